@@ -1,0 +1,40 @@
+"""Errors a user can meet, and the one exception that kernel writers raise.
+
+Every message says what went wrong, where, why, and what to do about it.
+"""
+
+
+class TvmFusionError(Exception):
+    """Base class of everything this package raises on purpose."""
+
+
+class InputError(TvmFusionError):
+    """The caller gave something unusable: a file, a target, a policy key, an input array. CLI exit status 2."""
+
+
+class FrontendError(InputError):
+    """A model could not be read or converted."""
+
+
+class TargetError(InputError):
+    """An unknown target, or a device the machine does not have."""
+
+
+class ConfigError(InputError):
+    """A profile or policy file with an unknown key, a missing value or a wrong type."""
+
+
+class PlanError(InputError):
+    """A plan file that is broken, or was made for another module."""
+
+
+class VerificationError(TvmFusionError):
+    """Numbers of a fused kernel are further from the float64 reference than the rule allows. CLI exit status 1."""
+
+
+class BuildError(TvmFusionError):
+    """A kernel could not be compiled."""
+
+
+class Unsupported(TvmFusionError):
+    """A kernel writer cannot express a PrimFunc. The caller takes another kernel class; never shown as a crash."""

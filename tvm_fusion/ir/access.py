@@ -1,0 +1,432 @@
+"""Access maps: which element of which tensor every block of a PrimFunc reads and writes, and what it computes a point.
+
+    T[i, j] = max(x[i, 2*j + 1], b[j])     i < M, j < N
+      -> Block(axes = (i: M spatial, j: N spatial),
+               reads = (x[(1,0)+0, (0,2)+1], b[(0,1)+0]), write = T[(1,0)+0, (0,1)+0], counts = {arithmetic: 1})
+
+Everything here is plain Python values, so that the planner never touches TVM objects. Extents are ints, or the printed form of a
+symbolic expression. An index that is no affine function of the block's axes is `Irregular` and says which axes it reads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+import tvm
+from tvm import s_tir, tirx
+from tvm.ir import Call, TensorLoad, Var
+
+Extent = int | str
+
+
+class AxisKind(Enum):
+    SPATIAL = "spatial"
+    REDUCE = "reduce"
+    OPAQUE = "opaque"
+
+
+class Pipe(Enum):
+    """The unit that executes an operation (DESIGN: the cost model's terms)."""
+
+    ARITHMETIC = "arithmetic"  # add, mul, compare, select, convert: the FMA pipe
+    SPECIAL = "special"  # exp, tanh, erf, rsqrt, log, ...: the special-function unit
+    DIVISION = "division"
+    INTEGER = "integer"  # integer division and modulo in indices or values
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    extent: Extent
+    kind: AxisKind
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """sum_i coefficients[i] * axis_i + constant."""
+
+    coefficients: tuple[int, ...]
+    constant: int = 0
+
+    @property
+    def axes(self) -> frozenset[int]:
+        return frozenset(i for i, c in enumerate(self.coefficients) if c)
+
+    @property
+    def single_axis(self) -> int | None:
+        """The axis this index equals, if it is exactly one axis with coefficient 1 and no offset."""
+        if self.constant == 0 and sum(map(abs, self.coefficients)) == 1:
+            return next((i for i, c in enumerate(self.coefficients) if c == 1), None)
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Irregular:
+    """An index that is not affine: division and modulo (reshapes), or an element of another tensor (gathers)."""
+
+    axes: frozenset[int]
+    data_dependent: bool = False
+
+
+Index = Affine | Irregular
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """One read or write of a tensor.
+
+    `tensor` is a key of the owner: inside a PrimFunc, the position of the parameter, or -1 - k for its k-th inner buffer.
+    `guarded`: evaluated under a condition only (if_then_else).
+    """
+
+    tensor: int
+    index: tuple[Index, ...]
+    guarded: bool = False
+
+    @property
+    def axes(self) -> frozenset[int]:
+        return frozenset().union(*(i.axes for i in self.index))
+
+    @property
+    def data_dependent(self) -> bool:
+        return any(isinstance(i, Irregular) and i.data_dependent for i in self.index)
+
+    def remap(self, tensors: dict[int, int]) -> Access:
+        return replace(self, tensor=tensors[self.tensor])
+
+
+class Reduction(Enum):
+    SUM = "sum"
+    PRODUCT = "product"
+    MAX = "max"
+    MIN = "min"
+    OTHER = "other"  # argmax and every combiner this package does not know
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One loop nest: `axes`, what it reads and writes at each point, and the operations a point, by pipe."""
+
+    name: str
+    axes: tuple[Axis, ...]
+    reads: tuple[Access, ...]
+    writes: tuple[Access, ...]
+    counts: tuple[tuple[Pipe, float], ...] = ()
+    reduction: Reduction | None = None
+    is_contraction: bool = False  # sum of a product of two reads: matmul, convolution
+
+    @property
+    def spatial(self) -> tuple[int, ...]:
+        return tuple(i for i, a in enumerate(self.axes) if a.kind is AxisKind.SPATIAL)
+
+    @property
+    def reduced(self) -> tuple[int, ...]:
+        return tuple(i for i, a in enumerate(self.axes) if a.kind is AxisKind.REDUCE)
+
+    def extents(self, axes: tuple[int, ...]) -> tuple[Extent, ...]:
+        return tuple(self.axes[i].extent for i in axes)
+
+    def operations(self) -> float:
+        return sum(count for _, count in self.counts)
+
+
+@dataclass(frozen=True, slots=True)
+class FuncAccess:
+    """The access maps of a PrimFunc; `refusal` says why it could not be read (it is then opaque to the planner)."""
+
+    blocks: tuple[Block, ...]
+    num_inner: int = 0
+    refusal: str | None = None
+    inner_shapes: tuple[tuple[Extent, ...], ...] = ()
+    inner_dtypes: tuple[str, ...] = ()
+
+
+_SPECIAL = frozenset(
+    "exp exp2 exp10 tanh erf rsqrt sqrt log log2 log10 log1p sigmoid pow sin cos tan asin acos atan "
+    "atan2 sinh cosh asinh acosh atanh hypot".split()
+)
+_DIVISION = (tirx.Div,)
+_INTEGER = (tirx.FloorDiv, tirx.FloorMod)
+_COMMUTING = {
+    tirx.Add: Reduction.SUM,
+    tirx.Mul: Reduction.PRODUCT,
+    tirx.Max: Reduction.MAX,
+    tirx.Min: Reduction.MIN,
+}
+_BINARY = (
+    tirx.Add,
+    tirx.Sub,
+    tirx.Mul,
+    tirx.Div,
+    tirx.Max,
+    tirx.Min,
+    tirx.FloorDiv,
+    tirx.FloorMod,
+    tirx.Mod,
+    tirx.EQ,
+    tirx.NE,
+    tirx.LT,
+    tirx.LE,
+    tirx.GT,
+    tirx.GE,
+    tirx.And,
+    tirx.Or,
+)
+
+
+class _Unreadable(Exception):
+    """A construct outside blocks of stores over loop nests."""
+
+
+def extent_of(value) -> Extent:
+    """A shape entry as an int, or as text when it is symbolic."""
+    if isinstance(value, int):
+        return value
+    if isinstance(value, tirx.IntImm):
+        return int(value.value)
+    return re.sub(r"T\.int\d+\((-?\d+)\)", r"\1", str(value))
+
+
+def op_name(e) -> str:
+    """Last part of a TIR call's operator name ("exp", "if_then_else"), or "" when `e` is no such call."""
+    if not isinstance(e, Call):
+        return ""
+    return getattr(e.op, "name", "").rpartition(".")[2]
+
+
+def read_prim_func(func: tirx.PrimFunc) -> FuncAccess:
+    """Reads the access maps of an s_tir PrimFunc made of blocks (LegalizeOps output, or a user's own)."""
+    try:
+        return _FuncReader(func).read()
+    except _Unreadable as why:
+        return FuncAccess((), refusal=str(why))
+
+
+@dataclass(slots=True)
+class _FuncReader:
+    func: tirx.PrimFunc
+    buffers: dict[int, int] = field(default_factory=dict)
+    inner: list = field(default_factory=list)
+
+    def read(self) -> FuncAccess:
+        for i, param in enumerate(self.func.params):
+            self.buffers[hash(param)] = i
+        blocks = tuple(self._blocks(self.func.body))
+        if not blocks:
+            raise _Unreadable("the function holds no block")
+        return FuncAccess(
+            blocks,
+            len(self.inner),
+            inner_shapes=tuple(tuple(map(extent_of, b.ty.shape)) for b in self.inner),
+            inner_dtypes=tuple(str(b.ty.dtype) for b in self.inner),
+        )
+
+    def _key(self, buffer) -> int:
+        if hash(buffer) not in self.buffers:
+            self.buffers[hash(buffer)] = -1 - len(self.inner)
+            self.inner.append(buffer)
+        return self.buffers[hash(buffer)]
+
+    def _blocks(self, stmt) -> Iterator[Block]:
+        if isinstance(stmt, s_tir.SBlockRealize):
+            block = stmt.block
+            if not block.iter_vars and block.name_hint == "root":
+                yield from self._blocks(block.body)
+            else:
+                yield _BlockReader(self._key, block).read()
+        elif isinstance(stmt, tirx.SeqStmt):
+            for s in stmt:
+                yield from self._blocks(s)
+        elif isinstance(stmt, tirx.For):
+            yield from self._blocks(stmt.body)
+        else:
+            raise _Unreadable(f"a {type(stmt).__name__} outside any block")
+
+
+_KINDS = {0: AxisKind.SPATIAL, 2: AxisKind.REDUCE}
+
+
+class _BlockReader:
+    def __init__(self, key, block):
+        self.key, self.block = key, block
+        self.axes = tuple(
+            Axis(extent_of(iv.dom.extent), _KINDS.get(int(iv.iter_type), AxisKind.OPAQUE))
+            for iv in block.iter_vars
+        )
+        self.axis_of = {hash(iv.var): i for i, iv in enumerate(block.iter_vars)}
+        self.lets: dict[int, object] = {}
+        self.reads: dict[Access, None] = {}
+        self.counts: dict[Pipe, float] = {}
+        self.own: set[int] = set()
+
+    def read(self) -> Block:
+        stores = self._stores()
+        self.own = {hash(s.buffer) for s in stores}
+        writes = tuple(
+            Access(self.key(s.buffer), tuple(self.index(i) for i in s.indices)) for s in stores
+        )
+        for store in stores:
+            self.visit(store.value, guarded=False)
+        reduces = any(a.kind is AxisKind.REDUCE for a in self.axes)
+        kind, contraction = None, False
+        if reduces:
+            kind, body = self._combiner(stores)
+            contraction = kind is Reduction.SUM and self._is_product(body)
+        if any(a.kind is AxisKind.OPAQUE for a in self.axes):
+            raise _Unreadable(f"block {self.block.name_hint} has an opaque axis")
+        return Block(
+            self.block.name_hint,
+            self.axes,
+            tuple(self.reads),
+            writes,
+            tuple(sorted(self.counts.items(), key=lambda item: item[0].value)),
+            kind,
+            contraction,
+        )
+
+    def _stores(self) -> list:
+        body = self.block.body
+        stores = []
+        for s in body if isinstance(body, tirx.SeqStmt) else [body]:
+            if isinstance(s, tirx.Bind):
+                self.lets[hash(s.var)] = s.value
+            elif isinstance(s, tirx.BufferStore):
+                stores.append(s)
+            else:
+                raise _Unreadable(f"a {type(s).__name__} inside block {self.block.name_hint}")
+        if not stores:
+            raise _Unreadable(f"block {self.block.name_hint} stores nothing")
+        return stores
+
+    def _combiner(self, stores) -> tuple[Reduction, object]:
+        value = stores[0].value
+        kind = _COMMUTING.get(type(value))
+        if len(stores) != 1 or kind is None:
+            return Reduction.OTHER, None
+        for own, body in ((value.a, value.b), (value.b, value.a)):
+            if isinstance(own, TensorLoad) and own.source.same_as(stores[0].buffer):
+                return kind, body
+        return Reduction.OTHER, None
+
+    def _is_product(self, body) -> bool:
+        return (
+            isinstance(body, tirx.Mul)
+            and all(isinstance(_strip_casts(x), TensorLoad) for x in (body.a, body.b))
+            and len(self.reads) == 2
+        )
+
+    def visit(self, e, guarded: bool) -> None:
+        """Collects reads and operation counts of a value."""
+        if isinstance(e, TensorLoad):
+            for i in e.indices:
+                self._index_reads(i, guarded)
+            if hash(e.source) not in self.own:
+                access = Access(
+                    self.key(e.source), tuple(self.index(i) for i in e.indices), guarded
+                )
+                self.reads.setdefault(access)
+            return
+        if isinstance(e, Var):
+            if hash(e) in self.lets:
+                self.visit(self.lets[hash(e)], guarded)
+            return
+        self._count(e)
+        if op_name(e) == "if_then_else":
+            condition, *branches = e.args
+            self.visit(condition, guarded)
+            for branch in branches:
+                self.visit(branch, True)
+            return
+        for child in children(e):
+            self.visit(child, guarded)
+
+    def _index_reads(self, e, guarded: bool) -> None:
+        """Loads inside an index are reads of their own (the index tensor of a gather)."""
+        if isinstance(e, TensorLoad):
+            self.visit(e, guarded)
+        for child in children(e):
+            self._index_reads(child, guarded)
+
+    def _count(self, e) -> None:
+        if isinstance(e, Call):
+            pipe = Pipe.SPECIAL if op_name(e) in _SPECIAL else Pipe.ARITHMETIC
+        elif isinstance(e, _DIVISION):
+            pipe = Pipe.DIVISION
+        elif isinstance(e, _INTEGER):
+            pipe = Pipe.INTEGER
+        elif isinstance(e, (*_BINARY, tirx.Select, tirx.Not, tirx.Cast)):
+            pipe = Pipe.ARITHMETIC
+        else:
+            return
+        self.counts[pipe] = self.counts.get(pipe, 0) + 1
+
+    def index(self, e) -> Index:
+        affine = self._affine(e)
+        if affine is not None:
+            return affine
+        axes, data = set(), False
+        stack = [e]
+        while stack:
+            x = stack.pop()
+            if isinstance(x, Var):
+                if hash(x) in self.axis_of:
+                    axes.add(self.axis_of[hash(x)])
+                elif hash(x) in self.lets:
+                    stack.append(self.lets[hash(x)])
+            elif isinstance(x, TensorLoad):
+                data = True
+                stack.extend(x.indices)
+            else:
+                stack.extend(children(x))
+        return Irregular(frozenset(axes), data)
+
+    def _affine(self, e) -> Affine | None:
+        zero = (0,) * len(self.axes)
+        if isinstance(e, tirx.IntImm):
+            return Affine(zero, int(e.value))
+        if isinstance(e, Var):
+            if hash(e) in self.lets:
+                return self._affine(self.lets[hash(e)])
+            i = self.axis_of.get(hash(e))
+            return None if i is None else Affine((*zero[:i], 1, *zero[i + 1 :]))
+        if isinstance(e, tirx.Cast):
+            return self._affine(e.value)
+        if isinstance(e, (tirx.Add, tirx.Sub)):
+            a, b = self._affine(e.a), self._affine(e.b)
+            if a is None or b is None:
+                return None
+            sign = 1 if isinstance(e, tirx.Add) else -1
+            both = zip(a.coefficients, b.coefficients, strict=True)
+            return Affine(tuple(p + sign * q for p, q in both), a.constant + sign * b.constant)
+        if isinstance(e, tirx.Mul):
+            a, b = self._affine(e.a), self._affine(e.b)
+            if a is None or b is None or (a.axes and b.axes):
+                return None
+            base, factor = (a, b.constant) if a.axes else (b, a.constant)
+            return Affine(tuple(c * factor for c in base.coefficients), base.constant * factor)
+        return None
+
+
+def children(e) -> tuple:
+    """The operands of a TIR expression (nothing for leaves and for unknown kinds)."""
+    if isinstance(e, _BINARY):
+        return (e.a, e.b)
+    if isinstance(e, tirx.Select):
+        return (e.condition, e.true_value, e.false_value)
+    if isinstance(e, tirx.Not):
+        return (e.a,)
+    if isinstance(e, tirx.Cast):
+        return (e.value,)
+    if isinstance(e, Call):
+        return tuple(a for a in e.args if isinstance(a, tvm.ir.Expr))
+    if isinstance(e, TensorLoad):
+        return tuple(e.indices)
+    return ()
+
+
+def _strip_casts(e):
+    while isinstance(e, tirx.Cast):
+        e = e.value
+    return e

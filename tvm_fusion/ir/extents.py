@@ -1,0 +1,95 @@
+"""Arithmetic on extents that may be symbolic: products that can be compared, and numbers for the cost model."""
+
+from __future__ import annotations
+
+import ast
+import math
+from collections.abc import Iterable
+from functools import lru_cache
+
+from .access import Extent
+
+ASSUMED_SYMBOLIC_EXTENT = 128  # a size for n when only the cost is asked; legality never uses it
+
+
+def product_key(extents: Iterable[Extent]) -> tuple[int, tuple[str, ...]]:
+    """The product of extents in a form that is equal for equal products: (constant factor, sorted symbolic factors)."""
+    constant, symbolic = 1, []
+    for e in extents:
+        if isinstance(e, int):
+            constant *= e
+        else:
+            factor, rest = _split_constant(e)
+            constant *= factor
+            symbolic.extend(rest)
+    return constant, tuple(sorted(symbolic))
+
+
+def non_unit(extents: Iterable[Extent]) -> tuple[Extent, ...]:
+    return tuple(e for e in extents if e != 1)
+
+
+def assumed(extent: Extent) -> int:
+    """The extent as a number; every symbol counts as ASSUMED_SYMBOLIC_EXTENT."""
+    return extent if isinstance(extent, int) else _evaluate(extent)
+
+
+def assumed_product(extents: Iterable[Extent]) -> int:
+    return math.prod(assumed(e) for e in extents)
+
+
+@lru_cache(maxsize=4096)
+def _split_constant(text: str) -> tuple[int, tuple[str, ...]]:
+    tree = _parse(text)
+    constant, symbolic = 1, []
+
+    def walk(node) -> None:
+        nonlocal constant
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+            walk(node.left)
+            walk(node.right)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, int):
+            constant *= node.value
+        else:
+            symbolic.append(ast.unparse(node))
+
+    if tree is None:
+        return 1, (text,)
+    walk(tree)
+    return constant, tuple(symbolic)
+
+
+@lru_cache(maxsize=4096)
+def _evaluate(text: str) -> int:
+    tree = _parse(text)
+    if tree is None:
+        return ASSUMED_SYMBOLIC_EXTENT
+    value = _number(tree)
+    return max(1, value) if value is not None else ASSUMED_SYMBOLIC_EXTENT
+
+
+def _parse(text: str):
+    try:
+        return ast.parse(text, mode="eval").body
+    except SyntaxError:
+        return None
+
+
+_OPERATORS = {
+    ast.Add: lambda a, b: a + b,
+    ast.Sub: lambda a, b: a - b,
+    ast.Mult: lambda a, b: a * b,
+    ast.FloorDiv: lambda a, b: a // b if b else None,
+    ast.Mod: lambda a, b: a % b if b else None,
+}
+
+
+def _number(node) -> int | None:
+    if isinstance(node, ast.Constant) and isinstance(node.value, int):
+        return node.value
+    if isinstance(node, ast.Name):
+        return ASSUMED_SYMBOLIC_EXTENT
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        a, b = _number(node.left), _number(node.right)
+        return None if a is None or b is None else _OPERATORS[type(node.op)](a, b)
+    return None

@@ -1,0 +1,266 @@
+"""The fusion graph of one Relax function: operators with access maps, tensors, and reachability as bitsets.
+
+Each `call_tir` binding is an operator; reshapes that only rename indices are views (free where they stay alone); every other
+binding is opaque. Tuples and their projections are looked through. Operators are numbered in binding order, which is a topological
+order, so "a before b" is `a < b`, and a set of operators is a Python int with one bit each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from enum import Enum
+
+import tvm
+import tvm_ffi
+from tvm import relax, tirx
+
+from .access import Block, Extent, extent_of, read_prim_func
+
+COMPOSITES_ATTR = "tvm_fusion.composites"
+
+
+class OpKind(Enum):
+    CALL_TIR = "call_tir"
+    VIEW = "view"
+    OPAQUE = "opaque"
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    id: int
+    name: str
+    shape: tuple[Extent, ...]
+    dtype: str
+    producer: int | None = None
+    consumers: tuple[int, ...] = ()
+    is_output: bool = False
+    is_constant: bool = False
+    is_inner: bool = False  # a buffer inside one operator's PrimFunc
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One binding. `why_opaque` says why an opaque operator cannot be read."""
+
+    id: int
+    name: str
+    func: str
+    kind: OpKind
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    blocks: tuple[Block, ...] = ()
+    region: int = 0
+    key: str = ""
+    composite: str | None = None
+    why_opaque: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class FusionGraph:
+    function: str
+    ops: tuple[Op, ...]
+    tensors: tuple[Tensor, ...]
+    ancestors: tuple[int, ...]
+    descendants: tuple[int, ...]
+
+    def producers(self, op: int) -> tuple[int, ...]:
+        found = {self.tensors[t].producer for t in self.ops[op].inputs}
+        return tuple(sorted(p for p in found if p is not None))
+
+    def consumers(self, op: int) -> tuple[int, ...]:
+        found = {c for t in self.ops[op].outputs for c in self.tensors[t].consumers}
+        return tuple(sorted(found))
+
+    def fingerprint(self) -> str:
+        """Identifies the module a plan was made for: operators, their PrimFuncs, shapes and wiring."""
+        text = hashlib.sha256()
+        for op in self.ops:
+            shapes = [(self.tensors[t].shape, self.tensors[t].dtype) for t in op.outputs]
+            text.update(repr((op.kind.value, op.key, op.inputs, op.outputs, shapes)).encode())
+        text.update(repr([t.id for t in self.tensors if t.is_output]).encode())
+        return text.hexdigest()[:16]
+
+
+def bits(ops: Iterable[int]) -> int:
+    """The bitset of some operator numbers."""
+    out = 0
+    for op in ops:
+        out |= 1 << op
+    return out
+
+
+def build_graph(mod: tvm.IRModule, function: str = "main") -> FusionGraph:
+    """Reads the fusion graph of `mod[function]`, a module after LegalizeOps.
+
+    Raises
+    ------
+    KeyError
+        The module has no such function.
+    """
+    return _GraphBuilder(mod, mod[function], function).build()
+
+
+@dataclass(slots=True)
+class _GraphBuilder:
+    mod: tvm.IRModule
+    relax_func: relax.Function
+    name: str
+    ops: list[Op] = field(default_factory=list)
+    tensors: list[Tensor] = field(default_factory=list)
+    values: dict[int, object] = field(default_factory=dict)  # Var hash -> tensor id or tuple of them
+    constants: dict[int, int] = field(default_factory=dict)
+    funcs: dict[str, tuple] = field(default_factory=dict)
+
+    def build(self) -> FusionGraph:
+        attrs = self.relax_func.attrs
+        composites = dict(attrs[COMPOSITES_ATTR]) if attrs and COMPOSITES_ATTR in attrs else {}
+        for param in self.relax_func.params:
+            self.values[hash(param)] = self._declare(param.name, param.ty, None)
+        body = self.relax_func.body
+        for region, block in enumerate(body.blocks):
+            fusible = isinstance(block, relax.DataflowBlock)
+            for binding in block.bindings:
+                self._bind(binding, region, fusible, composites.get(binding.var.name))
+        outputs = set(_flatten(self._value(body.body)))
+        return self._finish(outputs)
+
+    def _finish(self, outputs: set[int]) -> FusionGraph:
+        consumers: dict[int, set[int]] = {}
+        for op in self.ops:
+            for t in op.inputs:
+                consumers.setdefault(t, set()).add(op.id)
+        tensors = tuple(
+            replace(t, consumers=tuple(sorted(consumers.get(t.id, ()))), is_output=t.id in outputs)
+            for t in self.tensors
+        )
+        ancestors = [0] * len(self.ops)
+        for op in self.ops:
+            for t in op.inputs:
+                p = tensors[t].producer
+                if p is not None:
+                    ancestors[op.id] |= ancestors[p] | 1 << p
+        descendants = [0] * len(self.ops)
+        for op in reversed(self.ops):
+            for t in op.outputs:
+                for c in tensors[t].consumers:
+                    descendants[op.id] |= descendants[c] | 1 << c
+        return FusionGraph(
+            self.name, tuple(self.ops), tensors, tuple(ancestors), tuple(descendants)
+        )
+
+    def _declare(self, name: str, ty, producer: int | None, **flags):
+        """A tensor id for a tensor type, a tuple of them for a tuple type, () for anything else."""
+        if isinstance(ty, relax.TupleType):
+            return tuple(
+                self._declare(f"{name}.{i}", f, producer, **flags) for i, f in enumerate(ty.fields)
+            )
+        if not isinstance(ty, relax.TensorType):
+            return ()
+        shape = ty.shape.values if isinstance(ty.shape, relax.ShapeExpr) else ()
+        dtype = str(ty.dtype)
+        return self._tensor(name, tuple(map(extent_of, shape)), dtype, producer, **flags)
+
+    def _tensor(self, name, shape, dtype, producer, **flags) -> int:
+        self.tensors.append(Tensor(len(self.tensors), name, shape, dtype, producer, **flags))
+        return len(self.tensors) - 1
+
+    def _value(self, e):
+        if isinstance(e, relax.Var):
+            return self.values.get(hash(e), ())
+        if isinstance(e, tvm.ir.GenericConst):
+            if hash(e) not in self.constants:
+                name = f"constant{len(self.constants)}"
+                self.constants[hash(e)] = self._declare(name, e.ty, None, is_constant=True)
+            return self.constants[hash(e)]
+        if isinstance(e, relax.Tuple):
+            return tuple(self._value(f) for f in e.fields)
+        if isinstance(e, relax.TupleGetItem):
+            whole = self._value(e.tuple_value)
+            return whole[e.index] if isinstance(whole, tuple) and e.index < len(whole) else ()
+        if isinstance(e, relax.Call):
+            return tuple(self._value(a) for a in e.args)
+        if isinstance(e, relax.If):
+            return (self._value(e.cond), *self._free(e))
+        return ()
+
+    def _free(self, e) -> tuple:
+        return tuple(self.values.get(hash(v), ()) for v in relax.analysis.free_vars(e))
+
+    def _bind(self, binding, region: int, fusible: bool, composite: str | None) -> None:
+        var, value = binding.var, getattr(binding, "value", None)
+        if isinstance(value, (relax.Tuple, relax.TupleGetItem, relax.Var)):
+            self.values[hash(var)] = self._value(value)
+            return
+        if isinstance(value, tvm.ir.GenericConst):
+            self.values[hash(var)] = self._value(value)
+            return
+        op_id = len(self.ops)
+        call = value if fusible and _is_call_tir(value) else None
+        inputs = self._value(call.args[1]) if call is not None else self._value(value)
+        outputs = self._declare(var.name, var.ty, op_id)
+        self.values[hash(var)] = outputs
+        op = Op(
+            op_id,
+            var.name,
+            "",
+            OpKind.OPAQUE,
+            _unique(_flatten(inputs)),
+            tuple(_flatten(outputs)),
+            region=region,
+            composite=composite,
+            why_opaque="it is no call_tir in a dataflow block",
+        )
+        if call is not None:
+            op = self._read(op, call, inputs, tuple(_flatten(outputs)))
+        self.ops.append(op)
+
+    def _read(self, op: Op, call, args: tuple, outputs: tuple[int, ...]) -> Op:
+        func_name = call.args[0].name_hint
+        access, is_view, key = self._prim_func(func_name)
+        if access.refusal is not None:
+            return replace(op, func=func_name, key=key, why_opaque=access.refusal)
+        tensors = {i: t for i, t in enumerate((*args, *outputs)) if isinstance(t, int)}
+        for k in range(access.num_inner):
+            name = f"{op.name}.inner{k}"
+            shape, dtype = access.inner_shapes[k], access.inner_dtypes[k]
+            tensors[-1 - k] = self._tensor(name, shape, dtype, op.id, is_inner=True)
+        blocks = tuple(
+            replace(
+                b,
+                reads=tuple(a.remap(tensors) for a in b.reads),
+                writes=tuple(a.remap(tensors) for a in b.writes),
+            )
+            for b in access.blocks
+        )
+        kind = OpKind.VIEW if is_view else OpKind.CALL_TIR
+        return replace(op, func=func_name, kind=kind, blocks=blocks, key=key, why_opaque="")
+
+    def _prim_func(self, name: str):
+        if name not in self.funcs:
+            func = self.mod[name]
+            if isinstance(func, tirx.PrimFunc):
+                access = read_prim_func(func)
+                view = access.refusal is None and relax.analysis.has_reshape_pattern(func)
+                key = format(tvm_ffi.structural_hash(func) & (2**64 - 1), "016x")
+                self.funcs[name] = access, view, key
+            else:
+                raise TypeError(f"call_tir of {name}, which is no PrimFunc")
+        return self.funcs[name]
+
+
+def _is_call_tir(e) -> bool:
+    return isinstance(e, relax.Call) and getattr(e.op, "name", "") == "relax.call_tir"
+
+
+def _flatten(value) -> Iterator[int]:
+    if isinstance(value, int):
+        yield value
+    else:
+        for item in value:
+            yield from _flatten(item)
+
+
+def _unique(ids: Iterable[int]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(ids))

@@ -1,0 +1,200 @@
+"""What the planner knows of kernel classes: groups, fits, refusals, and the interface every class implements.
+
+A kernel class answers for a group of operators: can one launch compute it (`accepts`), what does that move and execute
+(`traffic`), and how is it written (`write`). Adding a kind of kernel is one file with such a class and one line in `registry.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import cached_property
+from typing import Any, Protocol
+
+from tvm import tirx
+
+from ..config import HardwareProfile, Policy
+from ..ir.access import Access, Block
+from ..ir.extents import assumed_product
+from ..ir.graph import FusionGraph, OpKind, bits
+
+_BYTES = {"bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
+
+
+class RefusalCode(Enum):
+    """Why two groups may not become one. Closed: a new reason is a new member here, with a test."""
+
+    CYCLE = "cycle"
+    OPAQUE = "opaque"
+    REGION = "region"
+    SPACE_MISMATCH = "space_mismatch"
+    REDUCTION = "reduction"
+    SEVERAL_CONTRACTIONS = "several_contractions"
+    NOT_TRAILING = "not_trailing"
+    OFF_ROW = "off_row"
+    PROLOGUE = "prologue"
+    RECOMPUTE = "recompute"
+    DATA_DEPENDENT = "data_dependent"
+    DTYPE = "dtype"
+    PARAMETER_BYTES = "parameter_bytes"
+    GROUP_SIZE = "group_size"
+    REGISTERS = "registers"
+    SYMBOLIC = "symbolic"
+    NOT_PROFITABLE = "not_profitable"
+    WRITER = "writer"
+    BUILD = "build"
+    WRONG_NUMBERS = "wrong_numbers"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A reason a user may wonder at: `where` names the operators, `numbers` what was compared."""
+
+    code: RefusalCode
+    where: tuple[str, ...]
+    why: str
+    numbers: tuple[tuple[str, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """One launch of `kernel_class` computes the group.
+
+    Attributes
+    ----------
+    kernel_class : str
+    rows, columns : int
+        The space it runs over (symbols at their assumed size); `columns` is what one thread block shares.
+    evaluations : tuple of float
+        How often each block of the group is evaluated, in points.
+    contraction : (batch, M, N, K) of the matrix products in the group, each once
+    """
+
+    kernel_class: str
+    rows: int
+    columns: int
+    evaluations: tuple[float, ...]
+    contractions: tuple[tuple[int, int, int, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What one launch moves and executes.
+
+    Bytes are unions of footprints, operations are counts. `parallel` is the share of the device the launch can fill (0 to 1].
+    """
+
+    hbm_bytes: float
+    l2_bytes: float
+    operations: Mapping[str, float] = field(hash=False)
+    tensor_flops: float = 0.0
+    tensor_dtype: str = "float32"
+    tensor_efficiency: float = 1.0
+    parallel: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """First estimates of what a thread block needs."""
+
+    registers_per_thread: int
+    smem_bytes: int
+
+
+class KernelClass(Protocol):
+    """One kind of kernel; see the module docstring."""
+
+    name: str
+
+    def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal: ...
+
+    def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic: ...
+
+    def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources: ...
+
+    def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]: ...
+
+    def write(
+        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
+    ) -> tirx.PrimFunc: ...
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes an element of a TVM dtype takes in memory (sub-byte dtypes count as one)."""
+    if dtype in _BYTES:
+        return _BYTES[dtype]
+    digits = "".join(c for c in dtype.split("_")[0] if c.isdigit())
+    return max(1, int(digits or 8) // 8)
+
+
+@dataclass(frozen=True)
+class GroupView:
+    """A set of operators seen as one kernel: what it reads, what it must write, and its blocks in order."""
+
+    graph: FusionGraph
+    ops: tuple[int, ...]
+    duplicated: int = 0  # bitset: members that are recomputed here, and written (if at all) by their home group
+    elsewhere: int = 0  # bitset: members that another live group runs as well
+
+    @cached_property
+    def bitset(self) -> int:
+        return bits(self.ops)
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.graph.ops[i].name for i in self.ops)
+
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        return tuple(b for i in self.ops for b in self.graph.ops[i].blocks)
+
+    @cached_property
+    def produced(self) -> frozenset[int]:
+        return frozenset(t for i in self.ops for t in self.graph.ops[i].outputs)
+
+    @cached_property
+    def inputs(self) -> tuple[int, ...]:
+        """Tensors read from memory, each once."""
+        read = (t for i in self.ops for t in self.graph.ops[i].inputs)
+        return tuple(t for t in dict.fromkeys(read) if t not in self.produced)
+
+    @cached_property
+    def outputs(self) -> tuple[int, ...]:
+        """Tensors that must be written: read outside the group, or outputs of the function."""
+        return tuple(t for i in self.ops for t in self.graph.ops[i].outputs if self._escapes(i, t))
+
+    def _escapes(self, op: int, tensor: int) -> bool:
+        if self.duplicated >> op & 1:
+            return False
+        t = self.graph.tensors[tensor]
+        private = self.bitset & ~self.elsewhere
+        return t.is_output or any(not private >> c & 1 for c in t.consumers)
+
+    @cached_property
+    def writer_of(self) -> dict[int, Block]:
+        return {w.tensor: b for b in self.blocks for w in b.writes}
+
+    @cached_property
+    def readers_of(self) -> dict[int, tuple[tuple[Block, Access], ...]]:
+        found: dict[int, list] = {}
+        for b in self.blocks:
+            for a in b.reads:
+                found.setdefault(a.tensor, []).append((b, a))
+        return {t: tuple(r) for t, r in found.items()}
+
+    @cached_property
+    def has_call_tir(self) -> bool:
+        return any(self.graph.ops[i].kind is OpKind.CALL_TIR for i in self.ops)
+
+    @property
+    def is_view(self) -> bool:
+        """Nothing but one reshape: no kernel at all."""
+        return len(self.ops) == 1 and self.graph.ops[self.ops[0]].kind is OpKind.VIEW
+
+    def tensor_bytes(self, tensor: int) -> int:
+        t = self.graph.tensors[tensor]
+        return assumed_product(t.shape) * dtype_bytes(t.dtype)
+
+    def refuse(self, code: RefusalCode, why: str, **numbers: float) -> Refusal:
+        return Refusal(code, self.names, why, tuple(sorted(numbers.items())))

@@ -1,0 +1,64 @@
+"""Kernel class `fallback`: any one operator, by TVM's own schedules (DLight on CUDA) or this package's CPU loops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import tvm
+from tvm import tirx
+
+from ..config import HardwareProfile, Policy
+from ..errors import Unsupported
+from .base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic
+from .footprint import points
+from .traffic import memory_traffic
+
+
+class Fallback:
+    """See the module docstring."""
+
+    name = "fallback"
+
+    def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
+        if len(group.ops) > 1:
+            return group.refuse(RefusalCode.OPAQUE, "no kernel class computes this group in one launch")
+        runs = tuple(float(points(b)) for b in group.blocks)
+        return Fit(self.name, 1, 1, runs)
+
+    def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
+        flops = sum(2.0 * points(b) for b in group.blocks if b.is_contraction)
+        return memory_traffic(group, fit, hw, tensor_flops=flops)
+
+    def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
+        return Resources(32, 0)
+
+    def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
+        return [None]
+
+    def write(
+        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
+    ) -> tirx.PrimFunc:
+        if hw.kind == "llvm":
+            from .cpu import write_cpu
+
+            try:
+                return write_cpu(func, exact=policy.rounding == "exact", hw=hw)
+            except Unsupported:
+                return func.with_attr("tirx.is_scheduled", True)
+        return _dlight(func, hw)
+
+
+def _dlight(func: tirx.PrimFunc, hw: HardwareProfile) -> tirx.PrimFunc:
+    """TVM's default GPU schedule of one function."""
+    from tvm.s_tir import dlight
+
+    rules = (
+        dlight.gpu.Matmul(),
+        dlight.gpu.GEMV(),
+        dlight.gpu.Reduction(),
+        dlight.gpu.GeneralReduction(),
+        dlight.gpu.Fallback(),
+    )
+    with hw.to_target():
+        mod = dlight.ApplyDefaultSchedule(*rules)(tvm.IRModule({"main": func}))
+    return mod["main"]

@@ -1,0 +1,49 @@
+"""The kernel classes, in the order in which the planner asks them. Users add theirs with `register`."""
+
+from __future__ import annotations
+
+from ..config import HardwareProfile
+from .base import KernelClass
+from .fallback import Fallback
+from .gemm import Gemm
+from .nest import Nest
+from .pointwise import Pointwise
+from .row import Row
+
+_CLASSES: dict[str, tuple[KernelClass, tuple[str, ...]]] = {}
+
+
+def register(kernel_class: KernelClass, kinds: tuple[str, ...] = ("cuda", "llvm")) -> None:
+    """Adds a kernel class for the given kinds of device; asked before those registered earlier.
+
+    Raises
+    ------
+    ValueError
+        The name is taken.
+    """
+    if kernel_class.name in _CLASSES:
+        raise ValueError(f"kernel class {kernel_class.name!r} is already registered")
+    _CLASSES[kernel_class.name] = (kernel_class, kinds)
+
+
+def unregister(name: str) -> None:
+    del _CLASSES[name]
+
+
+def kernel_classes(hw: HardwareProfile) -> tuple[KernelClass, ...]:
+    """The classes for a device, most specific first."""
+    return tuple(c for c, kinds in reversed(_CLASSES.values()) if hw.kind in kinds)
+
+
+def kernel_class(name: str) -> KernelClass:
+    return _CLASSES[name][0]
+
+
+for _builtin, _kinds in (
+    (Fallback(), ("cuda", "llvm")),
+    (Nest(), ("llvm",)),
+    (Gemm(), ("cuda", "llvm")),
+    (Row(), ("cuda", "llvm")),
+    (Pointwise(), ("cuda", "llvm")),
+):
+    register(_builtin, _kinds)

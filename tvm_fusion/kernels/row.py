@@ -1,0 +1,190 @@
+"""Kernel class `row`: reductions over trailing axes with pointwise work before, between and after, each row read once.
+
+The space is rows x columns: every reduction runs over the same columns of the same rows; a block of the group is full (rows and
+columns), per row, or smaller than a row (a row vector such as gamma + 1, computed where it is used).
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any
+
+from tvm import tirx
+
+from ..config import HardwareProfile, Policy
+from ..ir.access import Affine, Block, Reduction
+from ..ir.extents import assumed_product, non_unit, product_key
+from .base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic
+from .footprint import evaluations
+from .pointwise import refuse_recompute
+from .traffic import filled_by_threads, memory_traffic
+
+# Elements of a row one thread holds; threads of one block (prototype sweep on an H200: 128 threads x 32 elements for 4096 columns).
+ELEMENTS_PER_THREAD = 32
+
+
+class _Role(Enum):
+    FULL = "full"
+    ROW = "row"
+    SMALL = "small"
+
+
+class Row:
+    """See the module docstring.
+
+    Does not handle: argmax; reductions over leading axes; reductions of different rows in one group.
+    """
+
+    name = "row"
+
+    def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
+        reductions = [b for b in group.blocks if b.reduction is not None]
+        if not reductions:
+            return group.refuse(RefusalCode.REDUCTION, "the group holds no reduction")
+        anchor = reductions[0]
+        rows = non_unit(anchor.extents(anchor.spatial))
+        columns = non_unit(anchor.extents(anchor.reduced))
+        roles: dict[int, _Role] = {}
+        for block in group.blocks:
+            role = _check_block(group, block, rows, columns, roles)
+            if isinstance(role, Refusal):
+                return role
+            for w in block.writes:
+                roles[w.tensor] = role
+        for t in group.outputs:
+            if roles[t] is _Role.SMALL:
+                return group.refuse(
+                    RefusalCode.SPACE_MISMATCH,
+                    f"output {group.graph.tensors[t].name} is neither a full tensor nor one value a row",
+                )
+        once = frozenset(t for t, role in roles.items() if role is not _Role.SMALL)
+        runs = evaluations(group, once)
+        if refusal := refuse_recompute(group, runs, policy):
+            return refusal
+        return Fit(self.name, assumed_product(rows), assumed_product(columns), runs.counts)
+
+    def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
+        per_row = max(1, fit.columns // ELEMENTS_PER_THREAD) if hw.kind == "cuda" else 1
+        return memory_traffic(
+            group, fit, hw, parallel=filled_by_threads(fit.rows * per_row, hw)
+        )
+
+    def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
+        held = min(ELEMENTS_PER_THREAD, fit.columns)
+        words = sum(max(1, group.tensor_bytes(t) // max(1, fit.rows * fit.columns)) for t in group.inputs)
+        return Resources(40 + min(200, held * words // 4), 1024)
+
+    def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
+        if hw.kind == "llvm":
+            return [None]
+        from .cuda.row import row_configs
+        from .program import analyze
+
+        return row_configs(analyze(func, exact=policy.rounding == "exact"), hw)
+
+    def write(
+        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
+    ) -> tirx.PrimFunc:
+        exact = policy.rounding == "exact"
+        if hw.kind == "llvm":
+            from .cpu import write_cpu
+
+            return write_cpu(func, exact=exact, hw=hw)
+        from .cuda.row import emit_row, row_configs
+        from .program import analyze
+
+        program = analyze(func, exact=exact)
+        return emit_row(program, config or row_configs(program, hw)[0], hw)
+
+
+def _check_block(group: GroupView, block: Block, rows, columns, roles) -> _Role | Refusal:
+    """The block's role in the rows x columns space, or why it has none."""
+    if block.reduction is not None:
+        refusal = _check_reduction(group, block, rows, columns)
+        if refusal is not None:
+            return refusal
+        role = _Role.ROW
+    else:
+        role = _role(block, rows, columns)
+    for access in block.reads:
+        if roles.get(access.tensor) is None:
+            continue
+        if not _reads_own_row(block, access, rows, columns, roles[access.tensor], role):
+            return group.refuse(
+                RefusalCode.OFF_ROW,
+                f"{block.name} reads a value of another row (or of no row) of "
+                f"{group.graph.tensors[access.tensor].name}",
+            )
+    return role
+
+
+def _role(block: Block, rows, columns) -> _Role:
+    extents = non_unit(a.extent for a in block.axes)
+    if extents == rows + columns:
+        return _Role.FULL if columns else _Role.ROW
+    return _Role.ROW if extents == rows else _Role.SMALL
+
+
+def _check_reduction(group: GroupView, block: Block, rows, columns) -> Refusal | None:
+    if block.reduction is Reduction.OTHER:
+        return group.refuse(RefusalCode.REDUCTION, f"{block.name} combines in a way no row kernel knows")
+    if block.is_contraction and _is_matmul_like(block):
+        return group.refuse(RefusalCode.SEVERAL_CONTRACTIONS, f"{block.name} is a matrix product")
+    own_rows = non_unit(block.extents(block.spatial))
+    own_columns = non_unit(block.extents(block.reduced))
+    if own_rows != rows or product_key(own_columns) != product_key(columns):
+        return group.refuse(
+            RefusalCode.SPACE_MISMATCH,
+            f"{block.name} reduces {own_columns} in rows of {own_rows}, the group {columns} in rows of {rows}",
+        )
+    if not _reduces_trailing_axes(block):
+        return group.refuse(
+            RefusalCode.NOT_TRAILING, f"{block.name} does not reduce the contiguous axes of what it reads"
+        )
+    return None
+
+
+def _is_matmul_like(block: Block) -> bool:
+    """Both operands vary over spatial axes the other lacks: no row of one is read once."""
+    spatial = set(block.spatial)
+    a, b = (set(r.axes) & spatial for r in block.reads)
+    return bool(a - b) and bool(b - a)
+
+
+def _reduces_trailing_axes(block: Block) -> bool:
+    """Rows come before columns: axis order is spatial then reduce, and reads do not put a row axis inside a column axis."""
+    if block.reduced and block.spatial and max(block.spatial) > min(block.reduced):
+        return False
+    reduced = {i for i in block.reduced if block.axes[i].extent != 1}
+    spatial = {i for i in block.spatial if block.axes[i].extent != 1}
+    for access in block.reads:
+        seen_reduced = False
+        for index in access.index:
+            axes = index.axes
+            if axes & reduced:
+                seen_reduced = True
+            if seen_reduced and axes & spatial and not axes & reduced:
+                return False
+        positions = [max(i.axes & reduced) for i in access.index if isinstance(i, Affine) and i.axes & reduced]
+        if positions != sorted(positions):
+            return False
+    return True
+
+
+def _reads_own_row(block: Block, access, rows, columns, produced: _Role, role: _Role) -> bool:
+    """A full or per-row value of the group is read at the reader's own row (and, if full, its own column)."""
+    if produced is _Role.SMALL:
+        return True
+    if role is _Role.SMALL:
+        return False
+    live = [i for i, a in enumerate(block.axes) if a.extent != 1]
+    want = live if produced is _Role.FULL else live[: len(rows)]
+    got = []
+    for index in access.index:
+        if not isinstance(index, Affine):
+            return False
+        used = [i for i in sorted(index.axes) if block.axes[i].extent != 1]
+        if len(used) > 1 or (used and (index.coefficients[used[0]] != 1 or index.constant)):
+            return False
+        got += used
+    return got == want

@@ -1,0 +1,149 @@
+"""The moves of the search: which pairs of groups could become one, and which producers could be recomputed by their consumers.
+
+    vertical    a -> b, also through views:  {a} {v} {b}   =>  {a, v', b}
+    sibling     a, b read the same tensor:   {a} {b}       =>  {a, b}
+    remat       p -> c1, c2, ...:            {p} {c1} {c2} =>  {p', c1} {p', c2}
+
+A move is a value; applying it to a state is `State.merge` or `State.copy_into`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from ..ir.extents import assumed_product
+from ..ir.graph import OpKind
+from ..kernels.base import Refusal
+from .legality import Costed
+from .state import NOTHING, Members, State
+
+SIBLING_MIN_ELEMENTS = 2  # sharing a scalar is no reason to stand in one kernel
+
+
+class MoveKind(Enum):
+    VERTICAL = "vertical"
+    SIBLING = "sibling"
+
+
+@dataclass(frozen=True, slots=True)
+class Merge:
+    """Two groups become one; `copies` are the views between them, copied into the result."""
+
+    kind: MoveKind
+    first: int
+    second: int
+    copies: Members = NOTHING
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """Each of the consumer groups computes these operators of the producer group itself.
+
+    Where nobody reads the producer's own instances any more they are dropped: the operators have then moved.
+    """
+
+    producer: int
+    ops: Members
+    consumers: tuple[int, ...]
+
+
+def fusible(state: State, gid: int) -> bool:
+    """A live group of operators that can be read, other than a lone view."""
+    ops = [state.graph.ops[i] for i in state.owned[gid]]
+    return state.alive(gid) and any(op.kind is OpKind.CALL_TIR for op in ops)
+
+
+def merges_of(state: State, gid: int) -> Iterator[Merge]:
+    """All merges of one group with a neighbour, in a fixed order."""
+    if not fusible(state, gid):
+        return
+    for other, views in sorted(_below(state, gid).items()):
+        if other != gid and fusible(state, other):
+            yield Merge(MoveKind.VERTICAL, gid, other, views)
+    for other, views in sorted(_above(state, gid).items()):
+        if other != gid and fusible(state, other):
+            yield Merge(MoveKind.VERTICAL, other, gid, views)
+    for other in sorted(_siblings(state, gid)):
+        if fusible(state, other):
+            yield Merge(MoveKind.SIBLING, *sorted((gid, other)))
+
+
+def _below(state: State, gid: int, ops: Members | None = None) -> dict[int, Members]:
+    """Groups that read this one (or some of its operators), with the views on the way."""
+    found: dict[int, Members] = {}
+    stack = [(op, NOTHING) for op in sorted(state.owned[gid] if ops is None else ops)]
+    while stack:
+        op, views = stack.pop()
+        for c in state.graph.consumers(op):
+            if state.graph.ops[c].kind is OpKind.VIEW and c not in state.owned[gid]:
+                stack.append((c, views | {c}))
+            home = state.home[c]
+            if home != gid and state.graph.ops[c].kind is not OpKind.VIEW:
+                found[home] = found.get(home, NOTHING) | views
+    return found
+
+
+def _above(state: State, gid: int) -> dict[int, Members]:
+    """Groups this one reads, with the views on the way."""
+    found: dict[int, Members] = {}
+    stack = [(op, NOTHING) for op in sorted(state.members(gid))]
+    while stack:
+        op, views = stack.pop()
+        for p in state.graph.producers(op):
+            if state.graph.ops[p].kind is OpKind.VIEW and p not in state.owned[gid]:
+                stack.append((p, views | {p}))
+            home = state.home[p]
+            if home != gid and state.graph.ops[p].kind is not OpKind.VIEW:
+                found[home] = found.get(home, NOTHING) | views
+    return found
+
+
+def _siblings(state: State, gid: int) -> set[int]:
+    """Groups that read a tensor this one reads."""
+    found = set()
+    for op in state.owned[gid]:
+        for t in state.graph.ops[op].inputs:
+            tensor = state.graph.tensors[t]
+            if assumed_product(tensor.shape) >= SIBLING_MIN_ELEMENTS:
+                found |= {state.home[c] for c in tensor.consumers}
+    return found - {gid}
+
+
+def evaluate_merge(state: State, move: Merge) -> Costed | Refusal:
+    a, b = move.first, move.second
+    copies = state.copies.get(a, NOTHING) | state.copies.get(b, NOTHING) | move.copies
+    return state.evaluate(state.owned[a] | state.owned[b], copies, frozenset((a, b)))
+
+
+def merge_makes_cycle(state: State, move: Merge) -> bool:
+    a, b = move.first, move.second
+    owned = state.owned[a] | state.owned[b]
+    copies = state.copies.get(a, NOTHING) | state.copies.get(b, NOTHING) | move.copies
+    return state.makes_cycle(owned, copies - owned, frozenset((a, b)))
+
+
+def recomputes_of(state: State, gid: int) -> Iterator[Recompute]:
+    """The whole group, and each of its operators that others read: into all readers together, then into each alone."""
+    if not fusible(state, gid):
+        return
+    whole = frozenset(op for op in state.owned[gid] if state.live[op])
+    for ops in [whole, *(frozenset((op,)) for op in sorted(whole) if len(whole) > 1)]:
+        if any(b.reduction is not None for op in ops for b in state.graph.ops[op].blocks):
+            continue
+        readers = _below(state, gid, ops)
+        consumers = tuple(sorted(c for c in readers if c != gid and fusible(state, c)))
+        if len(consumers) > 1:
+            yield Recompute(gid, ops, consumers)
+        for c in consumers:
+            yield Recompute(gid, ops, (c,))
+
+
+def apply_recompute(state: State, move: Recompute) -> None:
+    views = _below(state, move.producer, move.ops)
+    for c in move.consumers:
+        state.copies[c] = (
+            state.copies.get(c, NOTHING) | move.ops | views.get(c, NOTHING)
+        ) - state.owned[c]
+    state.refresh()

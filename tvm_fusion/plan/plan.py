@@ -1,0 +1,173 @@
+"""The fusion plan: plain data that says which operators run together, as which kernel, what that is predicted to cost, and why not more.
+
+A plan is made by `search`, or read from JSON, edited by hand and run again. It belongs to one module (`fingerprint`) and one device.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import PlanError
+from ..ir.graph import FusionGraph, OpKind
+from ..kernels.base import Refusal, RefusalCode
+
+PLAN_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedGroup:
+    """One launch.
+
+    Attributes
+    ----------
+    ops : tuple of str
+        Names of the bindings it computes, in order.
+    recomputed : tuple of str
+        Those of `ops` that are computed here although another group owns (and may store) them.
+    kernel_class : str
+        "view" for a reshape that costs nothing, "opaque" for a binding that is left as it is.
+    predicted_us, unfused_us : float
+        Model time of the group, and of its operators one by one.
+    bytes, unfused_bytes : float
+        Bytes read and written, together and one by one.
+    terms : dict of str to float
+        The model's terms in microseconds.
+    """
+
+    ops: tuple[str, ...]
+    kernel_class: str
+    recomputed: tuple[str, ...] = ()
+    predicted_us: float = 0.0
+    unfused_us: float = 0.0
+    bytes: float = 0.0
+    unfused_bytes: float = 0.0
+    terms: dict[str, float] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class FusionPlan:
+    """All groups of one function in topological order, and the refused neighbours."""
+
+    function: str
+    fingerprint: str
+    device: str
+    policy: str
+    groups: tuple[PlannedGroup, ...]
+    refusals: tuple[Refusal, ...] = ()
+    version: int = PLAN_VERSION
+
+    @property
+    def predicted_us(self) -> float:
+        return sum(g.predicted_us for g in self.groups)
+
+    @property
+    def unfused_us(self) -> float:
+        return sum(g.unfused_us for g in self.groups)
+
+    def group_of(self, op: str) -> PlannedGroup | None:
+        """The group that owns a binding."""
+        owners = [g for g in self.groups if op in g.ops and op not in g.recomputed]
+        return owners[0] if owners else None
+
+    def cut(self, ops: tuple[str, ...], reason: Refusal) -> FusionPlan:
+        """The same plan with one group taken apart into single operators."""
+        groups: list[PlannedGroup] = []
+        for g in self.groups:
+            if g.ops != ops:
+                groups.append(g)
+                continue
+            groups += [PlannedGroup((op,), "fallback") for op in g.ops if op not in g.recomputed]
+        return replace(self, groups=tuple(groups), refusals=(*self.refusals, reason))
+
+    def to_dict(self) -> dict[str, Any]:
+        data = asdict(self)
+        data["refusals"] = [
+            {
+                "code": r.code.value,
+                "where": list(r.where),
+                "why": r.why,
+                "numbers": dict(r.numbers),
+            }
+            for r in self.refusals
+        ]
+        for group in data["groups"]:
+            group["ops"], group["recomputed"] = list(group["ops"]), list(group["recomputed"])
+        data["groups"] = list(data["groups"])
+        return data
+
+    def to_json(self) -> str:
+        """The plan as text: equal plans give equal bytes."""
+        return json.dumps(self.to_dict(), indent=1, sort_keys=True)
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json() + "\n")
+
+    @staticmethod
+    def from_dict(data: dict[str, Any], source: str = "plan") -> FusionPlan:
+        """Reads a plan back.
+
+        Raises
+        ------
+        PlanError
+            The data is no plan of this version.
+        """
+        if not isinstance(data, dict) or data.get("version") != PLAN_VERSION:
+            found = data.get("version") if isinstance(data, dict) else type(data).__name__
+            raise PlanError(
+                f"{source}: not a plan of version {PLAN_VERSION} (found {found!r}); make it again with `explain --json`"
+            )
+        try:
+            groups = tuple(
+                PlannedGroup(**{**g, "ops": tuple(g["ops"]), "recomputed": tuple(g.get("recomputed", ()))})
+                for g in data["groups"]
+            )
+            refusals = tuple(
+                Refusal(
+                    RefusalCode(r["code"]),
+                    tuple(r["where"]),
+                    r["why"],
+                    tuple(sorted(r["numbers"].items())),
+                )
+                for r in data.get("refusals", ())
+            )
+            keys = ("function", "fingerprint", "device", "policy")
+            return FusionPlan(**{k: data[k] for k in keys}, groups=groups, refusals=refusals)
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(f"{source}: broken plan: {error}") from error
+
+    @staticmethod
+    def load(path: str | Path) -> FusionPlan:
+        """Reads a plan from a JSON file."""
+        try:
+            data = json.loads(Path(path).read_text())
+        except OSError as error:
+            raise PlanError(f"{path}: cannot read the plan: {error.strerror}") from error
+        except ValueError as error:
+            raise PlanError(f"{path}: not JSON: {error}") from error
+        if isinstance(data, dict) and isinstance(data.get("plan"), dict):
+            data = data["plan"]  # the output of `--json`
+        return FusionPlan.from_dict(data, str(path))
+
+    def check(self, graph: FusionGraph) -> None:
+        """Raises PlanError unless the plan was made for this graph and covers each of its operators once."""
+        if self.fingerprint != graph.fingerprint() or self.function != graph.function:
+            raise PlanError(
+                f"the plan was made for another module (fingerprint {self.fingerprint}, this module has "
+                f"{graph.fingerprint()}); plan again with `explain`"
+            )
+        owned = [op for g in self.groups for op in g.ops if op not in g.recomputed]
+        names = {op.name for op in graph.ops}
+        unknown = sorted({op for g in self.groups for op in g.ops} - names)
+        if unknown:
+            raise PlanError(f"the plan names operators the module does not have: {', '.join(unknown[:5])}")
+        twice = sorted({op for op in owned if owned.count(op) > 1})
+        if twice:
+            raise PlanError(f"operators owned by several groups of the plan: {', '.join(twice[:5])}")
+        needed = {op.name for op in graph.ops if op.kind is not OpKind.VIEW}
+        computed = {op for g in self.groups for op in g.ops}
+        missing = sorted(needed - computed)
+        if missing:
+            raise PlanError(f"operators in no group of the plan: {', '.join(missing[:5])}")

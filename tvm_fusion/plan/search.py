@@ -1,0 +1,247 @@
+"""Plan search: greedy merging by predicted gain, then rematerialisation, until nothing gains.
+
+Deterministic: candidates are ordered by gain and then by operator number; nothing depends on hashes, time or threads.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+from dataclasses import dataclass, field
+
+from ..config import HardwareProfile, Policy
+from ..ir.graph import FusionGraph, OpKind
+from ..kernels.base import Refusal, RefusalCode
+from .legality import Costed, Evaluator
+from .moves import (
+    Merge,
+    Recompute,
+    apply_recompute,
+    evaluate_merge,
+    fusible,
+    merge_makes_cycle,
+    merges_of,
+    recomputes_of,
+)
+from .plan import FusionPlan, PlannedGroup
+from .state import NOTHING, State
+
+logger = logging.getLogger(__name__)
+
+
+def search(
+    graph: FusionGraph,
+    hw: HardwareProfile,
+    policy: Policy,
+    forbidden: frozenset[tuple[str, ...]] = frozenset(),
+) -> FusionPlan:
+    """Finds a fusion plan.
+
+    Parameters
+    ----------
+    graph : FusionGraph
+    hw : HardwareProfile
+    policy : Policy
+    forbidden : frozenset of tuples of str
+        Groups (names of their operators, in order) that were tried and may not be used.
+
+    Returns
+    -------
+    FusionPlan
+        Every operator in exactly one owning group; groups in an order in which they can run.
+    """
+    state = State.unfused(Evaluator(graph, hw, policy, forbidden))
+    _Greedy(state, policy).run()
+    return _to_plan(state, hw, policy)
+
+
+def unfused_plan(graph: FusionGraph, hw: HardwareProfile, policy: Policy) -> FusionPlan:
+    """The plan that fuses nothing."""
+    return _to_plan(State.unfused(Evaluator(graph, hw, policy)), hw, policy, explain=False)
+
+
+@dataclass
+class _Greedy:
+    state: State
+    policy: Policy
+    heap: list = field(default_factory=list)
+    version: dict[int, int] = field(default_factory=dict)
+
+    def run(self) -> None:
+        for gid in sorted(self.state.owned):
+            self._push(gid)
+        while True:
+            self._merge_all()
+            if not (self.policy.allow_rematerialisation and self._recompute_best()):
+                return
+
+    def _push(self, gid: int) -> None:
+        for move in merges_of(self.state, gid):
+            gain = self._gain(move)
+            if gain is not None:
+                a, b = move.first, move.second
+                stamp = (self.version.get(a, 0), self.version.get(b, 0))
+                entry = (-round(gain, 6), min(a, b), max(a, b), move.kind.value, stamp)
+                heapq.heappush(self.heap, (*entry, move))
+
+    def _gain(self, move: Merge) -> float | None:
+        merged = evaluate_merge(self.state, move)
+        if isinstance(merged, Refusal):
+            return None
+        apart = self.state.time_us(move.first), self.state.time_us(move.second)
+        gain = sum(apart) - merged.time_us
+        # At most about the smaller group's time can be saved: that is what the gain is compared with.
+        return gain if gain > self.policy.min_gain * min(apart) else None
+
+    def _merge_all(self) -> None:
+        while self.heap:
+            *_, stamp, move = heapq.heappop(self.heap)
+            a, b = move.first, move.second
+            if a not in self.state.owned or b not in self.state.owned:
+                continue
+            if stamp != (self.version.get(a, 0), self.version.get(b, 0)):
+                continue
+            if merge_makes_cycle(self.state, move):
+                continue
+            gid = self.state.merge(a, b, move.copies)
+            self.version[gid] = self.version.get(gid, 0) + 1
+            self._push(gid)
+
+    def _recompute_best(self) -> bool:
+        """Applies the best rematerialisation, if any gains."""
+        best, best_gain = None, 0.0
+        for gid in sorted(self.state.owned):
+            for move in recomputes_of(self.state, gid):
+                gain = self._recompute_gain(move)
+                if gain > best_gain + 1e-9:
+                    best, best_gain = move, gain
+        if best is None:
+            return False
+        apply_recompute(self.state, best)
+        touched = (best.producer, *best.consumers)
+        for gid in touched:
+            self.version[gid] = self.version.get(gid, 0) + 1
+        for gid in touched:
+            self._push(gid)
+        return True
+
+    def _recompute_gain(self, move: Recompute) -> float:
+        state, groups = self.state, (move.producer, *move.consumers)
+        if any(state.copied_in.get(op) for op in move.ops):
+            return 0.0
+        trial = state.copy()
+        apply_recompute(trial, move)
+        for c in move.consumers:
+            if isinstance(trial.cost(c), Refusal):
+                return 0.0
+        if trial.alive(move.producer) and isinstance(trial.cost(move.producer), Refusal):
+            return 0.0
+        before, after = (sum(s.time_us(g) for g in groups) for s in (state, trial))
+        gain = before - after
+        smallest = min(state.time_us(g) for g in groups)
+        if gain <= self.policy.min_gain * smallest:
+            return 0.0
+        if any(
+            trial.makes_cycle(trial.owned[c], trial.copies.get(c, NOTHING), frozenset((c,)))
+            for c in move.consumers
+        ):
+            return 0.0
+        return gain
+
+
+def _to_plan(state: State, hw: HardwareProfile, policy: Policy, explain: bool = True) -> FusionPlan:
+    groups = tuple(_planned(state, gid) for gid in _order(state))
+    graph = state.graph
+    refusals = tuple(_refusals(state)) if explain else ()
+    return FusionPlan(graph.function, graph.fingerprint(), hw.name, policy.name, groups, refusals)
+
+
+def _planned(state: State, gid: int) -> PlannedGroup:
+    graph = state.graph
+    costed = state.cost(gid)
+    if isinstance(costed, Refusal):
+        raise AssertionError(f"group {gid} of the final plan is refused: {costed.why}")
+    view = costed.view
+    names = tuple(graph.ops[i].name for i in view.ops)
+    recomputed = tuple(n for i, n in zip(view.ops, names, strict=True) if view.duplicated >> i & 1)
+    if view.is_view:
+        return PlannedGroup(names, "view")
+    if graph.ops[view.ops[0]].kind is OpKind.OPAQUE:
+        return PlannedGroup(names, "opaque")
+    alone = [_alone(state, i) for i in view.ops if not view.duplicated >> i & 1]
+    return PlannedGroup(
+        names,
+        costed.kernel.name,
+        recomputed,
+        round(costed.time_us, 4),
+        round(sum(c.time_us for c in alone if c), 4),
+        float(costed.bytes),
+        float(sum(c.bytes for c in alone if c)),
+        {k: round(v, 4) for k, v in sorted(costed.estimate.terms.items())},
+    )
+
+
+def _alone(state: State, op: int) -> Costed | None:
+    if state.graph.ops[op].kind is not OpKind.CALL_TIR:
+        return None
+    costed = state.evaluator.group((op,))
+    return None if isinstance(costed, Refusal) else costed
+
+
+def _order(state: State) -> list[int]:
+    """Live groups such that each comes after what it reads; ties by operator number."""
+    live = sorted(g for g in state.owned if state.alive(g))
+    waiting = {g: {s for s in state.sources(state.members(g)) if s != g} for g in live}
+    ready = [(min(state.owned[g]), g) for g in live if not waiting[g]]
+    heapq.heapify(ready)
+    readers: dict[int, list[int]] = {}
+    for g, sources in waiting.items():
+        for s in sources:
+            readers.setdefault(s, []).append(g)
+    order = []
+    while ready:
+        _, g = heapq.heappop(ready)
+        order.append(g)
+        for r in readers.get(g, ()):
+            waiting[r].discard(g)
+            if not waiting[r]:
+                heapq.heappush(ready, (min(state.owned[r]), r))
+    if len(order) != len(live):
+        raise AssertionError("the groups of the final plan depend on each other in a circle")
+    return order
+
+
+def _refusals(state: State):
+    """Why each pair of neighbouring groups of the final plan stayed apart."""
+    seen = set()
+    for gid in sorted(g for g in state.owned if fusible(state, g)):
+        for move in merges_of(state, gid):
+            pair = (move.first, move.second)
+            if pair in seen or move.kind.value != "vertical":
+                continue
+            seen.add(pair)
+            yield _why_apart(state, move)
+
+
+def _why_apart(state: State, move: Merge) -> Refusal:
+    names = [_label(state, g) for g in (move.first, move.second)]
+    merged = evaluate_merge(state, move)
+    if isinstance(merged, Refusal):
+        return Refusal(merged.code, tuple(names), merged.why, merged.numbers)
+    if merge_makes_cycle(state, move):
+        why = "a path leaves the first group and enters the second through an operator outside both"
+        return Refusal(RefusalCode.CYCLE, tuple(names), why)
+    before = state.time_us(move.first) + state.time_us(move.second)
+    return Refusal(
+        RefusalCode.NOT_PROFITABLE,
+        tuple(names),
+        f"together {merged.time_us:.1f} us, apart {before:.1f} us",
+        (("apart_us", round(before, 3)), ("together_us", round(merged.time_us, 3))),
+    )
+
+
+def _label(state: State, gid: int) -> str:
+    """A group by the names of its first and last operator."""
+    ops = sorted(state.owned[gid])
+    names = [state.graph.ops[i].name for i in (ops[0], ops[-1])]
+    return names[0] if len(ops) == 1 else f"{names[0]}..{names[1]}"

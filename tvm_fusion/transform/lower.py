@@ -1,0 +1,36 @@
+"""Lower: a high-level Relax module becomes a module of primitive operators as `call_tir`, ready to be read as a fusion graph."""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax
+
+from .decompose import Decompose
+from .fix_bool_arithmetic import FixBoolArithmetic
+
+
+def lower(mod: tvm.IRModule, target: tvm.target.Target, decompose: bool = True) -> tvm.IRModule:
+    """Opens composites and legalizes; what stays is `call_tir`, calls of packed functions, and shape arithmetic.
+
+    Parameters
+    ----------
+    mod : IRModule
+    target : Target
+        Decides how sort, scan and sampling operators are dispatched.
+    decompose : bool
+        False keeps composite operators whole: one PrimFunc each, as without this package.
+    """
+    passes = [
+        relax.transform.DecomposeOpsForInference(),
+        relax.transform.CanonicalizeBindings(),
+        *([Decompose()] if decompose else []),
+        relax.backend.DispatchSampling(),
+        relax.backend.DispatchSortScan(),
+        relax.transform.LegalizeOps(),
+        FixBoolArithmetic(),
+        relax.transform.FoldConstant(),
+        relax.transform.ConvertToDataflow(min_size=1),
+        relax.transform.DeadCodeElimination(["main"]),
+    ]
+    with target:
+        return tvm.transform.Sequential(passes)(mod)
