@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 
 from ..config import HardwareProfile
 
-if TYPE_CHECKING:  # the cost model is below the kernel classes; it only reads the fields of what they return
+if (
+    TYPE_CHECKING
+):  # the cost model is below the kernel classes; it only reads the fields of what they return
     from ..kernels.base import Resources, Traffic
 
 US = 1e6

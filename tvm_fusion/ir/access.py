@@ -197,7 +197,12 @@ def op_name(e) -> str:
 
 
 def read_prim_func(func: tirx.PrimFunc) -> FuncAccess:
-    """Reads the access maps of an s_tir PrimFunc made of blocks (LegalizeOps output, or a user's own)."""
+    """Reads the access maps of an s_tir PrimFunc made of blocks (LegalizeOps output, or a user's own).
+
+    A function marked as scheduled is somebody's finished kernel, and opaque.
+    """
+    if func.attrs and func.attrs.get("tirx.is_scheduled"):
+        return FuncAccess((), refusal="its PrimFunc is already scheduled")
     try:
         return _FuncReader(func).read()
     except _Unreadable as why:
@@ -350,6 +355,8 @@ class _BlockReader:
             self._index_reads(child, guarded)
 
     def _count(self, e) -> None:
+        if isinstance(e, tirx.Cast) and _is_float(e) and _is_float(e.value):
+            return  # part of the load or store: halves are computed in float32 anyway
         if isinstance(e, Call):
             pipe = Pipe.SPECIAL if op_name(e) in _SPECIAL else Pipe.ARITHMETIC
         elif isinstance(e, _DIVISION):
@@ -424,6 +431,10 @@ def children(e) -> tuple:
     if isinstance(e, TensorLoad):
         return tuple(e.indices)
     return ()
+
+
+def _is_float(e) -> bool:
+    return "float" in str(e.ty.dtype)
 
 
 def _strip_casts(e):

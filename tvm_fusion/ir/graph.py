@@ -109,7 +109,9 @@ class _GraphBuilder:
     name: str
     ops: list[Op] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
-    values: dict[int, object] = field(default_factory=dict)  # Var hash -> tensor id or tuple of them
+    values: dict[int, object] = field(
+        default_factory=dict
+    )  # Var hash -> tensor id or tuple of them
     constants: dict[int, int] = field(default_factory=dict)
     funcs: dict[str, tuple] = field(default_factory=dict)
 

@@ -34,6 +34,7 @@ class RefusalCode(Enum):
     NOT_TRAILING = "not_trailing"
     OFF_ROW = "off_row"
     PROLOGUE = "prologue"
+    EPILOGUE = "epilogue"
     RECOMPUTE = "recompute"
     DATA_DEPENDENT = "data_dependent"
     DTYPE = "dtype"
@@ -130,12 +131,16 @@ def dtype_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class GroupView:
-    """A set of operators seen as one kernel: what it reads, what it must write, and its blocks in order."""
+    """A set of operators seen as one kernel: what it reads, what it must write, and its blocks in order.
+
+    `outputs` are the tensors somebody reads outside; `duplicated` is the bitset of members that belong to another group and are
+    only recomputed here.
+    """
 
     graph: FusionGraph
     ops: tuple[int, ...]
-    duplicated: int = 0  # bitset: members that are recomputed here, and written (if at all) by their home group
-    elsewhere: int = 0  # bitset: members that another live group runs as well
+    outputs: tuple[int, ...]
+    duplicated: int = 0
 
     @cached_property
     def bitset(self) -> int:
@@ -158,18 +163,6 @@ class GroupView:
         """Tensors read from memory, each once."""
         read = (t for i in self.ops for t in self.graph.ops[i].inputs)
         return tuple(t for t in dict.fromkeys(read) if t not in self.produced)
-
-    @cached_property
-    def outputs(self) -> tuple[int, ...]:
-        """Tensors that must be written: read outside the group, or outputs of the function."""
-        return tuple(t for i in self.ops for t in self.graph.ops[i].outputs if self._escapes(i, t))
-
-    def _escapes(self, op: int, tensor: int) -> bool:
-        if self.duplicated >> op & 1:
-            return False
-        t = self.graph.tensors[tensor]
-        private = self.bitset & ~self.elsewhere
-        return t.is_output or any(not private >> c & 1 for c in t.consumers)
 
     @cached_property
     def writer_of(self) -> dict[int, Block]:

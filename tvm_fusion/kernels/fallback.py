@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import tvm
 from tvm import tirx
 
 from ..config import HardwareProfile, Policy
@@ -21,7 +20,9 @@ class Fallback:
 
     def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
         if len(group.ops) > 1:
-            return group.refuse(RefusalCode.OPAQUE, "no kernel class computes this group in one launch")
+            return group.refuse(
+                RefusalCode.OPAQUE, "no kernel class computes this group in one launch"
+            )
         runs = tuple(float(points(b)) for b in group.blocks)
         return Fit(self.name, 1, 1, runs)
 
@@ -45,20 +46,4 @@ class Fallback:
                 return write_cpu(func, exact=policy.rounding == "exact", hw=hw)
             except Unsupported:
                 return func.with_attr("tirx.is_scheduled", True)
-        return _dlight(func, hw)
-
-
-def _dlight(func: tirx.PrimFunc, hw: HardwareProfile) -> tirx.PrimFunc:
-    """TVM's default GPU schedule of one function."""
-    from tvm.s_tir import dlight
-
-    rules = (
-        dlight.gpu.Matmul(),
-        dlight.gpu.GEMV(),
-        dlight.gpu.Reduction(),
-        dlight.gpu.GeneralReduction(),
-        dlight.gpu.Fallback(),
-    )
-    with hw.to_target():
-        mod = dlight.ApplyDefaultSchedule(*rules)(tvm.IRModule({"main": func}))
-    return mod["main"]
+        return func  # the build gives what has no schedule DLight's default one

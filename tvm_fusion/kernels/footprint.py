@@ -37,7 +37,10 @@ def _touched_elements(block: Block, access: Access, shape) -> float:
     for index, extent in zip(access.index, shape, strict=False):
         size = assumed(extent)
         if isinstance(index, Affine):
-            steps = [abs(c) * (assumed(block.axes[i].extent) - 1) for i, c in enumerate(index.coefficients)]
+            steps = [
+                abs(c) * (assumed(block.axes[i].extent) - 1)
+                for i, c in enumerate(index.coefficients)
+            ]
             count = assumed_product(assumed(block.axes[i].extent) for i in index.axes)
             elements *= min(size, sum(steps) + 1, count)
         else:
@@ -55,7 +58,9 @@ class Evaluations:
     worst_block: Block | None
 
 
-def evaluations(group: GroupView, once: frozenset[int] = frozenset(), hoist: int = VECTOR_ELEMENTS) -> Evaluations:
+def evaluations(
+    group: GroupView, once: frozenset[int] = frozenset(), hoist: int = VECTOR_ELEMENTS
+) -> Evaluations:
     """How often each block is evaluated when every pointwise producer is computed where it is used.
 
     Parameters

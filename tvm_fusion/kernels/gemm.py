@@ -45,17 +45,20 @@ class Gemm:
     name = "gemm"
 
     def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
-        products = []
+        products, others = [], []
         for block in group.blocks:
             product = match_product(block)
             if product is not None:
                 products.append(product)
             elif block.reduction is not None:
-                return group.refuse(
-                    RefusalCode.REDUCTION, f"{block.name} reduces; a gemm epilogue has no row"
-                )
+                others.append(block)
         if not products:
             return group.refuse(RefusalCode.REDUCTION, "the group holds no matrix product")
+        if others:
+            return group.refuse(
+                RefusalCode.EPILOGUE,
+                f"{others[0].name} reduces over a row; a tile of a matrix product holds part of one",
+            )
         if refusal := _check_siblings(group, products) or _check_neighbours(group, products):
             return refusal
         once = frozenset(w.tensor for p in products for w in p.block.writes)
@@ -111,7 +114,8 @@ class Gemm:
 
     def _on_tensor_cores(self, group: GroupView, fit: Fit, hw: HardwareProfile, dtype: str) -> bool:
         aligned = all(
-            n * dtype_bytes(dtype) % TMA_PITCH_BYTES == 0 and k * dtype_bytes(dtype) % TMA_PITCH_BYTES == 0
+            n * dtype_bytes(dtype) % TMA_PITCH_BYTES == 0
+            and k * dtype_bytes(dtype) % TMA_PITCH_BYTES == 0
             for _, _, n, k in fit.contractions
         )
         return dtype in hw.tensor_flop_per_s and hw.arch.startswith("sm_90") and aligned
@@ -148,7 +152,8 @@ def _check_siblings(group: GroupView, products: list[Product]) -> Refusal | None
         return None
     first = products[0]
     same = all(
-        p.left.tensor == first.left.tensor and (p.batch, p.m, p.k) == (first.batch, first.m, first.k)
+        p.left.tensor == first.left.tensor
+        and (p.batch, p.m, p.k) == (first.batch, first.m, first.k)
         for p in products
     )
     if len(products) > MAX_SIBLINGS or not same:
@@ -180,7 +185,8 @@ def _check_neighbours(group: GroupView, products: list[Product]) -> Refusal | No
         if sources:
             if any(space != sizes[s] for s in sources):
                 return group.refuse(
-                    RefusalCode.SPACE_MISMATCH, f"{block.name} does not run over the product's elements"
+                    RefusalCode.SPACE_MISMATCH,
+                    f"{block.name} does not run over the product's elements",
                 )
             after.add(written)
             sizes[written] = space

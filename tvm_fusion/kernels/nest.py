@@ -40,10 +40,13 @@ class Nest:
             if block in anchor.blocks:
                 continue
             if not any(a.tensor in after for a in block.reads):
-                return group.refuse(RefusalCode.PROLOGUE, f"{block.name} comes before the reduction")
+                return group.refuse(
+                    RefusalCode.PROLOGUE, f"{block.name} comes before the reduction"
+                )
             if product_key(a.extent for a in block.axes) != space:
                 return group.refuse(
-                    RefusalCode.SPACE_MISMATCH, f"{block.name} does not run over the reduction's elements"
+                    RefusalCode.SPACE_MISMATCH,
+                    f"{block.name} does not run over the reduction's elements",
                 )
             after |= {w.tensor for w in block.writes}
         inner = frozenset(w.tensor for b in anchor.blocks for w in b.writes)

@@ -72,7 +72,11 @@ class Pointwise:
 
 def refuse_recompute(group: GroupView, runs: Evaluations, policy: Policy) -> Refusal | None:
     """The refusal for a costly block that would run more often than the policy allows."""
-    if runs.worst_block is None or runs.worst <= policy.max_recompute or not costly(runs.worst_block):
+    if (
+        runs.worst_block is None
+        or runs.worst <= policy.max_recompute
+        or not costly(runs.worst_block)
+    ):
         return None
     return group.refuse(
         RefusalCode.RECOMPUTE,

@@ -52,7 +52,7 @@ class Row:
             for w in block.writes:
                 roles[w.tensor] = role
         for t in group.outputs:
-            if roles[t] is _Role.SMALL:
+            if roles[t] is _Role.SMALL and _role(group.writer_of[t], rows, columns) is _Role.SMALL:
                 return group.refuse(
                     RefusalCode.SPACE_MISMATCH,
                     f"output {group.graph.tensors[t].name} is neither a full tensor nor one value a row",
@@ -65,13 +65,13 @@ class Row:
 
     def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
         per_row = max(1, fit.columns // ELEMENTS_PER_THREAD) if hw.kind == "cuda" else 1
-        return memory_traffic(
-            group, fit, hw, parallel=filled_by_threads(fit.rows * per_row, hw)
-        )
+        return memory_traffic(group, fit, hw, parallel=filled_by_threads(fit.rows * per_row, hw))
 
     def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
         held = min(ELEMENTS_PER_THREAD, fit.columns)
-        words = sum(max(1, group.tensor_bytes(t) // max(1, fit.rows * fit.columns)) for t in group.inputs)
+        words = sum(
+            max(1, group.tensor_bytes(t) // max(1, fit.rows * fit.columns)) for t in group.inputs
+        )
         return Resources(40 + min(200, held * words // 4), 1024)
 
     def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
@@ -106,6 +106,8 @@ def _check_block(group: GroupView, block: Block, rows, columns, roles) -> _Role 
         role = _Role.ROW
     else:
         role = _role(block, rows, columns)
+        if role is _Role.ROW and not any(a.tensor in roles and roles[a.tensor] is not _Role.SMALL for a in block.reads):
+            role = _Role.SMALL  # made of inputs only: in a square space a row vector looks like one value a row
     for access in block.reads:
         if roles.get(access.tensor) is None:
             continue
@@ -127,9 +129,11 @@ def _role(block: Block, rows, columns) -> _Role:
 
 def _check_reduction(group: GroupView, block: Block, rows, columns) -> Refusal | None:
     if block.reduction is Reduction.OTHER:
-        return group.refuse(RefusalCode.REDUCTION, f"{block.name} combines in a way no row kernel knows")
+        return group.refuse(
+            RefusalCode.REDUCTION, f"{block.name} combines in a way no row kernel knows"
+        )
     if block.is_contraction and _is_matmul_like(block):
-        return group.refuse(RefusalCode.SEVERAL_CONTRACTIONS, f"{block.name} is a matrix product")
+        return group.refuse(RefusalCode.REDUCTION, f"{block.name} is a matrix product")
     own_rows = non_unit(block.extents(block.spatial))
     own_columns = non_unit(block.extents(block.reduced))
     if own_rows != rows or product_key(own_columns) != product_key(columns):
@@ -139,7 +143,8 @@ def _check_reduction(group: GroupView, block: Block, rows, columns) -> Refusal |
         )
     if not _reduces_trailing_axes(block):
         return group.refuse(
-            RefusalCode.NOT_TRAILING, f"{block.name} does not reduce the contiguous axes of what it reads"
+            RefusalCode.NOT_TRAILING,
+            f"{block.name} does not reduce the contiguous axes of what it reads",
         )
     return None
 
@@ -165,7 +170,11 @@ def _reduces_trailing_axes(block: Block) -> bool:
                 seen_reduced = True
             if seen_reduced and axes & spatial and not axes & reduced:
                 return False
-        positions = [max(i.axes & reduced) for i in access.index if isinstance(i, Affine) and i.axes & reduced]
+        positions = [
+            max(i.axes & reduced)
+            for i in access.index
+            if isinstance(i, Affine) and i.axes & reduced
+        ]
         if positions != sorted(positions):
             return False
     return True

@@ -10,7 +10,9 @@ from .footprint import footprint_bytes, operations
 THREADS_TO_FILL_SM = 512
 
 
-def memory_traffic(group: GroupView, fit: Fit, hw: HardwareProfile, parallel: float = 1.0, **more) -> Traffic:
+def memory_traffic(
+    group: GroupView, fit: Fit, hw: HardwareProfile, parallel: float = 1.0, **more
+) -> Traffic:
     """Inputs once by footprint, outputs once.
 
     An input that another kernel of the function has just written, and that fits half of the L2, is charged at L2 speed.

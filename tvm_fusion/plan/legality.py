@@ -36,17 +36,24 @@ class Evaluator:
     forbidden: frozenset[tuple[str, ...]] = frozenset()
     _seen: dict = field(default_factory=dict)
 
-    def group(self, ops: tuple[int, ...], duplicated: int = 0, elsewhere: int = 0) -> Costed | Refusal:
-        key = (ops, duplicated, elsewhere)
+    def group(
+        self, ops: tuple[int, ...], outputs: tuple[int, ...], duplicated: int = 0
+    ) -> Costed | Refusal:
+        key = (ops, outputs, duplicated)
         if key not in self._seen:
-            self._seen[key] = self._evaluate(GroupView(self.graph, ops, duplicated, elsewhere))
+            self._seen[key] = self._evaluate(GroupView(self.graph, ops, outputs, duplicated))
         return self._seen[key]
+
+    def alone(self, op: int) -> Costed | Refusal:
+        """One operator as its own kernel."""
+        return self.group((op,), self.graph.ops[op].outputs)
 
     def _evaluate(self, view: GroupView) -> Costed | Refusal:
         if refusal := self._refuse(view):
             return refusal
         refusals, best = [], None
-        for kernel in kernel_classes(self.hw):
+        classes = kernel_classes(self.hw)
+        for kernel in classes if view.blocks else classes[-1:]:  # what cannot be read falls back
             fit = kernel.accepts(view, self.hw, self.policy)
             if isinstance(fit, Refusal):
                 refusals.append(fit)
@@ -66,9 +73,13 @@ class Evaluator:
             for i in view.ops:
                 op = graph.ops[i]
                 if op.kind is OpKind.OPAQUE:
-                    return view.refuse(RefusalCode.OPAQUE, f"{op.name} cannot be read: {op.why_opaque}")
+                    return view.refuse(
+                        RefusalCode.OPAQUE, f"{op.name} cannot be read: {op.why_opaque}"
+                    )
             if len({graph.ops[i].region for i in view.ops}) > 1:
-                return view.refuse(RefusalCode.REGION, "the operators stand in different dataflow blocks")
+                return view.refuse(
+                    RefusalCode.REGION, "the operators stand in different dataflow blocks"
+                )
             if view.names in self.forbidden:
                 return view.refuse(RefusalCode.WRITER, "this group was tried and could not be used")
         if len(view.ops) > self.policy.max_group_ops:
@@ -96,6 +107,7 @@ _TELLING = (
     RefusalCode.RECOMPUTE,
     RefusalCode.OFF_ROW,
     RefusalCode.NOT_TRAILING,
+    RefusalCode.EPILOGUE,
     RefusalCode.PROLOGUE,
     RefusalCode.SEVERAL_CONTRACTIONS,
     RefusalCode.SPACE_MISMATCH,

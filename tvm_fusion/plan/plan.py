@@ -72,15 +72,25 @@ class FusionPlan:
         owners = [g for g in self.groups if op in g.ops and op not in g.recomputed]
         return owners[0] if owners else None
 
-    def cut(self, ops: tuple[str, ...], reason: Refusal) -> FusionPlan:
-        """The same plan with one group taken apart into single operators."""
+    def cut(self, ops: tuple[str, ...], alone: FusionPlan, reason: Refusal) -> FusionPlan:
+        """The same plan with one group taken apart; its operators run as they do in the unfused plan `alone`."""
+        elsewhere = {
+            op for g in self.groups if g.ops != ops for op in g.ops if op not in g.recomputed
+        }
         groups: list[PlannedGroup] = []
         for g in self.groups:
-            if g.ops != ops:
+            if g.ops == ops:
+                groups += [alone.group_of(op) for op in g.ops if op not in elsewhere]
+            else:
                 groups.append(g)
-                continue
-            groups += [PlannedGroup((op,), "fallback") for op in g.ops if op not in g.recomputed]
         return replace(self, groups=tuple(groups), refusals=(*self.refusals, reason))
+
+    def with_class(self, op: str, kernel_class: str) -> FusionPlan:
+        """The same plan with another kernel class for the group that is this one operator."""
+        groups = tuple(
+            replace(g, kernel_class=kernel_class) if g.ops == (op,) else g for g in self.groups
+        )
+        return replace(self, groups=groups)
 
     def to_dict(self) -> dict[str, Any]:
         data = asdict(self)
@@ -121,7 +131,9 @@ class FusionPlan:
             )
         try:
             groups = tuple(
-                PlannedGroup(**{**g, "ops": tuple(g["ops"]), "recomputed": tuple(g.get("recomputed", ()))})
+                PlannedGroup(
+                    **{**g, "ops": tuple(g["ops"]), "recomputed": tuple(g.get("recomputed", ()))}
+                )
                 for g in data["groups"]
             )
             refusals = tuple(
@@ -162,10 +174,14 @@ class FusionPlan:
         names = {op.name for op in graph.ops}
         unknown = sorted({op for g in self.groups for op in g.ops} - names)
         if unknown:
-            raise PlanError(f"the plan names operators the module does not have: {', '.join(unknown[:5])}")
+            raise PlanError(
+                f"the plan names operators the module does not have: {', '.join(unknown[:5])}"
+            )
         twice = sorted({op for op in owned if owned.count(op) > 1})
         if twice:
-            raise PlanError(f"operators owned by several groups of the plan: {', '.join(twice[:5])}")
+            raise PlanError(
+                f"operators owned by several groups of the plan: {', '.join(twice[:5])}"
+            )
         needed = {op.name for op in graph.ops if op.kind is not OpKind.VIEW}
         computed = {op for g in self.groups for op in g.ops}
         missing = sorted(needed - computed)

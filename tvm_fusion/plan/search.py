@@ -24,6 +24,7 @@ from .moves import (
     recomputes_of,
 )
 from .plan import FusionPlan, PlannedGroup
+from .order import topological
 from .state import NOTHING, State
 
 logger = logging.getLogger(__name__)
@@ -88,10 +89,21 @@ class _Greedy:
         merged = evaluate_merge(self.state, move)
         if isinstance(merged, Refusal):
             return None
-        apart = self.state.time_us(move.first), self.state.time_us(move.second)
-        gain = sum(apart) - merged.time_us
-        # At most about the smaller group's time can be saved: that is what the gain is compared with.
-        return gain if gain > self.policy.min_gain * min(apart) else None
+        apart = [self.state.cost(g) for g in (move.first, move.second)]
+        gain = sum(c.time_us for c in apart) - merged.time_us
+        return gain if gain > self._least_gain(merged, apart) else None
+
+    def _least_gain(self, merged: Costed, apart: list[Costed]) -> float:
+        """What a merge must save: nothing where no term of the model grows, else a share of what it could save at most.
+
+        At most about the smaller group's time can be saved.
+        """
+        if all(
+            time <= sum(c.estimate.terms.get(term, 0.0) for c in apart) + 1e-9
+            for term, time in merged.estimate.terms.items()
+        ):
+            return 0.0
+        return self.policy.min_gain * min(c.time_us for c in apart)
 
     def _merge_all(self) -> None:
         while self.heap:
@@ -163,7 +175,11 @@ def _planned(state: State, gid: int) -> PlannedGroup:
         raise AssertionError(f"group {gid} of the final plan is refused: {costed.why}")
     view = costed.view
     names = tuple(graph.ops[i].name for i in view.ops)
-    recomputed = tuple(n for i, n in zip(view.ops, names, strict=True) if view.duplicated >> i & 1)
+    recomputed = tuple(
+        n
+        for i, n in zip(view.ops, names, strict=True)
+        if view.duplicated >> i & 1 and (state.live[i] or len(state.copied_in[i]) > 1)
+    )
     if view.is_view:
         return PlannedGroup(names, "view")
     if graph.ops[view.ops[0]].kind is OpKind.OPAQUE:
@@ -184,31 +200,15 @@ def _planned(state: State, gid: int) -> PlannedGroup:
 def _alone(state: State, op: int) -> Costed | None:
     if state.graph.ops[op].kind is not OpKind.CALL_TIR:
         return None
-    costed = state.evaluator.group((op,))
+    costed = state.evaluator.alone(op)
     return None if isinstance(costed, Refusal) else costed
 
 
 def _order(state: State) -> list[int]:
-    """Live groups such that each comes after what it reads; ties by operator number."""
+    """Live groups such that each comes after what it reads."""
     live = sorted(g for g in state.owned if state.alive(g))
-    waiting = {g: {s for s in state.sources(state.members(g)) if s != g} for g in live}
-    ready = [(min(state.owned[g]), g) for g in live if not waiting[g]]
-    heapq.heapify(ready)
-    readers: dict[int, list[int]] = {}
-    for g, sources in waiting.items():
-        for s in sources:
-            readers.setdefault(s, []).append(g)
-    order = []
-    while ready:
-        _, g = heapq.heappop(ready)
-        order.append(g)
-        for r in readers.get(g, ()):
-            waiting[r].discard(g)
-            if not waiting[r]:
-                heapq.heappush(ready, (min(state.owned[r]), r))
-    if len(order) != len(live):
-        raise AssertionError("the groups of the final plan depend on each other in a circle")
-    return order
+    sources = {g: state.sources(state.members(g)) for g in live}
+    return topological(sources, {g: min(state.owned[g]) for g in live})
 
 
 def _refusals(state: State):

@@ -80,10 +80,24 @@ class State:
         live: dict[int, bool] = {}
         for op in sorted(copies, reverse=True):
             live[op] = self._home_needed(op, replaced, {**self.live, **live})
-        elsewhere = {op for op in copies if live[op]}
-        elsewhere |= {op for op in owned | copies if self.copied_in.get(op, NOTHING) - replaced}
         members = sorted({op for op in owned if self.live[op]} | copies)
-        return self.evaluator.group(tuple(members), bits(copies), bits(elsewhere))
+        live = {**self.live, **live}
+        outputs = tuple(
+            t
+            for op in members
+            if op not in copies
+            for t in self.graph.ops[op].outputs
+            if self._is_read_outside(t, op, replaced, live)
+        )
+        return self.evaluator.group(tuple(members), outputs, bits(copies))
+
+    def _is_read_outside(self, t: int, op: int, replaced: Members, live: dict[int, bool]) -> bool:
+        tensor = self.graph.tensors[t]
+        return tensor.is_output or any(
+            gid not in replaced and op not in self.copies.get(gid, NOTHING)
+            for c in tensor.consumers
+            for gid in self._instances(c, live)
+        )
 
     def cost(self, gid: int) -> Costed | Refusal:
         """The group as it stands; a dead group may not be asked."""

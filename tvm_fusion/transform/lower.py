@@ -21,7 +21,6 @@ def lower(mod: tvm.IRModule, target: tvm.target.Target, decompose: bool = True) 
         False keeps composite operators whole: one PrimFunc each, as without this package.
     """
     passes = [
-        relax.transform.DecomposeOpsForInference(),
         relax.transform.CanonicalizeBindings(),
         *([Decompose()] if decompose else []),
         relax.backend.DispatchSampling(),

@@ -22,8 +22,10 @@ import tvm
 import tvm_ffi
 from tvm import relax, s_tir, tirx
 
+from ..errors import PlanError
 from ..ir.graph import FusionGraph, OpKind, bits
 from ..kernels.base import GroupView
+from ..plan.order import topological
 from ..plan.plan import FusionPlan, PlannedGroup
 
 MAX_NAME = 60
@@ -57,7 +59,10 @@ def materialize(mod: tvm.IRModule, graph: FusionGraph, plan: FusionPlan) -> Mate
     rewriter = _Rewriter(mod, graph, plan)
     fused = relax.transform.FuseTIR()(rewriter.run())
     fused = tvm.IRModule(
-        {g: fix_regions(f) if g.name_hint in rewriter.groups and _is_tir(f) else f for g, f in fused.functions.items()},
+        {
+            g: fix_regions(f) if g.name_hint in rewriter.groups and _is_tir(f) else f
+            for g, f in fused.functions.items()
+        },
         attrs=fused.attrs,
     )
     fused = relax.transform.DeadCodeElimination([plan.function])(fused)
@@ -68,19 +73,62 @@ def materialize(mod: tvm.IRModule, graph: FusionGraph, plan: FusionPlan) -> Mate
 def group_views(graph: FusionGraph, plan: FusionPlan) -> list[GroupView]:
     """The plan's groups as views of the graph, in order."""
     number = {op.name: op.id for op in graph.ops}
-    times: dict[str, int] = {}
-    for g in plan.groups:
-        for name in g.ops:
-            times[name] = times.get(name, 0) + 1
-    return [
-        GroupView(
-            graph,
-            tuple(sorted(number[n] for n in g.ops)),
-            bits(number[n] for n in g.recomputed),
-            bits(number[n] for n in g.ops if times[n] > 1),
-        )
-        for g in plan.groups
-    ]
+    members = [frozenset(number[n] for n in g.ops) for g in plan.groups]
+    read = {t for ops in members for op in ops for t in graph.ops[op].inputs if graph.tensors[t].producer not in ops}
+    read |= {t.id for t in graph.tensors if t.is_output}
+    views = []
+    for g, ops in zip(plan.groups, members, strict=True):
+        copies = frozenset(number[n] for n in g.recomputed)
+        written = (t for op in sorted(ops - copies) for t in graph.ops[op].outputs if t in read)
+        views.append(GroupView(graph, tuple(sorted(ops)), tuple(written), bits(copies)))
+    return views
+
+
+@dataclass(frozen=True, slots=True)
+class GroupModules:
+    """One group by itself: `main` of `unfused` calls its operators, `main` of `fused` its one fused PrimFunc `kernel`.
+
+    `inputs` are the values of the parameters in terms of the original module: Vars and constants, then possibly a ShapeExpr.
+    """
+
+    fused: tvm.IRModule
+    unfused: tvm.IRModule
+    kernel: str
+    inputs: tuple
+
+
+def group_modules(mod: tvm.IRModule, graph: FusionGraph, plan: FusionPlan, group: PlannedGroup) -> GroupModules:
+    """Takes one group with several operators out of a module, fused and unfused."""
+    rewriter = _Rewriter(mod, graph, plan)
+    view = group_views(graph, plan)[plan.groups.index(group)]
+    _, (primitive, inputs, symbols) = rewriter.primitive(view)
+    functions = {g: f for g, f in mod.functions.items() if _is_tir(f)}
+    unfused = tvm.IRModule(functions)
+    plain = primitive.without_attr("Primitive").with_attr("global_symbol", "main")
+    unfused["main"] = plain
+    unfused = relax.transform.DeadCodeElimination(["main"])(unfused)
+    builder = relax.BlockBuilder(tvm.IRModule(functions))
+    gvar = builder.add_func(primitive, "kernel")
+    params = [relax.Var(p.name, p.ty) for p in primitive.params]
+    with builder.function("main", params):
+        with builder.dataflow():
+            result = builder.emit_output(relax.Call(gvar, params))
+        builder.emit_func_output(result)
+    fused = relax.transform.DeadCodeElimination(["main"])(relax.transform.FuseTIR()(builder.get()))
+    name = next(g.name_hint for g, f in fused.functions.items() if _is_tir(f))
+    fused.update_func(fused.get_global_var(name), fix_regions(fused[name]))
+    return GroupModules(fused, unfused, name, (*inputs, *symbols))
+
+
+def _in_order(views: list[GroupView], plan: FusionPlan) -> list[tuple[GroupView, PlannedGroup]]:
+    """Views with their groups, each after those that write what it reads (a hand-made plan may be in any order)."""
+    writer = {t: k for k, view in enumerate(views) for t in view.outputs}
+    sources = {k: {writer[t] for t in v.inputs if t in writer} for k, v in enumerate(views)}
+    try:
+        order = topological(sources, {k: v.ops[0] for k, v in enumerate(views)})
+    except ValueError as error:
+        raise PlanError(f"the plan cannot run: {error}") from error
+    return [(views[k], plan.groups[k]) for k in order]
 
 
 def fix_regions(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -127,7 +175,7 @@ class _Rewriter:
     env: dict = field(default_factory=dict)  # old Var -> new Expr
     bindings: list = field(default_factory=list)
 
-    def run(self) -> tvm.IRModule:
+    def __post_init__(self) -> None:
         func = self.mod[self.plan.function]
         self.builder = relax.BlockBuilder(self.mod)
         by_name = {b.var.name: b for block in func.body.blocks for b in block.bindings}
@@ -139,18 +187,24 @@ class _Rewriter:
             for b in block.bindings
             if hash(b.var) not in op_vars
         }
-        self.owner = {hash(b.var): op for op, b in self.op_binding.items()}
-        views = group_views(self.graph, self.plan)
+
+    def run(self) -> tvm.IRModule:
+        func = self.mod[self.plan.function]
+        ordered = _in_order(group_views(self.graph, self.plan), self.plan)
         blocks = []
         for region, block in enumerate(func.body.blocks):
             self.bindings = []
-            for view, group in zip(views, self.plan.groups, strict=True):
+            for view, group in ordered:
                 if self.graph.ops[view.ops[0]].region == region:
                     self._emit(view, group)
             for b in block.bindings:
                 if hash(b.var) in self.alias and hash(b.var) not in self.env_keys:
                     self._emit_alias(b)
-            kind = relax.DataflowBlock if isinstance(block, relax.DataflowBlock) else relax.BindingBlock
+            kind = (
+                relax.DataflowBlock
+                if isinstance(block, relax.DataflowBlock)
+                else relax.BindingBlock
+            )
             blocks.append(kind(self.bindings))
         body = relax.SeqExpr(blocks, self._new(func.body.body))
         new = relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs)
@@ -170,12 +224,19 @@ class _Rewriter:
             return self.env.get(e, e)
         if isinstance(e, relax.TupleGetItem):
             whole = self._new(e.tuple_value)
-            return whole.fields[e.index] if isinstance(whole, relax.Tuple) else relax.TupleGetItem(whole, e.index)
+            return (
+                whole.fields[e.index]
+                if isinstance(whole, relax.Tuple)
+                else relax.TupleGetItem(whole, e.index)
+            )
         return _rebuild(e, self._new)
 
     def _emit_alias(self, binding) -> None:
         value = self._new(binding.value)
-        self._bind(binding.var, value)
+        if isinstance(value, relax.Var) and isinstance(binding.var, relax.DataflowVar):
+            self.env[binding.var] = value
+        else:
+            self._bind(binding.var, value)
 
     def _bind(self, var, value) -> None:
         new = type(var)(var.name, var.ty)
@@ -196,12 +257,24 @@ class _Rewriter:
             if kinds == {OpKind.CALL_TIR}:
                 self.groups.setdefault(binding.value.args[0].name_hint, group)
             self._bind(binding.var, self._new(binding.value))
+            self._emit_projections(binding.var)
             return
         self._emit_fused(view, group)
 
-    def _emit_fused(self, view: GroupView, group: PlannedGroup) -> None:
+    def _emit_projections(self, var) -> None:
+        """The fields of a tuple, right behind it: their place then does not depend on who reads them first."""
+        for binding in self.alias.values():
+            value = binding.value
+            if isinstance(value, relax.TupleGetItem) and value.tuple_value.same_as(var):
+                self._emit_alias(binding)
+
+    def primitive(self, view: GroupView):
+        """The group's outputs as (binding Var, field), and its Primitive function with its inputs and symbols."""
         outputs = [self._output(t) for t in view.outputs]
-        primitive, inputs, symbols = _Primitive(self, view, outputs).build()
+        return outputs, _Primitive(self, view, outputs).build()
+
+    def _emit_fused(self, view: GroupView, group: PlannedGroup) -> None:
+        outputs, (primitive, inputs, symbols) = self.primitive(view)
         name = "fused_" + "_".join(self.graph.ops[i].func for i in view.ops)
         gvar = self.builder.add_func(primitive, name[:MAX_NAME])
         self.groups[gvar.name_hint] = group
@@ -273,7 +346,9 @@ class _Primitive:
         return func, self.inputs, [relax.ShapeExpr(symbols)] if symbols else []
 
     def _function(self, params, body, ty):
-        seq = relax.SeqExpr([relax.DataflowBlock(self.bindings)], self.outer.builder.normalize(body))
+        seq = relax.SeqExpr(
+            [relax.DataflowBlock(self.bindings)], self.outer.builder.normalize(body)
+        )
         return relax.Function(params, seq, ty, True).with_attr("Primitive", True)
 
     def _result(self, var, index):

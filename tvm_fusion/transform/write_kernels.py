@@ -41,17 +41,17 @@ def write_kernels(
     mod : IRModule
         A module after Materialize.
     classes : mapping of str
-        Kernel class by name of PrimFunc; those without one take "fallback".
+        Kernel class by name of PrimFunc; those without one (views, opaque calls) stay as they are.
     hw : HardwareProfile
     policy : Policy
     """
     functions, failures = {}, {}
     written = _Written(hw, policy)
     for gvar, func in mod.functions.items():
-        if not isinstance(func, tirx.PrimFunc):
+        name = classes.get(gvar.name_hint)
+        if name is None or not isinstance(func, tirx.PrimFunc):
             functions[gvar] = func
             continue
-        name = classes.get(gvar.name_hint, "fallback")
         try:
             functions[gvar] = written.write(func, name)
         except Unsupported as why:

@@ -1,0 +1,50 @@
+"""Small Relax modules for tests, and the stages of the compiler up to the plan."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax
+
+from tvm_fusion.config import HardwareProfile, load_policy, load_profile
+from tvm_fusion.ir.graph import FusionGraph, build_graph
+from tvm_fusion.plan.plan import FusionPlan
+from tvm_fusion.plan.search import search
+from tvm_fusion.transform.lower import lower
+
+
+def module(emit: Callable, *inputs: tuple) -> tvm.IRModule:
+    """`main` of the inputs ((shape, dtype) each) that computes `emit(block_builder, *vars)`, one Expr or a tuple of them."""
+    bb = relax.BlockBuilder()
+    params = [relax.Var(f"x{i}", relax.TensorType(s, d)) for i, (s, d) in enumerate(inputs)]
+    with bb.function("main", params):
+        with bb.dataflow():
+            result = emit(bb, *params)
+            if isinstance(result, tuple | list):
+                result = relax.Tuple([bb.emit(r) if isinstance(r, relax.Call) else r for r in result])
+            out = bb.emit_output(result)
+        bb.emit_func_output(out)
+    return bb.get()
+
+
+@dataclass(frozen=True)
+class Planned:
+    low: tvm.IRModule
+    graph: FusionGraph
+    plan: FusionPlan
+    hw: HardwareProfile
+
+    @property
+    def launches(self) -> int:
+        return sum(g.kernel_class not in ("view", "opaque") for g in self.plan.groups)
+
+    @property
+    def codes(self) -> set[str]:
+        return {r.code.value for r in self.plan.refusals}
+
+
+def plan_of(mod: tvm.IRModule, device: str = "h200", policy=None) -> Planned:
+    hw = load_profile(device)
+    low = lower(mod, hw.to_target())
+    graph = build_graph(low)
+    return Planned(low, graph, search(graph, hw, load_policy(policy)), hw)

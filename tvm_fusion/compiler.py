@@ -1,0 +1,254 @@
+"""compile(): the flow from a model to a verified module, stage by stage; explain(): the same up to the plan.
+
+    model -> load -> lower -> build_graph -> search -> materialize -> write_kernels -> build -> verify -> report
+
+A group whose kernel cannot be written, does not compile, or gives wrong numbers is cut: its operators run one by one, the report
+says why, and the rest of the plan stays.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tvm
+
+from .config import HardwareProfile, Policy, load_policy, resolve_target
+from .frontends import load
+from .ir.graph import FusionGraph, build_graph
+from .kernels.base import Refusal, RefusalCode
+from .plan.plan import FusionPlan, PlannedGroup
+from .plan.search import search, unfused_plan
+from .transform.lower import lower
+from .transform.materialize import Materialized, materialize
+from .transform.write_kernels import write_kernels
+
+if TYPE_CHECKING:
+    from .report.model import Report
+    from .runtime.build import Built
+    from .runtime.module import CompiledModule
+
+logger = logging.getLogger(__name__)
+
+PlanLike = FusionPlan | str | Path | dict[str, Any] | None
+
+
+def compile(
+    model: Any,
+    target: Any = None,
+    *,
+    policy: Any = None,
+    plan: PlanLike = None,
+    example_inputs: Any = None,
+    dynamic_shapes: Any = None,
+    verify: bool | str | None = None,
+    measure: bool = False,
+) -> CompiledModule:
+    """Fuses and builds a model.
+
+    Parameters
+    ----------
+    model : IRModule, torch.nn.Module, (torch.nn.Module, inputs), ExportedProgram, str or Path
+        See `tvm_fusion.frontends.load`.
+    target : str, Path, tvm.target.Target or None
+        "llvm", "cuda", a device's name, a profile; None takes the GPU if there is one, else the CPU.
+    policy : str, Path, mapping, Policy or None
+        See `tvm_fusion.config.load_policy`.
+    plan : FusionPlan, path, dict or None
+        A plan to run instead of searching one; it has to be made for this module.
+    example_inputs, dynamic_shapes
+        For a torch.nn.Module, as `torch.export.export` takes them.
+    verify : bool, "groups" or None
+        Check the result against float64 and cut groups with wrong numbers; "groups" also checks each group by itself; None
+        asks the policy.
+    measure : bool
+        Time the fused module beside the unfused one.
+
+    Returns
+    -------
+    CompiledModule
+        Call it with NumPy arrays, torch or TVM tensors; `.report` says what was done, `.plan` is the plan.
+
+    Raises
+    ------
+    InputError
+        The model, target, policy or plan cannot be used.
+    BuildError
+        The module does not build even without fusion.
+    """
+    job = Job.of(model, target, policy, plan, example_inputs, dynamic_shapes)
+    wanted = job.policy.verify if verify is None else verify
+    return job.compile(bool(wanted), wanted == "groups", measure)
+
+
+def explain(
+    model: Any,
+    target: Any = None,
+    *,
+    policy: Any = None,
+    plan: PlanLike = None,
+    example_inputs: Any = None,
+    dynamic_shapes: Any = None,
+) -> Report:
+    """Plans a model and reports the plan, without building anything; parameters as for `compile`."""
+    from .report.assemble import planned_report
+
+    job = Job.of(model, target, policy, plan, example_inputs, dynamic_shapes)
+    return planned_report(job.graph, job.plan, job.whole_plan)
+
+
+@dataclass
+class Job:
+    """One model on its way through the stages."""
+
+    mod: tvm.IRModule
+    target: tvm.target.Target
+    hw: HardwareProfile
+    policy: Policy
+    low: tvm.IRModule
+    graph: FusionGraph
+    plan: FusionPlan
+    cuts: dict[tuple[str, ...], str] = field(default_factory=dict)
+    _alone: FusionPlan | None = None
+    _whole: tuple[tvm.IRModule, FusionGraph, FusionPlan] | None = None
+
+    @classmethod
+    def of(cls, model, target, policy, plan, example_inputs, dynamic_shapes) -> Job:
+        """A job for a model of any kind; what a caller may have mistyped is checked before the model is read."""
+        tvm_target, hw = resolve_target(target)
+        policy, given = load_policy(policy), _read_plan(plan)
+        mod = load(model, example_inputs, dynamic_shapes=dynamic_shapes)
+        return cls.from_module(mod, tvm_target, hw, policy, given)
+
+    @classmethod
+    def from_module(
+        cls,
+        mod: tvm.IRModule,
+        target: tvm.target.Target,
+        hw: HardwareProfile,
+        policy: Policy,
+        plan: PlanLike = None,
+    ) -> Job:
+        low = lower(mod, target)
+        graph = build_graph(low)
+        given = _read_plan(plan)
+        if given is not None:
+            given.check(graph)
+        return cls(mod, target, hw, policy, low, graph, given or search(graph, hw, policy))
+
+    @property
+    def alone(self) -> FusionPlan:
+        """The plan of the same primitives with nothing fused."""
+        if self._alone is None:
+            self._alone = unfused_plan(self.graph, self.hw, self.policy)
+        return self._alone
+
+    @property
+    def whole_plan(self) -> FusionPlan:
+        """What runs without this package: each operator of the model by itself, composites whole."""
+        return self.whole[2]
+
+    @property
+    def whole(self) -> tuple[tvm.IRModule, FusionGraph, FusionPlan]:
+        """The module, graph and plan behind `whole_plan`."""
+        if self._whole is None:
+            low = lower(self.mod, self.target, decompose=False)
+            graph = build_graph(low)
+            self._whole = low, graph, unfused_plan(graph, self.hw, self.policy)
+        return self._whole
+
+    def compile(self, verify: bool, every_group: bool, measure: bool) -> CompiledModule:
+        from .check.compiled import check_compiled, time_builds
+        from .check.inputs import random_inputs
+        from .report.assemble import built_report
+        from .runtime.module import CompiledModule
+
+        built, materialized = self.build_fused()
+        checked, timing = None, None
+        if (verify or measure) and not tvm.runtime.device_from_target(self.target).exist:
+            logger.warning("no %s device here: built, but neither run nor checked", self.target.kind.name)
+            verify = measure = False
+        if verify:
+            checked = check_compiled(self, built, materialized, every_group)
+            built, materialized = checked.built, checked.materialized
+        unfused = checked.unfused if checked else self.build_unfused() if measure else None
+        if measure:
+            timing = time_builds(built, unfused, random_inputs(self.mod["main"]))
+        compiled = CompiledModule.of(built, self.plan)
+        compiled.report = built_report(self, built, materialized, unfused, checked, timing)
+        return compiled
+
+    def build_fused(self) -> tuple[Built, Materialized]:
+        """Builds the plan; groups that do not compile are cut until it builds."""
+        from .runtime.build import KernelBuildError, build
+
+        while True:
+            written, materialized = self.write()
+            try:
+                return build(written, self.target), materialized
+            except KernelBuildError as error:
+                if not self._cut_all(materialized.groups, error.failures, RefusalCode.BUILD):
+                    raise
+
+    def fuse(self) -> tvm.IRModule:
+        """The module with the plan's kernels written, not built."""
+        return self.write()[0]
+
+    def write(self) -> tuple[tvm.IRModule, Materialized]:
+        """Writes the plan's kernels; groups that cannot be written are cut until all are."""
+        while True:
+            materialized = materialize(self.low, self.graph, self.plan)
+            classes = {name: g.kernel_class for name, g in materialized.groups.items()}
+            written = write_kernels(materialized.mod, classes, self.hw, self.policy)
+            if not self._cut_all(materialized.groups, written.failures, RefusalCode.WRITER):
+                return written.mod, materialized
+
+    def build_unfused(self) -> Built:
+        """Builds the model as it is: one kernel an operator, written by the same kernel classes."""
+        from .runtime.build import KernelBuildError, build
+
+        low, graph, plan = self.whole
+        while True:
+            materialized = materialize(low, graph, plan)
+            classes = {name: g.kernel_class for name, g in materialized.groups.items()}
+            written = write_kernels(materialized.mod, classes, self.hw, self.policy)
+            failed = set(written.failures)
+            if not failed:
+                try:
+                    return build(written.mod, self.target)
+                except KernelBuildError as error:
+                    failed = set(error.failures)
+            before = plan
+            for name in sorted(failed & set(materialized.groups)):
+                plan = plan.with_class(materialized.groups[name].ops[0], "fallback")
+            if plan == before:
+                raise AssertionError(f"fallback kernels fail: {sorted(failed)}")
+
+    def _cut_all(
+        self, groups: dict[str, PlannedGroup], failures: dict[str, str], code: RefusalCode
+    ) -> bool:
+        """Cuts the groups that failed; whether anything changed."""
+        before = self.plan
+        for name, why in sorted(failures.items()):
+            if name in groups:
+                self.cut(groups[name], code, why)
+        return self.plan != before
+
+    def cut(self, group: PlannedGroup, code: RefusalCode, why: str) -> None:
+        """Takes a group apart, or gives a single operator the fallback class."""
+        why = why.strip().splitlines()[-1] if why.strip() else code.value
+        logger.warning("group %s falls back: %s", "+".join(group.ops), why)
+        for op in group.ops:
+            self.cuts[(op,)] = f"{code.value}: {why}"
+        if len(group.ops) > 1:
+            self.plan = self.plan.cut(group.ops, self.alone, Refusal(code, group.ops, why))
+        elif group.kernel_class != "fallback":
+            self.plan = self.plan.with_class(group.ops[0], "fallback")
+
+
+def _read_plan(plan: PlanLike) -> FusionPlan | None:
+    if plan is None or isinstance(plan, FusionPlan):
+        return plan
+    return FusionPlan.from_dict(plan) if isinstance(plan, dict) else FusionPlan.load(plan)

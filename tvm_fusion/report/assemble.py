@@ -1,0 +1,111 @@
+"""Fills the report from a plan, and from what was built, checked and timed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..ir.graph import FusionGraph
+from ..plan.plan import FusionPlan, PlannedGroup
+from .model import Comparison, GroupReport, RefusalReport, Report, Verification
+
+if TYPE_CHECKING:
+    from ..check.compiled import Checked
+    from ..compiler import Job
+    from ..runtime.build import Built
+    from ..transform.materialize import Materialized
+
+_FREE = ("view", "opaque")
+
+
+def planned_report(graph: FusionGraph, plan: FusionPlan, whole: FusionPlan) -> Report:
+    """The report of a plan that was not built."""
+    groups = tuple(
+        _group(graph, g, g.ops[-1], launches=1) for g in plan.groups if g.kernel_class not in _FREE
+    )
+    return Report(
+        target=plan.device,
+        launches=Comparison(_launches(plan), _launches(whole)),
+        bytes=Comparison(_bytes(plan), _bytes(whole)),
+        time_us=Comparison(),
+        plan=plan.to_dict(),
+        groups=groups,
+        refusals=_refusals(plan),
+    )
+
+
+def built_report(
+    job: Job,
+    built: Built,
+    materialized: Materialized,
+    unfused: Built | None,
+    checked: Checked | None,
+    timing: Comparison | None,
+) -> Report:
+    """The report of a built module; launches are read off the built modules."""
+    from ..runtime.launches import count_launches
+
+    names = {id(g): n for n, g in materialized.groups.items()}
+    groups = []
+    for g in job.plan.groups:
+        if g.kernel_class in _FREE:
+            continue
+        name = names.get(id(g), g.ops[-1])
+        registers = [built.resources[k].registers for k in built.kernels.get(name, ()) if k in built.resources]
+        groups.append(
+            _group(
+                job.graph,
+                g,
+                name,
+                launches=len(built.kernels.get(name, ("",))),
+                registers=max(registers, default=None),
+                fallback=job.cuts.get(g.ops),
+                error=checked.group_errors.get(name) if checked else None,
+            )
+        )
+    return Report(
+        target=job.plan.device,
+        launches=Comparison(
+            count_launches(built), count_launches(unfused) if unfused else _launches(job.whole_plan)
+        ),
+        bytes=Comparison(_bytes(job.plan), _bytes(job.whole_plan)),
+        time_us=timing or Comparison(),
+        plan=job.plan.to_dict(),
+        groups=tuple(groups),
+        refusals=_refusals(job.plan),
+        verify=checked
+        and Verification(checked.verification.passed, checked.verification.worst_error),
+    )
+
+
+def _group(graph: FusionGraph, g: PlannedGroup, name: str, **more) -> GroupReport:
+    composites = {op.name: op.composite for op in graph.ops}
+    tags = (composites[op] for op in g.ops if composites.get(op))
+    dominant = max(g.terms.values(), default=0.0) if g.terms else 0.0
+    body = max((v for k, v in g.terms.items() if k != "launch"), default=dominant)
+    return GroupReport(
+        name=name,
+        ops=g.ops,
+        composites=tuple(dict.fromkeys(tags)),
+        kernel_class=g.kernel_class,
+        bytes_fused=int(g.bytes),
+        bytes_unfused=int(g.unfused_bytes),
+        predicted_us=g.predicted_us,
+        unfused_predicted_us=g.unfused_us,
+        terms=g.terms,
+        roofline_share=body / g.predicted_us if g.predicted_us else None,
+        **more,
+    )
+
+
+def _refusals(plan: FusionPlan) -> tuple[RefusalReport, ...]:
+    return tuple(RefusalReport(r.code.value, r.where, r.why, dict(r.numbers)) for r in plan.refusals)
+
+
+def _launches(plan: FusionPlan) -> int:
+    return sum(g.kernel_class not in _FREE for g in plan.groups)
+
+
+def _bytes(plan: FusionPlan) -> int:
+    return int(sum(g.bytes for g in plan.groups if g.kernel_class not in _FREE))
+
+

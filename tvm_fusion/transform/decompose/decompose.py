@@ -1,0 +1,174 @@
+"""The pass and the mutator behind it; see the package for Before and After."""
+
+import tvm
+from tvm import relax
+from tvm.ir import Call
+from tvm.relax import Expr, Var
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from . import activations, attention, contractions, losses, norms, softmax, statistics
+from .opening import Opening, Rule
+
+COMPOSITES_ATTR = "tvm_fusion.composites"
+
+RULES: dict[str, Rule] = {
+    **activations.RULES,
+    **attention.RULES,
+    **contractions.RULES,
+    **losses.RULES,
+    **norms.RULES,
+    **softmax.RULES,
+    **statistics.RULES,
+}
+
+_OPAQUE_ATTRS = ("Primitive", "Composite", "Codegen")
+
+
+@tvm.transform.module_pass(opt_level=0, name="Decompose")
+class Decompose:
+    """Opens composite Relax operators into primitives and remembers which came from which.
+
+    The function attribute `tvm_fusion.composites` maps the name of every variable bound to a part
+    of a composite to the composite's tag, "softmax#3" for the third softmax of the function. The
+    last part keeps the name of the composite's own variable, the others are called after the tag
+    (`softmax3_exp`). So that the map is well defined, variables of a function with composites get
+    unique names. The names survive LegalizeOps, FoldConstant, DeadCodeElimination and a round trip
+    through JSON or TVMScript; a variable that a later pass folds away or renames is in the map but
+    no longer in the function, and readers have to expect that.
+
+    Float16 and bfloat16 values are widened to float32 where a composite begins and rounded where
+    it ends; products of half tensors accumulate in float32.
+
+    Operators without a rule, operators whose rule declines (see the rule's file), and functions
+    marked Primitive, Composite or Codegen pass through. A module with nothing to open is returned
+    as it is, hence running the pass twice equals running it once.
+
+    Examples
+    --------
+    >>> from tvm_fusion.transform.decompose import Decompose
+    >>> mod = Decompose()(mod)  # doctest: +SKIP
+    >>> mod["main"].attrs["tvm_fusion.composites"]  # doctest: +SKIP
+    """
+
+    def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        decomposer = _Decomposer(mod)
+        changed = False
+        for gvar, func in mod.functions_items():
+            if not isinstance(func, relax.Function) or _is_opaque(func):
+                continue
+            opened = decomposer.open_function(func)
+            if opened is not None:
+                decomposer.builder_.update_func(gvar, opened)
+                changed = True
+        return decomposer.builder_.finalize() if changed else mod
+
+
+def _is_opaque(func: relax.Function) -> bool:
+    return func.attrs is not None and any(key in func.attrs for key in _OPAQUE_ATTRS)
+
+
+def _rule_of(value: Expr) -> tuple[str, Rule] | None:
+    """("softmax", its rule) for a call of an operator that has one."""
+    if not isinstance(value, Call) or not isinstance(value.op, tvm.ir.Op):
+        return None
+    rule = RULES.get(value.op.name)
+    if rule is None:
+        return None
+    return value.op.name.rsplit(".", 1)[-1].removesuffix("_bias"), rule
+
+
+@mutator
+class _Decomposer(PyExprMutator):
+    """Replaces the binding of a composite by the bindings of its parts."""
+
+    def open_function(self, func: relax.Function) -> relax.Function | None:
+        """The function with its composites opened, or None where there was nothing to open."""
+        old_tags = dict(func.attrs[COMPOSITES_ATTR]) if _has_tags(func) else {}
+        self._tags: dict[str, str] = {}
+        self._counts = _highest_numbers(old_tags)
+        self._taken = {var.name for var in relax.analysis.all_vars(func)}
+        self._defined: set[str] = set()
+        self._tuples: dict[Var, relax.Tuple] = {}
+        opened = self.visit_expr(func)
+        if not self._tags:
+            return None
+        opened = relax.analysis.remove_all_unused(opened)
+        names = {var.name for var in relax.analysis.all_vars(opened)}
+        tags = {name: tag for name, tag in {**old_tags, **self._tags}.items() if name in names}
+        return opened.with_attr(COMPOSITES_ATTR, tags)
+
+    def visit_var_binding_(self, binding: relax.VarBinding) -> None:
+        value = binding.value
+        if isinstance(value, relax.TupleGetItem) and value.tuple_value in self._tuples:
+            self._alias(binding.var, self._tuples[value.tuple_value].fields[value.index])
+            return
+        found = _rule_of(value)
+        if found is None or not self._open(binding, *found):
+            super().visit_var_binding_(binding)
+
+    def visit_var_def_(self, var: Var) -> Var:
+        return self._define(var, relax.Var)
+
+    def visit_dataflow_var_def_(self, var: Var) -> Var:
+        return self._define(var, relax.DataflowVar)
+
+    def _open(self, binding: relax.VarBinding, kind: str, rule: Rule) -> bool:
+        """Emit the parts of a composite; False, and nothing emitted, where the rule declines."""
+        number = self._counts.get(kind, 0) + 1
+        opening = Opening(self.builder_, f"{kind}{number}", self._fresh)
+        result = rule(opening, self.visit_expr(binding.value))
+        if result is None:
+            return False
+        self._counts[kind] = number
+        tag = f"{kind}#{number}"
+        *parts, last = opening.bindings
+        for part in parts:
+            self._bind(part.var, part.value, tag)
+        if result.same_as(last.var):
+            self._bind(self.visit_var_def(binding.var), last.value, tag)
+            return True
+        self._bind(last.var, last.value, tag)
+        self._tuples[binding.var] = result
+        self._bind(self.visit_var_def(binding.var), self.builder_.normalize(result), tag)
+        return True
+
+    def _bind(self, var: Var, value: Expr, tag: str) -> None:
+        self.builder_.emit_normalized(relax.VarBinding(var, value))
+        self._tags[var.name] = tag
+
+    def _alias(self, var: Var, value: Expr) -> None:
+        """Let `var` stand for `value`: by renaming inside a dataflow block, else by a binding."""
+        if isinstance(var, relax.DataflowVar) and isinstance(value, Var):
+            self.set_var_remap(var, value)
+        else:
+            self.builder_.emit_normalized(relax.VarBinding(self.visit_var_def(var), value))
+
+    def _define(self, var: Var, kind: type[Var]) -> Var:
+        """The variable itself, or one with a unique name in its place."""
+        if var.name not in self._defined:
+            self._defined.add(var.name)
+            return var
+        renamed = kind(self._fresh(var.name), var.ty)
+        self.set_var_remap(var, renamed)
+        return renamed
+
+    def _fresh(self, name: str) -> str:
+        """`name`, or the first of name_1, name_2 ... that no variable of the function has."""
+        candidate, number = name, 0
+        while candidate in self._taken:
+            number += 1
+            candidate = f"{name}_{number}"
+        self._taken.add(candidate)
+        return candidate
+
+
+def _has_tags(func: relax.Function) -> bool:
+    return func.attrs is not None and COMPOSITES_ATTR in func.attrs
+
+
+def _highest_numbers(tags: dict[str, str]) -> dict[str, int]:
+    highest: dict[str, int] = {}
+    for tag in tags.values():
+        kind, number = str(tag).split("#")
+        highest[kind] = max(highest.get(kind, 0), int(number))
+    return highest
