@@ -80,3 +80,13 @@ def test_the_fingerprint_sees_shapes_and_operators():
 def test_composites_are_remembered():
     p = plan_of(module(lambda bb, x: op.nn.softmax(x), M))
     assert {o.composite for o in p.graph.ops} == {"softmax#1"}
+
+
+def test_a_leading_slice_is_no_view():
+    g = graph_of(lambda bb, x: op.exp(bb.emit(op.strided_slice(x, [0], [0], [1]))), M)
+    assert [o.kind for o in g.ops] == [OpKind.CALL_TIR, OpKind.CALL_TIR]
+
+
+def test_a_reshape_that_is_a_result_is_no_view():
+    g = graph_of(lambda bb, x: op.reshape(x, (16, 8)), M)
+    assert [o.kind for o in g.ops] == [OpKind.CALL_TIR]

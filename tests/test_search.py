@@ -115,7 +115,7 @@ def long_chain_then_broadcast(bb, x, y):
 def cycle_trap(bb, x):
     """a feeds b and c; c is opaque and feeds b: a and b may not become one kernel."""
     a = bb.emit(op.exp(x))
-    c = bb.emit(relax.call_dps_packed("somewhere.f", (a,), out_ty=relax.TensorType((4096, 4096), F16)))
+    c = bb.emit(relax.call_dps_packed("somewhere.f", (a,), out_ty=x.ty))
     return bb.emit(op.add(a, c))
 
 

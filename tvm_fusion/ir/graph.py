@@ -17,6 +17,7 @@ import tvm_ffi
 from tvm import relax, tirx
 
 from .access import Block, Extent, extent_of, read_prim_func
+from .extents import product_key
 
 COMPOSITES_ATTR = "tvm_fusion.composites"
 
@@ -137,6 +138,12 @@ class _GraphBuilder:
             replace(t, consumers=tuple(sorted(consumers.get(t.id, ()))), is_output=t.id in outputs)
             for t in self.tensors
         )
+        self.ops = [
+            replace(op, kind=OpKind.CALL_TIR)  # a result of the function is a tensor of its own, not a view
+            if op.kind is OpKind.VIEW and any(tensors[t].is_output for t in op.outputs)
+            else op
+            for op in self.ops
+        ]
         ancestors = [0] * len(self.ops)
         for op in self.ops:
             for t in op.inputs:
@@ -236,7 +243,8 @@ class _GraphBuilder:
             )
             for b in access.blocks
         )
-        kind = OpKind.VIEW if is_view else OpKind.CALL_TIR
+        sizes = {product_key(self.tensors[t].shape) for t in (*op.inputs, *op.outputs)}
+        kind = OpKind.VIEW if is_view and len(sizes) == 1 else OpKind.CALL_TIR  # a slice may look like a reshape
         return replace(op, func=func_name, kind=kind, blocks=blocks, key=key, why_opaque="")
 
     def _prim_func(self, name: str):

@@ -1,8 +1,8 @@
 """Rewrite arithmetic, comparisons and reductions of booleans into forms that TVM can build.
 
-LLVM code generation of TVM 0.27 stops at an addition of booleans and emits an invalid comparison for
-`equal` of booleans; reductions find no smallest boolean. Models exported from PyTorch hold all of these
-in the code that makes attention masks.
+LLVM code generation of TVM 0.27 stops at an addition of booleans and emits an invalid comparison
+for `equal` of booleans; reductions find no smallest boolean. Models exported from PyTorch hold all
+of these in the code that makes attention masks.
 
 Before:
     lv: R.Tensor((n,), "bool") = R.add(a, b)
@@ -60,7 +60,7 @@ class FixBoolArithmetic:
     """A module pass: arithmetic on booleans becomes logic, or is done on integers."""
 
     def transform_module(self, mod: IRModule, _ctx: tvm.transform.PassContext) -> IRModule:
-        """Rewrite every Relax function that holds such an operator; a module without any is returned as it is."""
+        """Rewrite the Relax functions that hold such an operator; leave the others as they are."""
         rewriter = _Rewriter(mod)
         for var, function in mod.functions.items():
             if isinstance(function, relax.Function):

@@ -1,0 +1,56 @@
+"""Packaging of tvm_fusion."""
+
+import runpy
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+PINS = runpy.run_path(str(HERE / "tvm_fusion" / "_pins.py"))
+VERSION = runpy.run_path(str(HERE / "tvm_fusion" / "_version.py"))["__version__"]
+
+EXTRAS = {
+    "torch": ["torch>=2.6"],
+    "onnx": ["onnx>=1.17"],
+    "report": ["rich", "matplotlib"],
+}
+EXTRAS["test"] = [
+    *EXTRAS["torch"],
+    *EXTRAS["onnx"],
+    "rich",
+    "transformers",
+    "pytest",
+    "pytest-xdist",
+    "nbclient",
+    "ipykernel",
+    "setuptools",
+    "wheel",
+]
+
+setup(
+    name="tvm_fusion",
+    version=VERSION,
+    description="Cost-driven operator fusion for Apache TVM Relax",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    python_requires=">=3.11",
+    packages=[*find_packages(include=["tvm_fusion", "tvm_fusion.*"]), "tvm_fusion.configs"],
+    package_dir={"tvm_fusion.configs": "configs"},
+    package_data={"tvm_fusion": ["py.typed"], "tvm_fusion.configs": ["*.toml"]},
+    install_requires=[
+        *PINS["TVM_REQUIREMENTS"],
+        "numpy",
+        "scipy",
+        "filelock",
+        # The module that MetaSchedule imports, in 6 MB. The distribution "xgboost", which the extra
+        # apache-tvm[meta-schedule] asks for, is 132 MB and pulls in NCCL with another 352 MB.
+        "xgboost-cpu",
+    ],
+    extras_require=EXTRAS,
+    # No entry point in the group "tvm.backends": TVM would load it, and with it this package, in
+    # every process that imports TVM. `import tvm_fusion` registers the pipeline.
+    entry_points={"console_scripts": ["tvm-fusion = tvm_fusion.cli:main"]},
+    zip_safe=False,
+)

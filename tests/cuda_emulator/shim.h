@@ -1,0 +1,335 @@
+// A CUDA device on the CPU: every thread of a cluster is a fiber, barriers are yields, and every access
+// through a kernel parameter or to shared memory is checked for bounds and alignment.
+#include <ucontext.h>
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <string>
+#include <type_traits>
+#include <vector>
+
+#define __global__
+#define __device__ static
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __cluster_dims__(...)
+#define __restrict__
+#define __align__(n) alignas(n)
+#define CUDART_INF_F INFINITY
+#define CUDART_NAN_F NAN
+typedef unsigned int uint;
+typedef unsigned char uchar;
+typedef unsigned short ushort;
+
+// ---- number types
+
+typedef _Float16 half;
+struct nv_bfloat16 {
+  uint16_t bits;
+  nv_bfloat16() = default;
+  nv_bfloat16(float value) {
+    uint32_t u;
+    memcpy(&u, &value, 4);
+    if ((u & 0x7fffffffu) > 0x7f800000u) bits = 0x7fff;
+    else bits = (u + 0x7fffu + ((u >> 16) & 1)) >> 16;
+  }
+  operator float() const {
+    uint32_t u = (uint32_t)bits << 16;
+    float value;
+    memcpy(&value, &u, 4);
+    return value;
+  }
+};
+#define VECTOR2(name, T) struct alignas(2 * sizeof(T)) name { T x, y; }; \
+  static inline name make_##name(T x, T y) { return {x, y}; }
+#define VECTOR4(name, T) struct alignas(sizeof(T) == 8 ? 16 : 4 * sizeof(T)) name { T x, y, z, w; }; \
+  static inline name make_##name(T x, T y, T z, T w) { return {x, y, z, w}; }
+VECTOR2(float2, float) VECTOR4(float4, float) VECTOR2(int2, int) VECTOR4(int4, int)
+VECTOR2(uint2, uint) VECTOR4(uint4, uint) VECTOR2(half2, half) VECTOR4(half4, half)
+VECTOR2(nv_bfloat162, nv_bfloat16) VECTOR4(nv_bfloat164, nv_bfloat16) VECTOR2(double2, double)
+VECTOR2(longlong2, long long) VECTOR2(short2, short) VECTOR4(short4, short) VECTOR2(char2, signed char)
+VECTOR4(char4, signed char) VECTOR2(uchar2, uchar) VECTOR4(uchar4, uchar) VECTOR2(ushort2, ushort)
+VECTOR4(ushort4, ushort)
+static inline float __half2float(half x) { return (float)x; }
+static inline half __float2half_rn(float x) { return (half)x; }
+static inline half __float2half(float x) { return (half)x; }
+static inline float __bfloat162float(nv_bfloat16 x) { return x; }
+static inline nv_bfloat16 __float2bfloat16(float x) { return x; }
+static inline float2 __half22float2(half2 h) { return {(float)h.x, (float)h.y}; }
+static inline half2 __floats2half2_rn(float a, float b) { return {(half)a, (half)b}; }
+
+// ---- math
+
+static inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+static inline double rsqrt(double x) { return 1.0 / sqrt(x); }
+static inline float __fdividef(float a, float b) { return a / b; }
+#define __sinf sinf
+#define __cosf cosf
+#define __expf expf
+#define __logf logf
+#define __tanf tanf
+#define __powf powf
+template <class A, class B> static inline auto max(A a, B b) -> decltype(a + b) { return a > b ? a : b; }
+template <class A, class B> static inline auto min(A a, B b) -> decltype(a + b) { return a < b ? a : b; }
+
+// ---- threads
+
+struct Dim { unsigned x, y, z; };
+struct Barrier { int count = 0, generation = 0; };
+struct Slot { long long words[2]; };
+struct Block {
+  std::vector<char> dynamic;
+  std::map<int, std::vector<char>> arrays;
+  Barrier barrier;
+  std::vector<Barrier> warps;
+  std::vector<Slot> lanes;
+};
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack;
+  bool done;
+  Dim thread, block;
+  int linear;
+  unsigned rank;
+  Block* home;
+};
+static ucontext_t main_context;
+static Fiber* current;
+static std::vector<Block>* cluster_blocks;
+static Barrier cluster_barrier;
+static Dim block_dim, grid_dim;
+static int threads_per_block, cluster_size;
+static long long switches_without_progress;
+static std::string failure;
+// Remembers the first failure and leaves the fiber for good; the run ends.
+static void fail(const std::string& what) {
+  if (failure.empty())
+    failure = what + " (block " + std::to_string(current->block.x) + "," +
+              std::to_string(current->block.y) + " thread " + std::to_string(current->linear) + ")";
+  for (;;) swapcontext(&current->context, &main_context);
+}
+static void yield_fiber() { swapcontext(&current->context, &main_context); }
+static void arrive_and_wait(Barrier& barrier, int expected) {
+  int generation = barrier.generation;
+  if (++barrier.count == expected) {
+    barrier.count = 0;
+    barrier.generation++;
+    switches_without_progress = 0;
+  } else {
+    while (barrier.generation == generation) yield_fiber();
+  }
+}
+#define threadIdx (current->thread)
+#define blockIdx (current->block)
+#define blockDim block_dim
+#define gridDim grid_dim
+static int warp_width() {
+  return std::min(32, threads_per_block - current->linear / 32 * 32);
+}
+static void __syncwarp(unsigned = 0xffffffffu) {
+  arrive_and_wait(current->home->warps[current->linear / 32], warp_width());
+}
+static void __syncthreads() { arrive_and_wait(current->home->barrier, threads_per_block); }
+static void tvm_builtin_cuda_cta_sync() { __syncthreads(); }
+template <class T> static T exchange(T value, int source) {
+  Block* home = current->home;
+  memcpy(&home->lanes[current->linear], &value, sizeof(T));
+  __syncwarp();
+  T result;
+  memcpy(&result, &home->lanes[current->linear / 32 * 32 + source], sizeof(T));
+  __syncwarp();
+  return result;
+}
+template <class T> static T __shfl_xor_sync(unsigned, T v, int mask, int = 32) {
+  return exchange(v, (current->linear % 32) ^ mask);
+}
+template <class T> static T __shfl_sync(unsigned, T v, int lane, int width = 32) {
+  int own = current->linear % 32;
+  return exchange(v, own / width * width + lane % width);
+}
+template <class T> static T __shfl_down_sync(unsigned, T v, int delta, int width = 32) {
+  int own = current->linear % 32, to = own + delta;
+  return exchange(v, to / width == own / width ? to : own);
+}
+template <class T> static T __shfl_up_sync(unsigned, T v, int delta, int width = 32) {
+  int own = current->linear % 32, to = own - delta;
+  return exchange(v, to >= own / width * width ? to : own);
+}
+template <class T> static T __ldg(const T* p) { return *p; }
+template <class T> static T atomicAdd(T* p, T v) { T old = *p; *p = old + v; return old; }
+
+// ---- memory
+
+struct Range { const char* low; const char* high; const char* name; };
+static std::vector<Range> ranges;
+static void check(const void* p, size_t size, size_t alignment) {
+  if ((uintptr_t)p % alignment) fail("misaligned access of " + std::to_string(size) + " bytes");
+  const char* c = (const char*)p;
+  for (const Range& r : ranges)
+    if (c >= r.low && c + size <= r.high) return;
+  Block* home = current->home;
+  auto inside = [&](std::vector<char>& m) { return c >= m.data() && c + size <= m.data() + m.size(); };
+  if (inside(home->dynamic)) return;
+  for (auto& entry : home->arrays)
+    if (inside(entry.second)) return;
+  fail("access of " + std::to_string(size) + " bytes out of bounds");
+}
+// Pointer to global or shared memory: every dereference and every cast to another width is checked.
+template <class T> struct Pointer {
+  T* raw;
+  Pointer(T* p = nullptr) : raw(p) {}
+  T& operator[](long long i) const { check(raw + i, sizeof(T), alignof(T)); return raw[i]; }
+  T& operator*() const { return (*this)[0]; }
+  Pointer operator+(long long i) const { return Pointer(raw + i); }
+  template <class U> explicit operator U*() const {
+    if constexpr (!std::is_void_v<U>) check(raw, sizeof(U), alignof(U));
+    return (U*)raw;
+  }
+};
+template <class T> static Pointer<T> shared_array(int id, long long n, int alignment) {
+  std::vector<char>& memory = current->home->arrays[id];
+  if (memory.empty()) memory.assign(n * sizeof(T) + alignment, (char)0xff);
+  uintptr_t start = ((uintptr_t)memory.data() + alignment - 1) / alignment * alignment;
+  return Pointer<T>((T*)start);
+}
+static Pointer<uchar> dynamic_shared() {
+  uintptr_t start = ((uintptr_t)current->home->dynamic.data() + 1023) / 1024 * 1024;
+  return Pointer<uchar>((uchar*)start);
+}
+
+// ---- stand-ins for device functions that are written in PTX
+
+template <int N> static void copy(void* d, const void* s, bool global_source, bool global_target) {
+  if (global_source) check(s, N, N);
+  if (global_target) check(d, N, N);
+  memcpy(d, s, N);
+}
+#define COPIES(N) \
+  static void tvmf_load##N##_nc(void* d, const void* s) { copy<N>(d, s, true, false); } \
+  static void tvmf_load##N##_cs(void* d, const void* s) { copy<N>(d, s, true, false); } \
+  static void tvmf_load##N##_na(void* d, const void* s) { copy<N>(d, s, true, false); } \
+  static void tvmf_load##N##_again(void* d, const void* s) { copy<N>(d, s, true, false); } \
+  static void tvmf_store##N##_wb(void* d, const void* s) { copy<N>(d, s, false, true); } \
+  static void tvmf_store##N##_cs(void* d, const void* s) { copy<N>(d, s, false, true); } \
+  static void tvmf_move##N(void* d, const void* s) { copy<N>(d, s, false, false); }
+COPIES(1) COPIES(2) COPIES(4) COPIES(8) COPIES(16)
+static float tvmf_ex2(float x) { return exp2f(x); }
+static float tvmf_rcp(float x) { return 1.0f / x; }
+static float tvmf_tanh(float x) { return tanhf(x); }
+static uint tvmf_pack_f16x2(float low, float high) {
+  half h[2] = {(half)low, (half)high};
+  uint r;
+  memcpy(&r, h, 4);
+  return r;
+}
+static uint tvmf_pack_bf16x2(float low, float high) {
+  return (uint)nv_bfloat16(low).bits | (uint)nv_bfloat16(high).bits << 16;
+}
+static int tvm_builtin_cluster_ctaid_x() { return current->rank; }
+static void tvmf_cluster_arrive() {}
+static void tvmf_cluster_sync() { arrive_and_wait(cluster_barrier, threads_per_block * cluster_size); }
+static void tvmf_cluster_wait() { tvmf_cluster_sync(); }
+static void tvmf_cluster_store(void* p, float v, int rank) {
+  Block &home = *current->home, &other = (*cluster_blocks)[rank];
+  for (auto& entry : home.arrays) {
+    char* start = entry.second.data();
+    if ((char*)p < start || (char*)p + 4 > start + entry.second.size()) continue;
+    std::vector<char>& memory = other.arrays[entry.first];
+    if (memory.empty()) memory.assign(entry.second.size(), (char)0xff);
+    // equal offsets behind the aligned start
+    auto aligned = [](char* c) { return ((uintptr_t)c + 63) / 64 * 64; };
+    memcpy((char*)aligned(memory.data()) + ((uintptr_t)p - aligned(start)), &v, 4);
+    return;
+  }
+  fail("cluster store outside of a shared array");
+}
+struct Transfer { int phase, pending; };
+static void tvmf_barrier_init(void* p) { *(Transfer*)p = {0, 0}; }
+static void tvmf_barrier_fence() {}
+static void tvmf_barrier_expect(void* p, unsigned bytes) { ((Transfer*)p)->pending += bytes; }
+static void tvmf_barrier_wait(void* p, int parity) {
+  while ((((volatile Transfer*)p)->phase & 1) == parity) yield_fiber();
+}
+static void tvmf_bulk_copy(void* d, const void* s, unsigned bytes, void* b) {
+  if (bytes % 16) fail("bulk copy of " + std::to_string(bytes) + " bytes");
+  check(s, bytes, 16);
+  check(d, bytes, 16);
+  memcpy(d, s, bytes);
+  Transfer* t = (Transfer*)b;
+  if ((t->pending -= bytes) == 0) t->phase++, switches_without_progress = 0;
+}
+
+@KERNEL@
+
+static void** kernel_arguments;
+static void enter() {
+  @CALL@;
+  current->done = true;
+  swapcontext(&current->context, &main_context);
+}
+static void run_cluster(std::vector<Fiber>& fibers, Dim first, int dynamic_bytes) {
+  std::vector<Block> blocks(cluster_size);
+  cluster_blocks = &blocks;
+  cluster_barrier = Barrier();
+  for (Block& block : blocks) {
+    block.dynamic.assign(dynamic_bytes + (dynamic_bytes ? 1024 : 0), (char)0xff);
+    block.warps.resize(threads_per_block / 32 + 1);
+    block.lanes.resize(threads_per_block + 64);
+  }
+  for (int i = 0; i < (int)fibers.size(); i++) {
+    Fiber& f = fibers[i];
+    int t = i % threads_per_block;
+    f.done = false;
+    f.linear = t;
+    f.rank = i / threads_per_block;
+    f.thread = {t % block_dim.x, t / block_dim.x % block_dim.y, t / block_dim.x / block_dim.y};
+    f.block = {first.x + f.rank, first.y, first.z};
+    f.home = &blocks[f.rank];
+    getcontext(&f.context);
+    f.context.uc_stack.ss_sp = f.stack.data();
+    f.context.uc_stack.ss_size = f.stack.size();
+    f.context.uc_link = &main_context;
+    makecontext(&f.context, enter, 0);
+  }
+  switches_without_progress = 0;
+  for (bool left = true; left;) {
+    left = false;
+    for (Fiber& f : fibers) {
+      if (f.done) continue;
+      left = true;
+      current = &f;
+      swapcontext(&main_context, &f.context);
+      if (!failure.empty()) return;
+      if (f.done) switches_without_progress = 0;
+    }
+    if (++switches_without_progress > 10000) {
+      failure = "the threads wait for each other for ever";
+      return;
+    }
+  }
+}
+extern "C" const char* run(void** arguments, void** lows, long long* sizes, int count, const unsigned* shape) {
+  ranges.clear();
+  for (int i = 0; i < count; i++)
+    ranges.push_back({(char*)lows[i], (char*)lows[i] + sizes[i], ""});
+  kernel_arguments = arguments;
+  grid_dim = {shape[0], shape[1], shape[2]};
+  block_dim = {shape[3], shape[4], shape[5]};
+  cluster_size = shape[6];
+  threads_per_block = block_dim.x * block_dim.y * block_dim.z;
+  std::vector<Fiber> fibers(threads_per_block * cluster_size);
+  for (Fiber& f : fibers) f.stack.resize(65536);
+  failure.clear();
+  for (unsigned z = 0; z < grid_dim.z; z++)
+    for (unsigned y = 0; y < grid_dim.y; y++)
+      for (unsigned x = 0; x < grid_dim.x; x += cluster_size) {
+        run_cluster(fibers, {x, y, z}, shape[7]);
+        if (!failure.empty()) return failure.c_str();
+      }
+  return nullptr;
+}

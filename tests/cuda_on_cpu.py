@@ -1,0 +1,258 @@
+"""Runs a generated CUDA kernel on the CPU, so that numbers, bounds and barriers are checked without a GPU.
+
+The kernel's host function runs for real (its launch shape, symbolic sizes and argument order are those of the
+build); only the launch is redirected. The CUDA source is compiled by g++ against `cuda_emulator/shim.h`, where a
+thread is a fiber and every access to global and shared memory is checked for bounds and alignment.
+
+Does not run: tensor cores, TMA, inline PTX other than that of `tvm_fusion.kernels.cuda` (a stand-in with the same
+name in the shim takes its place).
+"""
+
+import ctypes
+import hashlib
+import importlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import tvm
+import tvm_ffi
+from tvm import tirx
+tirx_build = importlib.import_module("tvm.tirx.build")
+from tvm.tirx import compilation_pipeline
+
+SHIM = Path(__file__).parent / "cuda_emulator" / "shim.h"
+CACHE = Path(tempfile.gettempdir()) / "tvm_fusion_cuda_on_cpu"
+
+CUDA = tvm.target.Target(
+    {
+        "kind": "cuda",
+        "arch": "sm_90a",
+        "max_threads_per_block": 1024,
+        "max_num_threads": 1024,
+        "thread_warp_size": 32,
+        "max_shared_memory_per_block": 232448,
+        "registers_per_block": 65536,
+        "l2_cache_size_bytes": 52428800,
+        "host": {"kind": "llvm", "mtriple": "x86_64-linux-gnu"},
+    }
+)
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A kernel after lowering: its host function, its CUDA source, and how it is launched."""
+
+    host: tvm.IRModule
+    source: str
+    kernel: str
+    launch_params: tuple[str, ...]
+
+
+class EmulationError(AssertionError):
+    """The kernel did something a GPU would not forgive."""
+
+
+def lower(func: tirx.PrimFunc) -> Lowered:
+    """Lowers a scheduled PrimFunc through the pipeline that its attributes ask for."""
+    pipeline = "tirx" if func.attrs.get("tvm_fusion.tirx", False) else "s_tir"
+    mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
+    mod = tirx.transform.BindTarget(CUDA)(mod)
+    passes, finish_host, finish_device = compilation_pipeline.get_tir_pipeline(pipeline)
+    with CUDA:
+        host, devices = tirx_build.split_host_device_mods(passes(mod))
+        ((target, device),) = devices.items()
+        ((name, kernel),) = device.functions.items()
+        device = finish_device()(device)
+        source = tirx_build.codegen_build(device, target).inspect_source()
+    launch_params = tuple(str(p) for p in kernel.attrs["tirx.kernel_launch_params"])
+    return Lowered(finish_host()(_without_device(host)), source, name.name_hint, launch_params)
+
+
+def cuda_source(func: tirx.PrimFunc) -> str:
+    """The CUDA source of a scheduled PrimFunc."""
+    return lower(func).source
+
+
+def run_cuda_on_cpu(func: tirx.PrimFunc, arrays: Sequence[np.ndarray | int]) -> int:
+    """Runs `func` on `arrays` (written in place), one for each parameter; returns the number of launches.
+
+    Raises
+    ------
+    EmulationError
+        Where an access is out of bounds or misaligned, or the threads wait for each other for ever.
+    """
+    lowered = lower(func)
+    launches: list[int] = []
+    tensors = [a if isinstance(a, int) else _to_tensor(a) for a in arrays]
+    memory = [t for t in tensors if not isinstance(t, int)]
+
+    def launch(*args: object) -> int:
+        launches.append(1)
+        _launch(lowered, args, memory)
+        return 0
+
+    tvm_ffi.register_global_func(lowered.kernel, launch, override=True)
+    host = tirx_build.codegen_build(lowered.host, tvm.target.Target("llvm"))
+    host["main"](*tensors)
+    for array, tensor in zip(arrays, tensors, strict=True):
+        if not isinstance(array, int):
+            array[...] = _to_numpy(tensor, array.dtype)
+    return len(launches)
+
+
+# ---- the host side
+
+
+def _without_device(host: tvm.IRModule) -> tvm.IRModule:
+    """The host module without its device checks and without `cudaSetDevice`."""
+
+    def rename(name: tvm.ir.StringImm) -> tvm.ir.StringImm:
+        value = "tests.no_device" if name.value == "__tvm_set_device" else name.value
+        return tvm.ir.StringImm(value)
+
+    tvm_ffi.register_global_func("tests.no_device", lambda *args: 0, override=True)
+    host = tirx.transform.SkipAssert()(host)
+    body = {
+        var: func.with_body(tvm_ffi.structural_map(func.body, [(tvm.ir.StringImm, rename)]))
+        for var, func in host.functions.items()
+    }
+    return tvm.IRModule(body, attrs=host.attrs)
+
+
+def _to_tensor(array: np.ndarray) -> tvm.runtime.Tensor:
+    """A TVM tensor over a copy of `array`; bfloat16 arrays are those of `ml_dtypes`."""
+    if array.dtype == ml_dtypes.bfloat16:
+        tensor = tvm.runtime.empty(array.shape, "bfloat16")
+        tensor.copyfrom(array)
+        return tensor
+    return tvm.runtime.tensor(array)
+
+
+def _to_numpy(tensor: tvm.runtime.Tensor, dtype: np.dtype) -> np.ndarray:
+    return tensor.numpy().view(dtype)
+
+
+# ---- the device side
+
+
+def _launch(lowered: Lowered, args: Sequence[object], tensors: Sequence[tvm.runtime.Tensor]) -> None:
+    """What the driver does: `args` are the kernel's arguments followed by the launch parameters."""
+    count = len(args) - len(lowered.launch_params)
+    shape = dict(zip(lowered.launch_params, map(int, args[count:]), strict=True))
+    sizes = [shape.pop(f"{index}.{axis}", 1) for index in ("blockIdx", "threadIdx") for axis in "xyz"]
+    cluster = shape.pop("clusterCtaIdx.x", 1)
+    dynamic = shape.pop("tirx.use_dyn_shared_memory", 0)
+    if shape:
+        raise NotImplementedError(f"launch parameters {sorted(shape)}")
+    numbers = [ctypes.c_longlong(a) if isinstance(a, int) else a for a in args[:count]]
+    pointers = (ctypes.c_void_p * count)(*(_argument(a) for a in numbers))
+    lows = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
+    bytes_of = (ctypes.c_longlong * len(tensors))(*(_nbytes(t) for t in tensors))
+    grid = (ctypes.c_uint * 8)(*sizes, cluster, dynamic)
+    library = _compile(_translate(lowered.source, lowered.kernel))
+    library.run.restype = ctypes.c_char_p
+    error = library.run(pointers, lows, bytes_of, len(tensors), grid)
+    if error is not None:
+        raise EmulationError(error.decode())
+
+
+def _argument(value: object) -> int:
+    """What the kernel gets: a pointer itself, or the address of a number."""
+    if isinstance(value, ctypes.c_void_p):
+        return value.value
+    return ctypes.addressof(value)
+
+
+def _nbytes(tensor: tvm.runtime.Tensor) -> int:
+    return tensor.numpy().nbytes
+
+
+def _translate(source: str, kernel: str) -> str:
+    """CUDA source -> C++ for the shim."""
+    shim = SHIM.read_text()
+    start = source.rindex('extern "C" __global__')
+    helpers = source[source.index("#define ushort unsigned short") :].split("#endif", 1)[1]
+    helpers = "\n".join(_plain_helpers(helpers[: helpers.index('extern "C" __global__')], shim))
+    match = re.compile(rf"{kernel}\(([^)]*)\)").search(source, start)
+    types = [_parameter(p)[0] for p in match.group(1).split(",") if p.strip()]
+    body = source[start:].replace(match.group(0), f"{kernel}({_declare(match.group(1))})", 1)
+    body = re.sub(r'^extern "C" __global__ .*?(?=void|\b' + kernel + ")", "static ", body)
+    body = _shared_memory(body).replace(f"static {kernel}", f"static void {kernel}")
+    passed = (_pass(ctype, i) for i, ctype in enumerate(types))
+    call = f"{kernel}({', '.join(passed)})"
+    return shim.replace("@KERNEL@", helpers + "\n" + body).replace("@CALL@", call)
+
+
+def _plain_helpers(text: str, shim: str) -> list[str]:
+    """Device functions without inline assembly that the shim does not replace."""
+    kept = []
+    for match in re.finditer(r"[^;{}]*\b__device__\b[^;{}]*?(\w+)\s*\([^)]*\)\s*\{", text):
+        end, depth = match.end(), 1
+        while depth:
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            end += 1
+        name, definition = match.group(1), text[match.start() : end]
+        replaced = re.search(rf"\b{name}\(", shim) or re.match(r"tvmf_(load|store|move)\d", name)
+        if "asm" not in definition and not replaced:
+            kept.append(definition)
+    return kept
+
+
+def _parameter(text: str) -> tuple[str, str]:
+    ctype, name = text.replace("__restrict__", "").replace("const ", "").strip().rsplit(" ", 1)
+    return ctype.strip(), name
+
+
+def _declare(parameters: str) -> str:
+    declared = []
+    for ctype, name in (_parameter(p) for p in parameters.split(",") if p.strip()):
+        checked = f"Pointer<{ctype.rstrip('* ')}>" if ctype.endswith("*") else ctype
+        declared.append(f"{checked} {name}")
+    return ", ".join(declared)
+
+
+def _pass(ctype: str, index: int) -> str:
+    if ctype.endswith("*"):
+        return f"({ctype})kernel_arguments[{index}]"
+    return f"*({ctype}*)kernel_arguments[{index}]"
+
+
+def _shared_memory(body: str) -> str:
+    """Shared arrays become checked pointers into the memory of the block."""
+    count = iter(range(10_000))
+    dynamic = re.findall(r"extern __shared__ [^;]*?\b(\w+)\[\];", body)
+    body = re.sub(
+        r"extern __shared__ [^;]*?\b(\w+)\[\];", r"Pointer<uchar> \1 = dynamic_shared();", body
+    )
+    for name in dynamic:
+        body = re.sub(rf"\((\w+)\*\){name}\b", rf"Pointer<\1>((\1*){name}.raw)", body)
+    return re.sub(
+        r"__shared__ (?:(?:alignas|__align__)\((\d+)\) )?(\w+) (\w+)\[(\d+)\];",
+        lambda m: f"Pointer<{m[2]}> {m[3]} = "
+        f"shared_array<{m[2]}>({next(count)}, {m[4]}, {m[1] or 64});",
+        body,
+    )
+
+
+def _compile(text: str) -> ctypes.CDLL:
+    """A shared library, cached by its source."""
+    key = hashlib.sha256(text.encode()).hexdigest()[:20]
+    library = CACHE / f"{key}.so"
+    if not library.exists():
+        CACHE.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+            code, built = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")
+            code.write_text(text)
+            flags = ["-O1", "-w", "-shared", "-fPIC", "-std=c++17"]
+            command = ["g++", *flags, "-o", str(built), str(code)]
+            run = subprocess.run(command, capture_output=True, text=True)
+            if run.returncode:
+                raise RuntimeError(f"g++ refuses the kernel:\n{run.stderr[:4000]}")
+            built.replace(library)
+    return ctypes.CDLL(str(library))

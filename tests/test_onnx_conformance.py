@@ -1,0 +1,54 @@
+"""Every ONNX backend test that stock TVM passes must pass through the whole package on llvm."""
+
+import sys
+
+import pytest
+
+from .onnx_conformance import grow_list, read_list, run_all, worker_command
+
+LEAST = 886  # the list only grows: raise this with it
+
+FAKE_WORKER = """
+import json, os, sys, time
+print("ready", flush=True)
+for name in map(str.strip, sys.stdin):
+    if name.startswith("crash"):
+        os.abort()
+    if name.startswith("hang"):
+        time.sleep(60)
+    print(json.dumps({"status": name, "why": ""}), flush=True)
+"""
+
+
+def test_the_listed_tests_pass_fused():
+    results = run_all(read_list(), worker_command("fused"), workers=2, timeout_s=60)
+    wrong = [f"{r.status} {r.name}: {r.why[:200]}" for r in results if r.status != "pass"]
+    assert not wrong, f"{len(wrong)} of {len(results)}:\n" + "\n".join(wrong)
+
+
+def test_the_list_has_not_shrunk_and_is_sorted():
+    names = read_list()
+    assert len(names) >= LEAST
+    assert names == sorted(set(names))
+
+
+def test_a_list_grows_by_new_names_only(tmp_path):
+    path = tmp_path / "list.txt"
+    assert grow_list(["test_b", "test_a"], path) == 2
+    assert grow_list(["test_c"], path) == 3
+    assert read_list(path) == ["test_a", "test_b", "test_c"]
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_crash_or_a_hang_costs_one_test_only(workers):
+    names = ["pass", "crash 1", "fail", "crash 2", "hang", "pass 2", "error"]
+    command = [sys.executable, "-c", FAKE_WORKER]
+    results = run_all(names, command, workers=workers, timeout_s=1)
+    assert [r.name for r in results] == names
+    statuses = [r.status for r in results]
+    assert statuses == ["pass", "crash", "fail", "crash", "timeout", "pass 2", "error"]
+
+
+def test_a_worker_that_does_not_start_is_an_error():
+    with pytest.raises(RuntimeError, match="did not start"):
+        run_all(["test_abs"], [sys.executable, "-c", "raise SystemExit(3)"])

@@ -1,0 +1,180 @@
+"""The wheel, the version pins and the cost of importing the package."""
+
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+from tvm_fusion import _pins
+from tvm_fusion._version import __version__
+from tvm_fusion.config import load_policy, load_profile
+
+ROOT = Path(__file__).parent.parent
+IMPORT_BUDGET_S = 0.5
+
+
+def run(*command: str, **options) -> str:
+    """Run a Python command outside the checkout and return its output."""
+    done = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=False, **options
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel, built from a copy of the sources: setuptools writes build/ beside setup.py."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    copy_sources(source)
+    run("-m", "pip", "wheel", str(source), "--no-deps", "--no-build-isolation", "-w", str(folder))
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def copy_sources(destination: Path) -> None:
+    for pattern in (
+        "setup.py",
+        "MANIFEST.in",
+        "README.md",
+        "LICENSE",
+        "configs/*",
+        "tvm_fusion/**/*",
+    ):
+        for file in ROOT.glob(pattern):
+            if file.is_file() and "__pycache__" not in file.parts:
+                copy = destination / file.relative_to(ROOT)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.write_bytes(file.read_bytes())
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory) -> Path:
+    """The wheel unpacked, as pip would lay it out."""
+    folder = tmp_path_factory.mktemp("site")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def test_the_wheel_holds_every_module_of_the_package(installed):
+    modules = {p.relative_to(ROOT) for p in (ROOT / "tvm_fusion").rglob("*.py")}
+    assert {p.relative_to(installed) for p in installed.rglob("*.py")} == modules
+
+
+def test_the_wheel_holds_configs_typing_marker_and_licence(installed):
+    shipped = {p.name for p in (installed / "tvm_fusion" / "configs").iterdir()}
+    assert shipped == {p.name for p in (ROOT / "configs").iterdir()}
+    assert (installed / "tvm_fusion" / "py.typed").is_file()
+    (licence,) = installed.rglob("LICENSE")
+    assert "Apache License" in licence.read_text()
+
+
+def test_the_installed_package_finds_its_configs(installed):
+    code = "from tvm_fusion.config import load_profile as f; import tvm_fusion.config as c;"
+    output = run("-c", f"{code} print(f('h200').num_sms, c.__file__)", cwd=installed)
+    assert output.split()[0] == "132"
+    assert str(installed) in output
+
+
+def test_the_metadata_names_licence_python_and_entry_point(installed):
+    (info,) = installed.glob("*.dist-info")
+    dist = metadata.Distribution.at(info)
+    assert dist.version == __version__
+    assert dist.metadata["Requires-Python"] == ">=3.11"
+    licence = dist.metadata["License-Expression"] or dist.metadata["License"]
+    assert licence == "Apache-2.0"
+    (script,) = dist.entry_points.select(group="console_scripts")
+    assert (script.name, script.value) == ("tvm-fusion", "tvm_fusion.cli:main")
+    assert {"torch", "onnx", "report", "test"} <= set(dist.metadata.get_all("Provides-Extra"))
+
+
+def test_the_wheel_requires_the_pinned_versions_and_no_gpu_libraries(installed):
+    (info,) = installed.glob("*.dist-info")
+    required = [r for r in metadata.Distribution.at(info).requires if "extra ==" not in r]
+    assert "apache-tvm[popen-pool]==0.27.0.post1" in required
+    assert "apache-tvm-ffi<0.1.15,>=0.1.14.post0" in required
+    assert not [r for r in required if r.startswith(("xgboost=", "xgboost>", "torch", "nvidia"))]
+    assert "xgboost" not in required
+
+
+def test_a_source_checkout_finds_the_configs_beside_the_package():
+    assert load_profile("llvm").kind == "llvm"
+    assert load_policy("default").name == "default"
+    assert tomllib.loads((ROOT / "configs" / "llvm_cpu.toml").read_text())["name"] == "llvm_cpu"
+
+
+def test_the_installed_versions_are_the_pinned_ones():
+    _pins.check()
+
+
+@pytest.mark.parametrize(
+    ("tvm", "ffi"),
+    [
+        ("0.26.0", "0.1.14.post1"),
+        ("0.27.0", "0.1.14.post1"),
+        (None, None),
+        (_pins.TVM_VERSION, None),
+        (_pins.TVM_VERSION, "0.1.13"),
+        (_pins.TVM_VERSION, "0.1.14"),
+        (_pins.TVM_VERSION, "0.1.15"),
+        (_pins.TVM_VERSION, "0.1.15rc1"),
+        (_pins.TVM_VERSION, "0.2.0.post0"),
+        (_pins.TVM_VERSION, "unknown"),
+    ],
+)
+def test_other_versions_are_refused_with_the_command_that_repairs_them(monkeypatch, tvm, ffi):
+    versions = {"apache-tvm": tvm, "apache-tvm-ffi": ffi}
+    monkeypatch.setattr(_pins, "_installed", versions.get)
+    with pytest.raises(
+        ImportError, match=r"python -m pip install 'apache-tvm\[popen-pool\]==0\.27"
+    ):
+        _pins.check()
+
+
+@pytest.mark.parametrize("ffi", ["0.1.14.post0", "0.1.14.post1", "0.1.14.post12"])
+def test_every_ffi_within_the_pins_is_accepted(monkeypatch, ffi):
+    versions = {"apache-tvm": _pins.TVM_VERSION, "apache-tvm-ffi": ffi}
+    monkeypatch.setattr(_pins, "_installed", versions.get)
+    _pins.check()
+
+
+def test_importing_the_package_adds_little_to_importing_tvm():
+    code = (
+        "import time, tvm; start = time.perf_counter(); import tvm_fusion;"
+        " print(time.perf_counter() - start)"
+    )
+    # The best of three: a busy machine can only add time.
+    assert min(float(run("-c", code, cwd=ROOT)) for _ in range(3)) < IMPORT_BUDGET_S
+
+
+def test_importing_the_package_imports_no_optional_package():
+    code = (
+        "import sys, tvm; before = set(sys.modules); import tvm_fusion;"
+        " print(*{name.partition('.')[0] for name in sys.modules.keys() - before})"
+    )
+    loaded = set(run("-c", code, cwd=ROOT).split())
+    assert "tvm_fusion" in loaded
+    assert not loaded & {"torch", "onnx", "rich", "matplotlib", "xgboost", "transformers"}
+
+
+def test_ci_runs_the_second_command_of_the_readme_as_it_stands():
+    commands = [
+        line.strip()
+        for line in (ROOT / "README.md").read_text().splitlines()
+        if line.startswith("    pip install")
+    ]
+    assert len(commands) == 2
+    assert commands[1] in (ROOT / ".ci" / "run").read_text().splitlines()
+
+
+def test_every_file_that_the_readme_links_to_exists():
+    links = re.findall(r"\]\((?!https?:)([^)]+)\)", (ROOT / "README.md").read_text())
+    assert links
+    assert [link for link in links if not (ROOT / link).exists()] == []

@@ -1,0 +1,284 @@
+"""The report as text, as JSON, and as an answer about a pair."""
+
+import io
+import json
+import sys
+from dataclasses import replace
+
+import pytest
+
+from tvm_fusion.errors import InputError
+from tvm_fusion.report import text
+from tvm_fusion.report.model import (
+    Comparison,
+    GroupReport,
+    RefusalReport,
+    Report,
+    Verification,
+)
+from tvm_fusion.report.why import restrict, why
+
+NORM = GroupReport(
+    name="fused_add_rms_norm",
+    ops=("add", "multiply", "mean", "rsqrt"),
+    composites=("rms_norm",),
+    kernel_class="row",
+    launches=1,
+    bytes_fused=100_000_000,
+    bytes_unfused=350_000_000,
+    predicted_us=25.0,
+    unfused_predicted_us=90.0,
+    terms={"hbm": 24.0},
+    measured_us=26.4,
+    roofline_share=0.93,
+    registers=40,
+    error=3.2e-4,
+)
+MATMUL = GroupReport(
+    name="matmul",
+    ops=("matmul",),
+    composites=(),
+    kernel_class="gemm",
+    launches=1,
+    bytes_fused=2_000,
+    bytes_unfused=2_000,
+    predicted_us=1500.0,
+    unfused_predicted_us=1500.0,
+)
+REFUSAL = RefusalReport(
+    "RECOMPUTE", ("exp", "matmul"), "exp would be computed 4096 times", {"factor": 4096}
+)
+REPORT = Report(
+    target="nvidia_h200",
+    launches=Comparison(2, 6),
+    bytes=Comparison(100_002_000, 350_002_000),
+    time_us=Comparison(1526.4, 1620.0),
+    plan={"groups": [["add"], ["matmul"]]},
+    groups=(NORM, MATMUL),
+    refusals=(REFUSAL,),
+    verify=Verification(True, 3.2e-4),
+)
+EMPTY = Report("llvm_cpu", Comparison(0, 0), Comparison(0, 0), Comparison(), {})
+
+
+class Terminal(io.StringIO):
+    """A text file that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def lines() -> list[str]:
+    return [" ".join(line.split()) for line in str(REPORT).splitlines()]
+
+
+def test_the_json_object_has_the_documented_keys():
+    data = REPORT.to_json()
+    assert list(data)[:9] == [
+        "version",
+        "target",
+        "launches",
+        "bytes",
+        "time_us",
+        "verify",
+        "plan",
+        "groups",
+        "refusals",
+    ]
+    assert data["launches"] == {"fused": 2, "unfused": 6}
+    assert data["verify"] == {"passed": True, "worst_error": 3.2e-4}
+    assert data["groups"][0]["terms"] == {"hbm": 24.0}
+    assert data["refusals"][0]["where"] == ["exp", "matmul"]
+
+
+def test_the_json_object_survives_a_round_trip():
+    data = REPORT.to_json()
+    assert json.loads(json.dumps(data, allow_nan=False)) == data
+
+
+def test_what_did_not_run_is_null_in_json():
+    data = EMPTY.to_json()
+    assert data["time_us"] == {"fused": None, "unfused": None}
+    assert data["verify"] is None
+
+
+@pytest.mark.parametrize("error", [float("inf"), float("nan")])
+def test_numbers_without_a_json_form_become_null(error):
+    data = replace(REPORT, verify=Verification(False, error)).to_json()
+    assert data["verify"] == {"passed": False, "worst_error": None}
+
+
+@pytest.mark.parametrize(
+    ("pair", "ratio"),
+    [
+        (Comparison(2, 6), 3.0),
+        (Comparison(0, 6), None),
+        (Comparison(None, 6), None),
+        (Comparison(2, None), None),
+    ],
+)
+def test_the_ratio_of_a_comparison_is_none_where_it_is_not_known(pair, ratio):
+    assert pair.ratio == ratio
+
+
+def test_the_header_shows_launches_bytes_time_and_the_check(lines):
+    assert lines[:6] == [
+        "tvm_fusion on nvidia_h200",
+        "unfused fused saved",
+        "launches 6 2 3.00x",
+        "bytes 350 MB 100 MB 3.50x",
+        "time 1.62 ms 1.53 ms 1.06x",
+        "verify passed, worst error 0.00032",
+    ]
+
+
+def test_a_group_is_a_row_with_its_composites_and_numbers(lines):
+    row = "fused_add_rms_norm row rms_norm 1 100 MB 3.5x 25 us 26.4 us 93% 40 0.00032"
+    assert row in lines
+    assert "matmul gemm matmul 1 2 kB 1.0x 1.5 ms - - - -" in lines
+
+
+def test_columns_that_are_empty_everywhere_are_left_out():
+    heads = str(replace(REPORT, groups=(MATMUL,))).splitlines()[7].split()
+    assert heads == ["group", "class", "computes", "launches", "bytes", "saved", "predicted"]
+
+
+def test_a_refusal_shows_its_code_place_reason_and_numbers(lines):
+    assert "not fused (1 RECOMPUTE):" in lines
+    assert "RECOMPUTE: exp, matmul: exp would be computed 4096 times (factor = 4096)" in lines
+
+
+def test_many_refusals_are_counted_and_the_rest_is_announced():
+    shown = str(replace(REPORT, refusals=(REFUSAL,) * 11))
+    assert "not fused (11 RECOMPUTE):" in shown
+    assert shown.count("exp would be computed") == 8
+    assert "and 3 more" in shown
+
+
+def test_a_fallback_is_marked_in_its_row_and_explained():
+    fallen = replace(NORM, fallback="error 0.2 above the limit 0.01")
+    shown = str(replace(REPORT, groups=(fallen,)))
+    assert "run unfused:\n  fused_add_rms_norm: error 0.2 above the limit 0.01" in shown
+    assert "fused_add_rms_norm  unfused" in shown
+
+
+def test_groups_that_fell_back_for_one_reason_share_a_line():
+    groups = [replace(NORM, name=name, fallback="no nvcc") for name in ("first", "second")]
+    assert "run unfused:\n  first, second: no nvcc\n" in str(replace(REPORT, groups=groups))
+
+
+def test_a_failed_check_is_loud():
+    assert "FAILED" in str(replace(REPORT, verify=Verification(False, 0.5)))
+
+
+def test_other_compilers_are_compared_with_our_time():
+    shown = str(replace(REPORT, peers_us={"torch.compile": 3052.8, "jax": None}))
+    rows = [" ".join(line.split()) for line in shown.splitlines()]
+    assert "torch.compile 3.05 ms 2.00x" in rows
+    assert "jax failed -" in rows
+
+
+def test_an_empty_report_has_only_a_header():
+    assert len(str(EMPTY).splitlines()) == 5
+
+
+def test_long_names_are_clipped():
+    shown = str(replace(REPORT, groups=(replace(NORM, name="x" * 90),)))
+    assert "x" * 37 + "..." in shown
+    assert "x" * 38 not in shown
+
+
+@pytest.mark.parametrize(
+    ("count", "shown"),
+    [
+        (None, "-"),
+        (0, "0 B"),
+        (999, "999 B"),
+        (999.6, "1 kB"),
+        (5e15, "5000 TB"),
+        (1.5e6, "1.5 MB"),
+    ],
+)
+def test_sizes_are_scaled(count, shown):
+    assert text.format_bytes(count) == shown
+
+
+@pytest.mark.parametrize(
+    ("time_us", "shown"),
+    [(None, "-"), (float("nan"), "-"), (0.25, "0.25 us"), (1000.0, "1 ms"), (2.5e9, "2500 s")],
+)
+def test_times_are_scaled(time_us, shown):
+    assert text.format_time(time_us) == shown
+
+
+def test_a_file_gets_plain_text():
+    file = io.StringIO()
+    text.show(REPORT, file)
+    assert file.getvalue() == str(REPORT) + "\n"
+
+
+def test_a_terminal_gets_a_ruled_table():
+    file = Terminal()
+    text.show(REPORT, file)
+    assert "───" in file.getvalue()
+    assert "RECOMPUTE: exp, matmul" in file.getvalue()
+
+
+def test_a_terminal_without_rich_gets_plain_text(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    file = Terminal()
+    text.show(REPORT, file)
+    assert file.getvalue() == str(REPORT) + "\n"
+
+
+def test_why_names_the_kernel_that_computes_both():
+    assert why(REPORT, "add, rsqrt") == "one kernel computes both: fused_add_rms_norm (row)"
+
+
+@pytest.mark.parametrize("pair", ["exp,matmul", "matmul,exp"])
+def test_why_gives_the_refusal_between_two_in_either_order(pair):
+    assert why(REPORT, pair).startswith("RECOMPUTE: exp, matmul: exp would be computed")
+
+
+def test_why_finds_a_refusal_between_the_groups_of_two_operations():
+    refusal = RefusalReport("NO_GAIN", ("fused_add_rms_norm", "matmul"), "0.1 us slower")
+    report = replace(REPORT, refusals=(refusal,))
+    assert why(report, "mean,matmul") == "NO_GAIN: fused_add_rms_norm, matmul: 0.1 us slower"
+
+
+@pytest.mark.parametrize("pair", ["mean,matmul", "add,exp", "rms_norm,matmul"])
+def test_why_understands_a_place_that_names_a_group_by_its_ends(pair):
+    refusal = RefusalReport("EPILOGUE", ("add..rsqrt", "exp..matmul"), "a tile holds part of a row")
+    report = replace(REPORT, refusals=(refusal,))
+    assert why(report, pair) == "EPILOGUE: add..rsqrt, exp..matmul: a tile holds part of a row"
+
+
+def test_why_gives_no_refusal_between_a_group_and_a_third():
+    refusal = RefusalReport("EPILOGUE", ("add..rsqrt", "exp"), "a tile holds part of a row")
+    assert "were no candidate" in why(replace(REPORT, refusals=(refusal,)), "mean,matmul")
+
+
+def test_why_says_so_when_two_were_no_candidates():
+    assert "were no candidate" in why(REPORT, "add,matmul")
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        ("matmull,add", r"no operation 'matmull' in this model \(did you mean 'matmul'\?\)"),
+        ("add", "takes two names"),
+        ("add,", "takes two names"),
+        ("add,mean,exp", "takes two names"),
+    ],
+)
+def test_why_refuses_what_is_not_a_pair_of_known_names(pair, message):
+    with pytest.raises(InputError, match=message):
+        why(REPORT, pair)
+
+
+def test_restrict_keeps_what_concerns_the_pair():
+    other = RefusalReport("CYCLE", ("add", "mean"), "a cycle")
+    report = restrict(replace(REPORT, refusals=(REFUSAL, other)), "exp,matmul")
+    assert report.groups == (MATMUL,)
+    assert report.refusals == (REFUSAL,)

@@ -1,0 +1,190 @@
+"""The float64 reference of a call_tir module: its own loops, its own inputs, every float widened.
+
+    Before                                          After
+    def add(x: Buffer((4,), "float16"), y: ...):    def add(x: Buffer((4,), "float64"), y: ...):
+        y[i] = Cast("float16", x[i] * T.float16(2))     y[i] = Cast("float64", x[i] * T.float64(2))
+
+What is not widened:
+
+- coordinates: load-free float arithmetic that ends in an integer or a comparison (the source pixel
+  of a resize). It decides what is read, so the reference must decide as the kernel does;
+- integers, booleans, and floats below 16 bits.
+
+The finite extremes of a dtype (-65504 in float16, -3.4028235e38 in float32) stand for "below
+everything" and become the extremes of float64; any other constant, -1e9 in a mask for example,
+keeps its value.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import tvm
+import tvm_ffi
+from tvm import relax
+
+from ..errors import InputError
+from ..runtime.build import build
+from ._loops import order_loops
+from ._widen import EXTREMES, LARGEST, widen_nodes
+
+
+def widen_array(array: np.ndarray) -> np.ndarray:
+    """Widen a half or single precision array to float64, finite extremes to those of float64."""
+    extremes = EXTREMES.get(array.dtype.name)
+    if extremes is None:
+        return array
+    wide = array.astype("float64")
+    return np.where(np.isin(np.abs(wide), extremes), np.copysign(LARGEST, wide), wide)
+
+
+def to_float64(mod: tvm.IRModule) -> tvm.IRModule:
+    """Widen every float of a module to float64.
+
+    Parameters
+    ----------
+    mod : IRModule
+        Relax functions and the PrimFuncs that they call (after LegalizeOps); left unchanged.
+        High-level operators may be left where they only move data.
+
+    Returns
+    -------
+    IRModule
+        The same module on float64. Built for llvm it computes the reference.
+
+    Raises
+    ------
+    Unsupported
+        A PrimFunc looks at the bits of a float, or hands one to an external function.
+    """
+    constants: list[tvm.ir.GenericConst] = []
+
+    def take_out(constant: tvm.ir.GenericConst) -> relax.Expr:
+        if not isinstance(constant.value, tvm.runtime.Tensor):
+            return constant
+        constants.append(constant)
+        return relax.Var(f"constant {len(constants) - 1}", constant.ty)
+
+    def put_back(var: relax.Var) -> relax.Expr:
+        if not var.name.startswith("constant "):
+            return var
+        constant = constants[int(var.name.removeprefix("constant "))]
+        narrow = constant.value.numpy()
+        if narrow.dtype.name not in EXTREMES:
+            return constant
+        return relax.const(widen_array(narrow), "float64")
+
+    hollow = _map_relax(mod, (tvm.ir.GenericConst, take_out))
+    graph = json.loads(tvm.ir.save_json(hollow))
+    widen_nodes(graph["nodes"])
+    return _map_relax(tvm.ir.load_json(json.dumps(graph)), (relax.Var, put_back))
+
+
+def with_intermediates(mod: tvm.IRModule, entry: str, names: Sequence[str]) -> tvm.IRModule:
+    """The module whose `entry` returns (its result, the bindings called `names`...).
+
+    Raises
+    ------
+    InputError
+        `entry` has no binding of that name.
+    """
+    func = mod[entry]
+    bound = {b.var.name: b.var for block in func.body.blocks for b in block.bindings}
+    if missing := [name for name in names if name not in bound]:
+        raise InputError(f"{entry} has no binding called {missing[0]!r}; it cannot be captured")
+    shown = {
+        bound[name]: relax.Var(name, bound[name].ty)
+        for name in names
+        if isinstance(bound[name], relax.DataflowVar)
+    }
+    body = tvm_ffi.structural_map(func.body, (relax.DataflowVar, lambda v: shown.get(v, v)))
+    captured = [shown.get(bound[name], bound[name]) for name in names]
+    result = relax.BlockBuilder().normalize(relax.Tuple([body.body, *captured]))
+    body = relax.SeqExpr(body.blocks, result)
+    out = mod.clone()
+    new = relax.Function(func.params, body, result.ty, func.is_pure, func.attrs)
+    out.update_func(mod.get_global_var(entry), new)
+    return relax.transform.Normalize()(out)
+
+
+def build_reference(
+    mod: tvm.IRModule,
+    entry: str = "main",
+    capture: Sequence[str] = (),
+    target: tvm.target.Target | None = None,
+) -> Callable[[Sequence[Any]], list[np.ndarray]]:
+    """Build the float64 reference once, to run it on many inputs; see `run_reference`."""
+    wide = to_float64(with_intermediates(mod, entry, capture) if capture else mod)
+    if target is None or target.kind.name == "llvm":
+        executable = tvm.compile(order_loops(wide), target=tvm.target.Target({"kind": "llvm"}))
+        device = tvm.cpu()
+    else:
+        executable = build(wide, target).executable
+        device = tvm.runtime.device_from_target(target)
+    main = relax.VirtualMachine(executable, device)[entry]
+    return lambda inputs: flatten(main(*[to_argument(x, widen_array, device) for x in inputs]))
+
+
+def run_reference(
+    mod: tvm.IRModule,
+    inputs: Sequence[Any],
+    entry: str = "main",
+    capture: Sequence[str] = (),
+    target: tvm.target.Target | None = None,
+) -> list[np.ndarray]:
+    """Compute a module in float64: plain loops on a CPU, TVM's default schedules on a GPU.
+
+    Parameters
+    ----------
+    mod : IRModule
+        A call_tir module (after LegalizeOps).
+    inputs : sequence
+        One value a parameter: an array in the parameter's own dtype, a tuple of ints (a shape), an
+        int.
+    entry : str
+        The function to run.
+    capture : sequence of str
+        Names of bindings of `entry` whose values are wanted too.
+    target : Target, optional
+        Where to compute it (default: llvm).
+
+    Returns
+    -------
+    list of numpy.ndarray
+        The outputs (tuples flattened), then the captured values in the order of `capture`.
+    """
+    return build_reference(mod, entry, capture, target)(inputs)
+
+
+def to_argument(
+    value: Any,
+    convert: Callable[[np.ndarray], np.ndarray] = np.asarray,
+    device: tvm.runtime.Device | None = None,
+) -> Any:
+    """An input as the virtual machine takes it: a tensor, a shape for ints, a list for a tuple."""
+    if isinstance(value, np.ndarray | np.generic):
+        return tvm.runtime.tensor(np.asarray(convert(np.asarray(value)), order="C"), device)
+    if isinstance(value, tuple) and all(isinstance(item, int) for item in value):
+        return tvm_ffi.Shape(value)
+    if isinstance(value, list | tuple):
+        return [to_argument(item, convert, device) for item in value]
+    return value
+
+
+def flatten(value: Any) -> list[np.ndarray]:
+    """The result of a virtual machine, nested or not, as a flat list of arrays."""
+    if isinstance(value, tvm.runtime.Tensor):
+        return [value.numpy()]
+    if isinstance(value, tvm_ffi.Shape | int | float):
+        return [np.asarray(value)]
+    return [array for item in value for array in flatten(item)]
+
+
+def _map_relax(mod: tvm.IRModule, callback: tuple) -> tvm.IRModule:
+    """Apply a structural map to every Relax function of a copy of the module."""
+    out = mod.clone()
+    for var, func in mod.functions.items():
+        if isinstance(func, relax.Function):
+            out.update_func(var, tvm_ffi.structural_map(func, callback))
+    return out

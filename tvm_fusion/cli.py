@@ -1,0 +1,207 @@
+"""Command line: ``python -m tvm_fusion {compile,explain,verify,bench}``.
+
+Exit status: 0, or 1 if a check failed, or 2 for bad input. The report goes to standard output, and
+with ``--json`` nothing but one JSON object does.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .errors import ConfigError, InputError, PlanError, TvmFusionError, VerificationError
+from .report.model import Report
+from .report.why import restrict, why
+
+CHECK_FAILED = 1
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+_COMMANDS = {
+    "compile": "plan, fuse, build, verify and time a model",
+    "explain": "show the plan and the reasons without building anything",
+    "verify": "check the fused model against float64, output by output and group by group",
+    "bench": "time the fused model beside the unfused one and other compilers",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit status."""
+    try:
+        args = _parser().parse_args(argv)
+        with _only_results_on_stdout():
+            report = _run(args)
+            answer = why(report, args.why) if args.why and not args.json else None
+        _print(report, args, answer)
+        return _status(report)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of the output left; Python would complain once more when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except InputError as error:
+        return _fail(str(error), BAD_INPUT)
+    except TvmFusionError as error:
+        return _fail(str(error), CHECK_FAILED)
+    except Exception as error:
+        hint = "set TVM_FUSION_DEBUG=1 for the traceback"
+        return _fail(f"{type(error).__name__}: {error} ({hint})", CHECK_FAILED)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a usage error in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    from ._version import __version__
+
+    parser = _Parser(prog="tvm_fusion", description="Fuse the operators of a model.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, help_text in _COMMANDS.items():
+        command = commands.add_parser(name, help=help_text, description=help_text)
+        _add_common_arguments(command)
+    output = commands.choices["compile"]
+    output.add_argument("-o", "--output", metavar="FILE", help="save the compiled module (.so)")
+    explain = commands.choices["explain"]
+    explain.add_argument("--why", metavar="A,B", help="why are these two operations (not) fused?")
+    return parser
+
+
+def _add_common_arguments(command: argparse.ArgumentParser) -> None:
+    model = command.add_mutually_exclusive_group(required=True)
+    model.add_argument("model", nargs="?", help="a .pt2, .onnx, Relax .py or Relax .json file")
+    model.add_argument("--demo", action="store_true", help="a pre-norm transformer block")
+    command.add_argument("--target", help="llvm, cuda, a device like nvidia_h200, or a profile")
+    command.add_argument(
+        "--policy", help="default, conservative, aggressive, a .toml file, or KEY=VALUE[,KEY=VALUE]"
+    )
+    command.add_argument("--plan", metavar="FILE", help="run this plan instead of searching one")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.set_defaults(output=None, why=None)
+
+
+def _run(args: argparse.Namespace) -> Report:
+    """Do what the command says and return its report."""
+    from . import compiler
+    from .config import load_policy, resolve_target
+
+    # Everything a user may have mistyped is checked before the model is read. The target is passed
+    # on as it was given: a profile of the user's own is not the one that its Target would select.
+    target, _ = resolve_target(args.target)
+    options = {
+        "target": args.target,
+        "policy": load_policy(_policy(args.policy)),
+        "plan": _plan_file(args.plan),
+    }
+    if args.output is not None and not Path(args.output).absolute().parent.is_dir():
+        raise InputError(f"cannot write {args.output}: there is no such directory")
+    model = _model(args, target)
+    if args.command == "explain":
+        return compiler.explain(model, **options)
+    if args.command == "bench":
+        from .bench.run import bench
+
+        return bench(model, **options)
+    if args.command == "verify":
+        return _verified(compiler.compile(model, **options, verify="groups").report)
+    compiled = compiler.compile(model, **options, measure=True)
+    if args.output is not None:
+        compiled.save(args.output)
+    return compiled.report
+
+
+def _verified(report: Report) -> Report:
+    if report.verify is None:
+        raise VerificationError(f"nothing was verified: this machine cannot run {report.target}")
+    return report
+
+
+def _model(args: argparse.Namespace, target: Any) -> Any:
+    """The model file's path, or the module of the demo."""
+    if args.demo:
+        from .demo import demo_module
+
+        return demo_module(target.kind.name)
+    if not Path(args.model).is_file():
+        raise InputError(f"no such model file: {args.model}")
+    return args.model
+
+
+def _policy(text: str | None) -> Any:
+    """A policy's name or path, or the mapping that KEY=VALUE,... spells."""
+    if text is None or "=" not in text:
+        return text
+    policy = {}
+    for item in text.split(","):
+        key, separator, value = (part.strip() for part in item.partition("="))
+        if not separator:
+            raise ConfigError(f"--policy: expected KEY=VALUE, got {item!r}")
+        policy[key] = _literal(value)
+    return policy
+
+
+def _literal(text: str) -> Any:
+    """A TOML value; a bare word is a string."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _plan_file(path: str | None) -> Path | None:
+    if path is None:
+        return None
+    if not Path(path).is_file():
+        raise PlanError(f"no such plan file: {path}")
+    return Path(path)
+
+
+def _print(report: Report, args: argparse.Namespace, answer: str | None) -> None:
+    if args.json:
+        shown = restrict(report, args.why) if args.why else report
+        print(json.dumps(shown.to_json(), allow_nan=False))
+    elif answer is not None:
+        print(answer)
+    else:
+        from .report.text import show
+
+        show(report, sys.stdout)
+    sys.stdout.flush()
+
+
+def _status(report: Report) -> int:
+    return CHECK_FAILED if report.verify is not None and not report.verify.passed else 0
+
+
+def _fail(message: str, status: int) -> int:
+    """Print one line, or raise the exception in flight if TVM_FUSION_DEBUG asks for it."""
+    if os.environ.get("TVM_FUSION_DEBUG", "0") not in ("", "0"):
+        raise
+    print(f"tvm_fusion: error: {' '.join(message.split())}", file=sys.stderr)
+    return status
+
+
+@contextlib.contextmanager
+def _only_results_on_stdout() -> Iterator[None]:
+    """Send to standard error what libraries and compilers print to standard output."""
+    sys.stdout.flush()
+    saved = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(saved, 1)
+        os.close(saved)

@@ -1,0 +1,303 @@
+"""Hardware profiles and policies, read from ``configs/*.toml``.
+
+Every number in those files is a table ``{value, unit, source}``. The unit has to be the one that
+the code computes with; the source says where the number is from: a datasheet, a measurement with
+its date, an estimate with its reasoning. No other code has a hardware number of its own.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from ._toml import nearest, number, number_fields, parse, read_toml, table
+from .errors import ConfigError, TargetError
+
+_KINDS = ("cuda", "llvm")
+
+
+@dataclass(frozen=True, slots=True)
+class HardwareProfile:
+    """What the cost model, the legality rules and the kernel writers know of a device.
+
+    On a CPU (`kind` "llvm") a "streaming multiprocessor" is a core, a "warp" its vector lanes,
+    "shared memory" its first-level cache and "L2" the last-level cache. Rates are what well-written
+    code reaches, where that was measured; `hbm_peak_bytes_per_s` is the datasheet's.
+    """
+
+    name: str
+    kind: str
+    arch: str
+    description: str
+    aliases: tuple[str, ...]
+
+    num_sms: int = number("count")
+    clock_ghz: float = number("GHz")
+    warp_size: int = number("count")
+    max_threads_per_block: int = number("count")
+    max_threads_per_sm: int = number("count")
+    max_blocks_per_sm: int = number("count")
+    registers_per_sm: int = number("count")  # of 32 bits
+    max_registers_per_thread: int = number("count")
+    smem_per_sm_bytes: int = number("byte")
+    smem_per_block_bytes: int = number("byte")
+    smem_reserved_per_block_bytes: int = number("byte")
+    kernel_param_bytes: int = number("byte")
+    instruction_cache_bytes: int = number("byte")
+
+    memory_bytes: int = number("byte")
+    hbm_peak_bytes_per_s: float = number("byte/s")
+    hbm_bytes_per_s: float = number("byte/s")
+    l2_bytes: int = number("byte")
+    l2_bytes_per_s: float = number("byte/s")
+    smem_bytes_per_s: float = number("byte/s")
+    sector_bytes: int = number("byte")
+    bytes_in_flight_latency_s: float = number("s")
+
+    fma_per_s_f32: float = number("flop/s")  # a fused multiply-add counts as 2 flop
+    tensor_flop_per_s: Mapping[str, float] = table("flop/s")  # by dtype of the operands
+    special_per_s: float = number("op/s")
+    special_slots: Mapping[str, float] = table("slot")  # special-function slots by function
+    int_per_s: float = number("op/s")
+    int_div_per_s: float = number("op/s")
+
+    launch_us: float = number("us")  # a launch in a stream, host side included
+    graph_launch_us: float = number("us")  # a kernel node in a CUDA graph
+    kernel_gap_us: float = number("us")  # ramp-up and drain of any kernel
+    roofline_exponent: float = number("1")  # p of T = gap + (sum T_i^p)^(1/p)
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise ConfigError(f"profile {self.name}: kind = {self.kind!r} is none of {_KINDS}")
+        for f in number_fields(type(self)):
+            value = getattr(self, f.name)
+            for x in value.values() if isinstance(value, Mapping) else (value,):
+                if not x >= 0:
+                    raise ConfigError(f"profile {self.name}: {f.name} = {x} must be at least 0")
+
+    def to_target(self) -> Any:
+        """Return the `tvm.target.Target` of this device."""
+        from ._targets import cpu_target, cuda_target
+
+        return cuda_target(self) if self.kind == "cuda" else cpu_target()
+
+    def fingerprint(self) -> str:
+        """Return a hash of all values: equal for equal numbers, whatever their sources say."""
+        return _fingerprint(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What the planner may do, and what it must win.
+
+    Attributes
+    ----------
+    name : str
+        For reports.
+    rounding : str
+        "fast": half values live in float32 inside a kernel and are rounded where they are stored.
+        "exact": every rounding of the unfused graph is kept.
+    max_recompute : float
+        How many times an operation may be computed for once in the unfused graph.
+    min_gain : float
+        Share of the predicted time that a fusion has to save.
+    max_group_ops : int
+        Most operations in one group.
+    launch : str
+        "stream" or "graph": which launch cost a saved launch is worth.
+    allow_rematerialisation : bool
+        Whether a producer may be computed in several groups.
+    verify : bool
+        Whether compiled groups are checked against float64 before they are used.
+    """
+
+    name: str
+    rounding: str
+    launch: str
+    allow_rematerialisation: bool
+    verify: bool
+    max_recompute: float = number("1")
+    min_gain: float = number("1")
+    max_group_ops: int = number("count")
+
+    def __post_init__(self) -> None:
+        for key, choices in (("rounding", ("fast", "exact")), ("launch", ("stream", "graph"))):
+            if getattr(self, key) not in choices:
+                raise ConfigError(
+                    f"policy {self.name}: {key} = {getattr(self, key)!r} is none of {choices}"
+                )
+        for key, low in (("max_recompute", 1), ("min_gain", 0), ("max_group_ops", 1)):
+            if not getattr(self, key) >= low:
+                raise ConfigError(f"policy {self.name}: {key} must be at least {low}")
+
+    def fingerprint(self) -> str:
+        """Return a hash of all values but the name."""
+        return _fingerprint(self, without=("name",))
+
+
+def profile_names() -> list[str]:
+    """Return the names of the profiles that ship with the package."""
+    return [n for n in _shipped() if not n.startswith("policy_")]
+
+
+def policy_names() -> list[str]:
+    """Return the names of the policies that ship with the package."""
+    return [n.removeprefix("policy_") for n in _shipped() if n.startswith("policy_")]
+
+
+def load_profile(name_or_path: str | Path) -> HardwareProfile:
+    """Read a hardware profile.
+
+    Parameters
+    ----------
+    name_or_path : str or Path
+        A shipped profile by name or alias ("nvidia_h200", "h200", "llvm"), or a TOML file.
+
+    Raises
+    ------
+    TargetError
+        There is no such profile.
+    ConfigError
+        The file has an unknown key, a missing value, a wrong unit or a wrong type.
+
+    Examples
+    --------
+    >>> load_profile("h200").num_sms
+    132
+    """
+    if _is_path(name_or_path):
+        return _read_profile(_existing(name_or_path))
+    known = _shipped_profiles()
+    name = name_or_path.lower()
+    if name not in known:
+        names = ", ".join(["cuda", *profile_names()])
+        raise TargetError(
+            f"unknown target {name_or_path!r}{nearest(name, known)}; known: {names}, "
+            "or a path to a profile's .toml"
+        )
+    return known[name]
+
+
+def load_policy(policy: str | Path | Mapping[str, Any] | Policy | None = None) -> Policy:
+    """Read a policy.
+
+    Parameters
+    ----------
+    policy : str, Path, Mapping, Policy or None
+        A shipped policy by name ("default", "conservative", "aggressive"), a path to a TOML file,
+        or a mapping. Files and mappings change the keys they name of the default policy. None is
+        the default policy.
+
+    Raises
+    ------
+    ConfigError
+        No such policy, an unknown key (the nearest name is suggested) or a wrong value.
+
+    Examples
+    --------
+    >>> load_policy({"rounding": "exact"}).rounding
+    'exact'
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, Mapping):
+        given = dict(policy)
+        return _policy({"name": "custom", **given}, "policy", _base_policy(), strict=False)
+    if policy is None:
+        policy = "default"
+    if _is_path(policy):
+        file = _existing(policy)
+        return _policy(read_toml(file), str(file), _base_policy(), strict=True)
+    name = str(policy).removeprefix("policy_")
+    if name == "default":
+        return Policy(**_base_policy())
+    if name not in policy_names():
+        raise ConfigError(
+            f"unknown policy {name!r}{nearest(name, policy_names())}; known: "
+            f"{', '.join(policy_names())}, or a path to a .toml file"
+        )
+    file = _config_dir() / f"policy_{name}.toml"
+    return _policy(read_toml(file), file.name, _base_policy(), strict=True)
+
+
+def resolve_target(target: Any = None) -> tuple[Any, HardwareProfile]:
+    """Return the TVM target and the hardware profile for what a user named.
+
+    Parameters
+    ----------
+    target : str, Path, tvm.target.Target or None
+        "llvm", "cuda" (the GPU of this machine), a profile's name, alias or path, or a Target,
+        which is used as it is. None is "cuda" if there is a GPU with a known profile, else "llvm".
+
+    Raises
+    ------
+    TargetError
+        An unknown name, no GPU in the machine, or a GPU without a profile.
+    """
+    from . import _targets
+
+    if target is None:
+        profile = _targets.present_gpu_profile() or load_profile("llvm")
+        return profile.to_target(), profile
+    if isinstance(target, str) and target.lower() == "cuda":
+        profile = _targets.required_gpu_profile()
+        return profile.to_target(), profile
+    if isinstance(target, str | Path):
+        profile = load_profile(target)
+        return profile.to_target(), profile
+    return target, _targets.profile_of_target(target)
+
+
+def _config_dir() -> Traversable:
+    """configs/ inside the installed package, or beside the package in a source checkout."""
+    installed = resources.files(__package__) / "configs"
+    return installed if installed.is_dir() else Path(__file__).parent.parent / "configs"
+
+
+def _shipped() -> list[str]:
+    files = (f.name for f in _config_dir().iterdir())
+    return sorted(f.removesuffix(".toml") for f in files if f.endswith(".toml"))
+
+
+@cache
+def _shipped_profiles() -> dict[str, HardwareProfile]:
+    """Profiles by name and by alias."""
+    profiles = [_read_profile(_config_dir() / f"{name}.toml") for name in profile_names()]
+    return {alias: p for p in profiles for alias in (p.name, *p.aliases)}
+
+
+def _is_path(name: str | Path) -> bool:
+    return isinstance(name, Path) or name.endswith(".toml")
+
+
+def _existing(path: str | Path) -> Path:
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"no such file: {path}")
+    return path
+
+
+def _read_profile(file: Traversable) -> HardwareProfile:
+    data = read_toml(file)
+    return HardwareProfile(**parse(HardwareProfile, data, str(file), strict=True, partial=False))
+
+
+def _base_policy() -> dict[str, Any]:
+    file = _config_dir() / "policy_default.toml"
+    return parse(Policy, read_toml(file), file.name, strict=True, partial=False)
+
+
+def _policy(data: dict[str, Any], where: str, base: dict[str, Any], strict: bool) -> Policy:
+    return Policy(**{**base, **parse(Policy, data, where, strict, partial=True)})
+
+
+def _fingerprint(value: Any, without: tuple[str, ...] = ()) -> str:
+    names = [f.name for f in fields(value) if f.name not in without]
+    data = {n: getattr(value, n) for n in names}
+    text = json.dumps(data, sort_keys=True, default=dict)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

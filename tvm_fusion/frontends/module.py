@@ -1,0 +1,53 @@
+"""The last step of every frontend: check a module, normalise it, and make it buildable."""
+
+from tvm import relax
+from tvm.ir import IRModule
+
+from tvm_fusion.errors import FrontendError
+from tvm_fusion.transform.fix_bool_arithmetic import FixBoolArithmetic
+
+
+def checked_module(mod: IRModule, where: str) -> IRModule:
+    """Return the module normalised and without boolean arithmetic, or say what is wrong with it.
+
+    Parameters
+    ----------
+    mod : IRModule
+    where : str
+        Where it came from, for messages.
+
+    Raises
+    ------
+    FrontendError
+        There is no Relax function `main`, or the module is not well-formed.
+    """
+    functions = {var.name_hint: function for var, function in mod.functions.items()}
+    main = functions.get("main")
+    if main is None:
+        raise FrontendError(
+            f"{where}: has no function 'main' (it has {_listing(functions)}); "
+            f"name the Relax function to compile 'main'"
+        )
+    if not isinstance(main, relax.Function):
+        raise FrontendError(
+            f"{where}: 'main' is a {type(main).__name__}, not a Relax function; "
+            f"call it from a Relax function 'main' with R.call_tir"
+        )
+    try:
+        mod = relax.transform.Normalize()(mod)
+        relax.analysis.well_formed(mod)
+    except Exception as error:
+        raise FrontendError(
+            f"{where}: is not a well-formed Relax module: {first_line(error)}"
+        ) from error
+    return FixBoolArithmetic()(mod)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message that says something; its type where there is none."""
+    lines = (line.strip() for line in str(error).splitlines())
+    return next((line for line in lines if line), type(error).__name__)
+
+
+def _listing(names: dict[str, object]) -> str:
+    return ", ".join(sorted(names)) or "none"

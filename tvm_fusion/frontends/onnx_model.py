@@ -1,0 +1,156 @@
+"""ONNX models to Relax."""
+
+import contextlib
+import io
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from tvm import relax
+from tvm.ir import IRModule
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from tvm_fusion.errors import FrontendError
+from tvm_fusion.frontends.module import checked_module, first_line
+
+try:
+    import onnx
+except ImportError as error:
+    raise FrontendError(
+        "reading an ONNX model needs onnx, which is not installed: pip install 'tvm_fusion[onnx]'"
+    ) from error
+
+from tvm.relax.frontend.onnx import from_onnx
+
+SHAPE_READER = "vm.builtin.tensor_to_shape"
+
+# Operators with a weight that their kernels read as an array.
+WEIGHT_READERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+
+
+def from_onnx_file(path: Path) -> IRModule:
+    """Read an `.onnx` file, with the external data beside it if there is any.
+
+    Raises
+    ------
+    FrontendError
+        The file is broken or no valid model, or holds an operator that cannot be converted.
+    """
+    try:
+        model = onnx.load(path)
+    except Exception as error:
+        raise FrontendError(
+            f"{path}: is no ONNX model or is damaged: {first_line(error)}; export it again"
+        ) from error
+    return from_model(model, str(path))
+
+
+def from_model(model: onnx.ModelProto, where: str) -> IRModule:
+    """Translate a model; dimensions without a number stay symbolic.
+
+    Parameters
+    ----------
+    model : onnx.ModelProto
+        Left as it is.
+    where : str
+        Where it came from, for messages.
+    """
+    _check(model, where)
+    model = _with_arrays_for_weights(_without_local_functions(model))
+    with _captured_output() as printed:
+        try:
+            mod = from_onnx(model, keep_params_in_input=False)
+        except Exception as error:
+            raise FrontendError(
+                f"{where}: cannot be converted to Relax{_at_operator(printed.getvalue())}: "
+                f"{first_line(error)}"
+            ) from error
+    return checked_module(_with_pure_shape_reads(mod), where)
+
+
+def _check(model: onnx.ModelProto, where: str) -> None:
+    if not model.HasField("graph") or not model.graph.output:
+        raise FrontendError(f"{where}: holds no graph with an output; export the model again")
+    try:
+        onnx.checker.check_model(model)
+    except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:
+        raise FrontendError(
+            f"{where}: onnx.checker finds it invalid: {first_line(error)}; export it again"
+        ) from error
+
+
+def _without_local_functions(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Functions defined inside the model, expanded where they are called."""
+    if not model.functions:
+        return model
+    from onnx import inliner
+
+    return inliner.inline_local_functions(model)
+
+
+def _with_arrays_for_weights(model: onnx.ModelProto) -> onnx.ModelProto:
+    """Weights that are given as "this shape, filled with this value", as arrays.
+
+    The `light` models of the onnx package are written so. Fills that are no weights stay as they
+    are: a kernel computes them for nothing.
+    """
+    graph = model.graph
+    shapes = {tensor.name: tensor for tensor in graph.initializer}
+    weights = {name for node in graph.node if node.op_type in WEIGHT_READERS for name in node.input}
+    fills = [
+        node
+        for node in graph.node
+        if node.op_type == "ConstantOfShape"
+        and node.input[0] in shapes
+        and node.output[0] in weights
+    ]
+    if not fills:
+        return model
+    expanded = onnx.ModelProto()
+    expanded.CopyFrom(model)
+    for node in fills:
+        shape = onnx.numpy_helper.to_array(shapes[node.input[0]])
+        array = np.full(tuple(shape), _fill_value(node))
+        expanded.graph.initializer.append(onnx.numpy_helper.from_array(array, node.output[0]))
+        expanded.graph.node.remove(node)
+    return expanded
+
+
+def _fill_value(node: onnx.NodeProto) -> np.generic:
+    """The value of a ConstantOfShape; float32 zero if it has none."""
+    for attribute in node.attribute:
+        if attribute.name == "value":
+            return onnx.numpy_helper.to_array(attribute.t).reshape(-1)[0]
+    return np.float32(0)
+
+
+@mutator
+class _PureShapeReads(PyExprMutator):
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        call = super().visit_call_(call)
+        if isinstance(call.op, relax.ExternFunc) and call.op.global_symbol == SHAPE_READER:
+            return relax.op.call_pure_packed(SHAPE_READER, *call.args, ty_args=list(call.ty_args))
+        return call
+
+
+def _with_pure_shape_reads(mod: IRModule) -> IRModule:
+    """TVM's importer reads a shape out of a tensor with a call that it does not declare pure."""
+    mod = IRModule(dict(mod.functions.items()), attrs=mod.attrs)
+    mod["main"] = _PureShapeReads(mod).visit_expr(mod["main"])
+    return mod
+
+
+@contextlib.contextmanager
+def _captured_output() -> Iterator[io.StringIO]:
+    """What TVM's importer prints, kept off standard output; its warnings help no user."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield printed
+
+
+def _at_operator(printed: str) -> str:
+    """The operator that could not be translated, as far as TVM's importer printed it."""
+    operator = printed.partition("Error converting operator ")[2].partition(",")[0]
+    return f" at operator {operator}" if operator else ""

@@ -1,0 +1,164 @@
+"""PyTorch models to Relax, through `torch.export`.
+
+The exported program is decomposed to core ATen operators, except for those that TVM and the
+compiler handle better whole (`KEPT_WHOLE`), and translated by `torch_importer.Importer`. Parameters
+and buffers become constants.
+"""
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tvm import relax
+from tvm.ir import IRModule
+
+from tvm_fusion.errors import FrontendError
+from tvm_fusion.frontends.module import checked_module, first_line
+
+try:
+    import torch
+except ImportError as error:
+    raise FrontendError(
+        "reading a PyTorch model needs torch, which is not installed: "
+        "pip install 'tvm_fusion[torch]'"
+    ) from error
+
+from tvm_fusion.frontends.torch_importer import Importer
+
+# Their decompositions hide what they are: `linear` becomes view, permute, addmm, view; `matmul`
+# becomes expand, view, bmm, view; attention scales twice and searches for rows without a key.
+KEPT_WHOLE = (
+    torch.ops.aten.linear.default,
+    torch.ops.aten.matmul.default,
+    torch.ops.aten.scaled_dot_product_attention.default,
+    torch.ops.aten.silu.default,
+    torch.ops.aten.cross_entropy_loss.default,
+)
+
+
+def from_module(
+    model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any = None
+) -> IRModule:
+    """Export a module for inference and translate it.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Exported in evaluation mode; the modes of its submodules are put back afterwards.
+    example_inputs : tuple of torch.Tensor, or mapping of names to torch.Tensor
+    dynamic_shapes : optional
+        As `torch.export.export` takes it.
+    """
+    where = f"torch module {type(model).__name__}"
+    args, kwargs = _split_inputs(where, example_inputs)
+    try:
+        with _evaluation_mode(model), _quiet():
+            program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
+    except Exception as error:
+        raise FrontendError(
+            f"{where}: torch.export cannot trace it with these example inputs: {first_line(error)}"
+        ) from error
+    return from_exported_program(program, where)
+
+
+def from_pt2(path: Path) -> IRModule:
+    """Read a file written by `torch.export.save`."""
+    try:
+        with _quiet():
+            program = torch.export.load(path)
+    except Exception as error:
+        raise FrontendError(
+            f"{path}: torch.export.load cannot read it: {first_line(error)}; "
+            f"write it with torch.export.save(torch.export.export(model, inputs), path)"
+        ) from error
+    return from_exported_program(program, str(path))
+
+
+def from_exported_program(program: torch.export.ExportedProgram, where: str) -> IRModule:
+    """Translate an exported program; `main` takes its user inputs.
+
+    Raises
+    ------
+    FrontendError
+        It holds an operator that cannot be converted, or an input that is no tensor.
+    """
+    _refuse_inputs_that_are_no_tensors(program, where)
+    importer = Importer()
+    try:
+        with _quiet():
+            program = program.run_decompositions(_decompositions())
+            mod = importer.from_exported_program(
+                program,
+                keep_params_as_input=False,
+                unwrap_unit_return_tuple=_returns_bare_tensor(program),
+                no_bind_return_tuple=False,
+                custom_convert_map=None,
+            )
+    except Exception as error:
+        raise FrontendError(
+            f"{where}: cannot be converted to Relax{importer.stopped_at()}: {first_line(error)}"
+        ) from error
+    return checked_module(relax.transform.DeadCodeElimination()(mod), where)
+
+
+def _split_inputs(where: str, inputs: Any) -> tuple[tuple, dict[str, Any]]:
+    """Example inputs as positional and keyword arguments."""
+    if inputs is None:
+        raise FrontendError(
+            f"{where}: needs example inputs to be traced with; give a tuple of tensors"
+        )
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, torch.Tensor):
+        return (inputs,), {}
+    if isinstance(inputs, list | tuple):
+        return tuple(inputs), {}
+    raise FrontendError(
+        f"{where}: example inputs are a tuple of tensors or a mapping of names to tensors, "
+        f"not a {type(inputs).__name__}"
+    )
+
+
+def _refuse_inputs_that_are_no_tensors(program: torch.export.ExportedProgram, where: str) -> None:
+    for spec in program.graph_signature.input_specs:
+        is_user_input = spec.kind is torch.export.graph_signature.InputKind.USER_INPUT
+        if is_user_input and not isinstance(spec.arg, torch.export.graph_signature.TensorArgument):
+            raise FrontendError(
+                f"{where}: input {spec.arg.name!r} is no tensor; the compiled model takes tensors "
+                f"only, so fix its value inside the model"
+            )
+
+
+def _returns_bare_tensor(program: torch.export.ExportedProgram) -> bool:
+    """Whether forward returned one tensor, and no tuple, dict or data class around it."""
+    return program.call_spec.out_spec.is_leaf()
+
+
+def _decompositions() -> Any:
+    """PyTorch's table of decompositions, without the operators kept whole."""
+    table = torch.export.default_decompositions()
+    for operator in KEPT_WHOLE:
+        table.pop(operator, None)
+    return table
+
+
+@contextlib.contextmanager
+def _evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Hide deprecation warnings inside PyTorch and TVM, which no user can act on."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,192 @@
+"""Converters for arithmetic, reductions and indexing.
+
+What differs from TVM 0.27:
+- Arithmetic follows PyTorch's type promotion (TVM makes the 0.5 of `integers * 0.5` an integer, 0).
+- cumsum and cumprod of booleans and integers are int64 (TVM keeps booleans).
+- Powers of 2, 3 and 1/2 are products and a square root, as in PyTorch.
+- Slices and selections are affine, and of symbolic dimensions have the size that PyTorch found
+  (TVM gathers, and leaves the size unknown).
+- amax, amin and any without an axis exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from tvm import relax, sym
+
+from tvm_fusion.frontends.torch_symbols import Size, size_of
+
+if TYPE_CHECKING:
+    from tvm_fusion.frontends.torch_importer import Importer
+
+Converter = Callable[["Importer", fx.Node], relax.Expr]
+
+
+def bound_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a node by name, defaults filled in."""
+    bound = {}
+    for index, argument in enumerate(node.target._schema.arguments):
+        given = node.args[index] if index < len(node.args) else argument.default_value
+        bound[argument.name] = node.kwargs.get(argument.name, given)
+    return bound
+
+
+def scaled(importer: Importer, x: relax.Expr, factor: float) -> relax.Expr:
+    """factor * x in the type of x."""
+    if factor == 1:
+        return x
+    return importer.emit(relax.op.multiply(x, relax.const(factor, x.ty.dtype)))
+
+
+def _arithmetic(op: Callable, neutral: int | None = None) -> Converter:
+    """Operands take the type of the result first; a right operand `neutral` changes nothing."""
+
+    def convert(importer: Importer, node: fx.Node) -> relax.Expr:
+        dtype = importer.dtype_of(node)
+        a, b = (importer.operand(arg, dtype) for arg in node.args[:2])
+        if _changes_nothing(node, neutral):
+            return a
+        # add and sub compute a + alpha * b
+        return importer.emit(op(a, scaled(importer, b, node.kwargs.get("alpha", 1))))
+
+    return convert
+
+
+def _changes_nothing(node: fx.Node, neutral: int | None) -> bool:
+    b = node.args[1]
+    if neutral is None or not isinstance(b, int | float) or b != neutral:
+        return False
+    return neutral == 1 or not node.meta["val"].is_floating_point()  # -0.0 + 0 is 0.0
+
+
+def _comparison(op: Callable) -> Converter:
+    """Operands take the type that PyTorch promotes both to; the result is boolean."""
+
+    def convert(importer: Importer, node: fx.Node) -> relax.Expr:
+        values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args[:2]]
+        dtype = importer._convert_data_type(torch.result_type(*values))
+        return importer.emit(op(*(importer.operand(arg, dtype) for arg in node.args[:2])))
+
+    return convert
+
+
+def _where(importer: Importer, node: fx.Node) -> relax.Expr:
+    condition = importer.operand(node.args[0], "bool")
+    a, b = (importer.operand(arg, importer.dtype_of(node)) for arg in node.args[1:3])
+    return importer.emit(relax.op.where(condition, a, b))
+
+
+def _power(importer: Importer, node: fx.Node) -> relax.Expr:
+    x, exponent = importer.operand(node.args[0], importer.dtype_of(node)), node.args[1]
+    if exponent in (2, 3):
+        square = importer.emit(relax.op.multiply(x, x))
+        return square if exponent == 2 else importer.emit(relax.op.multiply(square, x))
+    if exponent == 0.5:
+        return importer.emit(relax.op.sqrt(x))
+    return importer._pow(node)
+
+
+def _rounded_division(importer: Importer, node: fx.Node) -> relax.Expr:
+    a, b = (importer.operand(arg, importer.dtype_of(node)) for arg in node.args[:2])
+    rounding = node.kwargs.get("rounding_mode")
+    if rounding == "floor":
+        return importer.emit(relax.op.floor_divide(a, b))
+    quotient = importer.emit(relax.op.divide(a, b))  # of integers: rounded towards zero
+    if rounding is None or not node.meta["val"].is_floating_point():
+        return quotient
+    return importer.emit(relax.op.trunc(quotient))
+
+
+def _scan(op: Callable) -> Converter:
+    def convert(importer: Importer, node: fx.Node) -> relax.Expr:
+        dtype = importer.dtype_of(node)
+        return importer.emit(op(importer.operand(node.args[0], dtype), node.args[1], dtype))
+
+    return convert
+
+
+def _reduction(op: Callable) -> Converter:
+    """amax, amin, and any (the maximum of booleans)."""
+
+    def convert(importer: Importer, node: fx.Node) -> relax.Expr:
+        args = bound_arguments(node)
+        x = importer.operand(args["self"], importer.dtype_of(node))
+        axes = args.get("dim")
+        axes = None if axes == [] else axes
+        return importer.emit(op(x, axes, keepdims=args.get("keepdim", False)))
+
+    return convert
+
+
+def _permute(importer: Importer, node: fx.Node) -> relax.Expr:
+    return importer.permute(importer.value_of(node.args[0]), node.args[1])
+
+
+def _select(importer: Importer, node: fx.Node) -> relax.Expr:
+    x, axis, index = importer.value_of(node.args)
+    axis %= x.ty.ndim
+    if isinstance(index, int) and index < 0:
+        index += x.ty.shape[axis]
+    return importer.emit(relax.op.squeeze(_span(importer, x, axis, index, 1), [axis]))
+
+
+def _slice(importer: Importer, node: fx.Node) -> relax.Expr:
+    args = bound_arguments(node)
+    x = importer.value_of(args["self"])
+    axis = args["dim"] % x.ty.ndim
+    begin = 0 if args["start"] is None else importer.value_of(args["start"])
+    size = size_of(node.meta["val"].shape[axis], importer.symbols)
+    if size is None or args["step"] != 1:
+        return importer._slice(node)
+    if isinstance(begin, int) and begin < 0:
+        begin += x.ty.shape[axis]
+    if sym.Analyzer().can_prove_equal(size, x.ty.shape[axis]):
+        return x
+    return _span(importer, x, axis, begin, size)
+
+
+def _span(importer: Importer, x: relax.Expr, axis: int, begin: Size, size: Size) -> relax.Expr:
+    """x[..., begin : begin + size, ...], which is inside x."""
+    return importer.emit(
+        relax.op.strided_slice(x, [axis], [begin], [begin + size], assume_inbound=True)
+    )
+
+
+def _tensor_and_scalar(name: str, converter: Converter) -> dict[str, Converter]:
+    return {f"{name}.Tensor": converter, f"{name}.Scalar": converter}
+
+
+CONVERTERS: dict[str, Converter] = {
+    **_tensor_and_scalar("add", _arithmetic(relax.op.add, neutral=0)),
+    **_tensor_and_scalar("sub", _arithmetic(relax.op.subtract, neutral=0)),
+    **_tensor_and_scalar("mul", _arithmetic(relax.op.multiply, neutral=1)),
+    **_tensor_and_scalar("div", _arithmetic(relax.op.divide, neutral=1)),
+    **_tensor_and_scalar("remainder", _arithmetic(relax.op.floor_mod)),
+    **_tensor_and_scalar("eq", _comparison(relax.op.equal)),
+    **_tensor_and_scalar("ne", _comparison(relax.op.not_equal)),
+    **_tensor_and_scalar("lt", _comparison(relax.op.less)),
+    **_tensor_and_scalar("le", _comparison(relax.op.less_equal)),
+    **_tensor_and_scalar("gt", _comparison(relax.op.greater)),
+    **_tensor_and_scalar("ge", _comparison(relax.op.greater_equal)),
+    "div.Tensor_mode": _rounded_division,
+    "maximum.default": _arithmetic(relax.op.maximum),
+    "minimum.default": _arithmetic(relax.op.minimum),
+    "pow.Scalar": _arithmetic(relax.op.power),
+    "pow.Tensor_Tensor": _arithmetic(relax.op.power),
+    "pow.Tensor_Scalar": _power,
+    "where.self": _where,
+    "cumsum.default": _scan(relax.op.cumsum),
+    "cumprod.default": _scan(relax.op.cumprod),
+    "amax.default": _reduction(relax.op.max),
+    "amin.default": _reduction(relax.op.min),
+    "any.default": _reduction(relax.op.max),
+    "any.dim": _reduction(relax.op.max),
+    "any.dims": _reduction(relax.op.max),
+    "permute.default": _permute,
+    "select.int": _select,
+    "slice.Tensor": _slice,
+}

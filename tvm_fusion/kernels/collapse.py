@@ -1,0 +1,124 @@
+"""Tidies a row program: unused placeholders go, axes that every access walks together become one.
+
+   y[i0 * 24 + i1 * 8 + j] = exp(x[i0 * 24 + i1 * 8 + j])     rows [2, 3] x columns 8
+-> y[j] = exp(x[j])                                           rows [] x columns 48
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from tvm.ir import Expr, Var
+
+from .expr import constant, convert, linear_form, substitute, uses_any, variables
+from .program import Access, Element, Extent, Level, Output, Program, Reduction, Tile, Value
+
+
+def drop_unused(program: Program) -> Program:
+    """The program without placeholders that no output needs."""
+    known = program.placeholders()
+    live: set[Var] = set()
+    pending = [var for output in program.outputs for var in variables(output.value)]
+    while pending:
+        var = pending.pop()
+        if var in known and var not in live:
+            live.add(var)
+            pending.extend(variables(*_expressions(known[var])))
+    parts = ("tiles", "scalars", "elements", "reductions", "values")
+    kept = {part: tuple(x for x in getattr(program, part) if x.var in live) for part in parts}
+    return dataclasses.replace(program, **kept)
+
+
+def collapse_axes(program: Program) -> Program:
+    """The program with as few axes as its accesses allow; the column axis of reductions is kept."""
+    axis = len(program.rows) - 1
+    while axis >= 0:
+        inner = program.column_var if axis == len(program.rows) - 1 else program.row_vars[axis + 1]
+        if _collapsible(program, program.row_vars[axis], inner):
+            program = _collapse(program, axis)
+        axis -= 1
+    return program
+
+
+def _expressions(item: Access | Reduction | Value) -> list[Expr]:
+    """The expressions an item holds."""
+    if isinstance(item, Reduction | Value):
+        return [item.body]
+    if isinstance(item, Output):
+        return [item.value, item.offset]
+    guard = item.guard if isinstance(item, Element) else None
+    return [item.offset] if guard is None else [item.offset, guard]
+
+
+def _pinned(program: Program) -> list[Expr]:
+    """Expressions in which a coordinate means itself, not a step through memory."""
+    guards = [e.guard for e in program.elements if e.guard is not None]
+    bodies = [item.body for item in program.reductions + program.values]
+    return guards + bodies + [output.value for output in program.outputs]
+
+
+def _accesses(program: Program) -> list[Access]:
+    return [*program.tiles, *program.scalars, *program.elements, *program.outputs]
+
+
+def _collapsible(program: Program, outer: Var, inner: Var) -> bool:
+    into_columns = inner is program.column_var
+    if into_columns and program.phases:
+        return False
+    if any(uses_any(expr, (outer, inner)) for expr in _pinned(program)):
+        return False
+    extent = _extent(program, inner)
+    analyzer = program.analyzer()
+    for access in _accesses(program):
+        offset = access.offset
+        if into_columns and isinstance(access, Tile | Output):
+            offset = offset + inner
+        form = linear_form(offset, (outer, inner))
+        if form is None:
+            return False
+        step, unit = (convert(x, program.index_dtype) for x in form[0])
+        if not analyzer.can_prove_equal(step, unit * extent):
+            return False
+    return True
+
+
+def _extent(program: Program, var: Var) -> Expr:
+    axes = zip(
+        (*program.row_vars, program.column_var), (*program.rows, program.columns), strict=True
+    )
+    extent: Extent = next(extent for axis, extent in axes if axis.same_as(var))
+    return constant(extent, program.index_dtype) if isinstance(extent, int) else extent
+
+
+def _collapse(program: Program, axis: int) -> Program:
+    """Row axis `axis` joins the next one, whose variable now counts through both."""
+    outer, rows = program.row_vars[axis], list(program.rows)
+    extent, columns = rows.pop(axis), program.columns
+    if axis == len(rows):
+        columns = extent * columns
+    else:
+        rows[axis] = extent * rows[axis]
+    shape = dataclasses.replace(
+        program,
+        rows=tuple(rows),
+        columns=columns,
+        row_vars=(*program.row_vars[:axis], *program.row_vars[axis + 1 :]),
+    )
+    analyzer = shape.analyzer()
+    zero = {outer: constant(0, program.index_dtype)}
+
+    def moved(access: Access) -> Access:
+        offset = analyzer.simplify(substitute(access.offset, zero))
+        return dataclasses.replace(access, offset=offset)
+
+    tiles = tuple(moved(tile) for tile in program.tiles)
+    return dataclasses.replace(
+        shape,
+        tiles=tuple(
+            dataclasses.replace(tile, per_row=shape.level(tile.offset) == Level.ROW)
+            for tile in tiles
+        ),
+        scalars=tuple(moved(scalar) for scalar in program.scalars),
+        elements=tuple(moved(element) for element in program.elements),
+        outputs=tuple(moved(output) for output in program.outputs),
+    )

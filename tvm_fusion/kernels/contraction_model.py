@@ -1,0 +1,185 @@
+"""Contractions as values: what a PrimFunc around matrix products computes, nothing about how.
+
+    T[i, j] = sum_k x[i, k] * w[j, k]     a product: accumulator acc0, axes M (i), N (j), K (k)
+    y[j, i] = gelu(T[i, j] + b[j])        an output: indices (j, i), value gelu(acc0 + b[j])
+
+A segment is a set of products over one space (batch, M, N) whose accumulators meet in common
+outputs: one matmul with its epilogue, or gate and up of a SwiGLU. Products with outputs of their
+own (Q, K, V) are segments side by side; all segments have the same batch and M sizes.
+
+Expressions are TIR over axis variables (int64), placeholders (accumulators and bindings) and loads
+of the PrimFunc's own parameters. Half precision is widened: loads stand under a cast to float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import tvm
+from tvm import tirx
+from tvm.ir import Expr, TensorLoad, Var
+
+from .contraction_inline import Binding
+from .expr import constant, dtype_of
+from .program import Extent, Param
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Axis:
+    """A coordinate: `var` runs over 0 ... extent - 1. Axes of extent 1 are left out."""
+
+    var: Var
+    extent: Extent
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operand:
+    """One factor of a product: `value` over axis variables and `bindings`, computed in order."""
+
+    value: Expr
+    bindings: tuple[Binding, ...] = ()
+
+    @property
+    def load(self) -> TensorLoad | None:
+        """The load of an operand that is nothing else: elements of a parameter, at most widened."""
+        expr = self.value
+        while isinstance(expr, tirx.Cast) and _keeps_value(dtype_of(expr.value), dtype_of(expr)):
+            expr = expr.value
+        return expr if isinstance(expr, TensorLoad) else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Product:
+    """``accumulator = sum over the axes k of a * b``.
+
+    `dtype` is the dtype of the sum while it runs (float32 for half precision) and of the
+    placeholder; `stored_dtype` is the one the unfused graph stores it in.
+    """
+
+    accumulator: Var
+    a: Operand
+    b: Operand
+    k: tuple[Axis, ...]
+    dtype: str
+    stored_dtype: str
+
+    @property
+    def K(self) -> Extent:
+        """Number of terms of the sum."""
+        return size_of(self.k)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Output:
+    """``parameter[indices] = value`` at every point of the segment, where cast to `dtype`."""
+
+    param: int
+    indices: tuple[Expr, ...]
+    value: Expr
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """Products over one space, and the outputs made of them; `bindings` are shared temporaries.
+
+    The rows are the points of the axes `m` in row-major order (the last axis runs fastest); columns
+    and batch likewise.
+    """
+
+    batch: tuple[Axis, ...]
+    m: tuple[Axis, ...]
+    n: tuple[Axis, ...]
+    products: tuple[Product, ...]
+    bindings: tuple[Binding, ...]
+    outputs: tuple[Output, ...]
+
+    @property
+    def space(self) -> tuple[Axis, ...]:
+        """All axes but the contracted ones."""
+        return (*self.batch, *self.m, *self.n)
+
+    @property
+    def N(self) -> Extent:
+        """Number of columns."""
+        return size_of(self.n)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contraction:
+    """What one fused PrimFunc computes; made by `contraction.analyze_contraction`."""
+
+    name: str | None
+    params: tuple[Param, ...]
+    segments: tuple[Segment, ...]
+    exact: bool = False
+
+    @property
+    def batch(self) -> Extent:
+        """Number of independent products of each segment."""
+        return size_of(self.segments[0].batch)
+
+    @property
+    def M(self) -> Extent:
+        """Number of rows, the same in all segments."""
+        return size_of(self.segments[0].m)
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """Products of all segments."""
+        return tuple(p for segment in self.segments for p in segment.products)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether all extents are known."""
+        axes = [a for s in self.segments for a in s.space] + [a for p in self.products for a in p.k]
+        return all(isinstance(axis.extent, int) for axis in axes)
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def size_of(axes: Iterable[Axis]) -> Extent:
+    """Number of points of the axes together."""
+    return math.prod(axis.extent for axis in axes)
+
+
+def equal_sizes(a: Extent, b: Extent) -> bool:
+    """Whether two sizes are equal for all values of the symbolic variables."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    a, b = (constant(x, "int64") if isinstance(x, int) else x for x in (a, b))
+    return tvm.sym.Analyzer().can_prove_equal(a, b)
+
+
+def _keeps_value(source: str, target: str) -> bool:
+    """Whether every number of `source` is one of `target` too."""
+    if source in ("float16", "bfloat16"):
+        return target in (source, "float32", "float64")
+    if source in ("int8", "uint8"):
+        return target in (source, "int16", "int32", "int64", "float32", "float64")
+    return source == target
+
+
+def _lines(contraction: Contraction) -> list[str]:
+    """The listing that `str(contraction)` shows."""
+
+    def names(axes: Iterable[Axis]) -> str:
+        return "(" + ", ".join(f"{axis.var}: {axis.extent}" for axis in axes) + ")"
+
+    lines = []
+    for s in contraction.segments:
+        lines.append(f"segment batch {names(s.batch)} M {names(s.m)} N {names(s.n)}")
+        for p in s.products:
+            dtypes = f"in {p.dtype}, stored as {p.stored_dtype}"
+            lines.append(f"  {p.accumulator} = sum over {names(p.k)} {dtypes}")
+            for operand in (p.a, p.b):
+                lines += [f"    {b.var} = {b.value}" for b in operand.bindings]
+                lines.append(f"    * {operand.value}")
+        lines += [f"  {b.var} = {b.value}" for b in s.bindings]
+        for o in s.outputs:
+            index = ", ".join(map(str, o.indices))
+            lines.append(f"  {contraction.params[o.param].name}[{index}] = {o.value}")
+    return lines

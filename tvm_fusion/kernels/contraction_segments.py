@@ -1,0 +1,362 @@
+"""Finds the segments of a contraction: which products meet in which outputs, and over which axes.
+
+An output reads an accumulator at indices that are functions of the output's own ones,
+
+    y[b, s, c] = T[b, c // 64, s, c % 64]
+
+Inverted (y's index as a function of T's axes) this says where in y the result at a point of the
+space goes, and puts every other tensor of the epilogue into the same coordinates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from tvm import tirx
+from tvm.ir import Expr, Var
+
+from ..errors import Unsupported
+from .contraction_index import Simplifier
+from .contraction_inline import INDEX, Binding, Inliner, collapse, fresh_var
+from .contraction_model import (
+    Axis,
+    Operand,
+    Output,
+    Product,
+    Segment,
+    equal_sizes,
+    size_of,
+)
+from .definitions import Definition
+from .expr import constant, dtype_of, is_integer, number, same, substitute, variables, widened
+from .program import Extent, Param, ReduceKind
+
+Position = tuple[Expr, ...]
+
+
+@dataclass(slots=True, eq=False)
+class _Sum:
+    """A product under way: its definition, and where in the space of its segment it lives."""
+
+    definition: Definition
+    number: int
+    position: Position | None = None
+
+    @property
+    def name(self) -> str:
+        return self.definition.buffer.name
+
+
+@dataclass(slots=True, eq=False)
+class _Result:
+    """An output under way: `axes` are its own coordinates, `reads` says where it reads each sum."""
+
+    definition: Definition
+    param: int
+    axes: list[Axis]
+    indices: Position
+    reads: dict[Var, Position] = field(default_factory=dict)
+    position: Position | None = None
+
+
+def find_segments(
+    definitions: Sequence[Definition], params: Sequence[Param], exact: bool
+) -> list[Segment]:
+    """The segments of a PrimFunc with these definitions; see `contraction.analyze_contraction`."""
+    by_buffer = {d.buffer: d for d in definitions}
+    sums = {d.buffer: _Sum(d, i) for i, d in enumerate(filter(_is_sum, definitions))}
+    if not sums:
+        raise Unsupported("no reduction: not a contraction")
+    results = [
+        _result(by_buffer[p.var], i, by_buffer, exact)
+        for i, p in enumerate(params)
+        if p.var in by_buffer
+    ]
+    read = {buffer for r in results for buffer in r.reads}
+    for found in sums.values():
+        if found.definition.buffer not in read:
+            raise Unsupported(f"{found.name} feeds no output, or only through another product")
+    segments: list[Segment] = []
+    for group in _groups(list(sums.values()), results):
+        members = [r for r in results if group[0].definition.buffer in _reached(r, group)]
+        segments.append(
+            _Builder(by_buffer, sums, exact, len(segments)).build(group, members, segments)
+        )
+    return segments
+
+
+def _is_sum(definition: Definition) -> bool:
+    if definition.kind is None:
+        return False
+    is_sum = definition.kind is ReduceKind.SUM and number(definition.initial) == 0
+    if not is_sum or not isinstance(_without_casts(definition.value), tirx.Mul):
+        raise Unsupported(f"{definition.buffer.name} is no sum of products")
+    return True
+
+
+def _without_casts(expr: Expr) -> Expr:
+    while isinstance(expr, tirx.Cast):
+        expr = expr.value
+    return expr
+
+
+def _reached(result: _Result, group: Sequence[_Sum]) -> set[Var]:
+    """The buffers of the whole group if the result reads any of them."""
+    buffers = {s.definition.buffer for s in group}
+    return buffers if buffers & set(result.reads) else set()
+
+
+def _groups(sums: Sequence[_Sum], results: Sequence[_Result]) -> list[list[_Sum]]:
+    """Sums that meet in an output, directly or through others, in the order of their blocks."""
+    label = {s.definition.buffer: s.number for s in sums}
+    for result in results:
+        met = {label[buffer] for buffer in result.reads}
+        label = {buffer: min(met) if number in met else number for buffer, number in label.items()}
+    return [
+        [s for s in sums if label[s.definition.buffer] == first]
+        for first in sorted(set(label.values()))
+    ]
+
+
+def _result(
+    definition: Definition, param: int, definitions: dict[Var, Definition], exact: bool
+) -> _Result:
+    """Which sums an output reads, at which functions of its own indices."""
+    axes, indices = _coordinates(definition.shape, "o")
+    result = _Result(definition, param, axes, indices)
+
+    def note(read: Definition, at: Position) -> Expr:
+        before = result.reads.setdefault(read.buffer, at)
+        if not all(same(a, b) for a, b in zip(before, at, strict=True)):
+            raise Unsupported(f"{read.buffer.name} is read at several points of an output")
+        return fresh_var(read.buffer.name, widened(read.dtype))
+
+    Inliner(definitions, exact, Simplifier(axes), note).load(definition.buffer, indices)
+    if not result.reads:
+        raise Unsupported(f"{definition.buffer.name} does not depend on a product")
+    return result
+
+
+def _coordinates(shape: Iterable[Extent], prefix: str) -> tuple[list[Axis], Position]:
+    """One axis for each extent but 1, and the indices they make."""
+    axes: list[Axis] = []
+    indices: list[Expr] = []
+    for extent in shape:
+        if extent == 1:
+            indices.append(constant(0, INDEX))
+            continue
+        axes.append(Axis(fresh_var(f"{prefix}{len(axes)}", INDEX), extent))
+        indices.append(axes[-1].var)
+    return axes, tuple(indices)
+
+
+@dataclass(slots=True, eq=False)
+class _Builder:
+    """Builds one segment in the coordinates of its first sum."""
+
+    definitions: dict[Var, Definition]
+    sums: dict[Var, _Sum]
+    exact: bool
+    number: int
+
+    def build(
+        self, group: Sequence[_Sum], results: Sequence[_Result], before: Sequence[Segment]
+    ) -> Segment:
+        prefix = f"i{self.number}_" if self.number else "i"
+        axes, group[0].position = _coordinates(group[0].definition.shape, prefix)
+        self._place(group, results, axes)
+        factors = [self._factors(s, axes) for s in group]
+        outputs, bindings, accumulators = self._outputs(group, results, axes)
+        candidates = _orientations(factors, axes, outputs[0])
+        batch, m, n, flipped = _fitting(candidates, before, factors)
+        products = []
+        for s, (pair, k), flip in zip(group, factors, flipped, strict=True):
+            a, b = reversed(pair) if flip else pair
+            accumulator = accumulators[s.definition.buffer]
+            products.append(
+                Product(accumulator, a, b, k, dtype_of(accumulator), s.definition.dtype)
+            )
+        return Segment(batch, m, n, tuple(products), bindings, outputs)
+
+    def _place(
+        self, group: Sequence[_Sum], results: Sequence[_Result], axes: Sequence[Axis]
+    ) -> None:
+        """Positions of all sums and results in the coordinates `axes`."""
+        waiting = list(results)
+        while waiting:
+            result, base = next(
+                (r, self.sums[b])
+                for r in waiting
+                for b in r.reads
+                if self.sums[b].position is not None
+            )
+            waiting.remove(result)
+            env = _invert(result, base, axes)
+            simplify = Simplifier(axes)
+            result.position = tuple(simplify(substitute(i, env)) for i in result.indices)
+            for buffer, read in result.reads.items():
+                self._place_sum(
+                    self.sums[buffer], [simplify(substitute(i, env)) for i in read], axes
+                )
+
+    def _place_sum(self, found: _Sum, position: Sequence[Expr], axes: Sequence[Axis]) -> None:
+        real = [i for i in position if number(i) is None]
+        complete = set(real) == {axis.var for axis in axes} and len(real) == len(axes)
+        known = found.position or position
+        if not complete or not all(same(a, b) for a, b in zip(known, position, strict=True)):
+            raise Unsupported(f"{found.name} is read at other points than the first product")
+        found.position = tuple(position)
+
+    def _factors(
+        self, found: _Sum, axes: Sequence[Axis]
+    ) -> tuple[tuple[Operand, Operand], tuple[Axis, ...]]:
+        definition = found.definition
+        product = _without_casts(definition.value)
+        env = definition.at(found.position)
+        k, inner = [], {}
+        for var, extent in definition.reduced:
+            inner[var] = constant(0, INDEX) if extent == 1 else fresh_var(f"k{found.number}", INDEX)
+            if len(definition.reduced) > 1 and extent != 1:
+                inner[var] = fresh_var(f"k{found.number}_{len(k)}", INDEX)
+            if extent != 1:
+                k.append(Axis(inner[var], extent))
+        simplify = Simplifier([*axes, *k])
+        pair = []
+        for factor in (product.a, product.b):
+            inliner = Inliner(self.definitions, self.exact, simplify, _refuse_product_of_product)
+            root = inliner.resolve(factor, {**env, **inner})
+            (value,), bindings = collapse([root], inliner.bindings)
+            pair.append(Operand(value, bindings))
+        return (pair[0], pair[1]), tuple(k)
+
+    def _outputs(
+        self, group: Sequence[_Sum], results: Sequence[_Result], axes: Sequence[Axis]
+    ) -> tuple[tuple[Output, ...], tuple[Binding, ...], dict[Var, Var]]:
+        accumulators = {
+            s.definition.buffer: fresh_var(f"acc{s.number}", _sum_dtype(s.definition.dtype))
+            for s in group
+        }
+
+        def accumulate(read: Definition, at: Position) -> Expr:
+            position = self.sums[read.buffer].position
+            if not all(same(a, b) for a, b in zip(position, at, strict=True)):
+                raise Unsupported(f"{read.buffer.name} is read at other points than are written")
+            value = accumulators[read.buffer]
+            dtype = widened(read.dtype)
+            return value if dtype_of(value) == dtype else tirx.Cast(dtype, value)
+
+        inliner = Inliner(self.definitions, self.exact, Simplifier(axes), accumulate)
+        values = [inliner.load(r.definition.buffer, r.position) for r in results]
+        roots, bindings = collapse(values, inliner.bindings)
+        outputs = tuple(
+            Output(r.param, r.position, value, r.definition.dtype)
+            for r, value in zip(results, roots, strict=True)
+        )
+        return outputs, bindings, accumulators
+
+
+def _sum_dtype(dtype: str) -> str:
+    """The dtype a sum runs in: float32 for halves, 32 bits for small integers (cut when read)."""
+    if is_integer(dtype) and dtype.lstrip("uint") in ("8", "16"):
+        return "int32" if dtype.startswith("int") else "uint32"
+    return widened(dtype)
+
+
+def _refuse_product_of_product(read: Definition, _: Position) -> Expr:
+    raise Unsupported(f"a product reads {read.buffer.name}, a reduction of the same kernel")
+
+
+def _invert(result: _Result, base: _Sum, axes: Sequence[Axis]) -> dict[Var, Expr]:
+    """The result's own coordinates as functions of the segment's axes."""
+    why = f"{result.definition.buffer.name} is no rearrangement of {base.name}"
+    reads = result.reads[base.definition.buffer]
+    if not equal_sizes(size_of(result.axes), size_of(axes)):
+        raise Unsupported(why)
+    moved = [
+        (read, at) for read, at in zip(reads, base.position, strict=True) if number(at) is None
+    ]
+    own = [axis.var for axis in result.axes]
+    plain = {read: at for read, at in moved if isinstance(read, Var)}
+    if len(plain) == len(moved) == len(own):
+        return plain
+    extents = [
+        constant(a.extent, INDEX) if isinstance(a.extent, int) else a.extent for a in result.axes
+    ]
+    try:
+        inverse = tirx.IndexMap(own, [read for read, _ in moved], None).inverse(extents)
+    except RuntimeError as error:
+        raise Unsupported(why) from error
+    names = {var: at for var, (_, at) in zip(inverse.initial_indices, moved, strict=True)}
+    return {
+        var: substitute(index, names) for var, index in zip(own, inverse.final_indices, strict=True)
+    }
+
+
+Orientation = tuple[tuple[Axis, ...], tuple[Axis, ...], tuple[Axis, ...], tuple[bool, ...]]
+
+
+def _used(operand: Operand) -> set[Var]:
+    return set(variables(operand.value, *(b.value for b in operand.bindings)))
+
+
+def _orientations(factors, axes: Sequence[Axis], output: Output) -> list[Orientation]:
+    """Both ways to call one factor A and the other B, the one with contiguous columns first."""
+    found = [_orientation(factors, axes, flip) for flip in (False, True)]
+    inner = next((i for i in reversed(output.indices) if number(i) is None), None)
+    if inner is None:
+        return found
+    columns = [_moves(inner, {axis.var for axis in n}, axes) for _, _, n, _ in found]
+    return found if columns[0] or not columns[1] else found[::-1]
+
+
+def _moves(index: Expr, wanted: set[Var], axes: Sequence[Axis]) -> bool:
+    """Whether a step along one of the axes `wanted` moves `index` by one."""
+    zero = {axis.var: constant(0, INDEX) for axis in axes}
+    simplify = Simplifier(axes)
+    start = simplify(substitute(index, zero))
+    for var in variables(index):
+        if var in wanted:
+            step = simplify(substitute(index, {**zero, var: constant(1, INDEX)}) - start)
+            if number(step) == 1:
+                return True
+    return False
+
+
+def _orientation(factors, axes: Sequence[Axis], flip: bool) -> Orientation:
+    """Axes only A's read are rows, axes only B's read are columns, the others are batch."""
+    pairs = [(_used(x), _used(y)) for (x, y), _ in factors]
+    first = pairs[0][::-1] if flip else pairs[0]
+    rows, columns = first[0] - first[1], first[1] - first[0]
+    flipped = []
+    for x, y in pairs:
+        flipped.append(bool(x & columns or y & rows) and not (y & columns or x & rows))
+    flipped[0] = flip
+    a = set().union(*(y if f else x for (x, y), f in zip(pairs, flipped, strict=True)))
+    b = set().union(*(x if f else y for (x, y), f in zip(pairs, flipped, strict=True)))
+    m = tuple(axis for axis in axes if axis.var in a - b)
+    n = tuple(axis for axis in axes if axis.var in b - a)
+    batch = tuple(axis for axis in axes if (axis.var in a) == (axis.var in b))
+    return batch, m, n, tuple(flipped)
+
+
+def _fitting(candidates: Sequence[Orientation], before: Sequence[Segment], factors) -> Orientation:
+    """The orientation whose batch and rows are those of the segments before."""
+    if not before:
+        return candidates[0]
+    first = before[0]
+    fitting = [
+        c
+        for c in candidates
+        if equal_sizes(size_of(c[0]), size_of(first.batch))
+        and equal_sizes(size_of(c[1]), size_of(first.m))
+    ]
+    if not fitting:
+        raise Unsupported("products of different sizes with outputs of their own")
+    shared = first.products[0].a.load
+    for candidate in fitting:
+        pair = factors[0][0]
+        load = pair[1 if candidate[3][0] else 0].load
+        if shared is not None and load is not None and load.source.same_as(shared.source):
+            return candidate
+    return fitting[0]

@@ -1,0 +1,46 @@
+"""How a load or store moves through memory when an axis advances."""
+
+from __future__ import annotations
+
+import tvm
+from tvm import tirx
+from tvm.ir import Expr, TensorLoad, Var
+
+from ..expr import constant, dtype_of, flatten, number
+from .rewrite import Substitute, free_variables, loads
+
+
+def offset(buffer: Var, indices: list[Expr]) -> Expr:
+    """Linear offset of an element."""
+    dtype = dtype_of(indices[0]) if indices else "int64"
+    return flatten(indices, list(buffer.ty.shape), dtype)
+
+
+def stride(buffer: Var, indices: list[Expr], var: Var, analyzer: tvm.sym.Analyzer) -> int | None:
+    """Elements by which an access moves when `var` grows by 1; None if that varies or is unknown."""
+    at = offset(buffer, indices)
+    if hash(var) not in free_variables(at):
+        return 0
+    if any(hash(var) in free_variables(load) for load in loads(at)):
+        return None
+    ahead = Substitute({hash(var): tirx.Add(var, constant(1, dtype_of(var)))})(at)
+    return number(analyzer.simplify(ahead - at))
+
+
+def score(step: int | None) -> float:
+    """How well an access with this stride runs along vectors."""
+    if step == 1:
+        return 1.0
+    return 0.25 if step == 0 else -1.0
+
+
+def load_stride(load: TensorLoad, var: Var, analyzer: tvm.sym.Analyzer) -> int | None:
+    """`stride` of a load."""
+    return stride(load.source, list(load.indices), var, analyzer)
+
+
+def has_division(expr: Expr) -> bool:
+    """Whether an index computation divides."""
+    from .rewrite import nodes
+
+    return any(isinstance(e, tirx.FloorDiv | tirx.FloorMod | tirx.Div | tirx.Mod) for e in nodes(expr))

@@ -1,0 +1,190 @@
+"""Groups of stages that run tile by tile under one parallel loop.
+
+Stages may share an axis when each reads the others' results only at its own position on that axis:
+then one tile of all of them is computed before the next, and what they pass on stays in a cache.
+
+    m[i] = max_k x[i, k];  e[i, k] = exp(x[i, k] - m[i]);  s[i] = sum_k e[i, k]      share i
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from tvm.ir import TensorLoad, Var
+
+from ..expr import dtype_of, same
+from .lanes import best_lane
+from .machine import Machine
+from .operands import Product, split_product
+from .stages import Axis, Graph, Stage
+from .work import bytes_of_buffer, points, size_of, stage_work
+
+# What the stages of a group may keep for one tile; more than this gains nothing over main memory.
+MOST_LOCAL_BYTES = 4 << 20
+
+# Work (in additions) below which a parallel loop costs more than it gains.
+SMALL_WORK = 32_768
+
+# Tasks a core should get, so that no core waits long for the others.
+TASKS_PER_CORE = 4
+
+# Shortest useful piece of an axis that runs along vectors or through a contraction.
+LEAST_TILE = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Stages in order, and their shared axes: for each, its position in every stage's `axes`."""
+
+    stages: tuple[Stage, ...]
+    shared: tuple[tuple[int, ...], ...]
+
+    def axis(self, dim: int, member: int = 0) -> Axis:
+        """Shared axis `dim` as stage number `member` has it."""
+        return self.stages[member].axes[self.shared[dim][member]]
+
+
+def single(stage: Stage) -> Group:
+    """A group of one stage: all its output axes."""
+    dims = tuple((i,) for i, a in enumerate(stage.axes) if a.size != 1)
+    return Group((stage,), dims)
+
+
+def make_groups(graph: Graph, machine: Machine) -> list[Group]:
+    """Group the stages of `graph`; the groups run one after the other."""
+    groups: list[Group] = []
+    where: dict[int, int] = {}
+    for stage in graph.stages:
+        first = max((where.get(hash(r.source), 0) for r in stage.reads()), default=0)
+        for k in range(first, len(groups)):
+            joined = _join(groups[k], stage, machine)
+            if joined is not None:
+                groups[k] = joined
+                break
+        else:
+            k = len(groups)
+            groups.append(single(stage))
+        where.update((hash(b), k) for b in stage.buffers)
+    return groups
+
+
+def _join(group: Group, stage: Stage, machine: Machine) -> Group | None:
+    """The group with `stage` at its end, or None where that is wrong or slow."""
+    written = {hash(b): (m, s) for m, s in enumerate(group.stages) for b in s.buffers}
+    reads = [r for r in stage.reads() if hash(r.source) in written]
+    if reads:
+        shared = _shared_by_reads(group, stage, reads, written)
+    else:
+        shared = _shared_by_siblings(group, stage)
+    if not shared:
+        return None
+    joined = Group((*group.stages, stage), tuple(shared))
+    if not reads and len(shared) < len(group.shared) and _has_contraction(joined):
+        return None
+    if _tasks(joined) < max(_needed(group, machine), _needed(single(stage), machine)):
+        return None
+    return joined if local_bytes(joined) <= MOST_LOCAL_BYTES else None
+
+
+def _shared_by_reads(
+    group: Group, stage: Stage, reads: list[TensorLoad], written: dict[int, tuple[int, Stage]]
+) -> list[tuple[int, ...]]:
+    """The shared axes that `stage` keeps: it reads each result of the group at one of its own axes."""
+    shared = []
+    for positions in group.shared:
+        found: set[int | None] = set()
+        for read in reads:
+            member, _ = written[hash(read.source)]
+            index = read.indices[positions[member]]
+            found.add(_position(stage, index))
+        position = found.pop() if len(found) == 1 else None
+        if position is None or any(position == p[-1] for p in shared):
+            continue
+        if same(stage.axes[position].extent, group.stages[0].axes[positions[0]].extent):
+            shared.append((*positions, position))
+    return shared
+
+
+def _shared_by_siblings(group: Group, stage: Stage) -> list[tuple[int, ...]]:
+    """The axes on which `stage` and a stage of the group read the same inputs alike."""
+    for member in range(len(group.stages) - 1, -1, -1):
+        links = _links(group.stages[member], stage)
+        shared = []
+        for positions in group.shared:
+            position = links.get(positions[member])
+            if position is not None and all(position != p[-1] for p in shared):
+                shared.append((*positions, position))
+        if shared:
+            return shared
+    return []
+
+
+def _links(a: Stage, b: Stage) -> dict[int, int]:
+    """Axes of `a` and of `b` that index the same dimension of the same buffer, by position."""
+    links: dict[int, int] = {}
+    for x in a.reads():
+        for y in b.reads():
+            if not x.source.same_as(y.source):
+                continue
+            for i, j in zip(x.indices, y.indices, strict=True):
+                p, q = _position(a, i), _position(b, j)
+                if p is not None and q is not None and same(a.axes[p].extent, b.axes[q].extent):
+                    links.setdefault(p, q)
+    return links
+
+
+def _position(stage: Stage, index: object) -> int | None:
+    """Position of the output axis that `index` is, if it is one."""
+    if not isinstance(index, Var):
+        return None
+    return next((i for i, a in enumerate(stage.axes) if a.var.same_as(index)), None)
+
+
+def _has_contraction(group: Group) -> bool:
+    return any(split_product(s) is not None for s in group.stages)
+
+
+def _needed(group: Group, machine: Machine) -> int:
+    """Tasks that the work of a group asks for."""
+    if group_work(group) < SMALL_WORK:
+        return 1
+    return min(_tasks(group), TASKS_PER_CORE * machine.cores)
+
+
+def group_work(group: Group) -> int:
+    """Cost of a group in additions."""
+    return sum(points(s.domain) * stage_work(s) for s in group.stages)
+
+
+def _tasks(group: Group) -> int:
+    """How many tiles a group can be cut into at most."""
+    return prod(-(-size_of(group.axis(d)) // _least_tile(group, d)) for d in range(len(group.shared)))
+
+
+def _least_tile(group: Group, dim: int) -> int:
+    for member, stage in enumerate(group.stages):
+        position = group.shared[dim][member]
+        product = split_product(stage)
+        if product is not None and not _is_batch(product, stage.axes[position]):
+            return LEAST_TILE
+        if product is None and stage.axes[position] is best_lane(stage):
+            return LEAST_TILE
+    return 1
+
+
+def _is_batch(product: Product, axis: Axis) -> bool:
+    return any(a is axis for a in product.batch)
+
+
+def local_bytes(group: Group) -> int:
+    """Bytes that a group keeps for its smallest tile."""
+    total = 0
+    for member, stage in enumerate(group.stages):
+        shape = [a.extent for i, a in enumerate(stage.axes)]
+        full = sum(bytes_of_buffer(shape, dtype_of(b)) for b in stage.buffers)
+        for dim, positions in enumerate(group.shared):
+            full = full * min(_least_tile(group, dim), size_of(stage.axes[positions[member]]))
+            full = -(-full // size_of(stage.axes[positions[member]]))
+        total += full
+    return total

@@ -1,0 +1,202 @@
+"""Computing pointwise stages where they are read, if that repeats little work.
+
+    t[i, j] = exp(x[i, j])                      u[i, j] = (v = exp(x[j, i]); v * v)
+    u[i, j] = t[j, i] * t[j, i]         ->
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tvm.ir import Expr, TensorLoad, Var
+from tvm.ir.prim.expr import Let, LogicalExpr
+
+from ..expr import dtype_of, same
+from .operands import split_product
+from .rewrite import (
+    LEAVES,
+    Bindings,
+    Substitute,
+    children,
+    free_variables,
+    is_conditional,
+    let_chain,
+    loads,
+    loads_with_guard,
+    nodes,
+    with_children,
+)
+from .stages import Graph, Stage, simplified
+from .work import LOAD_COST, hoisted_points, points, size_of, stage_work
+
+# Cost of storing an element and loading it again from a cache, in additions.
+KEEP_COST = 4
+
+# A contraction packs its operands once for each of its tiles.
+PACKS = 2
+
+MOST_NODES = 300
+MOST_NODES_UNDER_CONDITION = 60
+
+
+def inline(graph: Graph) -> Graph:
+    """Inline what is worth it, and drop what nobody reads."""
+    chosen = _choose(graph)
+    bodies: dict[int, Stage] = {}
+    stages = []
+    for stage in graph.stages:
+        if any(hash(load.source) in bodies for load in stage.reads()):
+            stage = simplified(_Inliner(stage, bodies).run())
+        if hash(stage.buffer) in chosen:
+            bodies[hash(stage.buffer)] = stage
+        else:
+            stages.append(stage)
+    return Graph(graph.params, tuple(stages))
+
+
+def _choose(graph: Graph) -> set[int]:
+    """Buffers of the stages to inline, by hash; consumers are decided before their producers."""
+    sizes = _sizes(graph)
+    runs: dict[int, int] = {}
+    chosen: set[int] = set()
+    for i in range(len(graph.stages) - 1, -1, -1):
+        stage = graph.stages[i]
+        key = hash(stage.buffer)
+        runs[key] = points(stage.domain)
+        if stage.kind is not None or len(stage.buffers) > 1 or graph.is_param(stage.buffer):
+            continue
+        uses = _uses(stage.buffer, graph.stages[i + 1 :])
+        count, guarded = 0, False
+        for reader, load, under_condition in uses:
+            guarded |= under_condition
+            inlined = hash(reader.buffer) in chosen
+            count += runs[hash(reader.buffer)] if inlined else _evaluations(reader, load)
+        most = MOST_NODES_UNDER_CONDITION if guarded else MOST_NODES
+        work, own = stage_work(stage), points(stage.domain)
+        repeated = (work - LOAD_COST) * count <= (work + KEEP_COST - LOAD_COST) * own
+        if repeated and sizes[key] <= most:
+            chosen.add(key)
+            runs[key] = count
+    return chosen
+
+
+def _sizes(graph: Graph) -> dict[int, int]:
+    """Nodes of each stage with all its pointwise producers inlined."""
+    sizes: dict[int, int] = {}
+    for stage in graph.stages:
+        total = sum(1 for _ in nodes(*stage.expressions()))
+        for load in stage.reads():
+            total += sizes.get(hash(load.source), 0)
+        sizes[hash(stage.buffer)] = total if stage.kind is None else 0
+    return sizes
+
+
+def _uses(buffer: Var, readers: tuple[Stage, ...]) -> list[tuple[Stage, TensorLoad, bool]]:
+    """Where a buffer is read: equal indices in one stage count once."""
+    uses = []
+    for reader in readers:
+        found: list[tuple[TensorLoad, bool]] = []
+        for root in reader.expressions():
+            for load, guarded in loads_with_guard(root):
+                if not load.source.same_as(buffer):
+                    continue
+                if not any(_same_indices(load, seen) for seen, _ in found):
+                    found.append((load, guarded))
+        uses.extend((reader, load, guarded) for load, guarded in found)
+    return uses
+
+
+def _same_indices(a: TensorLoad, b: TensorLoad) -> bool:
+    return all(same(i, j) for i, j in zip(a.indices, b.indices, strict=True))
+
+
+def _evaluations(reader: Stage, load: TensorLoad) -> int:
+    """How often `reader` would evaluate what it loads."""
+    if split_product(reader) is not None:
+        used = free_variables(load)
+        return PACKS * points(a for a in reader.domain if hash(a.var) in used)
+    return hoisted_points(reader, load)
+
+
+class _Inliner:
+    """Rewrites one stage with the loads of inlined buffers replaced by their values."""
+
+    def __init__(self, stage: Stage, bodies: dict[int, Stage]) -> None:
+        self.stage = stage
+        self.bodies = bodies
+        self.binds: Bindings = []
+        self._known: list[tuple[TensorLoad, Expr]] = []
+        self._done: dict[tuple[int, bool], tuple[Expr, Expr]] = {}
+
+    def run(self) -> Stage:
+        """The stage without loads of inlined buffers."""
+        for var, value in self.stage.binds:
+            self.binds.append((var, self._visit(value, False)))
+        values = tuple(self._visit(v, False) for v in self.stage.values)
+        return replace(self.stage, binds=tuple(self.binds), values=values)
+
+    def _visit(self, expr: Expr, guarded: bool) -> Expr:
+        key = (hash(expr), guarded)
+        if key not in self._done:
+            self._done[key] = (expr, self._rewrite(expr, guarded))
+        return self._done[key][1]
+
+    def _rewrite(self, expr: Expr, guarded: bool) -> Expr:
+        lazy = is_conditional(expr) or isinstance(expr, LogicalExpr | Let)
+        old = children(expr)
+        new = [self._visit(x, guarded or (lazy and i > 0)) for i, x in enumerate(old)]
+        if not all(a.same_as(b) for a, b in zip(old, new, strict=True)):
+            expr = with_children(expr, new)
+        if isinstance(expr, TensorLoad) and hash(expr.source) in self.bodies:
+            return self._value_of(expr, guarded)
+        return expr
+
+    def _value_of(self, load: TensorLoad, guarded: bool) -> Expr:
+        if guarded:
+            binds, value = self._instance(load)
+            return let_chain(binds, value)
+        for seen, value in self._known:
+            if seen.source.same_as(load.source) and _same_indices(seen, load):
+                return value
+        binds, value = self._instance(load)
+        self.binds.extend(binds)
+        if not isinstance(value, LEAVES):
+            var = _fresh(load.source.name, value)
+            self.binds.append((var, value))
+            value = var
+        self._known.append((load, value))
+        return value
+
+    def _instance(self, load: TensorLoad) -> tuple[Bindings, Expr]:
+        """Bindings and value of the inlined stage at the loaded indices, in fresh variables."""
+        body = self.bodies[hash(load.source)]
+        binds: Bindings = []
+        env: dict[int, Expr] = {}
+        for axis, index in zip(body.axes, load.indices, strict=True):
+            if loads(index):
+                var = _fresh("index", index)
+                binds.append((var, index))
+                index = var
+            env[hash(axis.var)] = index
+        for var, value in body.binds:
+            fresh = _fresh(var.name, value)
+            binds.append((fresh, _Fresh(env)(value)))
+            env[hash(var)] = fresh
+        return binds, _Fresh(env)(body.values[0])
+
+
+class _Fresh(Substitute):
+    """Substitution that renews the variables of Let expressions."""
+
+    def visit(self, expr: Expr) -> Expr:
+        if isinstance(expr, Let):
+            var = _fresh(expr.var.name, expr.value)
+            inner = _Fresh({**self.env, hash(expr.var): var})
+            return Let(var, self(expr.value), inner(expr.body))
+        return super().visit(expr)
+
+
+def _fresh(name: str, value: Expr) -> Var:
+    from tvm.ir import PrimType
+
+    return Var(name, PrimType(dtype_of(value)))

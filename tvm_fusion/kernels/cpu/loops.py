@@ -1,0 +1,103 @@
+"""Statements: sequences, loops, and bindings placed in the outermost loop that they allow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import tvm
+from tvm import tirx
+from tvm.ir import Expr, Var
+from tvm.tirx import ForKind
+
+from ..expr import constant, dtype_of, number
+from .rewrite import free_variables
+
+Body = Callable[[Expr], tirx.Stmt]
+
+
+def seq(*stmts: tirx.Stmt | None) -> tirx.Stmt:
+    """The statements one after the other; None is left out."""
+    flat: list[tirx.Stmt] = []
+    for s in stmts:
+        if isinstance(s, tirx.SeqStmt):
+            flat.extend(s.seq)
+        elif s is not None:
+            flat.append(s)
+    if not flat:
+        return tirx.Evaluate(constant(0, "int32"))
+    return flat[0] if len(flat) == 1 else tirx.SeqStmt(flat)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loop:
+    """A loop still without a body; `value` is what the body sees."""
+
+    var: Var
+    extent: Expr
+    kind: ForKind = ForKind.SERIAL
+
+    @property
+    def value(self) -> Expr:
+        """The loop variable, or 0 where there is only one iteration."""
+        return constant(0, dtype_of(self.var)) if number(self.extent) == 1 else self.var
+
+    def around(self, body: tirx.Stmt) -> tirx.Stmt:
+        """The loop with its body."""
+        extent = number(self.extent)
+        if extent == 0:
+            return seq()
+        if extent == 1:
+            return body
+        zero = constant(0, dtype_of(self.var))
+        return tirx.For(self.var, zero, self.extent, self.kind, body)
+
+
+class Loops:
+    """Makes loops, and keeps the ranges of their variables."""
+
+    def __init__(self, dtype: str) -> None:
+        self.dtype = dtype
+        self.analyzer = tvm.sym.Analyzer()
+
+    def imm(self, value: int) -> Expr:
+        """An index constant."""
+        return constant(value, self.dtype)
+
+    def new(self, name: str, extent: Expr | int, kind: ForKind = ForKind.SERIAL) -> Loop:
+        """A loop from 0 to `extent`."""
+        extent = self.imm(extent) if isinstance(extent, int) else self.simplify(extent)
+        var = Var(name, tvm.ir.PrimType(self.dtype))
+        self.analyzer.bind(var, tvm.ir.Range.from_min_extent(self.imm(0), extent))
+        return Loop(var, extent, kind)
+
+    def loop(
+        self, name: str, extent: Expr | int, body: Body, kind: ForKind = ForKind.SERIAL
+    ) -> tirx.Stmt:
+        """A whole loop; `body` is given the value of its variable."""
+        made = self.new(name, extent, kind)
+        return made.around(body(made.value))
+
+    def simplify(self, expr: Expr) -> Expr:
+        """`expr` simplified with the ranges of all loop variables."""
+        return self.analyzer.simplify(expr)
+
+
+def nest(loops: Sequence[Loop], ops: Iterable[tirx.Stmt]) -> tirx.Stmt:
+    """`ops` in `loops`, each binding in the outermost loop that its variables allow.
+
+    Stores stay innermost, in order.
+    """
+    depth_of = {hash(loop.var): i + 1 for i, loop in enumerate(loops)}
+    levels: list[list[tirx.Stmt]] = [[] for _ in range(len(loops) + 1)]
+    for op in ops:
+        if isinstance(op, tirx.Bind):
+            depth = max((depth_of.get(k, 0) for k in free_variables(op.value)), default=0)
+            depth_of[hash(op.var)] = depth
+            levels[depth].append(op)
+        else:
+            levels[-1].append(op)
+    body = seq(*levels[-1])
+    for loop, outside in zip(reversed(loops), reversed(levels[:-1]), strict=True):
+        body = seq(*outside, loop.around(body))
+    return body

@@ -1,0 +1,53 @@
+"""What the loops are fitted to: vector registers, caches and cores of the CPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tvm
+from tvm.target import Target, codegen
+
+from ...config import HardwareProfile
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """A CPU.
+
+    Attributes
+    ----------
+    vector_bytes : int
+        Width of a vector register.
+    vector_registers : int
+    cores : int
+    """
+
+    vector_bytes: int
+    vector_registers: int
+    cores: int
+
+    def lanes(self, element_bytes: int) -> int:
+        """Elements in a vector register."""
+        return max(1, self.vector_bytes // element_bytes)
+
+
+def machine_of(hw: HardwareProfile | None) -> Machine:
+    """The machine of a profile; without one, that of the current target or of this computer."""
+    if hw is not None and hw.kind == "llvm":
+        return _of_target(hw.to_target(), hw.num_sms)
+    from ..._targets import cpu_target
+
+    target = Target.current(allow_none=True)
+    if target is None or target.kind.name != "llvm":
+        target = cpu_target()
+    return _of_target(target, int(target.attrs.get("num-cores", 1)))
+
+
+def _of_target(target: tvm.target.Target, cores: int) -> Machine:
+    if codegen.target_has_features("avx512f", target):
+        return Machine(64, 32, cores)
+    if codegen.target_has_features("avx", target):
+        return Machine(32, 16, cores)
+    if codegen.target_has_features("neon", target):
+        return Machine(16, 32, cores)
+    return Machine(16, 16, cores)

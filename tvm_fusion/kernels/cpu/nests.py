@@ -1,0 +1,143 @@
+"""Loop nests of a tile: stages over the same points are computed together, point by point.
+
+    for j: e = exp(x[j] - m); p[j] = e; s += e        one nest: a pointwise stage and a reduction of it
+
+A value that a later stage of the nest reads at the same point stays in a register.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm.ir import Expr, TensorLoad, Var
+
+from ..expr import same
+from .operands import split_product
+from .rewrite import loads
+from .stages import Axis, Stage
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """A stage of a nest; `axes` are its axes in the order of the nest's axes."""
+
+    stage: Stage
+    axes: tuple[Axis, ...]
+
+
+@dataclass(slots=True, eq=False)
+class Nest:
+    """Stages over one space; `reduced` tells which of the axes are reduced, if there are reductions."""
+
+    members: list[Member]
+    dims: tuple[int | None, ...]
+    reduced: frozenset[int] | None = None
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The axes, as the first stage has them."""
+        return self.members[0].axes
+
+    def candidates(self) -> list[tuple[Axis, ...]]:
+        """Each axis, as every stage has it."""
+        return [tuple(m.axes[i] for m in self.members) for i in range(len(self.axes))]
+
+
+def make_nests(stages: list[Stage], dims: dict[int, int]) -> list[Nest]:
+    """Nests that compute `stages`, in order; `dims` numbers the shared axes by the hash of their variable."""
+    nests: list[Nest] = []
+    where: dict[int, int] = {}
+    for stage in stages:
+        first = max((where.get(hash(r.source), 0) for r in stage.reads()), default=0)
+        for k in range(first, len(nests)):
+            if _merge(nests[k], stage, dims):
+                break
+        else:
+            k = len(nests)
+            nests.append(_alone(stage, dims))
+        where.update((hash(b), k) for b in stage.buffers)
+    return nests
+
+
+def _alone(stage: Stage, dims: dict[int, int]) -> Nest:
+    axes = stage.domain
+    reduced = frozenset(i for i, a in enumerate(axes) if _is_reduced(stage, a))
+    names = tuple(dims.get(hash(a.var)) for a in axes)
+    return Nest([Member(stage, axes)], names, reduced if stage.kind else None)
+
+
+def _is_reduced(stage: Stage, axis: Axis) -> bool:
+    return any(a is axis for a in stage.reduced)
+
+
+def _merge(nest: Nest, stage: Stage, dims: dict[int, int]) -> bool:
+    """Add `stage` to `nest` if it can be computed at the same points."""
+    if len(stage.domain) != len(nest.axes):
+        return False
+    if any(split_product(s) for s in (stage, *(m.stage for m in nest.members))):
+        return False
+    axes = _matching_axes(nest, stage)
+    if axes is None:
+        return False
+    for mine, theirs, dim in zip(axes, nest.axes, nest.dims, strict=True):
+        if dims.get(hash(mine.var)) != dim or not same(mine.extent, theirs.extent):
+            return False
+    if stage.kind is not None:
+        reduced = frozenset(i for i, a in enumerate(axes) if _is_reduced(stage, a))
+        if nest.reduced not in (None, reduced):
+            return False
+        nest.reduced = reduced
+    nest.members.append(Member(stage, axes))
+    return True
+
+
+def _matching_axes(nest: Nest, stage: Stage) -> tuple[Axis, ...] | None:
+    """The axes of `stage` in the nest's order: as it reads the nest's values, else by position."""
+    axes: tuple[Axis, ...] | None = None
+    for read in stage.reads():
+        member = _writer(nest, read.source)
+        if member is None:
+            continue
+        found = _axes_of_read(member, stage, read)
+        if found is None or (axes is not None and not _same_axes(axes, found)):
+            return None
+        axes = found
+    return axes or stage.domain
+
+
+def _writer(nest: Nest, buffer: Var) -> Member | None:
+    for m in nest.members:
+        if any(b.same_as(buffer) for b in m.stage.buffers):
+            return m
+    return None
+
+
+def _axes_of_read(member: Member, stage: Stage, read: TensorLoad) -> tuple[Axis, ...] | None:
+    """The axes at which `stage` reads each axis of `member`, if it reads it at its own point."""
+    if member.stage.kind is not None:
+        return None
+    index_of: dict[int, Expr] = {
+        hash(a.var): i for a, i in zip(member.stage.axes, read.indices, strict=True)
+    }
+    axes = []
+    for axis in member.axes:
+        index = index_of[hash(axis.var)]
+        found = next((a for a in stage.domain if a.var.same_as(index)), None)
+        if found is None:
+            return None
+        axes.append(found)
+    distinct = {hash(a.var) for a in axes}
+    return tuple(axes) if len(distinct) == len(stage.domain) else None
+
+
+def _same_axes(a: tuple[Axis, ...], b: tuple[Axis, ...]) -> bool:
+    return all(x is y for x, y in zip(a, b, strict=True))
+
+
+def read_outside(nest: Nest, buffer: Var, stages: list[Stage]) -> bool:
+    """Whether a stage that is not in `nest` reads `buffer`."""
+    inside = {hash(b) for m in nest.members for b in m.stage.buffers}
+    return any(
+        hash(s.buffer) not in inside and any(r.source.same_as(buffer) for r in loads(*s.expressions()))
+        for s in stages
+    )

@@ -1,0 +1,93 @@
+"""Recognises contractions: sums over products of two operands with different output axes.
+
+    C[b, i, j] = sum_k A[b, i, k] * B[b, k, j]      batch b, rows i, columns j
+
+Convolutions are of this form: the rows are output channels, the columns output positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.ir import Expr, Var
+
+from .rewrite import free_variables
+from .stages import Axis, Kind, Stage
+from .work import points
+
+# With fewer rows, columns or terms than this, packing costs more than it saves.
+LEAST_ROWS = 3
+LEAST_COLUMNS = 4
+LEAST_TERMS = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Product:
+    """A contraction; `left` is read by rows, `right` by columns, `columns` run along the vectors."""
+
+    left: Expr
+    right: Expr
+    batch: tuple[Axis, ...]
+    rows: tuple[Axis, ...]
+    columns: tuple[Axis, ...]
+    reduced: tuple[Axis, ...]
+
+
+def split_product(stage: Stage) -> Product | None:
+    """The contraction that `stage` computes, or None if it is none, or too small to be worth it."""
+    if stage.kind is not Kind.SUM:
+        return None
+    binds = {hash(v): e for v, e in stage.binds}
+    value = stage.values[0]
+    while isinstance(value, Var) and hash(value) in binds:
+        value = binds[hash(value)]
+    if not isinstance(value, tirx.Mul):
+        return None
+    left, right = value.a, value.b
+    by_left, by_right = depends(left, stage), depends(right, stage)
+    space = [a for a in stage.axes if a.size != 1]
+    batch, rows, columns = [], [], []
+    for axis in space:
+        in_left, in_right = hash(axis.var) in by_left, hash(axis.var) in by_right
+        if not in_left and not in_right:
+            return None
+        (batch if in_left and in_right else rows if in_left else columns).append(axis)
+    if not rows or not columns:
+        return None
+    if _rows_along_vectors(rows, columns, space[-1]):
+        left, right, rows, columns = right, left, columns, rows
+    product = Product(left, right, *map(tuple, (batch, rows, columns)), stage.reduced)
+    return product if _is_worth(product) else None
+
+
+def depends(expr: Expr, stage: Stage) -> set[int]:
+    """Hashes of all variables that `expr` depends on, through the bindings of `stage`."""
+    binds = {hash(v): e for v, e in stage.binds}
+    found: set[int] = set()
+    stack = [expr]
+    while stack:
+        for key in free_variables(stack.pop()):
+            if key not in found:
+                found.add(key)
+                if key in binds:
+                    stack.append(binds[key])
+    return found
+
+
+def _rows_along_vectors(rows: list[Axis], columns: list[Axis], last: Axis) -> bool:
+    """Whether the two sides should change places: the last axis is stored contiguously."""
+    last_in_rows = any(a is last for a in rows)
+    along = rows if last_in_rows else columns
+    other = columns if last_in_rows else rows
+    if points(along) < 16 and points(other) > points(along):
+        return not last_in_rows
+    return last_in_rows
+
+
+def _is_worth(product: Product) -> bool:
+    return (
+        points(product.rows) >= LEAST_ROWS
+        and points(product.columns) >= LEAST_COLUMNS
+        and points(product.reduced) >= LEAST_TERMS
+    )

@@ -1,0 +1,211 @@
+"""One tile of a group: what part of each axis it covers, and where its buffers live."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tvm import tirx
+from tvm.ir import Expr, PrimType, TensorLoad, Var
+from tvm.ir.prim.expr import Let
+
+from ..expr import bytes_of, constant, convert, dtype_of, number
+from .loops import Loops
+from .math import lower_call
+from .rewrite import (
+    BINARY,
+    LEAVES,
+    UNARY,
+    branches,
+    can_speculate,
+    is_conditional,
+    is_index,
+    nodes,
+    rebuild,
+)
+from .stages import Axis, Stage
+
+# Temporaries up to this size live on the stack.
+MOST_STACK_BYTES = 16 << 10
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """Part of an axis: `extent` elements from `base` on, at most `full`."""
+
+    base: Expr
+    extent: Expr
+    full: Expr
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the last tile may be shorter than the others."""
+        return not self.extent.same_as(self.full) and number(self.extent) != number(self.full)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Place:
+    """Where a buffer is kept: the element at `indices` is at ``buffer[index(indices)]``.
+
+    `dtype` is the type that readers expect; what is kept may be wider.
+    """
+
+    buffer: Var
+    index: Callable[[list[Expr]], list[Expr]]
+    dtype: str
+
+
+@dataclass(slots=True, eq=False)
+class Scope:
+    """State of emitting one tile."""
+
+    loops: Loops
+    regions: dict[int, Region]
+    places: dict[int, Place] = field(default_factory=dict)
+    allocated: list[tirx.Stmt] = field(default_factory=list)
+
+    def region(self, axis: Axis) -> Region:
+        """The part of an axis of a stage that belongs to the tile."""
+        found = self.regions.get(hash(axis.var))
+        if found is None:
+            extent = convert(axis.extent, self.loops.dtype)
+            found = Region(self.loops.imm(0), extent, extent)
+        return found
+
+    def allocate(self, name: str, shape: list[Expr | int], dtype: str) -> Var:
+        """A buffer of the tile's own."""
+        extents = [self.loops.imm(s) if isinstance(s, int) else s for s in shape]
+        buffer = new_buffer(name, extents, dtype)
+        self.allocated.append(tirx.AllocBuffer(buffer))
+        return buffer
+
+    def keep_local(self, stage: Stage, buffer: Var) -> None:
+        """Keep a stage's output for this tile only."""
+        regions = [self.region(a) for a in stage.axes]
+        local = self.allocate(buffer.name, [r.full for r in regions], dtype_of(buffer))
+
+        def index(indices: list[Expr]) -> list[Expr]:
+            return [
+                self.loops.simplify(convert(i, self.loops.dtype) - r.base)
+                for i, r in zip(indices, regions, strict=True)
+            ]
+
+        self.places[hash(buffer)] = Place(local, index, dtype_of(buffer))
+
+    def place(self, buffer: Var) -> Place:
+        """Where `buffer` is kept."""
+        found = self.places.get(hash(buffer))
+        return found or Place(buffer, lambda indices: indices, dtype_of(buffer))
+
+    def store(self, buffer: Var, value: Expr, indices: list[Expr]) -> tirx.Stmt:
+        """Store an element of `buffer`."""
+        place = self.place(buffer)
+        value = convert(value, dtype_of(place.buffer))
+        return tirx.BufferStore(place.buffer, value, place.index(indices))
+
+
+def new_buffer(name: str, shape: list[Expr], dtype: str) -> Var:
+    """A temporary buffer: on the stack if it is small."""
+    size = bytes_of(dtype)
+    for extent in shape:
+        value = number(extent)
+        size = MOST_STACK_BYTES + 1 if value is None else size * int(value)
+    scope = "local" if size <= MOST_STACK_BYTES else "global"
+    return tirx.decl_buffer(shape, dtype, name, scope=scope)
+
+
+class Resolve:
+    """Final form of a stage's expressions: loop variables, places, simple indices, no library calls.
+
+    Shared parts and the steps of a function become bindings in `ops`, except under a condition.
+
+    Parameters
+    ----------
+    env : dict
+        Values of variables, by hash.
+    known : dict
+        Values of buffers at the same point, by hash.
+    ops : list of Stmt
+        Where bindings are appended.
+    """
+
+    def __init__(
+        self,
+        scope: Scope,
+        env: dict[int, Expr],
+        known: dict[int, Expr],
+        ops: list[tirx.Stmt],
+    ) -> None:
+        self.scope = scope
+        self.env = env
+        self.known = known
+        self.ops = ops
+        self._done: dict[int, tuple[Expr, Expr]] = {}
+        self._guards = 0
+
+    def __call__(self, expr: Expr) -> Expr:
+        if self._guards:
+            return self._visit(expr)
+        found = self._done.get(hash(expr))
+        if found is None:
+            found = self._done[hash(expr)] = (expr, self._visit(expr))
+        return found[1]
+
+    def bind(self, name: str, value: Expr) -> Expr:
+        """Bind a value to a fresh variable, unless it is one."""
+        if isinstance(value, LEAVES):
+            return value
+        var = Var(name, PrimType(dtype_of(value)))
+        self.ops.append(tirx.Bind(var, value))
+        return var
+
+    def _visit(self, expr: Expr) -> Expr:
+        if isinstance(expr, Var):
+            return self.env.get(hash(expr), expr)
+        if isinstance(expr, TensorLoad):
+            return self._load(expr)
+        if isinstance(expr, Let):
+            return self._let(expr)
+        if isinstance(expr, (*BINARY, *UNARY)) and is_index(expr):
+            return self.scope.loops.simplify(rebuild(expr, self))
+        if is_conditional(expr):
+            return self._conditional(expr)
+        lowered = lower_call(rebuild(expr, self))
+        return lowered if self._guards else self._flat(lowered)
+
+    def _load(self, load: TensorLoad) -> Expr:
+        if hash(load.source) in self.known:
+            return convert(self.known[hash(load.source)], dtype_of(load.source))
+        place = self.scope.place(load.source)
+        indices = [self.scope.loops.simplify(self(i)) for i in load.indices]
+        return convert(tirx.BufferLoad(place.buffer, place.index(indices)), place.dtype)
+
+    def _let(self, expr: Let) -> Expr:
+        value = self(expr.value)
+        if not self._guards:
+            self.env[hash(expr.var)] = self.bind(expr.var.name, value)
+            return self(expr.body)
+        var = self.env[hash(expr.var)] = Var(expr.var.name, PrimType(dtype_of(value)))
+        return Let(var, value, self(expr.body))
+
+    def _conditional(self, expr: Expr) -> Expr:
+        condition, yes, no = branches(expr)
+        condition = self(condition)
+        known = number(condition)
+        if known is not None:
+            return self(yes if known else no)
+        if can_speculate(yes) and can_speculate(no):
+            return tirx.Select(condition, self(yes), self(no))
+        self._guards += 1
+        yes, no = self(yes), self(no)
+        self._guards -= 1
+        return tirx.if_then_else(condition, yes, no)
+
+    def _flat(self, expr: Expr) -> Expr:
+        """`expr` with its Let expressions turned into bindings."""
+        if isinstance(expr, Let):
+            self.ops.append(tirx.Bind(expr.var, self._flat(expr.value)))
+            return self._flat(expr.body)
+        if isinstance(expr, TensorLoad | Var) or not any(isinstance(e, Let) for e in nodes(expr)):
+            return expr
+        return rebuild(expr, self._flat)

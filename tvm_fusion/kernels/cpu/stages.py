@@ -1,0 +1,403 @@
+"""A fused s_tir PrimFunc as a list of stages: each computes one buffer, point by point.
+
+for i, k in T.grid(M, K):                    Stage(buffers=(S,), axes=(i < M,), reduced=(k < K,),
+    with T.sblock("sum"):            ->            values=(A[i, k],), kind=Kind.SUM,
+        S[vi] = S[vi] + A[vi, vk]                  initial=(0.0,))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import tvm
+from tvm import s_tir, tirx
+from tvm.ir import Expr, TensorLoad, Var
+
+from ...errors import Unsupported
+from ..expr import HALF_DTYPES, constant, dtype_of, number, same, widened
+from .precision import Widen, round_constant
+from .rewrite import Rewriter, SimplifyIndices, Substitute, free_variables, loads, rebuild
+
+SPATIAL, REDUCTION = 0, 2
+
+
+class Kind(Enum):
+    """How a reduction combines; UPDATE is any other recurrence, in the order of its axes."""
+
+    SUM = "sum"
+    PROD = "prod"
+    MAX = "max"
+    MIN = "min"
+    ALL = "all"
+    ANY = "any"
+    UPDATE = "update"
+
+
+COMBINES = {
+    tirx.Add: Kind.SUM,
+    tirx.Mul: Kind.PROD,
+    tirx.Max: Kind.MAX,
+    tirx.Min: Kind.MIN,
+    tirx.And: Kind.ALL,
+    tirx.Or: Kind.ANY,
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Axis:
+    """One iteration axis, from 0 to `extent`."""
+
+    var: Var
+    extent: Expr
+
+    @property
+    def size(self) -> int | None:
+        """The extent, if it is known at compile time."""
+        return number(self.extent)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """``buffer[axes] = value``, or the reduction of `values` over `reduced`.
+
+    Attributes
+    ----------
+    name : str
+    buffers : tuple of Var
+        What is written: one buffer, or several for a recurrence over several values.
+    axes : tuple of Axis
+        One an output dimension, in order. Axes of extent 1 do not occur in expressions.
+    reduced : tuple of Axis
+    binds : tuple of (Var, Expr)
+        Values computed at each point before `values`, in order.
+    values : tuple of Expr
+        One a buffer: the element; the term of a reduction; the next state of a recurrence.
+    kind : Kind or None
+        None without a reduction.
+    initial : tuple of Expr
+        The state that a reduction starts from.
+    carries : tuple of Var
+        The state's variables in `values` of a recurrence.
+    """
+
+    name: str
+    buffers: tuple[Var, ...]
+    axes: tuple[Axis, ...]
+    reduced: tuple[Axis, ...]
+    values: tuple[Expr, ...]
+    kind: Kind | None = None
+    initial: tuple[Expr, ...] = ()
+    carries: tuple[Var, ...] = ()
+    binds: tuple[tuple[Var, Expr], ...] = ()
+
+    @property
+    def buffer(self) -> Var:
+        """The only buffer written."""
+        return self.buffers[0]
+
+    @property
+    def domain(self) -> tuple[Axis, ...]:
+        """All axes longer than 1: those of the output, then the reduced ones."""
+        return tuple(a for a in (*self.axes, *self.reduced) if a.size != 1)
+
+    def expressions(self) -> list[Expr]:
+        """Everything that is evaluated at each point."""
+        return [value for _, value in self.binds] + list(self.values)
+
+    def reads(self) -> list[TensorLoad]:
+        """All loads."""
+        return loads(*self.expressions())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Graph:
+    """Stages in an order that respects their reads; `params` are the function's parameters."""
+
+    params: tuple[Var, ...]
+    stages: tuple[Stage, ...]
+
+    def is_param(self, buffer: Var) -> bool:
+        """Whether the buffer belongs to the caller."""
+        return any(buffer.same_as(p) for p in self.params)
+
+    def producers(self) -> dict[int, Stage]:
+        """The stage that writes each buffer, by the buffer's hash."""
+        return {hash(b): s for s in self.stages for b in s.buffers}
+
+
+def read_graph(func: tirx.PrimFunc, exact: bool) -> Graph:
+    """Read `func`.
+
+    Raises
+    ------
+    Unsupported
+        Where a statement is no block of a tensor expression: loops inside of blocks, external
+        calls, scatters, in-place updates, strided views.
+    """
+    params = tuple(func.params)
+    for p in params:
+        if isinstance(p.ty, tirx.BufferType):
+            _check_compact(p)
+    raw: list[Stage] = []
+    _collect(func.body, {}, raw)
+    written = [b for s in raw for b in s.buffers]
+    if len({hash(b) for b in written}) != len(written):
+        raise Unsupported("a buffer is written twice")
+    stored = {}
+    if not exact:
+        is_param = {hash(p) for p in params}
+        stored = {
+            hash(b): tirx.decl_buffer(list(b.ty.shape), widened(dtype_of(b)), b.name)
+            for b in written
+            if hash(b) not in is_param and dtype_of(b) in HALF_DTYPES
+        }
+    stages = []
+    for s in raw:
+        stages.extend(_split(_simplified(_lowered(s, exact, stored))))
+    _check_order(params, stages)
+    return Graph(params, tuple(stages))
+
+
+def simplified(stage: Stage) -> Stage:
+    """`stage` with simplified indices and conditions."""
+    return _simplified(stage)
+
+
+def analyzer_of(axes: tuple[Axis, ...]) -> tvm.sym.Analyzer:
+    """An analyzer that knows the ranges of the axes."""
+    analyzer = tvm.sym.Analyzer()
+    for axis in axes:
+        zero = constant(0, dtype_of(axis.extent))
+        analyzer.bind(axis.var, tvm.ir.Range.from_min_extent(zero, axis.extent))
+    return analyzer
+
+
+def _check_compact(buffer: Var) -> None:
+    if len(buffer.ty.strides or ()) or number(buffer.ty.elem_offset) not in (None, 0):
+        raise Unsupported(f"{buffer.name} is a strided view")
+
+
+def _collect(stmt: tirx.Stmt, extents: dict[int, Expr], out: list[Stage]) -> None:
+    """Append the stages of a statement; `extents` are those of the loops around it."""
+    if isinstance(stmt, tirx.SeqStmt):
+        for s in stmt.seq:
+            _collect(s, extents, out)
+    elif isinstance(stmt, tirx.For):
+        if number(stmt.min) != 0 or stmt.thread_binding is not None:
+            raise Unsupported(f"loop {stmt.loop_var} is scheduled already")
+        _collect(stmt.body, {**extents, hash(stmt.loop_var): stmt.extent}, out)
+    elif isinstance(stmt, s_tir.SBlockRealize):
+        if _holds_blocks(stmt.block.body):
+            _collect(stmt.block.body, extents, out)
+        else:
+            out.append(_stage(stmt, extents))
+    else:
+        raise Unsupported(f"a statement of type {type(stmt).__name__} outside of a block")
+
+
+def _holds_blocks(stmt: tirx.Stmt) -> bool:
+    if isinstance(stmt, tirx.SeqStmt):
+        return any(_holds_blocks(s) for s in stmt.seq)
+    return isinstance(stmt, tirx.For | s_tir.SBlockRealize)
+
+
+def _stage(realize: s_tir.SBlockRealize, extents: dict[int, Expr]) -> Stage:
+    block = realize.block
+    if number(realize.predicate) != 1 or block.match_buffers:
+        raise Unsupported(f"block {block.name_hint} has a predicate or matched buffers")
+    _check_bindings(realize, extents)
+    ones = {}
+    reduced: list[Axis] = []
+    spatial: dict[int, Axis] = {}
+    for iv in block.iter_vars:
+        if int(iv.iter_type) not in (SPATIAL, REDUCTION) or number(iv.dom.min) != 0:
+            raise Unsupported(f"axis {iv.var} of block {block.name_hint}")
+        axis = Axis(iv.var, iv.dom.extent)
+        if axis.size == 1:
+            ones[hash(iv.var)] = constant(0, dtype_of(iv.var))
+        if int(iv.iter_type) == REDUCTION:
+            reduced.append(axis)
+        else:
+            spatial[hash(iv.var)] = axis
+    stores, binds = _stores(block.body, block.name_hint)
+    inline = Substitute({**ones, **binds})
+    axes = _axes_of(stores[0], spatial, block.name_hint)
+    for s in stores:
+        if not all(same(a, b) for a, b in zip(s.indices, stores[0].indices, strict=True)):
+            raise Unsupported(f"block {block.name_hint} stores at several places")
+    buffers = tuple(s.buffer for s in stores)
+    values = tuple(inline(s.value) for s in stores)
+    stage = Stage(block.name_hint, buffers, axes, tuple(a for a in reduced if a.size != 1), values)
+    if not reduced:
+        if block.init is not None:
+            raise Unsupported(f"block {block.name_hint} has an initial value and no reduction")
+        return _own_reads_refused(stage)
+    return _reduction(stage, block.init)
+
+
+def _check_bindings(realize: s_tir.SBlockRealize, extents: dict[int, Expr]) -> None:
+    """Each axis runs over a loop of its own, from end to end."""
+    free = dict(extents)
+    for iv, value in zip(realize.block.iter_vars, realize.iter_values, strict=True):
+        if number(value) == 0 and number(iv.dom.extent) == 1:
+            continue
+        extent = free.pop(hash(value), None) if isinstance(value, Var) else None
+        if extent is None or not same(extent, iv.dom.extent):
+            raise Unsupported(f"axis {iv.var} is bound to {value}")
+    if any(number(e) != 1 for e in free.values()):
+        raise Unsupported(f"block {realize.block.name_hint} is repeated by a loop")
+
+
+def _stores(body: tirx.Stmt, name: str) -> tuple[list[tirx.BufferStore], dict[int, Expr]]:
+    """The stores of a block, and its bindings with earlier ones inlined."""
+    stores: list[tirx.BufferStore] = []
+    binds: dict[int, Expr] = {}
+    for s in body.seq if isinstance(body, tirx.SeqStmt) else [body]:
+        if isinstance(s, tirx.Bind) and not stores:
+            binds[hash(s.var)] = Substitute(dict(binds))(s.value)
+        elif isinstance(s, tirx.BufferStore):
+            stores.append(s)
+        else:
+            raise Unsupported(f"a statement of type {type(s).__name__} in block {name}")
+    return stores, binds
+
+
+def _axes_of(store: tirx.BufferStore, spatial: dict[int, Axis], name: str) -> tuple[Axis, ...]:
+    """The axis of each dimension of a store; every spatial axis has to be among them."""
+    left = {k: a for k, a in spatial.items() if a.size != 1}
+    axes = []
+    for index, extent in zip(store.indices, store.buffer.ty.shape, strict=True):
+        if isinstance(index, Var) and hash(index) in left:
+            axis = left.pop(hash(index))
+            if not same(axis.extent, extent):
+                raise Unsupported(f"block {name} writes a part of {store.buffer.name}")
+            axes.append(axis)
+        elif number(extent) == 1:
+            axes.append(Axis(Var("one", index.ty), constant(1, dtype_of(index))))
+        else:
+            raise Unsupported(f"block {name} stores at [{index}]")
+    if left:
+        raise Unsupported(f"block {name} has an axis that its output lacks")
+    return tuple(axes)
+
+
+def _own_reads_refused(stage: Stage) -> Stage:
+    for load in stage.reads():
+        if any(load.source.same_as(b) for b in stage.buffers):
+            raise Unsupported(f"block {stage.name} updates {load.source.name} in place")
+    return stage
+
+
+def _reduction(stage: Stage, init: tirx.Stmt | None) -> Stage:
+    """Fill in the kind of a reduction, with the loads of its own state taken out."""
+    if init is None:
+        raise Unsupported(f"block {stage.name} reduces without an initial value")
+    starts = {hash(s.buffer): s.value for s in _stores(init, stage.name)[0]}
+    if set(starts) != {hash(b) for b in stage.buffers}:
+        raise Unsupported(f"block {stage.name} initialises other buffers than it reduces")
+    initial = tuple(starts[hash(b)] for b in stage.buffers)
+    if any(loads(v) for v in initial):
+        raise Unsupported(f"block {stage.name} starts from a loaded value")
+    carries = tuple(Var(f"{b.name}_state", tvm.ir.PrimType(dtype_of(b))) for b in stage.buffers)
+    state = _ReadState(stage.buffers, carries)
+    values = tuple(state(v) for v in stage.values)
+    stage = replace(stage, values=values, initial=initial, carries=carries, kind=Kind.UPDATE)
+    return _own_reads_refused(stage)
+
+
+class _ReadState(Rewriter):
+    """Replaces loads of the reduced buffers by variables."""
+
+    def __init__(self, buffers: tuple[Var, ...], carries: tuple[Var, ...]) -> None:
+        super().__init__()
+        self.carry_of = {hash(b): c for b, c in zip(buffers, carries, strict=True)}
+
+    def visit(self, expr: Expr) -> Expr:
+        if isinstance(expr, TensorLoad) and hash(expr.source) in self.carry_of:
+            return self.carry_of[hash(expr.source)]
+        return rebuild(expr, self)
+
+
+def _lowered(stage: Stage, exact: bool, stored: dict[int, Var]) -> Stage:
+    """`stage` with 16-bit arithmetic widened; a reduction runs in float32 in either mode."""
+    wide_carries = tuple(Var(c.name, tvm.ir.PrimType(widened(dtype_of(c)))) for c in stage.carries)
+    state = {hash(c): w for c, w in zip(stage.carries, wide_carries, strict=True)}
+    widen = _WidenState(exact and stage.kind is None, stored, state)
+    initial = []
+    for value in stage.initial:
+        if isinstance(value, tirx.FloatImm) and dtype_of(value) in HALF_DTYPES:
+            value = constant(round_constant(float(value.value), dtype_of(value)), "float32")
+        initial.append(widen(value))
+    return replace(
+        stage,
+        buffers=tuple(stored.get(hash(b), b) for b in stage.buffers),
+        values=tuple(widen(v) for v in stage.values),
+        initial=tuple(initial),
+        carries=wide_carries,
+    )
+
+
+class _WidenState(Widen):
+    """Widen, with the variables of a recurrence's state replaced by wide ones."""
+
+    def __init__(self, exact: bool, stored: dict[int, Var], state: dict[int, Var]) -> None:
+        super().__init__(exact, stored)
+        self.state = state
+
+    def visit(self, expr: Expr) -> Expr:
+        if hash(expr) in self.state:
+            return self.state[hash(expr)]
+        return super().visit(expr)
+
+
+def _simplified(stage: Stage) -> Stage:
+    simplify = SimplifyIndices(analyzer_of(stage.domain))
+    return replace(
+        stage,
+        binds=tuple((v, simplify(e)) for v, e in stage.binds),
+        values=tuple(simplify(v) for v in stage.values),
+    )
+
+
+def _split(stage: Stage) -> list[Stage]:
+    """Recognise the simple reductions; independent ones of one block become stages of their own."""
+    if stage.kind is None:
+        return [stage]
+    terms = [_term(v, c, stage.carries) for v, c in zip(stage.values, stage.carries, strict=True)]
+    if any(t is None for t in terms):
+        return [stage]
+    return [
+        replace(
+            stage,
+            buffers=(buffer,),
+            values=(term,),
+            kind=kind,
+            initial=(initial,),
+            carries=(),
+        )
+        for buffer, (kind, term), initial in zip(stage.buffers, terms, stage.initial, strict=True)
+    ]
+
+
+def _term(value: Expr, carry: Var, carries: tuple[Var, ...]) -> tuple[Kind, Expr] | None:
+    """The kind and the term of ``carry = combine(carry, term)``."""
+    kind = COMBINES.get(type(value))
+    if kind is None:
+        return None
+    left, right = value.a.same_as(carry), value.b.same_as(carry)
+    term = value.b if left else value.a
+    if left == right or any(hash(c) in free_variables(term) for c in carries):
+        return None
+    return kind, term
+
+
+def _check_order(params: tuple[Var, ...], stages: list[Stage]) -> None:
+    """Every buffer is a parameter or written before it is read."""
+    written = {hash(b) for s in stages for b in s.buffers}
+    known = {hash(p) for p in params} - written
+    for s in stages:
+        for load in s.reads():
+            if hash(load.source) not in known:
+                raise Unsupported(f"{load.source.name} is read before it is written")
+        known.update(hash(b) for b in s.buffers)

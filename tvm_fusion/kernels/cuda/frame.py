@@ -1,0 +1,88 @@
+"""The shell of a generated kernel: parameters, launch shape, flat views, attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from tvm import tirx
+from tvm.ir import Expr, Var
+from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script.builder import ir as B
+
+from ...errors import Unsupported
+from ..expr import convert
+from ..program import Extent, Program
+
+GRID_LIMIT = 2**31 - 1
+OPAQUE = 8
+"""Pattern kind that keeps other passes from fusing a finished kernel into something else."""
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """What the body of a kernel starts from.
+
+    Attributes
+    ----------
+    buffers : flat view of each parameter (None for numbers passed by value).
+    numbers : the new variables of numbers passed by value, by the program's.
+    block, thread, rank : index in the grid (of clusters), in the block, and in the cluster.
+    func : the finished PrimFunc, once the frame is closed.
+    """
+
+    buffers: list[Var | None] = field(default_factory=list)
+    numbers: dict[Var, Expr] = field(default_factory=dict)
+    block: Expr | None = None
+    thread: Expr | None = None
+    rank: Expr | None = None
+    func: tirx.PrimFunc | None = None
+
+
+@contextmanager
+def kernel_frame(program: Program, grid: Extent, threads: int, cluster: int = 1) -> Iterator[Frame]:
+    """Opens a TIRx kernel with the parameters of `program`; `grid` counts clusters."""
+    if isinstance(grid, int) and grid * cluster > GRID_LIMIT:
+        raise Unsupported(f"a grid of {grid * cluster} blocks")
+    frame = Frame()
+    with IRBuilder() as builder:
+        with B.prim_func():
+            T.func_name("main")
+            args = [_declare(param, frame) for param in program.params]
+            T.func_attr({"tirx.noalias": True})
+            T.device_entry()
+            blocks = grid * cluster
+            block = T.cta_id([blocks if isinstance(blocks, int) else convert(blocks, "int32")])
+            frame.rank = T.cta_id_in_cluster([cluster]) if cluster > 1 else None
+            frame.thread = T.thread_id([threads])
+            frame.block = T.Bind(tirx.Div(block, tirx.IntImm("int32", cluster))) if cluster > 1 else block
+            for param, arg in zip(program.params, args, strict=True):
+                frame.buffers.append(None if param.shape is None else _flat(param, arg))
+            yield frame
+    frame.func = _finish(builder.get(), program)
+
+
+def _declare(param, frame: Frame) -> Var:
+    if param.shape is not None:
+        return T.arg(param.name, T.buffer(param.shape, param.dtype))
+    arg = T.arg(param.name, getattr(T, param.dtype)())
+    frame.numbers[param.var] = arg
+    return arg
+
+
+def _flat(param, arg: Var) -> Var:
+    return T.decl_buffer((param.elements,), param.dtype, data=arg.data)
+
+
+def _finish(func: tirx.PrimFunc, program: Program) -> tirx.PrimFunc:
+    func = func.with_attr(
+        {
+            "tirx.is_scheduled": True,
+            "tirx.noalias": True,
+            "op_pattern": OPAQUE,
+            "tvm_fusion.tirx": True,
+        }
+    )
+    return func if program.name is None else func.with_attr("global_symbol", program.name)

@@ -1,0 +1,34 @@
+"""Pairs of halves in 32-bit words: taking apart, loading, storing."""
+
+from __future__ import annotations
+
+from tvm.ir import Expr
+
+from .intrinsics import device_call
+
+_TAKE_APART = {
+    ("float16", 0): "return __low2float(*reinterpret_cast<__half2*>(&u));",
+    ("float16", 1): "return __high2float(*reinterpret_cast<__half2*>(&u));",
+    ("bfloat16", 0): "return __uint_as_float(u << 16);",
+    ("bfloat16", 1): "return __uint_as_float(u & 0xffff0000u);",
+}
+
+
+def low_half(dtype: str, word: Expr) -> Expr:
+    """The first half of a pair, as a float32."""
+    return device_call("float32", f"low_{dtype}", "unsigned u", _TAKE_APART[dtype, 0], word)
+
+
+def high_half(dtype: str, word: Expr) -> Expr:
+    """The second half of a pair, as a float32."""
+    return device_call("float32", f"high_{dtype}", "unsigned u", _TAKE_APART[dtype, 1], word)
+
+
+def load_word(place: Expr) -> Expr:
+    """The aligned 32-bit word at `place`, which nothing writes during the kernel."""
+    return device_call("uint32", "load_word", "const void* p", "return __ldg((const unsigned*)p);", place)
+
+
+def store_word(place: Expr, word: Expr) -> Expr:
+    """Stores a 32-bit word at the aligned `place`."""
+    return device_call("void", "store_word", "void* p, unsigned v", "*(unsigned*)p = v;", place, word)

@@ -1,0 +1,187 @@
+"""Device functions that generated kernels call: approximate math, packing, clusters, bulk copies.
+
+Each is `__device__` source that goes into the CUDA module once. `tests/cuda_on_cpu.py` has a stand-in for
+every one that holds inline assembly.
+"""
+
+from __future__ import annotations
+
+
+
+from tvm.ir import Expr
+from tvm.script import tirx as T
+
+PREFIX = "tvmf_"
+
+
+def device_call(result: str, name: str, arguments: str, body: str, *args: Expr) -> Expr:
+    """Call of the device function ``result name(arguments) { body }``."""
+    ctype = {"float32": "float", "uint32": "unsigned", "void": "void"}[result]
+    name = PREFIX + name
+    source = f"__device__ __forceinline__ {ctype} {name}({arguments}) {{ {body} }}"
+    return T.cuda.func_call(name, *args, source_code=source, return_type=result)
+
+
+# ---- math on float32
+
+
+def _approximate(name: str, instruction: str, x: Expr) -> Expr:
+    body = f'float r; asm("{instruction} %0, %1;" : "=f"(r) : "f"(x)); return r;'
+    return device_call("float32", name, "float x", body, x)
+
+
+def ex2(x: Expr) -> Expr:
+    """2 to the power of `x`, 2 ulp."""
+    return _approximate("ex2", "ex2.approx.ftz.f32", x)
+
+
+def rcp(x: Expr) -> Expr:
+    """1 / `x`, 1 ulp, without the branch that `__frcp_rn` has."""
+    return _approximate("rcp", "rcp.approx.ftz.f32", x)
+
+
+def fma(a: Expr, b: Expr, c: Expr) -> Expr:
+    """``a * b + c``, rounded once."""
+    return device_call("float32", "fma", "float a, float b, float c", "return fmaf(a, b, c);", a, b, c)
+
+
+def tanh(x: Expr) -> Expr:
+    """Hyperbolic tangent, absolute error 2e-7.
+
+    What `tanhf` becomes under fast math (tanh.approx.f32) is off by 5e-4.
+    """
+    body = (
+        "float t; "
+        'asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(t) : "f"(-2.8853900817779268f * fabsf(x))); '
+        "return copysignf(__fdividef(1.0f - t, 1.0f + t), x);"
+    )
+    return device_call("float32", "tanh", "float x", body, x)
+
+
+# Turns are taken off in three steps (Cody-Waite), so that large angles keep their precision: what `sinf`
+# becomes under fast math loses |x| * 1e-7.
+_TURNS = (
+    "float k = rintf(x * 0.15915494309189535f); "
+    "x = fmaf(-k, 6.28125f, x); x = fmaf(-k, 1.9340515136718750e-3f, x); "
+    "x = fmaf(-k, 1.2556659146e-6f, x); "
+)
+
+
+def sin(x: Expr) -> Expr:
+    """Sine, absolute error 1e-6 for angles up to 1e5."""
+    return device_call("float32", "sin", "float x", _TURNS + "return __sinf(x);", x)
+
+
+def cos(x: Expr) -> Expr:
+    """Cosine, absolute error 1e-6 for angles up to 1e5."""
+    return device_call("float32", "cos", "float x", _TURNS + "return __cosf(x);", x)
+
+
+def power(x: Expr, y: Expr) -> Expr:
+    """`x` to the power `y`; negative `x` with whole `y` allowed, which fast-math `powf` turns into NaN."""
+    body = (
+        "float r = exp2f(y * log2f(fabsf(x))); if (y == 0.0f) r = 1.0f; "
+        "if (x >= 0.0f) return r; float h = 0.5f * y; "
+        "return rintf(y) != y ? nanf(\"\") : rintf(h) == h ? r : -r;"
+    )
+    return device_call("float32", "pow", "float x, float y", body, x, y)
+
+
+def pack_halves(dtype: str, low: Expr, high: Expr) -> Expr:
+    """Two float32 rounded to half precision, in one 32-bit register."""
+    kind = {"float16": "f16x2", "bfloat16": "bf16x2"}[dtype]
+    body = (
+        f'unsigned r; asm("cvt.rn.{kind}.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r;'
+    )
+    return device_call("uint32", f"pack_{kind}", "float low, float high", body, low, high)
+
+
+# ---- thread block clusters
+
+
+def cluster_arrive() -> Expr:
+    """First half of a cluster barrier, at the start of the kernel."""
+    body = 'asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");'
+    return device_call("void", "cluster_arrive", "", body)
+
+
+def cluster_wait() -> Expr:
+    """Second half, before the first remote store: by then every block of the cluster runs."""
+    body = 'asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");'
+    return device_call("void", "cluster_wait", "", body)
+
+
+def cluster_sync() -> Expr:
+    """Barrier over all threads of the cluster."""
+    body = (
+        'asm volatile("barrier.cluster.arrive.release.aligned;\\n'
+        'barrier.cluster.wait.acquire.aligned;" ::: "memory");'
+    )
+    return device_call("void", "cluster_sync", "", body)
+
+
+def cluster_store(place: Expr, value: Expr, rank: Expr) -> Expr:
+    """Stores a float32 at the same shared-memory `place` of the cluster's block `rank`."""
+    body = (
+        "unsigned a = (unsigned)__cvta_generic_to_shared(p), r; "
+        'asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(rank)); '
+        'asm volatile("st.shared::cluster.f32 [%0], %1;" :: "r"(r), "f"(v) : "memory");'
+    )
+    arguments = "void* p, float v, int rank"
+    return device_call("void", "cluster_store", arguments, body, place, value, rank)
+
+
+# ---- bulk copies and their barriers
+
+
+def barrier_init(barrier: Expr) -> Expr:
+    """A barrier that one arrival completes."""
+    body = (
+        'asm volatile("mbarrier.init.shared.b64 [%0], 1;" '
+        ':: "r"((unsigned)__cvta_generic_to_shared(p)) : "memory");'
+    )
+    return device_call("void", "barrier_init", "void* p", body, barrier)
+
+
+def barrier_fence() -> Expr:
+    """Makes initialised barriers visible to bulk copies."""
+    body = (
+        'asm volatile("fence.mbarrier_init.release.cluster;\\n'
+        'fence.proxy.async.shared::cta;" ::: "memory");'
+    )
+    return device_call("void", "barrier_fence", "", body)
+
+
+def barrier_expect(barrier: Expr, size: int) -> Expr:
+    """Arrives at `barrier`, which then waits for `size` bytes."""
+    body = (
+        'asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" '
+        ':: "r"((unsigned)__cvta_generic_to_shared(p)), "r"(n) : "memory");'
+    )
+    arguments = "void* p, unsigned n"
+    return device_call("void", "barrier_expect", arguments, body, barrier, T.uint32(size))
+
+
+def barrier_wait(barrier: Expr, parity: Expr) -> Expr:
+    """Waits until the phase of `parity` is complete."""
+    body = (
+        "unsigned a = (unsigned)__cvta_generic_to_shared(p), ok; "
+        'do { asm volatile("{ .reg .pred q; mbarrier.try_wait.parity.shared.b64 q, [%1], %2; '
+        'selp.u32 %0, 1, 0, q; }" : "=r"(ok) : "r"(a), "r"(parity) : "memory"); } while (!ok);'
+    )
+    return device_call("void", "barrier_wait", "void* p, int parity", body, barrier, parity)
+
+
+def bulk_copy(target: Expr, source: Expr, size: int, barrier: Expr) -> Expr:
+    """Global to shared memory, `size` bytes (a multiple of 16), counted by `barrier`."""
+    body = (
+        'asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes '
+        '[%0], [%1], %2, [%3];" :: "r"((unsigned)__cvta_generic_to_shared(d)), "l"(s), "r"(n), '
+        '"r"((unsigned)__cvta_generic_to_shared(b)) : "memory");'
+    )
+    arguments = "void* d, const void* s, unsigned n, void* b"
+    return device_call(
+        "void", "bulk_copy", arguments, body, target, source, T.uint32(size), barrier
+    )
+
+

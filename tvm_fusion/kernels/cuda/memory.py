@@ -1,0 +1,74 @@
+"""Wide copies between global memory, shared memory and register arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm.ir import Expr
+from tvm.script import tirx as T
+
+from .intrinsics import device_call
+
+Place = Callable[[int], Expr]
+"""Address of what lies a number of bytes behind a fixed start."""
+
+WIDEST = 16
+"""Bytes of the widest load and store (LDG.128)."""
+
+_WORD = {1: "unsigned char", 2: "unsigned short", 4: "unsigned", 8: "uint2", 16: "uint4"}
+_PTX = {
+    1: ("unsigned short", "u8", '"=h"(r)', "%0", "%1"),
+    2: ("unsigned short", "u16", '"=h"(r)', "%0", "%1"),
+    4: ("unsigned", "u32", '"=r"(r)', "%0", "%1"),
+    8: ("uint2", "v2.u32", '"=r"(r.x), "=r"(r.y)', "{%0,%1}", "%2"),
+    16: (
+        "uint4",
+        "v4.u32",
+        '"=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)',
+        "{%0,%1,%2,%3}",
+        "%4",
+    ),
+}
+_LOAD = {
+    "nc": "ld.global.nc",
+    "cs": "ld.global.cs",
+    "na": "ld.global.nc.L1::no_allocate",
+    "again": "ld.global.nc",
+}
+"""Instruction of each load hint; "again" is volatile: not hoisted out of a loop over rows."""
+
+
+def copy_in(target: Place, source: Place, size: int, piece: int, hint: str = "nc") -> None:
+    """`size` bytes from global memory to registers, `piece` bytes an access."""
+    for start in range(0, size, piece):
+        ctype, suffix, outputs, names, address = _PTX[piece]
+        volatile = " volatile" if hint == "again" else ""
+        body = (
+            f'{ctype} r; asm{volatile}("{_LOAD[hint]}.{suffix} {names}, [{address}];" '
+            f': {outputs} : "l"(s)); *({_WORD[piece]}*)d = ({_WORD[piece]})r;'
+        )
+        name = f"load{piece}_{hint}"
+        arguments = "void* d, const void* s"
+        T.evaluate(device_call("void", name, arguments, body, target(start), source(start)))
+
+
+def copy_out(target: Place, source: Place, size: int, piece: int, hint: str = "wb") -> None:
+    """`size` bytes from registers to global memory, `piece` bytes an access."""
+    word = _WORD[piece]
+    store = f"__stcs(({word}*)d, *(const {word}*)s);"
+    body = store if hint == "cs" else f"*({word}*)d = *(const {word}*)s;"
+    for start in range(0, size, piece):
+        name = f"store{piece}_{hint}"
+        arguments = "void* d, const void* s"
+        T.evaluate(device_call("void", name, arguments, body, target(start), source(start)))
+
+
+def copy_registers(target: Place, source: Place, size: int) -> None:
+    """`size` bytes between register arrays, or from shared memory; 16-byte alignment where size allows."""
+    piece = next(width for width in (16, 8, 4, 2, 1) if size % width == 0)
+    word = _WORD[piece]
+    body = f"*({word}*)d = *(const {word}*)s;"
+    for start in range(0, size, piece):
+        arguments = "void* d, const void* s"
+        call = device_call("void", f"move{piece}", arguments, body, target(start), source(start))
+        T.evaluate(call)

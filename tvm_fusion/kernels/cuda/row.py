@@ -1,0 +1,89 @@
+"""Row kernels: reductions over the columns with pointwise work before, between and after, in one launch."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from ...errors import Unsupported
+from ..expr import constant
+from ..narrow import narrow_indices
+from ..online import merge_online
+from ..program import Extent, Program
+from .frame import kernel_frame
+from .row_bulk import BulkRows
+from .row_config import Form, RowConfig, has_clusters, row_configs
+from .row_exchange import WARP
+from .row_loop import LoopRows
+from .row_registers import RegisterRows
+
+if TYPE_CHECKING:
+    from ...config import HardwareProfile
+
+__all__ = ["RowConfig", "emit_row", "row_configs"]
+
+
+def emit_row(program: Program, config: RowConfig, hw: HardwareProfile) -> tirx.PrimFunc:
+    """The TIRx kernel of a program with reductions.
+
+    Parameters
+    ----------
+    program : with at least one reduction; its rows may be symbolic, its columns not.
+    config : one of `row_configs(program, hw)`, or any that its docstring allows.
+
+    Raises
+    ------
+    Unsupported
+        Where the configuration does not suit the program or the device.
+    """
+    _check(program, config, hw)
+    program = narrow_indices(program)
+    if config.online and (config.form is Form.LOOP or config.threads * config.cluster > WARP):
+        program = merge_online(program)
+    clusters, turns = _grid(program, config, hw)
+    with kernel_frame(program, clusters, config.threads * config.rows, config.cluster) as frame:
+        with _launch_bounds(config):
+            if config.form is Form.LOOP:
+                LoopRows(program, config, frame).emit()
+            elif config.form is Form.BULK:
+                BulkRows(program, config, frame).emit_turns(clusters, turns)
+            else:
+                RegisterRows(program, config, frame).emit()
+    return frame.func
+
+
+def _check(program: Program, config: RowConfig, hw: HardwareProfile) -> None:
+    if not program.phases:
+        raise Unsupported("the program does not reduce")
+    if not isinstance(program.columns, int):
+        raise Unsupported(f"rows of symbolic length {program.columns}")
+    if config.threads * config.rows > hw.max_threads_per_block:
+        raise Unsupported(f"blocks of {config.threads * config.rows} threads")
+    if config.threads & (config.threads - 1) and config.threads % WARP:
+        raise Unsupported(f"{config.threads} threads a row")
+    if (config.cluster > 1 or config.form is Form.BULK) and not has_clusters(hw):
+        raise Unsupported(f"{hw.arch} has no thread block clusters")
+    if config.cluster > 1 and any(r.dtype != "float32" for r in program.reductions):
+        raise Unsupported("clusters exchange float32 only")
+
+
+def _grid(program: Program, config: RowConfig, hw: HardwareProfile) -> tuple[Extent, int]:
+    """Clusters (or blocks), and how many rows each computes one after the other."""
+    rows = program.row_count
+    if config.form is Form.BULK:
+        turns = -(-rows // max(1, hw.num_sms * config.resident // config.cluster))
+        return -(-rows // turns), turns
+    if isinstance(rows, int):
+        return -(-rows // config.rows), 1
+    count = constant(config.rows, program.index_dtype)
+    return tirx.FloorDiv(rows + (count - 1), count), 1
+
+
+def _launch_bounds(config: RowConfig) -> contextlib.AbstractContextManager:
+    """Demand on ptxas. It must stand in the device region: on the function it is lost in lowering."""
+    if not config.min_blocks:
+        return contextlib.nullcontext()
+    return T.attr({"tirx.launch_bounds_min_blocks_per_sm": config.min_blocks})

@@ -1,0 +1,178 @@
+"""Expressions of a row program inside a kernel: what is known of the row, and the values at one point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+from tvm import tirx
+from tvm.ir import Expr, Var
+from tvm.script import tirx as T
+
+from ..expr import HALF_DTYPES, convert, dtype_of, substitute, variables, widened
+from ..program import Element, Level, Program, Tile, Value
+from .arithmetic import Arithmetic, Hoister
+from .frame import Frame
+
+Local = Callable[[Var], Expr | None]
+"""Where the value of a placeholder lies in registers; None if it does not."""
+
+
+class RowScope:
+    """Row-level knowledge of a kernel: coordinates, scalars, finished reductions, hoisted expressions.
+
+    Attributes
+    ----------
+    env : row-level variables of the program -> what they are in the kernel.
+    bodies : values and element loads -> their prepared body or offset.
+    ready : values that are in registers already.
+    factors : ready values -> the row-level factor they still lack.
+    per_element : variables that change within a row.
+    """
+
+    def __init__(self, program: Program, frame: Frame) -> None:
+        self.program, self.frame = program, frame
+        self.env: dict[Var, Expr] = dict(frame.numbers)
+        self.definitions = program.placeholders()
+        self.bodies: dict[Var, Expr] = {}
+        self.ready: set[Var] = set()
+        self.factors: dict[Var, Expr] = {}
+        self.per_element = {program.column_var}
+        for var, item in self.definitions.items():
+            late = isinstance(item, Element) and self._level(item) == Level.ELEMENT
+            if late or isinstance(item, Tile | Value):
+                self.per_element.add(var)
+        sources = [t.dtype for t in program.tiles] + [e.dtype for e in program.elements]
+        self.half_data = all(d in HALF_DTYPES for d in sources if d.startswith(("float", "bf")))
+        self.forget()
+
+    def forget(self) -> None:
+        """Starts a part of the kernel in which nothing is hoisted yet."""
+        self.bodies = {}
+        self.arithmetic = Arithmetic(
+            self.per_element, Hoister(), self.program.exact, self.half_data
+        )
+
+    @contextmanager
+    def fork(self) -> Iterator[None]:
+        """A part of the kernel after which row-level knowledge is as it was before."""
+        saved = dict(self.env), self.bodies, self.arithmetic
+        self.forget()
+        yield
+        self.env, self.bodies, self.arithmetic = saved
+
+    def _level(self, element: Element) -> Level:
+        parts = [element.offset] if element.guard is None else [element.offset, element.guard]
+        return max(map(self.program.level, parts))
+
+    # ---- coordinates and scalars
+
+    def set_row(self, row: Expr) -> None:
+        """Row coordinates from the linear number of the row."""
+        program = self.program
+        for axis in range(len(program.rows) - 1, -1, -1):
+            var, extent = program.row_vars[axis], program.rows[axis]
+            if axis == 0:
+                self.env[var] = row
+                break
+            size = convert(extent, dtype_of(row)) if isinstance(extent, Expr) else extent
+            self.env[var] = T.Bind(T.truncmod(row, size))
+            row = T.Bind(T.truncdiv(row, size))
+
+    def load_scalars(self) -> None:
+        """Loads what is the same for the whole row."""
+        for scalar in self.program.scalars:
+            self.env[scalar.var] = T.Bind(self.load(scalar.param, self.row(scalar.offset), scalar.dtype))
+
+    def load(self, param: int, offset: Expr, dtype: str) -> Expr:
+        """The element at `offset` of a parameter, widened."""
+        return convert(self.frame.buffers[param][offset], widened(dtype))
+
+    # ---- expressions
+
+    def row(self, expr: Expr) -> Expr:
+        """`expr` with what is known of the row put in; row-level element loads in place."""
+        env = {}
+        for var in variables(expr):
+            item = self.definitions.get(var)
+            if var in self.env:
+                env[var] = self.env[var]
+            elif var in self.factors:
+                env[var] = tirx.Mul(var, self.factors[var])
+            elif isinstance(item, Element) and var not in self.per_element:
+                env[var] = self.load(item.param, self.row(item.offset), item.dtype)
+        return substitute(expr, env)
+
+    def prepare(self, expr: Expr) -> Expr:
+        """`expr` as the device computes it; its row-level parts are bound here."""
+        return self.arithmetic.prepare(self.row(expr))
+
+    def prepare_values(self, exprs: Iterable[Expr]) -> None:
+        """Prepares the bodies of all values and element offsets that `exprs` read."""
+        for expr in exprs:
+            for var in variables(expr):
+                item = self.definitions.get(var)
+                if var in self.bodies or var in self.ready:
+                    continue
+                if isinstance(item, Value):
+                    self.prepare_values([item.body])
+                    self.bodies[var] = self.prepare(item.body)
+                elif isinstance(item, Element) and var in self.per_element:
+                    self.prepare_values([item.offset])
+                    self.bodies[var] = self.prepare(item.offset)
+
+    def address(self, param: int, offset: Expr) -> Expr:
+        """Address of the element at `offset` of a parameter."""
+        return self.frame.buffers[param].ptr_to([offset])
+
+
+class Point:
+    """The values at one point of the space; each is bound once, on first use.
+
+    Parameters
+    ----------
+    scope : prepared for the expressions that will be asked for.
+    column : the point's column.
+    local : placeholders that are in registers already.
+    keep : told of every value that is computed here.
+    """
+
+    def __init__(
+        self,
+        scope: RowScope,
+        column: Expr,
+        local: Local = lambda var: None,
+        keep: Callable[[Var, Expr], None] = lambda var, value: None,
+    ) -> None:
+        self.scope, self.local, self.keep = scope, local, keep
+        self.known: dict[Var, Expr] = {scope.program.column_var: column}
+        self.column = column
+
+    def evaluate(self, prepared: Expr) -> Expr:
+        """A prepared expression at this point."""
+        env = {}
+        for var in variables(prepared):
+            if var in self.scope.per_element:
+                env[var] = self._get(var)
+        return substitute(prepared, env)
+
+    def _get(self, var: Var) -> Expr:
+        if var not in self.known:
+            local, item = self.local(var), self.scope.definitions[var]
+            if local is not None:
+                self.known[var] = T.Bind(convert(local, dtype_of(var)))
+            elif isinstance(item, Element) and item.guard is not None:
+                self.known[var] = self._read(var)
+            else:
+                self.known[var] = T.Bind(self._read(var))
+                self.keep(var, self.known[var])
+        return self.known[var]
+
+    def _read(self, var: Var) -> Expr:
+        item, scope = self.scope.definitions[var], self.scope
+        if isinstance(item, Value):
+            return self.evaluate(scope.bodies[var])
+        if isinstance(item, Tile):
+            offset = scope.row(item.offset)
+            return scope.load(item.param, offset + convert(self.column, dtype_of(offset)), item.dtype)
+        return scope.load(item.param, self.evaluate(scope.bodies[var]), item.dtype)

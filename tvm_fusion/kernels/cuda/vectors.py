@@ -1,0 +1,111 @@
+"""Which accesses of a row program can be vectors, and how wide.
+
+A vector is `width` consecutive columns that start at a multiple of `width`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import tvm
+from tvm import tirx
+from tvm.ir import Expr, Var
+
+from ..expr import bytes_of, constant, known_factor, same, substitute, variables
+from ..program import Element, Level, Program
+from .memory import WIDEST
+
+WIDEST_VECTOR = 32
+"""Bytes of a vector of the widest dtype: two accesses."""
+
+
+def divides(width: int, extent: int | Expr, analyzer: tvm.sym.Analyzer) -> bool:
+    """Whether `extent` is known to be a multiple of `width`."""
+    return known_factor(extent, analyzer) % width == 0
+
+
+def vector_width(program: Program, tail: bool = False) -> int:
+    """Columns a thread handles together: 16 bytes of the narrowest dtype, at most 32 of the widest.
+
+    With `tail` the columns need not be a multiple of it.
+    """
+    tiles = [bytes_of(t.dtype) for t in program.tiles if t.per_row or not program.rows]
+    outputs = [bytes_of(o.dtype) for o in program.outputs if o.full]
+    full = tiles + outputs
+    widest = max(full + [bytes_of(t.dtype) for t in program.tiles], default=1)
+    width = WIDEST // min(full, default=2)
+    analyzer = program.analyzer()
+    while width > 1:
+        fits = tail or divides(width, program.columns, analyzer)
+        if fits and width * widest <= WIDEST_VECTOR:
+            break
+        width //= 2
+    return width
+
+
+def piece_bytes(offset: Expr, dtype: str, width: int, analyzer: tvm.sym.Analyzer) -> int:
+    """Bytes of one access of a vector at `offset` (of column 0 of the vector's row)."""
+    size = bytes_of(dtype)
+    aligned = math.gcd(known_factor(offset, analyzer), width) * size
+    return min(WIDEST, aligned & -aligned)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VectorElement:
+    """An element load whose `width` columns are consecutive in memory, under one guard.
+
+    `offset` and `guard` are those of the vector's first column, over the program's column variable.
+    """
+
+    element: Element
+    offset: Expr
+    guard: Expr | None
+    piece: int
+
+
+def vector_elements(program: Program, width: int) -> dict[Var, VectorElement]:
+    """The element loads that can be vector loads: slices, concatenations, merged and split axes.
+
+        y[i, j] = if_then_else(64 <= j, x[i, j - 64], z[i, j])     vectors of 8: both loads are vectors
+    """
+    if width == 1:
+        return {}
+    found = {}
+    for element in program.elements:
+        vector = _vector(program, element, width)
+        if vector is not None:
+            found[element.var] = vector
+    return found
+
+
+def _vector(program: Program, element: Element, width: int) -> VectorElement | None:
+    parts = [element.offset] if element.guard is None else [element.offset, element.guard]
+    column, dtype = program.column_var, program.index_dtype
+    others = (item.var for item in program.tiles + program.elements + program.values)
+    blocked = set(others)
+    if any(var in blocked for var in variables(*parts)):
+        return None
+    index, lane = (Var(name, tvm.ir.PrimType(dtype)) for name in ("q", "l"))
+    analyzer = program.analyzer()
+    count = program.columns // width if isinstance(program.columns, int) else program.columns
+    analyzer.bind(index, tvm.ir.Range(0, count))
+    analyzer.bind(lane, tvm.ir.Range(0, width))
+    start = index * constant(width, dtype)
+    first = [substitute(part, {column: start}) for part in parts]
+    later = [substitute(part, {column: start + lane}) for part in parts]
+    if not analyzer.can_prove_equal(later[0] - first[0], lane.astype(str(later[0].ty.dtype))):
+        return None
+    if element.guard is not None:
+        a, b = (analyzer.simplify(guard) for guard in (first[1], later[1]))
+        if not same(a, b) and not analyzer.can_prove(tirx.EQ(a, b)):
+            return None
+    piece = piece_bytes(analyzer.simplify(first[0]), element.dtype, width, analyzer)
+    if piece <= bytes_of(element.dtype):
+        return None
+    return VectorElement(element, element.offset, element.guard, piece)
+
+
+def is_row_level(program: Program, expr: Expr) -> bool:
+    """Whether `expr` is the same for all elements of a row."""
+    return program.level(expr) < Level.ELEMENT

@@ -1,0 +1,178 @@
+"""Small helpers on TIR expressions: dtypes, numbers, substitution, linear index forms."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.ir import Call, Expr, Var
+from tvm.ir.prim.expr import BitwiseNot, Let, LogicalExpr
+from tvm.ir.prim.expr import BinaryOpExpr as Binary
+from tvm.ir.prim.expr import CmpExpr as Comparison
+
+HALF_DTYPES = ("float16", "bfloat16")
+
+
+def dtype_of(expr: Expr) -> str:
+    """The dtype of a scalar expression."""
+    return str(expr.ty.dtype)
+
+
+def bits_of(dtype: str) -> int:
+    """Bits of one element in memory; a bool takes a byte."""
+    return 8 if dtype == "bool" else int(re.search(r"\d+", dtype).group())
+
+
+def bytes_of(dtype: str) -> int:
+    """Bytes of one element in memory."""
+    return max(1, bits_of(dtype) // 8)
+
+
+def is_integer(dtype: str) -> bool:
+    """Whether `dtype` is a signed or unsigned integer (bool is not)."""
+    return dtype.startswith(("int", "uint"))
+
+
+def widened(dtype: str) -> str:
+    """The dtype a value is computed in: float32 for half precision, else itself."""
+    return "float32" if dtype in HALF_DTYPES else dtype
+
+
+def number(expr: Expr | int | float | None) -> int | float | None:
+    """The Python number behind an immediate, or None."""
+    if isinstance(expr, int | float):
+        return expr
+    if isinstance(expr, tirx.IntImm):
+        return int(expr.value)
+    return float(expr.value) if isinstance(expr, tirx.FloatImm) else None
+
+
+def extent_of(expr: Expr | int) -> int | Expr:
+    """A size as a Python int if it is known, else the expression itself."""
+    value = number(expr)
+    return expr if value is None else int(value)
+
+
+def constant(value: float, dtype: str) -> Expr:
+    """An immediate; infinities allowed for floats."""
+    if dtype.startswith(("float", "bfloat")):
+        return tirx.FloatImm(dtype, float(value))
+    return tirx.IntImm(dtype, int(value))
+
+
+def convert(expr: Expr, dtype: str) -> Expr:
+    """`expr` cast to `dtype`; immediates are converted, and nothing is done where the dtypes agree."""
+    if dtype_of(expr) == dtype:
+        return expr
+    if isinstance(expr, tirx.IntImm) and dtype != "bool":
+        return constant(int(expr.value), dtype)
+    return tirx.Cast(dtype, expr)
+
+
+def rebuild(expr: Expr, visit: Callable[[Expr], Expr]) -> Expr:
+    """`expr` with `visit` applied to its children.
+
+    Types follow the children: a float16 addition whose operands became float32 becomes a float32 one.
+    Loads are left to the caller.
+    """
+    if isinstance(expr, Binary | Comparison | LogicalExpr) and not isinstance(expr, tirx.Not):
+        a, b = visit(expr.a), visit(expr.b)
+        return expr if a is expr.a and b is expr.b else type(expr)(a, b)
+    if isinstance(expr, tirx.Not | BitwiseNot):
+        return type(expr)(visit(expr.a))
+    if isinstance(expr, tirx.Select):
+        return tirx.Select(*map(visit, (expr.condition, expr.true_value, expr.false_value)))
+    if isinstance(expr, tirx.Cast):
+        return convert(visit(expr.value), dtype_of(expr))
+    if isinstance(expr, Call):
+        return tirx.call_intrin(widened(dtype_of(expr)), expr.op, *map(visit, expr.args))
+    if isinstance(expr, Let):
+        return substitute(visit(expr.body), {expr.var: visit(expr.value)})
+    return expr
+
+
+def is_if_then_else(expr: Expr) -> bool:
+    """Whether `expr` is a conditional that evaluates only the side its condition picks."""
+    return isinstance(expr, Call) and expr.op.name == "prim.if_then_else"
+
+
+def variables(*exprs: Expr) -> list[Var]:
+    """Free variables in order of first use, each once."""
+    found: dict[Var, None] = {}
+    for expr in exprs:
+        tvm_ffi.structural_walk(expr, [(Var, lambda var: found.setdefault(var))])
+    return list(found)
+
+
+def uses_any(expr: Expr, wanted: Iterable[Var]) -> bool:
+    """Whether one of the variables `wanted` occurs in `expr`."""
+    wanted = set(wanted)
+    return any(var in wanted for var in variables(expr))
+
+
+def substitute(expr: Expr, env: Mapping[Var, Expr]) -> Expr:
+    """`expr` with the variables of `env` replaced."""
+    return tvm_ffi.structural_map(expr, [(Var, lambda var: env.get(var, var))]) if env else expr
+
+
+def same(a: Expr, b: Expr) -> bool:
+    """Structural equality with variables compared by identity (different variables may print alike)."""
+    return a.same_as(b) or tvm_ffi.structural_equal(a, b)
+
+
+def conjunction(*conditions: Expr | None) -> Expr | None:
+    """All conditions at once; None stands for true."""
+    result = None
+    for condition in conditions:
+        if condition is not None:
+            result = condition if result is None else tirx.And(result, condition)
+    return result
+
+
+def flatten(indices: Sequence[Expr], shape: Sequence[Expr | int], dtype: str) -> Expr:
+    """Linear offset of `indices` in a row-major buffer of `shape`."""
+    offset = constant(0, dtype)
+    for index, extent in zip(indices, shape, strict=True):
+        size = constant(extent, dtype) if isinstance(extent, int) else convert(extent, dtype)
+        offset = offset * size + convert(index, dtype)
+    return offset
+
+
+def unflatten(
+    offset: Expr, shape: Sequence[Expr | int], analyzer: tvm.sym.Analyzer
+) -> tuple[Expr, ...]:
+    """Indices of the element at linear `offset` in a row-major buffer of `shape`."""
+    dtype = dtype_of(offset)
+    indices: list[Expr] = []
+    for axis in range(len(shape) - 1, -1, -1):
+        extent = shape[axis]
+        size = constant(extent, dtype) if isinstance(extent, int) else convert(extent, dtype)
+        indices.append(analyzer.simplify(offset if axis == 0 else tirx.FloorMod(offset, size)))
+        offset = analyzer.simplify(tirx.FloorDiv(offset, size))
+    return tuple(reversed(indices))
+
+
+def linear_form(expr: Expr, unknowns: Sequence[Var]) -> tuple[list[Expr], Expr] | None:
+    """Coefficients of `unknowns` and the rest, or None where `expr` is not linear in them."""
+    if not unknowns:
+        return [], expr
+    parts = list(tvm.sym.detect_linear_equation(expr, list(unknowns)))
+    return (parts[:-1], parts[-1]) if parts else None
+
+
+def bounds(expr: Expr, analyzer: tvm.sym.Analyzer) -> tuple[int, int]:
+    """Smallest and largest value that `analyzer` proves possible."""
+    bound = analyzer.const_int_bound(expr)
+    return int(bound.min_value), int(bound.max_value)
+
+
+def known_factor(expr: Expr | int, analyzer: tvm.sym.Analyzer) -> int:
+    """Largest integer known to divide `expr`; 0 where `expr` is known to be 0."""
+    if isinstance(expr, int):
+        return abs(expr)
+    modular = analyzer.modular_set(expr)
+    return math.gcd(int(modular.coeff), int(modular.base))

@@ -1,0 +1,266 @@
+"""Row programs: what a fused PrimFunc computes over a space of rows x columns, and nothing about how.
+
+Every expression of a program is a TIR expression over placeholders (the `var` of a tile, scalar,
+element, reduction or value), the row and column variables of the space, and symbolic sizes. Half
+precision is already widened: placeholders of float16 and bfloat16 data have dtype float32.
+
+    out[i, j] = exp(x[i, j] - max_j x[i, j]) / sum_j exp(x[i, j] - max_j x[i, j])
+
+    rows [M] x columns N, 2 reduction phases
+      tile   x0 = x[i0 * N + j]
+      reduce r0 = max_j x0                 phase 0
+      value  v0 = exp(x0 - r0)             phase 1
+      reduce r1 = sum_j v0                 phase 1
+      out    y[i0 * N + j] = v0 / r1       phase 2
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+import tvm
+from tvm.ir import Expr, Var
+
+from .expr import unflatten, variables
+
+Extent = int | Expr
+"""A size: a Python int where it is known, else a TIR expression over symbolic variables."""
+
+
+class ReduceKind(enum.StrEnum):
+    """How a reduction combines two elements."""
+
+    SUM = "sum"
+    PROD = "prod"
+    MAX = "max"
+    MIN = "min"
+
+
+class Level(enum.IntEnum):
+    """How often an expression must be evaluated."""
+
+    CONSTANT = 0
+    ROW = 1
+    ELEMENT = 2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Param:
+    """Parameter of the PrimFunc: a buffer, or (``shape is None``) a number passed by value."""
+
+    name: str
+    shape: tuple[Extent, ...] | None
+    dtype: str
+    var: Var
+
+    @property
+    def elements(self) -> Extent:
+        """Number of elements (1 for a number passed by value)."""
+        return math.prod(self.shape or ())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tile:
+    """Input read along the columns: element (row, j) lies at ``offset + j`` of the parameter.
+
+    A tile may be loaded ahead, for every point of the space. `offset` may hold scalars (a row picked
+    by an index tensor). `per_row` is False when all rows read the same vector (a bias, a gamma).
+    """
+
+    var: Var
+    param: int
+    offset: Expr
+    dtype: str
+    per_row: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Scalar:
+    """Input element that is the same for the whole row: the one at ``offset``; may be loaded ahead."""
+
+    var: Var
+    param: int
+    offset: Expr
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Element:
+    """Any other load (transposed, strided, gathered, conditional): the element at ``offset``.
+
+    With a `guard` the load is legal only where the guard holds, and `var` stands under the
+    if_then_else it came from: substitute the load for `var` in place, never bind it ahead.
+    Without one it may be bound ahead, once for each point. `offset` may hold placeholders.
+    """
+
+    var: Var
+    param: int
+    offset: Expr
+    dtype: str
+    guard: Expr | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reduction:
+    """``var = kind over all columns of body``, combined with `initial` unless that is None.
+
+    `dtype` is the dtype of the accumulator and of `var`. `phase` counts the reductions that must be
+    finished before. A reduction with `online` (the `var` of a maximum of the same phase, see
+    `online.merge_online`) is a sum whose body is relative to that maximum: it may run along with it when the
+    partial sums are rescaled by ``exp(old - new)``.
+    """
+
+    var: Var
+    kind: ReduceKind
+    body: Expr
+    dtype: str
+    initial: Expr | None
+    phase: int
+    online: Var | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """Pointwise temporary ``var = body``; may be bound once for each point, or computed again."""
+
+    var: Var
+    body: Expr
+    phase: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Output:
+    """``parameter[offset + j] = value`` at (row, j) if `full`, else ``parameter[offset] = value`` once a row.
+
+    `value` has not yet been cast to `dtype`. It is known once `phase` phases of reductions are done.
+    """
+
+    param: int
+    value: Expr
+    offset: Expr
+    dtype: str
+    full: bool
+    phase: int
+
+
+Access = Tile | Scalar | Element | Output
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """What one fused PrimFunc computes; made by `analysis.analyze`.
+
+    Attributes
+    ----------
+    name : global symbol of the PrimFunc, or None.
+    params : parameters in the order of the PrimFunc.
+    rows : extents of the row axes; empty for a single row. Axes that every access walks through
+        together are one axis, so a program whose accesses are all contiguous is one long row.
+    columns : extent of the column axis, the one that reductions run over and vectors lie along.
+    row_vars, column_var : the coordinates, of dtype `index_dtype`.
+    exact : whether every rounding of the unfused graph is kept (as casts in the expressions).
+    """
+
+    name: str | None
+    params: tuple[Param, ...]
+    rows: tuple[Extent, ...]
+    columns: Extent
+    row_vars: tuple[Var, ...]
+    column_var: Var
+    tiles: tuple[Tile, ...]
+    scalars: tuple[Scalar, ...]
+    elements: tuple[Element, ...]
+    reductions: tuple[Reduction, ...]
+    values: tuple[Value, ...]
+    outputs: tuple[Output, ...]
+    exact: bool = False
+
+    @property
+    def row_count(self) -> Extent:
+        """Number of rows."""
+        return math.prod(self.rows)
+
+    @property
+    def phases(self) -> int:
+        """Number of sweeps of reductions that depend on each other; 0 means pointwise."""
+        return max((r.phase + 1 for r in self.reductions), default=0)
+
+    @property
+    def index_dtype(self) -> str:
+        """The dtype of the coordinates and offsets."""
+        return str(self.column_var.ty.dtype)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether all extents of the space are known."""
+        return all(isinstance(extent, int) for extent in (*self.rows, self.columns))
+
+    def placeholders(self) -> dict[Var, Tile | Scalar | Element | Reduction | Value]:
+        """Definition of each placeholder."""
+        parts = (self.tiles, self.scalars, self.elements, self.reductions, self.values)
+        return {item.var: item for part in parts for item in part}
+
+    def indices(self, access: Access) -> tuple[Expr, ...]:
+        """Indices of the accessed element at (row_vars, column_var), one for each axis of the parameter."""
+        offset = access.offset
+        if isinstance(access, Tile) or (isinstance(access, Output) and access.full):
+            offset = offset + self.column_var
+        shape = self.params[access.param].shape
+        return unflatten(offset, shape, self.analyzer())
+
+    def analyzer(self) -> tvm.sym.Analyzer:
+        """An analyzer that knows the ranges of the coordinates."""
+        analyzer = tvm.sym.Analyzer()
+        for var, extent in zip(
+            (*self.row_vars, self.column_var), (*self.rows, self.columns), strict=True
+        ):
+            analyzer.bind(var, tvm.ir.Range(0, extent))
+        return analyzer
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+    def level(self, expr: Expr) -> Level:
+        """How often `expr` changes: with the element, with the row, or never."""
+        element = {
+            self.column_var,
+            *(item.var for item in self.tiles + self.elements + self.values),
+        }
+        row = {*self.row_vars, *(item.var for item in self.scalars + self.reductions)}
+        used = variables(expr)
+        if any(var in element for var in used):
+            return Level.ELEMENT
+        return Level.ROW if any(var in row for var in used) else Level.CONSTANT
+
+
+def analyze(func: tvm.tirx.PrimFunc, exact: bool = False) -> Program:
+    """The row program that a fused PrimFunc computes; see `analysis.analyze`."""
+    from . import analysis  # it needs the classes above
+
+    return analysis.analyze(func, exact)
+
+
+def _lines(program: Program) -> list[str]:
+    """The listing that `str(program)` shows."""
+
+    def place(access: Access, column: str = "") -> str:
+        return f"{program.params[access.param].name}[{access.offset}{column}]"
+
+    j = program.column_var
+    head = f"rows {list(program.rows)} x columns {program.columns}, {program.phases} reduction phase(s)"
+    lines = [head]
+    lines += [f"  tile    {t.var} = {place(t, f' + {j}')}  {t.dtype}" for t in program.tiles]
+    lines += [f"  scalar  {s.var} = {place(s)}  {s.dtype}" for s in program.scalars]
+    for element in program.elements:
+        guard = "" if element.guard is None else f"  if {element.guard}"
+        lines.append(f"  element {element.var} = {place(element)}  {element.dtype}{guard}")
+    lines += [f"  value   {v.var} = {v.body}  phase {v.phase}" for v in program.values]
+    for r in program.reductions:
+        online = f" along with {r.online}" if r.online is not None else ""
+        lines.append(f"  reduce  {r.var} = {r.kind} of {r.body}  phase {r.phase}{online}")
+    for o in program.outputs:
+        column = f" + {j}" if o.full else ""
+        lines.append(f"  out     {place(o, column)} = {o.value}  after phase {o.phase}")
+    return lines

@@ -1,0 +1,171 @@
+"""What a compilation did, as values: the source of the terminal text and of the JSON object."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One quantity with and without fusion; None where nothing was counted or run."""
+
+    fused: float | None = None
+    unfused: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times less the fused module needs; None if that is not known."""
+        if not self.fused or self.unfused is None:
+            return None
+        return self.unfused / self.fused
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """Result of the check against float64.
+
+    Attributes
+    ----------
+    passed : bool
+        Whether every output is as exact as the error rule asks.
+    worst_error : float
+        Largest error of an output relative to the largest magnitude of its reference.
+    """
+
+    passed: bool
+    worst_error: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReport:
+    """One kernel of the plan.
+
+    Attributes
+    ----------
+    name : str
+        Name of the group's PrimFunc.
+    ops : tuple of str
+        The operations it computes, as the plan names them.
+    composites : tuple of str
+        The operators of the model that they come from ("softmax", "rms_norm").
+    kernel_class : str
+        Name of the kernel class that wrote it.
+    launches : int
+        Device launches of one call.
+    bytes_fused, bytes_unfused : int
+        Memory traffic of the group, and of its operations one by one.
+    predicted_us, unfused_predicted_us : float
+        Times from the cost model.
+    terms : Mapping of str to float
+        The parts of `predicted_us` by resource, in microseconds.
+    measured_us : float or None
+        Time of the kernel, if it ran.
+    roofline_share : float or None
+        Share of the device's limit that the kernel reaches: measured if it ran, else predicted.
+    registers : int or None
+        Registers a thread, if the kernel was compiled for a GPU.
+    error : float or None
+        Error against float64, if it was checked.
+    fallback : str or None
+        Why the unfused version runs instead, if it does.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    composites: tuple[str, ...]
+    kernel_class: str
+    launches: int
+    bytes_fused: int
+    bytes_unfused: int
+    predicted_us: float
+    unfused_predicted_us: float
+    terms: Mapping[str, float] = field(default_factory=dict, hash=False)
+    measured_us: float | None = None
+    roofline_share: float | None = None
+    registers: int | None = None
+    error: float | None = None
+    fallback: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RefusalReport:
+    """A fusion that was not done.
+
+    Attributes
+    ----------
+    code : str
+        Name of the refusal's code.
+    where : tuple of str
+        The operations or groups that stay apart.
+    why : str
+        The reason in one sentence.
+    numbers : Mapping of str to float
+        What the decision was based on.
+    """
+
+    code: str
+    where: tuple[str, ...]
+    why: str
+    numbers: Mapping[str, Any] = field(default_factory=dict, hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was fused, why, what it saved, and how right it is.
+
+    Attributes
+    ----------
+    target : str
+        Name of the hardware profile.
+    launches, bytes, time_us : Comparison
+        Device launches, memory traffic in bytes and time in microseconds of one call of the model.
+    plan : Mapping
+        The plan as a JSON-able value.
+    groups : tuple of GroupReport
+        The kernels, in the order in which they run.
+    refusals : tuple of RefusalReport
+        The fusions that were not done, the most valuable first.
+    verify : Verification or None
+        None if nothing was checked.
+    peers_us : Mapping of str to (float or None)
+        Times of other compilers for the same model, None for one that failed; from `bench`.
+    version : int
+        Version of the JSON format.
+    """
+
+    target: str
+    launches: Comparison
+    bytes: Comparison
+    time_us: Comparison
+    plan: Mapping[str, Any] = field(hash=False)
+    groups: tuple[GroupReport, ...] = ()
+    refusals: tuple[RefusalReport, ...] = ()
+    verify: Verification | None = None
+    peers_us: Mapping[str, float | None] = field(default_factory=dict, hash=False)
+    version: int = FORMAT_VERSION
+
+    def __str__(self) -> str:
+        from .text import render
+
+        return render(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as a JSON-able dict; numbers that JSON has no form for become None."""
+        order = ("version", "target", "launches", "bytes", "time_us", "verify", "plan", "groups")
+        data = {f.name: _jsonable(getattr(self, f.name)) for f in fields(self)}
+        return {key: data.pop(key) for key in order} | data
+
+
+def _jsonable(value: Any) -> Any:
+    if hasattr(value, "__dataclass_fields__"):
+        return {f.name: _jsonable(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): _jsonable(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,208 @@
+"""A report as text for the terminal: plain, or through `rich` where it is installed.
+
+tvm_fusion on nvidia_h200
+            unfused     fused    saved
+launches         38        13     2.9x
+bytes        812 MB    402 MB     2.0x
+time         1.58 ms   1.04 ms    1.5x
+verify      passed, worst error 4.1e-04
+
+group            class      computes            launches  bytes  predicted  measured  ...
+fused_rms_norm   row        add, rms_norm              1  ...
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, TextIO
+
+from .model import Comparison, GroupReport, RefusalReport, Report
+
+_GROUP_COLUMNS = (
+    "group",
+    "class",
+    "computes",
+    "launches",
+    "bytes",
+    "saved",
+    "predicted",
+    "measured",
+    "limit",
+    "registers",
+    "error",
+)
+_LEFT_ALIGNED = 3  # the leading columns that hold words
+_WIDEST_CELL = 40
+_SHOWN_REFUSALS = 8
+
+
+def render(report: Report) -> str:
+    """Return the report as plain text."""
+    parts = [_header(report)]
+    if report.groups:
+        parts.append(_align(_group_table(report), left=_LEFT_ALIGNED))
+    if report.peers_us:
+        parts.append(_peers(report))
+    parts += [part for part in (_fallbacks(report), _refusals(report.refusals)) if part]
+    return "\n\n".join(parts)
+
+
+def show(report: Report, file: TextIO) -> None:
+    """Write the report to `file`, with a ruled table if that is a terminal and `rich` is there."""
+    console = _rich_console(file)
+    if console is None or not report.groups:
+        print(render(report), file=file)
+        return
+    from rich import box
+    from rich.table import Table
+
+    columns, *rows = _group_table(report)
+    table = Table(box=box.SIMPLE_HEAD, padding=0)
+    for i, column in enumerate(columns):
+        words = i < _LEFT_ALIGNED
+        table.add_column(column, justify="left" if words else "right", no_wrap=not words)
+    for group, row in zip(report.groups, rows, strict=True):
+        table.add_row(*row, style="yellow" if group.fallback else None)
+    console.print(_header(report), markup=False, highlight=False)
+    console.print(table)
+    peers = _peers(report) if report.peers_us else ""
+    for part in (peers, _fallbacks(report), _refusals(report.refusals)):
+        if part:
+            console.print(part, markup=False, highlight=False)
+
+
+def format_bytes(count: float | None) -> str:
+    """Return a size in B, kB, MB, GB or TB, or "-" for None."""
+    return _scaled(count, 1000, ("B", "kB", "MB", "GB", "TB"))
+
+
+def format_time(time_us: float | None) -> str:
+    """Return a time in us, ms or s, or "-" for None."""
+    return _scaled(time_us, 1000, ("us", "ms", "s"))
+
+
+def format_refusal(refusal: RefusalReport) -> str:
+    """Return one refusal in one line."""
+    numbers = ", ".join(f"{k} = {_short(v)}" for k, v in refusal.numbers.items())
+    where = ", ".join(refusal.where)
+    return f"{refusal.code}: {where}: {refusal.why}" + (f" ({numbers})" if numbers else "")
+
+
+def _header(report: Report) -> str:
+    rows = [
+        ("", "unfused", "fused", "saved"),
+        _comparison_row("launches", report.launches, _count),
+        _comparison_row("bytes", report.bytes, format_bytes),
+        _comparison_row("time", report.time_us, format_time),
+    ]
+    lines = [f"tvm_fusion on {report.target}", _align(rows, left=1)]
+    if report.verify is not None:
+        outcome = "passed" if report.verify.passed else "FAILED"
+        lines.append(f"verify    {outcome}, worst error {_short(report.verify.worst_error)}")
+    return "\n".join(lines)
+
+
+def _comparison_row(
+    name: str, pair: Comparison, form: Callable[[float | None], str]
+) -> tuple[str, ...]:
+    ratio = "" if pair.ratio is None else f"{pair.ratio:.2f}x"
+    return (name, form(pair.unfused), form(pair.fused), ratio)
+
+
+def _group_table(report: Report) -> list[tuple[str, ...]]:
+    """Header and one row a group, without the columns that are empty in every row."""
+    rows = [_group_row(group) for group in report.groups]
+    columns = zip(_GROUP_COLUMNS, *rows, strict=True)
+    return list(zip(*(c for c in columns if set(c[1:]) != {"-"}), strict=True))
+
+
+def _group_row(group: GroupReport) -> tuple[str, ...]:
+    saved = Comparison(group.bytes_fused, group.bytes_unfused).ratio
+    return (
+        _clip(group.name),
+        "unfused" if group.fallback else group.kernel_class,
+        _clip(", ".join(group.composites or group.ops)),
+        str(group.launches),
+        format_bytes(group.bytes_fused),
+        "-" if saved is None else f"{saved:.1f}x",
+        format_time(group.predicted_us),
+        format_time(group.measured_us),
+        "-" if group.roofline_share is None else f"{group.roofline_share:.0%}",
+        _count(group.registers),
+        "-" if group.error is None else _short(group.error),
+    )
+
+
+def _peers(report: Report) -> str:
+    rows = [("compiler", "time", "of ours")]
+    for name, time_us in report.peers_us.items():
+        ratio = Comparison(report.time_us.fused, time_us).ratio
+        time = "failed" if time_us is None else format_time(time_us)
+        rows.append((name, time, "-" if ratio is None else f"{ratio:.2f}x"))
+    return _align(rows, left=1)
+
+
+def _fallbacks(report: Report) -> str:
+    by_reason: dict[str, list[str]] = {}
+    for group in report.groups:
+        if group.fallback:
+            by_reason.setdefault(group.fallback, []).append(group.name)
+    lines = [f"  {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
+    return "\n".join(["run unfused:", *lines]) if lines else ""
+
+
+def _refusals(refusals: Sequence[RefusalReport]) -> str:
+    if not refusals:
+        return ""
+    counts = Counter(refusal.code for refusal in refusals)
+    summary = ", ".join(f"{count} {code}" for code, count in sorted(counts.items()))
+    lines = [f"not fused ({summary}):"]
+    lines += [f"  {format_refusal(refusal)}" for refusal in refusals[:_SHOWN_REFUSALS]]
+    hidden = len(refusals) - _SHOWN_REFUSALS
+    return "\n".join([*lines, f"  and {hidden} more; --json has them all"] if hidden > 0 else lines)
+
+
+def _align(rows: Sequence[Sequence[str]], left: int) -> str:
+    """Pad cells to columns: the first `left` ones to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i < left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _scaled(value: float | None, step: int, units: Sequence[str]) -> str:
+    if value is None or not math.isfinite(value):
+        return "-"
+    for unit in units[:-1]:
+        # 999.5 would be printed with three digits as 1000.
+        if abs(value) < step - 0.5:
+            return f"{value:.3g} {unit}"
+        value /= step
+    return f"{value:.3g} {units[-1]}" if abs(value) < step else f"{value:.0f} {units[-1]}"
+
+
+def _count(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _clip(text: str) -> str:
+    return text if len(text) <= _WIDEST_CELL else text[: _WIDEST_CELL - 3] + "..."
+
+
+def _rich_console(file: TextIO) -> Any | None:
+    if not file.isatty():
+        return None
+    try:
+        from rich.console import Console
+    except ImportError:
+        return None
+    return Console(file=file)

@@ -1,0 +1,247 @@
+"""From a module of written kernels to a VM executable.
+
+TVM puts all kernels of a module into one CUDA source. Here each kernel becomes a device module of
+its own: nvcc compiles them side by side, a kernel that does not compile takes no other down with
+it, and one changed kernel costs one entry of the cubin cache.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import tvm
+from tvm import relax, tirx
+from tvm.relax import vm_build
+from tvm.tirx.build import codegen_build, split_host_device_mods
+
+from ..errors import BuildError
+from . import cubin_cache
+from .cuda_compiler import DeviceCode, cuda_arch, find_compiler, kernel_names
+from .launches import call_sites, cuda_sources, host_launches, launched_kernels, vm_functions
+from .pipeline import lowering_pipeline, mixed_tir_pipeline, without_entry
+from .resources import KernelResources, parse_ptxas_log
+from .signature import Signature
+
+if TYPE_CHECKING:
+    from ..config import HardwareProfile
+
+_DEVICE_KERNEL = 2  # tvm::CallingConv::kDeviceKernelLaunch
+_SUMMARY_LINES = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A built module.
+
+    Attributes
+    ----------
+    executable : tvm.relax.VMExecutable
+        What `relax.VirtualMachine` runs; `CompiledModule` wraps it.
+    target : tvm.target.Target
+        The target it was built for.
+    signature : Signature
+        Inputs of `main`.
+    kernels : Mapping[str, tuple[str, ...]]
+        Names of the kernels that each PrimFunc launches, one per launch; empty on a CPU.
+    cuda_sources : tuple of str
+        One CUDA source per kernel; empty on a CPU.
+    resources : Mapping[str, KernelResources]
+        Registers, spills and shared memory by kernel, where nvcc compiled it.
+    """
+
+    executable: relax.VMExecutable
+    target: tvm.target.Target
+    signature: Signature
+    kernels: Mapping[str, tuple[str, ...]]
+    cuda_sources: tuple[str, ...]
+    resources: Mapping[str, KernelResources]
+
+    @property
+    def launches(self) -> dict[str, int]:
+        """Kernels launched by one call of each PrimFunc; empty on a CPU."""
+        return {function: len(names) for function, names in self.kernels.items()}
+
+    @property
+    def cuda_source(self) -> str | None:
+        """All CUDA sources in one text; None on a CPU."""
+        return "\n".join(self.cuda_sources) or None
+
+
+class KernelBuildError(BuildError):
+    """Some PrimFuncs could not be compiled.
+
+    Attributes
+    ----------
+    failures : dict[str, str]
+        What the compiler says, by name of the PrimFunc.
+    """
+
+    def __init__(self, failures: dict[str, str]) -> None:
+        self.failures = failures
+        lines = [f"{name}: {message}" for name, message in failures.items()]
+        super().__init__("these PrimFuncs do not compile:\n" + "\n".join(lines))
+
+
+def build(
+    mod: tvm.IRModule,
+    target: tvm.target.Target | None = None,
+    hw: "HardwareProfile | None" = None,
+    *,
+    compile_kernels: bool = True,
+) -> Built:
+    """Build a module whose PrimFuncs are written kernels (see `pipeline.lowering_pipeline`).
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+        Relax functions, `main` among them, and PrimFuncs of the s_tir or the TIRx dialect.
+    target : tvm.target.Target, optional
+        By default that of `hw`.
+    hw : HardwareProfile, optional
+        Used for its target only.
+    compile_kernels : bool
+        Whether CUDA kernels are compiled to machine code at once. Without a GPU it can be put off:
+        the executable then carries CUDA source, compiled where it is loaded.
+
+    Raises
+    ------
+    KernelBuildError
+        If kernels do not lower or compile; its `failures` name the PrimFuncs.
+    BuildError
+        If the module as a whole does not build, or no CUDA compiler is there.
+    """
+    if target is None:
+        if hw is None:
+            raise BuildError("build needs a target or a hardware profile")
+        target = hw.to_target()
+    cubin_cache.install()
+    signature = Signature.of(mod)
+    builder = relax.ExecBuilder()
+    library, codes = None, []
+    with target:
+        lowered = lowering_pipeline(target)(mod)
+        rest = vm_build._vmcodegen(builder, lowered)
+        functions = {g: f for g, f in rest.functions_items() if isinstance(f, tirx.PrimFunc)}
+        if functions:
+            prim_funcs = tvm.IRModule(functions, attrs=rest.attrs)
+            library, codes = _build_tir(prim_funcs, target, compile_kernels)
+        executable = _link(builder, target, library, lowered.attrs)
+    launched = launched_kernels(executable.mod)
+    _refuse_host_loops(executable, launched)
+    return Built(
+        executable=executable,
+        target=target,
+        signature=signature,
+        kernels={name: tuple(found) for name, found in launched.items()},
+        cuda_sources=cuda_sources(executable.mod),
+        resources={r.name: r for code in codes for r in parse_ptxas_log(code.log)},
+    )
+
+
+def _build_tir(
+    mod: tvm.IRModule, target: tvm.target.Target, compile_kernels: bool
+) -> tuple[tvm.runtime.Module, list[DeviceCode]]:
+    """As `tvm.tirx.build`, with a device module per kernel."""
+    host_target = target.host or _default_host(target)
+    lower, finalize_host, finalize_device = mixed_tir_pipeline()
+    mod = tirx.transform.BindTarget(target.with_host(host_target))(mod)
+    host, device = split_host_device_mods(without_entry(_attempt(lower, mod)))
+    library = _attempt(lambda part: codegen_build(finalize_host()(part), host_target), host)
+    codes: list[DeviceCode] = []
+    for device_target, kernels in device.items():
+        units = [finalize_device()(unit) for unit in _units(kernels)]
+        if compile_kernels and device_target.kind.name == "cuda":
+            codes += _compile_units(units, device_target, library)
+        for unit in units:
+            library.import_module(codegen_build(unit, device_target))
+    return library, codes
+
+
+def _units(device: tvm.IRModule) -> Iterator[tvm.IRModule]:
+    """Yield a module per kernel; kernels that share device functions stay together."""
+    functions = device.functions_items()
+    if any(int(f.attrs.get("calling_conv", 0)) != _DEVICE_KERNEL for _, f in functions):
+        yield device
+        return
+    for gv, func in sorted(functions, key=lambda item: item[0].name_hint):
+        yield tvm.IRModule({gv: func}, attrs=device.attrs)
+
+
+def _compile_units(
+    units: list[tvm.IRModule], target: tvm.target.Target, library: tvm.runtime.Module
+) -> list[DeviceCode]:
+    """Compile all units side by side, into the cache; code generation then finds them there."""
+    with cubin_cache.deferred():
+        sources = [codegen_build(unit, target).inspect_source("cuda") for unit in units]
+    codes = cubin_cache.compile_sources(sources, cuda_arch(target))
+    failed = {
+        kernel: str(code)
+        for source, code in zip(sources, codes, strict=True)
+        if isinstance(code, BuildError)
+        for kernel in kernel_names(source)
+    }
+    if failed:
+        find_compiler()  # without a compiler no kernel is at fault
+        launched = host_launches(library.inspect_source("ll"), set(failed))
+        raise KernelBuildError(
+            {f: failed[k] for f, names in launched.items() for k in names if k in failed}
+        )
+    return codes
+
+
+def _refuse_host_loops(executable: relax.VMExecutable, launched: Mapping[str, list[str]]) -> None:
+    """Reject PrimFuncs of a GPU module that would loop over device memory on the host."""
+    called = {
+        name for function in vm_functions(executable) for name in call_sites(executable, function)
+    }
+    failures = {
+        name: "it launches nothing on the GPU: no loop of it is bound to a thread or block"
+        for name in sorted(called)
+        if name in launched and not launched[name]
+    }
+    if failures:
+        raise KernelBuildError(failures)
+
+
+def _attempt(step: Callable[[tvm.IRModule], Any], mod: tvm.IRModule) -> Any:
+    """Run a step on a module; where it fails, find the PrimFuncs at fault by running each alone."""
+    try:
+        return step(mod)
+    except Exception as error:  # a kernel build
+        failures = {}
+        for gv, func in mod.functions_items():
+            try:
+                step(tvm.IRModule({gv: func}, attrs=mod.attrs))
+            except Exception as alone:
+                failures[gv.name_hint] = _summary(alone)
+        if failures:
+            raise KernelBuildError(failures) from error
+        raise BuildError(f"the module does not build: {_summary(error)}") from error
+
+
+def _link(
+    builder: relax.ExecBuilder,
+    target: tvm.target.Target,
+    library: tvm.runtime.Module | None,
+    attrs: Mapping[str, Any] | None,
+) -> relax.VMExecutable:
+    """Join bytecode, kernels, constants and external libraries, as `tvm.relax.build` does."""
+    attrs = dict(attrs or {})
+    external = list(attrs.get("external_mods", []))
+    for module in filter(vm_build._is_device_module, external):
+        if library is None:
+            raise BuildError("external device modules without a PrimFunc that calls them")
+        library.import_module(module)
+    hosts = [module for module in external if not vm_build._is_device_module(module)]
+    params = dict(attrs.get("const_name_to_constant", {}))
+    linked = vm_build._ffi_api.VMLink(builder, target, library, hosts, params)
+    return relax.VMExecutable(linked)
+
+
+def _default_host(target: tvm.target.Target) -> tvm.target.Target:
+    return target if target.kind.name == "llvm" else tvm.target.Target("llvm")
+
+
+def _summary(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return "\n".join(lines[:_SUMMARY_LINES]) or type(error).__name__

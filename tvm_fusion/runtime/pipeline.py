@@ -1,0 +1,173 @@
+"""Lowering of a module whose PrimFuncs are written kernels: Relax to VM calls, TIR to code.
+
+Relax:
+    call_tir / call_dps_packed, reshapes, symbolic shapes
+        -> VM calls on planned storage; a pure reshape is a view and launches nothing
+TIR:
+    s_tir kernels -> pipeline "s_tir",  TIRx kernels -> pipeline "tirx",  merged into one module
+
+`import tvm_fusion.runtime.pipeline` registers the TIR pipeline under the name `TIR_PIPELINE`, so
+`tvm.compile(mod, target, relax_pipeline=..., tir_pipeline="tvm_fusion")` works too.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import relax, s_tir, tirx
+from tvm.tirx import compilation_pipeline
+
+from ..errors import BuildError
+
+TIR_PIPELINE = "tvm_fusion"
+TIRX_ATTR = "tvm_fusion.tirx"
+SCHEDULED_ATTR = "tirx.is_scheduled"
+
+_ENTRY_ATTR = "tirx.is_entry_func"
+
+_log = logging.getLogger(__name__)
+
+
+def lowering_pipeline(target: tvm.target.Target) -> tvm.transform.Pass:
+    """Return the Relax passes that turn a module of kernels into VM calls.
+
+    Nothing is fused here. Operators that are still high-level get TVM's legalisation, and on a GPU
+    PrimFuncs without the attribute "tirx.is_scheduled" get DLight's default schedule.
+    """
+    on_gpu = "gpu" in target.keys
+    passes = [
+        relax.backend.DispatchSampling(),
+        relax.backend.DispatchSortScan(),
+        relax.transform.LegalizeOps(),
+        ViewReshapes(),
+        relax.transform.DeadCodeElimination(),
+        *([ScheduleLeftovers(target)] if on_gpu else []),
+        relax.transform.ToNonDataflow(),
+        relax.transform.RemovePurityChecking(),
+        relax.transform.CallTIRRewrite(),
+        relax.transform.StaticPlanBlockMemory(),
+        *([relax.transform.RewriteCUDAGraph()] if on_gpu else []),
+        relax.transform.LowerAllocTensor(),
+        relax.transform.KillAfterLastUse(),
+        relax.transform.LowerRuntimeBuiltin(),
+        relax.transform.ComputePrimValue(),
+        relax.transform.VMShapeLower(),
+        relax.transform.AttachGlobalSymbol(),
+    ]
+    return tvm.transform.Sequential(passes, name="tvm_fusion.lowering")
+
+
+@tvm.transform.module_pass(opt_level=0, name="ViewReshapes")
+class ViewReshapes:
+    """Turn calls of PrimFuncs that only reshape into views of their input.
+
+    As `relax.transform.RewriteDataflowReshape`, which aborts on a PrimFunc whose body is no block
+    (every TIRx kernel): those are out of its sight while it runs.
+    """
+
+    def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return `mod` with views; PrimFuncs that nothing calls any more stay."""
+        functions = dict(mod.functions_items())
+        hidden = {
+            gv: f
+            for gv, f in functions.items()
+            if isinstance(f, tirx.PrimFunc) and not isinstance(f.body, s_tir.SBlockRealize)
+        }
+        seen = functions | {gv: _without_body(func) for gv, func in hidden.items()}
+        viewed = relax.transform.RewriteDataflowReshape()(_with_functions(mod, seen))
+        return _with_functions(viewed, dict(viewed.functions_items()) | hidden)
+
+
+@tvm.transform.module_pass(opt_level=0, name="ScheduleLeftovers")
+class ScheduleLeftovers:
+    """Give DLight's default GPU schedule to every PrimFunc that has none.
+
+    As `dlight.ApplyDefaultSchedule`, but a rule that raises is a rule that does not apply.
+    """
+
+    def __init__(self, target: tvm.target.Target, rules: Sequence[Any] | None = None) -> None:
+        self.target = target
+        self.rules = _default_rules() if rules is None else rules
+
+    def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return `mod` with every leftover PrimFunc scheduled."""
+        functions = dict(mod.functions_items())
+        for gv, func in mod.functions_items():
+            if isinstance(func, tirx.PrimFunc) and not _is_scheduled(func):
+                functions[gv] = self._schedule(gv.name_hint, func)
+        return _with_functions(mod, functions)
+
+    def _schedule(self, name: str, func: tirx.PrimFunc) -> tirx.PrimFunc:
+        for rule in self.rules:
+            try:
+                with self.target:
+                    space = rule.apply(func, self.target, False)
+            except Exception as error:  # a kernel build: recorded, and the next rule is tried
+                _log.info("DLight's %s fails on %s: %s", type(rule).__name__, name, error)
+                continue
+            if space is not None:
+                sch = space if isinstance(space, s_tir.Schedule) else space[0]
+                return sch.mod["main"].with_attr(SCHEDULED_ATTR, True)
+        raise BuildError(
+            f"no GPU schedule for the PrimFunc {name}: none of DLight's rules takes it. "
+            f'Schedule it by hand and set its attribute "{SCHEDULED_ATTR}", or take the operator '
+            "out of the model"
+        )
+
+
+def mixed_tir_pipeline() -> tuple[tvm.transform.Pass, Callable, Callable]:
+    """Return (lowering, host finalisation, device finalisation) for s_tir and TIRx kernels."""
+    lower_s_tir, finalize_host, finalize_device = compilation_pipeline.get_tir_pipeline("s_tir")
+    lower_tirx, _, _ = compilation_pipeline.get_tir_pipeline("tirx")
+
+    @tvm.transform.module_pass(opt_level=0, name="tvm_fusion.MixedTIRPipeline")
+    def lower(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        written = {gv: f for gv, f in mod.functions_items() if is_tirx(f)}
+        scheduled = {gv: f for gv, f in mod.functions_items() if gv not in written}
+        lowered = {}
+        for functions, passes in ((scheduled, lower_s_tir), (written, lower_tirx)):
+            if functions:
+                part = passes(tvm.IRModule(functions, attrs=mod.attrs))
+                lowered.update(part.functions_items())
+        merged = tvm.IRModule(lowered, attrs=mod.attrs)
+        # TVM gives the only function of a module a second symbol, `main`; a part is no module
+        return without_entry(merged) if len(mod.functions_items()) > 1 else merged
+
+    return lower, finalize_host, finalize_device
+
+
+def without_entry(mod: tvm.IRModule) -> tvm.IRModule:
+    """Take the mark of the entry function off lowered functions."""
+    functions = {gv: func.without_attr(_ENTRY_ATTR) for gv, func in mod.functions_items()}
+    return tvm.IRModule(functions, attrs=mod.attrs)
+
+
+def is_tirx(func: tirx.PrimFunc) -> bool:
+    """Whether a kernel is written in TIRx and takes its lowering."""
+    return bool(func.attrs.get(TIRX_ATTR, False))
+
+
+def _default_rules() -> tuple[Any, ...]:
+    from tvm.s_tir import dlight  # slow to import, and only GPU builds need it
+
+    gpu = dlight.gpu
+    return gpu.Matmul(), gpu.GEMV(), gpu.Reduction(), gpu.GeneralReduction(), gpu.Fallback()
+
+
+def _with_functions(mod: tvm.IRModule, functions: dict) -> tvm.IRModule:
+    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+
+
+def _without_body(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    block = s_tir.SBlock([], [], [], "root", tirx.Evaluate(0))
+    return func.with_body(s_tir.SBlockRealize([], True, block))
+
+
+def _is_scheduled(func: tirx.PrimFunc) -> bool:
+    return bool(func.attrs.get(SCHEDULED_ATTR, False)) or is_tirx(func)
+
+
+tvm_ffi.register_error("BuildError", BuildError)  # so that it stays one on its way through a pass
+compilation_pipeline.register_tir_pipeline(TIR_PIPELINE, mixed_tir_pipeline)

@@ -1,0 +1,77 @@
+"""What ptxas says of a kernel: registers, spills, static shared memory, warnings."""
+
+import re
+from dataclasses import dataclass
+
+from ..errors import BuildError
+from .cubin_cache import compile_source
+from .cuda_compiler import find_compiler
+
+
+@dataclass(frozen=True, slots=True)
+class KernelResources:
+    """Resources of one kernel.
+
+    Attributes
+    ----------
+    name : str
+        The kernel's name in the CUDA source.
+    registers : int
+        32-bit registers a thread.
+    spill_bytes : int
+        Bytes a thread stores to and loads from local memory for want of registers.
+    smem_bytes : int
+        Static shared memory a block; what a launch asks for dynamically is not in it.
+    warnings : tuple of str
+        ptxas' warnings and notes of lost performance, such as serialised wgmma instructions.
+    """
+
+    name: str
+    registers: int
+    spill_bytes: int
+    smem_bytes: int
+    warnings: tuple[str, ...]
+
+
+def ptxas_resources(cuda_source: str, arch: str) -> tuple[KernelResources, ...]:
+    """Compile a CUDA source (or find it in the cache) and return the resources of its kernels.
+
+    Raises
+    ------
+    BuildError
+        If the source does not compile, or there is no nvcc: NVRTC does not report resources.
+    """
+    if find_compiler().kind != "nvcc":
+        raise BuildError("kernel resources need nvcc: install the CUDA toolkit, nvcc on PATH")
+    return parse_ptxas_log(compile_source(cuda_source, arch).log)
+
+
+def parse_ptxas_log(log: str) -> tuple[KernelResources, ...]:
+    """Return the resources of every kernel in the output of `ptxas -v`, in its order."""
+    notes = tuple(dict.fromkeys(filter(None, map(_note, log.splitlines()))))
+    entries = re.split(r"Compiling entry function '(\w+)'", log)
+    return tuple(
+        _kernel(name, text, notes) for name, text in zip(entries[1::2], entries[2::2], strict=True)
+    )
+
+
+def _kernel(name: str, text: str, notes: tuple[str, ...]) -> KernelResources:
+    used = re.search(r"Used (\d+) registers[^\n]*", text)
+    if used is None:
+        raise BuildError(f"ptxas reports no registers for the kernel {name}:\n{text.strip()}")
+    smem = re.search(r"(\d+) bytes smem", used[0])
+    spills = r"(\d+) bytes spill stores, (\d+) bytes spill loads"
+    properties = re.search(rf"Function properties for {name}\n[^\n]*?{spills}", text)
+    return KernelResources(
+        name=name,
+        registers=int(used[1]),
+        spill_bytes=sum(map(int, properties.groups())) if properties else 0,
+        smem_bytes=int(smem[1]) if smem else 0,
+        warnings=tuple(n for n in notes if "function '" not in n or f"'{name}'" in n),
+    )
+
+
+def _note(line: str) -> str | None:
+    """Return what a line warns of, or None."""
+    match = re.match(r"ptxas\s+(?:warning\s*:\s*(.*)|info\s*:\s*(\(C\d+\).*))", line)
+    return (match[1] or match[2]).strip() if match else None

@@ -1,0 +1,130 @@
+"""NumPy, torch and TVM tensors in and out of a compiled module, without a copy where possible."""
+
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import tvm
+import tvm_ffi
+
+from ..errors import InputError
+from .signature import InputSpec
+
+_ALIGNMENT = 64  # bytes; TVM's generated code assumes it (kAllocAlignment)
+
+
+class Kind(Enum):
+    """Whose tensors a call was given, and returns."""
+
+    NUMPY = "NumPy"
+    TORCH = "torch"
+    TVM = "TVM"
+
+
+def kind_of(value: Any) -> Kind:
+    """Return whose tensor a value is; raises InputError for anything else."""
+    if isinstance(value, np.ndarray):
+        return Kind.NUMPY
+    if isinstance(value, tvm.runtime.Tensor):
+        return Kind.TVM
+    torch = sys.modules.get("torch")  # whoever holds a torch tensor has imported it
+    if torch is not None and isinstance(value, torch.Tensor):
+        return Kind.TORCH
+    raise InputError(
+        f"an input is a {type(value).__name__}; expected a NumPy array, a torch tensor or a TVM "
+        "tensor (wrap a number with numpy.asarray and the right dtype)"
+    )
+
+
+def result_kind(kinds: Sequence[Kind]) -> Kind:
+    """Return whose tensors the outputs are: torch if any input is, NumPy if all are, else TVM."""
+    if Kind.TORCH in kinds:
+        return Kind.TORCH
+    return Kind.NUMPY if kinds and all(k is Kind.NUMPY for k in kinds) else Kind.TVM
+
+
+def describe(value: Any) -> tuple[str, tuple[int, ...]]:
+    """Return dtype (TVM's name) and shape of a tensor of any kind."""
+    dtype = value.dtype.name if isinstance(value, np.ndarray) else str(value.dtype)
+    return dtype.removeprefix("torch."), tuple(map(int, value.shape))
+
+
+def to_tvm(value: Any, device: tvm.runtime.Device, name: str) -> tvm.runtime.Tensor:
+    """Return a contiguous, aligned TVM tensor on `device`: the same memory, or a copy of it."""
+    kind = kind_of(value)
+    if kind is Kind.NUMPY:
+        return _from_numpy(value, device)
+    if kind is Kind.TORCH:
+        return _from_torch(value, device, name)
+    if value.device == device:
+        return value
+    return value.copyto(device)
+
+
+def to_argument(value: Any, device: tvm.runtime.Device, spec: InputSpec) -> Any:
+    """Return a value as the VM takes it; what is no tensor goes through, tensors within it too."""
+    if spec.dtype is not None:
+        return to_tvm(value, device, spec.name)
+    if isinstance(value, list | tuple):
+        if all(isinstance(v, int) for v in value):
+            return tvm_ffi.Shape(value)
+        return [to_argument(v, device, spec) for v in value]
+    return value if isinstance(value, int | float) else to_tvm(value, device, spec.name)
+
+
+def from_tvm(value: Any, kind: Kind, like: Any) -> Any:
+    """Return outputs as tensors of `kind`, tuples as tuples; `like` is an input's torch device."""
+    if isinstance(value, tvm.runtime.Tensor):
+        if kind is Kind.NUMPY:
+            return value.numpy()
+        if kind is Kind.TORCH:
+            import torch
+
+            return torch.from_dlpack(value).to(like)
+        return value
+    if isinstance(value, tvm_ffi.Array | tuple | list):
+        return tuple(from_tvm(v, kind, like) for v in value)
+    return value
+
+
+def torch_stream(device: tvm.runtime.Device, kind: Kind) -> AbstractContextManager:
+    """Return a context in which TVM launches on torch's current stream, where torch is in play."""
+    if kind is not Kind.TORCH or device.type != "cuda":
+        return nullcontext()
+    import torch
+
+    return tvm_ffi.use_raw_stream(device, torch.cuda.current_stream(device.index).cuda_stream)
+
+
+def _from_numpy(value: np.ndarray, device: tvm.runtime.Device) -> tvm.runtime.Tensor:
+    on_cpu = device.type == "cpu"
+    if on_cpu and _is_shareable(value):
+        return tvm.runtime.from_dlpack(value)
+    native = value.astype(value.dtype.newbyteorder("="), copy=False)
+    return tvm.runtime.tensor(np.ascontiguousarray(native), device)
+
+
+def _is_shareable(value: np.ndarray) -> bool:
+    return (
+        value.flags.c_contiguous
+        and value.flags.writeable  # NumPy lends no read-only memory
+        and value.dtype.isnative
+        and value.dtype.isbuiltin == 1
+        and value.ctypes.data % _ALIGNMENT == 0
+    )
+
+
+def _from_torch(value: Any, device: tvm.runtime.Device, name: str) -> tvm.runtime.Tensor:
+    if device.type == "cpu" and value.device.type != "cpu":
+        raise InputError(
+            f"input {name} is on {value.device}, but the module runs on the CPU: pass "
+            "tensor.cpu(), or compile for the target cuda"
+        )
+    wanted = "cpu" if device.type == "cpu" else f"{device.type}:{device.index}"
+    tensor = value.detach().to(wanted).contiguous()
+    if tensor.data_ptr() % _ALIGNMENT:
+        tensor = tensor.clone()
+    return tvm.runtime.from_dlpack(tensor)
