@@ -1,11 +1,12 @@
-"""Runs a generated CUDA kernel on the CPU, so that numbers, bounds and barriers are checked without a GPU.
+"""Runs generated CUDA on the CPU: numbers, bounds and barriers are checked without a GPU.
 
-The kernel's host function runs for real (its launch shape, symbolic sizes and argument order are those of the
-build); only the launch is redirected. The CUDA source is compiled by g++ against `cuda_emulator/shim.h`, where a
-thread is a fiber and every access to global and shared memory is checked for bounds and alignment.
+The kernel's host function runs for real (its launch shape, symbolic sizes and argument order are
+those of the build); only the launch is redirected. The CUDA source is compiled by g++ against
+`cuda_emulator/device.h`, where a thread is a fiber and every access to global and shared memory is
+checked for bounds and alignment.
 
-Does not run: tensor cores, TMA, inline PTX other than that of `tvm_fusion.kernels.cuda` (a stand-in with the same
-name in the shim takes its place).
+Does not run: tensor cores, TMA, inline PTX other than that of `tvm_fusion.kernels.cuda` (a
+stand-in with the same name in that header takes its place).
 """
 
 import ctypes
@@ -23,11 +24,13 @@ import numpy as np
 import tvm
 import tvm_ffi
 from tvm import tirx
-tirx_build = importlib.import_module("tvm.tirx.build")
 from tvm.tirx import compilation_pipeline
 
-SHIM = Path(__file__).parent / "cuda_emulator" / "shim.h"
+tirx_build = importlib.import_module("tvm.tirx.build")  # a function of that name hides it
+
+EMULATOR = Path(__file__).parent / "cuda_emulator"
 CACHE = Path(tempfile.gettempdir()) / "tvm_fusion_cuda_on_cpu"
+FLAGS = ("-O1", "-w", "-fPIC", "-std=c++17")
 
 CUDA = tvm.target.Target(
     {
@@ -80,7 +83,7 @@ def cuda_source(func: tirx.PrimFunc) -> str:
 
 
 def run_cuda_on_cpu(func: tirx.PrimFunc, arrays: Sequence[np.ndarray | int]) -> int:
-    """Runs `func` on `arrays` (written in place), one for each parameter; returns the number of launches.
+    """Runs `func` on `arrays`, one a parameter, written in place; returns the number of launches.
 
     Raises
     ------
@@ -141,11 +144,15 @@ def _to_numpy(tensor: tvm.runtime.Tensor, dtype: np.dtype) -> np.ndarray:
 # ---- the device side
 
 
-def _launch(lowered: Lowered, args: Sequence[object], tensors: Sequence[tvm.runtime.Tensor]) -> None:
+def _launch(
+    lowered: Lowered, args: Sequence[object], tensors: Sequence[tvm.runtime.Tensor]
+) -> None:
     """What the driver does: `args` are the kernel's arguments followed by the launch parameters."""
     count = len(args) - len(lowered.launch_params)
     shape = dict(zip(lowered.launch_params, map(int, args[count:]), strict=True))
-    sizes = [shape.pop(f"{index}.{axis}", 1) for index in ("blockIdx", "threadIdx") for axis in "xyz"]
+    sizes = [
+        shape.pop(f"{index}.{axis}", 1) for index in ("blockIdx", "threadIdx") for axis in "xyz"
+    ]
     cluster = shape.pop("clusterCtaIdx.x", 1)
     dynamic = shape.pop("tirx.use_dyn_shared_memory", 0)
     if shape:
@@ -174,11 +181,11 @@ def _nbytes(tensor: tvm.runtime.Tensor) -> int:
 
 
 def _translate(source: str, kernel: str) -> str:
-    """CUDA source -> C++ for the shim."""
-    shim = SHIM.read_text()
+    """CUDA source -> C++ for the emulated device."""
+    device = (EMULATOR / "device.h").read_text()
     start = source.rindex('extern "C" __global__')
     helpers = source[source.index("#define ushort unsigned short") :].split("#endif", 1)[1]
-    helpers = "\n".join(_plain_helpers(helpers[: helpers.index('extern "C" __global__')], shim))
+    helpers = "\n".join(_plain_helpers(helpers[: helpers.index('extern "C" __global__')], device))
     match = re.compile(rf"{kernel}\(([^)]*)\)").search(source, start)
     types = [_parameter(p)[0] for p in match.group(1).split(",") if p.strip()]
     body = source[start:].replace(match.group(0), f"{kernel}({_declare(match.group(1))})", 1)
@@ -186,22 +193,31 @@ def _translate(source: str, kernel: str) -> str:
     body = _shared_memory(body).replace(f"static {kernel}", f"static void {kernel}")
     passed = (_pass(ctype, i) for i, ctype in enumerate(types))
     call = f"{kernel}({', '.join(passed)})"
-    return shim.replace("@KERNEL@", helpers + "\n" + body).replace("@CALL@", call)
+    launch = (EMULATOR / "launch.h").read_text()
+    return f'#include "device.h"\n{helpers}\n{body}\n#define LAUNCH {call}\n{launch}'
 
 
-def _plain_helpers(text: str, shim: str) -> list[str]:
-    """Device functions without inline assembly that the shim does not replace."""
-    kept = []
+def _functions(text: str) -> list[tuple[str, str]]:
+    """Name and definition of each device function."""
+    found = []
     for match in re.finditer(r"[^;{}]*\b__device__\b[^;{}]*?(\w+)\s*\([^)]*\)\s*\{", text):
         end, depth = match.end(), 1
         while depth:
             depth += {"{": 1, "}": -1}.get(text[end], 0)
             end += 1
-        name, definition = match.group(1), text[match.start() : end]
-        replaced = re.search(rf"\b{name}\(", shim) or re.match(r"tvmf_(load|store|move)\d", name)
-        if "asm" not in definition and not replaced:
-            kept.append(definition)
-    return kept
+        found.append((match.group(1), text[match.start() : end].strip()))
+    return found
+
+
+def _plain_helpers(text: str, device: str) -> list[str]:
+    """Device functions without inline assembly that the emulated device does not replace."""
+    return [
+        definition
+        for name, definition in _functions(text)
+        if "asm" not in definition
+        and not re.search(rf"\b{name}\(", device)
+        and not re.match(r"tvmf_(load|store|move)\d", name)
+    ]
 
 
 def _parameter(text: str) -> tuple[str, str]:
@@ -234,25 +250,91 @@ def _shared_memory(body: str) -> str:
         body = re.sub(rf"\((\w+)\*\){name}\b", rf"Pointer<\1>((\1*){name}.raw)", body)
     return re.sub(
         r"__shared__ (?:(?:alignas|__align__)\((\d+)\) )?(\w+) (\w+)\[(\d+)\];",
-        lambda m: f"Pointer<{m[2]}> {m[3]} = "
-        f"shared_array<{m[2]}>({next(count)}, {m[4]}, {m[1] or 64});",
+        lambda m: (
+            f"Pointer<{m[2]}> {m[3]} = shared_array<{m[2]}>({next(count)}, {m[4]}, {m[1] or 64});"
+        ),
         body,
     )
 
 
 def _compile(text: str) -> ctypes.CDLL:
     """A shared library, cached by its source."""
-    key = hashlib.sha256(text.encode()).hexdigest()[:20]
+    header = _precompiled_header()
+    key = hashlib.sha256((header.name + text).encode()).hexdigest()[:20]
     library = CACHE / f"{key}.so"
     if not library.exists():
-        CACHE.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as folder:
             code, built = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")
             code.write_text(text)
-            flags = ["-O1", "-w", "-shared", "-fPIC", "-std=c++17"]
-            command = ["g++", *flags, "-o", str(built), str(code)]
-            run = subprocess.run(command, capture_output=True, text=True)
-            if run.returncode:
-                raise RuntimeError(f"g++ refuses the kernel:\n{run.stderr[:4000]}")
+            _gxx("-shared", "-I", str(header), "-o", str(built), str(code))
             built.replace(library)
     return ctypes.CDLL(str(library))
+
+
+def _precompiled_header() -> Path:
+    """A folder with device.h and its precompiled form: most of the compile time of a kernel."""
+    text = (EMULATOR / "device.h").read_text()
+    folder = CACHE / hashlib.sha256(("".join(FLAGS) + text).encode()).hexdigest()[:20]
+    if not (folder / "device.h.gch").exists():
+        CACHE.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as temporary:
+            header = Path(temporary, "device.h")
+            header.write_text(text)
+            _gxx("-x", "c++-header", "-o", f"{header}.gch", str(header))
+            folder.mkdir(exist_ok=True)
+            header.replace(folder / "device.h")
+            Path(f"{header}.gch").replace(folder / "device.h.gch")
+    return folder
+
+
+def _gxx(*arguments: str) -> None:
+    run = subprocess.run(["g++", *FLAGS, *arguments], capture_output=True, text=True)
+    if run.returncode:
+        raise RuntimeError(f"g++ refuses the kernel:\n{run.stderr[:4000]}")
+
+
+# ---- resources
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas reports of one kernel."""
+
+    kernel: str
+    registers: int
+    spill_bytes: int
+
+
+def compile_cubins(funcs: dict[str, tirx.PrimFunc]) -> list[Resources]:
+    """Compiles kernels to one cubin for sm_90a; raises where nvcc refuses."""
+    sources = {name: lower(func) for name, func in funcs.items()}
+    text = _one_source(sources)
+    with tempfile.TemporaryDirectory() as folder:
+        code = Path(folder, "kernels.cu")
+        code.write_text(text)
+        command = ["nvcc", "-arch=sm_90a", "-cubin", "-O3", "--use_fast_math", "-Xptxas=-v"]
+        command += ["-diag-suppress=177", "-o", str(Path(folder, "kernels.cubin")), str(code)]
+        run = subprocess.run(command, capture_output=True, text=True)
+    if run.returncode:
+        raise RuntimeError(f"nvcc refuses the kernels:\n{run.stderr[:4000]}")
+    found = re.findall(
+        r"Function properties for (\w+)\s+\d+ bytes stack frame, (\d+) bytes spill stores, "
+        r"(\d+) bytes spill loads\s+ptxas info\s*: Used (\d+) registers",
+        run.stderr,
+    )
+    return [Resources(k, int(regs), int(out) + int(back)) for k, out, back, regs in found]
+
+
+def _one_source(lowered: dict[str, Lowered]) -> str:
+    """All kernels in one file, each named by its key; the prelude and every helper once."""
+    preludes, helpers, kernels = {}, {}, []
+    for name, item in lowered.items():
+        start = item.source.rindex('extern "C" __global__')
+        head, marker, rest = item.source.partition("#define ushort unsigned short")
+        end, middle = rest.split("#endif", 1)
+        preludes[head + marker + end + "#endif"] = None
+        middle = middle[: middle.index('extern "C" __global__')]
+        helpers.update(dict.fromkeys(definition for _, definition in _functions(middle)))
+        kernels.append(item.source[start:].replace(item.kernel, name))
+    prelude = max(preludes, key=len)
+    return "\n".join([prelude, *helpers, *kernels])

@@ -14,14 +14,18 @@ from tvm_fusion.transform.lower import lower
 
 
 def module(emit: Callable, *inputs: tuple) -> tvm.IRModule:
-    """`main` of the inputs ((shape, dtype) each) that computes `emit(block_builder, *vars)`, one Expr or a tuple of them."""
+    """`main` of the inputs ((shape, dtype) each) that computes `emit(block_builder, *vars)`, one
+    Expr or a tuple of them.
+    """
     bb = relax.BlockBuilder()
     params = [relax.Var(f"x{i}", relax.TensorType(s, d)) for i, (s, d) in enumerate(inputs)]
     with bb.function("main", params):
         with bb.dataflow():
             result = emit(bb, *params)
             if isinstance(result, tuple | list):
-                result = relax.Tuple([bb.emit(r) if isinstance(r, relax.Call) else r for r in result])
+                result = relax.Tuple(
+                    [bb.emit(r) if isinstance(r, relax.Call) else r for r in result]
+                )
             out = bb.emit_output(result)
         bb.emit_func_output(out)
     return bb.get()

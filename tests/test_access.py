@@ -34,9 +34,7 @@ def test_a_broadcast_does_not_read_the_axis_it_repeats():
 
 
 def test_a_strided_slice_keeps_stride_and_offset():
-    access = only_func(
-        lambda bb, x: op.strided_slice(x, [1], [3], [16], [2]), ((4, 16), "float32")
-    )
+    access = only_func(lambda bb, x: op.strided_slice(x, [1], [3], [16], [2]), ((4, 16), "float32"))
     assert access.blocks[0].reads[0].index[1] == Affine((0, 2), 3)
 
 
@@ -69,7 +67,9 @@ def test_argmax_is_a_reduction_of_another_kind_with_inner_buffers():
 
 
 def test_a_concatenation_reads_under_a_condition():
-    access = only_func(lambda bb, x, y: op.concat([x, y], 1), ((4, 8), "float32"), ((4, 3), "float32"))
+    access = only_func(
+        lambda bb, x, y: op.concat([x, y], 1), ((4, 8), "float32"), ((4, 3), "float32")
+    )
     assert all(r.guarded for r in access.blocks[0].reads)
 
 
@@ -116,7 +116,9 @@ def test_equal_products_have_equal_keys(left, right):
     assert product_key(left) == product_key(right)
 
 
-@pytest.mark.parametrize(("left", "right"), [((4, "n"), ("m", 4)), ((6,), (2, 2)), (("n + 2",), ("n",))])
+@pytest.mark.parametrize(
+    ("left", "right"), [((4, "n"), ("m", 4)), ((6,), (2, 2)), (("n + 2",), ("n",))]
+)
 def test_different_products_have_different_keys(left, right):
     assert product_key(left) != product_key(right)
 

@@ -65,7 +65,7 @@ def compiler(monkeypatch) -> StubCompiler:
     stub = StubCompiler()
     modules = {
         "compiler": types.SimpleNamespace(compile=stub.compile, explain=stub.explain),
-        "bench.run": types.SimpleNamespace(bench=stub.bench),
+        "bench.compare": types.SimpleNamespace(bench=stub.bench),
         "demo": types.SimpleNamespace(demo_module=lambda kind: f"demo for {kind}"),
     }
     for name, module in modules.items():

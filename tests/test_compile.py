@@ -1,4 +1,6 @@
-"""compile(): launches read off built modules, right numbers, fallbacks, plans, and the pass and pipeline for users' own flows."""
+"""compile(): launches read off built modules, right numbers, fallbacks, plans, and the pass and
+pipeline for users' own flows.
+"""
 
 import numpy as np
 import pytest

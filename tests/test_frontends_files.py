@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import tvm
+from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
@@ -40,6 +41,11 @@ class Renamed:
     @R.function
     def forward(x: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
         return x
+
+
+WithConstant = relax.transform.BindParams("main", {"x": np.arange(4, dtype="float32")})(
+    tvm.IRModule({"main": Renamed["forward"].with_attr("global_symbol", "main")})
+)
 
 
 @I.ir_module(s_tir=True)
@@ -81,8 +87,9 @@ def test_modules_with_an_underscore_do_not_count(write):
     tvm.ir.assert_structural_equal(load(path), Doubled)
 
 
-def test_what_script_prints_runs_as_a_script(write):
-    tvm.ir.assert_structural_equal(load(write("printed.py", Doubled.script())), Doubled)
+@pytest.mark.parametrize("mod", [Doubled, WithConstant], ids=["symbolic", "constant"])
+def test_what_script_prints_runs_as_a_script(write, mod):
+    tvm.ir.assert_structural_equal(load(write("printed.py", mod.script(show_meta=True))), mod)
 
 
 def test_a_path_may_be_a_string(write):
@@ -143,7 +150,7 @@ def test_a_file_that_is_no_model_is_refused_in_one_line(write, name, text, messa
 
 
 def test_a_script_with_a_type_error_names_the_line(write):
-    script = SCRIPT.format(name="Doubled").replace("R.add(x, x)", "R.matmul(x, x)")
+    script = SCRIPT.format(name="Doubled").replace("R.add(x, x)", "R.no_such_operator(x)")
     with pytest.raises(FrontendError, match=r"model\.py:4: running the script raised"):
         load(write("model.py", script))
 
@@ -176,8 +183,8 @@ def test_a_main_that_is_no_relax_function_is_refused():
 
 
 def test_a_module_that_is_not_well_formed_is_refused():
-    x, y = (tvm.relax.Var(name, tvm.relax.TensorType((4,), "float32")) for name in "xy")
-    function = tvm.relax.Function([x], y, tvm.relax.TensorType((4,), "float32"))
+    x, y = (relax.Var(name, relax.TensorType((4,), "float32")) for name in "xy")
+    function = relax.Function([x], y, relax.TensorType((4,), "float32"))
     with pytest.raises(FrontendError, match="is not a well-formed Relax module: "):
         load(tvm.IRModule({"main": function.with_attr("global_symbol", "main")}))
 

@@ -51,7 +51,9 @@ def test_a_split_is_one_operator_with_two_tensors():
 
 def test_a_packed_call_is_opaque():
     def emit(bb, x):
-        y = bb.emit(relax.call_dps_packed("somewhere.f", (x,), out_ty=relax.TensorType((8, 16), "float32")))
+        y = bb.emit(
+            relax.call_dps_packed("somewhere.f", (x,), out_ty=relax.TensorType((8, 16), "float32"))
+        )
         return bb.emit(op.exp(y))
 
     g = graph_of(emit, M)

@@ -90,7 +90,9 @@ def split_and_join(bb, x):
     return bb.emit(op.add(bb.emit(op.exp(a)), b)), b
 
 
-@pytest.mark.parametrize("groups", [[((0, 1, 2), ())], [((0, 1), ()), ((2,), ())], [((0,), ()), ((1, 2), ())]])
+@pytest.mark.parametrize(
+    "groups", [[((0, 1, 2), ())], [((0, 1), ()), ((2,), ())], [((0,), ()), ((1, 2), ())]]
+)
 def test_operators_with_several_results_can_be_fused(groups):
     check(module(split_and_join, X), *groups)
 
@@ -103,7 +105,9 @@ def test_a_constant_becomes_one_parameter():
 
 
 def test_two_reads_of_one_tensor_keep_both_regions():
-    """FuseTIR keeps only the first region; without the repair a later schedule is silently wrong."""
+    """FuseTIR keeps only the first region; without the repair a later schedule is silently
+    wrong.
+    """
     mod = module(lambda bb, x: bb.emit(op.add(x, bb.emit(op.flip(x, 1)))), X)
     planned = plan_of(mod, "llvm")
     fused = materialize(planned.low, planned.graph, hand_plan(planned, ((0, 1), ()))).mod

@@ -1,4 +1,6 @@
-"""Random graphs: every plan can run, costs no more than not fusing, and computes the right numbers."""
+"""Random graphs: every plan can run, costs no more than not fusing, and computes the right
+numbers.
+"""
 
 import random
 
@@ -28,7 +30,9 @@ def _binary(bb, rng, values):
 
 def _normalise(bb, rng, values):
     x = rng.choice(values)
-    total = bb.emit(rng.choice([op.sum, op.max, op.mean])(x, axis=rng.choice([-1, 0]), keepdims=True))
+    total = bb.emit(
+        rng.choice([op.sum, op.max, op.mean])(x, axis=rng.choice([-1, 0]), keepdims=True)
+    )
     return rng.choice([op.subtract, op.add])(x, total)
 
 
@@ -69,14 +73,19 @@ def random_module(seed: int, steps: int):
 
 
 def check_runs(graph, plan) -> None:
-    """Independent of the search: in plan order, every tensor a group reads has been stored by an earlier group."""
+    """Independent of the search: in plan order, every tensor a group reads has been stored by an
+    earlier group.
+    """
     by_name = {o.name: o for o in graph.ops}
     members = [{by_name[n].id for n in g.ops} for g in plan.groups]
     stored = {t.id for t in graph.tensors if t.producer is None and not t.is_inner}
     for g, ops in zip(plan.groups, members, strict=True):
         for i in sorted(ops):
             for t in graph.ops[i].inputs:
-                assert graph.tensors[t].producer in ops or t in stored, (g.ops, graph.tensors[t].name)
+                assert graph.tensors[t].producer in ops or t in stored, (
+                    g.ops,
+                    graph.tensors[t].name,
+                )
         assert len(ops) == 1 or all(graph.ops[i].kind is not OpKind.OPAQUE for i in ops)
         owned = {by_name[n].id for n in g.ops if n not in g.recomputed}
         stored |= {t for i in owned for t in graph.ops[i].outputs}

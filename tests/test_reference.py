@@ -248,6 +248,23 @@ def test_intermediates_follow_the_outputs_in_the_order_asked_for():
     np.testing.assert_allclose(out, np.exp(wide), rtol=1e-15)
 
 
+def test_intermediates_outlive_the_memory_plan():
+    def emit(x):
+        steps = [x]
+        for _ in range(6):
+            steps.append(relax.op.add(steps[-1], relax.const(1, "float32")))
+        return relax.Tuple([steps[-1], steps[3]])
+
+    mod = graph(emit, ((64,), "float32"))
+    calls = [b.var for b in mod["main"].body.blocks[0].bindings if "Tuple" not in str(b.var.ty)]
+    x = normal((64,), "float32")
+    last, third, *captured = run_reference(mod, [x], capture=[var.name for var in calls])
+    wide = x.astype("float64")
+    np.testing.assert_allclose(last, wide + 6)
+    np.testing.assert_allclose(third, wide + 3)
+    np.testing.assert_allclose(captured, [wide + 1 + i for i in range(6)])
+
+
 def test_an_intermediate_that_does_not_exist_is_refused():
     with pytest.raises(InputError, match="'nothing'"):
         run_reference(graph(relax.op.exp, ((4,), "float16")), [normal((4,))], capture=["nothing"])

@@ -185,7 +185,9 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("emit", "inputs", "policy", "code"), REFUSED, ids=lambda v: v if isinstance(v, str) else "")
+@pytest.mark.parametrize(
+    ("emit", "inputs", "policy", "code"), REFUSED, ids=lambda v: v if isinstance(v, str) else ""
+)
 def test_each_refusal_has_its_code(emit, inputs, policy, code):
     assert code in plan_of(module(emit, *inputs), policy=policy or None).codes
 
@@ -225,7 +227,12 @@ def test_a_plan_for_another_module_is_refused():
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "not JSON"), ("[]", "not a plan"), ('{"version": 99}', "version"), ('{"version": 1}', "broken")],
+    [
+        ("{", "not JSON"),
+        ("[]", "not a plan"),
+        ('{"version": 99}', "version"),
+        ('{"version": 1}', "broken"),
+    ],
 )
 def test_a_broken_plan_file_is_a_plan_error(tmp_path, text, message):
     (tmp_path / "p.json").write_text(text)

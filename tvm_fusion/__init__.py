@@ -1,8 +1,8 @@
 """Cost-model-driven operator fusion for Apache TVM Relax.
 
-    compiled = tvm_fusion.compile(model, target)
-    outputs = compiled(*inputs)
-    print(compiled.report)
+compiled = tvm_fusion.compile(model, target)
+outputs = compiled(*inputs)
+print(compiled.report)
 """
 
 from . import _pins

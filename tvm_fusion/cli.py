@@ -111,7 +111,7 @@ def _run(args: argparse.Namespace) -> Report:
     if args.command == "explain":
         return compiler.explain(model, **options)
     if args.command == "bench":
-        from .bench.run import bench
+        from .bench.compare import bench
 
         return bench(model, **options)
     if args.command == "verify":

@@ -1,9 +1,11 @@
-"""compile(): the flow from a model to a verified module, stage by stage; explain(): the same up to the plan.
+"""compile(): the flow from a model to a verified module, stage by stage; explain(): the same up to
+the plan.
 
-    model -> load -> lower -> build_graph -> search -> materialize -> write_kernels -> build -> verify -> report
+    model -> load -> lower -> build_graph -> search -> materialize -> write_kernels -> build ->
+    verify -> report
 
-A group whose kernel cannot be written, does not compile, or gives wrong numbers is cut: its operators run one by one, the report
-says why, and the rest of the plan stays.
+A group whose kernel cannot be written, does not compile, or gives wrong numbers is cut: its
+operators run one by one, the report says why, and the rest of the plan stays.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tvm
+from tvm import relax
 
 from .config import HardwareProfile, Policy, load_policy, resolve_target
 from .frontends import load
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
     from .runtime.module import CompiledModule
 
 logger = logging.getLogger(__name__)
+
+CHECKED_SYMBOLIC_EXTENT = 5
 
 PlanLike = FusionPlan | str | Path | dict[str, Any] | None
 
@@ -53,7 +58,8 @@ def compile(
     model : IRModule, torch.nn.Module, (torch.nn.Module, inputs), ExportedProgram, str or Path
         See `tvm_fusion.frontends.load`.
     target : str, Path, tvm.target.Target or None
-        "llvm", "cuda", a device's name, a profile; None takes the GPU if there is one, else the CPU.
+        "llvm", "cuda", a device's name, a profile; None takes the GPU if there is one, else the
+        CPU.
     policy : str, Path, mapping, Policy or None
         See `tvm_fusion.config.load_policy`.
     plan : FusionPlan, path, dict or None
@@ -61,15 +67,16 @@ def compile(
     example_inputs, dynamic_shapes
         For a torch.nn.Module, as `torch.export.export` takes them.
     verify : bool, "groups" or None
-        Check the result against float64 and cut groups with wrong numbers; "groups" also checks each group by itself; None
-        asks the policy.
+        Check the result against float64 and cut groups with wrong numbers; "groups" also checks
+        each group by itself; None asks the policy.
     measure : bool
         Time the fused module beside the unfused one.
 
     Returns
     -------
     CompiledModule
-        Call it with NumPy arrays, torch or TVM tensors; `.report` says what was done, `.plan` is the plan.
+        Call it with NumPy arrays, torch or TVM tensors; `.report` says what was done, `.plan` is
+        the plan.
 
     Raises
     ------
@@ -92,7 +99,9 @@ def explain(
     example_inputs: Any = None,
     dynamic_shapes: Any = None,
 ) -> Report:
-    """Plans a model and reports the plan, without building anything; parameters as for `compile`."""
+    """Plans a model and reports the plan, without building anything; parameters as for
+    `compile`.
+    """
     from .report.assemble import planned_report
 
     job = Job.of(model, target, policy, plan, example_inputs, dynamic_shapes)
@@ -116,7 +125,9 @@ class Job:
 
     @classmethod
     def of(cls, model, target, policy, plan, example_inputs, dynamic_shapes) -> Job:
-        """A job for a model of any kind; what a caller may have mistyped is checked before the model is read."""
+        """A job for a model of any kind; what a caller may have mistyped is checked before the
+        model is read.
+        """
         tvm_target, hw = resolve_target(target)
         policy, given = load_policy(policy), _read_plan(plan)
         mod = load(model, example_inputs, dynamic_shapes=dynamic_shapes)
@@ -147,7 +158,9 @@ class Job:
 
     @property
     def whole_plan(self) -> FusionPlan:
-        """What runs without this package: each operator of the model by itself, composites whole."""
+        """What runs without this package: each operator of the model by itself, composites
+        whole.
+        """
         return self.whole[2]
 
     @property
@@ -159,23 +172,32 @@ class Job:
             self._whole = low, graph, unfused_plan(graph, self.hw, self.policy)
         return self._whole
 
+    @property
+    def inputs(self) -> list[Any]:
+        """Random inputs for checks and timing; symbolic extents at a small odd size."""
+        from .check.inputs import random_inputs
+
+        main = self.mod["main"]
+        symbols = {v.name for p in main.params for v in relax.analysis.tir_vars_in_type(p.ty)}
+        return random_inputs(main, sizes=dict.fromkeys(symbols, CHECKED_SYMBOLIC_EXTENT))
+
     def compile(self, verify: bool, every_group: bool, measure: bool) -> CompiledModule:
         from .check.compiled import check_compiled, time_builds
-        from .check.inputs import random_inputs
         from .report.assemble import built_report
         from .runtime.module import CompiledModule
 
         built, materialized = self.build_fused()
         checked, timing = None, None
         if (verify or measure) and not tvm.runtime.device_from_target(self.target).exist:
-            logger.warning("no %s device here: built, but neither run nor checked", self.target.kind.name)
+            kind = self.target.kind.name
+            logger.warning("no %s device here: built, but neither run nor checked", kind)
             verify = measure = False
         if verify:
             checked = check_compiled(self, built, materialized, every_group)
             built, materialized = checked.built, checked.materialized
         unfused = checked.unfused if checked else self.build_unfused() if measure else None
         if measure:
-            timing = time_builds(built, unfused, random_inputs(self.mod["main"]))
+            timing = time_builds(built, unfused, self.inputs)
         compiled = CompiledModule.of(built, self.plan)
         compiled.report = built_report(self, built, materialized, unfused, checked, timing)
         return compiled

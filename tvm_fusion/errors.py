@@ -9,7 +9,9 @@ class TvmFusionError(Exception):
 
 
 class InputError(TvmFusionError):
-    """The caller gave something unusable: a file, a target, a policy key, an input array. CLI exit status 2."""
+    """The caller gave something unusable: a file, a target, a policy key, an input array. CLI exit
+    status 2.
+    """
 
 
 class FrontendError(InputError):
@@ -29,7 +31,9 @@ class PlanError(InputError):
 
 
 class VerificationError(TvmFusionError):
-    """Numbers of a fused kernel are further from the float64 reference than the rule allows. CLI exit status 1."""
+    """Numbers of a fused kernel are further from the float64 reference than the rule allows. CLI
+    exit status 1.
+    """
 
 
 class BuildError(TvmFusionError):
@@ -37,4 +41,6 @@ class BuildError(TvmFusionError):
 
 
 class Unsupported(TvmFusionError):
-    """A kernel writer cannot express a PrimFunc. The caller takes another kernel class; never shown as a crash."""
+    """A kernel writer cannot express a PrimFunc. The caller takes another kernel class; never shown
+    as a crash.
+    """

@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 import tvm
+from tvm import relax
 
 from ..check.inputs import random_inputs
 from ..errors import TargetError
 from ..report.model import Comparison, Report
+from ..runtime import cubin_cache
 from ..runtime.module import CompiledModule
 from ..runtime.timing import time_calls
-from .peers import default_build
 from .twin import jax_library, torch_library, twin
 
 _log = logging.getLogger(__name__)
@@ -61,10 +62,17 @@ def bench(model: Any, *, target: Any = None, policy: Any = None, plan: Any = Non
     )
 
 
+def default_build(mod: tvm.IRModule, target: tvm.target.Target) -> tvm.runtime.Executable:
+    """Build a module as TVM does without us: its fusion, and DLight's schedules on a GPU."""
+    cubin_cache.install()  # the same compiler and flags as ours
+    with target:
+        return tvm.compile(mod, target, relax_pipeline=relax.get_default_pipeline(target))
+
+
 def _tvm(mod: tvm.IRModule, target: tvm.target.Target, inputs: list[Any]) -> Callable[[], Any]:
     executable = default_build(mod, target)
     device = tvm.runtime.device_from_target(target)
-    main = tvm.relax.VirtualMachine(executable, device)["main"]
+    main = relax.VirtualMachine(executable, device)["main"]
     arguments = [tvm.runtime.tensor(x, device) for x in inputs]
     return lambda: main(*arguments)
 
@@ -73,12 +81,12 @@ def _torch(mod: tvm.IRModule, target: tvm.target.Target, inputs: list[Any]) -> C
     import torch
 
     device = "cuda" if target.kind.name == "cuda" else "cpu"
-    function = twin(mod, torch_library(device))
+    function, constants = twin(mod, torch_library(device))
     tensors = [torch.from_numpy(np.asarray(x)).to(device) for x in inputs]
 
     def call() -> Any:
         with torch.no_grad():
-            return function(*tensors)
+            return function(constants, *tensors)
 
     return call
 
@@ -95,9 +103,10 @@ def _jax(mod: tvm.IRModule, _target: tvm.target.Target, inputs: list[Any]) -> Ca
     import jax
     import jax.numpy as jnp
 
-    function = jax.jit(twin(mod, jax_library()))
+    function, constants = twin(mod, jax_library())
+    compiled = jax.jit(function)
     arrays = [jnp.asarray(x) for x in inputs]
-    return lambda: jax.block_until_ready(function(*arrays))
+    return lambda: jax.block_until_ready(compiled(constants, *arrays))
 
 
 PEERS = {"tvm": _tvm, "torch": _torch, "torch.compile": _torch_compile, "jax": _jax}

@@ -10,8 +10,8 @@ from tvm import relax
 
 from ..errors import InputError
 from ..frontends import load
-from ..runtime import cubin_cache
 from ..runtime.tensors import to_tvm
+from .compare import default_build
 from .workloads import Instance
 
 Call = Callable[[], Any]
@@ -51,13 +51,6 @@ def tvm_default(instance: Instance, target: tvm.target.Target) -> Call:
     main = relax.VirtualMachine(executable, device)["main"]
     inputs = [to_tvm(x, device, "input") for x in instance.inputs]
     return lambda: main(*inputs)
-
-
-def default_build(mod: tvm.IRModule, target: tvm.target.Target) -> tvm.runtime.Executable:
-    """Build a module as TVM does without us: its fusion, and DLight's schedules on a GPU."""
-    cubin_cache.install()  # the same compiler and flags as ours
-    with target:
-        return tvm.compile(mod, target, relax_pipeline=relax.get_default_pipeline(target))
 
 
 PEERS: dict[str, Peer] = {

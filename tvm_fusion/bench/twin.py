@@ -49,8 +49,8 @@ def jax_library() -> Library:
     return Library(find, lambda x, dtype: x.astype(dtype), jnp.asarray)
 
 
-def twin(mod: tvm.IRModule, library: Library) -> Function:
-    """Return `main` of a module as a function of arrays.
+def twin(mod: tvm.IRModule, library: Library) -> tuple[Function, dict[int, Any]]:
+    """Return `main` of a module as a function of its constants and inputs, and the constants.
 
     Raises
     ------
@@ -85,13 +85,13 @@ def twin(mod: tvm.IRModule, library: Library) -> Function:
             add_step(binding.var, binding.value)
     result = slots[main.body.body]
 
-    def run(*inputs: Any) -> Any:
+    def run(constants: dict[int, Any], *inputs: Any) -> Any:
         values = dict(enumerate(inputs)) | constants
         for number, function, operands in steps:
             values[number] = function(*[values[i] for i in operands])
         return values[result]
 
-    return run
+    return run, constants
 
 
 def _step(value: Any, library: Library) -> tuple[Function, Sequence[Any]]:
@@ -169,7 +169,7 @@ def _cast(call: relax.Call, library: Library) -> tuple[Function, Sequence[Any]]:
 
 def _concat(call: relax.Call, library: Library) -> tuple[Function, Sequence[Any]]:
     concat, axis = library.find("concat"), int(call.attrs.axis or 0)
-    return lambda *parts: concat(parts, axis), call.args[0].fields
+    return lambda *parts: concat(parts, axis=axis), call.args[0].fields
 
 
 def _slice(call: relax.Call, _library: Library) -> tuple[Function, Sequence[Any]]:

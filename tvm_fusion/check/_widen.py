@@ -90,7 +90,7 @@ def _refuse_bits(nodes: list[dict]) -> None:
 
 
 def _keep_coordinates(nodes: list[dict]) -> set[int]:
-    """Give integers and comparisons own copies of their load-free float operands; return the copies."""
+    """Give integers and comparisons own copies of load-free float operands; return the copies."""
     memo: dict[int, bool] = {}
     copies: dict[int, int] = {}
 

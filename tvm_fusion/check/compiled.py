@@ -1,4 +1,6 @@
-"""Checks what the compiler built: the whole module first, group by group where it is wrong or where the caller asks; then times it."""
+"""Checks what the compiler built: the whole module first, group by group where it is wrong or where
+the caller asks; then times it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,6 @@ from ..kernels.base import RefusalCode
 from ..report.model import Comparison
 from ..transform.materialize import group_modules
 from ..transform.write_kernels import write_kernels
-from .inputs import random_inputs
 from .reference import flatten, run_reference, to_argument
 from .verify import GroupCase, Verification, compare_outputs, verify_group
 
@@ -30,7 +31,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Checked:
-    """The build that passed (or the last one that did not), the unfused build, and what was found."""
+    """The build that passed (or the last one that did not), the unfused build, and what was
+    found.
+    """
 
     built: Built
     materialized: Materialized
@@ -42,7 +45,8 @@ class Checked:
 def check_compiled(
     job: Job, built: Built, materialized: Materialized, every_group: bool = False
 ) -> Checked:
-    """Compares a build with float64 and with the unfused module; groups with wrong numbers are cut and the rest is built again.
+    """Compares a build with float64 and with the unfused module; groups with wrong numbers are cut
+    and the rest is built again.
 
     Parameters
     ----------
@@ -54,7 +58,7 @@ def check_compiled(
         Check each group on its own even if the module as a whole is right.
     """
     whole = job.whole[0]
-    inputs = random_inputs(whole["main"])
+    inputs = job.inputs
     reference = run_reference(whole, inputs, target=job.target)
     unfused = job.build_unfused()
     plain = run_built(unfused, inputs)
@@ -89,7 +93,9 @@ def run_built(built: Built, inputs: Sequence[Any]) -> list[np.ndarray]:
 
 
 def wrong_groups(job: Job, materialized: Materialized, inputs: Sequence[Any]):
-    """The fused groups whose own numbers are wrong, with the reason, and the error of each group by name of its PrimFunc."""
+    """The fused groups whose own numbers are wrong, with the reason, and the error of each group by
+    name of its PrimFunc.
+    """
     fused = {n: g for n, g in materialized.groups.items() if len(g.ops) > 1}
     cases = {n: group_modules(job.low, job.graph, job.plan, g) for n, g in fused.items()}
     values = _captured(job, cases.values(), inputs)

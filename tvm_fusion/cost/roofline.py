@@ -2,8 +2,9 @@
 
     T = T_launch + (sum_i T_i^p)^(1/p)
 
-over the terms i = HBM bytes, L2 bytes, operations by pipe, tensor cores; p is `roofline_exponent` of the device (infinity would be
-the classical roofline max(T_i) of Williams et al., CACM 52(4), 2009). All rates come from the hardware profile.
+over the terms i = HBM bytes, L2 bytes, operations by pipe, tensor cores; p is `roofline_exponent`
+of the device (infinity would be the classical roofline max(T_i) of Williams et al., CACM 52(4),
+2009). All rates come from the hardware profile.
 """
 
 from __future__ import annotations
@@ -80,7 +81,9 @@ def estimate(
 
 
 def _spill_seconds(traffic: Traffic, resources: Resources, hw: HardwareProfile) -> float:
-    """Registers above the limit go out and back once per element they stand for: charged against L1 as L2 bytes, no cliff."""
+    """Registers above the limit go out and back once per element they stand for: charged against L1
+    as L2 bytes, no cliff.
+    """
     excess = resources.registers_per_thread - hw.max_registers_per_thread
     if hw.kind == "llvm" or excess <= 0:
         return 0.0

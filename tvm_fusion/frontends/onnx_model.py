@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-from tvm import relax
 from tvm.ir import IRModule
-from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from tvm_fusion.errors import FrontendError
+from tvm_fusion.frontends.cleanup import cleaned
 from tvm_fusion.frontends.module import checked_module, first_line
 
 try:
@@ -22,8 +21,6 @@ except ImportError as error:
     ) from error
 
 from tvm.relax.frontend.onnx import from_onnx
-
-SHAPE_READER = "vm.builtin.tensor_to_shape"
 
 # Operators with a weight that their kernels read as an array.
 WEIGHT_READERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
@@ -66,7 +63,7 @@ def from_model(model: onnx.ModelProto, where: str) -> IRModule:
                 f"{where}: cannot be converted to Relax{_at_operator(printed.getvalue())}: "
                 f"{first_line(error)}"
             ) from error
-    return checked_module(_with_pure_shape_reads(mod), where)
+    return checked_module(cleaned(mod), where)
 
 
 def _check(model: onnx.ModelProto, where: str) -> None:
@@ -123,22 +120,6 @@ def _fill_value(node: onnx.NodeProto) -> np.generic:
         if attribute.name == "value":
             return onnx.numpy_helper.to_array(attribute.t).reshape(-1)[0]
     return np.float32(0)
-
-
-@mutator
-class _PureShapeReads(PyExprMutator):
-    def visit_call_(self, call: relax.Call) -> relax.Expr:
-        call = super().visit_call_(call)
-        if isinstance(call.op, relax.ExternFunc) and call.op.global_symbol == SHAPE_READER:
-            return relax.op.call_pure_packed(SHAPE_READER, *call.args, ty_args=list(call.ty_args))
-        return call
-
-
-def _with_pure_shape_reads(mod: IRModule) -> IRModule:
-    """TVM's importer reads a shape out of a tensor with a call that it does not declare pure."""
-    mod = IRModule(dict(mod.functions.items()), attrs=mod.attrs)
-    mod["main"] = _PureShapeReads(mod).visit_expr(mod["main"])
-    return mod
 
 
 @contextlib.contextmanager

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tvm import relax
 from tvm.ir import IRModule
 
 from tvm_fusion.errors import FrontendError
+from tvm_fusion.frontends.cleanup import cleaned
 from tvm_fusion.frontends.module import checked_module, first_line
 
 try:
@@ -100,7 +100,7 @@ def from_exported_program(program: torch.export.ExportedProgram, where: str) -> 
         raise FrontendError(
             f"{where}: cannot be converted to Relax{importer.stopped_at()}: {first_line(error)}"
         ) from error
-    return checked_module(relax.transform.DeadCodeElimination()(mod), where)
+    return checked_module(cleaned(mod), where)
 
 
 def _split_inputs(where: str, inputs: Any) -> tuple[tuple, dict[str, Any]]:

@@ -6,24 +6,26 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import TypeVar
 
 import tvm
 from tvm.ir import IRModule
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
+from tvm.tirx.layout import Axis
 
 from tvm_fusion.errors import FrontendError
 from tvm_fusion.frontends.module import checked_module, first_line
 
-# What `IRModule.script()` assumes: it writes these imports as comments.
-SCRIPT_NAMES = {"I": I, "R": R, "T": T}
+# What `IRModule.script()` assumes: it writes these imports as comments, or not at all.
+SCRIPT_NAMES = {"I": I, "R": R, "T": T, "Axis": Axis, "TypeVar": TypeVar, "tvm": tvm}
 
 
 def from_script(path: Path) -> IRModule:
     """Run a Python file and take the one IRModule it defines.
 
-    The names `I`, `R` and `T` are there, so that what `mod.script()` printed runs as it is.
+    The names in `SCRIPT_NAMES` are there, so that what `mod.script()` printed runs as it is.
 
     Raises
     ------

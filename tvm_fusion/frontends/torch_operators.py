@@ -58,9 +58,7 @@ def _arithmetic(op: Callable, neutral: int | None = None) -> Converter:
 
 def _changes_nothing(node: fx.Node, neutral: int | None) -> bool:
     b = node.args[1]
-    if neutral is None or not isinstance(b, int | float) or b != neutral:
-        return False
-    return neutral == 1 or not node.meta["val"].is_floating_point()  # -0.0 + 0 is 0.0
+    return neutral is not None and isinstance(b, int | float) and b == neutral
 
 
 def _comparison(op: Callable) -> Converter:

@@ -1,11 +1,14 @@
-"""Access maps: which element of which tensor every block of a PrimFunc reads and writes, and what it computes a point.
+"""Access maps: which element of which tensor every block of a PrimFunc reads and writes, and what
+it computes a point.
 
     T[i, j] = max(x[i, 2*j + 1], b[j])     i < M, j < N
       -> Block(axes = (i: M spatial, j: N spatial),
-               reads = (x[(1,0)+0, (0,2)+1], b[(0,1)+0]), write = T[(1,0)+0, (0,1)+0], counts = {arithmetic: 1})
+               reads = (x[(1,0)+0, (0,2)+1], b[(0,1)+0]), write = T[(1,0)+0, (0,1)+0], counts =
+               {arithmetic: 1})
 
-Everything here is plain Python values, so that the planner never touches TVM objects. Extents are ints, or the printed form of a
-symbolic expression. An index that is no affine function of the block's axes is `Irregular` and says which axes it reads.
+Everything here is plain Python values, so that the planner never touches TVM objects. Extents are
+ints, or the printed form of a symbolic expression. An index that is no affine function of the
+block's axes is `Irregular` and says which axes it reads.
 """
 
 from __future__ import annotations
@@ -56,7 +59,9 @@ class Affine:
 
     @property
     def single_axis(self) -> int | None:
-        """The axis this index equals, if it is exactly one axis with coefficient 1 and no offset."""
+        """The axis this index equals, if it is exactly one axis with coefficient 1 and no
+        offset.
+        """
         if self.constant == 0 and sum(map(abs, self.coefficients)) == 1:
             return next((i for i, c in enumerate(self.coefficients) if c == 1), None)
         return None
@@ -64,7 +69,9 @@ class Affine:
 
 @dataclass(frozen=True, slots=True)
 class Irregular:
-    """An index that is not affine: division and modulo (reshapes), or an element of another tensor (gathers)."""
+    """An index that is not affine: division and modulo (reshapes), or an element of another tensor
+    (gathers).
+    """
 
     axes: frozenset[int]
     data_dependent: bool = False
@@ -77,8 +84,8 @@ Index = Affine | Irregular
 class Access:
     """One read or write of a tensor.
 
-    `tensor` is a key of the owner: inside a PrimFunc, the position of the parameter, or -1 - k for its k-th inner buffer.
-    `guarded`: evaluated under a condition only (if_then_else).
+    `tensor` is a key of the owner: inside a PrimFunc, the position of the parameter, or -1 - k for
+    its k-th inner buffer. `guarded`: evaluated under a condition only (if_then_else).
     """
 
     tensor: int
@@ -107,7 +114,9 @@ class Reduction(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """One loop nest: `axes`, what it reads and writes at each point, and the operations a point, by pipe."""
+    """One loop nest: `axes`, what it reads and writes at each point, and the operations a point, by
+    pipe.
+    """
 
     name: str
     axes: tuple[Axis, ...]
@@ -134,7 +143,9 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class FuncAccess:
-    """The access maps of a PrimFunc; `refusal` says why it could not be read (it is then opaque to the planner)."""
+    """The access maps of a PrimFunc; `refusal` says why it could not be read (it is then opaque to
+    the planner).
+    """
 
     blocks: tuple[Block, ...]
     num_inner: int = 0
@@ -144,8 +155,34 @@ class FuncAccess:
 
 
 _SPECIAL = frozenset(
-    "exp exp2 exp10 tanh erf rsqrt sqrt log log2 log10 log1p sigmoid pow sin cos tan asin acos atan "
-    "atan2 sinh cosh asinh acosh atanh hypot".split()
+    [
+        "exp",
+        "exp2",
+        "exp10",
+        "tanh",
+        "erf",
+        "rsqrt",
+        "sqrt",
+        "log",
+        "log2",
+        "log10",
+        "log1p",
+        "sigmoid",
+        "pow",
+        "sin",
+        "cos",
+        "tan",
+        "asin",
+        "acos",
+        "atan",
+        "atan2",
+        "sinh",
+        "cosh",
+        "asinh",
+        "acosh",
+        "atanh",
+        "hypot",
+    ]
 )
 _DIVISION = (tirx.Div,)
 _INTEGER = (tirx.FloorDiv, tirx.FloorMod)
@@ -190,14 +227,17 @@ def extent_of(value) -> Extent:
 
 
 def op_name(e) -> str:
-    """Last part of a TIR call's operator name ("exp", "if_then_else"), or "" when `e` is no such call."""
+    """Last part of a TIR call's operator name ("exp", "if_then_else"), or "" when `e` is no such
+    call.
+    """
     if not isinstance(e, Call):
         return ""
     return getattr(e.op, "name", "").rpartition(".")[2]
 
 
 def read_prim_func(func: tirx.PrimFunc) -> FuncAccess:
-    """Reads the access maps of an s_tir PrimFunc made of blocks (LegalizeOps output, or a user's own).
+    """Reads the access maps of an s_tir PrimFunc made of blocks (LegalizeOps output, or a user's
+    own).
 
     A function marked as scheduled is somebody's finished kernel, and opaque.
     """

@@ -1,4 +1,6 @@
-"""Arithmetic on extents that may be symbolic: products that can be compared, and numbers for the cost model."""
+"""Arithmetic on extents that may be symbolic: products that can be compared, and numbers for the
+cost model.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ ASSUMED_SYMBOLIC_EXTENT = 128  # a size for n when only the cost is asked; legal
 
 
 def product_key(extents: Iterable[Extent]) -> tuple[int, tuple[str, ...]]:
-    """The product of extents in a form that is equal for equal products: (constant factor, sorted symbolic factors)."""
+    """The product of extents in a form that is equal for equal products: (constant factor, sorted
+    symbolic factors).
+    """
     constant, symbolic = 1, []
     for e in extents:
         if isinstance(e, int):

@@ -1,8 +1,10 @@
-"""The fusion graph of one Relax function: operators with access maps, tensors, and reachability as bitsets.
+"""The fusion graph of one Relax function: operators with access maps, tensors, and reachability as
+bitsets.
 
-Each `call_tir` binding is an operator; reshapes that only rename indices are views (free where they stay alone); every other
-binding is opaque. Tuples and their projections are looked through. Operators are numbered in binding order, which is a topological
-order, so "a before b" is `a < b`, and a set of operators is a Python int with one bit each.
+Each `call_tir` binding is an operator; reshapes that only rename indices are views (free where they
+stay alone); every other binding is opaque. Tuples and their projections are looked through.
+Operators are numbered in binding order, which is a topological order, so "a before b" is `a < b`,
+and a set of operators is a Python int with one bit each.
 """
 
 from __future__ import annotations
@@ -75,7 +77,9 @@ class FusionGraph:
         return tuple(sorted(found))
 
     def fingerprint(self) -> str:
-        """Identifies the module a plan was made for: operators, their PrimFuncs, shapes and wiring."""
+        """Identifies the module a plan was made for: operators, their PrimFuncs, shapes and
+        wiring.
+        """
         text = hashlib.sha256()
         for op in self.ops:
             shapes = [(self.tensors[t].shape, self.tensors[t].dtype) for t in op.outputs]
@@ -114,6 +118,10 @@ class _GraphBuilder:
         default_factory=dict
     )  # Var hash -> tensor id or tuple of them
     constants: dict[int, int] = field(default_factory=dict)
+    symbols: dict[int, int] = field(
+        default_factory=dict
+    )  # hash of a symbol that a match_cast defines
+    known: list = field(default_factory=list)
     funcs: dict[str, tuple] = field(default_factory=dict)
 
     def build(self) -> FusionGraph:
@@ -121,6 +129,7 @@ class _GraphBuilder:
         composites = dict(attrs[COMPOSITES_ATTR]) if attrs and COMPOSITES_ATTR in attrs else {}
         for param in self.relax_func.params:
             self.values[hash(param)] = self._declare(param.name, param.ty, None)
+            self.known.extend(relax.analysis.definable_tir_vars_in_type(param.ty))
         body = self.relax_func.body
         for region, block in enumerate(body.blocks):
             fusible = isinstance(block, relax.DataflowBlock)
@@ -139,7 +148,9 @@ class _GraphBuilder:
             for t in self.tensors
         )
         self.ops = [
-            replace(op, kind=OpKind.CALL_TIR)  # a result of the function is a tensor of its own, not a view
+            replace(
+                op, kind=OpKind.CALL_TIR
+            )  # a result of the function is a tensor of its own, not a view
             if op.kind is OpKind.VIEW and any(tensors[t].is_output for t in op.outputs)
             else op
             for op in self.ops
@@ -160,13 +171,15 @@ class _GraphBuilder:
         )
 
     def _declare(self, name: str, ty, producer: int | None, **flags):
-        """A tensor id for a tensor type, a tuple of them for a tuple type, () for anything else."""
+        """A tensor id, or a tuple of them for a tuple type; what is no tensor (a shape, an object)
+        counts as an empty one.
+        """
         if isinstance(ty, relax.TupleType):
             return tuple(
                 self._declare(f"{name}.{i}", f, producer, **flags) for i, f in enumerate(ty.fields)
             )
         if not isinstance(ty, relax.TensorType):
-            return ()
+            return self._tensor(name, (), "object", producer, **flags)
         shape = ty.shape.values if isinstance(ty.shape, relax.ShapeExpr) else ()
         dtype = str(ty.dtype)
         return self._tensor(name, tuple(map(extent_of, shape)), dtype, producer, **flags)
@@ -199,15 +212,14 @@ class _GraphBuilder:
 
     def _bind(self, binding, region: int, fusible: bool, composite: str | None) -> None:
         var, value = binding.var, getattr(binding, "value", None)
-        if isinstance(value, (relax.Tuple, relax.TupleGetItem, relax.Var)):
-            self.values[hash(var)] = self._value(value)
-            return
-        if isinstance(value, tvm.ir.GenericConst):
+        renames = (relax.Tuple, relax.TupleGetItem, relax.Var, tvm.ir.GenericConst)
+        if isinstance(value, renames) and not isinstance(binding, relax.MatchCast):
             self.values[hash(var)] = self._value(value)
             return
         op_id = len(self.ops)
         call = value if fusible and _is_call_tir(value) else None
         inputs = self._value(call.args[1]) if call is not None else self._value(value)
+        symbols = self._symbols_read(var.ty, value)
         outputs = self._declare(var.name, var.ty, op_id)
         self.values[hash(var)] = outputs
         op = Op(
@@ -215,8 +227,8 @@ class _GraphBuilder:
             var.name,
             "",
             OpKind.OPAQUE,
-            _unique(_flatten(inputs)),
-            tuple(_flatten(outputs)),
+            _unique((*_flatten(inputs), *symbols)),
+            (*_flatten(outputs), *self._symbols_made(binding, op_id)),
             region=region,
             composite=composite,
             why_opaque="it is no call_tir in a dataflow block",
@@ -224,6 +236,36 @@ class _GraphBuilder:
         if call is not None:
             op = self._read(op, call, inputs, tuple(_flatten(outputs)))
         self.ops.append(op)
+
+    def _symbols_made(self, binding, op_id: int) -> tuple[int, ...]:
+        """A match_cast gives symbols their values: whoever uses them comes after it, as if it read
+        a tensor.
+        """
+        if not isinstance(binding, relax.MatchCast):
+            return ()
+        new = [
+            v
+            for v in relax.analysis.definable_tir_vars_in_type(binding.ty)
+            if not any(v.same_as(k) for k in self.known)
+        ]
+        self.known.extend(new)
+        for v in new:
+            self.symbols[hash(v)] = self._tensor(v.name, (), "object", op_id)
+        return tuple(self.symbols[hash(v)] for v in new)
+
+    def _symbols_read(self, ty, value) -> tuple[int, ...]:
+        if not self.symbols:
+            return ()
+        found: dict[int, None] = {}
+
+        def see(v) -> None:
+            if hash(v) in self.symbols:
+                found[self.symbols[hash(v)]] = None
+
+        for v in relax.analysis.tir_vars_in_type(ty):
+            see(v)
+        tvm_ffi.structural_walk(value, [(tvm.ir.Var, see)])
+        return tuple(found)
 
     def _read(self, op: Op, call, args: tuple, outputs: tuple[int, ...]) -> Op:
         func_name = call.args[0].name_hint
@@ -244,7 +286,9 @@ class _GraphBuilder:
             for b in access.blocks
         )
         sizes = {product_key(self.tensors[t].shape) for t in (*op.inputs, *op.outputs)}
-        kind = OpKind.VIEW if is_view and len(sizes) == 1 else OpKind.CALL_TIR  # a slice may look like a reshape
+        kind = (
+            OpKind.VIEW if is_view and len(sizes) == 1 else OpKind.CALL_TIR
+        )  # a slice may look like a reshape
         return replace(op, func=func_name, kind=kind, blocks=blocks, key=key, why_opaque="")
 
     def _prim_func(self, name: str):

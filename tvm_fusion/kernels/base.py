@@ -1,7 +1,9 @@
-"""What the planner knows of kernel classes: groups, fits, refusals, and the interface every class implements.
+"""What the planner knows of kernel classes: groups, fits, refusals, and the interface every class
+implements.
 
-A kernel class answers for a group of operators: can one launch compute it (`accepts`), what does that move and execute
-(`traffic`), and how is it written (`write`). Adding a kind of kernel is one file with such a class and one line in `registry.py`.
+A kernel class answers for a group of operators: can one launch compute it (`accepts`), what does
+that move and execute (`traffic`), and how is it written (`write`). Adding a kind of kernel is one
+file with such a class and one line in `registry.py`.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ class Fit:
     ----------
     kernel_class : str
     rows, columns : int
-        The space it runs over (symbols at their assumed size); `columns` is what one thread block shares.
+        The space it runs over (symbols at their assumed size); `columns` is what one thread block
+        shares.
     evaluations : tuple of float
         How often each block of the group is evaluated, in points.
     contraction : (batch, M, N, K) of the matrix products in the group, each once
@@ -83,7 +86,8 @@ class Fit:
 class Traffic:
     """What one launch moves and executes.
 
-    Bytes are unions of footprints, operations are counts. `parallel` is the share of the device the launch can fill (0 to 1].
+    Bytes are unions of footprints, operations are counts. `parallel` is the share of the device the
+    launch can fill (0 to 1].
     """
 
     hbm_bytes: float
@@ -131,10 +135,11 @@ def dtype_bytes(dtype: str) -> int:
 
 @dataclass(frozen=True)
 class GroupView:
-    """A set of operators seen as one kernel: what it reads, what it must write, and its blocks in order.
+    """A set of operators seen as one kernel: what it reads, what it must write, and its blocks in
+    order.
 
-    `outputs` are the tensors somebody reads outside; `duplicated` is the bitset of members that belong to another group and are
-    only recomputed here.
+    `outputs` are the tensors somebody reads outside; `duplicated` is the bitset of members that
+    belong to another group and are only recomputed here.
     """
 
     graph: FusionGraph

@@ -1,4 +1,4 @@
-"""Reads the blocks of an s_tir PrimFunc as definitions: buffer[axes] = value, or = reduction of value.
+"""Reads s_tir blocks as definitions: buffer[axes] = value, or = reduction of value.
 
 for i, k in T.grid(M, N):
     with T.sblock("sum"):
@@ -27,6 +27,8 @@ KINDS = {
     tirx.Mul: ReduceKind.PROD,
     tirx.Max: ReduceKind.MAX,
     tirx.Min: ReduceKind.MIN,
+    tirx.And: ReduceKind.MIN,
+    tirx.Or: ReduceKind.MAX,
 }
 
 

@@ -10,8 +10,8 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 from tvm.ir import Call, Expr, Var
-from tvm.ir.prim.expr import BitwiseNot, Let, LogicalExpr
 from tvm.ir.prim.expr import BinaryOpExpr as Binary
+from tvm.ir.prim.expr import BitwiseNot, Let, LogicalExpr
 from tvm.ir.prim.expr import CmpExpr as Comparison
 
 HALF_DTYPES = ("float16", "bfloat16")
@@ -65,7 +65,7 @@ def constant(value: float, dtype: str) -> Expr:
 
 
 def convert(expr: Expr, dtype: str) -> Expr:
-    """`expr` cast to `dtype`; immediates are converted, and nothing is done where the dtypes agree."""
+    """`expr` as `dtype`: itself, a converted immediate, or a cast."""
     if dtype_of(expr) == dtype:
         return expr
     if isinstance(expr, tirx.IntImm) and dtype != "bool":
@@ -76,7 +76,7 @@ def convert(expr: Expr, dtype: str) -> Expr:
 def rebuild(expr: Expr, visit: Callable[[Expr], Expr]) -> Expr:
     """`expr` with `visit` applied to its children.
 
-    Types follow the children: a float16 addition whose operands became float32 becomes a float32 one.
+    Types follow the children: a float16 addition of what is now float32 becomes a float32 one.
     Loads are left to the caller.
     """
     if isinstance(expr, Binary | Comparison | LogicalExpr) and not isinstance(expr, tirx.Not):
@@ -120,7 +120,7 @@ def substitute(expr: Expr, env: Mapping[Var, Expr]) -> Expr:
 
 
 def same(a: Expr, b: Expr) -> bool:
-    """Structural equality with variables compared by identity (different variables may print alike)."""
+    """Structural equality; variables are compared by identity (they may print alike)."""
     return a.same_as(b) or tvm_ffi.structural_equal(a, b)
 
 

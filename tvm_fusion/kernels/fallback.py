@@ -1,13 +1,17 @@
-"""Kernel class `fallback`: any one operator, by TVM's own schedules (DLight on CUDA) or this package's CPU loops."""
+"""Kernel class `fallback`: any one operator, by TVM's own schedules (DLight on CUDA) or this
+package's CPU loops.
+"""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from tvm import tirx
 
 from ..config import HardwareProfile, Policy
 from ..errors import Unsupported
+from ..ir.access import Access
 from .base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic
 from .footprint import points
 from .traffic import memory_traffic
@@ -28,7 +32,20 @@ class Fallback:
 
     def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
         flops = sum(2.0 * points(b) for b in group.blocks if b.is_contraction)
-        return memory_traffic(group, fit, hw, tensor_flops=flops)
+        traffic = memory_traffic(group, fit, hw, tensor_flops=flops)
+        inner = sum(
+            2 * group.tensor_bytes(w.tensor)
+            for b in group.blocks
+            for w in b.writes
+            if self._is_inner(group, w)
+        )
+        return replace(
+            traffic, hbm_bytes=traffic.hbm_bytes + inner, l2_bytes=traffic.l2_bytes + inner
+        )
+
+    def _is_inner(self, group: GroupView, write: Access) -> bool:
+        """A buffer between the operator's own loop nests: written out and read back."""
+        return group.graph.tensors[write.tensor].is_inner
 
     def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
         return Resources(32, 0)

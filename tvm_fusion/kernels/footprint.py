@@ -1,4 +1,6 @@
-"""Bytes by footprint and evaluation counts of a group: how much of each tensor is touched, how often each block runs."""
+"""Bytes by footprint and evaluation counts of a group: how much of each tensor is touched, how
+often each block runs.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ from ..ir.access import Access, Affine, Block, Pipe
 from ..ir.extents import assumed, assumed_product
 from .base import GroupView, dtype_bytes
 
-# Elements for which one thread evaluates an operand that does not vary along the contiguous axis: the 16-byte vector of a
+# Elements for which one thread evaluates an operand that does not vary along the contiguous axis:
+# the 16-byte vector of a
 # half-precision kernel.
 VECTOR_ELEMENTS = 8
 
@@ -67,15 +70,17 @@ def evaluations(
     ----------
     group : GroupView
     once : frozenset of int
-        Tensors that the kernel computes exactly once whatever reads them (reductions, accumulators).
+        Tensors that the kernel computes exactly once whatever reads them (reductions,
+        accumulators).
     hoist : int
-        How many points along the contiguous axis share one evaluation of an operand that does not vary along it.
+        How many points along the contiguous axis share one evaluation of an operand that does not
+        vary along it.
 
     Notes
     -----
-    A producer read at the consumer's own index is computed once for all such consumers. Any other read multiplies: one through
-    a broadcast runs once per consumer point (divided by `hoist` if it does not vary along the last axis), a guarded one at most
-    once per element.
+    A producer read at the consumer's own index is computed once for all such consumers. Any other
+    read multiplies: one through a broadcast runs once per consumer point (divided by `hoist` if it
+    does not vary along the last axis), a guarded one at most once per element.
     """
     blocks = group.blocks
     counts: dict[int, float] = {}
@@ -113,7 +118,9 @@ def _hoisted(block: Block, access: Access, hoist: int) -> float:
 
 
 def operations(group: GroupView, counts: tuple[float, ...]) -> dict[str, float]:
-    """Operations by pipe over the whole group; those of contractions are not among them (they are `tensor_flops`)."""
+    """Operations by pipe over the whole group; those of contractions are not among them (they are
+    `tensor_flops`).
+    """
     total: dict[str, float] = {pipe.value: 0.0 for pipe in Pipe}
     for block, count in zip(group.blocks, counts, strict=True):
         for pipe, number in () if block.is_contraction else block.counts:
@@ -122,5 +129,7 @@ def operations(group: GroupView, counts: tuple[float, ...]) -> dict[str, float]:
 
 
 def costly(block: Block) -> bool:
-    """Whether recomputing the block costs more than arithmetic: special functions, divisions, integer division."""
+    """Whether recomputing the block costs more than arithmetic: special functions, divisions,
+    integer division.
+    """
     return any(pipe is not Pipe.ARITHMETIC for pipe, _ in block.counts)

@@ -1,8 +1,10 @@
-"""Kernel class `gemm`: matrix products with everything pointwise behind them, index-only work before them, and siblings.
+"""Kernel class `gemm`: matrix products with everything pointwise behind them, index-only work
+before them, and siblings.
 
-One product, or several that share their left operand (QKV, gate and up), with any pointwise epilogue on the products' own index
-space. A prologue may only move data (transposes, reshapes, broadcasts): arithmetic on an operand would run once per tile of the
-other operand (0.80 to 0.92 of the two-kernel time where it was measured on an H200).
+One product, or several that share their left operand (QKV, gate and up), with any pointwise
+epilogue on the products' own index space. A prologue may only move data (transposes, reshapes,
+broadcasts): arithmetic on an operand would run once per tile of the other operand (0.80 to 0.92 of
+the two-kernel time where it was measured on an H200).
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class Gemm:
         if others:
             return group.refuse(
                 RefusalCode.EPILOGUE,
-                f"{others[0].name} reduces over a row; a tile of a matrix product holds part of one",
+                f"{others[0].name} reduces a row; a tile of a matrix product holds part of one",
             )
         if refusal := _check_siblings(group, products) or _check_neighbours(group, products):
             return refusal
@@ -122,7 +124,9 @@ class Gemm:
 
 
 def match_product(block: Block) -> Product | None:
-    """The block as a matrix product, or None: a sum over axes that both operands share, every index a single axis."""
+    """The block as a matrix product, or None: a sum over axes that both operands share, every index
+    a single axis.
+    """
     if not block.is_contraction or len(block.reads) != 2:
         return None
     left, right = block.reads
@@ -194,7 +198,7 @@ def _check_neighbours(group: GroupView, products: list[Product]) -> Refusal | No
             if block.operations() or any(a.guarded or a.data_dependent for a in block.reads):
                 return group.refuse(
                     RefusalCode.PROLOGUE,
-                    f"{block.name} computes on an operand, once for every tile of the other operand",
+                    f"{block.name} computes on an operand, once per tile of the other operand",
                 )
             if written in group.outputs:
                 return group.refuse(RefusalCode.PROLOGUE, f"{block.name} is read by others as well")
@@ -214,7 +218,9 @@ def _upstream(group: GroupView, products: list[Product]) -> set[int]:
 
 
 def _feeds(group: GroupView, tensor: int, after: set[int]) -> bool:
-    """A side input of the epilogue computed in the group: it must reach an epilogue block and leave the kernel nowhere else."""
+    """A side input of the epilogue computed in the group: it must reach an epilogue block and leave
+    the kernel nowhere else.
+    """
     return tensor not in group.outputs and bool(group.readers_of.get(tensor))
 
 

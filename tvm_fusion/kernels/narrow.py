@@ -1,4 +1,4 @@
-"""Rewrites a row program over 64-bit coordinates into one over 32-bit coordinates, where nothing overflows.
+"""Rewrites a row program over int64 coordinates into one over int32, where nothing overflows.
 
     x[i0 * int64(4096) + j] (i0, j int64)   ->   x[i0 * 4096 + j] (i0, j int32)
 
@@ -30,7 +30,7 @@ INT32_LIMIT = 2**31
 
 
 def narrow_indices(program: Program) -> Program:
-    """`program` over int32 coordinates, or itself where the space or a parameter is too large or symbolic."""
+    """`program` over int32 coordinates; itself where a parameter is too large or symbolic."""
     if program.index_dtype == "int32" or not program.is_static:
         return program
     sizes = [param.elements for param in program.params]
@@ -82,7 +82,7 @@ class _Narrower:
         return rebuild(expr, self.visit)
 
     def fits(self, expr: Expr) -> bool:
-        """Whether `expr` is int64 arithmetic on coordinates that never leaves the range of int32."""
+        """Whether `expr` is int64 arithmetic on coordinates within the range of int32."""
         if dtype_of(expr) != "int64" or isinstance(expr, tirx.Cast):
             return False
         used = variables(expr)

@@ -1,6 +1,8 @@
-"""Kernel class `nest` (llvm): one operator with reductions of any kind, and pointwise work behind it on the same elements.
+"""Kernel class `nest` (llvm): one operator with reductions of any kind, and pointwise work behind
+it on the same elements.
 
-Convolutions, pooling, reductions over leading axes: the loops of the last reduction, then the epilogue on the values in registers.
+Convolutions, pooling, reductions over leading axes: the loops of the last reduction, then the
+epilogue on the values in registers.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Online softmax: a sum of exponentials relative to a maximum runs along with that maximum.
 
-    r0 = max a            phase 0            r0 = max a                        phase 0
-    r1 = sum exp(a - r0)  phase 1     ->     r1 = sum exp(a - r0)              phase 0, along with r0
-    y  = exp(a - r0) / r1 phase 2            y  = exp(a - r0) / r1             phase 1
+    r0 = max a            phase 0            r0 = max a             phase 0
+    r1 = sum exp(a - r0)  phase 1     ->     r1 = sum exp(a - r0)   phase 0, along with r0
+    y  = exp(a - r0) / r1 phase 2            y  = exp(a - r0) / r1  phase 1
 
-While it runs, such a sum is relative to the maximum so far; whoever raises the maximum from `old` to `new`
-multiplies the sum by ``exp(old - new)``.
+While it runs, such a sum is relative to the maximum so far; whoever raises the maximum from `old`
+to `new` multiplies the sum by ``exp(old - new)``.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tvm import tirx
 from tvm.ir import Call, Expr, Var
 
 from .expr import same, substitute, variables
-from .program import Program, Reduction, ReduceKind, Value
+from .program import Program, ReduceKind, Reduction, Value
 
 
 def merge_online(program: Program) -> Program:
-    """`program` with every sum over ``exp(a - max a) [* w]`` run along with its maximum, phases counted anew."""
+    """`program` with every sum over ``exp(a - max a) [* w]`` run along with its maximum."""
     if program.exact:
         return program
     view = _View(program)
@@ -109,7 +109,9 @@ class _View:
             if top.initial is None and top.dtype == reduction.dtype == "float32":
                 related = [f for f in factors if self.depends(f, top.var)]
                 if len(related) == 1 and self.is_exponential(related[0], top):
-                    late = (r for r in self.program.reductions if r.phase >= top.phase and r is not top)
+                    late = (
+                        r for r in self.program.reductions if r.phase >= top.phase and r is not top
+                    )
                     if not any(self.depends(reduction.body, other.var) for other in late):
                         return top
         return None

@@ -1,4 +1,6 @@
-"""Kernel class `pointwise`: any DAG of elementwise, broadcast and injective operators over one index space, several outputs."""
+"""Kernel class `pointwise`: any DAG of elementwise, broadcast and injective operators over one
+index space, several outputs.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,7 @@ def refuse_recompute(group: GroupView, runs: Evaluations, policy: Policy) -> Ref
         return None
     return group.refuse(
         RefusalCode.RECOMPUTE,
-        f"{runs.worst_block.name} would be computed {runs.worst:.0f} times for each of its elements",
+        f"{runs.worst_block.name} would be computed {runs.worst:.0f} times an element",
         factor=runs.worst,
         allowed=policy.max_recompute,
     )

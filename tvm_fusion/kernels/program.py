@@ -1,4 +1,4 @@
-"""Row programs: what a fused PrimFunc computes over a space of rows x columns, and nothing about how.
+"""Row programs: what a fused PrimFunc computes over rows x columns, and nothing about how.
 
 Every expression of a program is a TIR expression over placeholders (the `var` of a tile, scalar,
 element, reduction or value), the row and column variables of the space, and symbolic sizes. Half
@@ -65,8 +65,9 @@ class Param:
 class Tile:
     """Input read along the columns: element (row, j) lies at ``offset + j`` of the parameter.
 
-    A tile may be loaded ahead, for every point of the space. `offset` may hold scalars (a row picked
-    by an index tensor). `per_row` is False when all rows read the same vector (a bias, a gamma).
+    A tile may be loaded ahead, for every point of the space. `offset` may hold scalars (a row
+    picked by an index tensor). `per_row` is False when all rows read the same vector (a bias, a
+    gamma).
     """
 
     var: Var
@@ -78,7 +79,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Scalar:
-    """Input element that is the same for the whole row: the one at ``offset``; may be loaded ahead."""
+    """Input element at ``offset``, the same for the whole row; may be loaded ahead."""
 
     var: Var
     param: int
@@ -108,8 +109,8 @@ class Reduction:
 
     `dtype` is the dtype of the accumulator and of `var`. `phase` counts the reductions that must be
     finished before. A reduction with `online` (the `var` of a maximum of the same phase, see
-    `online.merge_online`) is a sum whose body is relative to that maximum: it may run along with it when the
-    partial sums are rescaled by ``exp(old - new)``.
+    `online.merge_online`) is a sum whose body is relative to that maximum: it may run along with
+    it when the partial sums are rescaled by ``exp(old - new)``.
     """
 
     var: Var
@@ -132,9 +133,10 @@ class Value:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Output:
-    """``parameter[offset + j] = value`` at (row, j) if `full`, else ``parameter[offset] = value`` once a row.
+    """``parameter[offset + j] = value`` if `full`, else ``parameter[offset] = value`` once a row.
 
-    `value` has not yet been cast to `dtype`. It is known once `phase` phases of reductions are done.
+    `value` has not yet been cast to `dtype`. It is known once `phase` phases of reductions are
+    done.
     """
 
     param: int
@@ -203,7 +205,7 @@ class Program:
         return {item.var: item for part in parts for item in part}
 
     def indices(self, access: Access) -> tuple[Expr, ...]:
-        """Indices of the accessed element at (row_vars, column_var), one for each axis of the parameter."""
+        """Indices of the element accessed at (row_vars, column_var), one an axis."""
         offset = access.offset
         if isinstance(access, Tile) or (isinstance(access, Output) and access.full):
             offset = offset + self.column_var
@@ -249,8 +251,8 @@ def _lines(program: Program) -> list[str]:
         return f"{program.params[access.param].name}[{access.offset}{column}]"
 
     j = program.column_var
-    head = f"rows {list(program.rows)} x columns {program.columns}, {program.phases} reduction phase(s)"
-    lines = [head]
+    head = f"rows {list(program.rows)} x columns {program.columns}"
+    lines = [f"{head}, {program.phases} reduction phase(s)"]
     lines += [f"  tile    {t.var} = {place(t, f' + {j}')}  {t.dtype}" for t in program.tiles]
     lines += [f"  scalar  {s.var} = {place(s)}  {s.dtype}" for s in program.scalars]
     for element in program.elements:

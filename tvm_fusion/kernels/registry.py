@@ -1,4 +1,6 @@
-"""The kernel classes, in the order in which the planner asks them. Users add theirs with `register`."""
+"""The kernel classes, in the order in which the planner asks them. Users add theirs with
+`register`.
+"""
 
 from __future__ import annotations
 

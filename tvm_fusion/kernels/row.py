@@ -1,7 +1,9 @@
-"""Kernel class `row`: reductions over trailing axes with pointwise work before, between and after, each row read once.
+"""Kernel class `row`: reductions over trailing axes with pointwise work before, between and after,
+each row read once.
 
-The space is rows x columns: every reduction runs over the same columns of the same rows; a block of the group is full (rows and
-columns), per row, or smaller than a row (a row vector such as gamma + 1, computed where it is used).
+The space is rows x columns: every reduction runs over the same columns of the same rows; a block of
+the group is full (rows and columns), per row, or smaller than a row (a row vector such as gamma +
+1, computed where it is used).
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from ..config import HardwareProfile, Policy
 from ..ir.access import Affine, Block, Reduction
 from ..ir.extents import assumed_product, non_unit, product_key
 from .base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic
-from .footprint import evaluations
+from .footprint import VECTOR_ELEMENTS, evaluations
 from .pointwise import refuse_recompute
-from .traffic import filled_by_threads, memory_traffic
+from .traffic import THREADS_TO_FILL_SM, filled_by_threads, memory_traffic
 
-# Elements of a row one thread holds; threads of one block (prototype sweep on an H200: 128 threads x 32 elements for 4096 columns).
+# Elements of a row one thread holds; threads of one block (prototype sweep on an H200: 128 threads
+# x 32 elements for 4096 columns).
 ELEMENTS_PER_THREAD = 32
 
 
@@ -32,7 +35,8 @@ class _Role(Enum):
 class Row:
     """See the module docstring.
 
-    Does not handle: argmax; reductions over leading axes; reductions of different rows in one group.
+    Does not handle: argmax; reductions over leading axes; reductions of different rows in one
+    group.
     """
 
     name = "row"
@@ -55,7 +59,7 @@ class Row:
             if roles[t] is _Role.SMALL and _role(group.writer_of[t], rows, columns) is _Role.SMALL:
                 return group.refuse(
                     RefusalCode.SPACE_MISMATCH,
-                    f"output {group.graph.tensors[t].name} is neither a full tensor nor one value a row",
+                    f"output {group.graph.tensors[t].name} is neither full nor one value a row",
                 )
         once = frozenset(t for t, role in roles.items() if role is not _Role.SMALL)
         runs = evaluations(group, once)
@@ -64,8 +68,7 @@ class Row:
         return Fit(self.name, assumed_product(rows), assumed_product(columns), runs.counts)
 
     def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
-        per_row = max(1, fit.columns // ELEMENTS_PER_THREAD) if hw.kind == "cuda" else 1
-        return memory_traffic(group, fit, hw, parallel=filled_by_threads(fit.rows * per_row, hw))
+        return memory_traffic(group, fit, hw, parallel=filled_by_threads(_threads(fit, hw), hw))
 
     def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
         held = min(ELEMENTS_PER_THREAD, fit.columns)
@@ -97,6 +100,17 @@ class Row:
         return emit_row(program, config or row_configs(program, hw)[0], hw)
 
 
+def _threads(fit: Fit, hw: HardwareProfile) -> float:
+    """Threads that work on all rows: where rows are few, each gets as many as its vectors can
+    feed.
+    """
+    if hw.kind == "llvm":
+        return fit.rows
+    usual, most = fit.columns / ELEMENTS_PER_THREAD, fit.columns / VECTOR_ELEMENTS
+    wanted = hw.num_sms * THREADS_TO_FILL_SM / fit.rows
+    return fit.rows * max(1.0, min(most, max(usual, wanted)))
+
+
 def _check_block(group: GroupView, block: Block, rows, columns, roles) -> _Role | Refusal:
     """The block's role in the rows x columns space, or why it has none."""
     if block.reduction is not None:
@@ -106,8 +120,12 @@ def _check_block(group: GroupView, block: Block, rows, columns, roles) -> _Role 
         role = _Role.ROW
     else:
         role = _role(block, rows, columns)
-        if role is _Role.ROW and not any(a.tensor in roles and roles[a.tensor] is not _Role.SMALL for a in block.reads):
-            role = _Role.SMALL  # made of inputs only: in a square space a row vector looks like one value a row
+        if role is _Role.ROW and not any(
+            a.tensor in roles and roles[a.tensor] is not _Role.SMALL for a in block.reads
+        ):
+            role = (
+                _Role.SMALL
+            )  # made of inputs only: in a square space a row vector looks like one value a row
     for access in block.reads:
         if roles.get(access.tensor) is None:
             continue
@@ -139,7 +157,8 @@ def _check_reduction(group: GroupView, block: Block, rows, columns) -> Refusal |
     if own_rows != rows or product_key(own_columns) != product_key(columns):
         return group.refuse(
             RefusalCode.SPACE_MISMATCH,
-            f"{block.name} reduces {own_columns} in rows of {own_rows}, the group {columns} in rows of {rows}",
+            f"{block.name} reduces {own_columns} in rows of {own_rows}, "
+            f"the group {columns} in rows of {rows}",
         )
     if not _reduces_trailing_axes(block):
         return group.refuse(
@@ -157,7 +176,9 @@ def _is_matmul_like(block: Block) -> bool:
 
 
 def _reduces_trailing_axes(block: Block) -> bool:
-    """Rows come before columns: axis order is spatial then reduce, and reads do not put a row axis inside a column axis."""
+    """Rows come before columns: axis order is spatial then reduce, and reads do not put a row axis
+    inside a column axis.
+    """
     if block.reduced and block.spatial and max(block.spatial) > min(block.reduced):
         return False
     reduced = {i for i in block.reduced if block.axes[i].extent != 1}
@@ -181,7 +202,9 @@ def _reduces_trailing_axes(block: Block) -> bool:
 
 
 def _reads_own_row(block: Block, access, rows, columns, produced: _Role, role: _Role) -> bool:
-    """A full or per-row value of the group is read at the reader's own row (and, if full, its own column)."""
+    """A full or per-row value of the group is read at the reader's own row (and, if full, its own
+    column).
+    """
     if produced is _Role.SMALL:
         return True
     if role is _Role.SMALL:

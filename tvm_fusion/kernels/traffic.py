@@ -1,4 +1,6 @@
-"""Traffic that all kernel classes share: what a launch reads and writes, and how much of the device it fills."""
+"""Traffic that all kernel classes share: what a launch reads and writes, and how much of the device
+it fills.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ from ..config import HardwareProfile
 from .base import Fit, GroupView, Traffic
 from .footprint import footprint_bytes, operations
 
-# Threads a multiprocessor needs in flight before memory-bound code stops gaining (16-byte loads, Little's law at 600 ns).
+# Threads a multiprocessor needs in flight before memory-bound code stops gaining (16-byte loads,
+# Little's law at 600 ns).
 THREADS_TO_FILL_SM = 512
 
 
@@ -15,7 +18,8 @@ def memory_traffic(
 ) -> Traffic:
     """Inputs once by footprint, outputs once.
 
-    An input that another kernel of the function has just written, and that fits half of the L2, is charged at L2 speed.
+    An input that another kernel of the function has just written, and that fits half of the L2, is
+    charged at L2 speed.
     """
     hbm = sum(group.tensor_bytes(t) for t in group.outputs)
     l2 = 0.0

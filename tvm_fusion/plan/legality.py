@@ -51,21 +51,17 @@ class Evaluator:
     def _evaluate(self, view: GroupView) -> Costed | Refusal:
         if refusal := self._refuse(view):
             return refusal
-        refusals, best = [], None
+        refusals = []
         classes = kernel_classes(self.hw)
         for kernel in classes if view.blocks else classes[-1:]:  # what cannot be read falls back
             fit = kernel.accepts(view, self.hw, self.policy)
-            if isinstance(fit, Refusal):
-                refusals.append(fit)
-                continue
-            traffic = kernel.traffic(view, fit, self.hw)
-            resources = kernel.resources(view, fit, self.hw)
-            cost = estimate(traffic, resources, self.hw, self.policy.launch)
-            if best is None or cost.time_us < best.time_us:
-                best = Costed(view, kernel, fit, cost, traffic.l2_bytes)
-            if len(view.ops) > 1:
-                break  # classes are ordered from the most specific; a single operator takes the cheapest
-        return best or most_telling(refusals)
+            if isinstance(fit, Fit):
+                traffic = kernel.traffic(view, fit, self.hw)
+                resources = kernel.resources(view, fit, self.hw)
+                cost = estimate(traffic, resources, self.hw, self.policy.launch)
+                return Costed(view, kernel, fit, cost, traffic.l2_bytes)
+            refusals.append(fit)
+        return most_telling(refusals)
 
     def _refuse(self, view: GroupView) -> Refusal | None:
         graph = self.graph

@@ -1,4 +1,5 @@
-"""The moves of the search: which pairs of groups could become one, and which producers could be recomputed by their consumers.
+"""The moves of the search: which pairs of groups could become one, and which producers could be
+recomputed by their consumers.
 
     vertical    a -> b, also through views:  {a} {v} {b}   =>  {a, v', b}
     sibling     a, b read the same tensor:   {a} {b}       =>  {a, b}
@@ -41,7 +42,8 @@ class Merge:
 class Recompute:
     """Each of the consumer groups computes these operators of the producer group itself.
 
-    Where nobody reads the producer's own instances any more they are dropped: the operators have then moved.
+    Where nobody reads the producer's own instances any more they are dropped: the operators have
+    then moved.
     """
 
     producer: int
@@ -125,7 +127,9 @@ def merge_makes_cycle(state: State, move: Merge) -> bool:
 
 
 def recomputes_of(state: State, gid: int) -> Iterator[Recompute]:
-    """The whole group, and each of its operators that others read: into all readers together, then into each alone."""
+    """The whole group, and each of its operators that others read: into all readers together, then
+    into each alone.
+    """
     if not fusible(state, gid):
         return
     whole = frozenset(op for op in state.owned[gid] if state.live[op])

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Set
 
 
 def topological(sources: Mapping[int, Set[int]], rank: Mapping[int, int]) -> list[int]:
-    """Groups such that each comes after its sources; of those that are ready, the one of lowest rank first.
+    """Groups such that each comes after its sources; of those that are ready, the one of lowest
+    rank first.
 
     Raises
     ------

@@ -1,6 +1,8 @@
-"""The fusion plan: plain data that says which operators run together, as which kernel, what that is predicted to cost, and why not more.
+"""The fusion plan: plain data that says which operators run together, as which kernel, what that is
+predicted to cost, and why not more.
 
-A plan is made by `search`, or read from JSON, edited by hand and run again. It belongs to one module (`fingerprint`) and one device.
+A plan is made by `search`, or read from JSON, edited by hand and run again. It belongs to one
+module (`fingerprint`) and one device.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ class FusionPlan:
         return owners[0] if owners else None
 
     def cut(self, ops: tuple[str, ...], alone: FusionPlan, reason: Refusal) -> FusionPlan:
-        """The same plan with one group taken apart; its operators run as they do in the unfused plan `alone`."""
+        """The same plan with one group taken apart; its operators run as they do in the unfused
+        plan `alone`.
+        """
         elsewhere = {
             op for g in self.groups if g.ops != ops for op in g.ops if op not in g.recomputed
         }
@@ -127,7 +131,8 @@ class FusionPlan:
         if not isinstance(data, dict) or data.get("version") != PLAN_VERSION:
             found = data.get("version") if isinstance(data, dict) else type(data).__name__
             raise PlanError(
-                f"{source}: not a plan of version {PLAN_VERSION} (found {found!r}); make it again with `explain --json`"
+                f"{source}: not a plan of version {PLAN_VERSION} (found {found!r}); "
+                "make it again with `explain --json`"
             )
         try:
             groups = tuple(
@@ -164,11 +169,13 @@ class FusionPlan:
         return FusionPlan.from_dict(data, str(path))
 
     def check(self, graph: FusionGraph) -> None:
-        """Raises PlanError unless the plan was made for this graph and covers each of its operators once."""
+        """Raises PlanError unless the plan was made for this graph and covers each of its operators
+        once.
+        """
         if self.fingerprint != graph.fingerprint() or self.function != graph.function:
             raise PlanError(
-                f"the plan was made for another module (fingerprint {self.fingerprint}, this module has "
-                f"{graph.fingerprint()}); plan again with `explain`"
+                f"the plan was made for another module (fingerprint {self.fingerprint}, this one "
+                f"has {graph.fingerprint()}); plan again with `explain`"
             )
         owned = [op for g in self.groups for op in g.ops if op not in g.recomputed]
         names = {op.name for op in graph.ops}

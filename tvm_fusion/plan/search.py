@@ -1,6 +1,7 @@
 """Plan search: greedy merging by predicted gain, then rematerialisation, until nothing gains.
 
-Deterministic: candidates are ordered by gain and then by operator number; nothing depends on hashes, time or threads.
+Deterministic: candidates are ordered by gain and then by operator number; nothing depends on
+hashes, time or threads.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from .moves import (
     merges_of,
     recomputes_of,
 )
-from .plan import FusionPlan, PlannedGroup
 from .order import topological
+from .plan import FusionPlan, PlannedGroup
 from .state import NOTHING, State
 
 logger = logging.getLogger(__name__)
@@ -94,7 +95,8 @@ class _Greedy:
         return gain if gain > self._least_gain(merged, apart) else None
 
     def _least_gain(self, merged: Costed, apart: list[Costed]) -> float:
-        """What a merge must save: nothing where no term of the model grows, else a share of what it could save at most.
+        """What a merge must save: nothing where no term of the model grows, else a share of what it
+        could save at most.
 
         At most about the smaller group's time can be saved.
         """

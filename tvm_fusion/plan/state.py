@@ -1,7 +1,8 @@
 """The search state: which group owns each operator, and which groups recompute it.
 
-Every operator has one home group. Other groups may hold copies of it (rematerialisation; views are copied freely). A home instance
-that nobody reads any more is dead and costs nothing. A group's id is the number of an operator it owns.
+Every operator has one home group. Other groups may hold copies of it (rematerialisation; views are
+copied freely). A home instance that nobody reads any more is dead and costs nothing. A group's id
+is the number of an operator it owns.
 """
 
 from __future__ import annotations

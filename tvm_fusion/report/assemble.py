@@ -50,7 +50,11 @@ def built_report(
         if g.kernel_class in _FREE:
             continue
         name = names.get(id(g), g.ops[-1])
-        registers = [built.resources[k].registers for k in built.kernels.get(name, ()) if k in built.resources]
+        registers = [
+            built.resources[k].registers
+            for k in built.kernels.get(name, ())
+            if k in built.resources
+        ]
         groups.append(
             _group(
                 job.graph,
@@ -98,7 +102,9 @@ def _group(graph: FusionGraph, g: PlannedGroup, name: str, **more) -> GroupRepor
 
 
 def _refusals(plan: FusionPlan) -> tuple[RefusalReport, ...]:
-    return tuple(RefusalReport(r.code.value, r.where, r.why, dict(r.numbers)) for r in plan.refusals)
+    return tuple(
+        RefusalReport(r.code.value, r.where, r.why, dict(r.numbers)) for r in plan.refusals
+    )
 
 
 def _launches(plan: FusionPlan) -> int:
@@ -107,5 +113,3 @@ def _launches(plan: FusionPlan) -> int:
 
 def _bytes(plan: FusionPlan) -> int:
     return int(sum(g.bytes for g in plan.groups if g.kernel_class not in _FREE))
-
-

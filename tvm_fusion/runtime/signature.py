@@ -116,7 +116,8 @@ def _input_spec(param: relax.Var, names: _ExtentNames) -> InputSpec:
         return InputSpec(param.name, None, None)
     known = isinstance(ty.shape, relax.ShapeExpr)
     shape = tuple(names(extent) for extent in ty.shape.values) if known else None
-    return InputSpec(param.name, str(ty.dtype), shape)
+    dtype = str(ty.dtype)  # "None" where the model does not say (an optional input)
+    return InputSpec(param.name, None if dtype in ("None", "") else dtype, shape)
 
 
 def _check_input(

@@ -104,7 +104,7 @@ def _from_numpy(value: np.ndarray, device: tvm.runtime.Device) -> tvm.runtime.Te
     if on_cpu and _is_shareable(value):
         return tvm.runtime.from_dlpack(value)
     native = value.astype(value.dtype.newbyteorder("="), copy=False)
-    return tvm.runtime.tensor(np.ascontiguousarray(native), device)
+    return tvm.runtime.tensor(np.asarray(native, order="C"), device)
 
 
 def _is_shareable(value: np.ndarray) -> bool:

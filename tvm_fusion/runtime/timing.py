@@ -22,6 +22,7 @@ from .module import CompiledModule
 L2_CLEANING_BYTES = 256 << 20  # five times the L2 of an H200
 _MIN_SAMPLE_S = 200e-6  # shorter calls are repeated within a sample, above the timer's noise
 _MIN_REPEATS = 3
+_SETTLE_S = 0.003  # TVM's workers spin for about a millisecond, OpenMP's for less
 _SPAN = "tvm_fusion.timing:"
 
 
@@ -116,9 +117,14 @@ def wall_times(
     budget_s: float = 5.0,
     wait: Callable[[], Any] | None = None,
 ) -> dict[str, Timing]:
-    """Time callables by the clock on the wall; `wait` blocks until their work is done."""
+    """Time callables by the clock on the wall; `wait` blocks until their work is done.
 
-    def sample(call: Callable[[], Any], number: int) -> float:
+    Before each sample there is a pause and a call that does not count: a library's worker threads
+    spin on after its last call, and would take the cores from the next library's (seen on 2 cores:
+    torch beside TVM 87 ms instead of 0.9).
+    """
+
+    def timed(call: Callable[[], Any], number: int = 1) -> float:
         start = time.perf_counter()
         for _ in range(number):
             call()
@@ -126,12 +132,15 @@ def wall_times(
             wait()
         return (time.perf_counter() - start) / number
 
-    for call in calls.values():
-        sample(call, 1)
-    once = {name: sample(call, 1) for name, call in calls.items()}
+    def sample(call: Callable[[], Any], number: int = 1) -> float:
+        time.sleep(_SETTLE_S)
+        timed(call)
+        return timed(call, number)
+
+    once = {name: sample(call) for name, call in calls.items()}
     numbers = {name: max(1, math.ceil(_MIN_SAMPLE_S / max(s, 1e-9))) for name, s in once.items()}
-    round_s = sum(once[name] * numbers[name] for name in calls)
-    rounds = max(_MIN_REPEATS, min(repeats, int(budget_s / max(round_s, 1e-9))))
+    round_s = sum(_SETTLE_S + once[name] * (1 + numbers[name]) for name in calls)
+    rounds = max(_MIN_REPEATS, min(repeats, int(budget_s / round_s)))
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():

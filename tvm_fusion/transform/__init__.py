@@ -1,6 +1,6 @@
 """Relax passes: everything that changes IR.
 
-    Decompose -> (LegalizeOps) -> Materialize -> WriteKernels; `Fuse` is all of it as one pass.
+Decompose -> (LegalizeOps) -> Materialize -> WriteKernels; `Fuse` is all of it as one pass.
 """
 
 from .decompose import Decompose

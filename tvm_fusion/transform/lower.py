@@ -1,4 +1,6 @@
-"""Lower: a high-level Relax module becomes a module of primitive operators as `call_tir`, ready to be read as a fusion graph."""
+"""Lower: a high-level Relax module becomes a module of primitive operators as `call_tir`, ready to
+be read as a fusion graph.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,12 @@ from tvm import relax
 
 from .decompose import Decompose
 from .fix_bool_arithmetic import FixBoolArithmetic
+from .unique_names import UniqueNames
 
 
 def lower(mod: tvm.IRModule, target: tvm.target.Target, decompose: bool = True) -> tvm.IRModule:
-    """Opens composites and legalizes; what stays is `call_tir`, calls of packed functions, and shape arithmetic.
+    """Opens composites and legalizes; what stays is `call_tir`, calls of packed functions, and
+    shape arithmetic.
 
     Parameters
     ----------
@@ -21,15 +25,16 @@ def lower(mod: tvm.IRModule, target: tvm.target.Target, decompose: bool = True) 
         False keeps composite operators whole: one PrimFunc each, as without this package.
     """
     passes = [
+        FixBoolArithmetic(),
         relax.transform.CanonicalizeBindings(),
         *([Decompose()] if decompose else []),
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),
         relax.transform.LegalizeOps(),
-        FixBoolArithmetic(),
         relax.transform.FoldConstant(),
         relax.transform.ConvertToDataflow(min_size=1),
         relax.transform.DeadCodeElimination(["main"]),
+        UniqueNames(),
     ]
     with target:
         return tvm.transform.Sequential(passes)(mod)

@@ -9,9 +9,10 @@ After, for the group (lv, lv1)::
 
     lv1 = R.call_tir(cls.fused_exp_tanh, (x,), ...)      # one PrimFunc with both blocks
 
-Each group is first a Relax function with attribute `Primitive`, which TVM's FuseTIR turns into one PrimFunc; an operator that stands
-in several groups is copied into each (rematerialisation). FuseTIR keeps only the first of two reads of one buffer, so the read and
-write regions of every block are computed again afterwards.
+Each group is first a Relax function with attribute `Primitive`, which TVM's FuseTIR turns into one
+PrimFunc; an operator that stands in several groups is copied into each (rematerialisation). FuseTIR
+keeps only the first of two reads of one buffer, so the read and write regions of every block are
+computed again afterwards.
 """
 
 from __future__ import annotations
@@ -74,7 +75,13 @@ def group_views(graph: FusionGraph, plan: FusionPlan) -> list[GroupView]:
     """The plan's groups as views of the graph, in order."""
     number = {op.name: op.id for op in graph.ops}
     members = [frozenset(number[n] for n in g.ops) for g in plan.groups]
-    read = {t for ops in members for op in ops for t in graph.ops[op].inputs if graph.tensors[t].producer not in ops}
+    read = {
+        t
+        for ops in members
+        for op in ops
+        for t in graph.ops[op].inputs
+        if graph.tensors[t].producer not in ops
+    }
     read |= {t.id for t in graph.tensors if t.is_output}
     views = []
     for g, ops in zip(plan.groups, members, strict=True):
@@ -86,9 +93,11 @@ def group_views(graph: FusionGraph, plan: FusionPlan) -> list[GroupView]:
 
 @dataclass(frozen=True, slots=True)
 class GroupModules:
-    """One group by itself: `main` of `unfused` calls its operators, `main` of `fused` its one fused PrimFunc `kernel`.
+    """One group by itself: `main` of `unfused` calls its operators, `main` of `fused` its one fused
+    PrimFunc `kernel`.
 
-    `inputs` are the values of the parameters in terms of the original module: Vars and constants, then possibly a ShapeExpr.
+    `inputs` are the values of the parameters in terms of the original module: Vars and constants,
+    then possibly a ShapeExpr.
     """
 
     fused: tvm.IRModule
@@ -97,7 +106,9 @@ class GroupModules:
     inputs: tuple
 
 
-def group_modules(mod: tvm.IRModule, graph: FusionGraph, plan: FusionPlan, group: PlannedGroup) -> GroupModules:
+def group_modules(
+    mod: tvm.IRModule, graph: FusionGraph, plan: FusionPlan, group: PlannedGroup
+) -> GroupModules:
     """Takes one group with several operators out of a module, fused and unfused."""
     rewriter = _Rewriter(mod, graph, plan)
     view = group_views(graph, plan)[plan.groups.index(group)]
@@ -121,7 +132,9 @@ def group_modules(mod: tvm.IRModule, graph: FusionGraph, plan: FusionPlan, group
 
 
 def _in_order(views: list[GroupView], plan: FusionPlan) -> list[tuple[GroupView, PlannedGroup]]:
-    """Views with their groups, each after those that write what it reads (a hand-made plan may be in any order)."""
+    """Views with their groups, each after those that write what it reads (a hand-made plan may be
+    in any order).
+    """
     writer = {t: k for k, view in enumerate(views) for t in view.outputs}
     sources = {k: {writer[t] for t in v.inputs if t in writer} for k, v in enumerate(views)}
     try:
@@ -252,7 +265,7 @@ class _Rewriter:
                 new = type(binding.var)(binding.var.name, binding.var.ty)
                 value = self._new(binding.value)
                 self.env[binding.var] = new
-                self.bindings.append(relax.MatchCast(new, value, binding.pattern))
+                self.bindings.append(relax.MatchCast(new, value, binding.ty))
                 return
             if kinds == {OpKind.CALL_TIR}:
                 self.groups.setdefault(binding.value.args[0].name_hint, group)
@@ -262,14 +275,18 @@ class _Rewriter:
         self._emit_fused(view, group)
 
     def _emit_projections(self, var) -> None:
-        """The fields of a tuple, right behind it: their place then does not depend on who reads them first."""
+        """The fields of a tuple, right behind it: their place then does not depend on who reads
+        them first.
+        """
         for binding in self.alias.values():
             value = binding.value
             if isinstance(value, relax.TupleGetItem) and value.tuple_value.same_as(var):
                 self._emit_alias(binding)
 
     def primitive(self, view: GroupView):
-        """The group's outputs as (binding Var, field), and its Primitive function with its inputs and symbols."""
+        """The group's outputs as (binding Var, field), and its Primitive function with its inputs
+        and symbols.
+        """
         outputs = [self._output(t) for t in view.outputs]
         return outputs, _Primitive(self, view, outputs).build()
 
@@ -294,7 +311,9 @@ class _Rewriter:
         self._remember(view, outputs, results)
 
     def _remember(self, view: GroupView, outputs, results) -> None:
-        """Old Vars of the group's outputs -> new ones; a tuple-valued binding becomes the tuple of its new fields."""
+        """Old Vars of the group's outputs -> new ones; a tuple-valued binding becomes the tuple of
+        its new fields.
+        """
         fields: dict = {}
         for (var, index), new in zip(outputs, results, strict=True):
             if index is None:

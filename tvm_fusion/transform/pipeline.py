@@ -1,8 +1,9 @@
 """`Fuse` for a user's own pass pipeline, and the Relax pipeline registered as "tvm_fusion".
 
-    seq = tvm.transform.Sequential([..., tvm_fusion.transform.Fuse("h200"), ...])
+seq = tvm.transform.Sequential([..., tvm_fusion.transform.Fuse("h200"), ...])
 
-    tvm.compile(mod, target, relax_pipeline=relax.get_pipeline("tvm_fusion", target=target), tir_pipeline="tvm_fusion")
+tvm.compile(mod, target, relax_pipeline=relax.get_pipeline("tvm_fusion", target=target),
+tir_pipeline="tvm_fusion")
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from ..config import load_policy, resolve_target
 class Fuse:
     """Lowers, plans, fuses and writes kernels: the module afterwards holds one PrimFunc a launch.
 
-    The kernels are marked, so that no later pass fuses or schedules them again; a module with TIRx kernels (CUDA) has to be built
-    with `tir_pipeline="tvm_fusion"`. Running it on its own output changes nothing, since written kernels are opaque.
+    The kernels are marked, so that no later pass fuses or schedules them again; a module with TIRx
+    kernels (CUDA) has to be built with `tir_pipeline="tvm_fusion"`. Running it on its own output
+    changes nothing, since written kernels are opaque.
 
     Parameters
     ----------
@@ -41,7 +43,9 @@ class Fuse:
         return Job.from_module(mod, self.target, self.hw, self.policy, self.plan).fuse()
 
 
-def fusion_pipeline(target: Any = None, *, policy: Any = None, plan: Any = None) -> tvm.transform.Pass:
+def fusion_pipeline(
+    target: Any = None, *, policy: Any = None, plan: Any = None
+) -> tvm.transform.Pass:
     """The Relax pipeline "tvm_fusion": Fuse, then the lowering to VM calls."""
     from ..runtime.pipeline import lowering_pipeline
 

@@ -1,7 +1,7 @@
 """WriteKernels: every fused PrimFunc becomes a kernel of its kernel class.
 
-Functions that are structurally equal (the layers of a model) are written once. A function its class cannot write is reported, not
-raised: the caller cuts that group and goes on.
+Functions that are structurally equal (the layers of a model) are written once. A function its class
+cannot write is reported, not raised: the caller cuts that group and goes on.
 """
 
 from __future__ import annotations
@@ -82,4 +82,6 @@ class _Written:
 
 def _named(kernel: tirx.PrimFunc, like: tirx.PrimFunc) -> tirx.PrimFunc:
     symbol = like.attrs.get("global_symbol") if like.attrs else None
-    return kernel.with_attr("global_symbol", symbol) if symbol else kernel
+    if symbol:
+        return kernel.with_attr("global_symbol", symbol)
+    return kernel.without_attr("global_symbol") if "global_symbol" in kernel.attrs else kernel

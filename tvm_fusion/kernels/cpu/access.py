@@ -19,11 +19,11 @@ def offset(buffer: Var, indices: list[Expr]) -> Expr:
 def stride(buffer: Var, indices: list[Expr], var: Var, analyzer: tvm.sym.Analyzer) -> int | None:
     """Elements by which an access moves when `var` grows by 1; None if that varies or is unknown."""
     at = offset(buffer, indices)
-    if hash(var) not in free_variables(at):
+    if var not in free_variables(at):
         return 0
-    if any(hash(var) in free_variables(load) for load in loads(at)):
+    if any(var in free_variables(load) for load in loads(at)):
         return None
-    ahead = Substitute({hash(var): tirx.Add(var, constant(1, dtype_of(var)))})(at)
+    ahead = Substitute({var: tirx.Add(var, constant(1, dtype_of(var)))})(at)
     return number(analyzer.simplify(ahead - at))
 
 
@@ -43,4 +43,6 @@ def has_division(expr: Expr) -> bool:
     """Whether an index computation divides."""
     from .rewrite import nodes
 
-    return any(isinstance(e, tirx.FloorDiv | tirx.FloorMod | tirx.Div | tirx.Mod) for e in nodes(expr))
+    return any(
+        isinstance(e, tirx.FloorDiv | tirx.FloorMod | tirx.Div | tirx.Mod) for e in nodes(expr)
+    )

@@ -14,7 +14,7 @@ result is a buffer of the tile, read by the stages that follow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil, prod
 
@@ -28,7 +28,7 @@ from .loops import Loop, nest, seq
 from .machine import Machine
 from .operands import Product, depends
 from .rewrite import loads
-from .scope import Place, Region, Resolve, Scope, new_buffer
+from .scope import Place, Region, Resolve, Scope, allocate, new_buffer
 from .stages import Axis, Stage, analyzer_of
 from .tiles import reads_directly, register_tile
 
@@ -103,7 +103,9 @@ class _Emitter:
         if not self.left_is_direct:
             shape = [self.rows.padded, self.terms_block + ROW_PADDING]
             self.left = self.scope.allocate("left", shape, self.dtype)
-        body = self.loops.loop("term_block", self._blocks(self.terms, self.terms_block), self._terms)
+        body = self.loops.loop(
+            "term_block", self._blocks(self.terms, self.terms_block), self._terms
+        )
         if self._accumulates():
             body = seq(self._clear(), body)
         for b in reversed(batch):
@@ -141,9 +143,7 @@ class _Emitter:
 
     def _in_block(self, length: Expr, block: int, number_of: Expr) -> Expr:
         """Elements of one block."""
-        return self.loops.simplify(
-            tirx.Min(self.imm(block), length - number_of * self.imm(block))
-        )
+        return self.loops.simplify(tirx.Min(self.imm(block), length - number_of * self.imm(block)))
 
     def _indices(self, side: Side, flat: Expr) -> list[Expr]:
         """Position on each axis of element `flat` of a side."""
@@ -155,24 +155,22 @@ class _Emitter:
             flat = self.loops.simplify(tirx.FloorDiv(flat, full))
         return out[::-1]
 
-    def _term_indices(self, flat: Expr) -> dict[int, Expr]:
+    def _term_indices(self, flat: Expr) -> dict[Var, Expr]:
         env = {}
         for i in range(len(self.product.reduced) - 1, -1, -1):
             axis = self.product.reduced[i]
             extent = convert(axis.extent, self.loops.dtype)
-            env[hash(axis.var)] = self.loops.simplify(
-                flat if i == 0 else tirx.FloorMod(flat, extent)
-            )
+            env[axis.var] = self.loops.simplify(flat if i == 0 else tirx.FloorMod(flat, extent))
             flat = self.loops.simplify(tirx.FloorDiv(flat, extent))
         return env
 
-    def _env(self, side: Side, indices: list[Expr], term: Expr) -> dict[int, Expr]:
+    def _env(self, side: Side, indices: list[Expr], term: Expr) -> dict[Var, Expr]:
         env = self._term_indices(term)
-        env.update((hash(a.var), i) for a, i in zip(side.axes, indices, strict=True))
+        env.update((a.var, i) for a, i in zip(side.axes, indices, strict=True))
         for axis, region, at in zip(self.product.batch, self.batch, self.at, strict=True):
-            env[hash(axis.var)] = self.loops.simplify(region.base + at)
+            env[axis.var] = self.loops.simplify(region.base + at)
         axes = (*self.stage.axes, *self.stage.reduced)
-        dtypes = {hash(a.var): dtype_of(a.var) for a in axes}
+        dtypes = {a.var: dtype_of(a.var) for a in axes}
         return {k: convert(v, dtypes[k]) for k, v in env.items()}
 
     # The result
@@ -181,26 +179,24 @@ class _Emitter:
         """Allocate the result, and tell the readers where to find its elements."""
         shape = [*(r.full for r in self.batch), self.rows.padded, self.columns.padded]
         result = self.scope.allocate(self.stage.buffer.name, shape, self.dtype)
-        position = {hash(a.var): i for i, a in enumerate(self.stage.axes)}
+        position = {a.var: i for i, a in enumerate(self.stage.axes)}
 
         def flat(side: Side, indices: list[Expr]) -> Expr:
             total = self.imm(0)
             for axis, region in zip(side.axes, side.regions, strict=True):
-                index = convert(indices[position[hash(axis.var)]], self.loops.dtype)
+                index = convert(indices[position[axis.var]], self.loops.dtype)
                 total = total * region.full + (index - region.base)
             return self.loops.simplify(total)
 
         def place(indices: list[Expr]) -> list[Expr]:
             batch = [
-                self.loops.simplify(
-                    convert(indices[position[hash(a.var)]], self.loops.dtype) - r.base
-                )
+                self.loops.simplify(convert(indices[position[a.var]], self.loops.dtype) - r.base)
                 for a, r in zip(self.product.batch, self.batch, strict=True)
             ]
             return [*batch, flat(self.rows, indices), flat(self.columns, indices)]
 
         buffer = self.stage.buffer
-        self.scope.places[hash(buffer)] = Place(result, place, dtype_of(buffer))
+        self.scope.places[buffer] = Place(result, place, dtype_of(buffer))
         return result
 
     def _accumulates(self) -> bool:
@@ -240,7 +236,14 @@ class _Emitter:
 
         valid = tirx.Max(self.imm(0), tirx.Min(width, self.columns.valid - start))
         return self._pack(
-            self.columns, self.product.right, first, count, start, self.loops.simplify(valid), width, store
+            self.columns,
+            self.product.right,
+            first,
+            count,
+            start,
+            self.loops.simplify(valid),
+            width,
+            store,
         )
 
     def _pack_left(self, first: Expr, count: Expr) -> tirx.Stmt:
@@ -325,8 +328,8 @@ class _Emitter:
         resolve = Resolve(self.scope, env, {}, ops)
         needed = depends(operand, self.stage)
         for var, value in self.stage.binds:
-            if hash(var) in needed:
-                env[hash(var)] = resolve.bind(var.name, resolve(value))
+            if var in needed:
+                env[var] = resolve.bind(var.name, resolve(value))
         value = convert(resolve(operand), self.dtype)
         return [*ops, store(value, local_term, flat)]
 
@@ -340,7 +343,7 @@ class _Emitter:
 
     def _operand_loads(self, operand: Expr) -> list[TensorLoad]:
         inside = depends(operand, self.stage)
-        exprs = [value for var, value in self.stage.binds if hash(var) in inside]
+        exprs = [value for var, value in self.stage.binds if var in inside]
         return loads(operand, *exprs)
 
     # Register tiles
@@ -371,7 +374,9 @@ class _Emitter:
         across = self.loops.simplify(tirx.FloorDiv(width, self.imm(self.micro_columns)))
         down = self.loops.simplify(tirx.FloorDiv(self.rows.padded, self.imm(self.micro_rows)))
         return self.loops.loop(
-            "j", across, lambda j: self.loops.loop("i", down, lambda i: self._micro(i, j, first, count, start))
+            "j",
+            across,
+            lambda j: self.loops.loop("i", down, lambda i: self._micro(i, j, first, count, start)),
         )
 
     def _micro(self, i: Expr, j: Expr, first: Expr, count: Expr, start: Expr) -> tirx.Stmt:
@@ -381,7 +386,7 @@ class _Emitter:
         acc = new_buffer("acc", shape, self.dtype)
         column = self.loops.simplify(j * self.imm(width))
         row = self.loops.simplify(i * self.imm(self.micro_rows))
-        setup: list[tirx.Stmt] = [tirx.AllocBuffer(acc)]
+        setup: list[tirx.Stmt] = [allocate(acc)]
         at: list[Expr] = []
         for r in rows:
             index = self.loops.simplify(row + self.imm(r))
@@ -430,5 +435,3 @@ class _Emitter:
         """Whether every row of every register tile exists."""
         size = number(self.rows.valid)
         return size is not None and size == number(self.rows.padded)
-
-

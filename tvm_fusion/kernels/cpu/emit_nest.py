@@ -15,9 +15,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import tvm
 from tvm import tirx
-from tvm.ir import Expr, PrimType, Var
+from tvm.ir import Expr, Var
 from tvm.tirx import ForKind
 
 from ..expr import bytes_of, constant, convert, dtype_of, number
@@ -26,9 +25,9 @@ from .loops import Loop, nest, seq
 from .machine import Machine
 from .nests import Member, Nest
 from .rewrite import call_name, is_conditional, loads, nodes
-from .scope import Resolve, Scope, new_buffer
+from .scope import Resolve, Scope, allocate, new_buffer
+from .space import Slot, Space
 from .stages import Kind, Stage
-from .work import size_of
 
 COMBINE = {
     Kind.SUM: tirx.Add,
@@ -56,151 +55,148 @@ class State:
     arrays: tuple[Var, ...]
 
 
-def emit_nest(item: Nest, stored: set[int], scope: Scope, machine: Machine) -> tirx.Stmt:
-    """The loops of `item`; `stored` holds the hashes of the buffers that other nests read."""
+def emit_nest(item: Nest, stored: set[Var], scope: Scope, machine: Machine) -> tirx.Stmt:
+    """The loops of `item`; `stored` holds the buffers that others read."""
     return _Emitter(item, stored, scope, machine).run()
 
 
 class _Emitter:
-    def __init__(self, item: Nest, stored: set[int], scope: Scope, machine: Machine) -> None:
+    def __init__(self, item: Nest, stored: set[Var], scope: Scope, machine: Machine) -> None:
         self.nest = item
         self.stored = stored
         self.scope = scope
         self.loops = scope.loops
         self.machine = machine
-        self.regions = [scope.region(a) for a in item.axes]
+        self.space = Space(item, scope)
 
     def run(self) -> tirx.Stmt:
         stages = tuple(m.stage for m in self.nest.members)
-        long = [i for i, r in enumerate(self.regions) if number(r.full) != 1]
-        candidates = self.nest.candidates()
-        if self.nest.reduced is not None and any(s.kind is Kind.UPDATE for s in stages):
-            long = [i for i in long if i not in self.nest.reduced]
-        best = lane_axis(stages, [candidates[i] for i in long])
-        lane = None if best is None else long[best]
+        candidates = self.space.lanes
+        if any(s.kind is Kind.UPDATE and not s.elements for s in stages):
+            candidates = [(slot, axes) for slot, axes in candidates if not slot.is_reduced]
+        best = lane_axis(stages, [axes for _, axes in candidates])
+        lane = None if best is None else candidates[best][0]
         if self.nest.reduced is None:
             return self._pointwise(lane)
-        if lane is not None and lane in self.nest.reduced:
+        if lane is not None and lane.is_reduced:
             return self._along_terms(lane)
         return self._along_outputs(lane)
 
     # Pointwise
 
-    def _pointwise(self, lane: int | None) -> tirx.Stmt:
-        order = [i for i in range(len(self.regions)) if i != lane]
-        made = {i: self._loop(i) for i in range(len(self.regions))}
+    def _pointwise(self, lane: Slot | None) -> tirx.Stmt:
+        order = [s for s in self.space.slots if s is not lane]
         if lane is not None:
             order.append(lane)
-        values = [self._value(i, made[i].value) for i in range(len(self.regions))]
-        return nest([made[i] for i in order], self._point(values, []))
-
-    def _loop(self, axis: int) -> Loop:
-        return self.loops.new("i", self.regions[axis].extent)
-
-    def _value(self, axis: int, local: Expr) -> Expr:
-        return self.loops.simplify(self.regions[axis].base + local)
+        made = {s: self.space.loop(s) for s in order}
+        values = self.space.values({s: loop.value for s, loop in made.items()})
+        return nest([made[s] for s in order], self._point(values, []))
 
     # Reductions
 
-    def _along_terms(self, lane: int) -> tirx.Stmt:
+    def _along_terms(self, lane: Slot) -> tirx.Stmt:
         """Lanes along a reduced axis; every output point by itself."""
-        outer = [i for i in range(len(self.regions)) if i not in self.nest.reduced]
-        inner = [i for i in sorted(self.nest.reduced) if i != lane]
-        spatial = {i: self._loop(i) for i in outer}
-        count = self._lane_count(self.regions[lane].extent, VECTORS_ALONG_TERMS)
+        outer = {s: self.space.loop(s) for s in self.space.slots if not s.is_reduced}
+        others = [s for s in self.space.slots if s.is_reduced and s is not lane]
+        extent = self.space.extent(lane)
+        count = self._lane_count(extent, VECTORS_ALONG_TERMS)
         states = self._states(count)
-        blocks = self.loops.simplify(tirx.FloorDiv(self.regions[lane].extent, self.loops.imm(count)))
-        rest = self.loops.simplify(self.regions[lane].extent - blocks * self.loops.imm(count))
+        blocks, rest = self._divide(extent, count)
 
         def sweep(block_count: Expr, first: Expr, lanes: Expr | int) -> tirx.Stmt:
-            made = {**spatial, **{i: self._loop(i) for i in inner}}
-            block = self.loops.new("block", block_count)
-            v = self.loops.new("v", lanes)
-            made[lane] = Loop(v.var, v.extent)
-            at = first + block.value * self.loops.imm(count) + v.value
-            values = [
-                self._value(i, at if i == lane else made[i].value) for i in range(len(self.regions))
-            ]
-            ops = self._point(values, states, v.value)
-            v = self._vectorised(v, ops)
-            return nest([*(made[i] for i in inner), block, v], ops)
+            inner = {s: self.space.loop(s) for s in others}
+            block, v = self.loops.new("block", block_count), self.loops.new("v", lanes)
+            local = {s: loop.value for s, loop in (*outer.items(), *inner.items())}
+            local[lane] = first + block.value * self.loops.imm(count) + v.value
+            ops = self._point(self.space.values(local), states, v.value)
+            return nest([*inner.values(), block, self._vectorised(v, ops)], ops)
 
+        values = self.space.values({s: loop.value for s, loop in outer.items()})
         body = seq(
             *self._start(states, count, neutral=True),
             sweep(blocks, self.loops.imm(0), count),
             sweep(self.loops.imm(1), blocks * self.loops.imm(count), rest),
             *self._fold(states, count),
-            *self._finish(states, self.loops.imm(0), [spatial.get(i) for i in range(len(self.regions))], True),
+            *self._finish(states, self.loops.imm(0), values, neutral=True),
         )
-        for i in reversed(outer):
-            body = spatial[i].around(body)
+        for loop in reversed(outer.values()):
+            body = loop.around(body)
         return seq(*self._allocations(states), body)
 
-    def _along_outputs(self, lane: int | None) -> tirx.Stmt:
+    def _along_outputs(self, lane: Slot | None) -> tirx.Stmt:
         """Lanes along an output axis, or none; all terms of a block of outputs at a time."""
-        outer = [i for i in range(len(self.regions)) if i not in self.nest.reduced and i != lane]
-        spatial = {i: self._loop(i) for i in outer}
-        one = self.loops.imm(1)
-        extent = one if lane is None else self.regions[lane].extent
+        outer = {
+            s: self.space.loop(s) for s in self.space.slots if not s.is_reduced and s is not lane
+        }
+        extent = self.loops.imm(1) if lane is None else self.space.extent(lane)
         count = self._lane_count(extent, VECTORS_ALONG_OUTPUTS)
         states = self._states(count)
-        blocks = self.loops.simplify(tirx.FloorDiv(extent, self.loops.imm(count)))
-        rest = self.loops.simplify(extent - blocks * self.loops.imm(count))
+        blocks, rest = self._divide(extent, count)
+
+        def values_at(reduced: dict[Slot, Loop], at: Expr) -> list[Expr]:
+            local = {s: loop.value for s, loop in (*outer.items(), *reduced.items())}
+            if lane is not None:
+                local[lane] = at
+            return self.space.values(local)
 
         def block(first: Expr, lanes: Expr | int) -> tirx.Stmt:
-            made = {**spatial, **{i: self._loop(i) for i in self.nest.reduced}}
-            v = self.loops.new("v", lanes)
-            if lane is not None:
-                made[lane] = v
-            at = first + v.value
-            values = [
-                self._value(i, at if i == lane else made[i].value) for i in range(len(self.regions))
-            ]
-            ops = self._point(values, states, v.value)
-            v = self._vectorised(v, ops)
-            reduced = [made[i] for i in sorted(self.nest.reduced)]
-            w = self.loops.new("v", lanes)
-            out = [spatial.get(i) for i in range(len(self.regions))]
-            ends = self._finish(states, w.value, out, False, lane, first + w.value)
+            reduced = {s: self.space.loop(s) for s in self.space.slots if s.is_reduced}
+            v, w = self.loops.new("v", lanes), self.loops.new("v", lanes)
+            ops = self._point(values_at(reduced, first + v.value), states, v.value)
+            ends = self._finish(states, w.value, values_at({}, first + w.value), neutral=False)
             return seq(
                 *self._start(states, lanes, neutral=False),
-                nest([*reduced, v], ops),
+                nest([*reduced.values(), self._vectorised(v, ops)], ops),
                 w.around(seq(*ends)),
             )
 
         full = self.loops.loop("block", blocks, lambda b: block(b * self.loops.imm(count), count))
         tail = None if number(rest) == 0 else block(blocks * self.loops.imm(count), rest)
         body = seq(full, tail)
-        for i in reversed(outer):
-            body = spatial[i].around(body)
+        for loop in reversed(outer.values()):
+            body = loop.around(body)
         return seq(*self._allocations(states), body)
 
+    def _divide(self, extent: Expr, count: int) -> tuple[Expr, Expr]:
+        """Whole blocks of `count`, and what remains."""
+        blocks = self.loops.simplify(tirx.FloorDiv(extent, self.loops.imm(count)))
+        return blocks, self.loops.simplify(extent - blocks * self.loops.imm(count))
+
     def _lane_count(self, extent: Expr, vectors: int) -> int:
-        """Lanes: a power of two that the extent fills, at most `vectors` registers."""
+        """Lanes: at most `vectors` registers; of a known extent, what leaves the fewest vectors and single elements."""
         widest = max(
             bytes_of(dtype_of(v))
             for m in self.nest.members
             if m.stage.kind is not None
             for v in m.stage.values
         )
-        count = vectors * self.machine.lanes(widest)
+        lanes = self.machine.lanes(widest)
         size = number(extent)
-        while size is not None and count > 1 and count > size:
-            count //= 2
-        return count
+        if size is None:
+            return vectors * lanes
+        counts = [n * lanes for n in (8, 4, 2, 1) if n <= vectors]
+        counts += [n for n in (8, 4, 2, 1) if n < lanes]
+        counts = [n for n in counts if n <= size]
+
+        def steps(count: int) -> int:
+            blocks, rest = divmod(int(size), count)
+            return blocks * -(-count // lanes) + rest // lanes + rest % lanes
+
+        return min(counts, key=steps)
 
     def _states(self, count: int) -> list[State]:
         states = []
         for m in self.nest.members:
             if m.stage.kind is not None:
                 arrays = tuple(
-                    new_buffer("state", [self.loops.imm(count)], dtype_of(v)) for v in m.stage.values
+                    new_buffer("state", [self.loops.imm(count)], dtype_of(v))
+                    for v in m.stage.values
                 )
                 states.append(State(m, arrays))
         return states
 
     def _allocations(self, states: list[State]) -> list[tirx.Stmt]:
-        return [tirx.AllocBuffer(a) for s in states for a in s.arrays]
+        return [allocate(a) for s in states for a in s.arrays]
 
     def _start(self, states: list[State], lanes: Expr | int, neutral: bool) -> list[tirx.Stmt]:
         """Set the running results; `neutral` where the initial value is added at the end."""
@@ -211,12 +207,8 @@ class _Emitter:
                 value = convert(initial, dtype_of(array))
                 if neutral and kind in NEUTRAL:
                     value = constant(NEUTRAL[kind], dtype_of(array))
-                kind_of_loop = ForKind.VECTORIZED if isinstance(lanes, int) else ForKind.SERIAL
-                stmts.append(
-                    self.loops.loop(
-                        "v", lanes, _setter(array, value), kind_of_loop
-                    )
-                )
+                how = ForKind.VECTORIZED if isinstance(lanes, int) else ForKind.SERIAL
+                stmts.append(self.loops.loop("v", lanes, _setter(array, value), how))
         return stmts
 
     def _fold(self, states: list[State], count: int) -> list[tirx.Stmt]:
@@ -225,45 +217,57 @@ class _Emitter:
         half = count // 2
         while half:
             for s in states:
-                (array,) = s.arrays
-                combine = COMBINE[s.member.stage.kind]
-                at = self.loops.new("v", half, ForKind.VECTORIZED)
-                value = combine(
-                    tirx.BufferLoad(array, [at.value]),
-                    tirx.BufferLoad(array, [at.value + self.loops.imm(half)]),
-                )
-                stmts.append(at.around(tirx.BufferStore(array, value, [at.value])))
+                stmts.append(self._fold_once(s, half))
             half //= 2
         return stmts
 
+    def _fold_once(self, state: State, half: int) -> tirx.Stmt:
+        stage = state.member.stage
+        if stage.kind is Kind.UPDATE:
+            at = self.loops.new("v", half)
+            ops: list[tirx.Stmt] = []
+            env = {}
+            resolve = Resolve(self.scope, env, {}, ops)
+            for array, carry, element in zip(
+                state.arrays, stage.carries, stage.elements, strict=True
+            ):
+                upper = at.value + self.loops.imm(half)
+                env[carry] = resolve.bind("low", tirx.BufferLoad(array, [at.value]))
+                env[element] = resolve.bind("high", tirx.BufferLoad(array, [upper]))
+            new = [resolve.bind("next", resolve(v)) for v in stage.merge]
+            stores = [
+                tirx.BufferStore(array, convert(value, dtype_of(array)), [at.value])
+                for array, value in zip(state.arrays, new, strict=True)
+            ]
+            return nest([at], [*ops, *stores])
+        (array,) = state.arrays
+        at = self.loops.new("v", half, ForKind.VECTORIZED)
+        low = tirx.BufferLoad(array, [at.value])
+        high = tirx.BufferLoad(array, [at.value + self.loops.imm(half)])
+        return at.around(tirx.BufferStore(array, COMBINE[stage.kind](low, high), [at.value]))
+
     def _finish(
-        self,
-        states: list[State],
-        slot: Expr,
-        spatial: list[Loop | None],
-        neutral: bool,
-        lane: int | None = None,
-        at: Expr | None = None,
+        self, states: list[State], slot: Expr, values: list[Expr], neutral: bool
     ) -> list[tirx.Stmt]:
         """Store the results of one output point."""
         stmts = []
         for s in states:
             stage = s.member.stage
-            where = {
-                hash(a.var): self._value(i, at if i == lane else spatial[i].value)
-                for i, a in enumerate(s.member.axes)
-                if i not in self.nest.reduced
-            }
-            indices = [
-                where.get(hash(a.var), constant(0, dtype_of(a.var))) for a in stage.axes
-            ]
+            where = self._env(s.member, values)
+            indices = [where.get(a.var, constant(0, dtype_of(a.var))) for a in stage.axes]
             for buffer, array, initial in zip(stage.buffers, s.arrays, stage.initial, strict=True):
                 value = tirx.BufferLoad(array, [slot])
-                neutral_value = NEUTRAL.get(stage.kind)
-                if neutral and neutral_value is not None and number(initial) != neutral_value:
+                start = NEUTRAL.get(stage.kind)
+                if neutral and start is not None and number(initial) != start:
                     value = COMBINE[stage.kind](value, convert(initial, dtype_of(array)))
                 stmts.append(self.scope.store(buffer, value, indices))
         return stmts
+
+    def _env(self, member: Member, values: list[Expr]) -> dict[Var, Expr]:
+        """What the axis variables of a stage are."""
+        return {
+            a.var: convert(v, dtype_of(a.var)) for a, v in zip(member.axes, values, strict=True)
+        }
 
     def _vectorised(self, loop: Loop, ops: Sequence[tirx.Stmt]) -> Loop:
         """The lane loop as vector operations, if everything in it has a vector form."""
@@ -279,46 +283,42 @@ class _Emitter:
     ) -> list[tirx.Stmt]:
         """What is computed at one point: bindings, stores, and updates of the running results."""
         ops: list[tirx.Stmt] = []
-        known: dict[int, Expr] = {}
-        state_of = {hash(s.member.stage.buffer): s for s in states}
+        known: dict[Var, Expr] = {}
+        state_of = {s.member.stage.buffer: s for s in states}
         for member in self.nest.members:
             stage = member.stage
-            env = {
-                hash(a.var): convert(v, dtype_of(a.var))
-                for a, v in zip(member.axes, values, strict=True)
-            }
+            env = self._env(member, values)
             resolve = Resolve(self.scope, env, known, ops)
             for var, value in stage.binds:
-                env[hash(var)] = resolve.bind(var.name, resolve(value))
+                env[var] = resolve.bind(var.name, resolve(value))
             if stage.kind is None:
                 value = resolve.bind(stage.buffer.name, resolve(stage.values[0]))
-                known[hash(stage.buffer)] = value
-                if hash(stage.buffer) in self.stored:
-                    indices = [
-                        env.get(hash(a.var), constant(0, dtype_of(a.var))) for a in stage.axes
-                    ]
+                known[stage.buffer] = value
+                if stage.buffer in self.stored:
+                    indices = [env.get(a.var, constant(0, dtype_of(a.var))) for a in stage.axes]
                     ops.append(self.scope.store(stage.buffer, value, indices))
             else:
-                ops.extend(self._updates(stage, state_of[hash(stage.buffer)], resolve, env, slot))
+                ops.extend(self._updates(stage, state_of[stage.buffer], resolve, env, slot))
         return ops
 
     def _updates(
-        self, stage: Stage, state: State, resolve: Resolve, env: dict[int, Expr], slot: Expr
+        self, stage: Stage, state: State, resolve: Resolve, env: dict[Var, Expr], slot: Expr
     ) -> list[tirx.Stmt]:
         if stage.kind is not Kind.UPDATE:
             (array,) = state.arrays
             term = convert(resolve(stage.values[0]), dtype_of(array))
             value = COMBINE[stage.kind](tirx.BufferLoad(array, [slot]), term)
             return [tirx.BufferStore(array, value, [slot])]
+        steps: list[tirx.Stmt] = []
+        recur = Resolve(self.scope, env, resolve.known, steps)
         for carry, array in zip(stage.carries, state.arrays, strict=True):
-            env[hash(carry)] = tirx.BufferLoad(array, [slot])
-        new = [resolve(v) for v in stage.values]
-        binds, stores = [], []
-        for array, value in zip(state.arrays, new, strict=True):
-            var = Var("next", PrimType(dtype_of(value)))
-            binds.append(tirx.Bind(var, value))
-            stores.append(tirx.BufferStore(array, convert(var, dtype_of(array)), [slot]))
-        return [seq(*binds, *stores)]
+            env[carry] = recur.bind("state", tirx.BufferLoad(array, [slot]))
+        new = [recur.bind("next", recur(v)) for v in stage.values]
+        stores = [
+            tirx.BufferStore(array, convert(value, dtype_of(array)), [slot])
+            for array, value in zip(state.arrays, new, strict=True)
+        ]
+        return [nest([], [*steps, *stores])]
 
 
 def _is_power_of_two(n: int) -> bool:
@@ -330,6 +330,8 @@ def _setter(array: Var, value: Expr) -> object:
 
 
 def _has_vector_form(stmt: tirx.Stmt) -> bool:
+    if isinstance(stmt, tirx.SeqStmt):
+        return all(_has_vector_form(s) for s in stmt.seq)
     if isinstance(stmt, tirx.Bind | tirx.BufferStore):
         return all(
             call_name(e) in VECTOR_CALLS and not (is_conditional(e) and loads(e))

@@ -54,9 +54,9 @@ def single(stage: Stage) -> Group:
 def make_groups(graph: Graph, machine: Machine) -> list[Group]:
     """Group the stages of `graph`; the groups run one after the other."""
     groups: list[Group] = []
-    where: dict[int, int] = {}
+    where: dict[Var, int] = {}
     for stage in graph.stages:
-        first = max((where.get(hash(r.source), 0) for r in stage.reads()), default=0)
+        first = max((where.get(r.source, 0) for r in stage.reads()), default=0)
         for k in range(first, len(groups)):
             joined = _join(groups[k], stage, machine)
             if joined is not None:
@@ -65,14 +65,14 @@ def make_groups(graph: Graph, machine: Machine) -> list[Group]:
         else:
             k = len(groups)
             groups.append(single(stage))
-        where.update((hash(b), k) for b in stage.buffers)
+        where.update((b, k) for b in stage.buffers)
     return groups
 
 
 def _join(group: Group, stage: Stage, machine: Machine) -> Group | None:
     """The group with `stage` at its end, or None where that is wrong or slow."""
-    written = {hash(b): (m, s) for m, s in enumerate(group.stages) for b in s.buffers}
-    reads = [r for r in stage.reads() if hash(r.source) in written]
+    written = {b: (m, s) for m, s in enumerate(group.stages) for b in s.buffers}
+    reads = [r for r in stage.reads() if r.source in written]
     if reads:
         shared = _shared_by_reads(group, stage, reads, written)
     else:
@@ -88,14 +88,14 @@ def _join(group: Group, stage: Stage, machine: Machine) -> Group | None:
 
 
 def _shared_by_reads(
-    group: Group, stage: Stage, reads: list[TensorLoad], written: dict[int, tuple[int, Stage]]
+    group: Group, stage: Stage, reads: list[TensorLoad], written: dict[Var, tuple[int, Stage]]
 ) -> list[tuple[int, ...]]:
     """The shared axes that `stage` keeps: it reads each result of the group at one of its own axes."""
     shared = []
     for positions in group.shared:
         found: set[int | None] = set()
         for read in reads:
-            member, _ = written[hash(read.source)]
+            member, _ = written[read.source]
             index = read.indices[positions[member]]
             found.add(_position(stage, index))
         position = found.pop() if len(found) == 1 else None
@@ -159,7 +159,9 @@ def group_work(group: Group) -> int:
 
 def _tasks(group: Group) -> int:
     """How many tiles a group can be cut into at most."""
-    return prod(-(-size_of(group.axis(d)) // _least_tile(group, d)) for d in range(len(group.shared)))
+    return prod(
+        -(-size_of(group.axis(d)) // _least_tile(group, d)) for d in range(len(group.shared))
+    )
 
 
 def _least_tile(group: Group, dim: int) -> int:

@@ -1,7 +1,7 @@
 """Computing pointwise stages where they are read, if that repeats little work.
 
-    t[i, j] = exp(x[i, j])                      u[i, j] = (v = exp(x[j, i]); v * v)
-    u[i, j] = t[j, i] * t[j, i]         ->
+t[i, j] = exp(x[i, j])                      u[i, j] = (v = exp(x[j, i]); v * v)
+u[i, j] = t[j, i] * t[j, i]         ->
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .rewrite import (
     with_children,
 )
 from .stages import Graph, Stage, simplified
-from .work import LOAD_COST, hoisted_points, points, size_of, stage_work
+from .work import LOAD_COST, hoisted_points, points, stage_work
 
 # Cost of storing an element and loading it again from a cache, in additions.
 KEEP_COST = 4
@@ -42,26 +42,26 @@ MOST_NODES_UNDER_CONDITION = 60
 def inline(graph: Graph) -> Graph:
     """Inline what is worth it, and drop what nobody reads."""
     chosen = _choose(graph)
-    bodies: dict[int, Stage] = {}
+    bodies: dict[Var, Stage] = {}
     stages = []
     for stage in graph.stages:
-        if any(hash(load.source) in bodies for load in stage.reads()):
+        if any(load.source in bodies for load in stage.reads()):
             stage = simplified(_Inliner(stage, bodies).run())
-        if hash(stage.buffer) in chosen:
-            bodies[hash(stage.buffer)] = stage
+        if stage.buffer in chosen:
+            bodies[stage.buffer] = stage
         else:
             stages.append(stage)
     return Graph(graph.params, tuple(stages))
 
 
-def _choose(graph: Graph) -> set[int]:
-    """Buffers of the stages to inline, by hash; consumers are decided before their producers."""
+def _choose(graph: Graph) -> set[Var]:
+    """Buffers of the stages to inline; consumers are decided before their producers."""
     sizes = _sizes(graph)
-    runs: dict[int, int] = {}
-    chosen: set[int] = set()
+    runs: dict[Var, int] = {}
+    chosen: set[Var] = set()
     for i in range(len(graph.stages) - 1, -1, -1):
         stage = graph.stages[i]
-        key = hash(stage.buffer)
+        key = stage.buffer
         runs[key] = points(stage.domain)
         if stage.kind is not None or len(stage.buffers) > 1 or graph.is_param(stage.buffer):
             continue
@@ -69,8 +69,8 @@ def _choose(graph: Graph) -> set[int]:
         count, guarded = 0, False
         for reader, load, under_condition in uses:
             guarded |= under_condition
-            inlined = hash(reader.buffer) in chosen
-            count += runs[hash(reader.buffer)] if inlined else _evaluations(reader, load)
+            inlined = reader.buffer in chosen
+            count += runs[reader.buffer] if inlined else _evaluations(reader, load)
         most = MOST_NODES_UNDER_CONDITION if guarded else MOST_NODES
         work, own = stage_work(stage), points(stage.domain)
         repeated = (work - LOAD_COST) * count <= (work + KEEP_COST - LOAD_COST) * own
@@ -80,14 +80,14 @@ def _choose(graph: Graph) -> set[int]:
     return chosen
 
 
-def _sizes(graph: Graph) -> dict[int, int]:
+def _sizes(graph: Graph) -> dict[Var, int]:
     """Nodes of each stage with all its pointwise producers inlined."""
-    sizes: dict[int, int] = {}
+    sizes: dict[Var, int] = {}
     for stage in graph.stages:
         total = sum(1 for _ in nodes(*stage.expressions()))
         for load in stage.reads():
-            total += sizes.get(hash(load.source), 0)
-        sizes[hash(stage.buffer)] = total if stage.kind is None else 0
+            total += sizes.get(load.source, 0)
+        sizes[stage.buffer] = total if stage.kind is None else 0
     return sizes
 
 
@@ -114,19 +114,19 @@ def _evaluations(reader: Stage, load: TensorLoad) -> int:
     """How often `reader` would evaluate what it loads."""
     if split_product(reader) is not None:
         used = free_variables(load)
-        return PACKS * points(a for a in reader.domain if hash(a.var) in used)
+        return PACKS * points(a for a in reader.domain if a.var in used)
     return hoisted_points(reader, load)
 
 
 class _Inliner:
     """Rewrites one stage with the loads of inlined buffers replaced by their values."""
 
-    def __init__(self, stage: Stage, bodies: dict[int, Stage]) -> None:
+    def __init__(self, stage: Stage, bodies: dict[Var, Stage]) -> None:
         self.stage = stage
         self.bodies = bodies
         self.binds: Bindings = []
         self._known: list[tuple[TensorLoad, Expr]] = []
-        self._done: dict[tuple[int, bool], tuple[Expr, Expr]] = {}
+        self._done: dict[tuple[Expr, bool], Expr] = {}
 
     def run(self) -> Stage:
         """The stage without loads of inlined buffers."""
@@ -136,10 +136,10 @@ class _Inliner:
         return replace(self.stage, binds=tuple(self.binds), values=values)
 
     def _visit(self, expr: Expr, guarded: bool) -> Expr:
-        key = (hash(expr), guarded)
+        key = (expr, guarded)
         if key not in self._done:
-            self._done[key] = (expr, self._rewrite(expr, guarded))
-        return self._done[key][1]
+            self._done[key] = self._rewrite(expr, guarded)
+        return self._done[key]
 
     def _rewrite(self, expr: Expr, guarded: bool) -> Expr:
         lazy = is_conditional(expr) or isinstance(expr, LogicalExpr | Let)
@@ -147,7 +147,7 @@ class _Inliner:
         new = [self._visit(x, guarded or (lazy and i > 0)) for i, x in enumerate(old)]
         if not all(a.same_as(b) for a, b in zip(old, new, strict=True)):
             expr = with_children(expr, new)
-        if isinstance(expr, TensorLoad) and hash(expr.source) in self.bodies:
+        if isinstance(expr, TensorLoad) and expr.source in self.bodies:
             return self._value_of(expr, guarded)
         return expr
 
@@ -169,19 +169,19 @@ class _Inliner:
 
     def _instance(self, load: TensorLoad) -> tuple[Bindings, Expr]:
         """Bindings and value of the inlined stage at the loaded indices, in fresh variables."""
-        body = self.bodies[hash(load.source)]
+        body = self.bodies[load.source]
         binds: Bindings = []
-        env: dict[int, Expr] = {}
+        env: dict[Var, Expr] = {}
         for axis, index in zip(body.axes, load.indices, strict=True):
             if loads(index):
                 var = _fresh("index", index)
                 binds.append((var, index))
                 index = var
-            env[hash(axis.var)] = index
+            env[axis.var] = index
         for var, value in body.binds:
             fresh = _fresh(var.name, value)
             binds.append((fresh, _Fresh(env)(value)))
-            env[hash(var)] = fresh
+            env[var] = fresh
         return binds, _Fresh(env)(body.values[0])
 
 
@@ -191,7 +191,7 @@ class _Fresh(Substitute):
     def visit(self, expr: Expr) -> Expr:
         if isinstance(expr, Let):
             var = _fresh(expr.var.name, expr.value)
-            inner = _Fresh({**self.env, hash(expr.var): var})
+            inner = _Fresh({**self.env, expr.var: var})
             return Let(var, self(expr.value), inner(expr.body))
         return super().visit(expr)
 

@@ -11,7 +11,7 @@ from tvm.ir import Expr, Var
 from tvm.tirx import ForKind
 
 from ..expr import constant, dtype_of, number
-from .rewrite import free_variables
+from .rewrite import free_variables, loads
 
 Body = Callable[[Expr], tirx.Stmt]
 
@@ -83,20 +83,36 @@ class Loops:
         return self.analyzer.simplify(expr)
 
 
-def nest(loops: Sequence[Loop], ops: Iterable[tirx.Stmt]) -> tirx.Stmt:
+@dataclass(frozen=True, slots=True, eq=False)
+class Keep:
+    """``buffer[0] = value``: a value too large to be bound to a variable (see `Resolve.bind`)."""
+
+    buffer: Var
+    allocation: tirx.Stmt
+    value: Expr
+
+
+def nest(loops: Sequence[Loop], ops: Iterable[tirx.Stmt | Keep]) -> tirx.Stmt:
     """`ops` in `loops`, each binding in the outermost loop that its variables allow.
 
     Stores stay innermost, in order.
     """
-    depth_of = {hash(loop.var): i + 1 for i, loop in enumerate(loops)}
+    depth_of = {loop.var: i + 1 for i, loop in enumerate(loops)}
     levels: list[list[tirx.Stmt]] = [[] for _ in range(len(loops) + 1)]
     for op in ops:
+        if not isinstance(op, tirx.Bind | Keep):
+            levels[-1].append(op)
+            continue
+        used = [*free_variables(op.value), *(load.source for load in loads(op.value))]
+        depth = max((depth_of.get(k, 0) for k in used), default=0)
         if isinstance(op, tirx.Bind):
-            depth = max((depth_of.get(k, 0) for k in free_variables(op.value)), default=0)
-            depth_of[hash(op.var)] = depth
+            depth_of[op.var] = depth
             levels[depth].append(op)
         else:
-            levels[-1].append(op)
+            depth_of[op.buffer] = depth
+            zero = constant(0, "int32")
+            store = tirx.BufferStore(op.buffer, op.value, [zero])
+            levels[depth].extend([op.allocation, store])
     body = seq(*levels[-1])
     for loop, outside in zip(reversed(loops), reversed(levels[:-1]), strict=True):
         body = seq(*outside, loop.around(body))

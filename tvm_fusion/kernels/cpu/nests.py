@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from tvm.ir import Expr, TensorLoad, Var
 
 from ..expr import same
+from .lanes import best_lane
 from .operands import split_product
 from .rewrite import loads
 from .stages import Axis, Stage
@@ -43,26 +44,26 @@ class Nest:
         return [tuple(m.axes[i] for m in self.members) for i in range(len(self.axes))]
 
 
-def make_nests(stages: list[Stage], dims: dict[int, int]) -> list[Nest]:
-    """Nests that compute `stages`, in order; `dims` numbers the shared axes by the hash of their variable."""
+def make_nests(stages: list[Stage], dims: dict[Var, int]) -> list[Nest]:
+    """Nests that compute `stages`, in order; `dims` numbers the variables of shared axes."""
     nests: list[Nest] = []
-    where: dict[int, int] = {}
+    where: dict[Var, int] = {}
     for stage in stages:
-        first = max((where.get(hash(r.source), 0) for r in stage.reads()), default=0)
+        first = max((where.get(r.source, 0) for r in stage.reads()), default=0)
         for k in range(first, len(nests)):
             if _merge(nests[k], stage, dims):
                 break
         else:
             k = len(nests)
             nests.append(_alone(stage, dims))
-        where.update((hash(b), k) for b in stage.buffers)
+        where.update((b, k) for b in stage.buffers)
     return nests
 
 
-def _alone(stage: Stage, dims: dict[int, int]) -> Nest:
+def _alone(stage: Stage, dims: dict[Var, int]) -> Nest:
     axes = stage.domain
     reduced = frozenset(i for i, a in enumerate(axes) if _is_reduced(stage, a))
-    names = tuple(dims.get(hash(a.var)) for a in axes)
+    names = tuple(dims.get(a.var) for a in axes)
     return Nest([Member(stage, axes)], names, reduced if stage.kind else None)
 
 
@@ -70,7 +71,7 @@ def _is_reduced(stage: Stage, axis: Axis) -> bool:
     return any(a is axis for a in stage.reduced)
 
 
-def _merge(nest: Nest, stage: Stage, dims: dict[int, int]) -> bool:
+def _merge(nest: Nest, stage: Stage, dims: dict[Var, int]) -> bool:
     """Add `stage` to `nest` if it can be computed at the same points."""
     if len(stage.domain) != len(nest.axes):
         return False
@@ -79,8 +80,10 @@ def _merge(nest: Nest, stage: Stage, dims: dict[int, int]) -> bool:
     axes = _matching_axes(nest, stage)
     if axes is None:
         return False
+    if not _lanes_agree(nest, stage, axes):
+        return False
     for mine, theirs, dim in zip(axes, nest.axes, nest.dims, strict=True):
-        if dims.get(hash(mine.var)) != dim or not same(mine.extent, theirs.extent):
+        if dims.get(mine.var) != dim or not same(mine.extent, theirs.extent):
             return False
     if stage.kind is not None:
         reduced = frozenset(i for i, a in enumerate(axes) if _is_reduced(stage, a))
@@ -89,6 +92,14 @@ def _merge(nest: Nest, stage: Stage, dims: dict[int, int]) -> bool:
         nest.reduced = reduced
     nest.members.append(Member(stage, axes))
     return True
+
+
+def _lanes_agree(nest: Nest, stage: Stage, axes: tuple[Axis, ...]) -> bool:
+    """Whether vectors should run along the same axis in `stage` as in the nest."""
+    lane, first = best_lane(stage), best_lane(nest.members[0].stage)
+    if lane is None or first is None:
+        return True
+    return any(a is lane and b is first for a, b in zip(axes, nest.axes, strict=True))
 
 
 def _matching_axes(nest: Nest, stage: Stage) -> tuple[Axis, ...] | None:
@@ -116,17 +127,17 @@ def _axes_of_read(member: Member, stage: Stage, read: TensorLoad) -> tuple[Axis,
     """The axes at which `stage` reads each axis of `member`, if it reads it at its own point."""
     if member.stage.kind is not None:
         return None
-    index_of: dict[int, Expr] = {
-        hash(a.var): i for a, i in zip(member.stage.axes, read.indices, strict=True)
+    index_of: dict[Var, Expr] = {
+        a.var: i for a, i in zip(member.stage.axes, read.indices, strict=True)
     }
     axes = []
     for axis in member.axes:
-        index = index_of[hash(axis.var)]
+        index = index_of[axis.var]
         found = next((a for a in stage.domain if a.var.same_as(index)), None)
         if found is None:
             return None
         axes.append(found)
-    distinct = {hash(a.var) for a in axes}
+    distinct = {a.var for a in axes}
     return tuple(axes) if len(distinct) == len(stage.domain) else None
 
 
@@ -136,8 +147,8 @@ def _same_axes(a: tuple[Axis, ...], b: tuple[Axis, ...]) -> bool:
 
 def read_outside(nest: Nest, buffer: Var, stages: list[Stage]) -> bool:
     """Whether a stage that is not in `nest` reads `buffer`."""
-    inside = {hash(b) for m in nest.members for b in m.stage.buffers}
+    inside = {b for m in nest.members for b in m.stage.buffers}
     return any(
-        hash(s.buffer) not in inside and any(r.source.same_as(buffer) for r in loads(*s.expressions()))
+        s.buffer not in inside and any(r.source.same_as(buffer) for r in loads(*s.expressions()))
         for s in stages
     )

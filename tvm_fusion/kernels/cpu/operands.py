@@ -38,10 +38,10 @@ def split_product(stage: Stage) -> Product | None:
     """The contraction that `stage` computes, or None if it is none, or too small to be worth it."""
     if stage.kind is not Kind.SUM:
         return None
-    binds = {hash(v): e for v, e in stage.binds}
+    binds = {v: e for v, e in stage.binds}
     value = stage.values[0]
-    while isinstance(value, Var) and hash(value) in binds:
-        value = binds[hash(value)]
+    while isinstance(value, Var) and value in binds:
+        value = binds[value]
     if not isinstance(value, tirx.Mul):
         return None
     left, right = value.a, value.b
@@ -49,7 +49,7 @@ def split_product(stage: Stage) -> Product | None:
     space = [a for a in stage.axes if a.size != 1]
     batch, rows, columns = [], [], []
     for axis in space:
-        in_left, in_right = hash(axis.var) in by_left, hash(axis.var) in by_right
+        in_left, in_right = axis.var in by_left, axis.var in by_right
         if not in_left and not in_right:
             return None
         (batch if in_left and in_right else rows if in_left else columns).append(axis)
@@ -61,10 +61,10 @@ def split_product(stage: Stage) -> Product | None:
     return product if _is_worth(product) else None
 
 
-def depends(expr: Expr, stage: Stage) -> set[int]:
+def depends(expr: Expr, stage: Stage) -> set[Var]:
     """Hashes of all variables that `expr` depends on, through the bindings of `stage`."""
-    binds = {hash(v): e for v, e in stage.binds}
-    found: set[int] = set()
+    binds = {v: e for v, e in stage.binds}
+    found: set[Var] = set()
     stack = [expr]
     while stack:
         for key in free_variables(stack.pop()):

@@ -39,10 +39,10 @@ class Widen(Rewriter):
     exact : bool
         Round after every operation, as the operations on 16-bit floats do.
     stored : dict
-        Buffers by hash that are kept in another type here: the new buffer.
+        Buffers that are kept in another type here: the new buffer.
     """
 
-    def __init__(self, exact: bool, stored: dict[int, Var]) -> None:
+    def __init__(self, exact: bool, stored: dict[Var, Var]) -> None:
         super().__init__()
         self.exact = exact
         self.stored = stored
@@ -50,7 +50,7 @@ class Widen(Rewriter):
     def visit(self, expr: Expr) -> Expr:
         dtype = dtype_of(expr)
         if isinstance(expr, TensorLoad):
-            source = self.stored.get(hash(expr.source), expr.source)
+            source = self.stored.get(expr.source, expr.source)
             load = tirx.BufferLoad(source, [self(i) for i in expr.indices])
             return convert(load, widened(dtype_of(load)))
         if isinstance(expr, tirx.Cast):

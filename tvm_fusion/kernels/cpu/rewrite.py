@@ -91,13 +91,12 @@ class Rewriter:
     """Rewrites expressions; a subclass overrides `visit`."""
 
     def __init__(self) -> None:
-        self._done: dict[int, tuple[Expr, Expr]] = {}
+        self._done: dict[Expr, Expr] = {}
 
     def __call__(self, expr: Expr) -> Expr:
-        found = self._done.get(hash(expr))
-        if found is None:
-            found = self._done[hash(expr)] = (expr, self.visit(expr))
-        return found[1]
+        if expr not in self._done:
+            self._done[expr] = self.visit(expr)
+        return self._done[expr]
 
     def visit(self, expr: Expr) -> Expr:
         """The new form of one node."""
@@ -105,35 +104,35 @@ class Rewriter:
 
 
 class Substitute(Rewriter):
-    """Replaces variables: `env` maps the hash of a variable to an expression."""
+    """Replaces variables: `env` maps a variable to an expression."""
 
-    def __init__(self, env: Mapping[int, Expr]) -> None:
+    def __init__(self, env: Mapping[Var, Expr]) -> None:
         super().__init__()
         self.env = env
 
     def visit(self, expr: Expr) -> Expr:
         if isinstance(expr, Var):
-            return self.env.get(hash(expr), expr)
+            return self.env.get(expr, expr)
         return rebuild(expr, self)
 
 
 def nodes(*roots: Expr) -> Iterator[Expr]:
     """Every node below `roots`, each object once, users before their operands."""
-    seen: dict[int, Expr] = {}
+    seen: set[Expr] = set()
     stack = list(reversed(roots))
     while stack:
         expr = stack.pop()
-        if hash(expr) not in seen:
-            seen[hash(expr)] = expr
+        if expr not in seen:
+            seen.add(expr)
             yield expr
             stack.extend(reversed(children(expr)))
 
 
-def free_variables(*roots: Expr) -> dict[int, Var]:
-    """The scalar variables that `roots` read, by hash, in the order met."""
+def free_variables(*roots: Expr) -> dict[Var, None]:
+    """The scalar variables that `roots` read, in the order met."""
     found = list(nodes(*roots))
-    inner = {hash(e.var) for e in found if isinstance(e, Let)}
-    return {hash(e): e for e in found if isinstance(e, Var) and hash(e) not in inner}
+    inner = {e.var for e in found if isinstance(e, Let)}
+    return {e: None for e in found if isinstance(e, Var) and e not in inner}
 
 
 def loads(*roots: Expr) -> list[TensorLoad]:
@@ -143,13 +142,13 @@ def loads(*roots: Expr) -> list[TensorLoad]:
 
 def loads_with_guard(root: Expr) -> Iterator[tuple[TensorLoad, bool]]:
     """The loads below `root`, and whether a condition decides if they are evaluated."""
-    seen: dict[tuple[int, bool], Expr] = {}
+    seen: set[tuple[Expr, bool]] = set()
     stack = [(root, False)]
     while stack:
         expr, guarded = stack.pop()
-        if (hash(expr), guarded) in seen:
+        if (expr, guarded) in seen:
             continue
-        seen[hash(expr), guarded] = expr
+        seen.add((expr, guarded))
         if isinstance(expr, TensorLoad):
             yield expr, guarded
         operands = children(expr)

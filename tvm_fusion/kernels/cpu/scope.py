@@ -10,7 +10,7 @@ from tvm.ir import Expr, PrimType, TensorLoad, Var
 from tvm.ir.prim.expr import Let
 
 from ..expr import bytes_of, constant, convert, dtype_of, number
-from .loops import Loops
+from .loops import Keep, Loops
 from .math import lower_call
 from .rewrite import (
     BINARY,
@@ -18,6 +18,7 @@ from .rewrite import (
     UNARY,
     branches,
     can_speculate,
+    children,
     is_conditional,
     is_index,
     nodes,
@@ -27,6 +28,9 @@ from .stages import Axis, Stage
 
 # Temporaries up to this size live on the stack.
 MOST_STACK_BYTES = 16 << 10
+
+# Largest tree of bound values; a chain of two exponentials is larger.
+MOST_TREE_NODES = 1000
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,13 +64,13 @@ class Scope:
     """State of emitting one tile."""
 
     loops: Loops
-    regions: dict[int, Region]
-    places: dict[int, Place] = field(default_factory=dict)
+    regions: dict[Var, Region]
+    places: dict[Var, Place] = field(default_factory=dict)
     allocated: list[tirx.Stmt] = field(default_factory=list)
 
     def region(self, axis: Axis) -> Region:
         """The part of an axis of a stage that belongs to the tile."""
-        found = self.regions.get(hash(axis.var))
+        found = self.regions.get(axis.var)
         if found is None:
             extent = convert(axis.extent, self.loops.dtype)
             found = Region(self.loops.imm(0), extent, extent)
@@ -76,7 +80,7 @@ class Scope:
         """A buffer of the tile's own."""
         extents = [self.loops.imm(s) if isinstance(s, int) else s for s in shape]
         buffer = new_buffer(name, extents, dtype)
-        self.allocated.append(tirx.AllocBuffer(buffer))
+        self.allocated.append(allocate(buffer))
         return buffer
 
     def keep_local(self, stage: Stage, buffer: Var) -> None:
@@ -90,11 +94,11 @@ class Scope:
                 for i, r in zip(indices, regions, strict=True)
             ]
 
-        self.places[hash(buffer)] = Place(local, index, dtype_of(buffer))
+        self.places[buffer] = Place(local, index, dtype_of(buffer))
 
     def place(self, buffer: Var) -> Place:
         """Where `buffer` is kept."""
-        found = self.places.get(hash(buffer))
+        found = self.places.get(buffer)
         return found or Place(buffer, lambda indices: indices, dtype_of(buffer))
 
     def store(self, buffer: Var, value: Expr, indices: list[Expr]) -> tirx.Stmt:
@@ -105,13 +109,25 @@ class Scope:
 
 
 def new_buffer(name: str, shape: list[Expr], dtype: str) -> Var:
-    """A temporary buffer: on the stack if it is small."""
-    size = bytes_of(dtype)
-    for extent in shape:
+    """A temporary buffer.
+
+    Its scope is "global", not "local": TVM's lowering moves only "global" ones to the stack.
+    """
+    return tirx.decl_buffer(shape, dtype, name)
+
+
+def allocate(buffer: Var) -> tirx.Stmt:
+    """The allocation of a temporary: on the stack if it is small, else from TVM's pool."""
+    size = bytes_of(dtype_of(buffer))
+    for extent in buffer.ty.shape:
         value = number(extent)
-        size = MOST_STACK_BYTES + 1 if value is None else size * int(value)
-    scope = "local" if size <= MOST_STACK_BYTES else "global"
-    return tirx.decl_buffer(shape, dtype, name, scope=scope)
+        if value is None:
+            return tirx.AllocBuffer(buffer)
+        size *= int(value)
+    if size > MOST_STACK_BYTES:
+        return tirx.AllocBuffer(buffer)
+    keep = constant(1, "int32")
+    return tirx.AllocBuffer(buffer, annotations={"disable_lower_builtin": keep})
 
 
 class Resolve:
@@ -122,9 +138,9 @@ class Resolve:
     Parameters
     ----------
     env : dict
-        Values of variables, by hash.
+        Values of variables.
     known : dict
-        Values of buffers at the same point, by hash.
+        Values of buffers at the same point.
     ops : list of Stmt
         Where bindings are appended.
     """
@@ -132,36 +148,56 @@ class Resolve:
     def __init__(
         self,
         scope: Scope,
-        env: dict[int, Expr],
-        known: dict[int, Expr],
-        ops: list[tirx.Stmt],
+        env: dict[Var, Expr],
+        known: dict[Var, Expr],
+        ops: list[tirx.Stmt | Keep],
     ) -> None:
         self.scope = scope
         self.env = env
         self.known = known
         self.ops = ops
-        self._done: dict[int, tuple[Expr, Expr]] = {}
+        self._done: dict[Expr, Expr] = {}
+        self._sizes: dict[Var, int] = {}
         self._guards = 0
 
     def __call__(self, expr: Expr) -> Expr:
         if self._guards:
             return self._visit(expr)
-        found = self._done.get(hash(expr))
-        if found is None:
-            found = self._done[hash(expr)] = (expr, self._visit(expr))
-        return found[1]
+        if expr not in self._done:
+            self._done[expr] = self._visit(expr)
+        return self._done[expr]
 
     def bind(self, name: str, value: Expr) -> Expr:
-        """Bind a value to a fresh variable, unless it is one."""
+        """A name for a value, unless it is one.
+
+        TVM's simplifier puts what a variable was bound to in its place, except for loads, and so
+        turns chains of bindings into their tree. A large tree is cut by a buffer of one element,
+        which LLVM turns into a register.
+        """
         if isinstance(value, LEAVES):
             return value
+        size = self._tree_size(value)
+        if size > MOST_TREE_NODES:
+            buffer = new_buffer(name, [constant(1, "int32")], dtype_of(value))
+            self.ops.append(Keep(buffer, allocate(buffer), value))
+            return tirx.BufferLoad(buffer, [constant(0, "int32")])
         var = Var(name, PrimType(dtype_of(value)))
+        self._sizes[var] = size
         self.ops.append(tirx.Bind(var, value))
         return var
 
+    def _tree_size(self, value: Expr) -> int:
+        """Nodes of `value` with its variables replaced by what they are bound to; 1 for loads."""
+        if any(isinstance(e, TensorLoad) for e in nodes(value)):
+            return 1
+        total = 1
+        for child in children(value):
+            total += self._tree_size(child) if children(child) else self._sizes.get(child, 1)
+        return total
+
     def _visit(self, expr: Expr) -> Expr:
         if isinstance(expr, Var):
-            return self.env.get(hash(expr), expr)
+            return self.env.get(expr, expr)
         if isinstance(expr, TensorLoad):
             return self._load(expr)
         if isinstance(expr, Let):
@@ -170,12 +206,13 @@ class Resolve:
             return self.scope.loops.simplify(rebuild(expr, self))
         if is_conditional(expr):
             return self._conditional(expr)
-        lowered = lower_call(rebuild(expr, self))
-        return lowered if self._guards else self._flat(lowered)
+        plain = rebuild(expr, self)
+        lowered = lower_call(plain)
+        return lowered if self._guards or lowered is plain else self._flat(lowered)
 
     def _load(self, load: TensorLoad) -> Expr:
-        if hash(load.source) in self.known:
-            return convert(self.known[hash(load.source)], dtype_of(load.source))
+        if load.source in self.known:
+            return convert(self.known[load.source], dtype_of(load.source))
         place = self.scope.place(load.source)
         indices = [self.scope.loops.simplify(self(i)) for i in load.indices]
         return convert(tirx.BufferLoad(place.buffer, place.index(indices)), place.dtype)
@@ -183,9 +220,9 @@ class Resolve:
     def _let(self, expr: Let) -> Expr:
         value = self(expr.value)
         if not self._guards:
-            self.env[hash(expr.var)] = self.bind(expr.var.name, value)
+            self.env[expr.var] = self.bind(expr.var.name, value)
             return self(expr.body)
-        var = self.env[hash(expr.var)] = Var(expr.var.name, PrimType(dtype_of(value)))
+        var = self.env[expr.var] = Var(expr.var.name, PrimType(dtype_of(value)))
         return Let(var, value, self(expr.body))
 
     def _conditional(self, expr: Expr) -> Expr:
@@ -204,8 +241,10 @@ class Resolve:
     def _flat(self, expr: Expr) -> Expr:
         """`expr` with its Let expressions turned into bindings."""
         if isinstance(expr, Let):
-            self.ops.append(tirx.Bind(expr.var, self._flat(expr.value)))
+            self.env[expr.var] = self.bind(expr.var.name, self._flat(expr.value))
             return self._flat(expr.body)
-        if isinstance(expr, TensorLoad | Var) or not any(isinstance(e, Let) for e in nodes(expr)):
+        if isinstance(expr, Var):
+            return self.env.get(expr, expr)
+        if isinstance(expr, TensorLoad):
             return expr
         return rebuild(expr, self._flat)

@@ -79,6 +79,10 @@ class Stage:
         The state that a reduction starts from.
     carries : tuple of Var
         The state's variables in `values` of a recurrence.
+    elements : tuple of Var
+        Where two states can be merged: the second state's variables in `merge`.
+    merge : tuple of Expr
+        The merged state.
     """
 
     name: str
@@ -89,6 +93,8 @@ class Stage:
     kind: Kind | None = None
     initial: tuple[Expr, ...] = ()
     carries: tuple[Var, ...] = ()
+    elements: tuple[Var, ...] = ()
+    merge: tuple[Expr, ...] = ()
     binds: tuple[tuple[Var, Expr], ...] = ()
 
     @property
@@ -121,9 +127,9 @@ class Graph:
         """Whether the buffer belongs to the caller."""
         return any(buffer.same_as(p) for p in self.params)
 
-    def producers(self) -> dict[int, Stage]:
-        """The stage that writes each buffer, by the buffer's hash."""
-        return {hash(b): s for s in self.stages for b in s.buffers}
+    def producers(self) -> dict[Var, Stage]:
+        """The stage that writes each buffer."""
+        return {b: s for s in self.stages for b in s.buffers}
 
 
 def read_graph(func: tirx.PrimFunc, exact: bool) -> Graph:
@@ -142,15 +148,15 @@ def read_graph(func: tirx.PrimFunc, exact: bool) -> Graph:
     raw: list[Stage] = []
     _collect(func.body, {}, raw)
     written = [b for s in raw for b in s.buffers]
-    if len({hash(b) for b in written}) != len(written):
+    if len({b for b in written}) != len(written):
         raise Unsupported("a buffer is written twice")
     stored = {}
     if not exact:
-        is_param = {hash(p) for p in params}
+        is_param = {p for p in params}
         stored = {
-            hash(b): tirx.decl_buffer(list(b.ty.shape), widened(dtype_of(b)), b.name)
+            b: tirx.decl_buffer(list(b.ty.shape), widened(dtype_of(b)), b.name)
             for b in written
-            if hash(b) not in is_param and dtype_of(b) in HALF_DTYPES
+            if b not in is_param and dtype_of(b) in HALF_DTYPES
         }
     stages = []
     for s in raw:
@@ -178,7 +184,7 @@ def _check_compact(buffer: Var) -> None:
         raise Unsupported(f"{buffer.name} is a strided view")
 
 
-def _collect(stmt: tirx.Stmt, extents: dict[int, Expr], out: list[Stage]) -> None:
+def _collect(stmt: tirx.Stmt, extents: dict[Var, Expr], out: list[Stage]) -> None:
     """Append the stages of a statement; `extents` are those of the loops around it."""
     if isinstance(stmt, tirx.SeqStmt):
         for s in stmt.seq:
@@ -186,7 +192,7 @@ def _collect(stmt: tirx.Stmt, extents: dict[int, Expr], out: list[Stage]) -> Non
     elif isinstance(stmt, tirx.For):
         if number(stmt.min) != 0 or stmt.thread_binding is not None:
             raise Unsupported(f"loop {stmt.loop_var} is scheduled already")
-        _collect(stmt.body, {**extents, hash(stmt.loop_var): stmt.extent}, out)
+        _collect(stmt.body, {**extents, stmt.loop_var: stmt.extent}, out)
     elif isinstance(stmt, s_tir.SBlockRealize):
         if _holds_blocks(stmt.block.body):
             _collect(stmt.block.body, extents, out)
@@ -202,24 +208,24 @@ def _holds_blocks(stmt: tirx.Stmt) -> bool:
     return isinstance(stmt, tirx.For | s_tir.SBlockRealize)
 
 
-def _stage(realize: s_tir.SBlockRealize, extents: dict[int, Expr]) -> Stage:
+def _stage(realize: s_tir.SBlockRealize, extents: dict[Var, Expr]) -> Stage:
     block = realize.block
     if number(realize.predicate) != 1 or block.match_buffers:
         raise Unsupported(f"block {block.name_hint} has a predicate or matched buffers")
     _check_bindings(realize, extents)
     ones = {}
     reduced: list[Axis] = []
-    spatial: dict[int, Axis] = {}
+    spatial: dict[Var, Axis] = {}
     for iv in block.iter_vars:
         if int(iv.iter_type) not in (SPATIAL, REDUCTION) or number(iv.dom.min) != 0:
             raise Unsupported(f"axis {iv.var} of block {block.name_hint}")
         axis = Axis(iv.var, iv.dom.extent)
         if axis.size == 1:
-            ones[hash(iv.var)] = constant(0, dtype_of(iv.var))
+            ones[iv.var] = constant(0, dtype_of(iv.var))
         if int(iv.iter_type) == REDUCTION:
             reduced.append(axis)
         else:
-            spatial[hash(iv.var)] = axis
+            spatial[iv.var] = axis
     stores, binds = _stores(block.body, block.name_hint)
     inline = Substitute({**ones, **binds})
     axes = _axes_of(stores[0], spatial, block.name_hint)
@@ -236,26 +242,26 @@ def _stage(realize: s_tir.SBlockRealize, extents: dict[int, Expr]) -> Stage:
     return _reduction(stage, block.init)
 
 
-def _check_bindings(realize: s_tir.SBlockRealize, extents: dict[int, Expr]) -> None:
+def _check_bindings(realize: s_tir.SBlockRealize, extents: dict[Var, Expr]) -> None:
     """Each axis runs over a loop of its own, from end to end."""
     free = dict(extents)
     for iv, value in zip(realize.block.iter_vars, realize.iter_values, strict=True):
         if number(value) == 0 and number(iv.dom.extent) == 1:
             continue
-        extent = free.pop(hash(value), None) if isinstance(value, Var) else None
+        extent = free.pop(value, None) if isinstance(value, Var) else None
         if extent is None or not same(extent, iv.dom.extent):
             raise Unsupported(f"axis {iv.var} is bound to {value}")
     if any(number(e) != 1 for e in free.values()):
         raise Unsupported(f"block {realize.block.name_hint} is repeated by a loop")
 
 
-def _stores(body: tirx.Stmt, name: str) -> tuple[list[tirx.BufferStore], dict[int, Expr]]:
+def _stores(body: tirx.Stmt, name: str) -> tuple[list[tirx.BufferStore], dict[Var, Expr]]:
     """The stores of a block, and its bindings with earlier ones inlined."""
     stores: list[tirx.BufferStore] = []
-    binds: dict[int, Expr] = {}
+    binds: dict[Var, Expr] = {}
     for s in body.seq if isinstance(body, tirx.SeqStmt) else [body]:
         if isinstance(s, tirx.Bind) and not stores:
-            binds[hash(s.var)] = Substitute(dict(binds))(s.value)
+            binds[s.var] = Substitute(dict(binds))(s.value)
         elif isinstance(s, tirx.BufferStore):
             stores.append(s)
         else:
@@ -263,13 +269,13 @@ def _stores(body: tirx.Stmt, name: str) -> tuple[list[tirx.BufferStore], dict[in
     return stores, binds
 
 
-def _axes_of(store: tirx.BufferStore, spatial: dict[int, Axis], name: str) -> tuple[Axis, ...]:
+def _axes_of(store: tirx.BufferStore, spatial: dict[Var, Axis], name: str) -> tuple[Axis, ...]:
     """The axis of each dimension of a store; every spatial axis has to be among them."""
     left = {k: a for k, a in spatial.items() if a.size != 1}
     axes = []
     for index, extent in zip(store.indices, store.buffer.ty.shape, strict=True):
-        if isinstance(index, Var) and hash(index) in left:
-            axis = left.pop(hash(index))
+        if isinstance(index, Var) and index in left:
+            axis = left.pop(index)
             if not same(axis.extent, extent):
                 raise Unsupported(f"block {name} writes a part of {store.buffer.name}")
             axes.append(axis)
@@ -293,10 +299,10 @@ def _reduction(stage: Stage, init: tirx.Stmt | None) -> Stage:
     """Fill in the kind of a reduction, with the loads of its own state taken out."""
     if init is None:
         raise Unsupported(f"block {stage.name} reduces without an initial value")
-    starts = {hash(s.buffer): s.value for s in _stores(init, stage.name)[0]}
-    if set(starts) != {hash(b) for b in stage.buffers}:
+    starts = {s.buffer: s.value for s in _stores(init, stage.name)[0]}
+    if set(starts) != {b for b in stage.buffers}:
         raise Unsupported(f"block {stage.name} initialises other buffers than it reduces")
-    initial = tuple(starts[hash(b)] for b in stage.buffers)
+    initial = tuple(starts[b] for b in stage.buffers)
     if any(loads(v) for v in initial):
         raise Unsupported(f"block {stage.name} starts from a loaded value")
     carries = tuple(Var(f"{b.name}_state", tvm.ir.PrimType(dtype_of(b))) for b in stage.buffers)
@@ -311,18 +317,18 @@ class _ReadState(Rewriter):
 
     def __init__(self, buffers: tuple[Var, ...], carries: tuple[Var, ...]) -> None:
         super().__init__()
-        self.carry_of = {hash(b): c for b, c in zip(buffers, carries, strict=True)}
+        self.carry_of = {b: c for b, c in zip(buffers, carries, strict=True)}
 
     def visit(self, expr: Expr) -> Expr:
-        if isinstance(expr, TensorLoad) and hash(expr.source) in self.carry_of:
-            return self.carry_of[hash(expr.source)]
+        if isinstance(expr, TensorLoad) and expr.source in self.carry_of:
+            return self.carry_of[expr.source]
         return rebuild(expr, self)
 
 
-def _lowered(stage: Stage, exact: bool, stored: dict[int, Var]) -> Stage:
+def _lowered(stage: Stage, exact: bool, stored: dict[Var, Var]) -> Stage:
     """`stage` with 16-bit arithmetic widened; a reduction runs in float32 in either mode."""
     wide_carries = tuple(Var(c.name, tvm.ir.PrimType(widened(dtype_of(c)))) for c in stage.carries)
-    state = {hash(c): w for c, w in zip(stage.carries, wide_carries, strict=True)}
+    state = {c: w for c, w in zip(stage.carries, wide_carries, strict=True)}
     widen = _WidenState(exact and stage.kind is None, stored, state)
     initial = []
     for value in stage.initial:
@@ -331,7 +337,7 @@ def _lowered(stage: Stage, exact: bool, stored: dict[int, Var]) -> Stage:
         initial.append(widen(value))
     return replace(
         stage,
-        buffers=tuple(stored.get(hash(b), b) for b in stage.buffers),
+        buffers=tuple(stored.get(b, b) for b in stage.buffers),
         values=tuple(widen(v) for v in stage.values),
         initial=tuple(initial),
         carries=wide_carries,
@@ -341,13 +347,13 @@ def _lowered(stage: Stage, exact: bool, stored: dict[int, Var]) -> Stage:
 class _WidenState(Widen):
     """Widen, with the variables of a recurrence's state replaced by wide ones."""
 
-    def __init__(self, exact: bool, stored: dict[int, Var], state: dict[int, Var]) -> None:
+    def __init__(self, exact: bool, stored: dict[Var, Var], state: dict[Var, Var]) -> None:
         super().__init__(exact, stored)
         self.state = state
 
     def visit(self, expr: Expr) -> Expr:
-        if hash(expr) in self.state:
-            return self.state[hash(expr)]
+        if expr in self.state:
+            return self.state[expr]
         return super().visit(expr)
 
 
@@ -366,7 +372,7 @@ def _split(stage: Stage) -> list[Stage]:
         return [stage]
     terms = [_term(v, c, stage.carries) for v, c in zip(stage.values, stage.carries, strict=True)]
     if any(t is None for t in terms):
-        return [stage]
+        return [_with_merge(stage)]
     return [
         replace(
             stage,
@@ -387,17 +393,53 @@ def _term(value: Expr, carry: Var, carries: tuple[Var, ...]) -> tuple[Kind, Expr
         return None
     left, right = value.a.same_as(carry), value.b.same_as(carry)
     term = value.b if left else value.a
-    if left == right or any(hash(c) in free_variables(term) for c in carries):
+    if left == right or any(c in free_variables(term) for c in carries):
         return None
     return kind, term
 
 
+def _with_merge(stage: Stage) -> Stage:
+    """Find out how to merge two states of a recurrence that keeps or replaces its state.
+
+    state = Select(better(state, term), state, term)  ->  merge = Select(better(a, b), a, b)
+    """
+    terms = []
+    for value, carry in zip(stage.values, stage.carries, strict=True):
+        if not isinstance(value, tirx.Select):
+            return stage
+        sides = [x for x in (value.true_value, value.false_value) if not x.same_as(carry)]
+        if len(sides) != 1:
+            return stage
+        terms.append(sides[0])
+    elements = tuple(Var(f"{c.name}_other", c.ty) for c in stage.carries)
+    swap = _SwapTerms(terms, elements)
+    merge = tuple(swap(v) for v in stage.values)
+    known = {v for v in (*stage.carries, *elements)}
+    if loads(*merge) or any(k not in known for k in free_variables(*merge)):
+        return stage
+    return replace(stage, elements=elements, merge=merge)
+
+
+class _SwapTerms(Rewriter):
+    """Replaces the terms of a recurrence by variables."""
+
+    def __init__(self, terms: list[Expr], elements: tuple[Var, ...]) -> None:
+        super().__init__()
+        self.pairs = list(zip(terms, elements, strict=True))
+
+    def visit(self, expr: Expr) -> Expr:
+        for term, element in self.pairs:
+            if same(expr, term):
+                return element
+        return rebuild(expr, self)
+
+
 def _check_order(params: tuple[Var, ...], stages: list[Stage]) -> None:
     """Every buffer is a parameter or written before it is read."""
-    written = {hash(b) for s in stages for b in s.buffers}
-    known = {hash(p) for p in params} - written
+    written = {b for s in stages for b in s.buffers}
+    known = {p for p in params} - written
     for s in stages:
         for load in s.reads():
-            if hash(load.source) not in known:
+            if load.source not in known:
                 raise Unsupported(f"{load.source.name} is read before it is written")
-        known.update(hash(b) for b in s.buffers)
+        known.update(b for b in s.buffers)

@@ -30,7 +30,7 @@ COLUMN_TILE = 128
 # Candidate tile edges of contractions, and cost of packing an element in multiply-adds.
 ROW_TILES = (8, 16, 32, 48, 64, 96, 128, 192, 256)
 COLUMN_TILES = (16, 32, 64, 96, 128, 256)
-PACK_CONTIGUOUS, PACK_STRIDED, PACK_NOTHING = 12.0, 60.0, 0.0
+PACK_CONTIGUOUS, PACK_RUN, PACK_STRIDED, PACK_NOTHING = 12.0, 200.0, 60.0, 0.0
 
 # Columns of a register tile, in vectors; rows come from the registers that are left.
 REGISTER_TILE_VECTORS = 2
@@ -133,9 +133,7 @@ def _fixed(side: tuple[Axis, ...], axes: list[Axis], dims: list[int]) -> int:
     return points(a for a in side if not any(axes[d] is a for d in dims))
 
 
-def _fill(
-    tile: list[int | None], dims: list[int], axes: list[Axis], fixed: int, goal: int
-) -> int:
+def _fill(tile: list[int | None], dims: list[int], axes: list[Axis], fixed: int, goal: int) -> int:
     """Lengthen the tile from the innermost axis on, up to `goal` elements; returns its length."""
     length = fixed
     for d in reversed(dims):
@@ -181,7 +179,8 @@ def pack_cost(stage: Stage, operand: Expr, side: tuple[Axis, ...], direct: bool 
     analyzer = analyzer_of(stage.domain)
     found = list(_operand_loads(stage, operand))
     steps = [load_stride(load, side[-1].var, analyzer) for load in found]
-    base = PACK_CONTIGUOUS if all(s in (0, 1) for s in steps) else PACK_STRIDED
+    contiguous = all(s in (0, 1) for s in steps)
+    base = PACK_CONTIGUOUS + PACK_RUN / size_of(side[-1]) if contiguous else PACK_STRIDED
     return base + 4.0 * max(0, stage_work(stage) - 3)
 
 
@@ -198,5 +197,5 @@ def _operand_loads(stage: Stage, operand: Expr) -> Iterator:
     yield from loads(operand)
     inside = depends(operand, stage)
     for var, value in stage.binds:
-        if hash(var) in inside:
+        if var in inside:
             yield from loads(value)

@@ -38,9 +38,9 @@ def operations(*roots: Expr) -> int:
     total, seen, stack = 0, set(), list(roots)
     while stack:
         expr = stack.pop()
-        if hash(expr) in seen:
+        if expr in seen:
             continue
-        seen.add(hash(expr))
+        seen.add(expr)
         total += _cost(expr)
         if not isinstance(expr, TensorLoad):
             stack.extend(children(expr))
@@ -73,7 +73,7 @@ def hoisted_points(stage: Stage, used: Expr | Iterable[Expr]) -> int:
     roots = [used] if isinstance(used, Expr) else list(used)
     names = free_variables(*roots)
     domain = stage.domain
-    depth = max((i + 1 for i, a in enumerate(domain) if hash(a.var) in names), default=0)
+    depth = max((i + 1 for i, a in enumerate(domain) if a.var in names), default=0)
     return points(domain[:depth])
 
 

@@ -18,8 +18,9 @@ from .loops import Loops, seq
 from .machine import Machine, machine_of
 from .nests import Nest, make_nests
 from .operands import split_product
+from .reshape_loops import reshape_loops
 from .rewrite import Rewriter, rebuild
-from .scope import Region, Scope, new_buffer
+from .scope import Region, Scope, allocate, new_buffer
 from .speculate import speculate
 from .stages import Graph, Stage, read_graph
 from .tiles import choose_tile
@@ -54,11 +55,11 @@ def write_cpu(
         Where `func` holds more than tensor expressions: external calls, scatters, loops in blocks.
     """
     machine = machine_of(hw)
-    graph = speculate(inline(read_graph(func, exact)))
+    graph = reshape_loops(speculate(inline(read_graph(func, exact))))
     groups = make_groups(graph, machine)
     temporaries = _temporaries(graph, groups)
     body = seq(
-        *(tirx.AllocBuffer(b) for b in temporaries),
+        *(allocate(b) for b in temporaries),
         *(_emit_group(g, graph, temporaries, machine) for g in groups),
     )
     func = func.with_body(body)
@@ -69,21 +70,19 @@ def write_cpu(
 
 def _temporaries(graph: Graph, groups: list[Group]) -> list[Var]:
     """Buffers that one group leaves to another."""
-    home = {hash(b): i for i, g in enumerate(groups) for s in g.stages for b in s.buffers}
-    found: dict[int, Var] = {}
+    home = {b: i for i, g in enumerate(groups) for s in g.stages for b in s.buffers}
+    found: dict[Var, Var] = {}
     for i, g in enumerate(groups):
         for s in g.stages:
             for read in s.reads():
-                key = hash(read.source)
+                key = read.source
                 if home.get(key, i) != i and not graph.is_param(read.source):
                     found[key] = read.source
     return list(found.values())
 
 
-def _emit_group(
-    group: Group, graph: Graph, temporaries: list[Var], machine: Machine
-) -> tirx.Stmt:
-    kept = {hash(b) for b in (*graph.params, *temporaries)}
+def _emit_group(group: Group, graph: Graph, temporaries: list[Var], machine: Machine) -> tirx.Stmt:
+    kept = {b for b in (*graph.params, *temporaries)}
     group = _with_copies(group, kept)
     loops = Loops(_index_dtype(group))
     tile = choose_tile(group, machine)
@@ -128,10 +127,10 @@ def _regions(
     grid: list[tuple[int, Expr]],
     position: Expr,
     loops: Loops,
-) -> tuple[list[tirx.Stmt], dict[int, Region]]:
+) -> tuple[list[tirx.Stmt], dict[Var, Region]]:
     """The part of each shared axis that tile number `position` covers, and bindings of where it starts."""
     binds: list[tirx.Stmt] = []
-    regions: dict[int, Region] = {}
+    regions: dict[Var, Region] = {}
     for dim, count in reversed(grid):
         index = position if dim == grid[0][0] else tirx.FloorMod(position, count)
         position = loops.simplify(tirx.FloorDiv(position, count))
@@ -143,16 +142,14 @@ def _regions(
         whole = tile[dim] == 1 or (size is not None and size % tile[dim] == 0)
         here = length if whole else loops.simplify(tirx.Min(length, extent - base.var))
         region = Region(base.var, here, length)
-        regions.update((hash(group.axis(dim, m).var), region) for m in range(len(group.stages)))
+        regions.update((group.axis(dim, m).var, region) for m in range(len(group.stages)))
     return binds, regions
 
 
-def _emit_tile(group: Group, kept: set[int], scope: Scope, machine: Machine) -> tirx.Stmt:
+def _emit_tile(group: Group, kept: set[Var], scope: Scope, machine: Machine) -> tirx.Stmt:
     """All stages of a group for one tile."""
     dims = {
-        hash(group.axis(d, m).var): d
-        for d in range(len(group.shared))
-        for m in range(len(group.stages))
+        group.axis(d, m).var: d for d in range(len(group.shared)) for m in range(len(group.stages))
     }
     stages = list(group.stages)
     nests = make_nests(stages, dims)
@@ -163,7 +160,7 @@ def _emit_tile(group: Group, kept: set[int], scope: Scope, machine: Machine) -> 
 
 
 def _emit_item(
-    item: Nest, nests: list[Nest], kept: set[int], scope: Scope, machine: Machine
+    item: Nest, nests: list[Nest], kept: set[Var], scope: Scope, machine: Machine
 ) -> tirx.Stmt:
     product = split_product(item.members[0].stage)
     if product is not None:
@@ -171,17 +168,17 @@ def _emit_item(
     stored = set(kept)
     for other in nests:
         if other is not item:
-            stored.update(hash(r.source) for m in other.members for r in m.stage.reads())
+            stored.update(r.source for m in other.members for r in m.stage.reads())
     for m in item.members:
         for buffer in m.stage.buffers:
-            if hash(buffer) in stored and hash(buffer) not in kept:
-                scope.keep_local(m.stage, buffer)
-            elif m.stage.kind is not None and hash(buffer) not in stored:
+            if (buffer in stored and buffer not in kept) or (
+                m.stage.kind is not None and buffer not in stored
+            ):
                 scope.keep_local(m.stage, buffer)
     return emit_nest(item, stored, scope, machine)
 
 
-def _with_copies(group: Group, kept: set[int]) -> Group:
+def _with_copies(group: Group, kept: set[Var]) -> Group:
     """Let contractions write to a buffer of the tile, and copy from there what others need.
 
     C = sum(A * B)                  acc = sum(A * B); C = acc
@@ -189,7 +186,7 @@ def _with_copies(group: Group, kept: set[int]) -> Group:
     """
     stages: list[Stage] = []
     shared: list[list[int]] = [[] for _ in group.shared]
-    moved: dict[int, Var] = {}
+    moved: dict[Var, Var] = {}
 
     def add(stage: Stage, member: int) -> None:
         stages.append(stage)
@@ -199,12 +196,12 @@ def _with_copies(group: Group, kept: set[int]) -> Group:
     for member, stage in enumerate(group.stages):
         stage = _reading(stage, moved)
         buffer = stage.buffer
-        if split_product(stage) is None or hash(buffer) not in kept:
+        if split_product(stage) is None or buffer not in kept:
             add(stage, member)
             continue
         dtype = dtype_of(stage.values[0])
         alias = new_buffer(f"{buffer.name}_tile", list(buffer.ty.shape), dtype)
-        moved[hash(buffer)] = alias
+        moved[buffer] = alias
         add(replace(stage, buffers=(alias,)), member)
         axes = tuple(replace(a, var=Var(a.var.name, a.var.ty)) for a in stage.axes)
         value = tirx.BufferLoad(alias, [a.var for a in axes])
@@ -212,7 +209,7 @@ def _with_copies(group: Group, kept: set[int]) -> Group:
     return Group(tuple(stages), tuple(tuple(s) for s in shared))
 
 
-def _reading(stage: Stage, moved: dict[int, Var]) -> Stage:
+def _reading(stage: Stage, moved: dict[Var, Var]) -> Stage:
     """`stage` with loads of the moved buffers redirected."""
     if not moved:
         return stage
@@ -225,13 +222,13 @@ def _reading(stage: Stage, moved: dict[int, Var]) -> Stage:
 
 
 class _Redirect(Rewriter):
-    def __init__(self, moved: dict[int, Var]) -> None:
+    def __init__(self, moved: dict[Var, Var]) -> None:
         super().__init__()
         self.moved = moved
 
     def visit(self, expr: Expr) -> Expr:
         expr = rebuild(expr, self)
-        if isinstance(expr, TensorLoad) and hash(expr.source) in self.moved:
-            load = tirx.BufferLoad(self.moved[hash(expr.source)], list(expr.indices))
+        if isinstance(expr, TensorLoad) and expr.source in self.moved:
+            load = tirx.BufferLoad(self.moved[expr.source], list(expr.indices))
             return convert(load, dtype_of(expr))
         return expr

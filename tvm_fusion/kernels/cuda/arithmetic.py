@@ -4,8 +4,8 @@
     x / s           ->  x * rcp(s)                             the reciprocal once a row
     x * s * g * t   ->  x * (s * t) * g                        s, t row-level
 
-What does not change within a row is bound once, outside the loops over elements. With exact rounding only
-the row-level parts are bound and the formulas stay as they are.
+What does not change within a row is bound once, outside the loops over elements. With exact
+rounding only the row-level parts are bound and the formulas stay as they are.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class Arithmetic:
     hoist : binds a row-level expression.
     exact : keep formulas.
     half : all data is half precision. A row-level subtrahend is then folded into the scale of an
-        exponent (it rounds ``m * log2(e)``, an error of |m| * 1e-7 in the exponent), and reciprocals
-        are approximate (1 ulp).
+        exponent (it rounds ``m * log2(e)``, an error of |m| * 1e-7 in the exponent), and
+        reciprocals are approximate (1 ulp).
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Arithmetic:
         return number(quotient.b) not in (None, 0) or self.row_level(quotient.b)
 
     def _product(self, expr: Expr, guarded: bool) -> Expr:
-        """Row-level factors and reciprocals are collected into one, which the first factor takes."""
+        """Row-level factors and reciprocals become one, which the first factor takes."""
         row: list[Expr] = []
         element: list[Expr] = []
 

@@ -14,11 +14,18 @@ from tvm.tirx.script.builder import ir as B
 
 from ...errors import Unsupported
 from ..expr import convert
-from ..program import Extent, Program
+from ..program import Extent, Param, Program
 
 GRID_LIMIT = 2**31 - 1
 OPAQUE = 8
 """Pattern kind that keeps other passes from fusing a finished kernel into something else."""
+
+
+@contextmanager
+def then(condition: Expr) -> Iterator[None]:
+    """Statements under a condition."""
+    with T.If(condition), T.Then():
+        yield
 
 
 @dataclass(slots=True, eq=False)
@@ -47,24 +54,24 @@ def kernel_frame(program: Program, grid: Extent, threads: int, cluster: int = 1)
     if isinstance(grid, int) and grid * cluster > GRID_LIMIT:
         raise Unsupported(f"a grid of {grid * cluster} blocks")
     frame = Frame()
-    with IRBuilder() as builder:
-        with B.prim_func():
-            T.func_name("main")
-            args = [_declare(param, frame) for param in program.params]
-            T.func_attr({"tirx.noalias": True})
-            T.device_entry()
-            blocks = grid * cluster
-            block = T.cta_id([blocks if isinstance(blocks, int) else convert(blocks, "int32")])
-            frame.rank = T.cta_id_in_cluster([cluster]) if cluster > 1 else None
-            frame.thread = T.thread_id([threads])
-            frame.block = T.Bind(tirx.Div(block, tirx.IntImm("int32", cluster))) if cluster > 1 else block
-            for param, arg in zip(program.params, args, strict=True):
-                frame.buffers.append(None if param.shape is None else _flat(param, arg))
-            yield frame
+    blocks = grid * cluster
+    with IRBuilder() as builder, B.prim_func():
+        T.func_name("main")
+        args = [_declare(param, frame) for param in program.params]
+        T.func_attr({"tirx.noalias": True})
+        T.device_entry()
+        frame.block = T.cta_id([blocks if isinstance(blocks, int) else convert(blocks, "int32")])
+        if cluster > 1:
+            frame.rank = T.cta_id_in_cluster([cluster])
+            frame.block = T.Bind(T.truncdiv(frame.block, cluster))
+        frame.thread = T.thread_id([threads])
+        for param, arg in zip(program.params, args, strict=True):
+            frame.buffers.append(None if param.shape is None else _flat(param, arg))
+        yield frame
     frame.func = _finish(builder.get(), program)
 
 
-def _declare(param, frame: Frame) -> Var:
+def _declare(param: Param, frame: Frame) -> Var:
     if param.shape is not None:
         return T.arg(param.name, T.buffer(param.shape, param.dtype))
     arg = T.arg(param.name, getattr(T, param.dtype)())
@@ -72,7 +79,7 @@ def _declare(param, frame: Frame) -> Var:
     return arg
 
 
-def _flat(param, arg: Var) -> Var:
+def _flat(param: Param, arg: Var) -> Var:
     return T.decl_buffer((param.elements,), param.dtype, data=arg.data)
 
 

@@ -69,12 +69,9 @@ class _Taker:
     def visit(self, expr: Expr) -> Expr:
         if is_if_then_else(expr):
             return tirx.if_then_else(self.visit(expr.args[0]), *expr.args[1:])
-        if isinstance(expr, tirx.Cast) and isinstance(expr.value, TensorLoad):
-            if dtype_of(expr) == widened(dtype_of(expr.value)):
-                return self._take(expr.value) or expr
-            return expr
-        if isinstance(expr, TensorLoad):
-            taken = self._take(expr) if widened(dtype_of(expr)) == dtype_of(expr) else None
+        load = expr.value if isinstance(expr, tirx.Cast) else expr
+        if isinstance(load, TensorLoad):
+            taken = self._take(load) if dtype_of(expr) == widened(dtype_of(load)) else None
             return expr if taken is None else taken
         return expr if isinstance(expr, Var) else rebuild(expr, self.visit)
 

@@ -94,9 +94,7 @@ def _emit(frame: Frame, problem: HopperProblem, plan: Plan) -> None:
     if frame.index != "int32":
         raise Unsupported("tensors of 2^31 elements and more")
     c = plan.config
-    grid = Grid(
-        frame, problem.batch, problem.M, problem.columns, c.block_m, plan.out_n, c.group_m
-    )
+    grid = Grid(frame, problem.batch, problem.M, problem.columns, c.block_m, plan.out_n, c.group_m)
     kernel = Hopper(frame, problem, plan, grid, encode_maps(frame, problem, plan))
     T.device_entry()
     kernel.block = T.cta_id([plan.blocks])
@@ -110,12 +108,12 @@ def _emit(frame: Frame, problem: HopperProblem, plan: Plan) -> None:
     initialise_barriers(kernel)
     with T.If(warpgroup[0] == 0):
         with T.Then():
-            if plan.consumers > 1:
+            if plan.moves_registers:
                 set_registers(PRODUCER_REGISTERS, more=False)
             with T.If(kernel.thread == 0), T.Then():
                 emit_producer(kernel)
         with T.Else():
-            if plan.consumers > 1:
+            if plan.moves_registers:
                 set_registers(plan.consumer_registers, more=True)
             number = T.Bind(warpgroup[0] - 1)
             Consumer(kernel, number).emit()

@@ -53,12 +53,12 @@ class Consumer:
     def emit(self) -> None:
         """Emits the loop over tiles."""
         plan = self.plan
-        with T.serial(0, self.kernel.turns, unroll=False) as turn:
+        with T.serial(0, self.kernel.turns) as turn:
             tile = self.kernel.tile(turn)
             if plan.config.deferred:
                 self._steps_with_epilogue(turn, tile)
             else:
-                with T.serial(0, plan.steps, unroll=False) as step:
+                with T.serial(0, plan.steps) as step:
                     self._step_of(step, turn, tile)
                 self._drain()
                 self.epilogue.now(turn, tile)
@@ -76,7 +76,7 @@ class Consumer:
             with T.If(turn > 0), T.Then():
                 for chunk in range(first, min(first + plan.chunks_per_step, plan.chunks)):
                     self.epilogue.chunk(chunk)
-        with T.serial(plan.peeled, plan.steps, unroll=False) as step:
+        with T.serial(plan.peeled, plan.steps) as step:
             self._step_of(step, turn, tile)
         self._drain()
         self.epilogue.keep(turn, tile)
@@ -96,9 +96,7 @@ class Consumer:
         )
         sums = [self.sums[i] for i in range(plan.accumulators)]
         problem = kernel.problem
-        transposed = [
-            0 if view.k_major else 1 for view in (problem.a, problem.segments[0].b[0])
-        ]
+        transposed = [0 if view.k_major else 1 for view in (problem.a, problem.segments[0].b[0])]
         for part in range(BLOCK_K // WGMMA_K):
             later = T.ptx.pred(True if part else step > 0)
             at_a = a + T.uint64(part * self.a_step)

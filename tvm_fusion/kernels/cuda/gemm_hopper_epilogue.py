@@ -26,7 +26,7 @@ from .gemm_hopper_plan import BOX_BYTES, CHUNK
 from .gemm_hopper_problem import BOX, HopperSegment
 from .gemm_hopper_state import Hopper, expect, fence_shared, wait
 from .gemm_math import lower
-from .gemm_words import high_half, load_word, low_half, store_word
+from .gemm_words import high_half, load_word, low_half, store_pair
 from .intrinsics import pack_halves
 
 CHUNKS_PER_BOX = BOX // CHUNK
@@ -54,7 +54,9 @@ class Epilogue:
         self.identity = self.staged and all(map(_is_identity, self.problem.segments))
         self.words = T.alloc_local((4,), "uint32")
         self.incoming = T.alloc_local((4,), "uint32") if self.residual else None
-        self.held = T.alloc_local((self.plan.accumulators // 2,), "uint32") if self.deferred else None
+        self.held = (
+            T.alloc_local((self.plan.accumulators // 2,), "uint32") if self.deferred else None
+        )
         self.place = T.alloc_local((4,), "int32") if self.deferred else None
         self.fetched = [[_storage(x) for x in self._loads(s)] for s in self.problem.segments]
 
@@ -117,9 +119,10 @@ class Epilogue:
         buffer = self.number * self.boxes + box % self.boxes
         if part == 0:
             self._open_box(box, turn)
-        offset = self.matrix_row * BOX + T.bitwise_xor(
-            part * 2 + self.lane // 16, self.matrix_row % 8
-        ) * 8
+        offset = (
+            self.matrix_row * BOX
+            + T.bitwise_xor(part * 2 + self.lane // 16, self.matrix_row % 8) * 8
+        )
         target = self.kernel.shared.boxes.ptr_to([buffer, offset])
         if self.residual is not None:
             T.evaluate(T.ptx[LDMATRIX](*(self.incoming[i] for i in range(4)), target))
@@ -275,7 +278,9 @@ class Epilogue:
     ) -> Expr:
         if not load.per_column:
             return convert(storage[half], str(load.var.ty.dtype))
-        at = storage[_slot(load, chunk, group, half if load.per_row else 0, 0 if load.paired else v)]
+        at = storage[
+            _slot(load, chunk, group, half if load.per_row else 0, 0 if load.paired else v)
+        ]
         if load.paired:
             return _half(load.dtype, at, v)
         return convert(at, str(load.var.ty.dtype))
@@ -311,10 +316,10 @@ class Epilogue:
                 value = self.sums[at + v]
             env[product.accumulator] = T.Bind(value)
         for load, storage in self._pairs(number):
-            env[load.var] = self._loaded(load, storage, chunk, group, half, v)
+            env[load.var] = T.Bind(self._loaded(load, storage, chunk, group, half, v))
         if self.residual is not None:
             word = self.incoming[group * 2 + half]
-            env[self.residual.var] = _half(self.residual.dtype, word, v)
+            env[self.residual.var] = T.Bind(_half(self.residual.dtype, word, v))
         halves = all(bytes_of(o.dtype) == 2 for o in segment.outputs)
         for binding in segment.bindings:
             env[binding.var] = T.Bind(self._lowered(binding.value, env, halves))
@@ -342,15 +347,12 @@ class Epilogue:
         ragged = self._ragged_columns(segment)
         paired = self._is_paired(segment, output)
         for v, value in enumerate((low, high)):
-            indices = self.frame.place(
-                output.indices, self._point(segment, tile, row, column + v)
-            )
+            indices = self.frame.place(output.indices, self._point(segment, tile, row, column + v))
             condition = conjunction(above, column + v < segment.N if ragged else None)
 
             def put(indices=indices, value=value) -> None:
                 if paired:
-                    word = pack_halves(output.dtype, low, high)
-                    T.evaluate(store_word(target.ptr_to(indices), word))
+                    T.evaluate(store_pair(output.dtype, target.ptr_to(indices), low, high))
                 else:
                     T.buffer_store(target, convert(value, output.dtype), indices)
 
@@ -363,7 +365,7 @@ class Epilogue:
                 break
 
     def _is_paired(self, segment: HopperSegment, output: Output) -> bool:
-        if output.dtype not in ("float16", "bfloat16"):
+        if output.dtype not in ("float16", "bfloat16", "float32"):
             return False
         shape = self.frame.contraction.params[output.param].shape
         access = affine_access(output.indices, shape, segment.groups)
@@ -375,7 +377,9 @@ def _storage(load: EpilogueLoad) -> Expr:
     if not load.per_column:
         return T.alloc_local((2,), load.dtype)
     count = 2 * 2 * (2 if load.per_row else 1)
-    return T.alloc_local((count if load.paired else 2 * count,), "uint32" if load.paired else load.dtype)
+    return T.alloc_local(
+        (count if load.paired else 2 * count,), "uint32" if load.paired else load.dtype
+    )
 
 
 def _slot(load: EpilogueLoad, chunk: int, group: int, half: int, v: int) -> int:

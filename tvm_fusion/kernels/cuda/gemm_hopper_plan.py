@@ -101,6 +101,11 @@ class Plan:
         return c.stages * self.stage_bytes + self.consumers * c.boxes * BOX_BYTES + BARRIER_BYTES
 
     @property
+    def moves_registers(self) -> bool:
+        """Whether consumers need more registers than a launch of equal shares gives them."""
+        return self.consumers > 1 and self.accumulators >= 64
+
+    @property
     def consumer_registers(self) -> int:
         """Registers a consumer thread may take once the producers gave theirs back."""
         groups = self.consumers + 1
@@ -205,9 +210,10 @@ def _deepest(
 ) -> HopperConfig | None:
     boxes = 0
     if staged:
+        # Boxes are taken in turn, so a tile must fill the ring a whole number of times.
         count = (block_n // 2 if problem.dual else block_n) // BOX
-        boxes = 2
-        if problem.residual is not None and not (deferred and count % 2 == 0):
+        boxes = 2 if count % 2 == 0 else count
+        if problem.residual is not None and not deferred:
             boxes = count
         if deferred and problem.residual is not None and boxes < 2:
             return None

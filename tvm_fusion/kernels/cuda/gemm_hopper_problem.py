@@ -236,9 +236,7 @@ def _segment(
     )
 
 
-def _box_map(
-    param: Var, dtype: str, access: AffineAccess | None, wanted: str
-) -> TensorMap | None:
+def _box_map(param: Var, dtype: str, access: AffineAccess | None, wanted: str) -> TensorMap | None:
     """The map of a matrix of the output's shape in boxes of 64 x 64, if the TMA can address it."""
     if access is None or dtype != wanted or not access.contiguous("n"):
         return None

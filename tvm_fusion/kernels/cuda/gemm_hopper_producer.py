@@ -14,9 +14,9 @@ from .gemm_hopper_state import Hopper, Ring, expect, wait
 def emit_producer(kernel: Hopper) -> None:
     """Emits the loop of the producer thread."""
     ring = Ring(kernel.plan.config.stages, 1)
-    with T.serial(0, kernel.turns, unroll=False) as turn:
+    with T.serial(0, kernel.turns) as turn:
         tile = kernel.tile(turn)
-        with T.serial(0, kernel.plan.steps, unroll=False) as step:
+        with T.serial(0, kernel.plan.steps) as step:
             barrier = kernel.shared.full.ptr_to([ring.stage])
             wait(kernel.shared.empty.ptr_to([ring.stage]), ring.phase)
             expect(barrier, kernel.plan.transaction_bytes)

@@ -1,8 +1,8 @@
 """Tensor maps: tiles of strided tensors as the tensor memory accelerator (TMA) addresses them.
 
-    x[b, s, h, d] with batch (b, h), rows s, terms d, a box of 128 rows and 64 terms
-      -> a map of 4 dimensions, ordered by stride:  d (box 64), h (1), s (box 128), b (1)
-         coordinates of the box at (batch z, row m, term k): k, z % H, m, z // H
+x[b, s, h, d] with batch (b, h), rows s, terms d, a box of 128 rows and 64 terms
+  -> a map of 4 dimensions, ordered by stride:  d (box 64), h (1), s (box 128), b (1)
+     coordinates of the box at (batch z, row m, term k): k, z % H, m, z // H
 """
 
 from __future__ import annotations
@@ -97,10 +97,7 @@ class TensorMap:
 
     def store(self, source: Expr, handle: Var, at: Mapping[str, Expr | int]) -> None:
         """Emits the copy of a box from shared memory; what lies outside the tensor is left out."""
-        name = (
-            f"cp.async.bulk.tensor.{len(self.dimensions)}d"
-            ".global.shared::cta.tile.bulk_group"
-        )
+        name = f"cp.async.bulk.tensor.{len(self.dimensions)}d.global.shared::cta.tile.bulk_group"
         T.evaluate(T.ptx[name](T.address_of(handle), *self.coordinates(at), source))
 
 
@@ -145,9 +142,7 @@ def _dimensions(group: str, digits: tuple[Digit, ...], box: int) -> list[Dimensi
         if digit.stride:
             if not outermost and digit.extent % width:
                 raise Unsupported(f"a tile of {box} points along {group} is no box of the tensor")
-            found.append(
-                Dimension(group, digit.extent, digit.stride, width, divisor, outermost)
-            )
+            found.append(Dimension(group, digit.extent, digit.stride, width, divisor, outermost))
         elif width > 1:
             raise Unsupported(f"a tensor that does not change along {group}")
         divisor *= digit.extent

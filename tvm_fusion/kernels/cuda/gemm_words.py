@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tvm.ir import Expr
 
-from .intrinsics import device_call
+from .intrinsics import device_call, pack_halves
 
 _TAKE_APART = {
     ("float16", 0): "return __low2float(*reinterpret_cast<__half2*>(&u));",
@@ -26,9 +26,19 @@ def high_half(dtype: str, word: Expr) -> Expr:
 
 def load_word(place: Expr) -> Expr:
     """The aligned 32-bit word at `place`, which nothing writes during the kernel."""
-    return device_call("uint32", "load_word", "const void* p", "return __ldg((const unsigned*)p);", place)
+    return device_call(
+        "uint32", "load_word", "const void* p", "return __ldg((const unsigned*)p);", place
+    )
 
 
-def store_word(place: Expr, word: Expr) -> Expr:
-    """Stores a 32-bit word at the aligned `place`."""
-    return device_call("void", "store_word", "void* p, unsigned v", "*(unsigned*)p = v;", place, word)
+def store_pair(dtype: str, place: Expr, low: Expr, high: Expr) -> Expr:
+    """Stores two neighbours at the aligned `place`: halves, or float32."""
+    if dtype == "float32":
+        body = "*(float2*)p = make_float2(low, high);"
+        return device_call(
+            "void", "store_floats", "void* p, float low, float high", body, place, low, high
+        )
+    word = pack_halves(dtype, low, high)
+    return device_call(
+        "void", "store_word", "void* p, unsigned v", "*(unsigned*)p = v;", place, word
+    )

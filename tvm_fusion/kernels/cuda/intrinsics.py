@@ -1,12 +1,10 @@
 """Device functions that generated kernels call: approximate math, packing, clusters, bulk copies.
 
-Each is `__device__` source that goes into the CUDA module once. `tests/cuda_on_cpu.py` has a stand-in for
-every one that holds inline assembly.
+Each is `__device__` source that goes into the CUDA module once. `tests/cuda_on_cpu.py` has a
+stand-in for every one that holds inline assembly.
 """
 
 from __future__ import annotations
-
-
 
 from tvm.ir import Expr
 from tvm.script import tirx as T
@@ -42,7 +40,9 @@ def rcp(x: Expr) -> Expr:
 
 def fma(a: Expr, b: Expr, c: Expr) -> Expr:
     """``a * b + c``, rounded once."""
-    return device_call("float32", "fma", "float a, float b, float c", "return fmaf(a, b, c);", a, b, c)
+    return device_call(
+        "float32", "fma", "float a, float b, float c", "return fmaf(a, b, c);", a, b, c
+    )
 
 
 def tanh(x: Expr) -> Expr:
@@ -58,8 +58,8 @@ def tanh(x: Expr) -> Expr:
     return device_call("float32", "tanh", "float x", body, x)
 
 
-# Turns are taken off in three steps (Cody-Waite), so that large angles keep their precision: what `sinf`
-# becomes under fast math loses |x| * 1e-7.
+# Turns are taken off in three steps (Cody-Waite), so that large angles keep their precision: what
+# `sinf` becomes under fast math loses |x| * 1e-7.
 _TURNS = (
     "float k = rintf(x * 0.15915494309189535f); "
     "x = fmaf(-k, 6.28125f, x); x = fmaf(-k, 1.9340515136718750e-3f, x); "
@@ -78,11 +78,11 @@ def cos(x: Expr) -> Expr:
 
 
 def power(x: Expr, y: Expr) -> Expr:
-    """`x` to the power `y`; negative `x` with whole `y` allowed, which fast-math `powf` turns into NaN."""
+    """`x` to the power `y`, also of negative `x` (which fast-math `powf` turns into NaN)."""
     body = (
         "float r = exp2f(y * log2f(fabsf(x))); if (y == 0.0f) r = 1.0f; "
         "if (x >= 0.0f) return r; float h = 0.5f * y; "
-        "return rintf(y) != y ? nanf(\"\") : rintf(h) == h ? r : -r;"
+        'return rintf(y) != y ? nanf("") : rintf(h) == h ? r : -r;'
     )
     return device_call("float32", "pow", "float x, float y", body, x, y)
 
@@ -90,9 +90,8 @@ def power(x: Expr, y: Expr) -> Expr:
 def pack_halves(dtype: str, low: Expr, high: Expr) -> Expr:
     """Two float32 rounded to half precision, in one 32-bit register."""
     kind = {"float16": "f16x2", "bfloat16": "bf16x2"}[dtype]
-    body = (
-        f'unsigned r; asm("cvt.rn.{kind}.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)); return r;'
-    )
+    convert = f'"cvt.rn.{kind}.f32 %0, %1, %2;" : "=r"(r) : "f"(high), "f"(low)'
+    body = f"unsigned r; asm({convert}); return r;"
     return device_call("uint32", f"pack_{kind}", "float low, float high", body, low, high)
 
 
@@ -183,5 +182,3 @@ def bulk_copy(target: Expr, source: Expr, size: int, barrier: Expr) -> Expr:
     return device_call(
         "void", "bulk_copy", arguments, body, target, source, T.uint32(size), barrier
     )
-
-

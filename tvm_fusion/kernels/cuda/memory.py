@@ -64,7 +64,7 @@ def copy_out(target: Place, source: Place, size: int, piece: int, hint: str = "w
 
 
 def copy_registers(target: Place, source: Place, size: int) -> None:
-    """`size` bytes between register arrays, or from shared memory; 16-byte alignment where size allows."""
+    """`size` bytes between register arrays, or from shared memory; aligned as `size` is."""
     piece = next(width for width in (16, 8, 4, 2, 1) if size % width == 0)
     word = _WORD[piece]
     body = f"*({word}*)d = *(const {word}*)s;"

@@ -4,8 +4,8 @@
     row, column = q // (N / width), q % (N / width) * width
     load the tiles, 16 bytes an access -> compute in registers -> store, 16 bytes an access
 
-A program of one long row (all accesses contiguous) may end in the middle of a vector: the last thread then
-handles the rest element by element.
+A program of one long row (all accesses contiguous) may end in the middle of a vector: the last
+thread then handles the rest element by element.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ...errors import Unsupported
 from ..expr import constant, convert, dtype_of
 from ..narrow import narrow_indices
 from ..program import Extent, Program
-from .frame import Frame, kernel_frame
+from .frame import Frame, kernel_frame, then
 from .scope import Point, RowScope
 from .transfer import load_element, load_tile, store_vector
 from .vectors import divides, piece_bytes, vector_elements, vector_width
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PointwiseConfig:
-    """How a pointwise program is split over threads: `unroll` vectors of `width` columns a thread."""
+    """How a program is split over threads: `unroll` vectors of `width` columns a thread."""
 
     threads: int = 256
     width: int = 8
@@ -92,6 +92,8 @@ class _PointwiseKernel:
         per_block = config.threads * config.unroll
         jobs = self.vectors + (1 if self.tail else 0)
         grid = self._quotient(jobs + (per_block - 1), per_block)
+        if not isinstance(grid, int):
+            grid = tirx.Max(grid, constant(1, dtype_of(grid)))
         with kernel_frame(self.program, grid, config.threads) as frame:
             first = self._number(frame)
             for step in range(config.unroll):
@@ -105,10 +107,11 @@ class _PointwiseKernel:
         return T.Bind(block * (self.config.threads * self.config.unroll) + thread)
 
     def _guarded(self, frame: Frame, number: Expr) -> None:
-        with T.If(number < self.vectors), T.Then():
-            self._vector(frame, number)
+        if not isinstance(self.vectors, int) or self.vectors:
+            with then(number < self.vectors):
+                self._vector(frame, number)
         if self.tail:
-            with T.If(tirx.EQ(number, self._size(self.vectors))), T.Then():
+            with then(tirx.EQ(number, self._size(self.vectors))):
                 self._rest(frame)
 
     def _size(self, extent: Extent) -> Expr:

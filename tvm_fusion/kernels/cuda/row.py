@@ -1,4 +1,4 @@
-"""Row kernels: reductions over the columns with pointwise work before, between and after, in one launch."""
+"""Row kernels: reductions over columns with pointwise work before, between and after."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from ...errors import Unsupported
-from ..expr import constant
+from ..expr import constant, convert, dtype_of
 from ..narrow import narrow_indices
 from ..online import merge_online
 from ..program import Extent, Program
-from .frame import kernel_frame
+from .frame import Frame, kernel_frame, then
 from .row_bulk import BulkRows
 from .row_config import Form, RowConfig, has_clusters, row_configs
 from .row_exchange import WARP
@@ -44,14 +44,18 @@ def emit_row(program: Program, config: RowConfig, hw: HardwareProfile) -> tirx.P
     if config.online and (config.form is Form.LOOP or config.threads * config.cluster > WARP):
         program = merge_online(program)
     clusters, turns = _grid(program, config, hw)
-    with kernel_frame(program, clusters, config.threads * config.rows, config.cluster) as frame:
-        with _launch_bounds(config):
-            if config.form is Form.LOOP:
-                LoopRows(program, config, frame).emit()
-            elif config.form is Form.BULK:
-                BulkRows(program, config, frame).emit_turns(clusters, turns)
-            else:
-                RegisterRows(program, config, frame).emit()
+    threads = config.threads * config.rows
+    with (
+        kernel_frame(program, clusters, threads, config.cluster) as frame,
+        _launch_bounds(config),
+        _if_rows_exist(program, config, frame),
+    ):
+        if config.form is Form.LOOP:
+            LoopRows(program, config, frame).emit()
+        elif config.form is Form.BULK:
+            BulkRows(program, config, frame).emit_turns(clusters, turns)
+        else:
+            RegisterRows(program, config, frame).emit()
     return frame.func
 
 
@@ -78,12 +82,22 @@ def _grid(program: Program, config: RowConfig, hw: HardwareProfile) -> tuple[Ext
         return -(-rows // turns), turns
     if isinstance(rows, int):
         return -(-rows // config.rows), 1
-    count = constant(config.rows, program.index_dtype)
-    return tirx.FloorDiv(rows + (count - 1), count), 1
+    one, count = (constant(size, dtype_of(rows)) for size in (1, config.rows))
+    return tirx.Max(tirx.FloorDiv(rows + (count - one), count), one), 1
+
+
+def _if_rows_exist(
+    program: Program, config: RowConfig, frame: Frame
+) -> contextlib.AbstractContextManager:
+    """Nothing happens where a symbolic number of rows is 0 (a launch has at least one block)."""
+    rows = program.row_count
+    if isinstance(rows, int):
+        return contextlib.nullcontext()
+    return then(convert(frame.block, program.index_dtype) * config.rows < rows)
 
 
 def _launch_bounds(config: RowConfig) -> contextlib.AbstractContextManager:
-    """Demand on ptxas. It must stand in the device region: on the function it is lost in lowering."""
+    """Demand on ptxas; in the device region, since on the function it is lost in lowering."""
     if not config.min_blocks:
         return contextlib.nullcontext()
     return T.attr({"tirx.launch_bounds_min_blocks_per_sm": config.min_blocks})

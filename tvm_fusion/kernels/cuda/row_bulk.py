@@ -1,4 +1,4 @@
-"""Row kernels of resident blocks: the coming rows are on their way into shared memory during the arithmetic.
+"""Row kernels of resident blocks: the coming rows travel into shared memory meanwhile.
 
     ring of `stages` rows  <-  cp.async.bulk, one thread, a barrier a stage
     for each turn: wait for the stage -> registers -> phases as in row_registers -> refill the stage
@@ -15,6 +15,7 @@ from tvm.script import tirx as T
 from ...errors import Unsupported
 from ..expr import bytes_of
 from . import intrinsics as device
+from .frame import then
 from .memory import copy_registers
 from .row_kernel import Chunk
 from .row_registers import RegisterRows
@@ -87,7 +88,7 @@ class BulkRows(RegisterRows):
         T.evaluate(T.cuda.cta_sync())
 
     def _first_thread(self):
-        return _both(T.If(tirx.EQ(self.frame.thread, 0)), T.Then())
+        return then(tirx.EQ(self.frame.thread, 0))
 
     def _issue(self, row: Expr, stage: Expr | int) -> None:
         """Starts the copies of this block's share of `row`."""
@@ -115,7 +116,7 @@ class BulkRows(RegisterRows):
 
         def refill() -> None:
             more = self.turn + config.stages < self.turns
-            with _both(T.If(tirx.And(tirx.EQ(self.frame.thread, 0), more)), T.Then()):
+            with then(tirx.And(tirx.EQ(self.frame.thread, 0), more)):
                 self._issue(T.Bind(row + config.stages * self.clusters), stage)
 
         # the first barrier of the row tells that every thread has read the stage
@@ -137,13 +138,3 @@ class BulkRows(RegisterRows):
             start = stage * self.stage_bytes + self.place[tile.var] + first * (width * size)
             target = places(self.tile_buffers[tile.var], chunk.slot, size)
             copy_registers(target, places(self.ring, start, 1), width * size)
-
-
-def _both(*contexts):
-    """Several contexts as one."""
-    from contextlib import ExitStack
-
-    stack = ExitStack()
-    for context in contexts:
-        stack.enter_context(context)
-    return stack

@@ -1,4 +1,4 @@
-"""Configurations of row kernels: how many threads a row, how a row is held, and the best guess by size."""
+"""Configurations of row kernels: threads a row, how a row is held, the best guess by size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from ...config import HardwareProfile
 
 # Evidence: NVIDIA H200, float16, median kernel time with a clean L2, 2026-11-20.
-ELEMENTS_A_THREAD = 32  # softmax 8192x4096: 30.3 us; 64 elements (fewer threads) 34 us, 16 elements 31 us
+ELEMENTS_A_THREAD = (
+    32  # softmax 8192x4096: 30.3 us; 64 elements (fewer threads) 34 us, 16 elements 31 us
+)
 SHORT_ROW = 4096  # up to here one block of N / 32 threads holds a row
 MEDIUM_ROW = 16384  # up to here one block of 512 threads does
 LONG_ROW = 32768  # up to here a cluster does; above, a ring in shared memory: 4096x65536 276 us
@@ -42,8 +44,8 @@ class RowConfig:
 
     Attributes
     ----------
-    form : REGISTERS keeps the row in registers; LOOP streams it once a phase; BULK is REGISTERS with resident
-        blocks whose coming rows are copied into shared memory ahead.
+    form : REGISTERS keeps the row in registers; LOOP streams it once a phase; BULK is REGISTERS
+        with resident blocks whose coming rows are copied into shared memory ahead.
     threads : threads a row within one block (a power of two below 32, else a multiple of 32).
     rows : rows a block.
     width : columns of one vector.
@@ -51,7 +53,8 @@ class RowConfig:
     unroll : LOOP: vectors a step.
     prefetch : LOOP: the next step's loads are issued before this step's arithmetic.
     stages : BULK: rows in flight a block.
-    resident : blocks a multiprocessor that stay and walk over the rows; 0: one block for each `rows` rows.
+    resident : blocks a multiprocessor that stay and walk over the rows; 0: one block for each
+        `rows` rows.
     min_blocks : blocks a multiprocessor that ptxas must leave registers for; 0: no demand.
     load, store : cache hints (memory.py).
     online : run sums of exponentials along with their maximum.
@@ -130,7 +133,7 @@ def _choose(program: Program, hw: HardwareProfile) -> RowConfig:
 
 
 def _long(program: Program, hw: HardwareProfile, width: int) -> RowConfig | None:
-    """Rows that one block cannot hold: a cluster of blocks, if the device and the program have it."""
+    """Rows that one block cannot hold: a cluster, if the device and the program allow it."""
     columns, vectors = program.columns, program.columns // width
     if not has_clusters(hw) or not _cluster_exchange(program):
         return None
@@ -201,5 +204,3 @@ def _cluster_exchange(program: Program) -> bool:
 def _power_of_two(size: float) -> int:
     """The smallest power of two that is at least `size`."""
     return 1 << max(0, math.ceil(size) - 1).bit_length()
-
-

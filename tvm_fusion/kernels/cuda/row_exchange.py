@@ -1,4 +1,4 @@
-"""Reductions across the threads of a row: registers, then a warp by shuffles, then warps through shared memory.
+"""Reductions across the threads of a row: registers, warp shuffles, shared memory.
 
 Sums that run along with a maximum (online) are rescaled whenever their partial maxima meet.
 """
@@ -14,9 +14,10 @@ from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ..expr import constant, convert
-from ..program import Reduction, ReduceKind
-from .arithmetic import LOG2E, f32
+from ..program import ReduceKind, Reduction
 from . import intrinsics as device
+from .arithmetic import LOG2E, f32
+from .frame import then
 
 WARP = 32
 FEW_PARTIALS = 8  # up to here every thread combines all partial results itself
@@ -72,9 +73,10 @@ def warp_reduce(reduction: Reduction, partial: Var, width: int) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Threads:
-    """The threads of a row: `per_block` in each of `blocks` blocks (a cluster), `rows` rows a block.
+    """The threads of a row: `per_block` in each of `blocks` blocks; `rows` rows a block.
 
-    `thread` counts within row and block, `row` is the row within the block, `rank` the block's place in the cluster.
+    `thread` counts within row and block; `row` is the row within the block; `rank` is the block's
+    place in the cluster.
     """
 
     per_block: int
@@ -102,8 +104,8 @@ class Exchange:
     Parameters
     ----------
     threads : who takes part.
-    turn : the loop variable of resident blocks. Two sets of slots then take turns, so that the barrier of the
-        next turn is also the one that frees the slots.
+    turn : the loop variable of resident blocks. Two sets of slots then take turns, so that the
+        barrier of the next turn is also the one that frees the slots.
     finish : told of each result.
     after_barrier : emitted right behind the barrier.
     """
@@ -139,7 +141,9 @@ class Exchange:
         self.tops[reduction.var] = result
         self.finish(reduction, result)
 
-    def _publish(self, group: list[tuple[Reduction, Var]]) -> dict[Var, Callable[[Expr | int], Expr]]:
+    def _publish(
+        self, group: list[tuple[Reduction, Var]]
+    ) -> dict[Var, Callable[[Expr | int], Expr]]:
         """Writes the partial results of all warps; returns readers of each reduction's slots."""
         threads, total = self.threads, self.threads.partials
         readers = {}
@@ -162,11 +166,11 @@ class Exchange:
         threads = self.threads
         warp = T.truncdiv(threads.thread, WARP)
         if threads.blocks == 1:
-            with T.If(tirx.EQ(threads.lane, 0)), T.Then():
+            with then(tirx.EQ(threads.lane, 0)):
                 T.buffer_store(memory, value, [start + warp])
             return
         place = memory.ptr_to([start + threads.rank * threads.warps + warp])
-        with T.If(threads.lane < threads.blocks), T.Then():
+        with then(threads.lane < threads.blocks):
             T.evaluate(device.cluster_store(place, value, threads.lane))
 
     def _combine_all(self, group, slots) -> None:
@@ -211,7 +215,7 @@ class Exchange:
             T.buffer_store(mine, read(at), [step])
             return
         T.buffer_store(mine, identity(reduction), [step])
-        with T.If(at < total), T.Then():
+        with then(at < total):
             T.buffer_store(mine, read(at), [step])
 
 

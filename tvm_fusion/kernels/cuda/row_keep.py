@@ -13,8 +13,8 @@ from ..program import Element, Level, Program, Value
 def kept_values(program: Program) -> list[Var]:
     """Values and element loads that several sweeps need and that are costly to repeat.
 
-    A value that depends on the maximum of an online sum is computed while that maximum is not final: it can
-    only be kept if a factor corrects it afterwards.
+    A value that depends on the maximum of an online sum is computed while that maximum is not
+    final: it can only be kept if a factor corrects it afterwards.
     """
     scaled = scaled_values(program)
     tops = {r.online for r in program.reductions if r.online is not None}

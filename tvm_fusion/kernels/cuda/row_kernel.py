@@ -1,4 +1,4 @@
-"""What all forms of row kernels share: threads, registers, sweeps over a row, and the order of phases."""
+"""What all forms of row kernels share: threads, registers, sweeps, the order of phases."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..expr import constant, convert, dtype_of, variables
 from ..online import scaled_values
 from ..program import Element, Output, Program, Reduction, Tile, Value
 from . import intrinsics as device
-from .frame import Frame
+from .frame import Frame, then
 from .row_config import RowConfig
 from .row_exchange import COMBINE, Exchange, Threads, identity, with_initial
 from .row_keep import kept_values
@@ -92,9 +92,7 @@ class RowKernel:
         if config.rows > 1:
             row = T.Bind(T.truncdiv(frame.thread, config.threads))
             thread = T.Bind(T.truncmod(frame.thread, config.threads))
-        return Threads(
-            config.threads, config.rows, config.cluster, thread, lane, row, frame.rank
-        )
+        return Threads(config.threads, config.rows, config.cluster, thread, lane, row, frame.rank)
 
     # ---- rows
 
@@ -192,7 +190,9 @@ class RowKernel:
         """First column of a chunk."""
         return convert(chunk.vector, self.index) * self.config.width
 
-    def load(self, tile: Tile, chunk: Chunk, target: Var | None = None, hint: str | None = None) -> None:
+    def load(
+        self, tile: Tile, chunk: Chunk, target: Var | None = None, hint: str | None = None
+    ) -> None:
         """Loads one vector of a tile into its register array."""
         if hint is None:
             shared = "again" if self.turn is not None else "nc"
@@ -203,7 +203,11 @@ class RowKernel:
         load_tile(self.scope, tile, self.column(chunk), (buffer, chunk.slot), width, piece, hint)
 
     def sweep(
-        self, chunk: Chunk, reductions: Iterable[Reduction], outputs: Iterable[Output], prepared: list
+        self,
+        chunk: Chunk,
+        reductions: Iterable[Reduction],
+        outputs: Iterable[Output],
+        prepared: list,
     ) -> None:
         """Accumulates and stores one chunk; `prepared` holds the bodies, then the output values."""
         reductions, outputs = list(reductions), list(outputs)
@@ -247,12 +251,14 @@ class RowKernel:
         if self.row_ok is None:
             emit()
             return
-        with T.If(self.row_ok), T.Then():
+        with then(self.row_ok):
             emit()
 
     # ---- exchange and row outputs
 
-    def exchange(self, group: list[Reduction], after_barrier: Callable[[], None] | None = None) -> None:
+    def exchange(
+        self, group: list[Reduction], after_barrier: Callable[[], None] | None = None
+    ) -> None:
         """Partial results of the threads -> results of the row, known to all of them."""
         if not self.cluster_started:
             self.start_cluster()
@@ -275,7 +281,7 @@ class RowKernel:
             return
         first = tirx.EQ(self.row_thread, 0)
         condition = first if self.row_ok is None else tirx.And(first, self.row_ok)
-        with self.scope.fork(), T.If(condition), T.Then():
+        with self.scope.fork(), then(condition):
             for output in outputs:
                 value = convert(self.scope.prepare(output.value), output.dtype)
                 place = self.scope.row(output.offset)

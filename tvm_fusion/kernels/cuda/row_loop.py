@@ -17,6 +17,7 @@ from tvm.script import tirx as T
 from ...errors import Unsupported
 from ..expr import bytes_of
 from ..program import Reduction, Tile
+from .frame import then
 from .memory import copy_registers
 from .row_exchange import collapse, finite, rescale, warp_reduce
 from .row_kernel import WARP, Chunk, RowKernel, Step
@@ -107,7 +108,7 @@ class LoopRows(RowKernel):
                 if not guarded:
                     emit(chunk)
                     continue
-                with T.If(chunk.vector < self.vectors), T.Then():
+                with then(chunk.vector < self.vectors):
                     emit(chunk)
 
         if not loaded:
@@ -151,7 +152,7 @@ class LoopRows(RowKernel):
     # ---- threads -> warps
 
     def _reduce_warps(self, step: Step) -> None:
-        """Registers -> warps; running sums are rescaled from their thread's maximum to their warp's."""
+        """Registers -> warps; running sums go from their thread's maximum to their warp's."""
         width = min(WARP, self.config.threads)
         for reduction in step.plain:
             collapse(reduction, self.accumulators[reduction.var], self.ways)

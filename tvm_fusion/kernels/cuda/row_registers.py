@@ -13,6 +13,7 @@ from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ..program import Reduction, Tile
+from .frame import then
 from .row_exchange import collapse, finite, rescale, warp_reduce
 from .row_kernel import WARP, Chunk, RowKernel, Step
 
@@ -63,12 +64,14 @@ class RegisterRows(RowKernel):
             with T.unroll(whole) as step:
                 emit(self.chunk(step))
         if whole < self.chunks:
-            with T.If(whole * self.stride + self.walker() < self.share), T.Then():
+            with then(whole * self.stride + self.walker() < self.share):
                 emit(self.chunk(whole))
 
     # ---- phases
 
-    def compute(self, loaded: Iterable[Tile], after_barrier: Callable[[], None] | None = None) -> None:
+    def compute(
+        self, loaded: Iterable[Tile], after_barrier: Callable[[], None] | None = None
+    ) -> None:
         """All steps on the current row; `loaded` tiles are in registers already."""
         present = {tile.var for tile in loaded}
 

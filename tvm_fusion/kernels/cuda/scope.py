@@ -1,4 +1,4 @@
-"""Expressions of a row program inside a kernel: what is known of the row, and the values at one point."""
+"""Expressions inside a kernel: what is known of the row, and the values at one point."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Local = Callable[[Var], Expr | None]
 
 
 class RowScope:
-    """Row-level knowledge of a kernel: coordinates, scalars, finished reductions, hoisted expressions.
+    """Row-level knowledge of a kernel: coordinates, scalars, reductions, hoisted expressions.
 
     Attributes
     ----------
@@ -82,7 +82,9 @@ class RowScope:
     def load_scalars(self) -> None:
         """Loads what is the same for the whole row."""
         for scalar in self.program.scalars:
-            self.env[scalar.var] = T.Bind(self.load(scalar.param, self.row(scalar.offset), scalar.dtype))
+            self.env[scalar.var] = T.Bind(
+                self.load(scalar.param, self.row(scalar.offset), scalar.dtype)
+            )
 
     def load(self, param: int, offset: Expr, dtype: str) -> Expr:
         """The element at `offset` of a parameter, widened."""
@@ -174,5 +176,7 @@ class Point:
             return self.evaluate(scope.bodies[var])
         if isinstance(item, Tile):
             offset = scope.row(item.offset)
-            return scope.load(item.param, offset + convert(self.column, dtype_of(offset)), item.dtype)
+            return scope.load(
+                item.param, offset + convert(self.column, dtype_of(offset)), item.dtype
+            )
         return scope.load(item.param, self.evaluate(scope.bodies[var]), item.dtype)

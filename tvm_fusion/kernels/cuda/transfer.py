@@ -9,6 +9,7 @@ from tvm.script import tirx as T
 
 from ..expr import HALF_DTYPES, bytes_of, convert, dtype_of, substitute
 from ..program import Output, Tile
+from .frame import then
 from .intrinsics import pack_halves
 from .memory import Place, copy_in, copy_out
 from .scope import RowScope
@@ -47,7 +48,7 @@ def load_element(
     if element.guard is None:
         load()
         return
-    with T.If(substitute(scope.row(element.guard), here)), T.Then():
+    with then(substitute(scope.row(element.guard), here)):
         load()
 
 

@@ -12,8 +12,19 @@ import tvm
 from tvm import tirx
 from tvm.ir import Expr, Var
 
-from ..expr import bytes_of, constant, known_factor, same, substitute, variables
-from ..program import Element, Level, Program
+from ..expr import (
+    bytes_of,
+    constant,
+    dtype_of,
+    is_integer,
+    known_factor,
+    number,
+    rebuild,
+    same,
+    substitute,
+    variables,
+)
+from ..program import Element, Program
 from .memory import WIDEST
 
 WIDEST_VECTOR = 32
@@ -55,19 +66,17 @@ def piece_bytes(offset: Expr, dtype: str, width: int, analyzer: tvm.sym.Analyzer
 class VectorElement:
     """An element load whose `width` columns are consecutive in memory, under one guard.
 
-    `offset` and `guard` are those of the vector's first column, over the program's column variable.
+    `piece` is the number of bytes of one access.
     """
 
     element: Element
-    offset: Expr
-    guard: Expr | None
     piece: int
 
 
 def vector_elements(program: Program, width: int) -> dict[Var, VectorElement]:
     """The element loads that can be vector loads: slices, concatenations, merged and split axes.
 
-        y[i, j] = if_then_else(64 <= j, x[i, j - 64], z[i, j])     vectors of 8: both loads are vectors
+    y[i, j] = if_then_else(64 <= j, x[i, j - 64], z[i, j])     vectors of 8: both loads are vectors
     """
     if width == 1:
         return {}
@@ -97,15 +106,30 @@ def _vector(program: Program, element: Element, width: int) -> VectorElement | N
     if not analyzer.can_prove_equal(later[0] - first[0], lane.astype(str(later[0].ty.dtype))):
         return None
     if element.guard is not None:
-        a, b = (analyzer.simplify(guard) for guard in (first[1], later[1]))
-        if not same(a, b) and not analyzer.can_prove(tirx.EQ(a, b)):
+        guards = (_below(guard, analyzer) for guard in (first[1], later[1]))
+        if not same(*guards):
             return None
     piece = piece_bytes(analyzer.simplify(first[0]), element.dtype, width, analyzer)
     if piece <= bytes_of(element.dtype):
         return None
-    return VectorElement(element, element.offset, element.guard, piece)
+    return VectorElement(element, piece)
 
 
-def is_row_level(program: Program, expr: Expr) -> bool:
-    """Whether `expr` is the same for all elements of a row."""
-    return program.level(expr) < Level.ELEMENT
+def _below(guard: Expr, analyzer: tvm.sym.Analyzer) -> Expr:
+    """`guard` with its integer comparisons as ``expression < bound`` or its negation, simplified.
+
+    The analyzer drops the lane from ``8 * q + lane < 16``, but not from ``16 <= 8 * q + lane``.
+    """
+
+    def visit(expr: Expr) -> Expr:
+        if isinstance(expr, tirx.GT | tirx.GE):
+            swapped = tirx.LT if isinstance(expr, tirx.GT) else tirx.LE
+            return visit(swapped(expr.b, expr.a))
+        if isinstance(expr, tirx.LT | tirx.LE) and is_integer(dtype_of(expr.a)):
+            a, b, strict = expr.a, expr.b, isinstance(expr, tirx.LT)
+            if number(a) is None:
+                return analyzer.simplify(a < (b if strict else b + 1))
+            return tirx.Not(analyzer.simplify(b < (a + 1 if strict else a)))
+        return rebuild(expr, visit)
+
+    return visit(guard)

@@ -1,0 +1,386 @@
+"""Pointwise CUDA kernels: numbers on the CPU emulator against float64, widths, resources."""
+
+import numpy as np
+import pytest
+from tvm import relax, tirx
+from tvm.relax import op
+
+from tvm_fusion.config import load_profile
+from tvm_fusion.errors import Unsupported
+from tvm_fusion.kernels.cuda.pointwise import PointwiseConfig, emit_pointwise, pointwise_config
+from tvm_fusion.kernels.program import analyze
+
+from .cuda_on_cpu import compile_cubins, cuda_source, run_cuda_on_cpu
+from .kernel_cases import (
+    Case,
+    assert_close,
+    chain,
+    fuse,
+    gelu_of,
+    outputs_of,
+    rope,
+    rotate_half,
+)
+
+H200 = load_profile("nvidia_h200")
+
+
+def bias_gelu(bb, x, b):
+    return op.nn.gelu(bb.emit(op.add(x, b)))
+
+
+def two_outputs(bb, x, b):
+    s = bb.emit(op.add(x, b))
+    return relax.Tuple([bb.emit(op.tanh(s)), bb.emit(op.multiply(bb.emit(op.sigmoid(s)), x))])
+
+
+def transpose_add(bb, x, y):
+    return op.add(bb.emit(op.permute_dims(x, [1, 0])), y)
+
+
+def merge_heads(bb, x):
+    """[B, H, S, D] -> [B, S, H * D]."""
+    b, h, s, d = (int(extent) for extent in x.ty.shape)
+    return op.exp(bb.emit(op.reshape(bb.emit(op.permute_dims(x, [0, 2, 1, 3])), (b, s, h * d))))
+
+
+def take_rows(bb, x, rows):
+    return op.multiply(bb.emit(op.take(x, rows, axis=0)), relax.const(2.0, str(x.ty.dtype)))
+
+
+def take_columns(bb, x, columns):
+    return op.exp(bb.emit(op.take(x, columns, axis=1)))
+
+
+def pick_or_zero(bb, x, mask):
+    return op.where(mask, bb.emit(op.exp(x)), bb.emit(op.nn.relu(x)))
+
+
+def pad(bb, x):
+    return op.exp(bb.emit(op.nn.pad(x, [0, 0, 3, 2], pad_value=-1.0)))
+
+
+def concat(bb, x, y):
+    return op.concat([bb.emit(op.exp(x)), y], axis=-1)
+
+
+def stride_two(bb, x):
+    return op.negative(bb.emit(op.strided_slice(x, [1], [1], [999], [2])))
+
+
+def slice_columns(bb, x):
+    return op.exp(bb.emit(op.strided_slice(x, [1], [4], [20])))
+
+
+def reshaped_outputs(bb, x):
+    e = bb.emit(op.exp(x))
+    return relax.Tuple([e, bb.emit(op.reshape(bb.emit(op.negative(x)), (2, 12)))])
+
+
+def integers(bb, x, y):
+    s = bb.emit(op.add(x, y))
+    return relax.Tuple(
+        [bb.emit(op.floor_divide(s, relax.const(3, str(x.ty.dtype)))), bb.emit(op.less(x, y))]
+    )
+
+
+def functions(bb, x):
+    cube = op.power(x, relax.const(3.0, "float32"))
+    parts = [op.sin(x), op.cos(x), op.sqrt(bb.emit(op.abs(x))), cube]
+    return relax.Tuple([bb.emit(part) for part in parts])
+
+
+def general_power(bb, x, y):
+    return op.power(x, y)
+
+
+def cast_down(bb, x):
+    return op.astype(bb.emit(op.multiply(x, relax.const(3.0, "float32"))), "bfloat16")
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def case(name, emit, *inputs, reference, make=None):
+    return Case(name, emit, inputs, reference, make or {})
+
+
+def bf16(shape):
+    return (shape, "bfloat16")
+
+
+def f16(*shape):
+    return (shape, "float16")
+
+
+def f32(*shape):
+    return (shape, "float32")
+
+
+def chain_of(x):
+    return [np.maximum(np.exp(0.5 * x) + x, 0)]
+
+
+def two_of(x, b):
+    s = x + b
+    return [np.tanh(s), x / (1 + np.exp(-s))]
+
+
+def turned(x):
+    h = x.shape[-1] // 2
+    return np.concatenate([-x[..., h:], x[..., :h]], -1)
+
+
+CASES = [
+    case("chain", chain, f16(6, 40), reference=chain_of),
+    case("chain_one_element", chain, f16(1, 1), reference=chain_of),
+    case("chain_prime", chain, f16(7, 13), reference=chain_of),
+    case("chain_one_off_a_vector", chain, f16(3, 257), reference=chain_of),
+    case("chain_float32", chain, f32(5, 33), reference=chain_of),
+    case("chain_bfloat16", chain, bf16((5, 24)), reference=chain_of),
+    case("bias_gelu", bias_gelu, f16(4, 40), f16(40), reference=lambda x, b: [gelu_of(x + b)]),
+    case("bias_gelu_odd", bias_gelu, f16(3, 7), f16(7), reference=lambda x, b: [gelu_of(x + b)]),
+    case("two_outputs", two_outputs, f16(2, 3, 24), f16(24), reference=two_of),
+    case("broadcast_column", two_outputs, f16(5, 24), f16(5, 1), reference=two_of),
+    case("broadcast_middle", two_outputs, f32(2, 3, 8), f32(2, 1, 8), reference=two_of),
+    case(
+        "transpose_add", transpose_add, f16(12, 20), f16(20, 12), reference=lambda x, y: [x.T + y]
+    ),
+    case(
+        "merge_heads",
+        merge_heads,
+        f16(2, 3, 5, 16),
+        reference=lambda x: [np.exp(x.transpose(0, 2, 1, 3).reshape(2, 5, 48))],
+    ),
+    case("take_rows", take_rows, f16(4, 24), ((5,), "int64"), reference=lambda x, t: [2 * x[t]]),
+    case(
+        "take_columns",
+        take_columns,
+        f16(5, 4),
+        ((9,), "int32"),
+        reference=lambda x, t: [np.exp(x[:, t])],
+    ),
+    case(
+        "mask",
+        pick_or_zero,
+        f16(5, 9),
+        ((5, 9), "bool"),
+        reference=lambda x, m: [np.where(m, np.exp(x), np.maximum(x, 0))],
+    ),
+    case(
+        "pad",
+        pad,
+        f16(3, 11),
+        reference=lambda x: [np.exp(np.pad(x, [(0, 0), (3, 2)], constant_values=-1.0))],
+    ),
+    case(
+        "concat_between_vectors",
+        concat,
+        f16(3, 6),
+        f16(3, 10),
+        reference=lambda x, y: [np.concatenate([np.exp(x), y], -1)],
+    ),
+    case(
+        "concat_of_vectors",
+        concat,
+        f16(3, 16),
+        f16(3, 24),
+        reference=lambda x, y: [np.concatenate([np.exp(x), y], -1)],
+    ),
+    case("stride_two", stride_two, f16(3, 20), reference=lambda x: [-x[:, 1::2]]),
+    case("slice", slice_columns, f16(3, 24), reference=lambda x: [np.exp(x[:, 4:20])]),
+    case("rotate_half", rotate_half, f16(2, 3, 32), reference=lambda x: [turned(x)]),
+    case(
+        "rope",
+        rope,
+        f16(2, 3, 5, 16),
+        f16(5, 16),
+        f16(5, 16),
+        reference=lambda x, c, s: [x * c + turned(x) * s],
+    ),
+    case("reshaped", reshaped_outputs, f16(4, 6), reference=lambda x: [np.exp(x), -x]),
+    case(
+        "integers",
+        integers,
+        ((5, 7), "int32"),
+        ((5, 7), "int32"),
+        reference=lambda x, y: [(x + y) // 3, x < y],
+        make={0: lambda rng: rng.integers(-9, 9, (5, 7)).astype("int32")},
+    ),
+    case(
+        "bytes",
+        integers,
+        ((3, 20), "int8"),
+        ((3, 20), "int8"),
+        reference=lambda x, y: [(x + y) // 3, x < y],
+    ),
+    case(
+        "functions",
+        functions,
+        f32(3, 8),
+        reference=lambda x: [np.sin(x), np.cos(x), np.sqrt(np.abs(x)), x**3],
+        make={0: lambda rng: (1000 * rng.standard_normal((3, 8))).astype("float32")},
+    ),
+    case(
+        "power_of_negatives",
+        general_power,
+        f32(4, 8),
+        f32(8),
+        reference=lambda x, y: [x**y],
+        make={1: lambda rng: np.arange(-3, 5).astype("float32")},
+    ),
+    case("cast_down", cast_down, f32(3, 10), reference=lambda x: [3 * x]),
+]
+
+
+def check(case, config=None, exact=False):
+    """Emits, runs on the emulator, compares."""
+    func = case.func()
+    program = analyze(func, exact=exact)
+    kernel = emit_pointwise(program, H200, config)
+    inputs = case.arrays()
+    outputs = outputs_of(func, len(inputs))
+    assert run_cuda_on_cpu(kernel, [*inputs, *outputs]) == 1
+    for output, expected, param in zip(
+        outputs, case.expected(inputs), func.params[len(inputs) :], strict=True
+    ):
+        assert_close(output, expected, str(param.ty.dtype))
+    return kernel
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_a_kernel_computes_what_float64_says(case):
+    check(case)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        PointwiseConfig(threads=32, width=1),
+        PointwiseConfig(threads=64, width=4, unroll=2),
+        PointwiseConfig(threads=32, width=2, unroll=3),
+    ],
+    ids=str,
+)
+def test_every_configuration_computes_the_same(config):
+    check(case("two", two_outputs, f16(3, 5, 24), f16(24), reference=two_of), config)
+
+
+def test_rows_are_split_among_blocks_and_the_tail_is_computed():
+    check(case("long", chain, f16(3, 999), reference=chain_of), PointwiseConfig(64, 8))
+
+
+def test_exact_rounding_rounds_what_the_unfused_graph_stores():
+    x = np.linspace(-4, 4, 64).astype("float16").reshape(2, 32)
+    func = fuse(chain, f16(2, 32))
+    exact = np.empty_like(x)
+    run_cuda_on_cpu(emit_pointwise(analyze(func, exact=True), H200), [x, exact])
+    e = np.exp((x * np.float16(0.5)).astype("float32")).astype("float16")
+    stepwise = np.maximum(
+        (e.astype("float32") + x.astype("float32")).astype("float16"), np.float16(0)
+    )
+    np.testing.assert_array_equal(exact, stepwise)
+    fast = np.empty_like(x)
+    run_cuda_on_cpu(emit_pointwise(analyze(func), H200), [x, fast])
+    assert (fast != exact).any()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7, 300])
+@pytest.mark.parametrize("columns", [24, 25])
+def test_symbolic_rows_are_compiled_once_for_all_sizes(rows, columns):
+    n = tirx.Var("n", "int64")
+    func = fuse(two_outputs, ((n, columns), "float16"), ((columns,), "float16"))
+    kernel = emit_pointwise(analyze(func), H200)
+    rng = np.random.default_rng(1)
+    x, b = (rng.standard_normal(s).astype("float16") for s in ((rows, columns), (columns,)))
+    outputs = [np.full_like(x, np.nan), np.full_like(x, np.nan)]
+    run_cuda_on_cpu(kernel, [x, b, *outputs])
+    for output, expected in zip(outputs, two_of(x.astype("f8"), b.astype("f8")), strict=True):
+        assert_close(output, expected, "float16")
+
+
+def test_symbolic_contiguous_programs_keep_wide_vectors():
+    n = tirx.Var("n", "int64")
+    kernel = emit_pointwise(analyze(fuse(chain, ((n, 24), "float16"))), H200)
+    assert "tvmf_load16_nc" in cuda_source(kernel)
+    x = np.random.default_rng(2).standard_normal((5, 24)).astype("float16")
+    y = np.full_like(x, np.nan)
+    run_cuda_on_cpu(kernel, [x, y])
+    assert_close(y, chain_of(x.astype("f8"))[0], "float16")
+
+
+WIDTHS = [
+    ("a contiguous half program reads and writes 16 bytes", CASES[0], 1, "load16"),
+    ("a bfloat16 program too", next(c for c in CASES if c.name == "chain_bfloat16"), 1, "load16"),
+    (
+        "a slice that starts at 8 bytes reads 8 bytes",
+        next(c for c in CASES if c.name == "slice"),
+        2,
+        "load8",
+    ),
+    (
+        "both sides of a concatenation at a vector",
+        next(c for c in CASES if c.name == "concat_of_vectors"),
+        2,
+        "load16",
+    ),
+    ("merged heads", next(c for c in CASES if c.name == "merge_heads"), 1, "load16"),
+    ("rows picked by an index", next(c for c in CASES if c.name == "take_rows"), 1, "load16"),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "loads", "kind"), [w[1:] for w in WIDTHS], ids=[w[0] for w in WIDTHS]
+)
+def test_accesses_are_as_wide_as_alignment_allows(case, loads, kind):
+    source = cuda_source(emit_pointwise(analyze(case.func()), H200, PointwiseConfig(64, 8)))
+    body = source[source.rindex('extern "C"') :]
+    assert body.count(f"tvmf_{kind}_nc(") == loads
+
+
+def test_the_number_of_threads_shrinks_with_the_work():
+    large = analyze(fuse(chain, f16(4096, 4096)))
+    small = analyze(fuse(chain, f16(64, 64)))
+    assert pointwise_config(large, H200).threads == 256
+    assert pointwise_config(small, H200).threads == 64
+
+
+def test_a_program_with_reductions_is_refused():
+    program = analyze(fuse(lambda bb, x: op.sum(x, axis=-1), f16(4, 8)))
+    with pytest.raises(Unsupported, match="reduces"):
+        emit_pointwise(program, H200)
+
+
+def test_vectors_that_would_cross_a_row_are_refused():
+    program = analyze(fuse(bias_gelu, f16(4, 12), f16(12)))
+    with pytest.raises(Unsupported, match="cross the end"):
+        emit_pointwise(program, H200, PointwiseConfig(64, 8))
+
+
+def test_the_kernel_keeps_the_parameters_and_is_marked():
+    func = fuse(two_outputs, f16(2, 3, 24), f16(24)).with_attr("global_symbol", "two")
+    kernel = emit_pointwise(analyze(func), H200)
+    for mine, theirs in zip(kernel.params, func.params, strict=True):
+        assert [int(e) for e in mine.ty.shape] == [int(e) for e in theirs.ty.shape]
+        assert str(mine.ty.dtype) == str(theirs.ty.dtype)
+    expected = {
+        "tirx.is_scheduled": True,
+        "op_pattern": 8,
+        "tirx.noalias": True,
+        "tvm_fusion.tirx": True,
+    }
+    assert {key: kernel.attrs[key] for key in expected} == expected
+    assert kernel.attrs["global_symbol"] == "two"
+
+
+def test_equal_programs_give_equal_code():
+    sources = {cuda_source(emit_pointwise(analyze(CASES[0].func()), H200)) for _ in range(2)}
+    assert len(sources) == 1
+
+
+def test_all_kernels_become_cubins_without_spills():
+    kernels = {c.name: emit_pointwise(analyze(c.func()), H200) for c in CASES}
+    resources = compile_cubins(kernels)
+    assert {r.kernel for r in resources} == set(kernels)
+    assert [r for r in resources if r.spill_bytes] == []

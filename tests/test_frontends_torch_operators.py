@@ -1,0 +1,153 @@
+"""PyTorch operators that are converted here and not by TVM, and common layers."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.frontend_tools import check, operators
+from tests.models import run_unfused
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_has_the_type_of_its_input(dtype, bias):
+    check(nn.Linear(8, 4, bias=bias).to(dtype), torch.randn(2, 3, 8).to(dtype))
+
+
+def test_half_products_are_accumulated_in_float32_and_rounded_once():
+    mod = check(lambda a, b: a @ b, torch.randn(3, 8).half(), torch.randn(8, 5).half())
+    assert operators(mod) == ["relax.matmul", "relax.astype"]
+    assert 'out_dtype="float32"' in mod.script()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * 0.5,
+        lambda x: 2.5 + x,
+        lambda x: x / 2,
+        lambda x: x // 2,
+        lambda x: torch.div(x, 2, rounding_mode="trunc"),
+        lambda x: x % 3,
+        lambda x: 1.5 - x,
+        lambda x: x > 0.5,
+        lambda x: torch.where(x > 0, x, 0.5),
+        lambda x: x**2,
+        lambda x: x.float() ** 3,
+        lambda x: x.abs() ** 0.5,
+        lambda x: 2.0**x,
+        lambda x: torch.sub(x, x, alpha=2),
+        lambda x: x.cumsum(0),
+        lambda x: x.amax(),
+        lambda x: x + torch.ones(7),
+    ],
+)
+def test_integers_are_promoted_as_pytorch_does(function):
+    check(function, torch.arange(-3, 4))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b: (a + b, a * b, a & b, a | b, ~a),
+        lambda a, b: (a == b, a != b, a < b, a <= b),
+        lambda a, b: (a.any(), a.all(), b.any(0), a.sum()),
+        lambda a, b: (a.cumsum(0), a.cumprod(0)),
+        lambda a, b: (a * 2.0, a + 1, torch.maximum(a, b)),
+    ],
+)
+def test_booleans_are_computed_as_pytorch_does(function):
+    check(function, torch.tensor([0, 0, 1, 1]) > 0, torch.tensor([0, 1, 0, 1]) > 0)
+
+
+def test_half_and_float32_give_float32():
+    check(lambda a, b: (a + b, a < b, 1.0 - a), torch.randn(6).half(), torch.randn(6))
+
+
+def test_a_number_that_changes_nothing_leaves_no_operator():
+    mod = check(lambda x: (x * 1.0 / 1 + 0 - 0).expand(3, 3).float() @ x, torch.randn(3, 3))
+    assert operators(mod) == ["relax.matmul"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (lambda: nn.Conv1d(3, 4, 3, padding=2, dilation=2), (1, 3, 8)),
+        (lambda: nn.Conv2d(4, 4, 3, stride=2, padding=1, groups=2), (1, 4, 8, 9)),
+        (lambda: nn.Conv3d(3, 4, 2), (1, 3, 4, 5, 6)),
+        (lambda: nn.ConvTranspose2d(3, 4, 3, 2, padding=1, output_padding=1), (1, 3, 5, 5)),
+        (lambda: nn.Conv2d(3, 4, 1, bias=False), (2, 3, 5, 7)),
+    ],
+)
+def test_convolutions_have_the_type_of_their_input(module, shape, dtype):
+    check(module().to(dtype), torch.randn(shape).to(dtype))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda c, a, b: torch.addmm(c, a, b),
+        lambda c, a, b: torch.addmm(c, a, b, alpha=0.5, beta=2),
+        lambda c, a, b: torch.addmm(c, a, b, beta=0),
+    ],
+)
+def test_addmm_scales_and_rounds(function):
+    check(function, torch.randn(5).half(), torch.randn(3, 8).half(), torch.randn(8, 5).half())
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x[:, 0], x[..., -1], x[1, 2]),
+        lambda x: (x[:, 1:3], x[-2:], x[..., ::2], x[:, :-1]),
+        lambda x: x.transpose(0, 1).transpose(0, 1) + 1,
+    ],
+)
+def test_indexing(function):
+    mod = check(function, torch.randn(3, 4, 5))
+    assert not {"relax.take", "relax.permute_dims"} & set(operators(mod))
+
+
+def test_embedding_clips_an_index_outside_its_table():
+    table = nn.Embedding(10, 4)
+    mod = check(table, torch.tensor([[0, 9], [3, 4]]))
+    (result,) = run_unfused(mod, np.array([[10**6, -5], [0, 0]]))
+    np.testing.assert_array_equal(result[0], table.weight[[9, 0]].detach().numpy())
+
+
+@pytest.mark.parametrize(
+    ("loss", "shape"),
+    [
+        (lambda: nn.CrossEntropyLoss(), (5, 8)),
+        (lambda: nn.CrossEntropyLoss(reduction="sum", ignore_index=2), (5, 8)),
+        (lambda: nn.CrossEntropyLoss(torch.rand(8), reduction="none"), (5, 8, 3)),
+    ],
+)
+def test_cross_entropy(loss, shape):
+    check(loss(), torch.randn(shape), torch.randint(0, 8, (shape[0], *shape[2:])))
+
+
+@pytest.mark.parametrize(
+    ("module", "shape"),
+    [
+        (lambda: nn.LayerNorm(8), (2, 8)),
+        (lambda: nn.RMSNorm(8), (2, 8)),
+        (lambda: nn.GroupNorm(2, 4), (2, 4, 8)),
+        (lambda: nn.BatchNorm2d(4), (2, 4, 5, 5)),
+        (lambda: nn.Softmax(-1), (2, 8)),
+        (lambda: nn.GELU(), (8,)),
+        (lambda: nn.GELU("tanh"), (8,)),
+        (lambda: nn.SiLU(), (8,)),
+        (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), (2, 5, 8)),
+        (lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(8, 8)), (2, 8)),
+    ],
+)
+def test_common_layers(module, shape):
+    check(module(), torch.randn(shape))

@@ -1,0 +1,131 @@
+"""Rewrites of single stages before they are grouped: small windows unrolled, transposed reads staged.
+
+p[y, x] = max_{r < 3, c < 3} a[y + r, x + c]     ->  p[y, x] = max(a[y, x], max(a[y, x + 1], ...))
+b[i, j] = f(a[j, i])                             ->  t[j, i] = a[j, i]; b[i, j] = f(t[j, i])
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product as combinations
+
+import tvm
+from tvm import tirx
+from tvm.ir import Expr, PrimType, TensorLoad, Var
+
+from ..expr import constant, convert, dtype_of, number
+from .access import load_stride
+from .emit_nest import COMBINE
+from .lanes import best_lane
+from .operands import split_product
+from .rewrite import Bindings, Rewriter, Substitute, loads_with_guard, rebuild
+from .stages import Axis, Graph, Kind, Stage, analyzer_of, simplified
+from .work import points
+
+# Terms of a reduction that is written out: windows of 3 x 3 and a little more.
+MOST_UNROLLED_TERMS = 16
+
+# Shorter axes are transposed well enough by the cache.
+LEAST_TRANSPOSED = 16
+
+
+def reshape_loops(graph: Graph) -> Graph:
+    """Apply both rewrites."""
+    stages: list[Stage] = []
+    for stage in graph.stages:
+        stage = _unrolled(stage)
+        stages.extend(_staged(stage))
+    return Graph(graph.params, tuple(stages))
+
+
+# Windows
+
+
+def _unrolled(stage: Stage) -> Stage:
+    """A reduction over a small window as one expression; other stages as they are."""
+    if stage.kind in (None, Kind.UPDATE) or split_product(stage) is not None:
+        return stage
+    if any(a.size is None for a in stage.reduced) or points(stage.reduced) > MOST_UNROLLED_TERMS:
+        return stage
+    if any(a is best_lane(stage) for a in stage.reduced):
+        return stage
+    binds: Bindings = []
+    dtype = dtype_of(stage.values[0])
+    total: Expr = convert(stage.initial[0], dtype)
+    for at in combinations(*(range(int(a.size)) for a in stage.reduced)):
+        env: dict[Var, Expr] = {
+            a.var: constant(i, dtype_of(a.var)) for a, i in zip(stage.reduced, at, strict=True)
+        }
+        for var, value in stage.binds:
+            fresh = Var(var.name, PrimType(dtype_of(value)))
+            binds.append((fresh, Substitute(env)(value)))
+            env[var] = fresh
+        total = _bound(binds, COMBINE[stage.kind](total, Substitute(env)(stage.values[0])))
+    plain = replace(stage, reduced=(), kind=None, initial=(), binds=tuple(binds), values=(total,))
+    return simplified(plain)
+
+
+def _bound(binds: Bindings, value: Expr) -> Var:
+    var = Var("partial", PrimType(dtype_of(value)))
+    binds.append((var, value))
+    return var
+
+
+# Transposed reads
+
+
+def _staged(stage: Stage) -> list[Stage]:
+    """Copies of what `stage` reads against the grain, then `stage` reading the copies."""
+    lane = best_lane(stage)
+    if stage.kind is not None or lane is None:
+        return [stage]
+    analyzer = analyzer_of(stage.domain)
+    guarded = {x for e in stage.expressions() for x, under in loads_with_guard(e) if under}
+    copies: dict[Var, Stage] = {}
+    for load in stage.reads():
+        if load not in guarded and _runs_across(stage, load, lane, analyzer):
+            copies[load] = _copy(stage, load)
+    if not copies:
+        return [stage]
+    redirect = _ReadCopies({k: c.buffer for k, c in copies.items()})
+    values = tuple(redirect(v) for v in stage.values)
+    binds = tuple((v, redirect(e)) for v, e in stage.binds)
+    return [*copies.values(), replace(stage, binds=binds, values=values)]
+
+
+def _runs_across(stage: Stage, load: TensorLoad, lane: Axis, analyzer: tvm.sym.Analyzer) -> bool:
+    """Whether a load is contiguous along another long axis than the vectors, and permutes plain axes."""
+    if load_stride(load, lane.var, analyzer) in (0, 1) or not load.indices:
+        return False
+    by_var = {a.var: a for a in stage.domain}
+    used = [i for i in load.indices if number(i) is None]
+    if not all(i in by_var for i in used) or len({i for i in used}) != len(used):
+        return False
+    if not used or number(load.indices[-1]) is not None:
+        return False
+    sizes = (by_var[load.indices[-1]].size, lane.size)
+    return all(s is None or s >= LEAST_TRANSPOSED for s in sizes)
+
+
+def _copy(stage: Stage, load: TensorLoad) -> Stage:
+    """A stage that copies what `load` reads, in the order it lies in memory."""
+    by_var = {a.var: a for a in stage.domain}
+    used = [by_var[i] for i in load.indices if number(i) is None]
+    axes = tuple(Axis(Var(a.var.name, a.var.ty), a.extent) for a in used)
+    dtype = dtype_of(load)
+    shape = [a.extent for a in axes]
+    buffer = tirx.decl_buffer(shape, dtype, f"{load.source.name}_copy")
+    env = {a.var: new.var for a, new in zip(used, axes, strict=True)}
+    return Stage(f"{load.source.name}_copy", (buffer,), axes, (), (Substitute(env)(load),))
+
+
+class _ReadCopies(Rewriter):
+    def __init__(self, copies: dict[Var, Var]) -> None:
+        super().__init__()
+        self.copies = copies
+
+    def visit(self, expr: Expr) -> Expr:
+        if expr in self.copies:
+            used = [i for i in expr.indices if number(i) is None]
+            return tirx.BufferLoad(self.copies[expr], used)
+        return rebuild(expr, self)
