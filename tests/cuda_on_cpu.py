@@ -91,18 +91,19 @@ def run_cuda_on_cpu(func: tirx.PrimFunc, arrays: Sequence[np.ndarray | int]) -> 
         Where an access is out of bounds or misaligned, or the threads wait for each other for ever.
     """
     lowered = lower(func)
-    launches: list[int] = []
+    launches: list[EmulationError | None] = []
     tensors = [a if isinstance(a, int) else _to_tensor(a) for a in arrays]
     memory = [t for t in tensors if not isinstance(t, int)]
 
     def launch(*args: object) -> int:
-        launches.append(1)
-        _launch(lowered, args, memory)
+        launches.append(_launch(lowered, args, memory))
         return 0
 
     tvm_ffi.register_global_func(lowered.kernel, launch, override=True)
     host = tirx_build.codegen_build(lowered.host, tvm.target.Target("llvm"))
     host["main"](*tensors)
+    for failure in filter(None, launches):
+        raise failure
     for array, tensor in zip(arrays, tensors, strict=True):
         if not isinstance(array, int):
             array[...] = _to_numpy(tensor, array.dtype)
@@ -146,7 +147,7 @@ def _to_numpy(tensor: tvm.runtime.Tensor, dtype: np.dtype) -> np.ndarray:
 
 def _launch(
     lowered: Lowered, args: Sequence[object], tensors: Sequence[tvm.runtime.Tensor]
-) -> None:
+) -> EmulationError | None:
     """What the driver does: `args` are the kernel's arguments followed by the launch parameters."""
     count = len(args) - len(lowered.launch_params)
     shape = dict(zip(lowered.launch_params, map(int, args[count:]), strict=True))
@@ -165,8 +166,7 @@ def _launch(
     library = _compile(_translate(lowered.source, lowered.kernel))
     library.run.restype = ctypes.c_char_p
     error = library.run(pointers, lows, bytes_of, len(tensors), grid)
-    if error is not None:
-        raise EmulationError(error.decode())
+    return None if error is None else EmulationError(error.decode())
 
 
 def _argument(value: object) -> int:

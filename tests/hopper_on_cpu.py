@@ -6,6 +6,7 @@ Every device function that holds PTX of these units is replaced by a call of the
 
 import ctypes
 import re
+import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,8 +18,8 @@ from tests.cuda_on_cpu import EMULATOR
 
 ENCODE = "runtime.cuTensorMapEncodeTiled"
 
-# Fields of `CUtensorMap` in hopper.h, 8 bytes each.
-MAP_WORDS = 3 + 3 * 5
+# `CUtensorMap` in hopper.h.
+MAP_LAYOUT = "=2iQ5q5q5i"
 
 BYTES = {"float16": 2, "bfloat16": 2}
 
@@ -52,9 +53,9 @@ def encode_map(
     assert (interleave, swizzle, fill) == (0, 3, 0)
     assert box[0] * size <= 128
     pad = [0] * (5 - rank)
-    words = [rank, size, _address(data), *extents, *pad, size, *strides, *pad, *box, *pad]
-    assert len(words) == MAP_WORDS
-    ctypes.memmove(_address(target), (ctypes.c_int64 * MAP_WORDS)(*words), MAP_WORDS * 8)
+    fields = [rank, size, _address(data), *extents, *pad, size, *strides, *pad, *box, *pad]
+    packed = struct.pack(MAP_LAYOUT, *fields)
+    ctypes.memmove(_address(target), packed, len(packed))
     return 0
 
 

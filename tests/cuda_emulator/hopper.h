@@ -2,10 +2,12 @@
 // somebody waits for it, a bulk tensor store and a wgmma read their shared memory when they are waited for. A
 // stage that is handed back or a box that is overwritten too early therefore gives wrong numbers.
 
+// 128 bytes at most: the host reserves no more.
 struct CUtensorMap {
-  int64_t rank, bytes;  // dimensions, bytes of an element
+  int32_t rank, bytes;  // dimensions, bytes of an element
   char* data;
-  int64_t extent[5], stride[5], box[5];  // stride in bytes
+  int64_t extent[5], stride[5];  // stride in bytes
+  int32_t box[5];
 };
 typedef CUtensorMap TensorMap;
 

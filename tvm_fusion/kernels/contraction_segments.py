@@ -28,8 +28,9 @@ from .contraction_model import (
     equal_sizes,
     size_of,
 )
+from .contraction_roles import fitting, orientations
 from .definitions import Definition
-from .expr import constant, dtype_of, is_integer, number, same, substitute, variables, widened
+from .expr import constant, dtype_of, is_integer, number, same, substitute, widened
 from .program import Extent, Param, ReduceKind
 
 Position = tuple[Expr, ...]
@@ -168,8 +169,8 @@ class _Builder:
         self._place(group, results, axes)
         factors = [self._factors(s, axes) for s in group]
         outputs, bindings, accumulators = self._outputs(group, results, axes)
-        candidates = _orientations(factors, axes, outputs[0])
-        batch, m, n, flipped = _fitting(candidates, before, factors)
+        candidates = orientations(factors, axes, outputs[0])
+        batch, m, n, flipped = fitting(candidates, before, factors)
         products = []
         for s, (pair, k), flip in zip(group, factors, flipped, strict=True):
             a, b = reversed(pair) if flip else pair
@@ -291,72 +292,3 @@ def _invert(result: _Result, base: _Sum, axes: Sequence[Axis]) -> dict[Var, Expr
     return {
         var: substitute(index, names) for var, index in zip(own, inverse.final_indices, strict=True)
     }
-
-
-Orientation = tuple[tuple[Axis, ...], tuple[Axis, ...], tuple[Axis, ...], tuple[bool, ...]]
-
-
-def _used(operand: Operand) -> set[Var]:
-    return set(variables(operand.value, *(b.value for b in operand.bindings)))
-
-
-def _orientations(factors, axes: Sequence[Axis], output: Output) -> list[Orientation]:
-    """Both ways to call one factor A and the other B, the one with contiguous columns first."""
-    found = [_orientation(factors, axes, flip) for flip in (False, True)]
-    inner = next((i for i in reversed(output.indices) if number(i) is None), None)
-    if inner is None:
-        return found
-    columns = [_moves(inner, {axis.var for axis in n}, axes) for _, _, n, _ in found]
-    return found if columns[0] or not columns[1] else found[::-1]
-
-
-def _moves(index: Expr, wanted: set[Var], axes: Sequence[Axis]) -> bool:
-    """Whether a step along one of the axes `wanted` moves `index` by one."""
-    zero = {axis.var: constant(0, INDEX) for axis in axes}
-    simplify = Simplifier(axes)
-    start = simplify(substitute(index, zero))
-    for var in variables(index):
-        if var in wanted:
-            step = simplify(substitute(index, {**zero, var: constant(1, INDEX)}) - start)
-            if number(step) == 1:
-                return True
-    return False
-
-
-def _orientation(factors, axes: Sequence[Axis], flip: bool) -> Orientation:
-    """Axes only A's read are rows, axes only B's read are columns, the others are batch."""
-    pairs = [(_used(x), _used(y)) for (x, y), _ in factors]
-    first = pairs[0][::-1] if flip else pairs[0]
-    rows, columns = first[0] - first[1], first[1] - first[0]
-    flipped = []
-    for x, y in pairs:
-        flipped.append(bool(x & columns or y & rows) and not (y & columns or x & rows))
-    flipped[0] = flip
-    a = set().union(*(y if f else x for (x, y), f in zip(pairs, flipped, strict=True)))
-    b = set().union(*(x if f else y for (x, y), f in zip(pairs, flipped, strict=True)))
-    m = tuple(axis for axis in axes if axis.var in a - b)
-    n = tuple(axis for axis in axes if axis.var in b - a)
-    batch = tuple(axis for axis in axes if (axis.var in a) == (axis.var in b))
-    return batch, m, n, tuple(flipped)
-
-
-def _fitting(candidates: Sequence[Orientation], before: Sequence[Segment], factors) -> Orientation:
-    """The orientation whose batch and rows are those of the segments before."""
-    if not before:
-        return candidates[0]
-    first = before[0]
-    fitting = [
-        c
-        for c in candidates
-        if equal_sizes(size_of(c[0]), size_of(first.batch))
-        and equal_sizes(size_of(c[1]), size_of(first.m))
-    ]
-    if not fitting:
-        raise Unsupported("products of different sizes with outputs of their own")
-    shared = first.products[0].a.load
-    for candidate in fitting:
-        pair = factors[0][0]
-        load = pair[1 if candidate[3][0] else 0].load
-        if shared is not None and load is not None and load.source.same_as(shared.source):
-            return candidate
-    return fitting[0]

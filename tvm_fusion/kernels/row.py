@@ -202,21 +202,22 @@ def _reduces_trailing_axes(block: Block) -> bool:
 
 
 def _reads_own_row(block: Block, access, rows, columns, produced: _Role, role: _Role) -> bool:
-    """A full or per-row value of the group is read at the reader's own row (and, if full, its own
-    column).
+    """A per-row value is read at the reader's own row; a full one too, at its own column or at any
+    (the label's probability in a cross-entropy), since it can be computed again for that element.
     """
     if produced is _Role.SMALL:
         return True
     if role is _Role.SMALL:
         return False
     live = [i for i, a in enumerate(block.axes) if a.extent != 1]
-    want = live if produced is _Role.FULL else live[: len(rows)]
     got = []
     for index in access.index:
-        if not isinstance(index, Affine):
-            return False
         used = [i for i in sorted(index.axes) if block.axes[i].extent != 1]
-        if len(used) > 1 or (used and (index.coefficients[used[0]] != 1 or index.constant)):
-            return False
-        got += used
-    return got == want
+        if isinstance(index, Affine) and not used:
+            continue
+        plain = isinstance(index, Affine) and index.single_axis == used[0] and len(used) == 1
+        got.append(used[0] if plain else None)
+    own_row = got[: len(rows)] == live[: len(rows)]
+    if produced is _Role.ROW or role is _Role.FULL:
+        return own_row and got == (live if produced is _Role.FULL else live[: len(rows)])
+    return own_row

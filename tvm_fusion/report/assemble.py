@@ -44,12 +44,11 @@ def built_report(
     """The report of a built module; launches are read off the built modules."""
     from ..runtime.launches import count_launches
 
-    names = {id(g): n for n, g in materialized.groups.items()}
     groups = []
     for g in job.plan.groups:
         if g.kernel_class in _FREE:
             continue
-        name = names.get(id(g), g.ops[-1])
+        name = materialized.functions.get(g.ops, g.ops[-1])
         registers = [
             built.resources[k].registers
             for k in built.kernels.get(name, ())

@@ -34,10 +34,15 @@ MAX_NAME = 60
 
 @dataclass(frozen=True, slots=True)
 class Materialized:
-    """The module after fusion, and the planned group each of its PrimFuncs computes."""
+    """The module after fusion, and which of its PrimFuncs computes which group.
+
+    `groups` has one group for each PrimFunc, `functions` a PrimFunc for each group (by its
+    operators): equal groups share one.
+    """
 
     mod: tvm.IRModule
     groups: dict[str, PlannedGroup]
+    functions: dict[tuple[str, ...], str]
 
 
 def materialize(mod: tvm.IRModule, graph: FusionGraph, plan: FusionPlan) -> Materialized:
@@ -67,8 +72,15 @@ def materialize(mod: tvm.IRModule, graph: FusionGraph, plan: FusionPlan) -> Mate
         attrs=fused.attrs,
     )
     fused = relax.transform.DeadCodeElimination([plan.function])(fused)
-    names = {g.name_hint for g in fused.functions}
-    return Materialized(fused, {n: g for n, g in rewriter.groups.items() if n in names})
+    called = {
+        b.var.name: b.value.args[0].name_hint
+        for block in fused[plan.function].body.blocks
+        for b in block.bindings
+        if _is_call_tir(b.value)
+    }
+    functions = {g.ops: called[r] for r, g in rewriter.results.items() if r in called}
+    groups = {functions[g.ops]: g for g in rewriter.groups.values() if g.ops in functions}
+    return Materialized(fused, groups, functions)
 
 
 def group_views(graph: FusionGraph, plan: FusionPlan) -> list[GroupView]:
@@ -185,6 +197,7 @@ class _Rewriter:
     graph: FusionGraph
     plan: FusionPlan
     groups: dict[str, PlannedGroup] = field(default_factory=dict)
+    results: dict[str, PlannedGroup] = field(default_factory=dict)  # by name of the call's Var
     env: dict = field(default_factory=dict)  # old Var -> new Expr
     bindings: list = field(default_factory=list)
 
@@ -269,6 +282,7 @@ class _Rewriter:
                 return
             if kinds == {OpKind.CALL_TIR}:
                 self.groups.setdefault(binding.value.args[0].name_hint, group)
+                self.results[binding.var.name] = group
             self._bind(binding.var, self._new(binding.value))
             self._emit_projections(binding.var)
             return
@@ -298,11 +312,13 @@ class _Rewriter:
         call = relax.Call(gvar, [*(self._new(v) for v in inputs), *symbols])
         if len(outputs) == 1:
             new = _fresh(outputs[0], self.graph, view.outputs[0], primitive.ret_ty)
+            self.results[new.name] = group
             self.bindings.append(relax.VarBinding(new, call))
             results = [new]
         else:
             whole = relax.DataflowVar(f"{gvar.name_hint}_outputs", primitive.ret_ty)
             self.bindings.append(relax.VarBinding(whole, call))
+            self.results[whole.name] = group
             results = []
             for i, (old, tensor) in enumerate(zip(outputs, view.outputs, strict=True)):
                 new = _fresh(old, self.graph, tensor, primitive.ret_ty.fields[i])
@@ -446,6 +462,10 @@ def _fresh(output, graph: FusionGraph, tensor: int, ty):
     if index is None:
         return type(var)(var.name, ty)
     return relax.DataflowVar(graph.tensors[tensor].name.replace(".", "_"), ty)
+
+
+def _is_call_tir(e) -> bool:
+    return isinstance(e, relax.Call) and getattr(e.op, "name", "") == "relax.call_tir"
 
 
 def _is_tir(func) -> bool:

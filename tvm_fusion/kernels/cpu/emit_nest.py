@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.ir import Expr, Var
+from tvm.ir.prim.expr import CmpExpr, LogicalExpr
 from tvm.tirx import ForKind
 
 from ..expr import bytes_of, constant, convert, dtype_of, number
@@ -334,7 +335,16 @@ def _has_vector_form(stmt: tirx.Stmt) -> bool:
         return all(_has_vector_form(s) for s in stmt.seq)
     if isinstance(stmt, tirx.Bind | tirx.BufferStore):
         return all(
-            call_name(e) in VECTOR_CALLS and not (is_conditional(e) and loads(e))
+            call_name(e) in VECTOR_CALLS
+            and not (is_conditional(e) and loads(e))
+            and not _is_logic(e)
             for e in nodes(stmt.value)
         )
     return False
+
+
+def _is_logic(expr: Expr) -> bool:
+    """Logic and integer comparisons: TVM's simplifier fails on vectors of them."""
+    if isinstance(expr, LogicalExpr):
+        return True
+    return isinstance(expr, CmpExpr) and not dtype_of(expr.a).startswith("float")

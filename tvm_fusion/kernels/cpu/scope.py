@@ -29,8 +29,8 @@ from .stages import Axis, Stage
 # Temporaries up to this size live on the stack.
 MOST_STACK_BYTES = 16 << 10
 
-# Largest tree of bound values; a chain of two exponentials is larger.
-MOST_TREE_NODES = 1000
+# Largest tree of bound values: TVM takes seconds for trees of a few thousand nodes.
+MOST_TREE_NODES = 150
 
 
 @dataclass(frozen=True, slots=True, eq=False)

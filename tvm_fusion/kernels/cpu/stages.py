@@ -227,7 +227,8 @@ def _stage(realize: s_tir.SBlockRealize, extents: dict[Var, Expr]) -> Stage:
         else:
             spatial[iv.var] = axis
     stores, binds = _stores(block.body, block.name_hint)
-    inline = Substitute({**ones, **binds})
+    units = Substitute(ones)
+    inline = Substitute({**ones, **{v: units(e) for v, e in binds.items()}})
     axes = _axes_of(stores[0], spatial, block.name_hint)
     for s in stores:
         if not all(same(a, b) for a, b in zip(s.indices, stores[0].indices, strict=True)):

@@ -1,7 +1,7 @@
-"""Affine accesses: how far apart in memory the points of the batch, M, N and K axes of a tensor lie.
+"""Affine accesses: how far apart in memory the points of the batch, M, N and K axes lie.
 
 x[b, s, h, d] with batch (b, h), rows (s), columns (d):    offset = f(batch) + f(m) + f(n)
-  batch: digits (B, S*H*D) (H, D)       point 7 of the batch is 7 // H of the first, 7 % H of the second
+  batch: digits (B, S*H*D) (H, D)       point 7 is number 7 // H of the first, 7 % H of the second
   m:     digits (S, H*D)
   n:     digits (D, 1)
 """
@@ -18,7 +18,7 @@ from tvm.ir import Expr, Var
 from ..contraction import Axis, Extent, equal_sizes, size_of
 from ..contraction_index import Simplifier
 from ..contraction_inline import INDEX
-from ..expr import constant, flatten, linear_form, number, variables
+from ..expr import constant, dtype_of, flatten, linear_form, number, variables
 
 # Points of one group of axes that are walked through to find its digits.
 MAX_POINTS = 1 << 24
@@ -36,10 +36,10 @@ class Digit:
 
 @dataclass(frozen=True, slots=True)
 class AffineAccess:
-    """``offset = base + the sum over groups of (digits of the group's flat coordinate) * (their strides)``.
+    """``offset = base + sum over groups of (digits of the group's flat coordinate) * strides``.
 
-    `digits` are outermost first, merged where possible; a group that the access does not read has none
-    or one of stride 0.
+    `digits` are outermost first, merged where possible; a group that the access does not read has
+    none, or one of stride 0.
     """
 
     base: int
@@ -51,16 +51,36 @@ class AffineAccess:
 
     def contiguous(self, group: str) -> bool:
         """Whether neighbours along the group are neighbours in memory."""
-        return self.inner(group).stride == 1
+        stride = self.inner(group).stride
+        return isinstance(stride, int) and stride == 1
 
     def aligned(self, elements: int, along: str) -> bool:
-        """Whether runs of `elements` points of a group are contiguous and start at multiples of it."""
+        """Whether runs of `elements` points of a group are contiguous, at multiples of `elements`."""
         if not self.contiguous(along) or self.base % elements:
             return False
-        extents = [d.extent for d in self.digits[along]]
-        steps = [d.stride for group in self.digits.values() for d in group if d.stride != 1]
-        known = all(isinstance(x, int) for x in (extents[-1], *steps))
-        return known and not any(x % elements for x in (extents[-1], *steps))
+        inner = self.inner(along)
+        steps = [d.stride for group in self.digits.values() for d in group if d is not inner]
+        return all(is_multiple(size, elements) for size in (inner.extent, *steps))
+
+    def same_as(self, other: AffineAccess) -> bool:
+        """Whether both walk through memory alike."""
+        if self.base != other.base or self.digits.keys() != other.digits.keys():
+            return False
+        return all(
+            len(mine) == len(theirs)
+            and all(
+                equal_sizes(a.extent, b.extent) and equal_sizes(a.stride, b.stride)
+                for a, b in zip(mine, theirs, strict=True)
+            )
+            for mine, theirs in zip(self.digits.values(), other.digits.values(), strict=True)
+        )
+
+
+def is_multiple(size: Extent, of: int) -> bool:
+    """Whether a size is a multiple of a number, for all values of the symbolic variables."""
+    if isinstance(size, int):
+        return size % of == 0
+    return equal_sizes(tirx.FloorMod(size, constant(of, dtype_of(size))), 0)
 
 
 def affine_access(
@@ -160,7 +180,7 @@ _ARITHMETIC = {
 
 
 def _evaluate(expr: Expr, env: Mapping[Var, np.ndarray]) -> np.ndarray | None:
-    """An index at many points at once; None where it holds something else than arithmetic on axes."""
+    """An index at many points at once; None where it is more than arithmetic on axes."""
     if isinstance(expr, Var):
         return env.get(expr)
     if isinstance(expr, tirx.IntImm):

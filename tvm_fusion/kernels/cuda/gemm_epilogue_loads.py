@@ -1,4 +1,4 @@
-"""What an epilogue reads beside the accumulators, taken out of its expressions so that it can be read ahead.
+"""What an epilogue reads beside the accumulators, taken out of its expressions to be read ahead.
 
     out[m, n] = gelu(acc + f32(bias[n])) * f32(x[m, n])
       ->  out[m, n] = gelu(acc + l0) * l1      l0 = bias[n] (a row vector), l1 = x[m, n] (a matrix)
@@ -16,16 +16,13 @@ from tvm.ir import Expr, TensorLoad, Var
 
 from ..contraction import Contraction, Output, Segment
 from ..contraction_inline import Binding, fresh_var
-from ..expr import bytes_of, dtype_of, is_if_then_else, rebuild, same, variables, widened
+from ..expr import HALF_DTYPES, dtype_of, is_if_then_else, rebuild, same, variables, widened
 from .gemm_access import AffineAccess, Groups, affine_access
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpilogueLoad:
-    """``var = parameter[indices]``, widened; `groups` are those of batch, m, n that the index depends on.
-
-    `paired`: elements (m, n) and (m, n + 1), n even, are one aligned 32-bit word.
-    """
+    """``var = parameter[indices]``, widened; `groups`: which of batch, m, n the index depends on."""
 
     var: Var
     param: Var
@@ -46,9 +43,9 @@ class EpilogueLoad:
 
     @property
     def paired(self) -> bool:
-        """Whether two neighbouring columns are one 32-bit word."""
-        half = bytes_of(self.dtype) == 2 and self.dtype != "int16" and self.dtype != "uint16"
-        return half and self.access is not None and self.access.aligned(2, "n")
+        """Whether columns 2 i and 2 i + 1 are the halves of one aligned 32-bit word."""
+        aligned = self.access is not None and self.access.aligned(2, "n")
+        return aligned and self.dtype in HALF_DTYPES
 
 
 def take_loads(

@@ -1,4 +1,4 @@
-"""What all GEMM writers share: the PrimFunc around a kernel, expressions in its terms, tiles of a grid."""
+"""What all GEMM writers share: the PrimFunc around a kernel, and expressions in its terms."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script.builder import ir as builder
 
 from ..contraction import Axis, Contraction, Extent
-from ..contraction_inline import Binding
 from ..expr import constant, convert, dtype_of, is_integer, rebuild
 
 # Largest number of elements that 32-bit indices reach.
@@ -53,13 +52,6 @@ class Frame:
         """Indices of the index dtype, with the variables of `env` replaced."""
         rewriter = _Rewriter(self, env)
         return [rewriter.place(i) for i in indices]
-
-    def bind(self, bindings: Sequence[Binding], env: Mapping[Var, Expr]) -> dict[Var, Expr]:
-        """Emits the temporaries of an expression; `env` and their variables."""
-        env = dict(env)
-        for binding in bindings:
-            env[binding.var] = T.Bind(self.rewrite(binding.value, env))
-        return env
 
 
 @dataclass(slots=True, eq=False)

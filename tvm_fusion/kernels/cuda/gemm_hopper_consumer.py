@@ -59,7 +59,7 @@ class Consumer:
                 self._steps_with_epilogue(turn, tile)
             else:
                 with T.serial(0, plan.steps) as step:
-                    self._step_of(step, turn, tile)
+                    self._step_of(step, tile)
                 self._drain()
                 self.epilogue.now(turn, tile)
         if plan.config.deferred:
@@ -71,17 +71,17 @@ class Consumer:
         """The first steps carry the epilogue of the tile before."""
         plan = self.plan
         for step in range(plan.peeled):
-            self._step_of(step, turn, tile)
+            self._step_of(step, tile)
             first = step * plan.chunks_per_step
             with T.If(turn > 0), T.Then():
                 for chunk in range(first, min(first + plan.chunks_per_step, plan.chunks)):
                     self.epilogue.chunk(chunk)
         with T.serial(plan.peeled, plan.steps) as step:
-            self._step_of(step, turn, tile)
+            self._step_of(step, tile)
         self._drain()
         self.epilogue.keep(turn, tile)
 
-    def _step_of(self, step: Expr | int, turn: Expr, tile: Tile) -> None:
+    def _step_of(self, step: Expr | int, tile: Tile) -> None:
         """One step: wait for its stage, issue its wgmmas, hand back the stage of the step before."""
         ring, kernel, plan = self.ring, self.kernel, self.plan
         wait(kernel.shared.full.ptr_to([ring.stage]), ring.phase)
@@ -105,7 +105,7 @@ class Consumer:
         T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
         T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(1))
         self._release_previous(step)
-        self.epilogue.during(step, turn, tile)
+        self.epilogue.during(step, tile)
         ring.advance()
 
     def _release_previous(self, step: Expr | int) -> None:

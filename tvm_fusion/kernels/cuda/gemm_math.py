@@ -5,26 +5,30 @@
     sigmoid(x)                          ->  1 / (1 + 2^(-x log2 e))
     exp(x)                              ->  2^(x log2 e)
 
-gelu has no branch and a relative error of 6e-5 (0.1 units in the last place of float16), so it serves
-outputs in half precision only; the others are off by a few units in the last place of float32.
+gelu has no branch and a relative error of 6e-5 (0.1 units in the last place of float16), so it
+serves outputs in half precision only; the others are off by a few units in the last place.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 from tvm import tirx
 from tvm.ir import Call, Expr, TensorLoad, Var
 from tvm.script import tirx as T
 
+from ..contraction_inline import Binding
 from ..expr import constant, dtype_of, is_if_then_else, number, rebuild, same
 from . import intrinsics as device
 from .arithmetic import FUNCTIONS, LOG2E
+from .gemm_frame import Frame
 
 SQRT_HALF = 0.7071067811865476
 
 # How far a constant may be from sqrt(1/2): the rounding of a half.
 CONSTANT_TOLERANCE = 3e-4
 
-# Minimax fit of log2((1 + erf(x / sqrt 2)) / (1 - erf(x / sqrt 2))) / x in x^2, lowest degree first.
+# Minimax fit of log2((1 + e) / (1 - e)) / x, e = erf(x / sqrt 2), in x^2, lowest degree first.
 GELU_COEFFICIENTS = (
     2.3018540657542177,
     0.10534541133116695,
@@ -39,6 +43,28 @@ GELU_COEFFICIENTS = (
 def f32(value: float) -> Expr:
     """A float32 immediate."""
     return constant(value, "float32")
+
+
+def evaluate(
+    frame: Frame,
+    bindings: Sequence[Binding],
+    values: Sequence[Expr],
+    env: Mapping[Var, Expr],
+    half: bool,
+) -> list[Expr]:
+    """Emits the temporaries of some expressions; their values, in the frame's terms.
+
+    With exact rounding the formulas stay as they are.
+    """
+    env = dict(env)
+
+    def value(expr: Expr) -> Expr:
+        found = frame.rewrite(expr, env)
+        return found if frame.contraction.exact else lower(found, half)
+
+    for binding in bindings:
+        env[binding.var] = T.Bind(value(binding.value))
+    return [value(v) for v in values]
 
 
 def lower(expr: Expr, half: bool) -> Expr:

@@ -9,6 +9,7 @@ from ..contraction import Operand, Product, Segment, size_of
 from ..expr import bytes_of, conjunction, constant, convert, dtype_of
 from .gemm_access import AffineAccess, affine_access
 from .gemm_frame import Frame, coordinates
+from .gemm_math import evaluate
 
 VECTOR_BYTES = 16
 
@@ -115,8 +116,9 @@ class Slice:
         env = self.batch | coordinates(self.axes, flat, self.frame)
         env |= coordinates(self.product.k, term, self.frame)
         if self.vector == 1:
-            env = self.frame.bind(self.operand.bindings, env)
-            T.buffer_store(self.registers, self.frame.rewrite(self.operand.value, env), [i])
+            operand = self.operand
+            (value,) = evaluate(self.frame, operand.bindings, [operand.value], env, False)
+            T.buffer_store(self.registers, value, [i])
             return
         load = self.operand.load
         *lead, last = self.frame.place(load.indices, env)

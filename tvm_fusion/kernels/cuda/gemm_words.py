@@ -14,14 +14,10 @@ _TAKE_APART = {
 }
 
 
-def low_half(dtype: str, word: Expr) -> Expr:
-    """The first half of a pair, as a float32."""
-    return device_call("float32", f"low_{dtype}", "unsigned u", _TAKE_APART[dtype, 0], word)
-
-
-def high_half(dtype: str, word: Expr) -> Expr:
-    """The second half of a pair, as a float32."""
-    return device_call("float32", f"high_{dtype}", "unsigned u", _TAKE_APART[dtype, 1], word)
+def half_of(dtype: str, word: Expr, v: int) -> Expr:
+    """Half number `v` of a pair, as a float32."""
+    name = f"{'high' if v else 'low'}_{dtype}"
+    return device_call("float32", name, "unsigned u", _TAKE_APART[dtype, v], word)
 
 
 def load_word(place: Expr) -> Expr:

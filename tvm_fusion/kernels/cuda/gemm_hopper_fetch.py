@@ -1,0 +1,107 @@
+"""What the epilogue of the Hopper GEMM loads from global memory: kept in registers, one piece ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from tvm import tirx
+from tvm.ir import Expr
+from tvm.script import tirx as T
+
+from ..expr import convert, dtype_of
+from .gemm_epilogue_loads import EpilogueLoad
+from .gemm_grid import Tile
+from .gemm_hopper_layout import Layout
+from .gemm_words import half_of, load_word
+
+
+class Fetch:
+    """Loads of all segments' epilogues; `loads` holds those of each segment."""
+
+    def __init__(self, layout: Layout, loads: list[tuple[EpilogueLoad, ...]]):
+        self.layout, self.frame = layout, layout.kernel.frame
+        self.kept = [[(load, _registers(load)) for load in found] for found in loads]
+
+    def once(self, tile: Tile) -> None:
+        """Emits the loads of what is the same for all columns of a tile."""
+        for number, own in self._segments(tile, per_column=False):
+            for load, registers in self.kept[number]:
+                if load.per_column:
+                    continue
+                for half in range(2):
+                    row = self.layout.row(own, half)
+                    self._read(number, load, registers, half, own, row, tirx.IntImm("int32", 0))
+
+    def ahead(self, chunk: int, tile: Tile) -> None:
+        """Emits the loads for a piece."""
+        if chunk >= self.layout.plan.chunks:
+            return
+        for number, own in self._segments(tile, per_column=True):
+            for load, registers in self.kept[number]:
+                if load.per_column:
+                    self._read_piece(number, load, registers, own, chunk)
+
+    def value(
+        self, load: EpilogueLoad, registers: Expr, chunk: int, group: int, half: int, v: int
+    ) -> Expr:
+        """What was loaded for an element, widened."""
+        if not load.per_column:
+            return convert(registers[half], dtype_of(load.var))
+        at = registers[_slot(load, chunk, group, half, v)]
+        return half_of(load.dtype, at, v) if load.paired else convert(at, dtype_of(load.var))
+
+    def _segments(self, tile: Tile, per_column: bool) -> Iterator[tuple[int, Tile]]:
+        """The segments, if one of them has such loads."""
+        if any(x.per_column is per_column for kept in self.kept for x, _ in kept):
+            yield from self.layout.kernel.grid.each_segment(tile)
+
+    def _read_piece(
+        self, number: int, load: EpilogueLoad, registers: Expr, tile: Tile, chunk: int
+    ) -> None:
+        layout = self.layout
+        segment = layout.problem.segments[number]
+        width = 2 if load.paired else 1
+        for group in layout.groups(chunk):
+            for half in range(2 if load.per_row else 1):
+                for v in range(0, 2, width):
+                    column = layout.column(tile, chunk, group) + v
+                    column = layout.existing_column(segment, column, width)
+                    at = _slot(load, chunk, group, half, v)
+                    self._read(number, load, registers, at, tile, layout.row(tile, half), column)
+
+    def _read(
+        self,
+        number: int,
+        load: EpilogueLoad,
+        registers: Expr,
+        at: int,
+        tile: Tile,
+        row: Expr,
+        column: Expr,
+    ) -> None:
+        segment = self.layout.problem.segments[number]
+        row = self.layout.existing_row(row)
+        point = self.layout.point(segment, tile, row, column)
+        indices = self.frame.place(load.indices, point)
+        source = self.frame.buffers[load.param]
+        if load.per_column and load.paired:
+            T.buffer_store(registers, load_word(source.ptr_to(indices)), [at])
+        else:
+            T.buffer_store(registers, source[tuple(indices)], [at])
+
+
+def _registers(load: EpilogueLoad) -> Expr:
+    """Registers for a load: one for each row, or two pieces of two groups."""
+    rows = 2 if load.per_row else 1
+    if not load.per_column:
+        return T.alloc_local((2,), load.dtype)
+    if load.paired:
+        return T.alloc_local((4 * rows,), "uint32")
+    return T.alloc_local((8 * rows,), load.dtype)
+
+
+def _slot(load: EpilogueLoad, chunk: int, group: int, half: int, v: int) -> int:
+    """Where in its registers an element of a piece lies; pieces take turns."""
+    rows = 2 if load.per_row else 1
+    at = (chunk % 2 * 2 + group) * rows + (half if load.per_row else 0)
+    return at if load.paired else at * 2 + v

@@ -1,0 +1,141 @@
+"""The epilogue of the CUDA-core GEMM: a thread's accumulators -> its elements of the outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from tvm.ir import Expr, Var
+from tvm.script import tirx as T
+
+from ..contraction import Extent, Output, Segment
+from ..expr import bytes_of, convert
+from .gemm_access import affine_access
+from .gemm_frame import Frame, coordinates
+from .gemm_grid import Tile
+from .gemm_math import evaluate
+
+# Rows or columns a thread owns side by side: four float32 are one 16-byte access.
+GROUP = 4
+
+
+class Share:
+    """A thread's `each` of the `block` rows (or columns) of a tile: groups of up to four neighbours.
+
+    Groups lie evenly spread, so that neighbouring threads access neighbouring vectors.
+    """
+
+    def __init__(self, position: Expr, block: int, each: int):
+        self.block = block
+        self.width = min(GROUP, each)
+        count = each // self.width
+        self.starts = [g * (block // count) + position * self.width for g in range(count)]
+
+    @property
+    def each(self) -> int:
+        """Rows (or columns) of the thread."""
+        return self.width * len(self.starts)
+
+    def ragged(self, extent: Extent) -> bool:
+        """Whether the last tile reaches beyond the matrix."""
+        return not (isinstance(extent, int) and extent % self.block == 0)
+
+
+def emit_epilogue(
+    frame: Frame,
+    segment: Segment,
+    tile: Tile,
+    rows: Share,
+    columns: Share,
+    sums: Mapping[Var, Expr],
+) -> None:
+    """Emits the outputs of a tile; `sums` are the registers of each accumulator, row by row."""
+    writers = [_Writer(frame, segment, output) for output in segment.outputs]
+    M = frame.contraction.M
+    batch = coordinates(segment.batch, tile.batch, frame)
+    for number, first in enumerate(rows.starts):
+        with T.serial(rows.width, unroll=True) as i:
+            row = T.Bind(tile.m * rows.block + first + i)
+            with _guard(row < frame.size(M) if rows.ragged(M) else None):
+                env = batch | coordinates(segment.m, row, frame)
+                start = (number * rows.width + i) * columns.each
+                _row(frame, segment, tile, columns, sums, writers, env, start)
+
+
+def _row(
+    frame: Frame,
+    segment: Segment,
+    tile: Tile,
+    columns: Share,
+    sums: Mapping[Var, Expr],
+    writers: list[_Writer],
+    env: Mapping[Var, Expr],
+    start: Expr,
+) -> None:
+    """One row of a thread: its groups of columns, whole vectors where all outputs take them."""
+    vector = columns.width == GROUP and all(w.vector for w in writers)
+    ragged = columns.ragged(segment.N)
+
+    def inside(column: Expr) -> Expr | None:
+        return column < frame.size(segment.N) if ragged else None
+
+    def point(column: Expr) -> dict[Var, Expr]:
+        return {**env, **coordinates(segment.n, column, frame)}
+
+    for number, first in enumerate(columns.starts):
+        column = T.Bind(tile.n * columns.block + first)
+        # A vector is inside as a whole: N is a multiple of its width.
+        with _guard(inside(column) if vector else None):
+            for v in range(columns.width):
+                with _guard(None if vector else inside(column + v)):
+                    at = point(column + v)
+                    at |= {acc: s[start + number * columns.width + v] for acc, s in sums.items()}
+                    values = evaluate(
+                        frame,
+                        segment.bindings,
+                        [output.value for output in segment.outputs],
+                        at,
+                        all(bytes_of(output.dtype) == 2 for output in segment.outputs),
+                    )
+                    for writer, value in zip(writers, values, strict=True):
+                        writer.put(value, at, v, vector)
+            if vector:
+                for writer in writers:
+                    writer.flush(point(column))
+
+
+@contextmanager
+def _guard(condition: Expr | None) -> Iterator[None]:
+    if condition is None:
+        yield
+        return
+    with T.If(condition), T.Then():
+        yield
+
+
+class _Writer:
+    """Stores one output, four neighbouring columns at a time where they lie side by side."""
+
+    def __init__(self, frame: Frame, segment: Segment, output: Output):
+        self.frame, self.output = frame, output
+        shape = frame.contraction.params[output.param].shape
+        groups = {"batch": segment.batch, "m": segment.m, "n": segment.n}
+        access = affine_access(output.indices, shape, groups)
+        self.vector = access is not None and access.aligned(GROUP, "n")
+        self.stage = T.alloc_local((GROUP,), output.dtype)
+
+    def put(self, value: Expr, at: Mapping[Var, Expr], v: int, vector: bool) -> None:
+        """Stores element `v` of a group, or keeps it for `flush`."""
+        value = convert(value, self.output.dtype)
+        if vector:
+            T.buffer_store(self.stage, value, [v])
+        else:
+            target = self.frame.output(self.output.param)
+            T.buffer_store(target, value, self.frame.place(self.output.indices, at))
+
+    def flush(self, at: Mapping[Var, Expr]) -> None:
+        """Stores the kept group."""
+        target = self.frame.output(self.output.param)
+        *lead, last = self.frame.place(self.output.indices, at)
+        with T.vectorized(GROUP) as v:
+            T.buffer_store(target, self.stage[v], [*lead, last + v])
