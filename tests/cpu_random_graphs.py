@@ -176,14 +176,21 @@ def _take(rng, bb, x, shape, y, other, indices, dtype):
 
 
 def _where(rng, bb, x, shape, y, other, indices, dtype):
-    if shape != other:
+    if shape != other or not _is_parameter(x):
         return None
-    return op.where(bb.emit(op.greater(x, y)), x, bb.emit(op.negative(y)))
+    return op.where(bb.emit(op.greater(x, relax.const(0.25, dtype))), x, bb.emit(op.negative(y)))
 
 
 def _argmax(rng, bb, x, shape, y, other, indices, dtype):
+    if not _is_parameter(x):
+        return None
     found = bb.emit(op.argmax(x, axis=rng.randrange(len(shape)), keepdims=True))
     return op.multiply(bb.emit(op.astype(found, dtype)), relax.const(0.01, dtype))
+
+
+def _is_parameter(x):
+    """Whether `x` is exactly the same in every implementation: a rounding may flip what depends on it."""
+    return not isinstance(x, relax.DataflowVar)
 
 
 def _pool(rng, bb, x, shape, y, other, indices, dtype):

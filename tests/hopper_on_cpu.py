@@ -1,20 +1,24 @@
 """Runs TIRx kernels with TMA, mbarriers and wgmma on the CPU, on top of `cuda_on_cpu`.
 
-Every device function that holds PTX of these units is replaced by a call of the unit in
+A device function that holds PTX of these units becomes a call of the unit in
 `cuda_emulator/hopper.h`; tensor maps are encoded by Python, with the driver's rules checked.
 """
 
 import ctypes
 import re
 import struct
+import subprocess
+import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import tvm_ffi
 from tvm import tirx
 
-from tests import cuda_on_cpu
-from tests.cuda_on_cpu import EMULATOR
+from . import cuda_on_cpu
+from .cuda_on_cpu import EMULATOR, cuda_source
 
 ENCODE = "runtime.cuTensorMapEncodeTiled"
 
@@ -23,21 +27,20 @@ MAP_LAYOUT = "=2iQ5q5q5i"
 
 BYTES = {"float16": 2, "bfloat16": 2}
 
+_translate_plain = cuda_on_cpu._translate
+
 
 def run_hopper_on_cpu(func: tirx.PrimFunc, arrays: Sequence[np.ndarray]) -> int:
     """Runs `func` on `arrays` (written in place); see `cuda_on_cpu.run_cuda_on_cpu`."""
     tvm_ffi.register_global_func(ENCODE, encode_map, override=True)
-    plain = cuda_on_cpu._translate
     cuda_on_cpu._translate = _translate
     try:
         return cuda_on_cpu.run_cuda_on_cpu(func, arrays)
     finally:
-        cuda_on_cpu._translate = plain
+        cuda_on_cpu._translate = _translate_plain
 
 
-def encode_map(
-    target: ctypes.c_void_p, dtype: str, rank: int, data: ctypes.c_void_p, *numbers: int
-) -> int:
+def encode_map(target: object, dtype: str, rank: int, data: object, *numbers: int) -> int:
     """What cuTensorMapEncodeTiled does, and what it refuses."""
     extents, numbers = numbers[:rank], numbers[rank:]
     strides, numbers = numbers[: rank - 1], numbers[rank - 1 :]
@@ -63,96 +66,116 @@ def _address(value: object) -> int:
     return value.value if isinstance(value, ctypes.c_void_p) else int(value)
 
 
-_PLAIN = cuda_on_cpu._translate
-
-
 def _translate(source: str, kernel: str) -> str:
+    """As `cuda_on_cpu._translate`, with the units of hopper.h in place of their PTX."""
     start = source.rindex('extern "C" __global__')
     head = source[source.index("#define ushort unsigned short") : start]
-    helpers = []
-    for name, definition in cuda_on_cpu._functions(head):
-        if name in ("tvm_builtin_cuda_mbarrier_wait", "ptx_wgmma_encode_matrix_descriptor"):
-            continue
-        helpers.append(_stand_in(definition) if "asm volatile" in definition else definition)
+    helpers = [
+        _stand_in(definition) if "asm volatile" in definition else definition
+        for name, definition in cuda_on_cpu._functions(head)
+        if name not in ("tvm_builtin_cuda_mbarrier_wait", "ptx_wgmma_encode_matrix_descriptor")
+    ]
     body = source[start:].replace("const __grid_constant__ CUtensorMap", "CUtensorMap")
     shared = re.findall(r"^ *extern __shared__ .*;\n", body, re.MULTILINE)
-    for line in shared[1:]:
-        body = body[::-1].replace(line[::-1], "", 1)[::-1]
+    assert len(set(shared)) == 1
+    body = body.replace(shared[0], "", len(shared) - 1)
     text = "#define ushort unsigned short\n#endif\n" + "\n".join(helpers) + "\n" + body
-    text = _PLAIN(text, kernel)
-    hopper = (EMULATOR / "hopper.h").read_text() + _DESCRIPTOR
-    text = text.replace('#include "device.h"\n', f'#include "device.h"\n{hopper}\n', 1)
-    text = text.replace("static void enter() {", "static void enter() { hopper_reset_once();", 1)
-    return text
-
-
-_DESCRIPTOR = """
-#define tvm_builtin_cuda_mbarrier_wait barrier_wait
-static float __low2float(uint u) { return from_table(false, u & 0xffff); }
-static float __high2float(uint u) { return from_table(false, u >> 16); }
-static float __uint_as_float(uint u) { float f; memcpy(&f, &u, 4); return f; }
-typedef uint __half2;
-static void ptx_wgmma_encode_matrix_descriptor(uint64_t* d, void* p, int leading, int stride, int swizzle) {
-  uint64_t kind = swizzle == 3 ? 1 : 0;
-  *d = (__cvta_generic_to_shared(p) >> 4 & 0x3fff) | (uint64_t)leading << 16 | (uint64_t)stride << 32 | kind << 62;
-}
-static Block* last_home;
-static void hopper_reset_once() {
-  if (cluster_blocks->data() == last_home && !counted_barriers.empty() && current->linear) return;
-  if (current->linear == 0) { hopper_reset(); last_home = cluster_blocks->data(); }
-}
-"""
+    text = _translate_plain(text, kernel)
+    units = (EMULATOR / "hopper.h").read_text()
+    text = text.replace('#include "device.h"\n', f'#include "device.h"\n{units}\n', 1)
+    return text.replace("static void enter() {", "static void enter() { begin_thread();", 1)
 
 
 def _stand_in(definition: str) -> str:
     """The device function with its PTX replaced by a call of the emulated unit."""
     head, _ = definition.split("{", 1)
     ptx = re.search(r'asm volatile\("([^"]*)"', definition).group(1)
-    names = [
-        p.split()[-1].lstrip("&*")
-        for p in head[head.index("(") + 1 : head.rindex(")")].split(",")
-        if p
-    ]
+    parameters = head[head.index("(") + 1 : head.rindex(")")].split(",")
+    names = [p.split()[-1].lstrip("&*") for p in parameters if p.strip()]
     return f"{head}{{ {_unit(ptx, names)} }}"
 
 
 def _unit(ptx: str, names: list[str]) -> str:
-    tensor = re.match(r"cp\.async\.bulk\.tensor\.(\d)d\.(shared|global)", ptx)
-    if tensor:
-        rank = int(tensor.group(1))
-        if tensor.group(2) == "shared":
-            target, tmap, *at, barrier = names
-            return f"int at[] = {{{', '.join(at)}}}; tensor_load({target}, {tmap}, at, {rank}, {barrier});"
-        tmap, *at, source = names
-        return f"int at[] = {{{', '.join(at)}}}; tensor_store({tmap}, at, {rank}, {source});"
-    wgmma = re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(b?)f16", ptx)
-    if wgmma:
-        n = int(wgmma.group(1))
-        sums, (a, b, keep) = names[: n // 2], names[n // 2 :]
-        ta, tb = re.search(r"ps0, 1, 1, (\d), (\d);", ptx).groups()
-        pointers = ", ".join(f"&{s}" for s in sums)
-        brain = "true" if wgmma.group(2) else "false"
-        return f"multiply({{{pointers}}}, {a}, {b}, {n}, {keep}, {ta}, {tb}, {brain});"
+    for emulate in (_tensor_copy, _multiply, _matrices):
+        call = emulate(ptx, names)
+        if call is not None:
+            return call
     count = re.search(r" (\d+);$", ptx)
-    words = ", ".join(names)
+    number, words = count and count.group(1), ", ".join(names)
     table = {
         "mbarrier.init": f"barrier_init({words});",
         "mbarrier.arrive.expect_tx": f"barrier_arrive_expect({words});",
         "mbarrier.arrive.shared": f"barrier_arrive({words});",
         "bar.sync": f"named_barrier({words});",
         "wgmma.commit_group": "multiply_commit();",
-        "wgmma.wait_group": f"multiply_wait({count and count.group(1)});",
+        "wgmma.wait_group": f"multiply_wait({number});",
         "cp.async.bulk.commit_group": "store_commit();",
-        "cp.async.bulk.wait_group": f"store_wait({count and count.group(1)});",
-        "stmatrix": f"uint32_t w[] = {{{', '.join(names[1:])}}}; move_matrices<true>({names[0] if names else ''}, w);",
-        "ldmatrix": "uint32_t w[4]; move_matrices<false>({4}, w); {0} = w[0]; {1} = w[1]; {2} = w[2]; {3} = w[3];".format(
-            *(names + [""] * 5)[:5]
-        ),
+        "cp.async.bulk.wait_group": f"store_wait({number});",
         "wgmma.fence": "",
         "setmaxnreg": "",
         "fence.proxy.async": "",
     }
-    for start, unit in table.items():
+    for start, call in table.items():
         if ptx.startswith(start):
-            return unit
+            return call
     raise NotImplementedError(f"PTX that the emulator does not know: {ptx}")
+
+
+def _tensor_copy(ptx: str, names: list[str]) -> str | None:
+    found = re.match(r"cp\.async\.bulk\.tensor\.(\d)d\.(shared|global)", ptx)
+    if found is None:
+        return None
+    rank = int(found.group(1))
+    if found.group(2) == "shared":
+        target, tensor, *at, barrier = names
+        call = f"tensor_load({target}, {tensor}, at, {rank}, {barrier});"
+    else:
+        tensor, *at, source = names
+        call = f"tensor_store({tensor}, at, {rank}, {source});"
+    return f"int at[] = {{{', '.join(at)}}}; {call}"
+
+
+def _multiply(ptx: str, names: list[str]) -> str | None:
+    found = re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(b?)f16", ptx)
+    if found is None:
+        return None
+    n, brain = int(found.group(1)), "true" if found.group(2) else "false"
+    sums, (a, b, keep) = names[: n // 2], names[n // 2 :]
+    transposed = ", ".join(re.search(r"ps0, 1, 1, (\d), (\d);", ptx).groups())
+    pointers = ", ".join(f"&{s}" for s in sums)
+    return f"multiply({{{pointers}}}, {a}, {b}, {n}, {keep}, {transposed}, {brain});"
+
+
+def _matrices(ptx: str, names: list[str]) -> str | None:
+    if ptx.startswith("stmatrix"):
+        place, *words = names
+        return f"uint32_t w[] = {{{', '.join(words)}}}; move_matrices<true>({place}, w);"
+    if ptx.startswith("ldmatrix"):
+        *words, place = names
+        out = " ".join(f"{word} = w[{i}];" for i, word in enumerate(words))
+        return f"uint32_t w[4]; move_matrices<false>({place}, w); {out}"
+    return None
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What ptxas says of a kernel; `remarks` are warnings such as serialised wgmma."""
+
+    registers: int
+    spill_bytes: int
+    remarks: tuple[str, ...]
+
+
+def compile_hopper(func: tirx.PrimFunc) -> Compiled:
+    """Compiles one kernel to a cubin for sm_90a; raises where nvcc refuses."""
+    with tempfile.TemporaryDirectory() as folder:
+        code = Path(folder, "kernel.cu")
+        code.write_text(cuda_source(func))
+        command = ["nvcc", "-w", "-arch=sm_90a", "-cubin", "-O3", "--use_fast_math", "-Xptxas=-v"]
+        command += ["-o", str(Path(folder, "kernel.cubin")), str(code)]
+        run = subprocess.run(command, capture_output=True, text=True)
+    if run.returncode:
+        raise RuntimeError(f"nvcc refuses the kernel:\n{run.stderr[:4000]}")
+    spills = map(int, re.findall(r"(\d+) bytes spill", run.stderr))
+    registers = int(re.search(r"Used (\d+) registers", run.stderr).group(1))
+    return Compiled(registers, sum(spills), tuple(re.findall(r"\(C7\d+\)[^\n]*", run.stderr)))

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from tvm import relax, tirx
 from tvm.relax import op
+from tvm.script import tirx as T
 
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
@@ -70,6 +71,17 @@ def stride_two(bb, x):
 
 def slice_columns(bb, x):
     return op.exp(bb.emit(op.strided_slice(x, [1], [4], [20])))
+
+
+def with_transpose(bb, x, y):
+    """Two outputs over different axes."""
+    return relax.Tuple([bb.emit(op.exp(x)), bb.emit(op.permute_dims(bb.emit(op.exp(y)), [1, 0]))])
+
+
+def heads_and_keys(bb, q, k):
+    """[B, S, H, D] -> [B, H, S, D] and [B, H, D, S], as attention wants them."""
+    heads = bb.emit(op.permute_dims(bb.emit(op.negative(q)), [0, 2, 1, 3]))
+    return relax.Tuple([heads, bb.emit(op.permute_dims(bb.emit(op.negative(k)), [0, 2, 3, 1]))])
 
 
 def reshaped_outputs(bb, x):
@@ -199,6 +211,27 @@ CASES = [
         f16(5, 16),
         reference=lambda x, c, s: [x * c + turned(x) * s],
     ),
+    case(
+        "siblings",
+        with_transpose,
+        f16(40, 24),
+        f16(24, 72),
+        reference=lambda x, y: [np.exp(x), np.exp(y).T],
+    ),
+    case(
+        "heads_and_keys",
+        heads_and_keys,
+        f16(2, 40, 3, 32),
+        f16(2, 40, 3, 32),
+        reference=lambda q, k: [-q.transpose(0, 2, 1, 3), -k.transpose(0, 2, 3, 1)],
+    ),
+    case(
+        "transpose_of_tails",
+        transpose_add,
+        f16(70, 45),
+        f16(45, 70),
+        reference=lambda x, y: [x.T + y],
+    ),
     case("reshaped", reshaped_outputs, f16(4, 6), reference=lambda x: [np.exp(x), -x]),
     case(
         "integers",
@@ -260,6 +293,8 @@ def test_a_kernel_computes_what_float64_says(case):
         PointwiseConfig(threads=32, width=1),
         PointwiseConfig(threads=64, width=4, unroll=2),
         PointwiseConfig(threads=32, width=2, unroll=3),
+        PointwiseConfig(threads=64, width=8, across=0),
+        PointwiseConfig(threads=32, width=4, across=0),
     ],
     ids=str,
 )
@@ -346,6 +381,34 @@ def test_the_number_of_threads_shrinks_with_the_work():
     assert pointwise_config(small, H200).threads == 64
 
 
+def test_lanes_walk_along_the_axis_in_which_strided_reads_are_consecutive():
+    transposed = analyze(fuse(transpose_add, f16(64, 128), f16(128, 64)))
+    assert pointwise_config(transposed, H200).across == 0
+    assert pointwise_config(analyze(CASES[0].func()), H200).across is None
+
+
+def test_walking_across_rows_of_unknown_number_is_refused():
+    n = tirx.Var("n", "int64")
+    program = analyze(fuse(two_outputs, ((n, 24), "float16"), ((24,), "float16")))
+    with pytest.raises(Unsupported, match="unknown number"):
+        emit_pointwise(program, H200, PointwiseConfig(64, 8, across=0))
+
+
+@T.prim_func(s_tir=True)
+def scaled_by_value(X: T.Buffer((4, 6), "float32"), Y: T.Buffer((4, 6), "float32"), n: T.int64):
+    for i, j in T.grid(4, 6):
+        with T.sblock("scale"):
+            vi, vj = T.axis.remap("SS", [i, j])
+            Y[vi, vj] = X[vi, vj] * T.Cast("float32", n)
+
+
+def test_numbers_are_passed_by_value():
+    x = np.arange(24, dtype="float32").reshape(4, 6)
+    y = np.full_like(x, np.nan)
+    run_cuda_on_cpu(emit_pointwise(analyze(scaled_by_value), H200), [x, y, 3])
+    np.testing.assert_array_equal(y, 3 * x)
+
+
 def test_a_program_with_reductions_is_refused():
     program = analyze(fuse(lambda bb, x: op.sum(x, axis=-1), f16(4, 8)))
     with pytest.raises(Unsupported, match="reduces"):
@@ -381,6 +444,8 @@ def test_equal_programs_give_equal_code():
 
 def test_all_kernels_become_cubins_without_spills():
     kernels = {c.name: emit_pointwise(analyze(c.func()), H200) for c in CASES}
+    huge = analyze(fuse(bias_gelu, f16(70000, 40000), f16(40000)))
+    kernels["offsets_of_64_bits"] = emit_pointwise(huge, H200)
     resources = compile_cubins(kernels)
     assert {r.kernel for r in resources} == set(kernels)
     assert [r for r in resources if r.spill_bytes] == []

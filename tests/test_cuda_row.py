@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from tvm import relax, tirx
 from tvm.relax import op
+from tvm.script import tirx as T
 
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
@@ -309,6 +310,13 @@ CASES = [
         ((3, 40, 5), "float16"),
         reference=lambda x: [x.sum(1)],
     ),
+    small("softmax_double", softmax, ((3, 40), "float64"), reference=lambda x: [softmax_of(x)]),
+    small(
+        "odd_bfloat16",
+        half_softmax,
+        ((3, 41), "bfloat16"),
+        reference=lambda x: [softmax_of(x)],
+    ),
     small(
         "rows_under_two_shapes",
         log_sum_exp_reshaped,
@@ -492,10 +500,79 @@ def test_vectors_that_do_not_divide_the_row_are_refused():
         emit_row(program, RowConfig(), H200)
 
 
+@pytest.mark.parametrize("config", [RowConfig(threads=4, rows=2), RowConfig(threads=48)], ids=str)
+def test_blocks_that_are_not_whole_warps_are_refused(config):
+    with pytest.raises(Unsupported, match="threads"):
+        emit_row(analyze(softmax_case(2, 1040).func()), config, H200)
+
+
+@pytest.mark.parametrize(
+    ("emit", "shapes"),
+    [
+        (embed_rmsnorm, [((4, 1040), "float16"), ((6,), "int64"), ((1040,), "float16")]),
+        (
+            lambda bb, x: op.nn.softmax(bb.emit(op.strided_slice(x, [1], [4], [1044]))),
+            [((6, 1056), "float16")],
+        ),
+    ],
+    ids=["picked by data", "not aligned"],
+)
+def test_rows_that_bulk_copies_cannot_bring_are_refused(emit, shapes):
+    program = analyze(fuse(emit, *shapes))
+    with pytest.raises(Unsupported, match="cannot be streamed"):
+        emit_row(program, FORMS["a_ring"], H200)
+    long = [(tuple(s * 64 if s >= 1040 else s for s in shape), dtype) for shape, dtype in shapes]
+    if emit is embed_rmsnorm:
+        assert row_configs(analyze(fuse(emit, *long)), H200)[0].form is not BULK
+
+
 def test_equal_programs_give_equal_code():
     case = add_rms_case(5, 1000)
     kernels = [emit_row(analyze(case.func()), config_of(case), H200) for _ in range(2)]
     assert cuda_source(kernels[0]) == cuda_source(kernels[1])
+
+
+@T.prim_func(s_tir=True)
+def all_and_any(X: T.Buffer((5, 24), "bool"), A: T.Buffer((5,), "bool"), B: T.Buffer((5,), "bool")):
+    for i, k in T.grid(5, 24):
+        with T.sblock("all"):
+            vi, vk = T.axis.remap("SR", [i, k])
+            with T.init():
+                A[vi] = T.bool(True)
+            A[vi] = A[vi] and X[vi, vk]
+    for i, k in T.grid(5, 24):
+        with T.sblock("any"):
+            vi, vk = T.axis.remap("SR", [i, k])
+            with T.init():
+                B[vi] = T.bool(False)
+            B[vi] = B[vi] or X[vi, vk]
+
+
+def test_bools_are_reduced_by_all_and_any():
+    x = np.random.default_rng(5).random((5, 24)) < 0.5
+    x[0], x[1] = True, False
+    every, some = np.zeros(5, bool), np.zeros(5, bool)
+    program = analyze(all_and_any)
+    run_cuda_on_cpu(emit_row(program, row_configs(program, H200)[0], H200), [x, every, some])
+    np.testing.assert_array_equal(every, x.all(-1))
+    np.testing.assert_array_equal(some, x.any(-1))
+
+
+@T.prim_func(s_tir=True)
+def sum_from_two(X: T.Buffer((5, 24), "float32"), Y: T.Buffer((5,), "float32")):
+    for i, k in T.grid(5, 24):
+        with T.sblock("sum"):
+            vi, vk = T.axis.remap("SR", [i, k])
+            with T.init():
+                Y[vi] = T.float32(2)
+            Y[vi] = Y[vi] + X[vi, vk]
+
+
+def test_an_initial_value_that_counts_is_added_once():
+    x = np.random.default_rng(6).standard_normal((5, 24)).astype("float32")
+    y = np.full(5, np.nan, "float32")
+    run_cuda_on_cpu(emit_row(analyze(sum_from_two), RowConfig(threads=64, width=4), H200), [x, y])
+    assert_close(y, 2 + x.astype("f8").sum(-1), "float32")
 
 
 def test_a_softmax_has_one_barrier():

@@ -135,6 +135,29 @@ def test_an_access_knows_its_indices():
     ]
 
 
+def with_transpose(bb, x, y):
+    return relax.Tuple([bb.emit(op.exp(x)), bb.emit(op.permute_dims(bb.emit(op.exp(y)), [1, 0]))])
+
+
+def two_sizes(bb, x, y):
+    return relax.Tuple([bb.emit(op.exp(x)), bb.emit(op.exp(y))])
+
+
+@pytest.mark.parametrize(
+    ("emit", "shapes", "spaces"),
+    [
+        (with_transpose, [(4, 6), (4, 6)], [([], 24), ([6], 4)]),
+        (two_sizes, [(4, 6), (4, 8)], [([], 24), ([], 32)]),
+    ],
+    ids=["transposed", "two sizes"],
+)
+def test_outputs_over_other_axes_are_siblings(emit, shapes, spaces):
+    program = analyze(fuse(emit, *((shape, HALF) for shape in shapes)))
+    parts = [program, *program.siblings]
+    assert [(list(part.rows), part.columns) for part in parts] == spaces
+    assert [o.param for part in parts for o in part.outputs] == [2, 3]
+
+
 def test_loads_under_a_condition_keep_it():
     program = analyze(fuse(concat, ((4, 6), HALF), ((4, 10), HALF)))
     j = program.column_var
@@ -436,6 +459,14 @@ def with_a_bit_cast(X: T.Buffer((8,), "float16"), Y: T.Buffer((8,), "uint16")):
             Y[vi] = T.reinterpret("uint16", X[vi] + T.float16(1))
 
 
+@T.prim_func(s_tir=True)
+def eight_bit_floats(X: T.Buffer((8,), "float8_e4m3fn"), Y: T.Buffer((8,), "float8_e4m3fn")):
+    for i in range(8):
+        with T.sblock("a"):
+            vi = T.axis.spatial(8, i)
+            Y[vi] = X[vi]
+
+
 def shifted_sum(bb, x):
     total = bb.emit(op.sum(x, axis=-1))
     return op.strided_slice(total, [0], [1], [4])
@@ -449,10 +480,6 @@ def two_lengths(bb, x, y):
     return relax.Tuple([bb.emit(op.sum(x, axis=-1)), bb.emit(op.sum(y, axis=-1))])
 
 
-def two_sizes(bb, x, y):
-    return relax.Tuple([bb.emit(op.exp(x)), bb.emit(op.exp(y))])
-
-
 def broadcast_sum(bb, x, y):
     return op.add(bb.emit(op.sum(x, axis=-1, keepdims=True)), y)
 
@@ -462,7 +489,6 @@ REFUSALS = [
     ("another row", lambda: fuse(reversed_sum, ((4, 6), HALF)), "another row"),
     ("part of the rows", lambda: fuse(shifted_sum, ((4, 6), HALF)), "no part of"),
     ("two lengths", lambda: fuse(two_lengths, ((4, 6), HALF), ((4, 8), HALF)), "over 6 and over 8"),
-    ("two sizes", lambda: fuse(two_sizes, ((4, 6), HALF), ((4, 8), HALF)), "no part of"),
     ("wider output", lambda: fuse(broadcast_sum, ((4, 6), HALF), ((4, 8), HALF)), "no part of"),
     ("two writers", lambda: two_writers, "several blocks"),
     ("in part", lambda: written_in_part, "in part"),
@@ -471,6 +497,7 @@ REFUSALS = [
     ("scheduled", lambda: scheduled, "already scheduled"),
     ("predicate", lambda: with_a_predicate, "predicate"),
     ("side effects", lambda: with_a_call, "call of tirx.call_extern"),
+    ("dtype", lambda: eight_bit_floats, "holds float8_e4m3fn"),
     ("bit cast", lambda: with_a_bit_cast, "bit cast"),
 ]
 

@@ -21,6 +21,8 @@
 #define __restrict__
 #define __align__(n) alignas(n)
 #define CUDART_INF_F INFINITY
+#define CUDART_INF ((double)INFINITY)
+#define CUDART_NAN ((double)NAN)
 #define CUDART_NAN_F NAN
 typedef unsigned int uint;
 typedef unsigned char uchar;
@@ -60,6 +62,7 @@ static inline half __float2half_rn(float x) { return (half)x; }
 static inline half __float2half(float x) { return (half)x; }
 static inline float __bfloat162float(nv_bfloat16 x) { return x; }
 static inline nv_bfloat16 __float2bfloat16(float x) { return x; }
+static inline nv_bfloat16 __float2bfloat16_rn(float x) { return x; }
 static inline float2 __half22float2(half2 h) { return {(float)h.x, (float)h.y}; }
 static inline half2 __floats2half2_rn(float a, float b) { return {(half)a, (half)b}; }
 

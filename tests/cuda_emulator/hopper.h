@@ -217,12 +217,23 @@ template <bool store> static void move_matrices(uint32_t own, uint32_t* words) {
   __syncwarp();
 }
 
-static void hopper_reset() {
-  counted_barriers.clear(); named_barriers.clear(); loads.clear(); stores.clear(); open_stores.clear();
-  multiplies.clear(); open_multiplies.clear(); row_addresses.clear();
+// ---- the emulator's own
+
+static void begin_thread() {
+  if (current->linear) return;
+  counted_barriers.clear(); named_barriers.clear(); row_addresses.clear();
+  loads.clear(); stores.clear(); open_stores.clear();
+  multiplies.clear(); open_multiplies.clear();
 }
-static bool hopper_idle() {
-  for (auto& entry : open_stores) if (!entry.second.empty()) return false;
-  for (auto& entry : stores) if (!entry.second.empty()) return false;
-  return loads.empty();
+
+// ---- names of the generated code
+
+#define tvm_builtin_cuda_mbarrier_wait barrier_wait
+typedef uint __half2;
+static float __low2float(uint u) { return from_table(false, u & 0xffff); }
+static float __high2float(uint u) { return from_table(false, u >> 16); }
+static float __uint_as_float(uint u) { float f; memcpy(&f, &u, 4); return f; }
+static void ptx_wgmma_encode_matrix_descriptor(uint64_t* d, void* p, int leading, int stride, int swizzle) {
+  uint64_t kind = swizzle == 3 ? 1 : 0;
+  *d = (__cvta_generic_to_shared(p) >> 4 & 0x3fff) | (uint64_t)leading << 16 | (uint64_t)stride << 32 | kind << 62;
 }

@@ -1,10 +1,12 @@
 """The workloads as JAX functions of the inputs and the parameters, in torch's order."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ..demo import causal_mask, rope_tables
 from .workloads import HEADS, Instance
 
 Array = jax.Array
@@ -50,20 +52,34 @@ def swiglu(x: Array, gate: Array, up: Array, down: Array) -> Array:
     return linear(jax.nn.silu(linear(x, gate)) * linear(x, up), down)
 
 
-def attention(x: Array, query: Array, key: Array, value: Array, out: Array) -> Array:
-    """Attention, written out."""
+def attention(
+    x: Array, query: Array, key: Array, value: Array, out: Array, *, rotary: bool = False
+) -> Array:
+    """Attention, written out; `rotary` adds RoPE and a causal mask."""
     batch, length, width = x.shape
     split = (batch, length, HEADS, width // HEADS)
-    q = linear(x, query).reshape(split).transpose(0, 2, 1, 3)
-    k = linear(x, key).reshape(split).transpose(0, 2, 3, 1)
-    v = linear(x, value).reshape(split).transpose(0, 2, 1, 3)
-    p = jax.nn.softmax((q @ k) * (1.0 / (width // HEADS) ** 0.5), axis=-1)
-    return linear((p @ v).transpose(0, 2, 1, 3).reshape(batch, length, width), out)
+    q, k, v = (linear(x, w).reshape(split) for w in (query, key, value))
+    if rotary:
+        q, k = _rotate(q), _rotate(k)
+    scores = q.transpose(0, 2, 1, 3) @ k.transpose(0, 2, 3, 1) * (1.0 / (width // HEADS) ** 0.5)
+    if rotary:
+        scores = scores + jnp.asarray(causal_mask(length, "float16"), x.dtype)
+    mixed = jax.nn.softmax(scores, axis=-1) @ v.transpose(0, 2, 1, 3)
+    return linear(mixed.transpose(0, 2, 1, 3).reshape(batch, length, width), out)
 
 
-def block(x: Array, attention_norm: Array, mlp_norm: Array, *weights: Array) -> Array:
+def _rotate(x: Array) -> Array:
+    """RoPE on [batch, length, heads, head width]."""
+    cos, sin = (jnp.asarray(t, x.dtype) for t in rope_tables(x.shape[1], x.shape[3], "float32"))
+    first, second = jnp.split(x, 2, -1)
+    return x * cos + jnp.concatenate([-second, first], -1) * sin
+
+
+def block(
+    x: Array, attention_norm: Array, mlp_norm: Array, *weights: Array, rotary: bool = False
+) -> Array:
     """A pre-norm transformer block."""
-    x = x + attention(rms(x, attention_norm), *weights[:4])
+    x = x + attention(rms(x, attention_norm), *weights[:4], rotary=rotary)
     return x + swiglu(rms(x, mlp_norm), *weights[4:])
 
 
@@ -123,6 +139,7 @@ FUNCTIONS: dict[str, Any] = {
     "swiglu_mlp": swiglu,
     "attention": attention,
     "block": block,
+    "demo_block": functools.partial(block, rotary=True),
     "decode_mlp": swiglu,
     "conv_bn_relu": conv_block,
 }

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..demo import causal_mask, rope_tables
 from ..errors import InputError
 
 try:
@@ -167,13 +168,39 @@ class Attention(nn.Module):
         return self.out(torch.matmul(p, v).permute(0, 2, 1, 3).reshape(batch, length, width))
 
 
+class RotaryAttention(Attention):
+    """`Attention` with RoPE on queries and keys and an additive causal mask, as in the demo."""
+
+    def __init__(self, width: int, length: int, heads: int = HEADS) -> None:
+        super().__init__(width, heads)
+        tables = (*rope_tables(length, self.head_width, "float32"), causal_mask(length, "float16"))
+        for name, table in zip(("cos", "sin", "mask"), tables, strict=True):
+            self.register_buffer(name, torch.from_numpy(table))
+
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
+        """RoPE on [batch, length, heads, head width]."""
+        first, second = x.chunk(2, -1)
+        return x * self.cos + torch.cat([-second, first], -1) * self.sin
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attend to what came before within [batch, sequence, width]."""
+        batch, length, width = x.shape
+        split = (batch, length, self.heads, self.head_width)
+        q = self.rotate(self.query(x).reshape(split)).permute(0, 2, 1, 3)
+        k = self.rotate(self.key(x).reshape(split)).permute(0, 2, 3, 1)
+        v = self.value(x).reshape(split).permute(0, 2, 1, 3)
+        scores = torch.matmul(q, k) * (1.0 / self.head_width**0.5) + self.mask
+        mixed = torch.matmul(torch.softmax(scores, dim=-1), v)
+        return self.out(mixed.permute(0, 2, 1, 3).reshape(batch, length, width))
+
+
 class Block(nn.Module):
     """A pre-norm transformer block."""
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int, hidden: int, attention: nn.Module | None = None) -> None:
         super().__init__()
         self.attention_norm, self.mlp_norm = RMSNorm(width), RMSNorm(width)
-        self.attention, self.mlp = Attention(width), SwiGLU(width, hidden)
+        self.attention, self.mlp = attention or Attention(width), SwiGLU(width, hidden)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Apply the block."""
@@ -261,6 +288,10 @@ _WORKLOADS: dict[str, _Maker] = _MEMORY | {
         Block(s.extent(2048), s.extent(5504)),
         (s.normal(2, s.extent(2048), s.extent(2048)),),
     ),
+    "demo_block": lambda s: (
+        Block(s.extent(2048), s.extent(5504), RotaryAttention(s.extent(2048), s.extent(2048))),
+        (s.normal(2, s.extent(2048), s.extent(2048)),),
+    ),
     "decode_mlp": lambda s: (
         SwiGLU(s.extent(4096), s.extent(11008)),
         (s.normal(1, s.extent(4096)),),
@@ -268,4 +299,8 @@ _WORKLOADS: dict[str, _Maker] = _MEMORY | {
     "conv_bn_relu": _conv_block,
 }
 
-SUITES = {"memory": tuple(_MEMORY), "all": tuple(_WORKLOADS)}
+SUITES = {
+    "memory": tuple(_MEMORY),
+    "flow": (*_MEMORY, "demo_block"),
+    "all": tuple(_WORKLOADS),
+}

@@ -10,16 +10,23 @@ extent or rows, buffers written in parts or by several blocks, data-dependent wr
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from collections.abc import Sequence
+
 from tvm import tirx
 
 from ..errors import Unsupported
-from .collapse import collapse_axes, drop_unused
+from .collapse import collapse_axes, drop_unused, reachable
 from .definitions import Definition, read_definitions, read_params
-from .expr import constant, convert
+from .expr import constant, convert, linear_form
 from .placeholders import Placeholders
-from .program import Output, Program
+from .program import Element, Output, Program, Scalar, Tile
 from .resolver import Resolver
-from .space import Space, choose_space
+from .space import Space, pointwise_space, row_space
+
+
+SUPPORTED_DTYPES = re.compile(r"bool|bfloat16|float(16|32|64)|u?int(8|16|32|64)")
 
 
 def analyze(func: tirx.PrimFunc, exact: bool = False) -> Program:
@@ -33,44 +40,102 @@ def analyze(func: tirx.PrimFunc, exact: bool = False) -> Program:
     Returns
     -------
     Program
-        Its axes are merged where all accesses walk through them together.
+        Its axes are merged where all accesses walk through them together. Pointwise outputs that
+        run over other axes than the first are its siblings.
 
     Raises
     ------
     Unsupported
         Where the function is not one space of rows x columns; the message says why.
     """
-    params = read_params(func)
-    blocks = read_definitions(func)
-    space = choose_space(blocks, params)
-    placeholders = Placeholders(space, params)
-    definitions = {definition.buffer: definition for definition in blocks}
-    resolver = Resolver(space, definitions, placeholders, exact)
+    analysis = _Analysis(func, exact)
     try:
-        outputs = tuple(
-            _output(index, definitions[param.var], space, resolver)
-            for index, param in enumerate(params)
-            if param.var in definitions
-        )
+        if any(definition.kind is not None for definition in analysis.blocks):
+            space = row_space(analysis.blocks)
+            return collapse_axes(analysis.program(space, analysis.written))
+        return _pointwise(analysis)
     except RecursionError:
         raise Unsupported("the chain of temporaries is too long") from None
-    name = func.attrs.get("global_symbol") if func.attrs else None
-    program = Program(
-        name=None if name is None else str(name),
-        params=params,
-        rows=space.rows,
-        columns=space.columns,
-        row_vars=space.row_vars,
-        column_var=space.column_var,
-        tiles=tuple(placeholders.tiles),
-        scalars=tuple(placeholders.scalars),
-        elements=tuple(placeholders.elements),
-        reductions=tuple(placeholders.reductions),
-        values=tuple(placeholders.values),
-        outputs=outputs,
-        exact=exact,
-    )
-    return collapse_axes(drop_unused(program))
+
+
+class _Analysis:
+    """A function, and its programs over given spaces."""
+
+    def __init__(self, func: tirx.PrimFunc, exact: bool) -> None:
+        self.exact = exact
+        self.params = read_params(func)
+        self.blocks = read_definitions(func)
+        self.definitions = {definition.buffer: definition for definition in self.blocks}
+        self.written = [i for i, p in enumerate(self.params) if p.var in self.definitions]
+        name = func.attrs.get("global_symbol") if func.attrs else None
+        self.name = None if name is None else str(name)
+        if not self.written:
+            raise Unsupported("no parameter is written")
+        for var in (*(param.var for param in self.params), *self.definitions):
+            if not SUPPORTED_DTYPES.fullmatch(str(var.ty.dtype)):
+                raise Unsupported(f"{var.name} holds {var.ty.dtype}")
+
+    def definition(self, param: int) -> Definition:
+        """The definition of an output."""
+        return self.definitions[self.params[param].var]
+
+    def program(self, space: Space, outputs: Sequence[int]) -> Program:
+        """The program that computes some of the outputs over `space`."""
+        placeholders = Placeholders(space, self.params)
+        resolver = Resolver(space, self.definitions, placeholders, self.exact)
+        found = tuple(_output(i, self.definition(i), space, resolver) for i in outputs)
+        program = Program(
+            name=self.name,
+            params=self.params,
+            rows=space.rows,
+            columns=space.columns,
+            row_vars=space.row_vars,
+            column_var=space.column_var,
+            tiles=tuple(placeholders.tiles),
+            scalars=tuple(placeholders.scalars),
+            elements=tuple(placeholders.elements),
+            reductions=tuple(placeholders.reductions),
+            values=tuple(placeholders.values),
+            outputs=found,
+            exact=self.exact,
+        )
+        return drop_unused(program)
+
+
+def _pointwise(analysis: _Analysis) -> Program:
+    """One program for the outputs that share axes with the first, siblings for the others."""
+    parts: list[Program] = []
+    waiting = analysis.written
+    while waiting:
+        space = pointwise_space(analysis.blocks, analysis.definition(waiting[0]))
+        fitting = [i for i in waiting if space.is_element(analysis.definition(i).shape)]
+        program = analysis.program(space, fitting)
+        scattered = _scattered(program, space)
+        if scattered:
+            fitting = [i for i in fitting if i not in scattered]
+            program = analysis.program(space, fitting)
+        parts.append(collapse_axes(program))
+        waiting = [i for i in waiting if i not in fitting]
+    return dataclasses.replace(parts[0], siblings=tuple(parts[1:]))
+
+
+def _scattered(program: Program, space: Space) -> set[int]:
+    """Outputs that share nothing with the space but their size.
+
+    Computed in the linear order of the space, they read their inputs all over the place. What stays
+    linear (a reshape) is fine.
+    """
+    coordinates = (*program.row_vars, program.column_var)
+    definitions = program.placeholders()
+    found = set()
+    for output in program.outputs:
+        if space.has_axes(program.params[output.param].shape):
+            continue
+        used = reachable(output.value, definitions)
+        loads = (item for item in used if isinstance(item, Tile | Scalar | Element))
+        if any(linear_form(load.offset, coordinates) is None for load in loads):
+            found.add(output.param)
+    return found
 
 
 def _output(param: int, definition: Definition, space: Space, resolver: Resolver) -> Output:

@@ -7,23 +7,41 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from tvm.ir import Expr, Var
 
 from .expr import constant, convert, linear_form, substitute, uses_any, variables
-from .program import Access, Element, Extent, Level, Output, Program, Reduction, Tile, Value
+from .program import (
+    Access,
+    Definition,
+    Element,
+    Extent,
+    Level,
+    Output,
+    Program,
+    Reduction,
+    Tile,
+    Value,
+)
+
+
+def reachable(expr: Expr, definitions: Mapping[Var, Definition]) -> list[Definition]:
+    """Definitions of all placeholders that `expr` is computed from."""
+    found: dict[Var, Definition] = {}
+    pending = variables(expr)
+    while pending:
+        var = pending.pop()
+        if var in definitions and var not in found:
+            found[var] = definitions[var]
+            pending.extend(variables(*_expressions(found[var])))
+    return list(found.values())
 
 
 def drop_unused(program: Program) -> Program:
     """The program without placeholders that no output needs."""
-    known = program.placeholders()
-    live: set[Var] = set()
-    pending = [var for output in program.outputs for var in variables(output.value)]
-    while pending:
-        var = pending.pop()
-        if var in known and var not in live:
-            live.add(var)
-            pending.extend(variables(*_expressions(known[var])))
+    definitions = program.placeholders()
+    live = {x.var for o in program.outputs for x in reachable(o.value, definitions)}
     parts = ("tiles", "scalars", "elements", "reductions", "values")
     kept = {part: tuple(x for x in getattr(program, part) if x.var in live) for part in parts}
     return dataclasses.replace(program, **kept)

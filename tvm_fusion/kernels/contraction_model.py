@@ -55,7 +55,8 @@ class Product:
     """``accumulator = sum over the axes k of a * b``.
 
     `dtype` is the dtype of the sum while it runs (float32 for half precision) and of the
-    placeholder; `stored_dtype` is the one the unfused graph stores it in.
+    placeholder; `stored_dtype` is the one the unfused graph stores it in, or rounds it to wherever
+    it reads it.
     """
 
     accumulator: Var

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tvm import tirx
-from tvm.ir import Expr, Var
+from tvm.ir import Expr, TensorLoad, Var
 
 from ..errors import Unsupported
 from .contraction_index import Simplifier
@@ -30,7 +30,17 @@ from .contraction_model import (
 )
 from .contraction_roles import fitting, orientations
 from .definitions import Definition
-from .expr import constant, dtype_of, is_integer, number, same, substitute, widened
+from .expr import (
+    HALF_DTYPES,
+    constant,
+    dtype_of,
+    is_integer,
+    number,
+    rebuild,
+    same,
+    substitute,
+    widened,
+)
 from .program import Extent, Param, ReduceKind
 
 Position = tuple[Expr, ...]
@@ -152,6 +162,26 @@ def _coordinates(shape: Iterable[Extent], prefix: str) -> tuple[list[Axis], Posi
     return axes, tuple(indices)
 
 
+class _Readers:
+    """Dtypes in which a buffer is read: a half where it is rounded at once, else its own."""
+
+    def __init__(self, buffer: Var):
+        self.buffer = buffer
+        self.dtypes: set[str] = set()
+
+    def visit(self, expr: Expr) -> Expr:
+        """Notes the reads within `expr`."""
+        rounded = isinstance(expr, tirx.Cast) and dtype_of(expr) in HALF_DTYPES
+        load = expr.value if rounded else expr
+        if not isinstance(load, TensorLoad):
+            return expr if isinstance(expr, Var) else rebuild(expr, self.visit)
+        if load.source.same_as(self.buffer):
+            self.dtypes.add(dtype_of(expr))
+        for index in load.indices:
+            self.visit(index)
+        return expr
+
+
 @dataclass(slots=True, eq=False)
 class _Builder:
     """Builds one segment in the coordinates of its first sum."""
@@ -175,10 +205,17 @@ class _Builder:
         for s, (pair, k), flip in zip(group, factors, flipped, strict=True):
             a, b = reversed(pair) if flip else pair
             accumulator = accumulators[s.definition.buffer]
-            products.append(
-                Product(accumulator, a, b, k, dtype_of(accumulator), s.definition.dtype)
-            )
+            is_output = any(r.definition is s.definition for r in results)
+            stored = s.definition.dtype if is_output else self._rounded_to(s.definition)
+            products.append(Product(accumulator, a, b, k, dtype_of(accumulator), stored))
         return Segment(batch, m, n, tuple(products), bindings, outputs)
+
+    def _rounded_to(self, found: Definition) -> str:
+        """The half precision that every reader rounds a float32 sum to, else the dtype it has."""
+        readers = _Readers(found.buffer)
+        for definition in self.definitions.values():
+            readers.visit(definition.value)
+        return readers.dtypes.pop() if len(readers.dtypes) == 1 else found.dtype
 
     def _place(
         self, group: Sequence[_Sum], results: Sequence[_Result], axes: Sequence[Axis]

@@ -148,6 +148,7 @@ class Output:
 
 
 Access = Tile | Scalar | Element | Output
+Definition = Tile | Scalar | Element | Reduction | Value
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,6 +164,8 @@ class Program:
     columns : extent of the column axis, the one that reductions run over and vectors lie along.
     row_vars, column_var : the coordinates, of dtype `index_dtype`.
     exact : whether every rounding of the unfused graph is kept (as casts in the expressions).
+    siblings : more pointwise programs over the same parameters, for outputs that run over other
+        axes; one launch computes them side by side.
     """
 
     name: str | None
@@ -178,6 +181,7 @@ class Program:
     values: tuple[Value, ...]
     outputs: tuple[Output, ...]
     exact: bool = False
+    siblings: tuple[Program, ...] = ()
 
     @property
     def row_count(self) -> Extent:
@@ -199,7 +203,7 @@ class Program:
         """Whether all extents of the space are known."""
         return all(isinstance(extent, int) for extent in (*self.rows, self.columns))
 
-    def placeholders(self) -> dict[Var, Tile | Scalar | Element | Reduction | Value]:
+    def placeholders(self) -> dict[Var, Definition]:
         """Definition of each placeholder."""
         parts = (self.tiles, self.scalars, self.elements, self.reductions, self.values)
         return {item.var: item for part in parts for item in part}
@@ -222,7 +226,10 @@ class Program:
         return analyzer
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        lines = _lines(self)
+        for sibling in self.siblings:
+            lines += ["beside it", *_lines(sibling)]
+        return "\n".join(lines)
 
     def level(self, expr: Expr) -> Level:
         """How often `expr` changes: with the element, with the row, or never."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from tvm.ir import Expr, Var
 from ..errors import Unsupported
 from .definitions import Definition
 from .expr import constant, dtype_of, flatten, unflatten
-from .program import Extent, Param
+from .program import Extent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,30 +57,33 @@ class Space:
         """Whether a buffer of `shape` has one element for each row."""
         return self.equal(math.prod(shape), math.prod(self.rows))
 
+    def has_axes(self, shape: Sequence[Extent]) -> bool:
+        """Whether `shape` is rows and columns, but for axes of extent 1."""
+        mine = [extent for extent in (*self.rows, self.columns) if extent != 1]
+        theirs = [extent for extent in shape if extent != 1]
+        return len(mine) == len(theirs) and all(map(self.equal, mine, theirs))
+
     def indices(self, shape: Sequence[Extent], full: bool) -> tuple[Expr, ...]:
         """Where a buffer of `shape` holds the element of this point (or of this row)."""
-        axes = list(zip(self.rows, self.row_vars, strict=True))
-        axes += [(self.columns, self.column_var)] if full else []
-        real = [extent for extent in shape if extent != 1]
-        axes = [axis for axis in axes if axis[0] != 1]
-        if len(real) == len(axes) and all(map(self.equal, real, (extent for extent, _ in axes))):
-            names = iter(var for _, var in axes)
-            zero = constant(0, self.index_dtype)
-            return tuple(zero if extent == 1 else next(names) for extent in shape)
-        return unflatten(self.element_index if full else self.row_index, shape, self.analyzer)
+        space = self if full else dataclasses.replace(self, columns=1)
+        if not space.has_axes(shape):
+            return unflatten(self.element_index if full else self.row_index, shape, self.analyzer)
+        axes = zip((*space.rows, space.columns), (*space.row_vars, space.column_var), strict=True)
+        names = iter([var for extent, var in axes if extent != 1])
+        zero = constant(0, self.index_dtype)
+        return tuple(zero if extent == 1 else next(names) for extent in shape)
 
 
-def choose_space(definitions: Sequence[Definition], params: Sequence[Param]) -> Space:
-    """Rows from the reductions, columns from what they reduce; without any, an output's shape."""
-    written = {definition.buffer: definition for definition in definitions}
-    outputs = [written[p.var] for p in params if p.var in written]
-    if not outputs:
-        raise Unsupported("no parameter is written")
+def pointwise_space(definitions: Sequence[Definition], output: Definition) -> Space:
+    """The axes of an output; its last one is the column axis."""
+    shape = [extent for extent in output.shape if extent != 1]
+    return _make(shape[:-1], shape[-1] if shape else 1, _index_dtype(definitions))
+
+
+def row_space(definitions: Sequence[Definition]) -> Space:
+    """Rows from the reductions, columns from what they reduce; all must agree."""
     dtype = _index_dtype(definitions)
     reductions = [d for d in definitions if d.kind is not None]
-    if not reductions:
-        shape = [extent for extent in outputs[0].shape if extent != 1]
-        return _make(shape[:-1], shape[-1] if shape else 1, dtype)
     columns = [math.prod(extent for _, extent in d.reduced) for d in reductions]
     rows = [extent for extent in reductions[0].shape if extent != 1]
     space = _make(rows, columns[0], dtype)

@@ -18,12 +18,21 @@ from .access import load_stride
 from .emit_nest import COMBINE
 from .lanes import best_lane
 from .operands import split_product
-from .rewrite import Bindings, Rewriter, Substitute, loads_with_guard, rebuild
+from .rewrite import (
+    Bindings,
+    Rewriter,
+    Substitute,
+    is_conditional,
+    loads_with_guard,
+    nodes,
+    rebuild,
+)
 from .stages import Axis, Graph, Kind, Stage, analyzer_of, simplified
-from .work import points
+from .work import points, stage_work
 
 # Terms of a reduction that is written out: windows of 3 x 3 and a little more.
 MOST_UNROLLED_TERMS = 16
+MOST_UNROLLED_WORK = 4
 
 # Shorter axes are transposed well enough by the cache.
 LEAST_TRANSPOSED = 16
@@ -47,7 +56,7 @@ def _unrolled(stage: Stage) -> Stage:
         return stage
     if any(a.size is None for a in stage.reduced) or points(stage.reduced) > MOST_UNROLLED_TERMS:
         return stage
-    if any(a is best_lane(stage) for a in stage.reduced):
+    if any(a is best_lane(stage) for a in stage.reduced) or not _is_plain(stage):
         return stage
     binds: Bindings = []
     dtype = dtype_of(stage.values[0])
@@ -63,6 +72,12 @@ def _unrolled(stage: Stage) -> Stage:
         total = _bound(binds, COMBINE[stage.kind](total, Substitute(env)(stage.values[0])))
     plain = replace(stage, reduced=(), kind=None, initial=(), binds=tuple(binds), values=(total,))
     return simplified(plain)
+
+
+def _is_plain(stage: Stage) -> bool:
+    """Whether a term is cheap enough to be written out many times: a product of two loads, say."""
+    conditions = any(is_conditional(e) for e in nodes(*stage.expressions()))
+    return stage_work(stage) <= MOST_UNROLLED_WORK and not conditions
 
 
 def _bound(binds: Bindings, value: Expr) -> Var:

@@ -32,6 +32,9 @@ MOST_STACK_BYTES = 16 << 10
 # Largest tree of bound values: TVM takes seconds for trees of a few thousand nodes.
 MOST_TREE_NODES = 150
 
+# What a selection counts as: TVM's simplifier looks at both cases of each.
+CONDITION_NODES = 20
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
@@ -67,6 +70,7 @@ class Scope:
     regions: dict[Var, Region]
     places: dict[Var, Place] = field(default_factory=dict)
     allocated: list[tirx.Stmt] = field(default_factory=list)
+    tree_sizes: dict[Var, int] = field(default_factory=dict)
 
     def region(self, axis: Axis) -> Region:
         """The part of an axis of a stage that belongs to the tile."""
@@ -157,7 +161,6 @@ class Resolve:
         self.known = known
         self.ops = ops
         self._done: dict[Expr, Expr] = {}
-        self._sizes: dict[Var, int] = {}
         self._guards = 0
 
     def __call__(self, expr: Expr) -> Expr:
@@ -182,7 +185,7 @@ class Resolve:
             self.ops.append(Keep(buffer, allocate(buffer), value))
             return tirx.BufferLoad(buffer, [constant(0, "int32")])
         var = Var(name, PrimType(dtype_of(value)))
-        self._sizes[var] = size
+        self.scope.tree_sizes[var] = size
         self.ops.append(tirx.Bind(var, value))
         return var
 
@@ -190,9 +193,9 @@ class Resolve:
         """Nodes of `value` with its variables replaced by what they are bound to; 1 for loads."""
         if any(isinstance(e, TensorLoad) for e in nodes(value)):
             return 1
-        total = 1
+        total = CONDITION_NODES if is_conditional(value) else 1
         for child in children(value):
-            total += self._tree_size(child) if children(child) else self._sizes.get(child, 1)
+            total += self._tree_size(child) if children(child) else self.scope.tree_sizes.get(child, 1)
         return total
 
     def _visit(self, expr: Expr) -> Expr:
@@ -202,6 +205,8 @@ class Resolve:
             return self._load(expr)
         if isinstance(expr, Let):
             return self._let(expr)
+        if isinstance(expr, tirx.Cast) and self._is_known(expr.value, dtype_of(expr)):
+            return self.known[expr.value.source]
         if isinstance(expr, (*BINARY, *UNARY)) and is_index(expr):
             return self.scope.loops.simplify(rebuild(expr, self))
         if is_conditional(expr):
@@ -209,6 +214,12 @@ class Resolve:
         plain = rebuild(expr, self)
         lowered = lower_call(plain)
         return lowered if self._guards or lowered is plain else self._flat(lowered)
+
+    def _is_known(self, load: Expr, dtype: str) -> bool:
+        """Whether `load` reads a value of this point that is held in type `dtype`: rounding it again changes nothing."""
+        if not isinstance(load, TensorLoad) or load.source not in self.known:
+            return False
+        return dtype_of(self.known[load.source]) == dtype
 
     def _load(self, load: TensorLoad) -> Expr:
         if load.source in self.known:

@@ -55,7 +55,7 @@ class AffineAccess:
         return isinstance(stride, int) and stride == 1
 
     def aligned(self, elements: int, along: str) -> bool:
-        """Whether runs of `elements` points of a group are contiguous, at multiples of `elements`."""
+        """Whether runs of `elements` points of a group are contiguous, at multiples of that."""
         if not self.contiguous(along) or self.base % elements:
             return False
         inner = self.inner(along)
@@ -86,7 +86,7 @@ def is_multiple(size: Extent, of: int) -> bool:
 def affine_access(
     indices: Sequence[Expr], shape: Sequence[Extent], groups: Groups
 ) -> AffineAccess | None:
-    """The access ``buffer[indices]`` over groups of axes, or None where it is not affine in them."""
+    """The access ``buffer[indices]`` over groups of axes; None where it is not affine in them."""
     axes = [axis for group in groups.values() for axis in group]
     offset = Simplifier(axes)(flatten(indices, shape, INDEX))
     owner = {axis.var: name for name, group in groups.items() for axis in group}

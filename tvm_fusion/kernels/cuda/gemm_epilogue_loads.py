@@ -22,7 +22,7 @@ from .gemm_access import AffineAccess, Groups, affine_access
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EpilogueLoad:
-    """``var = parameter[indices]``, widened; `groups`: which of batch, m, n the index depends on."""
+    """``var = parameter[indices]``, widened; `groups` are those of batch, m, n it depends on."""
 
     var: Var
     param: Var

@@ -19,6 +19,9 @@ from ..expr import constant, convert, dtype_of, is_integer, rebuild
 # Largest number of elements that 32-bit indices reach.
 INT32_ELEMENTS = 2**31 - 1
 
+# What a symbolic size is taken for when configurations are ranked.
+ASSUMED_EXTENT = 1024
+
 
 @dataclass(slots=True, eq=False)
 class Frame:
@@ -56,7 +59,7 @@ class Frame:
 
 @dataclass(slots=True, eq=False)
 class _Rewriter:
-    """Axis variables become expressions of the frame's index dtype; integer operands agree again."""
+    """Axes become expressions of the kernel's own; the integer operands of an operation agree."""
 
     frame: Frame
     env: Mapping[Var, Expr]
@@ -65,9 +68,8 @@ class _Rewriter:
         if isinstance(expr, Var):
             return self.env.get(expr, expr)
         if isinstance(expr, TensorLoad):
-            return tirx.BufferLoad(
-                self.frame.buffers[expr.source], [*map(self.place, expr.indices)]
-            )
+            indices = [self.place(index) for index in expr.indices]
+            return tirx.BufferLoad(self.frame.buffers[expr.source], indices)
         if isinstance(expr, BinaryOpExpr | CmpExpr):
             return type(expr)(*_agree(self.visit(expr.a), self.visit(expr.b)))
         if isinstance(expr, tirx.Select):
@@ -96,7 +98,7 @@ def _agree(a: Expr, b: Expr) -> tuple[Expr, Expr]:
 
 @contextmanager
 def open_kernel(contraction: Contraction) -> Iterator[Frame]:
-    """Opens a TIRx PrimFunc with the parameters of the contraction's; its body is the `with` block."""
+    """Opens a TIRx PrimFunc with the contraction's parameters; its body is the `with` block."""
     static = all(isinstance(n, int) for p in contraction.params for n in (p.shape or ()))
     small = static and all(p.elements <= INT32_ELEMENTS for p in contraction.params)
     with IRBuilder() as ir, builder.prim_func():
@@ -138,3 +140,8 @@ def _imm(value: Expr | int, like: Expr) -> Expr:
 def ceil_div(a: Extent, b: int) -> Extent:
     """a / b rounded up."""
     return (a + b - 1) // b
+
+
+def assumed(extent: Extent) -> int:
+    """A size to plan with."""
+    return extent if isinstance(extent, int) else ASSUMED_EXTENT

@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 
 from ..contraction import Extent
 from ..expr import constant, convert
-from .gemm_frame import Frame, ceil_div
+from .gemm_frame import ceil_div
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,7 @@ class Grid:
 
     Parameters
     ----------
+    dtype : integer dtype of the coordinates.
     batch, rows, columns : sizes of the batch, of M, and of N of each segment.
     block_m, block_n : a tile's rows and columns.
     group_m : row tiles that neighbouring blocks share a column tile over: what is in flight
@@ -36,7 +37,7 @@ class Grid:
 
     def __init__(
         self,
-        frame: Frame,
+        dtype: str,
         batch: Extent,
         rows: Extent,
         columns: Sequence[Extent],
@@ -44,7 +45,7 @@ class Grid:
         block_n: int,
         group_m: int = 8,
     ):
-        self.frame, self.group_m = frame, group_m
+        self.dtype, self.group_m = dtype, group_m
         self.rows = ceil_div(rows, block_m)
         self.columns = [ceil_div(n, block_n) for n in columns]
         self.all_columns = sum(self.columns[1:], self.columns[0])
@@ -54,9 +55,9 @@ class Grid:
 
     def tile(self, number: Expr) -> Tile:
         """The tile with this number, its `n` over all segments."""
-        size = self.frame.size
-        number = convert(number, self.frame.index)
-        batch, rest = constant(0, self.frame.index), number
+        size = self._size
+        number = convert(number, self.dtype)
+        batch, rest = constant(0, self.dtype), number
         if self.batched:
             batch = T.Bind(number // size(self.per_batch))
             rest = T.Bind(number % size(self.per_batch))
@@ -65,8 +66,11 @@ class Grid:
         height = self.group_m
         if not (isinstance(self.rows, int) and self.rows % self.group_m == 0):
             left = size(self.rows) - group * self.group_m
-            height = T.Bind(tirx.Min(left, constant(self.group_m, self.frame.index)))
+            height = T.Bind(tirx.Min(left, constant(self.group_m, self.dtype)))
         return Tile(batch, T.Bind(group * self.group_m + place % height), T.Bind(place // height))
+
+    def _size(self, extent: Extent) -> Expr | int:
+        return extent if isinstance(extent, int) else convert(extent, self.dtype)
 
     def each_segment(self, tile: Tile) -> Iterator[tuple[int, Tile]]:
         """Number and own tile of each segment; what is emitted runs where the tile is its own."""
@@ -77,7 +81,7 @@ class Grid:
         if number == len(self.columns) - 1:
             yield number, own
             return
-        width = self.frame.size(self.columns[number])
+        width = self._size(self.columns[number])
         with T.If(n < width):
             with T.Then():
                 yield number, own

@@ -1,11 +1,12 @@
-"""GEMM on Hopper's tensor cores: persistent blocks, TMA, wgmma, one producer and one or two consumers.
+"""GEMM on Hopper's tensor cores: persistent blocks, TMA, wgmma, a producer, one or two consumers.
 
-    producer warpgroup:   A and B tiles -> ring of stages in shared memory (TMA, counted by mbarriers)
-    consumer warpgroups:  64 rows each: wgmma over the steps of a tile; epilogue; output boxes -> TMA
+    producer warpgroup:   tiles of A and B -> ring of stages in shared memory (TMA, mbarriers)
+    consumer warpgroups:  64 rows each: wgmma over the steps of a tile; epilogue; boxes -> TMA
 
 Blocks stay and take every (number of blocks)-th tile, so the producer runs ahead into the next tile
-while an epilogue works. The parts: `gemm_hopper_problem` (what the TMA can address), `gemm_hopper_plan`
-(configurations), `gemm_hopper_producer`, `gemm_hopper_consumer`, `gemm_hopper_epilogue`.
+while an epilogue works. The parts: `gemm_hopper_problem` (what the TMA can address),
+`gemm_hopper_plan` (configurations), `gemm_hopper_producer`, `gemm_hopper_consumer`,
+`gemm_hopper_epilogue`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .gemm_frame import Frame, open_kernel
 from .gemm_grid import Grid
 from .gemm_hopper_consumer import Consumer
 from .gemm_hopper_plan import PRODUCER_REGISTERS, HopperConfig, Plan, make_plan, rank_configs
-from .gemm_hopper_problem import HopperProblem, read_problem
+from .gemm_hopper_problem import HopperProblem, read_problems
 from .gemm_hopper_producer import emit_producer
 from .gemm_hopper_state import (
     Hopper,
@@ -34,14 +35,14 @@ ARCHITECTURE = "sm_90a"
 
 
 def hopper_configs(contraction: Contraction, hw: HardwareProfile) -> list[HopperConfig]:
-    """The configurations of the Hopper kernel that fit the contraction and the device, best guess first.
+    """The configurations that fit the contraction and the device, best guess first.
 
     Raises
     ------
     Unsupported
         Where the kernel cannot compute the contraction; see `emit_gemm_hopper`.
     """
-    configs = rank_configs(_problem(contraction, hw), hw)
+    configs = rank_configs(_problems(contraction, hw), hw)
     if not configs:
         raise Unsupported("no tile of this contraction fits")
     return configs
@@ -56,8 +57,8 @@ def emit_gemm_hopper(
     ----------
     contraction : Contraction
         float16 or bfloat16 operands that are plain strided tensors (transposed, batched, with heads
-        permuted), sums in float32; one product, a gate/up pair, or several products side by side that
-        share A; any epilogue.
+        permuted), sums in float32; one product, a gate/up pair, or several products side by side
+        that share A; any epilogue. Batch and M may be symbolic.
     hw : HardwareProfile
         A Hopper device (sm_90a).
     config : HopperConfig, optional
@@ -71,30 +72,33 @@ def emit_gemm_hopper(
     Raises
     ------
     Unsupported
-        For another architecture or dtype, symbolic sizes, an operand that is computed, row pitches
-        that are no multiples of 16 bytes, tiles that are no boxes of a tensor of up to 5 dimensions.
+        For another architecture or dtype, symbolic N or K, an operand that is computed, row pitches
+        that are no multiples of 16 bytes, tiles that are no boxes of a tensor of 5 dimensions.
     """
-    problem = _problem(contraction, hw)
+    problems = _problems(contraction, hw)
     if config is None:
         config = hopper_configs(contraction, hw)[0]
+    if config.batched not in problems:
+        raise Unsupported(f"the first {config.batched} row axes cannot be batch")
+    problem = problems[config.batched]
     plan = make_plan(problem, config, hw)
     with open_kernel(contraction) as frame:
         _emit(frame, problem, plan)
     return frame.func
 
 
-def _problem(contraction: Contraction, hw: HardwareProfile) -> HopperProblem:
+def _problems(contraction: Contraction, hw: HardwareProfile) -> dict[int, HopperProblem]:
     if hw.arch != ARCHITECTURE:
         raise Unsupported(f"{hw.arch} has no wgmma")
-    return read_problem(contraction)
+    return read_problems(contraction)
 
 
 def _emit(frame: Frame, problem: HopperProblem, plan: Plan) -> None:
     """The kernel: set-up, then producer and consumers apart."""
-    if frame.index != "int32":
-        raise Unsupported("tensors of 2^31 elements and more")
     c = plan.config
-    grid = Grid(frame, problem.batch, problem.M, problem.columns, c.block_m, plan.out_n, c.group_m)
+    grid = Grid(
+        "int32", problem.batch, problem.M, problem.columns, c.block_m, plan.out_n, c.group_m
+    )
     kernel = Hopper(frame, problem, plan, grid, encode_maps(frame, problem, plan))
     T.device_entry()
     kernel.block = T.cta_id([plan.blocks])

@@ -1,4 +1,4 @@
-"""A consumer warpgroup: 64 rows of every tile, wgmma over the steps, the epilogue after or within them."""
+"""A consumer warpgroup: 64 rows of every tile, wgmma over the steps, the epilogue between them."""
 
 from __future__ import annotations
 
@@ -63,8 +63,10 @@ class Consumer:
                 self._drain()
                 self.epilogue.now(turn, tile)
         if plan.config.deferred:
-            for chunk in range(plan.chunks):
-                self.epilogue.chunk(chunk)
+            # With symbolic sizes a block may have had no tile.
+            with T.If(self.kernel.turns > 0), T.Then():
+                for chunk in range(plan.chunks):
+                    self.epilogue.chunk(chunk)
         self.epilogue.finish()
 
     def _steps_with_epilogue(self, turn: Expr, tile: Tile) -> None:
@@ -82,7 +84,7 @@ class Consumer:
         self.epilogue.keep(turn, tile)
 
     def _step_of(self, step: Expr | int, tile: Tile) -> None:
-        """One step: wait for its stage, issue its wgmmas, hand back the stage of the step before."""
+        """One step: wait for its stage, issue its wgmmas, hand back the stage before."""
         ring, kernel, plan = self.ring, self.kernel, self.plan
         wait(kernel.shared.full.ptr_to([ring.stage]), ring.phase)
         size = plan.config.block_m * BLOCK_K * 2 // 16

@@ -233,7 +233,7 @@ class Epilogue:
         """Stores two neighbouring columns of an output from registers, those that exist."""
         row, column = at
         target = self.frame.output(output.param)
-        above = row < self.problem.M if self.layout.ragged_rows else None
+        above = row < self.layout.rows if self.layout.ragged_rows else None
         ragged = self.layout.ragged_columns(segment)
         paired = self._is_paired(segment, output)
         for v in range(1 if paired else 2):

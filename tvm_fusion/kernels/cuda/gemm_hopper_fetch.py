@@ -1,4 +1,4 @@
-"""What the epilogue of the Hopper GEMM loads from global memory: kept in registers, one piece ahead."""
+"""What the epilogue of the Hopper GEMM loads from global memory, one piece ahead."""
 
 from __future__ import annotations
 

@@ -11,6 +11,8 @@ from tvm import tirx
 from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
+from ..expr import convert
+from .gemm_access import is_multiple
 from .gemm_frame import coordinates
 from .gemm_grid import Tile
 from .gemm_hopper_plan import CHUNK
@@ -49,9 +51,15 @@ class Layout:
         return range(min(2, self.plan.out_n // 8 - 2 * chunk))
 
     @property
+    def rows(self) -> Expr:
+        """Number of rows of the matrix."""
+        M = self.problem.M
+        return tirx.IntImm("int32", M) if isinstance(M, int) else convert(M, "int32")
+
+    @property
     def ragged_rows(self) -> bool:
         """Whether the last row tile reaches beyond the matrix."""
-        return self.problem.M % self.plan.config.block_m != 0
+        return not is_multiple(self.problem.M, self.plan.config.block_m)
 
     def ragged_columns(self, segment: HopperSegment) -> bool:
         """Whether the last column tile of a segment reaches beyond its matrix."""
@@ -59,12 +67,13 @@ class Layout:
 
     def existing_row(self, row: Expr) -> Expr:
         """A row to read from: what is read for one beyond the matrix is never stored."""
-        return _at_most(row, self.problem.M - 1) if self.ragged_rows else row
+        return tirx.Min(row, self.rows - 1) if self.ragged_rows else row
 
     def existing_column(self, segment: HopperSegment, column: Expr, width: int) -> Expr:
         """A column to read `width` elements from."""
         ragged = self.ragged_columns(segment)
-        return _at_most(column, segment.N - width) if ragged else column
+        last = tirx.IntImm("int32", segment.N - width)
+        return tirx.Min(column, last) if ragged else column
 
     def point(self, segment: HopperSegment, tile: Tile, row: Expr, column: Expr) -> dict[Var, Expr]:
         """The axes of a segment at an element."""
@@ -77,7 +86,3 @@ class Layout:
         """Flat coordinates of box number `box` of this warpgroup's part of a tile."""
         row = tile.m * self.plan.config.block_m + self.number * BOX
         return {"batch": tile.batch, "m": row, "n": tile.n * self.plan.out_n + box * BOX}
-
-
-def _at_most(value: Expr, limit: int) -> Expr:
-    return tirx.Min(value, tirx.IntImm("int32", limit))

@@ -1,7 +1,7 @@
 """A contraction as the Hopper kernel sees it: which tensors the TMA reads and writes, what is left.
 
-Axes that lie behind each other in every operand are one M, one N, one K; outer row axes that do not fit
-(attention heads, images) become part of the batch.
+Axes that lie behind each other in every operand are one M, one N, one K; outer row axes that do not
+fit (attention heads, images) become part of the batch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,16 @@ from dataclasses import dataclass
 from tvm.ir import TensorLoad, Var
 
 from ...errors import Unsupported
-from ..contraction import Axis, Contraction, Output, Product, Segment, size_of
+from ..contraction import (
+    Axis,
+    Contraction,
+    Extent,
+    Output,
+    Product,
+    Segment,
+    equal_sizes,
+    size_of,
+)
 from ..contraction_inline import Binding
 from ..expr import dtype_of
 from .gemm_access import AffineAccess, affine_access
@@ -27,7 +36,7 @@ DTYPES = ("float16", "bfloat16")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OperandView:
-    """An operand as a tensor over (batch, `rows`, k); `inner` is the group it is contiguous along."""
+    """An operand as a tensor over (batch, `rows`, k), contiguous along the group `inner`."""
 
     param: Var
     dtype: str
@@ -41,7 +50,7 @@ class OperandView:
         return self.inner == "k"
 
     def boxes(self, rows: int) -> TensorMap:
-        """Boxes of 64 terms by `rows` rows, or of 64 rows by 64 terms where the rows are contiguous."""
+        """Boxes of 64 terms by `rows` rows; of 64 rows by 64 terms where rows are contiguous."""
         box = {self.rows: rows if self.k_major else BOX, "k": BOX}
         return tensor_map(self.param, self.dtype, self.access, self.inner, box)
 
@@ -80,12 +89,12 @@ class HopperSegment:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HopperProblem:
-    """Made by `read_problem`."""
+    """Made by `read_problems`."""
 
     contraction: Contraction
     dtype: str
-    batch: int
-    M: int
+    batch: Extent
+    M: Extent
     K: int
     a: OperandView
     segments: tuple[HopperSegment, ...]
@@ -111,24 +120,28 @@ class HopperProblem:
         return self.segments[0].residual
 
 
-def read_problem(contraction: Contraction) -> HopperProblem:
-    """The contraction as the TMA and wgmma can compute it.
+def read_problems(contraction: Contraction) -> dict[int, HopperProblem]:
+    """The contraction as the TMA and wgmma can compute it, by the row axes put into the batch.
 
     Raises
     ------
     Unsupported
-        Symbolic sizes; operands that are no plain float16 or bfloat16 tensors, or that no tensor map
-        expresses; products of one segment with different A operands; more than two products in one.
+        Symbolic N or K; operands that are no plain float16 or bfloat16 tensors, or that no tensor
+        map expresses; products with different A operands; more than two products in a segment.
     """
-    if not contraction.is_static:
-        raise Unsupported("symbolic sizes")
+    inner = [*(s.N for s in contraction.segments), *(p.K for p in contraction.products)]
+    if not all(isinstance(size, int) for size in inner):
+        raise Unsupported("symbolic N or K")
+    found: dict[int, HopperProblem] = {}
     reasons: list[Unsupported] = []
     for moved in range(max(1, len(contraction.segments[0].m))):
         try:
-            return _read(contraction, moved)
+            found[moved] = _read(contraction, moved)
         except Unsupported as reason:
             reasons.append(reason)
-    raise reasons[0]
+    if not found:
+        raise reasons[0]
+    return found
 
 
 def _read(contraction: Contraction, moved: int) -> HopperProblem:
@@ -150,21 +163,21 @@ def _read(contraction: Contraction, moved: int) -> HopperProblem:
     dtypes = {view.dtype for view in (*a_views, *(v for s in segments for v in s.b))}
     if len(dtypes) != 1:
         raise Unsupported(f"operands of different dtypes: {', '.join(sorted(dtypes))}")
-    if any(size_of(p.k) != size_of(products[0].k) for p in products):
+    if any(p.K != products[0].K for p in products):
         raise Unsupported("products of different depth")
     counts = {len(s.products) for s in segments}
     if max(counts) > 2 or (len(segments) > 1 and max(counts) > 1):
         raise Unsupported("more products than accumulators fit, or pairs side by side")
-    sizes = {(size_of(s.batch), size_of(s.m)) for s in segments}
-    if len(sizes) != 1:
-        raise Unsupported("segments of different batch")
-    batch, rows = sizes.pop()
-    K = size_of(products[0].k)
+    batch, rows = size_of(segments[0].batch), size_of(segments[0].m)
+    for segment in segments[1:]:
+        if not equal_sizes(size_of(segment.batch), batch):
+            raise Unsupported("segments of different batch")
+    K = products[0].K
     return HopperProblem(contraction, first.dtype, batch, rows, K, first, tuple(segments))
 
 
 def _same_view(a: OperandView, b: OperandView) -> bool:
-    return a.param.same_as(b.param) and a.access == b.access
+    return a.param.same_as(b.param) and a.access.same_as(b.access)
 
 
 def _operand(

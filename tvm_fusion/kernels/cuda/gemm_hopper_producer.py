@@ -1,4 +1,4 @@
-"""The producer: one thread that keeps the ring of A and B tiles full, ahead into the coming tiles."""
+"""The producer: one thread that keeps the ring of A and B tiles full, ahead into coming tiles."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _load_a(kernel: Hopper, tile: Tile, step: Expr, stage: Expr, barrier: Expr) 
 def _load_b(
     kernel: Hopper, number: int, tile: Tile, step: Expr, stage: Expr, barrier: Expr
 ) -> None:
-    """The tiles of B of one segment; a pair lies behind each other and is one operand of wgmma."""
+    """The tiles of B of one segment; those of a pair are one operand of wgmma."""
     plan = kernel.plan
     at = {"batch": tile.batch, "n": tile.n * plan.out_n, "k": step * BLOCK_K}
     panels = 1 if kernel.problem.segments[number].b[0].k_major else plan.out_n // BOX

@@ -1,4 +1,4 @@
-"""What the parts of a Hopper kernel share: shared memory, barriers, tensor maps, small pieces of PTX."""
+"""What the parts of a Hopper kernel share: shared memory, barriers, tensor maps, some PTX."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
+from ..expr import convert
 from .gemm_frame import Frame
-from .gemm_grid import Grid
+from .gemm_grid import Grid, Tile
 from .gemm_hopper_plan import BLOCK_K, Plan
 from .gemm_hopper_problem import BOX, HopperProblem
 
-# The longest that `mbarrier` phases and ring positions are kept in one array of registers.
+# Places in the registers of a `Ring`.
 STAGE, PHASE, PREVIOUS = range(3)
 
 
@@ -54,14 +55,16 @@ class Hopper:
     thread: Expr | None = None
     block: Expr | None = None
 
-    def tile(self, turn: Expr) -> object:
+    def tile(self, turn: Expr) -> Tile:
         """The tile a block works on in its turn number `turn`."""
         return self.grid.tile(self.block + turn * self.plan.blocks)
 
     @property
     def turns(self) -> Expr:
         """Number of tiles of this block."""
-        return (self.plan.tiles - self.block + self.plan.blocks - 1) // self.plan.blocks
+        tiles = self.plan.tiles
+        tiles = tiles if isinstance(tiles, int) else convert(tiles, "int32")
+        return (tiles - self.block + self.plan.blocks - 1) // self.plan.blocks
 
 
 def encode_maps(frame: Frame, problem: HopperProblem, plan: Plan) -> Maps:

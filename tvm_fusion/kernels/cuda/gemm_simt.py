@@ -17,15 +17,12 @@ from tvm.script import tirx as T
 
 from ...config import HardwareProfile
 from ...errors import Unsupported
-from ..contraction import Contraction, Extent, Operand, Product, Segment
+from ..contraction import Contraction, Operand, Product, Segment
 from ..expr import bytes_of, constant, convert, dtype_of
-from .gemm_frame import Frame, ceil_div, open_kernel
+from .gemm_frame import Frame, assumed, ceil_div, open_kernel
 from .gemm_grid import Grid, Tile
 from .gemm_simt_epilogue import GROUP, Share, emit_epilogue
 from .gemm_simt_operand import Slice
-
-# What a symbolic size is taken for when configurations are ranked.
-ASSUMED_EXTENT = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +41,8 @@ class SimtConfig:
         return self.block_m // self.thread_m * (self.block_n // self.thread_n)
 
 
-# A thread's 8 x 8 reads one word of shared memory for every four multiplications, 4 x 4 one for every
-# two; the small ones fill the device where a matrix has few rows or columns.
+# A thread's 8 x 8 reads one word of shared memory for every four multiplications, 4 x 4 one for
+# every two; the small ones fill the device where a matrix has few rows or columns.
 CONFIGS = (
     SimtConfig(128, 128, 8, 8, 8),
     SimtConfig(64, 128, 8, 8, 4),
@@ -81,12 +78,8 @@ def _slice_dtypes(contraction: Contraction) -> list[str]:
 
 def _work(contraction: Contraction, config: SimtConfig, hw: HardwareProfile) -> float:
     """Relative time: waves of tiles times a tile's work at the rate of its register tile."""
-
-    def known(extent: Extent) -> int:
-        return extent if isinstance(extent, int) else ASSUMED_EXTENT
-
-    rows = ceil_div(known(contraction.M), config.block_m) * known(contraction.batch)
-    tiles = sum(rows * ceil_div(known(s.N), config.block_n) for s in contraction.segments)
+    rows = ceil_div(assumed(contraction.M), config.block_m) * assumed(contraction.batch)
+    tiles = sum(rows * ceil_div(assumed(s.N), config.block_n) for s in contraction.segments)
     resident = max(1, hw.max_threads_per_sm // (3 * config.threads))
     waves = math.ceil(tiles / (hw.num_sms * resident))
     reads = 1 / config.thread_m + 1 / config.thread_n
@@ -132,7 +125,7 @@ class _Kernel:
         self.frame, self.config = frame, config
         self.contraction = c = frame.contraction
         columns = [segment.N for segment in c.segments]
-        self.grid = Grid(frame, c.batch, c.M, columns, config.block_m, config.block_n)
+        self.grid = Grid(frame.index, c.batch, c.M, columns, config.block_m, config.block_n)
 
     def emit(self) -> None:
         c, tiles = self.config, self.grid.tiles

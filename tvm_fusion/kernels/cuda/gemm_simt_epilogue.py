@@ -20,7 +20,7 @@ GROUP = 4
 
 
 class Share:
-    """A thread's `each` of the `block` rows (or columns) of a tile: groups of up to four neighbours.
+    """A thread's rows (or columns) of the `block` of a tile: groups of up to four neighbours.
 
     Groups lie evenly spread, so that neighbouring threads access neighbouring vectors.
     """

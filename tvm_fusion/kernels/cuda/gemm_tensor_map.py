@@ -15,8 +15,9 @@ from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ...errors import Unsupported
-from ..expr import bytes_of
-from .gemm_access import AffineAccess, Digit
+from ..contraction import Extent
+from ..expr import bytes_of, convert
+from .gemm_access import AffineAccess, Digit, is_multiple
 
 # What cuTensorMapEncodeTiled accepts.
 MAX_DIMENSIONS = 5
@@ -32,13 +33,16 @@ L2_PROMOTION_128B = 2
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
-    """One dimension: a digit of the flat coordinate of `group`, that is coordinate // divisor."""
+    """One dimension: a digit of the flat coordinate of `group`, (coordinate // divisor) % extent.
+
+    The outermost digit of a group needs no modulo.
+    """
 
     group: str
-    extent: int
-    stride: int
+    extent: Extent
+    stride: Extent
     box: int
-    divisor: int
+    divisor: Extent
     outermost: bool
 
 
@@ -64,9 +68,9 @@ class TensorMap:
         found = []
         for d in self.dimensions:
             value = at.get(d.group, 0)
-            if d.divisor != 1:
-                value = value // d.divisor
-            found.append(value if d.outermost else value % d.extent)
+            if not _is(d.divisor, 1):
+                value = value // _int32(d.divisor)
+            found.append(value if d.outermost else value % _int32(d.extent))
         return found
 
     def encode(self, buffer: Var) -> Var:
@@ -109,8 +113,8 @@ def tensor_map(
     Raises
     ------
     Unsupported
-        Where a box is no box of the tensor (it would cross the edge of an inner digit), where strides
-        are no multiples of 16 bytes, or where there are more than five dimensions.
+        Where a tile is no box of the tensor (it would cross the edge of an inner digit), where
+        strides are no multiples of 16 bytes, or where there are more than five dimensions.
     """
     unit = STRIDE_BYTES // bytes_of(dtype)
     found: list[Dimension] = []
@@ -119,11 +123,11 @@ def tensor_map(
     for group, box in boxes.items():
         if not any(d.group == group for d in found):
             found.append(_single(group, box, found, unit))
-    found.sort(key=lambda d: (d.stride, d.group != inner))
-    first = found[0]
-    if first.group != inner or first.stride != 1 or access.base % unit:
+    found.sort(key=lambda d: _order(d, inner))
+    first, *others = found
+    if first.group != inner or not _is(first.stride, 1) or access.base % unit:
         raise Unsupported(f"an operand is not contiguous along {inner}, or starts off 16 bytes")
-    if any(d.stride % unit or d.stride < 1 for d in found[1:]):
+    if not all(is_multiple(d.stride, unit) for d in others):
         raise Unsupported("a row pitch that is no multiple of 16 bytes")
     if len(found) > MAX_DIMENSIONS or max(d.box for d in found) > MAX_BOX:
         raise Unsupported("more dimensions or a larger box than a tensor map has")
@@ -135,12 +139,10 @@ def _dimensions(group: str, digits: tuple[Digit, ...], box: int) -> list[Dimensi
     found = []
     divisor = 1
     for position, digit in enumerate(reversed(digits)):
-        if not (isinstance(digit.extent, int) and isinstance(digit.stride, int)):
-            raise Unsupported("symbolic sizes")
         outermost = position == len(digits) - 1
         width = box if position == 0 else 1
-        if digit.stride:
-            if not outermost and digit.extent % width:
+        if not _is(digit.stride, 0):
+            if not outermost and not is_multiple(digit.extent, width):
                 raise Unsupported(f"a tile of {box} points along {group} is no box of the tensor")
             found.append(Dimension(group, digit.extent, digit.stride, width, divisor, outermost))
         elif width > 1:
@@ -151,5 +153,22 @@ def _dimensions(group: str, digits: tuple[Digit, ...], box: int) -> list[Dimensi
 
 def _single(group: str, box: int, others: list[Dimension], unit: int) -> Dimension:
     """A dimension for a group with one point: whatever else the box holds is outside."""
-    reach = max((d.extent * d.stride for d in others), default=1)
+    known = [d for d in others if isinstance(d.extent, int) and isinstance(d.stride, int)]
+    reach = max((d.extent * d.stride for d in known), default=1)
     return Dimension(group, 1, -(-reach // unit) * unit, box, 1, True)
+
+
+def _is(size: Extent, value: int) -> bool:
+    return isinstance(size, int) and size == value
+
+
+def _int32(size: Extent) -> Expr | int:
+    return size if isinstance(size, int) else convert(size, "int32")
+
+
+def _order(dimension: Dimension, inner: str) -> tuple[bool, bool, int]:
+    """The contiguous dimension first, the others by stride, unknown strides last."""
+    stride = dimension.stride
+    known = isinstance(stride, int)
+    contiguous = dimension.group == inner and _is(stride, 1)
+    return not contiguous, not known, stride if known else 0

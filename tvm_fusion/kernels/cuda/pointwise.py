@@ -1,175 +1,115 @@
-"""Pointwise kernels: each thread computes one vector (or a few) of consecutive columns of one row.
+"""Pointwise kernels: any number of outputs in one launch, 16 bytes an access, a flat grid.
 
-    q = block * threads + thread                     number of the vector in the grid
-    row, column = q // (N / width), q % (N / width) * width
-    load the tiles, 16 bytes an access -> compute in registers -> store, 16 bytes an access
+Outputs that run over other axes (the siblings of a program) get their own range of blocks:
 
-A program of one long row (all accesses contiguous) may end in the middle of a vector: the last
-thread then handles the rest element by element.
+    if block < n: compute the program   else: compute the sibling, as its block number block - n
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
 from typing import TYPE_CHECKING
 
 from tvm import tirx
-from tvm.ir import Expr, Var
+from tvm.ir import Expr
 from tvm.script import tirx as T
 
 from ...errors import Unsupported
-from ..expr import constant, convert, dtype_of
+from ..expr import bytes_of, constant, convert, dtype_of, linear_form, number
 from ..narrow import narrow_indices
-from ..program import Extent, Program
-from .frame import Frame, kernel_frame, then
-from .scope import Point, RowScope
-from .transfer import load_element, load_tile, store_vector
-from .vectors import divides, piece_bytes, vector_elements, vector_width
+from ..program import Element, Program
+from .frame import Frame, kernel_frame
+from .pointwise_part import LANES, PointwiseConfig, PointwisePart
+from .vectors import vector_elements, vector_width
 
 if TYPE_CHECKING:
     from ...config import HardwareProfile
 
-
-@dataclass(frozen=True, slots=True)
-class PointwiseConfig:
-    """How a program is split over threads: `unroll` vectors of `width` columns a thread."""
-
-    threads: int = 256
-    width: int = 8
-    unroll: int = 1
+__all__ = ["PointwiseConfig", "emit_pointwise", "pointwise_config"]
 
 
 def pointwise_config(program: Program, hw: HardwareProfile) -> PointwiseConfig:
-    """Blocks of 256 threads; smaller ones where that leaves multiprocessors without work."""
+    """The best guess.
+
+    Blocks of 256 threads, smaller ones where that leaves multiprocessors without work; lanes
+    across rows where more bytes are read consecutively that way.
+    """
     width = vector_width(program, tail=not program.rows)
     threads = 256
     if program.is_static:
         vectors = -(-program.row_count * program.columns // width)
         while threads > 64 and vectors < threads * hw.num_sms:
             threads //= 2
-    return PointwiseConfig(min(threads, hw.max_threads_per_block), width)
+    threads = min(threads, hw.max_threads_per_block)
+    return PointwiseConfig(threads, width, across=_axis_to_walk(program, width))
 
 
 def emit_pointwise(
     program: Program, hw: HardwareProfile, config: PointwiseConfig | None = None
 ) -> tirx.PrimFunc:
-    """The TIRx kernel of a program without reductions.
+    """The TIRx kernel of a program without reductions, and of its siblings.
+
+    Parameters
+    ----------
+    config : of the program; its siblings take the same number of threads, and else their best
+        guess.
 
     Raises
     ------
     Unsupported
-        For reductions, and for grids beyond 2**31 - 1 blocks.
+        For reductions, empty outputs, and grids beyond 2**31 - 1 blocks.
     """
-    if program.phases:
-        raise Unsupported("the program reduces")
-    if program.is_static and not program.row_count * program.columns:
-        raise Unsupported("the outputs are empty")
-    program = narrow_indices(program)
-    return _PointwiseKernel(program, config or pointwise_config(program, hw)).emit()
+    config = config or pointwise_config(program, hw)
+    parts = []
+    for part in (program, *program.siblings):
+        if part.phases:
+            raise Unsupported("the program reduces")
+        if part.is_static and not part.row_count * part.columns:
+            raise Unsupported("an output is empty")
+        guess = dataclasses.replace(pointwise_config(part, hw), threads=config.threads)
+        parts.append(PointwisePart(narrow_indices(part), config if part is program else guess))
+    grid = sum(part.blocks for part in parts)
+    if not isinstance(grid, int):
+        grid = tirx.Max(grid, constant(1, dtype_of(grid)))
+    with kernel_frame(program, grid, config.threads) as frame:
+        _dispatch(frame, parts, frame.block)
+    return frame.func
 
 
-class _PointwiseKernel:
-    def __init__(self, program: Program, config: PointwiseConfig) -> None:
-        self.program, self.config = program, config
-        self.index = program.index_dtype
-        self.analyzer = program.analyzer()
-        width = config.width
-        self.tail = not divides(width, program.columns, self.analyzer)
-        if self.tail and program.rows:
-            raise Unsupported(f"vectors of {width} cross the end of rows of {program.columns}")
-        self.per_row = self._quotient(program.columns, width)
-        self.vectors = program.row_count * self.per_row
-        self.elements = vector_elements(program, width)
+def _dispatch(frame: Frame, parts: list[PointwisePart], block: Expr) -> None:
+    """Each part gets its range of blocks."""
+    part, *others = parts
+    if not others:
+        part.emit(frame, block)
+        return
+    count = part.blocks if isinstance(part.blocks, int) else convert(part.blocks, "int32")
+    with T.If(block < count):
+        with T.Then():
+            part.emit(frame, block)
+        with T.Else():
+            _dispatch(frame, others, T.Bind(block - count))
 
-    def _quotient(self, extent: Extent, divisor: int) -> Extent:
-        if isinstance(extent, int):
-            return extent // divisor
-        return self.analyzer.simplify(tirx.FloorDiv(extent, constant(divisor, dtype_of(extent))))
 
-    def emit(self) -> tirx.PrimFunc:
-        """The kernel."""
-        config = self.config
-        per_block = config.threads * config.unroll
-        jobs = self.vectors + (1 if self.tail else 0)
-        grid = self._quotient(jobs + (per_block - 1), per_block)
-        if not isinstance(grid, int):
-            grid = tirx.Max(grid, constant(1, dtype_of(grid)))
-        with kernel_frame(self.program, grid, config.threads) as frame:
-            first = self._number(frame)
-            for step in range(config.unroll):
-                number = first if step == 0 else T.Bind(first + step * config.threads)
-                self._guarded(frame, number)
-        return frame.func
+def _axis_to_walk(program: Program, width: int) -> int | None:
+    """The row axis along which most bytes of strided loads are consecutive, if there is one."""
+    if not program.is_static:
+        return None
+    vectors = vector_elements(program, width)
+    strided = [element for element in program.elements if element.var not in vectors]
+    gains = [0] * len(program.rows)
+    for element in strided:
+        axis = _consecutive_axis(program, element)
+        if axis is not None and program.rows[axis] >= LANES // 2:
+            gains[axis] += bytes_of(element.dtype)
+    best = max(gains, default=0)
+    return gains.index(best) if best else None
 
-    def _number(self, frame: Frame) -> Expr:
-        """Number of a thread's first vector."""
-        block, thread = (convert(x, self.index) for x in (frame.block, frame.thread))
-        return T.Bind(block * (self.config.threads * self.config.unroll) + thread)
 
-    def _guarded(self, frame: Frame, number: Expr) -> None:
-        if not isinstance(self.vectors, int) or self.vectors:
-            with then(number < self.vectors):
-                self._vector(frame, number)
-        if self.tail:
-            with then(tirx.EQ(number, self._size(self.vectors))):
-                self._rest(frame)
-
-    def _size(self, extent: Extent) -> Expr:
-        return constant(extent, self.index) if isinstance(extent, int) else extent
-
-    def _vector(self, frame: Frame, number: Expr) -> None:
-        """One vector of one row."""
-        program, width = self.program, self.config.width
-        scope = RowScope(program, frame)
-        if program.rows:
-            per_row = self._size(self.per_row)
-            scope.set_row(T.Bind(T.truncdiv(number, per_row)))
-            number = T.truncmod(number, per_row)
-        column = T.Bind(number * width)
-        scope.load_scalars()
-        loaded = self._load(scope, column)
-        prepared = self._prepare(scope)
-
-        results: list[list[Expr]] = [[] for _ in prepared]
-        for lane in range(width):
-            registers = {var: buffer[lane] for var, buffer in loaded.items()}
-            point = Point(scope, column + lane, registers.get)
-            for values, expr in zip(results, prepared, strict=True):
-                values.append(T.Bind(point.evaluate(expr)))
-        for output, values in zip(program.outputs, results, strict=True):
-            store_vector(scope, output, column, values, self._piece(output))
-
-    def _prepare(self, scope: RowScope) -> list[Expr]:
-        values = [output.value for output in self.program.outputs]
-        scope.prepare_values(values)
-        return [scope.prepare(value) for value in values]
-
-    def _piece(self, access) -> int:
-        return piece_bytes(access.offset, access.dtype, self.config.width, self.analyzer)
-
-    def _load(self, scope: RowScope, column: Expr) -> dict[Var, Var]:
-        """Register arrays of the tiles and vector elements, by placeholder."""
-        width = self.config.width
-        loaded: dict[Var, Var] = {}
-        for tile in self.program.tiles:
-            buffer = loaded[tile.var] = T.alloc_local((width,), tile.dtype)
-            load_tile(scope, tile, column, (buffer, 0), width, self._piece(tile))
-        for var, vector in self.elements.items():
-            buffer = loaded[var] = T.alloc_local((width,), vector.element.dtype)
-            load_element(scope, vector, column, (buffer, 0), width)
-        return loaded
-
-    def _rest(self, frame: Frame) -> None:
-        """The columns behind the last whole vector, one after the other."""
-        program, width = self.program, self.config.width
-        start = self._size(self.vectors) * width
-        with T.serial(convert(self._size(program.columns) - start, "int32"), unroll=False) as step:
-            scope = RowScope(program, frame)
-            scope.load_scalars()
-            prepared = self._prepare(scope)
-            column = T.Bind(start + convert(step, self.index))
-            point = Point(scope, column)
-            for output, expr in zip(program.outputs, prepared, strict=True):
-                value = convert(point.evaluate(expr), output.dtype)
-                buffer = frame.buffers[output.param]
-                T.buffer_store(buffer, value, [scope.row(output.offset) + column])
+def _consecutive_axis(program: Program, element: Element) -> int | None:
+    """The row axis whose neighbours are neighbours in memory."""
+    axes = (*program.row_vars, program.column_var)
+    form = linear_form(element.offset, axes)
+    if form is None:
+        return None
+    steps = [number(step) for step in form[0]]
+    return steps.index(1) if 1 in steps[:-1] and steps[-1] not in (0, 1) else None

@@ -66,8 +66,9 @@ def _check(program: Program, config: RowConfig, hw: HardwareProfile) -> None:
         raise Unsupported(f"rows of symbolic length {program.columns}")
     if config.threads * config.rows > hw.max_threads_per_block:
         raise Unsupported(f"blocks of {config.threads * config.rows} threads")
-    if config.threads & (config.threads - 1) and config.threads % WARP:
-        raise Unsupported(f"{config.threads} threads a row")
+    power_of_two = config.threads & (config.threads - 1) == 0
+    if (not power_of_two and config.threads % WARP) or config.threads * config.rows % WARP:
+        raise Unsupported(f"{config.rows} rows of {config.threads} threads")
     if (config.cluster > 1 or config.form is Form.BULK) and not has_clusters(hw):
         raise Unsupported(f"{hw.arch} has no thread block clusters")
     if config.cluster > 1 and any(r.dtype != "float32" for r in program.reductions):

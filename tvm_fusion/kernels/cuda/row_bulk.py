@@ -20,6 +20,7 @@ from .memory import copy_registers
 from .row_kernel import Chunk
 from .row_registers import RegisterRows
 from .transfer import places
+from .vectors import can_stream
 
 RING_ALIGNMENT = 128
 
@@ -32,6 +33,8 @@ class BulkRows(RegisterRows):
         config, program = self.config, self.program
         if config.rows != 1 or self.vectors % config.cluster or not program.is_static:
             raise Unsupported("the row does not divide into bulk copies")
+        if not can_stream(program, config.width):
+            raise Unsupported("rows that data picks, or that are not aligned, cannot be streamed")
         self.clusters, self.turns = clusters, turns
         self.partial = program.row_count != clusters * turns
         self.streamed = [tile for tile in program.tiles if tile.per_row]

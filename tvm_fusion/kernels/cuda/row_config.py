@@ -12,7 +12,8 @@ from ...errors import Unsupported
 from ..expr import bytes_of
 from ..online import merge_online
 from ..program import Program
-from .vectors import vector_width
+from .row_exchange import WARP
+from .vectors import can_stream, vector_width
 
 if TYPE_CHECKING:
     from ...config import HardwareProfile
@@ -47,7 +48,7 @@ class RowConfig:
     form : REGISTERS keeps the row in registers; LOOP streams it once a phase; BULK is REGISTERS
         with resident blocks whose coming rows are copied into shared memory ahead.
     threads : threads a row within one block (a power of two below 32, else a multiple of 32).
-    rows : rows a block.
+    rows : rows a block; together whole warps.
     width : columns of one vector.
     cluster : blocks a row.
     unroll : LOOP: vectors a step.
@@ -137,7 +138,7 @@ def _long(program: Program, hw: HardwareProfile, width: int) -> RowConfig | None
     columns, vectors = program.columns, program.columns // width
     if not has_clusters(hw) or not _cluster_exchange(program):
         return None
-    ring = program.is_static and width * 2 >= 16 and not program.elements and columns > LONG_ROW
+    ring = program.is_static and can_stream(program, width) and columns > LONG_ROW
     tiles = sum(bytes_of(tile.dtype) for tile in program.tiles if tile.per_row)
     for blocks in (2, 4, 8) if ring and tiles else ():
         share = columns // blocks
@@ -156,7 +157,7 @@ def _long(program: Program, hw: HardwareProfile, width: int) -> RowConfig | None
 def _registers(program: Program, threads: int, width: int) -> RowConfig:
     rows = max(1, BLOCK // threads) if threads <= 32 else 1
     if program.is_static:
-        rows = min(rows, _power_of_two(program.row_count))
+        rows = min(rows, max(WARP // threads, _power_of_two(program.row_count)))
     return RowConfig(threads=threads, rows=rows, width=width)
 
 

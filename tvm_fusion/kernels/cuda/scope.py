@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from tvm import tirx
@@ -67,12 +67,13 @@ class RowScope:
 
     # ---- coordinates and scalars
 
-    def set_row(self, row: Expr) -> None:
-        """Row coordinates from the linear number of the row."""
-        program = self.program
-        for axis in range(len(program.rows) - 1, -1, -1):
-            var, extent = program.row_vars[axis], program.rows[axis]
-            if axis == 0:
+    def set_row(self, row: Expr, axes: Sequence[int] | None = None) -> None:
+        """Row coordinates from the linear number of the row, counted over `axes` (all of them)."""
+        axes = list(range(len(self.program.rows)) if axes is None else axes)
+        while axes:
+            axis = axes.pop()
+            var, extent = self.program.row_vars[axis], self.program.rows[axis]
+            if not axes:
                 self.env[var] = row
                 break
             size = convert(extent, dtype_of(row)) if isinstance(extent, Expr) else extent

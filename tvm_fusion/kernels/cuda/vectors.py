@@ -22,6 +22,7 @@ from ..expr import (
     rebuild,
     same,
     substitute,
+    uses_any,
     variables,
 )
 from ..program import Element, Program
@@ -60,6 +61,18 @@ def piece_bytes(offset: Expr, dtype: str, width: int, analyzer: tvm.sym.Analyzer
     size = bytes_of(dtype)
     aligned = math.gcd(known_factor(offset, analyzer), width) * size
     return min(WIDEST, aligned & -aligned)
+
+
+def can_stream(program: Program, width: int) -> bool:
+    """Whether bulk copies can bring the rows of all tiles: aligned, at places known from the row alone."""
+    scalars = {scalar.var for scalar in program.scalars}
+    analyzer = program.analyzer()
+    return all(
+        piece_bytes(tile.offset, tile.dtype, width, analyzer) == WIDEST
+        and not uses_any(tile.offset, scalars)
+        for tile in program.tiles
+        if tile.per_row
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
