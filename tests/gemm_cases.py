@@ -9,18 +9,6 @@ from .kernel_cases import Case, gelu_of
 HALF, FLOAT, BRAIN = "float16", "float32", "bfloat16"
 
 
-def small(*shape, dtype=HALF):
-    """An input in [-0.5, 0.5], so that sums over K stay of the order of one."""
-
-    def make(rng):
-        import ml_dtypes
-
-        kind = ml_dtypes.bfloat16 if dtype == BRAIN else dtype
-        return ((rng.random(shape) - 0.5) * 4 * shape[0] ** -0.5).astype(kind)
-
-    return make
-
-
 def sigmoid(x):
     return 1 / (1 + np.exp(-x))
 
@@ -182,9 +170,8 @@ M, N, K = 136, 192, 256
 
 def case(name, emit, shapes, reference, dtype=HALF, make=()):
     """A case whose inputs are of one dtype, unless an entry of `shapes` names its own."""
-    inputs = tuple(s if isinstance(s[1], str) else (s, dtype) for s in shapes)
+    inputs = tuple(s if isinstance(s[-1], str) else (s, dtype) for s in shapes)
     return Case(name, emit, inputs, reference, dict(make))
-
 
 
 TENSOR_CORE_CASES = [
@@ -287,7 +274,13 @@ TENSOR_CORE_CASES = [
 ]
 
 CUDA_CORE_CASES = [
-    case("float32", bias_gelu, [(70, 33), (33, 65), (65,)], lambda x, w, b: [gelu_of(x @ w + b)], FLOAT),
+    case(
+        "float32",
+        bias_gelu,
+        [(70, 33), (33, 65), (65,)],
+        lambda x, w, b: [gelu_of(x @ w + b)],
+        FLOAT,
+    ),
     case("float64", matmul, [(20, 33), (33, 17)], lambda x, w: [x @ w], "float64"),
     case("odd pitch", linear, [(37, 51), (43, 51)], lambda x, w: [x @ w.T]),
     case("matrix times vector", matmul, [(70, 33), (33,)], lambda w, x: [w @ x], FLOAT),
@@ -295,7 +288,9 @@ CUDA_CORE_CASES = [
     case("dot product", matmul, [(65,), (65,)], lambda x, y: [x @ y], FLOAT),
     case("batch of weights", matmul, [(20, 33), (3, 33, 24)], lambda x, w: [x @ w], FLOAT),
     case("broadcast batch", matmul, [(2, 1, 20, 33), (3, 33, 24)], lambda x, w: [x @ w], FLOAT),
-    case("computed operand", silu_in_front, [(20, 33), (33, 24)], lambda x, w: [(x * sigmoid(x)) @ w]),
+    case(
+        "computed operand", silu_in_front, [(20, 33), (33, 24)], lambda x, w: [(x * sigmoid(x)) @ w]
+    ),
     case(
         "products of different operands",
         two_products,
@@ -309,6 +304,14 @@ CUDA_CORE_CASES = [
         lambda ids, table, w: [table[ids] @ w],
         {0: lambda rng: rng.integers(0, 100, 7)},
     ),
-    case("int8", integers, [(20, 33), (33, 24)], lambda x, w: [x.astype(int) @ w.astype(int)], "int8"),
-    case("convolution", convolution, [(2, 3, 6, 7), (5, 3, 3, 3)], lambda x, w: [conv_of(x, w)], FLOAT),
+    case(
+        "int8", integers, [(20, 33), (33, 24)], lambda x, w: [x.astype(int) @ w.astype(int)], "int8"
+    ),
+    case(
+        "convolution",
+        convolution,
+        [(2, 3, 6, 7), (5, 3, 3, 3)],
+        lambda x, w: [conv_of(x, w)],
+        FLOAT,
+    ),
 ]

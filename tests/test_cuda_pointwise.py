@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tvm import relax, tirx
+from tvm import relax, te, tirx
 from tvm.relax import op
 from tvm.script import tirx as T
 
@@ -435,6 +435,13 @@ def test_the_kernel_keeps_the_parameters_and_is_marked():
     }
     assert {key: kernel.attrs[key] for key in expected} == expected
     assert kernel.attrs["global_symbol"] == "two"
+
+
+def test_names_that_are_no_identifiers_are_renamed():
+    x = te.placeholder((4, 6), "float32", "gpu_0/data")
+    y = te.compute((4, 6), lambda *i: te.exp(x[i]), "0:out")
+    kernel = emit_pointwise(analyze(te.create_prim_func([x, y])), H200)
+    assert len(compile_cubins({"renamed": kernel})) == 1
 
 
 def test_equal_programs_give_equal_code():

@@ -506,24 +506,26 @@ def test_blocks_that_are_not_whole_warps_are_refused(config):
         emit_row(analyze(softmax_case(2, 1040).func()), config, H200)
 
 
-@pytest.mark.parametrize(
-    ("emit", "shapes"),
-    [
-        (embed_rmsnorm, [((4, 1040), "float16"), ((6,), "int64"), ((1040,), "float16")]),
-        (
-            lambda bb, x: op.nn.softmax(bb.emit(op.strided_slice(x, [1], [4], [1044]))),
-            [((6, 1056), "float16")],
-        ),
-    ],
-    ids=["picked by data", "not aligned"],
-)
-def test_rows_that_bulk_copies_cannot_bring_are_refused(emit, shapes):
-    program = analyze(fuse(emit, *shapes))
+def softmax_of_slice(bb, x):
+    size = int(x.ty.shape[1])
+    return op.nn.softmax(bb.emit(op.strided_slice(x, [1], [4], [size - 12])), axis=-1)
+
+
+STREAMS = [
+    (
+        "picked by data",
+        embed_rmsnorm,
+        lambda n: [((4, n), "float16"), ((6,), "int64"), ((n,), "float16")],
+    ),
+    ("not aligned", softmax_of_slice, lambda n: [((6, n + 16), "float16")]),
+]
+
+
+@pytest.mark.parametrize(("emit", "inputs"), [s[1:] for s in STREAMS], ids=[s[0] for s in STREAMS])
+def test_rows_that_bulk_copies_cannot_bring_are_not_streamed(emit, inputs):
     with pytest.raises(Unsupported, match="cannot be streamed"):
-        emit_row(program, FORMS["a_ring"], H200)
-    long = [(tuple(s * 64 if s >= 1040 else s for s in shape), dtype) for shape, dtype in shapes]
-    if emit is embed_rmsnorm:
-        assert row_configs(analyze(fuse(emit, *long)), H200)[0].form is not BULK
+        emit_row(analyze(fuse(emit, *inputs(1040))), FORMS["a_ring"], H200)
+    assert row_configs(analyze(fuse(emit, *inputs(65536))), H200)[0].form is not BULK
 
 
 def test_equal_programs_give_equal_code():
@@ -556,6 +558,37 @@ def test_bools_are_reduced_by_all_and_any():
     run_cuda_on_cpu(emit_row(program, row_configs(program, H200)[0], H200), [x, every, some])
     np.testing.assert_array_equal(every, x.all(-1))
     np.testing.assert_array_equal(some, x.any(-1))
+
+
+@T.prim_func(s_tir=True)
+def pick_of_a_pick(
+    X: T.Buffer((5, 24), "float32"),
+    U: T.Buffer((5, 3), "int64"),
+    V: T.Buffer((5,), "int64"),
+    Y: T.Buffer((5,), "float32"),
+):
+    S = T.sblock_alloc_buffer((5,), "float32")
+    for i, k in T.grid(5, 24):
+        with T.sblock("sum"):
+            vi, vk = T.axis.remap("SR", [i, k])
+            with T.init():
+                S[vi] = T.float32(0)
+            S[vi] = S[vi] + X[vi, vk]
+    for i in range(5):
+        with T.sblock("pick"):
+            vi = T.axis.spatial(5, i)
+            Y[vi] = S[vi] + T.if_then_else(V[vi] >= T.int64(0), X[vi, U[vi, V[vi]]], T.float32(0))
+
+
+def test_a_conditional_pick_may_depend_on_another():
+    rng = np.random.default_rng(7)
+    x = rng.standard_normal((5, 24)).astype("float32")
+    u, v = rng.integers(0, 24, (5, 3)), np.array([2, -1, 0, 1, -(10**6)])
+    y = np.full(5, np.nan, "float32")
+    program = analyze(pick_of_a_pick)
+    run_cuda_on_cpu(emit_row(program, row_configs(program, H200)[0], H200), [x, u, v, y])
+    picked = [x[i, u[i, v[i]]] if v[i] >= 0 else 0.0 for i in range(5)]
+    assert_close(y, x.astype("f8").sum(-1) + np.array(picked), "float32")
 
 
 @T.prim_func(s_tir=True)

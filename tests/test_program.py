@@ -187,8 +187,7 @@ def test_a_label_pick_stays_under_its_condition():
     (pick,) = program.elements
     (label,) = program.scalars
     assert variables(pick.guard) == [label.var]
-    assert program.level(pick.var) == Level.ELEMENT
-    assert program.level(pick.offset) == Level.ROW
+    assert program.level(pick.var) == Level.ROW
 
 
 def test_a_temporary_with_two_readers_is_one_value():

@@ -6,6 +6,7 @@ and buffers become constants.
 """
 
 import contextlib
+import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -88,7 +89,7 @@ def from_exported_program(program: torch.export.ExportedProgram, where: str) -> 
     importer = Importer()
     try:
         with _quiet():
-            program = program.run_decompositions(_decompositions())
+            program = _on_cpu(program).run_decompositions(_decompositions())
             mod = importer.from_exported_program(
                 program,
                 keep_params_as_input=False,
@@ -129,6 +130,14 @@ def _refuse_inputs_that_are_no_tensors(program: torch.export.ExportedProgram, wh
                 f"{where}: input {spec.arg.name!r} is no tensor; the compiled model takes tensors "
                 f"only, so fix its value inside the model"
             )
+
+
+def _on_cpu(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The program with its weights in host memory: constants of a module are hashed and folded."""
+    tensors = (*program.state_dict.values(), *program.constants.values())
+    if all(not isinstance(t, torch.Tensor) or t.device.type == "cpu" for t in tensors):
+        return program
+    return torch.export.passes.move_to_device_pass(copy.deepcopy(program), "cpu")
 
 
 def _returns_bare_tensor(program: torch.export.ExportedProgram) -> bool:

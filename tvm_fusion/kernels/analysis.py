@@ -25,7 +25,6 @@ from .program import Element, Output, Program, Scalar, Tile
 from .resolver import Resolver
 from .space import Space, pointwise_space, row_space
 
-
 SUPPORTED_DTYPES = re.compile(r"bool|bfloat16|float(16|32|64)|u?int(8|16|32|64)")
 
 

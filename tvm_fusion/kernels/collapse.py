@@ -80,7 +80,7 @@ def _accesses(program: Program) -> list[Access]:
 
 
 def _collapsible(program: Program, outer: Var, inner: Var) -> bool:
-    into_columns = inner is program.column_var
+    into_columns = inner.same_as(program.column_var)
     if into_columns and program.phases:
         return False
     if any(uses_any(expr, (outer, inner)) for expr in _pinned(program)):

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from tvm import tirx
-from tvm.ir import Expr, TensorLoad, Var
+from tvm.ir import Expr, Var
 
 from ..errors import Unsupported
 from .contraction_index import Simplifier
@@ -29,19 +29,17 @@ from .contraction_model import (
     size_of,
 )
 from .contraction_roles import fitting, orientations
+from .contraction_sums import is_sum_of_products, rounded_dtype, sum_dtype, two_factors
 from .definitions import Definition
 from .expr import (
-    HALF_DTYPES,
     constant,
     dtype_of,
-    is_integer,
     number,
-    rebuild,
     same,
     substitute,
     widened,
 )
-from .program import Extent, Param, ReduceKind
+from .program import Extent, Param
 
 Position = tuple[Expr, ...]
 
@@ -76,7 +74,7 @@ def find_segments(
 ) -> list[Segment]:
     """The segments of a PrimFunc with these definitions; see `contraction.analyze_contraction`."""
     by_buffer = {d.buffer: d for d in definitions}
-    sums = {d.buffer: _Sum(d, i) for i, d in enumerate(filter(_is_sum, definitions))}
+    sums = {d.buffer: _Sum(d, i) for i, d in enumerate(filter(is_sum_of_products, definitions))}
     if not sums:
         raise Unsupported("no reduction: not a contraction")
     results = [
@@ -95,21 +93,6 @@ def find_segments(
             _Builder(by_buffer, sums, exact, len(segments)).build(group, members, segments)
         )
     return segments
-
-
-def _is_sum(definition: Definition) -> bool:
-    if definition.kind is None:
-        return False
-    is_sum = definition.kind is ReduceKind.SUM and number(definition.initial) == 0
-    if not is_sum or not isinstance(_without_casts(definition.value), tirx.Mul):
-        raise Unsupported(f"{definition.buffer.name} is no sum of products")
-    return True
-
-
-def _without_casts(expr: Expr) -> Expr:
-    while isinstance(expr, tirx.Cast):
-        expr = expr.value
-    return expr
 
 
 def _reached(result: _Result, group: Sequence[_Sum]) -> set[Var]:
@@ -162,26 +145,6 @@ def _coordinates(shape: Iterable[Extent], prefix: str) -> tuple[list[Axis], Posi
     return axes, tuple(indices)
 
 
-class _Readers:
-    """Dtypes in which a buffer is read: a half where it is rounded at once, else its own."""
-
-    def __init__(self, buffer: Var):
-        self.buffer = buffer
-        self.dtypes: set[str] = set()
-
-    def visit(self, expr: Expr) -> Expr:
-        """Notes the reads within `expr`."""
-        rounded = isinstance(expr, tirx.Cast) and dtype_of(expr) in HALF_DTYPES
-        load = expr.value if rounded else expr
-        if not isinstance(load, TensorLoad):
-            return expr if isinstance(expr, Var) else rebuild(expr, self.visit)
-        if load.source.same_as(self.buffer):
-            self.dtypes.add(dtype_of(expr))
-        for index in load.indices:
-            self.visit(index)
-        return expr
-
-
 @dataclass(slots=True, eq=False)
 class _Builder:
     """Builds one segment in the coordinates of its first sum."""
@@ -206,16 +169,13 @@ class _Builder:
             a, b = reversed(pair) if flip else pair
             accumulator = accumulators[s.definition.buffer]
             is_output = any(r.definition is s.definition for r in results)
-            stored = s.definition.dtype if is_output else self._rounded_to(s.definition)
+            stored = (
+                s.definition.dtype
+                if is_output
+                else rounded_dtype(s.definition, self.definitions.values())
+            )
             products.append(Product(accumulator, a, b, k, dtype_of(accumulator), stored))
         return Segment(batch, m, n, tuple(products), bindings, outputs)
-
-    def _rounded_to(self, found: Definition) -> str:
-        """The half precision that every reader rounds a float32 sum to, else the dtype it has."""
-        readers = _Readers(found.buffer)
-        for definition in self.definitions.values():
-            readers.visit(definition.value)
-        return readers.dtypes.pop() if len(readers.dtypes) == 1 else found.dtype
 
     def _place(
         self, group: Sequence[_Sum], results: Sequence[_Result], axes: Sequence[Axis]
@@ -250,7 +210,6 @@ class _Builder:
         self, found: _Sum, axes: Sequence[Axis]
     ) -> tuple[tuple[Operand, Operand], tuple[Axis, ...]]:
         definition = found.definition
-        product = _without_casts(definition.value)
         env = definition.at(found.position)
         k, inner = [], {}
         for var, extent in definition.reduced:
@@ -261,7 +220,7 @@ class _Builder:
                 k.append(Axis(inner[var], extent))
         simplify = Simplifier([*axes, *k])
         pair = []
-        for factor in (product.a, product.b):
+        for factor in two_factors(definition):
             inliner = Inliner(self.definitions, self.exact, simplify, _refuse_product_of_product)
             root = inliner.resolve(factor, {**env, **inner})
             (value,), bindings = collapse([root], inliner.bindings)
@@ -272,7 +231,7 @@ class _Builder:
         self, group: Sequence[_Sum], results: Sequence[_Result], axes: Sequence[Axis]
     ) -> tuple[tuple[Output, ...], tuple[Binding, ...], dict[Var, Var]]:
         accumulators = {
-            s.definition.buffer: fresh_var(f"acc{s.number}", _sum_dtype(s.definition.dtype))
+            s.definition.buffer: fresh_var(f"acc{s.number}", sum_dtype(s.definition.dtype))
             for s in group
         }
 
@@ -292,13 +251,6 @@ class _Builder:
             for r, value in zip(results, roots, strict=True)
         )
         return outputs, bindings, accumulators
-
-
-def _sum_dtype(dtype: str) -> str:
-    """The dtype a sum runs in: float32 for halves, 32 bits for small integers (cut when read)."""
-    if is_integer(dtype) and dtype.lstrip("uint") in ("8", "16"):
-        return "int32" if dtype.startswith("int") else "uint32"
-    return widened(dtype)
 
 
 def _refuse_product_of_product(read: Definition, _: Position) -> Expr:

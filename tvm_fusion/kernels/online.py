@@ -134,7 +134,8 @@ def _with_partners(program: Program, partners: dict[Var, Var]) -> Program:
     phases: dict[Var, int] = {}
     for r in by_phase:
         partner = partners.get(r.var)
-        needed = [level[q] for q in level if q is not partner and view.depends(r.body, q)]
+        others = [q for q in level if partner is None or not q.same_as(partner)]
+        needed = [level[q] for q in others if view.depends(r.body, q)]
         if partner is not None:
             needed.append(phases[partner])
         phases[r.var] = max(needed, default=0)
@@ -150,6 +151,5 @@ def _with_partners(program: Program, partners: dict[Var, Var]) -> Program:
             replace(r, phase=phases[r.var], online=partners.get(r.var)) for r in program.reductions
         ),
         values=tuple(replace(v, phase=after(v.body)) for v in program.values),
-        elements=tuple(program.elements),
         outputs=tuple(replace(o, phase=after(o.value)) for o in program.outputs),
     )

@@ -231,17 +231,23 @@ class Program:
             lines += ["beside it", *_lines(sibling)]
         return "\n".join(lines)
 
-    def level(self, expr: Expr) -> Level:
-        """How often `expr` changes: with the element, with the row, or never."""
-        element = {
-            self.column_var,
-            *(item.var for item in self.tiles + self.elements + self.values),
-        }
-        row = {*self.row_vars, *(item.var for item in self.scalars + self.reductions)}
-        used = variables(expr)
-        if any(var in element for var in used):
-            return Level.ELEMENT
-        return Level.ROW if any(var in row for var in used) else Level.CONSTANT
+    def level(self, *exprs: Expr) -> Level:
+        """How often the expressions change: with the element, with the row, or never."""
+        definitions = self.placeholders()
+
+        def of(var: Var) -> Level:
+            item = definitions.get(var)
+            if isinstance(item, Element):
+                return highest(item.offset, *([] if item.guard is None else [item.guard]))
+            if isinstance(item, Tile | Value) or var.same_as(self.column_var):
+                return Level.ELEMENT
+            row = isinstance(item, Scalar | Reduction) or var in self.row_vars
+            return Level.ROW if row else Level.CONSTANT
+
+        def highest(*parts: Expr) -> Level:
+            return max(map(of, variables(*parts)), default=Level.CONSTANT)
+
+        return highest(*exprs)
 
 
 def analyze(func: tvm.tirx.PrimFunc, exact: bool = False) -> Program:

@@ -24,13 +24,13 @@ from tvm.tirx import ForKind
 
 from ..expr import constant, convert, dtype_of, number
 from .access import has_division, load_stride, offset
+from .contraction_tiles import reads_directly, register_tile
 from .loops import Loop, nest, seq
 from .machine import Machine
-from .operands import Product, depends
-from .rewrite import loads
-from .scope import Place, Region, Resolve, Scope, allocate, new_buffer
+from .operands import Product, depends, operand_loads
+from .resolve import Point, Resolve
+from .scope import Place, Region, Scope, allocate, new_buffer
 from .stages import Axis, Stage, analyzer_of
-from .tiles import reads_directly, register_tile
 
 # Terms and columns packed at a time: 256 x 256 float32 fill a quarter of a 1 MB second-level cache.
 TERMS_BLOCK = 256
@@ -67,13 +67,26 @@ class Side:
     padded: Expr
 
 
-def emit_contraction(stage: Stage, product: Product, scope: Scope, machine: Machine) -> tirx.Stmt:
-    """Compute the tile of a contraction into a new buffer of the tile."""
-    return _Emitter(stage, product, scope, machine).run()
+def emit_contraction(
+    stage: Stage, product: Product, scope: Scope, machine: Machine, packed: Var | None = None
+) -> tirx.Stmt:
+    """Compute the tile of a contraction into a new buffer of the tile.
+
+    `packed` holds the right operand, if it was packed ahead.
+    """
+    return _Emitter(stage, product, scope, machine, packed).run()
 
 
 class _Emitter:
-    def __init__(self, stage: Stage, product: Product, scope: Scope, machine: Machine) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        product: Product,
+        scope: Scope,
+        machine: Machine,
+        packed: Var | None,
+    ) -> None:
+        self.packed = packed
         self.stage = stage
         self.product = product
         self.scope = scope
@@ -98,8 +111,9 @@ class _Emitter:
         self.result = self._result()
         batch = [self.loops.new("b", r.extent) for r in self.batch]
         self.at = [b.value for b in batch]
-        pitch = self.columns_block + ROW_PADDING
-        self.right = self.scope.allocate("right", [self.terms_block, pitch], self.dtype)
+        if self.packed is None:
+            pitch = self.columns_block + ROW_PADDING
+            self.right = self.scope.allocate("right", [self.terms_block, pitch], self.dtype)
         if not self.left_is_direct:
             shape = [self.rows.padded, self.terms_block + ROW_PADDING]
             self.left = self.scope.allocate("left", shape, self.dtype)
@@ -196,7 +210,7 @@ class _Emitter:
             return [*batch, flat(self.rows, indices), flat(self.columns, indices)]
 
         buffer = self.stage.buffer
-        self.scope.places[buffer] = Place(result, place, dtype_of(buffer))
+        self.scope.places[buffer] = Place(result, place, self.stage.rounding)
         return result
 
     def _accumulates(self) -> bool:
@@ -220,10 +234,8 @@ class _Emitter:
         def columns(j: Expr) -> tirx.Stmt:
             width = self._in_block(self.columns.padded, self.columns_block, j)
             start = self.loops.simplify(j * self.imm(self.columns_block))
-            return seq(
-                self._pack_right(first, count, start, width),
-                self._register_tiles(first, count, start, width),
-            )
+            pack = None if self.packed is not None else self._pack_right(first, count, start, width)
+            return seq(pack, self._register_tiles(first, count, start, width))
 
         blocks = self._blocks(self.columns.padded, self.columns_block)
         work = self.loops.loop("column_block", blocks, columns)
@@ -324,33 +336,28 @@ class _Emitter:
     ) -> list[tirx.Stmt]:
         """Bindings that compute one element of an operand, and the store of it."""
         env = self._env(side, indices, self.loops.simplify(term))
-        ops: list[tirx.Stmt] = []
-        resolve = Resolve(self.scope, env, {}, ops)
+        point = Point()
+        resolve = Resolve(self.scope, env, point)
         needed = depends(operand, self.stage)
         for var, value in self.stage.binds:
             if var in needed:
                 env[var] = resolve.bind(var.name, resolve(value))
         value = convert(resolve(operand), self.dtype)
-        return [*ops, store(value, local_term, flat)]
+        return [*point.ops, store(value, local_term, flat)]
 
     def _runs_along_terms(self, side: Side, operand: Expr) -> bool:
         """Whether an operand is contiguous along the last reduced axis and not along the side."""
         analyzer = analyzer_of(self.stage.domain)
-        found = self._operand_loads(operand)
+        found = operand_loads(self.stage, operand)
         along = [load_stride(x, self.product.reduced[-1].var, analyzer) for x in found]
         across = [load_stride(x, side.axes[-1].var, analyzer) for x in found]
         return all(s == 1 for s in along) and any(s not in (0, 1) for s in across)
-
-    def _operand_loads(self, operand: Expr) -> list[TensorLoad]:
-        inside = depends(operand, self.stage)
-        exprs = [value for var, value in self.stage.binds if var in inside]
-        return loads(operand, *exprs)
 
     # Register tiles
 
     def _left_is_direct(self) -> bool:
         """Whether the register tile can read the left operand where it is."""
-        if not reads_directly(self.stage, self.product.left):
+        if not reads_directly(self.product.left):
             return False
         self.at = [self.loops.new("b", r.extent).value for r in self.batch]
         row, term = self.loops.new("i", self.rows.valid), self.loops.new("k", self.terms)
@@ -363,12 +370,26 @@ class _Emitter:
 
     def _direct(self, row: Expr, term: Expr) -> Expr:
         env = self._env(self.rows, self._indices(self.rows, row), term)
-        return Resolve(self.scope, env, {}, [])(self.product.left)
+        return Resolve(self.scope, env, Point())(self.product.left)
 
     def _left(self, row: Expr, first: Expr, term: Expr) -> Expr:
         if self.left_is_direct:
             return self._direct(row, self.loops.simplify(first + term))
         return tirx.BufferLoad(self.left, [row, term])
+
+    def _right(self, first: Expr, term: Expr, start: Expr, column: Expr, lane: Expr) -> Expr:
+        """Element of the right operand: term `first` + `term`, column `start` + `column` + `lane`."""
+        if self.packed is None:
+            return tirx.BufferLoad(self.right, [term, column + lane])
+        width = self.imm(self.micro_columns)
+        position = start + column
+        if len(self.columns.axes) == 1:
+            position = self.columns.regions[0].base + position
+        panel = self.loops.simplify(tirx.FloorDiv(position, width))
+        batch = [self.loops.simplify(r.base + b) for r, b in zip(self.batch, self.at, strict=True)]
+        return tirx.BufferLoad(
+            self.packed, [*batch, panel, self.loops.simplify(first + term), lane]
+        )
 
     def _register_tiles(self, first: Expr, count: Expr, start: Expr, width: Expr) -> tirx.Stmt:
         across = self.loops.simplify(tirx.FloorDiv(width, self.imm(self.micro_columns)))
@@ -408,7 +429,7 @@ class _Emitter:
             left = self._left(at[r], first, term)
 
             def body(v: Expr) -> tirx.Stmt:
-                right = tirx.BufferLoad(self.right, [term, column + v])
+                right = self._right(first, term, start, column, v)
                 old = tirx.BufferLoad(acc, [self.imm(r), v])
                 return tirx.BufferStore(acc, old + left * right, [self.imm(r), v])
 

@@ -85,11 +85,12 @@ class Loops:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Keep:
-    """``buffer[0] = value``: a value too large to be bound to a variable (see `Resolve.bind`)."""
+    """``buffer[index] = value``: a value too large to be bound to a variable (see `Resolve.bind`)."""
 
     buffer: Var
     allocation: tirx.Stmt
     value: Expr
+    index: Expr
 
 
 def nest(loops: Sequence[Loop], ops: Iterable[tirx.Stmt | Keep]) -> tirx.Stmt:
@@ -99,21 +100,21 @@ def nest(loops: Sequence[Loop], ops: Iterable[tirx.Stmt | Keep]) -> tirx.Stmt:
     """
     depth_of = {loop.var: i + 1 for i, loop in enumerate(loops)}
     levels: list[list[tirx.Stmt]] = [[] for _ in range(len(loops) + 1)]
+    allocations: list[tirx.Stmt] = []
     for op in ops:
         if not isinstance(op, tirx.Bind | Keep):
             levels[-1].append(op)
             continue
         used = [*free_variables(op.value), *(load.source for load in loads(op.value))]
-        depth = max((depth_of.get(k, 0) for k in used), default=0)
+        depth = max((depth_of.get(v, 0) for v in used), default=0)
         if isinstance(op, tirx.Bind):
             depth_of[op.var] = depth
             levels[depth].append(op)
         else:
             depth_of[op.buffer] = depth
-            zero = constant(0, "int32")
-            store = tirx.BufferStore(op.buffer, op.value, [zero])
-            levels[depth].extend([op.allocation, store])
+            allocations.append(op.allocation)
+            levels[depth].append(tirx.BufferStore(op.buffer, op.value, [op.index]))
     body = seq(*levels[-1])
     for loop, outside in zip(reversed(loops), reversed(levels[:-1]), strict=True):
         body = seq(*outside, loop.around(body))
-    return body
+    return seq(*allocations, body)

@@ -103,6 +103,24 @@ def _power_of_two(n: Expr) -> Expr:
     return _float(tirx.LShift(n + _i32(127), _i32(23)))
 
 
+def _u32(value: int) -> Expr:
+    return constant(value, "uint32")
+
+
+def bfloat16_to_float32(x: Expr) -> Expr:
+    """The same number: bfloat16 is the upper half of float32."""
+    bits = tirx.Cast("uint32", tirx.reinterpret("uint16", x))
+    return tirx.reinterpret("float32", tirx.LShift(bits, _u32(16)))
+
+
+def round_to_bfloat16(x: Expr) -> Expr:
+    """The float32 number `x`, a variable, rounded to the nearest bfloat16, ties to even."""
+    bits = tirx.reinterpret("uint32", x)
+    odd = tirx.BitwiseAnd(tirx.RShift(bits, _u32(16)), _u32(1))
+    kept = tirx.BitwiseAnd(bits + odd + _u32(0x7FFF), _u32(0xFFFF0000))
+    return tirx.reinterpret("float32", kept)
+
+
 def _with_sign(magnitude: Expr, x: Expr) -> Expr:
     return tirx.Select(tirx.LT(x, f32(0.0)), f32(0.0) - magnitude, magnitude)
 

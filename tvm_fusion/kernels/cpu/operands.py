@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tvm import tirx
-from tvm.ir import Expr, Var
+from tvm.ir import Expr, TensorLoad, Var
 
-from .rewrite import free_variables
+from .rewrite import free_variables, loads
 from .stages import Axis, Kind, Stage
 from .work import points
 
@@ -73,6 +73,12 @@ def depends(expr: Expr, stage: Stage) -> set[Var]:
                 if key in binds:
                     stack.append(binds[key])
     return found
+
+
+def operand_loads(stage: Stage, operand: Expr) -> list[TensorLoad]:
+    """All loads that an operand depends on."""
+    inside = depends(operand, stage)
+    return loads(operand, *(value for var, value in stage.binds if var in inside))
 
 
 def _rows_along_vectors(rows: list[Axis], columns: list[Axis], last: Axis) -> bool:

@@ -12,6 +12,7 @@ from tvm.ir import Expr, TensorLoad, Var
 
 from ...errors import Unsupported
 from ..expr import HALF_DTYPES, constant, convert, dtype_of, widened
+from .math import round_to_bfloat16
 from .rewrite import LEAVES, Rewriter, call_name, children, is_conditional, rebuild, with_children
 
 
@@ -29,6 +30,13 @@ def round_constant(value: float, dtype: str) -> float:
 def rounded(value: Expr, dtype: str) -> Expr:
     """`value` rounded to `dtype`, as float32 again if `dtype` is a 16-bit float."""
     return convert(convert(value, dtype), widened(dtype))
+
+
+def rounded_by_bits(value: Expr, dtype: str | None) -> Expr:
+    """`rounded` for an expression that is final: a variable or a load. None rounds nothing."""
+    if dtype is None:
+        return value
+    return round_to_bfloat16(value) if dtype == "bfloat16" else rounded(value, dtype)
 
 
 class Widen(Rewriter):

@@ -13,11 +13,11 @@ import tvm
 from tvm import tirx
 from tvm.ir import Expr, PrimType, TensorLoad, Var
 
-from ..expr import constant, convert, dtype_of, number
+from ..expr import constant, convert, dtype_of, number, widened
 from .access import load_stride
-from .emit_nest import COMBINE
 from .lanes import best_lane
 from .operands import split_product
+from .point import COMBINE
 from .rewrite import (
     Bindings,
     Rewriter,
@@ -127,11 +127,12 @@ def _copy(stage: Stage, load: TensorLoad) -> Stage:
     by_var = {a.var: a for a in stage.domain}
     used = [by_var[i] for i in load.indices if number(i) is None]
     axes = tuple(Axis(Var(a.var.name, a.var.ty), a.extent) for a in used)
-    dtype = dtype_of(load)
+    dtype = widened(dtype_of(load))
     shape = [a.extent for a in axes]
     buffer = tirx.decl_buffer(shape, dtype, f"{load.source.name}_copy")
     env = {a.var: new.var for a, new in zip(used, axes, strict=True)}
-    return Stage(f"{load.source.name}_copy", (buffer,), axes, (), (Substitute(env)(load),))
+    value = convert(Substitute(env)(load), dtype)
+    return Stage(f"{load.source.name}_copy", (buffer,), axes, (), (value,))
 
 
 class _ReadCopies(Rewriter):

@@ -14,7 +14,7 @@ from tvm.ir import Call, Expr, TensorLoad, Var
 from tvm.ir.prim.expr import BinaryOpExpr, BitwiseNot, CmpExpr, Let, LogicalExpr
 
 from ...errors import Unsupported
-from ..expr import dtype_of, number
+from ..expr import convert, dtype_of, number
 
 LEAVES = (Var, tirx.IntImm, tirx.FloatImm, tvm.ir.StringImm)
 BINARY = (BinaryOpExpr, CmpExpr, tirx.And, tirx.Or)
@@ -72,7 +72,7 @@ def with_children(expr: Expr, new: Sequence[Expr]) -> Expr:
     if isinstance(expr, TensorLoad):
         return tirx.BufferLoad(expr.source, list(new))
     if isinstance(expr, tirx.Cast):
-        return tirx.Cast(dtype_of(expr), new[0])
+        return convert(new[0], dtype_of(expr))
     if isinstance(expr, Let):
         return Let(expr.var, *new)
     return tirx.call_intrin(dtype_of(expr), expr.op, *new)

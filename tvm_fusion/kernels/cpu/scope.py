@@ -6,34 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from tvm import tirx
-from tvm.ir import Expr, PrimType, TensorLoad, Var
-from tvm.ir.prim.expr import Let
+from tvm.ir import Expr, Var
 
 from ..expr import bytes_of, constant, convert, dtype_of, number
-from .loops import Keep, Loops
-from .math import lower_call
-from .rewrite import (
-    BINARY,
-    LEAVES,
-    UNARY,
-    branches,
-    can_speculate,
-    children,
-    is_conditional,
-    is_index,
-    nodes,
-    rebuild,
-)
+from .loops import Loops
 from .stages import Axis, Stage
 
 # Temporaries up to this size live on the stack.
 MOST_STACK_BYTES = 16 << 10
-
-# Largest tree of bound values: TVM takes seconds for trees of a few thousand nodes.
-MOST_TREE_NODES = 150
-
-# What a selection counts as: TVM's simplifier looks at both cases of each.
-CONDITION_NODES = 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,12 +34,12 @@ class Region:
 class Place:
     """Where a buffer is kept: the element at `indices` is at ``buffer[index(indices)]``.
 
-    `dtype` is the type that readers expect; what is kept may be wider.
+    What is kept is rounded to `rounding` when it is read.
     """
 
     buffer: Var
     index: Callable[[list[Expr]], list[Expr]]
-    dtype: str
+    rounding: str | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -98,12 +78,12 @@ class Scope:
                 for i, r in zip(indices, regions, strict=True)
             ]
 
-        self.places[buffer] = Place(local, index, dtype_of(buffer))
+        self.places[buffer] = Place(local, index)
 
     def place(self, buffer: Var) -> Place:
         """Where `buffer` is kept."""
         found = self.places.get(buffer)
-        return found or Place(buffer, lambda indices: indices, dtype_of(buffer))
+        return found or Place(buffer, lambda indices: indices)
 
     def store(self, buffer: Var, value: Expr, indices: list[Expr]) -> tirx.Stmt:
         """Store an element of `buffer`."""
@@ -132,130 +112,3 @@ def allocate(buffer: Var) -> tirx.Stmt:
         return tirx.AllocBuffer(buffer)
     keep = constant(1, "int32")
     return tirx.AllocBuffer(buffer, annotations={"disable_lower_builtin": keep})
-
-
-class Resolve:
-    """Final form of a stage's expressions: loop variables, places, simple indices, no library calls.
-
-    Shared parts and the steps of a function become bindings in `ops`, except under a condition.
-
-    Parameters
-    ----------
-    env : dict
-        Values of variables.
-    known : dict
-        Values of buffers at the same point.
-    ops : list of Stmt
-        Where bindings are appended.
-    """
-
-    def __init__(
-        self,
-        scope: Scope,
-        env: dict[Var, Expr],
-        known: dict[Var, Expr],
-        ops: list[tirx.Stmt | Keep],
-    ) -> None:
-        self.scope = scope
-        self.env = env
-        self.known = known
-        self.ops = ops
-        self._done: dict[Expr, Expr] = {}
-        self._guards = 0
-
-    def __call__(self, expr: Expr) -> Expr:
-        if self._guards:
-            return self._visit(expr)
-        if expr not in self._done:
-            self._done[expr] = self._visit(expr)
-        return self._done[expr]
-
-    def bind(self, name: str, value: Expr) -> Expr:
-        """A name for a value, unless it is one.
-
-        TVM's simplifier puts what a variable was bound to in its place, except for loads, and so
-        turns chains of bindings into their tree. A large tree is cut by a buffer of one element,
-        which LLVM turns into a register.
-        """
-        if isinstance(value, LEAVES):
-            return value
-        size = self._tree_size(value)
-        if size > MOST_TREE_NODES:
-            buffer = new_buffer(name, [constant(1, "int32")], dtype_of(value))
-            self.ops.append(Keep(buffer, allocate(buffer), value))
-            return tirx.BufferLoad(buffer, [constant(0, "int32")])
-        var = Var(name, PrimType(dtype_of(value)))
-        self.scope.tree_sizes[var] = size
-        self.ops.append(tirx.Bind(var, value))
-        return var
-
-    def _tree_size(self, value: Expr) -> int:
-        """Nodes of `value` with its variables replaced by what they are bound to; 1 for loads."""
-        if any(isinstance(e, TensorLoad) for e in nodes(value)):
-            return 1
-        total = CONDITION_NODES if is_conditional(value) else 1
-        for child in children(value):
-            total += self._tree_size(child) if children(child) else self.scope.tree_sizes.get(child, 1)
-        return total
-
-    def _visit(self, expr: Expr) -> Expr:
-        if isinstance(expr, Var):
-            return self.env.get(expr, expr)
-        if isinstance(expr, TensorLoad):
-            return self._load(expr)
-        if isinstance(expr, Let):
-            return self._let(expr)
-        if isinstance(expr, tirx.Cast) and self._is_known(expr.value, dtype_of(expr)):
-            return self.known[expr.value.source]
-        if isinstance(expr, (*BINARY, *UNARY)) and is_index(expr):
-            return self.scope.loops.simplify(rebuild(expr, self))
-        if is_conditional(expr):
-            return self._conditional(expr)
-        plain = rebuild(expr, self)
-        lowered = lower_call(plain)
-        return lowered if self._guards or lowered is plain else self._flat(lowered)
-
-    def _is_known(self, load: Expr, dtype: str) -> bool:
-        """Whether `load` reads a value of this point that is held in type `dtype`: rounding it again changes nothing."""
-        if not isinstance(load, TensorLoad) or load.source not in self.known:
-            return False
-        return dtype_of(self.known[load.source]) == dtype
-
-    def _load(self, load: TensorLoad) -> Expr:
-        if load.source in self.known:
-            return convert(self.known[load.source], dtype_of(load.source))
-        place = self.scope.place(load.source)
-        indices = [self.scope.loops.simplify(self(i)) for i in load.indices]
-        return convert(tirx.BufferLoad(place.buffer, place.index(indices)), place.dtype)
-
-    def _let(self, expr: Let) -> Expr:
-        value = self(expr.value)
-        if not self._guards:
-            self.env[expr.var] = self.bind(expr.var.name, value)
-            return self(expr.body)
-        var = self.env[expr.var] = Var(expr.var.name, PrimType(dtype_of(value)))
-        return Let(var, value, self(expr.body))
-
-    def _conditional(self, expr: Expr) -> Expr:
-        condition, yes, no = branches(expr)
-        condition = self(condition)
-        known = number(condition)
-        if known is not None:
-            return self(yes if known else no)
-        if can_speculate(yes) and can_speculate(no):
-            return tirx.Select(condition, self(yes), self(no))
-        self._guards += 1
-        yes, no = self(yes), self(no)
-        self._guards -= 1
-        return tirx.if_then_else(condition, yes, no)
-
-    def _flat(self, expr: Expr) -> Expr:
-        """`expr` with its Let expressions turned into bindings."""
-        if isinstance(expr, Let):
-            self.env[expr.var] = self.bind(expr.var.name, self._flat(expr.value))
-            return self._flat(expr.body)
-        if isinstance(expr, Var):
-            return self.env.get(expr, expr)
-        if isinstance(expr, TensorLoad):
-            return expr
-        return rebuild(expr, self._flat)

@@ -70,15 +70,16 @@ class _Speculate(Rewriter):
 
 
 class _Hoist(Rewriter):
-    """Binds loads before the expression."""
+    """Binds loads before the expression, together with the cast of a 16-bit one."""
 
     def __init__(self, binds: Bindings) -> None:
         super().__init__()
         self.binds = binds
 
     def visit(self, expr: Expr) -> Expr:
-        if isinstance(expr, TensorLoad):
-            var = Var(expr.source.name, PrimType(dtype_of(expr)))
+        load = expr.value if isinstance(expr, tirx.Cast) else expr
+        if isinstance(load, TensorLoad):
+            var = Var(load.source.name, PrimType(dtype_of(expr)))
             self.binds.append((var, expr))
             return var
         return rebuild(expr, self)

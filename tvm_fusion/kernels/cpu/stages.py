@@ -83,6 +83,8 @@ class Stage:
         Where two states can be merged: the second state's variables in `merge`.
     merge : tuple of Expr
         The merged state.
+    rounding : str or None
+        The 16-bit float that the result of a reduction is rounded to, although it is kept as float32.
     """
 
     name: str
@@ -95,6 +97,7 @@ class Stage:
     carries: tuple[Var, ...] = ()
     elements: tuple[Var, ...] = ()
     merge: tuple[Expr, ...] = ()
+    rounding: str | None = None
     binds: tuple[tuple[Var, Expr], ...] = ()
 
     @property
@@ -150,14 +153,12 @@ def read_graph(func: tirx.PrimFunc, exact: bool) -> Graph:
     written = [b for s in raw for b in s.buffers]
     if len({b for b in written}) != len(written):
         raise Unsupported("a buffer is written twice")
-    stored = {}
-    if not exact:
-        is_param = {p for p in params}
-        stored = {
-            b: tirx.decl_buffer(list(b.ty.shape), widened(dtype_of(b)), b.name)
-            for b in written
-            if b not in is_param and dtype_of(b) in HALF_DTYPES
-        }
+    is_param = set(params)
+    stored = {
+        b: tirx.decl_buffer(list(b.ty.shape), widened(dtype_of(b)), b.name)
+        for b in written
+        if b not in is_param and dtype_of(b) in HALF_DTYPES
+    }
     stages = []
     for s in raw:
         stages.extend(_split(_simplified(_lowered(s, exact, stored))))
@@ -336,8 +337,11 @@ def _lowered(stage: Stage, exact: bool, stored: dict[Var, Var]) -> Stage:
         if isinstance(value, tirx.FloatImm) and dtype_of(value) in HALF_DTYPES:
             value = constant(round_constant(float(value.value), dtype_of(value)), "float32")
         initial.append(widen(value))
+    narrow = dtype_of(stage.buffer)
+    rounds = exact and stage.kind is not None and stage.buffer in stored
     return replace(
         stage,
+        rounding=narrow if rounds else None,
         buffers=tuple(stored.get(b, b) for b in stage.buffers),
         values=tuple(widen(v) for v in stage.values),
         initial=tuple(initial),

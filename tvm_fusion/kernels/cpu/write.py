@@ -10,14 +10,16 @@ from tvm.tirx import ForKind
 
 from ...config import HardwareProfile
 from ..expr import convert, dtype_of, number
+from .contraction_tiles import Problem, packs_ahead, register_tile
 from .emit_contraction import emit_contraction
 from .emit_nest import emit_nest
-from .groups import SMALL_WORK, Group, group_work, make_groups
+from .groups import SMALL_WORK, Group, group_work, make_groups, single
 from .inline import inline
 from .loops import Loops, seq
 from .machine import Machine, machine_of
 from .nests import Nest, make_nests
 from .operands import split_product
+from .pack_ahead import packed_operand
 from .reshape_loops import reshape_loops
 from .rewrite import Rewriter, rebuild
 from .scope import Region, Scope, allocate, new_buffer
@@ -82,10 +84,45 @@ def _temporaries(graph: Graph, groups: list[Group]) -> list[Var]:
 
 
 def _emit_group(group: Group, graph: Graph, temporaries: list[Var], machine: Machine) -> tirx.Stmt:
-    kept = {b for b in (*graph.params, *temporaries)}
+    kept = {*graph.params, *temporaries}
     group = _with_copies(group, kept)
-    loops = Loops(_index_dtype(group))
     tile = choose_tile(group, machine)
+    packed = _packed_ahead(group, tile, machine)
+    main = _emit_tiles(group, tile, kept, {s: p.buffer for s, p in packed.items()}, machine)
+    stmts: list[tirx.Stmt] = []
+    for stage in packed.values():
+        before = single(stage)
+        pack_tile = choose_tile(before, machine)
+        stmts.append(allocate(stage.buffer))
+        stmts.append(_emit_tiles(before, pack_tile, {*kept, stage.buffer}, {}, machine))
+    return seq(*stmts, main)
+
+
+def _packed_ahead(
+    group: Group, tile: tuple[int | None, ...], machine: Machine
+) -> dict[Stage, Stage]:
+    """For each contraction whose right operand is packed ahead, the stage that packs it."""
+    packed = {}
+    for member, stage in enumerate(group.stages):
+        product = split_product(stage)
+        if product is None:
+            continue
+        problem = Problem(group, member, product, machine)
+        if packs_ahead(problem, list(tile)):
+            _, width = register_tile(machine, dtype_of(stage.values[0]))
+            packed[stage] = packed_operand(stage, product, width)
+    return packed
+
+
+def _emit_tiles(
+    group: Group,
+    tile: tuple[int | None, ...],
+    kept: set[Var],
+    packed: dict[Stage, Var],
+    machine: Machine,
+) -> tirx.Stmt:
+    """The parallel loop over the tiles of a group."""
+    loops = Loops(_index_dtype(group))
     grid: list[tuple[int, Expr]] = []
     for dim, length in enumerate(tile):
         if length is not None:
@@ -100,14 +137,17 @@ def _emit_group(group: Group, graph: Graph, temporaries: list[Var], machine: Mac
         size = number(total)
         chunk_count = loops.imm(MOST_TASKS if size is None else min(MOST_TASKS, int(size)))
     per_chunk = loops.simplify(tirx.FloorDiv(total + chunk_count - loops.imm(1), chunk_count))
+    if number(total) is not None:
+        chunk_count = loops.simplify(tirx.FloorDiv(total + per_chunk - loops.imm(1), per_chunk))
     chunk = loops.new("task", chunk_count, ForKind.PARALLEL if parallel else ForKind.SERIAL)
     first = loops.simplify(chunk.value * per_chunk)
-    inside = loops.simplify(tirx.Min(per_chunk, total - first))
+    left = tirx.Max(loops.imm(0), total - first)
+    inside = loops.simplify(tirx.Min(per_chunk, left))
     step = loops.new("tile", inside)
     position = loops.simplify(first + step.value)
     binds, regions = _regions(group, tile, grid, position, loops)
     scope = Scope(loops, regions)
-    body = _emit_tile(group, kept, scope, machine)
+    body = _emit_tile(group, kept, packed, scope, machine)
     return chunk.around(seq(*scope.allocated, step.around(seq(*binds, body))))
 
 
@@ -146,7 +186,9 @@ def _regions(
     return binds, regions
 
 
-def _emit_tile(group: Group, kept: set[Var], scope: Scope, machine: Machine) -> tirx.Stmt:
+def _emit_tile(
+    group: Group, kept: set[Var], packed: dict[Stage, Var], scope: Scope, machine: Machine
+) -> tirx.Stmt:
     """All stages of a group for one tile."""
     dims = {
         group.axis(d, m).var: d for d in range(len(group.shared)) for m in range(len(group.stages))
@@ -155,16 +197,22 @@ def _emit_tile(group: Group, kept: set[Var], scope: Scope, machine: Machine) -> 
     nests = make_nests(stages, dims)
     stmts = []
     for item in nests:
-        stmts.append(_emit_item(item, nests, kept, scope, machine))
+        stmts.append(_emit_item(item, nests, kept, packed, scope, machine))
     return seq(*stmts)
 
 
 def _emit_item(
-    item: Nest, nests: list[Nest], kept: set[Var], scope: Scope, machine: Machine
+    item: Nest,
+    nests: list[Nest],
+    kept: set[Var],
+    packed: dict[Stage, Var],
+    scope: Scope,
+    machine: Machine,
 ) -> tirx.Stmt:
-    product = split_product(item.members[0].stage)
+    stage = item.members[0].stage
+    product = split_product(stage)
     if product is not None:
-        return emit_contraction(item.members[0].stage, product, scope, machine)
+        return emit_contraction(stage, product, scope, machine, packed.get(stage))
     stored = set(kept)
     for other in nests:
         if other is not item:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -72,9 +73,10 @@ def kernel_frame(program: Program, grid: Extent, threads: int, cluster: int = 1)
 
 
 def _declare(param: Param, frame: Frame) -> Var:
+    name = re.sub(r"\W|^(?=\d)", "_", param.name)  # models have tensors like "gpu_0/data"
     if param.shape is not None:
-        return T.arg(param.name, T.buffer(param.shape, param.dtype))
-    arg = T.arg(param.name, getattr(T, param.dtype)())
+        return T.arg(name, T.buffer(param.shape, param.dtype))
+    arg = T.arg(name, getattr(T, param.dtype)())
     frame.numbers[param.var] = arg
     return arg
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tvm import tirx
-from tvm.ir import Call, Expr, TensorLoad, Var
+from tvm.ir import Call, Expr, StringImm, TensorLoad, Var
 from tvm.ir.prim.expr import BinaryOpExpr, CmpExpr
 from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
@@ -76,9 +76,13 @@ class _Rewriter:
             branches = _agree(self.visit(expr.true_value), self.visit(expr.false_value))
             return tirx.Select(self.visit(expr.condition), *branches)
         if isinstance(expr, Call):
-            args = [convert(self.visit(arg), dtype_of(arg)) for arg in expr.args]
+            args = [self._argument(arg) for arg in expr.args]
             return tirx.call_intrin(dtype_of(expr), expr.op, *args)
         return rebuild(expr, self.visit)
+
+    def _argument(self, arg: Expr) -> Expr:
+        """An argument of a call, in the dtype it had."""
+        return arg if isinstance(arg, StringImm) else convert(self.visit(arg), dtype_of(arg))
 
     def place(self, index: Expr) -> Expr:
         return convert(self.visit(index), self.frame.index)

@@ -19,8 +19,9 @@ from ...errors import Unsupported
 from ..contraction import Contraction
 from .gemm_frame import Frame, open_kernel
 from .gemm_grid import Grid
+from .gemm_hopper_configs import rank_configs
 from .gemm_hopper_consumer import Consumer
-from .gemm_hopper_plan import PRODUCER_REGISTERS, HopperConfig, Plan, make_plan, rank_configs
+from .gemm_hopper_plan import PRODUCER_REGISTERS, HopperConfig, Plan, make_plan
 from .gemm_hopper_problem import HopperProblem, read_problems
 from .gemm_hopper_producer import emit_producer
 from .gemm_hopper_state import (

@@ -1,14 +1,13 @@
-"""Configurations of the Hopper GEMM, everything that follows from one, and which to try first."""
+"""Configurations of the Hopper GEMM, and everything that follows from one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...config import HardwareProfile
 from ...errors import Unsupported
 from ..contraction import Extent
-from .gemm_frame import assumed, ceil_div
+from .gemm_frame import ceil_div
 from .gemm_hopper_problem import BOX, HopperProblem
 from .gemm_tensor_map import TensorMap
 
@@ -23,29 +22,13 @@ BOX_BYTES = BOX * BOX * 2
 # Shared memory for barriers and for aligning the buffers in front of them.
 BARRIER_BYTES = 512
 
-MAX_STAGES = 16
-
 # Registers of a producer's thread, and the most a consumer takes of what the launch has left.
 PRODUCER_REGISTERS = 24
 CONSUMER_REGISTERS = 240
 
-# (rows, columns) of a tile in the order of their speed on large matrices (H200, 2026-11-20: two
-# consumers on 128 x 256 with 4 stages are best; ping-pong 128 x 128 and clusters of 2 slower).
-STAGED_TILES = ((128, 256), (128, 192), (128, 128), (128, 64), (64, 256), (64, 128), (64, 64))
-
-# What the model of `_seconds` adds to bytes and operations, in cycles (fitted to 30 shapes on an
-# H200): start of a kernel, least length of a step (barriers), epilogue of a 128 x 256 tile.
-START_CYCLES = 4500
-STEP_CYCLES = 200
-EPILOGUE_CYCLES = 1500
-# How much longer an epilogue takes that stores from registers.
-DIRECT_STORE_FACTOR = 1.3
-# A tie-breaker: what a grid loses that leaves multiprocessors idle.
-IDLE_SECONDS = 0.5e-6
-# Bytes a cycle that one multiprocessor takes from the L2, and operations a cycle of its tensor
-# cores. The clock under load follows from the measured rate: the card is limited by its power.
-SM_PORT_BYTES = 60
-TENSOR_FLOP = 4096
+# Accumulators of a thread beside functions that are not lowered to a few instructions: with the
+# branches of erff ptxas spills up to 248 bytes at 128 accumulators, up to 64 at 96, none at 64.
+FUNCTION_ACCUMULATORS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +115,13 @@ def make_plan(problem: HopperProblem, config: HopperConfig, hw: HardwareProfile)
     k_major = problem.segments[0].b[0].k_major
     if c.staged and (not problem.staged or out_n % BOX):
         raise Unsupported("an output that the TMA cannot store")
+    # Boxes are taken in turn: a tile fills the ring a whole number of times, or a box would be
+    # written again while the TMA still reads it.
+    if c.staged and (c.boxes < 1 or out_n // BOX % c.boxes):
+        raise Unsupported(f"{c.boxes} boxes for {out_n // BOX} in a tile")
+    too_few = c.boxes < 2 if c.deferred else c.boxes != out_n // BOX
+    if c.staged and problem.residual is not None and too_few:
+        raise Unsupported(f"{c.boxes} boxes for a residual")
     if not k_major and out_n % BOX:
         raise Unsupported("columns of B in boxes of 64")
     if c.deferred and not (c.staged and _rounds_alike(problem)):
@@ -163,6 +153,9 @@ def make_plan(problem: HopperProblem, config: HopperConfig, hw: HardwareProfile)
         a_map=problem.a.boxes(a_rows),
         b_maps=tuple(tuple(view.boxes(out_n) for view in s.b) for s in problem.segments),
     )
+    crowded = plan.consumers > 1 and plan.accumulators > FUNCTION_ACCUMULATORS
+    if crowded and problem.unlowered_functions:
+        raise Unsupported("accumulators that leave no registers for the epilogue's functions")
     if plan.smem_bytes > hw.smem_per_block_bytes:
         raise Unsupported(f"{plan.smem_bytes} bytes of shared memory")
     return plan
@@ -172,91 +165,3 @@ def _rounds_alike(problem: HopperProblem) -> bool:
     """Whether rounding the accumulators is what the unfused graph does as well."""
     products = [p for s in problem.segments for p in s.products]
     return all(p.stored_dtype == problem.dtype for p in products)
-
-
-def rank_configs(problems: Mapping[int, HopperProblem], hw: HardwareProfile) -> list[HopperConfig]:
-    """The configurations that fit, the one with the least predicted time first."""
-    found: list[tuple[float, int, HopperConfig]] = []
-    for batched, problem in problems.items():
-        for config in _candidates(problem, hw):
-            config = replace(config, batched=batched)
-            try:
-                plan = make_plan(problem, config, hw)
-            except Unsupported:
-                continue
-            found.append((_seconds(problem, plan, hw), len(found), config))
-    return [config for _, _, config in sorted(found, key=lambda item: item[:2])]
-
-
-def _candidates(problem: HopperProblem, hw: HardwareProfile) -> Iterator[HopperConfig]:
-    """All configurations worth a look; the deepest ring that fits for each tile."""
-    group_m = 16 if assumed(problem.M) >= 2048 else 8
-    shapes = [(m, n, True) for m, n in STAGED_TILES] if problem.staged else []
-    if problem.residual is None:
-        widths = range(16, 264, 8) if not problem.dual else range(32, 264, 16)
-        shapes += [(m, n, False) for m in (64, 128) for n in widths if _narrow(problem, n)]
-    for block_m, block_n, staged in shapes:
-        # With one tile a block there is no next one to hide an epilogue in: on a tie, no deferring.
-        both = (True, False) if problem.residual is not None else (False, True)
-        for deferred in both if staged else (False,):
-            config = _deepest(problem, block_m, block_n, staged, deferred, group_m, hw)
-            if config is not None:
-                yield config
-
-
-def _narrow(problem: HopperProblem, block_n: int) -> bool:
-    """Stores from registers are for few rows, narrow tiles, or what the TMA cannot store."""
-    return assumed(problem.M) <= 64 or block_n <= 32 or not problem.staged
-
-
-def _deepest(
-    problem: HopperProblem,
-    block_m: int,
-    block_n: int,
-    staged: bool,
-    deferred: bool,
-    group_m: int,
-    hw: HardwareProfile,
-) -> HopperConfig | None:
-    boxes = 0
-    if staged:
-        # Boxes are taken in turn, so a tile must fill the ring a whole number of times.
-        count = (block_n // 2 if problem.dual else block_n) // BOX
-        boxes = 2 if count % 2 == 0 else count
-        if problem.residual is not None and not deferred:
-            boxes = count
-        if deferred and problem.residual is not None and boxes < 2:
-            return None
-    free = hw.smem_per_block_bytes - BARRIER_BYTES - block_m // BOX * boxes * BOX_BYTES
-    stages = min(MAX_STAGES, free // ((block_m + block_n) * BLOCK_K * 2))
-    if stages < 2:
-        return None
-    return HopperConfig(block_m, block_n, stages, staged, deferred, boxes, group_m)
-
-
-def _seconds(problem: HopperProblem, plan: Plan, hw: HardwareProfile) -> float:
-    """Predicted time: start, waves of steps, epilogues; at least that of the compulsory bytes."""
-    c = plan.config
-    rows, batch = assumed(problem.M), assumed(problem.batch)
-    tiles = (
-        sum(ceil_div(n, plan.out_n) for n in problem.columns) * ceil_div(rows, c.block_m) * batch
-    )
-    blocks = min(tiles, plan.blocks)
-    clock = hw.tensor_flop_per_s[problem.dtype] / hw.num_sms / TENSOR_FLOP
-    step = max(
-        STEP_CYCLES / clock,
-        2 * c.block_m * c.block_n * BLOCK_K / TENSOR_FLOP / clock,
-        plan.transaction_bytes / SM_PORT_BYTES / clock,
-    )
-    waves = ceil_div(tiles, blocks)
-    epilogue = c.block_m * plan.out_n / (128 * 256) * EPILOGUE_CYCLES / clock
-    if not c.staged and rows > 64:
-        epilogue *= DIRECT_STORE_FACTOR
-    work = START_CYCLES / clock + waves * plan.steps * step
-    work += epilogue * (1 if c.deferred else waves)
-    columns = sum(problem.columns) * len(problem.segments[0].products)
-    moved = 2 * batch * problem.K * (columns + rows)
-    uneven = max(1.0, waves * blocks / tiles)
-    memory = moved / hw.hbm_bytes_per_s * uneven + 2 * START_CYCLES / 3 / clock
-    idle = IDLE_SECONDS * (1 - blocks / hw.num_sms)
-    return max(work, memory) + idle

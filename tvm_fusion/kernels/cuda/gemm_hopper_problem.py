@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tvm.ir import TensorLoad, Var
+import tvm_ffi
+from tvm.ir import Call, TensorLoad, Var
 
 from ...errors import Unsupported
 from ..contraction import (
@@ -113,6 +114,15 @@ class HopperProblem:
     def staged(self) -> bool:
         """Whether every segment has an output that the TMA can store."""
         return all(segment.staged is not None for segment in self.segments)
+
+    @property
+    def unlowered_functions(self) -> bool:
+        """Whether the epilogue calls functions that exact rounding keeps as they are."""
+        calls: list[Call] = []
+        for segment in self.segments:
+            for item in (*segment.bindings, *segment.outputs):
+                tvm_ffi.structural_walk(item.value, [(Call, calls.append)])
+        return self.contraction.exact and bool(calls)
 
     @property
     def residual(self) -> EpilogueLoad | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tvm import tirx
-from tvm.ir import Call, Expr, TensorLoad, Var
+from tvm.ir import Call, Expr, StringImm, TensorLoad, Var
 from tvm.script import tirx as T
 
 from ..contraction_inline import Binding
@@ -72,7 +72,7 @@ def lower(expr: Expr, half: bool) -> Expr:
 
     Emits the temporaries of the fast forms; none in front of what is evaluated under a condition.
     """
-    if isinstance(expr, Var | TensorLoad) or number(expr) is not None:
+    if isinstance(expr, Var | TensorLoad | StringImm) or number(expr) is not None:
         return expr
     if is_if_then_else(expr):
         branches = [lower(branch, False) for branch in expr.args[1:]]

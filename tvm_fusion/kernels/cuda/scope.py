@@ -38,9 +38,8 @@ class RowScope:
         self.ready: set[Var] = set()
         self.factors: dict[Var, Expr] = {}
         self.per_element = {program.column_var}
-        for var, item in self.definitions.items():
-            late = isinstance(item, Element) and self._level(item) == Level.ELEMENT
-            if late or isinstance(item, Tile | Value):
+        for var in self.definitions:
+            if program.level(var) == Level.ELEMENT:
                 self.per_element.add(var)
         sources = [t.dtype for t in program.tiles] + [e.dtype for e in program.elements]
         self.half_data = all(d in HALF_DTYPES for d in sources if d.startswith(("float", "bf")))
@@ -60,10 +59,6 @@ class RowScope:
         self.forget()
         yield
         self.env, self.bodies, self.arithmetic = saved
-
-    def _level(self, element: Element) -> Level:
-        parts = [element.offset] if element.guard is None else [element.offset, element.guard]
-        return max(map(self.program.level, parts))
 
     # ---- coordinates and scalars
 

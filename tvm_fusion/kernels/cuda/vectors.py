@@ -64,7 +64,7 @@ def piece_bytes(offset: Expr, dtype: str, width: int, analyzer: tvm.sym.Analyzer
 
 
 def can_stream(program: Program, width: int) -> bool:
-    """Whether bulk copies can bring the rows of all tiles: aligned, at places known from the row alone."""
+    """Whether bulk copies can bring all tiles: aligned, at places that the row alone decides."""
     scalars = {scalar.var for scalar in program.scalars}
     analyzer = program.analyzer()
     return all(

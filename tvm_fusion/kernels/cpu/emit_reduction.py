@@ -1,0 +1,241 @@
+"""Loops of a nest with reductions, their running results in registers.
+
+One axis becomes `lanes`; each lane has a running result of its own:
+
+    lanes along a reduced axis                lanes along an output axis
+        state[0:L] = start                        for each block of L outputs:
+        for each block of L terms:                    state[0:L] = start
+            state[0:L] += term[0:L]                   for all terms: state[0:L] += term[0:L]
+        fold state[0:L] to one result                 out[0:L] = state[0:L]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm import tirx
+from tvm.ir import Expr, Var
+from tvm.tirx import ForKind
+
+from ..expr import bytes_of, constant, convert, dtype_of, number
+from .loops import Loop, nest, seq
+from .machine import Machine
+from .nests import Nest
+from .point import COMBINE, Ops, PointWriter, State, env_of, has_vector_form, indices_of
+from .precision import rounded_by_bits
+from .resolve import Point, Resolve
+from .scope import Scope, allocate, new_buffer
+from .space import Slot, Space
+from .stages import Kind
+
+NEUTRAL = {Kind.SUM: 0, Kind.PROD: 1}
+
+# Vectors of running results: enough to hide the latency of an addition, few enough for the registers.
+VECTORS_ALONG_TERMS = 4
+VECTORS_ALONG_OUTPUTS = 8
+
+
+class ReductionEmitter:
+    """Emits one nest."""
+
+    def __init__(
+        self, item: Nest, space: Space, writer: PointWriter, scope: Scope, machine: Machine
+    ) -> None:
+        self.nest = item
+        self.space = space
+        self.writer = writer
+        self.scope = scope
+        self.loops = scope.loops
+        self.machine = machine
+
+    def emit(self, lane: Slot | None) -> tirx.Stmt:
+        """The loops; `lane` is reduced or not."""
+        if lane is not None and lane.is_reduced:
+            return self._along_terms(lane)
+        return self._along_outputs(lane)
+
+    def _along_terms(self, lane: Slot) -> tirx.Stmt:
+        """Every output point by itself."""
+        outer = {s: self.space.loop(s) for s in self.space.slots if not s.is_reduced}
+        extent = self.space.extent(lane)
+        count = self._lane_count(extent, VECTORS_ALONG_TERMS)
+        states = self._states(count)
+        blocks, rest = self._divide(extent, count)
+
+        def sweep(block_count: Expr, first: Expr, lanes: Expr | int) -> tirx.Stmt:
+            inner = {
+                s: self.space.loop(s) for s in self.space.slots if s.is_reduced and s is not lane
+            }
+            block, v = self.loops.new("block", block_count), self.loops.new("v", lanes)
+            local = {s: loop.value for s, loop in (*outer.items(), *inner.items())}
+            local[lane] = first + block.value * self.loops.imm(count) + v.value
+            v, ops = self._lanes(v, self.space.values(local), states)
+            return nest([*inner.values(), block, v], ops)
+
+        values = self.space.values({s: loop.value for s, loop in outer.items()})
+        body = seq(
+            *self._start(states, count, neutral=True),
+            sweep(blocks, self.loops.imm(0), count),
+            None if number(rest) == 0 else sweep(self.loops.imm(1), extent - rest, rest),
+            *self._fold(states, count),
+            *self._finish(states, self.loops.imm(0), values, neutral=True),
+        )
+        return self._around(outer, states, body)
+
+    def _along_outputs(self, lane: Slot | None) -> tirx.Stmt:
+        """All terms of a block of outputs at a time; without a lane, of one output."""
+        outer = {
+            s: self.space.loop(s) for s in self.space.slots if not s.is_reduced and s is not lane
+        }
+        extent = self.loops.imm(1) if lane is None else self.space.extent(lane)
+        count = self._lane_count(extent, VECTORS_ALONG_OUTPUTS)
+        states = self._states(count)
+        blocks, rest = self._divide(extent, count)
+
+        def values_at(reduced: dict[Slot, Loop], at: Expr) -> list[Expr]:
+            local = {s: loop.value for s, loop in (*outer.items(), *reduced.items())}
+            if lane is not None:
+                local[lane] = at
+            return self.space.values(local)
+
+        def block(first: Expr, lanes: Expr | int) -> tirx.Stmt:
+            reduced = {s: self.space.loop(s) for s in self.space.slots if s.is_reduced}
+            v, w = self.loops.new("v", lanes), self.loops.new("v", lanes)
+            v, ops = self._lanes(v, values_at(reduced, first + v.value), states)
+            ends = self._finish(states, w.value, values_at({}, first + w.value), neutral=False)
+            return seq(
+                *self._start(states, lanes, neutral=False),
+                nest([*reduced.values(), v], ops),
+                w.around(seq(*ends)),
+            )
+
+        full = self.loops.loop("block", blocks, lambda b: block(b * self.loops.imm(count), count))
+        tail = None if number(rest) == 0 else block(extent - rest, rest)
+        return self._around(outer, states, seq(full, tail))
+
+    def _around(self, outer: dict[Slot, Loop], states: list[State], body: tirx.Stmt) -> tirx.Stmt:
+        for loop in reversed(outer.values()):
+            body = loop.around(body)
+        return seq(*(allocate(a) for s in states for a in s.arrays), body)
+
+    def _lanes(self, v: Loop, values: list[Expr], states: list[State]) -> tuple[Loop, Ops]:
+        """The loop over the lanes and its body: as vectors if everything in it has a vector form."""
+        size = number(v.extent) or 0
+        if _is_power_of_two(int(size)):
+            ops = self.writer.write(values, states, v.value, v)
+            if has_vector_form(ops):
+                return Loop(v.var, v.extent, ForKind.VECTORIZED), ops
+        return v, self.writer.write(values, states, v.value)
+
+    # Lanes
+
+    def _divide(self, extent: Expr, count: int) -> tuple[Expr, Expr]:
+        """Whole blocks of `count`, and what remains."""
+        blocks = self.loops.simplify(tirx.FloorDiv(extent, self.loops.imm(count)))
+        return blocks, self.loops.simplify(extent - blocks * self.loops.imm(count))
+
+    def _lane_count(self, extent: Expr, vectors: int) -> int:
+        """Lanes: at most `vectors` registers; of a known extent, what leaves the fewest steps."""
+        widest = max(
+            bytes_of(dtype_of(v))
+            for m in self.nest.members
+            if m.stage.kind is not None
+            for v in m.stage.values
+        )
+        lanes = self.machine.lanes(widest)
+        size = number(extent)
+        if size is None:
+            return vectors * lanes
+        counts = [n * lanes for n in (8, 4, 2, 1) if n <= vectors]
+        counts += [n for n in (8, 4, 2, 1) if n < lanes]
+
+        def steps(count: int) -> int:
+            blocks, rest = divmod(int(size), count)
+            return blocks * -(-count // lanes) + rest // lanes + rest % lanes
+
+        return min((n for n in counts if n <= size), key=steps)
+
+    # Running results
+
+    def _states(self, count: int) -> list[State]:
+        length = [self.loops.imm(count)]
+        return [
+            State(m, tuple(new_buffer("state", length, dtype_of(v)) for v in m.stage.values))
+            for m in self.nest.members
+            if m.stage.kind is not None
+        ]
+
+    def _start(self, states: list[State], lanes: Expr | int, neutral: bool) -> list[tirx.Stmt]:
+        """Set the running results; `neutral` where the initial value is added at the end."""
+        how = ForKind.VECTORIZED if isinstance(lanes, int) else ForKind.SERIAL
+        stmts = []
+        for s in states:
+            kind = s.member.stage.kind
+            for array, initial in zip(s.arrays, s.member.stage.initial, strict=True):
+                value = convert(initial, dtype_of(array))
+                if neutral and kind in NEUTRAL:
+                    value = constant(NEUTRAL[kind], dtype_of(array))
+                stmts.append(self.loops.loop("v", lanes, _setter(array, value), how))
+        return stmts
+
+    def _fold(self, states: list[State], count: int) -> list[tirx.Stmt]:
+        """Combine the lanes in a tree; the result ends in lane 0."""
+        stmts = []
+        half = count // 2
+        while half:
+            for s in states:
+                merges = s.member.stage.kind is Kind.UPDATE
+                stmts.append(self._merge(s, half) if merges else self._combine(s, half))
+            half //= 2
+        return stmts
+
+    def _combine(self, state: State, half: int) -> tirx.Stmt:
+        (array,) = state.arrays
+        at = self.loops.new("v", half, ForKind.VECTORIZED)
+        low = tirx.BufferLoad(array, [at.value])
+        high = tirx.BufferLoad(array, [at.value + self.loops.imm(half)])
+        value = COMBINE[state.member.stage.kind](low, high)
+        return at.around(tirx.BufferStore(array, value, [at.value]))
+
+    def _merge(self, state: State, half: int) -> tirx.Stmt:
+        """Merge the upper half of the states of a recurrence into the lower one."""
+        stage = state.member.stage
+        at = self.loops.new("v", half)
+        env: dict[Var, Expr] = {}
+        point = Point()
+        resolve = Resolve(self.scope, env, point)
+        for array, carry, element in zip(state.arrays, stage.carries, stage.elements, strict=True):
+            upper = at.value + self.loops.imm(half)
+            env[carry] = resolve.bind("low", tirx.BufferLoad(array, [at.value]))
+            env[element] = resolve.bind("high", tirx.BufferLoad(array, [upper]))
+        new = [resolve.bind("next", resolve(v)) for v in stage.merge]
+        stores = [
+            tirx.BufferStore(array, convert(value, dtype_of(array)), [at.value])
+            for array, value in zip(state.arrays, new, strict=True)
+        ]
+        return at.around(nest([], [*point.ops, *stores]))
+
+    def _finish(
+        self, states: list[State], slot: Expr, values: list[Expr], neutral: bool
+    ) -> list[tirx.Stmt]:
+        """Store the results of one output point."""
+        stmts = []
+        for s in states:
+            stage = s.member.stage
+            indices = indices_of(stage, env_of(s.member, values))
+            for buffer, array, initial in zip(stage.buffers, s.arrays, stage.initial, strict=True):
+                value = tirx.BufferLoad(array, [slot])
+                start = NEUTRAL.get(stage.kind)
+                if neutral and start is not None and number(initial) != start:
+                    value = COMBINE[stage.kind](value, convert(initial, dtype_of(array)))
+                value = rounded_by_bits(value, stage.rounding)
+                stmts.append(self.scope.store(buffer, value, indices))
+        return stmts
+
+
+def _is_power_of_two(n: int) -> bool:
+    return n > 0 and n & (n - 1) == 0
+
+
+def _setter(array: Var, value: Expr) -> Callable[[Expr], tirx.Stmt]:
+    return lambda at: tirx.BufferStore(array, value, [at])

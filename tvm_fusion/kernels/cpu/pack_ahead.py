@@ -1,0 +1,95 @@
+"""Packing the right operand of a contraction once, before its tiles are computed.
+
+    right[j // 32, k, j % 32] = B[k, j]
+
+Each panel of columns is contiguous: the register tile reads it from end to end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tvm import tirx
+from tvm.ir import Expr, PrimType, Var
+
+from ..expr import constant, convert, dtype_of, number
+from .operands import Product, depends
+from .rewrite import Substitute
+from .scope import new_buffer
+from .stages import Axis, Stage, analyzer_of, simplified
+
+
+def packed_operand(stage: Stage, product: Product, width: int) -> Stage:
+    """A stage that writes the right operand of `product` in panels of `width` columns.
+
+    Its buffer has the axes of the batch, then panel, term and column in the panel.
+    """
+    dtype = dtype_of(stage.values[0])
+    index = _index_dtype(stage)
+
+    def axis(name: str, extent: Expr | int) -> Axis:
+        size = constant(extent, index) if isinstance(extent, int) else convert(extent, index)
+        return Axis(Var(name, PrimType(index)), size)
+
+    columns = _length(product.columns, index)
+    panels = analyzer_of(()).simplify(
+        tirx.FloorDiv(columns + constant(width - 1, index), constant(width, index))
+    )
+    batch = [axis(a.var.name, a.extent) for a in product.batch]
+    panel, term = axis("panel", panels), axis("term", _length(product.reduced, index))
+    lane = axis("lane", width)
+    column = panel.var * constant(width, index) + lane.var
+    env = {
+        a.var: convert(b.var, dtype_of(a.var)) for a, b in zip(product.batch, batch, strict=True)
+    }
+    env.update(_positions(product.columns, column))
+    env.update(_positions(product.reduced, term.var))
+    inside = depends(product.right, stage)
+    binds, renamed = [], dict(env)
+    for var, value in stage.binds:
+        if var in inside:
+            fresh = Var(var.name, var.ty)
+            binds.append((fresh, Substitute(renamed)(value)))
+            renamed[var] = fresh
+    value = convert(Substitute(renamed)(product.right), dtype)
+    axes = (*batch, panel, term, lane)
+    buffer = new_buffer(f"{stage.name}_right", [a.extent for a in axes], dtype)
+    packed = Stage(f"{stage.name}_right", (buffer,), axes, (), (value,), binds=tuple(binds))
+    return simplified(_guarded(packed, panel, column, columns, width))
+
+
+def _guarded(stage: Stage, panel: Axis, column: Expr, columns: Expr, width: int) -> Stage:
+    """The stage with zeros behind the last column; whole panels have a branch of their own."""
+    size = number(columns)
+    if size is not None and int(size) % width == 0:
+        return stage
+    (value,) = stage.values
+    for var, bound in reversed(stage.binds):
+        value = tirx.Let(var, bound, value)
+    zero = constant(0, dtype_of(value))
+    inner = tirx.if_then_else(tirx.LT(column, columns), value, zero)
+    whole = tirx.LT(panel.var, tirx.FloorDiv(columns, constant(width, dtype_of(panel.var))))
+    return replace(stage, binds=(), values=(tirx.if_then_else(whole, value, inner),))
+
+
+def _length(axes: tuple[Axis, ...], dtype: str) -> Expr:
+    total: Expr = constant(1, dtype)
+    for a in axes:
+        total = total * convert(a.extent, dtype)
+    return analyzer_of(()).simplify(total)
+
+
+def _positions(axes: tuple[Axis, ...], flat: Expr) -> dict[Var, Expr]:
+    """Position on each axis of element number `flat`."""
+    env: dict[Var, Expr] = {}
+    for i in range(len(axes) - 1, -1, -1):
+        extent = convert(axes[i].extent, dtype_of(flat))
+        here = flat if i == 0 else tirx.FloorMod(flat, extent)
+        env[axes[i].var] = convert(here, dtype_of(axes[i].var))
+        flat = tirx.FloorDiv(flat, extent)
+    return env
+
+
+def _index_dtype(stage: Stage) -> str:
+    axes = (*stage.axes, *stage.reduced)
+    return "int64" if any(dtype_of(a.var) == "int64" for a in axes) else "int32"
