@@ -135,6 +135,25 @@ def test_symbolic_extents_stay_symbolic():
         np.testing.assert_allclose(total, np.exp(x).sum(-1), rtol=1e-5)
 
 
+def test_a_group_whose_inputs_do_not_define_its_symbol_gets_it_passed():
+    n = tirx.Var("n", "int64")
+
+    def emit(bb, x):
+        flat = bb.emit(op.reshape(x, (n * 2, 4)))
+        back = bb.emit(op.reshape(bb.emit(op.exp(flat)), (n, 8)))
+        return bb.emit(op.tanh(back))
+
+    planned = plan_of(module(emit, ((n, 8), "float32")), "llvm")
+    plan = hand_plan(planned, ((0,), ()), ((1, 2, 3), ()))
+    fused = materialize(planned.low, planned.graph, plan).mod
+    relax.analysis.well_formed(fused)
+    machine = relax.VirtualMachine(tvm.compile(fused, target=LLVM), tvm.cpu())
+    for rows in (1, 5):
+        x = np.random.default_rng(0).standard_normal((rows, 8)).astype("float32")
+        (got,) = flatten(machine["main"](to_argument(x)))
+        np.testing.assert_allclose(got, np.tanh(np.exp(x)), rtol=1e-5)
+
+
 def test_groups_in_any_order_run_in_the_right_one():
     check(module(diamond, X), ((2,), ()), ((1,), ()), ((0,), ()))
 

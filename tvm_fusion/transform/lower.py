@@ -25,6 +25,7 @@ def lower(mod: tvm.IRModule, target: tvm.target.Target, decompose: bool = True) 
         False keeps composite operators whole: one PrimFunc each, as without this package.
     """
     passes = [
+        UniqueNames(),
         FixBoolArithmetic(),
         relax.transform.CanonicalizeBindings(),
         *([Decompose()] if decompose else []),
@@ -37,4 +38,14 @@ def lower(mod: tvm.IRModule, target: tvm.target.Target, decompose: bool = True) 
         UniqueNames(),
     ]
     with target:
-        return tvm.transform.Sequential(passes)(mod)
+        return tvm.transform.Sequential(passes)(_public(mod))
+
+
+def _public(mod: tvm.IRModule) -> tvm.IRModule:
+    """`main` with a global symbol: without one it counts as private, and as dead code."""
+    main = mod["main"]
+    if main.attrs and "global_symbol" in main.attrs:
+        return mod
+    out = mod.clone()
+    out.update_func(mod.get_global_var("main"), main.with_attr("global_symbol", "main"))
+    return out

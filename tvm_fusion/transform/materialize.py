@@ -311,17 +311,18 @@ class _Rewriter:
         self.groups[gvar.name_hint] = group
         call = relax.Call(gvar, [*(self._new(v) for v in inputs), *symbols])
         if len(outputs) == 1:
-            new = _fresh(outputs[0], self.graph, view.outputs[0], primitive.ret_ty)
+            new = _fresh(outputs[0], self.graph, view.outputs[0])
             self.results[new.name] = group
             self.bindings.append(relax.VarBinding(new, call))
             results = [new]
         else:
-            whole = relax.DataflowVar(f"{gvar.name_hint}_outputs", primitive.ret_ty)
+            fields = relax.TupleType([_type_of(o) for o in outputs])
+            whole = relax.DataflowVar(f"{gvar.name_hint}_outputs", fields)
             self.bindings.append(relax.VarBinding(whole, call))
             self.results[whole.name] = group
             results = []
             for i, (old, tensor) in enumerate(zip(outputs, view.outputs, strict=True)):
-                new = _fresh(old, self.graph, tensor, primitive.ret_ty.fields[i])
+                new = _fresh(old, self.graph, tensor)
                 self.bindings.append(relax.VarBinding(new, relax.TupleGetItem(whole, i)))
                 results.append(new)
         self._remember(view, outputs, results)
@@ -403,6 +404,8 @@ class _Primitive:
         return _rebuild(e, self._new)
 
     def _var(self, var):
+        if isinstance(var.ty, tvm.ir.PrimType):
+            return var  # a symbol: it comes in through `tir_vars`
         if var in self.inner:
             return self.inner[var]
         binding = self.outer.alias.get(hash(var))
@@ -456,12 +459,17 @@ def _rebuild(e, f):
     return e
 
 
-def _fresh(output, graph: FusionGraph, tensor: int, ty):
+def _type_of(output):
+    var, index = output
+    return var.ty if index is None else var.ty.fields[index]
+
+
+def _fresh(output, graph: FusionGraph, tensor: int):
     """The new Var of a group output: visible outside its dataflow block if the old one was."""
     var, index = output
     if index is None:
-        return type(var)(var.name, ty)
-    return relax.DataflowVar(graph.tensors[tensor].name.replace(".", "_"), ty)
+        return type(var)(var.name, var.ty)
+    return relax.DataflowVar(graph.tensors[tensor].name.replace(".", "_"), _type_of(output))
 
 
 def _is_call_tir(e) -> bool:

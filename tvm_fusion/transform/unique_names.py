@@ -1,10 +1,14 @@
-"""UniqueNames: no two bindings of a function share a name, so that plans and reports can speak of
-bindings by name.
+"""UniqueNames: within a function no two Vars share a name, and each name is an identifier.
 
-lv = exp(x); lv = tanh(lv)   ->   lv = exp(x); lv_1 = tanh(lv)
+    lv = exp(in/x); lv = tanh(lv)   ->   lv = exp(in_x); lv_1 = tanh(lv)
+
+Plans and reports speak of bindings by name, and kernels call their parameters after them (ONNX
+allows any character in a name, C does not).
 """
 
 from __future__ import annotations
+
+import re
 
 import tvm
 from tvm import relax
@@ -12,20 +16,25 @@ from tvm import relax
 
 @tvm.transform.module_pass(opt_level=0, name="tvm_fusion.UniqueNames")
 class UniqueNames:
-    """See the module docstring; a function whose names are unique already stays the same object."""
+    """See the module docstring; a function whose names are fine already stays the same object."""
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         out = mod.clone()
         for gvar, func in mod.functions_items():
-            if isinstance(func, relax.Function) and _has_twins(func):
+            if isinstance(func, relax.Function) and not _is_fine(func):
                 out.update_func(gvar, _Renamer(mod).visit_expr(func))
         return out
 
 
-def _has_twins(func: relax.Function) -> bool:
+def _is_fine(func: relax.Function) -> bool:
     names = [p.name for p in func.params]
     names += [b.var.name for block in getattr(func.body, "blocks", ()) for b in block.bindings]
-    return len(names) != len(set(names))
+    return len(names) == len(set(names)) and all(n == _identifier(n) for n in names)
+
+
+def _identifier(name: str) -> str:
+    plain = re.sub(r"\W", "_", name, flags=re.ASCII)
+    return plain if plain[:1].isalpha() or plain[:1] == "_" else f"_{plain}"
 
 
 @relax.expr_functor.mutator
@@ -41,10 +50,11 @@ class _Renamer(relax.PyExprMutator):
         return self._renamed(var)
 
     def _renamed(self, var):
-        name, number = var.name, 0
+        plain = _identifier(var.name)
+        name, number = plain, 0
         while name in self.taken:
             number += 1
-            name = f"{var.name}_{number}"
+            name = f"{plain}_{number}"
         self.taken.add(name)
         if name == var.name:
             return var

@@ -12,7 +12,7 @@ from ..expr import constant, convert, dtype_of
 from .loops import Keep, Loop, nest
 from .nests import Member, Nest
 from .resolve import Point, Resolve
-from .rewrite import call_name, is_conditional, loads, nodes
+from .rewrite import call_name, nodes
 from .scope import Scope
 from .stages import Kind, Stage
 
@@ -139,8 +139,7 @@ def _is_vectorisable(op: tirx.Stmt | Keep) -> bool:
     if not isinstance(op, tirx.Bind | tirx.BufferStore | Keep):
         return False
     return not any(
-        call_name(e) not in VECTOR_CALLS or (is_conditional(e) and loads(e)) or _is_logic(e)
-        for e in nodes(op.value)
+        call_name(e) not in VECTOR_CALLS or _is_logic(e) for e in nodes(op.value)
     )
 
 

@@ -48,6 +48,10 @@ class Space:
         """Number of iterations in this tile."""
         return self._product(self.regions[i].extent for i in slot.axes)
 
+    def is_whole(self, slot: Slot) -> bool:
+        """Whether this tile covers all of the slot's axes."""
+        return all(_is_whole(self.regions[i]) for i in slot.axes)
+
     def loop(self, slot: Slot) -> Loop:
         """A loop over a slot."""
         return self.scope.loops.new("i", self.extent(slot))

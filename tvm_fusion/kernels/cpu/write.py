@@ -20,6 +20,7 @@ from .machine import Machine, machine_of
 from .nests import Nest, make_nests
 from .operands import split_product
 from .pack_ahead import packed_operand
+from .partial_sums import partial_sums
 from .reshape_loops import reshape_loops
 from .rewrite import Rewriter, rebuild
 from .scope import Region, Scope, allocate, new_buffer
@@ -57,7 +58,9 @@ def write_cpu(
         Where `func` holds more than tensor expressions: external calls, scatters, loops in blocks.
     """
     machine = machine_of(hw)
-    graph = reshape_loops(speculate(inline(read_graph(func, exact))))
+    graph = read_graph(func, exact)
+    for step in (inline, speculate, partial_sums, reshape_loops):
+        graph = step(graph)
     groups = make_groups(graph, machine)
     temporaries = _temporaries(graph, groups)
     body = seq(
