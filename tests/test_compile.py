@@ -248,3 +248,14 @@ def test_a_user_can_add_a_kernel_class(monkeypatch):
 def test_an_opaque_cycle_is_compiled_without_fusing_across_it():
     report = tvm_fusion.explain(module(cycle_trap, ((64, 64), "float16")), "llvm")
     assert report.launches.fused >= 2
+
+
+def test_an_operator_whose_kernels_all_fail_keeps_tvms_own_code(monkeypatch):
+    from tvm_fusion.kernels import registry
+
+    for name in ("pointwise", "fallback"):
+        kernel, kinds = registry._CLASSES[name]
+        monkeypatch.setitem(registry._CLASSES, name, (_Broken(kernel, _refuses), kinds))
+    compiled = tvm_fusion.compile(module(lambda bb, x: op.exp(x), X), "llvm", verify=True)
+    assert compiled.report.verify.passed
+    assert [g.kernel_class for g in compiled.report.groups] == ["stock"]

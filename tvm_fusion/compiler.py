@@ -244,7 +244,8 @@ class Job:
                     failed = set(error.failures)
             before = plan
             for name in sorted(failed & set(materialized.groups)):
-                plan = plan.with_class(materialized.groups[name].ops[0], "fallback")
+                group = materialized.groups[name]
+                plan = plan.with_class(group.ops[0], _next_class(group))
             if plan == before:
                 raise AssertionError(f"fallback kernels fail: {sorted(failed)}")
 
@@ -259,15 +260,20 @@ class Job:
         return self.plan != before
 
     def cut(self, group: PlannedGroup, code: RefusalCode, why: str) -> None:
-        """Takes a group apart, or gives a single operator the fallback class."""
+        """Takes a group apart; gives a single operator the fallback class, then TVM's own code."""
         why = why.strip().splitlines()[-1] if why.strip() else code.value
         logger.warning("group %s falls back: %s", "+".join(group.ops), why)
         for op in group.ops:
             self.cuts[(op,)] = f"{code.value}: {why}"
         if len(group.ops) > 1:
             self.plan = self.plan.cut(group.ops, self.alone, Refusal(code, group.ops, why))
-        elif group.kernel_class != "fallback":
-            self.plan = self.plan.with_class(group.ops[0], "fallback")
+        else:
+            self.plan = self.plan.with_class(group.ops[0], _next_class(group))
+
+
+def _next_class(group: PlannedGroup) -> str:
+    """What to try after the class of a single operator failed."""
+    return "stock" if group.kernel_class in ("fallback", "stock") else "fallback"
 
 
 def _read_plan(plan: PlanLike) -> FusionPlan | None:

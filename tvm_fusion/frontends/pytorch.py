@@ -137,7 +137,9 @@ def _on_cpu(program: torch.export.ExportedProgram) -> torch.export.ExportedProgr
     tensors = (*program.state_dict.values(), *program.constants.values())
     if all(not isinstance(t, torch.Tensor) or t.device.type == "cpu" for t in tensors):
         return program
-    return torch.export.passes.move_to_device_pass(copy.deepcopy(program), "cpu")
+    from torch.export.passes import move_to_device_pass
+
+    return move_to_device_pass(copy.deepcopy(program), "cpu")
 
 
 def _returns_bare_tensor(program: torch.export.ExportedProgram) -> bool:

@@ -20,6 +20,7 @@ from ..kernels.registry import kernel_class
 
 logger = logging.getLogger(__name__)
 
+UNWRITTEN = ("view", "opaque", "stock")  # "stock": as LegalizeOps made it, where all else failed
 OPAQUE_PATTERN = 8  # TVM's OpPatternKind.kOpaque: no later pass fuses the function again
 
 
@@ -49,7 +50,7 @@ def write_kernels(
     written = _Written(hw, policy)
     for gvar, func in mod.functions.items():
         name = classes.get(gvar.name_hint)
-        if name is None or not isinstance(func, tirx.PrimFunc):
+        if name is None or name in UNWRITTEN or not isinstance(func, tirx.PrimFunc):
             functions[gvar] = func
             continue
         try:
