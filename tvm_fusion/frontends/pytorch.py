@@ -6,7 +6,6 @@ and buffers become constants.
 """
 
 import contextlib
-import copy
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -89,7 +88,7 @@ def from_exported_program(program: torch.export.ExportedProgram, where: str) -> 
     importer = Importer()
     try:
         with _quiet():
-            program = _on_cpu(program).run_decompositions(_decompositions())
+            program = _on_cpu(program.run_decompositions(_decompositions()))
             mod = importer.from_exported_program(
                 program,
                 keep_params_as_input=False,
@@ -133,13 +132,17 @@ def _refuse_inputs_that_are_no_tensors(program: torch.export.ExportedProgram, wh
 
 
 def _on_cpu(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The program with its weights in host memory: constants of a module are hashed and folded."""
+    """The program with its weights in host memory, where constants are hashed and folded.
+
+    The program is one of our own making; the weights it shares with its origin are not touched.
+    """
     tensors = (*program.state_dict.values(), *program.constants.values())
     if all(not isinstance(t, torch.Tensor) or t.device.type == "cpu" for t in tensors):
         return program
     from torch.export.passes import move_to_device_pass
 
-    return move_to_device_pass(copy.deepcopy(program), "cpu")
+    program._state_dict, program._constants = dict(program.state_dict), dict(program.constants)
+    return move_to_device_pass(program, "cpu")
 
 
 def _returns_bare_tensor(program: torch.export.ExportedProgram) -> bool:
