@@ -61,7 +61,7 @@ class Gemm:
                 RefusalCode.EPILOGUE,
                 f"{others[0].name} reduces a row; a tile of a matrix product holds part of one",
             )
-        if refusal := _check_siblings(group, products) or _check_neighbours(group, products):
+        if refusal := _check_siblings(group, products, hw) or _check_neighbours(group, products):
             return refusal
         once = frozenset(w.tensor for p in products for w in p.block.writes)
         runs = evaluations(group, once)
@@ -151,9 +151,17 @@ def _plain(index) -> bool:
     return isinstance(index, Affine) and (index.single_axis is not None or not index.axes)
 
 
-def _check_siblings(group: GroupView, products: list[Product]) -> Refusal | None:
+def _check_siblings(
+    group: GroupView, products: list[Product], hw: HardwareProfile
+) -> Refusal | None:
     if len(products) == 1:
         return None
+    if hw.kind == "llvm" and len(group.outputs) > 1:
+        return group.refuse(
+            RefusalCode.SEVERAL_CONTRACTIONS,
+            "on a CPU products with outputs of their own share nothing but the call",
+            outputs=len(group.outputs),
+        )
     first = products[0]
     same = all(
         p.left.tensor == first.left.tensor

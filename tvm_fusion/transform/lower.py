@@ -28,7 +28,7 @@ def lower(mod: tvm.IRModule, target: tvm.target.Target, decompose: bool = True) 
         UniqueNames(),
         FixBoolArithmetic(),
         relax.transform.CanonicalizeBindings(),
-        *([Decompose()] if decompose else []),
+        *([Decompose(keep_attention=target.kind.name == "llvm")] if decompose else []),
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),
         relax.transform.LegalizeOps(),
