@@ -81,7 +81,7 @@ def _shape(value: relax.Expr) -> tuple[int, ...]:
 
 
 def _build(rng, bb, values, i, indices, dtype):
-    """An operator on value `i`, and the number of another value it reads; None where it does not apply."""
+    """An operator on value `i`, and the number of another value it reads; None if it cannot be."""
     x = values[i]
     shape = _shape(x)
     kind = rng.choice(BUILDERS)
@@ -93,7 +93,9 @@ def _build(rng, bb, values, i, indices, dtype):
 
 
 def _unary(rng, bb, x, shape, y, other, indices, dtype):
-    f = rng.choice((op.tanh, op.sigmoid, op.nn.relu, op.negative, op.nn.gelu, op.exp, op.sqrt, op.tril))
+    f = rng.choice(
+        (op.tanh, op.sigmoid, op.nn.relu, op.negative, op.nn.gelu, op.exp, op.sqrt, op.tril)
+    )
     if f is op.exp:
         x = bb.emit(op.tanh(x))
     if f is op.sqrt:
@@ -189,7 +191,7 @@ def _argmax(rng, bb, x, shape, y, other, indices, dtype):
 
 
 def _is_parameter(x):
-    """Whether `x` is exactly the same in every implementation: a rounding may flip what depends on it."""
+    """Whether `x` is the same everywhere: a rounding may flip what depends on it."""
     return not isinstance(x, relax.DataflowVar)
 
 

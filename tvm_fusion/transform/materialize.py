@@ -317,7 +317,7 @@ class _Rewriter:
             results = [new]
         else:
             fields = relax.TupleType([_type_of(o) for o in outputs])
-            whole = relax.DataflowVar(f"{gvar.name_hint}_outputs", fields)
+            whole = relax.DataflowVar(f"{outputs[0][0].name}_outputs", fields)
             self.bindings.append(relax.VarBinding(whole, call))
             self.results[whole.name] = group
             results = []

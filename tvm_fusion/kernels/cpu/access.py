@@ -7,7 +7,7 @@ from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
 
 from ..expr import constant, dtype_of, flatten, number
-from .rewrite import Substitute, free_variables, loads
+from .rewrite import Substitute, free_variables, loads, nodes
 
 
 def offset(buffer: Var, indices: list[Expr]) -> Expr:
@@ -17,7 +17,7 @@ def offset(buffer: Var, indices: list[Expr]) -> Expr:
 
 
 def stride(buffer: Var, indices: list[Expr], var: Var, analyzer: tvm.sym.Analyzer) -> int | None:
-    """Elements by which an access moves when `var` grows by 1; None if that varies or is unknown."""
+    """Elements by which an access moves when `var` grows by 1; None if that varies."""
     at = offset(buffer, indices)
     if var not in free_variables(at):
         return 0
@@ -41,8 +41,6 @@ def load_stride(load: TensorLoad, var: Var, analyzer: tvm.sym.Analyzer) -> int |
 
 def has_division(expr: Expr) -> bool:
     """Whether an index computation divides."""
-    from .rewrite import nodes
-
     return any(
         isinstance(e, tirx.FloorDiv | tirx.FloorMod | tirx.Div | tirx.Mod) for e in nodes(expr)
     )

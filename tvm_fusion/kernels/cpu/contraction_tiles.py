@@ -97,7 +97,7 @@ def packs_ahead(problem: Problem, tile: Tile) -> bool:
 
 
 def _may_pack_ahead(problem: Problem, tile: Tile) -> bool:
-    """It must not depend on the tile or be much larger than its source, and tiles must be whole panels."""
+    """It must not depend on the tile, nor outgrow its source; tiles must be whole panels."""
     product, group = problem.product, problem.group
     written = {b for s in group.stages for b in s.buffers}
     sources = {r.source: r for r in operand_loads(problem.stage, product.right)}

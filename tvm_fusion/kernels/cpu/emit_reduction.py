@@ -30,7 +30,7 @@ from .stages import Kind
 
 NEUTRAL = {Kind.SUM: 0, Kind.PROD: 1}
 
-# Vectors of running results: enough to hide the latency of an addition, few enough for the registers.
+# Vectors of running results: enough to hide the latency of an addition, and they fit in registers.
 VECTORS_ALONG_TERMS = 4
 VECTORS_ALONG_OUTPUTS = 8
 
@@ -119,7 +119,7 @@ class ReductionEmitter:
         return seq(*(allocate(a) for s in states for a in s.arrays), body)
 
     def _lanes(self, v: Loop, values: list[Expr], states: list[State]) -> tuple[Loop, Ops]:
-        """The loop over the lanes and its body: as vectors if everything in it has a vector form."""
+        """The loop over the lanes and its body, as vectors if all of it has a vector form."""
         size = number(v.extent) or 0
         if _is_power_of_two(int(size)):
             ops = self.writer.write(values, states, v.value, v)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from tvm.ir import Expr, TensorLoad, Var
 from tvm.ir.prim.expr import Let, LogicalExpr
 
-from ..expr import dtype_of, same
+from ..expr import dtype_of, number, same
 from .operands import split_product
 from .rewrite import (
     LEAVES,
@@ -66,15 +66,17 @@ def _choose(graph: Graph) -> set[Var]:
         if stage.kind is not None or len(stage.buffers) > 1 or graph.is_param(stage.buffer):
             continue
         uses = _uses(stage.buffer, graph.stages[i + 1 :])
-        count, guarded = 0, False
+        count, guarded, turned = 0, False, False
         for reader, load, under_condition in uses:
             guarded |= under_condition
+            turned |= _is_transposing(reader, load)
             inlined = reader.buffer in chosen
             count += runs[reader.buffer] if inlined else _evaluations(reader, load)
         most = MOST_NODES_UNDER_CONDITION if guarded else MOST_NODES
         work, own = stage_work(stage), points(stage.domain)
-        repeated = (work - LOAD_COST) * count <= (work + KEEP_COST - LOAD_COST) * own
-        if repeated and sizes[key] <= most:
+        cheap = (work - LOAD_COST) * count <= (work + KEEP_COST - LOAD_COST) * own
+        plain = not turned or work <= LOAD_COST
+        if cheap and plain and sizes[key] <= most:
             chosen.add(key)
             runs[key] = count
     return chosen
@@ -104,6 +106,19 @@ def _uses(buffer: Var, readers: tuple[Stage, ...]) -> list[tuple[Stage, TensorLo
                     found.append((load, guarded))
         uses.extend((reader, load, guarded) for load, guarded in found)
     return uses
+
+
+def _is_transposing(reader: Stage, load: TensorLoad) -> bool:
+    """Whether a pointwise stage reads another axis contiguously than it writes.
+
+    What is computed there would read all its inputs against the grain; a tile of it is kept.
+    """
+    axes = [a.var for a in reader.axes if a.size != 1]
+    long = [i for i in load.indices if number(i) is None]
+    if reader.kind is not None or len(axes) < 2 or len(long) < 2:
+        return False
+    across = any(isinstance(i, Var) and i.same_as(axes[-1]) for i in long[:-1])
+    return across and any(long[-1].same_as(v) for v in axes[:-1])
 
 
 def _same_indices(a: TensorLoad, b: TensorLoad) -> bool:

@@ -16,7 +16,7 @@ STORE_WEIGHT = 2.0
 def lane_axis(stages: tuple[Stage, ...], candidates: list[tuple[Axis, ...]]) -> int | None:
     """Index of the best candidate: each is one axis, as every stage has it.
 
-    The best is the one along which most loads and stores are contiguous; the later one where two are equal.
+    The best is the one along which most loads and stores are contiguous; of equals the later one.
     """
     best, chosen = float("-inf"), None
     for i, axes in enumerate(candidates):

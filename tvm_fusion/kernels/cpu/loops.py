@@ -85,7 +85,7 @@ class Loops:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Keep:
-    """``buffer[index] = value``: a value too large to be bound to a variable (see `Resolve.bind`)."""
+    """``buffer[index] = value``: a value too large to bind to a variable (see `Resolve.bind`)."""
 
     buffer: Var
     allocation: tirx.Stmt

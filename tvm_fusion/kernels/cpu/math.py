@@ -3,8 +3,8 @@
 LLVM turns `exp` of a vector into one library call a lane. These have errors of 1 to 2 units in the
 last place, keep infinities and NaN, and contain neither branches nor tables.
 
-Sources: exp, log and tanh follow S. L. Moshier's Cephes library (expf.c, logf.c, tanhf.c); the error
-function follows N. Juffa (https://stackoverflow.com/a/35148199), fitted by a minimax search.
+Sources: exp, log and tanh follow S. L. Moshier's Cephes library (expf.c, logf.c, tanhf.c); the
+error function follows N. Juffa (https://stackoverflow.com/a/35148199), fitted by a minimax search.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def log(x: Expr) -> Expr:
 
 
 def tanh(x: Expr) -> Expr:
-    """Hyperbolic tangent: an odd polynomial near 0, else 1 - 2 / (exp(2 |x|) + 1) with the sign of x."""
+    """tanh x: an odd polynomial near 0, else 1 - 2 / (exp(2 |x|) + 1) with the sign of x."""
 
     def of(x: Expr) -> Expr:
         magnitude = tirx.abs(x)

@@ -1,6 +1,6 @@
 """Loop nests of a tile: stages over the same points are computed together, point by point.
 
-    for j: e = exp(x[j] - m); p[j] = e; s += e        one nest: a pointwise stage and a reduction of it
+    for j: e = exp(x[j] - m); p[j] = e; s += e        a pointwise stage, and a reduction of it
 
 A value that a later stage of the nest reads at the same point stays in a register.
 """
@@ -28,7 +28,7 @@ class Member:
 
 @dataclass(slots=True, eq=False)
 class Nest:
-    """Stages over one space; `reduced` tells which of the axes are reduced, if there are reductions."""
+    """Stages over one space; `reduced` are the axes that its reductions reduce, if it has any."""
 
     members: list[Member]
     dims: tuple[int | None, ...]

@@ -24,7 +24,7 @@ LEAST_TERMS = 4
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Product:
-    """A contraction; `left` is read by rows, `right` by columns, `columns` run along the vectors."""
+    """A contraction; `left` varies by rows, `right` by columns; columns run along the vectors."""
 
     left: Expr
     right: Expr
@@ -36,7 +36,7 @@ class Product:
 
 def split_product(stage: Stage) -> Product | None:
     """The contraction that `stage` computes, or None if it is none, or too small to be worth it."""
-    if stage.kind is not Kind.SUM:
+    if stage.kind is not Kind.SUM or not stage.reduced:
         return None
     binds = {v: e for v, e in stage.binds}
     value = stage.values[0]

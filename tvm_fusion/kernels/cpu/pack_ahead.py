@@ -38,12 +38,12 @@ def packed_operand(stage: Stage, product: Product, width: int) -> Stage:
     batch = [axis(a.var.name, a.extent) for a in product.batch]
     panel, term = axis("panel", panels), axis("term", _length(product.reduced, index))
     lane = axis("lane", width)
-    column = panel.var * constant(width, index) + lane.var
+    column = panel.index * constant(width, index) + lane.index
     env = {
-        a.var: convert(b.var, dtype_of(a.var)) for a, b in zip(product.batch, batch, strict=True)
+        a.var: convert(b.index, dtype_of(a.var)) for a, b in zip(product.batch, batch, strict=True)
     }
     env.update(_positions(product.columns, column))
-    env.update(_positions(product.reduced, term.var))
+    env.update(_positions(product.reduced, term.index))
     inside = depends(product.right, stage)
     binds, renamed = [], dict(env)
     for var, value in stage.binds:
@@ -68,7 +68,7 @@ def _guarded(stage: Stage, panel: Axis, column: Expr, columns: Expr, width: int)
         value = tirx.Let(var, bound, value)
     zero = constant(0, dtype_of(value))
     inner = tirx.if_then_else(tirx.LT(column, columns), value, zero)
-    whole = tirx.LT(panel.var, tirx.FloorDiv(columns, constant(width, dtype_of(panel.var))))
+    whole = tirx.LT(panel.index, tirx.FloorDiv(columns, constant(width, dtype_of(panel.var))))
     return replace(stage, binds=(), values=(tirx.if_then_else(whole, value, inner),))
 
 

@@ -21,7 +21,7 @@ from .work import points, stage_work
 
 # Results fewer than this leave cores without work; less work than this is done before they wake up.
 FEW_RESULTS = 8
-MUCH_WORK = 131_072
+MUCH_WORK = 600_000
 
 # Number of parts: the largest divisor of the axis up to this, if it is not too small.
 MOST_PARTS, LEAST_PARTS = 64, 8
@@ -40,7 +40,7 @@ def _cut(stage: Stage) -> list[Stage]:
     size, index = int(first.size), dtype_of(first.var)
     part = Axis(Var("part", first.var.ty), constant(parts, index))
     inner = Axis(Var(first.var.name, first.var.ty), constant(size // parts, index))
-    position = part.var * constant(size // parts, index) + inner.var
+    position = part.var * constant(size // parts, index) + inner.index
     substitute = Substitute({first.var: position})
     binds = []
     for var, value in stage.binds:
@@ -54,7 +54,7 @@ def _cut(stage: Stage) -> list[Stage]:
         f"{stage.name}_parts",
         (buffer,),
         (*stage.axes, part),
-        (inner, *others),
+        tuple(a for a in (inner, *others) if a.size != 1),
         tuple(substitute(v) for v in stage.values),
         stage.kind,
         stage.initial if stage.kind in (Kind.MAX, Kind.MIN) else (_neutral(stage, dtype),),
@@ -62,13 +62,9 @@ def _cut(stage: Stage) -> list[Stage]:
     )
     axes = tuple(Axis(Var(a.var.name, a.var.ty), a.extent) for a in stage.axes)
     part = Axis(Var("part", first.var.ty), part.extent)
-    term = tirx.BufferLoad(buffer, [*(_index(a) for a in axes), part.var])
+    term = tirx.BufferLoad(buffer, [*(a.index for a in axes), part.var])
     final = replace(stage, axes=axes, reduced=(part,), values=(term,), binds=())
     return [simplified(partial), final]
-
-
-def _index(axis: Axis) -> object:
-    return constant(0, dtype_of(axis.var)) if axis.size == 1 else axis.var
 
 
 def _neutral(stage: Stage, dtype: str) -> object:
@@ -81,6 +77,8 @@ def _parts(stage: Stage) -> int | None:
         return None
     first = stage.reduced[0] if stage.reduced else None
     if first is None or first.size is None or points(stage.axes) >= FEW_RESULTS:
+        return None
+    if len(stage.reduced) == 1 and int(first.size) <= MOST_PARTS:
         return None
     if points(stage.domain) * stage_work(stage) < MUCH_WORK:
         return None

@@ -138,9 +138,7 @@ def _is_vectorisable(op: tirx.Stmt | Keep) -> bool:
         return has_vector_form(list(op.seq))
     if not isinstance(op, tirx.Bind | tirx.BufferStore | Keep):
         return False
-    return not any(
-        call_name(e) not in VECTOR_CALLS or _is_logic(e) for e in nodes(op.value)
-    )
+    return not any(call_name(e) not in VECTOR_CALLS or _is_logic(e) for e in nodes(op.value))
 
 
 def _is_logic(expr: Expr) -> bool:

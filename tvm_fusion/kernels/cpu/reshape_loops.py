@@ -1,7 +1,9 @@
-"""Rewrites of single stages before they are grouped: small windows unrolled, transposed reads staged.
+"""Rewrites of single stages before they are grouped.
 
-p[y, x] = max_{r < 3, c < 3} a[y + r, x + c]     ->  p[y, x] = max(a[y, x], max(a[y, x + 1], ...))
-b[i, j] = f(a[j, i])                             ->  t[j, i] = a[j, i]; b[i, j] = f(t[j, i])
+    p[y, x] = max_{r < 3, c < 3} a[y + r, x + c]    ->  p[y, x] = max(a[y, x], max(a[y, x + 1], ..))
+    b[i, j] = f(a[j, i])                            ->  t[j, i] = a[j, i]; b[i, j] = f(t[j, i])
+
+Small windows are written out; what is read against the grain is copied tile by tile first.
 """
 
 from __future__ import annotations
@@ -109,7 +111,7 @@ def _staged(stage: Stage) -> list[Stage]:
 
 
 def _runs_across(stage: Stage, load: TensorLoad, lane: Axis, analyzer: tvm.sym.Analyzer) -> bool:
-    """Whether a load is contiguous along another long axis than the vectors, and permutes plain axes."""
+    """Whether a load permutes axes, and is contiguous along another long one than the vectors."""
     if load_stride(load, lane.var, analyzer) in (0, 1) or not load.indices:
         return False
     by_var = {a.var: a for a in stage.domain}

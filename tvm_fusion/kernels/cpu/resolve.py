@@ -67,7 +67,7 @@ class Point:
 
 
 class Resolve:
-    """Final form of a stage's expressions: loop variables, places, simple indices, no library calls.
+    """Final form of a stage's expressions: loop variables, places, no library calls.
 
     Shared parts and the steps of a function become bindings of `point`, except under a condition.
 
@@ -157,7 +157,8 @@ class Resolve:
     def _from_bfloat16(self, expr: Expr) -> Expr:
         """A bfloat16 value as float32, by its bits.
 
-        TVM's legalisation of bfloat16 overlooks what is bound to a variable: the bits would be read as an integer.
+        TVM's legalisation of bfloat16 overlooks what is bound to a variable: the bits would be read
+        as an integer.
         """
         value = self(expr)
         if not isinstance(value, tirx.Cast):
@@ -169,7 +170,7 @@ class Resolve:
         return Let(var, wide, round_to_bfloat16(var))
 
     def _is_known(self, load: Expr, dtype: str) -> bool:
-        """Whether `load` reads a value of this point that is held in type `dtype`: rounding it again changes nothing."""
+        """Whether `load` reads a value of this point held as `dtype`: no need to round it again."""
         if not isinstance(load, TensorLoad) or load.source not in self.known:
             return False
         return dtype_of(self.known[load.source]) == dtype

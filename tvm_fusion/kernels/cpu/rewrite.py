@@ -158,7 +158,7 @@ def loads_with_guard(root: Expr) -> Iterator[tuple[TensorLoad, bool]]:
 
 
 def can_speculate(expr: Expr) -> bool:
-    """Whether `expr` can be evaluated although nobody needs it: it loads nothing and cannot trap."""
+    """Whether `expr` can be evaluated in vain: it loads nothing and cannot trap."""
     for e in nodes(expr):
         if isinstance(e, TensorLoad):
             return False

@@ -1,7 +1,7 @@
 """Where conditions on an axis change, so that a loop can be cut there.
 
-    for j < 9: y[j] = if_then_else(1 <= j and j < 8, x[j - 1], 0)
- -> for j < 1: y[j] = 0;  for j < 7: y[1 + j] = x[j];  for j < 1: y[8 + j] = 0
+   for j < 9: y[j] = if_then_else(1 <= j and j < 8, x[j - 1], 0)
+-> for j < 1: y[j] = 0;  for j < 7: y[1 + j] = x[j];  for j < 1: y[8 + j] = 0
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST_CUTS = 4
 
 
 def cuts(item: Nest, axis: int, size: int) -> list[int]:
-    """Positions on an axis of the nest, between 0 and `size`, at which a condition changes; in order.
+    """Positions on an axis of the nest, between 0 and `size`, at which a condition changes.
 
     Only conditions that decide about a load count, and only those that depend on nothing else.
     """
@@ -63,6 +63,6 @@ def _change(comparison: CmpExpr, var: Var) -> int | None:
     if slope not in (1, -1):
         return None
     root = -at_zero * slope
-    # With a difference d = slope * (var - root): d < 0 and d >= 0 change where d becomes 0 for a rising d.
+    # The difference is slope * (var - root): if it rises, `<` and `>=` change at the root.
     changes_at_root = isinstance(comparison, tirx.LT | tirx.GE) == (slope == 1)
     return root if changes_at_root else root + 1

@@ -1,8 +1,8 @@
 """The space that a nest loops over: its axes, neighbouring ones fused where memory allows.
 
-    for h < 7: for w < 7: y[n, h, w] = f(x[n, h, w])     ->  for hw < 49: y[n, hw // 7, hw % 7] = ...
+    for h < 7: for w < 7: y[n, h, w] = f(x[n, h, w])    ->  for i < 49: y[n, i // 7, i % 7] = ...
 
-Short inner axes do not fill vectors. Two axes are fused where every access is linear in the fused one.
+Short inner axes do not fill vectors. Axes are fused where every access is linear in the fused one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from .loops import Loop
 from .nests import Member, Nest
 from .rewrite import Rewriter, Substitute, free_variables, nodes, rebuild
 from .scope import Region, Scope
+from .sides import product_of
 from .stages import Axis
 
 
@@ -44,9 +45,10 @@ class Space:
         candidates = self.nest.candidates()
         return [(s, candidates[s.axes[-1]]) for s in self.slots]
 
-    def extent(self, slot: Slot) -> Expr:
-        """Number of iterations in this tile."""
-        return self._product(self.regions[i].extent for i in slot.axes)
+    def extent(self, slot: Slot, whole: bool = False) -> Expr:
+        """Number of iterations in this tile; or in a whole one."""
+        regions = (self.regions[i] for i in slot.axes)
+        return product_of((r.full if whole else r.extent for r in regions), self.scope.loops)
 
     def is_whole(self, slot: Slot) -> bool:
         """Whether this tile covers all of the slot's axes."""
@@ -75,12 +77,6 @@ class Space:
             at = tirx.FloorDiv(at, full)
         return parts[::-1]
 
-    def _product(self, extents: object) -> Expr:
-        total = self.scope.loops.imm(1)
-        for e in extents:
-            total = self.scope.loops.simplify(total * e)
-        return total
-
     # Fusing
 
     def _fused(self) -> list[Slot]:
@@ -104,7 +100,7 @@ class Space:
         return all(self._is_linear(m, slot) for m in self.nest.members)
 
     def _is_linear(self, member: Member, slot: Slot) -> bool:
-        """Whether all accesses of a stage are linear in the fused axis, and nothing else uses its parts."""
+        """Whether all accesses of a stage are linear in the fused axis, its parts else unused."""
         stage = member.stage
         fused = self.scope.loops.new("f", self.extent(slot)).var
         parts = self._parts(slot, fused)

@@ -56,7 +56,7 @@ def _pointwise_tile(group: Group) -> list[int | None]:
 
 
 def _transposed(group: Group, order: list[int]) -> set[int] | None:
-    """Two axes, one contiguous for the stores and the other for a load; None without such a load."""
+    """Two axes, one contiguous for the stores, the other for a load; None without such a load."""
     for member, stage in enumerate(group.stages):
         analyzer = analyzer_of(stage.domain)
         for load in stage.reads():

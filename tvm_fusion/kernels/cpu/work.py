@@ -68,7 +68,7 @@ def stage_work(stage: Stage) -> int:
 def hoisted_points(stage: Stage, used: Expr | Iterable[Expr]) -> int:
     """How often something that depends on `used` is evaluated in the loops of `stage`.
 
-    It is evaluated in the innermost loop that it depends on, so loops further inside do not repeat it.
+    It is evaluated in the innermost loop that it depends on; loops inside do not repeat it.
     """
     roots = [used] if isinstance(used, Expr) else list(used)
     names = free_variables(*roots)

@@ -1,0 +1,232 @@
+"""What CPU kernels look like: how many loops, what stays in a tile, what is computed where."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import tvm_ffi
+from tvm import relax, tirx
+from tvm.ir import Call, TensorLoad
+from tvm.relax import op
+from tvm.tirx import ForKind
+
+from tvm_fusion.kernels.cpu import write_cpu
+from tvm_fusion.kernels.cpu.contraction_tiles import register_tile
+from tvm_fusion.kernels.cpu.machine import Machine, machine_of
+
+from .cpu_cases import add_rms_norm, attention, scalar_chain
+from .helpers_tir import call, compile_cpu, poisoned
+from .kernel_cases import fuse
+
+F32, F16 = "float32", "float16"
+
+
+@dataclass
+class Shape:
+    """What a kernel consists of."""
+
+    parallel: int = 0
+    vectors: int = 0
+    shared: list[int] = field(default_factory=list)
+    private: list[int] = field(default_factory=list)
+    depths: dict[str, int] = field(default_factory=dict)
+    branches: int = 0
+
+
+def shape_of(func: tirx.PrimFunc) -> Shape:
+    """Count loops and allocations; `depths` holds the loops around stores, by buffer."""
+    shape = Shape()
+
+    def visit(stmt, depth, inside):
+        if isinstance(stmt, tirx.SeqStmt):
+            for s in stmt.seq:
+                visit(s, depth, inside)
+        elif isinstance(stmt, tirx.For):
+            parallel = stmt.kind == ForKind.PARALLEL
+            shape.parallel += parallel
+            shape.vectors += stmt.kind == ForKind.VECTORIZED
+            visit(stmt.body, depth + 1, inside or parallel)
+        elif isinstance(stmt, tirx.AllocBuffer):
+            elements = int(np.prod([int(n) for n in stmt.buffer.ty.shape]))
+            (shape.private if inside else shape.shared).append(elements)
+        elif isinstance(stmt, tirx.BufferStore):
+            shape.depths[stmt.buffer.name] = depth
+
+    visit(func.body, 0, False)
+
+    def branch(e):
+        shape.branches += str(getattr(e.op, "name", "")).endswith("if_then_else")
+
+    tvm_ffi.structural_walk(func.body, [(Call, branch)])
+    return shape
+
+
+def kernel_of(emit, *inputs) -> tirx.PrimFunc:
+    return write_cpu(fuse(emit, *inputs))
+
+
+def test_pointwise_operators_become_one_loop_without_temporaries():
+    def emit(bb, x, y):
+        total = bb.emit(op.add(bb.emit(op.multiply(x, y)), x))
+        return relax.Tuple([bb.emit(op.nn.relu(total)), bb.emit(op.negative(total))])
+
+    shape = shape_of(kernel_of(emit, ((512, 1024), F32), ((512, 1024), F32)))
+    assert shape.parallel == 1
+    assert shape.shared == shape.private == []
+
+
+def test_small_kernels_stay_on_one_core():
+    shape = shape_of(kernel_of(lambda bb, x: op.nn.relu(x), ((8, 64), F32)))
+    assert shape.parallel == 0
+
+
+def test_a_softmax_keeps_one_row_at_a_time():
+    shape = shape_of(kernel_of(lambda bb, x: op.nn.softmax(x), ((1024, 1000), F32)))
+    assert shape.parallel == 1
+    assert shape.shared == []
+    assert max(shape.private) <= 1000
+
+
+def test_a_row_is_read_once_for_both_outputs_of_a_norm():
+    inputs = ((1024, 1000), F32), ((1024, 1000), F32), ((1000,), F32)
+    shape = shape_of(kernel_of(add_rms_norm, *inputs))
+    assert shape.parallel == 1
+    assert shape.shared == []
+
+
+def test_attention_never_holds_all_scores():
+    heads = (1, 8, 256, 64)
+    inputs = [(heads, F32)] * 3 + [((1, 1, 256, 256), F32)]
+    shape = shape_of(kernel_of(attention, *inputs))
+    assert 8 * 256 * 256 not in shape.shared
+    assert max(shape.private) < 256 * 256
+
+
+def test_a_chain_on_row_scalars_is_not_repeated_for_every_column():
+    func = kernel_of(scalar_chain, ((512, 1), F32), ((512, 4096), F32))
+    exps_at = []
+
+    def visit(stmt, depth):
+        if isinstance(stmt, tirx.SeqStmt):
+            for s in stmt.seq:
+                visit(s, depth)
+        elif isinstance(stmt, tirx.For):
+            visit(stmt.body, depth + 1)
+        elif "reinterpret" in str(stmt):
+            exps_at.append(depth)
+
+    visit(func.body, 0)
+    assert exps_at
+    assert max(exps_at) < shape_of(func).depths["T_add_intermediate"]
+
+
+def test_conditions_of_a_concatenation_leave_the_loops():
+    func = kernel_of(
+        lambda bb, x, y: op.concat([bb.emit(op.exp(x)), y], axis=1),
+        ((64, 300), F32),
+        ((64, 200), F32),
+    )
+    assert shape_of(func).branches == 0
+
+
+def test_the_result_of_a_product_stays_in_its_tile():
+    def emit(bb, x, w, b):
+        return op.nn.gelu(bb.emit(op.add(bb.emit(op.matmul(x, w)), b)))
+
+    shape = shape_of(kernel_of(emit, ((256, 512), F32), ((512, 2048), F32), ((2048,), F32)))
+    assert 256 * 2048 not in shape.shared
+    assert max(shape.private) <= 256 * 300
+
+
+def test_a_right_operand_that_every_tile_needs_is_packed_once():
+    def emit(bb, x, w):
+        return op.nn.softmax(bb.emit(op.matmul(x, w)))
+
+    shape = shape_of(kernel_of(emit, ((512, 256), F32), ((256, 1000), F32)))
+    assert shape.parallel == 2
+    assert shape.shared == [1024 * 256]
+
+
+def test_a_convolution_packs_windows_instead_of_storing_them_all():
+    def emit(bb, x, w):
+        return op.nn.conv2d(x, w, padding=(1, 1))
+
+    shape = shape_of(kernel_of(emit, ((1, 64, 56, 56), F32), ((64, 64, 3, 3), F32)))
+    assert all(n <= 64 * 58 * 58 for n in shape.shared)
+    assert max(shape.private) <= 300 * 300
+
+
+@pytest.mark.parametrize("length", [16, 49, 100, 1000])
+def test_a_row_sum_runs_in_lanes(length):
+    func = kernel_of(lambda bb, x: op.sum(x, axis=1), ((64, length), F32))
+    assert shape_of(func).vectors > 0
+
+
+def test_a_long_sum_is_cut_for_several_cores_in_the_same_way_everywhere():
+    func = fuse(lambda bb, x: op.sum(x), ((1024, 1024), F32))
+    shape = shape_of(write_cpu(func))
+    assert shape.parallel == 1
+    assert set(shape.shared) == {64}
+
+
+def test_transposed_reads_go_through_a_small_tile():
+    func = kernel_of(lambda bb, x: op.permute_dims(x), ((2048, 2048), F32))
+    assert max(shape_of(func).private) <= 64 * 64
+
+
+def test_what_is_read_transposed_is_computed_in_its_own_order():
+    def emit(bb, x, y):
+        return op.permute_dims(bb.emit(op.multiply(bb.emit(op.exp(x)), y)))
+
+    func = kernel_of(emit, ((512, 512), F32), ((512, 512), F32))
+    shape = shape_of(func)
+    assert shape.parallel == 1
+    assert shape.private
+    assert max(shape.private) <= 64 * 64
+
+
+def test_half_precision_temporaries_are_float32():
+    func = kernel_of(lambda bb, x: op.nn.softmax(x), ((1024, 1000), F16))
+    dtypes = set()
+    tvm_ffi.structural_walk(
+        func.body, [(tirx.AllocBuffer, lambda a: dtypes.add(str(a.buffer.ty.dtype)) and None)]
+    )
+    assert dtypes == {F32}
+
+
+def test_no_load_is_evaluated_where_its_condition_does_not_hold():
+    """A load behind a pad stays under its condition: the buffer ends there."""
+    func = kernel_of(lambda bb, x: op.nn.pad(x, (3, 0, 0, 0)), ((5, 7), F32))
+    kernel = compile_cpu(func)
+    page = np.full((5, 7), 2.0, F32)
+    (got,) = call(kernel, [page], [poisoned((8, 7), F32)])
+    np.testing.assert_array_equal(got, np.pad(page, ((3, 0), (0, 0))))
+    loads = []
+    tvm_ffi.structural_walk(func.body, [(TensorLoad, lambda e: loads.append(e) and None)])
+    assert loads
+
+
+@pytest.mark.parametrize(
+    ("machine", "tile"),
+    [
+        (Machine(64, 32, 2), (8, 32)),
+        (Machine(32, 16, 8), (4, 16)),
+        (Machine(16, 16, 8), (4, 8)),
+    ],
+)
+def test_register_tiles_fit_the_registers(machine, tile):
+    assert register_tile(machine, F32) == tile
+    rows, columns = tile
+    vectors = columns // machine.lanes(4)
+    assert rows * vectors + vectors + 1 <= machine.vector_registers
+
+
+def test_the_profile_decides_about_cores():
+    from dataclasses import replace
+
+    from tvm_fusion.config import load_profile
+
+    profile = load_profile("llvm")
+    assert machine_of(replace(profile, num_sms=48)).cores == 48
