@@ -7,8 +7,9 @@ from tvm.relax import op
 from tvm.script import tirx as T
 
 from tests.graphs import module
-from tvm_fusion.ir.access import Affine, AxisKind, Irregular, Pipe, Reduction, read_prim_func
+from tvm_fusion.ir.access import Affine, AxisKind, Irregular, Pipe, Reduction
 from tvm_fusion.ir.extents import assumed, product_key
+from tvm_fusion.ir.reader import read_prim_func
 
 
 def only_func(emit, *inputs):

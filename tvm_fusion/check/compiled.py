@@ -15,7 +15,7 @@ from tvm import relax
 
 from ..kernels.base import RefusalCode
 from ..report.model import Comparison
-from ..transform.materialize import group_modules
+from ..transform.single_group import group_modules
 from ..transform.write_kernels import write_kernels
 from .reference import flatten, run_reference, to_argument
 from .verify import GroupCase, Verification, compare_outputs, verify_group

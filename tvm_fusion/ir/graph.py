@@ -18,8 +18,9 @@ import tvm
 import tvm_ffi
 from tvm import relax, tirx
 
-from .access import Block, Extent, extent_of, read_prim_func
+from .access import Block, Extent
 from .extents import product_key
+from .reader import extent_of, read_prim_func
 
 COMPOSITES_ATTR = "tvm_fusion.composites"
 

@@ -16,6 +16,7 @@ from ..kernels.base import Refusal, RefusalCode
 from .legality import Costed, Evaluator
 from .moves import (
     Merge,
+    MoveKind,
     Recompute,
     apply_recompute,
     evaluate_merge,
@@ -219,7 +220,7 @@ def _refusals(state: State):
     for gid in sorted(g for g in state.owned if fusible(state, g)):
         for move in merges_of(state, gid):
             pair = (move.first, move.second)
-            if pair in seen or move.kind.value != "vertical":
+            if pair in seen or move.kind is not MoveKind.VERTICAL:
                 continue
             seen.add(pair)
             yield _why_apart(state, move)

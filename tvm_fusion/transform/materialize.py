@@ -20,14 +20,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import tvm
-import tvm_ffi
-from tvm import relax, s_tir, tirx
+from tvm import relax, tirx
 
 from ..errors import PlanError
 from ..ir.graph import FusionGraph, OpKind, bits
 from ..kernels.base import GroupView
 from ..plan.order import topological
 from ..plan.plan import FusionPlan, PlannedGroup
+from .primitive import Primitive, rebuild
+from .regions import fix_regions
 
 MAX_NAME = 60
 
@@ -62,11 +63,13 @@ def materialize(mod: tvm.IRModule, graph: FusionGraph, plan: FusionPlan) -> Mate
         The plan belongs to another module.
     """
     plan.check(graph)
-    rewriter = _Rewriter(mod, graph, plan)
+    rewriter = Rewriter(mod, graph, plan)
     fused = relax.transform.FuseTIR()(rewriter.run())
     fused = tvm.IRModule(
         {
-            g: fix_regions(f) if g.name_hint in rewriter.groups and _is_tir(f) else f
+            g: fix_regions(f)
+            if g.name_hint in rewriter.groups and isinstance(f, tirx.PrimFunc)
+            else f
             for g, f in fused.functions.items()
         },
         attrs=fused.attrs,
@@ -103,46 +106,6 @@ def group_views(graph: FusionGraph, plan: FusionPlan) -> list[GroupView]:
     return views
 
 
-@dataclass(frozen=True, slots=True)
-class GroupModules:
-    """One group by itself: `main` of `unfused` calls its operators, `main` of `fused` its one fused
-    PrimFunc `kernel`.
-
-    `inputs` are the values of the parameters in terms of the original module: Vars and constants,
-    then possibly a ShapeExpr.
-    """
-
-    fused: tvm.IRModule
-    unfused: tvm.IRModule
-    kernel: str
-    inputs: tuple
-
-
-def group_modules(
-    mod: tvm.IRModule, graph: FusionGraph, plan: FusionPlan, group: PlannedGroup
-) -> GroupModules:
-    """Takes one group with several operators out of a module, fused and unfused."""
-    rewriter = _Rewriter(mod, graph, plan)
-    view = group_views(graph, plan)[plan.groups.index(group)]
-    _, (primitive, inputs, symbols) = rewriter.primitive(view)
-    functions = {g: f for g, f in mod.functions.items() if _is_tir(f)}
-    unfused = tvm.IRModule(functions)
-    plain = primitive.without_attr("Primitive").with_attr("global_symbol", "main")
-    unfused["main"] = plain
-    unfused = relax.transform.DeadCodeElimination(["main"])(unfused)
-    builder = relax.BlockBuilder(tvm.IRModule(functions))
-    gvar = builder.add_func(primitive, "kernel")
-    params = [relax.Var(p.name, p.ty) for p in primitive.params]
-    with builder.function("main", params):
-        with builder.dataflow():
-            result = builder.emit_output(relax.Call(gvar, params))
-        builder.emit_func_output(result)
-    fused = relax.transform.DeadCodeElimination(["main"])(relax.transform.FuseTIR()(builder.get()))
-    name = next(g.name_hint for g, f in fused.functions.items() if _is_tir(f))
-    fused.update_func(fused.get_global_var(name), fix_regions(fused[name]))
-    return GroupModules(fused, unfused, name, (*inputs, *symbols))
-
-
 def _in_order(views: list[GroupView], plan: FusionPlan) -> list[tuple[GroupView, PlannedGroup]]:
     """Views with their groups, each after those that write what it reads (a hand-made plan may be
     in any order).
@@ -156,43 +119,8 @@ def _in_order(views: list[GroupView], plan: FusionPlan) -> list[tuple[GroupView,
     return [(views[k], plan.groups[k]) for k in order]
 
 
-def fix_regions(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """Computes the read and write regions of every block again from its body."""
-
-    def rebuild(block):
-        if block.name_hint == "root":
-            return block
-        buffers: dict = {}
-
-        def load(e) -> None:
-            buffers[e.source] = e.source
-
-        def store(s) -> None:
-            buffers[s.buffer] = s.buffer
-
-        both = [(tvm.ir.TensorLoad, load), (tirx.BufferStore, store)]
-        tvm_ffi.structural_walk(block.body, both)
-        if block.init is not None:
-            tvm_ffi.structural_walk(block.init, both)
-        reads, writes = s_tir.analysis.get_sblock_read_write_region(block, buffers)
-        return s_tir.SBlock(
-            block.iter_vars,
-            reads,
-            writes,
-            block.name_hint,
-            block.body,
-            block.init,
-            block.alloc_buffers,
-            block.match_buffers,
-            block.annotations,
-            block.span,
-        )
-
-    return func.with_body(tvm_ffi.structural_map(func.body, [(s_tir.SBlock, rebuild)]))
-
-
 @dataclass
-class _Rewriter:
+class Rewriter:
     mod: tvm.IRModule
     graph: FusionGraph
     plan: FusionPlan
@@ -255,7 +183,7 @@ class _Rewriter:
                 if isinstance(whole, relax.Tuple)
                 else relax.TupleGetItem(whole, e.index)
             )
-        return _rebuild(e, self._new)
+        return rebuild(e, self._new)
 
     def _emit_alias(self, binding) -> None:
         value = self._new(binding.value)
@@ -302,7 +230,7 @@ class _Rewriter:
         and symbols.
         """
         outputs = [self._output(t) for t in view.outputs]
-        return outputs, _Primitive(self, view, outputs).build()
+        return outputs, Primitive(self, view, outputs).build()
 
     def _emit_fused(self, view: GroupView, group: PlannedGroup) -> None:
         outputs, (primitive, inputs, symbols) = self.primitive(view)
@@ -351,114 +279,6 @@ class _Rewriter:
         return var, None
 
 
-class _Primitive:
-    """The Relax function with attribute `Primitive` of one group."""
-
-    def __init__(self, outer: _Rewriter, view: GroupView, outputs: list):
-        self.outer, self.view, self.outputs = outer, view, outputs
-        self.members = {hash(outer.op_binding[i].var) for i in view.ops}
-        self.inner: dict = {}
-        self.params: list = []
-        self.inputs: list = []
-        self.bindings: list = []
-
-    def build(self):
-        whole_outputs = {hash(var) for var, index in self.outputs if index is None}
-        for i in self.view.ops:
-            binding = self.outer.op_binding[i]
-            value = self._new(binding.value)
-            kind = relax.Var if hash(binding.var) in whole_outputs else relax.DataflowVar
-            self.inner[binding.var] = kind(binding.var.name, binding.var.ty)
-            self.bindings.append(relax.VarBinding(self.inner[binding.var], value))
-        results = [self._result(var, index) for var, index in self.outputs]
-        body = results[0] if len(results) == 1 else relax.Tuple(results)
-        ty = results[0].ty if len(results) == 1 else relax.TupleType([r.ty for r in results])
-        func = self._function(self.params, body, ty)
-        symbols = list(relax.analysis.free_symbolic_vars(func))
-        if symbols:
-            shape = relax.Var("tir_vars", relax.ShapeType(symbols))
-            func = self._function([*self.params, shape], body, ty)
-        func = relax.utils.copy_with_new_vars(func)
-        return func, self.inputs, [relax.ShapeExpr(symbols)] if symbols else []
-
-    def _function(self, params, body, ty):
-        seq = relax.SeqExpr(
-            [relax.DataflowBlock(self.bindings)], self.outer.builder.normalize(body)
-        )
-        return relax.Function(params, seq, ty, True).with_attr("Primitive", True)
-
-    def _result(self, var, index):
-        if index is None:
-            return self.inner[var]
-        out = relax.Var(f"{var.name}_{index}", var.ty.fields[index])
-        self.bindings.append(relax.VarBinding(out, relax.TupleGetItem(self.inner[var], index)))
-        return out
-
-    def _new(self, e):
-        if isinstance(e, relax.Var) and not isinstance(e, relax.GlobalVar):
-            return self._var(e)
-        if isinstance(e, tvm.ir.GenericConst):
-            return self._input(e, f"constant{len(self.params)}")
-        if isinstance(e, relax.TupleGetItem) and self._is_inside(e.tuple_value):
-            return relax.TupleGetItem(self._new(e.tuple_value), e.index)
-        return _rebuild(e, self._new)
-
-    def _var(self, var):
-        if isinstance(var.ty, tvm.ir.PrimType):
-            return var  # a symbol: it comes in through `tir_vars`
-        if var in self.inner:
-            return self.inner[var]
-        binding = self.outer.alias.get(hash(var))
-        if binding is not None and self._is_inside(binding.value):
-            value = self._new(binding.value)
-            if isinstance(value, relax.Var):
-                self.inner[var] = value
-            else:
-                self.inner[var] = relax.DataflowVar(var.name, var.ty)
-                self.bindings.append(relax.VarBinding(self.inner[var], value))
-            return self.inner[var]
-        return self._input(var, var.name)
-
-    def _is_inside(self, e) -> bool:
-        """Whether an alias leads to a member of the group."""
-        if isinstance(e, relax.TupleGetItem):
-            return self._is_inside(e.tuple_value)
-        if isinstance(e, relax.Var):
-            if hash(e) in self.members:
-                return True
-            binding = self.outer.alias.get(hash(e))
-            return binding is not None and self._is_inside(binding.value)
-        return False
-
-    def _input(self, e, name: str):
-        source = self._source(e)
-        if source not in self.inner:
-            self.inner[source] = relax.Var(name, e.ty)
-            self.params.append(self.inner[source])
-            self.inputs.append(source)
-        return self.inner[source]
-
-    def _source(self, e):
-        """The Var or constant behind plain renamings, so that one tensor is one parameter."""
-        while isinstance(e, relax.Var) and hash(e) in self.outer.alias:
-            value = self.outer.alias[hash(e)].value
-            if not isinstance(value, (relax.Var, tvm.ir.GenericConst)):
-                return e
-            e = value
-        return e
-
-
-def _rebuild(e, f):
-    """A leaf, call, tuple or projection with `f` applied to its children."""
-    if isinstance(e, relax.Tuple):
-        return relax.Tuple([f(x) for x in e.fields])
-    if isinstance(e, relax.TupleGetItem):
-        return relax.TupleGetItem(f(e.tuple_value), e.index)
-    if isinstance(e, relax.Call):
-        return relax.Call(e.op, [f(a) for a in e.args], e.attrs, e.ty_args, e.span)
-    return e
-
-
 def _type_of(output):
     var, index = output
     return var.ty if index is None else var.ty.fields[index]
@@ -474,7 +294,3 @@ def _fresh(output, graph: FusionGraph, tensor: int):
 
 def _is_call_tir(e) -> bool:
     return isinstance(e, relax.Call) and getattr(e.op, "name", "") == "relax.call_tir"
-
-
-def _is_tir(func) -> bool:
-    return isinstance(func, tirx.PrimFunc)

@@ -1,0 +1,353 @@
+"""Reads the access maps of a PrimFunc: its blocks, what they read and write, what they compute."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import tvm
+from tvm import s_tir, tirx
+from tvm.ir import Call, TensorLoad, Var
+
+from .access import (
+    Access,
+    Affine,
+    Axis,
+    AxisKind,
+    Block,
+    Extent,
+    FuncAccess,
+    Index,
+    Irregular,
+    Pipe,
+    Reduction,
+)
+
+_SPECIAL = frozenset(
+    [
+        "exp",
+        "exp2",
+        "exp10",
+        "tanh",
+        "erf",
+        "rsqrt",
+        "sqrt",
+        "log",
+        "log2",
+        "log10",
+        "log1p",
+        "sigmoid",
+        "pow",
+        "sin",
+        "cos",
+        "tan",
+        "asin",
+        "acos",
+        "atan",
+        "atan2",
+        "sinh",
+        "cosh",
+        "asinh",
+        "acosh",
+        "atanh",
+        "hypot",
+    ]
+)
+_DIVISION = (tirx.Div,)
+_INTEGER = (tirx.FloorDiv, tirx.FloorMod)
+_COMMUTING = {
+    tirx.Add: Reduction.SUM,
+    tirx.Mul: Reduction.PRODUCT,
+    tirx.Max: Reduction.MAX,
+    tirx.Min: Reduction.MIN,
+}
+_BINARY = (
+    tirx.Add,
+    tirx.Sub,
+    tirx.Mul,
+    tirx.Div,
+    tirx.Max,
+    tirx.Min,
+    tirx.FloorDiv,
+    tirx.FloorMod,
+    tirx.Mod,
+    tirx.EQ,
+    tirx.NE,
+    tirx.LT,
+    tirx.LE,
+    tirx.GT,
+    tirx.GE,
+    tirx.And,
+    tirx.Or,
+)
+
+
+class _Unreadable(Exception):
+    """A construct outside blocks of stores over loop nests."""
+
+
+def extent_of(value) -> Extent:
+    """A shape entry as an int, or as text when it is symbolic."""
+    if isinstance(value, int):
+        return value
+    if isinstance(value, tirx.IntImm):
+        return int(value.value)
+    return re.sub(r"T\.int\d+\((-?\d+)\)", r"\1", str(value))
+
+
+def op_name(e) -> str:
+    """Last part of a TIR call's operator name ("exp", "if_then_else"), or "" when `e` is no such
+    call.
+    """
+    if not isinstance(e, Call):
+        return ""
+    return getattr(e.op, "name", "").rpartition(".")[2]
+
+
+def read_prim_func(func: tirx.PrimFunc) -> FuncAccess:
+    """Reads the access maps of an s_tir PrimFunc made of blocks (LegalizeOps output, or a user's
+    own).
+
+    A function marked as scheduled is somebody's finished kernel, and opaque.
+    """
+    if func.attrs and func.attrs.get("tirx.is_scheduled"):
+        return FuncAccess((), refusal="its PrimFunc is already scheduled")
+    try:
+        return _FuncReader(func).read()
+    except _Unreadable as why:
+        return FuncAccess((), refusal=str(why))
+
+
+@dataclass(slots=True)
+class _FuncReader:
+    func: tirx.PrimFunc
+    buffers: dict[int, int] = field(default_factory=dict)
+    inner: list = field(default_factory=list)
+
+    def read(self) -> FuncAccess:
+        for i, param in enumerate(self.func.params):
+            self.buffers[hash(param)] = i
+        blocks = tuple(self._blocks(self.func.body))
+        if not blocks:
+            raise _Unreadable("the function holds no block")
+        return FuncAccess(
+            blocks,
+            len(self.inner),
+            inner_shapes=tuple(tuple(map(extent_of, b.ty.shape)) for b in self.inner),
+            inner_dtypes=tuple(str(b.ty.dtype) for b in self.inner),
+        )
+
+    def _key(self, buffer) -> int:
+        if hash(buffer) not in self.buffers:
+            self.buffers[hash(buffer)] = -1 - len(self.inner)
+            self.inner.append(buffer)
+        return self.buffers[hash(buffer)]
+
+    def _blocks(self, stmt) -> Iterator[Block]:
+        if isinstance(stmt, s_tir.SBlockRealize):
+            block = stmt.block
+            if not block.iter_vars and block.name_hint == "root":
+                yield from self._blocks(block.body)
+            else:
+                yield _BlockReader(self._key, block).read()
+        elif isinstance(stmt, tirx.SeqStmt):
+            for s in stmt:
+                yield from self._blocks(s)
+        elif isinstance(stmt, tirx.For):
+            yield from self._blocks(stmt.body)
+        else:
+            raise _Unreadable(f"a {type(stmt).__name__} outside any block")
+
+
+_KINDS = {0: AxisKind.SPATIAL, 2: AxisKind.REDUCE}
+
+
+class _BlockReader:
+    def __init__(self, key, block):
+        self.key, self.block = key, block
+        self.axes = tuple(
+            Axis(extent_of(iv.dom.extent), _KINDS.get(int(iv.iter_type), AxisKind.OPAQUE))
+            for iv in block.iter_vars
+        )
+        self.axis_of = {hash(iv.var): i for i, iv in enumerate(block.iter_vars)}
+        self.lets: dict[int, object] = {}
+        self.reads: dict[Access, None] = {}
+        self.counts: dict[Pipe, float] = {}
+        self.own: set[int] = set()
+
+    def read(self) -> Block:
+        stores = self._stores()
+        self.own = {hash(s.buffer) for s in stores}
+        writes = tuple(
+            Access(self.key(s.buffer), tuple(self.index(i) for i in s.indices)) for s in stores
+        )
+        for store in stores:
+            self.visit(store.value, guarded=False)
+        reduces = any(a.kind is AxisKind.REDUCE for a in self.axes)
+        kind, contraction = None, False
+        if reduces:
+            kind, body = self._combiner(stores)
+            contraction = kind is Reduction.SUM and self._is_product(body)
+        if any(a.kind is AxisKind.OPAQUE for a in self.axes):
+            raise _Unreadable(f"block {self.block.name_hint} has an opaque axis")
+        return Block(
+            self.block.name_hint,
+            self.axes,
+            tuple(self.reads),
+            writes,
+            tuple(sorted(self.counts.items(), key=lambda item: item[0].value)),
+            kind,
+            contraction,
+        )
+
+    def _stores(self) -> list:
+        body = self.block.body
+        stores = []
+        for s in body if isinstance(body, tirx.SeqStmt) else [body]:
+            if isinstance(s, tirx.Bind):
+                self.lets[hash(s.var)] = s.value
+            elif isinstance(s, tirx.BufferStore):
+                stores.append(s)
+            else:
+                raise _Unreadable(f"a {type(s).__name__} inside block {self.block.name_hint}")
+        if not stores:
+            raise _Unreadable(f"block {self.block.name_hint} stores nothing")
+        return stores
+
+    def _combiner(self, stores) -> tuple[Reduction, object]:
+        value = stores[0].value
+        kind = _COMMUTING.get(type(value))
+        if len(stores) != 1 or kind is None:
+            return Reduction.OTHER, None
+        for own, body in ((value.a, value.b), (value.b, value.a)):
+            if isinstance(own, TensorLoad) and own.source.same_as(stores[0].buffer):
+                return kind, body
+        return Reduction.OTHER, None
+
+    def _is_product(self, body) -> bool:
+        return (
+            isinstance(body, tirx.Mul)
+            and all(isinstance(_strip_casts(x), TensorLoad) for x in (body.a, body.b))
+            and len(self.reads) == 2
+        )
+
+    def visit(self, e, guarded: bool) -> None:
+        """Collects reads and operation counts of a value."""
+        if isinstance(e, TensorLoad):
+            for i in e.indices:
+                self._index_reads(i, guarded)
+            if hash(e.source) not in self.own:
+                access = Access(
+                    self.key(e.source), tuple(self.index(i) for i in e.indices), guarded
+                )
+                self.reads.setdefault(access)
+            return
+        if isinstance(e, Var):
+            if hash(e) in self.lets:
+                self.visit(self.lets[hash(e)], guarded)
+            return
+        self._count(e)
+        if op_name(e) == "if_then_else":
+            condition, *branches = e.args
+            self.visit(condition, guarded)
+            for branch in branches:
+                self.visit(branch, True)
+            return
+        for child in children(e):
+            self.visit(child, guarded)
+
+    def _index_reads(self, e, guarded: bool) -> None:
+        """Loads inside an index are reads of their own (the index tensor of a gather)."""
+        if isinstance(e, TensorLoad):
+            self.visit(e, guarded)
+        for child in children(e):
+            self._index_reads(child, guarded)
+
+    def _count(self, e) -> None:
+        if isinstance(e, tirx.Cast) and _is_float(e) and _is_float(e.value):
+            return  # part of the load or store: halves are computed in float32 anyway
+        if isinstance(e, Call):
+            pipe = Pipe.SPECIAL if op_name(e) in _SPECIAL else Pipe.ARITHMETIC
+        elif isinstance(e, _DIVISION):
+            pipe = Pipe.DIVISION
+        elif isinstance(e, _INTEGER):
+            pipe = Pipe.INTEGER
+        elif isinstance(e, (*_BINARY, tirx.Select, tirx.Not, tirx.Cast)):
+            pipe = Pipe.ARITHMETIC
+        else:
+            return
+        self.counts[pipe] = self.counts.get(pipe, 0) + 1
+
+    def index(self, e) -> Index:
+        affine = self._affine(e)
+        if affine is not None:
+            return affine
+        axes, data = set(), False
+        stack = [e]
+        while stack:
+            x = stack.pop()
+            if isinstance(x, Var):
+                if hash(x) in self.axis_of:
+                    axes.add(self.axis_of[hash(x)])
+                elif hash(x) in self.lets:
+                    stack.append(self.lets[hash(x)])
+            elif isinstance(x, TensorLoad):
+                data = True
+                stack.extend(x.indices)
+            else:
+                stack.extend(children(x))
+        return Irregular(frozenset(axes), data)
+
+    def _affine(self, e) -> Affine | None:
+        zero = (0,) * len(self.axes)
+        if isinstance(e, tirx.IntImm):
+            return Affine(zero, int(e.value))
+        if isinstance(e, Var):
+            if hash(e) in self.lets:
+                return self._affine(self.lets[hash(e)])
+            i = self.axis_of.get(hash(e))
+            return None if i is None else Affine((*zero[:i], 1, *zero[i + 1 :]))
+        if isinstance(e, tirx.Cast):
+            return self._affine(e.value)
+        if isinstance(e, (tirx.Add, tirx.Sub)):
+            a, b = self._affine(e.a), self._affine(e.b)
+            if a is None or b is None:
+                return None
+            sign = 1 if isinstance(e, tirx.Add) else -1
+            both = zip(a.coefficients, b.coefficients, strict=True)
+            return Affine(tuple(p + sign * q for p, q in both), a.constant + sign * b.constant)
+        if isinstance(e, tirx.Mul):
+            a, b = self._affine(e.a), self._affine(e.b)
+            if a is None or b is None or (a.axes and b.axes):
+                return None
+            base, factor = (a, b.constant) if a.axes else (b, a.constant)
+            return Affine(tuple(c * factor for c in base.coefficients), base.constant * factor)
+        return None
+
+
+def children(e) -> tuple:
+    """The operands of a TIR expression (nothing for leaves and for unknown kinds)."""
+    if isinstance(e, _BINARY):
+        return (e.a, e.b)
+    if isinstance(e, tirx.Select):
+        return (e.condition, e.true_value, e.false_value)
+    if isinstance(e, tirx.Not):
+        return (e.a,)
+    if isinstance(e, tirx.Cast):
+        return (e.value,)
+    if isinstance(e, Call):
+        return tuple(a for a in e.args if isinstance(a, tvm.ir.Expr))
+    if isinstance(e, TensorLoad):
+        return tuple(e.indices)
+    return ()
+
+
+def _is_float(e) -> bool:
+    return "float" in str(e.ty.dtype)
+
+
+def _strip_casts(e):
+    while isinstance(e, tirx.Cast):
+        e = e.value
+    return e
