@@ -1,5 +1,6 @@
 """Small Relax modules for tests, and the stages of the compiler up to the plan."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -47,8 +48,9 @@ class Planned:
         return {r.code.value for r in self.plan.refusals}
 
 
-def plan_of(mod: tvm.IRModule, device: str = "h200", policy=None) -> Planned:
-    hw = load_profile(device)
+def plan_of(mod: tvm.IRModule, device: str = "h200", policy=None, **hardware) -> Planned:
+    """The plan of a module; `hardware` replaces numbers of the device's profile."""
+    hw = dataclasses.replace(load_profile(device), **hardware)
     low = lower(mod, hw.to_target())
     graph = build_graph(low)
     return Planned(low, graph, search(graph, hw, load_policy(policy)), hw)

@@ -192,6 +192,40 @@ def test_each_refusal_has_its_code(emit, inputs, policy, code):
     assert code in plan_of(module(emit, *inputs), policy=policy or None).codes
 
 
+def column_sum(bb, x):
+    return bb.emit(op.sum(bb.emit(op.exp(x)), axis=0))
+
+
+def test_a_reduction_of_leading_axes_takes_no_prologue_on_a_gpu():
+    assert "not_trailing" in plan_of(module(column_sum, BIG)).codes
+
+
+def test_a_neighbour_that_cannot_be_read_is_named():
+    p = plan_of(module(cycle_trap, BIG))
+    refusal = next(r for r in p.plan.refusals if r.code is RefusalCode.OPAQUE)
+    assert "no call_tir" in refusal.why
+
+
+def test_a_group_whose_parameters_do_not_fit_is_refused():
+    alone = {"allow_rematerialisation": False}
+    p = plan_of(module(two_consumers, BIG), policy=alone, kernel_param_bytes=16)
+    assert "parameter_bytes" in p.codes
+
+
+def test_operators_of_different_dataflow_blocks_stay_apart():
+    bb = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType(*BIG))
+    with bb.function("main", [x], pure=False):
+        with bb.dataflow():
+            a = bb.emit_output(op.exp(x))
+        b = bb.emit(relax.Call(relax.ExternFunc("somewhere.f"), [a], ty_args=[a.ty]))
+        with bb.dataflow():
+            out = bb.emit_output(op.add(bb.emit(op.tanh(a)), b))
+        bb.emit_func_output(out)
+    p = plan_of(bb.get())
+    assert {"region", "opaque"} <= p.codes
+
+
 def test_a_forbidden_group_is_not_planned_again():
     p = plan_of(module(softmax, BIG))
     again = search(p.graph, p.hw, load_policy(None), forbidden=frozenset({p.plan.groups[0].ops}))

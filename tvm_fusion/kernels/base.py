@@ -38,12 +38,8 @@ class RefusalCode(Enum):
     PROLOGUE = "prologue"
     EPILOGUE = "epilogue"
     RECOMPUTE = "recompute"
-    DATA_DEPENDENT = "data_dependent"
-    DTYPE = "dtype"
     PARAMETER_BYTES = "parameter_bytes"
     GROUP_SIZE = "group_size"
-    REGISTERS = "registers"
-    SYMBOLIC = "symbolic"
     NOT_PROFITABLE = "not_profitable"
     WRITER = "writer"
     BUILD = "build"
@@ -123,6 +119,13 @@ class KernelClass(Protocol):
     def write(
         self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
     ) -> tirx.PrimFunc: ...
+
+
+def write_on_cpu(func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> tirx.PrimFunc:
+    """The CPU loops of any class: they are made from the function's blocks alone."""
+    from .cpu import write_cpu
+
+    return write_cpu(func, exact=policy.rounding == "exact", hw=hw)
 
 
 def dtype_bytes(dtype: str) -> int:

@@ -12,7 +12,7 @@ from tvm import tirx
 from ..config import HardwareProfile, Policy
 from ..errors import Unsupported
 from ..ir.access import Access
-from .base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic
+from .base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic, write_on_cpu
 from .footprint import points
 from .traffic import memory_traffic
 
@@ -57,10 +57,8 @@ class Fallback:
         self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
     ) -> tirx.PrimFunc:
         if hw.kind == "llvm":
-            from .cpu import write_cpu
-
             try:
-                return write_cpu(func, exact=policy.rounding == "exact", hw=hw)
+                return write_on_cpu(func, hw, policy)
             except Unsupported:
                 return func.with_attr("tirx.is_scheduled", True)
         return func  # the build gives what has no schedule DLight's default one

@@ -18,7 +18,16 @@ from ..config import HardwareProfile, Policy
 from ..errors import Unsupported
 from ..ir.access import Access, Affine, Block
 from ..ir.extents import assumed_product, product_key
-from .base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic, dtype_bytes
+from .base import (
+    Fit,
+    GroupView,
+    Refusal,
+    RefusalCode,
+    Resources,
+    Traffic,
+    dtype_bytes,
+    write_on_cpu,
+)
 from .footprint import evaluations
 from .pointwise import refuse_recompute
 from .traffic import memory_traffic
@@ -91,11 +100,9 @@ class Gemm:
     def write(
         self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
     ) -> tirx.PrimFunc:
-        exact = policy.rounding == "exact"
         if hw.kind == "llvm":
-            from .cpu import write_cpu
-
-            return write_cpu(func, exact=exact, hw=hw)
+            return write_on_cpu(func, hw, policy)
+        exact = policy.rounding == "exact"
         from .contraction import analyze_contraction
         from .cuda.gemm_hopper import emit_gemm_hopper
         from .cuda.gemm_simt import emit_gemm_simt

@@ -13,7 +13,7 @@ from tvm import tirx
 
 from ..config import HardwareProfile, Policy
 from ..ir.extents import assumed_product, product_key
-from .base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic
+from .base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic, write_on_cpu
 from .footprint import evaluations, points
 from .pointwise import refuse_recompute
 from .traffic import filled_by_threads, memory_traffic
@@ -72,6 +72,4 @@ class Nest:
     def write(
         self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
     ) -> tirx.PrimFunc:
-        from .cpu import write_cpu
-
-        return write_cpu(func, exact=policy.rounding == "exact", hw=hw)
+        return write_on_cpu(func, hw, policy)

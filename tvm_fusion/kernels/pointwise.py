@@ -10,7 +10,7 @@ from tvm import tirx
 
 from ..config import HardwareProfile, Policy
 from ..ir.extents import assumed, assumed_product, product_key
-from .base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic
+from .base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic, write_on_cpu
 from .footprint import VECTOR_ELEMENTS, Evaluations, costly, evaluations
 from .traffic import filled_by_threads, memory_traffic
 
@@ -61,11 +61,9 @@ class Pointwise:
     def write(
         self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
     ) -> tirx.PrimFunc:
-        exact = policy.rounding == "exact"
         if hw.kind == "llvm":
-            from .cpu import write_cpu
-
-            return write_cpu(func, exact=exact, hw=hw)
+            return write_on_cpu(func, hw, policy)
+        exact = policy.rounding == "exact"
         from .cuda.pointwise import emit_pointwise
         from .program import analyze
 

@@ -16,7 +16,7 @@ from tvm import tirx
 from ..config import HardwareProfile, Policy
 from ..ir.access import Affine, Block, Reduction
 from ..ir.extents import assumed_product, non_unit, product_key
-from .base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic
+from .base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic, write_on_cpu
 from .footprint import VECTOR_ELEMENTS, evaluations
 from .pointwise import refuse_recompute
 from .traffic import THREADS_TO_FILL_SM, filled_by_threads, memory_traffic
@@ -88,11 +88,9 @@ class Row:
     def write(
         self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
     ) -> tirx.PrimFunc:
-        exact = policy.rounding == "exact"
         if hw.kind == "llvm":
-            from .cpu import write_cpu
-
-            return write_cpu(func, exact=exact, hw=hw)
+            return write_on_cpu(func, hw, policy)
+        exact = policy.rounding == "exact"
         from .cuda.row import emit_row, row_configs
         from .program import analyze
 

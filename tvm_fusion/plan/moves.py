@@ -10,7 +10,7 @@ A move is a value; applying it to a state is `State.merge` or `State.copy_into`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 
@@ -72,33 +72,38 @@ def merges_of(state: State, gid: int) -> Iterator[Merge]:
             yield Merge(MoveKind.SIBLING, *sorted((gid, other)))
 
 
+def opaque_neighbours(state: State, gid: int) -> list[int]:
+    """Groups beside this one that no kernel class can read, in order."""
+    beside = {**_below(state, gid), **_above(state, gid)}
+    kinds = {g: state.graph.ops[min(state.owned[g])].kind for g in beside}
+    return sorted(g for g, kind in kinds.items() if kind is OpKind.OPAQUE)
+
+
 def _below(state: State, gid: int, ops: Members | None = None) -> dict[int, Members]:
     """Groups that read this one (or some of its operators), with the views on the way."""
-    found: dict[int, Members] = {}
-    stack = [(op, NOTHING) for op in sorted(state.owned[gid] if ops is None else ops)]
-    while stack:
-        op, views = stack.pop()
-        for c in state.graph.consumers(op):
-            if state.graph.ops[c].kind is OpKind.VIEW and c not in state.owned[gid]:
-                stack.append((c, views | {c}))
-            home = state.home[c]
-            if home != gid and state.graph.ops[c].kind is not OpKind.VIEW:
-                found[home] = found.get(home, NOTHING) | views
-    return found
+    starts = state.owned[gid] if ops is None else ops
+    return _neighbours(state, gid, starts, state.graph.consumers)
 
 
 def _above(state: State, gid: int) -> dict[int, Members]:
     """Groups this one reads, with the views on the way."""
+    return _neighbours(state, gid, state.members(gid), state.graph.producers)
+
+
+def _neighbours(
+    state: State, gid: int, starts: Members, step: Callable[[int], tuple[int, ...]]
+) -> dict[int, Members]:
     found: dict[int, Members] = {}
-    stack = [(op, NOTHING) for op in sorted(state.members(gid))]
+    stack = [(op, NOTHING) for op in sorted(starts)]
     while stack:
         op, views = stack.pop()
-        for p in state.graph.producers(op):
-            if state.graph.ops[p].kind is OpKind.VIEW and p not in state.owned[gid]:
-                stack.append((p, views | {p}))
-            home = state.home[p]
-            if home != gid and state.graph.ops[p].kind is not OpKind.VIEW:
-                found[home] = found.get(home, NOTHING) | views
+        for n in step(op):
+            if state.graph.ops[n].kind is not OpKind.VIEW:
+                home = state.home[n]
+                if home != gid:
+                    found[home] = found.get(home, NOTHING) | views
+            elif n not in state.owned[gid]:
+                stack.append((n, views | {n}))
     return found
 
 

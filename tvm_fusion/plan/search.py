@@ -23,6 +23,7 @@ from .moves import (
     fusible,
     merge_makes_cycle,
     merges_of,
+    opaque_neighbours,
     recomputes_of,
 )
 from .order import topological
@@ -224,6 +225,10 @@ def _refusals(state: State):
                 continue
             seen.add(pair)
             yield _why_apart(state, move)
+        for other in opaque_neighbours(state, gid):
+            op = state.graph.ops[min(state.owned[other])]
+            where = (_label(state, gid), op.name)
+            yield Refusal(RefusalCode.OPAQUE, where, f"{op.name} cannot be read: {op.why_opaque}")
 
 
 def _why_apart(state: State, move: Merge) -> Refusal:
