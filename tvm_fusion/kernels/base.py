@@ -17,9 +17,13 @@ from typing import Any, Protocol
 from tvm import tirx
 
 from ..config import HardwareProfile, Policy
+from ..errors import Unsupported
 from ..ir.access import Access, Block
 from ..ir.extents import assumed_product
 from ..ir.graph import FusionGraph, OpKind, bits
+
+# With more, TVM's simplifier takes minutes over the index arithmetic of a tiled loop (seen with 6).
+MAX_SYMBOLIC_EXTENTS = 3
 
 _BYTES = {"bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
@@ -122,10 +126,30 @@ class KernelClass(Protocol):
 
 
 def write_on_cpu(func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> tirx.PrimFunc:
-    """The CPU loops of any class: they are made from the function's blocks alone."""
+    """The CPU loops of any class: they are made from the function's blocks alone.
+
+    Raises
+    ------
+    Unsupported
+        The function is outside what the CPU writer, or TVM behind it, can handle.
+    """
     from .cpu import write_cpu
 
+    _refuse_on_cpu(func)
     return write_cpu(func, exact=policy.rounding == "exact", hw=hw)
+
+
+def _refuse_on_cpu(func: tirx.PrimFunc) -> None:
+    for param in func.params:
+        if not isinstance(param.ty, tirx.BufferType):
+            continue
+        if str(param.ty.dtype).startswith("float8_e8m0"):
+            raise Unsupported(
+                f"{param.name} is {param.ty.dtype}, which TVM widens in plain loads only"
+            )
+        symbols = sum(not isinstance(e, tirx.IntImm) for e in param.ty.shape)
+        if symbols > MAX_SYMBOLIC_EXTENTS:
+            raise Unsupported(f"{param.name} has {symbols} symbolic extents")
 
 
 def dtype_bytes(dtype: str) -> int:

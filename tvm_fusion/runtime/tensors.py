@@ -110,6 +110,7 @@ def _from_numpy(value: np.ndarray, device: tvm.runtime.Device) -> tvm.runtime.Te
 def _is_shareable(value: np.ndarray) -> bool:
     return (
         value.flags.c_contiguous
+        and value.size > 0  # NumPy's strides of an empty array are not those TVM expects
         and value.flags.writeable  # NumPy lends no read-only memory
         and value.dtype.isnative
         and value.dtype.isbuiltin == 1
