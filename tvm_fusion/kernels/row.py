@@ -21,7 +21,7 @@ from .footprint import VECTOR_ELEMENTS, evaluations
 from .pointwise import refuse_recompute
 from .traffic import THREADS_TO_FILL_SM, filled_by_threads, memory_traffic
 
-# Elements of a row one thread holds; threads of one block (prototype sweep on an H200: 128 threads
+# Elements of a row one thread holds; threads of one block (sweep on an H200: 128 threads
 # x 32 elements for 4096 columns).
 ELEMENTS_PER_THREAD = 32
 
