@@ -11,6 +11,7 @@ operators run one by one, the report says why, and the rest of the plan stays.
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -211,7 +212,7 @@ class Job:
             try:
                 return build(written, self.target), materialized
             except KernelBuildError as error:
-                if not self._cut_all(materialized.groups, error.failures, RefusalCode.BUILD):
+                if not self._cut_all(materialized, error.failures, RefusalCode.BUILD):
                     raise
 
     def fuse(self) -> tvm.IRModule:
@@ -224,7 +225,7 @@ class Job:
             materialized = materialize(self.low, self.graph, self.plan)
             classes = {name: g.kernel_class for name, g in materialized.groups.items()}
             written = write_kernels(materialized.mod, classes, self.hw, self.policy)
-            if not self._cut_all(materialized.groups, written.failures, RefusalCode.WRITER):
+            if not self._cut_all(materialized, written.failures, RefusalCode.WRITER):
                 return written.mod, materialized
 
     def build_unfused(self) -> Built:
@@ -243,20 +244,18 @@ class Job:
                 except KernelBuildError as error:
                     failed = set(error.failures)
             before = plan
-            for name in sorted(failed & set(materialized.groups)):
-                group = materialized.groups[name]
+            for group in _groups_of(plan, materialized, failed):
                 plan = plan.with_class(group.ops[0], _next_class(group))
             if plan == before:
                 raise AssertionError(f"fallback kernels fail: {sorted(failed)}")
 
     def _cut_all(
-        self, groups: dict[str, PlannedGroup], failures: dict[str, str], code: RefusalCode
+        self, materialized: Materialized, failures: Mapping[str, str], code: RefusalCode
     ) -> bool:
-        """Cuts the groups that failed; whether anything changed."""
+        """Cuts all groups whose PrimFunc failed; whether anything changed."""
         before = self.plan
-        for name, why in sorted(failures.items()):
-            if name in groups:
-                self.cut(groups[name], code, why)
+        for group in _groups_of(self.plan, materialized, failures):
+            self.cut(group, code, failures[materialized.functions[group.ops]])
         return self.plan != before
 
     def cut(self, group: PlannedGroup, code: RefusalCode, why: str) -> None:
@@ -269,6 +268,13 @@ class Job:
             self.plan = self.plan.cut(group.ops, self.alone, Refusal(code, group.ops, why))
         else:
             self.plan = self.plan.with_class(group.ops[0], _next_class(group))
+
+
+def _groups_of(
+    plan: FusionPlan, materialized: Materialized, failed: Collection[str]
+) -> list[PlannedGroup]:
+    """The groups of a plan that the failed PrimFuncs compute (equal groups share one)."""
+    return [g for g in plan.groups if materialized.functions.get(g.ops) in failed]
 
 
 def _next_class(group: PlannedGroup) -> str:
