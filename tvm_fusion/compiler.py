@@ -230,24 +230,9 @@ class Job:
 
     def build_unfused(self) -> Built:
         """Builds the model as it is: one kernel an operator, written by the same kernel classes."""
-        from .runtime.build import KernelBuildError, build
-
         low, graph, plan = self.whole
-        while True:
-            materialized = materialize(low, graph, plan)
-            classes = {name: g.kernel_class for name, g in materialized.groups.items()}
-            written = write_kernels(materialized.mod, classes, self.hw, self.policy)
-            failed = set(written.failures)
-            if not failed:
-                try:
-                    return build(written.mod, self.target)
-                except KernelBuildError as error:
-                    failed = set(error.failures)
-            before = plan
-            for group in _groups_of(plan, materialized, failed):
-                plan = plan.with_class(group.ops[0], _next_class(group))
-            if plan == before:
-                raise AssertionError(f"fallback kernels fail: {sorted(failed)}")
+        whole = Job(self.mod, self.target, self.hw, self.policy, low, graph, plan)
+        return whole.build_fused()[0]
 
     def _cut_all(
         self, materialized: Materialized, failures: Mapping[str, str], code: RefusalCode

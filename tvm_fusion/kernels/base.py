@@ -20,7 +20,7 @@ from ..config import HardwareProfile, Policy
 from ..errors import Unsupported
 from ..ir.access import Access, Block
 from ..ir.extents import assumed_product
-from ..ir.graph import FusionGraph, OpKind, bits
+from ..ir.graph import FusionGraph, OpKind
 
 # With more, TVM's simplifier takes minutes over the index arithmetic of a tiled loop (seen with 6).
 MAX_SYMBOLIC_EXTENTS = 3
@@ -175,10 +175,6 @@ class GroupView:
     duplicated: int = 0
 
     @cached_property
-    def bitset(self) -> int:
-        return bits(self.ops)
-
-    @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(self.graph.ops[i].name for i in self.ops)
 
@@ -207,10 +203,6 @@ class GroupView:
             for a in b.reads:
                 found.setdefault(a.tensor, []).append((b, a))
         return {t: tuple(r) for t, r in found.items()}
-
-    @cached_property
-    def has_call_tir(self) -> bool:
-        return any(self.graph.ops[i].kind is OpKind.CALL_TIR for i in self.ops)
 
     @property
     def is_view(self) -> bool:

@@ -217,7 +217,7 @@ def _check_neighbours(group: GroupView, products: list[Product]) -> Refusal | No
                 )
             if written in group.outputs:
                 return group.refuse(RefusalCode.PROLOGUE, f"{block.name} is read by others as well")
-        elif not _feeds(group, written, after):
+        elif written in group.outputs or not group.readers_of.get(written):
             return group.refuse(
                 RefusalCode.SPACE_MISMATCH, f"{block.name} neither feeds nor follows the product"
             )
@@ -230,13 +230,6 @@ def _upstream(group: GroupView, products: list[Product]) -> set[int]:
         if found & {w.tensor for w in block.writes}:
             found |= {a.tensor for a in block.reads}
     return found
-
-
-def _feeds(group: GroupView, tensor: int, after: set[int]) -> bool:
-    """A side input of the epilogue computed in the group: it must reach an epilogue block and leave
-    the kernel nowhere else.
-    """
-    return tensor not in group.outputs and bool(group.readers_of.get(tensor))
 
 
 def _wave_efficiency(fit: Fit, hw: HardwareProfile) -> float:

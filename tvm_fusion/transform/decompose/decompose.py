@@ -6,10 +6,9 @@ from tvm.ir import Call
 from tvm.relax import Expr, Var
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from ...ir.graph import COMPOSITES_ATTR
 from . import activations, attention, contractions, losses, norms, softmax, statistics
 from .opening import Opening, Rule
-
-COMPOSITES_ATTR = "tvm_fusion.composites"
 
 RULES: dict[str, Rule] = {
     **activations.RULES,
