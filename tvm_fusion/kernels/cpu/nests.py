@@ -14,7 +14,6 @@ from tvm.ir import Expr, TensorLoad, Var
 from ..expr import same
 from .lanes import best_lane
 from .operands import split_product
-from .rewrite import loads
 from .stages import Axis, Stage
 
 
@@ -143,12 +142,3 @@ def _axes_of_read(member: Member, stage: Stage, read: TensorLoad) -> tuple[Axis,
 
 def _same_axes(a: tuple[Axis, ...], b: tuple[Axis, ...]) -> bool:
     return all(x is y for x, y in zip(a, b, strict=True))
-
-
-def read_outside(nest: Nest, buffer: Var, stages: list[Stage]) -> bool:
-    """Whether a stage that is not in `nest` reads `buffer`."""
-    inside = {b for m in nest.members for b in m.stage.buffers}
-    return any(
-        s.buffer not in inside and any(r.source.same_as(buffer) for r in loads(*s.expressions()))
-        for s in stages
-    )

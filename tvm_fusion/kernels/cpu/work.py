@@ -8,7 +8,7 @@ from math import prod
 from tvm import tirx
 from tvm.ir import Call, Expr, TensorLoad
 
-from ..expr import dtype_of, number
+from ..expr import number
 from .rewrite import call_name, children, free_variables, is_conditional
 from .stages import Axis, Stage
 
@@ -84,8 +84,3 @@ def bytes_of_buffer(shape: Iterable[Expr], dtype: str) -> int:
     return bytes_of(dtype) * prod(
         ASSUMED_EXTENT if number(e) is None else int(number(e)) for e in shape
     )
-
-
-def element_dtype(stage: Stage) -> str:
-    """Type of what a stage computes."""
-    return dtype_of(stage.values[0])

@@ -55,14 +55,6 @@ class TensorMap:
     base: int
     dimensions: tuple[Dimension, ...]
 
-    @property
-    def box_bytes(self) -> int:
-        """Bytes of one box in shared memory."""
-        size = bytes_of(self.dtype)
-        for dimension in self.dimensions:
-            size *= dimension.box
-        return size
-
     def coordinates(self, at: Mapping[str, Expr | int]) -> list[Expr | int]:
         """Coordinates of the box that starts at these flat coordinates of the groups."""
         found = []
