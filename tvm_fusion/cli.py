@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,14 +26,28 @@ _COMMANDS = {
     "compile": "plan, fuse, build, verify and time a model",
     "explain": "show the plan and the reasons without building anything",
     "verify": "check the fused model against float64, output by output and group by group",
-    "bench": "time the fused model beside the unfused one and other compilers",
+    "bench": "time a model, or a suite of workloads, beside other compilers",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
+    return _main(_parser, argv)
+
+
+def bench_main(argv: Sequence[str] | None = None) -> int:
+    """Run ``python -m tvm_fusion.bench`` and return the exit status."""
+    return _main(_bench_parser, argv)
+
+
+def _main(make_parser: Callable[[], argparse.ArgumentParser], argv: Sequence[str] | None) -> int:
     try:
-        args = _parser().parse_args(argv)
+        args = make_parser().parse_args(argv)
+        if args.command == "bench":
+            from .bench.options import asks_for_suite
+
+            if asks_for_suite(args):
+                return _bench_suite(args)
         with _only_results_on_stdout():
             report = _run(args)
             answer = why(report, args.why) if args.why and not args.json else None
@@ -71,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, help_text in _COMMANDS.items():
         command = commands.add_parser(name, help=help_text, description=help_text)
-        _add_common_arguments(command)
+        _add_common_arguments(command, suites=name == "bench")
     output = commands.choices["compile"]
     output.add_argument("-o", "--output", metavar="FILE", help="save the compiled module (.so)")
     explain = commands.choices["explain"]
@@ -79,10 +93,29 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_common_arguments(command: argparse.ArgumentParser) -> None:
+def _bench_parser() -> argparse.ArgumentParser:
+    """The parser of ``python -m tvm_fusion.bench``, where the suite needs no ``--suite``."""
+    from .bench.options import add_suite_arguments
+
+    parser = _Parser(prog="tvm_fusion.bench", description="Time workloads beside other compilers.")
+    work = parser.add_mutually_exclusive_group(required=True)
+    work.add_argument("suite", nargs="?", help="a suite, or workloads by commas")
+    add_suite_arguments(parser, work)
+    parser.add_argument("--target", help="llvm, cuda, a device like nvidia_h200, or a profile")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(command="bench", policy=None, plan=None)
+    return parser
+
+
+def _add_common_arguments(command: argparse.ArgumentParser, suites: bool) -> None:
     model = command.add_mutually_exclusive_group(required=True)
     model.add_argument("model", nargs="?", help="a .pt2, .onnx, Relax .py or Relax .json file")
     model.add_argument("--demo", action="store_true", help="a pre-norm transformer block")
+    if suites:
+        from .bench.options import add_suite_arguments
+
+        model.add_argument("--suite", metavar="SUITE", help="a suite, or workloads by commas")
+        add_suite_arguments(command, model)
     command.add_argument("--target", help="llvm, cuda, a device like nvidia_h200, or a profile")
     command.add_argument(
         "--policy", help="default, conservative, aggressive, a .toml file, or KEY=VALUE[,KEY=VALUE]"
@@ -120,6 +153,23 @@ def _run(args: argparse.Namespace) -> Report:
     if args.output is not None:
         compiled.save(args.output)
     return compiled.report
+
+
+def _bench_suite(args: argparse.Namespace) -> int:
+    """List, run or join suites, print the result, and return the exit status."""
+    from .bench import options, table
+
+    if args.list:
+        print(table.listing())
+        return 0
+    with _only_results_on_stdout():
+        if args.merge is not None:
+            result = options.merged(args.merge, args.out)
+        else:
+            result = options.run(args.suite, args)
+    print(json.dumps(result, allow_nan=False) if args.json else table.table(result))
+    sys.stdout.flush()
+    return CHECK_FAILED if options.failed(result) else 0
 
 
 def _verified(report: Report) -> Report:

@@ -1,7 +1,6 @@
-"""python -m tvm_fusion.bench: see run.py."""
+"""python -m tvm_fusion.bench SUITE: as python -m tvm_fusion bench --suite SUITE."""
 
-import sys
+from ..cli import bench_main
 
-from .run import main
-
-sys.exit(main())
+if __name__ == "__main__":
+    raise SystemExit(bench_main())

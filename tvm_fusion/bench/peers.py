@@ -1,7 +1,8 @@
 """Other compilers on the same workload: each peer is a function from an instance to a call."""
 
+import difflib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from ..errors import InputError
 from ..frontends import load
 from ..runtime.tensors import to_tvm
 from .compare import default_build
-from .workloads import Instance
+from .instance import Instance
+from .options import ALL_OF_TORCH, EAGER
 
 Call = Callable[[], Any]
 Peer = Callable[[Instance, tvm.target.Target], Call]
@@ -35,13 +37,14 @@ def inductor_tuned(instance: Instance, _target: tvm.target.Target) -> Call:
 
 def xla(instance: Instance, _target: tvm.target.Target) -> Call:
     """JAX, jitted; parameters are arguments."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave memory to the others
-    import jax
-
-    from .jax_functions import FUNCTIONS, arguments
-
-    function, inputs = jax.jit(FUNCTIONS[instance.name]), arguments(instance)
+    jax, function, inputs = _jitted(instance)
     return lambda: jax.block_until_ready(function(*inputs))
+
+
+def xla_unawaited(instance: Instance, _target: tvm.target.Target) -> Call:
+    """As `xla`; a call returns before its kernels end, as those of the other peers do."""
+    _, function, inputs = _jitted(instance)
+    return lambda: function(*inputs)
 
 
 def tvm_default(instance: Instance, target: tvm.target.Target) -> Call:
@@ -54,9 +57,9 @@ def tvm_default(instance: Instance, target: tvm.target.Target) -> Call:
 
 
 PEERS: dict[str, Peer] = {
-    "torch": eager,
-    "torch.compile": inductor,
-    "torch.max-autotune": inductor_tuned,
+    EAGER: eager,
+    ALL_OF_TORCH[1]: inductor,
+    ALL_OF_TORCH[2]: inductor_tuned,
     "jax": xla,
     "tvm": tvm_default,
 }
@@ -65,7 +68,9 @@ PEERS: dict[str, Peer] = {
 def peer(name: str) -> Peer:
     """Return a peer by name; raises InputError for an unknown one."""
     if name not in PEERS:
-        raise InputError(f"unknown peer {name!r}; there are {', '.join(PEERS)}")
+        close = difflib.get_close_matches(name, PEERS, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(PEERS)}"
+        raise InputError(f"unknown peer {name!r}; {hint}")
     return PEERS[name]
 
 
@@ -74,10 +79,37 @@ def outputs_of(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value.detach()]
     if hasattr(value, "__dlpack__"):
-        return [torch.from_dlpack(value)]
+        return [_from_dlpack(value)]
     return [tensor for item in value for tensor in outputs_of(item)]
+
+
+def _from_dlpack(value: Any) -> torch.Tensor:
+    """Return another library's tensor as torch's, in the same memory where torch can take it."""
+    try:
+        return torch.from_dlpack(value)
+    except (BufferError, RuntimeError, TypeError, ValueError):
+        dtype = str(value.dtype)
+        if not dtype.startswith("float8"):
+            raise
+    if isinstance(value, tvm.runtime.Tensor):
+        bits = value._create_view(value.shape, "uint8")
+    else:
+        import jax
+
+        bits = jax.lax.bitcast_convert_type(value, "uint8")
+    return torch.from_dlpack(bits).view(getattr(torch, dtype))
 
 
 def _compiled_by_torch(instance: Instance, **options: Any) -> Call:
     compiled = torch.compile(instance.module, **options)
     return lambda: compiled(*instance.inputs)
+
+
+def _jitted(instance: Instance) -> tuple[Any, Callable[..., Any], Sequence[Any]]:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave memory to the others
+    import jax
+
+    from .jax_functions import FUNCTIONS
+    from .jax_layers import arguments
+
+    return jax, jax.jit(FUNCTIONS[instance.name]), arguments(instance)

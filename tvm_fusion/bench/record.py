@@ -2,16 +2,23 @@
 
 import datetime
 import importlib.metadata
+import json
+import math
 import platform
 import re
+import shlex
+import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from .._version import __version__
+from ..errors import InputError
 
 OURS = "tvm_fusion"
-FORMAT = 1
+FORMAT = 2
+_SAME = ("device", "profile", "date", "versions", "method", "scale")
 _PACKAGES = ("apache-tvm", "apache-tvm-ffi", "torch", "triton", "jax", "numpy")
 
 
@@ -25,7 +32,7 @@ def header(profile: str, on_gpu: bool, scale: float, repeats: int) -> dict[str, 
         "profile": profile,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "versions": _versions(torch.version.cuda),
-        "command": " ".join(["python -m tvm_fusion.bench", *sys.argv[1:]]),
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
         "method": "kernel time (CUPTI), L2 cleaned before each call" if on_gpu else "wall time",
         "scale": scale,
         "repeats": repeats,
@@ -39,18 +46,129 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(lines[:2]) or 'no message'}"[:500]
 
 
+def empty_row(name: str, peers: Sequence[str]) -> dict[str, Any]:
+    """Return the row of a workload of which nothing is known."""
+    return {
+        "name": name,
+        "shape": None,
+        "dtype": None,
+        "ours_us": None,
+        "launches": None,
+        "limit_us": None,
+        "limit_share": None,
+        "best_peer": None,
+        "best_peer_ratio": None,
+        "error": None,
+        "registers": None,
+        "spill_bytes": None,
+        "fallbacks": None,
+        "kernels": None,
+        "peers_us": dict.fromkeys(peers),
+        "peers_launches": dict.fromkeys(peers),
+        "peers_error": dict.fromkeys(peers),
+        "failures": {},
+        "spent_s": None,
+    }
+
+
+def note_error(row: dict[str, Any], label: str, error: float, ceiling: float) -> None:
+    """Write down the error of ours or of a peer, as a failure if it is above the ceiling."""
+    shown = error if math.isfinite(error) else None
+    if label == OURS:
+        row["error"] = shown
+    elif label in row["peers_us"]:
+        row["peers_error"][label] = shown
+    if error > ceiling:
+        found = "a value that is not finite" if shown is None else f"an error of {error:.1e}"
+        row["failures"][label] = f"{found} against float64; {ceiling:.0e} is allowed"
+
+
+def compare(row: dict[str, Any]) -> None:
+    """Fill in the best peer that was right, its time over ours, and our share of the limit."""
+    if row["ours_us"] is None or OURS in row["failures"]:
+        return
+    if row["limit_us"] is not None:
+        row["limit_share"] = row["limit_us"] / row["ours_us"]
+    right = {
+        name: us
+        for name, us in row["peers_us"].items()
+        if us is not None and name not in row["failures"]
+    }
+    if right:
+        row["best_peer"] = min(right, key=right.__getitem__)
+        row["best_peer_ratio"] = right[row["best_peer"]] / row["ours_us"]
+
+
 def line(row: dict[str, Any]) -> str:
-    """Return a row in one line."""
+    """Return a row in one line, for the log of a run."""
 
     def us(value: float | None) -> str:
         return "-" if value is None else f"{value:.1f}"
 
     others = ", ".join(f"{name} {us(value)}" for name, value in row["peers_us"].items())
-    failed = "; ".join(f"{name}: {why}" for name, why in row["failures"].items())
+    failed = "".join(f" | {name}: {why}" for name, why in row["failures"].items())
     return (
         f"{row['name']} {row['shape']}: ours {us(row['ours_us'])} us ({row['launches']} launches, "
-        f"limit {us(row['limit_us'])}), {others}{' | ' if failed else ''}{failed}"
+        f"limit {us(row['limit_us'])}), {others}; {row['spent_s']} s{failed}"
     )
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return geometric mean and least of the best peers' ratios, and the rows without one."""
+    found = {row["name"]: row["best_peer_ratio"] for row in rows if row["best_peer_ratio"]}
+    missing = [row["name"] for row in rows if row["name"] not in found]
+    if not found:
+        return {"geomean_ratio": None, "least_ratio": None, "rows": 0, "missing": missing}
+    return {
+        "geomean_ratio": statistics.geometric_mean(found.values()),
+        "least_ratio": min(found.values()),
+        "rows": len(found),
+        "missing": missing,
+    }
+
+
+def write(result: dict[str, Any], path: Path) -> None:
+    """Write a result; a reader finds the old file or the new one, whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n")
+    unfinished.replace(path)
+
+
+def merge(paths: Sequence[str | Path]) -> dict[str, Any]:
+    """Join results of one machine, day and method; of a row that two have, the later file's counts.
+
+    Raises
+    ------
+    InputError
+        If a file is no result, or was made elsewhere, on another day, or in another way.
+    """
+    results = [_read(Path(path)) for path in paths]
+    first = results[0]
+    rows: dict[str, dict[str, Any]] = {}
+    for path, result in zip(paths, results, strict=True):
+        for key in _SAME:
+            if result.get(key) != first.get(key):
+                raise InputError(
+                    f"{path} does not go with {paths[0]}: {key} is {result.get(key)!r} and "
+                    f"{first.get(key)!r}"
+                )
+        rows |= {row["name"]: row for row in result["rows"]}
+    commands = "; ".join(dict.fromkeys(result["command"] for result in results))
+    joined = list(rows.values())
+    return first | {"command": commands, "rows": joined, "summary": summary(joined)}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        result = json.loads(path.read_text())
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise InputError(f"{path} is no JSON: {error}") from error
+    if not isinstance(result, dict) or result.get("format") != FORMAT:
+        raise InputError(f"{path} is no result of a suite in the format {FORMAT}: run it again")
+    return result
 
 
 def _cpu_name() -> str:

@@ -1,0 +1,163 @@
+"""Arguments of the benchmark's suites on the command line, and the run they ask for.
+
+`python -m tvm_fusion bench --suite memory` and `python -m tvm_fusion.bench memory` share them.
+"""
+
+import argparse
+import difflib
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+
+EAGER = "torch"
+ALL_OF_TORCH = (EAGER, "torch.compile", "torch.max-autotune")
+WORDS = {
+    "torch": ALL_OF_TORCH,
+    "torch.eager": (EAGER,),
+    **{name: (name,) for name in (*ALL_OF_TORCH[1:], "jax", "tvm")},
+}
+DEFAULT_PEERS = "torch,jax,tvm"
+_FOR_SUITES = ("only", "peers", "out", "dtype", "scale", "repeats", "workers")
+_FOR_MODELS = ("policy", "plan")
+
+
+def add_suite_arguments(parser: argparse.ArgumentParser, work: Any) -> None:
+    """Add what says how a suite is run, and to the choices of `work` those beside a run."""
+    work.add_argument("--list", action="store_true", help="show the suites and their workloads")
+    work.add_argument(
+        "--merge", nargs="+", metavar="FILE", help="join results of a machine and day"
+    )
+    group = parser.add_argument_group("suites")
+    group.add_argument("--only", metavar="NAME,...", help="these workloads of the suite")
+    group.add_argument(
+        "--peers",
+        metavar="PEER,...",
+        help="torch (eager, torch.compile and max-autotune), torch.eager, torch.compile, "
+        f"torch.max-autotune, jax, tvm, or none; default: {DEFAULT_PEERS}",
+    )
+    group.add_argument("--out", metavar="FILE", help="write JSON, again after every row")
+    group.add_argument("--dtype", help="for all rows; default: each workload's own, else float16")
+    group.add_argument("--scale", type=float, help="factor on the extents; default: 1")
+    group.add_argument("--repeats", type=int, help="samples of each time; default: 20")
+    group.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="compile in N processes first, which fill the caches of the compilers; default: 0",
+    )
+
+
+def asks_for_suite(given: argparse.Namespace) -> bool:
+    """Whether the arguments are about suites and not about a model.
+
+    Raises
+    ------
+    InputError
+        For an option that means nothing there.
+    """
+    suites = given.suite is not None or given.list or given.merge is not None
+    for name in _FOR_MODELS if suites else _FOR_SUITES:
+        if getattr(given, name) is not None:
+            wanted, other = ("model", "suite") if suites else ("suite", "model")
+            raise InputError(f"--{name} is for a {wanted}, not for a {other}")
+    return suites
+
+
+def peers_of(text: str | None) -> tuple[str, ...]:
+    """Return the peers that a list of words names; raises InputError for an unknown one."""
+    text = DEFAULT_PEERS if text is None else text
+    found: dict[str, None] = {}
+    for word in filter(None, (word.strip() for word in text.split(","))):
+        if word == "none":
+            continue
+        if word not in WORDS:
+            close = difflib.get_close_matches(word, WORDS, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(WORDS)}, none"
+            raise InputError(f"unknown peer {word!r}; {hint}")
+        found |= dict.fromkeys(WORDS[word])
+    return tuple(found)
+
+
+def names_of(suite: str, only: str | None) -> tuple[str, ...]:
+    """Return the workloads of suites or workloads given by commas, or the chosen ones of them.
+
+    Raises
+    ------
+    InputError
+        If there is no such suite or workload.
+    """
+    from .workloads import SUITES, WORKLOADS
+
+    names: dict[str, None] = {}
+    for word in _words(suite):
+        if word not in SUITES and word not in WORKLOADS:
+            close = difflib.get_close_matches(word, (*SUITES, *WORKLOADS), 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"the suites are {', '.join(SUITES)}"
+            raise InputError(f"unknown suite or workload {word!r}; {hint}")
+        names |= dict.fromkeys(SUITES.get(word, (word,)))
+    chosen = names if only is None else _words(only)
+    for name in chosen:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(names)}"
+            raise InputError(f"--only: {name!r} is no workload of {suite}; {hint}")
+    if not chosen:
+        raise InputError("no workload is named")
+    return tuple(name for name in names if name in chosen)
+
+
+def run(suite: str, given: argparse.Namespace) -> dict[str, Any]:
+    """Run what the arguments say and return the result.
+
+    Raises
+    ------
+    InputError
+        Before anything runs, for unknown names and for numbers out of range.
+    """
+    from .run import log, run_suite
+
+    scale = 1.0 if given.scale is None else given.scale
+    repeats = 20 if given.repeats is None else given.repeats
+    if not 0 < scale <= 1:
+        raise InputError(f"--scale: expected a number above 0, at most 1, got {scale:g}")
+    if repeats < 1:
+        raise InputError(f"--repeats: expected 1 or more, got {repeats}")
+    if given.workers is not None and given.workers < 0:
+        raise InputError(f"--workers: expected 0 or more, got {given.workers}")
+    names, peers = names_of(suite, given.only), peers_of(given.peers)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    log.setLevel(logging.INFO)
+    return run_suite(
+        names,
+        peers,
+        given.target,
+        given.out,
+        dtype=given.dtype,
+        scale=scale,
+        repeats=repeats,
+        workers=given.workers or 0,
+    )
+
+
+def merged(paths: Sequence[str], out: str | None) -> dict[str, Any]:
+    """Join result files, and write them if `out` says where."""
+    from .record import merge, write
+
+    result = merge(paths)
+    if out is not None:
+        write(result, Path(out))
+    return result
+
+
+def failed(result: dict[str, Any]) -> bool:
+    """Whether a row of ours failed."""
+    from .record import OURS
+
+    return any({OURS, "workload"} & row["failures"].keys() for row in result["rows"])
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
