@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.frontend_tools import check, operators
+from tests.frontend_tools import Function, check, operators
 from tests.models import run_unfused
+from tvm_fusion.frontends import load
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +47,8 @@ def test_half_products_are_accumulated_in_float32_and_rounded_once():
         lambda x: x.cumsum(0),
         lambda x: x.amax(),
         lambda x: x + torch.ones(7),
+        lambda x: (x >> 1, x << 2, x & 5, x | 1, x ^ 3),
+        lambda x: ((x.int() & 3) ^ (x.int() >> x.int().abs()), 1 << x.abs()),
     ],
 )
 def test_integers_are_promoted_as_pytorch_does(function):
@@ -64,6 +67,12 @@ def test_integers_are_promoted_as_pytorch_does(function):
 )
 def test_booleans_are_computed_as_pytorch_does(function):
     check(function, torch.tensor([0, 0, 1, 1]) > 0, torch.tensor([0, 1, 0, 1]) > 0)
+
+
+def test_8_bit_floats_are_stored_and_read():
+    check(lambda x: (x * 2).to(torch.float8_e4m3fn).float(), torch.randn(64))
+    mod = load(Function(lambda x: x.to(torch.float8_e5m2)), (torch.randn(4),))
+    assert mod["main"].ret_ty.dtype == "float8_e5m2"
 
 
 def test_half_and_float32_give_float32():

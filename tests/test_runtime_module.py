@@ -103,6 +103,19 @@ def test_torch_outputs_share_memory_with_the_module(compiled):
     assert torch.equal(first, kept)
 
 
+def test_torch_tensors_after_accepted_ones_are_checked_as_the_first_were(compiled):
+    x, y = (torch.from_numpy(a).clone() for a in arrays())
+    want = compiled(x, y)[0]
+    for same in (x, x.T.contiguous().T, x.clone().requires_grad_(), torch.nn.Parameter(x)):
+        assert torch.equal(compiled(same, y)[0], want)
+    assert compiled(x[:2], y[:2])[0].shape == (2, 8)
+    assert isinstance(compiled(x.numpy(), y.numpy())[0], np.ndarray)
+    for wrong in ((x.half(), y), (x[:, :7], y), (x, y[:4]), (x,)):
+        compiled(x, y)
+        with pytest.raises(InputError):
+            compiled(*wrong)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -33,12 +33,13 @@ def input_free_values(program: torch.export.ExportedProgram) -> dict[fx.Node, to
     with torch.no_grad():
         for node in program.graph.nodes:
             if node.op == "placeholder" and node.name in given:
-                values[node] = given[node.name]
+                values[node] = given[node.name].cpu()
             elif node.op == "call_function" and _can_evaluate(node, values):
-                values[node] = node.target(
+                result = node.target(
                     *fx.map_arg(node.args, values.__getitem__),
                     **fx.map_arg(node.kwargs, values.__getitem__),
                 )
+                values[node] = result.cpu()  # the module's constants lie there, whatever the model
     return values
 
 

@@ -5,6 +5,7 @@ torch_attention.py:
 - What depends on no input is a constant (torch_constants.py).
 - A permutation that undoes the one before it disappears.
 - Every result has the element type and the shape that PyTorch says it has.
+- There are 8-bit floats.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,6 +26,8 @@ CONVERTERS = {
     **torch_products.CONVERTERS,
     **torch_attention.CONVERTERS,
 }
+
+FLOAT8_TYPES = ("float8_e4m3fn", "float8_e5m2")
 
 
 class Importer(ExportedProgramImporter):
@@ -63,6 +66,14 @@ class Importer(ExportedProgramImporter):
         converters = super().create_convert_map()
         converters |= {name: self._bound(convert) for name, convert in CONVERTERS.items()}
         return {name: self._typed(convert) for name, convert in converters.items()}
+
+    @staticmethod
+    def _convert_data_type(input_type: Any, env: dict | None = None) -> str:
+        """TVM's name of a type, those of 8-bit floats among them."""
+        name = str(input_type).removeprefix("torch.")
+        if name in FLOAT8_TYPES:
+            return name
+        return ExportedProgramImporter._convert_data_type(input_type, env)
 
     def stopped_at(self) -> str:
         """The operator that could not be translated, for messages; empty if it was none of them."""

@@ -6,7 +6,7 @@ What differs from TVM 0.27:
 - Powers of 2, 3 and 1/2 are products and a square root, as in PyTorch.
 - Slices and selections are affine, and of symbolic dimensions have the size that PyTorch found
   (TVM gathers, and leaves the size unknown).
-- amax, amin and any without an axis exist.
+- amax, amin and any without an axis exist, and so do shifts.
 """
 
 from __future__ import annotations
@@ -158,6 +158,12 @@ def _tensor_and_scalar(name: str, converter: Converter) -> dict[str, Converter]:
     return {f"{name}.Tensor": converter, f"{name}.Scalar": converter}
 
 
+def _shifts(side: str) -> list[str]:
+    spelt = [f"__{side[0]}shift__.{kind}" for kind in ("Scalar", "Tensor")]
+    kinds = ("Tensor", "Tensor_Scalar", "Scalar_Tensor")
+    return spelt + [f"bitwise_{side}_shift.{kind}" for kind in kinds]
+
+
 CONVERTERS: dict[str, Converter] = {
     **_tensor_and_scalar("add", _arithmetic(relax.op.add, neutral=0)),
     **_tensor_and_scalar("sub", _arithmetic(relax.op.subtract, neutral=0)),
@@ -170,6 +176,11 @@ CONVERTERS: dict[str, Converter] = {
     **_tensor_and_scalar("le", _comparison(relax.op.less_equal)),
     **_tensor_and_scalar("gt", _comparison(relax.op.greater)),
     **_tensor_and_scalar("ge", _comparison(relax.op.greater_equal)),
+    **_tensor_and_scalar("bitwise_and", _arithmetic(relax.op.bitwise_and)),
+    **_tensor_and_scalar("bitwise_or", _arithmetic(relax.op.bitwise_or)),
+    **_tensor_and_scalar("bitwise_xor", _arithmetic(relax.op.bitwise_xor)),
+    **{name: _arithmetic(relax.op.left_shift) for name in _shifts("left")},
+    **{name: _arithmetic(relax.op.right_shift) for name in _shifts("right")},
     "div.Tensor_mode": _rounded_division,
     "maximum.default": _arithmetic(relax.op.maximum),
     "minimum.default": _arithmetic(relax.op.minimum),

@@ -18,7 +18,10 @@ from .launches import count_launches
 from .signature import Signature
 from .tensors import (
     Kind,
+    TorchInput,
+    are_as_described,
     describe,
+    describe_torch,
     from_tvm,
     kind_of,
     result_kind,
@@ -74,6 +77,7 @@ class CompiledModule:
         self.plan = plan
         self.report = report
         self._lock = threading.Lock()
+        self._accepted: tuple[TorchInput, ...] = ()
 
     @classmethod
     def of(cls, built: Built, plan: Any = None, report: Any = None) -> "CompiledModule":
@@ -103,6 +107,10 @@ class CompiledModule:
         """The virtual machine; made on first use, which moves the weights to the device."""
         return relax.VirtualMachine(self.executable, self.device)
 
+    @cached_property
+    def _main(self) -> Callable[..., Any]:
+        return self.vm["main"]
+
     def __call__(self, *inputs: Any) -> Any:
         """Run `main`.
 
@@ -124,7 +132,12 @@ class CompiledModule:
         TargetError
             If this machine lacks the device.
         """
+        if self._accepted and are_as_described(inputs, self._accepted):
+            # TVM takes and gives torch tensors itself, and launches on torch's current stream
+            with self._lock:
+                return from_tvm(self._run(inputs), Kind.TORCH, None)
         kind, torch_device = self._check(inputs)
+        self._accepted = describe_torch(inputs, self.device)
         with self._lock, torch_stream(self.device, kind):
             return from_tvm(self._run(self.arguments(inputs)), kind, torch_device)
 
@@ -137,7 +150,7 @@ class CompiledModule:
         kind, _ = self._check(inputs)
         with torch_stream(self.device, kind):
             arguments = self.arguments(inputs)
-        main = self.vm["main"]
+        main = self._main
         return lambda: main(*arguments)
 
     def _check(self, inputs: Sequence[Any]) -> tuple[Kind, Any]:
@@ -154,9 +167,9 @@ class CompiledModule:
         specs = self.signature.inputs
         return [to_argument(x, self.device, s) for x, s in zip(inputs, specs, strict=True)]
 
-    def _run(self, arguments: list[Any]) -> Any:
+    def _run(self, arguments: Sequence[Any]) -> Any:
         try:
-            return self.vm["main"](*arguments)
+            return self._main(*arguments)
         except RuntimeError as error:
             refused = re.search(r"ErrorContext\(fn=main, loc=param\[(\d+)\]", str(error))
             if refused is None:

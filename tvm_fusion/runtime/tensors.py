@@ -52,6 +52,40 @@ def describe(value: Any) -> tuple[str, tuple[int, ...]]:
     return dtype.removeprefix("torch."), tuple(map(int, value.shape))
 
 
+TorchInput = tuple[Any, Any, Any]  # dtype, shape and device
+
+
+def describe_torch(values: Sequence[Any], device: tvm.runtime.Device) -> tuple[TorchInput, ...]:
+    """Return what to expect of torch tensors that are on `device`; () unless all are such."""
+    torch = sys.modules.get("torch")
+    if torch is None or not values:
+        return ()
+    index = None if device.type == "cpu" else device.index
+    for value in values:
+        if type(value) is not torch.Tensor or value.device != torch.device(device.type, index):
+            return ()
+    return tuple((value.dtype, value.shape, value.device) for value in values)
+
+
+def are_as_described(values: Sequence[Any], wanted: Sequence[TorchInput]) -> bool:
+    """Whether values are torch tensors as described, whose memory can be lent as it is."""
+    torch = sys.modules["torch"]
+    if len(values) != len(wanted):
+        return False
+    for value, (dtype, shape, device) in zip(values, wanted, strict=True):
+        if (
+            type(value) is not torch.Tensor
+            or value.dtype is not dtype
+            or value.shape != shape
+            or value.device != device
+            or value.requires_grad
+            or not value.is_contiguous()
+            or value.data_ptr() % _ALIGNMENT
+        ):
+            return False
+    return True
+
+
 def to_tvm(value: Any, device: tvm.runtime.Device, name: str) -> tvm.runtime.Tensor:
     """Return a contiguous, aligned TVM tensor on `device`: the same memory, or a copy of it."""
     kind = kind_of(value)
