@@ -79,7 +79,7 @@ class Case:
 
 def numpy_dtype(dtype: str) -> np.dtype:
     """The NumPy dtype of a TVM dtype."""
-    return np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    return np.dtype(getattr(ml_dtypes, dtype, dtype))
 
 
 def _random(rng: np.random.Generator, shape: tuple[int, ...], dtype: str) -> np.ndarray:

@@ -60,9 +60,9 @@ def test_a_matmul_is_a_contraction():
     assert (left.axes, right.axes) == ({0, 2}, {1, 2})
 
 
-def test_argmax_is_a_reduction_of_another_kind_with_inner_buffers():
+def test_argmax_is_a_reduction_of_its_own_kind_with_inner_buffers():
     access = only_func(lambda bb, x: op.argmax(x, axis=-1), ((4, 8), "float32"))
-    assert access.blocks[0].reduction is Reduction.OTHER
+    assert access.blocks[0].reduction is Reduction.ARGMAX
     assert access.num_inner == 2
     assert access.inner_dtypes == ("int64", "float32")
 

@@ -103,7 +103,9 @@ class Reduction(Enum):
     PRODUCT = "product"
     MAX = "max"
     MIN = "min"
-    OTHER = "other"  # argmax and every combiner this package does not know
+    ARGMAX = "argmax"
+    ARGMIN = "argmin"
+    OTHER = "other"  # every combiner this package does not know
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from .access import (
     Pipe,
     Reduction,
 )
+from .arg_pair import read_arg_pair
 
 _SPECIAL = frozenset(
     [
@@ -216,6 +217,9 @@ class _BlockReader:
         return stores
 
     def _combiner(self, stores) -> tuple[Reduction, object]:
+        pair = read_arg_pair(stores, lambda e: self.lets.get(hash(e), e))
+        if pair is not None:
+            return (Reduction.ARGMAX if pair.largest else Reduction.ARGMIN), None
         value = stores[0].value
         kind = _COMMUTING.get(type(value))
         if len(stores) != 1 or kind is None:

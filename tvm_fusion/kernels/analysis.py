@@ -4,12 +4,13 @@ The analysis walks backwards from the outputs (see `resolver`). Nothing is recog
 of an operator: the label pick of a cross-entropy, a slice or a transposed read are loads at other
 indices and no more.
 
-Does not handle: reductions of more than one value (argmax), reductions over axes that differ in
-extent or rows, buffers written in parts or by several blocks, data-dependent writes.
+Does not handle: reductions of several values other than argmax and argmin, reductions over axes
+that differ in extent or rows, buffers written in parts or by several blocks, data-dependent writes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 from collections.abc import Sequence
@@ -17,15 +18,20 @@ from collections.abc import Sequence
 from tvm import tirx
 
 from ..errors import Unsupported
+from .accumulate import accumulation, accumulation_space, sums_over_rows
 from .collapse import collapse_axes, drop_unused, reachable
 from .definitions import Definition, read_definitions, read_params
-from .expr import constant, convert, linear_form
+from .expr import constant, convert, linear_form, substitute
 from .placeholders import Placeholders
 from .program import Element, Output, Program, Scalar, Tile
 from .resolver import Resolver
-from .space import Space, pointwise_space, row_space
+from .space import Space, index_dtype_of, pointwise_space, row_space
+from .walks import Walk, walks
+from .window import is_window
 
-SUPPORTED_DTYPES = re.compile(r"bool|bfloat16|float(16|32|64)|u?int(8|16|32|64)")
+SUPPORTED_DTYPES = re.compile(
+    r"bool|bfloat16|float8_e4m3fn|float8_e5m2|float(16|32|64)|u?int(8|16|32|64)"
+)
 
 
 def analyze(func: tirx.PrimFunc, exact: bool = False) -> Program:
@@ -49,8 +55,14 @@ def analyze(func: tirx.PrimFunc, exact: bool = False) -> Program:
     """
     analysis = _Analysis(func, exact)
     try:
-        if any(definition.kind is not None for definition in analysis.blocks):
-            space = row_space(analysis.blocks)
+        reductions = [d for d in analysis.blocks if d.kind is not None and not is_window(d)]
+        sums = sums_over_rows(reductions)
+        if sums:
+            rows = [d for d in reductions if d not in sums]
+            space = accumulation_space(rows, sums, index_dtype_of(analysis.blocks))
+            return collapse_axes(analysis.program(space, analysis.written, sums))
+        if reductions:
+            space = row_space(analysis.blocks, reductions)
             return collapse_axes(analysis.program(space, analysis.written))
         return _pointwise(analysis)
     except RecursionError:
@@ -78,11 +90,18 @@ class _Analysis:
         """The definition of an output."""
         return self.definitions[self.params[param].var]
 
-    def program(self, space: Space, outputs: Sequence[int]) -> Program:
-        """The program that computes some of the outputs over `space`."""
+    def program(
+        self, space: Space, outputs: Sequence[int], sums: Sequence[Definition] = ()
+    ) -> Program:
+        """The program that computes some of the outputs over `space`; `sums` run over its rows."""
         placeholders = Placeholders(space, self.params)
         resolver = Resolver(space, self.definitions, placeholders, self.exact)
-        found = tuple(_output(i, self.definition(i), space, resolver) for i in outputs)
+        reductions = [d for d in self.blocks if d.kind is not None and not is_window(d)]
+        orders = walks(space, [d for d in reductions if d not in sums])
+        summed = [i for i in outputs if self.definition(i) in sums]
+        plain = [i for i in outputs if i not in summed]
+        found = tuple(_output(i, self.definition(i), space, resolver, orders) for i in plain)
+        over_rows = tuple(accumulation(i, self.definition(i), space, resolver) for i in summed)
         program = Program(
             name=self.name,
             params=self.params,
@@ -97,6 +116,7 @@ class _Analysis:
             values=tuple(placeholders.values),
             outputs=found,
             exact=self.exact,
+            accumulations=over_rows,
         )
         return drop_unused(program)
 
@@ -137,14 +157,32 @@ def _scattered(program: Program, space: Space) -> set[int]:
     return found
 
 
-def _output(param: int, definition: Definition, space: Space, resolver: Resolver) -> Output:
+def _output(
+    param: int, definition: Definition, space: Space, resolver: Resolver, orders: Sequence[Walk]
+) -> Output:
     """What is written to a parameter: one element a point, or one a row."""
     shape = definition.shape
     full = space.is_element(shape)
     if not full and not space.is_row(shape):
         text = f"{list(space.rows)} x {space.columns}"
         raise Unsupported(f"{definition.buffer.name} {list(shape)} is no part of {text}")
-    value = resolver.read(definition.buffer, space.indices(shape, full), None)
+    if not full or not orders:
+        return _plain_output(param, definition, space, resolver, full)
+    fitting = [walk for walk in orders if walk.has_shape(space, shape)]
+    others = [walk for walk in orders if walk not in fitting]
+    plain = [None] if space.has_axes(shape) else []
+    candidates = [*fitting, *plain, *others, *([] if plain else [None])]
+    for walk in candidates[:-1]:
+        with contextlib.suppress(Unsupported):
+            return _placed_output(param, definition, space, resolver, walk)
+    return _placed_output(param, definition, space, resolver, candidates[-1])
+
+
+def _plain_output(
+    param: int, definition: Definition, space: Space, resolver: Resolver, full: bool
+) -> Output:
+    """An output in the order of rows, then columns."""
+    value = resolver.read(definition.buffer, space.indices(definition.shape, full), None)
     offset = space.row_index
     if full:
         columns = space.columns
@@ -153,3 +191,16 @@ def _output(param: int, definition: Definition, space: Space, resolver: Resolver
     offset = space.analyzer.simplify(offset)
     phase = resolver.placeholders.phase(value)
     return Output(param, value, offset, definition.dtype, full, phase)
+
+
+def _placed_output(
+    param: int, definition: Definition, space: Space, resolver: Resolver, walk: Walk | None
+) -> Output:
+    """A full output whose elements lie in the order of `walk`."""
+    if walk is None:
+        return _plain_output(param, definition, space, resolver, full=True)
+    value = resolver.read(definition.buffer, walk.indices(space, definition.shape), None)
+    first = {space.column_var: constant(0, space.index_dtype)}
+    offset = space.analyzer.simplify(substitute(walk.place, first))
+    phase = resolver.placeholders.phase(value)
+    return Output(param, value, offset, definition.dtype, True, phase, walk.place)

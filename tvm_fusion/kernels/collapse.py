@@ -14,6 +14,7 @@ from tvm.ir import Expr, Var
 from .expr import constant, convert, linear_form, substitute, uses_any, variables
 from .program import (
     Access,
+    Accumulation,
     Definition,
     Element,
     Extent,
@@ -41,7 +42,8 @@ def reachable(expr: Expr, definitions: Mapping[Var, Definition]) -> list[Definit
 def drop_unused(program: Program) -> Program:
     """The program without placeholders that no output needs."""
     definitions = program.placeholders()
-    live = {x.var for o in program.outputs for x in reachable(o.value, definitions)}
+    results = [o.value for o in program.outputs] + [a.body for a in program.accumulations]
+    live = {x.var for result in results for x in reachable(result, definitions)}
     parts = ("tiles", "scalars", "elements", "reductions", "values")
     kept = {part: tuple(x for x in getattr(program, part) if x.var in live) for part in parts}
     return dataclasses.replace(program, **kept)
@@ -63,7 +65,7 @@ def _expressions(item: Access | Reduction | Value) -> list[Expr]:
     if isinstance(item, Reduction | Value):
         return [item.body]
     if isinstance(item, Output):
-        return [item.value, item.offset]
+        return [item.value, item.offset, *([] if item.place is None else [item.place])]
     guard = item.guard if isinstance(item, Element) else None
     return [item.offset] if guard is None else [item.offset, guard]
 
@@ -72,11 +74,13 @@ def _pinned(program: Program) -> list[Expr]:
     """Expressions in which a coordinate means itself, not a step through memory."""
     guards = [e.guard for e in program.elements if e.guard is not None]
     bodies = [item.body for item in program.reductions + program.values]
+    bodies += [item.body for item in program.accumulations]
     return guards + bodies + [output.value for output in program.outputs]
 
 
-def _accesses(program: Program) -> list[Access]:
-    return [*program.tiles, *program.scalars, *program.elements, *program.outputs]
+def _accesses(program: Program) -> list[Access | Accumulation]:
+    reads = [*program.tiles, *program.scalars, *program.elements]
+    return [*reads, *program.outputs, *program.accumulations]
 
 
 def _collapsible(program: Program, outer: Var, inner: Var) -> bool:
@@ -89,7 +93,9 @@ def _collapsible(program: Program, outer: Var, inner: Var) -> bool:
     analyzer = program.analyzer()
     for access in _accesses(program):
         offset = access.offset
-        if into_columns and isinstance(access, Tile | Output):
+        if isinstance(access, Output) and access.place is not None:
+            offset = access.place
+        elif into_columns and isinstance(access, Tile | Output):
             offset = offset + inner
         form = linear_form(offset, (outer, inner))
         if form is None:
@@ -127,6 +133,9 @@ def _collapse(program: Program, axis: int) -> Program:
 
     def moved(access: Access) -> Access:
         offset = analyzer.simplify(substitute(access.offset, zero))
+        if isinstance(access, Output) and access.place is not None:
+            place = analyzer.simplify(substitute(access.place, zero))
+            return dataclasses.replace(access, offset=offset, place=place)
         return dataclasses.replace(access, offset=offset)
 
     tiles = tuple(moved(tile) for tile in program.tiles)

@@ -17,6 +17,7 @@ from tvm import s_tir, tirx
 from tvm.ir import Expr, TensorLoad, Var
 
 from ..errors import Unsupported
+from ..ir.arg_pair import ArgPair, read_arg_pair
 from .expr import extent_of, number, same, substitute
 from .program import Extent, Param, ReduceKind
 
@@ -36,7 +37,8 @@ KINDS = {
 class Definition:
     """``buffer[axes] = value``; with `kind`, the reduction of `value` over the `reduced` axes.
 
-    An entry of `axes` is None where the buffer's extent is 1 and the block stores at index 0.
+    ARGMAX and ARGMIN reduce `value` to the `index` of its extremum. An entry of `axes` is None
+    where the buffer's extent is 1 and the block stores at index 0.
     """
 
     buffer: Var
@@ -45,6 +47,7 @@ class Definition:
     value: Expr
     kind: ReduceKind | None
     initial: Expr | None
+    index: Expr | None = None
 
     @property
     def shape(self) -> tuple[Extent, ...]:
@@ -121,6 +124,9 @@ def _read_block(realize: s_tir.SBlockRealize) -> list[Definition]:
         raise Unsupported(f"block {name} has opaque axes")
     stores = _stores(block.body, name)
     initials = {store.buffer: store.value for store in _stores(block.init, name)}
+    pair = read_arg_pair(stores)
+    if pair is not None and REDUCTION in kinds:
+        return _define_pair(block, pair, initials)
     return [_define(block, store, initials) for store in stores]
 
 
@@ -145,21 +151,47 @@ def _sequence(body: tirx.Stmt | None) -> list[tirx.Stmt]:
     return list(body.seq) if isinstance(body, tirx.SeqStmt) else [body]
 
 
+def _define_pair(block: s_tir.SBlock, pair: ArgPair, initials: dict[Var, Expr]) -> list[Definition]:
+    """The index and the value of an argmax or argmin, each a reduction of its own."""
+    arg, extreme = (
+        (ReduceKind.ARGMAX, ReduceKind.MAX) if pair.largest else (ReduceKind.ARGMIN, ReduceKind.MIN)
+    )
+    found = []
+    for store, kind, index in (
+        (pair.index_store, arg, pair.index),
+        (pair.value_store, extreme, None),
+    ):
+        if store.buffer not in initials:
+            raise Unsupported(f"reduction {store.buffer.name} has no initial value")
+        axes, reduced = _block_axes(block, store)
+        initial = initials[store.buffer]
+        found.append(Definition(store.buffer, axes, reduced, pair.value, kind, initial, index))
+    return found
+
+
 def _define(block: s_tir.SBlock, store: tirx.BufferStore, initials: dict[Var, Expr]) -> Definition:
     name = store.buffer.name
-    spatial = {v.var: extent_of(v.dom.extent) for v in block.iter_vars if v.iter_type == SPATIAL}
-    reduced = tuple(
-        (v.var, extent_of(v.dom.extent)) for v in block.iter_vars if v.iter_type == REDUCTION
-    )
-    if any(number(v.dom.min) != 0 for v in block.iter_vars):
-        raise Unsupported(f"{name} is computed over a range that does not start at 0")
-    axes = _axes(store, spatial)
+    axes, reduced = _block_axes(block, store)
     if not reduced:
         return Definition(store.buffer, axes, (), store.value, None, None)
     if store.buffer not in initials:
         raise Unsupported(f"reduction {name} has no initial value")
     kind, value = _combiner(store)
     return Definition(store.buffer, axes, reduced, value, kind, initials[store.buffer])
+
+
+def _block_axes(
+    block: s_tir.SBlock, store: tirx.BufferStore
+) -> tuple[tuple[Var | None, ...], tuple[tuple[Var, Extent], ...]]:
+    """Which block axis each index of a store is, and the reduced axes with their extents."""
+    spatial = {v.var: extent_of(v.dom.extent) for v in block.iter_vars if v.iter_type == SPATIAL}
+    reduced = tuple(
+        (v.var, extent_of(v.dom.extent)) for v in block.iter_vars if v.iter_type == REDUCTION
+    )
+    if any(number(v.dom.min) != 0 for v in block.iter_vars):
+        name = store.buffer.name
+        raise Unsupported(f"{name} is computed over a range that does not start at 0")
+    return _axes(store, spatial), reduced
 
 
 def _axes(store: tirx.BufferStore, spatial: dict[Var, Extent]) -> tuple[Var | None, ...]:

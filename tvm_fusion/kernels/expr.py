@@ -15,6 +15,7 @@ from tvm.ir.prim.expr import BitwiseNot, Let, LogicalExpr
 from tvm.ir.prim.expr import CmpExpr as Comparison
 
 HALF_DTYPES = ("float16", "bfloat16")
+FLOAT8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 
 
 def dtype_of(expr: Expr) -> str:
@@ -38,8 +39,8 @@ def is_integer(dtype: str) -> bool:
 
 
 def widened(dtype: str) -> str:
-    """The dtype a value is computed in: float32 for half precision, else itself."""
-    return "float32" if dtype in HALF_DTYPES else dtype
+    """The dtype a value is computed in: float32 for 8-bit and half precision, else itself."""
+    return "float32" if dtype in HALF_DTYPES + FLOAT8_DTYPES else dtype
 
 
 def number(expr: Expr | int | float | None) -> int | float | None:

@@ -49,10 +49,22 @@ def narrow_indices(program: Program) -> Program:
             replace(e, offset=offset(e.offset), guard=None if e.guard is None else visit(e.guard))
             for e in program.elements
         ),
-        reductions=tuple(replace(r, body=visit(r.body)) for r in program.reductions),
+        reductions=tuple(
+            replace(r, body=visit(r.body), index=None if r.index is None else offset(r.index))
+            for r in program.reductions
+        ),
         values=tuple(replace(v, body=visit(v.body)) for v in program.values),
         outputs=tuple(
-            replace(o, value=visit(o.value), offset=offset(o.offset)) for o in program.outputs
+            replace(
+                o,
+                value=visit(o.value),
+                offset=offset(o.offset),
+                place=None if o.place is None else offset(o.place),
+            )
+            for o in program.outputs
+        ),
+        accumulations=tuple(
+            replace(a, body=visit(a.body), offset=offset(a.offset)) for a in program.accumulations
         ),
     )
 

@@ -108,8 +108,15 @@ class Placeholders:
         self.values.append(Value(var, body, self.phase(body)))
         return var
 
-    def reduction(self, kind: ReduceKind, body: Expr, dtype: str, initial: Expr | None) -> Var:
-        """A reduction over the columns; equal ones are one."""
+    def reduction(
+        self,
+        kind: ReduceKind,
+        body: Expr,
+        dtype: str,
+        initial: Expr | None,
+        index: Expr | None = None,
+    ) -> Var:
+        """A reduction over the columns; equal ones are one (an `index` is always the column)."""
         phase = self.phase(body)
         for known in self.reductions:
             if (known.kind, known.dtype) == (kind, dtype) and same(known.body, body):
@@ -121,7 +128,7 @@ class Placeholders:
                 ):
                     return known.var
         var = self._new("r", self.reductions, dtype, Level.ROW, phase + 1)
-        self.reductions.append(Reduction(var, kind, body, dtype, initial, phase))
+        self.reductions.append(Reduction(var, kind, body, dtype, initial, phase, index=index))
         return var
 
     def _new(self, letter: str, group: list, dtype: str, level: Level, phase: int) -> Var:

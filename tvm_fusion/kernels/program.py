@@ -36,6 +36,8 @@ class ReduceKind(enum.StrEnum):
     PROD = "prod"
     MAX = "max"
     MIN = "min"
+    ARGMAX = "argmax"
+    ARGMIN = "argmin"
 
 
 class Level(enum.IntEnum):
@@ -110,7 +112,8 @@ class Reduction:
     `dtype` is the dtype of the accumulator and of `var`. `phase` counts the reductions that must be
     finished before. A reduction with `online` (the `var` of a maximum of the same phase, see
     `online.merge_online`) is a sum whose body is relative to that maximum: it may run along with
-    it when the partial sums are rescaled by ``exp(old - new)``.
+    it when the partial sums are rescaled by ``exp(old - new)``. ARGMAX and ARGMIN compare `body`
+    and give the `index` of the extremum, the smallest of equal ones; `dtype` is that of the index.
     """
 
     var: Var
@@ -120,6 +123,7 @@ class Reduction:
     initial: Expr | None
     phase: int
     online: Var | None = None
+    index: Expr | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,7 +140,8 @@ class Output:
     """``parameter[offset + j] = value`` if `full`, else ``parameter[offset] = value`` once a row.
 
     `value` has not yet been cast to `dtype`. It is known once `phase` phases of reductions are
-    done.
+    done. A full output whose columns are not consecutive in memory has a `place` instead: the
+    element that holds column j, an expression over the row variables and the column variable.
     """
 
     param: int
@@ -144,6 +149,23 @@ class Output:
     offset: Expr
     dtype: str
     full: bool
+    phase: int
+    place: Expr | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Accumulation:
+    """``parameter[offset + j] = kind over the last row axis of body``, at every column j.
+
+    `offset` is over the other row axes, `body` over the whole space and known after `phase` phases.
+    """
+
+    param: int
+    kind: ReduceKind
+    body: Expr
+    offset: Expr
+    dtype: str
+    initial: Expr | None
     phase: int
 
 
@@ -166,6 +188,7 @@ class Program:
     exact : whether every rounding of the unfused graph is kept (as casts in the expressions).
     siblings : more pointwise programs over the same parameters, for outputs that run over other
         axes; one launch computes them side by side.
+    accumulations : outputs that reduce over the last row axis beside the reductions over columns.
     """
 
     name: str | None
@@ -182,6 +205,7 @@ class Program:
     outputs: tuple[Output, ...]
     exact: bool = False
     siblings: tuple[Program, ...] = ()
+    accumulations: tuple[Accumulation, ...] = ()
 
     @property
     def row_count(self) -> Extent:
@@ -211,7 +235,9 @@ class Program:
     def indices(self, access: Access) -> tuple[Expr, ...]:
         """Indices of the element accessed at (row_vars, column_var), one an axis."""
         offset = access.offset
-        if isinstance(access, Tile) or (isinstance(access, Output) and access.full):
+        if isinstance(access, Output) and access.place is not None:
+            offset = access.place
+        elif isinstance(access, Tile) or (isinstance(access, Output) and access.full):
             offset = offset + self.column_var
         shape = self.params[access.param].shape
         return unflatten(offset, shape, self.analyzer())
@@ -276,6 +302,11 @@ def _lines(program: Program) -> list[str]:
         online = f" along with {r.online}" if r.online is not None else ""
         lines.append(f"  reduce  {r.var} = {r.kind} of {r.body}  phase {r.phase}{online}")
     for o in program.outputs:
-        column = f" + {j}" if o.full else ""
-        lines.append(f"  out     {place(o, column)} = {o.value}  after phase {o.phase}")
+        where = place(o, f" + {j}" if o.full else "")
+        if o.place is not None:
+            where = f"{program.params[o.param].name}[{o.place}]"
+        lines.append(f"  out     {where} = {o.value}  after phase {o.phase}")
+    for a in program.accumulations:
+        where = f"{program.params[a.param].name}[{a.offset} + {j}]"
+        lines.append(f"  sum     {where} = {a.kind} over rows of {a.body}  after phase {a.phase}")
     return lines

@@ -22,8 +22,10 @@ from tvm.ir import Call, Expr, TensorLoad, Var
 from ..errors import Unsupported
 from .definitions import Definition, shape_of
 from .expr import (
+    FLOAT8_DTYPES,
     HALF_DTYPES,
     conjunction,
+    constant,
     convert,
     dtype_of,
     flatten,
@@ -38,6 +40,7 @@ from .expr import (
 from .placeholders import Memo, Placeholders
 from .program import Extent, Level, ReduceKind
 from .space import Space
+from .window import combined, is_window, places
 
 PURE = 1
 """Largest `TCallEffectKind` of a call without side effects."""
@@ -121,10 +124,16 @@ class Resolver:
         return type(expr)(left, self.resolve(expr.b, env, conjunction(guard, open_)))
 
     def _rounded(self, value: Expr, dtype: str) -> Expr:
-        """`value` as it reads back from memory of `dtype`, if roundings are kept."""
-        if not self.exact or dtype not in HALF_DTYPES or dtype_of(value) != "float32":
+        """`value` as it reads back from memory of `dtype`, if roundings are kept.
+
+        Rounding to 8 bits is: it is the purpose of a quantisation.
+        """
+        kept = dtype in FLOAT8_DTYPES or (self.exact and dtype in HALF_DTYPES)
+        if not kept or dtype_of(value) != "float32":
             return value
         if isinstance(value, Var) and self.placeholders.stored_as.get(value) == dtype:
+            return value
+        if isinstance(value, tirx.Cast) and dtype_of(value.value) == dtype:
             return value
         return tirx.Cast("float32", tirx.Cast(dtype, value))
 
@@ -150,6 +159,8 @@ class Resolver:
         definition = self.definitions.get(source)
         if definition is None:
             result = self.placeholders.load(source, indices, guard)
+        elif is_window(definition):
+            result = self._window(definition, indices, guard)
         elif definition.kind is not None:
             result = self._reduction(definition, indices)
         else:
@@ -170,11 +181,33 @@ class Resolver:
         """A temporary: a value, or its expression where it is trivial, row-level or guarded."""
         env = {axis: convert(i, dtype_of(axis)) for axis, i in definition.at(indices).items()}
         body = self.resolve(definition.value, env, guard)
+        return self._named(definition, body, guard)
+
+    def _window(
+        self, definition: Definition, indices: tuple[Expr, ...], guard: Expr | None
+    ) -> Expr:
+        """A reduction over a few neighbours: all of them, combined in place."""
+        env = {axis: convert(i, dtype_of(axis)) for axis, i in definition.at(indices).items()}
+        terms = []
+        for place in places(definition):
+            for (axis, _), at in zip(definition.reduced, place, strict=True):
+                env[axis] = constant(at, dtype_of(axis))
+            terms.append(self.resolve(definition.value, env, guard))
+        initial = self.resolve(definition.initial, {}, None)
+        if not _is_neutral(definition.kind, number(initial), definition.dtype):
+            terms.append(initial)
+        dtype = _accumulator(dtype_of(terms[0]))
+        body = combined(definition.kind, [convert(term, dtype) for term in terms])
+        return self._named(definition, body, guard)
+
+    def _named(self, definition: Definition, body: Expr, guard: Expr | None) -> Expr:
+        """`body` as what the definition holds; a value where that saves repeating it."""
         body = self._rounded(convert(body, widened(definition.dtype)), definition.dtype)
         if isinstance(body, Var) or number(body) is not None:
             return body
         if guard is None and self.placeholders.level(body) == Level.ELEMENT:
-            return self.placeholders.value(body, definition.dtype if self.exact else "")
+            rounded = self.exact or definition.dtype in FLOAT8_DTYPES
+            return self.placeholders.value(body, definition.dtype if rounded else "")
         if _size(body) > LARGEST_EXPRESSION:
             raise Unsupported(f"the expression of {definition.buffer.name} grows too large")
         return body
@@ -190,19 +223,33 @@ class Resolver:
         env = {axis: convert(i, dtype_of(axis)) for axis, i in definition.at(indices).items()}
         for (axis, _), column in zip(definition.reduced, columns, strict=True):
             env[axis] = convert(column, dtype_of(axis))
+        if definition.index is not None:
+            body = self.resolve(definition.value, env, None)
+            return self._index_of(definition, body, env)
+        body, dtype, initial = self.terms(definition, env)
+        var = self.placeholders.reduction(definition.kind, body, dtype, initial)
+        return self._rounded(convert(var, widened(definition.dtype)), definition.dtype)
+
+    def terms(self, definition: Definition, env: dict[Var, Expr]) -> tuple[Expr, str, Expr | None]:
+        """What a reduction combines at the block axes of `env`: body, dtype of the accumulator, and
+        the initial value unless that changes nothing.
+        """
         body = self.resolve(definition.value, env, None)
         dtype = _accumulator(dtype_of(body))
         initial = self.resolve(definition.initial, {}, None)
         if self.placeholders.level(initial) != Level.CONSTANT:
-            raise Unsupported(f"{name} starts from {initial}")
+            raise Unsupported(f"{definition.buffer.name} starts from {initial}")
         neutral = _is_neutral(definition.kind, number(initial), definition.dtype)
-        var = self.placeholders.reduction(
-            definition.kind,
-            convert(body, dtype),
-            dtype,
-            None if neutral else convert(initial, dtype),
-        )
-        return self._rounded(convert(var, widened(definition.dtype)), definition.dtype)
+        return convert(body, dtype), dtype, None if neutral else convert(initial, dtype)
+
+    def _index_of(self, definition: Definition, body: Expr, env: dict[Var, Expr]) -> Expr:
+        """The column of the extremum of `body`."""
+        column = self.space.column_var
+        index = convert(self.resolve(definition.index, env, None), dtype_of(column))
+        if not self.space.analyzer.can_prove_equal(index, column):
+            raise Unsupported(f"{definition.buffer.name} gives {index} instead of the column")
+        dtype = definition.dtype
+        return self.placeholders.reduction(definition.kind, body, dtype, None, column)
 
 
 def _accumulator(dtype: str) -> str:

@@ -80,10 +80,9 @@ def pointwise_space(definitions: Sequence[Definition], output: Definition) -> Sp
     return _make(shape[:-1], shape[-1] if shape else 1, _index_dtype(definitions))
 
 
-def row_space(definitions: Sequence[Definition]) -> Space:
+def row_space(definitions: Sequence[Definition], reductions: Sequence[Definition]) -> Space:
     """Rows from the reductions, columns from what they reduce; all must agree."""
     dtype = _index_dtype(definitions)
-    reductions = [d for d in definitions if d.kind is not None]
     columns = [math.prod(extent for _, extent in d.reduced) for d in reductions]
     rows = [extent for extent in reductions[0].shape if extent != 1]
     space = _make(rows, columns[0], dtype)
@@ -93,6 +92,16 @@ def row_space(definitions: Sequence[Definition]) -> Space:
         if not space.is_row(definition.shape):
             raise Unsupported(f"{definition.buffer.name} does not hold one element a row")
     return space
+
+
+def make_space(rows: Sequence[Extent], columns: Extent, index_dtype: str) -> Space:
+    """A space of given extents."""
+    return _make(rows, columns, index_dtype)
+
+
+def index_dtype_of(definitions: Sequence[Definition]) -> str:
+    """The dtype of the coordinates that the definitions are read at."""
+    return _index_dtype(definitions)
 
 
 def _index_dtype(definitions: Sequence[Definition]) -> str:

@@ -1,0 +1,27 @@
+"""In which order a block walks through what it reads."""
+
+from __future__ import annotations
+
+from ..ir.access import Access, Affine, Block
+
+
+def read_order(block: Block) -> tuple[int, ...] | None:
+    """The axes of the block in the order of a read that has each of them once."""
+    live = {i for i, axis in enumerate(block.axes) if axis.extent != 1}
+    for access in block.reads:
+        axes = plain_axes(block, access)
+        if len(axes) == len(live) and set(axes) == live:
+            return tuple(axes)
+    return None
+
+
+def plain_axes(block: Block, access: Access) -> list[int | None]:
+    """The axis that each index of an access is; None for an index that is no single axis."""
+    found: list[int | None] = []
+    for index in access.index:
+        live = [i for i in sorted(index.axes) if block.axes[i].extent != 1]
+        if isinstance(index, Affine) and not live:
+            continue
+        alone = isinstance(index, Affine) and len(live) == 1 and index.single_axis == live[0]
+        found.append(live[0] if alone else None)
+    return found
