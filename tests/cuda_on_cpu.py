@@ -130,9 +130,9 @@ def _without_device(host: tvm.IRModule) -> tvm.IRModule:
 
 
 def _to_tensor(array: np.ndarray) -> tvm.runtime.Tensor:
-    """A TVM tensor over a copy of `array`; bfloat16 arrays are those of `ml_dtypes`."""
-    if array.dtype == ml_dtypes.bfloat16:
-        tensor = tvm.runtime.empty(array.shape, "bfloat16")
+    """A TVM tensor over a copy of `array`; bfloat16 and 8-bit floats are those of `ml_dtypes`."""
+    if array.dtype in (ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2):
+        tensor = tvm.runtime.empty(array.shape, str(array.dtype))
         tensor.copyfrom(array)
         return tensor
     return tvm.runtime.tensor(array)
@@ -337,4 +337,4 @@ def _one_source(lowered: dict[str, Lowered]) -> str:
         helpers.update(dict.fromkeys(definition for _, definition in _functions(middle)))
         kernels.append(item.source[start:].replace(item.kernel, name))
     prelude = max(preludes, key=len)
-    return "\n".join([prelude, *helpers, *kernels])
+    return "\n".join(["#include <math_constants.h>", prelude, *helpers, *kernels])

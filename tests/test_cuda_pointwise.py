@@ -1,5 +1,7 @@
 """Pointwise CUDA kernels: numbers on the CPU emulator against float64, widths, resources."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from tvm import relax, te, tirx
@@ -8,7 +10,12 @@ from tvm.script import tirx as T
 
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.cuda.pointwise import PointwiseConfig, emit_pointwise, pointwise_config
+from tvm_fusion.kernels.cuda.pointwise import (
+    PointwiseConfig,
+    emit_pointwise,
+    pointwise_config,
+    pointwise_configs,
+)
 from tvm_fusion.kernels.program import analyze
 
 from .cuda_on_cpu import compile_cubins, cuda_source, run_cuda_on_cpu
@@ -300,6 +307,107 @@ def test_a_kernel_computes_what_float64_says(case):
 )
 def test_every_configuration_computes_the_same(config):
     check(case("two", two_outputs, f16(3, 5, 24), f16(24), reference=two_of), config)
+
+
+def plus_row(bb, x, s):
+    return op.multiply(bb.emit(op.exp(x)), s)
+
+
+def row_times(x, s):
+    return [np.exp(x) * s]
+
+
+def dequantised(bb, x, s):
+    return op.multiply(bb.emit(op.astype(x, "float16")), s)
+
+
+FLAT = [
+    case("bias", bias_gelu, f16(5, 63), f16(63), reference=lambda x, b: [gelu_of(x + b)]),
+    case("rows_shorter_than_a_vector", two_outputs, f16(40, 3), f16(3), reference=two_of),
+    case("rows_of_one_vector_and_one", two_outputs, f16(17, 9), f16(9), reference=two_of),
+    case("a_factor_a_row", plus_row, f16(9, 21), f16(9, 1), reference=row_times),
+    case("a_factor_a_short_row", plus_row, f16(50, 3), f16(50, 1), reference=row_times),
+    case("middle_axis", two_outputs, f32(2, 3, 7), f32(2, 1, 7), reference=two_of),
+    case("two_axes", plus_row, bf16((3, 3, 11)), bf16((3, 1, 1)), reference=row_times),
+    case("four_axes", plus_row, f16(2, 3, 5, 7), f16(1, 3, 1, 7), reference=row_times),
+    case("rows_picked", take_rows, f16(4, 13), ((5,), "int64"), reference=lambda x, t: [2 * x[t]]),
+    case(
+        "bytes_and_halves",
+        dequantised,
+        ((6, 37), "int8"),
+        f16(37),
+        reference=lambda x, s: [x.astype("f8") * s],
+    ),
+    case("padded", pad, f16(3, 12), reference=lambda x: [padded(x)]),
+]
+
+
+def padded(x):
+    return np.exp(np.pad(x, [(0, 0), (3, 2)], constant_values=-1.0))
+
+
+@pytest.mark.parametrize("case", FLAT, ids=lambda c: c.name)
+@pytest.mark.parametrize("unroll", [1, 2])
+def test_vectors_run_across_the_ends_of_rows(case, unroll):
+    config = pointwise_config(analyze(case.func()), H200)
+    assert config.flat
+    kernel = check(case, dataclasses.replace(config, threads=32, unroll=unroll))
+    assert "tvmf_store16_wb(" in body_of(kernel)
+
+
+def body_of(kernel):
+    source = cuda_source(kernel)
+    return source[source.rindex('extern "C"') :]
+
+
+def test_flat_vectors_of_an_odd_row_length_serve_all_numbers_of_rows():
+    n = tirx.Var("n", "int64")
+    program = analyze(fuse(bias_gelu, ((n, 63), "float16"), ((63,), "float16")))
+    assert pointwise_config(program, H200).flat
+    kernel = emit_pointwise(program, H200)
+    for rows in (0, 1, 2, 9):
+        rng = np.random.default_rng(rows)
+        x, b = (rng.standard_normal(s).astype("float16") for s in ((rows, 63), (63,)))
+        y = np.full_like(x, np.nan)
+        run_cuda_on_cpu(kernel, [x, b, y])
+        if rows:
+            assert_close(y, gelu_of(x.astype("f8") + b.astype("f8")), "float16")
+
+
+def test_an_output_in_another_order_is_not_flat():
+    func = fuse(transpose_add, f16(63, 45), f16(45, 63))
+    assert any(c.flat for c in pointwise_configs(analyze(func), H200))
+    program = analyze(fuse(two_outputs, f16(3, 24), f16(24)))
+    assert not any(c.flat for c in pointwise_configs(program, H200))
+    with pytest.raises(Unsupported, match="flat vectors of 16"):
+        emit_pointwise(program, H200, PointwiseConfig(64, 16, flat=True))
+
+
+@pytest.mark.parametrize("unroll", [2, 4])
+@pytest.mark.parametrize("columns", [32 * 8 * 4, 32 * 8 * 4 + 8, 999])
+def test_all_vectors_of_a_thread_are_loaded_before_the_first_is_stored(unroll, columns):
+    kernel = check(
+        case("long", chain, f16(3, columns), reference=chain_of),
+        PointwiseConfig(32, 8, unroll=unroll),
+    )
+    body = body_of(kernel)
+    first_store = body.index("tvmf_store16_wb(")
+    assert body[:first_store].count("tvmf_load16_nc(") == unroll
+
+
+@pytest.mark.parametrize("shape", [(8192, 8192), (64, 64), (8192, 1001), (5, 7)])
+def test_every_ranked_configuration_is_one_the_emitter_takes(shape):
+    program = analyze(fuse(bias_gelu, f16(*shape), f16(shape[1])))
+    configs = pointwise_configs(program, H200)
+    assert len(set(configs)) == len(configs)
+    for config in configs:
+        emit_pointwise(program, H200, config)
+
+
+def test_more_vectors_a_thread_are_ranked_first_where_few_bytes_are_in_flight():
+    program = analyze(fuse(chain, f16(8192, 8192)))
+    slow = dataclasses.replace(H200, bytes_in_flight_latency_s=4 * H200.bytes_in_flight_latency_s)
+    assert pointwise_configs(program, slow)[0].unroll > pointwise_configs(program, H200)[0].unroll
 
 
 def test_rows_are_split_among_blocks_and_the_tail_is_computed():

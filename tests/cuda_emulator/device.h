@@ -47,6 +47,29 @@ struct nv_bfloat16 {
     return value;
   }
 };
+// An 8-bit float of M bits of mantissa; rounds to nearest even and saturates, NaN stays NaN.
+template <int M, int BIAS, int LARGEST> struct Float8 {
+  uint8_t bits;
+  Float8() = default;
+  Float8(float value) {
+    uint8_t sign = std::signbit(value) ? 0x80 : 0;
+    float size = fabsf(value);
+    if (std::isnan(value)) { bits = 0x7f; return; }
+    int exponent = size > 0 ? std::max((int)std::ilogb(size), 1 - BIAS) : 1 - BIAS;
+    float steps = size > 1e6f ? 1e9f : nearbyintf(ldexpf(size, M - exponent));
+    if (steps >= (2 << M)) steps /= 2, exponent++;
+    int code = steps < (1 << M) ? (int)steps : ((exponent + BIAS) << M) + (int)std::min(steps, 1e4f) - (1 << M);
+    bits = sign | (uint8_t)std::min(size > 1e6f ? LARGEST : code, LARGEST);
+  }
+  operator float() const {
+    int code = bits & 0x7f, exponent = code >> M, steps = code & ((1 << M) - 1);
+    float size = exponent ? ldexpf(steps + (1 << M), exponent - BIAS - M) : ldexpf(steps, 1 - BIAS - M);
+    if (code > LARGEST) size = M == 2 && steps == 0 ? INFINITY : NAN;
+    return bits & 0x80 ? -size : size;
+  }
+};
+typedef Float8<3, 7, 0x7e> __nv_fp8_e4m3;
+typedef Float8<2, 15, 0x7b> __nv_fp8_e5m2;
 #define VECTOR2(name, T) struct alignas(2 * sizeof(T)) name { T x, y; }; \
   static inline name make_##name(T x, T y) { return {x, y}; }
 #define VECTOR4(name, T) struct alignas(sizeof(T) == 8 ? 16 : 4 * sizeof(T)) name { T x, y, z, w; }; \
@@ -223,7 +246,11 @@ template <int N> static void copy(void* d, const void* s, bool global_source, bo
 COPIES(1) COPIES(2) COPIES(4) COPIES(8) COPIES(16)
 static float tvmf_ex2(float x) { return exp2f(x); }
 static float tvmf_rcp(float x) { return 1.0f / x; }
-static float tvmf_tanh(float x) { return tanhf(x); }
+static float __saturatef(float x) { return x > 0 ? (x < 1 ? x : 1.0f) : 0.0f; }
+static float __int_as_float(int x) { float r; memcpy(&r, &x, 4); return r; }
+static int __float2int_rn(float x) { return std::isnan(x) ? 0 : (int)fmin(fmax(nearbyint((double)x), -2147483648.0), 2147483647.0); }
+static int __float_as_int(float x) { int r; memcpy(&r, &x, 4); return r; }
+static float tvmf_clamp(float x, float bound) { return x < -bound ? -bound : x > bound ? bound : x; }
 static uint tvmf_pack_f16x2(float low, float high) {
   half h[2] = {(half)low, (half)high};
   uint r;
@@ -233,6 +260,11 @@ static uint tvmf_pack_f16x2(float low, float high) {
 static uint tvmf_pack_bf16x2(float low, float high) {
   return (uint)nv_bfloat16(low).bits | (uint)nv_bfloat16(high).bits << 16;
 }
+template <class T> static uint pack_four(float a, float b, float c, float d) {
+  return T(a).bits | T(b).bits << 8 | T(c).bits << 16 | (uint)T(d).bits << 24;
+}
+static uint tvmf_pack_e4m3x2(float a, float b, float c, float d) { return pack_four<__nv_fp8_e4m3>(a, b, c, d); }
+static uint tvmf_pack_e5m2x2(float a, float b, float c, float d) { return pack_four<__nv_fp8_e5m2>(a, b, c, d); }
 static int tvm_builtin_cluster_ctaid_x() { return current->rank; }
 static void tvmf_cluster_arrive() {}
 static void tvmf_cluster_sync() { arrive_and_wait(cluster_barrier, threads_per_block * cluster_size); }

@@ -4,9 +4,10 @@ The error of an output x against the float64 reference is max|x - ref| / max|ref
 where both are finite numbers of the output's dtype (where all of those ref are 0: max|x - ref|).
 A fused output passes if its error is
 
-- at most twice (float64, float32) or three times (half) the error of the unfused output, or within
-  a few units in the last place of the dtype, whichever allows more; and
-- at most 1e-4 (float32), 1e-2 (float16), 2e-2 (bfloat16), whatever the unfused output does.
+- at most twice (float64, float32) or three times (half, float8) the error of the unfused output, or
+  within a few units in the last place of the dtype, whichever allows more; and
+- at most 1e-4 (float32), 1e-2 (float16), 2e-2 (bfloat16), 2 units in the last place (float8),
+  whatever the unfused output does.
 
 Element by element, outside of those numbers:
 
@@ -36,13 +37,15 @@ class Tolerance:
     largest: float  # finite number
 
 
-# Floors are 4 spacings of 1.0 (2^-52, 2^-23) for the wide types and 2 (2^-10, 2^-7) for the halves:
-# an unfused output may be exact by luck.
+# Floors are 4 spacings of 1.0 (2^-52, 2^-23) for the wide types and 2 (2^-10, 2^-7; 2^-3, 2^-2) for
+# the halves and for 8 bits: an unfused output may be exact by luck.
 TOLERANCES = {
     "float64": Tolerance(2.0, 4 * 2.0**-52, 1e-10, 1.7976931348623157e308),
     "float32": Tolerance(2.0, 4 * 2.0**-23, 1e-4, 3.4028234663852886e38),
     "float16": Tolerance(3.0, 2 * 2.0**-10, 1e-2, 65504.0),
     "bfloat16": Tolerance(3.0, 2 * 2.0**-7, 2e-2, 3.3895313892515355e38),
+    "float8_e4m3fn": Tolerance(3.0, 2 * 2.0**-3, 2 * 2.0**-3, 448.0),
+    "float8_e5m2": Tolerance(3.0, 2 * 2.0**-2, 2 * 2.0**-2, 57344.0),
 }
 
 

@@ -80,7 +80,8 @@ def evaluations(
     -----
     A producer read at the consumer's own index is computed once for all such consumers. Any other
     read multiplies: one through a broadcast runs once per consumer point (divided by `hoist` if it
-    does not vary along the last axis), a guarded one at most once per element.
+    does not vary along the last axis), a guarded one at most once per element for each time that
+    its consumer runs.
     """
     blocks = group.blocks
     counts: dict[int, float] = {}
@@ -98,7 +99,7 @@ def evaluations(
                     continue
                 used = counts[j]
                 if access.guarded:
-                    used = min(used, own)
+                    used = min(used, own * max(1.0, used / points(blocks[j])))
                 if is_identity(blocks[j], access) or own == used:
                     shared = max(shared, used)
                 else:

@@ -4,34 +4,41 @@ index space, several outputs.
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Any
 
 from tvm import tirx
 
 from ..config import HardwareProfile, Policy
+from ..ir.access import Block
 from ..ir.extents import assumed, assumed_product, product_key
 from .base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic, write_on_cpu
-from .footprint import VECTOR_ELEMENTS, Evaluations, costly, evaluations
+from .footprint import VECTOR_ELEMENTS, Evaluations, costly, evaluations, points
 from .traffic import filled_by_threads, memory_traffic
+from .window import is_window_block
 
 
 class Pointwise:
     """See the module docstring.
 
-    Does not handle: reductions; outputs of different sizes.
+    Reductions over a window (pooling) are unrolled. On CUDA, outputs of different sizes that share
+    no work stand side by side: each gets its own range of blocks. Does not handle: other
+    reductions; outputs of different sizes of which one is computed from another.
     """
 
     name = "pointwise"
+    joins_independent = True
 
     def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
         for block in group.blocks:
-            if block.reduction is not None:
+            unrolled = hw.kind != "llvm" and is_window_block(block)
+            if block.reduction is not None and not unrolled:
                 return group.refuse(RefusalCode.REDUCTION, f"{block.name} is a reduction")
         outputs = [group.writer_of[t] for t in group.outputs]
         if not outputs:
             return group.refuse(RefusalCode.SPACE_MISMATCH, "nothing of the group is read outside")
-        if len({product_key(a.extent for a in b.axes) for b in outputs}) > 1:
-            sizes = sorted(assumed_product(a.extent for a in b.axes) for b in outputs)
+        sizes = sorted(_elements(b) for b in outputs)
+        if not _one_size(outputs) and (hw.kind == "llvm" or not _independent(group)):
             return group.refuse(
                 RefusalCode.SPACE_MISMATCH,
                 "the outputs have different sizes, so they share no index space",
@@ -41,8 +48,10 @@ class Pointwise:
         runs = evaluations(group)
         if refusal := refuse_recompute(group, runs, policy):
             return refusal
-        extents = [assumed(a.extent) for a in outputs[0].axes]
+        extents = [assumed(extent) for extent in outputs[0].extents(outputs[0].spatial)]
         columns = extents[-1] if extents else 1
+        if not _one_size(outputs):
+            return Fit(self.name, sum(_sizes(outputs).values()), 1, runs.counts)
         return Fit(self.name, assumed_product(extents[:-1]), columns, runs.counts)
 
     def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
@@ -56,7 +65,12 @@ class Pointwise:
         return Resources(24 + values * VECTOR_ELEMENTS, 0)
 
     def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
-        return [None]
+        if hw.kind == "llvm":
+            return [None]
+        from .cuda.pointwise import pointwise_configs
+        from .program import analyze
+
+        return pointwise_configs(analyze(func, exact=policy.rounding == "exact"), hw)
 
     def write(
         self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
@@ -68,6 +82,34 @@ class Pointwise:
         from .program import analyze
 
         return emit_pointwise(analyze(func, exact=exact), hw, config)
+
+
+def _elements(block: Block) -> int:
+    return assumed_product(block.extents(block.spatial))
+
+
+def _sizes(outputs: list[Block]) -> dict[Hashable, int]:
+    """Elements of one output of each size."""
+    return {product_key(b.extents(b.spatial)): _elements(b) for b in outputs}
+
+
+def _one_size(outputs: list[Block]) -> bool:
+    return len(_sizes(outputs)) == 1
+
+
+def _independent(group: GroupView) -> bool:
+    """Whether outputs of different sizes are computed from different blocks, but for numbers."""
+    wanted: dict[int, set[Hashable]] = {}
+    for t in group.outputs:
+        block = group.writer_of[t]
+        wanted.setdefault(t, set()).add(product_key(block.extents(block.spatial)))
+    for block in reversed(group.blocks):
+        sizes = set().union(*(wanted.get(w.tensor, set()) for w in block.writes))
+        if len(sizes) > 1 and points(block) > 1:
+            return False
+        for access in block.reads:
+            wanted.setdefault(access.tensor, set()).update(sizes)
+    return True
 
 
 def refuse_recompute(group: GroupView, runs: Evaluations, policy: Policy) -> Refusal | None:

@@ -14,10 +14,11 @@ from collections.abc import Callable, Container
 
 import tvm_ffi
 from tvm import tirx
-from tvm.ir import Call, Expr, TensorLoad, Var
+from tvm.ir import Call, Expr, StringImm, TensorLoad, Var
 from tvm.script import tirx as T
 
 from ..expr import constant, dtype_of, is_if_then_else, number, rebuild, same, variables
+from . import functions
 from . import intrinsics as device
 
 LOG2E = 1.4426950408889634
@@ -55,8 +56,8 @@ class Arithmetic:
     hoist : binds a row-level expression.
     exact : keep formulas.
     half : all data is half precision. A row-level subtrahend is then folded into the scale of an
-        exponent (it rounds ``m * log2(e)``, an error of |m| * 1e-7 in the exponent), and
-        reciprocals are approximate (1 ulp).
+        exponent (it rounds ``m * log2(e)``, an error of |m| * 1e-7 in the exponent), exp and
+        sigmoid round their exponents likewise, and reciprocals are approximate (1 ulp).
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class Arithmetic:
         return self._visit(expr, guarded=False)
 
     def _visit(self, expr: Expr, guarded: bool) -> Expr:
-        if isinstance(expr, Var) or number(expr) is not None:
+        if isinstance(expr, Var | StringImm) or number(expr) is not None:
             return expr
         if self.row_level(expr):
             lowered = self._lower(expr, lambda e: self._visit_row(e))
@@ -90,7 +91,7 @@ class Arithmetic:
         if isinstance(expr, tirx.And | tirx.Or):
             return type(expr)(self._visit(expr.a, guarded), self._visit(expr.b, True))
         if not self.exact and dtype_of(expr) == "float32":
-            if isinstance(expr, Call) and expr.op.name == "tirx.exp":
+            if self.half and isinstance(expr, Call) and expr.op.name == "tirx.exp":
                 return device.ex2(self._scaled(expr.args[0], LOG2E, guarded))
             if isinstance(expr, tirx.Mul) or (isinstance(expr, tirx.Div) and self._by_row(expr)):
                 return self._product(expr, guarded)
@@ -162,12 +163,26 @@ class Arithmetic:
         """`expr` with its children visited, and itself replaced where the device has better."""
         if self.exact or not isinstance(expr, Call) or dtype_of(expr) != "float32":
             return rebuild(expr, visit)
-        name = expr.op.name
-        if name == "tirx.pow":
-            return _power(visit(expr.args[0]), visit(expr.args[1]))
-        if name in FUNCTIONS:
-            return FUNCTIONS[name](visit(expr.args[0]))
-        return rebuild(expr, visit)
+        return lower_call(expr, visit, self.half)
+
+
+def lower_call(expr: Call, visit: Callable[[Expr], Expr], half: bool) -> Expr:
+    """A float32 call with its arguments visited, and itself replaced where the device has better.
+
+    `half` allows sigmoid and exp to be off by 1e-7 of their value times their argument.
+    """
+    name = expr.op.name
+    if name == "tirx.pow":
+        return _power(visit(expr.args[0]), visit(expr.args[1]))
+    if half and name in HALF_FUNCTIONS:
+        return HALF_FUNCTIONS[name](visit(expr.args[0]))
+    if name in FUNCTIONS:
+        return FUNCTIONS[name](visit(expr.args[0]))
+    return rebuild(expr, visit)
+
+
+def _exp(x: Expr) -> Expr:
+    return device.ex2(x * f32(LOG2E))
 
 
 def _sigmoid(x: Expr) -> Expr:
@@ -183,7 +198,7 @@ def _power(x: Expr, y: Expr) -> Expr:
     if exponent is None or exponent != int(exponent) or not 1 <= exponent <= LARGEST_POWER:
         return device.power(x, y)
     if not isinstance(x, Var):
-        x = T.Bind(x)
+        return device.whole_power(x, int(exponent))
     result = x
     for _ in range(int(exponent) - 1):
         result = tirx.Mul(result, x)
@@ -191,11 +206,14 @@ def _power(x: Expr, y: Expr) -> Expr:
 
 
 FUNCTIONS: dict[str, Callable[[Expr], Expr]] = {
-    "tirx.tanh": device.tanh,
-    "tirx.sigmoid": _sigmoid,
+    "tirx.exp": functions.exp,
+    "tirx.sigmoid": functions.sigmoid,
+    "tirx.tanh": functions.tanh,
     "tirx.sin": device.sin,
     "tirx.cos": device.cos,
 }
+
+HALF_FUNCTIONS: dict[str, Callable[[Expr], Expr]] = {"tirx.exp": _exp, "tirx.sigmoid": _sigmoid}
 
 
 def _constant_factor(expr: Expr) -> tuple[Expr, float | None]:

@@ -14,7 +14,7 @@ PREFIX = "tvmf_"
 
 def device_call(result: str, name: str, arguments: str, body: str, *args: Expr) -> Expr:
     """Call of the device function ``result name(arguments) { body }``."""
-    ctype = {"float32": "float", "uint32": "unsigned", "void": "void"}[result]
+    ctype = {"float32": "float", "int32": "int", "uint32": "unsigned", "void": "void"}[result]
     name = PREFIX + name
     source = f"__device__ __forceinline__ {ctype} {name}({arguments}) {{ {body} }}"
     return T.cuda.func_call(name, *args, source_code=source, return_type=result)
@@ -45,19 +45,6 @@ def fma(a: Expr, b: Expr, c: Expr) -> Expr:
     )
 
 
-def tanh(x: Expr) -> Expr:
-    """Hyperbolic tangent, absolute error 2e-7.
-
-    What `tanhf` becomes under fast math (tanh.approx.f32) is off by 5e-4.
-    """
-    body = (
-        "float t; "
-        'asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(t) : "f"(-2.8853900817779268f * fabsf(x))); '
-        "return copysignf(__fdividef(1.0f - t, 1.0f + t), x);"
-    )
-    return device_call("float32", "tanh", "float x", body, x)
-
-
 # Turns are taken off in three steps (Cody-Waite), so that large angles keep their precision: what
 # `sinf` becomes under fast math loses |x| * 1e-7.
 _TURNS = (
@@ -85,6 +72,17 @@ def power(x: Expr, y: Expr) -> Expr:
         'return rintf(y) != y ? nanf("") : rintf(h) == h ? r : -r;'
     )
     return device_call("float32", "pow", "float x, float y", body, x, y)
+
+
+def whole_power(x: Expr, exponent: int) -> Expr:
+    """`x` to the power of a small whole number, by products."""
+    body = f"return {' * '.join(['x'] * exponent)};"
+    return device_call("float32", f"pow{exponent}", "float x", body, x)
+
+
+def round_to_int(x: Expr) -> Expr:
+    """The whole number nearest to `x`, the even one of two; NaN becomes 0."""
+    return device_call("int32", "round_to_int", "float x", "return __float2int_rn(x);", x)
 
 
 def pack_halves(dtype: str, low: Expr, high: Expr) -> Expr:

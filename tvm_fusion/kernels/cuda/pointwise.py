@@ -15,33 +15,18 @@ from tvm.ir import Expr
 from tvm.script import tirx as T
 
 from ...errors import Unsupported
-from ..expr import bytes_of, constant, convert, dtype_of, linear_form, number
+from ..expr import constant, convert, dtype_of
 from ..narrow import narrow_indices
-from ..program import Element, Program
+from ..program import Program
+from .closed_forms import closed_forms
 from .frame import Frame, kernel_frame
-from .pointwise_part import LANES, PointwiseConfig, PointwisePart
-from .vectors import vector_elements, vector_width
+from .pointwise_configs import pointwise_config, pointwise_configs
+from .pointwise_part import PointwiseConfig, PointwisePart
 
 if TYPE_CHECKING:
     from ...config import HardwareProfile
 
-__all__ = ["PointwiseConfig", "emit_pointwise", "pointwise_config"]
-
-
-def pointwise_config(program: Program, hw: HardwareProfile) -> PointwiseConfig:
-    """The best guess.
-
-    Blocks of 256 threads, smaller ones where that leaves multiprocessors without work; lanes
-    across rows where more bytes are read consecutively that way.
-    """
-    width = vector_width(program, tail=not program.rows)
-    threads = 256
-    if program.is_static:
-        vectors = -(-program.row_count * program.columns // width)
-        while threads > 64 and vectors < threads * hw.num_sms:
-            threads //= 2
-    threads = min(threads, hw.max_threads_per_block)
-    return PointwiseConfig(threads, width, across=_axis_to_walk(program, width))
+__all__ = ["PointwiseConfig", "emit_pointwise", "pointwise_config", "pointwise_configs"]
 
 
 def emit_pointwise(
@@ -64,19 +49,22 @@ def emit_pointwise(
     for part in (program, *program.siblings):
         if part.phases:
             raise Unsupported("the program reduces")
+        if part.accumulations or any(output.place is not None for output in part.outputs):
+            raise Unsupported("the columns of an output are not consecutive")
         if part.is_static and not part.row_count * part.columns:
             raise Unsupported("an output is empty")
         guess = dataclasses.replace(pointwise_config(part, hw), threads=config.threads)
-        parts.append(PointwisePart(narrow_indices(part), config if part is program else guess))
+        chosen = config if part is program else guess
+        parts.append(PointwisePart(closed_forms(narrow_indices(part)), chosen))
     grid = sum(part.blocks for part in parts)
     if not isinstance(grid, int):
         grid = tirx.Max(grid, constant(1, dtype_of(grid)))
     with kernel_frame(program, grid, config.threads) as frame:
-        _dispatch(frame, parts, frame.block)
+        dispatch(frame, parts, frame.block)
     return frame.func
 
 
-def _dispatch(frame: Frame, parts: list[PointwisePart], block: Expr) -> None:
+def dispatch(frame: Frame, parts: list[PointwisePart], block: Expr) -> None:
     """Each part gets its range of blocks."""
     part, *others = parts
     if not others:
@@ -87,29 +75,4 @@ def _dispatch(frame: Frame, parts: list[PointwisePart], block: Expr) -> None:
         with T.Then():
             part.emit(frame, block)
         with T.Else():
-            _dispatch(frame, others, T.Bind(block - count))
-
-
-def _axis_to_walk(program: Program, width: int) -> int | None:
-    """The row axis along which most bytes of strided loads are consecutive, if there is one."""
-    if not program.is_static:
-        return None
-    vectors = vector_elements(program, width)
-    strided = [element for element in program.elements if element.var not in vectors]
-    gains = [0] * len(program.rows)
-    for element in strided:
-        axis = _consecutive_axis(program, element)
-        if axis is not None and program.rows[axis] >= LANES // 2:
-            gains[axis] += bytes_of(element.dtype)
-    best = max(gains, default=0)
-    return gains.index(best) if best else None
-
-
-def _consecutive_axis(program: Program, element: Element) -> int | None:
-    """The row axis whose neighbours are neighbours in memory."""
-    axes = (*program.row_vars, program.column_var)
-    form = linear_form(element.offset, axes)
-    if form is None:
-        return None
-    steps = [number(step) for step in form[0]]
-    return steps.index(1) if 1 in steps[:-1] and steps[-1] not in (0, 1) else None
+            dispatch(frame, others, T.Bind(block - count))

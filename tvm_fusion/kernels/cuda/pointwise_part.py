@@ -13,6 +13,7 @@ writes whole vectors:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -21,11 +22,12 @@ from tvm.script import tirx as T
 
 from ...errors import Unsupported
 from ..expr import constant, convert, dtype_of
-from ..program import Access, Extent, Program
+from ..program import Access, Extent, Output, Program
 from .frame import Frame, then
-from .scope import Point, RowScope
-from .transfer import load_element, load_tile, store_vector
-from .vectors import divides, piece_bytes, vector_elements
+from .pointwise_flat import FlatLanes
+from .scope import Local, Point, RowScope
+from .transfer import load_element, load_tile, load_values, store_values, store_vector
+from .vectors import divides, flat_tiles, flat_width, piece_bytes, vector_elements
 
 LANES = 32
 
@@ -41,12 +43,23 @@ class PointwiseConfig:
     unroll : vectors a thread.
     across : number of the row axis that the lanes of a warp walk along; None: they walk along the
         columns.
+    flat : vectors cross the ends of rows (see `pointwise_flat`).
     """
 
     threads: int = 256
     width: int = 8
     unroll: int = 1
     across: int | None = None
+    flat: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Job:
+    """One vector whose loads are on their way: how to compute a lane and to store an output."""
+
+    scope: RowScope
+    point: Callable[[int], Point]
+    store: Callable[[Output, list[Expr]], None]
 
 
 class PointwisePart:
@@ -57,13 +70,17 @@ class PointwisePart:
         self.index = program.index_dtype
         self.analyzer = program.analyzer()
         width = config.width
-        self.tail = not divides(width, program.columns, self.analyzer)
-        if self.tail and program.rows:
+        if config.flat:
+            self._check_flat()
+        self.run = program.row_count * program.columns if config.flat else program.columns
+        self.tail = not divides(width, self.run, self.analyzer)
+        if self.tail and program.rows and not config.flat:
             raise Unsupported(f"vectors of {width} cross the end of rows of {program.columns}")
-        self.per_row = self._quotient(program.columns, width)
-        self.elements = vector_elements(program, width)
+        self.per_row = self._quotient(self.run, width)
+        self.elements = {} if config.flat else vector_elements(program, width)
         if config.across is None:
-            self.vectors = program.row_count * self.per_row
+            rows = 1 if config.flat else program.row_count
+            self.vectors = rows * self.per_row
             jobs = self.vectors + (1 if self.tail else 0)
             self.blocks = self._ceil(jobs, config.threads * config.unroll)
         else:
@@ -71,6 +88,13 @@ class PointwisePart:
             rows = program.rows[config.across]
             self.tiles = self._ceil(rows, LANES), self._ceil(self.per_row, config.threads // LANES)
             self.blocks = program.row_count // rows * self.tiles[0] * self.tiles[1]
+
+    def _check_flat(self) -> None:
+        widest = flat_width(self.program)
+        if widest is None or self.config.across is not None:
+            raise Unsupported("an output is not in the linear order of rows and columns")
+        if self.config.width > widest:
+            raise Unsupported(f"flat vectors of {self.config.width} elements")
 
     def _check_across(self) -> None:
         config = self.config
@@ -105,23 +129,46 @@ class PointwisePart:
     def _emit_along(self, frame: Frame, block: Expr, thread: Expr) -> None:
         config = self.config
         first = T.Bind(block * (config.threads * config.unroll) + thread)
-        for step in range(config.unroll):
-            number = first if step == 0 else T.Bind(first + step * config.threads)
-            if not isinstance(self.vectors, int) or self.vectors:
-                with then(number < self.vectors):
-                    self._numbered(frame, number)
-            if self.tail:
+        steps = range(1, config.unroll)
+        numbers = [first, *(T.Bind(first + step * config.threads) for step in steps)]
+        if self._full_blocks():
+            self._vectors(frame, numbers)
+            return
+        if not isinstance(self.vectors, int) or self.vectors:
+            with T.If(numbers[-1] < self.vectors):
+                with T.Then():
+                    self._vectors(frame, numbers)
+                if config.unroll > 1:
+                    with T.Else():
+                        for number in numbers[:-1]:
+                            with then(number < self.vectors):
+                                self._vectors(frame, [number])
+        if self.tail:
+            for number in numbers:
                 with then(tirx.EQ(number, self._size(self.vectors))):
                     self._rest(frame)
 
-    def _numbered(self, frame: Frame, number: Expr) -> None:
-        """Vector `number` of the program."""
+    def _full_blocks(self) -> bool:
+        """Whether every thread is known to have all its vectors."""
+        each = self.config.threads * self.config.unroll
+        return not self.tail and isinstance(self.vectors, int) and self.vectors % each == 0
+
+    def _vectors(self, frame: Frame, numbers: list[Expr]) -> None:
+        """Vectors by their numbers; all are loaded before the first is computed."""
+        jobs = [self._numbered(frame, number) for number in numbers]
+        for job in jobs:
+            self._finish(job)
+
+    def _numbered(self, frame: Frame, number: Expr) -> Job:
+        """Vector `number` of the program, loaded."""
+        if self.config.flat:
+            return self._load_flat(frame, T.Bind(number * self.config.width))
         scope = RowScope(self.program, frame)
         if self.program.rows:
             per_row = self._size(self.per_row)
             scope.set_row(T.Bind(T.truncdiv(number, per_row)))
             number = T.truncmod(number, per_row)
-        self._vector(scope, T.Bind(number * self.config.width))
+        return self._start(scope, T.Bind(number * self.config.width))
 
     def _emit_across(self, frame: Frame, block: Expr, thread: Expr) -> None:
         config, program = self.config, self.program
@@ -137,23 +184,49 @@ class PointwisePart:
         scope.env[program.row_vars[config.across]] = row
         exists = tirx.And(row < program.rows[config.across], vector < self.per_row)
         with then(exists):
-            self._vector(scope, T.Bind(vector * config.width))
+            self._finish(self._start(scope, T.Bind(vector * config.width)))
 
     # ---- one vector
 
-    def _vector(self, scope: RowScope, column: Expr) -> None:
-        """The columns from `column` on of the row that `scope` knows."""
+    def _start(self, scope: RowScope, column: Expr) -> Job:
+        """The columns from `column` on of the row that `scope` knows, loaded."""
         scope.load_scalars()
         loaded = self._load(scope, column)
-        prepared = self._prepare(scope)
+
+        def point(lane: int) -> Point:
+            return Point(scope, column + lane, _lane_of(loaded, lane))
+
+        def store(output: Output, values: list[Expr]) -> None:
+            store_vector(scope, output, column, values, self._piece(output))
+
+        return Job(scope, point, store)
+
+    def _load_flat(self, frame: Frame, start: Expr) -> Job:
+        """The elements from number `start` of the space on, loaded."""
+        width, zero = self.config.width, constant(0, self.index)
+        lanes = FlatLanes(self.program, frame, start, width)
+        loaded: dict[Var, Var] = {}
+        for tile in flat_tiles(self.program):
+            buffer = loaded[tile.var] = T.alloc_local((width,), tile.dtype)
+            piece = piece_bytes(zero, tile.dtype, width, self.analyzer)
+            load_values(lanes.scope, tile.param, start, tile.dtype, (buffer, 0), width, piece)
+
+        def store(output: Output, values: list[Expr]) -> None:
+            piece = piece_bytes(zero, output.dtype, width, self.analyzer)
+            store_values(frame.buffers[output.param], start, values, output.dtype, piece)
+
+        return Job(lanes.scope, lambda lane: lanes.point(lane, _lane_of(loaded, lane)), store)
+
+    def _finish(self, job: Job) -> None:
+        """Computes and stores a vector."""
+        prepared = self._prepare(job.scope)
         results: list[list[Expr]] = [[] for _ in prepared]
         for lane in range(self.config.width):
-            registers = {var: buffer[lane] for var, buffer in loaded.items()}
-            point = Point(scope, column + lane, registers.get)
+            point = job.point(lane)
             for values, expr in zip(results, prepared, strict=True):
                 values.append(T.Bind(point.evaluate(expr)))
         for output, values in zip(self.program.outputs, results, strict=True):
-            store_vector(scope, output, column, values, self._piece(output))
+            job.store(output, values)
 
     def _prepare(self, scope: RowScope) -> list[Expr]:
         values = [output.value for output in self.program.outputs]
@@ -176,17 +249,27 @@ class PointwisePart:
         return loaded
 
     def _rest(self, frame: Frame) -> None:
-        """The columns behind the last whole vector, one after the other."""
+        """The elements behind the last whole vector, one after the other."""
         program = self.program
         start = self._size(self.vectors) * self.config.width
-        count = convert(self._size(program.columns) - start, "int32")
+        count = convert(self._size(self.run) - start, "int32")
         with T.serial(count, unroll=False) as step:
             scope = RowScope(program, frame)
+            column = T.Bind(start + convert(step, self.index))
+            if program.rows:
+                row = T.Bind(T.truncdiv(column, self._size(program.columns)))
+                scope.set_row(row)
+                column = T.Bind(column - row * self._size(program.columns))
             scope.load_scalars()
             prepared = self._prepare(scope)
-            column = T.Bind(start + convert(step, self.index))
             point = Point(scope, column)
             for output, expr in zip(program.outputs, prepared, strict=True):
-                value = convert(point.evaluate(expr), output.dtype)
-                buffer = frame.buffers[output.param]
-                T.buffer_store(buffer, value, [scope.row(output.offset) + column])
+                place = scope.row(output.offset) + column
+                store_values(
+                    frame.buffers[output.param], place, [point.evaluate(expr)], output.dtype, 1
+                )
+
+
+def _lane_of(loaded: dict[Var, Var], lane: int) -> Local:
+    """Element number `lane` of what is loaded in vectors."""
+    return lambda var: loaded[var][lane] if var in loaded else None

@@ -9,7 +9,7 @@ from tvm import tirx
 from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
-from ..expr import HALF_DTYPES, convert, dtype_of, substitute, variables, widened
+from ..expr import FLOAT8_DTYPES, HALF_DTYPES, convert, dtype_of, substitute, variables, widened
 from ..program import Element, Level, Program, Tile, Value
 from .arithmetic import Arithmetic, Hoister
 from .frame import Frame
@@ -28,6 +28,7 @@ class RowScope:
     ready : values that are in registers already.
     factors : ready values -> the row-level factor they still lack.
     per_element : variables that change within a row.
+    half_data : all data is of half precision or less; of a pointwise program the outputs too.
     """
 
     def __init__(self, program: Program, frame: Frame) -> None:
@@ -42,7 +43,10 @@ class RowScope:
             if program.level(var) == Level.ELEMENT:
                 self.per_element.add(var)
         sources = [t.dtype for t in program.tiles] + [e.dtype for e in program.elements]
-        self.half_data = all(d in HALF_DTYPES for d in sources if d.startswith(("float", "bf")))
+        if not program.phases:
+            sources += [output.dtype for output in program.outputs]
+        coarse = HALF_DTYPES + FLOAT8_DTYPES
+        self.half_data = all(d in coarse for d in sources if d.startswith(("float", "bf")))
         self.forget()
 
     def forget(self) -> None:
@@ -156,7 +160,7 @@ class Point:
 
     def _get(self, var: Var) -> Expr:
         if var not in self.known:
-            local, item = self.local(var), self.scope.definitions[var]
+            local, item = self.local(var), self.scope.definitions.get(var)
             if local is not None:
                 self.known[var] = T.Bind(convert(local, dtype_of(var)))
             elif isinstance(item, Element) and item.guard is not None:
@@ -171,7 +175,7 @@ class Point:
         if isinstance(item, Value):
             return self.evaluate(scope.bodies[var])
         if isinstance(item, Tile):
-            offset = scope.row(item.offset)
+            offset = self.evaluate(scope.row(item.offset))
             return scope.load(
                 item.param, offset + convert(self.column, dtype_of(offset)), item.dtype
             )

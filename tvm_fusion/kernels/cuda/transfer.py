@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
-from ..expr import HALF_DTYPES, bytes_of, convert, dtype_of, substitute
+from ..expr import FLOAT8_DTYPES, HALF_DTYPES, bytes_of, convert, dtype_of, substitute
 from ..program import Output, Tile
+from .float8 import pack_float8
 from .frame import then
 from .intrinsics import pack_halves
 from .memory import Place, copy_in, copy_out
@@ -32,7 +33,7 @@ def load_tile(
 ) -> None:
     """`width` columns of a tile, from `column` on, into a register array at a slot."""
     start = _add(scope.row(tile.offset), column)
-    _load(scope, tile.param, start, tile.dtype, target, width, piece, hint)
+    load_values(scope, tile.param, start, tile.dtype, target, width, piece, hint)
 
 
 def load_element(
@@ -43,7 +44,7 @@ def load_element(
     start = substitute(scope.row(element.offset), here)
 
     def load() -> None:
-        _load(scope, element.param, start, element.dtype, target, width, vector.piece, "nc")
+        load_values(scope, element.param, start, element.dtype, target, width, vector.piece, "nc")
 
     if element.guard is None:
         load()
@@ -61,27 +62,39 @@ def store_vector(
     hint: str = "wb",
 ) -> None:
     """Consecutive columns of an output, rounded and packed."""
-    width, size = len(values), bytes_of(output.dtype)
     start = _add(scope.row(output.offset), column)
-    target = scope.frame.buffers[output.param]
+    store_values(scope.frame.buffers[output.param], start, values, output.dtype, piece, hint)
+
+
+def store_values(
+    target: Var, start: Expr, values: Sequence[Expr], dtype: str, piece: int, hint: str = "wb"
+) -> None:
+    """Consecutive elements of a parameter from `start` on, rounded and packed."""
+    width, size = len(values), bytes_of(dtype)
     if width == 1:
-        T.buffer_store(target, convert(values[0], output.dtype), [start])
+        T.buffer_store(target, convert(values[0], dtype), [start])
         return
-    if output.dtype in HALF_DTYPES and piece >= 4:
+    if dtype in HALF_DTYPES and piece >= 4:
         words = T.alloc_local((width // 2,), "uint32")
         for pair in range(width // 2):
             low, high = (convert(v, "float32") for v in values[2 * pair : 2 * pair + 2])
-            T.buffer_store(words, pack_halves(output.dtype, low, high), [pair])
+            T.buffer_store(words, pack_halves(dtype, low, high), [pair])
+        source = places(words, 0, 4)
+    elif dtype in FLOAT8_DTYPES and piece >= 4:
+        words = T.alloc_local((width // 4,), "uint32")
+        for word in range(width // 4):
+            four = [convert(v, "float32") for v in values[4 * word : 4 * word + 4]]
+            T.buffer_store(words, pack_float8(dtype, four), [word])
         source = places(words, 0, 4)
     else:
-        packed = T.alloc_local((width,), output.dtype)
+        packed = T.alloc_local((width,), dtype)
         for lane, value in enumerate(values):
-            T.buffer_store(packed, convert(value, output.dtype), [lane])
+            T.buffer_store(packed, convert(value, dtype), [lane])
         source = places(packed, 0, size)
     copy_out(places(target, start, size), source, width * size, piece, hint)
 
 
-def _load(
+def load_values(
     scope: RowScope,
     param: int,
     start: Expr,
@@ -89,8 +102,9 @@ def _load(
     target: tuple[Var, Expr | int],
     width: int,
     piece: int,
-    hint: str,
+    hint: str = "nc",
 ) -> None:
+    """`width` elements of a parameter from `start` on into a register array at a slot."""
     size, (buffer, slot) = bytes_of(dtype), target
     source = places(scope.frame.buffers[param], start, size)
     copy_in(places(buffer, slot, size), source, width * size, piece, hint)

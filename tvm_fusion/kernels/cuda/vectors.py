@@ -25,7 +25,7 @@ from ..expr import (
     uses_any,
     variables,
 )
-from ..program import Element, Program
+from ..program import Element, Program, Tile
 from .memory import WIDEST
 
 WIDEST_VECTOR = 32
@@ -54,6 +54,37 @@ def vector_width(program: Program, tail: bool = False) -> int:
             break
         width //= 2
     return width
+
+
+def flat_offset(program: Program) -> Expr:
+    """The offset of a row of a tensor that holds all rows one after the other."""
+    offset = constant(0, program.index_dtype)
+    for var, extent in zip(program.row_vars, program.rows, strict=True):
+        offset = offset * extent + var
+    return offset * program.columns
+
+
+def flat_tiles(program: Program) -> list[Tile]:
+    """Tiles that are read in the linear order of the space."""
+    analyzer, flat = program.analyzer(), flat_offset(program)
+    return [t for t in program.tiles if analyzer.can_prove_equal(t.offset, flat)]
+
+
+def flat_width(program: Program) -> int | None:
+    """Elements of a vector that may cross the ends of rows; None where an output cannot.
+
+    Such vectors lie in the linear order of rows and columns; what has another order is read element
+    by element.
+    """
+    analyzer, flat = program.analyzer(), flat_offset(program)
+    if not program.rows or not isinstance(program.columns, int):
+        return None
+    for output in program.outputs:
+        linear = output.full and output.place is None
+        if not linear or not analyzer.can_prove_equal(output.offset, flat):
+            return None
+    sizes = [bytes_of(item.dtype) for item in (*flat_tiles(program), *program.outputs)]
+    return max(1, min(WIDEST // min(sizes), WIDEST_VECTOR // max(sizes)))
 
 
 def piece_bytes(offset: Expr, dtype: str, width: int, analyzer: tvm.sym.Analyzer) -> int:
