@@ -1,0 +1,110 @@
+"""Pointwise kernels whose inputs disagree on the contiguous axis, through shared-memory tiles.
+
+Outputs over other axes (the siblings of a program) get their own range of blocks, each part in its
+own form: tiles where a load is worth one, else plain vectors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from tvm import tirx
+from tvm.script import tirx as T
+
+from ...errors import Unsupported
+from ..expr import constant, dtype_of
+from ..narrow import narrow_indices
+from ..program import Program
+from .closed_forms import closed_forms
+from .frame import kernel_frame
+from .memory import WIDEST
+from .pointwise import dispatch, emit_pointwise, pointwise_config
+from .pointwise_part import PointwisePart
+from .transpose_config import STATIC_SHARED_BYTES, TransposeConfig, transpose_configs
+from .transpose_direct import DirectConfig, DirectPart
+from .transpose_layout import LANES
+from .transpose_part import TransposePart
+
+if TYPE_CHECKING:
+    from ...config import HardwareProfile
+
+__all__ = ["DirectConfig", "TransposeConfig", "emit_transpose", "transpose_configs", "wants_tiles"]
+
+Config = TransposeConfig | DirectConfig
+Part = TransposePart | DirectPart | PointwisePart
+
+
+def wants_tiles(program: Program, hw: HardwareProfile) -> bool:
+    """Whether a load of the program, or of a sibling, is worth a tile."""
+    return any(transpose_configs(part, hw) for part in (program, *program.siblings))
+
+
+def emit_transpose(
+    program: Program, hw: HardwareProfile, config: Config | None = None
+) -> tirx.PrimFunc:
+    """The TIRx kernel of a pointwise program with strided loads, and of its siblings.
+
+    Parameters
+    ----------
+    config : of the program (its siblings take their best guess with as many threads); without one,
+        the best guess, and where no load is worth a tile, the plain pointwise kernel.
+
+    Raises
+    ------
+    Unsupported
+        For reductions, empty outputs, grids beyond 2**31 - 1 blocks, and for a `config` that does
+        not go with the program.
+    """
+    programs = (program, *program.siblings)
+    for part in programs:
+        if part.phases or part.accumulations:
+            raise Unsupported("the program reduces")
+        if part.is_static and not part.row_count * part.columns:
+            raise Unsupported("an output is empty")
+        if any(output.place is not None for output in part.outputs):
+            raise Unsupported("the columns of an output are not consecutive")
+    found = [transpose_configs(part, hw) for part in programs]
+    if config is not None:
+        found[0] = [config]
+    first = next((configs[0] for configs in found if configs), None)
+    if first is None:
+        return emit_pointwise(program, hw)
+    threads = first.threads
+    chosen = [config or _with_threads(found[0], threads)]
+    chosen += [_with_threads(configs, threads) for configs in found[1:]]
+    parts = [_part(p, c, threads, hw) for p, c in zip(programs, chosen, strict=True)]
+    shared = max(getattr(part, "shared_bytes", 0) for part in parts)
+    if shared > STATIC_SHARED_BYTES:
+        raise Unsupported(f"{shared} bytes of shared memory")
+    grid = sum(part.blocks for part in parts)
+    if not isinstance(grid, int):
+        grid = tirx.Max(grid, constant(1, dtype_of(grid)))
+    with kernel_frame(program, grid, threads) as frame:
+        if shared:
+            memory = T.alloc_buffer((shared,), "uint8", scope="shared", align=8 * WIDEST)
+        for part in parts:
+            if isinstance(part, TransposePart):
+                part.memory = memory
+        dispatch(frame, parts, frame.block)
+    return frame.func
+
+
+def _with_threads(configs: list[Config], threads: int) -> Config | None:
+    """The first of the configurations whose tile `threads` threads can share."""
+    for config in configs:
+        if isinstance(config, TransposeConfig) and config.areas % (threads // LANES):
+            continue
+        return dataclasses.replace(config, threads=threads)
+    return None
+
+
+def _part(program: Program, config: Config | None, threads: int, hw: HardwareProfile) -> Part:
+    """The part in its form."""
+    narrow = closed_forms(narrow_indices(program))
+    if isinstance(config, TransposeConfig):
+        return TransposePart(narrow, config)
+    if isinstance(config, DirectConfig):
+        return DirectPart(narrow, config)
+    guess = pointwise_config(program, hw)
+    return PointwisePart(narrow, dataclasses.replace(guess, threads=threads))

@@ -1,0 +1,91 @@
+"""Kernel class `transpose`: pointwise work whose inputs disagree on the contiguous axis.
+
+    y[i, j] = relu(x[j, i] + z[i, j])       x is contiguous along i; y and z are along j
+
+Read as it comes, x costs a sector of 32 bytes for each element. Through a tile in shared memory
+every byte moves once, so the traffic is that of any pointwise kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import tirx
+
+from ..config import HardwareProfile, Policy
+from ..ir.access import Access, Affine, Block
+from ..ir.extents import assumed
+from .base import Fit, GroupView, Refusal, RefusalCode, Resources, write_on_cpu
+from .pointwise import Pointwise
+
+TILE = 64
+"""Rows and columns of a tile of two-byte elements."""
+
+
+class Transpose(Pointwise):
+    """See the module docstring.
+
+    Accepts what `pointwise` accepts if a block reads along another axis than it writes. Where
+    transposes cancel each other, what is written is the plain pointwise kernel.
+    """
+
+    name = "transpose"
+
+    def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
+        if any(map(is_turning, group.blocks)):
+            return super().accepts(group, hw, policy)
+        for block in group.blocks:
+            if block.reduction is not None:
+                return group.refuse(RefusalCode.REDUCTION, f"{block.name} is a reduction")
+        return group.refuse(
+            RefusalCode.NOT_PROFITABLE,
+            "all reads run along the last axis of what is written, so a tile gains nothing",
+        )
+
+    def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
+        plain = super().resources(group, fit, hw)
+        turned = sum(any(map(_turner(b), b.reads)) for b in group.blocks)
+        return Resources(plain.registers_per_thread, turned * TILE * TILE * 2)
+
+    def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
+        from .cuda.transpose import transpose_configs
+        from .program import analyze
+
+        return transpose_configs(analyze(func, exact=policy.rounding == "exact"), hw) or [None]
+
+    def write(
+        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
+    ) -> tirx.PrimFunc:
+        if hw.kind == "llvm":
+            return write_on_cpu(func, hw, policy)
+        from .cuda.transpose import emit_transpose
+        from .program import analyze
+
+        return emit_transpose(analyze(func, exact=policy.rounding == "exact"), hw, config)
+
+
+def is_turning(block: Block) -> bool:
+    """Whether a read of the block steps through memory where its write is contiguous."""
+    return any(map(_turner(block), block.reads))
+
+
+def _turner(block: Block):
+    """The test of one read of `block`."""
+    written = _contiguous_axes(block, block.writes[0])
+
+    def turns(read: Access) -> bool:
+        along = _contiguous_axes(block, read)
+        return bool(written and along) and not (written & along) and written <= read.axes
+
+    return turns
+
+
+def _contiguous_axes(block: Block, access: Access) -> frozenset[int]:
+    """The axes of the last index that moves with an axis longer than 1; empty if not affine."""
+    for index in reversed(access.index):
+        if not isinstance(index, Affine):
+            return frozenset()
+        axes = frozenset(i for i in index.axes if assumed(block.axes[i].extent) > 1)
+        if axes:
+            return axes
+    return frozenset()
