@@ -7,12 +7,19 @@ from __future__ import annotations
 import tvm
 from tvm import relax
 
+from ..config import HardwareProfile
 from .decompose import Decompose
 from .fix_bool_arithmetic import FixBoolArithmetic
+from .split_reductions import SplitReductions
 from .unique_names import UniqueNames
 
 
-def lower(mod: tvm.IRModule, target: tvm.target.Target, decompose: bool = True) -> tvm.IRModule:
+def lower(
+    mod: tvm.IRModule,
+    target: tvm.target.Target,
+    decompose: bool = True,
+    hw: HardwareProfile | None = None,
+) -> tvm.IRModule:
     """Opens composites and legalizes; what stays is `call_tir`, calls of packed functions, and
     shape arithmetic.
 
@@ -23,12 +30,17 @@ def lower(mod: tvm.IRModule, target: tvm.target.Target, decompose: bool = True) 
         Decides how sort, scan and sampling operators are dispatched.
     decompose : bool
         False keeps composite operators whole: one PrimFunc each, as without this package.
+    hw : HardwareProfile or None
+        The GPU whose size decides how reductions are taken apart; None (or a CPU) leaves them.
     """
+    gpu = hw if decompose and hw is not None and hw.kind != "llvm" else None
+    keep_attention = target.kind.name == "llvm"
     passes = [
         UniqueNames(),
         FixBoolArithmetic(),
         relax.transform.CanonicalizeBindings(),
-        *([Decompose(keep_attention=target.kind.name == "llvm")] if decompose else []),
+        Decompose(keep_attention, gpu, keep_all=not decompose),
+        *([SplitReductions(gpu)] if gpu is not None else []),
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),
         relax.transform.LegalizeOps(),

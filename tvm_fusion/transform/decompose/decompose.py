@@ -6,9 +6,11 @@ from tvm.ir import Call
 from tvm.relax import Expr, Var
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from ...config import HardwareProfile
 from ...ir.graph import COMPOSITES_ATTR
 from . import activations, attention, contractions, losses, norms, softmax, statistics
 from .opening import Opening, Rule
+from .variances import written_out
 
 RULES: dict[str, Rule] = {
     **activations.RULES,
@@ -49,6 +51,11 @@ class Decompose:
         nests is one launch and beats a function for each product and the softmax (BERT, 2 layers,
         sequence 128: 147 us against 200 on two cores). A causal one is always opened, since TVM's
         own multiplies masked scores by 0 instead of hiding them.
+    hw : HardwareProfile or None
+        The GPU whose limits decide between forms: statistics over what it cannot hold on the chip
+        are taken in one pass, and batch norms in training form are opened. None: neither.
+    keep_all : bool
+        Open only what TVM cannot legalize.
 
     Examples
     --------
@@ -57,12 +64,18 @@ class Decompose:
     >>> mod["main"].attrs["tvm_fusion.composites"]  # doctest: +SKIP
     """
 
-    def __init__(self, keep_attention: bool = False) -> None:
-        self.keep_attention = keep_attention
+    def __init__(
+        self,
+        keep_attention: bool = False,
+        hw: HardwareProfile | None = None,
+        keep_all: bool = False,
+    ) -> None:
+        self.keep_attention, self.hw, self.keep_all = keep_attention, hw, keep_all
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         decomposer = _Decomposer(mod)
-        decomposer.keep_attention = self.keep_attention
+        decomposer.keep_attention, decomposer.hw = self.keep_attention, self.hw
+        decomposer.keep_all = self.keep_all
         changed = False
         for gvar, func in mod.functions_items():
             if not isinstance(func, relax.Function) or _is_opaque(func):
@@ -104,6 +117,9 @@ class _Decomposer(PyExprMutator):
         self._taken = {var.name for var in relax.analysis.all_vars(func)}
         self._defined: set[str] = set()
         self._tuples: dict[Var, relax.Tuple] = {}
+        self._variances = written_out(func)
+        self._centers = set(self._variances.values())
+        self._spreads: dict[Var, Expr] = {}
         opened = self.visit_expr(func)
         if not self._tags:
             return None
@@ -119,6 +135,7 @@ class _Decomposer(PyExprMutator):
             return
         found = _rule_of(value)
         kept = self.keep_attention and found is not None and _is_plain_attention(value)
+        kept = kept or (self.keep_all and found is not None and not norms.fails_whole(value))
         if found is None or kept or not self._open(binding, *found):
             super().visit_var_binding_(binding)
 
@@ -131,10 +148,15 @@ class _Decomposer(PyExprMutator):
     def _open(self, binding: relax.VarBinding, kind: str, rule: Rule) -> bool:
         """Emit the parts of a composite; False, and nothing emitted, where the rule declines."""
         number = self._counts.get(kind, 0) + 1
-        opening = Opening(self.builder_, f"{kind}{number}", self._fresh)
+        opening = Opening(self.builder_, f"{kind}{number}", self._fresh, self.hw)
+        opening.is_center = binding.var in self._centers
+        if binding.var in self._variances:
+            opening.spread = self._spreads.get(self._variances[binding.var])
         result = rule(opening, self.visit_expr(binding.value))
         if result is None:
             return False
+        if opening.is_center and opening.spread is not None:
+            self._spreads[binding.var] = opening.spread
         self._counts[kind] = number
         tag = f"{kind}#{number}"
         *parts, last = opening.bindings

@@ -4,14 +4,18 @@
     group_norm(x, g, b)  -> the same on x as [N, groups, C / groups, ...], and back
     instance_norm(x,g,b) -> the same per channel
     rms_norm(x, w)       -> x * rsqrt(mean(x^2) + eps) * w
-    batch_norm(x, ...)   -> x * s + t,  s = g * rsqrt(var + eps),  t = b - mean * s   (inference)
+    batch_norm(x, ...)   -> x * s + t,  s = g * rsqrt(var + eps),  t = b - mean * s
+
+In training, the mean and variance of a batch norm are those of x over all axes but the channels,
+and the running ones become ``(1 - momentum) * running + momentum * batch`` (of the population).
 
 The statistics, the scale and the shift are computed in float32 for half tensors, and the result is
 rounded once. s and t of a batch norm with constant parameters fold into two constants.
-Does not handle: batch norm in training form, axes that are not ascending, channels that are not a
-static multiple of the groups, unknown shapes (left alone).
+Does not handle: batch norm in training form on a CPU, axes that are not ascending, channels that
+are not a static multiple of the groups, unknown shapes (left alone).
 """
 
+import functools
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -20,12 +24,16 @@ from tvm import relax
 from tvm.ir import Call
 from tvm.relax import Expr, op
 
-from .opening import Opening, Rule, dtype_of, normalize_axes, shape_of
-from .statistics import emit_variance
+from .opening import Opening, Rule, dtype_of, normalize_axes, shape_of, static_size
+from .statistics import First, emit_moments, emit_variance
+
+FLOAT16_MAX = 65504
 
 
-def _standardize(o: Opening, x: Expr, axes: list[int], epsilon: float) -> Expr:
-    centered, variance = emit_variance(o, x, axes)
+def _standardize(
+    o: Opening, x: Expr, axes: list[int], epsilon: float, first: First | None = None
+) -> Expr:
+    centered, variance = emit_variance(o, x, axes, first=first)
     return o.emit("normal", op.multiply(centered, _rsqrt(o, variance, epsilon)))
 
 
@@ -116,30 +124,82 @@ def _group_norm(o: Opening, call: Call) -> Expr | None:
     axes = normalize_axes(call.attrs.axes, len(shape))
     axes = sorted({channel + 1, *(axis if axis < channel else axis + 1 for axis in axes)})
     grouped = o.widen("in", o.reshape("grouped", x, grouped_shape))
-    normal = _standardize(o, grouped, axes, call.attrs.epsilon)
+    first = functools.partial(_first_of_groups, o, x, channel, grouped, axes)
+    normal = _standardize(o, grouped, axes, call.attrs.epsilon, first)
     parameter_shape = [*split, *[1] * (len(shape) - channel - 1)]
     result = _affine(o, normal, *_scale_and_shift(call), parameter_shape)
     return o.reshape("ungrouped", o.narrow("half", result, dtype_of(x)), shape)
 
 
+def _first_of_groups(o: Opening, x: Expr, channel: int, grouped: Expr, axes: Sequence[int]) -> Expr:
+    """An element of each group, read from `x` itself."""
+    shape = [int(extent) for extent in shape_of(x)]
+    groups = int(shape_of(grouped)[channel])
+    strides = [1] * len(shape)
+    strides[channel] = shape[channel] // groups
+    reduced = {axis if axis <= channel else axis - 1 for axis in axes} - {channel}
+    ends = [1 if axis in reduced else extent for axis, extent in enumerate(shape)]
+    begins = [0] * len(shape)
+    first = op.strided_slice(x, list(range(len(shape))), begins, ends, strides)
+    first = o.widen("first", o.emit("first", first))
+    kept = [1 if axis in axes else extent for axis, extent in enumerate(shape_of(grouped))]
+    return o.reshape("first", first, kept)
+
+
 def _batch_norm(o: Opening, call: Call) -> Expr | None:
-    x, _, _, moving_mean, moving_variance = call.args
+    x, _, _, *running = call.args
     shape = shape_of(x)
-    if shape is None or call.attrs.training:
+    if shape is None or (call.attrs.training and not _opens_training(o, call)):
         return None
     (channel,) = normalize_axes(call.attrs.axis, len(shape))
     gamma, beta = _scale_and_shift(call)
-    scale = _rsqrt(o, o.widen("variance", moving_variance), call.attrs.epsilon)
+    wide = o.widen("in", x)
+    if call.attrs.training:
+        axes = [axis for axis in range(len(shape)) if axis != channel]
+        batch = [o.reshape("batch", part, [shape[channel]]) for part in emit_moments(o, wide, axes)]
+        momentum = float(call.attrs.momentum)
+        running = [_moved(o, old, new, momentum) for old, new in zip(running, batch, strict=True)]
+        mean, variance = batch
+    else:
+        mean, variance = o.widen("mean", running[0]), o.widen("variance", running[1])
+    scale = _rsqrt(o, variance, call.attrs.epsilon)
     if gamma is not None:
         scale = o.emit("scale", op.multiply(o.widen("gamma", gamma), scale))
-    offset = o.emit("offset", op.multiply(o.widen("mean", moving_mean), scale))
+    offset = o.emit("offset", op.multiply(mean, scale))
     if beta is None:
         shift = o.emit("shift", op.negative(offset))
     else:
         shift = o.emit("shift", op.subtract(o.widen("beta", beta), offset))
-    result = _affine(o, o.widen("in", x), scale, shift, _parameter_shape(shape, [channel]))
+    result = _affine(o, wide, scale, shift, _parameter_shape(shape, [channel]))
     result = o.narrow("half", result, dtype_of(x))
-    return relax.Tuple([result, moving_mean, moving_variance])
+    return relax.Tuple([result, *running])
+
+
+def _opens_training(o: Opening, call: Call) -> bool:
+    gpu = o.hw is not None and o.hw.kind != "llvm" and bool(static_size(shape_of(call.args[0])))
+    return gpu or fails_whole(call)
+
+
+def fails_whole(call: Call) -> bool:
+    """Whether TVM cannot legalize the operator itself: it divides the sums of a batch norm in
+    training form by their number of elements as a float16.
+    """
+    if call.op.name != "relax.nn.batch_norm" or not call.attrs.training:
+        return False
+    x = call.args[0]
+    shape = shape_of(x)
+    size = static_size(shape) if shape else None
+    if dtype_of(x) != "float16" or not size:
+        return False
+    return size > FLOAT16_MAX * int(shape[int(call.attrs.axis)])
+
+
+def _moved(o: Opening, old: Expr, new: Expr, momentum: float) -> Expr:
+    """The running value `old` moved towards `new` by `momentum`."""
+    kept = o.widen("running", old)
+    kept = o.emit("kept", op.multiply(kept, o.const(1 - momentum, kept)))
+    added = o.emit("added", op.multiply(new, o.const(momentum, new)))
+    return o.narrow("running_half", o.emit("moved", op.add(kept, added)), dtype_of(old))
 
 
 RULES: dict[str, Rule] = {

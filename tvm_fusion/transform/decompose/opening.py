@@ -15,6 +15,8 @@ from tvm import relax, te, tirx
 from tvm.ir import Call
 from tvm.relax import Expr, Var, op
 
+from ...config import HardwareProfile
+
 HALF_DTYPES = ("float16", "bfloat16")
 FLOAT_DTYPES = (*HALF_DTYPES, "float32", "float64")
 
@@ -52,10 +54,26 @@ def static_size(extents: Sequence) -> int | None:
 
 
 class Opening:
-    """The primitives of one composite, collected in order under one name prefix."""
+    """The primitives of one composite, collected in order under one name prefix.
 
-    def __init__(self, builder: relax.BlockBuilder, prefix: str, fresh: Callable[[str], str]):
+    `hw` is the device whose limits decide between forms; None: the plain form everywhere. Where a
+    model writes out a variance (see `variances`), `is_center` says that the mean being opened is
+    the one within it; its rule may leave the variance as `spread`, but for a rounding below 0,
+    which is then given to the rule that opens the variance itself.
+    """
+
+    is_center: bool = False
+    spread: Expr | None = None
+
+    def __init__(
+        self,
+        builder: relax.BlockBuilder,
+        prefix: str,
+        fresh: Callable[[str], str],
+        hw: HardwareProfile | None = None,
+    ) -> None:
         self.builder = builder
+        self.hw = hw
         self.bindings: list[relax.VarBinding] = []
         self._prefix = prefix
         self._fresh = fresh

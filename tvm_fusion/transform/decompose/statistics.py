@@ -5,13 +5,25 @@
     std(x)        -> sqrt(variance(x))
     sum(x: half)  -> half(sum(float32(x)))         (prod alike)
 
-With a symbolic n, mean stays one `relax.mean`, whose PrimFunc knows how to divide by n.
+Where a GPU would read x twice for that, since it cannot hold what one mean is over, the variance is
+that of x shifted by the first element k of each mean, from two sums in one pass:
+
+    d = x - k    m = mean(d)    mean(x) = k + m    variance(x) = max(0, mean(d^2) - m^2)
+
+The shift keeps the squares as small as the variance, however large the mean is. A mean of
+(x - mean(x))^2 in a model's own operators is a variance, too. With a symbolic n,
+mean stays one `relax.mean`, whose PrimFunc knows how to divide by n.
 Does not handle: integer tensors, unknown shapes, 0-d tensors (left alone).
 """
 
-from tvm.ir import Call
-from tvm.relax import Expr, op
+import functools
+from collections.abc import Callable
 
+import tvm
+from tvm.ir import Call
+from tvm.relax import Expr, Var, op
+
+from ..reduction_stages import needs_stages
 from .opening import (
     FLOAT_DTYPES,
     HALF_DTYPES,
@@ -23,14 +35,79 @@ from .opening import (
     static_size,
 )
 
+First = Callable[[], Expr]
+"""Emits an element of what each mean is over, with axes of extent 1 where x is reduced."""
+
 
 def emit_variance(
-    o: Opening, x: Expr, axes: list[int], *, keepdims: bool = True
+    o: Opening, x: Expr, axes: list[int], *, keepdims: bool = True, first: First | None = None
 ) -> tuple[Expr, Expr]:
-    """(x - mean(x), variance of x): two passes, so that a large mean costs no precision."""
+    """(x - mean(x), variance of x): two passes, so that a large mean costs no precision, or one
+    over shifted elements; `first` as for `emit_moments`.
+    """
+    if _takes_one_pass(o, x, axes):
+        mean, variance = emit_moments(o, x, axes, first)
+        centered = o.emit("centered", op.subtract(x, mean))
+        if not keepdims:
+            variance = o.emit("squeezed", op.squeeze(variance, axes))
+        return centered, variance
     centered = o.emit("centered", op.subtract(x, o.mean("mean", x, axes)))
     square = o.emit("square", op.multiply(centered, centered))
     return centered, o.mean("variance", square, axes, keepdims=keepdims)
+
+
+def emit_moments(
+    o: Opening, x: Expr, axes: list[int], first: First | None = None
+) -> tuple[Expr, Expr]:
+    """(mean, variance) of x over `axes`, which stay as axes of extent 1, in one pass.
+
+    `first` emits any element of what one mean is over; None takes the first. It is read for each
+    of its two uses, in different kernels, so that neither waits for the other.
+    """
+    mean, spread = _emit_spread(o, x, axes, first)
+    return mean, o.emit("variance", op.maximum(spread, o.const(0.0, x)))
+
+
+def _emit_spread(o: Opening, x: Expr, axes: list[int], first: First | None) -> tuple[Expr, Expr]:
+    """The mean of x, and its variance but for a rounding below 0."""
+    first = first or functools.partial(_first_of, o, x, axes)
+    shifted = o.emit("shifted_in", op.subtract(x, first()))
+    square = o.emit("square", op.multiply(shifted, shifted))
+    offset = o.mean("offset", shifted, axes)
+    moment = o.mean("moment", square, axes)
+    lost = o.emit("offset_square", op.multiply(offset, offset))
+    spread = o.emit("spread", op.subtract(moment, lost))
+    return o.emit("mean", op.add(first(), offset)), spread
+
+
+def _first_of(o: Opening, x: Expr, axes: list[int]) -> Expr:
+    ends = [0] * len(axes), [1] * len(axes)
+    first = o.emit("first", op.strided_slice(_before_widening(o, x), axes, *ends))
+    return o.widen("first", first)
+
+
+def _before_widening(o: Opening, x: Expr) -> Expr:
+    """What `x` is the widened form of: reading an element of that needs no widened tensor."""
+    value = next((binding.value for binding in o.bindings if binding.var.same_as(x)), None)
+    if value is None and isinstance(x, Var):
+        value = o.builder.lookup_binding(x)
+    if not isinstance(value, Call):
+        return x
+    if value.op == tvm.ir.Op.get("relax.astype"):
+        return value.args[0]
+    if value.op == tvm.ir.Op.get("relax.reshape"):
+        inner = _before_widening(o, value.args[0])
+        if not inner.same_as(value.args[0]):
+            return o.emit("narrow", op.reshape(inner, shape_of(x)))
+    return x
+
+
+def _takes_one_pass(o: Opening, x: Expr, axes: list[int]) -> bool:
+    """Whether the statistics of x over `axes` are taken in one pass."""
+    shape = shape_of(x)
+    if o.hw is None or o.hw.kind == "llvm" or not static_size(shape):
+        return False
+    return needs_stages([int(extent) for extent in shape], axes, o.hw)
 
 
 def _reduced_axes(call: Call) -> list[int] | None:
@@ -50,7 +127,14 @@ def _mean(o: Opening, call: Call) -> Expr | None:
     dtype = dtype_of(x)
     if dtype not in HALF_DTYPES and not static_size([shape_of(x)[axis] for axis in axes]):
         return None
-    result = o.mean("out", o.widen("in", x), axes, keepdims=bool(call.attrs.keepdims))
+    keepdims = bool(call.attrs.keepdims)
+    if o.spread is not None:
+        variance = o.emit("variance", op.maximum(o.spread, o.const(0.0, x)))
+        return variance if keepdims else o.emit("out", op.squeeze(variance, axes))
+    if o.is_center and dtype not in HALF_DTYPES and _takes_one_pass(o, x, axes):
+        mean, o.spread = _emit_spread(o, x, axes, None)
+        return mean
+    result = o.mean("out", o.widen("in", x), axes, keepdims=keepdims)
     return o.narrow("half", result, dtype)
 
 
