@@ -51,6 +51,6 @@ class Planned:
 def plan_of(mod: tvm.IRModule, device: str = "h200", policy=None, **hardware) -> Planned:
     """The plan of a module; `hardware` replaces numbers of the device's profile."""
     hw = dataclasses.replace(load_profile(device), **hardware)
-    low = lower(mod, hw.to_target())
+    low = lower(mod, hw.to_target(), hw=hw)
     graph = build_graph(low)
     return Planned(low, graph, search(graph, hw, load_policy(policy)), hw)

@@ -196,8 +196,12 @@ def column_sum(bb, x):
     return bb.emit(op.sum(bb.emit(op.exp(x)), axis=0))
 
 
-def test_a_reduction_of_leading_axes_takes_no_prologue_on_a_gpu():
-    assert "not_trailing" in plan_of(module(column_sum, BIG)).codes
+def test_a_reduction_of_leading_axes_takes_its_prologue_and_is_two_launches_where_it_starves():
+    planned = plan_of(module(column_sum, BIG))
+    first, second = planned.plan.groups
+    assert first.kernel_class == second.kernel_class == "column"
+    assert planned.graph.ops[0].name in first.ops
+    assert "not_trailing" in planned.codes
 
 
 def test_a_neighbour_that_cannot_be_read_is_named():

@@ -143,7 +143,7 @@ class Job:
         policy: Policy,
         plan: PlanLike = None,
     ) -> Job:
-        low = lower(mod, target)
+        low = lower(mod, target, hw=hw)
         graph = build_graph(low)
         given = _read_plan(plan)
         if given is not None:

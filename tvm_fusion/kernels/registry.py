@@ -6,11 +6,14 @@ from __future__ import annotations
 
 from ..config import HardwareProfile
 from .base import KernelClass
+from .column import Column
 from .fallback import Fallback
 from .gemm import Gemm
+from .mixed import Mixed
 from .nest import Nest
 from .pointwise import Pointwise
 from .row import Row
+from .transpose import Transpose
 
 _CLASSES: dict[str, tuple[KernelClass, tuple[str, ...]]] = {}
 
@@ -45,7 +48,10 @@ for _builtin, _kinds in (
     (Fallback(), ("cuda", "llvm")),
     (Nest(), ("llvm",)),
     (Gemm(), ("cuda", "llvm")),
+    (Mixed(), ("cuda",)),
+    (Column(), ("cuda",)),
     (Row(), ("cuda", "llvm")),
     (Pointwise(), ("cuda", "llvm")),
+    (Transpose(), ("cuda",)),
 ):
     register(_builtin, _kinds)

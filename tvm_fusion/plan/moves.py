@@ -3,6 +3,7 @@ recomputed by their consumers.
 
     vertical    a -> b, also through views:  {a} {v} {b}   =>  {a, v', b}
     sibling     a, b read the same tensor:   {a} {b}       =>  {a, b}
+    horizontal  a, b have nothing in common: {a} {b}       =>  {a, b}
     remat       p -> c1, c2, ...:            {p} {c1} {c2} =>  {p', c1} {p', c2}
 
 A move is a value; applying it to a state is `State.merge` or `State.copy_into`.
@@ -26,6 +27,7 @@ SIBLING_MIN_ELEMENTS = 2  # sharing a scalar is no reason to stand in one kernel
 class MoveKind(Enum):
     VERTICAL = "vertical"
     SIBLING = "sibling"
+    HORIZONTAL = "horizontal"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +69,15 @@ def merges_of(state: State, gid: int) -> Iterator[Merge]:
     for other, views in sorted(_above(state, gid).items()):
         if other != gid and fusible(state, other):
             yield Merge(MoveKind.VERTICAL, other, gid, views)
-    for other in sorted(_siblings(state, gid)):
-        if fusible(state, other):
-            yield Merge(MoveKind.SIBLING, *sorted((gid, other)))
+    for other, views in sorted(_siblings(state, gid).items()):
+        if other != gid and fusible(state, other):
+            yield Merge(MoveKind.SIBLING, *sorted((gid, other)), views)
+
+
+def holds_independent(state: State, gid: int) -> bool:
+    """Whether the group's kernel class computes independent groups side by side in one launch."""
+    costed = state.cost(gid)
+    return not isinstance(costed, Refusal) and getattr(costed.kernel, "joins_independent", False)
 
 
 def opaque_neighbours(state: State, gid: int) -> list[int]:
@@ -107,15 +115,40 @@ def _neighbours(
     return found
 
 
-def _siblings(state: State, gid: int) -> set[int]:
-    """Groups that read a tensor this one reads."""
-    found = set()
-    for op in state.owned[gid]:
+def _siblings(state: State, gid: int) -> dict[int, Members]:
+    """Groups that read a tensor this one reads, or a view of it, with the views on the way."""
+    found: dict[int, Members] = {}
+    for op in sorted(state.members(gid)):
         for t in state.graph.ops[op].inputs:
-            tensor = state.graph.tensors[t]
-            if assumed_product(tensor.shape) >= SIBLING_MIN_ELEMENTS:
-                found |= {state.home[c] for c in tensor.consumers}
-    return found - {gid}
+            if assumed_product(state.graph.tensors[t].shape) >= SIBLING_MIN_ELEMENTS:
+                source, views = _behind_views(state, t)
+                for home, more in _readers(state, source, views).items():
+                    found[home] = found.get(home, NOTHING) | more
+    return found
+
+
+def _behind_views(state: State, tensor: int) -> tuple[int, Members]:
+    """The tensor that `tensor` is a view of, and the views between."""
+    views = NOTHING
+    while (producer := state.graph.tensors[tensor].producer) is not None:
+        op = state.graph.ops[producer]
+        if op.kind is not OpKind.VIEW:
+            break
+        views, tensor = views | {producer}, op.inputs[0]
+    return tensor, views
+
+
+def _readers(state: State, tensor: int, views: Members) -> dict[int, Members]:
+    """Groups that read a tensor, with `views` and the views on the way to them."""
+    found: dict[int, Members] = {}
+    for c in state.graph.tensors[tensor].consumers:
+        if state.graph.ops[c].kind is not OpKind.VIEW:
+            found[state.home[c]] = found.get(state.home[c], NOTHING) | views
+            continue
+        for t in state.graph.ops[c].outputs:
+            for home, more in _readers(state, t, views | {c}).items():
+                found[home] = found.get(home, NOTHING) | more
+    return found
 
 
 def evaluate_merge(state: State, move: Merge) -> Costed | Refusal:

@@ -21,6 +21,7 @@ from .moves import (
     apply_recompute,
     evaluate_merge,
     fusible,
+    holds_independent,
     merge_makes_cycle,
     merges_of,
     opaque_neighbours,
@@ -31,6 +32,8 @@ from .plan import FusionPlan, PlannedGroup
 from .state import NOTHING, State
 
 logger = logging.getLogger(__name__)
+
+HORIZONTAL_REACH = 4  # groups before it that an independent group is offered to
 
 
 def search(
@@ -77,7 +80,26 @@ class _Greedy:
         while True:
             self._merge_all()
             if not (self.policy.allow_rematerialisation and self._recompute_best()):
-                return
+                break
+        self._merge_side_by_side()
+
+    def _merge_side_by_side(self) -> None:
+        """Joins independent groups that gain by sharing a launch.
+
+        Each group is offered to the latest few before it: what is joined was then computed at about
+        the same time, and the work grows with the number of groups.
+        """
+        before: list[int] = []
+        for gid in sorted(g for g in self.state.owned if fusible(self.state, g)):
+            if not holds_independent(self.state, gid):
+                continue
+            for other in reversed(before[-HORIZONTAL_REACH:]):
+                move = Merge(MoveKind.HORIZONTAL, other, gid)
+                if self._gain(move) is not None and not merge_makes_cycle(self.state, move):
+                    self.state.merge(other, gid, move.copies)
+                    break
+            else:
+                before.append(gid)
 
     def _push(self, gid: int) -> None:
         for move in merges_of(self.state, gid):
@@ -85,8 +107,9 @@ class _Greedy:
             if gain is not None:
                 a, b = move.first, move.second
                 stamp = (self.version.get(a, 0), self.version.get(b, 0))
-                entry = (-round(gain, 6), min(a, b), max(a, b), move.kind.value, stamp)
-                heapq.heappush(self.heap, (*entry, move))
+                views = tuple(sorted(move.copies))
+                entry = (-round(gain, 6), min(a, b), max(a, b), move.kind.value, views)
+                heapq.heappush(self.heap, (*entry, stamp, move))
 
     def _gain(self, move: Merge) -> float | None:
         merged = evaluate_merge(self.state, move)
