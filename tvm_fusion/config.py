@@ -71,6 +71,27 @@ class HardwareProfile:
     kernel_gap_us: float = number("us")  # ramp-up and drain of any kernel
     roofline_exponent: float = number("1")  # p of T = gap + (sum T_i^p)^(1/p)
 
+    # inside a kernel that reduces rows (kernels/cuda/row_cost.py)
+    memory_latency_s: float = number("s")  # a load that no cache holds, from a warp's view
+    l2_latency_s: float = number("s")  # one that the L2 holds
+    block_start_s: float = number("s")  # a block takes the place of one that ended
+    barrier_s: float = number("s")  # exchange between the warps of a block
+    shuffle_s: float = number("s")  # one step of a reduction within a warp
+    warp_issue_cycles: float = number("cycle")  # an instruction of a warp that is alone
+    cluster_barrier_s: float = number("s")  # exchange between the blocks of a cluster
+    cluster_start_s: float = number("s")  # a cluster takes the place of one that ended
+    remote_store_s: float = number("s")  # a store into another block's shared memory
+    cluster_loss: float = number("1")  # bandwidth lost at each doubling of a cluster
+    sms_per_cluster_group: int = number("count")  # a cluster lies within such a group
+    sm_bytes_per_s: float = number("byte/s")  # between one multiprocessor and the L2
+    wavefronts_per_s: float = number("op/s")  # passes of 128 bytes through the load/store units
+    thread_bytes_in_flight: float = number("byte")  # of loads that the compiler issues ahead
+    blocks_per_s: float = number("op/s")  # that the device starts
+    row_l2_share: float = number("1")  # of the L2 that holds rows until they are read again
+    row_exponent: float = number("1")  # p among the terms of a row kernel
+    row_tail: float = number("1")  # of a block's time that the last blocks leave idle
+    wave_rounding: float = number("1")  # of a partial wave that costs as much as a whole one
+
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
             raise ConfigError(f"profile {self.name}: kind = {self.kind!r} is none of {_KINDS}")

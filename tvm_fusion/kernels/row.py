@@ -1,5 +1,5 @@
-"""Kernel class `row`: reductions over trailing axes with pointwise work before, between and after,
-each row read once.
+"""Kernel class `row`: reductions over contiguous axes with pointwise work before, between and
+after, each row read once.
 
 The space is rows x columns: every reduction runs over the same columns of the same rows; a block of
 the group is full (rows and columns), per row, or smaller than a row (a row vector such as gamma +
@@ -35,8 +35,8 @@ class _Role(Enum):
 class Row:
     """See the module docstring.
 
-    Does not handle: argmax; reductions over leading axes; reductions of different rows in one
-    group.
+    Does not handle: reductions whose contiguous axis is a kept one; reductions of different rows
+    in one group; argmax on a CPU (class `nest`).
     """
 
     name = "row"
@@ -50,7 +50,7 @@ class Row:
         columns = non_unit(anchor.extents(anchor.reduced))
         roles: dict[int, _Role] = {}
         for block in group.blocks:
-            role = _check_block(group, block, rows, columns, roles)
+            role = _check_block(group, block, rows, columns, roles, hw)
             if isinstance(role, Refusal):
                 return role
             for w in block.writes:
@@ -109,10 +109,12 @@ def _threads(fit: Fit, hw: HardwareProfile) -> float:
     return fit.rows * max(1.0, min(most, max(usual, wanted)))
 
 
-def _check_block(group: GroupView, block: Block, rows, columns, roles) -> _Role | Refusal:
+def _check_block(
+    group: GroupView, block: Block, rows, columns, roles, hw: HardwareProfile
+) -> _Role | Refusal:
     """The block's role in the rows x columns space, or why it has none."""
     if block.reduction is not None:
-        refusal = _check_reduction(group, block, rows, columns)
+        refusal = _check_reduction(group, block, rows, columns, hw)
         if refusal is not None:
             return refusal
         role = _Role.ROW
@@ -143,8 +145,11 @@ def _role(block: Block, rows, columns) -> _Role:
     return _Role.ROW if extents == rows else _Role.SMALL
 
 
-def _check_reduction(group: GroupView, block: Block, rows, columns) -> Refusal | None:
-    if block.reduction is Reduction.OTHER:
+def _check_reduction(
+    group: GroupView, block: Block, rows, columns, hw: HardwareProfile
+) -> Refusal | None:
+    arg = block.reduction in (Reduction.ARGMAX, Reduction.ARGMIN)
+    if block.reduction is Reduction.OTHER or (arg and hw.kind == "llvm"):
         return group.refuse(
             RefusalCode.REDUCTION, f"{block.name} combines in a way no row kernel knows"
         )
@@ -158,7 +163,7 @@ def _check_reduction(group: GroupView, block: Block, rows, columns) -> Refusal |
             f"{block.name} reduces {own_columns} in rows of {own_rows}, "
             f"the group {columns} in rows of {rows}",
         )
-    if not _reduces_trailing_axes(block):
+    if not _reduces_contiguous_axes(block):
         return group.refuse(
             RefusalCode.NOT_TRAILING,
             f"{block.name} does not reduce the contiguous axes of what it reads",
@@ -173,28 +178,16 @@ def _is_matmul_like(block: Block) -> bool:
     return bool(a - b) and bool(b - a)
 
 
-def _reduces_trailing_axes(block: Block) -> bool:
-    """Rows come before columns: axis order is spatial then reduce, and reads do not put a row axis
-    inside a column axis.
+def _reduces_contiguous_axes(block: Block) -> bool:
+    """Whether the contiguous axis of everything the block reduces is a reduced one.
+
+    What else is read of it, transposed or gathered or with kept axes between, does not matter.
     """
-    if block.reduced and block.spatial and max(block.spatial) > min(block.reduced):
-        return False
     reduced = {i for i in block.reduced if block.axes[i].extent != 1}
-    spatial = {i for i in block.spatial if block.axes[i].extent != 1}
+    live = {i for i, axis in enumerate(block.axes) if axis.extent != 1}
     for access in block.reads:
-        seen_reduced = False
-        for index in access.index:
-            axes = index.axes
-            if axes & reduced:
-                seen_reduced = True
-            if seen_reduced and axes & spatial and not axes & reduced:
-                return False
-        positions = [
-            max(i.axes & reduced)
-            for i in access.index
-            if isinstance(i, Affine) and i.axes & reduced
-        ]
-        if positions != sorted(positions):
+        used = [index.axes & live for index in access.index if index.axes & live]
+        if access.axes & reduced and not used[-1] & reduced:
             return False
     return True
 

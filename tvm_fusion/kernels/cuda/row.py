@@ -13,12 +13,15 @@ from ..expr import constant, convert, dtype_of
 from ..narrow import narrow_indices
 from ..online import merge_online
 from ..program import Extent, Program
+from .closed_forms import closed_forms
 from .frame import Frame, kernel_frame, then
 from .row_bulk import BulkRows
-from .row_config import Form, RowConfig, has_clusters, row_configs
+from .row_candidates import row_configs
+from .row_config import Form, RowConfig, has_clusters
 from .row_exchange import WARP
 from .row_loop import LoopRows
 from .row_registers import RegisterRows
+from .row_resources import clusters_on_device
 
 if TYPE_CHECKING:
     from ...config import HardwareProfile
@@ -31,7 +34,7 @@ def emit_row(program: Program, config: RowConfig, hw: HardwareProfile) -> tirx.P
 
     Parameters
     ----------
-    program : with at least one reduction; its rows may be symbolic, its columns not.
+    program : with at least one reduction; its rows may be symbolic, its columns in LOOP form.
     config : one of `row_configs(program, hw)`, or any that its docstring allows.
 
     Raises
@@ -40,8 +43,8 @@ def emit_row(program: Program, config: RowConfig, hw: HardwareProfile) -> tirx.P
         Where the configuration does not suit the program or the device.
     """
     _check(program, config, hw)
-    program = narrow_indices(program)
-    if config.online and (config.form is Form.LOOP or config.threads * config.cluster > WARP):
+    program = closed_forms(narrow_indices(program))
+    if config.runs_online:
         program = merge_online(program)
     clusters, turns = _grid(program, config, hw)
     threads = config.threads * config.rows
@@ -62,8 +65,12 @@ def emit_row(program: Program, config: RowConfig, hw: HardwareProfile) -> tirx.P
 def _check(program: Program, config: RowConfig, hw: HardwareProfile) -> None:
     if not program.phases:
         raise Unsupported("the program does not reduce")
-    if not isinstance(program.columns, int):
+    if not isinstance(program.columns, int) and config.form is not Form.LOOP:
         raise Unsupported(f"rows of symbolic length {program.columns}")
+    if program.accumulations:
+        raise Unsupported("sums over the rows")
+    if any(output.place is not None for output in program.outputs):
+        raise Unsupported("an output whose rows are not consecutive in memory")
     if config.threads * config.rows > hw.max_threads_per_block:
         raise Unsupported(f"blocks of {config.threads * config.rows} threads")
     power_of_two = config.threads & (config.threads - 1) == 0
@@ -79,7 +86,7 @@ def _grid(program: Program, config: RowConfig, hw: HardwareProfile) -> tuple[Ext
     """Clusters (or blocks), and how many rows each computes one after the other."""
     rows = program.row_count
     if config.form is Form.BULK:
-        turns = -(-rows // max(1, hw.num_sms * config.resident // config.cluster))
+        turns = -(-rows // max(1, clusters_on_device(config.cluster, config.resident, hw)))
         return -(-rows // turns), turns
     if isinstance(rows, int):
         return -(-rows // config.rows), 1

@@ -17,8 +17,8 @@ from ..expr import bytes_of
 from . import intrinsics as device
 from .frame import then
 from .memory import copy_registers
-from .row_kernel import Chunk
 from .row_registers import RegisterRows
+from .row_steps import Chunk
 from .transfer import places
 from .vectors import can_stream
 

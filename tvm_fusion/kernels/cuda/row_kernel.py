@@ -4,61 +4,45 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ...errors import Unsupported
-from ..expr import constant, convert, dtype_of, variables
+from ..expr import constant, convert, dtype_of
 from ..online import scaled_values
-from ..program import Element, Output, Program, Reduction, Tile, Value
+from ..program import Extent, Output, Program, Reduction
 from . import intrinsics as device
 from .frame import Frame, then
-from .row_config import RowConfig
-from .row_exchange import COMBINE, Exchange, Threads, identity, with_initial
+from .row_arg import Best, carried, check_arg, index_of, is_arg
+from .row_config import Form, RowConfig
+from .row_exchange import Exchange, Threads, collapse, identity, with_initial
 from .row_keep import kept_values
-from .scope import Point, RowScope
-from .transfer import load_tile, store_vector
-from .vectors import piece_bytes
+from .row_loads import Load, loads_ahead, needed_loads, only_in_rows
+from .row_steps import Step, steps_of
+from .row_sweep import RowSweeps
+from .scope import RowScope
+from .vectors import vector_elements
+from .windows import Windows, needs_windows
 
 WARP = 32
 ACCUMULATORS = 4
 """Independent accumulators a thread and reduction: they hide the latency of the additions."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Chunk:
-    """One vector of a thread: its number within the row, and its slot in the register arrays."""
-
-    vector: Expr
-    slot: Expr | int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """What is done between two exchanges: reductions of one phase, and outputs known before it."""
-
-    plain: tuple[Reduction, ...]
-    running: tuple[Reduction, ...]
-    outputs: tuple[Output, ...]
-    row_outputs: tuple[Output, ...]
-
-    @property
-    def swept(self) -> list[Expr]:
-        """Expressions of the first sweep."""
-        return [r.body for r in self.plain] + [o.value for o in self.outputs]
-
-
-class RowKernel:
+class RowKernel(RowSweeps):
     """State of one row kernel under construction; the forms derive from it.
 
     Attributes
     ----------
-    tile_buffers : tile -> register array.
+    vectors : vectors of a row (of the longest one, if they are `windows`).
+    windows : how vectors lie over rows that they do not divide; None where they do.
+    loads : tiles and elements that are loaded ahead.
+    tile_buffers : what is loaded ahead -> register array.
     kept : value or element that stays in registers -> its array.
     accumulators : reduction -> its array.
+    best : argmax or argmin -> the pairs of this thread.
     row_ok : condition under which the thread's row exists; None if it always does.
     turn : loop variable of resident blocks, else None.
     """
@@ -70,18 +54,36 @@ class RowKernel:
         self.scope = RowScope(program, frame)
         self.index = program.index_dtype
         self.analyzer = program.analyzer()
-        self.vectors = program.columns // config.width
-        if program.columns % config.width:
-            raise Unsupported(f"vectors of {config.width} in rows of {program.columns}")
+        self.windows: Windows | None = None
+        if needs_windows(program, config.width):
+            if config.form is Form.BULK:
+                raise Unsupported(f"vectors of {config.width} in rows of {program.columns}")
+            self.windows = Windows(program, config.width)
+        columns = program.columns
+        self.columns = columns if isinstance(columns, int) else self.scope.row(columns)
+        self.vectors = self._count_vectors()
+        wide = {} if self.windows else vector_elements(program, config.width)
+        self.wide, self.loads = wide, loads_ahead(program, wide)
+        self.careful = only_in_rows(program)
+        for reduction in program.reductions:
+            check_arg(reduction)
         self.ways = min(config.width, ACCUMULATORS)
         self.tile_buffers: dict[Var, Var] = {}
         self.kept: dict[Var, Var] = {}
         self.accumulators: dict[Var, Var] = {}
+        self.best: dict[Var, Best] = {}
         self.row_ok: Expr | None = None
         self.turn: Expr | None = None
         self.cluster_started = config.cluster == 1
         self.threads = self._threads()
         self.scaled = scaled_values(program)
+
+    def _count_vectors(self) -> Extent:
+        if self.windows and isinstance(self.columns, int):
+            return self.windows.most
+        if isinstance(self.columns, int):
+            return self.columns // self.config.width
+        return T.truncdiv(convert(self.columns, self.index), self.config.width)
 
     def _threads(self) -> Threads:
         config, frame = self.config, self.frame
@@ -119,6 +121,12 @@ class RowKernel:
             row = T.Bind(tirx.Min(row, size - 1))
         self.scope.set_row(row)
 
+    def load_scalars(self) -> None:
+        """What is known of the row before anything of it is loaded."""
+        self.scope.load_scalars()
+        if self.windows:
+            self.windows.enter(self.scope, self.columns)
+
     @contextlib.contextmanager
     def other_row(self, row: Expr, partial: bool) -> Iterator[None]:
         """Code that works on another row than the current one (loads ahead)."""
@@ -127,41 +135,15 @@ class RowKernel:
         yield
         self.scope.env, self.row_ok = env, row_ok
 
-    # ---- steps
+    # ---- sweeps
 
     def steps(self) -> list[Step]:
         """The sweeps of the program in order."""
-        program = self.program
-        steps = []
-        for phase in range(program.phases + 1):
-            reductions = [r for r in program.reductions if r.phase == phase]
-            outputs = [o for o in program.outputs if o.phase == phase]
-            steps.append(
-                Step(
-                    tuple(r for r in reductions if r.online is None),
-                    tuple(r for r in reductions if r.online is not None),
-                    tuple(o for o in outputs if o.full),
-                    tuple(o for o in outputs if not o.full),
-                )
-            )
-        return steps
+        return steps_of(self.program)
 
-    def needed_tiles(self, exprs: Iterable[Expr]) -> list[Tile]:
-        """Tiles that evaluating `exprs` reads now."""
-        found: dict[Var, None] = {}
-
-        def visit(expr: Expr) -> None:
-            for var in variables(expr):
-                item = self.scope.definitions.get(var)
-                if isinstance(item, Tile):
-                    found.setdefault(var)
-                elif isinstance(item, Value | Element) and var not in self.scope.ready:
-                    for part in _parts(item):
-                        visit(part)
-
-        for expr in exprs:
-            visit(expr)
-        return [tile for tile in self.program.tiles if tile.var in found]
+    def needed(self, exprs: Iterable[Expr]) -> list[Load]:
+        """What evaluating `exprs` reads now of what is loaded ahead."""
+        return needed_loads(exprs, self.loads, self.scope.definitions, self.scope.ready)
 
     def prepare(self, exprs: Iterable[Expr]) -> list[Expr]:
         """Expressions ready to be evaluated point by point; binds what is row-level."""
@@ -169,92 +151,33 @@ class RowKernel:
         self.scope.prepare_values(exprs)
         return [self.scope.prepare(expr) for expr in exprs]
 
-    # ---- sweeps
-
     def allocate(self, slots: int) -> None:
-        """Register arrays for the tiles and for what is kept."""
-        for tile in self.program.tiles:
-            self.tile_buffers[tile.var] = T.alloc_local((slots,), tile.dtype)
+        """Register arrays for what is loaded ahead and for what is kept."""
+        for load in self.loads:
+            self.tile_buffers[load.var] = T.alloc_local((slots,), load.dtype)
         for var in kept_values(self.program) if self.keeps_rows else ():
-            self.kept[var] = T.alloc_local((slots,), dtype_of(var))
+            if var not in self.tile_buffers:
+                self.kept[var] = T.alloc_local((slots,), dtype_of(var))
 
     def reset(self, reductions: Iterable[Reduction]) -> None:
         """Neutral accumulators."""
         for reduction in reductions:
+            if is_arg(reduction):
+                self.best[reduction.var] = Best(reduction, self.ways)
+                continue
             partial = T.alloc_local((self.ways,), reduction.dtype)
             self.accumulators[reduction.var] = partial
             for way in range(self.ways):
                 T.buffer_store(partial, identity(reduction), [way])
 
-    def column(self, chunk: Chunk) -> Expr:
-        """First column of a chunk."""
-        return convert(chunk.vector, self.index) * self.config.width
-
-    def load(
-        self, tile: Tile, chunk: Chunk, target: Var | None = None, hint: str | None = None
-    ) -> None:
-        """Loads one vector of a tile into its register array."""
-        if hint is None:
-            shared = "again" if self.turn is not None else "nc"
-            hint = self.config.load if tile.per_row else shared
-        buffer = self.tile_buffers[tile.var] if target is None else target
-        width = self.config.width
-        piece = piece_bytes(tile.offset, tile.dtype, width, self.analyzer)
-        load_tile(self.scope, tile, self.column(chunk), (buffer, chunk.slot), width, piece, hint)
-
-    def sweep(
-        self,
-        chunk: Chunk,
-        reductions: Iterable[Reduction],
-        outputs: Iterable[Output],
-        prepared: list,
-    ) -> None:
-        """Accumulates and stores one chunk; `prepared` holds the bodies, then the output values."""
-        reductions, outputs = list(reductions), list(outputs)
-        results: list[list[Expr]] = [[] for _ in outputs]
-        column = self.column(chunk)
-        for lane in range(self.config.width):
-            point = self._point(chunk, column, lane)
-            values = [point.evaluate(expr) for expr in prepared]
-            for reduction, value in zip(reductions, values, strict=False):
-                partial, way = self.accumulators[reduction.var], lane % self.ways
-                T.buffer_store(partial, COMBINE[reduction.kind](partial[way], value), [way])
-            for collected, value in zip(results, values[len(reductions) :], strict=True):
-                collected.append(T.Bind(value))
-        for output, values in zip(outputs, results, strict=True):
-            self._store(output, column, values)
-
-    def _point(self, chunk: Chunk, column: Expr, lane: int) -> Point:
-        place = chunk.slot + lane
-
-        def local(var: Var) -> Expr | None:
-            if var in self.tile_buffers:
-                return self.tile_buffers[var][place]
-            return self.kept[var][place] if var in self.scope.ready else None
-
-        def keep(var: Var, value: Expr) -> None:
-            if var in self.kept:
-                T.buffer_store(self.kept[var], value, [place])
-
-        return Point(self.scope, column + lane, local, keep)
-
-    def _store(self, output: Output, column: Expr, values: list[Expr]) -> None:
-        piece = piece_bytes(output.offset, output.dtype, self.config.width, self.analyzer)
-
-        def store() -> None:
-            store_vector(self.scope, output, column, values, piece, self.config.store)
-
-        self.where_row_exists(store)
-
-    def where_row_exists(self, emit: Callable[[], None]) -> None:
-        """`emit` under the guard of the row, if it has one."""
-        if self.row_ok is None:
-            emit()
-            return
-        with then(self.row_ok):
-            emit()
-
     # ---- exchange and row outputs
+
+    def collapse(self, reduction: Reduction) -> None:
+        """Combines the accumulators of a thread."""
+        if is_arg(reduction):
+            self.accumulators[reduction.var] = self.best[reduction.var].key()
+        else:
+            collapse(reduction, self.accumulators[reduction.var], self.ways)
 
     def exchange(
         self, group: list[Reduction], after_barrier: Callable[[], None] | None = None
@@ -263,11 +186,15 @@ class RowKernel:
         if not self.cluster_started:
             self.start_cluster()
 
+        own = {reduction.var: reduction for reduction in group}
+
         def finish(reduction: Reduction, result: Expr) -> None:
-            self.scope.env[reduction.var] = with_initial(reduction, result)
+            reduction = own[reduction.var]
+            whole = index_of(reduction, result) if is_arg(reduction) else result
+            self.scope.env[reduction.var] = with_initial(reduction, whole)
 
         exchange = Exchange(self.threads, self.turn, finish, after_barrier or (lambda: None))
-        exchange.run([(reduction, self.accumulators[reduction.var]) for reduction in group])
+        exchange.run([(carried(r), self.accumulators[r.var]) for r in group])
 
     def start_cluster(self) -> None:
         """Waits until every block of the cluster runs."""
@@ -286,9 +213,3 @@ class RowKernel:
                 value = convert(self.scope.prepare(output.value), output.dtype)
                 place = self.scope.row(output.offset)
                 T.buffer_store(self.frame.buffers[output.param], value, [place])
-
-
-def _parts(item: Value | Element) -> list[Expr]:
-    if isinstance(item, Value):
-        return [item.body]
-    return [item.offset] if item.guard is None else [item.offset, item.guard]

@@ -16,27 +16,30 @@ from tvm.script import tirx as T
 
 from ...errors import Unsupported
 from ..expr import bytes_of
-from ..program import Reduction, Tile
+from ..program import Extent, Reduction, Tile
 from .frame import then
 from .memory import copy_registers
+from .row_arg import carried
 from .row_exchange import collapse, finite, rescale, warp_reduce
-from .row_kernel import WARP, Chunk, RowKernel, Step
+from .row_kernel import WARP, RowKernel
+from .row_loads import Load
+from .row_steps import Chunk, Step
 from .transfer import places
 
 
 class LoopRows(RowKernel):
-    """One block a row."""
+    """One block a row, or a cluster whose blocks take turns along it."""
 
     keeps_rows = False
 
     def emit(self) -> None:
         """The body of the kernel."""
         config = self.config
-        if config.rows != 1 or config.cluster != 1:
-            raise Unsupported("a streamed row belongs to one block")
+        if config.rows != 1:
+            raise Unsupported("a block streams one row at a time")
         self.allocate(config.unroll * config.width)
         self.enter_row(self.first_row(), partial=False)
-        self.scope.load_scalars()
+        self.load_scalars()
         for step in self.steps():
             self.scope.forget()
             reductions = [*step.plain, *step.running]
@@ -52,45 +55,82 @@ class LoopRows(RowKernel):
     def _stream(self, step: Step) -> None:
         """One pass over the row."""
         config = self.config
-        self.tiles = self.needed_tiles(step.swept + [r.body for r in step.running])
+        self.current = self.needed(step.swept + [r.body for r in step.running])
+        self.scope.prepare_values([load.var for load in self.current])
         prepared = self.prepare(step.swept)
         self.reset([*step.plain, *step.running])
-        stride = config.threads * config.unroll
-        whole = self.vectors // stride
-        if whole and config.prefetch:
+        each = config.threads * config.cluster * config.unroll
+        interior = self.windows.interior if self.windows else self.vectors
+        total = self.windows.most if self.windows else self.vectors
+        if isinstance(interior, int) and isinstance(total, int):
+            whole: Extent = interior // each
+            rest: Extent = -(-(total - whole * each) // each)
+        else:
+            whole = T.Bind(T.truncdiv(interior, each))
+            rest = T.Bind(T.truncdiv(total - whole * each + (each - 1), each))
+        columns_only = all(isinstance(x, Tile) or x.var in self.wide for x in self.current)
+        if config.prefetch and columns_only:
             self._stream_ahead(step, prepared, whole)
-        elif whole:
-            with T.serial(whole) as turn:
-                self._group(step, prepared, turn * config.unroll, guarded=False)
-        if whole * stride < self.vectors:
-            self._group(step, prepared, whole * config.unroll, guarded=True)
+        else:
+            self._groups(step, prepared, 0, whole, guarded=False)
+        self._groups(step, prepared, whole, rest, guarded=True)
 
-    def _stream_ahead(self, step: Step, prepared: list[Expr], whole: int) -> None:
-        """The whole steps, each with the next one's loads already on their way."""
+    def _groups(
+        self, step: Step, prepared: list[Expr], first: Extent, count: Extent, guarded: bool
+    ) -> None:
+        """`count` groups of vectors from group number `first` on."""
+        unroll = self.config.unroll
+        if isinstance(count, int) and count <= 1 and guarded:
+            if count:
+                self._group(step, prepared, first * unroll, guarded)
+            return
+        if isinstance(count, int) and not count:
+            return
+        with T.serial(count) as turn:
+            self._group(step, prepared, (first + turn) * unroll, guarded)
+
+    def _stream_ahead(self, step: Step, prepared: list[Expr], whole: Extent) -> None:
+        """The whole groups, each with the next one's loads already on their way."""
+        if isinstance(whole, int):
+            if whole:
+                self._pipeline(step, prepared, whole)
+            return
+        with then(whole > 0):
+            self._pipeline(step, prepared, whole)
+
+    def _pipeline(self, step: Step, prepared: list[Expr], whole: Extent) -> None:
         config = self.config
         slots = config.unroll * config.width
-        ahead = {tile.var: T.alloc_local((slots,), tile.dtype) for tile in self.tiles}
+        ahead = {load.var: T.alloc_local((slots,), load.dtype) for load in self.current}
 
         def fetch(first: Expr | int) -> None:
             for number in range(config.unroll):
-                for tile in self.tiles:
-                    self._load(tile, self._chunk(first, number), ahead[tile.var])
+                chunk = self._chunk(first, number)
+                for load in self.current:
+                    self._load(load, chunk, ahead[load.var])
 
         fetch(0)
         with T.serial(whole) as turn:
-            for tile in self.tiles:
-                size = bytes_of(tile.dtype)
-                target = places(self.tile_buffers[tile.var], 0, size)
-                copy_registers(target, places(ahead[tile.var], 0, size), slots * size)
+            for load in self.current:
+                size = bytes_of(load.dtype)
+                target = places(self.tile_buffers[load.var], 0, size)
+                copy_registers(target, places(ahead[load.var], 0, size), slots * size)
             fetch(tirx.Min(turn + 1, whole - 1) * config.unroll)
             self._group(step, prepared, turn * config.unroll, guarded=False, loaded=True)
 
-    def _chunk(self, first: Expr | int, number: int) -> Chunk:
-        vector = (first + number) * self.config.threads + self.threads.thread
-        return Chunk(vector, number * self.config.width)
+    def _number(self, first: Expr | int, number: int) -> Expr:
+        """Place of the thread's vector in the order in which the threads walk."""
+        return (first + number) * (self.config.threads * self.config.cluster) + self.row_thread
 
-    def _load(self, tile: Tile, chunk: Chunk, target: Var | None = None) -> None:
-        self.load(tile, chunk, target, self.config.load if tile.per_row else "nc")
+    def _chunk(self, first: Expr | int, number: int, edge: bool = False) -> Chunk:
+        vector = self._number(first, number)
+        if self.windows:
+            vector = self.windows.vector(vector, edge)
+        return Chunk(vector, number * self.config.width, edge and self.windows is not None)
+
+    def _load(self, load: Load, chunk: Chunk, target: Var | None = None) -> None:
+        hint = self.config.load if isinstance(load, Tile) and load.per_row else "nc"
+        self.load(load, chunk, target, hint)
 
     def _group(
         self,
@@ -101,18 +141,18 @@ class LoopRows(RowKernel):
         loaded: bool = False,
     ) -> None:
         """`unroll` vectors from number `first` on."""
-        chunks = [self._chunk(first, number) for number in range(self.config.unroll)]
+        total = self.windows.count if self.windows else self.vectors
 
         def each(emit: Callable[[Chunk], None]) -> None:
-            for chunk in chunks:
+            for number in range(self.config.unroll):
                 if not guarded:
-                    emit(chunk)
+                    emit(self._chunk(first, number))
                     continue
-                with then(chunk.vector < self.vectors):
-                    emit(chunk)
+                with then(self._number(first, number) < total):
+                    emit(self._chunk(first, number, edge=True))
 
         if not loaded:
-            each(lambda chunk: [self._load(tile, chunk) for tile in self.tiles])
+            each(lambda chunk: [self._load(load, chunk) for load in self.current])
         tops = self._tops(step)
         old = {top.var: T.Bind(self.accumulators[top.var][0]) for top in tops}
         each(lambda chunk: self.sweep(chunk, step.plain, step.outputs, prepared))
@@ -155,10 +195,10 @@ class LoopRows(RowKernel):
         """Registers -> warps; running sums go from their thread's maximum to their warp's."""
         width = min(WARP, self.config.threads)
         for reduction in step.plain:
-            collapse(reduction, self.accumulators[reduction.var], self.ways)
+            self.collapse(reduction)
         own = {top.var: T.Bind(self.accumulators[top.var][0]) for top in self._tops(step)}
         for reduction in step.plain:
-            warp_reduce(reduction, self.accumulators[reduction.var], width)
+            warp_reduce(carried(reduction), self.accumulators[reduction.var], width)
         for reduction in step.running:
             partial, top = self.accumulators[reduction.var], reduction.online
             collapse(reduction, partial, self.ways)

@@ -14,8 +14,11 @@ from tvm.script import tirx as T
 
 from ..program import Reduction, Tile
 from .frame import then
-from .row_exchange import collapse, finite, rescale, warp_reduce
-from .row_kernel import WARP, Chunk, RowKernel, Step
+from .row_arg import carried, is_arg
+from .row_exchange import finite, rescale, warp_reduce
+from .row_kernel import WARP, RowKernel
+from .row_loads import Load
+from .row_steps import Chunk, Step
 
 
 class RegisterRows(RowKernel):
@@ -27,7 +30,7 @@ class RegisterRows(RowKernel):
         count = self.program.row_count
         exact = isinstance(count, int) and count % self.config.rows == 0
         self.enter_row(self.first_row(), partial=self.config.rows > 1 and not exact)
-        self.scope.load_scalars()
+        self.load_scalars()
         self.compute(loaded=[])
 
     # ---- chunks
@@ -57,6 +60,9 @@ class RegisterRows(RowKernel):
 
     def each_chunk(self, emit: Callable[[Chunk], None]) -> None:
         """`emit` for every chunk; the last one under a guard where the row ends within it."""
+        if self.windows:
+            self._each_window(emit)
+            return
         whole = self.share // self.stride
         if whole == 1:
             emit(self.chunk(0))
@@ -67,36 +73,55 @@ class RegisterRows(RowKernel):
             with then(whole * self.stride + self.walker() < self.share):
                 emit(self.chunk(whole))
 
+    def _each_window(self, emit: Callable[[Chunk], None]) -> None:
+        """`emit` for every chunk; those that may stick out of the row under guards."""
+        windows, stride, width = self.windows, self.stride, self.config.width
+        whole = windows.interior // stride
+        if whole == 1:
+            emit(Chunk(windows.vector(self.walker(), edge=False), 0))
+        elif whole:
+            with T.unroll(whole) as step:
+                number = step * stride + self.walker()
+                emit(Chunk(windows.vector(number, edge=False), step * width))
+        for step in range(whole, self.chunks):
+            number = T.Bind(step * stride + self.walker())
+            with then(number < windows.count):
+                emit(Chunk(windows.vector(number, edge=True), step * width, edge=True))
+
     # ---- phases
 
     def compute(
-        self, loaded: Iterable[Tile], after_barrier: Callable[[], None] | None = None
+        self, loaded: Iterable[Load], after_barrier: Callable[[], None] | None = None
     ) -> None:
         """All steps on the current row; `loaded` tiles are in registers already."""
-        present = {tile.var for tile in loaded}
+        present = {load.var for load in loaded}
 
-        def fetch(tiles: Iterable[Tile]) -> None:
-            missing = [tile for tile in tiles if tile.var not in present]
-            present.update(tile.var for tile in missing)
+        def fetch(loads: Iterable[Load]) -> None:
+            missing = [load for load in loads if load.var not in present]
+            present.update(load.var for load in missing)
             if missing:
-                self.each_chunk(lambda chunk: [self.load(tile, chunk) for tile in missing])
+                self.each_chunk(lambda chunk: [self.load(load, chunk) for load in missing])
 
         self.scope.ready.clear()
         self.scope.factors.clear()
-        fetch(tile for tile in self.program.tiles if tile.per_row)
+        self.scope.forget()
+        fetch(load for load in self.loads if isinstance(load, Tile) and load.per_row)
+        elements = [load.var for load in self.loads if not isinstance(load, Tile)]
+        self.scope.prepare_values(elements)
+        fetch(self.needed(elements))
         steps = self.steps()
         for number, step in enumerate(steps):
             self.scope.forget()
             if step.swept:
-                fetch(self.needed_tiles(step.swept))
+                fetch(self.needed(step.swept))
                 self.pass_over(step.plain, step)
             relative = self._reduce_warps(step)
             group = [*step.plain, *step.running]
             if group:
                 # shared vectors (gamma, bias) of the next sweep arrive while the threads meet
                 following = steps[number + 1] if number + 1 < len(steps) else None
-                ahead = self.needed_tiles(following.swept) if following else []
-                fetch(tile for tile in ahead if not tile.per_row)
+                ahead = self.needed(following.swept) if following else []
+                fetch(load for load in ahead if isinstance(load, Tile) and not load.per_row)
                 self.exchange(group, after_barrier)
                 after_barrier = None
                 self._correct(relative)
@@ -119,24 +144,24 @@ class RegisterRows(RowKernel):
         """
         width = min(WARP, self.config.threads)
         for reduction in step.plain:
-            partial = self.accumulators[reduction.var]
-            collapse(reduction, partial, self.ways)
-            warp_reduce(reduction, partial, width)
+            self.collapse(reduction)
+            warp_reduce(carried(reduction), self.accumulators[reduction.var], width)
         if not step.running:
             return {}
         before = set(self.scope.ready)
         with self.scope.fork():
             local = {}
             for reduction in step.plain:
+                if is_arg(reduction):
+                    continue
                 own = self.accumulators[reduction.var][0]
                 is_top = any(r.online.same_as(reduction.var) for r in step.running)
                 own = T.Bind(finite(own) if is_top else own)
                 self.scope.env[reduction.var] = local[reduction.var] = own
             self.pass_over(step.running, None)
         for reduction in step.running:
-            partial = self.accumulators[reduction.var]
-            collapse(reduction, partial, self.ways)
-            warp_reduce(reduction, partial, width)
+            self.collapse(reduction)
+            warp_reduce(reduction, self.accumulators[reduction.var], width)
         fresh = [var for var in self.kept if var in self.scope.ready and var not in before]
         relative = {var: self.scaled[var] for var in fresh if var in self.scaled}
         return {var: (top, local[top]) for var, top in relative.items()}

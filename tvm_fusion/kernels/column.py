@@ -1,0 +1,297 @@
+"""Kernel class `column`: reductions over leading or middle axes with pointwise work before,
+between and after.
+
+    S[n] = sum over m of x[m, n]        softmax over axis 0        statistics over n, h, w of NHWC
+
+Every reduction runs over the same columns of the same rows, and all of them read their elements in
+one order, in which the columns are not the last axes. A block of the group is full (rows and
+columns, in that order or as a reshape of it), per row, or smaller than a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from tvm import tirx
+
+from ..config import HardwareProfile, Policy
+from ..ir.access import Access, Affine, Block, Extent, Reduction
+from ..ir.extents import assumed, assumed_product, non_unit, product_key
+from ..ir.graph import OpKind
+from .base import (
+    Fit,
+    GroupView,
+    Refusal,
+    RefusalCode,
+    Resources,
+    Traffic,
+    dtype_bytes,
+    write_on_cpu,
+)
+from .footprint import evaluations
+from .pointwise import refuse_recompute
+from .traffic import filled_by_threads, memory_traffic
+
+ELEMENTS_PER_THREAD = 32  # two 16-byte vectors in flight for each 16 registers of them
+MAX_THREADS = 1024
+
+
+class _Role(Enum):
+    FULL = "full"
+    ROW = "row"
+    SMALL = "small"
+
+
+@dataclass(frozen=True, slots=True)
+class _Space:
+    """Axes of the space in the order in which they are read: extents, and which are rows."""
+
+    extents: tuple[Extent, ...]
+    is_row: tuple[bool, ...]
+
+    @property
+    def rows(self) -> tuple[Extent, ...]:
+        return tuple(e for e, row in zip(self.extents, self.is_row, strict=True) if row)
+
+    @property
+    def columns(self) -> tuple[Extent, ...]:
+        return tuple(e for e, row in zip(self.extents, self.is_row, strict=True) if not row)
+
+    @property
+    def inner(self) -> int:
+        """Columns that are neighbours in memory."""
+        axes = zip(reversed(self.extents), reversed(self.is_row), strict=True)
+        inner = 1
+        for extent, row in axes:
+            if row:
+                break
+            inner *= assumed(extent)
+        return inner
+
+
+@dataclass(slots=True)
+class _Roles:
+    """What the tensors of a group are, as far as its blocks have been read.
+
+    `reshaped` holds the shapes under which views show full tensors, `reduced` what depends on a
+    reduction: an element of anything else can be computed wherever it is read.
+    """
+
+    space: _Space
+    of: dict[int, _Role] = field(default_factory=dict)
+    reshaped: set[tuple[Extent, ...]] = field(default_factory=set)
+    reduced: set[int] = field(default_factory=set)
+
+    def role(self, block: Block) -> _Role:
+        extents = non_unit(a.extent for a in block.axes)
+        if extents == self.space.extents or extents in self.reshaped:
+            return _Role.FULL
+        return _Role.ROW if extents == self.space.rows else _Role.SMALL
+
+
+class Column:
+    """See the module docstring.
+
+    Does not handle: argmax; symbolic columns; reductions of different rows in one group; reductions
+    over the contiguous axes (`row` does).
+    """
+
+    name = "column"
+    joins_independent = True  # equal spaces are one: the partial sums of dgamma and dbeta
+
+    def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
+        anchor = next((b for b in group.blocks if b.reduction is not None), None)
+        if anchor is None:
+            return group.refuse(RefusalCode.REDUCTION, "the group holds no reduction")
+        space = _space(group, anchor)
+        if isinstance(space, Refusal):
+            return space
+        roles = _Roles(space)
+        views = {
+            id(b)
+            for op in group.ops
+            if group.graph.ops[op].kind is OpKind.VIEW
+            for b in group.graph.ops[op].blocks
+        }
+        for block in group.blocks:
+            refusal = _check_block(group, block, roles, id(block) in views)
+            if refusal is not None:
+                return refusal
+        for t in group.outputs:
+            if roles.of[t] is roles.role(group.writer_of[t]) is _Role.SMALL:
+                return group.refuse(
+                    RefusalCode.SPACE_MISMATCH,
+                    f"output {group.graph.tensors[t].name} is neither full nor one value a row",
+                )
+        once = frozenset(t for t, role in roles.of.items() if role is not _Role.SMALL)
+        runs = evaluations(group, once)
+        if refusal := refuse_recompute(group, runs, policy):
+            return refusal
+        rows, columns = assumed_product(space.rows), assumed_product(space.columns)
+        return Fit(self.name, rows, columns, runs.counts)
+
+    def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
+        """Columns that a thread block cannot hold are read again, out of the L2 where they fit."""
+        anchor = next(b for b in group.blocks if b.reduction is not None)
+        space = _space(group, anchor)
+        size = min(dtype_bytes(group.graph.tensors[a.tensor].dtype) for a in anchor.reads)
+        lanes = max(1, hw.sector_bytes // size)
+        blocks = max(1.0, fit.rows * min(space.inner, lanes) / lanes)
+        threads = min(fit.rows * fit.columns / ELEMENTS_PER_THREAD, blocks * MAX_THREADS)
+        return memory_traffic(group, fit, hw, parallel=filled_by_threads(threads, hw))
+
+    def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
+        sums = sum(b.reduction is not None for b in group.blocks)
+        return Resources(min(128, 48 + 8 * (sums + len(group.inputs))), 16384)
+
+    def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
+        if hw.kind == "llvm":
+            return [None]
+        from .cuda.column import column_configs
+        from .program import analyze
+
+        return column_configs(analyze(func, exact=policy.rounding == "exact"), hw)
+
+    def write(
+        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
+    ) -> tirx.PrimFunc:
+        if hw.kind == "llvm":
+            return write_on_cpu(func, hw, policy)
+        from .cuda.column import column_configs, emit_column
+        from .program import analyze
+
+        program = analyze(func, exact=policy.rounding == "exact")
+        return emit_column(program, config or column_configs(program, hw)[0], hw)
+
+
+def _space(group: GroupView, anchor: Block) -> _Space | Refusal:
+    """The order in which the first reduction reads its elements."""
+    found = _order(anchor)
+    if found is None:
+        return group.refuse(
+            RefusalCode.REDUCTION, f"{anchor.name} reads no element for each row and column"
+        )
+    live = [i for i in found if anchor.axes[i].extent != 1]
+    space = _Space(
+        tuple(anchor.axes[i].extent for i in live), tuple(i in anchor.spatial for i in live)
+    )
+    if not space.rows or list(space.is_row) == sorted(space.is_row, reverse=True):
+        return group.refuse(
+            RefusalCode.REDUCTION, f"{anchor.name} reduces the last axes: whole rows"
+        )
+    if any(not isinstance(extent, int) for extent in space.columns):
+        return group.refuse(RefusalCode.REDUCTION, f"{anchor.name} reduces a symbolic extent")
+    return space
+
+
+def _order(block: Block) -> tuple[int, ...] | None:
+    """The axes of the block in the order of a read that has each of them once."""
+    live = {i for i, axis in enumerate(block.axes) if axis.extent != 1}
+    for access in block.reads:
+        axes = [i for i in _plain(block, access) if i is not None]
+        if set(axes) == live and len(axes) == len(live):
+            return tuple(axes)
+    return None
+
+
+def _plain(block: Block, access: Access) -> list[int | None]:
+    """The axis that each index of an access is; None for an index that is no single axis."""
+    found: list[int | None] = []
+    for index in access.index:
+        live = [i for i in sorted(index.axes) if block.axes[i].extent != 1]
+        if isinstance(index, Affine) and not live:
+            continue
+        alone = isinstance(index, Affine) and len(live) == 1 and index.single_axis == live[0]
+        found.append(live[0] if alone else None)
+    return found
+
+
+def _check_block(group: GroupView, block: Block, roles: _Roles, is_view: bool) -> Refusal | None:
+    """Finds the role of a block; why it has none."""
+    if block.reduction is not None:
+        refusal = _check_reduction(group, block, roles.space)
+        if refusal is not None:
+            return refusal
+        role = _Role.ROW
+    elif is_view:
+        role = _role_of_view(block, roles)
+    else:
+        role = roles.role(block)
+        known = [roles.of.get(a.tensor, _Role.SMALL) for a in block.reads]
+        if role is _Role.ROW and _Role.ROW not in known:
+            role = _Role.SMALL  # made of inputs only: a vector as long as the rows
+    for access in block.reads:
+        produced = roles.of.get(access.tensor, _Role.SMALL)
+        if produced is _Role.SMALL or is_view:
+            continue
+        few = role is not _Role.FULL and block.reduction is None
+        if few and access.tensor not in roles.reduced:
+            continue
+        if not _reads_own(block, access, roles.space, produced, role):
+            return group.refuse(
+                RefusalCode.OFF_ROW,
+                f"{block.name} reads a value of another row (or of no row) of "
+                f"{group.graph.tensors[access.tensor].name}",
+            )
+    known = any(a.tensor in roles.reduced for a in block.reads)
+    for w in block.writes:
+        roles.of[w.tensor] = role
+        if known or block.reduction is not None:
+            roles.reduced.add(w.tensor)
+    return None
+
+
+def _role_of_view(block: Block, roles: _Roles) -> _Role:
+    """A reshape keeps the role of what it shows, and its shape is one of the space from then on."""
+    shape = non_unit(a.extent for a in block.axes)
+    produced = [roles.of.get(a.tensor) for a in block.reads]
+    full = product_key(shape) == product_key(roles.space.extents)
+    if full and produced and produced[0] in (None, _Role.FULL):
+        roles.reshaped.add(shape)
+        return _Role.FULL
+    if produced and produced[0] is _Role.ROW and shape == roles.space.rows:
+        return _Role.ROW
+    return roles.role(block) if produced and produced[0] is None else _Role.SMALL
+
+
+def _check_reduction(group: GroupView, block: Block, space: _Space) -> Refusal | None:
+    unknown = (Reduction.OTHER, Reduction.ARGMAX, Reduction.ARGMIN)
+    if block.reduction in unknown or (block.is_contraction and _is_matmul_like(block)):
+        return group.refuse(
+            RefusalCode.REDUCTION, f"{block.name} combines in a way no column kernel knows"
+        )
+    order = _order(block)
+    live = [i for i in order or () if block.axes[i].extent != 1]
+    extents = tuple(block.axes[i].extent for i in live)
+    is_row = tuple(i in block.spatial for i in live)
+    if (extents, is_row) != (space.extents, space.is_row):
+        return group.refuse(
+            RefusalCode.SPACE_MISMATCH,
+            f"{block.name} does not reduce the columns {list(space.columns)} of rows "
+            f"{list(space.rows)} in the order of the others",
+        )
+    return None
+
+
+def _is_matmul_like(block: Block) -> bool:
+    """Both operands vary over spatial axes the other lacks: no row of one is read once."""
+    spatial = set(block.spatial)
+    a, b = (set(r.axes) & spatial for r in block.reads)
+    return bool(a - b) and bool(b - a)
+
+
+def _reads_own(block: Block, access: Access, space: _Space, produced: _Role, role: _Role) -> bool:
+    """Whether a value of the group is read at the reader's own row (and column)."""
+    got = _plain(block, access)
+    if block.reduction is not None:
+        return produced is _Role.ROW or got == list(_order(block) or ())
+    live = [i for i, axis in enumerate(block.axes) if axis.extent != 1]
+    if produced is _Role.FULL:
+        return role is _Role.FULL and got == live
+    if role is _Role.ROW:
+        return got == live
+    if role is not _Role.FULL or len(live) != len(space.is_row):
+        return False
+    return got == [i for i, row in zip(live, space.is_row, strict=True) if row]
