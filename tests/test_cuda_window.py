@@ -6,7 +6,9 @@ from tvm.relax import op
 
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
+from tvm_fusion.kernels.cuda.combs import combs
 from tvm_fusion.kernels.cuda.pointwise import emit_pointwise
+from tvm_fusion.kernels.cuda.pointwise_configs import pointwise_configs
 from tvm_fusion.kernels.program import analyze
 
 from .cuda_on_cpu import run_cuda_on_cpu
@@ -93,3 +95,33 @@ def test_large_windows_are_not_unrolled():
 def test_short_rows_stay_rows():
     func = fuse(lambda bb, x: op.sum(x, axis=-1), ((64, 4), "float32"))
     assert analyze(func).phases == 1
+
+
+def test_a_window_without_gaps_is_read_in_whole_runs():
+    func = fuse(pool_add, ((2, 3, 16, 32), "float16"), ((2, 3, 8, 16), "float16"))
+    found = combs(analyze(func), 8)
+    assert [(comb.stride, sorted(comb.teeth.values()), comb.piece) for comb in found] == [
+        (2, [0, 1], 16),
+        (2, [0, 1], 16),
+    ]
+
+
+def test_runs_with_gaps_are_left_to_single_loads():
+    func = fuse(
+        lambda bb, x: op.exp(bb.emit(op.strided_slice(x, [1], [0], [32], [2]))),
+        ((4, 32), "float16"),
+    )
+    assert combs(analyze(func), 8) == []
+
+
+def test_wide_vectors_come_first_where_windows_are_whole_runs():
+    func = fuse(pool_add, ((32, 64, 112, 112), "float16"), ((32, 64, 56, 56), "float16"))
+    assert pointwise_configs(analyze(func), H200)[0].width == 8
+
+
+def test_narrow_vectors_come_first_where_lanes_step_over_memory():
+    func = fuse(
+        lambda bb, x: op.exp(bb.emit(op.strided_slice(x, [2], [0], [4096], [2]))),
+        ((64, 256, 4096), "float16"),
+    )
+    assert pointwise_configs(analyze(func), H200)[0].width < 8

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from ..expr import bytes_of, linear_form, number
 from ..program import Element, Program
+from .combs import combs
 from .pointwise_part import LANES, PointwiseConfig
 from .vectors import flat_tiles, flat_width, vector_elements, vector_width
 
@@ -71,7 +72,7 @@ def _forms(program: Program) -> list[list[PointwiseConfig]]:
     forms = [[plain]]
     if plain.across is not None:
         forms.append([replace(plain, across=None)])
-    elif program.rows and _strides(program, width):
+    elif _strides(program, width):
         forms = [[replace(plain, width=width >> step) for step in range(width.bit_length())]]
     wide = flat_width(program)
     if wide is not None and wide > width:
@@ -117,7 +118,8 @@ def _wavefronts(program: Program, config: PointwiseConfig) -> float:
 
 def _strides(program: Program, width: int) -> list[int]:
     """Bytes between neighbouring columns of each load that steps over memory and is no vector."""
-    vectors = vector_elements(program, width)
+    vectors = set(vector_elements(program, width))
+    vectors |= {var for comb in combs(program, width) for var in comb.teeth}
     found = []
     for element in program.elements:
         form = linear_form(element.offset, [program.column_var])
@@ -140,7 +142,8 @@ def bytes_per_vector(program: Program, config: PointwiseConfig) -> int:
 def _resident_blocks(program: Program, config: PointwiseConfig, hw: HardwareProfile) -> int:
     """Blocks on a multiprocessor, by its threads and registers."""
     tiles = config.width * sum(bytes_of(tile.dtype) for tile in program.tiles) // 4
-    registers = REGISTERS + config.unroll * tiles
+    runs = sum(comb.stride * bytes_of(comb.dtype) for comb in combs(program, config.width))
+    registers = REGISTERS + config.unroll * (tiles + config.width * runs // 4)
     threads = min(hw.max_threads_per_sm, hw.registers_per_sm // registers)
     return max(1, min(threads // config.threads, hw.max_blocks_per_sm))
 

@@ -21,8 +21,9 @@ from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ...errors import Unsupported
-from ..expr import constant, convert, dtype_of
+from ..expr import constant, convert, dtype_of, substitute
 from ..program import Access, Extent, Output, Program
+from .combs import combs
 from .frame import Frame, then
 from .pointwise_flat import FlatLanes
 from .scope import Local, Point, RowScope
@@ -30,6 +31,9 @@ from .transfer import load_element, load_tile, load_values, store_values, store_
 from .vectors import divides, flat_tiles, flat_width, piece_bytes, vector_elements
 
 LANES = 32
+
+Loaded = dict[Var, tuple[Var, int, int]]
+"""Placeholder -> register array, elements of it a lane, and which of those."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +82,7 @@ class PointwisePart:
             raise Unsupported(f"vectors of {width} cross the end of rows of {program.columns}")
         self.per_row = self._quotient(self.run, width)
         self.elements = {} if config.flat else vector_elements(program, width)
+        self.combs = [] if config.flat else combs(program, width)
         if config.across is None:
             rows = 1 if config.flat else program.row_count
             self.vectors = rows * self.per_row
@@ -205,9 +210,10 @@ class PointwisePart:
         """The elements from number `start` of the space on, loaded."""
         width, zero = self.config.width, constant(0, self.index)
         lanes = FlatLanes(self.program, frame, start, width)
-        loaded: dict[Var, Var] = {}
+        loaded: Loaded = {}
         for tile in flat_tiles(self.program):
-            buffer = loaded[tile.var] = T.alloc_local((width,), tile.dtype)
+            buffer = T.alloc_local((width,), tile.dtype)
+            loaded[tile.var] = buffer, 1, 0
             piece = piece_bytes(zero, tile.dtype, width, self.analyzer)
             load_values(lanes.scope, tile.param, start, tile.dtype, (buffer, 0), width, piece)
 
@@ -236,16 +242,24 @@ class PointwisePart:
     def _piece(self, access: Access) -> int:
         return piece_bytes(access.offset, access.dtype, self.config.width, self.analyzer)
 
-    def _load(self, scope: RowScope, column: Expr) -> dict[Var, Var]:
-        """Register arrays of the tiles and vector elements, by placeholder."""
+    def _load(self, scope: RowScope, column: Expr) -> Loaded:
+        """Register arrays of the tiles, vector elements and combs, by placeholder."""
         width = self.config.width
-        loaded: dict[Var, Var] = {}
+        loaded: Loaded = {}
         for tile in self.program.tiles:
-            buffer = loaded[tile.var] = T.alloc_local((width,), tile.dtype)
+            buffer = T.alloc_local((width,), tile.dtype)
+            loaded[tile.var] = buffer, 1, 0
             load_tile(scope, tile, column, (buffer, 0), width, self._piece(tile))
         for var, vector in self.elements.items():
-            buffer = loaded[var] = T.alloc_local((width,), vector.element.dtype)
+            buffer = T.alloc_local((width,), vector.element.dtype)
+            loaded[var] = buffer, 1, 0
             load_element(scope, vector, column, (buffer, 0), width)
+        for comb in self.combs:
+            run = comb.stride * width
+            buffer = T.alloc_local((run,), comb.dtype)
+            loaded |= {var: (buffer, comb.stride, tooth) for var, tooth in comb.teeth.items()}
+            start = substitute(scope.row(comb.offset), {self.program.column_var: column})
+            load_values(scope, comb.param, start, comb.dtype, (buffer, 0), run, comb.piece)
         return loaded
 
     def _rest(self, frame: Frame) -> None:
@@ -270,6 +284,13 @@ class PointwisePart:
                 )
 
 
-def _lane_of(loaded: dict[Var, Var], lane: int) -> Local:
+def _lane_of(loaded: Loaded, lane: int) -> Local:
     """Element number `lane` of what is loaded in vectors."""
-    return lambda var: loaded[var][lane] if var in loaded else None
+
+    def local(var: Var) -> Expr | None:
+        if var not in loaded:
+            return None
+        buffer, stride, start = loaded[var]
+        return buffer[lane * stride + start]
+
+    return local
