@@ -16,7 +16,7 @@ from tvm.relax import op
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.cuda.row import emit_row, row_configs
-from tvm_fusion.kernels.cuda.row_candidates import ranked, row_candidates
+from tvm_fusion.kernels.cuda.row_candidates import row_candidates
 from tvm_fusion.kernels.cuda.row_config import Form, RowConfig
 from tvm_fusion.kernels.cuda.row_cost import estimate_rows, row_time_us
 from tvm_fusion.kernels.cuda.row_resources import row_resources
@@ -28,7 +28,8 @@ from .kernel_cases import fuse
 
 H200, A100 = load_profile("nvidia_h200"), load_profile("nvidia_a100")
 SWEEP = json.loads((Path(__file__).parent / "data" / "row_sweep_h200.json").read_text())
-LARGEST_REGRET = 1.15
+LARGEST_REGRET = 1.10
+"""Reached on both sweeps, 1.08 by a fit that had not seen every fifth program."""
 HALF, BRAIN, FLOAT = "float16", "bfloat16", "float32"
 
 
@@ -93,6 +94,10 @@ def first(kind, rows, columns, dtype=HALF, hw=H200):
 # ---- against measurements
 
 
+def program_of_entry(entry):
+    return program_of(*(entry[key] for key in ("kind", "rows", "columns", "dtype")))
+
+
 def measured(entry):
     """Configuration -> microseconds of one program of the sweep."""
     return {
@@ -102,25 +107,41 @@ def measured(entry):
 
 
 def work_of(entry, times):
-    program = program_of(*(entry[key] for key in ("kind", "rows", "columns", "dtype")))
+    program = program_of_entry(entry)
     widths = sorted({config.width for config in times})
     return row_work(program, widths, H200.special_slots)
 
 
+def chosen(entry, times):
+    """The measured kernel that the list of a program has first."""
+    return next(c for c in row_configs(program_of_entry(entry), H200) if c in times)
+
+
 @functools.cache
 def regrets():
-    """Time of the chosen kernel over that of the fastest one, by program."""
+    """Time of the chosen kernel over that of the fastest one measured, by program."""
     found = {}
     for entry in SWEEP["programs"]:
         times = measured(entry)
-        choice = ranked(times, work_of(entry, times), H200)[0]
+        choice = chosen(entry, times)
         name = f"{entry['kind']} {entry['rows']}x{entry['columns']} {entry['dtype']}"
         found[name] = times[choice] / min(times.values())
     return found
 
 
 def test_the_choice_is_within_three_percent_of_the_fastest_kernel_in_the_median():
+    assert len(regrets()) >= 40
     assert statistics.median(regrets().values()) <= 1.03
+
+
+def test_nearly_all_choices_are_within_six_percent():
+    assert sum(r > 1.06 for r in regrets().values()) <= 0.1 * len(regrets())
+
+
+def test_long_lists_of_rows_run_at_their_best():
+    headline = [r for name, r in regrets().items() if "8192x4096 float16" in name]
+    assert len(headline) >= 3
+    assert max(headline) <= 1.02
 
 
 def test_no_choice_is_far_from_the_fastest_kernel():
@@ -148,7 +169,7 @@ def test_estimates_of_the_chosen_kernels_are_near_their_times():
     for entry in SWEEP["programs"]:
         times = measured(entry)
         work = work_of(entry, times)
-        choice = ranked(times, work, H200)[0]
+        choice = chosen(entry, times)
         errors.append(abs(estimate_rows(work, choice, H200).time_us / times[choice] - 1))
     assert statistics.median(errors) <= 0.1
 
@@ -239,6 +260,23 @@ def test_short_rows_share_a_block():
     assert config.threads * config.rows >= 64
 
 
+def test_odd_rows_are_read_in_windows_where_they_are_long_enough():
+    for kind, rows, columns in (("softmax", 65536, 63), ("layernorm", 8192, 63)):
+        widths = {config.width for config in row_candidates(program_of(kind, rows, columns), H200)}
+        assert widths == {1, 8}
+        assert first(kind, rows, columns).width == 1
+    assert first("softmax", 8192, 1003).width == 8
+    assert first("rmsnorm", 8192, 4095).width == 8
+
+
+def test_a_vector_that_starts_elsewhere_than_the_rows_makes_windows_dear():
+    assert first("layernorm", 4096, 1023).width == 1
+
+
+def test_rows_that_one_block_holds_are_not_spread_over_clusters():
+    assert first("rmsnorm", 128, 5120, BRAIN).cluster == 1
+
+
 def test_rows_that_leave_one_number_and_fit_no_registers_are_streamed():
     assert first("loss", 4096, 32000).form is Form.LOOP
 
@@ -283,6 +321,13 @@ def test_terms_say_what_limits_a_kernel():
     assert one.dominant == "latency"
     lanes = RowConfig(threads=1, rows=128, width=1)
     assert row_time_us(program_of("softmax", 65536, 63), lanes, H200).dominant == "access"
+
+
+def test_rows_that_read_and_store_nothing_of_their_own_have_an_estimate():
+    work = row_work(program_of("mean", 64, 4096), [8], H200.special_slots)
+    sweeps = tuple(dataclasses.replace(s, streamed=0) for s in work.merged)
+    work = dataclasses.replace(work, streamed=0, merged=sweeps)
+    assert estimate_rows(work, RowConfig(Form.LOOP), H200).time_us > 0
 
 
 def test_registers_beyond_the_limit_are_charged():

@@ -1,7 +1,7 @@
 """Reductions taken apart for a large device: where, in how many pieces, with the same results."""
 
 import dataclasses
-import math
+import functools
 
 import numpy as np
 import pytest
@@ -253,17 +253,97 @@ def test_rms_norm_backward_is_one_mixed_kernel_and_the_finishing_sum():
     assert kernels(mod) == ["mixed", "column"]
 
 
-def test_group_norm_with_silu_passes_over_its_data_three_times():
-    def emit(bb, x, g, b):
-        y = op.nn.group_norm(x, g, b, 32, channel_axis=3, axes=[1, 2], epsilon=1e-5)
-        return op.nn.silu(bb.emit(y))
+def group_norm_silu(bb, x, g, b):
+    y = op.nn.group_norm(x, g, b, 32, channel_axis=3, axes=[1, 2], epsilon=1e-5)
+    return op.nn.silu(bb.emit(y))
 
-    shape = (32, 64, 64, 320)
-    mod = module_of(emit, (shape, "float16"), ((320,), "float16"), ((320,), "float16"))
-    planned = plan_of(mod)
-    moved = sum(group.bytes for group in planned.plan.groups)
-    assert kernels(mod) == ["column", "row", "pointwise"]
-    assert moved <= 3.1 * 2 * math.prod(shape)
+
+def instance_norm(bb, x, g, b):
+    return op.nn.instance_norm(x, g, b, channel_axis=3, axes=[1, 2])
+
+
+def batch_norm(axis):
+    return lambda bb, x, *parameters: op.nn.batch_norm(x, *parameters, axis=axis, training=True)
+
+
+def softmax(axis):
+    return lambda bb, x: op.nn.softmax(x, axis=axis)
+
+
+def three_softmaxes(bb, x):
+    for axis in (1, 0, 1):
+        x = bb.emit(op.nn.softmax(x, axis=axis))
+    return x
+
+
+@pytest.mark.parametrize(
+    ("emit", "shape", "parameters", "expected"),
+    [
+        (group_norm_silu, (32, 64, 64, 320), 2, ["column"]),
+        (instance_norm, (32, 64, 64, 256), 2, ["column"]),
+        (batch_norm(1), (16, 256, 56, 56), 4, ["column"]),
+        (softmax(0), (4096, 4096), 0, ["column"]),
+        (softmax(1), (64, 512, 513), 0, ["column"]),
+        (three_softmaxes, (32, 32), 0, ["row", "column", "row"]),
+    ],
+)
+def test_dependent_reductions_that_fill_the_device_are_one_kernel(
+    emit, shape, parameters, expected
+):
+    channels = shape[1 if parameters == 4 else -1]  # batch norm has them second
+    vectors = [((channels,), "float16")] * parameters
+    assert kernels(module_of(emit, (shape, "float16"), *vectors)) == expected
+
+
+def test_group_norm_in_one_kernel_takes_its_statistics_in_one_pass():
+    vectors = [((320,), "float16")] * 2
+    mod = module_of(group_norm_silu, ((32, 64, 64, 320), "float16"), *vectors)
+    (group,) = [g for g in plan_of(mod).plan.groups if g.kernel_class == "column"]
+    assert group.bytes <= 2.1 * 2 * 32 * 64 * 64 * 320
+    assert operators(SplitReductions(H200)(Decompose(hw=H200)(mod))).count("strided_slice") == 2
+
+
+def test_softmax_over_few_columns_is_split():
+    mod = module_of(softmax(0), ((65536, 512), "float16"))
+    assert kernels(mod).count("column") == 4
+
+
+def test_few_multiprocessors_keep_more_together():
+    shape, levels = (65536, 512), Setting(levels=2)
+    assert len(stages(shape, (0,), H200, levels)) == 2
+    assert len(stages(shape, (0,), dataclasses.replace(H200, num_sms=16), levels)) == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "levels", "count"),
+    [
+        ((16384, 1024), (0,), 0, 2),  # nothing waits for the sum
+        ((4096, 4096), (0,), 2, 1),
+        ((4096, 4096), (0,), 0, 2),
+        ((32, 64, 64, 32, 10), (1, 2, 4), 1, 1),
+        ((32, 64, 64, 32, 10), (1, 2, 4), 0, 2),
+        ((16, 256, 56, 56), (0, 2, 3), 1, 1),
+        ((32, 256, 56, 56), (0, 2, 3), 1, 2),  # too long for what planes lose
+        ((32, 56, 56, 256), (0, 1, 2), 1, 2),  # 8 blocks
+        ((4, 64, 4, 64, 4096), (0, 2, 4), 1, 3),  # no column kernel walks in that order
+    ],
+)
+def test_what_is_computed_with_afterwards_is_split_later(shape, axes, levels, count):
+    assert len(stages(shape, axes, H200, Setting(levels=levels))) == count
+
+
+def test_only_what_comes_back_to_its_points_counts_as_dependent():
+    def emit(bb, x, y, comes_back):
+        total = bb.emit(op.sum(x, axis=[0], keepdims=True))
+        used = bb.emit(op.multiply(x, bb.emit(op.exp(total)))) if comes_back else y
+        return relax.Tuple([total, used])
+
+    def sums(comes_back):
+        inputs = [((4096, 4096), "float16")] * 2
+        mod = module_of(functools.partial(emit, comes_back=comes_back), *inputs)
+        return operators(SplitReductions(H200)(mod)).count("sum")
+
+    assert (sums(True), sums(False)) == (1, 2)
 
 
 @pytest.mark.parametrize(
@@ -274,8 +354,5 @@ def test_group_norm_with_silu_passes_over_its_data_three_times():
     ],
 )
 def test_batch_norm_in_training_is_three_kernels(shape, axis, expected):
-    def emit(bb, x, *parameters):
-        return op.nn.batch_norm(x, *parameters, axis=axis, training=True)
-
-    mod = module_of(emit, (shape, "float16"), *[((256,), "float16")] * 4)
+    mod = module_of(batch_norm(axis), (shape, "float16"), *[((256,), "float16")] * 4)
     assert kernels(mod) == expected

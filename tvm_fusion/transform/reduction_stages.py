@@ -35,7 +35,7 @@ MIXED_THREADS_A_SM = 1024
 MIXED_BLOCKS_A_SM = (2, 8)
 MIXED_ROWS_A_BLOCK = 8
 LANES_A_BLOCK = 32
-"""Columns that a block takes at least where it has dependent reductions: 64 bytes of a half type."""
+"""Columns of a block that does dependent reductions, at least: 64 bytes of a half type."""
 PLANE_RATE = 0.75
 """Of the bandwidth, what one kernel with dependent reductions over planes reaches: 12.0 us of 15.4
 for [16, 256, 56, 56] on an H200; side by side along the rows, columns reach nearly all of it."""

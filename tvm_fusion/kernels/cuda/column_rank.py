@@ -131,7 +131,7 @@ def _demands(config: ColumnConfig, sweeps: int) -> tuple[int, ...]:
     if sweeps > 1:
         return (max(1, LEAST_THREADS // config.threads),)
     roomy = max(2, ROOMY_THREADS // config.threads)
-    return (0, roomy) if config.threads <= ROOMY_THREADS else (0,)
+    return (roomy, 0) if config.threads <= ROOMY_THREADS else (0,)
 
 
 def _held(
@@ -219,6 +219,14 @@ class _Estimate:
     def _turns(self) -> int:
         return -(-self.lanes.steps // self.config.walkers)
 
+    def _still_bytes(self) -> int:
+        """Bytes of a lane that are the same at every step."""
+        return sum(bytes_of(v.dtype) for v in self.lanes.loads.values() if not v.moves)
+
+    def _moving_bytes(self) -> int:
+        """Bytes of a point that are read again at every step."""
+        return main_bytes(self.program)[0] - self._still_bytes()
+
     def _registers(self) -> float:
         """Registers a thread; the accumulators and what is loaded or kept dominate."""
         config, loads = self.config, self.lanes.loads.values()
@@ -229,7 +237,7 @@ class _Estimate:
             vectors, each = self._turns(), config.width * wide + places
         else:
             vectors = min(config.unroll, self._turns())
-            each = config.width * main_bytes(self.program)[0] / 4
+            each = config.width * self._moving_bytes() / 4
         held = vectors * each
         if self._held() and config.keep:
             kept = [4 * bytes_of(dtype_of(v)) / 16 for v in kept_values(self.program)]
@@ -239,7 +247,7 @@ class _Estimate:
     def _resident(self) -> int:
         """Blocks a multiprocessor; 0 where the configuration makes no sense."""
         config, hw = self.config, self.hw
-        read = max(1, main_bytes(self.program)[0])
+        read = max(1, self._moving_bytes())
         if self._held() and config.keep and not kept_values(self.program):
             return 0
         if not self._held() and config.unroll > 2:
@@ -276,8 +284,7 @@ class _Estimate:
     def _wave_seconds(self, blocks: int) -> float:
         """So many blocks side by side."""
         config, hw = self.config, self.hw
-        read, stored = main_bytes(self.program)
-        read -= sum(bytes_of(v.dtype) for v in self.lanes.loads.values() if not v.moves)
+        read, stored = self._moving_bytes(), main_bytes(self.program)[1]
         size = self.lanes.steps * max(1, config.lanes) * config.width
         if not config.lanes:
             size = self.program.columns
@@ -301,14 +308,14 @@ class _Estimate:
 
     def _thread_bytes(self) -> int:
         """What a thread has in flight."""
-        config, read = self.config, max(1, main_bytes(self.program)[0])
+        config, read = self.config, max(1, self._moving_bytes())
         if self._held():
             return self._turns() * config.width * read
         size = min(config.unroll, self._turns()) * config.width * read
         return size if config.min_blocks else min(size, FREE_BYTES)
 
     def _coalescing(self) -> float:
-        """Share of the moved sectors that is used: a run that starts within one touches one more."""
+        """Share of the moved sectors that is used: runs that start within one touch one more."""
         if not self.config.lanes:
             return 1.0
         size, sector = self._element_bytes(), self.hw.sector_bytes
@@ -334,7 +341,6 @@ class _Estimate:
 
     def _element_bytes(self) -> int:
         return min((bytes_of(v.dtype) for v in self.lanes.loads.values() if v.moves), default=1)
-
 
     def _exchange_seconds(self) -> float:
         config = self.config

@@ -58,6 +58,7 @@ def ranked(configs: Iterable[RowConfig], work: RowWork, hw: HardwareProfile) -> 
 def _unusual(config: RowConfig) -> tuple[float, ...]:
     """How far a configuration is from a plain one: decides between equal estimates.
 
+    Of blocks of one size, those of more rows have fewer warps that wait for one another.
     Where rows are streamed, few of them at a time and much of each leave them in the caches.
     """
     streams = config.form is Form.LOOP

@@ -7,6 +7,9 @@ side: the time one block takes from its start to its end, while all multiprocess
 such blocks, times the number of waves. Few or slow blocks leave the memory idle, and it is the
 larger of the two. The other terms are the issue slots, the special-function units, the load/store
 units and the block scheduler.
+
+That holds while the blocks of a multiprocessor are in different phases. Those of a single wave are
+in the same one, and so is a block that has its multiprocessor to itself: their phases add up.
 """
 
 from __future__ import annotations
@@ -39,14 +42,16 @@ def estimate_rows(work: RowWork, config: RowConfig, hw: HardwareProfile) -> Esti
 LINE_BYTES = 128
 RESCALING = 12.0
 """Operations that take running sums to a new maximum."""
-STREAMING_EXPONENT = 2.0
-"""How far the terms of a streaming kernel overlap within one wave: warps drift apart soon."""
-WAVES_TO_DRIFT = 3.0
+STREAMING_EXPONENT = 1.57
+"""How far the terms of one sweep of a streaming kernel overlap while all blocks are in it."""
+WAVES_TO_DRIFT = 3.64
 """Waves until the blocks of a multiprocessor are in different phases."""
-
-
 PREFETCHED = 0.5
+"""Share of a load that prefetching hides; other warps hide most of it anyway."""
 CLUSTER_STARTS = 4.0
+"""How many times longer a block of a cluster takes to start than one alone."""
+SPECIAL_SLOTS = 4.0
+"""Issue slots of a warp in which the special-function unit completes one operation."""
 
 
 class _Model:
@@ -64,6 +69,7 @@ class _Model:
         self.warps = max(1, config.threads * config.rows // WARP)
         self.slots = self.resources.slots
         self.waves = self.blocks / max(1, self.slots)
+        # a block that has its multiprocessor to itself never overlaps with another
         self.apart = min(1.0, max(0.0, self.waves - 1.0) / WAVES_TO_DRIFT)
         self.apart *= 1.0 - 1.0 / max(1.0, self.slots / hw.num_sms)
 
@@ -93,13 +99,13 @@ class _Model:
 
     def _combined(self, terms: dict[str, float]) -> float:
         """All terms overlap among many waves of blocks. The blocks of a single wave do the same at
-        a time: only what they stream overlaps with what they compute.
+        a time: only what they stream overlaps with what they compute. Their starts come on top.
         """
         memory = max(terms[name] for name in ("hbm", "l2", "sm"))
         busy = max(terms[name] for name in ("issue", "special", "access"))
         parts = [memory, busy, terms["blocks"], terms["latency"]]
         together = _norm(parts, self.hw.row_exponent)
-        if self.streams and self.config.form is Form.LOOP:
+        if self.config.form is Form.LOOP:
             alone = self._in_turns(memory, busy)
         elif self.streams:
             steps = -(-self.each // self._in_flight(self.sweeps[0]))
@@ -110,22 +116,29 @@ class _Model:
         return self.apart * together + (1.0 - self.apart) * max(alone, together)
 
     def _in_turns(self, memory: float, busy: float) -> float:
-        """Streamed rows, all blocks in the same sweep at a time."""
-        sweeps = [s for s in self.sweeps if s.streamed or s.stored]
-        work = [s.arithmetic + 4.0 * s.special for s in sweeps]
+        """LOOP: one sweep after the other, each bound by what it moves, computes or waits for."""
+        sweeps = [s for s in self.sweeps if s.streamed or s.stored] or self.sweeps[:1]
         moved = [float(s.stored) for s in sweeps]
         moved[0] += self.work.streamed
-        steps = self._waves() * (self.hw.block_start_s + self.work.lookups * self.hw.memory_latency_s)
-        for k, s in enumerate(sweeps):
-            latency = self._waves() * (self._streamed(s, k == 0) + self._exchange(s))
-            mine = [memory * moved[k] / sum(moved), busy * work[k] / sum(work), latency]
-            steps += _norm(mine, STREAMING_EXPONENT)
-        return steps
+        computed = [s.arithmetic + SPECIAL_SLOTS * s.special for s in sweeps]
+        waves = self._waves()
+        start = self.hw.block_start_s + self.work.lookups * self.hw.memory_latency_s
+        time = waves * start
+        for order, sweep in enumerate(sweeps):
+            parts = [
+                memory * moved[order] / max(1.0, sum(moved)),
+                busy * computed[order] / max(1.0, sum(computed)),
+                waves * (self._streamed(sweep, order == 0) + self._exchange(sweep)),
+            ]
+            time += _norm(parts, STREAMING_EXPONENT)
+        return time
 
     # ---- throughput
 
     def _loss(self) -> float:
-        """HBM time over that at full bandwidth: the blocks of a cluster wait for one another."""
+        """HBM time over that at full bandwidth: the blocks of a cluster wait for one another
+        between sweeps.
+        """
         exchanges = self.work.held_again(self.config.runs_online)
         if not exchanges or self.config.form is Form.BULK:
             return 1.0
@@ -240,10 +253,9 @@ class _Model:
             return time
         time += hw.memory_latency_s if loads else 0.0
         if loads and not work.held_again(config.runs_online):
-            sweep = self.sweeps[0]
+            # the compiler moves no loads over stores
             rounds = math.ceil(self.each * work.streamed / hw.thread_bytes_in_flight)
-            if sweep.stored:
-                rounds = self.chunks
+            rounds = self.chunks if work.stored else rounds
             time += (rounds - 1) * hw.memory_latency_s
         for sweep in self.sweeps:
             time += self.each * self._thread_operations(sweep.arithmetic, sweep.special)

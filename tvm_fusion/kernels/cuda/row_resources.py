@@ -78,9 +78,10 @@ def elements_a_thread(work: RowWork, config: RowConfig) -> int:
 def wanted_registers(work: RowWork, config: RowConfig) -> float:
     """Registers without any limit; checked against ptxas on an H200's kernels.
 
-    What a later sweep reads stays in registers, widened (ptxas converts halves once); of the
-    vectors that all rows share, about half are there, packed, and more where they are moved together. A single sweep needs no more than
-    what is in flight.
+    What a later sweep reads stays in registers, widened (ptxas converts halves once). Of the
+    vectors that all rows share, about half are there, packed, while a thread holds little; all of
+    them in clusters; and both of the two that windows move together. A single sweep needs no more
+    than what is in flight.
     """
     elements = elements_a_thread(work, config)
     if config.form is Form.LOOP:

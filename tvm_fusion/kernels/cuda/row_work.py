@@ -185,9 +185,7 @@ def _window_accesses(program: Program, width: int, analyzer: tvm.sym.Analyzer) -
             stores.append(_access(output.dtype, width, windows.piece(output)))
             single += 2 * width
     slack = width - math.gcd(known_factor(windows.base, analyzer), width)
-    return Accesses(
-        tuple(shared), tuple(loads), tuple(stores), slack, moves, moved, single
-    )
+    return Accesses(tuple(shared), tuple(loads), tuple(stores), slack, moves, moved, single)
 
 
 def _lookups(program: Program) -> int:
