@@ -10,6 +10,7 @@ from tvm import relax
 from ..config import HardwareProfile
 from .decompose import Decompose
 from .fix_bool_arithmetic import FixBoolArithmetic
+from .narrow_constants import NarrowConstants
 from .split_reductions import SplitReductions
 from .unique_names import UniqueNames
 
@@ -45,6 +46,7 @@ def lower(
         relax.backend.DispatchSortScan(),
         relax.transform.LegalizeOps(),
         relax.transform.FoldConstant(),
+        *([NarrowConstants(), relax.transform.LegalizeOps()] if gpu is not None else []),
         relax.transform.ConvertToDataflow(min_size=1),
         relax.transform.DeadCodeElimination(["main"]),
         UniqueNames(),

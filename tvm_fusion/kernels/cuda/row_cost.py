@@ -69,9 +69,22 @@ class _Model:
         self.warps = max(1, config.threads * config.rows // WARP)
         self.slots = self.resources.slots
         self.waves = self.blocks / max(1, self.slots)
-        # a block that has its multiprocessor to itself never overlaps with another
-        self.apart = min(1.0, max(0.0, self.waves - 1.0) / WAVES_TO_DRIFT)
-        self.apart *= 1.0 - 1.0 / max(1.0, self.slots / hw.num_sms)
+        self.apart = self._apart()
+
+    def _apart(self) -> float:
+        """How far blocks of one multiprocessor are in different phases, 0 to 1. One that has it to
+        itself never overlaps with another; within a single sweep the warps of a block do not wait
+        for one another either.
+        """
+        if self.config.form is Form.LOOP and self.single_sweep:
+            return 1.0
+        drifted = min(1.0, max(0.0, self.waves - 1.0) / WAVES_TO_DRIFT)
+        return drifted * (1.0 - 1.0 / max(1.0, self.slots / self.hw.num_sms))
+
+    @property
+    def single_sweep(self) -> bool:
+        """Whether the row is gone over once."""
+        return sum(1 for sweep in self.sweeps if sweep.streamed or sweep.stored) == 1
 
     def estimate(self) -> Estimate:
         hw, work = self.hw, self.work

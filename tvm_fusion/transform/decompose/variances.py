@@ -60,7 +60,8 @@ def _is(value: Expr | None, name: str) -> bool:
 
 def _number(value: Expr) -> float | None:
     """The value of a constant of one element."""
-    if not isinstance(value, tvm.ir.Constant):
-        return None
-    array = value.value.numpy()
+    held = value.value if isinstance(value, tvm.ir.Constant) else None
+    if not isinstance(held, tvm.runtime.Tensor):
+        return held
+    array = held.numpy()
     return float(array.item()) if array.size == 1 else None
