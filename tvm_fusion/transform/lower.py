@@ -10,7 +10,7 @@ from tvm import relax
 from ..config import HardwareProfile
 from .decompose import Decompose
 from .fix_bool_arithmetic import FixBoolArithmetic
-from .narrow_constants import NarrowConstants
+from .lean_constants import LeanConstants
 from .split_reductions import SplitReductions
 from .unique_names import UniqueNames
 
@@ -46,7 +46,7 @@ def lower(
         relax.backend.DispatchSortScan(),
         relax.transform.LegalizeOps(),
         relax.transform.FoldConstant(),
-        *([NarrowConstants(), relax.transform.LegalizeOps()] if gpu is not None else []),
+        *([LeanConstants(), relax.transform.LegalizeOps()] if gpu is not None else []),
         relax.transform.ConvertToDataflow(min_size=1),
         relax.transform.DeadCodeElimination(["main"]),
         UniqueNames(),

@@ -1,4 +1,4 @@
-"""Vectors of weights in half precision: which constants are narrowed, and what they become."""
+"""Vectors of constants: which are narrowed or computed, and what they become."""
 
 import ml_dtypes
 import numpy as np
@@ -7,7 +7,7 @@ import tvm
 from tvm import relax
 from tvm.relax import op
 
-from tvm_fusion.transform.narrow_constants import exact_half
+from tvm_fusion.transform.lean_constants import exact_half, progression
 
 from .graphs import module, plan_of
 
@@ -32,13 +32,42 @@ def test_one_that_float16_cannot_hold_becomes_bfloat16():
         EXACT.reshape(2, 64),
         EXACT[:8],
         EXACT.astype("float64"),
-        np.arange(128, dtype="int32"),
-        np.float32(2.0),
+        np.arange(8, dtype="int32"),
+        np.arange(128, dtype="int32").reshape(2, 64),
+        np.zeros(128, "int64"),
+        np.append(np.arange(127), 0),
     ],
-    ids=["rounding", "matrix", "few", "float64", "integers", "number"],
+    ids=["rounding", "matrix", "few", "float64", "short", "table", "zeros", "uneven"],
 )
 def test_other_constants_stay(array):
-    assert exact_half(np.asarray(array)) is None
+    def emit(bb, x):
+        constant = relax.const(array, str(array.dtype))
+        return op.multiply(bb.emit(op.astype(x, str(array.dtype))), constant)
+
+    shape = array.shape if array.ndim > 1 else (16, *array.shape)
+    low = plan_of(module(emit, (shape, "float32"))).low
+    assert constants(low) == {str(array.dtype)}
+
+
+@pytest.mark.parametrize(
+    ("array", "steps"),
+    [(np.arange(64), (0, 1)), (np.arange(200, 0, -2, dtype="int32").reshape(1, -1), (200, -2))],
+)
+def test_evenly_spaced_integers_are_computed(array, steps):
+    assert progression(array) == steps
+
+    def emit(bb, x):
+        hit = bb.emit(op.equal(x, relax.const(array, str(array.dtype))))
+        return op.astype(hit, "float32")
+
+    mod = module(emit, ((16, array.size), str(array.dtype)))
+    planned = plan_of(mod)
+    assert constants(planned.low) == set()
+    assert planned.launches == 1
+    x = np.random.default_rng(5).integers(0, array.size, (16, array.size)).astype(array.dtype)
+    executable = tvm.compile(planned.low, "llvm")
+    got = relax.VirtualMachine(executable, tvm.cpu())["main"](tvm.runtime.tensor(x)).numpy()
+    assert np.array_equal(got, x == array.reshape(-1))
 
 
 def norm(bb, x):
