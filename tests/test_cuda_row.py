@@ -449,26 +449,22 @@ def config_of(case, hw=H200):
 
 
 @pytest.mark.parametrize(
-    ("case", "form", "threads", "rows", "cluster"),
+    ("case", "forms", "several", "clusters"),
     [
-        (softmax_case(65536, 128), REGISTERS, 8, 16, 1),
-        (softmax_case(8192, 4096), REGISTERS, 128, 1, 1),
-        (softmax_case(8192, 8192), REGISTERS, 128, 1, 1),
-        (softmax_case(8192, 5003), REGISTERS, 128, 1, 1),
-        (softmax_case(1, 65536), REGISTERS, 256, 1, 8),
-        (softmax_case(4096, 65536), LOOP, 1024, 1, 1),
-        (loss_case(4096, 32000), LOOP, 512, 1, 1),
+        (softmax_case(65536, 128), [REGISTERS], True, [1]),
+        (softmax_case(8192, 4096), [REGISTERS], False, [1]),
+        (softmax_case(8192, 5003), [REGISTERS], False, [1]),
+        (softmax_case(1, 65536), [REGISTERS, LOOP], False, [8]),
+        (softmax_case(4096, 65536), [LOOP, BULK], False, [1, 2]),
+        (loss_case(4096, 32000), [LOOP], False, [1]),
     ],
     ids=lambda x: getattr(x, "name", None),
 )
-def test_the_best_guess_follows_the_length_of_the_rows(case, form, threads, rows, cluster):
+def test_the_best_guess_follows_the_length_of_the_rows(case, forms, several, clusters):
     config = config_of(case)
-    assert (config.form, config.threads, config.rows, config.cluster) == (
-        form,
-        threads,
-        rows,
-        cluster,
-    )
+    assert config.form in forms
+    assert config.cluster in clusters
+    assert (config.rows >= 8) == several
 
 
 def test_devices_without_clusters_stream_long_rows():

@@ -114,6 +114,25 @@ def test_a_batch_norm_that_tvm_cannot_legalize_is_opened_in_any_case():
     assert np.abs(out - (normal * g.reshape(place) + b.reshape(place))).max() < 2e-2
 
 
+@pytest.mark.parametrize("name", ["layer_norm", "instance_norm", "group_norm"])
+def test_a_bfloat16_norm_that_tvm_cannot_legalize_is_opened_in_any_case(name):
+    def emit(bb, x, g, b):
+        if name == "layer_norm":
+            return op.nn.layer_norm(x, g, b, axes=[-1])
+        if name == "instance_norm":
+            return op.nn.instance_norm(x, g, b, 1, [2])
+        return op.nn.group_norm(x, g, b, 2, 1, [2])
+
+    shapes = ((2, 8, 8), (8,), (8,))
+    brain, half = (
+        Decompose(keep_all=True)(module_of(emit, *((s, dtype) for s in shapes)))
+        for dtype in ("bfloat16", "float16")
+    )
+    assert f"nn.{name}" not in operators(brain)
+    assert operators(half) == [f"nn.{name}"]
+    assert relax.transform.LegalizeOps()(brain)
+
+
 def squared(bb, d, how):
     if how == "product":
         return bb.emit(op.multiply(d, d))

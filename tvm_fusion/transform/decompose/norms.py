@@ -181,9 +181,12 @@ def _opens_training(o: Opening, call: Call) -> bool:
 
 
 def fails_whole(call: Call) -> bool:
-    """Whether TVM cannot legalize the operator itself: it divides the sums of a batch norm in
-    training form by their number of elements as a float16.
+    """Whether TVM cannot legalize the operator itself: it has no layer, group or instance norm in
+    bfloat16, and divides the sums of a batch norm in training form by their number of elements as
+    a float16.
     """
+    if call.op.name in WITHOUT_BFLOAT16:
+        return dtype_of(call.args[0]) == "bfloat16"
     if call.op.name != "relax.nn.batch_norm" or not call.attrs.training:
         return False
     x = call.args[0]
@@ -201,6 +204,8 @@ def _moved(o: Opening, old: Expr, new: Expr, momentum: float) -> Expr:
     added = o.emit("added", op.multiply(new, o.const(momentum, new)))
     return o.narrow("running_half", o.emit("moved", op.add(kept, added)), dtype_of(old))
 
+
+WITHOUT_BFLOAT16 = ("relax.nn.layer_norm", "relax.nn.group_norm", "relax.nn.instance_norm")
 
 RULES: dict[str, Rule] = {
     "relax.nn.layer_norm": _layer_norm,
