@@ -114,14 +114,12 @@ def test_a_batch_norm_that_tvm_cannot_legalize_is_opened_in_any_case():
     assert np.abs(out - (normal * g.reshape(place) + b.reshape(place))).max() < 2e-2
 
 
-@pytest.mark.parametrize("name", ["layer_norm", "instance_norm", "group_norm"])
+@pytest.mark.parametrize("name", ["layer_norm", "instance_norm"])
 def test_a_bfloat16_norm_that_tvm_cannot_legalize_is_opened_in_any_case(name):
     def emit(bb, x, g, b):
         if name == "layer_norm":
             return op.nn.layer_norm(x, g, b, axes=[-1])
-        if name == "instance_norm":
-            return op.nn.instance_norm(x, g, b, 1, [2])
-        return op.nn.group_norm(x, g, b, 2, 1, [2])
+        return op.nn.instance_norm(x, g, b, 1, [2])
 
     shapes = ((2, 8, 8), (8,), (8,))
     brain, half = (

@@ -181,7 +181,7 @@ def _opens_training(o: Opening, call: Call) -> bool:
 
 
 def fails_whole(call: Call) -> bool:
-    """Whether TVM cannot legalize the operator itself: it has no layer, group or instance norm in
+    """Whether TVM cannot legalize the operator itself: it has no layer or instance norm in
     bfloat16, and divides the sums of a batch norm in training form by their number of elements as
     a float16.
     """
@@ -205,7 +205,7 @@ def _moved(o: Opening, old: Expr, new: Expr, momentum: float) -> Expr:
     return o.narrow("running_half", o.emit("moved", op.add(kept, added)), dtype_of(old))
 
 
-WITHOUT_BFLOAT16 = ("relax.nn.layer_norm", "relax.nn.group_norm", "relax.nn.instance_norm")
+WITHOUT_BFLOAT16 = ("relax.nn.layer_norm", "relax.nn.instance_norm")
 
 RULES: dict[str, Rule] = {
     "relax.nn.layer_norm": _layer_norm,
