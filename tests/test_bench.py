@@ -4,6 +4,7 @@ import json
 import math
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -265,3 +266,15 @@ def test_a_run_on_the_gpu_times_kernels_and_reports_registers():
     assert row["spill_bytes"] == 0
     assert row["peers_launches"]["torch"] == 1
     assert row["ours_us"] > row["limit_us"] / 2
+
+
+def test_the_table_of_the_readme_is_what_the_file_holds():
+    root = Path(__file__).resolve().parents[1]
+    rows = json.loads((root / "tests/results/memory.json").read_text())["rows"]
+    table = [line for line in (root / "README.md").read_text().splitlines() if "x |" in line]
+    assert len(table) == len(rows) == 12
+    for row, line in zip(rows, table, strict=True):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert cells[0].split()[0] == row["name"]
+        assert cells[1:3] == [str(row["launches"]), f"{row['ours_us']:.1f}"]
+        assert cells[-1] == f"{row['best_peer_ratio']:.2f}x"

@@ -108,7 +108,11 @@ class Resources:
 
 
 class KernelClass(Protocol):
-    """One kind of kernel; see the module docstring."""
+    """One kind of kernel; see the module docstring.
+
+    A class with a true attribute `joins_independent` computes groups that share no data side by
+    side in one launch; the search then offers it such groups.
+    """
 
     name: str
 
