@@ -36,8 +36,21 @@ def test_one_that_float16_cannot_hold_becomes_bfloat16():
         np.arange(128, dtype="int32").reshape(2, 64),
         np.zeros(128, "int64"),
         np.append(np.arange(127), 0),
+        np.arange(255, 100, -1).astype("uint8"),
+        (np.arange(128) * 2**25 - 2**31).astype("int32"),
     ],
-    ids=["rounding", "matrix", "few", "float64", "short", "table", "zeros", "uneven"],
+    ids=[
+        "rounding",
+        "matrix",
+        "few",
+        "float64",
+        "short",
+        "table",
+        "zeros",
+        "uneven",
+        "down",
+        "far",
+    ],
 )
 def test_other_constants_stay(array):
     def emit(bb, x):

@@ -170,3 +170,45 @@ def test_squares_of_other_differences_are_no_variance(other):
 
     mod = module_of(emit, ((512, 48), "float32"))
     assert "maximum" not in operators(split(mod))
+
+
+def test_a_mean_and_its_variance_in_different_blocks_stay_well_formed():
+    bb = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((512, 48), "float32"))
+    with bb.function("main", [x], pure=False):
+        with bb.dataflow():
+            mean = bb.emit_output(op.mean(x, [0], keepdims=True))
+        bb.emit(op.print(mean, format="{}"))
+        with bb.dataflow():
+            square = squared(bb, bb.emit(op.subtract(x, mean)), "product")
+            out = bb.emit_output(op.mean(square, [0]))
+        bb.emit_func_output(out)
+    mod = split(bb.get())
+    relax.analysis.well_formed(mod)  # raises
+    assert "strided_slice" not in operators(mod)
+
+
+def variance_of(x):
+    mod = split(module_of(lambda bb, v: op.variance(v, axis=[0]), (x.shape, "float32")))
+    assert "strided_slice" in operators(mod)
+    (got,) = run(mod, x)
+    return got
+
+
+def test_what_is_not_finite_shows_in_the_variance():
+    x = random((1024, 4), "float32")
+    x[5, 0], x[7, 1] = np.nan, np.inf
+    got = variance_of(x)
+    assert np.isnan(got[:2]).all()
+    np.testing.assert_allclose(got[2:], x[:, 2:].astype("float64").var(0), rtol=2e-5)
+
+
+@pytest.mark.parametrize("place", [0, 511, 1023])
+def test_an_outlier_where_the_shift_is_read_costs_no_precision(place):
+    x = random((1024, 4), "float32")
+    x[place] = 1000.0
+    np.testing.assert_allclose(variance_of(x), x.astype("float64").var(0), rtol=1e-4)
+
+
+def test_equal_elements_have_no_variance():
+    assert (variance_of(np.full((1024, 4), 0.1, "float32")) == 0).all()

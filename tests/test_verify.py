@@ -417,3 +417,13 @@ def test_symbolic_dimensions_take_the_given_sizes():
 def test_what_cannot_be_drawn_is_refused(ty, arguments, message):
     with pytest.raises(InputError, match=message):
         random_inputs(function(("x", ty)), **arguments)
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [("float8_e4m3fn", 448.0), ("float8_e5m2", 57344.0)])
+def test_a_float8_output_may_saturate_where_the_reference_is_beyond(dtype, largest):
+    kind = getattr(ml_dtypes, dtype)
+    reference = np.array([2 * largest, -np.inf, 1.0])
+    unfused = np.array([0.5, 0.5, 1.0]).astype(kind)
+    fused = np.array([largest, -largest, 1.0]).astype(kind)
+    assert check_output(fused, unfused, reference, dtype).passed
+    assert not check_output(-fused, unfused, reference, dtype).passed

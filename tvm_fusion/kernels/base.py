@@ -80,6 +80,7 @@ class Fit:
     columns: int
     evaluations: tuple[float, ...]
     contractions: tuple[tuple[int, int, int, int], ...] = ()
+    side_by_side: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,12 @@ class Column:
                     RefusalCode.SPACE_MISMATCH,
                     f"output {group.graph.tensors[t].name} is neither full nor one value a row",
                 )
-        once = frozenset(t for t, role in roles.of.items() if role is not _Role.SMALL)
+        # what depends on the row alone is computed once a row, whatever it is made of
+        once = frozenset(
+            t
+            for t, role in roles.of.items()
+            if role is not _Role.SMALL or roles.role(group.writer_of[t]) is _Role.ROW
+        )
         runs = evaluations(group, once)
         if refusal := refuse_recompute(group, runs, policy):
             return refusal

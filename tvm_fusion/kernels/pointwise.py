@@ -51,7 +51,8 @@ class Pointwise:
         extents = [assumed(extent) for extent in outputs[0].extents(outputs[0].spatial)]
         columns = extents[-1] if extents else 1
         if not _one_size(outputs):
-            return Fit(self.name, sum(_sizes(outputs).values()), 1, runs.counts)
+            elements = sum(_sizes(outputs).values())
+            return Fit(self.name, elements, 1, runs.counts, side_by_side=True)
         return Fit(self.name, assumed_product(extents[:-1]), columns, runs.counts)
 
     def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:

@@ -115,6 +115,8 @@ class _Greedy:
         merged = evaluate_merge(self.state, move)
         if isinstance(merged, Refusal):
             return None
+        if merged.fit.side_by_side and move.kind is not MoveKind.HORIZONTAL:
+            return None  # each may still join what it shares work with
         apart = [self.state.cost(g) for g in (move.first, move.second)]
         gain = sum(c.time_us for c in apart) - merged.time_us
         return gain if gain > self._least_gain(merged, apart) else None

@@ -78,13 +78,21 @@ class _Rewriter(PyExprMutator):
 
 
 def progression(array: np.ndarray) -> tuple[int, int] | None:
-    """(first, step) of integers that are evenly spaced, in memory order; else None."""
+    """(first, step) of integers that are evenly spaced, in memory order; else None.
+
+    Nothing that is computed from them leaves the dtype.
+    """
     if array.dtype.kind not in "iu":
         return None
     numbers = array.reshape(-1).astype(np.int64)
     step = int(numbers[1] - numbers[0])
+    limit = np.iinfo(array.dtype).max
+    if array.dtype.kind == "u" and (step < 0 or numbers[0] < 0):
+        return None
     even = step != 0 and bool(np.all(np.diff(numbers) == step))
-    return (int(numbers[0]), step) if even else None
+    if not even or abs(step) * (numbers.size - 1) > limit:
+        return None
+    return int(numbers[0]), step
 
 
 def exact_half(array: np.ndarray) -> np.ndarray | None:

@@ -25,15 +25,15 @@ from tvm.ir import Call
 from tvm.relax import Expr, op
 
 from .opening import Opening, Rule, dtype_of, normalize_axes, shape_of, static_size
-from .statistics import First, emit_moments, emit_variance
+from .statistics import Pick, emit_moments, emit_variance, place_of
 
 FLOAT16_MAX = 65504
 
 
 def _standardize(
-    o: Opening, x: Expr, axes: list[int], epsilon: float, first: First | None = None
+    o: Opening, x: Expr, axes: list[int], epsilon: float, pick: Pick | None = None
 ) -> Expr:
-    centered, variance = emit_variance(o, x, axes, first=first)
+    centered, variance = emit_variance(o, x, axes, pick=pick)
     return o.emit("normal", op.multiply(centered, _rsqrt(o, variance, epsilon)))
 
 
@@ -124,26 +124,27 @@ def _group_norm(o: Opening, call: Call) -> Expr | None:
     axes = normalize_axes(call.attrs.axes, len(shape))
     axes = sorted({channel + 1, *(axis if axis < channel else axis + 1 for axis in axes)})
     grouped = o.widen("in", o.reshape("grouped", x, grouped_shape))
-    first = functools.partial(_first_of_groups, o, x, channel, grouped, axes)
-    normal = _standardize(o, grouped, axes, call.attrs.epsilon, first)
+    pick = functools.partial(_element_of_groups, o, x, channel, grouped, axes)
+    normal = _standardize(o, grouped, axes, call.attrs.epsilon, pick)
     parameter_shape = [*split, *[1] * (len(shape) - channel - 1)]
     result = _affine(o, normal, *_scale_and_shift(call), parameter_shape)
     return o.reshape("ungrouped", o.narrow("half", result, dtype_of(x)), shape)
 
 
-def _first_of_groups(o: Opening, x: Expr, channel: int, grouped: Expr, axes: Sequence[int]) -> Expr:
-    """An element of each group, read from `x` itself."""
+def _element_of_groups(
+    o: Opening, x: Expr, channel: int, grouped: Expr, axes: Sequence[int], number: int
+) -> Expr:
+    """An element of each group, read from `x` itself; see `statistics.Pick`."""
     shape = [int(extent) for extent in shape_of(x)]
-    groups = int(shape_of(grouped)[channel])
     strides = [1] * len(shape)
-    strides[channel] = shape[channel] // groups
+    width = strides[channel] = shape[channel] // int(shape_of(grouped)[channel])
     reduced = {axis if axis <= channel else axis - 1 for axis in axes} - {channel}
-    ends = [1 if axis in reduced else extent for axis, extent in enumerate(shape)]
-    begins = [0] * len(shape)
-    first = op.strided_slice(x, list(range(len(shape))), begins, ends, strides)
-    first = o.widen("first", o.emit("first", first))
+    begins = [place_of(number, e) if a in reduced else 0 for a, e in enumerate(shape)]
+    begins[channel] = place_of(number, width)
+    ends = [begins[a] + 1 if a in reduced else e for a, e in enumerate(shape)]
+    element = op.strided_slice(x, list(range(len(shape))), begins, ends, strides)
     kept = [1 if axis in axes else extent for axis, extent in enumerate(shape_of(grouped))]
-    return o.reshape("first", first, kept)
+    return o.reshape("element", o.emit("element", element), kept)
 
 
 def _batch_norm(o: Opening, call: Call) -> Expr | None:

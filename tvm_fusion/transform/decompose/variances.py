@@ -14,10 +14,19 @@ from .opening import normalize_axes, shape_of
 
 
 def written_out(func: relax.Function) -> dict[Var, Var]:
-    """The mean within each variance of a function, by the variable that holds the variance."""
-    bound = dict(relax.analysis.get_var2val(func).items())
-    found = {var: _center(value, bound) for var, value in bound.items()}
-    return {var: center for var, center in found.items() if center is not None}
+    """The mean within each variance of a function, by the variable that holds the variance; both
+    are bound in one block.
+    """
+    found: dict[Var, Var] = {}
+
+    def visit(expr: Expr) -> None:
+        for block in expr.blocks if isinstance(expr, relax.SeqExpr) else ():
+            bound = {b.var: b.value for b in block.bindings if isinstance(b, relax.VarBinding)}
+            centers = {var: _center(value, bound) for var, value in bound.items()}
+            found.update({var: center for var, center in centers.items() if center is not None})
+
+    relax.analysis.post_order_visit(func, visit)
+    return found
 
 
 def _center(value: Expr, bound: dict[Var, Expr]) -> Var | None:
