@@ -7,6 +7,7 @@ its date, an estimate with its reasoning. No other code has a hardware number of
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from functools import cache
@@ -106,6 +107,12 @@ class HardwareProfile:
         from ._targets import cpu_target, cuda_target
 
         return cuda_target(self) if self.kind == "cuda" else cpu_target()
+
+    @property
+    def has_clusters(self) -> bool:
+        """Whether the device has thread block clusters and bulk copies (Hopper and later)."""
+        match = re.match(r"sm_(\d+)", self.arch)
+        return match is not None and int(match.group(1)) >= 90
 
     def fingerprint(self) -> str:
         """Return a hash of all values: equal for equal numbers, whatever their sources say."""

@@ -133,6 +133,17 @@ class Block:
     def extents(self, axes: tuple[int, ...]) -> tuple[Extent, ...]:
         return tuple(self.axes[i].extent for i in axes)
 
+    @property
+    def is_matrix_product(self) -> bool:
+        """A contraction both of whose operands vary over spatial axes the other lacks: no row of
+        one is read once.
+        """
+        if not self.is_contraction:
+            return False
+        spatial = set(self.spatial)
+        a, b = (set(read.axes) & spatial for read in self.reads)
+        return bool(a - b) and bool(b - a)
+
     def operations(self) -> float:
         return sum(count for _, count in self.counts)
 

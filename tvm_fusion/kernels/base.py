@@ -209,6 +209,12 @@ class GroupView:
                 found.setdefault(a.tensor, []).append((b, a))
         return {t: tuple(r) for t, r in found.items()}
 
+    @cached_property
+    def views(self) -> frozenset[int]:
+        """The blocks of reshapes, by `id`."""
+        ops = (self.graph.ops[i] for i in self.ops)
+        return frozenset(id(b) for op in ops if op.kind is OpKind.VIEW for b in op.blocks)
+
     @property
     def is_view(self) -> bool:
         """Nothing but one reshape: no kernel at all."""

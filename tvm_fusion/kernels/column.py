@@ -17,9 +17,8 @@ from typing import Any
 from tvm import tirx
 
 from ..config import HardwareProfile, Policy
-from ..ir.access import Access, Affine, Block, Extent, Reduction
+from ..ir.access import Access, Block, Extent, Reduction
 from ..ir.extents import assumed, assumed_product, non_unit, product_key
-from ..ir.graph import OpKind
 from .base import (
     Fit,
     GroupView,
@@ -28,10 +27,10 @@ from .base import (
     Resources,
     Traffic,
     dtype_bytes,
-    write_on_cpu,
 )
 from .footprint import evaluations
 from .pointwise import refuse_recompute
+from .read_order import plain_axes, read_order
 from .traffic import filled_by_threads, memory_traffic
 
 ELEMENTS_PER_THREAD = 32  # two 16-byte vectors in flight for each 16 registers of them
@@ -109,14 +108,8 @@ class Column:
         if isinstance(space, Refusal):
             return space
         roles = _Roles(space)
-        views = {
-            id(b)
-            for op in group.ops
-            if group.graph.ops[op].kind is OpKind.VIEW
-            for b in group.graph.ops[op].blocks
-        }
         for block in group.blocks:
-            refusal = _check_block(group, block, roles, id(block) in views)
+            refusal = _check_block(group, block, roles, id(block) in group.views)
             if refusal is not None:
                 return refusal
         for t in group.outputs:
@@ -152,8 +145,6 @@ class Column:
         return Resources(min(128, 48 + 8 * (sums + len(group.inputs))), 16384)
 
     def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
-        if hw.kind == "llvm":
-            return [None]
         from .cuda.column import column_configs
         from .program import analyze
 
@@ -162,8 +153,6 @@ class Column:
     def write(
         self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
     ) -> tirx.PrimFunc:
-        if hw.kind == "llvm":
-            return write_on_cpu(func, hw, policy)
         from .cuda.column import column_configs, emit_column
         from .program import analyze
 
@@ -173,7 +162,7 @@ class Column:
 
 def _space(group: GroupView, anchor: Block) -> _Space | Refusal:
     """The order in which the first reduction reads its elements."""
-    found = _order(anchor)
+    found = read_order(anchor)
     if found is None:
         return group.refuse(
             RefusalCode.REDUCTION, f"{anchor.name} reads no element for each row and column"
@@ -189,28 +178,6 @@ def _space(group: GroupView, anchor: Block) -> _Space | Refusal:
     if any(not isinstance(extent, int) for extent in space.columns):
         return group.refuse(RefusalCode.REDUCTION, f"{anchor.name} reduces a symbolic extent")
     return space
-
-
-def _order(block: Block) -> tuple[int, ...] | None:
-    """The axes of the block in the order of a read that has each of them once."""
-    live = {i for i, axis in enumerate(block.axes) if axis.extent != 1}
-    for access in block.reads:
-        axes = [i for i in _plain(block, access) if i is not None]
-        if set(axes) == live and len(axes) == len(live):
-            return tuple(axes)
-    return None
-
-
-def _plain(block: Block, access: Access) -> list[int | None]:
-    """The axis that each index of an access is; None for an index that is no single axis."""
-    found: list[int | None] = []
-    for index in access.index:
-        live = [i for i in sorted(index.axes) if block.axes[i].extent != 1]
-        if isinstance(index, Affine) and not live:
-            continue
-        alone = isinstance(index, Affine) and len(live) == 1 and index.single_axis == live[0]
-        found.append(live[0] if alone else None)
-    return found
 
 
 def _check_block(group: GroupView, block: Block, roles: _Roles, is_view: bool) -> Refusal | None:
@@ -263,11 +230,11 @@ def _role_of_view(block: Block, roles: _Roles) -> _Role:
 
 def _check_reduction(group: GroupView, block: Block, space: _Space) -> Refusal | None:
     unknown = (Reduction.OTHER, Reduction.ARGMAX, Reduction.ARGMIN)
-    if block.reduction in unknown or (block.is_contraction and _is_matmul_like(block)):
+    if block.reduction in unknown or block.is_matrix_product:
         return group.refuse(
             RefusalCode.REDUCTION, f"{block.name} combines in a way no column kernel knows"
         )
-    order = _order(block)
+    order = read_order(block)
     live = [i for i in order or () if block.axes[i].extent != 1]
     extents = tuple(block.axes[i].extent for i in live)
     is_row = tuple(i in block.spatial for i in live)
@@ -280,18 +247,11 @@ def _check_reduction(group: GroupView, block: Block, space: _Space) -> Refusal |
     return None
 
 
-def _is_matmul_like(block: Block) -> bool:
-    """Both operands vary over spatial axes the other lacks: no row of one is read once."""
-    spatial = set(block.spatial)
-    a, b = (set(r.axes) & spatial for r in block.reads)
-    return bool(a - b) and bool(b - a)
-
-
 def _reads_own(block: Block, access: Access, space: _Space, produced: _Role, role: _Role) -> bool:
     """Whether a value of the group is read at the reader's own row (and column)."""
-    got = _plain(block, access)
+    got = plain_axes(block, access)
     if block.reduction is not None:
-        return produced is _Role.ROW or got == list(_order(block) or ())
+        return produced is _Role.ROW or got == list(read_order(block) or ())
     live = [i for i, axis in enumerate(block.axes) if axis.extent != 1]
     if produced is _Role.FULL:
         return role is _Role.FULL and got == live

@@ -20,7 +20,6 @@ from tvm import tirx
 from ..config import HardwareProfile, Policy
 from ..ir.access import Access, Block, Reduction
 from ..ir.extents import assumed_product, non_unit
-from ..ir.graph import OpKind
 from .base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic, dtype_bytes
 from .footprint import evaluations
 from .pointwise import refuse_recompute
@@ -144,14 +143,8 @@ def _read_space(group: GroupView) -> _Space | Refusal:
         return group.refuse(
             RefusalCode.SPACE_MISMATCH, "rows too short or too long to sum over", columns=columns
         )
-    views = {
-        id(b)
-        for op in group.ops
-        if group.graph.ops[op].kind is OpKind.VIEW
-        for b in group.graph.ops[op].blocks
-    }
     for block in group.blocks:
-        role = _role(group, space, block, id(block) in views)
+        role = _role(group, space, block, id(block) in group.views)
         if isinstance(role, Refusal):
             return role
         for w in block.writes:

@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import tvm
+from tvm import tirx
 from tvm.ir import Expr, Var
 
 from .expr import unflatten, variables
@@ -38,6 +40,15 @@ class ReduceKind(enum.StrEnum):
     MIN = "min"
     ARGMAX = "argmax"
     ARGMIN = "argmin"
+
+
+COMBINE: dict[ReduceKind, Callable[[Expr, Expr], Expr]] = {
+    ReduceKind.SUM: tirx.Add,
+    ReduceKind.PROD: tirx.Mul,
+    ReduceKind.MAX: tirx.Max,
+    ReduceKind.MIN: tirx.Min,
+}
+"""What combines two elements of a reduction; ARGMAX and ARGMIN combine pairs."""
 
 
 class Level(enum.IntEnum):

@@ -153,7 +153,7 @@ def _check_reduction(
         return group.refuse(
             RefusalCode.REDUCTION, f"{block.name} combines in a way no row kernel knows"
         )
-    if block.is_contraction and _is_matmul_like(block):
+    if block.is_matrix_product:
         return group.refuse(RefusalCode.REDUCTION, f"{block.name} is a matrix product")
     own_rows = non_unit(block.extents(block.spatial))
     own_columns = non_unit(block.extents(block.reduced))
@@ -169,13 +169,6 @@ def _check_reduction(
             f"{block.name} does not reduce the contiguous axes of what it reads",
         )
     return None
-
-
-def _is_matmul_like(block: Block) -> bool:
-    """Both operands vary over spatial axes the other lacks: no row of one is read once."""
-    spatial = set(block.spatial)
-    a, b = (set(r.axes) & spatial for r in block.reads)
-    return bool(a - b) and bool(b - a)
 
 
 def _reduces_contiguous_axes(block: Block) -> bool:

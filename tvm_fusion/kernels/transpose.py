@@ -15,7 +15,7 @@ from tvm import tirx
 from ..config import HardwareProfile, Policy
 from ..ir.access import Access, Affine, Block
 from ..ir.extents import assumed
-from .base import Fit, GroupView, Refusal, RefusalCode, Resources, write_on_cpu
+from .base import Fit, GroupView, Refusal, RefusalCode, Resources
 from .pointwise import Pointwise
 
 TILE = 64
@@ -56,8 +56,6 @@ class Transpose(Pointwise):
     def write(
         self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
     ) -> tirx.PrimFunc:
-        if hw.kind == "llvm":
-            return write_on_cpu(func, hw, policy)
         from .cuda.transpose import emit_transpose
         from .program import analyze
 

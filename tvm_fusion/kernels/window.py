@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import tvm_ffi
 from tvm import tirx
@@ -22,17 +22,10 @@ from tvm.ir import Expr, TensorLoad
 from ..ir.access import Affine, Block, Reduction
 from .definitions import Definition
 from .expr import uses_any
-from .program import ReduceKind
+from .program import COMBINE, ReduceKind
 
 LARGEST_WINDOW = 64
 """Elements; beyond, unrolled code outgrows what it saves."""
-
-COMBINE: dict[ReduceKind, Callable[[Expr, Expr], Expr]] = {
-    ReduceKind.SUM: tirx.Add,
-    ReduceKind.PROD: tirx.Mul,
-    ReduceKind.MAX: tirx.Max,
-    ReduceKind.MIN: tirx.Min,
-}
 
 
 def is_window_block(block: Block) -> bool:

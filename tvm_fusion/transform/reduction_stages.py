@@ -24,7 +24,6 @@ ROWS_A_BLOCK = 32
 """Rows that a piece of a column reduction has at least, so that its result is small beside it."""
 CLUSTER = 8
 """Blocks that a row kernel spreads one row over."""
-CLUSTER_ARCH = 90
 SHORT_PIECE = 4096
 """Elements that a piece of a row has at least."""
 ROW_PIECES_A_SM = 16
@@ -238,8 +237,7 @@ def _starves(elements: int, blocks: int, hw: HardwareProfile, chain: int = 1) ->
 
 
 def _blocks_a_row(hw: HardwareProfile) -> int:
-    digits = "".join(c for c in hw.arch if c.isdigit())
-    return CLUSTER if digits and int(digits) >= CLUSTER_ARCH else 1
+    return CLUSTER if hw.has_clusters else 1
 
 
 def _divisor(length: int, wanted: float, above: float = 1.5) -> int | None:

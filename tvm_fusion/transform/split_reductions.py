@@ -28,7 +28,9 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from ..config import HardwareProfile
 from ..ir.graph import COMPOSITES_ATTR
+from .decompose.decompose import is_opaque
 from .reduction_stages import Setting, Stage, stages
+from .unique_names import FreshNames
 
 _REDUCE = {
     "relax.sum": op.sum,
@@ -36,7 +38,6 @@ _REDUCE = {
     "relax.max": op.max,
     "relax.min": op.min,
 }
-_OPAQUE_ATTRS = ("Primitive", "Composite", "Codegen")
 
 
 @tvm.transform.module_pass(opt_level=0, name="SplitReductions")
@@ -50,17 +51,13 @@ class SplitReductions:
         splitter = _Splitter(mod)
         changed = False
         for gvar, func in mod.functions_items():
-            if not isinstance(func, relax.Function) or _is_opaque(func):
+            if not isinstance(func, relax.Function) or is_opaque(func):
                 continue
             split = splitter.split_function(func, self.hw)
             if split is not None:
                 splitter.builder_.update_func(gvar, split)
                 changed = True
         return splitter.builder_.finalize() if changed else mod
-
-
-def _is_opaque(func: relax.Function) -> bool:
-    return func.attrs is not None and any(key in func.attrs for key in _OPAQUE_ATTRS)
 
 
 def static_shape(tensor: Expr) -> tuple[int, ...] | None:
@@ -198,7 +195,7 @@ class _Splitter(PyExprMutator):
         if not isinstance(func.body, relax.SeqExpr):
             return None
         self.hw, self.survey, self.changed = hw, _Survey(func), False
-        self.taken = {var.name for var in relax.analysis.all_vars(func)}
+        self._fresh = FreshNames.beside(func)
         attrs = func.attrs
         self.tags = dict(attrs[COMPOSITES_ATTR]) if attrs and COMPOSITES_ATTR in attrs else {}
         split = self.visit_expr(func)
@@ -266,14 +263,6 @@ class _Splitter(PyExprMutator):
     def _bind(self, var: Var, value: Expr) -> None:
         value = self.builder_.normalize(value)
         self.builder_.emit_normalized(relax.VarBinding(var, value))
-
-    def _fresh(self, name: str) -> str:
-        candidate, number = name, 0
-        while candidate in self.taken:
-            number += 1
-            candidate = f"{name}_{number}"
-        self.taken.add(candidate)
-        return candidate
 
 
 def _neutral(reduction: str, dtype: str) -> float | int:

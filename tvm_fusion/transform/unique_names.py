@@ -9,9 +9,30 @@ allows any character in a name, C does not).
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 import tvm
 from tvm import relax
+
+
+class FreshNames:
+    """Hands out names that are not among the `taken` ones, each once: name, name_1, name_2 ..."""
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self.taken = set(taken)
+
+    @classmethod
+    def beside(cls, func: relax.Function) -> FreshNames:
+        """Names that no variable of a function has."""
+        return cls(var.name for var in relax.analysis.all_vars(func))
+
+    def __call__(self, name: str) -> str:
+        candidate, number = name, 0
+        while candidate in self.taken:
+            number += 1
+            candidate = f"{name}_{number}"
+        self.taken.add(candidate)
+        return candidate
 
 
 @tvm.transform.module_pass(opt_level=0, name="tvm_fusion.UniqueNames")
@@ -41,7 +62,7 @@ def _identifier(name: str) -> str:
 class _Renamer(relax.PyExprMutator):
     def __init__(self, mod: tvm.IRModule):
         super().__init__(mod)
-        self.taken: set[str] = set()
+        self.fresh = FreshNames()
 
     def visit_var_def_(self, var):
         return self._renamed(var)
@@ -50,12 +71,7 @@ class _Renamer(relax.PyExprMutator):
         return self._renamed(var)
 
     def _renamed(self, var):
-        plain = _identifier(var.name)
-        name, number = plain, 0
-        while name in self.taken:
-            number += 1
-            name = f"{plain}_{number}"
-        self.taken.add(name)
+        name = self.fresh(_identifier(var.name))
         if name == var.name:
             return var
         new = type(var)(name, var.ty)

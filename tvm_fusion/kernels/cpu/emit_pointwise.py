@@ -20,12 +20,10 @@ from tvm.tirx import ForKind
 from ..expr import bytes_of, dtype_of, number
 from .access import load_stride
 from .loops import Loop, nest, seq
-from .machine import Machine
-from .nests import Nest
-from .point import PointWriter, has_vector_form
-from .scope import Scope
+from .nest_emitter import NestEmitter
+from .point import has_vector_form
 from .segments import cuts
-from .space import Slot, Space
+from .space import Slot
 from .stages import analyzer_of
 from .work import stage_work
 
@@ -35,17 +33,8 @@ VECTOR_WORK = 12
 VECTORS = 4
 
 
-class PointwiseEmitter:
+class PointwiseEmitter(NestEmitter):
     """Emits one nest."""
-
-    def __init__(
-        self, item: Nest, space: Space, writer: PointWriter, scope: Scope, machine: Machine
-    ) -> None:
-        self.nest = item
-        self.space = space
-        self.writer = writer
-        self.loops = scope.loops
-        self.machine = machine
 
     def emit(self, lane: Slot | None) -> tirx.Stmt:
         """The loops, with `lane` innermost."""

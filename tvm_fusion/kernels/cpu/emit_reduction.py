@@ -19,13 +19,12 @@ from tvm.tirx import ForKind
 
 from ..expr import bytes_of, constant, convert, dtype_of, number
 from .loops import Loop, nest, seq
-from .machine import Machine
-from .nests import Nest
-from .point import COMBINE, Ops, PointWriter, State, env_of, has_vector_form, indices_of
+from .nest_emitter import NestEmitter
+from .point import COMBINE, Ops, State, env_of, has_vector_form, indices_of
 from .precision import rounded_by_bits
 from .resolve import Point, Resolve
-from .scope import Scope, allocate, new_buffer
-from .space import Slot, Space
+from .scope import allocate, new_buffer
+from .space import Slot
 from .stages import Kind
 
 NEUTRAL = {Kind.SUM: 0, Kind.PROD: 1}
@@ -35,18 +34,8 @@ VECTORS_ALONG_TERMS = 4
 VECTORS_ALONG_OUTPUTS = 8
 
 
-class ReductionEmitter:
+class ReductionEmitter(NestEmitter):
     """Emits one nest."""
-
-    def __init__(
-        self, item: Nest, space: Space, writer: PointWriter, scope: Scope, machine: Machine
-    ) -> None:
-        self.nest = item
-        self.space = space
-        self.writer = writer
-        self.scope = scope
-        self.loops = scope.loops
-        self.machine = machine
 
     def emit(self, lane: Slot | None) -> tirx.Stmt:
         """The loops; `lane` is reduced or not."""

@@ -15,9 +15,9 @@ from tvm import tirx
 from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
-from ..program import Reduction
+from ..program import COMBINE, Reduction
 from .frame import then
-from .row_exchange import COMBINE, WARP, Exchange, Threads, identity, rescale, warp_reduce
+from .row_exchange import WARP, Exchange, Threads, identity, rescale, warp_reduce
 
 FEW_TERMS = 16
 """Up to here the loop over partial results is unrolled whole."""

@@ -11,12 +11,11 @@ from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ..expr import bytes_of, constant, convert, dtype_of, substitute, variables
-from ..program import Output, Reduction
+from ..program import COMBINE, Output, Reduction
 from .column_lanes import Vector
 from .column_state import Chunk, ColumnState
 from .frame import then
 from .memory import copy_in
-from .row_exchange import COMBINE
 from .scope import Point, RowScope
 from .transfer import places, store_values
 

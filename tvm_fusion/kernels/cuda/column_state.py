@@ -16,11 +16,11 @@ from tvm.script import tirx as T
 
 from ...errors import Unsupported
 from ..expr import constant, convert, dtype_of, variables
-from ..program import Element, Output, Program, Reduction, Tile, Value
+from ..program import COMBINE, Element, Output, Program, Reduction, Tile, Value
 from .column_config import ColumnConfig
 from .column_lanes import Lanes
 from .frame import Frame
-from .row_exchange import COMBINE, identity
+from .row_exchange import identity
 from .row_keep import kept_values
 from .scope import Point, RowScope
 

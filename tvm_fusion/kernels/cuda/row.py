@@ -17,7 +17,7 @@ from .closed_forms import closed_forms
 from .frame import Frame, kernel_frame, then
 from .row_bulk import BulkRows
 from .row_candidates import row_configs
-from .row_config import Form, RowConfig, has_clusters
+from .row_config import Form, RowConfig
 from .row_exchange import WARP
 from .row_loop import LoopRows
 from .row_registers import RegisterRows
@@ -76,7 +76,7 @@ def _check(program: Program, config: RowConfig, hw: HardwareProfile) -> None:
     power_of_two = config.threads & (config.threads - 1) == 0
     if (not power_of_two and config.threads % WARP) or config.threads * config.rows % WARP:
         raise Unsupported(f"{config.rows} rows of {config.threads} threads")
-    if (config.cluster > 1 or config.form is Form.BULK) and not has_clusters(hw):
+    if (config.cluster > 1 or config.form is Form.BULK) and not hw.has_clusters:
         raise Unsupported(f"{hw.arch} has no thread block clusters")
     if config.cluster > 1 and any(r.dtype != "float32" for r in program.reductions):
         raise Unsupported("clusters exchange float32 only")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...errors import Unsupported
 from ..program import Program
-from .row_config import WARP, Form, RowConfig, has_clusters
+from .row_config import WARP, Form, RowConfig
 from .row_cost import estimate_rows
 from .row_resources import clusters_on_device, registers_limit, ring_bytes, wanted_registers
 from .row_work import RowWork, row_work
@@ -111,7 +111,7 @@ def _candidates(program: Program, work: RowWork, hw: HardwareProfile) -> Iterato
 def _clusters(program: Program, hw: HardwareProfile) -> tuple[int, ...]:
     """Sizes of clusters: blocks exchange float32 only."""
     alike = all(reduction.dtype == "float32" for reduction in program.reductions)
-    return CLUSTERS if has_clusters(hw) and alike else CLUSTERS[:1]
+    return CLUSTERS if hw.has_clusters and alike else CLUSTERS[:1]
 
 
 def _held(

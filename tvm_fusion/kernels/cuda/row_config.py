@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import enum
-import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from .row_exchange import WARP
 
 if TYPE_CHECKING:
-    from ...config import HardwareProfile
+    pass
 
 
 class Form(enum.StrEnum):
@@ -74,9 +73,3 @@ class RowConfig:
         if self.form is Form.LOOP:
             parts.append(f"u{self.unroll}{'p' if self.prefetch else ''}")
         return "-".join(parts + ([] if self.online else ["phases"]))
-
-
-def has_clusters(hw: HardwareProfile) -> bool:
-    """Whether the device has thread block clusters and bulk copies (Hopper and later)."""
-    match = re.match(r"sm_(\d+)", hw.arch)
-    return match is not None and int(match.group(1)) >= 90

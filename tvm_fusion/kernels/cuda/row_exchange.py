@@ -14,7 +14,7 @@ from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ..expr import constant, convert
-from ..program import ReduceKind, Reduction
+from ..program import COMBINE, ReduceKind, Reduction
 from . import intrinsics as device
 from .arithmetic import LOG2E, f32
 from .frame import then
@@ -22,13 +22,6 @@ from .frame import then
 WARP = 32
 FEW_PARTIALS = 8  # up to here every thread combines all partial results itself
 FEW_ONLINE_PARTIALS = 2
-
-COMBINE: dict[ReduceKind, Callable[[Expr, Expr], Expr]] = {
-    ReduceKind.SUM: tirx.Add,
-    ReduceKind.PROD: tirx.Mul,
-    ReduceKind.MAX: tirx.Max,
-    ReduceKind.MIN: tirx.Min,
-}
 
 
 def identity(reduction: Reduction) -> Expr:

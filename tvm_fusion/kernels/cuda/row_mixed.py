@@ -20,12 +20,12 @@ from tvm.script import tirx as T
 from ...errors import Unsupported
 from ..expr import convert, widened
 from ..narrow import narrow_indices
-from ..program import Accumulation, Output, Program, Reduction, Tile
+from ..program import COMBINE, Accumulation, Output, Program, Reduction, Tile
 from .closed_forms import closed_forms
 from .frame import Frame, kernel_frame
 from .row_bulk import BulkRows
-from .row_config import Form, RowConfig, has_clusters
-from .row_exchange import COMBINE, WARP, identity
+from .row_config import Form, RowConfig
+from .row_exchange import WARP, identity
 from .row_loads import Load
 from .row_mixed_config import mixed_configs
 from .transfer import store_vector
@@ -83,7 +83,7 @@ def _check(program: Program, config: RowConfig, hw: HardwareProfile) -> None:
         raise Unsupported(f"blocks of {config.threads} threads")
     if needs_windows(program, config.width):
         raise Unsupported(f"vectors of {config.width} in rows of {program.columns}")
-    if (config.cluster > 1 or config.form is Form.BULK) and not has_clusters(hw):
+    if (config.cluster > 1 or config.form is Form.BULK) and not hw.has_clusters:
         raise Unsupported(f"{hw.arch} has no thread block clusters")
     if config.cluster > 1 and any(r.dtype != "float32" for r in program.reductions):
         raise Unsupported("clusters exchange float32 only")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ...errors import Unsupported
 from ..expr import bytes_of
 from ..program import Program
-from .row_config import Form, RowConfig, has_clusters
+from .row_config import Form, RowConfig
 from .row_exchange import WARP
 from .vectors import can_stream, vector_width
 from .windows import needs_windows
@@ -61,7 +61,7 @@ def thread_choices(
     `width`; as few blocks as possible, the most threads first.
     """
     vectors = columns // width
-    for cluster in clusters if has_clusters(hw) else (1,):
+    for cluster in clusters if hw.has_clusters else (1,):
         if vectors % cluster:
             continue
         found = []
@@ -81,7 +81,7 @@ def _forms(
     """The ring, where the rows can be copied in bulk, and plain loads."""
     plain = RowConfig(Form.REGISTERS, threads, 1, width, cluster)
     row = sum(bytes_of(t.dtype) for t in program.tiles if t.per_row) * program.columns // cluster
-    if not row or not has_clusters(hw) or not can_stream(program, width):
+    if not row or not hw.has_clusters or not can_stream(program, width):
         return [plain]
     resident = max(1, min(8, hw.max_threads_per_sm // 2 // threads))
     stages = min(STAGES, program.rows[-1], RING_BYTES // resident // row)

@@ -10,10 +10,10 @@ from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ..expr import convert, dtype_of
-from ..program import Element, Output, Reduction
+from ..program import COMBINE, Element, Output, Reduction
 from .frame import then
 from .row_arg import is_arg
-from .row_exchange import COMBINE, identity
+from .row_exchange import identity
 from .row_loads import Load
 from .row_steps import Chunk
 from .scope import Point

@@ -8,6 +8,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from ...config import HardwareProfile
 from ...ir.graph import COMPOSITES_ATTR
+from ..unique_names import FreshNames
 from . import activations, attention, contractions, losses, norms, softmax, statistics
 from .opening import Opening, Rule
 from .variances import written_out
@@ -78,7 +79,7 @@ class Decompose:
         decomposer.keep_all = self.keep_all
         changed = False
         for gvar, func in mod.functions_items():
-            if not isinstance(func, relax.Function) or _is_opaque(func):
+            if not isinstance(func, relax.Function) or is_opaque(func):
                 continue
             opened = decomposer.open_function(func)
             if opened is not None:
@@ -87,7 +88,7 @@ class Decompose:
         return decomposer.builder_.finalize() if changed else mod
 
 
-def _is_opaque(func: relax.Function) -> bool:
+def is_opaque(func: relax.Function) -> bool:
     return func.attrs is not None and any(key in func.attrs for key in _OPAQUE_ATTRS)
 
 
@@ -114,7 +115,7 @@ class _Decomposer(PyExprMutator):
         old_tags = dict(func.attrs[COMPOSITES_ATTR]) if _has_tags(func) else {}
         self._tags: dict[str, str] = {}
         self._counts = _highest_numbers(old_tags)
-        self._taken = {var.name for var in relax.analysis.all_vars(func)}
+        self._fresh = FreshNames.beside(func)
         self._defined: set[str] = set()
         self._tuples: dict[Var, relax.Tuple] = {}
         self._variances = written_out(func)
@@ -189,15 +190,6 @@ class _Decomposer(PyExprMutator):
         renamed = kind(self._fresh(var.name), var.ty)
         self.set_var_remap(var, renamed)
         return renamed
-
-    def _fresh(self, name: str) -> str:
-        """`name`, or the first of name_1, name_2 ... that no variable of the function has."""
-        candidate, number = name, 0
-        while candidate in self._taken:
-            number += 1
-            candidate = f"{name}_{number}"
-        self._taken.add(candidate)
-        return candidate
 
 
 def _has_tags(func: relax.Function) -> bool:
