@@ -3,22 +3,10 @@ and whole; with their float64 results.
 """
 
 import numpy as np
-import tvm
 from tvm import relax
 from tvm.relax import op
 
 from .kernel_cases import Case
-
-
-def module_of(emit, *inputs) -> tvm.IRModule:
-    """A module whose `main` is `emit(block_builder, *vars)` on inputs of (shape, dtype)."""
-    bb = relax.BlockBuilder()
-    params = [relax.Var(f"p{i}", relax.TensorType(s, d)) for i, (s, d) in enumerate(inputs)]
-    with bb.function("main", params):
-        with bb.dataflow():
-            out = bb.emit_output(emit(bb, *params))
-        bb.emit_func_output(out)
-    return bb.get()
 
 
 def _wide(bb, tensor):

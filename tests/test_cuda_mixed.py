@@ -20,14 +20,14 @@ from tvm_fusion.kernels.narrow import narrow_indices
 from tvm_fusion.kernels.program import ReduceKind, analyze
 
 from .cuda_on_cpu import compile_cubins, cuda_source, run_cuda_on_cpu
-from .graphs import plan_of
-from .kernel_cases import Case, assert_close, fuse, outputs_of
+from .graphs import module, plan_of
+from .kernel_cases import Case, fuse, outputs_of
+from .kernel_checks import assert_right
 from .mixed_cases import (
     fused_layer_norm,
     fused_rms_norm,
     layer_norm_backward,
     layer_norm_inputs,
-    module_of,
 )
 
 H200, A100 = load_profile("nvidia_h200"), load_profile("nvidia_a100")
@@ -38,11 +38,7 @@ def check(case: Case, config: RowConfig | None = None, exact: bool = False) -> N
     func = case.func()
     program = analyze(func, exact)
     kernel = emit_mixed(program, config or mixed_configs(program, H200)[0], H200)
-    arrays = case.arrays()
-    outputs = outputs_of(func, len(arrays))
-    assert run_cuda_on_cpu(kernel, [*arrays, *outputs]) == 1
-    for got, expected in zip(outputs, case.expected(arrays), strict=True):
-        assert_close(got, expected, str(got.dtype))
+    assert_right(case, func, kernel)
 
 
 def sums_of_other_kinds(bb, x, y):
@@ -229,7 +225,7 @@ def row_and_column_sums(rows, columns, emit_rows=lambda bb, x: op.sum(x, axis=[-
     def emit(bb, x):
         return relax.Tuple([bb.emit(emit_rows(bb, x)), bb.emit(op.sum(x, axis=[0]))])
 
-    return module_of(emit, ((rows, columns), "float32"))
+    return module(emit, ((rows, columns), "float32"))
 
 
 def test_row_sums_and_column_sums_of_one_tensor_share_a_kernel():
@@ -246,7 +242,7 @@ def test_argmax_rows_stay_apart():
 
 
 def test_what_reads_the_partial_sums_is_another_kernel():
-    mod = module_of(layer_norm_backward(), *layer_norm_inputs(8192, 4096, "float16"))
+    mod = module(layer_norm_backward(), *layer_norm_inputs(8192, 4096, "float16"))
     mixed = [g for g in plan_of(mod).plan.groups if g.kernel_class == "mixed"]
     assert len(mixed) == 1
     assert sum(name.endswith("_part") for name in mixed[0].ops) == 2
@@ -254,7 +250,7 @@ def test_what_reads_the_partial_sums_is_another_kernel():
 
 def test_the_plan_of_layer_norm_backward_is_written_as_planned():
     target, hw = resolve_target("nvidia_h200")
-    mod = module_of(layer_norm_backward(), *layer_norm_inputs(8192, 4096, "float16"))
+    mod = module(layer_norm_backward(), *layer_norm_inputs(8192, 4096, "float16"))
     job = Job.from_module(mod, target, hw, load_policy(None))
     job.fuse()
     assert job.cuts == {}
@@ -285,11 +281,7 @@ def test_the_finishing_sums_of_two_parameters_share_a_kernel_with_the_right_numb
     func = case.func()
     program = analyze(func)
     kernel = emit_column(program, column_configs(program, H200)[0], H200)
-    arrays = case.arrays()
-    outputs = outputs_of(func, len(arrays))
-    run_cuda_on_cpu(kernel, [*arrays, *outputs])
-    for got, expected in zip(outputs, case.expected(arrays), strict=True):
-        assert_close(got, expected, "float16")
+    assert_right(case, func, kernel)
 
 
 def test_statistics_of_shifted_columns_have_the_right_numbers_on_the_device():
@@ -312,11 +304,7 @@ def test_statistics_of_shifted_columns_have_the_right_numbers_on_the_device():
     func = case.func()
     program = analyze(func)
     kernel = emit_column(program, column_configs(program, H200)[0], H200)
-    arrays = case.arrays()
-    outputs = outputs_of(func, len(arrays))
-    run_cuda_on_cpu(kernel, [*arrays, *outputs])
-    for got, expected in zip(outputs, case.expected(arrays), strict=True):
-        assert_close(got, expected, "float32")
+    assert_right(case, func, kernel)
 
 
 def test_statistics_of_shifted_rows_have_the_right_numbers_on_the_device():
@@ -337,18 +325,14 @@ def test_statistics_of_shifted_rows_have_the_right_numbers_on_the_device():
     func = case.func()
     program = analyze(func)
     kernel = emit_row(program, row_configs(program, H200)[0], H200)
-    arrays = case.arrays()
-    outputs = outputs_of(func, len(arrays))
-    run_cuda_on_cpu(kernel, [*arrays, *outputs])
-    for got, expected in zip(outputs, case.expected(arrays), strict=True):
-        assert_close(got, expected, "float32")
+    assert_right(case, func, kernel)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("columns", [1000, 4098, 8191, 16392, 65536])
 def test_what_the_class_takes_it_can_write(columns, dtype):
     target, hw = resolve_target("nvidia_h200")
-    mod = module_of(layer_norm_backward(), *layer_norm_inputs(2048, columns, dtype, False))
+    mod = module(layer_norm_backward(), *layer_norm_inputs(2048, columns, dtype, False))
     job = Job.from_module(mod, target, hw, load_policy(None))
     job.fuse()
     assert job.cuts == {}

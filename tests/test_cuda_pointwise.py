@@ -25,10 +25,10 @@ from .kernel_cases import (
     chain,
     fuse,
     gelu_of,
-    outputs_of,
     rope,
     rotate_half,
 )
+from .kernel_checks import assert_right
 
 H200 = load_profile("nvidia_h200")
 
@@ -279,13 +279,7 @@ def check(case, config=None, exact=False):
     func = case.func()
     program = analyze(func, exact=exact)
     kernel = emit_pointwise(program, H200, config)
-    inputs = case.arrays()
-    outputs = outputs_of(func, len(inputs))
-    assert run_cuda_on_cpu(kernel, [*inputs, *outputs]) == 1
-    for output, expected, param in zip(
-        outputs, case.expected(inputs), func.params[len(inputs) :], strict=True
-    ):
-        assert_close(output, expected, str(param.ty.dtype))
+    assert_right(case, func, kernel)
     return kernel
 
 

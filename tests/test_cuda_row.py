@@ -21,41 +21,14 @@ from .kernel_cases import (
     fuse,
     gelu_of,
     half_softmax,
-    outputs_of,
     rms_of,
     rotate_half,
     softmax_of,
 )
+from .kernel_checks import assert_right
+from .row_graphs import add_rmsnorm, cross_entropy, exp_sum, layernorm, rmsnorm, softmax
 
 H200, A100 = load_profile("nvidia_h200"), load_profile("nvidia_a100")
-
-
-def softmax(bb, x):
-    return op.nn.softmax(x, axis=-1)
-
-
-def layernorm(bb, x, g, b):
-    return op.nn.layer_norm(x, g, b, axes=[-1], epsilon=1e-5)
-
-
-def rmsnorm(bb, x, g):
-    return op.nn.rms_norm(x, g, axes=[-1], epsilon=1e-5)
-
-
-def add_rmsnorm(bb, x, r, g):
-    s = bb.emit(op.add(x, r))
-    return relax.Tuple([s, bb.emit(op.nn.rms_norm(s, g, axes=[-1], epsilon=1e-5))])
-
-
-def cross_entropy(bb, x, t):
-    return op.nn.nll_loss(
-        bb.emit(op.nn.log_softmax(x, axis=-1)), t, reduction="none", ignore_index=-100
-    )
-
-
-def exp_sum(bb, x):
-    e = bb.emit(op.exp(bb.emit(op.multiply(x, relax.const(0.125, str(x.ty.dtype))))))
-    return relax.Tuple([bb.emit(op.sum(e, axis=-1)), bb.emit(op.multiply(e, x))])
 
 
 def scaled_softmax_lse(bb, x, m, s):
@@ -335,12 +308,7 @@ def check(case, config=None, hw=H200, exact=False, spoil=None, **changes):
     inputs = case.arrays()
     if spoil:
         spoil(inputs)
-    outputs = outputs_of(func, len(inputs))
-    assert run_cuda_on_cpu(kernel, [*inputs, *outputs]) == 1
-    for output, expected, param in zip(
-        outputs, case.expected(inputs), func.params[len(inputs) :], strict=True
-    ):
-        assert_close(output, expected, str(param.ty.dtype))
+    assert_right(case, func, kernel, inputs)
     return kernel
 
 

@@ -20,7 +20,8 @@ from tvm_fusion.kernels.row import Row
 
 from .cuda_on_cpu import compile_cubins, cuda_source, run_cuda_on_cpu
 from .graphs import module, plan_of
-from .kernel_cases import Case, assert_close, fuse, outputs_of, rms_of, softmax_of
+from .kernel_cases import Case, assert_close, fuse, rms_of, softmax_of
+from .kernel_checks import assert_right
 
 H200 = load_profile("nvidia_h200")
 LOOP, BULK = Form.LOOP, Form.BULK
@@ -209,12 +210,7 @@ def check(case, config=None, spoil=None, **changes):
     inputs = case.arrays()
     if spoil:
         spoil(inputs)
-    outputs = outputs_of(func, len(inputs))
-    assert run_cuda_on_cpu(kernel, [*inputs, *outputs]) == 1
-    for output, expected, param in zip(
-        outputs, case.expected(inputs), func.params[len(inputs) :], strict=True
-    ):
-        assert_close(output, expected, str(param.ty.dtype))
+    assert_right(case, func, kernel, inputs)
 
 
 def ids(case):

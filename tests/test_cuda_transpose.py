@@ -32,7 +32,8 @@ from tvm_fusion.kernels.registry import kernel_class
 
 from .cuda_on_cpu import compile_cubins, cuda_source, lower, run_cuda_on_cpu
 from .graphs import module, plan_of
-from .kernel_cases import Case, assert_close, fuse, outputs_of
+from .kernel_cases import Case, assert_close, fuse
+from .kernel_checks import assert_right
 
 H200 = load_profile("nvidia_h200")
 
@@ -275,13 +276,7 @@ def check(case, config=None, exact=False):
     program = analyze(func, exact=exact)
     assert wants_tiles(program, H200)
     kernel = emit_transpose(program, H200, config)
-    inputs = case.arrays()
-    outputs = outputs_of(func, len(inputs))
-    assert run_cuda_on_cpu(kernel, [*inputs, *outputs]) == 1
-    for output, expected, param in zip(
-        outputs, case.expected(inputs), func.params[len(inputs) :], strict=True
-    ):
-        assert_close(output, expected, str(param.ty.dtype))
+    assert_right(case, func, kernel)
 
 
 @pytest.mark.parametrize("case", [*PERMUTATIONS, *DTYPES, *SIZES, *OTHERS], ids=lambda c: c.name)

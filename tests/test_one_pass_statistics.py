@@ -8,7 +8,7 @@ from tvm.relax import op
 from tvm_fusion.transform.decompose import Decompose
 
 from .decompose_tools import operators
-from .mixed_cases import module_of
+from .graphs import module
 from .test_split_reductions import H200, random, run, split
 
 MEAN = 1000.0
@@ -25,7 +25,7 @@ def far_from_zero(shape, dtype):
 )
 @pytest.mark.parametrize("keepdims", [False, True])
 def test_the_variance_of_one_pass_survives_a_large_mean(shape, axis, dtype, keepdims):
-    mod = module_of(lambda bb, x: op.variance(x, axis=axis, keepdims=keepdims), (shape, dtype))
+    mod = module(lambda bb, x: op.variance(x, axis=axis, keepdims=keepdims), (shape, dtype))
     assert "maximum" in operators(split(mod))
     x = far_from_zero(shape, dtype)
     (got,) = run(split(mod), x)
@@ -35,7 +35,7 @@ def test_the_variance_of_one_pass_survives_a_large_mean(shape, axis, dtype, keep
 
 
 def test_trailing_statistics_keep_their_two_passes():
-    mod = module_of(lambda bb, x: op.variance(x, axis=[1]), ((512, 64), "float32"))
+    mod = module(lambda bb, x: op.variance(x, axis=[1]), ((512, 64), "float32"))
     assert operators(Decompose(hw=H200)(mod)) == operators(Decompose()(mod))
 
 
@@ -46,7 +46,7 @@ def test_group_norm_over_the_inner_part_of_the_channels(dtype):
     def emit(bb, x, g, b):
         return op.nn.group_norm(x, g, b, groups, channel_axis=3, axes=[1, 2], epsilon=1e-5)
 
-    mod = split(module_of(emit, (shape, dtype), ((12,), dtype), ((12,), dtype)))
+    mod = split(module(emit, (shape, dtype), ((12,), dtype), ((12,), dtype)))
     assert "strided_slice" in operators(mod)
     x, g, b = far_from_zero(shape, dtype), random((12,), dtype), random((12,), dtype)
     wide = x.astype("float64").reshape(2, 8, 8, groups, 4)
@@ -70,7 +70,7 @@ def test_batch_norm_in_training_gives_the_running_statistics_too(axis, dtype):
         )
 
     vector = ((channels,), dtype)
-    mod = split(module_of(emit, (shape, dtype), vector, vector, vector, vector))
+    mod = split(module(emit, (shape, dtype), vector, vector, vector, vector))
     assert "nn.batch_norm" not in operators(mod)
     x = far_from_zero(shape, dtype)
     g, b, m, v = (random((channels,), dtype) for _ in range(4))
@@ -92,7 +92,7 @@ def test_batch_norm_in_training_stays_whole_on_a_cpu():
     def emit(bb, x, *parameters):
         return op.nn.batch_norm(x, *parameters, axis=1, training=True)
 
-    mod = module_of(emit, ((4, 6, 8, 10), "float32"), *[((6,), "float32")] * 4)
+    mod = module(emit, ((4, 6, 8, 10), "float32"), *[((6,), "float32")] * 4)
     assert operators(Decompose()(mod)) == ["nn.batch_norm"]
 
 
@@ -100,8 +100,8 @@ def test_a_batch_norm_that_tvm_cannot_legalize_is_opened_in_any_case():
     def emit(bb, x, *parameters):
         return op.nn.batch_norm(x, *parameters, axis=1, training=True)
 
-    large = module_of(emit, ((32, 2, 64, 64), "float16"), *[((2,), "float16")] * 4)
-    small = module_of(emit, ((4, 2, 64, 64), "float16"), *[((2,), "float16")] * 4)
+    large = module(emit, ((32, 2, 64, 64), "float16"), *[((2,), "float16")] * 4)
+    small = module(emit, ((4, 2, 64, 64), "float16"), *[((2,), "float16")] * 4)
     assert "nn.batch_norm" not in operators(Decompose(keep_all=True)(large))
     assert operators(Decompose(keep_all=True)(small)) == ["nn.batch_norm"]
     x = far_from_zero((32, 2, 64, 64), "float16")
@@ -123,7 +123,7 @@ def test_a_bfloat16_norm_that_tvm_cannot_legalize_is_opened_in_any_case(name):
 
     shapes = ((2, 8, 8), (8,), (8,))
     brain, half = (
-        Decompose(keep_all=True)(module_of(emit, *((s, dtype) for s in shapes)))
+        Decompose(keep_all=True)(module(emit, *((s, dtype) for s in shapes)))
         for dtype in ("bfloat16", "float16")
     )
     assert f"nn.{name}" not in operators(brain)
@@ -148,7 +148,7 @@ def test_a_variance_in_operators_of_the_model_is_taken_in_one_pass(how, keepdims
         return relax.Tuple([mean, bb.emit(op.mean(square, [0, 2, 3], keepdims=keepdims))])
 
     shape = (4, 6, 16, 16)
-    mod = split(module_of(emit, (shape, "float16")))
+    mod = split(module(emit, (shape, "float16")))
     assert "maximum" in operators(mod)
     x = far_from_zero(shape, "float16")
     mean, variance = run(mod, x)
@@ -168,7 +168,7 @@ def test_squares_of_other_differences_are_no_variance(other):
         square = squared(bb, bb.emit(op.subtract(x, center)), "product")
         return op.mean(square, [0, 1] if other == "axes" else [0])
 
-    mod = module_of(emit, ((512, 48), "float32"))
+    mod = module(emit, ((512, 48), "float32"))
     assert "maximum" not in operators(split(mod))
 
 
@@ -189,7 +189,7 @@ def test_a_mean_and_its_variance_in_different_blocks_stay_well_formed():
 
 
 def variance_of(x):
-    mod = split(module_of(lambda bb, v: op.variance(v, axis=[0]), (x.shape, "float32")))
+    mod = split(module(lambda bb, v: op.variance(v, axis=[0]), (x.shape, "float32")))
     assert "strided_slice" in operators(mod)
     (got,) = run(mod, x)
     return got

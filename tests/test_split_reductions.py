@@ -16,11 +16,10 @@ from tvm_fusion.transform.reduction_stages import Setting, needs_stages, on_chip
 from tvm_fusion.transform.split_reductions import SplitReductions
 
 from .decompose_tools import operators
-from .graphs import plan_of
+from .graphs import module, plan_of
 from .mixed_cases import (
     layer_norm_backward,
     layer_norm_inputs,
-    module_of,
     rms_norm_backward,
     rms_norm_inputs,
 )
@@ -153,7 +152,7 @@ def test_the_longest_row_on_the_chip_is_half_the_registers_of_a_cluster():
 )
 @pytest.mark.parametrize("name", ["sum", "max"])
 def test_a_split_reduction_gives_the_same_numbers(name, shape, axis, keepdims):
-    mod = module_of(reducing(getattr(op, name), axis, keepdims), (shape, "float32"))
+    mod = module(reducing(getattr(op, name), axis, keepdims), (shape, "float32"))
     assert operators(split(mod)).count(name) > 1
     x = random(shape)
     expected = getattr(np, name)(x.astype("float64"), axis=axis, keepdims=keepdims)
@@ -167,7 +166,7 @@ def test_a_split_reduction_gives_the_same_numbers(name, shape, axis, keepdims):
     [("max", "int32"), ("min", "int32"), ("sum", "int32"), ("min", "float32"), ("prod", "float32")],
 )
 def test_padding_is_neutral(name, dtype):
-    mod = module_of(reducing(getattr(op, name), 0), ((509, 32), dtype))
+    mod = module(reducing(getattr(op, name), 0), ((509, 32), dtype))
     assert "nn.pad" in operators(split(mod))
     x = random((509, 32), dtype)
     x = np.sign(x) * (1 + 0.01 * np.abs(x)) if name == "prod" else x - 20 if name == "max" else x
@@ -178,7 +177,7 @@ def test_padding_is_neutral(name, dtype):
 
 
 def test_the_pieces_are_tagged_as_parts_of_their_composite():
-    mod = split(module_of(lambda bb, x: op.mean(x, axis=[0]), ((512, 64), "float16")))
+    mod = split(module(lambda bb, x: op.mean(x, axis=[0]), ((512, 64), "float16")))
     tags = mod["main"].attrs["tvm_fusion.composites"]
     parts = [name for name in tags if name.endswith("_part")]
     assert len(parts) == 1
@@ -194,7 +193,7 @@ def test_equal_reductions_over_the_same_data_are_split_alike():
         sums = [bb.emit(op.sum(t, axis=[0])) for t in (x, product)]
         return relax.Tuple([*sums, bb.emit(op.max(y, axis=[0]))])
 
-    mod = split(module_of(emit, ((512, 64), "float32"), ((512, 64), "float32")))
+    mod = split(module(emit, ((512, 64), "float32"), ((512, 64), "float32")))
     assert views(mod) == [(16, 32, 64)] * 3
 
 
@@ -204,7 +203,7 @@ def test_sums_follow_the_reductions_over_rows_on_the_same_data_only(rows_too):
         rows = bb.emit(op.sum(x if rows_too else y, axis=[1]))
         return relax.Tuple([bb.emit(op.sum(x, axis=[0])), rows])
 
-    mod = module_of(emit, ((8192, 4096), "float32"), ((8192, 4096), "float32"))
+    mod = module(emit, ((8192, 4096), "float32"), ((8192, 4096), "float32"))
     assert views(SplitReductions(H200)(mod)) == [(256, 32, 4096) if rows_too else (4, 2048, 4096)]
 
 
@@ -224,12 +223,12 @@ def test_sums_follow_the_reductions_over_rows_on_the_same_data_only(rows_too):
 def test_what_cannot_be_split_or_need_not_be_is_returned_as_it_is(emit, inputs):
     shape, dtype = inputs
     size = tvm.tirx.Var("n", "int64") if "n" in shape else None
-    mod = module_of(emit, ([size if e == "n" else e for e in shape], dtype))
+    mod = module(emit, ([size if e == "n" else e for e in shape], dtype))
     assert SplitReductions(EAGER)(mod).same_as(mod)
 
 
 def test_a_cpu_splits_nothing():
-    mod = module_of(reducing(op.sum, 0), ((16384, 1024), "float32"))
+    mod = module(reducing(op.sum, 0), ((16384, 1024), "float32"))
     cpu = load_profile("llvm")
     assert len(plan_of(mod, "llvm").graph.ops) == 1
     assert len(lower(mod, cpu.to_target(), hw=cpu)["main"].body.blocks[0].bindings) == 1
@@ -244,12 +243,12 @@ def kernels(mod: tvm.IRModule) -> list[str]:
 
 @pytest.mark.parametrize("given", [True, False])
 def test_layer_norm_backward_is_one_mixed_kernel_and_the_finishing_sums(given):
-    mod = module_of(layer_norm_backward(), *layer_norm_inputs(8192, 4096, "float16", given))
+    mod = module(layer_norm_backward(), *layer_norm_inputs(8192, 4096, "float16", given))
     assert kernels(mod) == ["mixed", "column"]
 
 
 def test_rms_norm_backward_is_one_mixed_kernel_and_the_finishing_sum():
-    mod = module_of(rms_norm_backward(), *rms_norm_inputs(8192, 4096, "float16"))
+    mod = module(rms_norm_backward(), *rms_norm_inputs(8192, 4096, "float16"))
     assert kernels(mod) == ["mixed", "column"]
 
 
@@ -292,19 +291,19 @@ def test_dependent_reductions_that_fill_the_device_are_one_kernel(
 ):
     channels = shape[1 if parameters == 4 else -1]  # batch norm has them second
     vectors = [((channels,), "float16")] * parameters
-    assert kernels(module_of(emit, (shape, "float16"), *vectors)) == expected
+    assert kernels(module(emit, (shape, "float16"), *vectors)) == expected
 
 
 def test_group_norm_in_one_kernel_takes_its_statistics_in_one_pass():
     vectors = [((320,), "float16")] * 2
-    mod = module_of(group_norm_silu, ((32, 64, 64, 320), "float16"), *vectors)
+    mod = module(group_norm_silu, ((32, 64, 64, 320), "float16"), *vectors)
     (group,) = [g for g in plan_of(mod).plan.groups if g.kernel_class == "column"]
     assert group.bytes <= 2.1 * 2 * 32 * 64 * 64 * 320
     assert operators(SplitReductions(H200)(Decompose(hw=H200)(mod))).count("strided_slice") == 6
 
 
 def test_softmax_over_few_columns_is_split():
-    mod = module_of(softmax(0), ((65536, 512), "float16"))
+    mod = module(softmax(0), ((65536, 512), "float16"))
     assert kernels(mod).count("column") == 4
 
 
@@ -340,7 +339,7 @@ def test_only_what_comes_back_to_its_points_counts_as_dependent():
 
     def sums(comes_back):
         inputs = [((4096, 4096), "float16")] * 2
-        mod = module_of(functools.partial(emit, comes_back=comes_back), *inputs)
+        mod = module(functools.partial(emit, comes_back=comes_back), *inputs)
         return operators(SplitReductions(H200)(mod)).count("sum")
 
     assert (sums(True), sums(False)) == (1, 2)
@@ -354,5 +353,5 @@ def test_only_what_comes_back_to_its_points_counts_as_dependent():
     ],
 )
 def test_batch_norm_in_training_is_three_kernels(shape, axis, expected):
-    mod = module_of(batch_norm(axis), (shape, "float16"), *[((256,), "float16")] * 4)
+    mod = module(batch_norm(axis), (shape, "float16"), *[((256,), "float16")] * 4)
     assert kernels(mod) == expected
