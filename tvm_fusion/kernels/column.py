@@ -162,7 +162,7 @@ class Column:
 
 def _space(group: GroupView, anchor: Block) -> _Space | Refusal:
     """The order in which the first reduction reads its elements."""
-    found = read_order(anchor)
+    found = read_order(anchor, picks=True)
     if found is None:
         return group.refuse(
             RefusalCode.REDUCTION, f"{anchor.name} reads no element for each row and column"
@@ -234,7 +234,7 @@ def _check_reduction(group: GroupView, block: Block, space: _Space) -> Refusal |
         return group.refuse(
             RefusalCode.REDUCTION, f"{block.name} combines in a way no column kernel knows"
         )
-    order = read_order(block)
+    order = read_order(block, picks=True)
     live = [i for i in order or () if block.axes[i].extent != 1]
     extents = tuple(block.axes[i].extent for i in live)
     is_row = tuple(i in block.spatial for i in live)
@@ -251,7 +251,7 @@ def _reads_own(block: Block, access: Access, space: _Space, produced: _Role, rol
     """Whether a value of the group is read at the reader's own row (and column)."""
     got = plain_axes(block, access)
     if block.reduction is not None:
-        return produced is _Role.ROW or got == list(read_order(block) or ())
+        return produced is _Role.ROW or got == list(read_order(block, picks=True) or ())
     live = [i for i, axis in enumerate(block.axes) if axis.extent != 1]
     if produced is _Role.FULL:
         return role is _Role.FULL and got == live

@@ -5,11 +5,14 @@ from __future__ import annotations
 from ..ir.access import Access, Affine, Block
 
 
-def read_order(block: Block) -> tuple[int, ...] | None:
-    """The axes of the block in the order of a read that has each of them once."""
+def read_order(block: Block, picks: bool = False) -> tuple[int, ...] | None:
+    """The axes of the block in the order of a read that has each of them once.
+
+    With `picks` the read may have other indices beside (``x[i, j, label[i]]``).
+    """
     live = {i for i, axis in enumerate(block.axes) if axis.extent != 1}
     for access in block.reads:
-        axes = plain_axes(block, access)
+        axes = [i for i in plain_axes(block, access) if not (picks and i is None)]
         if len(axes) == len(live) and set(axes) == live:
             return tuple(axes)
     return None

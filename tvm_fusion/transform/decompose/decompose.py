@@ -89,6 +89,7 @@ class Decompose:
 
 
 def is_opaque(func: relax.Function) -> bool:
+    """Whether a function belongs to somebody else: a fused group, or another code generator's."""
     return func.attrs is not None and any(key in func.attrs for key in _OPAQUE_ATTRS)
 
 
