@@ -5,8 +5,8 @@ those of the build); only the launch is redirected. The CUDA source is compiled 
 `cuda_emulator/device.h`, where a thread is a fiber and every access to global and shared memory is
 checked for bounds and alignment.
 
-Does not run: tensor cores, TMA, inline PTX other than that of `tvm_fusion.kernels.cuda` (a
-stand-in with the same name in that header takes its place).
+Does not run: wgmma, TMA, inline PTX other than that of `tvm_fusion.kernels.cuda` (a stand-in with
+the same name in that header, or in `cuda_emulator/mma.h`, takes its place).
 """
 
 import ctypes
@@ -182,7 +182,7 @@ def _nbytes(tensor: tvm.runtime.Tensor) -> int:
 
 def _translate(source: str, kernel: str) -> str:
     """CUDA source -> C++ for the emulated device."""
-    device = (EMULATOR / "device.h").read_text()
+    device = _device_header()
     start = source.rindex('extern "C" __global__')
     helpers = source[source.index("#define ushort unsigned short") :].split("#endif", 1)[1]
     helpers = "\n".join(_plain_helpers(helpers[: helpers.index('extern "C" __global__')], device))
@@ -195,6 +195,11 @@ def _translate(source: str, kernel: str) -> str:
     call = f"{kernel}({', '.join(passed)})"
     launch = (EMULATOR / "launch.h").read_text()
     return f'#include "device.h"\n{helpers}\n{body}\n#define LAUNCH {call}\n{launch}'
+
+
+def _device_header() -> str:
+    """The emulated device, its tensor cores among it."""
+    return "\n".join((EMULATOR / name).read_text() for name in ("device.h", "mma.h"))
 
 
 def _functions(text: str) -> list[tuple[str, str]]:
@@ -273,7 +278,7 @@ def _compile(text: str) -> ctypes.CDLL:
 
 def _precompiled_header() -> Path:
     """A folder with device.h and its precompiled form: most of the compile time of a kernel."""
-    text = (EMULATOR / "device.h").read_text()
+    text = _device_header()
     folder = CACHE / hashlib.sha256(("".join(FLAGS) + text).encode()).hexdigest()[:20]
     if not (folder / "device.h.gch").exists():
         CACHE.mkdir(exist_ok=True)
@@ -305,14 +310,14 @@ class Resources:
     spill_bytes: int
 
 
-def compile_cubins(funcs: dict[str, tirx.PrimFunc]) -> list[Resources]:
-    """Compiles kernels to one cubin for sm_90a; raises where nvcc refuses."""
+def compile_cubins(funcs: dict[str, tirx.PrimFunc], arch: str = "sm_90a") -> list[Resources]:
+    """Compiles kernels to one cubin; raises where nvcc refuses."""
     sources = {name: lower(func) for name, func in funcs.items()}
     text = _one_source(sources)
     with tempfile.TemporaryDirectory() as folder:
         code = Path(folder, "kernels.cu")
         code.write_text(text)
-        command = ["nvcc", "-arch=sm_90a", "-cubin", "-O3", "--use_fast_math", "-Xptxas=-v"]
+        command = ["nvcc", f"-arch={arch}", "-cubin", "-O3", "--use_fast_math", "-Xptxas=-v"]
         command += ["-diag-suppress=177", "-o", str(Path(folder, "kernels.cubin")), str(code)]
         run = subprocess.run(command, capture_output=True, text=True)
     if run.returncode:

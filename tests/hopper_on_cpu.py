@@ -23,9 +23,14 @@ from .cuda_on_cpu import EMULATOR, cuda_source
 ENCODE = "runtime.cuTensorMapEncodeTiled"
 
 # `CUtensorMap` in hopper.h.
-MAP_LAYOUT = "=2iQ5q5q5i"
+MAP_LAYOUT = "=2iQ5q5q6i"
 
-BYTES = {"float16": 2, "bfloat16": 2}
+BYTES = {"float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "float32": 4}
+TFLOAT32 = 11
+
+# Dtypes of wgmma's operands as hopper.h calls them, and the terms of one instruction.
+TERM_KINDS = {"f16": "HALF", "bf16": "BRAIN", "e4m3": "E4M3", "e5m2": "E5M2", "tf32": "TF32"}
+TERMS = {"HALF": 16, "BRAIN": 16, "E4M3": 32, "E5M2": 32, "TF32": 8}
 
 _translate_plain = cuda_on_cpu._translate
 
@@ -45,7 +50,7 @@ def encode_map(target: object, dtype: str, rank: int, data: object, *numbers: in
     extents, numbers = numbers[:rank], numbers[rank:]
     strides, numbers = numbers[: rank - 1], numbers[rank - 1 :]
     box, numbers = numbers[:rank], numbers[rank:]
-    steps, (interleave, swizzle, _, fill) = numbers[:rank], numbers[rank:]
+    steps, (interleave, swizzle, _, fill, *forced) = numbers[:rank], numbers[rank:]
     size = BYTES[dtype]
     assert 1 <= rank <= 5
     assert _address(data) % 16 == 0
@@ -55,8 +60,10 @@ def encode_map(target: object, dtype: str, rank: int, data: object, *numbers: in
     assert all(s == 1 for s in steps)
     assert (interleave, swizzle, fill) == (0, 3, 0)
     assert box[0] * size <= 128
+    assert forced == ([TFLOAT32] if dtype == "float32" else [])
     pad = [0] * (5 - rank)
     fields = [rank, size, _address(data), *extents, *pad, size, *strides, *pad, *box, *pad]
+    fields.append(len(forced))
     packed = struct.pack(MAP_LAYOUT, *fields)
     ctypes.memmove(_address(target), packed, len(packed))
     return 0
@@ -68,12 +75,14 @@ def _address(value: object) -> int:
 
 def _translate(source: str, kernel: str) -> str:
     """As `cuda_on_cpu._translate`, with the units of hopper.h in place of their PTX."""
+    units = (EMULATOR / "hopper.h").read_text()
+    known = units + (EMULATOR / "device.h").read_text()
     start = source.rindex('extern "C" __global__')
     head = source[source.index("#define ushort unsigned short") : start]
     helpers = [
         _stand_in(definition) if "asm volatile" in definition else definition
         for name, definition in cuda_on_cpu._functions(head)
-        if name not in ("tvm_builtin_cuda_mbarrier_wait", "ptx_wgmma_encode_matrix_descriptor")
+        if not re.search(rf"\b{name}\b", known)
     ]
     body = source[start:].replace("const __grid_constant__ CUtensorMap", "CUtensorMap")
     shared = re.findall(r"^ *extern __shared__ .*;\n", body, re.MULTILINE)
@@ -81,7 +90,6 @@ def _translate(source: str, kernel: str) -> str:
     body = body.replace(shared[0], "", len(shared) - 1)
     text = "#define ushort unsigned short\n#endif\n" + "\n".join(helpers) + "\n" + body
     text = _translate_plain(text, kernel)
-    units = (EMULATOR / "hopper.h").read_text()
     text = text.replace('#include "device.h"\n', f'#include "device.h"\n{units}\n', 1)
     return text.replace("static void enter() {", "static void enter() { begin_thread();", 1)
 
@@ -114,6 +122,7 @@ def _unit(ptx: str, names: list[str]) -> str:
         "wgmma.fence": "",
         "setmaxnreg": "",
         "fence.proxy.async": "",
+        "fence.mbarrier_init": "",
     }
     for start, call in table.items():
         if ptx.startswith(start):
@@ -127,8 +136,10 @@ def _tensor_copy(ptx: str, names: list[str]) -> str | None:
         return None
     rank = int(found.group(1))
     if found.group(2) == "shared":
-        target, tensor, *at, barrier = names
-        call = f"tensor_load({target}, {tensor}, at, {rank}, {barrier});"
+        target, tensor, *at = names
+        at, rest = at[:rank], ", ".join(at[rank:])
+        assert rest.count(",") == ptx.count("multicast")
+        call = f"tensor_load({target}, {tensor}, at, {rank}, {rest});"
     else:
         tensor, *at, source = names
         call = f"tensor_store({tensor}, at, {rank}, {source});"
@@ -136,14 +147,17 @@ def _tensor_copy(ptx: str, names: list[str]) -> str | None:
 
 
 def _multiply(ptx: str, names: list[str]) -> str | None:
-    found = re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(b?)f16", ptx)
+    found = re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k(\d+)\.f32\.(\w+)\.(\w+)", ptx)
     if found is None:
         return None
-    n, brain = int(found.group(1)), "true" if found.group(2) else "false"
+    n, terms = int(found.group(1)), int(found.group(2))
+    kinds = [TERM_KINDS[kind] for kind in found.groups()[2:]]
+    assert all(terms == TERMS[kind] for kind in kinds)
     sums, (a, b, keep) = names[: n // 2], names[n // 2 :]
-    transposed = ", ".join(re.search(r"ps0, 1, 1, (\d), (\d);", ptx).groups())
+    transposed = re.search(r"ps0, 1, 1(?:, (\d), (\d))?;", ptx).groups("0")
     pointers = ", ".join(f"&{s}" for s in sums)
-    return f"multiply({{{pointers}}}, {a}, {b}, {n}, {keep}, {transposed}, {brain});"
+    arguments = ", ".join([*transposed, str(terms), *kinds])
+    return f"multiply({{{pointers}}}, {a}, {b}, {n}, {keep}, {arguments});"
 
 
 def _matrices(ptx: str, names: list[str]) -> str | None:

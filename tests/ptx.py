@@ -24,14 +24,19 @@ class Instructions:
     special: int
 
 
-def instructions(func: tirx.PrimFunc) -> Instructions:
-    """The instructions of a scheduled PrimFunc, for sm_90a; a float division counts as two."""
+def ptx_of(func: tirx.PrimFunc, arch: str) -> str:
+    """The PTX of a scheduled PrimFunc."""
     with tempfile.TemporaryDirectory() as folder:
         code, ptx = Path(folder, "kernel.cu"), Path(folder, "kernel.ptx")
         code.write_text(lower(func).source)
-        command = ["nvcc", "-arch=sm_90a", "-ptx", "-O3", "--use_fast_math", "-diag-suppress=177"]
+        command = ["nvcc", f"-arch={arch}", "-ptx", "-O3", "--use_fast_math", "-diag-suppress=177"]
         subprocess.run([*command, "-o", str(ptx), str(code)], check=True, capture_output=True)
-        body = ptx.read_text().split(".entry", 1)[1]
+        return ptx.read_text()
+
+
+def instructions(func: tirx.PrimFunc) -> Instructions:
+    """The instructions of a scheduled PrimFunc, for sm_90a; a float division counts as two."""
+    body = ptx_of(func, "sm_90a").split(".entry", 1)[1]
     found = re.findall(
         r"^\s*(?:\{\s*)?(?:@!?%p\d+ )?([a-z]\w*(?:\.\w+|::)*)[ ;]", body, re.MULTILINE
     )

@@ -82,6 +82,14 @@ def test_a_gather_is_data_dependent_and_reads_its_index_tensor():
     assert any(len(r.index) == 1 and not r.data_dependent for r in access.blocks[0].reads)
 
 
+@pytest.mark.parametrize("emit", [op.right_shift, op.left_shift, op.bitwise_and, op.bitwise_or])
+def test_shifts_and_masks_read_their_operands(emit):
+    access = only_func(lambda bb, x, y: emit(x, y), ((8, 4), "int32"), ((4,), "int32"))
+    (block,) = access.blocks
+    assert [a.axes for a in block.reads] == [{0, 1}, {1}]
+    assert dict(block.counts) == {Pipe.ARITHMETIC: 1}
+
+
 def test_symbolic_extents_are_text():
     n = tirx.Var("n", "int64")
     access = only_func(lambda bb, x: op.reshape(x, (n * 4, 2)), ((n, 8), "float32"))

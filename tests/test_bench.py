@@ -144,7 +144,7 @@ def test_our_own_failure_is_recorded_and_is_the_exit_status(monkeypatch, tmp_pat
     def broken(*_args, **_options):
         raise RuntimeError("our own words")
 
-    monkeypatch.setattr("tvm_fusion.compiler.compile", broken)
+    monkeypatch.setattr("tvm_fusion.compiler.Job.compile", broken)
     out = tmp_path / "new" / "chain4.json"
     arguments = ["chain4", "--peers", "torch.eager", "--target", "llvm", "--scale", "0.01"]
     assert bench_main([*arguments, "--repeats", "3", "--out", str(out)]) == 1

@@ -1,9 +1,11 @@
 """The suites on the command line, joined results, and the table."""
 
+import contextlib
 import copy
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,10 +13,12 @@ import pytest
 from tvm_fusion import cli
 from tvm_fusion.bench import prepare, record, suite, workloads
 from tvm_fusion.bench.options import names_of, peers_of
+from tvm_fusion.bench.patience import within
 from tvm_fusion.bench.record import compare, empty_row, merge, summary
 from tvm_fusion.bench.run import run_suite
 from tvm_fusion.bench.small import batch_times
 from tvm_fusion.bench.table import table
+from tvm_fusion.config import resolve_target
 from tvm_fusion.errors import InputError
 
 TINY = ["--target", "llvm", "--scale", "0.01", "--repeats", "3"]
@@ -27,6 +31,7 @@ TINY = ["--target", "llvm", "--scale", "0.01", "--repeats", "3"]
         ("torch,jax,tvm", ("torch", "torch.compile", "torch.max-autotune", "jax", "tvm")),
         ("torch.eager, tvm", ("torch", "tvm")),
         ("tvm,torch.max-autotune,tvm", ("tvm", "torch.max-autotune")),
+        ("torch.eager,unfused,cublas", ("torch", "unfused", "cublas")),
         ("none", ()),
     ],
 )
@@ -58,6 +63,9 @@ def test_a_suite_is_named_whole_or_in_part(given, only, names):
         (["bench", "--suite", "memory", "--repeats", "0"], "--repeats: expected 1 or more"),
         (["bench", "--suite", "memory", "--workers", "-1"], "--workers: expected 0 or more"),
         (["bench", "--suite", "memory", "--dtype", "half"], "unknown dtype 'half'"),
+        (["bench", "--suite", "gemm", "--patience", "0"], "--patience: expected more than 0"),
+        (["bench", "--suite", "gemm", "--plain-peers", "cublsa"], "did you mean 'cublas'?"),
+        (["bench", "--demo", "--plain-peers", "jax"], "--plain-peers is for a suite"),
         (["bench", "--suite", "memory", "--policy", "default"], "--policy is for a model"),
         (["bench", "--suite", "memory", "--demo"], "not allowed with argument"),
         (["bench", "--demo", "--peers", "jax"], "--peers is for a suite"),
@@ -186,6 +194,55 @@ def test_the_table_marks_wrong_peers_and_names_their_failures(result):
     assert lines[-2:] == ["not in the mean: b", "b: torch: why"]
 
 
+def beside(name, plain=False, **times):
+    row = empty_row(name, ("torch", "unfused", "cublas"), plain)
+    row |= {"ours_us": 2.0, "limit_us": 1.0} | times
+    row["peers_us"]["torch"] = 4.0
+    compare(row)
+    return row
+
+
+def test_our_unfused_build_and_the_products_alone_are_no_peers():
+    row = beside("a", unfused_us=1.0, cublas_us=3.0)
+    assert row["peers_us"] == {"torch": 4.0}
+    assert (row["best_peer"], row["best_peer_ratio"]) == ("torch", 2.0)
+    assert (row["unfused_ratio"], row["cublas_ratio"]) == (0.5, 1.5)
+    wrong = beside("a", unfused_us=1.0, failures={"unfused": "why"})
+    assert (wrong["unfused_ratio"], wrong["cublas_ratio"]) == (None, None)
+
+
+def test_the_table_shows_what_fusion_and_the_products_alone_are_compared_with():
+    rows = [
+        beside("a", plain=True, unfused_us=2.0, cublas_us=1.0),
+        beside("b", plain=True, unfused_us=1.9, cublas_us=4.0),
+        beside("c", unfused_us=4.0, cublas_us=1.0),
+    ]
+    head = record.header("nvidia_h200", False, 1.0, 20)
+    lines = table(head | {"rows": rows, "summary": summary(rows)}).splitlines()
+    headings = ["ours", "us", "unfused", "cublas", "torch", "best/ours", "unfused/ours"]
+    assert lines[1].split()[4:] == [*headings, "cublas/ours", "of", "limit", "regs", "spill", "B"]
+    cells = ["2.0", "2.0", "1.0", "4.0", "2.00x", "1.00x", "0.50x", "0.50", "-", "-"]
+    assert lines[2].split()[4:] == cells
+    assert lines[-5:] == [
+        "unfused / ours over 3 rows: geometric mean 1.239x, least 0.95x (b)",
+        "    below 0.98: b 0.95x",
+        "cublas / ours over 2 rows of a product alone: geometric mean 1.000x, least 0.50x (a)",
+        "    below 0.98: a 0.50x",
+        "cublas / ours over 1 rows of products and more: geometric mean 0.500x, least 0.50x (c)",
+    ]
+
+
+def test_plain_products_may_have_fewer_peers(monkeypatch):
+    monkeypatch.setattr(suite, "measure", lambda name, setup: rows_of_setup(name, setup))
+    names = ("gemm_256x1024x1024", "qkv")
+    run = run_suite(names, ("torch", "tvm"), "llvm", plain_peers=("torch", "cublas"), scale=0.01)
+    assert [list(row["peers_us"]) for row in run["rows"]] == [["torch"], ["torch", "tvm"]]
+
+
+def rows_of_setup(name, setup):
+    return empty_row(name, setup.peers_of(name))
+
+
 def test_small_workloads_are_timed_by_plain_calls_and_bound_ones():
     names = workloads.SUITES["small"]
     (row,) = run_suite(names, ("torch", "tvm"), "llvm", scale=0.5, repeats=3)["rows"]
@@ -203,7 +260,42 @@ def test_a_batch_is_timed_as_its_calls_back_to_back():
     assert "".join(calls) == "aaaaabbbbb" * 3  # the first round warms up
 
 
-def test_workloads_are_compiled_ahead_in_processes_and_failures_named():
-    failures = prepare.prepare(["chain4", "no_such"], "llvm", ("tvm", "jax"), None, 0.01, 1)
-    assert list(failures) == ["no_such"]
-    assert "unknown workload" in failures["no_such"]
+def setup_of(*peers, **options):
+    target, hw = resolve_target("llvm")
+    return suite.Setup("llvm", target, hw, peers, None, 0.01, 3, 0.1, **options)
+
+
+def test_workloads_are_compiled_ahead_in_processes_and_failures_named(monkeypatch, tmp_path):
+    setup = setup_of("tvm", "jax", "unfused", "cublas", patience_s=0.01)
+    prepared = prepare.prepare(["chain4"], setup, 1, tmp_path)
+    assert list(prepared.failures) == [("chain4", "tvm")]  # which takes longer than that
+    assert prepared.given_up == prepared.failures
+    assert prepare.Prepared({("chain4", "tvm"): "ValueError: another"}).given_up == {}
+    monkeypatch.setattr("tvm_fusion.compiler.Job.of", lambda *_: pytest.fail("it compiles again"))
+    row = suite.measure("chain4", setup_of("unfused", saved=prepared.saved))
+    assert row["failures"] == {}
+    assert row["launches"] >= 1
+    assert row["error"] < 1e-4
+    assert row["unfused_us"] > 0
+
+
+def test_a_peer_that_was_given_up_is_not_tried_again():
+    setup = setup_of("torch", given_up={("chain4", "torch"): "TimeoutError: too long"})
+    row = suite.measure("chain4", setup)
+    assert row["failures"] == {"torch": "TimeoutError: too long"}
+    assert row["peers_us"] == {"torch": None}
+    assert row["ours_us"] > 0
+
+
+def test_patience_ends_code_that_catches_every_exception():
+    def endless():
+        with within(0.05):
+            while True:
+                with contextlib.suppress(Exception):
+                    time.sleep(0.01)
+
+    with pytest.raises(TimeoutError, match=r"within 0\.05 s"):
+        endless()
+    with within(0.05):
+        pass
+    time.sleep(0.1)  # the clock was stopped

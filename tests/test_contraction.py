@@ -172,10 +172,6 @@ def side_output(bb, x, w):
     return relax.Tuple([bb.emit(op.matmul(x, w)), bb.emit(op.exp(x))])
 
 
-def different_heights(bb, x, y, w, u):
-    return relax.Tuple([bb.emit(op.matmul(x, w)), bb.emit(op.matmul(y, u))])
-
-
 REFUSED = {
     "an epilogue that shifts": (shifted, ((64, 32), (32, 48)), "several points"),
     "an epilogue that broadcasts": (spread, ((64, 32), (32, 48), (3, 64, 48)), "rearrangement"),
@@ -184,11 +180,6 @@ REFUSED = {
     "a sum without a product": (pooled, ((64, 32),), "no sum of products"),
     "a pointwise graph": (pointwise, ((64, 32),), "no reduction"),
     "an output without a product": (side_output, ((64, 32), (32, 48)), "does not depend"),
-    "products of different heights": (
-        different_heights,
-        ((64, 32), (16, 32), (32, 48), (32, 8)),
-        "different sizes",
-    ),
 }
 
 

@@ -145,7 +145,7 @@ def test_large_matrices_get_large_tiles_and_thin_ones_small_tiles():
     large = fuse(graphs.matmul, ((4096, 4096), FLOAT), ((4096, 4096), FLOAT))
     thin = fuse(graphs.matmul, ((4, 4096), FLOAT), ((4096, 4096), FLOAT))
     first = [simt_configs(analyze_contraction(f), A100)[0] for f in (large, thin)]
-    assert (first[0].block_m, first[0].block_n) == (128, 128)
+    assert min(first[0].block_m, first[0].block_n) >= 128
     assert first[1].block_m == 4
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +25,9 @@ from .ir.graph import FusionGraph, build_graph
 from .kernels.base import Refusal, RefusalCode
 from .plan.plan import FusionPlan, PlannedGroup
 from .plan.search import search, unfused_plan
-from .transform.lower import lower
+from .transform.lower import legalize, lower, open_composites, rewrite
 from .transform.materialize import Materialized, materialize
+from .transform.rewrites import candidates, known_rewrites
 from .transform.write_kernels import write_kernels
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CHECKED_SYMBOLIC_EXTENT = 5
+
+# Share of a module's predicted time that a rewrite of its graph has to save.
+LEAST_REWRITE_GAIN = 0.01
 
 PlanLike = FusionPlan | str | Path | dict[str, Any] | None
 
@@ -143,12 +147,13 @@ class Job:
         policy: Policy,
         plan: PlanLike = None,
     ) -> Job:
-        low = lower(mod, target, hw=hw)
-        graph = build_graph(low)
         given = _read_plan(plan)
-        if given is not None:
-            given.check(graph)
-        return cls(mod, target, hw, policy, low, graph, given or search(graph, hw, policy))
+        if given is None:
+            return cls(mod, target, hw, policy, *_best_plan(mod, target, hw, policy))
+        low = lower(mod, target, hw=hw, rewrites=known_rewrites(given.rewrites))
+        graph = build_graph(low)
+        given.check(graph)
+        return cls(mod, target, hw, policy, low, graph, given)
 
     @property
     def alone(self) -> FusionPlan:
@@ -253,6 +258,30 @@ class Job:
             self.plan = self.plan.cut(group.ops, self.alone, Refusal(code, group.ops, why))
         else:
             self.plan = self.plan.with_class(group.ops[0], _next_class(group))
+
+
+def _best_plan(
+    mod: tvm.IRModule, target: tvm.target.Target, hw: HardwareProfile, policy: Policy
+) -> tuple[tvm.IRModule, FusionGraph, FusionPlan]:
+    """The lowered module, its graph and its plan, with those rewrites of the opened graph by which
+    the predicted time falls, each tried on top of the ones kept before.
+    """
+
+    def planned(opened: tvm.IRModule, rewrites: tuple[str, ...]):
+        low = legalize(opened, target, hw)
+        graph = build_graph(low)
+        return low, graph, replace(search(graph, hw, policy), rewrites=rewrites)
+
+    opened = open_composites(mod, target, hw=hw)
+    best = planned(opened, ())
+    for name in candidates(hw, policy):
+        rewritten = rewrite(opened, name, target, hw)
+        if rewritten.same_as(opened):
+            continue
+        found = planned(rewritten, (*best[2].rewrites, name))
+        if found[2].predicted_us < (1 - LEAST_REWRITE_GAIN) * best[2].predicted_us:
+            opened, best = rewritten, found
+    return best
 
 
 def _groups_of(

@@ -142,6 +142,9 @@ class Policy:
         Whether a producer may be computed in several groups.
     verify : bool
         Whether compiled groups are checked against float64 before they are used.
+    allow_tf32 : bool
+        Whether tensor cores may round float32 operands of matrix products to tfloat32 (10 bits of
+        mantissa).
     """
 
     name: str
@@ -149,6 +152,7 @@ class Policy:
     launch: str
     allow_rematerialisation: bool
     verify: bool
+    allow_tf32: bool
     max_recompute: float = number("1")
     min_gain: float = number("1")
     max_group_ops: int = number("count")

@@ -265,6 +265,58 @@ template <class T> static uint pack_four(float a, float b, float c, float d) {
 }
 static uint tvmf_pack_e4m3x2(float a, float b, float c, float d) { return pack_four<__nv_fp8_e4m3>(a, b, c, d); }
 static uint tvmf_pack_e5m2x2(float a, float b, float c, float d) { return pack_four<__nv_fp8_e5m2>(a, b, c, d); }
+static uint __byte_perm(uint a, uint b, uint selectors) {
+  uint64_t bytes = (uint64_t)b << 32 | a;
+  uint r = 0;
+  for (int i = 0; i < 4; i++) r |= (uint)(bytes >> 8 * (selectors >> 4 * i & 7) & 0xff) << 8 * i;
+  return r;
+}
+template <class F> static uint two_halves(uint a, uint b, uint c, F f) {
+  half x[2], y[2], z[2], r[2];
+  uint result;
+  memcpy(x, &a, 4), memcpy(y, &b, 4), memcpy(z, &c, 4);
+  for (int i = 0; i < 2; i++) r[i] = (half)f((double)x[i], (double)y[i], (double)z[i]);
+  memcpy(&result, r, 4);
+  return result;
+}
+// Asynchronous copies of a thread's ring arrive when it waits for them, the oldest group first.
+struct RingCopies { std::vector<std::vector<std::pair<void*, const void*>>> groups{1}; };
+static std::map<Fiber*, RingCopies> ring_copies;
+static void tvmf_ring_copy(void* d, const void* s) {
+  check(d, 16, 16), check(s, 16, 16);
+  ring_copies[current].groups.back().push_back({d, s});
+}
+static void tvmf_ring_commit() { ring_copies[current].groups.emplace_back(); }
+static void ring_wait(size_t newer) {
+  auto& groups = ring_copies[current].groups;
+  for (; groups.size() > newer + 1; groups.erase(groups.begin()))
+    for (auto& copy : groups[0]) memcpy(copy.first, copy.second, 16);
+}
+#define RING_WAIT(n) static void tvmf_ring_wait##n() { ring_wait(n); }
+RING_WAIT(0) RING_WAIT(1) RING_WAIT(2) RING_WAIT(3) RING_WAIT(5) RING_WAIT(7)
+static uint tvmf_masked(uint word, uint mask, uint flipped) { return (word & mask) ^ flipped; }
+static uint tvmf_half_fma(uint a, uint b, uint c) { return two_halves(a, b, c, [](double x, double y, double z) { return x * y + z; }); }
+static uint tvmf_half_add(uint a, uint b) { return two_halves(a, b, 0, [](double x, double y, double) { return x + y; }); }
+static uint tvmf_half_mul(uint a, uint b) { return two_halves(a, b, 0, [](double x, double y, double) { return x * y; }); }
+// mma.m16n8k16: thread 4 g + t has row g (and g + 8) of A, column g of B, and columns 2 t, 2 t + 1 of the sums.
+struct Fragments { uint words[32][6]; };
+static std::map<std::pair<Block*, int>, Fragments> fragments;
+template <class T> static void emulate_mma(float* d, const uint (&words)[6]) {
+  int lane = current->linear % 32, g = lane / 4, t = lane % 4;
+  Fragments& all = fragments[{current->home, current->linear / 32}];
+  memcpy(all.words[lane], words, sizeof(words));
+  __syncwarp();
+  auto half_of = [&](int from, int word, int i) { T h[2]; memcpy(h, &all.words[from][word], 4); return (float)h[i]; };
+  for (int e = 0; e < 4; e++)
+    for (int k = 0; k < 16; k++) {
+      int row = g, column = 2 * t + e % 2, part = k / 8, from = k % 8 / 2;
+      d[e] += half_of(row * 4 + from, 2 * part + e / 2, k % 2) * half_of(column * 4 + from, 4 + part, k % 2);
+    }
+  __syncwarp();
+}
+#define MMA(kind, T) static void tvmf_skinny_mma_##kind(float* d, uint a0, uint a1, uint a2, uint a3, uint b0, uint b1) { \
+  emulate_mma<T>(d, {a0, a1, a2, a3, b0, b1}); }
+MMA(f16, half) MMA(bf16, nv_bfloat16)
 static int tvm_builtin_cluster_ctaid_x() { return current->rank; }
 static void tvmf_cluster_arrive() {}
 static void tvmf_cluster_sync() { arrive_and_wait(cluster_barrier, threads_per_block * cluster_size); }

@@ -8,6 +8,7 @@ struct CUtensorMap {
   char* data;
   int64_t extent[5], stride[5];  // stride in bytes
   int32_t box[5];
+  int32_t tf32;  // elements are rounded to 10 bits of mantissa
 };
 typedef CUtensorMap TensorMap;
 
@@ -34,7 +35,8 @@ static Counted& counted(uint32_t address) {
 }
 static void settle(Counted& b) {
   switches_without_progress = 0;
-  if (b.pending < 0 || b.bytes < 0)
+  // Bytes that another block sends may come before the own thread expects them.
+  if (b.pending < 0 || (b.pending == 0 && b.bytes < 0))
     fail("a barrier got more than it expected: " + std::to_string(b.pending) + " arrivals, " +
          std::to_string(b.bytes) + " bytes left");
   if (b.pending == 0 && b.bytes == 0) { b.phase ^= 1; b.pending = b.expected; }
@@ -77,14 +79,18 @@ template <class F> static void each_element(const TensorMap& map, const int* at,
 }
 struct Load { Block* home; TensorMap map; int at[5]; uint32_t target, barrier; };
 static std::vector<Load> loads;
-static void tensor_load(uint32_t target, const void* map, const int* at, int rank, uint32_t barrier) {
+static void tensor_load(uint32_t target, const void* map, const int* at, int rank, uint32_t barrier, int blocks = 0) {
   const TensorMap* m = (const TensorMap*)map;
   if (m->rank != rank) fail("a bulk tensor load of another rank than its map");
   if (target % 1024) fail("a swizzled box that does not start at 1024 bytes");
   counted(barrier);
   Load load{current->home, *m, {}, target, barrier};
   memcpy(load.at, at, rank * sizeof(int));
-  loads.push_back(load);
+  for (int block = 0; block < cluster_size; block++) {
+    if (blocks ? !(blocks >> block & 1) : block != (int)current->rank) continue;
+    load.home = &(*cluster_blocks)[block];
+    loads.push_back(load);
+  }
 }
 static bool land_one_load() {
   for (size_t i = 0; i < loads.size(); i++) {
@@ -96,6 +102,12 @@ static bool land_one_load() {
       int n = load.map.bytes;
       char* target = shared_at(swizzled(load.target + place), n);
       if (source) { check(source, n, n); memcpy(target, source, n); } else memset(target, 0, n);
+      if (load.map.tf32) {
+        uint32_t bits;
+        memcpy(&bits, target, 4);
+        bits += 0x1000;
+        memcpy(target, &bits, 4);
+      }
       bytes += n;
     });
     Counted& b = counted(load.barrier);
@@ -104,6 +116,32 @@ static bool land_one_load() {
     return true;
   }
   return false;
+}
+// A block of the cluster may reach another's memory by an address with the rank above the place.
+static uint32_t tvmf_place_in(void* p, int rank) { return (uint32_t)(rank + 1) << 20 | __cvta_generic_to_shared(p); }
+static Block* block_at(uint32_t address) { return &(*cluster_blocks)[(address >> 20) - 1]; }
+static Counted& counted_at(uint32_t address) {
+  auto found = counted_barriers.find({block_at(address), address & 0xfffff});
+  if (found == counted_barriers.end()) fail("use of a barrier of another block before it is there");
+  return found->second;
+}
+static void tvmf_send_to(uint32_t address, float a, float b, float c, float d, uint32_t barrier) {
+  Fiber other = *current;
+  other.home = block_at(address);
+  Fiber* own = current;
+  current = &other;
+  float values[] = {a, b, c, d};
+  char* place = shared_at(address & 0xfffff, 16);
+  current = own;
+  memcpy(place, values, 16);
+  Counted& found = counted_at(barrier);
+  found.bytes -= 16;
+  settle(found);
+}
+static void tvmf_arrive_at(void* p, int rank) {
+  Counted& found = counted_at(tvmf_place_in(p, rank));
+  found.pending--;
+  settle(found);
 }
 static void barrier_wait(const void* p, int parity) {
   uint32_t address = __cvta_generic_to_shared(p);
@@ -152,22 +190,37 @@ static float from_table(bool brain, uint16_t bits) {
     for (int i = 0; i < 65536; i++) table.push_back(brain ? Brain16::widen(i) : Half16::widen(i));
   return table[bits];
 }
-// Element (row, k) of an operand: rows of 64 halves by k (K-major), or 64 rows side by side (`transposed`).
-static float operand(uint64_t descriptor, bool transposed, bool brain, int row, int k) {
+enum Kind { HALF, BRAIN, E4M3, E5M2, TF32 };
+static float term(Kind kind, const char* p) {
+  uint32_t bits = 0;
+  memcpy(&bits, p, kind == TF32 ? 4 : kind >= E4M3 ? 1 : 2);
+  if (kind <= BRAIN) return from_table(kind == BRAIN, bits);
+  if (kind == TF32) {
+    bits &= 0xffffe000u;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+  }
+  if (kind == E4M3) { __nv_fp8_e4m3 x; x.bits = bits; return x; }
+  __nv_fp8_e5m2 x;
+  x.bits = bits;
+  return x;
+}
+// Element (row, k) of an operand: rows of 128 bytes by k (K-major), or 64 halves side by side (`transposed`).
+static float operand(uint64_t descriptor, bool transposed, Kind kind, int row, int k) {
+  int bytes = kind == TF32 ? 4 : kind >= E4M3 ? 1 : 2;
   uint32_t start = (descriptor & 0x3fff) << 4, leading = (descriptor >> 16 & 0x3fff) << 4;
   uint32_t stride = (descriptor >> 32 & 0x3fff) << 4, address;
   if (transposed) address = start + row / 64 * leading + k / 8 * stride + k % 8 * 128 + row % 64 * 2;
-  else address = start + row / 8 * stride + row % 8 * 128 + k * 2;
-  uint16_t bits;
-  memcpy(&bits, shared_at(swizzled(address), 2), 2);
-  return from_table(brain, bits);
+  else address = start + row / 8 * stride + row % 8 * 128 + k * bytes;
+  return term(kind, shared_at(swizzled(address), bytes));
 }
-struct Multiply { std::vector<float*> sums; uint64_t a, b; int n; bool keep, ta, tb, brain; };
+struct Multiply { std::vector<float*> sums; uint64_t a, b; int n; bool keep, ta, tb; int terms; Kind ka, kb; };
 static std::map<Fiber*, std::vector<std::vector<Multiply>>> multiplies;
 static std::map<Fiber*, std::vector<Multiply>> open_multiplies;
-static void multiply(std::vector<float*> sums, uint64_t a, uint64_t b, int n, bool keep, bool ta, bool tb, bool brain) {
+static void multiply(std::vector<float*> sums, uint64_t a, uint64_t b, int n, bool keep, bool ta, bool tb, int terms, Kind ka, Kind kb) {
   if ((a >> 62) != 1 || (b >> 62) != 1) fail("a matrix descriptor without the 128-byte swizzle");
-  open_multiplies[current].push_back({sums, a, b, n, keep, ta, tb, brain});
+  open_multiplies[current].push_back({sums, a, b, n, keep, ta, tb, terms, ka, kb});
 }
 static void multiply_commit() {
   multiplies[current].push_back(open_multiplies[current]);
@@ -177,13 +230,14 @@ static void multiply_now(const Multiply& m) {
   int warp = current->linear / 32 % 4, lane = current->linear % 32;
   for (int h = 0; h < 2; h++) {
     int row = warp * 16 + lane / 4 + 8 * h;
-    float a[16];
-    for (int k = 0; k < 16; k++) a[k] = operand(m.a, m.ta, m.brain, row, k);
+    float a[32];
+    for (int k = 0; k < m.terms; k++) a[k] = operand(m.a, m.ta, m.ka, row, k);
     for (int j = 0; j < m.n / 8; j++)
       for (int v = 0; v < 2; v++) {
         float& sum = *m.sums[j * 4 + h * 2 + v];
         double total = m.keep ? sum : 0.0;
-        for (int k = 0; k < 16; k++) total += (double)a[k] * operand(m.b, m.tb, m.brain, j * 8 + lane % 4 * 2 + v, k);
+        for (int k = 0; k < m.terms; k++)
+          total += (double)a[k] * operand(m.b, m.tb, m.kb, j * 8 + lane % 4 * 2 + v, k);
         sum = (float)total;
       }
   }
@@ -220,7 +274,7 @@ template <bool store> static void move_matrices(uint32_t own, uint32_t* words) {
 // ---- the emulator's own
 
 static void begin_thread() {
-  if (current->linear) return;
+  if (current->linear || current->rank) return;
   counted_barriers.clear(); named_barriers.clear(); row_addresses.clear();
   loads.clear(); stores.clear(); open_stores.clear();
   multiplies.clear(); open_multiplies.clear();
@@ -229,6 +283,7 @@ static void begin_thread() {
 // ---- names of the generated code
 
 #define tvm_builtin_cuda_mbarrier_wait barrier_wait
+#define tvm_builtin_cuda_mbarrier_wait_acquire_cluster barrier_wait
 typedef uint __half2;
 static float __low2float(uint u) { return from_table(false, u & 0xffff); }
 static float __high2float(uint u) { return from_table(false, u >> 16); }

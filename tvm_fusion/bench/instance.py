@@ -35,6 +35,8 @@ class Instance:
         Of the floating-point inputs, such as "float16".
     unread_bytes : int
         Bytes of the inputs that no output depends on: rows of a table that no index names.
+    torch_module : torch.nn.Module or None
+        What torch runs in place of `module`, where it has an operator of its own for the work.
     """
 
     name: str
@@ -42,6 +44,12 @@ class Instance:
     inputs: tuple[torch.Tensor, ...]
     dtype: str
     unread_bytes: int = 0
+    torch_module: nn.Module | None = None
+
+    @property
+    def for_torch(self) -> nn.Module:
+        """What torch's compilers are measured on."""
+        return self.torch_module or self.module
 
     @property
     def shape(self) -> str:
@@ -78,9 +86,15 @@ class Sizes:
         """A batch, a side of an image, a number of heads: scaled, `least` at least."""
         return min(full, max(least, int(full * self.scale)))
 
-    def normal(self, *shape: int) -> torch.Tensor:
+    def multiple(self, full: int, of: int) -> int:
+        """A scaled extent that `of` divides."""
+        return max(of, self.extent(full) // of * of)
+
+    def normal(self, *shape: int, deviation: float = 1.0) -> torch.Tensor:
         """Normal values in exactly this shape."""
-        return torch.randn(*shape, device=self.device, dtype=self.dtype)
+        kind = self.dtype if self.dtype.itemsize > 1 else torch.float32
+        values = torch.randn(*shape, device=self.device, dtype=kind)
+        return (values if deviation == 1 else values * deviation).to(self.dtype)
 
     def large(self, *full: int) -> torch.Tensor:
         """Normal values, each extent scaled."""
@@ -104,17 +118,26 @@ class Workload:
         Gives module and inputs, and where it is not 0 the bytes of the inputs that stay unread.
     dtype : str or None
         Its dtype where a run asks for none.
+    plain : bool
+        Whether it is one matrix product and nothing else, which every library has a kernel for.
+    for_torch : Callable or None
+        Makes, of the inputs, the module that torch runs in its place.
     """
 
     make: Callable[[Sizes], Made]
     dtype: str | None = None
+    plain: bool = False
+    for_torch: Callable[[tuple[torch.Tensor, ...]], nn.Module] | None = None
 
     def instance(self, name: str, device: str, dtype: str, scale: float) -> Instance:
         """Make it in one size; equal arguments give equal values."""
         torch.manual_seed(2026)
         kind = getattr(torch, dtype)
-        module, inputs, *unread = self.make(Sizes(device, kind, scale))
-        return Instance(name, module.to(device, kind).eval(), inputs, dtype, *unread)
+        with torch.device(device):  # parameters are drawn where they will be
+            module, inputs, *unread = self.make(Sizes(device, kind, scale))
+        module = module.to(device, kind).eval()
+        theirs = self.for_torch(inputs) if self.for_torch else None
+        return Instance(name, module, inputs, dtype, *(unread or [0]), theirs)
 
 
 class Apply(nn.Module):

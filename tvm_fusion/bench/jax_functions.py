@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .jax_gemm import PRODUCTS
 from .jax_layers import (
     Array,
     attention,
@@ -56,5 +57,6 @@ FUNCTIONS: dict[str, Any] = {
     "conv_bn_relu": conv_block,
     **MEMORY_MORE,
     **TRAINING,
+    **PRODUCTS,
     "three_softmaxes_4kb": lambda x: softmax(softmax(softmax(x, 1), 0), 1),
 }

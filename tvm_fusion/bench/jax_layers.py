@@ -2,20 +2,30 @@
 
 import jax
 import jax.numpy as jnp
+import torch
 
 from ..demo import causal_mask, rope_tables
 from .instance import Instance
 from .workloads_models import HEADS
 
 Array = jax.Array
+_BUFFERS = ("running_mean", "running_var", "packed", "scales")  # that its functions take
 
 
 def arguments(instance: Instance) -> list[Array]:
     """Return inputs, parameters and buffers of a workload as JAX arrays on the same memory."""
     module = instance.module
-    buffers = [b for n, b in module.named_buffers() if n.endswith(("running_mean", "running_var"))]
-    tensors = [*instance.inputs, *module.parameters(), *buffers]
-    return [jnp.from_dlpack(t.detach().contiguous()) for t in tensors]
+    buffers = [b for n, b in module.named_buffers() if n.endswith(_BUFFERS)]
+    return [_shared(t) for t in (*instance.inputs, *module.parameters(), *buffers)]
+
+
+def _shared(tensor: torch.Tensor) -> Array:
+    tensor = tensor.detach().contiguous()
+    if not str(tensor.dtype).startswith("torch.float8"):
+        return jnp.from_dlpack(tensor)
+    bits = jnp.from_dlpack(tensor.view(torch.uint8))  # 8-bit floats do not pass by DLPack
+    dtype = getattr(jnp, str(tensor.dtype).removeprefix("torch."))
+    return jax.lax.bitcast_convert_type(bits, dtype)
 
 
 def rms(x: Array, weight: Array, epsilon: float = 1e-6) -> Array:
@@ -36,7 +46,8 @@ def layer_norm(x: Array, weight: Array, bias: Array, epsilon: float = 1e-5) -> A
 
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     """x W^T + b."""
-    y = jnp.einsum("...i,oi->...o", x, weight)
+    exact = "highest" if x.dtype == jnp.float32 else None  # without it, TF32
+    y = jnp.einsum("...i,oi->...o", x, weight, precision=exact)
     return y if bias is None else y + bias
 
 

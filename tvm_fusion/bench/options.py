@@ -11,16 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from .record import REFERENCES
 
 EAGER = "torch"
 ALL_OF_TORCH = (EAGER, "torch.compile", "torch.max-autotune")
 WORDS = {
     "torch": ALL_OF_TORCH,
     "torch.eager": (EAGER,),
-    **{name: (name,) for name in (*ALL_OF_TORCH[1:], "jax", "tvm")},
+    **{name: (name,) for name in (*ALL_OF_TORCH[1:], "jax", "tvm", *REFERENCES)},
 }
 DEFAULT_PEERS = "torch,jax,tvm"
-_FOR_SUITES = ("only", "peers", "out", "dtype", "scale", "repeats", "workers")
+_FOR_SUITES = (
+    "only",
+    "peers",
+    "plain_peers",
+    "out",
+    "dtype",
+    "scale",
+    "repeats",
+    "workers",
+    "patience",
+)
 _FOR_MODELS = ("policy", "plan")
 
 
@@ -36,7 +47,13 @@ def add_suite_arguments(parser: argparse.ArgumentParser, work: Any) -> None:
         "--peers",
         metavar="PEER,...",
         help="torch (eager, torch.compile and max-autotune), torch.eager, torch.compile, "
-        f"torch.max-autotune, jax, tvm, or none; default: {DEFAULT_PEERS}",
+        "torch.max-autotune, jax, tvm, or none; and beside them unfused (ours, one kernel an "
+        f"operator) and cublas (the matrix products alone); default: {DEFAULT_PEERS}",
+    )
+    group.add_argument(
+        "--plain-peers",
+        metavar="PEER,...",
+        help="those of the rows that are a matrix product alone; default: as --peers",
     )
     group.add_argument("--out", metavar="FILE", help="write JSON, again after every row")
     group.add_argument("--dtype", help="for all rows; default: each workload's own, else float16")
@@ -47,6 +64,12 @@ def add_suite_arguments(parser: argparse.ArgumentParser, work: Any) -> None:
         type=int,
         metavar="N",
         help="compile in N processes first, which fill the caches of the compilers; default: 0",
+    )
+    group.add_argument(
+        "--patience",
+        type=float,
+        metavar="S",
+        help="give a peer up in a row for which it compiles longer; default: never",
     )
 
 
@@ -62,7 +85,8 @@ def asks_for_suite(given: argparse.Namespace) -> bool:
     for name in _FOR_MODELS if suites else _FOR_SUITES:
         if getattr(given, name) is not None:
             wanted, other = ("model", "suite") if suites else ("suite", "model")
-            raise InputError(f"--{name} is for a {wanted}, not for a {other}")
+            shown = name.replace("_", "-")
+            raise InputError(f"--{shown} is for a {wanted}, not for a {other}")
     return suites
 
 
@@ -127,7 +151,10 @@ def run(suite: str, given: argparse.Namespace) -> dict[str, Any]:
         raise InputError(f"--repeats: expected 1 or more, got {repeats}")
     if given.workers is not None and given.workers < 0:
         raise InputError(f"--workers: expected 0 or more, got {given.workers}")
+    if given.patience is not None and not given.patience > 0:
+        raise InputError(f"--patience: expected more than 0, got {given.patience:g}")
     names, peers = names_of(suite, given.only), peers_of(given.peers)
+    plain_peers = peers if given.plain_peers is None else peers_of(given.plain_peers)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     log.setLevel(logging.INFO)
     return run_suite(
@@ -139,6 +166,8 @@ def run(suite: str, given: argparse.Namespace) -> dict[str, Any]:
         scale=scale,
         repeats=repeats,
         workers=given.workers or 0,
+        plain_peers=plain_peers,
+        patience_s=given.patience,
     )
 
 

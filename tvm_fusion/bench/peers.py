@@ -22,7 +22,7 @@ Peer = Callable[[Instance, tvm.target.Target], Call]
 
 def eager(instance: Instance, _target: tvm.target.Target) -> Call:
     """torch, one kernel at a time."""
-    return lambda: instance.module(*instance.inputs)
+    return lambda: instance.for_torch(*instance.inputs)
 
 
 def inductor(instance: Instance, _target: tvm.target.Target) -> Call:
@@ -101,7 +101,7 @@ def _from_dlpack(value: Any) -> torch.Tensor:
 
 
 def _compiled_by_torch(instance: Instance, **options: Any) -> Call:
-    compiled = torch.compile(instance.module, **options)
+    compiled = torch.compile(instance.for_torch, **options)
     return lambda: compiled(*instance.inputs)
 
 

@@ -1,57 +1,118 @@
-"""Compile workloads in several processes ahead of a run, which then finds the work in the caches.
+"""Compile workloads in several processes ahead of a run, which then finds the work on disk.
 
-What is kept on disk is nvcc's (by us) and torch's: graphs, Triton's kernels, and which candidates
-were fastest. One process at a time may time candidates, since two would disturb each other. JAX
-compiles in little time, and what it chooses by time is left to the run.
+There are our builds, as libraries, and torch's caches: graphs, Triton's kernels, and which
+candidates were fastest. One process at a time may time candidates, since two would disturb each
+other. JAX compiles in little time, and what it chooses by time is left to the run.
 """
 
 import contextlib
+import functools
+import inspect
 import logging
 import multiprocessing
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import tvm
+
 from ..runtime.cubin_cache import available_cores
-from .record import OURS, reason
+from .instance import Instance
+from .ours import Ours, Saved
+from .patience import within
+from .peers import peer
+from .record import OURS, PRODUCTS, UNFUSED, reason
+from .suite import Setup, exact_float32
 
 _log = logging.getLogger(__name__)
-_LEFT_TO_THE_RUN = ("torch", "jax")
+_LEFT_TO_THE_RUN = ("torch", "jax", PRODUCTS)
+_FIRST = ("torch.max-autotune", OURS, "tvm")  # what takes longest begins first
 _gpu: Any = contextlib.nullcontext()  # in a process of the pool, the lock that all share
 
 
-def prepare(
-    names: Sequence[str],
-    target: Any,
-    peers: Sequence[str],
-    dtype: str | None,
-    scale: float,
-    workers: int,
-) -> dict[str, str]:
-    """Compile all workloads by us and by the peers; return what failed, by workload and compiler.
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one process compiles at a time: a workload by one or two of the compilers."""
+
+    name: str
+    labels: tuple[str, ...]
+    target: Any
+    dtype: str | None
+    scale: float
+    patience_s: float | None
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What came of it.
+
+    Attributes
+    ----------
+    failures : dict[tuple[str, str], str]
+        Why what failed did, by workload and compiler.
+    saved : dict[str, Saved]
+        Our builds, by workload.
+    """
+
+    failures: dict[tuple[str, str], str] = field(default_factory=dict)
+    saved: dict[str, Saved] = field(default_factory=dict)
+
+    @property
+    def given_up(self) -> dict[tuple[str, str], str]:
+        """The failures that a run need not wait for once more."""
+        timeout = TimeoutError.__name__
+        return {key: why for key, why in self.failures.items() if why.startswith(timeout)}
+
+
+def prepare(names: Sequence[str], setup: Setup, workers: int, folder: Path) -> Prepared:
+    """Compile all workloads by us and by the peers, in several processes.
 
     Parameters
     ----------
-    names, target, peers, dtype, scale
-        As `run_suite` takes them.
+    names : sequence of str
+        Workloads.
+    setup : Setup
+        Of the run that follows.
     workers : int
         Number of processes.
+    folder : Path
+        Where our builds are written.
     """
-    labels = (OURS, *(name for name in peers if name not in _LEFT_TO_THE_RUN))
-    failures: dict[str, str] = {}
+    prepared = Prepared()
+    failures = prepared.failures
     context = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
     threads = max(1, available_cores() // workers)
-    with ProcessPoolExecutor(workers, context, _enter, (threads, context.Lock())) as pool:
-        jobs = {pool.submit(_prepare, name, target, labels, dtype, scale): name for name in names}
+    with ProcessPoolExecutor(workers, context, _enter, (threads, context.RLock())) as pool:
+        jobs = {pool.submit(_prepare, work): work for work in _works(names, setup, folder)}
         for job in as_completed(jobs):
+            work = jobs[job]
             try:
-                failures |= job.result()
+                failed, saved = job.result()
             except Exception as error:  # a trial: a process may die with what it compiles
-                failures[jobs[job]] = reason(error)
-    for where, why in failures.items():
-        _log.warning("compiling ahead: %s: %s", where, why)
-    return failures
+                failed, saved = dict.fromkeys(work.labels, reason(error)), None
+            failures.update({(work.name, label): why for label, why in failed.items()})
+            if saved is not None:
+                prepared.saved[work.name] = saved
+    for (name, label), why in failures.items():
+        _log.warning("compiling ahead: %s by %s: %s", name, label, why)
+    return prepared
+
+
+def _works(names: Sequence[str], setup: Setup, folder: Path) -> list[Work]:
+    found = []
+    common = (setup.named, setup.dtype, setup.scale, setup.patience_s, folder)
+    for name in names:
+        labels = setup.peers_of(name)
+        by_us = (OURS, *(label for label in labels if label == UNFUSED))
+        others = [label for label in labels if label not in (*by_us, *_LEFT_TO_THE_RUN)]
+        for group in (by_us, *((label,) for label in others)):
+            found.append(Work(name, group, *common))
+    ranks = {label: rank for rank, label in enumerate(_FIRST)}
+    return sorted(found, key=lambda work: ranks.get(work.labels[0], len(ranks)))
 
 
 def _enter(threads: int, lock: Any) -> None:
@@ -60,45 +121,61 @@ def _enter(threads: int, lock: Any) -> None:
     _gpu = lock
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    from torch._inductor.select_algorithm import AlgorithmSelectorCache
 
-    bench = CachingAutotuner.bench
+    _run_alone(CachingAutotuner, "bench")
+    _run_alone(AlgorithmSelectorCache, "benchmark_choices")  # for one matrix product
+    exact_float32()
 
-    def bench_alone(self: Any, *args: Any, **options: Any) -> Any:
+
+def _run_alone(owner: type, name: str) -> None:
+    """Have a method run while no other process times anything."""
+    found = inspect.getattr_static(owner, name)
+    kind = type(found) if isinstance(found, classmethod | staticmethod) else None
+    method = _alone(found.__func__ if kind else found)
+    setattr(owner, name, kind(method) if kind else method)
+
+
+def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
         with _gpu:
-            return bench(self, *args, **options)
+            return function(*args, **options)
 
-    CachingAutotuner.bench = bench_alone
+    return call
 
 
-def _prepare(
-    name: str, target: Any, labels: Sequence[str], dtype: str | None, scale: float
-) -> dict[str, str]:
+def _prepare(work: Work) -> tuple[dict[str, str], Saved | None]:
+    """Compile in a process of the pool; return what failed, and our builds."""
     import torch
 
     from ..config import resolve_target
-    from .peers import peer
-    from .suite import Setup, compile_ours
 
-    tvm_target, hw = resolve_target(target)
-    setup = Setup(target, tvm_target, hw, (), dtype, scale, 1, 0.0)
-    failures = {}
+    target, hw = resolve_target(work.target)
+    setup = Setup(work.target, target, hw, (), work.dtype, work.scale, 1, 0.0)
+    failures, saved = {}, None
     with torch.no_grad():
         with _gpu:
-            instance = setup.instance(name)
+            instance = setup.instance(work.name)
             if setup.device == "cuda":
                 torch.cuda.synchronize()
         torch.compiler.reset()
-        for label in labels:
-            try:
-                if label == OURS:
-                    compile_ours(instance, setup)
-                else:
-                    call = peer(label)(instance, tvm_target)
-                    if label.startswith("torch."):
-                        call()  # compiles
-            except Exception as error:  # a trial
-                failures[f"{name} by {label}"] = reason(error)
+        try:
+            if OURS in work.labels:
+                saved = Ours(instance, setup).save(work.folder, work.labels)
+            else:
+                _compile(work, instance, target)
+        except Exception as error:  # a trial
+            failures = dict.fromkeys(work.labels, reason(error))
     del instance
     if setup.device == "cuda":
         torch.cuda.empty_cache()
-    return failures
+    return failures, saved
+
+
+def _compile(work: Work, instance: Instance, target: tvm.target.Target) -> None:
+    (label,) = work.labels
+    with within(work.patience_s):
+        call = peer(label)(instance, target)
+        if label.startswith("torch."):
+            call()  # compiles

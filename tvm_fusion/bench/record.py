@@ -17,9 +17,14 @@ from .._version import __version__
 from ..errors import InputError
 
 OURS = "tvm_fusion"
+UNFUSED, PRODUCTS = "unfused", "cublas"  # ours without fusion, and the matrix products alone
+REFERENCES = (UNFUSED, PRODUCTS)  # measured beside a row, and no peers of it
 FORMAT = 2
 _SAME = ("device", "profile", "date", "versions", "method", "scale")
 _PACKAGES = ("apache-tvm", "apache-tvm-ffi", "torch", "triton", "jax", "numpy")
+
+
+_FACTS = ("us", "ratio", "launches", "error")
 
 
 def header(profile: str, on_gpu: bool, scale: float, repeats: int) -> dict[str, Any]:
@@ -46,12 +51,14 @@ def reason(error: Exception) -> str:
     return f"{type(error).__name__}: {' '.join(lines[:2]) or 'no message'}"[:500]
 
 
-def empty_row(name: str, peers: Sequence[str]) -> dict[str, Any]:
-    """Return the row of a workload of which nothing is known."""
+def empty_row(name: str, labels: Sequence[str], plain: bool = False) -> dict[str, Any]:
+    """Return the row of a workload of which nothing is known; `labels` may hold `REFERENCES`."""
+    peers = [label for label in labels if label not in REFERENCES]
     return {
         "name": name,
         "shape": None,
         "dtype": None,
+        "plain": plain,
         "ours_us": None,
         "launches": None,
         "limit_us": None,
@@ -66,6 +73,7 @@ def empty_row(name: str, peers: Sequence[str]) -> dict[str, Any]:
         "peers_us": dict.fromkeys(peers),
         "peers_launches": dict.fromkeys(peers),
         "peers_error": dict.fromkeys(peers),
+        **{f"{label}_{fact}": None for label in REFERENCES for fact in _FACTS},
         "failures": {},
         "spent_s": None,
     }
@@ -76,6 +84,8 @@ def note_error(row: dict[str, Any], label: str, error: float, ceiling: float) ->
     shown = error if math.isfinite(error) else None
     if label == OURS:
         row["error"] = shown
+    elif label in REFERENCES:
+        row[f"{label}_error"] = shown
     elif label in row["peers_us"]:
         row["peers_error"][label] = shown
     if error > ceiling:
@@ -84,11 +94,18 @@ def note_error(row: dict[str, Any], label: str, error: float, ceiling: float) ->
 
 
 def compare(row: dict[str, Any]) -> None:
-    """Fill in the best peer that was right, its time over ours, and our share of the limit."""
+    """Fill in the best peer that was right, its time over ours, and our share of the limit.
+
+    Our own unfused build and the matrix products alone have ratios of their own, and are no peers.
+    """
     if row["ours_us"] is None or OURS in row["failures"]:
         return
     if row["limit_us"] is not None:
         row["limit_share"] = row["limit_us"] / row["ours_us"]
+    for label in REFERENCES:
+        us = row[f"{label}_us"]
+        if us is not None and label not in row["failures"]:
+            row[f"{label}_ratio"] = us / row["ours_us"]
     right = {
         name: us
         for name, us in row["peers_us"].items()
@@ -105,7 +122,8 @@ def line(row: dict[str, Any]) -> str:
     def us(value: float | None) -> str:
         return "-" if value is None else f"{value:.1f}"
 
-    others = ", ".join(f"{name} {us(value)}" for name, value in row["peers_us"].items())
+    beside = {label: row[f"{label}_us"] for label in REFERENCES if row[f"{label}_us"] is not None}
+    others = ", ".join(f"{name} {us(value)}" for name, value in (beside | row["peers_us"]).items())
     failed = "".join(f" | {name}: {why}" for name, why in row["failures"].items())
     return (
         f"{row['name']} {row['shape']}: ours {us(row['ours_us'])} us ({row['launches']} launches, "

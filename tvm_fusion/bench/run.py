@@ -8,15 +8,19 @@ call; on a CPU it is wall-clock time. What fails is recorded with its reason, an
 """
 
 import logging
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tvm
 
 from ..config import resolve_target
 from ..errors import InputError, TargetError
-from .record import header, line, summary, write
+from .record import REFERENCES, header, line, summary, write
+
+if TYPE_CHECKING:
+    from .suite import Setup
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +36,8 @@ def run_suite(
     repeats: int = 20,
     budget_s: float = 5.0,
     workers: int = 0,
+    plain_peers: Sequence[str] | None = None,
+    patience_s: float | None = None,
 ) -> dict[str, Any]:
     """Compile, check and time workloads by us and by the peers.
 
@@ -40,7 +46,9 @@ def run_suite(
     names : sequence of str
         Workloads; `workloads.SUITES["memory"]` for a suite.
     peers : sequence of str, optional
-        Keys of `peers.PEERS`; all of them by default.
+        Keys of `peers.PEERS`; all of them by default. "unfused" is our own build with one kernel an
+        operator, "cublas" the matrix products alone; both are measured beside a row, without being
+        a peer of it.
     target : Any
         See `tvm_fusion.config.resolve_target`.
     out : path, optional
@@ -56,6 +64,10 @@ def run_suite(
         On a CPU, the time for all samples of a workload; at least three are taken.
     workers : int
         Processes that compile ahead, see `prepare`; 0 for none.
+    plain_peers : sequence of str, optional
+        The peers of workloads that are a matrix product alone; by default those of all.
+    patience_s : float, optional
+        Time after which a peer that still compiles a workload is given up for it.
 
     Returns
     -------
@@ -77,18 +89,42 @@ def run_suite(
     peers = tuple(PEERS) if peers is None else tuple(peers)
     tvm_target, hw = resolve_target(target)
     workloads.require(names)
-    for name in peers:
-        peer(name)
+    plain_peers = peers if plain_peers is None else tuple(plain_peers)
+    for name in (*peers, *plain_peers):
+        if name not in REFERENCES:
+            peer(name)
     if dtype is not None and dtype not in CEILINGS:
         raise InputError(f"unknown dtype {dtype!r}; there are {', '.join(CEILINGS)}")
     if not tvm.runtime.device_from_target(tvm_target).exist:
         raise TargetError(f"this machine has no {tvm_target.kind.name} device to measure on")
-    setup = suite.Setup(target, tvm_target, hw, peers, dtype, float(scale), repeats, budget_s)
-    if workers:
-        from .prepare import prepare
+    setup = suite.Setup(
+        target,
+        tvm_target,
+        hw,
+        peers,
+        dtype,
+        float(scale),
+        repeats,
+        budget_s,
+        plain_peers=plain_peers,
+        patience_s=patience_s,
+    )
+    suite.exact_float32()
+    with tempfile.TemporaryDirectory(prefix="tvm_fusion_bench_") as folder:
+        if workers:
+            from .prepare import prepare
 
-        prepare(names, target, peers, dtype, float(scale), workers)
-    result = header(hw.name, setup.device == "cuda", setup.scale, repeats)
+            prepared = prepare(names, setup, workers, Path(folder))
+            setup.given_up.update(prepared.given_up)
+            setup.saved.update(prepared.saved)
+        return _measure_all(names, setup, out)
+
+
+def _measure_all(names: Sequence[str], setup: "Setup", out: str | Path | None) -> dict[str, Any]:
+    """Measure the workloads one by one; the result is written after each."""
+    from . import suite
+
+    result = header(setup.hw.name, setup.device == "cuda", setup.scale, setup.repeats)
     for index, name in enumerate(names):
         row = suite.measure(name, setup)
         result["rows"].append(row)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .accuracy import CEILINGS, reference, relative_error
+from .ours import Ours
 from .peers import outputs_of, peer, xla_unawaited
-from .record import OURS, note_error, reason
+from .record import OURS, REFERENCES, note_error, reason
 
 if TYPE_CHECKING:
     from .suite import Setup
@@ -45,15 +46,16 @@ def fill(row: dict[str, Any], setup: "Setup") -> None:
         note_error(row, label, error, CEILINGS[instance.dtype])
 
     def ours() -> Callable[[], Any]:
-        from .suite import compile_ours, kernel_facts
-
-        compiled = compile_ours(instance, setup)
-        row.update(kernel_facts(compiled))
+        built = Ours(instance, setup)
+        compiled = built.fused
+        row.update(built.facts)
         attempt(THROUGH_BIND, lambda: compiled.bind(*instance.inputs))
         return lambda: compiled(*instance.inputs)
 
     attempt(OURS, ours)
-    for label in setup.peers:
+    for label in setup.peers_of(row["name"]):
+        if label in REFERENCES:
+            continue
         make = xla_unawaited if label == "jax" else peer(label)
         attempt(label, lambda make=make: make(instance, setup.target))
     if "torch.compile" in setup.peers and setup.device == "cuda":

@@ -3,20 +3,22 @@
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import tvm
 
 from ..config import HardwareProfile
-from ..runtime.module import CompiledModule
 from ..runtime.timing import Timing, time_calls
 from . import small, workloads
 from .accuracy import CEILINGS, checked_error, output_shapes, reference
 from .instance import Instance
+from .ours import Ours, Saved
+from .patience import within
 from .peers import peer
-from .record import OURS, compare, empty_row, note_error, reason
+from .products import products_alone
+from .record import OURS, PRODUCTS, REFERENCES, UNFUSED, compare, empty_row, note_error, reason
 
 SLOW_S, SLOW_REPEATS = 0.1, 3  # slower calls are timed apart, a few times
 
@@ -33,6 +35,15 @@ class Setup:
     scale: float
     repeats: int
     budget_s: float
+    plain_peers: tuple[str, ...] | None = None  # of a matrix product alone; None: as `peers`
+    patience_s: float | None = None
+    given_up: dict[tuple[str, str], str] = field(default_factory=dict)  # (workload, peer): why
+    saved: dict[str, Saved] = field(default_factory=dict)  # by workload, what was compiled ahead
+
+    def peers_of(self, name: str) -> tuple[str, ...]:
+        """What is measured beside ours on a workload."""
+        plain = self.plain_peers is not None and workloads.WORKLOADS[name].plain
+        return self.plain_peers if plain else self.peers
 
     @property
     def device(self) -> str:
@@ -48,7 +59,8 @@ class Setup:
 
 def measure(name: str, setup: Setup) -> dict[str, Any]:
     """Return the row of one workload."""
-    row = empty_row(name, setup.peers)
+    workloads.require([name])
+    row = empty_row(name, setup.peers_of(name), workloads.WORKLOADS[name].plain)
     start = time.monotonic()
     try:
         with torch.no_grad():
@@ -80,29 +92,48 @@ def _fill(row: dict[str, Any], setup: Setup) -> None:
     wanted, flop = reference(instance)
     row |= {"shape": instance.shape, "dtype": instance.dtype}
     row["limit_us"] = limit_us(instance, output_shapes(instance), flop, setup.hw)
-    if any(label.startswith("torch.") for label in setup.peers):
+    labels = setup.peers_of(row["name"])
+    if any(label.startswith("torch.") for label in labels):
         torch.compiler.reset()  # what it compiled for the last workload
+    ours = Ours(instance, setup)
     calls: dict[str, Callable[[], Any]] = {}
-    for label in (OURS, *setup.peers):
+    for label in (OURS, *labels):
+        if why := setup.given_up.get((row["name"], label)):
+            row["failures"][label] = why
+            continue
         try:
-            if label == OURS:
-                compiled = compile_ours(instance, setup)
-                call = compiled.bind(*instance.inputs)
-                row |= kernel_facts(compiled)
-            else:
-                call = peer(label)(instance, setup.target)
-            error = checked_error(call, instance.inputs, wanted)
+            if label == PRODUCTS:
+                calls[label] = products_alone(instance)
+                calls[label]()
+                continue
+            with within(None if label in (OURS, UNFUSED) else setup.patience_s):
+                if label == OURS:
+                    call = ours.fused.bind(*instance.inputs)
+                    row |= ours.facts
+                elif label == UNFUSED:
+                    call = ours.unfused.bind(*instance.inputs)
+                else:
+                    call = peer(label)(instance, setup.target)
+                error = checked_error(call, instance.inputs, wanted)
         except Exception as failure:  # a trial
             row["failures"][label] = reason(failure)
+            calls.pop(label, None)
             continue
         calls[label] = call
         note_error(row, label, error, CEILINGS[instance.dtype])
     for label, timing in _times(calls, setup).items():
-        if label == OURS:
-            row["ours_us"] = timing.median_us
-        else:
-            row["peers_us"][label] = timing.median_us
-            row["peers_launches"][label] = timing.kernels
+        _note_time(row, label, timing)
+
+
+def _note_time(row: dict[str, Any], label: str, timing: Timing) -> None:
+    if label == OURS:
+        row["ours_us"] = timing.median_us
+    elif label in REFERENCES:
+        row[f"{label}_us"] = timing.median_us
+        row[f"{label}_launches"] = timing.kernels
+    else:
+        row["peers_us"][label] = timing.median_us
+        row["peers_launches"][label] = timing.kernels
 
 
 def _times(calls: dict[str, Callable[[], Any]], setup: Setup) -> dict[str, Timing]:
@@ -126,32 +157,9 @@ def _seconds(call: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def compile_ours(instance: Instance, setup: Setup) -> CompiledModule:
-    """Compile a workload by us."""
-    from ..compiler import compile
-
-    # Checked by us against torch in float64, since the compiler's own check takes long in full size
-    return compile((instance.module, instance.inputs), setup.named, verify=False)
-
-
-def kernel_facts(compiled: CompiledModule) -> dict[str, Any]:
-    """Return launches, what fell back and why, and what ptxas says of every kernel."""
-    resources = compiled.built.resources.values()
-    return {
-        "launches": compiled.launches,
-        "registers": max((r.registers for r in resources), default=None),
-        "spill_bytes": sum(r.spill_bytes for r in resources) if resources else None,
-        "fallbacks": [g.fallback for g in compiled.report.groups if g.fallback],
-        "kernels": [
-            {
-                "name": r.name,
-                "registers": r.registers,
-                "spill_bytes": r.spill_bytes,
-                "static_smem_bytes": r.smem_bytes,
-            }
-            for r in resources
-        ],
-    }
+def exact_float32() -> None:
+    """Keep torch from rounding the operands of float32 products to TF32."""
+    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def limit_us(
@@ -159,10 +167,12 @@ def limit_us(
 ) -> float:
     """Return the least time of a workload: each byte moved once, or the matrix products.
 
-    What is read of inputs and parameters, each tensor once, and the outputs are moved at the
-    profile's measured bandwidth; `flop` runs at its rate for the dtype.
+    What is read of inputs, parameters and buffers, each tensor once, and the outputs are moved at
+    the profile's measured bandwidth; `flop` runs at its rate for the dtype.
     """
-    read = {id(t): t.nbytes for t in (*instance.inputs, *instance.module.parameters())}
+    module = instance.module
+    tensors = (*instance.inputs, *module.parameters(), *module.buffers())
+    read = {id(t): t.nbytes for t in tensors}
     moved = sum(read.values()) - instance.unread_bytes + sum(t.nbytes for t in outputs)
     rate = hw.tensor_flop_per_s.get(instance.dtype) or hw.fma_per_s_f32
     return 1e6 * max(moved / hw.hbm_bytes_per_s, flop / rate)

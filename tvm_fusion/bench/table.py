@@ -1,22 +1,30 @@
 """A benchmark's result as text."""
 
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
+from .record import PRODUCTS, REFERENCES
+
 _HEADINGS = {"torch.compile": "compile", "torch.max-autotune": "max-autotune"}
+_ALLOWED = 0.98  # a ratio below it is named
 
 
 def table(result: dict[str, Any]) -> str:
-    """Return a result as a table, its geometric mean and its failures."""
+    """Return a result as a table, its geometric means and its failures."""
     rows = result["rows"]
     peers = list(dict.fromkeys(name for row in rows for name in row["peers_us"]))
-    headings = ["workload", "shape", "dtype", "k", "ours us"]
+    beside = [name for name in REFERENCES if any(row.get(f"{name}_us") for row in rows)]
+    headings = ["workload", "shape", "dtype", "k", "ours us", *beside]
     headings += [_HEADINGS.get(name, name) for name in peers]
-    headings += ["best/ours", "of limit", "regs", "spill B"]
-    cells = [headings, *([*_facts(row, peers)] for row in rows)]
-    lines = [_heading(result), *_aligned(cells), *_means(result), *_failures(rows)]
-    return "\n".join(lines)
+    headings += ["best/ours", *(f"{name}/ours" for name in beside)]
+    headings += ["of limit", "regs", "spill B"]
+    cells = [headings, *([*_facts(row, peers, beside)] for row in rows)]
+    lines = [_heading(result), *_aligned(cells), *_means(result)]
+    for name in beside:
+        lines += _ratios(rows, name)
+    return "\n".join([*lines, *_failures(rows)])
 
 
 def listing() -> str:
@@ -37,27 +45,32 @@ def _heading(result: dict[str, Any]) -> str:
     return f"{result['device']}, {result['date']}, {result['method']}, scale {result['scale']:g}"
 
 
-def _facts(row: dict[str, Any], peers: Sequence[str]) -> list[str]:
+def _facts(row: dict[str, Any], peers: Sequence[str], beside: Sequence[str]) -> list[str]:
     shape = row["shape"] or "-"
-    ratio, share = row["best_peer_ratio"], row["limit_share"]
     return [
         row["name"],
         shape if len(shape) <= 24 else shape[:21] + "...",
         row["dtype"] or "-",
         _number(row["launches"], "d"),
         _number(row["ours_us"], ".1f"),
-        *(_peer(row, name) for name in peers),
-        "-" if ratio is None else f"{ratio:.2f}x",
-        _number(share, ".2f"),
+        *(_marked(row, name, row.get(f"{name}_us")) for name in beside),
+        *(_marked(row, name, row["peers_us"].get(name)) for name in peers),
+        _ratio(row["best_peer_ratio"]),
+        *(_ratio(row.get(f"{name}_ratio")) for name in beside),
+        _number(row["limit_share"], ".2f"),
         _number(row["registers"], "d"),
         _number(row["spill_bytes"], "d"),
     ]
 
 
-def _peer(row: dict[str, Any], name: str) -> str:
+def _marked(row: dict[str, Any], name: str, us: float | None) -> str:
     """A time, marked where the result was wrong."""
-    shown = _number(row["peers_us"].get(name), ".1f")
+    shown = _number(us, ".1f")
     return f"{shown}!" if name in row["failures"] and shown != "-" else shown
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
 
 
 def _number(value: float | None, form: str) -> str:
@@ -86,6 +99,31 @@ def _means(result: dict[str, Any]) -> list[str]:
     ]
     if found["missing"]:
         lines.append(f"not in the mean: {', '.join(found['missing'])}")
+    return lines
+
+
+def _ratios(rows: Sequence[dict[str, Any]], name: str) -> list[str]:
+    """What our unfused build, or the matrix products alone, take over our time."""
+    found = {row["name"]: row[f"{name}_ratio"] for row in rows if row.get(f"{name}_ratio")}
+    plain = {row["name"] for row in rows if row.get("plain")}
+    sets = {"rows": found}
+    if name == PRODUCTS:
+        alone = {key: ratio for key, ratio in found.items() if key in plain}
+        around = {key: ratio for key, ratio in found.items() if key not in plain}
+        sets = {"rows of a product alone": alone, "rows of products and more": around}
+    lines = []
+    for what, ratios in sets.items():
+        if not ratios:
+            continue
+        least = min(ratios, key=ratios.__getitem__)
+        mean = statistics.geometric_mean(ratios.values())
+        lines.append(
+            f"{name} / ours over {len(ratios)} {what}: geometric mean {mean:.3f}x, "
+            f"least {ratios[least]:.2f}x ({least})"
+        )
+        below = [f"{key} {ratio:.2f}x" for key, ratio in ratios.items() if ratio < _ALLOWED]
+        if below and what != "rows of products and more":
+            lines.append(f"    below {_ALLOWED}: {', '.join(below)}")
     return lines
 
 

@@ -1,7 +1,8 @@
 """What is measured: operators and layers as plain torch modules, with their inputs.
 
 `memory` is the twelve that the figures of the project name, `memory_more` other shapes and
-operators that memory binds too, `small` what the launches bind.
+operators that memory binds too, `gemm` matrix products with what is around them, `gemm_sweep` those
+in sizes of every kind, `small` what the launches bind.
 """
 
 import difflib
@@ -9,6 +10,8 @@ from collections.abc import Iterable
 
 from ..errors import InputError
 from .instance import Instance, Workload
+from .workloads_gemm import GEMM
+from .workloads_gemm_sweep import SWEEP
 from .workloads_layout import LAYOUT
 from .workloads_memory import MEMORY
 from .workloads_models import MODELS
@@ -17,12 +20,14 @@ from .workloads_small import SMALL
 from .workloads_training import TRAINING
 
 MEMORY_MORE: dict[str, Workload] = ROWS | LAYOUT | TRAINING
-WORKLOADS: dict[str, Workload] = MEMORY | MODELS | MEMORY_MORE | SMALL
+WORKLOADS: dict[str, Workload] = MEMORY | MODELS | MEMORY_MORE | GEMM | SWEEP | SMALL
 SUITES = {
     "memory": tuple(MEMORY),
     "memory_more": tuple(MEMORY_MORE),
     "flow": (*MEMORY, "demo_block"),
     "models": (*MEMORY, *MODELS),
+    "gemm": (*GEMM, "linear_bias_gelu", "swiglu_mlp"),
+    "gemm_sweep": tuple(SWEEP),
     "small": tuple(SMALL),
     "all": (*MEMORY, *MODELS, *MEMORY_MORE),
 }

@@ -4,7 +4,8 @@
 
 over the terms i = HBM bytes, L2 bytes, operations by pipe, tensor cores; p is `roofline_exponent`
 of the device (infinity would be the classical roofline max(T_i) of Williams et al., CACM 52(4),
-2009). All rates come from the hardware profile.
+2009). All rates come from the hardware profile. A kernel class that predicts the time of its
+launches itself (`Traffic.seconds`) is only charged the launch on top.
 """
 
 from __future__ import annotations
@@ -58,6 +59,10 @@ def estimate(
     -------
     Estimate
     """
+    if traffic.seconds is not None:
+        shown = {name: seconds * US for name, seconds in traffic.terms.items() if seconds > 0}
+        shown["launch"] = launch_us(hw, launch)
+        return Estimate(traffic.seconds * US + shown["launch"], shown)
     share = max(traffic.parallel, 1e-6)
     ops = traffic.operations
     scalar_flops = ops.get("arithmetic", 0.0)

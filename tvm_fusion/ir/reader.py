@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import tvm
 from tvm import s_tir, tirx
 from tvm.ir import Call, TensorLoad, Var
+from tvm.ir.prim.expr import BitwiseAnd, BitwiseNot, BitwiseOr, BitwiseXor, LShift, RShift
 
 from .access import (
     Access,
@@ -81,7 +82,13 @@ _BINARY = (
     tirx.GE,
     tirx.And,
     tirx.Or,
+    BitwiseAnd,
+    BitwiseOr,
+    BitwiseXor,
+    LShift,
+    RShift,
 )
+_UNARY = (tirx.Not, BitwiseNot)
 
 
 class _Unreadable(Exception):
@@ -277,7 +284,7 @@ class _BlockReader:
             pipe = Pipe.DIVISION
         elif isinstance(e, _INTEGER):
             pipe = Pipe.INTEGER
-        elif isinstance(e, (*_BINARY, tirx.Select, tirx.Not, tirx.Cast)):
+        elif isinstance(e, (*_BINARY, *_UNARY, tirx.Select, tirx.Cast)):
             pipe = Pipe.ARITHMETIC
         else:
             return
@@ -336,7 +343,7 @@ def children(e) -> tuple:
         return (e.a, e.b)
     if isinstance(e, tirx.Select):
         return (e.condition, e.true_value, e.false_value)
-    if isinstance(e, tirx.Not):
+    if isinstance(e, _UNARY):
         return (e.a,)
     if isinstance(e, tirx.Cast):
         return (e.value,)

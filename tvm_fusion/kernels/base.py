@@ -73,6 +73,8 @@ class Fit:
     evaluations : tuple of float
         How often each block of the group is evaluated, in points.
     contraction : (batch, M, N, K) of the matrix products in the group, each once
+    seconds : predicted time without the launch's own cost, where the class predicts it itself
+    terms : of that time, by name, in seconds
     """
 
     kernel_class: str
@@ -81,6 +83,8 @@ class Fit:
     evaluations: tuple[float, ...]
     contractions: tuple[tuple[int, int, int, int], ...] = ()
     side_by_side: bool = False
+    seconds: float | None = None
+    terms: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +92,8 @@ class Traffic:
     """What one launch moves and executes.
 
     Bytes are unions of footprints, operations are counts. `parallel` is the share of the device the
-    launch can fill (0 to 1].
+    launch can fill (0 to 1]. A class with a model of its own gives its time as `seconds`, with the
+    `terms` it is made of; the other fields then only say what the launch does.
     """
 
     hbm_bytes: float
@@ -98,6 +103,8 @@ class Traffic:
     tensor_dtype: str = "float32"
     tensor_efficiency: float = 1.0
     parallel: float = 1.0
+    seconds: float | None = None
+    terms: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)

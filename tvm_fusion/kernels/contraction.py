@@ -61,9 +61,9 @@ def analyze_contraction(func: tirx.PrimFunc, exact: bool = False) -> Contraction
     Raises
     ------
     Unsupported
-        For another reduction than a sum of products, a product of a product, an output without a
-        product, an epilogue that reads the accumulator at other points than it writes (a shift, a
-        broadcast), and segments of different sizes.
+        For another reduction than a sum of products or one of runs of a product's columns, a
+        product of a product, an output without a product, and an epilogue that reads the
+        accumulator at other points than it writes (a shift, a broadcast).
     """
     definitions = read_definitions(func)
     params = read_params(func)

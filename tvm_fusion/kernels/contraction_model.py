@@ -5,7 +5,8 @@
 
 A segment is a set of products over one space (batch, M, N) whose accumulators meet in common
 outputs: one matmul with its epilogue, or gate and up of a SwiGLU. Products with outputs of their
-own (Q, K, V) are segments side by side; all segments have the same batch and M sizes.
+own (Q, K, V) are segments side by side. Each segment has sizes and operands of its own; where
+batch, M and K are the same in all of them, the contraction is uniform.
 
 Expressions are TIR over axis variables (int64), placeholders (accumulators and bindings) and loads
 of the PrimFunc's own parameters. Half precision is widened: loads stand under a cast to float32.
@@ -22,7 +23,7 @@ from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
 
 from .contraction_inline import Binding
-from .expr import constant, dtype_of
+from .expr import FLOAT8_DTYPES, constant, dtype_of
 from .program import Extent, Param
 
 
@@ -56,7 +57,7 @@ class Product:
 
     `dtype` is the dtype of the sum while it runs (float32 for half precision) and of the
     placeholder; `stored_dtype` is the one the unfused graph stores it in, or rounds it to wherever
-    it reads it.
+    it reads it; `scaled_dtype` the half precision it rounds to behind one factor, if it does that.
     """
 
     accumulator: Var
@@ -65,6 +66,7 @@ class Product:
     k: tuple[Axis, ...]
     dtype: str
     stored_dtype: str
+    scaled_dtype: str | None = None
 
     @property
     def K(self) -> Extent:
@@ -72,14 +74,27 @@ class Product:
         return size_of(self.k)
 
 
+@dataclass(frozen=True, slots=True)
+class RowPartial:
+    """A reduction ("sum" or "max") of each aligned run of `width` columns of a row."""
+
+    kind: str
+    width: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Output:
-    """``parameter[indices] = value`` at every point of the segment, where cast to `dtype`."""
+    """``parameter[indices] = value`` at every point of the segment, where cast to `dtype`.
+
+    With `partial`, the parameter's element is the reduction of `value` over a run of columns, and
+    `indices` are the same at all points of a run.
+    """
 
     param: int
     indices: tuple[Expr, ...]
     value: Expr
     dtype: str
+    partial: RowPartial | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,6 +118,16 @@ class Segment:
         return (*self.batch, *self.m, *self.n)
 
     @property
+    def B(self) -> Extent:
+        """Number of independent products: the size of the batch."""
+        return size_of(self.batch)
+
+    @property
+    def M(self) -> Extent:
+        """Number of rows."""
+        return size_of(self.m)
+
+    @property
     def N(self) -> Extent:
         """Number of columns."""
         return size_of(self.n)
@@ -119,18 +144,37 @@ class Contraction:
 
     @property
     def batch(self) -> Extent:
-        """Number of independent products of each segment."""
-        return size_of(self.segments[0].batch)
+        """Number of independent products of the first segment (of each, if they are `uniform`)."""
+        return self.segments[0].B
 
     @property
     def M(self) -> Extent:
-        """Number of rows, the same in all segments."""
-        return size_of(self.segments[0].m)
+        """Number of rows of the first segment (of each, if they are `uniform`)."""
+        return self.segments[0].M
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all segments have one batch and M, and all products one K.
+
+        Operands may differ all the same: A need not be shared.
+        """
+        first = self.segments[0]
+        return all(
+            equal_sizes(s.B, first.B)
+            and equal_sizes(s.M, first.M)
+            and all(equal_sizes(p.K, first.products[0].K) for p in s.products)
+            for s in self.segments
+        )
 
     @property
     def products(self) -> tuple[Product, ...]:
         """Products of all segments."""
         return tuple(p for segment in self.segments for p in segment.products)
+
+    @property
+    def has_partials(self) -> bool:
+        """Whether an output is a reduction of runs of columns."""
+        return any(o.partial is not None for segment in self.segments for o in segment.outputs)
 
     @property
     def is_static(self) -> bool:
@@ -159,6 +203,8 @@ def _keeps_value(source: str, target: str) -> bool:
     """Whether every number of `source` is one of `target` too."""
     if source in ("float16", "bfloat16"):
         return target in (source, "float32", "float64")
+    if source in FLOAT8_DTYPES:
+        return target in (source, "float16", "bfloat16", "float32", "float64")
     if source in ("int8", "uint8"):
         return target in (source, "int16", "int32", "int64", "float32", "float64")
     return source == target
@@ -182,5 +228,12 @@ def _lines(contraction: Contraction) -> list[str]:
         lines += [f"  {b.var} = {b.value}" for b in s.bindings]
         for o in s.outputs:
             index = ", ".join(map(str, o.indices))
-            lines.append(f"  {contraction.params[o.param].name}[{index}] = {o.value}")
+            value = o.value if o.partial is None else _reduced(o)
+            lines.append(f"  {contraction.params[o.param].name}[{index}] = {value}")
     return lines
+
+
+def _reduced(output: Output) -> str:
+    """``sum over runs of 128 columns of value``."""
+    partial = output.partial
+    return f"{partial.kind} over runs of {partial.width} columns of {output.value}"

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 
 from tvm.ir import Expr, Var
 
-from ..errors import Unsupported
 from .contraction_index import Simplifier
 from .contraction_inline import INDEX
 from .contraction_model import Axis, Operand, Output, Segment, equal_sizes, size_of
@@ -75,7 +74,11 @@ def _orientation(factors: Sequence[Factors], axes: Sequence[Axis], flip: bool) -
 def fitting(
     candidates: Sequence[Orientation], before: Sequence[Segment], factors: Sequence[Factors]
 ) -> Orientation:
-    """The orientation whose batch and rows are those of the segments before."""
+    """The orientation of a segment beside those before it.
+
+    Siblings call the same tensor A, so that batch and rows are those of the first segment. A
+    segment of its own sizes or operands takes the orientation with contiguous columns.
+    """
     if not before:
         return candidates[0]
     first = before[0]
@@ -86,11 +89,11 @@ def fitting(
         and equal_sizes(size_of(c[1]), size_of(first.m))
     ]
     if not fitting:
-        raise Unsupported("products of different sizes with outputs of their own")
+        return candidates[0]
     shared = first.products[0].a.load
     for candidate in fitting:
         pair = factors[0][0]
         load = pair[1 if candidate[3][0] else 0].load
         if shared is not None and load is not None and load.source.same_as(shared.source):
             return candidate
-    return fitting[0]
+    return fitting[0] if shared is None else candidates[0]

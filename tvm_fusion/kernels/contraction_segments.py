@@ -28,8 +28,15 @@ from .contraction_model import (
     equal_sizes,
     size_of,
 )
-from .contraction_roles import fitting, orientations
-from .contraction_sums import is_sum_of_products, rounded_dtype, sum_dtype, two_factors
+from .contraction_partials import (
+    follows_columns,
+    partial_of,
+    run_axis,
+    run_point,
+    sums_and_partials,
+)
+from .contraction_roles import Orientation, fitting, orientations
+from .contraction_sums import rounded_dtype, scaled_dtype, sum_dtype, two_factors
 from .definitions import Definition
 from .expr import (
     constant,
@@ -59,14 +66,26 @@ class _Sum:
 
 @dataclass(slots=True, eq=False)
 class _Result:
-    """An output under way: `axes` are its own coordinates, `reads` says where it reads each sum."""
+    """An output under way: `axes` are its own coordinates, `reads` says where it reads each sum.
+
+    A partial has one coordinate more, `run` (the term of its reduction), which is at `place` of the
+    segment.
+    """
 
     definition: Definition
     param: int
     axes: list[Axis]
     indices: Position
+    run: Axis | None = None
     reads: dict[Var, Position] = field(default_factory=dict)
     position: Position | None = None
+    place: Expr | None = None
+
+    def value(self, inliner: Inliner, indices: Position, run: Expr | None) -> Expr:
+        """The element at `indices`; of a partial, the term of its reduction at `run`."""
+        if self.run is None:
+            return inliner.load(self.definition.buffer, indices)
+        return inliner.resolve(self.definition.value, run_point(self.definition, indices, run))
 
 
 def find_segments(
@@ -74,11 +93,13 @@ def find_segments(
 ) -> list[Segment]:
     """The segments of a PrimFunc with these definitions; see `contraction.analyze_contraction`."""
     by_buffer = {d.buffer: d for d in definitions}
-    sums = {d.buffer: _Sum(d, i) for i, d in enumerate(filter(is_sum_of_products, definitions))}
+    products, partials = sums_and_partials(definitions)
+    sums = {d.buffer: _Sum(d, i) for i, d in enumerate(products)}
     if not sums:
         raise Unsupported("no reduction: not a contraction")
+    runs = {d.buffer: run_axis(d) for d in partials}
     results = [
-        _result(by_buffer[p.var], i, by_buffer, exact)
+        _result(by_buffer[p.var], i, by_buffer, exact, runs.get(p.var))
         for i, p in enumerate(params)
         if p.var in by_buffer
     ]
@@ -114,11 +135,17 @@ def _groups(sums: Sequence[_Sum], results: Sequence[_Result]) -> list[list[_Sum]
 
 
 def _result(
-    definition: Definition, param: int, definitions: dict[Var, Definition], exact: bool
+    definition: Definition,
+    param: int,
+    definitions: dict[Var, Definition],
+    exact: bool,
+    run: Axis | None,
 ) -> _Result:
     """Which sums an output reads, at which functions of its own indices."""
     axes, indices = _coordinates(definition.shape, "o")
-    result = _Result(definition, param, axes, indices)
+    if run is not None:
+        axes.append(run)
+    result = _Result(definition, param, axes, indices, run)
 
     def note(read: Definition, at: Position) -> Expr:
         before = result.reads.setdefault(read.buffer, at)
@@ -126,7 +153,8 @@ def _result(
             raise Unsupported(f"{read.buffer.name} is read at several points of an output")
         return fresh_var(read.buffer.name, widened(read.dtype))
 
-    Inliner(definitions, exact, Simplifier(axes), note).load(definition.buffer, indices)
+    inliner = Inliner(definitions, exact, Simplifier(axes), note)
+    result.value(inliner, indices, run and run.var)
     if not result.reads:
         raise Unsupported(f"{definition.buffer.name} does not depend on a product")
     return result
@@ -162,7 +190,8 @@ class _Builder:
         self._place(group, results, axes)
         factors = [self._factors(s, axes) for s in group]
         outputs, bindings, accumulators = self._outputs(group, results, axes)
-        candidates = orientations(factors, axes, outputs[0])
+        candidates = orientations(factors, axes, _first_whole(outputs))
+        candidates = _along_runs(candidates, results, axes)
         batch, m, n, flipped = fitting(candidates, before, factors)
         products = []
         for s, (pair, k), flip in zip(group, factors, flipped, strict=True):
@@ -174,7 +203,11 @@ class _Builder:
                 if is_output
                 else rounded_dtype(s.definition, self.definitions.values())
             )
-            products.append(Product(accumulator, a, b, k, dtype_of(accumulator), stored))
+            scaled = None
+            if not is_output:
+                stored_whole = [r.definition for r in results]
+                scaled = scaled_dtype(s.definition, self.definitions.values(), stored_whole)
+            products.append(Product(accumulator, a, b, k, dtype_of(accumulator), stored, scaled))
         return Segment(batch, m, n, tuple(products), bindings, outputs)
 
     def _place(
@@ -193,6 +226,8 @@ class _Builder:
             env = _invert(result, base, axes)
             simplify = Simplifier(axes)
             result.position = tuple(simplify(substitute(i, env)) for i in result.indices)
+            if result.run is not None:
+                result.place = simplify(substitute(result.run.var, env))
             for buffer, read in result.reads.items():
                 self._place_sum(
                     self.sums[buffer], [simplify(substitute(i, env)) for i in read], axes
@@ -244,13 +279,42 @@ class _Builder:
             return value if dtype_of(value) == dtype else tirx.Cast(dtype, value)
 
         inliner = Inliner(self.definitions, self.exact, Simplifier(axes), accumulate)
-        values = [inliner.load(r.definition.buffer, r.position) for r in results]
+        values = [r.value(inliner, r.position, r.place) for r in results]
         roots, bindings = collapse(values, inliner.bindings)
         outputs = tuple(
-            Output(r.param, r.position, value, r.definition.dtype)
+            Output(
+                r.param,
+                r.position,
+                value,
+                r.definition.dtype,
+                None if r.run is None else partial_of(r.definition, r.run),
+            )
             for r, value in zip(results, roots, strict=True)
         )
         return outputs, bindings, accumulators
+
+
+def _first_whole(outputs: Sequence[Output]) -> Output:
+    """The first output that is no partial, if there is one."""
+    return next((o for o in outputs if o.partial is None), outputs[0])
+
+
+def _along_runs(
+    candidates: Sequence[Orientation], results: Sequence[_Result], axes: Sequence[Axis]
+) -> list[Orientation]:
+    """The orientations in which all partials reduce columns."""
+    partials = [r for r in results if r.run is not None]
+    found = [
+        c
+        for c in candidates
+        if all(follows_columns(r.position, r.place, r.run.extent, c[2], axes) for r in partials)
+    ]
+    if not found:
+        raise Unsupported(
+            f"{partials[0].definition.buffer.name} is no sum of products, nor one of aligned runs "
+            "of columns"
+        )
+    return found
 
 
 def _refuse_product_of_product(read: Definition, _: Position) -> Expr:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
@@ -68,6 +68,39 @@ def rounded_dtype(found: Definition, definitions: Iterable[Definition]) -> str:
     for definition in definitions:
         readers.visit(definition.value)
     return readers.dtypes.pop() if len(readers.dtypes) == 1 else found.dtype
+
+
+def scaled_dtype(
+    found: Definition, definitions: Iterable[Definition], outputs: Sequence[Definition]
+) -> str | None:
+    """The half precision that a sum is rounded to behind one factor, its only reader; else None.
+
+    `outputs` are definitions that are stored as they are.
+    """
+    definitions = list(definitions)
+    readers = [d for d in definitions if _reads(d.value, found.buffer)]
+    if len(readers) != 1:
+        return None
+    value, dtype = readers[0].value, dtype_of(readers[0].value)
+    if isinstance(value, tirx.Cast) and dtype in HALF_DTYPES:
+        value = value.value
+    elif not any(readers[0] is output for output in outputs):
+        dtype = rounded_dtype(readers[0], definitions)
+    if dtype not in HALF_DTYPES or not isinstance(value, tirx.Mul):
+        return None
+    sides = (value.a, value.b), (value.b, value.a)
+    scaled = any(_is_load(a, found.buffer) and not _reads(b, found.buffer) for a, b in sides)
+    return dtype if scaled else None
+
+
+def _is_load(expr: Expr, buffer: Var) -> bool:
+    return isinstance(expr, TensorLoad) and expr.source.same_as(buffer)
+
+
+def _reads(expr: Expr, buffer: Var) -> bool:
+    readers = _Readers(buffer)
+    readers.visit(expr)
+    return bool(readers.dtypes)
 
 
 class _Readers:

@@ -1,21 +1,25 @@
-"""Kernel class `gemm`: matrix products with everything pointwise behind them, index-only work
-before them, and siblings.
+"""Kernel class `gemm`: matrix products with everything pointwise behind them, what makes their
+operands before them, and siblings.
 
 One product, or several that share their left operand (QKV, gate and up), with any pointwise
-epilogue on the products' own index space. A prologue may only move data (transposes, reshapes,
-broadcasts): arithmetic on an operand would run once per tile of the other operand (0.80 to 0.92 of
-the two-kernel time where it was measured on an H200).
+epilogue on the products' own index space; on CUDA also independent products side by side, which
+alone would leave the device idle (experts, low-rank updates). A prologue may always move data
+(transposes, reshapes, broadcasts). Arithmetic on an operand runs once per tile of the other operand
+(0.80 to 0.92 of the two-kernel time where it was measured on an H200): it is taken in where the
+stored operand is smaller than what is computed from it (a dequantisation), or where there are few
+rows, and the predicted time decides. On Hopper runs of a product's columns may be reduced, too, for
+a kernel that finishes the rows (see `gemm_partials`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tvm import tirx
 
 from ..config import HardwareProfile, Policy
-from ..errors import Unsupported
 from ..ir.access import Access, Affine, Block
 from ..ir.extents import assumed_product, product_key
 from .base import (
@@ -25,15 +29,17 @@ from .base import (
     RefusalCode,
     Resources,
     Traffic,
-    dtype_bytes,
     write_on_cpu,
 )
 from .footprint import evaluations
+from .gemm_launch import GemmGroup
+from .gemm_partials import refuse_partials
+from .gemm_time import SKINNY_ROWS, predict
 from .pointwise import refuse_recompute
+from .side_by_side import are_siblings, components, depends_on_another, refuse_side_by_side
 from .traffic import memory_traffic
 
-MAX_SIBLINGS = 3
-TMA_PITCH_BYTES = 16  # row pitches the tensor memory accelerator can address are multiples of this
+MAX_SIBLINGS = 8
 TILE = 128  # rows and columns of output a thread block needs to run tensor cores well
 
 
@@ -49,11 +55,17 @@ class Product:
     left: Access
     right: Access
 
+    @property
+    def columns(self) -> frozenset[int]:
+        """The axes of the block that only the right operand has."""
+        return (self.right.axes - self.left.axes) & set(self.block.spatial)
+
 
 class Gemm:
     """See the module docstring."""
 
     name = "gemm"
+    joins_independent = True
 
     def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
         products, others = [], []
@@ -66,68 +78,80 @@ class Gemm:
         if not products:
             return group.refuse(RefusalCode.REDUCTION, "the group holds no matrix product")
         if others:
-            return group.refuse(
-                RefusalCode.EPILOGUE,
-                f"{others[0].name} reduces a row; a tile of a matrix product holds part of one",
-            )
-        if refusal := _check_siblings(group, products, hw) or _check_neighbours(group, products):
+            columns = {id(p.block): p.columns for p in products}
+            if refusal := refuse_partials(group, columns, others, hw):
+                return refusal
+        if refusal := _check_siblings(group, products, hw):
             return refusal
-        once = frozenset(w.tensor for p in products for w in p.block.writes)
-        runs = evaluations(group, once)
+        if refusal := _check_neighbours(group, products, hw, policy):
+            return refusal
+        before = _upstream_of(group, products)
+        accumulated = frozenset(w.tensor for p in products for w in p.block.writes)
+        operands = frozenset(a.tensor for p in products for a in (p.left, p.right))
+        runs = evaluations(group, accumulated | operands if hw.kind == "cuda" else accumulated)
         if refusal := refuse_recompute(group, runs, policy):
             return refusal
         shapes = tuple((p.batch, p.m, p.n, p.k) for p in products)
-        return Fit(self.name, products[0].m, sum(p.n for p in products), runs.counts, shapes)
+        columns, parts = sum(p.n for p in products), components(group, products)
+        fit = Fit(
+            self.name,
+            products[0].m,
+            columns,
+            runs.counts,
+            shapes,
+            side_by_side=len(parts) > 1,
+        )
+        if hw.kind != "cuda":
+            return fit
+        launch = GemmGroup(group, parts, are_siblings(products), runs.counts, before, hw)
+        time = predict(launch, hw, policy)
+        if time is None:
+            return group.refuse(
+                RefusalCode.EPILOGUE, f"{others[0].name} reduces a row of no tensor-core product"
+            )
+        terms = tuple(sorted(time.terms.items()))
+        return replace(fit, evaluations=time.counts, seconds=time.seconds, terms=terms)
 
     def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
         flops = sum(2.0 * b * m * n * k for b, m, n, k in fit.contractions)
-        dtype = self._operand_dtype(group)
         return memory_traffic(
             group,
             fit,
             hw,
             tensor_flops=flops,
-            tensor_dtype=dtype if self._on_tensor_cores(group, fit, hw, dtype) else "float32",
-            tensor_efficiency=_wave_efficiency(fit, hw),
+            tensor_dtype=self._operand_dtype(group),
+            seconds=fit.seconds,
+            terms=dict(fit.terms),
         )
 
     def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
         return Resources(168, min(hw.smem_per_block_bytes, 4 * (TILE + 256) * 64 * 2))
 
     def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
-        return [None]
+        if hw.kind == "llvm":
+            return [None]
+        from .contraction import analyze_contraction
+        from .cuda.gemm_forms import gemm_ranked
+
+        contraction = analyze_contraction(func, exact=policy.rounding == "exact")
+        return [config for _, config in gemm_ranked(contraction, hw, policy)]
 
     def write(
         self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
     ) -> tirx.PrimFunc:
         if hw.kind == "llvm":
             return write_on_cpu(func, hw, policy)
-        exact = policy.rounding == "exact"
         from .contraction import analyze_contraction
-        from .cuda.gemm_hopper import emit_gemm_hopper
-        from .cuda.gemm_simt import emit_gemm_simt
+        from .cuda.gemm_forms import emit_gemm
 
-        contraction = analyze_contraction(func, exact=exact)
-        if hw.arch.startswith("sm_90"):
-            try:
-                return emit_gemm_hopper(contraction, hw, config)
-            except Unsupported:
-                pass  # the generic form below takes every shape; what it costs is in `traffic`
-        return emit_gemm_simt(contraction, hw, None)
+        contraction = analyze_contraction(func, exact=policy.rounding == "exact")
+        return emit_gemm(contraction, hw, policy, config)
 
     def _operand_dtype(self, group: GroupView) -> str:
         for block in group.blocks:
             if match_product(block) is not None:
                 return group.graph.tensors[block.reads[0].tensor].dtype
         return "float32"
-
-    def _on_tensor_cores(self, group: GroupView, fit: Fit, hw: HardwareProfile, dtype: str) -> bool:
-        aligned = all(
-            n * dtype_bytes(dtype) % TMA_PITCH_BYTES == 0
-            and k * dtype_bytes(dtype) % TMA_PITCH_BYTES == 0
-            for _, _, n, k in fit.contractions
-        )
-        return dtype in hw.tensor_flop_per_s and hw.arch.startswith("sm_90") and aligned
 
 
 def match_product(block: Block) -> Product | None:
@@ -169,26 +193,35 @@ def _check_siblings(
             "on a CPU products with outputs of their own share nothing but the call",
             outputs=len(group.outputs),
         )
-    first = products[0]
-    same = all(
-        p.left.tensor == first.left.tensor
-        and (p.batch, p.m, p.k) == (first.batch, first.m, first.k)
-        for p in products
-    )
-    if len(products) > MAX_SIBLINGS or not same:
+    if source := depends_on_another(products, _upstream(group, products)):
         return group.refuse(
             RefusalCode.SEVERAL_CONTRACTIONS,
-            "one launch computes several matrix products only if they share their left operand",
+            f"an operand is computed from {source.block.name}, a matrix product of the same launch",
+        )
+    parts = components(group, products)
+    if hw.kind != "llvm" and len({len(part) for part in parts}) > 1:
+        return group.refuse(
+            RefusalCode.SEVERAL_CONTRACTIONS,
+            "products that meet in an output stand beside others that do not",
+        )
+    if not are_siblings(products):
+        return refuse_side_by_side(group, parts, hw)
+    if len(products) > MAX_SIBLINGS:
+        return group.refuse(
+            RefusalCode.SEVERAL_CONTRACTIONS,
+            "one launch computes no more matrix products that share their left operand",
             products=len(products),
             allowed=MAX_SIBLINGS,
         )
     return None
 
 
-def _check_neighbours(group: GroupView, products: list[Product]) -> Refusal | None:
-    """Every other block is an epilogue on a product's index space, or moves an operand."""
+def _check_neighbours(
+    group: GroupView, products: list[Product], hw: HardwareProfile, policy: Policy
+) -> Refusal | None:
+    """Every other block is an epilogue on a product's index space, or makes an operand."""
     after: set[int] = set()
-    before = _upstream(group, products)
+    before, computable = _upstream(group, products), _computable(group, products, hw, policy)
     sizes = {}
     for p in products:
         own = p.block.writes[0].tensor
@@ -210,7 +243,8 @@ def _check_neighbours(group: GroupView, products: list[Product]) -> Refusal | No
             after.add(written)
             sizes[written] = space
         elif written in before:
-            if block.operations() or any(a.guarded or a.data_dependent for a in block.reads):
+            moves = not any(a.guarded or a.data_dependent for a in block.reads)
+            if not moves or (block.operations() and written not in computable):
                 return group.refuse(
                     RefusalCode.PROLOGUE,
                     f"{block.name} computes on an operand, once per tile of the other operand",
@@ -224,22 +258,37 @@ def _check_neighbours(group: GroupView, products: list[Product]) -> Refusal | No
     return None
 
 
-def _upstream(group: GroupView, products: list[Product]) -> set[int]:
-    found = {a.tensor for p in products for a in (p.left, p.right)}
-    for block in reversed(group.blocks):
-        if found & {w.tensor for w in block.writes}:
-            found |= {a.tensor for a in block.reads}
-    return found
+def _computable(
+    group: GroupView, products: Sequence[Product], hw: HardwareProfile, policy: Policy
+) -> frozenset[int]:
+    """Tensors in front of a product that its kernel may compute: those of weights that are stored
+    in fewer bytes; with few rows, those of either operand.
+    """
+    if hw.kind != "cuda":
+        return frozenset()
+    left, right = _upstream_of(group, products)
+    few = all(p.m <= SKINNY_ROWS for p in products)
+    stored = sum(group.tensor_bytes(t) for t in group.inputs if t in right)
+    widened = sum(group.tensor_bytes(t) for t in {p.right.tensor for p in products})
+    found = right - left if few or stored < widened else frozenset()
+    return found | left if few and policy.max_recompute > 1 else found
 
 
-def _wave_efficiency(fit: Fit, hw: HardwareProfile) -> float:
-    """Share of the last wave of tiles that is filled, and of a tile that is inside the matrix."""
-    if hw.kind == "llvm":
-        return 1.0
-    tiles, useful = 0, 0.0
-    for batch, m, n, _ in fit.contractions:
-        grid = batch * -(-m // TILE) * -(-n // TILE)
-        tiles += grid
-        useful += batch * m * n
-    waves = -(-tiles // hw.num_sms)
-    return max(0.01, useful / (waves * hw.num_sms * TILE * TILE))
+def _upstream(group: GroupView, products: Sequence[Product]) -> set[int]:
+    """The operands and what they are computed from."""
+    left, right = _upstream_of(group, products)
+    return set(left | right)
+
+
+def _upstream_of(
+    group: GroupView, products: Sequence[Product]
+) -> tuple[frozenset[int], frozenset[int]]:
+    """The same of left and of right operands."""
+    sides = []
+    for side in ("left", "right"):
+        found = {getattr(p, side).tensor for p in products}
+        for block in reversed(group.blocks):
+            if found & {w.tensor for w in block.writes}:
+                found |= {a.tensor for a in block.reads}
+        sides.append(frozenset(found))
+    return sides[0], sides[1]

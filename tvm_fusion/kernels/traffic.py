@@ -5,6 +5,7 @@ it fills.
 from __future__ import annotations
 
 from ..config import HardwareProfile
+from ..ir.graph import OpKind
 from .base import Fit, GroupView, Traffic
 from .footprint import footprint_bytes, operations
 
@@ -25,11 +26,21 @@ def memory_traffic(
     l2 = 0.0
     for t in group.inputs:
         size = footprint_bytes(group, t)
-        resident = group.graph.tensors[t].producer is not None and size <= hw.l2_bytes / 2
         l2 += size
-        hbm += 0.0 if resident else size
+        hbm += 0.0 if is_resident(group, t, size, hw) else size
     l2 += sum(group.tensor_bytes(t) for t in group.outputs)
     return Traffic(float(hbm), l2, operations(group, fit.evaluations), parallel=parallel, **more)
+
+
+def is_resident(group: GroupView, tensor: int, size: float, hw: HardwareProfile) -> bool:
+    """Whether another kernel of the function has just written the tensor and half of the L2 holds
+    the `size` bytes of it that are read.
+    """
+    graph = group.graph
+    producer = graph.tensors[tensor].producer
+    while producer is not None and graph.ops[producer].kind is OpKind.VIEW:
+        producer = graph.tensors[graph.ops[producer].inputs[0]].producer
+    return producer is not None and size <= hw.l2_bytes / 2
 
 
 def filled_by_threads(threads: float, hw: HardwareProfile) -> float:

@@ -51,7 +51,10 @@ class PlannedGroup:
 
 @dataclass(frozen=True, slots=True)
 class FusionPlan:
-    """All groups of one function in topological order, and the refused neighbours."""
+    """All groups of one function in topological order, and the refused neighbours.
+
+    `rewrites` are those applied to the graph before it was planned (`transform.rewrites`).
+    """
 
     function: str
     fingerprint: str
@@ -59,6 +62,7 @@ class FusionPlan:
     policy: str
     groups: tuple[PlannedGroup, ...]
     refusals: tuple[Refusal, ...] = ()
+    rewrites: tuple[str, ...] = ()
     version: int = PLAN_VERSION
 
     @property
@@ -110,6 +114,7 @@ class FusionPlan:
         for group in data["groups"]:
             group["ops"], group["recomputed"] = list(group["ops"]), list(group["recomputed"])
         data["groups"] = list(data["groups"])
+        data["rewrites"] = list(data["rewrites"])
         return data
 
     def to_json(self) -> str:
@@ -151,7 +156,10 @@ class FusionPlan:
                 for r in data.get("refusals", ())
             )
             keys = ("function", "fingerprint", "device", "policy")
-            return FusionPlan(**{k: data[k] for k in keys}, groups=groups, refusals=refusals)
+            rewrites = tuple(data.get("rewrites", ()))
+            return FusionPlan(
+                **{k: data[k] for k in keys}, groups=groups, refusals=refusals, rewrites=rewrites
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"{source}: broken plan: {error}") from error
 

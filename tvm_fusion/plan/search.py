@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import logging
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ..config import HardwareProfile, Policy
@@ -87,19 +88,44 @@ class _Greedy:
         """Joins independent groups that gain by sharing a launch.
 
         Each group is offered to the latest few before it: what is joined was then computed at about
-        the same time, and the work grows with the number of groups.
+        the same time, and the work grows with the number of groups. Matrix products are joined
+        first, and first with those as deep in the graph: the second products of several chains then
+        wait for nothing but the first ones.
+        """
+        depth = _depths(self.state)
+        for same in (True, False):
+            self._join(products=True, depth=depth if same else None)
+        self._join(products=False)
+
+    def _join(self, products: bool, depth: Mapping[int, int] | None = None) -> None:
+        """Offers each group with matrix products (or without) to those before it, of its depth
+        where that is given.
         """
         before: list[int] = []
         for gid in sorted(g for g in self.state.owned if fusible(self.state, g)):
             if not holds_independent(self.state, gid):
                 continue
-            for other in reversed(before[-HORIZONTAL_REACH:]):
-                move = Merge(MoveKind.HORIZONTAL, other, gid)
-                if self._gain(move) is not None and not merge_makes_cycle(self.state, move):
-                    self.state.merge(other, gid, move.copies)
+            if bool(self.state.cost(gid).fit.contractions) is not products:
+                continue
+            for move in self._offers(gid, before, products):
+                if depth is not None and depth[move.first] != depth[move.second]:
+                    continue
+                gain = self._gain(move, last=True)
+                if gain is not None and not merge_makes_cycle(self.state, move):
+                    self.state.merge(move.first, move.second, move.copies)
                     break
             else:
                 before.append(gid)
+
+    def _offers(self, gid: int, before: list[int], products: bool) -> Iterator[Merge]:
+        """Moves that join a group to one before it: products that share an operand come first."""
+        if products:
+            for move in merges_of(self.state, gid):
+                other = move.first if move.second == gid else move.second
+                if move.kind is MoveKind.SIBLING and other in before:
+                    yield Merge(move.kind, other, gid, move.copies)
+        for other in reversed(before[-HORIZONTAL_REACH:]):
+            yield Merge(MoveKind.HORIZONTAL, other, gid)
 
     def _push(self, gid: int) -> None:
         for move in merges_of(self.state, gid):
@@ -111,12 +137,17 @@ class _Greedy:
                 entry = (-round(gain, 6), min(a, b), max(a, b), move.kind.value, views)
                 heapq.heappush(self.heap, (*entry, stamp, move))
 
-    def _gain(self, move: Merge) -> float | None:
+    def _gain(self, move: Merge, last: bool = False) -> float | None:
+        """What a merge saves in microseconds, or None if it may not be or saves too little.
+
+        Independent work shares a launch only at the `last`: before, each part may still join what
+        it shares work with.
+        """
         merged = evaluate_merge(self.state, move)
         if isinstance(merged, Refusal):
             return None
-        if merged.fit.side_by_side and move.kind is not MoveKind.HORIZONTAL:
-            return None  # each may still join what it shares work with
+        if merged.fit.side_by_side and not last:
+            return None
         apart = [self.state.cost(g) for g in (move.first, move.second)]
         gain = sum(c.time_us for c in apart) - merged.time_us
         return gain if gain > self._least_gain(merged, apart) else None
@@ -231,6 +262,16 @@ def _alone(state: State, op: int) -> Costed | None:
         return None
     costed = state.evaluator.alone(op)
     return None if isinstance(costed, Refusal) else costed
+
+
+def _depths(state: State) -> dict[int, int]:
+    """How many kernels stand behind each other in front of each live group, at most."""
+    found: dict[int, int] = {}
+    for gid in _order(state):
+        sources = state.sources(state.members(gid)) - {gid}
+        own = fusible(state, gid)
+        found[gid] = max((found.get(s, 0) for s in sources), default=0) + own
+    return found
 
 
 def _order(state: State) -> list[int]:

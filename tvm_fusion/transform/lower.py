@@ -4,13 +4,17 @@ be read as a fusion graph.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import tvm
 from tvm import relax
 
 from ..config import HardwareProfile
 from .decompose import Decompose
 from .fix_bool_arithmetic import FixBoolArithmetic
+from .hidden_weights import BindWeights
 from .lean_constants import LeanConstants
+from .rewrites import REWRITES
 from .split_reductions import SplitReductions
 from .unique_names import UniqueNames
 
@@ -20,6 +24,7 @@ def lower(
     target: tvm.target.Target,
     decompose: bool = True,
     hw: HardwareProfile | None = None,
+    rewrites: Collection[str] = (),
 ) -> tvm.IRModule:
     """Opens composites and legalizes; what stays is `call_tir`, calls of packed functions, and
     shape arithmetic.
@@ -33,26 +38,67 @@ def lower(
         False keeps composite operators whole: one PrimFunc each, as without this package.
     hw : HardwareProfile or None
         The GPU whose size decides how reductions are taken apart; None (or a CPU) leaves them.
+    rewrites : collection of str
+        Names of `rewrites.REWRITES` to apply to the opened graph.
     """
-    gpu = hw if decompose and hw is not None and hw.kind != "llvm" else None
+    gpu = hw if decompose else None
+    opened = open_composites(mod, target, decompose, gpu)
+    for name in (name for name in REWRITES if name in rewrites):
+        opened = rewrite(opened, name, target, hw)
+    return legalize(opened, target, gpu)
+
+
+def open_composites(
+    mod: tvm.IRModule,
+    target: tvm.target.Target,
+    decompose: bool = True,
+    hw: HardwareProfile | None = None,
+) -> tvm.IRModule:
+    """The first part of `lower`: high-level operators, composites opened."""
     keep_attention = target.kind.name == "llvm"
     passes = [
         UniqueNames(),
         FixBoolArithmetic(),
         relax.transform.CanonicalizeBindings(),
-        Decompose(keep_attention, gpu, keep_all=not decompose),
+        Decompose(keep_attention, _gpu(hw), keep_all=not decompose),
+    ]
+    with target:
+        return tvm.transform.Sequential(passes)(_public(mod))
+
+
+def rewrite(
+    opened: tvm.IRModule, name: str, target: tvm.target.Target, hw: HardwareProfile
+) -> tvm.IRModule:
+    """An opened module with one of `rewrites.REWRITES` applied; the same module if that finds
+    nothing to do.
+    """
+    with target:
+        return REWRITES[name].make(hw)(opened)
+
+
+def legalize(
+    opened: tvm.IRModule, target: tvm.target.Target, hw: HardwareProfile | None = None
+) -> tvm.IRModule:
+    """The last part of `lower`: `call_tir` in place of the operators of an opened module."""
+    gpu = _gpu(hw)
+    passes = [
         *([SplitReductions(gpu)] if gpu is not None else []),
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),
         relax.transform.LegalizeOps(),
         relax.transform.FoldConstant(),
+        BindWeights(),
         *([LeanConstants(), relax.transform.LegalizeOps()] if gpu is not None else []),
         relax.transform.ConvertToDataflow(min_size=1),
         relax.transform.DeadCodeElimination(["main"]),
         UniqueNames(),
     ]
     with target:
-        return tvm.transform.Sequential(passes)(_public(mod))
+        return tvm.transform.Sequential(passes)(opened)
+
+
+def _gpu(hw: HardwareProfile | None) -> HardwareProfile | None:
+    return hw if hw is not None and hw.kind != "llvm" else None
 
 
 def _public(mod: tvm.IRModule) -> tvm.IRModule:

@@ -27,10 +27,9 @@ from tvm.relax import Expr, Var, op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from ..config import HardwareProfile
-from ..ir.graph import COMPOSITES_ATTR
 from .decompose.decompose import is_opaque
+from .parts import Parts
 from .reduction_stages import Setting, Stage, stages
-from .unique_names import FreshNames
 
 _REDUCE = {
     "relax.sum": op.sum,
@@ -195,13 +194,9 @@ class _Splitter(PyExprMutator):
         if not isinstance(func.body, relax.SeqExpr):
             return None
         self.hw, self.survey, self.changed = hw, _Survey(func), False
-        self._fresh = FreshNames.beside(func)
-        attrs = func.attrs
-        self.tags = dict(attrs[COMPOSITES_ATTR]) if attrs and COMPOSITES_ATTR in attrs else {}
+        self.parts = Parts(self.builder_, func)
         split = self.visit_expr(func)
-        if not self.changed:
-            return None
-        return split.with_attr(COMPOSITES_ATTR, self.tags) if self.tags else split
+        return self.parts.tagged(split) if self.changed else None
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         found = reduction_of(binding.value)
@@ -213,9 +208,9 @@ class _Splitter(PyExprMutator):
         call, name = binding.value, binding.var.name
         tensor = self.visit_expr(call.args[0])
         for stage in steps[:-1]:
-            tensor = self._part(name, "part", self._reduce(call, name, tensor, stage))
+            tensor = self.parts.bind(name, "part", self._reduce(call, name, tensor, stage))
         last = self._finish(call, name, tensor, steps[-1], *found)
-        self._bind(self.visit_var_def(binding.var), last)
+        self.parts.finish(self.visit_var_def(binding.var), last)
 
     def _finish(
         self,
@@ -241,28 +236,14 @@ class _Splitter(PyExprMutator):
             widths = [0] * (2 * len(stage.view))
             widths[2 * axis + 1] = stage.padding
             neutral = _neutral(call.op.name, str(tensor.ty.dtype))
-            tensor = self._part(name, "padded", op.nn.pad(tensor, widths, pad_value=neutral))
+            tensor = self.parts.bind(name, "padded", op.nn.pad(tensor, widths, pad_value=neutral))
         tensor = self._view(name, tensor, stage.split_view)
         return _REDUCE[call.op.name](tensor, list(stage.reduced))
 
     def _view(self, name: str, tensor: Expr, shape: tuple[int, ...]) -> Expr:
         if static_shape(tensor) == shape:
             return tensor
-        return self._part(name, "view", op.reshape(tensor, shape))
-
-    def _part(self, name: str, part: str, value: Expr) -> Var:
-        """Binds `value` to a new variable called after the reduction it is part of."""
-        value = self.builder_.normalize(value)
-        kind = relax.DataflowVar if self.builder_.current_block_is_dataflow() else Var
-        var = kind(self._fresh(f"{name}_{part}"), value.ty)
-        if name in self.tags:
-            self.tags[var.name] = self.tags[name]
-        self._bind(var, value)
-        return var
-
-    def _bind(self, var: Var, value: Expr) -> None:
-        value = self.builder_.normalize(value)
-        self.builder_.emit_normalized(relax.VarBinding(var, value))
+        return self.parts.bind(name, "view", op.reshape(tensor, shape))
 
 
 def _neutral(reduction: str, dtype: str) -> float | int:

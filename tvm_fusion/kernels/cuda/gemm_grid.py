@@ -16,11 +16,15 @@ from .gemm_frame import ceil_div
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Coordinates of a tile: batch, row tile, column tile (over all segments, or one's own)."""
+    """Coordinates of a tile: batch, row tile, column tile (over all segments, or one's own).
+
+    `segment` is its segment's number where the coordinates do not tell.
+    """
 
     batch: Expr
     m: Expr
     n: Expr
+    segment: Expr | None = None
 
 
 class Grid:

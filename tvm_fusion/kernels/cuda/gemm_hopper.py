@@ -4,9 +4,10 @@
     consumer warpgroups:  64 rows each: wgmma over the steps of a tile; epilogue; boxes -> TMA
 
 Blocks stay and take every (number of blocks)-th tile, so the producer runs ahead into the next tile
-while an epilogue works. The parts: `gemm_hopper_problem` (what the TMA can address),
-`gemm_hopper_plan` (configurations), `gemm_hopper_producer`, `gemm_hopper_consumer`,
-`gemm_hopper_epilogue`.
+while an epilogue works. The blocks of a cluster may share a tile's terms (`split`) or the tiles of
+B (`multicast`). The parts: `gemm_hopper_problem` (what the TMA can address), `gemm_hopper_config`,
+`gemm_hopper_plan`, `gemm_hopper_producer`, `gemm_hopper_consumer`, `gemm_hopper_exchange` (sums of
+split terms), `gemm_hopper_epilogue`.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script import tirx as T
 
-from ...config import HardwareProfile
+from ...config import HardwareProfile, Policy
 from ...errors import Unsupported
 from ..contraction import Contraction
 from .gemm_frame import Frame, open_kernel
 from .gemm_grid import Grid
 from .gemm_hopper_configs import rank_configs
 from .gemm_hopper_consumer import Consumer
-from .gemm_hopper_plan import PRODUCER_REGISTERS, HopperConfig, Plan, make_plan
-from .gemm_hopper_problem import HopperProblem, read_problems
+from .gemm_hopper_model import HopperProblem
+from .gemm_hopper_plan import HopperConfig, Plan, make_plan
+from .gemm_hopper_problem import read_problems
 from .gemm_hopper_producer import emit_producer
 from .gemm_hopper_state import (
     Hopper,
@@ -31,22 +33,34 @@ from .gemm_hopper_state import (
     initialise_barriers,
     set_registers,
 )
+from .gemm_segments import SegmentGrid
 
 ARCHITECTURE = "sm_90a"
 
 
-def hopper_configs(contraction: Contraction, hw: HardwareProfile) -> list[HopperConfig]:
-    """The configurations that fit the contraction and the device, best guess first.
+def hopper_ranked(
+    contraction: Contraction, hw: HardwareProfile, policy: Policy | None = None
+) -> list[tuple[float, HopperConfig]]:
+    """Predicted seconds and configurations that fit the contraction and the device, best first.
 
     Raises
     ------
     Unsupported
         Where the kernel cannot compute the contraction; see `emit_gemm_hopper`.
     """
-    configs = rank_configs(_problems(contraction, hw), hw)
-    if not configs:
+    problems = _problems(contraction, hw)
+    allowed = policy is not None and policy.allow_tf32
+    if any(problem.rounds_operands for problem in problems.values()) and not allowed:
+        raise Unsupported("float32 operands, which may not be rounded to tfloat32")
+    ranked = rank_configs(problems, hw)
+    if not ranked:
         raise Unsupported("no tile of this contraction fits")
-    return configs
+    return ranked
+
+
+def hopper_configs(contraction: Contraction, hw: HardwareProfile) -> list[HopperConfig]:
+    """The configurations of `hopper_ranked`."""
+    return [config for _, config in hopper_ranked(contraction, hw)]
 
 
 def emit_gemm_hopper(
@@ -57,9 +71,11 @@ def emit_gemm_hopper(
     Parameters
     ----------
     contraction : Contraction
-        float16 or bfloat16 operands that are plain strided tensors (transposed, batched, with heads
-        permuted), sums in float32; one product, a gate/up pair, or several products side by side
-        that share A; any epilogue. Batch and M may be symbolic.
+        Operands that are plain strided tensors of float16 or bfloat16 (transposed, batched, with
+        heads permuted), of 8-bit floats, or, if the configuration says so, of float32 (the last two
+        contiguous along the terms); sums in float32; products or gate/up pairs, one or several
+        side by side that share A or have sizes of their own; any epilogue. Batch and M may be
+        symbolic.
     hw : HardwareProfile
         A Hopper device (sm_90a).
     config : HopperConfig, optional
@@ -94,15 +110,25 @@ def _problems(contraction: Contraction, hw: HardwareProfile) -> dict[int, Hopper
     return read_problems(contraction)
 
 
+def _grid(problem: HopperProblem, plan: Plan) -> Grid | SegmentGrid:
+    c = plan.config
+    tile = (c.block_m * c.multicast, plan.out_n, max(1, c.group_m // c.multicast))
+    if not problem.shared:
+        return SegmentGrid("int32", problem.segments, *tile)
+    return Grid("int32", problem.batch, problem.M, problem.columns, *tile)
+
+
 def _emit(frame: Frame, problem: HopperProblem, plan: Plan) -> None:
     """The kernel: set-up, then producer and consumers apart."""
-    c = plan.config
-    grid = Grid(
-        "int32", problem.batch, problem.M, problem.columns, c.block_m, plan.out_n, c.group_m
-    )
-    kernel = Hopper(frame, problem, plan, grid, encode_maps(frame, problem, plan))
+    kernel = Hopper(frame, problem, plan, _grid(problem, plan), encode_maps(frame, problem, plan))
     T.device_entry()
-    kernel.block = T.cta_id([plan.blocks])
+    kernel.cluster = T.cta_id([plan.blocks])
+    if plan.cluster > 1:
+        # In a register: each use of the index itself would read the special register again.
+        rank = T.alloc_local((1,), "int32")
+        T.buffer_store(rank, T.cta_id_in_cluster([plan.cluster]), [0])
+        kernel.rank = rank[0]
+        kernel.cluster = T.Bind(T.truncdiv(kernel.cluster, plan.cluster))
     kernel.thread = T.thread_id([plan.threads])
     kernel.shared = allocate(problem, plan)
     # The same for all threads of a warp, and the compiler knows it.
@@ -114,7 +140,7 @@ def _emit(frame: Frame, problem: HopperProblem, plan: Plan) -> None:
     with T.If(warpgroup[0] == 0):
         with T.Then():
             if plan.moves_registers:
-                set_registers(PRODUCER_REGISTERS, more=False)
+                set_registers(plan.producer_registers, more=False)
             with T.If(kernel.thread == 0), T.Then():
                 emit_producer(kernel)
         with T.Else():

@@ -2,76 +2,191 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from ...config import HardwareProfile
 from ...errors import Unsupported
+from ..expr import bytes_of
+from .gemm_access import is_multiple
+from .gemm_cost import LINE_BYTES, STEP_BYTES, GemmTile, GemmWork, gemm_time
 from .gemm_frame import assumed, ceil_div
-from .gemm_hopper_plan import (
-    BARRIER_BYTES,
-    BLOCK_K,
-    BOX_BYTES,
-    HopperConfig,
-    Plan,
-    make_plan,
-)
-from .gemm_hopper_problem import BOX, HopperProblem
+from .gemm_hopper_config import SPLITS, HopperConfig
+from .gemm_hopper_model import BOX, HopperProblem, OperandView
+from .gemm_hopper_plan import BARRIER_BYTES, BOX_BYTES, make_plan
 
 MAX_STAGES = 16
 
+# Names of rates in the profile that are not those of the operands' dtype.
+RATE_OF = {"float32": "tfloat32"}
+
 # (rows, columns) of a tile in the order of their speed on large matrices (H200, 2026-11-20: two
 # consumers on 128 x 256 with 4 stages are best; ping-pong 128 x 128 and clusters of 2 slower).
-STAGED_TILES = ((128, 256), (128, 192), (128, 128), (128, 64), (64, 256), (64, 128), (64, 64))
+STAGED_TILES = (
+    *((128, 256), (128, 192), (128, 128), (128, 64)),
+    *((64, 256), (64, 192), (64, 128), (64, 64)),
+)
 
-# What the model of `_seconds` adds to bytes and operations, in cycles (fitted to measurements on an
-# H200): start of a kernel, least length of a step (barriers), epilogue of a 128 x 256 tile.
-START_CYCLES = 4500
-STEP_CYCLES = 200
-EPILOGUE_CYCLES = 1500
-# How much longer an epilogue takes that stores from registers.
-DIRECT_STORE_FACTOR = 1.3
-# A tie-breaker: what a grid loses that leaves multiprocessors idle.
-IDLE_SECONDS = 0.5e-6
-# Bytes a cycle that one multiprocessor takes from the L2, and operations a cycle of its tensor
-# cores. The clock under load follows from the measured rate: the card is limited by its power.
-SM_PORT_BYTES = 60
-TENSOR_FLOP = 4096
+# Waves of the largest tiles up to which others, stored from registers, may fill a wave better.
+FEW_WAVES = 3
+
+# Columns of tiles whose terms the blocks of a cluster share.
+SPLIT_WIDTHS = (64, 96, 128, 160, 192, 224, 256)
+# Share of the places in all waves below which a grid counts as badly filled.
+WELL_FILLED = 0.8
 
 
-def rank_configs(problems: Mapping[int, HopperProblem], hw: HardwareProfile) -> list[HopperConfig]:
-    """The configurations that fit, the one with the least predicted time first."""
+def rank_configs(
+    problems: Mapping[int, HopperProblem], hw: HardwareProfile
+) -> list[tuple[float, HopperConfig]]:
+    """Predicted seconds and the configurations that fit, the one with the least time first."""
     found: list[tuple[float, int, HopperConfig]] = []
     for batched, problem in problems.items():
+        work = hopper_work(problem)
         for config in _candidates(problem, hw):
-            config = replace(config, batched=batched)
+            config = replace(config, batched=batched, **problem.precision)
             try:
-                plan = make_plan(problem, config, hw)
+                make_plan(problem, config, hw)
             except Unsupported:
                 continue
-            found.append((_seconds(problem, plan, hw), len(found), config))
-    return [config for _, _, config in sorted(found, key=lambda item: item[:2])]
+            if not problem.shared:
+                work = hopper_work(problem, config.block_m)
+            seconds = gemm_time(work, tile_of(config), hw).seconds
+            found.append((seconds, len(found), config))
+    return [(time, config) for time, _, config in sorted(found, key=lambda item: item[:2])]
+
+
+def hopper_work(problem: HopperProblem, block_m: int = 1) -> GemmWork:
+    """What the cost model sees of a problem; symbolic sizes are assumed.
+
+    Segments of their own sizes count as one of as many tiles of `block_m` rows.
+    """
+    contraction = problem.contraction
+    lefts = [s.a for s in problem.segments]
+    rights = [view for s in problem.segments for view in s.b]
+    operands = [*lefts, *rights]
+    written = {output.param for s in problem.segments for output in s.outputs}
+    moved = {True: 0.0, False: 0.0}
+    for number, param in enumerate(contraction.params):
+        if param.shape is None or any(param.var.same_as(view.param) for view in operands):
+            continue
+        size = math.prod(assumed(n) for n in param.shape)
+        moved[number in written] += size * bytes_of(param.dtype)
+    sizes, more = _sizes(problem, block_m)
+    return GemmWork(
+        *sizes,
+        more_b_bytes=more * bytes_of(problem.dtype),
+        dtype=RATE_OF.get(problem.dtype, problem.dtype),
+        element_bytes=bytes_of(problem.dtype),
+        products=2 if problem.dual else 1,
+        a_whole_lines=all(map(_whole_lines, lefts)),
+        b_whole_lines=all(map(_whole_lines, rights)),
+        extra_bytes=moved[False],
+        single_stores=any(n % 2 for n in problem.columns),
+        written_bytes=moved[True],
+    )
+
+
+def _sizes(
+    problem: HopperProblem, block_m: int
+) -> tuple[tuple[int, int, tuple[int, ...], int], float]:
+    """Batch, M, columns and K, and the elements of B that they do not account for.
+
+    Of segments of their own: all rows under each other, and the mean of columns and terms.
+    """
+    if problem.shared:
+        rows = assumed(problem.M)
+        return (assumed(problem.batch), rows, tuple(problem.columns), problem.K), 0.0
+    parts = [
+        (assumed(s.B) * ceil_div(assumed(s.M), block_m) * block_m, s) for s in problem.segments
+    ]
+    rows = sum(m for m, _ in parts)
+    cells = sum(m * s.N for m, s in parts)
+    columns = max(1, round(cells / rows))
+    k = max(1, round(sum(m * s.N * s.K for m, s in parts) / cells))
+    weights = sum(assumed(s.B) * s.N * s.K for s in problem.segments) - columns * k
+    return (1, rows, (columns,), k), max(0, weights) * len(problem.segments[0].products)
+
+
+def tile_of(config: HopperConfig) -> GemmTile:
+    """What the cost model sees of a configuration."""
+    return GemmTile(*(getattr(config, f.name) for f in fields(GemmTile)))
+
+
+def _whole_lines(view: OperandView) -> bool:
+    """Whether rows of boxes start at multiples of a line, so far as strides tell."""
+    unit = LINE_BYTES // bytes_of(view.dtype)
+    digits = [d for group in view.access.digits.values() for d in group]
+    contiguous = [d for d in digits if isinstance(d.stride, int) and d.stride == 1]
+    strides = [d.stride for d in digits if d not in contiguous]
+    return view.access.base % unit == 0 and all(is_multiple(size, unit) for size in strides)
 
 
 def _candidates(problem: HopperProblem, hw: HardwareProfile) -> Iterator[HopperConfig]:
     """All configurations worth a look; the deepest ring that fits for each tile."""
-    group_m = 16 if assumed(problem.M) >= 2048 else 8
     shapes = [(m, n, True) for m, n in STAGED_TILES] if problem.staged else []
     if problem.residual is None:
         widths = range(16, 264, 8) if not problem.dual else range(32, 264, 16)
-        shapes += [(m, n, False) for m in (64, 128) for n in widths if _narrow(problem, n)]
+        ragged = _tiles(problem, 128, 256) <= FEW_WAVES * hw.num_sms
+        wide = [n for n in widths if _narrow(problem, n) or (ragged and n > 64)]
+        shapes += [(m, n, False) for m in (64, 128) for n in wide]
     for block_m, block_n, staged in shapes:
         # With one tile a block there is no next one to hide an epilogue in: on a tie, no deferring.
         both = (True, False) if problem.residual is not None else (False, True)
         for deferred in both if staged else (False,):
-            config = _deepest(problem, block_m, block_n, staged, deferred, group_m, hw)
+            config = _deepest(problem, block_m, block_n, staged, deferred, hw)
             if config is not None:
                 yield config
+                if block_m == 128 and _gains_by_sharing(problem, block_n):
+                    yield replace(config, multicast=2)
+    yield from _split(problem, hw)
+
+
+def _split(problem: HopperProblem, hw: HardwareProfile) -> Iterator[HopperConfig]:
+    """Tiles whose terms several blocks share, where whole ones leave multiprocessors idle."""
+    if not problem.shared:
+        return
+    for block_m in (64, 128):
+        for block_n in SPLIT_WIDTHS:
+            out_n = block_n // 2 if problem.dual else block_n
+            tiles = _tiles(problem, block_m, block_n)
+            if tiles / (ceil_div(tiles, hw.num_sms) * hw.num_sms) > WELL_FILLED:
+                continue
+            for split in SPLITS[1:]:
+                if out_n % (8 * split):
+                    continue
+                for staged in (True, False):
+                    if staged and (not problem.staged or out_n // split % BOX):
+                        continue
+                    if not staged and problem.residual is not None:
+                        continue
+                    config = _deepest(problem, block_m, block_n, staged, False, hw, split)
+                    if config is not None:
+                        yield config
+
+
+def _tiles(problem: HopperProblem, block_m: int, block_n: int) -> int:
+    out_n = block_n // 2 if problem.dual else block_n
+    columns = sum(ceil_div(n, out_n) for n in problem.columns)
+    return columns * ceil_div(assumed(problem.M), block_m) * assumed(problem.batch)
+
+
+def _gains_by_sharing(problem: HopperProblem, block_n: int) -> bool:
+    """Whether pairs of blocks with a tile of B in common are worth a look: they draw less power on
+    the largest tiles, and ask for rows that straddle lines once. Pairs of 64 rows are slower (H200,
+    2026-11-20).
+    """
+    straddling = not all(_whole_lines(view) for s in problem.segments for view in s.b)
+    return problem.shared and assumed(problem.M) > 128 and (block_n == 256 or straddling)
 
 
 def _narrow(problem: HopperProblem, block_n: int) -> bool:
-    """Stores from registers are for few rows, narrow tiles, or what the TMA cannot store."""
-    return assumed(problem.M) <= 64 or block_n <= 32 or not problem.staged
+    """Stores from registers are for few rows, narrow tiles, what the TMA cannot store, or what
+    has so many tensor maps that no room is left for those of outputs.
+    """
+    few_maps = problem.staged and problem.shared
+    return assumed(problem.M) <= 64 or block_n <= 32 or not few_maps
 
 
 def _deepest(
@@ -80,45 +195,18 @@ def _deepest(
     block_n: int,
     staged: bool,
     deferred: bool,
-    group_m: int,
     hw: HardwareProfile,
+    split: int = 1,
 ) -> HopperConfig | None:
     boxes = 0
     if staged:
-        count = (block_n // 2 if problem.dual else block_n) // BOX
+        count = (block_n // 2 if problem.dual else block_n) // BOX // split
         boxes = 2 if count % 2 == 0 else count
         if problem.residual is not None and not deferred:
             boxes = count
     free = hw.smem_per_block_bytes - BARRIER_BYTES - block_m // BOX * boxes * BOX_BYTES
-    stages = min(MAX_STAGES, free // ((block_m + block_n) * BLOCK_K * 2))
+    stages = min(MAX_STAGES, free // ((block_m + block_n) * STEP_BYTES))
     if stages < 2:
         return None
-    return HopperConfig(block_m, block_n, stages, staged, deferred, boxes, group_m)
-
-
-def _seconds(problem: HopperProblem, plan: Plan, hw: HardwareProfile) -> float:
-    """Predicted time: start, waves of steps, epilogues; at least that of the compulsory bytes."""
-    c = plan.config
-    rows, batch = assumed(problem.M), assumed(problem.batch)
-    tiles = (
-        sum(ceil_div(n, plan.out_n) for n in problem.columns) * ceil_div(rows, c.block_m) * batch
-    )
-    blocks = min(tiles, plan.blocks)
-    clock = hw.tensor_flop_per_s[problem.dtype] / hw.num_sms / TENSOR_FLOP
-    step = max(
-        STEP_CYCLES / clock,
-        2 * c.block_m * c.block_n * BLOCK_K / TENSOR_FLOP / clock,
-        plan.transaction_bytes / SM_PORT_BYTES / clock,
-    )
-    waves = ceil_div(tiles, blocks)
-    epilogue = c.block_m * plan.out_n / (128 * 256) * EPILOGUE_CYCLES / clock
-    if not c.staged and rows > 64:
-        epilogue *= DIRECT_STORE_FACTOR
-    work = START_CYCLES / clock + waves * plan.steps * step
-    work += epilogue * (1 if c.deferred else waves)
-    columns = sum(problem.columns) * len(problem.segments[0].products)
-    moved = 2 * batch * problem.K * (columns + rows)
-    uneven = max(1.0, waves * blocks / tiles)
-    memory = moved / hw.hbm_bytes_per_s * uneven + 2 * START_CYCLES / 3 / clock
-    idle = IDLE_SECONDS * (1 - blocks / hw.num_sms)
-    return max(work, memory) + idle
+    group_m = 16 if assumed(problem.M) >= 2048 else 8
+    return HopperConfig(block_m, block_n, stages, staged, deferred, boxes, group_m, split=split)

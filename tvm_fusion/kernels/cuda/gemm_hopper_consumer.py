@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from tvm import tirx
 from tvm.ir import Expr
 from tvm.script import tirx as T
 
+from ..expr import HALF_DTYPES, bytes_of
 from .gemm_grid import Tile
 from .gemm_hopper_epilogue import Epilogue
-from .gemm_hopper_plan import BLOCK_K, WGMMA_K
-from .gemm_hopper_problem import BOX
+from .gemm_hopper_exchange import Exchange
+from .gemm_hopper_model import BOX, STEP_BYTES, WGMMA_BYTES
 from .gemm_hopper_state import Hopper, Ring, release, wait
 
 # Descriptor fields for the 128-byte swizzle: stride between groups of 8 rows, in units of 16 bytes.
-GROUP_STRIDE = 8 * BLOCK_K * 2 // 16
+GROUP_STRIDE = 8 * STEP_BYTES // 16
 SWIZZLE_128B = 3
 
 
@@ -21,15 +23,21 @@ class Consumer:
 
     def __init__(self, kernel: Hopper, number: Expr):
         self.kernel, self.plan, self.number = kernel, kernel.plan, number
-        self.dtype = {"float16": "f16", "bfloat16": "bf16"}[kernel.problem.dtype]
+        self.promote = self.plan.config.promote
         self.sums = T.alloc_local((self.plan.accumulators,), "float32")
+        self.partial = self.sums
+        if self.promote:
+            self.partial = T.alloc_local((self.plan.accumulators,), "float32")
         a, b = kernel.problem.a, kernel.problem.segments[0].b[0]
-        self.a_start = self._descriptor(kernel.shared.a, a.k_major, number * BOX * BLOCK_K)
+        self.a_start = self._descriptor(kernel.shared.a, a.k_major, number * BOX * STEP_BYTES)
         self.b_start = self._descriptor(kernel.shared.b, b.k_major, 0)
         self.a_step = self._step(a.k_major)
         self.b_step = self._step(b.k_major)
+        self.steps = self.kernel.steps
         self.ring = Ring(self.plan.config.stages, 0)
         self.epilogue = Epilogue(kernel, number, self.sums)
+        split = self.plan.config.split > 1
+        self.exchange = Exchange(kernel, self.epilogue.layout, self.sums) if split else None
 
     def _descriptor(self, buffer: Expr, k_major: bool, offset: Expr | int) -> Expr:
         """The matrix descriptor of a tile in stage 0.
@@ -38,7 +46,7 @@ class Consumer:
         contiguous, since one row of the swizzle is a whole step then.
         """
         found = T.alloc_local((1,), "uint64")
-        leading = 1 if k_major else BOX * BLOCK_K * 2 // 16
+        leading = 1 if k_major else BOX * STEP_BYTES // 16
         T.evaluate(
             T.cuda.wgmma.encode_matrix_descriptor(
                 found.ptr_to([0]), buffer.ptr_to([0, offset]), leading, GROUP_STRIDE, SWIZZLE_128B
@@ -47,20 +55,29 @@ class Consumer:
         return found
 
     def _step(self, k_major: bool) -> int:
-        """Distance of 16 terms in units of 16 bytes."""
-        return WGMMA_K * 2 // 16 if k_major else WGMMA_K * BOX * 2 // 16
+        """Distance of the terms of two wgmmas in units of 16 bytes."""
+        terms = WGMMA_BYTES // bytes_of(self.kernel.problem.dtype)
+        return (WGMMA_BYTES if k_major else terms * STEP_BYTES) // 16
 
     def emit(self) -> None:
         """Emits the loop over tiles."""
         plan = self.plan
         with T.serial(0, self.kernel.turns) as turn:
             tile = self.kernel.tile(turn)
+            if self.promote:
+                for i in range(plan.accumulators):
+                    T.buffer_store(self.sums, T.float32(0), [i])
+            self.steps = self.kernel.steps_of(tile)
             if plan.config.deferred:
                 self._steps_with_epilogue(turn, tile)
             else:
-                with T.serial(0, plan.steps) as step:
+                with T.serial(0, self.steps) as step:
                     self._step_of(step, tile)
                 self._drain()
+                self.epilogue.prepare(tile)
+                if self.exchange is not None:
+                    self.exchange.emit(turn)
+                self.epilogue.scale(tile)
                 self.epilogue.now(turn, tile)
         if plan.config.deferred:
             # With symbolic sizes a block may have had no tile.
@@ -78,7 +95,7 @@ class Consumer:
             with T.If(turn > 0), T.Then():
                 for chunk in range(first, min(first + plan.chunks_per_step, plan.chunks)):
                     self.epilogue.chunk(chunk)
-        with T.serial(plan.peeled, plan.steps) as step:
+        with T.serial(plan.peeled, self.steps) as step:
             self._step_of(step, tile)
         self._drain()
         self.epilogue.keep(turn, tile)
@@ -87,28 +104,52 @@ class Consumer:
         """One step: wait for its stage, issue its wgmmas, hand back the stage before."""
         ring, kernel, plan = self.ring, self.kernel, self.plan
         wait(kernel.shared.full.ptr_to([ring.stage]), ring.phase)
-        size = plan.config.block_m * BLOCK_K * 2 // 16
+        size = plan.config.block_m * STEP_BYTES // 16
         a = T.Bind(self.a_start[0] + T.cast(ring.stage * size, "uint64"))
-        size = plan.config.block_n * BLOCK_K * 2 // 16
+        size = plan.config.block_n * STEP_BYTES // 16
         b = T.Bind(self.b_start[0] + T.cast(ring.stage * size, "uint64"))
         T.evaluate(T.ptx.wgmma.fence.sync.aligned())
+        terms = WGMMA_BYTES // bytes_of(kernel.problem.dtype)
         name = (
-            f"wgmma.mma_async.sync.aligned.m64n{plan.config.block_n}k{WGMMA_K}"
-            f".f32.{self.dtype}.{self.dtype}"
+            f"wgmma.mma_async.sync.aligned.m64n{plan.config.block_n}k{terms}"
+            f".f32.{'.'.join(kernel.problem.kinds)}"
         )
-        sums = [self.sums[i] for i in range(plan.accumulators)]
-        problem = kernel.problem
-        transposed = [0 if view.k_major else 1 for view in (problem.a, problem.segments[0].b[0])]
-        for part in range(BLOCK_K // WGMMA_K):
-            later = T.ptx.pred(True if part else step > 0)
+        sums = [self.partial[i] for i in range(plan.accumulators)]
+        for part in range(STEP_BYTES // WGMMA_BYTES):
+            later = T.ptx.pred(True if part else self._adds(step))
             at_a = a + T.uint64(part * self.a_step)
             at_b = b + T.uint64(part * self.b_step)
-            T.evaluate(T.ptx[name](*sums, at_a, at_b, later, 1, 1, *transposed))
+            T.evaluate(T.ptx[name](*sums, at_a, at_b, later, 1, 1, *self._transposed()))
         T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
-        T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(1))
-        self._release_previous(step)
+        if self.promote:
+            self._promote(step)
+        else:
+            T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(1))
+            self._release_previous(step)
         self.epilogue.during(step, tile)
         ring.advance()
+
+    def _transposed(self) -> list[int]:
+        """Which operands are not contiguous along the terms; only halves may be so."""
+        problem = self.kernel.problem
+        views = (problem.a, problem.segments[0].b[0])
+        return [0 if v.k_major else 1 for v in views] if problem.dtype in HALF_DTYPES else []
+
+    def _adds(self, step: Expr | int) -> Expr | bool:
+        """Whether the first wgmma of a step adds to the sums of the step before."""
+        if self.promote == 1:
+            return False
+        return step % self.promote > 0 if self.promote else step > 0
+
+    def _promote(self, step: Expr | int) -> None:
+        """Waits for a step, and adds its sums to those of full precision when it is time."""
+        T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
+        release(self.kernel, self.ring.stage)
+        behind = step + T.int32(1)
+        due = tirx.any(tirx.EQ(behind % self.promote, 0), tirx.EQ(behind, self.steps))
+        with T.If(due if self.promote > 1 else tirx.IntImm("bool", 1)), T.Then():
+            for i in range(self.plan.accumulators):
+                T.buffer_store(self.sums, self.sums[i] + self.partial[i], [i])
 
     def _release_previous(self, step: Expr | int) -> None:
         if isinstance(step, int):
@@ -122,5 +163,7 @@ class Consumer:
 
     def _drain(self) -> None:
         """The last step's products are in the accumulators."""
+        if self.promote:
+            return
         T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
         release(self.kernel, self.ring.previous)

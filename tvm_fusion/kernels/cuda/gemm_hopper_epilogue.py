@@ -15,27 +15,26 @@ from tvm.ir import Expr
 from tvm.script import tirx as T
 
 from ..contraction import Output
-from ..expr import bytes_of, conjunction, convert
+from ..expr import FLOAT8_DTYPES, bytes_of, conjunction, convert
 from .gemm_access import affine_access
 from .gemm_grid import Tile
 from .gemm_hopper_fetch import Fetch
 from .gemm_hopper_layout import Layout
+from .gemm_hopper_model import BOX, HopperSegment
+from .gemm_hopper_partials import Partials
 from .gemm_hopper_plan import BOX_BYTES, CHUNK
-from .gemm_hopper_problem import BOX, HopperSegment
-from .gemm_hopper_state import Hopper, expect, fence_shared, wait
+from .gemm_hopper_scale import Scale
+from .gemm_hopper_state import Hopper, expect, fence_shared, wait, warpgroup_sync
 from .gemm_math import evaluate
 from .gemm_words import half_of, store_pair
 from .intrinsics import pack_halves
 
 CHUNKS_PER_BOX = BOX // CHUNK
 
-# Named barriers 0 and 1 are the block's own; each consumer warpgroup has one.
-FIRST_BARRIER = 2
-
 LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
 STMATRIX = "stmatrix.sync.aligned.m8n8.x4.shared.b16"
 
-PAIRED_DTYPES = ("float16", "bfloat16", "float32")
+PAIRED_DTYPES = ("float16", "bfloat16", "float32", *FLOAT8_DTYPES)
 
 
 class Epilogue:
@@ -49,14 +48,18 @@ class Epilogue:
         self.residual = self.problem.residual if self.staged else None
         self.layout = Layout(kernel, number)
         self.fetch = Fetch(self.layout, [self._loads(s) for s in self.problem.segments])
-        self.identity = self.staged and all(map(_is_identity, self.problem.segments))
+        kept = self.problem.kept_dtype
+        self.identity = self.staged and all(_is_identity(s, kept) for s in self.problem.segments)
+        self.partials = Partials(self.frame, self.layout)
+        scaled = any(segment.factors for segment in self.problem.segments)
+        self.factors = Scale(self.layout, self.fetch, sums) if scaled else None
         self.words = T.alloc_local((4,), "uint32")
         self.incoming = self.held = self.place = None
         if self.residual is not None:
             self.incoming = T.alloc_local((4,), "uint32")
         if self.deferred:
             self.held = T.alloc_local((self.plan.accumulators // 2,), "uint32")
-            self.place = T.alloc_local((4,), "int32")
+            self.place = T.alloc_local((5,), "int32")
 
     def _loads(self, segment: HopperSegment) -> tuple:
         """Loads from global memory: a residual that the TMA does not bring is one of them."""
@@ -67,9 +70,11 @@ class Epilogue:
 
     def during(self, step: Expr | int, tile: Tile) -> None:
         """Emits what belongs into a step: the request for the tile's residual, once."""
+        if self.factors is not None:
+            self.factors.during(step, tile)
         if self.residual is None:
             return
-        steps = self.plan.steps
+        steps = self.plan.least_steps
         when = max(steps - 2, 0) if self.deferred else min(2, steps - 1)
         boxes = range(1 if self.deferred else self.boxes)
         if isinstance(step, int):
@@ -81,18 +86,28 @@ class Epilogue:
 
     def keep(self, turn: Expr, tile: Tile) -> None:
         """Emits the end of a tile whose epilogue comes later: round and keep."""
+        self.scale(tile)
         for i in range(self.plan.accumulators // 2):
-            word = pack_halves(self.problem.dtype, self.sums[2 * i], self.sums[2 * i + 1])
+            word = pack_halves(self.problem.kept_dtype, self.sums[2 * i], self.sums[2 * i + 1])
             T.buffer_store(self.held, word, [i])
-        for i, value in enumerate((tile.batch, tile.m, tile.n, turn)):
+        place = (tile.batch, tile.m, tile.n, turn, tile.segment)
+        for i, value in enumerate(place if tile.segment is not None else place[:-1]):
             T.buffer_store(self.place, value, [i])
-        self.fetch.once(tile)
+        self.prepare(tile)
+
+    def prepare(self, tile: Tile) -> None:
+        """Emits the loads that the epilogue of a tile starts from."""
+        if self.factors is None:
+            self.fetch.once(tile)
         self.fetch.ahead(0, tile)
+
+    def scale(self, tile: Tile) -> None:
+        """Emits the multiplication of the accumulators by factors that all columns share."""
+        if self.factors is not None:
+            self.factors.apply(tile)
 
     def now(self, turn: Expr, tile: Tile) -> None:
         """Emits the whole epilogue of a tile."""
-        self.fetch.once(tile)
-        self.fetch.ahead(0, tile)
         if self.residual is not None:
             wait(self._arrived(0), turn % 2)
         for chunk in range(self.plan.chunks):
@@ -101,7 +116,8 @@ class Epilogue:
     def chunk(self, chunk: int) -> None:
         """Emits one piece of the epilogue of the tile kept last."""
         batch, m, n, turn = (self.place[i] for i in range(4))
-        self._chunk(chunk, Tile(batch, m, n), turn)
+        segment = None if self.problem.shared else self.place[4]
+        self._chunk(chunk, Tile(batch, m, n, segment), turn)
 
     def finish(self) -> None:
         """Emits the wait for the last stores, before the block ends."""
@@ -129,7 +145,7 @@ class Epilogue:
         else:
             self._compute(chunk, tile)
         T.evaluate(T.ptx[STMATRIX](target, *(words[i] for i in range(4))))
-        more = self.residual is not None and box + 1 < self.plan.out_n // BOX
+        more = self.residual is not None and box + 1 < self.plan.share_n // BOX
         if more and self.deferred and part == 2:
             self._request([box + 1], tile)
         if part == CHUNKS_PER_BOX - 1:
@@ -140,15 +156,15 @@ class Epilogue:
         if self.residual is None:
             with T.If(self.layout.thread == 0), T.Then():
                 T.evaluate(T.ptx.cp.async_.bulk.wait_group.read(self.boxes - 1))
-            self._sync()
+            warpgroup_sync(self.layout.number)
         elif self.deferred:
-            rounds = self.plan.out_n // BOX // self.boxes
+            rounds = self.plan.share_n // BOX // self.boxes
             wait(self._arrived(box % self.boxes), (turn * rounds + box // self.boxes) % 2)
 
     def _close_box(self, box: int, buffer: Expr, tile: Tile) -> None:
         """The TMA stores a box that all threads have written."""
         fence_shared()
-        self._sync()
+        warpgroup_sync(self.layout.number)
         with T.If(self.layout.thread == 0), T.Then():
             for number, own in self.kernel.grid.each_segment(tile):
                 found = self.problem.segments[number].staged_map
@@ -176,11 +192,6 @@ class Epilogue:
     def _arrived(self, box: int) -> Expr:
         return self.kernel.shared.arrived.ptr_to([self.layout.number * self.boxes + box])
 
-    def _sync(self) -> None:
-        """Barrier of the warpgroup."""
-        barrier = T.cast(FIRST_BARRIER + self.layout.number, "uint32")
-        T.evaluate(T.ptx.bar.sync(barrier, T.uint32(128)))
-
     # ---- arithmetic
 
     def _compute(self, chunk: int, tile: Tile) -> None:
@@ -192,12 +203,15 @@ class Epilogue:
                     pair = [self._values(number, own, chunk, group, half, v) for v in range(2)]
                     for position, output in enumerate(segment.outputs):
                         low, high = (values[position] for values in pair)
-                        if self.staged and position == segment.staged:
+                        if output.partial is not None:
+                            self.partials.add(number, position, chunk, group, half, (low, high))
+                        elif self.staged and position == segment.staged:
                             word = pack_halves(output.dtype, low, high)
                             T.buffer_store(self.words, word, [group * 2 + half])
                         else:
                             at = (self.layout.row(own, half), self.layout.column(own, chunk, group))
                             self._store(segment, output, own, at, (low, high))
+            self.partials.close(number, segment, own, chunk)
 
     def _values(
         self, number: int, tile: Tile, chunk: int, group: int, half: int, v: int
@@ -209,7 +223,7 @@ class Epilogue:
         for position, product in enumerate(segment.products):
             at = position * (self.plan.out_n // 2) + (chunk * 2 + group) * 4 + half * 2
             if self.deferred:
-                value = half_of(self.problem.dtype, self.held[at // 2], v)
+                value = half_of(self.problem.kept_dtype, self.held[at // 2], v)
             else:
                 value = self.sums[at + v]
             env[product.accumulator] = T.Bind(value)
@@ -218,7 +232,7 @@ class Epilogue:
         if self.residual is not None:
             word = self.incoming[group * 2 + half]
             env[self.residual.var] = T.Bind(half_of(self.residual.dtype, word, v))
-        halves = all(bytes_of(output.dtype) == 2 for output in segment.outputs)
+        halves = all(bytes_of(dtype) == 2 for dtype in _stored_dtypes(segment))
         values = [output.value for output in segment.outputs]
         return evaluate(self.frame, segment.bindings, values, env, halves)
 
@@ -233,7 +247,7 @@ class Epilogue:
         """Stores two neighbouring columns of an output from registers, those that exist."""
         row, column = at
         target = self.frame.output(output.param)
-        above = row < self.layout.rows if self.layout.ragged_rows else None
+        above = row < self.layout.rows(segment) if self.layout.ragged_rows(segment) else None
         ragged = self.layout.ragged_columns(segment)
         paired = self._is_paired(segment, output)
         for v in range(1 if paired else 2):
@@ -254,11 +268,21 @@ class Epilogue:
         return aligned and output.dtype in PAIRED_DTYPES
 
 
-def _is_identity(segment: HopperSegment) -> bool:
-    """Whether the only output is the accumulator itself, at most rounded to the output's dtype."""
+def _stored_dtypes(segment: HopperSegment) -> list[str]:
+    """The dtypes that decide how exact an epilogue has to be: a partial sums up what the unfused
+    graph stores.
+    """
+    whole = [output.dtype for output in segment.outputs if output.partial is None]
+    return whole or [product.stored_dtype for product in segment.products]
+
+
+def _is_identity(segment: HopperSegment, kept: str | None) -> bool:
+    """Whether the only output is the accumulator itself, as it is kept."""
     if len(segment.outputs) != 1 or len(segment.products) != 1 or segment.bindings:
         return False
     value = segment.outputs[0].value
+    if segment.outputs[0].dtype != kept:
+        return False
     while isinstance(value, tirx.Cast):
         value = value.value
     return value.same_as(segment.products[0].accumulator)

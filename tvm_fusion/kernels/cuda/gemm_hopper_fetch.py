@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
 from tvm import tirx
 from tvm.ir import Expr
@@ -20,7 +21,8 @@ class Fetch:
 
     def __init__(self, layout: Layout, loads: list[tuple[EpilogueLoad, ...]]):
         self.layout, self.frame = layout, layout.kernel.frame
-        self.kept = [[(load, _registers(load)) for load in found] for found in loads]
+        pool: dict[tuple[int, str], list[Expr]] = {}
+        self.kept = [_with_registers(found, pool) for found in loads]
 
     def once(self, tile: Tile) -> None:
         """Emits the loads of what is the same for all columns of a tile."""
@@ -80,7 +82,7 @@ class Fetch:
         column: Expr,
     ) -> None:
         segment = self.layout.problem.segments[number]
-        row = self.layout.existing_row(row)
+        row = self.layout.existing_row(segment, row)
         point = self.layout.point(segment, tile, row, column)
         indices = self.frame.place(load.indices, point)
         source = self.frame.buffers[load.param]
@@ -90,14 +92,29 @@ class Fetch:
             T.buffer_store(registers, source[tuple(indices)], [at])
 
 
-def _registers(load: EpilogueLoad) -> Expr:
-    """Registers for a load: one for each row, or two pieces of two groups."""
+def _with_registers(
+    loads: Iterable[EpilogueLoad], pool: dict[tuple[int, str], list[Expr]]
+) -> list[tuple[EpilogueLoad, Expr]]:
+    """A segment's loads and their registers, those of `pool` first: a tile has one segment, so that
+    segments share them.
+    """
+    found, taken = [], Counter()
+    for load in loads:
+        kind = _registers(load)
+        known = pool.setdefault(kind, [])
+        if taken[kind] == len(known):
+            known.append(T.alloc_local(kind[:1], kind[1]))
+        found.append((load, known[taken[kind]]))
+        taken[kind] += 1
+    return found
+
+
+def _registers(load: EpilogueLoad) -> tuple[int, str]:
+    """Number and dtype of a load's registers: one for each row, or two pieces of two groups."""
     rows = 2 if load.per_row else 1
     if not load.per_column:
-        return T.alloc_local((2,), load.dtype)
-    if load.paired:
-        return T.alloc_local((4 * rows,), "uint32")
-    return T.alloc_local((8 * rows,), load.dtype)
+        return 2, load.dtype
+    return (4 * rows, "uint32") if load.paired else (8 * rows, load.dtype)
 
 
 def _slot(load: EpilogueLoad, chunk: int, group: int, half: int, v: int) -> int:

@@ -15,8 +15,8 @@ from ..expr import convert
 from .gemm_access import is_multiple
 from .gemm_frame import coordinates
 from .gemm_grid import Tile
+from .gemm_hopper_model import BOX, HopperSegment
 from .gemm_hopper_plan import CHUNK
-from .gemm_hopper_problem import BOX, HopperSegment
 from .gemm_hopper_state import Hopper
 
 
@@ -42,32 +42,36 @@ class Layout:
         first = tile.m * self.plan.config.block_m + self.number * BOX
         return first + self.warp_row + self.lane // 4 + half * 8
 
+    def first_column(self, tile: Tile) -> Expr:
+        """The first column that this block stores."""
+        return tile.n * self.plan.out_n + self.kernel.first_column
+
     def column(self, tile: Tile, chunk: int, group: int) -> Expr:
         """The first of a thread's two columns in a group of a piece."""
-        return tile.n * self.plan.out_n + chunk * CHUNK + group * 8 + self.lane % 4 * 2
+        place = chunk * CHUNK + group * 8 + self.lane % 4 * 2
+        return self.first_column(tile) + place
 
     def groups(self, chunk: int) -> range:
         """Groups of 8 columns in a piece; the last of a narrow tile may hold one."""
-        return range(min(2, self.plan.out_n // 8 - 2 * chunk))
+        return range(min(2, self.plan.share_n // 8 - 2 * chunk))
 
-    @property
-    def rows(self) -> Expr:
-        """Number of rows of the matrix."""
-        M = self.problem.M
+    def rows(self, segment: HopperSegment) -> Expr:
+        """Number of rows of a segment's matrix."""
+        M = segment.M
         return tirx.IntImm("int32", M) if isinstance(M, int) else convert(M, "int32")
 
-    @property
-    def ragged_rows(self) -> bool:
-        """Whether the last row tile reaches beyond the matrix."""
-        return not is_multiple(self.problem.M, self.plan.config.block_m)
+    def ragged_rows(self, segment: HopperSegment) -> bool:
+        """Whether the last row tile of a segment reaches beyond its matrix."""
+        config = self.plan.config
+        return not is_multiple(segment.M, config.block_m * config.multicast)
 
     def ragged_columns(self, segment: HopperSegment) -> bool:
         """Whether the last column tile of a segment reaches beyond its matrix."""
         return segment.N % self.plan.out_n != 0
 
-    def existing_row(self, row: Expr) -> Expr:
+    def existing_row(self, segment: HopperSegment, row: Expr) -> Expr:
         """A row to read from: what is read for one beyond the matrix is never stored."""
-        return tirx.Min(row, self.rows - 1) if self.ragged_rows else row
+        return tirx.Min(row, self.rows(segment) - 1) if self.ragged_rows(segment) else row
 
     def existing_column(self, segment: HopperSegment, column: Expr, width: int) -> Expr:
         """A column to read `width` elements from."""
@@ -85,4 +89,4 @@ class Layout:
     def box_place(self, box: int, tile: Tile) -> dict[str, Expr]:
         """Flat coordinates of box number `box` of this warpgroup's part of a tile."""
         row = tile.m * self.plan.config.block_m + self.number * BOX
-        return {"batch": tile.batch, "m": row, "n": tile.n * self.plan.out_n + box * BOX}
+        return {"batch": tile.batch, "m": row, "n": self.first_column(tile) + box * BOX}

@@ -1,4 +1,4 @@
-"""Configurations of the Hopper GEMM, and everything that follows from one."""
+"""Everything that follows from a problem and a configuration of the Hopper GEMM."""
 
 from __future__ import annotations
 
@@ -8,75 +8,89 @@ from ...config import HardwareProfile
 from ...errors import Unsupported
 from ..contraction import Extent
 from .gemm_frame import ceil_div
-from .gemm_hopper_problem import BOX, HopperProblem
+from .gemm_hopper_config import CHUNK, HopperConfig
+from .gemm_hopper_limits import check_config
+from .gemm_hopper_model import BOX, STEP_BYTES, HopperProblem
 from .gemm_tensor_map import TensorMap
+from .row_resources import clusters_on_device
 
-# Terms of one step: 64 halves are one row of the 128-byte swizzle.
-BLOCK_K = 64
-WGMMA_K = 16
-
-# Columns of one piece of the epilogue: a warp's stmatrix writes 16 rows of 16 halves.
-CHUNK = 16
 BOX_BYTES = BOX * BOX * 2
+
+# Kernel parameters.
+MAP_BYTES = 128
+POINTER_BYTES = 8
 
 # Shared memory for barriers and for aligning the buffers in front of them.
 BARRIER_BYTES = 512
 
-# Registers of a producer's thread, and the most a consumer takes of what the launch has left.
+# Registers of a producer's thread (more where it loads for other blocks, too), and the most a
+# consumer takes of what the launch has left.
 PRODUCER_REGISTERS = 24
+SHARING_PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = 240
 
 # Accumulators of a thread beside functions that are not lowered to a few instructions: with the
 # branches of erff ptxas spills up to 248 bytes at 128 accumulators, up to 64 at 96, none at 64.
 FUNCTION_ACCUMULATORS = 64
 
-
-@dataclass(frozen=True, slots=True)
-class HopperConfig:
-    """Choices for one kernel.
-
-    Attributes
-    ----------
-    block_m, block_n : rows (64 a consumer warpgroup) and columns of a tile; `block_n` counts both
-        halves of a gate/up pair.
-    stages : steps of A and B in flight in shared memory.
-    staged : outputs leave through shared memory and the TMA, else from registers.
-    deferred : accumulators are rounded and kept, and the epilogue runs between the first steps of
-        the next tile.
-    boxes : 64 x 64 boxes of shared memory for the output of each consumer warpgroup.
-    group_m : row tiles that share a column tile at one time.
-    batched : outer row axes that count as batch: tiles then end where an inner row axis ends.
-    """
-
-    block_m: int
-    block_n: int
-    stages: int
-    staged: bool
-    deferred: bool
-    boxes: int
-    group_m: int = 8
-    batched: int = 0
+# The most sums that a thread can hold and still compute an epilogue.
+MAX_ACCUMULATORS = 192
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What follows from a problem and a configuration. Sizes in elements unless named otherwise."""
+    """What follows from a problem and a configuration. Sizes in elements unless named otherwise.
+
+    `out_n` are the columns of a tile's outputs, `share_n` those that one block of a cluster stores.
+    A block takes `least_steps` of the `steps` of a tile, the first `spare_steps` blocks of a
+    cluster one more. `clusters` take tiles in turn, single blocks unless the configuration has
+    clusters. `depths` are the steps of each segment, `steps` the most; `a_maps` has one map if
+    segments share A, else one for each.
+    """
 
     config: HopperConfig
     consumers: int
     out_n: int
+    share_n: int
     steps: int
     a_rows: int
     stage_bytes: int
     transaction_bytes: int
     tiles: Extent
-    blocks: int
+    clusters: int
     accumulators: int
     chunks: int
     peeled: int
     chunks_per_step: int
-    a_map: TensorMap
+    depths: tuple[int, ...]
+    a_maps: tuple[TensorMap, ...]
     b_maps: tuple[tuple[TensorMap, ...], ...]
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return self.config.split * self.config.multicast
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the launch."""
+        return self.clusters * self.cluster
+
+    @property
+    def least_steps(self) -> int:
+        """Steps of the block of a cluster that has the fewest."""
+        return self.steps // self.config.split
+
+    @property
+    def spare_steps(self) -> int:
+        """How many blocks of a cluster have one step more."""
+        return self.steps % self.config.split
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Shared memory that partial sums of other blocks arrive in; it is that of the stages."""
+        c = self.config
+        return c.block_m * c.block_n // c.split * (c.split - 1) * 4
 
     @property
     def threads(self) -> int:
@@ -90,16 +104,26 @@ class Plan:
         return c.stages * self.stage_bytes + self.consumers * c.boxes * BOX_BYTES + BARRIER_BYTES
 
     @property
+    def live_accumulators(self) -> int:
+        """Registers of a thread for sums, those of full precision included."""
+        return self.accumulators * (2 if self.config.promote else 1)
+
+    @property
     def moves_registers(self) -> bool:
         """Whether consumers need more registers than a launch of equal shares gives them."""
-        return self.consumers > 1 and self.accumulators >= 64
+        return self.consumers > 1 and self.live_accumulators >= 64
+
+    @property
+    def producer_registers(self) -> int:
+        """Registers that a producer thread keeps."""
+        return PRODUCER_REGISTERS if self.config.multicast == 1 else SHARING_PRODUCER_REGISTERS
 
     @property
     def consumer_registers(self) -> int:
         """Registers a consumer thread may take once the producers gave theirs back."""
         groups = self.consumers + 1
         pool = groups * (65536 // (128 * groups) // 8 * 8)
-        return min(CONSUMER_REGISTERS, (pool - PRODUCER_REGISTERS) // self.consumers // 8 * 8)
+        return min(CONSUMER_REGISTERS, (pool - self.producer_registers) // self.consumers // 8 * 8)
 
 
 def make_plan(problem: HopperProblem, config: HopperConfig, hw: HardwareProfile) -> Plan:
@@ -108,60 +132,71 @@ def make_plan(problem: HopperProblem, config: HopperConfig, hw: HardwareProfile)
     Raises
     ------
     Unsupported
-        Where the tile is no box of an operand, or does not fit into shared memory.
+        Where the kernel has no form for the configuration, the tile is no box of an operand, or
+        registers or shared memory do not suffice.
     """
     c = config
     out_n = c.block_n // 2 if problem.dual else c.block_n
-    k_major = problem.segments[0].b[0].k_major
-    if c.staged and (not problem.staged or out_n % BOX):
-        raise Unsupported("an output that the TMA cannot store")
-    # Boxes are taken in turn: a tile fills the ring a whole number of times, or a box would be
-    # written again while the TMA still reads it.
-    if c.staged and (c.boxes < 1 or out_n // BOX % c.boxes):
-        raise Unsupported(f"{c.boxes} boxes for {out_n // BOX} in a tile")
-    too_few = c.boxes < 2 if c.deferred else c.boxes != out_n // BOX
-    if c.staged and problem.residual is not None and too_few:
-        raise Unsupported(f"{c.boxes} boxes for a residual")
-    if not k_major and out_n % BOX:
-        raise Unsupported("columns of B in boxes of 64")
-    if c.deferred and not (c.staged and _rounds_alike(problem)):
-        raise Unsupported("accumulators that the unfused graph does not round")
+    share_n = out_n // c.split
+    steps = ceil_div(problem.K, problem.block_k)
+    depths = tuple(ceil_div(s.K, problem.block_k) for s in problem.segments)
+    check_config(problem, c, out_n, min(depths))
     a_rows = c.block_m
     if problem.a.k_major and isinstance(problem.M, int):
         a_rows = min(c.block_m, ceil_div(problem.M, 8) * 8)
-    steps = ceil_div(problem.K, BLOCK_K)
-    if c.deferred and steps < 3:
-        raise Unsupported("too few steps to hide an epilogue between")
-    chunks = ceil_div(out_n, CHUNK)
-    per_step = ceil_div(chunks, max(1, steps - 2)) if c.deferred else 0
-    columns = sum(ceil_div(n, out_n) for n in problem.columns)
-    tiles = columns * ceil_div(problem.M, c.block_m) * problem.batch
+    chunks = ceil_div(share_n, CHUNK)
+    per_step = ceil_div(chunks, max(1, min(depths) - 2)) if c.deferred else 0
+    own = problem.segments[:1] if problem.shared else problem.segments
+    tiles = _tiles(problem, c.block_m * c.multicast, out_n)
+    clusters = clusters_on_device(c.split * c.multicast, 1, hw)
+    if not clusters:
+        raise Unsupported(f"clusters of {c.split * c.multicast} blocks on this device")
     plan = Plan(
         config=c,
         consumers=c.block_m // BOX,
         out_n=out_n,
+        share_n=share_n,
         steps=steps,
         a_rows=a_rows,
-        stage_bytes=(c.block_m + c.block_n) * BLOCK_K * 2,
-        transaction_bytes=(a_rows + c.block_n) * BLOCK_K * 2,
+        stage_bytes=(c.block_m + c.block_n) * STEP_BYTES,
+        transaction_bytes=(a_rows + c.block_n) * STEP_BYTES,
         tiles=tiles,
-        blocks=min(tiles, hw.num_sms) if isinstance(tiles, int) else hw.num_sms,
+        clusters=min(tiles, clusters) if isinstance(tiles, int) else clusters,
         accumulators=c.block_n // 2,
         chunks=chunks,
         peeled=ceil_div(chunks, per_step) if c.deferred else 0,
         chunks_per_step=per_step,
-        a_map=problem.a.boxes(a_rows),
-        b_maps=tuple(tuple(view.boxes(out_n) for view in s.b) for s in problem.segments),
+        depths=depths,
+        a_maps=tuple(s.a.boxes(a_rows) for s in own),
+        b_maps=tuple(
+            tuple(view.boxes(out_n // c.multicast) for view in s.b) for s in problem.segments
+        ),
     )
-    crowded = plan.consumers > 1 and plan.accumulators > FUNCTION_ACCUMULATORS
+    if plan.live_accumulators > MAX_ACCUMULATORS:
+        raise Unsupported(f"{plan.live_accumulators} registers of sums")
+    crowded = plan.consumers > 1 and plan.live_accumulators > FUNCTION_ACCUMULATORS
     if crowded and problem.unlowered_functions:
         raise Unsupported("accumulators that leave no registers for the epilogue's functions")
+    if plan.exchange_bytes > c.stages * plan.stage_bytes:
+        raise Unsupported(f"{plan.exchange_bytes} bytes of partial sums in {c.stages} stages")
     if plan.smem_bytes > hw.smem_per_block_bytes:
         raise Unsupported(f"{plan.smem_bytes} bytes of shared memory")
+    if _parameter_bytes(problem, plan) > hw.kernel_param_bytes:
+        raise Unsupported(f"{_parameter_bytes(problem, plan)} bytes of kernel parameters")
     return plan
 
 
-def _rounds_alike(problem: HopperProblem) -> bool:
-    """Whether rounding the accumulators is what the unfused graph does as well."""
-    products = [p for s in problem.segments for p in s.products]
-    return all(p.stored_dtype == problem.dtype for p in products)
+def _tiles(problem: HopperProblem, rows: int, out_n: int) -> Extent:
+    if problem.shared:
+        columns = sum(ceil_div(n, out_n) for n in problem.columns)
+        return columns * ceil_div(problem.M, rows) * problem.batch
+    parts = [ceil_div(s.N, out_n) * ceil_div(s.M, rows) * s.B for s in problem.segments]
+    return sum(parts[1:], parts[0])
+
+
+def _parameter_bytes(problem: HopperProblem, plan: Plan) -> int:
+    """Kernel parameters: tensor maps, and at most a pointer for each parameter of the function."""
+    maps = len(plan.a_maps) + sum(map(len, plan.b_maps))
+    if plan.config.staged:
+        maps += len(problem.segments) + (problem.residual is not None)
+    return MAP_BYTES * maps + POINTER_BYTES * len(problem.contraction.params)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from tvm import tirx
 from tvm.ir import Expr
 from tvm.script import tirx as T
 
 from .gemm_grid import Tile
-from .gemm_hopper_plan import BLOCK_K
-from .gemm_hopper_problem import BOX
+from .gemm_hopper_model import BOX, STEP_BYTES
 from .gemm_hopper_state import Hopper, Ring, expect, wait
 
 
@@ -16,36 +16,63 @@ def emit_producer(kernel: Hopper) -> None:
     ring = Ring(kernel.plan.config.stages, 1)
     with T.serial(0, kernel.turns) as turn:
         tile = kernel.tile(turn)
-        with T.serial(0, kernel.plan.steps) as step:
+        if kernel.shared.resume is not None:
+            # The stages hold partial sums of other blocks until the consumers have read them.
+            with T.If(turn > 0), T.Then():
+                wait(kernel.shared.resume.ptr_to([0]), (turn + 1) % 2)
+        with T.serial(0, kernel.steps_of(tile)) as step:
             barrier = kernel.shared.full.ptr_to([ring.stage])
-            wait(kernel.shared.empty.ptr_to([ring.stage]), ring.phase)
+            _wait_until_empty(kernel, ring)
             expect(barrier, kernel.plan.transaction_bytes)
-            _load_a(kernel, tile, step, ring.stage, barrier)
+            term = T.Bind((kernel.first_step + step) * kernel.problem.block_k)
+            if kernel.problem.shared:
+                _load_a(kernel, 0, tile, term, ring.stage, barrier)
             for number, own in kernel.grid.each_segment(tile):
-                _load_b(kernel, number, own, step, ring.stage, barrier)
+                if not kernel.problem.shared:
+                    _load_a(kernel, number, own, term, ring.stage, barrier)
+                _load_b(kernel, number, own, term, ring.stage, barrier)
+            ring.advance()
+    if kernel.plan.config.multicast > 1:
+        # The block lives until the others have handed back its last stages.
+        with T.serial(0, kernel.plan.config.stages):
+            _wait_until_empty(kernel, ring)
             ring.advance()
 
 
-def _load_a(kernel: Hopper, tile: Tile, step: Expr, stage: Expr, barrier: Expr) -> None:
+def _wait_until_empty(kernel: Hopper, ring: Ring) -> None:
+    """Waits until all blocks that read the present stage are through with it."""
+    wait(kernel.shared.empty.ptr_to([ring.stage]), ring.phase)
+
+
+def _load_a(
+    kernel: Hopper, number: int, tile: Tile, term: Expr, stage: Expr, barrier: Expr
+) -> None:
+    """The tile of A, of map `number`."""
     plan = kernel.plan
-    at = {"batch": tile.batch, "m": tile.m * plan.config.block_m, "k": step * BLOCK_K}
+    at = {"batch": tile.batch, "m": tile.m * plan.config.block_m, "k": term}
     panels = 1 if kernel.problem.a.k_major else plan.config.block_m // BOX
     for panel in range(panels):
-        target = kernel.shared.a.ptr_to([stage, panel * BOX * BLOCK_K])
+        target = kernel.shared.a.ptr_to([stage, panel * BOX * STEP_BYTES])
         place = at | {"m": at["m"] + panel * BOX}
-        plan.a_map.load(target, kernel.maps.a, place, barrier)
+        plan.a_maps[number].load(target, kernel.maps.a[number], place, barrier)
 
 
 def _load_b(
-    kernel: Hopper, number: int, tile: Tile, step: Expr, stage: Expr, barrier: Expr
+    kernel: Hopper, number: int, tile: Tile, term: Expr, stage: Expr, barrier: Expr
 ) -> None:
-    """The tiles of B of one segment; those of a pair are one operand of wgmma."""
-    plan = kernel.plan
-    at = {"batch": tile.batch, "n": tile.n * plan.out_n, "k": step * BLOCK_K}
-    panels = 1 if kernel.problem.segments[number].b[0].k_major else plan.out_n // BOX
-    for product, found in enumerate(plan.b_maps[number]):
-        for panel in range(panels):
-            offset = product * plan.out_n * BLOCK_K + panel * BOX * BLOCK_K
-            target = kernel.shared.b.ptr_to([stage, offset])
-            place = at | {"n": at["n"] + panel * BOX}
-            found.load(target, kernel.maps.b[number][product], place, barrier)
+    """The tiles of B of one segment; those of a pair are one operand of wgmma.
+
+    Blocks that share them take turns in loading their pieces for all.
+    """
+    plan, blocks = kernel.plan, kernel.plan.config.multicast
+    at = {"batch": tile.batch, "n": tile.n * plan.out_n, "k": term}
+    k_major = kernel.problem.segments[number].b[0].k_major
+    width = plan.out_n // blocks if k_major else BOX
+    places = [(p, n) for p in range(len(plan.b_maps[number])) for n in range(0, plan.out_n, width)]
+    for piece, (product, first) in enumerate(places):
+        mine = tirx.EQ(kernel.rank, piece % blocks) if blocks > 1 else tirx.IntImm("bool", 1)
+        with T.If(mine), T.Then():
+            target = kernel.shared.b.ptr_to([stage, (product * plan.out_n + first) * STEP_BYTES])
+            place = at | {"n": at["n"] + first}
+            handle = kernel.maps.b[number][product]
+            plan.b_maps[number][product].load(target, handle, place, barrier, blocks)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from tvm import tirx
 from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ..expr import convert
 from .gemm_frame import Frame
 from .gemm_grid import Grid, Tile
-from .gemm_hopper_plan import BLOCK_K, Plan
-from .gemm_hopper_problem import BOX, HopperProblem
+from .gemm_hopper_cluster import arrive_at
+from .gemm_hopper_model import BOX, STEP_BYTES, HopperProblem
+from .gemm_hopper_plan import Plan
+from .intrinsics import cluster_arrive, cluster_wait
+
+# Named barriers 0 and 1 are the block's own; each consumer warpgroup has one.
+FIRST_BARRIER = 2
 
 # Places in the registers of a `Ring`.
 STAGE, PHASE, PREVIOUS = range(3)
@@ -19,9 +25,9 @@ STAGE, PHASE, PREVIOUS = range(3)
 
 @dataclass(slots=True, eq=False)
 class Maps:
-    """Addresses of the tensor maps; B and outputs by segment (and product)."""
+    """Addresses of the tensor maps by segment (and product); one of A if segments share it."""
 
-    a: Var
+    a: list[Var]
     b: list[list[Var]]
     staged: list[Var | None]
     residual: Var | None
@@ -32,6 +38,9 @@ class Shared:
     """Buffers and barriers in shared memory.
 
     `full` and `empty` belong to the stages of A and B, `arrived` to the boxes a residual comes in.
+    Of blocks that split the terms of a tile: `partial` lies over the stages and holds sums of the
+    others; `drained` says that all blocks of the cluster are through with their stages, `summed`
+    (one a consumer) that the sums have come, `resume` that the producer may go on.
     """
 
     a: Expr
@@ -40,11 +49,18 @@ class Shared:
     full: Expr
     empty: Expr
     arrived: Expr
+    partial: Expr | None = None
+    drained: Expr | None = None
+    summed: Expr | None = None
+    resume: Expr | None = None
 
 
 @dataclass(slots=True, eq=False)
 class Hopper:
-    """A Hopper kernel under construction."""
+    """A Hopper kernel under construction.
+
+    `cluster` is the number of the block's cluster (or of the block), `rank` its place therein.
+    """
 
     frame: Frame
     problem: HopperProblem
@@ -53,18 +69,53 @@ class Hopper:
     maps: Maps
     shared: Shared | None = None
     thread: Expr | None = None
-    block: Expr | None = None
+    cluster: Expr | None = None
+    rank: Expr | None = None
 
     def tile(self, turn: Expr) -> Tile:
         """The tile a block works on in its turn number `turn`."""
-        return self.grid.tile(self.block + turn * self.plan.blocks)
+        tile = self.grid.tile(self.cluster + turn * self.plan.clusters)
+        multicast = self.plan.config.multicast
+        if multicast == 1:
+            return tile
+        return replace(tile, m=T.Bind(tile.m * multicast + self.rank))
+
+    @property
+    def steps(self) -> Expr | int:
+        """Steps of a tile that this block computes."""
+        least, spare = self.plan.least_steps, self.plan.spare_steps
+        return least + T.cast(self.rank < spare, "int32") if spare else least
+
+    def steps_of(self, tile: Tile) -> Expr | int:
+        """Steps of one tile that this block computes."""
+        first, *others = self.plan.depths
+        if self.problem.shared or all(depth == first for depth in others):
+            return self.steps
+        found = T.int32(first)
+        for number, depth in enumerate(others, 1):
+            found = tirx.Select(tile.segment == T.int32(number), T.int32(depth), found)
+        return T.Bind(found)
+
+    @property
+    def first_step(self) -> Expr | int:
+        """The first of them."""
+        plan = self.plan
+        if plan.config.split == 1:
+            return 0
+        spare = T.int32(plan.spare_steps)
+        return self.rank * plan.least_steps + tirx.Min(self.rank, spare)
+
+    @property
+    def first_column(self) -> Expr | int:
+        """The first column of a tile whose outputs this block stores."""
+        return 0 if self.plan.config.split == 1 else self.rank * self.plan.share_n
 
     @property
     def turns(self) -> Expr:
         """Number of tiles of this block."""
         tiles = self.plan.tiles
         tiles = tiles if isinstance(tiles, int) else convert(tiles, "int32")
-        return (tiles - self.block + self.plan.blocks - 1) // self.plan.blocks
+        return (tiles - self.cluster + self.plan.clusters - 1) // self.plan.clusters
 
 
 def encode_maps(frame: Frame, problem: HopperProblem, plan: Plan) -> Maps:
@@ -76,7 +127,7 @@ def encode_maps(frame: Frame, problem: HopperProblem, plan: Plan) -> Maps:
 
     staged = plan.config.staged
     return Maps(
-        a=encode(plan.a_map),
+        a=[encode(found) for found in plan.a_maps],
         b=[[encode(m) for m in maps] for maps in plan.b_maps],
         staged=[encode(s.staged_map) if staged else None for s in problem.segments],
         residual=encode(problem.segments[0].residual_map) if staged else None,
@@ -88,17 +139,23 @@ def allocate(problem: HopperProblem, plan: Plan) -> Shared:
     c = plan.config
     pool = T.SMEMPool()
 
-    def tiles(count: int, size: int) -> Expr:
-        return pool.alloc((count, size), problem.dtype, align=1024, layout=None)
+    def tiles(count: int, size: int, dtype: str = "uint8") -> Expr:
+        return pool.alloc((count, size), dtype, align=1024, layout=None)
 
     shared = Shared(
-        a=tiles(c.stages, c.block_m * BLOCK_K),
-        b=tiles(c.stages, c.block_n * BLOCK_K),
-        boxes=tiles(plan.consumers * c.boxes, BOX * BOX) if c.boxes else None,
+        a=tiles(c.stages, c.block_m * STEP_BYTES),
+        b=tiles(c.stages, c.block_n * STEP_BYTES),
+        boxes=tiles(plan.consumers * c.boxes, BOX * BOX, "float16") if c.boxes else None,
         full=pool.alloc((c.stages,), "uint64", align=8),
         empty=pool.alloc((c.stages,), "uint64", align=8),
         arrived=pool.alloc((max(1, plan.consumers * c.boxes),), "uint64", align=8),
     )
+    if c.split > 1:
+        shared.drained = pool.alloc((1,), "uint64", align=8)
+        shared.summed = pool.alloc((plan.consumers,), "uint64", align=8)
+        shared.resume = pool.alloc((1,), "uint64", align=8)
+        pool.move_base_to(0)
+        shared.partial = pool.alloc((plan.exchange_bytes // 4,), "float32", align=1024)
     pool.commit()
     return shared
 
@@ -109,11 +166,22 @@ def initialise_barriers(kernel: Hopper) -> None:
     with T.If(kernel.thread == 0), T.Then():
         for stage in range(c.stages):
             _initialise(shared.full.ptr_to([stage]), 1)
-            _initialise(shared.empty.ptr_to([stage]), kernel.plan.consumers)
+            _initialise(shared.empty.ptr_to([stage]), kernel.plan.consumers * c.multicast)
         for box in range(kernel.plan.consumers * c.boxes):
             _initialise(shared.arrived.ptr_to([box]), 1)
+        if c.split > 1:
+            _initialise(shared.drained.ptr_to([0]), c.split * kernel.plan.consumers)
+            _initialise(shared.resume.ptr_to([0]), kernel.plan.consumers)
+            for number in range(kernel.plan.consumers):
+                _initialise(shared.summed.ptr_to([number]), 1)
+        if kernel.plan.cluster > 1:
+            T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
     fence_shared()
-    T.evaluate(T.cuda.cta_sync())
+    if kernel.plan.cluster == 1:
+        T.evaluate(T.cuda.cta_sync())
+    else:
+        T.evaluate(cluster_arrive())
+        T.evaluate(cluster_wait())
 
 
 def _initialise(barrier: Expr, arrivals: int) -> None:
@@ -131,10 +199,24 @@ def wait(barrier: Expr, phase: Expr) -> None:
 
 
 def release(kernel: Hopper, stage: Expr) -> None:
-    """Emits the hand-back of a stage by one thread of a consumer warpgroup."""
-    with T.If(kernel.thread % 128 == 0), T.Then():
-        barrier = kernel.shared.empty.ptr_to([stage])
-        T.evaluate(T.ptx.mbarrier.arrive.shared.b64(barrier, T.uint32(1)))
+    """Emits the hand-back of a stage by one thread of a consumer warpgroup.
+
+    Where blocks load for each other, it goes to all that write into the stage.
+    """
+    barrier = kernel.shared.empty.ptr_to([stage])
+    multicast = kernel.plan.config.multicast
+    thread = kernel.thread % 128
+    with T.If(thread < multicast), T.Then():
+        if multicast > 1:
+            T.evaluate(arrive_at(barrier, thread))
+        else:
+            T.evaluate(T.ptx.mbarrier.arrive.shared.b64(barrier, T.uint32(1)))
+
+
+def warpgroup_sync(number: Expr) -> None:
+    """Emits the barrier of consumer warpgroup `number`."""
+    barrier = T.cast(FIRST_BARRIER + number, "uint32")
+    T.evaluate(T.ptx.bar.sync(barrier, T.uint32(128)))
 
 
 def fence_shared() -> None:

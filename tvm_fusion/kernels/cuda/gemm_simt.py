@@ -15,12 +15,14 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script import tirx as T
 
-from ...config import HardwareProfile
+from ...config import HardwareProfile, Policy
 from ...errors import Unsupported
-from ..contraction import Contraction, Operand, Product, Segment
+from ..contraction import Contraction, Operand, Product, Segment, size_of
 from ..expr import bytes_of, constant, convert, dtype_of
 from .gemm_frame import Frame, assumed, ceil_div, open_kernel
-from .gemm_grid import Grid, Tile
+from .gemm_grid import Tile
+from .gemm_segments import grid_of
+from .gemm_simt_cost import simt_seconds
 from .gemm_simt_epilogue import GROUP, Share, emit_epilogue
 from .gemm_simt_operand import Slice
 
@@ -41,11 +43,17 @@ class SimtConfig:
         return self.block_m // self.thread_m * (self.block_n // self.thread_n)
 
 
-# A thread's 8 x 8 reads one word of shared memory for every four multiplications, 4 x 4 one for
-# every two; the small ones fill the device where a matrix has few rows or columns.
+# A thread's 8 x 16 reads one word of shared memory for every five multiplications, 4 x 4 one for
+# every two; the small ones fill the device where a matrix has few rows or columns. Chosen from 15
+# in float32 (H200, 2026-11-20; time of cuBLAS over theirs): 256 x 128 0.97 and 128 x 128 0.86 at
+# 4096^3, 128 x 64 0.99 at 1000^3, 64 x 128 0.63 at 777 x 1024 x 4096.
 CONFIGS = (
+    SimtConfig(128, 256, 8, 8, 16),
+    SimtConfig(256, 128, 8, 16, 8),
     SimtConfig(128, 128, 8, 8, 8),
-    SimtConfig(64, 128, 8, 8, 4),
+    SimtConfig(128, 64, 16, 8, 4),
+    SimtConfig(64, 128, 16, 8, 4),
+    SimtConfig(64, 64, 16, 8, 4),
     SimtConfig(64, 64, 16, 4, 4),
     SimtConfig(32, 64, 16, 4, 4),
     SimtConfig(16, 64, 32, 2, 4),
@@ -53,16 +61,45 @@ CONFIGS = (
     SimtConfig(4, 64, 32, 1, 2),
 )
 
+# Each segment has code of its own, which grows with the sums a thread holds: with more segments
+# than FEW_SEGMENTS a thread holds no more than MANY_SEGMENTS_SUMS.
+FEW_SEGMENTS = 4
+MANY_SEGMENTS_SUMS = 16
 
-def simt_configs(contraction: Contraction, hw: HardwareProfile) -> list[SimtConfig]:
-    """The configurations that fit the device, best guess first."""
+
+def simt_ranked(
+    contraction: Contraction, hw: HardwareProfile, policy: Policy | None = None
+) -> list[tuple[float, SimtConfig]]:
+    """Predicted seconds and the configurations that fit the device, best first.
+
+    Raises
+    ------
+    Unsupported
+        If no configuration fits into shared memory.
+    """
+    _refuse_partials(contraction)
+    few = len(contraction.segments) <= FEW_SEGMENTS
     fitting = [
         c
         for c in CONFIGS
         if _smem_bytes(contraction, c) <= hw.smem_per_block_bytes
         and c.threads <= hw.max_threads_per_block
+        and (few or c.thread_m * c.thread_n <= MANY_SEGMENTS_SUMS)
     ]
-    return sorted(fitting, key=lambda c: _work(contraction, c, hw))
+    if not fitting:
+        raise Unsupported("no tile of this contraction fits into shared memory")
+    ranked = [(_seconds(contraction, c, hw), c) for c in fitting]
+    return sorted(ranked, key=lambda entry: entry[0])
+
+
+def _refuse_partials(contraction: Contraction) -> None:
+    if contraction.has_partials:
+        raise Unsupported("reductions of runs of columns")
+
+
+def simt_configs(contraction: Contraction, hw: HardwareProfile) -> list[SimtConfig]:
+    """The configurations of `simt_ranked`."""
+    return [config for _, config in simt_ranked(contraction, hw)]
 
 
 def _smem_bytes(contraction: Contraction, config: SimtConfig) -> int:
@@ -76,14 +113,19 @@ def _slice_dtypes(contraction: Contraction) -> list[str]:
     return list(dict.fromkeys(dtype_of(x.value) for x in operands))
 
 
-def _work(contraction: Contraction, config: SimtConfig, hw: HardwareProfile) -> float:
-    """Relative time: waves of tiles times a tile's work at the rate of its register tile."""
-    rows = ceil_div(assumed(contraction.M), config.block_m) * assumed(contraction.batch)
-    tiles = sum(rows * ceil_div(assumed(s.N), config.block_n) for s in contraction.segments)
-    resident = max(1, hw.max_threads_per_sm // (3 * config.threads))
-    waves = math.ceil(tiles / (hw.num_sms * resident))
-    reads = 1 / config.thread_m + 1 / config.thread_n
-    return waves * resident * config.block_m * config.block_n * (1 + reads)
+def _seconds(contraction: Contraction, config: SimtConfig, hw: HardwareProfile) -> float:
+    sizes = [
+        (
+            assumed(size_of(segment.batch)),
+            assumed(size_of(segment.m)),
+            assumed(segment.N),
+            tuple(assumed(p.K) for p in segment.products),
+        )
+        for segment in contraction.segments
+    ]
+    shapes = [(p.shape, p.dtype) for p in contraction.params if p.shape is not None]
+    moved = sum(bytes_of(dtype) * math.prod(map(assumed, shape)) for shape, dtype in shapes)
+    return simt_seconds(sizes, config, hw, moved)
 
 
 def emit_gemm_simt(
@@ -110,11 +152,10 @@ def emit_gemm_simt(
     Unsupported
         If no configuration fits into shared memory.
     """
-    configs = [config] if config is not None else simt_configs(contraction, hw)
-    if not configs:
-        raise Unsupported("no tile of this contraction fits into shared memory")
+    _refuse_partials(contraction)
+    config = config or simt_configs(contraction, hw)[0]
     with open_kernel(contraction) as frame:
-        _Kernel(frame, configs[0]).emit()
+        _Kernel(frame, config).emit()
     return frame.func
 
 
@@ -124,8 +165,7 @@ class _Kernel:
     def __init__(self, frame: Frame, config: SimtConfig):
         self.frame, self.config = frame, config
         self.contraction = c = frame.contraction
-        columns = [segment.N for segment in c.segments]
-        self.grid = Grid(frame.index, c.batch, c.M, columns, config.block_m, config.block_n)
+        self.grid = grid_of(frame.index, c, config.block_m, config.block_n)
 
     def emit(self) -> None:
         c, tiles = self.config, self.grid.tiles

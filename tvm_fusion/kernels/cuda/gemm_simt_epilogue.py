@@ -51,7 +51,7 @@ def emit_epilogue(
 ) -> None:
     """Emits the outputs of a tile; `sums` are the registers of each accumulator, row by row."""
     writers = [_Writer(frame, segment, output) for output in segment.outputs]
-    M = frame.contraction.M
+    M = segment.M
     batch = coordinates(segment.batch, tile.batch, frame)
     for number, first in enumerate(rows.starts):
         with T.serial(rows.width, unroll=True) as i:

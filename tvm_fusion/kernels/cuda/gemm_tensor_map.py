@@ -30,6 +30,9 @@ BOX_BYTES = 128
 SWIZZLE_128B = 3
 L2_PROMOTION_128B = 2
 
+# The data type under which the TMA rounds float32 to what tensor cores read of it.
+TFLOAT32 = 11
+
 
 @dataclass(frozen=True, slots=True)
 class Dimension:
@@ -76,6 +79,8 @@ class TensorMap:
         numbers += [d.stride * bytes_of(self.dtype) for d in self.dimensions[1:]]
         numbers += [d.box for d in self.dimensions] + [1] * rank
         flags = (0, SWIZZLE_128B, L2_PROMOTION_128B, 0)
+        if self.dtype == "float32":
+            flags = (*flags, TFLOAT32)
         T.evaluate(
             T.call_packed(
                 "runtime.cuTensorMapEncodeTiled", handle, self.dtype, rank, data, *numbers, *flags
@@ -83,13 +88,28 @@ class TensorMap:
         )
         return handle
 
-    def load(self, target: Expr, handle: Var, at: Mapping[str, Expr | int], barrier: Expr) -> None:
-        """Emits the copy of a box to shared memory, counted by `barrier`."""
+    def load(
+        self,
+        target: Expr,
+        handle: Var,
+        at: Mapping[str, Expr | int],
+        barrier: Expr,
+        blocks: int = 1,
+    ) -> None:
+        """Emits the copy of a box to shared memory, counted by `barrier`.
+
+        With several `blocks`, it goes to the same place of the first blocks of the cluster, and
+        each block's own barrier counts it.
+        """
         name = (
             f"cp.async.bulk.tensor.{len(self.dimensions)}d"
             ".shared::cluster.global.mbarrier::complete_tx::bytes"
         )
-        T.evaluate(T.ptx[name](target, T.address_of(handle), *self.coordinates(at), barrier))
+        arguments = [target, T.address_of(handle), *self.coordinates(at), barrier]
+        if blocks > 1:
+            name += ".multicast::cluster"
+            arguments.append(T.uint16(2**blocks - 1))
+        T.evaluate(T.ptx[name](*arguments))
 
     def store(self, source: Expr, handle: Var, at: Mapping[str, Expr | int]) -> None:
         """Emits the copy of a box from shared memory; what lies outside the tensor is left out."""

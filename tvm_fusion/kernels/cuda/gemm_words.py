@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from tvm.ir import Expr
+from tvm.script import tirx as T
 
+from ..expr import FLOAT8_DTYPES
+from .float8 import pack_float8
 from .intrinsics import device_call, pack_halves
 
 _TAKE_APART = {
@@ -28,12 +31,17 @@ def load_word(place: Expr) -> Expr:
 
 
 def store_pair(dtype: str, place: Expr, low: Expr, high: Expr) -> Expr:
-    """Stores two neighbours at the aligned `place`: halves, or float32."""
+    """Stores two neighbours at the aligned `place`: halves, float32, or 8-bit floats."""
     if dtype == "float32":
         body = "*(float2*)p = make_float2(low, high);"
         return device_call(
             "void", "store_floats", "void* p, float low, float high", body, place, low, high
         )
+    if dtype in FLOAT8_DTYPES:
+        zero = T.float32(0)
+        word = pack_float8(dtype, (low, high, zero, zero))
+        body = "*(unsigned short*)p = (unsigned short)v;"
+        return device_call("void", "store_bytes", "void* p, unsigned v", body, place, word)
     word = pack_halves(dtype, low, high)
     return device_call(
         "void", "store_word", "void* p, unsigned v", "*(unsigned*)p = v;", place, word

@@ -1,0 +1,126 @@
+// cp.async, ldmatrix and mma.sync on the CPU. A copy lands as late as the programming model allows: when its
+// thread waits for its group. A warp's threads exchange fragments through a table, as its hardware does.
+
+struct AsyncCopy { char* target; const char* source; int size, count; };
+static std::map<Fiber*, std::vector<std::vector<AsyncCopy>>> async_groups;
+static std::map<Fiber*, std::vector<AsyncCopy>> async_open;
+static void async_copy(void* d, const void* s, long long at, int size, int count) {
+  const char* source = (const char*)s + at;
+  check(d, size, size);
+  if (count) check(source, count, size);
+  async_open[current].push_back({(char*)d, source, size, count});
+}
+#define ASYNC_COPIES(N) \
+  static void tvmf_async##N(void* d, const void* s, long long at) { async_copy(d, s, at, N, N); } \
+  static void tvmf_async##N##_if(void* d, const void* s, long long at, int n) { async_copy(d, s, at, N, n); }
+ASYNC_COPIES(4) ASYNC_COPIES(8) ASYNC_COPIES(16)
+static void tvmf_async_commit() {
+  async_groups[current].push_back(async_open[current]);
+  async_open[current].clear();
+}
+static void async_land(size_t left) {
+  auto& groups = async_groups[current];
+  while (groups.size() > left) {
+    for (AsyncCopy& c : groups.front()) {
+      memcpy(c.target, c.source, c.count);
+      memset(c.target + c.count, 0, c.size - c.count);
+    }
+    groups.erase(groups.begin());
+  }
+}
+static void tvmf_async_wait0() { async_land(0); }
+static void tvmf_async_wait1() { async_land(1); }
+static void tvmf_async_wait2() { async_land(2); }
+static void tvmf_async_wait3() { async_land(3); }
+static void tvmf_async_wait4() { async_land(4); }
+
+static void tvmf_load_pair(void* d, const void* s, long long at, long long end, int valid) {
+  long long low = at & ~15LL;
+  memset(d, 0, 32);
+  for (int i = 0; i < 2; i++) {
+    if (low + 16 * i + 16 > end || valid <= (i ? 16 - (at & 15) : 0)) continue;
+    check((const char*)s + low + 16 * i, 16, 16);
+    memcpy((char*)d + 16 * i, (const char*)s + low + 16 * i, 16);
+  }
+}
+static void tvmf_load_pair_far(void* d, const void* s, long long at, long long end, int valid) {
+  tvmf_load_pair(d, s, at, end, valid);
+}
+
+// What each thread of a warp shows to the others; two tables take turns, so one barrier an exchange is enough.
+struct Shown { const void* place; uint32_t words[6]; };
+static std::map<std::pair<Block*, int>, std::vector<Shown>> shown_tables;
+static std::map<Fiber*, int> shown_turns;
+static std::vector<Shown>& show(const Shown& own) {
+  int turn = shown_turns[current]++ % 2;
+  auto& table = shown_tables[{current->home, current->linear / 32 * 2 + turn}];
+  if (table.size() < 32) table.resize(32);
+  table[current->linear % 32] = own;
+  __syncwarp();
+  return table;
+}
+static void take_matrices(void* d, const void* s, bool transposed) {
+  check(s, 16, 16);
+  auto& table = show({s, {}});
+  int lane = current->linear % 32;
+  uint16_t* out = (uint16_t*)d;
+  for (int i = 0; i < 4; i++)
+    for (int v = 0; v < 2; v++) {
+      int row = transposed ? lane % 4 * 2 + v : lane / 4, column = transposed ? lane / 4 : lane % 4 * 2 + v;
+      memcpy(&out[i * 2 + v], (const char*)table[i * 8 + row].place + column * 2, 2);
+    }
+}
+static void tvmf_matrices(void* d, const void* s) { take_matrices(d, s, false); }
+static void tvmf_matrices_trans(void* d, const void* s) { take_matrices(d, s, true); }
+
+// Element number `i` of a 32-bit register.
+template <class T> static double mma_element(uint32_t word, int i) {
+  T value;
+  memcpy(&value, (const char*)&word + i * sizeof(T), sizeof(T));
+  return (double)(std::conditional_t<std::is_integral_v<T>, int, float>)value;
+}
+template <> double mma_element<nv_bfloat16>(uint32_t word, int i) {
+  nv_bfloat16 value;
+  value.bits = (uint16_t)(word >> 16 * i);
+  return (float)value;
+}
+struct Tf32 { uint32_t bits; operator float() const { uint32_t cut = bits & 0xffffe000u; float f; memcpy(&f, &cut, 4); return f; } };
+template <class A, class B, class S> static void mma(void* d, const void* a, const void* b) {
+  Shown own{nullptr, {}};
+  memcpy(own.words, a, 16);
+  memcpy(own.words + 4, b, 8);
+  auto& table = show(own);
+  const int each = 4 / sizeof(A);
+  int lane = current->linear % 32;
+  for (int h = 0; h < 2; h++)
+    for (int v = 0; v < 2; v++) {
+      double total = 0;
+      for (int t = 0; t < 4; t++)
+        for (int half = 0; half < 2; half++)
+          for (int e = 0; e < each; e++)
+            total += mma_element<A>(table[lane / 4 * 4 + t].words[half * 2 + h], e) *
+                     mma_element<B>(table[(lane % 4 * 2 + v) * 4 + t].words[4 + half], e);
+      S* sum = (S*)d + h * 2 + v;
+      *sum = (S)(*sum + total);
+    }
+}
+#define MMA(a, b, A, B, S) static void tvmf_mma_##a##_##b(void* d, const void* x, const void* y) { mma<A, B, S>(d, x, y); }
+MMA(f16, f16, half, half, float) MMA(bf16, bf16, nv_bfloat16, nv_bfloat16, float) MMA(tf32, tf32, Tf32, Tf32, float)
+MMA(s8, s8, signed char, signed char, int) MMA(s8, u8, signed char, uchar, int)
+MMA(u8, s8, uchar, signed char, int) MMA(u8, u8, uchar, uchar, int)
+MMA(e4m3, e4m3, __nv_fp8_e4m3, __nv_fp8_e4m3, float) MMA(e4m3, e5m2, __nv_fp8_e4m3, __nv_fp8_e5m2, float)
+MMA(e5m2, e4m3, __nv_fp8_e5m2, __nv_fp8_e4m3, float) MMA(e5m2, e5m2, __nv_fp8_e5m2, __nv_fp8_e5m2, float)
+static void tvmf_round_tf32(void* d) {
+  uint32_t& r = *(uint32_t*)d;
+  if ((r & 0x7f800000u) != 0x7f800000u) r += 0x1000u;
+}
+
+// ---- what generated code calls around them; other emulated devices may have functions of these names
+
+static uint32_t __funnelshift_r(uint32_t low, uint32_t high, int shift) {
+  return (uint32_t)(((uint64_t)high << 32 | low) >> (shift & 31));
+}
+typedef uint __half2;
+template <class T> static float __low2float(T u) { half h; memcpy(&h, &u, 2); return (float)h; }
+template <class T> static float __high2float(T u) { half h; memcpy(&h, (const char*)&u + 2, 2); return (float)h; }
+template <class T> static float __uint_as_float(T u) { float f; memcpy(&f, &u, 4); return f; }

@@ -1,0 +1,169 @@
+"""Fits the constants of `kernels.cuda.gemm_cost` to kernels measured on a device.
+
+    python -m tests.fit_gemm_cost freeze SWEEP.jsonl ...   writes data/gemm_sweep_h200.json
+    python -m tests.fit_gemm_cost fit                      prints the constants and what they reach
+
+A line of a sweep: {"shape": [M, N, K], "us": median time, "config": fields of HopperConfig}, of a
+float16 product whose operands have neighbouring terms side by side; a "config" that is no object is
+cuBLAS; lines of another "kind" than "split" or "multicast" are left out; the first time of a
+kernel counts.
+"""
+
+import dataclasses
+import itertools
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+
+from tvm_fusion.config import load_profile
+from tvm_fusion.kernels.cuda.gemm_cost import (
+    FITTED,
+    LINE_BYTES,
+    Coefficients,
+    GemmTile,
+    GemmWork,
+    gemm_time,
+)
+
+DATA = Path(__file__).parent / "data" / "gemm_sweep_h200.json"
+H200 = load_profile("nvidia_h200")
+FIELDS = [f.name for f in dataclasses.fields(GemmTile)]
+GUESSED = ("cached_columns",)
+
+
+def work_of(m, n, k):
+    """The work of one float16 product with plain operands."""
+    whole = k * 2 % LINE_BYTES == 0
+    return GemmWork(
+        1, m, (n,), k, a_whole_lines=whole, b_whole_lines=whole, written_bytes=2.0 * m * n
+    )
+
+
+def load(path=DATA):
+    """{(M, N, K): {GemmTile: microseconds}} and {(M, N, K): microseconds of cuBLAS}."""
+    data = json.loads(Path(path).read_text())
+    kernels, library = {}, {}
+    for entry in data["shapes"]:
+        shape = tuple(entry["shape"])
+        library[shape] = entry["cublas_us"]
+        kernels[shape] = {
+            GemmTile(**dict(zip(data["columns"][1:], row[1:], strict=True))): row[0]
+            for row in entry["kernels"]
+        }
+    return kernels, library
+
+
+def predicted_us(shape, tile, fitted=FITTED):
+    return gemm_time(work_of(*shape), tile, H200, fitted).seconds * 1e6
+
+
+def accuracy(kernels, fitted=FITTED):
+    """Regret of the choice, relative error of the time and rank correlation over configurations, by
+    shape.
+    """
+    found = {}
+    for shape, times in kernels.items():
+        guess = {tile: predicted_us(shape, tile, fitted) for tile in times}
+        choice = min(times, key=guess.get)
+        found[shape] = (
+            times[choice] / min(times.values()),
+            [abs(guess[t] / times[t] - 1) for t in times],
+            kendall(list(guess.values()), list(times.values())),
+        )
+    return found
+
+
+def kendall(a, b):
+    """Kendall's tau of two lists."""
+    pairs = list(itertools.combinations(range(len(a)), 2))
+    return sum(_sign(a[i] - a[j]) * _sign(b[i] - b[j]) for i, j in pairs) / max(1, len(pairs))
+
+
+def _sign(x):
+    return (x > 0) - (x < 0)
+
+
+def summary(kernels, fitted=FITTED):
+    found = accuracy(kernels, fitted).values()
+    errors = [e for _, all_errors, _ in found for e in all_errors]
+    regrets = [r for r, _, _ in found]
+    return (
+        f"chosen over best: median {statistics.median(regrets):.3f}, worst {max(regrets):.3f}; "
+        f"error of the time: median {statistics.median(errors):.3f}, "
+        f"90 % below {statistics.quantiles(errors, n=10)[-1]:.3f}; "
+        f"Kendall's tau over configurations {statistics.mean(t for _, _, t in found):.3f}"
+    )
+
+
+def fit(kernels):
+    """Constants with the least squared logarithmic errors; kernels near the best count most."""
+    from scipy.optimize import least_squares
+
+    names = [f.name for f in dataclasses.fields(Coefficients) if f.name not in GUESSED]
+    start = [getattr(FITTED, name) for name in names]
+    weights = {s: min(t.values()) for s, t in kernels.items()}
+
+    def of(factors):
+        values = {n: float(x * f) for n, x, f in zip(names, start, factors, strict=True)}
+        return dataclasses.replace(FITTED, **values)
+
+    def errors(factors):
+        fitted = of(factors)
+        return [
+            math.log(predicted_us(shape, tile, fitted) / us)
+            * (1.0 if us < 1.5 * weights[shape] else 0.5)
+            for shape, times in kernels.items()
+            for tile, us in times.items()
+        ]
+
+    bounds = ([0.3] * len(names), [3.0] * len(names))
+    found = least_squares(
+        errors, [1.0] * len(names), bounds=bounds, loss="soft_l1", f_scale=0.05, diff_step=1e-3
+    )
+    return of(found.x)
+
+
+def freeze(paths):
+    shapes = {}
+    for path in paths:
+        for line in Path(path).read_text().splitlines():
+            entry = json.loads(line)
+            if entry.get("kind", "split") not in ("split", "multicast"):
+                continue
+            shape = shapes.setdefault(tuple(entry["shape"]), {"cublas_us": None, "kernels": {}})
+            config, us = entry["config"], round(entry["us"], 2)
+            if not isinstance(config, dict):
+                shape["cublas_us"] = shape["cublas_us"] or us
+                continue
+            if config["group_m"] != (16 if entry["shape"][0] >= 2048 else 8):
+                continue  # other stripes than those that are offered
+            values = {"split": 1, "multicast": 1, **config}
+            shape["kernels"].setdefault(tuple(values[f] for f in FIELDS), us)
+    for shape in shapes.values():
+        shape["kernels"] = [[us, *tile] for tile, us in shape["kernels"].items()]
+    head = {
+        "device": "NVIDIA H200",
+        "date": "2026-11-20",
+        "versions": "TVM 0.27.0, torch 2.11.0 (cuBLAS), CUDA 13.0",
+        "command": "a sweep over configurations of the Hopper form of each shape, float16 "
+        "x[M, K] w[N, K]^T, next to torch.matmul",
+        "clock": "median kernel time in us (CUPTI), the L2 cleaned before each launch",
+        "columns": ["time_us", *FIELDS],
+    }
+    lines = [json.dumps({"shape": s, **e}) for s, e in sorted(shapes.items())]
+    text = json.dumps(head)[:-1] + ', "shapes": [\n' + ",\n".join(lines) + "\n]}\n"
+    DATA.write_text(text)
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "freeze":
+        freeze(sys.argv[2:])
+    kernels, _ = load()
+    print(summary(kernels))
+    if sys.argv[1] == "fit":
+        better = fit(kernels)
+        for f in dataclasses.fields(better):
+            print(f.name, f"{getattr(better, f.name):.4g}")
+        print(summary(kernels, better))

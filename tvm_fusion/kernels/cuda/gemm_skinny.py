@@ -1,0 +1,286 @@
+"""Matrix products with few rows: the weights are streamed once, at the speed of the memory.
+
+A block computes all rows of a few columns. Its warps share the sum (those of all blocks of a
+cluster too); each keeps several 16-byte loads of weights in flight, in registers or in a ring of
+shared memory (`gemm_skinny_ring`), and multiplies in float32 (`gemm_skinny_fma`) or on tensor cores
+(`gemm_skinny_mma`). The sums meet in shared memory in a fixed order.
+
+Operands may be computed: the expression of quantised weights is evaluated for the elements of the
+words that a thread has loaded.
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.ir import Expr
+from tvm.script import tirx as T
+
+from ...config import HardwareProfile
+from ...errors import Unsupported
+from ..contraction import Contraction, Segment
+from ..expr import bytes_of, constant, convert
+from . import intrinsics as device
+from .gemm_frame import Frame, coordinates, open_kernel
+from .gemm_math import evaluate
+from .gemm_skinny_config import STATIC_SMEM, WARP, SkinnyConfig, check_problem, skinny_configs
+from .gemm_skinny_fma import FmaSum
+from .gemm_skinny_mma import MmaSum
+from .gemm_skinny_ring import Ring, ring_slots
+from .gemm_skinny_sums import Position, Step
+from .patterns import product_of
+
+
+def emit_gemm_skinny(
+    contraction: Contraction, hw: HardwareProfile, config: SkinnyConfig | None = None
+) -> tirx.PrimFunc:
+    """Write a contraction with few rows as one TIRx kernel.
+
+    Parameters
+    ----------
+    contraction : Contraction
+        Static, at most 16 rows, any batch. Operands and epilogues may be any expressions.
+    hw : HardwareProfile
+        A CUDA device of compute capability 8.0 or later.
+    config : SkinnyConfig, optional
+        One of `skinny_ranked`; the first where None.
+
+    Returns
+    -------
+    func : tirx.PrimFunc
+        With the parameters of the PrimFunc that the contraction was read from.
+
+    Raises
+    ------
+    Unsupported
+        For another contraction, or a configuration that its sizes do not allow.
+    """
+    check_problem(contraction, hw)
+    if config is None:
+        config = skinny_configs(contraction, hw)[0]
+    config.check(contraction, hw)
+    with open_kernel(contraction) as frame:
+        if frame.index != "int32":
+            raise Unsupported("parameters that 32-bit indices do not reach")
+        _Kernel(frame, config).emit()
+    return frame.func
+
+
+class _Kernel:
+    """One kernel: blocks over batch, segments and column tiles."""
+
+    def __init__(self, frame: Frame, config: SkinnyConfig):
+        self.frame, self.config = frame, config
+        self.contraction = c = frame.contraction
+        self.tiles = [-(-s.N // config.block_n) for s in c.segments]
+        self.most = max(len(s.products) for s in c.segments)
+        self.dtype = c.products[0].dtype
+        kind = MmaSum if config.tensor else FmaSum
+        self.parts = [kind(frame, segment, c.M, config) for segment in c.segments]
+
+    def emit(self) -> None:
+        config, contraction = self.config, self.contraction
+        per_batch = sum(self.tiles)
+        T.device_entry()
+        block = T.cta_id([per_batch * contraction.batch * config.cluster])
+        self.rank = None
+        if config.cluster > 1:
+            self.rank = T.cta_id_in_cluster([config.cluster])
+            block = T.Bind(T.truncdiv(block, config.cluster))
+        self.thread = T.thread_id([config.threads])
+        shape = (self.most * config.shares * contraction.M * config.block_n,)
+        self.partials = T.alloc_shared(shape, self.dtype)
+        self.ring = None
+        if config.stages:
+            slots = max(ring_slots(part) for part in self.parts)
+            size = config.ring_bytes(slots)
+            if size + config.smem_bytes(contraction) > STATIC_SMEM:
+                raise Unsupported("the ring of weights does not fit into static shared memory")
+            self.ring = T.alloc_shared((max(size // 4, 1),), "uint32")
+        if config.cluster > 1:
+            T.evaluate(device.cluster_arrive())
+        batch, tile = constant(0, "int32"), block
+        if contraction.batch > 1:
+            batch, tile = T.Bind(block // per_batch), T.Bind(block % per_batch)
+        self._branch(batch, tile, 0)
+
+    def _branch(self, batch: Expr, tile: Expr, number: int) -> None:
+        """Each segment where the tile is its own."""
+        tiles = self.tiles[number]
+        if number == len(self.tiles) - 1:
+            self._segment(number, batch, tile)
+            return
+        with T.If(tile < tiles):
+            with T.Then():
+                self._segment(number, batch, tile)
+            with T.Else():
+                self._branch(batch, tile - tiles, number + 1)
+
+    def _segment(self, number: int, batch: Expr, tile: Expr) -> None:
+        config, part = self.config, self.parts[number]
+        segment = part.segment
+        lane, warp = T.Bind(self.thread % WARP), T.Bind(self.thread // WARP)
+        share, across = warp, constant(0, "int32")
+        if config.warps_n > 1:
+            share, across = T.Bind(warp // config.warps_n), T.Bind(warp % config.warps_n)
+        if self.rank is not None:
+            share = T.Bind(self.rank * config.warps_k + share)
+        axes = coordinates(segment.batch, batch, self.frame)
+        position = Position(axes, T.Bind(tile), share, across, lane)
+        self._sum(part, position)
+        self._publish(part, position)
+        self._write(part, segment, position)
+
+    def _sum(self, part: FmaSum | MmaSum, position: Position) -> None:
+        """The warp's share of the terms: whole rounds of all warps, then what is left."""
+        start = part.start(position)
+        part.columns()
+        stride = self.config.shares * part.along_k
+        full, rest = divmod(part.chunks, stride)
+        if self.config.stages and full:
+            self._through_ring(part, start, stride, full)
+        else:
+            self._through_registers(part, start, stride, full)
+        if rest:
+            chunk = T.Bind(start + full * stride)
+            with T.If(chunk < part.chunks), T.Then():
+                self._together(part, [chunk])
+
+    def _together(self, part: FmaSum | MmaSum, chunks: list[Expr]) -> None:
+        """Some blocks of terms, the loads of all of them first."""
+        steps = [Step(chunk, {}, {}) for chunk in chunks]
+        for step in steps:
+            for key, values, unit in part.weights_of():
+                step.b[key] = values.load(part.env(values, step.chunk, unit))
+        for step in steps:
+            part.load_rows(step)
+        for step in steps:
+            part.multiply(step)
+
+    def _through_registers(self, part, start: Expr, stride: int, full: int) -> None:
+        """`unroll` blocks of terms at a time; a warp's lie side by side."""
+        ahead = max(1, min(self.config.unroll, full))
+        rounds, left = divmod(full, ahead)
+
+        def chunks(first: Expr | int, count: int) -> list[Expr]:
+            if count == ahead and part.along_k == 1:
+                base = T.Bind((start + first * stride) * ahead)
+                return [T.Bind(base + u) for u in range(ahead)]
+            return [T.Bind(start + (first * ahead + u) * stride) for u in range(count)]
+
+        if rounds == 1:
+            self._together(part, chunks(0, ahead))
+        elif rounds > 1:
+            with T.serial(0, rounds, unroll=False) as i:
+                self._together(part, chunks(i, ahead))
+        if left:
+            self._together(part, chunks(rounds, left))
+
+    def _through_ring(self, part, start: Expr, stride: int, full: int) -> None:
+        """`stages` blocks of terms on their way at any time."""
+        config = self.config
+        ring = Ring(self.ring, self.thread, config.threads, ring_slots(part), config.stages)
+
+        def fill(number: Expr | int, stage: Expr | int) -> None:
+            chunk, slot = T.Bind(start + number * stride), 0
+            for _, values, unit in part.weights_of():
+                env = part.env(values, chunk, unit)
+                slot = ring.fill(stage, slot, values, values.fetches(True), env)
+
+        for number in range(config.stages):
+            if number < full:
+                fill(number, number)
+            ring.commit()
+        with T.serial(0, full, unroll=False) as i:
+            step, slot = Step(T.Bind(start + i * stride), {}, {}), 0
+            stage = T.Bind(i % config.stages)
+            part.load_rows(step)
+            for key, values, unit in part.weights_of():
+                step.b[key] = values.load(part.env(values, step.chunk, unit), False)
+            ring.wait()
+            for key, values, _ in part.weights_of():
+                found, slot = ring.take(stage, slot, values.fetches(True))
+                step.b[key] |= found
+            part.multiply(step)
+            if full > config.stages:
+                with T.If(i + config.stages < full), T.Then():
+                    fill(i + config.stages, stage)
+            ring.commit()
+
+    # ---- partial sums: [product, share, row, column]
+
+    def _place(self, product: int, share: Expr | int, element: Expr) -> Expr:
+        per_share = self.contraction.M * self.config.block_n
+        return (product * self.config.shares + share) * per_share + element
+
+    def _publish(self, part: FmaSum | MmaSum, position: Position) -> None:
+        config = self.config
+        if config.cluster > 1:
+            T.evaluate(device.cluster_wait())
+
+        def put(product: int, row: Expr | int, column: Expr, value: Expr) -> None:
+            element = row * config.block_n + column
+            if config.cluster == 1:
+                at = self._place(product, position.share, element)
+                T.buffer_store(self.partials, value, [at])
+                return
+            element = T.Bind(element)
+            place = self.partials.ptr_to([self._place(product, position.share, element)])
+            T.evaluate(device.cluster_store(place, value, element // self._owned()))
+
+        part.finish(put)
+        T.evaluate(device.cluster_sync() if config.cluster > 1 else T.cuda.cta_sync())
+
+    def _owned(self) -> int:
+        """Elements of the tile that one block of the cluster finishes."""
+        return -(-self.contraction.M * self.config.block_n // self.config.cluster)
+
+    # ---- outputs
+
+    def _write(self, part: FmaSum | MmaSum, segment: Segment, position: Position) -> None:
+        """Each thread finishes some elements of the tile."""
+        config, count = self.config, self._owned()
+        elements = self.contraction.M * config.block_n
+        for first in range(0, count, config.threads):
+            own = T.Bind(self.thread + first)
+            element = own if self.rank is None else T.Bind(self.rank * count + own)
+            whole = first + config.threads <= count
+            conditions = [] if whole else [own < count]
+            if self.rank is not None and count * config.cluster > elements:
+                conditions.append(element < elements)
+            row, column = T.Bind(element // config.block_n), T.Bind(element % config.block_n)
+            n = T.Bind(position.tile * config.block_n + column)
+            if segment.N % config.block_n:
+                conditions.append(n < segment.N)
+            if not conditions:
+                self._element(part, segment, position, element, row, n)
+                continue
+            condition = conditions[0]
+            for other in conditions[1:]:
+                condition = tirx.And(condition, other)
+            with T.If(condition), T.Then():
+                self._element(part, segment, position, element, row, n)
+
+    def _element(self, part, segment: Segment, position: Position, element, row, n) -> None:
+        env = {
+            **position.batch,
+            **coordinates(segment.m, row, self.frame),
+            **coordinates(segment.n, n, self.frame),
+        }
+        for number, product in enumerate(segment.products):
+            total = None
+            for share in range(self.config.shares):
+                value = self.partials[self._place(number, share, element)]
+                total = value if total is None else total + value
+            factors = [*part.factors.a[number].outer, *part.factors.b[number].outer]
+            if factors:
+                zero = {axis.var: constant(0, self.frame.index) for axis in product.k}
+                total = total * self.frame.rewrite(product_of(factors), {**env, **zero})
+            env[product.accumulator] = T.Bind(convert(total, product.dtype))
+        half = all(bytes_of(output.dtype) == 2 for output in segment.outputs)
+        values = [output.value for output in segment.outputs]
+        for output, value in zip(
+            segment.outputs, evaluate(self.frame, segment.bindings, values, env, half), strict=True
+        ):
+            target = self.frame.output(output.param)
+            at = self.frame.place(output.indices, env)
+            T.buffer_store(target, convert(value, output.dtype), at)

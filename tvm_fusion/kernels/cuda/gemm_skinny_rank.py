@@ -1,0 +1,168 @@
+"""Predicted time of the skinny products.
+
+    seconds = start + (memory^p + l2^p + latency^p + arithmetic^p)^(1/p)
+
+The constants are fitted to about 190 kernels measured on an H200 2026-11-20 (1, 4 and 16 rows,
+weights of 16, 8 and 4 bits), where nothing else is said.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ...config import HardwareProfile, Policy
+from ...errors import Unsupported
+from ..contraction import Contraction
+from ..expr import bytes_of
+from .gemm_skinny_candidates import Layouts, candidates
+from .gemm_skinny_config import (
+    MMA_LANES,
+    WARP,
+    SkinnyConfig,
+    check_problem,
+    tensor_dtype,
+)
+
+START = 1.19e-06
+"""Seconds before the first weights arrive and after the last."""
+TRIP = 6.33e-07
+"""Seconds from a batch of loads to the next one of a thread, under traffic."""
+TURN = 9.94e-07
+"""Seconds that a block spends before and behind its loads: its start, the sums of its warps."""
+LOADS = 4
+"""Loads of a thread that ptxas keeps in flight, whatever the unrolling (from the SASS)."""
+L2_SHARE = 1.2
+"""Of the L2's rate, what weights and rows together reach."""
+READS = 1.1
+"""Rate of reads alone, of that of a copy."""
+UNEVEN = 0.458
+"""Of the bytes that the fullest multiprocessor has above the mean, the share that shows."""
+ISSUE = 0.524
+"""Share of the issue slots that unrolled arithmetic between loads fills."""
+POWER = 3.39
+"""p among the terms: between the slowest alone and all one after another."""
+NARROW = {16: 1.0, 8: 1.1, 4: 1.35, 2: 2.0, 1: 3.0}
+"""Loss by narrow accesses: more requests for the same bytes (estimate)."""
+SHORT_SEGMENT = 1.15
+"""Loss where neighbouring threads read 64 bytes of a row, half of a line."""
+OVERHEAD = 5
+"""Instructions of a step beside those for each weight: addresses, loop."""
+REGISTERS = {True: 64, False: 40}
+"""Registers of a thread with and without tensor cores, as ptxas gives most of them."""
+RING = 1.3
+"""Margin by which a ring has to be predicted faster: its kernels are not measured yet."""
+CLUSTER = 1.14e-06
+"""Seconds of the barrier of a cluster."""
+
+
+def skinny_ranked(
+    contraction: Contraction, hw: HardwareProfile, policy: Policy | None = None
+) -> list[tuple[float, SkinnyConfig]]:
+    """Predicted seconds of a launch and configurations, the fastest first.
+
+    Parameters
+    ----------
+    contraction : Contraction
+        Static, at most 16 rows.
+    hw : HardwareProfile
+        A CUDA device of compute capability 8.0 or later.
+    policy : Policy, optional
+        Not needed: sums run in float32 always.
+
+    Raises
+    ------
+    Unsupported
+        For any other contraction.
+    """
+    return rank(contraction, hw)
+
+
+def rank(contraction: Contraction, hw: HardwareProfile) -> list[tuple[float, SkinnyConfig]]:
+    """See `skinny_ranked`."""
+    check_problem(contraction, hw)
+    layouts = Layouts(contraction)
+    tensor = tensor_dtype(contraction)
+    found = [
+        (_seconds(contraction, layouts, config, hw), config)
+        for config in candidates(contraction, hw, layouts, tensor)
+    ]
+    if not found:
+        raise Unsupported("no division of the columns and the sum fits the device")
+    return sorted(found, key=lambda entry: entry[0])
+
+
+def _seconds(
+    contraction: Contraction, layouts: Layouts, config: SkinnyConfig, hw: HardwareProfile
+) -> float:
+    sms, size = hw.num_sms, bytes_of
+    tiles = contraction.batch * sum(-(-s.N // config.block_n) for s in contraction.segments)
+    blocks = tiles * config.cluster
+    per_sm = blocks / sms
+    waves = math.ceil(per_sm / _resident_blocks(contraction, config, hw))
+    piece, count = layouts.accesses(config.steps, config.width)
+
+    # The memory: every parameter once; short segments and uneven blocks lose some of the rate.
+    lanes = MMA_LANES if config.tensor else config.lanes if config.width > 1 else WARP
+    loss = NARROW[piece] * (SHORT_SEGMENT if piece * lanes < 128 else 1.0)
+    total = sum(p.elements * size(p.dtype) for p in contraction.params if p.shape)
+    uneven = 1 + UNEVEN * (math.ceil(per_sm) / per_sm - 1)
+    memory = total / (hw.hbm_bytes_per_s * READS) * loss * uneven
+
+    # The L2: each tile of columns reads all rows.
+    k = max(p.K for p in contraction.products)
+    rows = tiles * contraction.M * k * 2
+    l2 = (total + rows) / (hw.l2_bytes_per_s * L2_SHARE)
+
+    # A thread's batches of loads, one after the other.
+    along = 1 if config.tensor else WARP // config.lanes
+    steps = max(1.0, k / config.run / (config.shares * along))
+    products = max(len(s.products) for s in contraction.segments)
+    loads = (2 if config.tensor else 1) * config.columns * products * count
+    if config.tensor:  # each thread reads its run of a row too, two bytes a term
+        loads += -(-contraction.M // 8) * max(1.0, config.steps / 8)
+    ahead = config.stages or min(config.unroll, LOADS / loads)
+    latency = (max(1.0, steps / ahead) * TRIP + TURN) * waves
+
+    issue = hw.fma_per_s_f32 / 2 * ISSUE * min(1.0, per_sm * config.threads / WARP / 4)
+    work = _instructions(contraction, layouts, config) / issue
+    busy = sum(t**POWER for t in (memory, l2, latency, work)) ** (1 / POWER)
+    start = hw.kernel_gap_us * 1e-6 + START + (CLUSTER if config.cluster > 1 else 0.0)
+    # Sums meet in shared memory: a thread adds up one element of each share.
+    each = -(-contraction.M * config.block_n // config.cluster // config.threads)
+    start += hw.barrier_s + each * config.shares * 5e-9
+    if not config.tensor:
+        sums = config.columns * config.width * contraction.M * products
+        start += math.log2(along) * sums * 2e-9
+    return (start + busy) * (RING if config.stages else 1.0)
+
+
+def _resident_blocks(contraction: Contraction, config: SkinnyConfig, hw: HardwareProfile) -> int:
+    """Blocks that a multiprocessor holds at once, by threads, registers and shared memory."""
+    by_registers = hw.registers_per_sm // (REGISTERS[bool(config.tensor)] * config.threads)
+    by_smem = hw.smem_per_sm_bytes // (config.smem_bytes(contraction) + 1024)
+    by_threads = hw.max_threads_per_sm // config.threads
+    return max(1, min(by_registers, by_smem, by_threads, hw.max_blocks_per_sm))
+
+
+def _instructions(contraction: Contraction, layouts: Layouts, config: SkinnyConfig) -> float:
+    """Instructions of all threads together."""
+    total = 0.0
+    points = config.steps * config.width
+    tensor = config.tensor
+    numbers = iter(layouts.values(config.steps, config.width, tensor))
+    costs = iter(layouts.conversions(config.steps, config.width, tensor))
+    for s in contraction.segments:
+        for p in s.products:
+            values, each = next(numbers), next(costs)
+            weights = contraction.batch * s.N * p.K
+            rows = contraction.M
+            if tensor:
+                each += 2 * -(-rows // 8) / 8 + -(-rows // 8) * (0.5 / config.columns)
+                overhead = OVERHEAD / (2 * config.columns * points)
+            else:
+                each += rows + 1.25 * rows / (config.columns * config.width)
+                overhead = OVERHEAD / (config.columns * points)
+            if any(values.step):
+                each += rows / config.steps
+            total += weights * (each + overhead)
+    return total

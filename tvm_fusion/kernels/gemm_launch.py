@@ -1,0 +1,182 @@
+"""The matrix products of a group as plain numbers, for predicting the time of their launch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from ..config import HardwareProfile
+from ..ir.access import Access, Block, Pipe
+from ..ir.extents import assumed
+from .base import GroupView, dtype_bytes
+from .footprint import footprint_bytes
+from .traffic import is_resident
+
+if TYPE_CHECKING:
+    from .gemm import Product
+
+ROWS_OF_PARTS = 64  # rows of the smallest tile, to whose multiples the rows of parts are counted
+
+
+@dataclass(frozen=True)
+class GemmGroup:
+    """Products of a group as plain numbers.
+
+    Attributes
+    ----------
+    group : GroupView
+    parts : products that meet in outputs, by part.
+    siblings : all products share their left operand.
+    counts : points of each block, one evaluation for each element of an operand.
+    before : tensors upstream of left operands, and of right ones.
+    """
+
+    group: GroupView
+    parts: Sequence[Sequence[Product]]
+    siblings: bool
+    counts: tuple[float, ...]
+    before: tuple[frozenset[int], frozenset[int]]
+    hw: HardwareProfile
+
+    @cached_property
+    def products(self) -> list[Product]:
+        return [p for part in self.parts for p in part]
+
+    @cached_property
+    def dtypes(self) -> set[str]:
+        """Dtypes of the operands as the products read them."""
+        tensors = self.group.graph.tensors
+        return {tensors[a.tensor].dtype for p in self.products for a in (p.left, p.right)}
+
+    def pitches(self, product: Product) -> tuple[int, int]:
+        """Bytes from row to row of A and of B as stored: before transpositions and slices."""
+        found = []
+        for access in (product.left, product.right):
+            stored = self.group.graph.tensors[self._stored(access)[0]]
+            found.append(assumed(stored.shape[-1]) * dtype_bytes(stored.dtype))
+        return found[0], found[1]
+
+    def along_terms(self, product: Product) -> bool:
+        """Whether neighbouring terms of both operands lie side by side in memory."""
+        ends = (self._stored(access)[1] for access in (product.left, product.right))
+        return all(end <= set(product.block.reduced) for end in ends)
+
+    def _stored(self, access: Access) -> tuple[int, frozenset[int]]:
+        """The tensor that an operand is moved from, and the product's axes along its last one."""
+        tensor, axes = access.tensor, [index.axes for index in access.index]
+        while (block := self.group.writer_of.get(tensor)) is not None and _only_moves(block):
+            (write,), (read,) = block.writes, block.reads
+            own = {i: axes[d] for d, index in enumerate(write.index) for i in index.axes}
+            axes = [
+                frozenset().union(*(own.get(i, frozenset()) for i in index.axes))
+                for index in read.index
+            ]
+            tensor = read.tensor
+        return tensor, axes[-1] if axes else frozenset()
+
+    @property
+    def has_partials(self) -> bool:
+        """Whether runs of a product's columns are reduced, too."""
+        own = {id(p.block) for p in self.products}
+        return any(b.reduction is not None and id(b) not in own for b in self.group.blocks)
+
+    def computed(self, side: int) -> bool:
+        """Whether there is arithmetic on a left (0) or right (1) operand."""
+        blocks = (self.group.writer_of.get(t) for t in self.before[side])
+        return any(b is not None and b.operations() for b in blocks)
+
+    @cached_property
+    def moved(self) -> tuple[float, float, float, float]:
+        """Bytes of the inputs that operands are made of, of other inputs, of outputs, and of inputs
+        that the L2 still holds.
+        """
+        group, operand, other, resident = self.group, 0.0, 0.0, 0.0
+        for t in group.inputs:
+            size = footprint_bytes(group, t)
+            resident += size if is_resident(group, t, size, self.hw) else 0.0
+            if t in self.before[0] or t in self.before[1]:
+                operand += size
+            else:
+                other += size
+        return operand, other, sum(map(group.tensor_bytes, group.outputs)), resident
+
+    @cached_property
+    def sizes(self) -> tuple[int, int, tuple[int, ...], int, int]:
+        """Batch, M, columns of each part, K, and products of a part. Of products that share no
+        operand: all rows under each other, in whole tiles, and the mean of columns and terms.
+        """
+        first, together = self.products[0], len(self.parts[0])
+        if self.siblings:
+            columns = tuple(part[0].n for part in self.parts)
+            return first.batch, first.m, columns, first.k, together
+        rows = [p[0].batch * -(-p[0].m // ROWS_OF_PARTS) * ROWS_OF_PARTS for p in self.parts]
+        cells = sum(m * p[0].n for m, p in zip(rows, self.parts, strict=True))
+        terms = sum(m * p[0].n * p[0].k for m, p in zip(rows, self.parts, strict=True))
+        return 1, sum(rows), (-(-cells // sum(rows)),), -(-terms // cells), together
+
+    @cached_property
+    def more_b_bytes(self) -> float:
+        """Bytes of right operands beyond those that `sizes` tell of."""
+        batch, _, columns, k, together = self.sizes
+        told = batch * sum(columns) * k * together
+        size = max(dtype_bytes(dtype) for dtype in self.dtypes)
+        return max(0, sum(p.batch * p.n * p.k for p in self.products) - told) * size
+
+    @property
+    def equal_sizes(self) -> bool:
+        """Whether all products have the same batch, rows and terms."""
+        return len({(p.batch, p.m, p.k) for p in self.products}) == 1
+
+    @cached_property
+    def segments(self) -> list[tuple[int, int, int, tuple[int, ...]]]:
+        """Batch, M, columns and the K of each product, of each part."""
+        return [(p[0].batch, p[0].m, p[0].n, tuple(q.k for q in p)) for p in self.parts]
+
+    def tiles(self, block_m: int, block_n: int) -> int:
+        """Tiles of one accumulator that cover all parts."""
+        return sum(b * -(-m // block_m) * -(-n // block_n) for b, m, n, _ in self.segments)
+
+    def runs(self, block_m: int, block_n: int) -> tuple[int, int]:
+        """How often each element of A and of B is brought in, with such tiles."""
+        a = sum(-(-n // block_n) for _, _, n, _ in self.segments) if self.siblings else 1
+        return a, max(-(-m // block_m) for _, m, *_ in self.segments)
+
+    @cached_property
+    def operation_s(self) -> tuple[float, float, float]:
+        """Time that the device needs for the operations on left operands, once for each element, on
+        right ones, and for all others.
+        """
+        found = [0.0, 0.0, 0.0]
+        for block, count in zip(self.group.blocks, self.counts, strict=True):
+            if not block.is_contraction:
+                each = sum(number * self._cost[pipe] for pipe, number in block.counts)
+                found[self._side(block)] += count * each
+        return found[0], found[1], found[2]
+
+    @cached_property
+    def _cost(self) -> dict[Pipe, float]:
+        hw = self.hw
+        return {
+            Pipe.ARITHMETIC: 2 / hw.fma_per_s_f32,
+            Pipe.SPECIAL: 1 / hw.special_per_s,
+            Pipe.DIVISION: 1 / hw.special_per_s,
+            Pipe.INTEGER: 1 / hw.int_div_per_s,
+        }
+
+    def _side(self, block: Block) -> int:
+        tensors = {w.tensor for w in block.writes}
+        return 0 if tensors & self.before[0] else 1 if tensors & self.before[1] else 2
+
+    def run_counts(self, a_times: float, b_times: float) -> tuple[float, ...]:
+        """How often blocks run where each element of A is computed `a_times`, of B `b_times`."""
+        times = (a_times, b_times, 1.0)
+        return tuple(
+            count * times[self._side(block)]
+            for block, count in zip(self.group.blocks, self.counts, strict=True)
+        )
+
+
+def _only_moves(block: Block) -> bool:
+    return not block.operations() and block.reduction is None and len(block.reads) == 1

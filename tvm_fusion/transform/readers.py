@@ -1,0 +1,89 @@
+"""Who reads each tensor of a Relax function."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import tvm
+from tvm import relax
+from tvm.ir import Call
+from tvm.relax import Expr, Var
+
+from .constant_weights import identity
+from .factors import is_constant
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reader:
+    """The binding of `var` reads a tensor as its argument number `argument`, or in a tuple there;
+    `var` is None for what is no operator: a tuple, the result of the function, code of a branch.
+    """
+
+    var: Var | None
+    argument: int = 0
+
+
+ELSEWHERE = Reader(None)
+
+
+class Readers:
+    """The bindings of a function, and the readers of its tensors and constants."""
+
+    def __init__(self, func: relax.Function) -> None:
+        self._bound: dict[Var, Expr] = {}
+        self._readers: dict[Var, list[Reader]] = {}
+        self._of_constants: dict[int, list[Reader]] = {}
+        self._results: set[Var] = set()
+        for block in func.body.blocks:
+            for binding in block.bindings:
+                self._add(binding)
+                if isinstance(block, relax.DataflowBlock) and not isinstance(
+                    binding.var, relax.DataflowVar
+                ):
+                    self._results.add(binding.var)
+        self._note(func.body.body, ELSEWHERE)
+
+    def lookup(self, expr: Expr) -> Expr | None:
+        """What a variable is bound to, or None."""
+        return self._bound.get(expr) if isinstance(expr, Var) else None
+
+    def within(self, expr: Expr) -> Expr | None:
+        """What a variable is bound to; None too for results of dataflow blocks, since what they are
+        made of may not be read outside.
+        """
+        return None if expr in self._results else self.lookup(expr)
+
+    def calls(self) -> Iterator[tuple[Var, Call]]:
+        """The variables that are bound to calls, in order."""
+        return ((var, value) for var, value in self._bound.items() if isinstance(value, Call))
+
+    def of(self, var: Var) -> list[Reader]:
+        """The readers of a variable."""
+        return self._readers.get(var, [])
+
+    def of_constant(self, constant: Expr) -> list[Reader]:
+        """The readers of all constants with the memory of this one."""
+        return self._of_constants.get(identity(constant), [])
+
+    def _add(self, binding: relax.Binding) -> None:
+        value = binding.value
+        if not isinstance(binding, relax.VarBinding):
+            self._note(value, ELSEWHERE)
+            return
+        self._bound[binding.var] = value
+        if not isinstance(value, Call) or not isinstance(value.op, tvm.ir.Op):
+            self._note(value, ELSEWHERE)
+            return
+        for number, arg in enumerate(value.args):
+            plain = isinstance(arg, Var | relax.Tuple) or is_constant(arg)
+            self._note(arg, Reader(binding.var, number) if plain else ELSEWHERE)
+
+    def _note(self, expr: Expr, reader: Reader) -> None:
+        def visit(part: Expr) -> None:
+            if isinstance(part, Var):
+                self._readers.setdefault(part, []).append(reader)
+            elif is_constant(part):
+                self._of_constants.setdefault(identity(part), []).append(reader)
+
+        relax.analysis.post_order_visit(expr, visit)

@@ -1,0 +1,71 @@
+"""Rewrites of the opened graph that pay in some models and not in others.
+
+Each changes what can be fused, and the search cannot undo it: a module is planned with and without
+each in turn, and those are kept by which the predicted time falls. A pass that finds nothing to do
+returns the very module it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import tvm
+
+from ..config import HardwareProfile, Policy
+from ..errors import PlanError
+from .fold_factors import FoldFactors
+from .lean_weights import LeanWeights
+from .packed_weights import PackedWeights
+from .pad_depth import PadDepth
+from .partial_rows import PartialRows
+
+
+@dataclass(frozen=True, slots=True)
+class Rewrite:
+    """The pass for a device, and the policies under which it may be tried."""
+
+    make: Callable[[HardwareProfile], tvm.transform.Pass]
+    allowed: Callable[[Policy], bool] = lambda _policy: True
+
+
+def _may_round(policy: Policy) -> bool:
+    return policy.rounding != "exact"
+
+
+# By name, in the order in which they are applied.
+REWRITES: Mapping[str, Rewrite] = {
+    "fold_factors": Rewrite(lambda _hw: FoldFactors(), _may_round),
+    "partial_rows": Rewrite(PartialRows, _may_round),
+    "pad_depth": Rewrite(PadDepth),
+    # After those that look at constants: these hide them.
+    "lean_weights": Rewrite(LeanWeights, lambda policy: not policy.allow_tf32),
+    "lean_weights_tf32": Rewrite(
+        lambda hw: LeanWeights(hw, allow_tf32=True), lambda policy: policy.allow_tf32
+    ),
+    "packed_weights": Rewrite(PackedWeights, _may_round),
+}
+
+
+def candidates(hw: HardwareProfile, policy: Policy) -> tuple[str, ...]:
+    """Names of the rewrites to try; none on a CPU, whose kernels gain nothing by them."""
+    if hw.kind == "llvm":
+        return ()
+    return tuple(name for name, rewrite in REWRITES.items() if rewrite.allowed(policy))
+
+
+def known_rewrites(names: Collection[str]) -> Collection[str]:
+    """`names`, if all of them exist.
+
+    Raises
+    ------
+    PlanError
+        A plan names a rewrite that this version does not have.
+    """
+    unknown = sorted(set(names) - set(REWRITES))
+    if unknown:
+        raise PlanError(
+            f"the plan needs the rewrites {', '.join(unknown)}, which do not exist here "
+            f"(known: {', '.join(REWRITES) or 'none'}); plan again with `explain`"
+        )
+    return names
