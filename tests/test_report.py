@@ -282,3 +282,9 @@ def test_restrict_keeps_what_concerns_the_pair():
     report = restrict(replace(REPORT, refusals=(REFUSAL, other)), "exp,matmul")
     assert report.groups == (MATMUL,)
     assert report.refusals == (REFUSAL,)
+
+
+def test_the_text_names_the_rewrites_of_the_graph():
+    rewritten = replace(REPORT, plan={**REPORT.plan, "rewrites": ["fold_factors", "pad_depth"]})
+    assert "rewritten fold_factors, pad_depth" in text.render(rewritten).splitlines()
+    assert "rewritten" not in text.render(REPORT)

@@ -20,11 +20,13 @@ class Fused(nn.Module):
     def __init__(self, function: Callable[..., Any], *weights: torch.Tensor) -> None:
         super().__init__()
         self.function = function
-        self.weights = nn.ParameterList(weights)
+        self.names = tuple(f"weight{i}" for i in range(len(weights)))
+        for name, value in zip(self.names, weights, strict=True):
+            self.register_parameter(name, nn.Parameter(value, requires_grad=False))
 
     def forward(self, *inputs: torch.Tensor) -> Any:
         """Call it."""
-        return self.function(*inputs, *self.weights)
+        return self.function(*inputs, *[getattr(self, name) for name in self.names])
 
 
 def weight(sizes: Sizes, n: int, k: int) -> torch.Tensor:

@@ -99,6 +99,8 @@ def _header(report: Report) -> str:
     if report.verify is not None:
         outcome = "passed" if report.verify.passed else "FAILED"
         lines.append(f"verify    {outcome}, worst error {_short(report.verify.worst_error)}")
+    if rewrites := report.plan.get("rewrites"):
+        lines.append(f"rewritten {', '.join(rewrites)}")
     return "\n".join(lines)
 
 

@@ -140,7 +140,7 @@ def _along_k(contraction: Contraction, layouts: Layouts) -> list[SkinnyConfig]:
     for columns in (1, 2, 4):
         for warps_k, warps_n in ((1, 4), (1, 8), (2, 4), (4, 1), (4, 2), (8, 1)):
             for stages, unroll in ((0, 1), (0, 2), (0, 4), (0, 8), (2, 1), (4, 1), (8, 1)):
-                if columns * unroll * products <= 16:
+                if columns * unroll * products <= 16 and columns * products <= max(4, products):
                     size = steps, 1, columns, 1, warps_k, warps_n, 1, unroll, stages
                     found.append(SkinnyConfig("", *size))
     return found
@@ -175,5 +175,5 @@ def _on_tensor_cores(contraction: Contraction, layouts: Layouts, tensor: str) ->
         for columns in (1, 2, 4)
         for warps_k, warps_n in ((4, 1), (8, 1), (16, 1), (4, 2))
         for stages, unroll in ways
-        if columns * unroll * products <= 8
+        if columns * unroll * products <= 8 and columns * warps_k <= 16
     ]
