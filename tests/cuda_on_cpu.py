@@ -13,6 +13,7 @@ import ctypes
 import hashlib
 import importlib
 import re
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -311,23 +312,40 @@ class Resources:
 
 
 def compile_cubins(funcs: dict[str, tirx.PrimFunc], arch: str = "sm_90a") -> list[Resources]:
-    """Compiles kernels to one cubin; raises where nvcc refuses."""
+    """Compiles kernels to one cubin; raises as `ptxas_report` does."""
     sources = {name: lower(func) for name, func in funcs.items()}
-    text = _one_source(sources)
-    with tempfile.TemporaryDirectory() as folder:
-        code = Path(folder, "kernels.cu")
-        code.write_text(text)
-        command = ["nvcc", f"-arch={arch}", "-cubin", "-O3", "--use_fast_math", "-Xptxas=-v"]
-        command += ["-diag-suppress=177", "-o", str(Path(folder, "kernels.cubin")), str(code)]
-        run = subprocess.run(command, capture_output=True, text=True)
-    if run.returncode:
-        raise RuntimeError(f"nvcc refuses the kernels:\n{run.stderr[:4000]}")
     found = re.findall(
         r"Function properties for (\w+)\s+\d+ bytes stack frame, (\d+) bytes spill stores, "
         r"(\d+) bytes spill loads\s+ptxas info\s*: Used (\d+) registers",
-        run.stderr,
+        ptxas_report(_one_source(sources), arch),
     )
     return [Resources(k, int(regs), int(out) + int(back)) for k, out, back, regs in found]
+
+
+def ptxas_report(source: str, arch: str) -> str:
+    """What ptxas says of the kernels of a source; cached by the source and the compiler.
+
+    Raises
+    ------
+    RuntimeError
+        Where nvcc refuses the source.
+    """
+    nvcc = Path(shutil.which("nvcc") or "nvcc").resolve()
+    flags = (f"-arch={arch}", "-cubin", "-O3", "--use_fast_math", "-Xptxas=-v", "-w")
+    parts = (str(nvcc), str(nvcc.stat().st_mtime if nvcc.exists() else 0), *flags, source)
+    report = CACHE / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:20]}.ptxas"
+    if not report.exists():
+        CACHE.mkdir(exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+            code, said = Path(folder, "kernels.cu"), Path(folder, "said")
+            code.write_text(source)
+            command = ["nvcc", *flags, "-o", str(Path(folder, "kernels.cubin")), str(code)]
+            run = subprocess.run(command, capture_output=True, text=True)
+            if run.returncode:
+                raise RuntimeError(f"nvcc refuses the kernels:\n{run.stderr[:4000]}")
+            said.write_text(run.stderr)
+            said.replace(report)
+    return report.read_text()
 
 
 def _one_source(lowered: dict[str, Lowered]) -> str:

@@ -3,6 +3,8 @@
     python -m tests.fit_gemm_cost freeze SWEEP.jsonl ...   writes data/gemm_sweep_h200.json
     python -m tests.fit_gemm_cost fit                      prints the constants and what they reach
 
+The data's "layers" are kernels with epilogues and other operands, next to the `GemmWork` of each.
+
 A line of a sweep: {"shape": [M, N, K], "us": median time, "config": fields of HopperConfig}, of a
 float16 product whose operands have neighbouring terms side by side; a "config" that is no object is
 cuBLAS; lines of another "kind" than "split" or "multicast" are left out; the first time of a
@@ -18,18 +20,12 @@ import sys
 from pathlib import Path
 
 from tvm_fusion.config import load_profile
-from tvm_fusion.kernels.cuda.gemm_cost import (
-    FITTED,
-    LINE_BYTES,
-    Coefficients,
-    GemmTile,
-    GemmWork,
-    gemm_time,
-)
+from tvm_fusion.kernels.cuda.gemm_cost import FITTED, Coefficients, gemm_time
+from tvm_fusion.kernels.cuda.gemm_work import LINE_BYTES, GemmTile, GemmWork
 
 DATA = Path(__file__).parent / "data" / "gemm_sweep_h200.json"
 H200 = load_profile("nvidia_h200")
-FIELDS = [f.name for f in dataclasses.fields(GemmTile)]
+FIELDS = [f.name for f in dataclasses.fields(GemmTile) if f.name != "ahead"]
 GUESSED = ("cached_columns",)
 
 
@@ -48,15 +44,31 @@ def load(path=DATA):
     for entry in data["shapes"]:
         shape = tuple(entry["shape"])
         library[shape] = entry["cublas_us"]
-        kernels[shape] = {
-            GemmTile(**dict(zip(data["columns"][1:], row[1:], strict=True))): row[0]
-            for row in entry["kernels"]
-        }
+        kernels[shape] = _kernels(data, entry)
     return kernels, library
 
 
+def load_layers(path=DATA):
+    """{name: (GemmWork, {GemmTile: microseconds})} of products with more around them."""
+    data = json.loads(Path(path).read_text())
+    found = {}
+    for entry in data["layers"]:
+        work = GemmWork(**{**entry["work"], "columns": tuple(entry["work"]["columns"])})
+        found[entry["name"]] = work, _kernels(data, entry)
+    return found
+
+
+def _kernels(data, entry):
+    columns = data["columns"][1:]
+    return {
+        GemmTile(**dict(zip(columns, row[1:], strict=True))): row[0] for row in entry["kernels"]
+    }
+
+
 def predicted_us(shape, tile, fitted=FITTED):
-    return gemm_time(work_of(*shape), tile, H200, fitted).seconds * 1e6
+    """Of a plain product by its (M, N, K), or of a `GemmWork`."""
+    work = shape if isinstance(shape, GemmWork) else work_of(*shape)
+    return gemm_time(work, tile, H200, fitted).seconds * 1e6
 
 
 def accuracy(kernels, fitted=FITTED):
@@ -125,6 +137,10 @@ def fit(kernels):
     return of(found.x)
 
 
+def _stripe(m, block_m, staged):
+    return 16 if m >= 2048 or (staged and 8 < -(-m // block_m) < 16) else 8
+
+
 def freeze(paths):
     shapes = {}
     for path in paths:
@@ -137,7 +153,7 @@ def freeze(paths):
             if not isinstance(config, dict):
                 shape["cublas_us"] = shape["cublas_us"] or us
                 continue
-            if config["group_m"] != (16 if entry["shape"][0] >= 2048 else 8):
+            if config["group_m"] != _stripe(entry["shape"][0], config["block_m"], config["staged"]):
                 continue  # other stripes than those that are offered
             values = {"split": 1, "multicast": 1, **config}
             shape["kernels"].setdefault(tuple(values[f] for f in FIELDS), us)
@@ -153,7 +169,9 @@ def freeze(paths):
         "columns": ["time_us", *FIELDS],
     }
     lines = [json.dumps({"shape": s, **e}) for s, e in sorted(shapes.items())]
-    text = json.dumps(head)[:-1] + ', "shapes": [\n' + ",\n".join(lines) + "\n]}\n"
+    layers = [json.dumps(e) for e in json.loads(DATA.read_text())["layers"]]
+    text = json.dumps(head)[:-1] + ', "shapes": [\n' + ",\n".join(lines)
+    text += '\n], "layers": [\n' + ",\n".join(layers) + "\n]}\n"
     DATA.write_text(text)
 
 
@@ -161,6 +179,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "freeze":
         freeze(sys.argv[2:])
     kernels, _ = load()
+    kernels |= dict(load_layers().values())
     print(summary(kernels))
     if sys.argv[1] == "fit":
         better = fit(kernels)

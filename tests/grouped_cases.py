@@ -79,3 +79,22 @@ def lora_of(x, *weights):
     """`lora` in NumPy."""
     triples = zip(weights[::3], weights[1::3], weights[2::3], strict=True)
     return [x @ w + (x @ a) @ b * 0.5 for w, a, b in triples]
+
+
+def packed_mixture(counts):
+    """Emits `mixture` of rows of one packed tensor, in the order of the experts: x, then gate, up
+    and down of each, by columns; the results stand below each other.
+    """
+    ends = [sum(counts[:i]) for i in range(1, len(counts))]
+
+    def emit(bb, x, *weights):
+        weights = [bb.emit(op.permute_dims(w, (1, 0))) for w in weights]
+        parts = bb.emit(op.split(x, ends, 0))
+        results = []
+        for i in range(len(counts)):
+            gate, up, down = weights[3 * i : 3 * i + 3]
+            hidden = bb.emit(gate_up(bb, bb.emit(parts[i]), gate, up))
+            results.append(bb.emit(op.matmul(hidden, down)))
+        return op.concat(results, 0)
+
+    return emit

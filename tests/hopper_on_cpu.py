@@ -7,18 +7,15 @@ A device function that holds PTX of these units becomes a call of the unit in
 import ctypes
 import re
 import struct
-import subprocess
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import tvm_ffi
 from tvm import tirx
 
 from . import cuda_on_cpu
-from .cuda_on_cpu import EMULATOR, cuda_source
+from .cuda_on_cpu import EMULATOR, cuda_source, ptxas_report
 
 ENCODE = "runtime.cuTensorMapEncodeTiled"
 
@@ -181,15 +178,8 @@ class Compiled:
 
 
 def compile_hopper(func: tirx.PrimFunc) -> Compiled:
-    """Compiles one kernel to a cubin for sm_90a; raises where nvcc refuses."""
-    with tempfile.TemporaryDirectory() as folder:
-        code = Path(folder, "kernel.cu")
-        code.write_text(cuda_source(func))
-        command = ["nvcc", "-w", "-arch=sm_90a", "-cubin", "-O3", "--use_fast_math", "-Xptxas=-v"]
-        command += ["-o", str(Path(folder, "kernel.cubin")), str(code)]
-        run = subprocess.run(command, capture_output=True, text=True)
-    if run.returncode:
-        raise RuntimeError(f"nvcc refuses the kernel:\n{run.stderr[:4000]}")
-    spills = map(int, re.findall(r"(\d+) bytes spill", run.stderr))
-    registers = int(re.search(r"Used (\d+) registers", run.stderr).group(1))
-    return Compiled(registers, sum(spills), tuple(re.findall(r"\(C7\d+\)[^\n]*", run.stderr)))
+    """Compiles one kernel to a cubin for sm_90a; raises as `ptxas_report` does."""
+    report = ptxas_report(cuda_source(func), "sm_90a")
+    spills = map(int, re.findall(r"(\d+) bytes spill", report))
+    registers = int(re.search(r"Used (\d+) registers", report).group(1))
+    return Compiled(registers, sum(spills), tuple(re.findall(r"\(C7\d+\)[^\n]*", report)))

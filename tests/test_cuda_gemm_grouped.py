@@ -7,10 +7,12 @@ import pytest
 from tvm import relax, tirx
 from tvm.relax import op
 
-from tvm_fusion.config import load_profile
+from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.contraction import analyze_contraction
+from tvm_fusion.kernels.cuda.gemm_forms import gemm_ranked
 from tvm_fusion.kernels.cuda.gemm_hopper import emit_gemm_hopper, hopper_configs
+from tvm_fusion.kernels.cuda.gemm_hopper_config import HopperConfig
 
 from . import grouped_cases as graphs
 from .gemm_cases import FLOAT, HALF
@@ -155,11 +157,51 @@ def test_a_deferred_epilogue_stores_into_the_segment_of_its_own_tile(emit, refer
     check(emit, reference, shapes, config)
 
 
-def test_blocks_that_share_tiles_of_b_work_on_one_segment():
-    config = dataclasses.replace(
-        hopper_configs(contraction_of(graphs.separate, EVERYTHING_DIFFERS), TINY_H200)[0],
-        multicast=2,
+UPDATES = ((136, 200), (200, 192), (136, 192), (40, 200), (200, 64), (40, 64))
+
+
+@pytest.mark.parametrize(
+    ("deferred", "boxes", "stages"),
+    [(True, 2, 4), (False, 2, 4), (False, 4, 3)],
+    ids=["deferred", "with its own tile", "ahead"],
+)
+def test_the_tma_brings_the_residual_of_each_segment(deferred, boxes, stages):
+    config = HopperConfig(64, 128, stages, True, deferred, boxes)
+    check(graphs.lora_b, updates, UPDATES, config)
+    kernel = str(emit_gemm_hopper(contraction_of(graphs.lora_b, UPDATES), H200, config))
+    assert kernel.count("cuTensorMapEncodeTiled") == 8
+
+
+def test_residuals_are_asked_for_ahead_where_no_epilogue_can_be_deferred():
+    short, long = (
+        [c for c in hopper_configs(contraction_of(graphs.lora_b, shapes), H200) if c.staged]
+        for shapes in (CASES["low-rank updates"][2], UPDATES)
     )
+    assert {c.boxes * 32 // c.block_n for c in short} == {1}
+    assert {c.boxes * 64 // c.block_n for c in long if not c.deferred} == {1}
+
+
+def test_low_rank_updates_of_many_rows_are_for_the_form_that_loads_residuals_ahead():
+    shapes = [s for n in (4096, 1024, 512) for s in ((4096, 16), (16, n), (4096, n))]
+    _, first = gemm_ranked(contraction_of(graphs.lora_b, shapes), H200, load_policy())[0]
+    assert isinstance(first, HopperConfig)
+    assert (first.block_m, first.boxes) == (128, 2 * first.block_n // 64)
+
+
+def test_a_residual_that_other_segments_lack_is_loaded_into_registers():
+    def emit(bb, a, b, y, c, d):
+        first = graphs.lora_b(bb, a, b, y)
+        return relax.Tuple([*first.fields, bb.emit(op.matmul(c, d))])
+
+    def reference(a, b, y, c, d):
+        return [*updates(a, b, y), c @ d]
+
+    config = HopperConfig(64, 128, 4, True, False, 2)
+    check(emit, reference, (*UPDATES[:3], (40, 200), (200, 64)), config)
+
+
+def test_blocks_that_share_tiles_of_b_work_on_one_segment():
+    config = HopperConfig(128, 128, 3, False, False, 0, multicast=2)
     four = dataclasses.replace(H200, num_sms=4)
     check(graphs.separate, products, EVERYTHING_DIFFERS, config, four)
 

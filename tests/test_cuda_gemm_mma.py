@@ -27,7 +27,7 @@ from .partial_cases import residual_squares
 from .ptx import ptx_of
 
 H200, A100, RTX = (load_profile(n) for n in ("nvidia_h200", "nvidia_a100", "nvidia_rtx4090"))
-DEVICES = {"sm_80": A100, "sm_89": RTX, "sm_90a": H200}
+DEVICES = {"sm_80": A100, "sm_90a": H200}
 EIGHT = "float8_e4m3fn"
 
 CONFIGS = [
@@ -357,9 +357,8 @@ def test_the_first_configurations_compile_without_spills(arch):
     assert [r.kernel for r in found if r.spill_bytes] == []
 
 
-@pytest.mark.parametrize("arch", DEVICES)
-def test_the_kernel_consists_of_the_instructions_it_is_for(arch):
-    ptx = ptx_of(emit_gemm_mma(LARGE["bias_gelu_residual"], DEVICES[arch]), arch)
+def test_the_kernel_consists_of_the_instructions_it_is_for():
+    ptx = ptx_of(emit_gemm_mma(LARGE["bias_gelu_residual"], A100), "sm_80")
     for instruction in (
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32",
         "cp.async.cg.shared.global",

@@ -47,15 +47,19 @@ def check(case, config, exact=False):
 
 
 def kinds():
-    """Configurations of all tiles and forms for the first case, of each form for the others."""
+    """Configurations of all tiles, and of all forms, for the first case, of all forms for the
+    others.
+    """
     found = []
     for case in PARTIAL_CASES:
-        seen = {}
+        seen, tiles = {}, {}
         for c in hopper_configs(analyze_contraction(case.func()), TINY_H200):
             if c.split == 1 and c.batched == 0 and c.block_n % 64 == 0:
-                tile = (c.block_m, c.block_n) if case is PARTIAL_CASES[0] else ()
-                seen.setdefault((*tile, c.staged, c.deferred), c)
-        found += [pytest.param(case, c, id=f"{case.name}-{key(c)}") for c in seen.values()]
+                seen.setdefault((c.staged, c.deferred), c)
+                if case is PARTIAL_CASES[0]:
+                    tiles.setdefault((c.block_m, c.block_n), c)
+        chosen = dict.fromkeys([*seen.values(), *tiles.values()])
+        found += [pytest.param(case, c, id=f"{case.name}-{key(c)}") for c in chosen]
     return found
 
 

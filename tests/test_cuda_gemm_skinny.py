@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tvm_ffi
 from tvm import relax, te, tirx
+from tvm.ir.prim.expr import BitwiseAnd, RShift
 from tvm.relax import op
 
 from tvm_fusion.config import load_profile
@@ -60,6 +61,19 @@ def linear_of_int4(group, zeros=False, transposed=False):
     return emit
 
 
+def matmul_of_int4(bb, x, w, z, s):
+    """Weights of 4 bits, eight in an int32 along the columns, with zero points."""
+
+    def compute(w, z, s):
+        def element(k, n):
+            number = (w[k, n // 8] >> (n % 8 * 4).astype("int32")) & 15
+            return (number.astype(HALF) - z[k // 64, n]) * s[k // 64, n]
+
+        return te.compute((w.shape[0], w.shape[1] * 8), element, name="weights")
+
+    return op.matmul(x, bb.emit_te(compute, w, z, s))
+
+
 def linear_of_bytes(bb, x, w, s):
     """Weights of 4 bits, two in a byte, signed."""
 
@@ -69,6 +83,20 @@ def linear_of_bytes(bb, x, w, s):
             return (number.astype(HALF) - tirx.const(8, HALF)) * s[n]
 
         return te.compute((w.shape[0], int(x.ty.shape[-1])), element, name="weights")
+
+    return op.matmul(x, bb.emit(op.permute_dims(bb.emit_te(compute, w, s), (1, 0))))
+
+
+def linear_of_halves(bb, x, w, s):
+    """Weights of 4 bits, two in a byte: those of the first half of the sum in the lower bits."""
+    half = int(w.ty.shape[1])
+
+    def compute(w, s):
+        def element(n, k):
+            number = (w[n, k % half] >> (k // half * 4).astype("uint8")) & tirx.const(15, "uint8")
+            return (number.astype(HALF) - tirx.const(8, HALF)) * s[n]
+
+        return te.compute((w.shape[0], 2 * half), element, name="weights")
 
     return op.matmul(x, bb.emit(op.permute_dims(bb.emit_te(compute, w, s), (1, 0))))
 
@@ -153,9 +181,18 @@ def int4_transposed(x, w, s):
     return [x @ ((fours(w.T, 256) - 8) * s.T[:, np.arange(256) // 128]).T]
 
 
+def int4_along_n(x, w, z, s):
+    group = np.arange(128) // 64
+    return [x @ ((fours(w, 48) - z[group]) * s[group])]
+
+
 def bytes_of_fours(x, w, s):
     k = np.arange(256)
     return [x @ (((w[:, k // 2] >> (k % 2 * 4)) & 15).astype(int) - 8).T * s]
+
+
+def halves_of_fours(x, w, s):
+    return [x @ (np.concatenate([w & 15, w >> 4], 1).astype(int) - 8).T * s]
 
 
 WORDS = whole(-(2**31), 2**31 - 1, "int32", (24, 32))
@@ -183,8 +220,15 @@ CASES = [
     Case("int4, (K, N)", linear_of_int4(128, transposed=True),
          (((2, 256), HALF), ((32, 24), "int32"), ((2, 24), HALF)), int4_transposed,
          {1: whole(-(2**31), 2**31 - 1, "int32", (32, 24))}),
+    Case("int4 along the columns", matmul_of_int4,
+         (((3, 128), HALF), ((128, 6), "int32"), ((2, 48), HALF), ((2, 48), HALF)), int4_along_n,
+         {1: whole(-(2**31), 2**31 - 1, "int32", (128, 6)),
+          2: lambda rng: rng.integers(0, 16, (2, 48)).astype(HALF)}),
     Case("int4 in bytes", linear_of_bytes,
          (((2, 256), HALF), ((24, 128), "uint8"), ((24,), HALF)), bytes_of_fours,
+         {1: whole(0, 256, "uint8", (24, 128))}),
+    Case("int4 in halves", linear_of_halves,
+         (((2, 256), HALF), ((24, 128), "uint8"), ((24,), HALF)), halves_of_fours,
          {1: whole(0, 256, "uint8", (24, 128))}),
     case("computed rows", silu_times_up, [(2, 256), (2, 256), (40, 256)],
          lambda g, u, w: [(g * graphs.sigmoid(g) * u) @ w.T]),
@@ -207,18 +251,15 @@ CASES = [
 
 
 def kinds(cases):
-    """Each case with the best configuration of every way to multiply; now and then a cluster."""
+    """Each case with the best configuration of every way to multiply."""
     found = []
-    for number, each in enumerate(cases):
+    for each in cases:
         best = {}
         for _, config in skinny_ranked(analyze_contraction(each.func()), TINY_H200):
-            if config.cluster == 1 or number % 4 == 0:
-                key = config.tensor, config.width > 1, config.cluster > 1
-                best.setdefault(key, config)
-        way = {key: "tensor" if key[0] else "wide" if key[1] else "dot" for key in best}
+            best.setdefault((config.tensor, config.width), config)
         found += [
-            pytest.param(each, config, id=f"{each.name}-{way[key]}{config.cluster}")
-            for key, config in best.items()
+            pytest.param(each, config, id=f"{each.name}-{'tensor' * bool(tensor) or 'fma'}{width}")
+            for (tensor, width), config in best.items()
         ]
     return found
 
@@ -249,12 +290,13 @@ def test_the_kernel_is_close_to_float64(each, config):
     check(each, emit_gemm_skinny(analyze_contraction(each.func()), TINY_H200, config))
 
 
-@pytest.mark.parametrize("stages", [2, 4, 8])
-@pytest.mark.parametrize("name", ["16 rows", "int4, a group a step", "gate and up"])
+@pytest.mark.parametrize("stages", [2, 4])
+@pytest.mark.parametrize("name", ["16 rows", "int4, a group a step", "int4, (K, N)"])
 def test_weights_on_their_way_through_shared_memory_arrive(name, stages):
     each = by_name(name)
     contraction = analyze_contraction(each.func())
-    config = next(c for _, c in skinny_ranked(contraction, TINY_H200) if c.stages == stages)
+    config = next(c for _, c in skinny_ranked(contraction, TINY_H200) if c.stages)
+    config = dataclasses.replace(config, stages=stages)
     check(each, emit_gemm_skinny(contraction, TINY_H200, config))
 
 
@@ -296,9 +338,26 @@ def test_a_field_follows_from_shifts_masks_and_casts(expr, expected):
     assert shape_of(found) == expected
 
 
-@pytest.mark.parametrize("expr", [W + 1, W * 3, W & 5, tirx.FloorDiv(W, 3), W >> word()])
+SEVENTY, ALL = tirx.const(70, "int32"), tirx.const(-1, "int32")
+OTHERS = [W + 1, W * 3, W & 5, tirx.FloorDiv(W, 3), W >> word(), BitwiseAnd(W, ALL)]
+OTHERS += [kind(SEVENTY, W) for kind in (RShift, tirx.FloorDiv, tirx.FloorMod)]
+
+
+@pytest.mark.parametrize("expr", OTHERS)
 def test_other_integers_are_no_fields(expr):
     assert field_of(expr) is None
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8"])
+def test_a_byte_of_a_word_keeps_its_sign_on_its_way_to_a_half(dtype):
+    byte = tirx.Cast(dtype, BitwiseAnd(W, tirx.const(255, "int32")))
+    found = linear_of(tirx.Cast(FLOAT, tirx.Cast(HALF, byte)), lambda _: False)
+    assert shape_of(found.field) == (0, 8, dtype == "int8")
+
+
+def test_a_difference_that_wraps_around_is_not_folded_into_the_conversion():
+    wrapped = tirx.Cast("uint32", (W & 15) - 8)
+    assert linear_of(tirx.Cast(FLOAT, wrapped), lambda _: False) is None
 
 
 def test_a_zero_point_is_folded_into_the_conversion():
@@ -320,6 +379,18 @@ LARGE = {
     "gate_1": (linear_gate_up, X, *[((11008, 4096), HALF)] * 2),
     "int8_1": (linear_of_int8, X, ((11008, 4096), "int8"), ((11008, 1), HALF)),
     "int4_1": (linear_of_int4(128), X, ((11008, 512), "int32"), ((11008, 32), HALF)),
+    "rows_4": (
+        matmul_of_int4,
+        ((4, 4096), HALF),
+        ((4096, 1376), "int32"),
+        *[((64, 11008), HALF)] * 2,
+    ),
+    "words_1": (
+        linear_of_int4(128, transposed=True),
+        X,
+        ((512, 11008), "int32"),
+        ((32, 11008), HALF),
+    ),
     "int4_16": (linear_of_int4(128), X16, FOURS, ((4096, 32), HALF)),
 }
 

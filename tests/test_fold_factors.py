@@ -538,3 +538,12 @@ def test_a_plan_with_the_rewrite_is_compiled_and_verified():
         expected = normalised(x, GAMMA) @ weight.astype("float64").T
         assert np.abs(got - expected).max() <= 3e-3 * np.abs(expected).max()
     assert not [g.fallback for g in compiled.report.groups if g.fallback]
+
+
+def test_a_weight_in_double_precision_is_not_scaled_in_single():
+    weight, gain = (relax.const(RNG.standard_normal(s), "float64") for s in ((K, N), (K,)))
+    mod = module(
+        lambda bb, x: op.matmul(bb.emit(op.multiply(x, gain)), weight), ((5, K), "float64")
+    )
+    opened, result = folded(mod)
+    assert result.same_as(opened)

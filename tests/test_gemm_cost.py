@@ -1,7 +1,8 @@
 """The cost model of matrix products against measurements, and what it says where nothing is
 measured.
 
-`data/gemm_sweep_h200.json` holds kernel times of the Hopper form on an H200.
+`data/gemm_sweep_h200.json` holds kernel times of the Hopper form on an H200, of plain products and
+of some with epilogues.
 """
 
 import dataclasses
@@ -13,13 +14,14 @@ import pytest
 from tvm_fusion.config import load_policy, load_profile, policy_names
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.contraction import analyze_contraction
-from tvm_fusion.kernels.cuda.gemm_cost import GemmTile, gemm_time
+from tvm_fusion.kernels.cuda.gemm_cost import gemm_time
 from tvm_fusion.kernels.cuda.gemm_forms import FORMS, emit_gemm, form_of, gemm_ranked
 from tvm_fusion.kernels.cuda.gemm_hopper import hopper_ranked
 from tvm_fusion.kernels.cuda.gemm_hopper_configs import tile_of
+from tvm_fusion.kernels.cuda.gemm_work import GemmTile
 
 from . import gemm_cases as graphs
-from .fit_gemm_cost import accuracy, kendall, load, predicted_us, work_of
+from .fit_gemm_cost import accuracy, kendall, load, load_layers, predicted_us, work_of
 from .graphs import module, plan_of
 from .kernel_cases import fuse
 
@@ -28,8 +30,9 @@ H200, A100 = load_profile("nvidia_h200"), load_profile("nvidia_a100")
 DEFAULT = load_policy()
 KERNELS, LIBRARY = load()
 ACCURACY = accuracy(KERNELS)
-LARGEST_REGRET = 1.1
-"""Reached: 1.09, where a long sum of few rows is split; 1.04 on plain shapes."""
+LAYERS = load_layers()
+LARGEST_REGRET = 1.08
+"""Reached: 1.078, where rows of tiles are cut off (200 x 11008 x 4096); 1.04 on most shapes."""
 
 
 @functools.cache
@@ -56,12 +59,25 @@ def test_no_choice_is_far_from_the_fastest_kernel():
 
 def test_predicted_times_are_near_the_measured_ones():
     errors = errors_of(lambda tile: tile.split == 1)
-    assert statistics.median(errors) <= 0.045
-    assert statistics.quantiles(errors, n=10)[-1] <= 0.12
+    assert statistics.median(errors) <= 0.04
+    assert statistics.quantiles(errors, n=10)[-1] <= 0.13
 
 
 def test_predicted_times_of_split_sums_are_roughly_right():
-    assert statistics.median(errors_of(lambda tile: tile.split > 1)) <= 0.2
+    assert statistics.median(errors_of(lambda tile: tile.split > 1)) <= 0.09
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_with_epilogues_the_choice_is_near_the_fastest_kernel(name):
+    work, times = LAYERS[name]
+    ((regret, errors, _),) = accuracy({work: times}).values()
+    assert regret <= LARGEST_REGRET
+    assert statistics.median(errors) <= 0.15
+
+
+def test_predicted_times_with_epilogues_are_near_the_measured_ones():
+    found = accuracy(dict(LAYERS.values())).values()
+    assert statistics.median(e for _, errors, _ in found for e in errors) <= 0.07
 
 
 def errors_of(wanted):
@@ -137,7 +153,7 @@ def seconds(tile=LARGE, work=BASE, **more):
         {"columns": (4096, 512)},
         {"extra_bytes": 64 * BASE.written_bytes},
         {"written_bytes": 64 * BASE.written_bytes},
-        {"operation_s": 1e-3},
+        {"operation_s": 1e-10},
         {"b_whole_lines": False, "a_whole_lines": False, "columns": (4000,)},
     ],
     ids=lambda more: next(iter(more)),
@@ -145,6 +161,29 @@ def seconds(tile=LARGE, work=BASE, **more):
 def test_more_work_takes_more_time(more):
     tile = GemmTile(128, 128, 6, True, False) if "b_whole_lines" in more else LARGE
     assert seconds(tile, **more) > 1.02 * seconds(tile)
+
+
+@pytest.mark.parametrize("columns", [(4096, 4096), (11008, 11008), (4096, 1024, 1024)], ids=str)
+def test_products_in_one_launch_take_no_longer_than_apart(columns):
+    """A launch counts no heat: what tensor cores take adds up, however the work is divided."""
+    one = work_of(4096, columns[0], 4096)
+    apart = [dataclasses.replace(one, columns=(n,), written_bytes=8192.0 * n) for n in columns]
+    whole = dataclasses.replace(one, columns=columns, written_bytes=8192.0 * sum(columns))
+    powers = [gemm_time(work, LARGE, H200).terms["power"] for work in (whole, *apart)]
+    assert powers[0] == pytest.approx(sum(powers[1:]))
+    assert seconds(work=whole) < sum(seconds(work=work) for work in apart)
+
+
+def test_a_residual_is_waited_for_unless_it_was_asked_for_ahead():
+    waiting, ahead = (dataclasses.replace(LARGE, deferred=False, ahead=a) for a in (False, True))
+    assert seconds(waiting, residual=True) > seconds(ahead, residual=True)
+
+
+def test_operations_show_where_no_loop_hides_them():
+    short, long = work_of(2048, 4096, 40), work_of(2048, 4096, 8192)
+    costs = [seconds(work=work, operation_s=4e-13) / seconds(work=work) for work in (short, long)]
+    assert costs[0] > 1.5
+    assert costs[1] < 1.05
 
 
 def test_a_ring_of_few_stages_waits_for_its_loads():
@@ -203,6 +242,11 @@ def test_large_half_products_go_to_wgmma_on_hopper():
 @pytest.mark.parametrize("shape", [(4096, 4096, 4095), (1000, 999, 1001)], ids=str)
 def test_row_pitches_that_the_tma_refuses_stay_on_tensor_cores(shape):
     assert form_chosen(*shape) == "mma"
+
+
+@pytest.mark.parametrize(("rows", "form"), [(1, "skinny"), (4, "hopper"), (16, "hopper")])
+def test_one_row_goes_to_cuda_cores_and_some_rows_to_wgmma(rows, form):
+    assert form_chosen(rows, 11008, 4096) == form
 
 
 def test_half_products_go_to_mma_sync_on_ampere():

@@ -32,7 +32,7 @@ def test_one_that_float16_cannot_hold_becomes_bfloat16():
         EXACT.reshape(2, 64),
         EXACT[:8],
         EXACT.astype("float64"),
-        np.arange(8, dtype="int32"),
+        np.arange(1, dtype="int32"),
         np.arange(128, dtype="int32").reshape(2, 64),
         np.zeros(128, "int64"),
         np.append(np.arange(127), 0),
@@ -44,7 +44,7 @@ def test_one_that_float16_cannot_hold_becomes_bfloat16():
         "matrix",
         "few",
         "float64",
-        "short",
+        "one",
         "table",
         "zeros",
         "uneven",
@@ -64,7 +64,11 @@ def test_other_constants_stay(array):
 
 @pytest.mark.parametrize(
     ("array", "steps"),
-    [(np.arange(64), (0, 1)), (np.arange(200, 0, -2, dtype="int32").reshape(1, -1), (200, -2))],
+    [
+        (np.arange(64), (0, 1)),
+        (np.array([0, 4], "uint8"), (0, 4)),
+        (np.arange(200, 0, -2, dtype="int32").reshape(1, -1), (200, -2)),
+    ],
 )
 def test_evenly_spaced_integers_are_computed(array, steps):
     assert progression(array) == steps

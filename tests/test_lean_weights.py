@@ -3,6 +3,7 @@
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 import tvm
 from tvm import relax
 from tvm.relax import op
@@ -99,6 +100,13 @@ def test_float32_follows_where_it_may_be_rounded_to_tf32():
     assert storage((64, 128), "float32", False, True, allow_tf32=True) == Storage(True)
 
 
+@pytest.mark.parametrize(("rows", "expected"), [(1, Storage(True)), (2, Storage(True)), (4, None)])
+def test_halves_of_one_or_two_rows_are_stored_along_the_sum(rows, expected):
+    assert storage((64, 128), "float16", False, is_right=True, rows=rows) == expected
+    kept = Storage(False) if expected else None
+    assert storage((128, 64), "float16", True, is_right=True, rows=rows) == kept
+
+
 @pytest.mark.parametrize(
     ("elements", "size", "expected"),
     [
@@ -143,6 +151,25 @@ def test_a_lowered_module_holds_the_stored_weight(held, transposed, stored):
 def test_batches_of_weights_and_left_operands_are_stored_too():
     mod = module(product(weight(3, 72, 65), left=True), ((3, 65, 8), "float16"))
     assert constants(lowered(mod)) == [((3, 65, 72), "float16")]
+
+
+def test_a_weight_and_a_part_of_the_same_memory_are_stored_each():
+    memory = torch.randn(200, 130, dtype=torch.float16)
+    parts = [relax.const(tvm.runtime.from_dlpack(t)) for t in (memory, memory[:72])]
+
+    def emit(bb, x, y):
+        return [
+            bb.emit(op.matmul(a, w, out_dtype="float32"))
+            for a, w in zip((x, y), parts, strict=True)
+        ]
+
+    mod = module(emit, ((40, 200), "float16"), ((40, 72), "float16"))
+    result = BindWeights()(LeanWeights(H200)(mod))
+    assert relax.analysis.check_well_formed(result)
+    arrays = [RNG.standard_normal((40, n)).astype("float16") for n in (200, 72)]
+    for got, x in zip(run(result, *arrays), arrays, strict=True):
+        wanted = x.astype("float64") @ memory[: x.shape[1]].double().numpy()
+        assert np.abs(got - wanted).max() <= 1e-3 * np.abs(wanted).max()
 
 
 def test_float8_weights_become_contiguous_along_the_sum():

@@ -6,6 +6,8 @@ import pytest
 import tvm
 from tvm import relax, tirx
 from tvm.relax import op
+from tvm.script import ir as I
+from tvm.script import relax as R
 
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.ir.graph import build_graph
@@ -123,3 +125,26 @@ def test_the_zeros_are_written_by_what_computes_the_operand():
     graph = build_graph(low)
     found = search(graph, H200, load_policy(None))
     assert [g.kernel_class for g in found.groups] == ["pointwise", "gemm"]
+
+
+@I.ir_module
+class Branches:
+    @R.function
+    def main(
+        x: R.Tensor((70, 99), "float16"), w: R.Tensor((99, 8), "float16"), c: R.Tensor((), "bool")
+    ):
+        if c:
+            a = R.matmul(x, w)
+            y = R.add(a, a)
+        else:
+            y = R.matmul(x, w)
+        z = R.matmul(x, w)
+        out = R.add(y, z)
+        return out
+
+
+def test_what_is_filled_within_a_branch_is_not_read_behind_it():
+    result = PadDepth(H200)(Branches)
+    assert relax.analysis.check_well_formed(result)
+    *_, last = [call for _, call in calls(result) if call.op.name == "relax.matmul"]
+    assert [int(n) for n in last.args[0].ty.shape] == [70, 104]

@@ -56,6 +56,12 @@ def test_a_plan_with_a_rewrite_that_does_not_exist_is_refused_with_the_names_tha
         planned(plan=plan)
 
 
+def test_a_plan_that_rounds_elsewhere_is_refused_where_rounding_has_to_be_exact():
+    plan = planned().plan
+    with pytest.raises(PlanError, match=r"fold_factors.*exact"):
+        planned(policy=EXACT, plan=plan)
+
+
 def test_a_cpu_rewrites_nothing_and_exact_rounding_moves_no_rounding():
     assert candidates(CPU, DEFAULT) == ()
     exact = set(candidates(H200, EXACT))

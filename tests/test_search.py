@@ -192,6 +192,15 @@ def test_each_refusal_has_its_code(emit, inputs, policy, code):
     assert code in plan_of(module(emit, *inputs), policy=policy or None).codes
 
 
+def transposed_exp(bb, x):
+    return bb.emit(op.astype(bb.emit(op.exp(bb.emit(op.permute_dims(x)))), "float32"))
+
+
+def test_conversions_and_moves_of_data_do_not_count_as_operators_of_a_group():
+    planned = plan_of(module(transposed_exp, BIG), policy={"max_group_ops": 1})
+    assert planned.launches == 1
+
+
 def column_sum(bb, x):
     return bb.emit(op.sum(bb.emit(op.exp(x)), axis=0))
 

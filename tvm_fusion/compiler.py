@@ -150,7 +150,7 @@ class Job:
         given = _read_plan(plan)
         if given is None:
             return cls(mod, target, hw, policy, *_best_plan(mod, target, hw, policy))
-        low = lower(mod, target, hw=hw, rewrites=known_rewrites(given.rewrites))
+        low = lower(mod, target, hw=hw, rewrites=known_rewrites(given.rewrites, policy))
         graph = build_graph(low)
         given.check(graph)
         return cls(mod, target, hw, policy, low, graph, given)
@@ -260,28 +260,52 @@ class Job:
             self.plan = self.plan.with_class(group.ops[0], _next_class(group))
 
 
+@dataclass(frozen=True)
+class _Variant:
+    """A module with some rewrites: opened, lowered, as a graph, planned."""
+
+    opened: tvm.IRModule
+    low: tvm.IRModule
+    graph: FusionGraph
+    plan: FusionPlan
+
+    @classmethod
+    def of(cls, opened, rewrites, target, hw, policy) -> _Variant:
+        low = legalize(opened, target, hw)
+        graph = build_graph(low)
+        return cls(opened, low, graph, replace(search(graph, hw, policy), rewrites=rewrites))
+
+    def rewritten(self, name, target, hw, policy) -> _Variant | None:
+        """The variant with one more rewrite; None if that finds nothing to do."""
+        opened = rewrite(self.opened, name, target, hw)
+        if opened.same_as(self.opened):
+            return None
+        return self.of(opened, (*self.plan.rewrites, name), target, hw, policy)
+
+
 def _best_plan(
     mod: tvm.IRModule, target: tvm.target.Target, hw: HardwareProfile, policy: Policy
 ) -> tuple[tvm.IRModule, FusionGraph, FusionPlan]:
     """The lowered module, its graph and its plan, with those rewrites of the opened graph by which
-    the predicted time falls, each tried on top of the ones kept before.
+    the predicted time falls.
+
+    Each is tried on top of those kept before, and on top of the last one that did not gain by
+    itself: some pay only together.
     """
-
-    def planned(opened: tvm.IRModule, rewrites: tuple[str, ...]):
-        low = legalize(opened, target, hw)
-        graph = build_graph(low)
-        return low, graph, replace(search(graph, hw, policy), rewrites=rewrites)
-
-    opened = open_composites(mod, target, hw=hw)
-    best = planned(opened, ())
+    best = _Variant.of(open_composites(mod, target, hw=hw), (), target, hw, policy)
+    passed_over = None
     for name in candidates(hw, policy):
-        rewritten = rewrite(opened, name, target, hw)
-        if rewritten.same_as(opened):
+        bases = [base for base in (best, passed_over) if base is not None]
+        tried = [base.rewritten(name, target, hw, policy) for base in bases]
+        tried = [variant for variant in tried if variant is not None]
+        if not tried:
             continue
-        found = planned(rewritten, (*best[2].rewrites, name))
-        if found[2].predicted_us < (1 - LEAST_REWRITE_GAIN) * best[2].predicted_us:
-            opened, best = rewritten, found
-    return best
+        found = min(tried, key=lambda variant: variant.plan.predicted_us)
+        if found.plan.predicted_us < (1 - LEAST_REWRITE_GAIN) * best.plan.predicted_us:
+            best, passed_over = found, None
+        else:
+            passed_over = tried[0]
+    return best.low, best.graph, best.plan
 
 
 def _groups_of(

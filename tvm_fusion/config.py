@@ -135,7 +135,7 @@ class Policy:
     min_gain : float
         Share of the predicted time that a fusion has to save.
     max_group_ops : int
-        Most operations in one group.
+        Most operations in one group; conversions and moves of data do not count.
     launch : str
         "stream" or "graph": which launch cost a saved launch is worth.
     allow_rematerialisation : bool

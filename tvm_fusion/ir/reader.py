@@ -276,19 +276,9 @@ class _BlockReader:
             self._index_reads(child, guarded)
 
     def _count(self, e) -> None:
-        if isinstance(e, tirx.Cast) and _is_float(e) and _is_float(e.value):
-            return  # part of the load or store: halves are computed in float32 anyway
-        if isinstance(e, Call):
-            pipe = Pipe.SPECIAL if op_name(e) in _SPECIAL else Pipe.ARITHMETIC
-        elif isinstance(e, _DIVISION):
-            pipe = Pipe.DIVISION
-        elif isinstance(e, _INTEGER):
-            pipe = Pipe.INTEGER
-        elif isinstance(e, (*_BINARY, *_UNARY, tirx.Select, tirx.Cast)):
-            pipe = Pipe.ARITHMETIC
-        else:
-            return
-        self.counts[pipe] = self.counts.get(pipe, 0) + 1
+        pipe = pipe_of(e)
+        if pipe is not None:
+            self.counts[pipe] = self.counts.get(pipe, 0) + 1
 
     def index(self, e) -> Index:
         affine = self._affine(e)
@@ -352,6 +342,21 @@ def children(e) -> tuple:
     if isinstance(e, TensorLoad):
         return tuple(e.indices)
     return ()
+
+
+def pipe_of(e) -> Pipe | None:
+    """What executes an expression beside its operands, if anything does."""
+    if isinstance(e, tirx.Cast) and _is_float(e) and _is_float(e.value):
+        return None  # part of the load or store: halves are computed in float32 anyway
+    if isinstance(e, Call):
+        return Pipe.SPECIAL if op_name(e) in _SPECIAL else Pipe.ARITHMETIC
+    if isinstance(e, _DIVISION):
+        return Pipe.DIVISION
+    if isinstance(e, _INTEGER):
+        return Pipe.INTEGER
+    if isinstance(e, (*_BINARY, *_UNARY, tirx.Select, tirx.Cast)):
+        return Pipe.ARITHMETIC
+    return None
 
 
 def _is_float(e) -> bool:

@@ -35,6 +35,12 @@ class Simplifier:
         """`expr`, simplified."""
         return self._analyzer.simplify(self._visit(self._analyzer.simplify(expr)))
 
+    def most(self, expr: Expr) -> int | None:
+        """What an expression is at most, or None."""
+        bound = self._analyzer.const_int_bound(expr)
+        known = bound.min_value >= 0 and bound.max_value < MAX_EXTENT
+        return int(bound.max_value) if known else None
+
     def _visit(self, expr: Expr) -> Expr:
         if not isinstance(expr, tirx.Add | tirx.Sub | tirx.Mul | tirx.FloorDiv | tirx.FloorMod):
             return expr

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -151,19 +151,13 @@ class GemmGroup:
         found = [0.0, 0.0, 0.0]
         for block, count in zip(self.group.blocks, self.counts, strict=True):
             if not block.is_contraction:
-                each = sum(number * self._cost[pipe] for pipe, number in block.counts)
-                found[self._side(block)] += count * each
+                found[self._side(block)] += count * operation_seconds(block.counts, self.hw)
         return found[0], found[1], found[2]
 
-    @cached_property
-    def _cost(self) -> dict[Pipe, float]:
-        hw = self.hw
-        return {
-            Pipe.ARITHMETIC: 2 / hw.fma_per_s_f32,
-            Pipe.SPECIAL: 1 / hw.special_per_s,
-            Pipe.DIVISION: 1 / hw.special_per_s,
-            Pipe.INTEGER: 1 / hw.int_div_per_s,
-        }
+    @property
+    def epilogue_s(self) -> float:
+        """The same for the operations behind the products, on one element of an output."""
+        return self.operation_s[2] / sum(b * m * n for b, m, n, _ in self.segments)
 
     def _side(self, block: Block) -> int:
         tensors = {w.tensor for w in block.writes}
@@ -176,6 +170,17 @@ class GemmGroup:
             count * times[self._side(block)]
             for block, count in zip(self.group.blocks, self.counts, strict=True)
         )
+
+
+def operation_seconds(counts: Iterable[tuple[Pipe, float]], hw: HardwareProfile) -> float:
+    """Time that the whole device needs for operations, by what executes them."""
+    cost = {
+        Pipe.ARITHMETIC: 2 / hw.fma_per_s_f32,
+        Pipe.SPECIAL: 1 / hw.special_per_s,
+        Pipe.DIVISION: 1 / hw.special_per_s,
+        Pipe.INTEGER: 1 / hw.int_div_per_s,
+    }
+    return sum(number * cost[pipe] for pipe, number in counts)
 
 
 def _only_moves(block: Block) -> bool:

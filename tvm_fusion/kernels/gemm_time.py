@@ -19,6 +19,7 @@ from .gemm_launch import GemmGroup
 from .side_by_side import tensor_maps_fit
 
 if TYPE_CHECKING:
+    from .cuda.gemm_mma_problem import Way
     from .gemm import Product
 
 TMA_PITCH_BYTES = 16  # row pitches the tensor memory accelerator can address are multiples of this
@@ -36,27 +37,32 @@ TILES = (
     *((128, 256), (128, 192), (128, 128), (128, 64)),
     *((64, 256), (64, 192), (64, 128), (64, 64)),
 )
+LARGEST_TILE = 128 * 256
 DIRECT_TILES = ((64, 96), (64, 112), (64, 160), (64, 176), (128, 96), (128, 160))
 NARROW_TILES = ((64, 32), *DIRECT_TILES)
 FEW_WAVES = 3  # of the largest tiles: others may fill them better
-MMA_TILES = ((128, 128), (64, 128), (64, 64), (16, 128))
+WELL_FILLED = 0.8  # share of the multiprocessors with a tile above which sums are not split
+# (rows, columns, how often a warp's rows and columns are read on average)
+MMA_TILES = (
+    *((128, 256, 3), (128, 128, 3), (128, 64, 3), (64, 128, 3)),
+    *((64, 64, 2), (32, 64, 2), (16, 128, 2), (16, 64, 2)),
+)
+MMA_STEPS = (64, 128)  # bytes of terms
+WARP = 32
 
-# Estimates, to be replaced by measurements: share of the tensor cores' rate that mma.sync reaches
-# on a device with wgmma and on others; columns of a warp of the skinny form, which computes A for
-# each of its warps; share of the multipliers' rate that it reaches.
-MMA_SHARE = {True: 0.63, False: 0.85}
-# Cycles of a multiprocessor for each element that mma.sync's form computes, loads by copies of less
-# than 16 bytes, or loads by itself (H200, 2026-11-20: 2048 x 4096 x 4096 behind silu(x) * y, int4
-# weights of 256 rows, 4096 x 4096 x 4098, 4096 x 4095 x 4097).
-COMPUTED_CYCLES, SHORT_COPY_CYCLES, NO_COPY_CYCLES = 0.2, 0.05, 0.18
+# Columns of a warp of the skinny form, which computes A for each of its warps; share of the
+# multipliers' rate that it reaches.
 SKINNY_COLUMNS = 4
 SKINNY_SHARE = 0.5
 # Instructions for each weight and for each weight and row where tensor cores multiply, and how far
 # they overlap with the loads (H200, 2026-11-20: int4 weights, 11008 x 4096, 1 to 16 rows).
-SKINNY_INSTRUCTIONS = (0.75, 0.22)
+SKINNY_INSTRUCTIONS = (0.7, 0.12)
 SKINNY_EXPONENT = 3.0
-MMA_START_SECONDS = 2.9e-6
-SKINNY_START_SECONDS = 1.4e-6
+# Start, and the rate of memory beside that of a copy: of weights whose terms are neighbours, and of
+# others; share of the operations on weights that shows, two halves at a time.
+SKINNY_START_SECONDS = 2.3e-6
+SKINNY_READS, SKINNY_ACROSS = 1.12, 1.0
+SKINNY_OPERATIONS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +92,8 @@ def predict(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> LaunchTim
 
 
 def _hopper(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[LaunchTime]:
-    from .cuda.gemm_cost import GemmTile, GemmWork, gemm_time
+    from .cuda.gemm_cost import gemm_time
+    from .cuda.gemm_work import GemmTile, GemmWork
 
     dtype, rate = _tensor_dtype(launch, hw, policy)
     batch, m, columns, k, together = launch.sizes
@@ -115,9 +122,10 @@ def _hopper(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[
         all(b % LINE_BYTES == 0 for _, b in pitches),
         extra,
         written,
-        launch.operation_s[2],
+        launch.epilogue_s,
         resident,
         launch.more_b_bytes,
+        residual=extra >= written > 0,
     )
     widths = [n for _, _, n, _ in launch.segments]
     stored = outputs_fit and all(n * dtype_bytes(dtype) % TMA_PITCH_BYTES == 0 for n in widths)
@@ -126,50 +134,73 @@ def _hopper(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[
     # Matrices of the output's shape are read by the TMA, into what it stores.
     direct = extra < written and launch.tiles(128, 256 // together) <= FEW_WAVES * hw.num_sms
     for block_m, block_n in TILES + (others if direct else ()):
-        stages = max(2, min(16, 200_000 // ((block_m + block_n) * LINE_BYTES)))
+        tiles = launch.tiles(block_m, block_n // together)
         staged = (block_m, block_n) in TILES and stored
-        tile = GemmTile(block_m, block_n, stages, staged, staged, 16 if m >= LARGE_ROWS else 8)
-        time = gemm_time(work, tile, hw)
-        yield LaunchTime("hopper", time.seconds, time.terms)
-        if staged and launch.siblings and block_n <= 128:
-            for split in (2, 4):
-                time = gemm_time(work, replace(tile, split=split, deferred=False), hw)
-                yield LaunchTime("hopper", time.seconds, time.terms)
+        stripe = _stripe(m, block_m, staged)
+        whole = GemmTile(block_m, block_n, _stages(block_m, block_n), staged, group_m=stripe)
+        kinds = [whole]
+        if staged:
+            kinds.append(replace(whole, deferred=True))
+        if staged and launch.siblings and block_m * block_n == LARGEST_TILE and m > block_m:
+            kinds.append(replace(whole, deferred=True, multicast=2))
+        if launch.siblings and tiles <= WELL_FILLED * hw.num_sms:
+            kinds += [replace(whole, staged=False, split=split) for split in (2, 4, 8)]
+        for tile in kinds:
+            time = gemm_time(work, tile, hw)
+            yield LaunchTime("hopper", time.seconds, time.terms)
+
+
+def _stages(block_m: int, block_n: int) -> int:
+    return max(2, min(16, 200_000 // ((block_m + block_n) * LINE_BYTES)))
+
+
+def _stripe(m: int, block_m: int, staged: bool) -> int:
+    """Row tiles of a stripe, as `gemm_hopper_configs` chooses them."""
+    return 16 if m >= LARGE_ROWS or (staged and 8 < -(-m // block_m) < 16) else 8
 
 
 def _mma(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[LaunchTime]:
-    from .cuda.gemm_simt_cost import rounded_waves
+    """As `gemm_mma_rank` predicts it, with two blocks on a multiprocessor where there are tiles."""
+    from .cuda import gemm_mma_rank as rank
 
     dtype, rate = _tensor_dtype(launch, hw, policy)
     if dtype is None or hw.arch < "sm_80" or rate not in hw.tensor_flop_per_s:
         return
-    flops = hw.tensor_flop_per_s[rate] * MMA_SHARE[hw.arch.startswith("sm_9")]
-    depth = max(sum(depths) for *_, depths in launch.segments)
-    cycle_s = 1 / (hw.clock_ghz * 1e9 * hw.num_sms)
-    a, b = (cells * cycle_s for cells in _loading_cycles(launch))
-    for block_m, block_n in MMA_TILES:
-        waves = rounded_waves(launch.tiles(block_m, block_n) / hw.num_sms, hw)
-        step = 2.0 * block_m * block_n * depth * hw.num_sms / flops
-        moved = (block_m + block_n) * depth * dtype_bytes(dtype)
-        body = waves * max(step, moved * hw.num_sms / hw.l2_bytes_per_s)
+    share = rank.SM90_SHARE if hw.arch.startswith("sm_90") else rank.PEAK_SHARE
+    flops, clock = hw.tensor_flop_per_s[rate] * share / hw.num_sms, hw.clock_ghz * 1e9
+    size = dtype_bytes(dtype)
+    depth = max(sum(depths) for *_, depths in launch.segments) * size
+    ways = [_way(launch, side) for side in (0, 1)]
+    waiting = max(rank.STEP_SECONDS[way] for way, _ in ways)
+    _, other, written, _ = launch.moved
+    stored = rank.EPILOGUE_SECONDS / 128**2 * (1 + (other / written if other >= written else 0))
+    for (block_m, block_n, warps), step in itertools.product(MMA_TILES, MMA_STEPS):
+        turns = -(-launch.tiles(block_m, block_n) // hw.num_sms)
+        chunks = [n * step / 16 / WARP for n in (block_m, block_n)]
+        units = sum(
+            c * (16 / piece * rank.SMALL_PIECE_CYCLES if piece < 16 else rank.CHUNK_CYCLES[way])
+            for c, (way, piece) in zip(chunks, ways, strict=True)
+        )
+        arithmetic = 2.0 * block_m * block_n * step / size / flops
+        shared = ((warps + 1) * (block_m + block_n) * step / 128 + units) / clock
+        port = (block_m + block_n) * step / rank.PORT_BYTES / clock
+        slow = rank.THIN_COMPUTED if launch.computed(1) and block_m < 64 else 1.0
+        alone = waiting * slow / min(turns, 2)
+        steps = -(-depth // step)
+        body = steps * (max(arithmetic, shared, port) + alone)
+        body += stored * block_m * block_n / min(turns, 2)
         runs = launch.runs(block_m, block_n)
-        body += a * runs[0] + b * runs[1]
-        yield _other(launch, hw, "mma", "tensor", body, MMA_START_SECONDS, runs)
+        yield _other(launch, hw, "mma", "tensor", turns * body, rank.START_SECONDS, runs, 4.0)
 
 
-def _loading_cycles(launch: GemmGroup) -> tuple[float, float]:
-    """Cycles of one multiprocessor that bringing in all of A and of B once takes, beyond copies of
-    16 bytes.
-    """
-    found = [0.0, 0.0]
-    for product in launch.products:
-        cells = (product.batch * product.m * product.k, product.batch * product.k * product.n)
-        for side, pitch in enumerate(launch.pitches(product)):
-            each = COMPUTED_CYCLES if launch.computed(side) else 0.0
-            if not each and pitch % 16:
-                each = SHORT_COPY_CYCLES if pitch % 4 == 0 else NO_COPY_CYCLES
-            found[side] += each * cells[side]
-    return found[0], found[1]
+def _way(launch: GemmGroup, side: int) -> tuple[Way, int]:
+    """How the slowest operand of a side comes into shared memory, and by how many bytes."""
+    from .cuda.gemm_mma_problem import Way
+
+    if launch.computed(side):
+        return Way.COMPUTE, 16
+    pitch = math.gcd(16, *(launch.pitches(p)[side] for p in launch.products))
+    return (Way.COPY, pitch) if pitch >= 4 else (Way.SHIFT, 16)
 
 
 def _wgmma_takes(launch: GemmGroup, dtype: str | None) -> bool:
@@ -190,8 +221,12 @@ def _skinny(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[
     terms = sum(weights * (a + b * m if halves else m) for weights, m in each)
     body = terms / (hw.fma_per_s_f32 / 2 * SKINNY_SHARE)
     columns = sum(n for _, _, n, _ in launch.segments)
-    runs = -(-columns // SKINNY_COLUMNS), 1
-    yield _other(launch, hw, "skinny", "fma", body, SKINNY_START_SECONDS, runs, SKINNY_EXPONENT)
+    runs = -(-columns // SKINNY_COLUMNS), SKINNY_OPERATIONS if halves else 1
+    reads = SKINNY_READS if all(map(launch.along_terms, launch.products)) else SKINNY_ACROSS
+    time = _other(
+        launch, hw, "skinny", "fma", body, SKINNY_START_SECONDS, runs, SKINNY_EXPONENT, reads
+    )
+    yield replace(time, runs=(runs[0], 1))
 
 
 def _simt(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[LaunchTime]:
@@ -213,10 +248,13 @@ def _other(
     start: float,
     runs: tuple[float, float],
     exponent: float = math.inf,
+    reads: float = 1.0,
 ) -> LaunchTime:
-    """A form whose products and operations take turns, and overlap with its loads."""
+    """A form whose products and operations take turns, and overlap with its loads, which reach
+    `reads` times the rate of a copy.
+    """
     operand, other, written, resident = launch.moved
-    hbm = (operand + other + written - resident) / hw.hbm_bytes_per_s
+    hbm = (operand + other + written - resident) / (hw.hbm_bytes_per_s * reads)
     on_a, on_b, after = launch.operation_s
     work = runs[0] * on_a + runs[1] * on_b + after
     terms = {term: body, "hbm": hbm, "operations": work, "start": start}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from ..config import HardwareProfile, Policy
 from ..cost.roofline import Estimate, estimate
-from ..ir.graph import FusionGraph, OpKind
+from ..ir.graph import FusionGraph, Op, OpKind
 from ..kernels.base import Fit, GroupView, KernelClass, Refusal, RefusalCode
 from ..kernels.registry import kernel_classes
 
@@ -78,11 +78,12 @@ class Evaluator:
                 )
             if view.names in self.forbidden:
                 return view.refuse(RefusalCode.WRITER, "this group was tried and could not be used")
-        if len(view.ops) > self.policy.max_group_ops:
+        working = sum(_works(graph.ops[i]) for i in view.ops)
+        if working > self.policy.max_group_ops:
             return view.refuse(
                 RefusalCode.GROUP_SIZE,
-                "the group has more operators than the policy allows",
-                ops=len(view.ops),
+                "the group computes more operators than the policy allows",
+                ops=working,
                 allowed=self.policy.max_group_ops,
             )
         return self._refuse_parameters(view)
@@ -97,6 +98,11 @@ class Evaluator:
                 allowed=self.hw.kernel_param_bytes,
             )
         return None
+
+
+def _works(op: Op) -> bool:
+    """Whether an operator computes: conversions, and what only moves data, do not."""
+    return not op.blocks or any(b.counts or b.reduction is not None for b in op.blocks)
 
 
 _TELLING = (

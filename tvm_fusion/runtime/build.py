@@ -16,6 +16,7 @@ from tvm.tirx.build import codegen_build, split_host_device_mods
 
 from ..errors import BuildError
 from ..transform.decode_float8 import DecodeFloat8
+from ..transform.wrap_integers import WrapIntegers
 from . import cubin_cache
 from .cuda_compiler import DeviceCode, cuda_arch, find_compiler, kernel_names
 from .launches import call_sites, cuda_sources, host_launches, launched_kernels, vm_functions
@@ -145,8 +146,7 @@ def _build_tir(
     """As `tvm.tirx.build`, with a device module per kernel."""
     host_target = target.host or _default_host(target)
     lower, finalize_host, finalize_device = mixed_tir_pipeline()
-    if target.kind.name == "llvm":
-        mod = DecodeFloat8()(mod)
+    mod = (DecodeFloat8() if target.kind.name == "llvm" else WrapIntegers())(mod)
     mod = tirx.transform.BindTarget(target.with_host(host_target))(mod)
     host, device = split_host_device_mods(without_entry(_attempt(lower, mod)))
     library = _attempt(lambda part: codegen_build(finalize_host()(part), host_target), host)

@@ -19,9 +19,10 @@ _ARITHMETIC = {
 }
 
 
-def identity(constant: Expr) -> int:
-    """A number that the constants with the same memory share."""
-    return int(constant.value.data_ptr())
+def identity(constant: Expr) -> tuple:
+    """What the constants share that are the same memory in the same shape and type."""
+    value = constant.value
+    return (int(value.data_ptr()), str(value.dtype), *map(int, value.shape))
 
 
 def vector_of(expr: Expr, lookup: Lookup) -> np.ndarray | None:

@@ -81,16 +81,21 @@ class _Folder(PyExprMutator):
         if not any(p.folds for p in self.survey.products.values()):
             return None
         self.parts = Parts(self.builder_, func)
+        self._known: dict[tuple, Expr] = {}
         folded = self.visit_expr(func)
         return self.parts.tagged(relax.analysis.remove_all_unused(folded))
 
     def visit_binding_block_(self, block: relax.BindingBlock) -> relax.BindingBlock:
-        self._known: dict[tuple, Expr] = {}
-        return super().visit_binding_block_(block)
+        around, self._known = self._known, {}  # the block of a branch stands within another
+        visited = super().visit_binding_block_(block)
+        self._known = around
+        return visited
 
     def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.DataflowBlock:
-        self._known = {}
-        return super().visit_dataflow_block_(block)
+        around, self._known = self._known, {}
+        visited = super().visit_dataflow_block_(block)
+        self._known = around
+        return visited
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         product = self.survey.products.get(binding.var)

@@ -166,6 +166,8 @@ class Survey:
         if found is None or not self._is_weight_only(found.source, operand):
             return None
         weight = found.source
+        if dtype_of(weight) == "float64":
+            return None  # the scale is known in float32 only
         key = (identity(weight), found.flipped, scale.tobytes())
         if key not in self._weights:
             axis = -1 if found.flipped else -2

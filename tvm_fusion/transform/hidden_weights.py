@@ -15,6 +15,7 @@ from tvm.relax import Expr, Var
 from tvm.relax.expr_functor import PyExprMutator
 
 from ..config import HardwareProfile
+from .constant_weights import identity
 from .decompose.opening import dtype_of
 from .readers import Readers
 from .unique_names import FreshNames
@@ -50,7 +51,7 @@ class Hider(PyExprMutator):
         """The input that stands for a constant: one for all its readers of a `kind`, with the value
         `tensor()`.
         """
-        key = (int(constant.value.data_ptr()), kind)
+        key = (identity(constant), kind)
         if key not in self.inputs:
             name = self.fresh("weight")
             self.tensors[name] = value = tensor()

@@ -1,7 +1,8 @@
 """Vectors of constants that cost more to read than to widen or to compute.
 
 Constant folding widens the gamma of a half-precision norm ahead, and evaluates an `arange` of class
-numbers: every row would read them.
+numbers: every row would read them. Of the shifts that take packed words apart a kernel knows only
+what it computes itself.
 
     scale(x, const(float32 [4096], exact in float16))  ->  scale(x, astype(const(float16 [4096])))
     equal(label, const([0, 1, 2, ...]))                ->  equal(label, call_tir(arange, ()))
@@ -51,12 +52,12 @@ class _Rewriter(PyExprMutator):
         if not isinstance(value, tvm.runtime.Tensor):
             return tensor
         array = value.numpy()
-        if array.size != max(array.shape, default=1) or array.size < LEAST_ELEMENTS:
+        if array.size != max(array.shape, default=1) or array.size < 2:
             return tensor
         steps = progression(array)
         if steps is not None:
             return self._computed(array, *steps)
-        half = exact_half(array)
+        half = exact_half(array) if array.size >= LEAST_ELEMENTS else None
         if half is None:
             return tensor
         dtype = "float16" if half.dtype == np.float16 else "bfloat16"

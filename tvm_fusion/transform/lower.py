@@ -17,6 +17,7 @@ from .lean_constants import LeanConstants
 from .rewrites import REWRITES
 from .split_reductions import SplitReductions
 from .unique_names import UniqueNames
+from .unpack_stacks import UnpackStacks
 
 
 def lower(
@@ -61,6 +62,7 @@ def open_composites(
         FixBoolArithmetic(),
         relax.transform.CanonicalizeBindings(),
         Decompose(keep_attention, _gpu(hw), keep_all=not decompose),
+        *([UnpackStacks()] if _gpu(hw) is not None else []),
     ]
     with target:
         return tvm.transform.Sequential(passes)(_public(mod))

@@ -83,6 +83,7 @@ class _Filler(PyExprMutator):
         if not isinstance(func.body, relax.SeqExpr):
             return None
         self.readers, self.parts = Readers(func), Parts(self.builder_, func)
+        self._known: dict[tuple, Expr] = {}
         self.changed = False
         filled = self.visit_expr(func)
         if not self.changed:
@@ -90,12 +91,16 @@ class _Filler(PyExprMutator):
         return self.parts.tagged(relax.analysis.remove_all_unused(filled))
 
     def visit_binding_block_(self, block: relax.BindingBlock) -> relax.BindingBlock:
-        self._known: dict[tuple, Expr] = {}
-        return super().visit_binding_block_(block)
+        around, self._known = self._known, {}  # the block of a branch stands within another
+        visited = super().visit_binding_block_(block)
+        self._known = around
+        return visited
 
     def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.DataflowBlock:
-        self._known = {}
-        return super().visit_dataflow_block_(block)
+        around, self._known = self._known, {}
+        visited = super().visit_dataflow_block_(block)
+        self._known = around
+        return visited
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         missing = missing_terms(binding.value)

@@ -33,7 +33,7 @@ class Readers:
     def __init__(self, func: relax.Function) -> None:
         self._bound: dict[Var, Expr] = {}
         self._readers: dict[Var, list[Reader]] = {}
-        self._of_constants: dict[int, list[Reader]] = {}
+        self._of_constants: dict[tuple, list[Reader]] = {}
         self._results: set[Var] = set()
         for block in func.body.blocks:
             for binding in block.bindings:
@@ -63,7 +63,7 @@ class Readers:
         return self._readers.get(var, [])
 
     def of_constant(self, constant: Expr) -> list[Reader]:
-        """The readers of all constants with the memory of this one."""
+        """The readers of all constants that are this one in memory."""
         return self._of_constants.get(identity(constant), [])
 
     def _add(self, binding: relax.Binding) -> None:

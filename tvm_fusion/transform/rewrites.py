@@ -19,6 +19,7 @@ from .lean_weights import LeanWeights
 from .packed_weights import PackedWeights
 from .pad_depth import PadDepth
 from .partial_rows import PartialRows
+from .row_slices import RowSlices
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ def _may_round(policy: Policy) -> bool:
 REWRITES: Mapping[str, Rewrite] = {
     "fold_factors": Rewrite(lambda _hw: FoldFactors(), _may_round),
     "partial_rows": Rewrite(PartialRows, _may_round),
+    "row_slices": Rewrite(lambda _hw: RowSlices()),
     "pad_depth": Rewrite(PadDepth),
     # After those that look at constants: these hide them.
     "lean_weights": Rewrite(LeanWeights, lambda policy: not policy.allow_tf32),
@@ -54,18 +56,24 @@ def candidates(hw: HardwareProfile, policy: Policy) -> tuple[str, ...]:
     return tuple(name for name, rewrite in REWRITES.items() if rewrite.allowed(policy))
 
 
-def known_rewrites(names: Collection[str]) -> Collection[str]:
-    """`names`, if all of them exist.
+def known_rewrites(names: Collection[str], policy: Policy) -> Collection[str]:
+    """`names`, if all of them exist and none moves a rounding that the policy keeps.
 
     Raises
     ------
     PlanError
-        A plan names a rewrite that this version does not have.
+        A plan names a rewrite that this version does not have, or rounds where it may not.
     """
     unknown = sorted(set(names) - set(REWRITES))
     if unknown:
         raise PlanError(
             f"the plan needs the rewrites {', '.join(unknown)}, which do not exist here "
             f"(known: {', '.join(REWRITES) or 'none'}); plan again with `explain`"
+        )
+    rounding = sorted(n for n in set(names) if REWRITES[n].allowed is _may_round)
+    if rounding and not _may_round(policy):
+        raise PlanError(
+            f"the plan was made with the rewrites {', '.join(rounding)}, which round in other "
+            "places than the model; exact rounding needs a plan of its own, made by `explain`"
         )
     return names

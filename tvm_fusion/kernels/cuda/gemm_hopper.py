@@ -13,6 +13,7 @@ split terms), `gemm_hopper_epilogue`.
 from __future__ import annotations
 
 from tvm import tirx
+from tvm.ir import Expr
 from tvm.script import tirx as T
 
 from ...config import HardwareProfile, Policy
@@ -23,7 +24,7 @@ from .gemm_grid import Grid
 from .gemm_hopper_configs import rank_configs
 from .gemm_hopper_consumer import Consumer
 from .gemm_hopper_model import HopperProblem
-from .gemm_hopper_plan import HopperConfig, Plan, make_plan
+from .gemm_hopper_plan import PRODUCER_REGISTERS, HopperConfig, Plan, make_plan
 from .gemm_hopper_problem import read_problems
 from .gemm_hopper_producer import emit_producer
 from .gemm_hopper_state import (
@@ -124,10 +125,7 @@ def _emit(frame: Frame, problem: HopperProblem, plan: Plan) -> None:
     T.device_entry()
     kernel.cluster = T.cta_id([plan.blocks])
     if plan.cluster > 1:
-        # In a register: each use of the index itself would read the special register again.
-        rank = T.alloc_local((1,), "int32")
-        T.buffer_store(rank, T.cta_id_in_cluster([plan.cluster]), [0])
-        kernel.rank = rank[0]
+        kernel.rank = T.cta_id_in_cluster([plan.cluster])
         kernel.cluster = T.Bind(T.truncdiv(kernel.cluster, plan.cluster))
     kernel.thread = T.thread_id([plan.threads])
     kernel.shared = allocate(problem, plan)
@@ -137,14 +135,27 @@ def _emit(frame: Frame, problem: HopperProblem, plan: Plan) -> None:
     value = T.tvm_warp_shuffle(lanes, kernel.thread // 128, 0, 32, 32)
     T.buffer_store(warpgroup, value, [0])
     initialise_barriers(kernel)
+    special = kernel.rank
     with T.If(warpgroup[0] == 0):
         with T.Then():
             if plan.moves_registers:
-                set_registers(plan.producer_registers, more=False)
+                set_registers(PRODUCER_REGISTERS, more=False)
             with T.If(kernel.thread == 0), T.Then():
+                if plan.cluster > 1:
+                    # In a register: each use of the index itself would read the special one again.
+                    kernel.rank = _in_register(special)
                 emit_producer(kernel)
         with T.Else():
             if plan.moves_registers:
                 set_registers(plan.consumer_registers, more=True)
+            # Only an exchange of sums uses it so often that it is worth a register.
+            kernel.rank = _in_register(special) if plan.config.split > 1 else special
             number = T.Bind(warpgroup[0] - 1)
             Consumer(kernel, number).emit()
+
+
+def _in_register(value: Expr) -> Expr:
+    """The value, computed here and kept."""
+    found = T.alloc_local((1,), "int32")
+    T.buffer_store(found, value, [0])
+    return found[0]

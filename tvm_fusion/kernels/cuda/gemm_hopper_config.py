@@ -24,7 +24,8 @@ class HopperConfig:
     staged : outputs leave through shared memory and the TMA, else from registers.
     deferred : accumulators are rounded and kept, and the epilogue runs between the first steps of
         the next tile.
-    boxes : 64 x 64 boxes of shared memory for the output of each consumer warpgroup.
+    boxes : 64 x 64 boxes of shared memory for the output of each consumer warpgroup; twice those of
+        a tile, and its residual comes in while the tile before is computed.
     group_m : row tiles that share a column tile at one time.
     batched : outer row axes that count as batch: tiles then end where an inner row axis ends.
     split : blocks of a cluster that share the terms of one tile; their sums meet in shared memory.
@@ -34,6 +35,7 @@ class HopperConfig:
         instead of 20.7), costs nothing elsewhere.
     promote : steps after which wgmma's sums are added to sums of full precision; 0 is never.
     tf32 : float32 operands may be rounded to tfloat32.
+    spread : a deferred epilogue is spread over all steps of the next tile, not over the first.
     """
 
     block_m: int
@@ -48,3 +50,4 @@ class HopperConfig:
     multicast: int = 1
     promote: int = 0
     tf32: bool = False
+    spread: bool = False

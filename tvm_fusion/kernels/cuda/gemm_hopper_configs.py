@@ -10,11 +10,14 @@ from ...config import HardwareProfile
 from ...errors import Unsupported
 from ..expr import bytes_of
 from .gemm_access import is_multiple
-from .gemm_cost import LINE_BYTES, STEP_BYTES, GemmTile, GemmWork, gemm_time
+from .gemm_cost import gemm_time
 from .gemm_frame import assumed, ceil_div
 from .gemm_hopper_config import SPLITS, HopperConfig
+from .gemm_hopper_limits import DEFERRED_STEPS
 from .gemm_hopper_model import BOX, HopperProblem, OperandView
 from .gemm_hopper_plan import BARRIER_BYTES, BOX_BYTES, make_plan
+from .gemm_operations import operation_s
+from .gemm_work import LINE_BYTES, STEP_BYTES, GemmTile, GemmWork
 
 MAX_STAGES = 16
 
@@ -43,21 +46,21 @@ def rank_configs(
     """Predicted seconds and the configurations that fit, the one with the least time first."""
     found: list[tuple[float, int, HopperConfig]] = []
     for batched, problem in problems.items():
-        work = hopper_work(problem)
+        work = hopper_work(problem, hw)
         for config in _candidates(problem, hw):
             config = replace(config, batched=batched, **problem.precision)
             try:
-                make_plan(problem, config, hw)
+                plan = make_plan(problem, config, hw)
             except Unsupported:
                 continue
             if not problem.shared:
-                work = hopper_work(problem, config.block_m)
-            seconds = gemm_time(work, tile_of(config), hw).seconds
+                work = hopper_work(problem, hw, config.block_m)
+            seconds = gemm_time(work, tile_of(config, plan.ahead), hw).seconds
             found.append((seconds, len(found), config))
     return [(time, config) for time, _, config in sorted(found, key=lambda item: item[:2])]
 
 
-def hopper_work(problem: HopperProblem, block_m: int = 1) -> GemmWork:
+def hopper_work(problem: HopperProblem, hw: HardwareProfile, block_m: int = 1) -> GemmWork:
     """What the cost model sees of a problem; symbolic sizes are assumed.
 
     Segments of their own sizes count as one of as many tiles of `block_m` rows.
@@ -85,6 +88,8 @@ def hopper_work(problem: HopperProblem, block_m: int = 1) -> GemmWork:
         extra_bytes=moved[False],
         single_stores=any(n % 2 for n in problem.columns),
         written_bytes=moved[True],
+        operation_s=operation_s(problem.segments, hw),
+        residual=moved[False] >= moved[True] > 0,
     )
 
 
@@ -109,9 +114,10 @@ def _sizes(
     return (1, rows, (columns,), k), max(0, weights) * len(problem.segments[0].products)
 
 
-def tile_of(config: HopperConfig) -> GemmTile:
-    """What the cost model sees of a configuration."""
-    return GemmTile(*(getattr(config, f.name) for f in fields(GemmTile)))
+def tile_of(config: HopperConfig, ahead: bool = False) -> GemmTile:
+    """What the cost model sees of a configuration; `ahead` is that of its plan."""
+    shared = {f.name for f in fields(GemmTile)} - {"ahead"}
+    return GemmTile(**{name: getattr(config, name) for name in shared}, ahead=ahead)
 
 
 def _whole_lines(view: OperandView) -> bool:
@@ -126,10 +132,14 @@ def _whole_lines(view: OperandView) -> bool:
 def _candidates(problem: HopperProblem, hw: HardwareProfile) -> Iterator[HopperConfig]:
     """All configurations worth a look; the deepest ring that fits for each tile."""
     shapes = [(m, n, True) for m, n in STAGED_TILES] if problem.staged else []
-    if problem.residual is None:
+    if problem.residual is None or not problem.shared:
         widths = range(16, 264, 8) if not problem.dual else range(32, 264, 16)
         ragged = _tiles(problem, 128, 256) <= FEW_WAVES * hw.num_sms
         wide = [n for n in widths if _narrow(problem, n) or (ragged and n > 64)]
+        if not problem.shared and assumed(problem.M) > 128:
+            # Eight experts of 4096 tokens, gate and up in one launch (H200, 2026-11-20): the layer
+            # took 116 us in tiles of 128 x 96, and 89 (other token counts) in 128 x 128.
+            wide = [n for n in wide if n % (128 if problem.dual else BOX) == 0]
         shapes += [(m, n, False) for m in (64, 128) for n in wide]
     for block_m, block_n, staged in shapes:
         # With one tile a block there is no next one to hide an epilogue in: on a tie, no deferring.
@@ -139,7 +149,7 @@ def _candidates(problem: HopperProblem, hw: HardwareProfile) -> Iterator[HopperC
             if config is not None:
                 yield config
                 if block_m == 128 and _gains_by_sharing(problem, block_n):
-                    yield replace(config, multicast=2)
+                    yield replace(config, multicast=2, group_m=_stripe(problem))
     yield from _split(problem, hw)
 
 
@@ -159,11 +169,13 @@ def _split(problem: HopperProblem, hw: HardwareProfile) -> Iterator[HopperConfig
                 for staged in (True, False):
                     if staged and (not problem.staged or out_n // split % BOX):
                         continue
-                    if not staged and problem.residual is not None:
-                        continue
                     config = _deepest(problem, block_m, block_n, staged, False, hw, split)
                     if config is not None:
                         yield config
+
+
+def _least_steps(problem: HopperProblem) -> int:
+    return min(ceil_div(s.K, problem.block_k) for s in problem.segments)
 
 
 def _tiles(problem: HopperProblem, block_m: int, block_n: int) -> int:
@@ -179,6 +191,11 @@ def _gains_by_sharing(problem: HopperProblem, block_n: int) -> bool:
     """
     straddling = not all(_whole_lines(view) for s in problem.segments for view in s.b)
     return problem.shared and assumed(problem.M) > 128 and (block_n == 256 or straddling)
+
+
+def _stripe(problem: HopperProblem) -> int:
+    """Row tiles that share a column tile at one time."""
+    return 16 if assumed(problem.M) >= 2048 else 8
 
 
 def _narrow(problem: HopperProblem, block_n: int) -> bool:
@@ -203,10 +220,13 @@ def _deepest(
         count = (block_n // 2 if problem.dual else block_n) // BOX // split
         boxes = 2 if count % 2 == 0 else count
         if problem.residual is not None and not deferred:
-            boxes = count
+            short = _least_steps(problem) < DEFERRED_STEPS
+            boxes = 2 * count if short and split == 1 else count
     free = hw.smem_per_block_bytes - BARRIER_BYTES - block_m // BOX * boxes * BOX_BYTES
     stages = min(MAX_STAGES, free // ((block_m + block_n) * STEP_BYTES))
     if stages < 2:
         return None
-    group_m = 16 if assumed(problem.M) >= 2048 else 8
+    # One stripe of 9 to 15 row tiles is better than one of 8 and a rest (777 x 1024 x 4096).
+    single = staged and split == 1 and 8 < ceil_div(assumed(problem.M), block_m) < 16
+    group_m = 16 if single else _stripe(problem)
     return HopperConfig(block_m, block_n, stages, staged, deferred, boxes, group_m, split=split)

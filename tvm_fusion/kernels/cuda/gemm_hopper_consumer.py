@@ -62,6 +62,7 @@ class Consumer:
     def emit(self) -> None:
         """Emits the loop over tiles."""
         plan = self.plan
+        self.epilogue.start()
         with T.serial(0, self.kernel.turns) as turn:
             tile = self.kernel.tile(turn)
             if self.promote:
@@ -71,9 +72,12 @@ class Consumer:
             if plan.config.deferred:
                 self._steps_with_epilogue(turn, tile)
             else:
-                with T.serial(0, self.steps) as step:
-                    self._step_of(step, tile)
-                self._drain()
+                if self.promote:
+                    self._windows(tile)
+                else:
+                    with T.serial(0, self.steps) as step:
+                        self._step_of(step, tile)
+                    self._drain()
                 self.epilogue.prepare(tile)
                 if self.exchange is not None:
                     self.exchange.emit(turn)
@@ -89,19 +93,27 @@ class Consumer:
     def _steps_with_epilogue(self, turn: Expr, tile: Tile) -> None:
         """The first steps carry the epilogue of the tile before."""
         plan = self.plan
-        for step in range(plan.peeled):
+        for place in range(plan.peeled):
+            step = place * (plan.gap + 1)
             self._step_of(step, tile)
-            first = step * plan.chunks_per_step
+            first = place * plan.chunks_per_step
             with T.If(turn > 0), T.Then():
                 for chunk in range(first, min(first + plan.chunks_per_step, plan.chunks)):
                     self.epilogue.chunk(chunk)
-        with T.serial(plan.peeled, self.steps) as step:
+            if plan.gap:
+                with T.serial(step + 1, step + 1 + plan.gap) as between:
+                    self._step_of(between, tile)
+        with T.serial(plan.peeled * (plan.gap + 1), self.steps) as step:
             self._step_of(step, tile)
         self._drain()
         self.epilogue.keep(turn, tile)
 
-    def _step_of(self, step: Expr | int, tile: Tile) -> None:
-        """One step: wait for its stage, issue its wgmmas, hand back the stage before."""
+    def _step_of(self, step: Expr | int, tile: Tile, place: Expr | int | None = None) -> None:
+        """One step: wait for its stage, issue its wgmmas, hand back the stage before.
+
+        `place` is that in its window, if sums are promoted.
+        """
+        adds = step > 0 if place is None else place > 0
         ring, kernel, plan = self.ring, self.kernel, self.plan
         wait(kernel.shared.full.ptr_to([ring.stage]), ring.phase)
         size = plan.config.block_m * STEP_BYTES // 16
@@ -116,13 +128,13 @@ class Consumer:
         )
         sums = [self.partial[i] for i in range(plan.accumulators)]
         for part in range(STEP_BYTES // WGMMA_BYTES):
-            later = T.ptx.pred(True if part else self._adds(step))
+            later = T.ptx.pred(True if part else adds)
             at_a = a + T.uint64(part * self.a_step)
             at_b = b + T.uint64(part * self.b_step)
             T.evaluate(T.ptx[name](*sums, at_a, at_b, later, 1, 1, *self._transposed()))
         T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
         if self.promote:
-            self._promote(step)
+            self._promote(place)
         else:
             T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(1))
             self._release_previous(step)
@@ -135,19 +147,32 @@ class Consumer:
         views = (problem.a, problem.segments[0].b[0])
         return [0 if v.k_major else 1 for v in views] if problem.dtype in HALF_DTYPES else []
 
-    def _adds(self, step: Expr | int) -> Expr | bool:
-        """Whether the first wgmma of a step adds to the sums of the step before."""
-        if self.promote == 1:
-            return False
-        return step % self.promote > 0 if self.promote else step > 0
+    def _windows(self, tile: Tile) -> None:
+        """All steps, in windows of so many whose sums are added up together."""
+        size, steps = self.promote, self.steps
+        with T.serial(0, steps // size) as window:
+            for place in range(size):
+                self._step_of(window * size + place, tile, place)
+        if not isinstance(steps, int) or steps % size:
+            with T.serial(0, steps % size) as place:
+                self._step_of(steps // size * size + place, tile, place)
 
-    def _promote(self, step: Expr | int) -> None:
-        """Waits for a step, and adds its sums to those of full precision when it is time."""
-        T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
+    def _promote(self, place: Expr | int) -> None:
+        """Adds the sums of a window to those of full precision, behind its last step; the others
+        are not waited for.
+        """
+        last = self.promote - 1
+        whole = isinstance(place, int)
+        T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(1 if whole and place < last else 0))
+        if whole and place:
+            release(self.kernel, self.ring.previous)
+        if whole and place < last:
+            return
         release(self.kernel, self.ring.stage)
-        behind = step + T.int32(1)
-        due = tirx.any(tirx.EQ(behind % self.promote, 0), tirx.EQ(behind, self.steps))
-        with T.If(due if self.promote > 1 else tirx.IntImm("bool", 1)), T.Then():
+        due = tirx.IntImm("bool", 1)
+        if not whole:
+            due = tirx.EQ(place + T.int32(1), self.steps % self.promote)
+        with T.If(due), T.Then():
             for i in range(self.plan.accumulators):
                 T.buffer_store(self.sums, self.sums[i] + self.partial[i], [i])
 
@@ -163,7 +188,5 @@ class Consumer:
 
     def _drain(self) -> None:
         """The last step's products are in the accumulators."""
-        if self.promote:
-            return
         T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
         release(self.kernel, self.ring.previous)

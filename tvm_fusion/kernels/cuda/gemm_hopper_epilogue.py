@@ -23,6 +23,7 @@ from .gemm_hopper_layout import Layout
 from .gemm_hopper_model import BOX, HopperSegment
 from .gemm_hopper_partials import Partials
 from .gemm_hopper_plan import BOX_BYTES, CHUNK
+from .gemm_hopper_rows import store_rows
 from .gemm_hopper_scale import Scale
 from .gemm_hopper_state import Hopper, expect, fence_shared, wait, warpgroup_sync
 from .gemm_math import evaluate
@@ -68,13 +69,21 @@ class Epilogue:
 
     # ---- called by the consumer
 
+    def start(self) -> None:
+        """Emits what comes before the first tile: the request for its residual, if ahead."""
+        if self.residual is not None and self.plan.ahead:
+            with T.If(self.kernel.turns > 0), T.Then():
+                self._request_ahead(T.int32(0))
+
     def during(self, step: Expr | int, tile: Tile) -> None:
         """Emits what belongs into a step: the request for the tile's residual, once."""
         if self.factors is not None:
             self.factors.during(step, tile)
         if self.residual is None:
             return
-        steps = self.plan.least_steps
+        if self.plan.ahead:
+            return
+        steps = min(self.plan.depths) // self.plan.config.split
         when = max(steps - 2, 0) if self.deferred else min(2, steps - 1)
         boxes = range(1 if self.deferred else self.boxes)
         if isinstance(step, int):
@@ -108,7 +117,11 @@ class Epilogue:
 
     def now(self, turn: Expr, tile: Tile) -> None:
         """Emits the whole epilogue of a tile."""
-        if self.residual is not None:
+        if self.residual is not None and self.plan.ahead:
+            with T.If(turn + 1 < self.kernel.turns), T.Then():
+                self._request_ahead(turn + 1)
+            wait(self._arrived(self._first_box(turn)), turn // 2 % 2)
+        elif self.residual is not None:
             wait(self._arrived(0), turn % 2)
         for chunk in range(self.plan.chunks):
             self._chunk(chunk, tile, turn)
@@ -133,7 +146,7 @@ class Epilogue:
             self._compute(chunk, tile)
             return
         box, part = divmod(chunk, CHUNKS_PER_BOX)
-        buffer = self.layout.number * self.boxes + box % self.boxes
+        buffer = self._buffer(box, turn)
         if part == 0:
             self._open_box(box, turn)
         target = self.kernel.shared.boxes.ptr_to([buffer, self.layout.matrix_offset(part)])
@@ -175,7 +188,6 @@ class Epilogue:
 
     def _request(self, boxes: Iterable[int], tile: Tile) -> None:
         """The TMA brings boxes of the residual once earlier stores have left them."""
-        found, handle = self.problem.segments[0].residual_map, self.kernel.maps.residual
         with T.If(self.layout.thread == 0), T.Then():
             T.evaluate(T.ptx.cp.async_.bulk.wait_group.read(0))
             if not self.deferred:
@@ -185,11 +197,38 @@ class Epilogue:
                 barrier = self._arrived(place if self.deferred else 0)
                 if self.deferred:
                     expect(barrier, BOX_BYTES)
-                buffer = self.layout.number * self.boxes + place
-                target = self.kernel.shared.boxes.ptr_to([buffer, 0])
-                found.load(target, handle, self.layout.box_place(box, tile), barrier)
+                self._bring(box, tile, self.layout.number * self.boxes + place, barrier)
 
-    def _arrived(self, box: int) -> Expr:
+    def _request_ahead(self, turn: Expr) -> None:
+        """The TMA brings the residual of the tile of a turn, into the boxes of every other turn."""
+        needed = self.plan.share_n // BOX
+        with T.If(self.layout.thread == 0), T.Then():
+            T.evaluate(T.ptx.cp.async_.bulk.wait_group.read(0))
+            tile = self.kernel.tile(turn)
+            barrier = self._arrived(self._first_box(turn))
+            expect(barrier, needed * BOX_BYTES)
+            for box in range(needed):
+                self._bring(box, tile, self._buffer(box, turn), barrier)
+
+    def _bring(self, box: int, tile: Tile, buffer: Expr, barrier: Expr) -> None:
+        """One box of the residual of a tile."""
+        target = self.kernel.shared.boxes.ptr_to([buffer, 0])
+        for number, own in self.kernel.grid.each_segment(tile):
+            found, handle = (
+                self.problem.segments[number].residual_map,
+                self.kernel.maps.residual[number],
+            )
+            found.load(target, handle, self.layout.box_place(box, own), barrier)
+
+    def _first_box(self, turn: Expr) -> Expr | int:
+        """The first box of a tile, where boxes are for two tiles."""
+        return turn % 2 * (self.plan.share_n // BOX) if self.plan.ahead else 0
+
+    def _buffer(self, box: int, turn: Expr) -> Expr:
+        """The place of a box in shared memory."""
+        return self.layout.number * self.boxes + self._first_box(turn) + box % self.boxes
+
+    def _arrived(self, box: Expr | int) -> Expr:
         return self.kernel.shared.arrived.ptr_to([self.layout.number * self.boxes + box])
 
     # ---- arithmetic
@@ -197,7 +236,7 @@ class Epilogue:
     def _compute(self, chunk: int, tile: Tile) -> None:
         """Values of a piece: the staged output's words, the other outputs' stores."""
         for number, own in self.kernel.grid.each_segment(tile):
-            segment = self.problem.segments[number]
+            segment, by_rows = self.problem.segments[number], self.plan.by_rows[number]
             for group in self.layout.groups(chunk):
                 for half in range(2):
                     pair = [self._values(number, own, chunk, group, half, v) for v in range(2)]
@@ -205,13 +244,24 @@ class Epilogue:
                         low, high = (values[position] for values in pair)
                         if output.partial is not None:
                             self.partials.add(number, position, chunk, group, half, (low, high))
-                        elif self.staged and position == segment.staged:
+                        elif position == (segment.staged if self.staged else by_rows):
                             word = pack_halves(output.dtype, low, high)
                             T.buffer_store(self.words, word, [group * 2 + half])
                         else:
                             at = (self.layout.row(own, half), self.layout.column(own, chunk, group))
                             self._store(segment, output, own, at, (low, high))
             self.partials.close(number, segment, own, chunk)
+            if by_rows is not None:
+                self._put_by_rows(segment, segment.outputs[by_rows], own, chunk)
+
+    def _put_by_rows(self, segment: HopperSegment, output: Output, tile: Tile, chunk: int) -> None:
+        """Puts the words of a piece into the box, and stores the box behind its last piece."""
+        box, part = divmod(chunk, CHUNKS_PER_BOX)
+        place = [self.layout.number, self.layout.matrix_offset(part)]
+        target = self.kernel.shared.boxes.ptr_to(place)
+        T.evaluate(T.ptx[STMATRIX](target, *(self.words[i] for i in range(4))))
+        if part == CHUNKS_PER_BOX - 1 or chunk == self.plan.chunks - 1:
+            store_rows(self.frame, self.layout, segment, output, tile, box)
 
     def _values(
         self, number: int, tile: Tile, chunk: int, group: int, half: int, v: int
@@ -231,7 +281,8 @@ class Epilogue:
             env[load.var] = T.Bind(self.fetch.value(load, registers, chunk, group, half, v))
         if self.residual is not None:
             word = self.incoming[group * 2 + half]
-            env[self.residual.var] = T.Bind(half_of(self.residual.dtype, word, v))
+            own = segment.residual
+            env[own.var] = T.Bind(half_of(own.dtype, word, v))
         halves = all(bytes_of(dtype) == 2 for dtype in _stored_dtypes(segment))
         values = [output.value for output in segment.outputs]
         return evaluate(self.frame, segment.bindings, values, env, halves)

@@ -77,10 +77,13 @@ def _check_boxes(problem: HopperProblem, config: HopperConfig, columns: int) -> 
     if not problem.staged or columns % BOX:
         raise Unsupported("an output that the TMA cannot store")
     boxes, needed = config.boxes, columns // BOX
+    if problem.residual is not None and not config.deferred:
+        if boxes == needed or (boxes == 2 * needed and config.split == 1):
+            return
+        raise Unsupported(f"{boxes} boxes for the {needed} of a residual")
     if boxes < 1 or needed % boxes:
         raise Unsupported(f"{boxes} boxes for {needed} in a tile")
-    too_few = boxes < 2 if config.deferred else boxes != needed
-    if problem.residual is not None and too_few:
+    if problem.residual is not None and boxes < 2:
         raise Unsupported(f"{boxes} boxes for a residual")
 
 

@@ -186,5 +186,7 @@ class HopperProblem:
 
     @property
     def residual(self) -> EpilogueLoad | None:
-        """The matrix of the output's shape that the TMA loads into the output's own box."""
+        """The matrix of the output's shape that the TMA loads into the output's own box: that of
+        the first segment, where all have one.
+        """
         return self.segments[0].residual

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...config import HardwareProfile
 from ...errors import Unsupported
 from ..contraction import Extent
+from ..expr import HALF_DTYPES
+from .gemm_access import affine_access
 from .gemm_frame import ceil_div
 from .gemm_hopper_config import CHUNK, HopperConfig
 from .gemm_hopper_limits import check_config
-from .gemm_hopper_model import BOX, STEP_BYTES, HopperProblem
+from .gemm_hopper_model import BOX, STEP_BYTES, HopperProblem, HopperSegment
 from .gemm_tensor_map import TensorMap
 from .row_resources import clusters_on_device
 
@@ -23,10 +25,8 @@ POINTER_BYTES = 8
 # Shared memory for barriers and for aligning the buffers in front of them.
 BARRIER_BYTES = 512
 
-# Registers of a producer's thread (more where it loads for other blocks, too), and the most a
-# consumer takes of what the launch has left.
+# Registers of a producer's thread, and the most a consumer takes of what the launch has left.
 PRODUCER_REGISTERS = 24
-SHARING_PRODUCER_REGISTERS = 40
 CONSUMER_REGISTERS = 240
 
 # Accumulators of a thread beside functions that are not lowered to a few instructions: with the
@@ -45,7 +45,9 @@ class Plan:
     A block takes `least_steps` of the `steps` of a tile, the first `spare_steps` blocks of a
     cluster one more. `clusters` take tiles in turn, single blocks unless the configuration has
     clusters. `depths` are the steps of each segment, `steps` the most; `a_maps` has one map if
-    segments share A, else one for each.
+    segments share A, else one for each. `by_rows` is the position of each segment's output that
+    leaves row by row through a box of shared memory, if one does. A deferred epilogue takes
+    `chunks_per_step` of its pieces in each of `peeled` steps, with `gap` steps without in between.
     """
 
     config: HopperConfig
@@ -65,6 +67,8 @@ class Plan:
     depths: tuple[int, ...]
     a_maps: tuple[TensorMap, ...]
     b_maps: tuple[tuple[TensorMap, ...], ...]
+    by_rows: tuple[int | None, ...]
+    gap: int
 
     @property
     def cluster(self) -> int:
@@ -87,6 +91,13 @@ class Plan:
         return self.steps % self.config.split
 
     @property
+    def ahead(self) -> bool:
+        """Whether there are boxes for the residuals of two tiles: that of the next one travels
+        while a tile is computed.
+        """
+        return not self.config.deferred and self.config.boxes > self.share_n // BOX
+
+    @property
     def exchange_bytes(self) -> int:
         """Shared memory that partial sums of other blocks arrive in; it is that of the stages."""
         c = self.config
@@ -101,7 +112,12 @@ class Plan:
     def smem_bytes(self) -> int:
         """Shared memory of a block."""
         c = self.config
-        return c.stages * self.stage_bytes + self.consumers * c.boxes * BOX_BYTES + BARRIER_BYTES
+        return c.stages * self.stage_bytes + self.consumers * self.boxes * BOX_BYTES + BARRIER_BYTES
+
+    @property
+    def boxes(self) -> int:
+        """Boxes of each consumer."""
+        return self.config.boxes or int(any(found is not None for found in self.by_rows))
 
     @property
     def live_accumulators(self) -> int:
@@ -114,16 +130,11 @@ class Plan:
         return self.consumers > 1 and self.live_accumulators >= 64
 
     @property
-    def producer_registers(self) -> int:
-        """Registers that a producer thread keeps."""
-        return PRODUCER_REGISTERS if self.config.multicast == 1 else SHARING_PRODUCER_REGISTERS
-
-    @property
     def consumer_registers(self) -> int:
         """Registers a consumer thread may take once the producers gave theirs back."""
         groups = self.consumers + 1
         pool = groups * (65536 // (128 * groups) // 8 * 8)
-        return min(CONSUMER_REGISTERS, (pool - self.producer_registers) // self.consumers // 8 * 8)
+        return min(CONSUMER_REGISTERS, (pool - PRODUCER_REGISTERS) // self.consumers // 8 * 8)
 
 
 def make_plan(problem: HopperProblem, config: HopperConfig, hw: HardwareProfile) -> Plan:
@@ -146,6 +157,8 @@ def make_plan(problem: HopperProblem, config: HopperConfig, hw: HardwareProfile)
         a_rows = min(c.block_m, ceil_div(problem.M, 8) * 8)
     chunks = ceil_div(share_n, CHUNK)
     per_step = ceil_div(chunks, max(1, min(depths) - 2)) if c.deferred else 0
+    peeled = ceil_div(chunks, per_step) if c.deferred else 0
+    gap = (min(depths) - 2) // peeled - 1 if c.deferred and c.spread else 0
     own = problem.segments[:1] if problem.shared else problem.segments
     tiles = _tiles(problem, c.block_m * c.multicast, out_n)
     clusters = clusters_on_device(c.split * c.multicast, 1, hw)
@@ -164,14 +177,18 @@ def make_plan(problem: HopperProblem, config: HopperConfig, hw: HardwareProfile)
         clusters=min(tiles, clusters) if isinstance(tiles, int) else clusters,
         accumulators=c.block_n // 2,
         chunks=chunks,
-        peeled=ceil_div(chunks, per_step) if c.deferred else 0,
+        peeled=peeled,
         chunks_per_step=per_step,
         depths=depths,
         a_maps=tuple(s.a.boxes(a_rows) for s in own),
         b_maps=tuple(
             tuple(view.boxes(out_n // c.multicast) for view in s.b) for s in problem.segments
         ),
+        by_rows=tuple(None if c.staged else _by_rows(problem, s) for s in problem.segments),
+        gap=gap,
     )
+    if plan.smem_bytes > hw.smem_per_block_bytes:
+        plan = replace(plan, by_rows=(None,) * len(problem.segments))
     if plan.live_accumulators > MAX_ACCUMULATORS:
         raise Unsupported(f"{plan.live_accumulators} registers of sums")
     crowded = plan.consumers > 1 and plan.live_accumulators > FUNCTION_ACCUMULATORS
@@ -186,6 +203,18 @@ def make_plan(problem: HopperProblem, config: HopperConfig, hw: HardwareProfile)
     return plan
 
 
+def _by_rows(problem: HopperProblem, segment: HopperSegment) -> int | None:
+    """An output of halves whose rows are contiguous, but start off 4 bytes."""
+    for position, output in enumerate(segment.outputs):
+        if output.partial is not None or output.dtype not in HALF_DTYPES:
+            continue
+        shape = problem.contraction.params[output.param].shape
+        access = affine_access(output.indices, shape, segment.groups)
+        if access is not None and access.contiguous("n") and not access.aligned(2, "n"):
+            return position
+    return None
+
+
 def _tiles(problem: HopperProblem, rows: int, out_n: int) -> Extent:
     if problem.shared:
         columns = sum(ceil_div(n, out_n) for n in problem.columns)
@@ -198,5 +227,5 @@ def _parameter_bytes(problem: HopperProblem, plan: Plan) -> int:
     """Kernel parameters: tensor maps, and at most a pointer for each parameter of the function."""
     maps = len(plan.a_maps) + sum(map(len, plan.b_maps))
     if plan.config.staged:
-        maps += len(problem.segments) + (problem.residual is not None)
+        maps += len(problem.segments) * (2 if problem.residual is not None else 1)
     return MAP_BYTES * maps + POINTER_BYTES * len(problem.contraction.params)

@@ -7,6 +7,7 @@ fit (attention heads, images) become part of the batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tvm.ir import TensorLoad, Var
 
@@ -68,6 +69,8 @@ def _read(contraction: Contraction, moved: int) -> HopperProblem:
     if max(counts) > 2 or len(counts) > 1:
         raise Unsupported("more products than accumulators fit, or pairs beside single ones")
     shared = all(_same_sizes(s, first) and _same_view(s.a, first.a) for s in segments)
+    if not all(s.residual for s in segments):
+        segments = [_without_residual(s) for s in segments]
     K = max(s.K for s in segments)
     batch, rows = (_largest([f(s) for s in segments]) for f in (lambda s: s.B, lambda s: s.M))
     a = first.a
@@ -142,7 +145,7 @@ def _segment(
         if staged_map is not None:
             staged = position
             break
-    if staged is not None and len(contraction.segments) == 1:
+    if staged is not None:
         for load in loads:
             residual_map = _box_map(load.param, load.dtype, load.access)
             if residual_map is not None:
@@ -163,6 +166,14 @@ def _segment(
         residual,
         residual_map,
     )
+
+
+def _without_residual(segment: HopperSegment) -> HopperSegment:
+    """The segment with its residual among its other loads."""
+    if segment.residual is None:
+        return segment
+    loads = (*segment.loads, segment.residual)
+    return replace(segment, loads=loads, residual=None, residual_map=None)
 
 
 def _box_map(param: Var, dtype: str, access: AffineAccess | None) -> TensorMap | None:

@@ -20,7 +20,7 @@ def emit_producer(kernel: Hopper) -> None:
             # The stages hold partial sums of other blocks until the consumers have read them.
             with T.If(turn > 0), T.Then():
                 wait(kernel.shared.resume.ptr_to([0]), (turn + 1) % 2)
-        with T.serial(0, kernel.steps_of(tile)) as step:
+        with T.serial(0, kernel.steps_of(tile), unroll=False) as step:
             barrier = kernel.shared.full.ptr_to([ring.stage])
             _wait_until_empty(kernel, ring)
             expect(barrier, kernel.plan.transaction_bytes)
@@ -34,7 +34,7 @@ def emit_producer(kernel: Hopper) -> None:
             ring.advance()
     if kernel.plan.config.multicast > 1:
         # The block lives until the others have handed back its last stages.
-        with T.serial(0, kernel.plan.config.stages):
+        with T.serial(0, kernel.plan.config.stages, unroll=False):
             _wait_until_empty(kernel, ring)
             ring.advance()
 
@@ -68,11 +68,20 @@ def _load_b(
     at = {"batch": tile.batch, "n": tile.n * plan.out_n, "k": term}
     k_major = kernel.problem.segments[number].b[0].k_major
     width = plan.out_n // blocks if k_major else BOX
-    places = [(p, n) for p in range(len(plan.b_maps[number])) for n in range(0, plan.out_n, width)]
-    for piece, (product, first) in enumerate(places):
-        mine = tirx.EQ(kernel.rank, piece % blocks) if blocks > 1 else tirx.IntImm("bool", 1)
+    pieces = plan.out_n // width  # of each product
+    for piece in range(len(plan.b_maps[number]) * pieces):
+        product, first = divmod(piece, pieces)
+        mine = tirx.IntImm("bool", 1)
+        if blocks > 1 and pieces % blocks:
+            mine = tirx.EQ(kernel.rank, piece % blocks)
+        elif blocks > 1:
+            # Without branches, which take registers: one of as many neighbours as there are blocks.
+            if first % blocks:
+                continue
+            first = first + kernel.rank
         with T.If(mine), T.Then():
-            target = kernel.shared.b.ptr_to([stage, (product * plan.out_n + first) * STEP_BYTES])
-            place = at | {"n": at["n"] + first}
+            column = first * width
+            target = kernel.shared.b.ptr_to([stage, (product * plan.out_n + column) * STEP_BYTES])
+            place = at | {"n": at["n"] + column}
             handle = kernel.maps.b[number][product]
             plan.b_maps[number][product].load(target, handle, place, barrier, blocks)

@@ -20,7 +20,7 @@ from .intrinsics import cluster_arrive, cluster_wait
 FIRST_BARRIER = 2
 
 # Places in the registers of a `Ring`.
-STAGE, PHASE, PREVIOUS = range(3)
+STAGE, PHASE = range(2)
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +30,7 @@ class Maps:
     a: list[Var]
     b: list[list[Var]]
     staged: list[Var | None]
-    residual: Var | None
+    residual: list[Var | None]
 
 
 @dataclass(slots=True, eq=False)
@@ -113,9 +113,12 @@ class Hopper:
     @property
     def turns(self) -> Expr:
         """Number of tiles of this block."""
-        tiles = self.plan.tiles
-        tiles = tiles if isinstance(tiles, int) else convert(tiles, "int32")
-        return (tiles - self.cluster + self.plan.clusters - 1) // self.plan.clusters
+        tiles, clusters = self.plan.tiles, self.plan.clusters
+        if isinstance(tiles, int):
+            # Without a division, whose result would be kept in a register throughout.
+            least, spare = divmod(tiles, clusters)
+            return least + T.cast(self.cluster < spare, "int32") if spare else T.int32(least)
+        return (convert(tiles, "int32") - self.cluster + clusters - 1) // clusters
 
 
 def encode_maps(frame: Frame, problem: HopperProblem, plan: Plan) -> Maps:
@@ -130,7 +133,7 @@ def encode_maps(frame: Frame, problem: HopperProblem, plan: Plan) -> Maps:
         a=[encode(found) for found in plan.a_maps],
         b=[[encode(m) for m in maps] for maps in plan.b_maps],
         staged=[encode(s.staged_map) if staged else None for s in problem.segments],
-        residual=encode(problem.segments[0].residual_map) if staged else None,
+        residual=[encode(s.residual_map) if staged else None for s in problem.segments],
     )
 
 
@@ -145,7 +148,7 @@ def allocate(problem: HopperProblem, plan: Plan) -> Shared:
     shared = Shared(
         a=tiles(c.stages, c.block_m * STEP_BYTES),
         b=tiles(c.stages, c.block_n * STEP_BYTES),
-        boxes=tiles(plan.consumers * c.boxes, BOX * BOX, "float16") if c.boxes else None,
+        boxes=tiles(plan.consumers * plan.boxes, BOX * BOX, "float16") if plan.boxes else None,
         full=pool.alloc((c.stages,), "uint64", align=8),
         empty=pool.alloc((c.stages,), "uint64", align=8),
         arrived=pool.alloc((max(1, plan.consumers * c.boxes),), "uint64", align=8),
@@ -231,12 +234,12 @@ def set_registers(count: int, more: bool) -> None:
 
 
 class Ring:
-    """Position in a ring of stages, kept in registers: stage, phase, and the stage before."""
+    """Position in a ring of stages, kept in registers: stage and phase."""
 
     def __init__(self, stages: int, phase: int):
         self.stages = stages
-        self.state = T.alloc_local((4,), "int32")
-        for place, value in ((STAGE, 0), (PHASE, phase), (PREVIOUS, 0)):
+        self.state = T.alloc_local((2,), "int32")
+        for place, value in ((STAGE, 0), (PHASE, phase)):
             T.buffer_store(self.state, T.int32(value), [place])
 
     @property
@@ -252,11 +255,11 @@ class Ring:
     @property
     def previous(self) -> Expr:
         """The stage before the present one."""
-        return self.state[PREVIOUS]
+        first = tirx.EQ(self.stage, 0)
+        return tirx.Select(first, T.int32(self.stages - 1), self.stage - T.int32(1))
 
     def advance(self) -> None:
         """Emits the step to the next stage."""
-        T.buffer_store(self.state, self.stage, [PREVIOUS])
         T.buffer_store(self.state, self.stage + 1, [STAGE])
         with T.If(self.stage == self.stages), T.Then():
             T.buffer_store(self.state, T.int32(0), [STAGE])

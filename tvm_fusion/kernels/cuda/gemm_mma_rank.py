@@ -13,6 +13,7 @@ from ..program import Param
 from .gemm_frame import assumed, ceil_div
 from .gemm_mma_plan import MmaConfig
 from .gemm_mma_problem import Loop, MmaSegment, Source, Way, read_mma, rows_of
+from .gemm_operations import operation_s
 
 # (block_m, block_n, warp_m, warp_n)
 TILES = (
@@ -59,6 +60,8 @@ STEP_SECONDS = {Way.COPY: 7e-8, Way.SHIFT: 1.7e-7, Way.COMPUTE: 2.2e-7}
 # A step of a tile of less than 64 rows waits this much longer for an operand that is computed.
 THIN_COMPUTED = 4.0
 EPILOGUE_SECONDS = 2.8e-6
+# Estimate: operations of an epilogue, beside threads that never wait.
+OPERATION_LATENCY = 2.0
 
 # Bytes a cycle between one multiprocessor and the L2.
 PORT_BYTES = 33
@@ -179,11 +182,12 @@ def _resident(segments: Sequence[MmaSegment], c: MmaConfig, hw: HardwareProfile)
 def _seconds(
     contraction: Contraction, segments: Sequence[MmaSegment], c: MmaConfig, hw: HardwareProfile
 ) -> float:
-    """Predicted time: tiles of the busiest multiprocessor, each at the rate of what limits it; at
-    least that of the compulsory bytes.
+    """Predicted time: tiles of the busiest multiprocessor, each at the rate of what limits it,
+    beside the compulsory bytes (they overlap, more so where one takes much longer).
     """
-    tiles, work, waiting, epilogue = 0, 0.0, 0.0, 0.0
+    tiles, cells, work, waiting, epilogue = 0, 0, 0.0, 0.0, 0.0
     for s in segments:
+        cells += assumed(s.segment.M) * assumed(s.segment.N) * assumed(s.segment.B)
         rows = ceil_div(assumed(s.segment.M), c.block_m)
         count = rows * ceil_div(assumed(s.segment.N), c.block_n) * assumed(s.segment.B)
         tiles += count
@@ -192,13 +196,31 @@ def _seconds(
             work += count * steps * _step_seconds(loop, c, hw)
             waiting += count * steps * _waiting_seconds(loop, c)
         epilogue += count * c.block_m * c.block_n / 128**2 * EPILOGUE_SECONDS
+    epilogue *= 1 + _residuals(contraction, segments)
     turns = math.ceil(tiles / hw.num_sms)
     resident = min(turns, _resident(segments, c, hw))
     # Blocks beside each other hide one another's waits and epilogues.
     each = work / tiles + (epilogue + waiting) / tiles / resident
     moved = sum(bytes_of(p.dtype) * p.elements for p in contraction.params if _static(p))
-    busy = START_SECONDS + turns * each
-    return hw.kernel_gap_us * 1e-6 + max(busy, START_SECONDS + moved / hw.hbm_bytes_per_s)
+    busy = math.hypot((turns * each) ** 2, (moved / hw.hbm_bytes_per_s) ** 2) ** 0.5
+    operations = OPERATION_LATENCY * operation_s([s.segment for s in segments], hw) * cells
+    return hw.kernel_gap_us * 1e-6 + START_SECONDS + busy + operations
+
+
+def _residuals(contraction: Contraction, segments: Sequence[MmaSegment]) -> float:
+    """Bytes of matrices of an output's size that the epilogue reads, for each that it writes."""
+    loads = [x.operand.load for s in segments for loop in s.loops for x in (loop.a, *loop.b)]
+    operands = [load.source for load in loads if load is not None]
+    outputs = {o.param for s in segments for o in s.segment.outputs}
+    params = [(i, p) for i, p in enumerate(contraction.params) if _static(p)]
+    sizes = {p.elements for i, p in params if i in outputs}
+    written = sum(bytes_of(p.dtype) * p.elements for i, p in params if i in outputs)
+    read = sum(
+        bytes_of(p.dtype) * p.elements
+        for i, p in params
+        if i not in outputs and p.elements in sizes and not any(p.var.same_as(x) for x in operands)
+    )
+    return read / written if written else 0.0
 
 
 def _step_seconds(loop: Loop, c: MmaConfig, hw: HardwareProfile) -> float:

@@ -1,12 +1,18 @@
 """Matrix products with few rows: the weights are streamed once, at the speed of the memory.
 
-A block computes all rows of a few columns. Its warps share the sum (those of all blocks of a
-cluster too); each keeps several 16-byte loads of weights in flight, in registers or in a ring of
-shared memory (`gemm_skinny_ring`), and multiplies in float32 (`gemm_skinny_fma`) or on tensor cores
-(`gemm_skinny_mma`). The sums meet in shared memory in a fixed order.
+A block computes all rows of a few columns. Its warps share the sum; each keeps several 16-byte
+loads of weights in flight and multiplies in float32 or on tensor cores. The sums meet in shared
+memory in a fixed order. Operands may be computed: the expression of quantised weights is evaluated
+for the elements of the words that a thread has loaded.
 
-Operands may be computed: the expression of quantised weights is evaluated for the elements of the
-words that a thread has loaded.
+    gemm_skinny             the kernel: who sums what, where the sums meet, the outputs
+    gemm_skinny_fma, _mma   the sums of a warp: in float32, on tensor cores; _sums: what they share
+    gemm_skinny_ring        weights on their way through shared memory, in place of registers
+    gemm_skinny_values      an operand at a block of points: factors outside of the sum, floats
+    gemm_skinny_reader      ... its loads in wide copies (_fetch), and its expression at each point
+    gemm_skinny_bits        small integers as fields of words; _words: what the device does to them;
+                            _halves: pairs of half-precision numbers made of them
+    gemm_skinny_config      configurations; _candidates: those worth ranking; _rank: their times
 """
 
 from __future__ import annotations
@@ -19,12 +25,12 @@ from ...config import HardwareProfile
 from ...errors import Unsupported
 from ..contraction import Contraction, Segment
 from ..expr import bytes_of, constant, convert
-from . import intrinsics as device
 from .gemm_frame import Frame, coordinates, open_kernel
 from .gemm_math import evaluate
-from .gemm_skinny_config import STATIC_SMEM, WARP, SkinnyConfig, check_problem, skinny_configs
+from .gemm_skinny_config import STATIC_SMEM, WARP, SkinnyConfig, check_problem
 from .gemm_skinny_fma import FmaSum
 from .gemm_skinny_mma import MmaSum
+from .gemm_skinny_rank import skinny_ranked
 from .gemm_skinny_ring import Ring, ring_slots
 from .gemm_skinny_sums import Position, Step
 from .patterns import product_of
@@ -56,7 +62,7 @@ def emit_gemm_skinny(
     """
     check_problem(contraction, hw)
     if config is None:
-        config = skinny_configs(contraction, hw)[0]
+        config = skinny_ranked(contraction, hw)[0][1]
     config.check(contraction, hw)
     with open_kernel(contraction) as frame:
         if frame.index != "int32":
@@ -81,13 +87,9 @@ class _Kernel:
         config, contraction = self.config, self.contraction
         per_batch = sum(self.tiles)
         T.device_entry()
-        block = T.cta_id([per_batch * contraction.batch * config.cluster])
-        self.rank = None
-        if config.cluster > 1:
-            self.rank = T.cta_id_in_cluster([config.cluster])
-            block = T.Bind(T.truncdiv(block, config.cluster))
+        block = T.cta_id([per_batch * contraction.batch])
         self.thread = T.thread_id([config.threads])
-        shape = (self.most * config.shares * contraction.M * config.block_n,)
+        shape = (self.most * config.warps_k * contraction.M * config.block_n,)
         self.partials = T.alloc_shared(shape, self.dtype)
         self.ring = None
         if config.stages:
@@ -96,8 +98,6 @@ class _Kernel:
             if size + config.smem_bytes(contraction) > STATIC_SMEM:
                 raise Unsupported("the ring of weights does not fit into static shared memory")
             self.ring = T.alloc_shared((max(size // 4, 1),), "uint32")
-        if config.cluster > 1:
-            T.evaluate(device.cluster_arrive())
         batch, tile = constant(0, "int32"), block
         if contraction.batch > 1:
             batch, tile = T.Bind(block // per_batch), T.Bind(block % per_batch)
@@ -122,8 +122,6 @@ class _Kernel:
         share, across = warp, constant(0, "int32")
         if config.warps_n > 1:
             share, across = T.Bind(warp // config.warps_n), T.Bind(warp % config.warps_n)
-        if self.rank is not None:
-            share = T.Bind(self.rank * config.warps_k + share)
         axes = coordinates(segment.batch, batch, self.frame)
         position = Position(axes, T.Bind(tile), share, across, lane)
         self._sum(part, position)
@@ -134,7 +132,7 @@ class _Kernel:
         """The warp's share of the terms: whole rounds of all warps, then what is left."""
         start = part.start(position)
         part.columns()
-        stride = self.config.shares * part.along_k
+        stride = self.config.warps_k * part.along_k
         full, rest = divmod(part.chunks, stride)
         if self.config.stages and full:
             self._through_ring(part, start, stride, full)
@@ -210,43 +208,27 @@ class _Kernel:
 
     def _place(self, product: int, share: Expr | int, element: Expr) -> Expr:
         per_share = self.contraction.M * self.config.block_n
-        return (product * self.config.shares + share) * per_share + element
+        return (product * self.config.warps_k + share) * per_share + element
 
     def _publish(self, part: FmaSum | MmaSum, position: Position) -> None:
-        config = self.config
-        if config.cluster > 1:
-            T.evaluate(device.cluster_wait())
 
         def put(product: int, row: Expr | int, column: Expr, value: Expr) -> None:
-            element = row * config.block_n + column
-            if config.cluster == 1:
-                at = self._place(product, position.share, element)
-                T.buffer_store(self.partials, value, [at])
-                return
-            element = T.Bind(element)
-            place = self.partials.ptr_to([self._place(product, position.share, element)])
-            T.evaluate(device.cluster_store(place, value, element // self._owned()))
+            element = row * self.config.block_n + column
+            at = self._place(product, position.share, element)
+            T.buffer_store(self.partials, value, [at])
 
         part.finish(put)
-        T.evaluate(device.cluster_sync() if config.cluster > 1 else T.cuda.cta_sync())
-
-    def _owned(self) -> int:
-        """Elements of the tile that one block of the cluster finishes."""
-        return -(-self.contraction.M * self.config.block_n // self.config.cluster)
+        T.evaluate(T.cuda.cta_sync())
 
     # ---- outputs
 
     def _write(self, part: FmaSum | MmaSum, segment: Segment, position: Position) -> None:
         """Each thread finishes some elements of the tile."""
-        config, count = self.config, self._owned()
+        config = self.config
         elements = self.contraction.M * config.block_n
-        for first in range(0, count, config.threads):
-            own = T.Bind(self.thread + first)
-            element = own if self.rank is None else T.Bind(self.rank * count + own)
-            whole = first + config.threads <= count
-            conditions = [] if whole else [own < count]
-            if self.rank is not None and count * config.cluster > elements:
-                conditions.append(element < elements)
+        for first in range(0, elements, config.threads):
+            element = T.Bind(self.thread + first)
+            conditions = [] if first + config.threads <= elements else [element < elements]
             row, column = T.Bind(element // config.block_n), T.Bind(element % config.block_n)
             n = T.Bind(position.tile * config.block_n + column)
             if segment.N % config.block_n:
@@ -268,7 +250,7 @@ class _Kernel:
         }
         for number, product in enumerate(segment.products):
             total = None
-            for share in range(self.config.shares):
+            for share in range(self.config.warps_k):
                 value = self.partials[self._place(number, share, element)]
                 total = value if total is None else total + value
             factors = [*part.factors.a[number].outer, *part.factors.b[number].outer]

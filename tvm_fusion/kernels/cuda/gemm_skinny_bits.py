@@ -24,12 +24,18 @@ from ..expr import bits_of, constant, dtype_of, is_integer, number
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Field:
-    """`bits` bits of an element from `shift` on; `holder` is the element's placeholder."""
+    """`bits` bits of an element from `shift` on; `holder` is the element's placeholder.
+
+    With `by` the element is shifted down first, by that many bits more. Where `most` is not 0, up
+    to so many of the upper bits are those of a neighbour, and still to be masked.
+    """
 
     holder: Var
     shift: int
     bits: int
     signed: bool
+    by: Expr | None = None
+    most: int = 0
 
     @property
     def bias(self) -> int:
@@ -59,9 +65,13 @@ def field_of(expr: Expr) -> Field | None:
         return None if inner is None else _cast(inner, dtype)
     if not isinstance(expr, RShift | BitwiseAnd | tirx.FloorDiv | tirx.FloorMod):
         return None
-    a, b = (expr.a, expr.b) if number(expr.b) is not None else (expr.b, expr.a)
+    a, b = expr.a, expr.b
+    if isinstance(expr, BitwiseAnd) and number(b) is None:
+        a, b = b, a
+    if isinstance(expr, RShift) and isinstance(b, tirx.Min):
+        return _moved(field_of(a), b)
     value = number(b)
-    if value is None or (a is expr.b and not isinstance(expr, BitwiseAnd)):
+    if value is None:
         return None
     if isinstance(expr, RShift) and isinstance(a, LShift):
         return _extended(a, value)
@@ -80,21 +90,33 @@ def field_of(expr: Expr) -> Field | None:
 
 def _cast(inner: Field, dtype: str) -> Field | None:
     bits = bits_of(dtype)
+    if inner.most:
+        return None
     if inner.bits < bits:
         return inner if dtype.startswith("int") or not inner.signed else None
     return replace(inner, bits=bits, signed=dtype.startswith("int"))
 
 
+def _moved(inner: Field | None, by: tirx.Min) -> Field | None:
+    """A shift that is the same for all points of a block, and known to be at most ``by.b``."""
+    most = number(by.b)
+    if inner is None or inner.signed or inner.by is not None or not most:
+        return None
+    return replace(inner, by=by.a, most=most) if 0 < most < inner.bits else None
+
+
 def _shifted(inner: Field, by: int) -> Field | None:
-    if by >= inner.bits:
+    if inner.most or by >= inner.bits:
         return None
     return replace(inner, shift=inner.shift + by, bits=inner.bits - by)
 
 
 def _masked(inner: Field, bits: int) -> Field | None:
-    if bits == 0 or (bits > inner.bits and inner.signed):
+    if bits <= 0 or (bits > inner.bits and inner.signed):
         return None
-    return replace(inner, bits=min(bits, inner.bits), signed=False)
+    if inner.most and bits + inner.most > inner.bits:
+        return None
+    return replace(inner, bits=min(bits, inner.bits), signed=False, most=0)
 
 
 def _extended(left: LShift, right: int) -> Field | None:
@@ -113,7 +135,8 @@ def linear_of(expr: Expr, invariant: Callable[[Expr], bool]) -> Linear | None:
         if is_integer(dtype_of(inner)):
             return _of_integer(inner)
         if dtype_of(inner) == "float16" and isinstance(inner, tirx.Cast):
-            found = linear_of(inner.value, invariant)
+            whole = is_integer(dtype_of(inner.value))
+            found = _of_integer(inner.value) if whole else linear_of(inner.value, invariant)
             return found if found is not None and _whole(found) else None
         return None
     if not isinstance(expr, tirx.Add | tirx.Sub | tirx.Mul):
@@ -153,16 +176,19 @@ def _plain(expr: Expr) -> Expr:
 def _of_integer(expr: Expr) -> Linear | None:
     """A cast pushed into an integer sum whose numbers are small enough to be exact."""
     if isinstance(expr, tirx.Cast) and is_integer(dtype_of(expr.value)) and field_of(expr) is None:
-        return _of_integer(expr.value) if bits_of(dtype_of(expr)) >= 16 else None
+        wide = bits_of(dtype_of(expr)) >= 16 and dtype_of(expr).startswith("int")
+        return _of_integer(expr.value) if wide else None
     if isinstance(expr, tirx.Add | tirx.Sub):
         sign = 1 if isinstance(expr, tirx.Add) else -1
         found, value = _of_integer(expr.a), number(expr.b)
         small = bits_of(dtype_of(expr)) >= 16 and dtype_of(expr).startswith("int")
-        if found is None or value is None or not small or abs(value) > 1 << 14:
+        if found is None or value is None or not small:
             return None
-        return replace(found, shift=found.shift + sign * value)
+        shift = found.shift + sign * value
+        return replace(found, shift=shift) if abs(shift) <= 1 << 14 else None
     found = field_of(expr)
-    return Linear(found) if found is not None and found.bits <= 14 else None
+    exact = found is not None and found.bits <= 14 and not found.most
+    return Linear(found) if exact else None
 
 
 def _whole(linear: Linear) -> bool:

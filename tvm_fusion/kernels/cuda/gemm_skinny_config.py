@@ -28,10 +28,9 @@ class SkinnyConfig:
     tensor : dtype of the factors on tensor cores; empty for float32 on the CUDA cores.
     steps : consecutive terms that a thread reads of a column at once.
     width : consecutive columns that a thread reads of a term at once.
-    columns : runs of `width` columns (tiles of 16 on tensor cores) of a thread (of a warp).
-    lanes : threads of a warp side by side along the columns.
+    columns : runs of `width` columns of a thread; tiles of 16 columns of a warp on tensor cores.
+    lanes : threads of a warp side by side along the columns (CUDA cores).
     warps_k, warps_n : warps that share the sum, and that lie side by side.
-    cluster : blocks that share the sum.
     unroll : steps whose loads are in flight together.
     stages : steps on their way through shared memory; 0 for loads into registers.
     """
@@ -43,7 +42,6 @@ class SkinnyConfig:
     lanes: int
     warps_k: int
     warps_n: int = 1
-    cluster: int = 1
     unroll: int = 4
     stages: int = 0
 
@@ -60,9 +58,9 @@ class SkinnyConfig:
         return self.warps_n * self.columns * self.lanes * self.width
 
     @property
-    def shares(self) -> int:
-        """Parts of the sum."""
-        return self.warps_k * self.cluster
+    def runs(self) -> int:
+        """Runs of weights that a thread reads in a step."""
+        return 2 * self.columns // self.width if self.tensor else self.columns
 
     @property
     def run(self) -> int:
@@ -77,7 +75,7 @@ class SkinnyConfig:
         """Shared memory of a block's sums: one partial sum for each share."""
         most = max(len(s.products) for s in contraction.segments)
         size = bytes_of(contraction.products[0].dtype)
-        return most * self.shares * contraction.M * self.block_n * size
+        return most * self.warps_k * contraction.M * self.block_n * size
 
     def check(
         self, contraction: Contraction, hw: HardwareProfile, tensor: str | None = None
@@ -94,10 +92,8 @@ class SkinnyConfig:
                     raise Unsupported("a sum of one term")
             if self.width > 1 and (not segment.n or segment.n[-1].extent % self.width):
                 raise Unsupported(f"{segment.N} columns in runs of {self.width}")
-        if self.cluster > 1 and not (
-            hw.has_clusters and contraction.products[0].dtype == "float32"
-        ):
-            raise Unsupported("clusters of sums in float32 only, on Hopper and later")
+        if self.tensor and 2 * self.columns % self.width:
+            raise Unsupported(f"{2 * self.columns} columns of a thread in runs of {self.width}")
         if self.smem_bytes(contraction) > STATIC_SMEM:
             raise Unsupported("the partial sums do not fit into static shared memory")
         if self.threads > hw.max_threads_per_block:
@@ -160,10 +156,3 @@ def _element_dtypes(
     steps = 8 if last % 32 == 0 else 1
     values = values_of(frame, segment, product, operand, side, steps, half="float16")
     return values.element_dtypes()
-
-
-def skinny_configs(contraction: Contraction, hw: HardwareProfile) -> list[SkinnyConfig]:
-    """Configurations that the contraction allows, best guess first."""
-    from .gemm_skinny_rank import rank
-
-    return [config for _, config in rank(contraction, hw)]

@@ -3,6 +3,8 @@
 Four threads share a sum, each with its own run of `steps` consecutive terms: any order of the terms
 will do as long as both operands have the same, so that a thread's 16 bytes of weights are its
 fragments as they lie. Rows of the result (up to 8 a tile, two tiles) are the columns of the mma.
+Which column of the result is which row of the mma is free, too: a thread may read `width` columns
+side by side, of weights that lie along the columns.
 """
 
 from __future__ import annotations
@@ -39,6 +41,14 @@ def mma(dtype: str, sums: Expr, a: list[Expr], b: list[Expr]) -> Expr:
     return device_call("void", f"skinny_mma_{kind}", f"float* d, {words}", body, sums, *a, *b)
 
 
+def common_order(columns: list[Halves]) -> list[Pair]:
+    """Which points of every column come in one register."""
+    orders = [each.order() for each in columns]
+    first = orders[0]
+    same = all(order == first for order in orders)
+    return first if same else [(p, p + 1) for p in range(0, 2 * len(first), 2)]
+
+
 class MmaSum:
     """Sums of a segment: [16 columns, tile of rows, two columns by two rows]."""
 
@@ -55,11 +65,15 @@ class MmaSum:
                 else values_of(frame, segment, p, p.a, segment.m, summed=False, **kept)
             )
             self.factors.a.append(a)
-            self.factors.b.append(values_of(frame, segment, p, p.b, segment.n, **kept))
+            b = values_of(frame, segment, p, p.b, segment.n, width=config.width, **kept)
+            self.factors.b.append(b)
         self.rows_of = [Halves(values, self.dtype) for values in self.factors.a]
-        self.weights = [Halves(values, self.dtype) for values in self.factors.b]
+        self.weights = [
+            [Halves(values, self.dtype, v) for v in range(config.width)]
+            for values in self.factors.b
+        ]
         self.tiles = -(-rows // TILE_M)
-        self.runs = 2 * config.columns
+        self.runs = config.runs
         self.along_k = 1
         self.chunks = segment.products[0].K // (config.steps * LANES)
 
@@ -79,13 +93,11 @@ class MmaSum:
         """The thread's columns and rows; what lies beyond the matrix reads the last ones."""
         config, position = self.config, self.position
         ragged = self.segment.N % config.block_n != 0
-        last = constant(self.segment.N - 1, "int32")
-        first = position.tile * config.block_n + position.across * (config.columns * TILE_N)
-        units = [
-            first + (c * TILE_N + half * TILE_M) + self.group
-            for c in range(config.columns)
-            for half in range(2)
-        ]
+        last = constant(self.segment.N // config.width - 1, "int32")
+        first = position.tile * (config.block_n // config.width) + position.across * (
+            config.columns * TILE_N // config.width
+        )
+        units = [first + run * TILE_M + self.group for run in range(self.runs)]
         self.units = [T.Bind(T.min(unit, last) if ragged else unit) for unit in units]
         limit = constant(self.rows - 1, "int32")
         self.lines = [
@@ -96,8 +108,8 @@ class MmaSum:
     def weights_of(self) -> Iterator[tuple[tuple[int, int, int], Values, Expr]]:
         """Key, values and column of each of the thread's runs of weights."""
         for p, values in enumerate(self.factors.b):
-            for c, unit in enumerate(self.units):
-                yield (p, c // 2, c % 2), values, unit
+            for run, unit in enumerate(self.units):
+                yield (p, run, 0), values, unit
 
     def load_rows(self, step: Step) -> None:
         """Emits the loads of the left operands of a block of terms."""
@@ -120,7 +132,7 @@ class MmaSum:
         """Adds the products of one block of terms."""
         left: dict[tuple, list[Expr]] = {}
         for p, halves in enumerate(self.weights):
-            order, share = halves.order(), self.factors.shares[p]
+            order, share = common_order(halves), self.factors.shares[p]
             for tile, line in enumerate(self.lines):
                 key = share, tile, tuple(order)
                 if key not in left:
@@ -134,10 +146,11 @@ class MmaSum:
         """Sixteen columns of one product, all rows."""
         values, weights, scales = self.factors.b[p], [], []
         for half in range(2):
-            unit, loaded = self.units[2 * c + half], step.b[p, c, half]
-            env = self.env(values, step.chunk, unit)
-            weights.append(self.weights[p].scaled(loaded, env, order))
-            scales.append(values.factor(values.step[0], loaded, env))
+            run, v = divmod(2 * c + half, self.config.width)
+            loaded = step.b[p, run, 0]
+            env = self.env(values, step.chunk, self.units[run])
+            weights.append(self.weights[p][v].scaled(loaded, env, order))
+            scales.append(values.factor(values.step[v], loaded, env))
         low, high = weights
         for tile, line in enumerate(rows):
             at = (c * self.tiles + tile) * 4
@@ -164,6 +177,7 @@ class MmaSum:
                         for c in range(self.config.columns):
                             for half in range(2):
                                 place = self.position.across * (self.config.columns * TILE_N)
-                                column = place + (c * TILE_N + half * TILE_M) + self.group
+                                run, v = divmod(2 * c + half, self.config.width)
+                                place = place + (run * TILE_M + self.group) * self.config.width
                                 at = (c * self.tiles + tile) * 4 + 2 * half + i
-                                put(p, row, column, sums[at])
+                                put(p, row, place + v, sums[at])

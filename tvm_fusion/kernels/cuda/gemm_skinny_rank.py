@@ -2,7 +2,7 @@
 
     seconds = start + (memory^p + l2^p + latency^p + arithmetic^p)^(1/p)
 
-The constants are fitted to about 190 kernels measured on an H200 2026-11-20 (1, 4 and 16 rows,
+The constants are fitted to about 230 kernels measured on an H200 2026-11-20 (1, 4 and 16 rows,
 weights of 16, 8 and 4 bits), where nothing else is said.
 """
 
@@ -15,44 +15,41 @@ from ...errors import Unsupported
 from ..contraction import Contraction
 from ..expr import bytes_of
 from .gemm_skinny_candidates import Layouts, candidates
-from .gemm_skinny_config import (
-    MMA_LANES,
-    WARP,
-    SkinnyConfig,
-    check_problem,
-    tensor_dtype,
-)
+from .gemm_skinny_config import MMA_LANES, WARP, SkinnyConfig, check_problem, tensor_dtype
 
-START = 1.19e-06
+MMA_ROWS = 8  # threads of a warp side by side along the columns, on tensor cores
+START = 1.89e-06
 """Seconds before the first weights arrive and after the last."""
-TRIP = 6.33e-07
+TRIP = 5.66e-07
 """Seconds from a batch of loads to the next one of a thread, under traffic."""
-TURN = 9.94e-07
+TURN = 1e-07
 """Seconds that a block spends before and behind its loads: its start, the sums of its warps."""
-LOADS = 4
+LOADS = 3.6
 """Loads of a thread that ptxas keeps in flight, whatever the unrolling (from the SASS)."""
-L2_SHARE = 1.2
+L2_SHARE = 1.5
 """Of the L2's rate, what weights and rows together reach."""
-READS = 1.1
+READS = 1.12
 """Rate of reads alone, of that of a copy."""
-UNEVEN = 0.458
+UNEVEN = 0.146
 """Of the bytes that the fullest multiprocessor has above the mean, the share that shows."""
-ISSUE = 0.524
+ISSUE = 0.406
 """Share of the issue slots that unrolled arithmetic between loads fills."""
-POWER = 3.39
+POWER = 4.81
 """p among the terms: between the slowest alone and all one after another."""
 NARROW = {16: 1.0, 8: 1.1, 4: 1.35, 2: 2.0, 1: 3.0}
 """Loss by narrow accesses: more requests for the same bytes (estimate)."""
-SHORT_SEGMENT = 1.15
+SHORT_SEGMENT = 1.14
 """Loss where neighbouring threads read 64 bytes of a row, half of a line."""
-OVERHEAD = 5
+SHARED = 2.29e-07
+"""Seconds that warps which share a sum wait for each other."""
+ROWS = 0.407
+"""Instructions for each element of a row that a thread reads on CUDA cores."""
+OVERHEAD = 2
 """Instructions of a step beside those for each weight: addresses, loop."""
-REGISTERS = {True: 64, False: 40}
-"""Registers of a thread with and without tensor cores, as ptxas gives most of them."""
-RING = 1.3
-"""Margin by which a ring has to be predicted faster: its kernels are not measured yet."""
-CLUSTER = 1.14e-06
-"""Seconds of the barrier of a cluster."""
+UNEVEN_WORK = 0.347
+"""The same share of the arithmetic that the fullest multiprocessor has above the mean."""
+RING = 1.15
+"""Cost of a ring: two steps in flight hide less than registers do where these suffice."""
 
 
 def skinny_ranked(
@@ -74,11 +71,6 @@ def skinny_ranked(
     Unsupported
         For any other contraction.
     """
-    return rank(contraction, hw)
-
-
-def rank(contraction: Contraction, hw: HardwareProfile) -> list[tuple[float, SkinnyConfig]]:
-    """See `skinny_ranked`."""
     check_problem(contraction, hw)
     layouts = Layouts(contraction)
     tensor = tensor_dtype(contraction)
@@ -96,17 +88,17 @@ def _seconds(
 ) -> float:
     sms, size = hw.num_sms, bytes_of
     tiles = contraction.batch * sum(-(-s.N // config.block_n) for s in contraction.segments)
-    blocks = tiles * config.cluster
-    per_sm = blocks / sms
+    per_sm = tiles / sms
     waves = math.ceil(per_sm / _resident_blocks(contraction, config, hw))
     piece, count = layouts.accesses(config.steps, config.width)
 
     # The memory: every parameter once; short segments and uneven blocks lose some of the rate.
-    lanes = MMA_LANES if config.tensor else config.lanes if config.width > 1 else WARP
+    side = MMA_ROWS if config.tensor else config.lanes
+    lanes = side if config.width > 1 else MMA_LANES if config.tensor else WARP
     loss = NARROW[piece] * (SHORT_SEGMENT if piece * lanes < 128 else 1.0)
     total = sum(p.elements * size(p.dtype) for p in contraction.params if p.shape)
-    uneven = 1 + UNEVEN * (math.ceil(per_sm) / per_sm - 1)
-    memory = total / (hw.hbm_bytes_per_s * READS) * loss * uneven
+    uneven = math.ceil(per_sm) / per_sm - 1
+    memory = total / (hw.hbm_bytes_per_s * READS) * loss * (1 + UNEVEN * uneven)
 
     # The L2: each tile of columns reads all rows.
     k = max(p.K for p in contraction.products)
@@ -115,21 +107,21 @@ def _seconds(
 
     # A thread's batches of loads, one after the other.
     along = 1 if config.tensor else WARP // config.lanes
-    steps = max(1.0, k / config.run / (config.shares * along))
+    steps = max(1.0, k / config.run / (config.warps_k * along))
     products = max(len(s.products) for s in contraction.segments)
-    loads = (2 if config.tensor else 1) * config.columns * products * count
+    loads = config.runs * products * count
     if config.tensor:  # each thread reads its run of a row too, two bytes a term
         loads += -(-contraction.M // 8) * max(1.0, config.steps / 8)
     ahead = config.stages or min(config.unroll, LOADS / loads)
     latency = (max(1.0, steps / ahead) * TRIP + TURN) * waves
 
     issue = hw.fma_per_s_f32 / 2 * ISSUE * min(1.0, per_sm * config.threads / WARP / 4)
-    work = _instructions(contraction, layouts, config) / issue
+    work = _instructions(contraction, layouts, config) / issue * (1 + UNEVEN_WORK * uneven)
     busy = sum(t**POWER for t in (memory, l2, latency, work)) ** (1 / POWER)
-    start = hw.kernel_gap_us * 1e-6 + START + (CLUSTER if config.cluster > 1 else 0.0)
+    start = hw.kernel_gap_us * 1e-6 + START + (SHARED if config.warps_k > 1 else 0.0)
     # Sums meet in shared memory: a thread adds up one element of each share.
-    each = -(-contraction.M * config.block_n // config.cluster // config.threads)
-    start += hw.barrier_s + each * config.shares * 5e-9
+    each = -(-contraction.M * config.block_n // config.threads)
+    start += hw.barrier_s + each * config.warps_k * 5e-9
     if not config.tensor:
         sums = config.columns * config.width * contraction.M * products
         start += math.log2(along) * sums * 2e-9
@@ -138,10 +130,18 @@ def _seconds(
 
 def _resident_blocks(contraction: Contraction, config: SkinnyConfig, hw: HardwareProfile) -> int:
     """Blocks that a multiprocessor holds at once, by threads, registers and shared memory."""
-    by_registers = hw.registers_per_sm // (REGISTERS[bool(config.tensor)] * config.threads)
+    by_registers = hw.registers_per_sm // (_registers(contraction, config) * config.threads)
     by_smem = hw.smem_per_sm_bytes // (config.smem_bytes(contraction) + 1024)
     by_threads = hw.max_threads_per_sm // config.threads
     return max(1, min(by_registers, by_smem, by_threads, hw.max_blocks_per_sm))
+
+
+def _registers(contraction: Contraction, config: SkinnyConfig) -> int:
+    """Registers of a thread, as ptxas gives them to most (16 kernels on tensor cores)."""
+    if not config.tensor:
+        return 40
+    rows = -(-contraction.M // 8)
+    return 14 + 16 * rows + (6 + 8 * rows) * config.columns
 
 
 def _instructions(contraction: Contraction, layouts: Layouts, config: SkinnyConfig) -> float:
@@ -155,13 +155,13 @@ def _instructions(contraction: Contraction, layouts: Layouts, config: SkinnyConf
         for p in s.products:
             values, each = next(numbers), next(costs)
             weights = contraction.batch * s.N * p.K
-            rows = contraction.M
+            rows, left = contraction.M, layouts.left_operations(p)
+            overhead = OVERHEAD / (config.runs * points)
             if tensor:
-                each += 2 * -(-rows // 8) / 8 + -(-rows // 8) * (0.5 / config.columns)
-                overhead = OVERHEAD / (2 * config.columns * points)
+                tiles = -(-rows // 8)
+                each += tiles * (0.25 + 0.5 * (1 + left) / config.columns)
             else:
-                each += rows + 1.25 * rows / (config.columns * config.width)
-                overhead = OVERHEAD / (config.columns * points)
+                each += rows * (1 + (ROWS + left) / (config.columns * config.width))
             if any(values.step):
                 each += rows / config.steps
             total += weights * (each + overhead)

@@ -12,13 +12,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
+from tvm.ir.prim.expr import RShift
 
 from ..contraction import Axis, Contraction
 from ..contraction_index import Simplifier
 from ..contraction_inline import INDEX, Binding, fresh_var
 from ..expr import (
     bytes_of,
+    constant,
     dtype_of,
     flatten,
     is_if_then_else,
@@ -105,7 +108,17 @@ class Reader:
             return at[p].get(expr, expr)
         if is_integer(dtype_of(expr)) and not _has_load(expr):
             return self.simplify(substitute(expr, at[p]))
+        if isinstance(expr, RShift) and not _has_load(expr.b):
+            return self._visit(expr.a, at, p) >> self._amount(substitute(expr.b, at[p]))
         return rebuild(expr, lambda child: self._visit(child, at, p))
+
+    def _amount(self, expr: Expr) -> Expr:
+        """How far a number is shifted; with what is known to be the most, where that varies."""
+        amount = self.simplify(expr)
+        if number(amount) is not None:
+            return amount
+        most = self.simplify.most(amount)
+        return amount if most is None else tirx.Min(amount, constant(most, dtype_of(amount)))
 
     def _fetch(self, load: TensorLoad, at: Sequence[Env]) -> Fetch:
         for known, fetch in self._known:

@@ -22,7 +22,7 @@ class Position:
     ----------
     batch : the axes of the batch.
     tile : the column tile of the segment.
-    share : which part of the sum the warp takes, counted over the blocks of a cluster.
+    share : which part of the sum the warp takes.
     across : the warp's place along the columns of the tile.
     lane : within the warp.
     """

@@ -11,7 +11,7 @@ With exact rounding the product is rounded as a whole, so that nothing is taken 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tvm.ir import Expr, Var
@@ -81,16 +81,16 @@ class Values:
 
     # ---- floats
 
-    def floats(self, loaded: Loaded, env: Env) -> list[Expr]:
-        """The inner parts of all points in float32 (or the operand's dtype), bound."""
+    def floats(self, loaded: Loaded, env: Env, points: Sequence[Expr] | None = None) -> list[Expr]:
+        """The inner parts of all points (or some) in float32 (or the operand's dtype), bound."""
 
         def word(found: Field) -> tuple[Expr, int] | None:
-            return self.word(found, loaded)
+            return self.word(found, loaded, env)
 
         env = self.environment(loaded, env)
         exact = self.frame.contraction.exact
         values = []
-        for template in self.inner:
+        for template in self.inner if points is None else points:
             value = self.frame.rewrite(cheap_floats(template, word), env)
             value = value if exact else lower(value, False)
             values.append(value if number(value) is not None else T.Bind(value))
@@ -112,14 +112,17 @@ class Values:
         }
         return {**env, **placed}
 
-    def word(self, found: Field, loaded: Loaded) -> tuple[Expr, int] | None:
+    def word(self, found: Field, loaded: Loaded, env: Env) -> tuple[Expr, int] | None:
         """The word that holds a field, and the field's first bit."""
         place = self.bit(found)
         if place is None:
             return None
         fetch, bit = place
         size = bits_of(fetch.dtype)
-        return word_of(loaded[fetch], bit // 32 * (32 // size)), bit % 32
+        word = word_of(loaded[fetch], bit // 32 * (32 // size))
+        if found.by is not None:
+            word = T.Bind(word >> self.frame.rewrite(found.by, env).astype("uint32"))
+        return word, bit % 32
 
     def bit(self, found: Field) -> tuple[Fetch, int] | None:
         """The first bit of a field in its register array, which is read by whole words."""

@@ -24,10 +24,13 @@ def half_of(dtype: str, word: Expr, v: int) -> Expr:
 
 
 def load_word(place: Expr) -> Expr:
-    """The aligned 32-bit word at `place`, which nothing writes during the kernel."""
-    return device_call(
-        "uint32", "load_word", "const void* p", "return __ldg((const unsigned*)p);", place
-    )
+    """The aligned 32-bit word at `place`, which nothing writes during the kernel.
+
+    It is read where it stands: what is known to be constant ptxas reads for a whole tile at once,
+    and keeps it, and all that follows from it, in registers that there are not.
+    """
+    body = 'unsigned u; asm volatile("ld.global.b32 %0, [%1];" : "=r"(u) : "l"(p)); return u;'
+    return device_call("uint32", "load_word", "const void* p", body, place)
 
 
 def store_pair(dtype: str, place: Expr, low: Expr, high: Expr) -> Expr:

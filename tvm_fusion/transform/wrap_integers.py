@@ -1,0 +1,44 @@
+"""WrapIntegers: small integers wrap around on a GPU, too.
+
+    a - b       a, b: int8       ->  Cast(int8, Cast(int32, a) - Cast(int32, b))
+
+TVM 0.27 writes ``a - b`` into CUDA code, where C computes it as an int: what the unfused graph
+stores in 8 bits, a fused kernel would use with all of them.
+
+Does not handle: vectors, and operators other than sums, differences, products and left shifts.
+"""
+
+from __future__ import annotations
+
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.ir import Expr
+from tvm.ir.prim.expr import LShift
+
+NARROW = ("int8", "uint8", "int16", "uint16")
+WIDE = "int32"
+
+
+@tvm.transform.module_pass(opt_level=0, name="WrapIntegers")
+class WrapIntegers:
+    """See the module docstring. Functions without such arithmetic stay as they are."""
+
+    def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return `mod` with the arithmetic of its PrimFuncs written out."""
+        rules = [(kind, _wrapped) for kind in (tirx.Add, tirx.Sub, tirx.Mul, LShift)]
+        functions = {}
+        for var, func in mod.functions_items():
+            if isinstance(func, tirx.PrimFunc):
+                body = tvm_ffi.structural_map(func.body, rules)
+                func = func if body.same_as(func.body) else func.with_body(body)
+            functions[var] = func
+        return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+
+
+def _wrapped(expr: Expr) -> Expr:
+    dtype = str(expr.ty.dtype)
+    if dtype not in NARROW:
+        return expr
+    wide = type(expr)(tirx.Cast(WIDE, expr.a), tirx.Cast(WIDE, expr.b))
+    return tirx.Cast(dtype, wide)
