@@ -268,13 +268,30 @@ def test_a_run_on_the_gpu_times_kernels_and_reports_registers():
     assert row["ours_us"] > row["limit_us"] / 2
 
 
-def test_the_table_of_the_readme_is_what_the_file_holds():
+@pytest.mark.parametrize(("suite", "count"), [("memory", 12), ("gemm", 12)])
+def test_the_tables_of_the_readme_are_what_the_files_hold(suite, count):
     root = Path(__file__).resolve().parents[1]
-    rows = json.loads((root / "tests/results/memory.json").read_text())["rows"]
-    table = [line for line in (root / "README.md").read_text().splitlines() if "x |" in line]
-    assert len(table) == len(rows) == 12
-    for row, line in zip(rows, table, strict=True):
-        cells = [cell.strip() for cell in line.strip("|").split("|")]
-        assert cells[0].split()[0] == row["name"]
+    rows = {
+        r["name"]: r for r in json.loads((root / f"tests/results/{suite}.json").read_text())["rows"]
+    }
+    lines = [line for line in (root / "README.md").read_text().splitlines() if "x |" in line]
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    found = [cells for cells in table if cells[0].split()[0] in rows]
+    assert len(found) == count
+    for cells in found:
+        row = rows[cells[0].split()[0]]
         assert cells[1:3] == [str(row["launches"]), f"{row['ours_us']:.1f}"]
         assert cells[-1] == f"{row['best_peer_ratio']:.2f}x"
+
+
+@pytest.mark.parametrize(("name", "count"), [("gemm", 36), ("gemm_sweep", 60)])
+def test_every_measured_product_was_right_and_none_slower_than_unfused(name, count):
+    root = Path(__file__).resolve().parents[1]
+    rows = json.loads((root / f"tests/results/{name}.json").read_text())["rows"]
+    assert len(rows) == count
+    for row in rows:
+        assert row["error"] < 1e-2, row["name"]
+        assert "ours" not in row["failures"], row["name"]
+        assert row["fallbacks"] == [], row["name"]
+        assert row["spill_bytes"] == 0, row["name"]
+        assert row["ours_us"] <= 1.02 * row["unfused_us"], row["name"]

@@ -450,20 +450,3 @@ def test_kernels_that_store_by_rows_compile_without_spills_or_serialised_wgmma()
     contraction = contraction_of(graphs.linear, (2048, 768), (50257, 768))
     compiled = compile_hopper(emit_gemm_hopper(contraction, H200, direct(128, 256)))
     assert (compiled.spill_bytes, compiled.remarks) == (0, ())
-
-
-# ---- spread epilogues
-
-
-def test_an_epilogue_spread_over_all_steps_is_close_to_float64():
-    shapes = [(300, 1216), (1216, 128), (128,), (300, 128)]
-    example = case(
-        "deep",
-        graphs.bias_gelu_residual,
-        shapes,
-        lambda x, w, b, r: [graphs.gelu_of(x @ w + b) + r],
-    )
-    config = dataclasses.replace(staged(64, 128, 2), deferred=True, spread=True)
-    problem = read_problems(analyze_contraction(example.func()))[0]
-    assert make_plan(problem, config, H200).gap == 1
-    check(example, config)

@@ -32,14 +32,14 @@ from collections.abc import Callable, Iterator
 import tvm
 from tvm import relax
 from tvm.relax import Expr, op
-from tvm.relax.expr_functor import PyExprMutator, mutator
+from tvm.relax.expr_functor import mutator
 
 from .constant_weights import constant, identity
 from .decompose.decompose import is_opaque
 from .decompose.opening import compute_dtype, dtype_of, shape_of
 from .factors import Along, Factor, Level, constant_behind, is_constant, is_one, padded_shape
 from .foldable import Product, Survey
-from .parts import Parts
+from .parts import BlockwiseMutator, Parts
 
 
 @tvm.transform.module_pass(opt_level=0, name="FoldFactors")
@@ -70,7 +70,7 @@ class FoldFactors:
 
 
 @mutator
-class _Folder(PyExprMutator):
+class _Folder(BlockwiseMutator):
     """Replaces the bindings of products."""
 
     def fold_function(self, func: relax.Function) -> relax.Function | None:
@@ -81,21 +81,9 @@ class _Folder(PyExprMutator):
         if not any(p.folds for p in self.survey.products.values()):
             return None
         self.parts = Parts(self.builder_, func)
-        self._known: dict[tuple, Expr] = {}
+        self.known = {}
         folded = self.visit_expr(func)
         return self.parts.tagged(relax.analysis.remove_all_unused(folded))
-
-    def visit_binding_block_(self, block: relax.BindingBlock) -> relax.BindingBlock:
-        around, self._known = self._known, {}  # the block of a branch stands within another
-        visited = super().visit_binding_block_(block)
-        self._known = around
-        return visited
-
-    def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.DataflowBlock:
-        around, self._known = self._known, {}
-        visited = super().visit_dataflow_block_(block)
-        self._known = around
-        return visited
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         product = self.survey.products.get(binding.var)
@@ -179,9 +167,9 @@ class _Folder(PyExprMutator):
         """`make()` bound to a new variable, one for all products of a block that need the same."""
         at = identity(source) if is_constant(source) else hash(source)
         known = (part, at, *key)
-        if known not in self._known:
-            self._known[known] = self.parts.bind(name, part, make())
-        return self._known[known]
+        if known not in self.known:
+            self.known[known] = self.parts.bind(name, part, make())
+        return self.known[known]
 
 
 def _shape_behind(factor: Factor, own: list, operand: list) -> list | None:

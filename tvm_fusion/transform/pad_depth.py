@@ -19,7 +19,7 @@ import numpy as np
 import tvm
 from tvm import relax
 from tvm.relax import Expr, op
-from tvm.relax.expr_functor import PyExprMutator, mutator
+from tvm.relax.expr_functor import mutator
 
 from ..config import HardwareProfile
 from .constant_weights import constant, identity
@@ -27,7 +27,7 @@ from .decompose.decompose import is_opaque
 from .decompose.opening import HALF_DTYPES, dtype_of, shape_of, static_size
 from .factors import FLOAT8_DTYPES, Level, is_call, is_constant, swaps_last_axes
 from .lean_weights import VECTOR_BYTES, padded
-from .parts import Parts
+from .parts import BlockwiseMutator, Parts
 from .readers import Readers
 
 LEAST_ROWS = 64  # fewer wait for the weights, and a copy is a second launch
@@ -75,7 +75,7 @@ def missing_terms(value: Expr | None) -> int:
 
 
 @mutator
-class _Filler(PyExprMutator):
+class _Filler(BlockwiseMutator):
     """Replaces the bindings of products."""
 
     def fill_function(self, func: relax.Function) -> relax.Function | None:
@@ -83,24 +83,12 @@ class _Filler(PyExprMutator):
         if not isinstance(func.body, relax.SeqExpr):
             return None
         self.readers, self.parts = Readers(func), Parts(self.builder_, func)
-        self._known: dict[tuple, Expr] = {}
+        self.known = {}
         self.changed = False
         filled = self.visit_expr(func)
         if not self.changed:
             return None
         return self.parts.tagged(relax.analysis.remove_all_unused(filled))
-
-    def visit_binding_block_(self, block: relax.BindingBlock) -> relax.BindingBlock:
-        around, self._known = self._known, {}  # the block of a branch stands within another
-        visited = super().visit_binding_block_(block)
-        self._known = around
-        return visited
-
-    def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.DataflowBlock:
-        around, self._known = self._known, {}
-        visited = super().visit_dataflow_block_(block)
-        self._known = around
-        return visited
 
     def visit_var_binding_(self, binding: relax.VarBinding) -> None:
         missing = missing_terms(binding.value)
@@ -146,6 +134,6 @@ class _Filler(PyExprMutator):
         return self.parts.bind(name, "flip", op.permute_dims(tensor, axes))
 
     def _once(self, key: tuple, make: Callable[[], Expr]) -> Expr:
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
+        if key not in self.known:
+            self.known[key] = make()
+        return self.known[key]

@@ -1,9 +1,12 @@
-"""Bindings for the parts that an operator is taken into: named after it, of the same composite."""
+"""Bindings for the parts that an operator is taken into: named after it, of the same composite; and
+what was made of them, block by block.
+"""
 
 from __future__ import annotations
 
 from tvm import relax
 from tvm.relax import Expr, Var
+from tvm.relax.expr_functor import PyExprMutator
 
 from ..ir.graph import COMPOSITES_ATTR
 from .unique_names import FreshNames
@@ -36,3 +39,25 @@ class Parts:
     def tagged(self, func: relax.Function) -> relax.Function:
         """The function with the tags of all parts."""
         return func.with_attr(COMPOSITES_ATTR, self.tags) if self.tags else func
+
+
+class BlockwiseMutator(PyExprMutator):
+    """Keeps in `known` what it made in the present block: a block within a branch cannot be read
+    outside. Subclasses are decorated with `mutator`.
+    """
+
+    known: dict[tuple, Expr]
+
+    def visit_binding_block_(self, block: relax.BindingBlock) -> relax.BindingBlock:
+        """Visit a block with a memory of its own."""
+        around, self.known = self.known, {}
+        visited = super().visit_binding_block_(block)
+        self.known = around
+        return visited
+
+    def visit_dataflow_block_(self, block: relax.DataflowBlock) -> relax.DataflowBlock:
+        """Visit a block with a memory of its own."""
+        around, self.known = self.known, {}
+        visited = super().visit_dataflow_block_(block)
+        self.known = around
+        return visited

@@ -60,7 +60,7 @@ class Coefficients:
     hidden: float = 0.148  # of a tile's steps, behind which the epilogue of the one before hides
     hbm_share: float = 1.19  # of the copy rate: reading alone is faster
     lasting_flops: float = 1.31  # of the measured rate of tensor cores
-    multicast_flops: float = 1.05  # more of it where blocks share what they read
+    multicast_flops: float = 0.995  # its share where blocks wait for one another
     narrow_multicast_flops: float = 0.838  # the same with 64 rows a block
     exponent: float = 3
     pair_bytes_per_s: float = 2.08e10  # of sums from each block to the other of a cluster of two

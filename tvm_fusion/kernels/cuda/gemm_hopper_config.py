@@ -35,7 +35,6 @@ class HopperConfig:
         instead of 20.7), costs nothing elsewhere.
     promote : steps after which wgmma's sums are added to sums of full precision; 0 is never.
     tf32 : float32 operands may be rounded to tfloat32.
-    spread : a deferred epilogue is spread over all steps of the next tile, not over the first.
     """
 
     block_m: int
@@ -50,4 +49,3 @@ class HopperConfig:
     multicast: int = 1
     promote: int = 0
     tf32: bool = False
-    spread: bool = False

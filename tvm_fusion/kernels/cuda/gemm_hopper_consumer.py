@@ -93,17 +93,13 @@ class Consumer:
     def _steps_with_epilogue(self, turn: Expr, tile: Tile) -> None:
         """The first steps carry the epilogue of the tile before."""
         plan = self.plan
-        for place in range(plan.peeled):
-            step = place * (plan.gap + 1)
+        for step in range(plan.peeled):
             self._step_of(step, tile)
-            first = place * plan.chunks_per_step
+            first = step * plan.chunks_per_step
             with T.If(turn > 0), T.Then():
                 for chunk in range(first, min(first + plan.chunks_per_step, plan.chunks)):
                     self.epilogue.chunk(chunk)
-            if plan.gap:
-                with T.serial(step + 1, step + 1 + plan.gap) as between:
-                    self._step_of(between, tile)
-        with T.serial(plan.peeled * (plan.gap + 1), self.steps) as step:
+        with T.serial(plan.peeled, self.steps) as step:
             self._step_of(step, tile)
         self._drain()
         self.epilogue.keep(turn, tile)

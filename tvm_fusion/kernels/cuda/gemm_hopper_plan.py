@@ -47,7 +47,7 @@ class Plan:
     clusters. `depths` are the steps of each segment, `steps` the most; `a_maps` has one map if
     segments share A, else one for each. `by_rows` is the position of each segment's output that
     leaves row by row through a box of shared memory, if one does. A deferred epilogue takes
-    `chunks_per_step` of its pieces in each of `peeled` steps, with `gap` steps without in between.
+    `chunks_per_step` of its pieces in each of `peeled` steps.
     """
 
     config: HopperConfig
@@ -68,7 +68,6 @@ class Plan:
     a_maps: tuple[TensorMap, ...]
     b_maps: tuple[tuple[TensorMap, ...], ...]
     by_rows: tuple[int | None, ...]
-    gap: int
 
     @property
     def cluster(self) -> int:
@@ -158,7 +157,6 @@ def make_plan(problem: HopperProblem, config: HopperConfig, hw: HardwareProfile)
     chunks = ceil_div(share_n, CHUNK)
     per_step = ceil_div(chunks, max(1, min(depths) - 2)) if c.deferred else 0
     peeled = ceil_div(chunks, per_step) if c.deferred else 0
-    gap = (min(depths) - 2) // peeled - 1 if c.deferred and c.spread else 0
     own = problem.segments[:1] if problem.shared else problem.segments
     tiles = _tiles(problem, c.block_m * c.multicast, out_n)
     clusters = clusters_on_device(c.split * c.multicast, 1, hw)
@@ -185,7 +183,6 @@ def make_plan(problem: HopperProblem, config: HopperConfig, hw: HardwareProfile)
             tuple(view.boxes(out_n // c.multicast) for view in s.b) for s in problem.segments
         ),
         by_rows=tuple(None if c.staged else _by_rows(problem, s) for s in problem.segments),
-        gap=gap,
     )
     if plan.smem_bytes > hw.smem_per_block_bytes:
         plan = replace(plan, by_rows=(None,) * len(problem.segments))

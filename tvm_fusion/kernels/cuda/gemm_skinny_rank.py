@@ -40,6 +40,10 @@ NARROW = {16: 1.0, 8: 1.1, 4: 1.35, 2: 2.0, 1: 3.0}
 """Loss by narrow accesses: more requests for the same bytes (estimate)."""
 SHORT_SEGMENT = 1.14
 """Loss where neighbouring threads read 64 bytes of a row, half of a line."""
+APART = 0.02
+"""Loss for each doubling of the warps that read other rows at the same time: gate and up of one
+row took 40.4 us with all warps of a block on the same two columns, 42.6 with pairs of warps and
+46.8 with four warps on columns of their own (H200, 2026-11-20)."""
 SHARED = 2.29e-07
 """Seconds that warps which share a sum wait for each other."""
 ROWS = 0.407
@@ -96,6 +100,8 @@ def _seconds(
     side = MMA_ROWS if config.tensor else config.lanes
     lanes = side if config.width > 1 else MMA_LANES if config.tensor else WARP
     loss = NARROW[piece] * (SHORT_SEGMENT if piece * lanes < 128 else 1.0)
+    if config.width == 1 and not config.tensor:
+        loss *= 1 + APART * math.log2(config.warps_n)
     total = sum(p.elements * size(p.dtype) for p in contraction.params if p.shape)
     uneven = math.ceil(per_sm) / per_sm - 1
     memory = total / (hw.hbm_bytes_per_s * READS) * loss * (1 + UNEVEN * uneven)
