@@ -10,8 +10,8 @@ space goes, and puts every other tensor of the epilogue into the same coordinate
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.ir import Expr, Var
@@ -25,16 +25,14 @@ from .contraction_model import (
     Output,
     Product,
     Segment,
-    equal_sizes,
-    size_of,
 )
 from .contraction_partials import (
     follows_columns,
     partial_of,
     run_axis,
-    run_point,
     sums_and_partials,
 )
+from .contraction_results import Position, Result, Sum, coordinates, inverted, read_result
 from .contraction_roles import Orientation, fitting, orientations
 from .contraction_sums import rounded_dtype, scaled_dtype, sum_dtype, two_factors
 from .definitions import Definition
@@ -46,46 +44,7 @@ from .expr import (
     substitute,
     widened,
 )
-from .program import Extent, Param
-
-Position = tuple[Expr, ...]
-
-
-@dataclass(slots=True, eq=False)
-class _Sum:
-    """A product under way: its definition, and where in the space of its segment it lives."""
-
-    definition: Definition
-    number: int
-    position: Position | None = None
-
-    @property
-    def name(self) -> str:
-        return self.definition.buffer.name
-
-
-@dataclass(slots=True, eq=False)
-class _Result:
-    """An output under way: `axes` are its own coordinates, `reads` says where it reads each sum.
-
-    A partial has one coordinate more, `run` (the term of its reduction), which is at `place` of the
-    segment.
-    """
-
-    definition: Definition
-    param: int
-    axes: list[Axis]
-    indices: Position
-    run: Axis | None = None
-    reads: dict[Var, Position] = field(default_factory=dict)
-    position: Position | None = None
-    place: Expr | None = None
-
-    def value(self, inliner: Inliner, indices: Position, run: Expr | None) -> Expr:
-        """The element at `indices`; of a partial, the term of its reduction at `run`."""
-        if self.run is None:
-            return inliner.load(self.definition.buffer, indices)
-        return inliner.resolve(self.definition.value, run_point(self.definition, indices, run))
+from .program import Param
 
 
 def find_segments(
@@ -94,12 +53,12 @@ def find_segments(
     """The segments of a PrimFunc with these definitions; see `contraction.analyze_contraction`."""
     by_buffer = {d.buffer: d for d in definitions}
     products, partials = sums_and_partials(definitions)
-    sums = {d.buffer: _Sum(d, i) for i, d in enumerate(products)}
+    sums = {d.buffer: Sum(d, i) for i, d in enumerate(products)}
     if not sums:
         raise Unsupported("no reduction: not a contraction")
     runs = {d.buffer: run_axis(d) for d in partials}
     results = [
-        _result(by_buffer[p.var], i, by_buffer, exact, runs.get(p.var))
+        read_result(by_buffer[p.var], i, by_buffer, exact, runs.get(p.var))
         for i, p in enumerate(params)
         if p.var in by_buffer
     ]
@@ -116,13 +75,13 @@ def find_segments(
     return segments
 
 
-def _reached(result: _Result, group: Sequence[_Sum]) -> set[Var]:
+def _reached(result: Result, group: Sequence[Sum]) -> set[Var]:
     """The buffers of the whole group if the result reads any of them."""
     buffers = {s.definition.buffer for s in group}
     return buffers if buffers & set(result.reads) else set()
 
 
-def _groups(sums: Sequence[_Sum], results: Sequence[_Result]) -> list[list[_Sum]]:
+def _groups(sums: Sequence[Sum], results: Sequence[Result]) -> list[list[Sum]]:
     """Sums that meet in an output, directly or through others, in the order of their blocks."""
     label = {s.definition.buffer: s.number for s in sums}
     for result in results:
@@ -134,59 +93,20 @@ def _groups(sums: Sequence[_Sum], results: Sequence[_Result]) -> list[list[_Sum]
     ]
 
 
-def _result(
-    definition: Definition,
-    param: int,
-    definitions: dict[Var, Definition],
-    exact: bool,
-    run: Axis | None,
-) -> _Result:
-    """Which sums an output reads, at which functions of its own indices."""
-    axes, indices = _coordinates(definition.shape, "o")
-    if run is not None:
-        axes.append(run)
-    result = _Result(definition, param, axes, indices, run)
-
-    def note(read: Definition, at: Position) -> Expr:
-        before = result.reads.setdefault(read.buffer, at)
-        if not all(same(a, b) for a, b in zip(before, at, strict=True)):
-            raise Unsupported(f"{read.buffer.name} is read at several points of an output")
-        return fresh_var(read.buffer.name, widened(read.dtype))
-
-    inliner = Inliner(definitions, exact, Simplifier(axes), note)
-    result.value(inliner, indices, run and run.var)
-    if not result.reads:
-        raise Unsupported(f"{definition.buffer.name} does not depend on a product")
-    return result
-
-
-def _coordinates(shape: Iterable[Extent], prefix: str) -> tuple[list[Axis], Position]:
-    """One axis for each extent but 1, and the indices they make."""
-    axes: list[Axis] = []
-    indices: list[Expr] = []
-    for extent in shape:
-        if extent == 1:
-            indices.append(constant(0, INDEX))
-            continue
-        axes.append(Axis(fresh_var(f"{prefix}{len(axes)}", INDEX), extent))
-        indices.append(axes[-1].var)
-    return axes, tuple(indices)
-
-
 @dataclass(slots=True, eq=False)
 class _Builder:
     """Builds one segment in the coordinates of its first sum."""
 
     definitions: dict[Var, Definition]
-    sums: dict[Var, _Sum]
+    sums: dict[Var, Sum]
     exact: bool
     number: int
 
     def build(
-        self, group: Sequence[_Sum], results: Sequence[_Result], before: Sequence[Segment]
+        self, group: Sequence[Sum], results: Sequence[Result], before: Sequence[Segment]
     ) -> Segment:
         prefix = f"i{self.number}_" if self.number else "i"
-        axes, group[0].position = _coordinates(group[0].definition.shape, prefix)
+        axes, group[0].position = coordinates(group[0].definition.shape, prefix)
         self._place(group, results, axes)
         factors = [self._factors(s, axes) for s in group]
         outputs, bindings, accumulators = self._outputs(group, results, axes)
@@ -210,9 +130,7 @@ class _Builder:
             products.append(Product(accumulator, a, b, k, dtype_of(accumulator), stored, scaled))
         return Segment(batch, m, n, tuple(products), bindings, outputs)
 
-    def _place(
-        self, group: Sequence[_Sum], results: Sequence[_Result], axes: Sequence[Axis]
-    ) -> None:
+    def _place(self, group: Sequence[Sum], results: Sequence[Result], axes: Sequence[Axis]) -> None:
         """Positions of all sums and results in the coordinates `axes`."""
         waiting = list(results)
         while waiting:
@@ -223,7 +141,7 @@ class _Builder:
                 if self.sums[b].position is not None
             )
             waiting.remove(result)
-            env = _invert(result, base, axes)
+            env = inverted(result, base, axes)
             simplify = Simplifier(axes)
             result.position = tuple(simplify(substitute(i, env)) for i in result.indices)
             if result.run is not None:
@@ -233,7 +151,7 @@ class _Builder:
                     self.sums[buffer], [simplify(substitute(i, env)) for i in read], axes
                 )
 
-    def _place_sum(self, found: _Sum, position: Sequence[Expr], axes: Sequence[Axis]) -> None:
+    def _place_sum(self, found: Sum, position: Sequence[Expr], axes: Sequence[Axis]) -> None:
         real = [i for i in position if number(i) is None]
         complete = set(real) == {axis.var for axis in axes} and len(real) == len(axes)
         known = found.position or position
@@ -242,7 +160,7 @@ class _Builder:
         found.position = tuple(position)
 
     def _factors(
-        self, found: _Sum, axes: Sequence[Axis]
+        self, found: Sum, axes: Sequence[Axis]
     ) -> tuple[tuple[Operand, Operand], tuple[Axis, ...]]:
         definition = found.definition
         env = definition.at(found.position)
@@ -263,7 +181,7 @@ class _Builder:
         return (pair[0], pair[1]), tuple(k)
 
     def _outputs(
-        self, group: Sequence[_Sum], results: Sequence[_Result], axes: Sequence[Axis]
+        self, group: Sequence[Sum], results: Sequence[Result], axes: Sequence[Axis]
     ) -> tuple[tuple[Output, ...], tuple[Binding, ...], dict[Var, Var]]:
         accumulators = {
             s.definition.buffer: fresh_var(f"acc{s.number}", sum_dtype(s.definition.dtype))
@@ -300,7 +218,7 @@ def _first_whole(outputs: Sequence[Output]) -> Output:
 
 
 def _along_runs(
-    candidates: Sequence[Orientation], results: Sequence[_Result], axes: Sequence[Axis]
+    candidates: Sequence[Orientation], results: Sequence[Result], axes: Sequence[Axis]
 ) -> list[Orientation]:
     """The orientations in which all partials reduce columns."""
     partials = [r for r in results if r.run is not None]
@@ -319,29 +237,3 @@ def _along_runs(
 
 def _refuse_product_of_product(read: Definition, _: Position) -> Expr:
     raise Unsupported(f"a product reads {read.buffer.name}, a reduction of the same kernel")
-
-
-def _invert(result: _Result, base: _Sum, axes: Sequence[Axis]) -> dict[Var, Expr]:
-    """The result's own coordinates as functions of the segment's axes."""
-    why = f"{result.definition.buffer.name} is no rearrangement of {base.name}"
-    reads = result.reads[base.definition.buffer]
-    if not equal_sizes(size_of(result.axes), size_of(axes)):
-        raise Unsupported(why)
-    moved = [
-        (read, at) for read, at in zip(reads, base.position, strict=True) if number(at) is None
-    ]
-    own = [axis.var for axis in result.axes]
-    plain = {read: at for read, at in moved if isinstance(read, Var)}
-    if len(plain) == len(moved) == len(own):
-        return plain
-    extents = [
-        constant(a.extent, INDEX) if isinstance(a.extent, int) else a.extent for a in result.axes
-    ]
-    try:
-        inverse = tirx.IndexMap(own, [read for read, _ in moved], None).inverse(extents)
-    except RuntimeError as error:
-        raise Unsupported(why) from error
-    names = {var: at for var, (_, at) in zip(inverse.initial_indices, moved, strict=True)}
-    return {
-        var: substitute(index, names) for var, index in zip(own, inverse.final_indices, strict=True)
-    }

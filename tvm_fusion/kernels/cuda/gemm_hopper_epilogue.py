@@ -2,13 +2,10 @@
 
 Deferred, the accumulators are rounded to pairs of halves at the end of a tile, and the pieces are
 computed between the first steps of the next tile. The staged output goes through boxes of shared
-memory, which the TMA stores (and into which it may have brought a residual); the other outputs are
-stored from registers.
+memory (`gemm_hopper_boxes`); the other outputs are stored from registers.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 from tvm import tirx
 from tvm.ir import Expr
@@ -18,14 +15,15 @@ from ..contraction import Output
 from ..expr import FLOAT8_DTYPES, bytes_of, conjunction, convert
 from .gemm_access import affine_access
 from .gemm_grid import Tile
+from .gemm_hopper_boxes import Boxes
 from .gemm_hopper_fetch import Fetch
 from .gemm_hopper_layout import Layout
 from .gemm_hopper_model import BOX, HopperSegment
 from .gemm_hopper_partials import Partials
-from .gemm_hopper_plan import BOX_BYTES, CHUNK
+from .gemm_hopper_plan import CHUNK
 from .gemm_hopper_rows import store_rows
 from .gemm_hopper_scale import Scale
-from .gemm_hopper_state import Hopper, expect, fence_shared, wait, warpgroup_sync
+from .gemm_hopper_state import Hopper
 from .gemm_math import evaluate
 from .gemm_words import half_of, store_pair
 from .intrinsics import pack_halves
@@ -45,7 +43,7 @@ class Epilogue:
         self.kernel, self.plan, self.problem = kernel, kernel.plan, kernel.problem
         self.frame, self.sums = kernel.frame, sums
         config = self.plan.config
-        self.staged, self.deferred, self.boxes = config.staged, config.deferred, config.boxes
+        self.staged, self.deferred = config.staged, config.deferred
         self.residual = self.problem.residual if self.staged else None
         self.layout = Layout(kernel, number)
         self.fetch = Fetch(self.layout, [self._loads(s) for s in self.problem.segments])
@@ -55,6 +53,7 @@ class Epilogue:
         scaled = any(segment.factors for segment in self.problem.segments)
         self.factors = Scale(self.layout, self.fetch, sums) if scaled else None
         self.words = T.alloc_local((4,), "uint32")
+        self.boxes = Boxes(kernel, self.layout) if self.staged else None
         self.incoming = self.held = self.place = None
         if self.residual is not None:
             self.incoming = T.alloc_local((4,), "uint32")
@@ -71,27 +70,15 @@ class Epilogue:
 
     def start(self) -> None:
         """Emits what comes before the first tile: the request for its residual, if ahead."""
-        if self.residual is not None and self.plan.ahead:
-            with T.If(self.kernel.turns > 0), T.Then():
-                self._request_ahead(T.int32(0))
+        if self.boxes is not None:
+            self.boxes.start()
 
     def during(self, step: Expr | int, tile: Tile) -> None:
         """Emits what belongs into a step: the request for the tile's residual, once."""
         if self.factors is not None:
             self.factors.during(step, tile)
-        if self.residual is None:
-            return
-        if self.plan.ahead:
-            return
-        steps = min(self.plan.depths) // self.plan.config.split
-        when = max(steps - 2, 0) if self.deferred else min(2, steps - 1)
-        boxes = range(1 if self.deferred else self.boxes)
-        if isinstance(step, int):
-            if step == when:
-                self._request(boxes, tile)
-            return
-        with T.If(step == when), T.Then():
-            self._request(boxes, tile)
+        if self.boxes is not None:
+            self.boxes.during(step, tile)
 
     def keep(self, turn: Expr, tile: Tile) -> None:
         """Emits the end of a tile whose epilogue comes later: round and keep."""
@@ -117,12 +104,8 @@ class Epilogue:
 
     def now(self, turn: Expr, tile: Tile) -> None:
         """Emits the whole epilogue of a tile."""
-        if self.residual is not None and self.plan.ahead:
-            with T.If(turn + 1 < self.kernel.turns), T.Then():
-                self._request_ahead(turn + 1)
-            wait(self._arrived(self._first_box(turn)), turn // 2 % 2)
-        elif self.residual is not None:
-            wait(self._arrived(0), turn % 2)
+        if self.boxes is not None:
+            self.boxes.await_residual(turn)
         for chunk in range(self.plan.chunks):
             self._chunk(chunk, tile, turn)
 
@@ -134,9 +117,8 @@ class Epilogue:
 
     def finish(self) -> None:
         """Emits the wait for the last stores, before the block ends."""
-        if self.staged:
-            with T.If(self.layout.thread == 0), T.Then():
-                T.evaluate(T.ptx.cp.async_.bulk.wait_group(0))
+        if self.boxes is not None:
+            self.boxes.finish()
 
     # ---- one piece
 
@@ -146,9 +128,9 @@ class Epilogue:
             self._compute(chunk, tile)
             return
         box, part = divmod(chunk, CHUNKS_PER_BOX)
-        buffer = self._buffer(box, turn)
+        buffer = self.boxes.buffer(box, turn)
         if part == 0:
-            self._open_box(box, turn)
+            self.boxes.open(box, turn)
         target = self.kernel.shared.boxes.ptr_to([buffer, self.layout.matrix_offset(part)])
         if self.residual is not None:
             T.evaluate(T.ptx[LDMATRIX](*(self.incoming[i] for i in range(4)), target))
@@ -160,76 +142,9 @@ class Epilogue:
         T.evaluate(T.ptx[STMATRIX](target, *(words[i] for i in range(4))))
         more = self.residual is not None and box + 1 < self.plan.share_n // BOX
         if more and self.deferred and part == 2:
-            self._request([box + 1], tile)
+            self.boxes.request([box + 1], tile)
         if part == CHUNKS_PER_BOX - 1:
-            self._close_box(box, buffer, tile)
-
-    def _open_box(self, box: int, turn: Expr) -> None:
-        """Waits until the box is free, or holds the residual."""
-        if self.residual is None:
-            with T.If(self.layout.thread == 0), T.Then():
-                T.evaluate(T.ptx.cp.async_.bulk.wait_group.read(self.boxes - 1))
-            warpgroup_sync(self.layout.number)
-        elif self.deferred:
-            rounds = self.plan.share_n // BOX // self.boxes
-            wait(self._arrived(box % self.boxes), (turn * rounds + box // self.boxes) % 2)
-
-    def _close_box(self, box: int, buffer: Expr, tile: Tile) -> None:
-        """The TMA stores a box that all threads have written."""
-        fence_shared()
-        warpgroup_sync(self.layout.number)
-        with T.If(self.layout.thread == 0), T.Then():
-            for number, own in self.kernel.grid.each_segment(tile):
-                found = self.problem.segments[number].staged_map
-                source = self.kernel.shared.boxes.ptr_to([buffer, 0])
-                place = self.layout.box_place(box, own)
-                found.store(source, self.kernel.maps.staged[number], place)
-            T.evaluate(T.ptx.cp.async_.bulk.commit_group())
-
-    def _request(self, boxes: Iterable[int], tile: Tile) -> None:
-        """The TMA brings boxes of the residual once earlier stores have left them."""
-        with T.If(self.layout.thread == 0), T.Then():
-            T.evaluate(T.ptx.cp.async_.bulk.wait_group.read(0))
-            if not self.deferred:
-                expect(self._arrived(0), self.boxes * BOX_BYTES)
-            for box in boxes:
-                place = box % self.boxes
-                barrier = self._arrived(place if self.deferred else 0)
-                if self.deferred:
-                    expect(barrier, BOX_BYTES)
-                self._bring(box, tile, self.layout.number * self.boxes + place, barrier)
-
-    def _request_ahead(self, turn: Expr) -> None:
-        """The TMA brings the residual of the tile of a turn, into the boxes of every other turn."""
-        needed = self.plan.share_n // BOX
-        with T.If(self.layout.thread == 0), T.Then():
-            T.evaluate(T.ptx.cp.async_.bulk.wait_group.read(0))
-            tile = self.kernel.tile(turn)
-            barrier = self._arrived(self._first_box(turn))
-            expect(barrier, needed * BOX_BYTES)
-            for box in range(needed):
-                self._bring(box, tile, self._buffer(box, turn), barrier)
-
-    def _bring(self, box: int, tile: Tile, buffer: Expr, barrier: Expr) -> None:
-        """One box of the residual of a tile."""
-        target = self.kernel.shared.boxes.ptr_to([buffer, 0])
-        for number, own in self.kernel.grid.each_segment(tile):
-            found, handle = (
-                self.problem.segments[number].residual_map,
-                self.kernel.maps.residual[number],
-            )
-            found.load(target, handle, self.layout.box_place(box, own), barrier)
-
-    def _first_box(self, turn: Expr) -> Expr | int:
-        """The first box of a tile, where boxes are for two tiles."""
-        return turn % 2 * (self.plan.share_n // BOX) if self.plan.ahead else 0
-
-    def _buffer(self, box: int, turn: Expr) -> Expr:
-        """The place of a box in shared memory."""
-        return self.layout.number * self.boxes + self._first_box(turn) + box % self.boxes
-
-    def _arrived(self, box: Expr | int) -> Expr:
-        return self.kernel.shared.arrived.ptr_to([self.layout.number * self.boxes + box])
+            self.boxes.close(box, buffer, tile)
 
     # ---- arithmetic
 
