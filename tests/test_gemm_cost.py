@@ -5,6 +5,7 @@ measured.
 of some with epilogues.
 """
 
+import contextlib
 import dataclasses
 import functools
 import statistics
@@ -283,3 +284,14 @@ def test_every_form_writes_the_first_of_its_own_list(form):
 def test_a_configuration_of_no_form_is_refused():
     with pytest.raises(Unsupported, match="no configuration of a matrix product"):
         emit_gemm(contraction_of(16, 512, 256), H200, DEFAULT, config="fast")
+
+
+@pytest.mark.parametrize(
+    "case", graphs.TENSOR_CORE_CASES + graphs.CUDA_CORE_CASES, ids=lambda case: case.name
+)
+def test_every_form_ranks_a_contraction_or_refuses_it(case):
+    contraction = analyze_contraction(case.func())
+    for form in FORMS[:-1]:
+        with contextlib.suppress(Unsupported):
+            assert form.rank(contraction, H200, load_policy(None))[0][0] > 0
+    assert gemm_ranked(contraction, H200, load_policy(None))

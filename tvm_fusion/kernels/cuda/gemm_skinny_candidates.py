@@ -86,6 +86,8 @@ class Layouts:
             found = (p for p in self.contraction.params if p.var.same_as(fetch.source))
             return next(found).elements * bytes_of(fetch.dtype)
 
+        if not values.reader.fetches:
+            raise Unsupported("weights that are read under conditions only")
         return max(values.reader.fetches, key=size)
 
     def vectors(self, steps: int, width: int, tensor: str) -> int:
