@@ -98,8 +98,8 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Segment:
-    """Products over one space, and the outputs made of them; `bindings` are shared temporaries.
+class Space:
+    """The points that products are computed at.
 
     The rows are the points of the axes `m` in row-major order (the last axis runs fastest); columns
     and batch likewise.
@@ -108,14 +108,11 @@ class Segment:
     batch: tuple[Axis, ...]
     m: tuple[Axis, ...]
     n: tuple[Axis, ...]
-    products: tuple[Product, ...]
-    bindings: tuple[Binding, ...]
-    outputs: tuple[Output, ...]
 
     @property
-    def space(self) -> tuple[Axis, ...]:
-        """All axes but the contracted ones."""
-        return (*self.batch, *self.m, *self.n)
+    def groups(self) -> dict[str, tuple[Axis, ...]]:
+        """The axes by the name of their group, as accesses have them."""
+        return {"batch": self.batch, "m": self.m, "n": self.n}
 
     @property
     def B(self) -> Extent:
@@ -131,6 +128,20 @@ class Segment:
     def N(self) -> Extent:
         """Number of columns."""
         return size_of(self.n)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment(Space):
+    """Products over one space, and the outputs made of them; `bindings` are shared temporaries."""
+
+    products: tuple[Product, ...]
+    bindings: tuple[Binding, ...]
+    outputs: tuple[Output, ...]
+
+    @property
+    def space(self) -> tuple[Axis, ...]:
+        """All axes but the contracted ones."""
+        return (*self.batch, *self.m, *self.n)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

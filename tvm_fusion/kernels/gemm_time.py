@@ -15,6 +15,16 @@ from typing import TYPE_CHECKING
 
 from ..config import HardwareProfile, Policy
 from .base import dtype_bytes
+from .cuda.gemm_work import (
+    FEW_WAVES,
+    LINE_BYTES,
+    STAGED_TILES,
+    WELL_FILLED,
+    GemmTile,
+    GemmWork,
+    stripe,
+)
+from .expr import HALF_DTYPES
 from .gemm_launch import GemmGroup
 from .side_by_side import tensor_maps_fit
 
@@ -23,25 +33,17 @@ if TYPE_CHECKING:
     from .gemm import Product
 
 TMA_PITCH_BYTES = 16  # row pitches the tensor memory accelerator can address are multiples of this
-LINE_BYTES = 128
-HALF_DTYPES = ("float16", "bfloat16")
-LARGE_ROWS = 2048
 SKINNY_ROWS = 16
 """Rows up to which the weights of a product pass through the CUDA cores at the speed of memory."""
 
 PARTIAL_FORMS = ("hopper",)
 """Forms that reduce runs of columns in their epilogue."""
 
-# (rows, columns) of tiles; the fastest of them is near the fastest of all (tests/test_gemm_cost).
-TILES = (
-    *((128, 256), (128, 192), (128, 128), (128, 64)),
-    *((64, 256), (64, 192), (64, 128), (64, 64)),
-)
 LARGEST_TILE = 128 * 256
+# Beside the staged tiles; the fastest of all these is near the fastest that the writer knows
+# (tests/test_gemm_cost).
 DIRECT_TILES = ((64, 96), (64, 112), (64, 160), (64, 176), (128, 96), (128, 160))
 NARROW_TILES = ((64, 32), *DIRECT_TILES)
-FEW_WAVES = 3  # of the largest tiles: others may fill them better
-WELL_FILLED = 0.8  # share of the multiprocessors with a tile above which sums are not split
 # (rows, columns, how often a warp's rows and columns are read on average)
 MMA_TILES = (
     *((128, 256, 3), (128, 128, 3), (128, 64, 3), (64, 128, 3)),
@@ -93,7 +95,6 @@ def predict(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> LaunchTim
 
 def _hopper(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[LaunchTime]:
     from .cuda.gemm_cost import gemm_time
-    from .cuda.gemm_work import GemmTile, GemmWork
 
     dtype, rate = _tensor_dtype(launch, hw, policy)
     batch, m, columns, k, together = launch.sizes
@@ -133,11 +134,11 @@ def _hopper(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[
     others = NARROW_TILES if m <= 64 else DIRECT_TILES
     # Matrices of the output's shape are read by the TMA, into what it stores.
     direct = extra < written and launch.tiles(128, 256 // together) <= FEW_WAVES * hw.num_sms
-    for block_m, block_n in TILES + (others if direct else ()):
+    for block_m, block_n in STAGED_TILES + (others if direct else ()):
         tiles = launch.tiles(block_m, block_n // together)
-        staged = (block_m, block_n) in TILES and stored
-        stripe = _stripe(m, block_m, staged)
-        whole = GemmTile(block_m, block_n, _stages(block_m, block_n), staged, group_m=stripe)
+        staged = (block_m, block_n) in STAGED_TILES and stored
+        group_m = stripe(m, block_m, staged)
+        whole = GemmTile(block_m, block_n, _stages(block_m, block_n), staged, group_m=group_m)
         kinds = [whole]
         if staged:
             kinds.append(replace(whole, deferred=True))
@@ -152,11 +153,6 @@ def _hopper(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[
 
 def _stages(block_m: int, block_n: int) -> int:
     return max(2, min(16, 200_000 // ((block_m + block_n) * LINE_BYTES)))
-
-
-def _stripe(m: int, block_m: int, staged: bool) -> int:
-    """Row tiles of a stripe, as `gemm_hopper_configs` chooses them."""
-    return 16 if m >= LARGE_ROWS or (staged and 8 < -(-m // block_m) < 16) else 8
 
 
 def _mma(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[LaunchTime]:

@@ -17,27 +17,24 @@ from .gemm_hopper_limits import DEFERRED_STEPS
 from .gemm_hopper_model import BOX, HopperProblem, OperandView
 from .gemm_hopper_plan import BARRIER_BYTES, BOX_BYTES, make_plan
 from .gemm_operations import operation_s
-from .gemm_work import LINE_BYTES, STEP_BYTES, GemmTile, GemmWork
+from .gemm_work import (
+    FEW_WAVES,
+    LINE_BYTES,
+    STAGED_TILES,
+    STEP_BYTES,
+    WELL_FILLED,
+    GemmTile,
+    GemmWork,
+    stripe,
+)
 
 MAX_STAGES = 16
 
 # Names of rates in the profile that are not those of the operands' dtype.
 RATE_OF = {"float32": "tfloat32"}
 
-# (rows, columns) of a tile in the order of their speed on large matrices (H200, 2026-11-20: two
-# consumers on 128 x 256 with 4 stages are best; ping-pong 128 x 128 and clusters of 2 slower).
-STAGED_TILES = (
-    *((128, 256), (128, 192), (128, 128), (128, 64)),
-    *((64, 256), (64, 192), (64, 128), (64, 64)),
-)
-
-# Waves of the largest tiles up to which others, stored from registers, may fill a wave better.
-FEW_WAVES = 3
-
 # Columns of tiles whose terms the blocks of a cluster share.
 SPLIT_WIDTHS = (64, 96, 128, 160, 192, 224, 256)
-# Share of the places in all waves below which a grid counts as badly filled.
-WELL_FILLED = 0.8
 
 
 def rank_configs(
@@ -149,7 +146,8 @@ def _candidates(problem: HopperProblem, hw: HardwareProfile) -> Iterator[HopperC
             if config is not None:
                 yield config
                 if block_m == 128 and _gains_by_sharing(problem, block_n):
-                    yield replace(config, multicast=2, group_m=_stripe(problem))
+                    shared = stripe(assumed(problem.M), block_m, False)
+                    yield replace(config, multicast=2, group_m=shared)
     yield from _split(problem, hw)
 
 
@@ -195,11 +193,6 @@ def _gains_by_sharing(problem: HopperProblem, block_n: int) -> bool:
     return problem.shared and assumed(problem.M) > 128 and (block_n == 256 or straddling)
 
 
-def _stripe(problem: HopperProblem) -> int:
-    """Row tiles that share a column tile at one time."""
-    return 16 if assumed(problem.M) >= 2048 else 8
-
-
 def _narrow(problem: HopperProblem, block_n: int) -> bool:
     """Stores from registers are for few rows, narrow tiles, what the TMA cannot store, or what
     has so many tensor maps that no room is left for those of outputs.
@@ -228,7 +221,5 @@ def _deepest(
     stages = min(MAX_STAGES, free // ((block_m + block_n) * STEP_BYTES))
     if stages < 2:
         return None
-    # One stripe of 9 to 15 row tiles is better than one of 8 and a rest (777 x 1024 x 4096).
-    single = staged and split == 1 and 8 < ceil_div(assumed(problem.M), block_m) < 16
-    group_m = 16 if single else _stripe(problem)
+    group_m = stripe(assumed(problem.M), block_m, staged and split == 1)
     return HopperConfig(block_m, block_n, stages, staged, deferred, boxes, group_m, split=split)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import tvm_ffi
 from tvm.ir import Call, Expr, Var
 
-from ..contraction import Axis, Contraction, Extent, Output, Product, size_of
+from ..contraction import Contraction, Extent, Output, Product
 from ..contraction_inline import Binding
+from ..contraction_model import Space
 from ..expr import FLOAT8_DTYPES, HALF_DTYPES, bytes_of
 from .gemm_access import AffineAccess
 from .gemm_epilogue_loads import EpilogueLoad
@@ -58,7 +59,7 @@ class OperandView:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HopperSegment:
+class HopperSegment(Space):
     """A segment over its batch, M and N axes; `loads` are what its epilogue reads ahead of use.
 
     `staged` is the position of the output that leaves through shared memory and the TMA, by the map
@@ -66,9 +67,6 @@ class HopperSegment:
     starts from accumulators that are multiplied by them; they are the same for all columns.
     """
 
-    batch: tuple[Axis, ...]
-    m: tuple[Axis, ...]
-    n: tuple[Axis, ...]
     products: tuple[Product, ...]
     a: OperandView
     b: tuple[OperandView, ...]
@@ -82,29 +80,9 @@ class HopperSegment:
     factors: tuple[Expr, ...] = ()
 
     @property
-    def B(self) -> Extent:
-        """Size of the batch."""
-        return size_of(self.batch)
-
-    @property
-    def M(self) -> Extent:
-        """Number of rows."""
-        return size_of(self.m)
-
-    @property
-    def N(self) -> int:
-        """Number of columns."""
-        return size_of(self.n)
-
-    @property
     def K(self) -> int:
         """Number of terms."""
         return self.products[0].K
-
-    @property
-    def groups(self) -> dict[str, tuple[Axis, ...]]:
-        """The axes of an access from the epilogue."""
-        return {"batch": self.batch, "m": self.m, "n": self.n}
 
 
 @dataclass(frozen=True, slots=True, eq=False)

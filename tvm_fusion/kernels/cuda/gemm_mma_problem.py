@@ -120,7 +120,7 @@ class MmaSegment:
     @property
     def groups(self) -> dict[str, tuple[Axis, ...]]:
         """The axes of an access from the epilogue."""
-        return {"batch": self.segment.batch, "m": self.segment.m, "n": self.segment.n}
+        return self.segment.groups
 
 
 def read_mma(contraction: Contraction, hw: HardwareProfile, tf32: bool) -> tuple[MmaSegment, ...]:
@@ -152,7 +152,7 @@ def _segment(
         else:
             groups.append([product])
     loops = tuple(_loop(contraction, segment, group, hw, tf32) for group in groups)
-    axes = {"batch": segment.batch, "m": segment.m, "n": segment.n}
+    axes = segment.groups
     bindings, outputs, loads = take_loads(contraction, segment, axes)
     return MmaSegment(segment, loops, bindings, outputs, loads)
 

@@ -119,7 +119,7 @@ class _Writer:
     def __init__(self, frame: Frame, segment: Segment, output: Output):
         self.frame, self.output = frame, output
         shape = frame.contraction.params[output.param].shape
-        groups = {"batch": segment.batch, "m": segment.m, "n": segment.n}
+        groups = segment.groups
         access = affine_access(output.indices, shape, groups)
         self.vector = access is not None and access.aligned(GROUP, "n")
         self.stage = T.alloc_local((GROUP,), output.dtype)

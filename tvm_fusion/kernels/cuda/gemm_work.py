@@ -8,6 +8,30 @@ STEP_BYTES = 128
 """Bytes of a row of A or B in one step: a row of the 128-byte swizzle."""
 LINE_BYTES = 128
 
+# (rows, columns) of a tile in the order of their speed on large matrices (H200, 2026-11-20: two
+# consumers on 128 x 256 with 4 stages are best; ping-pong 128 x 128 and clusters of 2 slower).
+STAGED_TILES = (
+    *((128, 256), (128, 192), (128, 128), (128, 64)),
+    *((64, 256), (64, 192), (64, 128), (64, 64)),
+)
+
+# Waves of the largest tiles up to which others, stored from registers, may fill a wave better.
+FEW_WAVES = 3
+
+# Share of the places in all waves below which a grid counts as badly filled.
+WELL_FILLED = 0.8
+
+LARGE_ROWS = 2048
+
+
+def stripe(rows: int, block_m: int, whole: bool) -> int:
+    """Row tiles that share a column tile at one time.
+
+    One stripe of 9 to 15 row tiles is better than one of 8 and a rest (777 x 1024 x 4096), where
+    tiles are staged and `whole`, not shared by blocks.
+    """
+    return 16 if rows >= LARGE_ROWS or (whole and 8 < -(-rows // block_m) < 16) else 8
+
 
 @dataclass(frozen=True, slots=True)
 class GemmWork:
