@@ -13,6 +13,7 @@ EXTRAS = {
     "torch": ["torch>=2.6"],
     "onnx": ["onnx>=1.17"],
     "report": ["rich", "matplotlib"],
+    "bound": ["scipy"],
 }
 EXTRAS["test"] = [
     *EXTRAS["torch"],
@@ -38,7 +39,7 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["tvm_fusion", "tvm_fusion.*"]), "tvm_fusion.configs"],
     package_dir={"tvm_fusion.configs": "configs"},
-    package_data={"tvm_fusion": ["py.typed"], "tvm_fusion.configs": ["*.toml"]},
+    package_data={"tvm_fusion": ["py.typed"], "tvm_fusion.configs": ["*.toml", "*.json"]},
     install_requires=[
         *PINS["TVM_REQUIREMENTS"],
         "numpy",

@@ -107,8 +107,22 @@ def test_each_command_prints_a_report_of_the_demo(compiler, capsys, command):
 def test_compile_times_the_model_and_leaves_the_check_to_the_policy(compiler):
     cli.main(["compile", "--demo"])
     options = compiler.calls[0][2]
-    assert options["measure"] is True
+    assert options["time"] is True
+    assert options["measure"] is False
     assert "verify" not in options
+
+
+@pytest.mark.parametrize("command", ["compile", "explain"])
+def test_measure_is_asked_for_with_its_budget(compiler, command):
+    assert cli.main([command, "--demo", "--target", "llvm", "--measure", "--budget", "7"]) == 0
+    options = compiler.calls[0][2]
+    assert options["measure"] is True
+    assert options["policy"] == replace(load_policy(), measure_budget_s=7.0)
+
+
+def test_a_budget_without_measure_is_refused(compiler, capsys):
+    assert cli.main(["compile", "--demo", "--target", "llvm", "--budget", "7"]) == 2
+    assert "--measure" in capsys.readouterr().err
 
 
 def test_verify_checks_every_group_whatever_the_policy_says(compiler):

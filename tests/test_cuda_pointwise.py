@@ -511,6 +511,26 @@ def test_numbers_are_passed_by_value():
     np.testing.assert_array_equal(y, 3 * x)
 
 
+def test_a_choice_may_be_multiplied():
+    def masked(bb, x, y, mask, c):
+        less = bb.emit(op.subtract(x, y))
+        kept = bb.emit(op.where(mask, less, c))
+        return op.maximum(bb.emit(op.multiply(x, kept)), kept)
+
+    shape = (8, 64)
+    kernel = emit_pointwise(
+        analyze(fuse(masked, f16(*shape), f16(*shape), (shape, "bool"), f16())), H200
+    )
+    assert compile_cubins({"masked": kernel})
+    rng = np.random.default_rng(0)
+    x, y = (rng.standard_normal(shape).astype("float16") for _ in range(2))
+    mask, out = rng.random(shape) < 0.5, np.full(shape, np.nan, "float16")
+    run_cuda_on_cpu(kernel, [x, y, mask, np.array(0.5, "float16"), out])
+    wide, less = x.astype("float32"), x.astype("float32") - y
+    kept = np.where(mask, less, np.float32(0.5))
+    np.testing.assert_array_equal(out, np.maximum(wide * kept, kept).astype("float16"))
+
+
 def test_a_program_with_reductions_is_refused():
     program = analyze(fuse(lambda bb, x: op.sum(x, axis=-1), f16(4, 8)))
     with pytest.raises(Unsupported, match="reduces"):

@@ -331,6 +331,11 @@ def test_what_is_computed_with_afterwards_is_split_later(shape, axes, levels, co
     assert len(stages(shape, axes, H200, Setting(levels=levels))) == count
 
 
+@pytest.mark.parametrize("levels", [0, 1])
+def test_axes_of_one_element_need_no_stages(levels):
+    assert stages((1, 4096), (0,), H200, Setting(levels=levels)) == []
+
+
 def test_only_what_comes_back_to_its_points_counts_as_dependent():
     def emit(bb, x, y, comes_back):
         total = bb.emit(op.sum(x, axis=[0], keepdims=True))

@@ -73,7 +73,8 @@ def required_gpu_profile() -> HardwareProfile:
     if profile is None:
         raise TargetError(
             f"no profile for the GPU {name} ({arch}); copy the nearest device's configs/*.toml, "
-            "adapt it and pass its path as the target"
+            "adapt it, pass its path as the target, and let `python -m tvm_fusion calibrate "
+            "--target ./yours.toml` measure the rates"
         )
     return profile
 
@@ -100,12 +101,12 @@ def profile_of_target(target: Any) -> HardwareProfile:
         )
     name, _ = present_gpu()
     by_tag = [p for p in candidates if tag in p.aliases]
-    by_gpu = [p for p in candidates if name is not None and _names_gpu(p, name)]
+    by_gpu = [p for p in candidates if name is not None and names_gpu(p, name)]
     return (by_tag or by_gpu or candidates)[0]
 
 
 def _profile_of_gpu(name: str) -> HardwareProfile | None:
-    profile = next((p for p in _cuda_profiles() if _names_gpu(p, name)), None)
+    profile = next((p for p in _cuda_profiles() if names_gpu(p, name)), None)
     if profile is None or profile.num_sms == (num_sms := _present_sms()):
         return profile
     _logger.warning(
@@ -114,7 +115,7 @@ def _profile_of_gpu(name: str) -> HardwareProfile | None:
     return replace(profile, num_sms=num_sms)
 
 
-def _names_gpu(profile: HardwareProfile, device_name: str) -> bool:
+def names_gpu(profile: HardwareProfile, device_name: str) -> bool:
     """Whether "NVIDIA A100-SXM4-80GB" holds one of the profile's aliases as a word."""
     words = device_name.lower().replace("-", " ")
     return any(f" {alias} " in f" {words} " for alias in profile.aliases)

@@ -1,4 +1,4 @@
-"""Command line: ``python -m tvm_fusion {compile,explain,verify,bench}``.
+"""Command line: ``python -m tvm_fusion {compile,explain,verify,bench,calibrate}``.
 
 Exit status: 0, or 1 if a check failed, or 2 for bad input. The report goes to standard output, and
 with ``--json`` nothing but one JSON object does.
@@ -11,12 +11,16 @@ import os
 import sys
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .errors import ConfigError, InputError, PlanError, TvmFusionError, VerificationError
 from .report.model import Report
 from .report.why import restrict, why
+
+if TYPE_CHECKING:
+    from .config import Policy
 
 CHECK_FAILED = 1
 BAD_INPUT = 2
@@ -48,6 +52,10 @@ def _main(make_parser: Callable[[], argparse.ArgumentParser], argv: Sequence[str
 
             if asks_for_suite(args):
                 return _bench_suite(args)
+        if args.command == "calibrate":
+            from .cost.calibrate.command import main as calibrate
+
+            return calibrate(args)
         with _only_results_on_stdout():
             report = _run(args)
             answer = why(report, args.why) if args.why and not args.json else None
@@ -88,9 +96,31 @@ def _parser() -> argparse.ArgumentParser:
         _add_common_arguments(command, suites=name == "bench")
     output = commands.choices["compile"]
     output.add_argument("-o", "--output", metavar="FILE", help="save the compiled module (.so)")
+    _add_calibrate(commands)
     explain = commands.choices["explain"]
     explain.add_argument("--why", metavar="A,B", help="why are these two operations (not) fused?")
+    explain.add_argument(
+        "--probe",
+        action="store_true",
+        help="compile the kernels (nvcc, no GPU) and show their registers, spills and code",
+    )
+    for command in (output, explain):
+        command.add_argument(
+            "--measure",
+            action="store_true",
+            help="time the fusions in doubt, and keep those that are faster",
+        )
+        command.add_argument(
+            "--budget", metavar="S", type=float, help="seconds that --measure may take"
+        )
     return parser
+
+
+def _add_calibrate(commands: Any) -> None:
+    from .cost.calibrate.command import add_arguments
+
+    what = "measure the device, and write its profile"
+    add_arguments(commands.add_parser("calibrate", help=what, description=what))
 
 
 def _bench_parser() -> argparse.ArgumentParser:
@@ -135,21 +165,21 @@ def _run(args: argparse.Namespace) -> Report:
     target, _ = resolve_target(args.target)
     options = {
         "target": args.target,
-        "policy": load_policy(_policy(args.policy)),
+        "policy": _with_budget(load_policy(_policy(args.policy)), args),
         "plan": _plan_file(args.plan),
     }
     if args.output is not None and not Path(args.output).absolute().parent.is_dir():
         raise InputError(f"cannot write {args.output}: there is no such directory")
     model = _model(args, target)
     if args.command == "explain":
-        return compiler.explain(model, **options)
+        return compiler.explain(model, **options, probe=args.probe, measure=args.measure)
     if args.command == "bench":
         from .bench.compare import bench
 
         return bench(model, **options)
     if args.command == "verify":
         return _verified(compiler.compile(model, **options, verify="groups").report)
-    compiled = compiler.compile(model, **options, measure=True)
+    compiled = compiler.compile(model, **options, measure=args.measure, time=True)
     if args.output is not None:
         compiled.save(args.output)
     return compiled.report
@@ -200,6 +230,16 @@ def _policy(text: str | None) -> Any:
             raise ConfigError(f"--policy: expected KEY=VALUE, got {item!r}")
         policy[key] = _literal(value)
     return policy
+
+
+def _with_budget(policy: "Policy", args: argparse.Namespace) -> "Policy":
+    """The policy, with the budget of the command line where it names one."""
+    budget = getattr(args, "budget", None)
+    if budget is None:
+        return policy
+    if not args.measure:
+        raise ConfigError("--budget: the seconds of --measure, which is not asked for")
+    return replace(policy, measure_budget_s=budget)
 
 
 def _literal(text: str) -> Any:

@@ -1,11 +1,12 @@
 """compile(): the flow from a model to a verified module, stage by stage; explain(): the same up to
 the plan.
 
-    model -> load -> lower -> build_graph -> search -> materialize -> write_kernels -> build ->
-    verify -> report
+    model -> load -> lower -> build_graph -> decide (search) -> [contest] -> materialize ->
+    write_kernels -> build -> [not slower] -> verify -> report
 
-A group whose kernel cannot be written, does not compile, or gives wrong numbers is cut: its
-operators run one by one, the report says why, and the rest of the plan stays.
+What stands in brackets runs with `measure` only. A group whose kernel cannot be written, does not
+compile, gives wrong numbers or measures slower is cut: its operators run one by one, the report
+says why, and the rest of the plan stays.
 """
 
 from __future__ import annotations
@@ -20,18 +21,22 @@ import tvm
 from tvm import relax
 
 from .config import HardwareProfile, Policy, load_policy, resolve_target
+from .errors import TargetError
 from .frontends import load
 from .ir.graph import FusionGraph, build_graph
 from .kernels.base import Refusal, RefusalCode
+from .plan.decide import decide
 from .plan.plan import FusionPlan, PlannedGroup
-from .plan.search import search, unfused_plan
+from .plan.probing import probed_plan
+from .plan.search import unfused_plan
 from .transform.lower import legalize, lower, open_composites, rewrite
 from .transform.materialize import Materialized, materialize
 from .transform.rewrites import candidates, known_rewrites
 from .transform.write_kernels import write_kernels
 
 if TYPE_CHECKING:
-    from .report.model import Report
+    from .check.sequential import Budget
+    from .report.model import Comparison, Report
     from .runtime.build import Built
     from .runtime.module import CompiledModule
 
@@ -41,6 +46,9 @@ CHECKED_SYMBOLIC_EXTENT = 5
 
 # Share of a module's predicted time that a rewrite of its graph has to save.
 LEAST_REWRITE_GAIN = 0.01
+
+# Share of the budget for measurements that single fusions may take; the rest is for the module.
+CONTEST_SHARE = 0.8
 
 PlanLike = FusionPlan | str | Path | dict[str, Any] | None
 
@@ -55,6 +63,7 @@ def compile(
     dynamic_shapes: Any = None,
     verify: bool | str | None = None,
     measure: bool = False,
+    time: bool = False,
 ) -> CompiledModule:
     """Fuses and builds a model.
 
@@ -75,7 +84,13 @@ def compile(
         Check the result against float64 and cut groups with wrong numbers; "groups" also checks
         each group by itself; None asks the policy.
     measure : bool
-        Time the fused module beside the unfused one.
+        Settle by measurements what the cost model cannot decide, for at most
+        `policy.measure_budget_s`: fusions in doubt are timed beside their operators apart, then the
+        whole module beside the unfused one, and what is not faster is cut. The times are kept for
+        `calibrate --refit` (see `check.kept_samples`). A given `plan` is timed as a whole and left
+        as it is.
+    time : bool
+        Time the fused module beside the unfused one, for the report only.
 
     Returns
     -------
@@ -92,7 +107,7 @@ def compile(
     """
     job = Job.of(model, target, policy, plan, example_inputs, dynamic_shapes)
     wanted = job.policy.verify if verify is None else verify
-    return job.compile(bool(wanted), wanted == "groups", measure)
+    return job.compile(bool(wanted), wanted == "groups", measure, time)
 
 
 def explain(
@@ -103,14 +118,27 @@ def explain(
     plan: PlanLike = None,
     example_inputs: Any = None,
     dynamic_shapes: Any = None,
+    measure: bool = False,
+    probe: bool = False,
 ) -> Report:
-    """Plans a model and reports the plan, without building anything; parameters as for
-    `compile`.
+    """Plans a model and reports the plan; parameters as for `compile`.
+
+    Nothing is built and no device is needed, unless `measure` asks to time the fusions in doubt.
+    With `probe` the kernels of all groups are compiled (by nvcc; no GPU is needed) and the report
+    has their registers, spills and code.
     """
+    from .cost.probe import candidates_of
+    from .cost.probe import probe as compiled_kernels
     from .report.assemble import planned_report
 
     job = Job.of(model, target, policy, plan, example_inputs, dynamic_shapes)
-    return planned_report(job.graph, job.plan, job.whole_plan)
+    if measure and plan is None and job.has_device():
+        job.contest(job.budget())
+    if probe and job.hw.kind != "cuda":
+        raise TargetError(f"{job.hw.name} is no GPU: there are no registers to probe")
+    groups = candidates_of(job.graph, job.plan) if probe else []
+    found = compiled_kernels(job.low, job.graph, groups, job.hw, job.policy, job.target)
+    return planned_report(job.graph, job.plan, job.whole_plan, found)
 
 
 @dataclass
@@ -125,6 +153,7 @@ class Job:
     graph: FusionGraph
     plan: FusionPlan
     cuts: dict[tuple[str, ...], str] = field(default_factory=dict)
+    given: bool = False  # the plan is the caller's
     _alone: FusionPlan | None = None
     _whole: tuple[tvm.IRModule, FusionGraph, FusionPlan] | None = None
 
@@ -150,10 +179,13 @@ class Job:
         given = _read_plan(plan)
         if given is None:
             return cls(mod, target, hw, policy, *_best_plan(mod, target, hw, policy))
-        low = lower(mod, target, hw=hw, rewrites=known_rewrites(given.rewrites, policy))
+        if given.opened:
+            low = lower(mod, target, hw=hw, rewrites=known_rewrites(given.rewrites, policy))
+        else:
+            low = lower(mod, target, decompose=False)
         graph = build_graph(low)
         given.check(graph)
-        return cls(mod, target, hw, policy, low, graph, given)
+        return cls(mod, target, hw, policy, low, graph, given, given=True)
 
     @property
     def alone(self) -> FusionPlan:
@@ -187,26 +219,69 @@ class Job:
         symbols = {v.name for p in main.params for v in relax.analysis.tir_vars_in_type(p.ty)}
         return random_inputs(main, sizes=dict.fromkeys(symbols, CHECKED_SYMBOLIC_EXTENT))
 
-    def compile(self, verify: bool, every_group: bool, measure: bool) -> CompiledModule:
+    def compile(
+        self, verify: bool, every_group: bool, measure: bool, time: bool = False
+    ) -> CompiledModule:
         from .check.compiled import check_compiled, time_builds
         from .report.assemble import built_report
         from .runtime.module import CompiledModule
 
+        if (verify or measure or time) and not self.has_device():
+            verify = measure = time = False
+        budget = self.budget() if measure else None
+        if measure and not self.given:
+            self.contest(budget.share(CONTEST_SHARE))
         built, materialized = self.build_fused()
         checked, timing = None, None
-        if (verify or measure) and not tvm.runtime.device_from_target(self.target).exist:
-            kind = self.target.kind.name
-            logger.warning("no %s device here: built, but neither run nor checked", kind)
-            verify = measure = False
-        if verify:
-            checked = check_compiled(self, built, materialized, every_group)
-            built, materialized = checked.built, checked.materialized
-        unfused = checked.unfused if checked else self.build_unfused() if measure else None
+        unfused = self.build_unfused() if measure or time else None
         if measure:
+            built, materialized, timing = self.race(built, materialized, unfused, budget)
+        if verify:
+            checked = check_compiled(self, built, materialized, every_group, unfused)
+            if checked.built is not built:
+                timing = None  # of a build with wrong numbers
+            built, materialized, unfused = checked.built, checked.materialized, checked.unfused
+        if (measure or time) and timing is None:
             timing = time_builds(built, unfused, self.inputs)
         compiled = CompiledModule.of(built, self.plan)
         compiled.report = built_report(self, built, materialized, unfused, checked, timing)
         return compiled
+
+    def has_device(self) -> bool:
+        """Whether this machine can run what is built; says so where it cannot."""
+        exists = tvm.runtime.device_from_target(self.target).exist
+        if not exists:
+            kind = self.target.kind.name
+            logger.warning("no %s device here: neither run, nor checked, nor measured", kind)
+        return exists
+
+    def budget(self) -> Budget:
+        """The time for measurements, from now on."""
+        from .check.sequential import Budget
+
+        return Budget(self.policy.measure_budget_s)
+
+    def contest(self, budget: Budget) -> None:
+        """Settles the fusions in doubt by measurements."""
+        from .check.contest import contest
+
+        self.plan = contest(self, budget)
+
+    def race(
+        self, built: Built, materialized: Materialized, unfused: Built, budget: Budget
+    ) -> tuple[Built, Materialized, Comparison | None]:
+        """Times the module beside the unfused one; cuts fusions until it is not slower."""
+        from .check.race import not_slower
+        from .report.model import Comparison
+
+        built, materialized, duel = not_slower(self, built, materialized, unfused, budget)
+        timing = duel and Comparison(duel.first, duel.second)
+        return built, materialized, timing
+
+    def use_whole(self) -> None:
+        """Goes on with the model as it is, nothing fused."""
+        self.low, self.graph, plan = self.whole
+        self.plan = self._alone = replace(plan, opened=False)
 
     def build_fused(self) -> tuple[Built, Materialized]:
         """Builds the plan; groups that do not compile are cut until it builds."""
@@ -273,7 +348,7 @@ class _Variant:
     def of(cls, opened, rewrites, target, hw, policy) -> _Variant:
         low = legalize(opened, target, hw)
         graph = build_graph(low)
-        return cls(opened, low, graph, replace(search(graph, hw, policy), rewrites=rewrites))
+        return cls(opened, low, graph, replace(decide(graph, hw, policy), rewrites=rewrites))
 
     def rewritten(self, name, target, hw, policy) -> _Variant | None:
         """The variant with one more rewrite; None if that finds nothing to do."""
@@ -305,7 +380,8 @@ def _best_plan(
             best, passed_over = found, None
         else:
             passed_over = tried[0]
-    return best.low, best.graph, best.plan
+    plan, _ = probed_plan(best.low, best.graph, best.plan, hw, policy, target)
+    return best.low, best.graph, replace(plan, rewrites=best.plan.rewrites)
 
 
 def _groups_of(

@@ -21,6 +21,26 @@ from .errors import ConfigError, TargetError
 
 _KINDS = ("cuda", "llvm")
 
+# Least values of a policy's numbers.
+_CHOICES = {
+    "rounding": ("fast", "exact"),
+    "launch": ("stream", "graph"),
+    "probe": ("auto", "off"),
+}
+_LEAST = {
+    "max_recompute": 1,
+    "min_gain": 0,
+    "max_group_ops": 1,
+    "coverage": 0,
+    "unknown_ratio": 1,
+    "unknown_ratio_gemm": 1,
+    "probe_share": 0,
+    "measure_budget_s": 0,
+    "beam_width": 1,
+    "exact_ops": 0,
+    "search_evaluations": 0,
+}
+
 
 @dataclass(frozen=True, slots=True)
 class HardwareProfile:
@@ -59,6 +79,9 @@ class HardwareProfile:
     smem_bytes_per_s: float = number("byte/s")
     sector_bytes: int = number("byte")
     bytes_in_flight_latency_s: float = number("s")
+    hbm_access_bytes: int = number("byte")  # memory moves for an access that stands alone
+    l2_usable_share: float = number("1")  # of the L2 that keeps data until it is read again
+    smem_conflict_factor: float = number("1")  # n lanes on one bank take n times this
 
     fma_per_s_f32: float = number("flop/s")  # a fused multiply-add counts as 2 flop
     tensor_flop_per_s: Mapping[str, float] = table("flop/s")  # by dtype of the operands
@@ -66,9 +89,13 @@ class HardwareProfile:
     special_slots: Mapping[str, float] = table("slot")  # special-function slots by function
     int_per_s: float = number("op/s")
     int_div_per_s: float = number("op/s")
+    conversion_per_s: float = number("op/s")  # between half and single precision
+    spill_bytes_per_s: float = number("byte/s")  # spilled registers, written and read
+    code_bytes_per_s: float = number("byte/s")  # beyond the instruction cache, one multiprocessor
 
     launch_us: float = number("us")  # a launch in a stream, host side included
     graph_launch_us: float = number("us")  # a kernel node in a CUDA graph
+    queued_launch_us: float = number("us")  # a launch in a stream that never runs dry
     kernel_gap_us: float = number("us")  # ramp-up and drain of any kernel
     roofline_exponent: float = number("1")  # p of T = gap + (sum T_i^p)^(1/p)
 
@@ -92,6 +119,10 @@ class HardwareProfile:
     row_exponent: float = number("1")  # p among the terms of a row kernel
     row_tail: float = number("1")  # of a block's time that the last blocks leave idle
     wave_rounding: float = number("1")  # of a partial wave that costs as much as a whole one
+    wave_balance: float = number("1")  # of a last wave's idle multiprocessors that shows
+    waves_to_drift: float = number("1")  # until blocks side by side are in different phases
+    single_wave_exponent: float = number("1")  # p while all blocks are in the same phase
+    l2_residence_exponent: float = number("1")  # how sharply an L2 stops holding what is too large
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
@@ -145,6 +176,28 @@ class Policy:
     allow_tf32 : bool
         Whether tensor cores may round float32 operands of matrix products to tfloat32 (10 bits of
         mantissa).
+    probe : str
+        "auto": groups whose estimated registers or code are near a limit of the device are
+        compiled before the plan is settled, where there is an nvcc. "off": estimates decide.
+    learned : bool
+        Whether the learned residual corrects the analytic model on devices that have one.
+    coverage : float
+        How often "together is faster than apart" has to hold for a fusion that is not measured;
+        0 takes the prediction as it is. Used where the device has a learned residual.
+    unknown_ratio, unknown_ratio_gemm : float
+        Where there is no residual: by what factor the predicted ratio of a fusion's time to that of
+        its operators apart may be too good, and the same for groups around matrix products. 1 takes
+        the prediction as it is.
+    probe_share : float
+        Share of a limit from which on an estimate is near it.
+    measure_budget_s : float
+        Time for measurements, builds included; what was begun is finished.
+    beam_width : int
+        Plans that the search keeps side by side while it improves a region.
+    exact_ops : int
+        Regions of at most so many operators are solved exactly.
+    search_evaluations : int
+        Groups that the search may evaluate to improve one region.
     """
 
     name: str
@@ -153,23 +206,38 @@ class Policy:
     allow_rematerialisation: bool
     verify: bool
     allow_tf32: bool
+    learned: bool
+    probe: str
     max_recompute: float = number("1")
     min_gain: float = number("1")
     max_group_ops: int = number("count")
+    coverage: float = number("1")
+    unknown_ratio: float = number("1")
+    unknown_ratio_gemm: float = number("1")
+    probe_share: float = number("1")
+    measure_budget_s: float = number("s")
+    beam_width: int = number("count")
+    exact_ops: int = number("count")
+    search_evaluations: int = number("count")
 
     def __post_init__(self) -> None:
-        for key, choices in (("rounding", ("fast", "exact")), ("launch", ("stream", "graph"))):
+        for key, choices in _CHOICES.items():
             if getattr(self, key) not in choices:
                 raise ConfigError(
                     f"policy {self.name}: {key} = {getattr(self, key)!r} is none of {choices}"
                 )
-        for key, low in (("max_recompute", 1), ("min_gain", 0), ("max_group_ops", 1)):
+        for key, low in _LEAST.items():
             if not getattr(self, key) >= low:
                 raise ConfigError(f"policy {self.name}: {key} must be at least {low}")
+        if not self.coverage < 1:
+            raise ConfigError(f"policy {self.name}: coverage must be less than 1")
 
     def fingerprint(self) -> str:
         """Return a hash of all values but the name."""
         return _fingerprint(self, without=("name",))
+
+
+_files: dict[str, Path] = {}  # where profiles of the user's own were read, by fingerprint
 
 
 def profile_names() -> list[str]:
@@ -203,7 +271,9 @@ def load_profile(name_or_path: str | Path) -> HardwareProfile:
     132
     """
     if _is_path(name_or_path):
-        return _read_profile(_existing(name_or_path))
+        profile = _read_profile(file := _existing(name_or_path))
+        _files[profile.fingerprint()] = file
+        return profile
     known = _shipped_profiles()
     name = name_or_path.lower()
     if name not in known:
@@ -213,6 +283,20 @@ def load_profile(name_or_path: str | Path) -> HardwareProfile:
             "or a path to a profile's .toml"
         )
     return known[name]
+
+
+def file_of(profile: HardwareProfile) -> Traversable:
+    """Return the file with a profile's numbers: the one they were read from, or the shipped one of
+    its name.
+    """
+    return _files.get(profile.fingerprint(), _config_dir() / f"{profile.name}.toml")
+
+
+def profile_file(name_or_path: str | Path) -> Traversable:
+    """Return the TOML file of a profile that `load_profile` knows by name, alias or path."""
+    if _is_path(name_or_path):
+        return _existing(name_or_path)
+    return _config_dir() / f"{load_profile(name_or_path).name}.toml"
 
 
 def load_policy(policy: str | Path | Mapping[str, Any] | Policy | None = None) -> Policy:

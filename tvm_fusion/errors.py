@@ -44,3 +44,7 @@ class Unsupported(TvmFusionError):
     """A kernel writer cannot express a PrimFunc. The caller takes another kernel class; never shown
     as a crash.
     """
+
+
+class TooDeep(Unsupported):
+    """A chain of operators is longer than Python's stack allows here; `_deep.call_deep` has more."""

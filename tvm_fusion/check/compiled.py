@@ -43,7 +43,11 @@ class Checked:
 
 
 def check_compiled(
-    job: Job, built: Built, materialized: Materialized, every_group: bool = False
+    job: Job,
+    built: Built,
+    materialized: Materialized,
+    every_group: bool = False,
+    unfused: Built | None = None,
 ) -> Checked:
     """Compares a build with float64 and with the unfused module; groups with wrong numbers are cut
     and the rest is built again.
@@ -56,11 +60,13 @@ def check_compiled(
         The fused module.
     every_group : bool
         Check each group on its own even if the module as a whole is right.
+    unfused : Built or None
+        The unfused module, if it is there already.
     """
     whole = job.whole[0]
     inputs = job.inputs
     reference = run_reference(whole, inputs, target=job.target)
-    unfused = job.build_unfused()
+    unfused = unfused or job.build_unfused()
     plain = run_built(unfused, inputs)
     errors: dict[str, float] = {}
     if every_group:

@@ -53,7 +53,7 @@ def random_inputs(
     >>> random_inputs(mod["main"], seed=1, sizes={"batch": 3})   # doctest: +SKIP
     """
     sizes = dict(sizes or {})
-    bounds = _lookup_bounds(func) | dict(integers or {})
+    bounds = lookup_bounds(func) | dict(integers or {})
     draw = _Draw(sizes, seed)
     values = [draw.value(p.ty, p.name, bounds.get(p.name, _DEFAULT_INTEGERS)) for p in func.params]
     known = {p.name for p in func.params}
@@ -111,7 +111,7 @@ def numpy_dtype(dtype: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, dtype, dtype))
 
 
-def _lookup_bounds(func: relax.Function) -> dict[str, int]:
+def lookup_bounds(func: relax.Function) -> dict[str, int]:
     """How many rows there are for each parameter that rows are taken with, cast or reshaped too."""
     origin = {param: param.name for param in func.params}
     bounds: dict[str, int] = {}

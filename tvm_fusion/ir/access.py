@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import cached_property
 
 Extent = int | str
 
@@ -40,18 +41,18 @@ class Axis:
     kind: AxisKind
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Affine:
     """sum_i coefficients[i] * axis_i + constant."""
 
     coefficients: tuple[int, ...]
     constant: int = 0
 
-    @property
+    @cached_property
     def axes(self) -> frozenset[int]:
         return frozenset(i for i, c in enumerate(self.coefficients) if c)
 
-    @property
+    @cached_property
     def single_axis(self) -> int | None:
         """The axis this index equals, if it is exactly one axis with coefficient 1 and no
         offset.
@@ -74,7 +75,7 @@ class Irregular:
 Index = Affine | Irregular
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Access:
     """One read or write of a tensor.
 
@@ -86,11 +87,16 @@ class Access:
     index: tuple[Index, ...]
     guarded: bool = False
 
-    @property
+    @cached_property
+    def derived(self) -> dict:
+        """What others derive of the access in its block and keep, by a name of theirs."""
+        return {}
+
+    @cached_property
     def axes(self) -> frozenset[int]:
         return frozenset().union(*(i.axes for i in self.index))
 
-    @property
+    @cached_property
     def data_dependent(self) -> bool:
         return any(isinstance(i, Irregular) and i.data_dependent for i in self.index)
 
@@ -108,10 +114,14 @@ class Reduction(Enum):
     OTHER = "other"  # every combiner this package does not know
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Block:
     """One loop nest: `axes`, what it reads and writes at each point, and the operations a point, by
     pipe.
+
+    `functions` are the special functions by name (divisions of `counts` are not among them), and
+    `conversions` those between floating-point types, which belong to a load or a store and count as
+    no work of an operator.
     """
 
     name: str
@@ -121,19 +131,26 @@ class Block:
     counts: tuple[tuple[Pipe, float], ...] = ()
     reduction: Reduction | None = None
     is_contraction: bool = False  # sum of a product of two reads: matmul, convolution
+    functions: tuple[tuple[str, float], ...] = ()
+    conversions: float = 0.0
 
-    @property
+    @cached_property
+    def derived(self) -> dict:
+        """What others derive of the block and keep, by a name of theirs."""
+        return {}
+
+    @cached_property
     def spatial(self) -> tuple[int, ...]:
         return tuple(i for i, a in enumerate(self.axes) if a.kind is AxisKind.SPATIAL)
 
-    @property
+    @cached_property
     def reduced(self) -> tuple[int, ...]:
         return tuple(i for i, a in enumerate(self.axes) if a.kind is AxisKind.REDUCE)
 
     def extents(self, axes: tuple[int, ...]) -> tuple[Extent, ...]:
         return tuple(self.axes[i].extent for i in axes)
 
-    @property
+    @cached_property
     def is_matrix_product(self) -> bool:
         """A contraction both of whose operands vary over spatial axes the other lacks: no row of
         one is read once.

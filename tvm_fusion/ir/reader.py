@@ -182,6 +182,8 @@ class _BlockReader:
         self.lets: dict[int, object] = {}
         self.reads: dict[Access, None] = {}
         self.counts: dict[Pipe, float] = {}
+        self.functions: dict[str, float] = {}
+        self.conversions = 0
         self.own: set[int] = set()
 
     def read(self) -> Block:
@@ -207,6 +209,8 @@ class _BlockReader:
             tuple(sorted(self.counts.items(), key=lambda item: item[0].value)),
             kind,
             contraction,
+            tuple(sorted(self.functions.items())),
+            self.conversions,
         )
 
     def _stores(self) -> list:
@@ -279,6 +283,11 @@ class _BlockReader:
         pipe = pipe_of(e)
         if pipe is not None:
             self.counts[pipe] = self.counts.get(pipe, 0) + 1
+            if pipe is Pipe.SPECIAL:
+                name = op_name(e)
+                self.functions[name] = self.functions.get(name, 0) + 1
+        elif isinstance(e, tirx.Cast):
+            self.conversions += 1
 
     def index(self, e) -> Index:
         affine = self._affine(e)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from tvm import tirx
 
-from ..errors import Unsupported
+from ..errors import TooDeep, Unsupported
 from .accumulate import accumulation, accumulation_space, sums_over_rows
 from .collapse import collapse_axes, drop_unused, reachable
 from .definitions import Definition, read_definitions, read_params
@@ -66,7 +66,7 @@ def analyze(func: tirx.PrimFunc, exact: bool = False) -> Program:
             return collapse_axes(analysis.program(space, analysis.written))
         return _pointwise(analysis)
     except RecursionError:
-        raise Unsupported("the chain of temporaries is too long") from None
+        raise TooDeep("the chain of temporaries is too long") from None
 
 
 class _Analysis:

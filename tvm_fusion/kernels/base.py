@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import cached_property
+from functools import cache, cached_property, lru_cache
 from typing import Any, Protocol
 
 from tvm import tirx
 
 from ..config import HardwareProfile, Policy
 from ..errors import Unsupported
-from ..ir.access import Access, Block
+from ..ir.access import Access, Block, Extent
 from ..ir.extents import assumed_product
 from ..ir.graph import FusionGraph, OpKind
 
@@ -45,6 +45,8 @@ class RefusalCode(Enum):
     PARAMETER_BYTES = "parameter_bytes"
     GROUP_SIZE = "group_size"
     NOT_PROFITABLE = "not_profitable"
+    UNDECIDED = "undecided"
+    SLOWER = "slower"
     WRITER = "writer"
     BUILD = "build"
     WRONG_NUMBERS = "wrong_numbers"
@@ -91,9 +93,27 @@ class Fit:
 class Traffic:
     """What one launch moves and executes.
 
-    Bytes are unions of footprints, operations are counts. `parallel` is the share of the device the
-    launch can fill (0 to 1]. A class with a model of its own gives its time as `seconds`, with the
-    `terms` it is made of; the other fields then only say what the launch does.
+    Bytes are unions of footprints, operations are counts. A class with a model of its own gives its
+    time as `seconds`, with the `terms` it is made of; the other fields then only say what the
+    launch does.
+
+    Attributes
+    ----------
+    hbm_bytes, l2_bytes : bytes that cross the memory's and the L2's interface, each once
+    operations : operations by pipe (`ir.access.Pipe`)
+    parallel : share of the device the launch can fill (0 to 1]
+    sector_bytes : bytes that the loads and stores ask for in whole sectors; more than `l2_bytes`
+        where accesses are not coalesced or what is read is read again
+    read_bytes : bytes of loads whose latency has to be covered by others in flight
+    wavefronts : passes through the load/store units (up to 128 bytes of one instruction each)
+    smem_bytes : bytes written to and read from shared memory
+    exchanges : block-wide exchanges (a barrier with the shuffles around it) one block goes through
+    shuffles : steps of reductions within warps that a thread goes through
+    rounds : loads of a thread that wait for one another
+    blocks : thread blocks
+    in_flight_bytes : bytes of loads that one multiprocessor keeps in flight
+    assumed_l2 : inputs (tensor number, bytes) that are taken to lie in the L2 when the launch
+        starts, since a launch before it has just written them
     """
 
     hbm_bytes: float
@@ -105,14 +125,38 @@ class Traffic:
     parallel: float = 1.0
     seconds: float | None = None
     terms: Mapping[str, float] = field(default_factory=dict, hash=False)
+    sector_bytes: float = 0.0
+    read_bytes: float = 0.0
+    wavefronts: float = 0.0
+    smem_bytes: float = 0.0
+    exchanges: float = 0.0
+    blocks: float = 0.0
+    in_flight_bytes: float = 0.0
+    shuffles: float = 0.0
+    rounds: float = 0.0
+    assumed_l2: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """First estimates of what a thread block needs."""
+    """What a thread and its block need: first estimates, or what `cost.probe` found.
+
+    Attributes
+    ----------
+    registers_per_thread : 32-bit registers; above the device's limit they are spilled
+    smem_bytes : shared memory of a block
+    threads : threads of a block; 0 where not known
+    code_bytes : machine code of the kernel; 0 where not known
+    spill_bytes : bytes a thread stores to and loads from local memory, if the probe told
+    turns : how often a thread uses these registers anew (points it computes one after the other)
+    """
 
     registers_per_thread: int
     smem_bytes: int
+    threads: int = 0
+    code_bytes: int = 0
+    spill_bytes: int | None = None
+    turns: float = 1.0
 
 
 class KernelClass(Protocol):
@@ -164,12 +208,19 @@ def _refuse_on_cpu(func: tirx.PrimFunc) -> None:
             raise Unsupported(f"{param.name} has {symbols} symbolic extents")
 
 
+@cache
+@cache
 def dtype_bytes(dtype: str) -> int:
     """Bytes an element of a TVM dtype takes in memory (sub-byte dtypes count as one)."""
     if dtype in _BYTES:
         return _BYTES[dtype]
     digits = "".join(c for c in dtype.split("_")[0] if c.isdigit())
     return max(1, int(digits or 8) // 8)
+
+
+@lru_cache(maxsize=4096)
+def _bytes(shape: tuple[Extent, ...], dtype: str) -> int:
+    return assumed_product(shape) * dtype_bytes(dtype)
 
 
 @dataclass(frozen=True)
@@ -185,6 +236,11 @@ class GroupView:
     ops: tuple[int, ...]
     outputs: tuple[int, ...]
     duplicated: int = 0
+
+    @cached_property
+    def memo(self) -> dict:
+        """What kernel classes find out about the group and ask for again."""
+        return {}
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -229,7 +285,7 @@ class GroupView:
 
     def tensor_bytes(self, tensor: int) -> int:
         t = self.graph.tensors[tensor]
-        return assumed_product(t.shape) * dtype_bytes(t.dtype)
+        return _bytes(t.shape, t.dtype)
 
     def refuse(self, code: RefusalCode, why: str, **numbers: float) -> Refusal:
         return Refusal(code, self.names, why, tuple(sorted(numbers.items())))

@@ -26,15 +26,15 @@ from .base import (
     RefusalCode,
     Resources,
     Traffic,
-    dtype_bytes,
 )
-from .footprint import evaluations
+from .column_shape import column_shape
+from .footprint import evaluations, points
 from .pointwise import refuse_recompute
 from .read_order import plain_axes, read_order
-from .traffic import filled_by_threads, memory_traffic
+from .traffic import Shape, cuda_resources, cuda_traffic
 
-ELEMENTS_PER_THREAD = 32  # two 16-byte vectors in flight for each 16 registers of them
-MAX_THREADS = 1024
+COLUMNS_A_THREAD = 16
+"""Columns that a thread walks over, at least, where there are many."""
 
 
 class _Role(Enum):
@@ -107,6 +107,7 @@ class Column:
         space = _space(group, anchor)
         if isinstance(space, Refusal):
             return space
+        group.memo["columns"] = space
         roles = _Roles(space)
         for block in group.blocks:
             refusal = _check_block(group, block, roles, id(block) in group.views)
@@ -128,21 +129,14 @@ class Column:
         if refusal := refuse_recompute(group, runs, policy):
             return refusal
         rows, columns = assumed_product(space.rows), assumed_product(space.columns)
-        return Fit(self.name, rows, columns, runs.counts)
+        return Fit(self.name, rows, columns, _kept_by_lanes(group, roles, runs.counts))
 
     def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
         """Columns that a thread block cannot hold are read again, out of the L2 where they fit."""
-        anchor = next(b for b in group.blocks if b.reduction is not None)
-        space = _space(group, anchor)
-        size = min(dtype_bytes(group.graph.tensors[a.tensor].dtype) for a in anchor.reads)
-        lanes = max(1, hw.sector_bytes // size)
-        blocks = max(1.0, fit.rows * min(space.inner, lanes) / lanes)
-        threads = min(fit.rows * fit.columns / ELEMENTS_PER_THREAD, blocks * MAX_THREADS)
-        return memory_traffic(group, fit, hw, parallel=filled_by_threads(threads, hw))
+        return cuda_traffic(group, fit, hw, _shape(group, fit, hw))
 
     def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
-        sums = sum(b.reduction is not None for b in group.blocks)
-        return Resources(min(128, 48 + 8 * (sums + len(group.inputs))), 16384)
+        return cuda_resources(group, fit, _shape(group, fit, hw))
 
     def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
         from .cuda.column import column_configs
@@ -158,6 +152,27 @@ class Column:
 
         program = analyze(func, exact=policy.rounding == "exact")
         return emit_column(program, config or column_configs(program, hw)[0], hw)
+
+
+def _kept_by_lanes(group: GroupView, roles: _Roles, counts: tuple[float, ...]) -> tuple[float, ...]:
+    """How often blocks run: what varies along the lanes only, a thread computes once for all
+    columns that it walks over.
+    """
+    space = roles.space
+    if not space.is_row[-1]:
+        return counts
+    found = []
+    for block, count in zip(group.blocks, counts, strict=True):
+        own = points(block)
+        small = roles.of[block.writes[0].tensor] is _Role.SMALL and count > own > 1
+        lanes = small and block.axes[-1].extent == space.rows[-1]
+        found.append(max(own, count / COLUMNS_A_THREAD) if lanes else count)
+    return tuple(found)
+
+
+def _shape(group: GroupView, fit: Fit, hw: HardwareProfile) -> Shape:
+    space = group.memo["columns"]
+    return column_shape(group, fit, hw, space.inner, assumed(space.rows[-1]))
 
 
 def _space(group: GroupView, anchor: Block) -> _Space | Refusal:

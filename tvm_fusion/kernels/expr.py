@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import tvm
@@ -107,6 +108,13 @@ def variables(*exprs: Expr) -> list[Var]:
     for expr in exprs:
         tvm_ffi.structural_walk(expr, [(Var, lambda var: found.setdefault(var))])
     return list(found)
+
+
+def occurrences(expr: Expr) -> Counter[Var]:
+    """How often each variable stands in `expr`."""
+    found: list[Var] = []
+    tvm_ffi.structural_walk(expr, [(Var, found.append)])
+    return Counter(found)
 
 
 def uses_any(expr: Expr, wanted: Iterable[Var]) -> bool:

@@ -4,6 +4,7 @@ often each block runs.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..ir.access import Access, Affine, Block, Pipe
@@ -14,11 +15,16 @@ from .base import GroupView, dtype_bytes
 # the 16-byte vector of a
 # half-precision kernel.
 VECTOR_ELEMENTS = 8
+UNKNOWN_SLOTS = 4.0
+"""Slots of a special function that the profile does not name: a few hardware instructions."""
 
 
 def points(block: Block) -> int:
     """Iterations of a block's whole domain."""
-    return assumed_product(a.extent for a in block.axes)
+    known = block.derived.get("points")
+    if known is None:
+        known = block.derived["points"] = assumed_product(a.extent for a in block.axes)
+    return known
 
 
 def is_identity(block: Block, access: Access) -> bool:
@@ -26,16 +32,35 @@ def is_identity(block: Block, access: Access) -> bool:
     return access.index == block.writes[0].index
 
 
+def _identities(block: Block) -> tuple[bool, ...]:
+    """`is_identity` of all reads."""
+    known = block.derived.get("identities")
+    if known is None:
+        known = tuple(is_identity(block, access) for access in block.reads)
+        block.derived["identities"] = known
+    return known
+
+
 def footprint_bytes(group: GroupView, tensor: int) -> float:
     """Bytes of an input that the group's reads touch at least once, at most the whole tensor."""
     t = group.graph.tensors[tensor]
+    size, whole = dtype_bytes(t.dtype), group.tensor_bytes(tensor)
     touched = 0.0
     for block, access in group.readers_of.get(tensor, ()):
-        touched += _touched_elements(block, access, t.shape)
-    return min(touched, assumed_product(t.shape)) * dtype_bytes(t.dtype)
+        touched += _touched_elements(block, access, t.shape) * size
+        if touched >= whole:
+            return float(whole)
+    return touched
 
 
 def _touched_elements(block: Block, access: Access, shape) -> float:
+    known = access.derived.get("touched")
+    if known is None:
+        known = access.derived["touched"] = _count_touched(block, access, shape)
+    return known
+
+
+def _count_touched(block: Block, access: Access, shape) -> float:
     elements = 1.0
     for index, extent in zip(access.index, shape, strict=False):
         size = assumed(extent)
@@ -84,31 +109,36 @@ def evaluations(
     its consumer runs.
     """
     blocks = group.blocks
-    counts: dict[int, float] = {}
+    counts = [0.0] * len(blocks)
     worst, worst_block = 1.0, None
-    for k in reversed(range(len(blocks))):
+    kept = once.union(group.outputs)
+    shared: dict[int, float] = {}  # of a tensor, by all readers at their own points
+    extra: dict[int, float] = {}  # by others, each by itself
+    for k in range(len(blocks) - 1, -1, -1):
         block = blocks[k]
         own = points(block)
-        tensors = {w.tensor for w in block.writes}
-        shared, extra = 0.0, 0.0
-        if tensors & (set(group.outputs) | once) or block.reduction is not None:
-            shared = own
-        for j in range(k + 1, len(blocks)):
-            for access in blocks[j].reads:
-                if access.tensor not in tensors or access.tensor in once:
-                    continue
-                used = counts[j]
-                if access.guarded:
-                    used = min(used, own * max(1.0, used / points(blocks[j])))
-                if is_identity(blocks[j], access) or own == used:
-                    shared = max(shared, used)
-                else:
-                    extra += used / _hoisted(blocks[j], access, hoist)
-        counts[k] = max(own, shared + extra) if shared or extra else 0.0
-        ratio = counts[k] / own if own else 0.0
-        if ratio > worst and block.operations():
+        tensors = [w.tensor for w in block.writes]
+        together = max((shared.get(t, 0.0) for t in tensors), default=0.0)
+        more = sum(extra.get(t, 0.0) for t in tensors)
+        if block.reduction is not None or not kept.isdisjoint(tensors):
+            together = max(together, own)
+        count = counts[k] = max(own, together + more) if together or more else 0.0
+        ratio = count / own if own else 0.0
+        if ratio > worst and block.counts:
             worst, worst_block = ratio, block
-    return Evaluations(tuple(counts[k] for k in range(len(blocks))), worst, worst_block)
+        for access, identity in zip(block.reads, _identities(block), strict=True):
+            t = access.tensor
+            source = group.writer_of.get(t)
+            if source is None or t in once:
+                continue
+            used, own_source = count, points(source)
+            if access.guarded:
+                used = min(used, own_source * max(1.0, used / own))
+            if identity or own_source == used:
+                shared[t] = max(shared.get(t, 0.0), used)
+            else:
+                extra[t] = extra.get(t, 0.0) + used / _hoisted(block, access, hoist)
+    return Evaluations(tuple(counts), worst, worst_block)
 
 
 def _hoisted(block: Block, access: Access, hoist: int) -> float:
@@ -118,14 +148,22 @@ def _hoisted(block: Block, access: Access, hoist: int) -> float:
     return min(hoist, assumed(block.axes[last].extent))
 
 
-def operations(group: GroupView, counts: tuple[float, ...]) -> dict[str, float]:
+def operations(
+    group: GroupView, counts: tuple[float, ...], slots: Mapping[str, float]
+) -> dict[str, float]:
     """Operations by pipe over the whole group; those of contractions are not among them (they are
-    `tensor_flops`).
+    `tensor_flops`). Those of the special-function unit are counted in its slots.
     """
     total: dict[str, float] = {pipe.value: 0.0 for pipe in Pipe}
+    total["conversion"] = 0.0
     for block, count in zip(group.blocks, counts, strict=True):
-        for pipe, number in () if block.is_contraction else block.counts:
+        if not count or block.is_contraction:
+            continue
+        for pipe, number in block.counts:
             total[pipe.value] += number * count
+        for name, number in block.functions:
+            total["special"] += (slots.get(name, UNKNOWN_SLOTS) - 1) * number * count
+        total["conversion"] += block.conversions * count
     return total
 
 

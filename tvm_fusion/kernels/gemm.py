@@ -32,7 +32,7 @@ from .base import (
     write_on_cpu,
 )
 from .footprint import evaluations
-from .gemm_launch import GemmGroup
+from .gemm_launch import GemmGroup, narrows
 from .gemm_partials import refuse_partials
 from .gemm_time import SKINNY_ROWS, predict
 from .pointwise import refuse_recompute
@@ -247,7 +247,8 @@ def _check_neighbours(
             sizes[written] = space
         elif written in before:
             moves = not any(a.guarded or a.data_dependent for a in block.reads)
-            if not moves or (block.operations() and written not in computable):
+            computes = block.operations() or narrows(group, block)
+            if not moves or (computes and written not in computable):
                 return group.refuse(
                     RefusalCode.PROLOGUE,
                     f"{block.name} computes on an operand, once per tile of the other operand",

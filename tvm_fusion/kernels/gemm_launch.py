@@ -11,8 +11,9 @@ from ..config import HardwareProfile
 from ..ir.access import Access, Block, Pipe
 from ..ir.extents import assumed
 from .base import GroupView, dtype_bytes
+from .expr import FLOAT8_DTYPES
 from .footprint import footprint_bytes
-from .traffic import is_resident
+from .traffic import resident_share
 
 if TYPE_CHECKING:
     from .gemm import Product
@@ -46,9 +47,15 @@ class GemmGroup:
 
     @cached_property
     def dtypes(self) -> set[str]:
-        """Dtypes of the operands as the products read them."""
+        """Dtypes of the operands as the products read them. Operands that are widened from eight
+        bits, all of them, are multiplied as they are stored.
+        """
         tensors = self.group.graph.tensors
-        return {tensors[a.tensor].dtype for p in self.products for a in (p.left, p.right)}
+        operands = [a for p in self.products for a in (p.left, p.right)]
+        stored = {tensors[self._stored(a)[0]].dtype for a in operands}
+        if stored <= set(FLOAT8_DTYPES):
+            return {min(stored)}
+        return {tensors[a.tensor].dtype for a in operands}
 
     def pitches(self, product: Product) -> tuple[int, int]:
         """Bytes from row to row of A and of B as stored: before transpositions and slices."""
@@ -85,7 +92,7 @@ class GemmGroup:
     def computed(self, side: int) -> bool:
         """Whether there is arithmetic on a left (0) or right (1) operand."""
         blocks = (self.group.writer_of.get(t) for t in self.before[side])
-        return any(b is not None and b.operations() for b in blocks)
+        return any(b is not None and (b.operations() or narrows(self.group, b)) for b in blocks)
 
     @cached_property
     def moved(self) -> tuple[float, float, float, float]:
@@ -95,7 +102,7 @@ class GemmGroup:
         group, operand, other, resident = self.group, 0.0, 0.0, 0.0
         for t in group.inputs:
             size = footprint_bytes(group, t)
-            resident += size if is_resident(group, t, size, self.hw) else 0.0
+            resident += size * resident_share(group, t, size, self.hw)
             if t in self.before[0] or t in self.before[1]:
                 operand += size
             else:
@@ -181,6 +188,15 @@ def operation_seconds(counts: Iterable[tuple[Pipe, float]], hw: HardwareProfile)
         Pipe.INTEGER: 1 / hw.int_div_per_s,
     }
     return sum(number * cost[pipe] for pipe, number in counts)
+
+
+def narrows(group: GroupView, block: Block) -> bool:
+    """Whether a block converts to a narrower dtype: no copy brings an operand in like that."""
+    if not block.conversions:
+        return False
+    tensors = group.graph.tensors
+    written = dtype_bytes(tensors[block.writes[0].tensor].dtype)
+    return any(dtype_bytes(tensors[a.tensor].dtype) > written for a in block.reads)
 
 
 def _only_moves(block: Block) -> bool:

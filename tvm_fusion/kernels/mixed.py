@@ -24,7 +24,7 @@ from .base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic, dtyp
 from .footprint import evaluations
 from .pointwise import refuse_recompute
 from .read_order import plain_axes, read_order
-from .traffic import filled_by_threads, memory_traffic
+from .traffic import Shape, cuda_resources, cuda_traffic
 
 VECTOR_BYTES = 16
 COLUMNS_A_THREAD = 8
@@ -72,6 +72,7 @@ class Mixed:
         space = _read_space(group)
         if isinstance(space, Refusal):
             return space
+        group.memo["mixed"] = space
         if not _fits_registers(group, space, hw):
             return group.refuse(
                 RefusalCode.SPACE_MISMATCH,
@@ -86,13 +87,10 @@ class Mixed:
 
     def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
         """One block for each group of rows, of a thread for every eight columns."""
-        space = _read_space(group)
-        threads = space.groups * max(32, fit.columns // COLUMNS_A_THREAD)
-        return memory_traffic(group, fit, hw, parallel=filled_by_threads(threads, hw))
+        return cuda_traffic(group, fit, hw, _shape(group, fit, hw))
 
     def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
-        sums = sum(_is_sum(b) for b in group.blocks)
-        return Resources(48 + COLUMNS_A_THREAD * sums, 4 * 4 * fit.columns)
+        return cuda_resources(group, fit, _shape(group, fit, hw))
 
     def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
         from .cuda.row_mixed import mixed_configs
@@ -108,6 +106,37 @@ class Mixed:
 
         program = analyze(func, exact=policy.rounding == "exact")
         return emit_mixed(program, config or mixed_configs(program, hw)[0], hw)
+
+
+def _shape(group: GroupView, fit: Fit, hw: HardwareProfile) -> Shape:
+    """Blocks that walk over the rows of a group, holding the sums of their columns."""
+    groups = group.memo["mixed"].groups
+    tensors = group.graph.tensors
+    full = fit.rows * fit.columns
+    read = sum(
+        dtype_bytes(tensors[t].dtype)
+        for t in group.inputs
+        if assumed_product(tensors[t].shape) >= full
+    )
+    sums = sum(_is_sum(b) for b in group.blocks)
+    reductions = sum(b.reduction is not None for b in group.blocks) - sums
+    threads = min(hw.max_threads_per_block, max(32, -(-fit.columns // COLUMNS_A_THREAD)))
+    threads = -(-threads // 32) * 32
+    cluster = -(-fit.columns // (threads * COLUMNS_A_THREAD))
+    rows = max(1, fit.rows // max(1, groups))
+    flight = float(COLUMNS_A_THREAD * read)
+    return Shape(
+        blocks=float(groups * cluster),
+        threads=threads,
+        width=COLUMNS_A_THREAD,
+        points=float(COLUMNS_A_THREAD),
+        registers=48 + COLUMNS_A_THREAD * (sums + read // 4),
+        smem_bytes=4 * 4 * fit.columns // cluster,
+        flight_bytes=2 * flight,
+        rounds=rows / 2,
+        exchanges=float(rows),
+        shuffles=rows * 5.0 * max(1, reductions),
+    )
 
 
 def _fits_registers(group: GroupView, space: _Space, hw: HardwareProfile) -> bool:

@@ -14,7 +14,8 @@ from ..ir.access import Block
 from ..ir.extents import assumed, assumed_product, product_key
 from .base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic, write_on_cpu
 from .footprint import VECTOR_ELEMENTS, Evaluations, costly, evaluations, points
-from .traffic import filled_by_threads, memory_traffic
+from .pointwise_shape import pointwise_shape
+from .traffic import cuda_resources, cuda_traffic, filled_by_threads, memory_traffic
 from .window import is_window_block
 
 
@@ -56,12 +57,16 @@ class Pointwise:
         return Fit(self.name, assumed_product(extents[:-1]), columns, runs.counts)
 
     def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
+        if hw.kind != "llvm":
+            return cuda_traffic(group, fit, hw, pointwise_shape(group, fit, hw))
         elements = fit.rows * fit.columns
         return memory_traffic(
             group, fit, hw, parallel=filled_by_threads(elements / VECTOR_ELEMENTS, hw)
         )
 
     def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
+        if hw.kind != "llvm":
+            return cuda_resources(group, fit, pointwise_shape(group, fit, hw))
         values = len(group.inputs) + len(group.outputs) + 2
         return Resources(24 + values * VECTOR_ELEMENTS, 0)
 

@@ -20,6 +20,12 @@ def read_order(block: Block, picks: bool = False) -> tuple[int, ...] | None:
 
 def plain_axes(block: Block, access: Access) -> list[int | None]:
     """The axis that each index of an access is; None for an index that is no single axis."""
+    if "plain_axes" not in access.derived:
+        access.derived["plain_axes"] = _plain_axes(block, access)
+    return access.derived["plain_axes"]
+
+
+def _plain_axes(block: Block, access: Access) -> list[int | None]:
     found: list[int | None] = []
     for index in access.index:
         live = [i for i in sorted(index.axes) if block.axes[i].extent != 1]

@@ -14,12 +14,13 @@ from typing import Any
 from tvm import tirx
 
 from ..config import HardwareProfile, Policy
-from ..ir.access import Affine, Block, Reduction
+from ..ir.access import Access, Affine, Block, Extent, Reduction
 from ..ir.extents import assumed_product, non_unit, product_key
 from .base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic, write_on_cpu
-from .footprint import VECTOR_ELEMENTS, evaluations
+from .footprint import evaluations
 from .pointwise import refuse_recompute
-from .traffic import THREADS_TO_FILL_SM, filled_by_threads, memory_traffic
+from .row_shape import row_shape
+from .traffic import cuda_resources, cuda_traffic, filled_by_threads, memory_traffic
 
 # Elements of a row one thread holds; threads of one block (sweep on an H200: 128 threads
 # x 32 elements for 4096 columns).
@@ -68,9 +69,13 @@ class Row:
         return Fit(self.name, assumed_product(rows), assumed_product(columns), runs.counts)
 
     def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
-        return memory_traffic(group, fit, hw, parallel=filled_by_threads(_threads(fit, hw), hw))
+        if hw.kind != "llvm":
+            return cuda_traffic(group, fit, hw, row_shape(group, fit, hw))
+        return memory_traffic(group, fit, hw, parallel=filled_by_threads(fit.rows, hw))
 
     def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
+        if hw.kind != "llvm":
+            return cuda_resources(group, fit, row_shape(group, fit, hw))
         held = min(ELEMENTS_PER_THREAD, fit.columns)
         words = sum(
             max(1, group.tensor_bytes(t) // max(1, fit.rows * fit.columns)) for t in group.inputs
@@ -96,17 +101,6 @@ class Row:
 
         program = analyze(func, exact=exact)
         return emit_row(program, config or row_configs(program, hw)[0], hw)
-
-
-def _threads(fit: Fit, hw: HardwareProfile) -> float:
-    """Threads that work on all rows: where rows are few, each gets as many as its vectors can
-    feed.
-    """
-    if hw.kind == "llvm":
-        return fit.rows
-    usual, most = fit.columns / ELEMENTS_PER_THREAD, fit.columns / VECTOR_ELEMENTS
-    wanted = hw.num_sms * THREADS_TO_FILL_SM / fit.rows
-    return fit.rows * max(1.0, min(most, max(usual, wanted)))
 
 
 def _check_block(
@@ -139,10 +133,44 @@ def _check_block(
 
 
 def _role(block: Block, rows, columns) -> _Role:
-    extents = non_unit(a.extent for a in block.axes)
+    extents = live_extents(block)
     if extents == rows + columns:
         return _Role.FULL if columns else _Role.ROW
     return _Role.ROW if extents == rows else _Role.SMALL
+
+
+def live_axes(block: Block) -> list[int]:
+    """The axes of a block that are longer than 1."""
+    known = block.derived.get("live")
+    if known is None:
+        known = [i for i, axis in enumerate(block.axes) if axis.extent != 1]
+        block.derived["live"] = known
+    return known
+
+
+def live_extents(block: Block) -> tuple[Extent, ...]:
+    """Their extents."""
+    known = block.derived.get("extents")
+    if known is None:
+        known = block.derived["extents"] = block.extents(tuple(live_axes(block)))
+    return known
+
+
+def _plain_axes(block: Block, access: Access) -> list[int | None]:
+    """The axis that each index of an access equals, None where it is no single one; indices that
+    do not move are left out.
+    """
+    known = access.derived.get("row axes")
+    if known is None:
+        known = []
+        for index in access.index:
+            used = [i for i in sorted(index.axes) if block.axes[i].extent != 1]
+            affine = isinstance(index, Affine)
+            if used or not affine:
+                plain = affine and index.single_axis == used[0] and len(used) == 1
+                known.append(used[0] if plain else None)
+        access.derived["row axes"] = known
+    return known
 
 
 def _check_reduction(
@@ -193,14 +221,7 @@ def _reads_own_row(block: Block, access, rows, columns, produced: _Role, role: _
         return True
     if role is _Role.SMALL:
         return False
-    live = [i for i, a in enumerate(block.axes) if a.extent != 1]
-    got = []
-    for index in access.index:
-        used = [i for i in sorted(index.axes) if block.axes[i].extent != 1]
-        if isinstance(index, Affine) and not used:
-            continue
-        plain = isinstance(index, Affine) and index.single_axis == used[0] and len(used) == 1
-        got.append(used[0] if plain else None)
+    live, got = live_axes(block), _plain_axes(block, access)
     own_row = got[: len(rows)] == live[: len(rows)]
     if produced is _Role.ROW or role is _Role.FULL:
         return own_row and got == (live if produced is _Role.FULL else live[: len(rows)])

@@ -15,11 +15,10 @@ from tvm import tirx
 from ..config import HardwareProfile, Policy
 from ..ir.access import Access, Affine, Block
 from ..ir.extents import assumed
-from .base import Fit, GroupView, Refusal, RefusalCode, Resources
+from .base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic
 from .pointwise import Pointwise
-
-TILE = 64
-"""Rows and columns of a tile of two-byte elements."""
+from .traffic import cuda_resources, cuda_traffic
+from .transpose_shape import transpose_shape, turned_streams
 
 
 class Transpose(Pointwise):
@@ -43,9 +42,16 @@ class Transpose(Pointwise):
         )
 
     def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
-        plain = super().resources(group, fit, hw)
-        turned = sum(any(map(_turner(b), b.reads)) for b in group.blocks)
-        return Resources(plain.registers_per_thread, turned * TILE * TILE * 2)
+        return cuda_resources(group, fit, transpose_shape(group, fit, hw))
+
+    def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
+        return cuda_traffic(
+            group,
+            fit,
+            hw,
+            transpose_shape(group, fit, hw),
+            turned_streams(group, fit, hw),
+        )
 
     def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
         from .cuda.transpose import transpose_configs
@@ -64,7 +70,10 @@ class Transpose(Pointwise):
 
 def is_turning(block: Block) -> bool:
     """Whether a read of the block steps through memory where its write is contiguous."""
-    return any(map(_turner(block), block.reads))
+    known = block.derived.get("turning")
+    if known is None:
+        known = block.derived["turning"] = any(map(_turner(block), block.reads))
+    return known
 
 
 def _turner(block: Block):

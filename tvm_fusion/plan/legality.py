@@ -1,14 +1,24 @@
-"""Legality and predicted cost of one group, over all kernel classes, remembered by content."""
+"""Legality and predicted cost of one group, over all kernel classes, remembered by content and by
+structure.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from ..config import HardwareProfile, Policy
-from ..cost.roofline import Estimate, estimate
-from ..ir.graph import FusionGraph, Op, OpKind
-from ..kernels.base import Fit, GroupView, KernelClass, Refusal, RefusalCode
+from ..cost.analytic import Estimate, estimate
+from ..cost.learned import Residual, load_residual
+from ..cost.probe import GroupKey, group_key
+from ..ir.graph import FusionGraph, OpKind
+from ..kernels.base import Fit, GroupView, KernelClass, Refusal, RefusalCode, Resources
+from ..kernels.fallback import Fallback
 from ..kernels.registry import kernel_classes
+from .caution import Caution, is_fused
+from .links import Links
+from .structure import NEEDS, READABLE, Structures, Wiring, structures_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,75 +30,218 @@ class Costed:
     fit: Fit
     estimate: Estimate
     bytes: float
+    charge_us: float = 0.0  # for what a fused group's prediction may be wrong by (`Caution`)
 
     @property
     def time_us(self) -> float:
-        return self.estimate.time_us
+        """What the search minimises: the predicted time, and the charge for its uncertainty."""
+        return self.estimate.time_us + self.charge_us
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """What equal groups have in common."""
+
+    kernel: KernelClass
+    fit: Fit
+    estimate: Estimate
+    bytes: float
 
 
 @dataclass
 class Evaluator:
-    """Legality and cost of groups, remembered by content."""
+    """Legality and cost of groups, remembered by content and by structure.
+
+    Attributes
+    ----------
+    graph, hw, policy
+        What is planned, for what, and how.
+    forbidden : frozenset of tuples of str
+        Groups, by the names of their operators, that may not be used.
+    caution : Caution or None
+        What fused groups are charged for the uncertainty of their predicted times.
+    probed : mapping of `cost.probe.group_key` to Resources
+        What groups were found to need; it is not estimated.
+    structures : Structures or None
+        What is known of structures of groups; None takes what this process knows for the same
+        device and policy.
+    """
 
     graph: FusionGraph
     hw: HardwareProfile
     policy: Policy
     forbidden: frozenset[tuple[str, ...]] = frozenset()
+    caution: Caution | None = None
+    probed: Mapping[GroupKey, Resources] = field(default_factory=dict)
+    structures: Structures | None = None
     _seen: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.structures is None:
+            self.structures = structures_for(self.hw, self.policy, self.classes, self.residual)
+
+    @cached_property
+    def links(self) -> Links:
+        return Links.of(self.graph)
+
+    @cached_property
+    def wiring(self) -> Wiring:
+        return Wiring(self.graph, self.hw, self.structures)
+
+    @cached_property
+    def classes(self) -> tuple[KernelClass, ...]:
+        return kernel_classes(self.hw)
+
+    @cached_property
+    def residual(self) -> Residual | None:
+        return load_residual(self.hw) if self.policy.learned else None
 
     def group(
         self, ops: tuple[int, ...], outputs: tuple[int, ...], duplicated: int = 0
     ) -> Costed | Refusal:
+        """Kernel class and predicted time of a group, or why it is none.
+
+        Parameters
+        ----------
+        ops : tuple of int
+            Operators, ascending.
+        outputs : tuple of int
+            Tensors that are read outside, ascending.
+        duplicated : int
+            Bitset of those operators that another group owns.
+
+        Returns
+        -------
+        Costed or Refusal
+            A refusal says no more than the search needs: it may name the operators of an equal
+            group, and not the most telling reason. `explain` does.
+        """
         key = (ops, outputs, duplicated)
-        if key not in self._seen:
-            self._seen[key] = self._evaluate(GroupView(self.graph, ops, outputs, duplicated))
-        return self._seen[key]
+        found = self._seen.get(key)
+        if found is None:
+            found = self._find(GroupView(self.graph, ops, outputs, duplicated))
+            self._seen[key] = found
+        return found
+
+    def on(self, graph: FusionGraph) -> Evaluator:
+        """An evaluator of another graph that shares what is known of structures."""
+        other = replace(self, graph=graph, _seen={})
+        other.__dict__.update(classes=self.classes, residual=self.residual)
+        return other
 
     def alone(self, op: int) -> Costed | Refusal:
         """One operator as its own kernel."""
         return self.group((op,), self.graph.ops[op].outputs)
 
-    def _evaluate(self, view: GroupView) -> Costed | Refusal:
+    def explain(self, refused: GroupView) -> Refusal:
+        """Why no kernel class takes a group: of all their reasons, the most telling one.
+
+        Raises
+        ------
+        ValueError
+            The group is legal.
+        """
+        if refusal := self._refuse(refused):
+            return refusal
+        found = [k.accepts(refused, self.hw, self.policy) for k in self.classes]
+        if any(isinstance(fit, Fit) for fit in found):
+            raise ValueError(f"{', '.join(refused.names)} can be one launch")
+        return most_telling(found)
+
+    def assumed_l2(self, costed: Costed) -> dict[str, float]:
+        """Bytes of inputs, by tensor, that the estimate takes to lie in the L2."""
+        view, hw = costed.view, self.hw
+        fit = costed.kernel.accepts(view, hw, self.policy)  # traffic reads what it works out
+        found = costed.kernel.traffic(view, fit, hw).assumed_l2
+        return {self.graph.tensors[t].name: round(size) for t, size in found if size >= 1}
+
+    def _find(self, view: GroupView) -> Costed | Refusal:
         if refusal := self._refuse(view):
             return refusal
-        refusals = []
-        classes = kernel_classes(self.hw)
-        for kernel in classes if view.blocks else classes[-1:]:  # what cannot be read falls back
+        if self.probed and group_key(view) in self.probed:
+            return self._rebound(view, self._evaluate(view))
+        known, key = self.structures.known, self.wiring.key(view.ops, view.outputs)
+        if key not in known:
+            known[key] = self._evaluate(view)
+        return self._rebound(view, known[key])
+
+    def _rebound(self, view: GroupView, found: _Shared | Refusal) -> Costed | Refusal:
+        """What is known of an equal group, for this one (without what the view has worked out: it
+        would fill the memory).
+        """
+        if isinstance(found, Refusal):
+            return found
+        view = GroupView(view.graph, view.ops, view.outputs, view.duplicated)
+        charge = 0.0
+        if self.caution is not None and is_fused(self.graph, view.ops):
+            charge = self.caution.charge_us(found.fit, found.estimate)
+        return Costed(view, found.kernel, found.fit, found.estimate, found.bytes, charge)
+
+    def _evaluate(self, view: GroupView) -> _Shared | Refusal:
+        refusal = NO_CLASS
+        for kernel in self._askable(view):
             fit = kernel.accepts(view, self.hw, self.policy)
             if isinstance(fit, Fit):
-                traffic = kernel.traffic(view, fit, self.hw)
-                resources = kernel.resources(view, fit, self.hw)
-                cost = estimate(traffic, resources, self.hw, self.policy.launch)
-                return Costed(view, kernel, fit, cost, traffic.l2_bytes)
-            refusals.append(fit)
-        return most_telling(refusals)
+                return self._costed(view, kernel, fit)
+            refusal = fit
+        return refusal
+
+    def _askable(self, view: GroupView) -> Iterator[KernelClass]:
+        """The classes that may take the group, in order."""
+        known, traits = self.wiring.traits, 0
+        for i in view.ops:
+            traits |= known[i]
+        if not traits & READABLE:  # what cannot be read falls back
+            yield self.classes[-1]
+            return
+        for kernel in self.classes:
+            needed, excluded = NEEDS.get(kernel.name, (0, 0))
+            if kernel.name == Fallback.name and len(view.ops) > 1:
+                continue
+            if traits & needed == needed and not traits & excluded:
+                yield kernel
+
+    def _costed(self, view: GroupView, kernel: KernelClass, fit: Fit) -> _Shared:
+        traffic = kernel.traffic(view, fit, self.hw)
+        resources = kernel.resources(view, fit, self.hw)
+        if self.probed:
+            resources = self.probed.get(group_key(view), resources)
+        cost = estimate(traffic, resources, self.hw, self.policy.launch)
+        if self.residual is not None:
+            cost = self.residual.apply(fit.kernel_class, fit, traffic, resources, cost, self.hw)
+        return _Shared(kernel, fit, cost, traffic.l2_bytes)
 
     def _refuse(self, view: GroupView) -> Refusal | None:
-        graph = self.graph
+        """Refusals that no kernel class is asked about."""
+        ops, working = self.graph.ops, self.wiring.working
         if len(view.ops) > 1:
+            first = ops[view.ops[0]].region
             for i in view.ops:
-                op = graph.ops[i]
+                op = ops[i]
                 if op.kind is OpKind.OPAQUE:
                     return view.refuse(
                         RefusalCode.OPAQUE, f"{op.name} cannot be read: {op.why_opaque}"
                     )
-            if len({graph.ops[i].region for i in view.ops}) > 1:
-                return view.refuse(
-                    RefusalCode.REGION, "the operators stand in different dataflow blocks"
-                )
-            if view.names in self.forbidden:
+                if op.region != first:
+                    return view.refuse(
+                        RefusalCode.REGION, "the operators stand in different dataflow blocks"
+                    )
+            if self.forbidden and view.names in self.forbidden:
                 return view.refuse(RefusalCode.WRITER, "this group was tried and could not be used")
-        working = sum(_works(graph.ops[i]) for i in view.ops)
-        if working > self.policy.max_group_ops:
+        count = sum(working[i] for i in view.ops)
+        if count > self.policy.max_group_ops:
             return view.refuse(
                 RefusalCode.GROUP_SIZE,
                 "the group computes more operators than the policy allows",
-                ops=working,
+                ops=count,
                 allowed=self.policy.max_group_ops,
             )
         return self._refuse_parameters(view)
 
     def _refuse_parameters(self, view: GroupView) -> Refusal | None:
+        touched = self.wiring.touched
+        if 8 * sum(len(touched[i]) for i in view.ops) <= self.hw.kernel_param_bytes:
+            return None
         parameters = 8 * (len(view.inputs) + len(view.outputs))
         if len(view.ops) > 1 and parameters > self.hw.kernel_param_bytes:
             return view.refuse(
@@ -100,9 +253,9 @@ class Evaluator:
         return None
 
 
-def _works(op: Op) -> bool:
-    """Whether an operator computes: conversions, and what only moves data, do not."""
-    return not op.blocks or any(b.counts or b.reduction is not None for b in op.blocks)
+NO_CLASS = Refusal(
+    RefusalCode.REDUCTION, (), "no kernel class takes reductions and turns of these kinds together"
+)
 
 
 _TELLING = (

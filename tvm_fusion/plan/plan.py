@@ -16,7 +16,38 @@ from ..errors import PlanError
 from ..ir.graph import FusionGraph, OpKind
 from ..kernels.base import Refusal, RefusalCode
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
+READABLE_VERSIONS = (1, 2)  # version 1 had no evidence
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """Why a fusion is taken to be faster than its operators apart.
+
+    Attributes
+    ----------
+    kind : str
+        "model": the interval of the predicted ratio excludes a loss. "prediction": the policy takes
+        the predicted ratio as it is. "measured": both were timed.
+    verdict : str
+        "sure", "undecided" or "losing".
+    ratio, low, high : float
+        Time together over time apart, and its interval (three standard errors if measured).
+    together_us, apart_us, error_us : float or None
+        Measured medians of both, and the standard error of their difference.
+    samples : int or None
+        Pairs of samples behind them.
+    """
+
+    kind: str
+    verdict: str
+    ratio: float
+    low: float
+    high: float
+    together_us: float | None = None
+    apart_us: float | None = None
+    error_us: float | None = None
+    samples: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +68,16 @@ class PlannedGroup:
         Bytes read and written, together and one by one.
     terms : dict of str to float
         The model's terms in microseconds.
+    analytic_us : float or None
+        Time by the analytic model alone, where the device has a learned residual.
+    low_us, high_us : float or None
+        Interval of the predicted time, likewise.
+    evidence : Evidence or None
+        Why it is faster than its operators one by one; None for a single operator. Groups that
+        recompute each other's operators are judged together and share it.
+    assumed_l2 : dict of str to float
+        Bytes, by tensor, that the model takes to lie in the L2 when the launch starts, since a
+        launch before it has just written them.
     """
 
     ops: tuple[str, ...]
@@ -47,6 +88,11 @@ class PlannedGroup:
     bytes: float = 0.0
     unfused_bytes: float = 0.0
     terms: dict[str, float] = field(default_factory=dict, hash=False)
+    analytic_us: float | None = None
+    low_us: float | None = None
+    high_us: float | None = None
+    evidence: Evidence | None = None
+    assumed_l2: dict[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +100,9 @@ class FusionPlan:
     """All groups of one function in topological order, and the refused neighbours.
 
     `rewrites` are those applied to the graph before it was planned (`transform.rewrites`).
+    `opened` says whether composite operators (softmax, norms ...) were opened up before. `evidence`
+    is that of all groups together against their operators apart; measured, of the whole
+    module against the unfused one.
     """
 
     function: str
@@ -63,6 +112,8 @@ class FusionPlan:
     groups: tuple[PlannedGroup, ...]
     refusals: tuple[Refusal, ...] = ()
     rewrites: tuple[str, ...] = ()
+    opened: bool = True
+    evidence: Evidence | None = None
     version: int = PLAN_VERSION
 
     @property
@@ -131,21 +182,16 @@ class FusionPlan:
         Raises
         ------
         PlanError
-            The data is no plan of this version.
+            The data is no plan of a version that is known.
         """
-        if not isinstance(data, dict) or data.get("version") != PLAN_VERSION:
+        if not isinstance(data, dict) or data.get("version") not in READABLE_VERSIONS:
             found = data.get("version") if isinstance(data, dict) else type(data).__name__
             raise PlanError(
                 f"{source}: not a plan of version {PLAN_VERSION} (found {found!r}); "
                 "make it again with `explain --json`"
             )
         try:
-            groups = tuple(
-                PlannedGroup(
-                    **{**g, "ops": tuple(g["ops"]), "recomputed": tuple(g.get("recomputed", ()))}
-                )
-                for g in data["groups"]
-            )
+            groups = tuple(_group_from(g) for g in data["groups"])
             refusals = tuple(
                 Refusal(
                     RefusalCode(r["code"]),
@@ -158,7 +204,12 @@ class FusionPlan:
             keys = ("function", "fingerprint", "device", "policy")
             rewrites = tuple(data.get("rewrites", ()))
             return FusionPlan(
-                **{k: data[k] for k in keys}, groups=groups, refusals=refusals, rewrites=rewrites
+                **{k: data[k] for k in keys},
+                groups=groups,
+                refusals=refusals,
+                rewrites=rewrites,
+                opened=bool(data.get("opened", True)),
+                evidence=_evidence_from(data.get("evidence")),
             )
         except (KeyError, TypeError, ValueError) as error:
             raise PlanError(f"{source}: broken plan: {error}") from error
@@ -202,3 +253,12 @@ class FusionPlan:
         missing = sorted(needed - computed)
         if missing:
             raise PlanError(f"operators in no group of the plan: {', '.join(missing[:5])}")
+
+
+def _group_from(data: dict[str, Any]) -> PlannedGroup:
+    names = {k: tuple(data.get(k, ())) for k in ("ops", "recomputed")}
+    return PlannedGroup(**{**data, **names, "evidence": _evidence_from(data.get("evidence"))})
+
+
+def _evidence_from(data: dict[str, Any] | None) -> Evidence | None:
+    return None if data is None else Evidence(**data)

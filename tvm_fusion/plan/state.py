@@ -3,16 +3,22 @@
 Every operator has one home group. Other groups may hold copies of it (rematerialisation; views are
 copied freely). A home instance that nobody reads any more is dead and costs nothing. A group's id
 is the number of an operator it owns.
+
+All of it is kept up to date move by move: a move costs what it touches, not what the graph holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import heapq
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ..ir.graph import FusionGraph, OpKind, bits
+from ..ir.graph import FusionGraph, bits
 from ..kernels.base import Refusal
+from .group_order import GroupOrder
 from .legality import Costed, Evaluator
+from .links import Links
 
 Members = frozenset[int]
 NOTHING: Members = frozenset()
@@ -20,69 +26,84 @@ NOTHING: Members = frozenset()
 
 @dataclass
 class State:
+    """See the module docstring.
+
+    Attributes
+    ----------
+    evaluator : Evaluator
+    owned, copies : operators of each group; groups without copies are not in `copies`
+    home : the group that owns each operator
+    copied_in : groups that hold a copy of an operator, where there are any
+    live : whether the home instance of each operator is needed
+    order : an order in which the groups can run
+    version : how often the cost of a group has changed
+    changed : groups whose cost has changed since somebody emptied this
+    """
+
     evaluator: Evaluator
     owned: dict[int, Members] = field(default_factory=dict)
     copies: dict[int, Members] = field(default_factory=dict)
-    home: dict[int, int] = field(default_factory=dict)
-    copied_in: dict[int, Members] = field(default_factory=dict)
-    live: dict[int, bool] = field(default_factory=dict)
+    home: list[int] = field(default_factory=list)
+    copied_in: dict[int, set[int]] = field(default_factory=dict)
+    live: list[bool] = field(default_factory=list)
+    order: GroupOrder = field(default_factory=GroupOrder)
+    version: list[int] = field(default_factory=list)
+    changed: set[int] = field(default_factory=set)
+    _costs: dict[int, Costed | Refusal] = field(default_factory=dict)
+    _log: dict[int, tuple[Costed | Refusal | None, int, bool]] | None = None
 
     @classmethod
     def unfused(cls, evaluator: Evaluator) -> State:
         """Every operator alone."""
         state = cls(evaluator)
-        for op in evaluator.graph.ops:
-            state.owned[op.id] = frozenset((op.id,))
-            state.home[op.id] = op.id
-        state.refresh()
+        count = len(evaluator.graph.ops)
+        state.owned = {op: frozenset((op,)) for op in range(count)}
+        state.home = list(range(count))
+        state.version = [0] * count
+        state.live = [True] * count
+        for op in reversed(range(count)):
+            state.live[op] = state._home_needed(op)
+        state.order = GroupOrder.of(evaluator.graph)
         return state
 
     @property
     def graph(self) -> FusionGraph:
         return self.evaluator.graph
 
+    @property
+    def links(self) -> Links:
+        return self.evaluator.links
+
     def members(self, gid: int) -> Members:
-        return self.owned[gid] | self.copies.get(gid, NOTHING)
+        copies = self.copies.get(gid)
+        return self.owned[gid] | copies if copies else self.owned[gid]
 
     def alive(self, gid: int) -> bool:
-        return any(self.live[op] for op in self.owned[gid])
+        return self.live[gid] or any(self.live[op] for op in self.owned[gid])
 
-    def refresh(self) -> None:
-        """Finds the dead home instances after a move."""
-        self.copied_in = {}
-        for gid, ops in self.copies.items():
-            for op in ops:
-                self.copied_in[op] = self.copied_in.get(op, NOTHING) | {gid}
-        self.live = {}
-        for op in reversed(self.graph.ops):
-            self.live[op.id] = self._home_needed(op.id, NOTHING, self.live)
+    def cost(self, gid: int) -> Costed | Refusal:
+        """The group as it stands; a dead group may not be asked."""
+        if gid not in self._costs:
+            copies = self.copies.get(gid, NOTHING)
+            self._costs[gid] = self.evaluate(self.owned[gid], copies, (gid,))
+        return self._costs[gid]
 
-    def _home_needed(self, op: int, replaced: Members, live: dict[int, bool]) -> bool:
-        """Whether somebody outside the replaced groups reads the home instance of `op`."""
-        node = self.graph.ops[op]
-        if node.kind is OpKind.OPAQUE or any(self.graph.tensors[t].is_output for t in node.outputs):
-            return True
-        for c in self.graph.consumers(op):
-            for gid in self._instances(c, live):
-                if gid in replaced:
-                    continue
-                if gid == self.home[op] or op not in self.copies.get(gid, NOTHING):
-                    return True
-        return False
+    def time_us(self, gid: int) -> float:
+        """Predicted time of a group; nothing for a dead one and for a lone view."""
+        if not self.alive(gid):
+            return 0.0
+        costed = self.cost(gid)
+        return 0.0 if isinstance(costed, Refusal) or costed.view.is_view else costed.time_us
 
-    def _instances(self, op: int, live: dict[int, bool]) -> Iterator[int]:
-        if live.get(op, self.live.get(op, True)):
-            yield self.home[op]
-        yield from sorted(self.copied_in.get(op, NOTHING))
-
-    def evaluate(self, owned: Members, copies: Members, replaced: Members) -> Costed | Refusal:
+    def evaluate(
+        self, owned: Members, copies: Members, replaced: tuple[int, ...]
+    ) -> Costed | Refusal:
         """The group of these operators, were it to stand in place of the replaced groups."""
         copies -= owned
         live: dict[int, bool] = {}
         for op in sorted(copies, reverse=True):
-            live[op] = self._home_needed(op, replaced, {**self.live, **live})
+            live[op] = self._home_needed(op, replaced, live)
         members = sorted({op for op in owned if self.live[op]} | copies)
-        live = {**self.live, **live}
         outputs = tuple(
             t
             for op in members
@@ -92,69 +113,183 @@ class State:
         )
         return self.evaluator.group(tuple(members), outputs, bits(copies))
 
-    def _is_read_outside(self, t: int, op: int, replaced: Members, live: dict[int, bool]) -> bool:
-        tensor = self.graph.tensors[t]
-        return tensor.is_output or any(
-            gid not in replaced and op not in self.copies.get(gid, NOTHING)
-            for c in tensor.consumers
-            for gid in self._instances(c, live)
+    def evaluate_merge(self, a: int, b: int, views: Members) -> Costed | Refusal:
+        """Two groups as one, with copies of the views between them."""
+        if views or a in self.copies or b in self.copies:
+            copies = self.copies.get(a, NOTHING) | self.copies.get(b, NOTHING) | views
+            return self.evaluate(self.owned[a] | self.owned[b], copies, (a, b))
+        one, two = self.cost(a), self.cost(b)
+        if isinstance(one, Refusal) or isinstance(two, Refusal):
+            return self.evaluate(self.owned[a] | self.owned[b], NOTHING, (a, b))
+        tensors = self.graph.tensors
+        outputs = sorted(
+            t
+            for t in (*one.view.outputs, *two.view.outputs)
+            if self._is_read_outside(t, tensors[t].producer, (a, b), {})
         )
+        members = tuple(sorted(one.view.ops + two.view.ops))
+        return self.evaluator.group(members, tuple(outputs))
 
-    def cost(self, gid: int) -> Costed | Refusal:
-        """The group as it stands; a dead group may not be asked."""
-        return self.evaluate(self.owned[gid], self.copies.get(gid, NOTHING), frozenset((gid,)))
-
-    def time_us(self, gid: int) -> float:
-        """Predicted time of a group; nothing for a dead one and for a lone view."""
-        if not self.alive(gid):
-            return 0.0
-        costed = self.cost(gid)
-        return 0.0 if isinstance(costed, Refusal) or costed.view.is_view else costed.time_us
-
-    def readers(self, owned: Members, replaced: Members) -> set[int]:
+    def readers(self, owned: Iterable[int], replaced: tuple[int, ...]) -> set[int]:
         """Groups, other than the replaced ones, that read what `owned` writes."""
         found = set()
         for op in owned:
-            for c in self.graph.consumers(op):
-                for gid in self._instances(c, self.live):
+            for c in self.links.consumers[op]:
+                for gid in self._instances(c, {}):
                     if gid not in replaced and op not in self.members(gid):
                         found.add(gid)
         return found
 
     def sources(self, members: Members) -> set[int]:
         """Home groups of what these operators read from outside."""
-        read = {p for op in members for p in self.graph.producers(op)} - members
-        return {self.home[p] for p in read}
+        home, producers = self.home, self.links.producers
+        return {home[p] for op in members for p in producers[op] if p not in members}
 
-    def makes_cycle(self, owned: Members, copies: Members, replaced: Members) -> bool:
-        """Whether a path leaves the would-be group and comes back to it."""
-        members = owned | copies
-        targets = self.sources(members) - replaced
-        stack = sorted(self.readers(owned, replaced))
-        seen = set(stack)
-        while stack:
-            gid = stack.pop()
-            if gid in targets:
-                return True
-            for nxt in self.readers(self.owned[gid], frozenset((gid,)) | replaced):
-                if nxt not in seen:
-                    seen.add(nxt)
-                    stack.append(nxt)
-        return False
+    def merge(self, a: int, b: int, views: Members) -> int:
+        """Group b joins group a, with copies of the views between them.
 
-    def merge(self, a: int, b: int, copies: Members) -> int:
-        """Group b joins group a, with these extra copies (views between them)."""
-        self.owned[a] = self.owned[a] | self.owned.pop(b)
-        both = self.copies.pop(a, NOTHING) | self.copies.pop(b, NOTHING) | copies
-        if both - self.owned[a]:
-            self.copies[a] = both - self.owned[a]
-        for op in self.owned[a]:
+        Raises
+        ------
+        ValueError
+            Another group stands between the two: they would depend on each other in a circle.
+        """
+        self.order.merge(self, a, b, views)
+        merged = None
+        if not (views or a in self.copies or b in self.copies):
+            merged = self.evaluate_merge(a, b, views)  # nothing outside the two changes
+        before = (self.copies.pop(a, NOTHING), self.copies.pop(b, NOTHING))
+        joined = self.owned.pop(b)
+        self.owned[a] |= joined
+        for op in joined:
             self.home[op] = a
-        self.refresh()
+        for gid, copies in zip((a, b), before, strict=True):
+            for op in copies:
+                self._forget_copy(op, gid)
+        copies = (before[0] | before[1] | views) - self.owned[a]
+        if copies:
+            self.copies[a] = copies
+            for op in copies:
+                self.copied_in.setdefault(op, set()).add(a)
+        self._touch(a)
+        self._costs.pop(b, None)
+        self._settle((before[0] | before[1] | views) & self.owned[a] | copies)
+        if merged is not None:
+            self._costs[a] = merged
         return a
 
-    def copy(self) -> State:
-        """An independent state to try a move on."""
-        new = State(self.evaluator, dict(self.owned), dict(self.copies), dict(self.home))
-        new.copied_in, new.live = self.copied_in, self.live
-        return new
+    def add_copies(self, added: Mapping[int, Members]) -> dict[int, Members]:
+        """Groups get copies of operators; returns the copies they held before, for `set_copies`."""
+        new = {
+            gid: (self.copies.get(gid, NOTHING) | ops) - self.owned[gid]
+            for gid, ops in added.items()
+        }
+        return self.set_copies(new)
+
+    def set_copies(self, copies: Mapping[int, Members]) -> dict[int, Members]:
+        """Sets which copies groups hold; returns those they held before."""
+        before, moved = {}, set()
+        for gid, ops in copies.items():
+            before[gid] = self.copies.pop(gid, NOTHING)
+            if ops:
+                self.copies[gid] = ops
+            for op in before[gid] - ops:
+                self._forget_copy(op, gid)
+            for op in ops - before[gid]:
+                self.copied_in.setdefault(op, set()).add(gid)
+            moved |= before[gid] ^ ops
+            self._touch(gid)
+        self._settle(moved)
+        return before
+
+    @contextmanager
+    def trial(self, added: Mapping[int, Members]) -> Iterator[None]:
+        """Groups hold more copies for as long as the context lasts."""
+        self._log = log = {}
+        before = self.add_copies(added)
+        try:
+            yield
+        finally:
+            self.set_copies(before)
+            self._log = None
+            for gid, (costed, version, changed) in log.items():
+                self._costs.pop(gid, None)
+                if costed is not None:
+                    self._costs[gid] = costed
+                self.version[gid] = version
+                if not changed:
+                    self.changed.discard(gid)
+
+    def _forget_copy(self, op: int, gid: int) -> None:
+        holders = self.copied_in[op]
+        holders.discard(gid)
+        if not holders:
+            del self.copied_in[op]
+
+    def _settle(self, moved: Iterable[int]) -> None:
+        """Finds which home instances are needed after copies of some operators came or went."""
+        producers, home = self.links.producers, self.home
+        waiting = set(moved)
+        for op in moved:
+            self._touch(home[op])
+            waiting.update(producers[op])
+        for op in list(waiting):
+            self._touch(home[op])
+        heap = [-op for op in waiting]
+        heapq.heapify(heap)
+        while heap:
+            op = -heapq.heappop(heap)
+            needed = self._home_needed(op)
+            if needed == self.live[op]:
+                continue
+            self.live[op] = needed
+            self._touch(home[op])
+            for p in producers[op]:
+                self._touch(home[p])
+                if p not in waiting:
+                    waiting.add(p)
+                    heapq.heappush(heap, -p)
+
+    def _touch(self, gid: int) -> None:
+        costed = self._costs.pop(gid, None)
+        if self._log is not None and gid not in self._log:
+            self._log[gid] = (costed, self.version[gid], gid in self.changed)
+        self.version[gid] += 1
+        self.changed.add(gid)
+
+    def _home_needed(
+        self, op: int, replaced: tuple[int, ...] = (), live: Mapping[int, bool] | None = None
+    ) -> bool:
+        """Whether somebody outside the replaced groups reads the home instance of `op`."""
+        if self.links.pinned[op]:
+            return True
+        own = self.home[op]
+        holders = self.copied_in.get(op, ())
+        for c in self.links.consumers[op]:
+            for gid in self._instances(c, live or {}):
+                if gid not in replaced and (gid == own or gid not in holders):
+                    return True
+        return False
+
+    def _instances(self, op: int, live: Mapping[int, bool]) -> Iterator[int]:
+        """The groups that compute an operator; `live` overrides what is known of home instances."""
+        if live.get(op, self.live[op]):
+            yield self.home[op]
+        if op in self.copied_in:
+            yield from self.copied_in[op]
+
+    def _is_read_outside(
+        self, t: int, op: int, replaced: tuple[int, ...], live: Mapping[int, bool]
+    ) -> bool:
+        tensor = self.graph.tensors[t]
+        if tensor.is_output:
+            return True
+        holders = self.copied_in.get(op, ())
+        for c in tensor.consumers:
+            if live.get(c, self.live[c]):
+                home = self.home[c]
+                if home not in replaced and home not in holders:
+                    return True
+            for gid in self.copied_in.get(c, ()):
+                if gid not in replaced and gid not in holders:
+                    return True
+        return False

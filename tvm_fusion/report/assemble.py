@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
+from ..cost.probe import Probed, ProbeFailure
 from ..ir.graph import FusionGraph
+from ..kernels.base import Resources
 from ..plan.plan import FusionPlan, PlannedGroup
+from .flip import flip
 from .model import Comparison, GroupReport, RefusalReport, Report, Verification
 
 if TYPE_CHECKING:
@@ -17,10 +21,15 @@ if TYPE_CHECKING:
 _FREE = ("view", "opaque")
 
 
-def planned_report(graph: FusionGraph, plan: FusionPlan, whole: FusionPlan) -> Report:
-    """The report of a plan that was not built."""
+def planned_report(
+    graph: FusionGraph, plan: FusionPlan, whole: FusionPlan, probed: Probed | None = None
+) -> Report:
+    """The report of a plan that was not built; `probed` is what is known of its kernels."""
+    by_ops = {ops: found for (ops, _), found in (probed or {}).items()}
     groups = tuple(
-        _group(graph, g, g.ops[-1], launches=1) for g in plan.groups if g.kernel_class not in _FREE
+        _group(graph, g, g.ops[-1], launches=1, **_resources(by_ops.get(g.ops)))
+        for g in plan.groups
+        if g.kernel_class not in _FREE
     )
     return Report(
         target=plan.device,
@@ -49,10 +58,8 @@ def built_report(
         if g.kernel_class in _FREE:
             continue
         name = materialized.functions.get(g.ops, g.ops[-1])
-        registers = [
-            built.resources[k].registers
-            for k in built.kernels.get(name, ())
-            if k in built.resources
+        found = [
+            built.resources[k] for k in built.kernels.get(name, ()) if k in built.resources
         ]
         groups.append(
             _group(
@@ -60,7 +67,9 @@ def built_report(
                 g,
                 name,
                 launches=len(built.kernels.get(name, ("",))),
-                registers=max(registers, default=None),
+                registers=max((k.registers for k in found), default=None),
+                spill_bytes=max((k.spill_bytes for k in found), default=None),
+                code_bytes=max((k.code_bytes for k in found), default=None),
                 fallback=job.cuts.get(g.ops),
                 error=checked.group_errors.get(name) if checked else None,
             )
@@ -80,6 +89,18 @@ def built_report(
     )
 
 
+def _resources(found: Resources | ProbeFailure | None) -> dict[str, Any]:
+    if found is None:
+        return {}
+    if isinstance(found, ProbeFailure):
+        return {"fallback": f"{found.code.value}: {found.why}"}
+    return {
+        "registers": found.registers_per_thread,
+        "spill_bytes": found.spill_bytes,
+        "code_bytes": found.code_bytes,
+    }
+
+
 def _group(graph: FusionGraph, g: PlannedGroup, name: str, **more) -> GroupReport:
     composites = {op.name: op.composite for op in graph.ops}
     tags = (composites[op] for op in g.ops if composites.get(op))
@@ -96,13 +117,18 @@ def _group(graph: FusionGraph, g: PlannedGroup, name: str, **more) -> GroupRepor
         unfused_predicted_us=g.unfused_us,
         terms=g.terms,
         roofline_share=body / g.predicted_us if g.predicted_us else None,
+        evidence=g.evidence and asdict(g.evidence),
+        assumed_l2=g.assumed_l2,
         **more,
     )
 
 
 def _refusals(plan: FusionPlan) -> tuple[RefusalReport, ...]:
     return tuple(
-        RefusalReport(r.code.value, r.where, r.why, dict(r.numbers)) for r in plan.refusals
+        RefusalReport(
+            r.code.value, r.where, r.why, dict(r.numbers), flip(r.code.value, dict(r.numbers))
+        )
+        for r in plan.refusals
     )
 
 

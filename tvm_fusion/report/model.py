@@ -67,10 +67,19 @@ class GroupReport:
         Share of the device's limit that the kernel reaches: measured if it ran, else predicted.
     registers : int or None
         Registers a thread, if the kernel was compiled for a GPU.
+    spill_bytes : int or None
+        Bytes a thread stores and loads for want of registers, if the kernel was compiled.
+    code_bytes : int or None
+        Machine code of the kernel, if it was compiled for a GPU.
     error : float or None
         Error against float64, if it was checked.
     fallback : str or None
         Why the unfused version runs instead, if it does.
+    evidence : Mapping or None
+        Why it is taken to be faster than its operations one by one (`plan.plan.Evidence`), if it
+        computes several.
+    assumed_l2 : Mapping of str to float
+        Bytes, by tensor, that the prediction takes to lie in the L2 when the kernel starts.
     """
 
     name: str
@@ -86,8 +95,12 @@ class GroupReport:
     measured_us: float | None = None
     roofline_share: float | None = None
     registers: int | None = None
+    spill_bytes: int | None = None
+    code_bytes: int | None = None
     error: float | None = None
     fallback: str | None = None
+    evidence: Mapping[str, Any] | None = field(default=None, hash=False)
+    assumed_l2: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +117,15 @@ class RefusalReport:
         The reason in one sentence.
     numbers : Mapping of str to float
         What the decision was based on.
+    flip : str or None
+        What would have to change for the fusion to be done; None where no number would do.
     """
 
     code: str
     where: tuple[str, ...]
     why: str
     numbers: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    flip: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

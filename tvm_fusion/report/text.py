@@ -13,7 +13,7 @@ fused_rms_norm   row        add, rms_norm              1  ...
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from .model import Comparison, GroupReport, RefusalReport, Report
@@ -27,8 +27,11 @@ _GROUP_COLUMNS = (
     "saved",
     "predicted",
     "measured",
+    "of apart",
     "limit",
     "registers",
+    "spilled",
+    "code",
     "error",
 )
 _LEFT_ALIGNED = 3  # the leading columns that hold words
@@ -129,10 +132,22 @@ def _group_row(group: GroupReport) -> tuple[str, ...]:
         "-" if saved is None else f"{saved:.1f}x",
         format_time(group.predicted_us),
         format_time(group.measured_us),
+        _evidence(group.evidence),
         "-" if group.roofline_share is None else f"{group.roofline_share:.0%}",
         _count(group.registers),
+        format_bytes(group.spill_bytes) if group.spill_bytes else "-",
+        format_bytes(group.code_bytes) if group.code_bytes else "-",
         "-" if group.error is None else _short(group.error),
     )
+
+
+def _evidence(evidence: Mapping[str, Any] | None) -> str:
+    """The group's time as a share of that of its operations apart, and where that is from."""
+    if evidence is None:
+        return "-"
+    kinds = {"model": "at most", "prediction": "about", "measured": "timed"}
+    shown = evidence["high"] if evidence["kind"] == "model" else evidence["ratio"]
+    return f"{kinds.get(evidence['kind'], evidence['kind'])} {shown:.2f}"
 
 
 def _peers(report: Report) -> str:

@@ -20,8 +20,13 @@ from ..transform.wrap_integers import WrapIntegers
 from . import cubin_cache
 from .cuda_compiler import DeviceCode, cuda_arch, find_compiler, kernel_names
 from .launches import call_sites, cuda_sources, host_launches, launched_kernels, vm_functions
-from .pipeline import lowering_pipeline, mixed_tir_pipeline, without_entry
-from .resources import KernelResources, parse_ptxas_log
+from .pipeline import (
+    ScheduleLeftovers,
+    lowering_pipeline,
+    mixed_tir_pipeline,
+    without_entry,
+)
+from .resources import KernelResources, resources_of
 from .signature import Signature
 
 if TYPE_CHECKING:
@@ -136,8 +141,37 @@ def build(
         signature=signature,
         kernels={name: tuple(found) for name, found in launched.items()},
         cuda_sources=cuda_sources(executable.mod),
-        resources={r.name: r for code in codes for r in parse_ptxas_log(code.log)},
+        resources={r.name: r for code in codes for r in resources_of(code)},
     )
+
+
+def build_functions(
+    mod: tvm.IRModule, target: tvm.target.Target
+) -> tuple[tvm.runtime.Module, list[KernelResources]]:
+    """Build written kernels alone, to be called as functions of the library by their symbols.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+        PrimFuncs, each with a global symbol. On a GPU those without a schedule get DLight's.
+    target : tvm.target.Target
+
+    Returns
+    -------
+    tuple
+        The library, and on CUDA the resources of its kernels.
+
+    Raises
+    ------
+    KernelBuildError, BuildError
+        As `build`.
+    """
+    cubin_cache.install()
+    with target:
+        if "gpu" in target.keys:
+            mod = ScheduleLeftovers(target)(mod)
+        library, codes = _build_tir(mod, target, compile_kernels=True)
+    return library, [r for code in codes for r in resources_of(code)]
 
 
 def _build_tir(
@@ -145,14 +179,12 @@ def _build_tir(
 ) -> tuple[tvm.runtime.Module, list[DeviceCode]]:
     """As `tvm.tirx.build`, with a device module per kernel."""
     host_target = target.host or _default_host(target)
-    lower, finalize_host, finalize_device = mixed_tir_pipeline()
-    mod = (DecodeFloat8() if target.kind.name == "llvm" else WrapIntegers())(mod)
-    mod = tirx.transform.BindTarget(target.with_host(host_target))(mod)
-    host, device = split_host_device_mods(without_entry(_attempt(lower, mod)))
+    _, finalize_host, finalize_device = mixed_tir_pipeline()
+    host, device = lowered_parts(mod, target)
     library = _attempt(lambda part: codegen_build(finalize_host()(part), host_target), host)
     codes: list[DeviceCode] = []
     for device_target, kernels in device.items():
-        units = [finalize_device()(unit) for unit in _units(kernels)]
+        units = [finalize_device()(unit) for unit in one_kernel_each(kernels)]
         if compile_kernels and device_target.kind.name == "cuda":
             codes += _compile_units(units, device_target, library)
         for unit in units:
@@ -160,7 +192,24 @@ def _build_tir(
     return library, codes
 
 
-def _units(device: tvm.IRModule) -> Iterator[tvm.IRModule]:
+def lowered_parts(
+    mod: tvm.IRModule, target: tvm.target.Target
+) -> tuple[tvm.IRModule, Mapping[tvm.target.Target, tvm.IRModule]]:
+    """Lower PrimFuncs and split them into their host code and, by target, their kernels.
+
+    Raises
+    ------
+    KernelBuildError
+        If PrimFuncs do not lower; its `failures` name them.
+    """
+    lower, _, _ = mixed_tir_pipeline()
+    host_target = target.host or _default_host(target)
+    mod = (DecodeFloat8() if target.kind.name == "llvm" else WrapIntegers())(mod)
+    mod = tirx.transform.BindTarget(target.with_host(host_target))(mod)
+    return split_host_device_mods(without_entry(_attempt(lower, mod)))
+
+
+def one_kernel_each(device: tvm.IRModule) -> Iterator[tvm.IRModule]:
     """Yield a module per kernel; kernels that share device functions stay together."""
     functions = device.functions_items()
     if any(int(f.attrs.get("calling_conv", 0)) != _DEVICE_KERNEL for _, f in functions):

@@ -1,11 +1,12 @@
-"""What ptxas says of a kernel: registers, spills, static shared memory, warnings."""
+"""What ptxas says of a kernel: registers, spills, static shared memory, warnings, code size."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import BuildError
 from .cubin_cache import compile_source
-from .cuda_compiler import find_compiler
+from .cubin_elf import code_bytes
+from .cuda_compiler import DeviceCode, find_compiler
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +25,8 @@ class KernelResources:
         Static shared memory a block; what a launch asks for dynamically is not in it.
     warnings : tuple of str
         ptxas' warnings and notes of lost performance, such as serialised wgmma instructions.
+    code_bytes : int
+        Bytes of machine code; 0 where not known.
     """
 
     name: str
@@ -31,6 +34,7 @@ class KernelResources:
     spill_bytes: int
     smem_bytes: int
     warnings: tuple[str, ...]
+    code_bytes: int = 0
 
 
 def ptxas_resources(cuda_source: str, arch: str) -> tuple[KernelResources, ...]:
@@ -41,9 +45,21 @@ def ptxas_resources(cuda_source: str, arch: str) -> tuple[KernelResources, ...]:
     BuildError
         If the source does not compile, or there is no nvcc: NVRTC does not report resources.
     """
+    need_nvcc()
+    return resources_of(compile_source(cuda_source, arch))
+
+
+def need_nvcc() -> None:
+    """Raise BuildError unless nvcc is there: NVRTC does not report resources."""
     if find_compiler().kind != "nvcc":
         raise BuildError("kernel resources need nvcc: install the CUDA toolkit, nvcc on PATH")
-    return parse_ptxas_log(compile_source(cuda_source, arch).log)
+
+
+def resources_of(code: DeviceCode) -> tuple[KernelResources, ...]:
+    """Return the resources of every kernel of what nvcc compiled."""
+    sizes = code_bytes(code.binary)
+    kernels = parse_ptxas_log(code.log)
+    return tuple(replace(k, code_bytes=sizes.get(k.name, 0)) for k in kernels)
 
 
 def parse_ptxas_log(log: str) -> tuple[KernelResources, ...]:

@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import tvm
@@ -40,6 +40,8 @@ class Timing:
         "kernel" (sum of kernel times), "event" (CUDA events) or "wall".
     kernels : float or None
         Kernels a call launched, as the profiler saw them.
+    values_us : tuple of float
+        The samples in the order in which they were taken.
     """
 
     median_us: float
@@ -48,6 +50,7 @@ class Timing:
     samples: int
     clock: str
     kernels: float | None = None
+    values_us: tuple[float, ...] = field(default=(), repr=False, compare=False)
 
     @classmethod
     def of(cls, samples_us: Sequence[float], clock: str, kernels: float | None = None) -> "Timing":
@@ -57,7 +60,7 @@ class Timing:
             if len(samples_us) > 1
             else samples_us * 3
         )
-        return cls(median, low, high, len(samples_us), clock, kernels)
+        return cls(median, low, high, len(samples_us), clock, kernels, tuple(samples_us))
 
 
 def time_module(
@@ -89,7 +92,7 @@ def time_modules(
     calls = {name: _call(fn, inputs) for name, fn in fns.items()}
     modules = {name: fn for name, fn in fns.items() if isinstance(fn, CompiledModule)}
     on_cuda = [x.device for x in (*modules.values(), *inputs) if _runs_on_cuda(x)]
-    if on_cuda and len(modules) == len(fns) and not _has_torch_cuda():
+    if on_cuda and len(modules) == len(fns) and not has_torch_cuda():
         return _event_times(modules, inputs, repeats)
     return time_calls(calls, on_cuda[0] if on_cuda else None, repeats, budget_s)
 
@@ -106,7 +109,7 @@ def time_calls(
     """
     if getattr(device, "type", "cpu") != "cuda":
         return wall_times(calls, repeats, budget_s)
-    if _has_torch_cuda():
+    if has_torch_cuda():
         return kernel_times(calls, repeats)
     return wall_times(calls, repeats, budget_s, wait=tvm.cuda(device.index or 0).sync)
 
@@ -140,7 +143,7 @@ def wall_times(
     once = {name: sample(call) for name, call in calls.items()}
     numbers = {name: max(1, math.ceil(_MIN_SAMPLE_S / max(s, 1e-9))) for name, s in once.items()}
     round_s = sum(_SETTLE_S + once[name] * (1 + numbers[name]) for name in calls)
-    rounds = max(_MIN_REPEATS, min(repeats, int(budget_s / round_s)))
+    rounds = max(_MIN_REPEATS, int(min(repeats, budget_s / round_s)))
     samples: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -243,7 +246,8 @@ def _runs_on_cuda(value: Any) -> bool:
     return getattr(device, "type", None) == "cuda"
 
 
-def _has_torch_cuda() -> bool:
+def has_torch_cuda() -> bool:
+    """Whether torch is installed and sees a CUDA device."""
     torch = sys.modules.get("torch")
     if torch is None:
         try:

@@ -138,6 +138,8 @@ def _stay_together(pattern: list[_Axis], hw: HardwareProfile, levels: int) -> bo
     kernel for its pieces and one for the rest; but all of these fill the device.
     """
     runs, sizes = list(_runs(pattern)), [axis.size for axis in pattern]
+    if not runs:
+        return False  # only axes of one element are reduced
     (start, stop), trails = runs[0], runs[-1][1] == len(pattern)
     if len(runs) != 1 + trails:
         return False  # whole rows, or an order that no column kernel walks in

@@ -14,8 +14,9 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
+from .._deep import call_deep
 from ..config import HardwareProfile, Policy
-from ..errors import Unsupported
+from ..errors import TooDeep, Unsupported
 from ..kernels.registry import kernel_class
 
 logger = logging.getLogger(__name__)
@@ -47,14 +48,14 @@ def write_kernels(
     policy : Policy
     """
     functions, failures = {}, {}
-    written = _Written(hw, policy)
+    writer = KernelWriter(hw, policy)
     for gvar, func in mod.functions.items():
         name = classes.get(gvar.name_hint)
         if name is None or name in UNWRITTEN or not isinstance(func, tirx.PrimFunc):
             functions[gvar] = func
             continue
         try:
-            functions[gvar] = written.write(func, name)
+            functions[gvar] = _named(writer.kernel(func, name), func)
         except Unsupported as why:
             logger.info("%s cannot be written as %s: %s", gvar.name_hint, name, why)
             failures[gvar.name_hint] = str(why)
@@ -62,23 +63,34 @@ def write_kernels(
     return Written(tvm.IRModule(functions, attrs=mod.attrs), failures)
 
 
-class _Written:
-    """Kernels by the structure of what they compute."""
+class KernelWriter:
+    """Kernels by the structure of what they compute: what is equal is written once."""
 
     def __init__(self, hw: HardwareProfile, policy: Policy):
         self.hw, self.policy = hw, policy
         self.known: dict[tuple[str, int], list[tuple[tirx.PrimFunc, tirx.PrimFunc]]] = {}
 
-    def write(self, func: tirx.PrimFunc, class_name: str) -> tirx.PrimFunc:
+    def kernel(self, func: tirx.PrimFunc, class_name: str) -> tirx.PrimFunc:
+        """The kernel of a fused PrimFunc, without a name; the same object for equal functions.
+
+        Raises
+        ------
+        Unsupported
+            The class cannot write it.
+        """
         plain = func.without_attr("global_symbol") if "global_symbol" in func.attrs else func
         key = (class_name, tvm_ffi.structural_hash(plain))
         for original, kernel in self.known.get(key, ()):
             if tvm_ffi.structural_equal(original, plain):
-                return _named(kernel, func)
-        kernel = kernel_class(class_name).write(plain, self.hw, self.policy)
+                return kernel
+        write = kernel_class(class_name).write
+        try:
+            kernel = write(plain, self.hw, self.policy)
+        except (TooDeep, RecursionError):
+            kernel = call_deep(write, plain, self.hw, self.policy)
         kernel = kernel.with_attr("op_pattern", OPAQUE_PATTERN)
         self.known.setdefault(key, []).append((plain, kernel))
-        return _named(kernel, func)
+        return kernel
 
 
 def _named(kernel: tirx.PrimFunc, like: tirx.PrimFunc) -> tirx.PrimFunc:

@@ -88,6 +88,10 @@ class Arithmetic:
             condition, yes, no = expr.args
             sides = (self._visit(side, True) for side in (yes, no))
             return tirx.if_then_else(self._visit(condition, guarded), *sides)
+        if isinstance(expr, tirx.Select) and dtype_of(expr).startswith("float"):
+            # TVM bounds the product of a Select by that of its sides, with integer zeros
+            parts = (expr.condition, expr.true_value, expr.false_value)
+            return tirx.if_then_else(*(self._visit(part, guarded) for part in parts))
         if isinstance(expr, tirx.And | tirx.Or):
             return type(expr)(self._visit(expr.a, guarded), self._visit(expr.b, True))
         if not self.exact and dtype_of(expr) == "float32":

@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ...cost.roofline import US, Estimate
+from ...cost.analytic import US, Estimate
 from ..program import Program
 from .row_config import WARP, Form, RowConfig
 from .row_resources import RowResources, row_resources

@@ -9,13 +9,29 @@ from tvm import tirx
 from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
-from ..expr import FLOAT8_DTYPES, HALF_DTYPES, convert, dtype_of, substitute, variables, widened
+from ..expr import (
+    FLOAT8_DTYPES,
+    HALF_DTYPES,
+    convert,
+    dtype_of,
+    occurrences,
+    substitute,
+    variables,
+    widened,
+)
 from ..program import Element, Level, Program, Tile, Value
 from .arithmetic import Arithmetic, Hoister
 from .frame import Frame
 
 Local = Callable[[Var], Expr | None]
 """Where the value of a placeholder lies in registers; None if it does not."""
+
+MOST_REFERENCES = 1024
+"""References to loaded values that a bound value may hold, spelled out down to the loads.
+
+TVM's SplitHostDevice puts the values of bound variables into each other: a chain in which each
+value stands twice in the next one would take it time exponential in its length.
+"""
 
 
 class RowScope:
@@ -148,6 +164,7 @@ class Point:
     ) -> None:
         self.scope, self.local, self.keep = scope, local, keep
         self.known: dict[Var, Expr] = {scope.program.column_var: column}
+        self.references: dict[Var, int] = {}
         self.column = column
 
     def evaluate(self, prepared: Expr) -> Expr:
@@ -159,16 +176,50 @@ class Point:
         return substitute(prepared, env)
 
     def _get(self, var: Var) -> Expr:
-        if var not in self.known:
-            local, item = self.local(var), self.scope.definitions.get(var)
-            if local is not None:
-                self.known[var] = T.Bind(convert(local, dtype_of(var)))
-            elif isinstance(item, Element) and item.guard is not None:
-                self.known[var] = self._read(var)
-            else:
-                self.known[var] = T.Bind(self._read(var))
-                self.keep(var, self.known[var])
+        waiting = [var]
+        while waiting:  # a loop, since chains are longer than Python's stack is deep
+            first = waiting[-1]
+            needs = [v for v in self._needs(first) if v not in self.known]
+            if needs:
+                waiting += reversed(needs)
+                continue
+            waiting.pop()
+            if first not in self.known:
+                self._find(first)
         return self.known[var]
+
+    def _needs(self, var: Var) -> Iterator[Var]:
+        """What has to be known before a placeholder can be computed."""
+        item, scope = self.scope.definitions.get(var), self.scope
+        if var in self.known or self.local(var) is not None:
+            return iter(())
+        body = scope.row(item.offset) if isinstance(item, Tile) else scope.bodies[var]
+        return (v for v in variables(body) if v in scope.per_element)
+
+    def _find(self, var: Var) -> None:
+        """Computes a placeholder of which all that it needs is known."""
+        local, item = self.local(var), self.scope.definitions.get(var)
+        if local is not None:
+            self.known[var] = T.Bind(convert(local, dtype_of(var)))
+        elif isinstance(item, Element) and item.guard is not None:
+            self.known[var] = self._read(var)
+        else:
+            self.known[var] = self._bind(var)
+            self.keep(var, self.known[var])
+
+    def _bind(self, var: Var) -> Expr:
+        """The value of a placeholder in a variable, or, where it is too long, in an array of one
+        element, which no pass looks through.
+        """
+        value, item = self._read(var), self.scope.definitions[var]
+        used = occurrences(self.scope.bodies[var]) if isinstance(item, Value) else {}
+        count = sum(n * self.references.get(v, 1) for v, n in used.items())
+        if count <= MOST_REFERENCES:
+            self.references[var] = count
+            return T.Bind(value)
+        buffer = T.alloc_local((1,), dtype_of(value))
+        T.buffer_store(buffer, value, [0])
+        return buffer[0]
 
     def _read(self, var: Var) -> Expr:
         item, scope = self.scope.definitions[var], self.scope

@@ -1,0 +1,131 @@
+"""The cost model against kernels measured on an H200: the figures it has to keep.
+
+`tests/data/kernels_h200.jsonl` is frozen; the residual in `configs/` is what `calibrate --refit`
+makes of it. Whoever changes the analytic model, the features or a number of the profile makes the
+residual again and sees here what that did::
+
+    python -m tvm_fusion calibrate --target h200 --refit tests/data/kernels_h200.jsonl
+"""
+
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.learned_cases import BYTES, with_bytes
+from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.cost.learned import Residual, load_residual
+from tvm_fusion.cost.refit import train_samples
+from tvm_fusion.cost.rows import Rows
+from tvm_fusion.cost.samples import HELD_OUT, SampleSet, read_samples
+from tvm_fusion.cost.training import figures_of
+
+HW = load_profile("h200")
+SAMPLES = Path(__file__).parent / "data" / "kernels_h200.jsonl"
+LEAST_KERNELS = 600
+MOST_LOST = 0.02  # launches that their kernel class would no longer accept
+
+
+@pytest.fixture(scope="module")
+def samples() -> SampleSet:
+    return read_samples(SAMPLES)
+
+
+@pytest.fixture(scope="module")
+def trained(samples) -> tuple[Residual, Rows]:
+    return train_samples(samples, HW, load_policy())
+
+
+@pytest.fixture(scope="module")
+def committed() -> Residual:
+    residual = load_residual(HW)
+    assert residual is not None, "the H200 has no residual that fits its profile: make it again"
+    return residual
+
+
+@pytest.fixture(scope="module")
+def figures(committed, trained) -> dict[str, float]:
+    """Of the committed residual on the graphs that it was not trained on."""
+    rows = trained[1]
+    return figures_of(committed, rows, np.flatnonzero(rows.folds == HELD_OUT), HW)
+
+
+def test_enough_kernels_were_measured_and_nearly_all_are_found_again(samples, trained):
+    rows = trained[1]
+    assert samples.problems == ()
+    assert len(rows.rows) >= LEAST_KERNELS
+    lost = len(samples.launches) - len(rows.rows)
+    assert lost <= MOST_LOST * len(samples.launches), "\n".join(map(str, rows.problems[:20]))
+
+
+def test_the_kernels_are_of_many_classes_sizes_and_dtypes(trained):
+    rows = trained[1].rows
+    classes = [r.query.kernel_class for r in rows]
+    assert {"pointwise", "row", "gemm"} <= {c for c in classes if classes.count(c) >= 30}
+    assert len({(r.query.fit.rows, r.query.fit.columns) for r in rows}) >= 40
+    assert len({r.sample.graph for r in rows}) >= 60
+
+
+def test_a_fifth_of_the_graphs_is_held_out(trained):
+    rows = trained[1]
+    held = {r.sample.graph for r, f in zip(rows.rows, rows.folds, strict=True) if f == HELD_OUT}
+    rest = {r.sample.graph for r in rows.rows} - held
+    assert 0.12 <= len(held) / (len(held) + len(rest)) <= 0.28
+
+
+def test_the_median_error_on_held_out_graphs_is_at_most_a_tenth(figures):
+    assert figures["median_error"] <= 0.10
+
+
+def test_nine_of_ten_errors_on_held_out_graphs_are_at_most_three_tenths(figures):
+    assert figures["p90_error"] <= 0.30
+
+
+def test_held_out_kernels_are_ranked_as_they_were_measured(figures):
+    assert figures["kendall_tau"] >= 0.9
+
+
+def test_the_analytic_model_alone_errs_by_at_most_a_quarter(figures):
+    assert figures["analytic_median_error"] <= 0.25
+
+
+def test_the_intervals_hold_about_as_often_as_they_say(figures):
+    assert figures["coverage"] >= figures["wanted_coverage"] - 0.07
+
+
+def test_held_out_kernels_lie_mostly_within_the_training_data(figures):
+    assert figures["known"] >= 0.8
+
+
+def test_the_committed_residual_is_what_the_committed_samples_make(committed, trained):
+    fresh = trained[0]
+    np.testing.assert_array_equal(committed.trees.feature, fresh.trees.feature)
+    np.testing.assert_allclose(committed.trees.threshold, fresh.trees.threshold, rtol=1e-5)
+    np.testing.assert_allclose(committed.trees.leaf, fresh.trees.leaf, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(committed.intervals.scores, fresh.intervals.scores, atol=1e-3)
+    assert committed.ratios.keys() == fresh.ratios.keys()
+
+
+@pytest.mark.parametrize("which", sorted(BYTES))
+def test_more_bytes_never_make_a_measured_kernel_faster(committed, trained, which):
+    for row in trained[1].rows[::40]:
+        more = [with_bytes(row.query, HW, f, which) for f in np.geomspace(0.1, 10, 15)]
+        times = [e.time_us for e in committed.apply_many(more, HW)]
+        assert all(b >= a * (1 - 1e-6) for a, b in pairwise(times))
+
+
+def test_predicted_ratios_of_fused_to_unfused_times_hold_on_held_out_graphs(committed, trained):
+    rows = trained[1]
+    held = [p for p in rows.pairs if rows.folds[p.together] == HELD_OUT]
+    needed = sorted({i for p in held for i in (p.together, *p.apart)})
+    estimates = committed.apply_many([rows.rows[i].query for i in needed], HW)
+    body = {i: e.time_us - e.terms["launch"] for i, e in zip(needed, estimates, strict=True)}
+    inside = []
+    for pair in held:
+        measured = rows.measured[pair.together] / rows.measured[list(pair.apart)].sum()
+        predicted = body[pair.together] / sum(body[i] for i in pair.apart)
+        name = rows.rows[pair.together].query.kernel_class
+        inside.append(measured <= predicted * committed.ratio_quantile(0.9, name))
+    assert len(inside) >= 50
+    assert np.mean(inside) >= 0.83

@@ -1,0 +1,48 @@
+"""The lower bound of all plans of a graph."""
+
+import sys
+
+import pytest
+
+from tests.brute_force import cheapest_us
+from tvm_fusion.bench.random_graphs import graph_of
+from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.plan.bound import lower_bound
+from tvm_fusion.plan.launches import launches_of
+from tvm_fusion.plan.legality import Evaluator
+from tvm_fusion.plan.search import solve
+from tvm_fusion.plan.state import State
+
+HW, POLICY = load_profile("nvidia_h200"), load_policy(None)
+
+
+def evaluator_of(key: str) -> Evaluator:
+    _, graph = graph_of(key, HW)
+    return Evaluator(graph, HW, POLICY)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 4, 5, 6, 8, 12])
+def test_no_solution_is_below_the_bound_and_the_best_one_is_near_it(seed):
+    evaluator = evaluator_of(f"random:{seed}")
+    bound = lower_bound(evaluator.graph, evaluator, solve(evaluator))
+    assert bound.least_us <= cheapest_us(evaluator.graph, evaluator) + 1e-6
+    assert bound.within <= 0.02
+
+
+def test_the_unfused_solution_is_far_from_the_bound():
+    evaluator = evaluator_of("random:2")
+    bound = lower_bound(evaluator.graph, evaluator, launches_of(State.unfused(evaluator)))
+    assert bound.within > 0.2
+
+
+def test_a_graph_with_too_many_launches_has_no_bound():
+    evaluator = evaluator_of("random:2")
+    assert lower_bound(evaluator.graph, evaluator, solve(evaluator), most_launches=10) is None
+
+
+def test_without_scipy_the_error_names_the_extra(monkeypatch):
+    evaluator = evaluator_of("random:1")
+    solution = solve(evaluator)
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    with pytest.raises(ImportError, match=r"tvm_fusion\[bound\]"):
+        lower_bound(evaluator.graph, evaluator, solution)

@@ -1,0 +1,39 @@
+"""The same module gives the same plan, byte for byte, whatever the hash seed of the process."""
+
+import hashlib
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.plan.search import search
+
+from .large_graphs import graph_of, random_dag, transformer
+
+PROCESSES = 20
+AT_A_TIME = 2
+
+
+def plan_digest() -> str:
+    """A hash of the plans of a stack of layers and of a random DAG."""
+    hw, policy = load_profile("h200"), load_policy({"search_evaluations": 300})
+    text = hashlib.sha256()
+    for mod in (transformer(1, tokens=128, width=128, heads=4), random_dag(30, seed=5)):
+        text.update(search(graph_of(mod, hw), hw, policy).to_json().encode())
+    return text.hexdigest()
+
+
+def _digest_with(seed: int) -> str:
+    env = {**os.environ, "PYTHONHASHSEED": str(seed)}
+    script = "from tests.test_plan_bytes import plan_digest; print(plan_digest())"
+    run = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, check=True
+    )
+    return run.stdout.strip()
+
+
+def test_twenty_processes_with_different_hash_seeds_make_the_same_plan():
+    with ThreadPoolExecutor(AT_A_TIME) as pool:
+        digests = set(pool.map(_digest_with, range(1, PROCESSES + 1)))
+    assert digests == {plan_digest()}

@@ -1,0 +1,195 @@
+"""Measures what the model cannot decide: the fusions in doubt.
+
+A region in doubt is one where the plan of the least predicted time (hopeful) differs from the plan
+of the fusions that surely gain (careful). Both are built as a module of their own and timed end to
+end, pair by pair (`sequential`). The hopeful groups are taken if they are clearly faster; on a tie,
+or when the budget is spent, the region stays as it is. Regions of equal structure are timed once.
+
+Does not handle: regions with symbolic extents or opaque operators, which stay as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..errors import BuildError, TargetError, TvmFusionError
+from ..ir.graph import FusionGraph
+from ..kernels.base import Refusal, RefusalCode
+from ..plan.decide import hopeful_plan, with_evidence
+from ..plan.differ import Region, exchanged, regions
+from ..plan.plan import Evidence, FusionPlan
+from ..transform.region_module import RegionModule, region_module
+from .inputs import random_inputs
+from .kept_samples import keep
+from .sequential import STANDARD_ERRORS, Budget, Duel, Pair, Winner, paired, settle
+
+if TYPE_CHECKING:
+    from ..compiler import Job
+    from ..runtime.plan_runner import PlanRunner
+    from ..runtime.plan_timing import PlanTimes
+
+logger = logging.getLogger(__name__)
+
+Sampler = Callable[[int], Sequence[Pair]]
+
+
+def contest(job: Job, budget: Budget) -> FusionPlan:
+    """The plan of a job with its regions in doubt settled by measurements, the most valuable first.
+
+    Parameters
+    ----------
+    job : Job
+    budget : Budget
+        For all regions together; those it does not reach stay as they are.
+    """
+    plan = job.plan
+    hopeful = hopeful_plan(job.graph, job.hw, job.policy)
+    known: dict[tuple, Duel | None] = {}
+    for region in regions(job.graph, plan, hopeful):
+        part = region_module(job.low, job.graph, region.ops, _views(job.graph, region))
+        if part is None:
+            continue
+        key = _structure(part, region)
+        if key not in known:
+            known[key] = duel(job, part, region, budget)
+        if known[key] is not None:
+            plan = settled(job.graph, plan, region, known[key])
+    return plan
+
+
+def duel(job: Job, part: RegionModule, region: Region, budget: Budget) -> Duel | None:
+    """Times a region's hopeful groups (first) beside its careful ones (second).
+
+    None if one of them cannot be built, or the budget does not reach.
+    """
+    if budget.left_s <= 0:
+        return None
+    try:
+        return _timed(job, part, region, budget)
+    except TvmFusionError as error:  # of one candidate: its region stays as it is
+        logger.warning("a region in doubt cannot be timed: %s", error)
+        return None
+
+
+def _timed(job: Job, part: RegionModule, region: Region, budget: Budget) -> Duel | None:
+    runner, plans = _prepared(job, part, region)
+    if failed := runner.build(plans):
+        raise BuildError(next(iter(failed.values())))
+    sample = PlanSampler(runner, plans)
+    found = settle(sample, budget)
+    if found is not None:
+        keep(runner, plans, sample.latest)
+    return found
+
+
+def _prepared(job: Job, part: RegionModule, region: Region) -> tuple[PlanRunner, list[FusionPlan]]:
+    """A runner with the region's inputs, and its two plans: hopeful, careful."""
+    from ..runtime.plan_runner import PlanRunner
+    from ..runtime.timing import has_torch_cuda
+
+    if job.hw.kind == "cuda" and not has_torch_cuda():
+        raise TargetError("kernels are timed through torch's profiler, and there is no such torch")
+    runner = PlanRunner(part.mod, part.graph, job.hw, job.policy, job.target)
+    inputs = random_inputs(part.mod["main"])
+    for position, value in part.constants.items():
+        inputs[position] = value
+    runner.set_inputs(inputs)
+    sides = (region.hopeful, region.careful)
+    return runner, [part.plan(groups, job.hw.name, job.policy.name) for groups in sides]
+
+
+class PlanSampler:
+    """Times two plans in pairs, in microseconds from the first launch to the end of the last.
+
+    `latest` are the times of each plan in the last batch.
+    """
+
+    def __init__(self, runner: PlanRunner, plans: Sequence[FusionPlan]) -> None:
+        self.runner, self.plans = runner, list(plans)
+        self.latest: list[PlanTimes] = []
+
+    def __call__(self, count: int) -> Sequence[Pair]:
+        return paired(self._times, count)
+
+    def _times(self, swapped: bool, rounds: int) -> tuple[Sequence[float], Sequence[float]]:
+        step = -1 if swapped else 1
+        self.latest = self.runner.time(self.plans[::step], repeats=rounds, warmup=1)[::step]
+        first, second = self.latest
+        return first.spans_us, second.spans_us
+
+
+def settled(graph: FusionGraph, plan: FusionPlan, region: Region, found: Duel) -> FusionPlan:
+    """The plan after a region's two ways were timed, hopeful against careful."""
+    if found.winner is Winner.FIRST:
+        taken = exchanged(graph, plan, region.careful, region.hopeful)
+        if taken is not None:
+            taken = replace(taken, refusals=_outside(taken.refusals, region))
+            evidence = measured(found)
+            return with_evidence(taken, dict.fromkeys((g.ops for g in region.hopeful), evidence))
+    fused = dict.fromkeys(op for g in region.hopeful for op in g.ops if len(g.ops) > 1)
+    return replace(plan, refusals=(*plan.refusals, slower(found, tuple(fused))))
+
+
+def measured(found: Duel) -> Evidence:
+    """A duel of together (first) and apart (second) as evidence."""
+    verdict = {Winner.FIRST: "sure", Winner.SECOND: "losing", Winner.NEITHER: "undecided"}
+    apart, width = found.second, STANDARD_ERRORS * found.error
+    together = apart - found.difference
+    ratios = (together / apart, (together - width) / apart, (together + width) / apart)
+    return Evidence(
+        "measured",
+        verdict[found.winner],
+        *(round(r, 4) for r in ratios),
+        together_us=round(found.first, 3),
+        apart_us=round(found.second, 3),
+        error_us=round(found.error, 4),
+        samples=found.pairs,
+    )
+
+
+def slower(found: Duel, where: tuple[str, ...]) -> Refusal:
+    """Why a fusion that was timed is not taken."""
+    lost = found.winner is Winner.SECOND
+    return Refusal(
+        RefusalCode.SLOWER if lost else RefusalCode.UNDECIDED,
+        where,
+        f"measured together {found.first:.1f} us, apart {found.second:.1f} us: "
+        + ("slower" if lost else "no clear gain"),
+        (
+            ("apart_us", round(found.second, 3)),
+            ("error_us", round(found.error, 4)),
+            ("pairs", found.pairs),
+            ("together_us", round(found.first, 3)),
+        ),
+    )
+
+
+def _structure(part: RegionModule, region: Region) -> tuple:
+    """Equal for regions that are computed alike in both plans."""
+    number = {op.name: op.id for op in part.graph.ops}
+    sides = (
+        tuple((g.kernel_class, tuple(number[n] for n in g.ops)) for g in side)
+        for side in (region.careful, region.hopeful)
+    )
+    return part.graph.fingerprint(), *sides
+
+
+def _views(graph: FusionGraph, region: Region) -> set[int]:
+    """Views that groups of a region hold."""
+    number = {op.name: op.id for op in graph.ops}
+    held = {number[n] for g in (*region.careful, *region.hopeful) for n in g.ops}
+    return held - set(region.ops)
+
+
+def _outside(refusals: tuple[Refusal, ...], region: Region) -> tuple[Refusal, ...]:
+    """Refusals but those of fusions within one of the region's hopeful groups."""
+    groups = [set(g.ops) for g in region.hopeful]
+
+    def within(refusal: Refusal) -> bool:
+        ends = {end for place in refusal.where for end in place.split("..")}
+        return any(ends <= ops for ops in groups)
+
+    return tuple(r for r in refusals if not within(r))

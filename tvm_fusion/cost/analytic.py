@@ -1,0 +1,289 @@
+"""Tier 1 of the cost model: an analytic estimate of one launch from what it moves and executes.
+
+    T = T_launch + gap + (sum_i T_i^p)^(1/p) + tail
+
+over the terms T_i, each of which would be the time if nothing else mattered. Of the terms of one
+way (memory) and of the units behind one issue port only the largest shows:
+
+    hbm, l2       bytes over bandwidth
+    flight        bytes over what the loads in flight sustain (Little's law)
+    sm            sectors between the multiprocessors and the L2
+    access        wavefronts of the load/store units;     smem   bytes of shared memory
+    arithmetic, special, integer, conversion, tensor    operations over the unit's rate
+    blocks        thread blocks that have to be started
+    latency       waves of blocks, each as long as one block takes from its first load to its last
+                  store: loads that wait for one another, exchanges, dependent instructions
+    spill         registers that do not fit, out and back
+    code          instructions that no cache holds
+
+p is `roofline_exponent` of the device (infinity would be the classical roofline max(T_i) of
+Williams et al., CACM 52(4), 2009) where blocks come in many waves and are in different phases;
+those of a single wave do the same at a time, and their terms overlap little
+(`single_wave_exponent`). The tail is what the last blocks leave idle. Terms that belong to a
+multiprocessor count for the busiest one. All rates come from the hardware profile. A kernel class
+that predicts the time of its launches itself (`Traffic.seconds`) is only charged the launch on top.
+
+One formula computes single estimates (on floats) and many at a time (on arrays).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..config import HardwareProfile
+
+if TYPE_CHECKING:  # the cost model is below the kernel classes; it reads what they return
+    from ..kernels.base import Resources, Traffic
+
+US = 1e6
+REGISTER_STEP = 8
+"""Registers are given to threads in multiples of this."""
+LEAST_REGISTERS = 16
+SPILL_BYTES = 8
+"""A register too many is stored and loaded, 4 bytes each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Predicted time of one launch in microseconds.
+
+    Attributes
+    ----------
+    time_us : the prediction, launch included
+    terms : what it is made of, each alone, in microseconds
+    analytic_us : the analytic model's own time, before the learned residual; None if there is none
+    low_us, high_us : interval that holds the measured time as often as the residual's coverage
+        says; None without a residual
+    """
+
+    time_us: float
+    terms: Mapping[str, float] = field(hash=False)
+    analytic_us: float | None = None
+    low_us: float | None = None
+    high_us: float | None = None
+
+    @property
+    def dominant(self) -> str:
+        return max(self.terms, key=lambda k: (self.terms[k], k))
+
+
+def launch_us(hw: HardwareProfile, launch: str) -> float:
+    """What one launch costs by itself, in a stream or as a node of a CUDA graph."""
+    return hw.graph_launch_us if launch == "graph" else hw.launch_us
+
+
+def estimate(
+    traffic: Traffic, resources: Resources, hw: HardwareProfile, launch: str = "stream"
+) -> Estimate:
+    """Predicts the time of one launch.
+
+    Parameters
+    ----------
+    traffic : Traffic
+        Bytes and operations of the whole launch.
+    resources : Resources
+        What a thread and its block need; decides how many blocks run side by side.
+    hw : HardwareProfile
+    launch : {"stream", "graph"}
+
+    Returns
+    -------
+    Estimate
+    """
+    start = launch_us(hw, launch)
+    if traffic.seconds is not None:
+        shown = {name: seconds * US for name, seconds in traffic.terms.items() if seconds > 0}
+        shown["launch"] = start
+        return Estimate(traffic.seconds * US + start, shown)
+    terms, rest, exponent = _terms(_inputs(traffic, resources, hw), hw, _FLOATS)
+    body = _combined(_groups(terms, max), exponent, max)
+    shown = {name: t * US for name, t in terms.items() if t > 0}
+    shown |= {name: t * US for name, t in rest.items() if t > 0}
+    shown["launch"] = start
+    return Estimate((body + sum(rest.values())) * US + start, shown)
+
+
+def estimate_many(
+    launches: Sequence[tuple[Traffic, Resources]], hw: HardwareProfile, launch: str = "stream"
+) -> np.ndarray:
+    """`estimate(...).time_us` of many launches at once.
+
+    Parameters
+    ----------
+    launches : sequence of (Traffic, Resources)
+    hw : HardwareProfile
+    launch : {"stream", "graph"}
+
+    Returns
+    -------
+    numpy.ndarray
+        Microseconds, float64 of shape [len(launches)].
+    """
+    if not launches:
+        return np.zeros(0)
+    rows = np.array([_inputs(traffic, resources, hw) for traffic, resources in launches])
+    terms, rest, exponent = _terms(tuple(rows.T), hw, _ARRAYS)
+    body = _combined(_groups(terms, np.maximum), exponent, np.maximum)
+    own = np.array([math.nan if t.seconds is None else t.seconds for t, _ in launches])
+    seconds = np.where(np.isnan(own), body + sum(rest.values()), own)
+    return seconds * US + launch_us(hw, launch)
+
+
+def resident_blocks(threads: int, registers: int, smem_bytes: int, hw: HardwareProfile) -> int:
+    """Blocks that a multiprocessor holds at a time, one at least."""
+    return int(_resident(float(threads), float(registers), float(smem_bytes), hw, _FLOATS))
+
+
+# ---- the formula
+
+
+@dataclass(frozen=True, slots=True)
+class _Math:
+    """The functions of the formula, on floats or on arrays."""
+
+    low: Callable[[Any, Any], Any]
+    high: Callable[[Any, Any], Any]
+    ceil: Callable[[Any], Any]
+    floor: Callable[[Any], Any]
+
+
+_FLOATS = _Math(min, max, math.ceil, math.floor)
+_ARRAYS = _Math(np.minimum, np.maximum, np.ceil, np.floor)
+
+
+def _inputs(traffic: Traffic, resources: Resources, hw: HardwareProfile) -> tuple[float, ...]:
+    """The numbers of the formula, in the order in which `_terms` takes them."""
+    ops = traffic.operations
+    threads = resources.threads
+    limit = hw.max_registers_per_thread
+    if threads:
+        limit = min(limit, hw.registers_per_sm // threads // REGISTER_STEP * REGISTER_STEP)
+    spilled = resources.spill_bytes
+    if spilled is None:
+        excess = 0 if hw.kind == "llvm" else resources.registers_per_thread - limit
+        spilled = SPILL_BYTES * max(0, excess) * resources.turns
+    tensor_rate = hw.tensor_flop_per_s.get(traffic.tensor_dtype, hw.fma_per_s_f32)
+    return (
+        traffic.hbm_bytes,
+        traffic.l2_bytes,
+        ops.get("arithmetic", 0.0),
+        ops.get("special", 0.0),
+        ops.get("division", 0.0),
+        ops.get("integer", 0.0),
+        ops.get("conversion", 0.0),
+        traffic.tensor_flops / (tensor_rate * traffic.tensor_efficiency),
+        max(traffic.parallel, 1e-6),
+        traffic.sector_bytes,
+        traffic.wavefronts,
+        traffic.smem_bytes,
+        traffic.exchanges,
+        traffic.shuffles,
+        traffic.rounds,
+        traffic.blocks,
+        traffic.in_flight_bytes,
+        traffic.read_bytes,
+        float(min(resources.registers_per_thread, limit)),
+        float(resources.smem_bytes),
+        float(threads),
+        float(max(0.0, resources.code_bytes - hw.instruction_cache_bytes)),
+        float(spilled),
+    )
+
+
+def _terms(
+    inputs: tuple, hw: HardwareProfile, m: _Math
+) -> tuple[dict[str, Any], dict[str, Any], Any]:
+    """The terms that overlap, those that come on top, in seconds; and p."""
+    hbm, l2, arithmetic, special, division, integer, conversion, tensor = inputs[:8]
+    parallel, sectors, wavefronts, smem, exchanges, shuffles, rounds, blocks = inputs[8:16]
+    in_flight, reads, registers, smem_block, threads, code, spilled = inputs[16:]
+    sms = hw.num_sms
+    known = m.low(blocks, 1.0)  # 0 where nothing is known of blocks, else 1
+    resident = _resident(threads, registers, smem_block, hw, m)
+    slots = sms * resident
+    waves = m.high(blocks / slots, 1e-9)
+    mean = m.high(blocks / sms, 1e-9)
+    whole = m.ceil(mean) / mean
+    # work of the busiest multiprocessor over that of the average one
+    few = m.low(1.0, m.ceil(m.high(0.0, 1.0 - mean)))
+    busiest = few * whole + (1.0 - few) * (1.0 + hw.wave_balance * (whole - 1.0))
+    busiest = (1.0 - known) / parallel + known * busiest
+    issued = arithmetic + special + division + integer
+    issue = 2.0 / hw.fma_per_s_f32
+    all_threads = m.high(blocks * threads, 1.0)
+    block = (
+        hw.block_start_s
+        + rounds * hw.memory_latency_s
+        + exchanges * hw.barrier_s
+        + shuffles * hw.shuffle_s
+        + (issued + conversion) / all_threads * hw.warp_issue_cycles / (hw.clock_ghz * 1e9)
+    )
+    turns = m.ceil(waves)
+    full = m.high(1.0, waves)
+    full = full + m.low(1.0, hw.wave_rounding / turns) * (turns - full)
+    flying = m.high(in_flight * sms * m.low(1.0, waves), 1.0)
+    flight = (
+        m.low(in_flight, 1.0) * m.high(0.0, reads - flying) * hw.bytes_in_flight_latency_s / flying
+    )
+    terms = {
+        "hbm": hbm / hw.hbm_bytes_per_s * ((1.0 - known) / parallel + known),
+        "l2": m.high(l2, sectors) / hw.l2_bytes_per_s * ((1.0 - known) / parallel + known),
+        "flight": flight,
+        "sm": busiest * sectors / (sms * hw.sm_bytes_per_s),
+        "access": busiest * wavefronts / hw.wavefronts_per_s,
+        "smem": busiest * smem / hw.smem_bytes_per_s,
+        "arithmetic": busiest * issued * issue,
+        "special": busiest * (special + division) / hw.special_per_s,
+        "integer": busiest * integer / hw.int_div_per_s,
+        "conversion": busiest * conversion / hw.conversion_per_s,
+        "tensor": tensor,
+        "blocks": blocks / hw.blocks_per_s,
+        "latency": known * full * block,
+    }
+    rest = {
+        "gap": known * hw.kernel_gap_us / US,
+        "tail": known * hw.row_tail * block * m.low(1.0, waves),
+        "spill": busiest * all_threads * spilled / hw.spill_bytes_per_s,
+        "code": code * m.high(blocks, 1.0) / sms / hw.code_bytes_per_s,
+    }
+    apart = m.low(1.0, m.high(0.0, waves - 1.0) / hw.waves_to_drift)
+    apart = 1.0 - known + known * apart
+    alone = hw.single_wave_exponent
+    return terms, rest, alone + apart * (hw.roofline_exponent - alone)
+
+
+def _resident(threads: Any, registers: Any, smem: Any, hw: HardwareProfile, m: _Math) -> Any:
+    """Blocks side by side on a multiprocessor."""
+    threads = m.high(threads, 1.0)
+    given = m.ceil(m.high(registers, LEAST_REGISTERS) / REGISTER_STEP) * REGISTER_STEP
+    blocks = m.low(hw.max_threads_per_sm / threads, hw.registers_per_sm / (given * threads))
+    blocks = m.low(blocks, hw.smem_per_sm_bytes / (smem + hw.smem_reserved_per_block_bytes + 1.0))
+    return m.high(1.0, m.floor(m.low(blocks, float(hw.max_blocks_per_sm))))
+
+
+_MEMORY = ("hbm", "l2", "flight", "sm")
+_BUSY = ("access", "smem", "arithmetic", "special", "integer", "conversion", "tensor")
+
+
+def _groups(terms: dict[str, Any], high: Callable[[Any, Any], Any]) -> list[Any]:
+    """What bounds the way of the data, what bounds the units of a multiprocessor, and the rest."""
+    groups = []
+    for names in (_MEMORY, _BUSY):
+        largest = terms[names[0]]
+        for name in names[1:]:
+            largest = high(largest, terms[name])
+        groups.append(largest)
+    return [*groups, terms["blocks"], terms["latency"]]
+
+
+def _combined(terms: Any, exponent: Any, high: Callable[[Any, Any], Any]) -> Any:
+    """(sum T_i^p)^(1/p), of the terms over the largest one."""
+    largest = 1e-15
+    for term in terms:
+        largest = high(largest, term)
+    return largest * sum((term / largest) ** exponent for term in terms) ** (1.0 / exponent)

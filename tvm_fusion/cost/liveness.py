@@ -1,0 +1,87 @@
+"""How many scalar values are live at once where a kernel computes one point of a group.
+
+The writers compute depth first: a value is computed where it is first used, and kept until its
+last use. A chain needs one or two values at a time; a sum of sixty values that are all used again
+later needs sixty.
+
+    a = exp(x); b = a + 1; y = a * b        x | a | a b | y      two
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ..kernels.base import GroupView
+
+
+def live_values(group: GroupView, roots: Iterable[int] | None = None) -> int:
+    """Most values of a group's pointwise DAG that are live at once, for one point.
+
+    Inputs count from their first use to their last. Whatever is computed as part of one operator
+    counts as one value.
+
+    Parameters
+    ----------
+    group : GroupView
+    roots : iterable of int, optional
+        The tensors that are computed, in order; by default what the group writes.
+    """
+    sources: dict[int, Sequence[int]] = {}
+    for block in group.blocks:
+        reads = tuple(dict.fromkeys(a.tensor for a in block.reads))
+        for write in block.writes:
+            sources[write.tensor] = reads
+    return peak_live(sources, tuple(group.outputs if roots is None else roots))
+
+
+def peak_live(sources: dict[int, Sequence[int]], roots: Sequence[int]) -> int:
+    """Most values that are live at once when `roots` are computed one after the other.
+
+    Parameters
+    ----------
+    sources : dict
+        Value -> the values it is computed from; what is no key is loaded.
+    roots : sequence of int
+        What is stored; a root is free once it is computed, unless something else reads it.
+    """
+    order, uses = _schedule(sources, roots)
+    left = dict(uses)
+    live = peak = 0
+    for value in order:
+        live += 1
+        peak = max(peak, live)
+        for source in sources.get(value, ()):
+            left[source] -= 1
+            if not left[source]:
+                live -= 1
+        if not left.get(value):
+            live -= 1
+    return peak
+
+
+def _schedule(
+    sources: dict[int, Sequence[int]], roots: Sequence[int]
+) -> tuple[list[int], dict[int, int]]:
+    """The values in the order in which they are computed, and how often each is used."""
+    order: list[int] = []
+    uses: dict[int, int] = {}
+    done: set[int] = set()
+    for root in roots:
+        stack = [(root, iter(sources.get(root, ())))]
+        if root in done:
+            continue
+        done.add(root)
+        while stack:
+            value, rest = stack[-1]
+            for source in rest:
+                uses[source] = uses.get(source, 0) + 1
+                if source not in done:
+                    done.add(source)
+                    stack.append((source, iter(sources.get(source, ()))))
+                    break
+            else:
+                order.append(value)
+                stack.pop()
+    return order, uses

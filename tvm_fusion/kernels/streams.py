@@ -1,0 +1,239 @@
+"""How the threads of a launch meet memory: what each input and output of a group is to neighbouring
+threads.
+
+Lanes of a warp take neighbouring points of the axis along which the kernel reads or writes. What
+that axis is to a tensor follows from the index maps between: the same element for all lanes, their
+neighbours, or elements a step apart.
+
+    y[i, j] = x[j, i] + b[j] + s[i]     lanes along j: x steps a row, b one element, s stays
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..config import HardwareProfile
+from ..ir.access import Access, Affine, Block
+from ..ir.extents import assumed
+from ..ir.graph import FusionGraph
+from .base import GroupView, dtype_bytes
+from .footprint import footprint_bytes
+
+LANES = 32
+LINE_BYTES = 128
+WIDEST_ACCESS = 16
+SHORTEST_STEPS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """One read or write of memory.
+
+    Attributes
+    ----------
+    tensor : int
+    size : bytes of an element
+    count : elements that the launch asks for
+    step : elements between what neighbouring lanes ask for; 0 where they share one
+    own : as large as the space that the kernel runs over, so that every point has its own element
+    stored : a write
+    chosen : the place is found in another tensor (a gather)
+    """
+
+    tensor: int
+    size: int
+    count: float
+    step: int
+    own: bool
+    stored: bool = False
+    chosen: bool = False
+
+    @property
+    def along(self) -> bool:
+        """Lanes read neighbours, or every second to fourth element: such reads come in groups that
+        share their vectors (windows, interleaved parts).
+        """
+        return 1 <= abs(self.step) <= SHORTEST_STEPS and not self.chosen
+
+    def sector_bytes(self, width: int, sector: int) -> float:
+        """Bytes of the sectors that are asked for by vectors of `width` points."""
+        if self.step == 0:
+            return self.count / width
+        if self.along:
+            return self.count * self.size
+        apart = sector if self.chosen else min(sector, abs(self.step) * self.size)
+        return self.count * max(self.size, apart)
+
+    def wavefronts(self, width: int, piece: int) -> float:
+        """Passes of a warp through the load/store units; `piece`: widest access of its vectors."""
+        if self.step == 0:
+            return self.count / (width * LANES)
+        if self.along:
+            wide = max(self.size, min(piece, width * self.size))
+            return self.count * self.size / wide * max(1.0, wide * LANES / LINE_BYTES) / LANES
+        lines = LANES * width * abs(self.step) * self.size / LINE_BYTES
+        return self.count * min(float(LANES), max(1.0, lines)) / LANES
+
+    def accesses(self, width: int, piece: int) -> float:
+        """Instructions a thread executes for it, over all threads."""
+        if self.step == 0:
+            return self.count / width
+        if self.along:
+            return self.count * self.size / max(self.size, min(piece, width * self.size))
+        return self.count
+
+
+def streams(group: GroupView, counts: tuple[float, ...], space: float) -> tuple[Stream, ...]:
+    """All reads of inputs and writes of outputs.
+
+    Parameters
+    ----------
+    group : GroupView
+    counts : tuple of float
+        How often each block runs, in points (`Fit.evaluations`).
+    space : float
+        Points of the space that the kernel runs over.
+    """
+    graph, found = group.graph, []
+    outputs = frozenset(group.outputs)
+    moving: dict[int, tuple[int, int] | None] = {}  # tensor -> dimension that lanes walk, and step
+    for k in range(len(group.blocks) - 1, -1, -1):
+        block, count = group.blocks[k], counts[k]
+        if not count:
+            continue
+        axis, step = _lane_axis(block, moving)
+        for write in block.writes:
+            if write.tensor in outputs:
+                pitch = _pitch(graph, write.tensor, _moved(write, axis), step)
+                tensor = graph.tensors[write.tensor]
+                number = _elements(group, write.tensor)
+                found.append(
+                    Stream(
+                        write.tensor,
+                        dtype_bytes(tensor.dtype),
+                        number,
+                        pitch,
+                        number >= space,
+                        True,
+                    )
+                )
+        for access in block.reads:
+            t = access.tensor
+            moved = _moved(access, axis)
+            if t in group.writer_of:
+                if t not in moving:
+                    moving[t] = None if moved is None else (moved[0], moved[1] * step)
+                continue
+            tensor = graph.tensors[t]
+            pitch = _pitch(graph, t, moved, step)
+            own = pitch != 0 and _elements(group, t) >= min(count, space)
+            found.append(
+                Stream(
+                    t,
+                    dtype_bytes(tensor.dtype),
+                    count,
+                    pitch,
+                    own,
+                    chosen=pitch != 0 and access.data_dependent and abs(pitch) != 1,
+                )
+            )
+    return tuple(found)
+
+
+def _elements(group: GroupView, tensor: int) -> float:
+    return group.tensor_bytes(tensor) / dtype_bytes(group.graph.tensors[tensor].dtype)
+
+
+def bytes_a_point(found: tuple[Stream, ...], space: float) -> float:
+    """Bytes that a point of the space loads of its own."""
+    return sum(s.size * min(1.0, s.count / space) for s in found if s.own and not s.stored)
+
+
+def element_sizes(found: tuple[Stream, ...], space: float) -> list[int]:
+    """Bytes of the elements of what most points have of their own."""
+    return [s.size for s in found if s.own and (s.stored or 2 * s.count >= space)]
+
+
+def _lane_axis(block: Block, moving: dict[int, tuple[int, int] | None]) -> tuple[int | None, int]:
+    """The axis of the block along which lanes walk, and its step."""
+    for write in block.writes if block.reduction is None else ():
+        if write.tensor in moving:
+            where = moving[write.tensor]
+            if where is None:
+                return None, 0
+            index = write.index[where[0]] if where[0] < len(write.index) else None
+            axis = index.single_axis if isinstance(index, Affine) else None
+            return axis, where[1]
+    known = block.derived.get("lanes")
+    if known is None:
+        anchor = block.writes[0]
+        if block.reduction is not None and block.reads:
+            anchor = max(block.reads, key=lambda read: len(read.axes))
+        known = block.derived["lanes"] = _last_axis(block, anchor)
+    return known, 1
+
+
+def _last_axis(block: Block, access: Access) -> int | None:
+    """The axis that moves the last index."""
+    for index in reversed(access.index):
+        live = [i for i in sorted(index.axes) if assumed(block.axes[i].extent) > 1]
+        if live:
+            return live[-1]
+    return None
+
+
+def _moved(access: Access, axis: int | None) -> tuple[int, int] | None:
+    """The dimension of the tensor that moves with the axis, and by how many elements."""
+    if axis is None:
+        return None
+    known = access.derived.get(axis, False)
+    if known is False:
+        known = None
+        for number in range(len(access.index) - 1, -1, -1):
+            index = access.index[number]
+            if axis in index.axes:
+                by = index.coefficients[axis] if isinstance(index, Affine) else 1
+                known = number, by
+                break
+        access.derived[axis] = known
+    return known
+
+
+def _pitch(graph: FusionGraph, tensor: int, moved: tuple[int, int] | None, step: int) -> int:
+    """Elements between what neighbouring lanes access."""
+    if moved is None:
+        return 0
+    pitch = moved[1] * step
+    for extent in graph.tensors[tensor].shape[moved[0] + 1 :]:
+        pitch *= extent if isinstance(extent, int) else assumed(extent)
+    return pitch
+
+
+def requested_bytes(
+    group: GroupView, found: tuple[Stream, ...], width: int, hw: HardwareProfile
+) -> float:
+    """Bytes of sectors that the load/store units ask the L2 for.
+
+    What is read again, by the same multiprocessor and soon, comes out of its first-level cache: a
+    tensor that fits there is fetched once by each of them.
+    """
+    total = 0.0
+    cache = hw.smem_per_sm_bytes
+    asked: dict[int, tuple[float, float, bool]] = {}
+    for stream in found:
+        size = stream.sector_bytes(width, hw.sector_bytes)
+        if stream.stored:
+            total += size
+        else:
+            before = asked.get(stream.tensor, (0.0, 0.0, True))
+            near = before[2] and abs(stream.step) <= SHORTEST_STEPS and not stream.chosen
+            asked[stream.tensor] = before[0] + size, max(before[1], size), near
+    for tensor, (size, largest, near) in asked.items():
+        once = footprint_bytes(group, tensor)
+        if near:  # the reads of one tensor by one block lie in the same lines
+            size = min(size, max(once, largest))
+        if size > once:
+            missed = max(0.0, 1.0 - cache / once) if once else 0.0
+            size = min(size, once * hw.num_sms + missed * max(once, largest))
+        total += size
+    return total

@@ -1,0 +1,190 @@
+"""Structural identity of groups: equal groups of different layers have equal keys, whatever their
+operators and tensors are called.
+
+    lv0 = add(x, b0); lv1 = relu(lv0)          layer 0     key (add, 0, 1, 2, relu, 2, 3 | 3)
+    lv7 = add(lv6, b1); lv8 = relu(lv7)        layer 1     the same key
+
+The key of an operator covers its PrimFunc and, of each tensor it touches, shape, dtype, and all
+that a kernel class may ask about it. That of a group adds how its tensors are wired (numbers in the
+order in which they first occur) and which are written.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..config import HardwareProfile, Policy
+from ..ir.access import Block
+from ..ir.graph import FusionGraph, Op, OpKind
+from ..kernels.base import KernelClass
+from ..kernels.gemm import match_product
+from ..kernels.read_order import read_order
+from ..kernels.transpose import is_turning
+from ..kernels.window import is_window_block
+
+MOST_KNOWN = 50_000  # structures of groups, of about a kilobyte each
+
+# Traits of operators, as bits: what decides which kernel classes need not be asked.
+REDUCES = 1
+ROLLED = 2  # a reduction that pointwise kernels do not unroll
+TURNS = 4
+MULTIPLIES = 8
+SUMS_ROWS = 16  # a reduction that keeps the contiguous axis
+SUMS_COLUMNS = 32
+READABLE = 64  # has blocks
+
+# What a built-in class needs among a group's traits, and what it cannot have; other classes, which
+# users registered, are always asked.
+NEEDS: dict[str, tuple[int, int]] = {
+    "transpose": (TURNS, ROLLED),
+    "pointwise": (0, ROLLED),
+    "row": (REDUCES, 0),
+    "column": (REDUCES, 0),
+    "mixed": (SUMS_ROWS | SUMS_COLUMNS, 0),
+    "gemm": (MULTIPLIES, 0),
+    "nest": (REDUCES, 0),
+}
+
+
+@dataclass
+class Structures:
+    """Numbers for structures of operators, and what is known of structures of groups.
+
+    One of these may serve several graphs for the same device and policy (`structures_for`).
+    """
+
+    counter: Iterator[int] = field(default_factory=itertools.count)
+    numbers: dict[Hashable, int] = field(default_factory=dict)
+    traits: dict[tuple[str, str], int] = field(default_factory=dict)
+    known: dict[tuple[int, ...], Any] = field(default_factory=dict)
+
+    def number(self, structure: Hashable) -> int:
+        return self.numbers.setdefault(structure, next(self.counter))
+
+
+_RECENT: deque[tuple[Any, ...]] = deque(maxlen=4)
+
+
+def structures_for(
+    hw: HardwareProfile, policy: Policy, classes: tuple[KernelClass, ...], residual: Any
+) -> Structures:
+    """What this process knows of structures for a device, a policy, kernel classes and a learned
+    residual: a module is planned several times, with and without each rewrite.
+    """
+    name = (hw.fingerprint(), policy.fingerprint(), classes)
+    for entry in tuple(_RECENT):
+        if entry[0] == name and entry[1] is residual and len(entry[2].known) < MOST_KNOWN:
+            return entry[2]
+    _RECENT.append((name, residual, Structures()))
+    return _RECENT[-1][2]
+
+
+class Wiring:
+    """Structural keys over one graph.
+
+    Attributes
+    ----------
+    number : structure of each operator
+    touched : tensors that each operator reads, writes or keeps inside, each once
+    traits, working : of each operator; `working` is 1 where it counts as one of a group's operators
+    """
+
+    def __init__(self, graph: FusionGraph, hw: HardwareProfile, structures: Structures) -> None:
+        self.structures = structures
+        self.touched = tuple(map(_touched, graph.ops))
+        facts = _tensor_facts(graph)
+        self.number = tuple(
+            structures.number(_structure(op, touched, facts))
+            for op, touched in zip(graph.ops, self.touched, strict=True)
+        )
+        self.traits = tuple(self._traits(op, hw) for op in graph.ops)
+        self.working = tuple(int(_works(op)) for op in graph.ops)
+
+    def key(self, ops: tuple[int, ...], outputs: tuple[int, ...]) -> tuple[int, ...]:
+        """The structural key of a group."""
+        place: dict[int, int] = {}
+        key: list[int] = []
+        number, touched = self.number, self.touched
+        for op in ops:
+            key.append(number[op])
+            for t in touched[op]:
+                at = place.get(t)
+                if at is None:
+                    at = place[t] = len(place)
+                key.append(at)
+        key.append(-1)
+        key.extend(place[t] for t in outputs)
+        return tuple(key)
+
+    def _traits(self, op: Op, hw: HardwareProfile) -> int:
+        known = self.structures.traits
+        if not op.key:
+            return traits_of(op.blocks, hw)
+        name = (op.key, op.kind.value)
+        if name not in known:
+            known[name] = traits_of(op.blocks, hw)
+        return known[name]
+
+
+def traits_of(blocks: tuple[Block, ...], hw: HardwareProfile) -> int:
+    """The traits of some loop nests."""
+    found = READABLE if blocks else 0
+    for block in blocks:
+        if is_turning(block):
+            found |= TURNS
+        if block.reduction is None:
+            continue
+        found |= REDUCES
+        if hw.kind == "llvm" or not is_window_block(block):
+            found |= ROLLED
+        if match_product(block) is not None:
+            found |= MULTIPLIES
+        order = read_order(block)
+        sums_rows = bool(order) and order[-1] in block.spatial
+        found |= SUMS_ROWS if sums_rows else SUMS_COLUMNS
+    return found
+
+
+def _works(op: Op) -> bool:
+    """Whether an operator computes: conversions, and what only moves data, do not."""
+    return not op.blocks or any(b.counts or b.reduction is not None for b in op.blocks)
+
+
+def _touched(op: Op) -> tuple[int, ...]:
+    accessed = (a.tensor for b in op.blocks for a in (*b.reads, *b.writes))
+    return tuple(dict.fromkeys((*op.inputs, *op.outputs, *accessed)))
+
+
+def _structure(op: Op, touched: tuple[int, ...], facts: list[Hashable]) -> Hashable:
+    place = {t: n for n, t in enumerate(touched)}
+    pattern = tuple(place[a.tensor] for b in op.blocks for a in (*b.reads, *b.writes))
+    symbols = tuple(a.extent for b in op.blocks for a in b.axes if not isinstance(a.extent, int))
+    lengths = (len(op.inputs), len(op.outputs))
+    own = (op.kind.value, op.key, op.why_opaque, lengths, pattern, symbols)
+    return own, tuple(facts[t] for t in touched)
+
+
+def _tensor_facts(graph: FusionGraph) -> list[Hashable]:
+    """All of each tensor that may matter to the cost or the legality of a group around it: beside
+    its shape and dtype whether a launch has written it (it may lie in the L2), and of a reduction's
+    result whether nothing but reductions reads it (it may be a partial one).
+    """
+    reduces = [any(b.reduction is not None for b in op.blocks) for op in graph.ops]
+    facts: list[Hashable] = []
+    for t in graph.tensors:
+        partial = t.producer is not None and reduces[t.producer]
+        partial = partial and all(reduces[c] for c in t.consumers)
+        facts.append((t.shape, t.dtype, t.is_inner, _is_made(graph, t.id), partial))
+    return facts
+
+
+def _is_made(graph: FusionGraph, tensor: int) -> bool:
+    """Whether the function computes the tensor, or what it is a view of."""
+    producer = graph.tensors[tensor].producer
+    while producer is not None and graph.ops[producer].kind is OpKind.VIEW:
+        producer = graph.tensors[graph.ops[producer].inputs[0]].producer
+    return producer is not None
