@@ -350,6 +350,12 @@ def test_an_unknown_family_is_named_with_its_nearest(tmp_path, capsys):
     assert "did you mean 'bandwidth'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", [("--only", ","), ("--budget", "nan"), ("--budget", "-1")])
+def test_options_that_leave_nothing_to_do_are_bad_input(tmp_path, capsys, options):
+    assert run_command(tmp_path, *options) == cli.BAD_INPUT
+    assert options[0] in capsys.readouterr().err
+
+
 def test_a_file_that_is_no_profile_is_not_overwritten(tmp_path, capsys):
     (tmp_path / "c.toml").write_text("name = 'notes'")
     assert run_command(tmp_path) == cli.BAD_INPUT

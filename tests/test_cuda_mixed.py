@@ -336,3 +336,13 @@ def test_what_the_class_takes_it_can_write(columns, dtype):
     job = Job.from_module(mod, target, hw, load_policy(None))
     job.fuse()
     assert job.cuts == {}
+
+
+def test_a_sum_of_one_element_is_no_sum_of_columns():
+    def emit(bb, x):
+        one = bb.emit(op.sum(x, axis=-1, keepdims=True))
+        return [one, bb.emit(op.sum(bb.emit(op.subtract(x, one))))]
+
+    p = plan_of(module(emit, ((8, 1024, 1), "float16")), policy="aggressive")
+    assert p.launches
+    assert all(g.kernel_class != "mixed" for g in p.plan.groups)

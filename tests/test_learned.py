@@ -536,14 +536,16 @@ def test_the_command_writes_a_residual_that_loads(drawn, tmp_path, capsys, monke
     assert [p.name for p in tmp_path.iterdir() if "tmp" in p.name or p.name[0] == "."] == []
 
 
-def test_too_few_samples_are_refused_and_the_old_file_stays(drawn, tmp_path):
+def test_too_few_samples_are_refused_and_the_old_file_stays(drawn, tmp_path, capsys):
     source, out = tmp_path / "samples.jsonl", tmp_path / "out.residual.json"
     write_samples(source, replace(drawn, launches=drawn.launches[:20]))
+    source.write_text(source.read_text() + "broken\n")
     out.write_text("old")
     args = argparse.Namespace(refit=[str(source)], target="h200", out=str(out))
     with pytest.raises(InputError, match="too few"):
         refit.main(args)
     assert out.read_text() == "old"
+    assert "set aside: samples.jsonl:22" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("device", ["nvidia_a100", "NVIDIA A100"])

@@ -5,7 +5,6 @@ decides.
 import itertools
 import math
 import random
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -34,12 +33,11 @@ from tvm_fusion.cost.samples import read_samples
 from tvm_fusion.errors import BuildError, PlanError
 from tvm_fusion.kernels.base import RefusalCode
 from tvm_fusion.plan.caution import Caution, Verdict, ratio_of
-from tvm_fusion.plan.decide import decide, hopeful_plan, judge, times_apart
+from tvm_fusion.plan.decide import decide, hopeful_plan, judge, times_apart, without
 from tvm_fusion.plan.differ import clusters, exchanged, in_order, regions
 from tvm_fusion.plan.plan import Evidence, FusionPlan, PlannedGroup
 from tvm_fusion.plan.search import unfused_plan
 from tvm_fusion.report.flip import flip
-from tvm_fusion.report.model import RefusalReport
 from tvm_fusion.transform.region_module import region_module
 
 F32 = "float32"
@@ -510,14 +508,14 @@ def test_a_region_that_cannot_be_timed_stays_as_it_is(monkeypatch, contested):
 )
 def test_the_number_that_would_turn_a_measurement_is_told(duel, said):
     r = contest_module.slower(duel, ("a", "b"))
-    assert said in flip(RefusalReport(r.code.value, r.where, r.why, dict(r.numbers)))
+    assert said in flip(r.code.value, dict(r.numbers))
 
 
 def test_the_number_that_would_make_a_fusion_sure_is_told():
     p = plan_of(module(siblings, BIG, BIG, BIG))
     plan = decide(p.graph, p.hw, load_policy(), caution=cautious(2.0))
     (r,) = (r for r in plan.refusals if r.code is RefusalCode.UNDECIDED)
-    told = flip(RefusalReport(r.code.value, r.where, r.why, dict(r.numbers)))
+    told = flip(r.code.value, dict(r.numbers))
     numbers = dict(r.numbers)
     assert f"{numbers['apart_us'] / numbers['together_us']:.3g}" in told
     assert "--measure" in told
@@ -640,8 +638,8 @@ def doubtful():
 def test_what_is_in_doubt_is_measured_and_kept_where_it_is_faster(cache):
     x = ((256, 512), F32)
     mod = module(two_consumers, x)
-    without = tvm_fusion.compile(mod, "llvm", policy=doubtful(), verify=False)
-    assert without.launches == 5
+    unmeasured = tvm_fusion.compile(mod, "llvm", policy=doubtful(), verify=False)
+    assert unmeasured.launches == 5
     compiled = tvm_fusion.compile(mod, "llvm", policy=doubtful(), measure=True, verify=True)
     assert compiled.report.verify.passed
     assert min(compiled.report.time_us.fused, compiled.report.time_us.unfused) > 0
@@ -723,8 +721,36 @@ def test_cutting_a_group_drops_its_evidence():
     p = plan_of(module(siblings, BIG, BIG, BIG))
     plan = decide(p.graph, p.hw, load_policy())
     alone = unfused_plan(p.graph, p.hw, load_policy())
-    cut = plan.cut(plan.groups[0].ops, alone, replace(_any_refusal(p)))
+    cut = without(p.graph, plan, plan.groups[0], alone, _any_refusal(p))
     assert [g.evidence for g in cut.groups] == [None, None]
+    assert cut.refusals == (*plan.refusals, _any_refusal(p))
+
+
+def _exp_and_two_readers(bb, x):
+    e = bb.emit(op.exp(x))
+    t = bb.emit(op.tanh(e))
+    return [e, bb.emit(op.add(e, t))]
+
+
+@pytest.mark.parametrize(
+    ("failed", "left"),
+    [
+        (("lv", "lv1"), {("lv",), ("lv1",), ("lv2",)}),  # lv2's group waits for lv1 and owns lv
+        (("lv", "lv2"), {("lv", "lv1"), ("lv",), ("lv2",)}),
+    ],
+)
+def test_a_plan_that_recomputes_can_run_after_a_group_of_it_failed(failed, left):
+    mod = module(_exp_and_two_readers, ((64, 64), "float32"))
+    data = Job.of(mod, "llvm", "default", None, None, None).plan.to_dict()
+    kernel = {"kernel_class": "pointwise"}
+    data["groups"] = [
+        {"ops": ["lv", "lv1"], "recomputed": ["lv"], **kernel},
+        {"ops": ["lv", "lv2"], **kernel},
+    ]
+    job = Job.of(mod, "llvm", "default", data, None, None)
+    job.cut(next(g for g in job.plan.groups if g.ops == failed), RefusalCode.BUILD, "on purpose")
+    assert {g.ops for g in job.plan.groups} == left
+    job.write()
 
 
 def _any_refusal(p):

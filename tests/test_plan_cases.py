@@ -98,10 +98,15 @@ def test_four_hundred_special_functions_are_not_put_in_one_kernel(planned, name)
 
 
 def test_the_code_term_alone_keeps_a_long_chain_apart(planned):
-    """No limit on operators: what is chosen fits the instruction cache."""
-    chosen = planned("code_chain", 2 * SPECIAL)
+    """No limit on operators; with room for all of its code the chain would be one kernel."""
+    policy = {**POLICY, "max_group_ops": 2 * SPECIAL}
+    chosen = planned("code_chain", policy["max_group_ops"])
+    (one,), _ = by_hand(chosen, "code_chain", "one kernel")
     assert len(kernels(chosen)) > 1
-    assert not any(g.terms.get("code") for g in kernels(chosen))
+    code_us = sum(g.terms.get("code", 0.0) for g in kernels(chosen))
+    assert code_us < 0.5 * one.estimate.terms["code"]
+    roomy = plan_of(CASES["code_chain"].build(1.0), policy=policy, instruction_cache_bytes=1 << 30)
+    assert len(kernels(roomy)) == 1
 
 
 def test_a_chain_of_twenty_special_functions_is_one_kernel(planned):
@@ -115,7 +120,7 @@ def test_the_code_of_a_chain_is_estimated_within_a_third_of_what_ptxas_makes(pla
     found = probe(chosen.low, chosen.graph, [group], chosen.hw, load_policy(None))[group.key]
     costs = evaluator(chosen.graph, chosen.hw, load_policy(None))
     cost = costs.group(group.view.ops, group.view.outputs)
-    estimate = guessed(cost, group.view, chosen.hw, load_policy(None))
+    estimate = guessed(cost, chosen.hw)
     assert found.code_bytes == pytest.approx(estimate.code_bytes, rel=1 / 3)
 
 
@@ -165,15 +170,15 @@ def test_a_cheap_producer_is_rematerialised_into_all_of_its_consumers(planned):
 def test_a_producer_that_is_stored_anyway_is_rematerialised_into_some_consumers(planned):
     chosen = planned("remat_some")
     _, stored_us = by_hand(chosen, "remat_some", "stored")
-    assert len(kernels(chosen)) == 2
     graph = chosen.graph
     (stored,) = (
         op.name
         for op in graph.ops
         if graph.tensors[op.outputs[0]].is_output and graph.consumers(op.id)
     )
-    assert sum(stored in g.ops for g in kernels(chosen)) == 2
-    assert sum(stored in g.recomputed for g in kernels(chosen)) == 1
+    computed = sum(stored in g.ops for g in kernels(chosen))
+    copies = sum(stored in g.recomputed for g in kernels(chosen))
+    assert computed - 1 == copies > 0
     assert chosen.plan.predicted_us < stored_us
 
 

@@ -186,7 +186,7 @@ def nearly_full():
     planned = plan_of(module(chain(12), BIG))
     view = one_group(planned).view
     costed = Evaluator(planned.graph, planned.hw, POLICY).group(view.ops, view.outputs)
-    code_bytes = guessed(costed, view, planned.hw, POLICY).code_bytes
+    code_bytes = guessed(costed, planned.hw).code_bytes
     return plan_of(module(chain(12), BIG), instruction_cache_bytes=int(code_bytes / 0.9))
 
 

@@ -181,7 +181,7 @@ REFUSED = [
     (chain_then_broadcast, (COLUMN, BIG), {}, "recompute"),
     (softmax, (BIG,), {"max_group_ops": 2}, "group_size"),
     (long_chain_then_broadcast, (COLUMN, BIG), {"max_recompute": 1e9}, "not_profitable"),
-    (other_sizes, (((64, 64), F16), BIG), {}, "space_mismatch"),
+    (other_sizes, (((64, 64), F16), BIG), {"allow_rematerialisation": False}, "space_mismatch"),
 ]
 
 
@@ -291,6 +291,32 @@ def test_a_plan_that_lost_an_operator_is_refused():
     p = plan_of(module(softmax, BIG))
     data = json.loads(p.plan.to_json())
     data["groups"][0]["ops"].pop()
+    with pytest.raises(PlanError, match="in no group"):
+        FusionPlan.from_dict(data).check(p.graph)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ops": []}, "no operators"),
+        ({"ops": [1]}, "by their names"),
+        ({"terms": None}, "broken"),
+        ({"predicted_us": None}, "no number"),
+        ({"kernel_class": "nonsense"}, "no kernel class is called nonsense"),
+    ],
+)
+def test_a_group_that_cannot_be_is_a_plan_error(change, message):
+    p = plan_of(module(softmax, BIG))
+    data = json.loads(p.plan.to_json())
+    data["groups"][0] |= change
+    with pytest.raises(PlanError, match=message):
+        FusionPlan.from_dict(data).check(p.graph)
+
+
+def test_an_operator_that_no_group_owns_is_refused():
+    p = plan_of(module(softmax, BIG))
+    data = json.loads(p.plan.to_json())
+    data["groups"][0]["recomputed"] = data["groups"][0]["ops"][:1]
     with pytest.raises(PlanError, match="in no group"):
         FusionPlan.from_dict(data).check(p.graph)
 

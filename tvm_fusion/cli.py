@@ -104,6 +104,11 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="compile the kernels (nvcc, no GPU) and show their registers, spills and code",
     )
+    explain.add_argument(
+        "--bound",
+        action="store_true",
+        help="say how far the plan can be from the cheapest one (small graphs)",
+    )
     for command in (output, explain):
         command.add_argument(
             "--measure",
@@ -172,7 +177,8 @@ def _run(args: argparse.Namespace) -> Report:
         raise InputError(f"cannot write {args.output}: there is no such directory")
     model = _model(args, target)
     if args.command == "explain":
-        return compiler.explain(model, **options, probe=args.probe, measure=args.measure)
+        asked = {name: getattr(args, name) for name in ("probe", "measure", "bound")}
+        return compiler.explain(model, **options, **asked)
     if args.command == "bench":
         from .bench.compare import bench
 

@@ -25,7 +25,7 @@ from .errors import TargetError
 from .frontends import load
 from .ir.graph import FusionGraph, build_graph
 from .kernels.base import Refusal, RefusalCode
-from .plan.decide import decide
+from .plan.decide import decide, without
 from .plan.plan import FusionPlan, PlannedGroup
 from .plan.probing import probed_plan
 from .plan.search import unfused_plan
@@ -120,12 +120,14 @@ def explain(
     dynamic_shapes: Any = None,
     measure: bool = False,
     probe: bool = False,
+    bound: bool = False,
 ) -> Report:
     """Plans a model and reports the plan; parameters as for `compile`.
 
     Nothing is built and no device is needed, unless `measure` asks to time the fusions in doubt.
     With `probe` the kernels of all groups are compiled (by nvcc; no GPU is needed) and the report
-    has their registers, spills and code.
+    has their registers, spills and code. With `bound` (needs SciPy) the report says how far the
+    plan can be from the cheapest one, by the cost model, where the graph is small enough to tell.
     """
     from .cost.probe import candidates_of
     from .cost.probe import probe as compiled_kernels
@@ -138,7 +140,12 @@ def explain(
         raise TargetError(f"{job.hw.name} is no GPU: there are no registers to probe")
     groups = candidates_of(job.graph, job.plan) if probe else []
     found = compiled_kernels(job.low, job.graph, groups, job.hw, job.policy, job.target)
-    return planned_report(job.graph, job.plan, job.whole_plan, found)
+    report = planned_report(job.graph, job.plan, job.whole_plan, found)
+    if not bound:
+        return report
+    from .plan.bound import bound_of_plan
+
+    return replace(report, bound=bound_of_plan(job.graph, job.hw, job.policy, job.plan))
 
 
 @dataclass
@@ -330,7 +337,8 @@ class Job:
         for op in group.ops:
             self.cuts[(op,)] = f"{code.value}: {why}"
         if len(group.ops) > 1:
-            self.plan = self.plan.cut(group.ops, self.alone, Refusal(code, group.ops, why))
+            reason = Refusal(code, group.ops, why)
+            self.plan = without(self.graph, self.plan, group, self.alone, reason)
         else:
             self.plan = self.plan.with_class(group.ops[0], _next_class(group))
 

@@ -47,4 +47,4 @@ class Unsupported(TvmFusionError):
 
 
 class TooDeep(Unsupported):
-    """A chain of operators is longer than Python's stack allows here; `_deep.call_deep` has more."""
+    """A chain of operators is longer than Python's stack allows; `_deep.call_deep` has more."""

@@ -29,7 +29,7 @@ from .plan_case_graphs import CASES, PlanCase
 from .record import write
 
 CHOSEN = "chosen"
-POLICY = {"max_group_ops": 128, "search_evaluations": 300}
+POLICY = {"max_group_ops": 128}
 """So that the cost of a large kernel decides, and not the limit on its operators."""
 
 COMPARED = 1 << 18  # elements of each result

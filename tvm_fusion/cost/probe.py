@@ -61,8 +61,8 @@ def group_key(view: GroupView) -> GroupKey:
 
 def candidates_of(graph: FusionGraph, plan: FusionPlan) -> list[Candidate]:
     """The groups of a plan that kernels are written for."""
+    from ..plan.plan import UNWRITTEN
     from ..transform.materialize import group_views
-    from ..transform.write_kernels import UNWRITTEN
 
     pairs = zip(group_views(graph, plan), plan.groups, strict=True)
     return [Candidate(v, g.kernel_class) for v, g in pairs if g.kernel_class not in UNWRITTEN]

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from ..config import HardwareProfile, Policy, load_policy, resolve_target
 from ..errors import InputError
@@ -50,11 +51,14 @@ def train_samples(
 ) -> tuple[Residual, Rows]:
     """The residual of some samples, and the rows it was trained from."""
     rows = rows_of(samples, hw, policy or load_policy())
-    source = {
+    return train(rows, hw, _source(samples)), rows
+
+
+def _source(samples: SampleSet) -> dict[str, Any]:
+    return {
         "samples": [dict(h) for h in samples.headers],
         "xgboost": _version("xgboost-cpu") or _version("xgboost"),
     }
-    return train(rows, hw, source), rows
 
 
 def main(args: argparse.Namespace) -> int:
@@ -68,12 +72,13 @@ def main(args: argparse.Namespace) -> int:
     if not out.absolute().parent.is_dir():
         raise InputError(f"cannot write {out}: there is no such directory")
     print(f"{len(samples.launches)} launches; making their graphs again", file=sys.stderr)
-    residual, rows = train_samples(samples, hw)
+    rows = rows_of(samples, hw, load_policy())
     problems = [*samples.problems, *rows.problems]
     for problem in problems[:SHOWN_PROBLEMS]:
         print(f"set aside: {problem}", file=sys.stderr)
     if len(problems) > SHOWN_PROBLEMS:
         print(f"set aside: {len(problems) - SHOWN_PROBLEMS} more", file=sys.stderr)
+    residual = train(rows, hw, _source(samples))
     replace_file(out, residual.to_json())
     print(summary(residual))
     print(f"wrote {out}")

@@ -8,11 +8,11 @@ file with such a class and one line in `registry.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cache, cached_property, lru_cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from tvm import tirx
 
@@ -24,6 +24,8 @@ from ..ir.graph import FusionGraph, OpKind
 
 # With more, TVM's simplifier takes minutes over the index arithmetic of a tiled loop (seen with 6).
 MAX_SYMBOLIC_EXTENTS = 3
+
+Found = TypeVar("Found")
 
 _BYTES = {"bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
 
@@ -102,8 +104,9 @@ class Traffic:
     hbm_bytes, l2_bytes : bytes that cross the memory's and the L2's interface, each once
     operations : operations by pipe (`ir.access.Pipe`)
     parallel : share of the device the launch can fill (0 to 1]
-    sector_bytes : bytes that the loads and stores ask for in whole sectors; more than `l2_bytes`
-        where accesses are not coalesced or what is read is read again
+    sector_bytes : bytes that the loads and stores ask for in whole sectors, those of stores counted
+        as the reads that take the L2 as long; more than `l2_bytes` where accesses are not coalesced
+        or what is read is read again
     read_bytes : bytes of loads whose latency has to be covered by others in flight
     wavefronts : passes through the load/store units (up to 128 bytes of one instruction each)
     smem_bytes : bytes written to and read from shared memory
@@ -239,8 +242,16 @@ class GroupView:
 
     @cached_property
     def memo(self) -> dict:
-        """What kernel classes find out about the group and ask for again."""
+        """What `once` has found out."""
         return {}
+
+    def once(self, key: Hashable, find: Callable[[], Found]) -> Found:
+        """What a kernel class finds out about the group and asks for again, found when first asked
+        for: nobody has to have asked the class anything before.
+        """
+        if key not in self.memo:
+            self.memo[key] = find()
+        return self.memo[key]
 
     @cached_property
     def names(self) -> tuple[str, ...]:

@@ -31,7 +31,8 @@ from .column_shape import column_shape
 from .footprint import evaluations, points
 from .pointwise import refuse_recompute
 from .read_order import plain_axes, read_order
-from .traffic import Shape, cuda_resources, cuda_traffic
+from .streams import along_memory
+from .traffic import Shape, cuda_resources, cuda_traffic, group_streams
 
 COLUMNS_A_THREAD = 16
 """Columns that a thread walks over, at least, where there are many."""
@@ -101,13 +102,9 @@ class Column:
     joins_independent = True  # equal spaces are one: the partial sums of dgamma and dbeta
 
     def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
-        anchor = next((b for b in group.blocks if b.reduction is not None), None)
-        if anchor is None:
-            return group.refuse(RefusalCode.REDUCTION, "the group holds no reduction")
-        space = _space(group, anchor)
+        space = group.once("columns", lambda: _space(group))
         if isinstance(space, Refusal):
             return space
-        group.memo["columns"] = space
         roles = _Roles(space)
         for block in group.blocks:
             refusal = _check_block(group, block, roles, id(block) in group.views)
@@ -133,7 +130,8 @@ class Column:
 
     def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
         """Columns that a thread block cannot hold are read again, out of the L2 where they fit."""
-        return cuda_traffic(group, fit, hw, _shape(group, fit, hw))
+        found = along_memory(group_streams(group, fit))
+        return cuda_traffic(group, fit, hw, _shape(group, fit, hw), found)
 
     def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
         return cuda_resources(group, fit, _shape(group, fit, hw))
@@ -171,12 +169,15 @@ def _kept_by_lanes(group: GroupView, roles: _Roles, counts: tuple[float, ...]) -
 
 
 def _shape(group: GroupView, fit: Fit, hw: HardwareProfile) -> Shape:
-    space = group.memo["columns"]
+    space = group.once("columns", lambda: _space(group))
     return column_shape(group, fit, hw, space.inner, assumed(space.rows[-1]))
 
 
-def _space(group: GroupView, anchor: Block) -> _Space | Refusal:
+def _space(group: GroupView) -> _Space | Refusal:
     """The order in which the first reduction reads its elements."""
+    anchor = next((b for b in group.blocks if b.reduction is not None), None)
+    if anchor is None:
+        return group.refuse(RefusalCode.REDUCTION, "the group holds no reduction")
     found = read_order(anchor, picks=True)
     if found is None:
         return group.refuse(

@@ -36,10 +36,7 @@ def column_shape(group: GroupView, fit: Fit, hw: HardwareProfile, inner: int, la
 
     `inner` are reduced neighbours in memory, `last` the rows that lie side by side before them.
     """
-    known = group.memo.get(("shape", fit.kernel_class))
-    if known is None:
-        known = group.memo["shape", fit.kernel_class] = _shape(group, fit, hw, inner, last)
-    return known
+    return group.once(("shape", fit.kernel_class), lambda: _shape(group, fit, hw, inner, last))
 
 
 def _shape(group: GroupView, fit: Fit, hw: HardwareProfile, inner: int, whole: int) -> Shape:

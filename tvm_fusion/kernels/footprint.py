@@ -46,11 +46,51 @@ def footprint_bytes(group: GroupView, tensor: int) -> float:
     t = group.graph.tensors[tensor]
     size, whole = dtype_bytes(t.dtype), group.tensor_bytes(tensor)
     touched = 0.0
+    shares = reached(group)
     for block, access in group.readers_of.get(tensor, ()):
-        touched += _touched_elements(block, access, t.shape) * size
+        touched += _touched_elements(block, access, t.shape) * size * shares.get(id(block), 1.0)
         if touched >= whole:
             return float(whole)
     return touched
+
+
+def reached(group: GroupView) -> dict[int, float]:
+    """Share of the domain of blocks, by `id`, that anything needs, where it is not all of it: what
+    only a slice is taken of is not computed elsewhere.
+    """
+    return group.once("reached", lambda: _reached(group))
+
+
+def _reached(group: GroupView) -> dict[int, float]:
+    shares: dict[int, float] = {}
+    if not any(_slices(group, block) for block in group.blocks):
+        return shares
+    outputs = frozenset(group.outputs)
+    for block in reversed(group.blocks):
+        if block.reduction is not None or any(w.tensor in outputs for w in block.writes):
+            continue
+        needed = 0.0
+        for write in block.writes:
+            shape = group.graph.tensors[write.tensor].shape
+            whole = assumed_product(shape)
+            for reader, access in group.readers_of.get(write.tensor, ()):
+                part = _touched_elements(reader, access, shape) / whole if whole else 1.0
+                needed += part * shares.get(id(reader), 1.0)
+                if needed >= 1.0:
+                    break
+        if 0.0 < needed < 1.0:
+            shares[id(block)] = needed
+    return shares
+
+
+def _slices(group: GroupView, block: Block) -> bool:
+    """Whether some read of the block leaves a part of its tensor untouched."""
+    known = block.derived.get("slices")
+    if known is None:
+        shapes = ((a, group.graph.tensors[a.tensor].shape) for a in block.reads)
+        known = any(_touched_elements(block, a, s) < assumed_product(s) for a, s in shapes)
+        block.derived["slices"] = known
+    return known
 
 
 def _touched_elements(block: Block, access: Access, shape) -> float:
@@ -114,12 +154,16 @@ def evaluations(
     kept = once.union(group.outputs)
     shared: dict[int, float] = {}  # of a tensor, by all readers at their own points
     extra: dict[int, float] = {}  # by others, each by itself
+    shares = reached(group)
     for k in range(len(blocks) - 1, -1, -1):
         block = blocks[k]
-        own = points(block)
+        own = points(block) * shares.get(id(block), 1.0)
         tensors = [w.tensor for w in block.writes]
-        together = max((shared.get(t, 0.0) for t in tensors), default=0.0)
-        more = sum(extra.get(t, 0.0) for t in tensors)
+        if len(tensors) == 1:
+            together, more = shared.get(tensors[0], 0.0), extra.get(tensors[0], 0.0)
+        else:
+            together = max((shared.get(t, 0.0) for t in tensors), default=0.0)
+            more = sum(extra.get(t, 0.0) for t in tensors)
         if block.reduction is not None or not kept.isdisjoint(tensors):
             together = max(together, own)
         count = counts[k] = max(own, together + more) if together or more else 0.0

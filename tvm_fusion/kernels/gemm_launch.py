@@ -11,7 +11,7 @@ from ..config import HardwareProfile
 from ..ir.access import Access, Block, Pipe
 from ..ir.extents import assumed
 from .base import GroupView, dtype_bytes
-from .expr import FLOAT8_DTYPES
+from .expr import FLOAT8_DTYPES, HALF_DTYPES
 from .footprint import footprint_bytes
 from .traffic import resident_share
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from .gemm import Product
 
 ROWS_OF_PARTS = 64  # rows of the smallest tile, to whose multiples the rows of parts are counted
+
+SMALL_PLANE = 16  # rows and columns of matrices of a batch of which each is one block's
 
 
 @dataclass(frozen=True)
@@ -90,9 +92,97 @@ class GemmGroup:
         return any(b.reduction is not None and id(b) not in own for b in self.group.blocks)
 
     def computed(self, side: int) -> bool:
-        """Whether there is arithmetic on a left (0) or right (1) operand."""
+        """Whether left (0) or right (1) operands are computed, or stored in another dtype than that
+        in which they are multiplied: no copy brings them in.
+        """
         blocks = (self.group.writer_of.get(t) for t in self.before[side])
-        return any(b is not None and (b.operations() or narrows(self.group, b)) for b in blocks)
+        if any(b is not None and (b.operations() or narrows(self.group, b)) for b in blocks):
+            return True
+        tensors = self.group.graph.tensors
+        stored = {tensors[self._stored(access)[0]].dtype for access in self._operands(side)}
+        eights = set(FLOAT8_DTYPES)
+        return not stored <= (eights if self.dtypes <= eights else self.dtypes)
+
+    @cached_property
+    def alike(self) -> bool:
+        """Whether all left operands lie in memory in one order, and all right ones."""
+        for side in (0, 1):
+            pairs = zip(self.products, self._operands(side), strict=True)
+            if len({self._stored(access)[1] <= set(p.block.reduced) for p, access in pairs}) > 1:
+                return False
+        return True
+
+    def _operands(self, side: int) -> list[Access]:
+        return [(p.left, p.right)[side] for p in self.products]
+
+    @cached_property
+    def written_along(self) -> dict[int, str]:
+        """Outputs, and what lies side by side in them: "columns" or "rows" of their product, or
+        "nothing" of either.
+        """
+        found: dict[int, list[frozenset[int]]] = {}  # axes of the product along each dimension
+        owner: dict[int, Product] = {p.block.writes[0].tensor: p for p in self.products}
+        for block in self.group.blocks:
+            write = block.writes[0]
+            if write.tensor in owner:
+                found[write.tensor] = [index.axes for index in write.index]
+                continue
+            source = next((a for a in block.reads if a.tensor in found), None)
+            if source is not None:
+                own = zip(source.index, found[source.tensor], strict=True)
+                moved = {i: axes for index, axes in own for i in index.axes}
+                found[write.tensor] = [
+                    frozenset().union(*(moved.get(i, frozenset()) for i in index.axes))
+                    for index in write.index
+                ]
+                owner[write.tensor] = owner[source.tensor]
+        return {
+            t: _along(owner[t], found[t][-1] if found[t] else frozenset())
+            for t in self.group.outputs
+            if t in found
+        }
+
+    @property
+    def scattered_bytes(self) -> float:
+        """Bytes of sectors of outputs each element of which is stored by itself."""
+        tensors, total = self.group.graph.tensors, 0.0
+        for tensor, along in self.written_along.items():
+            if along == "nothing":
+                size = dtype_bytes(tensors[tensor].dtype)
+                total += self.group.tensor_bytes(tensor) / size * self.hw.sector_bytes
+        return total
+
+    def _is_boxed(self, tensor: int) -> bool:
+        """Whether a matrix behind the products can travel in boxes: halves."""
+        return self.group.graph.tensors[tensor].dtype in HALF_DTYPES
+
+    @property
+    def is_boxed(self) -> bool:
+        """Whether an output of each part can leave in boxes."""
+        along = self.written_along.items()
+        return sum(a == "columns" and self._is_boxed(t) for t, a in along) >= len(self.parts)
+
+    @property
+    def direct_bytes(self) -> float:
+        """Bytes of matrices behind the products that do not travel in boxes: one output and one
+        input of each part may.
+        """
+        least = min(b * m * n for b, m, n, _ in self.segments)
+        before = self.before[0] | self.before[1]
+        total = 0.0
+        for tensors in (self.written_along, [t for t in self.group.inputs if t not in before]):
+            direct, boxed = 0.0, []
+            for t in tensors:
+                size = self.group.tensor_bytes(t)
+                if size // dtype_bytes(self.group.graph.tensors[t].dtype) < least:
+                    continue
+                if self._is_boxed(t):
+                    boxed.append(size)
+                else:  # stores of 4 bytes an element fill their sectors
+                    direct += size / (4 if tensors is self.written_along else 1)
+            boxed.sort(reverse=True)
+            total += direct + sum(boxed[len(self.parts) :])
+        return total
 
     @cached_property
     def moved(self) -> tuple[float, float, float, float]:
@@ -161,10 +251,23 @@ class GemmGroup:
                 found[self._side(block)] += count * operation_seconds(block.counts, self.hw)
         return found[0], found[1], found[2]
 
+    @cached_property
+    def cells(self) -> int:
+        """Elements of one output of each part."""
+        return sum(b * m * n for b, m, n, _ in self.segments)
+
+    @property
+    def plane_terms(self) -> float:
+        """Multiplications of a batch of planes of few rows and columns; 0 where there is none."""
+        small = (b > 1 and m <= SMALL_PLANE and n <= SMALL_PLANE for b, m, n, _ in self.segments)
+        if not all(small) or len(self.products) > 1:
+            return 0.0
+        return float(sum(b * m * n * sum(depths) for b, m, n, depths in self.segments))
+
     @property
     def epilogue_s(self) -> float:
         """The same for the operations behind the products, on one element of an output."""
-        return self.operation_s[2] / sum(b * m * n for b, m, n, _ in self.segments)
+        return self.operation_s[2] / self.cells
 
     def _side(self, block: Block) -> int:
         tensors = {w.tensor for w in block.writes}
@@ -197,6 +300,15 @@ def narrows(group: GroupView, block: Block) -> bool:
     tensors = group.graph.tensors
     written = dtype_bytes(tensors[block.writes[0].tensor].dtype)
     return any(dtype_bytes(tensors[a.tensor].dtype) > written for a in block.reads)
+
+
+def _along(product: Product, axes: frozenset[int]) -> str:
+    """What of a product lies along a dimension that such axes of its own move."""
+    if not axes or axes & product.columns:
+        return "columns"
+    sizes = {i: assumed(product.block.axes[i].extent) for i in product.block.spatial}
+    rows = [i for i in product.left.axes - product.right.axes if sizes.get(i, 1) > 1]
+    return "rows" if rows and max(rows) in axes else "nothing"
 
 
 def _only_moves(block: Block) -> bool:

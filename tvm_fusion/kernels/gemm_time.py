@@ -65,12 +65,22 @@ SKINNY_EXPONENT = 3.0
 SKINNY_START_SECONDS = 2.3e-6
 SKINNY_READS, SKINNY_ACROSS = 1.12, 1.0
 SKINNY_OPERATIONS = 0.5
+# Sectors of outputs that are transposed behind the product, one for each element (H200, 2026-11-20:
+# 65536 x 256 x 64 of float16, 250 us).
+SCATTERED_BYTES_PER_S = 2.15e12
+# Matrices behind a product that do not travel in boxes beside one that does: a second output, masks
+# and inputs of float32 (H200, 2026-11-20: 1.0e12 to 2.0e12).
+DIRECT_BYTES_PER_S = 1.5e12
+# Terms of batches of small planes, which the skinny form computes on CUDA cores with most of its
+# threads idle (H200, 2026-11-20: 14 x 14 x 14 and 16 x 16 x 64, 1.0e12 to 1.8e12).
+PLANE_TERMS_PER_S = 1.5e12
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchTime:
     """Predicted seconds without the launch's own cost, its terms, the form, how often elements of A
-    and of B are computed, and how often each block of the group runs.
+    and of B are computed, and how often each block of the group runs; `more` seconds are those
+    that the writer, which chooses the form, does not know of.
     """
 
     form: str
@@ -78,6 +88,7 @@ class LaunchTime:
     terms: Mapping[str, float] = field(hash=False)
     runs: tuple[float, float] = (1, 1)
     counts: tuple[float, ...] = ()
+    more: float = 0.0
 
 
 def predict(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> LaunchTime | None:
@@ -90,7 +101,23 @@ def predict(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> LaunchTim
         known = [forms[name] for name in PARTIAL_FORMS]
     found = itertools.chain.from_iterable(form(launch, hw, policy) for form in known)
     best = min(found, key=lambda time: time.seconds, default=None)
-    return best and replace(best, counts=launch.run_counts(*best.runs))
+    if best is None:
+        return None
+    if best.more:
+        terms = {**best.terms, "direct": best.more}
+        best = replace(best, seconds=best.seconds + best.more, terms=terms)
+    best = _not_before(best, "scattered", launch.scattered_bytes / SCATTERED_BYTES_PER_S)
+    if hw.arch >= "sm_80":
+        best = _not_before(best, "planes", launch.plane_terms / PLANE_TERMS_PER_S)
+    return replace(best, counts=launch.run_counts(*best.runs))
+
+
+def _not_before(time: LaunchTime, name: str, seconds: float) -> LaunchTime:
+    """The same launch, where something takes so long."""
+    if not seconds:
+        return time
+    terms = {**time.terms, name: seconds}
+    return replace(time, seconds=max(time.seconds, time.terms["start"] + seconds), terms=terms)
 
 
 def _hopper(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[LaunchTime]:
@@ -105,6 +132,7 @@ def _hopper(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[
         or launch.computed(0)
         or launch.computed(1)
         or together > 2
+        or not launch.alike
         or not maps_fit
         or not all(map(_is_addressable, itertools.repeat(launch), launch.products))
     ):
@@ -129,8 +157,14 @@ def _hopper(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[
         residual=extra >= written > 0,
     )
     widths = [n for _, _, n, _ in launch.segments]
-    stored = outputs_fit and all(n * dtype_bytes(dtype) % TMA_PITCH_BYTES == 0 for n in widths)
-    work = replace(work, single_stores=any(n % 2 for n in widths))
+    stored = (
+        outputs_fit
+        and launch.is_boxed
+        and all(n * dtype_bytes(dtype) % TMA_PITCH_BYTES == 0 for n in widths)
+    )
+    size = min(dtype_bytes(launch.group.graph.tensors[t].dtype) for t in launch.group.outputs)
+    work = replace(work, single_stores=any(n % 2 for n in widths), wide_stores=size >= 4)
+    more = launch.direct_bytes / DIRECT_BYTES_PER_S if stored and not launch.has_partials else 0.0
     others = NARROW_TILES if m <= 64 else DIRECT_TILES
     # Matrices of the output's shape are read by the TMA, into what it stores.
     direct = extra < written and launch.tiles(128, 256 // together) <= FEW_WAVES * hw.num_sms
@@ -148,7 +182,7 @@ def _hopper(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[
             kinds += [replace(whole, staged=False, split=split) for split in (2, 4, 8)]
         for tile in kinds:
             time = gemm_time(work, tile, hw)
-            yield LaunchTime("hopper", time.seconds, time.terms)
+            yield LaunchTime("hopper", time.seconds, time.terms, more=more if staged else 0.0)
 
 
 def _stages(block_m: int, block_n: int) -> int:

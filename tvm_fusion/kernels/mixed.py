@@ -69,10 +69,9 @@ class Mixed:
     name = "mixed"
 
     def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
-        space = _read_space(group)
+        space = group.once("mixed", lambda: _read_space(group))
         if isinstance(space, Refusal):
             return space
-        group.memo["mixed"] = space
         if not _fits_registers(group, space, hw):
             return group.refuse(
                 RefusalCode.SPACE_MISMATCH,
@@ -110,7 +109,7 @@ class Mixed:
 
 def _shape(group: GroupView, fit: Fit, hw: HardwareProfile) -> Shape:
     """Blocks that walk over the rows of a group, holding the sums of their columns."""
-    groups = group.memo["mixed"].groups
+    groups = group.once("mixed", lambda: _read_space(group)).groups
     tensors = group.graph.tensors
     full = fit.rows * fit.columns
     read = sum(
@@ -227,6 +226,8 @@ def _role_of_reduction(group: GroupView, space: _Space, block: Block) -> _Role |
     if not _is_sum(block):
         trailing = is_row == sorted(is_row, reverse=True)
         return _Role.ROW if trailing and reduced == space.columns else mismatch
+    if all(is_row):  # a sum of one element each
+        return mismatch
     # s, r, n: groups of rows, the rows of a group, columns
     inner = len(is_row) - next(i for i, kept in enumerate(reversed(is_row)) if not kept)
     columns = math.prod(block.axes[axis].extent for axis in order[inner:])

@@ -26,10 +26,7 @@ WRITER_REGISTERS = 18
 
 def pointwise_shape(group: GroupView, fit: Fit, hw: HardwareProfile) -> Shape:
     """Blocks, threads and vectors of a pointwise kernel."""
-    known = group.memo.get(("shape", fit.kernel_class))
-    if known is None:
-        known = group.memo["shape", fit.kernel_class] = _shape(group, fit, hw)
-    return known
+    return group.once(("shape", fit.kernel_class), lambda: _shape(group, fit, hw))
 
 
 def _shape(group: GroupView, fit: Fit, hw: HardwareProfile) -> Shape:

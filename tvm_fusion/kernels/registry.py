@@ -40,6 +40,10 @@ def kernel_classes(hw: HardwareProfile) -> tuple[KernelClass, ...]:
     return tuple(c for c, kinds in reversed(_CLASSES.values()) if hw.kind in kinds)
 
 
+def is_registered(name: str) -> bool:
+    return name in _CLASSES
+
+
 def kernel_class(name: str) -> KernelClass:
     return _CLASSES[name][0]
 

@@ -116,11 +116,8 @@ def filled_by_threads(threads: float, hw: HardwareProfile) -> float:
 
 def group_streams(group: GroupView, fit: Fit) -> tuple[Stream, ...]:
     """The reads and writes of a group, found once."""
-    known = group.memo.get(("streams", fit.kernel_class))
-    if known is None:
-        known = streams(group, fit.evaluations, float(fit.rows * fit.columns))
-        group.memo["streams", fit.kernel_class] = known
-    return known
+    space = float(fit.rows * fit.columns)
+    return group.once(("streams", fit.kernel_class), lambda: streams(group, fit.evaluations, space))
 
 
 def cuda_traffic(

@@ -159,7 +159,7 @@ class _Search:
         readers = [
             j
             for j, other in enumerate(parts)
-            if j != k and not other.ops & bit and self._needs(other.ops) & out
+            if j != k and not other.ops & bit and self.region.reads(other.ops) & out
         ]
         for j in readers:
             if parts[k].ops != bit:
@@ -218,21 +218,6 @@ class _Search:
                 needed |= self.region.needs[i]
         return found
 
-    def _needs(self, ops: int) -> int:
-        found, inside = 0, 0
-        for i in members_of(ops):
-            found |= self.region.needs[i]
-            inside |= self.region.out[i]
-        return found & ~inside
-
-
-def _reads(region: Region, ops: int) -> int:
-    found, inside = 0, 0
-    for i in members_of(ops):
-        found |= region.needs[i]
-        inside |= region.out[i]
-    return found & ~inside
-
 
 def _tidy(region: Region, parts: list[list[int]]) -> Parts | None:
     """The solution without what is computed in vain; what has lost its owner gets another.
@@ -242,7 +227,7 @@ def _tidy(region: Region, parts: list[list[int]]) -> Parts | None:
     while True:
         wanted = region.wanted
         for ops, _ in parts:
-            wanted |= _reads(region, ops)
+            wanted |= region.reads(ops)
         owned = 0
         for _, own in parts:
             owned |= own
@@ -283,7 +268,7 @@ def ordered_launches(region: Region, parts: Parts) -> tuple[tuple[int, int], ...
     wanted = region.wanted
     wait = []
     for p in parts:
-        read, before = _reads(region, p.ops), 0
+        read, before = region.reads(p.ops), 0
         for i in members_of(p.ops):
             before |= region.before[i]
         wanted |= read

@@ -16,11 +16,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..config import HardwareProfile, Policy
 from ..errors import PlanError
-from ..ir.graph import FusionGraph
+from ..ir.graph import FusionGraph, bits
 from .exact import Pricing, Spent
-from .launches import Solution, members_of, total_us
+from .launches import Solution, complete, members_of, total_us
 from .legality import Evaluator
+from .plan import FusionPlan
 from .regions import Region, region_of
 from .windows import Working
 
@@ -50,6 +52,23 @@ class Bound:
     def within(self) -> float:
         """The share of the least time that the solution may be above it."""
         return max(0.0, self.time_us / self.least_us - 1.0) if self.least_us > 0 else 0.0
+
+
+def bound_of_plan(
+    graph: FusionGraph, hw: HardwareProfile, policy: Policy, plan: FusionPlan
+) -> Bound | None:
+    """`lower_bound` for a plan: what no other plan of the graph under this policy is predicted to
+    beat.
+    """
+    number = {op.name: op.id for op in graph.ops}
+    members, owner = [], {}
+    for group in plan.groups:
+        if group.kernel_class == "view":
+            continue
+        own = [number[name] for name in group.ops if name not in group.recomputed]
+        owner.update(dict.fromkeys(own, len(members)))
+        members.append(bits(number[name] for name in group.ops))
+    return lower_bound(graph, Evaluator(graph, hw, policy), complete(graph, members, owner))
 
 
 def lower_bound(

@@ -229,6 +229,29 @@ def taken_apart(
     return replace(cut, refusals=(*cut.refusals, *reasons))
 
 
+def without(
+    graph: FusionGraph,
+    plan: FusionPlan,
+    group: PlannedGroup,
+    alone: FusionPlan,
+    reason: Refusal,
+) -> FusionPlan:
+    """The plan with the operators that one group owns one by one.
+
+    What it recomputed is then read from the group that owns it. Where that one would wait for its
+    readers, all groups that recompute each other's operators are taken apart.
+    """
+    others = [g for g in plan.groups if g.ops != group.ops]
+    elsewhere = {op for g in others for op in g.ops if op not in g.recomputed}
+    own = set(group.ops) - elsewhere
+    single = [g for g in alone.groups if g.ops[0] in own and g.kernel_class != "view"]
+    cut = exchanged(graph, plan, [group], single)
+    if cut is None:
+        cluster = next(c for c in clusters(graph, plan) if group.ops in {g.ops for g in c})
+        return taken_apart(graph, plan, cluster, alone, [reason])
+    return replace(cut, refusals=(*cut.refusals, reason))
+
+
 def with_evidence(plan: FusionPlan, evidence: Mapping[tuple[str, ...], Evidence]) -> FusionPlan:
     """The plan with evidence, by operators, for groups that hold several."""
     groups = tuple(

@@ -211,6 +211,8 @@ class _Greedy:
         with state.trial(copies_of(state, move)):
             if any(isinstance(state.cost(c), Refusal) for c in move.consumers):
                 return 0.0
+            if state.trial_makes_cycle():
+                return 0.0
             alive = state.alive(move.producer)
             if alive and isinstance(state.cost(move.producer), Refusal):
                 return 0.0

@@ -24,7 +24,8 @@ class GroupOrder:
 
     Attributes
     ----------
-    place : of each group; a group comes after all that it reads
+    place : of each group; a group comes after all that its launch reads (dead members read
+        nothing)
     above, below : bitsets of the operators that those a group owns depend on, and that depend on
         them
     """
@@ -41,7 +42,7 @@ class GroupOrder:
 
     def makes_cycle(self, state: State, a: int, b: int, views: Members) -> bool:
         """Whether a path leaves the two groups, once they are one, and comes back to it."""
-        if self._surely_between(state, a, b, views):
+        if self._surely_between(state, a, b, views) or self._reads_late(state, a, b, views):
             return True
         return self._behind(state, a, b, views) is None
 
@@ -74,6 +75,18 @@ class GroupOrder:
         copied = state.copied_in.keys()
         return copied.isdisjoint(state.owned[a]) and copied.isdisjoint(state.owned[b])
 
+    def _reads_late(self, state: State, a: int, b: int, views: Members) -> bool:
+        """Whether the copied views read what nobody needed before, or only groups placed behind:
+        the group that owns it may have any place.
+        """
+        last = max(self.place[a], self.place[b])
+        read = {p for op in views for p in state.links.producers[op] if p not in views}
+        return any(
+            not state.live[p] or self.place[state.home[p]] > last
+            for p in read
+            if state.home[p] not in (a, b)
+        )
+
     def _behind(self, state: State, a: int, b: int, views: Members) -> set[int] | None:
         """Groups placed before the later of the two that depend on either; None if one of them
         feeds either.
@@ -83,7 +96,7 @@ class GroupOrder:
         stack = [g for g in state.readers(owned, (a, b)) if place[g] < last]
         if not stack:
             return set()
-        targets = state.sources(state.members(a) | state.members(b) | views)
+        targets = state.sources(state.computed(a) | state.computed(b) | views)
         found = set(stack)
         while stack:
             gid = stack.pop()
@@ -101,7 +114,7 @@ class GroupOrder:
         if not behind:
             place[a] = last
             return
-        members = state.members(a) | state.members(b) | views
+        members = state.computed(a) | state.computed(b) | views
         before = self._feeding(state, members, (a, b), min(place[a], place[b]))
         pool = sorted(place[g] for g in (*before, a, b, *behind))
         self._assign(sorted(before, key=place.__getitem__), pool)
@@ -117,7 +130,7 @@ class GroupOrder:
         found = set(stack)
         while stack:
             gid = stack.pop()
-            for source in state.sources(state.members(gid)):
+            for source in state.sources(state.computed(gid)):
                 if place[source] > first and source not in found and source != gid:
                     found.add(source)
                     stack.append(source)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from ..errors import PlanError
 from ..ir.graph import FusionGraph, OpKind
@@ -37,13 +38,15 @@ class Launch:
 Solution = tuple[Launch, ...]
 
 
+@lru_cache(maxsize=1 << 13)
 def members_of(bitset: int) -> tuple[int, ...]:
     """The operators of a bitset, ascending."""
-    found = []
-    while bitset:
-        low = bitset & -bitset
-        found.append(low.bit_length() - 1)
-        bitset ^= low
+    first = max((bitset & -bitset).bit_length() - 1, 0)
+    rest, found = bitset >> first, []  # a launch far into a graph is a short bitset, moved
+    while rest:
+        low = rest & -rest
+        found.append(first + low.bit_length() - 1)
+        rest ^= low
     return tuple(found)
 
 
@@ -168,10 +171,11 @@ def total_us(evaluator: Evaluator, launches: Iterable[Launch]) -> float:
 def reads(graph: FusionGraph, launch: Launch) -> tuple[int, ...]:
     """Tensors the launch reads from memory, each once."""
     found: dict[int, None] = {}
-    for op in members_of(launch.members):
+    members = members_of(launch.members)
+    inside = set(members)
+    for op in members:
         for t in graph.ops[op].inputs:
-            producer = graph.tensors[t].producer
-            if producer is None or not launch.members >> producer & 1:
+            if graph.tensors[t].producer not in inside:
                 found[t] = None
     return tuple(found)
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from ..config import HardwareProfile, Policy
 from ..cost.analytic import Estimate, estimate
 from ..cost.learned import Residual, load_residual
-from ..cost.probe import GroupKey, group_key
+from ..cost.probe import GroupKey
 from ..ir.graph import FusionGraph, OpKind
 from ..kernels.base import Fit, GroupView, KernelClass, Refusal, RefusalCode, Resources
 from ..kernels.fallback import Fallback
@@ -89,6 +89,20 @@ class Evaluator:
         return Wiring(self.graph, self.hw, self.structures)
 
     @cached_property
+    def facts(self) -> dict[tuple[int, ...], Resources]:
+        """`probed` by structure: equal groups of other layers need the same."""
+        number = {op.name: op.id for op in self.graph.ops} if self.probed else {}
+        found = {}
+        for (names, written), needed in self.probed.items():
+            if not all(name in number for name in names):
+                continue
+            ops = tuple(number[name] for name in names)
+            made = {self.graph.tensors[t].name: t for i in ops for t in self.graph.ops[i].outputs}
+            if all(name in made for name in written):
+                found[self.wiring.key(ops, tuple(made[name] for name in written))] = needed
+        return found
+
+    @cached_property
     def classes(self) -> tuple[KernelClass, ...]:
         return kernel_classes(self.hw)
 
@@ -126,7 +140,7 @@ class Evaluator:
     def on(self, graph: FusionGraph) -> Evaluator:
         """An evaluator of another graph that shares what is known of structures."""
         other = replace(self, graph=graph, _seen={})
-        other.__dict__.update(classes=self.classes, residual=self.residual)
+        other.__dict__.update(classes=self.classes, residual=self.residual, facts=self.facts)
         return other
 
     def alone(self, op: int) -> Costed | Refusal:
@@ -150,17 +164,15 @@ class Evaluator:
 
     def assumed_l2(self, costed: Costed) -> dict[str, float]:
         """Bytes of inputs, by tensor, that the estimate takes to lie in the L2."""
-        view, hw = costed.view, self.hw
-        fit = costed.kernel.accepts(view, hw, self.policy)  # traffic reads what it works out
-        found = costed.kernel.traffic(view, fit, hw).assumed_l2
+        found = costed.kernel.traffic(costed.view, costed.fit, self.hw).assumed_l2
         return {self.graph.tensors[t].name: round(size) for t, size in found if size >= 1}
 
     def _find(self, view: GroupView) -> Costed | Refusal:
         if refusal := self._refuse(view):
             return refusal
-        if self.probed and group_key(view) in self.probed:
-            return self._rebound(view, self._evaluate(view))
         known, key = self.structures.known, self.wiring.key(view.ops, view.outputs)
+        if key in self.facts:
+            return self._rebound(view, self._evaluate(view, self.facts[key]))
         if key not in known:
             known[key] = self._evaluate(view)
         return self._rebound(view, known[key])
@@ -177,12 +189,13 @@ class Evaluator:
             charge = self.caution.charge_us(found.fit, found.estimate)
         return Costed(view, found.kernel, found.fit, found.estimate, found.bytes, charge)
 
-    def _evaluate(self, view: GroupView) -> _Shared | Refusal:
+    def _evaluate(self, view: GroupView, needed: Resources | None = None) -> _Shared | Refusal:
+        """The class that takes a group, and its time; `needed` is what it was found to need."""
         refusal = NO_CLASS
         for kernel in self._askable(view):
             fit = kernel.accepts(view, self.hw, self.policy)
             if isinstance(fit, Fit):
-                return self._costed(view, kernel, fit)
+                return self._costed(view, kernel, fit, needed)
             refusal = fit
         return refusal
 
@@ -201,11 +214,11 @@ class Evaluator:
             if traits & needed == needed and not traits & excluded:
                 yield kernel
 
-    def _costed(self, view: GroupView, kernel: KernelClass, fit: Fit) -> _Shared:
+    def _costed(
+        self, view: GroupView, kernel: KernelClass, fit: Fit, needed: Resources | None
+    ) -> _Shared:
         traffic = kernel.traffic(view, fit, self.hw)
-        resources = kernel.resources(view, fit, self.hw)
-        if self.probed:
-            resources = self.probed.get(group_key(view), resources)
+        resources = needed or kernel.resources(view, fit, self.hw)
         cost = estimate(traffic, resources, self.hw, self.policy.launch)
         if self.residual is not None:
             cost = self.residual.apply(fit.kernel_class, fit, traffic, resources, cost, self.hw)

@@ -8,6 +8,7 @@ module (`fingerprint`) and one device.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,11 @@ from typing import Any
 from ..errors import PlanError
 from ..ir.graph import FusionGraph, OpKind
 from ..kernels.base import Refusal, RefusalCode
+from ..kernels.registry import is_registered
 
 PLAN_VERSION = 2
 READABLE_VERSIONS = (1, 2)  # version 1 had no evidence
+UNWRITTEN = ("view", "opaque", "stock")  # "stock": as LegalizeOps made it, where all else failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,21 +132,6 @@ class FusionPlan:
         owners = [g for g in self.groups if op in g.ops and op not in g.recomputed]
         return owners[0] if owners else None
 
-    def cut(self, ops: tuple[str, ...], alone: FusionPlan, reason: Refusal) -> FusionPlan:
-        """The same plan with one group taken apart; its operators run as they do in the unfused
-        plan `alone`.
-        """
-        elsewhere = {
-            op for g in self.groups if g.ops != ops for op in g.ops if op not in g.recomputed
-        }
-        groups: list[PlannedGroup] = []
-        for g in self.groups:
-            if g.ops == ops:
-                groups += [alone.group_of(op) for op in g.ops if op not in elsewhere]
-            else:
-                groups.append(g)
-        return replace(self, groups=tuple(groups), refusals=(*self.refusals, reason))
-
     def with_class(self, op: str, kernel_class: str) -> FusionPlan:
         """The same plan with another kernel class for the group that is this one operator."""
         groups = tuple(
@@ -211,7 +199,7 @@ class FusionPlan:
                 opened=bool(data.get("opened", True)),
                 evidence=_evidence_from(data.get("evidence")),
             )
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(f"{source}: broken plan: {error}") from error
 
     @staticmethod
@@ -228,36 +216,48 @@ class FusionPlan:
         return FusionPlan.from_dict(data, str(path))
 
     def check(self, graph: FusionGraph) -> None:
-        """Raises PlanError unless the plan was made for this graph and covers each of its operators
-        once.
+        """Raises PlanError unless the plan was made for this graph and each of its operators is
+        owned by one group.
         """
         if self.fingerprint != graph.fingerprint() or self.function != graph.function:
             raise PlanError(
                 f"the plan was made for another module (fingerprint {self.fingerprint}, this one "
                 f"has {graph.fingerprint()}); plan again with `explain`"
             )
-        owned = [op for g in self.groups for op in g.ops if op not in g.recomputed]
+        if any(not g.ops for g in self.groups):
+            raise PlanError("a group of the plan has no operators")
+        owned = Counter(op for g in self.groups for op in g.ops if op not in g.recomputed)
         names = {op.name for op in graph.ops}
         unknown = sorted({op for g in self.groups for op in g.ops} - names)
         if unknown:
             raise PlanError(
                 f"the plan names operators the module does not have: {', '.join(unknown[:5])}"
             )
-        twice = sorted({op for op in owned if owned.count(op) > 1})
+        classes = {g.kernel_class for g in self.groups} - set(UNWRITTEN)
+        strange = sorted(str(name) for name in classes if not is_registered(name))
+        if strange:
+            raise PlanError(f"no kernel class is called {', '.join(strange[:5])}")
+        twice = sorted(op for op, owners in owned.items() if owners > 1)
         if twice:
             raise PlanError(
                 f"operators owned by several groups of the plan: {', '.join(twice[:5])}"
             )
         needed = {op.name for op in graph.ops if op.kind is not OpKind.VIEW}
-        computed = {op for g in self.groups for op in g.ops}
-        missing = sorted(needed - computed)
+        missing = sorted(needed - set(owned))
         if missing:
             raise PlanError(f"operators in no group of the plan: {', '.join(missing[:5])}")
 
 
 def _group_from(data: dict[str, Any]) -> PlannedGroup:
     names = {k: tuple(data.get(k, ())) for k in ("ops", "recomputed")}
-    return PlannedGroup(**{**data, **names, "evidence": _evidence_from(data.get("evidence"))})
+    group = PlannedGroup(**{**data, **names, "evidence": _evidence_from(data.get("evidence"))})
+    if not all(isinstance(name, str) for name in (*group.ops, *group.recomputed)):
+        raise TypeError(f"operators are given by their names, not as {list(group.ops)}")
+    times = (group.predicted_us, group.unfused_us, group.bytes, group.unfused_bytes)
+    for number in (*times, *group.terms.values(), *group.assumed_l2.values()):
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            raise TypeError(f"{number!r} is no number, in the group of {', '.join(group.ops)}")
+    return group
 
 
 def _evidence_from(data: dict[str, Any] | None) -> Evidence | None:

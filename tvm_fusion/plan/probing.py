@@ -25,7 +25,7 @@ from ..cost.probe import (
     probe,
 )
 from ..ir.graph import FusionGraph
-from ..kernels.base import Fit, GroupView, Resources
+from ..kernels.base import GroupView, Resources
 from ..transform.materialize import group_views
 from .decide import decide
 from .legality import Costed, Evaluator
@@ -111,20 +111,16 @@ def _near_limit(evaluator: Evaluator, view: GroupView, policy: Policy) -> bool:
     if not isinstance(costed, Costed) or costed.fit.seconds is not None:
         return False
     hw = evaluator.hw
-    estimated = guessed(costed, view, hw, policy)
+    estimated = guessed(costed, hw)
     return (
         estimated.registers_per_thread > policy.probe_share * hw.max_registers_per_thread
         or estimated.code_bytes > policy.probe_share * hw.instruction_cache_bytes
     )
 
 
-def guessed(costed: Costed, view: GroupView, hw: HardwareProfile, policy: Policy) -> Resources:
-    """The resources that the class of a group estimates.
-
-    `costed` may stem from an equal group: the class is asked about `view` anew.
-    """
-    fit = costed.kernel.accepts(view, hw, policy)
-    return costed.kernel.resources(view, fit if isinstance(fit, Fit) else costed.fit, hw)
+def guessed(costed: Costed, hw: HardwareProfile) -> Resources:
+    """The resources that the class of a group estimates, before anything is compiled."""
+    return costed.kernel.resources(costed.view, costed.fit, hw)
 
 
 def _shape(plan: FusionPlan) -> frozenset[tuple[tuple[str, ...], tuple[str, ...]]]:

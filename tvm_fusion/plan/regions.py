@@ -106,9 +106,23 @@ class Region:
         """The bitset of those tensors that are results of the region."""
         return sum(1 << t for t in {self._place[t] for t in tensors if t in self._place})
 
+    def reads(self, ops: int) -> int:
+        """The results that some operators read and do not compute."""
+        if ops not in self._reads:
+            found, inside = 0, 0
+            for i in members_of(ops):
+                found |= self.needs[i]
+                inside |= self.out[i]
+            self._reads[ops] = found & ~inside
+        return self._reads[ops]
+
     def ops_of(self, members: int) -> int:
         """The bitset (of the region) of a launch's operators."""
         return sum(1 << self._number[op] for op in members_of(members) if op in self._number)
+
+    @cached_property
+    def _reads(self) -> dict[int, int]:
+        return {}
 
     @cached_property
     def _place(self) -> dict[int, int]:

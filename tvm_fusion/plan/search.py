@@ -83,7 +83,7 @@ def _uncollected() -> Iterator[None]:
 
 def solve(evaluator: Evaluator) -> Solution:
     """The solution behind `search`."""
-    if not evaluator.forbidden and not evaluator.probed:  # these tell equal layers apart
+    if not evaluator.forbidden:  # these tell equal layers apart
         repeats = find_repeats(evaluator.graph, evaluator.wiring.number, LEAST_PERIODS)
         for form in shortened(evaluator.graph, repeats):
             found = form.expand(solve(evaluator.on(form.short)))

@@ -66,7 +66,7 @@ def _offers(state: State, gid: int, before: list[int], products: bool) -> Iterat
 def _depths(state: State) -> dict[int, int]:
     """How many kernels stand behind each other in front of each live group, at most."""
     live = sorted(g for g in state.owned if state.alive(g))
-    sources = {g: state.sources(state.members(g)) for g in live}
+    sources = {g: state.sources(state.computed(g)) for g in live}
     found: dict[int, int] = {}
     for gid in topological(sources, {g: min(state.owned[g]) for g in live}):
         behind = max((found.get(s, 0) for s in sources[gid] if s != gid), default=0)

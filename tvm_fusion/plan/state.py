@@ -78,6 +78,12 @@ class State:
         copies = self.copies.get(gid)
         return self.owned[gid] | copies if copies else self.owned[gid]
 
+    def computed(self, gid: int) -> Members:
+        """The members that the group's launch computes: without what nobody needs any more."""
+        needed = frozenset(op for op in self.owned[gid] if self.live[op])
+        copies = self.copies.get(gid)
+        return needed | copies if copies else needed
+
     def alive(self, gid: int) -> bool:
         return self.live[gid] or any(self.live[op] for op in self.owned[gid])
 
@@ -99,11 +105,15 @@ class State:
         self, owned: Members, copies: Members, replaced: tuple[int, ...]
     ) -> Costed | Refusal:
         """The group of these operators, were it to stand in place of the replaced groups."""
+        members = {op for op in owned if self.live[op]} | (copies - owned)
+        for op in sorted(copies & owned, reverse=True):  # read here again, once the copies go
+            if not members.isdisjoint(self.links.consumers[op]):
+                members.add(op)
         copies -= owned
         live: dict[int, bool] = {}
         for op in sorted(copies, reverse=True):
             live[op] = self._home_needed(op, replaced, live)
-        members = sorted({op for op in owned if self.live[op]} | copies)
+        members = sorted(members)
         outputs = tuple(
             t
             for op in members
@@ -200,6 +210,19 @@ class State:
             self._touch(gid)
         self._settle(moved)
         return before
+
+    def trial_makes_cycle(self) -> bool:
+        """Whether a group that the trial has changed reads one that cannot come before it: what
+        was dead may be read again.
+        """
+        place = self.order.place
+        return any(
+            place[source] >= place[gid]
+            for gid in self._log or ()
+            if self.alive(gid)
+            for source in self.sources(self.computed(gid))
+            if source != gid
+        )
 
     @contextmanager
     def trial(self, added: Mapping[int, Members]) -> Iterator[None]:

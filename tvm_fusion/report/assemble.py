@@ -58,9 +58,7 @@ def built_report(
         if g.kernel_class in _FREE:
             continue
         name = materialized.functions.get(g.ops, g.ops[-1])
-        found = [
-            built.resources[k] for k in built.kernels.get(name, ()) if k in built.resources
-        ]
+        found = [built.resources[k] for k in built.kernels.get(name, ()) if k in built.resources]
         groups.append(
             _group(
                 job.graph,

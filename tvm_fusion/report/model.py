@@ -146,6 +146,8 @@ class Report:
         The fusions that were not done, the most valuable first.
     verify : Verification or None
         None if nothing was checked.
+    bound : plan.bound.Bound or None
+        How far the plan can be from the cheapest one, if that was asked for and could be told.
     peers_us : Mapping of str to (float or None)
         Times of other compilers for the same model, None for one that failed; from `bench`.
     version : int
@@ -162,6 +164,7 @@ class Report:
     verify: Verification | None = None
     peers_us: Mapping[str, float | None] = field(default_factory=dict, hash=False)
     version: int = FORMAT_VERSION
+    bound: Any = None
 
     def __str__(self) -> str:
         from .text import render

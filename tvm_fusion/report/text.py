@@ -37,6 +37,7 @@ _GROUP_COLUMNS = (
 _LEFT_ALIGNED = 3  # the leading columns that hold words
 _WIDEST_CELL = 40
 _SHOWN_REFUSALS = 8
+_SHOWN_TERMS = 5
 
 
 def render(report: Report) -> str:
@@ -44,10 +45,11 @@ def render(report: Report) -> str:
     parts = [_header(report)]
     if report.groups:
         parts.append(_align(_group_table(report), left=_LEFT_ALIGNED))
+        parts.append(_terms(report))
     if report.peers_us:
         parts.append(_peers(report))
-    parts += [part for part in (_fallbacks(report), _refusals(report.refusals)) if part]
-    return "\n\n".join(parts)
+    parts += [_fallbacks(report), _refusals(report.refusals)]
+    return "\n\n".join(part for part in parts if part)
 
 
 def show(report: Report, file: TextIO) -> None:
@@ -69,7 +71,7 @@ def show(report: Report, file: TextIO) -> None:
     console.print(_header(report), markup=False, highlight=False)
     console.print(table)
     peers = _peers(report) if report.peers_us else ""
-    for part in (peers, _fallbacks(report), _refusals(report.refusals)):
+    for part in (_terms(report), peers, _fallbacks(report), _refusals(report.refusals)):
         if part:
             console.print(part, markup=False, highlight=False)
 
@@ -84,11 +86,19 @@ def format_time(time_us: float | None) -> str:
     return _scaled(time_us, 1000, ("us", "ms", "s"))
 
 
+def format_terms(terms: Mapping[str, float]) -> str:
+    """Return the largest terms of a prediction (microseconds, by name) in one line."""
+    ordered = sorted(terms.items(), key=lambda item: (-item[1], item[0]))
+    shown = [f"{name} {format_time(us)}" for name, us in ordered[:_SHOWN_TERMS]]
+    return ", ".join(shown + ["..."] * (len(ordered) > _SHOWN_TERMS))
+
+
 def format_refusal(refusal: RefusalReport) -> str:
     """Return one refusal in one line."""
     numbers = ", ".join(f"{k} = {_short(v)}" for k, v in refusal.numbers.items())
     where = ", ".join(refusal.where)
-    return f"{refusal.code}: {where}: {refusal.why}" + (f" ({numbers})" if numbers else "")
+    said = f"{refusal.code}: {where}: {refusal.why}" + (f" ({numbers})" if numbers else "")
+    return f"{said}; {refusal.flip}" if refusal.flip else said
 
 
 def _header(report: Report) -> str:
@@ -102,6 +112,9 @@ def _header(report: Report) -> str:
     if report.verify is not None:
         outcome = "passed" if report.verify.passed else "FAILED"
         lines.append(f"verify    {outcome}, worst error {_short(report.verify.worst_error)}")
+    if report.bound is not None:
+        least, share = format_time(report.bound.least_us), report.bound.within
+        lines.append(f"bound     no plan is predicted below {least}: within {share:.1%} of optimal")
     if rewrites := report.plan.get("rewrites"):
         lines.append(f"rewritten {', '.join(rewrites)}")
     return "\n".join(lines)
@@ -148,6 +161,18 @@ def _evidence(evidence: Mapping[str, Any] | None) -> str:
     kinds = {"model": "at most", "prediction": "about", "measured": "timed"}
     shown = evidence["high"] if evidence["kind"] == "model" else evidence["ratio"]
     return f"{kinds.get(evidence['kind'], evidence['kind'])} {shown:.2f}"
+
+
+def _terms(report: Report) -> str:
+    """What the prediction of each group is made of, and what it takes to lie in the L2."""
+    lines = []
+    for group in report.groups:
+        if group.terms:
+            lines.append(f"  {_clip(group.name)}: {format_terms(group.terms)}")
+        if group.assumed_l2:
+            names = ", ".join(f"{n} ({format_bytes(b)})" for n, b in group.assumed_l2.items())
+            lines.append(f"    from the L2: {names}")
+    return "\n".join(["predicted, by term:", *lines]) if lines else ""
 
 
 def _peers(report: Report) -> str:

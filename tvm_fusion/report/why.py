@@ -6,7 +6,7 @@ from itertools import permutations
 from .._toml import nearest
 from ..errors import InputError
 from .model import GroupReport, RefusalReport, Report
-from .text import format_refusal
+from .text import format_refusal, format_terms, format_time
 
 
 def why(report: Report, pair: str) -> str:
@@ -24,11 +24,25 @@ def why(report: Report, pair: str) -> str:
     """
     first, second = _names(report, pair)
     together = [g for g in report.groups if first in _members(g) and second in _members(g)]
-    lines = [f"one kernel computes both: {g.name} ({g.kernel_class})" for g in together]
+    lines = [_together(group) for group in together]
     lines += [format_refusal(refusal) for refusal in _refusals_of(report, first, second)]
     if not lines:
         lines = [f"{first} and {second} are in different kernels and were no candidate for fusion"]
     return "\n".join(lines)
+
+
+def _together(group: GroupReport) -> str:
+    said = [f"one kernel computes both: {group.name} ({group.kernel_class})"]
+    if group.predicted_us:
+        one, apart = format_time(group.predicted_us), format_time(group.unfused_predicted_us)
+        said.append(f"predicted {one}, its operators one by one {apart}")
+    if group.evidence is not None:
+        low, high = group.evidence["low"], group.evidence["high"]
+        kind = group.evidence["kind"]
+        said.append(f"by {kind} {low:.2f} to {high:.2f} of the time apart")
+    if group.terms:
+        said.append(format_terms(group.terms))
+    return "; ".join(said)
 
 
 def restrict(report: Report, pair: str) -> Report:

@@ -107,8 +107,12 @@ class _Survey:
             self._parent[a] = b
 
     def _root(self, var: Var) -> Var:
+        passed = []
         while var in self._parent:
+            passed.append(var)
             var = self._parent[var]
+        for below in passed[:-1]:  # found at once the next time
+            self._parent[below] = var
         return var
 
     def setting(self, call: Call) -> Setting:

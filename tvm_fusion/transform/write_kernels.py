@@ -18,10 +18,10 @@ from .._deep import call_deep
 from ..config import HardwareProfile, Policy
 from ..errors import TooDeep, Unsupported
 from ..kernels.registry import kernel_class
+from ..plan.plan import UNWRITTEN
 
 logger = logging.getLogger(__name__)
 
-UNWRITTEN = ("view", "opaque", "stock")  # "stock": as LegalizeOps made it, where all else failed
 OPAQUE_PATTERN = 8  # TVM's OpPatternKind.kOpaque: no later pass fuses the function again
 
 

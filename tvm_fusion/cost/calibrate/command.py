@@ -66,13 +66,15 @@ def main(args: argparse.Namespace) -> int:
     InputError
         `--out` cannot be written, or holds something else.
     ConfigError
-        `--only` names no family.
+        `--only` names no family, `--budget` no time.
     """
     if args.refit:
         from ..refit import main as refit
 
         return refit(args)
     began = time.perf_counter()
+    if not args.budget >= 0:
+        raise ConfigError(f"--budget {args.budget:g}: expected seconds")
     hw = _device(args.target)
     families = _chosen(families_of(hw), args.only)
     out, base = _files(args, hw)
@@ -173,6 +175,8 @@ def _chosen(families: tuple[Family, ...], only: str | None) -> tuple[Family, ...
         return families
     names = [name.strip() for name in only.split(",") if name.strip()]
     known = [family.name for family in families]
+    if not names:
+        raise ConfigError(f"--only names no family; known: {', '.join(known)}")
     for name in names:
         if name not in known:
             raise ConfigError(

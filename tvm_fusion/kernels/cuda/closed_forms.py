@@ -34,6 +34,7 @@ from ..expr import (
     is_if_then_else,
     is_integer,
     number,
+    occurrences,
     rebuild,
     variables,
 )
@@ -52,6 +53,12 @@ from .patterns import (
     take_gelu,
 )
 from .usage import stored_dtypes, uses_of
+
+MOST_REPEATED = 16
+"""References to variables in an argument that is not bound and that a closed form repeats: a chain
+of them would grow with the power of its length. Beyond, the function is called as it is; what is
+not bound changes once a row at most.
+"""
 
 
 def closed_forms(program: Program) -> Program:
@@ -191,17 +198,16 @@ class _Rewriter:
         gelu = None if half is None else take_gelu(plain, self.look)
         if gelu is not None:
             x, scale, plain = gelu
-            above, special = [functions.gelu(self.rewrite(x, half), half), _f32(scale)], True
+            above = [functions.gelu(self.rewrite(x, half), half), _f32(scale)]
+        elif not special and not any(self._is_special(self.look(f), half) for f in plain):
+            return None  # before any factor is rewritten: the caller does that
         for factor in plain:
             parts = self._parts(self.look(factor), half)
             if parts is None:
                 above.append(self._plain(factor, half))
             else:
-                special = True
                 above += parts[0]
                 below += parts[1]
-        if not special:
-            return None
         scale, above = split_constant(above)
         if scale != 1:
             above.insert(1, _f32(scale))
@@ -226,6 +232,13 @@ class _Rewriter:
                 special = True
         return found, special
 
+    def _is_special(self, expr: Expr, half: str | None) -> bool:
+        """Whether `_parts` finds some."""
+        if match_affine(expr, "tirx.tanh", self.look) is not None:
+            return True
+        names = ("tirx.tanh", "tirx.erf", "tirx.sigmoid")
+        return half is not None and any(call_of(expr, name) is not None for name in names)
+
     def _parts(self, expr: Expr, half: str | None) -> tuple[list[Expr], list[Expr]] | None:
         """Factors above and below the line of a special function; None if `expr` is none."""
         affine = match_affine(expr, "tirx.tanh", self.look)
@@ -240,7 +253,10 @@ class _Rewriter:
         ):
             u = call_of(expr, function)
             if u is not None and half is not None:
-                above, below = make(self.bind(self.rewrite(u, half)))
+                u = self.bind(self.rewrite(u, half))
+                if _references(u) > MOST_REPEATED:
+                    return [tirx.call_intrin("float32", function, u)], []
+                above, below = make(u)
                 return [above], [below]
         u = call_of(expr, "tirx.sigmoid")
         if u is None or half is None:
@@ -261,6 +277,10 @@ class _Rewriter:
         """One reciprocal for all denominators."""
         factors = [*above, *([device.rcp(product_of(below))] if below else [])]
         return product_of(factors) if factors else _f32(1.0)
+
+
+def _references(expr: Expr) -> int:
+    return sum(occurrences(expr).values())
 
 
 def _double(u: Expr) -> Expr:

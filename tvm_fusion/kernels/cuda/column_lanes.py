@@ -83,15 +83,27 @@ class Lanes:
 
 
 def find_inner(program: Program) -> int:
-    """Columns that are neighbours in memory between two rows; 1 where rows themselves are.
+    """Columns that are neighbours in memory between two rows; 1 where rows themselves are, or where
+    no access is known to run along the rows (a guarded read, a turned one): lanes then access
+    elements of their own.
 
     Raises
     ------
     Unsupported
-        Where no load runs along the rows.
+        There is a single row.
     """
     if not program.rows:
         raise Unsupported("there is a single row")
+    return _along_rows(program)[1]
+
+
+def is_turned(program: Program) -> bool:
+    """Whether the rows of all accesses lie apart in memory: neighbours are columns, if any."""
+    return bool(_main_accesses(program)) and not _along_rows(program)[0]
+
+
+def _along_rows(program: Program) -> tuple[int, int]:
+    """Bytes a point that run along the rows, and the neighbouring columns with which they do."""
     best, found = 0, 1
     for inner in _candidates(program):
         size = sum(
@@ -101,9 +113,7 @@ def find_inner(program: Program) -> int:
         )
         if size > best:
             best, found = size, inner
-    if not best:
-        raise Unsupported("no access of the size of the space runs along the rows")
-    return found
+    return best, found
 
 
 def lanes_along_rows(program: Program, inner: int, width: int) -> Lanes:
@@ -171,7 +181,11 @@ def lanes_along_columns(program: Program, inner: int, width: int) -> Lanes:
 
 
 def widths(program: Program) -> list[int]:
-    """Vector widths worth a try, the widest first: 16 bytes of the narrowest dtype and below."""
+    """Vector widths worth a try, the widest first: 16 bytes of the narrowest dtype and below; no
+    vectors where nothing runs along the rows.
+    """
+    if not _along_rows(program)[0]:
+        return [1]
     sizes = [bytes_of(item.dtype) for item, _ in _main_accesses(program)]
     width = WIDEST // min(sizes, default=2)
     while width > 1 and width * max(sizes) > WIDEST_VECTOR:
@@ -181,7 +195,11 @@ def widths(program: Program) -> list[int]:
 
 def main_bytes(program: Program) -> tuple[int, int]:
     """Bytes a point that are read, and that are written."""
-    read = sum(bytes_of(i.dtype) for i, _ in _main_accesses(program) if not isinstance(i, Output))
+    known = _main_accesses(program)
+    read = sum(bytes_of(i.dtype) for i, _ in known if not isinstance(i, Output))
+    if not known:
+        own = (e for e in program.elements if program.level(e.offset) == Level.ELEMENT)
+        read = sum(bytes_of(e.dtype) for e in own)
     stored = sum(bytes_of(o.dtype) for o in program.outputs if o.full)
     return read, stored
 

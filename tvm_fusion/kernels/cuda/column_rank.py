@@ -26,6 +26,7 @@ from .column_config import ColumnConfig, Form
 from .column_lanes import (
     Lanes,
     find_inner,
+    is_turned,
     lanes_along_columns,
     lanes_along_rows,
     main_bytes,
@@ -97,7 +98,7 @@ def _possible(program: Program, hw: HardwareProfile) -> Iterator[tuple[Lanes, Co
     lanes = _widest(program, inner)
     sweeps = _sweeps(program)
     unit = inner // math.gcd(inner, lanes.width) if lanes.along_rows else 1
-    most = _lanes_side_by_side(lanes)
+    most = 1 if is_turned(program) else _lanes_side_by_side(lanes)
     for threads in (128, 256, 512, 1024):
         for side in (unit << shift for shift in range(8)) if lanes.along_rows else (0,):
             if side > max(unit, most) or side > threads:
@@ -340,7 +341,8 @@ class _Estimate:
         return share if run >= 2 * self.hw.sector_bytes else share * SHORT_RUN
 
     def _element_bytes(self) -> int:
-        return min((bytes_of(v.dtype) for v in self.lanes.loads.values() if v.moves), default=1)
+        sizes = [bytes_of(v.dtype) for v in self.lanes.loads.values() if v.moves]
+        return min(sizes, default=max(1, main_bytes(self.program)[0]))
 
     def _exchange_seconds(self) -> float:
         config = self.config

@@ -52,6 +52,7 @@ class Coefficients:
     split_terms: float = 0.767  # of both, where neighbours read other terms of the same tile
     epilogue_bytes_per_s: float = 8.87e10  # of outputs and what they read, by a multiprocessor
     direct_store: float = 6.83  # how much longer stores from registers take
+    wide_direct_store: float = 2.9  # the same of float32 (8192 x 8192 x 1024, 16384 x 768 x 1024)
     single_store: float = 8.95  # the same one element at a time: odd row pitches
     element_s: float = 5.41e-9  # of a thread's epilogue for each of its elements
     operation_latency: float = 4.36  # of its operations, beside a thread that never waits
@@ -198,7 +199,8 @@ class _Model:
         share = t.block_m * self.out_n / t.split / work.cells
         moved = share * (work.extra_bytes + work.written_bytes) / f.epilogue_bytes_per_s
         if not t.staged and work.m > 64:
-            moved *= f.single_store if work.single_stores else f.direct_store
+            direct = f.wide_direct_store if work.wide_stores else f.direct_store
+            moved *= f.single_store if work.single_stores else direct
         lanes = THREADS * self.hw.num_sms  # one thread of each multiprocessor's lanes
         operations = work.operation_s * lanes * f.operation_latency
         elements = CONSUMER_ROWS * self.out_n / t.split / THREADS

@@ -87,6 +87,7 @@ def hopper_work(problem: HopperProblem, hw: HardwareProfile, block_m: int = 1) -
         written_bytes=moved[True],
         operation_s=operation_s(problem.segments, hw),
         residual=moved[False] >= moved[True] > 0,
+        wide_stores=all(bytes_of(o.dtype) >= 4 for s in problem.segments for o in s.outputs),
     )
 
 

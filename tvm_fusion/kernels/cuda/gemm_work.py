@@ -51,6 +51,7 @@ class GemmWork:
     resident_bytes : of all these, in the L2 already.
     single_stores : rows of outputs have an odd number of elements.
     residual : the epilogue reads a matrix of the output's shape.
+    wide_stores : outputs have elements of 4 bytes.
     more_b_bytes : of B, where row tiles do not share one B.
     """
 
@@ -70,6 +71,7 @@ class GemmWork:
     more_b_bytes: float = 0.0
     single_stores: bool = False
     residual: bool = False
+    wide_stores: bool = False
 
     @property
     def cells(self) -> int:
