@@ -87,7 +87,7 @@ def probed_plan(
     found |= probe(low, graph, rest, hw, policy, target)
     best = min(seen, key=lambda p: _time_us(graph, p, hw, policy, found))
     failed = frozenset(key[0] for key in found if isinstance(found[key], ProbeFailure))
-    again = decide(graph, hw, policy, failed, probed=facts(found))
+    again = decide(graph, hw, policy, failed, probed=facts(found)) if rest else candidate
     return (again if _shape(again) == _shape(best) else best), found
 
 
