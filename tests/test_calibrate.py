@@ -261,7 +261,8 @@ def test_notes_replace_the_notes_of_the_run_before():
     once = with_notes(text_of(), ["bandwidth: 1"])
     again = with_notes(once, ["bandwidth: 2", "flight: 3"])
     assert notes_of(again) == ["bandwidth: 2", "flight: 3"]
-    assert with_notes(again, []) == text_of()
+    assert notes_of(with_notes(again, [])) == []
+    assert with_notes(with_notes(again, []), ["bandwidth: 1"]) == once
 
 
 def test_what_does_not_load_does_not_replace_the_old_file(tmp_path):

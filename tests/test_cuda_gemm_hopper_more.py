@@ -450,3 +450,23 @@ def test_kernels_that_store_by_rows_compile_without_spills_or_serialised_wgmma()
     contraction = contraction_of(graphs.linear, (2048, 768), (50257, 768))
     compiled = compile_hopper(emit_gemm_hopper(contraction, H200, direct(128, 256)))
     assert (compiled.spill_bytes, compiled.remarks) == (0, ())
+
+
+def masked(bb, x, w, mask, other):
+    """where(mask, x w, other), turned."""
+    product = bb.emit(op.matmul(x, w))
+    return op.permute_dims(bb.emit(op.where(mask, product, other)), (1, 0))
+
+
+@pytest.mark.parametrize("config", [direct(192, 128), direct(128, 128)], ids=["ragged", "whole"])
+def test_a_mask_is_read_for_existing_rows_and_columns_only(config):
+    m, n, k = 256, 136, 64
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(s).astype(HALF) for s in ((m, k), (k, n)))
+    mask, other = rng.random((m, n)) < 0.5, np.array(0.5, HALF)
+    shapes = ((m, k), HALF), ((k, n), HALF), ((m, n), "bool"), ((), HALF)
+    out = np.full((n, m), np.nan, HALF)
+    kernel = emit_gemm_hopper(analyze_contraction(fuse(masked, *shapes)), TINY_H200, config)
+    assert run_hopper_on_cpu(kernel, [x, w, mask, other, out]) == 1
+    wanted = np.where(mask, x.astype("float64") @ w.astype("float64"), 0.5).T
+    assert worst_error(out, wanted) <= 2 * TOLERANCE[HALF]

@@ -573,3 +573,10 @@ def test_a_residual_lies_beside_its_profile(residual, tmp_path):
     own = replace(residual, profile=mine.fingerprint())
     learned.residual_file(mine).write_text(own.to_json())
     assert load_residual(mine).profile == mine.fingerprint()
+
+
+def test_a_copy_of_a_shipped_profile_keeps_the_shipped_residual(tmp_path):
+    copy = tmp_path / "mine.toml"
+    copy.write_text(profile_file("nvidia_h200").read_text())
+    assert load_residual(load_profile(copy)) is not None
+    assert load_residual(load_profile("nvidia_h200")) is not None

@@ -59,7 +59,7 @@ def test_a_group_with_two_outputs_is_one_prim_func():
 
 
 def test_a_recomputed_operator_stands_in_both_groups():
-    fused = check(module(diamond, X), ((0, 1), (0,)), ((0, 2), (0,)))
+    fused = check(module(diamond, X), ((0, 1), ()), ((0, 2), (0,)))
     assert len(prim_funcs(fused)) == 2
     assert len(fused["main"].body.blocks[0].bindings) == 3, "two calls and the tuple of outputs"
 

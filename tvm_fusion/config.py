@@ -292,6 +292,11 @@ def file_of(profile: HardwareProfile) -> Traversable:
     return _files.get(profile.fingerprint(), _config_dir() / f"{profile.name}.toml")
 
 
+def shipped_file(name: str) -> Traversable:
+    """Return a file of `configs/`, whether it exists or not."""
+    return _config_dir() / name
+
+
 def profile_file(name_or_path: str | Path) -> Traversable:
     """Return the TOML file of a profile that `load_profile` knows by name, alias or path."""
     if _is_path(name_or_path):

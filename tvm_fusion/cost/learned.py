@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from ..config import HardwareProfile, file_of
+from ..config import HardwareProfile, file_of, shipped_file
 from ..errors import InputError
 from ..kernels.base import Fit, Resources, Traffic
 from .analytic import Estimate
@@ -249,15 +249,16 @@ def load_residual(hw: HardwareProfile, file: Path | Traversable | None = None) -
     ----------
     hw : HardwareProfile
     file : path or None
-        None takes the one beside the profile.
+        None takes the one beside the profile, else the shipped one of the device's name.
 
     Notes
     -----
     A residual that was made for other features, another device or other numbers of the profile
     corrects errors that the analytic model no longer makes: it is not used, and a warning says so.
     """
-    file = residual_file(hw) if file is None else file
-    if not file.is_file():
+    files = [residual_file(hw), shipped_file(f"{hw.name}.residual.json")]
+    file = next((f for f in files if f.is_file()), None) if file is None else file
+    if file is None or not file.is_file():
         return None
     stamp = file.stat().st_mtime_ns if isinstance(file, Path) else 0
     return _load(file, stamp, hw.name, hw.fingerprint())

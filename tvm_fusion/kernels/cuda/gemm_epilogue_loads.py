@@ -73,7 +73,7 @@ class _Taker:
         return expr if isinstance(expr, Var) else rebuild(expr, self.visit)
 
     def _take(self, load: TensorLoad) -> Var | None:
-        if any(_holds_load(index) for index in load.indices):
+        if any(holds_load(index) for index in load.indices):
             return None
         for known in self.found:
             if known.param.same_as(load.source) and _equal(known.indices, load.indices):
@@ -93,13 +93,14 @@ def _equal(a: Sequence[Expr], b: Sequence[Expr]) -> bool:
     return all(same(x, y) for x, y in zip(a, b, strict=True))
 
 
-def _holds_load(expr: Expr) -> bool:
+def holds_load(expr: Expr) -> bool:
+    """Whether an expression reads memory."""
     if isinstance(expr, TensorLoad):
         return True
     found: list[bool] = []
 
     def visit(child: Expr) -> Expr:
-        found.append(_holds_load(child))
+        found.append(holds_load(child))
         return child
 
     rebuild(expr, visit)

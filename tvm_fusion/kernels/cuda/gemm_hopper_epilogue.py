@@ -14,6 +14,7 @@ from tvm.script import tirx as T
 from ..contraction import Output
 from ..expr import FLOAT8_DTYPES, bytes_of, conjunction, convert
 from .gemm_access import affine_access
+from .gemm_epilogue_loads import holds_load
 from .gemm_grid import Tile
 from .gemm_hopper_boxes import Boxes
 from .gemm_hopper_fetch import Fetch
@@ -183,8 +184,11 @@ class Epilogue:
     ) -> list[Expr]:
         """The outputs of one element."""
         segment, layout = self.problem.segments[number], self.layout
-        column = layout.column(tile, chunk, group) + v
-        env = layout.point(segment, tile, layout.row(tile, half), column)
+        row, column = layout.row(tile, half), layout.column(tile, chunk, group) + v
+        if _reads_in_place(segment):
+            row = layout.existing_row(segment, row)
+            column = layout.existing_column(segment, column, 1)
+        env = layout.point(segment, tile, row, column)
         for position, product in enumerate(segment.products):
             at = position * (self.plan.out_n // 2) + (chunk * 2 + group) * 4 + half * 2
             if self.deferred:
@@ -240,6 +244,14 @@ def _stored_dtypes(segment: HopperSegment) -> list[str]:
     """
     whole = [output.dtype for output in segment.outputs if output.partial is None]
     return whole or [product.stored_dtype for product in segment.products]
+
+
+def _reads_in_place(segment: HopperSegment) -> bool:
+    """Whether values hold loads that are not fetched ahead: a mask widened to an integer, or what
+    stands under a condition.
+    """
+    values = [*(b.value for b in segment.bindings), *(o.value for o in segment.outputs)]
+    return any(map(holds_load, values))
 
 
 def _is_identity(segment: HopperSegment, kept: str | None) -> bool:
