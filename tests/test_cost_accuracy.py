@@ -17,12 +17,13 @@ from tests.learned_cases import BYTES, with_bytes
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.cost.learned import Residual, load_residual
 from tvm_fusion.cost.refit import train_samples
-from tvm_fusion.cost.rows import Rows
+from tvm_fusion.cost.rows import Rows, rows_of
 from tvm_fusion.cost.samples import HELD_OUT, SampleSet, read_samples
 from tvm_fusion.cost.training import figures_of
 
 HW = load_profile("h200")
 SAMPLES = Path(__file__).parent / "data" / "kernels_h200.jsonl"
+FRESH = SAMPLES.with_name("kernels_h200_fresh.jsonl")
 LEAST_KERNELS = 600
 MOST_LOST = 0.02  # launches that their kernel class would no longer accept
 
@@ -129,3 +130,14 @@ def test_predicted_ratios_of_fused_to_unfused_times_hold_on_held_out_graphs(comm
         inside.append(measured <= predicted * committed.ratio_quantile(0.9, name))
     assert len(inside) >= 50
     assert np.mean(inside) >= 0.83
+
+
+def test_kernels_measured_after_the_model_was_made_are_predicted_as_well(committed):
+    """50 graphs that nobody had seen."""
+    rows = rows_of(read_samples(FRESH), HW, load_policy())
+    assert len(rows.rows) >= LEAST_KERNELS
+    found = figures_of(committed, rows, np.arange(len(rows.rows)), HW)
+    assert found["median_error"] <= 0.1
+    assert found["p90_error"] <= 0.3
+    assert found["kendall_tau"] >= 0.9
+    assert found["analytic_median_error"] <= 0.25
