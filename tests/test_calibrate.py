@@ -19,6 +19,7 @@ import pytest
 
 from tests.cuda_on_cpu import cuda_source, run_cuda_on_cpu
 from tvm_fusion import _targets, cli
+from tvm_fusion._files import replace_file
 from tvm_fusion.config import load_profile, profile_file, profile_names
 from tvm_fusion.cost.calibrate import (
     command,
@@ -38,7 +39,7 @@ from tvm_fusion.cost.calibrate.cuda_bench import FILL, Call
 from tvm_fusion.cost.calibrate.cuda_kernels import inline_kernel
 from tvm_fusion.cost.calibrate.families import families_of
 from tvm_fusion.cost.calibrate.finding import Family, Finding, Measured, NotMeasured
-from tvm_fusion.cost.calibrate.profile_file import notes_of, with_notes, with_values, write_whole
+from tvm_fusion.cost.calibrate.profile_file import notes_of, with_notes, with_values
 from tvm_fusion.errors import ConfigError, InputError, TargetError
 from tvm_fusion.runtime import cubin_cache
 from tvm_fusion.runtime.resources import parse_ptxas_log
@@ -221,7 +222,7 @@ def test_measured_values_are_read_back_and_all_others_stay(name, tmp_path):
     values = [Measured("hbm_bytes_per_s", 1.23456e12, "a copy"), Measured("num_sms", 7, "counted")]
     out = tmp_path / "device.toml"
     text = with_values(text_of(name), profile, values, "today")
-    write_whole(out, text, check=load_profile)
+    replace_file(out, text, check=load_profile)
     read = load_profile(out)
     assert (read.hbm_bytes_per_s, read.num_sms) == (1.235e12, 7)
     changed = {"hbm_bytes_per_s", "num_sms"}
@@ -248,7 +249,7 @@ def test_of_a_table_only_measured_keys_change_and_the_others_keep_their_source()
 
 def test_a_source_with_quotes_is_still_toml(tmp_path):
     values = [Measured("launch_us", 3.3, 'a "chain" of C:\\kernels')]
-    write_whole(tmp_path / "x.toml", with_values(text_of(), H200, values, "now"), load_profile)
+    replace_file(tmp_path / "x.toml", with_values(text_of(), H200, values, "now"), load_profile)
     assert load_profile(tmp_path / "x.toml").launch_us == 3.3
 
 
@@ -269,7 +270,7 @@ def test_what_does_not_load_does_not_replace_the_old_file(tmp_path):
     out = tmp_path / "device.toml"
     out.write_text(text_of())
     with pytest.raises(ConfigError):
-        write_whole(out, text_of().replace("[launch_us]", "[lunch_us]"), load_profile)
+        replace_file(out, text_of().replace("[launch_us]", "[lunch_us]"), load_profile)
     assert out.read_text() == text_of()
     assert [p.name for p in tmp_path.iterdir()] == ["device.toml"]
 

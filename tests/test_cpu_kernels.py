@@ -11,6 +11,8 @@ import tvm_ffi
 from tvm import relax, te, tirx
 from tvm.relax import op
 
+import tvm_fusion
+from tvm_fusion.bench.random_graphs import module_of
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.cpu import write_cpu
@@ -292,3 +294,12 @@ def test_scalar_parameters_may_be_used_in_blocks():
         a = np.random.default_rng(0).standard_normal((rows, 8)).astype("float32")
         (got,) = call(kernel, [a], [poisoned(a.shape, "float32")], rows)
         np.testing.assert_array_equal(got, a * np.float32(rows))
+
+
+def test_a_rounding_under_a_condition_is_computed_in_float32():
+    """A variable of type bfloat16 in a kernel is what LLVM refuses."""
+    mod = module_of("random-small:1030:24")
+    compiled = tvm_fusion.compile(mod, "llvm", policy="conservative", verify=True)
+    assert not [r for r in compiled.plan.refusals if r.code.value in ("writer", "build")]
+    assert any({"sum5_out", "lv13"} <= set(g.ops) for g in compiled.plan.groups)
+    assert compiled.report.verify.passed

@@ -5,6 +5,7 @@ decides.
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ from tvm_fusion.kernels.base import RefusalCode
 from tvm_fusion.plan.caution import Caution, Verdict, ratio_of
 from tvm_fusion.plan.decide import decide, hopeful_plan, judge, times_apart, without
 from tvm_fusion.plan.differ import clusters, exchanged, in_order, regions
+from tvm_fusion.plan.judge import measured_whole
 from tvm_fusion.plan.plan import Evidence, FusionPlan, PlannedGroup
 from tvm_fusion.plan.search import unfused_plan
 from tvm_fusion.report.flip import flip
@@ -432,6 +434,7 @@ def test_one_interruption_is_no_sample():
 FASTER = Duel(10.0, 14.0, 4.0, 0.1, 20)
 SLOWER = Duel(14.0, 10.0, -4.0, 0.1, 20)
 TIE = Duel(10.0, 10.1, 0.1, 0.1, 320)
+EQUAL = [(9.0, 10.0), (11.0, 10.0)]  # pairs
 
 
 @pytest.fixture
@@ -493,6 +496,53 @@ def test_a_refusal_of_what_was_measured_faster_is_dropped(contested):
     plan = settled(contested.graph, contested.plan, region, TIE)
     assert len(plan.refusals) == 1
     assert settled(contested.graph, plan, region, FASTER).refusals == ()
+
+
+def test_after_a_contest_the_plan_is_judged_by_what_was_measured(monkeypatch, contested):
+    stale = Evidence("model", "sure", 0.9, 0.9, 0.9)
+    contested.plan = replace(contested.plan, evidence=stale)
+    monkeypatch.setattr(contest_module, "duel", lambda *_: FASTER)
+    evidence = contest(contested, Budget(60.0)).evidence
+    assert (evidence.kind, evidence.verdict) == ("measured", "sure")
+    assert evidence.ratio == pytest.approx(10 / 14, abs=1e-3)
+
+
+def test_measured_groups_beside_predicted_ones_are_judged_together():
+    alone = {"a": 10.0, "b": 10.0, "c": 10.0, "d": 10.0}
+    p = plan_of(module(two_times_siblings, *[SMALL] * 6))
+    names = [op.name for op in p.graph.ops]
+    apart = dict(zip(names, alone.values(), strict=True))
+    first = replace(group(*names[:2], us=12.0), evidence=measured(FASTER))
+    second = group(*names[2:], us=12.0)
+    plan = replace(p.plan, groups=(first, second))
+    evidence = measured_whole(p.graph, plan, apart, cautious(1.25)).evidence
+    assert evidence.kind == "model"
+    assert evidence.ratio == pytest.approx((20 * 10 / 14 + 12) / 40, abs=1e-3)
+    assert evidence.high == pytest.approx((20 * 10.3 / 14 + 15) / 40, abs=1e-3)
+
+
+@pytest.mark.parametrize("duel", [SLOWER, TIE], ids=["slower", "tie"])
+def test_what_was_measured_takes_the_place_of_what_the_model_said(duel):
+    job = Job.of(module(siblings, BIG, BIG, BIG), "h200", None, None, None, None)
+    job.plan = decide(job.graph, job.hw, job.policy, caution=cautious(2.0))
+    assert RefusalCode.UNDECIDED in {r.code for r in job.plan.refusals}
+    hopeful = hopeful_plan(job.graph, job.hw, job.policy)
+    (region,) = regions(job.graph, job.plan, hopeful)
+    plan = settled(job.graph, job.plan, region, duel)
+    (refusal,) = plan.refusals
+    assert refusal.why.startswith("measured together")
+    assert "without a measurement" not in refusal.why
+
+
+def test_a_faster_fusion_that_would_make_a_circle_says_so(monkeypatch, contested):
+    hopeful = hopeful_plan(contested.graph, contested.hw, contested.policy)
+    (region,) = regions(contested.graph, contested.plan, hopeful)
+    monkeypatch.setattr(contest_module, "exchanged", lambda *_: None)
+    plan = settled(contested.graph, contested.plan, region, FASTER)
+    (refusal,) = plan.refusals
+    assert refusal.code is RefusalCode.CYCLE
+    assert "measured together 10.0 us, apart 14.0 us: faster" in refusal.why
+    assert "no clear gain" not in refusal.why
 
 
 def test_a_region_that_cannot_be_timed_stays_as_it_is(monkeypatch, contested):
@@ -599,6 +649,47 @@ def test_a_budget_that_ends_while_the_module_is_slower_leaves_it_unfused(monkeyp
     unfused = fused_pairs.build_unfused()
     race.not_slower(fused_pairs, built, materialized, unfused, Budget(30.0, clock))
     assert clock.now <= 30
+    assert not fused_pairs.plan.opened
+
+
+@pytest.mark.parametrize(("factor", "opened"), [(1.01, True), (1e6, False)])
+@pytest.mark.parametrize("seconds", [0.0, 1e6], ids=["no look", "no clear difference"])
+def test_without_a_verdict_the_interval_of_the_model_decides(
+    monkeypatch, fused_pairs, factor, opened, seconds
+):
+    """Unfused is the default: the fused module stays only where the interval excludes a loss."""
+    monkeypatch.setattr(race, "caution_of", lambda *_: cautious(factor))
+    monkeypatch.setattr(race, "sampler", lambda *_: lambda n: (EQUAL * n)[:n])
+    job = fused_pairs
+    job.plan = replace(job.plan, groups=tuple(halved(g) for g in job.plan.groups))
+    built, materialized = job.build_fused()
+    unfused = job.build_unfused()
+    *_, duel = race.not_slower(job, built, materialized, unfused, Budget(seconds))
+    assert job.plan.opened is opened
+    assert launches(job.plan) == (3 if opened else 6)
+    if not opened:
+        (refusal,) = (r for r in job.plan.refusals if r.where == race.WHOLE)
+        assert refusal.code is RefusalCode.UNDECIDED
+        assert duel is None
+
+
+def halved(g):
+    """A group that is predicted to take half of nearly nothing."""
+    return replace(g, predicted_us=1e-3, terms={}) if len(g.ops) > 1 else g
+
+
+def test_a_module_that_lost_once_needs_a_measured_gain(monkeypatch, fused_pairs):
+    monkeypatch.setattr(race, "caution_of", lambda *_: cautious(1.0))
+    looks = iter([[(12.0, 10.0)], EQUAL])
+
+    def sampler(*_):
+        pairs = next(looks)
+        return lambda n: (pairs * n)[:n]
+
+    monkeypatch.setattr(race, "sampler", sampler)
+    built, materialized = fused_pairs.build_fused()
+    unfused = fused_pairs.build_unfused()
+    race.not_slower(fused_pairs, built, materialized, unfused, Budget(1e6))
     assert not fused_pairs.plan.opened
 
 
@@ -730,6 +821,15 @@ def _exp_and_two_readers(bb, x):
     e = bb.emit(op.exp(x))
     t = bb.emit(op.tanh(e))
     return [e, bb.emit(op.add(e, t))]
+
+
+def test_a_plan_is_judged_again_when_a_group_of_it_is_cut():
+    job = Job.of(module(two_times_siblings, *[SMALL] * 6), "llvm", "aggressive", None, None, None)
+    fused = [g for g in job.plan.groups if len(g.ops) > 1]
+    before = job.plan.evidence
+    job.cut(fused[0], RefusalCode.BUILD, "on purpose")
+    after = job.plan.evidence
+    assert after is None if len(fused) == 1 else after.ratio > before.ratio
 
 
 @pytest.mark.parametrize(

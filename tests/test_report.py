@@ -7,7 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from tvm_fusion.bench.random_graphs import graph_of
+from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import InputError
+from tvm_fusion.kernels.base import RefusalCode
+from tvm_fusion.plan.decide import decide
 from tvm_fusion.report import text
 from tvm_fusion.report.flip import flip
 from tvm_fusion.report.model import (
@@ -333,9 +337,76 @@ def test_the_number_that_would_turn_a_refusal_is_told(code, numbers, said):
     assert said in flip(code, numbers)
 
 
-@pytest.mark.parametrize(("code", "numbers"), [("off_row", {}), ("not_profitable", {})])
-def test_no_number_is_made_up_where_none_would_do(code, numbers):
-    assert flip(code, numbers) is None
+@pytest.mark.parametrize("code", [c.value for c in RefusalCode])
+def test_every_refusal_says_what_would_turn_it(code):
+    """Without numbers: the fact that would have to be another one, and no number is made up."""
+    said = flip(code, {})
+    assert said.startswith("no number would turn this: ")
+    assert "would have to" in said
+    assert not any(c.isdigit() for c in said.removesuffix("(--measure)"))
+
+
+NUMBERED = {
+    RefusalCode.NOT_PROFITABLE: {"together_us": 50.0, "apart_us": 45.0, "launch_us": 4.0},
+    RefusalCode.UNDECIDED: {"together_us": 40.0, "apart_us": 45.0},
+    RefusalCode.SLOWER: {"together_us": 50.0, "apart_us": 45.0, "error_us": 0.1},
+    RefusalCode.RECOMPUTE: {"factor": 16.0, "allowed": 4.0},
+    RefusalCode.GROUP_SIZE: {"ops": 80.0, "allowed": 64.0},
+    RefusalCode.PARAMETER_BYTES: {"bytes": 4096.0, "allowed": 4000.0},
+    RefusalCode.SEVERAL_CONTRACTIONS: {"products": 9.0, "allowed": 8.0},
+    RefusalCode.SPACE_MISMATCH: {"columns": 9.0, "least": 32.0, "most": 8192.0},
+    RefusalCode.REDUCTION: {"reducing": 2.0},
+}
+
+
+@pytest.mark.parametrize("code", NUMBERED)
+def test_refusals_that_rest_on_a_number_name_it(code):
+    said = flip(code.value, NUMBERED[code])
+    assert not said.startswith("no number")
+    assert any(c.isdigit() for c in said)
+
+
+@pytest.mark.parametrize(
+    ("code", "numbers", "said"),
+    [
+        (
+            "not_profitable",
+            {"together_us": 98.5, "apart_us": 100.0, "launch_us": 4.0, "min_gain": 0.02},
+            "taken with min_gain = 0.015 or less (now 0.02)",
+        ),
+        (
+            "not_profitable",
+            {"together_us": 50.0, "apart_us": 45.0, "launch_us": 4.0, "launches_saved": 5},
+            "or a launch cost 5 us (now 4)",
+        ),
+        ("not_profitable", {"waves_together": 3, "waves_apart": 2}, "fewer than 2 waves"),
+        (
+            "several_contractions",
+            {"shortest": 64, "longest": 1024, "allowed": 128},
+            "longest sum had 128 terms (now 1024)",
+        ),
+        ("undecided", {"budget_s": 60.0}, "measure_budget_s above 60"),
+        ("space_mismatch", {"columns": 9.0, "least": 32, "most": 8192}, "32 to 8192 elements"),
+    ],
+)
+def test_the_number_is_that_of_the_reason(code, numbers, said):
+    assert said in flip(code, numbers)
+
+
+def test_an_unknown_code_is_an_error():
+    with pytest.raises(KeyError):
+        flip("no such code", {})
+
+
+@pytest.mark.parametrize("key", ["random:1:12", "random:3:12", "random-small:2:14"])
+def test_each_refusal_of_a_plan_says_what_would_turn_it(key):
+    hw = load_profile("h200")
+    _, graph = graph_of(key, hw)
+    refusals = decide(graph, hw, load_policy()).refusals
+    assert refusals
+    for refusal in refusals:
+        said = flip(refusal.code.value, dict(refusal.numbers))
+        assert said.startswith("no number") is not bool(refusal.numbers), (refusal, said)
 
 
 def test_a_refusal_ends_with_the_number_that_would_turn_it():

@@ -1,6 +1,8 @@
 """Strict reading of TOML into dataclasses: no unknown key, no missing value, no bare number."""
 
 import difflib
+import hashlib
+import json
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, field, fields
@@ -93,3 +95,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return " (did you mean 'x'?)" for the nearest known name, or ""."""
     matches = difflib.get_close_matches(name, list(known), n=1)
     return f" (did you mean {matches[0]!r}?)" if matches else ""
+
+
+def fingerprint(value: Any, without: tuple[str, ...] = ()) -> str:
+    """Return a hash of the fields of a dataclass: equal for equal values."""
+    names = [f.name for f in fields(value) if f.name not in without]
+    data = {n: getattr(value, n) for n in names}
+    text = json.dumps(data, sort_keys=True, default=dict)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -11,46 +11,19 @@ says why, and the rest of the plan stays.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import tvm
-from tvm import relax
-
-from .config import HardwareProfile, Policy, load_policy, resolve_target
+from .config import Policy, load_policy, resolve_target
 from .errors import TargetError
-from .frontends import load
-from .ir.graph import FusionGraph, build_graph
-from .kernels.base import Refusal, RefusalCode
-from .plan.decide import decide, without
-from .plan.plan import FusionPlan, PlannedGroup
-from .plan.probing import probed_plan
-from .plan.search import unfused_plan
-from .transform.lower import legalize, lower, open_composites, rewrite
-from .transform.materialize import Materialized, materialize
-from .transform.rewrites import candidates, known_rewrites
-from .transform.write_kernels import write_kernels
+from .job import Job, PlanLike
+from .runtime.cuda_graph_rules import CudaGraphOptions
 
 if TYPE_CHECKING:
-    from .check.sequential import Budget
-    from .report.model import Comparison, Report
-    from .runtime.build import Built
+    from .report.model import Report
     from .runtime.module import CompiledModule
 
-logger = logging.getLogger(__name__)
-
-CHECKED_SYMBOLIC_EXTENT = 5
-
-# Share of a module's predicted time that a rewrite of its graph has to save.
-LEAST_REWRITE_GAIN = 0.01
-
-# Share of the budget for measurements that single fusions may take; the rest is for the module.
-CONTEST_SHARE = 0.8
-
-PlanLike = FusionPlan | str | Path | dict[str, Any] | None
+__all__ = ["Job", "PlanLike", "compile", "explain"]
 
 
 def compile(
@@ -64,6 +37,7 @@ def compile(
     verify: bool | str | None = None,
     measure: bool = False,
     time: bool = False,
+    cuda_graph: Any = False,
 ) -> CompiledModule:
     """Fuses and builds a model.
 
@@ -91,6 +65,10 @@ def compile(
         as it is.
     time : bool
         Time the fused module beside the unfused one, for the report only.
+    cuda_graph : bool, mapping or CudaGraphOptions
+        Capture whole calls into CUDA graphs (see `runtime.cuda_graph_rules.CudaGraphOptions`), and
+        plan for what a launch costs there. A module whose calls cannot be captured runs launch by
+        launch, and its report says why.
 
     Returns
     -------
@@ -101,13 +79,32 @@ def compile(
     Raises
     ------
     InputError
-        The model, target, policy or plan cannot be used.
+        The model, target, policy or plan cannot be used, or `cuda_graph` is asked for on a CPU.
     BuildError
         The module does not build even without fusion.
     """
+    graphs = CudaGraphOptions.of(cuda_graph)
+    if graphs is not None:
+        policy = graph_policy(target, policy)
     job = Job.of(model, target, policy, plan, example_inputs, dynamic_shapes)
     wanted = job.policy.verify if verify is None else verify
-    return job.compile(bool(wanted), wanted == "groups", measure, time)
+    return job.compile(bool(wanted), wanted == "groups", measure, time, graphs)
+
+
+def graph_policy(target: Any, policy: Any) -> Policy:
+    """The policy for a module that runs as a CUDA graph: a saved launch is worth a graph's node.
+
+    Raises
+    ------
+    TargetError
+        The target is no CUDA device.
+    """
+    kind = resolve_target(target)[0].kind.name
+    if kind != "cuda":
+        raise TargetError(
+            f"cuda_graph: the target is {kind}; CUDA graphs need the target cuda or a GPU's name"
+        )
+    return replace(load_policy(policy), launch="graph")
 
 
 def explain(
@@ -146,265 +143,3 @@ def explain(
     from .plan.bound import bound_of_plan
 
     return replace(report, bound=bound_of_plan(job.graph, job.hw, job.policy, job.plan))
-
-
-@dataclass
-class Job:
-    """One model on its way through the stages."""
-
-    mod: tvm.IRModule
-    target: tvm.target.Target
-    hw: HardwareProfile
-    policy: Policy
-    low: tvm.IRModule
-    graph: FusionGraph
-    plan: FusionPlan
-    cuts: dict[tuple[str, ...], str] = field(default_factory=dict)
-    given: bool = False  # the plan is the caller's
-    _alone: FusionPlan | None = None
-    _whole: tuple[tvm.IRModule, FusionGraph, FusionPlan] | None = None
-
-    @classmethod
-    def of(cls, model, target, policy, plan, example_inputs, dynamic_shapes) -> Job:
-        """A job for a model of any kind; what a caller may have mistyped is checked before the
-        model is read.
-        """
-        tvm_target, hw = resolve_target(target)
-        policy, given = load_policy(policy), _read_plan(plan)
-        mod = load(model, example_inputs, dynamic_shapes=dynamic_shapes)
-        return cls.from_module(mod, tvm_target, hw, policy, given)
-
-    @classmethod
-    def from_module(
-        cls,
-        mod: tvm.IRModule,
-        target: tvm.target.Target,
-        hw: HardwareProfile,
-        policy: Policy,
-        plan: PlanLike = None,
-    ) -> Job:
-        given = _read_plan(plan)
-        if given is None:
-            return cls(mod, target, hw, policy, *_best_plan(mod, target, hw, policy))
-        if given.opened:
-            low = lower(mod, target, hw=hw, rewrites=known_rewrites(given.rewrites, policy))
-        else:
-            low = lower(mod, target, decompose=False)
-        graph = build_graph(low)
-        given.check(graph)
-        return cls(mod, target, hw, policy, low, graph, given, given=True)
-
-    @property
-    def alone(self) -> FusionPlan:
-        """The plan of the same primitives with nothing fused."""
-        if self._alone is None:
-            self._alone = unfused_plan(self.graph, self.hw, self.policy)
-        return self._alone
-
-    @property
-    def whole_plan(self) -> FusionPlan:
-        """What runs without this package: each operator of the model by itself, composites
-        whole.
-        """
-        return self.whole[2]
-
-    @property
-    def whole(self) -> tuple[tvm.IRModule, FusionGraph, FusionPlan]:
-        """The module, graph and plan behind `whole_plan`."""
-        if self._whole is None:
-            low = lower(self.mod, self.target, decompose=False)
-            graph = build_graph(low)
-            self._whole = low, graph, unfused_plan(graph, self.hw, self.policy)
-        return self._whole
-
-    @property
-    def inputs(self) -> list[Any]:
-        """Random inputs for checks and timing; symbolic extents at a small odd size."""
-        from .check.inputs import random_inputs
-
-        main = self.mod["main"]
-        symbols = {v.name for p in main.params for v in relax.analysis.tir_vars_in_type(p.ty)}
-        return random_inputs(main, sizes=dict.fromkeys(symbols, CHECKED_SYMBOLIC_EXTENT))
-
-    def compile(
-        self, verify: bool, every_group: bool, measure: bool, time: bool = False
-    ) -> CompiledModule:
-        from .check.compiled import check_compiled, time_builds
-        from .report.assemble import built_report
-        from .runtime.module import CompiledModule
-
-        if (verify or measure or time) and not self.has_device():
-            verify = measure = time = False
-        budget = self.budget() if measure else None
-        if measure and not self.given:
-            self.contest(budget.share(CONTEST_SHARE))
-        built, materialized = self.build_fused()
-        checked, timing = None, None
-        unfused = self.build_unfused() if measure or time else None
-        if measure:
-            built, materialized, timing = self.race(built, materialized, unfused, budget)
-        if verify:
-            checked = check_compiled(self, built, materialized, every_group, unfused)
-            if checked.built is not built:
-                timing = None  # of a build with wrong numbers
-            built, materialized, unfused = checked.built, checked.materialized, checked.unfused
-        if (measure or time) and timing is None:
-            timing = time_builds(built, unfused, self.inputs)
-        compiled = CompiledModule.of(built, self.plan)
-        compiled.report = built_report(self, built, materialized, unfused, checked, timing)
-        return compiled
-
-    def has_device(self) -> bool:
-        """Whether this machine can run what is built; says so where it cannot."""
-        exists = tvm.runtime.device_from_target(self.target).exist
-        if not exists:
-            kind = self.target.kind.name
-            logger.warning("no %s device here: neither run, nor checked, nor measured", kind)
-        return exists
-
-    def budget(self) -> Budget:
-        """The time for measurements, from now on."""
-        from .check.sequential import Budget
-
-        return Budget(self.policy.measure_budget_s)
-
-    def contest(self, budget: Budget) -> None:
-        """Settles the fusions in doubt by measurements."""
-        from .check.contest import contest
-
-        self.plan = contest(self, budget)
-
-    def race(
-        self, built: Built, materialized: Materialized, unfused: Built, budget: Budget
-    ) -> tuple[Built, Materialized, Comparison | None]:
-        """Times the module beside the unfused one; cuts fusions until it is not slower."""
-        from .check.race import not_slower
-        from .report.model import Comparison
-
-        built, materialized, duel = not_slower(self, built, materialized, unfused, budget)
-        timing = duel and Comparison(duel.first, duel.second)
-        return built, materialized, timing
-
-    def use_whole(self) -> None:
-        """Goes on with the model as it is, nothing fused."""
-        self.low, self.graph, plan = self.whole
-        self.plan = self._alone = replace(plan, opened=False)
-
-    def build_fused(self) -> tuple[Built, Materialized]:
-        """Builds the plan; groups that do not compile are cut until it builds."""
-        from .runtime.build import KernelBuildError, build
-
-        while True:
-            written, materialized = self.write()
-            try:
-                return build(written, self.target), materialized
-            except KernelBuildError as error:
-                if not self._cut_all(materialized, error.failures, RefusalCode.BUILD):
-                    raise
-
-    def fuse(self) -> tvm.IRModule:
-        """The module with the plan's kernels written, not built."""
-        return self.write()[0]
-
-    def write(self) -> tuple[tvm.IRModule, Materialized]:
-        """Writes the plan's kernels; groups that cannot be written are cut until all are."""
-        while True:
-            materialized = materialize(self.low, self.graph, self.plan)
-            classes = {name: g.kernel_class for name, g in materialized.groups.items()}
-            written = write_kernels(materialized.mod, classes, self.hw, self.policy)
-            if not self._cut_all(materialized, written.failures, RefusalCode.WRITER):
-                return written.mod, materialized
-
-    def build_unfused(self) -> Built:
-        """Builds the model as it is: one kernel an operator, written by the same kernel classes."""
-        low, graph, plan = self.whole
-        whole = Job(self.mod, self.target, self.hw, self.policy, low, graph, plan)
-        return whole.build_fused()[0]
-
-    def _cut_all(
-        self, materialized: Materialized, failures: Mapping[str, str], code: RefusalCode
-    ) -> bool:
-        """Cuts all groups whose PrimFunc failed; whether anything changed."""
-        before = self.plan
-        for group in _groups_of(self.plan, materialized, failures):
-            self.cut(group, code, failures[materialized.functions[group.ops]])
-        return self.plan != before
-
-    def cut(self, group: PlannedGroup, code: RefusalCode, why: str) -> None:
-        """Takes a group apart; gives a single operator the fallback class, then TVM's own code."""
-        why = why.strip().splitlines()[-1] if why.strip() else code.value
-        logger.warning("group %s falls back: %s", "+".join(group.ops), why)
-        for op in group.ops:
-            self.cuts[(op,)] = f"{code.value}: {why}"
-        if len(group.ops) > 1:
-            reason = Refusal(code, group.ops, why)
-            self.plan = without(self.graph, self.plan, group, self.alone, reason)
-        else:
-            self.plan = self.plan.with_class(group.ops[0], _next_class(group))
-
-
-@dataclass(frozen=True)
-class _Variant:
-    """A module with some rewrites: opened, lowered, as a graph, planned."""
-
-    opened: tvm.IRModule
-    low: tvm.IRModule
-    graph: FusionGraph
-    plan: FusionPlan
-
-    @classmethod
-    def of(cls, opened, rewrites, target, hw, policy) -> _Variant:
-        low = legalize(opened, target, hw)
-        graph = build_graph(low)
-        return cls(opened, low, graph, replace(decide(graph, hw, policy), rewrites=rewrites))
-
-    def rewritten(self, name, target, hw, policy) -> _Variant | None:
-        """The variant with one more rewrite; None if that finds nothing to do."""
-        opened = rewrite(self.opened, name, target, hw)
-        if opened.same_as(self.opened):
-            return None
-        return self.of(opened, (*self.plan.rewrites, name), target, hw, policy)
-
-
-def _best_plan(
-    mod: tvm.IRModule, target: tvm.target.Target, hw: HardwareProfile, policy: Policy
-) -> tuple[tvm.IRModule, FusionGraph, FusionPlan]:
-    """The lowered module, its graph and its plan, with those rewrites of the opened graph by which
-    the predicted time falls.
-
-    Each is tried on top of those kept before, and on top of the last one that did not gain by
-    itself: some pay only together.
-    """
-    best = _Variant.of(open_composites(mod, target, hw=hw), (), target, hw, policy)
-    passed_over = None
-    for name in candidates(hw, policy):
-        bases = [base for base in (best, passed_over) if base is not None]
-        tried = [base.rewritten(name, target, hw, policy) for base in bases]
-        tried = [variant for variant in tried if variant is not None]
-        if not tried:
-            continue
-        found = min(tried, key=lambda variant: variant.plan.predicted_us)
-        if found.plan.predicted_us < (1 - LEAST_REWRITE_GAIN) * best.plan.predicted_us:
-            best, passed_over = found, None
-        else:
-            passed_over = tried[0]
-    plan, _ = probed_plan(best.low, best.graph, best.plan, hw, policy, target)
-    return best.low, best.graph, replace(plan, rewrites=best.plan.rewrites)
-
-
-def _groups_of(
-    plan: FusionPlan, materialized: Materialized, failed: Collection[str]
-) -> list[PlannedGroup]:
-    """The groups of a plan that the failed PrimFuncs compute (equal groups share one)."""
-    return [g for g in plan.groups if materialized.functions.get(g.ops) in failed]
-
-
-def _next_class(group: PlannedGroup) -> str:
-    """What to try after the class of a single operator failed."""
-    return "stock" if group.kernel_class in ("fallback", "stock") else "fallback"
-
-
-def _read_plan(plan: PlanLike) -> FusionPlan | None:
-    if plan is None or isinstance(plan, FusionPlan):
-        return plan
-    return FusionPlan.from_dict(plan) if isinstance(plan, dict) else FusionPlan.load(plan)

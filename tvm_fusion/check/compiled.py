@@ -17,6 +17,7 @@ from ..kernels.base import RefusalCode
 from ..report.model import Comparison
 from ..transform.single_group import group_modules
 from ..transform.write_kernels import write_kernels
+from .precision import computed_dtypes
 from .reference import flatten, run_reference, to_argument
 from .verify import GroupCase, Verification, compare_outputs, verify_group
 
@@ -68,13 +69,16 @@ def check_compiled(
     reference = run_reference(whole, inputs, target=job.target)
     unfused = unfused or job.build_unfused()
     plain = run_built(unfused, inputs)
+    dtypes = computed_dtypes(whole)
     errors: dict[str, float] = {}
     if every_group:
         wrong, errors = wrong_groups(job, materialized, inputs)
         if wrong:
             built, materialized = _without(job, wrong)
     while True:
-        verification = compare_outputs(run_built(built, inputs), plain, reference)
+        verification = compare_outputs(
+            run_built(built, inputs), plain, reference, computed_in=dtypes
+        )
         if verification.passed:
             break
         wrong, _ = wrong_groups(job, materialized, inputs)

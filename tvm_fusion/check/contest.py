@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 from ..errors import BuildError, TargetError, TvmFusionError
 from ..ir.graph import FusionGraph
 from ..kernels.base import Refusal, RefusalCode
-from ..plan.decide import hopeful_plan, with_evidence
+from ..plan.decide import caution_of, hopeful_plan, with_evidence
 from ..plan.differ import Region, exchanged, regions
+from ..plan.judge import measured_whole, times_apart
 from ..plan.plan import Evidence, FusionPlan
 from ..transform.region_module import RegionModule, region_module
 from .inputs import random_inputs
@@ -57,7 +58,10 @@ def contest(job: Job, budget: Budget) -> FusionPlan:
             known[key] = duel(job, part, region, budget)
         if known[key] is not None:
             plan = settled(job.graph, plan, region, known[key])
-    return plan
+    if plan.groups == job.plan.groups:
+        return plan
+    caution = caution_of(job.hw, job.policy)
+    return measured_whole(job.graph, plan, times_apart(job.alone), caution)
 
 
 def duel(job: Job, part: RegionModule, region: Region, budget: Budget) -> Duel | None:
@@ -122,15 +126,19 @@ class PlanSampler:
 
 
 def settled(graph: FusionGraph, plan: FusionPlan, region: Region, found: Duel) -> FusionPlan:
-    """The plan after a region's two ways were timed, hopeful against careful."""
-    if found.winner is Winner.FIRST:
-        taken = exchanged(graph, plan, region.careful, region.hopeful)
-        if taken is not None:
-            taken = replace(taken, refusals=_outside(taken.refusals, region))
-            evidence = measured(found)
-            return with_evidence(taken, dict.fromkeys((g.ops for g in region.hopeful), evidence))
-    fused = dict.fromkeys(op for g in region.hopeful for op in g.ops if len(g.ops) > 1)
-    return replace(plan, refusals=(*plan.refusals, slower(found, tuple(fused))))
+    """The plan after a region's two ways were timed, hopeful against careful.
+
+    What the model said of the hopeful groups gives way to what was measured.
+    """
+    plan = replace(plan, refusals=_outside(plan.refusals, region))
+    fused = tuple(dict.fromkeys(op for g in region.hopeful for op in g.ops if len(g.ops) > 1))
+    if found.winner is not Winner.FIRST:
+        return replace(plan, refusals=(*plan.refusals, slower(found, fused)))
+    taken = exchanged(graph, plan, region.careful, region.hopeful)
+    if taken is None:
+        return replace(plan, refusals=(*plan.refusals, _circle(found, fused)))
+    evidence = measured(found)
+    return with_evidence(taken, dict.fromkeys((g.ops for g in region.hopeful), evidence))
 
 
 def measured(found: Duel) -> Evidence:
@@ -156,14 +164,30 @@ def slower(found: Duel, where: tuple[str, ...]) -> Refusal:
     return Refusal(
         RefusalCode.SLOWER if lost else RefusalCode.UNDECIDED,
         where,
-        f"measured together {found.first:.1f} us, apart {found.second:.1f} us: "
-        + ("slower" if lost else "no clear gain"),
-        (
-            ("apart_us", round(found.second, 3)),
-            ("error_us", round(found.error, 4)),
-            ("pairs", found.pairs),
-            ("together_us", round(found.first, 3)),
-        ),
+        f"{_measured_times(found)}: " + ("slower" if lost else "no clear gain"),
+        _numbers(found),
+    )
+
+
+def _circle(found: Duel, where: tuple[str, ...]) -> Refusal:
+    """Why a fusion that was measured to be faster is not taken after all."""
+    why = (
+        f"{_measured_times(found)}: faster, but beside other fusions of the plan groups would wait "
+        "for each other in a circle"
+    )
+    return Refusal(RefusalCode.CYCLE, where, why, _numbers(found))
+
+
+def _measured_times(found: Duel) -> str:
+    return f"measured together {found.first:.1f} us, apart {found.second:.1f} us"
+
+
+def _numbers(found: Duel) -> tuple[tuple[str, float], ...]:
+    return (
+        ("apart_us", round(found.second, 3)),
+        ("error_us", round(found.error, 4)),
+        ("pairs", found.pairs),
+        ("together_us", round(found.first, 3)),
     )
 
 

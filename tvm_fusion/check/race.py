@@ -2,6 +2,11 @@
 
 If the fused module is clearly slower, its fusions are cut, those least sure to gain first, twice as
 many each time; if that does not help, the unfused module is what is returned.
+
+Without a verdict (no clear difference, or a budget that ends before the first look) the unfused
+module is the default. The fused one stays only if it needs no verdict: if the interval of its
+predicted time, with what was measured of single fusions, excludes a loss against the unfused
+module. Once it was measured slower, its prediction counts no more.
 """
 
 from __future__ import annotations
@@ -11,8 +16,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..plan.decide import taken_apart
+from ..kernels.base import Refusal, RefusalCode
+from ..plan.caution import Verdict
+from ..plan.decide import caution_of, taken_apart
 from ..plan.differ import clusters
+from ..plan.judge import times_apart, whole_ratio
 from ..plan.plan import PlannedGroup
 from .contest import Sampler, measured, slower
 from .sequential import Budget, Duel, Winner, paired, settle
@@ -23,6 +31,8 @@ if TYPE_CHECKING:
     from ..transform.materialize import Materialized
 
 logger = logging.getLogger(__name__)
+
+WHOLE = ("the whole module",)
 
 
 def not_slower(
@@ -39,14 +49,14 @@ def not_slower(
         The fused module.
     unfused : Built
     budget : Budget
-        Where it ends before the modules are told apart, the fused one stays; where it ends after
-        the fused one was slower, the unfused one is used.
+        Where it ends before the modules are told apart, the interval of the model decides (see
+        the module docstring).
 
     Returns
     -------
     tuple
         The build that is left, what it was made from, and the last duel, fused first; None for a
-        budget that did not reach.
+        budget that did not reach, and where the unfused module is left.
     """
     count, lost, inputs = 1, None, job.inputs
     while True:
@@ -59,8 +69,8 @@ def not_slower(
         _cut(job, worst, found)
         count *= 2
         built, materialized = job.build_fused()
-    if lost is not None and (found is None or found.winner is Winner.SECOND):
-        return *_unfused(job, lost), None
+    if not job.given and not _may_stay(job, found, lost):
+        return *_unfused(job, found or lost), None
     if found is not None:
         job.plan = replace(job.plan, evidence=measured(found))
     return built, materialized, found
@@ -75,13 +85,35 @@ def _cut(job: Job, worst: Sequence[tuple[PlannedGroup, ...]], found: Duel) -> No
     job.plan = taken_apart(job.graph, job.plan, groups, job.alone, reasons)
 
 
-def _unfused(job: Job, lost: Duel) -> tuple[Built, Materialized]:
-    """The module as it is, for a job whose fused one was slower at the last look."""
-    logger.warning("slower than unfused, whatever was cut: the unfused module is used")
+def _may_stay(job: Job, found: Duel | None, lost: Duel | None) -> bool:
+    """Whether the fused module is used after the last look (`found`), and an earlier one that it
+    lost.
+    """
+    if found is not None and found.winner is not Winner.NEITHER:
+        return found.winner is Winner.FIRST
+    if lost is not None:
+        return False
+    apart, caution = times_apart(job.alone), caution_of(job.hw, job.policy)
+    unfused_us = job.whole_plan.predicted_us
+    return whole_ratio(job.graph, job.plan, apart, caution, unfused_us).verdict is Verdict.SURE
+
+
+def _unfused(job: Job, last: Duel | None) -> tuple[Built, Materialized]:
+    """The module as it is, for a job whose fused one is slower, or not known to be faster."""
+    reason = _unmeasured(job) if last is None else slower(last, WHOLE)
+    logger.warning("the unfused module is used: %s", reason.why)
     job.use_whole()
-    reason = slower(lost, ("the whole module",))
     job.plan = replace(job.plan, refusals=(*job.plan.refusals, reason))
     return job.build_fused()
+
+
+def _unmeasured(job: Job) -> Refusal:
+    return Refusal(
+        RefusalCode.UNDECIDED,
+        WHOLE,
+        "the budget ended before the modules were timed, and the prediction is too close to call",
+        (("budget_s", job.policy.measure_budget_s),),
+    )
 
 
 def sampler(built: Sequence[Built], inputs: Sequence[Any]) -> Sampler:

@@ -7,7 +7,9 @@ A fused output passes if its error is
 - at most twice (float64, float32) or three times (half) the error of the unfused output, or within
   a few units in the last place of the dtype, whichever allows more; and
 - at most 1e-4 (float32), 1e-2 (float16), 2e-2 (bfloat16), two spacings of 1.0 (float8: 0.25 for
-  e4m3fn, 0.5 for e5m2), whatever the unfused output does.
+  e4m3fn, 0.5 for e5m2), whatever the unfused output does. The dtype is the narrowest in which
+  anything on the way to the output is computed (`precision`): a float32 sum of values that were
+  rounded to float16 is no better than these, fused or not.
 
 Element by element, outside of those numbers:
 
@@ -68,7 +70,11 @@ class OutputCheck:
 
 
 def check_output(
-    fused: np.ndarray, unfused: np.ndarray, reference: np.ndarray, dtype: str
+    fused: np.ndarray,
+    unfused: np.ndarray,
+    reference: np.ndarray,
+    dtype: str,
+    computed_in: str | None = None,
 ) -> OutputCheck:
     """Compare one output of the fused module with the unfused one and with the float64 reference.
 
@@ -80,6 +86,8 @@ def check_output(
         The same output in float64 (integers and booleans as they are).
     dtype : str
         The dtype of the output in the module.
+    computed_in : str or None
+        The narrowest float dtype on the way to the output, if it is narrower than `dtype`.
 
     Returns
     -------
@@ -107,7 +115,9 @@ def check_output(
         why = f"is {fused.dtype.name}{list(fused.shape)}, not {dtype}{list(reference.shape)}"
         return OutputCheck(False, np.inf, np.inf, 0.0, None, why)
     if dtype in TOLERANCES:
-        return _check_floats(fused, unfused, reference, TOLERANCES[dtype])
+        own = TOLERANCES[dtype]
+        ceiling = max(own.ceiling, TOLERANCES[computed_in or dtype].ceiling)
+        return _check_floats(fused, unfused, reference, own, ceiling)
     if np.issubdtype(fused.dtype, np.integer) or fused.dtype == np.bool_:
         return _check_exact(fused, unfused, reference)
     raise InputError(f"there is no numeric rule for outputs of type {dtype}")
@@ -123,7 +133,11 @@ def _check_exact(fused: np.ndarray, unfused: np.ndarray, reference: np.ndarray) 
 
 
 def _check_floats(
-    fused: np.ndarray, unfused: np.ndarray, reference: np.ndarray, tolerance: Tolerance
+    fused: np.ndarray,
+    unfused: np.ndarray,
+    reference: np.ndarray,
+    tolerance: Tolerance,
+    ceiling: float,
 ) -> OutputCheck:
     wide, plain, ref = (array.astype("float64") for array in (fused, unfused, reference))
     ordinary = np.abs(ref) <= tolerance.largest  # false for nan
@@ -139,7 +153,7 @@ def _check_floats(
     scale = float(np.max(np.abs(ref), where=ordinary, initial=0.0)) or 1.0
     unfused_error, _ = _error(plain, ref, ordinary & np.isfinite(plain), scale)
     fused_error, worst = _error(wide, ref, ordinary & finite, scale)
-    limit = min(max(tolerance.ratio * unfused_error, tolerance.floor), tolerance.ceiling)
+    limit = min(max(tolerance.ratio * unfused_error, tolerance.floor), ceiling)
     if not accepted.all():
         worst, fused_error = _first(~accepted), np.inf
     passed = fused_error <= limit

@@ -11,6 +11,7 @@ from tvm import relax
 from ..errors import InputError, VerificationError
 from ..runtime.build import build
 from .inputs import numpy_dtype
+from .precision import computed_dtypes
 from .reference import flatten, run_reference, to_argument
 from .rules import OutputCheck, check_output
 
@@ -79,16 +80,20 @@ def compare_outputs(
     unfused: Sequence[np.ndarray],
     reference: Sequence[np.ndarray],
     name: str = "main",
+    computed_in: Sequence[str | None] | None = None,
 ) -> Verification:
-    """Judge all outputs of a module by `rules.check_output`; the unfused outputs say the dtypes."""
+    """Judge all outputs of a module by `rules.check_output`; the unfused outputs say the dtypes,
+    `computed_in` what they are computed in (`precision.computed_dtypes`).
+    """
+    computed_in = [None] * len(reference) if computed_in is None else computed_in
     if not len(fused) == len(unfused) == len(reference):
         raise InputError(
             f"{name}: {len(fused)} fused, {len(unfused)} unfused and {len(reference)} reference "
             "outputs do not belong together"
         )
     checks = tuple(
-        check_output(np.asarray(x), np.asarray(y), np.asarray(ref), np.asarray(y).dtype.name)
-        for x, y, ref in zip(fused, unfused, reference, strict=True)
+        check_output(np.asarray(x), np.asarray(y), np.asarray(ref), np.asarray(y).dtype.name, by)
+        for x, y, ref, by in zip(fused, unfused, reference, computed_in, strict=True)
     )
     worst = max((check.fused_error for check in checks), default=0.0)
     return Verification(name, all(check.passed for check in checks), checks, worst)
@@ -113,7 +118,8 @@ def verify_module(
     Verification
     """
     reference = run_reference(call_tir_module, inputs)
-    return compare_outputs(fused_run(inputs), unfused_run(inputs), reference)
+    dtypes = computed_dtypes(call_tir_module)
+    return compare_outputs(fused_run(inputs), unfused_run(inputs), reference, computed_in=dtypes)
 
 
 def verify_group(
@@ -147,7 +153,8 @@ def verify_group(
     reference = run_reference(case.unfused_mod, inputs, target=target)
     fused = (run_fused or run)(case.fused_mod, inputs)
     unfused = (run_unfused or run)(case.unfused_mod, inputs)
-    return compare_outputs(fused, unfused, reference, case.name)
+    dtypes = computed_dtypes(case.unfused_mod)
+    return compare_outputs(fused, unfused, reference, case.name, dtypes)
 
 
 def run_module(

@@ -9,11 +9,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from .._files import replace_file
 from ..config import HardwareProfile, Policy, load_policy, resolve_target
 from ..errors import InputError
 from .learned import Residual, residual_file
 from .rows import Rows, rows_of
-from .samples import SampleSet, read_samples, replace_file
+from .samples import SampleSet, read_samples
 from .training import train
 
 SHOWN_PROBLEMS = 10

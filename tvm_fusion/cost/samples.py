@@ -17,12 +17,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from .._files import replace_file
 from ..errors import InputError
 
 SAMPLES_VERSION = 1
@@ -159,17 +159,6 @@ def write_samples(file: str | Path, samples: SampleSet) -> None:
     lines = [header, *map(_to_json, samples.launches), *map(_to_json, samples.plans)]
     text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
     replace_file(Path(file), text)
-
-
-def replace_file(file: Path, text: str) -> None:
-    """Writes a file in one step: a reader finds the old text or the new one."""
-    temporary = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(file)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise InputError(f"cannot write {file}: {error.strerror}") from error
 
 
 def _read(file: Path) -> SampleSet:

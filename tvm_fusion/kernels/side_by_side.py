@@ -69,6 +69,7 @@ def refuse_side_by_side(
             "independent matrix products with sums of unlike length wait for the longest",
             shortest=depths[0],
             longest=depths[-1],
+            allowed=MAX_DEPTH_RATIO * depths[0],
         )
     tiles = [sum(_tiles(p) for p in part) for part in parts]
     together, apart = _waves(sum(tiles), hw), sum(_waves(t, hw) for t in tiles)

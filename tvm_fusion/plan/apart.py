@@ -110,7 +110,10 @@ class _Neighbours:
         apart = sum(costed(self.evaluator, self.launches[p]).estimate.time_us for p in (a, b))
         times = {"apart_us": apart, "together_us": together}
         said = f"together {together:.1f} us, apart {apart:.1f} us"
-        if merged.charge_us > 0 and together < apart:
+        if together < apart and self._saves_too_little(merged):
+            code, least = RefusalCode.NOT_PROFITABLE, self.evaluator.caution.min_gain
+            said, times["min_gain"] = f"{said}: saves less than {least:.1%}", least
+        elif merged.charge_us > 0 and together < apart:
             code, said = RefusalCode.UNDECIDED, f"{said}: too close to call without a measurement"
         else:
             code = RefusalCode.NOT_PROFITABLE
@@ -119,6 +122,16 @@ class _Neighbours:
             times["launch_us"] = launch_us(evaluator.hw, evaluator.policy.launch)
         numbers = tuple((name, round(value, 3)) for name, value in sorted(times.items()))
         return Refusal(code, where, said, numbers)
+
+    def _saves_too_little(self, merged: Costed) -> bool:
+        """Whether what keeps a fusion from gaining is the least share that it has to save, and not
+        the doubt about its time.
+        """
+        caution = self.evaluator.caution
+        if caution is None or merged.charge_us <= 0:
+            return False
+        time = merged.estimate.time_us
+        return merged.charge_us <= caution.charge_of(time, time, 1.0) + 1e-9
 
     def _what_grows(self, merged: Costed, a: int, b: int) -> str:
         """The term of the joined launch that is most above those of the two."""

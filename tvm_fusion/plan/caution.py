@@ -63,6 +63,8 @@ class Caution:
         products.
     coverage : float
         How often a fusion that is taken has to gain; 0 takes every prediction as it is.
+    min_gain : float
+        Share of the predicted time of its operators that a fusion has to save at least.
     residual : cost.learned.Residual or None
         Its `ratio_quantile(coverage, kernel_class, close=True)` is the factor of the groups whose
         time it corrected.
@@ -72,12 +74,14 @@ class Caution:
     unknown_gemm: float
     coverage: float = 0.9
     residual: Any = None
+    min_gain: float = 0.0
     _learned: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def of(cls, policy: Policy, residual: Any = None) -> Caution:
         """The caution that a policy asks for, with the device's residual or None."""
-        return cls(policy.unknown_ratio, policy.unknown_ratio_gemm, policy.coverage, residual)
+        factors = (policy.unknown_ratio, policy.unknown_ratio_gemm)
+        return cls(*factors, policy.coverage, residual, policy.min_gain)
 
     @property
     def is_none(self) -> bool:
@@ -100,7 +104,18 @@ class Caution:
     def charge_us(self, fit: Fit, estimate: Estimate) -> float:
         """What the search adds to the predicted time of a fused group, in microseconds."""
         factor = self.factor(fit.kernel_class, is_corrected(estimate.time_us, estimate.analytic_us))
-        return (factor - 1.0) * (estimate.time_us - estimate.terms.get(LAUNCH, 0.0))
+        return self.charge_of(estimate.time_us, estimate.terms.get(LAUNCH, 0.0), factor)
+
+    def charge_of(self, time_us: float, launch_us: float, factor: float) -> float:
+        """The charge of a fused launch: what it may take longer than predicted, or what it has to
+        gain at least, whichever is more.
+        """
+        in_doubt = (factor - 1.0) * (time_us - launch_us)
+        return max(in_doubt, time_us * self.min_gain / (1.0 - self.min_gain))
+
+    def gains_too_little(self, ratio: Ratio) -> bool:
+        """Whether a fusion saves less than the least share, however sure it is."""
+        return ratio.value > 1.0 - self.min_gain
 
 
 def is_corrected(time_us: float, analytic_us: float | None) -> bool:

@@ -32,8 +32,9 @@ from ..cost.learned import load_residual
 from ..cost.probe import GroupKey
 from ..ir.graph import FusionGraph
 from ..kernels.base import Refusal, RefusalCode, Resources
-from .caution import LAUNCH, Caution, Ratio, Verdict, is_corrected, ratio_of
+from .caution import LAUNCH, Caution, Ratio, Verdict
 from .differ import clusters, exchanged, regions
+from .judge import by_model, charged_us, judge, judged_whole, times_apart
 from .plan import Evidence, FusionPlan, PlannedGroup
 from .search import search, unfused_plan
 
@@ -69,12 +70,12 @@ def decide(
     sure = cut_unsure(graph, hopeful, alone, caution)
     apart = times_apart(alone)
     if _shapes(sure) == _shapes(hopeful):
-        return _judged_whole(sure, apart, caution)
+        return judged_whole(sure, apart, caution)
     careful = cut_unsure(
         graph, search(graph, hw, policy, forbidden, caution, probed), alone, caution
     )
     plan = _cheapest(graph, careful, sure, apart, caution)
-    return _judged_whole(_with_doubts(plan, sure.refusals), apart, caution)
+    return judged_whole(_with_doubts(plan, sure.refusals), apart, caution)
 
 
 def _with_doubts(plan: FusionPlan, refusals: Iterable[Refusal]) -> FusionPlan:
@@ -83,11 +84,6 @@ def _with_doubts(plan: FusionPlan, refusals: Iterable[Refusal]) -> FusionPlan:
     doubts = (r for r in refusals if r.code is RefusalCode.UNDECIDED and r not in plan.refusals)
     left = tuple(r for r in doubts if not any(ops.issuperset(r.where) for ops in groups))
     return replace(plan, refusals=(*plan.refusals, *left))
-
-
-def _judged_whole(plan: FusionPlan, apart: Mapping[str, float], caution: Caution) -> FusionPlan:
-    ratio = judge(plan.groups, apart, caution)
-    return replace(plan, evidence=ratio and _by_model(ratio, caution))
 
 
 def _cheapest(
@@ -113,29 +109,6 @@ def _cheapest(
     for region in better:  # some of them would wait for each other: those that still fit
         plan = exchanged(graph, plan, region.careful, region.hopeful) or plan
     return plan
-
-
-def charged_us(
-    groups: Iterable[PlannedGroup], apart: Mapping[str, float], caution: Caution
-) -> float:
-    """The time of some groups at the upper end of what it may be, in microseconds."""
-    return sum(
-        launch_us + (time_us - launch_us) * factor
-        for time_us, launch_us, factor in _launches(groups, apart, caution)
-    )
-
-
-def _launches(
-    groups: Iterable[PlannedGroup], apart: Mapping[str, float], caution: Caution
-) -> list[tuple[float, float, float]]:
-    """Time, launch and factor of each group; the factor of one operator is 1."""
-    found = []
-    for g in groups:
-        fused = sum(op in apart for op in g.ops) > 1
-        corrected = is_corrected(g.predicted_us, g.analytic_us)
-        factor = caution.factor(g.kernel_class, corrected) if fused else 1.0
-        found.append((g.predicted_us, g.terms.get(LAUNCH, 0.0), factor))
-    return found
 
 
 def _shapes(plan: FusionPlan) -> set[tuple[str, ...]]:
@@ -169,44 +142,14 @@ def cut_unsure(
         ratio = judge(cluster, apart, caution)
         if ratio is None:
             continue
-        if ratio.verdict is Verdict.SURE:
-            evidence |= dict.fromkeys((g.ops for g in cluster), _by_model(ratio, caution))
+        little = ratio.verdict is Verdict.SURE and caution.gains_too_little(ratio)
+        if ratio.verdict is Verdict.SURE and not little:
+            evidence |= dict.fromkeys((g.ops for g in cluster), by_model(ratio, caution))
         else:
             unsure += cluster
-            refusals.append(_refusal(cluster, ratio, apart))
+            refusals.append(_refusal(cluster, ratio, apart, caution.min_gain if little else None))
     plan = taken_apart(graph, plan, unsure, alone, refusals) if unsure else plan
     return with_evidence(plan, evidence)
-
-
-def times_apart(alone: FusionPlan) -> dict[str, float]:
-    """The predicted time of every operator that is a launch of its own, by name."""
-    free = ("view", "opaque")
-    return {g.ops[0]: g.predicted_us for g in alone.groups if g.kernel_class not in free}
-
-
-def judge(
-    cluster: Iterable[PlannedGroup], apart: Mapping[str, float], caution: Caution
-) -> Ratio | None:
-    """The interval of the time of some groups over that of their operators apart.
-
-    Parameters
-    ----------
-    cluster : iterable of PlannedGroup
-        Groups that recompute each other's operators.
-    apart : mapping of str to float
-        Time of every operator by itself (`times_apart`).
-    caution : Caution
-
-    Returns
-    -------
-    Ratio or None
-        None if nothing is fused.
-    """
-    cluster = tuple(cluster)
-    apart_us = sum({op: apart[op] for g in cluster for op in g.ops if op in apart}.values())
-    if apart_us <= 0 or all(sum(op in apart for op in g.ops) < 2 for g in cluster):
-        return None
-    return ratio_of(_launches(cluster, apart, caution), apart_us)
 
 
 def taken_apart(
@@ -261,23 +204,30 @@ def with_evidence(plan: FusionPlan, evidence: Mapping[tuple[str, ...], Evidence]
     return replace(plan, groups=groups)
 
 
-def _by_model(ratio: Ratio, caution: Caution) -> Evidence:
-    kind = "prediction" if caution.is_none else "model"
-    numbers = (round(x, 4) for x in (ratio.value, ratio.low, ratio.high))
-    return Evidence(kind, ratio.verdict.value, *numbers)
-
-
 def _refusal(
-    cluster: tuple[PlannedGroup, ...], ratio: Ratio, apart: Mapping[str, float]
+    cluster: tuple[PlannedGroup, ...],
+    ratio: Ratio,
+    apart: Mapping[str, float],
+    min_gain: float | None,
 ) -> Refusal:
+    """Why a fusion is not taken; `min_gain` where it surely gains, but less than that."""
     names = tuple(dict.fromkeys(op for g in cluster for op in g.ops))
     apart_us = sum(apart.get(op, 0.0) for op in names)
     together_us = ratio.value * apart_us
     doubt = ratio.verdict is Verdict.UNDECIDED
+    said = ": too close to call without a measurement" if doubt else ""
+    numbers = {
+        "apart_us": apart_us,
+        "launch_us": max(g.terms.get(LAUNCH, 0.0) for g in cluster),
+        "launches_saved": len([op for op in names if op in apart]) - len(cluster),
+        "together_us": together_us,
+    }
+    if min_gain is not None:
+        said, numbers["min_gain"] = f": saves less than {min_gain:.1%}", min_gain
     return Refusal(
         RefusalCode.UNDECIDED if doubt else RefusalCode.NOT_PROFITABLE,
         names,
         f"together {together_us:.1f} us, at most {ratio.high * apart_us:.1f}, apart "
-        f"{apart_us:.1f} us" + (": too close to call without a measurement" if doubt else ""),
-        (("apart_us", round(apart_us, 3)), ("together_us", round(together_us, 3))),
+        f"{apart_us:.1f} us{said}",
+        tuple((name, round(value, 3)) for name, value in sorted(numbers.items())),
     )

@@ -30,6 +30,11 @@ from .moves import (
 )
 from .state import State
 
+# Share of what a merge could save at most that one step has to save: below, the model cannot tell
+# a gain from a loss, and a step in the wrong direction costs the better ones. Which fusions are
+# taken in the end is for `caution`, with the policy's `min_gain`.
+LEAST_STEP = 0.02
+
 Pair = tuple[int, int]
 
 
@@ -42,7 +47,7 @@ def merge_greedily(state: State, policy: Policy, at_once: bool = False) -> None:
     _Greedy(state, policy, at_once).run()
 
 
-def merge_gain(state: State, move: Merge, policy: Policy, last: bool = False) -> float | None:
+def merge_gain(state: State, move: Merge, last: bool = False) -> float | None:
     """What a merge saves in microseconds, or None if it may not be or saves too little.
 
     Independent work shares a launch only at the `last`: before, each part may still join what it
@@ -53,10 +58,10 @@ def merge_gain(state: State, move: Merge, policy: Policy, last: bool = False) ->
         return None
     apart = [state.cost(g) for g in (move.first, move.second)]
     gain = sum(c.time_us for c in apart) - merged.time_us
-    return gain if gain > _least_gain(merged, apart, policy) else None
+    return gain if gain > _least_gain(merged, apart) else None
 
 
-def _least_gain(merged: Costed, apart: list[Costed], policy: Policy) -> float:
+def _least_gain(merged: Costed, apart: list[Costed]) -> float:
     """What a merge must save: nothing where no term of the model grows, else a share of what it
     could save at most.
 
@@ -67,7 +72,7 @@ def _least_gain(merged: Costed, apart: list[Costed], policy: Policy) -> float:
         for term, time in merged.estimate.terms.items()
     ):
         return 0.0
-    return policy.min_gain * min(c.time_us for c in apart)
+    return LEAST_STEP * min(c.time_us for c in apart)
 
 
 @dataclass
@@ -109,7 +114,7 @@ class _Greedy:
                 self._ask(move)
 
     def _ask(self, move: Merge) -> None:
-        gain = merge_gain(self.state, move, self.policy)
+        gain = merge_gain(self.state, move)
         if gain is not None:
             self._queue(move, gain, asked=True)
         else:
@@ -218,4 +223,4 @@ class _Greedy:
                 return 0.0
             after = sum(map(state.time_us, groups))
         gain = sum(apart) - after
-        return gain if gain > self.policy.min_gain * min(apart) else 0.0
+        return gain if gain > LEAST_STEP * min(apart) else 0.0

@@ -15,39 +15,52 @@ opaque operator costs the same in every solution and counts as nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterable, Mapping
 
 from ..errors import PlanError
 from ..ir.graph import FusionGraph, OpKind
 from ..kernels.base import Refusal
-from .legality import Costed, Evaluator
+from .launch import (
+    Launch,
+    Solution,
+    costed,
+    is_kernel,
+    is_opaque,
+    is_view,
+    members_of,
+    produced_reads,
+    reads,
+    time_us,
+    total_us,
+    wanted_tensors,
+)
+from .legality import Evaluator
 from .order import topological
+from .solution_check import check_solution
 from .state import State
 
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """One launch: the bitset of operators it computes and the tensors it writes, ascending."""
-
-    members: int
-    stores: tuple[int, ...]
-
-
-Solution = tuple[Launch, ...]
-
-
-@lru_cache(maxsize=1 << 13)
-def members_of(bitset: int) -> tuple[int, ...]:
-    """The operators of a bitset, ascending."""
-    first = max((bitset & -bitset).bit_length() - 1, 0)
-    rest, found = bitset >> first, []  # a launch far into a graph is a short bitset, moved
-    while rest:
-        low = rest & -rest
-        found.append(first + low.bit_length() - 1)
-        rest ^= low
-    return tuple(found)
+__all__ = [
+    "Launch",
+    "Solution",
+    "check_solution",
+    "complete",
+    "copies",
+    "costed",
+    "in_order",
+    "is_kernel",
+    "is_opaque",
+    "is_view",
+    "launches_of",
+    "lone_views",
+    "members_of",
+    "owners",
+    "produced_reads",
+    "reads",
+    "time_us",
+    "total_us",
+    "wanted_tensors",
+    "without_waste",
+]
 
 
 def launches_of(state: State) -> Solution:
@@ -130,61 +143,6 @@ def _useful(graph: FusionGraph, launch: Launch, wanted: set[int]) -> Launch:
     return Launch(members, stores)
 
 
-def is_view(graph: FusionGraph, launch: Launch) -> bool:
-    """Whether the launch is one lone view, which needs no kernel."""
-    return _is_lone(graph, launch, OpKind.VIEW)
-
-
-def is_opaque(graph: FusionGraph, launch: Launch) -> bool:
-    return _is_lone(graph, launch, OpKind.OPAQUE)
-
-
-def is_kernel(graph: FusionGraph, launch: Launch) -> bool:
-    """Whether the launch costs anything the planner decides about."""
-    return not (is_view(graph, launch) or is_opaque(graph, launch))
-
-
-def _is_lone(graph: FusionGraph, launch: Launch, kind: OpKind) -> bool:
-    members = launch.members
-    return members & (members - 1) == 0 and graph.ops[members.bit_length() - 1].kind is kind
-
-
-def costed(evaluator: Evaluator, launch: Launch, duplicated: int = 0) -> Costed | Refusal:
-    """What the evaluator says of a launch; `duplicated` are the members another launch owns."""
-    return evaluator.group(members_of(launch.members), launch.stores, duplicated)
-
-
-def time_us(evaluator: Evaluator, launch: Launch) -> float | None:
-    """Predicted time of a launch, None if no kernel class takes it."""
-    if not is_kernel(evaluator.graph, launch):
-        return 0.0
-    found = costed(evaluator, launch)
-    return None if isinstance(found, Refusal) else found.time_us
-
-
-def total_us(evaluator: Evaluator, launches: Iterable[Launch]) -> float:
-    """Predicted time of a solution; infinite if one of its launches is refused."""
-    times = [time_us(evaluator, launch) for launch in launches]
-    return sum(times) if None not in times else float("inf")
-
-
-def reads(graph: FusionGraph, launch: Launch) -> tuple[int, ...]:
-    """Tensors the launch reads from memory, each once."""
-    found: dict[int, None] = {}
-    members = members_of(launch.members)
-    inside = set(members)
-    for op in members:
-        for t in graph.ops[op].inputs:
-            if graph.tensors[t].producer not in inside:
-                found[t] = None
-    return tuple(found)
-
-
-def produced_reads(graph: FusionGraph, launch: Launch) -> Iterator[int]:
-    """Those tensors it reads that are no inputs of the function."""
-    return (t for t in reads(graph, launch) if graph.tensors[t].producer is not None)
-
-
 def owners(graph: FusionGraph, launches: Solution) -> dict[int, int]:
     """The launch (its place) that owns each operator: the one that writes its results, else the
     first that computes it. In every other launch that computes it, it is a recomputed copy.
@@ -235,14 +193,6 @@ def _ranks(graph: FusionGraph, launches: list[Launch]) -> dict[int, int]:
         for launch in launches
     )
     return dict(enumerate(first))
-
-
-def wanted_tensors(graph: FusionGraph, launches: Iterable[Launch]) -> set[int]:
-    """Tensors that have to be in memory: results, and what a launch reads."""
-    wanted = {t.id for t in graph.tensors if t.is_output and t.producer is not None}
-    for launch in launches:
-        wanted.update(produced_reads(graph, launch))
-    return wanted
 
 
 def complete(
@@ -302,64 +252,3 @@ def lone_views(graph: FusionGraph, wanted: Iterable[int]) -> list[Launch]:
             found[producer] = Launch(1 << producer, (t,))
             stack.extend(graph.ops[producer].inputs)
     return [found[v] for v in sorted(found)]
-
-
-def check_solution(
-    graph: FusionGraph, launches: Solution, evaluator: Evaluator | None = None
-) -> None:
-    """Raises PlanError unless the launches are a solution in order (see the module docstring) and,
-    where an evaluator is given, some kernel class takes each of them.
-    """
-    done: set[int] = set()
-    wanted = wanted_tensors(graph, launches)
-    for launch in launches:
-        _check_launch(graph, launch, done, wanted)
-        done.update(launch.stores)
-        if evaluator is not None and time_us(evaluator, launch) is None:
-            refusal = costed(evaluator, launch)
-            raise PlanError(f"{_names(graph, launch)} is refused: {refusal.why}")
-    if missing := sorted(wanted - done):
-        raise PlanError(f"{graph.tensors[missing[0]].name} is written by no launch")
-    opaque = {op.id for op in graph.ops if op.kind is OpKind.OPAQUE}
-    computed = {op for launch in launches for op in members_of(launch.members)}
-    if missing := sorted(opaque - computed):
-        raise PlanError(f"{graph.ops[missing[0]].name} is in no launch")
-    _check_owners(graph, launches)
-
-
-def _check_launch(graph: FusionGraph, launch: Launch, done: set[int], wanted: set[int]) -> None:
-    where = _names(graph, launch)
-    ops = [graph.ops[i] for i in members_of(launch.members)]
-    if len(ops) > 1:
-        if any(op.kind is OpKind.OPAQUE for op in ops):
-            raise PlanError(f"{where} holds an operator that cannot be read")
-        if len({op.region for op in ops}) > 1:
-            raise PlanError(f"{where} spans several dataflow blocks")
-    for t in produced_reads(graph, launch):
-        if t not in done:
-            raise PlanError(f"{where} reads {graph.tensors[t].name} before it is written")
-    if not launch.stores and not is_opaque(graph, launch):
-        raise PlanError(f"{where} writes nothing")
-    for t in launch.stores:
-        producer, name = graph.tensors[t].producer, graph.tensors[t].name
-        if producer is None or not launch.members >> producer & 1:
-            raise PlanError(f"{where} writes {name}, which it does not compute")
-        if t in done:
-            raise PlanError(f"{name} is written twice")
-        if t not in wanted:
-            raise PlanError(f"{where} writes {name}, which nobody reads")
-        if len(ops) > 1 and graph.ops[producer].kind is OpKind.VIEW:
-            raise PlanError(f"{where} writes {name}, which is a view")
-
-
-def _check_owners(graph: FusionGraph, launches: Solution) -> None:
-    home: dict[int, int] = {}
-    for place, launch in enumerate(launches):
-        for t in launch.stores:
-            producer = graph.tensors[t].producer
-            if home.setdefault(producer, place) != place:
-                raise PlanError(f"the results of {graph.ops[producer].name} have two writers")
-
-
-def _names(graph: FusionGraph, launch: Launch) -> str:
-    return "{" + ", ".join(graph.ops[i].name for i in members_of(launch.members)) + "}"

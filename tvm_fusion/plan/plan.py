@@ -35,7 +35,9 @@ class Evidence:
     verdict : str
         "sure", "undecided" or "losing".
     ratio, low, high : float
-        Time together over time apart, and its interval (three standard errors if measured).
+        Time together over time apart, and its interval (three standard errors if measured). What
+        was measured was timed beside the same operators as they would run otherwise: one by one,
+        or in the fusions that are sure without a measurement.
     together_us, apart_us, error_us : float or None
         Measured medians of both, and the standard error of their difference.
     samples : int or None
@@ -104,8 +106,8 @@ class FusionPlan:
 
     `rewrites` are those applied to the graph before it was planned (`transform.rewrites`).
     `opened` says whether composite operators (softmax, norms ...) were opened up before. `evidence`
-    is that of all groups together against their operators apart; measured, of the whole
-    module against the unfused one.
+    is that of all groups together against their operators apart; after `compile --measure`, of the
+    whole module against the unfused one.
     """
 
     function: str

@@ -22,6 +22,7 @@ from .launches import Solution, launches_of, total_us
 from .legality import Evaluator
 from .plan import FusionPlan
 from .repeats import find_repeats
+from .seeds import seeded
 from .shorten import LEAST_PERIODS, shortened
 from .side_by_side import join_independent
 from .state import State
@@ -99,16 +100,23 @@ def solve_whole(evaluator: Evaluator) -> Solution:
 
 
 def greedy_solution(evaluator: Evaluator) -> Solution:
-    """What the greedy search alone finds: in a small graph the better of two orders."""
-    small = len(evaluator.graph.ops) <= TWO_ORDERS
-    found = [_greedy(evaluator, at_once) for at_once in ((False, True) if small else (False,))]
+    """What the greedy search alone finds, starting from the `seeds` if there are any: in a small
+    graph the best of two orders, with and without them.
+    """
+    if len(evaluator.graph.ops) > TWO_ORDERS:
+        return _greedy(seeded(evaluator) or State.unfused(evaluator), at_once=False)
+    found = []
+    for at_once in (False, True):
+        found.append(_greedy(State.unfused(evaluator), at_once))
+        if (state := seeded(evaluator)) is not None:
+            found.append(_greedy(state, at_once))
     return min(found, key=lambda launches: total_us(evaluator, launches))
 
 
-def _greedy(evaluator: Evaluator, at_once: bool) -> Solution:
-    state = State.unfused(evaluator)
+def _greedy(state: State, at_once: bool) -> Solution:
+    evaluator = state.evaluator
     merge_greedily(state, evaluator.policy, at_once)
-    join_independent(state, evaluator.policy)
+    join_independent(state)
     return launches_of(state)
 
 

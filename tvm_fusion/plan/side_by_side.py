@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from ..config import Policy
 from .greedy import merge_gain
 from .moves import Merge, MoveKind, fusible, holds_independent, merge_makes_cycle, merges_of
 from .order import topological
@@ -19,18 +18,16 @@ from .state import State
 REACH = 4  # groups before it that a group is offered to
 
 
-def join_independent(state: State, policy: Policy) -> None:
+def join_independent(state: State) -> None:
     """Joins independent groups that gain by sharing a launch."""
     depth = _depths(state)
     for same in (True, False):
-        _join(state, policy, products=True, depth=depth if same else None)
-    _join(state, policy, products=False)
+        _join(state, products=True, depth=depth if same else None)
+    _join(state, products=False)
     state.changed.clear()
 
 
-def _join(
-    state: State, policy: Policy, products: bool, depth: Mapping[int, int] | None = None
-) -> None:
+def _join(state: State, products: bool, depth: Mapping[int, int] | None = None) -> None:
     """Offers each group with matrix products (or without) to those before it, of its depth where
     that is given.
     """
@@ -43,7 +40,7 @@ def _join(
         for move in _offers(state, gid, before, products):
             if depth is not None and depth[move.first] != depth[move.second]:
                 continue
-            gain = merge_gain(state, move, policy, last=True)
+            gain = merge_gain(state, move, last=True)
             if gain is not None and not merge_makes_cycle(state, move):
                 state.merge(move.first, move.second, move.copies)
                 break

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from ..ir.graph import FusionGraph, bits
 from ..kernels.base import Refusal
 from .group_order import GroupOrder
+from .instances import home_needed, instances, is_read_outside
 from .legality import Costed, Evaluator
 from .links import Links
 
@@ -62,7 +63,7 @@ class State:
         state.version = [0] * count
         state.live = [True] * count
         for op in reversed(range(count)):
-            state.live[op] = state._home_needed(op)
+            state.live[op] = home_needed(state, op)
         state.order = GroupOrder.of(evaluator.graph)
         return state
 
@@ -112,14 +113,14 @@ class State:
         copies -= owned
         live: dict[int, bool] = {}
         for op in sorted(copies, reverse=True):
-            live[op] = self._home_needed(op, replaced, live)
+            live[op] = home_needed(self, op, replaced, live)
         members = sorted(members)
         outputs = tuple(
             t
             for op in members
             if op not in copies
             for t in self.graph.ops[op].outputs
-            if self._is_read_outside(t, op, replaced, live)
+            if is_read_outside(self, t, op, replaced, live)
         )
         return self.evaluator.group(tuple(members), outputs, bits(copies))
 
@@ -135,7 +136,7 @@ class State:
         outputs = sorted(
             t
             for t in (*one.view.outputs, *two.view.outputs)
-            if self._is_read_outside(t, tensors[t].producer, (a, b), {})
+            if is_read_outside(self, t, tensors[t].producer, (a, b), {})
         )
         members = tuple(sorted(one.view.ops + two.view.ops))
         return self.evaluator.group(members, tuple(outputs))
@@ -145,7 +146,7 @@ class State:
         found = set()
         for op in owned:
             for c in self.links.consumers[op]:
-                for gid in self._instances(c, {}):
+                for gid in instances(self, c, {}):
                     if gid not in replaced and op not in self.members(gid):
                         found.add(gid)
         return found
@@ -261,7 +262,7 @@ class State:
         heapq.heapify(heap)
         while heap:
             op = -heapq.heappop(heap)
-            needed = self._home_needed(op)
+            needed = home_needed(self, op)
             if needed == self.live[op]:
                 continue
             self.live[op] = needed
@@ -278,41 +279,3 @@ class State:
             self._log[gid] = (costed, self.version[gid], gid in self.changed)
         self.version[gid] += 1
         self.changed.add(gid)
-
-    def _home_needed(
-        self, op: int, replaced: tuple[int, ...] = (), live: Mapping[int, bool] | None = None
-    ) -> bool:
-        """Whether somebody outside the replaced groups reads the home instance of `op`."""
-        if self.links.pinned[op]:
-            return True
-        own = self.home[op]
-        holders = self.copied_in.get(op, ())
-        for c in self.links.consumers[op]:
-            for gid in self._instances(c, live or {}):
-                if gid not in replaced and (gid == own or gid not in holders):
-                    return True
-        return False
-
-    def _instances(self, op: int, live: Mapping[int, bool]) -> Iterator[int]:
-        """The groups that compute an operator; `live` overrides what is known of home instances."""
-        if live.get(op, self.live[op]):
-            yield self.home[op]
-        if op in self.copied_in:
-            yield from self.copied_in[op]
-
-    def _is_read_outside(
-        self, t: int, op: int, replaced: tuple[int, ...], live: Mapping[int, bool]
-    ) -> bool:
-        tensor = self.graph.tensors[t]
-        if tensor.is_output:
-            return True
-        holders = self.copied_in.get(op, ())
-        for c in tensor.consumers:
-            if live.get(c, self.live[c]):
-                home = self.home[c]
-                if home not in replaced and home not in holders:
-                    return True
-            for gid in self.copied_in.get(c, ()):
-                if gid not in replaced and gid not in holders:
-                    return True
-        return False

@@ -46,6 +46,7 @@ NEEDS: dict[str, tuple[int, int]] = {
     "column": (REDUCES, 0),
     "mixed": (SUMS_ROWS | SUMS_COLUMNS, 0),
     "gemm": (MULTIPLIES, 0),
+    "attention": (MULTIPLIES, 0),
     "nest": (REDUCES, 0),
 }
 

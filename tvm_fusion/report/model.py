@@ -118,7 +118,7 @@ class RefusalReport:
     numbers : Mapping of str to float
         What the decision was based on.
     flip : str or None
-        What would have to change for the fusion to be done; None where no number would do.
+        What would have to change for the fusion to be done: a number, or a fact (`report.flip`).
     """
 
     code: str
@@ -152,6 +152,15 @@ class Report:
         Times of other compilers for the same model, None for one that failed; from `bench`.
     version : int
         Version of the JSON format.
+    memory : Comparison
+        Device memory in bytes that a call needs at its peak, as planned: weights, intermediates and
+        outputs; None where that depends on symbolic extents.
+    measured_memory_bytes : int or None
+        The same for the fused module as the device saw it, if it ran on a GPU.
+    cuda_graph : str or None
+        Whether calls are captured into a CUDA graph, and if not, why; None if not asked for.
+    call_us : Comparison
+        Wall-clock time of a call in microseconds, as one graph (`fused`) and launch by launch.
     """
 
     target: str
@@ -165,6 +174,10 @@ class Report:
     peers_us: Mapping[str, float | None] = field(default_factory=dict, hash=False)
     version: int = FORMAT_VERSION
     bound: Any = None
+    memory: Comparison = Comparison()
+    measured_memory_bytes: int | None = None
+    cuda_graph: str | None = None
+    call_us: Comparison = Comparison()
 
     def __str__(self) -> str:
         from .text import render

@@ -108,7 +108,15 @@ def _header(report: Report) -> str:
         _comparison_row("bytes", report.bytes, format_bytes),
         _comparison_row("time", report.time_us, format_time),
     ]
+    if report.memory.fused is not None:
+        rows.append(_comparison_row("memory", report.memory, format_bytes))
     lines = [f"tvm_fusion on {report.target}", _align(rows, left=1)]
+    if report.measured_memory_bytes is not None:
+        lines.append(
+            f"measured  {format_bytes(report.measured_memory_bytes)} of memory at the peak"
+        )
+    if report.cuda_graph is not None:
+        lines.append(f"graph     {report.cuda_graph}{_call_times(report.call_us)}")
     if report.verify is not None:
         outcome = "passed" if report.verify.passed else "FAILED"
         lines.append(f"verify    {outcome}, worst error {_short(report.verify.worst_error)}")
@@ -118,6 +126,13 @@ def _header(report: Report) -> str:
     if rewrites := report.plan.get("rewrites"):
         lines.append(f"rewritten {', '.join(rewrites)}")
     return "\n".join(lines)
+
+
+def _call_times(pair: Comparison) -> str:
+    if pair.ratio is None:
+        return ""
+    graph, stream = format_time(pair.fused), format_time(pair.unfused)
+    return f"; a call takes {graph} on the clock, {stream} launch by launch"
 
 
 def _comparison_row(

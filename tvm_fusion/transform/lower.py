@@ -11,10 +11,12 @@ from tvm import relax
 
 from ..config import HardwareProfile
 from .decompose import Decompose
+from .drop_empty import DropEmpty, check_defined
 from .fix_bool_arithmetic import FixBoolArithmetic
 from .hidden_weights import BindWeights
 from .lean_constants import LeanConstants
 from .rewrites import REWRITES
+from .scalar_where import legalize_where
 from .split_reductions import SplitReductions
 from .unique_names import UniqueNames
 from .unpack_stacks import UnpackStacks
@@ -56,11 +58,13 @@ def open_composites(
     hw: HardwareProfile | None = None,
 ) -> tvm.IRModule:
     """The first part of `lower`: high-level operators, composites opened."""
+    check_defined(mod)
     keep_attention = target.kind.name == "llvm"
     passes = [
         UniqueNames(),
         FixBoolArithmetic(),
         relax.transform.CanonicalizeBindings(),
+        DropEmpty(),
         Decompose(keep_attention, _gpu(hw), keep_all=not decompose),
         *([UnpackStacks()] if _gpu(hw) is not None else []),
     ]
@@ -83,14 +87,15 @@ def legalize(
 ) -> tvm.IRModule:
     """The last part of `lower`: `call_tir` in place of the operators of an opened module."""
     gpu = _gpu(hw)
+    operators = relax.transform.LegalizeOps({"relax.where": legalize_where})
     passes = [
         *([SplitReductions(gpu)] if gpu is not None else []),
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),
-        relax.transform.LegalizeOps(),
+        operators,
         relax.transform.FoldConstant(),
         BindWeights(),
-        *([LeanConstants(), relax.transform.LegalizeOps()] if gpu is not None else []),
+        *([LeanConstants(), operators] if gpu is not None else []),
         relax.transform.ConvertToDataflow(min_size=1),
         relax.transform.DeadCodeElimination(["main"]),
         UniqueNames(),

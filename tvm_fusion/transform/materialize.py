@@ -17,7 +17,7 @@ computed again afterwards.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import tvm
 from tvm import relax, tirx
@@ -25,7 +25,7 @@ from tvm import relax, tirx
 from ..errors import PlanError
 from ..ir.graph import FusionGraph, OpKind, bits
 from ..kernels.base import GroupView
-from ..plan.order import topological
+from ..plan.differ import in_order
 from ..plan.plan import FusionPlan, PlannedGroup
 from .primitive import Primitive, rebuild
 from .regions import fix_regions
@@ -106,17 +106,15 @@ def group_views(graph: FusionGraph, plan: FusionPlan) -> list[GroupView]:
     return views
 
 
-def _in_order(views: list[GroupView], plan: FusionPlan) -> list[tuple[GroupView, PlannedGroup]]:
+def _ordered(graph: FusionGraph, plan: FusionPlan) -> list[tuple[GroupView, PlannedGroup]]:
     """Views with their groups, each after those that write what it reads (a hand-made plan may be
     in any order).
     """
-    writer = {t: k for k, view in enumerate(views) for t in view.outputs}
-    sources = {k: {writer[t] for t in v.inputs if t in writer} for k, v in enumerate(views)}
-    try:
-        order = topological(sources, {k: v.ops[0] for k, v in enumerate(views)})
-    except ValueError as error:
-        raise PlanError(f"the plan cannot run: {error}") from error
-    return [(views[k], plan.groups[k]) for k in order]
+    groups = in_order(graph, plan.groups)
+    if groups is None:
+        raise PlanError("the plan cannot run: groups depend on each other in a circle")
+    views = group_views(graph, replace(plan, groups=groups))
+    return list(zip(views, groups, strict=True))
 
 
 @dataclass
@@ -144,7 +142,7 @@ class Rewriter:
 
     def run(self) -> tvm.IRModule:
         func = self.mod[self.plan.function]
-        ordered = _in_order(group_views(self.graph, self.plan), self.plan)
+        ordered = _ordered(self.graph, self.plan)
         blocks = []
         for region, block in enumerate(func.body.blocks):
             self.bindings = []

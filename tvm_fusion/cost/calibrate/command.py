@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..._files import replace_file
 from ..._toml import nearest, number_fields
 from ...cli import CHECK_FAILED, INTERRUPTED
 from ...config import HardwareProfile, load_profile, profile_file, resolve_target
@@ -18,7 +19,7 @@ from ...errors import ConfigError, InputError, TargetError
 from .families import families_of
 from .finding import Family, Finding, Measured, NotMeasured
 from .machine import described
-from .profile_file import notes_of, spelled, with_notes, with_values, write_whole
+from .profile_file import notes_of, spelled, with_notes, with_values
 from .progress import Progress, progress
 
 BUDGET_S = 160.0
@@ -140,7 +141,7 @@ def write(out: Path, text: str, profile: HardwareProfile, outcome: Outcome) -> N
     text = with_values(text, profile, outcome.values, described(profile))
     kept = [n for n in notes_of(text) if n.partition(":")[0] not in outcome.notes]
     new = [f"{family}: {note}" for family, notes in outcome.notes.items() for note in notes]
-    write_whole(out, with_notes(text, kept + new), check=load_profile)
+    replace_file(out, with_notes(text, kept + new), check=load_profile)
 
 
 def _bench(profile: HardwareProfile, families: Sequence[Family], deadline: float) -> Any:

@@ -14,7 +14,7 @@ from tvm import relax
 from tvm.relax import op
 
 from .cpu_bench import CpuBench, Emit
-from .finding import Family, Finding, Measured
+from .finding import ARITHMETIC, Family, Finding, Measured
 
 ELEMENTS = 1 << 17
 CHAIN = 2
@@ -129,13 +129,6 @@ def measure(bench: CpuBench) -> Finding:
 FAMILY = Family(
     "arithmetic",
     "rates of arithmetic",
-    (
-        "fma_per_s_f32",
-        "special_per_s",
-        "special_slots",
-        "conversion_per_s",
-        "int_per_s",
-        "int_div_per_s",
-    ),
+    ARITHMETIC,
     measure,
 )

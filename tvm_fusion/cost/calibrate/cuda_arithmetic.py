@@ -19,7 +19,7 @@ from ...kernels.cuda.arithmetic import lower_call
 from ...kernels.cuda.intrinsics import device_call
 from .cuda_bench import Call, CudaBench
 from .cuda_kernels import Shell, micro_kernel
-from .finding import Family, Finding, Measured
+from .finding import ARITHMETIC, Family, Finding, Measured
 
 THREADS, BLOCKS_PER_SM = 512, 4
 CHAINS, INNER = 4, 8
@@ -164,14 +164,7 @@ def measure(bench: CudaBench) -> Finding:
 FAMILY = Family(
     "arithmetic",
     "rates of arithmetic",
-    (
-        "fma_per_s_f32",
-        "special_per_s",
-        "special_slots",
-        "conversion_per_s",
-        "int_per_s",
-        "int_div_per_s",
-    ),
+    ARITHMETIC,
     measure,
     kernels,
 )

@@ -15,6 +15,17 @@ class NotMeasured(TvmFusionError):
     """A number cannot be measured here; the message says why."""
 
 
+# The fields of a profile that the family "arithmetic" measures, on any device.
+ARITHMETIC = (
+    "fma_per_s_f32",
+    "special_per_s",
+    "special_slots",
+    "conversion_per_s",
+    "int_per_s",
+    "int_div_per_s",
+)
+
+
 @dataclass(frozen=True, slots=True)
 class Measured:
     """A measured field of the hardware profile.

@@ -10,11 +10,8 @@ What the benchmarks say beyond the fields of a profile follows as comments behin
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 
 from ..._toml import number_fields
 from ...config import HardwareProfile
@@ -70,35 +67,6 @@ def with_notes(text: str, notes: Sequence[str]) -> str:
 def notes_of(text: str) -> list[str]:
     """The comments behind `NOTES`."""
     return [line[1:].strip() for line in text.partition(NOTES)[2].splitlines() if line.strip()]
-
-
-def write_whole(path: Path, text: str, check: Callable[[Path], object]) -> None:
-    """Write a file so that it is the old one or the new one at any time, never a part.
-
-    `check` gets the new file before it takes the place of the old one; what it raises leaves the
-    old one where it is.
-
-    Raises
-    ------
-    OSError
-        The folder cannot be written.
-    """
-    temporary = None
-    try:
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
-        ) as file:
-            temporary = Path(file.name)
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        check(temporary)
-        temporary.chmod(path.stat().st_mode & 0o777 if path.exists() else 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-        raise
 
 
 def spelled(value: Number | Mapping[str, Number], kind: object = float) -> str:

@@ -15,7 +15,7 @@ from tvm import tirx
 from tvm.ir import Expr, PrimType, TensorLoad, Var
 from tvm.ir.prim.expr import Let, LogicalExpr
 
-from ..expr import constant, dtype_of
+from ..expr import HALF_DTYPES, constant, dtype_of
 from .rewrite import Bindings, Rewriter, branches, can_speculate, is_conditional, loads, rebuild
 from .stages import Graph, Stage, analyzer_of
 
@@ -70,14 +70,18 @@ class _Speculate(Rewriter):
 
 
 class _Hoist(Rewriter):
-    """Binds loads before the expression, together with the cast of a 16-bit one."""
+    """Binds loads before the expression, together with the cast that widens a 16-bit one.
+
+    A cast to 16 bits (a rounding) stays in the expression: no variable may be of such a type.
+    """
 
     def __init__(self, binds: Bindings) -> None:
         super().__init__()
         self.binds = binds
 
     def visit(self, expr: Expr) -> Expr:
-        load = expr.value if isinstance(expr, tirx.Cast) else expr
+        widens = isinstance(expr, tirx.Cast) and dtype_of(expr) not in HALF_DTYPES
+        load = expr.value if widens else expr
         if isinstance(load, TensorLoad):
             var = Var(load.source.name, PrimType(dtype_of(expr)))
             self.binds.append((var, expr))
