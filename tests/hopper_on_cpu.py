@@ -112,6 +112,7 @@ def _unit(ptx: str, names: list[str]) -> str:
         "mbarrier.arrive.expect_tx": f"barrier_arrive_expect({words});",
         "mbarrier.arrive.shared": f"barrier_arrive({words});",
         "bar.sync": f"named_barrier({words});",
+        "bar.arrive": f"named_barrier_arrive({words});",
         "wgmma.commit_group": "multiply_commit();",
         "wgmma.wait_group": f"multiply_wait({number});",
         "cp.async.bulk.commit_group": "store_commit();",
@@ -150,11 +151,16 @@ def _multiply(ptx: str, names: list[str]) -> str | None:
     n, terms = int(found.group(1)), int(found.group(2))
     kinds = [TERM_KINDS[kind] for kind in found.groups()[2:]]
     assert all(terms == TERMS[kind] for kind in kinds)
-    sums, (a, b, keep) = names[: n // 2], names[n // 2 :]
-    transposed = re.search(r"ps0, 1, 1(?:, (\d), (\d))?;", ptx).groups("0")
+    sums, (*a, b, keep) = names[: n // 2], names[n // 2 :]
     pointers = ", ".join(f"&{s}" for s in sums)
+    if len(a) > 1:  # the left operand lies in registers
+        words = ", ".join(a)
+        transposed = re.search(r"ps0, 1, 1, (\d);", ptx).group(1)
+        arguments = ", ".join([transposed, *kinds])
+        return f"multiply_registers({{{pointers}}}, {{{words}}}, {b}, {n}, {keep}, {arguments});"
+    transposed = re.search(r"ps0, 1, 1(?:, (\d), (\d))?;", ptx).groups("0")
     arguments = ", ".join([*transposed, str(terms), *kinds])
-    return f"multiply({{{pointers}}}, {a}, {b}, {n}, {keep}, {arguments});"
+    return f"multiply({{{pointers}}}, {a[0]}, {b}, {n}, {keep}, {arguments});"
 
 
 def _matrices(ptx: str, names: list[str]) -> str | None:

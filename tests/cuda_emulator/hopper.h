@@ -59,6 +59,19 @@ static std::map<std::pair<Block*, int>, Barrier> named_barriers;
 static void named_barrier(int id, int threads) {
   arrive_and_wait(named_barriers[{current->home, id}], threads);
 }
+static void named_barrier_arrive(int id, int threads) {
+  Barrier& barrier = named_barriers[{current->home, id}];
+  if (++barrier.count == threads) {
+    barrier.count = 0;
+    barrier.generation++;
+    switches_without_progress = 0;
+  }
+}
+static int __any_sync(unsigned, int predicate) {
+  int found = 0;
+  for (int lane = 0; lane < 32; lane++) found |= exchange(predicate, lane);
+  return found != 0;
+}
 
 // ---- the tensor memory accelerator
 
@@ -215,12 +228,34 @@ static float operand(uint64_t descriptor, bool transposed, Kind kind, int row, i
   else address = start + row / 8 * stride + row % 8 * 128 + k * bytes;
   return term(kind, shared_at(swizzled(address), bytes));
 }
-struct Multiply { std::vector<float*> sums; uint64_t a, b; int n; bool keep, ta, tb; int terms; Kind ka, kb; };
+struct Multiply {
+  std::vector<float*> sums;
+  uint64_t a, b;
+  int n;
+  bool keep, ta, tb;
+  int terms;
+  Kind ka, kb;
+  std::vector<float> rows;  // of a left operand in registers: two rows of 16 terms
+};
 static std::map<Fiber*, std::vector<std::vector<Multiply>>> multiplies;
 static std::map<Fiber*, std::vector<Multiply>> open_multiplies;
 static void multiply(std::vector<float*> sums, uint64_t a, uint64_t b, int n, bool keep, bool ta, bool tb, int terms, Kind ka, Kind kb) {
   if ((a >> 62) != 1 || (b >> 62) != 1) fail("a matrix descriptor without the 128-byte swizzle");
-  open_multiplies[current].push_back({sums, a, b, n, keep, ta, tb, terms, ka, kb});
+  open_multiplies[current].push_back({sums, a, b, n, keep, ta, tb, terms, ka, kb, {}});
+}
+// The left operand is read at once: what ptxas lets the next instruction do to its registers is ptxas' affair.
+// Register r of a thread holds terms 8 * (r / 2) + 2 * (lane % 4) and the next of row lane / 4 + 8 * (r % 2).
+static void multiply_registers(std::vector<float*> sums, std::vector<uint32_t> a, uint64_t b, int n, bool keep, bool tb, Kind ka, Kind kb) {
+  if ((b >> 62) != 1) fail("a matrix descriptor without the 128-byte swizzle");
+  Multiply m{sums, 0, b, n, keep, false, tb, 16, ka, kb, std::vector<float>(32)};
+  int quad = current->linear % 32 / 4 * 4;
+  for (int r = 0; r < 4; r++)
+    for (int l = 0; l < 4; l++) {
+      uint32_t word = exchange(a[r], quad + l);
+      for (int v = 0; v < 2; v++)
+        m.rows[r % 2 * 16 + r / 2 * 8 + l * 2 + v] = from_table(ka == BRAIN, word >> 16 * v & 0xffff);
+    }
+  open_multiplies[current].push_back(m);
 }
 static void multiply_commit() {
   multiplies[current].push_back(open_multiplies[current]);
@@ -231,7 +266,8 @@ static void multiply_now(const Multiply& m) {
   for (int h = 0; h < 2; h++) {
     int row = warp * 16 + lane / 4 + 8 * h;
     float a[32];
-    for (int k = 0; k < m.terms; k++) a[k] = operand(m.a, m.ta, m.ka, row, k);
+    for (int k = 0; k < m.terms; k++)
+      a[k] = m.rows.empty() ? operand(m.a, m.ta, m.ka, row, k) : m.rows[h * 16 + k];
     for (int j = 0; j < m.n / 8; j++)
       for (int v = 0; v < 2; v++) {
         float& sum = *m.sums[j * 4 + h * 2 + v];
@@ -278,6 +314,20 @@ static void begin_thread() {
   counted_barriers.clear(); named_barriers.clear(); row_addresses.clear();
   loads.clear(); stores.clear(); open_stores.clear();
   multiplies.clear(); open_multiplies.clear();
+}
+
+// ---- loads that stay where they stand
+
+static void tvmf_load_floats(const void* p, float& a, float& b) {
+  check(p, 8, 8);
+  memcpy(&a, p, 4);
+  memcpy(&b, (const char*)p + 4, 4);
+}
+static uint tvmf_load_bytes(const void* p) {
+  uint16_t u;
+  check(p, 2, 2);
+  memcpy(&u, p, 2);
+  return u;
 }
 
 // ---- names of the generated code

@@ -121,7 +121,7 @@ class Block:
 
     `functions` are the special functions by name (divisions of `counts` are not among them), and
     `conversions` those between floating-point types, which belong to a load or a store and count as
-    no work of an operator.
+    no work of an operator. `scales`: it multiplies what it reads by a number, and nothing else.
     """
 
     name: str
@@ -133,6 +133,8 @@ class Block:
     is_contraction: bool = False  # sum of a product of two reads: matmul, convolution
     functions: tuple[tuple[str, float], ...] = ()
     conversions: float = 0.0
+    scales: bool = False
+    compares: bool = False
 
     @cached_property
     def derived(self) -> dict:

@@ -89,6 +89,7 @@ _BINARY = (
     RShift,
 )
 _UNARY = (tirx.Not, BitwiseNot)
+_ORDERED = (tirx.LT, tirx.LE, tirx.GT, tirx.GE)
 
 
 class _Unreadable(Exception):
@@ -184,6 +185,7 @@ class _BlockReader:
         self.counts: dict[Pipe, float] = {}
         self.functions: dict[str, float] = {}
         self.conversions = 0
+        self.compares = False
         self.own: set[int] = set()
 
     def read(self) -> Block:
@@ -211,6 +213,8 @@ class _BlockReader:
             contraction,
             tuple(sorted(self.functions.items())),
             self.conversions,
+            not reduces and len(stores) == 1 and _is_scaling(stores[0].value),
+            self.compares,
         )
 
     def _stores(self) -> list:
@@ -286,6 +290,9 @@ class _BlockReader:
             if pipe is Pipe.SPECIAL:
                 name = op_name(e)
                 self.functions[name] = self.functions.get(name, 0) + 1
+            if isinstance(e, _ORDERED) and not self.compares:
+                apart = self._affine(e.a - e.b)
+                self.compares = apart is not None and len(apart.axes) > 1
         elif isinstance(e, tirx.Cast):
             self.conversions += 1
 
@@ -370,6 +377,17 @@ def pipe_of(e) -> Pipe | None:
 
 def _is_float(e) -> bool:
     return "float" in str(e.ty.dtype)
+
+
+def _is_scaling(e) -> bool:
+    """A load times or over a number, rounded as may be."""
+    e = _strip_casts(e)
+    if not isinstance(e, (tirx.Mul, tirx.Div)):
+        return False
+    a, b = _strip_casts(e.a), _strip_casts(e.b)
+    if isinstance(e, tirx.Mul) and isinstance(a, tirx.FloatImm):
+        a, b = b, a
+    return isinstance(a, TensorLoad) and isinstance(b, tirx.FloatImm)
 
 
 def _strip_casts(e):

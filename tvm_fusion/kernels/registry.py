@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from ..config import HardwareProfile
+from .attention import AttentionClass
 from .base import KernelClass
 from .column import Column
 from .fallback import Fallback
@@ -52,6 +53,7 @@ for _builtin, _kinds in (
     (Fallback(), ("cuda", "llvm")),
     (Nest(), ("llvm",)),
     (Gemm(), ("cuda", "llvm")),
+    (AttentionClass(), ("cuda",)),
     (Mixed(), ("cuda",)),
     (Column(), ("cuda",)),
     (Row(), ("cuda", "llvm")),

@@ -17,7 +17,7 @@ from ..ir.access import Access, Affine, Block
 from ..ir.extents import assumed
 from ..ir.graph import FusionGraph
 from .base import GroupView, dtype_bytes
-from .footprint import footprint_bytes
+from .footprint import footprint_bytes, points
 
 LANES = 32
 LINE_BYTES = 128
@@ -135,11 +135,14 @@ def streams(group: GroupView, counts: tuple[float, ...], space: float) -> tuple[
             tensor = graph.tensors[t]
             pitch = _pitch(graph, t, moved, step)
             own = pitch != 0 and _elements(group, t) >= min(count, space)
+            asked = count
+            if access.guarded:  # a part of a concatenation is read where it stands, no more
+                asked = min(count, _elements(group, t) * max(1.0, count / points(block)))
             found.append(
                 Stream(
                     t,
                     dtype_bytes(tensor.dtype),
-                    count,
+                    asked,
                     pitch,
                     own,
                     chosen=pitch != 0 and access.data_dependent and abs(pitch) != 1,

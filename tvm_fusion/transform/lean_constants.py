@@ -1,15 +1,18 @@
-"""Vectors of constants that cost more to read than to widen or to compute.
+"""Constants that cost more to read than to widen or to compute.
 
 Constant folding widens the gamma of a half-precision norm ahead, and evaluates an `arange` of class
 numbers: every row would read them. Of the shifts that take packed words apart a kernel knows only
-what it computes itself.
+what it computes itself. A mask that hides later keys says so only where it is computed of indices.
 
     scale(x, const(float32 [4096], exact in float16))  ->  scale(x, astype(const(float16 [4096])))
     equal(label, const([0, 1, 2, ...]))                ->  equal(label, call_tir(arange, ()))
+    add(scores, const(0 where j <= i, else -inf))      ->  add(scores, call_tir(band, ()))
 
-What is added is fused where the vector is read. Only constants with one axis longer than 1 are
-looked at: row and column vectors, not the operands of matrix products.
+What is added is fused where the constant is read. Looked at are constants with one axis longer than
+1 (row and column vectors, not the operands of matrix products), and matrices that are a `Band`.
 """
+
+from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
@@ -17,6 +20,8 @@ import tvm
 from tvm import relax, te, tirx
 from tvm.ir import Expr
 from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from .bands import banded
 
 LEAST_ELEMENTS = 64  # below, a cast costs more than it saves
 HALVES = (np.float16, ml_dtypes.bfloat16)
@@ -52,7 +57,10 @@ class _Rewriter(PyExprMutator):
         if not isinstance(value, tvm.runtime.Tensor):
             return tensor
         array = value.numpy()
-        if array.size != max(array.shape, default=1) or array.size < 2:
+        if array.size != max(array.shape, default=1):
+            band = banded(array)
+            return tensor if band is None else self._emitted(array, band.element, "band")
+        if array.size < 2:
             return tensor
         steps = progression(array)
         if steps is not None:
@@ -67,15 +75,18 @@ class _Rewriter(PyExprMutator):
         """The numbers of `array`, by the place along its one long axis."""
         axis, dtype = int(np.argmax(array.shape)), str(array.dtype)
 
-        def numbers() -> te.Tensor:
-            def at(*index: tirx.Var) -> Expr:
-                return tirx.const(start, dtype) + index[axis].astype(dtype) * tirx.const(
-                    step, dtype
-                )
+        def at(*index: tirx.Var) -> Expr:
+            return tirx.const(start, dtype) + index[axis].astype(dtype) * tirx.const(step, dtype)
 
-            return te.compute(array.shape, at, name="arange")
+        return self._emitted(array, at, "arange")
 
-        return self.builder_.emit_te(numbers, primfunc_name_hint="arange")
+    def _emitted(self, array: np.ndarray, at: Callable[..., Expr], name: str) -> relax.Expr:
+        """A tensor of the array's shape with the element `at(*index)`."""
+
+        def elements() -> te.Tensor:
+            return te.compute(array.shape, at, name=name)
+
+        return self.builder_.emit_te(elements, primfunc_name_hint=name)
 
 
 def progression(array: np.ndarray) -> tuple[int, int] | None:

@@ -1,0 +1,370 @@
+"""Decode attention on CUDA: numbers on the emulator against float64, bounds of the keys, resources,
+refusals, ranking."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from tvm import tirx
+
+from tvm_fusion.config import load_profile
+from tvm_fusion.errors import Unsupported
+from tvm_fusion.kernels.attention_program import analyze_attention
+from tvm_fusion.kernels.contraction_inline import fresh_var
+from tvm_fusion.kernels.contraction_model import Operand
+from tvm_fusion.kernels.cuda.attention_decode import (
+    DecodeConfig,
+    attention_decode_ranked,
+    emit_attention_decode,
+)
+from tvm_fusion.kernels.cuda.attention_decode_problem import read_decode
+from tvm_fusion.kernels.expr import constant, substitute
+
+from . import attention_masks as masks
+from .attention_graphs import Sizes as GraphSizes
+from .attention_graphs import masked
+from .cuda_on_cpu import compile_cubins, run_cuda_on_cpu
+from .decode_cases import Sizes, arrays_of, attention_of, int64, reference
+from .kernel_cases import assert_close, outputs_of
+
+H200, A100, RTX4090 = (load_profile(name) for name in ("nvidia_h200", "nvidia_a100", "rtx4090"))
+HIDDEN = -np.inf
+SMALL = Sizes(2, 4, 2, 3, 70, 64, 64)
+ONE_QUERY = Sizes(3, 4, 2, 1, 70, 64, 64)
+SPLIT = DecodeConfig(2, 2, 16, 2)
+LENGTHS = np.array([0, 37, 70], np.int32)
+KEYS = np.arange(70)
+LAST = LENGTHS[:, None, None, None]
+
+
+def run(sizes, config, values=None, mask=None, layout="bhsd", paged=0, hw=H200, **how):
+    """Runs one kernel; its outputs and those of float64."""
+    attention = attention_of(sizes, layout=layout, paged=paged, lse=True, **how)
+    arrays = arrays_of(attention, values)
+    inputs = {name: a.copy() for name, a in arrays.items()}
+    kernel = emit_attention_decode(attention, hw, config)
+    assert run_cuda_on_cpu(kernel, list(arrays.values())) == 1
+    return arrays, reference(inputs, sizes, layout, mask=mask, paged=paged)
+
+
+def assert_right(sizes, config, **how):
+    arrays, (y, lse) = run(sizes, config, **how)
+    assert_close(arrays["y"], y, how.get("dtype", "float16"))
+    empty = np.isneginf(lse)
+    assert np.array_equal(np.isneginf(arrays["lse"]), empty)
+    np.testing.assert_allclose(arrays["lse"][~empty], lse[~empty], atol=1e-4)
+    return arrays
+
+
+def length_of(p):
+    return tirx.Cast("int64", p.load("lengths", p.b))
+
+
+# ---- numbers
+
+CONFIGS = {
+    "one warp": (Sizes(1, 1, 1, 1, 16, 16, 16), DecodeConfig(1, 1, 16, 2)),
+    "one key": (Sizes(1, 2, 2, 1, 1, 64, 64), DecodeConfig(1, 2, 16, 2)),
+    "fewer keys than warps": (Sizes(2, 2, 1, 1, 20, 64, 64), DecodeConfig(2, 4, 16, 3)),
+    "three blocks, deep ring": (Sizes(1, 4, 4, 1, 300, 64, 64), DecodeConfig(3, 2, 16, 4)),
+    "steps of 32 keys": (Sizes(1, 4, 2, 5, 131, 64, 32), DecodeConfig(2, 2, 32, 3)),
+    "16 rows, head of 40": (Sizes(1, 4, 4, 4, 70, 40, 24), DecodeConfig(2, 1, 32, 2)),
+    "two tiles, queries in memory": (Sizes(1, 2, 2, 13, 70, 128, 128), DecodeConfig(2, 1, 32, 2)),
+    "chunks of rows": (Sizes(1, 2, 1, 50, 70, 64, 64), DecodeConfig(2, 2, 16, 2)),
+    "head of 256": (Sizes(1, 2, 2, 10, 70, 256, 256), SPLIT),
+    "head of 34": (Sizes(1, 2, 2, 1, 70, 34, 22), SPLIT),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_result_and_lse_are_those_of_float64(name):
+    sizes, config = CONFIGS[name]
+    assert_right(sizes, config)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"layout": "bshd"},
+        {"layout": "packed"},
+        {"dtype": "bfloat16"},
+        {"pad": 4},
+        {"pad": 2},
+    ],
+    ids=str,
+)
+def test_keys_lie_in_memory_as_they_like(how):
+    assert_right(SMALL, SPLIT, **how)
+
+
+@pytest.mark.parametrize("page", [16, 15])
+def test_pages_of_keys_are_found_through_a_table(page):
+    sizes = Sizes(2, 4, 2, 1, 6 * page, 64, 64)
+    table = np.random.default_rng(1).permutation(12).reshape(2, 6).astype(np.int32)
+    assert_right(sizes, DecodeConfig(2, 2, 32, 2), paged=page, values={"table": table})
+
+
+def test_keys_beyond_a_length_are_not_read_and_no_key_gives_zero():
+    values = {"lengths": LENGTHS}
+    for name in "kv":
+        values[name] = np.random.default_rng(2).standard_normal((3, 2, 70, 64)).astype(np.float16)
+        values[name][1, :, 37:] = np.nan
+    arrays = assert_right(
+        ONE_QUERY,
+        SPLIT,
+        values=values,
+        extra=[("lengths", (3,), "int32")],
+        visible=lambda p: p.n < length_of(p),
+        mask=lambda s, a: np.where(KEYS < LAST, s * 0.125, HIDDEN),
+    )
+    assert not arrays["y"][0].any()
+
+
+QUERY = np.arange(3)[:, None]
+MASKS = {
+    "window": (
+        ONE_QUERY,
+        {
+            "values": {"lengths": LENGTHS},
+            "extra": [("lengths", (3,), "int32")],
+            "visible": lambda p: tirx.And(p.n < length_of(p), p.n > length_of(p) - int64(20)),
+            "mask": lambda s, a: np.where((KEYS < LAST) & (KEYS > LAST - 20), s * 0.125, HIDDEN),
+        },
+    ),
+    "causal": (
+        SMALL,
+        {
+            "visible": lambda p: p.n <= p.m + int64(60),
+            "mask": lambda s, a: np.where(KEYS <= QUERY + 60, s * 0.125, HIDDEN),
+        },
+    ),
+    "additive": (
+        SMALL,
+        {
+            "extra": [("mask", (2, 1, 3, 70), "float16")],
+            "logit": lambda p: (
+                p.score * constant(0.125, "float32") + p.load("mask", p.b, int64(0), p.m, p.n)
+            ),
+            "mask": lambda s, a: s * 0.125 + a["mask"].astype(float),
+        },
+    ),
+    "padding": (
+        SMALL,
+        {
+            "values": {"keep": np.random.default_rng(3).random((2, 70)) < 0.5},
+            "extra": [("keep", (2, 70), "bool")],
+            "visible": lambda p: p.load("keep", p.b, p.n),
+            "mask": lambda s, a: np.where(a["keep"][:, None, None], s * 0.125, HIDDEN),
+        },
+    ),
+    "softcap": (
+        SMALL,
+        {
+            "logit": lambda p: (
+                tirx.call_intrin("float32", "tirx.tanh", p.score * constant(0.025, "float32"))
+                * constant(5, "float32")
+            ),
+            "mask": lambda s, a: 5 * np.tanh(s * 0.025),
+        },
+    ),
+    "slopes": (
+        SMALL,
+        {
+            "extra": [("slopes", (4,), "float32")],
+            "logit": lambda p: (
+                p.score * constant(0.125, "float32")
+                - p.load("slopes", p.h) * tirx.Cast("float32", int64(69) - p.n)
+            ),
+            "mask": lambda s, a: s * 0.125 - a["slopes"][:, None, None] * (69 - KEYS),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_logits_and_masks_are_computed_at_each_point(name):
+    sizes, how = MASKS[name]
+    assert_right(sizes, SPLIT, **how)
+
+
+def test_symbolic_contexts_and_batches_are_measured_at_run_time():
+    n, b = fresh_var("n", "int64"), fresh_var("b", "int64")
+    attention = attention_of(Sizes(b, 4, 2, 1, n, 64, 64), lse=True)
+    kernel = emit_attention_decode(attention, H200, SPLIT)
+    for keys in (5, 70):
+        sizes = Sizes(2, 4, 2, 1, keys, 64, 64)
+        arrays = arrays_of(attention_of(sizes, lse=True))
+        inputs = {name: a.copy() for name, a in arrays.items()}
+        assert run_cuda_on_cpu(kernel, list(arrays.values())) == 1
+        assert_close(arrays["y"], reference(inputs, sizes)[0], "float16")
+
+
+def test_queries_and_outputs_may_be_computed():
+    attention = attention_of(SMALL)
+    doubled = Operand(attention.q.value * constant(2, "float32"))
+    y = attention.outputs[0]
+    y = dataclasses.replace(y, value=y.value + constant(1, "float32"))
+    changed = dataclasses.replace(attention, q=doubled, outputs=(y,))
+    arrays = arrays_of(changed)
+    inputs = {name: a.copy() for name, a in arrays.items()}
+    assert run_cuda_on_cpu(emit_attention_decode(changed, H200, SPLIT), list(arrays.values())) == 1
+    assert_close(arrays["y"], reference(inputs, SMALL, scale=0.25)[0] + 1, "float16")
+
+
+def test_weights_of_float32_are_multiplied_as_two_halves():
+    attention = attention_of(SMALL)
+    y = dataclasses.replace(attention.outputs[0], dtype="float32")
+    params = tuple(
+        dataclasses.replace(p, dtype="float32", var=tirx.decl_buffer(p.shape, "float32", p.name))
+        if p.name == "y"
+        else p
+        for p in attention.params
+    )
+    wide = dataclasses.replace(attention, outputs=(y,), params=params, weight_dtype="float32")
+    errors = {}
+    for name, each in (("two", wide), ("one", dataclasses.replace(wide, weight_dtype="float16"))):
+        arrays = arrays_of(each)
+        inputs = {key: a.copy() for key, a in arrays.items()}
+        run_cuda_on_cpu(emit_attention_decode(each, H200, SPLIT), list(arrays.values()))
+        errors[name] = np.abs(arrays["y"] - reference(inputs, SMALL)[0]).max()
+    assert errors["two"] < 2e-6
+    assert errors["one"] > 1e-5
+
+
+def up_to_length(g, s, x, lengths):
+    """Keys below the length of a batch entry, as models write it."""
+    keys = g.compute((1, 1, 1, s.N), lambda a, b, c, j: tirx.Cast("int32", j))
+    inside = g.less(keys, g.reshape(lengths, (s.B, 1, 1, 1)))
+    return masks.where(g, inside, x, -math.inf)
+
+
+def test_lengths_of_a_model_become_the_bound_of_the_loop():
+    case = masks.case(
+        "lengths",
+        up_to_length,
+        lambda s, x, lengths: masked(x, np.arange(s.N) < lengths[:, None, None, None]),
+        lambda s: [((s.B,), "int32")],
+        {0: lambda rng, s: rng.integers(1, s.N, s.B)},
+        GraphSizes(B=2, H=8, G=2, M=1, N=100, D=64, E=64),
+    )
+    func, inputs = case.built()
+    attention = analyze_attention(func)
+    bounds = read_decode(attention, H200).range
+    assert len(bounds.below) == 1
+    assert bounds.rest is None
+    (y,) = outputs_of(func, len(inputs))
+    run_cuda_on_cpu(emit_attention_decode(attention, H200, SPLIT), [*inputs, y])
+    assert_close(y, case.expected()[0], "float16")
+
+
+# ---- units, rows, bounds
+
+
+def test_heads_that_share_keys_are_rows_of_one_unit():
+    problem = read_decode(attention_of(Sizes(2, 8, 4, 3, 70, 64, 64)), H200)
+    assert (problem.unit_count, problem.rows, problem.chunks) == (4, 12, 1)
+
+
+def test_a_batch_that_shares_keys_is_rows_too():
+    attention = attention_of(Sizes(4, 2, 1, 1, 70, 64, 64))
+    first = {attention.batch[0].var: int64(0)}
+
+    def of_first(operand):
+        load = operand.value.value
+        places = [substitute(index, first) for index in load.indices]
+        return Operand(tirx.Cast("float32", tirx.BufferLoad(load.source, places)))
+
+    shared = {"k": of_first(attention.k), "v": of_first(attention.v)}
+    problem = read_decode(dataclasses.replace(attention, **shared), H200)
+    assert (problem.unit_count, problem.rows) == (2, 4)
+
+
+def test_only_bounds_that_no_row_changes_are_left_out_of_the_points():
+    lengths = ("lengths", (3,), "int32")
+    alone = attention_of(ONE_QUERY, extra=[lengths], visible=lambda p: p.n < length_of(p))
+    own = read_decode(alone, H200).range
+    assert len(own.below) == 1
+    assert not own.least
+    assert own.rest is None
+    causal = attention_of(SMALL, visible=lambda p: p.n <= p.m + int64(60))
+    own = read_decode(causal, H200).range
+    assert len(own.below) == 1
+    assert own.rest is not None
+
+
+# ---- resources, ranking, refusals
+
+REAL = {
+    "long": Sizes(32, 32, 4, 1, 8192, 128, 128),
+    "single": Sizes(1, 32, 4, 1, 2048, 128, 128),
+    "rows16": Sizes(16, 64, 16, 1, 4096, 128, 128),
+    "rows32": Sizes(16, 64, 8, 4, 4096, 128, 128),
+    "head64": Sizes(16, 32, 1, 1, 4096, 64, 64),
+    "head256": Sizes(4, 16, 8, 2, 4096, 256, 256),
+}
+
+
+@pytest.mark.parametrize(
+    ("hw", "arch", "names"),
+    [
+        (H200, "sm_90a", tuple(REAL)),
+        (A100, "sm_80", ("long", "rows32", "head256")),
+        (RTX4090, "sm_89", ("rows16", "head64", "head256")),
+    ],
+    ids=["sm_90a", "sm_80", "sm_89"],
+)
+def test_nothing_spills_at_real_sizes(hw, arch, names):
+    kernels = {}
+    for name in names:
+        attention = attention_of(REAL[name])
+        ranked = attention_decode_ranked(attention, hw)
+        configs = [ranked[0][1]]
+        if name in ("long", "rows32"):
+            configs += [c for _, c in ranked if c.step != configs[0].step][:1]
+        for config in configs:
+            kernels[f"{name}_{config.step}"] = emit_attention_decode(attention, hw, config)
+    assert not {k.kernel: k.spill_bytes for k in compile_cubins(kernels, arch) if k.spill_bytes}
+
+
+def test_few_units_are_split_over_clusters_where_the_device_has_them():
+    attention = attention_of(REAL["single"])
+    assert attention_decode_ranked(attention, H200)[0][1].split == 8
+    assert all(config.split == 1 for _, config in attention_decode_ranked(attention, A100))
+    seconds = [s for s, _ in attention_decode_ranked(attention_of(REAL["long"]), H200)]
+    assert seconds == sorted(seconds)
+    assert 2.2e-4 < seconds[0] < 2.9e-4
+
+
+@pytest.mark.parametrize(
+    ("sizes", "how", "why"),
+    [
+        (Sizes(1, 4, 1, 200, 70, 64, 64), {}, "200 queries"),
+        (Sizes(1, 4, 1, 1, 70, 64, 512), {}, "512 features"),
+        (Sizes(1, 4, 1, 1, 70, 33, 33), {}, "odd addresses"),
+        (SMALL, {"dtype": "float32"}, "float32 operands"),
+    ],
+)
+def test_what_it_does_not_take_is_refused(sizes, how, why):
+    with pytest.raises(Unsupported, match=why):
+        emit_attention_decode(attention_of(sizes, **how), H200)
+
+
+def test_keys_that_are_computed_are_refused():
+    attention = attention_of(SMALL)
+    computed = Operand(attention.k.value * constant(2, "float32"))
+    with pytest.raises(Unsupported, match="keys are computed"):
+        emit_attention_decode(dataclasses.replace(attention, k=computed), H200)
+
+
+@pytest.mark.parametrize(
+    ("config", "hw", "why"),
+    [
+        (DecodeConfig(2, 4, 16, 3), A100, "takes clusters"),
+        (DecodeConfig(9, 4, 16, 3), H200, "at most 8 blocks"),
+        (DecodeConfig(1, 8, 32, 6), H200, "bytes of shared memory"),
+    ],
+)
+def test_configurations_that_do_not_fit_are_refused(config, hw, why):
+    with pytest.raises(Unsupported, match=why):
+        emit_attention_decode(attention_of(REAL["long"]), hw, config)

@@ -1,0 +1,210 @@
+"""A consumer warpgroup of the Hopper attention: 64 queries of every tile, all their keys.
+
+    S = Q K[n-1]^T;  softmax
+    loop over the other tiles of keys, from the last to the first:
+        issue S = Q K[i]^T and O += P V[i+1];  wait for S;  softmax while O is still computed
+    O += P V[first];  store O / sum
+
+The product with V is waited for at the top of the next turn: ptxas moves a wait upwards past the
+arithmetic of a basic block, which would undo the overlap. A fence stands before both products, or
+ptxas serialises all of them (C7510, C7520).
+"""
+
+from __future__ import annotations
+
+from tvm.ir import Expr
+from tvm.script import tirx as T
+
+from .attention_hopper_config import BOX, HALF_BYTES, WARPGROUP_ROWS, WGMMA_TERMS
+from .attention_hopper_epilogue import Epilogue
+from .attention_hopper_points import Points, read_formulas
+from .attention_hopper_softmax import Softmax
+from .attention_hopper_state import Kernel, Tile, arrive
+from .gemm_hopper_consumer import GROUP_STRIDE, SWIZZLE_128B
+from .gemm_hopper_state import Ring, wait
+
+# Named barriers: 0 is the block's own, 2 ... 4 those of the warpgroups (`warpgroup_sync`).
+FIRST_TURN = 8
+
+UNITS = 16  # bytes in which descriptors count
+BOX_ROW = BOX * HALF_BYTES
+
+
+class Consumer:
+    """Emits the code of the consumer warpgroups; `number` is that of the thread's own."""
+
+    def __init__(self, kernel: Kernel, number: Expr):
+        self.kernel, self.plan, self.problem = kernel, kernel.plan, kernel.problem
+        self.config, self.number = self.plan.config, number
+        c, s, problem = self.config, kernel.shared, kernel.problem
+        self.scores = T.alloc_local((c.block_n // 2,), "float32")
+        self.results = T.alloc_local((problem.features // 2,), "float32")
+        self.thread = T.Bind(kernel.thread % 128)
+        self.lane = T.Bind(kernel.thread % 32)
+        row = T.Bind(number * WARPGROUP_ROWS + self.thread // 32 * 16 + self.lane // 4)
+        column = T.Bind(self.lane % 4 * 2)
+        self.softmax = Softmax(problem, c, self.scores, self.results)
+        formulas = read_formulas(problem, self.plan.keys.rest)
+        self.points = Points(kernel, formulas, self.scores, row, column)
+        self.epilogue = Epilogue(self, row, column)
+        self.q_start = self._descriptor(s.q.ptr_to([0, number * WARPGROUP_ROWS * BOX]), 1)
+        self.k_start = self._descriptor(s.k.ptr_to([0, 0, 0]), 1)
+        self.v_start = self._descriptor(s.v.ptr_to([0, 0, 0]), c.block_n * BOX_ROW // UNITS)
+        self.queries = Ring(1, 0)
+        self.keys, self.values = Ring(c.stages, 0), Ring(c.stages, 0)
+        # Whether a product with V is in flight; its stage is the one before the present one.
+        self.busy = T.alloc_local((1,), "int32")
+
+    def _descriptor(self, place: Expr, leading: int) -> Expr:
+        """The matrix descriptor of a tile in stage 0."""
+        found = T.alloc_local((1,), "uint64")
+        T.evaluate(
+            T.cuda.wgmma.encode_matrix_descriptor(
+                found.ptr_to([0]), place, leading, GROUP_STRIDE, SWIZZLE_128B
+            )
+        )
+        return found
+
+    # ---- tiles of queries
+
+    def emit(self) -> None:
+        """Emits the loop over the tiles of queries."""
+        if self.config.pingpong:
+            with T.If(self.number == self.config.consumers - 1), T.Then():
+                self._pass_turn(T.int32(0))
+        with self.kernel.each_tile() as tile:
+            self._tile(tile)
+        self.epilogue.finish()
+
+    def _tile(self, tile: Tile) -> None:
+        s, keys, parts = self.kernel.shared, tile.keys, self.plan.parts
+        self.softmax.start()
+        self.points.start(tile)
+        wait(s.q_full.ptr_to([0]), self.queries.phase)
+        self.queries.advance()
+        last = T.Bind(keys.end - 1)
+        wait(s.k_full.ptr_to([self.keys.stage]), self.keys.phase)
+        T.evaluate(T.ptx.wgmma.fence.sync.aligned())
+        self._issue_scores()
+        self.points.ahead(last)
+        T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
+        self._release_keys(tile, last)
+        self.points.apply(last, self.plan.points_first)
+        self.softmax.weigh(first=True)
+        T.buffer_store(self.busy, T.int32(0), [0])
+        loops = (
+            ("above", keys.whole_end, last, True),
+            ("whole", keys.whole_first, keys.whole_end, False),
+            ("below", keys.first, keys.whole_first, True),
+        )
+        loops = [loop for loop in loops if loop[0] in parts]
+        for position, (_, first, end, by_point) in enumerate(loops):
+            if position:
+                # Two loops with a product in flight between them are serialised by ptxas.
+                self._drain()
+            count = T.Bind(end - first)
+            with T.serial(0, count, unroll=False) as step:
+                self._step(tile, T.Bind(end - 1 - step), by_point)
+        self._drain()
+        self.softmax.shrink_results()
+        self.softmax.pack()
+        wait(s.v_full.ptr_to([self.values.stage]), self.values.phase)
+        T.evaluate(T.ptx.wgmma.fence.sync.aligned())
+        self._issue_results()
+        self.values.advance()
+        self.softmax.total()
+        self.epilogue.await_buffer()
+        T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
+        self._release_values()
+        self.softmax.divide()
+        self.epilogue.emit(tile)
+
+    def _drain(self) -> None:
+        """Emits the wait for the product with V that is in flight, if there is one."""
+        T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
+        with T.If(self.busy[0] == 1), T.Then():
+            self._release_values()
+        T.buffer_store(self.busy, T.int32(0), [0])
+
+    # ---- tiles of keys
+
+    def _step(self, tile: Tile, number: Expr, by_point: bool) -> None:
+        """Emits one turn: scores of tile `number`, results of the one before."""
+        s = self.kernel.shared
+        T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
+        with T.If(self.busy[0] == 1), T.Then():
+            self._release_values()
+        T.buffer_store(self.busy, T.int32(1), [0])
+        self.softmax.shrink_results()
+        self.softmax.pack()
+        wait(s.k_full.ptr_to([self.keys.stage]), self.keys.phase)
+        if self.config.pingpong:
+            self._await_turn()
+        T.evaluate(T.ptx.wgmma.fence.sync.aligned())
+        self._issue_scores()
+        wait(s.v_full.ptr_to([self.values.stage]), self.values.phase)
+        T.evaluate(T.ptx.wgmma.fence.sync.aligned())
+        self._issue_results()
+        self.values.advance()
+        if self.config.pingpong:
+            self._pass_turn((self.number + 1) % self.config.consumers)
+        self.points.ahead(number)
+        T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(1))
+        self._release_keys(tile, number)
+        self.points.apply(number, by_point)
+        self.softmax.weigh(first=False)
+
+    def _await_turn(self) -> None:
+        barrier = T.cast(FIRST_TURN + self.number, "uint32")
+        T.evaluate(T.ptx.bar.sync(barrier, T.uint32(256)))
+
+    def _pass_turn(self, number: Expr) -> None:
+        barrier = T.cast(FIRST_TURN + number, "uint32")
+        T.evaluate(T.ptx.bar.arrive(barrier, T.uint32(256)))
+
+    def _release_keys(self, tile: Tile, number: Expr) -> None:
+        """Emits the hand-back of a tile of keys, and behind the last one that of the queries."""
+        s = self.kernel.shared
+        with T.If(self.thread == 0), T.Then():
+            arrive(s.k_empty.ptr_to([self.keys.stage]))
+            if not self.epilogue.over_queries:
+                with T.If(number == tile.keys.first), T.Then():
+                    arrive(s.q_empty.ptr_to([0]))
+        self.keys.advance()
+
+    def _release_values(self) -> None:
+        """Emits the hand-back of the tile of values before the present one."""
+        with T.If(self.thread == 0), T.Then():
+            arrive(self.kernel.shared.v_empty.ptr_to([self.values.previous]))
+
+    # ---- products
+
+    def _issue_scores(self) -> None:
+        """Emits S = Q K^T of the present stage."""
+        c, kind = self.config, self.problem.kind
+        name = f"wgmma.mma_async.sync.aligned.m64n{c.block_n}k16.f32.{kind}.{kind}"
+        boxes = int(self.kernel.shared.k.shape[1])
+        stage = boxes * c.block_n * BOX_ROW // UNITS
+        sums = [self.scores[i] for i in range(c.block_n // 2)]
+        for step in range(-(-self.problem.terms // WGMMA_TERMS)):
+            box, part = divmod(step, BOX // WGMMA_TERMS)
+            part *= WGMMA_TERMS * HALF_BYTES // UNITS
+            q = self.q_start[0] + T.uint64(box * c.block_m * BOX_ROW // UNITS + part)
+            at = self.keys.stage * stage + (box * c.block_n * BOX_ROW // UNITS + part)
+            k = self.k_start[0] + T.cast(at, "uint64")
+            later = T.ptx.pred(T.int32(int(step > 0)))
+            T.evaluate(T.ptx[name](*sums, q, k, later, 1, 1, 0, 0))
+        T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
+
+    def _issue_results(self) -> None:
+        """Emits O += P V of the present stage."""
+        c, kind, features = self.config, self.problem.kind, self.problem.features
+        name = f"wgmma.mma_async.sync.aligned.m64n{features}k16.f32.{kind}.{kind}"
+        stage = int(self.kernel.shared.v.shape[1]) * c.block_n * BOX_ROW // UNITS
+        sums = [self.results[i] for i in range(features // 2)]
+        for step in range(c.block_n // WGMMA_TERMS):
+            at = self.values.stage * stage + step * WGMMA_TERMS * BOX_ROW // UNITS
+            v = self.v_start[0] + T.cast(at, "uint64")
+            weights = [self.softmax.weights[step * 4 + i] for i in range(4)]
+            T.evaluate(T.ptx[name](*sums, *weights, v, T.ptx.pred(1), 1, 1, 1))
+        T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())

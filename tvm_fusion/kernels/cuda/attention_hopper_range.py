@@ -1,0 +1,149 @@
+"""Which tiles of keys a tile of queries meets, and which of these it sees as a whole.
+
+    key <= query + 3 and key >= query - 100, tiles of 128 x 64, the second tile of queries (128 ... 255)
+      keys 28 ... 258 -> tiles 0 ... 4; those that all of its queries see: 155 ... 131, none
+
+Bounds are conditions of `Attention.visible` that are linear in the key and the query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.ir import Expr
+from tvm.script import tirx as T
+
+from ..attention_model import Attention
+from ..expr import constant, convert, dtype_of, is_integer, linear_form, number, uses_any
+from .gemm_frame import Frame
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bound:
+    """``key <= slope * query + rest`` (`upper`), or ``key >= ...``; `rest` is over the batch."""
+
+    upper: bool
+    slope: int
+    rest: Expr
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Range:
+    """Conditions on a key: all `bounds`, and whatever `rest` says of single points."""
+
+    bounds: tuple[Bound, ...]
+    rest: tuple[Expr, ...]
+
+
+def key_range(attention: Attention) -> Range:
+    """The bounds among the conditions of an attention, and the other conditions."""
+    if attention.visible is None:
+        return Range((), ())
+    bounds, rest = [], []
+    for condition in _conjuncts(attention.visible):
+        found = _bound(attention, condition)
+        (rest if found is None else bounds).append(condition if found is None else found)
+    return Range(tuple(bounds), tuple(rest))
+
+
+def _conjuncts(condition: Expr) -> Iterator[Expr]:
+    if isinstance(condition, tirx.And):
+        yield from _conjuncts(condition.a)
+        yield from _conjuncts(condition.b)
+    else:
+        yield condition
+
+
+def _bound(attention: Attention, condition: Expr) -> Bound | None:
+    sides = {tirx.LE: (1, 0), tirx.LT: (1, -1), tirx.GE: (-1, 0), tirx.GT: (-1, -1)}
+    if type(condition) not in sides or len(attention.keys) != 1 or len(attention.queries) > 1:
+        return None
+    if not is_integer(dtype_of(condition.a)):
+        return None
+    sign, shift = sides[type(condition)]
+    # condition: difference <= 0
+    difference = (condition.a - condition.b) * constant(sign, dtype_of(condition.a))
+    difference = difference - constant(shift, dtype_of(difference))
+    axes = [axis.var for axis in (*attention.keys, *attention.queries)]
+    form = linear_form(difference, axes)
+    if form is None or uses_any(form[1], [b.var for b in attention.bindings]):
+        return None
+    factors = [number(factor) for factor in form[0]]
+    if None in factors or factors[0] not in (1, -1):
+        return None
+    along, rest = factors[0], form[1]
+    slope = factors[1] if len(factors) > 1 else 0
+    # along * key + slope * query + rest <= 0
+    rest = rest if along < 0 else rest * constant(-1, dtype_of(rest))
+    return Bound(along > 0, int(-slope * along), rest)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyTiles:
+    """Tiles of keys of a tile of queries: ``first ... end - 1``, of which ``whole_first ...
+    whole_end - 1`` need no look at single points. ``first <= whole_first <= whole_end < end``.
+    """
+
+    first: Expr | int
+    whole_first: Expr | int
+    whole_end: Expr | int
+    end: Expr | int
+
+
+def static_tiles(
+    keys: Range, rows: tuple[int, int], size: int, block_n: int
+) -> tuple[int, int, int, int] | None:
+    """`KeyTiles` of rows ``rows[0] ... rows[1]`` where all is known, else None."""
+    bounds = []
+    for bound in keys.bounds:
+        rest = number(bound.rest)
+        if rest is None:
+            return None
+        ends = sorted(bound.slope * row + int(rest) for row in rows)
+        bounds.append((bound.upper, *ends))
+    tiles = -(-size // block_n)
+    end = min([size, *(high + 1 for upper, _, high in bounds if upper)])
+    first = max([0, *(low for upper, low, _ in bounds if not upper)])
+    whole_end = min([size, *(low + 1 for upper, low, _ in bounds if upper)])
+    whole_first = max([0, *(high for upper, _, high in bounds if not upper)])
+    end = min(max(-(-end // block_n), 1), tiles)
+    first = min(max(first // block_n, 0), end - 1)
+    whole_end = min(max(whole_end // block_n, first), end - 1)
+    if keys.rest:
+        whole_end = first
+    whole_first = min(max(-(-whole_first // block_n), first), whole_end)
+    return first, whole_first, whole_end, end
+
+
+def emit_tiles(
+    frame: Frame, keys: Range, rows: Sequence[Expr], size: Expr, block_n: int, env: dict
+) -> KeyTiles:
+    """Emits the tiles of the rows from `rows[0]` to `rows[1]`; `env` has the axes of the batch."""
+    width = T.int32(block_n)
+    end, first = size, T.int32(0)
+    whole_end, whole_first = size, T.int32(0)
+    for bound in keys.bounds:
+        rest = T.Bind(convert(frame.rewrite(bound.rest, env), "int32"))
+        low, high = rest, rest
+        if bound.slope:
+            at = [row * T.int32(bound.slope) + rest for row in rows]
+            low, high = at if bound.slope > 0 else reversed(at)
+        if bound.upper:
+            end, whole_end = tirx.Min(end, high + 1), tirx.Min(whole_end, low + 1)
+        else:
+            first, whole_first = tirx.Max(first, low), tirx.Max(whole_first, high)
+    tiles = tirx.FloorDiv(size + (block_n - 1), width)
+    # Truncated divisions: what is negative is brought to 0 before.
+    zero, one = T.int32(0), T.int32(1)
+    end = tirx.Max(T.truncdiv(tirx.Max(end, zero) + (block_n - 1), width), one)
+    end = T.Bind(tirx.Min(end, tiles))
+    first = T.Bind(tirx.Min(T.truncdiv(tirx.Max(first, zero), width), end - 1))
+    if keys.rest:
+        return KeyTiles(first, first, first, end)
+    whole_end = T.truncdiv(tirx.Max(whole_end, zero), width)
+    whole_end = T.Bind(tirx.Min(tirx.Max(whole_end, first), end - 1))
+    whole_first = T.truncdiv(tirx.Max(whole_first, zero) + (block_n - 1), width)
+    whole_first = T.Bind(tirx.Min(tirx.Max(whole_first, first), whole_end))
+    return KeyTiles(first, whole_first, whole_end, end)
