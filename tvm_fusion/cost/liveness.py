@@ -9,7 +9,7 @@ later needs sixty.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,14 +36,14 @@ def live_values(group: GroupView, roots: Iterable[int] | None = None) -> int:
     return peak_live(sources, tuple(group.outputs if roots is None else roots))
 
 
-def peak_live(sources: dict[int, Sequence[int]], roots: Sequence[int]) -> int:
+def peak_live(sources: Mapping[Hashable, Sequence[Hashable]], roots: Sequence[Hashable]) -> int:
     """Most values that are live at once when `roots` are computed one after the other.
 
     Parameters
     ----------
-    sources : dict
+    sources : mapping
         Value -> the values it is computed from; what is no key is loaded.
-    roots : sequence of int
+    roots : sequence
         What is stored; a root is free once it is computed, unless something else reads it.
     """
     order, uses = _schedule(sources, roots)
@@ -62,12 +62,12 @@ def peak_live(sources: dict[int, Sequence[int]], roots: Sequence[int]) -> int:
 
 
 def _schedule(
-    sources: dict[int, Sequence[int]], roots: Sequence[int]
-) -> tuple[list[int], dict[int, int]]:
+    sources: Mapping[Hashable, Sequence[Hashable]], roots: Sequence[Hashable]
+) -> tuple[list[Hashable], dict[Hashable, int]]:
     """The values in the order in which they are computed, and how often each is used."""
-    order: list[int] = []
-    uses: dict[int, int] = {}
-    done: set[int] = set()
+    order: list[Hashable] = []
+    uses: dict[Hashable, int] = {}
+    done: set[Hashable] = set()
     for root in roots:
         stack = [(root, iter(sources.get(root, ())))]
         if root in done:
@@ -85,3 +85,49 @@ def _schedule(
                 order.append(value)
                 stack.pop()
     return order, uses
+
+
+def held_between(
+    sources: Mapping[Hashable, Sequence[Hashable]],
+    roots: Iterable[tuple[int, Sequence[Hashable]]],
+    weights: Mapping[Hashable, float | None],
+) -> float:
+    """Most that is held between two sweeps over the same points.
+
+    Compilers find in a later sweep what an earlier one has loaded or computed at a cost, and keep
+    it in registers; what is cheap they compute again.
+
+        sweep 0: a = tanh(x); m = max a      sweep 1: s = sum exp(a - m)      held: a
+
+    Parameters
+    ----------
+    sources : mapping
+        Value -> the values it is computed from; nothing for loads. What is no key is not held.
+    roots : iterable of (int, sequence)
+        Number of a sweep, and the values that it ends in.
+    weights : mapping
+        Registers of each value; None for those that are cheap to compute.
+
+    Returns
+    -------
+    float
+        Registers of one point.
+    """
+    first: dict[Hashable, int] = {}
+    last: dict[Hashable, int] = {}
+    for sweep, wanted in sorted(roots, key=lambda item: item[0]):
+        pending, seen = list(wanted), set()
+        while pending:
+            value = pending.pop()
+            if value not in sources or value in seen:
+                continue
+            seen.add(value)
+            new = value not in first
+            first.setdefault(value, sweep)
+            last[value] = sweep
+            if new or weights[value] is None:
+                pending.extend(sources[value])
+    kept = [(first[v], last[v], weights[v] or 0.0) for v in first]
+    gaps = range(max(last.values(), default=0))
+    held = (sum(w for start, end, w in kept if start <= gap < end) for gap in gaps)
+    return max(held, default=0.0)

@@ -27,12 +27,12 @@ from .base import (
     Resources,
     Traffic,
 )
-from .column_shape import column_shape
+from .column_shape import column_kernel, column_shape, column_traffic
+from .cuda.column_estimate import ColumnEstimate
 from .footprint import evaluations, points
 from .pointwise import refuse_recompute
 from .read_order import plain_axes, read_order
-from .streams import along_memory
-from .traffic import Shape, cuda_resources, cuda_traffic, group_streams
+from .traffic import cuda_resources
 
 COLUMNS_A_THREAD = 16
 """Columns that a thread walks over, at least, where there are many."""
@@ -130,11 +130,10 @@ class Column:
 
     def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
         """Columns that a thread block cannot hold are read again, out of the L2 where they fit."""
-        found = along_memory(group_streams(group, fit))
-        return cuda_traffic(group, fit, hw, _shape(group, fit, hw), found)
+        return column_traffic(group, fit, _kernel(group, fit, hw))
 
     def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
-        return cuda_resources(group, fit, _shape(group, fit, hw))
+        return cuda_resources(group, fit, column_shape(fit, _kernel(group, fit, hw)))
 
     def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
         from .cuda.column import column_configs
@@ -168,9 +167,9 @@ def _kept_by_lanes(group: GroupView, roles: _Roles, counts: tuple[float, ...]) -
     return tuple(found)
 
 
-def _shape(group: GroupView, fit: Fit, hw: HardwareProfile) -> Shape:
+def _kernel(group: GroupView, fit: Fit, hw: HardwareProfile) -> ColumnEstimate:
     space = group.once("columns", lambda: _space(group))
-    return column_shape(group, fit, hw, space.inner, assumed(space.rows[-1]))
+    return column_kernel(group, fit, hw, tuple(map(assumed, space.rows)), space.inner)
 
 
 def _space(group: GroupView) -> _Space | Refusal:

@@ -1,119 +1,148 @@
-"""How the CUDA writer will cut a column group, from sizes alone: what `cuda.column_rank` ranks
-first, as far as the planner has to know it.
-
-Lanes lie side by side along what is contiguous, walkers share the reduced axis. Several sweeps are
-held in registers where they fit, else read again out of the L2.
+"""How the CUDA writer will cut a column group: the configuration that it ranks first for work of
+these sizes (`cuda.column_rank`), and what follows from it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 
 from ..config import HardwareProfile
-from .base import Fit, GroupView
-from .row_shape import sweeps
-from .streams import WIDEST_ACCESS, bytes_a_point, element_sizes
-from .traffic import Shape, group_streams, power_below
+from .base import Fit, GroupView, Traffic
+from .column_sizes import column_work, is_turned, loads_and_stores, steps_apart
+from .cuda.column_config import ColumnConfig
+from .cuda.column_estimate import ColumnEstimate
+from .cuda.column_rank import ranked, small_config
+from .cuda.column_work import ColumnWork
+from .streams import Stream
+from .traffic import Shape, cuda_traffic, group_streams
 
-THREADS = 512
-HELD_THREADS = 256
-STEPS_A_WALKER = 32
-LEAST_WALKERS, MOST_WALKERS = 4, 256
-LEAST_LANES = 4
-SHORTEST_RUN = 64
-"""Bytes that lanes side by side read."""
-LONGEST_RUN = 512
-"""Bytes of neighbouring columns from which on a row is a block's own."""
-BYTES_A_STEP = 128
-"""A thread's loads under way."""
-BASE_REGISTERS = 32
-MOST_HELD_BYTES = 320
-"""Bytes of registers for what a thread holds."""
+TERM_SHUFFLES = 0.8
+"""Steps of a shuffle that reading one partial result takes; with the next, fitted to the launches
+of tests/data/kernels_h200.jsonl."""
+SHUFFLE_SHARE = 0.1
+"""Of the latency of a shuffle and of what is done with it, the part in which the multiprocessor can
+do nothing for another warp."""
 
 
-def column_shape(group: GroupView, fit: Fit, hw: HardwareProfile, inner: int, last: int) -> Shape:
-    """Blocks, threads and vectors of a column kernel.
-
-    `inner` are reduced neighbours in memory, `last` the rows that lie side by side before them.
+def column_kernel(
+    group: GroupView, fit: Fit, hw: HardwareProfile, rows: Sequence[int], inner: int
+) -> ColumnEstimate:
+    """What the writer will choose; `rows` are the extents of the rows, `inner` reduced neighbours
+    in memory.
     """
-    return group.once(("shape", fit.kernel_class), lambda: _shape(group, fit, hw, inner, last))
+
+    def find() -> ColumnEstimate:
+        work = column_work(group, fit, rows, inner)
+        return ColumnEstimate(work, _best(work, hw), hw)
+
+    return group.once("column", find)
 
 
-def _shape(group: GroupView, fit: Fit, hw: HardwareProfile, inner: int, whole: int) -> Shape:
-    found = group_streams(group, fit)
-    passes = sweeps(group, float(fit.rows * fit.columns))
-    space = max(1.0, float(fit.rows * fit.columns))
-    size = min(element_sizes(found, space), default=2)
-    read = max(1.0, bytes_a_point(found, space))
-    turns_of_data = passes.exchanges + passes.again
-    if inner * size >= LONGEST_RUN:
-        return _along_columns(fit, hw, passes.exchanges, size, read, turns_of_data)
-    run = inner * whole
-    width = max(1, WIDEST_ACCESS // size)
-    while width > 1 and run % width:
-        width //= 2
-    steps = max(1, fit.columns // inner)
-    walkers = min(MOST_WALKERS, max(LEAST_WALKERS, power_below(steps / STEPS_A_WALKER)))
-    walkers = min(walkers, steps)
-    held = turns_of_data > 1
-    threads = HELD_THREADS if held else THREADS
-    if held and width > 1:
-        width = max(1, width // 2)
-    vectors = max(1, run // width)
-    outer = max(1, fit.rows * inner // run)
-    least = max(LEAST_LANES, SHORTEST_RUN // (width * size))
-    lanes = max(1, min(max(least, threads // walkers), vectors))
-    while held and steps / walkers * width * read > MOST_HELD_BYTES and walkers < MOST_WALKERS:
-        walkers, lanes = 2 * walkers, max(least, lanes // 2)
-        if walkers * lanes >= THREADS:
-            break
-    while lanes > least and fit.rows * inner / width / lanes < hw.num_sms:
-        lanes //= 2
-        walkers *= 2 if steps > LEAST_WALKERS * walkers else 1
-    turns = -(-steps // walkers)
-    fits = held and turns * width * read <= MOST_HELD_BYTES
-    data = turns * width * read if fits else min(turns * width * read, BYTES_A_STEP)
-    count = 1 if fits else turns_of_data
+def column_shape(fit: Fit, kernel: ColumnEstimate) -> Shape:
+    """Blocks, threads and vectors of a column kernel."""
+    work, together = kernel.work, kernel.together()
+    count = 1 if kernel.is_held else work.sweeps
+    rounds = count * max(1.0, kernel.turns() / together)
+    again = (count - 1) * fit.rows * fit.columns * work.moving
+    needed, given = kernel.needed_registers(), kernel.given_registers()
     return Shape(
-        blocks=float(outer * max(1, math.ceil(vectors / lanes))),
-        threads=min(hw.max_threads_per_block, lanes * walkers),
-        width=width,
-        points=float(turns * width if fits else min(8, turns) * width),
-        registers=int(BASE_REGISTERS + width * (passes.reductions + 2) + data / 4),
-        smem_bytes=walkers * lanes * width * 4,
-        flight_bytes=float(data),
-        rounds=count * math.ceil(turns * width * read / max(1.0, data)),
-        waste=_waste(lanes * width * size, run * size, hw),
-        spills=1.0,
-        reads_again=float((count - 1) * fit.rows * fit.columns * read),
-        exchanges=3.0 * passes.exchanges,
-        shuffles=passes.reductions * 5.0,
+        blocks=float(kernel.blocks()),
+        threads=kernel.config.threads,
+        width=kernel.config.width,
+        points=float(together * kernel.config.width),
+        registers=int(max(needed, min(given, kernel.registers()))),
+        smem_bytes=kernel.shared_bytes(),
+        flight_bytes=float(kernel.thread_bytes()),
+        rounds=rounds,
+        waste=_waste(fit, kernel),
+        spills=rounds,
+        reads_again=float(again),
+        exchanges=_exchanges(kernel),
+        shuffles=_shuffles(kernel),
+        staged_bytes=2.0 * kernel.blocks() * kernel.shared_bytes(),
     )
 
 
-def _waste(run: int, pitch: int, hw: HardwareProfile) -> float:
-    """Sectors moved over those asked for: runs that start within one touch one more."""
-    return (run + hw.sector_bytes - math.gcd(run, pitch, hw.sector_bytes)) / run
+def _waste(fit: Fit, kernel: ColumnEstimate) -> float:
+    """Time of the memory over that of the bytes alone: for parts of sectors that nobody uses, for
+    what blocks side by side do not keep up, and while they exchange.
+    """
+    work, hw = kernel.work, kernel.hw
+    wave = hw.num_sms * max(1, kernel.resident())
+    waves = -(-kernel.blocks() // wave)
+    size = max(1, fit.rows * fit.columns * (work.moving + work.stored))
+    idle = (waves - 1) * kernel.exchange_seconds() * hw.hbm_bytes_per_s / size
+    if work.turned:  # neighbouring threads are neighbouring columns
+        return 1.0 + idle
+    return 1.0 / (kernel.used_share() * kernel.sustained(min(kernel.blocks(), wave))) + idle
 
 
-def _along_columns(
-    fit: Fit, hw: HardwareProfile, exchanges: int, size: int, read: float, passes: int
-) -> Shape:
-    """A block for each row; threads walk along its contiguous columns."""
-    width = max(1, WIDEST_ACCESS // size)
-    turns = max(1, math.ceil(fit.columns / width / HELD_THREADS))
-    data = min(turns * width * read, BYTES_A_STEP)
-    return Shape(
-        blocks=float(fit.rows),
-        threads=HELD_THREADS,
-        width=width,
-        points=float(min(8, turns) * width),
-        registers=int(BASE_REGISTERS + data / 4),
-        smem_bytes=1024,
-        flight_bytes=float(data),
-        spills=1.0,
-        reads_again=float((passes - 1) * fit.rows * fit.columns * read),
-        rounds=float(passes * math.ceil(turns * width * read / data)),
-        exchanges=3.0 * exchanges,
-        shuffles=10.0,
+def _exchanges(kernel: ColumnEstimate) -> float:
+    """Those that pass through shared memory."""
+    return float(kernel.phases() * (kernel.partials() > 1 or kernel.work.inner > 1))
+
+
+def _shuffles(kernel: ColumnEstimate) -> float:
+    """Steps within warps, and partial results that are read one after the other.
+
+    The lanes of a thread exchange one by one; a step takes its latency, or as long as the
+    multiprocessor takes for all its warps.
+    """
+    config, work, hw = kernel.config, kernel.work, kernel.hw
+    partials = kernel.partials()
+    if not config.lanes:
+        return work.reductions * 2 * math.log2(hw.warp_size)
+    steps = math.log2(max(1, -(-config.walkers // partials)))
+    beside = min(max(1, kernel.resident()), max(1.0, kernel.blocks() / hw.num_sms))
+    crowd = SHUFFLE_SHARE * config.width * config.threads / hw.warp_size * beside
+    items = -(-config.lanes * config.width // config.threads)
+    terms = partials * items * (partials > 1) + work.inner * (work.inner > 1)
+    return work.reductions * (steps * (1.0 + crowd) + TERM_SHUFFLES * terms)
+
+
+@lru_cache(maxsize=4096)
+def _best(work: ColumnWork, hw: HardwareProfile) -> ColumnConfig:
+    """The configuration that the writer takes."""
+    found = ranked(work, hw)
+    return found[0][1] if found else small_config(work, hw)
+
+
+def column_traffic(group: GroupView, fit: Fit, kernel: ColumnEstimate) -> Traffic:
+    """What a column kernel moves: every sweep asks for what it reads once more.
+
+    Reads whose rows lie apart are no vectors; as many walkers as a warp has read neighbours.
+    """
+    hw, shape = kernel.hw, column_shape(fit, kernel)
+    found = loads_and_stores(group_streams(group, fit))
+    turned = is_turned(found)
+    near = tuple(_next_to(s) if steps_apart(s) or (turned and s.own) else s for s in found)
+    traffic = cuda_traffic(group, fit, hw, shape, near)
+    loads = [s for s in near if s.own and not s.stored]
+    asked = sum(s.count * s.size for s in loads)
+    again = shape.reads_again / asked if asked else 0.0
+    wavefronts = again * sum(s.wavefronts(shape.width, shape.piece) for s in loads)
+    accesses = again * sum(s.accesses(shape.width, shape.piece) for s in loads)
+    sectors = 0.0
+    for stream in found if not turned else ():
+        if steps_apart(stream):
+            side = min(hw.warp_size, max(1, kernel.config.lanes))
+            run = hw.warp_size // side * stream.size
+            times = stream.count * (1.0 + again)
+            wavefronts += times * side / hw.warp_size
+            accesses += times
+            sectors += times * stream.size * (max(1.0, hw.sector_bytes / run) - 1.0)
+    operations = dict(traffic.operations)
+    operations["arithmetic"] += accesses
+    return replace(
+        traffic,
+        operations=operations,
+        wavefronts=traffic.wavefronts + wavefronts,
+        sector_bytes=traffic.sector_bytes + sectors,
     )
+
+
+def _next_to(stream: Stream) -> Stream:
+    return replace(stream, step=1)

@@ -21,13 +21,16 @@ from ..config import HardwareProfile, Policy
 from ..ir.access import Access, Block, Reduction
 from ..ir.extents import assumed_product, non_unit
 from .base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic, dtype_bytes
+from .column_sizes import loads_and_stores
 from .footprint import evaluations
 from .pointwise import refuse_recompute
 from .read_order import plain_axes, read_order
-from .traffic import Shape, cuda_resources, cuda_traffic
+from .traffic import Shape, cuda_resources, cuda_traffic, group_streams
 
 VECTOR_BYTES = 16
-COLUMNS_A_THREAD = 8
+PARTIAL_BYTES = 128
+REGISTERS_BESIDE = 24
+"""Registers a thread for addresses and temporaries."""
 MAX_COLUMNS = 65536
 """Sums that the registers of the blocks of a cluster hold."""
 LEAST_COLUMNS = 128
@@ -72,7 +75,7 @@ class Mixed:
         space = group.once("mixed", lambda: _read_space(group))
         if isinstance(space, Refusal):
             return space
-        if not _fits_registers(group, space, hw):
+        if not _choices(group, space, hw)[2]:
             return group.refuse(
                 RefusalCode.SPACE_MISMATCH,
                 "no thread block holds the sums over rows of this length",
@@ -85,8 +88,9 @@ class Mixed:
         return Fit(self.name, space.row_count, space.columns, runs.counts)
 
     def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
-        """One block for each group of rows, of a thread for every eight columns."""
-        return cuda_traffic(group, fit, hw, _shape(group, fit, hw))
+        """One block for each group of rows; what several operators read is loaded once."""
+        found = loads_and_stores(group_streams(group, fit))
+        return cuda_traffic(group, fit, hw, _shape(group, fit, hw), found)
 
     def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
         return cuda_resources(group, fit, _shape(group, fit, hw))
@@ -108,38 +112,56 @@ class Mixed:
 
 
 def _shape(group: GroupView, fit: Fit, hw: HardwareProfile) -> Shape:
-    """Blocks that walk over the rows of a group, holding the sums of their columns."""
-    groups = group.once("mixed", lambda: _read_space(group)).groups
-    tensors = group.graph.tensors
+    return group.once(("shape", fit.kernel_class), lambda: _find_shape(group, fit, hw))
+
+
+def _find_shape(group: GroupView, fit: Fit, hw: HardwareProfile) -> Shape:
+    """Blocks that walk over the rows of a group, holding the sums of their columns; the coming rows
+    wait in a ring in shared memory where they can be copied in bulk.
+    """
+    from .cuda.row_mixed_config import ring_stages
+
+    space = group.once("mixed", lambda: _read_space(group))
+    width, sizes, choices = _choices(group, space, hw)
+    threads, cluster = choices[0]
     full = fit.rows * fit.columns
-    read = sum(
+    tensors = group.graph.tensors
+    moving = [
         dtype_bytes(tensors[t].dtype)
         for t in group.inputs
         if assumed_product(tensors[t].shape) >= full
-    )
+    ]
+    read = sum(moving)
     sums = sum(_is_sum(b) for b in group.blocks)
     reductions = sum(b.reduction is not None for b in group.blocks) - sums
-    threads = min(hw.max_threads_per_block, max(32, -(-fit.columns // COLUMNS_A_THREAD)))
-    threads = -(-threads // 32) * 32
-    cluster = -(-fit.columns // (threads * COLUMNS_A_THREAD))
-    rows = max(1, fit.rows // max(1, groups))
-    flight = float(COLUMNS_A_THREAD * read)
+    rows = max(1, fit.rows // max(1, space.groups))
+    own = -(-fit.columns // (width * cluster * threads)) * width
+    aligned = width * min(sizes, default=2) == VECTOR_BYTES
+    row = read * fit.columns // cluster
+    stages = ring_stages(rows, row, threads, hw) if aligned and hw.has_clusters else 0
+    ring = row * stages
+    steps = math.log2(hw.warp_size) + 3 * (threads > hw.warp_size)
     return Shape(
-        blocks=float(groups * cluster),
+        blocks=float(space.groups * cluster),
         threads=threads,
-        width=COLUMNS_A_THREAD,
-        points=float(COLUMNS_A_THREAD),
-        registers=48 + COLUMNS_A_THREAD * (sums + read // 4),
-        smem_bytes=4 * 4 * fit.columns // cluster,
-        flight_bytes=2 * flight,
-        rounds=rows / 2,
+        width=width,
+        points=float(own),
+        registers=REGISTERS_BESIDE + own * (sums + read // 4 * (not stages)),
+        smem_bytes=ring + PARTIAL_BYTES,
+        flight_bytes=(stages - 1) * row / threads if stages else float(own * read),
+        rounds=rows / max(1, stages),
         exchanges=float(rows),
-        shuffles=rows * 5.0 * max(1, reductions),
+        shuffles=rows * steps * max(1, reductions),
+        staged_bytes=2.0 * full * read if stages else 0.0,
     )
 
 
-def _fits_registers(group: GroupView, space: _Space, hw: HardwareProfile) -> bool:
-    """Whether some block (or cluster) holds a row and the sums of its columns."""
+def _choices(
+    group: GroupView, space: _Space, hw: HardwareProfile
+) -> tuple[int, list[int], list[tuple[int, int]]]:
+    """Columns of a vector, bytes of what is read of each column, and the threads and blocks that
+    hold a row with the sums of its columns.
+    """
     from .cuda.row_mixed_config import thread_choices
 
     tensors = group.graph.tensors
@@ -151,7 +173,7 @@ def _fits_registers(group: GroupView, space: _Space, hw: HardwareProfile) -> boo
     sums = sum(_is_sum(b) for b in group.blocks)
     width = math.gcd(space.columns, VECTOR_BYTES // min(sizes, default=2))
     held = sum(sizes) + 4 * sums + 4
-    return bool(thread_choices(space.columns, max(1, width), held, hw))
+    return max(1, width), sizes, thread_choices(space.columns, max(1, width), held, hw)
 
 
 def _read_space(group: GroupView) -> _Space | Refusal:
@@ -169,7 +191,11 @@ def _read_space(group: GroupView) -> _Space | Refusal:
     space = _Space(non_unit(anchor.extents(anchor.spatial)), columns)
     if not LEAST_COLUMNS <= columns <= MAX_COLUMNS:
         return group.refuse(
-            RefusalCode.SPACE_MISMATCH, "rows too short or too long to sum over", columns=columns
+            RefusalCode.SPACE_MISMATCH,
+            "rows too short or too long to sum over",
+            columns=columns,
+            least=LEAST_COLUMNS,
+            most=MAX_COLUMNS,
         )
     for block in group.blocks:
         role = _role(group, space, block, id(block) in group.views)

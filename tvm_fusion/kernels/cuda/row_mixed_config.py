@@ -43,7 +43,11 @@ def mixed_configs(program: Program, hw: HardwareProfile) -> list[RowConfig]:
     kept = 4 * (program.phases > 1)
     held = inputs + kept + 4 * len(program.accumulations)
     wide = all(reduction.dtype == "float32" for reduction in program.reductions)
-    choices = thread_choices(program.columns, width, held, hw, CLUSTERS if wide else (1,))
+    clusters = CLUSTERS if wide else (1,)
+    choices = thread_choices(program.columns, width, held, hw, clusters)
+    while not choices and width > 1:  # narrower vectors divide a row among more threads
+        width //= 2
+        choices = thread_choices(program.columns, width, held, hw, clusters)
     if not choices:
         raise Unsupported(f"no block holds sums over {program.columns} columns")
     found = [form for choice in choices for form in _forms(program, hw, width, *choice)]
@@ -83,11 +87,17 @@ def _forms(
     row = sum(bytes_of(t.dtype) for t in program.tiles if t.per_row) * program.columns // cluster
     if not row or not hw.has_clusters or not can_stream(program, width):
         return [plain]
-    resident = max(1, min(8, hw.max_threads_per_sm // 2 // threads))
-    stages = min(STAGES, program.rows[-1], RING_BYTES // resident // row)
-    if stages < 2 or row * stages > hw.smem_per_block_bytes:
+    stages = ring_stages(program.rows[-1], row, threads, hw)
+    if not stages:
         return [plain]
     return [dataclasses.replace(plain, form=Form.BULK, stages=stages), plain]
+
+
+def ring_stages(rows: int, row_bytes: int, threads: int, hw: HardwareProfile) -> int:
+    """Coming rows of `row_bytes` that a block keeps in shared memory; 0 where there is no room."""
+    resident = max(1, min(8, hw.max_threads_per_sm // 2 // threads))
+    stages = min(STAGES, rows, RING_BYTES // resident // max(1, row_bytes))
+    return stages if stages >= 2 and row_bytes * stages <= hw.smem_per_block_bytes else 0
 
 
 def _width(program: Program) -> int:
