@@ -24,7 +24,7 @@ from tvm_fusion.transform.lower import lower
 from tvm_fusion.transform.materialize import group_views
 from tvm_fusion.transform.single_group import group_modules
 
-HALF, FLOAT, BRAIN = "float16", "float32", "bfloat16"
+HALF, FLOAT = "float16", "float32"
 
 
 @dataclass(frozen=True)

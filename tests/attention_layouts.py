@@ -1,7 +1,6 @@
 """Attention whose inputs and outputs lie in memory in various ways."""
 
 import numpy as np
-from tvm import tirx
 
 from tests.attention_graphs import (
     FLOAT,
@@ -169,19 +168,6 @@ def swapped_shapes(s: Sizes):
 
 def qkv_shape(s: Sizes):
     return [((s.B, s.M, 3 * s.H * s.D), s.dtype)]
-
-
-def symbolic_plain(g, s, q, k, v):
-    return g.merged(plain(g, s, *(g.heads(x, s.H) for x in (q, k, v))))
-
-
-def symbolic_shapes(s: Sizes):
-    m, n = (tirx.Var(name, "int64") for name in ("m", "n"))
-    return [
-        ((s.B, m, s.H * s.D), s.dtype),
-        ((s.B, n, s.H * s.D), s.dtype),
-        ((s.B, n, s.H * s.E), s.dtype),
-    ]
 
 
 def _epilogue_of(s, q, k, v, gate, residual):

@@ -1,6 +1,7 @@
 """Attention with masks and other functions of the scores."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 from tvm import te, tirx
@@ -52,9 +53,10 @@ def hidden(value=None):
         def emit(g, s, x):
             def hide(x: te.Tensor) -> te.Tensor:
                 low = tirx.min_value(x.dtype) if value is None else tirx.const(value, x.dtype)
+                at = replace(s, M=x.shape[2], N=x.shape[3])  # symbols of this PrimFunc
                 return te.compute(
                     x.shape,
-                    lambda b, h, i, j: tirx.if_then_else(visible(s, i, j), x(b, h, i, j), low),
+                    lambda b, h, i, j: tirx.if_then_else(visible(at, i, j), x(b, h, i, j), low),
                     name="hide",
                 )
 

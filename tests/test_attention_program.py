@@ -16,18 +16,14 @@ from tests.attention_graphs import (
     attend,
     bhsd,
     causal,
-    joined,
     masked,
     one_group,
     scores_of,
     softmaxed,
-    split,
 )
 from tests.attention_interpreter import evaluate
-from tests.attention_masks import where
 from tests.graphs import module
 from tvm_fusion.kernels.attention_program import analyze_attention
-from tvm_fusion.kernels.attention_visible import visible_range
 from tvm_fusion.kernels.cuda.gemm_access import Digit, affine_access
 
 BY_NAME = {case.name: case for case in CASES}
@@ -138,25 +134,30 @@ def test_head_permutes_become_strides():
     assert access.digits["e"] == (Digit(16, 1),)
 
 
-def test_symbolic_lengths_stay_symbolic():
-    m, n = (tirx.Var(name, "int64") for name in ("m", "n"))
-
-    def emit(g, q, k, v):
-        q, k, v = (g.heads(x, 4) for x in (q, k, v))
-        return g.merged(softmaxed(g, g.scaled(g.scores(q, k), 0.25), v))
-
-    shapes = [((2, m, 64), HALF), ((2, n, 64), HALF), ((2, n, 64), HALF)]
-    func = one_group(module(lambda bb, *xs: emit(Graph(bb), *xs), *shapes)).func
-    attention = analyze_attention(func)
+@pytest.mark.parametrize("names", [("M", "N"), ("B",)], ids=["lengths", "batch"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "[B, S, H * D] with head permutes",
+        "cross attention with logsumexp",
+        "grouped heads by expand",
+        "causal, aligned at the end",
+        "added mask [B, 1, 1, N]",
+        "document ids",
+        "rows that see no key are 0",
+    ],
+)
+def test_symbolic_sizes_stay_symbolic(name, names):
+    sizes = {"M": 11, "N": 13} if "N" in names else {"B": 3}
+    symbols = {size: tirx.Var(size.lower(), "int64") for size in sizes}
+    case = BY_NAME[name].with_sizes(**sizes)
+    mod = case.with_sizes(**symbols).module()
+    group = one_group(mod)
+    attention = analyze_attention(group.func)
     assert not attention.is_static
-    assert (attention.B, attention.D) == (8, 16)
-    rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((2, size, 64)) for size in (5, 7, 7))
-    named = {"x0": q, "x1": k, "x2": v}
-    arrays = [named[p.name] for p in attention.params if p.name in named]
-    (got,) = evaluate(attention, [*arrays, np.empty_like(q)])
-    heads = [split(x, 4) for x in (q, k, v)]
-    assert_same([got], [joined(attend(scores_of(*heads[:2], 0.25), heads[2]))])
+    named = dict(zip((p.name for p in mod["main"].params), case.arrays(), strict=True))
+    inputs = [named[i.name] for i in group.inputs if not isinstance(i, relax.ShapeExpr)]
+    assert_same(evaluate(attention, inputs), case.expected())
 
 
 # ---- expressions
@@ -224,62 +225,6 @@ def test_the_listing_names_axes_operands_and_outputs():
     text = str(read("causal by index"))
     assert text.startswith("batch (i0: 2, i1: 4) m (i2: 5) n (n: 7) d (d: 16) e (i3: 16)")
     assert "visible = n <= i2" in text
-
-
-# ---- ranges of keys
-
-
-@pytest.mark.parametrize(
-    ("name", "low", "high", "whole"),
-    [
-        ("[B, H, S, D]", None, None, True),
-        ("causal by index", None, lambda m: m + 1, True),
-        ("causal by tril", None, lambda m: m + 1, True),
-        ("causal by an added tril", None, lambda m: m + 1, True),
-        ("causal by arange", None, lambda m: m + 1, True),
-        ("causal, aligned at the end", None, lambda m: m + 4, True),
-        ("sliding window", lambda m: m - 2, lambda m: m + 1, True),
-        ("window on both sides", lambda m: m - 2, lambda m: m + 3, True),
-        ("softcap and causal", None, lambda m: m + 1, True),
-        ("document ids", None, None, False),
-        ("prefix", None, None, False),
-        ("boolean mask, -inf", None, None, False),
-    ],
-)
-def test_the_range_of_visible_keys(name, low, high, whole):
-    attention = read(name)
-    found = visible_range(attention)
-    assert found.whole == whole
-    (query,) = attention.queries
-    for ours, wanted in ((found.low, low), (found.high, high)):
-        assert (ours is None) == (wanted is None)
-        if wanted is not None:
-            difference = ours - wanted(query.var)
-            assert tirx.const(0, "int64").same_as(difference) or int(_simple(difference)) == 0
-
-
-def _simple(expr):
-    import tvm
-
-    return tvm.sym.Analyzer().simplify(expr)
-
-
-def test_other_conditions_beside_a_range_leave_it_in_part():
-    def emit(g, q, k, v, mask):
-        scores = where(g, mask, g.scores(q, k), -math.inf)
-
-        def hide(x: te.Tensor) -> te.Tensor:
-            return te.compute(
-                x.shape,
-                lambda b, h, i, j: tirx.if_then_else(j <= i, x(b, h, i, j), tirx.min_value(HALF)),
-                name="hide",
-            )
-
-        return softmaxed(g, g.te(hide, scores), v)
-
-    found = visible_range(read_graph(emit, *bhsd(Sizes()), ((5, 7), "bool")))
-    assert (found.low, found.whole) == (None, False)
-    assert found.high is not None
 
 
 # ---- composites of Relax

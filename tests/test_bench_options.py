@@ -27,7 +27,7 @@ TINY = ["--target", "llvm", "--scale", "0.01", "--repeats", "3"]
 @pytest.mark.parametrize(
     ("text", "peers"),
     [
-        (None, ("torch", "torch.compile", "torch.max-autotune", "jax", "tvm")),
+        (None, ("torch", "torch.compile", "torch.max-autotune", "sdpa", "flex", "jax", "tvm")),
         ("torch,jax,tvm", ("torch", "torch.compile", "torch.max-autotune", "jax", "tvm")),
         ("torch.eager, tvm", ("torch", "tvm")),
         ("tvm,torch.max-autotune,tvm", ("tvm", "torch.max-autotune")),

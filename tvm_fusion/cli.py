@@ -96,6 +96,9 @@ def _parser() -> argparse.ArgumentParser:
         _add_common_arguments(command, suites=name == "bench")
     output = commands.choices["compile"]
     output.add_argument("-o", "--output", metavar="FILE", help="save the compiled module (.so)")
+    for command in (output, commands.choices["bench"]):
+        help_text = "capture whole calls into CUDA graphs"
+        command.add_argument("--cuda-graph", action="store_true", default=None, help=help_text)
     _add_calibrate(commands)
     explain = commands.choices["explain"]
     explain.add_argument("--why", metavar="A,B", help="why are these two operations (not) fused?")
@@ -138,7 +141,7 @@ def _bench_parser() -> argparse.ArgumentParser:
     add_suite_arguments(parser, work)
     parser.add_argument("--target", help="llvm, cuda, a device like nvidia_h200, or a profile")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(command="bench", policy=None, plan=None)
+    parser.set_defaults(command="bench", policy=None, plan=None, cuda_graph=None)
     return parser
 
 
@@ -182,10 +185,11 @@ def _run(args: argparse.Namespace) -> Report:
     if args.command == "bench":
         from .bench.compare import bench
 
-        return bench(model, **options)
+        return bench(model, **options, cuda_graph=args.cuda_graph)
     if args.command == "verify":
         return _verified(compiler.compile(model, **options, verify="groups").report)
-    compiled = compiler.compile(model, **options, measure=args.measure, time=True)
+    how = {"measure": args.measure, "time": True, "cuda_graph": args.cuda_graph}
+    compiled = compiler.compile(model, **options, **how)
     if args.output is not None:
         compiled.save(args.output)
     return compiled.report

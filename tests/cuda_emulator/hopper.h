@@ -67,11 +67,6 @@ static void named_barrier_arrive(int id, int threads) {
     switches_without_progress = 0;
   }
 }
-static int __any_sync(unsigned, int predicate) {
-  int found = 0;
-  for (int lane = 0; lane < 32; lane++) found |= exchange(predicate, lane);
-  return found != 0;
-}
 
 // ---- the tensor memory accelerator
 

@@ -70,6 +70,11 @@ static void take_matrices(void* d, const void* s, bool transposed) {
       memcpy(&out[i * 2 + v], (const char*)table[i * 8 + row].place + column * 2, 2);
     }
 }
+static int __any_sync(unsigned, int predicate) {
+  int found = 0;
+  for (int lane = 0; lane < 32; lane++) found |= exchange(predicate, lane);
+  return found != 0;
+}
 static void tvmf_matrices(void* d, const void* s) { take_matrices(d, s, false); }
 static void tvmf_matrices_trans(void* d, const void* s) { take_matrices(d, s, true); }
 

@@ -20,7 +20,14 @@ from .twin import jax_library, torch_library, twin
 _log = logging.getLogger(__name__)
 
 
-def bench(model: Any, *, target: Any = None, policy: Any = None, plan: Any = None) -> Report:
+def bench(
+    model: Any,
+    *,
+    target: Any = None,
+    policy: Any = None,
+    plan: Any = None,
+    cuda_graph: bool | None = False,
+) -> Report:
     """Compile a model, and time it beside the unfused module and other compilers, interleaved.
 
     Peers are TVM's default pipeline, and torch, torch.compile and JAX where they are installed and
@@ -28,20 +35,22 @@ def bench(model: Any, *, target: Any = None, policy: Any = None, plan: Any = Non
 
     Parameters
     ----------
-    model, target, policy, plan
-        See `tvm_fusion.compile`.
+    model, target, policy, plan, cuda_graph
+        See `tvm_fusion.compile`; peers and the unfused module have no graph.
 
     Raises
     ------
     TargetError
-        If this machine lacks the device.
+        If this machine lacks the device, or for `cuda_graph` on a CPU.
     """
-    from ..compiler import Job
+    from ..compiler import Job, graph_policy
 
+    if cuda_graph:
+        policy = graph_policy(target, policy)
     job = Job.of(model, target, policy, plan, None, None)
     if not tvm.runtime.device_from_target(job.target).exist:
         raise TargetError(f"this machine has no {job.target.kind.name} device to measure on")
-    fused = job.compile(job.policy.verify, False, False)
+    fused = job.compile(job.policy.verify, False, False, cuda_graph=cuda_graph)
     unfused = CompiledModule.of(job.build_unfused())
     inputs = random_inputs(job.mod["main"])
     calls = {"fused": fused.bind(*inputs), "unfused": unfused.bind(*inputs)}

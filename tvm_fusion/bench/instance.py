@@ -4,8 +4,8 @@ Norms and losses compute in float32 inside, as models do; for the float64 refere
 float64.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InputError
@@ -37,6 +37,10 @@ class Instance:
         Bytes of the inputs that no output depends on: rows of a table that no index names.
     torch_module : torch.nn.Module or None
         What torch runs in place of `module`, where it has an operator of its own for the work.
+    peers : mapping of str to Callable
+        As `Workload.peers`.
+    flop_share : float
+        As `Workload.flop_share`.
     """
 
     name: str
@@ -45,6 +49,8 @@ class Instance:
     dtype: str
     unread_bytes: int = 0
     torch_module: nn.Module | None = None
+    peers: Mapping[str, Callable[..., Callable[..., Any]]] = field(default_factory=dict)
+    flop_share: float = 1.0
 
     @property
     def for_torch(self) -> nn.Module:
@@ -122,12 +128,22 @@ class Workload:
         Whether it is one matrix product and nothing else, which every library has a kernel for.
     for_torch : Callable or None
         Makes, of the inputs, the module that torch runs in its place.
+    peers : mapping of str to Callable
+        Peers that only some workloads have: each makes, of the inputs, a function of them.
+    wall : bool
+        Whether wall time of a call with CUDA graphs and memory are measured as well.
+    flop_share : float
+        Part of the operations of its matrix products that any output depends on: masks hide the
+        rest.
     """
 
     make: Callable[[Sizes], Made]
     dtype: str | None = None
     plain: bool = False
     for_torch: Callable[[tuple[torch.Tensor, ...]], nn.Module] | None = None
+    peers: Mapping[str, Callable[..., Callable[..., Any]]] = field(default_factory=dict)
+    wall: bool = False
+    flop_share: float = 1.0
 
     def instance(self, name: str, device: str, dtype: str, scale: float) -> Instance:
         """Make it in one size; equal arguments give equal values."""
@@ -137,7 +153,9 @@ class Workload:
             module, inputs, *unread = self.make(Sizes(device, kind, scale))
         module = module.to(device, kind).eval()
         theirs = self.for_torch(inputs) if self.for_torch else None
-        return Instance(name, module, inputs, dtype, *(unread or [0]), theirs)
+        return Instance(
+            name, module, inputs, dtype, *(unread or [0]), theirs, self.peers, self.flop_share
+        )
 
 
 class Apply(nn.Module):

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from .jax_attention import FUNCTIONS as ATTENTION
 from .jax_gemm import PRODUCTS
 from .jax_layers import (
     Array,
@@ -21,6 +22,7 @@ from .jax_layers import (
 )
 from .jax_memory_more import MEMORY_MORE
 from .jax_training import TRAINING
+from .jax_transformers import FUNCTIONS as TRANSFORMERS
 
 
 def _fanout(x: Array) -> tuple[Array, Array]:
@@ -58,5 +60,7 @@ FUNCTIONS: dict[str, Any] = {
     **MEMORY_MORE,
     **TRAINING,
     **PRODUCTS,
+    **ATTENTION,
+    **TRANSFORMERS,
     "three_softmaxes_4kb": lambda x: softmax(softmax(softmax(x, 1), 0), 1),
 }

@@ -15,12 +15,14 @@ from .record import REFERENCES
 
 EAGER = "torch"
 ALL_OF_TORCH = (EAGER, "torch.compile", "torch.max-autotune")
+SDPA, FLEX = "sdpa", "flex"  # torch's own attention
+OWN_PEERS = (SDPA, FLEX)  # of the workloads that bring them
 WORDS = {
     "torch": ALL_OF_TORCH,
     "torch.eager": (EAGER,),
-    **{name: (name,) for name in (*ALL_OF_TORCH[1:], "jax", "tvm", *REFERENCES)},
+    **{name: (name,) for name in (*ALL_OF_TORCH[1:], *OWN_PEERS, "jax", "tvm", *REFERENCES)},
 }
-DEFAULT_PEERS = "torch,jax,tvm"
+DEFAULT_PEERS = "torch,sdpa,flex,jax,tvm"
 _FOR_SUITES = (
     "only",
     "peers",
@@ -32,7 +34,7 @@ _FOR_SUITES = (
     "workers",
     "patience",
 )
-_FOR_MODELS = ("policy", "plan")
+_FOR_MODELS = ("policy", "plan", "cuda_graph")
 
 
 def add_suite_arguments(parser: argparse.ArgumentParser, work: Any) -> None:
@@ -47,8 +49,9 @@ def add_suite_arguments(parser: argparse.ArgumentParser, work: Any) -> None:
         "--peers",
         metavar="PEER,...",
         help="torch (eager, torch.compile and max-autotune), torch.eager, torch.compile, "
-        "torch.max-autotune, jax, tvm, or none; and beside them unfused (ours, one kernel an "
-        f"operator) and cublas (the matrix products alone); default: {DEFAULT_PEERS}",
+        "torch.max-autotune, sdpa and flex (torch's attention), jax, tvm, or none; and beside them "
+        "unfused (ours, one kernel an operator) and cublas (the matrix products alone); default: "
+        f"{DEFAULT_PEERS}",
     )
     group.add_argument(
         "--plain-peers",

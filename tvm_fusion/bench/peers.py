@@ -14,7 +14,8 @@ from ..frontends import load
 from ..runtime.tensors import to_tvm
 from .compare import default_build
 from .instance import Instance
-from .options import ALL_OF_TORCH, EAGER
+from .options import ALL_OF_TORCH, EAGER, OWN_PEERS
+from .peers_attention import own_peer
 
 Call = Callable[[], Any]
 Peer = Callable[[Instance, tvm.target.Target], Call]
@@ -67,9 +68,12 @@ PEERS: dict[str, Peer] = {
 
 def peer(name: str) -> Peer:
     """Return a peer by name; raises InputError for an unknown one."""
+    if name in OWN_PEERS:
+        return lambda instance, _target: own_peer(name, instance)
     if name not in PEERS:
-        close = difflib.get_close_matches(name, PEERS, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(PEERS)}"
+        known = (*PEERS, *OWN_PEERS)
+        close = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
         raise InputError(f"unknown peer {name!r}; {hint}")
     return PEERS[name]
 

@@ -21,6 +21,7 @@ import tvm
 
 from ..runtime.cubin_cache import available_cores
 from .instance import Instance
+from .options import FLEX, SDPA
 from .ours import Ours, Saved
 from .patience import within
 from .peers import peer
@@ -28,7 +29,7 @@ from .record import OURS, PRODUCTS, UNFUSED, reason
 from .suite import Setup, exact_float32
 
 _log = logging.getLogger(__name__)
-_LEFT_TO_THE_RUN = ("torch", "jax", PRODUCTS)
+_LEFT_TO_THE_RUN = ("torch", SDPA, "jax", PRODUCTS)
 _FIRST = ("torch.max-autotune", OURS, "tvm")  # what takes longest begins first
 _gpu: Any = contextlib.nullcontext()  # in a process of the pool, the lock that all share
 
@@ -177,5 +178,5 @@ def _compile(work: Work, instance: Instance, target: tvm.target.Target) -> None:
     (label,) = work.labels
     with within(work.patience_s):
         call = peer(label)(instance, target)
-        if label.startswith("torch."):
+        if label.startswith("torch.") or label == FLEX:
             call()  # compiles

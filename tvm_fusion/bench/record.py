@@ -74,6 +74,11 @@ def empty_row(name: str, labels: Sequence[str], plain: bool = False) -> dict[str
         "peers_launches": dict.fromkeys(peers),
         "peers_error": dict.fromkeys(peers),
         **{f"{label}_{fact}": None for label in REFERENCES for fact in _FACTS},
+        "notes": {},
+        "wall_us": {},
+        "best_wall_peer": None,
+        "best_wall_ratio": None,
+        "memory_bytes": {},
         "failures": {},
         "spent_s": None,
     }
@@ -88,9 +93,16 @@ def note_error(row: dict[str, Any], label: str, error: float, ceiling: float) ->
         row[f"{label}_error"] = shown
     elif label in row["peers_us"]:
         row["peers_error"][label] = shown
-    if error > ceiling:
-        found = "a value that is not finite" if shown is None else f"an error of {error:.1e}"
-        row["failures"][label] = f"{found} against float64; {ceiling:.0e} is allowed"
+    if why := too_wrong(error, ceiling):
+        row["failures"][label] = why
+
+
+def too_wrong(error: float, ceiling: float) -> str | None:
+    """Say that an error is above the ceiling; None if it is not."""
+    if error <= ceiling:
+        return None
+    found = f"an error of {error:.1e}" if math.isfinite(error) else "a value that is not finite"
+    return f"{found} against float64; {ceiling:.0e} is allowed"
 
 
 def compare(row: dict[str, Any]) -> None:
@@ -114,6 +126,11 @@ def compare(row: dict[str, Any]) -> None:
     if right:
         row["best_peer"] = min(right, key=right.__getitem__)
         row["best_peer_ratio"] = right[row["best_peer"]] / row["ours_us"]
+    wall = {name: us for name, us in row.get("wall_us", {}).items() if name not in row["failures"]}
+    ours = wall.pop(OURS, None)
+    if ours is not None and wall:
+        row["best_wall_peer"] = min(wall, key=wall.__getitem__)
+        row["best_wall_ratio"] = wall[row["best_wall_peer"]] / ours
 
 
 def line(row: dict[str, Any]) -> str:

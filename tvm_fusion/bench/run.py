@@ -46,7 +46,8 @@ def run_suite(
     names : sequence of str
         Workloads; `workloads.SUITES["memory"]` for a suite.
     peers : sequence of str, optional
-        Keys of `peers.PEERS`; all of them by default. "unfused" is our own build with one kernel an
+        Keys of `peers.PEERS`, or "sdpa" and "flex", which only some workloads have; the former by
+        default. "unfused" is our own build with one kernel an
         operator, "cublas" the matrix products alone; both are measured beside a row, without being
         a peer of it.
     target : Any

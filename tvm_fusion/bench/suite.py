@@ -11,9 +11,10 @@ import tvm
 
 from ..config import HardwareProfile
 from ..runtime.timing import Timing, time_calls
-from . import small, workloads
+from . import small, wall, workloads
 from .accuracy import CEILINGS, checked_error, output_shapes, reference
 from .instance import Instance
+from .options import FLEX, OWN_PEERS
 from .ours import Ours, Saved
 from .patience import within
 from .peers import peer
@@ -42,8 +43,9 @@ class Setup:
 
     def peers_of(self, name: str) -> tuple[str, ...]:
         """What is measured beside ours on a workload."""
-        plain = self.plain_peers is not None and workloads.WORKLOADS[name].plain
-        return self.plain_peers if plain else self.peers
+        workload = workloads.WORKLOADS[name]
+        labels = self.plain_peers if workload.plain and self.plain_peers is not None else self.peers
+        return tuple(x for x in labels if x not in OWN_PEERS or x in workload.peers)
 
     @property
     def device(self) -> str:
@@ -91,9 +93,10 @@ def _fill(row: dict[str, Any], setup: Setup) -> None:
     instance = setup.instance(row["name"])
     wanted, flop = reference(instance)
     row |= {"shape": instance.shape, "dtype": instance.dtype}
+    flop = round(flop * instance.flop_share)
     row["limit_us"] = limit_us(instance, output_shapes(instance), flop, setup.hw)
     labels = setup.peers_of(row["name"])
-    if any(label.startswith("torch.") for label in labels):
+    if any(label.startswith("torch.") or label == FLEX for label in labels):
         torch.compiler.reset()  # what it compiled for the last workload
     ours = Ours(instance, setup)
     calls: dict[str, Callable[[], Any]] = {}
@@ -120,9 +123,13 @@ def _fill(row: dict[str, Any], setup: Setup) -> None:
             calls.pop(label, None)
             continue
         calls[label] = call
+        if note := getattr(call, "note", None):
+            row["notes"][label] = note
         note_error(row, label, error, CEILINGS[instance.dtype])
     for label, timing in _times(calls, setup).items():
         _note_time(row, label, timing)
+    if workloads.WORKLOADS[row["name"]].wall and setup.device == "cuda":
+        wall.fill(row, instance, wanted, ours, calls, setup)
 
 
 def _note_time(row: dict[str, Any], label: str, timing: Timing) -> None:

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from .record import PRODUCTS, REFERENCES
+from .record import OURS, PRODUCTS, REFERENCES
 
 _HEADINGS = {"torch.compile": "compile", "torch.max-autotune": "max-autotune"}
 _ALLOWED = 0.98  # a ratio below it is named
@@ -21,7 +21,7 @@ def table(result: dict[str, Any]) -> str:
     headings += ["best/ours", *(f"{name}/ours" for name in beside)]
     headings += ["of limit", "regs", "spill B"]
     cells = [headings, *([*_facts(row, peers, beside)] for row in rows)]
-    lines = [_heading(result), *_aligned(cells), *_means(result)]
+    lines = [_heading(result), *_aligned(cells), *_means(result), *_walls(rows)]
     for name in beside:
         lines += _ratios(rows, name)
     return "\n".join([*lines, *_failures(rows)])
@@ -43,6 +43,35 @@ def listing() -> str:
 
 def _heading(result: dict[str, Any]) -> str:
     return f"{result['device']}, {result['date']}, {result['method']}, scale {result['scale']:g}"
+
+
+def _walls(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Wall times of calls with CUDA graphs, and memory, of the rows where they are measured."""
+    found = [row for row in rows if row.get("wall_us")]
+    if not found:
+        return []
+    labels = list(dict.fromkeys(label for row in found for label in row["wall_us"]))
+    cells = [["wall us, CUDA graphs", *labels, "best/ours", "MB of ours", "MB of the best"]]
+    for row in found:
+        memory, best = row["memory_bytes"], row["best_wall_peer"]
+        cells.append(
+            [
+                row["name"],
+                *(_number(row["wall_us"].get(label), ".1f") for label in labels),
+                _ratio(row["best_wall_ratio"]),
+                *(_megabytes(memory.get(label)) for label in (OURS, best)),
+            ]
+        )
+    ratios = [row["best_wall_ratio"] for row in found if row["best_wall_ratio"]]
+    lines = ["", *_aligned(cells, texts=1)]
+    if ratios:
+        mean = statistics.geometric_mean(ratios)
+        lines.append(f"best peer / ours, wall, over {len(ratios)} rows: geometric mean {mean:.3f}x")
+    return lines
+
+
+def _megabytes(size: int | None) -> str:
+    return "-" if size is None else f"{size / 1e6:.1f}"
 
 
 def _facts(row: dict[str, Any], peers: Sequence[str], beside: Sequence[str]) -> list[str]:
@@ -77,9 +106,9 @@ def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+def _aligned(cells: Sequence[Sequence[str]], texts: int = 3) -> list[str]:
+    """Columns, the first of them (`texts`) to the left."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    texts = 3  # left-aligned columns
     return [
         "  ".join(
             cell.ljust(width) if index < texts else cell.rjust(width)
@@ -130,6 +159,7 @@ def _ratios(rows: Sequence[dict[str, Any]], name: str) -> list[str]:
 def _failures(rows: Sequence[dict[str, Any]]) -> list[str]:
     lines = []
     for row in rows:
+        lines += [f"{row['name']}: {name} is {note}" for name, note in row.get("notes", {}).items()]
         lines += [f"{row['name']}: {name}: {why}" for name, why in row["failures"].items()]
         reasons = Counter(row["fallbacks"] or ())
         lines += [f"{row['name']}: {count} fell back: {why}" for why, count in reasons.items()]

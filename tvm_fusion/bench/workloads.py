@@ -2,7 +2,8 @@
 
 `memory` is the twelve that the figures of the project name, `memory_more` other shapes and
 operators that memory binds too, `gemm` matrix products with what is around them, `gemm_sweep` those
-in sizes of every kind, `small` what the launches bind.
+in sizes of every kind, `small` what the launches bind. `attention` is attention alone,
+`transformers` that and layers of models.
 """
 
 import difflib
@@ -10,6 +11,7 @@ from collections.abc import Iterable
 
 from ..errors import InputError
 from .instance import Instance, Workload
+from .workloads_attention import ATTENTION
 from .workloads_gemm import GEMM
 from .workloads_gemm_sweep import SWEEP
 from .workloads_layout import LAYOUT
@@ -18,9 +20,12 @@ from .workloads_models import MODELS
 from .workloads_rows import ROWS
 from .workloads_small import SMALL
 from .workloads_training import TRAINING
+from .workloads_transformers import TRANSFORMERS
 
 MEMORY_MORE: dict[str, Workload] = ROWS | LAYOUT | TRAINING
-WORKLOADS: dict[str, Workload] = MEMORY | MODELS | MEMORY_MORE | GEMM | SWEEP | SMALL
+WORKLOADS: dict[str, Workload] = (
+    MEMORY | MODELS | MEMORY_MORE | GEMM | SWEEP | SMALL | ATTENTION | TRANSFORMERS
+)
 SUITES = {
     "memory": tuple(MEMORY),
     "memory_more": tuple(MEMORY_MORE),
@@ -29,6 +34,8 @@ SUITES = {
     "gemm": (*GEMM, "linear_bias_gelu", "swiglu_mlp"),
     "gemm_sweep": tuple(SWEEP),
     "small": tuple(SMALL),
+    "attention": tuple(ATTENTION),
+    "transformers": (*ATTENTION, "attention", "block", "demo_block", *TRANSFORMERS),
     "all": (*MEMORY, *MODELS, *MEMORY_MORE),
 }
 

@@ -122,19 +122,22 @@ MODELS: dict[str, Workload] = {
         lambda s: (
             Attention(s.extent(2048)),
             (s.normal(2, s.extent(2048), s.extent(2048)),),
-        )
+        ),
+        wall=True,
     ),
     "block": Workload(
         lambda s: (
             Block(s.extent(2048), s.extent(5504)),
             (s.normal(2, s.extent(2048), s.extent(2048)),),
-        )
+        ),
+        wall=True,
     ),
     "demo_block": Workload(
         lambda s: (
             Block(s.extent(2048), s.extent(5504), RotaryAttention(s.extent(2048), s.extent(2048))),
             (s.normal(2, s.extent(2048), s.extent(2048)),),
-        )
+        ),
+        wall=True,
     ),
     "decode_mlp": Workload(
         lambda s: (

@@ -7,7 +7,7 @@ and buffers become constants.
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,8 +76,13 @@ def from_pt2(path: Path) -> IRModule:
     return from_exported_program(program, str(path))
 
 
-def from_exported_program(program: torch.export.ExportedProgram, where: str) -> IRModule:
-    """Translate an exported program; `main` takes its user inputs.
+def from_exported_program(
+    program: torch.export.ExportedProgram,
+    where: str,
+    inspect: Callable[[torch.export.ExportedProgram], None] | None = None,
+) -> IRModule:
+    """Translate an exported program; `main` takes its user inputs. `inspect` is given the
+    decomposed program, in which nothing writes into a tensor, and may refuse it.
 
     Raises
     ------
@@ -89,6 +94,8 @@ def from_exported_program(program: torch.export.ExportedProgram, where: str) -> 
     try:
         with _quiet():
             program = _on_cpu(program.run_decompositions(_decompositions()))
+            if inspect is not None:
+                inspect(program)
             mod = importer.from_exported_program(
                 program,
                 keep_params_as_input=False,

@@ -104,7 +104,8 @@ def _emit_mask(
     else:
         bias = importer.cast(mask, dtype)
         mask = emit(relax.op.not_equal(bias, hidden))
-    seen = emit(relax.op.max(emit(relax.op.astype(mask, "int8")), axis=-1, keepdims=True))
+    # Of integers, max is ambiguous in CUDA: the lowest one is written as a long
+    seen = emit(relax.op.max(emit(relax.op.astype(mask, "float32")), axis=-1, keepdims=True))
     return bias, emit(relax.op.astype(seen, "bool"))
 
 

@@ -1,8 +1,9 @@
 """TVM's translator of exported programs, with its numerical faults put right.
 
-What differs from TVM 0.27, beside the converters of torch_operators.py, torch_products.py and
-torch_attention.py:
+What differs from TVM 0.27, beside the converters of torch_operators.py, torch_products.py,
+torch_attention.py and torch_writes.py:
 - What depends on no input is a constant (torch_constants.py).
+- Inputs that the model writes into are changed (torch_writes.py).
 - A permutation that undoes the one before it disappears.
 - Every result has the element type and the shape that PyTorch says it has.
 - There are 8-bit floats.
@@ -17,7 +18,12 @@ from tvm import relax, tirx
 from tvm.ir import Op
 from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
 
-from tvm_fusion.frontends import torch_attention, torch_operators, torch_products
+from tvm_fusion.frontends import (
+    torch_attention,
+    torch_operators,
+    torch_products,
+    torch_writes,
+)
 from tvm_fusion.frontends.torch_constants import CONSTANT_LIMIT_BYTES, input_free_values
 from tvm_fusion.frontends.torch_symbols import shape_of, symbols_of
 
@@ -25,6 +31,7 @@ CONVERTERS = {
     **torch_operators.CONVERTERS,
     **torch_products.CONVERTERS,
     **torch_attention.CONVERTERS,
+    **torch_writes.CONVERTERS,
 }
 
 FLOAT8_TYPES = ("float8_e4m3fn", "float8_e5m2")
@@ -41,6 +48,8 @@ class Importer(ExportedProgramImporter):
         The symbolic dimensions of the inputs.
     masks : dict
         Attention masks that are translated already; the layers of a model share theirs.
+    in_place : set of fx.Node
+        The writes that change an input of the model.
     """
 
     def __init__(self) -> None:
@@ -48,11 +57,13 @@ class Importer(ExportedProgramImporter):
         self.known_values: dict[fx.Node, torch.Tensor] = {}
         self.symbols: dict[str, tirx.Var] = {}
         self.masks: dict[tuple[fx.Node, str], tuple[relax.Expr, relax.Expr]] = {}
+        self.in_place: set[fx.Node] = set()
         super().__init__()
 
     def from_exported_program(self, program: torch.export.ExportedProgram, **options: Any) -> Any:
         """Translate a program, after computing what depends on no input."""
         self.known_values = input_free_values(program)
+        self.in_place = torch_writes.written_inputs(program)
         return super().from_exported_program(program, **options)
 
     def create_input_vars(self, program: torch.export.ExportedProgram) -> Any:

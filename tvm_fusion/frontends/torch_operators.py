@@ -6,11 +6,12 @@ What differs from TVM 0.27:
 - Powers of 2, 3 and 1/2 are products and a square root, as in PyTorch.
 - Slices and selections are affine, and of symbolic dimensions have the size that PyTorch found
   (TVM gathers, and leaves the size unknown).
-- amax, amin and any without an axis exist, and so do shifts.
+- amax, amin and any without an axis exist, and so do shifts and exp2.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -86,6 +87,15 @@ def _power(importer: Importer, node: fx.Node) -> relax.Expr:
     if exponent == 0.5:
         return importer.emit(relax.op.sqrt(x))
     return importer._pow(node)
+
+
+def _exp2(importer: Importer, node: fx.Node) -> relax.Expr:
+    """2 ** x as exp(x log 2), in float32 for halves: the product would lose their last bits."""
+    dtype = importer.dtype_of(node)
+    x = importer.operand(node.args[0], dtype)
+    wide = importer.cast(x, "float32") if dtype in ("float16", "bfloat16") else x
+    result = importer.emit(relax.op.exp(scaled(importer, wide, math.log(2))))
+    return importer.cast(result, dtype)
 
 
 def _rounded_division(importer: Importer, node: fx.Node) -> relax.Expr:
@@ -184,6 +194,7 @@ CONVERTERS: dict[str, Converter] = {
     "div.Tensor_mode": _rounded_division,
     "maximum.default": _arithmetic(relax.op.maximum),
     "minimum.default": _arithmetic(relax.op.minimum),
+    "exp2.default": _exp2,
     "pow.Scalar": _arithmetic(relax.op.power),
     "pow.Tensor_Tensor": _arithmetic(relax.op.power),
     "pow.Tensor_Scalar": _power,

@@ -3,7 +3,7 @@
 What differs from TVM 0.27:
 - Products accumulate in float32 at least and give the type of their inputs (TVM leaves float32 for
   half inputs, fails at the sum with a half bias, and computes float64 in float32).
-- Embeddings clip their indices (TVM reads out of bounds).
+- Embeddings and selections clip their indices (TVM reads out of bounds).
 - Cross-entropy reads its reduction where PyTorch passes it, and classes from the second axis.
 """
 
@@ -93,6 +93,11 @@ def _embedding(importer: Importer, node: fx.Node) -> relax.Expr:
     return importer.emit(relax.op.take(weight, indices, axis=0, mode="clip"))
 
 
+def _index_select(importer: Importer, node: fx.Node) -> relax.Expr:
+    x, axis, indices = importer.value_of(node.args)
+    return importer.emit(relax.op.take(x, indices, axis=axis % max(x.ty.ndim, 1), mode="clip"))
+
+
 def _cross_entropy(importer: Importer, node: fx.Node) -> relax.Expr:
     args = {name: importer.value_of(arg) for name, arg in bound_arguments(node).items()}
     if args["label_smoothing"] != 0.0:
@@ -115,5 +120,6 @@ CONVERTERS: dict[str, Converter] = {
     "baddbmm.default": _addmm,
     "convolution.default": _convolution,
     "embedding.default": _embedding,
+    "index_select.default": _index_select,
     "cross_entropy_loss.default": _cross_entropy,
 }

@@ -18,7 +18,13 @@ from ..errors import Unsupported
 from ..ir.access import Pipe
 from ..ir.graph import FusionGraph
 from .attention_cores import attention_cores
-from .attention_roles import AttentionRoles, Level, match_attention, stored_tensor
+from .attention_roles import (
+    AttentionRoles,
+    Level,
+    match_attention,
+    stored_along,
+    stored_tensor,
+)
 from .attention_time import AttentionShape, predict
 from .base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic, dtype_bytes
 from .expr import HALF_DTYPES
@@ -53,7 +59,7 @@ class AttentionClass:
                 "scores that stay in the kernel are not rounded as the unfused graph rounds them, "
                 "which the policy asks for",
             )
-        if refusal := _check_dtypes(group, roles):
+        if refusal := _check_dtypes(group, roles) or _check_layouts(group, roles):
             return refusal
         kept = (b for b in group.blocks if roles.levels[id(b)] is not Level.MASK)
         runs = evaluations(group, frozenset(w.tensor for b in kept for w in b.writes))
@@ -128,6 +134,26 @@ def _check_dtypes(group: GroupView, roles: AttentionRoles) -> Refusal | None:
             f"weights of {', '.join(sorted(weights - dtypes))} would be rounded for tensor cores, "
             f"for a result of {', '.join(sorted(results - dtypes))}",
         )
+    return None
+
+
+def _check_layouts(group: GroupView, roles: AttentionRoles) -> Refusal | None:
+    """Kernels load runs of a head: of terms, and of features."""
+    score, value = roles.score, roles.value
+    content = value.left if value.left.tensor == roles.content else value.right
+    features = content.axes - set(value.block.reduced)
+    wanted = (
+        ("queries", score.left, set(score.block.reduced)),
+        ("keys", score.right, set(score.block.reduced)),
+        ("values", content, features),
+    )
+    for name, access, axes in wanted:
+        along = stored_along(group, access)
+        if along and not along & axes:
+            return group.refuse(
+                RefusalCode.PROLOGUE,
+                f"{name} are stored turned: neighbours in memory are of different rows of a head",
+            )
     return None
 
 

@@ -31,7 +31,7 @@ def attention_cores(graph: FusionGraph) -> Iterator[tuple[int, ...]]:
         for first in sorted(products, reverse=True):
             core = _core(graph, first, op.id, between)
             if core:
-                core = tuple(sorted({*core, *_casts(graph, core)}))
+                core = tuple(sorted({*core, *_turns(graph, core), *_casts(graph, core)}))
             if core and taken.isdisjoint(core):
                 taken.update(core)
                 yield core
@@ -76,6 +76,20 @@ def _core(graph: FusionGraph, first: int, last: int, between: set[int]) -> tuple
     return _ascending(whole)
 
 
+def _turns(graph: FusionGraph, core: tuple[int, ...]) -> set[int]:
+    """What moves an operand for its product only: a kernel reads it where it lay before."""
+    found: set[int] = set()
+    waiting = [op for op in core if _is_product(graph.ops[op])]
+    while waiting:
+        for above in graph.producers(waiting.pop()):
+            op = graph.ops[above]
+            alone = len(graph.consumers(above)) == 1 and above not in core
+            if alone and _moves(op) and _dtypes(graph, op.inputs) == _dtypes(graph, op.outputs):
+                found.add(above)
+                waiting.append(above)
+    return found
+
+
 def _casts(graph: FusionGraph, core: tuple[int, ...]) -> set[int]:
     """Casts from halves in front of the products, and to halves behind: with these a kernel
     multiplies what is stored, and rounds no more than the graph does in the end.
@@ -108,7 +122,8 @@ def _widened(graph: FusionGraph, op: int) -> set[int]:
 def _moves(op: Op) -> bool:
     """Whether an operator moves or casts one tensor and computes nothing."""
     still = all(not b.counts and b.reduction is None for b in op.blocks)
-    return op.kind is not OpKind.OPAQUE and still and len(op.inputs) == 1
+    alone = len(op.inputs) == 1 and len(op.outputs) == 1
+    return op.kind is not OpKind.OPAQUE and still and alone
 
 
 def _dtypes(graph: FusionGraph, tensors: Iterable[int]) -> set[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tvm import tirx
-from tvm.ir import Expr, TensorLoad, Var
+from tvm.ir import Expr, Var
 
 from ..errors import Unsupported
 from .attention_products import without_casts
@@ -81,7 +81,7 @@ class Operands:
         numbers, others, kept = [], [], []
         names = {axis.var for axis in axes} | {b.var for b in bindings}
         for part, below in _factors(value):
-            if value_of(part) is not None:
+            if value_of(part):
                 numbers.append(constant(value_of(part) ** (-1 if below else 1), "float32"))
             elif names.isdisjoint(variables(part)):
                 one = constant(1, "float32")
@@ -138,8 +138,3 @@ def operand_dtype(operands: Operands) -> str:
 
 def _refuse_reduction(read: Definition, _: Position) -> Expr:
     raise Unsupported(f"q, k or v reads {read.buffer.name}, a reduction of the same kernel")
-
-
-def loads_of(expr: Expr) -> bool:
-    """Whether an expression is a load."""
-    return isinstance(expr, TensorLoad)

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum
 
-from ..ir.access import Block, Reduction
+from ..ir.access import Access, Block, Reduction
 from ..ir.extents import assumed_product, product_key
 from .attention_cores import EXPONENTIALS
 from .base import GroupView, Refusal, RefusalCode
@@ -214,3 +214,17 @@ def stored_tensor(group: GroupView, tensor: int) -> int:
     while (block := group.writer_of.get(tensor)) is not None:
         tensor = block.reads[0].tensor
     return tensor
+
+
+def stored_along(group: GroupView, access: Access) -> frozenset[int]:
+    """The axes of a product's block along which neighbours of an operand lie in memory."""
+    tensor, axes = access.tensor, [index.axes for index in access.index]
+    while (block := group.writer_of.get(tensor)) is not None:
+        (write,), (read,) = block.writes, block.reads
+        own = {i: axes[d] for d, index in enumerate(write.index) for i in index.axes}
+        axes = [
+            frozenset().union(*(own.get(i, frozenset()) for i in index.axes))
+            for index in read.index
+        ]
+        tensor = read.tensor
+    return axes[-1] if axes else frozenset()

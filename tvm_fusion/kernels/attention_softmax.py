@@ -108,6 +108,8 @@ class Softmax:
                 self.algebra.include(found, term, coefficient)
                 continue
             power = self.reduced(self.algebra.power(inner))
+            if power.coefficient <= 0:
+                raise Unsupported("the logarithm of a sum over the keys that is not positive")
             logarithm = Linear(list(power.exponent.terms), power.exponent.constant)
             logarithm.constant += math.log(power.coefficient)
             for part, sign in power.factors:
@@ -174,7 +176,9 @@ class Softmax:
     def _is_truth(self, body: Expr) -> bool:
         """Whether an expression is a condition, or a number that is never below 0."""
         two = self.conditions.two_valued(body)
-        return dtype_of(body).startswith(("bool", "uint")) or (two is not None and min(two[1:]) >= 0)
+        return dtype_of(body).startswith(("bool", "uint")) or (
+            two is not None and min(two[1:]) >= 0
+        )
 
     def _row_and_bound(self, expr: Expr):
         """A reduction of a row and what it is compared with."""

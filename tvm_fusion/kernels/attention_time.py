@@ -1,7 +1,7 @@
 """Predicted time of an attention, from sizes alone: for the planner, and for the order of tiles.
 
 The two products, the weights (2^x, on the special-function unit or by a polynomial), and all other
-arithmetic on scores take turns on different units and overlap in part; a root of the sum of squares
+arithmetic on scores take turns on different units and overlap in part; a root of the sum of powers
 of their times stands for that. Blocks take tiles of queries one after the other; what starts and
 ends a tile is not hidden.
 """
@@ -16,27 +16,40 @@ from ..config import HardwareProfile, Policy
 from .base import dtype_bytes
 from .expr import HALF_DTYPES
 
+# Start of a launch; exponent of the overlap of units; rate of the tensor cores beside that of large
+# products, for which the card has to lower its clock; instructions of each score on the CUDA cores;
+# waiting and bookkeeping of a tile of keys, of a tile of queries, and of each change between tiles
+# that are looked at by point and whole ones; the part of a tile by which blocks end apart. Fitted
+# together with the numbers below to 103 configurations of 31 attentions, 64 to 256 terms, causal,
+# with masks and without (H200, 2026-11-22): root mean square of log(predicted / measured) 0.057,
+# the configuration ranked first at most 4 % slower than the best measured one.
 START_SECONDS = 2.0e-6
+OVERLAP = 1.55
+TENSOR_SHARE = 1.25
+SCORE_INSTRUCTIONS = 4.4
+STEP_SECONDS, TILE_SECONDS, CHANGE_SECONDS = 2.1e-7, 9.0e-7, 8.4e-7
+APART = 0.2
 
-# Exponent of the overlap. H200, 2 x 16 x 2048 of float16: 103.9 us at 128 terms; the products alone
-# take 88.8 us, 2^x 32 us, other instructions 26 us.
-OVERLAP = 2.2
+# What is added to a tile of queries whose results take the shared memory of the queries, which
+# cannot come ahead then; and what three warpgroups that take turns need of the time of two.
+IN_PLACE_SECONDS = 2.06e-6
+THREE_SHARE = 0.92
 
-# Instructions of each score on the CUDA cores: scaling, maximum, sum, half a conversion, and what
-# a step has beside (counted in SASS of D = 128, 160 keys: 4.9).
-SCORE_INSTRUCTIONS = 4.9
-# Instructions of a power of two by polynomial, beside those.
-POLYNOMIAL_INSTRUCTIONS = 9.0
-# Instructions for a bound on keys in a tile that is looked at by point, and for a pair of values
-# that is read for each pair of scores.
-BOUND_INSTRUCTIONS, LOAD_INSTRUCTIONS = 2.0, 2.5
+# Instructions of a power of two by polynomial (it never paid: 64 terms 78.8 us, without 76.4), and
+# of conditions on a key, for each score.
+POLYNOMIAL_INSTRUCTIONS, BOUND_INSTRUCTIONS = 14.0, 2.0
 LANES = 128  # of a multiprocessor
 
-# Waiting and bookkeeping of one tile of keys, and of one tile of queries.
-STEP_SECONDS, TILE_SECONDS = 6.0e-8, 9.0e-7
+# Cycles of the load/store units for each score whose mask is read: a warp's load of two columns of
+# 8 rows takes as many cycles as rows.
+LOAD_CYCLES = 0.136
 
-# Rate of mma.sync beside that of wgmma.
+# Rate of mma.sync beside that of wgmma. Estimates of what mma.sync waits for, in a tile of keys and
+# in a tile of queries, and of the part of the time of all units that shows, by the warps that a
+# multiprocessor has to fill the gaps (not fitted: the form was not timed before 2026-11-22).
 MMA_SHARE = 0.62
+MMA_STEP_SECONDS, MMA_TILE_SECONDS = 4.0e-7, 1.8e-6
+SHOWN = {4: 0.95, 8: 0.75, 12: 0.65, 16: 0.6}
 DECODE_QUERIES = 16
 
 
@@ -54,6 +67,8 @@ class AttentionShape:
     mask_bytes : what is read for logits and visibility.
     arithmetic, special : operations on each score beside scaling and softmax.
     by_point : whether visibility is looked at for each score, not only at the edge of a range.
+    edges : ends of the range of visible keys that move with the query: 1 causal, 2 a window. Used
+        where `visible` is less than 1.
     """
 
     batch: int
@@ -68,19 +83,40 @@ class AttentionShape:
     arithmetic: float = 0.0
     special: float = 0.0
     by_point: bool = False
+    edges: int = 1
+
+    @property
+    def reads_masks(self) -> bool:
+        """Whether something is read for each score, not only for each key."""
+        return self.mask_bytes >= self.queries * self.keys
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
     """Tile of queries and keys; every `polynomial`-th power of two is one (0: none).
 
-    `overlaps` says that several warpgroups take turns with products and weights.
+    `overlaps` says that several warpgroups take turns with products and weights, `in_place` that
+    results take the shared memory of the queries.
     """
 
     block_m: int
     block_n: int
     polynomial: int = 0
     overlaps: bool = True
+    in_place: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MmaTile:
+    """Tile of queries and keys of the mma.sync form; `warp_rows` queries share what a warp reads
+    of keys and values, `warps` of a block, `resident` blocks of a multiprocessor.
+    """
+
+    block_m: int
+    block_n: int
+    warp_rows: int
+    warps: int
+    resident: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +128,11 @@ class AttentionTime:
     terms: Mapping[str, float] = field(hash=False)
 
 
-# What the forms are asked with; the fastest of these is near the fastest that the writer knows.
-HOPPER_TILES = tuple(
-    AttentionTile(block_m, block_n) for block_m in (64, 128) for block_n in (64, 128, 160)
-)
-MMA_TILES = (AttentionTile(64, 64, overlaps=False), AttentionTile(128, 64, overlaps=False))
+# Registers of a thread for the masks of each of its scores, read ahead in half precision.
+MASK_REGISTERS = 0.5
+
+# What this form is asked with; the fastest of these is near the fastest that the writer knows.
+MMA_TILES = (MmaTile(64, 64, 16, 4, 2), MmaTile(128, 32, 32, 4, 2))
 
 
 def predict(shape: AttentionShape, hw: HardwareProfile, policy: Policy) -> AttentionTime | None:
@@ -108,17 +144,28 @@ def predict(shape: AttentionShape, hw: HardwareProfile, policy: Policy) -> Atten
 def _hopper(shape: AttentionShape, hw: HardwareProfile) -> Iterator[AttentionTime]:
     if hw.arch != "sm_90a" or not _halves(shape, hw):
         return
-    for tile in HOPPER_TILES:
-        if tile.block_n * 0.75 + shape.features / 2 <= 208:
-            yield hopper_time(shape, tile, hw)
+    from .cuda.attention_hopper_config import candidates, smem_bytes
+
+    dtype, terms, features = shape.dtype, shape.terms, shape.features
+    ahead = MASK_REGISTERS if shape.reads_masks else 0.0
+    limit = hw.smem_per_block_bytes
+    sizes = (terms, features, shape.queries, shape.keys)
+    for config in candidates(dtype, *sizes, True, ahead, limit):
+        tile = AttentionTile(
+            config.block_m,
+            config.block_n,
+            config.polynomial,
+            overlaps=config.consumers > 1,
+            in_place=smem_bytes(config, terms, features, True) > limit,
+        )
+        yield hopper_time(shape, tile, hw)
 
 
 def _mma(shape: AttentionShape, hw: HardwareProfile) -> Iterator[AttentionTime]:
     if hw.arch < "sm_80" or not _halves(shape, hw):
         return
-    share = MMA_SHARE if hw.arch == "sm_90a" else 1.0
     for tile in MMA_TILES:
-        yield tiled_time("mma", shape, tile, hw, share)
+        yield mma_time(shape, tile, hw)
 
 
 def _decode(shape: AttentionShape, hw: HardwareProfile) -> Iterator[AttentionTime]:
@@ -156,37 +203,72 @@ def tiled_time(
 
     `share` is that of the tensor cores' rate which its instructions reach.
     """
-    steps, longest = _steps(shape, tile)
+    steps, longest, changes = _steps(shape, tile)
     tiles = shape.batch * math.ceil(shape.queries / tile.block_m)
     step = _step(shape, tile, hw, share)
+    loads = step.pop("loads")
     busy = sum(value**OVERLAP for value in step.values()) ** (1 / OVERLAP)
     if not tile.overlaps or tile.block_m < 128:
         # One warpgroup: its weights run beside its own products only.
         busy = max(busy, 0.7 * sum(step.values()))
-    # What begins and ends a tile: half of a step is not hidden.
-    per_step, per_tile = busy + STEP_SECONDS, TILE_SECONDS + busy / 2
+    elif tile.block_m > 128:
+        busy *= THREE_SHARE
+    per_step = busy + loads + STEP_SECONDS
+    per_tile = TILE_SECONDS + changes * CHANGE_SECONDS + tile.in_place * IN_PLACE_SECONDS
     mean, most = steps * per_step + per_tile, longest * per_step + per_tile
     if longest > steps:
         # The longest first: blocks end within a part of a tile of each other.
-        rounds = max(most, tiles / hw.num_sms * mean + 0.25 * mean)
+        rounds = max(most, (tiles / hw.num_sms + APART) * mean)
     else:
         rounds = math.ceil(tiles / hw.num_sms) * mean
     terms = {name: value * steps * tiles / hw.num_sms for name, value in step.items()}
+    terms["loads"] = loads * steps * tiles / hw.num_sms
     terms["hbm"] = moved_bytes(shape) / hw.hbm_bytes_per_s
     terms["start"] = START_SECONDS
-    return AttentionTime(form, START_SECONDS + max(rounds, terms["hbm"]), terms)
+    seconds = START_SECONDS + max(rounds, terms["hbm"])
+    return AttentionTime(form, seconds, {n: t for n, t in terms.items() if t > 0})
 
 
-def _steps(shape: AttentionShape, tile: AttentionTile) -> tuple[float, float]:
-    """Tiles of keys that a tile of queries meets: the mean, and the most."""
+def mma_time(shape: AttentionShape, tile: MmaTile, hw: HardwareProfile) -> AttentionTime:
+    """The time of the mma.sync form with one tile: one block for each tile of queries."""
+    own = AttentionTile(tile.block_m, tile.block_n)
+    steps, longest, _ = _steps(shape, own)
+    share = MMA_SHARE if hw.arch == "sm_90a" else 1.0
+    step = _step(shape, own, hw, share / TENSOR_SHARE)
+    reads = tile.block_m / tile.warp_rows * tile.block_n * (shape.terms + shape.features)
+    step["smem"] = reads * dtype_bytes(shape.dtype) * hw.num_sms / hw.smem_bytes_per_s
+    shown = SHOWN[min(max(SHOWN), tile.warps * tile.resident // 4 * 4)]
+    total = sum(step.values())
+    busy = max(shown * total, *step.values())
+    per_step = busy + MMA_STEP_SECONDS / tile.resident
+    per_tile = MMA_TILE_SECONDS / tile.resident
+    tiles = shape.batch * math.ceil(shape.queries / tile.block_m)
+    mean, most = steps * per_step + per_tile, longest * per_step + per_tile
+    if longest > steps:
+        rounds = max(most, (tiles / hw.num_sms + APART) * mean)
+    else:
+        rounds = math.ceil(tiles / hw.num_sms) * mean
+    terms = {name: value * steps * tiles / hw.num_sms for name, value in step.items()}
+    terms |= {"hbm": moved_bytes(shape) / hw.hbm_bytes_per_s, "start": START_SECONDS}
+    seconds = START_SECONDS + max(rounds, terms["hbm"])
+    return AttentionTime("mma", seconds, {n: t for n, t in terms.items() if t > 0})
+
+
+def _steps(shape: AttentionShape, tile: AttentionTile) -> tuple[float, float, float]:
+    """Tiles of keys that a tile of queries meets: the mean, and the most; and how often a tile of
+    queries changes between tiles of keys that are looked at by point and whole ones.
+    """
     every = math.ceil(shape.keys / tile.block_n)
     if shape.visible >= 1:
-        return every, every
-    # The edge of a range crosses tiles; half of these is computed for nothing.
-    mean = shape.visible * shape.keys / tile.block_n
-    mean += 0.5 * min(tile.block_m / tile.block_n + 1, every)
+        return every, every, 0
+    # Each edge adds half a tile of queries, and is rounded to whole tiles of keys.
+    m, n = tile.block_m, tile.block_n
+    uneven = n - math.gcd(m, n)
+    mean = (shape.visible * shape.keys + shape.edges * (m + uneven) / 2) / n
     mean = min(max(1.0, mean), every)
-    return mean, min(every, 2 * mean)
+    changes = (uneven > 0 or m > n) + (shape.edges > 1)
+    longest = every if shape.edges == 1 else mean
+    return mean, longest, changes
 
 
 def _step(
@@ -194,21 +276,20 @@ def _step(
 ) -> dict[str, float]:
     """What each unit of a multiprocessor is busy for with one tile of keys."""
     scores = tile.block_m * tile.block_n
-    terms = math.ceil(shape.terms / 16) * 16 + shape.features
-    rate = hw.tensor_flop_per_s[shape.dtype] * share / hw.num_sms
+    # wgmma takes 16 terms, and columns of the result by 32 (80 features cost what 96 do).
+    terms = math.ceil(shape.terms / 16) * 16 + math.ceil(shape.features / 32) * 32
+    rate = hw.tensor_flop_per_s[shape.dtype] * share * TENSOR_SHARE / hw.num_sms
+    clock = hw.clock_ghz * 1e9
     by_polynomial = 1 / tile.polynomial if tile.polynomial else 0.0
-    special = 1 - by_polynomial + shape.special
     instructions = SCORE_INSTRUCTIONS + by_polynomial * POLYNOMIAL_INSTRUCTIONS + shape.arithmetic
-    # Results are scaled now and then, and rows are reduced across threads at each step.
-    instructions += 24 / tile.block_n
     if shape.by_point:
         instructions += BOUND_INSTRUCTIONS
-    if shape.mask_bytes:
-        instructions += LOAD_INSTRUCTIONS
+    special = scores * (1 - by_polynomial + shape.special)
     return {
         "tensor": 2.0 * scores * terms / rate,
-        "special": scores * special * hw.num_sms / hw.special_per_s,
-        "arithmetic": scores * instructions / (LANES * hw.clock_ghz * 1e9 * 0.9),
+        "special": special * hw.num_sms / hw.special_per_s,
+        "arithmetic": scores * instructions / (LANES * clock),
+        "loads": scores * LOAD_CYCLES / clock if shape.reads_masks else 0.0,
     }
 
 

@@ -17,6 +17,7 @@ from .contraction_model import (
     Contraction,
     Operand,
     Output,
+    Partners,
     Product,
     Segment,
     equal_sizes,
@@ -32,6 +33,7 @@ __all__ = [
     "Extent",
     "Operand",
     "Output",
+    "Partners",
     "Product",
     "Segment",
     "analyze_contraction",
@@ -63,7 +65,8 @@ def analyze_contraction(func: tirx.PrimFunc, exact: bool = False) -> Contraction
     Unsupported
         For another reduction than a sum of products or one of runs of a product's columns, a
         product of a product, an output without a product, and an epilogue that reads the
-        accumulator at other points than it writes (a shift, a broadcast).
+        accumulator at other points than it writes (a shift, a broadcast), but for pairs of columns
+        at one distance within aligned runs (see `Partners`).
     """
     definitions = read_definitions(func)
     params = read_params(func)

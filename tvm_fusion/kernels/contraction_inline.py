@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import tvm
 from tvm import tirx
@@ -27,6 +28,9 @@ from .expr import (
     substitute,
     widened,
 )
+
+if TYPE_CHECKING:
+    from .contraction_pairs import Runs
 
 # A temporary that is read under a condition cannot be bound ahead; expressions of such temporaries
 # grow with the number of paths through them.
@@ -59,6 +63,8 @@ class Inliner:
     simplify : knows the ranges of the axes.
     accumulate : what a read of a reduction at some indices is.
     bindings : temporaries made so far, each before its readers.
+    runs : pairs of columns, where values are made of both; see `contraction_pairs`.
+    conditions : those under which the present expression is evaluated.
     """
 
     definitions: Mapping[Var, Definition]
@@ -66,6 +72,8 @@ class Inliner:
     simplify: Callable[[Expr], Expr]
     accumulate: Callable[[Definition, tuple[Expr, ...]], Expr]
     bindings: list[Binding] = field(default_factory=list)
+    runs: Runs | None = None
+    conditions: list[Expr] = field(default_factory=list)
     _known: dict[Var, list[tuple[tuple[Expr, ...], Expr]]] = field(default_factory=dict)
     _steps: int = 0
 
@@ -100,6 +108,8 @@ class Inliner:
     def load(self, buffer: Var, indices: tuple[Expr, ...], conditional: bool = False) -> Expr:
         """The element of `buffer` at `indices`."""
         if buffer not in self.definitions:
+            if self.runs is not None:
+                indices = self.runs.everywhere(indices, self.conditions)
             element = tirx.BufferLoad(buffer, list(indices))
             return convert(element, widened(dtype_of(element)))
         for known, value in self._known.setdefault(buffer, []):
@@ -136,7 +146,15 @@ class Inliner:
         known = number(condition)
         if known is not None:
             return self.resolve(expr.args[1 if known else 2], env, conditional)
-        branches = [self.resolve(branch, env, True) for branch in expr.args[1:]]
+        branches = []
+        for holds, branch in zip((condition, tirx.Not(condition)), expr.args[1:], strict=True):
+            self.conditions.append(holds)
+            branches.append(self.resolve(branch, env, True))
+            self.conditions.pop()
+        if self.runs is not None:
+            by_part = self.runs.choose(condition, self.conditions, branches)
+            if by_part is not None:
+                return by_part
         return tirx.if_then_else(condition, *branches)
 
     def _index(self, expr: Expr, env: Mapping[Var, Expr]) -> Expr:

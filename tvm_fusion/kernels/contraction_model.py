@@ -131,12 +131,43 @@ class Space:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Partners:
+    """Pairs of columns that are computed from each other's accumulators (a rotary embedding).
+
+    Columns t and t + `distance`, for t < `distance`, of each aligned run of `width` columns are a
+    pair; the columns of a run beyond 2 `distance` have no partner.
+
+    Attributes
+    ----------
+    width, distance : in columns.
+    part : stands, in the values, for where a column lies in its run: 0 for the first of a pair, 1
+        for the second, 2 for a column without partner. Under every condition on it, both sides may
+        be evaluated.
+    vars : of each product, the accumulator of the partner; None where no value reads it.
+    """
+
+    width: int
+    distance: int
+    part: Var
+    vars: tuple[Var | None, ...]
+
+    def part_of(self, column: int) -> int:
+        """What `part` is for a column of a segment."""
+        return min(column % self.width // self.distance, 2)
+
+    def partner_of(self, column: int) -> int:
+        """The other column of a pair; a column without partner itself."""
+        return column + (self.distance, -self.distance, 0)[self.part_of(column)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Segment(Space):
     """Products over one space, and the outputs made of them; `bindings` are shared temporaries."""
 
     products: tuple[Product, ...]
     bindings: tuple[Binding, ...]
     outputs: tuple[Output, ...]
+    partners: Partners | None = None
 
     @property
     def space(self) -> tuple[Axis, ...]:
@@ -188,6 +219,11 @@ class Contraction:
         return any(o.partial is not None for segment in self.segments for o in segment.outputs)
 
     @property
+    def has_partners(self) -> bool:
+        """Whether a value is made of two columns of a product."""
+        return any(segment.partners is not None for segment in self.segments)
+
+    @property
     def is_static(self) -> bool:
         """Whether all extents are known."""
         axes = [a for s in self.segments for a in s.space] + [a for p in self.products for a in p.k]
@@ -236,12 +272,26 @@ def _lines(contraction: Contraction) -> list[str]:
             for operand in (p.a, p.b):
                 lines += [f"    {b.var} = {b.value}" for b in operand.bindings]
                 lines.append(f"    * {operand.value}")
+        lines += _pairs(s)
         lines += [f"  {b.var} = {b.value}" for b in s.bindings]
         for o in s.outputs:
             index = ", ".join(map(str, o.indices))
             value = o.value if o.partial is None else _reduced(o)
             lines.append(f"  {contraction.params[o.param].name}[{index}] = {value}")
     return lines
+
+
+def _pairs(segment: Segment) -> list[str]:
+    """``pair0 = acc0 of the other column of a pair, 64 apart in runs of 128``."""
+    if segment.partners is None:
+        return []
+    p = segment.partners
+    return [
+        f"  {var} = {product.accumulator} of the other column of a pair, {p.distance} apart in "
+        f"runs of {p.width}"
+        for var, product in zip(p.vars, segment.products, strict=True)
+        if var is not None
+    ]
 
 
 def _reduced(output: Output) -> str:

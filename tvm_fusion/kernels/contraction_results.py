@@ -15,12 +15,11 @@ from ..errors import Unsupported
 from .contraction_index import Simplifier
 from .contraction_inline import INDEX, Inliner, fresh_var
 from .contraction_model import Axis, equal_sizes, size_of
+from .contraction_pairs import Pair, Position, Read, find_pairs
 from .contraction_partials import run_point
 from .definitions import Definition
 from .expr import constant, number, same, substitute, widened
 from .program import Extent
-
-Position = tuple[Expr, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +40,7 @@ class Result:
     """An output under way: `axes` are its own coordinates, `reads` says where it reads each sum.
 
     A partial has one coordinate more, `run` (the term of its reduction), which is at `place` of the
-    segment.
+    segment. Of a sum that it reads at `pairs` of points, `reads` has one of each.
     """
 
     definition: Definition
@@ -52,6 +51,7 @@ class Result:
     reads: dict[Var, Position] = field(default_factory=dict)
     position: Position | None = None
     place: Expr | None = None
+    pairs: dict[Var, Pair] = field(default_factory=dict)
 
     def value(self, inliner: Inliner, indices: Position, run: Expr | None) -> Expr:
         """The element at `indices`; of a partial, the term of its reduction at `run`."""
@@ -73,17 +73,30 @@ def read_result(
         axes.append(run)
     result = Result(definition, param, axes, indices, run)
 
+    reads: dict[Var, list[Read]] = {}
+
     def note(read: Definition, at: Position) -> Expr:
-        before = result.reads.setdefault(read.buffer, at)
-        if not all(same(a, b) for a, b in zip(before, at, strict=True)):
-            raise Unsupported(f"{read.buffer.name} is read at several points of an output")
+        result.reads.setdefault(read.buffer, at)
+        reads.setdefault(read.buffer, []).append((at, tuple(inliner.conditions)))
         return fresh_var(read.buffer.name, widened(read.dtype))
 
     inliner = Inliner(definitions, exact, Simplifier(axes), note)
     result.value(inliner, indices, run and run.var)
+    several = {buffer: found for buffer, found in reads.items() if not _at_one_point(found)}
+    if several:
+        name = next(iter(several)).name
+        result.pairs = (run is None and find_pairs(axes, several)) or {}
+        if not result.pairs:
+            raise Unsupported(f"{name} is read at several points of an output")
+        result.reads.update({buffer: pair.base for buffer, pair in result.pairs.items()})
     if not result.reads:
         raise Unsupported(f"{definition.buffer.name} does not depend on a product")
     return result
+
+
+def _at_one_point(reads: Sequence[Read]) -> bool:
+    first = reads[0][0]
+    return all(same(a, b) for at, _ in reads for a, b in zip(first, at, strict=True))
 
 
 def coordinates(shape: Iterable[Extent], prefix: str) -> tuple[list[Axis], Position]:

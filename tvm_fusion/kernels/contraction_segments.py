@@ -23,9 +23,11 @@ from .contraction_model import (
     Axis,
     Operand,
     Output,
+    Partners,
     Product,
     Segment,
 )
+from .contraction_pairs import Runs
 from .contraction_partials import (
     follows_columns,
     partial_of,
@@ -109,9 +111,12 @@ class _Builder:
         axes, group[0].position = coordinates(group[0].definition.shape, prefix)
         self._place(group, results, axes)
         factors = [self._factors(s, axes) for s in group]
-        outputs, bindings, accumulators = self._outputs(group, results, axes)
+        runs = self._runs(results, axes)
+        outputs, bindings, accumulators, partners = self._outputs(group, results, axes, runs)
         candidates = orientations(factors, axes, _first_whole(outputs))
         candidates = _along_runs(candidates, results, axes)
+        if runs is not None:
+            candidates = _along_pairs(candidates, runs)
         batch, m, n, flipped = fitting(candidates, before, factors)
         products = []
         for s, (pair, k), flip in zip(group, factors, flipped, strict=True):
@@ -128,7 +133,29 @@ class _Builder:
                 stored_whole = [r.definition for r in results]
                 scaled = scaled_dtype(s.definition, self.definitions.values(), stored_whole)
             products.append(Product(accumulator, a, b, k, dtype_of(accumulator), stored, scaled))
-        return Segment(batch, m, n, tuple(products), bindings, outputs)
+        return Segment(batch, m, n, tuple(products), bindings, outputs, partners)
+
+    def _runs(self, results: Sequence[Result], axes: Sequence[Axis]) -> Runs | None:
+        """The runs whose columns are read in pairs."""
+        found: list[Runs] = []
+        for result in results:
+            for buffer, pair in result.pairs.items():
+                at = self.sums[buffer].position[pair.index]
+                axis = next((a for a in axes if a.var.same_as(at)), None)
+                extent = 0 if axis is None else axis.extent
+                if not isinstance(extent, int) or not extent or extent % pair.width:
+                    raise Unsupported(f"{buffer.name} is read in pairs that are no columns")
+                found.append(Runs(axis, tuple(axes), pair.width, pair.distance))
+        if not found:
+            return None
+        first = found[0]
+        alike = all(
+            r.axis is first.axis and (r.width, r.distance) == (first.width, first.distance)
+            for r in found
+        )
+        if not alike or any(r.run is not None for r in results):
+            raise Unsupported("pairs of columns beside other pairs, or beside reductions")
+        return first
 
     def _place(self, group: Sequence[Sum], results: Sequence[Result], axes: Sequence[Axis]) -> None:
         """Positions of all sums and results in the coordinates `axes`."""
@@ -181,22 +208,39 @@ class _Builder:
         return (pair[0], pair[1]), tuple(k)
 
     def _outputs(
-        self, group: Sequence[Sum], results: Sequence[Result], axes: Sequence[Axis]
-    ) -> tuple[tuple[Output, ...], tuple[Binding, ...], dict[Var, Var]]:
+        self,
+        group: Sequence[Sum],
+        results: Sequence[Result],
+        axes: Sequence[Axis],
+        runs: Runs | None,
+    ) -> tuple[tuple[Output, ...], tuple[Binding, ...], dict[Var, Var], Partners | None]:
         accumulators = {
             s.definition.buffer: fresh_var(f"acc{s.number}", sum_dtype(s.definition.dtype))
             for s in group
         }
 
+        others: dict[Var, Var] = {}  # accumulators of partners
+
         def accumulate(read: Definition, at: Position) -> Expr:
             position = self.sums[read.buffer].position
-            if not all(same(a, b) for a, b in zip(position, at, strict=True)):
-                raise Unsupported(f"{read.buffer.name} is read at other points than are written")
             value = accumulators[read.buffer]
+            if not all(same(a, b) for a, b in zip(position, at, strict=True)):
+                kinds = runs and runs.kinds(at, position, inliner.conditions)
+                if not kinds:
+                    raise Unsupported(
+                        f"{read.buffer.name} is read at other points than are written"
+                    )
+                away = [part for part, is_partner in kinds.items() if is_partner]
+                if away:
+                    number = self.sums[read.buffer].number
+                    fresh = fresh_var(f"pair{number}", dtype_of(value))
+                    other = others.setdefault(read.buffer, fresh)
+                    whole = len(away) == len(kinds)
+                    value = other if whole else runs.select(away, other, value)
             dtype = widened(read.dtype)
             return value if dtype_of(value) == dtype else tirx.Cast(dtype, value)
 
-        inliner = Inliner(self.definitions, self.exact, Simplifier(axes), accumulate)
+        inliner = Inliner(self.definitions, self.exact, Simplifier(axes), accumulate, runs=runs)
         values = [r.value(inliner, r.position, r.place) for r in results]
         roots, bindings = collapse(values, inliner.bindings)
         outputs = tuple(
@@ -209,7 +253,11 @@ class _Builder:
             )
             for r, value in zip(results, roots, strict=True)
         )
-        return outputs, bindings, accumulators
+        partners = None
+        if runs is not None:
+            found = tuple(others.get(s.definition.buffer) for s in group)
+            partners = Partners(runs.width, runs.distance, runs.part, found)
+        return outputs, bindings, accumulators, partners
 
 
 def _first_whole(outputs: Sequence[Output]) -> Output:
@@ -232,6 +280,14 @@ def _along_runs(
             f"{partials[0].definition.buffer.name} is no sum of products, nor one of aligned runs "
             "of columns"
         )
+    return found
+
+
+def _along_pairs(candidates: Sequence[Orientation], runs: Runs) -> list[Orientation]:
+    """The orientations in which the runs lie along the innermost axis of the columns."""
+    found = [c for c in candidates if c[2] and c[2][-1].var.same_as(runs.axis.var)]
+    if not found:
+        raise Unsupported("pairs of elements of a product that are not in one row")
     return found
 
 

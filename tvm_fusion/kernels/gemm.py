@@ -9,11 +9,12 @@ alone would leave the device idle (experts, low-rank updates). A prologue may al
 stored operand is smaller than what is computed from it (a dequantisation), on weights also where
 there are few rows, on rows where there is one; the predicted time decides. On Hopper runs of a
 product's columns may be reduced, too, for a kernel that finishes the rows (see `gemm_partials`).
+On CUDA what is behind a product may be made of pairs of its columns (see `gemm_columns`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -32,6 +33,7 @@ from .base import (
     write_on_cpu,
 )
 from .footprint import evaluations
+from .gemm_columns import State, Whole, columns_behind, pairs_of
 from .gemm_launch import GemmGroup, narrows
 from .gemm_partials import refuse_partials
 from .gemm_time import SKINNY_ROWS, predict
@@ -86,7 +88,10 @@ class Gemm:
                 return refusal
         if refusal := _check_siblings(group, products, hw):
             return refusal
-        if refusal := _check_neighbours(group, products, hw, policy):
+        behind: dict[int, State] = {}
+        if hw.kind == "cuda" and not others and _takes_apart(group, products):
+            behind = columns_behind(group, {id(p.block): p.columns for p in products})
+        if refusal := _check_neighbours(group, products, hw, policy, behind):
             return refusal
         before = _upstream_of(group, products)
         accumulated = frozenset(w.tensor for p in products for w in p.block.writes)
@@ -106,8 +111,13 @@ class Gemm:
         )
         if hw.kind != "cuda":
             return fit
-        launch = GemmGroup(group, parts, are_siblings(products), runs.counts, before, hw)
+        pairs = pairs_of(behind)
+        launch = GemmGroup(group, parts, are_siblings(products), runs.counts, before, hw, pairs)
         time = predict(launch, hw, policy)
+        if time is None and pairs:
+            return group.refuse(
+                RefusalCode.EPILOGUE, "no kernel of the products has both columns of all pairs"
+            )
         if time is None:
             return group.refuse(
                 RefusalCode.EPILOGUE, f"{others[0].name} reduces a row of no tensor-core product"
@@ -219,10 +229,31 @@ def _check_siblings(
     return None
 
 
+def _takes_apart(group: GroupView, products: list[Product]) -> bool:
+    """Whether a block behind a product runs over some of its elements only."""
+    sizes = {}
+    for p in products:
+        sizes[p.block.writes[0].tensor] = product_key(p.block.extents(p.block.spatial))
+    for block in group.blocks:
+        found = [sizes[a.tensor] for a in block.reads if a.tensor in sizes]
+        if found and block.reduction is None:
+            if any(size != product_key(a.extent for a in block.axes) for size in found):
+                return True
+            sizes[block.writes[0].tensor] = found[0]
+    return False
+
+
 def _check_neighbours(
-    group: GroupView, products: list[Product], hw: HardwareProfile, policy: Policy
+    group: GroupView,
+    products: list[Product],
+    hw: HardwareProfile,
+    policy: Policy,
+    behind: Mapping[int, State],
 ) -> Refusal | None:
-    """Every other block is an epilogue on a product's index space, or makes an operand."""
+    """Every other block is an epilogue on a product's index space, or makes an operand.
+
+    `behind` are tensors that hold a product's elements or parts of them, where any holds parts.
+    """
     after: set[int] = set()
     before, computable = _upstream(group, products), _computable(group, products, hw, policy)
     sizes = {}
@@ -238,7 +269,8 @@ def _check_neighbours(
         written = block.writes[0].tensor
         space = product_key(a.extent for a in block.axes)
         if sources:
-            if any(space != sizes[s] for s in sources):
+            apart = behind and not _is_part(group, behind, written)
+            if apart or (not behind and any(space != sizes[s] for s in sources)):
                 return group.refuse(
                     RefusalCode.SPACE_MISMATCH,
                     f"{block.name} does not run over the product's elements",
@@ -260,6 +292,12 @@ def _check_neighbours(
                 RefusalCode.SPACE_MISMATCH, f"{block.name} neither feeds nor follows the product"
             )
     return None
+
+
+def _is_part(group: GroupView, behind: Mapping[int, State], tensor: int) -> bool:
+    """Whether a tensor holds a product's elements, or some of them for others of the group."""
+    state = behind.get(tensor)
+    return isinstance(state, Whole) or (state is not None and tensor not in group.outputs)
 
 
 def _computable(

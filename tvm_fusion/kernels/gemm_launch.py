@@ -34,6 +34,7 @@ class GemmGroup:
     siblings : all products share their left operand.
     counts : points of each block, one evaluation for each element of an operand.
     before : tensors upstream of left operands, and of right ones.
+    pairs : widths of runs and distances of the pairs of columns that outputs are made of.
     """
 
     group: GroupView
@@ -42,6 +43,7 @@ class GemmGroup:
     counts: tuple[float, ...]
     before: tuple[frozenset[int], frozenset[int]]
     hw: HardwareProfile
+    pairs: frozenset[tuple[int, int]] = frozenset()
 
     @cached_property
     def products(self) -> list[Product]:
@@ -90,6 +92,18 @@ class GemmGroup:
         """Whether runs of a product's columns are reduced, too."""
         own = {id(p.block) for p in self.products}
         return any(b.reduction is not None and id(b) not in own for b in self.group.blocks)
+
+    @property
+    def swaps_halves(self) -> bool:
+        """Whether all columns of all pairs' runs have a partner, or none is read."""
+        return all(width == 2 * distance for width, distance in self.pairs)
+
+    def holds_pairs(self, columns: int) -> bool:
+        """Whether a thread of a warpgroup holds both columns of each pair, in a tile of so many."""
+        return all(
+            columns % width == 0 and (width == 2 or width % 8 == distance % 8 == 0)
+            for width, distance in self.pairs
+        )
 
     def computed(self, side: int) -> bool:
         """Whether left (0) or right (1) operands are computed, or stored in another dtype than that

@@ -37,7 +37,7 @@ SKINNY_ROWS = 16
 """Rows up to which the weights of a product pass through the CUDA cores at the speed of memory."""
 
 PARTIAL_FORMS = ("hopper",)
-"""Forms that reduce runs of columns in their epilogue."""
+"""Forms whose threads hold runs of columns: they reduce these, or pair some columns of them."""
 
 LARGEST_TILE = 128 * 256
 # Beside the staged tiles; the fastest of all these is near the fastest that the writer knows
@@ -97,7 +97,7 @@ def predict(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> LaunchTim
 
     forms = {"hopper": _hopper, "skinny": _skinny, "mma": _mma, "simt": _simt}
     known = [forms[form.name] for form in FORMS if form.name in forms]
-    if launch.has_partials:
+    if launch.has_partials or not launch.swaps_halves:
         known = [forms[name] for name in PARTIAL_FORMS]
     found = itertools.chain.from_iterable(form(launch, hw, policy) for form in known)
     best = min(found, key=lambda time: time.seconds, default=None)
@@ -181,6 +181,8 @@ def _hopper(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[
         if launch.siblings and tiles <= WELL_FILLED * hw.num_sms:
             kinds += [replace(whole, staged=False, split=split) for split in (2, 4, 8)]
         for tile in kinds:
+            if not launch.holds_pairs(block_n // together // tile.split):
+                continue
             time = gemm_time(work, tile, hw)
             yield LaunchTime("hopper", time.seconds, time.terms, more=more if staged else 0.0)
 

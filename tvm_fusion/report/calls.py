@@ -41,7 +41,8 @@ def with_calls(
         report,
         memory=Comparison(compiled.peak_memory_bytes, unfused and unfused.memory.peak_bytes()),
     )
-    if inputs is not None and compiled.target.kind.name == "cuda":
+    runs_on_gpu = inputs is not None and compiled.target.kind.name == "cuda"
+    if runs_on_gpu and report.memory.fused is not None:  # else at sizes that are nobody's
         report = replace(report, measured_memory_bytes=compiled.measure_peak_memory(*inputs))
     if compiled.cuda_graph is None:
         return report

@@ -1,8 +1,8 @@
 """From a module of written kernels to a VM executable.
 
-TVM puts all kernels of a module into one CUDA source. Here each kernel becomes a device module of
-its own: nvcc compiles them side by side, a kernel that does not compile takes no other down with
-it, and one changed kernel costs one entry of the cubin cache.
+TVM puts all kernels of a module into one CUDA source. Here each becomes a device module of its own:
+nvcc compiles them side by side, one that does not compile takes no other down with it, and a change
+costs one entry of the cubin cache.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -19,13 +19,10 @@ from ..transform.decode_float8 import DecodeFloat8
 from ..transform.wrap_integers import WrapIntegers
 from . import cubin_cache
 from .cuda_compiler import DeviceCode, cuda_arch, find_compiler, kernel_names
+from .cuda_graph_rules import inplace_operator
 from .launches import call_sites, cuda_sources, host_launches, launched_kernels, vm_functions
-from .pipeline import (
-    ScheduleLeftovers,
-    lowering_pipeline,
-    mixed_tir_pipeline,
-    without_entry,
-)
+from .memory import MemoryPlan, planned_memory
+from .pipeline import ScheduleLeftovers, lowering_pipeline, mixed_tir_pipeline, without_entry
 from .resources import KernelResources, resources_of
 from .signature import Signature
 
@@ -51,9 +48,12 @@ class Built:
     kernels : Mapping[str, tuple[str, ...]]
         Names of the kernels that each PrimFunc launches, one per launch; empty on a CPU.
     cuda_sources : tuple of str
-        One CUDA source per kernel; empty on a CPU.
+        One per kernel; empty on a CPU.
     resources : Mapping[str, KernelResources]
-        Registers, spills and shared memory by kernel, where nvcc compiled it.
+        By kernel, where nvcc compiled it.
+    memory : MemoryPlan
+    inplace : str or None
+        An operator that writes into its inputs, if there is one.
     """
 
     executable: relax.VMExecutable
@@ -62,6 +62,8 @@ class Built:
     kernels: Mapping[str, tuple[str, ...]]
     cuda_sources: tuple[str, ...]
     resources: Mapping[str, KernelResources]
+    memory: MemoryPlan
+    inplace: str | None = None
 
     @property
     def launches(self) -> dict[str, int]:
@@ -107,8 +109,7 @@ def build(
     hw : HardwareProfile, optional
         Used for its target only.
     compile_kernels : bool
-        Whether CUDA kernels are compiled to machine code at once. Without a GPU it can be put off:
-        the executable then carries CUDA source, compiled where it is loaded.
+        Whether CUDA kernels are compiled at once; else where the executable is loaded.
 
     Raises
     ------
@@ -124,9 +125,9 @@ def build(
     cubin_cache.install()
     signature = Signature.of(mod)
     builder = relax.ExecBuilder()
-    library, codes = None, []
+    library, codes, plans = None, [], []
     with target:
-        lowered = lowering_pipeline(target)(mod)
+        lowered = lowering_pipeline(target, lambda m: plans.append(planned_memory(m)))(mod)
         rest = vm_build._vmcodegen(builder, lowered)
         functions = {g: f for g, f in rest.functions_items() if isinstance(f, tirx.PrimFunc)}
         if functions:
@@ -142,6 +143,8 @@ def build(
         kernels={name: tuple(found) for name, found in launched.items()},
         cuda_sources=cuda_sources(executable.mod),
         resources={r.name: r for code in codes for r in resources_of(code)},
+        memory=plans[0],
+        inplace=inplace_operator(mod),
     )
 
 
@@ -178,10 +181,9 @@ def _build_tir(
     mod: tvm.IRModule, target: tvm.target.Target, compile_kernels: bool
 ) -> tuple[tvm.runtime.Module, list[DeviceCode]]:
     """As `tvm.tirx.build`, with a device module per kernel."""
-    host_target = target.host or _default_host(target)
     _, finalize_host, finalize_device = mixed_tir_pipeline()
     host, device = lowered_parts(mod, target)
-    library = _attempt(lambda part: codegen_build(finalize_host()(part), host_target), host)
+    library = _attempt(lambda part: codegen_build(finalize_host()(part), _host_of(target)), host)
     codes: list[DeviceCode] = []
     for device_target, kernels in device.items():
         units = [finalize_device()(unit) for unit in one_kernel_each(kernels)]
@@ -203,9 +205,8 @@ def lowered_parts(
         If PrimFuncs do not lower; its `failures` name them.
     """
     lower, _, _ = mixed_tir_pipeline()
-    host_target = target.host or _default_host(target)
     mod = (DecodeFloat8() if target.kind.name == "llvm" else WrapIntegers())(mod)
-    mod = tirx.transform.BindTarget(target.with_host(host_target))(mod)
+    mod = tirx.transform.BindTarget(target.with_host(_host_of(target)))(mod)
     return split_host_device_mods(without_entry(_attempt(lower, mod)))
 
 
@@ -222,7 +223,7 @@ def one_kernel_each(device: tvm.IRModule) -> Iterator[tvm.IRModule]:
 def _compile_units(
     units: list[tvm.IRModule], target: tvm.target.Target, library: tvm.runtime.Module
 ) -> list[DeviceCode]:
-    """Compile all units side by side, into the cache; code generation then finds them there."""
+    """Compile all units side by side into the cache, where code generation finds them."""
     with cubin_cache.deferred():
         sources = [codegen_build(unit, target).inspect_source("cuda") for unit in units]
     codes = cubin_cache.compile_sources(sources, cuda_arch(target))
@@ -290,8 +291,9 @@ def _link(
     return relax.VMExecutable(linked)
 
 
-def _default_host(target: tvm.target.Target) -> tvm.target.Target:
-    return target if target.kind.name == "llvm" else tvm.target.Target("llvm")
+def _host_of(target: tvm.target.Target) -> tvm.target.Target:
+    own = target if target.kind.name == "llvm" else tvm.target.Target("llvm")
+    return target.host or own
 
 
 def _summary(error: Exception) -> str:

@@ -1,7 +1,5 @@
 """A compiled model: call it, ask it what it is, save it, load it."""
 
-import json
-import re
 import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -14,7 +12,11 @@ from tvm import relax
 from ..errors import BuildError, InputError, TargetError
 from . import cubin_cache
 from .build import Built
+from .cuda_graph_mode import GraphMode
+from .cuda_graph_rules import CudaGraphOptions, refusal_of_executable
 from .launches import count_launches
+from .memory import MemoryPlan, measured_call_bytes
+from .sidecar import read_sidecar, write_sidecar
 from .signature import Signature
 from .tensors import (
     Kind,
@@ -29,8 +31,6 @@ from .tensors import (
     torch_stream,
 )
 
-_FORMAT = 1
-
 
 class CompiledModule:
     """What `tvm_fusion.compile` returns.
@@ -43,6 +43,9 @@ class CompiledModule:
     on torch's current stream when torch tensors are given, else on TVM's, and a call returns
     before they end. Memory goes back to a pool as soon as no tensor refers to it: whoever uses
     outputs on another stream synchronises first.
+
+    With `cuda_graph` a call is one launch of a CUDA graph, captured at the first call with inputs
+    of its shapes; outputs are the caller's own unless the options say otherwise.
 
     Attributes
     ----------
@@ -58,6 +61,9 @@ class CompiledModule:
         The fusion plan, set by the compiler.
     report : Report, str or None
         The report, set by the compiler; text after `load`.
+    lock : held while a call runs on the host
+    memory : MemoryPlan or None
+        Device memory that a call takes, by symbolic extents; None for a file of an older version.
     """
 
     def __init__(
@@ -76,8 +82,10 @@ class CompiledModule:
         self.built = built
         self.plan = plan
         self.report = report
-        self._lock = threading.Lock()
+        self.memory: MemoryPlan | None = built and built.memory
+        self.lock = threading.Lock()
         self._accepted: tuple[TorchInput, ...] = ()
+        self._graph_mode = GraphMode()
 
     @classmethod
     def of(cls, built: Built, plan: Any = None, report: Any = None) -> "CompiledModule":
@@ -111,6 +119,58 @@ class CompiledModule:
     def _main(self) -> Callable[..., Any]:
         return self.vm["main"]
 
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        """Weights, intermediates and outputs that are on the device at once, as planned; None if
+        that depends on symbolic extents (`memory.peak_bytes` takes them).
+        """
+        return self.memory and self.memory.peak_bytes()
+
+    def measure_peak_memory(self, *inputs: Any) -> int:
+        """Run `main` and return what it took from the device in bytes, to about 2 MB, and the
+        weights; raises TargetError if the module is not for CUDA.
+        """
+        arguments = self.arguments(inputs)
+        with self.lock:
+            used = measured_call_bytes(lambda: self._main(*arguments), self.device)
+        return used + (self.memory.weights_bytes if self.memory else 0)
+
+    @cached_property
+    def uncapturable(self) -> str | None:
+        """Why calls cannot be captured into a CUDA graph, as far as the module tells."""
+        if "gpu" not in self.target.keys:
+            return "the module runs on a CPU"
+        if self.built and self.built.inplace:
+            return f"it writes into its inputs ({self.built.inplace}), and a graph has copies"
+        return refusal_of_executable(self.executable)
+
+    @property
+    def cuda_graph(self) -> CudaGraphOptions | None:
+        """How calls are captured into CUDA graphs, None if they are not to be; set it to a bool, a
+        mapping of options, or `CudaGraphOptions`. A module for a CPU raises TargetError.
+        """
+        return self._graph_mode.options
+
+    @cuda_graph.setter
+    def cuda_graph(self, value: Any) -> None:
+        self._graph_mode.set(self, value)
+
+    @property
+    def cuda_graph_refusal(self) -> str | None:
+        """Why calls run launch by launch though `cuda_graph` is set; None if they do not."""
+        return self._graph_mode.refusal(self)
+
+    def graph_inputs(self, *inputs: Any) -> tuple[Any, ...]:
+        """Return the input buffers of the graph for inputs like these, as torch tensors if one of
+        these is, else as TVM's. A call given a buffer itself does not copy it.
+
+        Raises
+        ------
+        CudaGraphError
+            If calls are not captured.
+        """
+        return self._graph_mode.buffers(self, inputs)
+
     def __call__(self, *inputs: Any) -> Any:
         """Run `main`.
 
@@ -132,28 +192,33 @@ class CompiledModule:
         TargetError
             If this machine lacks the device.
         """
+        if self._graph_mode.options is not None:
+            result = self._graph_mode.call(self, inputs)
+            if result is not NotImplemented:
+                return result
         if self._accepted and are_as_described(inputs, self._accepted):
             # TVM takes and gives torch tensors itself, and launches on torch's current stream
-            with self._lock:
+            with self.lock:
                 return from_tvm(self._run(inputs), Kind.TORCH, None)
-        kind, torch_device = self._check(inputs)
+        kind, torch_device = self.check(inputs)
         self._accepted = describe_torch(inputs, self.device)
-        with self._lock, torch_stream(self.device, kind):
+        with self.lock, torch_stream(self.device, kind):
             return from_tvm(self._run(self.arguments(inputs)), kind, torch_device)
 
     def bind(self, *inputs: Any) -> Callable[[], Any]:
         """Check and convert inputs once, and return a function that runs `main` on them.
 
         It neither checks nor converts nor locks: for timing, and for loops over fixed buffers. Its
-        outputs are TVM tensors.
+        outputs are TVM tensors. With `cuda_graph` it launches a graph of its own over these very
+        inputs, on TVM's current stream, and every call overwrites the outputs of the one before.
         """
-        kind, _ = self._check(inputs)
+        kind, _ = self.check(inputs)
         with torch_stream(self.device, kind):
             arguments = self.arguments(inputs)
         main = self._main
-        return lambda: main(*arguments)
+        return self._graph_mode.bound(self, arguments) or (lambda: main(*arguments))
 
-    def _check(self, inputs: Sequence[Any]) -> tuple[Kind, Any]:
+    def check(self, inputs: Sequence[Any]) -> tuple[Kind, Any]:
         """Check inputs, and return whose tensors they are, and torch's device if torch's."""
         self.signature.check_count(len(inputs))
         pairs = list(zip(self.signature.inputs, inputs, strict=True))
@@ -171,13 +236,8 @@ class CompiledModule:
         try:
             return self._main(*arguments)
         except RuntimeError as error:
-            refused = re.search(r"ErrorContext\(fn=main, loc=param\[(\d+)\]", str(error))
-            if refused is None:
-                raise
-            number = int(refused[1])
-            raise InputError(
-                f"expected {self.signature.inputs[number]}, got {describe(arguments[number])[1]}"
-            ) from error
+            self.signature.name_refused(error, arguments)
+            raise
 
     def save(self, path: str | Path) -> Path:
         """Write a shared library, and beside it `<path>.json` with signature, plan and report.
@@ -195,20 +255,16 @@ class CompiledModule:
                 f"cannot write the library {path}: {error}. It takes a writable folder and a C++ "
                 "compiler (g++ or clang++) on PATH"
             ) from error
-        text = json.dumps(
-            {
-                "format": _FORMAT,
-                "tvm": tvm.__version__,
-                "target": self.target.export(),
-                "signature": self.signature.to_json(),
-                "launches": self.launches,
-                "plan": self.plan and self.plan.to_dict(),
-                "report": None if self.report is None else str(self.report),
-            },
-            indent=1,
-            default=_plain,
-        )
-        _sidecar(path).write_text(text + "\n")
+        facts = {
+            "target": self.target.export(),
+            "signature": self.signature.to_json(),
+            "launches": self.launches,
+            "plan": self.plan and self.plan.to_dict(),
+            "report": None if self.report is None else str(self.report),
+            "memory": self.memory and self.memory.to_json(),
+            "uncapturable": self.uncapturable,
+        }
+        write_sidecar(path, facts)
         return path
 
     @classmethod
@@ -223,7 +279,7 @@ class CompiledModule:
         from ..plan.plan import FusionPlan
 
         path = Path(path)
-        meta = _read_sidecar(path)
+        meta = read_sidecar(path)
         cubin_cache.install()
         try:
             library = tvm.runtime.load_module(str(path))
@@ -239,34 +295,6 @@ class CompiledModule:
             report=meta["report"],
         )
         module.launches = meta["launches"]
+        module.memory = meta.get("memory") and MemoryPlan.from_json(meta["memory"])
+        module.uncapturable = meta.get("uncapturable", "it was saved by an older version")
         return module
-
-
-def _sidecar(path: Path) -> Path:
-    return path.with_name(path.name + ".json")
-
-
-def _read_sidecar(path: Path) -> dict[str, Any]:
-    sidecar = _sidecar(path)
-    for file in (path, sidecar):
-        if not file.is_file():
-            raise InputError(f"there is no file {file}; CompiledModule.save writes both")
-    try:
-        meta = json.loads(sidecar.read_text())
-    except ValueError as error:
-        raise InputError(f"{sidecar} is no JSON: {error}") from error
-    if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
-        raise InputError(f"{sidecar} has not the format {_FORMAT}: compile and save again")
-    if meta["tvm"] != tvm.__version__:
-        raise InputError(
-            f"{path} was built with TVM {meta['tvm']}, this is TVM {tvm.__version__}: compile and "
-            "save again"
-        )
-    return meta
-
-
-def _plain(value: Any) -> Any:
-    """Turn TVM's containers into plain ones, for JSON."""
-    if isinstance(value, tvm.ir.Map):
-        return dict(value.items())
-    return list(value) if isinstance(value, tvm.ir.Array) else str(value)

@@ -30,8 +30,12 @@ _ENTRY_ATTR = "tirx.is_entry_func"
 _log = logging.getLogger(__name__)
 
 
-def lowering_pipeline(target: tvm.target.Target) -> tvm.transform.Pass:
+def lowering_pipeline(
+    target: tvm.target.Target, observe: Callable[[tvm.IRModule], Any] | None = None
+) -> tvm.transform.Pass:
     """Return the Relax passes that turn a module of kernels into VM calls.
+
+    `observe` is given the module once its memory is planned (see `memory.planned_memory`).
 
     Nothing is fused here. Operators that are still high-level get TVM's legalisation, and on a GPU
     PrimFuncs without the attribute "tirx.is_scheduled" get DLight's default schedule.
@@ -51,12 +55,26 @@ def lowering_pipeline(target: tvm.target.Target) -> tvm.transform.Pass:
         *([relax.transform.RewriteCUDAGraph()] if on_gpu else []),
         relax.transform.LowerAllocTensor(),
         relax.transform.KillAfterLastUse(),
+        *([_Observe(observe)] if observe else []),
         relax.transform.LowerRuntimeBuiltin(),
         relax.transform.ComputePrimValue(),
         relax.transform.VMShapeLower(),
         relax.transform.AttachGlobalSymbol(),
     ]
     return tvm.transform.Sequential(passes, name="tvm_fusion.lowering")
+
+
+@tvm.transform.module_pass(opt_level=0, name="Observe")
+class _Observe:
+    """Show a module as it is here to a function."""
+
+    def __init__(self, observe: Callable[[tvm.IRModule], Any]) -> None:
+        self.observe = observe
+
+    def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return `mod`."""
+        self.observe(mod)
+        return mod
 
 
 @tvm.transform.module_pass(opt_level=0, name="ViewReshapes")

@@ -72,6 +72,14 @@ class Signature:
             expected = "; ".join(map(str, self.inputs))
             raise InputError(f"expected {len(self.inputs)} inputs ({expected}), got {count}")
 
+    def name_refused(self, error: Exception, arguments: Sequence[Any]) -> None:
+        """Raise InputError if an error is the VM's refusal of one of the arguments."""
+        refused = re.search(r"ErrorContext\(fn=main, loc=param\[(\d+)\]", str(error))
+        if refused is not None:
+            number = int(refused[1])
+            shape = tuple(map(int, arguments[number].shape))
+            raise InputError(f"expected {self.inputs[number]}, got {shape}") from error
+
     def to_json(self) -> list[dict[str, Any]]:
         """Return plain values for `from_json`."""
         return [{"name": s.name, "dtype": s.dtype, "shape": s.shape} for s in self.inputs]

@@ -30,8 +30,7 @@ def kind_of(value: Any) -> Kind:
         return Kind.NUMPY
     if isinstance(value, tvm.runtime.Tensor):
         return Kind.TVM
-    torch = sys.modules.get("torch")  # whoever holds a torch tensor has imported it
-    if torch is not None and isinstance(value, torch.Tensor):
+    if is_torch_tensor(value):
         return Kind.TORCH
     raise InputError(
         f"an input is a {type(value).__name__}; expected a NumPy array, a torch tensor or a TVM "
@@ -131,6 +130,23 @@ def torch_stream(device: tvm.runtime.Device, kind: Kind) -> AbstractContextManag
     import torch
 
     return tvm_ffi.use_raw_stream(device, torch.cuda.current_stream(device.index).cuda_stream)
+
+
+def is_torch_tensor(value: Any) -> bool:
+    """Whether a value is a tensor of torch."""
+    torch = sys.modules.get("torch")  # whoever holds a torch tensor has imported it
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def raw_stream(device: tvm.runtime.Device, kind: Kind) -> int:
+    """Return the CUDA stream that the caller works on: torch's current one if his tensors are
+    torch's, else TVM's.
+    """
+    if kind is Kind.TORCH:
+        import torch
+
+        return torch.cuda.current_stream(device.index).cuda_stream
+    return tvm_ffi.core._env_get_current_stream(device.dlpack_device_type(), device.index)
 
 
 def _from_numpy(value: np.ndarray, device: tvm.runtime.Device) -> tvm.runtime.Tensor:

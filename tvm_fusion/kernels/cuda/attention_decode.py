@@ -26,7 +26,7 @@ from .attention_decode_combine import Combine
 from .attention_decode_config import WARP, DecodeConfig
 from .attention_decode_problem import DecodeProblem, read_decode
 from .attention_decode_products import Products
-from .attention_decode_rank import attention_decode_ranked, check_config, layout_of
+from .attention_decode_rank import attention_decode_ranked, check_config, sizes_of
 from .attention_decode_ring import Rows
 from .attention_decode_softmax import Softmax, shuffled
 from .frame import then
@@ -80,8 +80,7 @@ class _Kernel:
     def __init__(self, frame: Frame, problem: DecodeProblem, config: DecodeConfig):
         self.frame, self.problem, self.config = frame, problem, config
         self.attention = problem.attention
-        self.layout = layout_of(problem, config)
-        self.dtype = self.attention.operand_dtype
+        self.layout = sizes_of(problem).layout(config)
 
     def emit(self) -> None:
         config, problem, layout = self.config, self.problem, self.layout
@@ -147,6 +146,10 @@ class _Kernel:
         steps = (last - self.first_step + (self.stride - 1)) // self.stride
         self.steps = T.Bind(T.max(steps, constant(0, "int32")))
 
+    def _first_key(self, number: Expr) -> Expr:
+        """The first key of the warp's step of that number."""
+        return T.Bind((self.first_step + number * self.stride) * self.config.step)
+
     def _over_rows(self, bound: Expr, largest: bool) -> Expr:
         """The largest (smallest) value of a bound over the block's rows, within 0 ... N."""
         problem, frame = self.problem, self.frame
@@ -185,15 +188,18 @@ class _Kernel:
         products.begin()
         self.softmax = Softmax(self.frame, self.problem, layout, self.lane)
         self.softmax.begin(self.unit, self.first_row)
+        self.softmax.fetch(self._first_key(constant(0, "int32")))
         below = self.below if self.masked else None
         with T.serial(0, self.steps, unroll=False) as i:
             T.evaluate(wait_async(config.stages - 2))
             T.evaluate(warp_sync())
             self._fill(T.Bind(i + (config.stages - 1)))
             stage = T.Bind(self.base + i % config.stages * layout.stage_bytes)
-            first = T.Bind((self.first_step + i * self.stride) * config.step)
+            first = self._first_key(i)
             scores = products.scores(stage)
-            factors = self.softmax.update(scores, first, self.least, below)
+            self.softmax.logits(scores, first, self.least, below)
+            self.softmax.fetch(self._first_key(i + 1))
+            factors = self.softmax.weights(scores)
             products.rescale(dict(zip(self.softmax.parts, factors, strict=True)))
             products.add(stage, scores)
         T.evaluate(wait_async(0))
@@ -208,7 +214,7 @@ class _Kernel:
         config = self.config
         with then(number < self.steps):
             stage = T.Bind(self.base + number % config.stages * self.layout.stage_bytes)
-            first = T.Bind((self.first_step + number * self.stride) * config.step)
+            first = self._first_key(number)
             limits = (self.below, self.count) if self.masked else None
             for rows in self.rows:
                 rows.copy(stage, first, config.step, limits)

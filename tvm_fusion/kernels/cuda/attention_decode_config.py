@@ -122,3 +122,10 @@ class Layout:
     def smem_bytes(self, features: int) -> int:
         """All shared memory of a block."""
         return self.dynamic_bytes + 4 * self.landing_floats(features)
+
+
+def block_rows(rows: int, features: int) -> int:
+    """Rows of a block, for a unit of `rows`: all of them, or an even part."""
+    most = 2 * TILE_ROWS if 2 * features <= MAX_FEATURES else TILE_ROWS
+    each = -(-rows // -(-rows // most))
+    return 8 if each <= 8 else -(-each // TILE_ROWS) * TILE_ROWS

@@ -12,57 +12,28 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import tvm
 from tvm import tirx
-from tvm.ir import Expr, TensorLoad, Var
+from tvm.ir import Expr, Var
 
 from ...config import HardwareProfile
 from ...errors import Unsupported
 from ..attention_model import Attention
-from ..contraction import Axis, Extent, Operand, size_of
+from ..contraction import Axis, Extent, size_of
 from ..contraction_index import Simplifier
 from ..contraction_inline import INDEX, fresh_var
 from ..expr import (
     HALF_DTYPES,
     constant,
-    dtype_of,
-    flatten,
-    known_factor,
-    linear_form,
-    number,
     same,
     substitute,
 )
-from ..program import Param
 from .attention_decode_bounds import KeyRange, key_range
-from .attention_decode_config import MAX_FEATURES, TILE_ROWS
-from .gemm_access import Digit, affine_access
+from .attention_decode_config import MAX_FEATURES, block_rows
+from .attention_source import Source, read_source
 from .gemm_frame import Frame, coordinates
 
 MAX_ROWS = 128
 """Rows of a unit; with more, the products decide and not the memory, and other kernels win."""
-PIECES = (16, 8, 4)
-"""Bytes of an asynchronous copy."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Source:
-    """Keys or values in memory: contiguous along the head, one row a key.
-
-    Attributes
-    ----------
-    offset : of the element, over batch, keys and the head's axes, in elements.
-    keys : distances between keys where these do not depend on what is loaded, else None.
-    head : the head's axes; `extent` is their size.
-    piece : bytes of the widest copy that the addresses allow.
-    """
-
-    load: TensorLoad
-    offset: Expr
-    keys: tuple[Digit, ...] | None
-    head: tuple[Axis, ...]
-    extent: int
-    piece: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,10 +69,7 @@ class DecodeProblem:
     @property
     def block_rows(self) -> int:
         """Rows of a block: all of a unit, or an even part of them."""
-        most = 2 * TILE_ROWS if 2 * self.attention.E <= MAX_FEATURES else TILE_ROWS
-        chunks = -(-self.rows // most)
-        each = -(-self.rows // chunks)
-        return 8 if each <= 8 else -(-each // 16) * 16
+        return block_rows(self.rows, self.attention.E)
 
     @property
     def chunks(self) -> int:
@@ -142,8 +110,8 @@ def read_decode(attention: Attention, hw: HardwareProfile) -> DecodeProblem:
         raise Unsupported("decode attention with a symbolic number of queries, or head size")
     if attention.E > MAX_FEATURES:
         raise Unsupported(f"{attention.E} features, more than {MAX_FEATURES}")
-    k = _source(attention, attention.k, attention.terms, "keys")
-    v = _source(attention, attention.v, attention.features, "values")
+    k = read_source(attention, attention.k, "n", attention.terms, "keys")
+    v = read_source(attention, attention.v, "n", attention.features, "values")
     units, shared, whole = _divide(attention, [k.offset, v.offset])
     row_vars = [*whole, *(axis.var for axis in (*shared, *attention.queries))]
     bounds = key_range(attention, row_vars)
@@ -151,46 +119,6 @@ def read_decode(attention: Attention, hw: HardwareProfile) -> DecodeProblem:
     if problem.rows > MAX_ROWS:
         raise Unsupported(f"{problem.rows} queries for each key head, more than {MAX_ROWS}")
     return problem
-
-
-def _source(attention: Attention, operand: Operand, head: tuple[Axis, ...], what: str) -> Source:
-    load, extent = operand.load, size_of(head)
-    if load is None or operand.bindings:
-        raise Unsupported(f"decode attention whose {what} are computed")
-    if dtype_of(load) != attention.operand_dtype:
-        raise Unsupported(f"{what} stored as {dtype_of(load)}")
-    shape = _shape(attention.params, load)
-    axes = [axis for group in attention.groups.values() for axis in group]
-    offset = Simplifier(axes)(flatten(load.indices, shape, INDEX))
-    rest = _along_head(offset, head)
-    if rest is None:
-        raise Unsupported(f"{what} that are not contiguous along the head")
-    analyzer = tvm.sym.Analyzer()
-    factor = known_factor(rest, analyzer)
-    piece = next((p for p in PIECES if factor % (p // 2) == 0 and extent % (p // 2) == 0), None)
-    if piece is None:
-        raise Unsupported(f"{what} at odd addresses")
-    groups = {"batch": attention.batch, "n": attention.keys, "head": head}
-    access = affine_access(load.indices, shape, groups)
-    keys = None if access is None else access.digits["n"]
-    return Source(load, offset, keys, head, extent, piece)
-
-
-def _shape(params: Sequence[Param], load: TensorLoad) -> tuple[Extent, ...]:
-    return next(p.shape for p in params if p.var.same_as(load.source))
-
-
-def _along_head(offset: Expr, head: Sequence[Axis]) -> Expr | None:
-    """The offset of a row's first element, where its elements follow each other."""
-    form = linear_form(offset, [axis.var for axis in head])
-    if form is None:
-        return None
-    stride = 1
-    for coefficient, axis in zip(reversed(form[0]), reversed(head), strict=True):
-        if number(coefficient) != stride:
-            return None
-        stride *= axis.extent
-    return form[1]
 
 
 def _divide(

@@ -1,51 +1,105 @@
 """Predicted time of the decode attention, and the configurations worth writing.
 
-    seconds = start + (memory^p + flight^p + chain^p)^(1/p) + combine
+    seconds = start + (memory^p + flight^p + chain^p)^(1/p) + turns + combine
 
 memory: all bytes at the rate of the device. flight: the fullest multiprocessor, by the bytes that
-its blocks have on their way (Little's law). chain: a warp's steps one after the other.
+its blocks have on their way (Little's law). chain: a warp's steps one after the other. turns: what
+a block spends before and behind its loop. Constants are estimates, adjusted to 25 kernels measured
+on an H200 2026-11-22 (batch 1 to 32, contexts of 2048 and 8192), where nothing else is said.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from ...config import HardwareProfile, Policy
 from ...errors import Unsupported
 from ..attention_model import Attention
 from ..contraction import Extent
 from ..expr import bytes_of
-from .attention_decode_config import MAX_CLUSTER, DecodeConfig, Layout
+from .attention_decode_config import MAX_CLUSTER, DecodeConfig, Layout, block_rows
 from .attention_decode_problem import DecodeProblem, read_decode
 from .row_resources import clusters_on_device
 
 ASSUMED_KEYS, ASSUMED_UNITS = 4096, 64
 """What symbolic sizes are taken for: a context, and key heads times a batch."""
-STEPS, WARPS, STAGES = (16, 32), (2, 4, 8), (2, 3, 4, 5)
-READS = 1.08
-"""Rate of reads alone, of that of a copy (H200: `tvm_fusion calibrate`, 4.60e12 of 4.27e12)."""
-START = 1.9e-6
-"""Seconds before the first keys arrive and after the last: as in the skinny products."""
+SPLITS, STEPS, WARPS, STAGES = (1, 2, 4, 8), (16, 32), (2, 4, 8), (2, 3, 4)
+READS = 1.04
+"""Rate of these reads, of that of a copy: keys and values of many units side by side."""
+START = 1.4e-6
+"""Seconds before the first keys arrive and after the last."""
+STAGE = 1.0e-7
+"""Seconds that each stage of the ring adds to the start."""
 TRIP = 9.0e-7
-"""Seconds from the start of a copy to its end, under traffic (estimate)."""
+"""Seconds from the start of a copy to its end, under traffic."""
 CHAIN, CHAIN_KEYS = 3.0e-7, 1.2e-8
-"""Seconds of a step of a warp, and of each of its keys (estimate: the latencies of ldmatrix,
-mma.sync, shuffles and ex2 one after the other)."""
-TURN = 1.0e-6
-"""Seconds that a block spends before and behind its loop while others use the memory."""
+"""Seconds of a step of a warp, and of each of its keys: the latencies of ldmatrix, mma.sync,
+shuffles and ex2 one after the other."""
+TURN, CLUSTER_TURN = 1.0e-6, 2.0e-6
+"""Seconds that a block, alone or of a cluster, takes to follow another one."""
+CLUSTER = 5.0e-7
+"""Seconds until the blocks of a cluster have met, beside the barrier at the end."""
 WARP_PARTS = 2.0e-9
-"""Seconds in which a thread reads one partial result from shared memory (estimate)."""
+"""Seconds in which a thread reads one partial result from shared memory."""
 LONE_SM = 6.7e10
 """Bytes a second that one multiprocessor reads from memory (H200: `tvm_fusion calibrate`)."""
-UNEVEN = 0.15
-"""Of the bytes that the last wave leaves to few, the share that shows (the skinny products')."""
+UNEVEN = 0.15, 0.4
+"""Of what the last wave leaves idle, the share that shows: of blocks alone, and of clusters."""
 POWER = 4.0
 
 
-def layout_of(problem: DecodeProblem, config: DecodeConfig) -> Layout:
-    """The shared memory of a configuration."""
-    terms, features = (-(-n // 16) * 16 for n in (problem.attention.D, problem.attention.E))
-    return Layout(config, terms, features, problem.block_rows)
+@dataclass(frozen=True, slots=True)
+class DecodeSizes:
+    """What the time depends on.
+
+    Attributes
+    ----------
+    units : attentions that share no keys: batch times key heads.
+    rows : queries of a unit, those of all heads that share its keys.
+    keys, terms, features : of one attention; `keys` those that are visible.
+    other_bytes : read and written beside keys and values.
+    """
+
+    units: int
+    rows: int
+    keys: int
+    terms: int
+    features: int
+    other_bytes: int = 0
+
+    def layout(self, config: DecodeConfig) -> Layout:
+        """The shared memory of a configuration."""
+        terms, features = (-(-n // 16) * 16 for n in (self.terms, self.features))
+        return Layout(config, terms, features, block_rows(self.rows, self.features))
+
+    def smem_bytes(self, config: DecodeConfig) -> int:
+        """Bytes of it."""
+        return self.layout(config).smem_bytes(self.features)
+
+    @property
+    def chunks(self) -> int:
+        """Blocks (or clusters) that share a unit's rows."""
+        return -(-self.rows // block_rows(self.rows, self.features))
+
+
+def sizes_of(problem: DecodeProblem) -> DecodeSizes:
+    """The sizes of an attention; assumed where they are symbolic."""
+    attention = problem.attention
+    sources = (problem.k.load.source, problem.v.load.source)
+    others = [
+        p.elements * bytes_of(p.dtype)
+        for p in attention.params
+        if p.shape and not any(p.var.same_as(s) for s in sources)
+    ]
+    return DecodeSizes(
+        _known(problem.unit_count, ASSUMED_UNITS),
+        problem.rows,
+        _known(attention.N, ASSUMED_KEYS),
+        attention.D,
+        attention.E,
+        sum(n for n in others if isinstance(n, int)),
+    )
 
 
 def check_config(problem: DecodeProblem, config: DecodeConfig, hw: HardwareProfile) -> None:
@@ -57,7 +111,7 @@ def check_config(problem: DecodeProblem, config: DecodeConfig, hw: HardwareProfi
         raise Unsupported(f"{c}: at most {MAX_CLUSTER} blocks, steps of 16 keys, 2 to 6 stages")
     if not 1 <= c.warps <= 16:
         raise Unsupported(f"{c}: 1 to 16 warps")
-    size = layout_of(problem, c).smem_bytes(problem.attention.E)
+    size = sizes_of(problem).smem_bytes(c)
     if size > hw.smem_per_block_bytes:
         raise Unsupported(f"{c}: {size} bytes of shared memory, {hw.smem_per_block_bytes} at most")
 
@@ -80,42 +134,35 @@ def attention_decode_ranked(
     Unsupported
         For an attention that the decode kernel does not take.
     """
-    problem = read_decode(attention, hw)
-    found = []
-    for config in _candidates(problem, hw):
-        try:
-            check_config(problem, config, hw)
-        except Unsupported:
-            continue
-        found.append((decode_seconds(problem, config, hw), config))
+    found = rank(sizes_of(read_decode(attention, hw)), hw)
     if not found:
         raise Unsupported("no ring of keys fits into shared memory")
-    return sorted(found, key=lambda entry: entry[0])
+    return found
 
 
-def _candidates(problem: DecodeProblem, hw: HardwareProfile) -> list[DecodeConfig]:
-    keys = _known(problem.attention.N, ASSUMED_KEYS)
-    splits = range(1, MAX_CLUSTER + 1) if hw.has_clusters else (1,)
-    return [
+def rank(sizes: DecodeSizes, hw: HardwareProfile) -> list[tuple[float, DecodeConfig]]:
+    """Predicted seconds and configurations that fit a device, the fastest first."""
+    splits = SPLITS if hw.has_clusters else (1,)
+    configs = [
         DecodeConfig(split, warps, step, stages)
         for split in splits
         for warps in WARPS
         for step in STEPS
         for stages in STAGES
-        if split == 1 or split * warps * step <= max(keys, warps * step)
+        if split == 1 or split * warps * step <= max(sizes.keys, warps * step)
     ]
+    fitting = [c for c in configs if sizes.smem_bytes(c) <= hw.smem_per_block_bytes]
+    found = [(decode_seconds(sizes, config, hw), config) for config in fitting]
+    return sorted(found, key=lambda entry: entry[0])
 
 
-def decode_seconds(problem: DecodeProblem, config: DecodeConfig, hw: HardwareProfile) -> float:
+def decode_seconds(sizes: DecodeSizes, config: DecodeConfig, hw: HardwareProfile) -> float:
     """Predicted seconds of one launch."""
-    attention, layout = problem.attention, layout_of(problem, config)
-    keys = _known(attention.N, ASSUMED_KEYS)
-    units = _known(problem.unit_count, ASSUMED_UNITS)
-    clusters = units * problem.chunks
-    blocks = clusters * config.split
+    layout = sizes.layout(config)
+    blocks = sizes.units * sizes.chunks * config.split
 
     # Blocks that run at the same time, and those of the fullest multiprocessor.
-    resident = resident_blocks(layout, attention.E, hw)
+    resident = resident_blocks(layout, sizes.features, hw)
     places = resident * hw.num_sms
     if config.split > 1:
         places = clusters_on_device(config.split, resident, hw) * config.split
@@ -123,36 +170,29 @@ def decode_seconds(problem: DecodeProblem, config: DecodeConfig, hw: HardwarePro
     fullest = min(resident, math.ceil(blocks / hw.num_sms))
     turns = max(1, math.ceil(waves - 1e-9))
 
-    unit_bytes = keys * (attention.D + attention.E) * 2
-    rate = hw.hbm_bytes_per_s * READS
-    memory = (units * unit_bytes + _other_bytes(problem)) / rate
-    memory += units * (problem.chunks - 1) * unit_bytes / hw.l2_bytes_per_s
-    memory *= 1 + UNEVEN * (turns / waves - 1 if waves > 1 else 0)
+    unit_bytes = sizes.keys * (sizes.terms + sizes.features) * 2
+    memory = (sizes.units * unit_bytes + sizes.other_bytes) / (hw.hbm_bytes_per_s * READS)
+    memory += sizes.units * (sizes.chunks - 1) * unit_bytes / hw.l2_bytes_per_s
+    memory *= 1 + UNEVEN[config.split > 1] * (turns / waves - 1 if waves > 1 else 0)
     own = config.tiles_in_flight * layout.stage_bytes
     speed = min(fullest * own / hw.bytes_in_flight_latency_s, LONE_SM)
     flight = turns * fullest * unit_bytes / config.split / speed
-    steps = math.ceil(keys / (config.split * config.warps * config.step))
-    tiles = -(-layout.rows // 16)
-    work = CHAIN + CHAIN_KEYS * config.step * tiles
+    steps = math.ceil(sizes.keys / (config.split * config.warps * config.step))
+    work = CHAIN + CHAIN_KEYS * config.step * -(-layout.rows // 16)
     chain = turns * steps * max(work, (TRIP + work) / config.stages)
     busy = sum(t**POWER for t in (memory, flight, chain)) ** (1 / POWER)
-    return (
-        hw.kernel_gap_us * 1e-6
-        + START
-        + busy
-        + (turns - 1) * TURN / resident
-        + _combine(problem, layout, hw)
-    )
+    turn = (turns - 1) * (CLUSTER_TURN if config.split > 1 else TURN) / resident
+    start = hw.kernel_gap_us * 1e-6 + START + STAGE * config.stages
+    return start + busy + turn + _combine(sizes, layout, hw)
 
 
-def _combine(problem: DecodeProblem, layout: Layout, hw: HardwareProfile) -> float:
+def _combine(sizes: DecodeSizes, layout: Layout, hw: HardwareProfile) -> float:
     """Seconds from a block's last key to its outputs."""
     config = layout.config
-    rows = min(problem.rows, layout.rows)
-    each = math.ceil(rows * problem.attention.E / config.threads)
+    each = math.ceil(min(sizes.rows, layout.rows) * sizes.features / config.threads)
     seconds = 2 * hw.barrier_s + each * config.warps * WARP_PARTS
     if config.split > 1:
-        seconds += hw.cluster_barrier_s + each * hw.remote_store_s * config.warps
+        seconds += CLUSTER + hw.cluster_barrier_s + each * hw.remote_store_s * config.warps
         seconds += math.ceil(each / config.split) * config.split * WARP_PARTS
     return seconds
 
@@ -174,16 +214,6 @@ def registers_of(layout: Layout) -> int:
     held = tiles * (layout.features + layout.config.step) // 2
     held += tiles * layout.terms // 4 if layout.holds_queries else 8
     return min(255, held + 56)
-
-
-def _other_bytes(problem: DecodeProblem) -> int:
-    """Bytes of what is read or written beside keys and values."""
-    sources = (problem.k.load.source, problem.v.load.source)
-    return sum(
-        p.elements * bytes_of(p.dtype)
-        for p in problem.attention.params
-        if p.shape and isinstance(p.elements, int) and not any(p.var.same_as(s) for s in sources)
-    )
 
 
 def _known(extent: Extent, assumed: int) -> int:

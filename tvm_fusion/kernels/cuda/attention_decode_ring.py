@@ -12,18 +12,14 @@ from collections.abc import Mapping
 from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
-from ..expr import conjunction, constant, convert
+from ..expr import conjunction, constant
 from .attention_decode_config import WARP, Layout
-from .attention_decode_problem import Source
-from .gemm_access import Digit
-from .gemm_frame import Frame, coordinates
-from .gemm_mma_operand import digit_sum
+from .attention_source import BYTES, Lines, Source
+from .gemm_frame import Frame
 from .gemm_mma_units import CHUNK, copy_async, load_matrices
 
-BYTES = 2
 
-
-class Rows:
+class Rows(Lines):
     """Copies of the rows of keys (or of values) of one unit into a warp's ring."""
 
     def __init__(
@@ -36,22 +32,15 @@ class Rows:
         place: tuple[int, int, int],
     ):
         """`place`: padded extent of the head, bytes between rows, start within a stage."""
-        self.frame, self.source, self.axes, self.env, self.ring = frame, source, axes, env, ring
+        super().__init__(frame, source, axes, env)
+        self.ring = ring
         self.padded, self.pitch, self.start = place
         self.per_row = self.padded * BYTES // source.piece
-        buffer = frame.buffers[source.load.source]
-        self.pointer = buffer.ptr_to([0] * len(source.load.indices))
 
     def prepare(self, lane: Expr) -> None:
         """Emits what does not change from step to step."""
+        super().prepare()
         self.lane = lane
-        zero = {axis.var: constant(0, self.frame.index) for axis in self.source.head}
-        self.env = {**self.env, **zero}
-        self.base = None
-        if self.source.keys is not None:
-            first = {axis.var: constant(0, self.frame.index) for axis in self.axes}
-            base = self.frame.rewrite(self.source.offset, {**self.env, **first})
-            self.base = T.Bind(convert(base, "int64"))
 
     def copy(self, stage: Expr, first: Expr, step: int, limits: tuple[Expr, Expr] | None) -> None:
         """Starts the copies of keys ``first ... first + step - 1``.
@@ -59,19 +48,17 @@ class Rows:
         `limits`: no key at or above the first is copied, but zeros in its place; none at or above
         the second exists.
         """
-        simple = self.source.keys is not None and len(self.source.keys) <= 1
+        count = None if limits is None else limits[1]
         start, last = self._split(0)
         line = None
-        if simple and WARP % self.per_row == 0:
-            line = T.Bind(self._at(first + start, last))
+        if self.evenly and WARP % self.per_row == 0:
+            line = T.Bind(self.at(first + start, last))
         for i in range(step * self.per_row // WARP):
             row, column = self._split(i)
             if line is not None:
-                stride = self.source.keys[0].stride if self.source.keys else 0
-                skip = i * (WARP // self.per_row)
-                at = line + _int64(stride, self.frame) * constant(skip * BYTES, "int64")
+                at = line + self.further(i * (WARP // self.per_row))
             else:
-                at = self._at(first + row, column, limits)
+                at = self.at(first + row, column, count)
             target = row * self.pitch + column * self.source.piece + self.start
             inside = None if limits is None else first + row < limits[0]
             if self.padded != self.source.extent:
@@ -89,33 +76,6 @@ class Rows:
             return constant(i // across, "int32"), self.lane + i % across * WARP
         unit = self.lane + i * WARP
         return unit // self.per_row, unit % self.per_row
-
-    def _at(self, key: Expr, column: Expr, limits: tuple[Expr, Expr] | None = None) -> Expr:
-        """Distance of a piece from the start of the parameter, in bytes."""
-        index = self.frame.index
-        if self.base is not None:
-            digits = self.source.keys or (Digit(1, 0),)
-            index = "int64" if len(digits) == 1 else index
-            row = self.base + convert(
-                _digit_sum(digits, convert(key, index), self.frame, index), "int64"
-            )
-        else:
-            if limits is not None:
-                key = T.min(key, limits[1] - 1)
-            env = {**self.env, **coordinates(self.axes, convert(key, index), self.frame)}
-            row = convert(self.frame.rewrite(self.source.offset, env), "int64")
-        column = convert(column * self.source.piece, "int64")
-        return row * constant(BYTES, "int64") + column
-
-
-def _digit_sum(digits: tuple[Digit, ...], flat: Expr, frame: Frame, index: str) -> Expr:
-    if len(digits) > 1:
-        return digit_sum(digits, flat, frame)
-    return flat * _int64(digits[0].stride, frame)
-
-
-def _int64(size, frame: Frame) -> Expr:
-    return constant(size, "int64") if isinstance(size, int) else convert(size, "int64")
 
 
 class Fragments:

@@ -12,12 +12,13 @@ from tvm import tirx
 from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
+from ..contraction_inline import Binding
 from ..expr import conjunction, constant, convert, uses_any
 from .arithmetic import LOG2E
 from .attention_decode_config import WARP, Layout
+from .attention_decode_loads import LoadsAhead, key_env
 from .attention_decode_problem import DecodeProblem
-from .gemm_access import is_multiple
-from .gemm_frame import Frame, coordinates
+from .gemm_frame import Frame
 from .gemm_math import f32, lower
 from .intrinsics import ex2
 from .patterns import factors_of, product_of, split_constant
@@ -41,11 +42,12 @@ class Softmax:
         self.tiles = -(-layout.rows // 16)
         self.parts = [(tile, half) for tile in range(self.tiles) for half in range(self.halves)]
         scale, factors = split_constant(factors_of(attention.logit))
-        self.logit, self.scale = product_of(factors), scale * LOG2E
-        self.bindings = attention.bindings
-        asked = [self.logit, *(b.value for b in self.bindings)]
-        if problem.range.rest is not None:
-            asked.append(problem.range.rest)
+        self.scale = scale * LOG2E
+        self.ahead = LoadsAhead(frame, problem, self.parts, layout.config.step)
+        self.logit = self.ahead.lift(product_of(factors))
+        self.rest = self.ahead.lift(problem.range.rest)
+        self.bindings = [Binding(b.var, self.ahead.lift(b.value)) for b in attention.bindings]
+        asked = [self.logit, self.rest, *(b.value for b in self.bindings), *self.ahead.loads]
         keys = [axis.var for axis in attention.keys]
         self.keyed = any(e is not None and uses_any(e, keys) for e in asked)
         axes = (*attention.batch, *attention.queries)
@@ -63,21 +65,44 @@ class Softmax:
                 row = T.Bind(convert(T.min(row, last), self.frame.index))
                 env = problem.row_env(unit, row, self.frame)
             self.rows.append(env)
+        self.ahead.begin()
         self.top = T.alloc_local((count,), "float32")
         self.sum = T.alloc_local((count,), "float32")
         for i in range(count):
             T.buffer_store(self.top, f32(LOWEST), [i])
             T.buffer_store(self.sum, f32(0), [i])
 
-    def update(
+    def fetch(self, first: Expr) -> None:
+        """Starts the loads of what logits and conditions of keys from `first` on are made of."""
+        self.ahead.fetch(T.Bind(first + self.lane % 4 * 2), self.rows)
+
+    def logits(
         self, scores: Sequence[Expr], first: Expr, least: Expr | None, below: Expr | None
-    ) -> list[Expr]:
-        """Turns the scores of keys from `first` on into weights.
+    ) -> None:
+        """Turns the scores of keys from `first` on into logits.
 
         `scores` holds the sums of each tile of rows. Keys below `least` and at or above `below` are
-        hidden. Returns, for each of a lane's rows, the factor of what was added up before.
+        hidden, and those that the conditions hide: -inf.
         """
-        self._logits(scores, first, least, below)
+        own = T.Bind(first + self.lane % 4 * 2)
+        for j in range(self.columns):
+            for v in range(2):
+                key = own + (j * 8 + v)
+                bounds = conjunction(
+                    None if below is None else key < below,
+                    None if least is None else key >= least,
+                )
+                inside = None if bounds is None else T.Bind(bounds)
+                env: dict[Var, Expr] = {}
+                if self.keyed:
+                    env = key_env(self.frame, self.problem, key)
+                for number, (tile, half) in enumerate(self.parts):
+                    at = j * 4 + half * 2 + v
+                    loaded = self.ahead.values(j * 2 + v, number)
+                    self._logit(scores[tile], at, {**self.rows[number], **env, **loaded}, inside)
+
+    def weights(self, scores: Sequence[Expr]) -> list[Expr]:
+        """Turns logits into weights; for each of a lane's rows, the factor of what was added up."""
         factors = []
         for number, (tile, half) in enumerate(self.parts):
             places = [(j * 4 + half * 2 + v) for j in range(self.columns) for v in range(2)]
@@ -104,31 +129,6 @@ class Softmax:
         """Groups of 8 keys of a step."""
         return self.layout.config.step // 8
 
-    def _logits(
-        self, scores: Sequence[Expr], first: Expr, least: Expr | None, below: Expr | None
-    ) -> None:
-        frame, attention = self.frame, self.problem.attention
-        ragged = not is_multiple(attention.N, self.layout.config.step)
-        own = T.Bind(first + self.lane % 4 * 2)
-        for j in range(self.columns):
-            for v in range(2):
-                key = own + (j * 8 + v)
-                bounds = conjunction(
-                    None if below is None else key < below,
-                    None if least is None else key >= least,
-                )
-                inside = None if bounds is None else T.Bind(bounds)
-                env: dict[Var, Expr] = {}
-                if self.keyed:
-                    place = convert(key, frame.index)
-                    if ragged:
-                        last = frame.size(attention.N) - constant(1, frame.index)
-                        place = T.min(place, last)
-                    env = coordinates(attention.keys, T.Bind(place), frame)
-                for number, (tile, half) in enumerate(self.parts):
-                    at = j * 4 + half * 2 + v
-                    self._logit(scores[tile], at, {**self.rows[number], **env}, inside)
-
     def _logit(self, scores: Expr, at: int, env: dict[Var, Expr], inside: Expr | None) -> None:
         """The logit of one score in its place, -inf where the key is hidden."""
         env[self.problem.attention.score] = T.Bind(scores[at])
@@ -137,7 +137,7 @@ class Softmax:
         value = f32(self.scale)
         if self.logit is not None:
             value = self._value(self.logit, env) * value
-        rest = self.problem.range.rest
+        rest = self.rest
         visible = conjunction(inside, None if rest is None else self._value(rest, env))
         if visible is not None:
             value = tirx.Select(visible, value, f32(float("-inf")))

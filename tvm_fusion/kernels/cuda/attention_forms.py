@@ -19,6 +19,7 @@ from ..attention_model import Attention
 from .attention_decode import DecodeConfig, attention_decode_ranked, emit_attention_decode
 from .attention_hopper import attention_hopper_ranked, emit_attention_hopper
 from .attention_hopper_config import AttentionConfig
+from .attention_mma import AttentionMmaConfig, attention_mma_ranked, emit_attention_mma
 
 Ranked = list[tuple[float, Any]]
 
@@ -45,6 +46,7 @@ class Form:
 FORMS = (
     Form("hopper", AttentionConfig, attention_hopper_ranked, emit_attention_hopper),
     Form("decode", DecodeConfig, attention_decode_ranked, emit_attention_decode),
+    Form("mma", AttentionMmaConfig, attention_mma_ranked, emit_attention_mma),
 )
 
 

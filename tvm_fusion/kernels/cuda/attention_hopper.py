@@ -6,9 +6,9 @@
 Blocks stay and take every (number of blocks)-th tile of queries, so that the producer runs ahead
 into the next tile. Tiles of keys that no query of a tile sees are left out. The parts:
 `attention_hopper_problem` (what the TMA can address), `attention_hopper_config`,
-`attention_hopper_range` (which tiles of keys), `attention_hopper_state`, `attention_hopper_producer`,
-`attention_hopper_consumer`, `attention_hopper_softmax`, `attention_hopper_points` (logits and
-visibility), `attention_hopper_loads`, `attention_hopper_epilogue`.
+`attention_range` (which tiles of keys), `attention_hopper_state`, `attention_hopper_producer`,
+`attention_hopper_consumer`, `attention_online_softmax`, `attention_points` (logits and
+visibility), `attention_loads`, `attention_hopper_epilogue`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..attention_model import Attention
 from .attention_hopper_config import PRODUCER_REGISTERS, AttentionConfig
 from .attention_hopper_consumer import Consumer
 from .attention_hopper_problem import read_attention
-from .attention_hopper_producer import emit_producer
+from .attention_hopper_producer import emit_producer, producer_threads
 from .attention_hopper_rank import rank_configs
 from .attention_hopper_state import (
     Kernel,
@@ -110,7 +110,7 @@ def _body(kernel: Kernel) -> None:
         with T.Then():
             if moves_registers:
                 set_registers(PRODUCER_REGISTERS, more=False)
-            with T.If(kernel.thread == 0), T.Then():
+            with T.If(kernel.thread < producer_threads(kernel)), T.Then():
                 emit_producer(kernel)
         with T.Else():
             if moves_registers:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 
 # Columns of a box of the 128-byte swizzle, rows of one consumer warpgroup, bytes of a half.
 BOX = 64
@@ -28,11 +28,17 @@ LAZY = 8.0
 """How far, as a power of two, weights may pass 1 before the sums are scaled down: float16 holds
 them all the same. bfloat16 keeps 1 for the largest weight, which is then exact."""
 
+# The share of powers of two that a polynomial may compute.
+POLYNOMIAL = 4
+
+# Tiles of fewer keys pay only where no larger one fits.
+FEW_KEYS = 64
+
 # Warpgroups of consumers, stages of K and V, and keys of a tile, in the order in which they are
 # listed.
 CONSUMERS = (2, 3, 1)
 STAGES = (2,)
-KEYS = (192, 176, 160, 144, 128, 112, 96, 80, 64, 48, 32, 16)
+KEYS = (208, 192, 176, 160, 144, 128, 112, 96, 80, 64, 48, 32, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +118,7 @@ def candidates(
     staged: bool,
     mask_registers: float,
     smem_limit: int,
-) -> Iterator[AttentionConfig]:
+) -> list[AttentionConfig]:
     """Configurations that fit in registers and shared memory.
 
     Parameters
@@ -126,19 +132,18 @@ def candidates(
     """
     lazy = LAZY if dtype == "float16" else 0.0
     most_keys = MAX_KEYS if keys is None else -(-keys // WGMMA_TERMS) * WGMMA_TERMS
-    for consumers in CONSUMERS:
+    polynomials = (0, POLYNOMIAL) if terms <= BOX else (0,)
+    found = []
+    for consumers, block_n, stages, polynomial in product(CONSUMERS, KEYS, STAGES, polynomials):
         block_m = consumers * WARPGROUP_ROWS
-        if queries is not None and consumers > 1 and block_m - WARPGROUP_ROWS >= queries:
-            continue
-        for block_n in KEYS:
-            for stages in STAGES:
-                for polynomial in (0, 4) if terms <= BOX else (0,):
-                    config = AttentionConfig(
-                        block_m, block_n, stages, lazy, consumers > 1, staged, polynomial
-                    )
-                    if block_n > max(most_keys, KEYS[-1]):
-                        continue
-                    if registers(config, features, mask_registers) > config.consumer_registers:
-                        continue
-                    if smem_bytes(config, terms, features, False) <= smem_limit:
-                        yield config
+        config = AttentionConfig(block_m, block_n, stages, lazy, consumers > 1, staged, polynomial)
+        idle = queries is not None and consumers > 1 and block_m - WARPGROUP_ROWS >= queries
+        if (
+            not idle
+            and block_n <= max(most_keys, KEYS[-1])
+            and registers(config, features, mask_registers) <= config.consumer_registers
+            and smem_bytes(config, terms, features, False) <= smem_limit
+        ):
+            found.append(config)
+    large = [config for config in found if config.block_n >= min(FEW_KEYS, most_keys)]
+    return large or found

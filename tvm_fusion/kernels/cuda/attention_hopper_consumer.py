@@ -12,14 +12,18 @@ ptxas serialises all of them (C7510, C7520).
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tvm.ir import Expr
 from tvm.script import tirx as T
 
 from .attention_hopper_config import BOX, HALF_BYTES, WARPGROUP_ROWS, WGMMA_TERMS
 from .attention_hopper_epilogue import Epilogue
-from .attention_hopper_points import Points, read_formulas
-from .attention_hopper_softmax import Softmax
-from .attention_hopper_state import Kernel, Tile, arrive
+from .attention_hopper_state import Kernel, arrive
+from .attention_online_softmax import Softmax
+from .attention_points import Points, read_formulas
+from .attention_range import KeyTiles
+from .attention_tiles import Tile, kept
 from .gemm_hopper_consumer import GROUP_STRIDE, SWIZZLE_128B
 from .gemm_hopper_state import Ring, wait
 
@@ -77,11 +81,15 @@ class Consumer:
         self.epilogue.finish()
 
     def _tile(self, tile: Tile) -> None:
-        s, keys, parts = self.kernel.shared, tile.keys, self.plan.parts
+        s, parts = self.kernel.shared, self.plan.parts
         self.softmax.start()
         self.points.start(tile)
         wait(s.q_full.ptr_to([0]), self.queries.phase)
         self.queries.advance()
+        if s.ranges is not None:
+            first, end = (kept(s.ranges[self.kernel.turn % 2, place]) for place in range(2))
+            tile = replace(tile, keys=KeyTiles(first, first, first, end))
+        keys = tile.keys
         last = T.Bind(keys.end - 1)
         wait(s.k_full.ptr_to([self.keys.stage]), self.keys.phase)
         T.evaluate(T.ptx.wgmma.fence.sync.aligned())

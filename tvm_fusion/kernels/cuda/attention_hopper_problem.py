@@ -7,14 +7,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tvm import tirx
-from tvm.ir import Expr, TensorLoad, Var
+from tvm.ir import Expr, Var
 
 from ...config import HardwareProfile
 from ...errors import Unsupported
 from ..attention_model import Attention
 from ..contraction_model import Axis, Extent, Operand
-from ..expr import HALF_DTYPES, dtype_of, number, variables
+from ..expr import HALF_DTYPES, dtype_of
 from .attention_hopper_config import BOX, MAX_FEATURES
+from .attention_tiles import TiledAttention, logit_scale
 from .gemm_access import AffineAccess, affine_access
 from .gemm_tensor_map import TensorMap, tensor_map
 
@@ -41,31 +42,19 @@ class View:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class HopperAttention:
+class HopperAttention(TiledAttention):
     """Made by `read_attention`.
 
     Attributes
     ----------
     q, k, v : the operands.
-    terms, features : columns of Q and K, and of V.
-    scale : the factor of a logit that is nothing but the score times a positive number; else None.
     result : the single output, where it is nothing but the result and the TMA can store it.
     """
 
-    attention: Attention
-    dtype: str
-    terms: int
-    features: int
     q: View
     k: View
     v: View
-    scale: float | None
     result: View | None
-
-    @property
-    def hides(self) -> bool:
-        """Whether there may be rows without a visible key."""
-        return self.attention.visible is not None or self.scale is None
 
     @property
     def kind(self) -> str:
@@ -96,11 +85,8 @@ def read_attention(attention: Attention, hw: HardwareProfile) -> HopperAttention
     dtypes = {view.dtype for view in (q, k, v)}
     if len(dtypes) != 1 or not dtypes <= set(HALF_DTYPES):
         raise Unsupported(f"operands of {', '.join(sorted(dtypes))}, not of one half precision")
-    scale = score_factor(attention.logit, attention.score)
-    if scale is not None and scale <= 0:
-        scale = None
-    result = _result(attention)
-    return HopperAttention(attention, q.dtype, terms, features, q, k, v, scale, result)
+    scale, result = logit_scale(attention), _result(attention)
+    return HopperAttention(attention, q.dtype, terms, features, scale, q, k, v, result)
 
 
 def batch_groups(attention: Attention) -> dict[str, tuple[Axis, ...]]:
@@ -169,24 +155,3 @@ def _result(attention: Attention) -> View | None:
         return _view(attention, param.var, output.dtype, output.indices, param.shape, "m", "e")
     except Unsupported:
         return None
-
-
-def score_factor(logit: Expr, score: Var) -> float | None:
-    """``c`` of a logit that is ``c * score``, else None."""
-    if logit.same_as(score):
-        return 1.0
-    if isinstance(logit, tirx.Mul):
-        for value, other in ((logit.a, logit.b), (logit.b, logit.a)):
-            factor = number(value)
-            if factor is not None:
-                inner = score_factor(other, score)
-                return None if inner is None else inner * factor
-    if isinstance(logit, tirx.Div) and number(logit.b):
-        inner = score_factor(logit.a, score)
-        return None if inner is None else inner / number(logit.b)
-    return None
-
-
-def is_load(expr: Expr) -> bool:
-    """Whether an expression is a load of a parameter, at most widened."""
-    return isinstance(expr.value if isinstance(expr, tirx.Cast) else expr, TensorLoad)

@@ -12,8 +12,6 @@ from tvm.script import tirx as T
 
 from ...config import HardwareProfile
 from ...errors import Unsupported
-from ..contraction_model import Extent, size_of
-from ..expr import convert
 from .attention_hopper_config import (
     BOX,
     HALF_BYTES,
@@ -22,45 +20,31 @@ from .attention_hopper_config import (
     boxes_of,
     smem_bytes,
 )
+from .attention_hopper_match import Match, find_match
 from .attention_hopper_problem import HopperAttention
-from .attention_hopper_range import KeyTiles, Range, emit_tiles, key_range, static_tiles
-from .gemm_frame import Frame, ceil_div, coordinates
+from .attention_range import key_range
+from .attention_tiles import Tile, TiledKernel, TiledPlan, kept, loop_parts
+from .gemm_frame import Frame, ceil_div
 from .gemm_hopper_state import fence_shared
 from .gemm_tensor_map import TensorMap
 
-# Tiles of queries that are walked through to find what no tile needs.
-MAX_WALK = 4096
-
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class Plan(TiledPlan):
     """What follows from a problem and a configuration.
 
-    `own_output` says that results have shared memory of their own, not that of the queries.
-    `tiles` are those of queries, `blocks` take them in turn; `uneven` says that they differ in the
-    number of keys they meet. `parts` are those of the loop over keys that some tile needs: behind
-    the first tile come tiles looked at by point ("above"), "whole" tiles, and such tiles again
-    ("below"). `points_first` says that the first is looked at by point.
+    `own_output` says that results have shared memory of their own, not that of the queries;
+    `blocks` take the tiles in turn. With a `match` the producer leaves out tiles of keys by what it
+    reads.
     """
 
-    config: AttentionConfig
     own_output: bool
-    query_tiles: Extent
-    tiles: Extent
     blocks: int
-    keys: Range
-    uneven: bool
-    parts: frozenset[str]
-    points_first: bool
+    match: Match | None
     q_map: TensorMap
     k_map: TensorMap
     v_map: TensorMap
     o_map: TensorMap | None
-
-    @property
-    def ragged_keys(self) -> bool:
-        """Whether the last tile of keys may reach beyond them."""
-        return "ragged" in self.parts
 
 
 def make_plan(problem: HopperAttention, config: AttentionConfig, hw: HardwareProfile) -> Plan:
@@ -81,13 +65,14 @@ def make_plan(problem: HopperAttention, config: AttentionConfig, hw: HardwarePro
     keys = key_range(attention)
     query_tiles = ceil_div(attention.M, c.block_m)
     tiles = query_tiles * attention.B
-    parts, points_first = _parts(problem, c, keys)
+    parts, points_first = loop_parts(attention, keys, c.block_m, c.block_n)
     return Plan(
         config=c,
         own_output=own,
         query_tiles=query_tiles,
         tiles=tiles,
         blocks=min(tiles, hw.num_sms) if isinstance(tiles, int) else hw.num_sms,
+        match=find_match(attention, keys.rest),
         keys=keys,
         uneven=any(bound.slope for bound in keys.bounds),
         parts=parts,
@@ -97,36 +82,6 @@ def make_plan(problem: HopperAttention, config: AttentionConfig, hw: HardwarePro
         v_map=problem.v.boxes(c.block_n),
         o_map=problem.result.boxes(WARPGROUP_ROWS) if c.staged else None,
     )
-
-
-def _parts(
-    problem: HopperAttention, c: AttentionConfig, keys: Range
-) -> tuple[frozenset[str], bool]:
-    """The parts of the loop over keys, and whether the first tile is looked at by point."""
-    attention = problem.attention
-    M, N = attention.M, attention.N
-    ragged = not isinstance(N, int) or N % c.block_n != 0
-    found = {"ragged"} if ragged else set()
-    by_point = ragged or bool(keys.bounds or keys.rest)
-    if isinstance(M, int) and isinstance(N, int) and M <= MAX_WALK * c.block_m:
-        tops = range(0, M, c.block_m)
-        rows = [(top, min(top + c.block_m, M) - 1) for top in tops]
-        all_tiles = [static_tiles(keys, pair, N, c.block_n) for pair in rows]
-        if None not in all_tiles:
-            for first, whole_first, whole_end, end in all_tiles:
-                counts = {
-                    "above": end - 1 - whole_end,
-                    "whole": whole_end - whole_first,
-                    "below": whole_first - first,
-                }
-                found |= {name for name, count in counts.items() if count}
-            return frozenset(found), by_point
-    found |= {"whole"} if not keys.rest else set()
-    if keys.rest or any(bound.upper for bound in keys.bounds):
-        found.add("above")
-    if not keys.rest and any(not bound.upper for bound in keys.bounds):
-        found.add("below")
-    return frozenset(found), by_point
 
 
 @dataclass(slots=True, eq=False)
@@ -141,7 +96,11 @@ class Maps:
 
 @dataclass(slots=True, eq=False)
 class Shared:
-    """Buffers in shared memory, by boxes, and their barriers: `full` and `empty` ones."""
+    """Buffers in shared memory, by boxes, and their barriers: `full` and `empty` ones.
+
+    `ranges` are the first and the end of the tiles of keys for every other tile of queries, where
+    the producer finds them out.
+    """
 
     q: Expr
     k: Expr
@@ -153,49 +112,20 @@ class Shared:
     k_empty: Expr
     v_full: Expr
     v_empty: Expr
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tile:
-    """Queries of one head: `batch` is the flat coordinate, `query` the first; and their keys."""
-
-    batch: Expr
-    query: Expr
-    keys: KeyTiles
-    axes: dict[Var, Expr]
-
-    @property
-    def place(self) -> dict[str, Expr]:
-        """Flat coordinates of the groups of the batch."""
-        own = {f"batch{i}": value for i, value in enumerate(self.axes.values())}
-        return {"batch": self.batch, **own}
+    ranges: Expr | None = None
 
 
 @dataclass(slots=True, eq=False)
-class Kernel:
-    """A Hopper attention under construction."""
+class Kernel(TiledKernel):
+    """A Hopper attention under construction; `turn` counts the tiles of a block, in its loop."""
 
-    frame: Frame
     problem: HopperAttention
     plan: Plan
     maps: Maps
     shared: Shared | None = None
     thread: Expr | None = None
     block: Expr | None = None
-
-    def size(self, extent: Extent) -> Expr:
-        """A size as an int32."""
-        return T.int32(extent) if isinstance(extent, int) else convert(extent, "int32")
-
-    @property
-    def M(self) -> Expr:
-        """Number of queries of a head."""
-        return self.size(size_of(self.problem.attention.queries))
-
-    @property
-    def N(self) -> Expr:
-        """Number of keys of a head."""
-        return self.size(size_of(self.problem.attention.keys))
+    turn: Expr | None = None
 
     @contextmanager
     def each_tile(self) -> Iterator[Tile]:
@@ -203,32 +133,17 @@ class Kernel:
         tiles, blocks = self.plan.tiles, self.plan.blocks
         turns = self.size(ceil_div(tiles, blocks))
         with T.serial(0, turns, unroll=False) as turn:
-            place = self.block
+            self.turn, place = turn, self.block
             if self.plan.uneven:
                 # In snake order, so that blocks get long and short tiles.
                 odd = tirx.EQ(turn % 2, 1)
                 place = tirx.Select(odd, T.int32(blocks - 1) - self.block, self.block)
             number = kept(turn * blocks + place)
             if isinstance(tiles, int) and tiles % blocks == 0:
-                yield self._tile(number)
+                yield self.tile(number)
                 return
             with T.If(number < self.size(tiles)), T.Then():
-                yield self._tile(number)
-
-    def _tile(self, number: Expr) -> Tile:
-        attention, c = self.problem.attention, self.plan.config
-        query_tiles, batch = self.size(self.plan.query_tiles), self.size(attention.B)
-        if self.plan.uneven:  # the longest first, a head's tiles apart
-            query, head = query_tiles - 1 - number // batch, kept(number % batch)
-        else:
-            query, head = number % query_tiles, kept(number // query_tiles)
-        first = kept(query * c.block_m)
-        axes = coordinates(attention.batch, head, self.frame)
-        axes = {var: kept(convert(value, "int32")) for var, value in axes.items()}
-        last = tirx.Min(first + (c.block_m - 1), self.M - 1)
-        keys = emit_tiles(self.frame, self.plan.keys, (first, last), self.N, c.block_n, axes)
-        keys = KeyTiles(*map(kept, (keys.first, keys.whole_first, keys.whole_end, keys.end)))
-        return Tile(head, first, keys, {a.var: axes[a.var] for a in attention.batch})
+                yield self.tile(number)
 
 
 def encode_maps(frame: Frame, problem: HopperAttention, plan: Plan) -> Maps:
@@ -268,6 +183,8 @@ def allocate(problem: HopperAttention, plan: Plan) -> Shared:
     if c.staged and plan.own_output:
         o = tiles(*o_shape)
     shared = Shared(q, k, v, o, barriers(1), barriers(1), *(barriers(c.stages) for _ in range(4)))
+    if plan.match is not None:
+        shared.ranges = pool.alloc((2, 2), "int32", align=8)
     pool.commit()
     return shared
 
@@ -285,15 +202,6 @@ def initialise_barriers(kernel: Kernel) -> None:
         T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
     fence_shared()
     T.evaluate(T.cuda.cta_sync())
-
-
-def kept(value: Expr) -> Expr:
-    """An int32, computed here: what is only bound would be spelled out wherever it is used."""
-    if isinstance(value, tirx.IntImm):
-        return value
-    found = T.alloc_local((1,), "int32")
-    T.buffer_store(found, value, [0])
-    return found[0]
 
 
 def arrive(barrier: Expr) -> None:

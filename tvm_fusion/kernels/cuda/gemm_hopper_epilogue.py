@@ -26,6 +26,7 @@ from .gemm_hopper_rows import store_rows
 from .gemm_hopper_scale import Scale
 from .gemm_hopper_state import Hopper
 from .gemm_math import evaluate
+from .gemm_pairs import partner_vars, values_by_part
 from .gemm_words import half_of, store_pair
 from .intrinsics import pack_halves
 
@@ -47,10 +48,17 @@ class Epilogue:
         self.staged, self.deferred = config.staged, config.deferred
         self.residual = self.problem.residual if self.staged else None
         self.layout = Layout(kernel, number)
-        self.fetch = Fetch(self.layout, [self._loads(s) for s in self.problem.segments])
+        # Where a tile is kept, pairs of columns leave no registers for what the next piece reads:
+        # it is loaded where it is used. Steps are long enough for that.
+        paired = any(segment.partners is not None for segment in self.problem.segments)
+        loads = [self._loads(segment) for segment in self.problem.segments]
+        self.fetch = Fetch(self.layout, loads, self.deferred and paired)
         kept = self.problem.kept_dtype
         self.identity = self.staged and all(_is_identity(s, kept) for s in self.problem.segments)
         self.partials = Partials(self.frame, self.layout)
+        self.values = [
+            values_by_part(s.partners, s.bindings, s.outputs) for s in self.problem.segments
+        ]
         scaled = any(segment.factors for segment in self.problem.segments)
         self.factors = Scale(self.layout, self.fetch, sums) if scaled else None
         self.words = T.alloc_local((4,), "uint32")
@@ -184,18 +192,19 @@ class Epilogue:
     ) -> list[Expr]:
         """The outputs of one element."""
         segment, layout = self.problem.segments[number], self.layout
+        self.fetch.now(number, tile, (chunk, group, half, v))
         row, column = layout.row(tile, half), layout.column(tile, chunk, group) + v
         if _reads_in_place(segment):
             row = layout.existing_row(segment, row)
             column = layout.existing_column(segment, column, 1)
         env = layout.point(segment, tile, row, column)
-        for position, product in enumerate(segment.products):
-            at = position * (self.plan.out_n // 2) + (chunk * 2 + group) * 4 + half * 2
-            if self.deferred:
-                value = half_of(self.problem.kept_dtype, self.held[at // 2], v)
-            else:
-                value = self.sums[at + v]
-            env[product.accumulator] = T.Bind(value)
+        place, partners = (chunk * 2 + group) * 8 + v, segment.partners
+        others = partner_vars(partners, len(segment.products))
+        for position, (product, other) in enumerate(zip(segment.products, others, strict=True)):
+            env[product.accumulator] = T.Bind(self._sum(position, place, half))
+            if other is not None:
+                pair = self._sum(position, partners.partner_of(place), half)
+                env[other] = T.Bind(pair)
         for load, registers in self.fetch.kept[number]:
             env[load.var] = T.Bind(self.fetch.value(load, registers, chunk, group, half, v))
         if self.residual is not None:
@@ -203,8 +212,16 @@ class Epilogue:
             own = segment.residual
             env[own.var] = T.Bind(half_of(own.dtype, word, v))
         halves = all(bytes_of(dtype) == 2 for dtype in _stored_dtypes(segment))
-        values = [output.value for output in segment.outputs]
-        return evaluate(self.frame, segment.bindings, values, env, halves)
+        part = 0 if partners is None else partners.part_of(place)
+        bindings, values = self.values[number][part]
+        return evaluate(self.frame, bindings, values, env, halves)
+
+    def _sum(self, product: int, place: int, half: int) -> Expr:
+        """A thread's accumulator for column `place` of its own: numbers 0 and 1 of every 8."""
+        at = product * (self.plan.out_n // 2) + place // 8 * 4 + half * 2
+        if self.deferred:
+            return half_of(self.problem.kept_dtype, self.held[at // 2], place % 8)
+        return self.sums[at + place % 8]
 
     def _store(
         self,

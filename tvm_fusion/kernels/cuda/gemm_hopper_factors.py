@@ -18,6 +18,7 @@ from tvm.ir import Expr, TensorLoad, Var
 from ..contraction_inline import Binding
 from ..expr import HALF_DTYPES, dtype_of, rebuild, same, substitute, variables
 from .gemm_hopper_model import HopperSegment
+from .gemm_pairs import partner_vars
 
 
 def take_row_factors(segments: Sequence[HopperSegment]) -> list[HopperSegment]:
@@ -35,6 +36,8 @@ class _Taker:
     def __init__(self, segment: HopperSegment):
         self.segment = segment
         self.accumulators = {p.accumulator: None for p in segment.products}
+        others = partner_vars(segment.partners, len(segment.products))
+        self.alias = dict(zip(others, self.accumulators, strict=True))
         self.bound: dict[Var, Expr] = {}
         self.same_for_columns = {load.var for load in segment.loads if not load.per_column}
         self.failed = False
@@ -57,15 +60,21 @@ class _Taker:
 
     def _visit(self, expr: Expr) -> Expr:
         if isinstance(expr, Var):
-            self.failed |= expr in self.accumulators
+            self.failed |= self._own(expr) is not None
             return expr
         if isinstance(expr, tirx.Mul):
             for accumulator, factor in ((expr.a, expr.b), (expr.b, expr.a)):
-                known = isinstance(accumulator, Var) and accumulator in self.accumulators
-                if known and self._is_row_level(factor):
-                    self._note(accumulator, substitute(factor, self.bound))
+                own = self._own(accumulator)
+                if own is not None and self._is_row_level(factor):
+                    self._note(own, substitute(factor, self.bound))
                     return accumulator
         return rebuild(expr, self._visit)
+
+    def _own(self, expr: Expr) -> Var | None:
+        """The accumulator that an expression is, in this column or in its partner."""
+        if not isinstance(expr, Var):
+            return None
+        return self.alias.get(expr, expr if expr in self.accumulators else None)
 
     def _note(self, accumulator: Var, factor: Expr) -> None:
         known = self.accumulators[accumulator]

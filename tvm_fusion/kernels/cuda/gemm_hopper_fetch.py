@@ -17,10 +17,15 @@ from .gemm_words import half_of, load_word
 
 
 class Fetch:
-    """Loads of all segments' epilogues; `loads` holds those of each segment."""
+    """Loads of all segments' epilogues; `loads` holds those of each segment.
 
-    def __init__(self, layout: Layout, loads: list[tuple[EpilogueLoad, ...]]):
-        self.layout, self.frame = layout, layout.kernel.frame
+    `in_place`: there are no registers to read ahead of use, by `now` alone.
+    """
+
+    def __init__(
+        self, layout: Layout, loads: list[tuple[EpilogueLoad, ...]], in_place: bool = False
+    ):
+        self.layout, self.frame, self.in_place = layout, layout.kernel.frame, in_place
         pool: dict[tuple[int, str], list[Expr]] = {}
         self.kept = [_with_registers(found, pool) for found in loads]
 
@@ -35,8 +40,8 @@ class Fetch:
                     self._read(number, load, registers, half, own, row, tirx.IntImm("int32", 0))
 
     def ahead(self, chunk: int, tile: Tile) -> None:
-        """Emits the loads for a piece."""
-        if chunk >= self.layout.plan.chunks:
+        """Emits the loads for a piece, unless they come in place."""
+        if self.in_place or chunk >= self.layout.plan.chunks:
             return
         for number, own in self._segments(tile, per_column=True):
             for load, registers in self.kept[number]:
@@ -60,16 +65,38 @@ class Fetch:
     def _read_piece(
         self, number: int, load: EpilogueLoad, registers: Expr, tile: Tile, chunk: int
     ) -> None:
-        layout = self.layout
-        segment = layout.problem.segments[number]
-        width = 2 if load.paired else 1
-        for group in layout.groups(chunk):
+        for group in self.layout.groups(chunk):
             for half in range(2 if load.per_row else 1):
-                for v in range(0, 2, width):
-                    column = layout.column(tile, chunk, group) + v
-                    column = layout.existing_column(segment, column, width)
-                    at = _slot(load, chunk, group, half, v)
-                    self._read(number, load, registers, at, tile, layout.row(tile, half), column)
+                for v in range(0, 2, 2 if load.paired else 1):
+                    self._read_column(number, load, registers, tile, (chunk, group, half, v))
+
+    def now(self, number: int, tile: Tile, place: tuple[int, int, int, int]) -> None:
+        """Emits the loads in place for an element: its piece, group, half, and which of two
+        neighbours, whose first brings in words of both.
+        """
+        _, _, half, v = place
+        if not self.in_place:
+            return
+        for load, registers in self.kept[number]:
+            known = (half and not load.per_row) or (v and load.paired)
+            if load.per_column and not known:
+                self._read_column(number, load, registers, tile, place)
+
+    def _read_column(
+        self,
+        number: int,
+        load: EpilogueLoad,
+        registers: Expr,
+        tile: Tile,
+        place: tuple[int, int, int, int],
+    ) -> None:
+        layout = self.layout
+        chunk, group, half, v = place
+        segment = layout.problem.segments[number]
+        column = layout.column(tile, chunk, group) + v
+        column = layout.existing_column(segment, column, 2 if load.paired else 1)
+        at = _slot(load, *place)
+        self._read(number, load, registers, at, tile, layout.row(tile, half), column)
 
     def _read(
         self,

@@ -7,6 +7,9 @@ from ..expr import dtype_of
 from .gemm_hopper_config import CHUNK, MULTICASTS, SPLITS, HopperConfig
 from .gemm_hopper_model import BOX, HopperProblem
 
+# Columns of the accumulators that 4 threads hold side by side.
+GROUP = 8
+
 # Steps that an epilogue can be spread over; fewer leave no room for it.
 DEFERRED_STEPS = 3
 
@@ -34,6 +37,7 @@ def check_config(problem: HopperProblem, config: HopperConfig, out_n: int, steps
         raise Unsupported(f"{steps} steps for {config.split} blocks")
     _check_columns(problem, config, out_n)
     _check_runs(problem, out_n // config.split)
+    _check_pairs(problem, out_n // config.split)
     if config.staged:
         _check_boxes(problem, config, out_n // config.split)
     if config.deferred and not (config.staged and problem.kept_dtype):
@@ -96,3 +100,17 @@ def _check_runs(problem: HopperProblem, columns: int) -> None:
             raise Unsupported(f"runs of {width} columns in a tile of {columns}")
         if dtype_of(output.value) != "float32":
             raise Unsupported(f"a run of {dtype_of(output.value)}")
+
+
+def _check_pairs(problem: HopperProblem, columns: int) -> None:
+    """Raises Unsupported where a thread does not hold both columns of a pair: those of groups of 8
+    lie in threads side by side, two neighbours in one.
+    """
+    for segment in problem.segments:
+        if segment.partners is None:
+            continue
+        width, distance = segment.partners.width, segment.partners.distance
+        if width != 2 and (width % GROUP or distance % GROUP):
+            raise Unsupported(f"columns {distance} apart in runs of {width}")
+        if columns % width:
+            raise Unsupported(f"runs of {width} columns in a tile of {columns}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import tvm_ffi
 from tvm.ir import Call, Expr, Var
 
-from ..contraction import Contraction, Extent, Output, Product
+from ..contraction import Contraction, Extent, Output, Partners, Product
 from ..contraction_inline import Binding
 from ..contraction_model import Space
 from ..expr import FLOAT8_DTYPES, HALF_DTYPES, bytes_of
@@ -64,7 +64,8 @@ class HopperSegment(Space):
 
     `staged` is the position of the output that leaves through shared memory and the TMA, by the map
     `staged_map`; the others are stored from registers. With `factors`, one a product, the epilogue
-    starts from accumulators that are multiplied by them; they are the same for all columns.
+    starts from accumulators that are multiplied by them; they are the same for all columns. With
+    `partners` it reads those of two columns.
     """
 
     products: tuple[Product, ...]
@@ -78,6 +79,7 @@ class HopperSegment(Space):
     residual: EpilogueLoad | None
     residual_map: TensorMap | None
     factors: tuple[Expr, ...] = ()
+    partners: Partners | None = None
 
     @property
     def K(self) -> int:
@@ -161,6 +163,13 @@ class HopperProblem:
             for item in (*segment.bindings, *segment.outputs):
                 tvm_ffi.structural_walk(item.value, [(Call, calls.append)])
         return self.contraction.exact and bool(calls)
+
+    @property
+    def pairs_with_wide_loads(self) -> bool:
+        """Whether values of pairs of columns read elements of more than two bytes."""
+        paired = [segment for segment in self.segments if segment.partners is not None]
+        loads = [load for segment in paired for load in segment.loads if load.per_column]
+        return any(bytes_of(load.dtype) > 2 for load in loads)
 
     @property
     def residual(self) -> EpilogueLoad | None:

@@ -191,6 +191,8 @@ def make_plan(problem: HopperProblem, config: HopperConfig, hw: HardwareProfile)
     crowded = plan.consumers > 1 and plan.live_accumulators > FUNCTION_ACCUMULATORS
     if crowded and problem.unlowered_functions:
         raise Unsupported("accumulators that leave no registers for the epilogue's functions")
+    if crowded and c.deferred and problem.pairs_with_wide_loads:
+        raise Unsupported("kept pairs of columns that leave no registers for wide loads")
     if plan.exchange_bytes > c.stages * plan.stage_bytes:
         raise Unsupported(f"{plan.exchange_bytes} bytes of partial sums in {c.stages} stages")
     if plan.smem_bytes > hw.smem_per_block_bytes:

@@ -165,6 +165,7 @@ def _segment(
         staged_map,
         residual,
         residual_map,
+        partners=segment.partners,
     )
 
 

@@ -25,6 +25,7 @@ from .gemm_mma_plan import MmaConfig, Panel
 from .gemm_mma_problem import MmaSegment
 from .gemm_mma_units import CHUNK as CHUNK_BYTES
 from .gemm_mma_units import store_integers, store_shared, warp_sync
+from .gemm_pairs import values_by_part
 from .gemm_words import store_pair
 from .intrinsics import pack_halves
 from .memory import copy_out
@@ -131,6 +132,8 @@ class Epilogue:
         self.layout = Layout(frame, segment, config, place)
         self.fetch = Fetch(self.layout, [segment.loads])
         self.partials = Partials(frame, self.layout)
+        self.partners = segment.segment.partners
+        self.values = values_by_part(self.partners, segment.bindings, segment.outputs)
         self.paired = [self._run(output, 2, PAIRED_DTYPES) for output in segment.outputs]
         # A line of a wide output's 16 rows: a row of the warp's tile.
         self.panel = Panel(16, config.warp_n * 2, True, 2)
@@ -180,15 +183,25 @@ class Epilogue:
         layout, segment = self.layout, self.segment
         row, column = layout.row(self.tile, half), layout.column(self.tile, chunk, group) + v
         env = layout.point(segment, self.tile, row, column)
-        at = (part * self.config.tiles_n + chunk * 2 + group) * 4 + half * 2 + v
+        place, partners = (chunk * 2 + group) * 8 + v, self.partners
+        at = self._register(part, place, half)
         env |= {accumulator: sums[at] for accumulator, sums in self.sums.items()}
+        if partners is not None:
+            at = self._register(part, partners.partner_of(place), half)
+            for product, other in zip(segment.segment.products, partners.vars, strict=True):
+                if other is not None:
+                    env[other] = self.sums[product.accumulator][at]
         for load, registers in self.fetch.kept[0]:
             env[load.var] = T.Bind(self.fetch.value(load, registers, chunk, group, half, v))
         # What partial outputs sum up is as exact as what is stored.
         whole = [output for output in segment.outputs if output.partial is None]
         halves = all(bytes_of(output.dtype) == 2 for output in whole or segment.outputs)
-        values = [output.value for output in segment.outputs]
-        return evaluate(self.frame, segment.bindings, values, env, halves)
+        bindings, values = self.values[0 if partners is None else partners.part_of(place)]
+        return evaluate(self.frame, bindings, values, env, halves)
+
+    def _register(self, part: int, place: int, half: int) -> int:
+        """Where a thread holds column `place` of its own: numbers 0 and 1 of every 8."""
+        return (part * self.config.tiles_n + place // 8) * 4 + half * 2 + place % 8
 
     def _store(
         self, output: Output, paired: bool, row: Expr, column: Expr, values: list[Expr]

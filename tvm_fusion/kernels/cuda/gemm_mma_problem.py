@@ -32,9 +32,13 @@ from .gemm_access import AffineAccess, affine_access
 from .gemm_epilogue_loads import EpilogueLoad, take_loads
 from .gemm_mma_plan import TERM_BYTES
 from .gemm_mma_units import CHUNK
+from .gemm_pairs import in_pairs
 
 # Widths of cp.async.
 COPY_BYTES = (16, 8, 4)
+
+# Columns of the accumulators that 4 threads hold side by side.
+GROUP = 8
 
 INT8_DTYPES = ("int8", "uint8")
 
@@ -133,7 +137,13 @@ def read_mma(contraction: Contraction, hw: HardwareProfile, tf32: bool) -> tuple
     """
     if hw.kind != "cuda" or _capability(hw) < 80:
         raise Unsupported(f"{hw.arch} has no cp.async")
+    contraction = in_pairs(contraction, _pair_size)
     return tuple(_segment(contraction, s, hw, tf32) for s in contraction.segments)
+
+
+def _pair_size(segment: Segment) -> int:
+    """How far apart a thread's columns of a pair are to be: groups of 8, or neighbours."""
+    return GROUP if segment.partners.distance % GROUP == 0 else 1
 
 
 def _capability(hw: HardwareProfile) -> int:

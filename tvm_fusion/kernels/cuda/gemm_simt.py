@@ -21,6 +21,7 @@ from ..contraction import Contraction, Operand, Product, Segment, size_of
 from ..expr import bytes_of, constant, convert, dtype_of
 from .gemm_frame import Frame, assumed, ceil_div, open_kernel
 from .gemm_grid import Tile
+from .gemm_pairs import in_pairs
 from .gemm_segments import grid_of
 from .gemm_simt_cost import simt_seconds
 from .gemm_simt_epilogue import GROUP, Share, emit_epilogue
@@ -78,6 +79,7 @@ def simt_ranked(
         If no configuration fits into shared memory.
     """
     _refuse_partials(contraction)
+    in_pairs(contraction, lambda _: 1)  # raises where no configuration holds the pairs
     few = len(contraction.segments) <= FEW_SEGMENTS
     fitting = [
         c
@@ -85,6 +87,7 @@ def simt_ranked(
         if _smem_bytes(contraction, c) <= hw.smem_per_block_bytes
         and c.threads <= hw.max_threads_per_block
         and (few or c.thread_m * c.thread_n <= MANY_SEGMENTS_SUMS)
+        and _holds_pairs(contraction, c)
     ]
     if not fitting:
         raise Unsupported("no tile of this contraction fits into shared memory")
@@ -95,6 +98,26 @@ def simt_ranked(
 def _refuse_partials(contraction: Contraction) -> None:
     if contraction.has_partials:
         raise Unsupported("reductions of runs of columns")
+
+
+def _holds_pairs(contraction: Contraction, config: SimtConfig) -> bool:
+    """Whether a thread can hold both columns of all pairs that values are made of."""
+    try:
+        in_pairs(contraction, lambda s: _pair_size(s, config))
+    except Unsupported:
+        return False
+    return True
+
+
+def _pair_size(segment: Segment, config: SimtConfig) -> int:
+    """How far apart a thread's columns of a pair are to be: groups of its columns, else two of
+    them.
+    """
+    distance = segment.partners.distance
+    groups = config.thread_n // GROUP
+    if groups > 1 and distance % (config.block_n // groups) == 0:
+        return config.block_n // groups
+    return math.gcd(distance, min(GROUP, config.thread_n) // 2)
 
 
 def simt_configs(contraction: Contraction, hw: HardwareProfile) -> list[SimtConfig]:
@@ -154,6 +177,7 @@ def emit_gemm_simt(
     """
     _refuse_partials(contraction)
     config = config or simt_configs(contraction, hw)[0]
+    contraction = in_pairs(contraction, lambda s: _pair_size(s, config))
     with open_kernel(contraction) as frame:
         _Kernel(frame, config).emit()
     return frame.func

@@ -14,6 +14,7 @@ from .gemm_access import affine_access
 from .gemm_frame import Frame, coordinates
 from .gemm_grid import Tile
 from .gemm_math import evaluate
+from .gemm_pairs import partner_vars, values_by_part
 
 # Rows or columns a thread owns side by side: four float32 are one 16-byte access.
 GROUP = 4
@@ -35,6 +36,16 @@ class Share:
     def each(self) -> int:
         """Rows (or columns) of the thread."""
         return self.width * len(self.starts)
+
+    def place(self, number: int) -> int:
+        """Where the thread's row (or column) lies, as far as it is the same for all threads."""
+        group, rest = divmod(number, self.width)
+        return group * (self.block // len(self.starts)) + rest
+
+    def number(self, place: int) -> int:
+        """The thread's row (or column) at such a place."""
+        group, rest = divmod(place, self.block // len(self.starts))
+        return group * self.width + rest
 
     def ragged(self, extent: Extent) -> bool:
         """Whether the last tile reaches beyond the matrix."""
@@ -75,6 +86,9 @@ def _row(
     """One row of a thread: its groups of columns, whole vectors where all outputs take them."""
     vector = columns.width == GROUP and all(w.vector for w in writers)
     ragged = columns.ragged(segment.N)
+    partners = segment.partners
+    others = dict(zip(sums, partner_vars(partners, len(segment.products)), strict=True))
+    by_part = values_by_part(partners, segment.bindings, segment.outputs)
 
     def inside(column: Expr) -> Expr | None:
         return column < frame.size(segment.N) if ragged else None
@@ -90,10 +104,16 @@ def _row(
                 with _guard(None if vector else inside(column + v)):
                     at = point(column + v)
                     at |= {acc: s[start + number * columns.width + v] for acc, s in sums.items()}
+                    part = 0
+                    if partners is not None:
+                        place = columns.place(number * columns.width + v)
+                        part = partners.part_of(place)
+                        pair = start + columns.number(partners.partner_of(place))
+                        known = ((others[acc], s) for acc, s in sums.items())
+                        at |= {other: s[pair] for other, s in known if other is not None}
                     values = evaluate(
                         frame,
-                        segment.bindings,
-                        [output.value for output in segment.outputs],
+                        *by_part[part],
                         at,
                         all(bytes_of(output.dtype) == 2 for output in segment.outputs),
                     )

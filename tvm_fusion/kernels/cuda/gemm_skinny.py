@@ -17,17 +17,19 @@ for the elements of the words that a thread has loaded.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tvm import tirx
-from tvm.ir import Expr
+from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ...config import HardwareProfile
 from ...errors import Unsupported
-from ..contraction import Contraction, Segment
+from ..contraction import Contraction, Product, Segment
 from ..expr import bytes_of, constant, convert
 from .gemm_frame import Frame, coordinates, open_kernel
 from .gemm_math import evaluate
-from .gemm_skinny_config import STATIC_SMEM, WARP, SkinnyConfig, check_problem
+from .gemm_skinny_config import STATIC_SMEM, WARP, SkinnyConfig, check_problem, paired
 from .gemm_skinny_fma import FmaSum
 from .gemm_skinny_mma import MmaSum
 from .gemm_skinny_rank import skinny_ranked
@@ -63,6 +65,7 @@ def emit_gemm_skinny(
     check_problem(contraction, hw)
     if config is None:
         config = skinny_ranked(contraction, hw)[0][1]
+    contraction = paired(contraction)
     config.check(contraction, hw)
     with open_kernel(contraction) as frame:
         if frame.index != "int32":
@@ -243,21 +246,20 @@ class _Kernel:
                 self._element(part, segment, position, element, row, n)
 
     def _element(self, part, segment: Segment, position: Position, element, row, n) -> None:
-        env = {
-            **position.batch,
-            **coordinates(segment.m, row, self.frame),
-            **coordinates(segment.n, n, self.frame),
-        }
+        env = self._point(segment, position, row, n)
         for number, product in enumerate(segment.products):
-            total = None
-            for share in range(self.config.warps_k):
-                value = self.partials[self._place(number, share, element)]
-                total = value if total is None else total + value
-            factors = [*part.factors.a[number].outer, *part.factors.b[number].outer]
-            if factors:
-                zero = {axis.var: constant(0, self.frame.index) for axis in product.k}
-                total = total * self.frame.rewrite(product_of(factors), {**env, **zero})
-            env[product.accumulator] = T.Bind(convert(total, product.dtype))
+            env[product.accumulator] = self._total(part, number, product, element, env)
+        partners = segment.partners
+        if partners is not None:
+            half = T.Bind(n // partners.distance % 2)
+            env[partners.part] = half
+            step = T.Bind((1 - 2 * half) * partners.distance)
+            there = self._point(segment, position, row, n + step)
+            for number, (product, other) in enumerate(
+                zip(segment.products, partners.vars, strict=True)
+            ):
+                if other is not None:
+                    env[other] = self._total(part, number, product, element + step, there)
         half = all(bytes_of(output.dtype) == 2 for output in segment.outputs)
         values = [output.value for output in segment.outputs]
         for output, value in zip(
@@ -266,3 +268,25 @@ class _Kernel:
             target = self.frame.output(output.param)
             at = self.frame.place(output.indices, env)
             T.buffer_store(target, convert(value, output.dtype), at)
+
+    def _point(self, segment: Segment, position: Position, row: Expr, n: Expr) -> dict[Var, Expr]:
+        """The axes of an element of the outputs."""
+        return {
+            **position.batch,
+            **coordinates(segment.m, row, self.frame),
+            **coordinates(segment.n, n, self.frame),
+        }
+
+    def _total(
+        self, part, number: int, product: Product, element: Expr, env: Mapping[Var, Expr]
+    ) -> Expr:
+        """The whole sum of an element of a product."""
+        total = None
+        for share in range(self.config.warps_k):
+            value = self.partials[self._place(number, share, element)]
+            total = value if total is None else total + value
+        factors = [*part.factors.a[number].outer, *part.factors.b[number].outer]
+        if factors:
+            zero = {axis.var: constant(0, self.frame.index) for axis in product.k}
+            total = total * self.frame.rewrite(product_of(factors), {**env, **zero})
+        return T.Bind(convert(total, product.dtype))

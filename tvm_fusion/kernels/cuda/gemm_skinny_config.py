@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -9,7 +10,9 @@ from ...config import HardwareProfile
 from ...errors import Unsupported
 from ..contraction import Axis, Contraction, Operand, Product, Segment
 from ..expr import FLOAT8_DTYPES, HALF_DTYPES, bytes_of, dtype_of, is_integer
+from .gemm_access import affine_access
 from .gemm_frame import Frame
+from .gemm_pairs import in_pairs
 from .gemm_skinny_values import values_of
 
 WARP = 32
@@ -17,6 +20,8 @@ MAX_ROWS = 16
 STATIC_SMEM = 49_152
 """Bytes of shared memory that a kernel may have without asking for more."""
 MMA_LANES, MMA_COLUMNS = 4, 16
+PAIRED_COLUMNS = 8
+"""Columns read at once, at most, where values are made of pairs of columns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +97,8 @@ class SkinnyConfig:
                     raise Unsupported("a sum of one term")
             if self.width > 1 and (not segment.n or segment.n[-1].extent % self.width):
                 raise Unsupported(f"{segment.N} columns in runs of {self.width}")
+            if segment.partners is not None and self.block_n % segment.partners.width:
+                raise Unsupported(f"{self.block_n} columns, part of a run of pairs")
         if self.tensor and 2 * self.columns % self.width:
             raise Unsupported(f"{2 * self.columns} columns of a thread in runs of {self.width}")
         if self.smem_bytes(contraction) > STATIC_SMEM:
@@ -119,6 +126,25 @@ def check_problem(contraction: Contraction, hw: HardwareProfile) -> None:
             raise Unsupported("reductions of the outputs' rows")
     if len({product.dtype for product in contraction.products}) > 1:
         raise Unsupported("products of different dtypes")
+
+
+def paired(contraction: Contraction) -> Contraction:
+    """The contraction with the columns of each pair close together, but no closer than a read of
+    the weights is wide.
+    """
+    return in_pairs(contraction, lambda s: _pair_size(contraction, s))
+
+
+def _pair_size(contraction: Contraction, segment: Segment) -> int:
+    shapes = {p.var: p.shape for p in contraction.params}
+    for product in segment.products:
+        load = product.b.load
+        if load is not None:
+            groups = {"batch": segment.batch, "n": segment.n, "k": product.k}
+            access = affine_access(load.indices, shapes[load.source], groups)
+            if access is not None and access.contiguous("k"):
+                return 1
+    return math.gcd(segment.partners.distance, PAIRED_COLUMNS)
 
 
 def tensor_dtype(contraction: Contraction) -> str:

@@ -15,7 +15,7 @@ from ...errors import Unsupported
 from ..contraction import Contraction
 from ..expr import bytes_of
 from .gemm_skinny_candidates import Layouts, candidates
-from .gemm_skinny_config import MMA_LANES, WARP, SkinnyConfig, check_problem, tensor_dtype
+from .gemm_skinny_config import MMA_LANES, WARP, SkinnyConfig, check_problem, paired, tensor_dtype
 
 MMA_ROWS = 8  # threads of a warp side by side along the columns, on tensor cores
 START = 1.89e-06
@@ -76,6 +76,7 @@ def skinny_ranked(
         For any other contraction.
     """
     check_problem(contraction, hw)
+    contraction = paired(contraction)
     layouts = Layouts(contraction)
     tensor = tensor_dtype(contraction)
     found = [

@@ -1,6 +1,6 @@
 """What logits and visibility read of memory, loaded ahead of the scores it meets.
 
-    mask[b, 0, i, j] of two neighbouring columns: one word of two halves, of two floats, of two bytes
+    mask[b, 0, i, j] of two neighbouring columns: one word of two halves, two floats, two bytes
     bias[h, j]: the same for both rows of a thread
     slope[h], length[b], ids[i]: once for each tile of queries
 
@@ -27,8 +27,8 @@ from .gemm_words import half_of, load_word
 from .intrinsics import device_call
 
 if TYPE_CHECKING:
-    from .attention_hopper_points import Points
-    from .attention_hopper_state import Kernel
+    from .attention_points import Points
+    from .attention_tiles import TiledKernel
 
 Load = EpilogueLoad
 
@@ -87,7 +87,7 @@ class Point:
 class Reader:
     """Registers of the loads of one consumer thread for `count` groups of 8 columns."""
 
-    def __init__(self, kernel: Kernel, loads: Sequence[Load], count: int):
+    def __init__(self, kernel: TiledKernel, loads: Sequence[Load], count: int):
         self.frame, self.loads, self.count = kernel.frame, loads, count
         self.kept: dict[Var, Expr] = {}
         for load in loads:

@@ -19,7 +19,7 @@ from ..expr import convert, dtype_of, is_integer, linear_form, number, rebuild, 
 from .gemm_epilogue_loads import holds_load
 
 if TYPE_CHECKING:
-    from .attention_hopper_points import Points
+    from .attention_points import Points
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -1,6 +1,6 @@
 """Which tiles of keys a tile of queries meets, and which of these it sees as a whole.
 
-    key <= query + 3 and key >= query - 100, tiles of 128 x 64, the second tile of queries (128 ... 255)
+    key <= query + 3 and key >= query - 100, queries 128 ... 255, tiles of 64 keys
       keys 28 ... 258 -> tiles 0 ... 4; those that all of its queries see: 155 ... 131, none
 
 Bounds are conditions of `Attention.visible` that are linear in the key and the query.

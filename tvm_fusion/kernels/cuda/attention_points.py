@@ -1,4 +1,4 @@
-"""What is computed at each score of the Hopper attention beside a factor: logits and visibility.
+"""What is computed at each score beside a factor: logits and visibility.
 
 Tiles of keys that a tile of queries sees as a whole need no look at visibility. What logits and
 visibility read of memory is loaded ahead, while the products of the tile run, two columns at once
@@ -15,10 +15,9 @@ from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ..expr import conjunction, convert
-from .attention_hopper_loads import Load, Point, Reader, find_loads
-from .attention_hopper_offsets import Offset, take_offsets
-from .attention_hopper_problem import HopperAttention
-from .attention_hopper_state import Kernel, Tile
+from .attention_loads import Load, Point, Reader, find_loads
+from .attention_offsets import Offset, take_offsets
+from .attention_tiles import Tile, TiledAttention, TiledKernel
 from .gemm_frame import coordinates
 from .gemm_math import lower
 
@@ -39,7 +38,7 @@ class Formulas:
     offsets: tuple[Offset, ...]
 
 
-def read_formulas(problem: HopperAttention, conditions: tuple[Expr, ...]) -> Formulas:
+def read_formulas(problem: TiledAttention, conditions: tuple[Expr, ...]) -> Formulas:
     """What has to be computed at each score."""
     attention = problem.attention
     logit = None if problem.scale is not None else attention.logit
@@ -52,12 +51,14 @@ def read_formulas(problem: HopperAttention, conditions: tuple[Expr, ...]) -> For
 
 
 class Points:
-    """Emits the computation for the scores of one consumer warpgroup.
+    """Emits the computation for the scores of 16 queries of each warp.
 
     `row` and `column` are the first row and the first column (of a tile) that the thread holds.
     """
 
-    def __init__(self, kernel: Kernel, formulas: Formulas, scores: Expr, row: Expr, column: Expr):
+    def __init__(
+        self, kernel: TiledKernel, formulas: Formulas, scores: Expr, row: Expr, column: Expr
+    ):
         self.kernel, self.problem, self.formulas = kernel, kernel.problem, formulas
         self.plan, self.frame = kernel.plan, kernel.frame
         self.scores, self.first_row, self.column = scores, row, column

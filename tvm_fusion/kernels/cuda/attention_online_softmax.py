@@ -1,4 +1,4 @@
-"""The online softmax of one consumer warpgroup, in registers.
+"""The online softmax of 16 queries of each warp, in registers.
 
 A thread holds scores of rows `lane // 4` and 8 below: element ``4 * i + 2 * half + v`` is column
 ``8 * i + 2 * (lane % 4) + v`` of row `half`. The weights of a row are 2^(factor * (s - m)), where m
@@ -16,8 +16,7 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script import tirx as T
 
-from .attention_hopper_config import AttentionConfig
-from .attention_hopper_problem import HopperAttention
+from .attention_tiles import TileConfig, TiledAttention
 from .functions import horner
 from .intrinsics import device_call, ex2, pack_halves, rcp
 
@@ -52,9 +51,7 @@ def ex2_on_multipliers(x: Expr) -> Expr:
 class Softmax:
     """Emits the softmax; `scores` and `results` are the accumulators of the two products."""
 
-    def __init__(
-        self, problem: HopperAttention, config: AttentionConfig, scores: Expr, results: Expr
-    ):
+    def __init__(self, problem: TiledAttention, config: TileConfig, scores: Expr, results: Expr):
         self.problem, self.config = problem, config
         self.scores, self.results = scores, results
         self.count, self.result_count = config.block_n // 2, problem.features // 2
@@ -158,12 +155,16 @@ class Softmax:
 
     # ---- a tile of queries
 
-    def start(self) -> None:
-        """Emits what the first tile of keys finds."""
+    def start(self, empty: bool = False) -> None:
+        """Emits what the first tile of keys finds; if `empty`, it is weighed as any other."""
         for i in range(self.result_count):
             T.buffer_store(self.results, T.float32(0), [i])
         for half in range(2):
-            T.buffer_store(self.shrink, T.float32(1), [half])
+            if not empty:
+                T.buffer_store(self.shrink, T.float32(1), [half])
+                continue
+            T.buffer_store(self.largest, T.float32(LOWEST), [half])
+            T.buffer_store(self.sums, T.float32(0), [half])
 
     def total(self) -> None:
         """Emits the sums of whole rows, and their reciprocals."""

@@ -1,0 +1,98 @@
+"""The time model of attention beside measured kernels, and what it must not get wrong."""
+
+import dataclasses
+import json
+import math
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+
+from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.kernels.attention_time import (
+    AttentionShape,
+    AttentionTile,
+    hopper_time,
+    moved_bytes,
+    predict,
+)
+from tvm_fusion.kernels.cuda.attention_hopper_config import FEW_KEYS
+
+H200, POLICY = load_profile("nvidia_h200"), load_policy(None)
+# Kernel times on an H200, 2026-11-22, with a clean L2: attention, tile, microseconds.
+MEASURED = Path(__file__).parent / "data" / "attention_h200.jsonl"
+PLAIN = AttentionShape(32, 1, 2048, 2048, 128, 128, "float16")
+
+
+def measured(least_keys=1):
+    """(case, predicted microseconds, measured microseconds) of all measured kernels whose tiles
+    have so many keys.
+    """
+    found = []
+    for line in MEASURED.read_text().splitlines():
+        row = json.loads(line)
+        shape, tile = AttentionShape(**row["shape"]), AttentionTile(**row["tile"])
+        if tile.block_n < least_keys:
+            continue
+        found.append((row["case"], hopper_time(shape, tile, H200).seconds * 1e6, row["us"]))
+    return found
+
+
+def test_predictions_are_near_the_measurements():
+    errors = [math.log(predicted / us) for _, predicted, us in measured()]
+    assert len(errors) >= 100
+    assert math.sqrt(sum(e * e for e in errors) / len(errors)) <= 0.07
+    assert max(map(abs, errors)) <= 0.25
+
+
+def test_the_first_of_a_ranking_is_near_the_best():
+    for case, rows in groupby(measured(FEW_KEYS), key=lambda row: row[0]):
+        rows = list(rows)
+        picked = min(rows, key=lambda row: row[1])[2]
+        assert picked <= 1.06 * min(row[2] for row in rows), case
+
+
+def seconds(**changes):
+    found = predict(dataclasses.replace(PLAIN, **changes), H200, POLICY)
+    return None if found is None else found.seconds
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"batch": 64},
+        {"queries": 4096},
+        {"keys": 4096},
+        {"terms": 256},
+        {"features": 256},
+        {"mask_bytes": 2.0 * 2048 * 2048},
+        {"special": 1.0},
+        {"arithmetic": 10.0},
+    ],
+)
+def test_more_work_takes_longer(more):
+    assert seconds(**more) > seconds()
+
+
+@pytest.mark.parametrize("fewer", [{"visible": 0.5}, {"visible": 0.1, "edges": 2}])
+def test_hidden_keys_cost_less(fewer):
+    assert seconds(**fewer) < 0.75 * seconds()
+
+
+def test_a_causal_attention_takes_more_than_half():
+    assert seconds(visible=0.5) > 0.5 * seconds()
+
+
+def test_no_prediction_is_below_the_time_of_its_memory():
+    for shape in (PLAIN, dataclasses.replace(PLAIN, queries=1), dataclasses.replace(PLAIN, keys=8)):
+        bound = moved_bytes(shape) / H200.hbm_bytes_per_s
+        assert predict(shape, H200, POLICY).seconds >= bound
+
+
+def test_few_queries_of_long_caches_are_split_over_the_keys():
+    assert predict(dataclasses.replace(PLAIN, queries=1), H200, POLICY).form == "decode"
+
+
+@pytest.mark.parametrize("changes", [{"dtype": "float32"}, {"terms": 12}, {"features": 512}])
+def test_what_no_form_computes_has_no_time(changes):
+    assert seconds(**changes) is None

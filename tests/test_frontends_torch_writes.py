@@ -1,0 +1,160 @@
+"""Values written at indices, into copies and into the inputs of a model."""
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tvm_fusion
+from tests.frontend_tools import Function, assert_close, check, operators
+from tests.models import run_unfused
+from tvm_fusion.frontends import load
+from tvm_fusion.ir.graph import OpKind, build_graph
+from tvm_fusion.transform.lower import lower
+
+from .runtime_cases import LLVM
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+X = (4, 5, 6)
+ONE, TWO = torch.tensor([3]), torch.tensor([4, 0])
+
+
+def assigned(x, places, values):
+    """x with values at places."""
+    x = x.clone()
+    x[places] = values
+    return x
+
+
+@pytest.mark.parametrize(
+    ("function", "values", "index"),
+    [
+        (lambda x, v, i: x.index_copy(1, i, v), (4, 1, 6), ONE),
+        (lambda x, v, i: x.index_copy(-1, i, v), (4, 5, 2), TWO),
+        (lambda x, v, i: x.index_copy(0, i, v), (2, 5, 6), torch.tensor([3, 0])),
+        (lambda x, v, i: x.index_put((i,), v), (2, 5, 6), torch.tensor([-1, 0])),
+        (lambda x, v, i: x.index_put((i,), v), (6,), torch.tensor([-2])),
+        (lambda x, v, i: x.index_put((i, i + 1), v), (2, 6), torch.tensor([1, 0])),
+        (lambda x, v, i: x.index_put((i, i), v), (1, 6), torch.tensor([[2]])),
+        (lambda x, v, i: assigned(x, (slice(None), i, i), v), (4, 2), TWO),
+        (lambda x, v, i: assigned(x, (i, slice(None), i), v), (2, 5), torch.tensor([3, 0])),
+        (lambda x, v, i: x.index_put((i[:, None], i[None]), v), (2, 2, 6), torch.tensor([3, 1])),
+        (lambda x, v, i: x.index_put((i,), v), (), torch.tensor([1, 2], dtype=torch.int32)),
+    ],
+    ids=["one", "two", "first", "negative", "row", "pair", "point", "tail", "apart", "grid", "all"],
+)
+def test_values_are_written_where_pytorch_writes_them(function, values, index):
+    check(function, torch.randn(X), torch.randn(values), index)
+
+
+def test_one_position_is_a_choice_that_can_be_fused():
+    def function(x, new, index):
+        return torch.relu(x.index_copy(1, index, new)) * 2
+
+    mod = check(function, torch.randn(X), torch.randn(4, 1, 6), ONE)
+    graph = build_graph(lower(mod, LLVM))
+    assert {op.kind for op in graph.ops} == {OpKind.CALL_TIR}
+
+
+class Cache(torch.nn.Module):
+    """Attention of one query to a cache, into which the new key is written."""
+
+    def forward(self, q, k, cache, position):
+        cache.index_copy_(2, position, k)
+        seen = torch.arange(cache.shape[2]) <= position
+        return F.scaled_dot_product_attention(q, cache, cache, attn_mask=seen[None, None, None])
+
+
+def cache_inputs():
+    q, k = torch.randn(2, 3, 1, 8), torch.randn(2, 3, 1, 8)
+    return q, k, torch.randn(2, 3, 16, 8), torch.tensor([5])
+
+
+def test_a_cache_is_written_in_place_and_nothing_of_it_is_copied():
+    mod = load(Cache(), cache_inputs())
+    assert operators(mod).count("relax.call_tir_inplace") == 1
+    compiled = tvm_fusion.compile(mod, "llvm", verify=True)
+    q, k, cache, position = cache_inputs()
+    expected_cache = cache.clone()
+    expected = Cache()(q, k, expected_cache, position)
+    torch.testing.assert_close(compiled(q, k, cache, position), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(cache, expected_cache, rtol=0, atol=0)
+
+
+def test_a_kernel_for_a_cache_is_generated_for_a_gpu():
+    mod = load(
+        Cache().half(), tuple(x.half() if x.is_floating_point() else x for x in cache_inputs())
+    )
+    compiled = tvm_fusion.compile(mod, "nvidia_h200", verify=False)
+    assert any("write" in source for source in compiled.built.cuda_sources)
+    assert [group.fallback for group in compiled.report.groups if group.fallback] == []
+
+
+def test_two_writes_into_one_input_are_both_in_place():
+    def function(x, values, index):
+        x.index_copy_(0, index, values)
+        x.index_copy_(0, index + 1, values * 2)
+        return x.sum(1)
+
+    mod = load(Function(function), (torch.zeros(5, 4), torch.ones(1, 4), torch.tensor([1])))
+    assert operators(mod).count("relax.call_tir_inplace") == 2
+    compiled = tvm_fusion.compile(mod, "llvm", verify=False)
+    x = torch.zeros(5, 4)
+    compiled(x, torch.ones(1, 4), torch.tensor([1]))
+    assert x[:, 0].tolist() == [0, 1, 2, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x, i, v: (x.index_copy_(0, i, v), v * 2)[1],
+        lambda x, i, v: x.mul(2) + x.index_copy_(0, i, v),
+        lambda x, i, v: x.add_(1) + v.sum() + i,
+    ],
+    ids=["nothing reads it", "the old value is read", "another operator"],
+)
+def test_an_input_that_cannot_be_changed_in_place_stays_and_a_warning_says_so(function, caplog):
+    def inputs():
+        torch.manual_seed(1)
+        return torch.randn(5, 1), torch.tensor([3]), torch.randn(1, 1)
+
+    with caplog.at_level(logging.WARNING, "tvm_fusion"):
+        mod = load(Function(function), inputs())
+    assert "in place; the compiled one leaves it as it is" in caplog.text
+    assert "relax.call_tir_inplace" not in operators(mod)
+    given, wanted = run_unfused(mod, *(x.numpy() for x in inputs())), function(*inputs())
+    assert_close(given, [wanted.numpy()])
+
+
+class Counter(torch.nn.Module):
+    """Has a state."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(2))
+
+    def forward(self, x):
+        self.count.add_(1)
+        return x + self.count
+
+
+def test_a_buffer_that_changes_is_named_in_a_warning(caplog):
+    with caplog.at_level(logging.WARNING, "tvm_fusion"):
+        load(Counter(), (torch.ones(2),))
+    assert "changes its buffer count; the compiled one has no state" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_powers_of_two_are_exponentials(dtype):
+    check(torch.exp2, torch.linspace(-4, 4, 33).to(dtype))
+
+
+def test_a_selected_row_past_the_end_is_the_last():
+    mod = check(lambda x, i: x.index_select(1, i), torch.randn(3, 4), torch.tensor([2, 0]))
+    assert 'mode="clip"' in mod.script()

@@ -1,0 +1,129 @@
+"""Wall time of calls that replay CUDA graphs, and the memory that a call takes.
+
+Kernel times leave out what lies between kernels; here everything that torch or we launch in a call
+is captured into one graph, on the same inputs, and many replays run back to back. JAX, which makes
+graphs itself, is called as it is, without waiting for one call before the next. Memory is what a
+call takes beside its inputs and weights, its outputs included; JAX's is not counted.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .accuracy import CEILINGS, checked_error
+from .instance import Instance
+from .ours import Ours
+from .peers import xla_unawaited
+from .record import OURS, REFERENCES, reason, too_wrong
+from .small import batch_times
+
+if TYPE_CHECKING:
+    from .suite import Setup
+
+BATCH_S = 0.03  # of replays back to back
+MOST_CALLS = 200
+WARMUP = 3
+
+Call = Callable[[], Any]
+
+
+def fill(
+    row: dict[str, Any],
+    instance: Instance,
+    wanted: list[torch.Tensor],
+    ours: Ours,
+    calls: Mapping[str, Call],
+    setup: "Setup",
+) -> None:
+    """Fill in `wall_us` and `memory_bytes` for ours and for the peers of torch and JAX.
+
+    Parameters
+    ----------
+    wanted : list of torch.Tensor
+        The float64 outputs.
+    calls : mapping of str to Callable
+        What ran without graphs and is timed by its kernels already.
+    """
+    replays: dict[str, Call] = {}
+    for label, call in calls.items():
+        if label in REFERENCES or label == "tvm":
+            continue
+        try:
+            if label == "jax":
+                replays[label] = xla_unawaited(instance, setup.target)
+                continue
+            row["memory_bytes"][label] = (
+                _memory_of_ours(ours, call) if label == OURS else memory_of_torch(call)
+            )
+            replay = _graph_of_ours(ours, instance) if label == OURS else graph_of_torch(call)
+            error = checked_error(replay, instance.inputs, wanted)
+        except Exception as failure:  # a trial
+            row["failures"][f"{label}, CUDA graph"] = reason(failure)
+            continue
+        if why := too_wrong(error, CEILINGS[instance.dtype]):
+            row["failures"][f"{label}, CUDA graph"] = why
+        else:
+            replays[label] = replay
+    if replays:
+        row["wall_us"] |= batch_times(replays, setup.repeats, _number(replays))
+
+
+def _number(replays: Mapping[str, Call]) -> int:
+    """Calls of a batch: enough for the clock, few where one call takes long."""
+    slowest = max(batch_times(replays, 1, WARMUP).values())
+    return max(WARMUP, min(MOST_CALLS, int(BATCH_S / (slowest * 1e-6))))
+
+
+def graph_of_torch(call: Call) -> Call:
+    """Return a function that replays what a call launches, and returns its outputs."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(WARMUP):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = call()
+
+    def replay() -> Any:
+        graph.replay()
+        return outputs
+
+    return replay
+
+
+def memory_of_torch(call: Call) -> int:
+    """Return the bytes that torch allocates in a call at most at once."""
+    call()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _graph_of_ours(ours: Ours, instance: Instance) -> Call:
+    from ..runtime.cuda_graph import CapturedCall
+    from ..runtime.cuda_graph_driver import CudaDriver
+
+    compiled = ours.fused
+    device = compiled.device
+    captured = CapturedCall(
+        compiled.vm, compiled.arguments(instance.inputs), device, CudaDriver(device.index)
+    )
+
+    def replay() -> Any:
+        with captured.on(torch.cuda.current_stream().cuda_stream) as launch:
+            launch()
+        return captured.outputs
+
+    return replay
+
+
+def _memory_of_ours(ours: Ours, call: Call) -> int:
+    from ..runtime.memory import measured_call_bytes
+
+    return measured_call_bytes(call, ours.fused.device)

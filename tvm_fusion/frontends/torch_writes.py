@@ -1,0 +1,232 @@
+"""Values written at indices: `index_copy`, `index_put`, `x[:, :, position] = new`.
+
+    y = x.index_copy(2, position, new)     y is x with other values at the position
+    x.index_copy_(2, position, new)        an input of the model, changed in place: a cache
+
+torch.export makes the first of the second, and notes that the result takes the place of the input.
+Where nothing else reads the old input, the kernel writes into the input itself and copies nothing
+(`written_inputs`). One position is a choice at every element, which fuses with what reads it; many
+are a copy and a loop of stores.
+Does not handle: accumulation, boolean indices and symbolic extents, which are left to TVM, and
+inputs changed in other ways, which stay as they were (a warning says so).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import fx
+from torch.export.graph_signature import OutputKind
+from tvm import relax, te, tirx
+from tvm.ir import Expr
+from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script.builder import ir as B
+
+from tvm_fusion.frontends.torch_operators import Converter, bound_arguments
+
+if TYPE_CHECKING:
+    from tvm_fusion.frontends.torch_importer import Importer
+
+_log = logging.getLogger(__name__)
+_aten = torch.ops.aten
+WRITES = (_aten.index_put.default, _aten.index_put_.default)
+
+
+def written_inputs(program: torch.export.ExportedProgram) -> set[fx.Node]:
+    """The writes of a program that may change an input of the model in place.
+
+    They are those between the input and what takes its place, if each is the only reader of what
+    it changes, and if something reads the last one.
+    """
+    nodes = {node.name: node for node in program.graph.nodes}
+    found: set[fx.Node] = set()
+    for spec in program.graph_signature.output_specs:
+        if spec.kind not in (OutputKind.USER_INPUT_MUTATION, OutputKind.BUFFER_MUTATION):
+            continue
+        chain = _chain(nodes[spec.arg.name])
+        if spec.kind is OutputKind.USER_INPUT_MUTATION and chain:
+            found.update(chain)
+        elif spec.kind is OutputKind.USER_INPUT_MUTATION:
+            _log.warning(
+                "the model changes its input %s in place; the compiled one leaves it as it is: "
+                "write with index_copy_ or index_put_, and read the result",
+                spec.target,
+            )
+        else:
+            _log.warning(
+                "the model changes its buffer %s; the compiled one has no state: "
+                "make it an input that is written with index_copy_",
+                spec.target,
+            )
+    return found
+
+
+def _chain(last: fx.Node) -> list[fx.Node]:
+    """The writes from an input to its last value; empty if that cannot be had in place."""
+    if all(user.op == "output" for user in last.users):
+        return []
+    found, node = [], last
+    while node.op == "call_function":
+        if node.target not in WRITES or len(node.args[0].users) != 1 or not _is_plain(node):
+            return []
+        found.append(node)
+        node = node.args[0]
+    return found
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether a write is one that is handled here."""
+    args = bound_arguments(node)
+    tensors = [node.meta["val"], args["values"].meta["val"]]
+    tensors += [i.meta["val"] for i in args["indices"] if i is not None]
+    whole = all(not t.dtype.is_floating_point and t.dtype != torch.bool for t in tensors[2:])
+    static = all(isinstance(n, int) for t in tensors for n in t.shape)
+    return whole and static and not args["accumulate"] and len(tensors) > 2
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Where values go.
+
+    Attributes
+    ----------
+    shape : of the tensor that is written to.
+    dtype : of it.
+    indices : shape and dtype of the index of each axis, None where the whole axis is written.
+    values : shape of the values, which broadcast.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    indices: tuple[tuple[tuple[int, ...], str] | None, ...]
+    values: tuple[int, ...]
+
+    @property
+    def indexed(self) -> list[int]:
+        """The axes with an index."""
+        return [axis for axis, index in enumerate(self.indices) if index is not None]
+
+    @property
+    def points(self) -> tuple[int, ...]:
+        """The shape that the indices broadcast to."""
+        return tuple(torch.broadcast_shapes(*(i[0] for i in self.indices if i is not None)))
+
+    @property
+    def first(self) -> int:
+        """The axis of the region where those of the indices begin, as in NumPy."""
+        axes = self.indexed
+        return axes[0] if axes[-1] - axes[0] == len(axes) - 1 else 0
+
+    @property
+    def region(self) -> tuple[int, ...]:
+        """The shape of all that is written."""
+        rest = [n for axis, n in enumerate(self.shape) if self.indices[axis] is None]
+        return (*rest[: self.first], *self.points, *rest[self.first :])
+
+    def place(self, at: Sequence[Expr], load) -> list[Expr]:
+        """The element of the tensor for one of the region; `load(number, place)` reads an index."""
+        points = at[self.first : self.first + len(self.points)]
+        rest = [*at[: self.first], *at[self.first + len(self.points) :]]
+        found, number = [], 0
+        for index, extent in zip(self.indices, self.shape, strict=True):
+            if index is None:
+                found.append(rest.pop(0))
+                continue
+            value = load(number, broadcast(points, index[0])).astype("int64")
+            found.append(tirx.Select(value < 0, value + extent, value))
+            number += 1
+        return found
+
+
+def broadcast(place: Sequence[Expr], shape: Sequence[int]) -> list[Expr]:
+    """The place in a tensor of this shape that broadcasts to a place."""
+    last = list(place)[len(place) - len(shape) :]
+    return [tirx.const(0, "int64") if n == 1 else i for i, n in zip(last, shape, strict=True)]
+
+
+def write_function(write: Write, in_place: bool) -> tirx.PrimFunc:
+    """``write(x, *indices, values)``, or with a new tensor behind them that begins as a copy."""
+    with IRBuilder() as builder, B.prim_func(s_tir=True):
+        T.func_name("write")
+        x = T.arg("x", T.buffer(write.shape, write.dtype))
+        indices = [T.arg(f"index{axis}", T.buffer(*write.indices[axis])) for axis in write.indexed]
+        values = T.arg("values", T.buffer(write.values, write.dtype))
+        y = x if in_place else T.arg("y", T.buffer(write.shape, write.dtype))
+        T.func_attr({"tirx.noalias": True})
+        if not in_place:
+            with T.grid(*write.shape) as loops, T.sblock("copy"):
+                at = _axes(write.shape, loops)
+                T.buffer_store(y, x[tuple(at)], at)
+        with T.grid(*write.region) as loops, T.sblock("write"):
+            at = _axes(write.region, loops)
+            place = write.place(at, lambda number, where: indices[number][tuple(where)])
+            inside = [tirx.all(place[a] >= 0, place[a] < write.shape[a]) for a in write.indexed]
+            with T.If(tirx.all(*inside)), T.Then():
+                T.buffer_store(y, values[tuple(broadcast(at, write.values))], place)
+    return builder.get()
+
+
+def _axes(extents: Sequence[int], loops) -> list[Expr]:
+    loops = [loops] if len(extents) == 1 and not isinstance(loops, list | tuple) else list(loops)
+    return [T.axis.spatial((0, n), loop) for n, loop in zip(extents, loops, strict=True)]
+
+
+def _chosen(write: Write, x: te.Tensor, *tensors: te.Tensor) -> te.Tensor:
+    """x with the values at one position: a choice at every element."""
+    *indices, values = tensors
+
+    def at(*index):
+        zeros = [tirx.const(0, "int64")] * len(write.points)
+        rest = [i for axis, i in enumerate(index) if write.indices[axis] is None]
+        region = [*rest[: write.first], *zeros, *rest[write.first :]]
+        place = write.place(region, lambda number, where: indices[number](*where))
+        here = [index[axis].astype("int64") == place[axis] for axis in write.indexed]
+        return tirx.if_then_else(
+            tirx.all(*here), values(*broadcast(region, write.values)), x(*index)
+        )
+
+    return te.compute(write.shape, at, name="write")
+
+
+def _index_put(importer: Importer, node: fx.Node) -> relax.Expr:
+    if not _is_plain(node):
+        return importer._index_put(node)
+    args = bound_arguments(node)
+    x, values = (importer.value_of(args[name]) for name in ("self", "values"))
+    dtype = str(x.ty.dtype)
+    values = importer.cast(values, dtype)
+    given = [None if i is None else importer.value_of(i) for i in args["indices"]]
+    given += [None] * (x.ty.ndim - len(given))
+    write = Write(
+        _extents(x),
+        dtype,
+        tuple(None if i is None else (_extents(i), str(i.ty.dtype)) for i in given),
+        _extents(values),
+    )
+    operands = [x, *(i for i in given if i is not None), values]
+    builder = importer.block_builder
+    if node in importer.in_place:
+        function = builder.add_func(write_function(write, in_place=True), "write")
+        return importer.emit(relax.op.call_tir_inplace(function, operands, [0], x.ty))
+    if math.prod(write.points) == 1:
+        return builder.emit_te(
+            lambda *tensors: _chosen(write, *tensors), *operands, primfunc_name_hint="write"
+        )
+    function = builder.add_func(write_function(write, in_place=False), "write")
+    return importer.emit(relax.op.call_tir(function, operands, x.ty))
+
+
+def _extents(x: relax.Expr) -> tuple[int, ...]:
+    return tuple(int(n) for n in x.ty.shape)
+
+
+CONVERTERS: dict[str, Converter] = {
+    "index_put.default": _index_put,
+    "index_put_.default": _index_put,
+}

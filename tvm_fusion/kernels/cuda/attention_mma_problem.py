@@ -1,0 +1,102 @@
+"""An attention as the mma.sync kernel sees it, and what follows from a configuration."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ...config import HardwareProfile
+from ...errors import Unsupported
+from ..attention_model import Attention
+from ..expr import HALF_DTYPES
+from .attention_mma_config import MAX_HEAD, UNIT, AttentionMmaConfig, Layout, resident_blocks
+from .attention_range import key_range
+from .attention_source import Source, read_source
+from .attention_tiles import TiledAttention, TiledPlan, logit_scale, loop_parts
+from .gemm_frame import ceil_div
+
+FIRST_ARCHITECTURE = 80
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MmaAttention(TiledAttention):
+    """Made by `read_mma_attention`: `q`, `k` and `v` are the operands in memory."""
+
+    q: Source
+    k: Source
+    v: Source
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MmaPlan(TiledPlan):
+    """What follows from a problem and a configuration.
+
+    `layout` is that of shared memory, `resident` the number of blocks of a multiprocessor.
+    """
+
+    layout: Layout
+    resident: int
+
+
+def read_mma_attention(attention: Attention, hw: HardwareProfile) -> MmaAttention:
+    """The attention as cp.async and mma.sync can compute it.
+
+    Raises
+    ------
+    Unsupported
+        For a device before sm_80, other dtypes, operands that are computed or not contiguous along
+        the head, symbolic or large heads.
+    """
+    match = re.match(r"sm_(\d+)", hw.arch)
+    if match is None or int(match.group(1)) < FIRST_ARCHITECTURE:
+        raise Unsupported(f"mma.sync attention is for sm_80 and later, not {hw.arch or hw.name}")
+    if attention.operand_dtype not in HALF_DTYPES:
+        raise Unsupported(f"operands of {attention.operand_dtype}, not of a half precision")
+    terms, features = attention.D, attention.E
+    for size, name in ((terms, "terms"), (features, "features")):
+        if not isinstance(size, int):
+            raise Unsupported(f"a symbolic number of {name}")
+        if size % UNIT or size > MAX_HEAD:
+            raise Unsupported(f"{size} {name}: no multiple of {UNIT} up to {MAX_HEAD}")
+    q = read_source(attention, attention.q, "m", attention.terms, "queries")
+    k = read_source(attention, attention.k, "n", attention.terms, "keys")
+    v = read_source(attention, attention.v, "n", attention.features, "values")
+    scale = logit_scale(attention)
+    return MmaAttention(attention, attention.operand_dtype, terms, features, scale, q, k, v)
+
+
+def make_plan(
+    problem: MmaAttention,
+    config: AttentionMmaConfig,
+    hw: HardwareProfile,
+    mask_registers: float,
+) -> MmaPlan:
+    """Everything derived from a configuration; `mask_registers` as in `candidates`.
+
+    Raises
+    ------
+    Unsupported
+        Where it is none, or shared memory does not suffice.
+    """
+    c, attention = config, problem.attention
+    if c.block_n % 16 or not (1 <= c.warps <= 8 and 1 <= c.tiles <= 2 and 2 <= c.stages <= 4):
+        raise Unsupported(f"{c}: up to 8 warps of 1 or 2 tiles, 16 i keys, 2 to 4 stages")
+    layout = Layout(c, problem.terms, problem.features, mask_registers)
+    if layout.smem_bytes > hw.smem_per_block_bytes:
+        raise Unsupported(
+            f"{c}: {layout.smem_bytes} bytes of shared memory, {hw.smem_per_block_bytes} at most"
+        )
+    keys = key_range(attention)
+    query_tiles = ceil_div(attention.M, c.block_m)
+    parts, points_first = loop_parts(attention, keys, c.block_m, c.block_n)
+    return MmaPlan(
+        config=c,
+        query_tiles=query_tiles,
+        tiles=query_tiles * attention.B,
+        keys=keys,
+        uneven=any(bound.slope for bound in keys.bounds),
+        parts=parts,
+        points_first=points_first,
+        layout=layout,
+        resident=resident_blocks(layout, hw),
+    )

@@ -1,0 +1,85 @@
+"""`torch.compile(model, backend="tvm_fusion")`, for inference.
+
+    model = torch.compile(model, backend="tvm_fusion", options={"cuda_graph": True})
+    with torch.no_grad():
+        outputs = model(*inputs)
+
+Dynamo cuts the model into graphs of torch operators; each is exported, translated and compiled as
+`tvm_fusion.compile` does it. Weights become constants of the compiled graph, symbolic sizes stay
+symbolic where they can. A graph that cannot be compiled runs in eager mode, and a warning says why.
+"""
+
+from tvm_fusion.errors import FrontendError
+
+try:
+    import torch
+except ImportError as error:
+    raise FrontendError(
+        "the backend for torch.compile needs torch, which is not installed: "
+        "pip install 'tvm_fusion[torch]'"
+    ) from error
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from tvm_fusion.torch_backend.calls import GraphCalls
+from tvm_fusion.torch_backend.options import BackendOptions
+
+NAME = "tvm_fusion"
+
+__all__ = ["NAME", "BackendOptions", "backend"]
+
+
+def backend(
+    graph: torch.fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile one graph of Dynamo.
+
+    Parameters
+    ----------
+    graph : torch.fx.GraphModule
+    example_inputs : sequence
+        Tensors and sizes, weights among them.
+    options : mapping, optional
+        See `BackendOptions`.
+    mode : str, optional
+        "default", or "reduce-overhead": CUDA graphs, where the graph runs on a GPU.
+
+    Returns
+    -------
+    Callable
+        Takes what the graph takes, and returns a tuple.
+
+    Raises
+    ------
+    ConfigError
+        For an unknown option.
+    TargetError
+        If the target in the options is unknown or cannot be used here.
+    """
+    wanted = BackendOptions.of(options, mode)
+    tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        warnings.warn(
+            "tvm_fusion compiles for inference, and a graph has an input that requires a gradient: "
+            "it runs in eager mode; call the model under torch.no_grad() or torch.inference_mode()",
+            stacklevel=2,
+        )
+        return graph.forward
+    return GraphCalls.of(graph, example_inputs, wanted) or graph.forward
+
+
+def _register() -> None:
+    """Make the backend known by its name, unless Dynamo found the entry point already."""
+    from torch._dynamo.backends import registry
+
+    if NAME not in registry._BACKENDS:
+        registry.register_backend(backend, name=NAME)
+
+
+_register()
