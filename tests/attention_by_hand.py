@@ -18,7 +18,9 @@ from tvm_fusion.kernels.program import Param
 
 @dataclass
 class Sizes:
-    """What an attention is made of; `layout` "bhsd", or "bshd": projections as they come."""
+    """What an attention is made of; `layout` "bhsd", or "bshd": projections as they come; operands
+    in `turned` lie as [B, H, D, S].
+    """
 
     batch: object = 1
     heads: int = 2
@@ -30,6 +32,7 @@ class Sizes:
     dtype: str = "float16"
     layout: str = "bhsd"
     scale: float | None = None
+    turned: str = ""
 
     def __post_init__(self):
         self.kv_heads = self.kv_heads or self.heads
@@ -103,6 +106,9 @@ def attention(sizes: Sizes, form: Form | None = None) -> Attention:
     kv = h if s.kv_heads == s.heads else tirx.FloorDiv(h, constant(s.heads // s.kv_heads, "int64"))
 
     def operand(name, heads, head, rows, row, columns, column):
+        if name in s.turned:
+            buffer = param(name, (s.batch, heads, columns, rows), s.dtype)
+            return Operand(tirx.Cast("float32", tirx.BufferLoad(buffer, [b, head, column, row])))
         buffer = param(name, shape(heads, rows, columns), s.dtype)
         load = tirx.BufferLoad(buffer, list(index(b, head, row, column, columns)))
         return Operand(tirx.Cast("float32", load))

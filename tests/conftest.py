@@ -1,8 +1,11 @@
 """Fixtures of the test-suite, and the rule for tests that need a GPU."""
 
+import os
 from functools import cache
 
 import pytest
+
+os.environ.setdefault("TVM_FUSION_PLAN_CACHE", "0")  # what is tested is the search
 
 LLVM_AND_GPU = ["llvm", pytest.param("cuda", marks=pytest.mark.gpu)]
 

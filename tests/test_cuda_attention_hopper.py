@@ -152,6 +152,16 @@ def test_added_masks_are_read_in_pairs_and_hide_rows():
     assert np.isneginf(arrays["lse"][0, 0, 3])
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_added_masks_of_whole_tiles_are_exchanged_between_threads(dtype):
+    # 48 columns: 32 that come by eight, 16 that come in pairs.
+    sizes = Sizes(batch=2, queries=70, keys=96, terms=16)
+    mask = np.random.default_rng(1).standard_normal((2, 1, 70, 96)).astype(dtype)
+    form = forms.additive(mask.shape, dtype)
+    expected = {"logit": lambda s: s + mask.astype(np.float64)}
+    check(sizes, form, one(48), {"mask": mask}, **expected)
+
+
 def test_distances_along_the_keys_are_added():
     distance = np.arange(37)[None] - np.arange(20)[:, None]
     check(
@@ -183,6 +193,18 @@ def test_tiles_of_keys_of_other_documents_are_left_out(is_causal):
     arrays = run(sizes, form, config, inputs)
     own = (slice(None), slice(None), slice(64, None))
     assert np.abs(arrays["o"][own] - expected[own]).max() <= 1e-3 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_ranges_of_documents_in_any_order_hold_all_that_match(dtype):
+    # Blocks take ten tiles each: all scouts search several times, over more tiles than a look has.
+    sizes = Sizes(batch=2, heads=2, queries=300, keys=300, terms=16)
+    form = forms.documents(2, 300)
+    form.extra = {"ids": ((2, 300), dtype)}
+    ids = np.repeat(np.array([[7, 2, 5, 2, 9], [-3, 8, 8, 1, -3]]), 60, axis=1).astype(dtype)
+    ids[1, 170] = 8
+    visible = (ids[:, :, None] == ids[:, None])[:, None]
+    check(sizes, form, one(16), {"ids": ids}, visible=visible)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +241,15 @@ def test_one_kernel_serves_all_values_of_symbolic_sizes():
 # ---- machine code
 
 
+def causal_documents(dtype):
+    form = forms.documents(2, 2048)
+    same, form.extra = form.visible, {"ids": ((2, 2048), dtype)}
+    form.visible = lambda p: tirx.And(p.n <= p.m, same(p))
+    return form
+
+
 LARGE = [(D, form) for D in (64, 80, 96, 128, 256) for form in (None, "causal")]
+LARGE += [(64, "documents"), (128, "documents"), (128, "long documents")]
 LARGE += [(128, "mask"), (128, "softcap"), (64, "polynomial"), (64, "three consumers")]
 
 
@@ -229,6 +259,8 @@ def test_kernels_compile_without_spills_or_serialised_wgmma(terms, form):
         "causal": forms.causal(),
         "mask": forms.additive((2, 1, 2048, 2048)),
         "softcap": forms.softcap(30.0),
+        "documents": forms.documents(2, 2048),
+        "long documents": causal_documents("int64"),
     }.get(form)
     config = {"polynomial": several(128, 160, polynomial=4), "three consumers": several(192, 128)}
     sizes = Sizes(batch=2, heads=16, queries=2048, keys=2048, terms=terms)

@@ -134,8 +134,10 @@ def test_numbers_of_the_hopper_kernel(name):
 def test_blocks_that_split_the_terms_hold_whole_runs():
     case = rotary_case("halves", 64, (4,), (), rows=(1, 64), k=256)
     contraction = read(case)
-    direct = next(c for c in hopper_configs(contraction, TINY_H200) if not c.staged)
-    split = dataclasses.replace(direct, block_m=64, block_n=128, split=2, stages=3)
+    single = next(c for c in hopper_configs(contraction, TINY_H200) if not c.deferred)
+    split = dataclasses.replace(
+        single, block_m=64, block_n=128, split=2, stages=3, staged=False, boxes=0
+    )
     check(case, emit_gemm_hopper(contraction, TINY_H200, split), run_hopper_on_cpu)
     with pytest.raises(Unsupported, match="runs of 64 columns"):
         emit_gemm_hopper(contraction, H200, dataclasses.replace(split, split=4))

@@ -584,6 +584,24 @@ def test_the_class_writes_its_configurations():
     assert len(sources) == 2
 
 
+def test_a_tile_holds_an_area_of_a_warp_at_least():
+    """8 columns of 4096 rows beside as many elements that are not turned."""
+
+    def emit(bb, x, y, m):
+        kept = bb.emit(op.where(m, x, y))
+        turned = bb.emit(op.permute_dims(kept, [1, 0]))
+        return relax.Tuple([turned, bb.emit(op.multiply(kept, y))])
+
+    shape = (8, 4096)
+    program = analyze(fuse(emit, (shape, "float32"), (shape, "float32"), (shape, "bool")))
+    for part in (program, *program.siblings):
+        for config in transpose_configs(part, H200):
+            if isinstance(config, TransposeConfig):
+                assert config.areas >= 1
+                assert config.threads >= 32
+    emit_transpose(program, H200)
+
+
 def test_the_benchmark_is_one_launch_of_the_class():
     work = workloads.make("transpose_add", "cpu", "float16", scale=1 / 32)
     compiled = tvm_fusion.compile((work.module, work.inputs), "nvidia_h200", verify=False)

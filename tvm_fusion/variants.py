@@ -11,7 +11,8 @@ from .ir.graph import FusionGraph, build_graph
 from .plan.decide import decide
 from .plan.plan import FusionPlan
 from .plan.probing import probed_plan
-from .transform.lower import legalize, open_composites, rewrite
+from .plan_cache import Kept
+from .transform.lower import legalize, lower, open_composites, rewrite
 from .transform.rewrites import candidates
 
 # Share of a module's predicted time that a rewrite of its graph has to save.
@@ -48,8 +49,25 @@ def best_plan(
     which the predicted time falls.
 
     Each is tried on top of those kept before, and on top of the last one that did not gain by
-    itself: some pay only together.
+    itself: some pay only together. A module that was planned before is not planned again
+    (`plan_cache`).
     """
+    kept = Kept.of(mod, target, hw, policy)
+    if kept is not None and kept.found is not None:
+        low = lower(mod, target, hw=hw, rewrites=kept.found.rewrites)
+        graph = build_graph(low)
+        if kept.fits(graph):
+            return low, graph, kept.found
+    low, graph, plan = searched_plan(mod, target, hw, policy)
+    if kept is not None:
+        kept.keep(graph, plan)
+    return low, graph, plan
+
+
+def searched_plan(
+    mod: tvm.IRModule, target: tvm.target.Target, hw: HardwareProfile, policy: Policy
+) -> tuple[tvm.IRModule, FusionGraph, FusionPlan]:
+    """As `best_plan`, searched for."""
     best = _Variant.of(open_composites(mod, target, hw=hw), (), target, hw, policy)
     passed_over = None
     for name in candidates(hw, policy):

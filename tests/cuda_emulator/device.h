@@ -251,6 +251,11 @@ static float __int_as_float(int x) { float r; memcpy(&r, &x, 4); return r; }
 static int __float2int_rn(float x) { return std::isnan(x) ? 0 : (int)fmin(fmax(nearbyint((double)x), -2147483648.0), 2147483647.0); }
 static int __float_as_int(float x) { int r; memcpy(&r, &x, 4); return r; }
 static unsigned tvmf_load_word(const void* p) { return *(const unsigned*)p; }
+static void tvmf_load_four(const void* p, unsigned& a, unsigned& b, unsigned& c, unsigned& d) {
+  check(p, 16, 16);
+  const unsigned* words = (const unsigned*)p;
+  a = words[0], b = words[1], c = words[2], d = words[3];
+}
 static float tvmf_clamp(float x, float bound) { return x < -bound ? -bound : x > bound ? bound : x; }
 static uint tvmf_pack_f16x2(float low, float high) {
   half h[2] = {(half)low, (half)high};

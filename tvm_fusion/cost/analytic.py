@@ -19,9 +19,10 @@ way (memory) and of the units behind one issue port only the largest shows:
 p is `roofline_exponent` of the device (infinity would be the classical roofline max(T_i) of
 Williams et al., CACM 52(4), 2009) where blocks come in many waves and are in different phases;
 those of a single wave do the same at a time, and their terms overlap little
-(`single_wave_exponent`). The tail is what the last blocks leave idle. Terms that belong to a
-multiprocessor count for the busiest one. All rates come from the hardware profile. A kernel class
-that predicts the time of its launches itself (`Traffic.seconds`) is only charged the launch on top.
+(`single_wave_exponent`), unless they loop: in many rounds of loads warps get out of step, too. The
+tail is what the last blocks leave idle. Terms that belong to a multiprocessor count for the busiest
+one. All rates come from the hardware profile. A kernel class that predicts the time of its launches
+itself (`Traffic.seconds`) is only charged the launch on top.
 
 One formula computes single estimates (on floats) and many at a time (on arrays).
 """
@@ -44,6 +45,10 @@ US = 1e6
 REGISTER_STEP = 8
 """Registers are given to threads in multiples of this."""
 LEAST_REGISTERS = 16
+ROUNDS_A_WAVE = 8.0
+"""Rounds of loads, between two exchanges, in which the warps of a block get as far out of step as
+blocks do in one wave. Fitted to the column kernels of tests/data/kernels_h200.jsonl: with 4 their
+errors are larger, with 16 those of sums over 4096 steps and more."""
 SPILL_BYTES = 8
 """A register too many is stored and loaded, 4 bytes each."""
 
@@ -251,7 +256,8 @@ def _terms(
         "spill": busiest * all_threads * spilled / hw.spill_bytes_per_s,
         "code": code * m.high(blocks, 1.0) / sms / hw.code_bytes_per_s,
     }
-    apart = m.low(1.0, m.high(0.0, waves - 1.0) / hw.waves_to_drift)
+    steps = m.high(waves, rounds / (ROUNDS_A_WAVE * (1.0 + exchanges)))
+    apart = m.low(1.0, m.high(0.0, steps - 1.0) / hw.waves_to_drift)
     apart = 1.0 - known + known * apart
     alone = hw.single_wave_exponent
     return terms, rest, alone + apart * (hw.roofline_exponent - alone)

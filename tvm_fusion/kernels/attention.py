@@ -33,6 +33,8 @@ from .pointwise import refuse_recompute
 from .traffic import memory_traffic
 
 REGISTERS, THREADS = 168, 384  # of a thread on average, and of a block: the Hopper form
+WGMMA_ARCHITECTURE = "sm_90a"
+TMA_UNIT = 8  # halves of 16 bytes, in which pitches count
 CAUSAL_SHARE = 0.5
 """Of the scores, where whether a key is visible is computed of indices alone: what a triangle
 leaves."""
@@ -59,7 +61,11 @@ class AttentionClass:
                 "scores that stay in the kernel are not rounded as the unfused graph rounds them, "
                 "which the policy asks for",
             )
-        if refusal := _check_dtypes(group, roles) or _check_layouts(group, roles):
+        if roles.keys == 1:
+            return group.refuse(
+                RefusalCode.REDUCTION, "a softmax of one key: its weights are 1, whatever the score"
+            )
+        if refusal := _check_dtypes(group, roles) or _check_layouts(group, roles, hw):
             return refusal
         kept = (b for b in group.blocks if roles.levels[id(b)] is not Level.MASK)
         runs = evaluations(group, frozenset(w.tensor for b in kept for w in b.writes))
@@ -137,24 +143,40 @@ def _check_dtypes(group: GroupView, roles: AttentionRoles) -> Refusal | None:
     return None
 
 
-def _check_layouts(group: GroupView, roles: AttentionRoles) -> Refusal | None:
-    """Kernels load runs of a head: of terms, and of features."""
+def _check_layouts(group: GroupView, roles: AttentionRoles, hw: HardwareProfile) -> Refusal | None:
+    """Kernels load runs of a head, of terms and of features; wgmma also takes operands whose runs
+    are of queries or keys, where the TMA can address these.
+    """
+    for name, tensor in _turned(group, roles):
+        run = group.graph.tensors[tensor].shape[-1]
+        if hw.arch != WGMMA_ARCHITECTURE or not isinstance(run, int) or run % TMA_UNIT:
+            return group.refuse(
+                RefusalCode.PROLOGUE,
+                f"{name} are stored turned, neighbours in memory are of different rows of a head: "
+                f"that takes wgmma and runs of a known multiple of {TMA_UNIT}",
+            )
+    return None
+
+
+def _turned(group: GroupView, roles: AttentionRoles) -> list[tuple[str, int]]:
+    """Operands that lie along queries or keys: what they are, and where they are stored."""
     score, value = roles.score, roles.value
     content = value.left if value.left.tensor == roles.content else value.right
     features = content.axes - set(value.block.reduced)
     wanted = (
-        ("queries", score.left, set(score.block.reduced)),
-        ("keys", score.right, set(score.block.reduced)),
-        ("values", content, features),
+        ("queries", score.left, set(score.block.reduced), frozenset()),
+        ("keys", score.right, set(score.block.reduced), score.columns),
+        ("values", content, features, set(value.block.reduced)),
     )
-    for name, access, axes in wanted:
+    found = []
+    for name, access, axes, rows in wanted:
         along = stored_along(group, access)
-        if along and not along & axes:
-            return group.refuse(
-                RefusalCode.PROLOGUE,
-                f"{name} are stored turned: neighbours in memory are of different rows of a head",
-            )
-    return None
+        tensor = stored_tensor(group, access.tensor)
+        # Of runs of symbolic extent a reshape tells nothing: an index goes by all axes.
+        unclear = not isinstance(group.graph.tensors[tensor].shape[-1], int) and along & rows
+        if along and (unclear or not along & axes):
+            found.append((name, tensor))
+    return found
 
 
 def _shape(group: GroupView, roles: AttentionRoles) -> AttentionShape:
@@ -187,4 +209,5 @@ def _shape(group: GroupView, roles: AttentionRoles) -> AttentionShape:
         mask_bytes=masks,
         arithmetic=max(0.0, work[Pipe.ARITHMETIC] - SOFTMAX_ARITHMETIC),
         special=max(0.0, work[Pipe.SPECIAL] + work[Pipe.DIVISION] - SOFTMAX_SPECIAL),
+        turned=bool(_turned(group, roles)),
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 import tvm
 from tvm import tirx
 from tvm.ir import Expr, Var
-from tvm.ir.prim.expr import BitwiseNot, CmpExpr
+from tvm.ir.prim.expr import BitwiseAnd, BitwiseNot, BitwiseOr, CmpExpr
 
 from .attention_algebra import Algebra
 from .attention_model import INVISIBLE
@@ -68,8 +68,8 @@ class Conditions:
         expr = self.space.open(expr)
         if isinstance(expr, tirx.Not) or _is_complement(expr):
             return self.boolean(expr.a, not negate)
-        if isinstance(expr, tirx.And | tirx.Or):
-            both = isinstance(expr, tirx.And) != negate
+        if isinstance(expr, tirx.And | tirx.Or) or _is_bitwise(expr):
+            both = isinstance(expr, tirx.And | BitwiseAnd) != negate
             a, b = self.boolean(expr.a, negate), self.boolean(expr.b, negate)
             return _both(a, b) if both else _either(a, b)
         if number(expr) is not None:
@@ -191,6 +191,11 @@ def number_last(comparison: Expr) -> Expr:
 def _is_complement(expr: Expr) -> bool:
     """Whether an expression is ``~condition``."""
     return isinstance(expr, BitwiseNot) and dtype_of(expr) == "bool"
+
+
+def _is_bitwise(expr: Expr) -> bool:
+    """Whether an expression is ``a & b`` or ``a | b`` of conditions."""
+    return isinstance(expr, BitwiseAnd | BitwiseOr) and dtype_of(expr) == "bool"
 
 
 def _conjuncts(condition: Expr) -> Iterable[Expr]:

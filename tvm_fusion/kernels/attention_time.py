@@ -9,10 +9,11 @@ ends a tile is not hidden.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import replace
 
 from ..config import HardwareProfile, Policy
+from .attention_sizes import AttentionShape, AttentionTile, AttentionTime, MmaTile
 from .base import dtype_bytes
 from .expr import HALF_DTYPES
 
@@ -20,124 +21,54 @@ from .expr import HALF_DTYPES
 # products, for which the card has to lower its clock; instructions of each score on the CUDA cores;
 # waiting and bookkeeping of a tile of keys, of a tile of queries, and of each change between tiles
 # that are looked at by point and whole ones; the part of a tile by which blocks end apart. Fitted
-# together with the numbers below to 103 configurations of 31 attentions, 64 to 256 terms, causal,
-# with masks and without (H200, 2026-11-22): root mean square of log(predicted / measured) 0.057,
-# the configuration ranked first at most 4 % slower than the best measured one.
-START_SECONDS = 2.0e-6
-OVERLAP = 1.55
-TENSOR_SHARE = 1.25
-SCORE_INSTRUCTIONS = 4.4
-STEP_SECONDS, TILE_SECONDS, CHANGE_SECONDS = 2.1e-7, 9.0e-7, 8.4e-7
-APART = 0.2
+# together with the numbers below to 158 configurations of 36 attentions, 40 to 256 terms, causal,
+# with masks and without (H200, 2026-11-22): root mean square of log(predicted / measured) 0.060,
+# the configuration ranked first at most 5 % slower than the best measured one.
+START_SECONDS = 2.5e-6
+OVERLAP = 1.36
+TENSOR_SHARE = 1.27
+SCORE_INSTRUCTIONS = 2.35
+STEP_SECONDS, TILE_SECONDS, CHANGE_SECONDS = 2.17e-7, 6.2e-7, 1.0e-6
+APART = 0.33
 
 # What is added to a tile of queries whose results take the shared memory of the queries, which
-# cannot come ahead then; and what three warpgroups that take turns need of the time of two.
-IN_PLACE_SECONDS = 2.06e-6
-THREE_SHARE = 0.92
+# cannot come ahead then; and the overlap of three warpgroups that take turns.
+IN_PLACE_SECONDS = 8.3e-7
+OVERLAP_OF_THREE = 1.735
 
 # Instructions of a power of two by polynomial (it never paid: 64 terms 78.8 us, without 76.4), and
 # of conditions on a key, for each score.
-POLYNOMIAL_INSTRUCTIONS, BOUND_INSTRUCTIONS = 14.0, 2.0
+POLYNOMIAL_INSTRUCTIONS, BOUND_INSTRUCTIONS = 16.0, 3.4
 LANES = 128  # of a multiprocessor
 
 # Cycles of the load/store units for each score whose mask is read: a warp's load of two columns of
 # 8 rows takes as many cycles as rows.
-LOAD_CYCLES = 0.136
+LOAD_CYCLES = 0.1285
 
-# Rate of mma.sync beside that of wgmma. Estimates of what mma.sync waits for, in a tile of keys and
-# in a tile of queries, and of the part of the time of all units that shows, by the warps that a
-# multiprocessor has to fill the gaps (not fitted: the form was not timed before 2026-11-22).
-MMA_SHARE = 0.62
-MMA_STEP_SECONDS, MMA_TILE_SECONDS = 4.0e-7, 1.8e-6
-SHOWN = {4: 0.95, 8: 0.75, 12: 0.65, 16: 0.6}
-DECODE_QUERIES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionShape:
-    """What the time depends on.
-
-    Attributes
-    ----------
-    batch : independent attentions, batch times heads.
-    group : heads that share keys and values.
-    queries, keys, terms, features : of one attention.
-    dtype : of the operands.
-    visible : share of the scores that has to be computed, by tiles that can be left out.
-    mask_bytes : what is read for logits and visibility.
-    arithmetic, special : operations on each score beside scaling and softmax.
-    by_point : whether visibility is looked at for each score, not only at the edge of a range.
-    edges : ends of the range of visible keys that move with the query: 1 causal, 2 a window. Used
-        where `visible` is less than 1.
-    """
-
-    batch: int
-    group: int
-    queries: int
-    keys: int
-    terms: int
-    features: int
-    dtype: str
-    visible: float = 1.0
-    mask_bytes: float = 0.0
-    arithmetic: float = 0.0
-    special: float = 0.0
-    by_point: bool = False
-    edges: int = 1
-
-    @property
-    def reads_masks(self) -> bool:
-        """Whether something is read for each score, not only for each key."""
-        return self.mask_bytes >= self.queries * self.keys
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionTile:
-    """Tile of queries and keys; every `polynomial`-th power of two is one (0: none).
-
-    `overlaps` says that several warpgroups take turns with products and weights, `in_place` that
-    results take the shared memory of the queries.
-    """
-
-    block_m: int
-    block_n: int
-    polynomial: int = 0
-    overlaps: bool = True
-    in_place: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class MmaTile:
-    """Tile of queries and keys of the mma.sync form; `warp_rows` queries share what a warp reads
-    of keys and values, `warps` of a block, `resident` blocks of a multiprocessor.
-    """
-
-    block_m: int
-    block_n: int
-    warp_rows: int
-    warps: int
-    resident: int
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionTime:
-    """Predicted seconds without the launch's own cost, their terms, and the form."""
-
-    form: str
-    seconds: float
-    terms: Mapping[str, float] = field(hash=False)
-
+# Rate of mma.sync beside that of wgmma; what it waits for, in a tile of keys and of queries; what
+# shows of all units' time, by the warps of a multiprocessor. Fitted to 32 kernels of 8 attentions
+# (H200, 2026-11-22, 4 to 12 warps): root mean square of log(predicted / measured) 0.10.
+MMA_SHARE = 0.66
+MMA_STEP_SECONDS, MMA_TILE_SECONDS = 3.2e-7, 4.0e-7
+SHOWN = {4: 0.95, 8: 0.675, 12: 0.575, 16: 0.5}
 
 # Registers of a thread for the masks of each of its scores, read ahead in half precision.
 MASK_REGISTERS = 0.5
 
 # What this form is asked with; the fastest of these is near the fastest that the writer knows.
-MMA_TILES = (MmaTile(64, 64, 16, 4, 2), MmaTile(128, 32, 32, 4, 2))
+MMA_TILES = (
+    MmaTile(64, 64, 16, 4, 2),
+    MmaTile(64, 32, 16, 4, 2),
+    MmaTile(128, 64, 32, 4, 2),
+    MmaTile(128, 32, 32, 4, 2),
+)
+MMA_REGISTERS = 232
 
 
 def predict(shape: AttentionShape, hw: HardwareProfile, policy: Policy) -> AttentionTime | None:
     """The fastest form for an attention, by prediction; None where no form has it."""
-    times = [time for form in (_hopper, _mma, _decode) for time in form(shape, hw)]
+    forms = (_hopper,) if shape.turned else (_hopper, _mma, _decode)
+    times = [time for form in forms for time in form(shape, hw)]
     return min(times, key=lambda time: time.seconds, default=None)
 
 
@@ -165,21 +96,27 @@ def _mma(shape: AttentionShape, hw: HardwareProfile) -> Iterator[AttentionTime]:
     if hw.arch < "sm_80" or not _halves(shape, hw):
         return
     for tile in MMA_TILES:
-        yield mma_time(shape, tile, hw)
+        # Scores, weights in half precision and results of a thread.
+        held = tile.warp_rows // 16 * (0.75 * tile.block_n + shape.features / 2)
+        if held <= MMA_REGISTERS:
+            yield mma_time(shape, tile, hw)
 
 
 def _decode(shape: AttentionShape, hw: HardwareProfile) -> Iterator[AttentionTime]:
-    if hw.arch < "sm_80" or shape.queries * shape.group > DECODE_QUERIES:
+    from .cuda.attention_decode_config import MAX_FEATURES
+    from .cuda.attention_decode_problem import MAX_ROWS
+    from .cuda.attention_decode_rank import DecodeSizes, rank
+
+    rows, units = shape.queries * shape.group, max(1, shape.batch // shape.group)
+    fits = rows <= MAX_ROWS and shape.features <= MAX_FEATURES
+    if hw.arch < "sm_80" or shape.dtype not in HALF_DTYPES or not fits:
         return
-    scores = shape.batch * shape.queries * shape.keys * shape.visible
-    flops = 2.0 * scores * (shape.terms + shape.features)
-    terms = {
-        "hbm": moved_bytes(shape) / hw.hbm_bytes_per_s,
-        "fma": flops / hw.fma_per_s_f32,
-        "special": scores * (1 + shape.special) / hw.special_per_s,
-        "start": START_SECONDS,
-    }
-    yield AttentionTime("decode", START_SECONDS + max(terms.values()), terms)
+    sides = shape.batch * shape.queries * (shape.terms + shape.features)
+    others = int(sides * dtype_bytes(shape.dtype) + shape.mask_bytes)
+    sizes = DecodeSizes(units, rows, shape.keys, shape.terms, shape.features, others)
+    for seconds, _ in rank(sizes, hw)[:1]:
+        terms = {"hbm": moved_bytes(shape) / hw.hbm_bytes_per_s, "start": START_SECONDS}
+        yield AttentionTime("decode", seconds, terms)
 
 
 def _halves(shape: AttentionShape, hw: HardwareProfile) -> bool:
@@ -193,6 +130,9 @@ def _halves(shape: AttentionShape, hw: HardwareProfile) -> bool:
 
 def hopper_time(shape: AttentionShape, tile: AttentionTile, hw: HardwareProfile) -> AttentionTime:
     """The time of the Hopper form with one tile."""
+    if shape.matching < 1:
+        share = shape.visible * shape.matching
+        shape = replace(shape, visible=share, edges=max(2, shape.edges))
     return tiled_time("hopper", shape, tile, hw, 1.0)
 
 
@@ -207,12 +147,11 @@ def tiled_time(
     tiles = shape.batch * math.ceil(shape.queries / tile.block_m)
     step = _step(shape, tile, hw, share)
     loads = step.pop("loads")
-    busy = sum(value**OVERLAP for value in step.values()) ** (1 / OVERLAP)
+    overlap = OVERLAP_OF_THREE if tile.block_m > 128 else OVERLAP
+    busy = sum(value**overlap for value in step.values()) ** (1 / overlap)
     if not tile.overlaps or tile.block_m < 128:
         # One warpgroup: its weights run beside its own products only.
         busy = max(busy, 0.7 * sum(step.values()))
-    elif tile.block_m > 128:
-        busy *= THREE_SHARE
     per_step = busy + loads + STEP_SECONDS
     per_tile = TILE_SECONDS + changes * CHANGE_SECONDS + tile.in_place * IN_PLACE_SECONDS
     mean, most = steps * per_step + per_tile, longest * per_step + per_tile
@@ -235,14 +174,19 @@ def mma_time(shape: AttentionShape, tile: MmaTile, hw: HardwareProfile) -> Atten
     steps, longest, _ = _steps(shape, own)
     share = MMA_SHARE if hw.arch == "sm_90a" else 1.0
     step = _step(shape, own, hw, share / TENSOR_SHARE)
+    if shape.dtype != "float16":
+        # Its results are scaled at every tile of keys.
+        clock = hw.clock_ghz * 1e9
+        step["arithmetic"] += tile.block_m * shape.features / (LANES * clock)
     reads = tile.block_m / tile.warp_rows * tile.block_n * (shape.terms + shape.features)
     step["smem"] = reads * dtype_bytes(shape.dtype) * hw.num_sms / hw.smem_bytes_per_s
-    shown = SHOWN[min(max(SHOWN), tile.warps * tile.resident // 4 * 4)]
+    tiles = shape.batch * math.ceil(shape.queries / tile.block_m)
+    resident = min(tile.resident, math.ceil(tiles / hw.num_sms))
+    shown = SHOWN[min(max(SHOWN), max(min(SHOWN), tile.warps * resident // 4 * 4))]
     total = sum(step.values())
     busy = max(shown * total, *step.values())
-    per_step = busy + MMA_STEP_SECONDS / tile.resident
-    per_tile = MMA_TILE_SECONDS / tile.resident
-    tiles = shape.batch * math.ceil(shape.queries / tile.block_m)
+    per_step = busy + MMA_STEP_SECONDS / resident
+    per_tile = MMA_TILE_SECONDS / resident
     mean, most = steps * per_step + per_tile, longest * per_step + per_tile
     if longest > steps:
         rounds = max(most, (tiles / hw.num_sms + APART) * mean)
@@ -263,7 +207,7 @@ def _steps(shape: AttentionShape, tile: AttentionTile) -> tuple[float, float, fl
         return every, every, 0
     # Each edge adds half a tile of queries, and is rounded to whole tiles of keys.
     m, n = tile.block_m, tile.block_n
-    uneven = n - math.gcd(m, n)
+    uneven = n if shape.matching < 1 else n - math.gcd(m, n)
     mean = (shape.visible * shape.keys + shape.edges * (m + uneven) / 2) / n
     mean = min(max(1.0, mean), every)
     changes = (uneven > 0 or m > n) + (shape.edges > 1)

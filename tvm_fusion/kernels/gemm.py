@@ -33,7 +33,7 @@ from .base import (
     write_on_cpu,
 )
 from .footprint import evaluations
-from .gemm_columns import State, Whole, columns_behind, pairs_of
+from .gemm_columns import State, columns_behind, is_part, paired_elements, pairs_of
 from .gemm_launch import GemmGroup, narrows
 from .gemm_partials import refuse_partials
 from .gemm_time import SKINNY_ROWS, predict
@@ -89,7 +89,7 @@ class Gemm:
         if refusal := _check_siblings(group, products, hw):
             return refusal
         behind: dict[int, State] = {}
-        if hw.kind == "cuda" and not others and _takes_apart(group, products):
+        if hw.kind == "cuda" and not others:
             behind = columns_behind(group, {id(p.block): p.columns for p in products})
         if refusal := _check_neighbours(group, products, hw, policy, behind):
             return refusal
@@ -112,7 +112,16 @@ class Gemm:
         if hw.kind != "cuda":
             return fit
         pairs = pairs_of(behind)
-        launch = GemmGroup(group, parts, are_siblings(products), runs.counts, before, hw, pairs)
+        launch = GemmGroup(
+            group,
+            parts,
+            are_siblings(products),
+            runs.counts,
+            before,
+            hw,
+            pairs,
+            paired_elements(group, behind),
+        )
         time = predict(launch, hw, policy)
         if time is None and pairs:
             return group.refuse(
@@ -229,20 +238,6 @@ def _check_siblings(
     return None
 
 
-def _takes_apart(group: GroupView, products: list[Product]) -> bool:
-    """Whether a block behind a product runs over some of its elements only."""
-    sizes = {}
-    for p in products:
-        sizes[p.block.writes[0].tensor] = product_key(p.block.extents(p.block.spatial))
-    for block in group.blocks:
-        found = [sizes[a.tensor] for a in block.reads if a.tensor in sizes]
-        if found and block.reduction is None:
-            if any(size != product_key(a.extent for a in block.axes) for size in found):
-                return True
-            sizes[block.writes[0].tensor] = found[0]
-    return False
-
-
 def _check_neighbours(
     group: GroupView,
     products: list[Product],
@@ -269,7 +264,7 @@ def _check_neighbours(
         written = block.writes[0].tensor
         space = product_key(a.extent for a in block.axes)
         if sources:
-            apart = behind and not _is_part(group, behind, written)
+            apart = behind and not is_part(group, behind, written)
             if apart or (not behind and any(space != sizes[s] for s in sources)):
                 return group.refuse(
                     RefusalCode.SPACE_MISMATCH,
@@ -292,12 +287,6 @@ def _check_neighbours(
                 RefusalCode.SPACE_MISMATCH, f"{block.name} neither feeds nor follows the product"
             )
     return None
-
-
-def _is_part(group: GroupView, behind: Mapping[int, State], tensor: int) -> bool:
-    """Whether a tensor holds a product's elements, or some of them for others of the group."""
-    state = behind.get(tensor)
-    return isinstance(state, Whole) or (state is not None and tensor not in group.outputs)
 
 
 def _computable(

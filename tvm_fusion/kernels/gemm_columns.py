@@ -17,11 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..ir.access import Access, Affine, Block, Extent, Index, Irregular
-from ..ir.extents import product_key
+from ..ir.extents import assumed_product, product_key
 from .base import GroupView
 
-MAX_WIDTH = 1024
-"""Columns of a run."""
+MAX_WIDTH = 1024  # columns of a run
 
 Space = tuple[int, tuple[str, ...]]
 
@@ -57,8 +56,34 @@ Columns = Mapping[int, frozenset[int]]
 
 
 def columns_behind(group: GroupView, columns: Columns) -> dict[int, State]:
-    """What the tensors behind products hold; one of which that is not known is left out."""
+    """What the tensors behind products hold, where one of them holds some elements only; one of
+    which that is not known is left out. Nothing where each block runs over all elements.
+    """
+    if not _takes_apart(group, columns):
+        return {}
     return group.once("columns behind", lambda: _columns_behind(group, columns))
+
+
+def is_part(group: GroupView, behind: Mapping[int, State], tensor: int) -> bool:
+    """Whether a tensor holds a product's elements, or some of them for others of the group."""
+    state = behind.get(tensor)
+    return isinstance(state, Whole) or (state is not None and tensor not in group.outputs)
+
+
+def _takes_apart(group: GroupView, columns: Columns) -> bool:
+    """Whether a block behind a product runs over some of its elements only."""
+    sizes: dict[int, Space] = {}
+    for block in group.blocks:
+        written = block.writes[0].tensor
+        if id(block) in columns:
+            sizes[written] = product_key(block.extents(block.spatial))
+            continue
+        found = [sizes[a.tensor] for a in block.reads if a.tensor in sizes]
+        if found and block.reduction is None:
+            if any(size != product_key(a.extent for a in block.axes) for size in found):
+                return True
+            sizes[written] = found[0]
+    return False
 
 
 def _columns_behind(group: GroupView, columns: Columns) -> dict[int, State]:
@@ -81,6 +106,12 @@ def pairs_of(states: Mapping[int, State]) -> frozenset[tuple[int, int]]:
     """Widths of runs, and distances, of the pairs that tensors are made of."""
     whole = [s for s in states.values() if isinstance(s, Whole)]
     return frozenset((s.width, s.distance) for s in whole if s.distance)
+
+
+def paired_elements(group: GroupView, states: Mapping[int, State]) -> float:
+    """Elements of outputs that are made of two columns."""
+    made = (t for t in group.outputs if isinstance(s := states.get(t), Whole) and s.distance)
+    return float(sum(assumed_product(group.graph.tensors[t].shape) for t in made))
 
 
 def _after(

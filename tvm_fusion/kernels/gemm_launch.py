@@ -35,6 +35,7 @@ class GemmGroup:
     counts : points of each block, one evaluation for each element of an operand.
     before : tensors upstream of left operands, and of right ones.
     pairs : widths of runs and distances of the pairs of columns that outputs are made of.
+    paired : elements that are made of such pairs.
     """
 
     group: GroupView
@@ -44,6 +45,7 @@ class GemmGroup:
     before: tuple[frozenset[int], frozenset[int]]
     hw: HardwareProfile
     pairs: frozenset[tuple[int, int]] = frozenset()
+    paired: float = 0.0
 
     @cached_property
     def products(self) -> list[Product]:

@@ -19,7 +19,7 @@ from ..ir.extents import assumed_product, non_unit, product_key
 from .base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic, write_on_cpu
 from .footprint import evaluations
 from .pointwise import refuse_recompute
-from .row_shape import row_shape
+from .row_shape import row_shape, row_streams
 from .traffic import cuda_resources, cuda_traffic, filled_by_threads, memory_traffic
 
 # Elements of a row one thread holds; threads of one block (sweep on an H200: 128 threads
@@ -70,7 +70,7 @@ class Row:
 
     def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
         if hw.kind != "llvm":
-            return cuda_traffic(group, fit, hw, row_shape(group, fit, hw))
+            return cuda_traffic(group, fit, hw, row_shape(group, fit, hw), row_streams(group, fit))
         return memory_traffic(group, fit, hw, parallel=filled_by_threads(fit.rows, hw))
 
     def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:

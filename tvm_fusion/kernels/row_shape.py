@@ -9,14 +9,14 @@ cannot hold them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..config import HardwareProfile
 from ..ir.access import Reduction
 from .base import Fit, GroupView
 from .footprint import points
-from .streams import WIDEST_ACCESS, bytes_a_point, element_sizes
-from .traffic import Shape, group_streams, power_below
+from .streams import WIDEST_ACCESS, Stream, bytes_a_point, element_sizes, streams
+from .traffic import Shape, power_below
 
 WARP = 32
 MANY_ELEMENTS = 64
@@ -70,27 +70,36 @@ def sweeps(group: GroupView, space: float) -> Sweeps:
     return Sweeps(max(1, passes), max(1, reductions), again or passes > 1)
 
 
+def row_streams(group: GroupView, fit: Fit) -> tuple[Stream, ...]:
+    """The reads and writes of a row kernel, and the runs that its rows are made of."""
+    space = float(fit.rows * fit.columns)
+    return group.once("row streams", lambda: streams(group, fit.evaluations, space, True))
+
+
 def row_shape(group: GroupView, fit: Fit, hw: HardwareProfile) -> Shape:
     """Blocks, threads and vectors of a row kernel."""
     return group.once(("shape", fit.kernel_class), lambda: _shape(group, fit, hw))
 
 
 def _shape(group: GroupView, fit: Fit, hw: HardwareProfile) -> Shape:
-    found = group_streams(group, fit)
+    found = row_streams(group, fit)
     passes = sweeps(group, float(fit.rows * fit.columns))
     space = max(1.0, float(fit.rows * fit.columns))
     sizes = element_sizes(found, space)
     narrow, wide = min(sizes, default=2), max((s.size for s in found), default=2)
     width = max(1, min(WIDEST_ACCESS // narrow, 32 // wide))
-    while width > 1 and width > fit.columns:
+    runs = [s.run for s in found if s.own and s.run]
+    while width > 1 and (width > fit.columns or any(run % width for run in runs)):
         width //= 2
     vectors = -(-fit.columns // width)
     read = max(1.0, bytes_a_point(found, space))
+    shape = None
     if passes.again or vectors < STREAMED_VECTORS:
-        held = _held(fit, hw, passes, width, vectors, read)
-        if held is not None:
-            return held
-    return _streamed(fit, hw, passes, width, vectors, read)
+        shape = _held(fit, hw, passes, width, vectors, read)
+    shape = shape or _streamed(fit, hw, passes, width, vectors, read)
+    if any(s.alone for s in found):  # the places are loaded before what is read there
+        shape = replace(shape, rounds=shape.rounds + 1.0)
+    return shape
 
 
 def _held(

@@ -35,6 +35,7 @@ from ..kernels.base import Refusal, RefusalCode, Resources
 from .caution import LAUNCH, Caution, Ratio, Verdict
 from .differ import clusters, exchanged, regions
 from .judge import by_model, charged_us, judge, judged_whole, times_apart
+from .layout_changes import with_layout_reasons
 from .plan import Evidence, FusionPlan, PlannedGroup
 from .search import search, unfused_plan
 
@@ -70,12 +71,13 @@ def decide(
     sure = cut_unsure(graph, hopeful, alone, caution)
     apart = times_apart(alone)
     if _shapes(sure) == _shapes(hopeful):
-        return judged_whole(sure, apart, caution)
+        return with_layout_reasons(graph, hw, policy, judged_whole(sure, apart, caution))
     careful = cut_unsure(
         graph, search(graph, hw, policy, forbidden, caution, probed), alone, caution
     )
     plan = _cheapest(graph, careful, sure, apart, caution)
-    return judged_whole(_with_doubts(plan, sure.refusals), apart, caution)
+    plan = judged_whole(_with_doubts(plan, sure.refusals), apart, caution)
+    return with_layout_reasons(graph, hw, policy, plan)
 
 
 def _with_doubts(plan: FusionPlan, refusals: Iterable[Refusal]) -> FusionPlan:

@@ -9,7 +9,7 @@ from ..cost.probe import Probed, ProbeFailure
 from ..ir.graph import FusionGraph
 from ..kernels.base import Resources
 from ..plan.plan import FusionPlan, PlannedGroup
-from .flip import flip
+from .layouts import layout_reports, refusal_report
 from .model import Comparison, GroupReport, RefusalReport, Report, Verification
 
 if TYPE_CHECKING:
@@ -39,6 +39,7 @@ def planned_report(
         plan=plan.to_dict(),
         groups=groups,
         refusals=_refusals(plan),
+        layouts=layout_reports(graph, plan, {}),
     )
 
 
@@ -82,6 +83,7 @@ def built_report(
         plan=job.plan.to_dict(),
         groups=tuple(groups),
         refusals=_refusals(job.plan),
+        layouts=layout_reports(job.graph, job.plan, materialized.functions),
         verify=checked
         and Verification(checked.verification.passed, checked.verification.worst_error),
     )
@@ -122,12 +124,7 @@ def _group(graph: FusionGraph, g: PlannedGroup, name: str, **more) -> GroupRepor
 
 
 def _refusals(plan: FusionPlan) -> tuple[RefusalReport, ...]:
-    return tuple(
-        RefusalReport(
-            r.code.value, r.where, r.why, dict(r.numbers), flip(r.code.value, dict(r.numbers))
-        )
-        for r in plan.refusals
-    )
+    return tuple(map(refusal_report, plan.refusals))
 
 
 def _launches(plan: FusionPlan) -> int:

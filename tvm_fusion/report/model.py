@@ -129,6 +129,39 @@ class RefusalReport:
 
 
 @dataclass(frozen=True, slots=True)
+class LayoutReport:
+    """A launch that does nothing but permute or copy a tensor.
+
+    Attributes
+    ----------
+    name : str
+        Name of the launch's PrimFunc.
+    ops : tuple of str
+        Its operations.
+    predicted_us : float
+        What it costs by the cost model.
+    bytes : int
+        Memory traffic.
+    reads, writes : tuple of str
+        Inputs and constants of the model that it reads, results that it writes: no kernel stands
+        there that could absorb it.
+    neighbours : tuple of RefusalReport
+        Why the launches before and behind it did not, one at least for each.
+    readers : int
+        Launches that read what it writes.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    predicted_us: float
+    bytes: int
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    neighbours: tuple[RefusalReport, ...] = ()
+    readers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """What was fused, why, what it saved, and how right it is.
 
@@ -144,6 +177,8 @@ class Report:
         The kernels, in the order in which they run.
     refusals : tuple of RefusalReport
         The fusions that were not done, the most valuable first.
+    layouts : tuple of LayoutReport
+        Those launches that change a layout only, and why they are not part of another.
     verify : Verification or None
         None if nothing was checked.
     bound : plan.bound.Bound or None
@@ -178,6 +213,7 @@ class Report:
     measured_memory_bytes: int | None = None
     cuda_graph: str | None = None
     call_us: Comparison = Comparison()
+    layouts: tuple[LayoutReport, ...] = ()
 
     def __str__(self) -> str:
         from .text import render

@@ -48,7 +48,7 @@ def render(report: Report) -> str:
         parts.append(_terms(report))
     if report.peers_us:
         parts.append(_peers(report))
-    parts += [_fallbacks(report), _refusals(report.refusals)]
+    parts += [_fallbacks(report), _layouts(report), _refusals(report.refusals)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -71,7 +71,8 @@ def show(report: Report, file: TextIO) -> None:
     console.print(_header(report), markup=False, highlight=False)
     console.print(table)
     peers = _peers(report) if report.peers_us else ""
-    for part in (_terms(report), peers, _fallbacks(report), _refusals(report.refusals)):
+    layouts, refusals = _layouts(report), _refusals(report.refusals)
+    for part in (_terms(report), peers, _fallbacks(report), layouts, refusals):
         if part:
             console.print(part, markup=False, highlight=False)
 
@@ -206,6 +207,21 @@ def _fallbacks(report: Report) -> str:
             by_reason.setdefault(group.fallback, []).append(group.name)
     lines = [f"  {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
     return "\n".join(["run unfused:", *lines]) if lines else ""
+
+
+def _layouts(report: Report) -> str:
+    """Launches that only change a layout: what each costs, and why no other absorbed it."""
+    lines = []
+    for change in report.layouts:
+        cost = f"{format_time(change.predicted_us)}, {format_bytes(change.bytes)}"
+        readers = f", read by {change.readers} launches" if change.readers > 1 else ""
+        lines.append(f"  {_clip(change.name)}: {cost}{readers}")
+        for name in change.reads:
+            lines.append(f"    it reads {name}, an input: no kernel before it writes that")
+        for name in change.writes:
+            lines.append(f"    it writes {name}, a result in this order of axes")
+        lines += [f"    {format_refusal(refusal)}" for refusal in change.neighbours]
+    return "\n".join(["launches that only change a layout:", *lines]) if lines else ""
 
 
 def _refusals(refusals: Sequence[RefusalReport]) -> str:

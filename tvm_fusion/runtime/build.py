@@ -21,6 +21,7 @@ from . import cubin_cache
 from .cuda_compiler import DeviceCode, cuda_arch, find_compiler, kernel_names
 from .cuda_graph_rules import inplace_operator
 from .launches import call_sites, cuda_sources, host_launches, launched_kernels, vm_functions
+from .link import link
 from .memory import MemoryPlan, planned_memory
 from .pipeline import ScheduleLeftovers, lowering_pipeline, mixed_tir_pipeline, without_entry
 from .resources import KernelResources, resources_of
@@ -133,7 +134,7 @@ def build(
         if functions:
             prim_funcs = tvm.IRModule(functions, attrs=rest.attrs)
             library, codes = _build_tir(prim_funcs, target, compile_kernels)
-        executable = _link(builder, target, library, lowered.attrs)
+        executable = link(builder, target, library, lowered.attrs)
     launched = launched_kernels(executable.mod)
     _refuse_host_loops(executable, launched)
     return Built(
@@ -187,10 +188,12 @@ def _build_tir(
     codes: list[DeviceCode] = []
     for device_target, kernels in device.items():
         units = [finalize_device()(unit) for unit in one_kernel_each(kernels)]
+        modules: list[tvm.runtime.Module | None] = [None] * len(units)
         if compile_kernels and device_target.kind.name == "cuda":
-            codes += _compile_units(units, device_target, library)
-        for unit in units:
-            library.import_module(codegen_build(unit, device_target))
+            modules, found = _compile_units(units, device_target, library)
+            codes += found
+        for unit, module in zip(units, modules, strict=True):
+            library.import_module(module or codegen_build(unit, device_target))
     return library, codes
 
 
@@ -222,11 +225,21 @@ def one_kernel_each(device: tvm.IRModule) -> Iterator[tvm.IRModule]:
 
 def _compile_units(
     units: list[tvm.IRModule], target: tvm.target.Target, library: tvm.runtime.Module
-) -> list[DeviceCode]:
-    """Compile all units side by side into the cache, where code generation finds them."""
-    with cubin_cache.deferred():
-        sources = [codegen_build(unit, target).inspect_source("cuda") for unit in units]
-    codes = cubin_cache.compile_sources(sources, cuda_arch(target))
+) -> tuple[list[tvm.runtime.Module | None], list[DeviceCode]]:
+    """Compile all units side by side into the cache, where code generation finds them; with the
+    modules of those that were there already.
+    """
+    modules, sources = [], []
+
+    def generated() -> Iterator[str]:
+        for unit in units:
+            with cubin_cache.deferred() as missing:
+                module = codegen_build(unit, target)
+            modules.append(None if missing else module)
+            sources.append(module.inspect_source("cuda"))
+            yield sources[-1]
+
+    codes = cubin_cache.compile_sources(generated(), cuda_arch(target))
     failed = {
         kernel: str(code)
         for source, code in zip(sources, codes, strict=True)
@@ -239,7 +252,7 @@ def _compile_units(
         raise KernelBuildError(
             {f: failed[k] for f, names in launched.items() for k in names if k in failed}
         )
-    return codes
+    return modules, codes
 
 
 def _refuse_host_loops(executable: relax.VMExecutable, launched: Mapping[str, list[str]]) -> None:
@@ -270,25 +283,6 @@ def _attempt(step: Callable[[tvm.IRModule], Any], mod: tvm.IRModule) -> Any:
         if failures:
             raise KernelBuildError(failures) from error
         raise BuildError(f"the module does not build: {_summary(error)}") from error
-
-
-def _link(
-    builder: relax.ExecBuilder,
-    target: tvm.target.Target,
-    library: tvm.runtime.Module | None,
-    attrs: Mapping[str, Any] | None,
-) -> relax.VMExecutable:
-    """Join bytecode, kernels, constants and external libraries, as `tvm.relax.build` does."""
-    attrs = dict(attrs or {})
-    external = list(attrs.get("external_mods", []))
-    for module in filter(vm_build._is_device_module, external):
-        if library is None:
-            raise BuildError("external device modules without a PrimFunc that calls them")
-        library.import_module(module)
-    hosts = [module for module in external if not vm_build._is_device_module(module)]
-    params = dict(attrs.get("const_name_to_constant", {}))
-    linked = vm_build._ffi_api.VMLink(builder, target, library, hosts, params)
-    return relax.VMExecutable(linked)
 
 
 def _host_of(target: tvm.target.Target) -> tvm.target.Target:

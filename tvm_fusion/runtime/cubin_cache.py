@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -30,7 +30,7 @@ _CALLBACK = "tvm_callback_cuda_compile"
 _MAGIC = b"tvm_fusion cubin 1\n"
 _LOCK_TIMEOUT_S = 600  # the slowest kernel known takes ptxas about a minute
 _NO_CODE = b"\x7fELF"
-_deferred: ContextVar[bool] = ContextVar("deferred", default=False)
+_deferred: ContextVar[list[str] | None] = ContextVar("deferred", default=None)
 _log = logging.getLogger(__name__)
 
 
@@ -77,10 +77,21 @@ def compile_source(source: str, arch: str | None = None) -> DeviceCode:
     return code
 
 
+def cached_code(source: str) -> DeviceCode | None:
+    """What the cache has of a source for the current target or device; None without a compiler."""
+    try:
+        key = entry_key(source, cuda_arch(), find_compiler())
+    except (BuildError, ValueError, RuntimeError):  # no compiler, or no device to ask for its arch
+        return None
+    return _read(cache_dir() / f"{key}.cubin")
+
+
 def compile_sources(
-    sources: Sequence[str], arch: str | None = None, jobs: int | None = None
+    sources: Iterable[str], arch: str | None = None, jobs: int | None = None
 ) -> list[DeviceCode | BuildError]:
-    """Compile several sources at a time; the error of one leaves the others alone."""
+    """Compile several sources at a time, each from the moment on that `sources` yields it; the
+    error of one leaves the others alone.
+    """
     arch = arch or cuda_arch()
 
     def attempt(source: str) -> DeviceCode | BuildError:
@@ -90,7 +101,8 @@ def compile_sources(
             return error
 
     with ThreadPoolExecutor(max_workers=jobs or available_cores()) as pool:
-        return list(pool.map(attempt, sources))
+        begun = [pool.submit(attempt, source) for source in sources]
+        return [future.result() for future in begun]
 
 
 def available_cores() -> int:
@@ -109,17 +121,26 @@ def install() -> None:
         # nvshmem needs TVM's own link step, and a kernel dump its own files
         if "nvshmem" in source or os.environ.get("TVM_KERNEL_DUMP"):
             return original(source)
-        return _NO_CODE if _deferred.get() else compile_source(source).binary
+        missing = _deferred.get()
+        if missing is None:
+            return compile_source(source).binary
+        found = cached_code(source)
+        if found is None:
+            missing.append(source)
+        return _NO_CODE if found is None else found.binary
 
     tvm_ffi.register_global_func(_CALLBACK, cached_cuda_compile, override=True)
 
 
 @contextmanager
-def deferred() -> Iterator[None]:
-    """Let TVM generate CUDA modules without machine code, for their source only."""
-    token = _deferred.set(True)
+def deferred() -> Iterator[list[str]]:
+    """Let TVM generate CUDA modules without waiting for a compiler: with machine code where the
+    cache has it, else for their source only. Yields a list that the latter sources are put into.
+    """
+    missing: list[str] = []
+    token = _deferred.set(missing)
     try:
-        yield
+        yield missing
     finally:
         _deferred.reset(token)
 

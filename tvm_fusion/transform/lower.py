@@ -14,6 +14,7 @@ from .decompose import Decompose
 from .drop_empty import DropEmpty, check_defined
 from .fix_bool_arithmetic import FixBoolArithmetic
 from .hidden_weights import BindWeights
+from .layout import CancelLayouts
 from .lean_constants import LeanConstants
 from .rewrites import REWRITES
 from .scalar_where import legalize_where
@@ -66,6 +67,7 @@ def open_composites(
         relax.transform.CanonicalizeBindings(),
         DropEmpty(),
         Decompose(keep_attention, _gpu(hw), keep_all=not decompose),
+        *([CancelLayouts()] if decompose else []),
         *([UnpackStacks()] if _gpu(hw) is not None else []),
     ]
     with target:

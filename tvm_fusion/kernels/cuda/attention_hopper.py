@@ -20,10 +20,11 @@ from tvm.script import tirx as T
 from ...config import HardwareProfile, Policy
 from ...errors import Unsupported
 from ..attention_model import Attention
-from .attention_hopper_config import PRODUCER_REGISTERS, AttentionConfig
+from .attention_hopper_config import PRODUCER_REGISTERS, SCOUT_REGISTERS, AttentionConfig
 from .attention_hopper_consumer import Consumer
+from .attention_hopper_match import WARP, emit_scouts
 from .attention_hopper_problem import read_attention
-from .attention_hopper_producer import emit_producer, producer_threads
+from .attention_hopper_producer import emit_producer
 from .attention_hopper_rank import rank_configs
 from .attention_hopper_state import (
     Kernel,
@@ -105,16 +106,19 @@ def _body(kernel: Kernel) -> None:
     kernel.shared = allocate(kernel.problem, kernel.plan)
     warpgroup = _warpgroup(kernel.thread)
     initialise_barriers(kernel)
-    moves_registers = config.consumers > 1
+    moves_registers, scouts = config.consumers > 1, kernel.plan.match is not None
     with T.If(warpgroup == 0):
         with T.Then():
             if moves_registers:
-                set_registers(PRODUCER_REGISTERS, more=False)
-            with T.If(kernel.thread < producer_threads(kernel)), T.Then():
+                set_registers(SCOUT_REGISTERS if scouts else PRODUCER_REGISTERS, more=False)
+            with T.If(kernel.thread == 0), T.Then():
                 emit_producer(kernel)
+            if scouts:
+                with T.If(kernel.thread >= WARP), T.Then():
+                    emit_scouts(kernel)
         with T.Else():
             if moves_registers:
-                set_registers(config.consumer_registers, more=True)
+                set_registers(config.consumer_registers(scouts), more=True)
             Consumer(kernel, T.Bind(warpgroup - 1)).emit()
 
 

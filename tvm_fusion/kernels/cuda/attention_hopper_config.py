@@ -17,7 +17,8 @@ MAX_KEYS, MAX_FEATURES = 256, 256
 # Shared memory for barriers and for aligning the buffers in front of them.
 BARRIER_BYTES = 1024
 
-PRODUCER_REGISTERS = 24
+# Of a thread of the producer's warpgroup: alone, and beside warps that search for tiles of keys.
+PRODUCER_REGISTERS, SCOUT_REGISTERS = 24, 32
 MAX_REGISTERS = 240
 
 # Registers of a consumer thread beside scores, weights and results: addresses, counters, sums, and
@@ -77,14 +78,14 @@ class AttentionConfig:
         """Threads of a block: one producer warpgroup and the consumers."""
         return 128 * (self.consumers + 1)
 
-    @property
-    def consumer_registers(self) -> int:
+    def consumer_registers(self, scouts: bool = False) -> int:
         """Registers a consumer thread may take once the producers gave theirs back."""
         if self.consumers == 1:
             return MAX_REGISTERS
         groups = self.consumers + 1
         pool = groups * (65536 // (128 * groups) // 8 * 8)
-        return min(MAX_REGISTERS, (pool - PRODUCER_REGISTERS) // self.consumers // 8 * 8)
+        given = SCOUT_REGISTERS if scouts else PRODUCER_REGISTERS
+        return min(MAX_REGISTERS, (pool - given) // self.consumers // 8 * 8)
 
 
 def boxes_of(size: int) -> int:
@@ -118,6 +119,7 @@ def candidates(
     staged: bool,
     mask_registers: float,
     smem_limit: int,
+    scouts: bool = False,
 ) -> list[AttentionConfig]:
     """Configurations that fit in registers and shared memory.
 
@@ -129,6 +131,7 @@ def candidates(
     staged : whether the TMA can store the result.
     mask_registers : registers for what is read ahead for each score.
     smem_limit : bytes that a block may have.
+    scouts : whether warps search for tiles of keys.
     """
     lazy = LAZY if dtype == "float16" else 0.0
     most_keys = MAX_KEYS if keys is None else -(-keys // WGMMA_TERMS) * WGMMA_TERMS
@@ -141,7 +144,7 @@ def candidates(
         if (
             not idle
             and block_n <= max(most_keys, KEYS[-1])
-            and registers(config, features, mask_registers) <= config.consumer_registers
+            and registers(config, features, mask_registers) <= config.consumer_registers(scouts)
             and smem_bytes(config, terms, features, False) <= smem_limit
         ):
             found.append(config)

@@ -12,18 +12,19 @@ ptxas serialises all of them (C7510, C7520).
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tvm.ir import Expr
 from tvm.script import tirx as T
 
 from .attention_hopper_config import BOX, HALF_BYTES, WARPGROUP_ROWS, WGMMA_TERMS
 from .attention_hopper_epilogue import Epilogue
+from .attention_hopper_match import read_range
 from .attention_hopper_state import Kernel, arrive
 from .attention_online_softmax import Softmax
 from .attention_points import Points, read_formulas
 from .attention_range import KeyTiles
-from .attention_tiles import Tile, kept
+from .attention_tiles import Tile
 from .gemm_hopper_consumer import GROUP_STRIDE, SWIZZLE_128B
 from .gemm_hopper_state import Ring, wait
 
@@ -32,6 +33,37 @@ FIRST_TURN = 8
 
 UNITS = 16  # bytes in which descriptors count
 BOX_ROW = BOX * HALF_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Tiles of an operand in shared memory; offsets are in the units of descriptors.
+
+    Attributes
+    ----------
+    buffer : its boxes of 64 columns, and their elements, in the last two dimensions.
+    rows_of_terms : what a product sums over are the rows of a box, else its columns.
+    """
+
+    buffer: Expr
+    rows_of_terms: bool
+
+    @property
+    def box(self) -> int:
+        """From a box to the next one."""
+        return int(self.buffer.shape[-1]) * HALF_BYTES // UNITS
+
+    @property
+    def stage(self) -> int:
+        """From a stage to the next one."""
+        return int(self.buffer.shape[-2]) * self.box
+
+    def step(self, number: int) -> int:
+        """From the first terms to those of the `number`-th instruction."""
+        if self.rows_of_terms:
+            return number * WGMMA_TERMS * BOX_ROW // UNITS
+        box, part = divmod(number, BOX // WGMMA_TERMS)
+        return box * self.box + part * WGMMA_TERMS * HALF_BYTES // UNITS
 
 
 class Consumer:
@@ -51,16 +83,21 @@ class Consumer:
         formulas = read_formulas(problem, self.plan.keys.rest)
         self.points = Points(kernel, formulas, self.scores, row, column)
         self.epilogue = Epilogue(self, row, column)
-        self.q_start = self._descriptor(s.q.ptr_to([0, number * WARPGROUP_ROWS * BOX]), 1)
-        self.k_start = self._descriptor(s.k.ptr_to([0, 0, 0]), 1)
-        self.v_start = self._descriptor(s.v.ptr_to([0, 0, 0]), c.block_n * BOX_ROW // UNITS)
+        first = [number, 0] if problem.q.turned else [0, number * WARPGROUP_ROWS * BOX]
+        self.q = Tiles(s.q, problem.q.turned)
+        self.k = Tiles(s.k, problem.k.turned)
+        self.v = Tiles(s.v, not problem.v.turned)
+        self.q_start = self._descriptor(s.q.ptr_to(first), self.q)
+        self.k_start = self._descriptor(s.k.ptr_to([0, 0, 0]), self.k)
+        self.v_start = self._descriptor(s.v.ptr_to([0, 0, 0]), self.v)
         self.queries = Ring(1, 0)
         self.keys, self.values = Ring(c.stages, 0), Ring(c.stages, 0)
         # Whether a product with V is in flight; its stage is the one before the present one.
         self.busy = T.alloc_local((1,), "int32")
 
-    def _descriptor(self, place: Expr, leading: int) -> Expr:
+    def _descriptor(self, place: Expr, tiles: Tiles) -> Expr:
         """The matrix descriptor of a tile in stage 0."""
+        leading = tiles.box if tiles.rows_of_terms else 1
         found = T.alloc_local((1,), "uint64")
         T.evaluate(
             T.cuda.wgmma.encode_matrix_descriptor(
@@ -87,7 +124,7 @@ class Consumer:
         wait(s.q_full.ptr_to([0]), self.queries.phase)
         self.queries.advance()
         if s.ranges is not None:
-            first, end = (kept(s.ranges[self.kernel.turn % 2, place]) for place in range(2))
+            first, end = read_range(self.kernel)
             tile = replace(tile, keys=KeyTiles(first, first, first, end))
         keys = tile.keys
         last = T.Bind(keys.end - 1)
@@ -191,28 +228,25 @@ class Consumer:
         """Emits S = Q K^T of the present stage."""
         c, kind = self.config, self.problem.kind
         name = f"wgmma.mma_async.sync.aligned.m64n{c.block_n}k16.f32.{kind}.{kind}"
-        boxes = int(self.kernel.shared.k.shape[1])
-        stage = boxes * c.block_n * BOX_ROW // UNITS
         sums = [self.scores[i] for i in range(c.block_n // 2)]
+        flags = (1, 1, int(self.q.rows_of_terms), int(self.k.rows_of_terms))
         for step in range(-(-self.problem.terms // WGMMA_TERMS)):
-            box, part = divmod(step, BOX // WGMMA_TERMS)
-            part *= WGMMA_TERMS * HALF_BYTES // UNITS
-            q = self.q_start[0] + T.uint64(box * c.block_m * BOX_ROW // UNITS + part)
-            at = self.keys.stage * stage + (box * c.block_n * BOX_ROW // UNITS + part)
+            q = self.q_start[0] + T.uint64(self.q.step(step))
+            at = self.keys.stage * self.k.stage + self.k.step(step)
             k = self.k_start[0] + T.cast(at, "uint64")
             later = T.ptx.pred(T.int32(int(step > 0)))
-            T.evaluate(T.ptx[name](*sums, q, k, later, 1, 1, 0, 0))
+            T.evaluate(T.ptx[name](*sums, q, k, later, *flags))
         T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
 
     def _issue_results(self) -> None:
         """Emits O += P V of the present stage."""
         c, kind, features = self.config, self.problem.kind, self.problem.features
         name = f"wgmma.mma_async.sync.aligned.m64n{features}k16.f32.{kind}.{kind}"
-        stage = int(self.kernel.shared.v.shape[1]) * c.block_n * BOX_ROW // UNITS
         sums = [self.results[i] for i in range(features // 2)]
         for step in range(c.block_n // WGMMA_TERMS):
-            at = self.values.stage * stage + step * WGMMA_TERMS * BOX_ROW // UNITS
+            at = self.values.stage * self.v.stage + self.v.step(step)
             v = self.v_start[0] + T.cast(at, "uint64")
             weights = [self.softmax.weights[step * 4 + i] for i in range(4)]
-            T.evaluate(T.ptx[name](*sums, *weights, v, T.ptx.pred(1), 1, 1, 1))
+            flags = (1, 1, int(self.v.rows_of_terms))
+            T.evaluate(T.ptx[name](*sums, *weights, v, T.ptx.pred(1), *flags))
         T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())

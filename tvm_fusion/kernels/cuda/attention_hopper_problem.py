@@ -7,14 +7,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tvm import tirx
-from tvm.ir import Expr, Var
+from tvm.ir import Var
 
 from ...config import HardwareProfile
 from ...errors import Unsupported
 from ..attention_model import Attention
-from ..contraction_model import Axis, Extent, Operand
+from ..contraction_model import Axis, Operand, Output
 from ..expr import HALF_DTYPES, dtype_of
-from .attention_hopper_config import BOX, MAX_FEATURES
+from ..program import Param
+from .attention_hopper_config import BOX, MAX_FEATURES, WGMMA_TERMS, boxes_of
 from .attention_tiles import TiledAttention, logit_scale
 from .gemm_access import AffineAccess, affine_access
 from .gemm_tensor_map import TensorMap, tensor_map
@@ -27,18 +28,46 @@ UNIT = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class View:
-    """An operand or a result as a tensor over the batch, `rows` ("m" or "n") and `columns`."""
+    """An operand or a result as a tensor over the batch, points ("m" or "n") and the head.
+
+    Attributes
+    ----------
+    rows, columns : of its boxes; neighbours in memory are of different columns.
+    head : number of terms or features.
+    turned : the points are the columns, else the head is.
+    """
 
     param: Var
     dtype: str
     access: AffineAccess
     rows: str
     columns: str
+    head: int
+    turned: bool
 
-    def boxes(self, rows: int) -> TensorMap:
-        """Boxes of 64 columns and so many rows."""
-        box = {self.columns: BOX, self.rows: rows}
+    def boxes(self, points: int) -> TensorMap:
+        """The boxes of 64 columns that a tile of so many points is made of.
+
+        Raises
+        ------
+        Unsupported
+            A turned tile is no whole number of boxes, or not all of one.
+        """
+        if self.turned and points > BOX and points % BOX:
+            raise Unsupported(f"a turned tile of {points} points, which are no whole boxes")
+        box = {self.columns: BOX, self.rows: self._depth if self.turned else points}
         return tensor_map(self.param, self.dtype, self.access, self.columns, box)
+
+    def layout(self, points: int) -> tuple[int, int]:
+        """Boxes of a tile of so many points, and the elements of one."""
+        if self.turned:
+            return boxes_of(points), self._depth * BOX
+        return boxes_of(self.head), points * BOX
+
+    @property
+    def _depth(self) -> int:
+        """Rows of a turned box: those that the products read."""
+        return -(-self.head // WGMMA_TERMS) * WGMMA_TERMS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,9 +108,9 @@ def read_attention(attention: Attention, hw: HardwareProfile) -> HopperAttention
             raise Unsupported(f"a symbolic number of {name}")
         if size % UNIT or size > MAX_FEATURES:
             raise Unsupported(f"{size} {name}: no multiple of {UNIT} up to {MAX_FEATURES}")
-    q = _operand(attention, attention.q, "m", "d")
-    k = _operand(attention, attention.k, "n", "d")
-    v = _operand(attention, attention.v, "n", "e")
+    q = _operand(attention, attention.q, "m", "d", terms)
+    k = _operand(attention, attention.k, "n", "d", terms)
+    v = _operand(attention, attention.v, "n", "e", features)
     dtypes = {view.dtype for view in (q, k, v)}
     if len(dtypes) != 1 or not dtypes <= set(HALF_DTYPES):
         raise Unsupported(f"operands of {', '.join(sorted(dtypes))}, not of one half precision")
@@ -94,39 +123,46 @@ def batch_groups(attention: Attention) -> dict[str, tuple[Axis, ...]]:
     return {f"batch{i}": (axis,) for i, axis in enumerate(attention.batch)}
 
 
-def _operand(attention: Attention, operand: Operand, rows: str, columns: str) -> View:
+def _operand(attention: Attention, operand: Operand, points: str, along: str, head: int) -> View:
+    """The view of an operand, turned where no other is."""
     load = operand.load
     if load is None:
         raise Unsupported("an operand that is computed, not loaded")
     param = next(p for p in attention.params if p.var.same_as(load.source))
-    view = _view(attention, param.var, dtype_of(load), load.indices, param.shape, rows, columns)
-    if view is None:
-        raise Unsupported(f"{param.name}: an index that is not affine")
-    return view
+    reason = None
+    for turned, names in enumerate(((points, along), (along, points))):
+        try:
+            view = _view(attention, param, load, names, head, bool(turned))
+        except Unsupported as why:
+            reason = reason or why
+            continue
+        if view is None:
+            raise Unsupported(f"{param.name}: an index that is not affine")
+        return view
+    raise reason
 
 
 def _view(
     attention: Attention,
-    param: Var,
-    dtype: str,
-    indices: tuple[Expr, ...],
-    shape: tuple[Extent, ...],
-    rows: str,
-    columns: str,
+    param: Param,
+    load: tirx.BufferLoad | Output,
+    names: tuple[str, str],
+    head: int,
+    turned: bool = False,
 ) -> View | None:
     """The view with all axes of the batch as one, or else with each of its own; None where the
-    index is not affine in them.
+    index is not affine in them. `names` are those of rows and columns.
 
     Raises Unsupported where no box of any size is one of the tensor.
     """
     groups = attention.groups
-    rest = {name: groups[name] for name in (rows, columns)}
+    rest = {name: groups[name] for name in names}
     reason = None
     for batch in ({"batch": attention.batch}, batch_groups(attention)):
-        access = affine_access(indices, shape, {**batch, **rest})
+        access = affine_access(load.indices, param.shape, {**batch, **rest}, symbolic_strides=True)
         if access is None:
             continue
-        view = View(param, dtype, access, rows, columns)
+        view = View(param.var, param.dtype, access, *names, head, turned)
         try:
             view.boxes(UNIT)
         except Unsupported as why:
@@ -152,6 +188,6 @@ def _result(attention: Attention) -> View | None:
         return None
     param = attention.params[output.param]
     try:
-        return _view(attention, param.var, output.dtype, output.indices, param.shape, "m", "e")
+        return _view(attention, param, output, ("m", "e"), attention.E)
     except Unsupported:
         return None

@@ -6,6 +6,7 @@ from ...config import HardwareProfile
 from ...errors import Unsupported
 from ..attention_time import AttentionTile, hopper_time
 from .attention_hopper_config import AttentionConfig, candidates
+from .attention_hopper_match import find_match
 from .attention_hopper_problem import HopperAttention
 from .attention_hopper_state import make_plan
 from .attention_loads import registers_of_score
@@ -32,6 +33,7 @@ def rank_configs(
         problem.result is not None,
         registers_of_score(formulas.loads),
         hw.smem_per_block_bytes,
+        find_match(attention, keys.rest) is not None,
     ):
         try:
             plan = make_plan(problem, config, hw)

@@ -20,7 +20,7 @@ from .attention_hopper_config import (
     boxes_of,
     smem_bytes,
 )
-from .attention_hopper_match import Match, find_match
+from .attention_hopper_match import SCOUTS, Match, find_match
 from .attention_hopper_problem import HopperAttention
 from .attention_range import key_range
 from .attention_tiles import Tile, TiledKernel, TiledPlan, kept, loop_parts
@@ -34,8 +34,8 @@ class Plan(TiledPlan):
     """What follows from a problem and a configuration.
 
     `own_output` says that results have shared memory of their own, not that of the queries;
-    `blocks` take the tiles in turn. With a `match` the producer leaves out tiles of keys by what it
-    reads.
+    `blocks` take the tiles in turn. With a `match`, scouts leave out tiles of keys by what they
+    read.
     """
 
     own_output: bool
@@ -59,7 +59,7 @@ def make_plan(problem: HopperAttention, config: AttentionConfig, hw: HardwarePro
     if c.staged and problem.result is None:
         raise Unsupported("a result that the TMA cannot store")
     own = smem_bytes(c, problem.terms, problem.features, True) <= hw.smem_per_block_bytes
-    size = smem_bytes(c, problem.terms, problem.features, own)
+    size = smem_bytes(c, problem.terms, problem.features, own) + _more_bytes(problem, c)
     if size > hw.smem_per_block_bytes:
         raise Unsupported(f"{size} bytes of shared memory")
     keys = key_range(attention)
@@ -84,6 +84,15 @@ def make_plan(problem: HopperAttention, config: AttentionConfig, hw: HardwarePro
     )
 
 
+def _more_bytes(problem: HopperAttention, config: AttentionConfig) -> int:
+    """What small tiles of turned keys and values take more than others: they are whole boxes."""
+    more = 0
+    for view in (problem.k, problem.v):
+        boxes, size = view.layout(config.block_n)
+        more += max(0, boxes * size - config.block_n * boxes_of(view.head) * BOX)
+    return more * config.stages * HALF_BYTES
+
+
 @dataclass(slots=True, eq=False)
 class Maps:
     """Addresses of the tensor maps."""
@@ -98,8 +107,8 @@ class Maps:
 class Shared:
     """Buffers in shared memory, by boxes, and their barriers: `full` and `empty` ones.
 
-    `ranges` are the first and the end of the tiles of keys for every other tile of queries, where
-    the producer finds them out.
+    `ranges` are the first and the end of the tiles of keys for coming tiles of queries, where
+    scouts find them out.
     """
 
     q: Expr
@@ -113,6 +122,8 @@ class Shared:
     v_full: Expr
     v_empty: Expr
     ranges: Expr | None = None
+    ranges_full: Expr | None = None
+    ranges_empty: Expr | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -169,22 +180,24 @@ def allocate(problem: HopperAttention, plan: Plan) -> Shared:
         return pool.alloc((count,), "uint64", align=8)
 
     o_shape = (c.consumers, features, WARPGROUP_ROWS * BOX)
+    q_shape = problem.q.layout(c.block_m)
     q = k = v = o = None
     if c.staged and not plan.own_output:
         # Results take the place of the queries.
         o = tiles(*o_shape)
         pool.move_base_to(0)
-        q = tiles(columns, c.block_m * BOX)
+        q = tiles(*q_shape)
         pool.move_base_to(c.block_m * max(columns, features) * BOX * HALF_BYTES)
     else:
-        q = tiles(columns, c.block_m * BOX)
-    k = tiles(c.stages, columns, c.block_n * BOX)
-    v = tiles(c.stages, features, c.block_n * BOX)
+        q = tiles(*q_shape)
+    k = tiles(c.stages, *problem.k.layout(c.block_n))
+    v = tiles(c.stages, *problem.v.layout(c.block_n))
     if c.staged and plan.own_output:
         o = tiles(*o_shape)
     shared = Shared(q, k, v, o, barriers(1), barriers(1), *(barriers(c.stages) for _ in range(4)))
     if plan.match is not None:
-        shared.ranges = pool.alloc((2, 2), "int32", align=8)
+        shared.ranges = pool.alloc((SCOUTS, 2), "int32", align=8)
+        shared.ranges_full, shared.ranges_empty = barriers(SCOUTS), barriers(SCOUTS)
     pool.commit()
     return shared
 
@@ -195,6 +208,8 @@ def initialise_barriers(kernel: Kernel) -> None:
     counts = [(s.q_full, 1, 1), (s.q_empty, 1, c.consumers)]
     for full, empty in ((s.k_full, s.k_empty), (s.v_full, s.v_empty)):
         counts += [(full, c.stages, 1), (empty, c.stages, c.consumers)]
+    if kernel.plan.match is not None:
+        counts += [(s.ranges_full, SCOUTS, 1), (s.ranges_empty, SCOUTS, 1)]
     with T.If(kernel.thread == 0), T.Then():
         for barrier, number, arrivals in counts:
             for i in range(number):

@@ -1,6 +1,7 @@
 """What logits and visibility read of memory, loaded ahead of the scores it meets.
 
-    mask[b, 0, i, j] of two neighbouring columns: one word of two halves, two floats, two bytes
+    mask[b, 0, i, j] of two neighbouring columns: one word of two halves, two floats, two bytes,
+    two integers; of a whole tile of halves eight columns at once, exchanged between four threads
     bias[h, j]: the same for both rows of a thread
     slope[h], length[b], ids[i]: once for each tile of queries
 
@@ -32,6 +33,13 @@ if TYPE_CHECKING:
 
 Load = EpilogueLoad
 
+# Dtypes of which two neighbouring values take two registers, with their names in C++ and PTX.
+WIDE = {
+    "float32": ("float", "f32", "f"),
+    "int32": ("int", "s32", "r"),
+    "int64": ("int64_t", "s64", "l"),
+}
+
 
 def find_loads(
     attention: Attention, bindings: tuple[Binding, ...], values: Sequence[Expr | None]
@@ -49,7 +57,7 @@ def find_loads(
 def pair_registers(load: Load) -> tuple[int, str]:
     """Number and dtype of the registers for two neighbouring columns."""
     if is_pair(load):
-        return (2, "float32") if load.dtype == "float32" else (1, "uint32")
+        return (2, load.dtype) if load.dtype in WIDE else (1, "uint32")
     return 2, load.dtype
 
 
@@ -68,16 +76,28 @@ def is_pair(load: Load) -> bool:
     """Whether columns 2 i and 2 i + 1 are one aligned access."""
     if load.access is None or not load.access.aligned(2, "n"):
         return False
-    return load.dtype in (*HALF_DTYPES, "float32", "bool", "int8", "uint8")
+    return load.dtype in (*HALF_DTYPES, *WIDE, "bool", "int8", "uint8")
+
+
+def reads_eight(load: Load) -> bool:
+    """Whether eight columns from 8 * i on are one aligned access."""
+    return (
+        load.per_row
+        and load.per_column
+        and load.dtype in HALF_DTYPES
+        and load.access is not None
+        and load.access.aligned(8, "n")
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Point:
-    """A row of a thread, and the first column it holds of a tile."""
+    """A row of a thread, and the first column it holds: of all keys, and of a tile."""
 
     points: Points
     half: int
     base: Expr
+    column: Expr
 
     def axes(self, offset: int, width: int = 1) -> dict[Var, Expr]:
         """The axes `offset` columns on, from where `width` columns exist."""
@@ -89,6 +109,8 @@ class Reader:
 
     def __init__(self, kernel: TiledKernel, loads: Sequence[Load], count: int):
         self.frame, self.loads, self.count = kernel.frame, loads, count
+        # Groups of 8 columns, up to the last four, whose words come by four.
+        self.by_four = {load.var: count // 4 * 4 if reads_eight(load) else 0 for load in loads}
         self.kept: dict[Var, Expr] = {}
         for load in loads:
             rows = 2 if load.per_row else 1
@@ -114,16 +136,39 @@ class Reader:
             if not load.per_column:
                 continue
             number, _ = pair_registers(load)
-            for i in range(self.count):
+            by_four = self.by_four[load.var]
+            for i in range(0, by_four, 4):
+                for half in range(2):
+                    # Of a thread's columns 2 c and 2 c + 1: eight from 8 c on.
+                    axes = points[half].axes(i * 8 + points[half].column * 3, 8)
+                    place = self._pointer(load, axes)
+                    words = self._words(load, i, half)
+                    T.evaluate(_load_four(place, *words))
+            for i in range(by_four, self.count):
                 for half in range(2 if load.per_row else 1):
                     at = self._place(load, i, half) * number
                     if not is_pair(load):
                         for v in range(2):
                             self._single(load, at + v, points[half].axes(i * 8 + v))
                         continue
-                    indices = self.frame.place(load.indices, points[half].axes(i * 8, 2))
-                    place = self.frame.buffers[load.param].ptr_to(indices)
+                    place = self._pointer(load, points[half].axes(i * 8, 2))
                     self._pair(load, at, place)
+
+    def settle(self, column: Expr) -> None:
+        """Emits the exchange of what came by four words, which are there by now: thread c of four
+        has got columns 8 c ... 8 c + 7 and holds pair c of each eight then. `column` is 2 c.
+        """
+        for load in self.loads:
+            for i in range(0, self.by_four[load.var], 4):
+                for half in range(2):
+                    T.evaluate(_exchange(*self._words(load, i, half), column))
+
+    def _words(self, load: Load, i: int, half: int) -> list[Expr]:
+        """Registers of four pairs of columns, of eight each."""
+        return [self.kept[load.var][self._place(load, i + k, half)] for k in range(4)]
+
+    def _pointer(self, load: Load, axes: dict[Var, Expr]) -> Expr:
+        return self.frame.buffers[load.param].ptr_to(self.frame.place(load.indices, axes))
 
     def _place(self, load: Load, i: int, half: int) -> int:
         return i * 2 + half if load.per_row else i
@@ -137,8 +182,8 @@ class Reader:
         kept = self.kept[load.var]
         if load.dtype in HALF_DTYPES:
             T.buffer_store(kept, load_word(place), [at])
-        elif load.dtype == "float32":
-            T.evaluate(_load_floats(place, kept[at], kept[at + 1]))
+        elif load.dtype in WIDE:
+            T.evaluate(_load_two(load.dtype, place, kept[at], kept[at + 1]))
         else:
             T.buffer_store(kept, _load_bytes(place), [at])
 
@@ -166,11 +211,35 @@ def _from_register(value: Expr, target: str) -> Expr:
     return convert(value, target)
 
 
-def _load_floats(place: Expr, low: Expr, high: Expr) -> Expr:
-    """Two neighbouring float32 at an aligned place, read where it stands (see `load_word`)."""
-    body = 'asm volatile("ld.global.v2.f32 {%0, %1}, [%2];" : "=f"(a), "=f"(b) : "l"(p));'
-    arguments = "const void* p, float& a, float& b"
-    return device_call("void", "load_floats", arguments, body, place, low, high)
+def _load_two(dtype: str, place: Expr, low: Expr, high: Expr) -> Expr:
+    """Two neighbouring values at an aligned place, read where it stands (see `load_word`)."""
+    name, ptx, kind = WIDE[dtype]
+    body = f'asm volatile("ld.global.v2.{ptx} {{%0, %1}}, [%2];" '
+    body += f': "={kind}"(a), "={kind}"(b) : "l"(p));'
+    arguments = f"const void* p, {name}& a, {name}& b"
+    return device_call("void", f"load_two_{dtype}", arguments, body, place, low, high)
+
+
+def _load_four(place: Expr, *words: Expr) -> Expr:
+    """Four words at an aligned place, read where they stand."""
+    body = 'asm volatile("ld.global.v4.b32 {%0, %1, %2, %3}, [%4];" '
+    body += ': "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "l"(p));'
+    arguments = "const void* p, unsigned& a, unsigned& b, unsigned& c, unsigned& d"
+    return device_call("void", "load_four", arguments, body, place, *words)
+
+
+def _exchange(a: Expr, b: Expr, c: Expr, d: Expr, column: Expr) -> Expr:
+    """Turns the 4 x 4 words of four neighbouring threads: word i of thread j for j of i."""
+    swap = (
+        "send = {bit} ? {low} : {high}; got = __shfl_xor_sync(0xffffffffu, send, {lanes}); "
+        "if ({bit}) {low} = got; else {high} = got; "
+    )
+    body = "bool odd = column & 2, upper = column & 4; unsigned send, got; "
+    for bit, lanes, pairs in (("odd", 1, ("ab", "cd")), ("upper", 2, ("ac", "bd"))):
+        for low, high in pairs:
+            body += swap.format(bit=bit, lanes=lanes, low=low, high=high)
+    arguments = "unsigned& a, unsigned& b, unsigned& c, unsigned& d, int column"
+    return device_call("void", "exchange_words", arguments, body, a, b, c, d, column)
 
 
 def _load_bytes(place: Expr) -> Expr:

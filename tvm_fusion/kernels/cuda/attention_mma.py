@@ -7,7 +7,8 @@ Each warp of a block has 16 or 32 queries, and their scores, weights and results
 
 A warp reads what it multiplies by ldmatrix from swizzled shared memory (Dao, FlashAttention-2,
 2023). Tiles of keys that no query of a block sees are left out; where all are seen, nothing is
-looked at by point. Logits, visibility, softmax and stores are those of the Hopper form:
+looked at by point. Logits, visibility, softmax and stores are those of the Hopper form. Compiled
+and inspected for sm_80, sm_89 and sm_90a; not timed on sm_80 and sm_89.
 
     attention_mma_config    configurations, shared memory      attention_mma_problem  operands, plan
     attention_mma_memory    copies and fragments               attention_mma_rank     their times
@@ -27,14 +28,11 @@ from ...config import HardwareProfile
 from ..attention_model import Attention
 from ..contraction_model import Extent
 from ..expr import convert
-from .attention_loads import registers_of_score
 from .attention_mma_config import WARP, AttentionMmaConfig
 from .attention_mma_memory import Fragments, TileCopy
 from .attention_mma_problem import MmaAttention, MmaPlan, make_plan, read_mma_attention
 from .attention_mma_rank import attention_mma_ranked
 from .attention_mma_rows import WarpRows
-from .attention_points import Formulas, read_formulas
-from .attention_range import key_range
 from .attention_tiles import Tile, TiledKernel, kept
 from .frame import then
 from .gemm_access import is_multiple
@@ -73,10 +71,9 @@ def emit_attention_mma(
     problem = read_mma_attention(attention, hw)
     if config is None:
         config = attention_mma_ranked(attention, hw)[0][1]
-    formulas = read_formulas(problem, key_range(attention).rest)
-    plan = make_plan(problem, config, hw, registers_of_score(formulas.loads))
+    plan = make_plan(problem, config, hw)
     with open_kernel(attention) as frame:
-        MmaKernel(frame, problem, plan, formulas).emit()
+        MmaKernel(frame, problem, plan).emit()
     return frame.func
 
 
@@ -86,7 +83,6 @@ class MmaKernel(TiledKernel):
 
     problem: MmaAttention
     plan: MmaPlan
-    formulas: Formulas
     memory: Expr | None = None
     thread: Expr | None = None
 

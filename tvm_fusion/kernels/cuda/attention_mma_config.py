@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import ClassVar
 
 from tvm.ir import Expr
-from tvm.script import tirx as T
 
 from ...config import HardwareProfile
 from .gemm_mma_units import CHUNK
@@ -32,6 +32,10 @@ MOST_REGISTERS, MOST_SCORES = 259, 64
 (sm_80, sm_89, sm_90a; heads of 64 to 256); it needs fewer than counted, if it has to. With 96
 scores it spills some bytes (80 terms, 64 features)."""
 
+OFFSET_REGISTERS = 10
+"""Registers of a tile of 16 queries where distances along the keys are added: with fewer, ptxas
+spills 12 bytes (causal ALiBi, 128 terms, 32 queries by 48 keys of a warp)."""
+
 LAZY = 8.0
 """As in the Hopper form: how far, as a power of two, weights of float16 may pass 1."""
 
@@ -50,7 +54,8 @@ class AttentionMmaConfig:
     tiles : tiles of 16 queries that each warp has; what it reads of keys and values serves all.
     block_n : keys of a tile, a multiple of 16.
     stages : tiles of keys and values in shared memory: one at work, the others on their way.
-    lazy, polynomial : as in `AttentionConfig` of the Hopper form.
+    lazy : as in `AttentionConfig` of the Hopper form.
+    polynomial : as there; polynomials never paid on Hopper.
     """
 
     warps: int
@@ -58,7 +63,7 @@ class AttentionMmaConfig:
     block_n: int
     stages: int = 2
     lazy: float = 0.0
-    polynomial: int = 0
+    polynomial: ClassVar[int] = 0
 
     @property
     def block_m(self) -> int:
@@ -98,10 +103,10 @@ class SharedRows:
         """Bytes of a row."""
         return self.chunks * CHUNK
 
-    def place(self, row: Expr, chunk: Expr) -> Expr:
+    def place(self, row: Expr | int, chunk: Expr | int) -> Expr | int:
         """Byte offset of a chunk."""
         turn = row // (BANK_CHUNKS // self.swap) % self.swap
-        return row * self.pitch + T.bitwise_xor(chunk, turn) * CHUNK
+        return row * self.pitch + (chunk ^ turn) * CHUNK
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +115,16 @@ class Layout:
 
     Each stage holds a tile of keys, then their values. Queries that are kept in registers take the
     place of the last stage, which is filled only when they have been read.
+
+    `score_registers` are those for what is read ahead of each score, `tile_registers` what logits
+    take beside for each tile of 16 queries.
     """
 
     config: AttentionMmaConfig
     terms: int
     features: int
-    mask_registers: float = 0.0
+    score_registers: float = 0.0
+    tile_registers: int = 0
 
     @property
     def k(self) -> SharedRows:
@@ -164,8 +173,8 @@ class Layout:
         return _padded(self.terms) // 4
 
     def _registers(self, queries: int) -> float:
-        scores = self.config.block_n / 2 * (SCORE_REGISTERS + self.mask_registers)
-        tile = self.features / 2 + scores + queries * QUERY_REGISTERS
+        scores = self.config.block_n / 2 * (SCORE_REGISTERS + self.score_registers)
+        tile = self.features / 2 + scores + queries * QUERY_REGISTERS + self.tile_registers
         return self.config.tiles * tile + OTHER_REGISTERS
 
 
@@ -174,7 +183,8 @@ def resident_blocks(layout: Layout, hw: HardwareProfile) -> int:
     threads = layout.config.threads
     block_bytes = layout.smem_bytes + hw.smem_reserved_per_block_bytes
     by_smem = hw.smem_per_sm_bytes // block_bytes
-    by_registers = hw.registers_per_sm // (math.ceil(layout.registers / 8) * 8 * threads)
+    registers = min(math.ceil(layout.registers / 8) * 8, hw.max_registers_per_thread + 1)
+    by_registers = hw.registers_per_sm // (registers * threads)
     by_threads = hw.max_threads_per_sm // threads
     return max(1, min(by_smem, by_registers, by_threads, hw.max_blocks_per_sm))
 
@@ -184,30 +194,25 @@ def _padded(size: int) -> int:
 
 
 def candidates(
+    layout_of: Callable[[AttentionMmaConfig], Layout],
     dtype: str,
-    terms: int,
-    features: int,
     queries: int | None,
     keys: int | None,
-    mask_registers: float,
     smem_limit: int,
 ) -> Iterator[Layout]:
     """Configurations that fit in registers and shared memory, as layouts.
 
     Parameters
     ----------
+    layout_of : the layout of a configuration.
     dtype : of the operands.
-    terms, features : columns of Q and K, and of V.
     queries, keys : of one head; None where symbolic.
-    mask_registers : registers for what is read ahead for each score.
     smem_limit : bytes that a block may have.
     """
     lazy = LAZY if dtype == "float16" else 0.0
     least = WARPS[0] * TILES[0] * TILE_ROWS
     for warps, tiles, block_n, stages in product(WARPS, TILES, KEYS, STAGES):
-        layout = Layout(
-            AttentionMmaConfig(warps, tiles, block_n, stages, lazy), terms, features, mask_registers
-        )
+        layout = layout_of(AttentionMmaConfig(warps, tiles, block_n, stages, lazy))
         rows = layout.config.block_m
         if (
             (queries is None or rows == least or rows // 2 < queries)  # not half of it idle

@@ -9,7 +9,16 @@ from ...config import HardwareProfile
 from ...errors import Unsupported
 from ..attention_model import Attention
 from ..expr import HALF_DTYPES
-from .attention_mma_config import MAX_HEAD, UNIT, AttentionMmaConfig, Layout, resident_blocks
+from .attention_loads import registers_of_score
+from .attention_mma_config import (
+    MAX_HEAD,
+    OFFSET_REGISTERS,
+    UNIT,
+    AttentionMmaConfig,
+    Layout,
+    resident_blocks,
+)
+from .attention_points import Formulas, read_formulas
 from .attention_range import key_range
 from .attention_source import Source, read_source
 from .attention_tiles import TiledAttention, TiledPlan, logit_scale, loop_parts
@@ -20,11 +29,18 @@ FIRST_ARCHITECTURE = 80
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MmaAttention(TiledAttention):
-    """Made by `read_mma_attention`: `q`, `k` and `v` are the operands in memory."""
+    """Made by `read_mma_attention`: the operands in memory, and what is computed at each score."""
 
     q: Source
     k: Source
     v: Source
+    formulas: Formulas
+
+    def layout(self, config: AttentionMmaConfig) -> Layout:
+        """Shared memory and registers of a configuration."""
+        score = registers_of_score(self.formulas.loads)
+        tile = OFFSET_REGISTERS if self.formulas.offsets else 0
+        return Layout(config, self.terms, self.features, score, tile)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,17 +77,13 @@ def read_mma_attention(attention: Attention, hw: HardwareProfile) -> MmaAttentio
     q = read_source(attention, attention.q, "m", attention.terms, "queries")
     k = read_source(attention, attention.k, "n", attention.terms, "keys")
     v = read_source(attention, attention.v, "n", attention.features, "values")
-    scale = logit_scale(attention)
-    return MmaAttention(attention, attention.operand_dtype, terms, features, scale, q, k, v)
+    what = (attention, attention.operand_dtype, terms, features, logit_scale(attention))
+    formulas = read_formulas(TiledAttention(*what), key_range(attention).rest)
+    return MmaAttention(*what, q, k, v, formulas)
 
 
-def make_plan(
-    problem: MmaAttention,
-    config: AttentionMmaConfig,
-    hw: HardwareProfile,
-    mask_registers: float,
-) -> MmaPlan:
-    """Everything derived from a configuration; `mask_registers` as in `candidates`.
+def make_plan(problem: MmaAttention, config: AttentionMmaConfig, hw: HardwareProfile) -> MmaPlan:
+    """Everything derived from a configuration.
 
     Raises
     ------
@@ -81,7 +93,7 @@ def make_plan(
     c, attention = config, problem.attention
     if c.block_n % 16 or not (1 <= c.warps <= 8 and 1 <= c.tiles <= 2 and 2 <= c.stages <= 4):
         raise Unsupported(f"{c}: up to 8 warps of 1 or 2 tiles, 16 i keys, 2 to 4 stages")
-    layout = Layout(c, problem.terms, problem.features, mask_registers)
+    layout = problem.layout(c)
     if layout.smem_bytes > hw.smem_per_block_bytes:
         raise Unsupported(
             f"{c}: {layout.smem_bytes} bytes of shared memory, {hw.smem_per_block_bytes} at most"

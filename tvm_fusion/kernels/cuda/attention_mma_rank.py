@@ -6,11 +6,8 @@ from ...config import HardwareProfile, Policy
 from ...errors import Unsupported
 from ..attention_model import Attention
 from ..attention_time import MmaTile, mma_time
-from .attention_loads import registers_of_score
 from .attention_mma_config import AttentionMmaConfig, candidates, resident_blocks
 from .attention_mma_problem import MmaAttention, read_mma_attention
-from .attention_points import read_formulas
-from .attention_range import key_range
 from .attention_shape import shape_of, sharing
 
 
@@ -25,16 +22,13 @@ def attention_mma_ranked(
         Where the kernel cannot compute the attention; see `emit_attention_mma`.
     """
     problem = read_mma_attention(attention, hw)
-    formulas = read_formulas(problem, key_range(attention).rest)
-    shape = shape_of(problem, formulas, _sharing(problem))
+    shape = shape_of(problem, problem.formulas, _sharing(problem))
     found = []
     for layout in candidates(
+        problem.layout,
         problem.dtype,
-        problem.terms,
-        problem.features,
         attention.M if isinstance(attention.M, int) else None,
         attention.N if isinstance(attention.N, int) else None,
-        registers_of_score(formulas.loads),
         hw.smem_per_block_bytes,
     ):
         c = layout.config

@@ -32,7 +32,7 @@ class WarpRows:
         self.scores = T.alloc_local((plan.config.block_n // 2,), "float32")
         self.results = T.alloc_local((problem.features // 2,), "float32")
         self.softmax = Softmax(problem, plan.config, self.scores, self.results)
-        self.points = Points(kernel, kernel.formulas, self.scores, row, column)
+        self.points = Points(kernel, problem.formulas, self.scores, row, column)
         self.stores = RowStores(kernel, self.results, lane, column)
 
     def start(self, tile: Tile) -> None:

@@ -104,13 +104,14 @@ class Points:
         """Emits the loads for tile `number` of keys."""
         if self.reader.reads_columns:
             base = T.Bind(number * self.plan.config.block_n + self.column)
-            self.reader.columns([Point(self, half, base) for half in range(2)])
+            self.reader.columns([Point(self, half, base, self.column) for half in range(2)])
 
     def apply(self, number: Expr, by_point: bool) -> None:
         """Emits logits in place of scores; -inf where a key is hidden, if `by_point`."""
         formulas = self.formulas
         if formulas.logit is None and not by_point:
             return
+        self.reader.settle(self.column)
         base = T.Bind(number * self.plan.config.block_n + self.column)
         offsets = [[T.Bind(o.start(self, half, base)) for o in formulas.offsets] for half in (0, 1)]
         last = first = (None, None)

@@ -12,6 +12,7 @@ from ...ir.reader import children, pipe_of
 from ..attention_model import Attention
 from ..attention_time import AttentionShape
 from ..expr import bytes_of
+from .attention_hopper_match import find_match
 from .attention_points import Formulas
 from .attention_range import key_range, static_tiles
 from .attention_tiles import MAX_WALK, TiledAttention
@@ -20,6 +21,10 @@ from .gemm_frame import assumed
 
 # Tiles by which the share of visible scores is counted.
 COUNTED = 16
+
+MATCHING = 0.25
+"""The share of the keys that have a query's value: what is read is not known, and stands for
+sequences packed of a few documents each."""
 
 
 def shape_of(problem: TiledAttention, formulas: Formulas, group: int) -> AttentionShape:
@@ -31,6 +36,7 @@ def shape_of(problem: TiledAttention, formulas: Formulas, group: int) -> Attenti
     B, M, N = (assumed(size) for size in (attention.B, attention.M, attention.N))
     values = [b.value for b in formulas.bindings]
     values += [formulas.logit] if formulas.logit is not None else []
+    keys = key_range(attention)
     work = _operations([*values, *formulas.conditions])
     mask = 0.0
     for load in formulas.loads:
@@ -49,7 +55,8 @@ def shape_of(problem: TiledAttention, formulas: Formulas, group: int) -> Attenti
         arithmetic=work[Pipe.ARITHMETIC],
         special=work[Pipe.SPECIAL] + work[Pipe.DIVISION],
         by_point=bool(formulas.conditions),
-        edges=max(1, sum(bound.slope != 0 for bound in key_range(attention).bounds)),
+        edges=max(1, sum(bound.slope != 0 for bound in keys.bounds)),
+        matching=1.0 if find_match(attention, keys.rest) is None else MATCHING,
     )
 
 

@@ -84,9 +84,12 @@ def is_multiple(size: Extent, of: int) -> bool:
 
 
 def affine_access(
-    indices: Sequence[Expr], shape: Sequence[Extent], groups: Groups
+    indices: Sequence[Expr], shape: Sequence[Extent], groups: Groups, symbolic_strides: bool = False
 ) -> AffineAccess | None:
-    """The access ``buffer[indices]`` over groups of axes; None where it is not affine in them."""
+    """The access ``buffer[indices]`` over groups of axes; None where it is not affine in them.
+
+    With `symbolic_strides` groups of known extents may lie a symbolic distance apart.
+    """
     axes = [axis for group in groups.values() for axis in group]
     offset = Simplifier(axes)(flatten(indices, shape, INDEX))
     owner = {axis.var: name for name, group in groups.items() for axis in group}
@@ -104,6 +107,8 @@ def affine_access(
     digits: dict[str, tuple[Digit, ...]] = {}
     for name, group in groups.items():
         found = _digits(parts[name], group) if name in parts else _unread(group)
+        if found is None and symbolic_strides:
+            found = _scaled_walk(parts[name], group)
         if found is None:
             return None
         start, digits[name] = found
@@ -166,6 +171,34 @@ def _walk(offset: Expr, group: Sequence[Axis]) -> tuple[int, tuple[Digit, ...]] 
         digits.append(Digit(run, step))
         rest = table[:, 0]
     return int(values[0]), tuple(reversed(digits))
+
+
+def _scaled_walk(offset: Expr, group: Sequence[Axis]) -> tuple[int, tuple[Digit, ...]] | None:
+    """The digits of a function with known extents times a symbol that all its terms share."""
+    own = frozenset(axis.var for axis in group)
+    common, rest = None, None
+    for term in _terms(offset, 1):
+        inside, outside = _factors(term, own)
+        if common is not None and not equal_sizes(common, outside):
+            return None
+        common = outside
+        rest = inside if rest is None else rest + inside
+    if not all(isinstance(axis.extent, int) for axis in group) or size_of(group) > MAX_POINTS:
+        return None
+    found = _walk(rest, group)
+    if found is None or found[0]:
+        return None
+    return 0, tuple(Digit(d.extent, d.stride * common if d.stride else 0) for d in found[1])
+
+
+def _factors(expr: Expr, own: frozenset[Var]) -> tuple[Expr, Expr]:
+    """A product as what axes and numbers make, and what other variables do."""
+    one = constant(1, INDEX)
+    if isinstance(expr, tirx.Mul):
+        (a, b), (c, d) = _factors(expr.a, own), _factors(expr.b, own)
+        return a * c, b * d
+    foreign = variables(expr)
+    return (one, expr) if foreign and not own & set(foreign) else (expr, one)
 
 
 _ARITHMETIC = {

@@ -181,7 +181,7 @@ def _fitted(program: Program, config: TransposeConfig) -> TransposeConfig:
     elif columns < config.columns:
         extent = _power_of_two(program.rows[config.axis])
         rows = min(elements // columns, max(area_rows, extent))
-    columns = max(columns, area_columns)
+    rows, columns = max(rows, area_rows), max(columns, area_columns)
     areas = rows // area_rows * (columns // area_columns)
     return replace(config, rows=rows, columns=columns, threads=min(config.threads, areas * LANES))
 

@@ -1,0 +1,151 @@
+"""Plans that were searched before, on disk: the same module, device and policy are planned once.
+
+    <cache folder>/plans/<key>.json
+
+The key holds all that decides a plan: the module with its constants, the target, the numbers of the
+device and of its residual, the policy, this package (each of its files by size and time), TVM and
+the compiler that probes. The names of operators, tensors and their wiring are compared when a plan
+is read. Nothing is kept while a kernel class of the user's is registered: its code is not in the
+key. `TVM_FUSION_PLAN_CACHE=0` searches each time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import tvm
+import tvm_ffi
+
+from ._files import replace_file
+from ._version import __version__
+from .config import HardwareProfile, Policy, shipped_file
+from .cost.learned import residual_file
+from .errors import BuildError, InputError, PlanError
+from .ir.graph import FusionGraph
+from .kernels.registry import kernel_classes
+from .plan.plan import FusionPlan
+from .runtime.cubin_cache import cache_dir
+from .runtime.cuda_compiler import find_compiler
+
+VARIABLE = "TVM_FUSION_PLAN_CACHE"
+_FORMAT = 1
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Where the plan of a module lies, if it was planned before.
+
+    Attributes
+    ----------
+    path : Path
+    found : FusionPlan or None
+        Not yet compared with a graph: see `fits`.
+    names : list
+        What the operators and tensors of its graph are called.
+    """
+
+    path: Path
+    found: FusionPlan | None
+    names: list[Any]
+
+    @classmethod
+    def of(
+        cls, mod: tvm.IRModule, target: tvm.target.Target, hw: HardwareProfile, policy: Policy
+    ) -> Kept | None:
+        """The place for a module's plan and what lies there; None where plans are not kept."""
+        if os.environ.get(VARIABLE) == "0" or not _all_ours(hw):
+            return None
+        path = cache_dir() / "plans" / f"{_key(mod, target, hw, policy)}.json"
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            return cls(path, FusionPlan.from_dict(data["plan"], str(path)), data["names"])
+        except FileNotFoundError:
+            return cls(path, None, [])
+        except (OSError, ValueError, KeyError, TypeError, PlanError) as error:
+            logger.warning("the plan %s cannot be read and is made again: %s", path, error)
+            return cls(path, None, [])
+
+    def fits(self, graph: FusionGraph) -> bool:
+        """Whether the plan that was found is one for this graph."""
+        if self.found is None or self.names != _names(graph):
+            return False
+        try:
+            self.found.check(graph)
+        except PlanError:
+            return False
+        return True
+
+    def keep(self, graph: FusionGraph, plan: FusionPlan) -> None:
+        """Write a plan, if it can be read back as it is; a folder that cannot be written is left
+        alone.
+        """
+        text = json.dumps({"plan": plan.to_dict(), "names": _names(graph)})
+        try:
+            if FusionPlan.from_dict(json.loads(text)["plan"]) != plan:
+                logger.info("the plan is not kept: it does not read back as it is")
+                return
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(self.path, text)
+        except (OSError, InputError, PlanError) as error:
+            logger.warning("cannot keep the plan %s: %s", self.path, error)
+
+
+def _names(graph: FusionGraph) -> list[Any]:
+    ops = [[op.name, op.region] for op in graph.ops]
+    return [graph.function, ops, [t.name for t in graph.tensors]]
+
+
+def _all_ours(hw: HardwareProfile) -> bool:
+    own = f"{__package__}."
+    return all(type(k).__module__.startswith(own) for k in kernel_classes(hw))
+
+
+def _key(mod: tvm.IRModule, target: tvm.target.Target, hw: HardwareProfile, policy: Policy) -> str:
+    parts = [
+        _FORMAT,
+        __version__,
+        tvm.__version__,
+        _package_state(),
+        tvm_ffi.structural_hash(mod, map_free_vars=True),
+        str(target),
+        hw.name,
+        hw.fingerprint(),
+        repr(policy),
+        [k.name for k in kernel_classes(hw)],
+        _residual_state(hw),
+        _compiler(policy),
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+@cache
+def _package_state() -> str:
+    """Of each file of the package its size and time: a change makes all plans new."""
+    root = Path(__file__).parent
+    files = sorted(root.rglob("*.py"))
+    state = [(str(f.relative_to(root)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+    return hashlib.sha256(json.dumps(state).encode()).hexdigest()
+
+
+def _residual_state(hw: HardwareProfile) -> list[str]:
+    files = (residual_file(hw), shipped_file(f"{hw.name}.residual.json"))
+    return [hashlib.sha256(f.read_bytes()).hexdigest() for f in files if f.is_file()]
+
+
+def _compiler(policy: Policy) -> list[str]:
+    """What probes kernels while planning."""
+    if policy.probe == "off":
+        return []
+    try:
+        compiler = find_compiler()
+    except BuildError:
+        return []
+    return [compiler.kind, compiler.path, compiler.version]
