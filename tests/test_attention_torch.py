@@ -12,6 +12,8 @@ from tests.frontend_tools import Function, array_of
 from tvm_fusion.frontends import load
 from tvm_fusion.kernels.attention_program import analyze_attention
 from tvm_fusion.kernels.attention_visible import visible_range
+from tvm_fusion.kernels.cuda.attention_hopper_match import find_match
+from tvm_fusion.kernels.cuda.attention_range import key_range
 
 HIDDEN_ROW = torch.ones(5, 5, dtype=torch.bool)
 HIDDEN_ROW[2] = False
@@ -65,6 +67,13 @@ def causal_added(q, k, v):
     return torch.matmul(
         torch.softmax(s + torch.full((5, 5), torch.finfo(s.dtype).min).triu(1), -1), v
     )
+
+
+def documents(q, k, v, ids):
+    same = ids[:, None, :, None] == ids[:, None, None, :]
+    i = torch.arange(5)
+    seen = same & (i <= i[:, None])
+    return torch.matmul(torch.softmax(torch.where(seen, scores(q, k), -torch.inf), -1), v)
 
 
 def einsum(q, k, v):
@@ -154,6 +163,15 @@ def test_a_causal_mask_that_the_model_makes(function):
     found = visible_range(attention)
     assert found.whole
     assert found.high is not None
+
+
+def test_causal_documents_have_a_range_and_an_equality():
+    ids = torch.tensor([[1, 1, 2, 2, 2], [3, 4, 4, 4, 3]])
+    attention = attend(documents, *(heads(2, 3) for _ in range(3)), ids)
+    found = visible_range(attention)
+    assert found.high is not None
+    assert not found.whole
+    assert find_match(attention, key_range(attention).rest) is not None
 
 
 def test_a_grouped_einsum_has_the_heads_of_a_key_head_among_its_queries():

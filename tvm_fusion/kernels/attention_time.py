@@ -37,7 +37,9 @@ IN_PLACE_SECONDS = 8.3e-7
 OVERLAP_OF_THREE = 1.735
 
 # Instructions of a power of two by polynomial (it never paid: 64 terms 78.8 us, without 76.4), and
-# of conditions on a key, for each score.
+# of conditions on a key, for each score; and an estimate for places that are kept from passing the
+# last key, where each key's value is read.
+CLAMP_INSTRUCTIONS = 3.0
 POLYNOMIAL_INSTRUCTIONS, BOUND_INSTRUCTIONS = 16.0, 3.4
 LANES = 128  # of a multiprocessor
 
@@ -207,7 +209,10 @@ def _steps(shape: AttentionShape, tile: AttentionTile) -> tuple[float, float, fl
         return every, every, 0
     # Each edge adds half a tile of queries, and is rounded to whole tiles of keys.
     m, n = tile.block_m, tile.block_n
-    uneven = n if shape.matching < 1 else n - math.gcd(m, n)
+    uneven = n - math.gcd(m, n)
+    if shape.matching < 1:
+        # Documents end anywhere; queries of two of them see the keys of both.
+        uneven = max(uneven, n / 2)
     mean = (shape.visible * shape.keys + shape.edges * (m + uneven) / 2) / n
     mean = min(max(1.0, mean), every)
     changes = (uneven > 0 or m > n) + (shape.edges > 1)
@@ -228,6 +233,8 @@ def _step(
     instructions = SCORE_INSTRUCTIONS + by_polynomial * POLYNOMIAL_INSTRUCTIONS + shape.arithmetic
     if shape.by_point:
         instructions += BOUND_INSTRUCTIONS
+    if shape.matching < 1 and shape.keys % tile.block_n:
+        instructions += CLAMP_INSTRUCTIONS
     special = scores * (1 - by_polynomial + shape.special)
     return {
         "tensor": 2.0 * scores * terms / rate,

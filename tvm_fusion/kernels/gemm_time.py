@@ -72,8 +72,8 @@ SCATTERED_BYTES_PER_S = 2.15e12
 # and inputs of float32 (H200, 2026-11-20: 1.0e12 to 2.0e12).
 DIRECT_BYTES_PER_S = 1.5e12
 # Elements made of two columns, with factors of their own for each (H200, 2026-11-22: rotary
-# embeddings behind 4096 rows, 21e6 and 17e6 such elements, 32 and 23 us beside the products alone).
-PAIRED_PER_S = 8.5e11
+# embeddings behind 4096 rows, 21e6 and 17e6 such elements: 34 and 23 us beside the products alone).
+PAIRED_PER_S = 6.7e11
 # Terms of batches of small planes, which the skinny form computes on CUDA cores with most of its
 # threads idle (H200, 2026-11-20: 14 x 14 x 14 and 16 x 16 x 64, 1.0e12 to 1.8e12).
 PLANE_TERMS_PER_S = 1.5e12

@@ -6,7 +6,8 @@
 Blocks stay and take every (number of blocks)-th tile of queries, so that the producer runs ahead
 into the next tile. Tiles of keys that no query of a tile sees are left out. The parts:
 `attention_hopper_problem` (what the TMA can address), `attention_hopper_config`,
-`attention_range` (which tiles of keys), `attention_hopper_state`, `attention_hopper_producer`,
+`attention_range` and `attention_hopper_match` (which tiles of keys), `attention_hopper_state`,
+`attention_hopper_producer`,
 `attention_hopper_consumer`, `attention_online_softmax`, `attention_points` (logits and
 visibility), `attention_loads`, `attention_hopper_epilogue`.
 """
