@@ -51,9 +51,10 @@ def with_product(planned):
 def test_these_are_one_launch_at_any_size(emit, others, rows, dtype, device):
     shapes = [(rows, 4096) if s == "output" else s for s in others]
     planned = plan(emit, (rows, 1024), *shapes, dtype=dtype, device=device)
-    if emit is graphs.gate_up and rows == 300 and dtype == FLOAT:
+    if emit in (graphs.gate_up, graphs.bias_gelu) and rows == 300 and dtype == FLOAT:
         # Tiles of pairs of products are too few to fill the device, which twice as many tiles of
-        # single ones do: the activation between their results may cost less by itself.
+        # single ones do, and blocks of one wave do not hide an erf: the activation may cost less
+        # by itself.
         products = {o.name for o in planned.graph.ops if any(b.is_contraction for b in o.blocks)}
         assert products <= set(with_product(planned).ops)
         assert planned.launches <= 2

@@ -115,7 +115,7 @@ def test_experts_of_many_tokens_are_as_few_launches_as_the_predicted_time_says(e
     shapes = feed_forward(TOKENS, 2048, 1024)
     planned = plan(emit, *shapes, dtype=dtype, policy={"max_group_ops": 128})
     assert sum(products_of(planned)) == 24
-    assert planned.launches <= 5
+    assert planned.launches <= 6
     assert gains(planned)
 
 

@@ -27,7 +27,7 @@ def test_no_solution_is_below_the_bound_and_the_best_one_is_near_it(seed):
     evaluator = evaluator_of(f"random:{seed}")
     bound = lower_bound(evaluator.graph, evaluator, solve(evaluator))
     assert bound.least_us <= cheapest_us(evaluator.graph, evaluator) + 1e-6
-    assert bound.within <= 0.02
+    assert bound.within <= 0.04
 
 
 @pytest.mark.parametrize("seed", [1, 5, 12])
