@@ -6,16 +6,14 @@ lists of several forms are merged by those seconds. `simt` takes every contracti
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from tvm import tirx
 
 from ...config import HardwareProfile, Policy
-from ...errors import Unsupported
 from ..contraction import Contraction
+from .forms import Form, Ranked, emitted, ranked
+from .forms import form_of as form_among
 from .gemm_hopper import emit_gemm_hopper, hopper_ranked
 from .gemm_hopper_plan import HopperConfig
 from .gemm_mma import emit_gemm_mma
@@ -26,54 +24,17 @@ from .gemm_skinny import emit_gemm_skinny
 from .gemm_skinny_config import SkinnyConfig
 from .gemm_skinny_rank import skinny_ranked
 
-Ranked = list[tuple[float, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """One way to write a matrix product.
-
-    Attributes
-    ----------
-    name : for messages.
-    config : the class of its configurations.
-    rank : (contraction, hw, policy) -> predicted seconds and configuration, the fastest first;
-        raises Unsupported where the form cannot compute the contraction.
-    emit : (contraction, hw, config) -> the kernel.
-    """
-
-    name: str
-    config: type
-    rank: Callable[[Contraction, HardwareProfile, Policy], Ranked]
-    emit: Callable[[Contraction, HardwareProfile, Any], tirx.PrimFunc]
-
-
 FORMS = (
-    Form("hopper", HopperConfig, hopper_ranked, emit_gemm_hopper),
-    Form("skinny", SkinnyConfig, skinny_ranked, emit_gemm_skinny),
-    Form("mma", MmaConfig, mma_ranked, emit_gemm_mma),
-    Form("simt", SimtConfig, simt_ranked, emit_gemm_simt),
+    Form("a matrix product", "hopper", HopperConfig, hopper_ranked, emit_gemm_hopper),
+    Form("a matrix product", "skinny", SkinnyConfig, skinny_ranked, emit_gemm_skinny),
+    Form("a matrix product", "mma", MmaConfig, mma_ranked, emit_gemm_mma),
+    Form("a matrix product", "simt", SimtConfig, simt_ranked, emit_gemm_simt),
 )
 
 
 def gemm_ranked(contraction: Contraction, hw: HardwareProfile, policy: Policy) -> Ranked:
-    """Predicted seconds and configurations of all forms, the fastest first.
-
-    Raises
-    ------
-    Unsupported
-        No form takes the contraction; the message has each one's reason.
-    """
-    lists, reasons = [], []
-    for form in FORMS:
-        try:
-            lists.append(form.rank(contraction, hw, policy))
-        except Unsupported as why:
-            reasons.append(f"{form.name}: {why}")
-    ranked = list(heapq.merge(*lists, key=lambda entry: entry[0]))
-    if not ranked:
-        raise Unsupported("; ".join(reasons))
-    return ranked
+    """Predicted seconds and configurations of all forms, the fastest first (see `forms.ranked`)."""
+    return ranked(FORMS, contraction, hw, policy)
 
 
 def emit_gemm(
@@ -95,27 +56,9 @@ def emit_gemm(
     Unsupported
         The configuration, or no configuration at all, can be written.
     """
-    if config is not None:
-        return form_of(config).emit(contraction, hw, config)
-    reasons = {}
-    for form, choice in _choices(contraction, hw, policy):
-        try:
-            return form.emit(contraction, hw, choice)
-        except Unsupported as why:
-            reasons[form.name] = f"{form.name}: {why}"
-    raise Unsupported("; ".join(reasons.values()))
+    return emitted(FORMS, contraction, hw, policy, config)
 
 
 def form_of(config: Any) -> Form:
     """The form that a configuration belongs to."""
-    for form in FORMS:
-        if type(config) is form.config:
-            return form
-    raise Unsupported(f"{type(config).__name__} is no configuration of a matrix product")
-
-
-def _choices(
-    contraction: Contraction, hw: HardwareProfile, policy: Policy
-) -> Iterator[tuple[Form, Any]]:
-    for _, config in gemm_ranked(contraction, hw, policy):
-        yield form_of(config), config
+    return form_among(FORMS, config)
