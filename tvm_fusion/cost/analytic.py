@@ -140,8 +140,12 @@ def estimate_many(
 
 
 def resident_blocks(threads: int, registers: int, smem_bytes: int, hw: HardwareProfile) -> int:
-    """Blocks that a multiprocessor holds at a time, one at least."""
-    return int(_resident(float(threads), float(registers), float(smem_bytes), hw, _FLOATS))
+    """Blocks that a multiprocessor holds at a time, one at least: `_resident` in whole numbers."""
+    threads = max(threads, 1)
+    given = -(-max(registers, LEAST_REGISTERS) // REGISTER_STEP) * REGISTER_STEP
+    smem = smem_bytes + hw.smem_reserved_per_block_bytes + 1
+    room = hw.max_threads_per_sm // threads, hw.registers_per_sm // (given * threads)
+    return max(1, int(min(*room, hw.smem_per_sm_bytes // smem, hw.max_blocks_per_sm)))
 
 
 # ---- the formula

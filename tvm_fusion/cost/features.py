@@ -137,6 +137,7 @@ def features_of(query: Query, hw: HardwareProfile) -> tuple[float, ...]:
     hw : HardwareProfile
     """
     fit, traffic, resources = query.fit, query.traffic, query.resources
+    log, log1p = math.log, math.log1p
     points = float(max(1, fit.rows) * max(1, fit.columns))
     ops, terms = traffic.operations, query.estimate.terms
     registers = min(resources.registers_per_thread, hw.max_registers_per_thread)
@@ -147,8 +148,9 @@ def features_of(query: Query, hw: HardwareProfile) -> tuple[float, ...]:
     columns = max(1, fit.columns)
     shapes = fit.contractions
     moved = max(traffic.l2_bytes, 1.0)
+    body = log(query.body_us)
     return (
-        math.log(query.body_us),
+        body,
         _log(traffic.hbm_bytes / hw.hbm_bytes_per_s * 1e6),
         _log(traffic.l2_bytes / hw.l2_bytes),
         _log(traffic.hbm_bytes / points),
@@ -156,49 +158,53 @@ def features_of(query: Query, hw: HardwareProfile) -> tuple[float, ...]:
         _log(traffic.sector_bytes / moved),
         _log(traffic.wavefronts / moved),
         _log(traffic.smem_bytes / moved),
-        math.log(query.body_us) if traffic.seconds is not None else 0.0,
-        math.log(points),
-        math.log(max(1, fit.rows)),
-        math.log(columns),
-        math.log(min(MOST_POWER_OF_TWO, columns & -columns)),
-        math.log1p(ops.get("arithmetic", 0.0) / points),
-        math.log1p(ops.get("special", 0.0) / points),
-        math.log1p(ops.get("division", 0.0) / points),
-        math.log1p(ops.get("integer", 0.0) / points),
-        math.log1p(ops.get("conversion", 0.0) / points),
-        math.log1p(traffic.tensor_flops / points),
-        math.log(rate / hw.fma_per_s_f32) if traffic.tensor_flops else 0.0,
-        math.log1p(traffic.tensor_flops / rate * 1e6),
-        math.log1p(_compute_us(terms)),
-        math.log1p(_latency_us(terms)),
-        math.log1p(sum(fit.evaluations) / points),
-        math.log1p(len(fit.evaluations)),
-        math.log(max(traffic.parallel, 1e-6)),
+        body if traffic.seconds is not None else 0.0,
+        log(points),
+        log(max(1, fit.rows)),
+        log(columns),
+        log(min(MOST_POWER_OF_TWO, columns & -columns)),
+        log1p(ops.get("arithmetic", 0.0) / points),
+        log1p(ops.get("special", 0.0) / points),
+        log1p(ops.get("division", 0.0) / points),
+        log1p(ops.get("integer", 0.0) / points),
+        log1p(ops.get("conversion", 0.0) / points),
+        log1p(traffic.tensor_flops / points),
+        log(rate / hw.fma_per_s_f32) if traffic.tensor_flops else 0.0,
+        log1p(traffic.tensor_flops / rate * 1e6),
+        log1p(_compute_us(terms)),
+        log1p(_latency_us(terms)),
+        log1p(sum(fit.evaluations) / points),
+        log1p(len(fit.evaluations)),
+        log(max(traffic.parallel, 1e-6)),
         _log(waves),
         math.ceil(waves) / waves if waves > 1 else 1.0,
-        math.log1p(traffic.exchanges),
-        math.log1p(traffic.shuffles),
-        math.log1p(traffic.rounds),
+        log1p(traffic.exchanges),
+        log1p(traffic.shuffles),
+        log1p(traffic.rounds),
         _log(traffic.in_flight_bytes / needed) if needed else 0.0,
         float(registers),
-        math.log1p(resources.threads),
-        math.log(resident),
+        log1p(resources.threads),
+        log(resident),
         resources.smem_bytes / max(1, hw.smem_per_block_bytes),
         resources.code_bytes / max(1, hw.instruction_cache_bytes),
         float(len(shapes)),
-        math.log(shapes[0][0]) if shapes else 0.0,
-        math.log(shapes[0][3]) if shapes else 0.0,
+        log(shapes[0][0]) if shapes else 0.0,
+        log(shapes[0][3]) if shapes else 0.0,
         float(fit.side_by_side),
-        *(float(query.kernel_class == name) for name in CLASSES),
+        *_OF_CLASS.get(query.kernel_class, _OF_NO_CLASS),
     )
 
 
+_OF_CLASS = {name: tuple(float(name == other) for other in CLASSES) for name in CLASSES}
+_OF_NO_CLASS = (0.0,) * len(CLASSES)
+
+
 def _compute_us(terms: Mapping[str, float]) -> float:
-    return max(terms.get(name, 0.0) for name in COMPUTE_TERMS)
+    return max([terms.get(name, 0.0) for name in COMPUTE_TERMS])
 
 
 def _latency_us(terms: Mapping[str, float]) -> float:
-    return sum(terms.get(name, 0.0) for name in LATENCY_TERMS)
+    return sum([terms.get(name, 0.0) for name in LATENCY_TERMS])
 
 
 def _log(value: float) -> float:

@@ -82,17 +82,23 @@ class Shell:
     def place(self, row: np.ndarray) -> Place:
         """Where one row of features lies."""
         below, above = row < self.low, row > self.high
+        if not (np.count_nonzero(below) or np.count_nonzero(above)):
+            return Place.OUTSIDE if self._far(row[BYTES:]) else Place.INSIDE
         if below[BYTES:].any() or above[BYTES:].any() or self._far(row[BYTES:]):
             return Place.OUTSIDE
         less, more = below[:BYTES].any(), above[:BYTES].any()
         if less and more:
             return Place.OUTSIDE
-        return Place.BELOW if less else Place.ABOVE if more else Place.INSIDE
+        return Place.BELOW if less else Place.ABOVE
 
     def _far(self, free: np.ndarray) -> bool:
         point = (free - self.centre) * self.scale
-        distance = self._squares - 2 * (self.samples @ point)
+        distance = self._squares - self._twice @ point
         return float(distance.min()) + float(point @ point) > self.reach
+
+    @cached_property
+    def _twice(self) -> np.ndarray:
+        return 2 * self.samples
 
     @cached_property
     def _squares(self) -> np.ndarray:

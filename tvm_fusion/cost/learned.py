@@ -16,7 +16,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -176,9 +176,9 @@ class Residual:
             learned = min(body, learned)
         elif place is Place.ABOVE:
             learned = max(body, learned)
-        return replace(
-            analytic,
+        return Estimate(
             time_us=analytic.time_us if learned == body else launch + learned,
+            terms=analytic.terms,
             analytic_us=analytic.time_us,
             low_us=launch + learned * math.exp(-width),
             high_us=launch + learned * math.exp(width),

@@ -30,7 +30,9 @@ def live_values(group: GroupView, roots: Iterable[int] | None = None) -> int:
     """
     sources: dict[int, Sequence[int]] = {}
     for block in group.blocks:
-        reads = tuple(dict.fromkeys(a.tensor for a in block.reads))
+        reads = block.derived.get("sources")
+        if reads is None:
+            reads = block.derived["sources"] = tuple(dict.fromkeys(a.tensor for a in block.reads))
         for write in block.writes:
             sources[write.tensor] = reads
     return peak_live(sources, tuple(group.outputs if roots is None else roots))

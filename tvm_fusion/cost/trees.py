@@ -42,11 +42,11 @@ class Trees:
 
     def predict(self, row: np.ndarray) -> float:
         """The value at one row of features, float32."""
+        right = row.take(self._features) >= self._thresholds
         node = self._roots
         for _ in range(self.depth):
-            right = row.take(self._features.take(node)) >= self._thresholds.take(node)
-            node = self._left.take(node) + right
-        return float(np.cumsum(self._leaves.take(node), dtype=np.float32)[-1]) + self.base
+            node = self._left.take(node) + right.take(node)
+        return float(np.add.accumulate(self._leaves.take(node))[-1]) + self.base
 
     def predict_many(self, rows: np.ndarray) -> np.ndarray:
         """The values at (n, features) rows."""
@@ -92,31 +92,35 @@ class Trees:
         except (KeyError, TypeError, ValueError) as error:
             raise InputError(f"broken trees: {error}") from error
 
-    # ---- tables over the nodes of all trees, leaves behind the inner nodes of each tree
+    # ---- tables over the inner nodes of all trees, and over all leaves
     @cached_property
     def _features(self) -> np.ndarray:
-        padding = np.zeros_like(self.leaf, np.intp)
-        return np.concatenate([self.feature.astype(np.intp), padding], axis=1).reshape(-1)
+        return self.feature.astype(np.intp).reshape(-1)
 
     @cached_property
     def _thresholds(self) -> np.ndarray:
-        padding = np.full_like(self.leaf, np.inf)
-        return np.concatenate([self.threshold, padding], axis=1).reshape(-1)
-
-    @cached_property
-    def _roots(self) -> np.ndarray:
-        return np.arange(len(self.leaf)) * (2 * self.leaf.shape[1] - 1)
-
-    @cached_property
-    def _left(self) -> np.ndarray:
-        nodes = 2 * self.leaf.shape[1] - 1
-        within = 2 * np.arange(nodes) + 1
-        return (self._roots[:, None] + within[None, :]).reshape(-1)
+        return self.threshold.reshape(-1)
 
     @cached_property
     def _leaves(self) -> np.ndarray:
-        padding = np.zeros_like(self.threshold)
-        return np.concatenate([padding, self.leaf], axis=1).reshape(-1)
+        return self.leaf.reshape(-1)
+
+    @cached_property
+    def _roots(self) -> np.ndarray:
+        trees, leaves = self.leaf.shape
+        return np.arange(trees) * (leaves - 1 if self.depth else leaves)
+
+    @cached_property
+    def _left(self) -> np.ndarray:
+        """The left child of every inner node: an inner node, or, of those in the last level, a
+        leaf.
+        """
+        trees, leaves = self.leaf.shape
+        nodes = leaves - 1
+        child = 2 * np.arange(nodes) + 1
+        inner = child < nodes
+        first = np.arange(trees)[:, None] * np.where(inner, nodes, leaves)
+        return (first + np.where(inner, child, child - nodes)).reshape(-1)
 
 
 def from_booster(booster: Any, base: float = 0.0) -> Trees:

@@ -166,7 +166,9 @@ class KernelClass(Protocol):
     """One kind of kernel; see the module docstring.
 
     A class with a true attribute `joins_independent` computes groups that share no data side by
-    side in one launch; the search then offers it such groups.
+    side in one launch; the search then offers it such groups. One with a method `ranked`, like
+    `configs` with the predicted seconds of a launch (or None) beside each configuration, lets
+    tuning begin with what is predicted.
     """
 
     name: str

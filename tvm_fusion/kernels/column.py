@@ -141,6 +141,16 @@ class Column:
 
         return column_configs(analyze(func, exact=policy.rounding == "exact"), hw)
 
+    def ranked(
+        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy
+    ) -> list[tuple[float, Any]]:
+        """Predicted seconds of one launch and configurations, in the order of `configs`."""
+        from .cuda.column_rank import column_configs, estimated_seconds
+        from .program import analyze
+
+        program = analyze(func, exact=policy.rounding == "exact")
+        return [(estimated_seconds(program, c, hw), c) for c in column_configs(program, hw)]
+
     def write(
         self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
     ) -> tirx.PrimFunc:

@@ -145,4 +145,4 @@ def column_traffic(group: GroupView, fit: Fit, kernel: ColumnEstimate) -> Traffi
 
 
 def _next_to(stream: Stream) -> Stream:
-    return replace(stream, step=1)
+    return stream._replace(step=1)

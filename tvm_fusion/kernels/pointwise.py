@@ -32,29 +32,27 @@ class Pointwise:
 
     def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
         for block in group.blocks:
-            unrolled = hw.kind != "llvm" and is_window_block(block)
-            if block.reduction is not None and not unrolled:
+            if block.reduction is None:
+                continue
+            if hw.kind == "llvm" or not is_window_block(block):
                 return group.refuse(RefusalCode.REDUCTION, f"{block.name} is a reduction")
         outputs = [group.writer_of[t] for t in group.outputs]
         if not outputs:
             return group.refuse(RefusalCode.SPACE_MISMATCH, "nothing of the group is read outside")
-        sizes = sorted(_elements(b) for b in outputs)
-        if not _one_size(outputs) and (hw.kind == "llvm" or not _independent(group)):
+        sizes = _sizes(outputs)
+        if len(sizes) > 1 and (hw.kind == "llvm" or not _independent(group)):
             return group.refuse(
                 RefusalCode.SPACE_MISMATCH,
                 "the outputs have different sizes, so they share no index space",
-                smallest=sizes[0],
-                largest=sizes[-1],
+                smallest=min(sizes.values()),
+                largest=max(sizes.values()),
             )
         runs = evaluations(group)
         if refusal := refuse_recompute(group, runs, policy):
             return refusal
-        extents = [assumed(extent) for extent in outputs[0].extents(outputs[0].spatial)]
-        columns = extents[-1] if extents else 1
-        if not _one_size(outputs):
-            elements = sum(_sizes(outputs).values())
-            return Fit(self.name, elements, 1, runs.counts, side_by_side=True)
-        return Fit(self.name, assumed_product(extents[:-1]), columns, runs.counts)
+        if len(sizes) > 1:
+            return Fit(self.name, sum(sizes.values()), 1, runs.counts, side_by_side=True)
+        return Fit(self.name, *_space(outputs[0]), runs.counts)
 
     def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
         if hw.kind != "llvm":
@@ -78,6 +76,16 @@ class Pointwise:
 
         return pointwise_configs(analyze(func, exact=policy.rounding == "exact"), hw)
 
+    def ranked(
+        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy
+    ) -> list[tuple[float, Any]]:
+        """Predicted seconds of one launch and configurations, in the order of `configs`."""
+        from .cuda.pointwise_configs import estimate_us, pointwise_configs
+        from .program import analyze
+
+        program = analyze(func, exact=policy.rounding == "exact")
+        return [(estimate_us(program, c, hw) / 1e6, c) for c in pointwise_configs(program, hw)]
+
     def write(
         self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
     ) -> tirx.PrimFunc:
@@ -90,17 +98,27 @@ class Pointwise:
         return emit_pointwise(analyze(func, exact=exact), hw, config)
 
 
-def _elements(block: Block) -> int:
-    return assumed_product(block.extents(block.spatial))
-
-
 def _sizes(outputs: list[Block]) -> dict[Hashable, int]:
     """Elements of one output of each size."""
-    return {product_key(b.extents(b.spatial)): _elements(b) for b in outputs}
+    return dict(map(_size, outputs))
 
 
-def _one_size(outputs: list[Block]) -> bool:
-    return len(_sizes(outputs)) == 1
+def _size(output: Block) -> tuple[Hashable, int]:
+    known = output.derived.get("size")
+    if known is None:
+        extents = output.extents(output.spatial)
+        known = output.derived["size"] = product_key(extents), assumed_product(extents)
+    return known
+
+
+def _space(output: Block) -> tuple[int, int]:
+    """Rows and columns."""
+    known = output.derived.get("rows and columns")
+    if known is None:
+        extents = [assumed(extent) for extent in output.extents(output.spatial)]
+        known = assumed_product(extents[:-1]), extents[-1] if extents else 1
+        output.derived["rows and columns"] = known
+    return known
 
 
 def _independent(group: GroupView) -> bool:

@@ -41,6 +41,14 @@ def kernel_classes(hw: HardwareProfile) -> tuple[KernelClass, ...]:
     return tuple(c for c, kinds in reversed(_CLASSES.values()) if hw.kind in kinds)
 
 
+def added() -> tuple[tuple[KernelClass, tuple[str, ...]], ...]:
+    """The classes that are not this package's own, with their kinds: for `register` in another
+    process.
+    """
+    own = f"{__package__}."
+    return tuple(e for e in _CLASSES.values() if not type(e[0]).__module__.startswith(own))
+
+
 def is_registered(name: str) -> bool:
     return name in _CLASSES
 

@@ -9,16 +9,17 @@ the group is full (rows and columns), per row, or smaller than a row (a row vect
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from tvm import tirx
 
 from ..config import HardwareProfile, Policy
-from ..ir.access import Access, Affine, Block, Extent, Reduction
+from ..ir.access import Block, Extent, Reduction
 from ..ir.extents import assumed_product, non_unit, product_key
 from .base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic, write_on_cpu
 from .footprint import evaluations
 from .pointwise import refuse_recompute
+from .read_order import plain_axes
 from .row_shape import row_shape, row_streams
 from .traffic import cuda_resources, cuda_traffic, filled_by_threads, memory_traffic
 
@@ -31,6 +32,11 @@ class _Role(Enum):
     FULL = "full"
     ROW = "row"
     SMALL = "small"
+
+
+FULL, ROW, SMALL = _Role
+Space = tuple[tuple[Extent, ...], tuple[Extent, ...]]
+"""Extents of the rows, and of the columns."""
 
 
 class Row:
@@ -49,20 +55,21 @@ class Row:
         anchor = reductions[0]
         rows = non_unit(anchor.extents(anchor.spatial))
         columns = non_unit(anchor.extents(anchor.reduced))
+        space = (rows, columns)
         roles: dict[int, _Role] = {}
         for block in group.blocks:
-            role = _check_block(group, block, rows, columns, roles, hw)
+            role = _check_block(group, block, space, roles, hw)
             if isinstance(role, Refusal):
                 return role
             for w in block.writes:
                 roles[w.tensor] = role
         for t in group.outputs:
-            if roles[t] is _Role.SMALL and _role(group.writer_of[t], rows, columns) is _Role.SMALL:
+            if roles[t] is SMALL and _place(group.writer_of[t], space).role is SMALL:
                 return group.refuse(
                     RefusalCode.SPACE_MISMATCH,
                     f"output {group.graph.tensors[t].name} is neither full nor one value a row",
                 )
-        once = frozenset(t for t, role in roles.items() if role is not _Role.SMALL)
+        once = frozenset([t for t, role in roles.items() if role is not SMALL])
         runs = evaluations(group, once)
         if refusal := refuse_recompute(group, runs, policy):
             return refusal
@@ -90,6 +97,15 @@ class Row:
 
         return row_configs(analyze(func, exact=policy.rounding == "exact"), hw)
 
+    def ranked(
+        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy
+    ) -> list[tuple[float | None, Any]]:
+        """Predicted seconds of one launch and configurations, in the order of `configs`."""
+        from .cuda.row_candidates import row_ranked
+        from .program import analyze
+
+        return row_ranked(analyze(func, exact=policy.rounding == "exact"), hw)
+
     def write(
         self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
     ) -> tirx.PrimFunc:
@@ -103,98 +119,110 @@ class Row:
         return emit_row(program, config or row_configs(program, hw)[0], hw)
 
 
-def _check_block(
-    group: GroupView, block: Block, rows, columns, roles, hw: HardwareProfile
-) -> _Role | Refusal:
-    """The block's role in the rows x columns space, or why it has none."""
-    if block.reduction is not None:
-        refusal = _check_reduction(group, block, rows, columns, hw)
-        if refusal is not None:
-            return refusal
-        role = _Role.ROW
-    else:
-        role = _role(block, rows, columns)
-        if role is _Role.ROW and not any(
-            a.tensor in roles and roles[a.tensor] is not _Role.SMALL for a in block.reads
-        ):
-            role = (
-                _Role.SMALL
-            )  # made of inputs only: in a square space a row vector looks like one value a row
+class _Own(NamedTuple):
+    """A read of a block in a rows x columns space: whether it is at the reader's own point (all
+    axes), at its own row and nothing else, at its own row and anything else.
+    """
+
+    tensor: int
+    point: bool
+    row: bool
+    in_row: bool
+
+
+class _Place(NamedTuple):
+    """A block in a rows x columns space, whatever else is in the group."""
+
+    role: _Role
+    reads: tuple[_Own, ...]
+
+
+def _place(block: Block, space: Space) -> _Place:
+    known = block.derived.get("places")
+    if known is None:
+        known = block.derived["places"] = {}
+    found = known.get(space)
+    if found is None:
+        found = known[space] = _find_place(block, *space)
+    return found
+
+
+def _find_place(block: Block, rows: tuple[Extent, ...], columns: tuple[Extent, ...]) -> _Place:
+    live = [i for i, axis in enumerate(block.axes) if axis.extent != 1]
+    extents = block.extents(tuple(live))
+    role = ROW if extents == rows else SMALL
+    if extents == rows + columns:
+        role = FULL if columns else ROW
+    row, reads = live[: len(rows)], []
     for access in block.reads:
-        if roles.get(access.tensor) is None:
+        got = plain_axes(block, access)
+        reads.append(_Own(access.tensor, got == live, got == row, got[: len(rows)] == row))
+    return _Place(role, tuple(reads))
+
+
+def _check_block(
+    group: GroupView, block: Block, space: Space, roles: dict[int, _Role], hw: HardwareProfile
+) -> _Role | Refusal:
+    """The block's role in the rows x columns space, or why it has none.
+
+    A per-row value is read at the reader's own row; a full one too, at its own column or at any
+    (the label's probability in a cross-entropy), since it can be computed again for that element.
+    """
+    role, reads = _place(block, space)
+    if block.reduction is not None:
+        why = _refuse_reduction(block, space, hw)
+        if why is not None:
+            return group.refuse(*why)
+        role = ROW
+    elif role is ROW and not any([roles.get(own.tensor, SMALL) is not SMALL for own in reads]):
+        # made of inputs only: in a square space a row vector looks like one value a row
+        role = SMALL
+    for tensor, point, row, in_row in reads:
+        produced = roles.get(tensor, SMALL)
+        if produced is SMALL:
             continue
-        if not _reads_own_row(block, access, rows, columns, roles[access.tensor], role):
+        own = row if produced is ROW else point if role is FULL else in_row
+        if role is SMALL or not own:
             return group.refuse(
                 RefusalCode.OFF_ROW,
                 f"{block.name} reads a value of another row (or of no row) of "
-                f"{group.graph.tensors[access.tensor].name}",
+                f"{group.graph.tensors[tensor].name}",
             )
     return role
 
 
-def _role(block: Block, rows, columns) -> _Role:
-    extents = live_extents(block)
-    if extents == rows + columns:
-        return _Role.FULL if columns else _Role.ROW
-    return _Role.ROW if extents == rows else _Role.SMALL
+Why = tuple[RefusalCode, str]
 
 
-def live_axes(block: Block) -> list[int]:
-    """The axes of a block that are longer than 1."""
-    known = block.derived.get("live")
+def _refuse_reduction(block: Block, space: Space, hw: HardwareProfile) -> Why | None:
+    """Why a reduction does not fit into the space."""
+    known = block.derived.get("why")
     if known is None:
-        known = [i for i, axis in enumerate(block.axes) if axis.extent != 1]
-        block.derived["live"] = known
-    return known
+        known = block.derived["why"] = {}
+    key = (space, hw.kind)
+    if key not in known:
+        known[key] = _why_not(block, *space, hw)
+    return known[key]
 
 
-def live_extents(block: Block) -> tuple[Extent, ...]:
-    """Their extents."""
-    known = block.derived.get("extents")
-    if known is None:
-        known = block.derived["extents"] = block.extents(tuple(live_axes(block)))
-    return known
-
-
-def _plain_axes(block: Block, access: Access) -> list[int | None]:
-    """The axis that each index of an access equals, None where it is no single one; indices that
-    do not move are left out.
-    """
-    known = access.derived.get("row axes")
-    if known is None:
-        known = []
-        for index in access.index:
-            used = [i for i in sorted(index.axes) if block.axes[i].extent != 1]
-            affine = isinstance(index, Affine)
-            if used or not affine:
-                plain = affine and index.single_axis == used[0] and len(used) == 1
-                known.append(used[0] if plain else None)
-        access.derived["row axes"] = known
-    return known
-
-
-def _check_reduction(
-    group: GroupView, block: Block, rows, columns, hw: HardwareProfile
-) -> Refusal | None:
+def _why_not(
+    block: Block, rows: tuple[Extent, ...], columns: tuple[Extent, ...], hw: HardwareProfile
+) -> Why | None:
     arg = block.reduction in (Reduction.ARGMAX, Reduction.ARGMIN)
     if block.reduction is Reduction.OTHER or (arg and hw.kind == "llvm"):
-        return group.refuse(
-            RefusalCode.REDUCTION, f"{block.name} combines in a way no row kernel knows"
-        )
+        return RefusalCode.REDUCTION, f"{block.name} combines in a way no row kernel knows"
     if block.is_matrix_product:
-        return group.refuse(RefusalCode.REDUCTION, f"{block.name} is a matrix product")
+        return RefusalCode.REDUCTION, f"{block.name} is a matrix product"
     own_rows = non_unit(block.extents(block.spatial))
     own_columns = non_unit(block.extents(block.reduced))
     if own_rows != rows or product_key(own_columns) != product_key(columns):
-        return group.refuse(
-            RefusalCode.SPACE_MISMATCH,
+        return RefusalCode.SPACE_MISMATCH, (
             f"{block.name} reduces {own_columns} in rows of {own_rows}, "
-            f"the group {columns} in rows of {rows}",
+            f"the group {columns} in rows of {rows}"
         )
     if not _reduces_contiguous_axes(block):
-        return group.refuse(
-            RefusalCode.NOT_TRAILING,
-            f"{block.name} does not reduce the contiguous axes of what it reads",
+        return RefusalCode.NOT_TRAILING, (
+            f"{block.name} does not reduce the contiguous axes of what it reads"
         )
     return None
 
@@ -211,18 +239,3 @@ def _reduces_contiguous_axes(block: Block) -> bool:
         if access.axes & reduced and not used[-1] & reduced:
             return False
     return True
-
-
-def _reads_own_row(block: Block, access, rows, columns, produced: _Role, role: _Role) -> bool:
-    """A per-row value is read at the reader's own row; a full one too, at its own column or at any
-    (the label's probability in a cross-entropy), since it can be computed again for that element.
-    """
-    if produced is _Role.SMALL:
-        return True
-    if role is _Role.SMALL:
-        return False
-    live, got = live_axes(block), _plain_axes(block, access)
-    own_row = got[: len(rows)] == live[: len(rows)]
-    if produced is _Role.ROW or role is _Role.FULL:
-        return own_row and got == (live if produced is _Role.FULL else live[: len(rows)])
-    return own_row

@@ -9,12 +9,12 @@ cannot hold them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ..config import HardwareProfile
 from ..ir.access import Reduction
 from .base import Fit, GroupView
-from .footprint import points
+from .block_facts import index_of
 from .streams import WIDEST_ACCESS, Stream, bytes_a_point, element_sizes, streams
 from .traffic import Shape, power_below
 
@@ -34,8 +34,7 @@ PARTIAL_BYTES = 128
 CLUSTERS = (1, 2, 4, 8)
 
 
-@dataclass(frozen=True, slots=True)
-class Sweeps:
+class Sweeps(NamedTuple):
     """Passes over a row: exchanges between them, reductions altogether, and whether values of the
     row are needed after the first one.
     """
@@ -51,21 +50,25 @@ def sweeps(group: GroupView, space: float) -> Sweeps:
     merged: dict[int, bool] = {}
     reductions, deepest, online = 0, 0, 0
     again = False
-    for block in group.blocks:
-        reads = [a.tensor for a in block.reads if a.tensor in level]
-        own = max((level[t] for t in reads), default=0)
-        if block.reduction is not None:
+    outputs = frozenset(group.outputs)
+    for block, facts in zip(group.blocks, index_of(group).facts, strict=True):
+        own, behind_max = 0, False
+        for t in facts.sources:
+            if t in level:
+                own = max(own, level[t])
+                behind_max |= merged[t]
+        if facts.reduces:
             reductions += 1
             own += 1
             deepest = max(deepest, own)
             if block.reduction is Reduction.SUM and own == 2:
-                online += any(merged.get(t, False) for t in reads)
-        is_max = block.reduction in (Reduction.MAX, Reduction.MIN)
-        for write in block.writes:
-            level[write.tensor] = own
-            if own and write.tensor in group.outputs and points(block) >= space:
-                again = block.reduction is None
-            merged[write.tensor] = is_max or (own > 0 and any(merged.get(t) for t in reads))
+                online += behind_max
+        is_max = facts.reduces and block.reduction in (Reduction.MAX, Reduction.MIN)
+        for t in facts.tensors:
+            level[t] = own
+            if own and t in outputs and facts.points >= space:
+                again = not facts.reduces
+            merged[t] = is_max or (own > 0 and behind_max)
     passes = deepest - bool(online)
     return Sweeps(max(1, passes), max(1, reductions), again or passes > 1)
 
@@ -98,7 +101,7 @@ def _shape(group: GroupView, fit: Fit, hw: HardwareProfile) -> Shape:
         shape = _held(fit, hw, passes, width, vectors, read)
     shape = shape or _streamed(fit, hw, passes, width, vectors, read)
     if any(s.alone for s in found):  # the places are loaded before what is read there
-        shape = replace(shape, rounds=shape.rounds + 1.0)
+        shape = shape._replace(rounds=shape.rounds + 1.0)
     return shape
 
 

@@ -11,12 +11,13 @@ neighbours, or elements a step apart.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ..config import HardwareProfile
-from .base import GroupView, dtype_bytes
-from .footprint import footprint_bytes, points
-from .lane_walk import Walk, is_pick, lane_axis, moved_dimension, pitch_of, run_length
+from .base import GroupView
+from .block_facts import index_of
+from .footprint import footprint_bytes
+from .lane_walk import LOOSE, Walk, Way, lanes_of
 
 LANES = 32
 LINE_BYTES = 128
@@ -32,8 +33,7 @@ fewer bytes in flight. From three kernels on an H200: 4096 gathers by one block 
 of rows made of runs of 10 elements, 42 million in 63 us (float32) and about 70 us (float16)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
+class Stream(NamedTuple):
     """One read or write of memory.
 
     Attributes
@@ -133,63 +133,46 @@ def streams(
         Whether lanes walk along the reduced axes, in their order: the rows may be made of runs.
     """
     graph, found = group.graph, []
-    outputs = frozenset(group.outputs)
+    index, outputs = index_of(group), frozenset(group.outputs)
+    facts, made = index.facts, index.made
     moving: dict[int, Walk | None] = {}
-    for k in range(len(group.blocks) - 1, -1, -1):
-        block, count = group.blocks[k], counts[k]
+    for k in range(len(counts) - 1, -1, -1):
+        count, own = counts[k], facts[k]
         if not count:
             continue
-        axis, by = lane_axis(block, moving)
-        step = by.step
-        for write in block.writes:
-            if write.tensor in outputs:
-                pitch = pitch_of(graph, write.tensor, moved_dimension(write, axis), step)
-                tensor = graph.tensors[write.tensor]
-                number = _elements(group, write.tensor)
-                found.append(
-                    Stream(
-                        write.tensor,
-                        dtype_bytes(tensor.dtype),
-                        number,
-                        pitch,
-                        number >= space,
-                        True,
-                    )
-                )
-        for access in block.reads:
-            t = access.tensor
-            moved = moved_dimension(access, axis)
-            alone = by.alone or is_pick(access, axis)
-            run = (
-                run_length(graph, block, access)
-                if in_rows and block.reduction is not None
-                else by.run
-            )
-            if t in group.writer_of:
-                walk = moved and Walk(moved[0], moved[1] * step, alone, run)
+        if own.reduces:  # lanes come to it from none of its results
+            way = in_rows
+        elif own.tensor is not None:
+            way = moving.get(own.tensor, LOOSE)
+        else:
+            way = _way(own.tensors, moving)
+        lanes = own.lanes.get(way)
+        if lanes is None:
+            known = LOOSE if own.reduces else _way(own.tensors, moving)
+            lanes = own.lanes[way] = lanes_of(graph, group.blocks[k], known, in_rows)
+        for t, size, pitch, elements in lanes.writes:
+            if t in outputs:
+                found.append(Stream(t, size, elements, pitch, elements >= space, True))
+        for t, walk, size, pitch, elements, guarded, chosen, alone, run in lanes.reads:
+            if t in made:
                 before = moving.setdefault(t, walk)
                 if before and before.alone and walk and not walk.alone:
                     moving[t] = walk  # picks are few beside the points that others read
                 continue
-            tensor = graph.tensors[t]
-            pitch = pitch_of(graph, t, moved, step)
-            own = pitch != 0 and _elements(group, t) >= min(count, space)
             asked = count
-            if access.guarded:  # a part of a concatenation is read where it stands, no more
-                asked = min(count, _elements(group, t) * max(1.0, count / points(block)))
-            found.append(
-                Stream(
-                    t,
-                    dtype_bytes(tensor.dtype),
-                    asked,
-                    pitch,
-                    own,
-                    chosen=pitch != 0 and (alone or (access.data_dependent and abs(pitch) != 1)),
-                    alone=pitch != 0 and alone,
-                    run=run,
-                )
-            )
+            if guarded:  # a part of a concatenation is read where it stands, no more
+                asked = min(count, elements * max(1.0, count / own.points))
+            whole = pitch != 0 and elements >= min(count, space)
+            found.append(Stream(t, size, asked, pitch, whole, False, chosen, alone, run))
     return tuple(found)
+
+
+def _way(tensors: tuple[int, ...], moving: dict[int, Walk | None]) -> Way:
+    """How lanes walk the first of these tensors that a block behind reads."""
+    for number, t in enumerate(tensors):
+        if t in moving:
+            return Way(number, moving[t])
+    return LOOSE
 
 
 def along_memory(found: tuple[Stream, ...]) -> tuple[Stream, ...]:
@@ -199,16 +182,12 @@ def along_memory(found: tuple[Stream, ...]) -> tuple[Stream, ...]:
     own = [s for s in found if s.own and not s.stored]
     if not own or any(s.along or s.chosen for s in own):
         return found
-    return tuple(replace(s, step=1) if s in own else s for s in found)
-
-
-def _elements(group: GroupView, tensor: int) -> float:
-    return group.tensor_bytes(tensor) / dtype_bytes(group.graph.tensors[tensor].dtype)
+    return tuple(s._replace(step=1) if s in own else s for s in found)
 
 
 def bytes_a_point(found: tuple[Stream, ...], space: float) -> float:
     """Bytes that a point of the space loads of its own."""
-    return sum(s.size * min(1.0, s.count / space) for s in found if s.own and not s.stored)
+    return sum([s.size * min(1.0, s.count / space) for s in found if s.own and not s.stored])
 
 
 def element_sizes(found: tuple[Stream, ...], space: float) -> list[int]:

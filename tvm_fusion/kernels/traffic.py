@@ -5,13 +5,13 @@ follows from how it is cut into blocks and threads.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from ..config import HardwareProfile
 from ..cost.analytic import resident_blocks
-from ..ir.access import Block, Irregular
 from ..ir.graph import OpKind
 from .base import Fit, GroupView, Resources, Traffic
+from .block_facts import index_of
 from .footprint import footprint_bytes, operations
 from .streams import WIDEST_ACCESS, Stream, requested_bytes, streams
 
@@ -29,8 +29,7 @@ CODE_AROUND = 1024
 """Bytes of code of a kernel that does nothing: its parameters, its place, its return."""
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
+class Shape(NamedTuple):
     """How a CUDA kernel is cut.
 
     Attributes
@@ -75,6 +74,27 @@ def memory_traffic(
     Of an input that another kernel of the function has just written, what the L2 still holds is not
     charged to the memory.
     """
+    moved = _moved(group, fit, hw)
+    return Traffic(
+        moved.hbm_bytes,
+        moved.l2_bytes,
+        moved.operations,
+        parallel=parallel,
+        assumed_l2=moved.assumed_l2,
+        **more,
+    )
+
+
+class _Moved(NamedTuple):
+    """What a launch moves and executes, however it is cut; fields as those of `Traffic`."""
+
+    hbm_bytes: float
+    l2_bytes: float
+    operations: dict[str, float]
+    assumed_l2: tuple[tuple[int, float], ...]
+
+
+def _moved(group: GroupView, fit: Fit, hw: HardwareProfile) -> _Moved:
     written = sum(map(group.tensor_bytes, group.outputs))
     l2 = hbm = float(written)
     assumed = []
@@ -85,8 +105,7 @@ def memory_traffic(
         hbm += (1.0 - share) * size
         if share > LEAST_SHARE:
             assumed.append((t, share * size))
-    ops = operations(group, fit.evaluations, hw.special_slots)
-    return Traffic(hbm, l2, ops, parallel=parallel, assumed_l2=tuple(assumed), **more)
+    return _Moved(hbm, l2, operations(group, fit.evaluations, hw.special_slots), tuple(assumed))
 
 
 def resident_share(group: GroupView, tensor: int, size: float, hw: HardwareProfile) -> float:
@@ -126,28 +145,28 @@ def cuda_traffic(
     hw: HardwareProfile,
     shape: Shape,
     found: tuple[Stream, ...] | None = None,
-    **more,
 ) -> Traffic:
     """The traffic of a kernel of that shape; `found` are its reads and writes, if they are not
     those of the index maps.
     """
-    plain = memory_traffic(group, fit, hw, **more)
+    moved = _moved(group, fit, hw)
     if found is None:
         found = group_streams(group, fit)
-    wavefronts = sum(s.wavefronts(shape.width, shape.piece) for s in found)
-    accesses = sum(s.accesses(shape.width, shape.piece) for s in found)
+    wavefronts = sum([s.wavefronts(shape.width, shape.piece) for s in found])
+    accesses = sum([s.accesses(shape.width, shape.piece) for s in found])
     sectors = requested_bytes(group, found, shape.width, hw)
-    ops = plain.operations
+    ops = moved.operations
     ops["arithmetic"] += accesses + _places(group, fit, shape)
     slots = resident_blocks(shape.threads, shape.registers, shape.smem_bytes, hw)
-    return replace(
-        plain,
-        hbm_bytes=plain.hbm_bytes * shape.waste
-        + _wasted(found, plain, hw)
+    return Traffic(
+        hbm_bytes=moved.hbm_bytes * shape.waste
+        + _wasted(found, moved.hbm_bytes, hw)
         + _missed(fit, hw, shape, slots),
-        read_bytes=sum(s.count * s.size for s in found if not s.stored and s.own)
+        l2_bytes=moved.l2_bytes,
+        operations=ops,
+        read_bytes=sum([s.count * s.size for s in found if not s.stored and s.own])
         + shape.reads_again,
-        sector_bytes=max(sectors, plain.l2_bytes) + shape.reads_again,
+        sector_bytes=max(sectors, moved.l2_bytes) + shape.reads_again,
         wavefronts=wavefronts,
         smem_bytes=shape.staged_bytes,
         exchanges=shape.exchanges,
@@ -155,6 +174,7 @@ def cuda_traffic(
         rounds=shape.rounds,
         blocks=max(1.0, shape.blocks),
         in_flight_bytes=shape.flight_bytes * shape.threads * slots,
+        assumed_l2=moved.assumed_l2,
     )
 
 
@@ -173,50 +193,30 @@ def cuda_resources(group: GroupView, fit: Fit, shape: Shape) -> Resources:
 def instructions(group: GroupView) -> float:
     """Instructions that compute one point of all blocks, loads and stores included."""
     total = float(len(group.inputs) + len(group.outputs))
-    for block in group.blocks:
-        total += _block_instructions(block)
+    for own in index_of(group).facts:
+        total += own.instructions
     return total
-
-
-def _block_instructions(block: Block) -> float:
-    known = block.derived.get("instructions")
-    if known is None:
-        known = block.operations() + block.conversions
-        known += sum(_MORE.get(name, 2.0) * number for name, number in block.functions)
-        block.derived["instructions"] = known
-    return known
-
-
-_MORE = {"erf": 12.0, "tanh": 4.0, "sigmoid": 4.0, "pow": 3.0}
-"""Instructions of a special function beside the first; of others two."""
 
 
 def _places(group: GroupView, fit: Fit, shape: Shape) -> float:
     """Instructions that find places by division, where reshapes and splits are computed."""
     total = 0.0
-    for block, count in zip(group.blocks, fit.evaluations, strict=True):
-        if count and _divides(block):
+    index = index_of(group)
+    if not index.divides:
+        return total
+    for own, count in zip(index.facts, fit.evaluations, strict=True):
+        if own.divides and count:
             total += PLACE_INSTRUCTIONS * count / shape.width
     return total
 
 
-def _divides(block: Block) -> bool:
-    known = block.derived.get("divides")
-    if known is None:
-        known = any(
-            isinstance(i, Irregular) and not i.data_dependent for a in block.reads for i in a.index
-        )
-        block.derived["divides"] = known
-    return known
-
-
-def _wasted(found: tuple[Stream, ...], plain: Traffic, hw: HardwareProfile) -> float:
+def _wasted(found: tuple[Stream, ...], hbm_bytes: float, hw: HardwareProfile) -> float:
     """Bytes that memory moves beside those asked for: neighbours of what is read a step apart."""
     total = 0.0
     for stream in found:
         if stream.chosen:
             total += stream.count * max(0, hw.sector_bytes - stream.size)
-    return min(total, plain.hbm_bytes * 8)
+    return min(total, hbm_bytes * 8)
 
 
 def _missed(fit: Fit, hw: HardwareProfile, shape: Shape, slots: int) -> float:

@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 from ..config import HardwareProfile
 from ..cost.liveness import live_values
@@ -42,7 +41,7 @@ def staged(group: GroupView, stream: Stream, hw: HardwareProfile) -> bool:
 def turned_streams(group: GroupView, fit: Fit, hw: HardwareProfile) -> tuple[Stream, ...]:
     """The reads and writes of a group as the tiles make them: what is staged runs along memory."""
     found = group_streams(group, fit)
-    return tuple(replace(s, step=1) if staged(group, s, hw) else s for s in found)
+    return tuple(s._replace(step=1) if staged(group, s, hw) else s for s in found)
 
 
 def transpose_shape(group: GroupView, fit: Fit, hw: HardwareProfile) -> Shape:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import combinations
+from typing import NamedTuple
 
 from .exact import TOLERANCE_US, Found, Pricing, Spent
 from .launches import members_of
@@ -24,8 +25,7 @@ MAX_READERS = 4  # of whose subsets each is tried for a recomputation
 IDLE_ROUNDS = 2  # rounds without a better solution after which the search ends
 
 
-@dataclass(frozen=True, order=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """One launch: the operators it computes, and those of them that no other launch owns."""
 
     ops: int
@@ -224,41 +224,41 @@ def _tidy(region: Region, parts: list[list[int]]) -> Parts | None:
 
     None if something is read that no launch computes.
     """
+    out, needs = region.out, region.needs
     while True:
-        wanted = region.wanted
-        for ops, _ in parts:
+        wanted, owned = region.wanted, 0
+        for ops, own in parts:
             wanted |= region.reads(ops)
-        owned = 0
-        for _, own in parts:
             owned |= own
         changed = False
         for part in parts:
-            needed = part[1]
-            useful = 0
-            inside = 0
-            for i in reversed(members_of(part[0])):
-                out = region.out[i]
-                if (needed >> i & 1 and out & wanted) or out & inside:
+            ops, needed = part
+            useful, inside = 0, 0
+            for i in reversed(members_of(ops)):
+                if out[i] & inside or (needed >> i & 1 and out[i] & wanted):
                     useful |= 1 << i
-                    inside |= region.needs[i]
-            orphans = sum(1 << i for i in members_of(part[0] & ~owned) if region.out[i] & wanted)
+                    inside |= needs[i]
+            orphans = 0
+            if free := ops & ~owned:
+                for i in members_of(free):
+                    if out[i] & wanted:
+                        orphans |= 1 << i
             if orphans:
                 part[1] |= orphans
                 owned |= orphans
                 changed = True
-            elif useful != part[0]:
-                part[0], part[1] = useful, part[1] & useful
+            elif useful != ops:
+                part[0], part[1] = useful, needed & useful
                 changed = True
         parts = [p for p in parts if p[0]]
         if not changed:
             break
     made = 0
     for _, own in parts:
-        for i in members_of(own):
-            made |= region.out[i]
+        made |= region.makes(own)
     if wanted & ~made:
         return None
-    return tuple(sorted(Part(ops, own) for ops, own in parts))
+    return tuple(map(Part._make, sorted(parts)))
 
 
 def ordered_launches(region: Region, parts: Parts) -> tuple[tuple[int, int], ...] | None:
@@ -266,19 +266,10 @@ def ordered_launches(region: Region, parts: Parts) -> tuple[tuple[int, int], ...
     is none.
     """
     wanted = region.wanted
-    wait = []
     for p in parts:
-        read, before = region.reads(p.ops), 0
-        for i in members_of(p.ops):
-            before |= region.before[i]
-        wanted |= read
-        wait.append(read | before)
-    stores = []
-    for p in parts:
-        made = 0
-        for i in members_of(p.own):
-            made |= region.out[i]
-        stores.append(made & wanted)
+        wanted |= region.reads(p.ops)
+    wait = [region.waits_for(p.ops) for p in parts]
+    stores = [region.makes(p.own) & wanted for p in parts]
     done, order, left = 0, [], list(range(len(parts)))
     while left:
         ready = [k for k in left if not wait[k] & ~done]

@@ -103,7 +103,9 @@ class Pricing:
     def launch(self, ops: int, stores: int) -> Launch:
         """The launch as the evaluator takes it, views included."""
         tensors = self.region.tensors(stores)
-        shared, plain = self.region.members(ops), self.region.members(ops, shared=False)
+        shared = plain = self.region.members(ops)
+        if self.region.has_views:
+            plain = self.region.members(ops, shared=False)
         if shared != plain:
             times = [self._time(Launch(m, tensors)) for m in (shared, plain)]
             if times[0] is None or (times[1] is not None and times[1] < times[0]):

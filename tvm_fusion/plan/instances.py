@@ -6,7 +6,7 @@ recomputes it. Whatever a group holds it reads from itself.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -41,20 +41,30 @@ def instances(state: State, op: int, live: Mapping[int, bool]) -> Iterator[int]:
         yield from state.copied_in[op]
 
 
-def is_read_outside(
-    state: State, t: int, op: int, replaced: tuple[int, ...], live: Mapping[int, bool]
-) -> bool:
-    """Whether a result of `op` is read by a group that is not replaced and holds no copy of it."""
-    tensor = state.graph.tensors[t]
-    if tensor.is_output:
-        return True
-    holders = state.copied_in.get(op, ())
-    for c in tensor.consumers:
-        if live.get(c, state.live[c]):
-            home = state.home[c]
-            if home not in replaced and home not in holders:
-                return True
-        for gid in state.copied_in.get(c, ()):
-            if gid not in replaced and gid not in holders:
-                return True
-    return False
+def read_outside(
+    state: State, tensors: Iterable[int], replaced: tuple[int, ...], live: Mapping[int, bool]
+) -> list[int]:
+    """Those of some operators' results that a group reads which is not replaced and holds no copy
+    of the operator; `live` as in `home_needed`.
+    """
+    nodes, home, copied_in = state.graph.tensors, state.home, state.copied_in
+    known = state.live
+    found = []
+    for t in tensors:
+        tensor = nodes[t]
+        if tensor.is_output:
+            found.append(t)
+            continue
+        holders = copied_in.get(tensor.producer, ())
+        for c in tensor.consumers:
+            if live.get(c, known[c]) if live else known[c]:
+                gid = home[c]
+                if gid not in replaced and gid not in holders:
+                    found.append(t)
+                    break
+            if c in copied_in and any(
+                gid not in replaced and gid not in holders for gid in copied_in[c]
+            ):
+                found.append(t)
+                break
+    return found

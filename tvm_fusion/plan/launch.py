@@ -5,16 +5,15 @@ reads, what it costs.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from ..ir.graph import FusionGraph, OpKind
 from ..kernels.base import Refusal
 from .legality import Costed, Evaluator
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NamedTuple):
     """One launch: the bitset of operators it computes and the tensors it writes, ascending."""
 
     members: int

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from ..config import HardwareProfile, Policy
 from ..cost.analytic import Estimate, estimate
@@ -18,11 +19,10 @@ from ..kernels.fallback import Fallback
 from ..kernels.registry import kernel_classes
 from .caution import Caution, is_fused
 from .links import Links
-from .structure import NEEDS, READABLE, Structures, Wiring, structures_for
+from .structure import NEEDS, READABLE, Structures, Wiring, structures_for, together
 
 
-@dataclass(frozen=True, slots=True)
-class Costed:
+class Costed(NamedTuple):
     """A legal group with its kernel class and predicted time."""
 
     view: GroupView
@@ -38,8 +38,7 @@ class Costed:
         return self.estimate.time_us + self.charge_us
 
 
-@dataclass(frozen=True, slots=True)
-class _Shared:
+class _Shared(NamedTuple):
     """What equal groups have in common."""
 
     kernel: KernelClass
@@ -203,7 +202,7 @@ class Evaluator:
         """The classes that may take the group, in order."""
         known, traits = self.wiring.traits, 0
         for i in view.ops:
-            traits |= known[i]
+            traits = together(traits, known[i])
         if not traits & READABLE:  # what cannot be read falls back
             yield self.classes[-1]
             return
@@ -229,7 +228,8 @@ class Evaluator:
         ops, working = self.graph.ops, self.wiring.working
         if len(view.ops) > 1:
             first = ops[view.ops[0]].region
-            for i in view.ops:
+            places = set(map(self.wiring.places.__getitem__, view.ops))
+            for i in view.ops if len(places) > 1 or None in places else ():
                 op = ops[i]
                 if op.kind is OpKind.OPAQUE:
                     return view.refuse(
@@ -241,7 +241,7 @@ class Evaluator:
                     )
             if self.forbidden and view.names in self.forbidden:
                 return view.refuse(RefusalCode.WRITER, "this group was tried and could not be used")
-        count = sum(working[i] for i in view.ops)
+        count = sum(map(working.__getitem__, view.ops))
         if count > self.policy.max_group_ops:
             return view.refuse(
                 RefusalCode.GROUP_SIZE,
@@ -252,8 +252,8 @@ class Evaluator:
         return self._refuse_parameters(view)
 
     def _refuse_parameters(self, view: GroupView) -> Refusal | None:
-        touched = self.wiring.touched
-        if 8 * sum(len(touched[i]) for i in view.ops) <= self.hw.kernel_param_bytes:
+        most = sum(map(self.wiring.touches.__getitem__, view.ops))
+        if 8 * most <= self.hw.kernel_param_bytes:
             return None
         parameters = 8 * (len(view.inputs) + len(view.outputs))
         if len(view.ops) > 1 and parameters > self.hw.kernel_param_bytes:

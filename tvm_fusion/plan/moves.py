@@ -12,8 +12,8 @@ A move is a value; applying it to a state is `State.merge` or `State.add_copies`
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from ..ir.extents import assumed_product
 from ..ir.graph import FusionGraph, OpKind
@@ -31,8 +31,7 @@ class MoveKind(Enum):
     HORIZONTAL = "horizontal"
 
 
-@dataclass(frozen=True, slots=True)
-class Merge:
+class Merge(NamedTuple):
     """Two groups become one; `copies` are the views between them, copied into the result."""
 
     kind: MoveKind
@@ -41,8 +40,7 @@ class Merge:
     copies: Members = NOTHING
 
 
-@dataclass(frozen=True, slots=True)
-class Recompute:
+class Recompute(NamedTuple):
     """Each of the consumer groups computes these operators of the producer group itself.
 
     Where nobody reads the producer's own instances any more they are dropped: the operators have

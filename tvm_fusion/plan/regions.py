@@ -84,6 +84,8 @@ class Region:
         for i in members_of(ops):
             members |= 1 << self.ops[i]
             inside |= self.out[i]
+        if not self.has_views:
+            return members
         chains: dict[int, set[int]] = {}
         for i in members_of(ops):
             for read in self.inputs[i]:
@@ -108,17 +110,38 @@ class Region:
 
     def reads(self, ops: int) -> int:
         """The results that some operators read and do not compute."""
-        if ops not in self._reads:
+        read = self._reads.get(ops)
+        if read is None:
             found, inside = 0, 0
             for i in members_of(ops):
                 found |= self.needs[i]
                 inside |= self.out[i]
-            self._reads[ops] = found & ~inside
-        return self._reads[ops]
+            read = self._reads[ops] = found & ~inside
+        return read
+
+    def makes(self, ops: int) -> int:
+        """The results of some operators."""
+        found = self._made.get(ops)
+        if found is None:
+            found = self._made[ops] = _union(self.out[i] for i in members_of(ops))
+        return found
+
+    def waits_for(self, ops: int) -> int:
+        """The results that other launches must have written before some operators run."""
+        return self.reads(ops) | _union(self.before[i] for i in members_of(ops) if self.before[i])
 
     def ops_of(self, members: int) -> int:
         """The bitset (of the region) of a launch's operators."""
         return sum(1 << self._number[op] for op in members_of(members) if op in self._number)
+
+    @cached_property
+    def has_views(self) -> bool:
+        """Whether any operator reads through views."""
+        return any(read.chain for reads in self.inputs for read in reads)
+
+    @cached_property
+    def _made(self) -> dict[int, int]:
+        return {}
 
     @cached_property
     def _reads(self) -> dict[int, int]:

@@ -123,4 +123,5 @@ def _greedy(state: State, at_once: bool) -> Solution:
 def unfused_plan(graph: FusionGraph, hw: HardwareProfile, policy: Policy) -> FusionPlan:
     """The plan that fuses nothing."""
     evaluator = Evaluator(graph, hw, policy)
-    return plan_from(evaluator, launches_of(State.unfused(evaluator)), explain=False)
+    with _uncollected():
+        return plan_from(evaluator, launches_of(State.unfused(evaluator)), explain=False)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from ..ir.graph import FusionGraph, bits
 from ..kernels.base import Refusal
 from .group_order import GroupOrder
-from .instances import home_needed, instances, is_read_outside
+from .instances import home_needed, read_outside
 from .legality import Costed, Evaluator
 from .links import Links
 
@@ -115,14 +115,10 @@ class State:
         for op in sorted(copies, reverse=True):
             live[op] = home_needed(self, op, replaced, live)
         members = sorted(members)
-        outputs = tuple(
-            t
-            for op in members
-            if op not in copies
-            for t in self.graph.ops[op].outputs
-            if is_read_outside(self, t, op, replaced, live)
-        )
-        return self.evaluator.group(tuple(members), outputs, bits(copies))
+        ops = self.graph.ops
+        made = [t for op in members if op not in copies for t in ops[op].outputs]
+        outputs = read_outside(self, made, replaced, live)
+        return self.evaluator.group(tuple(members), tuple(outputs), bits(copies))
 
     def evaluate_merge(self, a: int, b: int, views: Members) -> Costed | Refusal:
         """Two groups as one, with copies of the views between them."""
@@ -132,24 +128,21 @@ class State:
         one, two = self.cost(a), self.cost(b)
         if isinstance(one, Refusal) or isinstance(two, Refusal):
             return self.evaluate(self.owned[a] | self.owned[b], NOTHING, (a, b))
-        tensors = self.graph.tensors
-        outputs = sorted(
-            t
-            for t in (*one.view.outputs, *two.view.outputs)
-            if is_read_outside(self, t, tensors[t].producer, (a, b), {})
-        )
-        members = tuple(sorted(one.view.ops + two.view.ops))
-        return self.evaluator.group(members, tuple(outputs))
+        made = (*one.view.outputs, *two.view.outputs)
+        outputs = tuple(sorted(read_outside(self, made, (a, b), {})))
+        return self.evaluator.group(tuple(sorted(one.view.ops + two.view.ops)), outputs)
 
     def readers(self, owned: Iterable[int], replaced: tuple[int, ...]) -> set[int]:
         """Groups, other than the replaced ones, that read what `owned` writes."""
-        found = set()
+        found: set[int] = set()
+        consumers, live, home = self.links.consumers, self.live, self.home
         for op in owned:
-            for c in self.links.consumers[op]:
-                for gid in instances(self, c, {}):
-                    if gid not in replaced and op not in self.members(gid):
-                        found.add(gid)
-        return found
+            for c in consumers[op]:
+                if live[c] and home[c] not in found and op not in self.members(home[c]):
+                    found.add(home[c])
+                if c in self.copied_in:
+                    found.update(g for g in self.copied_in[c] if op not in self.members(g))
+        return found.difference(replaced)
 
     def sources(self, members: Members) -> set[int]:
         """Home groups of what these operators read from outside."""

@@ -15,6 +15,7 @@ import itertools
 from collections import deque
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from ..config import HardwareProfile, Policy
@@ -36,6 +37,7 @@ MULTIPLIES = 8
 SUMS_ROWS = 16  # a reduction that keeps the contiguous axis
 SUMS_COLUMNS = 32
 READABLE = 64  # has blocks
+MULTIPLIES_TWICE = MULTIPLIES << 4
 
 # What a built-in class needs among a group's traits, and what it cannot have; other classes, which
 # users registered, are always asked.
@@ -46,7 +48,7 @@ NEEDS: dict[str, tuple[int, int]] = {
     "column": (REDUCES, 0),
     "mixed": (SUMS_ROWS | SUMS_COLUMNS, 0),
     "gemm": (MULTIPLIES, 0),
-    "attention": (MULTIPLIES, 0),
+    "attention": (MULTIPLIES_TWICE, 0),
     "nest": (REDUCES, 0),
 }
 
@@ -91,7 +93,9 @@ class Wiring:
     ----------
     number : structure of each operator
     touched : tensors that each operator reads, writes or keeps inside, each once
+    touches : how many these are
     traits, working : of each operator; `working` is 1 where it counts as one of a group's operators
+    places : the dataflow block of each operator, None for what cannot be read
     """
 
     def __init__(self, graph: FusionGraph, hw: HardwareProfile, structures: Structures) -> None:
@@ -104,22 +108,15 @@ class Wiring:
         )
         self.traits = tuple(self._traits(op, hw) for op in graph.ops)
         self.working = tuple(int(_works(op)) for op in graph.ops)
+        self.touches = tuple(map(len, self.touched))
+        self.places = tuple(None if op.kind is OpKind.OPAQUE else op.region for op in graph.ops)
 
     def key(self, ops: tuple[int, ...], outputs: tuple[int, ...]) -> tuple[int, ...]:
         """The structural key of a group."""
-        place: dict[int, int] = {}
-        key: list[int] = []
-        number, touched = self.number, self.touched
-        for op in ops:
-            key.append(number[op])
-            for t in touched[op]:
-                at = place.get(t)
-                if at is None:
-                    at = place[t] = len(place)
-                key.append(at)
-        key.append(-1)
-        key.extend(place[t] for t in outputs)
-        return tuple(key)
+        touched = [*chain.from_iterable([self.touched[op] for op in ops])]
+        place = dict(zip(dict.fromkeys(touched), itertools.count(), strict=False)).__getitem__
+        number = map(self.number.__getitem__, ops)
+        return (*number, -1, *map(place, touched), -1, *map(place, outputs))
 
     def _traits(self, op: Op, hw: HardwareProfile) -> int:
         known = self.structures.traits
@@ -143,11 +140,16 @@ def traits_of(blocks: tuple[Block, ...], hw: HardwareProfile) -> int:
         if hw.kind == "llvm" or not is_window_block(block):
             found |= ROLLED
         if match_product(block) is not None:
-            found |= MULTIPLIES
+            found |= together(found, MULTIPLIES)
         order = read_order(block)
         sums_rows = bool(order) and order[-1] in block.spatial
         found |= SUMS_ROWS if sums_rows else SUMS_COLUMNS
     return found
+
+
+def together(some: int, more: int) -> int:
+    """The traits of some operators and of more of them."""
+    return some | more | (some & more & MULTIPLIES) << 4
 
 
 def _works(op: Op) -> bool:
