@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...errors import Unsupported
 from ..program import Program
 from .row_config import WARP, Form, RowConfig
 from .row_cost import estimate_rows
-from .row_resources import clusters_on_device, registers_limit, ring_bytes, wanted_registers
+from .row_resources import (
+    clusters_on_device,
+    registers_limit,
+    ring_bytes,
+    row_resources,
+    wanted_registers,
+)
 from .row_work import RowWork, row_work
 from .vectors import can_stream, vector_width
 from .windows import row_width
@@ -30,6 +37,12 @@ SAME = 0.01
 """Share of the time within which two estimates count as equal; the plainer kernel comes first."""
 USUAL_THREADS = 128
 """Threads of a block that is neither small nor large."""
+ASKED_ELEMENTS = 16
+"""Elements of a step with running sums for which ptxas keeps to the estimated registers without
+spills, if asked: of 8 elements it spills some kernels of bfloat16, of 32 some of float16.
+"""
+ASKED_BYTES = 2
+"""Bytes of an element up to which it does so while the next step's loads are on their way."""
 
 
 def row_configs(program: Program, hw: HardwareProfile) -> list[RowConfig]:
@@ -44,6 +57,15 @@ def row_configs(program: Program, hw: HardwareProfile) -> list[RowConfig]:
         return row_candidates(program, hw)
     work = _work(program, hw)
     return ranked(_candidates(program, work, hw), work, hw)
+
+
+def row_ranked(program: Program, hw: HardwareProfile) -> list[tuple[float | None, RowConfig]]:
+    """As `row_configs`, each with its predicted seconds; None for rows of symbolic length."""
+    configs = row_configs(program, hw)
+    if not isinstance(program.columns, int):
+        return [(None, config) for config in configs]
+    work = _work(program, hw)
+    return [(estimate_rows(work, config, hw).time_us / 1e6, config) for config in configs]
 
 
 def ranked(configs: Iterable[RowConfig], work: RowWork, hw: HardwareProfile) -> list[RowConfig]:
@@ -103,7 +125,7 @@ def _candidates(program: Program, work: RowWork, hw: HardwareProfile) -> Iterato
     for width in work.accesses:
         yield from _held(work, width, clusters, hw)
     width = next(iter(work.accesses))
-    yield from _streamed(program, work, width, clusters)
+    yield from _streamed(program, work, width, clusters, hw)
     if width == vector_width(program) and can_stream(program, width) and program.is_static:
         yield from _resident(work, width, clusters[:2], hw)
 
@@ -140,7 +162,7 @@ def _rows_a_block(threads: int) -> list[int]:
 
 
 def _streamed(
-    program: Program, work: RowWork, width: int, clusters: tuple[int, ...]
+    program: Program, work: RowWork, width: int, clusters: tuple[int, ...], hw: HardwareProfile
 ) -> Iterator[RowConfig]:
     """Rows that nothing is held of."""
     vectors = -(-work.columns // width)
@@ -152,7 +174,7 @@ def _streamed(
                 break
             for unroll in UNROLLS:
                 for prefetch in (False, True):
-                    yield RowConfig(
+                    config = RowConfig(
                         Form.LOOP,
                         threads,
                         width=width,
@@ -161,6 +183,22 @@ def _streamed(
                         prefetch=prefetch,
                         load="na" if one_pass else "nc",
                     )
+                    yield replace(config, min_blocks=_demand(work, config, hw) if one_pass else 0)
+
+
+def _demand(work: RowWork, config: RowConfig, hw: HardwareProfile) -> int:
+    """Blocks a multiprocessor to ask ptxas for: those that the estimate counts, where one sweep
+    has running sums. ptxas by itself gives one and the same loop 40 or 44 registers, as what
+    stands behind it happens to be, and three or two blocks of 512 threads fit: 64.7 us if asked,
+    72.8 if not, for the loss of 4096x32000 float16 on an H200 (2026-11-22).
+    """
+    running = any(s.running for s in work.merged)
+    roomy = not config.prefetch or work.streamed <= ASKED_BYTES
+    usual = config.cluster == 1 and config.unroll * config.width == ASKED_ELEMENTS
+    if not (running and roomy and usual):
+        return 0
+    blocks = row_resources(work, config, hw).slots // hw.num_sms
+    return blocks if blocks > 1 else 0
 
 
 def _resident(
