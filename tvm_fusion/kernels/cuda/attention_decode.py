@@ -8,7 +8,8 @@ have found meets in shared memory, and in that of the cluster, at the end.
 
     attention_decode           the kernel: who reads which keys, and the loop of a warp
     attention_decode_problem   units, rows, keys and values in memory; _bounds: the visible keys
-    attention_decode_ring      copies and fragments; _products: scores and weighted values
+    attention_decode_ring      copies of keys and values; _fragments: how the products read them
+    attention_decode_products  scores and weighted values
     attention_decode_softmax   weights; _combine: from partial results to the outputs
     attention_decode_config    configurations and shared memory; _rank: their times
 """
@@ -167,15 +168,12 @@ class _Kernel:
     # ---- the loop of a warp
 
     def _loop(self) -> None:
-        config, layout, attention = self.config, self.layout, self.attention
-        k_start = config.step * layout.k_pitch
-        k_place = (layout.terms, layout.k_pitch, 0)
-        v_place = (layout.features, layout.v_pitch, k_start)
-        sources = ((self.problem.k, k_place), (self.problem.v, v_place))
-        env = {**self.problem.row_env(self.unit, self._zero(), self.frame)}
+        config, layout = self.config, self.layout
+        env = self.problem.row_env(self.unit, constant(0, self.frame.index), self.frame)
+        keys = self.attention.keys
         self.rows = [
-            Rows(self.frame, source, attention.keys, env, self.ring, place)
-            for source, place in sources
+            Rows(self.frame, source, keys, env, self.ring, tile)
+            for source, tile in ((self.problem.k, layout.keys), (self.problem.v, layout.values))
         ]
         for rows in self.rows:
             rows.prepare(self.lane)
@@ -193,9 +191,8 @@ class _Kernel:
         with T.serial(0, self.steps, unroll=False) as i:
             T.evaluate(wait_async(config.stages - 2))
             T.evaluate(warp_sync())
+            stage, first = self._stage(i), self._first_key(i)
             self._fill(T.Bind(i + (config.stages - 1)))
-            stage = T.Bind(self.base + i % config.stages * layout.stage_bytes)
-            first = self._first_key(i)
             scores = products.scores(stage)
             self.softmax.logits(scores, first, self.least, below)
             self.softmax.fetch(self._first_key(i + 1))
@@ -206,16 +203,15 @@ class _Kernel:
         self.softmax.finish()
         self.sums = products.sums
 
-    def _zero(self) -> Expr:
-        return constant(0, self.frame.index)
+    def _stage(self, number: Expr) -> Expr:
+        """The address of the ring's stage that the warp's step of that number arrives in."""
+        return T.Bind(self.base + number % self.config.stages * self.layout.stage_bytes)
 
     def _fill(self, number: Expr) -> None:
         """Starts the copies of the warp's step of that number, if there is one."""
-        config = self.config
         with then(number < self.steps):
-            stage = T.Bind(self.base + number % config.stages * self.layout.stage_bytes)
-            first = self._first_key(number)
+            stage, first = self._stage(number), self._first_key(number)
             limits = (self.below, self.count) if self.masked else None
             for rows in self.rows:
-                rows.copy(stage, first, config.step, limits)
+                rows.copy(stage, first, limits)
         T.evaluate(commit_async())

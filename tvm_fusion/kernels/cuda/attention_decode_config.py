@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+from tvm.ir import Expr
 
 from .gemm_mma_units import CHUNK
 
 WARP = 32
 TILE_ROWS = 16
 """Rows of an mma.m16n8k16."""
+MATRIX = 8
+"""Rows of a matrix of ldmatrix."""
 MAX_FEATURES = 256
 """Features whose sums, of one tile of rows or of two of half the size, fit into registers."""
 MAX_CLUSTER = 8
@@ -46,6 +51,44 @@ class DecodeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Tile:
+    """The keys (or the values) of a step in shared memory, in bytes: rows without gaps.
+
+    Chunk c of row r lies in the place of chunk ``c ^ turn(r)``, so that chunk c of the 8 rows of a
+    matrix lies in 8 different groups of banks. A turn stays within as many chunks as divide both a
+    row and the 8 of a line of 128 bytes:
+
+        8 chunks (heads of 64, 128, 192, 256)    turn(r) = r % 8
+        4        (32, 96, 160, 224)              turn(r) = r % 8 // 2
+        2        (16, 48, 80, 112 ...)           turn(r) = r % 8 // 4
+
+    Attributes
+    ----------
+    width : of a row, an even number of chunks.
+    rows : keys of a step.
+    start : of the first row, within a stage.
+    """
+
+    width: int
+    rows: int
+    start: int
+
+    @property
+    def turned(self) -> int:
+        """Chunks within which a turn stays."""
+        return math.gcd(self.width // CHUNK, MATRIX)
+
+    @property
+    def size(self) -> int:
+        """All rows."""
+        return self.rows * self.width
+
+    def turn(self, row: Expr) -> Expr:
+        """Of a row, in chunks."""
+        return row % MATRIX // (MATRIX // self.turned)
+
+
+@dataclass(frozen=True, slots=True)
 class Layout:
     """Where things lie in the shared memory of a block; sizes in bytes unless named otherwise.
 
@@ -61,20 +104,24 @@ class Layout:
     rows: int
 
     @property
-    def k_pitch(self) -> int:
-        """Bytes from a key to the next: an odd number of chunks, so that the rows of an 8 x 8
-        matrix lie in different banks."""
-        return self.terms * 2 + CHUNK
+    def keys(self) -> Tile:
+        """The keys of a step."""
+        return Tile(self.terms * 2, self.config.step, 0)
 
     @property
-    def v_pitch(self) -> int:
-        """Bytes from a value to the next."""
-        return self.features * 2 + CHUNK
+    def values(self) -> Tile:
+        """The values of a step, behind the keys."""
+        return Tile(self.features * 2, self.config.step, self.keys.size)
+
+    @property
+    def query_pitch(self) -> int:
+        """Bytes from a query to the next: an odd number of chunks."""
+        return self.terms * 2 + CHUNK
 
     @property
     def stage_bytes(self) -> int:
         """Keys and values of one step."""
-        return self.config.step * (self.k_pitch + self.v_pitch)
+        return self.keys.size + self.values.size
 
     @property
     def ring_bytes(self) -> int:
@@ -91,7 +138,7 @@ class Layout:
     @property
     def query_bytes(self) -> int:
         """The queries, always whole tiles."""
-        return -(-self.rows // TILE_ROWS) * TILE_ROWS * self.k_pitch
+        return -(-self.rows // TILE_ROWS) * TILE_ROWS * self.query_pitch
 
     @property
     def part_pitch(self) -> int:

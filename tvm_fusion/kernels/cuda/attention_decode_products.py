@@ -15,8 +15,8 @@ from tvm.script import tirx as T
 
 from ..expr import HALF_DTYPES, constant, convert
 from .attention_decode_config import Layout
+from .attention_decode_fragments import Fragments
 from .attention_decode_problem import DecodeProblem
-from .attention_decode_ring import Fragments
 from .frame import then
 from .gemm_frame import Frame, coordinates
 from .gemm_math import f32, lower
@@ -62,7 +62,7 @@ class Products:
                 self._get_query(unit, first_row, element, own[i], values, i)
             for i, element in enumerate(elements):
                 row, term = element // self.layout.terms, element % self.layout.terms
-                at = self.layout.ring_bytes + row * self.layout.k_pitch + term * 2
+                at = self.layout.ring_bytes + row * self.layout.query_pitch + term * 2
                 body = "*(unsigned short*)p = *(const unsigned short*)v;"
                 place, source = self.memory.ptr_to([at]), values.ptr_to([i])
                 arguments = "void* p, const void* v"

@@ -4,8 +4,8 @@
 
 memory: all bytes at the rate of the device. flight: the fullest multiprocessor, by the bytes that
 its blocks have on their way (Little's law). chain: a warp's steps one after the other. turns: what
-a block spends before and behind its loop. Constants are estimates, adjusted to 25 kernels measured
-on an H200 2026-11-22 (batch 1 to 32, contexts of 2048 and 8192), where nothing else is said.
+a block spends before and behind its loop. Constants are fitted to 37 kernels measured on an H200
+2026-11-22 (tests/data/attention_decode_h200.jsonl) where nothing else is said.
 """
 
 from __future__ import annotations
@@ -25,28 +25,29 @@ from .row_resources import clusters_on_device
 ASSUMED_KEYS, ASSUMED_UNITS = 4096, 64
 """What symbolic sizes are taken for: a context, and key heads times a batch."""
 SPLITS, STEPS, WARPS, STAGES = (1, 2, 4, 8), (16, 32), (2, 4, 8), (2, 3, 4)
-READS = 1.04
+READS = 1.08
 """Rate of these reads, of that of a copy: keys and values of many units side by side."""
-START = 1.4e-6
+START = 1.8e-6
 """Seconds before the first keys arrive and after the last."""
-STAGE = 1.0e-7
+STAGE = 1.4e-7
 """Seconds that each stage of the ring adds to the start."""
-TRIP = 9.0e-7
+TRIP = 8.3e-7
 """Seconds from the start of a copy to its end, under traffic."""
-CHAIN, CHAIN_KEYS = 3.0e-7, 1.2e-8
+FLIGHT = 0.44
+"""The same of a multiprocessor that reads alone, as a part of the device's under full traffic."""
+CHAIN, CHAIN_KEYS = 2.9e-7, 8.5e-9
 """Seconds of a step of a warp, and of each of its keys: the latencies of ldmatrix, mma.sync,
 shuffles and ex2 one after the other."""
-TURN, CLUSTER_TURN = 1.0e-6, 2.0e-6
+TURN, CLUSTER_TURN = 8.0e-7, 3.6e-6
 """Seconds that a block, alone or of a cluster, takes to follow another one."""
-CLUSTER = 5.0e-7
-"""Seconds until the blocks of a cluster have met, beside the barrier at the end."""
 WARP_PARTS = 2.0e-9
-"""Seconds in which a thread reads one partial result from shared memory."""
-LONE_SM = 6.7e10
-"""Bytes a second that one multiprocessor reads from memory (H200: `tvm_fusion calibrate`)."""
-UNEVEN = 0.15, 0.4
-"""Of what the last wave leaves idle, the share that shows: of blocks alone, and of clusters."""
-POWER = 4.0
+"""Seconds in which a thread reads one partial result from shared memory (estimate)."""
+SMALLER_GROUP = 15 / 16
+"""Clusters of more than two blocks that find a place, of those that groups of equal size would
+take (H200: 15 of 8 and 30 of 4 with a block on each multiprocessor)."""
+UNEVEN = 0.11
+"""Of what the last wave leaves idle, the share that shows."""
+POWER = 3.9
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +167,8 @@ def decode_seconds(sizes: DecodeSizes, config: DecodeConfig, hw: HardwareProfile
     places = resident * hw.num_sms
     if config.split > 1:
         places = clusters_on_device(config.split, resident, hw) * config.split
+        if config.split > 2:
+            places *= SMALLER_GROUP
     waves = blocks / max(places, 1)
     fullest = min(resident, math.ceil(blocks / hw.num_sms))
     turns = max(1, math.ceil(waves - 1e-9))
@@ -173,9 +176,9 @@ def decode_seconds(sizes: DecodeSizes, config: DecodeConfig, hw: HardwareProfile
     unit_bytes = sizes.keys * (sizes.terms + sizes.features) * 2
     memory = (sizes.units * unit_bytes + sizes.other_bytes) / (hw.hbm_bytes_per_s * READS)
     memory += sizes.units * (sizes.chunks - 1) * unit_bytes / hw.l2_bytes_per_s
-    memory *= 1 + UNEVEN[config.split > 1] * (turns / waves - 1 if waves > 1 else 0)
+    memory *= 1 + UNEVEN * (turns / waves - 1 if waves > 1 else 0)
     own = config.tiles_in_flight * layout.stage_bytes
-    speed = min(fullest * own / hw.bytes_in_flight_latency_s, LONE_SM)
+    speed = min(fullest * own / (hw.bytes_in_flight_latency_s * FLIGHT), hw.sm_bytes_per_s)
     flight = turns * fullest * unit_bytes / config.split / speed
     steps = math.ceil(sizes.keys / (config.split * config.warps * config.step))
     work = CHAIN + CHAIN_KEYS * config.step * -(-layout.rows // 16)
@@ -192,7 +195,7 @@ def _combine(sizes: DecodeSizes, layout: Layout, hw: HardwareProfile) -> float:
     each = math.ceil(min(sizes.rows, layout.rows) * sizes.features / config.threads)
     seconds = 2 * hw.barrier_s + each * config.warps * WARP_PARTS
     if config.split > 1:
-        seconds += CLUSTER + hw.cluster_barrier_s + each * hw.remote_store_s * config.warps
+        seconds += hw.cluster_barrier_s + each * hw.remote_store_s * config.warps
         seconds += math.ceil(each / config.split) * config.split * WARP_PARTS
     return seconds
 
