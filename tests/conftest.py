@@ -6,6 +6,7 @@ from functools import cache
 import pytest
 
 os.environ.setdefault("TVM_FUSION_PLAN_CACHE", "0")  # what is tested is the search
+os.environ.setdefault("TVM_FUSION_KERNEL_CACHE", "0")  # and the writers
 
 LLVM_AND_GPU = ["llvm", pytest.param("cuda", marks=pytest.mark.gpu)]
 

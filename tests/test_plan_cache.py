@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from tvm import relax
 
-from tvm_fusion import plan_cache, variants
+from tvm_fusion import cache_key, plan_cache, variants
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.kernels import registry
 from tvm_fusion.kernels.pointwise import Pointwise
@@ -119,7 +119,7 @@ def test_nothing_is_kept_with_a_kernel_class_of_the_users(searches, tmp_path):
 
 def test_a_changed_package_plans_again(searches, monkeypatch):
     plan_of(module())
-    monkeypatch.setattr(plan_cache, "_package_state", lambda: "another")
+    monkeypatch.setattr(cache_key, "package_state", lambda: "another")
     plan_of(module())
     assert len(searches) == 2
 

@@ -19,6 +19,8 @@ from tvm_fusion.runtime.cuda_compiler import (
     kernel_names,
 )
 
+from .runtime_cases import H200
+
 SOURCE = 'extern "C" __global__ void __launch_bounds__(32) twice(float* x) { x[threadIdx.x] *= 2; }'
 
 
@@ -141,14 +143,50 @@ def test_sources_are_compiled_side_by_side(nvcc, monkeypatch):
     assert sorted(code.binary for code in codes) == [b"0", b"1"]
 
 
-def test_tvm_compiles_through_the_cache_but_not_while_deferred(nvcc):
+def test_tvm_compiles_through_the_cache_but_not_where_code_is_given_or_not_wanted(nvcc):
     cubin_cache.install()
     callback = tvm_ffi.get_global_func("tvm_callback_cuda_compile")
     with tvm.target.Target({"kind": "cuda", "arch": "sm_80"}):
         assert bytes(callback("k")) == b"code of k for sm_80\n"
-        with cubin_cache.deferred():
+        with cubin_cache.source_only():
             callback("l")
+        with cubin_cache.given_code("m", b"known"):
+            assert bytes(callback("m")) == b"known"
     assert nvcc.compiled == ["k"]
+
+
+def test_a_source_that_is_given_takes_the_place_of_the_generated_one():
+    cubin_cache.install()
+    change = tvm_ffi.get_global_func("tvm_callback_cuda_postproc")
+    with cubin_cache.source_only():
+        assert change("generated", H200) == "generated"
+    with cubin_cache.given_code("given", b""):
+        assert change("generated", H200) == "given"
+    assert change("generated", H200) == "generated"
+
+
+def test_a_source_given_twice_is_compiled_once(nvcc):
+    with cubin_cache.Compiling("sm_90a", jobs=2) as compiling:
+        first, second = compiling.begin("k"), compiling.begin("k")
+        assert first.result() == second.result()
+    assert nvcc.compiled == ["k"]
+
+
+def test_what_has_not_begun_is_dropped(nvcc, monkeypatch):
+    running, leave = threading.Event(), threading.Event()
+
+    def wait(self, source, arch):
+        running.set()
+        leave.wait(30)
+        return DeviceCode(b"", "")
+
+    monkeypatch.setattr(FakeNvcc, "compile", wait)
+    with cubin_cache.Compiling("sm_90a", jobs=1) as compiling:
+        begun, waiting = compiling.begin("k"), compiling.begin("l")
+        running.wait(30)
+    leave.set()
+    assert begun.result(30) == DeviceCode(b"", "")
+    assert waiting.cancelled()
 
 
 def test_nvcc_makes_a_cubin_and_reports_registers(tmp_path, monkeypatch):

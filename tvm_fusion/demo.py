@@ -6,6 +6,7 @@
 The weights are constants from a fixed seed, laid out (in, out), scaled by 1 / sqrt(in).
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -96,10 +97,10 @@ def demo_weights(hidden: int, mlp: int, dtype: str) -> dict[str, np.ndarray]:
         "up": (hidden, mlp),
         "down": (mlp, hidden),
     }
-    weights = {
-        name: _normal(_SEED + 10 + i, shape, shape[0] ** -0.5, dtype)
-        for i, (name, shape) in enumerate(extents.items())
-    }
+    seeds = range(_SEED + 10, _SEED + 10 + len(extents))
+    with ThreadPoolExecutor() as pool:
+        values = pool.map(lambda s, e: _normal(s, e, e[0] ** -0.5, dtype), seeds, extents.values())
+        weights = dict(zip(extents, values, strict=True))
     for i, name in enumerate(("attention_norm", "mlp_norm")):
         weights[name] = 1 + _normal(_SEED + 20 + i, (hidden,), 0.1, dtype)
     return weights

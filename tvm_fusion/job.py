@@ -22,13 +22,14 @@ from .plan.search import unfused_plan
 from .transform.lower import lower
 from .transform.materialize import Materialized, materialize
 from .transform.rewrites import known_rewrites
-from .transform.write_kernels import write_kernels
+from .transform.write_kernels import Tuned, write_kernels
 from .variants import best_plan
 
 if TYPE_CHECKING:
     from .check.sequential import Budget
     from .report.model import Comparison
     from .runtime.build import Built
+    from .runtime.kernels_ahead import KernelsAhead
     from .runtime.module import CompiledModule
 
 logger = logging.getLogger(__name__)
@@ -54,18 +55,27 @@ class Job:
     plan: FusionPlan
     cuts: dict[tuple[str, ...], str] = field(default_factory=dict)
     given: bool = False  # the plan is the caller's
+    tuned: Tuned | None = None
     _alone: FusionPlan | None = None
     _whole: tuple[tvm.IRModule, FusionGraph, FusionPlan] | None = None
 
     @classmethod
-    def of(cls, model, target, policy, plan, example_inputs, dynamic_shapes) -> Job:
+    def of(cls, model, target, policy, plan, example_inputs, dynamic_shapes, database=None) -> Job:
         """A job for a model of any kind; what a caller may have mistyped is checked before the
         model is read.
         """
         tvm_target, hw = resolve_target(target)
         policy, given = load_policy(policy), _read_plan(plan)
+        if database is None:
+            mod = load(model, example_inputs, dynamic_shapes=dynamic_shapes)
+            return cls.from_module(mod, tvm_target, hw, policy, given)
+        from .tuning.lookup import tuned_kernels
+
+        tuned = tuned_kernels(database, hw, tvm_target)
         mod = load(model, example_inputs, dynamic_shapes=dynamic_shapes)
-        return cls.from_module(mod, tvm_target, hw, policy, given)
+        job = cls.from_module(mod, tvm_target, hw, policy, given or tuned.plan(mod, hw, policy))
+        job.tuned = tuned
+        return job
 
     @classmethod
     def from_module(
@@ -196,32 +206,42 @@ class Job:
     def build_fused(self) -> tuple[Built, Materialized]:
         """Builds the plan; groups that do not compile are cut until it builds."""
         from .runtime.build import KernelBuildError, build
+        from .runtime.kernels_ahead import kernels_ahead
 
         while True:
-            written, materialized = self.write()
-            try:
-                return build(written, self.target), materialized
-            except KernelBuildError as error:
-                if not self._cut_all(materialized, error.failures, RefusalCode.BUILD):
-                    raise
+            with kernels_ahead(self.target, self.hw, self.policy) as ahead:
+                written, materialized = self.write(ahead)
+                if ahead is not None:
+                    _ = self.whole  # the report compares with it: planned while nvcc works
+                try:
+                    return build(written, self.target, ahead=ahead), materialized
+                except KernelBuildError as error:
+                    if not self._cut_all(materialized, error.failures, RefusalCode.BUILD):
+                        raise
 
     def fuse(self) -> tvm.IRModule:
         """The module with the plan's kernels written, not built."""
         return self.write()[0]
 
-    def write(self) -> tuple[tvm.IRModule, Materialized]:
+    def write(self, ahead: KernelsAhead | None = None) -> tuple[tvm.IRModule, Materialized]:
         """Writes the plan's kernels; groups that cannot be written are cut until all are."""
         while True:
+            if ahead is not None:
+                ahead.codes.clear()
             materialized = materialize(self.low, self.graph, self.plan)
             classes = {name: g.kernel_class for name, g in materialized.groups.items()}
-            written = write_kernels(materialized.mod, classes, self.hw, self.policy)
+            written = write_kernels(
+                materialized.mod, classes, self.hw, self.policy, ahead, self.tuned
+            )
             if not self._cut_all(materialized, written.failures, RefusalCode.WRITER):
                 return written.mod, materialized
 
     def build_unfused(self) -> Built:
         """Builds the model as it is: one kernel an operator, written by the same kernel classes."""
         low, graph, plan = self.whole
-        whole = Job(self.mod, self.target, self.hw, self.policy, low, graph, plan)
+        whole = Job(
+            self.mod, self.target, self.hw, self.policy, low, graph, plan, _whole=self.whole
+        )
         return whole.build_fused()[0]
 
     def _cut_all(

@@ -11,12 +11,10 @@ key. `TVM_FUSION_PLAN_CACHE=0` searches each time.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,18 +22,15 @@ import tvm
 import tvm_ffi
 
 from ._files import replace_file
-from ._version import __version__
-from .config import HardwareProfile, Policy, shipped_file
-from .cost.learned import residual_file
-from .errors import BuildError, InputError, PlanError
+from .cache_key import all_ours, digest, surroundings
+from .config import HardwareProfile, Policy
+from .errors import InputError, PlanError
 from .ir.graph import FusionGraph
-from .kernels.registry import kernel_classes
 from .plan.plan import FusionPlan
 from .runtime.cubin_cache import cache_dir
-from .runtime.cuda_compiler import find_compiler
 
 VARIABLE = "TVM_FUSION_PLAN_CACHE"
-_FORMAT = 1
+_FORMAT = 2
 logger = logging.getLogger(__name__)
 
 
@@ -61,7 +56,7 @@ class Kept:
         cls, mod: tvm.IRModule, target: tvm.target.Target, hw: HardwareProfile, policy: Policy
     ) -> Kept | None:
         """The place for a module's plan and what lies there; None where plans are not kept."""
-        if os.environ.get(VARIABLE) == "0" or not _all_ours(hw):
+        if os.environ.get(VARIABLE) == "0" or not all_ours(hw):
             return None
         path = cache_dir() / "plans" / f"{_key(mod, target, hw, policy)}.json"
         try:
@@ -103,49 +98,6 @@ def _names(graph: FusionGraph) -> list[Any]:
     return [graph.function, ops, [t.name for t in graph.tensors]]
 
 
-def _all_ours(hw: HardwareProfile) -> bool:
-    own = f"{__package__}."
-    return all(type(k).__module__.startswith(own) for k in kernel_classes(hw))
-
-
 def _key(mod: tvm.IRModule, target: tvm.target.Target, hw: HardwareProfile, policy: Policy) -> str:
-    parts = [
-        _FORMAT,
-        __version__,
-        tvm.__version__,
-        _package_state(),
-        tvm_ffi.structural_hash(mod, map_free_vars=True),
-        str(target),
-        hw.name,
-        hw.fingerprint(),
-        repr(policy),
-        [k.name for k in kernel_classes(hw)],
-        _residual_state(hw),
-        _compiler(policy),
-    ]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
-
-
-@cache
-def _package_state() -> str:
-    """Of each file of the package its size and time: a change makes all plans new."""
-    root = Path(__file__).parent
-    files = sorted(root.rglob("*.py"))
-    state = [(str(f.relative_to(root)), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    return hashlib.sha256(json.dumps(state).encode()).hexdigest()
-
-
-def _residual_state(hw: HardwareProfile) -> list[str]:
-    files = (residual_file(hw), shipped_file(f"{hw.name}.residual.json"))
-    return [hashlib.sha256(f.read_bytes()).hexdigest() for f in files if f.is_file()]
-
-
-def _compiler(policy: Policy) -> list[str]:
-    """What probes kernels while planning."""
-    if policy.probe == "off":
-        return []
-    try:
-        compiler = find_compiler()
-    except BuildError:
-        return []
-    return [compiler.kind, compiler.path, compiler.version]
+    content = tvm_ffi.structural_hash(mod, map_free_vars=True)
+    return digest([_FORMAT, content, *surroundings(target, hw, policy)])

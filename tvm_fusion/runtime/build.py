@@ -5,33 +5,44 @@ nvcc compiles them side by side, one that does not compile takes no other down w
 costs one entry of the cubin cache.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import chain
+from typing import TYPE_CHECKING
 
 import tvm
 from tvm import relax, tirx
 from tvm.relax import vm_build
-from tvm.tirx.build import codegen_build, split_host_device_mods
+from tvm.tirx.build import codegen_build
 
 from ..errors import BuildError
-from ..transform.decode_float8 import DecodeFloat8
-from ..transform.wrap_integers import WrapIntegers
+from ..transform.plan_memory import SETTLE
 from . import cubin_cache
+from .cubin_cache import Compiling
 from .cuda_compiler import DeviceCode, cuda_arch, find_compiler, kernel_names
-from .cuda_graph_rules import inplace_operator
+from .kernel_code import (
+    CudaUnit,
+    KernelBuildError,
+    attempt,
+    cuda_units,
+    host_of,
+    lowered_parts,
+    one_kernel_each,
+)
 from .launches import call_sites, cuda_sources, host_launches, launched_kernels, vm_functions
 from .link import link
 from .memory import MemoryPlan, planned_memory
-from .pipeline import ScheduleLeftovers, lowering_pipeline, mixed_tir_pipeline, without_entry
+from .pipeline import ScheduleLeftovers, lowering_pipeline, mixed_tir_pipeline
 from .resources import KernelResources, resources_of
 from .signature import Signature
+from .written_inputs import written_inputs
 
 if TYPE_CHECKING:
     from ..config import HardwareProfile
+    from .kernels_ahead import KernelsAhead
 
-_DEVICE_KERNEL = 2  # tvm::CallingConv::kDeviceKernelLaunch
-_SUMMARY_LINES = 20
+__all__ = ["Built", "KernelBuildError", "build", "build_functions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +64,8 @@ class Built:
     resources : Mapping[str, KernelResources]
         By kernel, where nvcc compiled it.
     memory : MemoryPlan
-    inplace : str or None
-        An operator that writes into its inputs, if there is one.
+    writes : tuple of int
+        Inputs of `main` that it writes into, by position.
     """
 
     executable: relax.VMExecutable
@@ -64,7 +75,7 @@ class Built:
     cuda_sources: tuple[str, ...]
     resources: Mapping[str, KernelResources]
     memory: MemoryPlan
-    inplace: str | None = None
+    writes: tuple[int, ...] = ()
 
     @property
     def launches(self) -> dict[str, int]:
@@ -77,27 +88,13 @@ class Built:
         return "\n".join(self.cuda_sources) or None
 
 
-class KernelBuildError(BuildError):
-    """Some PrimFuncs could not be compiled.
-
-    Attributes
-    ----------
-    failures : dict[str, str]
-        What the compiler says, by name of the PrimFunc.
-    """
-
-    def __init__(self, failures: dict[str, str]) -> None:
-        self.failures = failures
-        lines = [f"{name}: {message}" for name, message in failures.items()]
-        super().__init__("these PrimFuncs do not compile:\n" + "\n".join(lines))
-
-
 def build(
     mod: tvm.IRModule,
     target: tvm.target.Target | None = None,
     hw: "HardwareProfile | None" = None,
     *,
     compile_kernels: bool = True,
+    ahead: "KernelsAhead | None" = None,
 ) -> Built:
     """Build a module whose PrimFuncs are written kernels (see `pipeline.lowering_pipeline`).
 
@@ -111,6 +108,8 @@ def build(
         Used for its target only.
     compile_kernels : bool
         Whether CUDA kernels are compiled at once; else where the executable is loaded.
+    ahead : KernelsAhead, optional
+        The code of PrimFuncs that is known already: their bodies are not looked at.
 
     Raises
     ------
@@ -133,7 +132,7 @@ def build(
         functions = {g: f for g, f in rest.functions_items() if isinstance(f, tirx.PrimFunc)}
         if functions:
             prim_funcs = tvm.IRModule(functions, attrs=rest.attrs)
-            library, codes = _build_tir(prim_funcs, target, compile_kernels)
+            library, codes = _build_tir(prim_funcs, target, compile_kernels, ahead)
         executable = link(builder, target, library, lowered.attrs)
     launched = launched_kernels(executable.mod)
     _refuse_host_loops(executable, launched)
@@ -145,7 +144,7 @@ def build(
         cuda_sources=cuda_sources(executable.mod),
         resources={r.name: r for code in codes for r in resources_of(code)},
         memory=plans[0],
-        inplace=inplace_operator(mod),
+        writes=written_inputs(mod),
     )
 
 
@@ -179,80 +178,71 @@ def build_functions(
 
 
 def _build_tir(
-    mod: tvm.IRModule, target: tvm.target.Target, compile_kernels: bool
+    mod: tvm.IRModule,
+    target: tvm.target.Target,
+    compile_kernels: bool,
+    ahead: "KernelsAhead | None" = None,
 ) -> tuple[tvm.runtime.Module, list[DeviceCode]]:
     """As `tvm.tirx.build`, with a device module per kernel."""
-    _, finalize_host, finalize_device = mixed_tir_pipeline()
-    host, device = lowered_parts(mod, target)
-    library = _attempt(lambda part: codegen_build(finalize_host()(part), _host_of(target)), host)
-    codes: list[DeviceCode] = []
-    for device_target, kernels in device.items():
-        units = [finalize_device()(unit) for unit in one_kernel_each(kernels)]
-        modules: list[tvm.runtime.Module | None] = [None] * len(units)
-        if compile_kernels and device_target.kind.name == "cuda":
-            modules, found = _compile_units(units, device_target, library)
-            codes += found
-        for unit, module in zip(units, modules, strict=True):
-            library.import_module(module or codegen_build(unit, device_target))
+    codes_ahead = ahead.codes if ahead else {}
+    known, rest = [], {}
+    for gvar, func in mod.functions_items():
+        if gvar.name_hint in codes_ahead:
+            known.append(codes_ahead[gvar.name_hint])
+        else:
+            rest[gvar] = func
+    host, device = lowered_parts(tvm.IRModule(rest, attrs=mod.attrs), target)
+    for code in known:
+        host.update(code.host)
+    if target.kind.name != "cuda" or not compile_kernels:
+        return _with_sources(_host_library(host, target), device), []
+    units: list[CudaUnit] = []
+    begun = []
+    with nullcontext(ahead.compiling) if ahead else Compiling(cuda_arch(target)) as compiling:
+        for unit in chain(*(code.units for code in known), cuda_units(device)):
+            units.append(unit)
+            begun.append(compiling.begin(unit.source))
+        library = _host_library(host, target)
+        codes = [code.result() for code in begun]
+    _refuse_failed(units, codes, library)
+    for unit, code in sorted(zip(units, codes, strict=True), key=lambda pair: pair[0].name):
+        library.import_module(unit.module(code.binary))
     return library, codes
 
 
-def lowered_parts(
-    mod: tvm.IRModule, target: tvm.target.Target
-) -> tuple[tvm.IRModule, Mapping[tvm.target.Target, tvm.IRModule]]:
-    """Lower PrimFuncs and split them into their host code and, by target, their kernels.
-
-    Raises
-    ------
-    KernelBuildError
-        If PrimFuncs do not lower; its `failures` name them.
-    """
-    lower, _, _ = mixed_tir_pipeline()
-    mod = (DecodeFloat8() if target.kind.name == "llvm" else WrapIntegers())(mod)
-    mod = tirx.transform.BindTarget(target.with_host(_host_of(target)))(mod)
-    return split_host_device_mods(without_entry(_attempt(lower, mod)))
+def _host_library(host: tvm.IRModule, target: tvm.target.Target) -> tvm.runtime.Module:
+    _, finalize, _ = mixed_tir_pipeline()
+    return attempt(lambda part: codegen_build(finalize()(part), host_of(target)), host)
 
 
-def one_kernel_each(device: tvm.IRModule) -> Iterator[tvm.IRModule]:
-    """Yield a module per kernel; kernels that share device functions stay together."""
-    functions = device.functions_items()
-    if any(int(f.attrs.get("calling_conv", 0)) != _DEVICE_KERNEL for _, f in functions):
-        yield device
-        return
-    for gv, func in sorted(functions, key=lambda item: item[0].name_hint):
-        yield tvm.IRModule({gv: func}, attrs=device.attrs)
+def _with_sources(
+    library: tvm.runtime.Module, device: Mapping[tvm.target.Target, tvm.IRModule]
+) -> tvm.runtime.Module:
+    """The library with device modules as TVM makes them."""
+    _, _, finalize = mixed_tir_pipeline()
+    for target, kernels in device.items():
+        for part in one_kernel_each(kernels):
+            library.import_module(codegen_build(finalize()(part), target))
+    return library
 
 
-def _compile_units(
-    units: list[tvm.IRModule], target: tvm.target.Target, library: tvm.runtime.Module
-) -> tuple[list[tvm.runtime.Module | None], list[DeviceCode]]:
-    """Compile all units side by side into the cache, where code generation finds them; with the
-    modules of those that were there already.
-    """
-    modules, sources = [], []
-
-    def generated() -> Iterator[str]:
-        for unit in units:
-            with cubin_cache.deferred() as missing:
-                module = codegen_build(unit, target)
-            modules.append(None if missing else module)
-            sources.append(module.inspect_source("cuda"))
-            yield sources[-1]
-
-    codes = cubin_cache.compile_sources(generated(), cuda_arch(target))
+def _refuse_failed(
+    units: list[CudaUnit], codes: list[DeviceCode | BuildError], library: tvm.runtime.Module
+) -> None:
+    """Raise KernelBuildError for the PrimFuncs whose kernels nvcc refused."""
     failed = {
         kernel: str(code)
-        for source, code in zip(sources, codes, strict=True)
+        for unit, code in zip(units, codes, strict=True)
         if isinstance(code, BuildError)
-        for kernel in kernel_names(source)
+        for kernel in kernel_names(unit.source)
     }
-    if failed:
-        find_compiler()  # without a compiler no kernel is at fault
-        launched = host_launches(library.inspect_source("ll"), set(failed))
-        raise KernelBuildError(
-            {f: failed[k] for f, names in launched.items() for k in names if k in failed}
-        )
-    return modules, codes
+    if not failed:
+        return
+    find_compiler()  # without a compiler no kernel is at fault
+    launched = host_launches(library.inspect_source("ll"), set(failed))
+    raise KernelBuildError(
+        {f: failed[k] for f, names in launched.items() for k in names if k in failed}
+    )
 
 
 def _refuse_host_loops(executable: relax.VMExecutable, launched: Mapping[str, list[str]]) -> None:
@@ -263,33 +253,7 @@ def _refuse_host_loops(executable: relax.VMExecutable, launched: Mapping[str, li
     failures = {
         name: "it launches nothing on the GPU: no loop of it is bound to a thread or block"
         for name in sorted(called)
-        if name in launched and not launched[name]
+        if name in launched and not launched[name] and name != SETTLE
     }
     if failures:
         raise KernelBuildError(failures)
-
-
-def _attempt(step: Callable[[tvm.IRModule], Any], mod: tvm.IRModule) -> Any:
-    """Run a step on a module; where it fails, find the PrimFuncs at fault by running each alone."""
-    try:
-        return step(mod)
-    except Exception as error:  # a kernel build
-        failures = {}
-        for gv, func in mod.functions_items():
-            try:
-                step(tvm.IRModule({gv: func}, attrs=mod.attrs))
-            except Exception as alone:
-                failures[gv.name_hint] = _summary(alone)
-        if failures:
-            raise KernelBuildError(failures) from error
-        raise BuildError(f"the module does not build: {_summary(error)}") from error
-
-
-def _host_of(target: tvm.target.Target) -> tvm.target.Target:
-    own = target if target.kind.name == "llvm" else tvm.target.Target("llvm")
-    return target.host or own
-
-
-def _summary(error: Exception) -> str:
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return "\n".join(lines[:_SUMMARY_LINES]) or type(error).__name__

@@ -13,12 +13,13 @@ import logging
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import tvm_ffi
 
@@ -26,12 +27,23 @@ from ..errors import BuildError
 from .cuda_compiler import Compiler, DeviceCode, cuda_arch, find_compiler
 
 CACHE_VARIABLE = "TVM_FUSION_CACHE"
-_CALLBACK = "tvm_callback_cuda_compile"
+_COMPILE = "tvm_callback_cuda_compile"
+_CHANGE = "tvm_callback_cuda_postproc"
 _MAGIC = b"tvm_fusion cubin 1\n"
 _LOCK_TIMEOUT_S = 600  # the slowest kernel known takes ptxas about a minute
 _NO_CODE = b"\x7fELF"
-_deferred: ContextVar[list[str] | None] = ContextVar("deferred", default=None)
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Given:
+    """What a CUDA module gets: a source in place of the generated one, if any, and its code."""
+
+    source: str | None
+    binary: bytes
+
+
+_given: ContextVar[_Given | None] = ContextVar("given", default=None)
 
 
 def cache_dir() -> Path:
@@ -77,13 +89,43 @@ def compile_source(source: str, arch: str | None = None) -> DeviceCode:
     return code
 
 
-def cached_code(source: str) -> DeviceCode | None:
-    """What the cache has of a source for the current target or device; None without a compiler."""
-    try:
-        key = entry_key(source, cuda_arch(), find_compiler())
-    except (BuildError, ValueError, RuntimeError):  # no compiler, or no device to ask for its arch
-        return None
-    return _read(cache_dir() / f"{key}.cubin")
+class Compiling:
+    """CUDA sources that are compiled side by side, each from the moment on that it is given.
+
+    A context manager: what has not begun when it is left is dropped.
+
+    Parameters
+    ----------
+    arch : str
+        Such as "sm_90a".
+    jobs : int, optional
+        Compilers at a time; one a core by default.
+    """
+
+    def __init__(self, arch: str, jobs: int | None = None) -> None:
+        self._arch = arch
+        self._begun: dict[str, Future[DeviceCode | BuildError]] = {}
+        self._pool = ThreadPoolExecutor(max_workers=jobs or available_cores())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def begin(self, source: str) -> "Future[DeviceCode | BuildError]":
+        """Compile a source in a thread of its own, or take it from the cache; what was given before
+        is not compiled again. Its error is a result, and leaves the other sources alone.
+        """
+        if source not in self._begun:
+            self._begun[source] = self._pool.submit(self._attempt, source)
+        return self._begun[source]
+
+    def _attempt(self, source: str) -> DeviceCode | BuildError:
+        try:
+            return compile_source(source, self._arch)
+        except BuildError as error:
+            return error
 
 
 def compile_sources(
@@ -92,16 +134,8 @@ def compile_sources(
     """Compile several sources at a time, each from the moment on that `sources` yields it; the
     error of one leaves the others alone.
     """
-    arch = arch or cuda_arch()
-
-    def attempt(source: str) -> DeviceCode | BuildError:
-        try:
-            return compile_source(source, arch)
-        except BuildError as error:
-            return error
-
-    with ThreadPoolExecutor(max_workers=jobs or available_cores()) as pool:
-        begun = [pool.submit(attempt, source) for source in sources]
+    with Compiling(arch or cuda_arch(), jobs) as compiling:
+        begun = [compiling.begin(source) for source in sources]
         return [future.result() for future in begun]
 
 
@@ -115,34 +149,50 @@ def available_cores() -> int:
 @cache
 def install() -> None:
     """Send every CUDA source that TVM compiles in this process through the cache."""
-    original = tvm_ffi.get_global_func(_CALLBACK)
+    original = tvm_ffi.get_global_func(_COMPILE)
+    changed = tvm_ffi.get_global_func(_CHANGE, allow_missing=True)
 
     def cached_cuda_compile(source: str) -> bytes:
         # nvshmem needs TVM's own link step, and a kernel dump its own files
         if "nvshmem" in source or os.environ.get("TVM_KERNEL_DUMP"):
             return original(source)
-        missing = _deferred.get()
-        if missing is None:
-            return compile_source(source).binary
-        found = cached_code(source)
-        if found is None:
-            missing.append(source)
-        return _NO_CODE if found is None else found.binary
+        given = _given.get()
+        return compile_source(source).binary if given is None else given.binary
 
-    tvm_ffi.register_global_func(_CALLBACK, cached_cuda_compile, override=True)
+    def given_cuda_source(source: str, target: Any) -> str:
+        given = _given.get()
+        if given is not None and given.source is not None:
+            return given.source
+        return source if changed is None else changed(source, target)
+
+    tvm_ffi.register_global_func(_COMPILE, cached_cuda_compile, override=True)
+    tvm_ffi.register_global_func(_CHANGE, given_cuda_source, override=True)
 
 
 @contextmanager
-def deferred() -> Iterator[list[str]]:
-    """Let TVM generate CUDA modules without waiting for a compiler: with machine code where the
-    cache has it, else for their source only. Yields a list that the latter sources are put into.
+def source_only() -> Iterator[None]:
+    """Let TVM generate CUDA modules for their source, without machine code."""
+    with _giving(_Given(None, _NO_CODE)):
+        yield
+
+
+@contextmanager
+def given_code(source: str, binary: bytes) -> Iterator[None]:
+    """Let TVM generate a CUDA module of a source and machine code that are known, whatever the
+    bodies of its kernels are.
     """
-    missing: list[str] = []
-    token = _deferred.set(missing)
+    with _giving(_Given(source, binary)):
+        yield
+
+
+@contextmanager
+def _giving(given: _Given) -> Iterator[None]:
+    install()
+    token = _given.set(given)
     try:
-        yield missing
+        yield
     finally:
-        _deferred.reset(token)
+        _given.reset(token)
 
 
 def _lock(path: Path) -> Any:

@@ -14,6 +14,7 @@ import tvm
 from tvm.support import nvcc as tvm_nvcc
 
 from ..errors import BuildError
+from .least_integers import least_integers
 from .split_arrays import split_arrays
 
 _HALF_TYPES = ("HALF", "BFLOAT16", "BFLOAT162")
@@ -62,7 +63,7 @@ class Compiler:
 
     def compile(self, source: str, arch: str) -> DeviceCode:
         """Compile without any cache; raises BuildError with the compiler's own words."""
-        source = split_arrays(source)
+        source = split_arrays(least_integers(source))
         return self._nvcc(source, arch) if self.kind == "nvcc" else _nvrtc(source, arch)
 
     def _nvcc(self, source: str, arch: str) -> DeviceCode:

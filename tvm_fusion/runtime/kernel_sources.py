@@ -6,11 +6,8 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 from tvm.ir import Call
-from tvm.tirx.build import codegen_build
 
-from . import cubin_cache
-from .build import lowered_parts, one_kernel_each
-from .pipeline import mixed_tir_pipeline
+from .kernel_code import kernel_code
 
 _LAUNCH = "call_ffi_kernel"
 _THREADS = ("threadIdx.x", "threadIdx.y", "threadIdx.z")
@@ -54,18 +51,12 @@ def kernel_sources(
     KernelBuildError
         If the PrimFunc does not lower.
     """
-    cubin_cache.install()
-    _, _, finalize_device = mixed_tir_pipeline()
+    code = kernel_code(name, func, target)
+    launches = _launches(code.host)
     found = []
-    with target, cubin_cache.deferred():
-        mod = tvm.IRModule({name: func.with_attr("global_symbol", name)})
-        host, device = lowered_parts(mod, target)
-        launches = _launches(host)
-        for device_target, kernels in device.items():
-            for unit in one_kernel_each(kernels):
-                source = codegen_build(finalize_device()(unit), device_target)
-                asked = [launches.get(gv.name_hint, {}) for gv, _ in unit.functions_items()]
-                found.append(_source(source.inspect_source("cuda"), asked))
+    for unit in code.units:
+        asked = [launches.get(gv.name_hint, {}) for gv in unit.kernels.get_global_vars()]
+        found.append(_source(unit.source, asked))
     return tuple(found)
 
 

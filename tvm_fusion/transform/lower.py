@@ -10,6 +10,7 @@ import tvm
 from tvm import relax
 
 from ..config import HardwareProfile
+from .constant_permutes import legalize_permute
 from .decompose import Decompose
 from .drop_empty import DropEmpty, check_defined
 from .fix_bool_arithmetic import FixBoolArithmetic
@@ -89,7 +90,9 @@ def legalize(
 ) -> tvm.IRModule:
     """The last part of `lower`: `call_tir` in place of the operators of an opened module."""
     gpu = _gpu(hw)
-    operators = relax.transform.LegalizeOps({"relax.where": legalize_where})
+    operators = relax.transform.LegalizeOps(
+        {"relax.where": legalize_where, "relax.permute_dims": legalize_permute}
+    )
     passes = [
         *([SplitReductions(gpu)] if gpu is not None else []),
         relax.backend.DispatchSampling(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import tvm
 import tvm_ffi
@@ -20,9 +21,23 @@ from ..errors import TooDeep, Unsupported
 from ..kernels.registry import kernel_class
 from ..plan.plan import UNWRITTEN
 
+if TYPE_CHECKING:
+    from ..runtime.kernels_ahead import KernelsAhead
+
 logger = logging.getLogger(__name__)
 
+# Classes whose kernels take nvcc seconds, where others take it tenths of a second: written first.
+LONG_TO_COMPILE = ("gemm", "attention", "mixed")
+
 OPAQUE_PATTERN = 8  # TVM's OpPatternKind.kOpaque: no later pass fuses the function again
+
+
+class Tuned(Protocol):
+    """Where tuned kernels come from: `tuning.lookup.TunedKernels`."""
+
+    def kernel(
+        self, func: tirx.PrimFunc, class_name: str, hw: HardwareProfile, policy: Policy
+    ) -> tirx.PrimFunc | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +49,12 @@ class Written:
 
 
 def write_kernels(
-    mod: tvm.IRModule, classes: Mapping[str, str], hw: HardwareProfile, policy: Policy
+    mod: tvm.IRModule,
+    classes: Mapping[str, str],
+    hw: HardwareProfile,
+    policy: Policy,
+    ahead: KernelsAhead | None = None,
+    tuned: Tuned | None = None,
 ) -> Written:
     """Writes the kernel of each PrimFunc.
 
@@ -46,21 +66,38 @@ def write_kernels(
         Kernel class by name of PrimFunc; those without one (views, opaque calls) stay as they are.
     hw : HardwareProfile
     policy : Policy
+    ahead : KernelsAhead, optional
+        Takes each kernel as soon as it is written; what it knows already is declared only.
+    tuned : Tuned, optional
+        Has kernels that tuning chose; those it has none for are written as without.
     """
-    functions, failures = {}, {}
+    functions, failures = dict(mod.functions.items()), {}
     writer = KernelWriter(hw, policy)
-    for gvar, func in mod.functions.items():
-        name = classes.get(gvar.name_hint)
+    for gvar, func in sorted(functions.items(), key=lambda item: _turn(classes, item[0])):
+        symbol, name = gvar.name_hint, classes.get(gvar.name_hint)
         if name is None or name in UNWRITTEN or not isinstance(func, tirx.PrimFunc):
-            functions[gvar] = func
+            continue
+        chosen = tuned and tuned.kernel(func, name, hw, policy)
+        if chosen is not None:
+            functions[gvar] = _named(chosen.with_attr("op_pattern", OPAQUE_PATTERN), func)
+            continue
+        known = ahead and ahead.known(symbol, func, name)
+        if known is not None:
+            functions[gvar] = known.with_attr("op_pattern", OPAQUE_PATTERN)
             continue
         try:
             functions[gvar] = _named(writer.kernel(func, name), func)
         except Unsupported as why:
-            logger.info("%s cannot be written as %s: %s", gvar.name_hint, name, why)
-            failures[gvar.name_hint] = str(why)
-            functions[gvar] = func
+            logger.info("%s cannot be written as %s: %s", symbol, name, why)
+            failures[symbol] = str(why)
+            continue
+        if ahead is not None:
+            ahead.add(symbol, func, name, functions[gvar])
     return Written(tvm.IRModule(functions, attrs=mod.attrs), failures)
+
+
+def _turn(classes: Mapping[str, str], gvar: tvm.ir.GlobalVar) -> tuple[bool, str]:
+    return classes.get(gvar.name_hint) not in LONG_TO_COMPILE, gvar.name_hint
 
 
 class KernelWriter:

@@ -1,0 +1,96 @@
+"""Kernels whose code is known before their module is built: nvcc compiles them meanwhile.
+
+    PrimFunc of a group -> [kernel cache] -> written kernel -> code -> nvcc begins
+                                                                 |
+    module of all kernels  -----------------> build  <-----------+
+
+A kernel is lowered as soon as it is written, so that compiling the first ones and writing the next
+ones take place at the same time. One that the kernel cache has is neither written nor lowered: a
+declaration stands for it in the module.
+"""
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Self
+
+import tvm
+from tvm import tirx
+
+from ..config import HardwareProfile, Policy
+from ..errors import BuildError
+from ..kernel_cache import KernelCache
+from .cubin_cache import Compiling
+from .cuda_compiler import cuda_arch
+from .kernel_code import KernelCode, kernel_code
+from .pipeline import TIRX_ATTR, is_tirx
+
+logger = logging.getLogger(__name__)
+
+
+class KernelsAhead:
+    """The kernels of one module; a context manager, left when the module is built.
+
+    Does not handle: kernels of the s_tir dialect, which the lowering of Relax looks into.
+
+    Attributes
+    ----------
+    codes : dict of str to KernelCode
+        By name of PrimFunc.
+    compiling : Compiling
+    """
+
+    def __init__(self, target: tvm.target.Target, hw: HardwareProfile, policy: Policy) -> None:
+        self.codes: dict[str, KernelCode] = {}
+        self.compiling = Compiling(cuda_arch(target))
+        self._target = target
+        self._cache = KernelCache.of(target, hw, policy)
+
+    def __enter__(self) -> Self:
+        self.compiling.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.compiling.__exit__(*exception)
+
+    def known(self, name: str, func: tirx.PrimFunc, class_name: str) -> tirx.PrimFunc | None:
+        """The declaration of a PrimFunc's kernel, if its code is known; nvcc begins then."""
+        path = self._path(name, func, class_name)
+        code = path and self._cache.read(path)
+        if code is None:
+            return None
+        self._begin(name, code)
+        return func.with_body(tirx.Evaluate(0)).with_attr(TIRX_ATTR, True)
+
+    def add(self, name: str, func: tirx.PrimFunc, class_name: str, kernel: tirx.PrimFunc) -> None:
+        """Lower the kernel that was written for a PrimFunc, and let nvcc begin. One that does not
+        lower is left to the build, which says why.
+        """
+        if not is_tirx(kernel):
+            return
+        try:
+            code = kernel_code(name, kernel, self._target)
+        except BuildError as error:
+            logger.info("%s", error)
+            return
+        self._begin(name, code)
+        path = self._path(name, func, class_name)
+        if path:
+            self._cache.keep(path, code)
+
+    def _path(self, name: str, func: tirx.PrimFunc, class_name: str) -> Path | None:
+        return self._cache and self._cache.path(name, func, class_name)
+
+    def _begin(self, name: str, code: KernelCode) -> None:
+        self.codes[name] = code
+        for unit in code.units:
+            self.compiling.begin(unit.source)
+
+
+def kernels_ahead(
+    target: tvm.target.Target, hw: HardwareProfile, policy: Policy
+) -> AbstractContextManager[KernelsAhead | None]:
+    """The kernels of a module for CUDA; None elsewhere."""
+    if target.kind.name != "cuda":
+        return nullcontext()
+    return KernelsAhead(target, hw, policy)
