@@ -1,8 +1,8 @@
 """A stand-in for the CUDA driver on the CPU: what a graph would repeat is repeated.
 
 Between `begin_capture` and `end_capture` the VM's calls of kernels are recorded with the tensors
-that they were given; a launch makes the same calls again. What else the VM does in a call (taking
-memory, computing shapes) is not repeated, as in a real graph.
+that they were given, and do not run; a launch makes the same calls. What else the VM does in a call
+(taking memory, computing shapes) is not repeated, as in a real graph.
 """
 
 import contextlib
@@ -45,6 +45,41 @@ def _lent(address: Address) -> tvm.runtime.Tensor:
     return tvm.runtime.from_dlpack(np.frombuffer(memory, address.dtype).reshape(address.shape))
 
 
+class FakeRecording:
+    """As `Recording`: the recorded calls of kernels, with addresses that can be moved."""
+
+    def __init__(self, driver: "FakeDriver", number: int, calls: list) -> None:
+        self.number, self.is_graph = number, len(calls) > 1
+        self._driver, self._calls = driver, calls
+        self._places = [
+            (call, position)
+            for call, (_, arguments) in enumerate(calls)
+            for position, argument in enumerate(arguments)
+            if isinstance(argument, Address)
+        ]
+        self.addresses = [calls[call][1][position].pointer for call, position in self._places]
+        self._moved: set[int] = set()
+
+    def move(self, index: int, address: int) -> None:
+        call, position = self._places[index]
+        arguments = self._calls[call][1]
+        arguments[position] = arguments[position]._replace(pointer=address)
+        self.addresses[index] = address
+        self._moved.add(call)
+
+    def commit(self) -> None:
+        self._driver.log.append(("commit", len(self._moved)))
+        self._moved.clear()
+
+    def launch(self, stream: int) -> None:
+        self._driver.log.append(("launch", self.number, stream))
+        for function, arguments in self._calls:
+            function(*(_lent(a) if isinstance(a, Address) else a for a in arguments))
+
+    def destroy(self) -> None:
+        del self._driver.graphs[self.number]
+
+
 class FakeDriver:
     """As `CudaDriver`; `log` lists what was asked of it."""
 
@@ -54,12 +89,15 @@ class FakeDriver:
         self.refuses: str | None = None
         self.captured_by_caller = False
         self.stream = 7  # the caller's
-        self.graphs: dict[int, list] = {}
+        self.graphs: dict[int, FakeRecording] = {}
         self._numbers = itertools.count(100)
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         yield
+
+    def is_current(self) -> bool:
+        return True
 
     def synchronize(self) -> None:
         self.log.append(("synchronize",))
@@ -83,26 +121,18 @@ class FakeDriver:
         assert self.recording is None
         self.recording = []
 
-    def end_capture(self, stream: int) -> int:
+    def end_capture(self, stream: int) -> FakeRecording:
         calls, self.recording = self.recording, None
         if self.refuses:
             raise CudaGraphError(self.refuses)
-        graph = next(self._numbers)
-        self.graphs[graph] = calls
-        self.log.append(("capture", graph))
-        return graph
+        number = next(self._numbers)
+        self.graphs[number] = FakeRecording(self, number, calls)
+        self.log.append(("capture", number))
+        return self.graphs[number]
 
     def abandon_capture(self, stream: int) -> None:
         self.recording = None
         self.log.append(("abandon",))
-
-    def launch(self, graph: int, stream: int) -> None:
-        self.log.append(("launch", graph, stream))
-        for function, arguments in self.graphs[graph]:
-            function(*(_lent(a) if isinstance(a, Address) else a for a in arguments))
-
-    def destroy(self, graph: int) -> None:
-        del self.graphs[graph]
 
     def new_event(self) -> int:
         return next(self._numbers)
@@ -118,14 +148,6 @@ class FakeDriver:
 
     def destroy_event(self, event: int) -> None:
         pass
-
-    def copy(self, target: int, source: int, size: int, stream: int) -> None:
-        self.log.append(("copy", size, stream))
-        ctypes.memmove(target, source, size)
-
-    def copy_from_host(self, target: int, source: int, size: int, stream: int) -> None:
-        self.log.append(("copy from host", size, stream))
-        ctypes.memmove(target, source, size)
 
     def said(self, what: str) -> list[tuple]:
         """The entries of one kind."""
@@ -144,10 +166,12 @@ class RecordingVM:
     def set_instrument(self, instrument) -> None:
         def both(function, name, before, result, *arguments):
             builtin = name.startswith(("vm.builtin.", "shape_func"))
+            instrument(function, name, before, result, *arguments)
             if before and not builtin and self._driver.recording is not None:
                 kept = [Address.of(a) for a in arguments]
                 self._driver.recording.append((function, kept))
-            return instrument(function, name, before, result, *arguments)
+                return relax.VMInstrumentReturnKind.SKIP_RUN
+            return relax.VMInstrumentReturnKind.NO_OP
 
         self._vm.set_instrument(both)
 

@@ -161,8 +161,8 @@ def test_caches_give_back_what_was_written():
 def test_wall_times_and_memory_are_noted_and_wrong_graphs_are_left_out(monkeypatch):
     x = torch.ones(4)
     calls = {"tvm_fusion": lambda: x * 2, "torch": lambda: x * 2, "tvm": lambda: x * 2}
-    monkeypatch.setattr(wall, "_memory_of_ours", lambda *_: 16)
-    monkeypatch.setattr(wall, "memory_of_torch", lambda _call: 32)
+    monkeypatch.setattr(wall, "_memory_of_ours", lambda *_: (16, 64))
+    monkeypatch.setattr(wall, "memory_of_torch", lambda _call: (32, 96))
     monkeypatch.setattr(wall, "_graph_of_ours", lambda *_: calls["tvm_fusion"])
     monkeypatch.setattr(wall, "graph_of_torch", lambda _call: lambda: x * 3)
     target, hw = resolve_target("llvm")
@@ -173,6 +173,7 @@ def test_wall_times_and_memory_are_noted_and_wrong_graphs_are_left_out(monkeypat
     compare(row)
     assert row["wall_us"].keys() == {"tvm_fusion"}
     assert row["memory_bytes"] == {"tvm_fusion": 16, "torch": 32}
+    assert row["memory_taken_bytes"] == {"tvm_fusion": 64, "torch": 96}
     assert row["failures"].keys() == {"torch, CUDA graph"}
     assert row["best_wall_ratio"] is None
     row["wall_us"] |= {"torch": row["wall_us"]["tvm_fusion"] * 2}

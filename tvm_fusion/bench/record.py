@@ -79,6 +79,7 @@ def empty_row(name: str, labels: Sequence[str], plain: bool = False) -> dict[str
         "best_wall_peer": None,
         "best_wall_ratio": None,
         "memory_bytes": {},
+        "memory_taken_bytes": {},
         "failures": {},
         "spent_s": None,
     }

@@ -2,8 +2,13 @@
 
 Kernel times leave out what lies between kernels; here everything that torch or we launch in a call
 is captured into one graph, on the same inputs, and many replays run back to back. JAX, which makes
-graphs itself, is called as it is, without waiting for one call before the next. Memory is what a
-call takes beside its inputs and weights, its outputs included; JAX's is not counted.
+graphs itself, is called as it is, without waiting for one call before the next.
+
+Memory is what a call without graphs takes beside its inputs and weights, its outputs included, in
+two counts, each made in one way for ours and for torch; JAX's is not counted. `memory_bytes` is
+what is allocated at once at most: torch's allocator counts its blocks, and our plan the storages.
+`memory_taken_bytes` is what the device has less of after the call, where the pools were empty
+before: what both keep for the next call is counted too.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..runtime.tensors import Kind, raw_stream
 from .accuracy import CEILINGS, checked_error
 from .instance import Instance
 from .ours import Ours
@@ -36,7 +42,7 @@ def fill(
     calls: Mapping[str, Call],
     setup: "Setup",
 ) -> None:
-    """Fill in `wall_us` and `memory_bytes` for ours and for the peers of torch and JAX.
+    """Fill in `wall_us`, and but for JAX `memory_bytes` and `memory_taken_bytes`.
 
     Parameters
     ----------
@@ -53,9 +59,11 @@ def fill(
             if label == "jax":
                 replays[label] = xla_unawaited(instance, setup.target)
                 continue
-            row["memory_bytes"][label] = (
+            allocated, taken = (
                 _memory_of_ours(ours, call) if label == OURS else memory_of_torch(call)
             )
+            row["memory_bytes"][label] = allocated
+            row.setdefault("memory_taken_bytes", {})[label] = taken
             replay = _graph_of_ours(ours, instance) if label == OURS else graph_of_torch(call)
             error = checked_error(replay, instance.inputs, wanted)
         except Exception as failure:  # a trial
@@ -94,15 +102,20 @@ def graph_of_torch(call: Call) -> Call:
     return replay
 
 
-def memory_of_torch(call: Call) -> int:
-    """Return the bytes that torch allocates in a call at most at once."""
+def memory_of_torch(call: Call) -> tuple[int, int]:
+    """Return the bytes that torch allocates in a call at most at once, and those that it takes from
+    the device.
+    """
     call()
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    torch.cuda.empty_cache()
+    before, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
     torch.cuda.reset_peak_memory_stats()
-    call()
+    outputs = call()
     torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
+    taken = free - torch.cuda.mem_get_info()[0]
+    del outputs
+    return torch.cuda.max_memory_allocated() - before, max(0, taken)
 
 
 def _graph_of_ours(ours: Ours, instance: Instance) -> Call:
@@ -111,19 +124,21 @@ def _graph_of_ours(ours: Ours, instance: Instance) -> Call:
 
     compiled = ours.fused
     device = compiled.device
-    captured = CapturedCall(
-        compiled.vm, compiled.arguments(instance.inputs), device, CudaDriver(device.index)
-    )
+    arguments = compiled.arguments(instance.inputs)
+    compiled.run(arguments)  # loads the kernels
+    captured = CapturedCall(compiled.vm, arguments, device, CudaDriver(device.index))
 
-    def replay() -> Any:
-        with captured.on(torch.cuda.current_stream().cuda_stream) as launch:
-            launch()
+    def replay(_kept: Any = arguments) -> Any:
+        captured.launch(raw_stream(device, Kind.TORCH))
         return captured.outputs
 
     return replay
 
 
-def _memory_of_ours(ours: Ours, call: Call) -> int:
+def _memory_of_ours(ours: Ours, call: Call) -> tuple[int, int]:
     from ..runtime.memory import measured_call_bytes
 
-    return measured_call_bytes(call, ours.fused.device)
+    compiled = ours.fused
+    planned = compiled.peak_memory_bytes
+    taken = measured_call_bytes(call, compiled.device)
+    return taken if planned is None else planned - compiled.memory.weights_bytes, taken

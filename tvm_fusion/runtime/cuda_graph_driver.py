@@ -7,11 +7,15 @@ device's primary context, which torch and TVM use, and leave the caller's contex
 
 import contextlib
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from ctypes import byref, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from functools import cache
+from typing import TYPE_CHECKING
 
 from ..errors import TargetError, TvmFusionError
+
+if TYPE_CHECKING:
+    from .cuda_graph_recording import Recording
 
 _LIBRARY = "libcuda.so.1"
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING: the legacy default stream does not wait for it
@@ -26,6 +30,7 @@ _SIGNATURES = {
     "cuDevicePrimaryCtxRetain": (c_void_p, c_int),
     "cuCtxPushCurrent_v2": (c_void_p,),
     "cuCtxPopCurrent_v2": (c_void_p,),
+    "cuCtxGetCurrent": (c_void_p,),
     "cuCtxSynchronize": (),
     "cuStreamCreate": (c_void_p, c_uint),
     "cuStreamDestroy_v2": (c_void_p,),
@@ -35,6 +40,14 @@ _SIGNATURES = {
     "cuStreamBeginCapture_v2": (c_void_p, c_int),
     "cuStreamEndCapture": (c_void_p, c_void_p),
     "cuGraphGetNodes": (c_void_p, c_void_p, c_void_p),
+    "cuGraphNodeGetType": (c_void_p, c_void_p),
+    "cuGraphKernelNodeGetParams_v2": (c_void_p, c_void_p),
+    "cuGraphKernelNodeGetAttribute": (c_void_p, c_int, c_void_p),
+    "cuGraphExecKernelNodeSetParams_v2": (c_void_p, c_void_p, c_void_p),
+    "cuKernelGetFunction": (c_void_p, c_void_p),
+    "cuFuncGetParamInfo": (c_void_p, c_size_t, c_void_p, c_void_p),
+    "cuTensorMapReplaceAddress": (c_void_p, c_void_p),
+    "cuLaunchKernel": (c_void_p, *[c_uint] * 7, c_void_p, c_void_p, c_void_p),
     "cuGraphInstantiateWithFlags": (c_void_p, c_void_p, c_ulonglong),
     "cuGraphLaunch": (c_void_p, c_void_p),
     "cuGraphDestroy": (c_void_p,),
@@ -43,8 +56,6 @@ _SIGNATURES = {
     "cuEventRecord": (c_void_p, c_void_p),
     "cuEventSynchronize": (c_void_p,),
     "cuEventDestroy_v2": (c_void_p,),
-    "cuMemcpyDtoDAsync_v2": (c_ulonglong, c_ulonglong, c_size_t, c_void_p),
-    "cuMemcpyHtoDAsync_v2": (c_ulonglong, c_void_p, c_size_t, c_void_p),
     "cuMemGetInfo_v2": (c_void_p, c_void_p),
 }
 
@@ -63,7 +74,8 @@ def _library() -> ctypes.CDLL:
             "NVIDIA GPU, or compile without cuda_graph"
         ) from error
     for name, arguments in _SIGNATURES.items():
-        getattr(library, name).argtypes = arguments
+        if hasattr(library, name):
+            getattr(library, name).argtypes = arguments
     library.cuGetErrorString.argtypes = (c_int, c_void_p)
     return library
 
@@ -91,10 +103,16 @@ class CudaDriver:
         code = self._cuda.cuDevicePrimaryCtxRetain(byref(self._context), index)
         self._check("cuDevicePrimaryCtxRetain", code)
 
+    def is_current(self) -> bool:
+        """Whether the device's primary context is the current one already."""
+        found = c_void_p()
+        self._cuda.cuCtxGetCurrent(byref(found))
+        return found.value == self._context.value
+
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         """Make the device's primary context the current one; the other methods need it."""
-        self._call("cuCtxPushCurrent_v2", self._context)
+        self.call("cuCtxPushCurrent_v2", self._context)
         try:
             yield
         finally:
@@ -102,27 +120,27 @@ class CudaDriver:
 
     def synchronize(self) -> None:
         """Wait for everything on the device."""
-        self._call("cuCtxSynchronize")
+        self.call("cuCtxSynchronize")
 
     def free_bytes(self) -> int:
         """Memory that nothing has taken."""
         free, total = c_size_t(), c_size_t()
-        self._call("cuMemGetInfo_v2", byref(free), byref(total))
+        self.call("cuMemGetInfo_v2", byref(free), byref(total))
         return free.value
 
     def new_stream(self) -> int:
         """A stream of its own."""
         stream = c_void_p()
-        self._call("cuStreamCreate", byref(stream), _NON_BLOCKING)
+        self.call("cuStreamCreate", byref(stream), _NON_BLOCKING)
         return stream.value
 
     def destroy_stream(self, stream: int) -> None:
         """Destroy what `new_stream` made."""
-        self._call("cuStreamDestroy_v2", stream)
+        self.call("cuStreamDestroy_v2", stream)
 
     def wait_for_stream(self, stream: int) -> None:
         """Block until a stream's work is done."""
-        self._call("cuStreamSynchronize", stream)
+        self.call("cuStreamSynchronize", stream)
 
     def is_capturing(self, stream: int) -> bool:
         """Whether someone captures a stream: what is launched there does not run now."""
@@ -135,20 +153,19 @@ class CudaDriver:
 
     def begin_capture(self, stream: int) -> None:
         """Record what is launched on a stream from now on, and do not run it."""
-        self._call("cuStreamBeginCapture_v2", stream, _RELAXED)
+        self.call("cuStreamBeginCapture_v2", stream, _RELAXED)
 
-    def end_capture(self, stream: int) -> int:
-        """End the recording, and return what launches it."""
-        graph, launchable, nodes = c_void_p(), c_void_p(), c_size_t()
-        self._call("cuStreamEndCapture", stream, byref(graph))
+    def end_capture(self, stream: int) -> "Recording":
+        """End the recording, and return it."""
+        from .cuda_graph_recording import Recording
+
+        graph = c_void_p()
+        self.call("cuStreamEndCapture", stream, byref(graph))
         try:
-            self._call("cuGraphGetNodes", graph, None, byref(nodes))
-            if not nodes.value:
-                raise CudaGraphError("the call launched nothing on the stream it was given")
-            self._call("cuGraphInstantiateWithFlags", byref(launchable), graph, 0)
-        finally:
+            return Recording(self, graph)
+        except BaseException:
             self._cuda.cuGraphDestroy(graph)
-        return launchable.value
+            raise
 
     def abandon_capture(self, stream: int) -> None:
         """End the recording of a stream, whatever state it is in, and forget it."""
@@ -157,52 +174,56 @@ class CudaDriver:
         if graph.value:
             self._cuda.cuGraphDestroy(graph)
 
-    def launch(self, launchable: int, stream: int) -> None:
-        """Launch a recording; it runs after its own earlier launches too."""
-        self._call("cuGraphLaunch", launchable, stream)
-
-    def destroy(self, launchable: int) -> None:
-        """Destroy what `end_capture` returned."""
-        self._call("cuGraphExecDestroy", launchable)
-
     def new_event(self) -> int:
         """An event, which counts as past until it is recorded."""
         event = c_void_p()
-        self._call("cuEventCreate", byref(event), _NO_TIMING)
+        self.call("cuEventCreate", byref(event), _NO_TIMING)
         return event.value
 
     def record(self, event: int, stream: int) -> None:
         """Let an event stand for all work given to a stream so far."""
-        self._call("cuEventRecord", event, stream)
+        self.call("cuEventRecord", event, stream)
 
     def wait(self, stream: int, event: int) -> None:
         """Let a stream's later work wait for an event."""
-        self._call("cuStreamWaitEvent", stream, event, 0)
+        self.call("cuStreamWaitEvent", stream, event, 0)
 
     def wait_for_event(self, event: int) -> None:
         """Block until an event is past."""
-        self._call("cuEventSynchronize", event)
+        self.call("cuEventSynchronize", event)
 
     def destroy_event(self, event: int) -> None:
         """Destroy what `new_event` made."""
-        self._call("cuEventDestroy_v2", event)
+        self.call("cuEventDestroy_v2", event)
 
-    def copy(self, target: int, source: int, size: int, stream: int) -> None:
-        """Copy bytes from device memory to device memory."""
-        self._call("cuMemcpyDtoDAsync_v2", target, source, size, stream)
+    def function(self, name: str) -> Callable[..., int]:
+        """A function of the driver, as it is: it returns an error's number, 0 for none.
 
-    def copy_from_host(self, target: int, source: int, size: int, stream: int) -> None:
-        """Copy bytes from host memory, which has to stay until the copy is done."""
-        self._call("cuMemcpyHtoDAsync_v2", target, source, size, stream)
+        Raises
+        ------
+        CudaGraphError
+            If this driver has no such function.
+        """
+        try:
+            return getattr(self._cuda, name)
+        except AttributeError:
+            raise CudaGraphError(
+                f"this driver has no {name}; that of CUDA 12.4 or later has it"
+            ) from None
 
-    def _call(self, name: str, *arguments: object) -> None:
-        code = getattr(self._cuda, name)(*arguments)
+    def call(self, name: str, *arguments: object) -> None:
+        """Call a function of the driver."""
+        code = self.function(name)(*arguments)
         if code:
             self._check(name, code)
 
+    def refused(self, name: str, code: int) -> CudaGraphError:
+        """The error that a number stands for."""
+        text = ctypes.c_char_p()
+        self._cuda.cuGetErrorString(code, byref(text))
+        said = text.value.decode() if text.value else "unknown error"
+        return CudaGraphError(f"{name}: {said} (CUDA error {code})")
+
     def _check(self, name: str, code: int) -> None:
         if code:
-            text = ctypes.c_char_p()
-            self._cuda.cuGetErrorString(code, byref(text))
-            said = text.value.decode() if text.value else "unknown error"
-            raise CudaGraphError(f"{name}: {said} (CUDA error {code})")
+            raise self.refused(name, code)

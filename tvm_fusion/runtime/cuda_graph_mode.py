@@ -3,6 +3,7 @@ calls do once it is on.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,8 @@ from ..errors import TargetError
 from .cuda_graph_calls import GraphedCalls
 from .cuda_graph_driver import CudaDriver, CudaGraphError
 from .cuda_graph_rules import CudaGraphOptions
-from .tensors import Kind, from_tvm
+from .tensors import from_tvm, torch_stream
+from .written_inputs import write_back
 
 if TYPE_CHECKING:
     from .module import CompiledModule
@@ -51,37 +53,45 @@ class GraphMode:
         return module.uncapturable or (self._graphs and self._graphs.refusal)
 
     def call(self, module: "CompiledModule", inputs: Sequence[Any]) -> Any:
-        """Run a call as the launch of a graph; NotImplemented where that cannot be."""
+        """Run a call as one launch; NotImplemented where that cannot be.
+
+        The first call with inputs of its shapes runs launch by launch, and is captured afterwards.
+        """
         with module.lock:
-            graphs = self._active(module)
-            if graphs is None:
+            graphs = self._graphs or self._active(module)
+            if graphs is None or graphs.refusal is not None:
                 return NotImplemented
-            graph, kind, like = graphs.known(inputs), Kind.TORCH, None
-            if graph is None:
-                kind, like = module.check(inputs)
-                if graphs.is_in_capture(kind):
-                    return NotImplemented
-                try:
-                    graph = graphs.graph(inputs)
-                except CudaGraphError:
-                    return NotImplemented  # the refusal is noted
-            return graphs.call(graph, inputs, kind, like)
+            result = graphs.again(inputs)
+            if result is not NotImplemented:
+                return result
+            kind, like = module.check(inputs)
+            if graphs.is_in_capture(kind):
+                return NotImplemented
+            with torch_stream(module.device, kind):
+                arguments = module.arguments(inputs)
+                graph = graphs.find(arguments)
+                if graph is not None:
+                    result = graphs.call(graph, arguments, kind, like)
+                else:
+                    outputs = module.run(arguments)
+                    with contextlib.suppress(CudaGraphError):  # the refusal is noted
+                        outputs = graphs.add(arguments, inputs, outputs)
+                    result = from_tvm(outputs, kind, like)
+                write_back(module.writes, inputs, arguments)
+            return result
 
     def bound(self, module: "CompiledModule", arguments: Sequence[Any]) -> Callable[[], Any] | None:
         """A function that launches a graph over these very arguments; None where that cannot be."""
-        with module.lock, contextlib.suppress(CudaGraphError):
-            graphs = self._active(module)
-            return graphs and graphs.bound(arguments)
-
-    def buffers(self, module: "CompiledModule", inputs: Sequence[Any]) -> tuple[Any, ...]:
-        """See `CompiledModule.graph_inputs`."""
-        kind, _ = module.check(inputs)
         with module.lock:
             graphs = self._active(module)
             if graphs is None:
-                raise CudaGraphError(self.refusal(module) or "cuda_graph is not set")
-            buffers = graphs.graph(inputs).buffers
-        return from_tvm(buffers, Kind.TORCH if kind is Kind.TORCH else Kind.TVM, None)
+                return None
+            if module.writes:
+                return _CapturedAfterFirst(module, graphs, arguments)
+            module.run(arguments)  # loads the kernels
+            with contextlib.suppress(CudaGraphError):
+                return graphs.bound(arguments)
+        return None
 
     def _active(self, module: "CompiledModule") -> GraphedCalls | None:
         """The graphs of the module; None if its calls are not captured."""
@@ -93,3 +103,27 @@ class GraphMode:
                 module.vm, module.device, module.signature, self.options, driver
             )
         return self._graphs
+
+
+class _CapturedAfterFirst:
+    """A bound function of a module that writes into its inputs: a run that nobody asked for would
+    write once more.
+    """
+
+    def __init__(
+        self, module: "CompiledModule", graphs: GraphedCalls, arguments: Sequence[Any]
+    ) -> None:
+        self._module, self._graphs, self._arguments = module, graphs, arguments
+        self._launch: Callable[[], Any] | None = None
+
+    def __call__(self) -> Any:
+        if self._launch is not None:
+            return self._launch()
+        module, arguments = self._module, self._arguments
+        outputs = module.run(arguments)
+        with module.lock:
+            try:
+                self._launch = self._graphs.bound(arguments)
+            except CudaGraphError:
+                self._launch = functools.partial(module.run, arguments)
+        return outputs

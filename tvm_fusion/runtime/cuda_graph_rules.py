@@ -1,7 +1,7 @@
 """How calls are captured into CUDA graphs, and which modules cannot be.
 
-A graph repeats the launches of one call with the same memory. What a call does on the host between
-its launches is not repeated: it must depend on the shapes of the inputs alone.
+A graph repeats the launches of one call. What a call does on the host between its launches is not
+repeated: it must depend on the shapes of the inputs alone.
 """
 
 import re
@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import tvm
-from tvm import relax
 
 from ..errors import ConfigError
 from .launches import call_sites
@@ -48,7 +47,6 @@ _WHY_NOT = {
     "vm.builtin.to_device": "a tensor moves between devices",
     "vm.builtin.cuda_graph.run_or_capture": "TVM captures parts of it (use_cuda_graph) already",
 }
-_INPLACE = ("relax.call_tir_inplace", "relax.call_inplace_packed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +56,11 @@ class CudaGraphOptions:
     Attributes
     ----------
     static_outputs : bool
-        Return the memory that the graph writes: nothing is copied, and the next call with inputs of
-        the same shapes overwrites what this one returned. Otherwise outputs are the caller's.
+        Return the same memory from every call with inputs of the same shapes: it overwrites what
+        the one before returned. Otherwise outputs are the caller's.
     max_shapes : int
         For how many lists of input shapes a graph is kept; the one not used for longest goes first.
-        Each holds memory for inputs, intermediates and outputs.
+        Each holds memory for intermediates, and for outputs if they are static.
     """
 
     static_outputs: bool = False
@@ -96,23 +94,6 @@ class CudaGraphOptions:
                 f"cuda_graph: unknown option {unknown[0]!r}; there are {', '.join(cls.__slots__)}"
             )
         return cls(**value)
-
-
-def inplace_operator(mod: tvm.IRModule) -> str | None:
-    """The name of a Relax operator that writes into its inputs; None if there is none.
-
-    A graph has copies of the inputs: what it writes there, the caller never sees.
-    """
-    found = []
-
-    def visit(expr: Any) -> None:
-        if isinstance(expr, relax.Call) and getattr(expr.op, "name", None) in _INPLACE:
-            found.append(expr.op.name)
-
-    for _, func in mod.functions_items():
-        if isinstance(func, relax.Function):
-            relax.analysis.post_order_visit(func, visit)
-    return found[0] if found else None
 
 
 def refusal_of_executable(executable: tvm.runtime.Executable) -> str | None:

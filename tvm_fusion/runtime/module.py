@@ -30,6 +30,7 @@ from .tensors import (
     to_argument,
     torch_stream,
 )
+from .written_inputs import refuse_copies, refuse_lost_writes, write_back
 
 
 class CompiledModule:
@@ -44,15 +45,14 @@ class CompiledModule:
     before they end. Memory goes back to a pool as soon as no tensor refers to it: whoever uses
     outputs on another stream synchronises first.
 
-    With `cuda_graph` a call is one launch of a CUDA graph, captured at the first call with inputs
-    of its shapes; outputs are the caller's own unless the options say otherwise.
+    With `cuda_graph` a call is one launch of a CUDA graph, captured after the first call with
+    inputs of its shapes. Outputs are the caller's own unless the options say otherwise. Inputs that
+    `main` writes to are copied back where they had to be copied.
 
     Attributes
     ----------
     executable : tvm.relax.VMExecutable or tvm.runtime.Module
-        For `relax.VirtualMachine`.
     target : tvm.target.Target
-        What it was compiled for.
     signature : Signature
         The inputs of `main`.
     built : Built or None
@@ -64,6 +64,8 @@ class CompiledModule:
     lock : held while a call runs on the host
     memory : MemoryPlan or None
         Device memory that a call takes, by symbolic extents; None for a file of an older version.
+    writes : tuple of int
+        The inputs that `main` writes to.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class CompiledModule:
         self.report = report
         self.memory: MemoryPlan | None = built and built.memory
         self.lock = threading.Lock()
+        self.writes: tuple[int, ...] = built.writes if built else ()
         self._accepted: tuple[TorchInput, ...] = ()
         self._graph_mode = GraphMode()
 
@@ -140,8 +143,6 @@ class CompiledModule:
         """Why calls cannot be captured into a CUDA graph, as far as the module tells."""
         if "gpu" not in self.target.keys:
             return "the module runs on a CPU"
-        if self.built and self.built.inplace:
-            return f"it writes into its inputs ({self.built.inplace}), and a graph has copies"
         return refusal_of_executable(self.executable)
 
     @property
@@ -159,17 +160,6 @@ class CompiledModule:
     def cuda_graph_refusal(self) -> str | None:
         """Why calls run launch by launch though `cuda_graph` is set; None if they do not."""
         return self._graph_mode.refusal(self)
-
-    def graph_inputs(self, *inputs: Any) -> tuple[Any, ...]:
-        """Return the input buffers of the graph for inputs like these, as torch tensors if one of
-        these is, else as TVM's. A call given a buffer itself does not copy it.
-
-        Raises
-        ------
-        CudaGraphError
-            If calls are not captured.
-        """
-        return self._graph_mode.buffers(self, inputs)
 
     def __call__(self, *inputs: Any) -> Any:
         """Run `main`.
@@ -199,11 +189,14 @@ class CompiledModule:
         if self._accepted and are_as_described(inputs, self._accepted):
             # TVM takes and gives torch tensors itself, and launches on torch's current stream
             with self.lock:
-                return from_tvm(self._run(inputs), Kind.TORCH, None)
+                return from_tvm(self.run(inputs), Kind.TORCH, None)
         kind, torch_device = self.check(inputs)
         self._accepted = describe_torch(inputs, self.device)
         with self.lock, torch_stream(self.device, kind):
-            return from_tvm(self._run(self.arguments(inputs)), kind, torch_device)
+            arguments = self.arguments(inputs)
+            result = from_tvm(self.run(arguments), kind, torch_device)
+            write_back(self.writes, inputs, arguments)
+            return result
 
     def bind(self, *inputs: Any) -> Callable[[], Any]:
         """Check and convert inputs once, and return a function that runs `main` on them.
@@ -211,10 +204,12 @@ class CompiledModule:
         It neither checks nor converts nor locks: for timing, and for loops over fixed buffers. Its
         outputs are TVM tensors. With `cuda_graph` it launches a graph of its own over these very
         inputs, on TVM's current stream, and every call overwrites the outputs of the one before.
+        An input that `main` writes to must need no copy, or InputError is raised.
         """
         kind, _ = self.check(inputs)
         with torch_stream(self.device, kind):
             arguments = self.arguments(inputs)
+        refuse_copies(self.signature, self.writes, inputs, arguments)
         main = self._main
         return self._graph_mode.bound(self, arguments) or (lambda: main(*arguments))
 
@@ -230,9 +225,11 @@ class CompiledModule:
     def arguments(self, inputs: Sequence[Any]) -> list[Any]:
         """Return inputs as the VM takes them, on the module's device."""
         specs = self.signature.inputs
+        refuse_lost_writes(self.signature, self.writes, inputs)
         return [to_argument(x, self.device, s) for x, s in zip(inputs, specs, strict=True)]
 
-    def _run(self, arguments: Sequence[Any]) -> Any:
+    def run(self, arguments: Sequence[Any]) -> Any:
+        """Run `main` on what `arguments` returned, on TVM's current stream, without the lock."""
         try:
             return self._main(*arguments)
         except RuntimeError as error:
@@ -263,6 +260,7 @@ class CompiledModule:
             "report": None if self.report is None else str(self.report),
             "memory": self.memory and self.memory.to_json(),
             "uncapturable": self.uncapturable,
+            "writes": self.writes,
         }
         write_sidecar(path, facts)
         return path
@@ -297,4 +295,5 @@ class CompiledModule:
         module.launches = meta["launches"]
         module.memory = meta.get("memory") and MemoryPlan.from_json(meta["memory"])
         module.uncapturable = meta.get("uncapturable", "it was saved by an older version")
+        module.writes = tuple(meta.get("writes", ()))
         return module

@@ -12,6 +12,7 @@ TIR:
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import tvm
@@ -20,6 +21,7 @@ from tvm import relax, s_tir, tirx
 from tvm.tirx import compilation_pipeline
 
 from ..errors import BuildError
+from ..transform.plan_memory import PlanMemory
 
 TIR_PIPELINE = "tvm_fusion"
 TIRX_ATTR = "tvm_fusion.tirx"
@@ -51,7 +53,7 @@ def lowering_pipeline(
         relax.transform.ToNonDataflow(),
         relax.transform.RemovePurityChecking(),
         relax.transform.CallTIRRewrite(),
-        relax.transform.StaticPlanBlockMemory(),
+        PlanMemory() if on_gpu else relax.transform.StaticPlanBlockMemory(),
         *([relax.transform.RewriteCUDAGraph()] if on_gpu else []),
         relax.transform.LowerAllocTensor(),
         relax.transform.KillAfterLastUse(),
@@ -107,7 +109,7 @@ class ScheduleLeftovers:
 
     def __init__(self, target: tvm.target.Target, rules: Sequence[Any] | None = None) -> None:
         self.target = target
-        self.rules = _default_rules() if rules is None else rules
+        self.rules = rules
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Return `mod` with every leftover PrimFunc scheduled."""
@@ -118,7 +120,7 @@ class ScheduleLeftovers:
         return _with_functions(mod, functions)
 
     def _schedule(self, name: str, func: tirx.PrimFunc) -> tirx.PrimFunc:
-        for rule in self.rules:
+        for rule in _default_rules() if self.rules is None else self.rules:
             try:
                 with self.target:
                     space = rule.apply(func, self.target, False)
@@ -167,8 +169,9 @@ def is_tirx(func: tirx.PrimFunc) -> bool:
     return bool(func.attrs.get(TIRX_ATTR, False))
 
 
+@cache
 def _default_rules() -> tuple[Any, ...]:
-    from tvm.s_tir import dlight  # slow to import, and only GPU builds need it
+    from tvm.s_tir import dlight  # slow to import, and only PrimFuncs without a schedule need it
 
     gpu = dlight.gpu
     return gpu.Matmul(), gpu.GEMV(), gpu.Reduction(), gpu.GeneralReduction(), gpu.Fallback()

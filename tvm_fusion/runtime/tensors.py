@@ -60,8 +60,9 @@ def describe_torch(values: Sequence[Any], device: tvm.runtime.Device) -> tuple[T
     if torch is None or not values:
         return ()
     index = None if device.type == "cpu" else device.index
+    wanted = torch.device(device.type, index)
     for value in values:
-        if type(value) is not torch.Tensor or value.device != torch.device(device.type, index):
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.device != wanted:
             return ()
     return tuple((value.dtype, value.shape, value.device) for value in values)
 
@@ -83,6 +84,30 @@ def are_as_described(values: Sequence[Any], wanted: Sequence[TorchInput]) -> boo
         ):
             return False
     return True
+
+
+def torch_pointers(values: Sequence[Any], wanted: Sequence[TorchInput]) -> list[int] | None:
+    """The addresses of torch tensors that are as described and whose memory can be lent as it is;
+    None if one is not, or nothing is described.
+    """
+    if not wanted or len(values) != len(wanted):
+        return None
+    torch = sys.modules["torch"]
+    pointers = []
+    for value, (dtype, shape, device) in zip(values, wanted, strict=True):
+        if (
+            type(value) not in (torch.Tensor, torch.nn.Parameter)
+            or value.dtype is not dtype
+            or value.shape != shape
+            or value.device != device
+            or not value.is_contiguous()
+        ):
+            return None
+        pointer = value.data_ptr()
+        if pointer % _ALIGNMENT:
+            return None
+        pointers.append(pointer)
+    return pointers
 
 
 def to_tvm(value: Any, device: tvm.runtime.Device, name: str) -> tvm.runtime.Tensor:
@@ -129,7 +154,7 @@ def torch_stream(device: tvm.runtime.Device, kind: Kind) -> AbstractContextManag
         return nullcontext()
     import torch
 
-    return tvm_ffi.use_raw_stream(device, torch.cuda.current_stream(device.index).cuda_stream)
+    return tvm_ffi.use_raw_stream(device, torch._C._cuda_getCurrentRawStream(device.index))
 
 
 def is_torch_tensor(value: Any) -> bool:
@@ -145,7 +170,9 @@ def raw_stream(device: tvm.runtime.Device, kind: Kind) -> int:
     if kind is Kind.TORCH:
         import torch
 
-        return torch.cuda.current_stream(device.index).cuda_stream
+        if device.type == "cuda":
+            return torch._C._cuda_getCurrentRawStream(device.index)
+        return 0
     return tvm_ffi.core._env_get_current_stream(device.dlpack_device_type(), device.index)
 
 
