@@ -14,15 +14,12 @@ On CUDA what is behind a product may be made of pairs of its columns (see `gemm_
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from tvm import tirx
 
 from ..config import HardwareProfile, Policy
-from ..ir.access import Access, Affine, Block
-from ..ir.extents import assumed_product, product_key
 from .base import (
     Fit,
     GroupView,
@@ -33,37 +30,17 @@ from .base import (
     write_on_cpu,
 )
 from .footprint import evaluations
-from .gemm_columns import State, columns_behind, is_part, paired_elements, pairs_of
-from .gemm_launch import GemmGroup, narrows
+from .gemm_checks import check_neighbours, check_siblings, upstream_of
+from .gemm_columns import State, columns_behind, paired_elements, pairs_of
+from .gemm_launch import GemmGroup
 from .gemm_partials import refuse_partials
-from .gemm_time import SKINNY_ROWS, predict
+from .gemm_product import match_product
+from .gemm_time import predict
 from .pointwise import refuse_recompute
-from .side_by_side import are_siblings, components, depends_on_another, refuse_side_by_side
+from .side_by_side import are_siblings, components
 from .traffic import memory_traffic
 
-MAX_SIBLINGS = 8
-COMPUTED_ROWS = 1
-"""Rows up to which a left operand is computed for each column tile again: silu(g) * u in front of
-11008 x 4096 takes 21.8 us on an H200 with one row, but 66.9 with 4, and the product alone 22.3."""
 TILE = 128  # rows and columns of output a thread block needs to run tensor cores well
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """One matrix product: extents of its batch, M, N and K axes and the reads of its operands."""
-
-    block: Block
-    batch: int
-    m: int
-    n: int
-    k: int
-    left: Access
-    right: Access
-
-    @property
-    def columns(self) -> frozenset[int]:
-        """The axes of the block that only the right operand has."""
-        return (self.right.axes - self.left.axes) & set(self.block.spatial)
 
 
 class Gemm:
@@ -86,14 +63,14 @@ class Gemm:
             columns = {id(p.block): p.columns for p in products}
             if refusal := refuse_partials(group, columns, others, hw):
                 return refusal
-        if refusal := _check_siblings(group, products, hw):
+        if refusal := check_siblings(group, products, hw):
             return refusal
         behind: dict[int, State] = {}
         if hw.kind == "cuda" and not others:
             behind = columns_behind(group, {id(p.block): p.columns for p in products})
-        if refusal := _check_neighbours(group, products, hw, policy, behind):
+        if refusal := check_neighbours(group, products, hw, policy, behind):
             return refusal
-        before = _upstream_of(group, products)
+        before = upstream_of(group, products)
         accumulated = frozenset(w.tensor for p in products for w in p.block.writes)
         operands = frozenset(a.tensor for p in products for a in (p.left, p.right))
         runs = evaluations(group, accumulated | operands if hw.kind == "cuda" else accumulated)
@@ -152,11 +129,17 @@ class Gemm:
     def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
         if hw.kind == "llvm":
             return [None]
+        return [config for _, config in self.ranked(func, hw, policy)]
+
+    def ranked(
+        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy
+    ) -> list[tuple[float, Any]]:
+        """Predicted seconds of one launch and configurations, in the order of `configs`."""
         from .contraction import analyze_contraction
         from .cuda.gemm_forms import gemm_ranked
 
         contraction = analyze_contraction(func, exact=policy.rounding == "exact")
-        return [config for _, config in gemm_ranked(contraction, hw, policy)]
+        return gemm_ranked(contraction, hw, policy)
 
     def write(
         self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
@@ -174,153 +157,3 @@ class Gemm:
             if match_product(block) is not None:
                 return group.graph.tensors[block.reads[0].tensor].dtype
         return "float32"
-
-
-def match_product(block: Block) -> Product | None:
-    """The block as a matrix product, or None: a sum over axes that both operands share, every index
-    a single axis.
-    """
-    if not block.is_contraction or len(block.reads) != 2:
-        return None
-    left, right = block.reads
-    for access in (left, right):
-        if access.guarded or not all(_plain(i) for i in access.index):
-            return None
-    reduced, spatial = set(block.reduced), set(block.spatial)
-    if not (reduced <= left.axes and reduced <= right.axes):
-        return None
-    shared = left.axes & right.axes & spatial
-    rows, columns = (left.axes - right.axes) & spatial, (right.axes - left.axes) & spatial
-    if (rows and columns and min(columns) < min(rows)) or not columns:
-        return None
-
-    def size(axes) -> int:
-        return assumed_product(block.axes[i].extent for i in axes)
-
-    return Product(block, size(shared), size(rows), size(columns), size(reduced), left, right)
-
-
-def _plain(index) -> bool:
-    return isinstance(index, Affine) and (index.single_axis is not None or not index.axes)
-
-
-def _check_siblings(
-    group: GroupView, products: list[Product], hw: HardwareProfile
-) -> Refusal | None:
-    if len(products) == 1:
-        return None
-    if hw.kind == "llvm" and len(group.outputs) > 1:
-        return group.refuse(
-            RefusalCode.SEVERAL_CONTRACTIONS,
-            "on a CPU products with outputs of their own share nothing but the call",
-            outputs=len(group.outputs),
-        )
-    if source := depends_on_another(products, _upstream(group, products)):
-        return group.refuse(
-            RefusalCode.SEVERAL_CONTRACTIONS,
-            f"an operand is computed from {source.block.name}, a matrix product of the same launch",
-        )
-    parts = components(group, products)
-    if hw.kind != "llvm" and len({len(part) for part in parts}) > 1:
-        return group.refuse(
-            RefusalCode.SEVERAL_CONTRACTIONS,
-            "products that meet in an output stand beside others that do not",
-        )
-    if not are_siblings(products):
-        return refuse_side_by_side(group, parts, hw)
-    if len(products) > MAX_SIBLINGS:
-        return group.refuse(
-            RefusalCode.SEVERAL_CONTRACTIONS,
-            "one launch computes no more matrix products that share their left operand",
-            products=len(products),
-            allowed=MAX_SIBLINGS,
-        )
-    return None
-
-
-def _check_neighbours(
-    group: GroupView,
-    products: list[Product],
-    hw: HardwareProfile,
-    policy: Policy,
-    behind: Mapping[int, State],
-) -> Refusal | None:
-    """Every other block is an epilogue on a product's index space, or makes an operand.
-
-    `behind` are tensors that hold a product's elements or parts of them, where any holds parts.
-    """
-    after: set[int] = set()
-    before, computable = _upstream(group, products), _computable(group, products, hw, policy)
-    sizes = {}
-    for p in products:
-        own = p.block.writes[0].tensor
-        after.add(own)
-        sizes[own] = product_key(p.block.extents(p.block.spatial))
-    blocks = {id(p.block) for p in products}
-    for block in group.blocks:
-        if id(block) in blocks:
-            continue
-        sources = [a.tensor for a in block.reads if a.tensor in after]
-        written = block.writes[0].tensor
-        space = product_key(a.extent for a in block.axes)
-        if sources:
-            apart = behind and not is_part(group, behind, written)
-            if apart or (not behind and any(space != sizes[s] for s in sources)):
-                return group.refuse(
-                    RefusalCode.SPACE_MISMATCH,
-                    f"{block.name} does not run over the product's elements",
-                )
-            after.add(written)
-            sizes[written] = space
-        elif written in before:
-            moves = not any(a.guarded or a.data_dependent for a in block.reads)
-            computes = block.operations() or narrows(group, block)
-            if not moves or (computes and written not in computable):
-                return group.refuse(
-                    RefusalCode.PROLOGUE,
-                    f"{block.name} computes on an operand, once per tile of the other operand",
-                )
-            if written in group.outputs:
-                return group.refuse(RefusalCode.PROLOGUE, f"{block.name} is read by others as well")
-        elif written in group.outputs or not group.readers_of.get(written):
-            return group.refuse(
-                RefusalCode.SPACE_MISMATCH, f"{block.name} neither feeds nor follows the product"
-            )
-    return None
-
-
-def _computable(
-    group: GroupView, products: Sequence[Product], hw: HardwareProfile, policy: Policy
-) -> frozenset[int]:
-    """Tensors in front of a product that its kernel may compute: those of weights that are stored
-    in fewer bytes; with few rows, all those of right operands, with one row also of left ones.
-    """
-    if hw.kind != "cuda":
-        return frozenset()
-    left, right = _upstream_of(group, products)
-    few = all(p.m <= SKINNY_ROWS for p in products)
-    stored = sum(group.tensor_bytes(t) for t in group.inputs if t in right)
-    widened = sum(group.tensor_bytes(t) for t in {p.right.tensor for p in products})
-    found = right - left if few or stored < widened else frozenset()
-    one = all(p.m <= COMPUTED_ROWS for p in products)
-    return found | left if one and policy.max_recompute > 1 else found
-
-
-def _upstream(group: GroupView, products: Sequence[Product]) -> set[int]:
-    """The operands and what they are computed from."""
-    left, right = _upstream_of(group, products)
-    return set(left | right)
-
-
-def _upstream_of(
-    group: GroupView, products: Sequence[Product]
-) -> tuple[frozenset[int], frozenset[int]]:
-    """The same of left and of right operands."""
-    sides = []
-    for side in ("left", "right"):
-        found = {getattr(p, side).tensor for p in products}
-        for block in reversed(group.blocks):
-            if found & {w.tensor for w in block.writes}:
-                found |= {a.tensor for a in block.reads}
-        sides.append(frozenset(found))
-    return sides[0], sides[1]

@@ -16,7 +16,7 @@ from ..config import HardwareProfile
 from .base import GroupView, Refusal, RefusalCode
 
 if TYPE_CHECKING:
-    from .gemm import Product
+    from .gemm_product import Product
 
 TILE = 128  # rows and columns of a tile, for counting how much of the device a product fills
 TENSOR_MAP_BYTES = 128
