@@ -23,6 +23,7 @@ from .errors import (  # noqa: E402
     VerificationError,
 )
 from .plan.plan import FusionPlan  # noqa: E402
+from .tuning import tune  # noqa: E402
 
 transform.register()
 
@@ -40,4 +41,5 @@ __all__ = [
     "compile",
     "explain",
     "transform",
+    "tune",
 ]

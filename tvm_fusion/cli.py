@@ -1,4 +1,4 @@
-"""Command line: ``python -m tvm_fusion {compile,explain,verify,bench,calibrate}``.
+"""Command line: ``python -m tvm_fusion {compile,explain,verify,bench,calibrate,tune}``.
 
 Exit status: 0, or 1 if a check failed, or 2 for bad input. The report goes to standard output, and
 with ``--json`` nothing but one JSON object does.
@@ -56,6 +56,10 @@ def _main(make_parser: Callable[[], argparse.ArgumentParser], argv: Sequence[str
             from .cost.calibrate.command import main as calibrate
 
             return calibrate(args)
+        if args.command == "tune":
+            from .tuning.command import main as tune
+
+            return tune(args)
         with _only_results_on_stdout():
             report = _run(args)
             answer = why(report, args.why) if args.why and not args.json else None
@@ -96,10 +100,12 @@ def _parser() -> argparse.ArgumentParser:
         _add_common_arguments(command, suites=name == "bench")
     output = commands.choices["compile"]
     output.add_argument("-o", "--output", metavar="FILE", help="save the compiled module (.so)")
+    output.add_argument("--database", metavar="DIR", help="use the kernels that `tune` kept here")
     for command in (output, commands.choices["bench"]):
         help_text = "capture whole calls into CUDA graphs"
         command.add_argument("--cuda-graph", action="store_true", default=None, help=help_text)
     _add_calibrate(commands)
+    _add_tune(commands)
     explain = commands.choices["explain"]
     explain.add_argument("--why", metavar="A,B", help="why are these two operations (not) fused?")
     explain.add_argument(
@@ -129,6 +135,13 @@ def _add_calibrate(commands: Any) -> None:
 
     what = "measure the device, and write its profile"
     add_arguments(commands.add_parser("calibrate", help=what, description=what))
+
+
+def _add_tune(commands: Any) -> None:
+    from .tuning.command import add_arguments
+
+    what = "measure choices for the kernels of a model, and keep them in a database"
+    add_arguments(commands.add_parser("tune", help=what, description=what))
 
 
 def _bench_parser() -> argparse.ArgumentParser:
@@ -189,6 +202,7 @@ def _run(args: argparse.Namespace) -> Report:
     if args.command == "verify":
         return _verified(compiler.compile(model, **options, verify="groups").report)
     how = {"measure": args.measure, "time": True, "cuda_graph": args.cuda_graph}
+    how["database"] = args.database
     compiled = compiler.compile(model, **options, **how)
     if args.output is not None:
         compiled.save(args.output)

@@ -12,6 +12,7 @@ says why, and the rest of the plan stays.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config import Policy, load_policy, resolve_target
@@ -38,6 +39,7 @@ def compile(
     measure: bool = False,
     time: bool = False,
     cuda_graph: Any = False,
+    database: str | Path | None = None,
 ) -> CompiledModule:
     """Fuses and builds a model.
 
@@ -69,6 +71,9 @@ def compile(
         Capture whole calls into CUDA graphs (see `runtime.cuda_graph_rules.CudaGraphOptions`), and
         plan for what a launch costs there. A module whose calls cannot be captured runs launch by
         launch, and its report says why.
+    database : str or Path, optional
+        A folder that `tvm_fusion.tune` made: kernels that it measured to be faster than the untuned
+        ones are used, and the plan that it settled, if it tuned this module with this policy.
 
     Returns
     -------
@@ -86,7 +91,7 @@ def compile(
     graphs = CudaGraphOptions.of(cuda_graph)
     if graphs is not None:
         policy = graph_policy(target, policy)
-    job = Job.of(model, target, policy, plan, example_inputs, dynamic_shapes)
+    job = Job.of(model, target, policy, plan, example_inputs, dynamic_shapes, database)
     wanted = job.policy.verify if verify is None else verify
     return job.compile(bool(wanted), wanted == "groups", measure, time, graphs)
 

@@ -35,7 +35,7 @@ _files: dict[str, Path] = {}  # where profiles of the user's own were read, by f
 
 def profile_names() -> list[str]:
     """Return the names of the profiles that ship with the package."""
-    return [n for n in _shipped() if not n.startswith("policy_")]
+    return [n for n in _shipped() if not n.startswith(("policy_", "tune_"))]
 
 
 def policy_names() -> list[str]:

@@ -1,0 +1,96 @@
+"""Worker processes: what one request does to itself costs that request only."""
+
+import os
+import time
+
+import pytest
+
+from tvm_fusion.tuning.processes import Worker, wait_for
+
+from . import tune_requests as requests
+
+
+@pytest.fixture
+def worker():
+    found = Worker("tested")
+    yield found
+    found.stop()
+
+
+def ask(worker, function, *arguments, limit_s=60.0):
+    worker.send(function, arguments, limit_s)
+    while (answer := worker.collect()) is None:
+        wait_for([worker], 1.0)
+    assert not worker.busy
+    return answer
+
+
+def test_values_come_back_and_the_process_stays(worker):
+    assert ask(worker, requests.echo, {"a": (1, 2)}).value == {"a": (1, 2)}
+    first, second = (ask(worker, requests.process_number).value for _ in range(2))
+    assert first == second != os.getpid()
+
+
+def test_an_exception_is_an_answer(worker):
+    answer = ask(worker, requests.fail, "no such layout")
+    assert (answer.status, answer.why) == ("error", "ValueError: no such layout")
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "status", "why"),
+    [
+        (requests.die, (), "crash", "SIGSEGV"),
+        (requests.leave, (), "crash", "exit status 3): the driver is gone"),
+        (requests.hang, (), "timeout", "no answer within 1 s"),
+    ],
+)
+def test_a_lost_process_is_replaced(worker, function, arguments, status, why):
+    before = ask(worker, requests.process_number).value
+    answer = ask(worker, function, *arguments, limit_s=1.0 if status == "timeout" else 60.0)
+    assert answer.status == status
+    assert why in answer.why
+    after = ask(worker, requests.process_number)
+    assert after.status == "ok"
+    assert after.value != before
+
+
+def test_memory_is_limited_in_every_new_process():
+    worker = Worker("tested", (requests.limit_memory, (600 << 20,)))
+    try:
+        for _ in range(2):
+            assert ask(worker, requests.eat, 2 << 30).status == "memory"
+        assert ask(worker, requests.eat, 1 << 20).value == 1 << 20
+    finally:
+        worker.stop()
+
+
+def test_a_setup_that_fails_is_told():
+    worker = Worker("tested", (requests.fail, ("no device",)))
+    try:
+        for _ in range(2):
+            answer = ask(worker, requests.echo, 1)
+            assert (answer.status, answer.why) == ("error", "ValueError: no device")
+    finally:
+        worker.stop()
+
+
+def test_stopping_ends_what_the_process_started(worker, tmp_path):
+    file = tmp_path / "child"
+    worker.send(requests.start_child, (str(file),), 60.0)
+    until = time.monotonic() + 30
+    while not (file.exists() and file.read_text()):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    child = int(file.read_text())
+    worker.stop()
+    while _is_alive(child):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

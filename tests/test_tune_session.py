@@ -1,0 +1,167 @@
+"""Sessions: which trials run, what they cost when they go wrong, and what is measured only once."""
+
+from dataclasses import replace
+
+import pytest
+import tvm
+from tvm import relax
+
+from tvm_fusion.config import load_policy, resolve_target
+from tvm_fusion.job import Job
+from tvm_fusion.kernels import registry
+from tvm_fusion.tuning.building import Place
+from tvm_fusion.tuning.choices import DEFAULT, class_choices
+from tvm_fusion.tuning.select import chosen
+from tvm_fusion.tuning.session import LocalMeter, Session
+from tvm_fusion.tuning.settings import load_settings
+from tvm_fusion.tuning.state import TaskState
+from tvm_fusion.tuning.tasks import tasks_of
+
+from .tune_classes import Several
+
+SIZE = (512, 1024)
+SETTINGS = load_settings(
+    {
+        "spaces": ["class"],
+        "trials": 20,
+        "repeats": 5,
+        "final_repeats": 11,
+        "builders": 1,
+        "build_timeout_s": 1.0,
+        "build_memory_bytes": 4 << 30,
+        "least_gain": 0.0,
+    }
+)
+
+
+@pytest.fixture
+def tested(monkeypatch):
+    monkeypatch.setattr("tvm_fusion.tuning.session.STARTING_S", 25.0)
+    registry.register(Several(), ("llvm",))
+    yield
+    registry.unregister("tested")
+
+
+class Kept:
+    """Trials in memory."""
+
+    def __init__(self):
+        self.found = []
+
+    def add(self, workload, target, trial):
+        self.found.append(trial)
+
+    def of(self, text):
+        return [t for t in self.found if f"way={text}" in t.text or t.text == text]
+
+
+def chain_module():
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType(SIZE, "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            scaled = builder.emit(relax.op.multiply(x, relax.const(0.25, "float32")))
+            bent = builder.emit(relax.op.tanh(scaled))
+            out = builder.emit_output(relax.op.add(bent, relax.const(0.75, "float32")))
+        builder.emit_func_output(out)
+    return builder.get()
+
+
+def make_session(settings=SETTINGS, trials=(), choices=None):
+    """A session over one task; `choices` are those of its choices that are offered."""
+    target, hw = resolve_target("llvm")
+    policy = load_policy("aggressive")
+    job = Job.from_module(chain_module(), target, hw, policy)
+    (task,) = tasks_of(job.low, job.graph, job.plan, policy)
+    assert task.kernel_class == "tested"
+    offered = [c for c, _ in class_choices(task.workload, hw, policy)]
+    if choices is not None:
+        offered = [
+            c for c in offered if c.text.partition("=")[2][:-1] in choices or c.text in choices
+        ]
+    state = TaskState(task, offered, settings)
+    state.restore(trials)
+    kept = Kept()
+    place = Place("llvm", policy, registry.added())
+    return Session([state], kept, place, settings, [LocalMeter()]), kept, state
+
+
+def test_what_goes_wrong_costs_its_trial_only(tested):
+    session, kept, state = make_session()
+    session.run()
+    status = {t.text.partition("=")[2].rstrip(")") or t.text: t.status for t in kept.found}
+    assert status == {
+        "default": "ok",
+        "plain": "ok",
+        "fast": "ok",
+        "wrong": "wrong",
+        "refused": "build",
+        "hanging": "timeout",
+        "dying": "crash",
+        "greedy": "memory",
+    }
+    (wrong,) = kept.of("wrong")
+    assert wrong.us is None
+    assert "error" in wrong.why
+    assert wrong.error > 0.1
+    assert chosen(state.trials.values(), 0.01).text == "Way(way=fast)"
+    assert session.total_us < session.untuned_us
+
+
+def test_finalists_are_timed_beside_the_untuned_kernel(tested):
+    session, kept, state = make_session(replace(SETTINGS, trials=3))
+    session.run()
+    assert session.trials == 3
+    assert [len(t.samples_us) for t in kept.of(DEFAULT)] == [5, 11]
+    assert [len(t.samples_us) for t in kept.of("fast")] == [5, 11]
+    assert not state.needs_final
+
+
+def test_nothing_is_measured_twice(tested):
+    session, kept, _ = make_session(replace(SETTINGS, trials=3))
+    session.run()
+    again, more, _ = make_session(replace(SETTINGS, trials=2), kept.found)
+    again.run()
+    before = {t.text for t in kept.found}
+    assert DEFAULT in before
+    assert len(before) == 3
+    assert before.isdisjoint(t.text for t in more.found)
+    assert len(more.found) == 2
+
+
+def test_an_interrupt_leaves_what_was_measured(tested):
+    session, kept, _ = make_session()
+
+    def interrupt(session):
+        if len(kept.found) == 2:
+            raise KeyboardInterrupt
+
+    session.watch = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        session.run()
+    assert [t.status for t in kept.found] == ["ok", "ok"]
+    assert not any(w._process for w in session._builders)
+
+
+def test_a_session_ends_where_nothing_is_worth_a_trial(tested):
+    session, kept, _ = make_session(replace(SETTINGS, least_gain=10.0))
+    session.run()
+    assert [t.text for t in kept.found] == [DEFAULT]
+
+
+def test_a_task_whose_untuned_kernel_fails_is_left(monkeypatch):
+    monkeypatch.setattr("tvm_fusion.tuning.session.STARTING_S", 25.0)
+    registry.register(Several(("refused", "fast")), ("llvm",))
+    try:
+        session, kept, state = make_session()
+        state.choices[0] = replace(state.choices[0])
+        kept_text = state.choices[1].text
+        monkeypatch.setattr(
+            "tvm_fusion.tuning.session.build_choice", tvm.ir.load_json
+        )  # fails in the worker for any request
+        session.run()
+    finally:
+        registry.unregister("tested")
+    assert [t.text for t in kept.found] == [DEFAULT]
+    assert state.broken
+    assert kept_text not in state.trials

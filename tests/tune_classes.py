@@ -1,0 +1,68 @@
+"""A kernel class for the tests of tuning: configurations that are fast, slow, wrong or deadly."""
+
+import os
+import time
+from dataclasses import dataclass
+
+import tvm_ffi
+from tvm import tirx
+
+from tvm_fusion.errors import Unsupported
+from tvm_fusion.kernels.base import Fit, RefusalCode, Resources, Traffic, write_on_cpu
+from tvm_fusion.kernels.registry import kernel_class
+
+WAYS = ("plain", "fast", "wrong", "refused", "hanging", "dying", "greedy")
+
+
+@dataclass(frozen=True)
+class Way:
+    way: str
+
+
+class Several:
+    """Takes what `pointwise` takes; `default` is slow."""
+
+    name = "tested"
+
+    def __init__(self, ways=WAYS):
+        self.ways = ways
+
+    def accepts(self, group, hw, policy):
+        fit = kernel_class("pointwise").accepts(group, hw, policy)
+        if not isinstance(fit, Fit):
+            return group.refuse(RefusalCode.SPACE_MISMATCH, "not pointwise")
+        return Fit(self.name, fit.rows, fit.columns, fit.evaluations)
+
+    def traffic(self, group, fit, hw) -> Traffic:
+        return kernel_class("pointwise").traffic(group, fit, hw)
+
+    def resources(self, group, fit, hw) -> Resources:
+        return Resources(32, 0)
+
+    def configs(self, func, hw, policy):
+        return [Way(way) for way in self.ways]
+
+    def write(self, func, hw, policy, config=None) -> tirx.PrimFunc:
+        way = config.way if config is not None else "plain"
+        if way == "refused":
+            raise Unsupported("no such way")
+        if way == "hanging":
+            time.sleep(3600)
+        if way == "dying":
+            os.abort()
+        if way == "greedy":
+            bytearray(1 << 42)
+        if way == "wrong":
+            func = with_other_constants(func)
+        if way == "fast":
+            return write_on_cpu(func, hw, policy)
+        return func.with_attr("tirx.is_scheduled", True)  # its own loops, one after the other
+
+
+def with_other_constants(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The function with all its floating-point constants doubled."""
+
+    def doubled(constant: tirx.FloatImm) -> tirx.FloatImm:
+        return tirx.FloatImm(str(constant.ty.dtype), 2 * constant.value)
+
+    return tvm_ffi.structural_map(func, (tirx.FloatImm, doubled))

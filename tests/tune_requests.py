@@ -1,0 +1,50 @@
+"""Requests that go wrong, for the tests of worker processes."""
+
+import os
+import signal
+import time
+
+
+def echo(value):
+    return value
+
+
+def fail(why):
+    raise ValueError(why)
+
+
+def hang():
+    time.sleep(3600)
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def leave():
+    print("the driver is gone", flush=True)
+    os._exit(3)
+
+
+def eat(count):
+    return len(bytearray(count))
+
+
+def start_child(path):
+    """Starts a process that outlives an answer, and waits for it."""
+    import subprocess
+
+    child = subprocess.Popen(["sleep", "3600"])
+    with open(path, "w") as file:
+        file.write(str(child.pid))
+    child.wait()
+
+
+def limit_memory(count):
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_DATA, (count, count))
+
+
+def process_number():
+    return os.getpid()

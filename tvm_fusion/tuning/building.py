@@ -1,0 +1,164 @@
+"""Choices as libraries: written and compiled in a worker process."""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tvm
+from tvm import tirx
+
+from .._deep import call_deep
+from ..config import HardwareProfile, Policy, resolve_target
+from ..errors import TooDeep
+from ..kernels.registry import is_registered, kernel_class, register
+from .choices import TRACE_CHOICE, config_of
+from .tasks import CLASS, key_of, without_stamps
+
+OPAQUE_PATTERN = 8  # TVM's OpPatternKind.kOpaque
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What kernels are written for, in a form that goes to another process.
+
+    Attributes
+    ----------
+    target : str
+        The name or path of a device, or the JSON of a `tvm.target.Target`.
+    policy : Policy
+    classes : tuple
+        Kernel classes that were registered beside this package's own (`registry.added`).
+    """
+
+    target: str
+    policy: Policy
+    classes: tuple = ()
+
+    def resolved(self) -> tuple[tvm.target.Target, HardwareProfile]:
+        """The target and its profile; registers the classes where they are not known."""
+        for cls, kinds in self.classes:
+            if not is_registered(cls.name):
+                register(cls, kinds)
+        if self.target.startswith("{"):
+            import json
+
+            return resolve_target(tvm.target.Target(json.loads(self.target)))
+        return resolve_target(self.target)
+
+
+@dataclass(frozen=True, slots=True)
+class BuildRequest:
+    """A choice to build.
+
+    Attributes
+    ----------
+    workload : str
+        JSON of the PrimFunc (`tvm.ir.save_json`).
+    kind, text : of the choice
+    place : Place
+    path : Path
+        Where the library goes.
+    """
+
+    workload: str
+    kind: str
+    text: str
+    place: Place
+    path: Path
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltChoice:
+    """A library with one function.
+
+    Attributes
+    ----------
+    path : Path
+    symbol : str
+    kernels : int
+        That one call launches; 0 on a CPU.
+    spill_bytes, registers : of its kernels, at most; None where not known
+    """
+
+    path: Path
+    symbol: str
+    kernels: int
+    spill_bytes: int | None = None
+    registers: int | None = None
+
+
+def enter(memory_bytes: int) -> None:
+    """Sets a builder up: it compiles one kernel at a time and gives way to measurements."""
+    from ..runtime import cubin_cache
+
+    cubin_cache.available_cores = lambda: 1
+    os.nice(10)
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+
+
+def build_choice(request: BuildRequest) -> BuiltChoice:
+    """Writes and compiles a choice.
+
+    Raises
+    ------
+    Unsupported
+        The choice does not fit the workload.
+    BuildError
+        The kernel does not compile.
+    """
+    from ..runtime.build import build_functions
+    from ..runtime.launch_kernels import SYMBOL
+    from ..runtime.launches import launched_kernels
+
+    target, hw = request.place.resolved()
+    workload = tvm.ir.load_json(request.workload)
+    kernel = written(workload, request.kind, request.text, hw, request.place.policy)
+    symbol = f"{SYMBOL}{key_of(kernel)}"
+    mod = tvm.IRModule({symbol: kernel.with_attr("global_symbol", symbol)})
+    library, resources = build_functions(mod, target)
+    launched = launched_kernels(library).get(symbol, ())
+    library.export_library(str(request.path))
+    return BuiltChoice(
+        request.path,
+        symbol,
+        len(launched),
+        max((r.spill_bytes for r in resources), default=None),
+        max((r.registers for r in resources), default=None),
+    )
+
+
+def written(
+    workload: tirx.PrimFunc, kind: str, text: str, hw: HardwareProfile, policy: Policy
+) -> tirx.PrimFunc:
+    """The kernel of a choice, without a name.
+
+    Raises
+    ------
+    Unsupported
+        The choice does not fit the workload.
+    """
+    if kind == TRACE_CHOICE:
+        from .replay import scheduled
+
+        return scheduled(without_stamps(workload), text)
+    name = str(workload.attrs[CLASS])
+    if name == "stock":
+        return without_stamps(workload)
+    config = config_of(workload, text, hw, policy)
+    return write_class(without_stamps(workload), name, hw, policy, config)
+
+
+def write_class(
+    func: tirx.PrimFunc, name: str, hw: HardwareProfile, policy: Policy, config: Any
+) -> tirx.PrimFunc:
+    """The kernel that a class writes with a configuration."""
+    write = kernel_class(name).write
+    try:
+        kernel = write(func, hw, policy, config)
+    except (TooDeep, RecursionError):
+        kernel = call_deep(write, func, hw, policy, config)
+    return kernel.with_attr("op_pattern", OPAQUE_PATTERN)

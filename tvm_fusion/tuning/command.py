@@ -1,0 +1,150 @@
+"""``python -m tvm_fusion tune``: a session, and what looks after databases."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from .run import TuneResult
+
+INTERRUPTED = 130
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    work = command.add_mutually_exclusive_group(required=True)
+    work.add_argument("model", nargs="?", help="a .pt2, .onnx, Relax .py or Relax .json file")
+    work.add_argument("--demo", action="store_true", help="a pre-norm transformer block")
+    work.add_argument("--db-check", action="store_true", help="check a database, line by line")
+    work.add_argument(
+        "--db-merge", nargs="+", metavar="DIR", help="put databases together, into --work-dir"
+    )
+    work.add_argument(
+        "--db-export", metavar="DIR", help="write plain MetaSchedule databases, without our checks"
+    )
+    command.add_argument(
+        "--work-dir", metavar="DIR", type=Path, required=True, help="the folder of the database"
+    )
+    command.add_argument("--target", help="llvm, cuda, a device like nvidia_h200, or a profile")
+    command.add_argument("--policy", help="default, conservative, aggressive or a .toml file")
+    command.add_argument("--trials", type=int, metavar="N", help="most trials")
+    command.add_argument("--minutes", type=float, metavar="M", help="most minutes; 0 is no limit")
+    command.add_argument("--settings", metavar="FILE", help="a .toml file like configs/tune_*.toml")
+    command.add_argument(
+        "--rpc", metavar="HOST:PORT", help="measure on the servers of a TVM RPC tracker"
+    )
+    command.add_argument("--key", help="the key of the tracker's servers to use")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Does what the command line asks for; the exit status."""
+    from .database import check, export, merge
+
+    if args.db_check or args.db_merge or args.db_export:
+        if args.db_check:
+            report = check(args.work_dir)
+        elif args.db_merge:
+            report = merge([Path(d) for d in args.db_merge], args.work_dir)
+        else:
+            report = export(args.work_dir, Path(args.db_export))
+        print(json.dumps(report.to_json()) if args.json else report)
+        return 1 if args.db_check and report.problems else 0
+    return _session(args)
+
+
+def _session(args: argparse.Namespace) -> int:
+    from .progress import shown
+    from .run import tune
+
+    with shown() as watch:
+        result = tune(
+            _model(args),
+            args.target,
+            database=args.work_dir,
+            settings=args.settings,
+            trials=args.trials,
+            minutes=args.minutes,
+            policy=args.policy,
+            meters=_meters(args),
+            watch=watch,
+        )
+    print(json.dumps(to_json(result)) if args.json else table(result))
+    if result.interrupted:
+        print(
+            "interrupted; what was measured is kept, and the same command goes on: "
+            + " ".join(["python -m tvm_fusion", *sys.argv[1:]]),
+            file=sys.stderr,
+        )
+        return INTERRUPTED
+    return 0
+
+
+def _model(args: argparse.Namespace) -> Any:
+    if args.demo:
+        from ..config import resolve_target
+        from ..demo import demo_module
+
+        return demo_module(resolve_target(args.target)[0].kind.name)
+    if not Path(args.model).is_file():
+        raise InputError(f"no such model file: {args.model}")
+    return args.model
+
+
+def _meters(args: argparse.Namespace) -> Any:
+    if args.rpc is None:
+        return None
+    if args.key is None:
+        raise InputError("--rpc needs --key: the name under which the servers registered")
+    from .rpc import meters_of
+
+    return meters_of(args.rpc, args.key)
+
+
+def to_json(result: TuneResult) -> dict[str, Any]:
+    """What a session did, as a JSON object."""
+    return {
+        "trials": result.trials,
+        "seconds": round(result.seconds, 1),
+        "interrupted": result.interrupted,
+        "untuned_us": round(result.untuned_us, 3),
+        "best_us": round(result.best_us, 3),
+        "tasks": [
+            {
+                "name": t.name,
+                "launches": t.count,
+                "trials": t.trials,
+                "failed": t.failed,
+                "untuned_us": t.untuned_us,
+                "best_us": t.best_us,
+                "choice": t.choice,
+            }
+            for t in result.tasks
+        ],
+    }
+
+
+def table(result: TuneResult) -> str:
+    """What a session did, as lines of text."""
+    lines = [f"{'kernel':44} launches  trials  failed   untuned      best"]
+    for t in result.tasks:
+        name = t.name if t.count else f"({t.name})"
+        lines.append(
+            f"{name[:44]:44} {t.count:8d} {t.trials:7d} {t.failed:7d} "
+            f"{_us(t.untuned_us):>9} {_us(t.best_us):>9}"
+        )
+    lines.append(
+        f"{result.trials} trials in {result.seconds:.0f} s: kernels "
+        f"{result.untuned_us:.1f} -> {result.best_us:.1f} us"
+    )
+    if any(not t.count for t in result.tasks):
+        lines.append("(in brackets: kernels of other ways to cut the plan)")
+    return "\n".join(lines)
+
+
+def _us(us: float | None) -> str:
+    return "-" if us is None else f"{us:.1f}"

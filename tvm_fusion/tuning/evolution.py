@@ -1,0 +1,53 @@
+"""For which tasks MetaSchedule evolves schedules, and what it starts with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..errors import Unsupported
+from .choices import TRACE_CHOICE
+from .evolving import Evolution
+from .settings import Settings
+from .tasks import Task, without_stamps
+from .trial_record import Trial
+
+if TYPE_CHECKING:
+    from ..job import Job
+
+BATCH = 8
+LEFT_TO_TVM = ("fallback", "stock")  # classes whose kernels are TVM's own schedules on a GPU
+
+
+def evolution_of(
+    task: Task, job: Job, settings: Settings, known: Sequence[Trial]
+) -> Evolution | None:
+    """The schedules that compete with a task's untuned kernel; None where nothing is evolved.
+
+    On a GPU these are for the operators that no kernel class of this package writes; on a CPU for
+    all.
+    """
+    spaces = [space for space in ("own", "stock") if space in settings.spaces]
+    if not spaces or (job.hw.kind == "cuda" and task.kernel_class not in LEFT_TO_TVM):
+        return None
+    from .evolve import Evolving
+
+    tried = [(t.text, t.us) for t in known if t.kind == TRACE_CHOICE]
+    proposers = []
+    for space in spaces:
+        try:
+            proposers.append(
+                Evolving(
+                    without_stamps(task.workload),
+                    job.target,
+                    space=space,
+                    seed=settings.seed,
+                    seeds=[(text, us) for text, us in tried if us is not None],
+                    known=tried,
+                    trials=settings.trials_per_task,
+                    batch=BATCH,
+                )
+            )
+        except Unsupported:
+            continue
+    return Evolution(proposers, BATCH, settings.evolved_gain) if proposers else None

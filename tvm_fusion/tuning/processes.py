@@ -1,0 +1,180 @@
+"""Processes of a session: each trial's crash, hang or hunger costs that trial only.
+
+    session -- request --> Worker (subprocess) -- Answer --> session
+
+A worker that does not answer in time is killed with all that it started (a compiler), and the next
+request gets a new one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+TAIL = 400  # characters of what a process said before it died
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of a request.
+
+    Attributes
+    ----------
+    status : "ok", "error" (it raised), "crash" (the process died), "timeout" or "memory"
+    value : what the function returned, where "ok"
+    why : what went wrong
+    seconds : from the request to the answer
+    """
+
+    status: str
+    value: Any = None
+    why: str = ""
+    seconds: float = 0.0
+
+
+class Worker:
+    """A subprocess for one request at a time, started when it is first needed.
+
+    Parameters
+    ----------
+    name : str
+        For messages.
+    setup : (function, arguments), optional
+        Called first in every new process.
+    environment : mapping, optional
+        Variables of the process beside those of this one.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        setup: tuple[Callable, tuple] | None = None,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.name = name
+        self._setup, self._environment = setup, environment or {}
+        self._process: subprocess.Popen | None = None
+        self._connection: Connection | None = None
+        self._said: Any = None
+        self._begun = self._limit = 0.0
+        self._awaited = 0  # answers that are to come before that of the request
+
+        self.busy = False
+
+    def send(self, function: Callable, arguments: tuple, limit_s: float) -> None:
+        """Asks for `function(*arguments)`, a function of a module, within a time."""
+        if self.busy:
+            raise RuntimeError(f"{self.name} has not answered yet")
+        self._begun, self._limit, self.busy = time.monotonic(), limit_s, True
+        try:
+            self._start()
+            self._connection.send((function, arguments))
+        except (BrokenPipeError, ConnectionError):  # died between requests
+            self.stop()
+            self._start()
+            self._connection.send((function, arguments))
+
+    def collect(self) -> Answer | None:
+        """The answer, if there is one or never will be; does not wait."""
+        if not self.busy:
+            return None
+        try:
+            while self._connection.poll():
+                status, value = self._connection.recv()
+                if self._awaited and status == "ok":
+                    self._awaited -= 1
+                    continue
+                return self._ended(status, value)
+        except (EOFError, ConnectionError):
+            return self._died()
+        if time.monotonic() - self._begun > self._limit:
+            answer = self._answer("timeout", why=f"no answer within {self._limit:.0f} s")
+            self.stop()
+            return answer
+        return None
+
+    @property
+    def connection(self) -> Connection | None:
+        """What becomes readable when there is something to collect."""
+        return self._connection if self.busy else None
+
+    @property
+    def left_s(self) -> float:
+        """Time to the limit of the request."""
+        return max(0.0, self._limit - (time.monotonic() - self._begun))
+
+    def stop(self) -> None:
+        """Ends the process and all that it started."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._connection.close()
+            self._said.close()
+        self._process, self.busy = None, False
+
+    def _ended(self, status: str, value: Any) -> Answer:
+        if status == "ok":
+            return self._answer("ok", value)
+        answer = self._answer(status, why=str(value))
+        if status == "memory" or self._awaited:
+            self.stop()  # what is left of its memory is in pieces; a setup that failed stays failed
+        return answer
+
+    def _died(self) -> Answer:
+        code = self._process.wait()
+        how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+        self._said.seek(0)
+        said = " ".join(self._said.read().decode(errors="replace").split())[-TAIL:]
+        status = "memory" if code == -signal.SIGKILL or "bad_alloc" in said else "crash"
+        answer = self._answer(
+            status, why=f"the process died ({how})" + (f": {said}" if said else "")
+        )
+        self.stop()
+        return answer
+
+    def _answer(self, status: str, value: Any = None, why: str = "") -> Answer:
+        self.busy = False
+        return Answer(status, value, why, time.monotonic() - self._begun)
+
+    def _start(self) -> None:
+        if self._process is not None:
+            return
+        ours, theirs = socket.socketpair()
+        self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `stop`)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tvm_fusion.tuning.worker", str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=self._said,
+            stderr=self._said,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+            | self._environment,
+        )
+        theirs.close()
+        self._connection = Connection(ours.detach())
+        self._awaited = 0
+        if self._setup is not None:
+            self._connection.send(self._setup)
+            self._awaited = 1
+
+
+def wait_for(workers: Sequence[Worker], seconds: float) -> None:
+    """Waits until a worker has something to collect, at most so long."""
+    connections = [w.connection for w in workers if w.connection is not None]
+    limit = min([seconds, *(w.left_s + 0.01 for w in workers if w.busy)])
+    if connections:
+        wait(connections, limit)
+    elif limit > 0:
+        time.sleep(limit)

@@ -1,0 +1,226 @@
+"""tune(): from a model to a database of measured kernels and a plan that is settled by them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import tvm
+
+from ..errors import TargetError
+from ..job import Job
+from ..kernels.registry import added
+from ..plan.plan import FusionPlan, PlannedGroup
+from .building import Place
+from .choices import class_choices
+from .contested import Contested, contested, settled
+from .database import Database, find_database
+from .lookup import TunedKernels, plan_key
+from .session import LocalMeter, Meter, Session
+from .settings import Settings, load_settings
+from .state import TaskState
+from .tasks import Task, tasks_of
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TunedTask:
+    """What tuning found for one kernel.
+
+    Attributes
+    ----------
+    name : str
+    count : int
+        Launches of the plan; 0 for a kernel of a cut that could be made otherwise.
+    trials, failed : int
+        All, and those of them that did not give a time.
+    untuned_us, best_us : float or None
+        Measured; None where nothing ran.
+    choice : str
+        The kernel to be used.
+    """
+
+    name: str
+    count: int
+    trials: int
+    failed: int
+    untuned_us: float | None
+    best_us: float | None
+    choice: str
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """What a session did.
+
+    Attributes
+    ----------
+    tasks : tuple of TunedTask
+    plan : FusionPlan
+        The plan as measurements settle it, kept in the database.
+    trials : int
+        Of this session.
+    seconds : float
+    interrupted : bool
+        Whether it was ended by the user; the same call goes on.
+    """
+
+    tasks: tuple[TunedTask, ...]
+    plan: FusionPlan
+    trials: int
+    seconds: float
+    interrupted: bool
+
+    @property
+    def untuned_us(self) -> float:
+        """Time of the plan's kernels untuned, those that were measured."""
+        return sum(t.count * t.untuned_us for t in self.tasks if t.untuned_us and t.best_us)
+
+    @property
+    def best_us(self) -> float:
+        """Time of the same kernels tuned."""
+        return sum(t.count * t.best_us for t in self.tasks if t.untuned_us and t.best_us)
+
+
+def tune(
+    model: Any,
+    target: Any = None,
+    *,
+    database: str | Path,
+    settings: Any = None,
+    trials: int | None = None,
+    minutes: float | None = None,
+    policy: Any = None,
+    example_inputs: Any = None,
+    dynamic_shapes: Any = None,
+    meters: Sequence[Meter] | None = None,
+    watch: Callable[[Session], None] = lambda session: None,
+) -> TuneResult:
+    """Measures choices for the kernels of a model's plan and keeps them.
+
+    `tvm_fusion.compile(model, target, database=database)` uses them. A session that was interrupted
+    or killed goes on where it was with the same call.
+
+    Parameters
+    ----------
+    model, target, policy, example_inputs, dynamic_shapes
+        As for `tvm_fusion.compile`.
+    database : str or Path
+        A folder; made if it is not there. It holds a folder for each device and version.
+    settings : str, Path, mapping or None
+        See `load_settings`.
+    trials, minutes : optional
+        In place of those of the settings.
+    meters : sequence of Meter, optional
+        What measures (see `rpc`); one process on this machine by default.
+    watch : callable
+        Called with the session after each trial.
+
+    Raises
+    ------
+    TargetError
+        This machine cannot run what is tuned, and no `meters` are given.
+    InputError
+        The model, the settings or the database cannot be used.
+    """
+    changed = {"trials": trials, "minutes": minutes}
+    changed = {key: value for key, value in changed.items() if value is not None}
+    settings = replace(load_settings(settings), **changed)
+    job = Job.of(model, target, policy, None, example_inputs, dynamic_shapes)
+    if meters is None and not tvm.runtime.device_from_target(job.target).exist:
+        raise TargetError(
+            f"this machine has no {job.target.kind.name} device to tune on; "
+            "tune on one that has it, or give --rpc HOST:PORT --key KEY"
+        )
+    keeper = find_database(database, job.hw, job.target)
+    cuts = contested(job.graph, job.plan, job.alone, job.hw, job.policy)
+    states = [_state(task, job, settings, keeper) for task in all_tasks(job, cuts)]
+    states = [s for s in states if s is not None]
+    place = Place(target_text(target, job), job.policy, added())
+    session = Session(states, keeper, place, settings, meters or [LocalMeter()], watch)
+    interrupted = False
+    try:
+        session.run()
+    except KeyboardInterrupt:
+        interrupted = True
+    kernels = TunedKernels(keeper, settings.certain_gain)
+    plan = settled_plan(job, cuts, kernels, settings)
+    keeper.save_plan(plan_key(job.mod, job.hw, job.policy), plan.to_dict())
+    tasks = tuple(_tuned(state, kernels) for state in states)
+    return TuneResult(tasks, plan, session.trials, session.seconds, interrupted)
+
+
+def all_tasks(job: Job, cuts: Sequence[Contested]) -> list[Task]:
+    """The tasks of the plan, then those of other ways to cut it, which count 0 launches."""
+    tasks = tasks_of(job.low, job.graph, job.plan, job.policy)
+    keys = {task.key for task in tasks}
+    for cut in cuts:
+        for task in tasks_of(job.low, job.graph, cut.plan, job.policy):
+            if task.key not in keys:
+                keys.add(task.key)
+                tasks.append(replace(task, count=0))
+    return tasks
+
+
+def _state(task: Task, job: Job, settings: Settings, keeper: Database) -> TaskState | None:
+    """The state of a task with what the database has; None where it cannot be written."""
+    from .evolution import evolution_of
+    from .neighbours import favourites
+
+    try:
+        choices = [c for c, _ in class_choices(task.workload, job.hw, job.policy)]
+    except Exception as why:  # of one kernel: compile falls back, too
+        logger.warning("%s is not tuned: %s", task.name, why)
+        return None
+    known = list(keeper.trials(task.workload))
+    evolution = evolution_of(task, job, settings, known)
+    state = TaskState(task, choices, settings, evolution, favourites(task, keeper, choices))
+    state.restore(known)
+    return state
+
+
+def settled_plan(
+    job: Job, cuts: Sequence[Contested], kernels: TunedKernels, settings: Settings
+) -> FusionPlan:
+    """The plan with its contested cuts decided by the times of tuned kernels."""
+    times: dict[tuple[str, ...], float | None] = {}
+    for plan in (job.plan, *(cut.plan for cut in cuts)):
+        for task in tasks_of(job.low, job.graph, plan, job.policy):
+            trial = kernels.trial(task.workload)
+            for ops in task.groups:
+                times[ops] = trial.us if trial is not None else None
+
+    def time_of(group: PlannedGroup) -> float | None:
+        return 0.0 if group.kernel_class == "view" else times.get(group.ops)
+
+    launch_us = job.hw.queued_launch_us
+    return settled(job.graph, job.plan, cuts, time_of, launch_us, settings.certain_gain)
+
+
+def target_text(target: Any, job: Job) -> str:
+    """A target as a text that another process resolves to the same."""
+    import json
+
+    if isinstance(target, str | Path):
+        return str(target)
+    if target is None:
+        return "cuda" if job.hw.kind == "cuda" else "llvm"
+    return json.dumps(json.loads(str(target)))
+
+
+def _tuned(state: TaskState, kernels: TunedKernels) -> TunedTask:
+    trial = kernels.trial(state.task.workload)
+    failed = sum(t.us is None for t in state.trials.values())
+    return TunedTask(
+        state.task.name,
+        state.task.count,
+        len(state.trials),
+        failed,
+        state.untuned_us,
+        trial.us if trial is not None else None,
+        trial.text if trial is not None else "none",
+    )
