@@ -12,7 +12,7 @@ from tests.frontend_tools import Function, array_of
 from tvm_fusion.frontends import load
 from tvm_fusion.kernels.attention_program import analyze_attention
 from tvm_fusion.kernels.attention_visible import visible_range
-from tvm_fusion.kernels.cuda.attention_hopper_match import find_match
+from tvm_fusion.kernels.cuda.attention_hopper_match import split_match
 from tvm_fusion.kernels.cuda.attention_range import key_range
 
 HIDDEN_ROW = torch.ones(5, 5, dtype=torch.bool)
@@ -171,7 +171,7 @@ def test_causal_documents_have_a_range_and_an_equality():
     found = visible_range(attention)
     assert found.high is not None
     assert not found.whole
-    assert find_match(attention, key_range(attention).rest) is not None
+    assert split_match(attention, key_range(attention))[0] is not None
 
 
 def test_a_grouped_einsum_has_the_heads_of_a_key_head_among_its_queries():

@@ -7,7 +7,7 @@ import tvm
 from tvm import te, tirx
 
 from tests.attention_cases import CASES
-from tests.attention_graphs import HALF, Graph, Sizes, bhsd, one_group, softmaxed
+from tests.attention_graphs import FLOAT, Graph, Sizes, bhsd, one_group, softmaxed
 from tests.attention_masks import where
 from tests.graphs import module
 from tvm_fusion.kernels.attention_program import analyze_attention
@@ -44,21 +44,26 @@ def test_the_range_of_visible_keys(name, low, high, whole):
             assert tvm.sym.Analyzer().can_prove_equal(ours, wanted(query.var))
 
 
-def test_other_conditions_beside_a_range_leave_it_in_part():
+@pytest.mark.parametrize("least", [-math.inf, -1e9], ids=str)
+def test_other_conditions_beside_a_range_leave_it_in_part(least):
+    """A number that is put in place of later keys hides none: a mask may hide all before."""
+
     def emit(g, q, k, v, mask):
         scores = where(g, mask, g.scores(q, k), -math.inf)
 
         def hide(x: te.Tensor) -> te.Tensor:
             return te.compute(
                 x.shape,
-                lambda b, h, i, j: tirx.if_then_else(j <= i, x(b, h, i, j), tirx.min_value(HALF)),
+                lambda b, h, i, j: tirx.if_then_else(
+                    j <= i, x(b, h, i, j), tirx.const(least, x.dtype)
+                ),
                 name="hide",
             )
 
         return softmaxed(g, g.te(hide, scores), v)
 
-    inputs = [*bhsd(Sizes()), ((5, 7), "bool")]
+    inputs = [*bhsd(Sizes(dtype=FLOAT)), ((5, 7), "bool")]
     func = one_group(module(lambda bb, *xs: emit(Graph(bb), *xs), *inputs)).func
     found = visible_range(analyze_attention(func))
-    assert (found.low, found.whole) == (None, False)
-    assert found.high is not None
+    assert found.low is None
+    assert (found.high is not None) == (not found.whole) == (least == -math.inf)

@@ -22,7 +22,7 @@ TOLERANCE = {"float16": 1e-3, "bfloat16": 8e-3}
 
 
 def config(block_m, block_n, stages=2):
-    return AttentionConfig(block_m, block_n, stages, lazy=8.0, pingpong=block_m > 64)
+    return AttentionConfig(block_m, block_n, stages, lazy=8.0)
 
 
 CASES = {

@@ -273,13 +273,26 @@ static void multiply_now(const Multiply& m) {
       }
   }
 }
+constexpr int FIRST_WARPGROUP = 16;  // behind the barriers that kernels have
 static void multiply_wait(size_t left) {
   auto& groups = multiplies[current];
+  if (groups.size() <= left) return;
   while (groups.size() > left) {
     for (Multiply& m : groups.front()) multiply_now(m);
     groups.erase(groups.begin());
   }
+  // The four warps multiply together: none is through before all are.
+  named_barrier(FIRST_WARPGROUP + current->linear / 128, 128);
 }
+
+// ---- votes
+
+static uint __ballot_sync(unsigned, int predicate) {
+  uint found = 0;
+  for (int lane = 0; lane < 32; lane++) found |= (exchange(predicate, lane) != 0) * 1u << lane;
+  return found;
+}
+static int __ffs(int x) { return __builtin_ffs(x); }
 
 // ---- matrices of 8 x 8 halves between registers and shared memory
 

@@ -25,14 +25,14 @@ from .attention_roles import (
     stored_along,
     stored_tensor,
 )
-from .attention_time import AttentionShape, predict
+from .attention_sizes import AttentionShape, AttentionTime
+from .attention_time import predict
 from .base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic, dtype_bytes
 from .expr import HALF_DTYPES
 from .footprint import evaluations, footprint_bytes, points
 from .pointwise import refuse_recompute
 from .traffic import memory_traffic
 
-REGISTERS, THREADS = 168, 384  # of a thread on average, and of a block: the Hopper form
 WGMMA_ARCHITECTURE = "sm_90a"
 TMA_UNIT = 8  # halves of 16 bytes, in which pitches count
 CAUSAL_SHARE = 0.5
@@ -71,7 +71,7 @@ class AttentionClass:
         runs = evaluations(group, frozenset(w.tensor for b in kept for w in b.writes))
         if refusal := refuse_recompute(group, runs, policy):
             return refusal
-        time = predict(_shape(group, roles), hw, policy)
+        time = _time(group, roles, hw, policy)
         if time is None:
             return group.refuse(
                 RefusalCode.WRITER, f"no attention kernel of {hw.name} has these sizes"
@@ -100,14 +100,23 @@ class AttentionClass:
         )
 
     def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
-        return Resources(REGISTERS, hw.smem_per_block_bytes, THREADS)
+        time = _time(group, None, hw, None)
+        if time is None or time.resources is None:
+            return Resources(hw.max_registers_per_thread, hw.smem_per_block_bytes)
+        return time.resources
 
     def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
+        return [config for _, config in self.ranked(func, hw, policy)]
+
+    def ranked(
+        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy
+    ) -> list[tuple[float, Any]]:
+        """Predicted seconds of one launch and configurations, in the order of `configs`."""
         from .attention_program import analyze_attention
         from .cuda.attention_forms import attention_ranked
 
         attention = analyze_attention(func, exact=policy.rounding == "exact")
-        return [config for _, config in attention_ranked(attention, hw, policy)]
+        return attention_ranked(attention, hw, policy)
 
     def write(
         self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
@@ -119,6 +128,18 @@ class AttentionClass:
             raise Unsupported(f"attention is written for CUDA devices, not for {hw.name}")
         attention = analyze_attention(func, exact=policy.rounding == "exact")
         return emit_attention(attention, hw, policy, config)
+
+
+def _time(
+    group: GroupView, roles: AttentionRoles | None, hw: HardwareProfile, policy: Policy | None
+) -> AttentionTime | None:
+    """The predicted time of the form that will be written; no form depends on the policy."""
+
+    def predicted() -> AttentionTime | None:
+        found = roles or match_attention(group)
+        return None if isinstance(found, Refusal) else predict(_shape(group, found), hw, policy)
+
+    return group.once(("attention time", hw.name), predicted)
 
 
 def _check_dtypes(group: GroupView, roles: AttentionRoles) -> Refusal | None:

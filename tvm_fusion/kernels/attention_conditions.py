@@ -1,6 +1,6 @@
-"""Which keys a logit leaves visible: conditions behind -inf, and booleans in one form.
+"""Booleans of an attention in one form: comparisons, loads, and, or, not at the leaves.
 
-where(j <= i, s, -inf)  ->  s,  visible j <= i        (1 - cast(mask)) * -1e9  ->  0, visible mask
+not (j > i)  ->  j <= i        1 - cast(mask) > 0  ->  not mask
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from tvm.ir import Expr, Var
 from tvm.ir.prim.expr import BitwiseAnd, BitwiseNot, BitwiseOr, CmpExpr
 
 from .attention_algebra import Algebra
-from .attention_model import INVISIBLE
 from .attention_space import Space
-from .attention_terms import Linear, choice, value_of
+from .attention_terms import choice, value_of
 from .contraction_inline import INDEX
-from .expr import conjunction, constant, convert, dtype_of, is_integer, number, same
+from .expr import constant, convert, dtype_of, is_integer, number, same
 
 _NEGATED = {
     tirx.LT: tirx.GE,
@@ -46,7 +45,7 @@ _ARITHMETIC: dict[type, Callable[[float, float], float]] = {
 
 
 class Conditions:
-    """Brings the booleans of a space into one form, and takes them out of logits."""
+    """Brings the booleans of a space into one form."""
 
     def __init__(self, space: Space, algebra: Algebra) -> None:
         self.space = space
@@ -132,52 +131,6 @@ class Conditions:
             return None
         values = (operation(v, b) if a is None else operation(a, v) for v in two[1:])
         return (two[0], *values)
-
-    # ---- logits
-
-    def split(self, logit: Linear) -> tuple[list[Expr], Linear]:
-        """The conditions of a visible key, and the logit of one that is visible."""
-        conditions: list[Expr] = []
-        kept = Linear([], logit.constant)
-        for term, coefficient in logit.terms:
-            self._split(term, coefficient, conditions, kept)
-        return self.conjuncts(conjunction(*conditions)) if conditions else [], kept
-
-    def _split(self, term: Expr, coefficient: float, found: list[Expr], kept: Linear) -> None:
-        opened = self.space.open(term)
-        two = self.two_valued(opened)
-        if two is not None and dtype_of(opened) != "bool":
-            yes, no = coefficient * two[1], coefficient * two[2]
-            if yes != no and abs(yes - no) >= -INVISIBLE:
-                found.append(two[0] if yes > no else tirx.Not(two[0]))
-                kept.constant += max(yes, no)
-                return
-        parts = choice(opened)
-        if parts is not None:
-            condition, yes, no = parts
-            for side, hidden, holds in ((yes, no, condition), (no, yes, tirx.Not(condition))):
-                if self._hides(hidden, coefficient):
-                    found.append(holds)
-                    self._open(side, coefficient, found, kept)
-                    return
-        if isinstance(opened, tirx.Max) and coefficient > 0:
-            for side, least in ((opened.a, opened.b), (opened.b, opened.a)):
-                if self._hides(least, coefficient):
-                    self._open(side, coefficient, found, kept)
-                    return
-        self.algebra.include(kept, term, coefficient)
-
-    def _open(self, expr: Expr, coefficient: float, found: list[Expr], kept: Linear) -> None:
-        inside = self.algebra.linear(expr)
-        kept.constant += coefficient * inside.constant
-        for term, factor in inside.terms:
-            self._split(term, coefficient * factor, found, kept)
-
-    def _hides(self, expr: Expr, coefficient: float) -> bool:
-        value = value_of(expr)
-        if value is None:
-            value = self.algebra.linear(expr).constant
-        return coefficient * value <= INVISIBLE
 
 
 def number_last(comparison: Expr) -> Expr:

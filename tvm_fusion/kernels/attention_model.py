@@ -26,8 +26,10 @@ from .contraction_model import Axis, Operand, Output, size_of
 from .program import Extent, Param
 
 INVISIBLE = -3.0e4
-"""A constant at or below this, put in place of a score or added to it, hides the key: its weight is
-0 in float32 next to any visible key whose logit is not itself as far below zero."""
+"""A constant at or below this, put in place of a score or added to it, leaves a key no weight in
+float32 next to any visible key whose logit is not itself as far below zero. It hides the key where
+each row sees another one; where a row may see none, its keys keep the weights that they have among
+themselves, and only -inf hides."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

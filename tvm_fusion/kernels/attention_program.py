@@ -6,7 +6,8 @@
 
 The parts live in `attention_model` (the value), `attention_products` (which reductions are the
 products), `attention_space` (expressions at a point), `attention_softmax` (the weights),
-`attention_conditions` (visible keys), `attention_operands` and `attention_outputs`.
+`attention_conditions` and `attention_split` (visible keys), `attention_operands` and
+`attention_outputs`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .attention_outputs import Placed, Writer, place
 from .attention_products import find_products
 from .attention_softmax import Softmax
 from .attention_space import Space
-from .attention_terms import folded, write_linear
+from .attention_terms import folded
 from .contraction_inline import Binding, collapse
 from .contraction_model import Axis, Operand
 from .definitions import read_definitions, read_params
@@ -86,12 +87,12 @@ class _Builder:
     def build(self, name, params, placed: Sequence[Placed], outputs, output_bindings) -> Attention:
         space, operands = self.space, self.operands
         batch, queries, features = self._axes()
-        values = [self._with_value_factor(o.value) for o in outputs]
+        values = [self._of_model(o.value) for o in outputs]
         whole = [(p, o, v) for p, o, v in zip(placed, outputs, values, strict=True) if p.full]
         rows = [(o, v) for p, o, v in zip(placed, outputs, values, strict=True) if not p.full]
         if not whole:
             raise Unsupported("no output of the second product")
-        found = [Binding(b.var, self._with_value_factor(b.value)) for b in output_bindings]
+        found = [Binding(b.var, self._of_model(b.value)) for b in output_bindings]
         roots, bindings = collapse([v for _, _, v in whole], found)
         row_values = [_expanded(v, found) for _, v in rows]
         for value in row_values:
@@ -125,10 +126,11 @@ class _Builder:
         """Logit and condition of a key, with the temporaries both read."""
         factor = self.operands.score_factor
         env = {} if factor is None else {self.space.score: self.space.score * factor}
-        logit = write_linear(self.softmax.logit)
+        logit, more = self.softmax.logit()
         visible = conjunction(*self.softmax.visible)
         roots = [logit] if visible is None else [logit, visible]
-        bindings = [Binding(b.var, folded(substitute(b.value, env))) for b in self.space.bindings]
+        known = (*self.space.bindings, *more)
+        bindings = [Binding(b.var, folded(substitute(b.value, env))) for b in known]
         roots, bindings = collapse([folded(substitute(root, env)) for root in roots], bindings)
         return roots[0], None if visible is None else roots[1], bindings
 
@@ -169,11 +171,15 @@ class _Builder:
         place = {var: i for i, var in enumerate(variables(*self.space.score_position))}
         return max(compared or candidates, key=lambda axis: place.get(axis.var, -1))
 
-    def _with_value_factor(self, expr: Expr) -> Expr:
-        factor = self.operands.value_factor
-        if factor is None:
+    def _of_model(self, expr: Expr) -> Expr:
+        """An output's value with the constant factor of the values, and the logarithm of a row."""
+        softmax, factor = self.softmax, self.operands.value_factor
+        env = {softmax.lse: softmax.of_row(softmax.lse)}
+        if factor is not None:
+            env[softmax.result] = softmax.result * factor
+        if factor is None and env[softmax.lse] is softmax.lse:
             return expr
-        return folded(substitute(expr, {self.softmax.result: self.softmax.result * factor}))
+        return folded(substitute(expr, env))
 
 
 def _compares(expr: Expr, query: Var, keys: Sequence[Var]) -> bool:

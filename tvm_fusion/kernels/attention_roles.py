@@ -21,7 +21,7 @@ from ..ir.access import Access, Block, Reduction
 from ..ir.extents import assumed_product, product_key
 from .attention_cores import EXPONENTIALS
 from .base import GroupView, Refusal, RefusalCode
-from .gemm import Product, match_product
+from .gemm_product import Product, match_product
 
 
 class Level(Enum):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from .base import Resources
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
@@ -51,7 +53,7 @@ class AttentionShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTile:
-    """Tile of queries and keys; every `polynomial`-th power of two is one (0: none).
+    """Tile of queries and keys.
 
     `overlaps` says that several warpgroups take turns with products and weights, `in_place` that
     results take the shared memory of the queries.
@@ -59,7 +61,6 @@ class AttentionTile:
 
     block_m: int
     block_n: int
-    polynomial: int = 0
     overlaps: bool = True
     in_place: bool = False
 
@@ -78,8 +79,11 @@ class MmaTile:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTime:
-    """Predicted seconds without the launch's own cost, their terms, and the form."""
+    """Predicted seconds without the launch's own cost, their terms, the form, and what a block of
+    it takes.
+    """
 
     form: str
     seconds: float
     terms: Mapping[str, float] = field(hash=False)
+    resources: Resources | None = None

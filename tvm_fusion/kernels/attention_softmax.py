@@ -20,9 +20,20 @@ from tvm.ir.prim.expr import CmpExpr
 from ..errors import Unsupported
 from .attention_algebra import Algebra
 from .attention_conditions import Conditions, number_last
+from .attention_model import INVISIBLE
 from .attention_space import Space
-from .attention_terms import Linear, Power, is_call, is_minus_infinity, value_of
-from .contraction_inline import fresh_var
+from .attention_split import NOTHING_FINITE, Split, split
+from .attention_terms import (
+    FLOAT,
+    Linear,
+    Power,
+    is_call,
+    is_minus_infinity,
+    value_of,
+    write_linear,
+)
+from .attention_witness import every_row_sees_a_key
+from .contraction_inline import Binding, fresh_var
 from .expr import constant, dtype_of
 from .program import ReduceKind
 
@@ -32,7 +43,6 @@ class Softmax:
 
     Attributes
     ----------
-    logit : what is raised at each key, without what hides keys.
     visible : conditions of a key that is visible.
     front : factors of a row: ``weights = front * exp(logit)``.
     result, lse : placeholders of the model.
@@ -49,9 +59,13 @@ class Softmax:
             raise Unsupported("the weights do not come of a product")
         if not any(space.score in space.leaves(term) for term, _ in self._raw_logit.terms):
             raise Unsupported("the weights hold no exponential of the scores")
-        self._in_logit, self.logit = self.conditions.split(self._raw_logit)
-        self._zeroed = self._without(hidden, self._in_logit)
-        self.visible = [*self._in_logit, *self._zeroed]
+        self._hidden = hidden
+        self._faint: Split | None = None
+        taken = split(self.conditions, self._raw_logit)
+        self._use(taken)
+        if taken.faint > -math.inf and not self._rows_are_seen(taken):
+            self._faint = taken
+            self._use(split(self.conditions, self._raw_logit, NOTHING_FINITE))
 
     def _parts(self, expr: Expr, name: str) -> tuple[Power, Linear, list[Expr]]:
         """What each row has in front of an exponential, its exponent, and conditions of keys."""
@@ -76,6 +90,40 @@ class Softmax:
                 (keys if space.at_keys(part) else rows).append(part)
         front = Power(power.coefficient, power.factors, shift, rows)
         return front, logit, keys
+
+    def _use(self, taken: Split) -> None:
+        """Takes conditions and logit as they were taken apart."""
+        self._in_logit, self._kept = taken.conditions, taken.logit
+        self._zeroed = self._without(self._hidden, self._in_logit)
+        self.visible = [*self._in_logit, *self._zeroed]
+
+    def _rows_are_seen(self, taken: Split) -> bool:
+        """Whether a row without a visible key has no weights, or there is none."""
+        if not self._without(taken.conditions, self._hidden):
+            return True
+        space = self.space
+        return every_row_sees_a_key([*map(space.expand, self.visible)], space.axes, space.keys)
+
+    def logit(self) -> tuple[Expr, list[Binding]]:
+        """What is raised at each key, without what hides keys, and a temporary that it reads.
+
+        Numbers far below zero that do not hide are moved up to where float32 holds the score
+        beside them: differences between logits of one row are the same, but for those that leave
+        no weight anyway.
+        """
+        logit = write_linear(self._kept)
+        if self._faint is None:
+            return logit, []
+        plain = Binding(fresh_var("plain", FLOAT), logit)
+        return _raised(plain.var, self._faint.faint), [plain]
+
+    def of_row(self, lse: Expr) -> Expr:
+        """The logarithm of the sum of a row's weights, from that of the logits as they are."""
+        if self._faint is None:
+            return lse
+        least, value = (constant(v, FLOAT) for v in (INVISIBLE, self._faint.faint))
+        low = lse < constant(INVISIBLE / 2, FLOAT)
+        return tirx.Select(low, (lse - least) + value, lse)
 
     def _without(self, conditions: list[Expr], known: list[Expr]) -> list[Expr]:
         equal = self.space.equal
@@ -142,11 +190,21 @@ class Softmax:
         found = self._any(condition)
         if found is None:
             return False
+        self._hide_faint(found)
         new = self._without(found, self.visible)
         if not all(self._has_no_weight(c) for c in new):
             return False
         self.visible += new
         return True
+
+    def _hide_faint(self, known: list[Expr]) -> None:
+        """Numbers far below zero hide where a row counts only if a key has all conditions."""
+        faint, before = self._faint, self.visible
+        if faint is None or self._without(faint.conditions, [*known, *before]):
+            return
+        self._faint = None
+        self._use(faint)
+        self.visible += self._without(before, self.visible)
 
     def _any(self, condition: Expr) -> list[Expr] | None:
         """The conditions c of ``any key has all c``, or None if `condition` is something else."""
@@ -164,7 +222,7 @@ class Softmax:
             negate = not negate
         kind, body = row.kind, row.body
         if is_minus_infinity(empty) and kind is ReduceKind.MAX and not negate:
-            return self._finite(body)
+            return self._finite(body, value_of(empty))
         if value_of(empty) != 0 or not self._is_truth(body):
             return None
         if kind is ReduceKind.MIN and negate:  # not all hidden
@@ -199,15 +257,19 @@ class Softmax:
             wanted = tirx.EQ if isinstance(part, tirx.Not) else tirx.NE | tirx.GT
             holds_score = self.space.score in self.space.leaves(part)
             if holds_score and isinstance(inner, wanted) and is_minus_infinity(inner.b):
-                found += self._finite(inner.a)
+                found += self._finite(inner.a, value_of(inner.b))
             else:
                 found.append(part)
         return found
 
-    def _finite(self, logit: Expr) -> list[Expr]:
-        """When a logit is not -inf: no condition hides the key, and no mask adds -inf."""
-        conditions, rest = self.conditions.split(self.algebra.linear(logit))
-        for term, _ in rest.terms:
+    def _finite(self, logit: Expr, least: float) -> list[Expr]:
+        """When a logit is not -inf, or above the least number: no condition hides the key, and no
+        mask adds -inf.
+        """
+        hiding = max(least, NOTHING_FINITE)
+        taken = split(self.conditions, self.algebra.linear(logit), hiding)
+        conditions = taken.conditions
+        for term, _ in taken.logit.terms:
             if self._may_be_infinite(term):
                 conditions.append(tirx.NE(term, constant(-float("inf"), dtype_of(term))))
         return conditions
@@ -225,4 +287,13 @@ class Softmax:
         if not isinstance(condition, tirx.NE) or not is_minus_infinity(condition.b):
             return False
         equal = self.space.equal
-        return any(c > 0 and equal(term, condition.a) for term, c in self.logit.terms)
+        return any(c > 0 and equal(term, condition.a) for term, c in self._kept.terms)
+
+
+def _raised(logit: Expr, faint: float) -> Expr:
+    """A logit whose values near `faint` are near `INVISIBLE` instead, and none but -inf is much
+    below.
+    """
+    value, least, nothing = (constant(v, FLOAT) for v in (faint, INVISIBLE, -math.inf))
+    raised = tirx.Select(logit > nothing, tirx.Max(logit - value, least) + least, nothing)
+    return tirx.Select(logit > constant(faint / 2, FLOAT), logit, raised)

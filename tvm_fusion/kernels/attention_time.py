@@ -1,6 +1,6 @@
 """Predicted time of an attention, from sizes alone: for the planner, and for the order of tiles.
 
-The two products, the weights (2^x, on the special-function unit or by a polynomial), and all other
+The two products, the weights (2^x, on the special-function unit), and all other
 arithmetic on scores take turns on different units and overlap in part; a root of the sum of powers
 of their times stands for that. Blocks take tiles of queries one after the other; what starts and
 ends a tile is not hidden.
@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from ..config import HardwareProfile, Policy
 from .attention_sizes import AttentionShape, AttentionTile, AttentionTime, MmaTile
-from .base import dtype_bytes
+from .base import Resources, dtype_bytes
 from .expr import HALF_DTYPES
 
 # Start of a launch; exponent of the overlap of units; rate of the tensor cores beside that of large
@@ -36,11 +36,8 @@ APART = 0.33
 IN_PLACE_SECONDS = 8.3e-7
 OVERLAP_OF_THREE = 1.735
 
-# Instructions of a power of two by polynomial (it never paid: 64 terms 78.8 us, without 76.4), and
-# of conditions on a key, for each score; and an estimate for places that are kept from passing the
-# last key, where each key's value is read.
-CLAMP_INSTRUCTIONS = 3.0
-POLYNOMIAL_INSTRUCTIONS, BOUND_INSTRUCTIONS = 16.0, 3.4
+# Instructions of conditions on a key, for each score.
+BOUND_INSTRUCTIONS = 3.4
 LANES = 128  # of a multiprocessor
 
 # Cycles of the load/store units for each score whose mask is read: a warp's load of two columns of
@@ -67,7 +64,9 @@ MMA_TILES = (
 MMA_REGISTERS = 232
 
 
-def predict(shape: AttentionShape, hw: HardwareProfile, policy: Policy) -> AttentionTime | None:
+def predict(
+    shape: AttentionShape, hw: HardwareProfile, policy: Policy | None = None
+) -> AttentionTime | None:
     """The fastest form for an attention, by prediction; None where no form has it."""
     forms = (_hopper,) if shape.turned else (_hopper, _mma, _decode)
     times = [time for form in forms for time in form(shape, hw)]
@@ -87,21 +86,27 @@ def _hopper(shape: AttentionShape, hw: HardwareProfile) -> Iterator[AttentionTim
         tile = AttentionTile(
             config.block_m,
             config.block_n,
-            config.polynomial,
             overlaps=config.consumers > 1,
             in_place=smem_bytes(config, terms, features, True) > limit,
         )
-        yield hopper_time(shape, tile, hw)
+        size = smem_bytes(config, terms, features, not tile.in_place)
+        needs = _needs(hw, config.threads, size, 1)
+        yield replace(hopper_time(shape, tile, hw), resources=needs)
 
 
 def _mma(shape: AttentionShape, hw: HardwareProfile) -> Iterator[AttentionTime]:
     if hw.arch < "sm_80" or not _halves(shape, hw):
         return
+    from .cuda.attention_mma_config import AttentionMmaConfig, Layout
+
     for tile in MMA_TILES:
         # Scores, weights in half precision and results of a thread.
         held = tile.warp_rows // 16 * (0.75 * tile.block_n + shape.features / 2)
         if held <= MMA_REGISTERS:
-            yield mma_time(shape, tile, hw)
+            config = AttentionMmaConfig(tile.warps, tile.warp_rows // 16, tile.block_n)
+            size = Layout(config, shape.terms, shape.features).smem_bytes
+            needs = _needs(hw, config.threads, size, tile.resident)
+            yield replace(mma_time(shape, tile, hw), resources=needs)
 
 
 def _decode(shape: AttentionShape, hw: HardwareProfile) -> Iterator[AttentionTime]:
@@ -116,9 +121,18 @@ def _decode(shape: AttentionShape, hw: HardwareProfile) -> Iterator[AttentionTim
     sides = shape.batch * shape.queries * (shape.terms + shape.features)
     others = int(sides * dtype_bytes(shape.dtype) + shape.mask_bytes)
     sizes = DecodeSizes(units, rows, shape.keys, shape.terms, shape.features, others)
-    for seconds, _ in rank(sizes, hw)[:1]:
+    for seconds, config in rank(sizes, hw)[:1]:
         terms = {"hbm": moved_bytes(shape) / hw.hbm_bytes_per_s, "start": START_SECONDS}
-        yield AttentionTime("decode", seconds, terms)
+        needs = _needs(hw, config.threads, sizes.smem_bytes(config), 1)
+        yield AttentionTime("decode", seconds, terms, needs)
+
+
+def _needs(hw: HardwareProfile, threads: int, smem_bytes: int, resident: int) -> Resources:
+    """What a block takes that shares its multiprocessor with `resident - 1` others: the registers
+    that are there.
+    """
+    registers = hw.registers_per_sm // (threads * resident) // 8 * 8
+    return Resources(min(registers, hw.max_registers_per_thread), smem_bytes, threads)
 
 
 def _halves(shape: AttentionShape, hw: HardwareProfile) -> bool:
@@ -229,13 +243,10 @@ def _step(
     terms = math.ceil(shape.terms / 16) * 16 + math.ceil(shape.features / 32) * 32
     rate = hw.tensor_flop_per_s[shape.dtype] * share * TENSOR_SHARE / hw.num_sms
     clock = hw.clock_ghz * 1e9
-    by_polynomial = 1 / tile.polynomial if tile.polynomial else 0.0
-    instructions = SCORE_INSTRUCTIONS + by_polynomial * POLYNOMIAL_INSTRUCTIONS + shape.arithmetic
+    instructions = SCORE_INSTRUCTIONS + shape.arithmetic
     if shape.by_point:
         instructions += BOUND_INSTRUCTIONS
-    if shape.matching < 1 and shape.keys % tile.block_n:
-        instructions += CLAMP_INSTRUCTIONS
-    special = scores * (1 - by_polynomial + shape.special)
+    special = scores * (1 + shape.special)
     return {
         "tensor": 2.0 * scores * terms / rate,
         "special": special * hw.num_sms / hw.special_per_s,

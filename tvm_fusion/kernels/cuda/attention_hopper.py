@@ -6,10 +6,10 @@
 Blocks stay and take every (number of blocks)-th tile of queries, so that the producer runs ahead
 into the next tile. Tiles of keys that no query of a tile sees are left out. The parts:
 `attention_hopper_problem` (what the TMA can address), `attention_hopper_config`,
-`attention_range` and `attention_hopper_match` (which tiles of keys), `attention_hopper_state`,
-`attention_hopper_producer`,
-`attention_hopper_consumer`, `attention_online_softmax`, `attention_points` (logits and
-visibility), `attention_loads`, `attention_hopper_epilogue`.
+`attention_range`, `attention_hopper_match` and `attention_hopper_scouts` (which keys),
+`attention_hopper_state`, `attention_hopper_producer`, `attention_hopper_consumer`,
+`attention_online_softmax`, `attention_points` and `attention_hopper_same` (logits and visibility),
+`attention_loads`, `attention_hopper_epilogue`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from ...errors import Unsupported
 from ..attention_model import Attention
 from .attention_hopper_config import PRODUCER_REGISTERS, SCOUT_REGISTERS, AttentionConfig
 from .attention_hopper_consumer import Consumer
-from .attention_hopper_match import WARP, emit_scouts
+from .attention_hopper_match import WARP
 from .attention_hopper_problem import read_attention
 from .attention_hopper_producer import emit_producer
 from .attention_hopper_rank import rank_configs
+from .attention_hopper_scouts import emit_scouts
 from .attention_hopper_state import (
     Kernel,
     allocate,

@@ -18,26 +18,26 @@ MAX_KEYS, MAX_FEATURES = 256, 256
 BARRIER_BYTES = 1024
 
 # Of a thread of the producer's warpgroup: alone, and beside warps that search for tiles of keys.
-PRODUCER_REGISTERS, SCOUT_REGISTERS = 24, 32
+PRODUCER_REGISTERS, SCOUT_REGISTERS = 24, 56
 MAX_REGISTERS = 240
 
 # Registers of a consumer thread beside scores, weights and results: addresses, counters, sums, and
 # what is in flight. ptxas spills at 28 (D = 128, 176 keys), not at 32.
 OTHER_REGISTERS = 32
 
+# What comes with scouts: the ends of rows, and values compared where those of keys stand apart.
+SAME_REGISTERS = 24
+
 LAZY = 8.0
 """How far, as a power of two, weights may pass 1 before the sums are scaled down: float16 holds
 them all the same. bfloat16 keeps 1 for the largest weight, which is then exact."""
-
-# The share of powers of two that a polynomial may compute.
-POLYNOMIAL = 4
 
 # Tiles of fewer keys pay only where no larger one fits.
 FEW_KEYS = 64
 
 # Warpgroups of consumers, stages of K and V, and keys of a tile, in the order in which they are
-# listed.
-CONSUMERS = (2, 3, 1)
+# listed. Scouts leave three consumers too few registers.
+CONSUMERS, CONSUMERS_WITH_SCOUTS = (2, 3, 1), (2, 1)
 STAGES = (2,)
 KEYS = (208, 192, 176, 160, 144, 128, 112, 96, 80, 64, 48, 32, 16)
 
@@ -53,20 +53,14 @@ class AttentionConfig:
     stages : tiles of K and of V in flight in shared memory.
     lazy : how far (as a power of two) the largest score of a row may pass the one that its weights
         refer to before they are scaled anew; 0 scales them at every tile.
-    pingpong : consumers issue their products in turn, so that one computes weights while another
-        multiplies.
     staged : the result leaves through shared memory and the TMA, else from registers.
-    polynomial : every so many-th power of two is computed by a polynomial on the multipliers
-        instead of the special-function unit; 0 is none.
     """
 
     block_m: int
     block_n: int
     stages: int = 2
     lazy: float = 0.0
-    pingpong: bool = True
     staged: bool = True
-    polynomial: int = 0
 
     @property
     def consumers(self) -> int:
@@ -135,16 +129,17 @@ def candidates(
     """
     lazy = LAZY if dtype == "float16" else 0.0
     most_keys = MAX_KEYS if keys is None else -(-keys // WGMMA_TERMS) * WGMMA_TERMS
-    polynomials = (0, POLYNOMIAL) if terms <= BOX else (0,)
     found = []
-    for consumers, block_n, stages, polynomial in product(CONSUMERS, KEYS, STAGES, polynomials):
+    groups, same = (CONSUMERS_WITH_SCOUTS, SAME_REGISTERS) if scouts else (CONSUMERS, 0)
+    for consumers, block_n, stages in product(groups, KEYS, STAGES):
         block_m = consumers * WARPGROUP_ROWS
-        config = AttentionConfig(block_m, block_n, stages, lazy, consumers > 1, staged, polynomial)
+        config = AttentionConfig(block_m, block_n, stages, lazy, staged)
         idle = queries is not None and consumers > 1 and block_m - WARPGROUP_ROWS >= queries
         if (
             not idle
             and block_n <= max(most_keys, KEYS[-1])
-            and registers(config, features, mask_registers) <= config.consumer_registers(scouts)
+            and registers(config, features, mask_registers) + same
+            <= config.consumer_registers(scouts)
             and smem_bytes(config, terms, features, False) <= smem_limit
         ):
             found.append(config)

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from tvm import tirx
 from tvm.ir import Expr
 from tvm.script import tirx as T
 
 from .attention_hopper_config import BOX, HALF_BYTES, WARPGROUP_ROWS, WGMMA_TERMS
 from .attention_hopper_epilogue import Epilogue
-from .attention_hopper_match import read_range
+from .attention_hopper_same import Same
 from .attention_hopper_state import Kernel, arrive
-from .attention_online_softmax import Softmax
+from .attention_online_softmax import ALL_LANES, Softmax
 from .attention_points import Points, read_formulas
 from .attention_range import KeyTiles
 from .attention_tiles import Tile
@@ -66,6 +67,15 @@ class Tiles:
         return box * self.box + part * WGMMA_TERMS * HALF_BYTES // UNITS
 
 
+def shared_by_warp(value: Expr) -> Expr:
+    """An int32 that is the same in a warp, kept in a register."""
+    if isinstance(value, tirx.IntImm | int):
+        return value
+    found = T.alloc_local((1,), "int32")
+    T.buffer_store(found, T.tvm_warp_shuffle(T.uint32(ALL_LANES), value, 0, 32, 32), [0])
+    return found[0]
+
+
 class Consumer:
     """Emits the code of the consumer warpgroups; `number` is that of the thread's own."""
 
@@ -79,9 +89,10 @@ class Consumer:
         self.lane = T.Bind(kernel.thread % 32)
         row = T.Bind(number * WARPGROUP_ROWS + self.thread // 32 * 16 + self.lane // 4)
         column = T.Bind(self.lane % 4 * 2)
-        self.softmax = Softmax(problem, c, self.scores, self.results)
+        self.softmax = Softmax(problem, c, self.scores, self.results, rarely=True)
         formulas = read_formulas(problem, self.plan.keys.rest)
         self.points = Points(kernel, formulas, self.scores, row, column)
+        self.same = Same(self.points) if self.plan.match is not None else None
         self.epilogue = Epilogue(self, row, column)
         first = [number, 0] if problem.q.turned else [0, number * WARPGROUP_ROWS * BOX]
         self.q = Tiles(s.q, problem.q.turned)
@@ -110,7 +121,7 @@ class Consumer:
 
     def emit(self) -> None:
         """Emits the loop over the tiles of queries."""
-        if self.config.pingpong:
+        if self.config.consumers > 1:
             with T.If(self.number == self.config.consumers - 1), T.Then():
                 self._pass_turn(T.int32(0))
         with self.kernel.each_tile() as tile:
@@ -118,51 +129,47 @@ class Consumer:
         self.epilogue.finish()
 
     def _tile(self, tile: Tile) -> None:
-        s, parts = self.kernel.shared, self.plan.parts
+        s, keys = self.kernel.shared, tile.keys
         self.softmax.start()
         self.points.start(tile)
         wait(s.q_full.ptr_to([0]), self.queries.phase)
         self.queries.advance()
-        if s.ranges is not None:
-            first, end = read_range(self.kernel)
-            tile = replace(tile, keys=KeyTiles(first, first, first, end))
-        keys = tile.keys
-        last = T.Bind(keys.end - 1)
         wait(s.k_full.ptr_to([self.keys.stage]), self.keys.phase)
         T.evaluate(T.ptx.wgmma.fence.sync.aligned())
         self._issue_scores()
+        if self.same is not None:
+            keys = self.same.start()
+        # The compiler would compute these anew in every turn.
+        places = (keys.first, keys.whole_first, keys.whole_end, keys.end)
+        keys = KeyTiles(*map(shared_by_warp, places))
+        tile = replace(tile, keys=keys)
+        last = T.Bind(keys.end - 1)
         self.points.ahead(last)
         T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
         self._release_keys(tile, last)
-        self.points.apply(last, self.plan.points_first)
+        self._look(last, self.plan.points_first)
         self.softmax.weigh(first=True)
         T.buffer_store(self.busy, T.int32(0), [0])
-        loops = (
-            ("above", keys.whole_end, last, True),
-            ("whole", keys.whole_first, keys.whole_end, False),
-            ("below", keys.first, keys.whole_first, True),
-        )
-        loops = [loop for loop in loops if loop[0] in parts]
-        for position, (_, first, end, by_point) in enumerate(loops):
-            if position:
-                # Two loops with a product in flight between them are serialised by ptxas.
-                self._drain()
-            count = T.Bind(end - first)
-            with T.serial(0, count, unroll=False) as step:
-                self._step(tile, T.Bind(end - 1 - step), by_point)
+        count = T.Bind(last - keys.first)
+        with T.serial(0, count, unroll=False) as step:
+            self._step(tile, T.Bind(last - 1 - step))
         self._drain()
         self.softmax.shrink_results()
         self.softmax.pack()
-        wait(s.v_full.ptr_to([self.values.stage]), self.values.phase)
-        T.evaluate(T.ptx.wgmma.fence.sync.aligned())
-        self._issue_results()
-        self.values.advance()
+        self._issue_values()
         self.softmax.total()
         self.epilogue.await_buffer()
         T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
         self._release_values()
         self.softmax.divide()
         self.epilogue.emit(tile)
+
+    def _issue_values(self) -> None:
+        """Emits the wait for a tile of values and the product with it."""
+        wait(self.kernel.shared.v_full.ptr_to([self.values.stage]), self.values.phase)
+        T.evaluate(T.ptx.wgmma.fence.sync.aligned())
+        self._issue_results()
+        self.values.advance()
 
     def _drain(self) -> None:
         """Emits the wait for the product with V that is in flight, if there is one."""
@@ -173,7 +180,7 @@ class Consumer:
 
     # ---- tiles of keys
 
-    def _step(self, tile: Tile, number: Expr, by_point: bool) -> None:
+    def _step(self, tile: Tile, number: Expr) -> None:
         """Emits one turn: scores of tile `number`, results of the one before."""
         s = self.kernel.shared
         T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
@@ -183,21 +190,43 @@ class Consumer:
         self.softmax.shrink_results()
         self.softmax.pack()
         wait(s.k_full.ptr_to([self.keys.stage]), self.keys.phase)
-        if self.config.pingpong:
+        if self.config.consumers > 1:
             self._await_turn()
         T.evaluate(T.ptx.wgmma.fence.sync.aligned())
         self._issue_scores()
-        wait(s.v_full.ptr_to([self.values.stage]), self.values.phase)
-        T.evaluate(T.ptx.wgmma.fence.sync.aligned())
-        self._issue_results()
-        self.values.advance()
-        if self.config.pingpong:
-            self._pass_turn((self.number + 1) % self.config.consumers)
+        self._issue_values()
         self.points.ahead(number)
         T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(1))
+        if self.config.consumers > 1:
+            self._pass_turn((self.number + 1) % self.config.consumers)
         self._release_keys(tile, number)
-        self.points.apply(number, by_point)
+        self._apply(tile, number)
         self.softmax.weigh(first=False)
+
+    def _apply(self, tile: Tile, number: Expr) -> None:
+        """Emits logits, and visibility where tile `number` is not seen as a whole."""
+        parts, keys = self.plan.parts, tile.keys
+        if not parts & {"above", "below"}:
+            self._look(number, False)
+        elif "whole" not in parts:
+            self._look(number, True)
+        else:
+            conditions = []
+            if "above" in parts:
+                conditions.append(number >= keys.whole_end)
+            if "below" in parts:
+                conditions.append(number < keys.whole_first)
+            by_point = conditions[0] if len(conditions) == 1 else tirx.Or(*conditions)
+            with T.If(by_point):
+                with T.Then():
+                    self._look(number, True)
+                with T.Else():
+                    self._look(number, False)
+
+    def _look(self, number: Expr, by_point: bool) -> None:
+        self.points.apply(number, by_point)
+        if self.same is not None and by_point:
+            self.same.apply(number)
 
     def _await_turn(self) -> None:
         barrier = T.cast(FIRST_TURN + self.number, "uint32")
@@ -224,16 +253,22 @@ class Consumer:
 
     # ---- products
 
+    def _stage(self, start: Expr, tiles: Tiles, ring: Ring) -> Expr:
+        """The descriptor of a tile in the present stage."""
+        found = T.alloc_local((1,), "uint64")
+        T.buffer_store(found, start[0] + T.cast(ring.stage * tiles.stage, "uint64"), [0])
+        return found[0]
+
     def _issue_scores(self) -> None:
         """Emits S = Q K^T of the present stage."""
         c, kind = self.config, self.problem.kind
         name = f"wgmma.mma_async.sync.aligned.m64n{c.block_n}k16.f32.{kind}.{kind}"
         sums = [self.scores[i] for i in range(c.block_n // 2)]
         flags = (1, 1, int(self.q.rows_of_terms), int(self.k.rows_of_terms))
+        k_start = self._stage(self.k_start, self.k, self.keys)
         for step in range(-(-self.problem.terms // WGMMA_TERMS)):
             q = self.q_start[0] + T.uint64(self.q.step(step))
-            at = self.keys.stage * self.k.stage + self.k.step(step)
-            k = self.k_start[0] + T.cast(at, "uint64")
+            k = k_start + T.uint64(self.k.step(step))
             later = T.ptx.pred(T.int32(int(step > 0)))
             T.evaluate(T.ptx[name](*sums, q, k, later, *flags))
         T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
@@ -243,9 +278,9 @@ class Consumer:
         c, kind, features = self.config, self.problem.kind, self.problem.features
         name = f"wgmma.mma_async.sync.aligned.m64n{features}k16.f32.{kind}.{kind}"
         sums = [self.results[i] for i in range(features // 2)]
+        start = self._stage(self.v_start, self.v, self.values)
         for step in range(c.block_n // WGMMA_TERMS):
-            at = self.values.stage * self.v.stage + self.v.step(step)
-            v = self.v_start[0] + T.cast(at, "uint64")
+            v = start + T.uint64(self.v.step(step))
             weights = [self.softmax.weights[step * 4 + i] for i in range(4)]
             flags = (1, 1, int(self.v.rows_of_terms))
             T.evaluate(T.ptx[name](*sums, *weights, v, T.ptx.pred(1), *flags))

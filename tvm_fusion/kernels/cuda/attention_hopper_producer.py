@@ -12,7 +12,7 @@ from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from .attention_hopper_config import BOX, HALF_BYTES
-from .attention_hopper_match import release_range, take_range
+from .attention_hopper_match import release_found, take_range
 from .attention_hopper_problem import View
 from .attention_hopper_state import Kernel
 from .attention_tiles import Tile
@@ -26,7 +26,7 @@ def emit_producer(kernel: Kernel) -> None:
     keys, values, queries = Ring(stages, 1), Ring(stages, 1), Ring(1, 1)
     with kernel.each_tile() as tile:
         first, end = tile.keys.first, tile.keys.end
-        if kernel.plan.match is not None:
+        if kernel.shared.found is not None:
             first, end = take_range(kernel)
         count = T.Bind(end - first)
         with T.serial(0, count, unroll=False) as step:
@@ -44,8 +44,8 @@ def _bring_queries(kernel: Kernel, tile: Tile, ring: Ring) -> None:
     s, plan = kernel.shared, kernel.plan
     wait(s.q_empty.ptr_to([0]), ring.phase)
     at = {**tile.place, "m": tile.query}
-    if plan.match is not None:
-        release_range(kernel)
+    if s.found is not None:
+        release_found(kernel)
     view = kernel.problem.q
     _bring(view, plan.q_map, kernel.maps.q, s.q, [], at, s.q_full.ptr_to([0]))
     ring.advance()

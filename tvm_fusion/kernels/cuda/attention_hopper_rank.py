@@ -6,7 +6,7 @@ from ...config import HardwareProfile
 from ...errors import Unsupported
 from ..attention_time import AttentionTile, hopper_time
 from .attention_hopper_config import AttentionConfig, candidates
-from .attention_hopper_match import find_match
+from .attention_hopper_match import split_match
 from .attention_hopper_problem import HopperAttention
 from .attention_hopper_state import make_plan
 from .attention_loads import registers_of_score
@@ -20,7 +20,7 @@ def rank_configs(
 ) -> list[tuple[float, AttentionConfig]]:
     """Seconds and configurations that can be planned, the fastest first."""
     attention = problem.attention
-    keys = key_range(attention)
+    match, keys = split_match(attention, key_range(attention))
     formulas = read_formulas(problem, keys.rest)
     shape = shape_of(problem, formulas, sharing(problem.k.access.digits))
     found = []
@@ -33,7 +33,7 @@ def rank_configs(
         problem.result is not None,
         registers_of_score(formulas.loads),
         hw.smem_per_block_bytes,
-        find_match(attention, keys.rest) is not None,
+        match is not None,
     ):
         try:
             plan = make_plan(problem, config, hw)
@@ -42,7 +42,6 @@ def rank_configs(
         tile = AttentionTile(
             config.block_m,
             config.block_n,
-            config.polynomial,
             overlaps=config.consumers > 1,
             in_place=config.staged and not plan.own_output,
         )

@@ -20,7 +20,7 @@ from .attention_hopper_config import (
     boxes_of,
     smem_bytes,
 )
-from .attention_hopper_match import SCOUTS, Match, find_match
+from .attention_hopper_match import Found, Match, allocate_found, found_bytes, split_match
 from .attention_hopper_problem import HopperAttention
 from .attention_range import key_range
 from .attention_tiles import Tile, TiledKernel, TiledPlan, kept, loop_parts
@@ -58,21 +58,26 @@ def make_plan(problem: HopperAttention, config: AttentionConfig, hw: HardwarePro
     attention, c = problem.attention, config
     if c.staged and problem.result is None:
         raise Unsupported("a result that the TMA cannot store")
-    own = smem_bytes(c, problem.terms, problem.features, True) <= hw.smem_per_block_bytes
-    size = smem_bytes(c, problem.terms, problem.features, own) + _more_bytes(problem, c)
+    match, keys = split_match(attention, key_range(attention))
+    more = _more_bytes(problem, c) + (0 if match is None else found_bytes(c.block_m))
+    own = smem_bytes(c, problem.terms, problem.features, True) + more <= hw.smem_per_block_bytes
+    size = smem_bytes(c, problem.terms, problem.features, own) + more
     if size > hw.smem_per_block_bytes:
         raise Unsupported(f"{size} bytes of shared memory")
-    keys = key_range(attention)
     query_tiles = ceil_div(attention.M, c.block_m)
     tiles = query_tiles * attention.B
     parts, points_first = loop_parts(attention, keys, c.block_m, c.block_n)
+    if match is not None:
+        looked_at = {"above", "below"} if keys.rest else {"above", "whole", "below"}
+        parts = parts & {"ragged"} | looked_at
+        points_first = True
     return Plan(
         config=c,
         own_output=own,
         query_tiles=query_tiles,
         tiles=tiles,
         blocks=min(tiles, hw.num_sms) if isinstance(tiles, int) else hw.num_sms,
-        match=find_match(attention, keys.rest),
+        match=match,
         keys=keys,
         uneven=any(bound.slope for bound in keys.bounds),
         parts=parts,
@@ -107,8 +112,7 @@ class Maps:
 class Shared:
     """Buffers in shared memory, by boxes, and their barriers: `full` and `empty` ones.
 
-    `ranges` are the first and the end of the tiles of keys for coming tiles of queries, where
-    scouts find them out.
+    `found` is what scouts find out about the keys of coming tiles of queries.
     """
 
     q: Expr
@@ -121,9 +125,7 @@ class Shared:
     k_empty: Expr
     v_full: Expr
     v_empty: Expr
-    ranges: Expr | None = None
-    ranges_full: Expr | None = None
-    ranges_empty: Expr | None = None
+    found: Found | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -196,8 +198,7 @@ def allocate(problem: HopperAttention, plan: Plan) -> Shared:
         o = tiles(*o_shape)
     shared = Shared(q, k, v, o, barriers(1), barriers(1), *(barriers(c.stages) for _ in range(4)))
     if plan.match is not None:
-        shared.ranges = pool.alloc((SCOUTS, 2), "int32", align=8)
-        shared.ranges_full, shared.ranges_empty = barriers(SCOUTS), barriers(SCOUTS)
+        shared.found = allocate_found(pool, c.block_m)
     pool.commit()
     return shared
 
@@ -208,8 +209,8 @@ def initialise_barriers(kernel: Kernel) -> None:
     counts = [(s.q_full, 1, 1), (s.q_empty, 1, c.consumers)]
     for full, empty in ((s.k_full, s.k_empty), (s.v_full, s.v_empty)):
         counts += [(full, c.stages, 1), (empty, c.stages, c.consumers)]
-    if kernel.plan.match is not None:
-        counts += [(s.ranges_full, SCOUTS, 1), (s.ranges_empty, SCOUTS, 1)]
+    if s.found is not None:
+        counts += s.found.barriers
     with T.If(kernel.thread == 0), T.Then():
         for barrier, number, arrivals in counts:
             for i in range(number):

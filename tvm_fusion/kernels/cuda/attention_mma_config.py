@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import ClassVar
 
 from tvm.ir import Expr
 
@@ -55,7 +54,6 @@ class AttentionMmaConfig:
     block_n : keys of a tile, a multiple of 16.
     stages : tiles of keys and values in shared memory: one at work, the others on their way.
     lazy : as in `AttentionConfig` of the Hopper form.
-    polynomial : as there; polynomials never paid on Hopper.
     """
 
     warps: int
@@ -63,7 +61,6 @@ class AttentionMmaConfig:
     block_n: int
     stages: int = 2
     lazy: float = 0.0
-    polynomial: ClassVar[int] = 0
 
     @property
     def block_m(self) -> int:

@@ -65,6 +65,8 @@ class Points:
         self.count = self.plan.config.block_n // 8
         self.reader = Reader(kernel, formulas.loads, self.count)
         self.bounds = T.alloc_local((4,), "int32") if self.plan.points_first else None
+        # Whether rows have a first key.
+        self.starts = any(not bound.upper for bound in self.plan.keys.bounds)
         self.rows: list[Expr] = []
         self.tile: Tile | None = None
 
@@ -117,7 +119,7 @@ class Points:
         last = first = (None, None)
         if by_point:
             last = [T.Bind(self.bounds[half] - base) for half in range(2)]
-            if any(not bound.upper for bound in self.plan.keys.bounds):
+            if self.starts:
                 first = [T.Bind(self.bounds[2 + half] - base) for half in range(2)]
         for i in range(self.count):
             for half in range(2):

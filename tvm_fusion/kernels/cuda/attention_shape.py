@@ -12,7 +12,7 @@ from ...ir.reader import children, pipe_of
 from ..attention_model import Attention
 from ..attention_time import AttentionShape
 from ..expr import bytes_of
-from .attention_hopper_match import find_match
+from .attention_hopper_match import split_match
 from .attention_points import Formulas
 from .attention_range import key_range, static_tiles
 from .attention_tiles import MAX_WALK, TiledAttention
@@ -36,7 +36,7 @@ def shape_of(problem: TiledAttention, formulas: Formulas, group: int) -> Attenti
     B, M, N = (assumed(size) for size in (attention.B, attention.M, attention.N))
     values = [b.value for b in formulas.bindings]
     values += [formulas.logit] if formulas.logit is not None else []
-    keys = key_range(attention)
+    match, keys = split_match(attention, key_range(attention))
     work = _operations([*values, *formulas.conditions])
     mask = 0.0
     for load in formulas.loads:
@@ -56,7 +56,7 @@ def shape_of(problem: TiledAttention, formulas: Formulas, group: int) -> Attenti
         special=work[Pipe.SPECIAL] + work[Pipe.DIVISION],
         by_point=bool(formulas.conditions),
         edges=max(1, sum(bound.slope != 0 for bound in keys.bounds)),
-        matching=1.0 if find_match(attention, keys.rest) is None else MATCHING,
+        matching=1.0 if match is None else MATCHING,
     )
 
 

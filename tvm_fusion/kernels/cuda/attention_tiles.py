@@ -10,17 +10,21 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from tvm import tirx
-from tvm.ir import Expr, Var
+from tvm.ir import Expr, TensorLoad, Var
 from tvm.script import tirx as T
 
+from ...ir.reader import children
 from ..attention_model import Attention
 from ..contraction_model import Extent, size_of
-from ..expr import convert, number
+from ..expr import convert, dtype_of, number, uses_any
 from .attention_range import KeyTiles, Range, emit_tiles, static_tiles
 from .gemm_frame import Frame, coordinates
 
 # Tiles of queries that are walked through to find what no tile needs.
 MAX_WALK = 4096
+
+# Types of masks that hold lower numbers than float16.
+WIDE = ("bfloat16", "float32", "float64")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +48,21 @@ class TiledAttention:
     def hides(self) -> bool:
         """Whether there may be rows without a visible key."""
         return self.attention.visible is not None or self.scale is None
+
+    @property
+    def wide_masks(self) -> bool:
+        """Whether logits hold what is read for a key and may be far below what float16 has."""
+        attention = self.attention
+        keys = [axis.var for axis in attention.keys]
+        waiting = [] if self.scale is not None else [attention.logit]
+        waiting += [binding.value for binding in attention.bindings if waiting]
+        while waiting:
+            value = waiting.pop()
+            wide = isinstance(value, TensorLoad) and dtype_of(value) in WIDE
+            if wide and uses_any(value, keys):
+                return True
+            waiting.extend(children(value))
+        return False
 
 
 def logit_scale(attention: Attention) -> float | None:
@@ -74,7 +93,6 @@ class TileConfig(Protocol):
     block_m: int
     block_n: int
     lazy: float
-    polynomial: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
