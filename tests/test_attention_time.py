@@ -24,7 +24,7 @@ from tvm_fusion.kernels.cuda.attention_hopper_config import FEW_KEYS
 from .decode_cases import Sizes, attention_of
 
 H200, POLICY = load_profile("nvidia_h200"), load_policy(None)
-# Kernel times on an H200, 2026-11-22, with a clean L2: attention, tile, microseconds.
+# Kernel times on an H200 (2026-11-22, 2026-11-23), clean L2: attention, tile, microseconds.
 MEASURED = Path(__file__).parent / "data" / "attention_h200.jsonl"
 MEASURED_MMA = MEASURED.with_name("attention_mma_h200.jsonl")
 PLAIN = AttentionShape(32, 1, 2048, 2048, 128, 128, "float16")
