@@ -130,7 +130,7 @@ def test_nothing_is_measured_twice(tested):
 
 
 def test_an_interrupt_leaves_what_was_measured(tested):
-    session, kept, _ = make_session()
+    session, kept, _ = make_session(choices=(DEFAULT, "plain", "fast"))
 
     def interrupt(session):
         if len(kept.found) == 2:

@@ -12,7 +12,6 @@ import statistics
 import tempfile
 from collections import OrderedDict
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from ..runtime.build import build_functions
 from ..runtime.plan_timing import relative_spread
 from .building import BuiltChoice, Place
 from .numbers import Wanted, error_of, wide, wrong
-from .site import Here, Site, site_bytes
+from .site import Call, Here, Site, site_bytes
 from .tasks import key_of, without_stamps
 
 logger = logging.getLogger(__name__)
@@ -140,9 +139,9 @@ class Task:
         return self.site.draw(shape, str(param.ty.dtype), (seed, number))
 
     # ---- calls
-    def call(self, choice: BuiltChoice) -> Any:
+    def call(self, choice: BuiltChoice) -> Call:
         """A library's function on this task's tensors."""
-        return partial(self.site.load(choice.path)[choice.symbol], *self.tensors)
+        return Call(self.site.load(choice.path), choice.symbol, tuple(self.tensors))
 
     def run(self, call: Any) -> list[Any]:
         """The outputs of one call that finds poison where it writes."""

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import itertools
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
 from .measuring import Measurement, MeasureRequest, forget, measure
 from .processes import Worker
-from .site import Arrays
+from .site import Arrays, Call
 
 SESSION_S = 600  # after which a server ends a session that hangs
 CONNECT_S = 5.0
@@ -44,29 +44,30 @@ class Remote(Arrays):
         return self.session.load_module(name)
 
     def samples(
-        self, calls: Sequence[Callable], kernels: Sequence[int], repeats: int
+        self, calls: Sequence[Call], kernels: Sequence[int], repeats: int
     ) -> list[list[float]]:
         """Microseconds of each call, interleaved; on a GPU the L2 is flushed before each."""
-        timers = [self._timer(call) for call in calls]
+        numbers = [self._number(call) for call in calls]
         found: list[list[float]] = [[] for _ in calls]
         for _ in range(repeats):
-            for samples, timer in zip(found, timers, strict=True):
-                samples.append(timer())
+            for samples, call, number in zip(found, calls, numbers, strict=True):
+                samples.append(self._seconds(call, number) * 1e6)
         return found
 
-    def _timer(self, call: Any) -> Callable[[], float]:
-        function, tensors = call.func, call.args
-        preparation = FLUSH if self.kind == "cuda" else ""
+    def _number(self, call: Call) -> int:
+        """How often a call is repeated within a sample: once where the L2 is flushed before."""
+        once = self._seconds(call, 1)
+        return 1 if self.kind == "cuda" else max(1, int(MIN_SAMPLE_S / max(once, 1e-7)))
 
-        def timed(number: int) -> float:
-            evaluate = function.time_evaluator(
-                self.device, number=number, repeat=1, f_preproc=preparation
-            )
-            return evaluate(*tensors).mean
-
-        once = timed(1)
-        number = 1 if preparation else max(1, int(MIN_SAMPLE_S / max(once, 1e-7)))
-        return lambda: timed(number) * 1e6
+    def _seconds(self, call: Call, number: int) -> float:
+        evaluate = call.library.time_evaluator(
+            call.symbol,
+            self.device,
+            number=number,
+            repeat=1,
+            f_preproc=FLUSH if self.kind == "cuda" else "",
+        )
+        return evaluate(*call.tensors).mean
 
 
 _sites: dict[tuple[str, int, str], Remote] = {}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,6 +23,17 @@ SHARE = 0.4  # of the memory that tensors of former tasks may keep
 Seed = tuple[int, int]
 
 
+class Call:
+    """A function of a library on some tensors."""
+
+    def __init__(self, library: Any, symbol: str, tensors: tuple) -> None:
+        self.library, self.symbol, self.tensors = library, symbol, tensors
+        self._function = library[symbol]
+
+    def __call__(self) -> None:
+        self._function(*self.tensors)
+
+
 class Site(Protocol):
     """A device, and how values get there and back. A value is an array of NumPy or of torch."""
 
@@ -40,7 +51,7 @@ class Site(Protocol):
     def load(self, path: Path) -> Any: ...
 
     def samples(
-        self, calls: Sequence[Callable], kernels: Sequence[int], repeats: int
+        self, calls: Sequence[Call], kernels: Sequence[int], repeats: int
     ) -> list[list[float]]: ...
 
 
@@ -94,7 +105,7 @@ class Here(Arrays):
         return HereOnGpu(device) if device.type == "cuda" else cls(device)
 
     def samples(
-        self, calls: Sequence[Callable], kernels: Sequence[int], repeats: int
+        self, calls: Sequence[Call], kernels: Sequence[int], repeats: int
     ) -> list[list[float]]:
         """Microseconds of each call, interleaved."""
         for call in calls:
