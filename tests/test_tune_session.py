@@ -11,8 +11,9 @@ from tvm_fusion.job import Job
 from tvm_fusion.kernels import registry
 from tvm_fusion.tuning.building import Place
 from tvm_fusion.tuning.choices import DEFAULT, class_choices
+from tvm_fusion.tuning.meters import LocalMeter
 from tvm_fusion.tuning.select import chosen
-from tvm_fusion.tuning.session import LocalMeter, Session
+from tvm_fusion.tuning.session import Session
 from tvm_fusion.tuning.settings import load_settings
 from tvm_fusion.tuning.state import TaskState
 from tvm_fusion.tuning.tasks import tasks_of

@@ -175,16 +175,6 @@ def _way(tensors: tuple[int, ...], moving: dict[int, Walk | None]) -> Way:
     return LOOSE
 
 
-def along_memory(found: tuple[Stream, ...]) -> tuple[Stream, ...]:
-    """The reads and writes of a kernel whose lanes follow what it loads: where all that it reads of
-    its own would step through memory, lanes walk another axis.
-    """
-    own = [s for s in found if s.own and not s.stored]
-    if not own or any(s.along or s.chosen for s in own):
-        return found
-    return tuple(s._replace(step=1) if s in own else s for s in found)
-
-
 def bytes_a_point(found: tuple[Stream, ...], space: float) -> float:
     """Bytes that a point of the space loads of its own."""
     return sum([s.size * min(1.0, s.count / space) for s in found if s.own and not s.stored])

@@ -21,7 +21,7 @@ import tvm
 from ..check.reference import flatten
 from ..config import HardwareProfile, Policy
 from ..errors import BuildError, PlanError, TargetError
-from ..ir.graph import FusionGraph, OpKind
+from ..ir.graph import FusionGraph
 from ..plan.launches import Solution, costed, is_opaque, is_view, members_of
 from ..plan.legality import Evaluator
 from ..plan.plan import FusionPlan
@@ -254,8 +254,3 @@ def wall_samples(
             spans = [run[-1][1] - run[0][0] for run in runs]
             found[index].append(runs[spans.index(statistics.median_low(spans))])
     return found
-
-
-def opaque_ops(graph: FusionGraph) -> tuple[str, ...]:
-    """Operators that only the virtual machine can run: graphs with any cannot be run here."""
-    return tuple(op.name for op in graph.ops if op.kind is OpKind.OPAQUE)

@@ -10,7 +10,7 @@ from typing import Any
 
 import tvm
 
-from ..errors import TargetError
+from ..errors import BuildError, TargetError
 from ..job import Job
 from ..kernels.registry import added
 from ..plan.plan import FusionPlan, PlannedGroup
@@ -19,7 +19,8 @@ from .choices import class_choices
 from .contested import Contested, contested, settled
 from .database import Database, find_database
 from .lookup import TunedKernels, plan_key
-from .session import LocalMeter, Meter, Session
+from .meters import LocalMeter, Meter
+from .session import Session
 from .settings import Settings, load_settings
 from .state import TaskState
 from .tasks import Task, tasks_of
@@ -126,6 +127,8 @@ def tune(
         This machine cannot run what is tuned, and no `meters` are given.
     InputError
         The model, the settings or the database cannot be used.
+    BuildError
+        The plan has no kernel that could be tuned.
     """
     changed = {"trials": trials, "minutes": minutes}
     changed = {key: value for key, value in changed.items() if value is not None}
@@ -140,6 +143,8 @@ def tune(
     cuts = contested(job.graph, job.plan, job.alone, job.hw, job.policy)
     states = [_state(task, job, settings, keeper) for task in all_tasks(job, cuts)]
     states = [s for s in states if s is not None]
+    if not states:
+        raise BuildError("the plan has no kernel that could be tuned")
     place = Place(target_text(target, job), job.policy, added())
     session = Session(states, keeper, place, settings, meters or [LocalMeter()], watch)
     interrupted = False

@@ -24,10 +24,10 @@ from typing import Any, Protocol
 
 import tvm
 
-from ..errors import BuildError
 from .building import BuildRequest, BuiltChoice, Place, build_choice, enter
 from .choices import DEFAULT, Choice
-from .measuring import Measurement, MeasureRequest, measure
+from .measuring import Measurement, MeasureRequest
+from .meters import Meter
 from .processes import Answer, Worker, wait_for
 from .settings import Settings
 from .state import TaskState
@@ -44,32 +44,6 @@ class Keeper(Protocol):
     """Where trials are kept: `database.Database`."""
 
     def add(self, workload: tvm.tirx.PrimFunc, target: Any, trial: Trial) -> None: ...
-
-
-class Meter(Protocol):
-    """What measures: a process on this machine, or one for a server elsewhere."""
-
-    worker: Worker
-
-    def send(self, request: MeasureRequest, limit_s: float) -> None: ...
-
-
-class LocalMeter:
-    """Measures in a process of its own on this machine.
-
-    Parameters
-    ----------
-    gpu : int, optional
-        Which GPU, by its number; None takes the first.
-    """
-
-    def __init__(self, gpu: int | None = None) -> None:
-        environment = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
-        self.worker = Worker("measurer", environment=environment)
-
-    def send(self, request: MeasureRequest, limit_s: float) -> None:
-        """Asks for the measurements of a request."""
-        self.worker.send(measure, (request,), limit_s)
 
 
 @dataclass
@@ -365,14 +339,3 @@ class Session:
         if key not in self._texts:
             self._texts[key] = tvm.ir.save_json(state.task.workload)
         return self._texts[key]
-
-
-def measured_before(states: Iterable[TaskState]) -> int:
-    """Trials that are known already."""
-    return sum(len(s.trials) for s in states)
-
-
-def refuse_nothing_to_tune(states: Sequence[TaskState]) -> None:
-    """Raises BuildError where there is no kernel to tune."""
-    if not states:
-        raise BuildError("the plan has no kernel that could be tuned")

@@ -1,0 +1,34 @@
+"""What measures trials: a process on this machine, or one for a server elsewhere (`rpc`)."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from .measuring import MeasureRequest, measure
+from .processes import Worker
+
+
+class Meter(Protocol):
+    """What measures: a process on this machine, or one for a server elsewhere."""
+
+    worker: Worker
+
+    def send(self, request: MeasureRequest, limit_s: float) -> None: ...
+
+
+class LocalMeter:
+    """Measures in a process of its own on this machine.
+
+    Parameters
+    ----------
+    gpu : int, optional
+        Which GPU, by its number; None takes the first.
+    """
+
+    def __init__(self, gpu: int | None = None) -> None:
+        environment = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
+        self.worker = Worker("measurer", environment=environment)
+
+    def send(self, request: MeasureRequest, limit_s: float) -> None:
+        """Asks for the measurements of a request."""
+        self.worker.send(measure, (request,), limit_s)
