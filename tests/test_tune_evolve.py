@@ -20,6 +20,7 @@ from tvm_fusion.runtime.build import build_functions
 from tvm_fusion.runtime.pipeline import SCHEDULED_ATTR
 from tvm_fusion.transform.materialize import materialize
 from tvm_fusion.tuning import replay
+from tvm_fusion.tuning.database import trace_text
 from tvm_fusion.tuning.evolve import Evolving
 from tvm_fusion.tuning.features import COLUMNS, TVM_COLUMNS, columns
 from tvm_fusion.tuning.mutate import MutateChoice, prime_factors
@@ -211,7 +212,7 @@ def test_own_spaces_take_symbolic_extents():
     found = design(func, LLVM, "own", 5).schedules
     assert len(found) >= 2
     for sch in found:
-        got = run(replay.scheduled(func, replay.text_of(sch.trace)), values)
+        got = run(replay.scheduled(func, trace_text(sch.trace)), values)
         assert_close(got, softmax_of(values[0].astype("float64")), "float32")
 
 
@@ -280,7 +281,7 @@ def test_a_replayed_text_is_the_very_candidate(space, target):
     for text in search.ask(6):
         mod = search._candidates[text].sch.mod
         assert tvm_ffi.structural_equal(replay.schedule(func, text).mod, mod)
-        assert replay.text_of(replay.schedule(func, text).trace) == text
+        assert trace_text(replay.schedule(func, text).trace) == text
 
 
 def test_a_replayed_function_keeps_its_name_and_attributes():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import tvm
 import tvm_ffi
@@ -120,14 +120,27 @@ class KernelWriter:
         for original, kernel in self.known.get(key, ()):
             if tvm_ffi.structural_equal(original, plain):
                 return kernel
-        write = kernel_class(class_name).write
-        try:
-            kernel = write(plain, self.hw, self.policy)
-        except (TooDeep, RecursionError):
-            kernel = call_deep(write, plain, self.hw, self.policy)
-        kernel = kernel.with_attr("op_pattern", OPAQUE_PATTERN)
+        kernel = write_kernel(plain, class_name, self.hw, self.policy)
         self.known.setdefault(key, []).append((plain, kernel))
         return kernel
+
+
+def write_kernel(
+    func: tirx.PrimFunc, class_name: str, hw: HardwareProfile, policy: Policy, config: Any = None
+) -> tirx.PrimFunc:
+    """The kernel that a class writes for a fused PrimFunc; with `config`, that configuration.
+
+    Raises
+    ------
+    Unsupported
+        The class cannot write it.
+    """
+    write = kernel_class(class_name).write
+    try:
+        kernel = write(func, hw, policy, config)
+    except (TooDeep, RecursionError):
+        kernel = call_deep(write, func, hw, policy, config)
+    return kernel.with_attr("op_pattern", OPAQUE_PATTERN)
 
 
 def _named(kernel: tirx.PrimFunc, like: tirx.PrimFunc) -> tirx.PrimFunc:

@@ -6,19 +6,15 @@ import os
 import resource
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import tvm
 from tvm import tirx
 
-from .._deep import call_deep
 from ..config import HardwareProfile, Policy, resolve_target
-from ..errors import TooDeep
-from ..kernels.registry import is_registered, kernel_class, register
+from ..kernels.registry import is_registered, register
+from ..transform.write_kernels import write_kernel
 from .choices import TRACE_CHOICE, config_of
 from .tasks import CLASS, key_of, without_stamps
-
-OPAQUE_PATTERN = 8  # TVM's OpPatternKind.kOpaque
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,16 +145,4 @@ def written(
     if name == "stock":
         return without_stamps(workload)
     config = config_of(workload, text, hw, policy)
-    return write_class(without_stamps(workload), name, hw, policy, config)
-
-
-def write_class(
-    func: tirx.PrimFunc, name: str, hw: HardwareProfile, policy: Policy, config: Any
-) -> tirx.PrimFunc:
-    """The kernel that a class writes with a configuration."""
-    write = kernel_class(name).write
-    try:
-        kernel = write(func, hw, policy, config)
-    except (TooDeep, RecursionError):
-        kernel = call_deep(write, func, hw, policy, config)
-    return kernel.with_attr("op_pattern", OPAQUE_PATTERN)
+    return write_kernel(without_stamps(workload), name, hw, policy, config)

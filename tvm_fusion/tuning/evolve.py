@@ -22,6 +22,7 @@ from tvm.target import Target
 from .._targets import profile_of_target
 from ..errors import Unsupported
 from . import replay
+from .database.workloads import trace_text
 from .features import Features
 from .judge import Judge
 from .space_blocks import module_of
@@ -175,7 +176,7 @@ class Evolving:
             if len(found) >= count:
                 return
             candidate = picks.pop(-1 if count - len(found) <= randoms else 0)
-            self._take(replay.text_of(candidate.sch.trace), candidate, found)
+            self._take(trace_text(candidate.sch.trace), candidate, found)
 
     def _take(self, text: str, candidate: ms.MeasureCandidate, found: list[str]) -> None:
         if text in self._texts or _hash(candidate) in self._hashes:

@@ -11,22 +11,16 @@ from __future__ import annotations
 import json
 from typing import Any
 
-import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.s_tir.schedule import InstructionKind, Trace
 
 from ..errors import Unsupported
 from ..runtime.pipeline import SCHEDULED_ATTR
+from ..transform.write_kernels import OPAQUE_PATTERN
 from .space_blocks import module_of
 
-OPAQUE_PATTERN = 8  # TVM's OpPatternKind.kOpaque: no later pass fuses the function again
 MAX_TEXT = 4 << 20
 SEED = 1  # every choice has its decision; nothing is sampled
-
-
-def text_of(trace: Trace) -> str:
-    """The canonical text of a trace."""
-    return json.dumps(_plain(trace.as_json()), separators=(",", ":"))
 
 
 def canonical(text: str) -> str:
@@ -183,17 +177,6 @@ def _is_known(name: str) -> bool:
 
 def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number of JSON")
-
-
-def _plain(value: Any) -> Any:
-    """TVM's JSON values as Python's."""
-    if isinstance(value, tirx.IntImm):
-        return int(value.value)
-    if isinstance(value, tirx.FloatImm):
-        return float(value.value)
-    if isinstance(value, list | tuple | tvm_ffi.Array):
-        return [_plain(part) for part in value]
-    return value
 
 
 def _first_line(error: Exception) -> str:

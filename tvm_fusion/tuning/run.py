@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +142,9 @@ def tune(
         )
     keeper = find_database(database, job.hw, job.target)
     cuts = contested(job.graph, job.plan, job.alone, job.hw, job.policy)
-    states = [_state(task, job, settings, keeper) for task in all_tasks(job, cuts)]
+    plans = (job.plan, *(cut.plan for cut in cuts))
+    tasks = [tasks_of(job.low, job.graph, plan, job.policy) for plan in plans]
+    states = [_state(task, job, settings, keeper) for task in each_once(tasks)]
     states = [s for s in states if s is not None]
     if not states:
         raise BuildError("the plan has no kernel that could be tuned")
@@ -153,22 +156,18 @@ def tune(
     except KeyboardInterrupt:
         interrupted = True
     kernels = TunedKernels(keeper, settings.certain_gain)
-    plan = settled_plan(job, cuts, kernels, settings)
+    plan = settled_plan(job, cuts, tasks, kernels, settings)
     keeper.save_plan(plan_key(job.mod, job.hw, job.policy), plan.to_dict())
-    tasks = tuple(_tuned(state, kernels) for state in states)
-    return TuneResult(tasks, plan, session.trials, session.seconds, interrupted)
+    tuned = tuple(_tuned(state, kernels) for state in states)
+    return TuneResult(tuned, plan, session.trials, session.seconds, interrupted)
 
 
-def all_tasks(job: Job, cuts: Sequence[Contested]) -> list[Task]:
-    """The tasks of the plan, then those of other ways to cut it, which count 0 launches."""
-    tasks = tasks_of(job.low, job.graph, job.plan, job.policy)
-    keys = {task.key for task in tasks}
-    for cut in cuts:
-        for task in tasks_of(job.low, job.graph, cut.plan, job.policy):
-            if task.key not in keys:
-                keys.add(task.key)
-                tasks.append(replace(task, count=0))
-    return tasks
+def each_once(tasks: Sequence[Sequence[Task]]) -> list[Task]:
+    """The tasks of a plan (the first), then those of other ways to cut it with 0 launches each."""
+    found = {task.key: task for task in tasks[0]}
+    for task in chain.from_iterable(tasks[1:]):
+        found.setdefault(task.key, replace(task, count=0))
+    return list(found.values())
 
 
 def _state(task: Task, job: Job, settings: Settings, keeper: Database) -> TaskState | None:
@@ -189,15 +188,20 @@ def _state(task: Task, job: Job, settings: Settings, keeper: Database) -> TaskSt
 
 
 def settled_plan(
-    job: Job, cuts: Sequence[Contested], kernels: TunedKernels, settings: Settings
+    job: Job,
+    cuts: Sequence[Contested],
+    tasks: Sequence[Sequence[Task]],
+    kernels: TunedKernels,
+    settings: Settings,
 ) -> FusionPlan:
-    """The plan with its contested cuts decided by the times of tuned kernels."""
+    """The plan with its contested cuts decided by the times of tuned kernels; `tasks` are those of
+    the plan and of each cut's.
+    """
     times: dict[tuple[str, ...], float | None] = {}
-    for plan in (job.plan, *(cut.plan for cut in cuts)):
-        for task in tasks_of(job.low, job.graph, plan, job.policy):
-            trial = kernels.trial(task.workload)
-            for ops in task.groups:
-                times[ops] = trial.us if trial is not None else None
+    for task in chain.from_iterable(tasks):
+        trial = kernels.trial(task.workload)
+        for ops in task.groups:
+            times[ops] = trial.us if trial is not None else None
 
     def time_of(group: PlannedGroup) -> float | None:
         return 0.0 if group.kernel_class == "view" else times.get(group.ops)
