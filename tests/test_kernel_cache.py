@@ -10,11 +10,18 @@ from tvm import relax, tirx
 
 from tvm_fusion import cache_key, kernel_cache
 from tvm_fusion.config import load_policy, resolve_target
+from tvm_fusion.errors import Unsupported
 from tvm_fusion.job import Job
 from tvm_fusion.kernels import registry
 from tvm_fusion.kernels.pointwise import Pointwise
 from tvm_fusion.runtime.kernel_code import kernel_code
+from tvm_fusion.runtime.kernels_ahead import KernelsAhead
 from tvm_fusion.transform import write_kernels
+from tvm_fusion.tuning import lookup
+from tvm_fusion.tuning.choices import DEFAULT, class_choices
+from tvm_fusion.tuning.joint import Sent
+from tvm_fusion.tuning.tasks import tasks_of
+from tvm_fusion.tuning.trial_record import Trial
 
 TARGET, H200 = resolve_target("nvidia_h200")
 POLICY = load_policy({"probe": "off"})
@@ -174,6 +181,79 @@ def test_a_folder_that_cannot_be_written_is_left_alone(written, tmp_path):
     (tmp_path / "kernels").write_text("a file in its place")
     assert facts(built()) == facts(built())
     assert len(written) == 4
+
+
+@pytest.fixture
+def tuned(written, monkeypatch):
+    """Builds with a database that has times of the row kernel: untuned, and of another choice, by
+    its number. The row kernels that tuning chose are noted beside those of `written`.
+    """
+    write = lookup.written
+
+    def noted(workload, kind, text, hw, policy):
+        written.append(text)
+        return write(workload, kind, text, hw, policy)
+
+    monkeypatch.setattr(lookup, "written", noted)
+
+    def build(position):
+        job = Job.from_module(module(), TARGET, H200, POLICY)
+        tasks = tasks_of(job.low, job.graph, job.plan, POLICY)
+        task = next(t for t in tasks if t.kernel_class == "row")
+        times = {DEFAULT: 10.0}
+        if position:
+            choices = class_choices(task.workload, H200, POLICY)
+            times[choices[position][0].text] = 1.0
+        trials = [Trial("class", t, "ok", us, 0.0, (us,) * 9, 0.0) for t, us in times.items()]
+        job.tuned = lookup.TunedKernels(Sent({task.key: tuple(trials)}), 0.01)
+        result, _ = job.build_fused()
+        assert job.tuned.used[task.key] is trials[-1]
+        return facts(result)
+
+    return build
+
+
+def test_a_tuned_kernel_is_kept_under_its_choice(written, tuned):
+    first, other, untuned = (tuned(position) for position in (-1, -2, 0))
+    chosen = [text for text in written if text.startswith("RowConfig(")]
+    assert len(set(chosen)) == len(chosen) == 2
+    assert sorted(set(written) - set(chosen)) == ["gemm", "row"]
+    assert len(written) == 4
+    assert len({x[0] for x in (first, other, untuned)}) == 3
+    assert [tuned(position) for position in (-1, -2, 0)] == [first, other, untuned]
+    assert facts(built()) == untuned
+    assert len(written) == 4
+
+
+def test_nvcc_begins_with_a_tuned_kernel_before_the_build(tuned, monkeypatch):
+    begun, add = [], KernelsAhead.add
+
+    def noted(self, name, func, class_name, kernel, choice=""):
+        add(self, name, func, class_name, kernel, choice)
+        begun.append((class_name, choice.startswith("class RowConfig("), name in self.codes))
+
+    monkeypatch.setattr(KernelsAhead, "add", noted)
+    tuned(-1)
+    assert sorted(begun) == [("gemm", False, True), ("row", True, True)]
+
+
+def test_a_choice_that_is_no_longer_offered_is_not_kept(written, tuned, monkeypatch):
+    def refused(*_):
+        raise Unsupported("not offered")
+
+    untuned = tuned(0)
+    monkeypatch.setattr(lookup, "written", refused)
+    job = Job.from_module(module(), TARGET, H200, POLICY)
+    trials = [
+        Trial("class", t, "ok", us, 0.0, (us,) * 9, 0.0) for t, us in ((DEFAULT, 9.0), ("x", 1.0))
+    ]
+    tasks = tasks_of(job.low, job.graph, job.plan, POLICY)
+    job.tuned = lookup.TunedKernels(Sent({t.key: tuple(trials) for t in tasks}), 0.01)
+    result, _ = job.build_fused()
+    assert facts(result) == untuned
+    assert len(job.tuned.stale) == 2
+    assert not job.tuned.used
+    assert len(written) == 2
 
 
 @pytest.fixture

@@ -4,11 +4,15 @@ import time
 
 import numpy as np
 import pytest
+import tvm
+import tvm_ffi
 
+from tvm_fusion.runtime import timing
 from tvm_fusion.runtime.build import build
 from tvm_fusion.runtime.module import CompiledModule
 from tvm_fusion.runtime.timing import (
     Timing,
+    _event_times,
     attribute,
     kernel_times,
     time_module,
@@ -82,3 +86,22 @@ def test_kernel_time_is_that_of_the_kernels_and_not_of_the_launches():
     assert found["two"].kernels == 2
     assert found["big"].median_us > 10 * found["two"].median_us
     assert found["two"].median_us < 20
+
+
+def test_without_torch_the_evaluator_cleans_the_l2_before_each_sample(monkeypatch):
+    cleaned = []
+    monkeypatch.setattr(timing, "l2_cleaner", lambda device: counted(cleaned))
+    module = CompiledModule.of(build(softmax_reshape_relu(), LLVM))
+    x = np.zeros((128, 256), "float32")
+    found = _event_times({"a": module}, [x], 3)["a"]
+    assert (found.clock, found.samples) == ("event", 3)
+    assert len(cleaned) == 3
+
+
+def counted(calls):
+    tvm_ffi.register_global_func("tests.counted", lambda *_: calls.append(1), override=True)
+    return "tests.counted"
+
+
+def test_the_cleaner_is_a_function_that_an_evaluator_can_call():
+    tvm_ffi.get_global_func(timing.l2_cleaner(tvm.cpu()))(1, 2)

@@ -1,6 +1,7 @@
 """Files that are gone or hold anything: no crash, and nothing under a wrong workload."""
 
 import random
+import shutil
 
 import pytest
 
@@ -122,3 +123,30 @@ def test_a_stranger_in_the_place_of_a_workload_is_another_workload(folder):
     database = reopened(folder)
     assert content(database) == expected()
     assert database.trials(workload(128)) == ()
+
+
+def test_files_that_a_killed_process_left_half_written_go_with_the_next_session(folder):
+    (folder / "plans").mkdir()
+    (folder / "quarantine").mkdir()
+    left = [
+        folder / f".{GUARD}.a1b2c3",
+        folder / f".{WORK}.a1b2c3",
+        folder / "plans" / ".key.json.a1b2c3",
+        folder / "quarantine" / f".{GUARD}.1.jsonl.a1b2c3",
+    ]
+    kept = [folder / "lock.a1b2c3", folder / "plans" / "key.json"]
+    for path in (*left, *kept):
+        path.write_text("half")
+    Database.open(folder, None)
+    assert all(path.exists() for path in left)
+    database = Database.open(folder, DEVICE)
+    assert not any(path.exists() for path in left)
+    assert all(path.exists() for path in kept)
+    assert content(database) == expected()
+
+
+def test_a_plan_is_written_to_a_folder_that_is_gone(folder):
+    database = Database.open(folder, DEVICE)
+    shutil.rmtree(folder)
+    database.save_plan("key", {"function": "main"})
+    assert database.plan("key") == {"function": "main"}

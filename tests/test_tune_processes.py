@@ -1,6 +1,8 @@
 """Worker processes: what one request does to itself costs that request only."""
 
 import os
+import subprocess
+import sys
 import time
 
 import pytest
@@ -8,6 +10,16 @@ import pytest
 from tvm_fusion.tuning.processes import Worker, wait_for
 
 from . import tune_requests as requests
+
+SESSION = """
+import sys, time
+from tests import tune_requests
+from tvm_fusion.tuning.processes import Worker
+
+worker = Worker("tested")
+worker.send(tune_requests.start_child, (sys.argv[1],), 60.0)
+time.sleep(3600)
+"""
 
 
 @pytest.fixture
@@ -86,6 +98,33 @@ def test_stopping_ends_what_the_process_started(worker, tmp_path):
     while _is_alive(child):
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def test_what_a_killed_session_started_ends(tmp_path):
+    file = tmp_path / "child"
+    session = subprocess.Popen([sys.executable, "-c", SESSION, str(file)])
+    until = time.monotonic() + 60
+    while not (file.exists() and file.read_text()):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    child = int(file.read_text())
+    session.kill()
+    session.wait()
+    while _is_alive(child):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_a_worker_whose_parent_ended_before_it_began_ends():
+    command = [sys.executable, "-m", "tvm_fusion.tuning.worker", "0", str(os.getpid() + 1)]
+    assert subprocess.run(command, stdin=subprocess.DEVNULL).returncode == 1
+
+
+def test_temporary_files_of_a_process_go_with_it(worker):
+    folder = ask(worker, requests.make_temporary).value
+    assert os.path.exists(folder)
+    worker.stop()
+    assert not os.path.exists(folder)
 
 
 def _is_alive(process: int) -> bool:

@@ -1,79 +1,57 @@
-"""Measurements through TVM's RPC tracker, with two servers on this machine."""
-
-import socket
-import subprocess
-import sys
-import time
+"""Measurements through TVM's RPC tracker, with servers on this machine."""
 
 import pytest
-from tvm import rpc
+import tvm
 
-from tvm_fusion.errors import InputError
+from tvm_fusion.config import load_policy
+from tvm_fusion.errors import InputError, TargetError
+from tvm_fusion.tuning import rpc
+from tvm_fusion.tuning.building import BuildRequest, Place, build_choice
 from tvm_fusion.tuning.choices import DEFAULT
-from tvm_fusion.tuning.rpc import meters_of
+from tvm_fusion.tuning.loopback import SERVE, STOCK, free_port, servers
+from tvm_fusion.tuning.measuring import MeasureRequest
+from tvm_fusion.tuning.processes import Answer, stop_all
 
 from .test_tune_session import SETTINGS, make_session, tested  # noqa: F401
 
-KEY = "tested"
+KEY, STOCK_KEY = "tested", "stock"
 SERVERS = 2
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def at(port: int) -> tuple[str, ...]:
-    return "--port", str(port), "--port-end", str(port + 1)
-
-
-def start(module, *arguments):
-    command = [sys.executable, "-m", f"tvm.exec.{module}", *arguments]
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    return subprocess.Popen(command, start_new_session=True, **quiet)
 
 
 @pytest.fixture(scope="module")
 def tracker():
-    """The address of a tracker with two servers."""
-    port = free_port()
-    address = f"127.0.0.1:{port}"
-    processes = [start("rpc_tracker", "--host", "127.0.0.1", *at(port))]
-    try:
-        wait_until(lambda: servers(port) is not None)
-        options = ("--host", "127.0.0.1", "--tracker", address, "--key", KEY)
-        for _ in range(SERVERS):
-            processes.append(start("rpc_server", *options, *at(free_port())))
-        wait_until(lambda: len(servers(port)) == SERVERS)
+    """The address of a tracker with two servers of this package and one of TVM's own."""
+    ours, theirs = (SERVE, "--key", KEY), (STOCK, "--key", STOCK_KEY)
+    with servers([ours] * SERVERS + [theirs]) as address:
         yield address
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
 
 
-def servers(port):
-    try:
-        socket.create_connection(("127.0.0.1", port), 1.0).close()
-    except OSError:
-        return None
-    found = rpc.connect_tracker("127.0.0.1", port).summary()["server_info"]
-    return [s for s in found if s["key"] == f"server:{KEY}"]
+@pytest.fixture
+def links(monkeypatch):
+    """The sessions of this process, none at first."""
+    monkeypatch.setattr(rpc, "_links", {})
+    yield rpc._links
+    for place in list(rpc._links):
+        rpc._leave(place)
 
 
-def wait_until(condition, seconds=60.0):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "the tracker or its servers did not start"
-        time.sleep(0.2)
+def request_of(tmp_path):
+    session, _, state = make_session()
+    choice = state.choices[0]
+    text = tvm.ir.save_json(state.task.workload)
+    place = session.place
+    built = build_choice(BuildRequest(text, choice.kind, choice.text, place, tmp_path / "0.so"))
+    return MeasureRequest(text, state.task.outputs, (built,), 5, place)
 
 
 def test_a_session_measures_on_all_servers(tracker, tested):  # noqa: F811
     session, kept, state = make_session(SETTINGS, choices=(DEFAULT, "plain", "fast", "wrong"))
-    session.meters = meters_of(tracker, KEY)
+    session.meters = rpc.meters_of(tracker, KEY)
     assert len(session.meters) == SERVERS
-    session.run()
+    try:
+        session.run()
+    finally:
+        stop_all([*session.builders, *(m.worker for m in session.meters)])
     assert not [t.why for t in kept.found if t.status == "error"]
     assert {t.text: t.status for t in kept.found} == {
         DEFAULT: "ok",
@@ -85,15 +63,91 @@ def test_a_session_measures_on_all_servers(tracker, tested):  # noqa: F811
     assert not state.needs_final
 
 
+def test_servers_of_tvm_measure_too(tracker, tested, links, tmp_path):  # noqa: F811
+    place = (*address_of(tracker), STOCK_KEY)
+    answer = rpc.measure_remotely(request_of(tmp_path), 60.0, *place)
+    assert isinstance(links[place][0], rpc.Stock)
+    assert_measured(answer)
+
+
+def assert_measured(answer):
+    assert answer.status == "ok"
+    (found,) = answer.value
+    assert not found.why
+    assert found.reference == "float64"
+    assert len(found.samples_us) == 5
+    assert min(found.samples_us) > 0
+
+
+def test_what_takes_too_long_is_ended_at_the_server(tracker, tested, links, tmp_path):  # noqa: F811
+    request, place = request_of(tmp_path), (*address_of(tracker), KEY)
+    assert_measured(rpc.measure_remotely(request, 60.0, *place))
+    late = rpc.measure_remotely(request, 0.0, *place)  # its process is there by now
+    assert late.status == "timeout"
+    link = links[place][0]
+    answer = rpc.measure_remotely(request, 60.0, *place)
+    assert links[place][0] is link
+    assert_measured(answer)
+
+
+def test_a_session_is_kept_until_it_is_old_or_fails(links, monkeypatch):
+    made = []
+
+    class Link:
+        lasts_s = 3600.0
+
+        def __init__(self, *place):
+            made.append(self)
+
+        def measure(self, request, limit_s):
+            if limit_s < 0:
+                raise OSError("gone")
+            return Answer("ok", len(made))
+
+    monkeypatch.setattr(rpc, "_link", Link)
+    place, request = ("host", 1, KEY), MeasureRequest("", 1, (), 1, Place("llvm", load_policy()))
+    assert [rpc.measure_remotely(request, 1.0, *place).value for _ in range(2)] == [1, 1]
+    with pytest.raises(OSError, match="gone"):
+        rpc.measure_remotely(request, -1.0, *place)
+    assert rpc.measure_remotely(request, 1.0, *place).value == 2
+    Link.lasts_s = 0.0
+    assert rpc.measure_remotely(request, 1.0, *place).value == 3
+
+
+def test_a_server_of_another_version_is_refused(tracker, tested, links, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(rpc, "__version__", "0")
+    with pytest.raises(TargetError, match=r"the RPC server has tvm_fusion .*, this is 0"):
+        rpc.measure_remotely(request_of(tmp_path), 60.0, *address_of(tracker), KEY)
+
+
+def test_a_library_is_sent_once(tmp_path):
+    class Session:
+        sent = ()
+
+        def upload(self, path, name):
+            self.sent += ((path, name),)
+
+    session, path = Session(), tmp_path / "a.so"
+    libraries = rpc.Libraries(session)
+    path.write_bytes(b"1")
+    assert libraries.name(path) == libraries.name(path) == "0-a.so"
+    assert session.sent == ((str(path), "0-a.so"),)
+
+
+def address_of(tracker):
+    host, _, port = tracker.rpartition(":")
+    return host, int(port)
+
+
 @pytest.mark.parametrize(
     ("address", "key", "why"),
     [
         ("nowhere", KEY, "expected HOST:PORT"),
         ("127.0.0.1:{closed}", KEY, "no RPC tracker answers"),
-        ("{open}", "h200", "no server with the key 'h200'; there is tested"),
+        ("{open}", "h200", "no server with the key 'h200'; there is stock, tested"),
     ],
 )
 def test_a_wrong_address_or_key_is_told(tracker, address, key, why):
     address = address.format(closed=free_port(), open=tracker)
     with pytest.raises(InputError, match=why):
-        meters_of(address, key)
+        rpc.meters_of(address, key)

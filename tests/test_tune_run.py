@@ -59,6 +59,32 @@ def test_compile_uses_what_was_found(tuned):
     assert np.allclose(compiled(x), np.tanh(0.25 * x) + 0.75, atol=1e-5)
 
 
+def test_the_report_says_what_was_chosen(tuned, monkeypatch):
+    folder, result = tuned
+    task = next(t for t in result.tasks if t.count)
+
+    def reported():
+        options = {"policy": "aggressive", "database": folder, "verify": False}
+        report = tvm_fusion.compile(chain_module(), "llvm", **options).report
+        (group,) = report.to_json()["groups"]
+        return group["tuned"], str(report)
+
+    said, text = reported()
+    assert (said["choice"], said["us"], said["untuned_us"]) == (
+        "Way(way=fast)",
+        task.best_us,
+        task.untuned_us,
+    )
+    assert "Way(way=fast): " in text
+    monkeypatch.setattr(registry.kernel_class("tested"), "ways", ("plain",))
+    said, text = reported()
+    assert said["choice"] == DEFAULT
+    assert "the choice is stale: tested does not offer Way(way=fast)" in text
+    untuned = tvm_fusion.compile(chain_module(), "llvm", policy="aggressive", verify=False).report
+    assert untuned.to_json()["groups"][0]["tuned"] is None
+    assert "by itself" not in str(untuned)
+
+
 def test_the_same_database_gives_the_same_kernels(tuned):
     folder, _ = tuned
 

@@ -12,13 +12,16 @@ from tvm_fusion.kernels import registry
 from tvm_fusion.tuning.building import Place
 from tvm_fusion.tuning.choices import DEFAULT, class_choices
 from tvm_fusion.tuning.meters import LocalMeter
+from tvm_fusion.tuning.processes import stop_all
 from tvm_fusion.tuning.select import chosen
 from tvm_fusion.tuning.session import Session
 from tvm_fusion.tuning.settings import load_settings
 from tvm_fusion.tuning.state import TaskState
 from tvm_fusion.tuning.tasks import tasks_of
+from tvm_fusion.tuning.workshop import make_builders
 
 from .tune_classes import Several
+from .tune_sticky import StickyMeter
 
 SIZE = (512, 1024)
 SETTINGS = load_settings(
@@ -35,9 +38,19 @@ SETTINGS = load_settings(
 )
 
 
+_started = []
+
+
+@pytest.fixture(autouse=True)
+def no_process_stays():
+    yield
+    stop_all(_started)
+    _started.clear()
+
+
 @pytest.fixture
 def tested(monkeypatch):
-    monkeypatch.setattr("tvm_fusion.tuning.session.STARTING_S", 25.0)
+    monkeypatch.setattr("tvm_fusion.tuning.processes.STARTING_S", 25.0)
     registry.register(Several(), ("llvm",))
     yield
     registry.unregister("tested")
@@ -68,7 +81,7 @@ def chain_module():
     return builder.get()
 
 
-def make_session(settings=SETTINGS, trials=(), choices=None):
+def make_session(settings=SETTINGS, trials=(), choices=None, meter=None):
     """A session over one task; `choices` are those of its choices that are offered."""
     target, hw = resolve_target("llvm")
     policy = load_policy("aggressive")
@@ -84,7 +97,9 @@ def make_session(settings=SETTINGS, trials=(), choices=None):
     state.restore(trials)
     kept = Kept()
     place = Place("llvm", policy, registry.added())
-    return Session([state], kept, place, settings, [LocalMeter()]), kept, state
+    builders, meters = make_builders(settings), [meter or LocalMeter()]
+    _started.extend([*builders, *(m.worker for m in meters)])
+    return Session([state], kept, place, settings, builders, meters), kept, state
 
 
 def test_what_goes_wrong_costs_its_trial_only(tested):
@@ -107,6 +122,14 @@ def test_what_goes_wrong_costs_its_trial_only(tested):
     assert wrong.error > 0.1
     assert chosen(state.trials.values(), 0.01).text == "Way(way=fast)"
     assert session.total_us < session.untuned_us
+
+
+def test_a_process_that_lost_its_device_is_not_used_again(tested, tmp_path):
+    choices = (DEFAULT, "plain", "fast")
+    session, kept, _ = make_session(choices=choices, meter=StickyMeter(tmp_path / "count"))
+    session.run()
+    assert [t.status for t in kept.found[:3]] == ["ok", "error", "ok"]
+    assert "lost" in kept.found[1].why
 
 
 def test_finalists_are_timed_beside_the_untuned_kernel(tested):
@@ -141,7 +164,7 @@ def test_an_interrupt_leaves_what_was_measured(tested):
     with pytest.raises(KeyboardInterrupt):
         session.run()
     assert [t.status for t in kept.found] == ["ok", "ok"]
-    assert not any(w._process for w in session._builders)
+    assert not any(w.busy for w in (*session.builders, session.meters[0].worker))
 
 
 def test_a_session_ends_where_nothing_is_worth_a_trial(tested):
@@ -151,14 +174,14 @@ def test_a_session_ends_where_nothing_is_worth_a_trial(tested):
 
 
 def test_a_task_whose_untuned_kernel_fails_is_left(monkeypatch):
-    monkeypatch.setattr("tvm_fusion.tuning.session.STARTING_S", 25.0)
+    monkeypatch.setattr("tvm_fusion.tuning.processes.STARTING_S", 25.0)
     registry.register(Several(("refused", "fast")), ("llvm",))
     try:
         session, kept, state = make_session()
         state.choices[0] = replace(state.choices[0])
         kept_text = state.choices[1].text
         monkeypatch.setattr(
-            "tvm_fusion.tuning.session.build_choice", tvm.ir.load_json
+            "tvm_fusion.tuning.workshop.build_choice", tvm.ir.load_json
         )  # fails in the worker for any request
         session.run()
     finally:

@@ -40,6 +40,13 @@ def start_child(path):
     child.wait()
 
 
+def make_temporary():
+    """The path of a folder for temporary files, which stays."""
+    import tempfile
+
+    return tempfile.mkdtemp()
+
+
 def limit_memory(count):
     import resource
 

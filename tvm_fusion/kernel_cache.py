@@ -4,8 +4,9 @@
 
 An entry holds the host code and the CUDA sources of one PrimFunc; its machine code lies in the
 cubin cache, by the hash of the source, and weights lie in neither. The key holds all that decides
-the code: the PrimFunc with its name, its kernel class, the target, the numbers of the device, the
-policy, this package (each of its files by size and time), TVM, and the options of its passes.
+the code: the PrimFunc with its name, its kernel class, what tuning chose for it, the target, the
+numbers of the device, the policy, this package (each of its files by size and time), TVM, and the
+options of its passes.
 Nothing is kept while a kernel class of the user's is registered. A damaged entry counts as missing.
 Files are never removed, and may be at any time: the folder can be deleted to make room.
 `TVM_FUSION_KERNEL_CACHE=0` writes each kernel again.
@@ -61,9 +62,11 @@ class KernelCache:
         parts = [_FORMAT, *surroundings(target, hw, policy), _pass_options()]
         return cls(cache_dir() / "kernels", digest(parts))
 
-    def path(self, name: str, func: tirx.PrimFunc, class_name: str) -> Path:
-        """Where the code of a PrimFunc lies: of what it computes, before its class writes it."""
-        key = digest([self.surroundings, name, class_name, to_json_graph_str(func)])
+    def path(self, name: str, func: tirx.PrimFunc, class_name: str, choice: str = "") -> Path:
+        """Where the code of a PrimFunc lies: of what it computes, before its class writes it.
+        `choice` is what tuning chose, empty for the untuned kernel.
+        """
+        key = digest([self.surroundings, name, class_name, choice, to_json_graph_str(func)])
         return self.folder / f"{key}.json"
 
     def read(self, path: Path) -> KernelCode | None:

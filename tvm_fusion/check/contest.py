@@ -50,7 +50,7 @@ def contest(job: Job, budget: Budget) -> FusionPlan:
     hopeful = hopeful_plan(job.graph, job.hw, job.policy)
     known: dict[tuple, Duel | None] = {}
     for region in regions(job.graph, plan, hopeful):
-        part = region_module(job.low, job.graph, region.ops, _views(job.graph, region))
+        part = region_module(job.low, job.graph, region.ops, views_held(job.graph, region))
         if part is None:
             continue
         key = _structure(part, region)
@@ -201,7 +201,7 @@ def _structure(part: RegionModule, region: Region) -> tuple:
     return part.graph.fingerprint(), *sides
 
 
-def _views(graph: FusionGraph, region: Region) -> set[int]:
+def views_held(graph: FusionGraph, region: Region) -> set[int]:
     """Views that groups of a region hold."""
     number = {op.name: op.id for op in graph.ops}
     held = {number[n] for g in (*region.careful, *region.hopeful) for n in g.ops}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,7 @@ def built_report(
                 code_bytes=max((k.code_bytes for k in found), default=None),
                 fallback=job.cuts.get(g.ops),
                 error=checked.group_errors.get(name) if checked else None,
+                tuned=_tuned(job, materialized, g, name),
             )
         )
     return Report(
@@ -87,6 +89,15 @@ def built_report(
         verify=checked
         and Verification(checked.verification.passed, checked.verification.worst_error),
     )
+
+
+def _tuned(
+    job: Job, materialized: Materialized, g: PlannedGroup, name: str
+) -> Mapping[str, Any] | None:
+    """What tuning chose for a group, if a database is used and has it."""
+    if job.tuned is None or g.ops not in materialized.functions:
+        return None
+    return job.tuned.told(materialized.mod[name], g.kernel_class, job.policy)
 
 
 def _resources(found: Resources | ProbeFailure | None) -> dict[str, Any]:

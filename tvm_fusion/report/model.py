@@ -80,6 +80,11 @@ class GroupReport:
         computes several.
     assumed_l2 : Mapping of str to float
         Bytes, by tensor, that the prediction takes to lie in the L2 when the kernel starts.
+    tuned : Mapping or None
+        What tuning chose, if it measured the kernel: the `choice` ("default" is the untuned kernel,
+        "trace" a schedule of MetaSchedule), its time `us` and that of the untuned kernel
+        `untuned_us` by themselves, and the key of the `workload` in the database; or why the choice
+        is `stale`.
     """
 
     name: str
@@ -101,6 +106,7 @@ class GroupReport:
     fallback: str | None = None
     evidence: Mapping[str, Any] | None = field(default=None, hash=False)
     assumed_l2: Mapping[str, float] = field(default_factory=dict, hash=False)
+    tuned: Mapping[str, Any] | None = field(default=None, hash=False)
 
 
 @dataclass(frozen=True, slots=True)

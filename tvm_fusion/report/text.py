@@ -45,7 +45,7 @@ def render(report: Report) -> str:
     parts = [_header(report)]
     if report.groups:
         parts.append(_align(_group_table(report), left=_LEFT_ALIGNED))
-        parts.append(_terms(report))
+        parts += [_terms(report), _tuned(report)]
     if report.peers_us:
         parts.append(_peers(report))
     parts += [_fallbacks(report), _layouts(report), _refusals(report.refusals)]
@@ -72,7 +72,7 @@ def show(report: Report, file: TextIO) -> None:
     console.print(table)
     peers = _peers(report) if report.peers_us else ""
     layouts, refusals = _layouts(report), _refusals(report.refusals)
-    for part in (_terms(report), peers, _fallbacks(report), layouts, refusals):
+    for part in (_terms(report), _tuned(report), peers, _fallbacks(report), layouts, refusals):
         if part:
             console.print(part, markup=False, highlight=False)
 
@@ -189,6 +189,24 @@ def _terms(report: Report) -> str:
             names = ", ".join(f"{n} ({format_bytes(b)})" for n, b in group.assumed_l2.items())
             lines.append(f"    from the L2: {names}")
     return "\n".join(["predicted, by term:", *lines]) if lines else ""
+
+
+def _tuned(report: Report) -> str:
+    """Which kernels tuning chose, and how long they and the untuned ones take by themselves."""
+    lines = []
+    for group in report.groups:
+        said = group.tuned
+        if said is None:
+            continue
+        if "stale" in said:
+            outcome = f"untuned, the choice is stale: {said['stale']}"
+        elif said["choice"] == "default":
+            outcome = f"untuned, {format_time(said['us'])}: no choice is faster"
+        else:
+            times = f"{format_time(said['us'])}, untuned {format_time(said['untuned_us'])}"
+            outcome = f"{said['choice']}: {times}"
+        lines.append(f"  {_clip(group.name)}: {outcome}")
+    return "\n".join(["tuned, each kernel by itself:", *lines]) if lines else ""
 
 
 def _peers(report: Report) -> str:

@@ -53,16 +53,27 @@ class KernelsAhead:
     def __exit__(self, *exception: object) -> None:
         self.compiling.__exit__(*exception)
 
-    def known(self, name: str, func: tirx.PrimFunc, class_name: str) -> tirx.PrimFunc | None:
-        """The declaration of a PrimFunc's kernel, if its code is known; nvcc begins then."""
-        path = self._path(name, func, class_name)
+    def known(
+        self, name: str, func: tirx.PrimFunc, class_name: str, choice: str = ""
+    ) -> tirx.PrimFunc | None:
+        """The declaration of a PrimFunc's kernel, if its code is known; nvcc begins then. `choice`
+        is what tuning chose, empty for the untuned kernel.
+        """
+        path = self._path(name, func, class_name, choice)
         code = path and self._cache.read(path)
         if code is None:
             return None
         self._begin(name, code)
         return func.with_body(tirx.Evaluate(0)).with_attr(TIRX_ATTR, True)
 
-    def add(self, name: str, func: tirx.PrimFunc, class_name: str, kernel: tirx.PrimFunc) -> None:
+    def add(
+        self,
+        name: str,
+        func: tirx.PrimFunc,
+        class_name: str,
+        kernel: tirx.PrimFunc,
+        choice: str = "",
+    ) -> None:
         """Lower the kernel that was written for a PrimFunc, and let nvcc begin. One that does not
         lower is left to the build, which says why.
         """
@@ -74,12 +85,12 @@ class KernelsAhead:
             logger.info("%s", error)
             return
         self._begin(name, code)
-        path = self._path(name, func, class_name)
+        path = self._path(name, func, class_name, choice)
         if path:
             self._cache.keep(path, code)
 
-    def _path(self, name: str, func: tirx.PrimFunc, class_name: str) -> Path | None:
-        return self._cache and self._cache.path(name, func, class_name)
+    def _path(self, name: str, func: tirx.PrimFunc, class_name: str, choice: str) -> Path | None:
+        return self._cache and self._cache.path(name, func, class_name, choice)
 
     def _begin(self, name: str, code: KernelCode) -> None:
         self.codes[name] = code

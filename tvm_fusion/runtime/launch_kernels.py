@@ -24,7 +24,7 @@ from ..kernels.base import GroupView
 from ..plan.plan import FusionPlan
 from ..transform.materialize import Rewriter
 from ..transform.regions import fix_regions
-from ..transform.write_kernels import write_kernels
+from ..transform.write_kernels import Tuned, write_kernels
 from . import cubin_cache
 from .build import KernelBuildError, build_functions
 from .launches import launched_kernels
@@ -102,12 +102,19 @@ class LaunchWriter:
     graph : FusionGraph
     hw : HardwareProfile
     policy : Policy
+    tuned : Tuned, optional
+        See `write_kernels`.
     """
 
     def __init__(
-        self, low: tvm.IRModule, graph: FusionGraph, hw: HardwareProfile, policy: Policy
+        self,
+        low: tvm.IRModule,
+        graph: FusionGraph,
+        hw: HardwareProfile,
+        policy: Policy,
+        tuned: Tuned | None = None,
     ) -> None:
-        self.low, self.graph, self.hw, self.policy = low, graph, hw, policy
+        self.low, self.graph, self.hw, self.policy, self.tuned = low, graph, hw, policy, tuned
         self._plan = FusionPlan(graph.function, graph.fingerprint(), hw.name, policy.name, ())
         self._main = low[graph.function]
         self._rewriter = Rewriter(low, graph, self._plan)
@@ -148,6 +155,7 @@ class LaunchWriter:
             {"launch": spec.kernel_class},
             self.hw,
             self.policy,
+            tuned=self.tuned,
         )
         if written.failures:
             raise Unsupported(written.failures["launch"])
@@ -230,6 +238,12 @@ class LaunchWriter:
         raise Unsupported(f"an input is a {type(e).__name__}")
 
 
+def symbol_of(kernel: tirx.PrimFunc) -> str:
+    """The name of a kernel's function: equal kernels share an entry of the cubin cache."""
+    alone = tvm.IRModule({"main": kernel.with_attr("global_symbol", "main")})
+    return f"{SYMBOL}{tvm_ffi.structural_hash(alone) & (2**64 - 1):016x}"
+
+
 def build_launches(
     writer: LaunchWriter, specs: Iterable[LaunchSpec], target: tvm.target.Target
 ) -> BuiltLaunches:
@@ -247,7 +261,7 @@ def build_launches(
             failures[spec] = f"{type(error).__name__}: {error}"
             logger.info("launch %s cannot be written: %s", spec, error)
             continue
-        symbol = f"{SYMBOL}{tvm_ffi.structural_hash(kernel) & (2**64 - 1):016x}"
+        symbol = symbol_of(kernel)
         functions.setdefault(symbol, kernel.with_attr("global_symbol", symbol))
         found.append((symbol, spec, arguments))
     return _build(functions, found, failures, target)

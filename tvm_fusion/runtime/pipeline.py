@@ -26,6 +26,10 @@ from ..transform.plan_memory import PlanMemory
 TIR_PIPELINE = "tvm_fusion"
 TIRX_ATTR = "tvm_fusion.tirx"
 SCHEDULED_ATTR = "tirx.is_scheduled"
+APART_ATTR = "tvm_fusion.buffers_apart"
+"""Of functions with tensor intrinsics: `StorageRewrite` gives a buffer of one dtype the memory of
+one of another, but leaves the dtype in the pointers that intrinsics take. Shared memory is used
+again by `MergeSharedMemoryAllocations`, which comes later."""
 
 _ENTRY_ATTR = "tirx.is_entry_func"
 
@@ -146,8 +150,10 @@ def mixed_tir_pipeline() -> tuple[tvm.transform.Pass, Callable, Callable]:
     def lower(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         written = {gv: f for gv, f in mod.functions_items() if is_tirx(f)}
         scheduled = {gv: f for gv, f in mod.functions_items() if gv not in written}
+        apart = {gv: scheduled.pop(gv) for gv, f in list(scheduled.items()) if _is_apart(f)}
         lowered = {}
-        for functions, passes in ((scheduled, lower_s_tir), (written, lower_tirx)):
+        parts = ((scheduled, lower_s_tir), (apart, _without_reuse(lower_s_tir)))
+        for functions, passes in (*parts, (written, lower_tirx)):
             if functions:
                 part = passes(tvm.IRModule(functions, attrs=mod.attrs))
                 lowered.update(part.functions_items())
@@ -156,6 +162,22 @@ def mixed_tir_pipeline() -> tuple[tvm.transform.Pass, Callable, Callable]:
         return without_entry(merged) if len(mod.functions_items()) > 1 else merged
 
     return lower, finalize_host, finalize_device
+
+
+def _is_apart(func: tirx.PrimFunc) -> bool:
+    return bool(func.attrs.get(APART_ATTR, False))
+
+
+def _without_reuse(passes: tvm.transform.Pass) -> Callable[[tvm.IRModule], tvm.IRModule]:
+    """Passes without `StorageRewrite`."""
+
+    def run(mod: tvm.IRModule) -> tvm.IRModule:
+        context = tvm.transform.PassContext.current()
+        config = {**context.config, "tirx.disable_storage_rewrite": True}
+        with tvm.transform.PassContext(context.opt_level, config=config):
+            return passes(mod)
+
+    return run
 
 
 def without_entry(mod: tvm.IRModule) -> tvm.IRModule:

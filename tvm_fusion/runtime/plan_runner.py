@@ -26,6 +26,7 @@ from ..plan.launches import Solution, costed, is_opaque, is_view, members_of
 from ..plan.legality import Evaluator
 from ..plan.plan import FusionPlan
 from ..transform.materialize import group_views
+from ..transform.write_kernels import Tuned
 from .buffers import Buffers
 from .launch_kernels import BuiltLaunches, Kernel, LaunchSpec, LaunchWriter, build_launches
 from .plan_timing import PlanTimes, device_samples
@@ -87,6 +88,8 @@ class PlanRunner:
     hw : HardwareProfile
     policy : Policy
     target : Target
+    tuned : Tuned, optional
+        Has kernels that tuning chose (see `write_kernels`).
 
     Raises
     ------
@@ -101,13 +104,14 @@ class PlanRunner:
         hw: HardwareProfile,
         policy: Policy,
         target: tvm.target.Target,
+        tuned: Tuned | None = None,
     ) -> None:
         self.low, self.graph, self.target = low, graph, target
         self.hw, self.policy = hw, policy
         self.device = tvm.runtime.device_from_target(target)
         if not self.device.exist:
             raise TargetError(f"this machine has no {target.kind.name} device to run plans on")
-        self.writer = LaunchWriter(low, graph, hw, policy)
+        self.writer = LaunchWriter(low, graph, hw, policy, tuned)
         self.buffers = Buffers(graph, self.writer, self.device)
         self.failures: dict[LaunchSpec, str] = {}
         self._kernels: dict[LaunchSpec, Kernel] = {}

@@ -14,6 +14,7 @@ from .constant_permutes import legalize_permute
 from .decompose import Decompose
 from .drop_empty import DropEmpty, check_defined
 from .fix_bool_arithmetic import FixBoolArithmetic
+from .half_batch_norm import legalize_batch_norm
 from .hidden_weights import BindWeights
 from .layout import CancelLayouts
 from .lean_constants import LeanConstants
@@ -91,7 +92,11 @@ def legalize(
     """The last part of `lower`: `call_tir` in place of the operators of an opened module."""
     gpu = _gpu(hw)
     operators = relax.transform.LegalizeOps(
-        {"relax.where": legalize_where, "relax.permute_dims": legalize_permute}
+        {
+            "relax.nn.batch_norm": legalize_batch_norm,
+            "relax.permute_dims": legalize_permute,
+            "relax.where": legalize_where,
+        }
     )
     passes = [
         *([SplitReductions(gpu)] if gpu is not None else []),

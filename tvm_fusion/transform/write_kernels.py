@@ -7,8 +7,9 @@ cannot write is reported, not raised: the caller cuts that group and goes on.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import tvm
@@ -35,9 +36,15 @@ OPAQUE_PATTERN = 8  # TVM's OpPatternKind.kOpaque: no later pass fuses the funct
 class Tuned(Protocol):
     """Where tuned kernels come from: `tuning.lookup.TunedKernels`."""
 
+    def choice(self, func: tirx.PrimFunc, class_name: str, policy: Policy) -> str: ...
+
     def kernel(
         self, func: tirx.PrimFunc, class_name: str, hw: HardwareProfile, policy: Policy
     ) -> tirx.PrimFunc | None: ...
+
+    def told(
+        self, func: tirx.PrimFunc, class_name: str, policy: Policy
+    ) -> Mapping[str, Any] | None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,23 +84,42 @@ def write_kernels(
         symbol, name = gvar.name_hint, classes.get(gvar.name_hint)
         if name is None or name in UNWRITTEN or not isinstance(func, tirx.PrimFunc):
             continue
-        chosen = tuned and tuned.kernel(func, name, hw, policy)
-        if chosen is not None:
-            functions[gvar] = _named(chosen.with_attr("op_pattern", OPAQUE_PATTERN), func)
-            continue
-        known = ahead and ahead.known(symbol, func, name)
-        if known is not None:
-            functions[gvar] = known.with_attr("op_pattern", OPAQUE_PATTERN)
-            continue
+        choice = tuned.choice(func, name, policy) if tuned is not None else ""
+        kernel = None
         try:
-            functions[gvar] = _named(writer.kernel(func, name), func)
+            if choice:
+                write = partial(tuned.kernel, func, name, hw, policy)
+                kernel = _kernel(symbol, func, name, choice, write, ahead)
+            if kernel is None:
+                write = partial(writer.kernel, func, name)
+                kernel = _kernel(symbol, func, name, "", write, ahead)
         except Unsupported as why:
             logger.info("%s cannot be written as %s: %s", symbol, name, why)
             failures[symbol] = str(why)
             continue
-        if ahead is not None:
-            ahead.add(symbol, func, name, functions[gvar])
+        functions[gvar] = kernel
     return Written(tvm.IRModule(functions, attrs=mod.attrs), failures)
+
+
+def _kernel(
+    symbol: str,
+    func: tirx.PrimFunc,
+    class_name: str,
+    choice: str,
+    write: Callable[[], tirx.PrimFunc | None],
+    ahead: KernelsAhead | None,
+) -> tirx.PrimFunc | None:
+    """A kernel, or its declaration where its code is known; None where `write` gives none."""
+    kernel = ahead and ahead.known(symbol, func, class_name, choice)
+    if kernel is not None:
+        return kernel.with_attr("op_pattern", OPAQUE_PATTERN)
+    kernel = write()
+    if kernel is None:
+        return None
+    kernel = _named(kernel.with_attr("op_pattern", OPAQUE_PATTERN), func)
+    if ahead is not None:
+        ahead.add(symbol, func, class_name, kernel, choice)
+    return kernel
 
 
 def _turn(classes: Mapping[str, str], gvar: tvm.ir.GlobalVar) -> tuple[bool, str]:

@@ -14,7 +14,7 @@ from ..config import HardwareProfile, Policy, resolve_target
 from ..kernels.registry import is_registered, register
 from ..transform.write_kernels import write_kernel
 from .choices import TRACE_CHOICE, config_of
-from .tasks import CLASS, key_of, without_stamps
+from .tasks import CLASS, without_stamps
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,13 +107,13 @@ def build_choice(request: BuildRequest) -> BuiltChoice:
         The kernel does not compile.
     """
     from ..runtime.build import build_functions
-    from ..runtime.launch_kernels import SYMBOL
+    from ..runtime.launch_kernels import symbol_of
     from ..runtime.launches import launched_kernels
 
     target, hw = request.place.resolved()
     workload = tvm.ir.load_json(request.workload)
     kernel = written(workload, request.kind, request.text, hw, request.place.policy)
-    symbol = f"{SYMBOL}{key_of(kernel)}"
+    symbol = symbol_of(kernel)
     mod = tvm.IRModule({symbol: kernel.with_attr("global_symbol", symbol)})
     library, resources = build_functions(mod, target)
     launched = launched_kernels(library).get(symbol, ())

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..errors import Unsupported
+import tvm
+
 from .choices import TRACE_CHOICE
-from .evolving import Evolution
+from .evolving import Evolution, Search
 from .settings import Settings
 from .tasks import Task, without_stamps
 from .trial_record import Trial
@@ -30,24 +31,17 @@ def evolution_of(
     spaces = [space for space in ("own", "stock") if space in settings.spaces]
     if not spaces or (job.hw.kind == "cuda" and task.kernel_class not in LEFT_TO_TVM):
         return None
-    from .evolve import Evolving
-
+    workload = tvm.ir.save_json(without_stamps(task.workload))
     tried = [(t.text, t.us) for t in known if t.kind == TRACE_CHOICE]
-    proposers = []
-    for space in spaces:
-        try:
-            proposers.append(
-                Evolving(
-                    without_stamps(task.workload),
-                    job.target,
-                    space=space,
-                    seed=settings.seed,
-                    seeds=[(text, us) for text, us in tried if us is not None],
-                    known=tried,
-                    trials=settings.trials_per_task,
-                    batch=BATCH,
-                )
-            )
-        except Unsupported:
-            continue
-    return Evolution(proposers, BATCH, settings.evolved_gain) if proposers else None
+    searches = [
+        Search(
+            workload,
+            space,
+            seed=settings.seed,
+            known=tried,
+            trials=settings.trials_per_task,
+            batch=BATCH,
+        )
+        for space in spaces
+    ]
+    return Evolution(searches, settings.evolved_gain)

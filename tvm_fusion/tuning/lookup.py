@@ -44,7 +44,7 @@ class TunedKernels:
     Attributes
     ----------
     used : dict
-        By key of the workload: the trial whose kernel was written.
+        By key of the workload: the trial whose kernel is used, `default` for the untuned one.
     stale : dict
         By key: why what the database has could not be written.
     """
@@ -54,26 +54,47 @@ class TunedKernels:
         self.used: dict[str, Trial] = {}
         self.stale: dict[str, str] = {}
 
-    def kernel(
-        self, func: tirx.PrimFunc, class_name: str, hw: HardwareProfile, policy: Policy
-    ) -> tirx.PrimFunc | None:
-        """The tuned kernel of a fused PrimFunc; None where the untuned one is to be used."""
+    def choice(self, func: tirx.PrimFunc, class_name: str, policy: Policy) -> str:
+        """What decides the kernel of a fused PrimFunc beside the function and its class; empty
+        where the untuned one is to be used.
+        """
         workload = workload_of(func, class_name, policy)
         trial = self.trial(workload)
         if trial is None:
-            return None
-        key = key_of(workload)
-        if trial.kind == CLASS_CHOICE and trial.text == DEFAULT:
-            self.used[key] = trial
-            return None
+            return ""
+        self.used[key_of(workload)] = trial
+        untuned = trial.kind == CLASS_CHOICE and trial.text == DEFAULT
+        return "" if untuned else f"{trial.kind} {trial.text}"
+
+    def kernel(
+        self, func: tirx.PrimFunc, class_name: str, hw: HardwareProfile, policy: Policy
+    ) -> tirx.PrimFunc | None:
+        """The kernel of a function with a `choice`; None where it cannot be written any more."""
+        workload = workload_of(func, class_name, policy)
+        trial = self.trial(workload)
         try:
-            kernel = written(workload, trial.kind, trial.text, hw, policy)
+            return written(workload, trial.kind, trial.text, hw, policy)
         except Unsupported as why:
             logger.warning("a tuned kernel is stale, the untuned one is used: %s", why)
+            key = key_of(workload)
+            self.used.pop(key, None)
             self.stale[key] = str(why)
             return None
-        self.used[key] = trial
-        return kernel
+
+    def told(self, func: tirx.PrimFunc, class_name: str, policy: Policy) -> dict[str, Any] | None:
+        """What reports say of the kernel that is used for a function: the choice, its time and that
+        of the untuned kernel, each measured by itself; None where it was not tuned.
+        """
+        workload = workload_of(func, class_name, policy)
+        key = key_of(workload)
+        if key in self.stale:
+            return {"workload": key, "choice": DEFAULT, "stale": self.stale[key]}
+        trial = self.used.get(key)
+        if trial is None:
+            return None
+        untuned = next(t.us for t in self.source.trials(workload) if t.text == DEFAULT)
+        choice = trial.text if trial.kind == CLASS_CHOICE else trial.kind
+        return {"workload": key, "choice": choice, "us": trial.us, "untuned_us": untuned}
 
     def trial(self, workload: tirx.PrimFunc) -> Trial | None:
         """The trial that is chosen for a workload."""

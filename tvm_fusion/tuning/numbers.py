@@ -15,6 +15,8 @@ import numpy as np
 
 from ..check.rules import TOLERANCES
 
+LARGEST = {"float16": 65504.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+NEAR = 0.5  # of the largest number
 DIFFERENT_INTEGERS = 1e-3  # share of elements: a rounding may flip an argmax
 
 
@@ -43,6 +45,14 @@ class Wanted:
         """The largest error allowed."""
         rule = TOLERANCES.get(self.narrowest, TOLERANCES["float16"])
         return min(rule.ceiling, max(rule.floor, rule.ratio * self.untuned_error))
+
+    @property
+    def is_near_limit(self) -> bool:
+        """Whether a number of the reference is so large that a rounding may make it infinite."""
+        if self.dtype not in LARGEST:
+            return False
+        xp = _of(self.reference)
+        return bool((xp.abs(self.reference) > NEAR * LARGEST[self.dtype]).any())
 
 
 def wrong(given: Sequence[Any], wanted: Sequence[Wanted]) -> tuple[str, float]:

@@ -3,7 +3,8 @@
     session -- request --> Worker (subprocess) -- Answer --> session
 
 A worker that does not answer in time is killed with all that it started (a compiler), and the next
-request gets a new one.
+request gets a new one. Where the session is killed, its workers end, and what they started. A
+process has a folder of its own for temporary files (`scratch`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from .scratch import scratch_folder
+
+STARTING_S = 60.0  # a new process imports TVM and torch
 TAIL = 400  # characters of what a process said before it died
 
 
@@ -66,13 +70,17 @@ class Worker:
         self._process: subprocess.Popen | None = None
         self._connection: Connection | None = None
         self._said: Any = None
+        self._held = contextlib.ExitStack()  # the folder of temporary files of the process
         self._begun = self._limit = 0.0
         self._awaited = 0  # answers that are to come before that of the request
 
         self.busy = False
 
     def send(self, function: Callable, arguments: tuple, limit_s: float) -> None:
-        """Asks for `function(*arguments)`, a function of a module, within a time."""
+        """Asks for `function(*arguments)`, a function of a module, within a time.
+
+        A new process has `STARTING_S` more.
+        """
         if self.busy:
             raise RuntimeError(f"{self.name} has not answered yet")
         self._begun, self._limit, self.busy = time.monotonic(), limit_s, True
@@ -121,6 +129,7 @@ class Worker:
             self._process.wait()
             self._connection.close()
             self._said.close()
+            self._held.close()
         self._process, self.busy = None, False
 
     def _ended(self, status: str, value: Any) -> Answer:
@@ -150,17 +159,23 @@ class Worker:
     def _start(self) -> None:
         if self._process is not None:
             return
+        self._limit += STARTING_S
+        temporary = self._held.enter_context(scratch_folder())
         ours, theirs = socket.socketpair()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `stop`)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tvm_fusion.tuning.worker", str(theirs.fileno())],
+            [sys.executable, "-m", __package__ + ".worker", str(theirs.fileno()), str(os.getpid())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=self._said,
             stderr=self._said,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-            | self._environment,
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+                "TMPDIR": str(temporary),
+                **self._environment,
+            },
         )
         theirs.close()
         self._connection = Connection(ours.detach())
@@ -168,6 +183,12 @@ class Worker:
         if self._setup is not None:
             self._connection.send(self._setup)
             self._awaited = 1
+
+
+def stop_all(workers: Sequence[Worker]) -> None:
+    """Ends all processes."""
+    for worker in workers:
+        worker.stop()
 
 
 def wait_for(workers: Sequence[Worker], seconds: float) -> None:

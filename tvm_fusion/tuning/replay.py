@@ -15,11 +15,14 @@ from tvm import s_tir, tirx
 from tvm.s_tir.schedule import InstructionKind, Trace
 
 from ..errors import Unsupported
-from ..runtime.pipeline import SCHEDULED_ATTR
+from ..runtime.pipeline import APART_ATTR, SCHEDULED_ATTR
 from ..transform.write_kernels import OPAQUE_PATTERN
+from .database.intrinsics import register_tensor_intrinsics
+from .index_maps import check_index_map, is_index_map
 from .space_blocks import module_of
 
 MAX_TEXT = 4 << 20
+MAY_BE_NULL = {("TransformLayout", 2)}  # attributes: the value of padding
 SEED = 1  # every choice has its decision; nothing is sampled
 
 
@@ -50,7 +53,7 @@ def schedule(func: tirx.PrimFunc, text: str) -> s_tir.Schedule:
     """
     parsed = parse(text)
     if any(name == "Tensorize" for name, *_ in parsed[0]):
-        import tvm.s_tir.tensor_intrin  # noqa: F401  registers what it names; takes long
+        register_tensor_intrinsics()
     sch = s_tir.Schedule(module_of(func), seed=SEED, error_render_level="fast")
     try:
         Trace.apply_json_to_schedule(parsed, sch)
@@ -80,6 +83,8 @@ def finished(sch: s_tir.Schedule, func: tirx.PrimFunc) -> tirx.PrimFunc:
         result = result.without_attr("global_symbol")
     else:
         result = result.with_attr("global_symbol", symbol)
+    if any(inst.kind.name == "Tensorize" for inst in sch.trace.insts):
+        result = result.with_attr(APART_ATTR, True)
     return result.with_attr({SCHEDULED_ATTR: True, "op_pattern": OPAQUE_PATTERN})
 
 
@@ -120,8 +125,9 @@ def _check_instruction(number: int, instruction: Any, defined: set[str]) -> None
         raise Unsupported(f"{where}: TVM has no instruction {name!r}")
     for value in inputs:
         _check_input(f"{where} ({name})", value, defined)
-    for value in attributes:
-        _check_plain(f"{where} ({name})", value)
+    for position, value in enumerate(attributes):
+        if value is not None or (name, position) not in MAY_BE_NULL:
+            _check_plain(f"{where} ({name})", value)
     for output in outputs:
         if not isinstance(output, str) or not output.isidentifier() or output in defined:
             raise Unsupported(f"{where} ({name}) defines {output!r}")
@@ -132,6 +138,8 @@ def _check_input(where: str, value: Any, defined: set[str]) -> None:
     if _is_list(value):
         for part in value:
             _check_input(where, part, defined)
+    elif is_index_map(value):
+        check_index_map(where, value)
     elif isinstance(value, str):
         quoted = len(value) >= 2 and value[0] == value[-1] == '"'
         if not quoted and value not in defined and value != "None":
@@ -144,6 +152,8 @@ def _check_plain(where: str, value: Any) -> None:
     if _is_list(value):
         for part in value:
             _check_plain(where, part)
+    elif is_index_map(value):
+        check_index_map(where, value)
     elif not isinstance(value, int | float | str):
         raise Unsupported(f"{where} has the attribute {value!r}")
 

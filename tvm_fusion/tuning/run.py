@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -14,19 +15,27 @@ import tvm
 from ..errors import BuildError, TargetError
 from ..job import Job
 from ..kernels.registry import added
-from ..plan.plan import FusionPlan, PlannedGroup
+from ..plan.decide import caution_of
+from ..plan.judge import measured_whole, times_apart
+from ..plan.plan import FusionPlan
 from .building import Place
 from .choices import class_choices
-from .contested import Contested, contested, settled
+from .contested import Contested, Weighed, contested, settled, weighed
 from .database import Database, find_database
+from .joint import JointRuns, local_worker
 from .lookup import TunedKernels, plan_key
 from .meters import LocalMeter, Meter
+from .processes import Worker, stop_all
+from .rivals import rivals_of
 from .session import Session
 from .settings import Settings, load_settings
 from .state import TaskState
 from .tasks import Task, tasks_of
+from .workshop import make_builders
 
 logger = logging.getLogger(__name__)
+
+JOINT = "joint"  # beside the fields of a kept plan: the joint runs of its contested cuts
 
 
 @dataclass(frozen=True)
@@ -99,6 +108,7 @@ def tune(
     policy: Any = None,
     example_inputs: Any = None,
     dynamic_shapes: Any = None,
+    builders: Sequence[Worker] | None = None,
     meters: Sequence[Meter] | None = None,
     watch: Callable[[Session], None] = lambda session: None,
 ) -> TuneResult:
@@ -117,8 +127,9 @@ def tune(
         See `load_settings`.
     trials, minutes : optional
         In place of those of the settings.
-    meters : sequence of Meter, optional
-        What measures (see `rpc`); one process on this machine by default.
+    builders, meters : sequences of Worker and of Meter, optional
+        What builds (`make_builders`) and what measures (see `rpc`); by default processes on this
+        machine that end with the session. What is given stays, for the next session.
     watch : callable
         Called with the session after each trial.
 
@@ -146,18 +157,33 @@ def tune(
     tasks = [tasks_of(job.low, job.graph, plan, job.policy) for plan in plans]
     states = [_state(task, job, settings, keeper) for task in each_once(tasks)]
     states = [s for s in states if s is not None]
+    for rival in rivals_of(cuts, tasks, states, job.hw.queued_launch_us):
+        for state in rival.other:
+            state.rivals.append(rival)
     if not states:
         raise BuildError("the plan has no kernel that could be tuned")
     place = Place(target_text(target, job), job.policy, added())
-    session = Session(states, keeper, place, settings, meters or [LocalMeter()], watch)
-    interrupted = False
-    try:
-        session.run()
-    except KeyboardInterrupt:
-        interrupted = True
     kernels = TunedKernels(keeper, settings.certain_gain)
-    plan = settled_plan(job, cuts, tasks, kernels, settings)
-    keeper.save_plan(plan_key(job.mod, job.hw, job.policy), plan.to_dict())
+    key, runs = plan_key(job.mod, job.hw, job.policy), JointRuns(job, place, kernels)
+    runs.restore((keeper.plan(key) or {}).get(JOINT))
+    interrupted = False
+    with ExitStack() as stack:
+        if builders is None:
+            builders = make_builders(settings)
+            stack.callback(stop_all, builders)
+        if meters is None:
+            meters = [LocalMeter()]
+            stack.callback(stop_all, [m.worker for m in meters])
+        session = Session(states, keeper, place, settings, builders, meters, watch)
+        try:
+            session.run()
+            measured = weighed_cuts(job, cuts, tasks, kernels)
+            runs.run(measured, local_worker(meters), settings.joint_s)
+        except KeyboardInterrupt:
+            interrupted = True
+    measured = weighed_cuts(job, cuts, tasks, kernels)
+    plan = settled_plan(job, measured, runs, settings)
+    keeper.save_plan(key, plan.to_dict() | {JOINT: runs.to_dict(measured)})
     tuned = tuple(_tuned(state, kernels) for state in states)
     return TuneResult(tuned, plan, session.trials, session.seconds, interrupted)
 
@@ -187,27 +213,33 @@ def _state(task: Task, job: Job, settings: Settings, keeper: Database) -> TaskSt
     return state
 
 
-def settled_plan(
+def weighed_cuts(
     job: Job,
     cuts: Sequence[Contested],
     tasks: Sequence[Sequence[Task]],
     kernels: TunedKernels,
-    settings: Settings,
-) -> FusionPlan:
-    """The plan with its contested cuts decided by the times of tuned kernels; `tasks` are those of
-    the plan and of each cut's.
+) -> list[Weighed]:
+    """The contested cuts with the times of their tuned kernels; `tasks` are those of the plan and
+    of each cut's.
     """
-    times: dict[tuple[str, ...], float | None] = {}
-    for task in chain.from_iterable(tasks):
+
+    def us_of(task: Task) -> float | None:
         trial = kernels.trial(task.workload)
-        for ops in task.groups:
-            times[ops] = trial.us if trial is not None else None
+        return trial.us if trial is not None else None
 
-    def time_of(group: PlannedGroup) -> float | None:
-        return 0.0 if group.kernel_class == "view" else times.get(group.ops)
+    return weighed(cuts, tasks, us_of, job.hw.queued_launch_us)
 
-    launch_us = job.hw.queued_launch_us
-    return settled(job.graph, job.plan, cuts, time_of, launch_us, settings.certain_gain)
+
+def settled_plan(
+    job: Job, cuts: Sequence[Weighed], runs: JointRuns, settings: Settings
+) -> FusionPlan:
+    """The plan with its contested cuts decided by joint runs, or by the times of tuned kernels."""
+    found = [(one, runs.found(one)) for one in cuts]
+    plan = settled(job.graph, job.plan, found, settings.certain_gain)
+    if plan.groups == job.plan.groups or plan.evidence is None:
+        return plan
+    caution = caution_of(job.hw, job.policy)
+    return measured_whole(job.graph, plan, times_apart(job.alone), caution)
 
 
 def target_text(target: Any, job: Job) -> str:

@@ -21,6 +21,8 @@ _LEAST = {
     "finalists": 1,
     "build_timeout_s": 1,
     "run_timeout_s": 1,
+    "evolve_timeout_s": 1,
+    "joint_s": 0,
     "build_memory_bytes": 1 << 28,
     "least_gain": 0,
     "certain_gain": 0,
@@ -60,6 +62,11 @@ class Settings:
         Choices of a task that are timed once more, side by side with the untuned one.
     build_timeout_s, run_timeout_s : float
         After which a trial is given up.
+    evolve_timeout_s : float
+        After which a design space of a task is given up, where a batch of its schedules is awaited.
+    joint_s : float
+        Most time after the trials, for all contested cuts together, in which these are run both
+        ways with their tuned kernels; those it does not reach are decided by sums.
     build_memory_bytes : int
         That writing and compiling one kernel may take.
     least_gain : float
@@ -92,6 +99,8 @@ class Settings:
     finalists: int = number("count")
     build_timeout_s: float = number("s")
     run_timeout_s: float = number("s")
+    evolve_timeout_s: float = number("s")
+    joint_s: float = number("s")
     build_memory_bytes: int = number("byte")
     least_gain: float = number("1")
     certain_gain: float = number("1")

@@ -12,6 +12,7 @@ import tvm
 
 from ..check.inputs import numpy_dtype
 from ..errors import TargetError
+from ..runtime import cubin_cache
 from ..runtime.plan_runner import wall_samples
 from ..runtime.plan_timing import device_samples
 from ..runtime.timing import has_torch_cuda
@@ -152,6 +153,11 @@ class HereOnGpu(Here):
 
         value.reshape(-1).view(torch.uint8).fill_(POISON)
 
+    def load(self, path: Path) -> Any:
+        """A library; one that was built without a CUDA driver is compiled here."""
+        cubin_cache.install()
+        return super().load(path)
+
     def _timed(self, plans: list, kernels: list, repeats: int) -> list:
         return device_samples(plans, kernels, repeats)
 
@@ -163,3 +169,16 @@ def _spans(timed: Sequence[Sequence[Sequence[tuple[float, float]]]]) -> list[lis
 def site_bytes(value: Any) -> int:
     """The bytes of an array."""
     return int(value.nbytes)
+
+
+def is_lost(target: tvm.target.Target) -> bool:
+    """Whether an error, such as that of a kernel, left this process without its device."""
+    if target.kind.name != "cuda":
+        return False
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False

@@ -23,6 +23,7 @@ from tvm.target import Target
 
 from ..errors import Unsupported
 from . import space_cuda, space_llvm
+from .database.intrinsics import register_tensor_intrinsics
 from .mutate import MutateChoice
 from .space_blocks import Blocks, inline, module_of, refuse_unknown, schedule_of, shared_rows
 
@@ -132,8 +133,7 @@ def inline_light(sch: s_tir.Schedule) -> None:
 def _stock(func: tirx.PrimFunc, target: Target) -> ms.space_generator.SpaceGenerator:
     kind = "llvm" if target.kind.name == "llvm" else "cuda"
     if kind == "cuda" and _multiplies_halves(func):
-        import tvm.s_tir.tensor_intrin  # noqa: F401  the rules name its intrinsics; takes long
-
+        register_tensor_intrinsics()
         kind = "cuda-tensorcore"
     return ms.space_generator.PostOrderApply(sch_rules=kind, postprocs=kind, mutator_probs=kind)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from .choices import DEFAULT, TRACE_CHOICE, Choice
 from .evolving import Evolution
@@ -11,6 +12,9 @@ from .settings import Settings
 from .surrogate import Surrogate, expected_gain
 from .tasks import Task
 from .trial_record import Trial
+
+if TYPE_CHECKING:
+    from .rivals import Rival
 
 URGENT = float("inf")
 
@@ -37,6 +41,8 @@ class TaskState:
         Where schedules are evolved for it.
     favourites : tuple of str
         Texts that were best for kernels like it: tried after `default`.
+    rivals : list of Rival
+        Where it is a kernel of other cuts than the plan's: those cuts.
     """
 
     task: Task
@@ -44,6 +50,7 @@ class TaskState:
     settings: Settings
     evolution: Evolution | None = None
     favourites: tuple[str, ...] = ()
+    rivals: list[Rival] = field(default_factory=list, repr=False)
     trials: dict[str, Trial] = field(default_factory=dict)
     pending: set[str] = field(default_factory=set)
 
@@ -88,8 +95,12 @@ class TaskState:
 
     @property
     def weight(self) -> float:
-        """Launches of the plan; a kernel of another cut counts as half of one."""
-        return self.task.count or 0.5
+        """Launches of the plan; a kernel of another cut counts as half of one while that cut may
+        win.
+        """
+        if self.task.count:
+            return self.task.count
+        return 0.5 if any(rival.is_open for rival in self.rivals) else 0.0
 
     def restore(self, trials: Iterable[Trial]) -> None:
         """Takes what was measured in sessions before."""
@@ -125,7 +136,11 @@ class TaskState:
             return None
         if DEFAULT not in self.trials:
             first = self.choices[0]
-            return None if DEFAULT in self.pending else Proposal(first, URGENT)
+            if DEFAULT in self.pending or not self.weight:
+                return None
+            return Proposal(first, URGENT)
+        if not self.weight:
+            return None
         found = [p for p in (self._of_class(), self._evolved()) if p is not None]
         return max(found, key=lambda p: p.gain_us, default=None)
 
@@ -153,11 +168,18 @@ class TaskState:
         best = max(left, key=lambda i: (gains[i], -i))
         return Proposal(self.choices[best], self.weight * gains[best])
 
+    @property
+    def evolved_gain_us(self) -> float:
+        """Microseconds of the whole plan that the next evolved schedule is expected to save; 0
+        where none is to be tried.
+        """
+        full = self.spent >= self.settings.trials_per_task
+        if self.evolution is None or self.broken or full:
+            return 0.0
+        return self.weight * self.evolution.expected_share * self.current_us
+
     def _evolved(self) -> Proposal | None:
-        if self.evolution is None:
-            return None
-        text = self.evolution.next()
+        text = self.evolution.next() if self.evolution is not None else None
         if text is None:
             return None
-        saved_us = self.evolution.expected_share * self.best_us
-        return Proposal(Choice(TRACE_CHOICE, text), self.weight * saved_us)
+        return Proposal(Choice(TRACE_CHOICE, text), self.evolved_gain_us)

@@ -1,7 +1,8 @@
-"""A process that answers requests one by one: `python -m tvm_fusion.tuning.worker FD`.
+"""A process that answers requests one by one: `python -m tvm_fusion.tuning.worker FD PARENT`.
 
 What comes through the socket FD is a module-level function and its arguments; what goes back is
-("ok", value) or ("error" | "memory", text). The process ends with its parent.
+("ok", value) or ("error" | "memory", text). The process ends with PARENT, the process that started
+it, and what it started itself (a compiler) ends with it.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 from multiprocessing.connection import Connection
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 EXCERPT = 600  # characters of an error's text
+LEASH = "read _; kill -9 0"  # `read` returns when the worker's end of the pipe is closed
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, parent: int) -> None:
     """Answers until the other end is closed."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session decides what an interrupt means
     sys.stdout = sys.stderr
     with Connection(descriptor) as connection:
@@ -28,6 +31,21 @@ def main(descriptor: int) -> None:
             except EOFError:
                 return
             connection.send(answer(function, arguments))
+
+
+def end_with(parent: int) -> None:
+    """Makes this process end with its parent, and its process group with this process.
+
+    The signal of the kernel reaches this process only; a shell in the group, which reads from a
+    pipe that nobody writes to, ends the compilers that are left.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
+    if os.getpgid(0) == os.getpid():
+        reading, _ = os.pipe()  # the other end stays open as long as this process lives
+        subprocess.Popen(["sh", "-c", LEASH], stdin=reading)
+        os.close(reading)
 
 
 def answer(function, arguments: tuple) -> tuple[str, object]:
@@ -45,4 +63,4 @@ def answer(function, arguments: tuple) -> tuple[str, object]:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]))

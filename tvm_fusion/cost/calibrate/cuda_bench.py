@@ -23,7 +23,7 @@ from tvm.tirx.script.builder import ir as B
 from ...config import HardwareProfile
 from ...runtime.build import Built, KernelBuildError, build
 from ...runtime.module import CompiledModule
-from ...runtime.timing import has_torch_cuda, kernel_times
+from ...runtime.timing import has_torch_cuda, kernel_times, l2_cleaner
 from .cuda_kernels import inline_kernel
 from .finding import NotMeasured
 
@@ -129,7 +129,7 @@ class CudaBench:
         for key, (name, args) in calls.items():
             self.function(name)(*args)
             evaluate = self.library.time_evaluator(
-                name, self.device, number=1, repeat=1, f_preproc="l2_cache_flush_cuda"
+                name, self.device, number=1, repeat=1, f_preproc=l2_cleaner(self.device)
             )
             evaluators[key] = functools.partial(evaluate, *args)
         for _ in range(repeats):

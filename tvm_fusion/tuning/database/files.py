@@ -18,6 +18,7 @@ from .lines import RECORDS, WORKLOADS, canonical
 
 NAMES = (GUARD, WORKLOADS, RECORDS)
 QUARANTINE = "quarantine"
+PLANS = "plans"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +140,17 @@ def repair(folder: Path, texts: Mapping[str, str], rejected: Iterable[Rejected])
         raise InputError(f"cannot repair {folder}: {error.strerror or error}") from error
     for name in NAMES:
         replace_file(folder / name, texts[name])
+
+
+def sweep(folder: Path) -> None:
+    """Remove what processes left that ended while they wrote a file anew (`replace_file`). The
+    caller holds the lock, under which all of these files are written.
+    """
+    patterns = (*(f".{name}.*" for name in NAMES), f"{PLANS}/.*.json.*", f"{QUARANTINE}/.*.jsonl.*")
+    with suppress(OSError):
+        for pattern in patterns:
+            for path in folder.glob(pattern):
+                path.unlink()
 
 
 def _quarantine_lines(folder: Path, name: str, rejected: list[Rejected]) -> None:

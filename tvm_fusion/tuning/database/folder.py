@@ -12,7 +12,7 @@ from typing import Any
 
 from ...errors import InputError
 from ..trial_record import Trial
-from . import files, guard
+from . import files, guard, plans
 from .guard import GUARD, Entry
 from .lines import RECORDS, WORKLOADS, WorkloadLine, canonical, digest
 from .lock import LOCK, CannotLock, locked
@@ -74,6 +74,8 @@ class Folder:
         try:
             lock = nullcontext() if self.read_only and not self._has_lock() else locked(self.path)
             with lock:
+                if not self.read_only and self._signature is None:
+                    files.sweep(self.path)
                 self._read_if_changed()
                 if not self.read_only and self.findings.dirty:
                     self._repair_if_possible()
@@ -118,6 +120,22 @@ class Folder:
                 self._repair()
             self._append(self.pending)
             self.pending = []
+
+    def save_plan(self, key: str, data: dict[str, Any]) -> None:
+        """Write a plan.
+
+        Raises
+        ------
+        InputError
+            The folder cannot be written.
+        """
+        self.check_writable()
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            with locked(self.path):
+                plans.write_plan(self.path, key, data)
+        except OSError as error:
+            raise InputError(f"cannot write a plan to {self.path}: {error.strerror}") from error
 
     @contextmanager
     def _writing(self) -> Iterator[None]:

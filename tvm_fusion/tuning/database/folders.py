@@ -15,9 +15,8 @@ from ..._version import __version__
 from ...errors import InputError
 from ...hardware import HardwareProfile
 from ...runtime.cuda_compiler import find_compiler
-from .files import NAMES, QUARANTINE
+from .files import NAMES, PLANS, QUARANTINE
 from .lines import canonical, digest
-from .plans import PLANS
 from .store import Database
 from .workloads import identity, target_json
 

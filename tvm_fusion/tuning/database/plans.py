@@ -10,11 +10,10 @@ from typing import Any
 
 from ..._files import replace_file
 from ...errors import InputError
-from .files import free_name
+from .files import PLANS, free_name
 from .lines import canonical, digest
 from .state import Problem
 
-PLANS = "plans"
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 
 

@@ -242,8 +242,7 @@ class Database:
 
     def save_plan(self, key: str, data: dict[str, Any]) -> None:
         """Keep a plan; InputError if the folder cannot be written."""
-        self._folder.check_writable()
-        plans.write_plan(self.path, key, data)
+        self._folder.save_plan(key, data)
 
     def plan(self, key: str) -> dict[str, Any] | None:
         """The plan of a key; a damaged one counts as missing and is a problem."""

@@ -12,6 +12,7 @@ import tvm_ffi
 from tvm import tirx
 
 from ...errors import InputError
+from .intrinsics import register_tensor_intrinsics
 from .lines import WorkloadLine, canonical, digest
 
 ENTRY = "main"
@@ -92,7 +93,7 @@ def load_record(payload: list[Any], workload: Any) -> Any:
     from tvm.s_tir.meta_schedule.database import TuningRecord
 
     if any(instruction[0] == "Tensorize" for instruction in payload[0][0]):
-        import tvm.s_tir.tensor_intrin  # noqa: F401  registers what the trace names; takes long
+        register_tensor_intrinsics()
     return TuningRecord.from_json(payload, workload)
 
 

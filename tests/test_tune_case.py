@@ -1,0 +1,90 @@
+"""Inputs of a task that tell right from wrong, and the reference."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax
+
+from tvm_fusion.config import load_policy, resolve_target
+from tvm_fusion.job import Job
+from tvm_fusion.tuning.building import BuildRequest, Place, build_choice
+from tvm_fusion.tuning.case import DRAWS, Case
+from tvm_fusion.tuning.choices import CLASS_CHOICE, DEFAULT
+from tvm_fusion.tuning.numbers import Wanted, wrong
+from tvm_fusion.tuning.site import Here
+from tvm_fusion.tuning.tasks import tasks_of, without_stamps
+
+OP = relax.op
+
+
+def module(shape, dtype, emit):
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType(shape, dtype))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            out = builder.emit_output(emit(builder.emit, x))
+        builder.emit_func_output(out)
+    return builder.get()
+
+
+def expected(mod, folder):
+    """A case of the only kernel of a module, after `expect`, and that kernel."""
+    target, hw = resolve_target("llvm")
+    job = Job.from_module(mod, target, hw, load_policy("aggressive"))
+    (task,) = tasks_of(job.low, job.graph, job.plan, job.policy)
+    workload = tvm.ir.save_json(task.workload)
+    path = Path(folder, "untuned.so")
+    request = BuildRequest(workload, CLASS_CHOICE, DEFAULT, Place("llvm", job.policy), path)
+    untuned = build_choice(request)
+    case = Case(without_stamps(task.workload), task.outputs, 1, target, Here.of(target))
+    case.expect(untuned)
+    return case, untuned
+
+
+def test_normal_inputs_where_these_do(tmp_path):
+    case, untuned = expected(module((8, 64), "float32", lambda e, x: OP.tanh(x)), tmp_path)
+    (x, _) = case.values
+    assert x.min() < -1 < 1 < x.max()
+    assert case.reference == "float64"
+    assert not wrong(case.run(case.call(untuned)), case.wanted)[0]
+
+
+def test_smaller_inputs_where_a_result_is_near_the_largest_half(tmp_path):
+    def power(emit, x):
+        for _ in range(3):
+            x = emit(OP.multiply(x, x))
+        return emit(OP.multiply(x, relax.const(8.0, "float16")))
+
+    case, untuned = expected(module((64, 256), "float16", power), tmp_path)
+    (x, _) = case.values
+    assert np.abs(x).max() < 1
+    assert not any(w.is_near_limit for w in case.wanted)
+    assert not wrong(case.run(case.call(untuned)), case.wanted)[0]
+
+
+def test_positive_inputs_where_a_sum_cancels(tmp_path):
+    def inverse(emit, x):
+        return emit(OP.divide(relax.const(1.0, "float32"), emit(OP.sum(x, [1]))))
+
+    case, untuned = expected(module((4096, 32), "float32", inverse), tmp_path)
+    (x, _) = case.values
+    assert x.min() > 0
+    assert not wrong(case.run(case.call(untuned)), case.wanted)[0]
+
+
+def test_normal_inputs_where_none_do(tmp_path, monkeypatch):
+    monkeypatch.setattr("tvm_fusion.tuning.case.wrong", lambda *_: ("never right", 1.0))
+    case, _ = expected(module((8, 64), "float32", lambda e, x: OP.tanh(x)), tmp_path)
+    assert case.values[0].min() < -1
+    assert case.wanted is not None
+    assert DRAWS[0] == "normal"
+
+
+@pytest.mark.parametrize(
+    ("largest", "near"), [(1.0, False), (40000.0, True), (np.inf, True), (np.nan, False)]
+)
+def test_numbers_near_the_largest_of_a_type(largest, near):
+    assert Wanted("float16", "float16", np.array([0.0, largest])).is_near_limit == near
+    assert not Wanted("float32", "float32", np.array([0.0, largest])).is_near_limit

@@ -1,0 +1,258 @@
+"""Schedules are evolved in processes of their own, while trials go on."""
+
+import logging
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import tvm
+
+from tvm_fusion.config import load_policy
+from tvm_fusion.errors import Unsupported
+from tvm_fusion.tuning import evolve, proposing
+from tvm_fusion.tuning.building import Place
+from tvm_fusion.tuning.choices import DEFAULT, Choice
+from tvm_fusion.tuning.evolving import Evolution, Search
+from tvm_fusion.tuning.processes import wait_for
+from tvm_fusion.tuning.proposing import Ask, propose
+from tvm_fusion.tuning.settings import load_settings
+from tvm_fusion.tuning.state import TaskState
+from tvm_fusion.tuning.tasks import without_stamps
+from tvm_fusion.tuning.thinking import Thinkers
+from tvm_fusion.tuning.trial_record import Trial
+
+from . import tune_proposers
+from .test_tune_session import SETTINGS, make_session, no_process_stays, tested  # noqa: F401
+from .tune_functions import fused
+
+PLACE = Place("llvm", load_policy(None))
+BATCH = 4
+
+
+def search(workload="x", *, batch=BATCH, trials=100, **options):
+    return Search(workload, "own", seed=1, trials=trials, batch=batch, **options)
+
+
+def trial(text, us=1.0):
+    if us is None:
+        return Trial("trace", text, "crash")
+    return Trial("trace", text, "ok", us, 0.0, (us,))
+
+
+# ---- what a session knows of a search
+
+
+def test_a_search_is_asked_again_when_all_of_its_batch_is_measured():
+    one, two = search("x", known=[("[[],[3]]", 9.0)]), search("y")
+    evolution = Evolution([one, two], 0.4)
+    assert evolution.free == [one, two]
+    asked = one.ask()
+    assert (asked.told, asked.left, asked.batch) == ((("[[],[3]]", 9.0),), 100, BATCH)
+    assert evolution.free == [two]
+    assert evolution.next() is None
+    evolution.found(one, ["[[],[1]]", "[[],[2]]"])
+    evolution.found(two, ["[[],[2]]", "[[],[4]]"])
+    texts = []
+    while (text := evolution.next()) is not None:
+        evolution.take(text)
+        texts.append(text)
+    assert texts == ["[[],[1]]", "[[],[2]]", "[[],[4]]"]
+    evolution.tell([], 10.0)
+    evolution.tell([trial(texts[1], None)], 10.0)
+    assert evolution.free == []
+    assert evolution.expected_share == 0.1
+    evolution.tell([trial(texts[0], 5.0)], 5.0)
+    assert evolution.free == [one]
+    assert evolution.expected_share == 0.1
+    assert one.ask().told[1:] == ((texts[1], None), (texts[0], 5.0))
+    evolution.tell([trial(texts[2], 7.0)], 5.0)
+    assert evolution.expected_share == 0.05
+    evolution.found(one, [])
+    evolution.give_up(two)
+    assert evolution.free == []
+
+
+def test_no_more_trials_are_asked_for_than_are_left():
+    one = search(trials=6)
+    one.ask()
+    one.found(["a", "b", "c", "d"])
+    for text in "abcd":
+        one.tell(text, 1.0)
+    assert (one.ask().left, one.ask().batch) == (2, 2)
+    one.found(["e", "f"])
+    one.tell("e", 1.0)
+    one.tell("f", 1.0)
+    assert not one.is_free
+
+
+# ---- what a process answers
+
+
+@pytest.fixture
+def few(monkeypatch):
+    """Small populations, and a process that has seen no search."""
+    monkeypatch.setattr(evolve, "Evolving", partial(evolve.Evolving, population=12))
+    monkeypatch.setattr(proposing, "_kept", {})
+
+
+def two_batches(workload, lose=False):
+    ask = Ask(workload, "own", 1, (), 8, BATCH)
+    first = propose(PLACE, ask)
+    if lose:
+        proposing._kept.clear()
+    told = tuple((text, 10.0 + i) for i, text in enumerate(first))
+    return first, propose(PLACE, replace(ask, told=told, left=4))
+
+
+def test_searches_of_a_process_that_died_are_built_from_what_was_measured(few):
+    workload = tvm.ir.save_json(fused("chain"))
+    first, second = two_batches(workload)
+    assert len(first) == len(second) == BATCH
+    assert set(first).isdisjoint(second)
+    assert proposing._kept[workload, "own"].search.left == 0
+    proposing._kept.clear()
+    assert two_batches(workload) == (first, second)
+    proposing._kept.clear()
+    _, again = two_batches(workload, lose=True)
+    assert len(again) == BATCH
+    assert set(first).isdisjoint(again)
+
+
+# ---- processes
+
+
+def a_state(one, *, count=1):
+    """A task whose untuned kernel takes 10 us."""
+    task = SimpleNamespace(name=one.space, count=count, predicted_us=10.0)
+    state = TaskState(task, [Choice("class", DEFAULT, 10.0)], SETTINGS, Evolution([one], 0.4))
+    state.restore([Trial("class", DEFAULT, "ok", 10.0, 0.0, (10.0,))])
+    return state
+
+
+@pytest.fixture
+def thinkers(monkeypatch):
+    monkeypatch.setattr("tvm_fusion.tuning.processes.STARTING_S", 30.0)
+    found = Thinkers(PLACE, load_settings({"evolve_timeout_s": 1}))
+    yield found
+    found.stop()
+
+
+def think(thinkers, states):
+    """Thinks about what promises most until all searches have said something or are left."""
+    while True:
+        thinkers.begin([s for s in states if s.evolution.next() is None], 0.0)
+        if not thinkers.busy:
+            return
+        wait_for(thinkers.busy, 1.0)
+        thinkers.collect()
+
+
+def test_a_search_that_dies_or_refuses_is_left_and_the_others_go_on(thinkers, caplog):
+    proposers = (tune_proposers.die, tune_proposers.refuse, tune_proposers.count_up)
+    states = [a_state(search("t", propose=p), count=9 - i) for i, p in enumerate(proposers)]
+    with caplog.at_level(logging.INFO, "tvm_fusion.tuning.thinking"):
+        think(thinkers, states)
+    assert [state.evolution.next() for state in states] == [None, None, "t0"]
+    died, refused = caplog.records
+    assert (died.levelno, refused.levelno) == (logging.WARNING, logging.INFO)
+    assert "crash" in died.getMessage()
+    assert "no design space" in refused.getMessage()
+
+
+def test_a_search_that_hangs_is_left_in_time(thinkers, monkeypatch, caplog):
+    monkeypatch.setattr("tvm_fusion.tuning.processes.STARTING_S", 0.0)
+    state = a_state(search(propose=tune_proposers.hang))
+    think(thinkers, [state])
+    assert state.evolution.free == []
+    assert "no answer within 1 s" in caplog.text
+
+
+def test_what_saves_nothing_is_not_thought_about(thinkers):
+    idle, small = (a_state(search(propose=tune_proposers.hang), count=n) for n in (0, 1))
+    thinkers.begin([idle], 0.0)
+    thinkers.begin([small], 1.1)
+    assert small.evolved_gain_us == pytest.approx(1.0)
+    assert idle.evolved_gain_us == 0.0
+    assert thinkers.busy == []
+
+
+# ---- sessions
+
+
+@pytest.mark.usefixtures("tested")
+def test_trials_of_other_tasks_go_on_while_a_slow_search_thinks(tmp_path):
+    session, kept, state = make_session(choices=(DEFAULT, "plain", "fast"))
+    slow = search(str(tmp_path / "go"), propose=tune_proposers.wait_for_file)
+    other = TaskState(state.task, state.choices[:1], SETTINGS, Evolution([slow], 0.3))
+    session.states = [state, other]
+    seen = []
+
+    def watch(session):
+        seen.append(bool(session._thinkers.busy))
+        if len(kept.found) == 4:  # the untuned kernel of both, and the others of the first
+            (tmp_path / "go").touch()
+
+    session.watch = watch
+    session.run()
+    assert seen[:4] == [True] * 4
+    assert kept.of("fast")[0].ok
+    assert other.evolution.free == []
+    assert session._thinkers.busy == []
+
+
+@pytest.mark.usefixtures("tested")
+def test_an_interrupt_ends_what_thinks():
+    session, kept, state = make_session(choices=(DEFAULT,))
+    state.evolution = Evolution([search(propose=tune_proposers.hang)], 0.3)
+
+    def interrupt(session):
+        (worker,) = session._thinkers.busy
+        thinking.append(worker)
+        raise KeyboardInterrupt
+
+    thinking = []
+    session.watch = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        session.run()
+    assert [t.text for t in kept.found] == [DEFAULT]
+    assert session._thinkers.busy == []
+    assert not thinking[0].busy
+    assert thinking[0].connection is None
+
+
+@pytest.mark.usefixtures("tested")
+def test_a_session_ends_and_is_resumed_in_the_middle_of_an_evolution():
+    def evolved(trials, known=()):
+        settings = replace(SETTINGS, trials=trials, final_repeats=5)
+        session, kept, state = make_session(settings, known, choices=(DEFAULT,))
+        workload = tvm.ir.save_json(without_stamps(state.task.workload))
+        tried = [(t.text, t.us) for t in known if t.kind == "trace"]
+        state.evolution = Evolution([search(workload, batch=BATCH, known=tried)], 0.3)
+        session.run()
+        assert session.trials == trials
+        assert session._thinkers.busy == []
+        return [t for t in kept.found if len(t.samples_us) == 5 or not t.ok], state
+
+    first, _ = evolved(6)
+    texts = {t.text for t in first}
+    assert DEFAULT in texts
+    assert len(texts) == 6
+    again, state = evolved(2, first)
+    assert texts.isdisjoint({t.text for t in again} - {t.text for t in state.finalists()})
+    assert len(state.trials) == 8
+
+
+def test_a_space_that_holds_no_schedule_is_an_error_of_the_request(few):
+    with pytest.raises(Unsupported):
+        propose(PLACE, Ask(tvm.ir.save_json(scheduled()), "own", 1, (), 4, 4))
+
+
+def scheduled():
+    from tvm_fusion.tuning import replay
+
+    func = fused("chain")
+    (text,) = evolve.Evolving(
+        func, tvm.target.Target("nvidia/nvidia-h100"), trials=1, batch=1, population=12
+    ).ask(1)
+    return replay.scheduled(func, text)
