@@ -25,6 +25,7 @@ from . import replay
 from .database.workloads import trace_text
 from .features import Features
 from .judge import Judge
+from .limits import beyond_limits
 from .space_blocks import module_of
 from .spaces import Design, SpaceKind, design
 
@@ -182,6 +183,8 @@ class Evolving:
         if text in self._texts or _hash(candidate) in self._hashes:
             return
         self._remember(text, candidate)
+        if self.target.kind.name == "cuda" and beyond_limits(candidate.sch.mod["main"]):
+            return
         self._candidates[text] = candidate
         found.append(text)
 

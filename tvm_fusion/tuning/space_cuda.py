@@ -76,6 +76,21 @@ def sample(sch: s_tir.Schedule, values: tuple[int, ...]) -> ExprRV:
     return sch.sample_categorical(list(values), [1 / len(values)] * len(values))
 
 
+def _whole(blocks: Blocks, loop: LoopRV, factors: tuple[int, ...]) -> tuple[int, ...]:
+    """The factors that split a loop without remainder."""
+    return tuple(f for f in factors if int(blocks.extent(loop)) % f == 0)
+
+
+def _grid(blocks: Blocks, loop: LoopRV) -> list[LoopRV]:
+    """A loop as thread blocks and threads without remainder: `reverse_compute_at` forgets the
+    condition of one, and what it moves there would write beyond the tensor.
+    """
+    sch = blocks.sch
+    if whole := _whole(blocks, loop, THREADS):
+        return list(sch.split(loop, [None, sample(sch, whole)]))
+    return list(sch.split(loop, sch.sample_perfect_tile(loop, 2, THREADS[-1])))
+
+
 def _reductions(blocks: Blocks) -> list[str]:
     return [n for n in blocks.named() if blocks.kind(blocks.get(n)) is Kind.REDUCE]
 
@@ -127,9 +142,13 @@ def _serial_reduction(blocks: Blocks, name: str) -> str | None:
     reduced = loops[Kind.REDUCE]
     if not loops[Kind.SPATIAL]:
         raise Unsupported(f"{name} reduces to one value")
+    if not all(blocks.is_static(loop) for loop in loops[Kind.SPATIAL]):
+        raise Unsupported(f"{name} has a symbolic extent")
     behind = epilogue(blocks, name)
-    spatial = sch.fuse(*loops[Kind.SPATIAL])
-    grid, threads, lanes = sch.split(spatial, [None, sample(sch, THREADS), sample(sch, VECTORS)])
+    *outer, last = loops[Kind.SPATIAL]
+    # lanes of one axis without remainder: else the results of a thread are a huge array
+    last, lanes = sch.split(last, [None, sample(sch, _whole(blocks, last, VECTORS))])
+    grid, threads = _grid(blocks, sch.fuse(*outer, last))
     steps, inner = sch.split(reduced[-1], [None, sample(sch, STEPS)])
     sch.reorder(grid, threads, *reduced[:-1], steps, inner, lanes)
     sch.vectorize(lanes)
