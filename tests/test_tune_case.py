@@ -83,6 +83,22 @@ def test_normal_inputs_where_none_do(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("given", "reference", "right"),
+    [
+        ([0.0, 0.0], [0.0, 0.0], True),
+        ([5.0, 5.0], [0.0, 0.0], False),
+        ([7.0, np.nan], [7.0, -np.inf], False),  # poison that was not overwritten
+        ([7.0, -np.inf], [7.0, -np.inf], True),
+        ([7.0, np.nan], [7.0, np.nan], True),
+        ([7.0, np.inf], [7.0, 7.0], False),
+    ],
+)
+def test_zeros_infinities_and_poison(given, reference, right):
+    wanted = Wanted("float32", "float32", np.array(reference))
+    assert (wrong([np.array(given, "float32")], [wanted])[0] == "") == right
+
+
+@pytest.mark.parametrize(
     ("largest", "near"), [(1.0, False), (40000.0, True), (np.inf, True), (np.nan, False)]
 )
 def test_numbers_near_the_largest_of_a_type(largest, near):

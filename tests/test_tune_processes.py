@@ -1,6 +1,7 @@
 """Worker processes: what one request does to itself costs that request only."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -64,6 +65,14 @@ def test_a_lost_process_is_replaced(worker, function, arguments, status, why):
     after = ask(worker, requests.process_number)
     assert after.status == "ok"
     assert after.value != before
+
+
+def test_a_process_that_died_between_requests_is_replaced(worker):
+    number = ask(worker, requests.process_number).value
+    os.kill(number, signal.SIGKILL)
+    worker._process.wait()
+    assert ask(worker, requests.echo, 1).value == 1
+    assert ask(worker, requests.echo, 2).value == 2
 
 
 def test_memory_is_limited_in_every_new_process():

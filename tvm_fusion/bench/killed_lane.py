@@ -112,6 +112,7 @@ class Lane:
     told: set[str] = field(default_factory=set)
     kept: set[str] = field(default_factory=set)
     databases: int = 0
+    finished: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.temporary = self.place / f"tmp{self.number}"
@@ -142,7 +143,7 @@ class Lane:
             session.finish()
             self._note(session)
             if session.fact("finished")["trials"] == 0:
-                self.finish()
+                self.finished.append(self.finish())
                 self.begin()
         raise RuntimeError(f"{DRAWS} sessions ended before the moments to kill them")
 

@@ -172,6 +172,8 @@ def _ours(
         minutes=minutes,
         watch=history,
     )
+    if result.interrupted:
+        raise KeyboardInterrupt
     failed = sum(t.failed for t in result.tasks)
     _note(row, OURS, history.points, result.trials, failed, result.seconds)
     tuned = sum(t.best_us is not None for t in result.tasks)

@@ -73,6 +73,8 @@ def tune_rows(
             row: dict[str, Any] = {"name": name, "tuning": None, "failures": {}}
             try:
                 found = _tune(name, setup, database, share / 60, settings, builders, meters)
+                if found.interrupted:
+                    raise KeyboardInterrupt
                 row["tuning"] = to_json(found)
             except TvmFusionError as error:  # a trial: recorded, and the next workload follows
                 row["failures"][TUNE] = reason(error)

@@ -72,17 +72,17 @@ def kill_sessions(
     numbers = iter(range(kills))
     found: dict[int, Kill] = {}
 
-    def work(lane: Lane) -> dict[str, Any]:
+    def work(lane: Lane) -> list[dict[str, Any]]:
         for number in numbers:
             rng = random.Random(f"{seed}/{number}")
             kill = lane.kill(KINDS[number % len(KINDS)], rng, whole_s, trials)
             found[number] = kill
             say(f"{number}: {'ok' if kill.ok else 'NOT OK'} {json.dumps(asdict(kill))}")
-        return lane.finish()
+        return [*lane.finished, lane.finish()]
 
     with ThreadPoolExecutor(lanes) as pool:
         todo = [Lane(n, command(n), place, repeats) for n in range(lanes)]
-        finished = list(pool.map(work, todo))
+        finished = [f for ended in pool.map(work, todo) for f in ended]
     rows = [found[number] for number in sorted(found)]
     return {
         "session_s": phases_s,

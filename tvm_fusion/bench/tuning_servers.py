@@ -160,6 +160,8 @@ def run_session(run: Run, folder: str) -> dict[str, Any]:
             )
         finally:
             stop_all([*building.workers, *measuring.workers])
+    if result.interrupted:
+        raise KeyboardInterrupt
     found = figures(clock, result.trials, building, measuring)
     failed = sum(task.failed for task in result.tasks)
     return {"servers": run.servers, "tasks": len(result.tasks), "failed": failed} | found

@@ -4,7 +4,8 @@
 
 Each line of its standard output is a JSON object:
 
-    {"phase": ...}            the next of `PHASES` begins
+    {"phase": ...}            start-up, planning, building, measuring, adding, finals,
+                              whole plans or saving begins
     {"kept": [KEY, TRIAL]}    a trial is in the database
     {"finished": {...}}       `tune` is done
     {"compiled": {...}}       with --compile: `compile` with the database
@@ -27,17 +28,6 @@ from ..tuning.database import Database
 from ..tuning.measuring import MeasureRequest
 from ..tuning.processes import Worker
 from ..tuning.settings import load_settings
-
-PHASES = (
-    "start-up",
-    "planning",
-    "building",
-    "measuring",
-    "adding",
-    "finals",
-    "whole plans",
-    "saving",
-)
 
 
 def say(**what: Any) -> None:

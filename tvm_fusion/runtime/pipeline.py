@@ -174,7 +174,8 @@ def _without_reuse(passes: tvm.transform.Pass) -> Callable[[tvm.IRModule], tvm.I
     def run(mod: tvm.IRModule) -> tvm.IRModule:
         context = tvm.transform.PassContext.current()
         config = {**context.config, "tirx.disable_storage_rewrite": True}
-        with tvm.transform.PassContext(context.opt_level, config=config):
+        required, disabled = list(context.required_pass), list(context.disabled_pass)
+        with tvm.transform.PassContext(context.opt_level, required, disabled, config=config):
             return passes(mod)
 
     return run

@@ -183,8 +183,8 @@ class JointRuns:
                 logger.info("no time is left for the joint run of a cut")
                 return
             request = self._request(one, part, budget.left_s)
-            worker.send(run_here, (request,), request.seconds + GRACE_S)
             try:
+                worker.send(run_here, (request,), request.seconds + GRACE_S)
                 while (answer := worker.collect()) is None:
                     wait_for([worker], POLL_S)
             except KeyboardInterrupt:

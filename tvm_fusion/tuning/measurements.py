@@ -50,8 +50,8 @@ class Measurements:
             self._shop.place,
             self._settings.seed,
         )
-        meter.send(request, self._settings.run_timeout_s)
         self._jobs[meter.worker] = jobs
+        meter.send(request, self._settings.run_timeout_s)
 
     def collect(self) -> Iterator[tuple[list[Job], Answer]]:
         """What was measured since the last call."""

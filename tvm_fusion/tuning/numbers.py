@@ -74,20 +74,23 @@ def wrong(given: Sequence[Any], wanted: Sequence[Wanted]) -> tuple[str, float]:
 
 
 def error_of(given: Any, reference: Any) -> tuple[float, int]:
-    """The error relative to the largest number of the reference, and how many elements are not
-    finite where the reference is.
+    """The error relative to the largest number of the reference, and how many elements are wrong
+    whatever the error: not finite where the reference is, no number where it is one.
+
+    Where the largest number is 0, the error itself.
     """
     xp = _of(reference)
     finite = xp.isfinite(reference)
     zero = xp.zeros_like(reference)
     widest = wide(given)
-    missing = int((finite & ~xp.isfinite(widest)).sum())
+    strange = xp.isnan(widest) & ~xp.isnan(reference)
+    missing = int(((finite & ~xp.isfinite(widest)) | strange).sum())
     both = finite & xp.isfinite(widest)
-    largest = (
-        float(xp.abs(xp.where(finite, reference, zero)).max()) if len(finite.flatten()) else 0.0
-    )
-    difference = float(xp.abs(xp.where(both, widest - reference, zero)).max()) if largest else 0.0
-    return difference / max(largest, 1e-30), missing
+    if not len(finite.flatten()):
+        return 0.0, missing
+    largest = float(xp.abs(xp.where(finite, reference, zero)).max())
+    difference = float(xp.abs(xp.where(both, widest - reference, zero)).max())
+    return difference / (largest or 1.0), missing
 
 
 def wide(array: Any) -> Any:

@@ -25,6 +25,7 @@ from typing import Any
 from .scratch import scratch_folder
 
 STARTING_S = 60.0  # a new process imports TVM and torch
+ENDING_S = 10.0
 TAIL = 400  # characters of what a process said before it died
 
 
@@ -48,6 +49,9 @@ class Answer:
 
 class Worker:
     """A subprocess for one request at a time, started when it is first needed.
+
+    The process ends with the thread that started it: workers that are to outlive a session have to
+    be used from a thread that lives as long.
 
     Parameters
     ----------
@@ -87,8 +91,9 @@ class Worker:
         try:
             self._start()
             self._connection.send((function, arguments))
-        except (BrokenPipeError, ConnectionError):  # died between requests
+        except OSError:  # it died between requests
             self.stop()
+            self.busy = True
             self._start()
             self._connection.send((function, arguments))
 
@@ -103,7 +108,7 @@ class Worker:
                     self._awaited -= 1
                     continue
                 return self._ended(status, value)
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):
             return self._died()
         if time.monotonic() - self._begun > self._limit:
             answer = self._answer("timeout", why=f"no answer within {self._limit:.0f} s")
@@ -141,7 +146,7 @@ class Worker:
         return answer
 
     def _died(self) -> Answer:
-        code = self._process.wait()
+        code = self._ended_with()
         how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
         self._said.seek(0)
         said = " ".join(self._said.read().decode(errors="replace").split())[-TAIL:]
@@ -151,6 +156,15 @@ class Worker:
         )
         self.stop()
         return answer
+
+    def _ended_with(self) -> int:
+        """The exit status of a process whose end of the connection is closed."""
+        try:
+            return self._process.wait(ENDING_S)
+        except subprocess.TimeoutExpired:  # it hangs on its way out
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            return self._process.wait()
 
     def _answer(self, status: str, value: Any = None, why: str = "") -> Answer:
         self.busy = False

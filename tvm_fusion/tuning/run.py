@@ -12,14 +12,14 @@ from typing import Any
 
 import tvm
 
-from ..errors import BuildError, TargetError
+from ..errors import BuildError, InputError, TargetError
 from ..job import Job
 from ..kernels.registry import added
 from ..plan.decide import caution_of
 from ..plan.judge import measured_whole, times_apart
 from ..plan.plan import FusionPlan
 from .building import Place
-from .choices import class_choices
+from .choices import DEFAULT, class_choices
 from .contested import Contested, Weighed, contested, settled, weighed
 from .database import Database, find_database
 from .joint import JointRuns, local_worker
@@ -35,6 +35,8 @@ from .workshop import make_builders
 
 logger = logging.getLogger(__name__)
 
+# What is as true of an untuned kernel tomorrow; the rest may have been the machine.
+LASTING = ("ok", "wrong", "build")
 JOINT = "joint"  # beside the fields of a kept plan: the joint runs of its contested cuts
 
 
@@ -142,6 +144,8 @@ def tune(
     BuildError
         The plan has no kernel that could be tuned.
     """
+    if meters is not None and not meters:
+        raise InputError("meters: none are given; None makes one of this machine")
     changed = {"trials": trials, "minutes": minutes}
     changed = {key: value for key, value in changed.items() if value is not None}
     settings = replace(load_settings(settings), **changed)
@@ -206,7 +210,11 @@ def _state(task: Task, job: Job, settings: Settings, keeper: Database) -> TaskSt
     except Exception as why:  # of one kernel: compile falls back, too
         logger.warning("%s is not tuned: %s", task.name, why)
         return None
-    known = list(keeper.trials(task.workload))
+    known = [
+        trial
+        for trial in keeper.trials(task.workload)
+        if trial.text != DEFAULT or trial.status in LASTING
+    ]
     evolution = evolution_of(task, job, settings, known)
     state = TaskState(task, choices, settings, evolution, favourites(task, keeper, choices))
     state.restore(known)

@@ -49,7 +49,7 @@ def is_surely_faster(trial: Trial, untuned: Trial, certain_gain: float) -> bool:
     if not trial.us < (1 - certain_gain) * untuned.us:
         return False
     ours, theirs = trial.samples_us, untuned.samples_us
-    if len(ours) < 2:
+    if min(len(ours), len(theirs)) < 2:
         return False
     error = math.hypot(*(statistics.stdev(s) / math.sqrt(len(s)) for s in (ours, theirs)))
     return statistics.mean(theirs) - statistics.mean(ours) > STANDARD_ERRORS * error

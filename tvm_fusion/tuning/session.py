@@ -134,7 +134,7 @@ class Session:
         if self.is_over:
             self._thinkers.stop()
         else:
-            self._thinkers.begin(self.states, self._least_us)
+            self._thinkers.begin(self._open, self._least_us)
         self._measure_next()
         self._build_next()
         busy = [*self._shop.busy, *self._measurements.busy, *self._thinkers.busy]
@@ -162,7 +162,7 @@ class Session:
 
     def _most_valuable(self) -> tuple[TaskState, Choice] | None:
         """The proposal that is expected to save most, if that is worth a trial."""
-        found = [(s.propose(), s) for s in self.states]
+        found = [(s.propose(), s) for s in self._open]
         found = [(p, s) for p, s in found if p is not None]
         if not found:
             return None
@@ -171,6 +171,15 @@ class Session:
             return None
         state.take(proposal)
         return state, proposal.choice
+
+    @property
+    def _open(self) -> list[TaskState]:
+        """The tasks whose trials have an untuned kernel beside them."""
+        return [
+            s
+            for s in self.states
+            if s.untuned_us is None or self._shop.library(s, DEFAULT) is not None
+        ]
 
     @property
     def _least_us(self) -> float:
@@ -190,8 +199,9 @@ class Session:
             if position is None:
                 return
             job = self._waiting.pop(position)
-            untuned = self._shop.library(job.state, DEFAULT)
-            choices = [c for c in (untuned, job.built) if c is not None]
+            choices = [job.built]
+            if job.choice.text != DEFAULT:
+                choices = [self._shop.library(job.state, DEFAULT), job.built]
             self._measurements.begin(meter, choices, [job], self.settings.repeats)
 
     def _next_waiting(self) -> int | None:
@@ -250,7 +260,7 @@ class Session:
     def _restore_untuned(self) -> None:
         """Builds the untuned kernels that were measured before: each trial runs beside one."""
         known = [s for s in self.states if s.untuned_us is not None]
-        self._shop.have((s, s.choices[0]) for s in known)
+        self._shop.have(((s, s.choices[0]) for s in known), lambda: self.is_late)
 
     def _finals(self) -> None:
         """Times the best choices of each task beside the untuned one, with more samples."""

@@ -51,7 +51,7 @@ class Settings:
         Most trials of the session.
     trials_per_task : int
     minutes : float
-        Most time of the session; 0 is no limit.
+        Most time of the trials; 0 is no limit. The final and the joint runs come after it.
     builders : int
         Processes that write and compile kernels; 0 is one per core but one.
     repeats : int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,8 +76,8 @@ class Workshop:
         builder = next(b for b in self.builders if b not in self._building)
         job = Job(state, choice, self.folder / f"{next(self._numbers)}.so")
         request = BuildRequest(self.text(state), choice.kind, choice.text, self.place, job.path)
-        builder.send(build_choice, (request,), self._limit_s)
         self._building[builder] = job
+        builder.send(build_choice, (request,), self._limit_s)
 
     def collect(self) -> list[tuple[Job, Answer]]:
         """What was built since the last call, and what was not and why."""
@@ -106,11 +106,17 @@ class Workshop:
         """The library of a choice, if it was built in this session."""
         return self._libraries.get((state.task.key, text))
 
-    def have(self, wanted: Iterable[tuple[TaskState, Choice]]) -> None:
-        """Builds the libraries that are not there; those that cannot be built are logged."""
+    def have(
+        self,
+        wanted: Iterable[tuple[TaskState, Choice]],
+        is_late: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Builds the libraries that are not there, until it is late; those that cannot be built are
+        logged.
+        """
         left = [(s, choice) for s, choice in wanted if self.library(s, choice.text) is None]
-        while left or self._building:
-            while left and self.is_free:
+        while (left and not is_late()) or self._building:
+            while left and self.is_free and not is_late():
                 self.begin(*left.pop(0))
             wait_for(self.busy, POLL_S)
             for job, answer in self.collect():
