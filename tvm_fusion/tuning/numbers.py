@@ -89,7 +89,8 @@ def error_of(given: Any, reference: Any) -> tuple[float, int]:
     if not len(finite.flatten()):
         return 0.0, missing
     largest = float(xp.abs(xp.where(finite, reference, zero)).max())
-    difference = float(xp.abs(xp.where(both, widest - reference, zero)).max())
+    apart = xp.where(both, widest, zero) - xp.where(both, reference, zero)
+    difference = float(xp.abs(apart).max())
     return difference / (largest or 1.0), missing
 
 
