@@ -7,6 +7,7 @@ import tvm
 from tvm import relax
 
 from tvm_fusion.config import load_policy, resolve_target
+from tvm_fusion.errors import TargetError
 from tvm_fusion.job import Job
 from tvm_fusion.kernels import registry
 from tvm_fusion.tuning.building import Place
@@ -21,7 +22,7 @@ from tvm_fusion.tuning.tasks import tasks_of
 from tvm_fusion.tuning.workshop import make_builders
 
 from .tune_classes import Several
-from .tune_sticky import StickyMeter
+from .tune_sticky import GoneMeter, StickyMeter
 
 SIZE = (512, 1024)
 SETTINGS = load_settings(
@@ -130,6 +131,24 @@ def test_a_process_that_lost_its_device_is_not_used_again(tested, tmp_path):
     session.run()
     assert [t.status for t in kept.found[:3]] == ["ok", "error", "ok"]
     assert "lost" in kept.found[1].why
+
+
+def test_a_server_that_is_gone_for_a_while_costs_no_trial(tested, tmp_path):
+    choices = (DEFAULT, "plain")
+    session, kept, _ = make_session(choices=choices, meter=GoneMeter(tmp_path / "count", 2))
+    session.run()
+    assert [(t.text, t.status) for t in kept.found[:2]] == [
+        (DEFAULT, "ok"),
+        ("Way(way=plain)", "ok"),
+    ]
+
+
+def test_a_session_ends_where_nothing_is_left_to_measure_on(tested, tmp_path):
+    meter = GoneMeter(tmp_path / "count", 100)
+    session, kept, _ = make_session(choices=(DEFAULT, "plain"), meter=meter)
+    with pytest.raises(TargetError, match="nothing is left to measure on: no server answers"):
+        session.run()
+    assert kept.found == []
 
 
 def test_finalists_are_timed_beside_the_untuned_kernel(tested):

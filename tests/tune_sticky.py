@@ -1,5 +1,8 @@
-"""A meter whose device is lost to its process with the second measurement, as by a wild access."""
+"""Meters whose device is lost: to its process with the second measurement, as by a wild access; or
+to all, like a server that is gone.
+"""
 
+from tvm_fusion.errors import TargetError
 from tvm_fusion.tuning.measuring import measure
 from tvm_fusion.tuning.meters import LocalMeter
 
@@ -25,4 +28,24 @@ def measure_or_lose(request, counter):
     _lost = _lost or second
     if _lost:
         raise RuntimeError("the device is lost to this process")
+    return measure(request)
+
+
+class GoneMeter(LocalMeter):
+    """Its first `times` measurements find no server."""
+
+    def __init__(self, counter, times):
+        super().__init__()
+        self.counter, self.times = counter, times
+
+    def send(self, request, limit_s):
+        self.worker.send(measure_or_miss, (request, self.counter, self.times), limit_s)
+
+
+def measure_or_miss(request, counter, times):
+    with open(counter, "a") as file:
+        file.write("x")
+        missing = file.tell() <= times
+    if missing:
+        raise TargetError("no server answers")
     return measure(request)

@@ -113,17 +113,25 @@ def weighed(
     launch_us : float
         What a launch costs beside its kernel.
     """
-    first, *others = (_by_group(found) for found in tasks)
     found = []
-    for cut, of_cut in zip(cuts, others, strict=True):
-        sides = _side(cut.region.careful, first), _side(cut.region.hopeful, of_cut)
-        if None in sides:
-            continue
-        times = [[us_of(task) for task in side] for side in sides]
-        if None in times[0] or None in times[1]:
-            continue
-        found.append(Weighed(cut, *sides, *(sum(t) + launch_us * len(t) for t in times)))
+    for cut, now, other in sides_of(cuts, tasks):
+        times = [[us_of(task) for task in side] for side in (now, other)]
+        if None not in times[0] and None not in times[1]:
+            found.append(Weighed(cut, now, other, *(sum(t) + launch_us * len(t) for t in times)))
     return found
+
+
+def sides_of(
+    cuts: Iterable[Contested], tasks: Sequence[Sequence[Task]]
+) -> Iterator[tuple[Contested, tuple[Task, ...], tuple[Task, ...]]]:
+    """The cuts with the tasks of the plan's launches and of the other ones; those with a launch
+    that is no task are left out. `tasks` are those of the plan, and of each cut's plan.
+    """
+    first, *others = (_by_group(found) for found in tasks)
+    for cut, of_cut in zip(cuts, others, strict=True):
+        now, other = _side(cut.region.careful, first), _side(cut.region.hopeful, of_cut)
+        if now is not None and other is not None:
+            yield cut, now, other
 
 
 def _by_group(tasks: Iterable[Task]) -> dict[tuple[str, ...], Task]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from ..errors import TargetError
 from .building import BuiltChoice
 from .measuring import MeasureRequest
 from .meters import Meter
@@ -11,9 +14,16 @@ from .processes import Answer, Worker
 from .settings import Settings
 from .workshop import Job, Workshop
 
+logger = logging.getLogger(__name__)
+
+LOST = "lost"
+MOST_LOST = 3  # times in a row
+
 
 class Measurements:
     """Has choices measured, one task at a time on each meter.
+
+    A meter that is lost (`processes.Answer`) three times in a row is given up.
 
     Parameters
     ----------
@@ -24,7 +34,8 @@ class Measurements:
     """
 
     def __init__(self, meters: Sequence[Meter], shop: Workshop, settings: Settings) -> None:
-        self.meters, self._shop, self._settings = meters, shop, settings
+        self.meters, self._shop, self._settings = list(meters), shop, settings
+        self._lost: Counter[Worker] = Counter()
         self._jobs: dict[Worker, list[Job]] = {}
 
     @property
@@ -60,7 +71,17 @@ class Measurements:
                 del self._jobs[worker]
                 if answer.status != "ok":
                     worker.stop()  # an error of a device stays with the process that met it
+                self._count(worker, answer)
                 yield jobs, answer
+
+    def _count(self, worker: Worker, answer: Answer) -> None:
+        """Gives a meter up that is lost again and again."""
+        self._lost[worker] = self._lost[worker] + 1 if answer.status == LOST else 0
+        if self._lost[worker] >= MOST_LOST:
+            logger.warning("%s is given up: %s", worker.name, answer.why)
+            self.meters = [meter for meter in self.meters if meter.worker is not worker]
+            if not self.meters:
+                raise TargetError(f"nothing is left to measure on: {answer.why}")
 
     def stop(self) -> None:
         """Ends what is under way."""

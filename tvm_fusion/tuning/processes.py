@@ -35,7 +35,8 @@ class Answer:
 
     Attributes
     ----------
-    status : "ok", "error" (it raised), "crash" (the process died), "timeout" or "memory"
+    status : "ok", "error" (it raised), "crash" (the process died), "timeout", "memory", or "lost"
+        (the machine or the server cannot do it: `TargetError`)
     value : what the function returned, where "ok"
     why : what went wrong
     seconds : from the request to the answer

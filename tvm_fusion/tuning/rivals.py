@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
-from ..plan.plan import PlannedGroup
-from .contested import Contested
+from .contested import Contested, sides_of
 from .state import TaskState
 from .tasks import Task
 
 OPEN = 1.15  # a cut whose kernels take longer than this many times those of the plan is given up
-
-Group = tuple[str, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +44,7 @@ class Rival:
 
 def rivals_of(
     cuts: Iterable[Contested],
-    tasks: Iterable[Sequence[Task]],
+    tasks: Sequence[Sequence[Task]],
     states: Iterable[TaskState],
     launch_us: float,
 ) -> list[Rival]:
@@ -57,28 +53,16 @@ def rivals_of(
     Parameters
     ----------
     cuts : iterable of Contested
-    tasks : iterable of sequences of Task
+    tasks : sequence of sequences of Task
         Of the plan, and of each cut's plan.
     states : iterable of TaskState
         Of these tasks, each once.
     launch_us : float
     """
     by_key = {state.task.key: state for state in states}
-    by_group: dict[Group, TaskState] = {}
-    for task in chain.from_iterable(tasks):
-        for ops in task.groups:
-            if task.key in by_key:
-                by_group[ops] = by_key[task.key]
     rivals = []
-    for cut in cuts:
-        sides = [_side(groups, by_group) for groups in (cut.region.careful, cut.region.hopeful)]
-        if None not in sides:
+    for _, now, other in sides_of(cuts, tasks):
+        sides = [tuple(by_key.get(task.key) for task in side) for side in (now, other)]
+        if None not in sides[0] and None not in sides[1]:
             rivals.append(Rival(*sides, launch_us))
     return rivals
-
-
-def _side(
-    groups: Iterable[PlannedGroup], by_group: Mapping[Group, TaskState]
-) -> tuple[TaskState, ...] | None:
-    states = [by_group.get(g.ops) for g in groups if g.kernel_class != "view"]
-    return None if None in states else tuple(states)

@@ -32,6 +32,7 @@ SERVED_S = 3600  # after which a server of this package ends a session
 STOCK_S = 600  # the same of TVM's own; a kernel that hangs blocks it until then
 CONNECT_S = 5.0
 WAIT_S = 60.0  # for a free server
+POLL_S = 0.5
 MIN_SAMPLE_S = 200e-6  # shorter calls are repeated within a sample
 
 
@@ -185,8 +186,21 @@ def _version(session: Any) -> str | None:
 def _session(host: str, port: int, key: str, lasts_s: float) -> Any:
     from tvm import rpc
 
-    tracker = rpc.connect_tracker(host, port)
-    return tracker.request(key, session_timeout=lasts_s, max_retry=int(WAIT_S))
+    try:
+        tracker = rpc.connect_tracker(host, port)
+        _wait_for_free(tracker, key)
+        return tracker.request(key, session_timeout=lasts_s)
+    except (RuntimeError, OSError) as error:
+        raise TargetError(f"no server {key!r} of {host}:{port} answers: {error}") from error
+
+
+def _wait_for_free(tracker: Any, key: str) -> None:
+    """Waits until a server is free: a request itself would wait for ever."""
+    end = time.monotonic() + WAIT_S
+    while not tracker.summary()["queue_info"].get(key, {}).get("free"):
+        if time.monotonic() > end:
+            raise RuntimeError(f"none is free within {WAIT_S:.0f} s")
+        time.sleep(POLL_S)
 
 
 class RemoteWorker(Worker):

@@ -23,6 +23,7 @@ import tvm_ffi
 from .._version import __version__
 from .meters import LocalMeter
 from .processes import wait_for
+from .worker import end_with
 
 VERSION = "tvm_fusion.version"
 MEASURE = "tvm_fusion.measure"
@@ -30,7 +31,8 @@ POLL_S = 1.0
 
 
 def register() -> None:
-    """Makes the functions known to the sessions of this process."""
+    """Makes the functions known to the sessions of this process, which ends with its parent."""
+    end_with(os.getppid())
     tvm_ffi.register_global_func(VERSION, lambda: __version__, override=True)
     tvm_ffi.register_global_func(MEASURE, measured, override=True)
 

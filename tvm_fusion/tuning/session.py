@@ -21,9 +21,10 @@ from typing import Any, Protocol
 
 import tvm
 
+from ..errors import TargetError
 from .building import Place
 from .choices import DEFAULT, Choice
-from .measurements import Measurements
+from .measurements import LOST, Measurements
 from .measuring import Measurement
 from .meters import Meter
 from .processes import Answer, Worker, wait_for
@@ -189,6 +190,8 @@ class Session:
     def _has_built(self, job: Job, answer: Answer) -> None:
         if answer.status == "ok":
             self._waiting.append(job)
+        elif answer.status == LOST:
+            raise TargetError(f"nothing can be built: {answer.why}")
         else:
             status = "build" if answer.status == "error" else answer.status
             self._note(job, status, why=answer.why)
@@ -212,6 +215,9 @@ class Session:
         return None
 
     def _has_measured(self, jobs: list[Job], answer: Answer) -> None:
+        if answer.status == LOST:  # says nothing of the trial
+            self._waiting[:0] = jobs
+            return
         if answer.status != "ok":
             for job in jobs:
                 self._note(job, answer.status, why=answer.why)

@@ -1,8 +1,8 @@
 """A process that answers requests one by one: `python -m tvm_fusion.tuning.worker FD PARENT`.
 
 What comes through the socket FD is a module-level function and its arguments; what goes back is
-("ok", value) or ("error" | "memory", text). The process ends with PARENT, the process that started
-it, and what it started itself (a compiler) ends with it.
+("ok", value) or ("error" | "memory" | "lost", text). The process ends with PARENT, the process that
+started it, and what it started itself (a compiler) ends with it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import signal
 import subprocess
 import sys
 from multiprocessing.connection import Connection
+
+from ..errors import TargetError
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 EXCERPT = 600  # characters of an error's text
@@ -52,6 +54,8 @@ def answer(function, arguments: tuple) -> tuple[str, object]:
     """The value of a call, or what went wrong."""
     try:
         return "ok", function(*arguments)
+    except TargetError as error:  # of the machine, whatever was asked for
+        return "lost", str(error)
     except MemoryError:
         return "memory", "the process reached its memory limit"
     except Exception as error:  # of one trial: it must not end the process
