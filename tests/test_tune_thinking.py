@@ -160,8 +160,7 @@ def test_a_search_that_dies_or_refuses_is_left_and_the_others_go_on(thinkers, ca
     assert "no design space" in refused.getMessage()
 
 
-def test_a_search_that_hangs_is_left_in_time(thinkers, monkeypatch, caplog):
-    monkeypatch.setattr("tvm_fusion.tuning.processes.STARTING_S", 0.0)
+def test_a_search_that_hangs_is_left_in_time(thinkers, caplog):
     state = a_state(search(propose=tune_proposers.hang))
     think(thinkers, [state])
     assert state.evolution.free == []

@@ -25,7 +25,7 @@ from ..errors import InputError, TargetError, TvmFusionError
 from ..runtime.cubin_cache import available_cores
 from ..tuning.command import to_json
 from ..tuning.meters import LocalMeter
-from ..tuning.processes import stop_all
+from ..tuning.processes import start_all, stop_all
 from ..tuning.run import TuneResult, tune
 from ..tuning.settings import load_settings
 from ..tuning.workshop import make_builders
@@ -67,6 +67,7 @@ def tune_rows(
     builders, meters = make_builders(loaded), [LocalMeter()]
     rows = []
     try:
+        start_all([*builders, *(m.worker for m in meters)])
         for position, name in enumerate(names):
             began = time.monotonic()
             share = max(0.0, end - began) / (len(names) - position)

@@ -11,6 +11,7 @@ import statistics
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -101,6 +102,12 @@ def measure(request: MeasureRequest, site: Site | None = None) -> list[Measureme
         for i, times in zip(right, samples, strict=True):
             found[i] = Measurement(tuple(times), verdicts[i][1], "", case.reference)
     return found
+
+
+def warm_up() -> None:
+    """Imports what measuring takes long to import."""
+    with suppress(ImportError):
+        import torch  # noqa: F401
 
 
 def measure_here(request: MeasureRequest) -> list[Measurement]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from .measuring import MeasureRequest, measure_here
+from .measuring import MeasureRequest, measure_here, warm_up
 from .processes import Worker
 
 
@@ -27,7 +27,7 @@ class LocalMeter:
 
     def __init__(self, gpu: int | None = None) -> None:
         environment = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
-        self.worker = Worker("measurer", environment=environment)
+        self.worker = Worker("measurer", (warm_up, ()), environment)
 
     def send(self, request: MeasureRequest, limit_s: float) -> None:
         """Asks for the measurements of a request."""

@@ -24,7 +24,7 @@ from typing import Any
 
 from .scratch import scratch_folder
 
-STARTING_S = 60.0  # a new process imports TVM and torch
+STARTING_S = 120.0  # that a new process may take to import TVM and torch
 ENDING_S = 10.0
 TAIL = 400  # characters of what a process said before it died
 
@@ -39,7 +39,7 @@ class Answer:
         (the machine or the server cannot do it: `TargetError`)
     value : what the function returned, where "ok"
     why : what went wrong
-    seconds : from the request to the answer
+    seconds : from the request, or from when the process was ready, to the answer
     """
 
     status: str
@@ -59,7 +59,8 @@ class Worker:
     name : str
         For messages.
     setup : (function, arguments), optional
-        Called first in every new process.
+        Called first in every new process, which has `STARTING_S` for it: the limits of requests
+        begin after it.
     environment : mapping, optional
         Variables of the process beside those of this one.
     """
@@ -71,24 +72,22 @@ class Worker:
         environment: dict[str, str] | None = None,
     ) -> None:
         self.name = name
-        self._setup, self._environment = setup, environment or {}
+        self._setup, self._environment = setup or (ready, ()), environment or {}
         self._process: subprocess.Popen | None = None
         self._connection: Connection | None = None
         self._said: Any = None
         self._held = contextlib.ExitStack()  # the folder of temporary files of the process
-        self._begun = self._limit = 0.0
-        self._awaited = 0  # answers that are to come before that of the request
+        self._begun = self._limit = self._asked_s = 0.0
+        self._is_starting = False  # the answer to its setup is to come before that of the request
 
         self.busy = False
 
     def send(self, function: Callable, arguments: tuple, limit_s: float) -> None:
-        """Asks for `function(*arguments)`, a function of a module, within a time.
-
-        A new process has `STARTING_S` more.
-        """
+        """Asks for `function(*arguments)`, a function of a module, within a time."""
         if self.busy:
             raise RuntimeError(f"{self.name} has not answered yet")
         self._begun, self._limit, self.busy = time.monotonic(), limit_s, True
+        self._asked_s = limit_s
         try:
             self._start()
             self._connection.send((function, arguments))
@@ -105,8 +104,9 @@ class Worker:
         try:
             while self._connection.poll():
                 status, value = self._connection.recv()
-                if self._awaited and status == "ok":
-                    self._awaited -= 1
+                if self._is_starting and status == "ok":
+                    self._is_starting = False
+                    self._begun, self._limit = time.monotonic(), self._asked_s
                     continue
                 return self._ended(status, value)
         except (EOFError, OSError):
@@ -142,7 +142,7 @@ class Worker:
         if status == "ok":
             return self._answer("ok", value)
         answer = self._answer(status, why=str(value))
-        if status == "memory" or self._awaited:
+        if status == "memory" or self._is_starting:
             self.stop()  # what is left of its memory is in pieces; a setup that failed stays failed
         return answer
 
@@ -174,7 +174,7 @@ class Worker:
     def _start(self) -> None:
         if self._process is not None:
             return
-        self._limit += STARTING_S
+        self._limit, self._is_starting = STARTING_S, True
         temporary = self._held.enter_context(scratch_folder())
         ours, theirs = socket.socketpair()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `stop`)
@@ -194,10 +194,21 @@ class Worker:
         )
         theirs.close()
         self._connection = Connection(ours.detach())
-        self._awaited = 0
-        if self._setup is not None:
-            self._connection.send(self._setup)
-            self._awaited = 1
+        self._connection.send(self._setup)
+
+
+def ready() -> None:
+    """What a process without a setup is asked first."""
+
+
+def start_all(workers: Sequence[Worker]) -> None:
+    """Starts the processes and waits until they answer; those that fail start with a request."""
+    for worker in workers:
+        worker.send(ready, (), STARTING_S)
+    busy = list(workers)
+    while busy:
+        wait_for(busy, 1.0)
+        busy = [worker for worker in busy if worker.collect() is None]
 
 
 def stop_all(workers: Sequence[Worker]) -> None:
