@@ -40,7 +40,7 @@ from ..config import resolve_target
 from ..errors import TargetError, TvmFusionError
 from ..frontends import load
 from ..runtime.tensors import to_tvm
-from ..runtime.timing import time_calls
+from ..runtime.timing import device_works, time_calls
 from . import metaschedule
 from .accuracy import CEILINGS, checked_error, reference
 from .instance import Instance
@@ -48,7 +48,7 @@ from .options import names_of
 from .peers import tvm_default
 from .record import OURS, header, reason, too_wrong, write
 from .stock_compare import DEFAULT, FORMAT, STOCK, UNTUNED, compare, merge, table
-from .suite import Setup, device_works
+from .suite import Setup
 
 ROWS = ("softmax", "layernorm", "rmsnorm", "bias_gelu", "transpose_add", "chain4")
 BATCH = 16  # of stock's trials; its cost model learns after each

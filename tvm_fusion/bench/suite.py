@@ -10,7 +10,7 @@ import torch
 import tvm
 
 from ..config import HardwareProfile
-from ..runtime.timing import Timing, time_calls
+from ..runtime.timing import Timing, device_works, time_calls
 from . import small, wall, workloads
 from .accuracy import CEILINGS, checked_error, output_shapes, reference
 from .instance import Instance
@@ -78,15 +78,6 @@ def measure(name: str, setup: Setup) -> dict[str, Any]:
     if setup.device == "cuda" and device_works():
         torch.cuda.empty_cache()
     return row
-
-
-def device_works() -> bool:
-    """Whether this process can still use the GPU: one wild access of a kernel ends that."""
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return False
-    return True
 
 
 def _fill(row: dict[str, Any], setup: Setup) -> None:

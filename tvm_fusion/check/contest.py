@@ -11,9 +11,9 @@ Does not handle: regions with symbolic extents or opaque operators, which stay a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import BuildError, TargetError, TvmFusionError
 from ..ir.graph import FusionGraph
@@ -97,12 +97,17 @@ def _prepared(job: Job, part: RegionModule, region: Region) -> tuple[PlanRunner,
     if job.hw.kind == "cuda" and not has_torch_cuda():
         raise TargetError("kernels are timed through torch's profiler, and there is no such torch")
     runner = PlanRunner(part.mod, part.graph, job.hw, job.policy, job.target)
-    inputs = random_inputs(part.mod["main"])
-    for position, value in part.constants.items():
-        inputs[position] = value
-    runner.set_inputs(inputs)
+    fill(runner, part.constants)
     sides = (region.hopeful, region.careful)
     return runner, [part.plan(groups, job.hw.name, job.policy.name) for groups in sides]
+
+
+def fill(runner: PlanRunner, constants: Mapping[int, Any]) -> None:
+    """Gives a runner random inputs, and by position those that are constants of the model."""
+    inputs = random_inputs(runner.low["main"])
+    for position, value in constants.items():
+        inputs[position] = value
+    runner.set_inputs(inputs)
 
 
 class PlanSampler:

@@ -268,3 +268,14 @@ def has_torch_cuda() -> bool:
         except ImportError:
             return False
     return torch.cuda.is_available()
+
+
+def device_works() -> bool:
+    """Whether this process can still use the GPU: one wild access of a kernel ends that."""
+    import torch
+
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True

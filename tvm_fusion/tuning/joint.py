@@ -12,8 +12,6 @@ Does not handle: symbolic extents, opaque operators, devices behind RPC. The sum
 from __future__ import annotations
 
 import logging
-import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,8 +20,7 @@ import tvm
 from tvm import tirx
 
 from ..cache_key import digest
-from ..check.contest import PlanSampler, views_held
-from ..check.inputs import random_inputs
+from ..check.contest import PlanSampler, fill, views_held
 from ..check.sequential import Budget, Duel, settle
 from ..errors import BuildError
 from ..ir.graph import build_graph
@@ -36,7 +33,7 @@ from .lookup import TunedKernels
 from .measuring import forget
 from .meters import LocalMeter
 from .processes import Worker, wait_for
-from .site import is_lost
+from .site import ends_with_device
 from .tasks import Task, key_of
 from .trial_record import Trial
 from .workshop import POLL_S
@@ -105,13 +102,8 @@ def run_here(request: JointRequest) -> Duel | None:
     """
     target, _ = request.place.resolved()
     make_room(target)
-    try:
+    with ends_with_device(target):
         return _run(request)
-    except Exception as error:
-        if is_lost(target):
-            print(f"the device is lost for the process: {error}", file=sys.stderr, flush=True)
-            os._exit(1)
-        raise
 
 
 def make_room(target: tvm.target.Target) -> None:
@@ -134,10 +126,7 @@ def _run(request: JointRequest) -> Duel | None:
         raise BuildError(next(iter(failed.values())))
     if missing := request.trials.keys() - tuned.used.keys():
         raise BuildError(f"the chosen kernels of {', '.join(sorted(missing))} are not used")
-    inputs = random_inputs(mod["main"])
-    for position, value in request.constants.items():
-        inputs[position] = value
-    runner.set_inputs(inputs)
+    fill(runner, request.constants)
     return settle(PlanSampler(runner, plans), budget)
 
 

@@ -6,9 +6,7 @@ A trial is right before it is timed: its outputs, poisoned before, are compared 
 
 from __future__ import annotations
 
-import os
 import statistics
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
@@ -21,7 +19,7 @@ from ..runtime.plan_timing import relative_spread
 from .building import BuiltChoice, Place
 from .case import Case
 from .numbers import wrong
-from .site import Here, Site, is_lost
+from .site import Here, Site, ends_with_device
 from .tasks import key_of, without_stamps
 
 
@@ -112,13 +110,8 @@ def warm_up() -> None:
 
 def measure_here(request: MeasureRequest) -> list[Measurement]:
     """As `measure`, on the device of this process, which ends where an error takes the device."""
-    try:
+    with ends_with_device(request.place.resolved()[0]):
         return measure(request)
-    except Exception as error:
-        if is_lost(request.place.resolved()[0]):
-            print(f"the device is lost for the process: {error}", file=sys.stderr, flush=True)
-            os._exit(1)
-        raise
 
 
 _kept: OrderedDict[tuple, Case] = OrderedDict()

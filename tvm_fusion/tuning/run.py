@@ -31,12 +31,11 @@ from .session import Session
 from .settings import Settings, load_settings
 from .state import TaskState
 from .tasks import Task, tasks_of
+from .trial_record import LASTING
 from .workshop import make_builders
 
 logger = logging.getLogger(__name__)
 
-# What is as true of an untuned kernel tomorrow; the rest may have been the machine.
-LASTING = ("ok", "wrong", "build")
 JOINT = "joint"  # beside the fields of a kept plan: the joint runs of its contested cuts
 
 
@@ -213,7 +212,7 @@ def _state(task: Task, job: Job, settings: Settings, keeper: Database) -> TaskSt
     known = [
         trial
         for trial in keeper.trials(task.workload)
-        if trial.text != DEFAULT or trial.status in LASTING
+        if trial.text != DEFAULT or trial.status in (*LASTING, "build")
     ]
     evolution = evolution_of(task, job, settings, known)
     state = TaskState(task, choices, settings, evolution, favourites(task, keeper, choices))

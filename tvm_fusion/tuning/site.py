@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,7 +17,7 @@ from ..errors import TargetError
 from ..runtime import cubin_cache
 from ..runtime.plan_runner import wall_samples
 from ..runtime.plan_timing import device_samples
-from ..runtime.timing import has_torch_cuda
+from ..runtime.timing import device_works, has_torch_cuda
 
 POISON = 0xFF  # bytes of NaN in every float
 WARMUP = 2
@@ -171,14 +173,13 @@ def site_bytes(value: Any) -> int:
     return int(value.nbytes)
 
 
-def is_lost(target: tvm.target.Target) -> bool:
-    """Whether an error, such as that of a kernel, left this process without its device."""
-    if target.kind.name != "cuda":
-        return False
-    import torch
-
+@contextmanager
+def ends_with_device(target: tvm.target.Target) -> Iterator[None]:
+    """Ends the process where an error, such as that of a kernel, takes its device."""
     try:
-        torch.cuda.synchronize()
-    except RuntimeError:
-        return True
-    return False
+        yield
+    except Exception as error:
+        if target.kind.name == "cuda" and not device_works():
+            print(f"the device is lost for the process: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+        raise

@@ -14,6 +14,7 @@ from typing import Any
 
 KINDS = ("class", "trace")
 STATUSES = ("ok", "build", "crash", "timeout", "memory", "wrong", "error")
+LASTING = ("ok", "wrong")  # said of the kernel, not of the state of the machine
 MOST_US = 1e9  # no launch takes a quarter of an hour; MetaSchedule writes 1e10 s for a failure
 _CLASS_TEXT = re.compile(r"[\x20-\x7e]{1,4096}")
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2}")

@@ -11,7 +11,7 @@ import tvm
 from tvm import tirx
 
 from ...errors import InputError
-from ..trial_record import Trial
+from ..trial_record import LASTING, Trial
 from . import plans
 from .folder import Addition, Folder
 from .guard import Entry
@@ -29,8 +29,6 @@ from .workloads import (
     target_json,
     workload_key,
 )
-
-_LASTING = ("ok", "wrong")  # said of the kernel, not of the state of the machine
 
 
 class Database:
@@ -272,6 +270,6 @@ def _kept(entries: list[Entry]) -> dict[str, dict[tuple[str, str], Trial]]:
     for entry in entries:
         of_workload, trial = found.setdefault(entry.workload, {}), entry.trial
         old = of_workload.get((trial.kind, trial.text))
-        if old is None or trial.status in _LASTING or old.status not in _LASTING:
+        if old is None or trial.status in LASTING or old.status not in LASTING:
             of_workload[trial.kind, trial.text] = trial
     return found
