@@ -306,6 +306,27 @@ def test_every_configuration_computes_the_same(config):
     check(DTYPES[0], config)
 
 
+def widened(dtype):
+    """A transpose whose results are wider than what is loaded."""
+    return lambda bb, x: op.astype(bb.emit(op.permute_dims(x, [1, 0])), dtype)
+
+
+FEW_VECTORS = [  # a tile of fewer loads than the block has threads
+    case_of((1, 0), (2, 40)),
+    *(
+        Case(f"{d}_{wide}", widened(wide), ((shape, d),), lambda x: [x.T])
+        for d, wide, shape in (("float16", "float64", (8, 24)), ("int8", "int64", (8, 48)))
+    ),
+]
+
+
+@pytest.mark.parametrize("case", FEW_VECTORS, ids=lambda c: c.name)
+def test_no_thread_reads_beyond_a_tile(case):
+    program = analyze(case.func())
+    for config in transpose_configs(program, H200):
+        check(case, config)
+
+
 BLOCKS = [
     case_of((1, 0), (64, 128)),
     case_of((0, 2, 1), (3, 64, 96), "float32"),

@@ -165,6 +165,8 @@ class Resources:
 class KernelClass(Protocol):
     """One kind of kernel; see the module docstring.
 
+    `configs` has the best guess first: the one that `write` takes where it gets none.
+
     A class with a true attribute `joins_independent` computes groups that share no data side by
     side in one launch; the search then offers it such groups. One with a method `ranked`, like
     `configs` with the predicted seconds of a launch (or None) beside each configuration, lets

@@ -54,10 +54,16 @@ class Transpose(Pointwise):
         )
 
     def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
-        from .cuda.transpose import transpose_configs
+        from .cuda.transpose import transpose_choices
         from .program import analyze
 
-        return transpose_configs(analyze(func, exact=policy.rounding == "exact"), hw) or [None]
+        return transpose_choices(analyze(func, exact=policy.rounding == "exact"), hw)
+
+    def ranked(
+        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy
+    ) -> list[tuple[float | None, Any]]:
+        """The configurations, none with a time: nothing predicts tiles apart."""
+        return [(None, config) for config in self.configs(func, hw, policy)]
 
     def write(
         self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None

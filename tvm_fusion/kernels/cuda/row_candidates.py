@@ -172,14 +172,15 @@ def _streamed(
         for threads in sorted({fewest, *STREAMING_THREADS}):
             if threads * cluster > max(vectors, fewest):
                 break
-            for unroll in UNROLLS:
-                for prefetch in (False, True):
+            for unroll in UNROLLS if width > 1 else [4 * unroll for unroll in UNROLLS]:
+                has_next = threads * cluster * unroll <= vectors
+                for prefetch in (False, True) if has_next else (False,):
                     config = RowConfig(
                         Form.LOOP,
                         threads,
                         width=width,
                         cluster=cluster,
-                        unroll=unroll if width > 1 else unroll * 4,
+                        unroll=unroll,
                         prefetch=prefetch,
                         load="na" if one_pass else "nc",
                     )

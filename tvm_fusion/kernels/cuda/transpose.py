@@ -19,8 +19,9 @@ from ..program import Program
 from .closed_forms import closed_forms
 from .frame import kernel_frame
 from .memory import WIDEST
-from .pointwise import dispatch, emit_pointwise, pointwise_config
-from .pointwise_part import PointwisePart
+from .pointwise import dispatch, emit_pointwise
+from .pointwise_configs import pointwise_config, pointwise_configs
+from .pointwise_part import PointwiseConfig, PointwisePart
 from .transpose_config import STATIC_SHARED_BYTES, TransposeConfig, transpose_configs
 from .transpose_direct import DirectConfig, DirectPart
 from .transpose_layout import LANES
@@ -29,15 +30,36 @@ from .transpose_part import TransposePart
 if TYPE_CHECKING:
     from ...config import HardwareProfile
 
-__all__ = ["DirectConfig", "TransposeConfig", "emit_transpose", "transpose_configs", "wants_tiles"]
+__all__ = [
+    "DirectConfig",
+    "TransposeConfig",
+    "emit_transpose",
+    "transpose_choices",
+    "transpose_configs",
+    "wants_tiles",
+]
 
-Config = TransposeConfig | DirectConfig
+Config = TransposeConfig | DirectConfig | PointwiseConfig
 Part = TransposePart | DirectPart | PointwisePart
 
 
 def wants_tiles(program: Program, hw: HardwareProfile) -> bool:
     """Whether a load of the program, or of a sibling, is worth a tile."""
     return any(transpose_configs(part, hw) for part in (program, *program.siblings))
+
+
+def transpose_choices(program: Program, hw: HardwareProfile) -> list[Config]:
+    """What `emit_transpose` can be asked for, the best guess first: tiles where a load of the
+    program is worth one, else vectors, in blocks that suit the tiles of its siblings.
+    """
+    if own := transpose_configs(program, hw):
+        return list(own)
+    vectors = pointwise_configs(program, hw)
+    found = (transpose_configs(sibling, hw) for sibling in program.siblings)
+    first = next((configs[0] for configs in found if configs), None)
+    if first is None:
+        return vectors
+    return list(dict.fromkeys(dataclasses.replace(c, threads=first.threads) for c in vectors))
 
 
 def emit_transpose(
@@ -65,14 +87,12 @@ def emit_transpose(
         if any(output.place is not None for output in part.outputs):
             raise Unsupported("the columns of an output are not consecutive")
     found = [transpose_configs(part, hw) for part in programs]
-    if config is not None:
-        found[0] = [config]
-    first = next((configs[0] for configs in found if configs), None)
-    if first is None:
-        return emit_pointwise(program, hw)
-    threads = first.threads
-    chosen = [config or _with_threads(found[0], threads)]
-    chosen += [_with_threads(configs, threads) for configs in found[1:]]
+    if not any(found) and not isinstance(config, TransposeConfig | DirectConfig):
+        return emit_pointwise(program, hw, config)
+    if config is None:
+        config = transpose_choices(program, hw)[0]
+    threads = config.threads
+    chosen = [config, *(_with_threads(configs, threads) for configs in found[1:])]
     parts = [_part(p, c, threads, hw) for p, c in zip(programs, chosen, strict=True)]
     shared = max(getattr(part, "shared_bytes", 0) for part in parts)
     if shared > STATIC_SHARED_BYTES:
@@ -106,5 +126,6 @@ def _part(program: Program, config: Config | None, threads: int, hw: HardwarePro
         return TransposePart(narrow, config)
     if isinstance(config, DirectConfig):
         return DirectPart(narrow, config)
-    guess = pointwise_config(program, hw)
-    return PointwisePart(narrow, dataclasses.replace(guess, threads=threads))
+    if config is None:
+        config = dataclasses.replace(pointwise_config(program, hw), threads=threads)
+    return PointwisePart(narrow, config)

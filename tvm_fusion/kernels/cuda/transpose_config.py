@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 STATIC_SHARED_BYTES = 48 * 1024
 """What a kernel may declare without asking for more at launch."""
 
+GROUPS = (2, 4, 8)
+"""Tiles along p that blocks may walk through before they go on along the columns: what tuning tries
+beside the order of the columns."""
+
 LEAST_USED = 0.3
 """Share of a tile that must exist: axes that fill less are read better element by element."""
 
@@ -104,10 +108,20 @@ def transpose_configs(
 def _configs(
     program: Program, axis: int, width: int, hw: HardwareProfile
 ) -> list[TransposeConfig | DirectConfig]:
-    """Those of one row axis: the whole axis in registers if it is short, tiles, register blocks."""
+    """Those of one row axis: the whole axis in registers if it is short, tiles, the first tile
+    walked otherwise, register blocks.
+    """
     tiles = _tile_configs(program, axis, width, hw)
     direct, blocks = (make(program, axis, width) for make in (direct_config, block_config))
-    return [config for config in (direct, *tiles, blocks) if config is not None]
+    others = _walked_otherwise(program, tiles[0]) if tiles else ()
+    return [config for config in (direct, *tiles, *others, blocks) if config is not None]
+
+
+def _walked_otherwise(program: Program, tile: TransposeConfig) -> Iterator[TransposeConfig]:
+    """A tile with its other loads behind the barrier, and with tiles in another order."""
+    yield replace(tile, early=not tile.early)
+    tiles = math.ceil(program.rows[tile.axis] / tile.rows)
+    yield from (replace(tile, group=group) for group in GROUPS if tiles % group == 0)
 
 
 def _tile_configs(

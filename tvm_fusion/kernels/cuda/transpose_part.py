@@ -6,7 +6,7 @@
     4. reads `width` columns of `stack` rows at a time from there, evaluates, stores 16-byte vectors
 
 Threads beyond the end of an axis repeat its last vector and store nothing, so that only the stores
-are under a condition.
+are under a condition; those beyond the tile load nothing.
 """
 
 from __future__ import annotations
@@ -160,13 +160,16 @@ class TransposePart:
         numbers = [T.Bind(thread + turn * config.threads) for turn in range(turns)]
         lines = [T.Bind(T.truncdiv(number, per_line)) for number in numbers]
         rows = [T.Bind(T.truncmod(number, per_line) * item.vector) for number in numbers]
+        ragged = count % config.threads
+        own = [n < count if ragged and n is numbers[-1] else None for n in numbers]
         for turn in range(turns):
             env = dict(tile.env)
             env[self.program.row_vars[config.axis]] = self.clamped_row(
                 tile.row + rows[turn], item.vector
             )
             env[self.program.column_var] = self.clamped_column(tile.column + lines[turn])
-            with when(None if element.guard is None else substitute(element.guard, env)):
+            guard = None if element.guard is None else substitute(element.guard, env)
+            with when(own[turn], guard):
                 start = substitute(element.offset, env)
                 source = places(frame.buffers[element.param], start, size)
                 target = places(registers, turn * item.vector, size)
@@ -175,8 +178,7 @@ class TransposePart:
         def write(start: int) -> None:
             piece = layout.piece(item.vector * size)
             for turn in range(turns):
-                last = (turn + 1) * config.threads > count
-                with when(numbers[turn] < count if last else None):
+                with when(own[turn]):
                     block = T.truncdiv(lines[turn], config.width)
                     place = T.Bind(layout.place(rows[turn], lines[turn], block) + start)
                     for part in range(0, item.vector * size, piece):
