@@ -152,18 +152,24 @@ def test_without_stock_nothing_is_said():
     assert row["ahead_after"] is None
 
 
-def test_results_of_one_day_are_joined(tmp_path):
-    def saved(name, trials, row):
+def test_results_of_several_runs_are_joined(tmp_path):
+    def saved(name, trials, row, day=1):
         path = tmp_path / name
-        path.write_text(json.dumps({"trials": trials, "command": name, "rows": [row]}))
+        result = {"trials": trials, "command": name, "date": f"2026-01-0{day}", "rows": [row]}
+        path.write_text(json.dumps(result))
         return path
 
     empty = {"failures": {"stock": "no"}, "spent_s": 1.0, "us": {}, "trials": {}}
     empty |= {"ratio": None, "ahead_after": None, "ahead_from": None}
-    first, second = saved("a", 8, {"name": "x"} | empty), saved("b", 8, {"name": "y"} | empty)
+    first, second = saved("a", 8, {"name": "x"} | empty), saved("b", 8, {"name": "y"} | empty, 2)
     result = merge([first, second])
-    assert [row["name"] for row in result["rows"]] == ["x", "y"]
-    assert result["command"] == "a; b"
+    found = [(row["name"], row["date"]) for row in result["rows"]]
+    assert found == [("x", "2026-01-01"), ("y", "2026-01-02")]
+    assert (result["date"], result["command"]) == ("2026-01-02", "a; b")
+    third = saved("c", 8, {"name": "z"} | empty, 3)
+    (tmp_path / "both").write_text(json.dumps(result))
+    again = merge([tmp_path / "both", third])
+    assert [row["date"] for row in again["rows"]] == [f"2026-01-0{day}" for day in (1, 2, 3)]
     assert "  stock: no" in table(result["rows"])
     with pytest.raises(InputError, match="trials differs"):
-        merge([first, saved("c", 9, {"name": "z"} | empty)])
+        merge([first, saved("d", 9, {"name": "z"} | empty)])

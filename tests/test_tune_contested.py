@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from dataclasses import replace
 
 import pytest
@@ -94,10 +93,7 @@ def meter():
 def tuned(meter, monkeypatch):
     """`tune` with trials that are all in the database."""
 
-    def run(session):
-        session.started = time.monotonic()
-
-    monkeypatch.setattr(tune_module.Session, "run", run)
+    monkeypatch.setattr(tune_module.Session, "run", lambda session: None)
 
     def tune(folder):
         options = {"settings": SETTINGS, "policy": "aggressive", "builders": [], "meters": [meter]}

@@ -55,7 +55,6 @@ def test_a_session_measures_on_all_servers(tracker, tested):  # noqa: F811
     assert not [t.why for t in kept.found if t.status == "error"]
     assert {t.text: t.status for t in kept.found} == {
         DEFAULT: "ok",
-        "Way(way=plain)": "ok",
         "Way(way=fast)": "ok",
         "Way(way=wrong)": "wrong",
     }

@@ -13,7 +13,7 @@ from .record import OURS
 
 UNTUNED, STOCK, DEFAULT = "untuned", "stock", "tvm"
 FORMAT = "stock_tuning 1"
-_SAME = ("format", "device", "profile", "date", "versions", "method", "scale", "trials")
+_SAME = ("format", "device", "profile", "versions", "method", "scale", "trials")
 
 
 def compare(row: dict[str, Any]) -> None:
@@ -79,14 +79,15 @@ def _text(value: float | None, form: str) -> str:
 
 
 def merge(paths: Sequence[Path]) -> dict[str, Any]:
-    """Joins results of one machine, day and number of trials; of a row that two have, the later
-    file's counts.
+    """Joins results of one kind of machine and number of trials; of a row that two have, the later
+    file's counts. Each row keeps its date: what it compares was timed in one run.
     """
     results = [json.loads(path.read_text()) for path in paths]
     for path, result in zip(paths, results, strict=True):
         for key in _SAME:
             if result.get(key) != results[0].get(key):
                 raise InputError(f"{path} does not go with {paths[0]}: {key} differs")
-    rows = {row["name"]: row for result in results for row in result["rows"]}
+    rows = {r["name"]: {"date": result["date"], **r} for result in results for r in result["rows"]}
     commands = "; ".join(dict.fromkeys(result["command"] for result in results))
-    return results[0] | {"command": commands, "rows": list(rows.values())}
+    date = max(result["date"] for result in results)
+    return results[0] | {"date": date, "command": commands, "rows": list(rows.values())}

@@ -38,7 +38,6 @@ from .tuning_builds import TUNED, UNTUNED, Builds, build_ahead
 log = logging.getLogger(__name__)
 
 TUNE, TIME = "tune", "time"
-JOINT_S = 10.0  # of each workload, beside its share of the minutes
 
 
 def tune_rows(
@@ -226,7 +225,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         result = _read(args.out)
     else:
         result = header(hw.name, setup.device == "cuda", args.scale, args.repeats)
-        settings = {"trials_per_task": args.trials, "builders": args.builders, "joint_s": JOINT_S}
+        settings = {"trials_per_task": args.trials, "builders": args.builders}
         result |= {"minutes": args.minutes, **settings, "cores": available_cores()}
         result["rows"] = tune_rows(names, setup, args.work_dir, args.minutes, settings)
         _save(result, args.out)

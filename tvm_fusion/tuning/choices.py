@@ -34,11 +34,13 @@ class Choice:
     kind : "class" or "trace"
     text : see the module docstring
     predicted_us : of one launch; None where nothing predicts it
+    like : of `default`, the text of the configuration that it writes
     """
 
     kind: str
     text: str
     predicted_us: float | None = None
+    like: str = ""
 
 
 def text_of(config: Any) -> str:
@@ -82,7 +84,7 @@ def class_choices(
 ) -> list[tuple[Choice, Any]]:
     """What the kernel class of a workload offers, the best guess first, with the configurations.
 
-    The first is `default`, with the time predicted for the best configuration.
+    The first is `default`: the best configuration, which has no choice of its own.
 
     Raises
     ------
@@ -93,9 +95,9 @@ def class_choices(
     if name == "stock":
         return [(Choice(CLASS_CHOICE, DEFAULT), None)]
     ranked = ranked_configs(without_stamps(workload), name, hw, policy)
-    best_us = ranked[0][0] if ranked else None
-    choices = [(Choice(CLASS_CHOICE, DEFAULT, best_us), None)]
-    seen = {DEFAULT}
+    best_us, best = ranked[0] if ranked else (None, None)
+    default = Choice(CLASS_CHOICE, DEFAULT, best_us, text_of(best))
+    choices, seen = [(default, None)], {DEFAULT, default.like}
     for us, config in ranked:
         text = text_of(config)
         if text not in seen:
@@ -126,6 +128,6 @@ def config_of(workload: tirx.PrimFunc, text: str, hw: HardwareProfile, policy: P
         another function.
     """
     for choice, config in class_choices(workload, hw, policy):
-        if choice.text == text:
+        if text in (choice.text, choice.like):
             return config
     raise Unsupported(f"{workload.attrs[CLASS]} does not offer {text} for this function")

@@ -73,7 +73,7 @@ class Search:
         self._left -= len(self.out)
 
     def tell(self, text: str, us: float | None) -> None:
-        """What came of a schedule that it proposed."""
+        """What came of a schedule that it, or another search of the task, proposed."""
         self.out.discard(text)
         self._told.append((text, us))
 
@@ -110,10 +110,10 @@ class Evolution:
             self._best_before = best_us
         for trial in trials:
             for search in self._searches:
-                if trial.text in search.out:
-                    search.tell(trial.text, trial.us)
-                    if not search.out:
-                        self._judge(best_us)
+                proposed = trial.text in search.out
+                search.tell(trial.text, trial.us)
+                if proposed and not search.out:
+                    self._judge(best_us)
 
     @property
     def free(self) -> list[Search]:

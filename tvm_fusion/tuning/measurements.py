@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import statistics
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 
 from ..errors import TargetError
@@ -12,6 +13,7 @@ from .measuring import MeasureRequest
 from .meters import Meter
 from .processes import Answer, Worker
 from .settings import Settings
+from .state import TaskState
 from .workshop import Job, Workshop
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,7 @@ class Measurements:
         self.meters, self._shop, self._settings = list(meters), shop, settings
         self._lost: Counter[Worker] = Counter()
         self._jobs: dict[Worker, list[Job]] = {}
+        self._took_s: dict[str, list[float]] = defaultdict(list)  # by key of a task
 
     @property
     def busy(self) -> list[Worker]:
@@ -71,8 +74,15 @@ class Measurements:
                 del self._jobs[worker]
                 if answer.status != "ok":
                     worker.stop()  # an error of a device stays with the process that met it
+                else:
+                    self._took_s[jobs[0].state.task.key].append(answer.seconds)
                 self._count(worker, answer)
                 yield jobs, answer
+
+    def usual_s(self, state: TaskState) -> float:
+        """What a request of the task takes, by those so far; 0 where there was none."""
+        took_s = self._took_s.get(state.task.key)
+        return statistics.median(took_s) if took_s else 0.0
 
     def _count(self, worker: Worker, answer: Answer) -> None:
         """Gives a meter up that is lost again and again."""

@@ -4,6 +4,7 @@ lines.
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from contextlib import AbstractContextManager
@@ -60,8 +61,8 @@ def status(session: Session) -> str:
     """Trials, best time, gain so far and time left, in a line."""
     best, untuned = session.total_us, session.untuned_us
     gain = f", {100 * (1 - best / untuned):.1f} % less than untuned" if untuned > best else ""
-    limit = session.settings.minutes * 60
-    left = f", {max(0.0, limit - session.seconds) / 60:.1f} min left" if limit else ""
+    left_s = session.limit.left_s
+    left = f", {left_s / 60:.1f} min left" if math.isfinite(left_s) else ""
     return (
         f"{session.trials} of {session.settings.trials} trials, kernels {best:.1f} us{gain}{left}"
     )

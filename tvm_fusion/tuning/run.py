@@ -31,11 +31,13 @@ from .session import Session
 from .settings import Settings, load_settings
 from .state import TaskState
 from .tasks import Task, tasks_of
+from .time_limit import TimeLimit
 from .trial_record import LASTING
 from .workshop import make_builders
 
 logger = logging.getLogger(__name__)
 
+JOINT_SHARE = 0.25  # of the minutes, at most, for joint runs
 JOINT = "joint"  # beside the fields of a kept plan: the joint runs of its contested cuts
 
 
@@ -127,7 +129,8 @@ def tune(
     settings : str, Path, mapping or None
         See `load_settings`.
     trials, minutes : optional
-        In place of those of the settings.
+        In place of those of the settings. The minutes are those of this call, planning and final
+        measurements included.
     builders, meters : sequences of Worker and of Meter, optional
         What builds (`make_builders`) and what measures (see `rpc`); by default processes on this
         machine that end with the session. What is given stays, for the next session.
@@ -148,6 +151,7 @@ def tune(
     changed = {"trials": trials, "minutes": minutes}
     changed = {key: value for key, value in changed.items() if value is not None}
     settings = replace(load_settings(settings), **changed)
+    limit = TimeLimit(settings.minutes)
     job = Job.of(model, target, policy, None, example_inputs, dynamic_shapes)
     if meters is None and not tvm.runtime.device_from_target(job.target).exist:
         raise TargetError(
@@ -177,11 +181,13 @@ def tune(
         if meters is None:
             meters = [LocalMeter()]
             stack.callback(stop_all, [m.worker for m in meters])
-        session = Session(states, keeper, place, settings, builders, meters, watch)
+        worker = local_worker(meters)
+        joint_s = limit.share(JOINT_SHARE, settings.joint_s) if worker is not None else 0.0
+        session = Session(states, keeper, place, settings, builders, meters, watch, limit, joint_s)
         try:
             session.run()
             measured = weighed_cuts(job, cuts, tasks, kernels)
-            runs.run(measured, local_worker(meters), settings.joint_s)
+            runs.run(measured, worker, min(settings.joint_s, limit.left_s))
         except KeyboardInterrupt:
             interrupted = True
     measured = weighed_cuts(job, cuts, tasks, kernels)

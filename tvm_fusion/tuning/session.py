@@ -1,4 +1,4 @@
-"""A tuning session: which trial next, until the trials, the minutes or the gains are used up.
+"""A tuning session: which trial next, until the trials, the time or the gains are used up.
 
     states (one a task) -- the most valuable proposal --> builders --> measurer(s) --> database
        ^  ^      |                                                                       |
@@ -24,6 +24,7 @@ import tvm
 from ..errors import TargetError
 from .building import Place
 from .choices import DEFAULT, Choice
+from .finals import Finals
 from .measurements import LOST, Measurements
 from .measuring import Measurement
 from .meters import Meter
@@ -32,6 +33,7 @@ from .scratch import scratch_folder
 from .settings import Settings
 from .state import TaskState
 from .thinking import Thinkers
+from .time_limit import TimeLimit
 from .trial_record import Trial
 from .workshop import POLL_S, Job, Workshop
 
@@ -61,6 +63,10 @@ class Session:
     meters : sequence of Meter
     watch : callable
         Called with the session after each trial (`progress`).
+    limit : TimeLimit, optional
+        By default the minutes of the settings, from now on; the session leaves `joint_s` of it.
+    joint_s : float
+        To be left for runs of contested cuts, while there are any that may win.
     """
 
     states: Sequence[TaskState]
@@ -70,10 +76,15 @@ class Session:
     builders: Sequence[Worker]
     meters: Sequence[Meter]
     watch: Callable[[Session], None] = lambda session: None
+    limit: TimeLimit | None = None
+    joint_s: float = 0.0
     trials: int = 0
 
+    def __post_init__(self) -> None:
+        self.limit = self.limit or TimeLimit(self.settings.minutes)
+
     def run(self) -> None:
-        """Runs until trials, minutes or gains are used up.
+        """Runs until trials, time or gains are used up; then the finals.
 
         What is under way when it ends, by a KeyboardInterrupt too, is dropped; the processes stay.
         """
@@ -84,12 +95,13 @@ class Session:
         with scratch_folder() as folder:
             self._shop = Workshop(self.builders, self.place, self.settings, folder)
             self._measurements = Measurements(self.meters, self._shop, self.settings)
+            self._finals = Finals(self.states, self._shop, self._measurements, self.settings)
             try:
                 self._restore_untuned()
                 while self._step():
                     pass
                 self._thinkers.stop()
-                self._finals()
+                self._finals.run(self._has_measured)
             finally:
                 self._thinkers.stop()
                 self._shop.abandon()
@@ -98,8 +110,8 @@ class Session:
     # ---- what a watcher may ask
     @property
     def seconds(self) -> float:
-        """Since the session began."""
-        return time.monotonic() - self.started
+        """Since the session began, or the call of `tune` that it belongs to."""
+        return self.limit.seconds
 
     @property
     def total_us(self) -> float:
@@ -112,15 +124,9 @@ class Session:
         return sum(s.task.count * (s.untuned_us or s.task.predicted_us) for s in self.states)
 
     @property
-    def is_late(self) -> bool:
-        """Whether the minutes are used up."""
-        limit = self.settings.minutes * 60
-        return bool(limit and self.seconds >= limit)
-
-    @property
     def is_over(self) -> bool:
         """Whether no trial is to begin."""
-        return self.is_late or self.trials >= self.settings.trials
+        return self.limit.is_near or self.trials >= self.settings.trials
 
     # ---- steps
     def _step(self) -> bool:
@@ -130,7 +136,7 @@ class Session:
         for jobs, answer in self._measurements.collect():
             self._has_measured(jobs, answer)
         self._thinkers.collect()
-        if self.is_late:
+        if self.limit.is_near:
             self._drop()
         if self.is_over:
             self._thinkers.stop()
@@ -260,36 +266,16 @@ class Session:
         job.state.tell([trial])
         if status != "ok":
             job.path.unlink(missing_ok=True)
+        self.limit.kept_s = self._finals.seconds() + self._wanted_joint_s
         self.watch(self)
 
-    # ---- the untuned kernels of a session before, and the finals
+    @property
+    def _wanted_joint_s(self) -> float:
+        contested = any(rival.is_open for state in self.states for rival in state.rivals)
+        return self.joint_s if contested else 0.0
+
+    # ---- the untuned kernels of a session before
     def _restore_untuned(self) -> None:
         """Builds the untuned kernels that were measured before: each trial runs beside one."""
         known = [s for s in self.states if s.untuned_us is not None]
-        self._shop.have(((s, s.choices[0]) for s in known), lambda: self.is_late)
-
-    def _finals(self) -> None:
-        """Times the best choices of each task beside the untuned one, with more samples."""
-        finals = [
-            (s, [Choice(t.kind, t.text, t.predicted_us) for t in s.finalists()])
-            for s in self.states
-            if s.needs_final
-        ]
-        self._shop.have((s, choice) for s, choices in finals for choice in choices)
-        left = []
-        for state, choices in finals:
-            found = [(c, self._shop.library(state, c.text)) for c in choices]
-            jobs = [Job(state, c, built.path, built) for c, built in found if built is not None]
-            if len(jobs) > 1 and jobs[0].choice.text == DEFAULT:
-                left.append(jobs)
-        while left or self._measurements.busy:
-            for meter in self._measurements.free[: len(left)]:
-                jobs = left.pop(0)
-                built = [job.built for job in jobs]
-                self._measurements.begin(meter, built, jobs, self.settings.final_repeats)
-            wait_for(self._measurements.busy, POLL_S)
-            for jobs, answer in self._measurements.collect():
-                if answer.status == "ok":
-                    self._has_measured(jobs, answer)
-                else:  # what was measured of each by itself stays
-                    logger.warning("%s: no final: %s", jobs[0].state.task.name, answer.why)
+        self._shop.have(((s, s.choices[0]) for s in known), lambda: self.limit.is_near)

@@ -51,7 +51,8 @@ class Settings:
         Most trials of the session.
     trials_per_task : int
     minutes : float
-        Most time of the trials; 0 is no limit. The final and the joint runs come after it.
+        Most time of all; 0 is no limit. The trials end when what is left is needed for the finals
+        and the joint runs.
     builders : int
         Processes that write and compile kernels; 0 is one per core but one.
     repeats : int
@@ -66,7 +67,8 @@ class Settings:
         After which a design space of a task is given up, where a batch of its schedules is awaited.
     joint_s : float
         Most time after the trials, for all contested cuts together, in which these are run both
-        ways with their tuned kernels; those it does not reach are decided by sums.
+        ways with their tuned kernels (a quarter of the minutes at most); those it does not reach
+        are decided by sums.
     build_memory_bytes : int
         That writing and compiling one kernel may take.
     least_gain : float

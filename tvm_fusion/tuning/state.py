@@ -35,7 +35,7 @@ class TaskState:
     ----------
     task : Task
     choices : list of Choice
-        Of its kernel class, `default` first, the best guess next.
+        Of its kernel class, `default` first.
     settings : Settings
     evolution : Evolution, optional
         Where schedules are evolved for it.
@@ -56,14 +56,10 @@ class TaskState:
 
     def __post_init__(self) -> None:
         self._position = {choice.text: i for i, choice in enumerate(self.choices)}
-        texts = [self._like(choice) for choice in self.choices]
-        predicted = [choice.predicted_us for choice in self.choices]
+        texts = [choice.like or choice.text for choice in self.choices]
+        usual = self.choices[0].predicted_us or self.task.predicted_us
+        predicted = [choice.predicted_us or usual for choice in self.choices]
         self._surrogate = Surrogate(texts, predicted, self.settings.spread)
-
-    def _like(self, choice: Choice) -> str:
-        """`default` is the first configuration, for all that is known."""
-        first = self.choices[1].text if len(self.choices) > 1 else choice.text
-        return first if choice.text == DEFAULT else choice.text
 
     # ---- results
     @property
@@ -152,7 +148,7 @@ class TaskState:
 
     def _of_class(self) -> Proposal | None:
         tried = self.trials.keys() | self.pending
-        left = [i for i, choice in enumerate(self.choices) if choice.text not in tried]
+        left = [i for i, c in enumerate(self.choices) if c.text not in tried]
         if not left or "class" not in self.settings.spaces:
             return None
         for text in self.favourites:

@@ -1,8 +1,7 @@
 """What the trials so far say of the choices that were not tried: a Gaussian process.
 
 It models log(measured / predicted) over the choices of one task: what was measured corrects the
-prediction of choices like it, and the more the more alike they are. Where nothing predicts a time,
-the prediction is that of the first choice for all. With the kernel
+prediction of choices like it, and the more the more alike they are. With the kernel
 k(a, b) = s^2 exp(-d(a, b) / l), d the number of settings by which two choices differ (numbers by
 the logarithm of their ratio), mean and variance are those of Rasmussen and Williams, "Gaussian
 Processes for Machine Learning", equations 2.25 and 2.26.
@@ -18,6 +17,7 @@ import numpy as np
 
 from .choices import fields_of
 
+LEAST_US = 1e-3
 FARTHEST = 1.0  # between two values of one setting, however far apart
 
 
@@ -46,16 +46,13 @@ class Surrogate:
     ----------
     texts : sequence of str
         The choices.
-    predicted_us : sequence of float or None
+    predicted_us : sequence of float
     spread : Spread
     """
 
-    def __init__(
-        self, texts: Sequence[str], predicted_us: Sequence[float | None], spread: Spread
-    ) -> None:
+    def __init__(self, texts: Sequence[str], predicted_us: Sequence[float], spread: Spread) -> None:
         self.spread = spread
-        first = next((us for us in predicted_us if us is not None), 1.0)
-        self.prior = np.log([first if us is None else us for us in predicted_us])
+        self.prior = np.log(np.maximum(predicted_us, LEAST_US))
         self._likeness = np.exp(-_distances([fields_of(t) for t in texts]) / spread.length)
 
     def beliefs(self, measured: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:

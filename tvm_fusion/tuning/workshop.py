@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +58,7 @@ class Workshop:
         self.builders, self.place, self.folder = builders, place, folder
         self._limit_s = settings.build_timeout_s
         self._building: dict[Worker, Job] = {}
+        self._took_s: list[float] = []
         self._libraries: dict[tuple[str, str], BuiltChoice] = {}
         self._texts: dict[str, str] = {}
         self._numbers = itertools.count()
@@ -70,6 +72,11 @@ class Workshop:
     def busy(self) -> list[Worker]:
         """The builders that have something to do."""
         return list(self._building)
+
+    @property
+    def usual_s(self) -> float:
+        """What building a choice takes, by those so far; 0 where there was none."""
+        return statistics.median(self._took_s) if self._took_s else 0.0
 
     def begin(self, state: TaskState, choice: Choice) -> None:
         """Has a free builder build a choice."""
@@ -87,6 +94,7 @@ class Workshop:
                 del self._building[builder]
                 if answer.status == "ok":
                     job.built = answer.value
+                    self._took_s.append(answer.seconds)
                 found.append((job, answer))
         return found
 

@@ -173,7 +173,7 @@ def _streamed(
             if threads * cluster > max(vectors, fewest):
                 break
             for unroll in UNROLLS if width > 1 else [4 * unroll for unroll in UNROLLS]:
-                has_next = threads * cluster * unroll <= vectors
+                has_next = 2 * threads * cluster * unroll <= vectors
                 for prefetch in (False, True) if has_next else (False,):
                     config = RowConfig(
                         Form.LOOP,
