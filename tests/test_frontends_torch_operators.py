@@ -99,6 +99,17 @@ def test_convolutions_have_the_type_of_their_input(module, shape, dtype):
     check(module().to(dtype), torch.randn(shape).to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("shape", [(2, 8, 3, 5), (2, 8, 6)])
+def test_groups_of_channels_are_normalized(dtype, affine, shape):
+    norm = nn.GroupNorm(4, 8, eps=1e-3, affine=affine)
+    if affine:
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+    check(norm.to(dtype), torch.randn(shape).to(dtype))
+
+
 @pytest.mark.parametrize(
     "function",
     [

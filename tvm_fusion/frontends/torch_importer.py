@@ -1,7 +1,7 @@
 """TVM's translator of exported programs, with its numerical faults put right.
 
-What differs from TVM 0.27, beside the converters of torch_operators.py, torch_products.py,
-torch_attention.py and torch_writes.py:
+What differs from TVM 0.27, beside the converters of torch_operators.py, torch_norms.py,
+torch_products.py, torch_attention.py and torch_writes.py:
 - What depends on no input is a constant (torch_constants.py).
 - Inputs that the model writes into are changed (torch_writes.py).
 - A permutation that undoes the one before it disappears.
@@ -20,6 +20,7 @@ from tvm.relax.frontend.torch.exported_program_translator import ExportedProgram
 
 from tvm_fusion.frontends import (
     torch_attention,
+    torch_norms,
     torch_operators,
     torch_products,
     torch_writes,
@@ -29,6 +30,7 @@ from tvm_fusion.frontends.torch_symbols import shape_of, symbols_of
 
 CONVERTERS = {
     **torch_operators.CONVERTERS,
+    **torch_norms.CONVERTERS,
     **torch_products.CONVERTERS,
     **torch_attention.CONVERTERS,
     **torch_writes.CONVERTERS,

@@ -14,7 +14,7 @@ from .constant_permutes import legalize_permute
 from .decompose import Decompose
 from .drop_empty import DropEmpty, check_defined
 from .fix_bool_arithmetic import FixBoolArithmetic
-from .half_batch_norm import legalize_batch_norm
+from .half_operators import LEGALIZERS
 from .hidden_weights import BindWeights
 from .layout import CancelLayouts
 from .lean_constants import LeanConstants
@@ -23,6 +23,7 @@ from .scalar_where import legalize_where
 from .split_reductions import SplitReductions
 from .unique_names import UniqueNames
 from .unpack_stacks import UnpackStacks
+from .widen_sorts import WidenSorts
 
 
 def lower(
@@ -93,13 +94,14 @@ def legalize(
     gpu = _gpu(hw)
     operators = relax.transform.LegalizeOps(
         {
-            "relax.nn.batch_norm": legalize_batch_norm,
+            **LEGALIZERS,
             "relax.permute_dims": legalize_permute,
             "relax.where": legalize_where,
         }
     )
     passes = [
         *([SplitReductions(gpu)] if gpu is not None else []),
+        *([WidenSorts()] if target.kind.name == "llvm" else []),
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),
         operators,

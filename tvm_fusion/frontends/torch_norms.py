@@ -1,0 +1,65 @@
+"""Converters for normalizations over groups of channels.
+
+What differs from TVM 0.27:
+- There may be no weight and no bias (TVM stops at a null pointer).
+- bfloat16 is computed in float32, as PyTorch does (TVM's operator refuses it).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import fx
+from tvm import relax
+
+from tvm_fusion.frontends.torch_operators import Converter, bound_arguments
+
+if TYPE_CHECKING:
+    from tvm_fusion.frontends.torch_importer import Importer
+
+CHANNELS = 1  # their axis
+
+
+def _group_norm(importer: Importer, node: fx.Node) -> relax.Expr:
+    """group_norm(input, num_groups, weight, bias, eps)."""
+    given = bound_arguments(node)
+    return _normalized(importer, node, given, given["num_groups"])
+
+
+def _native_group_norm(importer: Importer, node: fx.Node) -> relax.Expr:
+    """native_group_norm(input, weight, bias, N, C, HxW, group, eps): (result, mean, rstd), of which
+    only the result is ever used in a model that is not trained.
+    """
+    given = bound_arguments(node)
+    return relax.Tuple([_normalized(importer, node, given, given["group"])])
+
+
+def _normalized(importer: Importer, node: fx.Node, given: dict, groups: int) -> relax.Expr:
+    like = given["input"].meta["val"]
+    dtype = importer._convert_data_type(like.dtype)
+    wide = "float32" if like.dtype is torch.bfloat16 else dtype
+    channels = like.shape[CHANNELS]
+
+    def parameter(name: str, missing: float) -> relax.Expr:
+        if given[name] is None:
+            return relax.const(np.full(channels, missing), wide)
+        return importer.operand(given[name], wide)
+
+    result = relax.op.nn.group_norm(
+        importer.operand(given["input"], wide),
+        parameter("weight", 1.0),
+        parameter("bias", 0.0),
+        num_groups=groups,
+        channel_axis=CHANNELS,
+        axes=list(range(CHANNELS + 1, like.dim())),
+        epsilon=given["eps"],
+    )
+    return importer.cast(importer.emit(result), dtype)
+
+
+CONVERTERS: dict[str, Converter] = {
+    "group_norm.default": _group_norm,
+    "native_group_norm.default": _native_group_norm,
+}

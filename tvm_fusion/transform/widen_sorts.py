@@ -1,0 +1,68 @@
+"""Sorts of bfloat16 on a CPU, done in float32: TVM's runtime takes the two bytes of an element for
+the four of a float32, reads and writes beyond the tensors, and orders the wrong numbers.
+
+    Before                                          After
+    lv: R.Tensor((n,), "bfloat16") = R.sort(x)      lv_: R.Tensor((n,), "float32") = R.astype(x)
+                                                    lv1_: R.Tensor((n,), "float32") = R.sort(lv_)
+                                                    lv: R.Tensor((n,), "bfloat16") = R.astype(lv1_)
+
+Every bfloat16 is a float32, so order, ties and values stay. Does not handle: `median`, which
+`half_operators` legalizes, and sorts inside of vision operators.
+"""
+
+import tvm
+from tvm import relax
+from tvm.ir import IRModule, Op
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+SORTS = ("relax.argsort", "relax.sort", "relax.topk")
+
+
+@tvm.transform.module_pass(opt_level=0, name="WidenSorts")
+class WidenSorts:
+    """See the module docstring. Runs before DispatchSortScan; a module without such sorts is
+    returned as it is.
+    """
+
+    def transform_module(self, mod: IRModule, _ctx: tvm.transform.PassContext) -> IRModule:
+        """Rewrite the Relax functions that hold such a sort."""
+        widener = _Widener(mod)
+        for var, function in mod.functions.items():
+            if isinstance(function, relax.Function):
+                widener.rewrite(var, function)
+        return widener.builder_.finalize() if widener.changed else mod
+
+
+@mutator
+class _Widener(PyExprMutator):
+    def __init__(self, mod: IRModule) -> None:
+        super().__init__(mod)
+        self.changed = False
+
+    def rewrite(self, var: tvm.ir.GlobalVar, function: relax.Function) -> None:
+        """Put the rewritten function in the place of the old one."""
+        before, self.changed = self.changed, False
+        rewritten = self.visit_expr(function)
+        if self.changed:
+            self.builder_.update_func(var, rewritten)
+        self.changed |= before
+
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        call = super().visit_call_(call)
+        if (
+            not isinstance(call.op, Op)
+            or call.op.name not in SORTS
+            or not _is_bfloat16(call.args[0])
+        ):
+            return call
+        self.changed = True
+        wide = self.builder_.emit(relax.op.astype(call.args[0], "float32"))
+        found = self.builder_.emit(relax.Call(call.op, [wide], call.attrs))
+        if not isinstance(call.ty, relax.TupleType):
+            return relax.op.astype(found, "bfloat16") if _is_bfloat16(call) else found
+        values, indices = (self.builder_.emit(relax.TupleGetItem(found, n)) for n in range(2))
+        return relax.Tuple([self.builder_.emit(relax.op.astype(values, "bfloat16")), indices])
+
+
+def _is_bfloat16(expr: relax.Expr) -> bool:
+    return isinstance(expr.ty, relax.TensorType) and expr.ty.dtype == "bfloat16"
