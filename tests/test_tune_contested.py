@@ -96,7 +96,7 @@ def tuned(meter, monkeypatch):
     monkeypatch.setattr(tune_module.Session, "run", lambda session: None)
 
     def tune(folder):
-        options = {"settings": SETTINGS, "policy": "aggressive", "builders": [], "meters": [meter]}
+        options = {"settings": SETTINGS, "policy": "aggressive", "meters": [meter]}
         return tvm_fusion.tune(None, "llvm", database=folder, **options)
 
     return tune

@@ -1,7 +1,7 @@
 """Command line: ``python -m tvm_fusion {compile,explain,verify,bench,calibrate,tune}``.
 
-Exit status: 0, or 1 if a check failed, or 2 for bad input. The report goes to standard output, and
-with ``--json`` nothing but one JSON object does.
+Exit status: 0, or 1 if a check failed, or 2 for bad input, or 130 if interrupted. The report goes
+to standard output, and with ``--json`` nothing but one JSON object does.
 """
 
 import argparse
@@ -9,12 +9,12 @@ import contextlib
 import json
 import os
 import sys
-import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from ._arguments import POLICY_HELP, model_of, policy_of
 from .errors import ConfigError, InputError, PlanError, TvmFusionError, VerificationError
 from .report.model import Report
 from .report.why import restrict, why
@@ -168,9 +168,7 @@ def _add_common_arguments(command: argparse.ArgumentParser, suites: bool) -> Non
         model.add_argument("--suite", metavar="SUITE", help="a suite, or workloads by commas")
         add_suite_arguments(command, model)
     command.add_argument("--target", help="llvm, cuda, a device like nvidia_h200, or a profile")
-    command.add_argument(
-        "--policy", help="default, conservative, aggressive, a .toml file, or KEY=VALUE[,KEY=VALUE]"
-    )
+    command.add_argument("--policy", help=POLICY_HELP)
     command.add_argument("--plan", metavar="FILE", help="run this plan instead of searching one")
     command.add_argument("--json", action="store_true", help="print one JSON object")
     command.set_defaults(output=None, why=None)
@@ -186,12 +184,12 @@ def _run(args: argparse.Namespace) -> Report:
     target, _ = resolve_target(args.target)
     options = {
         "target": args.target,
-        "policy": _with_budget(load_policy(_policy(args.policy)), args),
+        "policy": _with_budget(load_policy(policy_of(args.policy)), args),
         "plan": _plan_file(args.plan),
     }
     if args.output is not None and not Path(args.output).absolute().parent.is_dir():
         raise InputError(f"cannot write {args.output}: there is no such directory")
-    model = _model(args, target)
+    model = model_of(args, target)
     if args.command == "explain":
         asked = {name: getattr(args, name) for name in ("probe", "measure", "bound")}
         return compiler.explain(model, **options, **asked)
@@ -232,30 +230,6 @@ def _verified(report: Report) -> Report:
     return report
 
 
-def _model(args: argparse.Namespace, target: Any) -> Any:
-    """The model file's path, or the module of the demo."""
-    if args.demo:
-        from .demo import demo_module
-
-        return demo_module(target.kind.name)
-    if not Path(args.model).is_file():
-        raise InputError(f"no such model file: {args.model}")
-    return args.model
-
-
-def _policy(text: str | None) -> Any:
-    """A policy's name or path, or the mapping that KEY=VALUE,... spells."""
-    if text is None or "=" not in text:
-        return text
-    policy = {}
-    for item in text.split(","):
-        key, separator, value = (part.strip() for part in item.partition("="))
-        if not separator:
-            raise ConfigError(f"--policy: expected KEY=VALUE, got {item!r}")
-        policy[key] = _literal(value)
-    return policy
-
-
 def _with_budget(policy: "Policy", args: argparse.Namespace) -> "Policy":
     """The policy, with the budget of the command line where it names one."""
     budget = getattr(args, "budget", None)
@@ -264,14 +238,6 @@ def _with_budget(policy: "Policy", args: argparse.Namespace) -> "Policy":
     if not args.measure:
         raise ConfigError("--budget: the seconds of --measure, which is not asked for")
     return replace(policy, measure_budget_s=budget)
-
-
-def _literal(text: str) -> Any:
-    """A TOML value; a bare word is a string."""
-    try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
-        return text
 
 
 def _plan_file(path: str | None) -> Path | None:

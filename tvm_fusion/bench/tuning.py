@@ -26,7 +26,8 @@ from ..runtime.cubin_cache import available_cores
 from ..tuning.command import to_json
 from ..tuning.meters import LocalMeter
 from ..tuning.processes import start_all, stop_all
-from ..tuning.run import TuneResult, tune
+from ..tuning.result import TuneResult
+from ..tuning.run import tune
 from ..tuning.settings import load_settings
 from ..tuning.workshop import make_builders
 from .accuracy import CEILINGS, checked_error, reference

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
+from .._arguments import POLICY_HELP, model_of, policy_of
 from ..errors import InputError
-from .run import TuneResult
+from .result import TuneResult
 
 INTERRUPTED = 130
 
@@ -30,9 +32,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--work-dir", metavar="DIR", type=Path, required=True, help="the folder of the database"
     )
     command.add_argument("--target", help="llvm, cuda, a device like nvidia_h200, or a profile")
-    command.add_argument("--policy", help="default, conservative, aggressive or a .toml file")
-    command.add_argument("--trials", type=int, metavar="N", help="most trials")
-    command.add_argument("--minutes", type=float, metavar="M", help="most minutes; 0 is no limit")
+    command.add_argument("--policy", help=POLICY_HELP)
+    command.add_argument("--trials", type=int, metavar="N", help="most trials of this session")
+    command.add_argument(
+        "--minutes", type=float, metavar="M", help="most minutes of this session; 0 is no limit"
+    )
     command.add_argument("--settings", metavar="FILE", help="a .toml file like configs/tune_*.toml")
     command.add_argument(
         "--rpc", metavar="HOST:PORT", help="measure on the servers of a TVM RPC tracker"
@@ -59,44 +63,46 @@ def main(args: argparse.Namespace) -> int:
 
 def _session(args: argparse.Namespace) -> int:
     from .progress import shown
-    from .run import tune
 
-    with shown() as watch:
-        result = tune(
-            _model(args),
-            args.target,
-            database=args.work_dir,
-            settings=args.settings,
-            trials=args.trials,
-            minutes=args.minutes,
-            policy=args.policy,
-            meters=_meters(args),
-            watch=watch,
-        )
+    try:
+        with shown() as watch:
+            result = _tuned(args, watch)
+    except KeyboardInterrupt:
+        return _interrupted("before the first trial; the same command begins again")
     print(json.dumps(to_json(result)) if args.json else table(result))
     if result.interrupted:
-        print(
-            "interrupted; what was measured is kept, and the same command goes on: "
-            + " ".join(["python -m tvm_fusion", *sys.argv[1:]]),
-            file=sys.stderr,
-        )
-        return INTERRUPTED
+        return _interrupted("what was measured is kept, and the same command goes on")
     return 0
 
 
-def _model(args: argparse.Namespace) -> Any:
-    if args.demo:
-        from ..config import resolve_target
-        from ..demo import demo_module
+def _tuned(args: argparse.Namespace, watch: Any) -> TuneResult:
+    from ..config import resolve_target
+    from .run import tune
 
-        return demo_module(resolve_target(args.target)[0].kind.name)
-    if not Path(args.model).is_file():
-        raise InputError(f"no such model file: {args.model}")
-    return args.model
+    target, _ = resolve_target(args.target)
+    return tune(
+        model_of(args, target),
+        args.target,
+        database=args.work_dir,
+        settings=args.settings,
+        trials=args.trials,
+        minutes=args.minutes,
+        policy=policy_of(args.policy),
+        meters=_meters(args),
+        watch=watch,
+    )
+
+
+def _interrupted(what: str) -> int:
+    command = shlex.join(["python", "-m", "tvm_fusion", *sys.argv[1:]])
+    print(f"interrupted; {what}: {command}", file=sys.stderr)
+    return INTERRUPTED
 
 
 def _meters(args: argparse.Namespace) -> Any:
     if args.rpc is None:
+        if args.key is not None:
+            raise InputError("--key names servers of the tracker that --rpc names: give both")
         return None
     if args.key is None:
         raise InputError("--rpc needs --key: the name under which the servers registered")
@@ -106,11 +112,15 @@ def _meters(args: argparse.Namespace) -> Any:
 
 
 def to_json(result: TuneResult) -> dict[str, Any]:
-    """What a session did, as a JSON object."""
+    """What a session did, as a JSON object: `trials` are of this session, those of tasks all that
+    the database has; the sums of times are without the kernels that are `untimed`.
+    """
     return {
         "trials": result.trials,
         "seconds": round(result.seconds, 1),
         "interrupted": result.interrupted,
+        "ended": result.ended,
+        "untimed": [task.name for task in result.untimed],
         "untuned_us": round(result.untuned_us, 3),
         "best_us": round(result.best_us, 3),
         "tasks": [
@@ -137,10 +147,9 @@ def table(result: TuneResult) -> str:
             f"{name[:44]:44} {t.count:8d} {t.trials:7d} {t.failed:7d} "
             f"{_us(t.untuned_us):>9} {_us(t.best_us):>9}"
         )
-    lines.append(
-        f"{result.trials} trials in {result.seconds:.0f} s: kernels "
-        f"{result.untuned_us:.1f} -> {result.best_us:.1f} us"
-    )
+    lines.append(f"this session: {result.trials} trials in {result.seconds:.0f} s; {result.ended}")
+    missing = f" (without {len(result.untimed)} not measured)" if result.untimed else ""
+    lines.append(f"kernels {result.untuned_us:.1f} -> {result.best_us:.1f} us{missing}")
     if any(not t.count for t in result.tasks):
         lines.append("(in brackets: kernels of other ways to cut the plan)")
     return "\n".join(lines)

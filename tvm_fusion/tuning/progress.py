@@ -63,9 +63,9 @@ def status(session: Session) -> str:
     gain = f", {100 * (1 - best / untuned):.1f} % less than untuned" if untuned > best else ""
     left_s = session.limit.left_s
     left = f", {left_s / 60:.1f} min left" if math.isfinite(left_s) else ""
-    return (
-        f"{session.trials} of {session.settings.trials} trials, kernels {best:.1f} us{gain}{left}"
-    )
+    partly = " (partly predicted)" if session.is_partly_predicted else ""
+    trials = f"{session.trials} of {session.settings.trials} trials"
+    return f"{trials}, kernels {best:.1f} us{partly}{gain}{left}"
 
 
 def shown() -> Lines | Bar:

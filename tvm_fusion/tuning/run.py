@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import tvm
 
-from ..errors import BuildError, InputError, TargetError
+from ..errors import InputError, TargetError
 from ..job import Job
 from ..kernels.registry import added
 from ..plan.decide import caution_of
@@ -22,10 +21,12 @@ from .building import Place
 from .choices import DEFAULT, class_choices
 from .contested import Contested, Weighed, contested, settled, weighed
 from .database import Database, find_database
+from .interrupts import held_interrupts
 from .joint import JointRuns, local_worker
 from .lookup import TunedKernels, plan_key
 from .meters import LocalMeter, Meter
 from .processes import Worker, stop_all
+from .result import TuneResult, tuned_task
 from .rivals import rivals_of
 from .session import Session
 from .settings import Settings, load_settings
@@ -38,66 +39,8 @@ from .workshop import make_builders
 logger = logging.getLogger(__name__)
 
 JOINT_SHARE = 0.25  # of the minutes, at most, for joint runs
+INTERRUPT = "interrupted"
 JOINT = "joint"  # beside the fields of a kept plan: the joint runs of its contested cuts
-
-
-@dataclass(frozen=True)
-class TunedTask:
-    """What tuning found for one kernel.
-
-    Attributes
-    ----------
-    name : str
-    count : int
-        Launches of the plan; 0 for a kernel of a cut that could be made otherwise.
-    trials, failed : int
-        All, and those of them that did not give a time.
-    untuned_us, best_us : float or None
-        Measured; None where nothing ran.
-    choice : str
-        The kernel to be used.
-    """
-
-    name: str
-    count: int
-    trials: int
-    failed: int
-    untuned_us: float | None
-    best_us: float | None
-    choice: str
-
-
-@dataclass(frozen=True)
-class TuneResult:
-    """What a session did.
-
-    Attributes
-    ----------
-    tasks : tuple of TunedTask
-    plan : FusionPlan
-        The plan as measurements settle it, kept in the database.
-    trials : int
-        Of this session.
-    seconds : float
-    interrupted : bool
-        Whether it was ended by the user; the same call goes on.
-    """
-
-    tasks: tuple[TunedTask, ...]
-    plan: FusionPlan
-    trials: int
-    seconds: float
-    interrupted: bool
-
-    @property
-    def untuned_us(self) -> float:
-        """Time of the plan's kernels untuned, those that were measured."""
-        return sum(t.count * t.untuned_us for t in self.tasks if t.untuned_us and t.best_us)
-
-    @property
-    def best_us(self) -> float:
-        """Time of the same kernels tuned."""
-        return sum(t.count * t.best_us for t in self.tasks if t.untuned_us and t.best_us)
 
 
 def tune(
@@ -142,15 +85,13 @@ def tune(
     TargetError
         This machine cannot run what is tuned, and no `meters` are given.
     InputError
-        The model, the settings or the database cannot be used.
-    BuildError
-        The plan has no kernel that could be tuned.
+        The model, the settings or the database cannot be used, or the plan has no kernel that
+        could be tuned.
     """
-    if meters is not None and not meters:
-        raise InputError("meters: none are given; None makes one of this machine")
-    changed = {"trials": trials, "minutes": minutes}
-    changed = {key: value for key, value in changed.items() if value is not None}
-    settings = replace(load_settings(settings), **changed)
+    for name, workers in (("builders", builders), ("meters", meters)):
+        if workers is not None and not workers:
+            raise InputError(f"{name}: none are given; None makes those of this machine")
+    settings = load_settings(settings, trials=trials, minutes=minutes)
     limit = TimeLimit(settings.minutes)
     job = Job.of(model, target, policy, None, example_inputs, dynamic_shapes)
     if meters is None and not tvm.runtime.device_from_target(job.target).exist:
@@ -168,33 +109,40 @@ def tune(
         for state in rival.other:
             state.rivals.append(rival)
     if not states:
-        raise BuildError("the plan has no kernel that could be tuned")
+        raise InputError("there is nothing to tune: the plan has no kernel with choices")
     place = Place(target_text(target, job), job.policy, added())
     kernels = TunedKernels(keeper, settings.certain_gain)
     key, runs = plan_key(job.mod, job.hw, job.policy), JointRuns(job, place, kernels)
     runs.restore((keeper.plan(key) or {}).get(JOINT))
-    interrupted = False
-    with ExitStack() as stack:
-        if builders is None:
-            builders = make_builders(settings)
-            stack.callback(stop_all, builders)
-        if meters is None:
-            meters = [LocalMeter()]
-            stack.callback(stop_all, [m.worker for m in meters])
-        worker = local_worker(meters)
-        joint_s = limit.share(JOINT_SHARE, settings.joint_s) if worker is not None else 0.0
-        session = Session(states, keeper, place, settings, builders, meters, watch, limit, joint_s)
+    own: list[Worker] = []  # processes that end with the session
+    if builders is None:
+        builders = make_builders(settings)
+        own += builders
+    if meters is None:
+        meters = [LocalMeter()]
+        own += [meter.worker for meter in meters]
+    worker = local_worker(meters)
+    joint_s = limit.share(JOINT_SHARE, settings.joint_s) if worker is not None else 0.0
+    session = Session(states, keeper, place, settings, builders, meters, watch, limit, joint_s)
+    ended = ""
+    try:
         try:
             session.run()
             measured = weighed_cuts(job, cuts, tasks, kernels)
             runs.run(measured, worker, min(settings.joint_s, limit.left_s))
+            ended = session.ended
         except KeyboardInterrupt:
-            interrupted = True
-    measured = weighed_cuts(job, cuts, tasks, kernels)
-    plan = settled_plan(job, measured, runs, settings)
-    keeper.save_plan(key, plan.to_dict() | {JOINT: runs.to_dict(measured)})
-    tuned = tuple(_tuned(state, kernels) for state in states)
-    return TuneResult(tuned, plan, session.trials, session.seconds, interrupted)
+            pass
+        with held_interrupts() as came:
+            stop_all(own)
+            measured = weighed_cuts(job, cuts, tasks, kernels)
+            plan = settled_plan(job, measured, runs, settings)
+            keeper.save_plan(key, plan.to_dict() | {JOINT: runs.to_dict(measured)})
+            tuned = tuple(tuned_task(state, kernels) for state in states)
+    finally:
+        stop_all(own)
+    interrupted = bool(came) or not ended
+    return TuneResult(tuned, plan, session.trials, session.seconds, interrupted, ended or INTERRUPT)
 
 
 def each_once(tasks: Sequence[Sequence[Task]]) -> list[Task]:
@@ -264,17 +212,3 @@ def target_text(target: Any, job: Job) -> str:
     if target is None:
         return "cuda" if job.hw.kind == "cuda" else "llvm"
     return json.dumps(json.loads(str(target)))
-
-
-def _tuned(state: TaskState, kernels: TunedKernels) -> TunedTask:
-    trial = kernels.trial(state.task.workload)
-    failed = sum(t.us is None for t in state.trials.values())
-    return TunedTask(
-        state.task.name,
-        state.task.count,
-        len(state.trials),
-        failed,
-        state.untuned_us,
-        trial.us if trial is not None else None,
-        trial.text if trial is not None else "none",
-    )

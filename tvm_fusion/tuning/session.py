@@ -67,6 +67,12 @@ class Session:
         By default the minutes of the settings, from now on; the session leaves `joint_s` of it.
     joint_s : float
         To be left for runs of contested cuts, while there are any that may win.
+    trials : int
+        So far.
+    started : float
+        When trials could begin (`time.monotonic`).
+    ended : str
+        Why there were no more trials.
     """
 
     states: Sequence[TaskState]
@@ -79,6 +85,8 @@ class Session:
     limit: TimeLimit | None = None
     joint_s: float = 0.0
     trials: int = 0
+    started: float = 0.0
+    ended: str = ""
 
     def __post_init__(self) -> None:
         self.limit = self.limit or TimeLimit(self.settings.minutes)
@@ -100,6 +108,7 @@ class Session:
                 self._restore_untuned()
                 while self._step():
                     pass
+                self.ended = self._why_over()
                 self._thinkers.stop()
                 self._finals.run(self._has_measured)
             finally:
@@ -127,6 +136,21 @@ class Session:
     def is_over(self) -> bool:
         """Whether no trial is to begin."""
         return self.limit.is_near or self.trials >= self.settings.trials
+
+    @property
+    def is_partly_predicted(self) -> bool:
+        """Whether `total_us` has kernels that were not measured yet."""
+        return any(s.task.count and s.best_us is None for s in self.states)
+
+    def _why_over(self) -> str:
+        """Why no trial begins any more."""
+        if self.limit.is_near:
+            return "the time is up"
+        if self.trials >= self.settings.trials:
+            return "all trials are made"
+        if any(s.propose() is not None for s in self._open):
+            return f"no trial is expected to save {100 * self.settings.least_gain:g} % of the time"
+        return "nothing is left to try"
 
     # ---- steps
     def _step(self) -> bool:

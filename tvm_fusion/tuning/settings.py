@@ -1,7 +1,7 @@
 """Settings of a tuning session, read from ``configs/tune_*.toml``."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -114,15 +114,8 @@ class Settings:
     seed: int = number("1")
 
     def __post_init__(self) -> None:
-        for space in self.spaces:
-            if space not in SPACES:
-                raise ConfigError(
-                    f"tuning settings {self.name}: spaces names {space!r}{nearest(space, SPACES)}; "
-                    f"there is {', '.join(SPACES)}"
-                )
-        for key, low in _LEAST.items():
-            if not getattr(self, key) >= low:
-                raise ConfigError(f"tuning settings {self.name}: {key} must be at least {low}")
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        _check(values, f"tuning settings {self.name}")
 
     @property
     def spread(self) -> Spread:
@@ -130,7 +123,7 @@ class Settings:
         return Spread(self.rank_spread, self.task_spread, self.noise, self.likeness)
 
 
-def load_settings(settings: Any = None) -> Settings:
+def load_settings(settings: Any = None, **arguments: Any) -> Settings:
     """Read settings.
 
     Parameters
@@ -138,6 +131,8 @@ def load_settings(settings: Any = None) -> Settings:
     settings : str, Path, Mapping, Settings or None
         A path to a TOML file or a mapping, which change the keys they name of the default settings
         (None).
+    arguments
+        In place of what the settings have; None leaves it.
 
     Raises
     ------
@@ -149,6 +144,11 @@ def load_settings(settings: Any = None) -> Settings:
     >>> load_settings({"trials": 16}).trials
     16
     """
+    given = {key: value for key, value in arguments.items() if value is not None}
+    return replace(_read(settings), **_changes(given, "tune", strict=False))
+
+
+def _read(settings: Any) -> Settings:
     if isinstance(settings, Settings):
         return settings
     file = shipped_file("tune_default.toml")
@@ -156,9 +156,31 @@ def load_settings(settings: Any = None) -> Settings:
     if settings is None:
         return Settings(**base)
     if isinstance(settings, Mapping):
-        given = {"name": "custom", **settings}
-        return Settings(**base | parse(Settings, given, "tuning settings", False, partial=True))
+        changes = _changes(settings, "tuning settings", strict=False)
+        return Settings(**base | {"name": "custom"} | changes)
+    if not isinstance(settings, str | Path):
+        raise ConfigError(f"tuning settings: expected a file or a mapping, got {settings!r}")
     path = Path(settings)
     if not path.is_file():
         raise ConfigError(f"no such file: {path}")
-    return Settings(**base | parse(Settings, read_toml(path), str(path), True, partial=True))
+    changes = _changes(read_toml(path), str(path), strict=True)
+    return Settings(**base | {"name": path.stem} | changes)
+
+
+def _changes(given: Mapping[str, Any], where: str, strict: bool) -> dict[str, Any]:
+    """Some settings, checked."""
+    changes = parse(Settings, dict(given), where, strict, partial=True)
+    _check(changes, where)
+    return changes
+
+
+def _check(values: Mapping[str, Any], where: str) -> None:
+    """Raises ConfigError for a value that is too small or a space that there is not."""
+    for space in values.get("spaces", ()):
+        if space not in SPACES:
+            known = ", ".join(SPACES)
+            near = nearest(space, SPACES)
+            raise ConfigError(f"{where}: spaces names {space!r}{near}; there is {known}")
+    for key, low in _LEAST.items():
+        if key in values and not values[key] >= low:
+            raise ConfigError(f"{where}: {key} must be at least {low}, not {values[key]}")
