@@ -140,6 +140,32 @@ def test_the_result_of_a_product_stays_in_its_tile():
     assert max(shape.private) <= 256 * 300
 
 
+def test_short_loops_are_vectors():
+    """LLVM would unroll them, and gather and scatter along the loop around them."""
+
+    def epilogue(bb, x, w, y):
+        return op.add(bb.emit(op.matmul(x, w)), y)
+
+    def turned(bb, x):
+        return op.permute_dims(bb.emit(op.nn.relu(x)), [1, 0, 2])
+
+    def stored_as_vectors(kernel):
+        loops = []
+        tvm_ffi.structural_walk(kernel.body, [(tirx.For, loops.append)])
+        vectors = [loop for loop in loops if loop.kind == ForKind.VECTORIZED]
+        return any(store.buffer.same_as(kernel.params[-1]) for v in vectors for store in stores(v))
+
+    def stores(loop):
+        found = []
+        tvm_ffi.structural_walk(loop.body, [(tirx.BufferStore, found.append)])
+        return found
+
+    square = ((64, 64), F32)
+    assert stored_as_vectors(kernel_of(epilogue, square, square, square))
+    for length, wanted in ((32, True), (1000, False)):
+        assert stored_as_vectors(kernel_of(turned, ((8, 4, length), F32))) == wanted
+
+
 def test_a_right_operand_that_every_tile_needs_is_packed_once():
     def emit(bb, x, w):
         return op.nn.softmax(bb.emit(op.matmul(x, w)))

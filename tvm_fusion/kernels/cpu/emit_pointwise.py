@@ -1,7 +1,8 @@
 """Loops of a nest without reductions: the contiguous axis innermost.
 
-Cheap loops are left to LLVM to vectorise. In loops with much arithmetic a point waits for its own
-operations most of the time; they are written as operations on several vectors at once:
+Cheap loops are left to LLVM to vectorise, but for short ones: it would unroll these, and turn the
+loop around them into vectors that gather and scatter. In loops with much arithmetic a point waits
+for its own operations most of the time. Both are written as operations on several vectors at once:
 
     for block:                                             and the rest one by one
         for v < 64 as vectors: y[64 * block + v] = f(x[64 * block + v])
@@ -79,8 +80,10 @@ class PointwiseEmitter(NestEmitter):
     def _vectors(self, outer: dict[Slot, Loop], lane: Slot) -> tirx.Stmt | None:
         """The lane loop in blocks of vectors, or None where that does not pay or does not work."""
         extent = self.space.extent(lane)
-        count = self._lane_count(self.space.extent(lane, whole=True))
-        if count is None or not self._is_heavy() or not self._is_even(lane):
+        whole = self.space.extent(lane, whole=True)
+        count = self._lane_count(whole)
+        pays = count is not None and (self._is_heavy() or count == number(whole))
+        if not pays or not self._is_even(lane):
             return None
         blocks = self.loops.simplify(tirx.FloorDiv(extent, self.loops.imm(count)))
         rest = self.loops.simplify(extent - blocks * self.loops.imm(count))
