@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+import tvm
 
 from tvm_fusion.tuning.processes import Worker, wait_for
 
@@ -93,6 +94,12 @@ def test_a_setup_that_fails_is_told():
             assert (answer.status, answer.why) == ("error", "ValueError: no device")
     finally:
         worker.stop()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_kernels_run_on_as_many_threads_as_here(worker, monkeypatch, threads):
+    monkeypatch.setattr(tvm.runtime, "num_threads", lambda: threads)
+    assert ask(worker, requests.threads).value == min(threads, len(os.sched_getaffinity(0)))
 
 
 def test_stopping_ends_what_the_process_started(worker, tmp_path):

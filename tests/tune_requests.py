@@ -55,3 +55,10 @@ def limit_memory(count):
 
 def process_number():
     return os.getpid()
+
+
+def threads():
+    """Of the pool that kernels run on."""
+    import tvm
+
+    return tvm.runtime.num_threads()

@@ -22,11 +22,14 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import tvm
+
 from .scratch import scratch_folder
 
 STARTING_S = 120.0  # that a new process may take to import TVM and torch
 ENDING_S = 10.0
 TAIL = 400  # characters of what a process said before it died
+LOST, BROKEN = "lost", "broken"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +38,9 @@ class Answer:
 
     Attributes
     ----------
-    status : "ok", "error" (it raised), "crash" (the process died), "timeout", "memory", or "lost"
-        (the machine or the server cannot do it: `TargetError`)
+    status : "ok", "error" (it raised), "crash" (the process died), "timeout", "memory", `LOST` (the
+        machine or the server cannot do it: `TargetError`), or `BROKEN` (the server that did it, or
+        the connection with it, is gone)
     value : what the function returned, where "ok"
     why : what went wrong
     seconds : from the request, or from when the process was ready, to the answer
@@ -189,6 +193,7 @@ class Worker:
                 **os.environ,
                 "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
                 "TMPDIR": str(temporary),
+                "TVM_NUM_THREADS": str(tvm.runtime.num_threads()),  # kernels run as they would here
                 **self._environment,
             },
         )
