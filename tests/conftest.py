@@ -5,8 +5,17 @@ from functools import cache
 
 import pytest
 
+from tvm_fusion._cores import kernel_threads
+
 os.environ.setdefault("TVM_FUSION_PLAN_CACHE", "0")  # what is tested is the search
 os.environ.setdefault("TVM_FUSION_KERNEL_CACHE", "0")  # and the writers
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _all_cores() -> None:
+    """Keeps TVM from pinning every process of the test-suite to the first core."""
+    kernel_threads()
+
 
 LLVM_AND_GPU = ["llvm", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -7,8 +7,8 @@ import sys
 import time
 
 import pytest
-import tvm
 
+from tvm_fusion._cores import usable_cores
 from tvm_fusion.tuning.processes import Worker, wait_for
 
 from . import tune_requests as requests
@@ -98,8 +98,8 @@ def test_a_setup_that_fails_is_told():
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_kernels_run_on_as_many_threads_as_here(worker, monkeypatch, threads):
-    monkeypatch.setattr(tvm.runtime, "num_threads", lambda: threads)
-    assert ask(worker, requests.threads).value == min(threads, len(os.sched_getaffinity(0)))
+    monkeypatch.setattr("tvm_fusion.tuning.processes.kernel_threads", lambda: threads)
+    assert ask(worker, requests.threads).value == min(threads, len(usable_cores()))
 
 
 def test_stopping_ends_what_the_process_started(worker, tmp_path):

@@ -1,11 +1,11 @@
 """Between TVM targets and hardware profiles: what needs TVM and the machine."""
 
 import logging
-import os
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from ._cores import kernel_threads, usable_cores
 from .config import HardwareProfile, load_profile, profile_names
 from .errors import TargetError
 
@@ -41,7 +41,8 @@ def cpu_target() -> Any:
     import tvm_ffi
     from tvm.target import Target
 
-    config = {"kind": "llvm", "num-cores": _usable_cores(), "mcpu": _llvm("GetHostCPUName")()}
+    kernel_threads()  # the first kernel that runs here would pin the thread to one core
+    config = {"kind": "llvm", "num-cores": len(usable_cores()), "mcpu": _llvm("GetHostCPUName")()}
     implied = tvm_ffi.get_global_func("target.llvm_get_cpu_features")(Target(config))
     present = _llvm("GetHostCPUFeatures")()
     hidden = sorted(f for f in map(str, implied) if f in present and not bool(present[f]))
@@ -146,11 +147,6 @@ def present_gpu() -> tuple[str | None, str]:
 def _generation(arch: str) -> str:
     """`arch` without its feature suffix: sm_90 for sm_90a."""
     return arch.rstrip("abcdefghijklmnopqrstuvwxyz")
-
-
-def _usable_cores() -> int:
-    """Cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _llvm(name: str) -> Any:

@@ -19,6 +19,7 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
+from .._cores import use_all_cores
 from ..config import HardwareProfile, Policy
 from ..errors import BuildError
 from ..kernels.base import GroupView, RefusalCode, Resources
@@ -129,7 +130,7 @@ def probe(
     writer = LaunchWriter(low, graph, hw, policy)
     started: dict[GroupKey, Future | ProbeFailure] = {}
     known = _Known()
-    with ThreadPoolExecutor(max_workers=jobs or available_cores()) as pool:
+    with ThreadPoolExecutor(jobs or available_cores(), initializer=use_all_cores) as pool:
         for group in groups:
             if group.key in started:
                 continue

@@ -23,6 +23,7 @@ from typing import Any, Self
 
 import tvm_ffi
 
+from .._cores import usable_cores, use_all_cores
 from ..errors import BuildError
 from .cuda_compiler import Compiler, DeviceCode, cuda_arch, find_compiler
 
@@ -105,7 +106,7 @@ class Compiling:
     def __init__(self, arch: str, jobs: int | None = None) -> None:
         self._arch = arch
         self._begun: dict[str, Future[DeviceCode | BuildError]] = {}
-        self._pool = ThreadPoolExecutor(max_workers=jobs or available_cores())
+        self._pool = ThreadPoolExecutor(jobs or available_cores(), initializer=use_all_cores)
 
     def __enter__(self) -> Self:
         return self
@@ -141,9 +142,7 @@ def compile_sources(
 
 def available_cores() -> int:
     """Return how many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(usable_cores())
 
 
 @cache

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-import tvm
-
+from .._cores import kernel_threads, on_all_cores
 from .scratch import scratch_folder
 
 STARTING_S = 120.0  # that a new process may take to import TVM and torch
@@ -182,21 +181,24 @@ class Worker:
         temporary = self._held.enter_context(scratch_folder())
         ours, theirs = socket.socketpair()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `stop`)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", __package__ + ".worker", str(theirs.fileno()), str(os.getpid())],
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=self._said,
-            stderr=self._said,
-            start_new_session=True,
-            env={
-                **os.environ,
-                "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
-                "TMPDIR": str(temporary),
-                "TVM_NUM_THREADS": str(tvm.runtime.num_threads()),  # kernels run as they would here
-                **self._environment,
-            },
-        )
+        command = [sys.executable, "-m", __package__ + ".worker"]
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+            "TMPDIR": str(temporary),
+            "TVM_NUM_THREADS": str(kernel_threads()),  # kernels run as they would here
+            **self._environment,
+        }
+        with on_all_cores():
+            self._process = subprocess.Popen(
+                [*command, str(theirs.fileno()), str(os.getpid())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=self._said,
+                stderr=self._said,
+                start_new_session=True,
+                env=environment,
+            )
         theirs.close()
         self._connection = Connection(ours.detach())
         self._connection.send(self._setup)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import tvm
 
+from .._cores import usable_cores
 from .building import BuildRequest, BuiltChoice, Place, build_choice, enter
 from .choices import Choice
 from .processes import Answer, Worker, wait_for
@@ -25,7 +25,7 @@ POLL_S = 0.5
 
 def make_builders(settings: Settings) -> list[Worker]:
     """Processes that write and compile kernels, started when they are first needed."""
-    count = settings.builders or max(1, (os.cpu_count() or 2) - 1)
+    count = settings.builders or max(1, len(usable_cores()) - 1)
     setup = (enter, (settings.build_memory_bytes,))
     return [Worker(f"builder {i}", setup) for i in range(count)]
 
