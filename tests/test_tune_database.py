@@ -131,8 +131,8 @@ def test_records_that_metaschedule_adds_are_taken_over(database, monkeypatch):
     assert len(again) == len(expected()) + 1
     (trial,) = again.trials(added)
     assert (trial.kind, trial.us, trial.error) == ("trace", pytest.approx(5.0), None)
-    assert [p.why for p in again.problems] == [
-        "1 lines are not in guard.jsonl; TVM takes them, and so does the guard"
+    assert [(p.why, p.remedy, p.mended) for p in again.problems] == [
+        ("1 lines are not in guard.jsonl, and TVM takes them", "taken over", True)
     ] * 2
     assert Database.open(database.path, DEVICE).problems == ()
 
@@ -171,12 +171,21 @@ def test_of_equally_fast_trials_the_first_by_text_is_the_best(database):
         (["ok", "wrong", "crash"], 1),
         (["wrong", "ok"], 1),
         (["crash", "timeout"], 1),
+        (["ok", "unchecked"], 0),
+        (["unchecked", "ok", "unchecked"], 1),
+        (["wrong", "unchecked"], 0),
+        (["unchecked", "crash"], 1),
+        (["crash", "unchecked"], 1),
     ],
 )
 def test_of_several_trials_of_a_choice_the_latest_that_speaks_of_the_kernel_counts(
     database, statuses, kept
 ):
-    trials = [ok("A", 2.0 + n) if s == "ok" else failed("A", s) for n, s in enumerate(statuses)]
+    error = {"ok": 0.0, "unchecked": None}
+    trials = [
+        ok("A", 2.0 + n, error=error[s]) if s in error else failed("A", s)
+        for n, s in enumerate(statuses)
+    ]
     for trial in trials:
         database.add(A, TARGET, trial)
     assert len(database) == len(trials)

@@ -114,9 +114,11 @@ def test_a_damaged_plan_counts_as_missing(database, damage):
         }[damage]
     )
     assert Database.open(database.path, None).plan("a") is None
-    assert [p.where for p in check(database.path).folders[0].problems] == ["plans/a.json"]
+    (found,) = check(database.path).folders[0].problems
+    assert str(found).endswith("; would be moved to the quarantine by the next tune")
     assert database.plan("a") is None
-    assert [problem.where for problem in database.problems] == ["plans/a.json"]
+    (found,) = database.problems
+    assert (found.where, found.mended) == ("plans/a.json", True)
     assert not file.exists()
     assert (database.path / "quarantine" / "plan_a.1.json").is_file()
     assert database.plan("b") == {"us": 2.5}
@@ -138,18 +140,42 @@ def test_check_counts_what_is_in_all_folders(database, tmp_path):
         check(tmp_path / "nothing")
 
 
-def test_check_tells_of_damage_and_leaves_it(database, tmp_path):
+def test_check_tells_of_damage_and_leaves_it(database, tmp_path, caplog):
     guard = database.path / "guard.jsonl"
     guard.write_bytes(guard.read_bytes().replace(b'"us":4.0', b'"us":5.0') + b"garbage\n")
-    before = guard.read_bytes()
-    report = check(tmp_path / "D")
-    assert not report.ok
-    assert len(report.problems) == 3
-    assert "guard.jsonl line 3: the checksum is wrong" in str(report)
-    assert guard.read_bytes() == before
+    before = {path: path.read_bytes() for path in database.path.iterdir()}
+    for _ in range(2):
+        report = check(tmp_path / "D")
+        assert not report.ok
+        assert [str(problem).split("; ", 1)[1] for problem in report.problems] == [
+            "would be taken out by the next tune",
+            "would be taken out by the next tune",
+            "would be taken over by the next tune",
+        ]
+        assert "guard.jsonl line 3: the checksum is wrong" in str(report)
+    assert {path: path.read_bytes() for path in database.path.iterdir()} == before
+    assert caplog.messages == []  # the report has them
     Database.open(database.path, DEVICE)
+    assert [text.rsplit("; ", 1)[1] for text in caplog.messages] == [
+        "taken out",
+        "taken out",
+        "taken over",
+    ]
     report = check(tmp_path / "D")
     assert (report.ok, report.folders[0].quarantined) == (True, 1)
+
+
+def test_who_reads_a_damaged_database_hears_of_it_in_one_line(database, caplog):
+    guard = database.path / "guard.jsonl"
+    guard.write_bytes(guard.read_bytes() + b"garbage\n\n")
+    reader = Database.open(database.path, DEVICE, read_only=True)
+    assert caplog.messages == [
+        "2 problems in the database, listed by: python -m tvm_fusion tune --db-check --work-dir "
+        f"{database.path}"
+    ]
+    assert "would be taken out by the next tune" in str(reader.problems[0])
+    reader.refresh()
+    assert len(caplog.messages) == 1
 
 
 def test_databases_are_merged_and_devices_stay_apart(database, tmp_path):

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from tvm_fusion.errors import InputError
-from tvm_fusion.tuning.database import files, lock
+from tvm_fusion.tuning.database import Database, files, lock
 
 from .tune_database_files import bytes_of, copy_of_sound, open_
 from .tune_database_tools import (
+    DEVICE,
     TARGET,
     WORKLOADS,
     content,
@@ -81,34 +82,54 @@ def _add_beyond_limit(folder):
     return str(caught.value)
 
 
-def test_a_read_only_folder_is_read_and_says_so():
+@pytest.mark.parametrize("locked", [False, True])
+@pytest.mark.parametrize("name", ["", *files.NAMES])
+def test_what_cannot_be_written_is_noticed_when_it_is_opened_and_can_be_read(name, locked):
     with tempfile.TemporaryDirectory() as place:
         folder = copy_of_sound(Path(place) / "D")
-        with (folder / files.RECORDS).open("ab") as file:
-            file.write(b"garbage")
+        (folder / lock.LOCK).unlink()
+        if locked:
+            (folder / lock.LOCK).touch()
         Path(place).chmod(0o755)
-        folder.chmod(0o555)
+        for path in folder.iterdir():
+            path.chmod(0o444 if path.name == name else 0o666)
+        folder.chmod(0o777 if name else 0o555)
         before = bytes_of(folder)
-        found, problems, message, best = in_child(_use_without_rights, folder)
-        assert bytes_of(folder) == before
+        found, problems, message = in_child(_use_without_rights, folder)
         folder.chmod(0o755)
-    assert found == expected()
-    assert any("garbage" not in p and "only read" in p for p in problems)
-    assert any("not JSON" in p for p in problems)
-    assert "Permission denied" in message
+        assert bytes_of(folder) == before
+        left = {path.name for path in folder.iterdir()} - {lock.LOCK}
+    assert (found, problems) == (expected(), ())
+    assert left == set(files.NAMES)
+    assert f"cannot write to {folder}: Permission denied. " in message
     assert "make the folder writable" in message
-    assert best == "X"
 
 
 def _use_without_rights(folder):
     if os.geteuid() == 0:
         os.seteuid(65534)
-    database = open_(folder)
-    found = content(database)
     with pytest.raises(InputError) as caught:
-        database.add(A, TARGET, ok("X", 1.0))
-    problems = [str(problem) for problem in database.problems]
-    return found, problems, str(caught.value), database.best(A).text
+        open_(folder)
+    database = Database.open(folder, DEVICE, read_only=True)
+    return content(database), database.problems, str(caught.value)
+
+
+@pytest.mark.parametrize("taken", [0, 7])
+def test_a_full_disk_is_noticed_when_the_database_is_opened(folder, monkeypatch, taken):
+    before, plain = bytes_of(folder), os.write
+
+    def full(file, data):
+        if taken and len(data) == files.ROOM_BYTES:
+            return plain(file, data[:taken])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "write", full)
+        with pytest.raises(InputError, match=r"cannot write to .*No space left.*Free space"):
+            open_(folder)
+    assert bytes_of(folder) == before
+    assert {path.name for path in folder.iterdir()} == {*files.NAMES, lock.LOCK}
+    assert content(open_(folder)) == expected()
 
 
 def test_files_that_cannot_be_read_are_not_written_over(folder, monkeypatch):

@@ -51,4 +51,10 @@ def test_one_sample_is_not_sure():
 
 def test_numbers_that_nobody_compared_do_not_count():
     assert chosen([trial(DEFAULT, 10.0), trial(FAST, 5.0, error=None)], 0.01).text == DEFAULT
+    assert chosen([trial(DEFAULT, 10.0, error=None), trial(FAST, 5.0)], 0.01) is None
     assert chosen([trial(FAST, 5.0)], 0.01) is None
+
+
+def test_only_times_without_a_comparison_are_unchecked():
+    found = [trial(FAST, 5.0), trial(FAST, 5.0, error=None), Trial(CLASS_CHOICE, FAST, "crash")]
+    assert [t.checked for t in found] == [True, False, True]

@@ -13,6 +13,7 @@ from tvm_fusion.errors import Unsupported
 from tvm_fusion.tuning import evolve, proposing
 from tvm_fusion.tuning.building import Place
 from tvm_fusion.tuning.choices import DEFAULT, Choice
+from tvm_fusion.tuning.evolution import evolution_of
 from tvm_fusion.tuning.evolving import Evolution, Search
 from tvm_fusion.tuning.processes import wait_for
 from tvm_fusion.tuning.proposing import Ask, propose
@@ -119,6 +120,21 @@ def test_searches_of_a_process_that_died_are_built_from_what_was_measured(few):
     _, again = two_batches(workload, lose=True)
     assert len(again) == BATCH
     assert set(first).isdisjoint(again)
+
+
+def test_schedules_whose_numbers_nobody_compared_are_tried_first(few):
+    func = fused("chain")
+    first = propose(PLACE, Ask(tvm.ir.save_json(func), "own", 1, (), 8, BATCH))
+    known = [trial(text, 10.0 - n) for n, text in enumerate(first)]
+    known[0] = replace(known[0], error=0.0)
+    task = SimpleNamespace(workload=func, kernel_class="nest")
+    job = SimpleNamespace(hw=SimpleNamespace(kind="llvm"))
+    own, stock = evolution_of(task, job, load_settings(), known).free
+    asked = own.ask()
+    assert asked.told == ((first[0], 10.0),)
+    assert stock.ask().seeds == ()
+    proposing._kept.clear()
+    assert propose(PLACE, asked)[:3] == first[:0:-1]  # the fastest before the others
 
 
 # ---- processes

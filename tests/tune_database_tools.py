@@ -35,10 +35,10 @@ def workload(rows, constant=1.5):
 WORKLOADS = (workload(16), workload(32), workload(64))
 
 
-def ok(text, us, kind="class", **others):
+def ok(text, us, kind="class", error=0.0, **others):
     """A trial that took `us` microseconds."""
     samples = (us * 0.75, us, us * 1.5)
-    return Trial(kind, text, "ok", us=us, samples_us=samples, date=DAY, **others)
+    return Trial(kind, text, "ok", us=us, samples_us=samples, error=error, date=DAY, **others)
 
 
 def failed(text, status="crash", **others):

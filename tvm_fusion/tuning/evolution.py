@@ -32,12 +32,16 @@ def evolution_of(
     if not spaces or (job.hw.kind == "cuda" and task.kernel_class not in LEFT_TO_TVM):
         return None
     workload = tvm.ir.save_json(without_stamps(task.workload))
-    tried = [(t.text, t.us) for t in known if t.kind == TRACE_CHOICE]
+    traces = [t for t in known if t.kind == TRACE_CHOICE]
+    tried = [(t.text, t.us) for t in traces if t.checked]
+    unchecked = sorted((t for t in traces if not t.checked), key=lambda t: (t.us, t.text))
+    seeds = [(t.text, t.us) for t in unchecked[:BATCH]]
     searches = [
         Search(
             workload,
             space,
             seed=settings.seed,
+            seeds=seeds if space == spaces[0] else (),
             known=tried,
             trials=settings.trials_per_task,
             batch=BATCH,

@@ -25,6 +25,8 @@ class Search:
         JSON of the PrimFunc without stamps.
     space : str
     seed : int
+    seeds : sequence of (text, us)
+        See `Evolving`.
     known : sequence of (text, us or None)
         Measured before; None for a failure.
     trials : int
@@ -42,6 +44,7 @@ class Search:
         space: str,
         *,
         seed: int,
+        seeds: Sequence[tuple[str, float]] = (),
         known: Sequence[tuple[str, float | None]] = (),
         trials: int,
         batch: int,
@@ -50,6 +53,7 @@ class Search:
         self.space, self.batch = space, batch
         self.propose = propose
         self._workload, self._seed = workload, seed
+        self._seeds = tuple(seeds)
         self._told = list(known)
         self._left = trials
         self.thinks = False
@@ -64,7 +68,8 @@ class Search:
         """The request for the next batch; from now on it thinks."""
         self.thinks = True
         batch = min(self.batch, self._left)
-        return Ask(self._workload, self.space, self._seed, tuple(self._told), self._left, batch)
+        told = tuple(self._told)
+        return Ask(self._workload, self.space, self._seed, told, self._left, batch, self._seeds)
 
     def found(self, texts: Iterable[str]) -> None:
         """Takes the answer to `ask`."""

@@ -136,4 +136,11 @@ def tuned_kernels(
     if not Path(database).is_dir():
         raise InputError(f"no such database: {database}; `tune` makes one")
     source = find_database(database, hw, target, read_only=True)
+    if count := sum(trial.text == DEFAULT for _, trial in source.unchecked()):
+        logger.warning(
+            "%s: the times of %d untuned kernels are unchecked, and what was tuned of these is not "
+            "used until `tune` measures them again",
+            source.path,
+            count,
+        )
     return TunedKernels(source, load_settings().certain_gain)

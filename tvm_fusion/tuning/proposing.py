@@ -38,6 +38,8 @@ class Ask:
         Most schedules that the search may still propose.
     batch : int
         Schedules of this request.
+    seeds : tuple of (text, us)
+        See `Evolving`.
     """
 
     workload: str
@@ -46,6 +48,7 @@ class Ask:
     told: tuple[tuple[str, float | None], ...]
     left: int
     batch: int
+    seeds: tuple[tuple[str, float], ...] = ()
 
 
 @dataclass
@@ -89,6 +92,7 @@ def _search(place: Place, ask: Ask) -> Evolving:
         place.resolved()[0],
         space=ask.space,
         seed=ask.seed,
+        seeds=ask.seeds,
         known=ask.told,
         trials=ask.left,
         batch=ask.batch,

@@ -86,6 +86,8 @@ def tuned_task(state: TaskState, kernels: TunedKernels) -> TunedTask:
     """What the database has for a task, trials of other sessions that share it included."""
     trials = {trial.text: trial for trial in kernels.source.trials(state.task.workload)}
     untuned, best = trials.get(DEFAULT), kernels.trial(state.task.workload)
+    if untuned is not None and not untuned.checked:
+        untuned = None
     return TunedTask(
         state.task.name,
         state.task.count,

@@ -170,7 +170,7 @@ def _state(task: Task, job: Job, settings: Settings, keeper: Database) -> TaskSt
     ]
     evolution = evolution_of(task, job, settings, known)
     state = TaskState(task, choices, settings, evolution, favourites(task, keeper, choices))
-    state.restore(known)
+    state.restore(trial for trial in known if trial.checked)
     return state
 
 

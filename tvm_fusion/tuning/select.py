@@ -16,8 +16,7 @@ def chosen(trials: Iterable[Trial], certain_gain: float) -> Trial | None:
 
     Of trials with different numbers of samples those with at least as many as the untuned kernel's
     count: after a final these are the finalists, and the best of many short trials, which looks
-    faster than it is, does not win over them. Trials whose numbers nobody compared (of another
-    tuner) do not count.
+    faster than it is, does not win over them. Trials that are not `checked` do not count.
 
     Parameters
     ----------
@@ -29,9 +28,9 @@ def chosen(trials: Iterable[Trial], certain_gain: float) -> Trial | None:
     Returns
     -------
     Trial or None
-        None where the untuned kernel was not measured.
+        None where the untuned kernel was not measured and checked.
     """
-    ok = {t.text: t for t in trials if t.us is not None and t.error is not None}
+    ok = {t.text: t for t in trials if t.ok and t.checked}
     untuned = ok.get(DEFAULT)
     if untuned is None:
         return None

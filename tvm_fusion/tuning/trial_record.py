@@ -105,6 +105,13 @@ class Trial:
         """Whether it has a time."""
         return self.status == "ok"
 
+    @property
+    def checked(self) -> bool:
+        """Whether it counts as measured: False for a time taken over from MetaSchedule's files,
+        whose numbers nobody compared. Nothing is chosen by it, and tuning measures it again.
+        """
+        return not self.ok or self.error is not None
+
     def as_dict(self) -> dict[str, Any]:
         """The fields as JSON has them."""
         found = {f.name: getattr(self, f.name) for f in fields(self)}

@@ -28,12 +28,15 @@ class FolderReport:
         None where no line says it.
     workloads, records, failures : int
         How many; repeated trials of one choice count.
+    unchecked : int
+        Choices whose numbers nobody compared: those of records that the guard does not know. They
+        are no problem; nothing is chosen by them.
     plans : int
         Those that can be read.
     quarantined : int
         Files in the quarantine.
     problems : tuple of Problem
-        What the next tuning session on the folder repairs or leaves out.
+        What is wrong with the files, and what the next tuning session on the folder does about it.
     """
 
     path: Path
@@ -41,6 +44,7 @@ class FolderReport:
     workloads: int
     records: int
     failures: int
+    unchecked: int
     plans: int
     quarantined: int
     problems: tuple[Problem, ...]
@@ -50,7 +54,14 @@ class FolderReport:
             f"{self.path}: {self.workloads} workloads, {self.records} records, "
             f"{self.failures} failures, {self.plans} plans, {self.quarantined} files in quarantine"
         )
-        return "\n".join([head, *(f"  {problem}" for problem in self.problems)])
+        lines = [head, *(f"  {problem}" for problem in self.problems)]
+        if self.unchecked:
+            lines.append(
+                f"  {self.unchecked} trials are unchecked (from records without a line in "
+                "guard.jsonl): they count as not measured, nothing is chosen by them, and tuning "
+                "measures what it needs of them again"
+            )
+        return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
         """The report as a JSON object."""
@@ -83,7 +94,7 @@ class CheckReport:
 
 
 def check(path: str | Path, *, replay: bool = False) -> CheckReport:
-    """Read all folders at or below a path; nothing is written.
+    """Read all folders at or below a path; nothing is written or repaired.
 
     Parameters
     ----------
@@ -102,7 +113,7 @@ def check(path: str | Path, *, replay: bool = False) -> CheckReport:
 
 
 def _check_folder(folder: Path, replay: bool) -> FolderReport:
-    database = Database.open(folder, None)
+    database = Database.open(folder, None, silent=True)
     read = [plans.read_plan(folder, key) for key in plans.plan_keys(folder)]
     all_trials = database.all_trials()
     ok = sum(trial.ok for _, trial in all_trials)
@@ -116,6 +127,7 @@ def _check_folder(folder: Path, replay: bool) -> FolderReport:
         len(database.keys),
         ok,
         len(all_trials) - ok,
+        len(database.unchecked()),
         sum(data is not None for data, _ in read),
         len(list(quarantine.iterdir())) if quarantine.is_dir() else 0,
         tuple(problems),

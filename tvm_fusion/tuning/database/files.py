@@ -6,6 +6,7 @@ import base64
 import errno
 import os
 import stat
+import tempfile
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from .lines import RECORDS, WORKLOADS, canonical
 NAMES = (GUARD, WORKLOADS, RECORDS)
 QUARANTINE = "quarantine"
 PLANS = "plans"
+ROOM_BYTES = 1 << 16  # more than the lines of a trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +100,7 @@ def append(folder: Path, pieces: Iterable[tuple[str, str]]) -> None:
         if isinstance(error, OSError):
             raise InputError(
                 f"cannot write the trial to {folder}: {error.strerror or error}. Nothing of it is "
-                "left in the files, and this process still knows it: free space on the disk or "
-                "make the folder writable, and the next trial that is added writes both"
+                "left in the files: free space on the disk or make the folder writable"
             ) from error
         raise
 
@@ -108,14 +109,18 @@ def _append(path: Path, data: bytes, lengths: dict[Path, int]) -> None:
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         lengths.setdefault(path, os.fstat(file).st_size)
-        while data:  # a disk that takes a part says why at the rest
-            written = os.write(file, data)
-            if not written:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            data = data[written:]
+        _write(file, data)
         os.fsync(file)
     finally:
         os.close(file)
+
+
+def _write(file: int, data: bytes) -> None:
+    while data:  # a disk that takes a part says why at the rest
+        written = os.write(file, data)
+        if not written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        data = data[written:]
 
 
 def repair(folder: Path, texts: Mapping[str, str], rejected: Iterable[Rejected]) -> None:
@@ -140,6 +145,18 @@ def repair(folder: Path, texts: Mapping[str, str], rejected: Iterable[Rejected])
         raise InputError(f"cannot repair {folder}: {error.strerror or error}") from error
     for name in NAMES:
         replace_file(folder / name, texts[name])
+
+
+def check_room(folder: Path) -> None:
+    """OSError unless files can be made in the folder, and those there be added to. The caller holds
+    the lock.
+    """
+    for name in NAMES:
+        if (folder / name).is_file():
+            os.close(os.open(folder / name, os.O_WRONLY | os.O_APPEND))
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{GUARD}.", buffering=0) as file:
+        _write(file.fileno(), bytes(ROOM_BYTES))
+        os.fsync(file.fileno())
 
 
 def sweep(folder: Path) -> None:

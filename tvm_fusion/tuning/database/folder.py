@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -50,32 +51,60 @@ class Folder:
         Of the last reading.
     changes : int
         Grows whenever there are other trials than before.
+    silent : bool
+        Log nothing of the findings.
     """
 
     def __init__(
-        self, path: Path, device: str | None, target: dict[str, Any] | None, read_only: bool
+        self,
+        path: Path,
+        device: str | None,
+        target: dict[str, Any] | None,
+        read_only: bool,
+        silent: bool = False,
     ) -> None:
         self.path = path
         self.read_only = read_only
+        self.silent = silent
         self.state = State(device, target)
         self.pending: list[Addition] = []
         self.findings = Findings()
         self.changes = 0
         self._signature: tuple[Any, ...] | None = None
         self._known: set[tuple[str, Trial]] = set()
+        self._told = True
 
     def entries(self) -> list[Entry]:
         """All trials, in the order of the files."""
         waiting = (addition.entry for addition in self.pending)
         return [*self.state.entries, *(x for x in waiting if _what(x) not in self._known)]
 
+    def begin(self) -> None:
+        """Read the files for the first time.
+
+        Raises
+        ------
+        InputError
+            The folder is opened for writing, and nothing can be written to it.
+        """
+        if not self.read_only:
+            try:
+                with locked(self.path):
+                    files.check_room(self.path)
+                    files.sweep(self.path)
+            except (CannotLock, OSError) as error:
+                why = (error.__cause__ or error).strerror or error
+                raise InputError(
+                    f"cannot write to {self.path}: {why}. Free space on the disk or make the "
+                    "folder writable, or use another one"
+                ) from error
+        self.refresh()
+
     def refresh(self) -> None:
         """Read the files if they changed, and repair them where that can be done."""
         try:
             lock = nullcontext() if self.read_only and not self._has_lock() else locked(self.path)
             with lock:
-                if not self.read_only and self._signature is None:
-                    files.sweep(self.path)
                 self._read_if_changed()
                 if not self.read_only and self.findings.dirty:
                     self._repair_if_possible()
@@ -83,6 +112,7 @@ class Folder:
             self._read_if_changed()
             if not self.read_only:
                 self._note(error)
+        self._tell()
 
     def lines(self) -> dict[str, WorkloadLine]:
         """The lines of all workloads, by key."""
@@ -118,6 +148,7 @@ class Folder:
                 raise InputError(f"{self.path} cannot be written: {self.findings.blocked}")
             if self.findings.dirty:
                 self._repair()
+            self._tell()
             self._append(self.pending)
             self.pending = []
 
@@ -145,8 +176,7 @@ class Folder:
                 yield
         except (CannotLock, OSError) as error:
             raise InputError(
-                f"cannot write the trial to {self.path}: {error}. This process still knows it: "
-                "make the folder writable, and the next trial that is added writes both"
+                f"cannot write the trial to {self.path}: {error}: make the folder writable"
             ) from error
 
     def check_writable(self) -> None:
@@ -206,7 +236,21 @@ class Folder:
         self.state, self.findings, self._signature = state, findings, signature
         self._known = {_what(entry) for entry in state.entries}
         self.changes += 1
-        for problem in findings.problems:
+        self._told = False
+
+    def _tell(self) -> None:
+        """Log the findings of the last reading, once: all where they are repaired, else that there
+        are any.
+        """
+        problems, told = self.findings.problems, self._told or self.silent
+        self._told = True
+        if told or not problems:
+            return
+        if self.read_only:
+            check = f"python -m tvm_fusion tune --db-check --work-dir {shlex.quote(str(self.path))}"
+            logger.warning("%d problems in the database, listed by: %s", len(problems), check)
+            return
+        for problem in problems:
             logger.warning("%s: %s", self.path, problem)
 
     def _day(self) -> str:
@@ -233,8 +277,7 @@ class Folder:
     def _repair(self) -> None:
         self.rebuild()
         files.repair(self.path, self.state.texts(), self.findings.rejected)
-        self.findings.dirty = False
-        self.findings.rejected = []
+        self.findings.has_repaired()
         self._signature = files.signature(self.path)
 
     def rebuild(self) -> None:

@@ -88,7 +88,7 @@ def merge(sources: Iterable[str | Path], into: str | Path) -> MergeReport:
 
 
 def _merge(source: Path, into: Path) -> Merged:
-    theirs = Database.open(source, None)
+    theirs = Database.open(source, None, silent=True)
     if theirs.device is None:
         why = "nothing says of which device it is; tune once with it, which repairs the folder"
         return Merged(source, None, 0, 0, (*theirs.problems, Problem(str(source), why)))

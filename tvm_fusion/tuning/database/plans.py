@@ -61,10 +61,12 @@ def read_plan(folder: Path, key: str) -> tuple[dict[str, Any] | None, Problem | 
         why = error.strerror or str(error)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         why = "not a plan"
-    return None, Problem(f"{PLANS}/{key}.json", f"{why}; the plan is made again")
+    return None, Problem(f"{PLANS}/{key}.json", why, "moved to the quarantine")
 
 
-def set_aside(folder: Path, key: str) -> None:
-    """Move the file of a damaged plan to the quarantine, where the folder can be written."""
+def set_aside(folder: Path, key: str) -> bool:
+    """Move the file of a damaged plan to the quarantine; whether the folder could be written."""
     with suppress(OSError):
         plan_file(folder, key).replace(free_name(folder, f"plan_{key}", ".json"))
+        return True
+    return False

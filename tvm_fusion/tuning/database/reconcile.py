@@ -66,11 +66,11 @@ def _check_files(files: Mapping[str, RawFile], findings: Findings) -> None:
         if file.state == "unreadable":
             findings.block(name, f"cannot be read: {file.why}")
         elif file.state == "foreign":
-            findings.repair(name, "is not a file; moved to the quarantine")
+            findings.repair(name, "is not a file", "moved to the quarantine")
         elif file.state == "cut":
             findings.dirty = True  # its last line is judged like the others
         elif used and file.state == "missing":
-            findings.repair(name, "is missing; written again")
+            findings.repair(name, "is missing", "written again")
 
 
 def _read_guard(lines: Sequence[bytes], reading: Reading) -> None:
@@ -96,7 +96,7 @@ def _read_guard(lines: Sequence[bytes], reading: Reading) -> None:
         else:
             findings.reject(GUARD, number, raw, "the line is there twice")
     if head is None and lines:
-        findings.repair(GUARD, "the line that names the device is missing; written again")
+        findings.repair(GUARD, "the line that names the device is missing", "written again")
     elif head is not None and head.target is None and state.target is not None:
         findings.dirty = True
 
@@ -134,7 +134,8 @@ def _read_workloads(lines: Sequence[bytes], reading: Reading) -> None:
         elif reading.places[line.digest].index != number:
             reading.moved.add(number)
     if reading.moved:
-        reading.findings.repair(WORKLOADS, "the lines are not in the order they were written in")
+        why = "the lines are not in the order they were written in"
+        reading.findings.repair(WORKLOADS, why, "put right")
 
 
 def _workload(number: int, raw: bytes, reading: Reading) -> WorkloadLine | None:
@@ -180,7 +181,7 @@ def _read_records(lines: Sequence[bytes], reading: Reading) -> list[Entry]:
         else:
             reading.findings.reject(RECORDS, number, raw, "the record is there twice")
     if wrong:
-        reading.findings.repair(RECORDS, f"{wrong} under another workload's line; put right")
+        reading.findings.repair(RECORDS, f"{wrong} under another workload's line", "put right")
     return [entry for entries in left.values() for entry in entries]
 
 
@@ -188,7 +189,7 @@ def _report_missing(reading: Reading, missing: Sequence[Entry]) -> None:
     state = reading.state
     here = sum(entry.workload in state.workloads for entry in missing)
     if here and state.target is not None:
-        reading.findings.repair(RECORDS, f"{here} missing; written again from {GUARD}")
+        reading.findings.repair(RECORDS, f"{here} missing", f"written again from {GUARD}")
     elsewhere = {e.workload for e in state.entries if e.workload not in state.workloads}
     if elsewhere:
         count = sum(entry.workload in elsewhere for entry in state.entries)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from . import guard
@@ -13,13 +13,27 @@ from .lines import RECORDS, WORKLOADS, WorkloadLine
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong with the files of a database: where, and what; and what is done about it."""
+    """Something wrong with the files of a database.
+
+    Attributes
+    ----------
+    where, why : str
+    remedy : str
+        What tuning does about it, such as "taken out"; empty where it stays as it is.
+    mended : bool
+        Whether that is done.
+    """
 
     where: str
     why: str
+    remedy: str = ""
+    mended: bool = False
 
     def __str__(self) -> str:
-        return f"{self.where}: {self.why}"
+        if not self.remedy:
+            return f"{self.where}: {self.why}"
+        done = self.remedy if self.mended else f"would be {self.remedy} by the next tune"
+        return f"{self.where}: {self.why}; {done}"
 
 
 @dataclass(slots=True)
@@ -94,12 +108,17 @@ class Findings:
     def reject(self, file: str, number: int, raw: bytes, why: str) -> None:
         """Take a line out; `number` counts from 0."""
         self.rejected.append(Rejected(file, number + 1, raw, why))
-        self.repair(f"{file} line {number + 1}", f"{why}; taken out")
+        self.repair(f"{file} line {number + 1}", why, "taken out")
 
-    def repair(self, where: str, why: str) -> None:
+    def repair(self, where: str, why: str, remedy: str) -> None:
         """Something that writing the files anew puts right."""
-        self.problems.append(Problem(where, why))
+        self.problems.append(Problem(where, why, remedy))
         self.dirty = True
+
+    def has_repaired(self) -> None:
+        """The files are written anew."""
+        self.problems = [replace(p, mended=bool(p.remedy)) for p in self.problems]
+        self.rejected, self.dirty = [], False
 
     def note(self, where: str, why: str) -> None:
         """Something that stays as it is."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ from .workloads import (
     target_json,
     workload_key,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class Database:
@@ -56,8 +60,9 @@ class Database:
         *,
         target: tvm.target.Target | None = None,
         read_only: bool = False,
+        silent: bool = False,
     ) -> Database:
-        """Read a folder; damaged lines go to its quarantine.
+        """Read a folder; what is damaged is repaired, or goes to its quarantine.
 
         Parameters
         ----------
@@ -70,12 +75,14 @@ class Database:
             Of all trials; by default what the folder says, else that of the first trial added.
         read_only : bool
             Write nothing: what is damaged stays in the files.
+        silent : bool
+            Log no problems: who opens it tells of them.
 
         Raises
         ------
         InputError
-            The path is not a folder, or cannot be made; the folder is of another device or target;
-            another process holds its lock for a minute.
+            The path is not a folder, or cannot be made or written; the folder is of another device
+            or target; another process holds its lock for a minute.
         """
         path = Path(folder)
         read_only = read_only or device is None
@@ -86,8 +93,9 @@ class Database:
                 path.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise InputError(f"cannot make {path}: {error.strerror or error}") from error
-        found = Folder(path, device, None if target is None else target_json(target), read_only)
-        found.refresh()
+        of = None if target is None else target_json(target)
+        found = Folder(path, device, of, read_only, silent)
+        found.begin()
         return cls(found)
 
     @property
@@ -132,8 +140,8 @@ class Database:
     def trials(self, workload: tirx.PrimFunc | str) -> tuple[Trial, ...]:
         """The trials of a workload or of its key, one for each choice, in the order of the files.
 
-        Of several trials of a choice the latest counts that is "ok" or "wrong", for these speak of
-        the kernel; where there is none, the latest.
+        Of several trials of a choice the latest counts that is checked and "ok" or "wrong", for
+        these speak of the kernel; where there is none, the latest.
         """
         key = workload if isinstance(workload, str) else workload_key(workload)
         with self._mutex:
@@ -145,9 +153,13 @@ class Database:
         """Keys of workloads and trials, repeated ones too, in the order of the files."""
         return [(entry.workload, entry.trial) for entry in self._folder.entries()]
 
+    def unchecked(self) -> list[tuple[str, Trial]]:
+        """Keys of workloads and trials that count and are not checked."""
+        return [(key, t) for key in self.keys for t in self.trials(key) if not t.checked]
+
     def best(self, workload: tirx.PrimFunc | str) -> Trial | None:
-        """The fastest ok trial; of equally fast ones the first by kind and text."""
-        ok = [trial for trial in self.trials(workload) if trial.ok]
+        """The fastest checked trial; of equally fast ones the first by kind and text."""
+        ok = [trial for trial in self.trials(workload) if trial.ok and trial.checked]
         return min(ok, key=lambda trial: (trial.us, trial.kind, trial.text), default=None)
 
     def add(self, workload: tirx.PrimFunc, target: tvm.target.Target, trial: Trial) -> None:
@@ -246,9 +258,11 @@ class Database:
         """The plan of a key; a damaged one counts as missing and is a problem."""
         data, problem = plans.read_plan(self.path, key)
         if problem is not None:
-            self._later.append(problem)
             if not self._folder.read_only:
-                plans.set_aside(self.path, key)
+                problem = replace(problem, mended=plans.set_aside(self.path, key))
+            self._later.append(problem)
+            if not self._folder.silent:
+                logger.warning("%s: %s", self.path, problem)
         return data
 
     def _line(self, workload: tirx.PrimFunc) -> WorkloadLine:
@@ -270,6 +284,11 @@ def _kept(entries: list[Entry]) -> dict[str, dict[tuple[str, str], Trial]]:
     for entry in entries:
         of_workload, trial = found.setdefault(entry.workload, {}), entry.trial
         old = of_workload.get((trial.kind, trial.text))
-        if old is None or trial.status in LASTING or old.status not in LASTING:
+        if old is None or _lasts(trial) or not _lasts(old):
             of_workload[trial.kind, trial.text] = trial
     return found
+
+
+def _lasts(trial: Trial) -> bool:
+    """Whether it speaks of the kernel, whatever came of the choice later."""
+    return trial.checked and trial.status in LASTING

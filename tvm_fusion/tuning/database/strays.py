@@ -85,8 +85,8 @@ def take_strays(reading: Reading, missing: Sequence[Entry], day: str) -> None:
     ]
     for file, count in zip((WORKLOADS, RECORDS), map(sum, zip(*taken, strict=True)), strict=True):
         if count:
-            why = f"{count} lines are not in {GUARD}; TVM takes them, and so does the guard"
-            reading.findings.repair(file, why)
+            why = f"{count} lines are not in {GUARD}, and TVM takes them"
+            reading.findings.repair(file, why, "taken over")
 
 
 def _sound(reading: Reading, missing: Sequence[Entry]) -> list[Stray]:
