@@ -1,10 +1,12 @@
 """Meters whose device is lost: to its process with the second measurement, as by a wild access; or
-to all, like a server that is gone.
+to all, like a server that is gone; or that are lost in the middle, like a server that ends.
 """
 
 from tvm_fusion.errors import TargetError
 from tvm_fusion.tuning.measuring import measure
 from tvm_fusion.tuning.meters import LocalMeter
+from tvm_fusion.tuning.processes import BROKEN, Answer
+from tvm_fusion.tuning.rpc import RemoteWorker
 
 _lost = False
 
@@ -49,3 +51,22 @@ def measure_or_miss(request, counter, times):
     if missing:
         raise TargetError("no server answers")
     return measure(request)
+
+
+class BreakingMeter(LocalMeter):
+    """Some of its measurements, by number, are lost together with their server."""
+
+    def __init__(self, counter, *lost):
+        self.worker, self.counter, self.lost = RemoteWorker("a server"), counter, lost
+
+    def send(self, request, limit_s):
+        self.worker.send(measure_or_break, (request, self.counter, self.lost), limit_s)
+
+
+def measure_or_break(request, counter, lost):
+    with open(counter, "a") as file:
+        file.write("x")
+        number = file.tell()
+    if number in lost:
+        return Answer(BROKEN, why="it broke off")
+    return Answer("ok", measure(request))

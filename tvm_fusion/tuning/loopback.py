@@ -9,10 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from ..errors import TargetError
-from .rpc import served_keys
+from .tracker import served_keys
 
 HOST = "127.0.0.1"
 SERVE, STOCK = "tvm_fusion.tuning.serve", "tvm.exec.rpc_server"
@@ -43,18 +43,48 @@ def servers(wanted: Sequence[Sequence[str]]) -> Iterator[str]:
     started: list[subprocess.Popen] = []
     try:
         for module, *options in wanted:
-            started.append(_start(module, free_port(), "--tracker", address, *options))
-        until = time.monotonic() + STARTING_S
-        while len(served_keys(HOST, port)) < len(wanted):
-            if time.monotonic() > until:
-                raise TargetError(f"the RPC servers did not start within {STARTING_S:.0f} s")
-            time.sleep(POLL_S)
+            started.append(start_server(module, address, *options))
+        await_servers(port, len(wanted))
         yield address
     finally:
         tracker.terminate()
         for process in started:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            kill_server(process)
+
+
+def start_server(module: str, tracker: str, *options: str) -> subprocess.Popen:
+    """A server of a tracker on this machine, not yet registered; `module` is as for `servers`."""
+    port = free_port()
+    where = ("--host", HOST, "--port", str(port), "--port-end", str(port + 1))
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *where, "--tracker", tracker, *options],
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def await_servers(port: int, count: int) -> None:
+    """Waits until the tracker at a port knows that many servers.
+
+    Raises
+    ------
+    TargetError
+        They do not start.
+    """
+    until = time.monotonic() + STARTING_S
+    while len(served_keys(HOST, port)) < count:
+        if time.monotonic() > until:
+            raise TargetError(f"the RPC servers did not start within {STARTING_S:.0f} s")
+        time.sleep(POLL_S)
+
+
+def kill_server(process: subprocess.Popen) -> None:
+    """Ends a server and all its processes at once."""
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def free_port() -> int:
@@ -62,14 +92,3 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return probe.getsockname()[1]
-
-
-def _start(module: str, port: int, *options: str) -> subprocess.Popen:
-    where = ("--host", HOST, "--port", str(port), "--port-end", str(port + 1))
-    return subprocess.Popen(
-        [sys.executable, "-m", module, *where, *options],
-        start_new_session=True,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )

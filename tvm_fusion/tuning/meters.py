@@ -9,9 +9,18 @@ from .processes import Worker
 
 
 class Meter(Protocol):
-    """What measures: a process on this machine, or one for a server elsewhere."""
+    """What measures: a process on this machine, or one for a server elsewhere.
+
+    What is not ready has to connect before it is sent anything. `connect` asks its worker for that;
+    `held` is how many other meters of the session are connected.
+    """
 
     worker: Worker
+
+    @property
+    def is_ready(self) -> bool: ...
+
+    def connect(self, held: int) -> None: ...
 
     def send(self, request: MeasureRequest, limit_s: float) -> None: ...
 
@@ -28,6 +37,14 @@ class LocalMeter:
     def __init__(self, gpu: int | None = None) -> None:
         environment = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
         self.worker = Worker("measurer", (warm_up, ()), environment)
+
+    @property
+    def is_ready(self) -> bool:
+        """Always: there is nothing to connect with."""
+        return True
+
+    def connect(self, held: int) -> None:
+        """Nothing."""
 
     def send(self, request: MeasureRequest, limit_s: float) -> None:
         """Asks for the measurements of a request."""

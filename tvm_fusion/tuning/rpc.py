@@ -6,132 +6,69 @@
 A process here for each server keeps a session with it and sends it libraries. A server of this
 package (`serve`) measures by itself. TVM's own (`tvm.exec.rpc_server`) does what it is told through
 the session: inputs and outputs are copied, numbers are compared here. A session that fails is given
-up; the next trial asks the tracker for another.
+up, and the tracker asked for another. One that breaks off says nothing of the kernel that ran: it
+was in a process of its own at the server, or in that of TVM's server, which may have ended for any
+reason.
 """
 
 from __future__ import annotations
 
 import gc
-import pickle
-import socket
 import time
-from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Any
 
 from .._version import __version__
 from ..errors import InputError, TargetError
-from ..runtime.timing import L2_CLEANING_BYTES
-from .measuring import MeasureRequest, forget, measure
-from .processes import Answer, Worker
-from .serve import MEASURE, VERSION
-from .site import Arrays, Call
+from .links import SERVED_S, STOCK_S, Link, Served, Stock
+from .measuring import MeasureRequest, forget
+from .processes import BROKEN, Answer, Worker
+from .serve import VERSION
+from .tracker import Tracker, address_of, served_keys
 
-SERVED_S = 3600  # after which a server of this package ends a session
-STOCK_S = 600  # the same of TVM's own; a kernel that hangs blocks it until then
-CONNECT_S = 5.0
-WAIT_S = 60.0  # for a free server
+WAIT_S = 60.0  # for a server that others use
+GONE_S = 10.0  # for one to be registered, where there is none that this session does not use
+GRACE_S = 60.0  # for a server's answer after the limit: its process has to start
 POLL_S = 0.5
-MIN_SAMPLE_S = 200e-6  # shorter calls are repeated within a sample
+EXCERPT = 300  # characters of an error's text
+WORKPATH = "tvm.rpc.server.workpath"  # a function that each server has
 
 
-class Libraries:
-    """Libraries at a server, each sent once.
+@dataclass(frozen=True, slots=True)
+class Linked:
+    """A session that is kept: with which server, and since when."""
 
-    A library has a name of its own there: one that is loaded must not be written again.
+    address: str
+    is_ours: bool
+    since: float
+
+
+_links: dict[tuple[str, int, str], tuple[Link, Linked]] = {}
+
+
+def connect(host: str, port: int, key: str, held: int, since: float) -> Linked:
+    """Makes a session with a server of a tracker, for the requests that follow.
+
+    Parameters
+    ----------
+    host, port, key
+        Of the tracker, and of its servers.
+    held : int
+        How many of these servers the rest of the session uses.
+    since : float
+        When the caller began to wait for one (`time.monotonic`).
+
+    Raises
+    ------
+    TargetError
+        There is none within `WAIT_S`, or within `GONE_S` where others do not use one either; or it
+        has another version of this package.
     """
-
-    def __init__(self, session: Any) -> None:
-        self._session = session
-        self._names: dict[tuple[Path, int], str] = {}
-
-    def name(self, path: Path) -> str:
-        """The name of a library at the server."""
-        key = (path, path.stat().st_mtime_ns)
-        if key not in self._names:
-            name = f"{len(self._names)}-{path.name}"
-            self._session.upload(str(path), name)
-            self._names[key] = name
-        return self._names[key]
-
-
-class Remote(Arrays):
-    """A device behind a session with TVM's own server."""
-
-    def __init__(self, session: Any, kind: str) -> None:
-        super().__init__(session.device(kind))
-        self.session, self.kind = session, kind
-        self._libraries = Libraries(session)
-
-    def load(self, path: Path) -> Any:
-        """A library at the server."""
-        return self.session.load_module(self._libraries.name(path))
-
-    def samples(
-        self, calls: Sequence[Call], kernels: Sequence[int], repeats: int
-    ) -> list[list[float]]:
-        """Microseconds of each call, interleaved; on a GPU the L2 is cleaned before each."""
-        numbers = [self._number(call) for call in calls]
-        found: list[list[float]] = [[] for _ in calls]
-        for _ in range(repeats):
-            for samples, call, number in zip(found, calls, numbers, strict=True):
-                samples.append(self._seconds(call, number) * 1e6)
-        return found
-
-    def _number(self, call: Call) -> int:
-        """How often a call is repeated within a sample: once where the L2 is cleaned before."""
-        once = self._seconds(call, 1)
-        return 1 if self.kind == "cuda" else max(1, int(MIN_SAMPLE_S / max(once, 1e-7)))
-
-    def _seconds(self, call: Call, number: int) -> float:
-        evaluate = call.library.time_evaluator(
-            call.symbol,
-            self.device,
-            number=number,
-            repeat=1,
-            cache_flush_bytes=L2_CLEANING_BYTES if self.kind == "cuda" else 0,
-        )
-        return evaluate(*call.tensors).mean
-
-
-class Link(Protocol):
-    """What measures through a session; `lasts_s` is how long the session may last."""
-
-    lasts_s: float
-
-    def measure(self, request: MeasureRequest, limit_s: float) -> Answer: ...
-
-
-class Served:
-    """A session with a server of this package."""
-
-    lasts_s = SERVED_S
-
-    def __init__(self, session: Any) -> None:
-        self._measure = session.get_function(MEASURE)
-        self._libraries = Libraries(session)
-
-    def measure(self, request: MeasureRequest, limit_s: float) -> Answer:
-        """What the server's measuring process answers within a time."""
-        message = pickle.dumps((request.moved(self._libraries.name), limit_s))
-        return pickle.loads(bytes(self._measure(message)))
-
-
-class Stock:
-    """A session with TVM's own server."""
-
-    lasts_s = STOCK_S
-
-    def __init__(self, session: Any, kind: str) -> None:
-        self._site = Remote(session, "cpu" if kind == "llvm" else kind)
-
-    def measure(self, request: MeasureRequest, limit_s: float) -> Answer:
-        """As `measuring.measure`; the time limit is that of the session."""
-        return Answer("ok", measure(request, self._site))
-
-
-_links: dict[tuple[str, int, str], tuple[Link, float]] = {}
+    place = (host, port, key)
+    if place not in _links:
+        link, address = _link(*place, held, since)
+        _links[place] = link, Linked(address, link.is_ours, time.monotonic())
+    return _links[place][1]
 
 
 def measure_remotely(
@@ -142,19 +79,36 @@ def measure_remotely(
     Raises
     ------
     TargetError
-        The server has another version of this package.
+        As `connect`, or the server ended since the last request.
     """
     place = (host, port, key)
-    if place in _links and time.monotonic() - _links[place][1] > _links[place][0].lasts_s / 2:
-        _leave(place)
-    if place not in _links:
-        kind = request.place.resolved()[0].kind.name
-        _links[place] = (_link(*place, kind), time.monotonic())
+    if place in _links:
+        link, linked = _links[place]
+        if time.monotonic() - linked.since > link.lasts_s / 2:
+            _leave(place)
+        elif not _lives(link):
+            _leave(place)
+            raise TargetError(f"{linked.address} does not answer any more")
+    linked = connect(*place, 0, time.monotonic())
+    link = _links[place][0]
     try:
-        return _links[place][0].measure(request, limit_s)
-    except Exception:
+        return link.measure(request, limit_s)
+    except Exception as error:
+        lives = _lives(link)
         _leave(place)  # a sticky error of the device ends with its session
-        raise
+        if lives:
+            raise
+        why = " ".join(str(error).split())[-EXCERPT:]
+        return Answer(BROKEN, why=f"the session with {linked.address} broke off: {why}")
+
+
+def _lives(link: Link) -> bool:
+    """Whether the server answers in a session."""
+    try:
+        link.session.get_function(WORKPATH)
+    except Exception:
+        return False
+    return True
 
 
 def _leave(place: tuple[str, int, str]) -> None:
@@ -164,15 +118,18 @@ def _leave(place: tuple[str, int, str]) -> None:
     gc.collect()
 
 
-def _link(host: str, port: int, key: str, kind: str) -> Link:
-    session = _session(host, port, key, SERVED_S)
+def _link(host: str, port: int, key: str, held: int, since: float) -> tuple[Link, str]:
+    session, address = _session(host, port, key, SERVED_S, held, since)
     version = _version(session)
     if version == __version__:
-        return Served(session)
+        return Served(session), address
     if version is not None:
-        raise TargetError(f"the RPC server has tvm_fusion {version}, this is {__version__}")
+        raise TargetError(
+            f"the RPC server {address} has tvm_fusion {version}, this is {__version__}"
+        )
     del session  # of TVM's own server: a kernel that hangs must not block it for an hour
-    return Stock(_session(host, port, key, STOCK_S), kind)
+    session, address = _session(host, port, key, STOCK_S, held, since)
+    return Stock(session), address
 
 
 def _version(session: Any) -> str | None:
@@ -183,35 +140,65 @@ def _version(session: Any) -> str | None:
         return None
 
 
-def _session(host: str, port: int, key: str, lasts_s: float) -> Any:
-    from tvm import rpc
-
-    try:
-        tracker = rpc.connect_tracker(host, port)
-        _wait_for_free(tracker, key)
-        return tracker.request(key, session_timeout=lasts_s)
-    except (RuntimeError, OSError) as error:
-        raise TargetError(f"no server {key!r} of {host}:{port} answers: {error}") from error
-
-
-def _wait_for_free(tracker: Any, key: str) -> None:
-    """Waits until a server is free: a request itself would wait for ever."""
-    end = time.monotonic() + WAIT_S
-    while not tracker.summary()["queue_info"].get(key, {}).get("free"):
-        if time.monotonic() > end:
-            raise RuntimeError(f"none is free within {WAIT_S:.0f} s")
+def _session(
+    host: str, port: int, key: str, lasts_s: float, held: int, since: float
+) -> tuple[Any, str]:
+    """A session with a server, and the server's address; waits until one is free."""
+    while True:
+        try:
+            with Tracker(host, port) as tracker:
+                if tracker.free(key):
+                    return tracker.request(key, lasts_s)
+                there = sum(one[0] == key for one in tracker.servers())
+            patience_s = WAIT_S if there > held else GONE_S
+            why = _missing(f"the tracker {host}:{port}", key, there, held)
+        except (RuntimeError, OSError) as error:
+            patience_s = GONE_S
+            why = f"no server {key!r} of the tracker {host}:{port} answers: {error}"
+        if time.monotonic() - since > patience_s:
+            raise TargetError(why)
         time.sleep(POLL_S)
 
 
+def _missing(tracker: str, key: str, there: int, held: int) -> str:
+    """Why no server is free."""
+    if not there:
+        return f"{tracker} has no server with the key {key!r} any more: start one"
+    if there <= held:
+        return f"{tracker} has no server with the key {key!r} beside the {there} used here already"
+    return f"none of the {there} servers with the key {key!r} of {tracker} is free"
+
+
 class RemoteWorker(Worker):
-    """A process that passes requests on; the answer is that of the process at the server."""
+    """A process that passes requests on; the answer is that of the process at the server.
+
+    `linked` is its session with a server.
+    """
+
+    linked: Linked | None = None
 
     def collect(self) -> Answer | None:
-        """As `Worker.collect`."""
-        answer = super().collect()
-        if answer is not None and answer.status == "ok":
+        """As `Worker.collect`. A process that dies ran no kernel, and a server of ours keeps time
+        itself: where these fail, the session broke off.
+        """
+        linked, answer = self.linked, super().collect()
+        if answer is None:
+            return None
+        if isinstance(answer.value, Linked):
+            self.linked = answer.value
+            self.name = f"server {self.linked.address}"
+        elif answer.status == "ok":
             return replace(answer.value, seconds=answer.seconds)
+        elif answer.status == "crash" or (
+            answer.status == "timeout" and linked is not None and linked.is_ours
+        ):
+            return replace(answer, status=BROKEN)
         return answer
+
+    def stop(self) -> None:
+        """As `Worker.stop`."""
+        self.linked = None
+        super().stop()
 
 
 class RemoteMeter:
@@ -221,9 +208,19 @@ class RemoteMeter:
         self.worker = RemoteWorker(name)
         self._place = (host, port, key)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is a session with a server."""
+        return self.worker.linked is not None
+
+    def connect(self, held: int) -> None:
+        """Asks for a session with a server."""
+        arguments = (*self._place, held, time.monotonic())
+        self.worker.send(connect, arguments, WAIT_S + GRACE_S)
+
     def send(self, request: MeasureRequest, limit_s: float) -> None:
         """Asks for the measurements of a request."""
-        self.worker.send(measure_remotely, (request, limit_s, *self._place), limit_s + WAIT_S)
+        self.worker.send(measure_remotely, (request, limit_s, *self._place), limit_s + GRACE_S)
 
 
 def meters_of(tracker: str, key: str) -> list[RemoteMeter]:
@@ -240,29 +237,14 @@ def meters_of(tracker: str, key: str) -> list[RemoteMeter]:
     InputError
         There is no tracker at the address, or it has no such server.
     """
-    host, separator, port = tracker.rpartition(":")
-    if not separator or not port.isdecimal():
-        raise InputError(f"--rpc: expected HOST:PORT, got {tracker!r}")
+    host, port = address_of(tracker, "--rpc")
     try:
-        keys = served_keys(host, int(port))
+        keys = served_keys(host, port)
     except (RuntimeError, OSError) as error:
         raise InputError(f"no RPC tracker answers at {tracker}: {error}") from error
     if key not in keys:
         there = f"there is {', '.join(sorted(set(keys)))}" if keys else "no server is registered"
         raise InputError(f"the tracker {tracker} has no server with the key {key!r}; {there}")
-    return [RemoteMeter(f"server {i}", host, int(port), key) for i in range(keys.count(key))]
-
-
-def served_keys(host: str, port: int) -> list[str]:
-    """The keys of the servers that are registered with a tracker, one for each server.
-
-    Raises
-    ------
-    RuntimeError, OSError
-        There is no tracker.
-    """
-    from tvm import rpc
-
-    socket.create_connection((host, port), CONNECT_S).close()  # TVM itself tries for a minute
-    servers = rpc.connect_tracker(host, port).summary()["server_info"]
-    return [server["key"].removeprefix("server:") for server in servers]
+    return [
+        RemoteMeter(f"server {i} of {tracker}", host, port, key) for i in range(keys.count(key))
+    ]

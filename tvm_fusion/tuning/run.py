@@ -124,7 +124,7 @@ def tune(
     worker = local_worker(meters)
     joint_s = limit.share(JOINT_SHARE, settings.joint_s) if worker is not None else 0.0
     session = Session(states, keeper, place, settings, builders, meters, watch, limit, joint_s)
-    ended = ""
+    ended, lost = "", None
     try:
         try:
             session.run()
@@ -133,6 +133,8 @@ def tune(
             ended = session.ended
         except KeyboardInterrupt:
             pass
+        except TargetError as error:  # nothing is left to build or to measure on
+            lost = error
         with held_interrupts() as came:
             stop_all(own)
             measured = weighed_cuts(job, cuts, tasks, kernels)
@@ -141,6 +143,8 @@ def tune(
             tuned = tuple(tuned_task(state, kernels) for state in states)
     finally:
         stop_all(own)
+    if lost is not None:
+        raise lost
     interrupted = bool(came) or not ended
     return TuneResult(tuned, plan, session.trials, session.seconds, interrupted, ended or INTERRUPT)
 

@@ -6,8 +6,8 @@
        |  +------------- schedules --------------+                                       |
        +---------------------------------- results --------------------------------------+
 
-Builders and thinkers work ahead of the measurements. What is in the database already is not
-measured again; an interrupt or a kill loses no more than the trials that run.
+Builders and thinkers work ahead of the measurements. An interrupt or a kill loses no more than the
+trials that run.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ..errors import TargetError
 from .building import Place
 from .choices import DEFAULT, Choice
 from .finals import Finals
-from .measurements import LOST, Measurements
+from .measurements import Measurements
 from .measuring import Measurement
 from .meters import Meter
-from .processes import Answer, Worker, wait_for
+from .processes import LOST, Answer, Worker, wait_for
 from .scratch import scratch_folder
 from .settings import Settings
 from .state import TaskState
@@ -175,7 +175,7 @@ class Session:
 
     def _drop(self) -> None:
         """Forgets the trials that nothing was measured of."""
-        for job in (*self._shop.abandon(), *self._waiting):
+        for job in (*self._shop.abandon(), *self._measurements.drop(), *self._waiting):
             job.state.pending.discard(job.choice.text)
             self.trials -= 1
         self._waiting.clear()
@@ -245,9 +245,6 @@ class Session:
         return None
 
     def _has_measured(self, jobs: list[Job], answer: Answer) -> None:
-        if answer.status == LOST:  # says nothing of the trial
-            self._waiting[:0] = jobs
-            return
         if answer.status != "ok":
             for job in jobs:
                 self._note(job, answer.status, why=answer.why)
