@@ -27,6 +27,8 @@ from tvm import relax
 from tvm.ir import IRModule, Op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from .functions import rewrite_functions
+
 _or, _and = relax.op.logical_or, relax.op.logical_and
 _xor, _not = relax.op.logical_xor, relax.op.logical_not
 
@@ -61,11 +63,7 @@ class FixBoolArithmetic:
 
     def transform_module(self, mod: IRModule, _ctx: tvm.transform.PassContext) -> IRModule:
         """Rewrite the Relax functions that hold such an operator; leave the others as they are."""
-        rewriter = _Rewriter(mod)
-        for var, function in mod.functions.items():
-            if isinstance(function, relax.Function):
-                rewriter.rewrite(var, function)
-        return rewriter.builder_.get() if rewriter.changed else mod
+        return rewrite_functions(mod, _Rewriter(mod))
 
 
 @mutator
@@ -73,15 +71,6 @@ class _Rewriter(PyExprMutator):
     def __init__(self, mod: IRModule) -> None:
         super().__init__(mod)
         self.changed = False
-
-    def rewrite(self, var: tvm.ir.GlobalVar, function: relax.Function) -> None:
-        """Put the rewritten function in the place of the old one."""
-        before = self.changed
-        self.changed = False
-        rewritten = self.visit_expr(function)
-        if self.changed:
-            self.builder_.update_func(var, rewritten)
-        self.changed |= before
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         call = super().visit_call_(call)

@@ -15,6 +15,8 @@ from tvm import relax
 from tvm.ir import IRModule, Op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from .functions import rewrite_functions
+
 SORTS = ("relax.argsort", "relax.sort", "relax.topk")
 
 
@@ -26,11 +28,7 @@ class WidenSorts:
 
     def transform_module(self, mod: IRModule, _ctx: tvm.transform.PassContext) -> IRModule:
         """Rewrite the Relax functions that hold such a sort."""
-        widener = _Widener(mod)
-        for var, function in mod.functions.items():
-            if isinstance(function, relax.Function):
-                widener.rewrite(var, function)
-        return widener.builder_.finalize() if widener.changed else mod
+        return rewrite_functions(mod, _Widener(mod))
 
 
 @mutator
@@ -38,14 +36,6 @@ class _Widener(PyExprMutator):
     def __init__(self, mod: IRModule) -> None:
         super().__init__(mod)
         self.changed = False
-
-    def rewrite(self, var: tvm.ir.GlobalVar, function: relax.Function) -> None:
-        """Put the rewritten function in the place of the old one."""
-        before, self.changed = self.changed, False
-        rewritten = self.visit_expr(function)
-        if self.changed:
-            self.builder_.update_func(var, rewritten)
-        self.changed |= before
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         call = super().visit_call_(call)
