@@ -11,19 +11,17 @@ import tvm_fusion
 from tvm_fusion.transform.half_operators import DTYPES
 from tvm_fusion.transform.lower import lower
 
+from . import graphs
+
 SHAPE, CHANNELS = (2, 4, 8, 6), 4
 HALVES = ["float16", "bfloat16"]
 
 
 def module(dtype, shapes, result):
     """A module that returns `result(*inputs)`."""
-    builder = relax.BlockBuilder()
-    inputs = [relax.Var(f"x{n}", relax.TensorType(s, dtype)) for n, s in enumerate(shapes)]
-    with builder.function("main", inputs):
-        with builder.dataflow():
-            out = builder.emit_output(builder.normalize(result(*inputs)))
-        builder.emit_func_output(out)
-    return builder.get()
+    return graphs.module(
+        lambda bb, *inputs: bb.normalize(result(*inputs)), *((shape, dtype) for shape in shapes)
+    )
 
 
 def batch_norm(dtype, training=False):

@@ -6,7 +6,6 @@ import signal
 
 import pytest
 import tvm
-from tvm import relax
 
 import tvm_fusion
 from tvm_fusion.cli import main
@@ -18,6 +17,7 @@ from tvm_fusion.tuning.interrupts import held_interrupts
 from tvm_fusion.tuning.result import TunedTask, TuneResult
 from tvm_fusion.tuning.settings import load_settings
 
+from . import graphs
 from .test_tune_session import SETTINGS, chain_module, make_session, tested  # noqa: F401
 from .tune_classes import Several
 
@@ -89,14 +89,9 @@ def test_no_workers_are_refused(tmp_path, name):
 
 
 def test_a_model_without_kernels_is_refused(tmp_path):
-    builder = relax.BlockBuilder()
-    x = relax.Var("x", relax.TensorType((4, 6), "float32"))
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            out = builder.emit_output(x)
-        builder.emit_func_output(out)
+    identity = graphs.module(lambda bb, x: x, ((4, 6), "float32"))
     with pytest.raises(InputError, match="there is nothing to tune"):
-        tvm_fusion.tune(builder.get(), "llvm", database=tmp_path, settings=SETTINGS)
+        tvm_fusion.tune(identity, "llvm", database=tmp_path, settings=SETTINGS)
 
 
 # ---- what is said

@@ -4,24 +4,19 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tvm
-from tvm import relax
 from tvm.relax import op
 
 import tvm_fusion
 from tvm_fusion.transform.widen_sorts import WidenSorts
+
+from . import graphs
 
 SHAPE = (3, 11)
 
 
 def module(dtype, result):
     """A module that returns `result(x)`."""
-    builder = relax.BlockBuilder()
-    x = relax.Var("x", relax.TensorType(SHAPE, dtype))
-    with builder.function("main", [x]):
-        with builder.dataflow():
-            out = builder.emit_output(builder.normalize(result(x)))
-        builder.emit_func_output(out)
-    return builder.get()
+    return graphs.module(lambda bb, x: bb.normalize(result(x)), (SHAPE, dtype))
 
 
 def numbers():

@@ -7,6 +7,8 @@ from typing import Any
 
 from .errors import ConfigError, InputError
 
+INTERRUPTED = 130  # the exit status
+TARGET_HELP = "llvm, cuda, a device like nvidia_h200, or a profile"
 POLICY_HELP = "default, conservative, aggressive, a .toml file, or KEY=VALUE[,KEY=VALUE]"
 
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 HAS_AFFINITY = hasattr(os, "sched_getaffinity")
+_AT_IMPORT = frozenset(os.sched_getaffinity(0)) if HAS_AFFINITY else frozenset()
 _TASKS = Path("/proc/self/task")
 
 
@@ -26,6 +27,11 @@ def usable_cores() -> frozenset[int]:
             with contextlib.suppress(OSError):  # it ended
                 found |= os.sched_getaffinity(int(task.name))
     return frozenset(found)
+
+
+def available_cores() -> int:
+    """How many they are."""
+    return len(usable_cores())
 
 
 def use_all_cores() -> None:
@@ -55,6 +61,3 @@ def kernel_threads() -> int:
 
     with on_all_cores():
         return runtime.num_threads()
-
-
-_AT_IMPORT = frozenset(os.sched_getaffinity(0)) if HAS_AFFINITY else frozenset()

@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from ._cores import kernel_threads, usable_cores
+from ._cores import available_cores, kernel_threads
 from .config import HardwareProfile, load_profile, profile_names
 from .errors import TargetError
 
@@ -42,7 +42,7 @@ def cpu_target() -> Any:
     from tvm.target import Target
 
     kernel_threads()  # the first kernel that runs here would pin the thread to one core
-    config = {"kind": "llvm", "num-cores": len(usable_cores()), "mcpu": _llvm("GetHostCPUName")()}
+    config = {"kind": "llvm", "num-cores": available_cores(), "mcpu": _llvm("GetHostCPUName")()}
     implied = tvm_ffi.get_global_func("target.llvm_get_cpu_features")(Target(config))
     present = _llvm("GetHostCPUFeatures")()
     hidden = sorted(f for f in map(str, implied) if f in present and not bool(present[f]))

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ._arguments import POLICY_HELP, model_of, policy_of
+from ._arguments import INTERRUPTED, POLICY_HELP, TARGET_HELP, model_of, policy_of
 from .errors import ConfigError, InputError, PlanError, TvmFusionError, VerificationError
 from .report.model import Report
 from .report.why import restrict, why
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 CHECK_FAILED = 1
 BAD_INPUT = 2
-INTERRUPTED = 130
 
 _COMMANDS = {
     "compile": "plan, fuse, build, verify and time a model",
@@ -152,7 +151,7 @@ def _bench_parser() -> argparse.ArgumentParser:
     work = parser.add_mutually_exclusive_group(required=True)
     work.add_argument("suite", nargs="?", help="a suite, or workloads by commas")
     add_suite_arguments(parser, work)
-    parser.add_argument("--target", help="llvm, cuda, a device like nvidia_h200, or a profile")
+    parser.add_argument("--target", help=TARGET_HELP)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(command="bench", policy=None, plan=None, cuda_graph=None)
     return parser
@@ -167,7 +166,7 @@ def _add_common_arguments(command: argparse.ArgumentParser, suites: bool) -> Non
 
         model.add_argument("--suite", metavar="SUITE", help="a suite, or workloads by commas")
         add_suite_arguments(command, model)
-    command.add_argument("--target", help="llvm, cuda, a device like nvidia_h200, or a profile")
+    command.add_argument("--target", help=TARGET_HELP)
     command.add_argument("--policy", help=POLICY_HELP)
     command.add_argument("--plan", metavar="FILE", help="run this plan instead of searching one")
     command.add_argument("--json", action="store_true", help="print one JSON object")

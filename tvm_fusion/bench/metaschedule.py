@@ -29,7 +29,7 @@ from tvm.relax import pipeline
 from tvm.s_tir import meta_schedule as ms
 from tvm.support import nvcc
 
-from ..runtime.cubin_cache import available_cores
+from .._cores import available_cores
 
 BUILD_TIMEOUT_S, RUN_TIMEOUT_S = 90.0, 30.0
 REASONS = 5  # failures of trials that are written down, those seen most often

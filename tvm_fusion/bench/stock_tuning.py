@@ -36,6 +36,7 @@ from tvm import relax
 
 import tvm_fusion
 
+from .._arguments import TARGET_HELP
 from ..config import resolve_target
 from ..errors import TargetError, TvmFusionError
 from ..frontends import load
@@ -255,7 +256,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tvm_fusion.bench.stock_tuning", description=__doc__.splitlines()[0]
     )
-    parser.add_argument("--target", help="llvm, cuda, a device like nvidia_h200, or a profile")
+    parser.add_argument("--target", help=TARGET_HELP)
     parser.add_argument("--trials", type=int, default=64, help="most of each tuner in a row")
     parser.add_argument("--minutes-per-row", type=float, default=1.5, help="most of each tuner")
     parser.add_argument("--only", metavar="ROW,...", help=f"default: {','.join(ROWS)}")

@@ -20,9 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .._cores import available_cores
 from ..config import resolve_target
 from ..errors import InputError, TargetError, TvmFusionError
-from ..runtime.cubin_cache import available_cores
 from ..tuning.command import to_json
 from ..tuning.meters import LocalMeter
 from ..tuning.processes import start_all, stop_all

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from .._cores import available_cores
 from ..config import resolve_target
 from ..job import Job
-from ..runtime.cubin_cache import available_cores
 from ..runtime.module import CompiledModule
 from ..tuning.choices import DEFAULT
 from .record import reason

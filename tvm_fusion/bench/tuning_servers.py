@@ -26,9 +26,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._cores import available_cores
 from ..config import resolve_target
 from ..errors import InputError
-from ..runtime.cubin_cache import CACHE_VARIABLE, available_cores
+from ..runtime.cubin_cache import CACHE_VARIABLE
 from ..tuning.loopback import SERVE, servers
 from ..tuning.processes import Worker, stop_all
 from ..tuning.rpc import meters_of

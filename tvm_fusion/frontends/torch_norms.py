@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from torch import fx
 from tvm import relax
 
@@ -25,7 +24,7 @@ CHANNELS = 1  # their axis
 def _group_norm(importer: Importer, node: fx.Node) -> relax.Expr:
     """group_norm(input, num_groups, weight, bias, eps)."""
     given = bound_arguments(node)
-    return _normalized(importer, node, given, given["num_groups"])
+    return _normalized(importer, given, given["num_groups"])
 
 
 def _native_group_norm(importer: Importer, node: fx.Node) -> relax.Expr:
@@ -33,13 +32,13 @@ def _native_group_norm(importer: Importer, node: fx.Node) -> relax.Expr:
     only the result is ever used in a model that is not trained.
     """
     given = bound_arguments(node)
-    return relax.Tuple([_normalized(importer, node, given, given["group"])])
+    return relax.Tuple([_normalized(importer, given, given["group"])])
 
 
-def _normalized(importer: Importer, node: fx.Node, given: dict, groups: int) -> relax.Expr:
+def _normalized(importer: Importer, given: dict, groups: int) -> relax.Expr:
     like = given["input"].meta["val"]
-    dtype = importer._convert_data_type(like.dtype)
-    wide = "float32" if like.dtype is torch.bfloat16 else dtype
+    dtype = importer.dtype_of(given["input"])
+    wide = "float32" if dtype == "bfloat16" else dtype
     channels = like.shape[CHANNELS]
 
     def parameter(name: str, missing: float) -> relax.Expr:

@@ -23,7 +23,7 @@ from typing import Any, Self
 
 import tvm_ffi
 
-from .._cores import usable_cores, use_all_cores
+from .._cores import available_cores, use_all_cores
 from ..errors import BuildError
 from .cuda_compiler import Compiler, DeviceCode, cuda_arch, find_compiler
 
@@ -138,11 +138,6 @@ def compile_sources(
     with Compiling(arch or cuda_arch(), jobs) as compiling:
         begun = [compiling.begin(source) for source in sources]
         return [future.result() for future in begun]
-
-
-def available_cores() -> int:
-    """Return how many cores this process may use."""
-    return len(usable_cores())
 
 
 @cache

@@ -27,7 +27,7 @@ from tvm import relax
 from tvm.ir import IRModule, Op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from .functions import rewrite_functions
+from .functions import rewrite_functions, where_changed
 
 _or, _and = relax.op.logical_or, relax.op.logical_and
 _xor, _not = relax.op.logical_xor, relax.op.logical_not
@@ -63,7 +63,9 @@ class FixBoolArithmetic:
 
     def transform_module(self, mod: IRModule, _ctx: tvm.transform.PassContext) -> IRModule:
         """Rewrite the Relax functions that hold such an operator; leave the others as they are."""
-        return rewrite_functions(mod, _Rewriter(mod))
+        rewriter = _Rewriter(mod)
+        rewrite = where_changed(rewriter)
+        return rewrite_functions(mod, rewriter.builder_, rewrite, opaque=True)
 
 
 @mutator

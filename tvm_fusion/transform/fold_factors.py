@@ -35,10 +35,10 @@ from tvm.relax import Expr, op
 from tvm.relax.expr_functor import mutator
 
 from .constant_weights import constant, identity
-from .decompose.decompose import is_opaque
 from .decompose.opening import compute_dtype, dtype_of, shape_of
 from .factors import Along, Factor, Level, constant_behind, is_constant, is_one, padded_shape
 from .foldable import Product, Survey
+from .functions import rewrite_functions
 from .parts import BlockwiseMutator, Parts
 
 
@@ -57,16 +57,10 @@ class FoldFactors:
         self.rounding = rounding
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        if self.rounding != "fast":
+            return mod
         folder = _Folder(mod)
-        changed = False
-        for gvar, func in mod.functions_items():
-            if self.rounding != "fast" or not isinstance(func, relax.Function) or is_opaque(func):
-                continue
-            folded = folder.fold_function(func)
-            if folded is not None:
-                folder.builder_.update_func(gvar, folded)
-                changed = True
-        return folder.builder_.finalize() if changed else mod
+        return rewrite_functions(mod, folder.builder_, folder.fold_function)
 
 
 @mutator

@@ -1,33 +1,63 @@
-"""Rewriting the Relax functions of a module."""
+"""Rewriting the Relax functions of a module one by one."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import tvm
 from tvm import relax
 from tvm.ir import IRModule
 
+Rewrite = Callable[[relax.Function], relax.Function | None]
+_OPAQUE_ATTRS = ("Primitive", "Composite", "Codegen")
 
-class Rewriter(Protocol):
+
+class Marking(Protocol):
     """A `PyExprMutator` that sets `changed` where it changes something."""
 
     changed: bool
-    builder_: relax.BlockBuilder
 
     def visit_expr(self, expr: tvm.ir.Expr) -> tvm.ir.Expr: ...
 
 
-def rewrite_functions(mod: IRModule, rewriter: Rewriter) -> IRModule:
-    """The module with the functions that a rewriter of it changes; the module itself where it
-    changes none.
+def rewrite_functions(
+    mod: IRModule, builder: relax.BlockBuilder, rewrite: Rewrite, *, opaque: bool = False
+) -> IRModule:
+    """The module with its functions rewritten; the module itself where none is.
+
+    Parameters
+    ----------
+    mod : IRModule
+    builder : relax.BlockBuilder
+        That of the mutator, made of `mod`.
+    rewrite : callable
+        A function's new form, or None where it stays.
+    opaque : bool
+        Opaque functions, too.
     """
     changed = False
-    for var, function in mod.functions.items():
-        if isinstance(function, relax.Function):
-            rewriter.changed = False
-            rewritten = rewriter.visit_expr(function)
-            if rewriter.changed:
-                rewriter.builder_.update_func(var, rewritten)
-                changed = True
-    return rewriter.builder_.get() if changed else mod
+    for gvar, func in mod.functions_items():
+        if not isinstance(func, relax.Function) or (is_opaque(func) and not opaque):
+            continue
+        new = rewrite(func)
+        if new is not None:
+            builder.update_func(gvar, new)
+            changed = True
+    return builder.finalize() if changed else mod
+
+
+def where_changed(mutator: Marking) -> Rewrite:
+    """A mutator as a `rewrite` of `rewrite_functions`."""
+
+    def rewrite(func: relax.Function) -> relax.Function | None:
+        mutator.changed = False
+        new = mutator.visit_expr(func)
+        return new if mutator.changed else None
+
+    return rewrite
+
+
+def is_opaque(func: relax.Function) -> bool:
+    """Whether a function belongs to somebody else: a fused group, or another code generator's."""
+    return func.attrs is not None and any(key in func.attrs for key in _OPAQUE_ATTRS)

@@ -23,9 +23,9 @@ from tvm import relax
 from tvm.relax import Expr, Var, op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from .decompose.decompose import is_opaque
 from .decompose.opening import dtype_of
 from .factors import is_constant
+from .functions import is_opaque
 from .layout_survey import Source
 from .layout_turns import Turn, Turns, operand_key
 from .parts import Parts

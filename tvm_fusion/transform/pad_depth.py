@@ -23,9 +23,9 @@ from tvm.relax.expr_functor import mutator
 
 from ..config import HardwareProfile
 from .constant_weights import constant, identity
-from .decompose.decompose import is_opaque
 from .decompose.opening import HALF_DTYPES, dtype_of, shape_of, static_size
 from .factors import FLOAT8_DTYPES, Level, is_call, is_constant, swaps_last_axes
+from .functions import rewrite_functions
 from .lean_weights import VECTOR_BYTES, padded
 from .parts import BlockwiseMutator, Parts
 from .readers import Readers
@@ -46,15 +46,7 @@ class PadDepth:
         if self.hw is None or self.hw.kind == "llvm":
             return mod
         filler = _Filler(mod)
-        changed = False
-        for gvar, func in mod.functions_items():
-            if not isinstance(func, relax.Function) or is_opaque(func):
-                continue
-            filled = filler.fill_function(func)
-            if filled is not None:
-                filler.builder_.update_func(gvar, filled)
-                changed = True
-        return filler.builder_.finalize() if changed else mod
+        return rewrite_functions(mod, filler.builder_, filler.fill_function)
 
 
 def missing_terms(value: Expr | None) -> int:

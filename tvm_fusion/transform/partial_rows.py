@@ -24,8 +24,8 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from ..config import HardwareProfile
 from ..kernels.gemm_partials import WIDTHS, writes_partials
-from .decompose.decompose import is_opaque
 from .decompose.opening import shape_of
+from .functions import rewrite_functions
 from .parts import Parts
 from .row_origins import columns_of, row_reductions
 
@@ -51,15 +51,11 @@ class PartialRows:
         if not writes_partials(self.hw):
             return mod
         splitter = _Splitter(mod)
-        changed = False
-        for gvar, func in mod.functions_items():
-            if not isinstance(func, relax.Function) or is_opaque(func):
-                continue
-            split = splitter.split_function(func, self.returning)
-            if split is not None:
-                splitter.builder_.update_func(gvar, split)
-                changed = True
-        return splitter.builder_.finalize() if changed else mod
+
+        def split(func: relax.Function) -> relax.Function | None:
+            return splitter.split_function(func, self.returning)
+
+        return rewrite_functions(mod, splitter.builder_, split)
 
 
 def run_width(columns: int | None) -> int | None:

@@ -18,9 +18,9 @@ from tvm import relax
 from tvm.relax import Expr, Var, op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from .decompose.decompose import is_opaque
 from .decompose.opening import static_size
 from .factors import is_call
+from .functions import rewrite_functions
 from .parts import Parts
 from .readers import Readers
 
@@ -33,15 +33,7 @@ class RowSlices:
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         slicer = _Slicer(mod)
-        changed = False
-        for gvar, func in mod.functions_items():
-            if not isinstance(func, relax.Function) or is_opaque(func):
-                continue
-            sliced = slicer.slice_function(func)
-            if sliced is not None:
-                slicer.builder_.update_func(gvar, sliced)
-                changed = True
-        return slicer.builder_.finalize() if changed else mod
+        return rewrite_functions(mod, slicer.builder_, slicer.slice_function)
 
 
 @mutator

@@ -27,7 +27,7 @@ from tvm.relax import Expr, Var, op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from ..config import HardwareProfile
-from .decompose.decompose import is_opaque
+from .functions import rewrite_functions
 from .parts import Parts
 from .reduction_stages import Setting, Stage, stages
 
@@ -48,15 +48,11 @@ class SplitReductions:
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         splitter = _Splitter(mod)
-        changed = False
-        for gvar, func in mod.functions_items():
-            if not isinstance(func, relax.Function) or is_opaque(func):
-                continue
-            split = splitter.split_function(func, self.hw)
-            if split is not None:
-                splitter.builder_.update_func(gvar, split)
-                changed = True
-        return splitter.builder_.finalize() if changed else mod
+
+        def split(func: relax.Function) -> relax.Function | None:
+            return splitter.split_function(func, self.hw)
+
+        return rewrite_functions(mod, splitter.builder_, split)
 
 
 def static_shape(tensor: Expr) -> tuple[int, ...] | None:

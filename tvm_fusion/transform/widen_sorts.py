@@ -15,7 +15,7 @@ from tvm import relax
 from tvm.ir import IRModule, Op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from .functions import rewrite_functions
+from .functions import rewrite_functions, where_changed
 
 SORTS = ("relax.argsort", "relax.sort", "relax.topk")
 
@@ -28,7 +28,9 @@ class WidenSorts:
 
     def transform_module(self, mod: IRModule, _ctx: tvm.transform.PassContext) -> IRModule:
         """Rewrite the Relax functions that hold such a sort."""
-        return rewrite_functions(mod, _Widener(mod))
+        rewriter = _Widener(mod)
+        rewrite = where_changed(rewriter)
+        return rewrite_functions(mod, rewriter.builder_, rewrite, opaque=True)
 
 
 @mutator

@@ -9,11 +9,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from .._arguments import POLICY_HELP, model_of, policy_of
+from .._arguments import INTERRUPTED, POLICY_HELP, TARGET_HELP, model_of, policy_of
 from ..errors import InputError
 from .result import TuneResult
-
-INTERRUPTED = 130
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -31,7 +29,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--work-dir", metavar="DIR", type=Path, required=True, help="the folder of the database"
     )
-    command.add_argument("--target", help="llvm, cuda, a device like nvidia_h200, or a profile")
+    command.add_argument("--target", help=TARGET_HELP)
     command.add_argument("--policy", help=POLICY_HELP)
     command.add_argument("--trials", type=int, metavar="N", help="most trials of this session")
     command.add_argument(

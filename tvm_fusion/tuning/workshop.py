@@ -11,7 +11,7 @@ from pathlib import Path
 
 import tvm
 
-from .._cores import usable_cores
+from .._cores import available_cores
 from .building import BuildRequest, BuiltChoice, Place, build_choice, enter
 from .choices import Choice
 from .processes import Answer, Worker, wait_for
@@ -25,7 +25,7 @@ POLL_S = 0.5
 
 def make_builders(settings: Settings) -> list[Worker]:
     """Processes that write and compile kernels, started when they are first needed."""
-    count = settings.builders or max(1, len(usable_cores()) - 1)
+    count = settings.builders or max(1, available_cores() - 1)
     setup = (enter, (settings.build_memory_bytes,))
     return [Worker(f"builder {i}", setup) for i in range(count)]
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ..._arguments import INTERRUPTED
 from ..._files import replace_file
 from ..._toml import nearest, number_fields
-from ...cli import CHECK_FAILED, INTERRUPTED
+from ...cli import CHECK_FAILED
 from ...config import HardwareProfile, load_profile, profile_file, resolve_target
 from ...errors import ConfigError, InputError, TargetError
 from .families import families_of

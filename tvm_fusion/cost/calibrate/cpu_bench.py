@@ -9,8 +9,8 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from ..._cores import available_cores
 from ...config import HardwareProfile
-from ...runtime.cubin_cache import available_cores
 from ...runtime.timing import wall_times
 
 Emit = Callable[[relax.BlockBuilder, Sequence[relax.Var]], Any]

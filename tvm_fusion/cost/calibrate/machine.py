@@ -45,7 +45,7 @@ def cuda_version() -> str:
 
 
 def _device(hw: HardwareProfile) -> str:
-    from ...runtime.cubin_cache import available_cores
+    from ..._cores import available_cores
 
     if hw.kind == "cuda":
         return str(tvm.cuda(0).device_name)

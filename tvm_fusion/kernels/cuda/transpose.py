@@ -39,24 +39,34 @@ __all__ = [
     "wants_tiles",
 ]
 
-Config = TransposeConfig | DirectConfig | PointwiseConfig
+Tiles = TransposeConfig | DirectConfig
+Config = Tiles | PointwiseConfig
 Part = TransposePart | DirectPart | PointwisePart
 
 
 def wants_tiles(program: Program, hw: HardwareProfile) -> bool:
     """Whether a load of the program, or of a sibling, is worth a tile."""
-    return any(transpose_configs(part, hw) for part in (program, *program.siblings))
+    return any(_tiles(program, hw))
 
 
 def transpose_choices(program: Program, hw: HardwareProfile) -> list[Config]:
     """What `emit_transpose` can be asked for, the best guess first: tiles where a load of the
     program is worth one, else vectors, in blocks that suit the tiles of its siblings.
     """
-    if own := transpose_configs(program, hw):
-        return list(own)
+    return _choices(program, _tiles(program, hw), hw)
+
+
+def _tiles(program: Program, hw: HardwareProfile) -> list[list[Tiles]]:
+    """The configurations with tiles of the program and of each sibling."""
+    return [transpose_configs(part, hw) for part in (program, *program.siblings)]
+
+
+def _choices(program: Program, tiles: list[list[Tiles]], hw: HardwareProfile) -> list[Config]:
+    own, *others = tiles
+    if own:
+        return own
     vectors = pointwise_configs(program, hw)
-    found = (transpose_configs(sibling, hw) for sibling in program.siblings)
-    first = next((configs[0] for configs in found if configs), None)
+    first = next((configs[0] for configs in others if configs), None)
     if first is None:
         return vectors
     return list(dict.fromkeys(dataclasses.replace(c, threads=first.threads) for c in vectors))
@@ -86,11 +96,11 @@ def emit_transpose(
             raise Unsupported("an output is empty")
         if any(output.place is not None for output in part.outputs):
             raise Unsupported("the columns of an output are not consecutive")
-    found = [transpose_configs(part, hw) for part in programs]
-    if not any(found) and not isinstance(config, TransposeConfig | DirectConfig):
+    found = _tiles(program, hw)
+    if not any(found) and not isinstance(config, Tiles):
         return emit_pointwise(program, hw, config)
     if config is None:
-        config = transpose_choices(program, hw)[0]
+        config = _choices(program, found, hw)[0]
     threads = config.threads
     chosen = [config, *(_with_threads(configs, threads) for configs in found[1:])]
     parts = [_part(p, c, threads, hw) for p, c in zip(programs, chosen, strict=True)]

@@ -160,8 +160,10 @@ class TransposePart:
         numbers = [T.Bind(thread + turn * config.threads) for turn in range(turns)]
         lines = [T.Bind(T.truncdiv(number, per_line)) for number in numbers]
         rows = [T.Bind(T.truncmod(number, per_line) * item.vector) for number in numbers]
-        ragged = count % config.threads
-        own = [n < count if ragged and n is numbers[-1] else None for n in numbers]
+        own = [
+            number < count if (turn + 1) * config.threads > count else None
+            for turn, number in enumerate(numbers)
+        ]
         for turn in range(turns):
             env = dict(tile.env)
             env[self.program.row_vars[config.axis]] = self.clamped_row(

@@ -8,6 +8,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from ...config import HardwareProfile
 from ...ir.graph import COMPOSITES_ATTR
+from ..functions import rewrite_functions
 from ..unique_names import FreshNames
 from . import activations, attention, contractions, losses, norms, softmax, statistics
 from .opening import Opening, Rule
@@ -22,8 +23,6 @@ RULES: dict[str, Rule] = {
     **softmax.RULES,
     **statistics.RULES,
 }
-
-_OPAQUE_ATTRS = ("Primitive", "Composite", "Codegen")
 
 
 @tvm.transform.module_pass(opt_level=0, name="Decompose")
@@ -77,20 +76,7 @@ class Decompose:
         decomposer = _Decomposer(mod)
         decomposer.keep_attention, decomposer.hw = self.keep_attention, self.hw
         decomposer.keep_all = self.keep_all
-        changed = False
-        for gvar, func in mod.functions_items():
-            if not isinstance(func, relax.Function) or is_opaque(func):
-                continue
-            opened = decomposer.open_function(func)
-            if opened is not None:
-                decomposer.builder_.update_func(gvar, opened)
-                changed = True
-        return decomposer.builder_.finalize() if changed else mod
-
-
-def is_opaque(func: relax.Function) -> bool:
-    """Whether a function belongs to somebody else: a fused group, or another code generator's."""
-    return func.attrs is not None and any(key in func.attrs for key in _OPAQUE_ATTRS)
+        return rewrite_functions(mod, decomposer.builder_, decomposer.open_function)
 
 
 def _rule_of(value: Expr) -> tuple[str, Rule] | None:
