@@ -26,12 +26,12 @@ HISTORIES = {
 
 @derived_object
 class Ran(ms.runner.PyRunnerFuture):
-    def __init__(self, seconds):
+    def __init__(self, seconds, at_once):
         super().__init__()
-        self.seconds = seconds
+        self.seconds, self.at_once = seconds, at_once
 
     def done(self):
-        return True
+        return self.at_once
 
     def result(self):
         if self.seconds is None:
@@ -43,13 +43,13 @@ class Ran(ms.runner.PyRunnerFuture):
 class Scripted(ms.runner.PyRunner):
     """Gives times in turn for libraries that it looks at."""
 
-    def __init__(self, seconds):
+    def __init__(self, seconds, at_once=True):
         super().__init__()
-        self.seconds = list(seconds)
+        self.seconds, self.at_once = list(seconds), at_once
 
     def run(self, runner_inputs):
         assert all(Path(str(i.artifact_path)).stat().st_size > 0 for i in runner_inputs)
-        return [Ran(self.seconds.pop(0)) for _ in runner_inputs]
+        return [Ran(self.seconds.pop(0), self.at_once) for _ in runner_inputs]
 
 
 def row_of(us, trials=3):
@@ -95,18 +95,40 @@ def test_a_row_of_both_tuners_on_this_cpu(tmp_path, capsys, monkeypatch):
     assert row["ratio"] == pytest.approx(row["us"]["stock"] / row["us"]["tvm_fusion"])
 
 
-def test_a_session_ends_at_its_time_limit(tmp_path):
-    target, _ = resolve_target("llvm")
+def softmax_module():
     instance = make("softmax", "cpu", "float32", 0.02)
-    mod = load((instance.module, instance.inputs))
-    runner = Scripted([None, 3e-4, 2e-4, 4e-4])
+    return load((instance.module, instance.inputs))
+
+
+def test_no_batch_begins_after_the_time_limit(tmp_path):
+    target, _ = resolve_target("llvm")
+    mod, runner = softmax_module(), Scripted([])
     tuning = metaschedule.tune(
         mod, target, tmp_path, trials=64, batch=2, seconds=1e-3, runner=runner, strategy=few()
     )
     assert tuning.cut_short
-    assert tuning.history == [(1, None), (2, pytest.approx(300.0))]
+    assert tuning.history == []
+    assert metaschedule.tuned_functions(mod, target, tuning) == (0, 1)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_session_that_is_late_keeps_what_was_measured_last(tmp_path, monkeypatch, at_once):
+    """Whether results of a batch are there or waited for when the scheduler looks for a task."""
+    batches = iter([False, False, True])
+    monkeypatch.setattr(metaschedule._Limit, "is_over", lambda self: _late(self, next(batches)))
+    target, _ = resolve_target("llvm")
+    mod, runner = softmax_module(), Scripted([None, 3e-4, 2e-4, 4e-4], at_once)
+    tuning = metaschedule.tune(mod, target, tmp_path, 64, 2, runner=runner, strategy=few())
+    assert tuning.cut_short
+    assert [n for n, _ in tuning.history] == [1, 2, 3, 4]
+    assert [us for _, us in tuning.history] == [None, *map(pytest.approx, (300.0, 200.0, 200.0))]
     assert dict(tuning.failed) == {"run: no such kernel": 1}
     assert metaschedule.tuned_functions(mod, target, tuning) == (1, 1)
+
+
+def _late(limit, ended):
+    limit.ended = ended
+    return ended
 
 
 def test_stock_is_built_for_a_gpu_by_its_own_compiler(tmp_path, monkeypatch):

@@ -105,6 +105,25 @@ def test_starting_points_come_first_and_what_is_known_never():
     assert not set(texts) & set(known)
 
 
+def test_what_tvms_post_processors_finished_is_no_parent_in_own_spaces():
+    """Own spaces would change a choice, and leave out what was done after it."""
+    func = fused("softmax")
+    stock = evolving(func, LLVM, space="stock", trials=8, batch=4).ask(8)
+    rules = {before_postprocessing(text) for text in stock}
+    assert rules
+    search = evolving(func, LLVM, known=[(text, 1.0) for text in stock], trials=16, batch=4)
+    texts = search.ask(16)
+    assert len(texts) == 16
+    assert not rules & {before_postprocessing(text) for text in texts}
+    assert search.predicted(stock[0]) == pytest.approx(1.0, rel=0.2)  # it teaches, though
+
+
+def before_postprocessing(text):
+    instructions, _ = json.loads(text)
+    names = [name for name, *_ in instructions]
+    return tuple(names[: names.index("EnterPostproc")])
+
+
 def test_failures_and_nonsense_times_teach_nothing():
     search = evolving(fused("chain"), LLVM, trials=8, batch=1)
     texts = search.ask(3)

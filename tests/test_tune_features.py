@@ -60,6 +60,19 @@ def test_columns_tell_vectors_and_strides_apart():
     assert (launch.grid, launch.threads, launch.vector) == (64, 32, 4)
 
 
+def test_operands_of_tensor_cores_are_held_by_threads():
+    found = []
+    for scope in ("local", "wmma.matrix_a", "m16n8k8.matrixA"):
+        sch = schedule_of(fuse(lambda bb, x: op.exp(x), ((64, 128), "float32")))
+        (block,) = Blocks(sch).all()
+        sch.cache_read(block, 0, scope)
+        assert scope in str(sch.mod)
+        found.append(columns(sch.mod["main"], H200))
+    assert dict(zip(COLUMNS, found[0], strict=True))["local_traffic"] > 0
+    assert (found[0] == found[1]).all()
+    assert (found[0] == found[2]).all()
+
+
 def test_a_mutation_changes_one_choice():
     func = fused("linear")
     (text,) = evolving(func, LLVM, seed=2, trials=1, batch=1).ask(1)

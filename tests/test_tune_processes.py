@@ -31,8 +31,8 @@ def worker():
     found.stop()
 
 
-def ask(worker, function, *arguments, limit_s=60.0):
-    worker.send(function, arguments, limit_s)
+def ask(worker, function, *arguments, limit_s=60.0, before=None):
+    worker.send(function, arguments, limit_s, before)
     while (answer := worker.collect()) is None:
         wait_for([worker], 1.0)
     assert not worker.busy
@@ -66,6 +66,23 @@ def test_a_lost_process_is_replaced(worker, function, arguments, status, why):
     after = ask(worker, requests.process_number)
     assert after.status == "ok"
     assert after.value != before
+
+
+def test_what_comes_before_a_request_takes_none_of_its_time(worker):
+    answer = ask(worker, requests.echo, 1, limit_s=0.5, before=(requests.nap, (1.0,)))
+    assert (answer.status, answer.value) == ("ok", 1)
+    assert answer.seconds < 0.5
+    hanging = ask(worker, requests.hang, limit_s=0.5, before=(requests.nap, (1.0,)))
+    assert (hanging.status, hanging.why) == ("timeout", "no answer within 0.5 s")
+
+
+def test_what_comes_before_a_request_may_fail(worker, monkeypatch):
+    answer = ask(worker, requests.echo, 1, before=(requests.fail, ("no such tensor",)))
+    assert (answer.status, answer.why) == ("error", "ValueError: no such tensor")
+    assert ask(worker, requests.echo, 2).value == 2
+    monkeypatch.setattr("tvm_fusion.tuning.processes.PREPARING_S", 0.5)
+    assert ask(worker, requests.echo, 1, before=(requests.hang, ())).status == "timeout"
+    assert ask(worker, requests.echo, 3).value == 3
 
 
 def test_a_process_that_died_between_requests_is_replaced(worker):

@@ -69,11 +69,51 @@ def test_a_search_is_asked_again_when_all_of_its_batch_is_measured():
     asked = one.ask()
     assert asked.told[1:] == ((texts[1], None), (texts[0], 5.0))
     evolution.tell([trial(texts[2], 7.0)], 5.0)
-    assert evolution.expected_share == 0.05
+    assert evolution.expected_share == 0.1  # of the search that brought something
+    assert evolution.free == [two]
     assert two.ask().told == (*asked.told[1:], (texts[2], 7.0))  # whoever proposed it
     evolution.found(one, [])
     evolution.give_up(two)
     assert evolution.free == []
+
+
+def test_trials_go_to_the_search_that_brings_something():
+    poor, good = search("x"), search("y")
+    evolution = Evolution([poor, good], 0.4)
+    evolution.tell([], 10.0)
+    best_us, asked = 10.0, []
+    for turn in range(6):
+        free = evolution.free
+        asked.append(["good" if one is good else "poor" for one in free])
+        for one in free:
+            one.ask()
+            evolution.found(one, [text_of(turn, one is good)])
+        while (text := evolution.next()) is not None:
+            evolution.take(text)
+            better = best_us * (0.9 if turn < 3 else 1.0)
+            us = better if text == text_of(turn, True) else 15.0
+            best_us = min(best_us, us)
+            evolution.tell([trial(text, us)], best_us)
+    both, alone = ["good", "poor"], ["good"]
+    # `poor` waits while it promises a quarter of what `good` does, which brings nothing from turn 3
+    assert asked == [["poor", "good"], both, alone, alone, both, both]
+
+
+def text_of(turn, is_good=True):
+    return f"[[],[{turn},{int(is_good)}]]"
+
+
+def test_a_batch_of_failures_brings_nothing():
+    one = search("x")
+    evolution = Evolution([one], 0.4)
+    for turn in range(2):
+        one.ask()
+        evolution.found(one, [text_of(turn)])
+        evolution.take(text_of(turn))
+        evolution.tell([trial(text_of(turn), None)], None)
+    assert evolution.expected_share == 0.1 / BATCH
+    evolution.give_up(one)
+    assert evolution.expected_share == 0.0
 
 
 def test_no_more_trials_are_asked_for_than_are_left():

@@ -17,6 +17,11 @@ def hang():
     time.sleep(3600)
 
 
+def nap(seconds):
+    time.sleep(seconds)
+    return seconds
+
+
 def die():
     os.kill(os.getpid(), signal.SIGSEGV)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import statistics
 import time
@@ -120,7 +121,7 @@ def tune(
     batch : int
         Trials that are built and measured together; the cost model learns after each batch.
     seconds : float
-        No batch begins later; 0 is no limit.
+        No batch begins later, what runs then is measured; 0 is no limit.
     seed : int
     runner : ms.runner.Runner, optional
         In place of TVM's `LocalRunner`.
@@ -129,9 +130,12 @@ def tune(
     """
     tasks = ms.relax_integration.extract_tasks(fused(mod, target), target)
     cores = available_cores()
+    limit = _Limit()
+    if isinstance(strategy, str):
+        strategy = ms.search_strategy.SearchStrategy.create(strategy)
     with _nvcc(), _quiet():
         contexts, weights = ms.relax_integration.extracted_tasks_to_tune_contexts(
-            tasks, str(folder), space, strategy, cores, seed
+            tasks, str(folder), space, _Limited(strategy, limit), cores, seed
         )
         database = ms.database.JSONDatabase(work_dir=str(folder))
         names = {t.task_name: int(t.weight) for t in tasks}
@@ -140,7 +144,8 @@ def tune(
             max_workers=cores, timeout_sec=BUILD_TIMEOUT_S, f_build=_light_build()
         )
         began = time.monotonic()
-        watch = _Watch(tuning, [int(w) for w in weights], began + seconds if seconds else None)
+        limit.until = began + seconds if seconds else math.inf
+        watch = _Watch(tuning, [int(w) for w in weights])
         with _runner(runner) as runner:
             ms.tune_tasks(
                 tasks=contexts,
@@ -154,7 +159,7 @@ def tune(
                 measure_callbacks=[*ms.measure_callback.MeasureCallback.create("default"), watch],
             )
     tuning.seconds = time.monotonic() - began
-    tuning.cut_short = watch.ended and tuning.trials < trials
+    tuning.cut_short = limit.ended and tuning.trials < trials
     return tuning
 
 
@@ -181,13 +186,12 @@ def tuned_functions(
 
 @derived_object
 class _Watch(ms.measure_callback.PyMeasureCallback):
-    """Writes down each trial, and ends the session at its time limit."""
+    """Writes down each trial."""
 
-    def __init__(self, tuning: StockTuning, weights: Sequence[int], until: float | None) -> None:
+    def __init__(self, tuning: StockTuning, weights: Sequence[int]) -> None:
         super().__init__()
-        self.tuning, self.weights, self.until = tuning, weights, until
+        self.tuning, self.weights = tuning, weights
         self.best_us: dict[int, float] = {}
-        self.ended = False
 
     def apply(
         self,
@@ -205,16 +209,55 @@ class _Watch(ms.measure_callback.PyMeasureCallback):
             else:
                 self.best_us[task_id] = min(us, self.best_us.get(task_id, us))
             self.tuning.history.append((self.tuning.trials + 1, self._total_us()))
-        if self.until is not None and time.monotonic() > self.until and not self.ended:
-            self.ended = True
-            for number, task in enumerate(task_scheduler.tasks_):
-                if not task.is_terminated:
-                    task_scheduler.terminate_task(number)
 
     def _total_us(self) -> float | None:
         if len(self.best_us) < len(self.weights):
             return None
         return sum(w * self.best_us[i] for i, w in enumerate(self.weights))
+
+
+@dataclass
+class _Limit:
+    """When a session ends (`time.monotonic`), and whether it did."""
+
+    until: float = math.inf
+    ended: bool = False
+
+    def is_over(self) -> bool:
+        self.ended = self.ended or time.monotonic() > self.until
+        return self.ended
+
+
+@derived_object
+class _Limited(ms.search_strategy.PySearchStrategy):
+    """A strategy that has no candidates after a time.
+
+    That ends its task at a moment when TVM's scheduler expects it: a task that is terminated while
+    its results come in may be the next that the scheduler goes on with, which it refuses.
+    """
+
+    def __init__(self, strategy: Any, limit: _Limit) -> None:
+        super().__init__()
+        self.strategy, self.limit = strategy, limit
+
+    def _initialize_with_tune_context(self, context: Any) -> None:
+        self.strategy._initialize_with_tune_context(context)
+
+    def pre_tuning(self, *arguments: Any) -> None:
+        """See `SearchStrategy`, as for the other methods."""
+        self.strategy.pre_tuning(*arguments)
+
+    def post_tuning(self) -> None:
+        self.strategy.post_tuning()
+
+    def generate_measure_candidates(self) -> Any:
+        return None if self.limit.is_over() else self.strategy.generate_measure_candidates()
+
+    def notify_runner_results(self, candidates: Any, results: Any) -> None:
+        self.strategy.notify_runner_results(candidates, results)
+
+    def clone(self) -> Any:
+        return _Limited(self.strategy.clone(), self.limit)
 
 
 def _us(ran: Any) -> float | None:

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.s_tir import meta_schedule as ms
+from tvm.s_tir.schedule import Trace
 from tvm.target import Target
 
 from .._targets import profile_of_target
@@ -34,6 +35,7 @@ GENERATIONS = 3
 RANDOM_SHARE = 0.2  # of what is proposed once the learned model ranks; before that, half
 ROUNDS = 3  # populations looked at before a space counts as exhausted
 LEAST_POPULATION = 8
+POSTPROC = "EnterPostproc"  # the instruction after which those of post-processors stand
 
 _log = logging.getLogger(__name__)
 
@@ -89,6 +91,7 @@ class Evolving:
         self.left = trials
         self._mod = module_of(func)
         found = design(func, target, space, seed)
+        self._finishes = found.finishes
         self._strategy = _strategy(population)
         self._context = _context(self._mod, target, found, self._strategy, seed)
         self._spaces = _schedules(found, self._context)
@@ -202,6 +205,11 @@ class Evolving:
         return ms.MeasureCandidate(sch, _arguments(sch))
 
     def _commit(self, candidate: ms.MeasureCandidate, us: float) -> None:
+        """Makes a schedule a parent, unless what this space makes of its trace is another one: a
+        mutation loses what post-processors added, such as the instructions of tensor cores.
+        """
+        if not self._finishes and _was_finished(candidate.sch.trace):
+            return
         self._database.commit_tuning_record(
             ms.database.TuningRecord(
                 candidate.sch.trace,
@@ -211,6 +219,12 @@ class Evolving:
                 candidate.args_info,
             )
         )
+
+
+def _was_finished(trace: Trace) -> bool:
+    """Whether post-processors added instructions to a trace."""
+    names = [inst.kind.name for inst in trace.insts]
+    return POSTPROC in names[:-1]
 
 
 def _refuse_symbolic(func: tirx.PrimFunc) -> None:

@@ -2,18 +2,21 @@
 
 `Search` is one design space: what is known of it, and what it is asked. Processes think about it
 (`thinking`). `Evolution` keeps what the searches of a task proposed and was not yet tried, and says
-what the next schedule is worth: a share of the kernel's time, halved whenever a batch brought
-nothing.
+what the next schedule is worth: a share of the kernel's time, halved for a search whenever a batch
+of it brought nothing. Trials go to the searches that promise most.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from .proposing import Ask, propose
 from .trial_record import Trial
 
 NOTHING = 0.01  # a batch that saves less of the time has brought nothing
+RIVAL = 0.5  # of what the best search promises: one that promises less waits
 
 
 class Search:
@@ -60,6 +63,11 @@ class Search:
         self.out: set[str] = set()  # proposed and not measured
 
     @property
+    def goes_on(self) -> bool:
+        """Whether it may propose more, or what it proposed is still out."""
+        return self._left > 0 or bool(self.out)
+
+    @property
     def is_free(self) -> bool:
         """Whether it can be asked: it knows what came of all that it proposed."""
         return self._left > 0 and not self.thinks and not self.out
@@ -83,72 +91,99 @@ class Search:
         self._told.append((text, us))
 
 
+@dataclass
+class _Worth:
+    """What a search promises: a share of the kernel's time that its next batch saves.
+
+    `before` is the kernel's best time when its last batch was found, `best` that of the batch.
+    """
+
+    share: float
+    before: float = math.inf
+    best: float = math.inf
+
+    def begin(self, best_us: float | None) -> None:
+        """A batch is found."""
+        self.before, self.best = math.inf if best_us is None else best_us, math.inf
+
+    def judge(self, best_us: float | None) -> None:
+        """All of the batch was tried; `best_us` is the kernel's best time now."""
+        is_best = best_us is None or self.best <= best_us
+        if not (is_best and self.best < (1 - NOTHING) * self.before):
+            self.share /= 2
+
+
 class Evolution:
     """Batches of one or several searches.
 
     Parameters
     ----------
     searches : iterable of Search
-        Design spaces that compete: each is asked in turn, and left when it has nothing to say.
+        Design spaces that compete: each is asked while it promises half of what the best one does,
+        and left when it has nothing to say.
     share : float
         Of the kernel's time that a first batch is expected to save.
     """
 
     def __init__(self, searches: Iterable[Search], share: float) -> None:
-        self._searches = list(searches)
-        self._batch = max((s.batch for s in self._searches), default=1)
-        self._share = share
-        self._ready: list[str] = []
-        self._best_before: float | None = None
+        self._worth = {search: _Worth(share) for search in searches}
+        self._batch = max((s.batch for s in self._worth), default=1)
+        self._ready: dict[str, _Worth] = {}
+        self._best_us: float | None = None
 
     def next(self) -> str | None:
         """The schedule to try next; None while none is known."""
-        return self._ready[0] if self._ready else None
+        return max(self._ready, key=lambda text: self._ready[text].share, default=None)
 
     def take(self, text: str) -> None:
         """`text` is being tried."""
-        self._ready.remove(text)
+        del self._ready[text]
 
     def tell(self, trials: Iterable[Trial], best_us: float | None) -> None:
         """Takes results. `best_us` is the best time of the kernel so far, by whatever choice."""
-        if self._best_before is None:
-            self._best_before = best_us
         for trial in trials:
-            for search in self._searches:
+            for search, worth in self._worth.items():
                 proposed = trial.text in search.out
                 search.tell(trial.text, trial.us)
+                if proposed and trial.us is not None:
+                    worth.best = min(worth.best, trial.us)
                 if proposed and not search.out:
-                    self._judge(best_us)
+                    worth.judge(best_us)
+        self._best_us = best_us
 
     @property
     def free(self) -> list[Search]:
-        """The searches that can be asked, those whose turn is next first."""
-        return [search for search in self._searches if search.is_free]
+        """The searches that can be asked, those that promise most first."""
+        least = RIVAL * self._most
+        found = [s for s, worth in self._worth.items() if s.is_free and worth.share >= least]
+        return sorted(found, key=lambda search: -self._worth[search].share)
 
     @property
     def expected_share(self) -> float:
         """The share of the kernel's time that the next schedule is expected to save."""
-        return self._share / self._batch
+        text = self.next()
+        return (self._most if text is None else self._ready[text].share) / self._batch
 
     def found(self, search: Search, texts: Iterable[str]) -> None:
         """Takes what a search proposes; one that proposes nothing is left."""
         texts = [text for text in dict.fromkeys(texts) if not self._knows(text)]
         search.found(texts)
-        self._searches.remove(search)
+        worth = self._worth[search]
         if texts:
-            self._searches.append(search)
-            self._ready += texts
+            worth.begin(self._best_us)
+            self._ready |= dict.fromkeys(texts, worth)
+        else:
+            self.give_up(search)
 
     def give_up(self, search: Search) -> None:
         """Leaves a search that failed."""
-        self._searches.remove(search)
+        del self._worth[search]
+
+    @property
+    def _most(self) -> float:
+        """What the best search promises."""
+        return max((worth.share for s, worth in self._worth.items() if s.goes_on), default=0.0)
 
     def _knows(self, text: str) -> bool:
         """Whether another search proposes it just now."""
-        return any(text in search.out for search in self._searches)
-
-    def _judge(self, best_us: float | None) -> None:
-        """Notes what a batch brought."""
-        before, self._best_before = self._best_before, best_us
-        if best_us is None or (before is not None and best_us > (1 - NOTHING) * before):
-            self._share /= 2
+        return any(text in search.out for search in self._worth)

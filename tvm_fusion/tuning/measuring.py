@@ -85,11 +85,17 @@ class Measurement:
         return relative_spread(self.samples_us)
 
 
-def measure(request: MeasureRequest, site: Site | None = None) -> list[Measurement]:
-    """Checks the choices of a request and times those that are right, interleaved."""
+def prepare(request: MeasureRequest, site: Site | None = None) -> Case:
+    """The tensors of a request's task with what its outputs should be."""
     case = _case(request, site)
     if case.wanted is None:
         case.expect(request.choices[0])
+    return case
+
+
+def measure(request: MeasureRequest, site: Site | None = None) -> list[Measurement]:
+    """Checks the choices of a request and times those that are right, interleaved."""
+    case = prepare(request, site)
     calls = [case.call(choice) for choice in request.choices]
     verdicts = [wrong(case.run(call), case.wanted) for call in calls]
     right = [i for i, (why, _) in enumerate(verdicts) if not why]
@@ -106,6 +112,12 @@ def warm_up() -> None:
     """Imports what measuring takes long to import."""
     with suppress(ImportError):
         import torch  # noqa: F401
+
+
+def prepare_here(request: MeasureRequest) -> None:
+    """As `prepare`, on the device of this process, which ends where an error takes the device."""
+    with ends_with_device(request.place.resolved()[0]):
+        prepare(request)
 
 
 def measure_here(request: MeasureRequest) -> list[Measurement]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from .measuring import MeasureRequest, measure_here, warm_up
+from .measuring import MeasureRequest, measure_here, prepare_here, warm_up
 from .processes import Worker
 
 
@@ -48,4 +48,4 @@ class LocalMeter:
 
     def send(self, request: MeasureRequest, limit_s: float) -> None:
         """Asks for the measurements of a request."""
-        self.worker.send(measure_here, (request,), limit_s)
+        self.worker.send(measure_here, (request,), limit_s, before=(prepare_here, (request,)))

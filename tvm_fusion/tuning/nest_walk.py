@@ -42,7 +42,7 @@ class Access:
     buffer : the tensor
     whole_bytes : of the tensor
     element_bytes : of its dtype
-    scope : "global", "shared" or "local"
+    scope : "global", "shared" or "local" (of a thread, or of a warp: operands of tensor cores)
     store : whether it writes
     runs : how often it is executed, over all threads
     thread_stride : elements between neighbouring threads; None where the index is data
@@ -267,5 +267,7 @@ def _vars(e) -> set[Var]:
 
 
 def _scope(buffer) -> str:
-    scope = str(buffer.scope())
-    return "shared" if scope.startswith("shared") else scope or "global"
+    scope = str(buffer.scope()) or "global"
+    if scope == "global":
+        return scope
+    return "shared" if scope.startswith("shared") else "local"

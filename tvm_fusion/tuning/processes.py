@@ -3,8 +3,10 @@
     session -- request --> Worker (subprocess) -- Answer --> session
 
 A worker that does not answer in time is killed with all that it started (a compiler), and the next
-request gets a new one. Where the session is killed, its workers end, and what they started. A
-process has a folder of its own for temporary files (`scratch`).
+request gets a new one. The time of a request begins when the process is ready for it: the setup of
+a new process and what is called `before` the request have limits of their own. Where the session is
+killed, its workers end, and what they started. A process has a folder of its own for temporary
+files (`scratch`).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -26,6 +29,7 @@ from .._cores import kernel_threads, on_all_cores
 from .scratch import scratch_folder
 
 STARTING_S = 120.0  # that a new process may take to import TVM and torch
+PREPARING_S = 120.0  # that what a request needs may take, such as a float64 reference
 ENDING_S = 10.0
 TAIL = 400  # characters of what a process said before it died
 LOST, BROKEN = "lost", "broken"
@@ -42,7 +46,7 @@ class Answer:
         the connection with it, is gone)
     value : what the function returned, where "ok"
     why : what went wrong
-    seconds : from the request, or from when the process was ready, to the answer
+    seconds : from the request, or from when the process was ready for it, to the answer
     """
 
     status: str
@@ -62,8 +66,7 @@ class Worker:
     name : str
         For messages.
     setup : (function, arguments), optional
-        Called first in every new process, which has `STARTING_S` for it: the limits of requests
-        begin after it.
+        Called first in every new process, which has `STARTING_S` for it.
     environment : mapping, optional
         Variables of the process beside those of this one.
     """
@@ -80,25 +83,31 @@ class Worker:
         self._connection: Connection | None = None
         self._said: Any = None
         self._held = contextlib.ExitStack()  # the folder of temporary files of the process
-        self._begun = self._limit = self._asked_s = 0.0
-        self._is_starting = False  # the answer to its setup is to come before that of the request
-
+        self._begun = 0.0
+        self._limits: deque[float] = deque()  # of the calls that are under way, the last that asked
         self.busy = False
 
-    def send(self, function: Callable, arguments: tuple, limit_s: float) -> None:
-        """Asks for `function(*arguments)`, a function of a module, within a time."""
+    def send(
+        self,
+        function: Callable,
+        arguments: tuple,
+        limit_s: float,
+        before: tuple[Callable, tuple] | None = None,
+    ) -> None:
+        """Asks for `function(*arguments)`, a function of a module, within a time.
+
+        What it needs is called `before` it, in a time of its own (`PREPARING_S`); where that fails,
+        its answer is the answer.
+        """
         if self.busy:
             raise RuntimeError(f"{self.name} has not answered yet")
-        self._begun, self._limit, self.busy = time.monotonic(), limit_s, True
-        self._asked_s = limit_s
+        calls = [(before, PREPARING_S)] if before else []
+        calls.append(((function, arguments), limit_s))
         try:
-            self._start()
-            self._connection.send((function, arguments))
+            self._ask(calls)
         except OSError:  # it died between requests
             self.stop()
-            self.busy = True
-            self._start()
-            self._connection.send((function, arguments))
+            self._ask(calls)
 
     def collect(self) -> Answer | None:
         """The answer, if there is one or never will be; does not wait."""
@@ -107,15 +116,14 @@ class Worker:
         try:
             while self._connection.poll():
                 status, value = self._connection.recv()
-                if self._is_starting and status == "ok":
-                    self._is_starting = False
-                    self._begun, self._limit = time.monotonic(), self._asked_s
-                    continue
-                return self._ended(status, value)
+                if len(self._limits) == 1 or status != "ok":
+                    return self._ended(status, value)
+                self._limits.popleft()
+                self._begun = time.monotonic()
         except (EOFError, OSError):
             return self._died()
-        if time.monotonic() - self._begun > self._limit:
-            answer = self._answer("timeout", why=f"no answer within {self._limit:.0f} s")
+        if self.left_s == 0:
+            answer = self._answer("timeout", why=f"no answer within {self._limits[0]:g} s")
             self.stop()
             return answer
         return None
@@ -127,8 +135,8 @@ class Worker:
 
     @property
     def left_s(self) -> float:
-        """Time to the limit of the request."""
-        return max(0.0, self._limit - (time.monotonic() - self._begun))
+        """Time to the limit of the call that is under way."""
+        return max(0.0, self._limits[0] - (time.monotonic() - self._begun))
 
     def stop(self) -> None:
         """Ends the process and all that it started."""
@@ -145,8 +153,8 @@ class Worker:
         if status == "ok":
             return self._answer("ok", value)
         answer = self._answer(status, why=str(value))
-        if status == "memory" or self._is_starting:
-            self.stop()  # what is left of its memory is in pieces; a setup that failed stays failed
+        if status == "memory" or len(self._limits) > 1:
+            self.stop()  # its memory is in pieces, or it did not get ready
         return answer
 
     def _died(self) -> Answer:
@@ -174,10 +182,17 @@ class Worker:
         self.busy = False
         return Answer(status, value, why, time.monotonic() - self._begun)
 
+    def _ask(self, calls: Sequence[tuple[tuple[Callable, tuple], float]]) -> None:
+        """Sends calls with their limits, after the setup where the process is new."""
+        self._begun, self.busy = time.monotonic(), True
+        self._limits.clear()
+        if self._process is None:
+            self._start()
+            calls = [(self._setup, STARTING_S), *calls]
+        self._limits.extend(limit_s for _, limit_s in calls)
+        self._connection.send([call for call, _ in calls])  # at once: it may be busy with the first
+
     def _start(self) -> None:
-        if self._process is not None:
-            return
-        self._limit, self._is_starting = STARTING_S, True
         temporary = self._held.enter_context(scratch_folder())
         ours, theirs = socket.socketpair()
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `stop`)
@@ -201,7 +216,6 @@ class Worker:
             )
         theirs.close()
         self._connection = Connection(ours.detach())
-        self._connection.send(self._setup)
 
 
 def ready() -> None:

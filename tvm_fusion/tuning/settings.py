@@ -62,7 +62,8 @@ class Settings:
     finalists : int
         Choices of a task that are timed once more, side by side with the untuned one.
     build_timeout_s, run_timeout_s : float
-        After which a trial is given up.
+        After which a trial is given up. Inputs and float64 reference, made before the first trial
+        of a task in a process, have a time of their own (`processes.PREPARING_S`).
     evolve_timeout_s : float
         After which a design space of a task is given up, where a batch of its schedules is awaited.
     joint_s : float

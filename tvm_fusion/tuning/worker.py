@@ -1,7 +1,8 @@
 """A process that answers requests one by one: `python -m tvm_fusion.tuning.worker FD PARENT`.
 
-What comes through the socket FD is a module-level function and its arguments; what goes back is
-("ok", value) or ("error" | "memory" | "lost", text). The process ends with PARENT, the process that
+What comes through the socket FD is a list of calls, each a module-level function and its arguments;
+what goes back for each, up to the first that fails, is ("ok", value) or ("error" | "memory" |
+"lost", text). The process ends with PARENT, the process that
 started it, and what it started itself (a compiler) ends with it.
 """
 
@@ -29,10 +30,14 @@ def main(descriptor: int, parent: int) -> None:
     with Connection(descriptor) as connection:
         while True:
             try:
-                function, arguments = connection.recv()
+                calls = connection.recv()
             except EOFError:
                 return
-            connection.send(answer(function, arguments))
+            for function, arguments in calls:
+                status, value = answer(function, arguments)
+                connection.send((status, value))
+                if status != "ok":
+                    break
 
 
 def end_with(parent: int) -> None:
