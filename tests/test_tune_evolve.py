@@ -91,6 +91,19 @@ def test_a_seed_decides_what_is_proposed():
     assert texts(1) != texts(2)
 
 
+def test_a_search_on_two_threads_proposes_schedules_that_differ():
+    func = fused("linear")
+    search = evolving(func, LLVM, space="stock", trials=12, batch=4, threads=2)
+    first = search.ask(6)
+    search.tell([(text, synthetic_us(text)) for text in first])
+    texts = first + search.ask(6)
+    assert search._context.num_threads == 2
+    assert evolving(func, LLVM, trials=1, batch=1, threads=2)._context.num_threads == 1
+    assert len(set(texts)) == 12
+    scheduled = [replay.scheduled(func, text) for text in texts]
+    assert len({tvm_ffi.structural_hash(f) for f in scheduled}) == 12
+
+
 def test_starting_points_come_first_and_what_is_known_never():
     func = fused("chain")
     all_of_it = evolving(func, LLVM, trials=12, batch=4).ask(12)
@@ -108,20 +121,16 @@ def test_starting_points_come_first_and_what_is_known_never():
 def test_what_tvms_post_processors_finished_is_no_parent_in_own_spaces():
     """Own spaces would change a choice, and leave out what was done after it."""
     func = fused("softmax")
-    stock = evolving(func, LLVM, space="stock", trials=8, batch=4).ask(8)
-    rules = {before_postprocessing(text) for text in stock}
-    assert rules
-    search = evolving(func, LLVM, known=[(text, 1.0) for text in stock], trials=16, batch=4)
-    texts = search.ask(16)
-    assert len(texts) == 16
-    assert not rules & {before_postprocessing(text) for text in texts}
-    assert search.predicted(stock[0]) == pytest.approx(1.0, rel=0.2)  # it teaches, though
-
-
-def before_postprocessing(text):
-    instructions, _ = json.loads(text)
-    names = [name for name, *_ in instructions]
-    return tuple(names[: names.index("EnterPostproc")])
+    of_stock = evolving(func, LLVM, space="stock", trials=8, batch=4).ask(8)
+    of_own = evolving(func, LLVM, trials=4, batch=4).ask(4)
+    known = [(text, 1.0) for text in (*of_stock, *of_own)]
+    parents = {}
+    for space in ("own", "stock"):
+        search = evolving(func, LLVM, space=space, known=known, trials=16, batch=4)
+        records = search._database.get_all_tuning_records()
+        parents[space] = {trace_text(record.trace) for record in records}
+        assert search.predicted(of_stock[0]) == pytest.approx(1.0, rel=0.2)  # all teach, though
+    assert parents == {"own": set(of_own), "stock": {*of_own, *of_stock}}
 
 
 def test_failures_and_nonsense_times_teach_nothing():

@@ -1,12 +1,15 @@
-"""Measurements whose meters are lost: who makes them again, and when that ends."""
+"""Measurements: how long they may take, and who makes them again where meters are lost."""
 
 from types import SimpleNamespace
 
 import pytest
 
 from tvm_fusion.errors import TargetError
+from tvm_fusion.tuning import measuring
 from tvm_fusion.tuning.measurements import Measurements
-from tvm_fusion.tuning.processes import BROKEN, LOST, Answer
+from tvm_fusion.tuning.meters import LocalMeter
+from tvm_fusion.tuning.processes import BROKEN, LOST, PREPARING_S, Answer
+from tvm_fusion.tuning.rpc import RemoteMeter
 from tvm_fusion.tuning.settings import load_settings
 
 SHOP = SimpleNamespace(text=lambda state: state.task.key, place=None)
@@ -19,13 +22,14 @@ class Scripted:
     def __init__(self, name, *answers, is_ready=True):
         self.worker, self.name, self.answers = self, name, list(answers)
         self.is_ready, self.busy, self.held, self.requests = is_ready, False, None, 0
+        self.limit_s = 0.0
 
     def connect(self, held):
         self.busy, self.held = True, held
 
     def send(self, request, limit_s):
         assert self.is_ready
-        self.busy, self.requests = True, self.requests + 1
+        self.busy, self.requests, self.limit_s = True, self.requests + 1, limit_s
 
     def collect(self):
         if not self.answers:
@@ -62,6 +66,34 @@ def begun(meters, *texts):
 
 def collected(measurements):
     return [(jobs[0].choice.text, answer.status) for jobs, answer in measurements.collect()]
+
+
+def test_a_final_has_more_time_than_a_trial_by_its_samples():
+    settings = load_settings({"run_timeout_s": 10, "repeats": 5})
+    for choices, repeats, limit_s in ((1, 5, 10.0), (2, 5, 10.0), (4, 50, 200.0)):
+        meter = Scripted("meter")
+        measurements = Measurements([meter], SHOP, settings)
+        measurements.begin(meter, [None] * choices, [job_of("a")], repeats)
+        assert meter.limit_s == limit_s
+
+
+def test_inputs_and_reference_take_none_of_a_trials_time(monkeypatch):
+    sent = []
+    meter = LocalMeter()
+    monkeypatch.setattr(meter.worker, "send", lambda *a, **named: sent.append((a, named)))
+    meter.send("request", 5.0)
+    before = (measuring.prepare_here, ("request",))
+    assert sent == [((measuring.measure_here, ("request",), 5.0), {"before": before})]
+
+
+def test_a_server_has_time_for_inputs_and_reference(monkeypatch):
+    sent = []
+    meter = RemoteMeter("a server", "host", 1, "key")
+    monkeypatch.setattr(meter.worker, "send", lambda *arguments: sent.append(arguments))
+    meter.send("request", 5.0)
+    ((_, (_, limit_s, *_), most_s),) = sent
+    assert limit_s == 5.0
+    assert most_s > limit_s + PREPARING_S
 
 
 @pytest.mark.parametrize("status", [LOST, BROKEN])

@@ -71,7 +71,7 @@ def test_a_lost_process_is_replaced(worker, function, arguments, status, why):
 def test_what_comes_before_a_request_takes_none_of_its_time(worker):
     answer = ask(worker, requests.echo, 1, limit_s=0.5, before=(requests.nap, (1.0,)))
     assert (answer.status, answer.value) == ("ok", 1)
-    assert answer.seconds < 0.5
+    assert 1.0 <= answer.seconds < 1.5  # its start not included
     hanging = ask(worker, requests.hang, limit_s=0.5, before=(requests.nap, (1.0,)))
     assert (hanging.status, hanging.why) == ("timeout", "no answer within 0.5 s")
 
@@ -81,8 +81,21 @@ def test_what_comes_before_a_request_may_fail(worker, monkeypatch):
     assert (answer.status, answer.why) == ("error", "ValueError: no such tensor")
     assert ask(worker, requests.echo, 2).value == 2
     monkeypatch.setattr("tvm_fusion.tuning.processes.PREPARING_S", 0.5)
-    assert ask(worker, requests.echo, 1, before=(requests.hang, ())).status == "timeout"
+    late = ask(worker, requests.echo, 1, before=(requests.hang, ()))
+    assert (late.status, late.why) == ("timeout", "no answer within 0.5 s to prepare")
     assert ask(worker, requests.echo, 3).value == 3
+
+
+def test_a_process_that_cannot_be_started_is_told(worker, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError("no more processes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tvm_fusion.tuning.processes.subprocess.Popen", refuse)
+        with pytest.raises(OSError, match="no more processes"):
+            worker.send(requests.echo, (1,), 1.0)
+    assert not worker.busy
+    assert ask(worker, requests.echo, 1).value == 1
 
 
 def test_a_process_that_died_between_requests_is_replaced(worker):

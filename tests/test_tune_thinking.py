@@ -1,5 +1,6 @@
 """Schedules are evolved in processes of their own, while trials go on."""
 
+import json
 import logging
 from dataclasses import replace
 from functools import partial
@@ -62,19 +63,31 @@ def test_a_search_is_asked_again_when_all_of_its_batch_is_measured():
     evolution.tell([], 10.0)
     evolution.tell([trial(texts[1], None)], 10.0)
     assert evolution.free == []
-    assert evolution.expected_share == 0.1
     evolution.tell([trial(texts[0], 5.0)], 5.0)
     assert evolution.free == [one]
-    assert evolution.expected_share == 0.1
+    assert evolution.promise(one) == evolution.promise(two) == 0.1
     asked = one.ask()
     assert asked.told[1:] == ((texts[1], None), (texts[0], 5.0))
     evolution.tell([trial(texts[2], 7.0)], 5.0)
-    assert evolution.expected_share == 0.1  # of the search that brought something
+    assert evolution.promise(one) == 0.1
+    assert evolution.promise(two) == 0.05  # faster than before, but not the best
     assert evolution.free == [two]
     assert two.ask().told == (*asked.told[1:], (texts[2], 7.0))  # whoever proposed it
     evolution.found(one, [])
     evolution.give_up(two)
     assert evolution.free == []
+
+
+def text_of(*numbers):
+    return json.dumps([[], [int(n) for n in numbers]], separators=(",", ":"))
+
+
+def try_out(evolution, one, text, us, best_us):
+    """One search proposes one schedule, which is tried."""
+    one.ask()
+    evolution.found(one, [text])
+    evolution.take(text)
+    evolution.tell([trial(text, us)], best_us)
 
 
 def test_trials_go_to_the_search_that_brings_something():
@@ -86,34 +99,63 @@ def test_trials_go_to_the_search_that_brings_something():
         free = evolution.free
         asked.append(["good" if one is good else "poor" for one in free])
         for one in free:
-            one.ask()
-            evolution.found(one, [text_of(turn, one is good)])
-        while (text := evolution.next()) is not None:
-            evolution.take(text)
-            better = best_us * (0.9 if turn < 3 else 1.0)
-            us = better if text == text_of(turn, True) else 15.0
+            better = best_us * (0.9 if turn < 3 else 0.995)
+            us = better if one is good else 15.0
             best_us = min(best_us, us)
-            evolution.tell([trial(text, us)], best_us)
+            try_out(evolution, one, text_of(turn, one is good), us, best_us)
     both, alone = ["good", "poor"], ["good"]
     # `poor` waits while it promises a quarter of what `good` does, which brings nothing from turn 3
     assert asked == [["poor", "good"], both, alone, alone, both, both]
 
 
-def text_of(turn, is_good=True):
-    return f"[[],[{turn},{int(is_good)}]]"
+def test_a_search_without_trials_left_holds_nobody_up():
+    poor, good = search("x"), search("y", trials=1)
+    evolution = Evolution([poor, good], 0.4)
+    evolution.tell([], 10.0)
+    for turn in range(2):
+        try_out(evolution, poor, text_of(turn, 0), 15.0, 10.0)
+    assert evolution.free == [good]
+    try_out(evolution, good, text_of(0, 1), 5.0, 5.0)
+    assert evolution.free == [poor]
+
+
+def test_what_promises_most_is_tried_first_and_thought_about():
+    """Though schedules of a search that promises little are ready before it."""
+    poor, good = search("x"), search("y")
+    state = a_state(poor)
+    state.evolution = evolution = Evolution([poor, good], 0.4)
+    evolution.tell([], 10.0)
+    try_out(evolution, poor, text_of(0, 0), 15.0, 10.0)
+    poor.ask()
+    evolution.found(poor, [text_of(1, 0)])
+    assert evolution.expected_share == 0.05
+    assert state.propose().gain_us == pytest.approx(0.5)
+    assert state.promising() == [(good, pytest.approx(1.0))]
+    good.ask()
+    evolution.found(good, [text_of(1, 1)])
+    assert evolution.next() == text_of(1, 1)
+    assert evolution.expected_share == 0.1
+    assert state.promising() == []
 
 
 def test_a_batch_of_failures_brings_nothing():
     one = search("x")
     evolution = Evolution([one], 0.4)
     for turn in range(2):
-        one.ask()
-        evolution.found(one, [text_of(turn)])
-        evolution.take(text_of(turn))
-        evolution.tell([trial(text_of(turn), None)], None)
-    assert evolution.expected_share == 0.1 / BATCH
-    evolution.give_up(one)
+        try_out(evolution, one, text_of(turn), None, None)
+    assert evolution.promise(one) == 0.1 / BATCH
     assert evolution.expected_share == 0.0
+
+
+def test_a_batch_that_is_found_before_the_untuned_kernel_is_measured_has_to_be_better():
+    one = search("x")
+    evolution = Evolution([one], 0.4)
+    one.ask()
+    evolution.found(one, [text_of(0)])
+    evolution.tell([], 10.0)
+    evolution.take(text_of(0))
+    evolution.tell([trial(text_of(0), 9.95)], 9.95)
+    assert evolution.promise(one) == 0.05
 
 
 def test_no_more_trials_are_asked_for_than_are_left():
@@ -229,8 +271,8 @@ def test_what_saves_nothing_is_not_thought_about(thinkers):
     idle, small = (a_state(search(propose=tune_proposers.hang), count=n) for n in (0, 1))
     thinkers.begin([idle], 0.0)
     thinkers.begin([small], 1.1)
-    assert small.evolved_gain_us == pytest.approx(1.0)
-    assert idle.evolved_gain_us == 0.0
+    assert [gain for _, gain in small.promising()] == [pytest.approx(1.0)]
+    assert [gain for _, gain in idle.promising()] == [0.0]
     assert thinkers.busy == []
 
 

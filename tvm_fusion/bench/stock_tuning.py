@@ -38,7 +38,7 @@ import tvm_fusion
 
 from .._arguments import TARGET_HELP
 from ..config import resolve_target
-from ..errors import TargetError, TvmFusionError
+from ..errors import InputError, TargetError, TvmFusionError
 from ..frontends import load
 from ..runtime.tensors import to_tvm
 from ..runtime.timing import device_works, time_calls
@@ -144,6 +144,8 @@ def _stock(
     work = folder / STOCK
     work.mkdir()
     tuning = metaschedule.tune(mod, setup.target, work, trials, BATCH, minutes * 60)
+    if not tuning.trials:
+        raise InputError(f"no trial within {minutes:g} minutes")
     _note(row, STOCK, tuning.history, tuning.trials, tuning.failed.total(), tuning.seconds)
     row["cut_short"] = tuning.cut_short
     row["exhausted"] = tuning.trials < trials and not tuning.cut_short

@@ -41,7 +41,8 @@ _log = logging.getLogger(__name__)
 
 
 class Evolving:
-    """A search for a fast schedule of one function; deterministic for a seed and what it is told.
+    """A search for a fast schedule of one function; on one thread, the seed and what it is told
+    decide what it proposes.
 
     Parameters
     ----------
@@ -54,9 +55,9 @@ class Evolving:
     seed : int
         From 1.
     seeds : sequence of (text, us)
-        Starting points: proposed first, the fastest before the others, and parents of what
-        follows. Their times are those of elsewhere: they rank the parents and teach the cost model
-        nothing.
+        Starting points: proposed first, the fastest before the others, and parents of what follows
+        (in own spaces, those that no post-processors of TVM finished). Their times are those of
+        elsewhere: they rank the parents and teach the cost model nothing.
     known : sequence of (text, us or None)
         Measured before, here; None for a failure. Never proposed.
     trials : int
@@ -65,6 +66,9 @@ class Evolving:
         Measurements after which the learned cost model takes over from the analytic guess.
     population : int
         Candidates of one generation.
+    threads : int
+        Of TVM's search; more than one in "stock" spaces alone, since mutators of own ones are in
+        Python. What is proposed then depends on which thread is faster, too.
 
     Raises
     ------
@@ -85,15 +89,16 @@ class Evolving:
         trials: int,
         batch: int,
         population: int = POPULATION,
+        threads: int = 1,
     ) -> None:
         _refuse_symbolic(func)
-        self.func, self.target = func, target
+        self.func, self.target, self.space = func, target, space
         self.left = trials
         self._mod = module_of(func)
         found = design(func, target, space, seed)
-        self._finishes = found.finishes
         self._strategy = _strategy(population)
-        self._context = _context(self._mod, target, found, self._strategy, seed)
+        threads = threads if space == "stock" else 1
+        self._context = _context(self._mod, target, found, self._strategy, seed, threads)
         self._spaces = _schedules(found, self._context)
         self._database = ms.database.MemoryDatabase()
         self._workload = self._database.commit_workload(self._mod)
@@ -205,10 +210,12 @@ class Evolving:
         return ms.MeasureCandidate(sch, _arguments(sch))
 
     def _commit(self, candidate: ms.MeasureCandidate, us: float) -> None:
-        """Makes a schedule a parent, unless what this space makes of its trace is another one: a
-        mutation loses what post-processors added, such as the instructions of tensor cores.
+        """Makes a schedule a parent of those that follow.
+
+        Own spaces leave out what TVM's post-processors added to: a mutation drops that (such as the
+        instructions of tensor cores), and only a stock space adds it again.
         """
-        if not self._finishes and _was_finished(candidate.sch.trace):
+        if self.space == "own" and _was_finished(candidate.sch.trace):
             return
         self._database.commit_tuning_record(
             ms.database.TuningRecord(
@@ -244,12 +251,14 @@ def _strategy(population: int) -> ms.search_strategy.EvolutionarySearch:
 
 
 def _context(
-    mod, target: Target, found: Design, strategy: ms.search_strategy.SearchStrategy, seed: int
+    mod,
+    target: Target,
+    found: Design,
+    strategy: ms.search_strategy.SearchStrategy,
+    seed: int,
+    threads: int,
 ) -> ms.TuneContext:
-    """A tuning context of one thread: with more, candidates depend on which thread is faster.
-
-    `TuneContext` itself imports TVM's tensor intrinsics first, which takes long.
-    """
+    """A tuning context; `TuneContext` itself imports TVM's tensor intrinsics, which takes long."""
     from tvm.s_tir.meta_schedule import _ffi_api
 
     context = ms.TuneContext.__new__(ms.TuneContext)
@@ -260,7 +269,7 @@ def _context(
         found.generator,
         strategy,
         "main",
-        1,
+        threads,
         seed,
         _write_log,
     )

@@ -3,7 +3,7 @@
 `Search` is one design space: what is known of it, and what it is asked. Processes think about it
 (`thinking`). `Evolution` keeps what the searches of a task proposed and was not yet tried, and says
 what the next schedule is worth: a share of the kernel's time, halved for a search whenever a batch
-of it brought nothing. Trials go to the searches that promise most.
+of it brought nothing, or less than another search did. Trials go to those that promise most.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .proposing import Ask, propose
 from .trial_record import Trial
 
 NOTHING = 0.01  # a batch that saves less of the time has brought nothing
-RIVAL = 0.5  # of what the best search promises: one that promises less waits
+NEAR_BEST = 0.5  # of what the best search promises: one that promises less waits
 
 
 class Search:
@@ -141,6 +141,9 @@ class Evolution:
 
     def tell(self, trials: Iterable[Trial], best_us: float | None) -> None:
         """Takes results. `best_us` is the best time of the kernel so far, by whatever choice."""
+        if self._best_us is None and best_us is not None:
+            for worth in self._worth.values():
+                worth.before = best_us  # of batches that were found before anything was measured
         for trial in trials:
             for search, worth in self._worth.items():
                 proposed = trial.text in search.out
@@ -154,15 +157,19 @@ class Evolution:
     @property
     def free(self) -> list[Search]:
         """The searches that can be asked, those that promise most first."""
-        least = RIVAL * self._most
+        least = NEAR_BEST * max((w.share for s, w in self._worth.items() if s.goes_on), default=0.0)
         found = [s for s, worth in self._worth.items() if s.is_free and worth.share >= least]
-        return sorted(found, key=lambda search: -self._worth[search].share)
+        return sorted(found, key=self.promise, reverse=True)
+
+    def promise(self, search: Search) -> float:
+        """The share of the kernel's time that a search's next schedule is expected to save."""
+        return self._worth[search].share / self._batch
 
     @property
     def expected_share(self) -> float:
-        """The share of the kernel's time that the next schedule is expected to save."""
+        """The share that the next schedule is expected to save; 0 where none is known."""
         text = self.next()
-        return (self._most if text is None else self._ready[text].share) / self._batch
+        return 0.0 if text is None else self._ready[text].share / self._batch
 
     def found(self, search: Search, texts: Iterable[str]) -> None:
         """Takes what a search proposes; one that proposes nothing is left."""
@@ -178,11 +185,6 @@ class Evolution:
     def give_up(self, search: Search) -> None:
         """Leaves a search that failed."""
         del self._worth[search]
-
-    @property
-    def _most(self) -> float:
-        """What the best search promises."""
-        return max((worth.share for s, worth in self._worth.items() if s.goes_on), default=0.0)
 
     def _knows(self, text: str) -> bool:
         """Whether another search proposes it just now."""

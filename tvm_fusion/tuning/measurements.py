@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 MOST_LOST = 3  # times in a row that a meter refuses
 MOST_BROKEN = 2  # times that a measurement is lost together with its server
+CHOICES = 2  # of a trial: the untuned kernel runs beside it
 
 Asked = tuple[MeasureRequest, list[Job]]
 
@@ -137,7 +138,10 @@ class Measurements:
 
     def _send(self, meter: Meter, asked: Asked) -> None:
         self._measuring[meter.worker] = asked
-        meter.send(asked[0], self._settings.run_timeout_s)
+        request = asked[0]
+        samples = len(request.choices) * request.repeats
+        trials = max(1.0, samples / (CHOICES * self._settings.repeats))
+        meter.send(request, trials * self._settings.run_timeout_s)
 
     def _connect(self, meter: Meter) -> None:
         held = sum(other.is_ready for other in self.meters if other is not meter)

@@ -30,6 +30,7 @@ from .scratch import scratch_folder
 
 STARTING_S = 120.0  # that a new process may take to import TVM and torch
 PREPARING_S = 120.0  # that what a request needs may take, such as a float64 reference
+STARTING, PREPARING, ASKED = " to start", " to prepare", ""  # phases, as messages name them
 ENDING_S = 10.0
 TAIL = 400  # characters of what a process said before it died
 LOST, BROKEN = "lost", "broken"
@@ -46,7 +47,7 @@ class Answer:
         the connection with it, is gone)
     value : what the function returned, where "ok"
     why : what went wrong
-    seconds : from the request, or from when the process was ready for it, to the answer
+    seconds : from the request, or from when its process had started, to the answer
     """
 
     status: str
@@ -83,8 +84,8 @@ class Worker:
         self._connection: Connection | None = None
         self._said: Any = None
         self._held = contextlib.ExitStack()  # the folder of temporary files of the process
-        self._begun = 0.0
-        self._limits: deque[float] = deque()  # of the calls that are under way, the last that asked
+        self._begun = self._since = 0.0  # the request, and the phase that it is in
+        self._phases: deque[tuple[str, float]] = deque()  # that are left, with their limits
         self.busy = False
 
     def send(
@@ -101,8 +102,8 @@ class Worker:
         """
         if self.busy:
             raise RuntimeError(f"{self.name} has not answered yet")
-        calls = [(before, PREPARING_S)] if before else []
-        calls.append(((function, arguments), limit_s))
+        calls = [(before, PREPARING, PREPARING_S)] if before else []
+        calls.append(((function, arguments), ASKED, limit_s))
         try:
             self._ask(calls)
         except OSError:  # it died between requests
@@ -116,14 +117,16 @@ class Worker:
         try:
             while self._connection.poll():
                 status, value = self._connection.recv()
-                if len(self._limits) == 1 or status != "ok":
+                if len(self._phases) == 1 or status != "ok":
                     return self._ended(status, value)
-                self._limits.popleft()
-                self._begun = time.monotonic()
+                self._since = time.monotonic()
+                if self._phases.popleft()[0] == STARTING:
+                    self._begun = self._since
         except (EOFError, OSError):
             return self._died()
         if self.left_s == 0:
-            answer = self._answer("timeout", why=f"no answer within {self._limits[0]:g} s")
+            phase, limit_s = self._phases[0]
+            answer = self._answer("timeout", why=f"no answer within {limit_s:g} s{phase}")
             self.stop()
             return answer
         return None
@@ -135,8 +138,8 @@ class Worker:
 
     @property
     def left_s(self) -> float:
-        """Time to the limit of the call that is under way."""
-        return max(0.0, self._limits[0] - (time.monotonic() - self._begun))
+        """Time to the limit of the phase that is under way."""
+        return max(0.0, self._phases[0][1] - (time.monotonic() - self._since))
 
     def stop(self) -> None:
         """Ends the process and all that it started."""
@@ -153,7 +156,7 @@ class Worker:
         if status == "ok":
             return self._answer("ok", value)
         answer = self._answer(status, why=str(value))
-        if status == "memory" or len(self._limits) > 1:
+        if status == "memory" or self._phases[0][0] != ASKED:
             self.stop()  # its memory is in pieces, or it did not get ready
         return answer
 
@@ -182,15 +185,15 @@ class Worker:
         self.busy = False
         return Answer(status, value, why, time.monotonic() - self._begun)
 
-    def _ask(self, calls: Sequence[tuple[tuple[Callable, tuple], float]]) -> None:
-        """Sends calls with their limits, after the setup where the process is new."""
-        self._begun, self.busy = time.monotonic(), True
-        self._limits.clear()
+    def _ask(self, calls: Sequence[tuple[tuple[Callable, tuple], str, float]]) -> None:
+        """Sends calls with their phases and limits, after the setup where the process is new."""
         if self._process is None:
             self._start()
-            calls = [(self._setup, STARTING_S), *calls]
-        self._limits.extend(limit_s for _, limit_s in calls)
-        self._connection.send([call for call, _ in calls])  # at once: it may be busy with the first
+            calls = [(self._setup, STARTING, STARTING_S), *calls]
+        self._begun = self._since = time.monotonic()
+        self._phases = deque((phase, limit_s) for _, phase, limit_s in calls)
+        self._connection.send([call for call, *_ in calls])  # at once: it may be busy with one
+        self.busy = True
 
     def _start(self) -> None:
         temporary = self._held.enter_context(scratch_folder())

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import tvm
 
+from .._cores import available_cores
 from .building import Place, enter
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from .spaces import SpaceKind
 
 NICE = 9  # beside that of a builder: evolving gives way to building, too
+THREADS = 4  # of a search at most: a batch of a convolution takes one thread 22 s
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,4 +98,5 @@ def _search(place: Place, ask: Ask) -> Evolving:
         known=ask.told,
         trials=ask.left,
         batch=ask.batch,
+        threads=min(THREADS, available_cores()),
     )

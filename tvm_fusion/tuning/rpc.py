@@ -22,7 +22,7 @@ from .._version import __version__
 from ..errors import InputError, TargetError
 from .links import SERVED_S, STOCK_S, Link, Served, Stock
 from .measuring import MeasureRequest, forget
-from .processes import BROKEN, Answer, Worker
+from .processes import BROKEN, PREPARING_S, Answer, Worker
 from .serve import VERSION
 from .tracker import Tracker, address_of, served_keys
 
@@ -220,7 +220,8 @@ class RemoteMeter:
 
     def send(self, request: MeasureRequest, limit_s: float) -> None:
         """Asks for the measurements of a request."""
-        self.worker.send(measure_remotely, (request, limit_s, *self._place), limit_s + GRACE_S)
+        most_s = PREPARING_S + limit_s + GRACE_S
+        self.worker.send(measure_remotely, (request, limit_s, *self._place), most_s)
 
 
 def meters_of(tracker: str, key: str) -> list[RemoteMeter]:

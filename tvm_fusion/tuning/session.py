@@ -6,7 +6,8 @@
        |  +------------- schedules --------------+                                       |
        +---------------------------------- results --------------------------------------+
 
-Builders and thinkers work ahead of the measurements. An interrupt or a kill loses no more than the
+Builders work ahead of the measurements, and thinkers while these go on; a search is asked for more
+when all that it proposed was measured. An interrupt or a kill loses no more than the
 trials that run.
 """
 
@@ -287,7 +288,8 @@ class Session:
         job.state.tell([trial])
         if status != "ok":
             job.path.unlink(missing_ok=True)
-        self.limit.kept_s = self._finals.seconds() + self._wanted_joint_s
+        if not self.limit.is_near:  # what was dropped then is not taken up again
+            self.limit.kept_s = self._finals.seconds() + self._wanted_joint_s
         self.watch(self)
 
     @property

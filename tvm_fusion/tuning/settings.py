@@ -63,7 +63,8 @@ class Settings:
         Choices of a task that are timed once more, side by side with the untuned one.
     build_timeout_s, run_timeout_s : float
         After which a trial is given up. Inputs and float64 reference, made before the first trial
-        of a task in a process, have a time of their own (`processes.PREPARING_S`).
+        of a task in a process, have a time of their own (`processes.PREPARING_S`; at TVM's own RPC
+        servers both count together), and final measurements one for all their samples.
     evolve_timeout_s : float
         After which a design space of a task is given up, where a batch of its schedules is awaited.
     joint_s : float
@@ -86,7 +87,7 @@ class Settings:
         Differing settings after which one choice says 1/e about another.
     evolved_gain : float
         Share of a kernel's time that a first batch of evolved schedules is expected to save; halved
-        with every batch that saves nothing.
+        for a design space with every batch of it that is not the best and 1 % faster than before.
     seed : int
         Of what is drawn.
     """

@@ -42,12 +42,10 @@ class Design:
     schedules : one for each space, whose traces hold the choices; none where the generator makes
         them
     generator : holds TVM's post-processors and the mutators
-    finishes : whether the post-processors carry out what traces of TVM's rules leave to them
     """
 
     schedules: tuple[s_tir.Schedule, ...]
     generator: ms.space_generator.SpaceGenerator
-    finishes: bool
 
 
 def design(func: tirx.PrimFunc, target: Target, kind: SpaceKind, seed: int) -> Design:
@@ -59,8 +57,8 @@ def design(func: tirx.PrimFunc, target: Target, kind: SpaceKind, seed: int) -> D
         There is none: the function is no composition of leaf blocks, or no rule takes it.
     """
     if kind == "stock":
-        return Design((), _stock(func, target), finishes=True)
-    return Design(tuple(_own_schedules(func, target, seed)), _own(target, seed), finishes=False)
+        return Design((), _stock(func, target))
+    return Design(tuple(_own_schedules(func, target, seed)), _own(target, seed))
 
 
 def _own(target: Target, seed: int) -> ms.space_generator.SpaceGenerator:

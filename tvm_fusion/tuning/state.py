@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from .choices import DEFAULT, TRACE_CHOICE, Choice
-from .evolving import Evolution
+from .evolving import Evolution, Search
 from .settings import Settings
 from .surrogate import Surrogate, expected_gain
 from .tasks import Task
@@ -164,18 +164,19 @@ class TaskState:
         best = max(left, key=lambda i: (gains[i], -i))
         return Proposal(self.choices[best], self.weight * gains[best])
 
-    @property
-    def evolved_gain_us(self) -> float:
-        """Microseconds of the whole plan that the next evolved schedule is expected to save; 0
-        where none is to be tried.
+    def promising(self) -> list[tuple[Search, float]]:
+        """The searches that can be asked, and the microseconds of the whole plan that the next
+        schedule of each is expected to save.
         """
         full = self.spent >= self.settings.trials_per_task
         if self.evolution is None or self.broken or full:
-            return 0.0
-        return self.weight * self.evolution.expected_share * self.current_us
+            return []
+        total_us = self.weight * self.current_us
+        return [(s, total_us * self.evolution.promise(s)) for s in self.evolution.free]
 
     def _evolved(self) -> Proposal | None:
         text = self.evolution.next() if self.evolution is not None else None
         if text is None:
             return None
-        return Proposal(Choice(TRACE_CHOICE, text), self.evolved_gain_us)
+        gain_us = self.weight * self.current_us * self.evolution.expected_share
+        return Proposal(Choice(TRACE_CHOICE, text), gain_us)

@@ -43,17 +43,18 @@ class Thinkers:
         return list(self._asked)
 
     def begin(self, states: Iterable[TaskState], least_us: float) -> None:
-        """Has free processes think about the tasks for which evolved schedules promise most, where
-        that is `least_us` or more.
+        """Has free processes think about the searches that promise most, where that is `least_us`
+        or more.
         """
-        promising = [s for s in states if s.evolved_gain_us >= max(least_us, TINY_US)]
-        for state in sorted(promising, key=lambda s: -s.evolved_gain_us):
-            for search in state.evolution.free:
-                worker = self._worker(search.space)
-                if worker not in self._asked:
-                    self._asked[worker] = state, search
-                    limit_s = self._settings.evolve_timeout_s
-                    worker.send(search.propose, (self._place, search.ask()), limit_s)
+        found = [(gain, state, s) for state in states for s, gain in state.promising()]
+        for gain_us, state, search in sorted(found, key=lambda one: one[0], reverse=True):
+            if gain_us < max(least_us, TINY_US):
+                return
+            worker = self._worker(search.space)
+            if worker not in self._asked:
+                self._asked[worker] = state, search
+                limit_s = self._settings.evolve_timeout_s
+                worker.send(search.propose, (self._place, search.ask()), limit_s)
 
     def collect(self) -> None:
         """Gives the searches what was found since the last call."""

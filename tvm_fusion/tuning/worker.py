@@ -2,8 +2,8 @@
 
 What comes through the socket FD is a list of calls, each a module-level function and its arguments;
 what goes back for each, up to the first that fails, is ("ok", value) or ("error" | "memory" |
-"lost", text). The process ends with PARENT, the process that
-started it, and what it started itself (a compiler) ends with it.
+"lost", text). The process ends with PARENT, the process that started it, and what it started itself
+(a compiler) ends with it.
 """
 
 from __future__ import annotations
