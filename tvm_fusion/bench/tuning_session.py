@@ -100,9 +100,9 @@ def phase_of(request: Any, final_repeats: int) -> str:
 
 def _after(tell: Callable, function: Callable) -> Callable:
     @wraps(function)
-    def both(*arguments: Any) -> Any:
+    def both(*arguments: Any, **options: Any) -> Any:
         tell(*arguments)
-        return function(*arguments)
+        return function(*arguments, **options)
 
     return both
 
