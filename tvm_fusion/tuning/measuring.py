@@ -20,7 +20,7 @@ from .building import BuiltChoice, Place
 from .case import Case
 from .numbers import wrong
 from .site import Here, Site, ends_with_device
-from .tasks import key_of, without_stamps
+from .tasks import without_stamps
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +131,9 @@ _kept: OrderedDict[tuple, Case] = OrderedDict()
 
 def _case(request: MeasureRequest, site: Site | None) -> Case:
     """The tensors of a request's task; those of the last tasks are kept while there is room."""
-    func = without_stamps(tvm.ir.load_json(request.workload))
-    key = (key_of(func), request.seed, request.place.target, id(site))
+    key = (request.workload, request.seed, request.place.target, id(site))
     if key not in _kept:
+        func = without_stamps(tvm.ir.load_json(request.workload))
         target = request.place.resolved()[0]
         site = site or Here.of(target)
         while len(_kept) > 1 and sum(t.bytes for t in _kept.values()) > site.room_bytes:

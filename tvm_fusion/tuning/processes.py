@@ -117,10 +117,12 @@ class Worker:
         try:
             while self._connection.poll():
                 status, value = self._connection.recv()
-                if len(self._phases) == 1 or status != "ok":
+                phase, _ = self._phases[0]
+                if phase == ASKED or status != "ok":
                     return self._ended(status, value)
+                self._phases.popleft()
                 self._since = time.monotonic()
-                if self._phases.popleft()[0] == STARTING:
+                if phase == STARTING:
                     self._begun = self._since
         except (EOFError, OSError):
             return self._died()

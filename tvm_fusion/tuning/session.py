@@ -7,8 +7,8 @@
        +---------------------------------- results --------------------------------------+
 
 Builders work ahead of the measurements, and thinkers while these go on; a search is asked for more
-when all that it proposed was measured. An interrupt or a kill loses no more than the
-trials that run.
+when all that it proposed was measured. An interrupt or a kill loses no more than the trials that
+run.
 """
 
 from __future__ import annotations

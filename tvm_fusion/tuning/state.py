@@ -90,6 +90,11 @@ class TaskState:
         return trial is not None and trial.us is None
 
     @property
+    def is_done(self) -> bool:
+        """Whether no trial is to follow: all are spent, or there is nothing to compare with."""
+        return self.broken or self.spent >= self.settings.trials_per_task
+
+    @property
     def weight(self) -> float:
         """Launches of the plan; a kernel of another cut counts as half of one while that cut may
         win.
@@ -128,7 +133,7 @@ class TaskState:
     # ---- the next trial
     def propose(self) -> Proposal | None:
         """The choice that is expected to save most; None where nothing is left or worth it."""
-        if self.broken or self.spent >= self.settings.trials_per_task:
+        if self.is_done:
             return None
         if DEFAULT not in self.trials:
             first = self.choices[0]
@@ -168,15 +173,17 @@ class TaskState:
         """The searches that can be asked, and the microseconds of the whole plan that the next
         schedule of each is expected to save.
         """
-        full = self.spent >= self.settings.trials_per_task
-        if self.evolution is None or self.broken or full:
+        if self.evolution is None or self.is_done:
             return []
-        total_us = self.weight * self.current_us
-        return [(s, total_us * self.evolution.promise(s)) for s in self.evolution.free]
+        return [(s, self._total_us * self.evolution.promise(s)) for s in self.evolution.free]
 
     def _evolved(self) -> Proposal | None:
         text = self.evolution.next() if self.evolution is not None else None
         if text is None:
             return None
-        gain_us = self.weight * self.current_us * self.evolution.expected_share
-        return Proposal(Choice(TRACE_CHOICE, text), gain_us)
+        return Proposal(Choice(TRACE_CHOICE, text), self._total_us * self.evolution.expected_share)
+
+    @property
+    def _total_us(self) -> float:
+        """Of all launches of the plan that use the kernel."""
+        return self.weight * self.current_us
