@@ -5,7 +5,7 @@ from functools import cache
 
 import pytest
 
-from tvm_fusion._cores import kernel_threads
+from tvm_fusion._threads import kernel_threads
 
 os.environ.setdefault("TVM_FUSION_PLAN_CACHE", "0")  # what is tested is the search
 os.environ.setdefault("TVM_FUSION_KERNEL_CACHE", "0")  # and the writers

@@ -7,7 +7,8 @@ import threading
 
 import pytest
 
-from tvm_fusion._cores import kernel_threads, on_all_cores, usable_cores, use_all_cores
+from tvm_fusion._cores import on_all_cores, usable_cores, use_all_cores
+from tvm_fusion._threads import kernel_threads
 
 ALL = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 pytestmark = pytest.mark.skipif(len(ALL) < 2, reason="one core, or a system without affinities")

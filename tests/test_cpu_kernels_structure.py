@@ -249,10 +249,12 @@ def test_register_tiles_fit_the_registers(machine, tile):
     assert rows * vectors + vectors + 1 <= machine.vector_registers
 
 
-def test_the_profile_decides_about_cores():
+def test_kernels_are_written_for_the_threads_that_they_run_on():
     from dataclasses import replace
 
+    from tvm_fusion._threads import thread_count
     from tvm_fusion.config import load_profile
 
     profile = load_profile("llvm")
-    assert machine_of(replace(profile, num_sms=48)).cores == 48
+    assert machine_of(replace(profile, num_sms=48)).cores == thread_count()
+    assert machine_of(None).cores == thread_count()

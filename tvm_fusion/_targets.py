@@ -5,7 +5,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from ._cores import available_cores, kernel_threads
+from ._threads import kernel_threads, thread_count
 from .config import HardwareProfile, load_profile, profile_names
 from .errors import TargetError
 
@@ -31,18 +31,23 @@ def cuda_target(profile: HardwareProfile) -> Any:
     )
 
 
-@cache
 def cpu_target() -> Any:
-    """Target of this machine's CPU: its name, its cores, and no instruction that it lacks.
+    """Target of this machine's CPU: its name, the threads that kernels run on (its cores), and no
+    instruction that it lacks.
 
     The name switches on f16c, without which a float16 conversion is a function call. It is not
     enough in a virtual machine, which may hide instructions of the CPU that it reports.
     """
+    kernel_threads()  # the first kernel that runs here would pin the thread to one core
+    return _cpu_target(thread_count())
+
+
+@cache
+def _cpu_target(cores: int) -> Any:
     import tvm_ffi
     from tvm.target import Target
 
-    kernel_threads()  # the first kernel that runs here would pin the thread to one core
-    config = {"kind": "llvm", "num-cores": available_cores(), "mcpu": _llvm("GetHostCPUName")()}
+    config = {"kind": "llvm", "num-cores": cores, "mcpu": _llvm("GetHostCPUName")()}
     implied = tvm_ffi.get_global_func("target.llvm_get_cpu_features")(Target(config))
     present = _llvm("GetHostCPUFeatures")()
     hidden = sorted(f for f in map(str, implied) if f in present and not bool(present[f]))

@@ -13,6 +13,7 @@ from ..check.inputs import random_inputs
 from ..errors import TargetError
 from ..report.model import Comparison, Report
 from ..runtime import cubin_cache
+from ..runtime.entry import entry_of
 from ..runtime.module import CompiledModule
 from ..runtime.timing import time_calls
 from .twin import jax_library, torch_library, twin
@@ -81,7 +82,7 @@ def default_build(mod: tvm.IRModule, target: tvm.target.Target) -> tvm.runtime.E
 def _tvm(mod: tvm.IRModule, target: tvm.target.Target, inputs: list[Any]) -> Callable[[], Any]:
     executable = default_build(mod, target)
     device = tvm.runtime.device_from_target(target)
-    main = relax.VirtualMachine(executable, device)["main"]
+    main = entry_of(executable, device)
     arguments = [tvm.runtime.tensor(x, device) for x in inputs]
     return lambda: main(*arguments)
 

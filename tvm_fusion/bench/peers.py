@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import tvm
-from tvm import relax
 
 from ..errors import InputError
 from ..frontends import load
+from ..runtime.entry import entry_of
 from ..runtime.tensors import to_tvm
 from .compare import default_build
 from .instance import Instance
@@ -52,7 +52,7 @@ def tvm_default(instance: Instance, target: tvm.target.Target) -> Call:
     """TVM's default pipeline for the target, on the module that our frontend makes."""
     executable = default_build(load((instance.module, instance.inputs)), target)
     device = tvm.runtime.device_from_target(target)
-    main = relax.VirtualMachine(executable, device)["main"]
+    main = entry_of(executable, device)
     inputs = [to_tvm(x, device, "input") for x in instance.inputs]
     return lambda: main(*inputs)
 

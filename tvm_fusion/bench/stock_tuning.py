@@ -32,7 +32,6 @@ from typing import Any
 
 import torch
 import tvm
-from tvm import relax
 
 import tvm_fusion
 
@@ -40,6 +39,7 @@ from .._arguments import TARGET_HELP
 from ..config import resolve_target
 from ..errors import InputError, TargetError, TvmFusionError
 from ..frontends import load
+from ..runtime.entry import entry_of
 from ..runtime.tensors import to_tvm
 from ..runtime.timing import device_works, time_calls
 from . import metaschedule
@@ -196,7 +196,7 @@ def _note(
 
 def _bound(executable: Any, instance: Instance, target: tvm.target.Target) -> Callable[[], Any]:
     device = tvm.runtime.device_from_target(target)
-    main = relax.VirtualMachine(executable, device)["main"]
+    main = entry_of(executable, device)
     inputs = [to_tvm(x, device, "input") for x in instance.inputs]
     return lambda: main(*inputs)
 

@@ -15,6 +15,7 @@ from tvm import relax
 
 from ..kernels.base import RefusalCode
 from ..report.model import Comparison
+from ..runtime.entry import entry_of
 from ..transform.single_group import group_modules
 from ..transform.write_kernels import write_kernels
 from .precision import computed_dtypes
@@ -98,8 +99,8 @@ def _without(job: Job, wrong: dict[str, tuple[PlannedGroup, str]]):
 def run_built(built: Built, inputs: Sequence[Any]) -> list[np.ndarray]:
     """Runs `main` of a build once and returns its outputs as a flat list of arrays."""
     device = tvm.runtime.device_from_target(built.target)
-    machine = relax.VirtualMachine(built.executable, device)
-    return flatten(machine["main"](*[to_argument(x, device=device) for x in inputs]))
+    main = entry_of(built.executable, device)
+    return flatten(main(*[to_argument(x, device=device) for x in inputs]))
 
 
 def wrong_groups(job: Job, materialized: Materialized, inputs: Sequence[Any]):

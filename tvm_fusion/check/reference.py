@@ -26,6 +26,7 @@ from tvm import relax
 
 from ..errors import InputError
 from ..runtime.build import build
+from ..runtime.entry import entry_of
 from ._loops import order_loops
 from ._widen import EXTREMES, LARGEST, widen_nodes
 
@@ -122,7 +123,7 @@ def build_reference(
     else:
         executable = build(wide, target).executable
         device = tvm.runtime.device_from_target(target)
-    main = relax.VirtualMachine(executable, device)[entry]
+    main = entry_of(executable, device, entry)
     return lambda inputs: flatten(main(*[to_argument(x, widen_array, device) for x in inputs]))
 
 

@@ -10,6 +10,7 @@ from tvm import relax
 
 from ..errors import InputError, VerificationError
 from ..runtime.build import build
+from ..runtime.entry import entry_of
 from .inputs import numpy_dtype
 from .precision import computed_dtypes
 from .reference import flatten, run_reference, to_argument
@@ -166,8 +167,8 @@ def run_module(
     """Build a module of call_tir as it is, run it once, and return its outputs as a flat list."""
     target = target or tvm.target.Target({"kind": "llvm"})
     device = tvm.device("cpu" if target.kind.name == "llvm" else target.kind.name)
-    machine = relax.VirtualMachine(build(mod, target).executable, device)
-    return flatten(machine[entry](*[to_argument(value, device=device) for value in inputs]))
+    function = entry_of(build(mod, target).executable, device, entry)
+    return flatten(function(*[to_argument(value, device=device) for value in inputs]))
 
 
 def _round(value: Any, ty: Any) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from .._threads import thread_count
 from ..cost.probe import Probed, ProbeFailure
 from ..ir.graph import FusionGraph
 from ..kernels.base import Resources
@@ -86,6 +87,7 @@ def built_report(
         groups=tuple(groups),
         refusals=_refusals(job.plan),
         layouts=layout_reports(job.graph, job.plan, materialized.functions),
+        threads=thread_count() if built.target.kind.name == "llvm" else None,
         verify=checked
         and Verification(checked.verification.passed, checked.verification.worst_error),
     )

@@ -200,6 +200,8 @@ class Report:
         The same for the fused module as the device saw it, if it ran on a GPU.
     cuda_graph : str or None
         Whether calls are captured into a CUDA graph, and if not, why; None if not asked for.
+    threads : int or None
+        Threads that kernels run on; None on a GPU, and for a plan that was not built.
     call_us : Comparison
         Wall-clock time of a call in microseconds, as one graph (`fused`) and launch by launch.
     """
@@ -220,6 +222,7 @@ class Report:
     cuda_graph: str | None = None
     call_us: Comparison = Comparison()
     layouts: tuple[LayoutReport, ...] = ()
+    threads: int | None = None
 
     def __str__(self) -> str:
         from .text import render

@@ -111,7 +111,7 @@ def _header(report: Report) -> str:
     ]
     if report.memory.fused is not None:
         rows.append(_comparison_row("memory", report.memory, format_bytes))
-    lines = [f"tvm_fusion on {report.target}", _align(rows, left=1)]
+    lines = [f"tvm_fusion on {report.target}{_threads(report.threads)}", _align(rows, left=1)]
     if report.measured_memory_bytes is not None:
         lines.append(
             f"measured  {format_bytes(report.measured_memory_bytes)} of memory at the peak"
@@ -127,6 +127,12 @@ def _header(report: Report) -> str:
     if rewrites := report.plan.get("rewrites"):
         lines.append(f"rewritten {', '.join(rewrites)}")
     return "\n".join(lines)
+
+
+def _threads(count: int | None) -> str:
+    if count is None:
+        return ""
+    return f", {count} threads" if count > 1 else ", 1 thread"
 
 
 def _call_times(pair: Comparison) -> str:

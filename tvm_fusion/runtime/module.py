@@ -14,6 +14,7 @@ from . import cubin_cache
 from .build import Built
 from .cuda_graph_mode import GraphMode
 from .cuda_graph_rules import CudaGraphOptions, refusal_of_executable
+from .entry import on_our_threads
 from .launches import count_launches
 from .memory import MemoryPlan, measured_call_bytes
 from .sidecar import read_sidecar, write_sidecar
@@ -120,7 +121,7 @@ class CompiledModule:
 
     @cached_property
     def _main(self) -> Callable[..., Any]:
-        return self.vm["main"]
+        return on_our_threads(self.vm["main"], self.device)
 
     @property
     def peak_memory_bytes(self) -> int | None:
@@ -241,6 +242,13 @@ class CompiledModule:
 
         CUDA kernels are stored as machine code where they were built on a machine with a GPU, else
         as source, compiled (through the cubin cache) where the library is loaded.
+
+        The library also runs with TVM alone: `tvm.runtime.load_module(path)` and a
+        `relax.VirtualMachine`. There it is the caller's task to say on how many threads: TVM takes
+        half of the cores of an x86 machine, unless `TVM_NUM_THREADS` is set before its first
+        kernel, or each thread that calls begins with
+        `tvm_ffi.get_global_func("runtime.config_threadpool")(-3, n, ["0", ..., "n-1"])`, the cores
+        by number. `load` needs neither.
         """
         path = Path(path)
         if not isinstance(self.executable, tvm.runtime.Executable):

@@ -28,6 +28,7 @@ from ..plan.plan import FusionPlan
 from ..transform.materialize import group_views
 from ..transform.write_kernels import Tuned
 from .buffers import Buffers
+from .entry import on_our_threads
 from .launch_kernels import BuiltLaunches, Kernel, LaunchSpec, LaunchWriter, build_launches
 from .plan_timing import PlanTimes, device_samples
 
@@ -143,7 +144,7 @@ class PlanRunner:
         """Takes kernels that were built elsewhere for the same graph."""
         self.failures.update(built.failures)
         for kernel in built.kernels:
-            function = built.library[kernel.symbol]
+            function = on_our_threads(built.library[kernel.symbol], self.device)
             tensors = [self.buffers.tensor(key) for key in kernel.arguments]
             self._kernels[kernel.spec] = kernel
             self._calls[kernel.spec] = partial(function, *tensors)

@@ -25,7 +25,8 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from .._cores import kernel_threads, on_all_cores
+from .._cores import on_all_cores
+from .._threads import kernel_threads
 from .scratch import scratch_folder
 
 STARTING_S = 120.0  # that a new process may take to import TVM and torch

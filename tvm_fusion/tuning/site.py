@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import tvm
 
+from .._threads import kernel_threads
 from ..check.inputs import numpy_dtype
 from ..errors import TargetError
 from ..runtime import cubin_cache
@@ -105,6 +106,8 @@ class Here(Arrays):
         device = tvm.runtime.device_from_target(target)
         if not device.exist:
             raise TargetError(f"this machine has no {target.kind.name} device to tune on")
+        if device.type == "cpu":
+            kernel_threads()
         return HereOnGpu(device) if device.type == "cuda" else cls(device)
 
     def samples(

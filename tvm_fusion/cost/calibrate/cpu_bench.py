@@ -9,7 +9,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from ..._cores import available_cores
+from ..._threads import kernel_threads
 from ...config import HardwareProfile
 from ...runtime.timing import wall_times
 
@@ -30,7 +30,7 @@ class CpuBench:
         self.hw = hw
         self.budget_s = budget_s
         self.target = hw.to_target()
-        self.cores = available_cores()
+        self.cores = kernel_threads()
 
     def times(self, calls: Mapping[Any, Callable[[], Any]], repeats: int = 9) -> dict[Any, float]:
         """Seconds of each call, interleaved, by the clock: the lower quartile, since what else runs

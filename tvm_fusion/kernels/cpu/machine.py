@@ -32,18 +32,23 @@ class Machine:
 
 
 def machine_of(hw: HardwareProfile | None) -> Machine:
-    """The machine of a profile; without one, that of the current target or of this computer."""
-    if hw is not None and hw.kind == "llvm":
-        return _of_target(hw.to_target(), hw.num_sms)
+    """The machine of a profile; without one, that of the current target or of this computer.
+
+    Its cores are the target's, the threads that kernels run on here: a profile holds those of the
+    machine that was measured.
+    """
     from ..._targets import cpu_target
 
     target = Target.current(allow_none=True)
-    if target is None or target.kind.name != "llvm":
+    if hw is not None and hw.kind == "llvm":
+        target = hw.to_target()
+    elif target is None or target.kind.name != "llvm":
         target = cpu_target()
-    return _of_target(target, int(target.attrs.get("num-cores", 1)))
+    return _of_target(target)
 
 
-def _of_target(target: tvm.target.Target, cores: int) -> Machine:
+def _of_target(target: tvm.target.Target) -> Machine:
+    cores = int(target.attrs.get("num-cores", 1))
     if codegen.target_has_features("avx512f", target):
         return Machine(64, 32, cores)
     if codegen.target_has_features("avx", target):
