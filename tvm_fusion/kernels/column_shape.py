@@ -82,7 +82,7 @@ def _waste(fit: Fit, kernel: ColumnEstimate) -> float:
 
 def _exchanges(kernel: ColumnEstimate) -> float:
     """Those that pass through shared memory."""
-    return float(kernel.phases() * (kernel.partials() > 1 or kernel.work.inner > 1))
+    return float(kernel.phases() * (kernel.config.partials > 1 or kernel.work.inner > 1))
 
 
 def _shuffles(kernel: ColumnEstimate) -> float:
@@ -92,14 +92,13 @@ def _shuffles(kernel: ColumnEstimate) -> float:
     multiprocessor takes for all its warps.
     """
     config, work, hw = kernel.config, kernel.work, kernel.hw
-    partials = kernel.partials()
     if not config.lanes:
         return work.reductions * 2 * math.log2(hw.warp_size)
-    steps = math.log2(max(1, -(-config.walkers // partials)))
+    steps = math.log2(config.by_shuffle)
     beside = min(max(1, kernel.resident()), max(1.0, kernel.blocks() / hw.num_sms))
     crowd = SHUFFLE_SHARE * config.width * config.threads / hw.warp_size * beside
     items = -(-config.lanes * config.width // config.threads)
-    terms = partials * items * (partials > 1) + work.inner * (work.inner > 1)
+    terms = config.partials * items * (config.partials > 1) + work.inner * (work.inner > 1)
     return work.reductions * (steps * (1.0 + crowd) + TERM_SHUFFLES * terms)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from .row_exchange import WARP
+
 
 class Form(enum.StrEnum):
     """How a thread holds its columns while the reductions run."""
@@ -46,6 +48,17 @@ class ColumnConfig:
     def threads(self) -> int:
         """Threads a block."""
         return max(1, self.lanes) * self.walkers
+
+    @property
+    def by_shuffle(self) -> int:
+        """Walkers that meet in shuffles: those of a warp, if all warps are whole and alike."""
+        alike = self.threads % WARP == 0 and WARP % max(1, self.lanes) == 0
+        return WARP // max(1, self.lanes) if alike else 1
+
+    @property
+    def partials(self) -> int:
+        """Partial results of a lane that meet in shared memory."""
+        return -(-self.walkers // self.by_shuffle)
 
     @property
     def tag(self) -> str:

@@ -153,21 +153,12 @@ class ColumnEstimate:
         by_threads = hw.max_threads_per_sm // config.threads
         return min(by_threads, by_registers, shared, hw.max_blocks_per_sm)
 
-    def partials(self) -> int:
-        """Partial results of a lane in shared memory."""
-        config, warp = self.config, self.hw.warp_size
-        if not config.lanes:
-            return config.threads // warp
-        power = config.lanes & (config.lanes - 1) == 0
-        shuffled = warp // config.lanes if power and config.lanes < warp <= config.threads else 1
-        return -(-config.walkers // shuffled)
-
     def shared_bytes(self) -> int:
         """Of a block."""
         config = self.config
         size = self.work.partial_bytes
         slots = config.lanes * config.width if config.lanes else 1
-        return self.partials() * slots * size + slots * size * (self.work.inner > 1)
+        return self.config.partials * slots * size + slots * size * (self.work.inner > 1)
 
     # ---- time
 
@@ -245,9 +236,9 @@ class ColumnEstimate:
 
     def _one_exchange(self) -> float:
         config = self.config
-        if self.partials() == 1 and self.work.inner == 1:
+        if self.config.partials == 1 and self.work.inner == 1:
             return 0.0
         items = -(-config.lanes * config.width // config.threads) if config.lanes else 1
-        terms = self.partials() * items
+        terms = self.config.partials * items
         terms += self.work.inner if config.lanes and self.work.inner > 1 else 0
         return EXCHANGE_S + terms * TERM_S * self.work.reductions / self.work.phases

@@ -16,6 +16,7 @@ from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ..program import COMBINE, Reduction
+from .column_config import ColumnConfig
 from .frame import then
 from .row_exchange import WARP, Exchange, Threads, identity, rescale, warp_reduce
 
@@ -39,13 +40,10 @@ def in_order(group: Group) -> list[tuple[Reduction, Var]]:
 class LaneExchange:
     """Exchange where lanes lie along the rows.
 
-    `side` is the thread's place among `lanes` threads along the rows, `walker` among `walkers`
-    across; a row has `inner` lanes.
+    `side` is the thread's place along the rows, `walker` across; a row has `inner` lanes.
     """
 
-    lanes: int
-    walkers: int
-    width: int
+    config: ColumnConfig
     inner: int
     thread: Expr
     side: Expr
@@ -53,33 +51,27 @@ class LaneExchange:
     finish: Finish
 
     @property
-    def threads(self) -> int:
-        """Threads of the block."""
-        return self.lanes * self.walkers
+    def lanes(self) -> int:
+        """Threads side by side along the rows."""
+        return self.config.lanes
+
+    @property
+    def width(self) -> int:
+        """Lanes of a thread."""
+        return self.config.width
 
     @property
     def slots(self) -> int:
         """Lanes of the block."""
         return self.lanes * self.width
 
-    @property
-    def by_shuffle(self) -> int:
-        """Walkers of one lane within a warp, which meet in shuffles."""
-        power = self.lanes & (self.lanes - 1) == 0
-        return WARP // self.lanes if power and self.lanes < WARP <= self.threads else 1
-
-    @property
-    def partials(self) -> int:
-        """Partial results of a lane in shared memory."""
-        return -(-self.walkers // self.by_shuffle)
-
     def run(self, group: Group) -> None:
         """Exchanges the accumulators of `group`."""
         group = in_order(group)
-        if self.by_shuffle > 1 and self.threads % WARP == 0:
+        if self.config.by_shuffle > 1:
             self._shuffle(group)
         results = {r.var: (lambda w, p=partial: p[w]) for r, partial in group}
-        if self.partials > 1 or self.inner > 1:
+        if self.config.partials > 1 or self.inner > 1:
             results = self._through_memory(group)
         for reduction, _ in group:
             for w in range(self.width):
@@ -111,23 +103,24 @@ class LaneExchange:
 
     def _through_memory(self, group: Group) -> dict[Var, Callable[[int], Expr]]:
         """Readers of each reduction's result by lane."""
-        memory = {r.var: T.alloc_shared((self.partials * self.slots,), r.dtype) for r, _ in group}
+        by_shuffle, partials = self.config.by_shuffle, self.config.partials
+        memory = {r.var: T.alloc_shared((partials * self.slots,), r.dtype) for r, _ in group}
         writes = tirx.const(True, "bool")
         number = self.walker
-        if self.by_shuffle > 1:
-            number = T.truncdiv(self.walker, self.by_shuffle)
-            writes = tirx.EQ(T.truncmod(self.walker, self.by_shuffle), 0)
+        if by_shuffle > 1:
+            number = T.truncdiv(self.walker, by_shuffle)
+            writes = tirx.EQ(T.truncmod(self.walker, by_shuffle), 0)
         with then(writes):
             for reduction, partial in group:
                 for w in range(self.width):
                     place = number * self.slots + w * self.lanes + self.side
                     T.buffer_store(memory[reduction.var], partial[w], [place])
         T.evaluate(T.cuda.cta_sync())
-        if self.partials > 1:
+        if partials > 1:
             self._combine(
                 group,
                 self.slots,
-                self.partials,
+                partials,
                 lambda item, number: item + number * self.slots,
                 memory,
                 memory,
@@ -170,9 +163,9 @@ class LaneExchange:
         target: dict[Var, Var],
     ) -> None:
         """``target[item] = kind over number < count of source[place(item, number)]``."""
-        for first in range(0, items, self.threads):
+        for first in range(0, items, self.config.threads):
             item = self.thread + first
-            inside = items - first >= self.threads
+            inside = items - first >= self.config.threads
             with then(tirx.const(True, "bool") if inside else item < items):
                 done: dict[Var, Expr] = {}
                 for reduction, _ in group:

@@ -30,9 +30,7 @@ class ColumnForm(ColumnKernel):
 
         if self.lanes.along_rows:
             LaneExchange(
-                config.lanes,
-                config.walkers,
-                config.width,
+                config,
                 self.lanes.inner,
                 self.frame.thread,
                 self.side,
