@@ -27,13 +27,6 @@ def stride(buffer: Var, indices: list[Expr], var: Var, analyzer: tvm.sym.Analyze
     return number(analyzer.simplify(ahead - at))
 
 
-def score(step: int | None) -> float:
-    """How well an access with this stride runs along vectors."""
-    if step == 1:
-        return 1.0
-    return 0.25 if step == 0 else -1.0
-
-
 def load_stride(load: TensorLoad, var: Var, analyzer: tvm.sym.Analyzer) -> int | None:
     """`stride` of a load."""
     return stride(load.source, list(load.indices), var, analyzer)

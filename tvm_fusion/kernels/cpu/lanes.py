@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import tvm
 
-from .access import load_stride, score, stride
+from .access import load_stride, stride
+from .rewrite import free_variables
 from .stages import Axis, Stage, analyzer_of
-from .work import size_of
+from .work import points, size_of
 
 # A shorter axis does not fill a vector.
 LEAST_LANES = 4
-STORE_WEIGHT = 2.0
+
+# Elements that one contiguous access moves; a gather moves them one by one.
+LANES = 8
+
+# A scattered store costs more than a gathered load: `y[i, j] = x[j, i] + z[j, i]` stores in order.
+SCATTER_COST = 2
+
+# Combining the lanes of one result: a handful of dependent shuffles and additions.
+FOLD_COST = 8
 
 
 def lane_axis(stages: tuple[Stage, ...], candidates: list[tuple[Axis, ...]]) -> int | None:
     """Index of the best candidate: each is one axis, as every stage has it.
 
-    The best is the one along which most loads and stores are contiguous; of equals the later one.
+    The best is the one along which accesses cost least; of equals the later one.
     """
-    best, chosen = float("-inf"), None
+    least, chosen = float("inf"), None
     for i, axes in enumerate(candidates):
         if size_of(axes[0]) < LEAST_LANES:
             continue
-        value = sum(_score(s, a) for s, a in zip(stages, axes, strict=True))
-        if value >= best:
-            best, chosen = value, i
+        cost = sum(_cost(s, a) for s, a in zip(stages, axes, strict=True))
+        if cost <= least:
+            least, chosen = cost, i
     return chosen
 
 
@@ -35,12 +44,20 @@ def best_lane(stage: Stage) -> Axis | None:
     return None if best is None else domain[best]
 
 
-def _score(stage: Stage, axis: Axis) -> float:
+def _cost(stage: Stage, axis: Axis) -> float:
+    """Cost of all loads and stores, each once for every point of the axes that it depends on."""
     analyzer = analyzer_of(stage.domain)
-    total = sum(score(load_stride(r, axis.var, analyzer)) for r in stage.reads())
-    if any(a is axis for a in stage.axes):
-        total += STORE_WEIGHT * score(_store_stride(stage, axis, analyzer))
-    return total
+    lanes = min(LANES, size_of(axis))
+    total = 0.0
+    for load in stage.reads():
+        used = free_variables(load)
+        times = points(a for a in stage.domain if a.var in used)
+        total += times / lanes if load_stride(load, axis.var, analyzer) == 1 else times
+    results = points(stage.axes)
+    if not any(a is axis for a in stage.axes):
+        return total + results * FOLD_COST
+    contiguous = _store_stride(stage, axis, analyzer) == 1
+    return total + (results / lanes if contiguous else results * SCATTER_COST)
 
 
 def _store_stride(stage: Stage, axis: Axis, analyzer: tvm.sym.Analyzer) -> int | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from .access import load_stride
 from .contraction_tiles import contraction_tile
 from .groups import Group
@@ -9,7 +11,7 @@ from .lanes import best_lane
 from .machine import Machine
 from .operands import split_product
 from .stages import analyzer_of
-from .work import points, size_of
+from .work import points, size_of, stage_work
 
 # Elements of a tile of a pointwise group: enough to hide the loop around it.
 POINTWISE_ELEMENTS = 4096
@@ -19,6 +21,13 @@ TRANSPOSE_TILE = 32
 
 # Width of a tile whose vectors run along a shared axis while other axes are reduced.
 COLUMN_TILE = 128
+
+# Stages with less than this part of the work of a group do not decide about its tile.
+SMALL_PART = 4
+
+# Elements of a tile of several short rows: their scalars fill vectors, and a row's chain of
+# dependent steps overlaps with the next one's.
+SHORT_ROWS = 1024
 
 
 def choose_tile(group: Group, machine: Machine) -> tuple[int | None, ...]:
@@ -72,11 +81,26 @@ def _transposed(group: Group, order: list[int]) -> set[int] | None:
 
 
 def _reduction_tile(group: Group) -> list[int | None]:
-    """Single rows, except along the axes that vectors run along."""
+    """Single rows; several where vectors run across them, or where rows are short.
+
+    What is computed once a row is a small part of the work, unless rows are short: it decides
+    nothing by itself.
+    """
     tile: list[int | None] = [1] * len(group.shared)
+    total, across = 0, [0] * len(group.shared)
     for member, stage in enumerate(group.stages):
+        work = points(stage.domain) * stage_work(stage)
+        total += work
         lane = best_lane(stage)
         for d, positions in enumerate(group.shared):
             if stage.axes[positions[member]] is lane:
-                tile[d] = COLUMN_TILE
+                across[d] += work
+    for d, work in enumerate(across):
+        if work * SMALL_PART >= total:
+            tile[d] = COLUMN_TILE
+    if tile and all(t == 1 for t in tile):
+        row = max(points(s.domain) for s in group.stages) // prod(
+            size_of(group.axis(d)) for d in range(len(tile))
+        )
+        tile[-1] = 1 << (max(1, min(COLUMN_TILE, SHORT_ROWS // max(1, row))).bit_length() - 1)
     return tile
