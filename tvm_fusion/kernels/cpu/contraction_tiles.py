@@ -1,40 +1,80 @@
 """Tiles of a contraction, by predicted time.
 
-A task computes a tile of rows and columns. Packing an element of the right operand costs as much as
-several multiply-adds, and every tile of rows needs it again, unless it is packed ahead for all.
+    task tile       rows x columns of the result that one task computes
+    register tile   rows x vectors of it that are summed up in registers
+
+Both follow from a small model of a core: multiply-adds, what has to be loaded for them, where that
+lies, what packing costs, and cores that wait. All of it counts cycles.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product as combinations
-from math import ceil, prod
+from math import ceil, gcd, prod
 
 from tvm.ir import Expr, TensorLoad
 
 from ..expr import bytes_of, dtype_of
 from .access import load_stride
-from .groups import TASKS_PER_CORE, Group
+from .groups import SMALL_WORK, Group, group_work
 from .machine import Machine
 from .operands import Product, operand_loads
 from .rewrite import loads
 from .stages import Axis, Stage, analyzer_of
 from .work import bytes_of_buffer, points, size_of, stage_work
 
-ROW_TILES = (8, 16, 32, 48, 64, 96, 128, 192, 256)
-COLUMN_TILES = (16, 32, 64, 96, 128, 256)
+# In how many tiles a side is cut.
+PARTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+
+# The same for an axis of unknown extent: elements of a tile.
+UNKNOWN_TILES = (8, 16, 32, 64, 128, 256)
+
+# Cycles of a load in a register tile (of a vector or of one element for all lanes) beside the
+# multiply-adds, which take one each, and of a vector of the right operand from the second-level
+# cache. On a Zen 4 tiles of 6 x 4 vectors reach 0.93 of the peak, 14 x 2 0.86, 24 x 1 0.66,
+# 1 x 4 0.46.
+LOAD_CYCLES, NEAR_CYCLES = 0.2, 2.0
+
+# Multiply-adds under way at a time: two units with a latency of four cycles.
+LEAST_CYCLES = 4.0
+
+# Cycles of a vector that comes from beyond the second-level cache, and of one of the result:
+# stored, read and stored again, or from further away.
+FAR_CYCLES, RESULT_CYCLES, FAR_RESULT_CYCLES = 4.0, 4.0, 10.0
+
+# Terms and columns of the right operand that a task packs at a time: 256 x 256 float32 are a
+# quarter of a 1 MB second-level cache.
+TERMS_BLOCK = 256
+COLUMNS_BLOCK = 256
+
+# What a task may count on of a core's second-level cache (1 MB); every stage of its group keeps a
+# tile at most.
+NEAR_BYTES = 512 << 10
+
+# Cycles of beginning a task, a register tile, and a parallel loop.
+TASK_CYCLES, TILE_CYCLES, LOOP_CYCLES = 500, 20, 12_000
 
 # Cost of packing an element, in multiply-adds, measured on convolutions and transposed weights:
 # contiguous, for each run of contiguous ones, strided, and of writing it to main memory and back.
 PACK_CONTIGUOUS, PACK_RUN, PACK_STRIDED, PACK_AHEAD = 12.0, 200.0, 60.0, 6.0
 
-# Starting a parallel loop of its own, in multiply-adds.
-AHEAD_OVERHEAD = 200_000.0
-
-# Columns of a register tile, in vectors; the rows take the registers that are left.
-REGISTER_TILE_VECTORS = 2
-
 Tile = list[int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class RegisterTile:
+    """What is summed up in registers: `rows` times `vectors` of `lanes` elements."""
+
+    rows: int
+    vectors: int
+    lanes: int
+
+    @property
+    def columns(self) -> int:
+        """Columns of a whole tile."""
+        return self.vectors * self.lanes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -51,6 +91,16 @@ class Problem:
         """The stage that contracts."""
         return self.group.stages[self.member]
 
+    @property
+    def dtype(self) -> str:
+        """What is summed up."""
+        return dtype_of(self.stage.values[0])
+
+    @property
+    def lanes(self) -> int:
+        """Columns of a vector."""
+        return self.machine.lanes(bytes_of(self.dtype))
+
     def dims(self, side: tuple[Axis, ...]) -> list[int]:
         """Shared axes that belong to a side."""
         found = range(len(self.group.shared))
@@ -62,62 +112,79 @@ class Problem:
         return prod(1 if t is None else ceil(n / t) for n, t in sizes)
 
 
-def register_tile(machine: Machine, dtype: str) -> tuple[int, int]:
-    """Rows and columns of the tile that a contraction accumulates in registers."""
+def even_parts(length: int, most: int) -> list[tuple[int, int]]:
+    """Cuts a length into as few parts as can be, of sizes that differ by one: (number, size)."""
+    parts = ceil(length / most)
+    size, longer = divmod(length, parts)
+    return [(n, s) for n, s in ((longer, size + 1), (parts - longer, size)) if n]
+
+
+def register_tile(
+    machine: Machine, dtype: str, rows: int | None = None, columns: int | None = None
+) -> RegisterTile:
+    """The register tile for a task tile of some rows and columns; None stands for many."""
     lanes = machine.lanes(bytes_of(dtype))
-    rows = 8 if machine.vector_registers >= 32 else 4
-    return rows, REGISTER_TILE_VECTORS * lanes
+    vectors = None if columns is None else ceil(columns / lanes)
+    return RegisterTile(*_fastest(machine.vector_registers, rows, vectors), lanes)
+
+
+@lru_cache(maxsize=4096)
+def _fastest(registers: int, height: int | None, width: int | None) -> tuple[int, int]:
+    """Rows and vectors of the register tile that takes the fewest cycles a term."""
+    found = []
+    for vectors in range(1, min(8, width or 8) + 1):
+        most = (registers - 1 - vectors) // vectors
+        if most >= 1:
+            rows = most if height is None else max(n for _, n in even_parts(height, most))
+            cycles = _term_cycles(height or 64 * rows, width or 64 * vectors, rows, vectors)
+            found.append(
+                (cycles / ((height or 64 * rows) * (width or 64 * vectors)), vectors, rows)
+            )
+    _, vectors, rows = min(found)
+    return rows, vectors
+
+
+def _term_cycles(height: int, width: int, rows: int, vectors: int) -> float:
+    """Cycles of one term for a tile of `height` rows and `width` vectors."""
+    pairs = combinations(even_parts(height, rows), even_parts(width, vectors))
+    return sum(n * m * _register_cycles(r, v) for (n, r), (m, v) in pairs)
+
+
+def _register_cycles(rows: int, vectors: int) -> float:
+    arithmetic = rows * vectors + LOAD_CYCLES * (rows + vectors)
+    return max(arithmetic, NEAR_CYCLES * vectors, LEAST_CYCLES)
 
 
 def contraction_tile(group: Group, member: int, product: Product, machine: Machine) -> Tile:
     """The tile with the least predicted time."""
     problem = Problem(group, member, product, machine)
     row_dims, column_dims = problem.dims(product.rows), problem.dims(product.columns)
+    costs = _Costs.of(problem)
     best: tuple[float, Tile] | None = None
-    for rows, columns in combinations(ROW_TILES, COLUMN_TILES):
+    heights = _goals(problem, row_dims, product.rows, 1)
+    widths = _goals(problem, column_dims, product.columns, problem.lanes)
+    for rows, columns in combinations(heights, widths):
         tile: Tile = [1] * len(group.shared)
-        height = _fill(problem, tile, row_dims, product.rows, rows)
-        width = _fill(problem, tile, column_dims, product.columns, columns)
-        cost = _cost(problem, tile, height, width)
+        height = _fill(problem, tile, row_dims, product.rows, rows, 1)
+        width = _fill(problem, tile, column_dims, product.columns, columns, problem.lanes)
+        cost = _cycles(problem, costs, tile, height, width)
         if best is None or cost < best[0]:
             best = (cost, tile)
     assert best is not None
     return best[1]
 
 
-def packs_ahead(problem: Problem, tile: Tile) -> bool:
-    """Whether the right operand should be packed once for all tiles, by a loop of its own."""
-    if not _may_pack_ahead(problem, tile):
-        return False
-    product = problem.product
-    cost = pack_cost(problem.stage, product.right, product.columns)
-    times = problem.tiles(tile, problem.dims(product.rows))
-    packed = points((*product.batch, *product.columns, *product.reduced))
-    return packed * cost * times > packed * (cost + PACK_AHEAD) + AHEAD_OVERHEAD
+def _goals(problem: Problem, dims: list[int], side: tuple[Axis, ...], multiple: int) -> list[int]:
+    """Lengths of a side's tile to try."""
+    if any(problem.group.axis(d, problem.member).size is None for d in dims):
+        return [n for n in UNKNOWN_TILES if n % multiple == 0]
+    length = points(side)
+    return sorted({ceil(length / p / multiple) * multiple for p in PARTS}, reverse=True)
 
 
-def _may_pack_ahead(problem: Problem, tile: Tile) -> bool:
-    """It must not depend on the tile, nor outgrow its source; tiles must be whole panels."""
-    product, group = problem.product, problem.group
-    written = {b for s in group.stages for b in s.buffers}
-    sources = {r.source: r for r in operand_loads(problem.stage, product.right)}
-    if any(source in written for source in sources):
-        return False
-    held = sum(bytes_of_buffer(s.ty.shape, "float32") for s in sources)
-    dims = problem.dims(product.columns)
-    if bytes_of_buffer([a.extent for a in _read_axes(product)], "float32") > 2 * held:
-        return False
-    _, width = register_tile(problem.machine, dtype_of(problem.stage.values[0]))
-    long = [a for a in product.columns if a.size != 1]
-    whole = all(tile[d] is None for d in dims)
-    return whole or (len(long) == 1 and all(tile[d] % width == 0 for d in dims))
-
-
-def _read_axes(product: Product) -> tuple[Axis, ...]:
-    return (*product.batch, *product.columns, *product.reduced)
-
-
-def _fill(problem: Problem, tile: Tile, dims: list[int], side: tuple[Axis, ...], goal: int) -> int:
+def _fill(
+    problem: Problem, tile: Tile, dims: list[int], side: tuple[Axis, ...], goal: int, multiple: int
+) -> int:
     """Lengthen the tile from the innermost axis on, up to `goal` elements; returns its length."""
     axes = {d: problem.group.axis(d, problem.member) for d in dims}
     length = points(a for a in side if not any(a is x for x in axes.values()))
@@ -128,39 +195,100 @@ def _fill(problem: Problem, tile: Tile, dims: list[int], side: tuple[Axis, ...],
             tile[d] = None
             length *= size
             continue
+        unit = multiple // gcd(length, multiple)
+        room = ceil(ceil(size / ceil(size / room)) / unit) * unit
         tile[d] = room
         length *= room
         break
     return length
 
 
-def _cost(problem: Problem, tile: Tile, height: int, width: int) -> float:
-    """Predicted time of a term: arithmetic on padded tiles, packing, and cores that wait."""
-    stage, product, cores = problem.stage, problem.product, problem.machine.cores
-    micro_rows, micro_columns = register_tile(problem.machine, dtype_of(stage.values[0]))
+@dataclass(frozen=True, slots=True)
+class _Costs:
+    """What does not depend on the tile: cycles an element of packing, and whether a loop of its
+    own may do it.
+    """
+
+    right: float
+    left: float
+    ahead: bool
+
+    @classmethod
+    def of(cls, problem: Problem) -> _Costs:
+        stage, product, lanes = problem.stage, problem.product, problem.lanes
+        right = pack_cost(stage, product.right, product.columns) / lanes
+        left = 0.0
+        if not reads_directly(product.left):
+            left = pack_cost(stage, product.left, product.rows) / lanes
+        return cls(right, left, _may_pack_ahead(problem))
+
+
+def packs_ahead(problem: Problem, tile: Tile) -> bool:
+    """Whether the right operand should be packed once for all tiles, by a loop of its own."""
+    costs = _Costs.of(problem)
+    return costs.ahead and _panels_fit(problem, tile) and _ahead_pays(problem, costs, tile)
+
+
+def _ahead_pays(problem: Problem, costs: _Costs, tile: Tile) -> bool:
+    product = problem.product
+    times = problem.tiles(tile, problem.dims(product.rows))
+    packed = points((*product.batch, *product.columns, *product.reduced))
+    once = packed * (costs.right + PACK_AHEAD / problem.lanes) + LOOP_CYCLES * problem.machine.cores
+    return packed * costs.right * times > once
+
+
+def _may_pack_ahead(problem: Problem) -> bool:
+    """It must not depend on the tile, nor outgrow its source."""
+    product, group = problem.product, problem.group
+    written = {b for s in group.stages for b in s.buffers}
+    sources = {r.source: r for r in operand_loads(problem.stage, product.right)}
+    if any(source in written for source in sources):
+        return False
+    held = sum(bytes_of_buffer(s.ty.shape, "float32") for s in sources)
+    axes = (*product.batch, *product.columns, *product.reduced)
+    return bytes_of_buffer([a.extent for a in axes], "float32") <= 2 * held
+
+
+def _panels_fit(problem: Problem, tile: Tile) -> bool:
+    """Whether tiles are whole panels."""
+    product = problem.product
+    dims = problem.dims(product.columns)
+    long = [a for a in product.columns if a.size != 1]
+    whole = all(tile[d] is None for d in dims)
+    return whole or (len(long) == 1 and all(tile[d] % problem.lanes == 0 for d in dims))
+
+
+def _cycles(problem: Problem, costs: _Costs, tile: Tile, height: int, width: int) -> float:
+    """Predicted time of a contraction with all its tiles."""
+    product, cores = problem.product, problem.machine.cores
+    terms = points(product.reduced)
     tasks = problem.tiles(tile, list(range(len(tile))))
-    padded_rows = ceil(height / micro_rows) * micro_rows
-    padded_columns = ceil(width / micro_columns) * micro_columns
-    element = pack_cost(stage, product.right, product.columns)
-    right = tasks * padded_columns * element
-    if packs_ahead(problem, tile):
-        once = tasks / problem.tiles(tile, problem.dims(product.rows))
-        right = once * padded_columns * (element + PACK_AHEAD)
-        right += AHEAD_OVERHEAD / points(product.reduced)
-    left = tasks * padded_rows * _left_cost(stage, product)
-    rounds = ceil(tasks / cores) * cores
-    waiting = rounds / tasks * (1 + 0.2 * cores * TASKS_PER_CORE / tasks)
-    return (tasks * padded_rows * padded_columns + left + right) * waiting
-
-
-def _left_cost(stage: Stage, product: Product) -> float:
-    if reads_directly(product.left):
-        return 0.0
-    return pack_cost(stage, product.left, product.rows)
+    micro = register_tile(problem.machine, problem.dtype, height, width)
+    vectors = ceil(width / micro.lanes)
+    bytes_each = bytes_of(problem.dtype)
+    across, down = ceil(vectors / micro.vectors), ceil(height / micro.rows)
+    task = terms * _term_cycles(height, vectors, micro.rows, micro.vectors)
+    task += TASK_CYCLES + TILE_CYCLES * across * down
+    task += FAR_CYCLES * terms * vectors  # the panels, once
+    if height * terms * bytes_each > NEAR_BYTES:
+        task += FAR_CYCLES * terms * height * across / micro.lanes
+    task += costs.left * height * terms
+    near = height * width * len(problem.group.stages)
+    before = 0.0
+    if costs.ahead and _panels_fit(problem, tile) and _ahead_pays(problem, costs, tile):
+        packed = points((*product.batch, *product.columns, *product.reduced))
+        before = LOOP_CYCLES + packed * (costs.right + PACK_AHEAD / micro.lanes) / cores
+    else:
+        task += costs.right * width * terms
+        near += min(width, COLUMNS_BLOCK) * min(terms, TERMS_BLOCK)
+    is_near = near * bytes_each <= NEAR_BYTES
+    task += height * vectors * (RESULT_CYCLES if is_near else FAR_RESULT_CYCLES)
+    serial = group_work(problem.group) < SMALL_WORK
+    return before + task * (tasks if serial else ceil(tasks / cores))
 
 
 def pack_cost(stage: Stage, operand: Expr, side: tuple[Axis, ...]) -> float:
-    """Cost of packing one element of an operand."""
+    """Cost of packing one element of an operand, in multiply-adds."""
     analyzer = analyzer_of(stage.domain)
     steps = [load_stride(r, side[-1].var, analyzer) for r in operand_loads(stage, operand)]
     contiguous = all(s in (0, 1) for s in steps)

@@ -2,19 +2,22 @@
 
     for each block of terms k:
         for each block of columns:
-            right[k, j] <- B                       packed: contiguous along the columns
+            right[k, j] <- B                       packed, unless that was done ahead
             left[i, k]  <- A                       packed only if A is no plain array
-            for each register tile (i, j):         8 rows x 2 vectors
+            for each register tile (i, j):         6 rows x 4 vectors, say
                 acc[i, j] += left[i, k] * right[k, j] over the block of terms
-                result[i, j] += acc[i, j]
+                result[i, j] (+)= acc[i, j]
 
-Rows and columns are the flattened axes of each side; both are padded to whole register tiles. The
-result is a buffer of the tile, read by the stages that follow.
+Rows and columns are the flattened axes of each side, dealt out evenly to register tiles; columns
+are padded to whole vectors. Every accumulator is a buffer of one vector: LLVM keeps those in
+registers, and takes wider ones apart. The result is a buffer of the tile, read by the stages that
+follow.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from math import prod
 
 from tvm import tirx
@@ -23,21 +26,29 @@ from tvm.tirx import ForKind
 
 from ..expr import constant, convert, dtype_of, number
 from .access import has_division, offset
-from .contraction_tiles import reads_directly, register_tile
+from .contraction_tiles import COLUMNS_BLOCK, TERMS_BLOCK, even_parts, reads_directly, register_tile
 from .loops import nest, seq
 from .machine import Machine
 from .operands import Product
 from .packing import Block, Operands
 from .scope import Place, Scope, allocate, new_buffer
 from .sides import block_length, blocks, flattened, in_block, make_side, product_of
-from .stages import Stage
+from .stages import Axis, Stage
 
-# Terms and columns packed at a time: 256 x 256 float32 are a quarter of a 1 MB second-level cache.
-TERMS_BLOCK = 256
-COLUMNS_BLOCK = 256
+# Terms at a time where the right operand lies in panels: 1024 terms of four vectors of 64 bytes.
+PANEL_TERMS_BLOCK = 1024
 
 # Added to the rows of packed operands: rows of 2**n elements collide in the first-level cache.
 ROW_PADDING = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """`count` register tiles in a row, each `size` rows or vectors long, from `start` on."""
+
+    start: int
+    count: Expr
+    size: int
 
 
 def emit_contraction(
@@ -57,15 +68,15 @@ class _Emitter:
         self.stage, self.product, self.packed = stage, product, packed
         self.scope, self.loops = scope, scope.loops
         self.dtype = dtype_of(stage.values[0])
-        height, self.width = register_tile(machine, self.dtype)
-        length = prod(int(number(scope.region(a).full) or height) for a in product.rows)
-        self.height = min(height, length)
-        self.rows = make_side(product.rows, self.height, scope)
-        self.columns = make_side(product.columns, self.width, scope)
+        height, width = (_length(side, scope) for side in (product.rows, product.columns))
+        self.tile = tile = register_tile(machine, self.dtype, height, width)
+        self.rows = make_side(product.rows, 1 if height else tile.rows, scope)
+        self.columns = make_side(product.columns, tile.lanes if width else tile.columns, scope)
         extents = (convert(a.extent, self.loops.dtype) for a in product.reduced)
         self.terms = product_of(extents, self.loops)
-        self.terms_block = block_length(self.terms, TERMS_BLOCK, 1)
-        self.columns_block = block_length(self.columns.padded, COLUMNS_BLOCK, self.width)
+        most = TERMS_BLOCK if packed is None else PANEL_TERMS_BLOCK
+        self.terms_block = block_length(self.terms, most, 1)
+        self.columns_block = block_length(self.columns.padded, COLUMNS_BLOCK, tile.columns)
 
     def imm(self, value: int) -> Expr:
         """An index constant."""
@@ -152,86 +163,170 @@ class _Emitter:
         if not self.direct:
             rows = Block(first, count, self.imm(0), self.rows.padded, self.rows.valid)
             left = self.operands.pack_left(self.rows, rows, self.left)
+        if self.packed is not None:
+            whole = Block(first, count, self.imm(0), self.columns.padded, self.columns.valid)
+            return seq(left, self._register_tiles(whole))
+        return seq(left, *self._column_blocks(first, count))
 
-        def columns(j: Expr) -> tirx.Stmt:
-            width = in_block(self.columns.padded, self.columns_block, j, self.loops)
-            start = self.loops.simplify(j * self.imm(self.columns_block))
-            exists = tirx.Max(self.imm(0), tirx.Min(width, self.columns.valid - start))
-            block = Block(first, count, start, width, self.loops.simplify(exists))
-            pack = None
-            if self.packed is None:
-                pack = self.operands.pack_right(self.columns, block, self.right)
-            return seq(pack, self._register_tiles(block))
+    def _column_blocks(self, first: Expr, count: Expr) -> list[tirx.Stmt]:
+        """The columns block by block: whole blocks, then what is left."""
+        size = number(self.columns.padded)
+        width = self.imm(self.columns_block)
+        if size is None:
+            number_of = blocks(self.columns.padded, self.columns_block, self.loops)
+            length = lambda j: in_block(self.columns.padded, self.columns_block, j, self.loops)  # noqa: E731
+            body = lambda j: self._column_block(first, count, j * width, length(j))  # noqa: E731
+            return [self.loops.loop("column_block", number_of, body)]
+        whole, rest = divmod(int(size), self.columns_block)
+        body = lambda j: self._column_block(first, count, j * width, width)  # noqa: E731
+        done = [self.loops.loop("column_block", whole, body)]
+        if rest:
+            start = self.imm(whole * self.columns_block)
+            done.append(self._column_block(first, count, start, self.imm(rest)))
+        return done
 
-        number_of = blocks(self.columns.padded, self.columns_block, self.loops)
-        return seq(left, self.loops.loop("column_block", number_of, columns))
+    def _column_block(self, first: Expr, count: Expr, start: Expr, width: Expr) -> tirx.Stmt:
+        """Pack a block of columns and compute with it."""
+        start = self.loops.simplify(start)
+        exists = tirx.Max(self.imm(0), tirx.Min(width, self.columns.valid - start))
+        block = Block(first, count, start, width, self.loops.simplify(exists))
+        pack = self.operands.pack_right(self.columns, block, self.right)
+        return seq(pack, self._register_tiles(block))
 
     def _register_tiles(self, block: Block) -> tirx.Stmt:
-        across = self.loops.simplify(tirx.FloorDiv(block.width, self.imm(self.width)))
-        down = self.loops.simplify(tirx.FloorDiv(self.rows.padded, self.imm(self.height)))
+        """The register tiles of a block; those without a row or column that exists are left out."""
+        lanes = self.tile.lanes
+        vectors = self.loops.simplify(tirx.FloorDiv(block.width, self.imm(lanes)))
+        exist = blocks(block.valid, lanes, self.loops)
+        down = self._parts(self.rows.padded, self.rows.valid, self.tile.rows)
+        stmts = []
+        for across in self._parts(vectors, exist, self.tile.vectors):
 
-        def column(j: Expr) -> tirx.Stmt:
-            return self.loops.loop("i", down, lambda i: self._register_tile(i, j, block))
+            def column(j: Expr, across: Part = across) -> tirx.Stmt:
+                at = self.imm(across.start) + j * self.imm(across.size)
+                return seq(*(self._row_tiles(part, at, across.size, block) for part in down))
 
-        return self.loops.loop("j", across, column)
+            stmts.append(self.loops.loop("j", across.count, column))
+        return seq(*stmts)
 
-    # Register tiles
+    def _row_tiles(self, part: Part, vector: Expr, vectors: int, block: Block) -> tirx.Stmt:
+        def tile(i: Expr) -> tirx.Stmt:
+            row = self.loops.simplify(self.imm(part.start) + i * self.imm(part.size))
+            return _RegisterTile(self, row, part.size, vector, vectors, block).emit()
 
-    def _register_tile(self, i: Expr, j: Expr, block: Block) -> tirx.Stmt:
-        """One register tile over a block of terms."""
-        rows = range(self.height)
-        acc = new_buffer("acc", [self.imm(self.height), self.imm(self.width)], self.dtype)
-        column = self.loops.simplify(j * self.imm(self.width))
-        row = self.loops.simplify(i * self.imm(self.height))
-        at = [self._existing_row(row + self.imm(r)) for r in rows]
+        return self.loops.loop("i", part.count, tile)
 
-        def clear(r: int, v: Expr) -> tirx.Stmt:
-            return tirx.BufferStore(acc, constant(0, self.dtype), [self.imm(r), v])
+    def _parts(self, length: Expr, valid: Expr, most: int) -> list[Part]:
+        """Register tiles along a side of which the first `valid` elements (or vectors) exist."""
+        size = number(length)
+        if size is None:
+            return [Part(0, blocks(valid, most, self.loops), most)]
+        parts, start = [], 0
+        for count, each in even_parts(int(size), most):
+            needed = blocks(tirx.Max(self.imm(0), valid - self.imm(start)), each, self.loops)
+            exist = self.loops.simplify(tirx.Min(self.imm(count), needed))
+            parts.append(Part(start, exist, each))
+            start += count * each
+        return parts
 
-        def multiply(r: int, v: Expr, term: Expr) -> tirx.Stmt:
-            old = tirx.BufferLoad(acc, [self.imm(r), v])
-            product = self._left(at[r], block, term) * self._right(block, term, column, v)
-            return tirx.BufferStore(acc, old + product, [self.imm(r), v])
+    # Operands
 
-        def write(r: int, v: Expr) -> tirx.Stmt:
-            where = [*self.at, row + self.imm(r), block.start + column + v]
-            value = tirx.BufferLoad(acc, [self.imm(r), v])
-            if self._accumulates():
-                value = tirx.BufferLoad(self.result, where) + value
-            return tirx.BufferStore(self.result, value, where)
-
-        def step(term: Expr) -> tirx.Stmt:
-            return seq(*(self._vector(lambda v, r=r: multiply(r, v, term)) for r in rows))
-
-        return seq(
-            allocate(acc),
-            *(self._vector(lambda v, r=r: clear(r, v)) for r in rows),
-            self.loops.loop("k", block.count, step),
-            *(self._vector(lambda v, r=r: write(r, v)) for r in rows),
-        )
-
-    def _vector(self, body: Callable[[Expr], tirx.Stmt]) -> tirx.Stmt:
-        return self.loops.loop("v", self.width, body, ForKind.VECTORIZED)
-
-    def _existing_row(self, row: Expr) -> Expr:
+    def existing_row(self, row: Expr) -> Expr:
         """The row itself, or the last one where it lies behind the end and is read in place."""
         if self.direct and not self.rows.is_whole:
             row = tirx.Min(row, self.rows.valid - self.imm(1))
         return self.loops.simplify(row)
 
-    def _left(self, row: Expr, block: Block, term: Expr) -> Expr:
+    def left_at(self, row: Expr, block: Block, term: Expr) -> Expr:
         """An element of the left operand; `term` is relative to the block."""
         if self.direct:
             return self.operands.left(self.rows, row, self.loops.simplify(block.first + term))
         return tirx.BufferLoad(self.left, [row, term])
 
-    def _right(self, block: Block, term: Expr, column: Expr, lane: Expr) -> Expr:
-        """An element of the right operand; `term` and `column` are relative to the block."""
+    def right_at(self, block: Block, term: Expr, vector: Expr, lane: Expr) -> Expr:
+        """An element of the right operand; `term` and `vector` are relative to the block."""
         if self.packed is None:
+            column = self.loops.simplify(vector * self.imm(self.tile.lanes))
             return tirx.BufferLoad(self.right, [term, column + lane])
-        position = block.start + column
         if len(self.columns.axes) == 1:
-            position = self.columns.regions[0].base + position
-        panel = self.loops.simplify(tirx.FloorDiv(position, self.imm(self.width)))
+            base = self.columns.regions[0].base
+            vector = vector + tirx.FloorDiv(base, self.imm(self.tile.lanes))
+        panel = self.loops.simplify(vector)
+        if not self.columns.is_whole:
+            last = self.packed.ty.shape[-3] - constant(1, dtype_of(self.packed.ty.shape[-3]))
+            panel = self.loops.simplify(tirx.Min(panel, convert(last, self.loops.dtype)))
         term = self.loops.simplify(block.first + term)
         return tirx.BufferLoad(self.packed, [*self.operands.batch.values(), panel, term, lane])
+
+
+def _length(axes: tuple[Axis, ...], scope: Scope) -> int | None:
+    """Elements of a whole tile of some axes, if that is known."""
+    sizes = [number(scope.region(a).full) for a in axes]
+    return None if None in sizes else int(prod(sizes))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RegisterTile:
+    """One register tile: `rows` from `row` on, `vectors` from `vector` on in a block of columns."""
+
+    outer: _Emitter
+    row: Expr
+    rows: int
+    vector: Expr
+    vectors: int
+    block: Block
+
+    def emit(self) -> tirx.Stmt:
+        """Sum up a block of terms, and store it or add it to the result."""
+        outer = self.outer
+        shape = [outer.imm(self.rows * self.vectors), outer.imm(outer.tile.lanes)]
+        acc = new_buffer("acc", shape, outer.dtype)
+        cells = [(r, c) for r in range(self.rows) for c in range(self.vectors)]
+        at = [outer.existing_row(self.row + outer.imm(r)) for r in range(self.rows)]
+
+        def load(r: int, c: int, v: Expr) -> Expr:
+            return tirx.BufferLoad(acc, [outer.imm(r * self.vectors + c), v])
+
+        def store(r: int, c: int, v: Expr, value: Expr) -> tirx.Stmt:
+            return tirx.BufferStore(acc, value, [outer.imm(r * self.vectors + c), v])
+
+        def step(term: Expr) -> tirx.Stmt:
+            left = [outer.left_at(row, self.block, term) for row in at]
+            columns = [
+                outer.loops.simplify(self.vector + outer.imm(c)) for c in range(self.vectors)
+            ]
+
+            def multiply(r: int, c: int, v: Expr) -> tirx.Stmt:
+                right = outer.right_at(self.block, term, columns[c], v)
+                return store(r, c, v, load(r, c, v) + left[r] * right)
+
+            return self._vectors(cells, multiply)
+
+        zero = constant(0, outer.dtype)
+        return seq(
+            allocate(acc),
+            self._vectors(cells, lambda r, c, v: store(r, c, v, zero)),
+            outer.loops.loop("k", self.block.count, step),
+            self._vectors(cells, lambda r, c, v: self._write(r, c, v, load(r, c, v))),
+        )
+
+    def _write(self, r: int, c: int, v: Expr, value: Expr) -> tirx.Stmt:
+        outer = self.outer
+        vector = outer.loops.simplify(self.vector + outer.imm(c))
+        column = self.block.start + vector * outer.imm(outer.tile.lanes) + v
+        where = [*outer.at, outer.loops.simplify(self.row + outer.imm(r)), column]
+        if outer._accumulates():
+            value = tirx.BufferLoad(outer.result, where) + value
+        return tirx.BufferStore(outer.result, value, where)
+
+    def _vectors(
+        self, cells: list[tuple[int, int]], body: Callable[[int, int, Expr], tirx.Stmt]
+    ) -> tirx.Stmt:
+        """A statement of one vector for each accumulator."""
+        lanes, loop = self.outer.tile.lanes, self.outer.loops.loop
+        return seq(
+            *(
+                loop("v", lanes, lambda v, r=r, c=c: body(r, c, v), ForKind.VECTORIZED)
+                for r, c in cells
+            )
+        )

@@ -11,9 +11,8 @@ from tvm import tirx
 from tvm.ir import Var
 
 from ...config import HardwareProfile
-from ..expr import dtype_of
 from .accumulators import with_copies
-from .contraction_tiles import Problem, packs_ahead, register_tile
+from .contraction_tiles import Problem, packs_ahead
 from .emit_tiles import emit_tiles
 from .groups import Group, make_groups, single
 from .inline import inline
@@ -110,6 +109,5 @@ def _packed_ahead(
             continue
         problem = Problem(group, member, product, machine)
         if packs_ahead(problem, list(tile)):
-            _, width = register_tile(machine, dtype_of(stage.values[0]))
-            packed[stage] = packed_operand(stage, product, width)
+            packed[stage] = packed_operand(stage, product, problem.lanes)
     return packed
