@@ -170,6 +170,18 @@ class Apply(nn.Module):
         return self.function(*inputs)
 
 
+class Product(nn.Module):
+    """x W^T."""
+
+    def __init__(self, sizes: Sizes, n: int, k: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(sizes.normal(n, k, deviation=k**-0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply."""
+        return nn.functional.linear(x, self.weight)
+
+
 class RMSNorm(nn.Module):
     """`rms` with a weight."""
 

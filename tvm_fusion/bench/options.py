@@ -17,12 +17,22 @@ EAGER = "torch"
 ALL_OF_TORCH = (EAGER, "torch.compile", "torch.max-autotune")
 SDPA, FLEX = "sdpa", "flex"  # torch's own attention
 OWN_PEERS = (SDPA, FLEX)  # of the workloads that bring them
+MATMUL = "torch.matmul"
+DEPLOYED = ("onnxruntime", "openvino")
 WORDS = {
     "torch": ALL_OF_TORCH,
     "torch.eager": (EAGER,),
-    **{name: (name,) for name in (*ALL_OF_TORCH[1:], *OWN_PEERS, "jax", "tvm", *REFERENCES)},
+    **{
+        name: (name,)
+        for name in (*ALL_OF_TORCH[1:], MATMUL, *OWN_PEERS, "jax", "tvm", *DEPLOYED, *REFERENCES)
+    },
 }
 DEFAULT_PEERS = "torch,sdpa,flex,jax,tvm"
+CPU_PEERS = {  # of the suites for CPUs
+    "cpu": "torch.eager,torch.compile",
+    "cpu_products": "torch.eager,torch.matmul",
+    "cpu_models": "torch.eager,torch.compile,onnxruntime,openvino",
+}
 _FOR_SUITES = (
     "only",
     "peers",
@@ -33,6 +43,7 @@ _FOR_SUITES = (
     "repeats",
     "workers",
     "patience",
+    "threads",
 )
 _FOR_MODELS = ("policy", "plan", "cuda_graph")
 
@@ -49,9 +60,11 @@ def add_suite_arguments(parser: argparse.ArgumentParser, work: Any) -> None:
         "--peers",
         metavar="PEER,...",
         help="torch (eager, torch.compile and max-autotune), torch.eager, torch.compile, "
-        "torch.max-autotune, sdpa and flex (torch's attention), jax, tvm, or none; and beside them "
-        "unfused (ours, one kernel an operator) and cublas (the matrix products alone); default: "
-        f"{DEFAULT_PEERS}",
+        "torch.max-autotune, torch.matmul (of products, with transposed weights), sdpa and flex "
+        "(torch's attention), jax, tvm, onnxruntime, openvino, or none; and beside them unfused "
+        "(ours, one kernel an operator) and cublas (the matrix products alone); default: "
+        f"{DEFAULT_PEERS}; "
+        + "; ".join(f"for {suite} {peers}" for suite, peers in CPU_PEERS.items()),
     )
     group.add_argument(
         "--plain-peers",
@@ -73,6 +86,13 @@ def add_suite_arguments(parser: argparse.ArgumentParser, work: Any) -> None:
         type=float,
         metavar="S",
         help="give a peer up in a row for which it compiles longer; default: never",
+    )
+    group.add_argument(
+        "--threads",
+        type=int,
+        metavar="N",
+        help="on a CPU: each compiler in a process of its own, on the same N cores; the default of "
+        "the suites for CPUs is all physical cores",
     )
 
 
@@ -144,6 +164,7 @@ def run(suite: str, given: argparse.Namespace) -> dict[str, Any]:
     InputError
         Before anything runs, for unknown names and for numbers out of range.
     """
+    from .apart import physical_cores
     from .run import log, run_suite
 
     scale = 1.0 if given.scale is None else given.scale
@@ -156,7 +177,10 @@ def run(suite: str, given: argparse.Namespace) -> dict[str, Any]:
         raise InputError(f"--workers: expected 0 or more, got {given.workers}")
     if given.patience is not None and not given.patience > 0:
         raise InputError(f"--patience: expected more than 0, got {given.patience:g}")
-    names, peers = names_of(suite, given.only), peers_of(given.peers)
+    names, peers = names_of(suite, given.only), peers_of(given.peers or CPU_PEERS.get(suite))
+    threads = given.threads
+    if threads is None and suite in CPU_PEERS:
+        threads = len(physical_cores())
     plain_peers = peers if given.plain_peers is None else peers_of(given.plain_peers)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     log.setLevel(logging.INFO)
@@ -171,6 +195,7 @@ def run(suite: str, given: argparse.Namespace) -> dict[str, Any]:
         workers=given.workers or 0,
         plain_peers=plain_peers,
         patience_s=given.patience,
+        threads=threads,
     )
 
 

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 import tvm
 
-from ..errors import InputError
+from ..errors import InputError, Unsupported
 from ..frontends import load
 from ..runtime.entry import entry_of
 from ..runtime.tensors import to_tvm
 from .compare import default_build
-from .instance import Instance
-from .options import ALL_OF_TORCH, EAGER, OWN_PEERS
+from .instance import Instance, Product
+from .options import ALL_OF_TORCH, DEPLOYED, EAGER, MATMUL, OWN_PEERS
 from .peers_attention import own_peer
+from .peers_deployed import onnxruntime, openvino
 
 Call = Callable[[], Any]
 Peer = Callable[[Instance, tvm.target.Target], Call]
@@ -34,6 +35,15 @@ def inductor(instance: Instance, _target: tvm.target.Target) -> Call:
 def inductor_tuned(instance: Instance, _target: tvm.target.Target) -> Call:
     """torch.compile with all its tuning, and without CUDA graphs, which no other peer has."""
     return _compiled_by_torch(instance, mode="max-autotune-no-cudagraphs")
+
+
+def matmul(instance: Instance, _target: tvm.target.Target) -> Call:
+    """torch.matmul of a matrix product alone, its weights transposed in memory beforehand."""
+    module, inputs = instance.module, instance.inputs
+    if not isinstance(module, Product):
+        raise Unsupported(f"{instance.name} is no matrix product alone")
+    weight = module.weight.t().contiguous()
+    return lambda: torch.matmul(*inputs, weight)
 
 
 def xla(instance: Instance, _target: tvm.target.Target) -> Call:
@@ -61,8 +71,10 @@ PEERS: dict[str, Peer] = {
     EAGER: eager,
     ALL_OF_TORCH[1]: inductor,
     ALL_OF_TORCH[2]: inductor_tuned,
+    MATMUL: matmul,
     "jax": xla,
     "tvm": tvm_default,
+    **dict(zip(DEPLOYED, (onnxruntime, openvino), strict=True)),
 }
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .._cores import available_cores
 from .._version import __version__
 from ..errors import InputError
 
@@ -21,16 +22,32 @@ UNFUSED, PRODUCTS = "unfused", "cublas"  # ours without fusion, and the matrix p
 REFERENCES = (UNFUSED, PRODUCTS)  # measured beside a row, and no peers of it
 FORMAT = 2
 _SAME = ("device", "profile", "date", "versions", "method", "scale")
-_PACKAGES = ("apache-tvm", "apache-tvm-ffi", "torch", "triton", "jax", "numpy")
+_PACKAGES = (
+    "apache-tvm",
+    "apache-tvm-ffi",
+    "torch",
+    "triton",
+    "jax",
+    "numpy",
+    "transformers",
+    "onnxruntime",
+    "openvino",
+)
+_VECTOR_FLAGS = re.compile(r"(avx|fma|amx|asimd|sve|neon)")
 
 
 _FACTS = ("us", "ratio", "launches", "error")
 
 
-def header(profile: str, on_gpu: bool, scale: float, repeats: int) -> dict[str, Any]:
-    """Return a result without rows."""
+def header(
+    profile: str, on_gpu: bool, scale: float, repeats: int, threads: int | None = None
+) -> dict[str, Any]:
+    """Return a result without rows; `threads` if each compiler has a process with as many."""
     import torch
 
+    method = "kernel time (CUPTI), L2 cleaned before each call" if on_gpu else "wall time"
+    if threads is not None:
+        method = f"wall time, each in a process of its own, {threads} threads"
     return {
         "format": FORMAT,
         "device": torch.cuda.get_device_name() if on_gpu else _cpu_name(),
@@ -38,7 +55,8 @@ def header(profile: str, on_gpu: bool, scale: float, repeats: int) -> dict[str, 
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "versions": _versions(torch.version.cuda),
         "command": shlex.join(["python", *sys.orig_argv[1:]]),
-        "method": "kernel time (CUPTI), L2 cleaned before each call" if on_gpu else "wall time",
+        "method": method,
+        **({} if on_gpu else {"cpu": _cpu_facts(), "threads": threads}),
         "scale": scale,
         "repeats": repeats,
         "rows": [],
@@ -213,6 +231,23 @@ def _cpu_name() -> str:
     except OSError:
         found = None
     return found[1] if found else platform.processor() or platform.machine()
+
+
+def _cpu_facts() -> dict[str, Any]:
+    """Cores that this process may use, and the instructions for vectors and tiles."""
+    from .apart import physical_cores
+
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.M)
+    flags = found[1].split() if found else []
+    return {
+        "cores": len(physical_cores()),
+        "hardware_threads": available_cores(),
+        "flags": sorted(flag for flag in flags if _VECTOR_FLAGS.match(flag)),
+    }
 
 
 def _versions(cuda: str | None) -> dict[str, str]:

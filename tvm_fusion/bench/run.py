@@ -9,7 +9,7 @@ call; on a CPU it is wall-clock time. What fails is recorded with its reason, an
 
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ import tvm
 
 from ..config import resolve_target
 from ..errors import InputError, TargetError
+from .apart import cores_for
 from .record import REFERENCES, header, line, summary, write
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def run_suite(
     workers: int = 0,
     plain_peers: Sequence[str] | None = None,
     patience_s: float | None = None,
+    threads: int | None = None,
 ) -> dict[str, Any]:
     """Compile, check and time workloads by us and by the peers.
 
@@ -69,6 +71,9 @@ def run_suite(
         The peers of workloads that are a matrix product alone; by default those of all.
     patience_s : float, optional
         Time after which a peer that still compiles a workload is given up for it.
+    threads : int, optional
+        On a CPU: each compiler has a process of its own on the same cores, with as many threads;
+        without, all are called in turn in this process, where their threads disturb each other.
 
     Returns
     -------
@@ -96,6 +101,10 @@ def run_suite(
             peer(name)
     if dtype is not None and dtype not in CEILINGS:
         raise InputError(f"unknown dtype {dtype!r}; there are {', '.join(CEILINGS)}")
+    if threads is not None:
+        if tvm_target.kind.name != "llvm":
+            raise InputError(f"--threads is for a CPU, and the target is {tvm_target.kind.name}")
+        cores_for(threads)
     if not tvm.runtime.device_from_target(tvm_target).exist:
         raise TargetError(f"this machine has no {tvm_target.kind.name} device to measure on")
     setup = suite.Setup(
@@ -110,6 +119,11 @@ def run_suite(
         plain_peers=plain_peers,
         patience_s=patience_s,
     )
+    if threads is not None:
+        from .suite_apart import Field
+
+        with Field(setup, threads) as field:
+            return _measure_all(names, setup, out, lambda name, _: field.measure(name), threads)
     suite.exact_float32()
     with tempfile.TemporaryDirectory(prefix="tvm_fusion_bench_") as folder:
         if workers:
@@ -118,16 +132,22 @@ def run_suite(
             prepared = prepare(names, setup, workers, Path(folder))
             setup.given_up.update(prepared.given_up)
             setup.saved.update(prepared.saved)
-        return _measure_all(names, setup, out)
+        return _measure_all(names, setup, out, suite.measure)
 
 
-def _measure_all(names: Sequence[str], setup: "Setup", out: str | Path | None) -> dict[str, Any]:
+def _measure_all(
+    names: Sequence[str],
+    setup: "Setup",
+    out: str | Path | None,
+    measure: Callable[[str, "Setup"], dict[str, Any]],
+    threads: int | None = None,
+) -> dict[str, Any]:
     """Measure the workloads one by one; the result is written after each."""
     from . import suite
 
-    result = header(setup.hw.name, setup.device == "cuda", setup.scale, setup.repeats)
+    result = header(setup.hw.name, setup.device == "cuda", setup.scale, setup.repeats, threads)
     for index, name in enumerate(names):
-        row = suite.measure(name, setup)
+        row = measure(name, setup)
         result["rows"].append(row)
         result["summary"] = summary(result["rows"])
         log.info("%s", line(row))

@@ -3,7 +3,8 @@
 `memory` is the twelve that the figures of the project name, `memory_more` other shapes and
 operators that memory binds too, `gemm` matrix products with what is around them, `gemm_sweep` those
 in sizes of every kind, `small` what the launches bind. `attention` is attention alone,
-`transformers` that and layers of models.
+`transformers` that and layers of models. `cpu`, `cpu_products` and `cpu_models` are in the sizes of
+a CPU.
 """
 
 import difflib
@@ -12,6 +13,8 @@ from collections.abc import Iterable
 from ..errors import InputError
 from .instance import Instance, Workload
 from .workloads_attention import ATTENTION
+from .workloads_cpu import CPU, CPU_PRODUCTS
+from .workloads_cpu_models import CPU_MODELS
 from .workloads_gemm import GEMM
 from .workloads_gemm_sweep import SWEEP
 from .workloads_layout import LAYOUT
@@ -23,8 +26,9 @@ from .workloads_training import TRAINING
 from .workloads_transformers import TRANSFORMERS
 
 MEMORY_MORE: dict[str, Workload] = ROWS | LAYOUT | TRAINING
+ON_CPUS: dict[str, Workload] = CPU | CPU_PRODUCTS | CPU_MODELS
 WORKLOADS: dict[str, Workload] = (
-    MEMORY | MODELS | MEMORY_MORE | GEMM | SWEEP | SMALL | ATTENTION | TRANSFORMERS
+    MEMORY | MODELS | MEMORY_MORE | GEMM | SWEEP | SMALL | ATTENTION | TRANSFORMERS | ON_CPUS
 )
 SUITES = {
     "memory": tuple(MEMORY),
@@ -36,6 +40,9 @@ SUITES = {
     "small": tuple(SMALL),
     "attention": tuple(ATTENTION),
     "transformers": (*ATTENTION, "attention", "block", "demo_block", *TRANSFORMERS),
+    "cpu": tuple(CPU),
+    "cpu_products": tuple(CPU_PRODUCTS),
+    "cpu_models": tuple(CPU_MODELS),
     "all": (*MEMORY, *MODELS, *MEMORY_MORE),
 }
 

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .instance import Apply, Made, Sizes, Workload
+from .instance import Apply, Made, Product, Sizes, Workload
 from .workloads_gemm_layers import LAYERS
 
 PLAIN_SHAPES = (  # M, N, K: layers of Llama-3-8B and BERT-large, and squares
@@ -28,18 +28,6 @@ PLAIN_SHAPES = (  # M, N, K: layers of Llama-3-8B and BERT-large, and squares
 GROUP = 128  # weights along K that share a scale
 PER_WORD, BITS, ZERO_POINT = 8, 4, 8
 FLOAT8_FACTOR = 4  # with weights of deviation 1/4, results are of the order of one
-
-
-class Product(nn.Module):
-    """x W^T."""
-
-    def __init__(self, sizes: Sizes, n: int, k: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(sizes.normal(n, k, deviation=k**-0.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply."""
-        return F.linear(x, self.weight)
 
 
 class Int4Product(nn.Module):

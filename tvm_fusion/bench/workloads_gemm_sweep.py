@@ -5,8 +5,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from .instance import Made, Sizes, Workload
-from .workloads_gemm import Product
+from .instance import Made, Product, Sizes, Workload
 from .workloads_gemm_layers import Fused, weight
 
 SWEEP_SHAPES = (  # M, N, K; the epilogues follow each other, so every sixth is plain
