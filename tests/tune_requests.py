@@ -63,7 +63,7 @@ def process_number():
 
 
 def threads():
-    """Of the pool that kernels run on."""
-    import tvm
+    """That kernels run on."""
+    from tvm_fusion._threads import kernel_threads
 
-    return tvm.runtime.num_threads()
+    return kernel_threads()

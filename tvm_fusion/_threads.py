@@ -7,7 +7,8 @@ x86-64, also where there is no hyper-threading, and pins it. Here each such thre
     else what a calibration of this machine found fastest (`use_calibrated_threads`),
     else the physical cores that the process may use, by its affinity and its control group,
 
-and nothing is pinned: who shares the cores with us (torch's OpenMP, another process) is not known.
+and nothing is pinned: who shares the cores with us is not known. Where torch is loaded, kernels run
+on as many threads of torch's team instead (`_team.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import threading
 from functools import cache
 
 from ._cores import available_cores, available_physical_cores, on_all_cores, usable_cores
+from ._team import share_team
 
 VARIABLES = ("TVM_NUM_THREADS", "OMP_NUM_THREADS")
 _SHARE_ALL_CORES = -3  # TVM's kSpecifyThreadShareAllCore
@@ -59,10 +61,13 @@ def use_calibrated_threads(count: int | None) -> None:
 def kernel_threads() -> int:
     """How many threads the calling thread's kernels run on.
 
-    They get their pool here, if they have none or one of another size; the thread is not pinned.
-    Whatever runs kernels on a CPU calls this first: it takes 0.1 us where nothing is to be done.
+    They get their pool here, if they have none or one of another size, or torch's team; the thread
+    is not pinned. Whatever runs kernels on a CPU calls this first: it takes 0.2 us where nothing is
+    to be done.
     """
     wanted = thread_count()
+    if share_team(wanted):
+        return wanted
     if getattr(_pool, "wanted", None) != wanted:
         _pool.size = _configure(wanted)
         _pool.wanted = wanted

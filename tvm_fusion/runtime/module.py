@@ -14,7 +14,7 @@ from . import cubin_cache
 from .build import Built
 from .cuda_graph_mode import GraphMode
 from .cuda_graph_rules import CudaGraphOptions, refusal_of_executable
-from .entry import on_our_threads
+from .entry import function_of, load_library, virtual_machine
 from .launches import count_launches
 from .memory import MemoryPlan, measured_call_bytes
 from .sidecar import read_sidecar, write_sidecar
@@ -117,11 +117,11 @@ class CompiledModule:
     @cached_property
     def vm(self) -> relax.VirtualMachine:
         """The virtual machine; made on first use, which moves the weights to the device."""
-        return relax.VirtualMachine(self.executable, self.device)
+        return virtual_machine(self.executable, self.device)
 
     @cached_property
     def _main(self) -> Callable[..., Any]:
-        return on_our_threads(self.vm["main"], self.device)
+        return function_of(self.vm, "main", self.device)
 
     @property
     def peak_memory_bytes(self) -> int | None:
@@ -288,7 +288,7 @@ class CompiledModule:
         meta = read_sidecar(path)
         cubin_cache.install()
         try:
-            library = tvm.runtime.load_module(str(path))
+            library = load_library(path)
         except (OSError, RuntimeError, ValueError) as error:
             raise InputError(
                 f"cannot load {path}: {error}. A library for CUDA loads only where there is a GPU"

@@ -28,7 +28,7 @@ from ..plan.plan import FusionPlan
 from ..transform.materialize import group_views
 from ..transform.write_kernels import Tuned
 from .buffers import Buffers
-from .entry import on_our_threads
+from .entry import function_of, load_library
 from .launch_kernels import BuiltLaunches, Kernel, LaunchSpec, LaunchWriter, build_launches
 from .plan_timing import PlanTimes, device_samples
 
@@ -144,14 +144,14 @@ class PlanRunner:
         """Takes kernels that were built elsewhere for the same graph."""
         self.failures.update(built.failures)
         for kernel in built.kernels:
-            function = on_our_threads(built.library[kernel.symbol], self.device)
+            function = function_of(built.library, kernel.symbol, self.device)
             tensors = [self.buffers.tensor(key) for key in kernel.arguments]
             self._kernels[kernel.spec] = kernel
             self._calls[kernel.spec] = partial(function, *tensors)
 
     def load(self, path: Path, kernels: Sequence[Kernel], failures: Mapping[LaunchSpec, str]):
         """Takes kernels from a library that `BuiltLaunches.save` wrote in another process."""
-        library = tvm.runtime.load_module(str(path)) if kernels else None
+        library = load_library(path) if kernels else None
         self.add(BuiltLaunches(library, list(kernels), dict(failures)))
 
     def kernel(self, spec: LaunchSpec) -> Kernel | None:

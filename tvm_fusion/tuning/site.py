@@ -16,6 +16,7 @@ from .._threads import kernel_threads
 from ..check.inputs import numpy_dtype
 from ..errors import TargetError
 from ..runtime import cubin_cache
+from ..runtime.entry import load_library
 from ..runtime.plan_runner import wall_samples
 from ..runtime.plan_timing import device_samples
 from ..runtime.timing import device_works, has_torch_cuda
@@ -88,7 +89,7 @@ class Arrays:
 
     def load(self, path: Path) -> Any:
         """A library."""
-        return tvm.runtime.load_module(str(path))
+        return load_library(path)
 
 
 class Here(Arrays):
