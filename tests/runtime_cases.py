@@ -1,9 +1,12 @@
 """Small modules for the runtime's tests."""
 
+import sys
+
 import tvm
 from tvm import relax, s_tir, te, tirx
 from tvm.script import tirx as T
 
+from tvm_fusion.runtime import cuda_compiler
 from tvm_fusion.runtime.pipeline import SCHEDULED_ATTR, TIRX_ATTR
 
 H200 = tvm.target.Target(
@@ -115,3 +118,12 @@ def call_in_sequence(prim_funcs: dict[str, tirx.PrimFunc], size: int = 1024) -> 
             out = bb.emit_output(value)
         bb.emit_func_output(out)
     return bb.get()
+
+
+def without_compilers(monkeypatch, empty) -> None:
+    """Takes nvcc and NVRTC away, also where this process has found the latter before; `empty` is a
+    folder without programs.
+    """
+    monkeypatch.setenv("PATH", str(empty))
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    monkeypatch.setattr(cuda_compiler, "_nvrtc_version", cuda_compiler._nvrtc_version.__wrapped__)

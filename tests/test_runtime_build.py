@@ -18,6 +18,7 @@ from .runtime_cases import (
     relax_module,
     softmax_reshape_relu,
     unscheduled_prim_func,
+    without_compilers,
 )
 
 
@@ -71,8 +72,7 @@ def test_a_prim_func_that_does_not_lower_is_blamed_and_no_other():
 
 
 def test_a_machine_without_a_cuda_compiler_is_told_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setitem(__import__("sys").modules, "cuda.bindings", None)
+    without_compilers(monkeypatch, tmp_path)
     with pytest.raises(BuildError, match=r"nvcc is not on PATH.*cuda-bindings") as error:
         build(call_in_sequence({}), H200)
     assert not isinstance(error.value, KernelBuildError)

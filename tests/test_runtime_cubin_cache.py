@@ -19,7 +19,7 @@ from tvm_fusion.runtime.cuda_compiler import (
     kernel_names,
 )
 
-from .runtime_cases import H200
+from .runtime_cases import H200, without_compilers
 
 SOURCE = 'extern "C" __global__ void __launch_bounds__(32) twice(float* x) { x[threadIdx.x] *= 2; }'
 
@@ -219,8 +219,7 @@ def test_nvcc_is_taken_where_it_is_on_the_path(mode, monkeypatch):
 
 
 def test_without_any_compiler_the_error_says_what_to_install(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setitem(__import__("sys").modules, "cuda.bindings", None)
+    without_compilers(monkeypatch, tmp_path)
     with pytest.raises(BuildError, match="cuda-bindings"):
         find_compiler()
 

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from tvm_fusion._cores import usable_cores
+from tvm_fusion.tuning import processes
 from tvm_fusion.tuning.processes import Worker, wait_for
 
 from . import tune_requests as requests
@@ -31,8 +32,31 @@ def worker():
     found.stop()
 
 
+class Clock:
+    """The time of workers, which the tests move on."""
+
+    sleep = staticmethod(time.sleep)
+    passed_s = 0.0
+
+    def monotonic(self):
+        return time.monotonic() + self.passed_s
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = Clock()
+    monkeypatch.setattr(processes, "time", found)
+    monkeypatch.setattr(processes, "STARTING_S", 1000.0)
+    monkeypatch.setattr(processes, "PREPARING_S", 1000.0)
+    return found
+
+
 def ask(worker, function, *arguments, limit_s=60.0, before=None):
     worker.send(function, arguments, limit_s, before)
+    return answer_of(worker)
+
+
+def answer_of(worker):
     while (answer := worker.collect()) is None:
         wait_for([worker], 1.0)
     assert not worker.busy
@@ -68,12 +92,34 @@ def test_a_lost_process_is_replaced(worker, function, arguments, status, why):
     assert after.value != before
 
 
-def test_what_comes_before_a_request_takes_none_of_its_time(worker):
-    answer = ask(worker, requests.echo, 1, limit_s=0.5, before=(requests.nap, (1.0,)))
+def test_what_comes_before_a_request_takes_none_of_its_time(worker, clock, tmp_path):
+    assert ask(worker, requests.echo, 0).value == 0
+    go = tmp_path / "go"
+    worker.send(requests.echo, (1,), 30.0, (requests.wait_for_file, (str(go),)))
+    clock.passed_s += 500.0
+    go.touch()
+    answer = answer_of(worker)
     assert (answer.status, answer.value) == ("ok", 1)
-    assert 1.0 <= answer.seconds < 1.5  # its start not included
-    hanging = ask(worker, requests.hang, limit_s=0.5, before=(requests.nap, (1.0,)))
-    assert (hanging.status, hanging.why) == ("timeout", "no answer within 0.5 s")
+    assert answer.seconds >= 500.0
+    worker.send(requests.hang, (), 30.0, (requests.echo, (2,)))
+    while worker.left_s > 30.0:  # it prepares
+        assert worker.collect() is None
+        wait_for([worker], 0.1)
+    clock.passed_s += 30.0
+    hanging = answer_of(worker)
+    assert (hanging.status, hanging.why) == ("timeout", "no answer within 30 s")
+
+
+def test_the_start_of_a_process_takes_none_of_the_time_of_a_request(clock, tmp_path):
+    go = tmp_path / "go"
+    worker = Worker("tested", (requests.wait_for_file, (str(go),)))
+    worker.send(requests.echo, (1,), 30.0)
+    clock.passed_s += 500.0
+    go.touch()
+    answer = answer_of(worker)
+    worker.stop()
+    assert (answer.status, answer.value) == ("ok", 1)
+    assert answer.seconds < 500.0
 
 
 def test_what_comes_before_a_request_may_fail(worker, monkeypatch):

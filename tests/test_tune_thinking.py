@@ -231,9 +231,8 @@ def a_state(one, *, count=1):
 
 
 @pytest.fixture
-def thinkers(monkeypatch):
-    monkeypatch.setattr("tvm_fusion.tuning.processes.STARTING_S", 30.0)
-    found = Thinkers(PLACE, load_settings({"evolve_timeout_s": 1}))
+def thinkers():
+    found = Thinkers(PLACE, load_settings({}))
     yield found
     found.stop()
 
@@ -260,9 +259,11 @@ def test_a_search_that_dies_or_refuses_is_left_and_the_others_go_on(thinkers, ca
     assert "no design space" in refused.getMessage()
 
 
-def test_a_search_that_hangs_is_left_in_time(thinkers, caplog):
+def test_a_search_that_hangs_is_left_in_time(caplog):
     state = a_state(search(propose=tune_proposers.hang))
+    thinkers = Thinkers(PLACE, load_settings({"evolve_timeout_s": 1}))
     think(thinkers, [state])
+    thinkers.stop()
     assert state.evolution.free == []
     assert "no answer within 1 s" in caplog.text
 

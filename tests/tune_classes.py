@@ -3,6 +3,7 @@
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import tvm_ffi
 from tvm import tirx
@@ -11,6 +12,7 @@ from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.base import Fit, RefusalCode, Resources, Traffic, write_on_cpu
 from tvm_fusion.kernels.registry import kernel_class
 
+HUNG = "TVM_FUSION_TESTS_HUNG"  # names a file: a process that hangs writes its number there
 WAYS = ("plain", "fast", "wrong", "refused", "hanging", "dying", "greedy")
 
 
@@ -47,6 +49,8 @@ class Several:
         if way == "refused":
             raise Unsupported("no such way")
         if way == "hanging":
+            if HUNG in os.environ:
+                Path(os.environ[HUNG]).write_text(str(os.getpid()))
             time.sleep(3600)
         if way == "dying":
             os.abort()
