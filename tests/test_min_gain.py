@@ -9,7 +9,7 @@ from tests.graphs import module, plan_of
 from tvm_fusion.config import load_policy
 from tvm_fusion.errors import ConfigError
 from tvm_fusion.kernels.base import RefusalCode
-from tvm_fusion.plan.caution import Caution, Ratio
+from tvm_fusion.plan.caution import Caution, Ratio, Timed
 from tvm_fusion.plan.decide import decide, judge, times_apart
 from tvm_fusion.plan.search import search, unfused_plan
 from tvm_fusion.report.flip import flip
@@ -61,8 +61,8 @@ def test_a_fusion_that_saves_too_little_says_from_which_share_on_it_is_taken(sav
 
 def test_the_charge_is_the_larger_of_doubt_and_least_share():
     caution = Caution(1.2, 1.2, min_gain=0.5)
-    assert caution.charge_of(10.0, 2.0, 1.2) == pytest.approx(10.0)
-    assert Caution(1.2, 1.2, min_gain=0.0).charge_of(10.0, 2.0, 1.2) == pytest.approx(1.6)
+    assert caution.charge_of(Timed(10.0, 2.0, 1.2)) == pytest.approx(10.0)
+    assert Caution(1.2, 1.2, min_gain=0.0).charge_of(Timed(10.0, 2.0, 1.2)) == pytest.approx(1.6)
     assert caution.gains_too_little(Ratio(0.6, 0.6, 0.6))
     assert not caution.gains_too_little(Ratio(0.5, 0.5, 0.5))
 

@@ -28,12 +28,12 @@ from tvm_fusion.check.sequential import (
     settle,
 )
 from tvm_fusion.compiler import Job
-from tvm_fusion.config import load_policy
+from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.cost.learned import Residual
 from tvm_fusion.cost.samples import read_samples
 from tvm_fusion.errors import BuildError, PlanError
 from tvm_fusion.kernels.base import RefusalCode
-from tvm_fusion.plan.caution import Caution, Verdict, ratio_of
+from tvm_fusion.plan.caution import Caution, Timed, Verdict, ratio_of
 from tvm_fusion.plan.decide import decide, hopeful_plan, judge, times_apart, without
 from tvm_fusion.plan.differ import clusters, exchanged, in_order, regions
 from tvm_fusion.plan.judge import measured_whole
@@ -160,6 +160,18 @@ def test_the_same_fusion_is_kept_with_a_favourable_interval():
     assert evidence.low < evidence.ratio < evidence.high <= 1
 
 
+def test_what_takes_the_same_instructions_apart_hides_no_gain_and_has_no_error():
+    launch = Timed(100.0, 2.0, 1.5, common_us=90.0)
+    ratio = ratio_of([launch], 106.0)
+    assert ratio.high == pytest.approx((92.0 + 8.0 * 1.5) / 106.0)
+    assert ratio.verdict is Verdict.SURE
+    assert ratio_of([launch._replace(common_us=0.0)], 106.0).verdict is Verdict.UNDECIDED
+    caution = Caution(1.5, 1.5, min_gain=0.1)
+    assert not caution.gains_too_little(ratio)
+    assert caution.charge_of(launch) == pytest.approx(0.5 * 8.0)
+    assert caution.gains_too_little(ratio_of([launch._replace(common_us=0.0)], 106.0))
+
+
 @pytest.mark.parametrize("device", ["h200", "llvm"])
 def test_the_default_policy_loses_no_clear_fusion(device):
     p = plan_of(module(softmax, BIG), device)
@@ -174,9 +186,12 @@ def adds_then_exps(bb, x, y, z):
 
 
 def test_of_a_group_in_doubt_the_sure_pieces_are_taken():
-    """On the CPU the sums wait for memory and gain by fusion, the exponentials hardly do."""
+    """Of a GPU with slow functions: the sums wait for memory and gain by fusion, the exponentials
+    hardly do.
+    """
     x = ((4096, 4096), F32)
-    p = plan_of(module(adds_then_exps, x, x, x), "llvm")
+    rate = load_profile("h200").special_per_s / 30
+    p = plan_of(module(adds_then_exps, x, x, x), "h200", {"learned": False}, special_per_s=rate)
     assert p.launches == 1
     ratio = judge(
         clusters(p.graph, p.plan)[0],
@@ -184,7 +199,7 @@ def test_of_a_group_in_doubt_the_sure_pieces_are_taken():
         cautious(1.0),
     )
     caution = cautious(1.02 / ratio.value)
-    plan = decide(p.graph, p.hw, load_policy(), caution=caution)
+    plan = decide(p.graph, p.hw, load_policy({"learned": False}), caution=caution)
     fused = [g for g in plan.groups if len(g.ops) > 1]
     assert fused
     assert 1 < launches(plan) < len(p.graph.ops)

@@ -22,7 +22,8 @@ those of a single wave do the same at a time, and their terms overlap little
 (`single_wave_exponent`), unless they loop: in many rounds of loads warps get out of step, too. The
 tail is what the last blocks leave idle. Terms that belong to a multiprocessor count for the busiest
 one. All rates come from the hardware profile. A kernel class that predicts the time of its launches
-itself (`Traffic.seconds`) is only charged the launch on top.
+itself (`Traffic.seconds`) is only charged the launch on top. CPUs have a formula of their own
+(`analytic_cpu`).
 
 One formula computes single estimates (on floats) and many at a time (on arrays).
 """
@@ -37,6 +38,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..config import HardwareProfile
+from .analytic_cpu import COMPUTING, cpu_terms
 
 if TYPE_CHECKING:  # the cost model is below the kernel classes; it reads what they return
     from ..kernels.base import Resources, Traffic
@@ -64,6 +66,8 @@ class Estimate:
     analytic_us : the analytic model's own time, before the learned residual; None if there is none
     low_us, high_us : interval that holds the measured time as often as the residual's coverage
         says; None without a residual
+    computing_us : of a launch on a CPU, what its instructions take: the same loops compute an
+        operator in whatever group it stands. 0 on other devices
     """
 
     time_us: float
@@ -71,6 +75,7 @@ class Estimate:
     analytic_us: float | None = None
     low_us: float | None = None
     high_us: float | None = None
+    computing_us: float = 0.0
 
     @property
     def dominant(self) -> str:
@@ -100,6 +105,11 @@ def estimate(
     -------
     Estimate
     """
+    if hw.kind == "llvm":
+        found, seconds = cpu_terms(traffic, hw)
+        shown = {name: t * US for name, t in found.items() if t > 0}
+        computing = sum(shown.get(name, 0.0) for name in COMPUTING)
+        return Estimate(seconds * US, shown, computing_us=computing)
     start = launch_us(hw, launch)
     if traffic.seconds is not None:
         shown = {name: seconds * US for name, seconds in traffic.terms.items() if seconds > 0}
@@ -129,6 +139,8 @@ def estimate_many(
     numpy.ndarray
         Microseconds, float64 of shape [len(launches)].
     """
+    if hw.kind == "llvm":
+        return np.array([cpu_terms(traffic, hw)[1] * US for traffic, _ in launches])
     if not launches:
         return np.zeros(0)
     rows = np.array([_inputs(traffic, resources, hw) for traffic, resources in launches])

@@ -8,6 +8,7 @@ from functools import cached_property
 
 from ..cost.analytic import launch_us
 from ..kernels.base import GroupView, Refusal, RefusalCode
+from .caution import Timed
 from .launches import Solution, costed, is_kernel, is_opaque, is_view, members_of, produced_reads
 from .legality import Costed, Evaluator
 
@@ -131,7 +132,8 @@ class _Neighbours:
         if caution is None or merged.charge_us <= 0:
             return False
         time = merged.estimate.time_us
-        return merged.charge_us <= caution.charge_of(time, time, 1.0) + 1e-9
+        least = caution.charge_of(Timed(time, time, 1.0, self.evaluator.common_us(merged)))
+        return merged.charge_us <= least + 1e-9
 
     def _what_grows(self, merged: Costed, a: int, b: int) -> str:
         """The term of the joined launch that is most above those of the two."""

@@ -8,6 +8,11 @@ measured); elsewhere the policy says it. It is taken over close calls: a ratio o
 than one of 0.9, since more of the two times is different work, but it has further to go to a loss,
 and counting its error against a ratio of 0.9 would cut what is nearly certain. The launch itself is
 counted, not predicted, and is left out of the factor.
+
+On a CPU the instructions of an operator are the same in whatever group it stands: what they take
+has the same error together and apart, so that it hides neither a gain nor a loss however large it
+is. It is left out of the factor too, and of the least share that a fusion has to save: both apply
+to what differs (data, launches, what is computed again).
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..config import Policy
 from ..ir.graph import FusionGraph, OpKind
@@ -39,17 +44,31 @@ class Verdict(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Time together over time apart: the prediction, and the interval around it."""
+    """Time together over time apart: the prediction, and the interval around it; `common` is the
+    share of the time apart that both spend on the same instructions.
+    """
 
     value: float
     low: float
     high: float
+    common: float = 0.0
 
     @property
     def verdict(self) -> Verdict:
         if self.high <= 1.0:
             return Verdict.SURE
         return Verdict.LOSING if self.low > 1.0 else Verdict.UNDECIDED
+
+
+class Timed(NamedTuple):
+    """A launch as its caution sees it: its time, what the launch itself takes of it, by what factor
+    the rest may be off, and how much of that is spent on the same instructions as apart.
+    """
+
+    time_us: float
+    launch_us: float
+    factor: float
+    common_us: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -101,21 +120,25 @@ class Caution:
             self._learned[kernel_class] = found if math.isfinite(found) else unknown
         return self._learned[kernel_class]
 
-    def charge_us(self, fit: Fit, estimate: Estimate) -> float:
-        """What the search adds to the predicted time of a fused group, in microseconds."""
+    def charge_us(self, fit: Fit, estimate: Estimate, common_us: float = 0.0) -> float:
+        """What the search adds to the predicted time of a fused group, in microseconds;
+        `common_us` of it are spent on the same instructions as apart.
+        """
         factor = self.factor(fit.kernel_class, is_corrected(estimate.time_us, estimate.analytic_us))
-        return self.charge_of(estimate.time_us, estimate.terms.get(LAUNCH, 0.0), factor)
+        launch_us = estimate.terms.get(LAUNCH, 0.0)
+        return self.charge_of(Timed(estimate.time_us, launch_us, factor, common_us))
 
-    def charge_of(self, time_us: float, launch_us: float, factor: float) -> float:
+    def charge_of(self, launch: Timed) -> float:
         """The charge of a fused launch: what it may take longer than predicted, or what it has to
         gain at least, whichever is more.
         """
-        in_doubt = (factor - 1.0) * (time_us - launch_us)
-        return max(in_doubt, time_us * self.min_gain / (1.0 - self.min_gain))
+        differs = launch.time_us - launch.common_us
+        in_doubt = (launch.factor - 1.0) * (differs - launch.launch_us)
+        return max(in_doubt, differs * self.min_gain / (1.0 - self.min_gain))
 
     def gains_too_little(self, ratio: Ratio) -> bool:
         """Whether a fusion saves less than the least share, however sure it is."""
-        return ratio.value > 1.0 - self.min_gain
+        return ratio.value - ratio.common > (1.0 - self.min_gain) * (1.0 - ratio.common)
 
 
 def is_corrected(time_us: float, analytic_us: float | None) -> bool:
@@ -125,22 +148,24 @@ def is_corrected(time_us: float, analytic_us: float | None) -> bool:
     return analytic_us is not None and analytic_us != time_us
 
 
-def ratio_of(together: Iterable[tuple[float, float, float]], apart_us: float) -> Ratio:
+def ratio_of(together: Iterable[Timed], apart_us: float) -> Ratio:
     """The interval of a fusion's time over that of its operators apart.
 
     Parameters
     ----------
-    together : (time_us, launch_us, factor) of each launch of the fusion
-        `factor` 1 for a launch of one operator.
+    together : iterable of Timed
+        Each launch of the fusion, a launch of one operator with a factor of 1.
     apart_us : float
     """
-    low = value = high = 0.0
-    for time_us, launch_us, factor in together:
-        body = time_us - launch_us
-        value += time_us
-        low += launch_us + body / factor
-        high += launch_us + body * factor
-    return Ratio(value / apart_us, low / apart_us, high / apart_us)
+    low = value = high = common = 0.0
+    for launch in (Timed(*launch) for launch in together):
+        sure = launch.launch_us + launch.common_us
+        body = launch.time_us - sure
+        value += launch.time_us
+        low += sure + body / launch.factor
+        high += sure + body * launch.factor
+        common += launch.common_us
+    return Ratio(value / apart_us, low / apart_us, high / apart_us, common / apart_us)
 
 
 def is_fused(graph: FusionGraph, ops: Iterable[int]) -> bool:

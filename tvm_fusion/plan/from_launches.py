@@ -55,6 +55,7 @@ def _planned(evaluator: Evaluator, launch: Launch, recomputed: int) -> PlannedGr
         {k: round(v, 4) for k, v in sorted(found.estimate.terms.items())},
         *(_rounded(getattr(found.estimate, k)) for k in ("analytic_us", "low_us", "high_us")),
         assumed_l2=evaluator.assumed_l2(found),
+        common_us=round(evaluator.common_us(found), 4),
     )
 
 

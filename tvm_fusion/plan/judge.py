@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ..ir.graph import FusionGraph
-from .caution import LAUNCH, Caution, Ratio, is_corrected, ratio_of
+from .caution import LAUNCH, Caution, Ratio, Timed, is_corrected, ratio_of
 from .differ import clusters
 from .plan import Evidence, FusionPlan, PlannedGroup
 
@@ -49,7 +49,7 @@ def charged_us(
     groups = tuple(groups)
     total = 0.0
     for g, launch in zip(groups, launches_of(groups, apart, caution), strict=True):
-        total += launch[0] + (caution.charge_of(*launch) if is_fusion(g, apart) else 0.0)
+        total += launch.time_us + (caution.charge_of(launch) if is_fusion(g, apart) else 0.0)
     return total
 
 
@@ -60,13 +60,13 @@ def is_fusion(group: PlannedGroup, apart: Mapping[str, float]) -> bool:
 
 def launches_of(
     groups: Iterable[PlannedGroup], apart: Mapping[str, float], caution: Caution
-) -> list[tuple[float, float, float]]:
-    """Time, launch and factor of each group; the factor of one operator is 1."""
+) -> list[Timed]:
+    """Each group as its caution sees it; the factor of one operator is 1."""
     found = []
     for g in groups:
         corrected = is_corrected(g.predicted_us, g.analytic_us)
         factor = caution.factor(g.kernel_class, corrected) if is_fusion(g, apart) else 1.0
-        found.append((g.predicted_us, g.terms.get(LAUNCH, 0.0), factor))
+        found.append(Timed(g.predicted_us, g.terms.get(LAUNCH, 0.0), factor, g.common_us))
     return found
 
 

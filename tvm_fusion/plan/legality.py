@@ -17,7 +17,7 @@ from ..ir.graph import FusionGraph, OpKind
 from ..kernels.base import Fit, GroupView, KernelClass, Refusal, RefusalCode, Resources
 from ..kernels.fallback import Fallback
 from ..kernels.registry import kernel_classes
-from .caution import Caution, is_fused
+from .caution import LAUNCH, Caution, is_fused
 from .links import Links
 from .structure import NEEDS, READABLE, Structures, Wiring, structures_for, together
 
@@ -161,6 +161,20 @@ class Evaluator:
             raise ValueError(f"{', '.join(refused.names)} can be one launch")
         return most_telling(found)
 
+    def common_us(self, costed: Costed) -> float:
+        """What of a group's time goes into the instructions that its operators take one by one."""
+        return self._common_us(costed.view, costed.estimate)
+
+    def _common_us(self, view: GroupView, together: Estimate) -> float:
+        if not together.computing_us:
+            return 0.0
+        apart = 0.0
+        for op in view.ops:
+            if self.graph.ops[op].kind is OpKind.CALL_TIR:
+                found = self.alone(op)
+                apart += 0.0 if isinstance(found, Refusal) else found.estimate.computing_us
+        return min(together.computing_us, apart, together.time_us - together.terms.get(LAUNCH, 0.0))
+
     def assumed_l2(self, costed: Costed) -> dict[str, float]:
         """Bytes of inputs, by tensor, that the estimate takes to lie in the L2."""
         found = costed.kernel.traffic(costed.view, costed.fit, self.hw).assumed_l2
@@ -185,7 +199,8 @@ class Evaluator:
         view = GroupView(view.graph, view.ops, view.outputs, view.duplicated)
         charge = 0.0
         if self.caution is not None and is_fused(self.graph, view.ops):
-            charge = self.caution.charge_us(found.fit, found.estimate)
+            common = self._common_us(view, found.estimate)
+            charge = self.caution.charge_us(found.fit, found.estimate, common)
         return Costed(view, found.kernel, found.fit, found.estimate, found.bytes, charge)
 
     def _evaluate(self, view: GroupView, needed: Resources | None = None) -> _Shared | Refusal:

@@ -83,6 +83,8 @@ class PlannedGroup:
     assumed_l2 : dict of str to float
         Bytes, by tensor, that the model takes to lie in the L2 when the launch starts, since a
         launch before it has just written them.
+    common_us : float
+        On a CPU, what of the predicted time goes into the same instructions as one by one.
     """
 
     ops: tuple[str, ...]
@@ -98,6 +100,7 @@ class PlannedGroup:
     high_us: float | None = None
     evidence: Evidence | None = None
     assumed_l2: dict[str, float] = field(default_factory=dict, hash=False)
+    common_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,6 +259,7 @@ def _group_from(data: dict[str, Any]) -> PlannedGroup:
     if not all(isinstance(name, str) for name in (*group.ops, *group.recomputed)):
         raise TypeError(f"operators are given by their names, not as {list(group.ops)}")
     times = (group.predicted_us, group.unfused_us, group.bytes, group.unfused_bytes)
+    times += (group.common_us,)
     for number in (*times, *group.terms.values(), *group.assumed_l2.values()):
         if isinstance(number, bool) or not isinstance(number, int | float):
             raise TypeError(f"{number!r} is no number, in the group of {', '.join(group.ops)}")
