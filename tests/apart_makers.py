@@ -3,6 +3,8 @@ imports it again.
 """
 
 import os
+import threading
+import time
 
 from tvm_fusion._cores import usable_cores
 from tvm_fusion.bench.apart import THREADS
@@ -17,6 +19,17 @@ def make_something(what):
     calls = []
     threads = {name: os.environ.get(name) for name in THREADS}
     return lambda: calls.append(what), (os.getpid(), threads, len(usable_cores()))
+
+
+def make_spinner():
+    """A call that leaves a thread at work for a while; and how many are still at work."""
+
+    def spin():
+        end = time.monotonic() + 0.3
+        while time.monotonic() < end:
+            pass
+
+    return lambda: threading.Thread(target=spin).start(), threading.active_count() - 1
 
 
 def make_death():

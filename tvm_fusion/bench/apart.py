@@ -3,7 +3,8 @@
 The worker threads of TVM, OpenMP and others spin on after a call and would take the cores from
 whoever is called next, and two pools in one process disturb each other even longer (on 16 cores
 torch's operators took 8,000 to 40,000 us in place of 60 to 400). A process that is not asked waits
-for its pipe and computes nothing.
+for its pipe, and the next one is asked once its threads sleep: a worker of TVM spins for 100 ms and
+more.
 """
 
 import contextlib
@@ -29,8 +30,11 @@ Maker = Callable[..., tuple[Call, Any]]  # to a call, and what is to be known of
 PAUSE_S = 0.05  # pools of threads of all libraries sleep after that
 WARM_CALLS = 2  # the threads are awake, and the caches hold what they can
 SAMPLE_S = 0.002  # calls that take less are repeated within a sample
+REST_S, MOST_REST_S = 0.01, 2.0  # a process rests that computed next to nothing for so long
 SLOW_S, SLOW_REPEATS = 0.05, 5  # slower calls are measured a few times
 ENDING_S = 2.0
+# A pool of processes that compile would go on in the background
+SURROUNDINGS = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TVM_NUM_THREADS")
 _SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
@@ -84,7 +88,9 @@ class Process:
     def time(self, number: int = 1, limit_s: float | None = None) -> float:
         """Return the seconds of one of `number` calls, after a pause and calls that warm up."""
         self._send("time", number)
-        return self._answer(limit_s)
+        seconds = self._answer(limit_s)
+        self._rest()
+        return seconds
 
     def close(self) -> None:
         """End the process."""
@@ -94,6 +100,17 @@ class Process:
             self._process.kill()
             self._process.join()
             self._process = None
+
+    def _rest(self) -> None:
+        """Wait until the threads of the process sleep."""
+        end = time.monotonic() + MOST_REST_S
+        before = _computed_s(self._process.pid)
+        while time.monotonic() < end:
+            time.sleep(REST_S)
+            now = _computed_s(self._process.pid)
+            if now - before < REST_S / 10:
+                return
+            before = now
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")  # a fork would share the pools of threads
@@ -196,9 +213,10 @@ def physical_cores() -> list[int]:
 @contextlib.contextmanager
 def _given(threads: int) -> Iterator[None]:
     """What is started within has these threads and cores: libraries read both when they load."""
-    before = {name: os.environ.get(name) for name in THREADS}
+    environment = dict.fromkeys(THREADS, str(threads)) | SURROUNDINGS
+    before = {name: os.environ.get(name) for name in environment}
     cores = os.sched_getaffinity(0) if HAS_AFFINITY else None
-    os.environ.update(dict.fromkeys(THREADS, str(threads)))
+    os.environ.update(environment)
     if cores is not None:
         os.sched_setaffinity(0, cores_for(threads))
     try:
@@ -208,6 +226,16 @@ def _given(threads: int) -> Iterator[None]:
             os.sched_setaffinity(0, cores)
         for name, value in before.items():
             os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+def _computed_s(pid: int) -> float:
+    """Seconds that the threads of a process have computed; 0 where the system does not tell."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # it ended
+                total += int((task / "schedstat").read_text().split()[0])
+    return total * 1e-9
 
 
 def _serve(pipe: Any, make: Maker) -> None:

@@ -50,7 +50,7 @@ class Field:
         """Return the row of one workload."""
         labels = (OURS, *self._setup.peers_of(name))
         row = empty_row(name, labels[1:], workloads.WORKLOADS[name].plain)
-        row |= {"clock": "wall", "quartiles_us": {}, "samples": {}}
+        row |= {"clock": "wall", "quartiles_us": {}, "least_us": {}, "samples": {}}
         start = time.monotonic()
         made = self._made(row, labels)
         times, failures = in_rounds({x: self._processes[x] for x in made}, self._setup.repeats)
@@ -134,4 +134,5 @@ def _note_time(row: dict[str, Any], label: str, timing: Timing) -> None:
     else:
         row["peers_us"][label] = timing.median_us
     row["quartiles_us"][label] = [timing.low_us, timing.high_us]
+    row["least_us"][label] = min(timing.values_us)
     row["samples"][label] = timing.samples
