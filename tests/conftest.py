@@ -9,6 +9,7 @@ from tvm_fusion._threads import kernel_threads
 
 os.environ.setdefault("TVM_FUSION_PLAN_CACHE", "0")  # what is tested is the search
 os.environ.setdefault("TVM_FUSION_KERNEL_CACHE", "0")  # and the writers
+os.environ.setdefault("TVM_FUSION_CALIBRATE", "0")  # plans are the same on each machine
 
 
 @pytest.fixture(scope="session", autouse=True)

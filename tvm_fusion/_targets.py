@@ -56,6 +56,13 @@ def _cpu_target(cores: int) -> Any:
     return Target(config)
 
 
+def host_profile() -> HardwareProfile:
+    """Profile of this machine's CPU, calibrated at first use."""
+    from .cost.calibrate.host import host_profile as calibrated
+
+    return calibrated()
+
+
 def present_gpu_profile() -> HardwareProfile | None:
     """Profile of GPU 0, or None when there is no GPU or no profile for it."""
     name, arch = present_gpu()
@@ -94,7 +101,7 @@ def profile_of_target(target: Any) -> HardwareProfile:
             f"a target is a name, a path or a tvm.target.Target, not {type(target).__name__}"
         )
     if target.kind.name == "llvm":
-        return load_profile("llvm")
+        return host_profile() if str(target) == str(cpu_target()) else load_profile("llvm_cpu")
     if target.kind.name != "cuda":
         raise TargetError(f"target kind {target.kind.name!r} is not supported; use cuda or llvm")
     tag = str(target.tag)

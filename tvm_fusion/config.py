@@ -30,6 +30,8 @@ __all__ = [
     "shipped_file",
 ]
 
+THIS_CPU = ("llvm", "cpu")
+"""Targets that mean the CPU of this machine, whatever it is."""
 _files: dict[str, Path] = {}  # where profiles of the user's own were read, by fingerprint
 
 
@@ -145,8 +147,10 @@ def resolve_target(target: Any = None) -> tuple[Any, HardwareProfile]:
     Parameters
     ----------
     target : str, Path, tvm.target.Target or None
-        "llvm", "cuda" (the GPU of this machine), a profile's name, alias or path, or a Target,
-        which is used as it is. None is "cuda" if there is a GPU with a known profile, else "llvm".
+        "llvm" or "cpu" (the CPU of this machine, with rates measured at first use), "cuda" (the GPU
+        of this machine), a profile's name ("llvm_cpu": the CPU that ships), alias or path, or a
+        Target, which is used as it is. None is "cuda" if there is a GPU with a known profile, else
+        "llvm".
 
     Raises
     ------
@@ -156,13 +160,14 @@ def resolve_target(target: Any = None) -> tuple[Any, HardwareProfile]:
     from . import _targets
 
     if target is None:
-        profile = _targets.present_gpu_profile() or load_profile("llvm")
+        profile = _targets.present_gpu_profile() or _targets.host_profile()
         return profile.to_target(), profile
     if isinstance(target, str) and target.lower() == "cuda":
         profile = _targets.required_gpu_profile()
         return profile.to_target(), profile
     if isinstance(target, str | Path):
-        profile = load_profile(target)
+        this_cpu = isinstance(target, str) and target.lower() in THIS_CPU
+        profile = _targets.host_profile() if this_cpu else load_profile(target)
         return profile.to_target(), profile
     return target, _targets.profile_of_target(target)
 

@@ -9,6 +9,16 @@ from ._toml import fingerprint, number, number_fields, table
 from .errors import ConfigError
 
 _KINDS = ("cuda", "llvm")
+HOST_NUMBERS = (
+    "num_sms",
+    "fma_per_s_f32",
+    "special_per_s",
+    "hbm_bytes_per_s",
+    "l2_bytes_per_s",
+    "launch_us",
+    "kernel_gap_us",
+)
+"""What is measured of a CPU at first use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +103,8 @@ class HardwareProfile:
     single_wave_exponent: float = number("1")  # p while all blocks are in the same phase
     l2_residence_exponent: float = number("1")  # how sharply an L2 stops holding what is too large
 
+    host: str = ""  # the CPU of this machine, where its rates were measured at first use
+
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
             raise ConfigError(f"profile {self.name}: kind = {self.kind!r} is none of {_KINDS}")
@@ -114,6 +126,13 @@ class HardwareProfile:
         match = re.match(r"sm_(\d+)", self.arch)
         return match is not None and int(match.group(1)) >= 90
 
+    @property
+    def measured(self) -> dict[str, Any]:
+        """What was measured here, for plans to record; empty for a profile from a file."""
+        if not self.host:
+            return {}
+        return {"host": self.host, **{name: getattr(self, name) for name in HOST_NUMBERS}}
+
     def fingerprint(self) -> str:
         """Return a hash of all values: equal for equal numbers, whatever their sources say."""
-        return fingerprint(self)
+        return fingerprint(self, without=("host",))

@@ -28,7 +28,7 @@ def plan_from(evaluator: Evaluator, launches: Solution, explain: bool = True) ->
     )
     refusals = tuple(reasons_apart(evaluator, launches, recomputed)) if explain else ()
     names = (graph.function, graph.fingerprint(), evaluator.hw.name, evaluator.policy.name)
-    return FusionPlan(*names, groups, refusals)
+    return FusionPlan(*names, groups, refusals, measured=evaluator.hw.measured)
 
 
 def _planned(evaluator: Evaluator, launch: Launch, recomputed: int) -> PlannedGroup:

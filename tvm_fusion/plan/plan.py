@@ -110,7 +110,8 @@ class FusionPlan:
     `rewrites` are those applied to the graph before it was planned (`transform.rewrites`).
     `opened` says whether composite operators (softmax, norms ...) were opened up before. `evidence`
     is that of all groups together against their operators apart; after `compile --measure`, of the
-    whole module against the unfused one.
+    whole module against the unfused one. `measured` names the CPU whose own rates it was made with,
+    and these; it is empty where the profile's were used.
     """
 
     function: str
@@ -122,6 +123,7 @@ class FusionPlan:
     rewrites: tuple[str, ...] = ()
     opened: bool = True
     evidence: Evidence | None = None
+    measured: dict[str, Any] = field(default_factory=dict, hash=False)
     version: int = PLAN_VERSION
 
     @property
@@ -203,6 +205,7 @@ class FusionPlan:
                 rewrites=rewrites,
                 opened=bool(data.get("opened", True)),
                 evidence=_evidence_from(data.get("evidence")),
+                measured=dict(data.get("measured", {})),
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(f"{source}: broken plan: {error}") from error

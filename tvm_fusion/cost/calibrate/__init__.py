@@ -13,6 +13,9 @@ Micro-benchmarks own the numbers that stand for one resource of the device alone
           special_slots, int_per_s, int_div_per_s, conversion_per_s, launch_us,
           graph_launch_us, queued_launch_us, num_sms
 
+The few of a CPU that decide its plans are measured at first use, too (`host`), for the targets
+"llvm" and "cpu"; "llvm_cpu" is the profile that ships.
+
 What it leaves alone
 --------------------
 The numbers of `kernels/cuda/row_cost.py` (memory_latency_s, l2_latency_s, block_start_s, barrier_s,

@@ -15,7 +15,13 @@ from ..._arguments import INTERRUPTED
 from ..._files import replace_file
 from ..._toml import nearest, number_fields
 from ...cli import CHECK_FAILED
-from ...config import HardwareProfile, load_profile, profile_file, resolve_target
+from ...config import (
+    THIS_CPU,
+    HardwareProfile,
+    load_profile,
+    profile_file,
+    resolve_target,
+)
 from ...errors import ConfigError, InputError, TargetError
 from .families import families_of
 from .finding import Family, Finding, Measured, NotMeasured
@@ -161,6 +167,8 @@ def _device(target: str | None) -> HardwareProfile:
     """The profile of a device of this machine."""
     from ..._targets import names_gpu, present_gpu
 
+    if str(target).lower() in THIS_CPU or (target is None and present_gpu()[0] is None):
+        return load_profile("llvm_cpu")
     _, hw = resolve_target(target)
     if hw.kind == "llvm":
         return hw

@@ -44,12 +44,18 @@ def cuda_version() -> str:
     return f"CUDA {found[1].rstrip('.')}" if found else "CUDA unknown"
 
 
+def cpu_name() -> str:
+    """What the CPU of this machine calls itself."""
+    name = _found(r"model name\s*:\s*(.+)", "/proc/cpuinfo") or platform.processor() or "CPU"
+    return " ".join(name.split())
+
+
 def _device(hw: HardwareProfile) -> str:
     from ..._cores import available_cores
 
     if hw.kind == "cuda":
         return str(tvm.cuda(0).device_name)
-    name = _found(r"model name\s*:\s*(.+)", "/proc/cpuinfo") or platform.processor() or "CPU"
+    name = cpu_name()
     return f"{available_cores()} cores of {' '.join(name.split())}"
 
 
