@@ -16,9 +16,9 @@ from tvm_fusion.kernels.cpu import write_cpu
 from tvm_fusion.kernels.cpu.contraction_tiles import even_parts, register_tile
 from tvm_fusion.kernels.cpu.machine import Machine, machine_of
 
-from .cpu_cases import add_rms_norm, attention, scalar_chain
+from .cpu_cases import add_rms_norm, attention, layer_norm, scalar_chain
 from .helpers_tir import call, compile_cpu, poisoned
-from .kernel_cases import fuse
+from .kernel_cases import fuse, numpy_dtype
 
 F32, F16 = "float32", "float16"
 
@@ -200,6 +200,37 @@ def test_a_long_sum_is_cut_for_several_cores_in_the_same_way_everywhere():
 def test_transposed_reads_go_through_a_small_tile():
     func = kernel_of(lambda bb, x: op.permute_dims(x), ((2048, 2048), F32))
     assert max(shape_of(func).private) <= 64 * 64
+
+
+@pytest.mark.parametrize("shape", [(64, 48), (1001, 99), (17, 16), (5, 70)])
+@pytest.mark.parametrize("dtype", [F32, F16, "bfloat16", "int64", "bool"])
+def test_transposing_copies_are_exact(shape, dtype):
+    kernel = compile_cpu(kernel_of(lambda bb, x: op.permute_dims(x), (shape, dtype)))
+    x = (np.arange(shape[0] * shape[1]).reshape(shape) % 251).astype(numpy_dtype(dtype))
+    (got,) = call(kernel, [x], [poisoned(x.T.shape, dtype)])
+    np.testing.assert_array_equal(got, x.T)
+
+
+def test_squares_are_turned_in_registers():
+    func = kernel_of(lambda bb, x: op.permute_dims(x), ((512, 512), F32))
+    edge = min(16, machine_of(None).lanes(4))
+    turns = []
+    tvm_ffi.structural_walk(func.body, [(tirx.Shuffle, lambda e: turns.append(e) and None)])
+    assert len(turns) == edge * (edge.bit_length() - 1)
+
+
+def test_rows_are_computed_one_at_a_time():
+    """Also where a scalar of each row, as a mean, would be a vector across rows."""
+    inputs = ((512, 768), F32), ((768,), F32), ((768,), F32)
+    shape = shape_of(kernel_of(layer_norm, *inputs))
+    assert shape.parallel == 1
+    assert max(shape.private) <= 768
+
+
+def test_short_rows_are_computed_several_at_a_time():
+    inputs = ((4096, 32), F32), ((32,), F32), ((32,), F32)
+    shape = shape_of(kernel_of(layer_norm, *inputs))
+    assert 16 <= max(shape.private) <= 1024
 
 
 def test_what_is_read_transposed_is_computed_in_its_own_order():

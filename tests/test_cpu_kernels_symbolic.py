@@ -44,6 +44,12 @@ CASES = {
         lambda x: [softmax_of(x)],
     ),
     "gelu": (lambda bb, x: op.nn.gelu(x), [("n", "m")], [("n", "m")], lambda x: [gelu_of(x)]),
+    "turned": (
+        lambda bb, x, y: op.add(bb.emit(op.permute_dims(x)), y),
+        [("n", "m"), ("m", "n")],
+        [("m", "n")],
+        lambda x, y: [x.T + y],
+    ),
     "add_rms_norm": (
         add_rms_norm,
         [("n", 64), ("n", 64), (64,)],

@@ -7,7 +7,8 @@ from tvm.ir import Var
 
 from .emit_pointwise import PointwiseEmitter
 from .emit_reduction import ReductionEmitter
-from .lanes import lane_axis
+from .emit_transpose import TransposeEmitter
+from .lanes import lane_axis, turned_axes
 from .machine import Machine
 from .nests import Nest
 from .point import PointWriter
@@ -20,6 +21,8 @@ def emit_nest(item: Nest, stored: set[Var], scope: Scope, machine: Machine) -> t
     """The loops of `item`; `stored` holds the buffers that others read."""
     space = Space(item, scope)
     writer = PointWriter(item, stored, scope)
+    if turned_axes(item.members[0].stage) is not None:
+        return TransposeEmitter(item, space, writer, scope, machine).emit(_lane(item, space))
     kind = PointwiseEmitter if item.reduced is None else ReductionEmitter
     return kind(item, space, writer, scope, machine).emit(_lane(item, space))
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import tvm
+from tvm import tirx
+from tvm.ir import TensorLoad
 
+from ..expr import number
 from .access import load_stride, stride
 from .rewrite import free_variables
 from .stages import Axis, Stage, analyzer_of
@@ -11,6 +14,9 @@ from .work import points, size_of
 
 # A shorter axis does not fill a vector.
 LEAST_LANES = 4
+
+# Shorter axes are transposed well enough by the cache.
+LEAST_TRANSPOSED = 16
 
 # Elements that one contiguous access moves; a gather moves them one by one.
 LANES = 8
@@ -62,3 +68,41 @@ def _cost(stage: Stage, axis: Axis) -> float:
 
 def _store_stride(stage: Stage, axis: Axis, analyzer: tvm.sym.Analyzer) -> int | None:
     return stride(stage.buffer, [a.var for a in stage.axes], axis.var, analyzer)
+
+
+# Transposing copies
+
+
+def last_axis(stage: Stage) -> Axis | None:
+    """The axis that stores are contiguous along."""
+    return next((a for a in reversed(stage.axes) if a.size != 1), None)
+
+
+def turned_axes(stage: Stage) -> tuple[Axis, Axis] | None:
+    """The axes along which a transposing copy loads and stores contiguously; None for the rest."""
+    lane = last_axis(stage)
+    if stage.kind is not None or lane is None:
+        return None
+    value = stage.values[0]
+    binds = {var: bound for var, bound in stage.binds}
+    while isinstance(value, tirx.Cast) or value in binds:
+        value = value.value if isinstance(value, tirx.Cast) else binds.pop(value)
+    if binds or not isinstance(value, TensorLoad):
+        return None
+    if not runs_across(stage, value, lane, analyzer_of(stage.domain)):
+        return None
+    return next(a for a in stage.axes if a.var.same_as(value.indices[-1])), lane
+
+
+def runs_across(stage: Stage, load: TensorLoad, lane: Axis, analyzer: tvm.sym.Analyzer) -> bool:
+    """Whether a load permutes axes, and is contiguous along another long one than the vectors."""
+    if load_stride(load, lane.var, analyzer) in (0, 1) or not load.indices:
+        return False
+    by_var = {a.var: a for a in stage.domain}
+    used = [i for i in load.indices if number(i) is None]
+    if not all(i in by_var for i in used) or len({i for i in used}) != len(used):
+        return False
+    if not used or number(load.indices[-1]) is not None:
+        return False
+    sizes = (by_var[load.indices[-1]].size, lane.size)
+    return all(s is None or s >= LEAST_TRANSPOSED for s in sizes)

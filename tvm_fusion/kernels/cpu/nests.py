@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tvm.ir import Expr, TensorLoad, Var
 
 from ..expr import same
-from .lanes import best_lane
+from .lanes import best_lane, turned_axes
 from .operands import split_product
 from .stages import Axis, Stage
 
@@ -74,7 +74,8 @@ def _merge(nest: Nest, stage: Stage, dims: dict[Var, int]) -> bool:
     """Add `stage` to `nest` if it can be computed at the same points."""
     if len(stage.domain) != len(nest.axes):
         return False
-    if any(split_product(s) for s in (stage, *(m.stage for m in nest.members))):
+    members = (stage, *(m.stage for m in nest.members))
+    if any(split_product(s) is not None or turned_axes(s) is not None for s in members):
         return False
     axes = _matching_axes(nest, stage)
     if axes is None:

@@ -1,7 +1,7 @@
 """Rewrites of single stages before they are grouped.
 
     p[y, x] = max_{r < 3, c < 3} a[y + r, x + c]    ->  p[y, x] = max(a[y, x], max(a[y, x + 1], ..))
-    b[i, j] = f(a[j, i])                            ->  t[j, i] = a[j, i]; b[i, j] = f(t[j, i])
+    b[i, j] = f(a[j, i])                            ->  t[i, j] = a[j, i]; b[i, j] = f(t[i, j])
 
 Small windows are written out; what is read against the grain is copied tile by tile first.
 """
@@ -11,19 +11,18 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product as combinations
 
-import tvm
 from tvm import tirx
 from tvm.ir import Expr, PrimType, TensorLoad, Var
 
-from ..expr import constant, convert, dtype_of, number, widened
-from .access import load_stride
-from .lanes import best_lane
+from ..expr import constant, convert, dtype_of, widened
+from .lanes import best_lane, last_axis, runs_across, turned_axes
 from .operands import split_product
 from .point import COMBINE
 from .rewrite import (
     Bindings,
     Rewriter,
     Substitute,
+    free_variables,
     is_conditional,
     loads_with_guard,
     nodes,
@@ -35,9 +34,6 @@ from .work import points, stage_work
 # Terms of a reduction that is written out: windows of 3 x 3 and a little more.
 MOST_UNROLLED_TERMS = 16
 MOST_UNROLLED_WORK = 4
-
-# Shorter axes are transposed well enough by the cache.
-LEAST_TRANSPOSED = 16
 
 
 def reshape_loops(graph: Graph) -> Graph:
@@ -93,41 +89,26 @@ def _bound(binds: Bindings, value: Expr) -> Var:
 
 def _staged(stage: Stage) -> list[Stage]:
     """Copies of what `stage` reads against the grain, then `stage` reading the copies."""
-    lane = best_lane(stage)
-    if stage.kind is not None or lane is None:
+    lane = last_axis(stage)
+    if stage.kind is not None or lane is None or turned_axes(stage) is not None:
         return [stage]
     analyzer = analyzer_of(stage.domain)
     guarded = {x for e in stage.expressions() for x, under in loads_with_guard(e) if under}
     copies: dict[Var, Stage] = {}
     for load in stage.reads():
-        if load not in guarded and _runs_across(stage, load, lane, analyzer):
+        if load not in guarded and runs_across(stage, load, lane, analyzer):
             copies[load] = _copy(stage, load)
     if not copies:
         return [stage]
-    redirect = _ReadCopies({k: c.buffer for k, c in copies.items()})
+    redirect = _ReadCopies(stage, {k: c.buffer for k, c in copies.items()})
     values = tuple(redirect(v) for v in stage.values)
     binds = tuple((v, redirect(e)) for v, e in stage.binds)
     return [*copies.values(), replace(stage, binds=binds, values=values)]
 
 
-def _runs_across(stage: Stage, load: TensorLoad, lane: Axis, analyzer: tvm.sym.Analyzer) -> bool:
-    """Whether a load permutes axes, and is contiguous along another long one than the vectors."""
-    if load_stride(load, lane.var, analyzer) in (0, 1) or not load.indices:
-        return False
-    by_var = {a.var: a for a in stage.domain}
-    used = [i for i in load.indices if number(i) is None]
-    if not all(i in by_var for i in used) or len({i for i in used}) != len(used):
-        return False
-    if not used or number(load.indices[-1]) is not None:
-        return False
-    sizes = (by_var[load.indices[-1]].size, lane.size)
-    return all(s is None or s >= LEAST_TRANSPOSED for s in sizes)
-
-
 def _copy(stage: Stage, load: TensorLoad) -> Stage:
-    """A stage that copies what `load` reads, in the order it lies in memory."""
-    by_var = {a.var: a for a in stage.domain}
-    used = [by_var[i] for i in load.indices if number(i) is None]
+    """A stage that copies what `load` reads, in the order in which `stage` reads it."""
+    used = _used(stage, load)
     axes = tuple(Axis(Var(a.var.name, a.var.ty), a.extent) for a in used)
     dtype = widened(dtype_of(load))
     shape = [a.extent for a in axes]
@@ -138,12 +119,18 @@ def _copy(stage: Stage, load: TensorLoad) -> Stage:
 
 
 class _ReadCopies(Rewriter):
-    def __init__(self, copies: dict[Var, Var]) -> None:
+    def __init__(self, stage: Stage, copies: dict[Expr, Var]) -> None:
         super().__init__()
+        self.stage = stage
         self.copies = copies
 
     def visit(self, expr: Expr) -> Expr:
         if expr in self.copies:
-            used = [i for i in expr.indices if number(i) is None]
-            return tirx.BufferLoad(self.copies[expr], used)
+            return tirx.BufferLoad(self.copies[expr], [a.var for a in _used(self.stage, expr)])
         return rebuild(expr, self)
+
+
+def _used(stage: Stage, load: TensorLoad) -> list[Axis]:
+    """The axes that a load depends on, in the order of the stage."""
+    read = free_variables(load)
+    return [a for a in stage.domain if a.var in read]

@@ -1,0 +1,142 @@
+"""Loops of a transposing copy: squares of vectors, turned in registers.
+
+    for each square of L x L:
+        rows[r, 0:L] = x[j + r, i : i + L]            L loads
+        interleave rows r and r + 1, then r and r + 2, r + 4 ...
+        y[i + r, j : j + L] = rows[r, 0:L]            L stores
+
+The last square of a row of them ends where the axis ends, and so overlaps the one before it: a copy
+may be repeated. Tiles shorter than a square are copied one by one.
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.ir import Expr, PrimType, Var
+from tvm.tirx import ForKind
+
+from ..expr import bytes_of, constant, convert, dtype_of, number, widened
+from .emit_pointwise import PointwiseEmitter
+from .lanes import turned_axes
+from .loops import Loop, nest, seq
+from .point import env_of, has_vector_form, indices_of
+from .resolve import Point, Resolve
+from .scope import allocate, new_buffer
+from .sides import blocks
+from .space import Slot
+
+# Edge of a square: more vectors do not fit the registers.
+MOST_LANES = 16
+
+
+class TransposeEmitter(PointwiseEmitter):
+    """Emits one nest of one stage, a copy."""
+
+    def emit(self, lane: Slot | None) -> tirx.Stmt:
+        """The loops over squares, or those of any pointwise nest where there are none."""
+        (member,) = self.nest.members
+        loaded, stored = (self._slot(a.var) for a in turned_axes(member.stage))
+        dtype = widened(dtype_of(member.stage.buffer))
+        count = min(MOST_LANES, self.machine.lanes(bytes_of(dtype)))
+        if loaded is None or stored is None or loaded is stored or count < 2 or dtype == "bool":
+            return super().emit(lane)
+        extents = self.space.extent(loaded), self.space.extent(stored)
+        if any((number(e) or count) < count for e in extents):
+            return super().emit(lane)
+        squares = self._squares(loaded, stored, count)
+        if squares is None or all(number(e) is not None for e in extents):
+            return squares or super().emit(lane)
+        fits = tirx.And(*(tirx.GE(e, self.loops.imm(count)) for e in extents))
+        return tirx.IfThenElse(fits, squares, super().emit(lane))
+
+    def _slot(self, var: Var) -> Slot | None:
+        """The loop whose innermost axis `var` is."""
+        names = [a.var for a in self.nest.axes]
+        return next((s for s in self.space.slots if names[s.axes[-1]].same_as(var)), None)
+
+    def _squares(self, loaded: Slot, stored: Slot, count: int) -> tirx.Stmt | None:
+        outer = {s: self.space.loop(s) for s in self.space.slots if s not in (loaded, stored)}
+        across, along = self._blocks(loaded, count), self._blocks(stored, count)
+        local = {s: loop.value for s, loop in outer.items()}
+        local |= {s: self._start(s, loop, count) for s, loop in ((loaded, across), (stored, along))}
+        body = self._square(local, loaded, stored, count)
+        if body is None:
+            return None
+        for loop in reversed([*outer.values(), across, along]):
+            body = loop.around(body)
+        return body
+
+    def _blocks(self, slot: Slot, count: int) -> Loop:
+        return self.loops.new("square", blocks(self.space.extent(slot), count, self.loops))
+
+    def _start(self, slot: Slot, loop: Loop, count: int) -> Expr:
+        last = self.space.extent(slot) - self.loops.imm(count)
+        return self.loops.simplify(tirx.Min(loop.value * self.loops.imm(count), last))
+
+    def _square(
+        self, local: dict[Slot, Expr], loaded: Slot, stored: Slot, count: int
+    ) -> tirx.Stmt | None:
+        """One square; None where its loads have no vector form."""
+        (member,) = self.nest.members
+        dtype = widened(dtype_of(member.stage.buffer))
+        # One buffer a row: TVM puts a larger one that is accessed by whole vectors on the heap.
+        rows = [new_buffer("row", [self.loops.imm(count)], dtype) for _ in range(count)]
+        stmts = []
+        for r in range(count):
+            v = self.loops.new("v", count, ForKind.VECTORIZED)
+            at = {loaded: local[loaded] + v.value, stored: local[stored] + self.loops.imm(r)}
+            values = self.space.values({**local, **at})
+            point = Point(v)
+            value = convert(self._value(values, point), dtype)
+            ops = [*point.ops, tirx.BufferStore(rows[r], value, [v.value])]
+            if not has_vector_form(ops):
+                return None
+            stmts.append(nest([v], ops))
+        stmts.append(_turned(rows))
+        for r in range(count):
+            v = self.loops.new("v", count, ForKind.VECTORIZED)
+            at = {loaded: local[loaded] + self.loops.imm(r), stored: local[stored] + v.value}
+            indices = indices_of(member.stage, env_of(member, self.space.values({**local, **at})))
+            value = tirx.BufferLoad(rows[r], [v.value])
+            stmts.append(v.around(self.scope.store(member.stage.buffer, value, indices)))
+        return seq(*map(allocate, rows), *stmts)
+
+    def _value(self, values: list[Expr], point: Point) -> Expr:
+        (member,) = self.nest.members
+        env = env_of(member, values)
+        resolve = Resolve(self.scope, env, point)
+        for var, value in member.stage.binds:
+            env[var] = resolve.bind(var.name, resolve(value))
+        return resolve(member.stage.values[0])
+
+
+def _turned(rows: list[Var]) -> tirx.Stmt:
+    """Turns a square, a buffer a row.
+
+    In each step, element (r, c) changes places with element (r ^ s, c ^ s) where r and c differ in
+    bit s; after all steps r and c have changed places.
+    """
+    count = len(rows)
+    dtype = f"{dtype_of(rows[0])}x{count}"
+    stmts: list[tirx.Stmt] = []
+
+    def bind(value: Expr) -> Var:
+        var = Var("row", PrimType(dtype))
+        stmts.append(tirx.Bind(var, value))
+        return var
+
+    index = dtype_of(rows[0].ty.shape[0])
+    whole = [tirx.Ramp(constant(0, index), constant(1, index), count)]
+    vectors = [bind(tirx.BufferLoad(row, whole)) for row in rows]
+    step = 1
+    while step < count:
+        low = [c if not c & step else count + c - step for c in range(count)]
+        high = [c + step if not c & step else count + c for c in range(count)]
+        for r in (r for r in range(count) if not r & step):
+            pair = [vectors[r], vectors[r + step]]
+            for to, lanes in ((r, low), (r + step, high)):
+                order = [constant(c, "int32") for c in lanes]
+                vectors[to] = bind(tirx.Shuffle(pair, order))
+        step *= 2
+    stmts.extend(tirx.BufferStore(row, v, whole) for row, v in zip(rows, vectors, strict=True))
+    return seq(*stmts)
