@@ -33,6 +33,7 @@ from .kernel_code import (
 from .launches import call_sites, cuda_sources, host_launches, launched_kernels, vm_functions
 from .link import link
 from .memory import MemoryPlan, planned_memory
+from .own_outputs import own_outputs
 from .pipeline import ScheduleLeftovers, lowering_pipeline, mixed_tir_pipeline
 from .resources import KernelResources, resources_of
 from .signature import Signature
@@ -66,6 +67,8 @@ class Built:
     memory : MemoryPlan
     writes : tuple of int
         Inputs of `main` that it writes into, by position.
+    own : tuple of bool
+        Of each output tensor, whether it has memory of its own (see `own_outputs`).
     """
 
     executable: relax.VMExecutable
@@ -76,6 +79,7 @@ class Built:
     resources: Mapping[str, KernelResources]
     memory: MemoryPlan
     writes: tuple[int, ...] = ()
+    own: tuple[bool, ...] = ()
 
     @property
     def launches(self) -> dict[str, int]:
@@ -125,9 +129,9 @@ def build(
     cubin_cache.install()
     signature = Signature.of(mod)
     builder = relax.ExecBuilder()
-    library, codes, plans = None, [], []
+    library, codes, planned = None, [], []
     with target:
-        lowered = lowering_pipeline(target, lambda m: plans.append(planned_memory(m)))(mod)
+        lowered = lowering_pipeline(target, planned.append)(mod)
         rest = vm_build._vmcodegen(builder, lowered)
         functions = {g: f for g, f in rest.functions_items() if isinstance(f, tirx.PrimFunc)}
         if functions:
@@ -143,8 +147,9 @@ def build(
         kernels={name: tuple(found) for name, found in launched.items()},
         cuda_sources=cuda_sources(executable.mod),
         resources={r.name: r for code in codes for r in resources_of(code)},
-        memory=plans[0],
+        memory=planned_memory(planned[0]),
         writes=written_inputs(mod),
+        own=own_outputs(planned[0]),
     )
 
 

@@ -67,6 +67,8 @@ class CompiledModule:
         Device memory that a call takes, by symbolic extents; None for a file of an older version.
     writes : tuple of int
         The inputs that `main` writes to.
+    own : tuple of bool
+        The outputs that have memory of their own, which a NumPy array of the caller can be.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class CompiledModule:
         self.memory: MemoryPlan | None = built and built.memory
         self.lock = threading.Lock()
         self.writes: tuple[int, ...] = built.writes if built else ()
+        self.own: tuple[bool, ...] = built.own if built else ()
         self._accepted: tuple[TorchInput, ...] = ()
         self._graph_mode = GraphMode()
 
@@ -195,7 +198,7 @@ class CompiledModule:
         self._accepted = describe_torch(inputs, self.device)
         with self.lock, torch_stream(self.device, kind):
             arguments = self.arguments(inputs)
-            result = from_tvm(self.run(arguments), kind, torch_device)
+            result = from_tvm(self.run(arguments), kind, torch_device, self.own)
             write_back(self.writes, inputs, arguments)
             return result
 
@@ -269,6 +272,7 @@ class CompiledModule:
             "memory": self.memory and self.memory.to_json(),
             "uncapturable": self.uncapturable,
             "writes": self.writes,
+            "own": self.own,
         }
         write_sidecar(path, facts)
         return path
@@ -304,4 +308,5 @@ class CompiledModule:
         module.memory = meta.get("memory") and MemoryPlan.from_json(meta["memory"])
         module.uncapturable = meta.get("uncapturable", "it was saved by an older version")
         module.writes = tuple(meta.get("writes", ()))
+        module.own = tuple(meta.get("own", ()))
         return module

@@ -1,7 +1,7 @@
 """NumPy, torch and TVM tensors in and out of a compiled module, without a copy where possible."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import Enum
 from typing import Any
@@ -13,6 +13,10 @@ import tvm_ffi
 from ..errors import InputError
 from .signature import InputSpec
 
+_NATIVE = frozenset(
+    ["float16", "float32", "float64"]
+    + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
+)
 _ALIGNMENT = 64  # bytes; TVM's generated code assumes it (kAllocAlignment)
 
 
@@ -133,18 +137,27 @@ def to_argument(value: Any, device: tvm.runtime.Device, spec: InputSpec) -> Any:
     return value if isinstance(value, int | float) else to_tvm(value, device, spec.name)
 
 
-def from_tvm(value: Any, kind: Kind, like: Any) -> Any:
-    """Return outputs as tensors of `kind`, tuples as tuples; `like` is an input's torch device."""
+def from_tvm(value: Any, kind: Kind, like: Any, own: Sequence[bool] = ()) -> Any:
+    """Return outputs as tensors of `kind`, tuples as tuples; `like` is an input's torch device.
+
+    NumPy arrays are copies, but where `own`, in the order of the tensors, says that a tensor's
+    memory is no one else's.
+    """
+    return _converted(value, kind, like, iter(own))
+
+
+def _converted(value: Any, kind: Kind, like: Any, own: Iterator[bool]) -> Any:
     if isinstance(value, tvm.runtime.Tensor):
+        lent = next(own, False)
         if kind is Kind.NUMPY:
-            return value.numpy()
+            return _to_numpy(value, lent)
         if kind is Kind.TORCH:
             import torch
 
             return torch.from_dlpack(value).to(like)
         return value
     if isinstance(value, tvm_ffi.Array | tuple | list):
-        return tuple(from_tvm(v, kind, like) for v in value)
+        return tuple(_converted(v, kind, like, own) for v in value)
     return value
 
 
@@ -174,6 +187,15 @@ def raw_stream(device: tvm.runtime.Device, kind: Kind) -> int:
             return torch._C._cuda_getCurrentRawStream(device.index)
         return 0
     return tvm_ffi.core._env_get_current_stream(device.dlpack_device_type(), device.index)
+
+
+def _to_numpy(value: tvm.runtime.Tensor, lent: bool) -> np.ndarray:
+    """A tensor as an array: its memory, which the array then keeps alive, or a copy."""
+    if lent and value.device.type == "cpu" and str(value.dtype) in _NATIVE:
+        array = np.from_dlpack(value)
+        if array.flags.writeable:  # older releases of NumPy lend nothing to write to
+            return array
+    return value.numpy()
 
 
 def _from_numpy(value: np.ndarray, device: tvm.runtime.Device) -> tvm.runtime.Tensor:
