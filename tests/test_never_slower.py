@@ -28,13 +28,13 @@ from tvm_fusion.check.sequential import (
     settle,
 )
 from tvm_fusion.compiler import Job
-from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.config import load_policy, load_profile, profile_file
 from tvm_fusion.cost.learned import Residual
 from tvm_fusion.cost.samples import read_samples
 from tvm_fusion.errors import BuildError, PlanError
 from tvm_fusion.kernels.base import RefusalCode
 from tvm_fusion.plan.caution import Caution, Timed, Verdict, ratio_of
-from tvm_fusion.plan.decide import decide, hopeful_plan, judge, times_apart, without
+from tvm_fusion.plan.decide import caution_of, decide, hopeful_plan, judge, times_apart, without
 from tvm_fusion.plan.differ import clusters, exchanged, in_order, regions
 from tvm_fusion.plan.judge import measured_whole
 from tvm_fusion.plan.plan import Evidence, FusionPlan, PlannedGroup
@@ -759,6 +759,41 @@ def test_what_is_in_doubt_is_measured_and_kept_where_it_is_faster(cache):
     assert all(s.work and s.us > 0 for s in kept.launches)
     again = tvm_fusion.compile(mod, "llvm", plan=compiled.plan.to_dict(), verify=False)
     assert again.plan == compiled.plan
+
+
+@pytest.mark.parametrize(
+    ("target", "verify", "changes", "budget_s"),
+    [
+        ("llvm", True, {}, 2),
+        ("llvm", True, {"settle_budget_s": 0.5}, 0.5),
+        ("llvm", True, {"settle_budget_s": 0}, None),
+        ("llvm", True, {"unknown_ratio": 1.0}, None),  # nothing is in doubt
+        ("llvm", False, {}, None),
+        ("llvm_cpu", True, {}, None),
+    ],
+)
+def test_doubts_are_settled_by_default_on_the_cpu_of_this_machine_where_it_is_checked(
+    monkeypatch, target, verify, changes, budget_s
+):
+    known, budgets = replace(load_profile("llvm_cpu"), host="this CPU"), []
+    monkeypatch.setattr("tvm_fusion._targets.host_profile", lambda: known)
+    monkeypatch.setattr(Job, "contest", lambda job, budget: budgets.append(budget.seconds))
+    mod = module(lambda bb, x: op.exp(bb.emit(op.add(x, x))), SMALL)
+    policy = {**doubtful(), **changes}
+    tvm_fusion.compile(mod, target, policy=policy, verify=verify)
+    assert budgets == ([] if budget_s is None else [budget_s])
+
+
+def test_a_profile_with_a_rate_that_nobody_measured_is_trusted_less(tmp_path):
+    text = profile_file("llvm_cpu").read_text()
+    measured, guessed = tmp_path / "measured.toml", tmp_path / "guessed.toml"
+    measured.write_text(text)
+    guessed.write_text(text.replace('source = "measured', 'source = "estimate', 1))
+    policy = load_policy()
+    plain = caution_of(load_profile(measured), policy)
+    assert plain == caution_of(load_profile("llvm_cpu"), policy)
+    doubting = caution_of(load_profile(guessed), policy)
+    assert doubting.unknown == doubting.unknown_gemm == policy.unmeasured_ratio > plain.unknown
 
 
 def test_nothing_is_kept_if_the_user_says_so(cache, monkeypatch):

@@ -62,7 +62,9 @@ def compile(
     measure : bool
         Settle by measurements what the cost model cannot decide, for at most
         `policy.measure_budget_s`: fusions in doubt are timed beside their operators apart, then the
-        whole module beside the unfused one, and what is not faster is cut. The times are kept for
+        whole module beside the unfused one, and what is not faster is cut. On the CPU of this
+        machine fusions in doubt are timed by default where the result is checked, for at most
+        `policy.settle_budget_s`. The times are kept for
         `calibrate --refit` (see `check.kept_samples`). A given `plan` is timed as a whole and left
         as it is.
     time : bool

@@ -6,6 +6,7 @@ its date, an estimate with its reasoning. No other code has a hardware number of
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
@@ -14,7 +15,7 @@ from typing import Any
 
 from ._toml import nearest, parse, read_toml
 from .errors import ConfigError, TargetError
-from .hardware import HardwareProfile
+from .hardware import HOST_NUMBERS, HardwareProfile
 from .policy import Policy
 
 __all__ = [
@@ -67,6 +68,8 @@ def load_profile(name_or_path: str | Path) -> HardwareProfile:
     """
     if _is_path(name_or_path):
         profile = _read_profile(file := _existing(name_or_path))
+        if profile.kind == "llvm":
+            profile = replace(profile, guessed=_is_guessed(read_toml(file)))
         _files[profile.fingerprint()] = file
         return profile
     known = _shipped_profiles()
@@ -204,6 +207,12 @@ def _existing(path: str | Path) -> Path:
 def _read_profile(file: Traversable) -> HardwareProfile:
     data = read_toml(file)
     return HardwareProfile(**parse(HardwareProfile, data, str(file), strict=True, partial=False))
+
+
+def _is_guessed(data: Mapping[str, Any]) -> bool:
+    """Whether the source of a rate that decides plans says nothing of a measurement."""
+    rates = (data[name]["source"] for name in HOST_NUMBERS if name != "num_sms")
+    return not all("measured" in source for source in rates)
 
 
 def _base_policy() -> dict[str, Any]:

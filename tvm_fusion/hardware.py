@@ -104,6 +104,7 @@ class HardwareProfile:
     l2_residence_exponent: float = number("1")  # how sharply an L2 stops holding what is too large
 
     host: str = ""  # the CPU of this machine, where its rates were measured at first use
+    guessed: bool = False  # a CPU's file says of a rate of `HOST_NUMBERS` that nobody measured it
 
     def __post_init__(self) -> None:
         if self.kind not in _KINDS:
@@ -135,4 +136,4 @@ class HardwareProfile:
 
     def fingerprint(self) -> str:
         """Return a hash of all values: equal for equal numbers, whatever their sources say."""
-        return fingerprint(self, without=("host",))
+        return fingerprint(self, without=("host", "guessed"))

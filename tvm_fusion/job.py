@@ -138,6 +138,7 @@ class Job:
         cuda_graph: Any = None,
     ) -> CompiledModule:
         from .check.compiled import check_compiled, time_builds
+        from .check.sequential import Budget
         from .report.assemble import built_report
         from .report.calls import with_calls
         from .runtime.module import CompiledModule
@@ -148,6 +149,8 @@ class Job:
         budget = self.budget() if measure else None
         if measure and not self.given:
             self.contest(budget.share(CONTEST_SHARE))
+        elif verify and not self.given and self.settles():
+            self.contest(Budget(self.policy.settle_budget_s))
         built, materialized = self.build_fused()
         checked, timing = None, None
         unfused = self.build_unfused() if measure or time else None
@@ -174,6 +177,14 @@ class Job:
             kind = self.target.kind.name
             logger.warning("no %s device here: neither run, nor checked, nor measured", kind)
         return exists
+
+    def settles(self) -> bool:
+        """Whether doubts are settled by measurements that nobody asked for: on the CPU of this
+        machine, whose kernels are built in a moment.
+        """
+        codes = {refusal.code for refusal in self.plan.refusals}
+        wanted = self.hw.host and self.policy.settle_budget_s > 0
+        return bool(wanted) and RefusalCode.UNDECIDED in codes
 
     def budget(self) -> Budget:
         """The time for measurements, from now on."""

@@ -19,7 +19,9 @@ _LEAST = {
     "unknown_ratio": 1,
     "unknown_ratio_gemm": 1,
     "probe_share": 0,
+    "unmeasured_ratio": 1,
     "measure_budget_s": 0,
+    "settle_budget_s": 0,
     "beam_width": 1,
     "exact_ops": 0,
     "search_evaluations": 0,
@@ -65,10 +67,15 @@ class Policy:
         Where there is no residual: by what factor the predicted ratio of a fusion's time to that of
         its operators apart may be too good, and the same for groups around matrix products. 1 takes
         the prediction as it is.
+    unmeasured_ratio : float
+        The same for a profile of a CPU, from a file, with a rate that nobody measured.
     probe_share : float
         Share of a limit from which on an estimate is near it.
     measure_budget_s : float
         Time for measurements, builds included; what was begun is finished.
+    settle_budget_s : float
+        Time for measuring fusions in doubt on the CPU of this machine where `measure` is not asked
+        for but the result is checked anyway; 0 leaves them apart.
     beam_width : int
         Plans that the search keeps side by side while it improves a region.
     exact_ops : int
@@ -91,8 +98,10 @@ class Policy:
     coverage: float = number("1")
     unknown_ratio: float = number("1")
     unknown_ratio_gemm: float = number("1")
+    unmeasured_ratio: float = number("1")
     probe_share: float = number("1")
     measure_budget_s: float = number("s")
+    settle_budget_s: float = number("s")
     beam_width: int = number("count")
     exact_ops: int = number("count")
     search_evaluations: int = number("count")

@@ -97,9 +97,13 @@ class Caution:
     _learned: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(cls, policy: Policy, residual: Any = None) -> Caution:
-        """The caution that a policy asks for, with the device's residual or None."""
+    def of(cls, policy: Policy, residual: Any = None, guessed: bool = False) -> Caution:
+        """The caution that a policy asks for, with the device's residual or None; more of it for a
+        device whose rates are guessed.
+        """
         factors = (policy.unknown_ratio, policy.unknown_ratio_gemm)
+        if guessed:
+            factors = tuple(max(factor, policy.unmeasured_ratio) for factor in factors)
         return cls(*factors, policy.coverage, residual, policy.min_gain)
 
     @property

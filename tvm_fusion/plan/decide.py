@@ -119,7 +119,8 @@ def _shapes(plan: FusionPlan) -> set[tuple[str, ...]]:
 
 def caution_of(hw: HardwareProfile, policy: Policy) -> Caution:
     """The caution that a policy asks for on a device, by its learned residual if it has one."""
-    return Caution.of(policy, load_residual(hw) if policy.learned else None)
+    residual = load_residual(hw) if policy.learned else None
+    return Caution.of(policy, residual, guessed=hw.guessed)
 
 
 def hopeful_plan(
