@@ -353,6 +353,7 @@ def _convolutions(add):
     add_conv("conv", (2, 5, 13, 13), (7, 5, 3, 3), padding=1)
     add_conv("conv_strided", (2, 5, 13, 13), (9, 5, 3, 3), padding=1, stride=2)
     add_conv("conv_dilated", (1, 5, 13, 13), (9, 5, 3, 3), padding=2, dilation=2)
+    add_conv("conv_of_several_blocks", (1, 3, 40, 40), (5, 3, 7, 7), padding=3)
     add_conv("conv_1x1", (2, 5, 13, 13), (33, 5, 1, 1))
     add_conv("conv_by_channel", (2, 6, 13, 13), (6, 1, 3, 3), padding=1, groups=6)
     add_conv("conv_in_groups", (2, 6, 13, 13), (8, 3, 3, 3), padding=1, groups=2)

@@ -21,6 +21,7 @@ from .plan.plan import FusionPlan, PlannedGroup
 from .plan.search import unfused_plan
 from .transform.lower import lower
 from .transform.materialize import Materialized, materialize
+from .transform.pack_constants import PackConstants, constant_arguments
 from .transform.rewrites import known_rewrites
 from .transform.write_kernels import Tuned, write_kernels
 from .variants import best_plan
@@ -241,11 +242,12 @@ class Job:
                 ahead.codes.clear()
             materialized = materialize(self.low, self.graph, self.plan)
             classes = {name: g.kernel_class for name, g in materialized.groups.items()}
+            constants = constant_arguments(materialized.mod) if self.hw.kind == "llvm" else {}
             written = write_kernels(
-                materialized.mod, classes, self.hw, self.policy, ahead, self.tuned
+                materialized.mod, classes, self.hw, self.policy, ahead, self.tuned, constants
             )
             if not self._cut_all(materialized, written.failures, RefusalCode.WRITER):
-                return written.mod, materialized
+                return PackConstants()(written.mod), materialized
 
     def build_unfused(self) -> Built:
         """Builds the model as it is: one kernel an operator, written by the same kernel classes."""

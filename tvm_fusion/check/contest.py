@@ -96,6 +96,8 @@ def _prepared(job: Job, part: RegionModule, region: Region) -> tuple[PlanRunner,
 
     if job.hw.kind == "cuda" and not has_torch_cuda():
         raise TargetError("kernels are timed through torch's profiler, and there is no such torch")
+    if job.hw.kind == "llvm":
+        part = part.with_constants()
     runner = PlanRunner(part.mod, part.graph, job.hw, job.policy, job.target)
     fill(runner, part.constants)
     sides = (region.hopeful, region.careful)

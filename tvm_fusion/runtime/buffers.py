@@ -46,8 +46,7 @@ class Buffers:
 
     def _make(self, key: Key) -> Any:
         if key.startswith("constant "):
-            value = self._writer.constants[int(key.removeprefix("constant "))]
-            return value.copyto(self._device)
+            return self._writer.constant(key).copyto(self._device)
         shape, dtype = self.type_of(key)
         return self.memory(key)._create_view(shape, dtype)
 

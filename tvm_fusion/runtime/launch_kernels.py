@@ -21,8 +21,10 @@ from ..config import HardwareProfile, Policy
 from ..errors import Unsupported
 from ..ir.graph import FusionGraph, OpKind
 from ..kernels.base import GroupView
+from ..kernels.cpu.panels import Panels
 from ..plan.plan import FusionPlan
 from ..transform.materialize import Rewriter
+from ..transform.pack_constants import packed_constant, wanted_panels
 from ..transform.regions import fix_regions
 from ..transform.write_kernels import Tuned, write_kernels
 from . import cubin_cache
@@ -53,7 +55,9 @@ class LaunchSpec:
     kernel_class: str
 
 
-Key = str  # a tensor of the graph by its name; "constant <n>" for a constant of the module
+# A tensor of the graph by its name; "constant <n>" for a constant of the module, and with the
+# numbers of `Panels` behind it for that constant in panels.
+Key = str
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,23 +154,38 @@ class LaunchWriter:
         if any(self.graph.ops[i].kind is OpKind.OPAQUE for i in spec.ops):
             raise Unsupported("an operator that cannot be read is called by the virtual machine")
         func, inputs = self._alone(spec) if len(spec.ops) == 1 else self._together(view)
+        constants = {"launch": self._constant_positions(inputs)}
         written = write_kernels(
             tvm.IRModule({"launch": func.with_attr("global_symbol", "launch")}),
             {"launch": spec.kernel_class},
             self.hw,
             self.policy,
             tuned=self.tuned,
+            constants=constants,
         )
         if written.failures:
             raise Unsupported(written.failures["launch"])
         lone = len(spec.ops) == 1  # writes all of its results, also those that nobody reads
         stores = self.graph.ops[spec.ops[0]].outputs if lone else spec.stores
         outputs = (self.graph.tensors[t].name for t in stores)
-        arguments = (*(self.key_of(e) for e in inputs), *outputs)
         kernel = written.mod["launch"]
+        panels = wanted_panels(kernel)
+        arguments = (*(self.key_of(e, panels.get(i)) for i, e in enumerate(inputs)), *outputs)
         if len(kernel.params) != len(arguments):
             raise Unsupported("the launch takes more than tensors of known shape")
         return kernel, arguments
+
+    def _constant_positions(self, inputs: Sequence[Any]) -> tuple[int, ...]:
+        """The inputs that are constants, where kernels may take those packed."""
+        if self.hw.kind != "llvm":
+            return ()
+        return tuple(i for i, e in enumerate(inputs) if isinstance(e, tvm.ir.GenericConst))
+
+    def constant(self, key: Key) -> tvm.runtime.Tensor:
+        """The constant of a key."""
+        number, *panels = (int(n) for n in key.removeprefix("constant ").split())
+        value = self.constants[number]
+        return packed_constant(value, Panels.read(panels)).value if panels else value
 
     def _alone(self, spec: LaunchSpec) -> tuple[tirx.PrimFunc, Sequence[Any]]:
         call = self._bindings[self.graph.ops[spec.ops[0]].name].value
@@ -218,8 +237,8 @@ class LaunchWriter:
         else:
             yield self.key_of(e)
 
-    def key_of(self, e: Any) -> Key:
-        """The tensor behind an expression of the module.
+    def key_of(self, e: Any, panels: Panels | None = None) -> Key:
+        """The tensor behind an expression of the module; a constant may be wanted in panels.
 
         Raises
         ------
@@ -227,7 +246,8 @@ class LaunchWriter:
             It is no tensor of the graph.
         """
         if isinstance(e, tvm.ir.GenericConst):
-            return f"constant {self._constants[hash(e)]}"
+            numbers = [self._constants[hash(e)], *(panels.numbers() if panels else ())]
+            return " ".join(["constant", *map(str, numbers)])
         if isinstance(e, relax.TupleGetItem):
             return f"{self.key_of(e.tuple_value)}.{e.index}"
         if isinstance(e, relax.Var):

@@ -42,6 +42,13 @@ class RegionModule:
     graph: FusionGraph
     constants: dict[int, Any]
 
+    def with_constants(self) -> RegionModule:
+        """The same with its constants in place, so that kernels may take them packed."""
+        params = self.mod["main"].params
+        tensors = {params[i]: tvm.runtime.tensor(value) for i, value in self.constants.items()}
+        bound = relax.transform.BindParams("main", tensors)(self.mod)
+        return RegionModule(bound, build_graph(bound), {})
+
     def plan(self, groups: Iterable[PlannedGroup], device: str, policy: str) -> FusionPlan:
         """The plan of these groups of the model for this module."""
         empty = FusionPlan("main", self.graph.fingerprint(), device, policy, ())

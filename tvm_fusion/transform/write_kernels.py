@@ -10,6 +10,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import tvm
@@ -19,6 +20,7 @@ from tvm import tirx
 from .._deep import call_deep
 from ..config import HardwareProfile, Policy
 from ..errors import TooDeep, Unsupported
+from ..kernels.cpu.panels import CONSTANTS_ATTR
 from ..kernels.registry import kernel_class
 from ..plan.plan import UNWRITTEN
 
@@ -62,6 +64,7 @@ def write_kernels(
     policy: Policy,
     ahead: KernelsAhead | None = None,
     tuned: Tuned | None = None,
+    constants: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> Written:
     """Writes the kernel of each PrimFunc.
 
@@ -77,6 +80,9 @@ def write_kernels(
         Takes each kernel as soon as it is written; what it knows already is declared only.
     tuned : Tuned, optional
         Has kernels that tuning chose; those it has none for are written as without.
+    constants : mapping of str, optional
+        Parameters that are constants in all calls, by name of PrimFunc and position: a kernel may
+        take them packed, which is left to `PackConstants`.
     """
     functions, failures = dict(mod.functions.items()), {}
     writer = KernelWriter(hw, policy)
@@ -91,7 +97,7 @@ def write_kernels(
                 write = partial(tuned.kernel, func, name, hw, policy)
                 kernel = _kernel(symbol, func, name, choice, write, ahead)
             if kernel is None:
-                write = partial(writer.kernel, func, name)
+                write = partial(writer.kernel, _marked(func, constants.get(symbol)), name)
                 kernel = _kernel(symbol, func, name, "", write, ahead)
         except Unsupported as why:
             logger.info("%s cannot be written as %s: %s", symbol, name, why)
@@ -99,6 +105,10 @@ def write_kernels(
             continue
         functions[gvar] = kernel
     return Written(tvm.IRModule(functions, attrs=mod.attrs), failures)
+
+
+def _marked(func: tirx.PrimFunc, constants: tuple[int, ...] | None) -> tirx.PrimFunc:
+    return func.with_attr(CONSTANTS_ATTR, list(constants)) if constants else func
 
 
 def _kernel(

@@ -14,13 +14,14 @@ from functools import lru_cache
 from itertools import product as combinations
 from math import ceil, gcd, prod
 
-from tvm.ir import Expr, TensorLoad
+from tvm.ir import Expr, TensorLoad, Var
 
 from ..expr import bytes_of, dtype_of
 from .access import load_stride
 from .groups import SMALL_WORK, Group, group_work
 from .machine import Machine
-from .operands import Product, operand_loads
+from .operands import Product, constant_panels, operand_loads
+from .panels import Panels
 from .rewrite import loads
 from .stages import Axis, Stage, analyzer_of
 from .work import bytes_of_buffer, points, size_of, stage_work
@@ -37,6 +38,9 @@ UNKNOWN_TILES = (8, 16, 32, 64, 128, 256)
 # 1 x 4 0.46.
 LOAD_CYCLES, NEAR_CYCLES = 0.2, 2.0
 
+# Panels to read side by side where as many cycles are needed either way.
+STREAMS = 4
+
 # Multiply-adds under way at a time: two units with a latency of four cycles.
 LEAST_CYCLES = 4.0
 
@@ -44,10 +48,10 @@ LEAST_CYCLES = 4.0
 # stored, read and stored again, or from further away.
 FAR_CYCLES, RESULT_CYCLES, FAR_RESULT_CYCLES = 4.0, 4.0, 10.0
 
-# Terms and columns of the right operand that a task packs at a time: 256 x 256 float32 are a
+# Terms and elements of the right operand that a task packs at a time: 256 x 256 float32 are a
 # quarter of a 1 MB second-level cache.
 TERMS_BLOCK = 256
-COLUMNS_BLOCK = 256
+PACKED_ELEMENTS = 72 << 10
 
 # What a task may count on of a core's second-level cache (1 MB); every stage of its group keeps a
 # tile at most.
@@ -136,11 +140,10 @@ def _fastest(registers: int, height: int | None, width: int | None) -> tuple[int
         most = (registers - 1 - vectors) // vectors
         if most >= 1:
             rows = most if height is None else max(n for _, n in even_parts(height, most))
-            cycles = _term_cycles(height or 64 * rows, width or 64 * vectors, rows, vectors)
-            found.append(
-                (cycles / ((height or 64 * rows) * (width or 64 * vectors)), vectors, rows)
-            )
-    _, vectors, rows = min(found)
+            tall, wide = height or 64 * rows, width or 64 * vectors
+            cycles = _term_cycles(tall, wide, rows, vectors) / (tall * wide)
+            found.append((cycles, abs(vectors - STREAMS), vectors, rows))
+    *_, vectors, rows = min(found)
     return rows, vectors
 
 
@@ -205,13 +208,14 @@ def _fill(
 
 @dataclass(frozen=True, slots=True)
 class _Costs:
-    """What does not depend on the tile: cycles an element of packing, and whether a loop of its
-    own may do it.
+    """What does not depend on the tile: cycles an element of packing, whether a loop of its own may
+    do it, and whether it is done when compiling.
     """
 
     right: float
     left: float
     ahead: bool
+    constant: bool
 
     @classmethod
     def of(cls, problem: Problem) -> _Costs:
@@ -220,13 +224,21 @@ class _Costs:
         left = 0.0
         if not reads_directly(product.left):
             left = pack_cost(stage, product.left, product.rows) / lanes
-        return cls(right, left, _may_pack_ahead(problem))
+        constant = constant_panels(stage, product, lanes) is not None
+        return cls(right, left, not constant and _may_pack_ahead(problem), constant)
 
 
 def packs_ahead(problem: Problem, tile: Tile) -> bool:
     """Whether the right operand should be packed once for all tiles, by a loop of its own."""
     costs = _Costs.of(problem)
     return costs.ahead and _panels_fit(problem, tile) and _ahead_pays(problem, costs, tile)
+
+
+def panels_when_compiling(problem: Problem, tile: Tile) -> tuple[Var, Panels] | None:
+    """The constant whose panels the kernel takes in its place."""
+    if not _panels_fit(problem, tile):
+        return None
+    return constant_panels(problem.stage, problem.product, problem.lanes)
 
 
 def _ahead_pays(problem: Problem, costs: _Costs, tile: Tile) -> bool:
@@ -275,12 +287,14 @@ def _cycles(problem: Problem, costs: _Costs, tile: Tile, height: int, width: int
     task += costs.left * height * terms
     near = height * width * len(problem.group.stages)
     before = 0.0
-    if costs.ahead and _panels_fit(problem, tile) and _ahead_pays(problem, costs, tile):
+    if costs.constant and _panels_fit(problem, tile):
+        pass
+    elif costs.ahead and _panels_fit(problem, tile) and _ahead_pays(problem, costs, tile):
         packed = points((*product.batch, *product.columns, *product.reduced))
         before = LOOP_CYCLES + packed * (costs.right + PACK_AHEAD / micro.lanes) / cores
     else:
         task += costs.right * width * terms
-        near += min(width, COLUMNS_BLOCK) * min(terms, TERMS_BLOCK)
+        near += min(width * min(terms, TERMS_BLOCK), PACKED_ELEMENTS)
     is_near = near * bytes_each <= NEAR_BYTES
     task += height * vectors * (RESULT_CYCLES if is_near else FAR_RESULT_CYCLES)
     serial = group_work(problem.group) < SMALL_WORK
@@ -290,9 +304,10 @@ def _cycles(problem: Problem, costs: _Costs, tile: Tile, height: int, width: int
 def pack_cost(stage: Stage, operand: Expr, side: tuple[Axis, ...]) -> float:
     """Cost of packing one element of an operand, in multiply-adds."""
     analyzer = analyzer_of(stage.domain)
-    steps = [load_stride(r, side[-1].var, analyzer) for r in operand_loads(stage, operand)]
+    last = side[-1] if side else stage.reduced[-1]
+    steps = [load_stride(r, last.var, analyzer) for r in operand_loads(stage, operand)]
     contiguous = all(s in (0, 1) for s in steps)
-    base = PACK_CONTIGUOUS + PACK_RUN / size_of(side[-1]) if contiguous else PACK_STRIDED
+    base = PACK_CONTIGUOUS + PACK_RUN / size_of(last) if contiguous else PACK_STRIDED
     return base + 4.0 * max(0, stage_work(stage) - 3)
 
 

@@ -26,9 +26,16 @@ from tvm.tirx import ForKind
 
 from ..expr import constant, convert, dtype_of, number
 from .access import has_division, offset
-from .contraction_tiles import COLUMNS_BLOCK, TERMS_BLOCK, even_parts, reads_directly, register_tile
+from .contraction_tiles import (
+    PACKED_ELEMENTS,
+    TERMS_BLOCK,
+    even_parts,
+    reads_directly,
+    register_tile,
+)
 from .loops import nest, seq
 from .machine import Machine
+from .math import bfloat16_to_float32
 from .operands import Product
 from .packing import Block, Operands
 from .scope import Place, Scope, allocate, new_buffer
@@ -56,7 +63,7 @@ def emit_contraction(
 ) -> tirx.Stmt:
     """Compute the tile of a contraction into a new buffer of the tile.
 
-    `packed` holds the right operand, if it was packed ahead.
+    `packed` holds the panels of the right operand, if it was packed ahead.
     """
     return _Emitter(stage, product, scope, machine, packed).run()
 
@@ -74,9 +81,16 @@ class _Emitter:
         self.columns = make_side(product.columns, tile.lanes if width else tile.columns, scope)
         extents = (convert(a.extent, self.loops.dtype) for a in product.reduced)
         self.terms = product_of(extents, self.loops)
-        most = TERMS_BLOCK if packed is None else PANEL_TERMS_BLOCK
-        self.terms_block = block_length(self.terms, most, 1)
-        self.columns_block = block_length(self.columns.padded, COLUMNS_BLOCK, tile.columns)
+        self.terms_block = block_length(self.terms, self._most_terms(height), 1)
+        most = max(tile.columns, PACKED_ELEMENTS // self.terms_block)
+        self.columns_block = block_length(self.columns.padded, most, tile.columns)
+
+    def _most_terms(self, height: int | None) -> int:
+        """Terms of a block; all at once where no second register tile reads a panel again."""
+        if self.packed is None:
+            return TERMS_BLOCK
+        once = height is not None and height <= self.tile.rows
+        return int(number(self.terms) or PANEL_TERMS_BLOCK) if once else PANEL_TERMS_BLOCK
 
     def imm(self, value: int) -> Expr:
         """An index constant."""
@@ -256,7 +270,10 @@ class _Emitter:
             last = self.packed.ty.shape[-3] - constant(1, dtype_of(self.packed.ty.shape[-3]))
             panel = self.loops.simplify(tirx.Min(panel, convert(last, self.loops.dtype)))
         term = self.loops.simplify(block.first + term)
-        return tirx.BufferLoad(self.packed, [*self.operands.batch.values(), panel, term, lane])
+        load = tirx.BufferLoad(self.packed, [*self.operands.batch.values(), panel, term, lane])
+        if dtype_of(load) == "bfloat16":
+            return convert(bfloat16_to_float32(load), self.dtype)
+        return convert(load, self.dtype)
 
 
 def _length(axes: tuple[Axis, ...], scope: Scope) -> int | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
 
+from .panels import Panels, panels_of
 from .rewrite import free_variables, loads
 from .stages import Axis, Kind, Stage
 from .work import points
@@ -20,6 +21,9 @@ from .work import points
 LEAST_ROWS = 3
 LEAST_COLUMNS = 4
 LEAST_TERMS = 4
+
+# With fewer columns or terms, panels are mostly padding, or over before they are begun.
+LEAST_PANEL = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,12 +57,12 @@ def split_product(stage: Stage) -> Product | None:
         if not in_left and not in_right:
             return None
         (batch if in_left and in_right else rows if in_left else columns).append(axis)
-    if not rows or not columns:
+    if not rows and not columns:
         return None
-    if _rows_along_vectors(rows, columns, space[-1]):
+    if not columns or (rows and _rows_along_vectors(rows, columns, space[-1])):
         left, right, rows, columns = right, left, columns, rows
     product = Product(left, right, *map(tuple, (batch, rows, columns)), stage.reduced)
-    return product if _is_worth(product) else None
+    return product if _is_worth(product) or _is_worth_panels(stage, product) else None
 
 
 def depends(expr: Expr, stage: Stage) -> set[Var]:
@@ -89,6 +93,19 @@ def _rows_along_vectors(rows: list[Axis], columns: list[Axis], last: Axis) -> bo
     if points(along) < 16 and points(other) > points(along):
         return not last_in_rows
     return last_in_rows
+
+
+def constant_panels(stage: Stage, product: Product, lanes: int) -> tuple[Var, Panels] | None:
+    """The constant that the right operand of a contraction is, and its panels."""
+    sides = (product.batch, product.reduced, product.columns)
+    return panels_of(stage, product.right, sides, lanes)
+
+
+def _is_worth_panels(stage: Stage, product: Product) -> bool:
+    """Whether a product of few rows is worth it since its right operand costs no packing."""
+    if points(product.columns) < LEAST_PANEL or points(product.reduced) < LEAST_PANEL:
+        return False
+    return constant_panels(stage, product, 1) is not None
 
 
 def _is_worth(product: Product) -> bool:

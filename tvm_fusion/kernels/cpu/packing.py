@@ -72,7 +72,8 @@ class Operands:
     ) -> tirx.Stmt:
         loops = self.scope.loops
         term = loops.new("k", block.count)
-        if len(side.axes) > 1 and number(block.start) == 0 and number(block.width) is not None:
+        width = number(block.width)
+        if len(side.axes) > 1 and width is not None and width == number(side.padded):
             made = [loops.new("c", r.extent) for r in side.regions]
             at = [
                 loops.simplify(r.base + loop.value)

@@ -10,6 +10,7 @@ from tvm.ir import Expr, TensorLoad, Var
 
 from ...errors import Unsupported
 from ..expr import HALF_DTYPES, constant, dtype_of, number, same, widened
+from .panels import constants_of, read_once
 from .precision import Widen, round_constant
 from .rewrite import Rewriter, Substitute, free_variables, loads, rebuild
 from .stages import Axis, Graph, Kind, Stage, simplified
@@ -54,7 +55,9 @@ def read_graph(func: tirx.PrimFunc, exact: bool) -> Graph:
     for s in raw:
         stages.extend(_split(simplified(_lowered(s, exact, stored))))
     _check_order(params, stages)
-    return Graph(params, tuple(stages))
+    graph = Graph(params, tuple(stages))
+    constants = read_once(constants_of(func), graph)
+    return replace(graph, stages=tuple(replace(s, constants=constants) for s in stages))
 
 
 def _check_compact(buffer: Var) -> None:

@@ -77,6 +77,8 @@ class Stage:
         The merged state.
     rounding : str or None
         16-bit float that the result of a reduction is rounded to, although kept as float32.
+    constants : frozenset of Var
+        Parameters that are the same in every call, and read in one place only.
     """
 
     name: str
@@ -91,6 +93,7 @@ class Stage:
     merge: tuple[Expr, ...] = ()
     rounding: str | None = None
     binds: tuple[tuple[Var, Expr], ...] = ()
+    constants: frozenset[Var] = frozenset()
 
     @property
     def buffer(self) -> Var:

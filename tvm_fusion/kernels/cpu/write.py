@@ -7,12 +7,15 @@ nests of a tile, a contraction by register tiles over packed operands.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from tvm import tirx
 from tvm.ir import Var
 
 from ...config import HardwareProfile
+from ..expr import dtype_of
 from .accumulators import with_copies
-from .contraction_tiles import Problem, packs_ahead
+from .contraction_tiles import Problem, packs_ahead, panels_when_compiling
 from .emit_tiles import emit_tiles
 from .groups import Group, make_groups, single
 from .inline import inline
@@ -20,10 +23,11 @@ from .loops import seq
 from .machine import Machine, machine_of
 from .operands import split_product
 from .pack_ahead import packed_operand
+from .panels import CONSTANTS_ATTR, PANELS_ATTR, Panels, read_once
 from .partial_sums import partial_sums
 from .reader import read_graph
 from .reshape_loops import reshape_loops
-from .scope import allocate
+from .scope import allocate, new_buffer
 from .speculate import speculate
 from .stages import Graph, Stage
 from .tiles import choose_tile
@@ -47,7 +51,8 @@ def write_cpu(
     Returns
     -------
     PrimFunc
-        Same parameters; for the `s_tir` pipeline.
+        Same parameters, but for constants that it takes as panels (see `panels`); for the `s_tir`
+        pipeline.
 
     Raises
     ------
@@ -60,11 +65,12 @@ def write_cpu(
         graph = step(graph)
     groups = make_groups(graph, machine)
     temporaries = _temporaries(graph, groups)
+    panels: dict[Var, tuple[Var, Panels]] = {}
     body = seq(
         *(allocate(b) for b in temporaries),
-        *(_emit_group(g, graph, temporaries, machine) for g in groups),
+        *(_emit_group(g, graph, temporaries, panels, machine) for g in groups),
     )
-    func = func.with_body(body)
+    func = _taking_panels(func.with_body(body), panels)
     for key, value in (("tirx.is_scheduled", True), ("op_pattern", 8), ("tirx.noalias", True)):
         func = func.with_attr(key, value)
     return func
@@ -83,12 +89,37 @@ def _temporaries(graph: Graph, groups: list[Group]) -> list[Var]:
     return list(found.values())
 
 
-def _emit_group(group: Group, graph: Graph, temporaries: list[Var], machine: Machine) -> tirx.Stmt:
+def _taking_panels(func: tirx.PrimFunc, panels: dict[Var, tuple[Var, Panels]]) -> tirx.PrimFunc:
+    """The function with panels in place of constants, and how to make them."""
+    if CONSTANTS_ATTR in func.attrs:
+        func = func.without_attr(CONSTANTS_ATTR)
+    if not panels:
+        return func
+    params = [panels[p][0] if p in panels else p for p in func.params]
+    how = [[i, *panels[p][1].numbers()] for i, p in enumerate(func.params) if p in panels]
+    func = tirx.PrimFunc(params, func.body, func.ret_type, func.attrs)
+    return func.with_attr(PANELS_ATTR, how)
+
+
+def _emit_group(
+    group: Group,
+    graph: Graph,
+    temporaries: list[Var],
+    panels: dict[Var, tuple[Var, Panels]],
+    machine: Machine,
+) -> tirx.Stmt:
+    """The loops of a group; `panels` gets the constants that it takes as panels."""
     kept = {*graph.params, *temporaries}
     group = with_copies(group, kept)
     tile = choose_tile(group, machine)
     packed = _packed_ahead(group, tile, machine)
-    main = emit_tiles(group, tile, kept, {s: p.buffer for s, p in packed.items()}, machine)
+    ready = {s: p.buffer for s, p in packed.items()}
+    for stage, (constant, how) in _constant_panels(group, tile, graph, machine).items():
+        shape = how.shape(int(n) for n in constant.ty.shape)
+        buffer = new_buffer(f"{constant.name}_panels", list(shape), dtype_of(constant))
+        panels[constant] = (buffer, how)
+        ready[stage] = buffer
+    main = emit_tiles(group, tile, kept, ready, machine)
     stmts: list[tirx.Stmt] = []
     for stage in packed.values():
         before = single(stage)
@@ -98,16 +129,32 @@ def _emit_group(group: Group, graph: Graph, temporaries: list[Var], machine: Mac
     return seq(*stmts, main)
 
 
+def _problems(group: Group, machine: Machine) -> Iterator[Problem]:
+    """The contractions of a group."""
+    for member, stage in enumerate(group.stages):
+        product = split_product(stage)
+        if product is not None:
+            yield Problem(group, member, product, machine)
+
+
 def _packed_ahead(
     group: Group, tile: tuple[int | None, ...], machine: Machine
 ) -> dict[Stage, Stage]:
     """For each contraction whose right operand is packed ahead, the stage that packs it."""
-    packed = {}
-    for member, stage in enumerate(group.stages):
-        product = split_product(stage)
-        if product is None:
-            continue
-        problem = Problem(group, member, product, machine)
-        if packs_ahead(problem, list(tile)):
-            packed[stage] = packed_operand(stage, product, problem.lanes)
-    return packed
+    return {
+        p.stage: packed_operand(p.stage, p.product, p.lanes)
+        for p in _problems(group, machine)
+        if packs_ahead(p, list(tile))
+    }
+
+
+def _constant_panels(
+    group: Group, tile: tuple[int | None, ...], graph: Graph, machine: Machine
+) -> dict[Stage, tuple[Var, Panels]]:
+    """The constants that contractions take as panels: those that nothing else reads."""
+    found = {}
+    for p in _problems(group, machine):
+        panels = panels_when_compiling(p, list(tile))
+        if panels is not None and read_once([panels[0]], graph):
+            found[p.stage] = panels
+    return found

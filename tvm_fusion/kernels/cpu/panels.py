@@ -1,0 +1,124 @@
+"""Constant right operands of contractions, which are packed in panels when a module is compiled.
+
+    W: const [K, N]    ->    panels [N / 16, K, 16]    zeros behind the last column
+
+A kernel then takes the panels in place of the constant: each is read from end to end, whatever the
+register tile. The function says which of its parameters are constants, the kernel how it wants
+those it takes as panels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import ceil, prod
+
+import numpy as np
+from tvm import tirx
+from tvm.ir import Expr, TensorLoad, Var
+
+from ..expr import number
+from .stages import Axis, Graph, Stage
+
+# Attribute of a PrimFunc to write: its parameters that are constants of the module, by position.
+CONSTANTS_ATTR = "tvm_fusion.constants"
+
+# Attribute of a kernel: lists of numbers, one for each parameter that it takes as panels.
+PANELS_ATTR = "tvm_fusion.panels"
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """How a constant becomes panels: which of its dimensions are batch, terms and columns, each in
+    order, and the columns of a panel. Dimensions of length 1 may be left out.
+    """
+
+    batch: tuple[int, ...]
+    terms: tuple[int, ...]
+    columns: tuple[int, ...]
+    lanes: int
+
+    def shape(self, shape: Iterable[int]) -> tuple[int, ...]:
+        """The shape of the panels of a constant of a shape."""
+        shape = tuple(shape)
+        terms, columns = (prod(shape[d] for d in dims) for dims in (self.terms, self.columns))
+        batch = (shape[d] for d in self.batch)
+        return (*batch, ceil(columns / self.lanes), terms, self.lanes)
+
+    def of(self, constant: np.ndarray) -> np.ndarray:
+        """The panels of a constant."""
+        *batch, panels, terms, lanes = self.shape(constant.shape)
+        order = (*self.batch, *self.terms, *self.columns)
+        rest = (d for d in range(constant.ndim) if d not in order)
+        matrix = constant.transpose(*order, *rest).reshape(*batch, terms, -1)
+        missing = panels * lanes - matrix.shape[-1]
+        if missing:
+            matrix = np.pad(matrix, [*[(0, 0)] * (matrix.ndim - 1), (0, missing)])
+        split = matrix.reshape(*batch, terms, panels, lanes)
+        return np.ascontiguousarray(split.swapaxes(-2, -3))
+
+    def numbers(self) -> list[int]:
+        """As a list for an attribute; see `read`."""
+        sides = (self.batch, self.terms, self.columns)
+        return [self.lanes, *map(len, sides), *(d for dims in sides for d in dims)]
+
+    @classmethod
+    def read(cls, numbers: Iterable[int]) -> Panels:
+        """The panels of a list."""
+        lanes, batch, terms, _, *dims = (int(n) for n in numbers)
+        sides = (dims[:batch], dims[batch : batch + terms], dims[batch + terms :])
+        return cls(*map(tuple, sides), lanes)
+
+
+def constants_of(func: tirx.PrimFunc) -> tuple[Var, ...]:
+    """The parameters of a function that are constants."""
+    marked = func.attrs.get(CONSTANTS_ATTR, ()) if func.attrs is not None else ()
+    return tuple(func.params[int(i)] for i in marked)
+
+
+def read_once(constants: Iterable[Var], graph: Graph) -> frozenset[Var]:
+    """Those of some parameters that are read in one place of a graph."""
+    reads = [load.source for s in graph.stages for load in s.reads()]
+    return frozenset(c for c in constants if sum(c.same_as(r) for r in reads) == 1)
+
+
+def panels_of(
+    stage: Stage,
+    operand: Expr,
+    sides: tuple[tuple[Axis, ...], tuple[Axis, ...], tuple[Axis, ...]],
+    lanes: int,
+) -> tuple[Var, Panels] | None:
+    """The constant that an operand reads, and how it is packed; None where it is none.
+
+    Parameters
+    ----------
+    stage : Stage
+    operand : Expr
+        Read element by element, maybe converted.
+    sides : tuple
+        The axes of batch, terms and columns.
+    lanes : int
+    """
+    load = _plain_load(stage, operand)
+    if load is None or load.source not in stage.constants:
+        return None
+    dimension: dict[Var, int] = {}
+    for d, (index, extent) in enumerate(zip(load.indices, load.source.ty.shape, strict=True)):
+        if number(extent) == 1:
+            continue
+        if not isinstance(index, Var) or index in dimension:
+            return None
+        dimension[index] = d
+    axes = [[a.var for a in side if a.size != 1] for side in sides]
+    used = [v for side in axes for v in side]
+    if len(used) != len(dimension) or any(v not in dimension for v in used):
+        return None
+    return load.source, Panels(*(tuple(dimension[v] for v in side) for side in axes), lanes)
+
+
+def _plain_load(stage: Stage, operand: Expr) -> TensorLoad | None:
+    """What an operand loads, if it is a load or a conversion of one."""
+    bound: Mapping[Var, Expr] = dict(stage.binds)
+    while isinstance(operand, tirx.Cast) or operand in bound:
+        operand = operand.value if isinstance(operand, tirx.Cast) else bound[operand]
+    return operand if isinstance(operand, TensorLoad) else None
