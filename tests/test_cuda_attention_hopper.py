@@ -10,6 +10,7 @@ from tvm import tirx
 
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
+from tvm_fusion.kernels.attention_bounds import key_range
 from tvm_fusion.kernels.attention_program import analyze_attention
 from tvm_fusion.kernels.contraction_model import Axis, Operand
 from tvm_fusion.kernels.cuda.attention_hopper import (
@@ -18,7 +19,7 @@ from tvm_fusion.kernels.cuda.attention_hopper import (
 )
 from tvm_fusion.kernels.cuda.attention_hopper_config import AttentionConfig, smem_bytes
 from tvm_fusion.kernels.cuda.attention_hopper_match import split_match
-from tvm_fusion.kernels.cuda.attention_range import key_range, static_tiles
+from tvm_fusion.kernels.cuda.attention_range import static_tiles
 from tvm_fusion.kernels.expr import constant
 
 from . import attention_by_hand as forms

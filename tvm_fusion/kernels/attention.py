@@ -27,7 +27,16 @@ from .attention_roles import (
 )
 from .attention_sizes import AttentionShape, AttentionTime
 from .attention_time import predict
-from .base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic, dtype_bytes
+from .base import (
+    Fit,
+    GroupView,
+    Refusal,
+    RefusalCode,
+    Resources,
+    Traffic,
+    dtype_bytes,
+    write_on_cpu,
+)
 from .expr import HALF_DTYPES
 from .footprint import evaluations, footprint_bytes, points
 from .pointwise import refuse_recompute
@@ -65,7 +74,7 @@ class AttentionClass:
             return group.refuse(
                 RefusalCode.REDUCTION, "a softmax of one key: its weights are 1, whatever the score"
             )
-        if refusal := _check_dtypes(group, roles) or _check_layouts(group, roles, hw):
+        if refusal := _check_operands(group, roles, hw):
             return refusal
         kept = (b for b in group.blocks if roles.levels[id(b)] is not Level.MASK)
         runs = evaluations(group, frozenset(w.tensor for b in kept for w in b.writes))
@@ -110,8 +119,10 @@ class AttentionClass:
 
     def ranked(
         self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy
-    ) -> list[tuple[float, Any]]:
+    ) -> list[tuple[float | None, Any]]:
         """Predicted seconds of one launch and configurations, in the order of `configs`."""
+        if hw.kind == "llvm":
+            return [(None, None)]
         from .attention_program import analyze_attention
         from .cuda.attention_forms import attention_ranked
 
@@ -124,8 +135,8 @@ class AttentionClass:
         from .attention_program import analyze_attention
         from .cuda.attention_forms import emit_attention
 
-        if hw.kind != "cuda":
-            raise Unsupported(f"attention is written for CUDA devices, not for {hw.name}")
+        if hw.kind == "llvm":
+            return _written_on_cpu(func, hw, policy)
         attention = analyze_attention(func, exact=policy.rounding == "exact")
         return emit_attention(attention, hw, policy, config)
 
@@ -140,6 +151,26 @@ def _time(
         return None if isinstance(found, Refusal) else predict(_shape(group, found), hw, policy)
 
     return group.once(("attention time", hw.name), predicted)
+
+
+def _written_on_cpu(func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> tirx.PrimFunc:
+    """The loops of an attention; those of any group where it cannot be read as one."""
+    from .attention_program import analyze_attention
+    from .cpu.attention import write_attention
+    from .cpu.machine import machine_of
+
+    try:
+        attention = analyze_attention(func, exact=policy.rounding == "exact")
+        return write_attention(func, attention, machine_of(hw))
+    except Unsupported:
+        return write_on_cpu(func, hw, policy)
+
+
+def _check_operands(group: GroupView, roles: AttentionRoles, hw: HardwareProfile) -> Refusal | None:
+    """What the units that multiply can take; a CPU takes all."""
+    if hw.kind == "llvm":
+        return None
+    return _check_dtypes(group, roles) or _check_layouts(group, roles, hw)
 
 
 def _check_dtypes(group: GroupView, roles: AttentionRoles) -> Refusal | None:

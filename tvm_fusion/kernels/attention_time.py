@@ -9,13 +9,15 @@ ends a tile is not hidden.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ..config import HardwareProfile, Policy
 from .attention_sizes import AttentionShape, AttentionTile, AttentionTime, MmaTile
 from .base import Resources, dtype_bytes
 from .expr import HALF_DTYPES
+
+Form = Callable[[AttentionShape, HardwareProfile], Iterator[AttentionTime]]
 
 # Start of a launch; exponent of the overlap of units; rate of the tensor cores beside that of large
 # products, for which the card has to lower its clock; instructions of each score on the CUDA cores;
@@ -69,12 +71,19 @@ MMA_TILES = (
 )
 MMA_REGISTERS = 232
 
+# Vector instructions for each score on a CPU beside products and exponentials: the largest of a
+# row, loads and stores of scores and sums.
+CPU_SCORE_INSTRUCTIONS = 6.0
+
 
 def predict(
     shape: AttentionShape, hw: HardwareProfile, policy: Policy | None = None
 ) -> AttentionTime | None:
     """The fastest form for an attention, by prediction; None where no form has it."""
-    forms = (_hopper,) if shape.turned else (_hopper, _mma, _decode)
+    if hw.kind == "llvm":
+        forms: tuple[Form, ...] = (_cpu,)
+    else:
+        forms = (_hopper,) if shape.turned else (_hopper, _mma, _decode)
     times = [time for form in forms for time in form(shape, hw)]
     return min(times, key=lambda time: time.seconds, default=None)
 
@@ -131,6 +140,28 @@ def _decode(shape: AttentionShape, hw: HardwareProfile) -> Iterator[AttentionTim
         terms = {"hbm": moved_bytes(shape) / hw.hbm_bytes_per_s, "start": START_SECONDS}
         needs = _needs(hw, config.threads, sizes.smem_bytes(config), 1)
         yield AttentionTime("decode", seconds, terms, needs)
+
+
+def _cpu(shape: AttentionShape, hw: HardwareProfile) -> Iterator[AttentionTime]:
+    from .cpu.attention_tile import LEAST_QUERIES, padded_queries
+
+    if shape.queries < LEAST_QUERIES:
+        return
+    queries, tiles = padded_queries(shape.queries, hw.warp_size)
+    scores = shape.batch * queries * shape.keys * shape.visible
+    tasks = shape.batch * tiles
+    waiting = math.ceil(tasks / hw.num_sms) * hw.num_sms / tasks
+    flops = 2.0 * scores * (shape.terms + shape.features)
+    lanes = hw.num_sms * hw.warp_size * hw.clock_ghz * 1e9
+    terms = {
+        "arithmetic": waiting * flops / hw.fma_per_s_f32,
+        "special": waiting * scores * (1 + shape.special) / hw.special_per_s,
+        "logits": waiting * scores * (CPU_SCORE_INSTRUCTIONS + shape.arithmetic) / lanes,
+        "hbm": moved_bytes(shape) / hw.hbm_bytes_per_s,
+    }
+    # Products, weights and logits take turns in a core; memory is read beside them.
+    seconds = max(terms["arithmetic"] + terms["special"] + terms["logits"], terms["hbm"])
+    yield AttentionTime("cpu", seconds, terms)
 
 
 def _needs(hw: HardwareProfile, threads: int, smem_bytes: int, resident: int) -> Resources:

@@ -61,7 +61,7 @@ for _builtin, _kinds in (
     (Fallback(), ("cuda", "llvm")),
     (Nest(), ("llvm",)),
     (Gemm(), ("cuda", "llvm")),
-    (AttentionClass(), ("cuda",)),
+    (AttentionClass(), ("cuda", "llvm")),
     (Mixed(), ("cuda",)),
     (Column(), ("cuda",)),
     (Row(), ("cuda", "llvm")),

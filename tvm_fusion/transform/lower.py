@@ -63,13 +63,12 @@ def open_composites(
 ) -> tvm.IRModule:
     """The first part of `lower`: high-level operators, composites opened."""
     check_defined(mod)
-    keep_attention = target.kind.name == "llvm"
     passes = [
         UniqueNames(),
         FixBoolArithmetic(),
         relax.transform.CanonicalizeBindings(),
         DropEmpty(),
-        Decompose(keep_attention, _gpu(hw), keep_all=not decompose),
+        Decompose(_gpu(hw), keep_all=not decompose),
         *([CancelLayouts()] if decompose else []),
         *([UnpackStacks()] if _gpu(hw) is not None else []),
     ]

@@ -18,9 +18,10 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script import tirx as T
 
+from ..attention_bounds import Range
 from ..attention_model import Attention
 from ..expr import dtype_of, is_integer, uses_any
-from .attention_range import KeyTiles, Range
+from .attention_range import KeyTiles
 from .attention_tiles import kept
 from .gemm_hopper_state import wait
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...config import HardwareProfile
 from ...errors import Unsupported
+from ..attention_bounds import key_range
 from ..attention_time import AttentionTile, hopper_time
 from .attention_hopper_config import AttentionConfig, candidates
 from .attention_hopper_match import split_match
@@ -11,7 +12,6 @@ from .attention_hopper_problem import HopperAttention
 from .attention_hopper_state import make_plan
 from .attention_loads import registers_of_score
 from .attention_points import read_formulas
-from .attention_range import key_range
 from .attention_shape import shape_of, sharing
 
 

@@ -12,6 +12,7 @@ from tvm.script import tirx as T
 
 from ...config import HardwareProfile
 from ...errors import Unsupported
+from ..attention_bounds import key_range
 from .attention_hopper_config import (
     BOX,
     HALF_BYTES,
@@ -22,7 +23,6 @@ from .attention_hopper_config import (
 )
 from .attention_hopper_match import Found, Match, allocate_found, found_bytes, split_match
 from .attention_hopper_problem import HopperAttention
-from .attention_range import key_range
 from .attention_tiles import Tile, TiledKernel, TiledPlan, kept, loop_parts
 from .gemm_frame import Frame, ceil_div
 from .gemm_hopper_state import fence_shared

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ...config import HardwareProfile
 from ...errors import Unsupported
+from ..attention_bounds import key_range
 from ..attention_model import Attention
 from ..expr import HALF_DTYPES
 from .attention_loads import registers_of_score
@@ -19,7 +20,6 @@ from .attention_mma_config import (
     resident_blocks,
 )
 from .attention_points import Formulas, read_formulas
-from .attention_range import key_range
 from .attention_source import Source, read_source
 from .attention_tiles import TiledAttention, TiledPlan, logit_scale, loop_parts
 from .gemm_frame import ceil_div

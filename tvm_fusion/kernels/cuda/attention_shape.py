@@ -9,12 +9,13 @@ from tvm.ir import Expr, TensorLoad
 
 from ...ir.access import Pipe
 from ...ir.reader import children, pipe_of
+from ..attention_bounds import key_range
 from ..attention_model import Attention
 from ..attention_time import AttentionShape
 from ..expr import bytes_of
 from .attention_hopper_match import split_match
 from .attention_points import Formulas
-from .attention_range import key_range, static_tiles
+from .attention_range import static_tiles
 from .attention_tiles import MAX_WALK, TiledAttention
 from .gemm_access import Digit
 from .gemm_frame import assumed

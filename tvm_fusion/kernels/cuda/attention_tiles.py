@@ -14,10 +14,11 @@ from tvm.ir import Expr, TensorLoad, Var
 from tvm.script import tirx as T
 
 from ...ir.reader import children
+from ..attention_bounds import Range
 from ..attention_model import Attention
 from ..contraction_model import Extent, size_of
 from ..expr import convert, dtype_of, number, uses_any
-from .attention_range import KeyTiles, Range, emit_tiles, static_tiles
+from .attention_range import KeyTiles, emit_tiles, static_tiles
 from .gemm_frame import Frame, coordinates
 
 # Tiles of queries that are walked through to find what no tile needs.

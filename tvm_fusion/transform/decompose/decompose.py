@@ -46,11 +46,6 @@ class Decompose:
 
     Parameters
     ----------
-    keep_attention : bool
-        Leave attention without a causal mask whole. For a CPU, where one function of several loop
-        nests is one launch and beats a function for each product and the softmax (BERT, 2 layers,
-        sequence 128: 147 us against 200 on two cores). A causal one is always opened, since TVM's
-        own multiplies masked scores by 0 instead of hiding them.
     hw : HardwareProfile or None
         The GPU whose limits decide between forms: statistics over what it cannot hold on the chip
         are taken in one pass, and batch norms in training form are opened. None: neither.
@@ -64,18 +59,12 @@ class Decompose:
     >>> mod["main"].attrs["tvm_fusion.composites"]  # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        keep_attention: bool = False,
-        hw: HardwareProfile | None = None,
-        keep_all: bool = False,
-    ) -> None:
-        self.keep_attention, self.hw, self.keep_all = keep_attention, hw, keep_all
+    def __init__(self, hw: HardwareProfile | None = None, keep_all: bool = False) -> None:
+        self.hw, self.keep_all = hw, keep_all
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         decomposer = _Decomposer(mod)
-        decomposer.keep_attention, decomposer.hw = self.keep_attention, self.hw
-        decomposer.keep_all = self.keep_all
+        decomposer.hw, decomposer.keep_all = self.hw, self.keep_all
         return rewrite_functions(mod, decomposer.builder_, decomposer.open_function)
 
 
@@ -87,10 +76,6 @@ def _rule_of(value: Expr) -> tuple[str, Rule] | None:
     if rule is None:
         return None
     return value.op.name.rsplit(".", 1)[-1].removesuffix("_bias"), rule
-
-
-def _is_plain_attention(call: Call) -> bool:
-    return call.op.name.startswith("relax.nn.attention") and call.attrs.causal_mask is None
 
 
 @mutator
@@ -122,8 +107,7 @@ class _Decomposer(PyExprMutator):
             self._alias(binding.var, self._tuples[value.tuple_value].fields[value.index])
             return
         found = _rule_of(value)
-        kept = self.keep_attention and found is not None and _is_plain_attention(value)
-        kept = kept or (self.keep_all and found is not None and not norms.fails_whole(value))
+        kept = self.keep_all and found is not None and not norms.fails_whole(value)
         if found is None or kept or not self._open(binding, *found):
             super().visit_var_binding_(binding)
 
