@@ -7,6 +7,8 @@ import pytest
 
 from tvm_fusion._threads import kernel_threads
 
+from .tools import require
+
 os.environ.setdefault("TVM_FUSION_PLAN_CACHE", "0")  # what is tested is the search
 os.environ.setdefault("TVM_FUSION_KERNEL_CACHE", "0")  # and the writers
 os.environ.setdefault("TVM_FUSION_CALIBRATE", "0")  # plans are the same on each machine
@@ -16,6 +18,12 @@ os.environ.setdefault("TVM_FUSION_CALIBRATE", "0")  # plans are the same on each
 def _all_cores() -> None:
     """Keeps TVM from pinning every process of the test-suite to the first core."""
     kernel_threads()
+
+
+@pytest.fixture
+def nvcc() -> str:
+    """The path of nvcc."""
+    return require("nvcc")
 
 
 LLVM_AND_GPU = ["llvm", pytest.param("cuda", marks=pytest.mark.gpu)]

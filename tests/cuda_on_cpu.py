@@ -13,7 +13,6 @@ import ctypes
 import hashlib
 import importlib
 import re
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -26,6 +25,8 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 from tvm.tirx import compilation_pipeline
+
+from .tools import require
 
 tirx_build = importlib.import_module("tvm.tirx.build")  # a function of that name hides it
 
@@ -294,7 +295,7 @@ def _precompiled_header() -> Path:
 
 
 def _gxx(*arguments: str) -> None:
-    run = subprocess.run(["g++", *FLAGS, *arguments], capture_output=True, text=True)
+    run = subprocess.run([require("g++"), *FLAGS, *arguments], capture_output=True, text=True)
     if run.returncode:
         raise RuntimeError(f"g++ refuses the kernel:\n{run.stderr[:4000]}")
 
@@ -330,9 +331,9 @@ def ptxas_report(source: str, arch: str) -> str:
     RuntimeError
         Where nvcc refuses the source.
     """
-    nvcc = Path(shutil.which("nvcc") or "nvcc").resolve()
+    nvcc = Path(require("nvcc")).resolve()
     flags = (f"-arch={arch}", "-cubin", "-O3", "--use_fast_math", "-Xptxas=-v", "-w")
-    parts = (str(nvcc), str(nvcc.stat().st_mtime if nvcc.exists() else 0), *flags, source)
+    parts = (str(nvcc), str(nvcc.stat().st_mtime), *flags, source)
     report = CACHE / f"{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:20]}.ptxas"
     if not report.exists():
         CACHE.mkdir(exist_ok=True)

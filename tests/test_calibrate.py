@@ -46,7 +46,7 @@ from tvm_fusion.runtime.resources import parse_ptxas_log
 
 H200 = load_profile("h200")
 MIB = 1 << 20
-needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+needs_nvcc = pytest.mark.usefixtures("nvcc")
 
 
 # ---- numbers from curves

@@ -6,13 +6,13 @@ import logging
 import math
 import random
 import statistics
-import time
 from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 import pytest
 
+from tests.counting import calls_of
 from tests.learned_cases import BYTES, CLASSES, a_query, some_rows, true_us, with_bytes
 from tvm_fusion.bench.random_graphs import graph_of
 from tvm_fusion.config import load_policy, load_profile, profile_file
@@ -288,18 +288,12 @@ def test_broken_trees_are_reported():
         Trees.from_json({"depth": 2, "leaf": [[1.0]], "feature": [], "threshold": [], "base": 0})
 
 
-def test_one_query_takes_some_ten_microseconds(residual):
-    some = queries(200)
+def test_one_query_takes_some_hundred_calls(residual):
+    """165 when this was written: about 35 us with features and hull, 12 of them in the trees."""
+    some = queries(50)
     apply(residual, some[0])
-
-    def round_us():
-        start = time.perf_counter()
-        for query in some:
-            apply(residual, query)
-        return (time.perf_counter() - start) / len(some) * 1e6
-
-    # About 35 us with features and hull, 12 of them in the trees; a busy machine can only add time.
-    assert min(round_us() for _ in range(5)) < 120
+    calls = calls_of(lambda: [apply(residual, query) for query in some])
+    assert calls < 250 * len(some)
 
 
 def test_many_queries_at_once_are_answered_as_one_by_one(residual):

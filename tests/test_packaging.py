@@ -15,7 +15,7 @@ from tvm_fusion._version import __version__
 from tvm_fusion.config import load_policy, load_profile
 
 ROOT = Path(__file__).parent.parent
-IMPORT_BUDGET_S = 0.5
+MODULES = 250  # of 632; 182 when this was written
 
 
 def run(*command: str, **options) -> str:
@@ -145,23 +145,15 @@ def test_every_ffi_within_the_pins_is_accepted(monkeypatch, ffi):
     _pins.check()
 
 
-def test_importing_the_package_adds_little_to_importing_tvm():
-    code = (
-        "import time, tvm; start = time.perf_counter(); import tvm_fusion;"
-        " print(time.perf_counter() - start)"
-    )
-    # The best of three: a busy machine can only add time.
-    assert min(float(run("-c", code, cwd=ROOT)) for _ in range(3)) < IMPORT_BUDGET_S
-
-
-def test_importing_the_package_imports_no_optional_package():
+def test_importing_the_package_imports_little_beside_tvm():
+    """No optional package, and less than half of its own modules."""
     code = (
         "import sys, tvm; before = set(sys.modules); import tvm_fusion;"
-        " print(*{name.partition('.')[0] for name in sys.modules.keys() - before})"
+        " print(*(sys.modules.keys() - before))"
     )
-    loaded = set(run("-c", code, cwd=ROOT).split())
-    assert "tvm_fusion" in loaded
-    assert not loaded & {"torch", "onnx", "rich", "matplotlib", "xgboost", "transformers"}
+    loaded = run("-c", code, cwd=ROOT).split()
+    assert {name.partition(".")[0] for name in loaded} <= {"tvm_fusion", "tomllib"}
+    assert len(loaded) < MODULES
 
 
 def test_ci_runs_the_second_command_of_the_readme_as_it_stands():

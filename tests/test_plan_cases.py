@@ -5,7 +5,6 @@ measures the same graphs.
 """
 
 import json
-import shutil
 
 import pytest
 
@@ -21,7 +20,7 @@ from tvm_fusion.plan.probing import guessed
 from tvm_fusion.runtime.launch_kernels import LaunchSpec, LaunchWriter
 
 FREE = ("view", "opaque")
-needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
+needs_nvcc = pytest.mark.usefixtures("nvcc")
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """Graphs that repeat themselves: what is found, and plans that are the same as without looking."""
 
-import time
-
 import pytest
 from tvm.relax import op
 
@@ -15,6 +13,7 @@ from tvm_fusion.plan.search import search, solve, solve_whole
 from tvm_fusion.plan.shorten import LEAST_PERIODS, Shortened, shortened
 from tvm_fusion.plan.structure import Structures
 
+from .counting import searched
 from .graphs import module
 from .large_graphs import graph_of, transformer
 
@@ -156,15 +155,14 @@ def layers_of(count: int) -> FusionGraph:
     return graph_of(transformer(count), H200)
 
 
-def test_thirty_two_layers_take_little_more_time_than_one():
+def test_thirty_two_layers_take_little_more_work_than_one(monkeypatch):
     """A stack of one layer is planned whole; a long one as a few, and most of these are known."""
-    times = {}
+    work = {}
     for count in (1, 32):
-        graph = layers_of(count)
-        started = time.process_time()
-        search(graph, H200, POLICY, structures=Structures())
-        times[count] = time.process_time() - started
-    assert times[32] < 3 * times[1]
+        with searched(monkeypatch) as work[count]:
+            search(layers_of(count), H200, POLICY, structures=Structures())
+    assert work[32]["asked"] < 3 * work[1]["asked"]
+    assert work[32]["costed"] < work[1]["costed"]
 
 
 def test_every_layer_of_a_long_stack_is_planned_like_the_one_before():

@@ -1,7 +1,6 @@
 """The probe: what ptxas says of kernels, cached, in parallel, with failures told."""
 
 import dataclasses
-import shutil
 
 import numpy as np
 import pytest
@@ -29,7 +28,7 @@ from tvm_fusion.runtime.launch_kernels import LaunchSpec, LaunchWriter
 F16 = "float16"
 BIG = ((4096, 4096), F16)
 POLICY = load_policy(None)
-needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
+needs_nvcc = pytest.mark.usefixtures("nvcc")
 
 
 def two_kernels(bb, x):

@@ -1,7 +1,6 @@
 """Arrays of registers become variables before nvcc reads them, and nothing else changes."""
 
 import re
-import shutil
 import subprocess
 import sys
 
@@ -9,6 +8,8 @@ import pytest
 
 from tvm_fusion.runtime.cuda_compiler import find_compiler
 from tvm_fusion.runtime.split_arrays import LEAST_ELEMENTS, split_arrays
+
+from .tools import require
 
 N = LEAST_ELEMENTS + 32
 
@@ -65,8 +66,7 @@ def test_a_name_that_begins_like_another_is_another():
 
 def test_a_kernel_computes_the_same(tmp_path):
     """As C++ on the CPU: sums over accumulators that a function takes by reference."""
-    compiler = shutil.which("g++") or shutil.which("c++")
-    assert compiler, "no C++ compiler"
+    compiler = require("g++")
     names = ", ".join(f"acc[{i}]" for i in range(N))
     parameters = ", ".join(f"float& d{i}" for i in range(N))
     adds = " ".join(f"d{i} += {i} * x;" for i in range(N))
@@ -106,8 +106,7 @@ def accumulating(steps: int) -> str:
 
 def test_nvcc_makes_the_same_code():
     """Byte for byte, of a kernel like those it is made for."""
-    if not shutil.which("nvcc"):
-        pytest.skip("no nvcc")
+    require("nvcc")
     compiler, source = find_compiler(), accumulating(8)
     split = split_arrays(source)
     assert split != source

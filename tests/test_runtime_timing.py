@@ -46,7 +46,7 @@ def test_callables_are_warmed_up_and_then_take_turns():
 def test_the_slower_callable_has_the_longer_time():
     found = wall_times({"slow": lambda: time.sleep(0.004), "fast": lambda: None}, repeats=5)
     assert found["slow"].median_us >= 4000
-    assert found["fast"].median_us < 100
+    assert found["fast"].median_us < found["slow"].median_us
 
 
 def test_a_budget_cuts_the_samples_but_not_below_three():

@@ -61,7 +61,7 @@ def test_what_a_session_says_and_starts_is_seen(tmp_path):
     assert session.fact("finished") is None
     left, seconds = session.survivors()
     assert left == []
-    assert 0 < seconds < 5
+    assert seconds > 0
     assert marked("nobody") == []
 
 

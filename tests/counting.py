@@ -1,0 +1,50 @@
+"""Work that is counted in place of seconds, which a busy machine stretches."""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tvm_fusion.plan.legality import Evaluator
+
+
+def calls_of(function: Callable[[], Any]) -> int:
+    """Calls of functions, in Python and into C, that a call makes; the same in every run that finds
+    the same caches.
+    """
+    count = 0
+
+    def count_one(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count_one)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+@contextmanager
+def searched(monkeypatch) -> Iterator[Counter]:
+    """What a plan search does: `asked`, groups that it asks about, and `costed`, those whose kernel
+    class and time are found out because no equal group is known.
+    """
+    counts: Counter = Counter()
+    group, evaluate = Evaluator.group, Evaluator._evaluate
+
+    def asking(self, *arguments, **options):
+        counts["asked"] += 1
+        return group(self, *arguments, **options)
+
+    def costing(self, *arguments, **options):
+        counts["costed"] += 1
+        return evaluate(self, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Evaluator, "group", asking)
+        patch.setattr(Evaluator, "_evaluate", costing)
+        yield counts
