@@ -33,13 +33,14 @@ _LOADER = "ffi.Module.load_from_file.ll"
 
 _logger = logging.getLogger(__name__)
 _lock = threading.Lock()
-_sharing: int | None = None  # how many threads of torch's team work on a loop
+_sharing: tuple[int, bool] | None = None  # what `share_team` was asked for
 
 
 class _State(ctypes.Structure):
     """`@state` of the launcher: where it finds what it calls, and how many tasks it makes.
 
-    As long as `parallel` is null, loops go to `pool`.
+    As long as `parallel` is null, loops go to `pool`. A team of another size than torch's would be
+    made and unmade in turns with it: where torch has more threads, those without a task do nothing.
     """
 
     _fields_ = (
@@ -50,7 +51,9 @@ class _State(ctypes.Structure):
         ("take_error", ctypes.c_void_p),  # TVMFFIErrorMoveFromRaised
         ("set_error", ctypes.c_void_p),  # TVMFFIErrorSetRaised
         ("drop", ctypes.c_void_p),  # TVMFFIObjectDecRef
+        ("max_threads", ctypes.c_void_p),  # omp_get_max_threads
         ("threads", ctypes.c_int32),
+        ("least", ctypes.c_int32),  # of torch's team, to be used as it is
     )
 
 
@@ -62,14 +65,16 @@ class Launcher:
     state: _State
 
 
-def share_team(threads: int) -> bool:
+def share_team(threads: int, exactly: bool) -> bool:
     """Let loops run on torch's team from now on, if torch is loaded and has one.
 
     Parameters
     ----------
     threads : int
-        That work on a loop. torch's own number (`torch.set_num_threads`) should be the same: the
-        team is made anew where they differ.
+        That work on a loop.
+    exactly : bool
+        Whether also where torch was given fewer (`torch.set_num_threads`), but for one, which is no
+        team; else as many as it was given.
 
     Returns
     -------
@@ -77,16 +82,17 @@ def share_team(threads: int) -> bool:
         Whether they do.
     """
     global _sharing
-    if _sharing == threads:
+    if _sharing == (threads, exactly):
         return True
     launcher, functions = install(), _openmp_of_torch()
     if launcher is None or functions is None:
         return False
     with _lock:
-        launcher.state.threads = threads
-        launcher.state.thread_num, launcher.state.num_threads = functions[1:]
-        launcher.state.parallel = functions[0]  # from here on loops go there
-        _sharing = threads
+        state = launcher.state
+        state.threads, state.least = threads, threads if exactly else 2
+        state.thread_num, state.num_threads, state.max_threads = functions[1:]
+        state.parallel = functions[0]  # from here on loops go there
+        _sharing = threads, exactly
     return True
 
 
@@ -120,9 +126,10 @@ def install() -> Launcher | None:
     return launcher if register(_POINTER, ctypes.c_void_p(launcher.address)) == 0 else None
 
 
-def _openmp_of_torch() -> tuple[int, int, int] | None:
-    """What opens a parallel region in the OpenMP that torch uses, and what tells within it the
-    number of a thread and of all; None without torch, or where torch has another backend.
+def _openmp_of_torch() -> tuple[int, ...] | None:
+    """What opens a parallel region in the OpenMP that torch uses, what tells within it the number
+    of a thread and of all, and before it how many there will be; None without torch, or where
+    torch has another backend.
     """
     torch = sys.modules.get("torch")
     # while torch is being imported, it has no version yet
@@ -130,12 +137,13 @@ def _openmp_of_torch() -> tuple[int, int, int] | None:
 
 
 @cache
-def _functions_of(torch: Any) -> tuple[int, int, int] | None:
+def _functions_of(torch: Any) -> tuple[int, ...] | None:
     try:
         if not torch.backends.openmp.is_available():
             return None
         openmp = ctypes.CDLL(None)  # torch loads its dependencies for all to see
-        names = (openmp.GOMP_parallel, openmp.omp_get_thread_num, openmp.omp_get_num_threads)
+        numbers = ("omp_get_thread_num", "omp_get_num_threads", "omp_get_max_threads")
+        names = [openmp.GOMP_parallel, *(getattr(openmp, name) for name in numbers)]
     except (AttributeError, OSError, TypeError):  # a system whose OpenMP has another interface
         return None
     return tuple(map(_address, names))
@@ -168,11 +176,12 @@ def _layout() -> str:
 
 # int lambda(int task, Env* env, void* data) does its part of a loop and returns 0, or else has
 # raised an error in its thread. Env is TVMParallelGroupEnv: the counters of a barrier, a cache line
-# a task, and the number of tasks. A job is a loop with the first error of its tasks.
+# a task, and the number of tasks. A job is a loop: lambda, data, counters, the first error of its
+# tasks, and how many they are at most.
 _LAUNCHER = """\
-%State = type { ptr, ptr, ptr, ptr, ptr, ptr, ptr, i32 }
+%State = type { ptr, ptr, ptr, ptr, ptr, ptr, ptr, ptr, i32, i32 }
 %Env = type { ptr, i32 }
-%Job = type { ptr, ptr, ptr, ptr }
+%Job = type { ptr, ptr, ptr, ptr, i32 }
 
 @state = internal global %State zeroinitializer
 
@@ -190,8 +199,17 @@ pool:
   ret i32 %status
 
 team:
-  %at.threads = getelementptr %State, ptr @state, i32 0, i32 7
+  %at.threads = getelementptr %State, ptr @state, i32 0, i32 8
   %threads = load i32, ptr %at.threads
+  %at.most = getelementptr %State, ptr @state, i32 0, i32 7
+  %most = load ptr, ptr %at.most
+  %team.size = call i32 %most()
+  %at.least = getelementptr %State, ptr @state, i32 0, i32 9
+  %least = load i32, ptr %at.least
+  %suits = icmp sge i32 %team.size, %least
+  %several = icmp sgt i32 %threads, 1
+  %shared = and i1 %suits, %several
+  %size = select i1 %shared, i32 %team.size, i32 %threads
   %lines = mul i32 %threads, 64
   %counters = alloca i8, i32 %lines, align 64
   call void @llvm.memset.p0.i32(ptr align 64 %counters, i8 0, i32 %lines, i1 false)
@@ -199,11 +217,13 @@ team:
   %job.data = getelementptr %Job, ptr %job, i32 0, i32 1
   %job.counters = getelementptr %Job, ptr %job, i32 0, i32 2
   %job.error = getelementptr %Job, ptr %job, i32 0, i32 3
+  %job.tasks = getelementptr %Job, ptr %job, i32 0, i32 4
   store ptr %lambda, ptr %job
   store ptr %data, ptr %job.data
   store ptr %counters, ptr %job.counters
   store ptr null, ptr %job.error
-  call void %parallel(ptr @work, ptr %job, i32 %threads, i32 0)
+  store i32 %threads, ptr %job.tasks
+  call void %parallel(ptr @work, ptr %job, i32 %size, i32 0)
   %error = load atomic ptr, ptr %job.error acquire, align 8
   %right = icmp eq ptr %error, null
   br i1 %right, label %done, label %failed
@@ -225,7 +245,14 @@ define internal void @work(ptr %job) {
   %task = call i32 %number()
   %at.count = getelementptr %State, ptr @state, i32 0, i32 2
   %count = load ptr, ptr %at.count
-  %tasks = call i32 %count()
+  %size = call i32 %count()
+  %job.tasks = getelementptr %Job, ptr %job, i32 0, i32 4
+  %threads = load i32, ptr %job.tasks
+  %tasks = call i32 @llvm.smin.i32(i32 %size, i32 %threads)
+  %idle = icmp sge i32 %task, %tasks
+  br i1 %idle, label %done, label %run
+
+run:
   %env = alloca %Env
   %env.tasks = getelementptr %Env, ptr %env, i32 0, i32 1
   %job.counters = getelementptr %Job, ptr %job, i32 0, i32 2
@@ -266,6 +293,7 @@ define internal void @drop(ptr %error) {
 }
 
 declare void @llvm.memset.p0.i32(ptr, i8, i32, i1)
+declare i32 @llvm.smin.i32(i32, i32)
 
 define i32 @__tvm_ffi_launcher(ptr %self, ptr %arguments, i32 %count, ptr %result) {
   call void @return_address(ptr %result, i64 ptrtoint (ptr @launch to i64))

@@ -66,7 +66,7 @@ def kernel_threads() -> int:
     to be done.
     """
     wanted = thread_count()
-    if share_team(wanted):
+    if share_team(wanted, exactly=asked_threads() is not None):
         return wanted
     if getattr(_pool, "wanted", None) != wanted:
         _pool.size = _configure(wanted)
