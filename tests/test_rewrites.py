@@ -62,8 +62,9 @@ def test_a_plan_that_rounds_elsewhere_is_refused_where_rounding_has_to_be_exact(
         planned(policy=EXACT, plan=plan)
 
 
-def test_a_cpu_rewrites_nothing_and_exact_rounding_moves_no_rounding():
-    assert candidates(CPU, DEFAULT) == ()
+def test_a_cpu_folds_factors_only_and_exact_rounding_moves_no_rounding():
+    assert candidates(CPU, DEFAULT) == ("fold_factors",)
+    assert candidates(CPU, EXACT) == ()
     exact = set(candidates(H200, EXACT))
     assert "lean_weights" in exact
     assert not exact & {"fold_factors", "partial_rows"}

@@ -26,13 +26,14 @@ from .base import (
     RefusalCode,
     Resources,
     Traffic,
+    write_on_cpu,
 )
 from .column_shape import column_kernel, column_shape, column_traffic
 from .cuda.column_estimate import ColumnEstimate
-from .footprint import evaluations, points
+from .footprint import VECTOR_ELEMENTS, evaluations, points
 from .pointwise import refuse_recompute
 from .read_order import plain_axes, read_order
-from .traffic import cuda_resources
+from .traffic import cuda_resources, filled_by_threads, memory_traffic
 
 COLUMNS_A_THREAD = 16
 """Columns that a thread walks over, at least, where there are many."""
@@ -130,12 +131,19 @@ class Column:
 
     def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
         """Columns that a thread block cannot hold are read again, out of the L2 where they fit."""
+        if hw.kind == "llvm":
+            vectors = fit.rows * fit.columns / VECTOR_ELEMENTS
+            return memory_traffic(group, fit, hw, parallel=filled_by_threads(vectors, hw))
         return column_traffic(group, fit, _kernel(group, fit, hw))
 
     def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
+        if hw.kind == "llvm":
+            return Resources(16, 0)
         return cuda_resources(group, fit, column_shape(fit, _kernel(group, fit, hw)))
 
     def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
+        if hw.kind == "llvm":
+            return [None]
         from .cuda.column import column_configs
         from .program import analyze
 
@@ -154,6 +162,8 @@ class Column:
     def write(
         self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
     ) -> tirx.PrimFunc:
+        if hw.kind == "llvm":
+            return write_on_cpu(func, hw, policy)
         from .cuda.column import column_configs, emit_column
         from .program import analyze
 

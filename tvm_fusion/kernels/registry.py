@@ -63,7 +63,7 @@ for _builtin, _kinds in (
     (Gemm(), ("cuda", "llvm")),
     (AttentionClass(), ("cuda", "llvm")),
     (Mixed(), ("cuda",)),
-    (Column(), ("cuda",)),
+    (Column(), ("cuda", "llvm")),
     (Row(), ("cuda", "llvm")),
     (Pointwise(), ("cuda", "llvm")),
     (Transpose(), ("cuda",)),

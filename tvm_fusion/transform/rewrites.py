@@ -49,11 +49,14 @@ REWRITES: Mapping[str, Rewrite] = {
 }
 
 
+ON_CPUS = ("fold_factors",)
+"""The kernels of CPUs gain nothing by the others."""
+
+
 def candidates(hw: HardwareProfile, policy: Policy) -> tuple[str, ...]:
-    """Names of the rewrites to try; none on a CPU, whose kernels gain nothing by them."""
-    if hw.kind == "llvm":
-        return ()
-    return tuple(name for name, rewrite in REWRITES.items() if rewrite.allowed(policy))
+    """Names of the rewrites to try."""
+    names = ON_CPUS if hw.kind == "llvm" else REWRITES
+    return tuple(name for name in names if REWRITES[name].allowed(policy))
 
 
 def known_rewrites(names: Collection[str], policy: Policy) -> Collection[str]:
