@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 
 import numpy as np
@@ -259,7 +260,7 @@ FUNCTIONS = {
     "exp": (op.exp, np.exp, 1.0),
     "log": (op.log, np.log, 1.0),
     "tanh": (op.tanh, np.tanh, 1.5),
-    "erf": (op.erf, np.vectorize(math.erf), 1.5),
+    "erf": (op.erf, np.vectorize(math.erf), 1.75),
     "sigmoid": (op.sigmoid, lambda x: 1 / (1 + np.exp(-x)), 2.0),
     "rsqrt": (op.rsqrt, lambda x: 1 / np.sqrt(x), 2.0),
 }
@@ -281,6 +282,31 @@ def test_functions_are_accurate_to_units_in_the_last_place(name):
     finite = np.isfinite(nearest)
     unit = np.spacing(np.maximum(np.abs(nearest[finite]), np.finfo("float32").tiny))
     assert (np.abs(got[finite] - expected[finite]) / unit).max() <= most_ulps
+
+
+@pytest.mark.parametrize("cpu", ["x86-64", "haswell", None])
+@pytest.mark.parametrize("name", ["exp", "tanh", "erf", "sigmoid"])
+def test_functions_are_accurate_with_any_instructions(name, cpu):
+    if cpu and tvm.target.codegen.llvm_get_system_triple().split("-")[0] != "x86_64":
+        pytest.skip("runs x86-64 code")
+    emit, reference, most_ulps = FUNCTIONS[name]
+    target = tvm.target.Target({"kind": "llvm", "mcpu": cpu}) if cpu else None
+    x = np.concatenate([np.linspace(-12, 12, 200_003), np.geomspace(1e-42, 1, 50_000)])
+    x = np.concatenate([x, -x]).astype("float32")
+    with target or contextlib.nullcontext():
+        func = write_cpu(fuse(lambda bb, v: emit(v), (x.shape, "float32")))
+    (got,) = call(compile_cpu(func, target), [x], [poisoned(x.shape, "float32")])
+    expected = reference(x.astype("float64"))
+    unit = np.spacing(np.maximum(np.abs(expected.astype("float32")), np.finfo("float32").tiny))
+    assert (np.abs(got - expected) / unit).max() <= most_ulps
+
+
+@pytest.mark.parametrize("emit", [op.tanh, op.erf])
+def test_odd_functions_keep_the_sign_of_zero(emit):
+    x = np.array([0.0, -0.0] * 50, "float32")
+    case = Case("zeros", lambda bb, v: emit(v), ((x.shape, "float32"),), lambda v: [])
+    (got,) = run(case, arrays=[x])
+    np.testing.assert_array_equal(np.signbit(got), np.signbit(x))
 
 
 def test_scalar_parameters_may_be_used_in_blocks():

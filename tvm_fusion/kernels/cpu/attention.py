@@ -78,7 +78,7 @@ class _Writer:
         self.attention = attention
         self.tile = attention_tile(attention.M, attention.D, attention.E, machine)
         self.loops = Loops("int64")
-        self.scope = Scope(self.loops, {})
+        self.scope = Scope(self.loops, {}, machine.scales)
         self.range = key_range(attention)
         self.scale = _plain_scale(attention)
         self.M, self.N = self._size(attention.M), self._size(attention.N)

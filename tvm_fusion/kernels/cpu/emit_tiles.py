@@ -46,7 +46,7 @@ def emit_tiles(
     }
     run, step, position = _runs(product_of(counts.values(), loops), group, machine, loops)
     binds, regions = _regions(group, tile, counts, position, loops)
-    scope = Scope(loops, regions)
+    scope = Scope(loops, regions, machine.scales)
     body = _emit_tile(group, kept, packed, scope, machine)
     return run.around(seq(*scope.allocated, step.around(seq(*binds, body))))
 

@@ -26,6 +26,11 @@ class Machine:
     vector_registers: int
     cores: int
 
+    @property
+    def scales(self) -> bool:
+        """Whether vectors are multiplied by powers of two in one instruction (AVX-512)."""
+        return self.vector_bytes == 64
+
     def lanes(self, element_bytes: int) -> int:
         """Elements in a vector register."""
         return max(1, self.vector_bytes // element_bytes)

@@ -4,7 +4,7 @@ LLVM turns `exp` of a vector into one library call a lane. These have errors of 
 last place, keep infinities and NaN, and contain neither branches nor tables.
 
 Sources: exp, log and tanh follow S. L. Moshier's Cephes library (expf.c, logf.c, tanhf.c); the
-error function follows N. Juffa (https://stackoverflow.com/a/35148199), fitted by a minimax search.
+error function is 1 - exp(-q), with a polynomial q that a minimax search fitted.
 """
 
 from __future__ import annotations
@@ -48,23 +48,22 @@ TANH_COEFFICIENTS = (
     -3.33332819422e-1,
 )
 TANH_SPLIT = 0.625
-ERF_SPLIT = 0.927734375
-ERF_SMALL = (
-    -5.96761703e-4,
-    4.99119423e-3,
-    -2.67681349e-2,
-    1.12819925e-1,
-    -3.76125336e-1,
-    1.28379166e-1,
-)
-ERF_LARGE = (
-    -1.72853470e-5,
-    3.83197126e-4,
-    -3.88396438e-3,
-    2.42546219e-2,
-    -1.06777877e-1,
-    -6.34846687e-1,
-    -1.28717512e-1,
+# exp(2 x) + 1 with 1 - 2 / of it rounds to 1 from here on.
+TANH_BOUND = 9.1
+
+# q(t) = -ln(1 - erf(t)) = t + t * (these coefficients, of falling powers of t), up to where erf
+# rounds to 1: 1 - exp(-q) is off by 4e-9 of erf at most, before rounding.
+ERF_BOUND = 3.93
+ERF_COEFFICIENTS = (
+    -9.25879976e-06,
+    1.17662647e-04,
+    -6.32908370e-04,
+    1.66714885e-03,
+    -1.60507319e-04,
+    -1.91530101e-02,
+    1.02777816e-01,
+    6.36619389e-01,
+    1.28379166e-01,
 )
 
 
@@ -122,28 +121,45 @@ def round_to_bfloat16(x: Expr) -> Expr:
 
 
 def _with_sign(magnitude: Expr, x: Expr) -> Expr:
-    return tirx.Select(tirx.LT(x, f32(0.0)), f32(0.0) - magnitude, magnitude)
+    """A number that is not negative, with the sign of `x`."""
+    sign = tirx.BitwiseAnd(_bits(x), _i32(-(2**31)))
+    return _float(tirx.BitwiseOr(_bits(magnitude), sign))
 
 
-def exp(x: Expr) -> Expr:
+def _reduced(x: Expr, body: Callable[[Expr, Expr], Expr]) -> Expr:
+    """`body` of p and n: exp(x) = (1 + p) * 2 ** n, with p a polynomial of x - n ln 2."""
+
+    def polynomial(r: Expr) -> Expr:
+        return _horner(EXP_COEFFICIENTS, r) * (r * r) + r
+
+    def split(n: Expr) -> Expr:
+        r = x - n * f32(LN2_HIGH) - n * f32(LN2_LOW)
+        number = tirx.Cast("int32", n)
+        return _let(r, lambda v: _let(number, lambda i: body(polynomial(v), i)))
+
+    return _let(tirx.floor(x * f32(1 / math.log(2.0)) + f32(0.5)), split)
+
+
+def exp(x: Expr, scales: bool = False) -> Expr:
     """e ** x: x = n ln 2 + r, and a polynomial of r.
 
     The bounds stand first in Max and Min, which return their second operand where one is NaN.
+    `scales` where the machine multiplies by a power of two in one instruction.
     """
 
-    def scaled(r: Expr, n: Expr) -> Expr:
-        poly = _horner(EXP_COEFFICIENTS, r) * r * r + r + f32(1.0)
+    def scaled(p: Expr, n: Expr) -> Expr:
+        if scales:
+            return tirx.call_llvm_pure_intrin("float32", "llvm.ldexp", p + f32(1.0), n)
         half = tirx.RShift(n, _i32(1))
-        return poly * _power_of_two(half) * _power_of_two(n - half)
+        return (p + f32(1.0)) * _power_of_two(half) * _power_of_two(n - half)
 
-    def reduced(c: Expr, n: Expr) -> Expr:
-        r = c - n * f32(LN2_HIGH) - n * f32(LN2_LOW)
-        return _let(r, lambda v: _let(tirx.Cast("int32", n), lambda i: scaled(v, i)))
+    bounded = tirx.Min(f32(EXP_HIGH), tirx.Max(f32(EXP_LOW), x))
+    return _let(bounded, lambda c: _reduced(c, scaled))
 
-    def bounded(c: Expr) -> Expr:
-        return _let(tirx.floor(c * f32(1 / math.log(2.0)) + f32(0.5)), lambda n: reduced(c, n))
 
-    return _let(tirx.Min(f32(EXP_HIGH), tirx.Max(f32(EXP_LOW), x)), bounded)
+def _plain_exp(x: Expr) -> Expr:
+    """e ** x where neither it nor a power of two near it leaves the normal numbers."""
+    return _reduced(x, lambda p, n: (p + f32(1.0)) * _power_of_two(n))
 
 
 def log(x: Expr) -> Expr:
@@ -189,34 +205,38 @@ def log(x: Expr) -> Expr:
 
 
 def tanh(x: Expr) -> Expr:
-    """tanh x: an odd polynomial near 0, else 1 - 2 / (exp(2 |x|) + 1) with the sign of x."""
+    """tanh x: an odd polynomial near 0, else 1 - 2 / (exp(2 |x|) + 1); with the sign of x."""
 
-    def of(x: Expr) -> Expr:
-        magnitude = tirx.abs(x)
-        large = f32(1.0) - f32(2.0) / (exp(magnitude + magnitude) + f32(1.0))
-        small = _let(x * x, lambda z: _horner(TANH_COEFFICIENTS, z) * z * x + x)
-        near = tirx.LT(magnitude, f32(TANH_SPLIT))
-        return _let(large, lambda v: tirx.Select(near, small, _with_sign(v, x)))
+    def of(m: Expr) -> Expr:
+        twice = tirx.Min(f32(2 * TANH_BOUND), m + m)
+        large = f32(1.0) - f32(2.0) / (_let(twice, _plain_exp) + f32(1.0))
+        small = _let(m * m, lambda z: _horner(TANH_COEFFICIENTS, z) * z * m + m)
+        return tirx.Select(tirx.LT(m, f32(TANH_SPLIT)), small, large)
 
-    return _let(x, of)
+    def signed(x: Expr) -> Expr:
+        return _let(_let(tirx.abs(x), of), lambda v: _with_sign(v, x))
+
+    return _let(x, signed)
 
 
-def sigmoid(x: Expr) -> Expr:
+def sigmoid(x: Expr, scales: bool = False) -> Expr:
     """1 / (1 + exp(-x))."""
-    return f32(1.0) / (f32(1.0) + exp(f32(0.0) - x))
+    return f32(1.0) / (f32(1.0) + exp(f32(0.0) - x, scales))
 
 
 def erf(x: Expr) -> Expr:
-    """Error function: an odd polynomial near 0, else 1 - exp(polynomial) with the sign of x."""
+    """Error function: 1 - exp(-q) with the sign of x, computed without a difference near 0."""
+
+    def rest(p: Expr, n: Expr) -> Expr:
+        return _let(_power_of_two(n), lambda s: (f32(1.0) - s) - s * p)
 
     def of(x: Expr) -> Expr:
-        def large(t: Expr) -> Expr:
-            return f32(1.0) - exp(_horner(ERF_LARGE, t) * t - t)
+        def exponent(t: Expr) -> Expr:
+            return f32(0.0) - (_horner(ERF_COEFFICIENTS, t) * t + t)
 
-        tail = _let(tirx.abs(x), large)
-        small = _let(x * x, lambda s: _horner(ERF_SMALL, s) * x + x)
-        far = tirx.GT(tirx.abs(x), f32(ERF_SPLIT))
-        return _let(tail, lambda v: tirx.Select(far, _with_sign(v, x), small))
+        t = tirx.Min(f32(ERF_BOUND), tirx.abs(x))
+        magnitude = _let(t, lambda t: _let(exponent(t), lambda q: _reduced(q, rest)))
+        return _let(magnitude, lambda v: _with_sign(v, x))
 
     return _let(x, of)
 
@@ -240,21 +260,22 @@ def power(x: Expr, y: Expr) -> Expr | None:
     return None
 
 
+SCALING = {"exp": exp, "sigmoid": sigmoid}
 FUNCTIONS = {
-    "exp": exp,
     "log": log,
     "tanh": tanh,
-    "sigmoid": sigmoid,
     "erf": erf,
     "rsqrt": rsqrt,
 }
 
 
-def lower_call(expr: Expr) -> Expr:
-    """`expr`, or what computes it without a library call."""
+def lower_call(expr: Expr, scales: bool = False) -> Expr:
+    """`expr`, or what computes it without a library call; `scales` as in `exp`."""
     if dtype_of(expr) != "float32":
         return expr
     name = call_name(expr)
+    if name in SCALING:
+        return SCALING[name](expr.args[0], scales)
     if name in FUNCTIONS:
         return FUNCTIONS[name](expr.args[0])
     if name == "pow":

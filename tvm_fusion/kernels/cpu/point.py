@@ -25,8 +25,11 @@ COMBINE = {
     Kind.ANY: tirx.Or,
 }
 
-# Calls that LLVM has vector instructions for.
-VECTOR_CALLS = ("fabs", "sqrt", "floor", "ceil", "trunc", "reinterpret", "")
+# Calls that LLVM has vector instructions for; of its own functions, math.py calls only such.
+VECTOR_CALLS = (
+    *("fabs", "sqrt", "floor", "ceil", "trunc", "reinterpret", "call_llvm_pure_intrin"),
+    "",
+)
 
 Ops = list[tirx.Stmt | Keep]
 

@@ -151,7 +151,7 @@ class Resolve:
         if isinstance(expr, tirx.Cast) and dtype_of(expr.value) == "bfloat16":
             return convert(self._from_bfloat16(expr.value), dtype_of(expr))
         plain = rebuild(expr, self)
-        lowered = lower_call(plain)
+        lowered = lower_call(plain, self.scope.scales)
         return lowered if self._guards or lowered is plain else self._flat(lowered)
 
     def _from_bfloat16(self, expr: Expr) -> Expr:

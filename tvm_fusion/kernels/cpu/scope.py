@@ -44,10 +44,11 @@ class Place:
 
 @dataclass(slots=True, eq=False)
 class Scope:
-    """State of emitting one tile."""
+    """State of emitting one tile; `scales` as `Machine` has it."""
 
     loops: Loops
     regions: dict[Var, Region]
+    scales: bool = False
     places: dict[Var, Place] = field(default_factory=dict)
     allocated: list[tirx.Stmt] = field(default_factory=list)
     tree_sizes: dict[Var, int] = field(default_factory=dict)

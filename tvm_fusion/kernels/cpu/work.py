@@ -16,7 +16,7 @@ from .stages import Axis, Stage
 ASSUMED_EXTENT = 256
 
 # Cost of an operation in additions: the polynomials of math.py, and the throughput of division.
-CALL_COST = {"exp": 12, "tanh": 16, "sigmoid": 16, "erf": 20, "log": 14, "pow": 30, "sqrt": 5}
+CALL_COST = {"exp": 12, "tanh": 16, "sigmoid": 16, "erf": 16, "log": 14, "pow": 30, "sqrt": 5}
 CHEAP_CALLS = ("fabs", "floor", "ceil", "trunc", "isnan", "if_then_else", "reinterpret")
 OTHER_CALL_COST = 30
 DIVISION_COST = 4
