@@ -68,7 +68,10 @@ def test_a_suite_is_named_whole_or_in_part(given, only, names):
         (["bench", "--demo", "--plain-peers", "jax"], "--plain-peers is for a suite"),
         (["bench", "--suite", "memory", "--policy", "default"], "--policy is for a model"),
         (["bench", "--suite", "memory", "--demo"], "not allowed with argument"),
-        (["bench", "--demo", "--peers", "jax"], "--peers is for a suite"),
+        (["bench", "--demo", "--peers", "sdpa"], "sdpa is for a suite, not for a model"),
+        (["bench", "--demo", "--peers", "jaxx"], "did you mean 'jax'?"),
+        (["bench", "--demo", "--threads", "2"], "--threads is for a suite"),
+        (["bench", "--suite", "cpu", "--full"], "--full is for a model"),
         (["bench", "--merge", "nowhere.json"], "cannot read nowhere.json"),
     ],
 )

@@ -15,6 +15,7 @@ from tvm_fusion import cli
 from tvm_fusion.config import load_policy
 from tvm_fusion.errors import BuildError, FrontendError, PlanError, VerificationError
 from tvm_fusion.report.model import Comparison, GroupReport, RefusalReport, Report, Verification
+from tvm_fusion.report.times import TimeReport
 
 GROUP = GroupReport("fused_add", ("add", "exp"), (), "pointwise", 1, 8, 24, 1.0, 3.0)
 REFUSAL = RefusalReport("CYCLE", ("exp", "sum"), "sum feeds exp through a path outside")
@@ -22,11 +23,11 @@ REPORT = Report(
     target="llvm_cpu",
     launches=Comparison(1, 2),
     bytes=Comparison(8, 24),
-    time_us=Comparison(1.0, 3.0),
     plan={"groups": []},
     groups=(GROUP,),
     refusals=(REFUSAL,),
     verify=Verification(True, 1e-6),
+    times={"fused": TimeReport(1.0, 1.0, 1.0, 3, "wall")},
 )
 
 
@@ -44,6 +45,9 @@ class StubCompiler:
         return types.SimpleNamespace(
             report=self._answer("compile", model, options), save=self.saved.append
         )
+
+    def compile_beside(self, model, peers, **options):
+        return self.compile(model, peers=peers, **options)
 
     def explain(self, model, **options):
         return replace(self._answer("explain", model, options), verify=None)
@@ -65,7 +69,9 @@ def compiler(monkeypatch) -> StubCompiler:
     stub = StubCompiler()
     modules = {
         "compiler": types.SimpleNamespace(compile=stub.compile, explain=stub.explain),
-        "bench.compare": types.SimpleNamespace(bench=stub.bench),
+        "bench.compare": types.SimpleNamespace(
+            bench=stub.bench, compile_beside=stub.compile_beside
+        ),
         "demo": types.SimpleNamespace(demo_module=lambda kind: f"demo for {kind}"),
     }
     for name, module in modules.items():
@@ -104,10 +110,15 @@ def test_each_command_prints_a_report_of_the_demo(compiler, capsys, command):
     assert options["plan"] is None
 
 
-def test_compile_times_the_model_and_leaves_the_check_to_the_policy(compiler):
-    cli.main(["compile", "--demo"])
+@pytest.mark.parametrize("peers", [None, "tvm,openvino", "none"])
+def test_compile_times_the_model_and_leaves_the_check_to_the_policy(compiler, peers):
+    cli.main(["compile", "--demo", *([] if peers is None else ["--peers", peers])])
     options = compiler.calls[0][2]
-    assert options["time"] is True
+    if peers == "none":
+        assert options["time"] is True
+    else:
+        named = tuple(peers.split(",")) if peers else ("tvm", "torch", "torch.compile")
+        assert options["peers"] == named
     assert options["measure"] is False
     assert "verify" not in options
 

@@ -21,6 +21,8 @@ from tvm_fusion.report.model import (
     Report,
     Verification,
 )
+from tvm_fusion.report.screen import COLUMNS, LINES, screen
+from tvm_fusion.report.times import TimeReport, Verdict
 from tvm_fusion.report.why import restrict, why
 
 NORM = GroupReport(
@@ -59,13 +61,16 @@ REPORT = Report(
     target="nvidia_h200",
     launches=Comparison(2, 6),
     bytes=Comparison(100_002_000, 350_002_000),
-    time_us=Comparison(1526.4, 1620.0),
     plan={"groups": [["add"], ["matmul"]]},
     groups=(NORM, MATMUL),
     refusals=(REFUSAL,),
     verify=Verification(True, 3.2e-4),
+    times={
+        "fused": TimeReport(1526.4, 1520.0, 1530.0, 20, "kernel"),
+        "unfused": TimeReport(1620.0, 1610.0, 1630.0, 20, "kernel"),
+    },
 )
-EMPTY = Report("llvm_cpu", Comparison(0, 0), Comparison(0, 0), Comparison(), {})
+EMPTY = Report("llvm_cpu", Comparison(0, 0), Comparison(0, 0), {})
 
 
 class Terminal(io.StringIO):
@@ -77,7 +82,7 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def lines() -> list[str]:
-    return [" ".join(line.split()) for line in str(REPORT).splitlines()]
+    return [" ".join(line.split()) for line in REPORT.full().splitlines()]
 
 
 def test_the_json_object_has_the_documented_keys():
@@ -153,12 +158,12 @@ def test_a_group_shows_its_terms_and_what_is_taken_to_lie_in_the_l2(lines):
 
 def test_only_the_largest_terms_are_shown():
     terms = {name: float(us) for us, name in enumerate("abcdefg")}
-    shown = str(replace(REPORT, groups=(replace(NORM, terms=terms),)))
+    shown = replace(REPORT, groups=(replace(NORM, terms=terms),)).full()
     assert "fused_add_rms_norm: g 6 us, f 5 us, e 4 us, d 3 us, c 2 us, ..." in shown
 
 
 def test_columns_that_are_empty_everywhere_are_left_out():
-    heads = str(replace(REPORT, groups=(MATMUL,))).splitlines()[7].split()
+    heads = replace(REPORT, groups=(MATMUL,)).full().splitlines()[11].split()
     assert heads == ["group", "class", "computes", "launches", "bytes", "saved", "predicted"]
 
 
@@ -168,7 +173,7 @@ def test_a_refusal_shows_its_code_place_reason_and_numbers(lines):
 
 
 def test_many_refusals_are_counted_and_the_rest_is_announced():
-    shown = str(replace(REPORT, refusals=(REFUSAL,) * 11))
+    shown = replace(REPORT, refusals=(REFUSAL,) * 11).full()
     assert "not fused (11 RECOMPUTE):" in shown
     assert shown.count("exp would be computed") == 8
     assert "and 3 more" in shown
@@ -176,33 +181,108 @@ def test_many_refusals_are_counted_and_the_rest_is_announced():
 
 def test_a_fallback_is_marked_in_its_row_and_explained():
     fallen = replace(NORM, fallback="error 0.2 above the limit 0.01")
-    shown = str(replace(REPORT, groups=(fallen,)))
+    shown = replace(REPORT, groups=(fallen,)).full()
     assert "run unfused:\n  fused_add_rms_norm: error 0.2 above the limit 0.01" in shown
     assert "fused_add_rms_norm  unfused" in shown
 
 
 def test_groups_that_fell_back_for_one_reason_share_a_line():
     groups = [replace(NORM, name=name, fallback="no nvcc") for name in ("first", "second")]
-    assert "run unfused:\n  first, second: no nvcc\n" in str(replace(REPORT, groups=groups))
+    assert "run unfused:\n  first, second: no nvcc\n" in replace(REPORT, groups=groups).full()
 
 
 def test_a_failed_check_is_loud():
-    assert "FAILED" in str(replace(REPORT, verify=Verification(False, 0.5)))
+    assert "FAILED" in replace(REPORT, verify=Verification(False, 0.5)).full()
 
 
 def test_other_compilers_are_compared_with_our_time():
-    shown = str(replace(REPORT, peers_us={"torch.compile": 3052.8, "jax": None}))
-    rows = [" ".join(line.split()) for line in shown.splitlines()]
-    assert "torch.compile 3.05 ms 2.00x" in rows
-    assert "jax failed -" in rows
+    times = {
+        **REPORT.times,
+        "torch.compile": TimeReport(3052.8, 3000.0, 3100.0, 20, "wall"),
+        "torch": TimeReport(1520.0, 1490.0, 1550.0, 20, "wall"),
+        "jax": TimeReport(failure="ImportError: no jax"),
+    }
+    rows = [" ".join(line.split()) for line in replace(REPORT, times=times).full().splitlines()]
+    assert "unfused 1.62 ms 1.61 ms 1.63 ms 20 1.06x faster" in rows
+    assert "torch.compile 3.05 ms 3 ms 3.1 ms 20 2.00x faster" in rows
+    assert "torch 1.52 ms 1.49 ms 1.55 ms 20 - no difference" in rows
+    assert "jax - - - 0 - -" in rows
+    assert "jax: ImportError: no jax" in rows
 
 
 def test_an_empty_report_has_only_a_header():
-    assert len(str(EMPTY).splitlines()) == 5
+    assert len(EMPTY.full().splitlines()) == 5
+
+
+@pytest.mark.parametrize(
+    ("other", "verdict", "ratio"),
+    [
+        (TimeReport(30.0, 21.0, 40.0), Verdict.FASTER, 1.5),
+        (TimeReport(30.0, 20.5, 40.0), Verdict.EVEN, None),
+        (TimeReport(20.0, 19.0, 22.0), Verdict.EVEN, None),
+        (TimeReport(10.0, 9.0, 17.0), Verdict.SLOWER, 0.5),
+        (TimeReport(failure="it died"), None, None),
+    ],
+)
+def test_a_verdict_follows_from_the_quartiles(other, verdict, ratio):
+    ours = TimeReport(20.0, 18.0, 20.5, 20, "wall")
+    assert ours.verdict(other) is verdict
+    assert ours.ratio(other) == ratio
+
+
+def test_times_that_are_not_told_apart_save_nothing():
+    even = {**REPORT.times, "unfused": TimeReport(1600.0, 1525.0, 1700.0, 20, "kernel")}
+    for shown in (str(replace(REPORT, times=even)), replace(REPORT, times=even).full()):
+        (row,) = (line for line in shown.splitlines() if line.startswith("time  "))
+        assert row.endswith("no difference")
+        assert "x" not in row
+    assert replace(REPORT, times=even).to_json()["times"]["unfused"]["verdict"] == "no difference"
+
+
+def test_json_says_what_the_quartiles_allow():
+    times = REPORT.to_json()["times"]
+    assert times["unfused"]["verdict"] == "faster"
+    assert times["unfused"]["ratio"] == 1620.0 / 1526.4
+    assert "verdict" not in times["fused"]
+
+
+def large_report():
+    """More than a screen: long names, many groups, peers and refusals."""
+    groups = [replace(NORM, name=f"{n}_{'x' * 90}", measured_us=float(n)) for n in range(60)]
+    times = {f"compiler_{'y' * 60}_{n}": TimeReport(1e3 * n, 9e2 * n, 2e3 * n) for n in range(9)}
+    refusals = [replace(REFUSAL, code="undecided", why="z" * 200)] * 50
+    times = REPORT.times | times
+    return replace(REPORT, groups=tuple(groups), refusals=tuple(refusals), times=times)
+
+
+@pytest.mark.parametrize("report", [EMPTY, REPORT, large_report()], ids=["empty", "two", "large"])
+@pytest.mark.parametrize("model", [None, "--demo", "a/" * 40 + "model.onnx"])
+def test_the_first_screen_is_a_screen(report, model):
+    lines = screen(report, model).splitlines()
+    assert len(lines) <= LINES == 40
+    assert max(map(len, lines)) <= COLUMNS == 100
+
+
+def test_the_first_screen_has_times_a_verdict_the_top_three_and_hints():
+    shown = screen(large_report(), "--demo")
+    lines = [" ".join(line.split()) for line in shown.splitlines()]
+    assert "unfused 1.62 ms 1.61 ms - 1.63 ms 1.06x faster" in lines
+    (verdict,) = (line for line in lines if line.startswith("verdict: "))
+    assert verdict.startswith("verdict: faster than unfused, compiler_")
+    start = next(i for i, line in enumerate(lines) if line.startswith("what takes most"))
+    assert lines[start].endswith("measured of all")
+    assert [line[:3] for line in lines[start + 1 : start + 4]] == ["59_", "58_", "57_"]
+    assert "python -m tvm_fusion compile --demo --full" in shown
+    assert "times the 50 fusions in doubt" in shown
+
+
+def test_printing_a_report_gives_the_first_screen_and_says_how_to_get_the_rest():
+    assert str(REPORT) == screen(REPORT)
+    assert "print(report.full())" in str(REPORT)
 
 
 def test_long_names_are_clipped():
-    shown = str(replace(REPORT, groups=(replace(NORM, name="x" * 90),)))
+    shown = replace(REPORT, groups=(replace(NORM, name="x" * 90),)).full()
     assert "x" * 37 + "..." in shown
     assert "x" * 38 not in shown
 
@@ -233,7 +313,7 @@ def test_times_are_scaled(time_us, shown):
 def test_a_file_gets_plain_text():
     file = io.StringIO()
     text.show(REPORT, file)
-    assert file.getvalue() == str(REPORT) + "\n"
+    assert file.getvalue() == REPORT.full() + "\n"
 
 
 def test_a_terminal_gets_a_ruled_table():
@@ -247,7 +327,7 @@ def test_a_terminal_without_rich_gets_plain_text(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.console", None)
     file = Terminal()
     text.show(REPORT, file)
-    assert file.getvalue() == str(REPORT) + "\n"
+    assert file.getvalue() == REPORT.full() + "\n"
 
 
 def test_why_names_the_kernel_that_computes_both():
@@ -411,5 +491,5 @@ def test_each_refusal_of_a_plan_says_what_would_turn_it(key):
 
 def test_a_refusal_ends_with_the_number_that_would_turn_it():
     refusal = replace(REFUSAL, flip="allowed from max_recompute = 4096 (now 4)")
-    shown = str(replace(REPORT, refusals=(refusal,)))
+    shown = replace(REPORT, refusals=(refusal,)).full()
     assert "(factor = 4096); allowed from max_recompute = 4096 (now 4)" in shown

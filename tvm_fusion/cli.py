@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from ._arguments import INTERRUPTED, POLICY_HELP, TARGET_HELP, model_of, policy_of
 from .errors import ConfigError, InputError, PlanError, TvmFusionError, VerificationError
 from .report.model import Report
+from .report.progress import shown
 from .report.why import restrict, why
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def _main(make_parser: Callable[[], argparse.ArgumentParser], argv: Sequence[str
             from .tuning.command import main as tune
 
             return tune(args)
-        with _only_results_on_stdout():
+        with _only_results_on_stdout(), shown():
             report = _run(args)
             answer = why(report, args.why) if args.why and not args.json else None
         _print(report, args, answer)
@@ -99,6 +100,13 @@ def _parser() -> argparse.ArgumentParser:
         _add_common_arguments(command, suites=name == "bench")
     output = commands.choices["compile"]
     output.add_argument("-o", "--output", metavar="FILE", help="save the compiled module (.so)")
+    output.add_argument(
+        "--peers",
+        metavar="PEER,...",
+        default=None,
+        help="compilers to time beside it: tvm, torch.eager, torch.compile, jax, onnxruntime, "
+        "openvino, or none; default: tvm,torch.eager,torch.compile",
+    )
     output.add_argument("--database", metavar="DIR", help="use the kernels that `tune` kept here")
     for command in (output, commands.choices["bench"]):
         help_text = "capture whole calls into CUDA graphs"
@@ -170,12 +178,18 @@ def _add_common_arguments(command: argparse.ArgumentParser, suites: bool) -> Non
     command.add_argument("--policy", help=POLICY_HELP)
     command.add_argument("--plan", metavar="FILE", help="run this plan instead of searching one")
     command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.add_argument(
+        "--full", action="store_true", default=None, help="print everything, not one screen of it"
+    )
     command.set_defaults(output=None, why=None)
+    if not suites:
+        command.set_defaults(peers="none")
 
 
 def _run(args: argparse.Namespace) -> Report:
     """Do what the command says and return its report."""
     from . import compiler
+    from .bench.options import model_peers_of
     from .config import load_policy, resolve_target
 
     # Everything a user may have mistyped is checked before the model is read. The target is passed
@@ -186,6 +200,7 @@ def _run(args: argparse.Namespace) -> Report:
         "policy": _with_budget(load_policy(policy_of(args.policy)), args),
         "plan": _plan_file(args.plan),
     }
+    peers = model_peers_of(args.peers)
     if args.output is not None and not Path(args.output).absolute().parent.is_dir():
         raise InputError(f"cannot write {args.output}: there is no such directory")
     model = model_of(args, target)
@@ -195,12 +210,16 @@ def _run(args: argparse.Namespace) -> Report:
     if args.command == "bench":
         from .bench.compare import bench
 
-        return bench(model, **options, cuda_graph=args.cuda_graph)
+        return bench(model, **options, cuda_graph=args.cuda_graph, peers=peers)
     if args.command == "verify":
         return _verified(compiler.compile(model, **options, verify="groups").report)
-    how = {"measure": args.measure, "time": True, "cuda_graph": args.cuda_graph}
-    how["database"] = args.database
-    compiled = compiler.compile(model, **options, **how)
+    how = {"measure": args.measure, "cuda_graph": args.cuda_graph, "database": args.database}
+    if peers:
+        from .bench.compare import compile_beside
+
+        compiled = compile_beside(model, peers, **options, **how)
+    else:
+        compiled = compiler.compile(model, **options, **how, time=True)
     if args.output is not None:
         compiled.save(args.output)
     return compiled.report
@@ -253,10 +272,14 @@ def _print(report: Report, args: argparse.Namespace, answer: str | None) -> None
         print(json.dumps(shown.to_json(), allow_nan=False))
     elif answer is not None:
         print(answer)
-    else:
+    elif args.full or args.command in ("explain", "verify"):
         from .report.text import show
 
         show(report, sys.stdout)
+    else:
+        from .report.screen import screen
+
+        print(screen(report, "--demo" if args.demo else args.model))
     sys.stdout.flush()
 
 

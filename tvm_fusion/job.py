@@ -19,6 +19,7 @@ from .plan.decide import caution_of, without
 from .plan.judge import measured_whole, times_apart
 from .plan.plan import FusionPlan, PlannedGroup
 from .plan.search import unfused_plan
+from .report.progress import stages
 from .transform.lower import lower
 from .transform.materialize import Materialized, materialize
 from .transform.pack_constants import PackConstants, constant_arguments
@@ -28,7 +29,6 @@ from .variants import best_plan
 
 if TYPE_CHECKING:
     from .check.sequential import Budget
-    from .report.model import Comparison
     from .runtime.build import Built
     from .runtime.kernels_ahead import KernelsAhead
     from .runtime.module import CompiledModule
@@ -67,6 +67,7 @@ class Job:
         """
         tvm_target, hw = resolve_target(target)
         policy, given = load_policy(policy), _read_plan(plan)
+        stages.info("reading the model")
         if database is None:
             mod = load(model, example_inputs, dynamic_shapes=dynamic_shapes)
             return cls.from_module(mod, tvm_target, hw, policy, given)
@@ -89,6 +90,7 @@ class Job:
     ) -> Job:
         given = _read_plan(plan)
         if given is None:
+            stages.info("planning")
             return cls(mod, target, hw, policy, *best_plan(mod, target, hw, policy))
         if given.opened:
             low = lower(mod, target, hw=hw, rewrites=known_rewrites(given.rewrites, policy))
@@ -152,21 +154,25 @@ class Job:
             self.contest(budget.share(CONTEST_SHARE))
         elif verify and not self.given and self.settles():
             self.contest(Budget(self.policy.settle_budget_s))
+        stages.info("building the kernels")
         built, materialized = self.build_fused()
-        checked, timing = None, None
+        checked = None
+        if measure or time:
+            stages.info("building the unfused module")
         unfused = self.build_unfused() if measure or time else None
         if measure:
-            built, materialized, timing = self.race(built, materialized, unfused, budget)
+            stages.info("timing the fused module beside the unfused one")
+            built, materialized = self.race(built, materialized, unfused, budget)
         if verify:
+            stages.info("checking the results against float64")
             checked = check_compiled(self, built, materialized, every_group, unfused)
-            if checked.built is not built:
-                timing = None  # of a build with wrong numbers
             built, materialized, unfused = checked.built, checked.materialized, checked.unfused
-        if (measure or time) and timing is None:
-            timing = time_builds(built, unfused, self.inputs)
+        if measure or time:
+            stages.info("timing the fused module beside the unfused one")
+        times = time_builds(built, unfused, self.inputs) if measure or time else {}
         compiled = CompiledModule.of(built, self.plan)
         compiled.cuda_graph = cuda_graph
-        report = built_report(self, built, materialized, unfused, checked, timing)
+        report = built_report(self, built, materialized, unfused, checked, times)
         inputs = self.inputs if runs else None
         compiled.report = with_calls(report, compiled, unfused, inputs, measure or time)
         return compiled
@@ -197,18 +203,17 @@ class Job:
         """Settles the fusions in doubt by measurements."""
         from .check.contest import contest
 
+        stages.info("timing the fusions in doubt")
         self.plan = contest(self, budget)
 
     def race(
         self, built: Built, materialized: Materialized, unfused: Built, budget: Budget
-    ) -> tuple[Built, Materialized, Comparison | None]:
+    ) -> tuple[Built, Materialized]:
         """Times the module beside the unfused one; cuts fusions until it is not slower."""
         from .check.race import not_slower
-        from .report.model import Comparison
 
-        built, materialized, duel = not_slower(self, built, materialized, unfused, budget)
-        timing = duel and Comparison(duel.first, duel.second)
-        return built, materialized, timing
+        built, materialized, _ = not_slower(self, built, materialized, unfused, budget)
+        return built, materialized
 
     def use_whole(self) -> None:
         """Goes on with the model as it is, nothing fused."""

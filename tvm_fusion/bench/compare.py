@@ -1,24 +1,40 @@
-"""Time one model fused, unfused, and by other compilers: what `tvm_fusion bench` does."""
+"""Times of one model, fused and unfused and by other compilers.
 
+On a CPU each has a process of its own (see `apart`): ours load the libraries that were built here,
+peers make the model from its Relax module. On a GPU all are called in this process, interleaved.
+"""
+
+import contextlib
 import dataclasses
-import logging
-from collections.abc import Callable
+import functools
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tvm
-from tvm import relax
 
-from ..check.inputs import random_inputs
+from .._threads import thread_count
+from ..compiler import graph_policy
+from ..config import resolve_target
 from ..errors import TargetError
-from ..report.model import Comparison, Report
-from ..runtime import cubin_cache
-from ..runtime.entry import entry_of
+from ..job import Job
+from ..report.model import Report
+from ..report.progress import stages
+from ..report.times import FUSED, UNFUSED, TimeReport
+from ..runtime.cuda_graph_rules import CudaGraphOptions
+from ..runtime.kernel_walls import kernel_walls
 from ..runtime.module import CompiledModule
 from ..runtime.timing import time_calls
-from .twin import jax_library, torch_library, twin
+from .apart import Call, Failed, Process, in_rounds
+from .model_peers import PEERS
+from .options import MODEL_PEERS
+from .patience import within
+from .record import reason
 
-_log = logging.getLogger(__name__)
+MAKING_S = 90.0  # a peer that is not ready by then is left out
+SAMPLE_LIMIT_S = 60.0
+KERNELS = "kernels"
 
 
 def bench(
@@ -28,95 +44,156 @@ def bench(
     policy: Any = None,
     plan: Any = None,
     cuda_graph: bool | None = False,
+    peers: Sequence[str] = MODEL_PEERS,
 ) -> Report:
-    """Compile a model, and time it beside the unfused module and other compilers, interleaved.
-
-    Peers are TVM's default pipeline, and torch, torch.compile and JAX where they are installed and
-    know the model's operators. A peer that fails has the time None.
+    """Compile a model, and time it beside the unfused module and other compilers.
 
     Parameters
     ----------
     model, target, policy, plan, cuda_graph
         See `tvm_fusion.compile`; peers and the unfused module have no graph.
+    peers : sequence of str
+        Keys of `model_peers.PEERS`. One that fails has no time, and says why.
 
     Raises
     ------
     TargetError
         If this machine lacks the device, or for `cuda_graph` on a CPU.
     """
-    from ..compiler import Job, graph_policy
+    found = resolve_target(target)[0]
+    if not tvm.runtime.device_from_target(found).exist:
+        raise TargetError(f"this machine has no {found.kind.name} device to measure on")
+    how = {"target": target, "policy": policy, "plan": plan, "cuda_graph": cuda_graph}
+    return compile_beside(model, peers, **how).report
 
-    if cuda_graph:
+
+def compile_beside(
+    model: Any,
+    peers: Sequence[str],
+    *,
+    target: Any = None,
+    policy: Any = None,
+    plan: Any = None,
+    measure: bool = False,
+    cuda_graph: Any = False,
+    database: str | Path | None = None,
+) -> CompiledModule:
+    """Compile a model as `tvm_fusion.compile` does, and time it beside other compilers as `bench`
+    does, if this machine has the device.
+    """
+    graphs = CudaGraphOptions.of(cuda_graph)
+    if graphs is not None:
         policy = graph_policy(target, policy)
-    job = Job.of(model, target, policy, plan, None, None)
-    if not tvm.runtime.device_from_target(job.target).exist:
-        raise TargetError(f"this machine has no {job.target.kind.name} device to measure on")
-    fused = job.compile(job.policy.verify, False, False, cuda_graph=cuda_graph)
+    job = Job.of(model, target, policy, plan, None, None, database)
+    compiled = job.compile(job.policy.verify, False, measure, graphs is not None, graphs)
+    if tvm.runtime.device_from_target(job.target).exist:
+        compiled.report = beside(job, compiled, peers)
+    return compiled
+
+
+def beside(job: Job, compiled: CompiledModule, peers: Sequence[str]) -> Report:
+    """Return the report of a compiled job with the times of the unfused module and of peers, and on
+    a CPU of each of our kernels.
+    """
+    stages.info("building the unfused module")
     unfused = CompiledModule.of(job.build_unfused())
-    inputs = random_inputs(job.mod["main"])
-    calls = {"fused": fused.bind(*inputs), "unfused": unfused.bind(*inputs)}
+    shown = ", ".join(("fused", "unfused", *peers))
+    stages.info("timing %s", shown)
+    if job.target.kind.name != "llvm":
+        return dataclasses.replace(compiled.report, times=_together(job, compiled, unfused, peers))
+    with tempfile.TemporaryDirectory(prefix="tvm_fusion_bench_") as folder:
+        times, kernels = _apart(job, compiled, unfused, peers, Path(folder))
+    return _with_kernels(dataclasses.replace(compiled.report, times=times), kernels)
+
+
+def _together(
+    job: Job, compiled: CompiledModule, unfused: CompiledModule, peers: Sequence[str]
+) -> dict[str, TimeReport]:
+    inputs = job.inputs
+    calls = {FUSED: compiled.bind(*inputs), UNFUSED: unfused.bind(*inputs)}
     failed = {}
-    for name, make in PEERS.items():
+    for name in peers:
         try:
-            call = make(job.mod, job.target, inputs)
-            call()
+            with within(MAKING_S):
+                call = PEERS[name](job.mod, job.target, inputs)
+                call()
             calls[name] = call
         except Exception as error:  # a trial
-            _log.warning("%s: %s", name, str(error).strip().partition("\n")[0])
-            failed[name] = None
-    times = {name: t.median_us for name, t in time_calls(calls, fused.device).items()}
-    return dataclasses.replace(
-        fused.report,
-        time_us=Comparison(times.pop("fused"), times.pop("unfused")),
-        peers_us=times | failed,
-    )
+            failed[name] = TimeReport(failure=reason(error))
+    times = time_calls(calls, compiled.device)
+    return {name: TimeReport.of(timing) for name, timing in times.items()} | failed
 
 
-def default_build(mod: tvm.IRModule, target: tvm.target.Target) -> tvm.runtime.Executable:
-    """Build a module as TVM does without us: its fusion, and DLight's schedules on a GPU."""
-    cubin_cache.install()  # the same compiler and flags as ours
-    with target:
-        return tvm.compile(mod, target, relax_pipeline=relax.get_default_pipeline(target))
+def _apart(
+    job: Job, compiled: CompiledModule, unfused: CompiledModule, peers: Sequence[str], folder: Path
+) -> tuple[dict[str, TimeReport], list[tuple[str, float]]]:
+    threads = thread_count()
+    given = folder / "model.json"
+    given.write_text(tvm.ir.save_json(job.mod))
+    inputs, target = job.inputs, str(job.target)
+    with _processes((FUSED, UNFUSED, *peers), threads) as processes:
+        for name, module in ((FUSED, compiled), (UNFUSED, unfused)):
+            processes[name].begin(str(module.save(folder / f"{name}.so")), inputs)
+        for name in peers:
+            processes[name].begin(str(given), target, inputs)
+        failed = {}
+        for name, process in processes.items():
+            try:
+                process.finish(MAKING_S)
+            except Failed as failure:
+                failed[name] = str(failure)
+        made = {name: p for name, p in processes.items() if name not in failed}
+        times, failures = in_rounds(made, limit_s=SAMPLE_LIMIT_S)
+        failed |= failures
+        kernels = []
+        if FUSED in times:
+            with contextlib.suppress(Failed):
+                kernels = processes[FUSED].make(str(folder / f"{FUSED}.so"), inputs, KERNELS)
+    reports = {name: TimeReport.of(timing) for name, timing in times.items()}
+    reports |= {name: TimeReport(failure=why) for name, why in failed.items()}
+    return {name: reports[name] for name in (FUSED, UNFUSED, *peers)}, kernels
 
 
-def _tvm(mod: tvm.IRModule, target: tvm.target.Target, inputs: list[Any]) -> Callable[[], Any]:
-    executable = default_build(mod, target)
-    device = tvm.runtime.device_from_target(target)
-    main = entry_of(executable, device)
-    arguments = [tvm.runtime.tensor(x, device) for x in inputs]
-    return lambda: main(*arguments)
+@contextlib.contextmanager
+def _processes(names: Sequence[str], threads: int) -> Iterator[dict[str, Process]]:
+    makers: dict[str, Callable[..., Any]] = {FUSED: make_ours, UNFUSED: make_ours}
+    with contextlib.ExitStack() as stack:
+        yield {
+            name: stack.enter_context(
+                Process(makers.get(name) or functools.partial(make_peer, name), threads, quiet=True)
+            )
+            for name in names
+        }
 
 
-def _torch(mod: tvm.IRModule, target: tvm.target.Target, inputs: list[Any]) -> Callable[[], Any]:
-    import torch
-
-    device = "cuda" if target.kind.name == "cuda" else "cpu"
-    function, constants = twin(mod, torch_library(device))
-    tensors = [torch.from_numpy(np.asarray(x)).to(device) for x in inputs]
-
-    def call() -> Any:
-        with torch.no_grad():
-            return function(constants, *tensors)
-
-    return call
+def make_ours(path: str, inputs: Sequence[Any], what: str = "call") -> tuple[Call, Any]:
+    """A call of a saved library; or the times of its kernels."""
+    compiled = CompiledModule.load(path)
+    call = compiled.bind(*inputs)
+    call()
+    return call, kernel_walls(compiled, inputs) if what == KERNELS else None
 
 
-def _torch_compile(
-    mod: tvm.IRModule, target: tvm.target.Target, inputs: list[Any]
-) -> Callable[[], Any]:
-    import torch
-
-    return torch.compile(_torch(mod, target, inputs))
-
-
-def _jax(mod: tvm.IRModule, _target: tvm.target.Target, inputs: list[Any]) -> Callable[[], Any]:
-    import jax
-    import jax.numpy as jnp
-
-    function, constants = twin(mod, jax_library())
-    compiled = jax.jit(function)
-    arrays = [jnp.asarray(x) for x in inputs]
-    return lambda: jax.block_until_ready(compiled(constants, *arrays))
+def make_peer(name: str, path: str, target: str, inputs: Sequence[Any]) -> tuple[Call, None]:
+    """A call of the model in a file by another compiler."""
+    mod = tvm.ir.load_json(Path(path).read_text())
+    call = PEERS[name](mod, tvm.target.Target(target), list(inputs))
+    call()  # compiles
+    return call, None
 
 
-PEERS = {"tvm": _tvm, "torch": _torch, "torch.compile": _torch_compile, "jax": _jax}
+def _with_kernels(report: Report, kernels: Sequence[tuple[str, float]]) -> Report:
+    """The report with the time of each group; groups of one name run in the plan's order."""
+    found: dict[str, list[float]] = {}
+    for name, us in kernels:
+        found.setdefault(name, []).append(us)
+    counts: dict[str, int] = {}
+    for group in report.groups:
+        counts[group.name] = counts.get(group.name, 0) + 1
+    groups = []
+    for group in report.groups:
+        calls = found.get(group.name, [])
+        us = calls.pop(0) if counts[group.name] <= len(calls) else None
+        counts[group.name] -= 1
+        groups.append(dataclasses.replace(group, measured_us=us))
+    return dataclasses.replace(report, groups=tuple(groups))

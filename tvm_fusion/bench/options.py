@@ -33,9 +33,10 @@ CPU_PEERS = {  # of the suites for CPUs
     "cpu_products": "torch.eager,torch.matmul",
     "cpu_models": "torch.eager,torch.compile,onnxruntime,openvino",
 }
+MODEL_PEERS = ("tvm", EAGER, "torch.compile")  # of a model of the user's
+_OF_SUITES_ONLY = (ALL_OF_TORCH[2], MATMUL, *OWN_PEERS, *REFERENCES)
 _FOR_SUITES = (
     "only",
-    "peers",
     "plain_peers",
     "out",
     "dtype",
@@ -45,7 +46,7 @@ _FOR_SUITES = (
     "patience",
     "threads",
 )
-_FOR_MODELS = ("policy", "plan", "cuda_graph")
+_FOR_MODELS = ("policy", "plan", "cuda_graph", "full")
 
 
 def add_suite_arguments(parser: argparse.ArgumentParser, work: Any) -> None:
@@ -126,6 +127,21 @@ def peers_of(text: str | None) -> tuple[str, ...]:
             raise InputError(f"unknown peer {word!r}; {hint}")
         found |= dict.fromkeys(WORDS[word])
     return tuple(found)
+
+
+def model_peers_of(text: str | None) -> tuple[str, ...]:
+    """Return the peers of a model that a list of words names, `MODEL_PEERS` by default.
+
+    Raises
+    ------
+    InputError
+        For an unknown one, and for one that only suites have.
+    """
+    found = MODEL_PEERS if text is None else peers_of(text)
+    for name in found:
+        if text is not None and name in _OF_SUITES_ONLY and "torch" not in text.split(","):
+            raise InputError(f"--peers: {name} is for a suite, not for a model")
+    return tuple(name for name in found if name not in _OF_SUITES_ONLY)
 
 
 def names_of(suite: str, only: str | None) -> tuple[str, ...]:

@@ -12,8 +12,8 @@ from ..errors import InputError, Unsupported
 from ..frontends import load
 from ..runtime.entry import entry_of
 from ..runtime.tensors import to_tvm
-from .compare import default_build
 from .instance import Instance, Product
+from .model_peers import default_build
 from .options import ALL_OF_TORCH, DEPLOYED, EAGER, MATMUL, OWN_PEERS
 from .peers_attention import own_peer
 from .peers_deployed import onnxruntime, openvino

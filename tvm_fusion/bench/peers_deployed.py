@@ -19,13 +19,13 @@ from .instance import Instance
 
 def onnxruntime(instance: Instance, target: tvm.target.Target) -> Callable[[], Any]:
     """ONNX Runtime with all of its rewrites, its results in memory of its own."""
-    _require_cpu(target)
+    require_cpu(target)
     return onnxruntime_call(onnx_bytes(instance.for_torch, instance.inputs), instance.inputs)
 
 
 def openvino(instance: Instance, target: tvm.target.Target) -> Callable[[], Any]:
     """OpenVINO's CPU device."""
-    _require_cpu(target)
+    require_cpu(target)
     return openvino_call(onnx_bytes(instance.for_torch, instance.inputs), instance.inputs)
 
 
@@ -78,6 +78,7 @@ def openvino_call(model: bytes, inputs: Sequence[torch.Tensor]) -> Callable[[], 
     return call
 
 
-def _require_cpu(target: tvm.target.Target) -> None:
+def require_cpu(target: tvm.target.Target) -> None:
+    """Raise Unsupported for a GPU."""
     if target.kind.name != "llvm":
         raise Unsupported("this peer is measured on a CPU only")

@@ -14,7 +14,7 @@ import tvm
 from tvm import relax
 
 from ..kernels.base import RefusalCode
-from ..report.model import Comparison
+from ..report.times import FUSED, UNFUSED, TimeReport
 from ..runtime.entry import entry_of
 from ..transform.single_group import group_modules
 from ..transform.write_kernels import write_kernels
@@ -156,11 +156,10 @@ def _symbol_values(main: relax.Function, inputs: Sequence[Any]) -> dict[int, int
     return found
 
 
-def time_builds(fused: Built, unfused: Built, inputs: Sequence[Any]) -> Comparison:
-    """Times both modules on the same inputs, interleaved, in microseconds a call."""
+def time_builds(fused: Built, unfused: Built, inputs: Sequence[Any]) -> dict[str, TimeReport]:
+    """Times both modules on the same inputs, interleaved."""
     from ..runtime.module import CompiledModule
     from ..runtime.timing import time_modules
 
-    modules = {"fused": CompiledModule.of(fused), "unfused": CompiledModule.of(unfused)}
-    times = time_modules(modules, inputs)
-    return Comparison(times["fused"].median_us, times["unfused"].median_us)
+    modules = {FUSED: CompiledModule.of(fused), UNFUSED: CompiledModule.of(unfused)}
+    return {name: TimeReport.of(t) for name, t in time_modules(modules, inputs).items()}

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..compiler import Job
     from ..runtime.build import Built
     from ..transform.materialize import Materialized
+    from .times import TimeReport
 
 _FREE = ("view", "opaque")
 
@@ -37,7 +38,6 @@ def planned_report(
         target=plan.device,
         launches=Comparison(_launches(plan), _launches(whole)),
         bytes=Comparison(_bytes(plan), _bytes(whole)),
-        time_us=Comparison(),
         plan=plan.to_dict(),
         groups=groups,
         refusals=_refusals(plan),
@@ -51,7 +51,7 @@ def built_report(
     materialized: Materialized,
     unfused: Built | None,
     checked: Checked | None,
-    timing: Comparison | None,
+    times: Mapping[str, TimeReport],
 ) -> Report:
     """The report of a built module; launches are read off the built modules."""
     from ..runtime.launches import count_launches
@@ -82,7 +82,7 @@ def built_report(
             count_launches(built), count_launches(unfused) if unfused else _launches(job.whole_plan)
         ),
         bytes=Comparison(_bytes(job.plan), _bytes(job.whole_plan)),
-        time_us=timing or Comparison(),
+        times=times,
         plan=job.plan.to_dict(),
         groups=tuple(groups),
         refusals=_refusals(job.plan),

@@ -5,7 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-FORMAT_VERSION = 1
+from .times import FUSED, UNFUSED, TimeReport
+
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,8 +177,8 @@ class Report:
     ----------
     target : str
         Name of the hardware profile.
-    launches, bytes, time_us : Comparison
-        Device launches, memory traffic in bytes and time in microseconds of one call of the model.
+    launches, bytes : Comparison
+        Device launches and memory traffic in bytes of one call of the model.
     plan : Mapping
         The plan as a JSON-able value.
     groups : tuple of GroupReport
@@ -189,8 +191,8 @@ class Report:
         None if nothing was checked.
     bound : plan.bound.Bound or None
         How far the plan can be from the cheapest one, if that was asked for and could be told.
-    peers_us : Mapping of str to (float or None)
-        Times of other compilers for the same model, None for one that failed; from `bench`.
+    times : Mapping of str to TimeReport
+        Time of one call with its quartiles: "fused", "unfused", and other compilers by name.
     version : int
         Version of the JSON format.
     memory : Comparison
@@ -209,12 +211,11 @@ class Report:
     target: str
     launches: Comparison
     bytes: Comparison
-    time_us: Comparison
     plan: Mapping[str, Any] = field(hash=False)
     groups: tuple[GroupReport, ...] = ()
     refusals: tuple[RefusalReport, ...] = ()
     verify: Verification | None = None
-    peers_us: Mapping[str, float | None] = field(default_factory=dict, hash=False)
+    times: Mapping[str, TimeReport] = field(default_factory=dict, hash=False)
     version: int = FORMAT_VERSION
     bound: Any = None
     memory: Comparison = Comparison()
@@ -224,15 +225,38 @@ class Report:
     layouts: tuple[LayoutReport, ...] = ()
     threads: int | None = None
 
+    @property
+    def time_us(self) -> Comparison:
+        """Median times of a call in microseconds, fused and unfused."""
+        medians = (self.times.get(name, TimeReport()).median_us for name in (FUSED, UNFUSED))
+        return Comparison(*medians)
+
     def __str__(self) -> str:
+        from .screen import screen
+
+        return screen(self)
+
+    def full(self) -> str:
+        """Return everything as text; `str` gives one screen of it."""
         from .text import render
 
         return render(self)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as a JSON-able dict; numbers that JSON has no form for become None."""
+        """Return the report as a JSON-able dict; numbers that JSON has no form for become None.
+
+        Each entry of `times` also says what its quartiles allow: whether the fused module is
+        "faster", "slower" or makes "no difference", and by which `ratio` of the medians if it does.
+        """
         order = ("version", "target", "launches", "bytes", "time_us", "verify", "plan", "groups")
         data = {f.name: _jsonable(getattr(self, f.name)) for f in fields(self)}
+        data["time_us"] = _jsonable(self.time_us)
+        ours = self.times.get(FUSED)
+        for name, found in self.times.items():
+            if ours is not None and name != FUSED:
+                verdict = ours.verdict(found)
+                data["times"][name]["verdict"] = verdict and verdict.value
+                data["times"][name]["ratio"] = ours.ratio(found)
         return {key: data.pop(key) for key in order} | data
 
 

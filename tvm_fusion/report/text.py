@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from .model import Comparison, GroupReport, RefusalReport, Report
+from .times import FUSED, UNFUSED, TimeReport, Verdict
 
 _GROUP_COLUMNS = (
     "group",
@@ -42,12 +43,10 @@ _SHOWN_TERMS = 5
 
 def render(report: Report) -> str:
     """Return the report as plain text."""
-    parts = [_header(report)]
+    parts = [summary_lines(report), _times(report)]
     if report.groups:
-        parts.append(_align(_group_table(report), left=_LEFT_ALIGNED))
+        parts.append(align(_group_table(report), left=_LEFT_ALIGNED))
         parts += [_terms(report), _tuned(report)]
-    if report.peers_us:
-        parts.append(_peers(report))
     parts += [_fallbacks(report), _layouts(report), _refusals(report.refusals)]
     return "\n\n".join(part for part in parts if part)
 
@@ -68,11 +67,11 @@ def show(report: Report, file: TextIO) -> None:
         table.add_column(column, justify="left" if words else "right", no_wrap=not words)
     for group, row in zip(report.groups, rows, strict=True):
         table.add_row(*row, style="yellow" if group.fallback else None)
-    console.print(_header(report), markup=False, highlight=False)
+    for part in (summary_lines(report), _times(report)):
+        console.print(part, markup=False, highlight=False)
     console.print(table)
-    peers = _peers(report) if report.peers_us else ""
     layouts, refusals = _layouts(report), _refusals(report.refusals)
-    for part in (_terms(report), _tuned(report), peers, _fallbacks(report), layouts, refusals):
+    for part in (_terms(report), _tuned(report), _fallbacks(report), layouts, refusals):
         if part:
             console.print(part, markup=False, highlight=False)
 
@@ -102,16 +101,20 @@ def format_refusal(refusal: RefusalReport) -> str:
     return f"{said}; {refusal.flip}" if refusal.flip else said
 
 
-def _header(report: Report) -> str:
+def summary_lines(report: Report) -> str:
+    """Return where it runs, what was saved, and what the check says."""
     rows = [
         ("", "unfused", "fused", "saved"),
         _comparison_row("launches", report.launches, _count),
         _comparison_row("bytes", report.bytes, format_bytes),
-        _comparison_row("time", report.time_us, format_time),
+        _time_row(report),
     ]
     if report.memory.fused is not None:
         rows.append(_comparison_row("memory", report.memory, format_bytes))
-    lines = [f"tvm_fusion on {report.target}{_threads(report.threads)}", _align(rows, left=1)]
+    host = report.plan.get("measured", {}).get("host")
+    measured = f" (its rates measured on {host})" if host else ""
+    where = f"{report.target}{measured}{_threads(report.threads)}"
+    lines = [f"tvm_fusion on {where}", align(rows, left=1)]
     if report.measured_memory_bytes is not None:
         lines.append(
             f"measured  {format_bytes(report.measured_memory_bytes)} of memory at the peak"
@@ -142,6 +145,15 @@ def _call_times(pair: Comparison) -> str:
     return f"; a call takes {graph} on the clock, {stream} launch by launch"
 
 
+def _time_row(report: Report) -> tuple[str, ...]:
+    """Medians; what they save is said only if the quartiles tell the two apart."""
+    name, unfused, fused, saved = _comparison_row("time", report.time_us, format_time)
+    first, second = report.times.get(FUSED), report.times.get(UNFUSED)
+    if first and second and first.verdict(second) is Verdict.EVEN:
+        saved = Verdict.EVEN.value
+    return name, unfused, fused, saved
+
+
 def _comparison_row(
     name: str, pair: Comparison, form: Callable[[float | None], str]
 ) -> tuple[str, ...]:
@@ -159,9 +171,9 @@ def _group_table(report: Report) -> list[tuple[str, ...]]:
 def _group_row(group: GroupReport) -> tuple[str, ...]:
     saved = Comparison(group.bytes_fused, group.bytes_unfused).ratio
     return (
-        _clip(group.name),
+        clip(group.name),
         "unfused" if group.fallback else group.kernel_class,
-        _clip(", ".join(group.composites or group.ops)),
+        clip(", ".join(group.composites or group.ops)),
         str(group.launches),
         format_bytes(group.bytes_fused),
         "-" if saved is None else f"{saved:.1f}x",
@@ -190,7 +202,7 @@ def _terms(report: Report) -> str:
     lines = []
     for group in report.groups:
         if group.terms:
-            lines.append(f"  {_clip(group.name)}: {format_terms(group.terms)}")
+            lines.append(f"  {clip(group.name)}: {format_terms(group.terms)}")
         if group.assumed_l2:
             names = ", ".join(f"{n} ({format_bytes(b)})" for n, b in group.assumed_l2.items())
             lines.append(f"    from the L2: {names}")
@@ -211,17 +223,29 @@ def _tuned(report: Report) -> str:
         else:
             times = f"{format_time(said['us'])}, untuned {format_time(said['untuned_us'])}"
             outcome = f"{said['choice']}: {times}"
-        lines.append(f"  {_clip(group.name)}: {outcome}")
+        lines.append(f"  {clip(group.name)}: {outcome}")
     return "\n".join(["tuned, each kernel by itself:", *lines]) if lines else ""
 
 
-def _peers(report: Report) -> str:
-    rows = [("compiler", "time", "of ours")]
-    for name, time_us in report.peers_us.items():
-        ratio = Comparison(report.time_us.fused, time_us).ratio
-        time = "failed" if time_us is None else format_time(time_us)
-        rows.append((name, time, "-" if ratio is None else f"{ratio:.2f}x"))
-    return _align(rows, left=1)
+def _times(report: Report) -> str:
+    """Medians and quartiles of all compilers, what they say of ours, and why some have none."""
+    if not report.times:
+        return ""
+    ours = report.times.get(FUSED, TimeReport())
+    rows = [("compiler", "median", "lower", "upper quartile", "samples", "of ours", "ours is")]
+    for name, found in report.times.items():
+        ratio, verdict = ours.ratio(found), ours.verdict(found)
+        rows.append(
+            (
+                name,
+                *map(format_time, (found.median_us, found.low_us, found.high_us)),
+                str(found.samples),
+                "-" if ratio is None else f"{ratio:.2f}x",
+                "-" if verdict is None or name == FUSED else verdict.value,
+            )
+        )
+    failed = [f"  {name}: {t.failure}" for name, t in report.times.items() if t.failure]
+    return "\n".join([align(rows, left=1), *failed])
 
 
 def _fallbacks(report: Report) -> str:
@@ -239,7 +263,7 @@ def _layouts(report: Report) -> str:
     for change in report.layouts:
         cost = f"{format_time(change.predicted_us)}, {format_bytes(change.bytes)}"
         readers = f", read by {change.readers} launches" if change.readers > 1 else ""
-        lines.append(f"  {_clip(change.name)}: {cost}{readers}")
+        lines.append(f"  {clip(change.name)}: {cost}{readers}")
         for name in change.reads:
             lines.append(f"    it reads {name}, an input: no kernel before it writes that")
         for name in change.writes:
@@ -259,7 +283,7 @@ def _refusals(refusals: Sequence[RefusalReport]) -> str:
     return "\n".join([*lines, f"  and {hidden} more; --json has them all"] if hidden > 0 else lines)
 
 
-def _align(rows: Sequence[Sequence[str]], left: int) -> str:
+def align(rows: Sequence[Sequence[str]], left: int) -> str:
     """Pad cells to columns: the first `left` ones to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
@@ -291,8 +315,9 @@ def _short(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-def _clip(text: str) -> str:
-    return text if len(text) <= _WIDEST_CELL else text[: _WIDEST_CELL - 3] + "..."
+def clip(text: str, widest: int = _WIDEST_CELL) -> str:
+    """Return a text, its end left out if it is long."""
+    return text if len(text) <= widest else text[: widest - 3] + "..."
 
 
 def _rich_console(file: TextIO) -> Any | None:

@@ -19,6 +19,7 @@ from .launches import count_launches
 from .memory import MemoryPlan, measured_call_bytes
 from .sidecar import read_sidecar, write_sidecar
 from .signature import Signature
+from .stray_lines import without_lines
 from .tensors import (
     Kind,
     TorchInput,
@@ -32,6 +33,10 @@ from .tensors import (
     torch_stream,
 )
 from .written_inputs import refuse_copies, refuse_lost_writes, write_back
+
+# A warning for each constant of a module that has run: its virtual machine asked for their memory
+# scopes by the operator [] of a map, which made an empty entry for each
+_SCOPES = "Warning: Scope Saving:"
 
 
 class CompiledModule:
@@ -257,7 +262,8 @@ class CompiledModule:
         if not isinstance(self.executable, tvm.runtime.Executable):
             raise BuildError("a loaded module cannot be saved again: copy its file and its .json")
         try:
-            self.executable.export_library(str(path))
+            with without_lines(containing=_SCOPES):
+                self.executable.export_library(str(path))
         except (OSError, RuntimeError) as error:
             raise BuildError(
                 f"cannot write the library {path}: {error}. It takes a writable folder and a C++ "
@@ -268,7 +274,8 @@ class CompiledModule:
             "signature": self.signature.to_json(),
             "launches": self.launches,
             "plan": self.plan and self.plan.to_dict(),
-            "report": None if self.report is None else str(self.report),
+            "report": self.report
+            and (self.report if isinstance(self.report, str) else self.report.full()),
             "memory": self.memory and self.memory.to_json(),
             "uncapturable": self.uncapturable,
             "writes": self.writes,
