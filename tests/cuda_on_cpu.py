@@ -3,12 +3,14 @@
 The kernel's host function runs for real (its launch shape, symbolic sizes and argument order are
 those of the build); only the launch is redirected. The CUDA source is compiled by g++ against
 `cuda_emulator/device.h`, where a thread is a fiber and every access to global and shared memory is
-checked for bounds and alignment.
+checked for bounds and alignment. The header is precompiled, and what stands behind it compiled,
+once a machine, for whatever sources, compiler and flags they are made from.
 
 Does not run: wgmma, TMA, inline PTX other than that of `tvm_fusion.kernels.cuda` (a stand-in with
 the same name in that header, or in `cuda_emulator/mma.h`, takes its place).
 """
 
+import contextlib
 import ctypes
 import hashlib
 import importlib
@@ -17,6 +19,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import ml_dtypes
@@ -30,9 +33,10 @@ from .tools import require
 
 tirx_build = importlib.import_module("tvm.tirx.build")  # a function of that name hides it
 
+HEADER = "emulator.h"  # device.h and mma.h in one
 EMULATOR = Path(__file__).parent / "cuda_emulator"
 CACHE = Path(tempfile.gettempdir()) / "tvm_fusion_cuda_on_cpu"
-FLAGS = ("-O1", "-w", "-fPIC", "-std=c++17")
+FLAGS = ("-O1", "-w", "-fPIC", "-fvisibility=hidden", "-std=c++17")
 
 CUDA = tvm.target.Target(
     {
@@ -194,13 +198,13 @@ def _translate(source: str, kernel: str) -> str:
     body = re.sub(r'^extern "C" __global__ .*?(?=void|\b' + kernel + ")", "static ", body)
     body = _shared_memory(body).replace(f"static {kernel}", f"static void {kernel}")
     passed = (_pass(ctype, i) for i, ctype in enumerate(types))
-    call = f"{kernel}({', '.join(passed)})"
-    launch = (EMULATOR / "launch.h").read_text()
-    return f'#include "device.h"\n{helpers}\n{body}\n#define LAUNCH {call}\n{launch}'
+    call = f"{kernel}({', '.join(passed)});"
+    launch = f'extern "C" void launch_kernel(void** kernel_arguments) {{ {call} }}'
+    return f'#include "{HEADER}"\n{helpers}\n{body}\n{launch}\n'
 
 
 def _device_header() -> str:
-    """The emulated device, its tensor cores among it."""
+    """What kernels see of the emulated device, its tensor cores among it."""
     return "\n".join((EMULATOR / name).read_text() for name in ("device.h", "mma.h"))
 
 
@@ -266,32 +270,47 @@ def _shared_memory(body: str) -> str:
 
 def _compile(text: str) -> ctypes.CDLL:
     """A shared library, cached by its source."""
-    header = _precompiled_header()
-    key = hashlib.sha256((header.name + text).encode()).hexdigest()[:20]
+    device = _compiled_device()
+    key = hashlib.sha256((device.name + text).encode()).hexdigest()[:20]
     library = CACHE / f"{key}.so"
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=CACHE) as folder:
             code, built = Path(folder, "kernel.cpp"), Path(folder, "kernel.so")
             code.write_text(text)
-            _gxx("-shared", "-I", str(header), "-o", str(built), str(code))
+            runtime = str(device / "device.o")
+            _gxx("-shared", "-I", str(device), "-o", str(built), str(code), runtime)
             built.replace(library)
     return ctypes.CDLL(str(library))
 
 
-def _precompiled_header() -> Path:
-    """A folder with device.h and its precompiled form: most of the compile time of a kernel."""
-    text = _device_header()
-    folder = CACHE / hashlib.sha256(("".join(FLAGS) + text).encode()).hexdigest()[:20]
-    if not (folder / "device.h.gch").exists():
-        CACHE.mkdir(exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=CACHE) as temporary:
-            header = Path(temporary, "device.h")
-            header.write_text(text)
-            _gxx("-x", "c++-header", "-o", f"{header}.gch", str(header))
-            folder.mkdir(exist_ok=True)
-            header.replace(folder / "device.h")
-            Path(f"{header}.gch").replace(folder / "device.h.gch")
+@cache
+def _compiled_device() -> Path:
+    """A folder with the precompiled header of kernels and the object that is linked to them.
+
+    Its name says what they are made from. It is filled elsewhere and moved into place, so that a
+    process sees all of it or nothing; of several that fill it the first one wins.
+    """
+    sources = {file.name: file.read_text() for file in sorted(EMULATOR.iterdir())}
+    made_from = (*FLAGS, _compiler_version(), *sources.values())
+    folder = CACHE / hashlib.sha256("\0".join(made_from).encode()).hexdigest()[:20]
+    if folder.exists():
+        return folder
+    CACHE.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=CACHE) as temporary:
+        filled = Path(temporary, "filled")
+        filled.mkdir()
+        header = filled / HEADER
+        header.write_text(_device_header())
+        _gxx("-x", "c++-header", "-o", f"{header}.gch", str(header))
+        _gxx("-O2", "-c", "-o", str(filled / "device.o"), str(EMULATOR / "device.cpp"))
+        with contextlib.suppress(OSError):  # another process was first
+            filled.rename(folder)
     return folder
+
+
+def _compiler_version() -> str:
+    command = [require("g++"), "-v"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
 def _gxx(*arguments: str) -> None:

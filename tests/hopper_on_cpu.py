@@ -87,8 +87,8 @@ def _translate(source: str, kernel: str) -> str:
     body = body.replace(shared[0], "", len(shared) - 1)
     text = "#define ushort unsigned short\n#endif\n" + "\n".join(helpers) + "\n" + body
     text = _translate_plain(text, kernel)
-    text = text.replace('#include "device.h"\n', f'#include "device.h"\n{units}\n', 1)
-    return text.replace("static void enter() {", "static void enter() { begin_thread();", 1)
+    include = f'#include "{cuda_on_cpu.HEADER}"\n'
+    return text.replace(include, f"{include}{units}\n", 1)
 
 
 def _stand_in(definition: str) -> str:

@@ -111,7 +111,7 @@ def test_no_batch_begins_after_the_time_limit(tmp_path):
     assert metaschedule.tuned_functions(mod, target, tuning) == (0, 1)
 
 
-@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("at_once", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_session_that_is_late_keeps_what_was_measured_last(tmp_path, monkeypatch, at_once):
     """Whether results of a batch are there or waited for when the scheduler looks for a task."""
     batches = iter([False, False, True])

@@ -1,16 +1,13 @@
 // A CUDA device on the CPU: every thread of a cluster is a fiber, barriers are yields, and every access
 // through a kernel parameter or to shared memory is checked for bounds and alignment.
-#include <ucontext.h>
-#include <algorithm>
+//
+// This is what a kernel sees of it, and includes little, since it is read for each kernel; the rest is in
+// device.cpp, which is compiled once.
+#pragma once
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <map>
-#include <string>
 #include <type_traits>
-#include <vector>
 
 #define __global__
 #define __device__ static
@@ -106,68 +103,34 @@ template <class A, class B> static inline auto min(A a, B b) -> decltype(a + b) 
 // ---- threads
 
 struct Dim { unsigned x, y, z; };
-struct Barrier { int count = 0, generation = 0; };
 struct Slot { long long words[2]; };
-struct Block {
-  std::vector<char> dynamic;
-  std::map<int, std::vector<char>> arrays;
-  Barrier barrier;
-  std::vector<Barrier> warps;
-  std::vector<Slot> lanes;
-};
+struct Block;
 struct Fiber {
-  ucontext_t context;
-  std::vector<char> stack;
-  bool done;
   Dim thread, block;
   int linear;
   unsigned rank;
   Block* home;
 };
-static ucontext_t main_context;
-static Fiber* current;
-static std::vector<Block>* cluster_blocks;
-static Barrier cluster_barrier;
-static Dim block_dim, grid_dim;
-static int threads_per_block, cluster_size;
-static long long switches_without_progress;
-static std::string failure;
-// Remembers the first failure and leaves the fiber for good; the run ends.
-static void fail(const std::string& what) {
-  if (failure.empty())
-    failure = what + " (block " + std::to_string(current->block.x) + "," +
-              std::to_string(current->block.y) + " thread " + std::to_string(current->linear) + ")";
-  for (;;) swapcontext(&current->context, &main_context);
-}
-static void yield_fiber() { swapcontext(&current->context, &main_context); }
-static void arrive_and_wait(Barrier& barrier, int expected) {
-  int generation = barrier.generation;
-  if (++barrier.count == expected) {
-    barrier.count = 0;
-    barrier.generation++;
-    switches_without_progress = 0;
-  } else {
-    while (barrier.generation == generation) yield_fiber();
-  }
-}
+extern Fiber* current;
+extern Dim block_dim, grid_dim;
+extern int threads_per_block, cluster_size;
+extern long long switches_without_progress;
+void fail(const char* what);
+void yield_fiber();
 #define threadIdx (current->thread)
 #define blockIdx (current->block)
 #define blockDim block_dim
 #define gridDim grid_dim
-static int warp_width() {
-  return std::min(32, threads_per_block - current->linear / 32 * 32);
-}
-static void __syncwarp(unsigned = 0xffffffffu) {
-  arrive_and_wait(current->home->warps[current->linear / 32], warp_width());
-}
-static void __syncthreads() { arrive_and_wait(current->home->barrier, threads_per_block); }
+void __syncwarp(unsigned = 0xffffffffu);
+void __syncthreads();
+Slot* exchange_slots();
 static void tvm_builtin_cuda_cta_sync() { __syncthreads(); }
 template <class T> static T exchange(T value, int source) {
-  Block* home = current->home;
-  memcpy(&home->lanes[current->linear], &value, sizeof(T));
+  Slot* slots = exchange_slots();
+  memcpy(&slots[current->linear], &value, sizeof(T));
   __syncwarp();
   T result;
-  memcpy(&result, &home->lanes[current->linear / 32 * 32 + source], sizeof(T));
+  memcpy(&result, &slots[current->linear / 32 * 32 + source], sizeof(T));
   __syncwarp();
   return result;
 }
@@ -191,20 +154,7 @@ template <class T> static T atomicAdd(T* p, T v) { T old = *p; *p = old + v; ret
 
 // ---- memory
 
-struct Range { const char* low; const char* high; const char* name; };
-static std::vector<Range> ranges;
-static void check(const void* p, size_t size, size_t alignment) {
-  if ((uintptr_t)p % alignment) fail("misaligned access of " + std::to_string(size) + " bytes");
-  const char* c = (const char*)p;
-  for (const Range& r : ranges)
-    if (c >= r.low && c + size <= r.high) return;
-  Block* home = current->home;
-  auto inside = [&](std::vector<char>& m) { return c >= m.data() && c + size <= m.data() + m.size(); };
-  if (inside(home->dynamic)) return;
-  for (auto& entry : home->arrays)
-    if (inside(entry.second)) return;
-  fail("access of " + std::to_string(size) + " bytes out of bounds");
-}
+void check(const void* p, size_t size, size_t alignment);
 // Pointer to global or shared memory: every dereference and every cast to another width is checked.
 template <class T> struct Pointer {
   T* raw;
@@ -217,16 +167,12 @@ template <class T> struct Pointer {
     return (U*)raw;
   }
 };
+void* shared_memory(int id, long long bytes, int alignment);
+void* dynamic_memory();
 template <class T> static Pointer<T> shared_array(int id, long long n, int alignment) {
-  std::vector<char>& memory = current->home->arrays[id];
-  if (memory.empty()) memory.assign(n * sizeof(T) + alignment, (char)0xff);
-  uintptr_t start = ((uintptr_t)memory.data() + alignment - 1) / alignment * alignment;
-  return Pointer<T>((T*)start);
+  return Pointer<T>((T*)shared_memory(id, n * sizeof(T), alignment));
 }
-static Pointer<uchar> dynamic_shared() {
-  uintptr_t start = ((uintptr_t)current->home->dynamic.data() + 1023) / 1024 * 1024;
-  return Pointer<uchar>((uchar*)start);
-}
+static Pointer<uchar> dynamic_shared() { return Pointer<uchar>((uchar*)dynamic_memory()); }
 
 // ---- stand-ins for device functions that are written in PTX
 
@@ -285,19 +231,9 @@ template <class F> static uint two_halves(uint a, uint b, uint c, F f) {
   memcpy(&result, r, 4);
   return result;
 }
-// Asynchronous copies of a thread's ring arrive when it waits for them, the oldest group first.
-struct RingCopies { std::vector<std::vector<std::pair<void*, const void*>>> groups{1}; };
-static std::map<Fiber*, RingCopies> ring_copies;
-static void tvmf_ring_copy(void* d, const void* s) {
-  check(d, 16, 16), check(s, 16, 16);
-  ring_copies[current].groups.back().push_back({d, s});
-}
-static void tvmf_ring_commit() { ring_copies[current].groups.emplace_back(); }
-static void ring_wait(size_t newer) {
-  auto& groups = ring_copies[current].groups;
-  for (; groups.size() > newer + 1; groups.erase(groups.begin()))
-    for (auto& copy : groups[0]) memcpy(copy.first, copy.second, 16);
-}
+void tvmf_ring_copy(void* d, const void* s);
+void tvmf_ring_commit();
+void ring_wait(size_t newer);
 #define RING_WAIT(n) static void tvmf_ring_wait##n() { ring_wait(n); }
 RING_WAIT(0) RING_WAIT(1) RING_WAIT(2) RING_WAIT(3) RING_WAIT(5) RING_WAIT(7)
 static uint tvmf_masked(uint word, uint mask, uint flipped) { return (word & mask) ^ flipped; }
@@ -306,10 +242,10 @@ static uint tvmf_half_add(uint a, uint b) { return two_halves(a, b, 0, [](double
 static uint tvmf_half_mul(uint a, uint b) { return two_halves(a, b, 0, [](double x, double y, double) { return x * y; }); }
 // mma.m16n8k16: thread 4 g + t has row g (and g + 8) of A, column g of B, and columns 2 t, 2 t + 1 of the sums.
 struct Fragments { uint words[32][6]; };
-static std::map<std::pair<Block*, int>, Fragments> fragments;
+Fragments& warp_fragments();
 template <class T> static void emulate_mma(float* d, const uint (&words)[6]) {
   int lane = current->linear % 32, g = lane / 4, t = lane % 4;
-  Fragments& all = fragments[{current->home, current->linear / 32}];
+  Fragments& all = warp_fragments();
   memcpy(all.words[lane], words, sizeof(words));
   __syncwarp();
   auto half_of = [&](int from, int word, int i) { T h[2]; memcpy(h, &all.words[from][word], 4); return (float)h[i]; };
@@ -325,22 +261,9 @@ template <class T> static void emulate_mma(float* d, const uint (&words)[6]) {
 MMA(f16, half) MMA(bf16, nv_bfloat16)
 static int tvm_builtin_cluster_ctaid_x() { return current->rank; }
 static void tvmf_cluster_arrive() {}
-static void tvmf_cluster_sync() { arrive_and_wait(cluster_barrier, threads_per_block * cluster_size); }
+void tvmf_cluster_sync();
 static void tvmf_cluster_wait() { tvmf_cluster_sync(); }
-static void tvmf_cluster_store(void* p, float v, int rank) {
-  Block &home = *current->home, &other = (*cluster_blocks)[rank];
-  for (auto& entry : home.arrays) {
-    char* start = entry.second.data();
-    if ((char*)p < start || (char*)p + 4 > start + entry.second.size()) continue;
-    std::vector<char>& memory = other.arrays[entry.first];
-    if (memory.empty()) memory.assign(entry.second.size(), (char)0xff);
-    // equal offsets behind the aligned start
-    auto aligned = [](char* c) { return ((uintptr_t)c + 63) / 64 * 64; };
-    memcpy((char*)aligned(memory.data()) + ((uintptr_t)p - aligned(start)), &v, 4);
-    return;
-  }
-  fail("cluster store outside of a shared array");
-}
+void tvmf_cluster_store(void* p, float v, int rank);
 struct Transfer { int phase, pending; };
 static void tvmf_barrier_init(void* p) { *(Transfer*)p = {0, 0}; }
 static void tvmf_barrier_fence() {}
@@ -348,11 +271,4 @@ static void tvmf_barrier_expect(void* p, unsigned bytes) { ((Transfer*)p)->pendi
 static void tvmf_barrier_wait(void* p, int parity) {
   while ((((volatile Transfer*)p)->phase & 1) == parity) yield_fiber();
 }
-static void tvmf_bulk_copy(void* d, const void* s, unsigned bytes, void* b) {
-  if (bytes % 16) fail("bulk copy of " + std::to_string(bytes) + " bytes");
-  check(s, bytes, 16);
-  check(d, bytes, 16);
-  memcpy(d, s, bytes);
-  Transfer* t = (Transfer*)b;
-  if ((t->pending -= bytes) == 0) t->phase++, switches_without_progress = 0;
-}
+void tvmf_bulk_copy(void* d, const void* s, unsigned bytes, void* b);

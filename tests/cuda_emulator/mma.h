@@ -1,33 +1,13 @@
 // cp.async, ldmatrix and mma.sync on the CPU. A copy lands as late as the programming model allows: when its
 // thread waits for its group. A warp's threads exchange fragments through a table, as its hardware does.
 
-struct AsyncCopy { char* target; const char* source; int size, count; };
-static std::map<Fiber*, std::vector<std::vector<AsyncCopy>>> async_groups;
-static std::map<Fiber*, std::vector<AsyncCopy>> async_open;
-static void async_copy(void* d, const void* s, long long at, int size, int count) {
-  const char* source = (const char*)s + at;
-  check(d, size, size);
-  if (count) check(source, count, size);
-  async_open[current].push_back({(char*)d, source, size, count});
-}
+void async_copy(void* d, const void* s, long long at, int size, int count);
 #define ASYNC_COPIES(N) \
   static void tvmf_async##N(void* d, const void* s, long long at) { async_copy(d, s, at, N, N); } \
   static void tvmf_async##N##_if(void* d, const void* s, long long at, int n) { async_copy(d, s, at, N, n); }
 ASYNC_COPIES(4) ASYNC_COPIES(8) ASYNC_COPIES(16)
-static void tvmf_async_commit() {
-  async_groups[current].push_back(async_open[current]);
-  async_open[current].clear();
-}
-static void async_land(size_t left) {
-  auto& groups = async_groups[current];
-  while (groups.size() > left) {
-    for (AsyncCopy& c : groups.front()) {
-      memcpy(c.target, c.source, c.count);
-      memset(c.target + c.count, 0, c.size - c.count);
-    }
-    groups.erase(groups.begin());
-  }
-}
+void tvmf_async_commit();
+void async_land(size_t left);
 static void tvmf_async_wait0() { async_land(0); }
 static void tvmf_async_wait1() { async_land(1); }
 static void tvmf_async_wait2() { async_land(2); }
@@ -49,19 +29,10 @@ static void tvmf_load_pair_far(void* d, const void* s, long long at, long long e
 
 // What each thread of a warp shows to the others; two tables take turns, so one barrier an exchange is enough.
 struct Shown { const void* place; uint32_t words[6]; };
-static std::map<std::pair<Block*, int>, std::vector<Shown>> shown_tables;
-static std::map<Fiber*, int> shown_turns;
-static std::vector<Shown>& show(const Shown& own) {
-  int turn = shown_turns[current]++ % 2;
-  auto& table = shown_tables[{current->home, current->linear / 32 * 2 + turn}];
-  if (table.size() < 32) table.resize(32);
-  table[current->linear % 32] = own;
-  __syncwarp();
-  return table;
-}
+Shown* show(const Shown& own);
 static void take_matrices(void* d, const void* s, bool transposed) {
   check(s, 16, 16);
-  auto& table = show({s, {}});
+  Shown* table = show({s, {}});
   int lane = current->linear % 32;
   uint16_t* out = (uint16_t*)d;
   for (int i = 0; i < 4; i++)
@@ -94,7 +65,7 @@ template <class A, class B, class S> static void mma(void* d, const void* a, con
   Shown own{nullptr, {}};
   memcpy(own.words, a, 16);
   memcpy(own.words + 4, b, 8);
-  auto& table = show(own);
+  Shown* table = show(own);
   const int each = 4 / sizeof(A);
   int lane = current->linear % 32;
   for (int h = 0; h < 2; h++)
