@@ -3,6 +3,8 @@ with that.
 """
 
 import json
+import math
+from types import SimpleNamespace
 
 import pytest
 from tvm.relax import op
@@ -120,14 +122,17 @@ def test_a_benchmark_that_fails_and_one_out_of_time_leave_the_shipped_value(monk
     def broken(bench):
         raise RuntimeError("no")
 
+    now = 0.0
+
     def slow(bench):
-        host.time.sleep(0.05)
+        nonlocal now
+        now += 5.0
         return {"fma_per_s_f32": 2e11}
 
     monkeypatch.setattr(cpu_quick, "STEPS", (broken, slow, slow))
-    now = host.time.perf_counter()
-    assert host._measured(SHIPPED, now + 0.01) == {"fma_per_s_f32": 2e11}
-    assert host._measured(SHIPPED, now - 1.0) == {}
+    monkeypatch.setattr(host, "time", SimpleNamespace(perf_counter=lambda: now))
+    assert host._measured(SHIPPED, 1.0) == {"fma_per_s_f32": 2e11}
+    assert host._measured(SHIPPED, 1.0) == {}
 
 
 @pytest.mark.parametrize(("faster", "threads"), [(1.01, 2), (1.4, 4)])
@@ -144,7 +149,7 @@ def test_hyper_threads_are_used_where_they_are_clearly_faster(monkeypatch, faste
 
 
 def test_each_rate_can_be_measured():
-    found = host._measured(SHIPPED, host.time.perf_counter() + 60)
+    found = host._measured(SHIPPED, math.inf)
     assert set(found) <= set(HOST_NUMBERS)
     assert {"fma_per_s_f32", "hbm_bytes_per_s", "l2_bytes_per_s", "kernel_gap_us"} <= set(found)
     assert all(value > 0 for value in found.values())
