@@ -114,7 +114,7 @@ def test_a_chain_on_row_scalars_is_not_repeated_for_every_column():
                 visit(s, depth)
         elif isinstance(stmt, tirx.For):
             visit(stmt.body, depth + 1)
-        elif "reinterpret" in str(stmt):
+        elif "T.floor" in str(stmt):
             exps_at.append(depth)
 
     visit(func.body, 0)
@@ -209,6 +209,27 @@ def test_transposing_copies_are_exact(shape, dtype):
     x = (np.arange(shape[0] * shape[1]).reshape(shape) % 251).astype(numpy_dtype(dtype))
     (got,) = call(kernel, [x], [poisoned(x.T.shape, dtype)])
     np.testing.assert_array_equal(got, x.T)
+
+
+@pytest.mark.parametrize(
+    "emit", [lambda bb, x: op.sum(bb.emit(op.exp(x)), 1), lambda bb, x: op.exp(x)]
+)
+def test_remainders_of_a_row_are_vectors_of_powers_of_two(emit):
+    func = kernel_of(emit, ((64, 999), F32))
+    loops = []
+    tvm_ffi.structural_walk(func.body, [(tirx.For, lambda f: loops.append(f) and None)])
+    lanes = [int(f.extent) for f in loops if f.kind == ForKind.VECTORIZED]
+    assert len(set(lanes)) > 2
+    assert all(n & (n - 1) == 0 for n in lanes)
+    alone = [f for f in loops if f.kind == ForKind.SERIAL and not holds_a_loop(f)]
+    assert all(int(f.extent) < 4 for f in alone)
+
+
+def holds_a_loop(loop: tirx.For) -> bool:
+    """Whether there is a loop within this one."""
+    inside = []
+    tvm_ffi.structural_walk(loop.body, [(tirx.For, lambda f: inside.append(f) and None)])
+    return bool(inside)
 
 
 def test_squares_are_turned_in_registers():

@@ -4,7 +4,7 @@ Cheap loops are left to LLVM to vectorise, but for short ones: it would unroll t
 loop around them into vectors that gather and scatter. In loops with much arithmetic a point waits
 for its own operations most of the time. Both are written as operations on several vectors at once:
 
-    for block:                                             and the rest one by one
+    for block:                                             and the rest in pieces of 32, 16, 8 and 4
         for v < 64 as vectors: y[64 * block + v] = f(x[64 * block + v])
 
 Loops are cut where the condition on a load changes.
@@ -21,7 +21,7 @@ from tvm.tirx import ForKind
 from ..expr import bytes_of, dtype_of, number
 from .access import load_stride
 from .loops import Loop, nest, seq
-from .nest_emitter import NestEmitter
+from .nest_emitter import LEAST_PIECE, NestEmitter
 from .point import has_vector_form
 from .segments import cuts
 from .space import Slot
@@ -69,7 +69,7 @@ class PointwiseEmitter(NestEmitter):
         loops: dict[Slot, Loop],
         lane: Slot,
         start: Expr,
-        length: Expr,
+        length: Expr | int,
         around: dict[Slot, Loop] | None = None,
     ) -> tirx.Stmt:
         """A part of the lane loop, within `loops`; loops `around` it are added by the caller."""
@@ -87,25 +87,41 @@ class PointwiseEmitter(NestEmitter):
             return None
         blocks = self.loops.simplify(tirx.FloorDiv(extent, self.loops.imm(count)))
         rest = self.loops.simplify(extent - blocks * self.loops.imm(count))
+        full = self._block(outer, lane, self.loops.imm(0), blocks, count)
+        if full is None:
+            return None
+        start = self.loops.simplify(blocks * self.loops.imm(count))
+        tail = []
+        for number_of, at, width in self.pieces(rest, min(count, self._vector_lanes())):
+            piece = None
+            if isinstance(width, int) and width >= LEAST_PIECE:
+                piece = self._block(outer, lane, start + at, number_of, width)
+            tail.append(piece or self._plain({}, lane, start + at, width, around=outer))
+        return seq(full, *tail)
+
+    def _block(
+        self, outer: dict[Slot, Loop], lane: Slot, start: Expr, blocks: Expr, count: int
+    ) -> tirx.Stmt | None:
+        """Blocks of `count` lanes from `start` on, or None where they have no vector form."""
         block = self.loops.new("block", blocks)
         v = self.loops.new("v", count, ForKind.VECTORIZED)
-        first = block.value * self.loops.imm(count)
+        first = start + block.value * self.loops.imm(count)
         ops = self.writer.write(self._values(outer, lane, first + v.value), [], lane=v)
-        if not has_vector_form(ops):
-            return None
-        tail = self._plain({}, lane, blocks * self.loops.imm(count), rest, around=outer)
-        return seq(nest([block, v], ops), None if number(rest) == 0 else tail)
+        return nest([block, v], ops) if has_vector_form(ops) else None
 
     def _values(self, outer: dict[Slot, Loop], lane: Slot, at: Expr) -> list[Expr]:
         return self.space.values({**{s: loop.value for s, loop in outer.items()}, lane: at})
 
     def _lane_count(self, extent: Expr) -> int | None:
         """Lanes of a block: as many vectors as a whole tile fills; None if it fills none."""
-        widest = max(bytes_of(dtype_of(m.stage.values[0])) for m in self.nest.members)
-        lanes = self.machine.lanes(widest)
+        lanes = self._vector_lanes()
         size = number(extent)
         counts = [n * lanes for n in (VECTORS, 2, 1)]
         return counts[0] if size is None else next((n for n in counts if n <= size), None)
+
+    def _vector_lanes(self) -> int:
+        widest = max(bytes_of(dtype_of(m.stage.values[0])) for m in self.nest.members)
+        return self.machine.lanes(widest)
 
     def _is_heavy(self) -> bool:
         return sum(stage_work(m.stage) for m in self.nest.members) >= VECTOR_WORK

@@ -19,7 +19,7 @@ from tvm.tirx import ForKind
 
 from ..expr import bytes_of, constant, convert, dtype_of, number
 from .loops import Loop, nest, seq
-from .nest_emitter import NestEmitter
+from .nest_emitter import LEAST_PIECE, NestEmitter
 from .point import COMBINE, Ops, State, env_of, has_vector_form, indices_of
 from .precision import rounded_by_bits
 from .resolve import Point, Resolve
@@ -52,20 +52,25 @@ class ReductionEmitter(NestEmitter):
         blocks, rest = self._divide(extent, count)
 
         def sweep(block_count: Expr, first: Expr, lanes: Expr | int) -> tirx.Stmt:
+            step = self.loops.imm(lanes) if isinstance(lanes, int) else lanes
             inner = {
                 s: self.space.loop(s) for s in self.space.slots if s.is_reduced and s is not lane
             }
             block, v = self.loops.new("block", block_count), self.loops.new("v", lanes)
             local = {s: loop.value for s, loop in (*outer.items(), *inner.items())}
-            local[lane] = first + block.value * self.loops.imm(count) + v.value
+            local[lane] = first + block.value * step + v.value
             v, ops = self._lanes(v, self.space.values(local), states)
             return nest([*inner.values(), block, v], ops)
 
         values = self.space.values({s: loop.value for s, loop in outer.items()})
+        start = self.loops.simplify(extent - rest)
         body = seq(
             *self._start(states, count, neutral=True),
             sweep(blocks, self.loops.imm(0), count),
-            None if number(rest) == 0 else sweep(self.loops.imm(1), extent - rest, rest),
+            *(
+                sweep(n, start + at, width)
+                for n, at, width in self.pieces(rest, self._narrow(count))
+            ),
             *self._fold(states, count),
             *self._finish(states, self.loops.imm(0), values, neutral=True),
         )
@@ -98,9 +103,15 @@ class ReductionEmitter(NestEmitter):
                 w.around(seq(*ends)),
             )
 
-        full = self.loops.loop("block", blocks, lambda b: block(b * self.loops.imm(count), count))
-        tail = None if number(rest) == 0 else block(extent - rest, rest)
-        return self._around(outer, states, seq(full, tail))
+        def several(number_of: Expr, first: Expr, lanes: Expr | int) -> tirx.Stmt:
+            step = self.loops.imm(lanes) if isinstance(lanes, int) else lanes
+            return self.loops.loop("block", number_of, lambda b: block(first + b * step, lanes))
+
+        start = self.loops.simplify(extent - rest)
+        tail = (
+            several(n, start + at, width) for n, at, width in self.pieces(rest, self._narrow(count))
+        )
+        return self._around(outer, states, seq(several(blocks, self.loops.imm(0), count), *tail))
 
     def _around(self, outer: dict[Slot, Loop], states: list[State], body: tirx.Stmt) -> tirx.Stmt:
         for loop in reversed(outer.values()):
@@ -123,15 +134,23 @@ class ReductionEmitter(NestEmitter):
         blocks = self.loops.simplify(tirx.FloorDiv(extent, self.loops.imm(count)))
         return blocks, self.loops.simplify(extent - blocks * self.loops.imm(count))
 
-    def _lane_count(self, extent: Expr, vectors: int) -> int:
-        """Lanes: at most `vectors` registers; of a known extent, what leaves the fewest steps."""
+    def _vector_lanes(self) -> int:
+        """Running results in a vector register."""
         widest = max(
             bytes_of(dtype_of(v))
             for m in self.nest.members
             if m.stage.kind is not None
             for v in m.stage.values
         )
-        lanes = self.machine.lanes(widest)
+        return self.machine.lanes(widest)
+
+    def _narrow(self, count: int) -> int:
+        """Lanes of a remainder of unknown length."""
+        return min(count, self._vector_lanes())
+
+    def _lane_count(self, extent: Expr, vectors: int) -> int:
+        """Lanes: at most `vectors` registers; of a known extent, what leaves the fewest steps."""
+        lanes = self._vector_lanes()
         size = number(extent)
         if size is None:
             return vectors * lanes
@@ -140,7 +159,7 @@ class ReductionEmitter(NestEmitter):
 
         def steps(count: int) -> int:
             blocks, rest = divmod(int(size), count)
-            return blocks * -(-count // lanes) + rest // lanes + rest % lanes
+            return blocks * -(-count // lanes) + rest // lanes + min(rest % lanes, LEAST_PIECE)
 
         return min((n for n in counts if n <= size), key=steps)
 
