@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
+import tvm
 import tvm_ffi
 from tvm import relax, tirx
 from tvm.ir import Call, TensorLoad
@@ -323,3 +325,25 @@ def test_kernels_are_written_for_the_threads_that_they_run_on():
     profile = load_profile("llvm")
     assert machine_of(replace(profile, num_sms=48)).cores == thread_count()
     assert machine_of(None).cores == thread_count()
+
+
+MULTIPLY_ADDS = {
+    "AVX2": ({"kind": "llvm", "mcpu": "haswell"}, r"vfmadd\d+ps\s.*%ymm", r"vfmadd\d+ss"),
+    "NEON": (
+        {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mattr": ["+neon"]},
+        r"fmla\s+v\d+\.4s",
+        r"fmadd\s+s\d+",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MULTIPLY_ADDS)
+def test_products_are_vectors_on_other_processors(name):
+    spec, vectors, scalars = MULTIPLY_ADDS[name]
+    target = tvm.target.Target(spec)
+    with target:
+        func = kernel_of(lambda bb, x, w: op.matmul(x, w), ((61, 70), F32), ((70, 45), F32))
+    mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
+    text = tvm.compile(mod, target=target, tir_pipeline="s_tir").mod.inspect_source("asm")
+    assert len(re.findall(vectors, text)) >= 8
+    assert not re.findall(scalars, text)

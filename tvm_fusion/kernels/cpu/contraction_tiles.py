@@ -15,13 +15,14 @@ from itertools import product as combinations
 from math import ceil, gcd, prod
 
 from tvm.ir import Expr, TensorLoad, Var
+from tvm.sym import Analyzer
 
 from ..expr import bytes_of, dtype_of
 from .access import load_stride
 from .groups import SMALL_WORK, Group, group_work
 from .machine import Machine
 from .operands import Product, constant_panels, operand_loads
-from .panels import Panels
+from .panels import Panels, plain_load
 from .rewrite import loads
 from .stages import Axis, Stage, analyzer_of
 from .work import bytes_of_buffer, points, size_of, stage_work
@@ -63,6 +64,7 @@ TASK_CYCLES, TILE_CYCLES, LOOP_CYCLES = 500, 20, 12_000
 # Cost of packing an element, in multiply-adds, measured on convolutions and transposed weights:
 # contiguous, for each run of contiguous ones, strided, and of writing it to main memory and back.
 PACK_CONTIGUOUS, PACK_RUN, PACK_STRIDED, PACK_AHEAD = 12.0, 200.0, 60.0, 6.0
+PACK_TURNED = 16.0
 
 Tile = list[int | None]
 
@@ -307,8 +309,18 @@ def pack_cost(stage: Stage, operand: Expr, side: tuple[Axis, ...]) -> float:
     last = side[-1] if side else stage.reduced[-1]
     steps = [load_stride(r, last.var, analyzer) for r in operand_loads(stage, operand)]
     contiguous = all(s in (0, 1) for s in steps)
+    if not contiguous and _turns(stage, operand, analyzer):
+        return PACK_TURNED
     base = PACK_CONTIGUOUS + PACK_RUN / size_of(last) if contiguous else PACK_STRIDED
     return base + 4.0 * max(0, stage_work(stage) - 3)
+
+
+def _turns(stage: Stage, operand: Expr, analyzer: Analyzer) -> bool:
+    """Whether an operand is plain and contiguous along the terms: squares of it are turned."""
+    load = plain_load(stage, operand)
+    if load is None or len(stage.reduced) != 1 or loads(*load.indices):
+        return False
+    return load_stride(load, stage.reduced[0].var, analyzer) == 1
 
 
 def reads_directly(operand: Expr) -> bool:

@@ -204,7 +204,7 @@ class _Emitter:
         start = self.loops.simplify(start)
         exists = tirx.Max(self.imm(0), tirx.Min(width, self.columns.valid - start))
         block = Block(first, count, start, width, self.loops.simplify(exists))
-        pack = self.operands.pack_right(self.columns, block, self.right)
+        pack = self.operands.pack_right(self.columns, block, self.right, self.tile.lanes)
         return seq(pack, self._register_tiles(block))
 
     def _register_tiles(self, block: Block) -> tirx.Stmt:

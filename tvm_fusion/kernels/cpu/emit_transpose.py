@@ -92,7 +92,7 @@ class TransposeEmitter(PointwiseEmitter):
             if not has_vector_form(ops):
                 return None
             stmts.append(nest([v], ops))
-        stmts.append(_turned(rows))
+        stmts.append(turned(rows))
         for r in range(count):
             v = self.loops.new("v", count, ForKind.VECTORIZED)
             at = {loaded: local[loaded] + self.loops.imm(r), stored: local[stored] + v.value}
@@ -110,7 +110,7 @@ class TransposeEmitter(PointwiseEmitter):
         return resolve(member.stage.values[0])
 
 
-def _turned(rows: list[Var]) -> tirx.Stmt:
+def turned(rows: list[Var]) -> tirx.Stmt:
     """Turns a square, a buffer a row.
 
     In each step, element (r, c) changes places with element (r ^ s, c ^ s) where r and c differ in

@@ -99,7 +99,7 @@ def panels_of(
         The axes of batch, terms and columns.
     lanes : int
     """
-    load = _plain_load(stage, operand)
+    load = plain_load(stage, operand)
     if load is None or load.source not in stage.constants:
         return None
     dimension: dict[Var, int] = {}
@@ -116,7 +116,7 @@ def panels_of(
     return load.source, Panels(*(tuple(dimension[v] for v in side) for side in axes), lanes)
 
 
-def _plain_load(stage: Stage, operand: Expr) -> TensorLoad | None:
+def plain_load(stage: Stage, operand: Expr) -> TensorLoad | None:
     """What an operand loads, if it is a load or a conversion of one."""
     bound: Mapping[Var, Expr] = dict(stage.binds)
     while isinstance(operand, tirx.Cast) or operand in bound:

@@ -16,6 +16,7 @@ from ...config import HardwareProfile
 from ..expr import dtype_of
 from .accumulators import with_copies
 from .contraction_tiles import Problem, packs_ahead, panels_when_compiling
+from .emit_panels import emit_panels
 from .emit_tiles import emit_tiles
 from .groups import Group, make_groups, single
 from .inline import inline
@@ -112,8 +113,8 @@ def _emit_group(
     kept = {*graph.params, *temporaries}
     group = with_copies(group, kept)
     tile = choose_tile(group, machine)
-    packed = _packed_ahead(group, tile, machine)
-    ready = {s: p.buffer for s, p in packed.items()}
+    packed = _packed_ahead(group, tile, kept, machine)
+    ready = {s: buffer for s, (buffer, _) in packed.items()}
     for stage, (constant, how) in _constant_panels(group, tile, graph, machine).items():
         shape = how.shape(int(n) for n in constant.ty.shape)
         buffer = new_buffer(f"{constant.name}_panels", list(shape), dtype_of(constant))
@@ -121,11 +122,8 @@ def _emit_group(
         ready[stage] = buffer
     main = emit_tiles(group, tile, kept, ready, machine)
     stmts: list[tirx.Stmt] = []
-    for stage in packed.values():
-        before = single(stage)
-        pack_tile = choose_tile(before, machine)
-        stmts.append(allocate(stage.buffer))
-        stmts.append(emit_tiles(before, pack_tile, {*kept, stage.buffer}, {}, machine))
+    for buffer, pack in packed.values():
+        stmts.extend((allocate(buffer), pack))
     return seq(*stmts, main)
 
 
@@ -138,14 +136,23 @@ def _problems(group: Group, machine: Machine) -> Iterator[Problem]:
 
 
 def _packed_ahead(
-    group: Group, tile: tuple[int | None, ...], machine: Machine
-) -> dict[Stage, Stage]:
-    """For each contraction whose right operand is packed ahead, the stage that packs it."""
-    return {
-        p.stage: packed_operand(p.stage, p.product, p.lanes)
-        for p in _problems(group, machine)
-        if packs_ahead(p, list(tile))
-    }
+    group: Group, tile: tuple[int | None, ...], kept: set[Var], machine: Machine
+) -> dict[Stage, tuple[Var, tirx.Stmt]]:
+    """For each contraction whose right operand is packed ahead, the panels and what fills them."""
+    found = {}
+    for p in _problems(group, machine):
+        if packs_ahead(p, list(tile)):
+            ready = emit_panels(p.stage, p.product, p.lanes)
+            found[p.stage] = ready or _pack_by_stage(p, kept, machine)
+    return found
+
+
+def _pack_by_stage(p: Problem, kept: set[Var], machine: Machine) -> tuple[Var, tirx.Stmt]:
+    """Panels of an operand that is computed."""
+    before = single(packed_operand(p.stage, p.product, p.lanes))
+    (stage,) = before.stages
+    tile = choose_tile(before, machine)
+    return stage.buffer, emit_tiles(before, tile, {*kept, stage.buffer}, {}, machine)
 
 
 def _constant_panels(
