@@ -306,6 +306,10 @@ def _products(add):
     add("matmul_one_column", product, [(37, 41), (41, 1)], plain)
     add("matmul_transposed", transposed, [(37, 41), (53, 41)], lambda x, w: [x @ w.T])
     add("matmul_transposed_left", transposed_left, [(41, 37), (41, 53)], lambda x, w: [x.T @ w])
+    add("matmul_whole_columns", product, [(37, 41), (41, 64)], plain)
+    add("matmul_in_tasks", product, [(203, 130), (130, 64)], plain)
+    add("matmul_packed_ahead", product, [(301, 150), (150, 77)], plain)
+    add("matmul_turned_ahead", transposed, [(301, 150), (77, 150)], lambda x, w: [x @ w.T])
     add("matmul_batched", product, [(3, 17, 9), (3, 9, 33)], plain)
     add("matmul_shared_right", product, [(3, 2, 17, 9), (2, 9, 33)], plain)
     add(

@@ -327,6 +327,14 @@ def test_kernels_are_written_for_the_threads_that_they_run_on():
     assert machine_of(None).cores == thread_count()
 
 
+@pytest.mark.parametrize(("columns", "copies"), [(64, False), (45, True)])
+def test_whole_vectors_of_a_plain_product_are_stored_at_once(columns, copies):
+    func = kernel_of(lambda bb, x, w: op.matmul(x, w), ((37, 70), F32), ((70, columns), F32))
+    found = []
+    tvm_ffi.structural_walk(func.body, [(tirx.AllocBuffer, found.append)])
+    assert any(a.buffer.name.endswith("_tile") for a in found) == copies
+
+
 MULTIPLY_ADDS = {
     "AVX2": ({"kind": "llvm", "mcpu": "haswell"}, r"vfmadd\d+ps\s.*%ymm", r"vfmadd\d+ss"),
     "NEON": (

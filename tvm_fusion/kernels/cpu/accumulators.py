@@ -7,8 +7,9 @@ from dataclasses import replace
 from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
 
-from ..expr import convert, dtype_of
+from ..expr import convert, dtype_of, same
 from .groups import Group
+from .nests import Nest
 from .operands import split_product
 from .rewrite import Rewriter, rebuild
 from .scope import new_buffer
@@ -44,6 +45,18 @@ def with_copies(group: Group, kept: set[Var]) -> Group:
         value = tirx.BufferLoad(alias, [a.index for a in axes])
         add(Stage(f"{stage.name}_copy", (buffer,), axes, (), (value,)), member)
     return Group(tuple(stages), tuple(tuple(s) for s in shared))
+
+
+def is_copy_of(stage: Stage, item: Nest) -> bool:
+    """Whether a nest does nothing but copy the result of `stage` to a buffer of the same shape."""
+    if len(item.members) != 1:
+        return False
+    copy = item.members[0].stage
+    value = copy.values[0]
+    if copy.kind is not None or copy.binds or not isinstance(value, TensorLoad):
+        return False
+    at = zip(value.indices, copy.axes, strict=True) if value.source.same_as(stage.buffer) else ()
+    return value.source.same_as(stage.buffer) and all(same(i, a.index) for i, a in at)
 
 
 def _reading(stage: Stage, moved: dict[Var, Var]) -> Stage:

@@ -39,7 +39,7 @@ from .math import bfloat16_to_float32
 from .operands import Product
 from .packing import Block, Operands
 from .scope import Place, Scope, allocate, new_buffer
-from .sides import block_length, blocks, flattened, in_block, make_side, product_of
+from .sides import block_length, blocks, flattened, in_block, make_side, positions, product_of
 from .stages import Axis, Stage
 
 # Terms at a time where the right operand lies in panels: 1024 terms of four vectors of 64 bytes.
@@ -58,21 +58,23 @@ class Part:
     size: int
 
 
-def emit_contraction(
-    stage: Stage, product: Product, scope: Scope, machine: Machine, packed: Var | None = None
-) -> tirx.Stmt:
-    """Compute the tile of a contraction into a new buffer of the tile.
+class Contraction:
+    """Computes the tile of a contraction into a new buffer of the tile.
 
-    `packed` holds the panels of the right operand, if it was packed ahead.
+    Attributes
+    ----------
+    packed : Var or None
+        The panels of the right operand, if it was packed ahead.
+    output : Var or None
+        What the result is copied to in the end: register tiles are stored there at once. To be set
+        where `can_store_to` allows it.
     """
-    return _Emitter(stage, product, scope, machine, packed).run()
 
-
-class _Emitter:
     def __init__(
         self, stage: Stage, product: Product, scope: Scope, machine: Machine, packed: Var | None
     ) -> None:
         self.stage, self.product, self.packed = stage, product, packed
+        self.output: Var | None = None
         self.scope, self.loops = scope, scope.loops
         self.dtype = dtype_of(stage.values[0])
         height, width = (_length(side, scope) for side in (product.rows, product.columns))
@@ -96,6 +98,21 @@ class _Emitter:
         """An index constant."""
         return self.loops.imm(value)
 
+    def can_store_to(self, output: Var) -> bool:
+        """Whether register tiles are final, and whole vectors of contiguous elements there."""
+        last = [a for a in self.stage.axes if a.size != 1][-1]
+        columns = self.product.columns
+        return (
+            not self._accumulates()
+            and self.stage.rounding is None
+            and dtype_of(output) == self.dtype
+            and len(columns) == 1
+            and columns[0] is last
+            and self.columns.is_whole
+            and not any(r.is_dynamic for r in self.rows.regions)
+            and number(self.rows.length) is not None
+        )
+
     def run(self) -> tirx.Stmt:
         """All loops over the batch of the tile."""
         regions = [self.scope.region(a) for a in self.product.batch]
@@ -105,7 +122,7 @@ class _Emitter:
         where = {a.var: i for a, i in zip(self.product.batch, bases, strict=True)}
         self.operands = Operands(self.stage, self.product, self.scope, where)
         self.direct = self._left_is_direct()
-        self.result = self._result()
+        self.result = self._result() if self.output is None else self._output()
         self._allocate_packs()
         count = blocks(self.terms, self.terms_block, self.loops)
         body = self.loops.loop("term_block", count, self._terms)
@@ -154,6 +171,21 @@ class _Emitter:
 
         self.scope.places[self.stage.buffer] = Place(result, place, self.stage.rounding)
         return result
+
+    def _output(self) -> Var:
+        """Let readers read the result where it is stored in the end."""
+        self.scope.places[self.stage.buffer] = Place(self.output, lambda indices: indices)
+        return self.output
+
+    def place_of(self, row: Expr, column: Expr) -> list[Expr]:
+        """Where an element of the result is stored."""
+        if self.output is None:
+            return [*self.at, row, column]
+        env = dict(self.operands.batch)
+        for side, at in ((self.rows, row), (self.columns, column)):
+            found = positions(side, at, self.loops)
+            env.update((a.var, i) for a, i in zip(side.axes, found, strict=True))
+        return [convert(env.get(a.var, self.imm(0)), dtype_of(a.var)) for a in self.stage.axes]
 
     def _accumulates(self) -> bool:
         """Whether the terms come in several blocks, or the sum starts from something."""
@@ -286,7 +318,7 @@ def _length(axes: tuple[Axis, ...], scope: Scope) -> int | None:
 class _RegisterTile:
     """One register tile: `rows` from `row` on, `vectors` from `vector` on in a block of columns."""
 
-    outer: _Emitter
+    outer: Contraction
     row: Expr
     rows: int
     vector: Expr
@@ -331,7 +363,7 @@ class _RegisterTile:
         outer = self.outer
         vector = outer.loops.simplify(self.vector + outer.imm(c))
         column = self.block.start + vector * outer.imm(outer.tile.lanes) + v
-        where = [*outer.at, outer.loops.simplify(self.row + outer.imm(r)), column]
+        where = outer.place_of(outer.loops.simplify(self.row + outer.imm(r)), column)
         if outer._accumulates():
             value = tirx.BufferLoad(outer.result, where) + value
         return tirx.BufferStore(outer.result, value, where)

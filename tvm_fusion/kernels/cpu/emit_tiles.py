@@ -7,7 +7,8 @@ from tvm.ir import Expr, Var
 from tvm.tirx import ForKind
 
 from ..expr import convert, dtype_of, number
-from .emit_contraction import emit_contraction
+from .accumulators import is_copy_of
+from .emit_contraction import Contraction
 from .emit_nest import emit_nest
 from .groups import SMALL_WORK, TASKS_PER_CORE, Group, group_work
 from .loops import Loop, Loops, seq
@@ -105,11 +106,19 @@ def _emit_tile(
     }
     nests = make_nests(list(group.stages), dims)
     stmts = []
+    done: list[Nest] = []
     for item in nests:
         stage = item.members[0].stage
         product = split_product(stage)
         if product is not None:
-            stmts.append(emit_contraction(stage, product, scope, machine, packed.get(stage)))
+            emitter = Contraction(stage, product, scope, machine, packed.get(stage))
+            copy = next((n for n in nests if is_copy_of(stage, n)), None)
+            if copy is not None and emitter.can_store_to(copy.members[0].stage.buffer):
+                emitter.output = copy.members[0].stage.buffer
+                done.append(copy)
+            stmts.append(emitter.run())
+            continue
+        if item in done:
             continue
         stored = kept | _read_by_others(item, nests)
         _keep_local(item, stored, kept, scope)
