@@ -18,6 +18,7 @@ from ..report.times import FUSED, UNFUSED, TimeReport
 from ..runtime.entry import entry_of
 from ..transform.single_group import group_modules
 from ..transform.write_kernels import write_kernels
+from .bounds import bounded_reference
 from .precision import computed_dtypes
 from .reference import flatten, run_reference, to_argument
 from .verify import GroupCase, Verification, compare_outputs, verify_group
@@ -51,8 +52,8 @@ def check_compiled(
     every_group: bool = False,
     unfused: Built | None = None,
 ) -> Checked:
-    """Compares a build with float64 and with the unfused module; groups with wrong numbers are cut
-    and the rest is built again.
+    """Compares a build with float64; groups with wrong numbers are cut and the rest is built
+    again.
 
     Parameters
     ----------
@@ -67,7 +68,7 @@ def check_compiled(
     """
     whole = job.whole[0]
     inputs = job.inputs
-    reference = run_reference(whole, inputs, target=job.target)
+    reference, bounds = bounded_reference(whole, inputs, job.target)
     unfused = unfused or job.build_unfused()
     plain = run_built(unfused, inputs)
     dtypes = computed_dtypes(whole)
@@ -78,7 +79,7 @@ def check_compiled(
             built, materialized = _without(job, wrong)
     while True:
         verification = compare_outputs(
-            run_built(built, inputs), plain, reference, computed_in=dtypes
+            run_built(built, inputs), plain, reference, computed_in=dtypes, bounds=bounds
         )
         if verification.passed:
             break

@@ -14,15 +14,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import tvm
-import tvm_ffi
 from tvm import relax, tirx
-from tvm.ir import Expr, TensorLoad, Var
-from tvm.ir.prim.expr import Let
+from tvm.ir import Expr
 
-from ..kernels.expr import dtype_of
+from .roundings import rounded
 from .rules import TOLERANCES
-
-PICKS = (tirx.Select, tirx.Max, tirx.Min, Let)
 
 
 def computed_dtypes(mod: tvm.IRModule, entry: str = "main") -> list[str | None]:
@@ -80,7 +76,7 @@ class _Finder:
         called = call.args[0] if call.args else None
         if isinstance(called, tvm.ir.GlobalVar) and isinstance(self.mod[called], tirx.PrimFunc):
             if called not in self.inside:
-                self.inside[called] = narrowest(_rounded(self.mod[called]))
+                self.inside[called] = narrowest(rounded(self.mod[called].body))
             dtypes.append(self.inside[called])
         else:
             dtypes += _dtypes(call.ty)
@@ -95,19 +91,3 @@ def _dtypes(ty: object) -> list[str]:
     if isinstance(ty, relax.TupleType):
         return [d for field in ty.fields for d in _dtypes(field)]
     return [str(ty.dtype)] if isinstance(ty, relax.TensorType) else []
-
-
-def _rounded(func: tirx.PrimFunc) -> set[str]:
-    """The dtypes of what a PrimFunc computes."""
-    found: set[str] = set()
-
-    def visit(node: Expr) -> None:
-        if isinstance(node, (Var, TensorLoad, *PICKS)) or not hasattr(node.ty, "dtype"):
-            return
-        name = getattr(getattr(node, "op", None), "name", "")
-        if isinstance(node, tirx.FloatImm) or name.endswith("if_then_else"):
-            return
-        found.add(dtype_of(node))
-
-    tvm_ffi.structural_walk(func.body, [(Expr, visit)])
-    return found

@@ -1,0 +1,321 @@
+"""Bounds of roundings: right results stay within them, planted errors do not."""
+
+import numpy as np
+import pytest
+import torch
+import tvm
+from tvm import relax, tirx
+from tvm.relax import op
+
+from tests.graphs import module
+from tvm_fusion.check.bounds import bounded_reference, bounds_of, disturbed_module
+from tvm_fusion.check.inputs import numpy_dtype, random_inputs
+from tvm_fusion.check.noise import NONE, Draw, disturbed
+from tvm_fusion.check.reference import build_reference, run_reference
+from tvm_fusion.check.roundings import UNIT_ROUNDOFF, roundings_of
+from tvm_fusion.check.rules import SAFETY, TOLERANCES, check_output
+from tvm_fusion.check.verify import verify_module
+from tvm_fusion.transform.lower import lower
+
+LLVM = tvm.target.Target({"kind": "llvm"})
+
+
+def lowered(emit, *inputs):
+    return lower(module(emit, *inputs), LLVM, decompose=False)
+
+
+def emit_call(call):
+    return lambda bb, *params: bb.emit(call(bb, *params))
+
+
+def total(bb, x):
+    return op.sum(x, axis=-1)
+
+
+def softmax(bb, x):
+    return op.nn.softmax(x, axis=-1)
+
+
+def layer_norm(bb, x, w, b):
+    return op.nn.layer_norm(x, w, b, axes=-1, epsilon=1e-5)
+
+
+def variance(bb, x):
+    return op.variance(x, axis=-1)
+
+
+def product(bb, x, w):
+    return op.matmul(x, w)
+
+
+def gelu_of_product(bb, x, w):
+    return op.nn.gelu(bb.emit(op.matmul(x, w)))
+
+
+def scan(bb, x):
+    return op.cumsum(x, axis=-1)
+
+
+def mean_of_squares(bb, x):
+    return op.mean(bb.emit(op.multiply(x, x)))
+
+
+CASES = [
+    (total, [(33, 1037)]),
+    (softmax, [(7, 129)]),
+    (layer_norm, [(9, 257), (257,), (257,)]),
+    (variance, [(5, 603)]),
+    (product, [(3, 131), (131, 17)]),
+    (gelu_of_product, [(3, 131), (131, 17)]),
+    (scan, [(3, 211)]),
+    (mean_of_squares, [(1, 1)]),
+]
+BY_CASE = pytest.mark.parametrize(
+    ("emit", "shapes"), CASES, ids=lambda v: getattr(v, "__name__", "")
+)
+
+
+def case_of(emit, shapes, dtype="float32"):
+    mod = lowered(emit_call(emit), *((shape, dtype) for shape in shapes))
+    return mod, random_inputs(mod["main"])
+
+
+# ---- disturbed modules ---------------------------------------------------------------------------
+
+
+@BY_CASE
+def test_a_draw_of_amplitude_0_changes_nothing(emit, shapes):
+    mod, inputs = case_of(emit, shapes)
+    run = build_reference(disturbed_module(mod))
+    (given,) = run([*inputs, NONE.array()])
+    np.testing.assert_array_equal(given, run_reference(mod, inputs)[0])
+
+
+@BY_CASE
+def test_a_draw_changes_results_a_little_and_the_same_draw_the_same(emit, shapes):
+    mod, inputs = case_of(emit, shapes)
+    run = build_reference(disturbed_module(mod))
+    exact, first, again, second = (
+        run([*inputs, Draw(seed, seed > 0).array()])[0] for seed in (0, 1, 1, 2)
+    )
+    np.testing.assert_array_equal(first, again)
+    assert (first != second).any()
+    assert 0 < np.abs(first - exact).max() < 1e-4 * np.abs(exact).max()
+
+
+def test_the_module_is_left_as_it_was():
+    mod, _ = case_of(*CASES[2])
+    before = mod.clone()
+    disturbed_module(mod)
+    tvm.ir.assert_structural_equal(mod, before)
+
+
+def test_what_only_moves_values_is_not_disturbed():
+    mod = lowered(emit_call(lambda bb, x: op.permute_dims(x)), ((3, 5), "float32"))
+    func = next(f for f in mod.functions.values() if isinstance(f, tirx.PrimFunc))
+    assert not roundings_of(func.body)
+    x = random_inputs(mod["main"])
+    assert bounded_reference(mod, x)[1][0].max() == 0
+
+
+def test_symbolic_extents_are_disturbed_at_any_size():
+    n = tirx.Var("n", "int64")
+    mod = lowered(emit_call(total), ((n, 2 * n + 1), "float32"))
+    inputs = random_inputs(mod["main"], sizes={"n": 7})
+    _, (bound,) = bounded_reference(mod, inputs)
+    assert bound.shape == (7,)
+    assert bound.min() > 0
+
+
+def test_a_scheduled_function_is_not_disturbed():
+    mod, _ = case_of(*CASES[0])
+    func = next(f for f in mod.functions.values() if isinstance(f, tirx.PrimFunc))
+    assert disturbed(func.with_attr("tirx.is_scheduled", True), 1) is None
+
+
+def test_a_module_that_computes_in_a_packed_function_has_no_bound():
+    def emit(bb, x):
+        return bb.emit(relax.call_dps_packed("tests.bounds.double", (x,), out_ty=x.ty))
+
+    tvm.register_global_func(
+        "tests.bounds.double", lambda a, out: out.copyfrom(a.numpy() * 2), override=True
+    )
+    mod = module(emit, ((3,), "float64"))
+    x = random_inputs(mod["main"])
+    (reference,), bounds = bounded_reference(mod, x)
+    np.testing.assert_array_equal(reference, x[0] * 2)
+    assert bounds == [None]
+
+
+@pytest.mark.parametrize("terms", [1, 2, 100, 10_000])
+def test_a_bound_grows_like_the_root_of_the_terms(terms):
+    mod, inputs = case_of(total, [(50, terms)])
+    inputs = [np.abs(inputs[0])]
+    (reference,), (bound,) = bounded_reference(mod, inputs)
+    unit = np.max(bound / reference) / UNIT_ROUNDOFF["float32"]
+    assert 0.5 * terms**0.5 < unit < 2.5 * (terms**0.5 + 3)
+
+
+def test_cancellation_widens_the_bound():
+    mod, (x,) = case_of(total, [(5, 600)])
+    x = np.abs(x)
+    (plain,), (near,) = bounded_reference(mod, [x])
+    x[:, 300:] = -x[:, :300] * np.float32(0.999)
+    (small,), (far,) = bounded_reference(mod, [x])
+    assert np.min(far / np.abs(small)) > 10 * np.max(near / plain)
+
+
+def test_halves_are_bounded_by_where_they_are_stored_and_summed_in_float32():
+    mod, inputs = case_of(total, [(33, 1037)], "float16")
+    (reference,), (bound,) = bounded_reference(mod, inputs)
+    relative = bound.max() / np.abs(reference).max()
+    assert UNIT_ROUNDOFF["float16"] / 4 < relative < 3 * UNIT_ROUNDOFF["float16"]
+
+
+# ---- right and wrong results ---------------------------------------------------------------------
+
+ROUNDED = ["float32", "float16", "bfloat16"]
+
+
+@pytest.mark.parametrize("dtype", ROUNDED)
+@pytest.mark.parametrize(("emit", "shapes"), CASES[:6], ids=lambda v: getattr(v, "__name__", ""))
+def test_a_rounded_reference_passes_and_ten_times_the_bound_does_not(emit, shapes, dtype):
+    mod, inputs = case_of(emit, shapes, dtype)
+    (reference,), (bound,) = bounded_reference(mod, inputs)
+    right = reference.astype(numpy_dtype(dtype))
+    check = check_output(right, right, reference, dtype, bound=bound)
+    assert check.passed
+    assert check.limit <= TOLERANCES[dtype].ceiling
+    at = np.unravel_index(np.argmax(np.abs(reference)), reference.shape)
+    wrong = reference.copy()
+    wrong[at] *= 1 + 10 * check.limit
+    wrong = wrong.astype(numpy_dtype(dtype))
+    assert not check_output(wrong, wrong, reference, dtype, bound=bound).passed
+
+
+def test_a_bound_does_not_follow_the_unfused_error():
+    reference = np.array([1.0, 0.5])
+    off = np.array([1.0 + 1e-5, 0.5], "float32")
+    bound = np.array([1e-7, 1e-7])
+    assert check_output(off, off, reference, "float32").passed
+    assert not check_output(off, off, reference, "float32", bound=bound).passed
+
+
+def test_a_bound_is_met_with_its_margin_and_never_above_the_ceiling():
+    reference = np.array([1.0, -2.0])
+    x = reference.astype("float32")
+    limit = check_output(x, x, reference, "float32", bound=np.array([1e-6, 3e-6])).limit
+    assert limit == pytest.approx(SAFETY * 1.5e-6)
+    assert check_output(x, x, reference, "float32", bound=np.array([1.0, 1.0])).limit == 1e-4
+
+
+def wrong_alike(emit, run, *inputs):
+    """The verdict where the fused and the unfused module are wrong in the same way."""
+    mod = lowered(emit_call(emit), *inputs)
+    return verify_module(run, run, mod, random_inputs(mod["main"], integers={"x0": 100}))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32"])
+def test_a_dropped_term_is_caught_though_the_unfused_module_drops_it_too(dtype):
+    def run(values):
+        return [values[0][:, :-1].sum(-1, dtype=dtype)]
+
+    verdict = wrong_alike(total, run, ((33, 1037), dtype))
+    assert not verdict.passed
+
+
+def test_a_wrong_constant_is_caught_though_the_unfused_module_has_it_too():
+    def run(values):
+        x = values[0].astype("float64")
+        return [(x.var(-1, ddof=1)).astype("float32")]  # 1 / (n - 1) for 1 / n
+
+    assert not wrong_alike(variance, run, ((9, 1025), "float32")).passed
+
+
+@pytest.mark.parametrize("epsilon", [1e-5, 2e-5])
+def test_a_wrong_epsilon_of_a_norm_is_caught(epsilon):
+    def run(values):
+        x, w, b = (v.astype("float64") for v in values)
+        centered = x - x.mean(-1, keepdims=True)
+        y = centered / np.sqrt(x.var(-1, keepdims=True) + epsilon) * w + b
+        return [y.astype("float32")]
+
+    shapes = ((64, 255), "float32"), ((255,), "float32"), ((255,), "float32")
+    assert wrong_alike(layer_norm, run, *shapes).passed is (epsilon == 1e-5)
+
+
+# ---- integers and booleans -----------------------------------------------------------------------
+
+
+def largest(bb, x, w):
+    return op.argmax(bb.emit(op.matmul(x, w)), axis=-1)
+
+
+def test_an_integer_is_held_against_the_reference_alone():
+    mod = lowered(emit_call(largest), ((5, 9), "float32"), ((9, 33), "float32"))
+    inputs = random_inputs(mod["main"])
+    (reference,), (undecided,) = bounded_reference(mod, inputs)
+    assert not undecided.any()
+    wrong = (reference + 1) % 33
+    assert check_output(reference, wrong, reference, "int64", bound=undecided).passed
+    assert not check_output(wrong, wrong, reference, "int64", bound=undecided).passed
+
+
+def test_a_near_tie_may_be_broken_either_way_and_no_other_integer():
+    mod = lowered(emit_call(largest), ((2, 8), "float32"), ((8, 3), "float32"))
+    x, w = random_inputs(mod["main"])
+    x[0] *= np.sign(x[0] @ w[:, 1])
+    w[:, 2] = w[:, 1] * np.float32(1 + 2**-22)  # a tie of columns 1 and 2 in row 0
+    x[1], w[:, 0] = -x[0], -100 * w[:, 1]  # and column 0 ahead by far in row 1
+    (reference,), (undecided,) = bounded_reference(mod, [x, w])
+    assert undecided.tolist() == [True, False]
+    assert reference[1] == 0
+
+
+def test_integer_arithmetic_is_exact():
+    mod = lowered(emit_call(total), ((4, 99), "int32"))
+    inputs = random_inputs(mod["main"], integers={"x0": 50})
+    (reference,), (undecided,) = bounded_reference(mod, inputs)
+    assert not undecided.any()
+    wrong = reference.copy()
+    wrong[3] += 1
+    assert not check_output(wrong, wrong, reference, "int32", bound=undecided).passed
+
+
+# ---- arrays of torch -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [0.0, 1e-7, 1e-5, np.inf, np.nan])
+@pytest.mark.parametrize("bounded", [True, False])
+def test_tensors_of_torch_are_judged_as_arrays_are(error, bounded):
+    reference = np.random.default_rng(0).standard_normal((3, 5))
+    given = reference.astype("float32")
+    given[1, 2] += error
+    plain, bound = reference.astype("float32"), np.full((3, 5), 1e-8) if bounded else None
+    ours = check_output(given, plain, reference, "float32", bound=bound)
+    tensors = [None if a is None else torch.from_numpy(a) for a in (given, plain, reference, bound)]
+    theirs = check_output(*tensors[:3], "float32", bound=tensors[3])
+    assert ours == theirs
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool", "uint8"])
+def test_integers_of_torch_are_judged_as_arrays_are(dtype):
+    reference = np.array([0, 1, 1]).astype(dtype)
+    wrong = np.array([0, 1, 0]).astype(dtype)
+    ours = check_output(wrong, wrong, reference, dtype, bound=np.zeros(3, "bool"))
+    a, b = torch.from_numpy(wrong), torch.from_numpy(reference)
+    theirs = check_output(a, a, b, dtype, bound=torch.zeros(3, dtype=torch.bool))
+    assert not ours.passed
+    assert (theirs.passed, theirs.worst_index) == (ours.passed, ours.worst_index)
+
+
+def test_bounds_of_tensors_are_those_of_arrays():
+    def outputs(draw):
+        changed = np.array([1.0, 2.0]) + draw.amplitude * 1e-3
+        return [changed, np.array([draw.amplitude > 1, True])]
+
+    _, arrays = bounds_of(outputs)
+    _, tensors = bounds_of(lambda draw: [torch.from_numpy(x) for x in outputs(draw)])
+    for array, tensor in zip(arrays, tensors, strict=True):
+        np.testing.assert_array_equal(array, tensor.numpy())
+    assert arrays[1].tolist() == [True, False]

@@ -1,0 +1,167 @@
+"""The roundings of a loop nest, and how large a disturbance stands for them.
+
+A float operation returns its exact result times 1 + d with |d| <= u, the unit roundoff. A sum of n
+terms in any order is, with the same d, the exact sum of x_i (1 + e_i), |e_i| <= (n - 1) u to first
+order [1, section 4.2]; d of no order among themselves make that a multiple of sqrt(n) u, with a
+probability that is as near to 1 as the multiple is large [2, theorem 3.1]. So
+
+    before a sum     each term times  1 + sqrt(n) u r
+    after a nest     each result times  1 + (v + m u + sqrt(n) u) r      (sqrt(n): of a sum only)
+
+with r in (-1, 1), v the unit roundoff of the type that is stored, m the roundings of one point (a
+function such as exp counts for `SPECIAL`), and u that of float32 where halves are summed, as a
+kernel does it. Terms of one sign err together, which is what comes after the sum; of both signs,
+each for itself, which is what comes before it. Points of several operations have their operands
+disturbed, too, for what cancels inside of them.
+
+[1] N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, SIAM, 2002.
+[2] N. J. Higham, T. Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM Journal on
+    Scientific Computing 41 (5), 2019.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import tvm_ffi
+from tvm import s_tir, tirx
+from tvm.ir import Call, Expr, TensorLoad, Var
+from tvm.ir.prim.expr import Let
+
+from ..kernels.expr import dtype_of, widened
+
+UNIT_ROUNDOFF = {
+    "float64": 2.0**-53,
+    "float32": 2.0**-24,
+    "float16": 2.0**-11,
+    "bfloat16": 2.0**-8,
+    "float8_e4m3fn": 2.0**-4,
+    "float8_e5m2": 2.0**-3,
+}
+SPECIAL = 4  # kernels compute exp, erf, ... to within two units in the last place, 4 u
+
+PICKS = (tirx.Select, tirx.Max, tirx.Min, Let)
+
+
+@dataclass(frozen=True, slots=True)
+class Roundings:
+    """What one loop nest rounds.
+
+    Attributes
+    ----------
+    dtypes : tuple of str
+        Of each rounding of one point, a function `SPECIAL` times.
+    terms : Expr or int
+        Of a sum; 1 where there is none.
+    is_scan : bool
+        Whether each term is added to a stored result.
+    """
+
+    dtypes: tuple[str, ...]
+    terms: Expr | int
+    is_scan: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.dtypes)
+
+    @property
+    def count(self) -> int:
+        """The roundings of one point."""
+        return len(self.dtypes)
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether several terms are added up."""
+        return not isinstance(self.terms, int) or self.terms > 1
+
+    @property
+    def before(self) -> Expr | float:
+        """How large the disturbance of an operand is, relative to it."""
+        return _root(self.terms) * self._unit
+
+    def after(self, dtype: str) -> Expr | float:
+        """How large the disturbance of a result is that is stored as `dtype`."""
+        if not self.is_sum:
+            return UNIT_ROUNDOFF[dtype] + sum(UNIT_ROUNDOFF[d] for d in self.dtypes)
+        u = self._unit
+        return _root(self.terms) * u + (UNIT_ROUNDOFF[dtype] + self.count * u)
+
+    @property
+    def _unit(self) -> float:
+        """The unit roundoff of a sum: kernels add halves up in float32."""
+        added = self.dtypes if self.is_scan else map(widened, self.dtypes)
+        return max(UNIT_ROUNDOFF[d] for d in added)
+
+
+def _root(terms: Expr | int) -> Expr | float:
+    if isinstance(terms, int):
+        return math.sqrt(terms)
+    return tirx.sqrt(tirx.Cast("float64", terms))
+
+
+def roundings_of(nest: tirx.Stmt) -> Roundings:
+    """The roundings of a loop nest."""
+    blocks: list[s_tir.SBlock] = []
+    tvm_ffi.structural_walk(nest, [(s_tir.SBlock, blocks.append)])
+    bodies = [block.body for block in blocks if not _holds_block(block.body)] or [nest]
+    dtypes = [dtype for body in bodies for dtype in rounded(body)]
+    if not dtypes:
+        return Roundings((), 1)
+    if reduced := _reduced(blocks):
+        return Roundings(tuple(dtypes), _product(reduced))
+    scanned = _scanned(nest)  # along one of its axes; a sum may be over all of them
+    return Roundings(tuple(dtypes), _product(scanned), is_scan=bool(scanned))
+
+
+def _holds_block(body: tirx.Stmt) -> bool:
+    inner: list[s_tir.SBlock] = []
+    tvm_ffi.structural_walk(body, [(s_tir.SBlock, inner.append)])
+    return bool(inner)
+
+
+def rounded(body: tirx.Stmt) -> list[str]:
+    """The dtypes of the floats that a statement computes, one for each rounding of a point.
+
+    Results of arithmetic and of casts; a value that is only moved or picked loses nothing.
+    """
+    found: list[str] = []
+
+    def visit(node: Expr) -> None:
+        if isinstance(node, (Var, TensorLoad, *PICKS, tirx.FloatImm)) or not hasattr(
+            node.ty, "dtype"
+        ):
+            return
+        name = getattr(getattr(node, "op", None), "name", "")
+        if dtype_of(node) in UNIT_ROUNDOFF and not name.endswith("if_then_else"):
+            found.extend([dtype_of(node)] * (SPECIAL if isinstance(node, Call) else 1))
+
+    tvm_ffi.structural_walk(body, [(Expr, visit)])
+    return found
+
+
+def _reduced(blocks: list[s_tir.SBlock]) -> list[Expr]:
+    """The extents that blocks reduce over."""
+    return [
+        iv.dom.extent
+        for block in blocks
+        for iv in block.iter_vars
+        if iv.iter_type == tirx.IterVar.CommReduce
+    ]
+
+
+def _product(extents: list[Expr]) -> Expr | int:
+    terms: Expr | int = 1
+    for extent in extents:
+        terms = terms * (int(extent) if isinstance(extent, tirx.IntImm) else extent)
+    return terms
+
+
+def _scanned(nest: tirx.Stmt) -> list[Expr]:
+    """The shape of what a nest both writes and reads, such as a scan in plain loops."""
+    written: list[Var] = []
+    read: list[Var] = []
+    tvm_ffi.structural_walk(nest, [(tirx.BufferStore, lambda s: written.append(s.buffer))])
+    tvm_ffi.structural_walk(nest, [(TensorLoad, lambda e: read.append(e.source))])
+    both = [w for w in written if any(w.same_as(r) for r in read)]
+    return list(both[0].ty.shape) if both else []
