@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import tvm
 from tvm import relax
 
@@ -96,6 +97,51 @@ def test_normal_inputs_where_none_do(tmp_path, monkeypatch):
 def test_zeros_infinities_and_poison(given, reference, right):
     wanted = Wanted("float32", "float32", np.array(reference))
     assert (wrong([np.array(given, "float32")], [wanted])[0] == "") == right
+
+
+@pytest.mark.parametrize(
+    ("dtype", "given", "reference"),
+    [
+        ("float32", [1.0, 0.0], [1.0, np.inf]),
+        ("float32", [1.0, 3.0], [1.0, np.nan]),
+        ("float32", [1.0, -np.inf], [1.0, np.inf]),
+        ("float32", [1.0, 2.0, 3.0], [1.0, 2.0]),
+        ("int32", [1] * 3996 + [2] * 4, [1] * 4000),
+        ("bool", [True, False], [True, True]),
+    ],
+)
+def test_what_the_check_of_a_module_refuses_a_trial_is_refused(dtype, given, reference):
+    given, reference = np.array(given, dtype), np.array(reference)
+    bound = np.zeros(reference.shape, "bool" if dtype != "float32" else "float64")
+    for untuned in (None, reference.astype(dtype)):
+        want = Wanted(dtype, dtype, reference, untuned, bound)
+        assert wrong([given], [want])[0]
+        tensors = [None if a is None else torch.from_numpy(a) for a in (reference, untuned, bound)]
+        assert wrong([torch.from_numpy(given)], [Wanted(dtype, dtype, *tensors)])[0]
+
+
+def test_an_argmax_that_a_rounding_decides_may_go_either_way():
+    undecided = np.array([True, False])
+    want = Wanted("int64", "float32", np.array([3, 5]), np.array([3, 5]), undecided)
+    assert not wrong([np.array([2, 5])], [want])[0]
+    assert wrong([np.array([3, 4])], [want])[0]
+
+
+def product(emit, x):
+    weights = np.random.default_rng(0).standard_normal((256, 10)).astype("float32")
+    return emit(OP.matmul(x, relax.const(weights)))
+
+
+def test_a_product_that_adds_in_another_order_is_right_and_one_without_a_term_is_not(tmp_path):
+    case, _ = expected(module((32, 256), "float32", product), tmp_path)
+    x, w = (v for v in case.values if v.ndim == 2 and 256 in v.shape)
+    w = w if w.shape[0] == 256 else w.T
+    for order in (slice(None), slice(None, None, -1)):
+        total = np.zeros((32, 10), "float32")
+        for k in np.arange(256)[order]:
+            total += np.outer(x[:, k], w[k])
+        assert not wrong([total], case.wanted)[0]
+    assert wrong([total - np.outer(x[:, 7], w[7])], case.wanted)[0]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 
+import numpy as np
 import pytest
 import tvm
 
@@ -14,8 +15,9 @@ from tvm_fusion.kernels import registry
 from tvm_fusion.tuning import run as tune_module
 from tvm_fusion.tuning.command import table, to_json
 from tvm_fusion.tuning.interrupts import held_interrupts
-from tvm_fusion.tuning.result import TunedTask, TuneResult
+from tvm_fusion.tuning.result import TunedTask, TuneResult, failures_of
 from tvm_fusion.tuning.settings import load_settings
+from tvm_fusion.tuning.trial_record import Trial
 
 from . import graphs
 from .test_tune_session import SETTINGS, chain_module, make_session, tested  # noqa: F401
@@ -133,6 +135,27 @@ def test_kernels_without_a_time_are_counted():
     assert "kernels 20.0 -> 16.0 us (without 1 not measured)" in table(result)
     assert "this session: 4 trials in 12 s; all trials are made" in table(result)
     assert to_json(result)["untimed"] == ["row:b"]
+
+
+def failed(status, why):
+    return Trial("class", "Way(way=fast)", status, why=why)
+
+
+def test_the_commonest_cause_of_failed_trials_is_said():
+    alike = [failed("wrong", f"output 0: error {e:.2e} above 1.00e-06") for e in (2e-6, np.inf)]
+    failures = failures_of([failed("build", "no shared memory is left"), *alike])
+    assert (failures.count, failures.commonest, failures.status) == (3, 2, "wrong")
+    result = TuneResult((), None, 4, 12.3, False, "all trials are made", failures)
+    said = "3 trials failed; 2 of them alike: wrong: output 0: error 2.00e-06 above 1.00e-06"
+    assert said in table(result)
+    assert to_json(result)["failures"]["commonest"] == 2
+
+
+def test_nothing_is_said_of_failures_where_there_are_none():
+    assert failures_of([]) is None
+    result = TuneResult((), None, 4, 12.3, False, "all trials are made")
+    assert "failed;" not in table(result)
+    assert to_json(result)["failures"] is None
 
 
 # ---- Ctrl-C

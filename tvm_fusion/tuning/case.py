@@ -1,14 +1,15 @@
 """The inputs of one task, and what its outputs should be.
 
 The reference is what TVM's default schedules compute in float64 on the same device from the same
-inputs. Where they cannot, the untuned kernel stands for it.
+inputs, and how far roundings may lead from it is found out there, too (`check.bounds`). Where they
+cannot, the untuned kernel stands for it.
 """
 
 from __future__ import annotations
 
 import logging
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,15 @@ import tvm_ffi
 from tvm import relax, tirx
 
 from ..check._loops import order_loops
+from ..check.bounds import bounds_of
+from ..check.noise import Draw, call_number, disturbed
 from ..check.reference import to_float64
+from ..check.rules import wide
 from ..errors import Unsupported
 from ..ir.extents import ASSUMED_SYMBOLIC_EXTENT
 from ..runtime.build import build_functions
 from .building import BuiltChoice
-from .numbers import Wanted, error_of, wide, wrong
+from .numbers import Wanted, wrong
 from .site import Call, Site, site_bytes
 
 logger = logging.getLogger(__name__)
@@ -77,7 +81,7 @@ class Case:
     def bytes(self) -> int:
         """That its tensors take on the device, the reference included."""
         sizes = [site_bytes(v) for v in self.values if not isinstance(v, int)]
-        kept = [site_bytes(w.reference) for w in self.wanted or ()]
+        kept = [site_bytes(a) for w in self.wanted or () for a in w.arrays]
         return sum(sizes) + sum(kept)
 
     # ---- values
@@ -132,52 +136,62 @@ class Case:
             if kind != DRAWS[0] or self.wanted is not None:
                 self._draw(kind)
             first = self.run(self.call(untuned))
-            found = [wide(v) for v in first]
+            found = None
             if reference is not None:
                 try:
-                    found = self._float64(reference)
+                    found = bounds_of(self._float64(reference))
                 except Exception as error:  # such as too little memory for twice the bytes
                     logger.info("the untuned kernel stands for the float64 reference: %s", error)
                     reference, self.reference = None, "untuned"
-            self.wanted = self._wanted(first, found)
+            self.wanted = self._wanted(first, *(found or ([], [])))
             if not wrong(first, self.wanted)[0] and not any(w.is_near_limit for w in self.wanted):
                 return
 
-    def _wanted(self, first: Sequence[Any], references: Sequence[Any]) -> list[Wanted]:
-        """`first` is what the untuned kernel gives."""
-        narrowest, wanted = self._narrowest(), []
-        params = self.func.params[-self.outputs :]
-        for param, value, reference in zip(params, first, references, strict=True):
-            dtype = str(param.ty.dtype)
-            if "float" in dtype:
-                error = error_of(value, reference)[0]
-                wanted.append(Wanted(dtype, narrowest, reference, error))
-            else:
-                wanted.append(Wanted(dtype, narrowest, value))
-        return wanted
+    def _wanted(
+        self, first: Sequence[Any], references: Sequence[Any], bounds: Sequence[Any]
+    ) -> list[Wanted]:
+        """`first` is what the untuned kernel gives: the reference, where there is no other."""
+        narrowest = self._narrowest()
+        dtypes = [str(p.ty.dtype) for p in self.func.params[-self.outputs :]]
+        if not references:
+            return [Wanted(d, narrowest, wide(x)) for d, x in zip(dtypes, first, strict=True)]
+        found = zip(dtypes, references, first, bounds, strict=True)
+        return [Wanted(d, narrowest, ref, x, bound) for d, ref, x, bound in found]
 
     def _narrowest(self) -> str:
         found = {str(p.ty.dtype) for p in self.func.params if isinstance(p.ty, tirx.BufferType)}
         return next((d for d in NARROWEST_FIRST if d in found), "float32")
 
     def _reference(self) -> Any:
-        """The function in float64, by TVM's default schedules."""
-        symbol = "reference"
-        function = widened(self.func, self.outputs).with_attr("global_symbol", symbol)
+        """The function in float64, by TVM's default schedules; it takes a draw and a number of a
+        call before its outputs.
+        """
+        symbol, inputs = "reference", len(self.func.params) - self.outputs
+        noisy = disturbed(self.func, inputs)
+        if noisy is None:
+            raise Unsupported("the function is scheduled")
+        function = widened(noisy, self.outputs).with_attr("global_symbol", symbol)
         library, _ = build_functions(tvm.IRModule({symbol: function}), self.target)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "reference.so"
             library.export_library(str(path))
             return self.site.load(path)[symbol]
 
-    def _float64(self, reference: Any) -> list[Any]:
-        """The outputs in float64."""
+    def _float64(self, reference: Any) -> Callable[[Draw], list[Any]]:
+        """A function from a draw to the outputs in float64."""
         values = [v if isinstance(v, int) else wide(v) for v in self.values]
         tensors = [v if isinstance(v, int) else self.site.tensor(v) for v in values]
-        reference(*tensors)
-        self.site.device.sync()
-        written = list(zip(values, tensors, strict=True))[-self.outputs :]
-        return [self.site.value(value, tensor) for value, tensor in written]
+        first = len(values) - self.outputs
+        call = self.site.tensor(self.site.given(call_number(0)))
+
+        def run(draw: Draw) -> list[Any]:
+            drawn = self.site.tensor(self.site.given(draw.array()))
+            reference(*tensors[:first], drawn, call, *tensors[first:])
+            self.site.device.sync()
+            written = list(zip(values, tensors, strict=True))[first:]
+            return [self.site.value(value, tensor) for value, tensor in written]
+
+        return run
 
 
 def changed(value: Any, kind: str) -> Any:

@@ -6,6 +6,7 @@ import argparse
 import json
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,7 @@ def to_json(result: TuneResult) -> dict[str, Any]:
         "seconds": round(result.seconds, 1),
         "interrupted": result.interrupted,
         "ended": result.ended,
+        "failures": result.failures and asdict(result.failures),
         "untimed": [task.name for task in result.untimed],
         "untuned_us": round(result.untuned_us, 3),
         "best_us": round(result.best_us, 3),
@@ -146,6 +148,8 @@ def table(result: TuneResult) -> str:
             f"{_us(t.untuned_us):>9} {_us(t.best_us):>9}"
         )
     lines.append(f"this session: {result.trials} trials in {result.seconds:.0f} s; {result.ended}")
+    if result.failures is not None:
+        lines.append(str(result.failures))
     missing = f" (without {len(result.untimed)} not measured)" if result.untimed else ""
     lines.append(f"kernels {result.untuned_us:.1f} -> {result.best_us:.1f} us{missing}")
     if any(not t.count for t in result.tasks):

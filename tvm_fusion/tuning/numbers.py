@@ -1,23 +1,19 @@
-"""Whether the numbers of a trial are right, for arrays of NumPy and of torch alike.
+"""What the outputs of a task should be, judged by the rule of `check.rules`.
 
-The rule is that of `check.rules`: the error against the float64 reference is at most twice (half:
-three times) that of the untuned kernel or a few units in the last place, and below a ceiling.
+Arrays are NumPy's or torch's.
 """
 
 from __future__ import annotations
 
-import sys
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
+from ..check.rules import TOLERANCES, OutputCheck, check_output, namespace
 
-from ..check.rules import TOLERANCES
-
-LARGEST = {"float16": 65504.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}
+OVERFLOWING = ("float16", "float8_e4m3fn", "float8_e5m2")  # what ordinary numbers may overflow
 NEAR = 0.5  # of the largest number
-DIFFERENT_INTEGERS = 1e-3  # share of elements: a rounding may flip an argmax
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,75 +27,45 @@ class Wanted:
         The narrowest float that the kernel reads, keeps or writes.
     reference : array
         In float64; the untuned kernel's numbers where there is no reference.
-    untuned_error : float
-        Of the untuned kernel, relative to the largest number of the reference.
+    untuned : array or None
+        The untuned kernel's numbers; None where they are the reference.
+    bound : array or None
+        What roundings do to each element (`check.bounds`); None where that is not known.
     """
 
     dtype: str
     narrowest: str
     reference: Any
-    untuned_error: float = 0.0
+    untuned: Any = None
+    bound: Any = None
+
+    def check(self, given: Any) -> OutputCheck:
+        """The verdict on what a kernel gives."""
+        return check_output(
+            given, self.untuned, self.reference, self.dtype, self.narrowest, self.bound
+        )
 
     @property
-    def limit(self) -> float:
-        """The largest error allowed."""
-        rule = TOLERANCES.get(self.narrowest, TOLERANCES["float16"])
-        return min(rule.ceiling, max(rule.floor, rule.ratio * self.untuned_error))
+    def arrays(self) -> list[Any]:
+        """What it keeps."""
+        return [a for a in (self.reference, self.untuned, self.bound) if a is not None]
 
     @property
     def is_near_limit(self) -> bool:
         """Whether a number of the reference is so large that a rounding may make it infinite."""
-        if self.dtype not in LARGEST:
+        if self.dtype not in OVERFLOWING:
             return False
-        xp = _of(self.reference)
-        return bool((xp.abs(self.reference) > NEAR * LARGEST[self.dtype]).any())
+        xp = namespace(self.reference)
+        return bool((xp.abs(self.reference) > NEAR * TOLERANCES[self.dtype].largest).any())
 
 
 def wrong(given: Sequence[Any], wanted: Sequence[Wanted]) -> tuple[str, float]:
-    """Why outputs are not right (empty if they are), and the largest error."""
+    """Why outputs are not right (empty if they are), and the largest error that is a number."""
     worst = 0.0
     for number, (array, want) in enumerate(zip(given, wanted, strict=True)):
-        if "float" not in want.dtype:
-            share = float(_of(array).mean(1.0 * (array != want.reference)))
-            if share > DIFFERENT_INTEGERS:
-                return f"output {number}: {share:.2%} of the integers differ", worst
-            continue
-        error, missing = error_of(array, want.reference)
-        worst = max(worst, error)
-        if missing:
-            return f"output {number}: {missing} elements are not finite", worst
-        if error > want.limit:
-            return f"output {number}: error {error:.2g}, allowed {want.limit:.2g}", worst
+        check = want.check(array)
+        if math.isfinite(check.fused_error):
+            worst = max(worst, check.fused_error)
+        if not check.passed:
+            return f"output {number}: {check.why}", worst
     return "", worst
-
-
-def error_of(given: Any, reference: Any) -> tuple[float, int]:
-    """The error relative to the largest number of the reference, and how many elements are wrong
-    whatever the error: not finite where the reference is, no number where it is one.
-
-    Where the largest number is 0, the error itself.
-    """
-    xp = _of(reference)
-    finite = xp.isfinite(reference)
-    zero = xp.zeros_like(reference)
-    widest = wide(given)
-    strange = xp.isnan(widest) & ~xp.isnan(reference)
-    missing = int(((finite & ~xp.isfinite(widest)) | strange).sum())
-    both = finite & xp.isfinite(widest)
-    if not len(finite.flatten()):
-        return 0.0, missing
-    largest = float(xp.abs(xp.where(finite, reference, zero)).max())
-    apart = xp.where(both, widest, zero) - xp.where(both, reference, zero)
-    difference = float(xp.abs(apart).max())
-    return difference / (largest or 1.0), missing
-
-
-def wide(array: Any) -> Any:
-    """Floats in float64, anything else as it is."""
-    if not isinstance(array, np.ndarray):
-        return array.double() if array.is_floating_point() else array
-    return array.astype("float64") if "float" in array.dtype.name else array
-
-
-def _of(array: Any) -> Any:
-    return np if isinstance(array, np.ndarray | np.generic) else sys.modules["torch"]

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..plan.plan import FusionPlan
 from .choices import DEFAULT
 from .lookup import TunedKernels
 from .state import TaskState
+from .trial_record import Trial
+
+NUMBER = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?|\b(inf|nan)\b")
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,30 @@ class TunedTask:
 
 
 @dataclass(frozen=True)
+class Failures:
+    """The trials of a session that gave no time, and why most of them did.
+
+    Attributes
+    ----------
+    count : int
+    commonest : int
+        How many of them failed for the commonest cause.
+    status, why : str
+        Of one of these.
+    """
+
+    count: int
+    commonest: int
+    status: str
+    why: str
+
+    def __str__(self) -> str:
+        return (
+            f"{self.count} trials failed; {self.commonest} of them alike: {self.status}: {self.why}"
+        )
+
+
+@dataclass(frozen=True)
 class TuneResult:
     """What a session did.
 
@@ -57,6 +86,8 @@ class TuneResult:
         Whether it was ended by the user; the same call goes on.
     ended : str
         Why there were no more trials.
+    failures : Failures or None
+        Of this session, if there were any.
     """
 
     tasks: tuple[TunedTask, ...]
@@ -65,6 +96,7 @@ class TuneResult:
     seconds: float
     interrupted: bool
     ended: str
+    failures: Failures | None = None
 
     @property
     def untimed(self) -> tuple[TunedTask, ...]:
@@ -97,3 +129,14 @@ def tuned_task(state: TaskState, kernels: TunedKernels) -> TunedTask:
         best.us if best is not None else None,
         best.text if best is not None else "none",
     )
+
+
+def failures_of(failed: Sequence[Trial]) -> Failures | None:
+    """Sum up failed trials; causes that differ in numbers only are the same."""
+    alike: dict[tuple[str, str], list[Trial]] = {}
+    for trial in failed:
+        alike.setdefault((trial.status, NUMBER.sub("#", trial.why)), []).append(trial)
+    if not alike:
+        return None
+    most = max(alike.values(), key=len)
+    return Failures(len(failed), len(most), most[0].status, most[0].why)

@@ -26,7 +26,7 @@ from .joint import JointRuns, local_worker
 from .lookup import TunedKernels, plan_key
 from .meters import LocalMeter, Meter
 from .processes import Worker, stop_all
-from .result import TuneResult, tuned_task
+from .result import TuneResult, failures_of, tuned_task
 from .rivals import rivals_of
 from .session import Session
 from .settings import Settings, load_settings
@@ -146,7 +146,15 @@ def tune(
     if lost is not None:
         raise lost
     interrupted = bool(came) or not ended
-    return TuneResult(tuned, plan, session.trials, session.seconds, interrupted, ended or INTERRUPT)
+    return TuneResult(
+        tuned,
+        plan,
+        session.trials,
+        session.seconds,
+        interrupted,
+        ended or INTERRUPT,
+        failures_of(session.failed),
+    )
 
 
 def each_once(tasks: Sequence[Sequence[Task]]) -> list[Task]:

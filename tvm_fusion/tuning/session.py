@@ -17,7 +17,7 @@ import datetime
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import tvm
@@ -70,6 +70,8 @@ class Session:
         To be left for runs of contested cuts, while there are any that may win.
     trials : int
         So far.
+    failed : list of Trial
+        Those of this session that gave no time.
     started : float
         When trials could begin (`time.monotonic`).
     ended : str
@@ -86,6 +88,7 @@ class Session:
     limit: TimeLimit | None = None
     joint_s: float = 0.0
     trials: int = 0
+    failed: list[Trial] = field(default_factory=list)
     started: float = 0.0
     ended: str = ""
 
@@ -283,6 +286,7 @@ class Session:
             date=datetime.date.today().isoformat(),
         )
         if status != "ok":
+            self.failed.append(trial)
             logger.info("%s %s: %s: %s", job.state.task.name, trial.text[:80], status, why)
         self.keeper.add(job.state.task.workload, self.target, trial)
         job.state.tell([trial])

@@ -47,6 +47,8 @@ class Site(Protocol):
 
     def draw(self, shape: tuple[int, ...], dtype: str, seed: Seed) -> Any: ...
 
+    def given(self, array: np.ndarray) -> Any: ...
+
     def tensor(self, value: Any) -> Any: ...
 
     def value(self, value: Any, tensor: Any) -> Any: ...
@@ -73,6 +75,10 @@ class Arrays:
         if "float" in dtype:
             return rng.standard_normal(shape, "float32").astype(numpy_dtype(dtype))
         return rng.integers(0, 2, shape).astype(dtype)
+
+    def given(self, array: np.ndarray) -> np.ndarray:
+        """These very numbers as a value."""
+        return array
 
     def tensor(self, value: np.ndarray) -> Any:
         """A tensor on the device with these values."""
@@ -147,6 +153,11 @@ class HereOnGpu(Here):
             return torch.randint(0, 2, shape, **options).to(kind)
         drawn = kind if kind.itemsize > 1 else torch.float32
         return torch.randn(shape, dtype=drawn, **options).to(kind)
+
+    def given(self, array: np.ndarray) -> Any:
+        import torch
+
+        return torch.from_numpy(array).cuda()
 
     def tensor(self, value: Any) -> Any:
         return tvm.runtime.from_dlpack(value)
