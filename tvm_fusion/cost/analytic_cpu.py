@@ -51,8 +51,8 @@ def cpu_terms(traffic: Traffic, hw: HardwareProfile) -> tuple[dict[str, float], 
 def _terms(traffic: Traffic, hw: HardwareProfile) -> dict[str, float]:
     """Seconds on all cores, by resource."""
     ops: Mapping[str, Any] = traffic.operations
-    size = traffic.l2_bytes
-    held = resident(size, hw)
+    size = max(traffic.l2_bytes, traffic.sector_bytes)
+    held = resident(traffic.l2_bytes, hw)
     rate = hw.tensor_flop_per_s.get(traffic.tensor_dtype, hw.fma_per_s_f32)
     special = ops.get("special", 0.0) + ops.get("division", 0.0)
     return {

@@ -5,6 +5,7 @@ follows from how it is cut into blocks and threads.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 from ..config import HardwareProfile
@@ -22,6 +23,9 @@ THREADS_TO_FILL_SM = 512
 LEAST_SHARE = 0.01
 """Of an input, below which it is not said to lie in the L2."""
 
+WORD_BYTES = 4
+SPECIAL_WORK = 12
+"""Additions in a special function's slot (exp), as the CPU writer counts them."""
 INSTRUCTION_BYTES = 16
 PLACE_INSTRUCTIONS = 16.0
 """Division and remainder by a number known when the kernel is written, for one vector."""
@@ -75,6 +79,8 @@ def memory_traffic(
     charged to the memory.
     """
     moved = _moved(group, fit, hw)
+    if hw.kind == "llvm" and _is_small(moved, more.get("tensor_flops", 0.0)):
+        parallel = 1.0 / hw.num_sms
     return Traffic(
         moved.hbm_bytes,
         moved.l2_bytes,
@@ -83,6 +89,20 @@ def memory_traffic(
         assumed_l2=moved.assumed_l2,
         **more,
     )
+
+
+def _is_small(moved: _Moved, flops: float) -> bool:
+    """Whether the CPU writer leaves a launch on one core."""
+    from .cpu.groups import SMALL_WORK
+
+    ops = moved.operations
+    work = moved.l2_bytes / WORD_BYTES + ops["arithmetic"] + SPECIAL_WORK * ops["special"]
+    return work + flops / 2 < SMALL_WORK
+
+
+def slowed(traffic: Traffic, times: float, size: float) -> Traffic:
+    """The traffic of a launch on a CPU that takes for `size` bytes `times` as long as a copy."""
+    return replace(traffic, sector_bytes=traffic.l2_bytes + (times - 1.0) * size)
 
 
 class _Moved(NamedTuple):

@@ -24,7 +24,7 @@ from ..ir.graph import FusionGraph, Op, OpKind
 from ..kernels.base import KernelClass
 from ..kernels.gemm import match_product
 from ..kernels.read_order import read_order
-from ..kernels.transpose import is_turning
+from ..kernels.turning import is_turning
 from ..kernels.window import is_window_block
 
 MOST_KNOWN = 50_000  # structures of groups, of about a kilobyte each
