@@ -10,8 +10,8 @@ PINS = runpy.run_path(str(HERE / "tvm_fusion" / "_pins.py"))
 VERSION = runpy.run_path(str(HERE / "tvm_fusion" / "_version.py"))["__version__"]
 
 EXTRAS = {
-    # The oldest that all tests pass beside. With 2.9 the backend of torch.compile fails, with 2.6 the
-    # import of models of transformers, too.
+    # The oldest that CI ran beside. With 2.9 the backend of torch.compile fails, with 2.6 importing
+    # models of transformers, too.
     "torch": ["torch>=2.13"],
     "onnx": ["onnx>=1.17"],
     "report": ["rich", "matplotlib"],
