@@ -8,7 +8,7 @@ import torch
 import tvm
 
 from tvm_fusion import cli
-from tvm_fusion._cores import usable_cores
+from tvm_fusion._cores import physical_cores, usable_cores
 from tvm_fusion.bench import workloads
 from tvm_fusion.bench.accuracy import reference, relative_error
 from tvm_fusion.bench.apart import (
@@ -17,7 +17,6 @@ from tvm_fusion.bench.apart import (
     Process,
     cores_for,
     in_rounds,
-    physical_cores,
 )
 from tvm_fusion.bench.options import CPU_PEERS
 from tvm_fusion.bench.peers import outputs_of, peer
@@ -104,14 +103,11 @@ def test_more_threads_than_cores_or_none_are_refused(threads, capsys):
     assert "--threads: expected 1 to" in capsys.readouterr().err
 
 
-def test_physical_cores_come_before_second_threads_of_them(monkeypatch, tmp_path):
-    pairs = {0: "0,2", 1: "1,3", 2: "0,2", 3: "1,3"}
-    for core, siblings in pairs.items():
-        (tmp_path / str(core)).write_text(siblings)
-    monkeypatch.setattr("tvm_fusion.bench.apart._SIBLINGS", str(tmp_path / "{}"))
-    monkeypatch.setattr("tvm_fusion.bench.apart.usable_cores", lambda: frozenset(pairs))
-    assert physical_cores() == [0, 1]
-    assert cores_for(3) == [0, 1, 2]
+def test_physical_cores_come_before_second_threads_of_them(monkeypatch):
+    pairs = frozenset({frozenset({0, 2}), frozenset({1, 3})})
+    monkeypatch.setattr("tvm_fusion.bench.apart.usable_cores", lambda: frozenset(range(4)))
+    monkeypatch.setattr("tvm_fusion.bench.apart.physical_cores", lambda _: pairs)
+    assert [cores_for(count) for count in (1, 2, 3)] == [[0], [0, 1], [0, 1, 2]]
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +135,7 @@ def test_rows_have_medians_quartiles_errors_and_the_ratio_to_the_best_peer(resul
 def test_a_result_names_the_processor_and_its_threads(result):
     assert result["threads"] == 1
     assert result["method"] == "wall time, each in a process of its own, 1 threads"
-    assert result["cpu"]["cores"] == len(physical_cores())
+    assert result["cpu"]["cores"] == len(physical_cores(usable_cores()))
     assert result["cpu"]["hardware_threads"] >= result["cpu"]["cores"] >= 1
     assert result["versions"]["torch"] == torch.__version__.partition("+")[0]
 

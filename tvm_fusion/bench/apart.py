@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .._cores import HAS_AFFINITY, usable_cores
+from .._cores import HAS_AFFINITY, physical_cores, usable_cores
 from ..errors import InputError
 from ..runtime.timing import Timing
 from .record import reason
@@ -36,7 +36,6 @@ ENDING_S = 2.0
 # A pool of processes that compile would go on in the background
 SURROUNDINGS = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TVM_NUM_THREADS")
-_SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
 
 
 class Failed(Exception):
@@ -198,20 +197,8 @@ def cores_for(threads: int) -> list[int]:
     usable = sorted(usable_cores())
     if not 1 <= threads <= len(usable):
         raise InputError(f"--threads: expected 1 to {len(usable)} on this machine, got {threads}")
-    first = physical_cores()
+    first = sorted(map(min, physical_cores(usable)))
     return [*first, *(core for core in usable if core not in first)][:threads]
-
-
-def physical_cores() -> list[int]:
-    """Return one hardware thread of each physical core that this process may use."""
-    found: dict[str, int] = {}
-    for core in sorted(usable_cores()):
-        try:
-            siblings = Path(_SIBLINGS.format(core)).read_text()
-        except OSError:
-            siblings = str(core)
-        found.setdefault(siblings, core)
-    return list(found.values())
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from .._cores import available_physical_cores
 from ..errors import InputError
 from .record import REFERENCES
 
@@ -180,7 +181,6 @@ def run(suite: str, given: argparse.Namespace) -> dict[str, Any]:
     InputError
         Before anything runs, for unknown names and for numbers out of range.
     """
-    from .apart import physical_cores
     from .run import log, run_suite
 
     scale = 1.0 if given.scale is None else given.scale
@@ -196,7 +196,7 @@ def run(suite: str, given: argparse.Namespace) -> dict[str, Any]:
     names, peers = names_of(suite, given.only), peers_of(given.peers or CPU_PEERS.get(suite))
     threads = given.threads
     if threads is None and suite in CPU_PEERS:
-        threads = len(physical_cores())
+        threads = available_physical_cores()
     plain_peers = peers if given.plain_peers is None else peers_of(given.plain_peers)
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     log.setLevel(logging.INFO)

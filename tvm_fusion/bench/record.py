@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .._cores import available_cores
+from .._cores import available_cores, physical_cores, usable_cores
 from .._version import __version__
 from ..errors import InputError
 
@@ -235,8 +235,6 @@ def _cpu_name() -> str:
 
 def _cpu_facts() -> dict[str, Any]:
     """Cores that this process may use, and the instructions for vectors and tiles."""
-    from .apart import physical_cores
-
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -244,7 +242,7 @@ def _cpu_facts() -> dict[str, Any]:
     found = re.search(r"^(?:flags|Features)\s*:\s*(.+)$", text, re.M)
     flags = found[1].split() if found else []
     return {
-        "cores": len(physical_cores()),
+        "cores": len(physical_cores(usable_cores())),
         "hardware_threads": available_cores(),
         "flags": sorted(flag for flag in flags if _VECTOR_FLAGS.match(flag)),
     }
