@@ -25,10 +25,15 @@ def test_a_result_holds_each_way_of_both(tmp_path, capsys):
     assert "in turns" in capsys.readouterr().out
 
 
-def test_what_is_lost_is_told_by_the_median_and_by_the_mean():
+def test_what_is_lost_is_told_by_the_median_and_by_the_mean_within_a_round():
     alone = neighbours.summary([10.0, 10.0, 10.0, 10.0])
     in_turn = neighbours.summary([11.0, 11.0, 11.0, 47.0])
-    assert neighbours.loss(in_turn, alone) == {"us": 1.1, "mean_us": 2.0}
+    slow = neighbours.summary([90.0, 90.0, 90.0, 90.0])
+    rounds = [
+        {"alone": first, "in turns": second}
+        for first, second in ((alone, in_turn), (slow, slow), (alone, in_turn))
+    ]
+    assert neighbours.loss(rounds, "alone") == {"us": 1.1, "mean_us": 2.0}
 
 
 @pytest.mark.parametrize("calls", [1, 5])

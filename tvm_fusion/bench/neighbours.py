@@ -6,7 +6,7 @@ Each program is called four ways: alone; in turns with a copy of itself, whose w
 take the caches in the same way as a neighbour's; and torch's operators in turns with our module.
 Who shares threads with a neighbour loses what a copy takes, the caches; two pools of threads lose
 slices of the scheduler, which show in the mean first. The ways are timed one after the other in
-several rounds, so that a machine that changes its clock changes it for all.
+several rounds and compared within each, since machines have slow moments.
 """
 
 from __future__ import annotations
@@ -57,20 +57,22 @@ def measure(model: torch.nn.Module, x: torch.Tensor, rounds: int, calls: int) ->
     """
     model = model.eval()
     copied, y = copy.deepcopy(model), x.clone()
-    samples: dict[tuple[str, str], list[float]] = {}
+    taken: list[dict[tuple[str, str], list[float]]] = []
     with torch.no_grad():
         ours, other = (tvm_fusion.compile((m, (v,)), "llvm") for m, v in ((model, x), (copied, y)))
         both = {"torch": lambda: model(x), "ours": lambda: ours(x)}
         copies = {"torch": lambda: copied(y), "ours": lambda: other(y)}
         for _ in range(rounds):
+            taken.append(samples := {})
             for who, call in both.items():
                 sample(samples, {(who, "alone"): call}, calls)
                 sample(samples, {(who, "beside a copy"): call, ("copy", who): copies[who]}, calls)
             sample(samples, {(who, "in turns"): call for who, call in both.items()}, calls)
     row: dict[str, Any] = {}
     for who in both:
-        found = {way: summary(samples[who, way]) for way in WAYS}
-        row[who] = found | {"loss": [loss(found[WAYS[-1]], found[way]) for way in WAYS[:-1]]}
+        by_round = [{way: summary(samples[who, way]) for way in WAYS} for samples in taken]
+        row[who] = {way: summary([us for s in taken for us in s[who, way]]) for way in WAYS}
+        row[who]["loss"] = [loss(by_round, way) for way in WAYS[:-1]]
     return row
 
 
@@ -93,9 +95,15 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     return {name: round(value, 2) for name, value in found.items()}
 
 
-def loss(in_turn: dict[str, float], alone: dict[str, float]) -> dict[str, float]:
-    """How many times as long calls take in turns, by medians and by means."""
-    return {name: round(in_turn[name] / alone[name], 3) for name in ("us", "mean_us")}
+def loss(rounds: Sequence[dict[str, dict[str, float]]], way: str) -> dict[str, float]:
+    """How many times as long calls take in turns as in another way, by the medians and by the means
+    of a round; the median over the rounds.
+    """
+    found = {}
+    for name in ("us", "mean_us"):
+        ratios = [ways[WAYS[-1]][name] / ways[way][name] for ways in rounds]
+        found[name] = round(statistics.median(ratios), 3)
+    return found
 
 
 def parser() -> argparse.ArgumentParser:

@@ -48,8 +48,13 @@ class CompiledModule:
 
     Calls from several threads are safe and run one after the other. On CUDA, kernels are launched
     on torch's current stream when torch tensors are given, else on TVM's, and a call returns
-    before they end. Memory goes back to a pool as soon as no tensor refers to it: whoever uses
-    outputs on another stream synchronises first.
+    before they end. Memory goes back to a pool as soon as no tensor or array refers to it: whoever
+    uses outputs on another stream synchronises first. The pool keeps it for the next call until
+    `tvm.get_global_func("vm.builtin.memory_manager.clear")()`.
+
+    On a CPU, kernels run on all physical cores that the process may use, or as many threads as
+    `TVM_NUM_THREADS` says before the first call. Where torch is loaded they are those of torch's
+    own team, so that calls in turns with its operators do not compete for the cores.
 
     With `cuda_graph` a call is one launch of a CUDA graph, captured after the first call with
     inputs of its shapes. Outputs are the caller's own unless the options say otherwise. Inputs that
