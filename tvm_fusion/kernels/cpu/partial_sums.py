@@ -19,9 +19,10 @@ from .scope import new_buffer
 from .stages import Axis, Graph, Kind, Stage, simplified
 from .work import points, stage_work
 
-# Results fewer than this leave cores without work; less work than this is done before they wake up.
+# Results fewer than this leave cores without work; less work than this is done before they wake up
+# (a softmax of 2 x 100,000, whose sums are 200,100: 65 us, cut 50, on 2 cores of a Zen 4).
 FEW_RESULTS = 8
-MUCH_WORK = 600_000
+MUCH_WORK = 200_000
 
 # Number of parts: the largest divisor of the axis up to this, if it is not too small.
 MOST_PARTS, LEAST_PARTS = 64, 8
