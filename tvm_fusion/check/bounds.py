@@ -129,7 +129,7 @@ def disturbed_module(mod: tvm.IRModule) -> tvm.IRModule | None:
     body = calls.body(main.body)
     if body is None:
         return None
-    out = calls.builder.get()
+    out = calls.builder.get().clone()  # it is `mod` itself where no function was added
     params = [*main.params, calls.draw]
     func = relax.Function(params, body, main.ret_ty, main.is_pure, main.attrs)
     out.update_func(out.get_global_var("main"), func)
