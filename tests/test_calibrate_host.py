@@ -33,6 +33,7 @@ def first_use(tmp_path, monkeypatch):
     monkeypatch.setenv("TVM_FUSION_CACHE", str(tmp_path))
     monkeypatch.setenv(host.VARIABLE, "1")
     monkeypatch.setattr(host, "_measured", measured)
+    monkeypatch.setattr(host, "_preemptions", lambda: 0)
     host._host_profile.cache_clear()
     yield taken
     host._host_profile.cache_clear()
@@ -66,6 +67,18 @@ def test_a_switch_leaves_the_shipped_profile(first_use, monkeypatch):
     monkeypatch.setenv(host.VARIABLE, "0")
     assert again() == SHIPPED
     assert not first_use
+
+
+def test_what_is_measured_beside_other_programs_is_neither_used_nor_kept(
+    first_use, monkeypatch, caplog
+):
+    lost = iter([0, 10**9, 0, 0])
+    monkeypatch.setattr(host, "_preemptions", lambda: next(lost))
+    assert again() == SHIPPED
+    assert "other programs took its cores" in caplog.text
+    assert not host.calibration_file().exists()
+    assert again().special_per_s == RATES["special_per_s"]
+    assert first_use == ["llvm_cpu"] * 2
 
 
 def test_a_plan_says_what_was_measured_and_reads_back(first_use):
@@ -140,6 +153,7 @@ def test_hyper_threads_are_used_where_they_are_clearly_faster(monkeypatch, faste
     rates = iter([{"special_per_s": 1e9, "launch_us": 2.0}, {"special_per_s": faster * 1e9}])
     set_to = []
     monkeypatch.setattr(host, "_measured", lambda base, deadline: next(rates))
+    monkeypatch.setattr(host, "_preemptions", lambda: 0)
     monkeypatch.setattr(host, "asked_threads", lambda: None)
     monkeypatch.setattr(host, "thread_count", lambda: 2)
     monkeypatch.setattr(host, "available_cores", lambda: 4)

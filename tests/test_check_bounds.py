@@ -8,13 +8,14 @@ from tvm import relax, tirx
 from tvm.relax import op
 
 from tests.graphs import module
-from tvm_fusion.check.bounds import bounded_reference, bounds_of, disturbed_module
+from tvm_fusion.check import bounds as bounds_of_roundings
+from tvm_fusion.check.bounds import Reference, bounded_reference, bounds_of, disturbed_module
 from tvm_fusion.check.inputs import numpy_dtype, random_inputs
 from tvm_fusion.check.noise import NONE, Draw, disturbed
 from tvm_fusion.check.reference import build_reference, run_reference
 from tvm_fusion.check.roundings import UNIT_ROUNDOFF, roundings_of
 from tvm_fusion.check.rules import SAFETY, TOLERANCES, check_output
-from tvm_fusion.check.verify import verify_module
+from tvm_fusion.check.verify import judge_outputs, verify_module
 from tvm_fusion.transform.lower import lower
 
 LLVM = tvm.target.Target({"kind": "llvm"})
@@ -116,6 +117,32 @@ def test_what_only_moves_values_is_not_disturbed():
     assert not roundings_of(func.body)
     x = random_inputs(mod["main"])
     assert bounded_reference(mod, x)[1][0].max() == 0
+
+
+def cancelling_sum():
+    """The float64 reference of sums of numbers most of which cancel."""
+    mod = lowered(emit_call(total), ((3, 400), "float32"))
+    x = np.random.default_rng(0).standard_normal((3, 400)).astype("float32")
+    x[:, 1::2] = -x[:, ::2]
+    x[:, 0] += 3
+    return Reference(mod, [x])
+
+
+def test_results_within_a_few_units_take_no_disturbed_run(monkeypatch):
+    reference = cancelling_sum()
+    right = [np.asarray(x).astype("float32") for x in reference.outputs]
+    monkeypatch.setattr(bounds_of_roundings, "disturbed_module", None)  # a call would fail
+    assert judge_outputs(right, right, reference).passed
+
+
+@pytest.mark.parametrize(("share", "passes"), [(0.5, True), (10.0, False)])
+def test_results_further_away_are_judged_by_disturbed_runs(share, passes):
+    reference = cancelling_sum()
+    (exact,), (bound,) = reference.outputs, reference.bounds
+    given = [(exact + share * SAFETY * bound.max()).astype("float32")]
+    floor = TOLERANCES["float32"].floor * np.abs(exact).max()
+    assert np.abs(given[0] - exact).max() > floor
+    assert judge_outputs(given, given, reference).passed is passes
 
 
 def test_symbolic_extents_are_disturbed_at_any_size():

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -78,6 +79,35 @@ def bounded_reference(
         return outputs, [None] * len(outputs)
     rounds = any(computed_dtypes(mod))
     return bounds_of(lambda draw: run([*inputs, draw.array()]), rounds)
+
+
+class Reference:
+    """A module in float64; the bounds of its outputs are found when they are asked for, since most
+    right results are within a few units in the last place and need none.
+
+    Parameters are those of `bounded_reference`.
+    """
+
+    def __init__(
+        self, mod: tvm.IRModule, inputs: Sequence[Any], target: tvm.target.Target | None = None
+    ) -> None:
+        self._of = mod, inputs, target
+
+    @cached_property
+    def outputs(self) -> list[np.ndarray]:
+        """The outputs, tuples flattened."""
+        mod, inputs, target = self._of
+        return build_reference(mod, target=target)(inputs)
+
+    @cached_property
+    def bounds(self) -> list[np.ndarray | None]:
+        """See `bounded_reference`."""
+        return bounded_reference(*self._of)[1]
+
+    @cached_property
+    def no_bounds(self) -> list[np.ndarray]:
+        """Bounds of outputs that roundings leave as they are."""
+        return [_change(output, output) for output in self.outputs]
 
 
 def _built(

@@ -18,10 +18,10 @@ from ..report.times import FUSED, UNFUSED, TimeReport
 from ..runtime.entry import entry_of
 from ..transform.single_group import group_modules
 from ..transform.write_kernels import write_kernels
-from .bounds import bounded_reference
+from .bounds import Reference
 from .precision import computed_dtypes
 from .reference import flatten, run_reference, to_argument
-from .verify import GroupCase, Verification, compare_outputs, verify_group
+from .verify import GroupCase, Verification, judge_outputs, verify_group
 
 if TYPE_CHECKING:
     from ..compiler import Job
@@ -68,7 +68,7 @@ def check_compiled(
     """
     whole = job.whole[0]
     inputs = job.inputs
-    reference, bounds = bounded_reference(whole, inputs, job.target)
+    reference = Reference(whole, inputs, job.target)
     unfused = unfused or job.build_unfused()
     plain = run_built(unfused, inputs)
     dtypes = computed_dtypes(whole)
@@ -78,9 +78,7 @@ def check_compiled(
         if wrong:
             built, materialized = _without(job, wrong)
     while True:
-        verification = compare_outputs(
-            run_built(built, inputs), plain, reference, computed_in=dtypes, bounds=bounds
-        )
+        verification = judge_outputs(run_built(built, inputs), plain, reference, computed_in=dtypes)
         if verification.passed:
             break
         wrong, _ = wrong_groups(job, materialized, inputs)

@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import os
+import resource
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -34,8 +35,15 @@ VARIABLE = "TVM_FUSION_CALIBRATE"
 BUDGET_S = 3.0
 LEAST_THREAD_GAIN = 1.05
 """How much faster hyper-threads have to be in the mean to be used."""
+MOST_PREEMPTIONS = 30.0
+"""A second and thread: at rest there are 0 to 3 (2 cores of a Zen 4), beside a process that
+computes on each core some 150."""
 FORMAT = 1
 _log = logging.getLogger(__name__)
+
+
+class DisturbedError(RuntimeError):
+    """Other programs took the cores from a calibration: what it found are their rates, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +93,7 @@ class Calibration:
 
 def host_profile() -> HardwareProfile:
     """The profile of this machine's CPU: calibrated, now if it never was; the shipped one where
-    calibrations are switched off, interrupted or damaged.
+    calibrations are switched off, interrupted, disturbed by other programs, or damaged.
     """
     if os.environ.get(VARIABLE) == "0":
         return load_profile("llvm_cpu")
@@ -106,6 +114,13 @@ def _host_profile(asked: int | None) -> HardwareProfile:
             "the calibration %s is damaged (%s): plans are made with the shipped profile; "
             "remove the file to calibrate again",
             path,
+            error,
+        )
+        return base
+    except DisturbedError as error:
+        _log.warning(
+            "this CPU is not calibrated: %s; plans are made with the shipped profile, and the next "
+            "run calibrates again",
             error,
         )
         return base
@@ -155,8 +170,14 @@ def calibrated(base: HardwareProfile, budget_s: float = BUDGET_S) -> Calibration
 
     On physical cores first; where hyper-threads are there, and the user names no number, on all of
     them too, if time is left.
+
+    Raises
+    ------
+    DisturbedError
+        Other programs run on the cores.
     """
-    deadline = time.perf_counter() + budget_s
+    began, before = time.perf_counter(), _preemptions()
+    deadline = began + budget_s
     _log.info("calibrating this CPU, once (at most %.0f s)", budget_s)
     threads = thread_count()
     values = _measured(base, deadline)
@@ -169,7 +190,15 @@ def calibrated(base: HardwareProfile, budget_s: float = BUDGET_S) -> Calibration
             values, threads = more, most
         else:
             use_calibrated_threads(None)
+    lost = (_preemptions() - before) / (time.perf_counter() - began) / max(1, threads)
+    if lost > MOST_PREEMPTIONS:
+        raise DisturbedError(f"other programs took its cores {lost:.0f} times a second and thread")
     return Calibration(cpu_name(), threads, datetime.date.today().isoformat(), values)
+
+
+def _preemptions() -> int:
+    """How often threads of this process had to leave a core to others."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
 
 
 def _gain(before: Mapping[str, float], after: Mapping[str, float]) -> float:
