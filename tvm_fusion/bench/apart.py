@@ -128,6 +128,8 @@ class Process:
             self._pipe.send((kind, value))
 
     def _answer(self, limit_s: float | None) -> Any:
+        if self._process is None:
+            raise Failed("its process has ended")
         try:
             answered = self._pipe.poll(limit_s)
             done, answer = self._pipe.recv() if answered else (False, None)
@@ -170,7 +172,7 @@ def in_rounds(
         try:
             return processes[name].time(number, limit_s)
         except Failed as failure:
-            failures[name] = str(failure)
+            failures.setdefault(name, str(failure))
             return math.nan
 
     once = {name: min(sample(name, 1), sample(name, 1)) for name in processes}

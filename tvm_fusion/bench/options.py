@@ -108,7 +108,7 @@ def asks_for_suite(given: argparse.Namespace) -> bool:
     """
     suites = given.suite is not None or given.list or given.merge is not None
     for name in _FOR_MODELS if suites else _FOR_SUITES:
-        if getattr(given, name) is not None:
+        if getattr(given, name, None) is not None:
             wanted, other = ("model", "suite") if suites else ("suite", "model")
             shown = name.replace("_", "-")
             raise InputError(f"--{shown} is for a {wanted}, not for a {other}")

@@ -96,7 +96,10 @@ class PointwiseEmitter(NestEmitter):
             piece = None
             if isinstance(width, int) and width >= LEAST_PIECE:
                 piece = self._block(outer, lane, start + at, number_of, width)
-            tail.append(piece or self._plain({}, lane, start + at, width, around=outer))
+            if piece is None:
+                lanes = self.loops.imm(width) if isinstance(width, int) else width
+                piece = self._plain({}, lane, start + at, number_of * lanes, around=outer)
+            tail.append(piece)
         return seq(full, *tail)
 
     def _block(
