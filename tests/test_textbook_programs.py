@@ -53,8 +53,8 @@ def job_of(mod, hw) -> Job:
     return Job.from_module(mod, hw.to_target(), hw, load_policy())
 
 
-# A loss that is computed in two launches keeps a number a row between them, which the unfused module
-# no longer has at its peak: 1,024 bytes of 205,824 with the slow profile.
+# A loss that is computed in two launches keeps a number a row between them, which the unfused
+# module no longer has at its peak: 1,024 bytes of 205,824 with the slow profile.
 PEAK_SHARE = 1.01
 
 
