@@ -17,8 +17,9 @@ from tests.attention_random_numbers import ceilings, error, expected, numbers
 from tvm_fusion._targets import cpu_target
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.attention_program import analyze_attention
-from tvm_fusion.kernels.cpu.attention import pieces, write_attention
+from tvm_fusion.kernels.cpu.attention import write_attention
 from tvm_fusion.kernels.cpu.attention_tile import attention_tile, padded_queries
+from tvm_fusion.kernels.cpu.loops import pieces
 from tvm_fusion.kernels.cpu.machine import Machine, machine_of
 
 BY_NAME = {case.name: case for case in CASES}

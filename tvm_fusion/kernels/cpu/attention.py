@@ -30,7 +30,7 @@ from ..attention_model import Attention
 from ..contraction_model import Axis, Extent, Operand
 from ..expr import convert, dtype_of, number, same, unflatten, variables
 from .attention_tile import attention_tile
-from .loops import Loop, Loops, nest, seq
+from .loops import Loop, Loops, nest, pieces, seq
 from .machine import Machine
 from .math import f32
 from .point import has_vector_form
@@ -565,17 +565,6 @@ class _Writer:
         return seq(
             *(body(self.loops.new("v", lanes, ForKind.VECTORIZED), first) for first in self.rows)
         )
-
-
-def pieces(length: int, lanes: int) -> list[tuple[int, int]]:
-    """Starts and widths of vectors, each a power of two, that cover `length` elements."""
-    found, first, width = [], 0, lanes
-    while first < length:
-        while width > length - first:
-            width //= 2
-        found.append((first, width))
-        first += width
-    return found
 
 
 def _runs(length: int, height: int) -> list[tuple[int, int, int]]:

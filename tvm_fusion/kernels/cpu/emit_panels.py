@@ -22,7 +22,7 @@ from tvm.ir import Expr, Var
 from tvm.tirx import ForKind
 
 from ..expr import dtype_of
-from .loops import Loop, Loops, seq
+from .loops import Loop, Loops, pieces, seq
 from .operands import Product
 from .packing import Operands, squares
 from .scope import Scope, new_buffer
@@ -108,13 +108,9 @@ class _Writer:
         count = tirx.Min(self.loops.imm(TERMS), self.loops.imm(self.terms) - start)
         whole, rest = divmod(self.columns, self.lanes)
         done = [self._copies(self.loops.new("panel", whole), start, count, 0, self.lanes)]
-        lane, piece = 0, self.lanes
-        while lane < rest:
-            while lane + piece > rest:
-                piece //= 2
+        for lane, width in pieces(rest, self.lanes):
             last = self.loops.new("panel", 1)
-            done.append(self._copies(last, start, count, lane, piece, whole))
-            lane += piece
+            done.append(self._copies(last, start, count, lane, width, whole))
         return seq(*done)
 
     def _copies(

@@ -83,6 +83,17 @@ class Loops:
         return self.analyzer.simplify(expr)
 
 
+def pieces(length: int, lanes: int) -> list[tuple[int, int]]:
+    """Starts and widths of vectors, each a power of two, that cover `length` elements."""
+    found, first, width = [], 0, lanes
+    while first < length:
+        while width > length - first:
+            width //= 2
+        found.append((first, width))
+        first += width
+    return found
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Keep:
     """``buffer[index] = value``: a value too large to bind to a variable (see `Resolve.bind`)."""
