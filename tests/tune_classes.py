@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tvm_ffi
-from tvm import tirx
+from tvm import s_tir, tirx
 
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.base import Fit, RefusalCode, Resources, Traffic, write_on_cpu
@@ -60,7 +60,27 @@ class Several:
             func = with_other_constants(func)
         if way == "fast":
             return write_on_cpu(func, hw, policy)
-        return func.with_attr("tirx.is_scheduled", True)  # its own loops, one after the other
+        return many_times(func).with_attr("tirx.is_scheduled", True)  # its own loops
+
+
+def many_times(func: tirx.PrimFunc, count: int = 30) -> tirx.PrimFunc:
+    """The function that does all its work `count` times over: slower than `fast` also where other
+    programs take the machine's cores.
+    """
+    root = func.body.block
+    again = tirx.For(tirx.Var("again", "int64"), 0, count, tirx.ForKind.SERIAL, root.body)
+    block = s_tir.SBlock(
+        root.iter_vars,
+        root.reads,
+        root.writes,
+        root.name_hint,
+        again,
+        root.init,
+        root.alloc_buffers,
+        root.match_buffers,
+        root.annotations,
+    )
+    return func.with_body(s_tir.SBlockRealize([], True, block))
 
 
 def with_other_constants(func: tirx.PrimFunc) -> tirx.PrimFunc:
