@@ -14,6 +14,7 @@ from tvm.script import tirx as T
 
 import tvm_fusion
 from tvm_fusion import _team
+from tvm_fusion._native import library
 from tvm_fusion._threads import kernel_threads, thread_count
 from tvm_fusion.runtime.entry import function_of, load_library
 
@@ -99,7 +100,7 @@ def test_a_loop_within_a_task_is_run_by_the_task_s_thread(launch):
 
 
 def test_a_barrier_lets_no_task_pass_before_all_have_come(launch):
-    barrier = _team._library("libtvm_runtime").TVMBackendParallelBarrier
+    barrier = library("libtvm_runtime").TVMBackendParallelBarrier
     barrier.argtypes = (ctypes.c_int, ctypes.c_void_p)
     events = []
 

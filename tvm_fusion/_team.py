@@ -21,15 +21,14 @@ from __future__ import annotations
 import ctypes
 import logging
 import sys
-import tempfile
 import threading
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
+from ._native import address_of, library, load_ir
+
 _POINTER = b"__TVMBackendParallelLaunch"  # of a module, to what launches its parallel loops
-_LOADER = "ffi.Module.load_from_file.ll"
 
 _logger = logging.getLogger(__name__)
 _lock = threading.Lock()
@@ -102,22 +101,16 @@ def install() -> Launcher | None:
 
     Returns None where TVM's libraries lack what it takes: modules launch as TVM has it.
     """
-    import tvm_ffi
-
     try:
-        runtime, ffi = _library("libtvm_runtime"), _library("libtvm_ffi")
-        pool = _address(runtime.TVMBackendParallelLaunch)
+        runtime, ffi = library("libtvm_runtime"), library("libtvm_ffi")
+        pool = address_of(runtime.TVMBackendParallelLaunch)
         names = ("TVMFFIErrorMoveFromRaised", "TVMFFIErrorSetRaised", "TVMFFIObjectDecRef")
-        errors = [_address(getattr(ffi, name)) for name in names]
+        errors = [address_of(getattr(ffi, name)) for name in names]
         register = ffi.TVMFFIEnvModRegisterContextSymbol
-        loader = tvm_ffi.get_global_func(_LOADER)
+        module = load_ir(_LAUNCHER)
     except (AttributeError, OSError, ValueError) as error:
         _logger.info("parallel loops stay in TVM's pool: %s", error)
         return None
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "launcher.ll"
-        file.write_text(f"{_layout()}\n{_LAUNCHER}")
-        module = loader(str(file), "ll")
     # Modules keep the address for as long as they live, which may be longer than this module does.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
     launcher = Launcher(module["launcher"](), _State.from_address(module["state"]()))
@@ -146,32 +139,7 @@ def _functions_of(torch: Any) -> tuple[int, ...] | None:
         names = [openmp.GOMP_parallel, *(getattr(openmp, name) for name in numbers)]
     except (AttributeError, OSError, TypeError):  # a system whose OpenMP has another interface
         return None
-    return tuple(map(_address, names))
-
-
-def _address(function: Any) -> int:
-    return ctypes.cast(function, ctypes.c_void_p).value
-
-
-def _library(name: str) -> ctypes.CDLL:
-    """One of TVM's libraries, which is loaded already."""
-    import tvm
-    import tvm_ffi
-
-    for package in (tvm, tvm_ffi):
-        for file in sorted(Path(package.__file__).parent.glob(f"lib/{name}.*")):
-            return ctypes.CDLL(str(file))
-    raise OSError(f"no {name}")
-
-
-def _layout() -> str:
-    """The lines of a module's IR that say what machine it is for."""
-    import tvm
-    import tvm_ffi
-
-    build = tvm_ffi.get_global_func("target.build.llvm")
-    lines = build(tvm.IRModule(), tvm.target.Target("llvm")).inspect_source("ll").splitlines()
-    return "\n".join(line for line in lines if line.startswith("target "))
+    return tuple(map(address_of, names))
 
 
 # int lambda(int task, Env* env, void* data) does its part of a loop and returns 0, or else has

@@ -31,6 +31,7 @@ _LAUNCHED_BEFORE = (
 
 _logger = logging.getLogger(__name__)
 _calibrated: int | None = None
+settled = False  # whether every thread's kernels run on torch's team, as `kernel_threads` would say
 _pool = threading.local()
 
 
@@ -52,21 +53,23 @@ def use_calibrated_threads(count: int | None) -> None:
     count : int or None
         At most `available_cores()`; None for the physical cores.
     """
-    global _calibrated
+    global _calibrated, settled
     if count is not None and not 1 <= count <= available_cores():
         raise ValueError(f"{count} threads on {available_cores()} cores")
-    _calibrated = count
+    _calibrated, settled = count, False
 
 
 def kernel_threads() -> int:
     """How many threads the calling thread's kernels run on.
 
     They get their pool here, if they have none or one of another size, or torch's team; the thread
-    is not pinned. Whatever runs kernels on a CPU calls this first: it takes 0.2 us where nothing is
-    to be done.
+    is not pinned. Whatever runs kernels on a CPU calls this first, unless they are `settled`: it
+    takes 0.2 us where nothing is to be done.
     """
+    global settled
     wanted = thread_count()
     if share_team(wanted, exactly=asked_threads() is not None):
+        settled = True
         return wanted
     if getattr(_pool, "wanted", None) != wanted:
         _pool.size = _configure(wanted)

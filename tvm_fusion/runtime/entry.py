@@ -9,8 +9,8 @@ from typing import Any
 import tvm
 from tvm import relax
 
+from .. import _threads
 from .._team import install
-from .._threads import kernel_threads
 
 
 def entry_of(executable: Any, device: tvm.runtime.Device, name: str = "main") -> Callable[..., Any]:
@@ -40,7 +40,8 @@ def function_of(owner: Any, name: str, device: tvm.runtime.Device) -> Callable[.
         return function
 
     def call(*arguments: Any) -> Any:
-        kernel_threads()
+        if not _threads.settled:
+            _threads.kernel_threads()
         return function(*arguments)
 
     return call

@@ -17,15 +17,13 @@ from .cuda_graph_rules import CudaGraphOptions, refusal_of_executable
 from .entry import function_of, load_library, virtual_machine
 from .launches import count_launches
 from .memory import MemoryPlan, measured_call_bytes
+from .repeated_calls import Repeated, RepeatedCall
 from .sidecar import read_sidecar, write_sidecar
 from .signature import Signature
 from .stray_lines import without_lines
 from .tensors import (
     Kind,
-    TorchInput,
-    are_as_described,
     describe,
-    describe_torch,
     from_tvm,
     kind_of,
     result_kind,
@@ -101,7 +99,7 @@ class CompiledModule:
         self.lock = threading.Lock()
         self.writes: tuple[int, ...] = built.writes if built else ()
         self.own: tuple[bool, ...] = built.own if built else ()
-        self._accepted: tuple[TorchInput, ...] = ()
+        self._again: RepeatedCall | None = None
         self._graph_mode = GraphMode()
 
     @classmethod
@@ -136,6 +134,11 @@ class CompiledModule:
     def _main(self) -> Callable[..., Any]:
         return function_of(self.vm, "main", self.device)
 
+    @cached_property
+    def _repeated(self) -> Repeated:
+        on_cpu, writes = self.device.type == "cpu", bool(self.writes)
+        return Repeated(self.vm["main"], self.lock, on_cpu, self.own, writes)
+
     @property
     def peak_memory_bytes(self) -> int | None:
         """Weights, intermediates and outputs that are on the device at once, as planned; None if
@@ -169,6 +172,7 @@ class CompiledModule:
     @cuda_graph.setter
     def cuda_graph(self, value: Any) -> None:
         self._graph_mode.set(self, value)
+        self._again = None
 
     @property
     def cuda_graph_refusal(self) -> str | None:
@@ -196,20 +200,22 @@ class CompiledModule:
         TargetError
             If this machine lacks the device.
         """
-        if self._graph_mode.options is not None:
+        again = self._again
+        if again is not None:
+            result = again(inputs)
+            if result is not None:
+                return result
+        elif self._graph_mode.options is not None:
             result = self._graph_mode.call(self, inputs)
             if result is not NotImplemented:
                 return result
-        if self._accepted and are_as_described(inputs, self._accepted):
-            # TVM takes and gives torch tensors itself, and launches on torch's current stream
-            with self.lock:
-                return from_tvm(self.run(inputs), Kind.TORCH, None)
         kind, torch_device = self.check(inputs)
-        self._accepted = describe_torch(inputs, self.device)
         with self.lock, torch_stream(self.device, kind):
             arguments = self.arguments(inputs)
             result = from_tvm(self.run(arguments), kind, torch_device, self.own)
             write_back(self.writes, inputs, arguments)
+            if self._graph_mode.options is None:
+                self._again = self._repeated.call(inputs, arguments, kind)
             return result
 
     def bind(self, *inputs: Any) -> Callable[[], Any]:

@@ -13,11 +13,11 @@ import tvm_ffi
 from ..errors import InputError
 from .signature import InputSpec
 
-_NATIVE = frozenset(
+NATIVE = frozenset(
     ["float16", "float32", "float64"]
     + [f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]
 )
-_ALIGNMENT = 64  # bytes; TVM's generated code assumes it (kAllocAlignment)
+ALIGNMENT = 64  # bytes; TVM's generated code assumes it (kAllocAlignment)
 
 
 class Kind(Enum):
@@ -71,25 +71,6 @@ def describe_torch(values: Sequence[Any], device: tvm.runtime.Device) -> tuple[T
     return tuple((value.dtype, value.shape, value.device) for value in values)
 
 
-def are_as_described(values: Sequence[Any], wanted: Sequence[TorchInput]) -> bool:
-    """Whether values are torch tensors as described, whose memory can be lent as it is."""
-    torch = sys.modules["torch"]
-    if len(values) != len(wanted):
-        return False
-    for value, (dtype, shape, device) in zip(values, wanted, strict=True):
-        if (
-            type(value) is not torch.Tensor
-            or value.dtype is not dtype
-            or value.shape != shape
-            or value.device != device
-            or value.requires_grad
-            or not value.is_contiguous()
-            or value.data_ptr() % _ALIGNMENT
-        ):
-            return False
-    return True
-
-
 def torch_pointers(values: Sequence[Any], wanted: Sequence[TorchInput]) -> list[int] | None:
     """The addresses of torch tensors that are as described and whose memory can be lent as it is;
     None if one is not, or nothing is described.
@@ -108,7 +89,7 @@ def torch_pointers(values: Sequence[Any], wanted: Sequence[TorchInput]) -> list[
         ):
             return None
         pointer = value.data_ptr()
-        if pointer % _ALIGNMENT:
+        if pointer % ALIGNMENT:
             return None
         pointers.append(pointer)
     return pointers
@@ -191,7 +172,7 @@ def raw_stream(device: tvm.runtime.Device, kind: Kind) -> int:
 
 def _to_numpy(value: tvm.runtime.Tensor, lent: bool) -> np.ndarray:
     """A tensor as an array: its memory, which the array then keeps alive, or a copy."""
-    if lent and value.device.type == "cpu" and str(value.dtype) in _NATIVE:
+    if lent and value.device.type == "cpu" and value.dtype in NATIVE:
         array = np.from_dlpack(value)
         if array.flags.writeable:  # older releases of NumPy lend nothing to write to
             return array
@@ -213,7 +194,7 @@ def _is_shareable(value: np.ndarray) -> bool:
         and value.flags.writeable  # NumPy lends no read-only memory
         and value.dtype.isnative
         and value.dtype.isbuiltin == 1
-        and value.ctypes.data % _ALIGNMENT == 0
+        and value.ctypes.data % ALIGNMENT == 0
     )
 
 
@@ -225,6 +206,6 @@ def _from_torch(value: Any, device: tvm.runtime.Device, name: str) -> tvm.runtim
         )
     wanted = "cpu" if device.type == "cpu" else f"{device.type}:{device.index}"
     tensor = value.detach().to(wanted).contiguous()
-    if tensor.data_ptr() % _ALIGNMENT:
+    if tensor.data_ptr() % ALIGNMENT:
         tensor = tensor.clone()
     return tvm.runtime.from_dlpack(tensor)
