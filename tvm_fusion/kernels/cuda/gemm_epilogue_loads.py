@@ -105,3 +105,12 @@ def holds_load(expr: Expr) -> bool:
 
     rebuild(expr, visit)
     return any(found)
+
+
+def reads_in_place(bindings: Sequence[Binding], outputs: Sequence[Output]) -> bool:
+    """Whether values hold loads that are not fetched ahead: at an index that is read too, a mask
+    widened to an integer, or what stands under a condition. They are read at rows and columns that
+    exist, also where the tile reaches beyond the matrix.
+    """
+    values = [*(b.value for b in bindings), *(o.value for o in outputs)]
+    return any(map(holds_load, values))

@@ -14,7 +14,7 @@ from tvm.script import tirx as T
 from ..contraction import Output
 from ..expr import FLOAT8_DTYPES, bytes_of, conjunction, convert
 from .gemm_access import affine_access
-from .gemm_epilogue_loads import holds_load
+from .gemm_epilogue_loads import reads_in_place
 from .gemm_grid import Tile
 from .gemm_hopper_boxes import Boxes
 from .gemm_hopper_fetch import Fetch
@@ -194,7 +194,7 @@ class Epilogue:
         segment, layout = self.problem.segments[number], self.layout
         self.fetch.now(number, tile, (chunk, group, half, v))
         row, column = layout.row(tile, half), layout.column(tile, chunk, group) + v
-        if _reads_in_place(segment):
+        if reads_in_place(segment.bindings, segment.outputs):
             row = layout.existing_row(segment, row)
             column = layout.existing_column(segment, column, 1)
         env = layout.point(segment, tile, row, column)
@@ -261,14 +261,6 @@ def _stored_dtypes(segment: HopperSegment) -> list[str]:
     """
     whole = [output.dtype for output in segment.outputs if output.partial is None]
     return whole or [product.stored_dtype for product in segment.products]
-
-
-def _reads_in_place(segment: HopperSegment) -> bool:
-    """Whether values hold loads that are not fetched ahead: a mask widened to an integer, or what
-    stands under a condition.
-    """
-    values = [*(b.value for b in segment.bindings), *(o.value for o in segment.outputs)]
-    return any(map(holds_load, values))
 
 
 def _is_identity(segment: HopperSegment, kept: str | None) -> bool:

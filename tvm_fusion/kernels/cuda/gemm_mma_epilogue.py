@@ -16,6 +16,7 @@ from tvm.script import tirx as T
 from ..contraction import Output
 from ..expr import HALF_DTYPES, bytes_of, conjunction, constant, convert
 from .gemm_access import affine_access, is_multiple
+from .gemm_epilogue_loads import reads_in_place
 from .gemm_frame import Frame, coordinates
 from .gemm_grid import Tile
 from .gemm_hopper_fetch import Fetch
@@ -132,6 +133,7 @@ class Epilogue:
         self.layout = Layout(frame, segment, config, place)
         self.fetch = Fetch(self.layout, [segment.loads])
         self.partials = Partials(frame, self.layout)
+        self.reads_in_place = reads_in_place(segment.bindings, segment.outputs)
         self.partners = segment.segment.partners
         self.values = values_by_part(self.partners, segment.bindings, segment.outputs)
         self.paired = [self._run(output, 2, PAIRED_DTYPES) for output in segment.outputs]
@@ -182,6 +184,9 @@ class Epilogue:
         """The outputs of one element."""
         layout, segment = self.layout, self.segment
         row, column = layout.row(self.tile, half), layout.column(self.tile, chunk, group) + v
+        if self.reads_in_place:
+            row = layout.existing_row(segment, row)
+            column = layout.existing_column(segment, column, 1)
         env = layout.point(segment, self.tile, row, column)
         place, partners = (chunk * 2 + group) * 8 + v, self.partners
         at = self._register(part, place, half)
