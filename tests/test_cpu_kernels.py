@@ -48,6 +48,25 @@ def test_float16_results_are_rounded_once(name):
     check(CASES[name, "float16"], "float16")
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "int64", "float32"])
+def test_a_number_is_not_taken_for_an_equal_one_of_another_type(dtype):
+    """The largest index of a flipped axis is the number of the selection, in another type."""
+
+    def choice(mask: te.Tensor, x: te.Tensor) -> te.Tensor:
+        return te.compute(
+            x.shape, lambda i, j: tirx.Select(mask[0, j], x[i, j], tirx.const(2, dtype))
+        )
+
+    def emit(bb, mask, x):
+        turned = bb.emit(op.flip(bb.emit(op.flip(bb.emit_te(choice, mask, x), 0)), 1))
+        return op.add(bb.emit(op.astype(turned, "float32")), relax.const(2, "float32"))
+
+    def reference(mask, x):
+        return [np.where(mask, x, 2)[::-1, ::-1] + 2]
+
+    check(Case("flip", emit, (((1, 3), "bool"), ((33, 3), dtype)), reference), "float32")
+
+
 SOME = ["broadcast_chain", "softmax", "layer_norm", "matmul_bias_gelu", "attention", "conv"]
 
 

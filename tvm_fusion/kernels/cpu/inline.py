@@ -6,6 +6,7 @@ u[i, j] = t[j, i] * t[j, i]         ->
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import replace
 
 from tvm.ir import Expr, TensorLoad, Var
@@ -20,6 +21,7 @@ from .rewrite import (
     children,
     free_variables,
     is_conditional,
+    key_of,
     let_chain,
     loads,
     loads_with_guard,
@@ -141,7 +143,7 @@ class _Inliner:
         self.bodies = bodies
         self.binds: Bindings = []
         self._known: list[tuple[TensorLoad, Expr]] = []
-        self._done: dict[tuple[Expr, bool], Expr] = {}
+        self._done: dict[tuple[Hashable, bool], Expr] = {}
 
     def run(self) -> Stage:
         """The stage without loads of inlined buffers."""
@@ -151,7 +153,7 @@ class _Inliner:
         return replace(self.stage, binds=tuple(self.binds), values=values)
 
     def _visit(self, expr: Expr, guarded: bool) -> Expr:
-        key = (expr, guarded)
+        key = (key_of(expr), guarded)
         if key not in self._done:
             self._done[key] = self._rewrite(expr, guarded)
         return self._done[key]

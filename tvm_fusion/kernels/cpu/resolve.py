@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 
 from tvm import tirx
@@ -22,6 +23,7 @@ from .rewrite import (
     free_variables,
     is_conditional,
     is_index,
+    key_of,
     loads,
     nodes,
     rebuild,
@@ -83,15 +85,16 @@ class Resolve:
         self.env = env
         self.point = point
         self.known = point.known
-        self._done: dict[Expr, Expr] = {}
+        self._done: dict[Hashable, Expr] = {}
         self._guards = 0
 
     def __call__(self, expr: Expr) -> Expr:
         if self._guards:
             return self._visit(expr)
-        if expr not in self._done:
-            self._done[expr] = self._visit(expr)
-        return self._done[expr]
+        key = key_of(expr)
+        if key not in self._done:
+            self._done[key] = self._visit(expr)
+        return self._done[key]
 
     def bind(self, name: str, value: Expr) -> Expr:
         """A name for a value, unless it is one.

@@ -6,7 +6,7 @@ graph of expressions never grows into its tree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import tvm
 from tvm import tirx
@@ -87,16 +87,24 @@ def rebuild(expr: Expr, visit: Callable[[Expr], Expr]) -> Expr:
     return with_children(expr, new)
 
 
+def key_of(expr: Expr) -> Hashable:
+    """What an expression is known by in a dict or a set: TVM's integers are equal there by their
+    value, whatever their types.
+    """
+    return (dtype_of(expr), expr) if isinstance(expr, tirx.IntImm) else expr
+
+
 class Rewriter:
     """Rewrites expressions; a subclass overrides `visit`."""
 
     def __init__(self) -> None:
-        self._done: dict[Expr, Expr] = {}
+        self._done: dict[Hashable, Expr] = {}
 
     def __call__(self, expr: Expr) -> Expr:
-        if expr not in self._done:
-            self._done[expr] = self.visit(expr)
-        return self._done[expr]
+        key = key_of(expr)
+        if key not in self._done:
+            self._done[key] = self.visit(expr)
+        return self._done[key]
 
     def visit(self, expr: Expr) -> Expr:
         """The new form of one node."""
@@ -118,12 +126,13 @@ class Substitute(Rewriter):
 
 def nodes(*roots: Expr) -> Iterator[Expr]:
     """Every node below `roots`, each object once, users before their operands."""
-    seen: set[Expr] = set()
+    seen: set[Hashable] = set()
     stack = list(reversed(roots))
     while stack:
         expr = stack.pop()
-        if expr not in seen:
-            seen.add(expr)
+        key = key_of(expr)
+        if key not in seen:
+            seen.add(key)
             yield expr
             stack.extend(reversed(children(expr)))
 
@@ -142,13 +151,14 @@ def loads(*roots: Expr) -> list[TensorLoad]:
 
 def loads_with_guard(root: Expr) -> Iterator[tuple[TensorLoad, bool]]:
     """The loads below `root`, and whether a condition decides if they are evaluated."""
-    seen: set[tuple[Expr, bool]] = set()
+    seen: set[tuple[Hashable, bool]] = set()
     stack = [(root, False)]
     while stack:
         expr, guarded = stack.pop()
-        if (expr, guarded) in seen:
+        key = (key_of(expr), guarded)
+        if key in seen:
             continue
-        seen.add((expr, guarded))
+        seen.add(key)
         if isinstance(expr, TensorLoad):
             yield expr, guarded
         operands = children(expr)
