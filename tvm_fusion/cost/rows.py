@@ -77,7 +77,7 @@ class Rows:
     def classes(self) -> list[str]:
         return [row.query.kernel_class for row in self.rows]
 
-    @property
+    @cached_property
     def folds(self) -> np.ndarray:
         return np.array([fold_of(row.sample.graph) for row in self.rows])
 
