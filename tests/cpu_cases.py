@@ -266,6 +266,18 @@ def _long_reductions(add):
         lambda x: [(x * x).mean()],
     )
     add(
+        "mean_of_a_prime_number_of_rows",
+        lambda bb, x: op.mean(bb.emit(op.multiply(x, x))),
+        [(211, 1009)],
+        lambda x: [(x * x).mean()],
+    )
+    add(
+        "few_means_of_the_last_axes",
+        lambda bb, x: op.multiply(bb.emit(op.mean(x, [1, 2])), relax.const(2.0, x.ty.dtype)),
+        [(3, 5, 40_009)],
+        lambda x: [2 * x.mean((1, 2))],
+    )
+    add(
         "largest_of_a_prime_number",
         lambda bb, x: op.max(x),
         [(1_000_003,)],

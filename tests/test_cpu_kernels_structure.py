@@ -192,11 +192,21 @@ def test_a_row_sum_runs_in_lanes(length):
     assert shape_of(func).vectors > 0
 
 
-def test_a_long_sum_is_cut_for_several_cores_in_the_same_way_everywhere():
-    func = fuse(lambda bb, x: op.sum(x), ((1024, 1024), F32))
-    shape = shape_of(write_cpu(func))
-    assert shape.parallel == 1
-    assert set(shape.shared) == {64}
+@pytest.mark.parametrize(
+    ("shape", "parts"),
+    [((1024, 1024), 64), ((1021, 1024), 60), ((2, 3, 500, 512), 50), ((5, 200_009), 46)],
+)
+def test_a_long_sum_is_cut_for_several_cores_in_the_same_way_everywhere(shape, parts):
+    func = fuse(lambda bb, x: op.sum(x), (shape, F32))
+    found = shape_of(write_cpu(func))
+    assert found.parallel == 1
+    assert parts in found.shared
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (8, 1024, 1024)], ids=["little", "many_results"])
+def test_a_sum_of_little_work_or_many_results_is_not_cut(shape):
+    func = fuse(lambda bb, x: op.sum(x, axis=[-2, -1]), (shape, F32))
+    assert not any(name.endswith("_parts") for name in shape_of(write_cpu(func)).depths)
 
 
 def test_transposed_reads_go_through_a_small_tile():

@@ -9,6 +9,7 @@ from functools import cache
 
 import pytest
 
+from tests.more_textbook_programs import PROGRAMS as MORE
 from tests.textbook_programs import PROGRAMS
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.frontends import load
@@ -44,7 +45,7 @@ CPUS = {
 @cache
 def program(name: str):
     """A program as a module, and its launches as planned for an H200."""
-    module, inputs = PROGRAMS[name]()
+    module, inputs = {**PROGRAMS, **MORE}[name]()
     mod = load(module.eval(), inputs)
     return mod, launches(job_of(mod, load_profile("h200")).plan)
 
@@ -97,8 +98,22 @@ def behind_views(graph: FusionGraph, tensor: int) -> int:
     return tensor
 
 
-@pytest.mark.parametrize("cpu", CPUS)
-@pytest.mark.parametrize("name", PROGRAMS)
+OFTEN = ("smooth_l1", "mean_of_images")
+"""Of the further programs, those that run always: a loss over all of a matrix, and a mean."""
+
+CASES = [
+    *((name, cpu) for name in PROGRAMS for cpu in CPUS),
+    *((name, "shipped") for name in OFTEN),
+    *(
+        pytest.param(name, cpu, marks=pytest.mark.nightly)
+        for name in MORE
+        for cpu in CPUS
+        if (name, cpu) not in [(often, "shipped") for often in OFTEN]
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "cpu"), CASES)
 def test_a_cpu_takes_no_more_launches_than_a_gpu_and_no_more_memory_than_unfused(name, cpu):
     mod, on_gpu = program(name)
     job = job_of(mod, CPUS[cpu])

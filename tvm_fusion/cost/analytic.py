@@ -81,6 +81,11 @@ class Estimate:
     def dominant(self) -> str:
         return max(self.terms, key=lambda k: (self.terms[k], k))
 
+    @property
+    def body_us(self) -> float:
+        """The time without the launch itself."""
+        return self.time_us - self.terms.get("launch", 0.0)
+
 
 def launch_us(hw: HardwareProfile, launch: str) -> float:
     """What one launch costs by itself, in a stream or as a node of a CUDA graph."""

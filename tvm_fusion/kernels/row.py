@@ -82,7 +82,7 @@ class Row:
     def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
         if hw.kind != "llvm":
             return cuda_traffic(group, fit, hw, row_shape(group, fit, hw), row_streams(group, fit))
-        traffic = memory_traffic(group, fit, hw, parallel=filled_by_threads(fit.rows, hw))
+        traffic = memory_traffic(group, fit, hw, parallel=_filled(fit, hw))
         return slowed(traffic, CPU_SLOWNESS, traffic.l2_bytes)
 
     def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
@@ -122,6 +122,13 @@ class Row:
 
         program = analyze(func, exact=exact)
         return emit_row(program, config or row_configs(program, hw)[0], hw)
+
+
+def _filled(fit: Fit, hw: HardwareProfile) -> float:
+    """Share of a CPU's cores that a launch can use: of few rows each is cut into parts."""
+    from .cpu.partial_sums import FEW_RESULTS
+
+    return 1.0 if fit.rows < FEW_RESULTS else filled_by_threads(fit.rows, hw)
 
 
 class _Own(NamedTuple):

@@ -12,7 +12,8 @@ counted, not predicted, and is left out of the factor.
 On a CPU the instructions of an operator are the same in whatever group it stands: what they take
 has the same error together and apart, so that it hides neither a gain nor a loss however large it
 is. It is left out of the factor too, and of the least share that a fusion has to save: both apply
-to what differs (data, launches, what is computed again).
+to what differs (data, launches, what is computed again). Where one operator is nearly all of a group
+(a sum, and the division that makes it a mean) its data is the same together and apart, too.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Verdict(Enum):
 @dataclass(frozen=True, slots=True)
 class Ratio:
     """Time together over time apart: the prediction, and the interval around it; `common` is the
-    share of the time apart that both spend on the same instructions.
+    share of the time apart that both spend on the same work.
     """
 
     value: float
@@ -62,7 +63,7 @@ class Ratio:
 
 class Timed(NamedTuple):
     """A launch as its caution sees it: its time, what the launch itself takes of it, by what factor
-    the rest may be off, and how much of that is spent on the same instructions as apart.
+    the rest may be off, and how much of that is spent on the same work as apart.
     """
 
     time_us: float
@@ -126,7 +127,7 @@ class Caution:
 
     def charge_us(self, fit: Fit, estimate: Estimate, common_us: float = 0.0) -> float:
         """What the search adds to the predicted time of a fused group, in microseconds;
-        `common_us` of it are spent on the same instructions as apart.
+        `common_us` of it are spent on the same work as apart.
         """
         factor = self.factor(fit.kernel_class, is_corrected(estimate.time_us, estimate.analytic_us))
         launch_us = estimate.terms.get(LAUNCH, 0.0)

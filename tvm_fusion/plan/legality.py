@@ -17,9 +17,13 @@ from ..ir.graph import FusionGraph, OpKind
 from ..kernels.base import Fit, GroupView, KernelClass, Refusal, RefusalCode, Resources
 from ..kernels.fallback import Fallback
 from ..kernels.registry import kernel_classes
-from .caution import LAUNCH, Caution, is_fused
+from .caution import Caution, is_fused
 from .links import Links
 from .structure import NEEDS, READABLE, Structures, Wiring, structures_for, together
+
+NEGLIGIBLE = 0.01
+"""Share of an operator's time below which those around it do not change what its loops take: a sum
+and the division that makes it a mean."""
 
 
 class Costed(NamedTuple):
@@ -162,18 +166,22 @@ class Evaluator:
         return most_telling(found)
 
     def common_us(self, costed: Costed) -> float:
-        """What of a group's time goes into the instructions that its operators take one by one."""
-        return self._common_us(costed.view, costed.estimate)
+        """What of a group's time goes into the work that its operators take one by one."""
+        return self._common_us(costed.view, costed.fit.kernel_class, costed.estimate)
 
-    def _common_us(self, view: GroupView, together: Estimate) -> float:
+    def _common_us(self, view: GroupView, kernel_class: str, together: Estimate) -> float:
+        """The instructions of all operators; everything where one operator is nearly all of it."""
         if not together.computing_us:
             return 0.0
-        apart = 0.0
-        for op in view.ops:
-            if self.graph.ops[op].kind is OpKind.CALL_TIR:
-                found = self.alone(op)
-                apart += 0.0 if isinstance(found, Refusal) else found.estimate.computing_us
-        return min(together.computing_us, apart, together.time_us - together.terms.get(LAUNCH, 0.0))
+        found = (self.alone(op) for op in view.ops if self.graph.ops[op].kind is OpKind.CALL_TIR)
+        alone = [costed for costed in found if not isinstance(costed, Refusal)]
+        common = min(together.computing_us, sum(c.estimate.computing_us for c in alone))
+        most = max(alone, key=lambda c: c.estimate.body_us, default=None)
+        if most is not None and most.fit.kernel_class == kernel_class:
+            others = sum(c.estimate.body_us for c in alone) - most.estimate.body_us
+            if others <= NEGLIGIBLE * most.estimate.body_us:
+                common = max(common, most.estimate.body_us)
+        return min(common, together.body_us)
 
     def assumed_l2(self, costed: Costed) -> dict[str, float]:
         """Bytes of inputs, by tensor, that the estimate takes to lie in the L2."""
@@ -199,7 +207,7 @@ class Evaluator:
         view = GroupView(view.graph, view.ops, view.outputs, view.duplicated)
         charge = 0.0
         if self.caution is not None and is_fused(self.graph, view.ops):
-            common = self._common_us(view, found.estimate)
+            common = self._common_us(view, found.fit.kernel_class, found.estimate)
             charge = self.caution.charge_us(found.fit, found.estimate, common)
         return Costed(view, found.kernel, found.fit, found.estimate, found.bytes, charge)
 
