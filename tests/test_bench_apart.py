@@ -134,6 +134,7 @@ def test_rows_have_medians_quartiles_errors_and_the_ratio_to_the_best_peer(resul
 
 def test_a_result_names_the_processor_and_its_threads(result):
     assert result["threads"] == 1
+    assert result["rates"] == "as shipped"
     assert result["method"] == "wall time, each in a process of its own, 1 threads"
     assert result["cpu"]["cores"] == len(physical_cores(usable_cores()))
     assert result["cpu"]["hardware_threads"] >= result["cpu"]["cores"] >= 1

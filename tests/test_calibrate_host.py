@@ -13,12 +13,16 @@ import tvm_fusion
 from tests.graphs import module
 from tvm_fusion._threads import thread_count, use_calibrated_threads
 from tvm_fusion.config import load_profile, resolve_target
-from tvm_fusion.cost.calibrate import cpu_quick, host
+from tvm_fusion.cost.calibrate import cpu_quick, host, waiting
 from tvm_fusion.hardware import HOST_NUMBERS
 from tvm_fusion.plan.plan import FusionPlan
 
 SHIPPED = load_profile("llvm_cpu")
 RATES = {"special_per_s": 5e9, "fma_per_s_f32": 3e11, "launch_us": 2.5}
+
+
+def trial(values, waiting=0.0, seconds=0.5):
+    return host._Trial(dict(values), seconds, waiting)
 
 
 @pytest.fixture
@@ -28,12 +32,11 @@ def first_use(tmp_path, monkeypatch):
 
     def measured(base, deadline):
         taken.append(base.name)
-        return dict(RATES)
+        return trial(RATES)
 
     monkeypatch.setenv("TVM_FUSION_CACHE", str(tmp_path))
     monkeypatch.setenv(host.VARIABLE, "1")
     monkeypatch.setattr(host, "_measured", measured)
-    monkeypatch.setattr(host, "_preemptions", lambda: 0)
     host._host_profile.cache_clear()
     yield taken
     host._host_profile.cache_clear()
@@ -72,13 +75,43 @@ def test_a_switch_leaves_the_shipped_profile(first_use, monkeypatch):
 def test_what_is_measured_beside_other_programs_is_neither_used_nor_kept(
     first_use, monkeypatch, caplog
 ):
-    lost = iter([0, 10**9, 0, 0])
-    monkeypatch.setattr(host, "_preemptions", lambda: next(lost))
+    trials = iter([trial({"special_per_s": 1e8}, waiting=0.2), trial(RATES)])
+    monkeypatch.setattr(host, "_measured", lambda base, deadline: next(trials))
     assert again() == SHIPPED
-    assert "other programs took its cores" in caplog.text
+    assert "other programs took its cores for 20% of the time" in caplog.text
     assert not host.calibration_file().exists()
     assert again().special_per_s == RATES["special_per_s"]
-    assert first_use == ["llvm_cpu"] * 2
+    assert host.calibration_file().exists()
+
+
+def test_a_step_that_others_disturb_is_repeated_while_there_is_time(monkeypatch):
+    now, taken = 0.0, []
+    trials = iter([trial({"a": 1}, 0.3), trial({"a": 2}, 0.01), *[trial({"b": 3}, 0.4)] * 9])
+
+    def timed(measure, bench):
+        nonlocal now
+        now += 0.5
+        taken.append(measure)
+        return next(trials)
+
+    monkeypatch.setattr(cpu_quick, "STEPS", ("first", "second"))
+    monkeypatch.setattr(host, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(host, "_trial", timed)
+    found = host._measured(SHIPPED, 3.0)
+    assert found.values == {"a": 2, "b": 3}
+    assert found.waiting == pytest.approx((0.01 + 0.4) / 2)
+    assert taken == ["first"] * 2 + ["second"] * 4
+
+
+@pytest.mark.parametrize("files", [{"1": "5 2000000000 7", "2": "1 500000000 1"}, {"1": ""}, {}])
+def test_waiting_is_read_from_all_threads_or_guessed_from_preemptions(files, tmp_path, monkeypatch):
+    for name, text in files.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "schedstat").write_text(text)
+    usage = SimpleNamespace(ru_nivcsw=100)
+    monkeypatch.setattr(waiting, "TASKS", tmp_path)
+    monkeypatch.setattr(waiting.resource, "getrusage", lambda who: usage)
+    assert waiting.waited_s() == pytest.approx(2.5 if len(files) == 2 else 100 * waiting.SLICE_S)
 
 
 def test_a_plan_says_what_was_measured_and_reads_back(first_use):
@@ -144,16 +177,16 @@ def test_a_benchmark_that_fails_and_one_out_of_time_leave_the_shipped_value(monk
 
     monkeypatch.setattr(cpu_quick, "STEPS", (broken, slow, slow))
     monkeypatch.setattr(host, "time", SimpleNamespace(perf_counter=lambda: now))
-    assert host._measured(SHIPPED, 1.0) == {"fma_per_s_f32": 2e11}
-    assert host._measured(SHIPPED, 1.0) == {}
+    assert host._measured(SHIPPED, 1.0).values == {"fma_per_s_f32": 2e11}
+    assert host._measured(SHIPPED, 1.0).values == {}
 
 
 @pytest.mark.parametrize(("faster", "threads"), [(1.01, 2), (1.4, 4)])
 def test_hyper_threads_are_used_where_they_are_clearly_faster(monkeypatch, faster, threads):
-    rates = iter([{"special_per_s": 1e9, "launch_us": 2.0}, {"special_per_s": faster * 1e9}])
+    found = ({"special_per_s": 1e9, "launch_us": 2.0}, {"special_per_s": faster * 1e9})
+    trials = iter(map(trial, found))
     set_to = []
-    monkeypatch.setattr(host, "_measured", lambda base, deadline: next(rates))
-    monkeypatch.setattr(host, "_preemptions", lambda: 0)
+    monkeypatch.setattr(host, "_measured", lambda base, deadline: next(trials))
     monkeypatch.setattr(host, "asked_threads", lambda: None)
     monkeypatch.setattr(host, "thread_count", lambda: 2)
     monkeypatch.setattr(host, "available_cores", lambda: 4)
@@ -162,8 +195,9 @@ def test_hyper_threads_are_used_where_they_are_clearly_faster(monkeypatch, faste
     assert set_to == ([4] if threads == 4 else [4, None])
 
 
-def test_each_rate_can_be_measured():
-    found = host._measured(SHIPPED, math.inf)
+def test_each_rate_can_be_measured(monkeypatch):
+    monkeypatch.setattr(host, "waited_s", lambda: 0.0)
+    found = host._measured(SHIPPED, math.inf).values
     assert set(found) <= set(HOST_NUMBERS)
     assert {"fma_per_s_f32", "hbm_bytes_per_s", "l2_bytes_per_s", "kernel_gap_us"} <= set(found)
     assert all(value > 0 for value in found.values())

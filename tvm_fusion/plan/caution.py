@@ -12,8 +12,8 @@ counted, not predicted, and is left out of the factor.
 On a CPU the instructions of an operator are the same in whatever group it stands: what they take
 has the same error together and apart, so that it hides neither a gain nor a loss however large it
 is. It is left out of the factor too, and of the least share that a fusion has to save: both apply
-to what differs (data, launches, what is computed again). Where one operator is nearly all of a group
-(a sum, and the division that makes it a mean) its data is the same together and apart, too.
+to what differs (data, launches, what is computed again). Where one operator is nearly all of a
+group (a sum, and the division that makes it a mean) its data is the same together and apart, too.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 
 The key holds the CPU's name and features, the threads that kernels run on, and the versions of TVM
 and of this package: the loops that are measured are those that its kernels consist of. It takes
-about two seconds (`BUDGET_S` at most: what is not reached keeps its shipped value), once.
+about a second, once. What other programs disturb is measured again while there is time (`BUDGET_S`
+at most: what is not reached keeps its shipped value).
 `TVM_FUSION_CALIBRATE=0` leaves the shipped profile as it is.
 """
 
@@ -15,13 +16,12 @@ import json
 import logging
 import math
 import os
-import resource
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..._cores import available_cores
 from ..._files import replace_file
@@ -30,13 +30,15 @@ from ...config import HardwareProfile, load_profile
 from ...errors import InputError
 from ...hardware import HOST_NUMBERS
 from .machine import cpu_name
+from .waiting import waited_s
 
 VARIABLE = "TVM_FUSION_CALIBRATE"
 BUDGET_S = 3.0
 LEAST_THREAD_GAIN = 1.05
 """How much faster hyper-threads have to be in the mean to be used."""
-MOST_PREEMPTIONS = 30.0
-"""A second and thread: 8 to 9 at rest, 67 to 89 beside two busy loops (2 cores of a Zen 4)."""
+MOST_WAITING = 0.05
+"""Share of a measurement for which its threads may wait for a core: below 0.015 at rest, once
+0.049; beside one or two busy loops 0.06 to 0.4, in quarters of them 0.02 (2 cores of a Zen 4)."""
 FORMAT = 1
 _log = logging.getLogger(__name__)
 
@@ -175,29 +177,22 @@ def calibrated(base: HardwareProfile, budget_s: float = BUDGET_S) -> Calibration
     DisturbedError
         Other programs run on the cores.
     """
-    began, before = time.perf_counter(), _preemptions()
-    deadline = began + budget_s
+    deadline = time.perf_counter() + budget_s
     _log.info("calibrating this CPU, once (at most %.0f s)", budget_s)
     threads = thread_count()
-    values = _measured(base, deadline)
+    found = _measured(base, deadline)
     most = available_cores()
     spent = budget_s - (deadline - time.perf_counter())
     if asked_threads() is None and most > threads and 2 * spent < budget_s:
         use_calibrated_threads(most)
         more = _measured(base, deadline)
-        if _gain(values, more) > LEAST_THREAD_GAIN:
-            values, threads = more, most
+        if _gain(found.values, more.values) > LEAST_THREAD_GAIN:
+            found, threads = more, most
         else:
             use_calibrated_threads(None)
-    lost = (_preemptions() - before) / (time.perf_counter() - began) / max(1, threads)
-    if lost > MOST_PREEMPTIONS:
-        raise DisturbedError(f"other programs took its cores {lost:.0f} times a second and thread")
-    return Calibration(cpu_name(), threads, datetime.date.today().isoformat(), values)
-
-
-def _preemptions() -> int:
-    """How often threads of this process had to leave a core to others."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+    if found.waiting > MOST_WAITING:
+        raise DisturbedError(f"other programs took its cores for {found.waiting:.0%} of the time")
+    return Calibration(cpu_name(), threads, datetime.date.today().isoformat(), found.values)
 
 
 def _gain(before: Mapping[str, float], after: Mapping[str, float]) -> float:
@@ -208,25 +203,54 @@ def _gain(before: Mapping[str, float], after: Mapping[str, float]) -> float:
     return math.exp(math.fsum(math.log(after[n] / before[n]) for n in rates) / len(rates))
 
 
-def _measured(base: HardwareProfile, deadline: float) -> dict[str, float]:
-    """Rates by field of the profile, the most important first; a benchmark that fails leaves the
-    shipped value as it is.
+class _Trial(NamedTuple):
+    """Rates by field of the profile, how long it took to measure them, and for which share of that
+    threads waited for a core.
+    """
+
+    values: dict[str, float]
+    seconds: float
+    waiting: float
+
+
+def _measured(base: HardwareProfile, deadline: float) -> _Trial:
+    """All steps, the most important first; a benchmark that fails and one that is not reached leave
+    the shipped value as it is.
     """
     from . import cpu_quick
     from .cpu_bench import CpuBench
 
     bench = CpuBench(base, 0.0)
-    found: dict[str, float] = {}
-    for measure in cpu_quick.STEPS:
-        if time.perf_counter() > deadline:
+    trials: list[_Trial] = []
+    for done, measure in enumerate(cpu_quick.STEPS):
+        left_s = deadline - time.perf_counter()
+        if left_s < 0:
             _log.info("not calibrated for want of time: %s", measure.__name__)
             break
-        _trial(measure, bench, found)
-    return found
+        try:
+            trials.append(_least_waiting(measure, bench, left_s / (len(cpu_quick.STEPS) - done)))
+        except Exception as error:  # a trial: recorded, and the next one is run
+            _log.warning("%s is not calibrated: %s", measure.__name__, error)
+    seconds = sum(t.seconds for t in trials)
+    waited = sum(t.seconds * t.waiting for t in trials)
+    values = {name: value for t in trials for name, value in t.values.items()}
+    return _Trial(values, seconds, waited / max(seconds, 1e-9))
 
 
-def _trial(measure: Callable[..., dict[str, float]], bench: Any, found: dict[str, float]) -> None:
-    try:
-        found |= measure(bench)
-    except Exception as error:  # a trial: recorded, and the next one is run
-        _log.warning("%s is not calibrated: %s", measure.__name__, error)
+def _least_waiting(measure: Callable[..., dict[str, float]], bench: Any, budget_s: float) -> _Trial:
+    """The first trial that others did not disturb; where the time ends before, the best."""
+    end, best = time.perf_counter() + budget_s, None
+    while best is None or best.waiting > MOST_WAITING:
+        trial = _trial(measure, bench)
+        best = trial if best is None or trial.waiting < best.waiting else best
+        if time.perf_counter() + trial.seconds > end:
+            break
+    return best
+
+
+def _trial(measure: Callable[..., dict[str, float]], bench: Any) -> _Trial:
+    began, before = time.perf_counter(), waited_s()
+    values = measure(bench)
+    seconds = time.perf_counter() - began
+    waited = max(0.0, waited_s() - before)  # threads that ended have taken theirs with them
+    return _Trial(values, seconds, waited / max(seconds, 1e-9) / max(1, bench.cores))
