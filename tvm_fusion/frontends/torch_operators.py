@@ -7,6 +7,7 @@ What differs from TVM 0.27:
 - Slices and selections are affine, and of symbolic dimensions have the size that PyTorch found
   (TVM gathers, and leaves the size unknown).
 - amax, amin and any without an axis exist, and so do shifts and exp2.
+- ELUs have their scales (TVM's leave them out, so that selu and celu are wrong).
 """
 
 from __future__ import annotations
@@ -96,6 +97,19 @@ def _exp2(importer: Importer, node: fx.Node) -> relax.Expr:
     wide = importer.cast(x, "float32") if dtype in ("float16", "bfloat16") else x
     result = importer.emit(relax.op.exp(scaled(importer, wide, math.log(2))))
     return importer.cast(result, dtype)
+
+
+def _elu(importer: Importer, node: fx.Node) -> relax.Expr:
+    """scale * (x if x > 0 else alpha * (exp(input_scale * x) - 1)), in float32 for halves."""
+    args, dtype = bound_arguments(node), importer.dtype_of(node)
+    x = importer.operand(args["self"], dtype)
+    wide = importer.cast(x, "float32") if dtype in ("float16", "bfloat16") else x
+    zero, one = (relax.const(number, wide.ty.dtype) for number in (0, 1))
+    below = scaled(importer, importer.emit(relax.op.minimum(wide, zero)), args["input_scale"])
+    below = importer.emit(relax.op.subtract(importer.emit(relax.op.exp(below)), one))
+    below = scaled(importer, below, args["alpha"] * args["scale"])
+    above = scaled(importer, importer.emit(relax.op.nn.relu(wide)), args["scale"])
+    return importer.cast(importer.emit(relax.op.add(above, below)), dtype)
 
 
 def _rounded_division(importer: Importer, node: fx.Node) -> relax.Expr:
@@ -195,6 +209,7 @@ CONVERTERS: dict[str, Converter] = {
     "maximum.default": _arithmetic(relax.op.maximum),
     "minimum.default": _arithmetic(relax.op.minimum),
     "exp2.default": _exp2,
+    "elu.default": _elu,
     "pow.Scalar": _arithmetic(relax.op.power),
     "pow.Tensor_Tensor": _arithmetic(relax.op.power),
     "pow.Tensor_Scalar": _power,
