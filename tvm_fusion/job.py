@@ -248,9 +248,10 @@ class Job:
             materialized = materialize(self.low, self.graph, self.plan)
             classes = {name: g.kernel_class for name, g in materialized.groups.items()}
             constants = constant_arguments(materialized.mod) if self.hw.kind == "llvm" else {}
-            written = write_kernels(
-                materialized.mod, classes, self.hw, self.policy, ahead, self.tuned, constants
-            )
+            with self.target:
+                written = write_kernels(
+                    materialized.mod, classes, self.hw, self.policy, ahead, self.tuned, constants
+                )
             if not self._cut_all(materialized, written.failures, RefusalCode.WRITER):
                 return PackConstants()(written.mod), materialized
 

@@ -112,7 +112,9 @@ def wrong_groups(job: Job, materialized: Materialized, inputs: Sequence[Any]):
     wrong, errors = {}, {}
     for name, case in cases.items():
         group = fused[name]
-        written = write_kernels(case.fused, {case.kernel: group.kernel_class}, job.hw, job.policy)
+        classes = {case.kernel: group.kernel_class}
+        with job.target:
+            written = write_kernels(case.fused, classes, job.hw, job.policy)
         arguments = tuple(values(e) for e in case.inputs)
         verification = verify_group(
             GroupCase(name, written.mod, case.unfused, arguments), job.target

@@ -276,7 +276,8 @@ def build_launches(
     failures: dict[LaunchSpec, str] = {}
     for spec in dict.fromkeys(specs):
         try:
-            kernel, arguments = writer.write(spec)
+            with target:
+                kernel, arguments = writer.write(spec)
         except Exception as error:  # one launch of many: recorded, its plans are left out
             failures[spec] = f"{type(error).__name__}: {error}"
             logger.info("launch %s cannot be written: %s", spec, error)

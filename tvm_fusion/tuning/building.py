@@ -112,7 +112,8 @@ def build_choice(request: BuildRequest) -> BuiltChoice:
 
     target, hw = request.place.resolved()
     workload = tvm.ir.load_json(request.workload)
-    kernel = written(workload, request.kind, request.text, hw, request.place.policy)
+    with target:
+        kernel = written(workload, request.kind, request.text, hw, request.place.policy)
     symbol = symbol_of(kernel)
     mod = tvm.IRModule({symbol: kernel.with_attr("global_symbol", symbol)})
     library, resources = build_functions(mod, target)

@@ -37,19 +37,17 @@ class Machine:
 
 
 def machine_of(hw: HardwareProfile | None) -> Machine:
-    """The machine of a profile; without one, that of the current target or of this computer.
+    """The machine of the current target; without one, that of a profile or of this computer.
 
-    Its cores are the target's, the threads that kernels run on here: a profile holds those of the
-    machine that was measured.
+    The target comes first: a user's own may be of another machine than its profile. Its cores are
+    the threads that kernels run on here: a profile holds those of the machine that was measured.
     """
     from ..._targets import cpu_target
 
     target = Target.current(allow_none=True)
-    if hw is not None and hw.kind == "llvm":
-        target = hw.to_target()
-    elif target is None or target.kind.name != "llvm":
-        target = cpu_target()
-    return _of_target(target)
+    if target is not None and target.kind.name == "llvm":
+        return _of_target(target)
+    return _of_target(hw.to_target() if hw is not None and hw.kind == "llvm" else cpu_target())
 
 
 def _of_target(target: tvm.target.Target) -> Machine:

@@ -101,10 +101,13 @@ class Resolve:
 
         TVM's simplifier puts what a variable was bound to in its place, except for loads, and so
         turns chains of bindings into their tree. A large tree is cut by a buffer of one element,
-        which LLVM turns into a register.
+        which LLVM turns into a register. The simplifier fails on names for vectors of bools: they
+        become names for 1 and 0, which LLVM turns back.
         """
         if isinstance(value, LEAVES):
             return value
+        if self._is_mask(value):
+            return tirx.NE(self.bind(name, _flag(value, "float32")), constant(0, "float32"))
         size = self._tree_size(value)
         varies = self.point.varies(value)
         if size > MOST_TREE_NODES:
@@ -115,6 +118,11 @@ class Resolve:
         self.scope.tree_sizes[var] = size
         self.point.ops.append(tirx.Bind(var, value))
         return var
+
+    def _is_mask(self, value: Expr) -> bool:
+        """Whether a value may become a vector of bools that is in no memory."""
+        is_load = isinstance(value, TensorLoad)
+        return self.point.lane is not None and dtype_of(value) == "bool" and not is_load
 
     def _keep(self, name: str, value: Expr, varies: bool) -> Expr:
         """Put a value in a buffer, with an element for each lane if it differs."""
@@ -154,6 +162,8 @@ class Resolve:
         if isinstance(expr, tirx.Cast) and dtype_of(expr.value) == "bfloat16":
             return convert(self._from_bfloat16(expr.value), dtype_of(expr))
         plain = rebuild(expr, self)
+        if isinstance(plain, tirx.Cast) and self._is_mask(plain.value):
+            return _flag(plain.value, dtype_of(plain))
         lowered = lower_call(plain, self.scope.scales)
         return lowered if self._guards or lowered is plain else self._flat(lowered)
 
@@ -216,3 +226,8 @@ class Resolve:
         if isinstance(expr, TensorLoad):
             return expr
         return rebuild(expr, self._flat)
+
+
+def _flag(condition: Expr, dtype: str) -> Expr:
+    """1 where the condition holds, else 0."""
+    return tirx.Select(condition, constant(1, dtype), constant(0, dtype))

@@ -47,7 +47,7 @@ def write_cpu(
         Round 16-bit floats after every operation, as the unfused graph does, instead of only where
         they are stored to a parameter. Sums run in float32 in either mode.
     hw : HardwareProfile, optional
-        The CPU; the current target, else this computer.
+        The CPU where there is no current target; without both, this computer.
 
     Returns
     -------
