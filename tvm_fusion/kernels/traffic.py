@@ -93,11 +93,11 @@ def memory_traffic(
 
 def _is_small(moved: _Moved, flops: float) -> bool:
     """Whether the CPU writer leaves a launch on one core."""
-    from .cpu.groups import SMALL_WORK
+    from .cpu.groups import PRODUCT_WORK, SMALL_WORK
 
     ops = moved.operations
     work = moved.l2_bytes / WORD_BYTES + ops["arithmetic"] + SPECIAL_WORK * ops["special"]
-    return work + flops / 2 < SMALL_WORK
+    return work + PRODUCT_WORK * flops / 2 < SMALL_WORK
 
 
 def slowed(traffic: Traffic, times: float, size: float) -> Traffic:

@@ -19,7 +19,7 @@ from tvm.sym import Analyzer
 
 from ..expr import bytes_of, dtype_of
 from .access import load_stride
-from .groups import SMALL_WORK, Group, group_work
+from .groups import Group, is_small
 from .machine import Machine
 from .operands import Product, constant_panels, operand_loads
 from .panels import Panels, plain_load
@@ -299,8 +299,8 @@ def _cycles(problem: Problem, costs: _Costs, tile: Tile, height: int, width: int
         near += min(width * min(terms, TERMS_BLOCK), PACKED_ELEMENTS)
     is_near = near * bytes_each <= NEAR_BYTES
     task += height * vectors * (RESULT_CYCLES if is_near else FAR_RESULT_CYCLES)
-    serial = group_work(problem.group) < SMALL_WORK
-    return before + task * (tasks if serial else ceil(tasks / cores))
+    in_turns = tasks if is_small(problem.group) else ceil(tasks / cores)
+    return before + task * in_turns
 
 
 def pack_cost(stage: Stage, operand: Expr, side: tuple[Axis, ...]) -> float:

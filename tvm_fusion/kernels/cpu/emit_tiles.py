@@ -10,7 +10,7 @@ from ..expr import convert, dtype_of, number
 from .accumulators import is_copy_of
 from .emit_contraction import Contraction
 from .emit_nest import emit_nest
-from .groups import SMALL_WORK, TASKS_PER_CORE, Group, group_work
+from .groups import TASKS_PER_CORE, Group, is_small
 from .loops import Loop, Loops, seq
 from .machine import Machine
 from .nests import Nest, make_nests
@@ -56,7 +56,7 @@ def _runs(total: Expr, group: Group, machine: Machine, loops: Loops) -> tuple[Lo
     """A parallel loop over runs, a loop over the tiles of one, and the number of the tile."""
     size = number(total)
     most = max(MOST_RUNS, TASKS_PER_CORE * machine.cores)
-    parallel = group_work(group) >= SMALL_WORK and size != 1
+    parallel = size != 1 and not is_small(group)
     wanted = 1 if not parallel else most if size is None else min(most, int(size))
     in_run = blocks(total, wanted, loops)
     runs = loops.imm(wanted)
