@@ -8,6 +8,7 @@ from functools import cache
 import numpy as np
 import tvm
 from tvm import relax, tirx
+from tvm.script import tirx as T
 
 from .kernel_cases import Emit, numpy_dtype
 
@@ -56,3 +57,12 @@ def run_unfused(
     result = relax.VirtualMachine(executable, tvm.cpu())["main"](*map(tvm.runtime.tensor, arrays))
     parts = [result] if isinstance(result, tvm.runtime.Tensor) else list(result)
     return [p.numpy() for p in parts]
+
+
+@T.prim_func(s_tir=True)
+def on_the_host(x: T.Buffer((8,), "float32"), y: T.Buffer((8,), "float32")):
+    """What no kernel can do: a call of a function of the host."""
+    with T.sblock("sort"):
+        T.reads(x[0:8])
+        T.writes(y[0:8])
+        T.evaluate(T.call_packed("a.sort", x.data, y.data))

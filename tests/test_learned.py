@@ -14,12 +14,12 @@ import pytest
 
 from tests.counting import calls_of
 from tests.learned_cases import BYTES, CLASSES, a_query, some_rows, true_us, with_bytes
-from tvm_fusion.bench.random_graphs import graph_of
+from tvm_fusion.bench.random_graphs import graph_of, module_of
 from tvm_fusion.config import load_policy, load_profile, profile_file
 from tvm_fusion.cost import learned, refit, training
 from tvm_fusion.cost.conformal import Intervals, quantile
 from tvm_fusion.cost.features import BYTE_FEATURES, FEATURES, features_of
-from tvm_fusion.cost.learned import Residual, load_residual
+from tvm_fusion.cost.learned import Residual, load_residual, unused_residual
 from tvm_fusion.cost.rows import rows_of, view_of
 from tvm_fusion.cost.samples import (
     HELD_OUT,
@@ -32,8 +32,10 @@ from tvm_fusion.cost.samples import (
 from tvm_fusion.cost.trees import Trees, from_booster
 from tvm_fusion.cost.work import query_of, work_of
 from tvm_fusion.errors import InputError
+from tvm_fusion.job import Job
 from tvm_fusion.plan.plan import FusionPlan
 from tvm_fusion.plan.search import search, unfused_plan
+from tvm_fusion.report.assemble import planned_report
 from tvm_fusion.transform.materialize import group_views
 
 HW = load_profile("h200")
@@ -342,6 +344,17 @@ def test_a_stale_or_broken_residual_is_not_used_and_a_warning_says_so(
     with caplog.at_level(logging.WARNING):
         assert load_residual(HW, file) is None
     assert why in caplog.text
+    assert why in unused_residual(HW, file)
+
+
+def test_a_report_says_that_a_changed_profile_has_lost_its_learned_correction():
+    changed = replace(HW, hbm_bytes_per_s=HW.hbm_bytes_per_s * 0.9)
+    said = []
+    for hw in (HW, changed):
+        job = Job.from_module(module_of("random:1"), hw.to_target(), hw, POLICY)
+        report = planned_report(job.graph, job.plan, job.whole_plan, unlearned=job.unlearned)
+        said.append("learned correction is not used: the profile's numbers" in str(report))
+    assert said == [False, True]
 
 
 def test_a_new_file_replaces_the_one_that_was_loaded(residual, tmp_path):

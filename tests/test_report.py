@@ -191,6 +191,19 @@ def test_groups_that_fell_back_for_one_reason_share_a_line():
     assert "run unfused:\n  first, second: no nvcc\n" in replace(REPORT, groups=groups).full()
 
 
+def test_kernels_without_a_schedule_are_named():
+    shown = replace(REPORT, plain={"scatter": "in one thread"}).full()
+    assert "slow, for want of a schedule:\n  scatter: in one thread" in shown
+    assert "for want of a schedule" not in REPORT.full()
+
+
+def test_a_learned_correction_that_is_not_used_is_named_on_the_first_screen():
+    shown = replace(REPORT, unlearned="the profile's numbers have changed")
+    line = "the learned correction is not used: the profile's numbers have changed"
+    assert line in str(shown)
+    assert line in shown.full()
+
+
 def test_a_failed_check_is_loud():
     assert "FAILED" in replace(REPORT, verify=Verification(False, 0.5)).full()
 

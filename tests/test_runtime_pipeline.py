@@ -16,7 +16,9 @@ from tvm_fusion.runtime.pipeline import (
     ScheduleLeftovers,
     lowering_pipeline,
 )
+from tvm_fusion.runtime.plain_schedule import PER_ELEMENT, PLAIN_ATTR
 
+from .helpers_tir import on_the_host
 from .runtime_cases import (
     H200,
     LLVM,
@@ -86,7 +88,14 @@ def test_a_default_rule_that_raises_makes_way_for_the_next():
     assert out["f"].attrs[SCHEDULED_ATTR]
 
 
+def test_what_no_rule_takes_gets_a_plain_schedule():
+    schedule = ScheduleLeftovers(H200, (_Raising(), _Refusing()))
+    out = schedule(tvm.IRModule({"strange": unscheduled_prim_func()}))
+    assert out["strange"].attrs[SCHEDULED_ATTR]
+    assert out["strange"].attrs[PLAIN_ATTR] == PER_ELEMENT
+
+
 def test_a_prim_func_without_any_schedule_is_named():
     schedule = ScheduleLeftovers(H200, (_Raising(), _Refusing()))
     with pytest.raises(BuildError, match="no GPU schedule for the PrimFunc strange"):
-        schedule(tvm.IRModule({"strange": unscheduled_prim_func()}))
+        schedule(tvm.IRModule({"strange": on_the_host}))

@@ -144,7 +144,7 @@ def explain(
         raise TargetError(f"{job.hw.name} is no GPU: there are no registers to probe")
     groups = candidates_of(job.graph, job.plan) if probe else []
     found = compiled_kernels(job.low, job.graph, groups, job.hw, job.policy, job.target)
-    report = planned_report(job.graph, job.plan, job.whole_plan, found)
+    report = planned_report(job.graph, job.plan, job.whole_plan, found, job.unlearned)
     if not bound:
         return report
     from .plan.bound import bound_of_plan

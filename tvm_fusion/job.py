@@ -12,6 +12,7 @@ import tvm
 from tvm import relax
 
 from .config import HardwareProfile, Policy, load_policy, resolve_target
+from .cost.learned import unused_residual
 from .frontends import load
 from .ir.graph import FusionGraph, build_graph
 from .kernels.base import Refusal, RefusalCode
@@ -176,6 +177,11 @@ class Job:
         inputs = self.inputs if runs else None
         compiled.report = with_calls(report, compiled, unfused, inputs, measure or time)
         return compiled
+
+    @property
+    def unlearned(self) -> str | None:
+        """Why the device's learned residual is not used, if it has one that is not."""
+        return unused_residual(self.hw) if self.policy.learned else None
 
     def has_device(self) -> bool:
         """Whether this machine can run what is built; says so where it cannot."""

@@ -254,36 +254,44 @@ def load_residual(hw: HardwareProfile, file: Path | Traversable | None = None) -
     Notes
     -----
     A residual that was made for other features, another device or other numbers of the profile
-    corrects errors that the analytic model no longer makes: it is not used, and a warning says so.
+    corrects errors that the analytic model no longer makes: it is not used, and a warning and the
+    report (`unused_residual`) say so.
     """
+    return _found(hw, file)[0]
+
+
+def unused_residual(hw: HardwareProfile, file: Path | Traversable | None = None) -> str | None:
+    """Why a residual that the device has is not used; None if it has none or it is."""
+    return _found(hw, file)[1]
+
+
+def _found(
+    hw: HardwareProfile, file: Path | Traversable | None
+) -> tuple[Residual | None, str | None]:
     files = [residual_file(hw), shipped_file(f"{hw.name}.residual.json")]
     file = next((f for f in files if f.is_file()), None) if file is None else file
     if file is None or not file.is_file():
-        return None
+        return None, None
     stamp = file.stat().st_mtime_ns if isinstance(file, Path) else 0
     return _load(file, stamp, hw.name, hw.fingerprint())
 
 
 @lru_cache(maxsize=8)
-def _load(file: Any, stamp: int, device: str, profile: str) -> Residual | None:
+def _load(file: Any, stamp: int, device: str, profile: str) -> tuple[Residual | None, str | None]:
+    """A residual, or why it is not used."""
     try:
-        residual = Residual.from_json(file.read_text(encoding="utf-8"), str(file))
+        residual, why = Residual.from_json(file.read_text(encoding="utf-8"), str(file)), ""
     except (InputError, OSError, UnicodeDecodeError) as error:
-        logger.warning("the learned residual is not used: %s", error)
-        return None
-    why = ""
-    if residual.device != device:
-        why = f"it is of {residual.device}, not of {device}"
-    elif residual.profile != profile:
-        why = "the profile's numbers have changed since it was made"
+        residual, why = None, str(error)
+    if residual is not None and residual.device != device:
+        why = f"{file} is of {residual.device}, not of {device}"
+    elif residual is not None and residual.profile != profile:
+        why = f"the profile's numbers have changed since {file} was made"
+        why += "; make it again with `calibrate --refit`"
     if why:
-        logger.warning(
-            "the learned residual %s is not used: %s; make it again with `calibrate --refit`",
-            file,
-            why,
-        )
-        return None
-    return residual
+        logger.warning("the learned residual is not used: %s", why)
+        return None, why
+    return residual, None
 
 
 def _beyond_noise(log: float) -> float:

@@ -25,9 +25,15 @@ _FREE = ("view", "opaque")
 
 
 def planned_report(
-    graph: FusionGraph, plan: FusionPlan, whole: FusionPlan, probed: Probed | None = None
+    graph: FusionGraph,
+    plan: FusionPlan,
+    whole: FusionPlan,
+    probed: Probed | None = None,
+    unlearned: str | None = None,
 ) -> Report:
-    """The report of a plan that was not built; `probed` is what is known of its kernels."""
+    """The report of a plan that was not built; `probed` is what is known of its kernels, and
+    `unlearned` why the learned correction of times is not used.
+    """
     by_ops = {ops: found for (ops, _), found in (probed or {}).items()}
     groups = tuple(
         _group(graph, g, g.ops[-1], launches=1, **_resources(by_ops.get(g.ops)))
@@ -42,6 +48,7 @@ def planned_report(
         groups=groups,
         refusals=_refusals(plan),
         layouts=layout_reports(graph, plan, {}),
+        unlearned=unlearned,
     )
 
 
@@ -88,6 +95,8 @@ def built_report(
         refusals=_refusals(job.plan),
         layouts=layout_reports(job.graph, job.plan, materialized.functions),
         threads=thread_count() if built.target.kind.name == "llvm" else None,
+        plain=built.plain,
+        unlearned=job.unlearned,
         verify=checked
         and Verification(checked.verification.passed, checked.verification.worst_error),
     )

@@ -206,6 +206,11 @@ class Report:
         Threads that kernels run on; None on a GPU, and for a plan that was not built.
     call_us : Comparison
         Wall-clock time of a call in microseconds, as one graph (`fused`) and launch by launch.
+    unlearned : str or None
+        Why the learned correction of the device's times is not used, if it has one that is not.
+    plain : Mapping of str to str
+        The PrimFuncs that no rule could schedule, and how they run: right, but slow
+        (`runtime.plain_schedule`).
     """
 
     target: str
@@ -224,6 +229,8 @@ class Report:
     call_us: Comparison = Comparison()
     layouts: tuple[LayoutReport, ...] = ()
     threads: int | None = None
+    plain: Mapping[str, str] = field(default_factory=dict, hash=False)
+    unlearned: str | None = None
 
     @property
     def time_us(self) -> Comparison:

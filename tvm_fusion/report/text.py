@@ -47,7 +47,7 @@ def render(report: Report) -> str:
     if report.groups:
         parts.append(align(_group_table(report), left=_LEFT_ALIGNED))
         parts += [_terms(report), _tuned(report)]
-    parts += [_fallbacks(report), _layouts(report), _refusals(report.refusals)]
+    parts += [_fallbacks(report), _plain(report), _layouts(report), _refusals(report.refusals)]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -71,7 +71,8 @@ def show(report: Report, file: TextIO) -> None:
         console.print(part, markup=False, highlight=False)
     console.print(table)
     layouts, refusals = _layouts(report), _refusals(report.refusals)
-    for part in (_terms(report), _tuned(report), _fallbacks(report), layouts, refusals):
+    said = (_terms(report), _tuned(report), _fallbacks(report), _plain(report))
+    for part in (*said, layouts, refusals):
         if part:
             console.print(part, markup=False, highlight=False)
 
@@ -127,6 +128,8 @@ def summary_lines(report: Report) -> str:
     if report.bound is not None:
         least, share = format_time(report.bound.least_us), report.bound.within
         lines.append(f"bound     no plan is predicted below {least}: within {share:.1%} of optimal")
+    if report.unlearned is not None:
+        lines.append(f"model     analytic, the learned correction is not used: {report.unlearned}")
     if rewrites := report.plan.get("rewrites"):
         lines.append(f"rewritten {', '.join(rewrites)}")
     return "\n".join(lines)
@@ -255,6 +258,12 @@ def _fallbacks(report: Report) -> str:
             by_reason.setdefault(group.fallback, []).append(group.name)
     lines = [f"  {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
     return "\n".join(["run unfused:", *lines]) if lines else ""
+
+
+def _plain(report: Report) -> str:
+    """Kernels that no rule could schedule, and how they run."""
+    lines = [f"  {clip(name)}: {how}" for name, how in report.plain.items()]
+    return "\n".join(["slow, for want of a schedule:", *lines]) if lines else ""
 
 
 def _layouts(report: Report) -> str:

@@ -7,7 +7,7 @@ costs one entry of the cubin cache.
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,7 @@ from .link import link
 from .memory import MemoryPlan, planned_memory
 from .own_outputs import own_outputs
 from .pipeline import ScheduleLeftovers, lowering_pipeline, mixed_tir_pipeline
+from .plain_schedule import PLAIN_ATTR
 from .resources import KernelResources, resources_of
 from .signature import Signature
 from .written_inputs import written_inputs
@@ -69,6 +70,8 @@ class Built:
         Inputs of `main` that it writes into, by position.
     own : tuple of bool
         Of each output tensor, whether it has memory of its own (see `own_outputs`).
+    plain : Mapping[str, str]
+        The PrimFuncs that no rule could schedule, and how they run (see `plain_schedule`).
     """
 
     executable: relax.VMExecutable
@@ -80,6 +83,7 @@ class Built:
     memory: MemoryPlan
     writes: tuple[int, ...] = ()
     own: tuple[bool, ...] = ()
+    plain: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def launches(self) -> dict[str, int]:
@@ -129,7 +133,7 @@ def build(
     cubin_cache.install()
     signature = Signature.of(mod)
     builder = relax.ExecBuilder()
-    library, codes, planned = None, [], []
+    library, codes, planned, functions = None, [], [], {}
     with target:
         lowered = lowering_pipeline(target, planned.append)(mod)
         rest = vm_build._vmcodegen(builder, lowered)
@@ -150,6 +154,11 @@ def build(
         memory=planned_memory(planned[0]),
         writes=written_inputs(mod),
         own=own_outputs(planned[0]),
+        plain={
+            gvar.name_hint: str(func.attrs[PLAIN_ATTR])
+            for gvar, func in functions.items()
+            if PLAIN_ATTR in (func.attrs or {})
+        },
     )
 
 

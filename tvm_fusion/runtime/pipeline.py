@@ -22,6 +22,7 @@ from tvm.tirx import compilation_pipeline
 
 from ..errors import BuildError
 from ..transform.plan_memory import PlanMemory
+from .plain_schedule import PLAIN_ATTR, plain_schedule
 
 TIR_PIPELINE = "tvm_fusion"
 TIRX_ATTR = "tvm_fusion.tirx"
@@ -106,9 +107,10 @@ class ViewReshapes:
 
 @tvm.transform.module_pass(opt_level=0, name="ScheduleLeftovers")
 class ScheduleLeftovers:
-    """Give DLight's default GPU schedule to every PrimFunc that has none.
+    """Give DLight's default GPU schedule to every PrimFunc that has none, or a plain one.
 
-    As `dlight.ApplyDefaultSchedule`, but a rule that raises is a rule that does not apply.
+    As `dlight.ApplyDefaultSchedule`, but a rule that raises is a rule that does not apply, and
+    where none does, `plain_schedule` puts the loops on threads.
     """
 
     def __init__(self, target: tvm.target.Target, rules: Sequence[Any] | None = None) -> None:
@@ -134,10 +136,14 @@ class ScheduleLeftovers:
             if space is not None:
                 sch = space if isinstance(space, s_tir.Schedule) else space[0]
                 return sch.mod["main"].with_attr(SCHEDULED_ATTR, True)
+        plain = plain_schedule(func)
+        if plain is not None:
+            _log.info("%s runs %s", name, plain.attrs[PLAIN_ATTR])
+            return plain.with_attr(SCHEDULED_ATTR, True)
         raise BuildError(
-            f"no GPU schedule for the PrimFunc {name}: none of DLight's rules takes it. "
-            f'Schedule it by hand and set its attribute "{SCHEDULED_ATTR}", or take the operator '
-            "out of the model"
+            f"no GPU schedule for the PrimFunc {name}: none of DLight's rules takes it, and it "
+            "calls functions of the host, which no kernel can. Schedule it by hand and set its "
+            f'attribute "{SCHEDULED_ATTR}", or take the operator out of the model'
         )
 
 
