@@ -12,7 +12,8 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
-from tvm_fusion.check._loops import order_loops
+from tests.helpers_tir import UNOPTIMISED
+from tvm_fusion.check._loops import has_large_loops, order_loops
 from tvm_fusion.check.inputs import numpy_dtype
 from tvm_fusion.check.reference import (
     build_reference,
@@ -320,6 +321,20 @@ def test_large_loops_run_in_parallel(name):
         assert tvm_ffi.structural_equal(order_loops(mod), mod)
 
 
+@pytest.mark.parametrize("name", ORDERED)
+def test_loops_are_large_by_their_points_or_where_nobody_knows_them(name):
+    emit, *types = ORDERED[name]
+    mod = graph(emit, *types)
+    assert has_large_loops(mod) == (name == "symbolic matmul")
+    assert has_large_loops(mod, large=15)
+
+
+@pytest.mark.parametrize(("rows", "large"), [(127, False), (128, True)])
+def test_a_product_of_two_to_the_18_terms_is_large(rows, large):
+    mod = graph(relax.op.matmul, ((rows, 32), "float32"), ((32, 64), "float32"))
+    assert has_large_loops(mod) == large
+
+
 def run_stock(mod, inputs):
-    machine = relax.VirtualMachine(tvm.compile(mod, target="llvm"), tvm.cpu())
+    machine = relax.VirtualMachine(tvm.compile(mod, UNOPTIMISED), tvm.cpu())
     return machine["main"](*map(tvm.runtime.tensor, inputs)).numpy()

@@ -9,6 +9,7 @@ Every element is still summed in the same order.
 """
 
 import math
+from collections.abc import Iterable
 
 import tvm
 import tvm_ffi
@@ -27,6 +28,24 @@ def order_loops(mod: tvm.IRModule, large: int = _LARGE) -> tvm.IRModule:
     return out
 
 
+def has_large_loops(mod: tvm.IRModule, large: int = _LARGE) -> bool:
+    """Whether a PrimFunc of the module has an iteration space of many points, or one that is not
+    known.
+    """
+    blocks: list[s_tir.SBlock] = []
+    for func in mod.functions.values():
+        if isinstance(func, tirx.PrimFunc):
+            if not _is_plain(func):
+                return True
+            tvm_ffi.structural_walk(func.body, [(s_tir.SBlock, blocks.append)])
+    extents = ([axis.dom.extent for axis in block.iter_vars] for block in blocks)
+    return any(_points(each, large) >= large for each in extents)
+
+
+def _points(extents: Iterable[tvm.ir.Expr], large: int) -> int:
+    return math.prod(int(e) if isinstance(e, tirx.IntImm) else large for e in extents)
+
+
 def _is_plain(func: tirx.PrimFunc) -> bool:
     body = func.body
     is_root = isinstance(body, s_tir.SBlockRealize) and body.block.name_hint == "root"
@@ -38,8 +57,7 @@ def _order(func: tirx.PrimFunc, large: int) -> tirx.PrimFunc:
     for block in schedule.get_child_blocks(schedule.get_sblock("root")):
         loops = schedule.get_loops(block)
         extents = [schedule.get(loop).extent for loop in loops]
-        points = math.prod(int(e) if isinstance(e, tirx.IntImm) else large for e in extents)
-        if loops and points >= large:
+        if loops and _points(extents, large) >= large:
             _order_block(schedule, block, loops)
     return schedule.mod["main"]
 
