@@ -5,6 +5,7 @@ import pytest
 import tvm
 from tvm import relax, tirx
 
+from tests.helpers_tir import UNOPTIMISED
 from tvm_fusion import demo
 from tvm_fusion.errors import InputError
 from tvm_fusion.transform.decompose import Decompose
@@ -52,7 +53,7 @@ def rotate(x: np.ndarray) -> np.ndarray:
 
 
 def run(mod: tvm.IRModule, x: np.ndarray) -> np.ndarray:
-    executable = tvm.compile(mod, tvm.target.Target({"kind": "llvm"}))
+    executable = tvm.compile(mod, UNOPTIMISED)
     machine = relax.VirtualMachine(executable, tvm.cpu())
     return machine["main"](tvm.runtime.tensor(x)).numpy()
 

@@ -25,6 +25,7 @@ from tvm_fusion.transform.materialize import materialize
 
 from .decompose_tools import calls, operators
 from .graphs import module
+from .helpers_tir import UNOPTIMISED
 from .hopper_on_cpu import run_hopper_on_cpu
 
 H200 = load_profile("nvidia_h200")
@@ -88,7 +89,7 @@ def folded(mod):
 
 
 def run(mod, *arrays):
-    executable = tvm.compile(mod, tvm.target.Target({"kind": "llvm"}))
+    executable = tvm.compile(mod, UNOPTIMISED)
     result = relax.VirtualMachine(executable, tvm.cpu())["main"](*map(tvm.runtime.tensor, arrays))
     many = not isinstance(result, tvm.runtime.Tensor)
     return [r.numpy() for r in result] if many else [result.numpy()]

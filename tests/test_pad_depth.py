@@ -17,6 +17,7 @@ from tvm_fusion.transform.pad_depth import PadDepth
 
 from .decompose_tools import calls, operators
 from .graphs import module
+from .helpers_tir import UNOPTIMISED
 
 H200 = load_profile("nvidia_h200")
 RNG = np.random.default_rng(13)
@@ -31,7 +32,7 @@ def linear(bb, x, w):
 
 
 def run(mod, *arrays):
-    executable = tvm.compile(mod, tvm.target.Target({"kind": "llvm"}))
+    executable = tvm.compile(mod, UNOPTIMISED)
     result = relax.VirtualMachine(executable, tvm.cpu())["main"](*map(tvm.runtime.tensor, arrays))
     many = not isinstance(result, tvm.runtime.Tensor)
     return [r.numpy() for r in result] if many else [result.numpy()]

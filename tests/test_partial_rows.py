@@ -22,6 +22,7 @@ from tvm_fusion.transform.write_kernels import write_kernels
 from .cuda_on_cpu import run_cuda_on_cpu
 from .decompose_tools import operators
 from .graphs import module
+from .helpers_tir import UNOPTIMISED
 from .hopper_on_cpu import run_hopper_on_cpu
 
 HALF, FLOAT = "float16", "float32"
@@ -84,7 +85,7 @@ def parts(mod):
 
 
 def run(mod, *arrays):
-    executable = tvm.compile(mod, tvm.target.Target({"kind": "llvm"}))
+    executable = tvm.compile(mod, UNOPTIMISED)
     main = relax.VirtualMachine(executable, tvm.cpu())["main"]
     return [result.numpy() for result in main(*[tvm.runtime.tensor(array) for array in arrays])]
 

@@ -13,6 +13,7 @@ from tvm_fusion.transform.row_slices import RowSlices
 from . import grouped_cases as graphs
 from .decompose_tools import operators
 from .graphs import module
+from .helpers_tir import UNOPTIMISED
 
 HALF = "float16"
 H200 = load_profile("nvidia_h200")
@@ -27,7 +28,7 @@ def experts(tokens, hidden, inner, dtype=HALF):
 
 
 def run(mod, *arrays):
-    executable = tvm.compile(mod, tvm.target.Target({"kind": "llvm"}))
+    executable = tvm.compile(mod, UNOPTIMISED)
     machine = relax.VirtualMachine(executable, tvm.cpu())
     return machine["main"](*map(tvm.runtime.tensor, arrays)).numpy()
 

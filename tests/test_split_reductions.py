@@ -17,6 +17,7 @@ from tvm_fusion.transform.split_reductions import SplitReductions
 
 from .decompose_tools import operators
 from .graphs import module, plan_of
+from .helpers_tir import UNOPTIMISED
 from .mixed_cases import (
     layer_norm_backward,
     layer_norm_inputs,
@@ -33,7 +34,7 @@ def split(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def run(mod: tvm.IRModule, *arrays: np.ndarray) -> list[np.ndarray]:
-    executable = tvm.compile(mod, tvm.target.Target({"kind": "llvm"}))
+    executable = tvm.compile(mod, UNOPTIMISED)
     main = relax.VirtualMachine(executable, tvm.cpu())["main"]
     result = main(*[tvm.runtime.tensor(array) for array in arrays])
     many = not isinstance(result, tvm.runtime.Tensor)
