@@ -17,7 +17,7 @@ import importlib
 import re
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -169,10 +169,59 @@ def _launch(
     lows = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
     bytes_of = (ctypes.c_longlong * len(tensors))(*(_nbytes(t) for t in tensors))
     grid = (ctypes.c_uint * 8)(*sizes, cluster, dynamic)
-    library = _compile(_translate(lowered.source, lowered.kernel))
-    library.run.restype = ctypes.c_char_p
-    error = library.run(pointers, lows, bytes_of, len(tensors), grid)
+    run = _runner(translated(lowered))
+    error = run(pointers, lows, bytes_of, len(tensors), grid)
     return None if error is None else EmulationError(error.decode())
+
+
+def translated(lowered: Lowered) -> str:
+    """The kernel in C++ for the emulated device."""
+    return _translate(lowered.source, lowered.kernel)
+
+
+def compile_together(texts: Iterable[str], at_once: int = 24) -> None:
+    """Compiles translated kernels ahead, several in a unit: most of a kernel's time with g++ goes
+    into what all have in common. Where g++ refuses a unit, its kernels are left for `_compile`.
+    """
+    new = [text for text in dict.fromkeys(texts) if text not in _TOGETHER]
+    for first in range(0, len(new), at_once):
+        part = new[first : first + at_once]
+        with contextlib.suppress(RuntimeError):
+            library = _compile(_unit_of(part))
+            _TOGETHER.update({text: (library, index) for index, text in enumerate(part)})
+
+
+# Kernels by their text: the library that holds each, and its number there.
+_TOGETHER: dict[str, tuple[ctypes.CDLL, int]] = {}
+
+
+def _unit_of(texts: Sequence[str]) -> str:
+    """Kernels in one unit, each in a namespace; `choose` says which one runs."""
+    include = f'#include "{HEADER}"\n'
+    spaces = [
+        f"namespace kernel_{index} {{\n"
+        + text.removeprefix(include).replace('extern "C" void launch_kernel', "static void launch")
+        + "}\n"
+        for index, text in enumerate(texts)
+    ]
+    table = ", ".join(f"kernel_{index}::launch" for index in range(len(texts)))
+    return (
+        f"{include}{''.join(spaces)}static int chosen;\n"
+        f"static void (*const kernels[])(void**) = {{{table}}};\n"
+        'extern "C" __attribute__((visibility("default"))) void choose(int i) { chosen = i; }\n'
+        'extern "C" void launch_kernel(void** arguments) { kernels[chosen](arguments); }\n'
+    )
+
+
+def _runner(text: str) -> Callable[..., bytes | None]:
+    """What runs a translated kernel; None, or what went wrong."""
+    if text in _TOGETHER:
+        library, index = _TOGETHER[text]
+        library.choose(index)
+    else:
+        library = _compile(text)
+    library.run.restype = ctypes.c_char_p
+    return library.run
 
 
 def _argument(value: object) -> int:

@@ -4,10 +4,11 @@ A device function that holds PTX of these units becomes a call of the unit in
 `cuda_emulator/hopper.h`; tensor maps are encoded by Python, with the driver's rules checked.
 """
 
+import contextlib
 import ctypes
 import re
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,9 +36,16 @@ _translate_plain = cuda_on_cpu._translate
 def run_hopper_on_cpu(func: tirx.PrimFunc, arrays: Sequence[np.ndarray]) -> int:
     """Runs `func` on `arrays` (written in place); see `cuda_on_cpu.run_cuda_on_cpu`."""
     tvm_ffi.register_global_func(ENCODE, encode_map, override=True)
-    cuda_on_cpu._translate = _translate
-    try:
+    with translation():
         return cuda_on_cpu.run_cuda_on_cpu(func, arrays)
+
+
+@contextlib.contextmanager
+def translation(wanted: bool = True) -> Iterator[None]:
+    """Kernels are translated with these units, if that is wanted."""
+    cuda_on_cpu._translate = _translate if wanted else _translate_plain
+    try:
+        yield
     finally:
         cuda_on_cpu._translate = _translate_plain
 

@@ -30,7 +30,7 @@ def run_launches_on_cpu(func: tirx.PrimFunc, arrays: Sequence[np.ndarray]) -> in
     tensors = [tvm.runtime.tensor(a) for a in arrays]
     failures: list[EmulationError | None] = []
     kernels = _kernels(func)
-    memory = tensors if len(kernels) == 1 else [_AnyMemory()]
+    memory = tensors if len(kernels) == 1 else [AnyMemory()]
     for kernel in kernels:
         tvm_ffi.register_global_func(kernel.kernel, _launcher(kernel, memory, failures), True)
     host = tirx_build.codegen_build(kernels[0].host, tvm.target.Target("llvm"))
@@ -42,7 +42,7 @@ def run_launches_on_cpu(func: tirx.PrimFunc, arrays: Sequence[np.ndarray]) -> in
     return len(failures)
 
 
-class _AnyMemory:
+class AnyMemory:
     """Stands for a tensor at every address."""
 
     nbytes = 1 << 62
@@ -50,7 +50,7 @@ class _AnyMemory:
     def data_ptr(self) -> int:
         return 1
 
-    def numpy(self) -> "_AnyMemory":
+    def numpy(self) -> "AnyMemory":
         return self
 
 
@@ -70,7 +70,7 @@ def _kernels(func: tirx.PrimFunc) -> list[Lowered]:
     with CUDA:
         host, devices = tirx_build.split_host_device_mods(passes(mod))
         ((target, device),) = devices.items()
-        host = _with_host_workspaces(cuda_on_cpu._without_device(finish_host()(host)))
+        host = with_host_workspaces(cuda_on_cpu._without_device(finish_host()(host)))
         kernels = []
         for gvar, kernel in device.functions.items():
             alone = finish_device()(tvm.IRModule({gvar: kernel}, attrs=device.attrs))
@@ -82,7 +82,7 @@ def _kernels(func: tirx.PrimFunc) -> list[Lowered]:
     return kernels
 
 
-def _with_host_workspaces(host: tvm.IRModule) -> tvm.IRModule:
+def with_host_workspaces(host: tvm.IRModule) -> tvm.IRModule:
     """Tensors between launches lie in the host's memory."""
 
     def on_host(call: tvm.ir.Call) -> tvm.ir.Call:

@@ -1,4 +1,4 @@
-"""Slices that are written into, and ELUs with scales: numbers as in torch."""
+"""Slices that are written into, ELUs with scales, bounds that are tensors: numbers as in torch."""
 
 import pytest
 import torch
@@ -57,3 +57,11 @@ def test_a_slice_is_written_and_the_result_turned():
 )
 def test_elus_have_their_scales(function):
     check(function, torch.randn(5, 33) * 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_values_are_clamped_to_tensors(dtype):
+    x, low, high = (torch.randn(5, 9).to(dtype) for _ in range(3))
+    check(lambda x, low: torch.clamp(x, min=low), x, low)
+    check(lambda x, low, high: torch.clamp(x, low, high), x, low, high.float().abs())
+    check(lambda x, y: F.cosine_similarity(x, y, -1), x, low)

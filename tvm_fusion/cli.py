@@ -1,4 +1,4 @@
-"""Command line: ``python -m tvm_fusion {compile,explain,verify,bench,calibrate,tune}``.
+"""Command line: ``python -m tvm_fusion {compile,explain,verify,bench,calibrate,tune,fuzz}``.
 
 Exit status: 0, or 1 if a check failed, or 2 for bad input, or 130 if interrupted. The report goes
 to standard output, and with ``--json`` nothing but one JSON object does.
@@ -60,6 +60,10 @@ def _main(make_parser: Callable[[], argparse.ArgumentParser], argv: Sequence[str
             from .tuning.command import main as tune
 
             return tune(args)
+        if args.command == "fuzz":
+            from .fuzz.command import main as fuzz
+
+            return fuzz(args)
         with _only_results_on_stdout(), shown():
             report = _run(args)
             answer = why(report, args.why) if args.why and not args.json else None
@@ -113,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--cuda-graph", action="store_true", default=None, help=help_text)
     _add_calibrate(commands)
     _add_tune(commands)
+    _add_fuzz(commands)
     explain = commands.choices["explain"]
     explain.add_argument("--why", metavar="A,B", help="why are these two operations (not) fused?")
     explain.add_argument(
@@ -149,6 +154,13 @@ def _add_tune(commands: Any) -> None:
 
     what = "measure choices for the kernels of a model, and keep them in a database"
     add_arguments(commands.add_parser("tune", help=what, description=what))
+
+
+def _add_fuzz(commands: Any) -> None:
+    from .fuzz.command import add_arguments
+
+    what = "run random torch programs unchecked, and compare them with torch in float64"
+    add_arguments(commands.add_parser("fuzz", help=what, description=what))
 
 
 def _bench_parser() -> argparse.ArgumentParser:

@@ -74,7 +74,7 @@ typedef Float8<2, 15, 0x7b> __nv_fp8_e5m2;
 VECTOR2(float2, float) VECTOR4(float4, float) VECTOR2(int2, int) VECTOR4(int4, int)
 VECTOR2(uint2, uint) VECTOR4(uint4, uint) VECTOR2(half2, half) VECTOR4(half4, half)
 VECTOR2(nv_bfloat162, nv_bfloat16) VECTOR4(nv_bfloat164, nv_bfloat16) VECTOR2(double2, double)
-VECTOR2(longlong2, long long) VECTOR2(short2, short) VECTOR4(short4, short) VECTOR2(char2, signed char)
+VECTOR2(longlong2, long long) VECTOR4(longlong4, long long) VECTOR4(double4, double) VECTOR2(short2, short) VECTOR4(short4, short) VECTOR2(char2, signed char)
 VECTOR4(char4, signed char) VECTOR2(uchar2, uchar) VECTOR4(uchar4, uchar) VECTOR2(ushort2, ushort)
 VECTOR4(ushort4, ushort)
 static inline float __half2float(half x) { return (float)x; }

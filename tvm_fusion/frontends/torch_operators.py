@@ -99,6 +99,16 @@ def _exp2(importer: Importer, node: fx.Node) -> relax.Expr:
     return importer.cast(result, dtype)
 
 
+def _clamp(importer: Importer, node: fx.Node) -> relax.Expr:
+    """Bounds that are tensors, of a type of their own at times."""
+    args, dtype = bound_arguments(node), importer.dtype_of(node)
+    result = importer.operand(args["self"], dtype)
+    for name, op in (("min", relax.op.maximum), ("max", relax.op.minimum)):
+        if args[name] is not None:
+            result = importer.emit(op(result, importer.operand(args[name], dtype)))
+    return result
+
+
 def _elu(importer: Importer, node: fx.Node) -> relax.Expr:
     """scale * (x if x > 0 else alpha * (exp(input_scale * x) - 1)), in float32 for halves."""
     args, dtype = bound_arguments(node), importer.dtype_of(node)
@@ -209,6 +219,7 @@ CONVERTERS: dict[str, Converter] = {
     "maximum.default": _arithmetic(relax.op.maximum),
     "minimum.default": _arithmetic(relax.op.minimum),
     "exp2.default": _exp2,
+    "clamp.Tensor": _clamp,
     "elu.default": _elu,
     "pow.Scalar": _arithmetic(relax.op.power),
     "pow.Tensor_Tensor": _arithmetic(relax.op.power),

@@ -1,0 +1,84 @@
+"""Random torch programs, planned for each GPU profile, run kernel by kernel on the CPU emulator.
+
+The seeds of the ordinary suite are a part of the nightly ones.
+"""
+
+import pytest
+
+from tests.emulated_programs import (
+    BATCH,
+    PROFILES,
+    emulated,
+    emulated_seeds,
+    emulated_together,
+    explained,
+)
+from tvm_fusion.fuzz.judge import REFUSED, RIGHT, WRONG
+from tvm_fusion.fuzz.program import Input, Program, Statement
+from tvm_fusion.kernels.cuda.column_config import WARP, ColumnConfig
+from tvm_fusion.kernels.cuda.column_exchange import LaneExchange
+
+
+def assert_right(outcomes):
+    for outcome in outcomes:
+        assert outcome.verdict.kind in (RIGHT, REFUSED), explained(outcome)
+
+
+@pytest.mark.parametrize("first", range(0, 16, BATCH))
+def test_random_programs_are_right_on_the_emulator(first):
+    outcomes = list(emulated_seeds(range(first, first + BATCH), 12))
+    assert_right(outcomes)
+    assert sum(o.verdict.kind == RIGHT for o in outcomes) >= BATCH // 2
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("first", range(1000, 3000, 50))
+def test_thousands_of_random_programs_are_right_on_the_emulator(first):
+    assert_right(emulated_seeds(range(first, first + 50), 40))
+
+
+def of(code, *inputs):
+    """The program of one statement."""
+    names = tuple(f"x{n}" for n in range(len(inputs)))
+    declared = tuple(Input(n, c) for n, c in zip(names, inputs, strict=True))
+    return Program(declared, (Statement("v0", "{out} = " + code, names),), ("v0",))
+
+
+SMALL = [
+    of("torch.softmax({0}, 0)", "torch.randn((7, 7))"),
+    of("{0}.sum(0)", "torch.randn((5, 4, 5))"),
+    of("{0}.amax((0, 1))", "torch.randn((3, 3, 7))"),
+    of("F.normalize({0}, dim=1)", "torch.randn((3, 9, 3, 4))"),
+    of("F.instance_norm({0})", "torch.randn((2, 3, 6, 5))"),
+    of("torch.rot90({0} * 2, 3)", "torch.randn((16, 17))"),
+    of("F.linear({0}, {1})", "torch.randn((9, 17))", "torch.randn((5, 17))"),
+    of("torch.sort({0}, 0)[0]", "torch.randn((9, 5))"),
+    of("{0} & {1}", "torch.rand((3, 5)) < 0.5", "torch.rand((3, 5)) < 0.5"),
+]
+
+
+def test_operators_of_each_kind_are_right_on_each_device():
+    pairs = [(p, PROFILES[n % len(PROFILES)]) for n, p in enumerate(SMALL)]
+    assert [o.verdict.kind for o in emulated_together(pairs)] == [RIGHT] * len(SMALL)
+
+
+def lost_walkers(monkeypatch):
+    """Shuffles are counted on where a block has a warp, and done where it is whole warps."""
+    shuffle = LaneExchange._shuffle
+
+    def by_shuffle(config):
+        return WARP // config.lanes if 0 < config.lanes < WARP <= config.threads else 1
+
+    def shuffled(self, group):
+        if self.config.threads % WARP == 0:
+            shuffle(self, group)
+
+    monkeypatch.setattr(ColumnConfig, "by_shuffle", property(by_shuffle))
+    monkeypatch.setattr(LaneExchange, "_shuffle", shuffled)
+
+
+def test_walkers_that_do_not_meet_are_found(monkeypatch):
+    lost_walkers(monkeypatch)
+    outcome = emulated(SMALL[0], "nvidia_h200")
+    assert outcome.verdict.kind == WRONG
+    assert "torch.softmax" in explained(outcome, 10)

@@ -1,0 +1,101 @@
+"""``python -m tvm_fusion fuzz``: random programs on a target, beside torch in float64."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import shlex
+import sys
+from pathlib import Path
+
+from .._arguments import TARGET_HELP
+from ..errors import InputError
+
+FAILED = 1
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    """The arguments of the command."""
+    command.add_argument("--target", required=True, help=TARGET_HELP)
+    command.add_argument(
+        "--minutes", type=float, required=True, metavar="M", help="how long to draw programs"
+    )
+    command.add_argument("--seed", type=int, default=0, metavar="S", help="that of the first")
+    command.add_argument(
+        "--statements", type=int, default=40, metavar="N", help="most statements of a program"
+    )
+    command.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="programs at the same time"
+    )
+    command.add_argument(
+        "--reduce", type=float, default=120.0, metavar="S", help="seconds to reduce a failure in"
+    )
+    command.add_argument(
+        "--out", type=Path, metavar="DIR", help="for fuzz.json, and a test for each failure"
+    )
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Runs programs; the exit status is 1 if one of them failed.
+
+    Raises
+    ------
+    InputError
+        There is no torch, or a number makes no sense.
+    TargetError
+        This machine lacks the device.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise InputError(
+            "fuzz: its programs are those of torch, which is not installed: "
+            "pip install 'tvm_fusion[torch]'"
+        )
+    if min(args.minutes, args.processes) <= 0 or args.statements < 1:
+        raise InputError("fuzz: --minutes, --processes and --statements have to be above 0")
+    from ..config import resolve_target
+    from ..cost.calibrate.machine import described
+    from .campaign import Campaign, Runner
+
+    _, hw = resolve_target(args.target)
+    campaign = Campaign(args.target, described(hw), args.statements)
+    with Runner(args.target, args.processes) as runner:
+        runner.run(campaign, args.seed, args.minutes * 60, _tell)
+        runner.reduce(campaign, args.reduce)
+    result = campaign.to_json("python -m tvm_fusion fuzz " + shlex.join(_given(args)))
+    if args.out is not None:
+        _write(args.out, campaign, result)
+    print(json.dumps(result, indent=1) if args.json else _text(campaign))
+    return FAILED if any(v.failed for v in campaign.verdicts.values()) else 0
+
+
+def _given(args: argparse.Namespace) -> list[str]:
+    names = ("target", "minutes", "seed", "statements", "processes")
+    return [word for name in names for word in (f"--{name}", str(getattr(args, name)))]
+
+
+def _tell(seed: int, verdict) -> None:
+    if verdict.failed:
+        print(f"seed {seed}: {verdict.kind}: {verdict.why}", file=sys.stderr, flush=True)
+
+
+def _write(folder: Path, campaign, result: dict) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "fuzz.json").write_text(json.dumps(result, indent=1) + "\n")
+    for failure in campaign.failures:
+        title = f"Seed {failure.seed} on {campaign.target}: {failure.verdict.kind}."
+        text = failure.program.standalone(campaign.target, title)
+        (folder / f"test_seed_{failure.seed}.py").write_text(text)
+
+
+def _text(campaign) -> str:
+    counts = ", ".join(f"{count} {kind}" for kind, count in campaign.counts().items())
+    lines = [f"{len(campaign.verdicts)} programs on {campaign.target}: {counts}"]
+    for why, seeds in campaign.refusals().items():
+        lines.append(f"  refused {len(seeds)} ({seeds[0]}, ...): {why}")
+    for failure in campaign.failures:
+        title = f"# seed {failure.seed}: {failure.verdict.kind}: {failure.verdict.why}"
+        inputs = (f"# {i.name} = {i.code}" for i in failure.program.inputs)
+        lines += ["", title, *inputs, failure.program.source()]
+    return "\n".join(lines)
