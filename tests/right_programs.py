@@ -25,7 +25,8 @@ import torch
 import torch.nn.functional as F
 import tvm
 
-from tvm_fusion.check.compiled import check_compiled, run_built
+from tvm_fusion.check.compiled import check_compiled
+from tvm_fusion.check.reference import run_built
 from tvm_fusion.job import Job
 from tvm_fusion.kernels.base import RefusalCode
 
@@ -420,7 +421,7 @@ def judged(one: Program, target: str = "llvm") -> Outcome:
     given = [torch.from_numpy(_wide(x)) for x in run_built(built, inputs)]
     checked = check_compiled(job, built, materialized)
     wrong = [r.why for r in job.plan.refusals if r.code is RefusalCode.WRONG_NUMBERS]
-    worst = max(checked.verification.outputs, key=lambda o: o.fused_error / (o.limit or 1.0))
+    worst = max(checked.verification.outputs, key=lambda o: o.error / (o.limit or 1.0))
     tensors = [_tensor(x) for x in inputs]
     exact = _flat(one.function(*(_double(x) for x in tensors)))
     eager = _flat(one.function(*tensors))
@@ -428,7 +429,7 @@ def judged(one: Program, target: str = "llvm") -> Outcome:
     shapes = ",".join("x".join(map(str, x.shape)) for x in tensors)
     why = checked.verification.why or "; ".join(wrong)
     key = (one.kind, one.seed, one.dtype, shapes)
-    return Outcome(*key, why, fell_back, worst.fused_error, worst.limit, near)
+    return Outcome(*key, why, fell_back, worst.error, worst.limit, near)
 
 
 def _near(given: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor, dtype: str) -> float:

@@ -105,7 +105,7 @@ def test_unfused_operators_pass_against_themselves():
     def run(values):
         return run_module(mod, values)
 
-    verdict = verify_module(run, run, mod, [x])
+    verdict = verify_module(run, mod, [x])
     assert verdict.worst_error > 1e-4
     assert verdict.passed, verdict.why
 

@@ -224,7 +224,7 @@ def _run(args: argparse.Namespace) -> Report:
 
         return bench(model, **options, cuda_graph=args.cuda_graph, peers=peers)
     if args.command == "verify":
-        return _verified(compiler.compile(model, **options, verify="groups").report)
+        return _verified(compiler.compile(model, **options, verify="report").report)
     how = {"measure": args.measure, "cuda_graph": args.cuda_graph, "database": args.database}
     if peers:
         from .bench.compare import compile_beside

@@ -16,13 +16,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config import Policy, load_policy, resolve_target
-from .errors import TargetError
+from .errors import InputError, TargetError
 from .job import Job, PlanLike
 from .runtime.cuda_graph_rules import CudaGraphOptions
 
 if TYPE_CHECKING:
     from .report.model import Report
     from .runtime.module import CompiledModule
+
+VERIFY = (True, False, "groups", "report")
 
 __all__ = ["Job", "PlanLike", "compile", "explain"]
 
@@ -56,9 +58,11 @@ def compile(
         A plan to run instead of searching one; it has to be made for this module.
     example_inputs, dynamic_shapes
         For a torch.nn.Module, as `torch.export.export` takes them.
-    verify : bool, "groups" or None
-        Check the result against float64 and cut groups with wrong numbers; "groups" also checks
-        each group by itself; None asks the policy.
+    verify : bool, "groups", "report" or None
+        Check the result against float64. What gives wrong numbers gives way, as little of the plan
+        as need be (`check.repair`); where that mends nothing, there is no module but an error.
+        "groups" also checks each group by itself; "report" does, too, and returns the module
+        whatever was found: its report says so. None asks the policy.
     measure : bool
         Settle by measurements what the cost model cannot decide, for at most
         `policy.measure_budget_s`: fusions in doubt are timed beside their operators apart, then the
@@ -87,15 +91,20 @@ def compile(
     ------
     InputError
         The model, target, policy or plan cannot be used, or `cuda_graph` is asked for on a CPU.
+    VerificationError
+        The numbers are wrong whatever is compiled, TVM's own code included. It names the element,
+        the kernels, and a folder with a program that shows it again.
     BuildError
         The module does not build even without fusion.
     """
     graphs = CudaGraphOptions.of(cuda_graph)
+    if verify not in (None, *VERIFY):
+        raise InputError(f"verify={verify!r} is none of {', '.join(map(repr, (None, *VERIFY)))}")
     if graphs is not None:
         policy = graph_policy(target, policy)
     job = Job.of(model, target, policy, plan, example_inputs, dynamic_shapes, database)
     wanted = job.policy.verify if verify is None else verify
-    return job.compile(bool(wanted), wanted == "groups", measure, time, graphs)
+    return job.compile(wanted, measure, time, graphs)
 
 
 def graph_policy(target: Any, policy: Any) -> Policy:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .check.sequential import Budget
     from .runtime.build import Built
     from .runtime.kernels_ahead import KernelsAhead
+    from .runtime.memory import MemoryPlan
     from .runtime.module import CompiledModule
 
 logger = logging.getLogger(__name__)
@@ -135,13 +136,14 @@ class Job:
 
     def compile(
         self,
-        verify: bool,
-        every_group: bool,
+        verify: bool | str,
         measure: bool,
         time: bool = False,
         cuda_graph: Any = None,
     ) -> CompiledModule:
+        """Builds, settles, checks and times; parameters as for `compiler.compile`."""
         from .check.compiled import check_compiled, time_builds
+        from .check.reproducer import wrong_numbers
         from .check.sequential import Budget
         from .report.assemble import built_report
         from .report.calls import with_calls
@@ -166,8 +168,10 @@ class Job:
             built, materialized = self.race(built, materialized, unfused, budget)
         if verify:
             stages.info("checking the results against float64")
-            checked = check_compiled(self, built, materialized, every_group, unfused)
-            built, materialized, unfused = checked.built, checked.materialized, checked.unfused
+            checked = check_compiled(self, built, materialized, verify in ("groups", "report"))
+            if not checked.verification.passed and verify != "report":
+                raise wrong_numbers(self, checked)
+            built, materialized = checked.built, checked.materialized
         if measure or time:
             stages.info("timing the fused module beside the unfused one")
         times = time_builds(built, unfused, self.inputs) if measure or time else {}
@@ -175,7 +179,8 @@ class Job:
         compiled.cuda_graph = cuda_graph
         report = built_report(self, built, materialized, unfused, checked, times)
         inputs = self.inputs if runs else None
-        compiled.report = with_calls(report, compiled, unfused, inputs, measure or time)
+        memory = unfused.memory if unfused is not None else self.unfused_memory()
+        compiled.report = with_calls(report, compiled, memory, inputs, measure or time)
         return compiled
 
     @property
@@ -269,6 +274,12 @@ class Job:
         )
         return whole.build_fused()[0]
 
+    def unfused_memory(self) -> MemoryPlan:
+        """The memory that `build_unfused` takes; nothing is built."""
+        from .runtime.build import memory_of
+
+        return memory_of(materialize(*self.whole).mod, self.target)
+
     def _cut_all(
         self, materialized: Materialized, failures: Mapping[str, str], code: RefusalCode
     ) -> bool:
@@ -284,7 +295,9 @@ class Job:
         return measured_whole(self.graph, plan, times_apart(self.alone), caution)
 
     def cut(self, group: PlannedGroup, code: RefusalCode, why: str) -> None:
-        """Takes a group apart; gives a single operator the fallback class, then TVM's own code."""
+        """Takes a group apart; gives a single operator the fallback class, then TVM's own code: at
+        once where the numbers are wrong, since on a CPU one writer serves all classes.
+        """
         why = why.strip().splitlines()[-1] if why.strip() else code.value
         logger.warning("group %s falls back: %s", "+".join(group.ops), why)
         for op in group.ops:
@@ -294,7 +307,8 @@ class Job:
             plan = without(self.graph, self.plan, group, self.alone, reason)
             self.plan = plan if plan.evidence is None else self._judged_again(plan)
         else:
-            self.plan = self.plan.with_class(group.ops[0], _next_class(group))
+            kernel_class = "stock" if code is RefusalCode.WRONG_NUMBERS else _next_class(group)
+            self.plan = self.plan.with_class(group.ops[0], kernel_class)
 
 
 def _groups_of(

@@ -85,7 +85,7 @@ def compile_beside(
     if graphs is not None:
         policy = graph_policy(target, policy)
     job = Job.of(model, target, policy, plan, None, None, database)
-    compiled = job.compile(job.policy.verify, False, measure, graphs is not None, graphs)
+    compiled = job.compile(job.policy.verify, measure, graphs is not None, graphs)
     if tvm.runtime.device_from_target(job.target).exist:
         compiled.report = beside(job, compiled, peers)
     return compiled

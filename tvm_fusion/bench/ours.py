@@ -52,7 +52,7 @@ class Ours:
     def fused(self) -> CompiledModule:
         """As `tvm_fusion.compile` gives it."""
         # Checked by us against torch in float64; the compiler's own check takes long in full size
-        return self._loaded(OURS) or self._job.compile(False, False, False)
+        return self._loaded(OURS) or self._job.compile(False, False)
 
     @cached_property
     def unfused(self) -> CompiledModule:

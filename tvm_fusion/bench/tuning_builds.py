@@ -122,7 +122,7 @@ def _build(
             torch.cuda.synchronize()
     model = (instance.module, instance.inputs)
     job = Job.of(model, named, None, None, None, None, database)
-    compiled = job.compile(False, False, False)
+    compiled = job.compile(False, False)
     path = compiled.save(folder / f"{name}-{label}.so")
     groups = tuple(group.ops for group in job.plan.groups)
     used = job.tuned.used.values() if job.tuned else ()

@@ -30,8 +30,9 @@ from tvm import relax, tirx
 
 from ..errors import BuildError
 from .noise import NONE, Draw, call_number, disturbed
-from .precision import computed_dtypes
-from .reference import build_reference
+from .plain import LLVM, plain_build
+from .precision import computed_dtypes, dtypes_of
+from .reference import build_reference, run_built
 from .roundings import rounded
 from .rules import name_of, namespace, wide
 
@@ -82,8 +83,9 @@ def bounded_reference(
 
 
 class Reference:
-    """A module in float64; the bounds of its outputs are found when they are asked for, since most
-    right results are within a few units in the last place and need none.
+    """A module in float64, and what else its outputs are judged by. Bounds and plain outputs are
+    found when they are asked for: most right results are within a few units in the last place and
+    need neither.
 
     Parameters are those of `bounded_reference`.
     """
@@ -105,6 +107,22 @@ class Reference:
         return bounded_reference(*self._of)[1]
 
     @cached_property
+    def plain(self) -> list[np.ndarray]:
+        """The outputs in the module's own dtypes, from TVM's own loops (`plain.plain_build`)."""
+        mod, inputs, target = self._of
+        return run_built(plain_build(mod, target or LLVM), inputs)
+
+    @cached_property
+    def dtypes(self) -> list[str]:
+        """The dtype of each output."""
+        return dtypes_of(self._of[0]["main"].ret_ty)
+
+    @cached_property
+    def computed_in(self) -> list[str | None]:
+        """The narrowest float on the way to each output (`precision.computed_dtypes`)."""
+        return computed_dtypes(self._of[0])
+
+    @cached_property
     def no_bounds(self) -> list[np.ndarray]:
         """Bounds of outputs that roundings leave as they are."""
         return [_change(output, output) for output in self.outputs]
@@ -117,7 +135,9 @@ def _built(
     try:
         return build_reference(noisy, target=target)
     except BuildError as error:
-        logger.warning("no bounds of roundings; the unfused errors stand for them: %s", error)
+        logger.warning(
+            "no bounds of roundings; errors of TVM's own loops stand for them: %s", error
+        )
         return None
 
 

@@ -1,7 +1,7 @@
 """Random inputs for a Relax function, made from the types of its parameters."""
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -12,8 +12,32 @@ from tvm import relax, tirx
 
 from ..errors import InputError
 
-_DEFAULT_INTEGERS = 2
+_LARGEST = 9
+_NUMBERS = range(-_LARGEST, _LARGEST + 1)
+_DIVISORS = range(1, _LARGEST + 1)
+_PLACES = range(2)  # within whatever has two elements
+
 _MOVES = ("relax.astype", "relax.reshape", "relax.expand_dims", "relax.squeeze", "relax.flatten")
+_DIVISIONS = frozenset(
+    f"relax.{name}" for name in ("divide", "floor_divide", "mod", "floor_mod", "trunc_divide")
+)
+
+# Operators that compute with the values of integers, or move them: none is a place or a size.
+_COMPUTING = _DIVISIONS.union(
+    _MOVES,
+    (
+        f"relax.{name}"
+        for name in (
+            *("add", "subtract", "multiply", "maximum", "minimum", "negative", "abs", "sign"),
+            *("clip", "where", "square", "equal", "not_equal", "less", "less_equal", "greater"),
+            *("greater_equal", "logical_and", "logical_or", "logical_xor", "logical_not"),
+            *("bitwise_and", "bitwise_or", "bitwise_xor", "bitwise_not", "sum", "max", "min"),
+            *("mean", "prod", "argmax", "argmin", "cumsum", "matmul", "nn.relu", "sigmoid"),
+            *("permute_dims", "broadcast_to", "concat", "split", "stack", "strided_slice"),
+            *("flip", "tile", "repeat", "nn.pad", "full_like", "zeros_like", "ones_like"),
+        )
+    ),
+)
 
 
 def random_inputs(
@@ -34,8 +58,9 @@ def random_inputs(
         A value for every symbolic dimension that occurs in the parameters.
     integers : mapping of str to int
         Exclusive upper bounds of integer parameters. Without one a parameter that `func` takes
-        rows with (an embedding, before LegalizeOps) ranges over those rows, any other over 0 and 1,
-        so that nothing is read out of bounds.
+        rows with (an embedding, before LegalizeOps) ranges over those rows, one that is only
+        computed with over -9 to 9 (1 to 9 where something is divided by it), and any other over 0
+        and 1, so that nothing is read out of bounds.
 
     Returns
     -------
@@ -53,13 +78,33 @@ def random_inputs(
     >>> random_inputs(mod["main"], seed=1, sizes={"batch": 3})   # doctest: +SKIP
     """
     sizes = dict(sizes or {})
-    bounds = lookup_bounds(func) | dict(integers or {})
+    ranges = ranges_of(func) | {name: range(n) for name, n in (integers or {}).items()}
     draw = _Draw(sizes, seed)
-    values = [draw.value(p.ty, p.name, bounds.get(p.name, _DEFAULT_INTEGERS)) for p in func.params]
+    values = [draw.value(p.ty, p.name, ranges.get(p.name, _PLACES)) for p in func.params]
     known = {p.name for p in func.params}
     _refuse_unknown("parameter", set(integers or {}) - known, known)
     _refuse_unknown("symbolic dimension", set(sizes) - draw.used, draw.used)
     return values
+
+
+def other_numbers(values: Sequence[Any]) -> list[Any]:
+    """Inputs like these with other numbers: elements in other places, floats larger by a half.
+
+    Integers stay the same as a set, so that none becomes an index out of bounds.
+    """
+    return [_other(value) for value in values]
+
+
+def _other(value: Any) -> Any:
+    if isinstance(value, list):
+        return other_numbers(value)
+    if not isinstance(value, np.ndarray):
+        return value
+    moved = np.roll(value, 1)
+    if "float" not in value.dtype.name:
+        return moved
+    with np.errstate(over="ignore", invalid="ignore"):
+        return (moved * value.dtype.type(1.5)).astype(value.dtype)
 
 
 class _Draw:
@@ -70,19 +115,19 @@ class _Draw:
         self.seed = seed
         self.used: set[str] = set()
 
-    def value(self, ty: Any, name: str, bound: int) -> Any:
+    def value(self, ty: Any, name: str, integers: range) -> Any:
         if isinstance(ty, relax.TupleType):
-            return [self.value(f, f"{name}.{i}", bound) for i, f in enumerate(ty.fields)]
+            return [self.value(f, f"{name}.{i}", integers) for i, f in enumerate(ty.fields)]
         if isinstance(ty, relax.ShapeType) and ty.values is not None:
             return tuple(self.extent(v, name) for v in ty.values)
         if isinstance(ty, tvm.ir.PrimType):
             if name in self.sizes:
                 self.used.add(name)
                 return self.sizes[name]
-            return self.array((), str(ty.dtype), name, bound).item()
+            return self.array((), str(ty.dtype), name, integers).item()
         if isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr):
             shape = tuple(self.extent(v, name) for v in ty.shape.values)
-            return self.array(shape, str(ty.dtype), name, bound)
+            return self.array(shape, str(ty.dtype), name, integers)
         raise InputError(f"parameter {name} has type {ty}, which says no shape: give its value")
 
     def extent(self, value: tvm.ir.Expr, parameter: str) -> int:
@@ -97,12 +142,13 @@ class _Draw:
         number = (tirx.Var, lambda var: tirx.IntImm("int64", self.sizes[var.name]))
         return int(tvm.sym.Analyzer().simplify(tvm_ffi.structural_map(value, number)))
 
-    def array(self, shape: tuple[int, ...], dtype: str, name: str, bound: int) -> np.ndarray:
+    def array(self, shape: tuple[int, ...], dtype: str, name: str, integers: range) -> np.ndarray:
         rng = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
         if dtype == "bool":
             return np.asarray(rng.integers(0, 2, shape).astype("bool"))
         if dtype.startswith(("int", "uint")):
-            return np.asarray(rng.integers(0, bound, shape).astype(dtype))
+            low = max(integers.start, 0) if dtype.startswith("uint") else integers.start
+            return np.asarray(rng.integers(low, integers.stop, shape).astype(dtype))
         return np.asarray(rng.standard_normal(shape)).astype(numpy_dtype(dtype))
 
 
@@ -111,28 +157,61 @@ def numpy_dtype(dtype: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, dtype, dtype))
 
 
-def lookup_bounds(func: relax.Function) -> dict[str, int]:
-    """How many rows there are for each parameter that rows are taken with, cast or reshaped too."""
-    origin = {param: param.name for param in func.params}
-    bounds: dict[str, int] = {}
+def ranges_of(func: relax.Function) -> dict[str, range]:
+    """What integer parameters range over, by name, as far as their readers tell (`random_inputs`).
+
+    A parameter is followed through the operators that only compute with numbers or move them; one
+    that any other reads (as a place, a size, a shift, a power) is not named.
+    """
+    behind: dict[relax.Var, frozenset[str]] = {p: frozenset([p.name]) for p in func.params}
+    moved = dict(behind)  # the same numbers, cast or in another shape
+    ranges = {p.name: _NUMBERS for p in func.params if isinstance(p.ty, relax.TensorType)}
+    rows: dict[str, int] = {}
+
+    def narrow(names: Iterable[str], to: range) -> None:
+        ranges.update((n, to) for n in names if ranges.get(n) == _NUMBERS or to == _PLACES)
+
     for binding in (b for block in func.body.blocks for b in block.bindings):
-        call = getattr(binding, "value", None)
-        if not isinstance(call, relax.Call) or not isinstance(call.op, tvm.ir.Op):
-            continue
-        if call.op.name in _MOVES and call.args[0] in origin:
-            origin[binding.var] = origin[call.args[0]]
-        if call.op.name == "relax.take" and call.args[1] in origin:
-            rows = _rows(call)
-            name = origin[call.args[1]]
-            bounds[name] = min(rows, bounds.get(name, rows))
-    return bounds
+        value = getattr(binding, "value", None)
+        name = _operator(value)
+        reads = [behind.get(v, frozenset()) for v in _variables(value)]
+        if name == "relax.take" and value.args[1] in moved:
+            for table in moved[value.args[1]]:
+                rows[table] = min(_rows(value), rows.get(table, _rows(value)))
+            reads = reads[:1]
+        elif name in _DIVISIONS and value.args[1] in moved:
+            narrow(moved[value.args[1]], _DIVISORS)
+        elif isinstance(value, relax.Call) and name not in _COMPUTING:
+            narrow(frozenset().union(*reads), _PLACES)
+            reads = []
+        elif not isinstance(value, relax.Call | relax.Tuple | relax.TupleGetItem | relax.Var):
+            narrow(frozenset().union(*reads), _PLACES)
+        behind[binding.var] = frozenset().union(*reads)
+        if name in _MOVES and value.args[0] in moved:
+            moved[binding.var] = moved[value.args[0]]
+    return ranges | {name: range(n) for name, n in rows.items()}
+
+
+def _operator(value: Any) -> str:
+    is_operator = isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op)
+    return value.op.name if is_operator else ""
+
+
+def _variables(value: Any) -> list[relax.Var]:
+    """The variables that a value reads, in order."""
+    found: list[relax.Var] = []
+    if value is not None:
+        relax.analysis.post_order_visit(
+            value, lambda e: found.append(e) if isinstance(e, relax.Var) else None
+        )
+    return found
 
 
 def _rows(take: relax.Call) -> int:
     axis = take.attrs.axis
     extents = [int(e) for e in take.args[0].ty.shape.values if isinstance(e, tirx.IntImm)]
     if len(extents) < take.args[0].ty.ndim:
-        return _DEFAULT_INTEGERS
+        return _PLACES.stop
     return extents[axis] if axis is not None else int(np.prod(extents))
 
 

@@ -79,7 +79,7 @@ class _Finder:
                 self.inside[called] = narrowest(rounded(self.mod[called].body))
             dtypes.append(self.inside[called])
         else:
-            dtypes += _dtypes(call.ty)
+            dtypes += dtypes_of(call.ty)
         return narrowest(dtypes)
 
 
@@ -87,7 +87,8 @@ def _count(ty: object) -> int:
     return sum(map(_count, ty.fields)) if isinstance(ty, relax.TupleType) else 1
 
 
-def _dtypes(ty: object) -> list[str]:
+def dtypes_of(ty: object) -> list[str]:
+    """The dtypes of the tensors of a type, tuples flattened."""
     if isinstance(ty, relax.TupleType):
-        return [d for field in ty.fields for d in _dtypes(field)]
+        return [d for field in ty.fields for d in dtypes_of(field)]
     return [str(ty.dtype)] if isinstance(ty, relax.TensorType) else []

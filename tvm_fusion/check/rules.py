@@ -7,9 +7,9 @@ error is
 
 - at most `SAFETY` times what the roundings of its arithmetic do to the reference (`bounds`), or
   within a few units in the last place of the dtype, whichever allows more. Where no such bound is
-  given, twice (float64, float32) or three times (half) the error of the unfused output stands for
-  it; where there is no such output either, a few units in the last place of the narrowest dtype on
-  the way; and
+  given, twice (float64, float32) or three times (half) the error of a plain output stands for it:
+  what TVM's own lowering gives, or in tuning the untuned kernel; where there is no such output
+  either, a few units in the last place of the narrowest dtype on the way; and
 - at most 1e-4 (float32), 1e-2 (float16), 2e-2 (bfloat16), two spacings of 1.0 (float8: 0.25 for
   e4m3fn, 0.5 for e5m2), whatever else is said. The dtype is the narrowest in which anything on the
   way to the output is computed (`precision`): a float32 sum of values that were rounded to float16
@@ -20,12 +20,12 @@ Element by element, outside of those numbers:
 - where the reference is nan, so is the output;
 - where the reference is infinite or beyond the largest finite number of the dtype, the output is
   infinite with the same sign (in float8, where conversions saturate, it may be the largest finite
-  number), or equals the unfused output (a clip, or a maximum that starts at the lowest finite
+  number), or equals the plain output (a clip, or a maximum that starts at the lowest finite
   number);
-- where the reference is an ordinary number, an inf or nan passes only if the unfused output has the
+- where the reference is an ordinary number, an inf or nan passes only if the plain output has the
   same there: the model itself overflows, and no fusion did it;
 - integers and booleans equal the reference, but for those that a rounding may decide (the argmax of
-  a near tie). Without a bound, they equal the unfused output or the reference.
+  a near tie). Without a bound, they may equal the plain output instead.
 """
 
 import math
@@ -45,7 +45,7 @@ SAFETY = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """What a dtype allows: a ratio to the unfused error, a floor, and a ceiling."""
+    """What a dtype allows: a ratio to the error of a plain output, a floor, and a ceiling."""
 
     ratio: float
     floor: float
@@ -54,7 +54,7 @@ class Tolerance:
 
 
 # Floors are 4 spacings of 1.0 (2^-52, 2^-23) for the wide types and 2 (2^-10, 2^-7) for the halves:
-# an unfused output may be exact by luck. For 8 bits 2 spacings (2^-3, 2^-2) are the ceiling, too.
+# a plain output may be exact by luck. For 8 bits 2 spacings (2^-3, 2^-2) are the ceiling, too.
 TOLERANCES = {
     "float64": Tolerance(2.0, 4 * 2.0**-52, 1e-10, 1.7976931348623157e308),
     "float32": Tolerance(2.0, 4 * 2.0**-23, 1e-4, 3.4028234663852886e38),
@@ -75,16 +75,16 @@ class OutputCheck:
     """
 
     passed: bool
-    fused_error: float
-    unfused_error: float
+    error: float
+    plain_error: float
     limit: float
     worst_index: tuple[int, ...] | None
     why: str = ""
 
 
 def check_output(
-    fused: Any,
-    unfused: Any,
+    given: Any,
+    plain: Any,
     reference: Any,
     dtype: str,
     computed_in: str | None = None,
@@ -94,10 +94,10 @@ def check_output(
 
     Parameters
     ----------
-    fused : numpy.ndarray or torch.Tensor
+    given : numpy.ndarray or torch.Tensor
         The output to judge, in `dtype`.
-    unfused : array or None
-        The same without fusion or tuning; None where there is none.
+    plain : array or None
+        The same from plain loops, or without tuning; None where there is none.
     reference : array
         The same output in float64 (integers and booleans as they are).
     dtype : str
@@ -115,7 +115,7 @@ def check_output(
     Raises
     ------
     InputError
-        The unfused output and the reference do not belong together, or no rule exists for `dtype`.
+        The plain output and the reference do not belong together, or no rule exists for `dtype`.
 
     Examples
     --------
@@ -126,20 +126,19 @@ def check_output(
     False
     """
     shape = tuple(reference.shape)
-    if unfused is not None and tuple(unfused.shape) != shape:
+    if plain is not None and tuple(plain.shape) != shape:
         raise InputError(
-            f"the unfused output {tuple(unfused.shape)} and the reference {shape} "
-            "are not of one shape"
+            f"the plain output {tuple(plain.shape)} and the reference {shape} are not of one shape"
         )
-    if tuple(fused.shape) != shape or name_of(fused.dtype) != dtype:
-        why = f"is {name_of(fused.dtype)}{list(fused.shape)}, not {dtype}{list(shape)}"
+    if tuple(given.shape) != shape or name_of(given.dtype) != dtype:
+        why = f"is {name_of(given.dtype)}{list(given.shape)}, not {dtype}{list(shape)}"
         return OutputCheck(False, math.inf, math.inf, 0.0, None, why)
     if dtype in TOLERANCES:
         own = TOLERANCES[dtype]
         narrow = TOLERANCES[computed_in or dtype]
-        return _check_floats(fused, unfused, reference, own, narrow, bound)
+        return _check_floats(given, plain, reference, own, narrow, bound)
     if dtype.startswith(("int", "uint", "bool")):
-        return _check_exact(fused, unfused, reference, bound)
+        return _check_exact(given, plain, reference, bound)
     raise InputError(f"there is no numeric rule for outputs of type {dtype}")
 
 
@@ -160,28 +159,29 @@ def wide(array: Any) -> Any:
     return array.astype("float64") if namespace(array) is np else array.double()
 
 
-def _check_exact(fused: Any, unfused: Any, reference: Any, undecided: Any) -> OutputCheck:
-    wrong = fused != reference
+def _check_exact(given: Any, plain: Any, reference: Any, undecided: Any) -> OutputCheck:
+    wrong = given != reference
     if undecided is not None:
         wrong = wrong & ~undecided
-    elif unfused is not None:
-        wrong = wrong & (fused != unfused)
+    elif plain is not None:
+        wrong = wrong & (given != plain)
     if not wrong.any():
         return OutputCheck(True, 0.0, 0.0, 0.0, None)
     at = _first(wrong)
-    beside = "" if unfused is None else f", unfused {unfused[at]}"
-    why = f"{fused[at]} at {list(at)}{beside}, reference {reference[at]}"
+    beside = "" if plain is None else f", plain {plain[at]}"
+    why = f"{given[at]} at {list(at)}{beside}, reference {reference[at]}"
     return OutputCheck(False, math.inf, 0.0, 0.0, at, why)
 
 
 def _check_floats(
-    fused: Any, unfused: Any, reference: Any, own: Tolerance, narrow: Tolerance, bound: Any
+    given: Any, plain: Any, reference: Any, own: Tolerance, narrow: Tolerance, bound: Any
 ) -> OutputCheck:
     xp = namespace(reference)
-    given, ref = wide(fused), wide(reference)
-    plain = xp.full_like(ref, math.nan) if unfused is None else wide(unfused)
+    is_alone = plain is None
+    given, ref = wide(given), wide(reference)
+    plain = xp.full_like(ref, math.nan) if is_alone else wide(plain)
     ordinary = xp.abs(ref) <= own.largest  # false for nan
-    same = (given == plain) | (xp.isnan(given) & xp.isnan(plain) & (unfused is not None))
+    same = (given == plain) | (xp.isnan(given) & xp.isnan(plain) & (not is_alone))
     accepted = _accepted(given, same, ref, ordinary, own)
     scale = _largest(xp.abs(ref), ordinary) or 1.0
     plain_error, _ = _error(plain, ref, ordinary & xp.isfinite(plain), scale)
@@ -189,21 +189,21 @@ def _check_floats(
     if bound is not None:
         allowed = SAFETY * _largest(bound, ordinary) / scale
     else:
-        allowed = narrow.floor if unfused is None else own.ratio * plain_error
+        allowed = narrow.floor if is_alone else own.ratio * plain_error
     limit = min(max(allowed, own.floor), max(own.ceiling, narrow.ceiling))
     if not accepted.all():
         worst, error = _first(~accepted), math.inf
     passed = error <= limit
     why = "" if passed else f"error {error:.2e} above {limit:.2e}"
     if not passed:
-        beside = "" if unfused is None else f", unfused {plain[worst]:.9g} ({plain_error:.2e})"
+        beside = "" if is_alone else f", plain {plain[worst]:.9g} ({plain_error:.2e})"
         why += f"; at {list(worst)}: {given[worst]:.9g}{beside}, float64 {ref[worst]:.9g}"
     return OutputCheck(passed, error, plain_error, limit, worst, why)
 
 
 def _accepted(given: Any, same: Any, ref: Any, ordinary: Any, tolerance: Tolerance) -> Any:
     """Where what is not finite, in the output or in the reference, is as the rules say; `same` is
-    where the output is as the unfused one.
+    where the output is as the plain one.
     """
     xp = namespace(ref)
     finite = xp.isfinite(given)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .model import Comparison, Report
 
 if TYPE_CHECKING:
-    from ..runtime.build import Built
+    from ..runtime.memory import MemoryPlan
     from ..runtime.module import CompiledModule
 
 logger = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 def with_calls(
     report: Report,
     compiled: CompiledModule,
-    unfused: Built | None,
+    unfused: MemoryPlan,
     inputs: Sequence[Any] | None,
     time: bool,
 ) -> Report:
@@ -30,8 +30,8 @@ def with_calls(
     report : Report
     compiled : CompiledModule
         With its `cuda_graph` set.
-    unfused : Built or None
-        What to compare with.
+    unfused : MemoryPlan
+        Of the module to compare with.
     inputs : sequence or None
         To run it with, where there is a device.
     time : bool
@@ -39,7 +39,7 @@ def with_calls(
     """
     report = replace(
         report,
-        memory=Comparison(compiled.peak_memory_bytes, unfused and unfused.memory.peak_bytes()),
+        memory=Comparison(compiled.peak_memory_bytes, unfused.peak_bytes()),
     )
     runs_on_gpu = inputs is not None and compiled.target.kind.name == "cuda"
     if runs_on_gpu and report.memory.fused is not None:  # else at sizes that are nobody's

@@ -34,7 +34,12 @@ from .launches import call_sites, cuda_sources, host_launches, launched_kernels,
 from .link import link
 from .memory import MemoryPlan, planned_memory
 from .own_outputs import own_outputs
-from .pipeline import ScheduleLeftovers, lowering_pipeline, mixed_tir_pipeline
+from .pipeline import (
+    SCHEDULED_ATTR,
+    ScheduleLeftovers,
+    lowering_pipeline,
+    mixed_tir_pipeline,
+)
 from .plain_schedule import PLAIN_ATTR
 from .resources import KernelResources, resources_of
 from .signature import Signature
@@ -44,7 +49,7 @@ if TYPE_CHECKING:
     from ..config import HardwareProfile
     from .kernels_ahead import KernelsAhead
 
-__all__ = ["Built", "KernelBuildError", "build", "build_functions"]
+__all__ = ["Built", "KernelBuildError", "build", "build_functions", "memory_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,7 @@ def build(
     *,
     compile_kernels: bool = True,
     ahead: "KernelsAhead | None" = None,
+    plan_memory: bool = True,
 ) -> Built:
     """Build a module whose PrimFuncs are written kernels (see `pipeline.lowering_pipeline`).
 
@@ -118,6 +124,8 @@ def build(
         Whether CUDA kernels are compiled at once; else where the executable is loaded.
     ahead : KernelsAhead, optional
         The code of PrimFuncs that is known already: their bodies are not looked at.
+    plan_memory : bool
+        Whether this package plans memory where it can; else TVM does.
 
     Raises
     ------
@@ -135,7 +143,7 @@ def build(
     builder = relax.ExecBuilder()
     library, codes, planned, functions = None, [], [], {}
     with target:
-        lowered = lowering_pipeline(target, planned.append)(mod)
+        lowered = lowering_pipeline(target, planned.append, plan_memory)(mod)
         rest = vm_build._vmcodegen(builder, lowered)
         functions = {g: f for g, f in rest.functions_items() if isinstance(f, tirx.PrimFunc)}
         if functions:
@@ -160,6 +168,18 @@ def build(
             if PLAIN_ATTR in (func.attrs or {})
         },
     )
+
+
+def memory_of(mod: tvm.IRModule, target: tvm.target.Target) -> MemoryPlan:
+    """The memory that a module of PrimFuncs takes, scheduled or not; nothing is built."""
+    functions = {
+        g: f.with_attr(SCHEDULED_ATTR, True) if isinstance(f, tirx.PrimFunc) else f
+        for g, f in mod.functions_items()
+    }
+    planned: list[tvm.IRModule] = []
+    with target:
+        lowering_pipeline(target, planned.append)(tvm.IRModule(functions, attrs=mod.attrs))
+    return planned_memory(planned[0])
 
 
 def build_functions(

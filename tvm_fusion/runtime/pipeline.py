@@ -38,11 +38,14 @@ _log = logging.getLogger(__name__)
 
 
 def lowering_pipeline(
-    target: tvm.target.Target, observe: Callable[[tvm.IRModule], Any] | None = None
+    target: tvm.target.Target,
+    observe: Callable[[tvm.IRModule], Any] | None = None,
+    plan_memory: bool = True,
 ) -> tvm.transform.Pass:
     """Return the Relax passes that turn a module of kernels into VM calls.
 
-    `observe` is given the module once its memory is planned (see `memory.planned_memory`).
+    `observe` is given the module once its memory is planned (see `memory.planned_memory`): on a GPU
+    by this package, unless `plan_memory` is False, else by TVM.
 
     Nothing is fused here. Operators that are still high-level get TVM's legalisation, and on a GPU
     PrimFuncs without the attribute "tirx.is_scheduled" get DLight's default schedule.
@@ -58,7 +61,7 @@ def lowering_pipeline(
         relax.transform.ToNonDataflow(),
         relax.transform.RemovePurityChecking(),
         relax.transform.CallTIRRewrite(),
-        PlanMemory() if on_gpu else relax.transform.StaticPlanBlockMemory(),
+        PlanMemory() if on_gpu and plan_memory else relax.transform.StaticPlanBlockMemory(),
         *([relax.transform.RewriteCUDAGraph()] if on_gpu else []),
         relax.transform.LowerAllocTensor(),
         relax.transform.KillAfterLastUse(),

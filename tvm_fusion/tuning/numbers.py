@@ -64,8 +64,8 @@ def wrong(given: Sequence[Any], wanted: Sequence[Wanted]) -> tuple[str, float]:
     worst = 0.0
     for number, (array, want) in enumerate(zip(given, wanted, strict=True)):
         check = want.check(array)
-        if math.isfinite(check.fused_error):
-            worst = max(worst, check.fused_error)
+        if math.isfinite(check.error):
+            worst = max(worst, check.error)
         if not check.passed:
             return f"output {number}: {check.why}", worst
     return "", worst

@@ -1,0 +1,323 @@
+"""Bugs planted in written kernels: what the check of `compile` has to keep from its callers.
+
+A mutation changes one place of the TIR of each kernel that a class writes, and stays within all
+buffers: what it breaks are numbers, not processes.
+
+    python -m tests.planted --out tests/results/planted_llvm.json      all of them, on the CPU
+    python -m tests.planted --target cuda --out ...                    on a GPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.ir import Call, TensorLoad
+
+import tvm_fusion
+from tvm_fusion.errors import VerificationError
+from tvm_fusion.kernels import registry
+from tvm_fusion.kernels.expr import dtype_of
+
+Site = Callable[[object], object | None]  # what stands in a node's place; None: no such node
+
+
+def _store(node: tirx.BufferStore) -> object | None:
+    """A result or a partial one that is never written."""
+    return tirx.Evaluate(tirx.IntImm("int32", 0))
+
+
+def _loop(node: tirx.For) -> object | None:
+    """A loop, of terms or of elements, that ends one step early."""
+    extent = node.extent
+    if node.kind not in (tirx.ForKind.SERIAL, tirx.ForKind.PARALLEL):
+        return None
+    if not isinstance(extent, tirx.IntImm) or int(extent) < 2:
+        return None
+    shorter = tirx.IntImm(dtype_of(extent), int(extent) - 1)
+    return tirx.For(node.loop_var, node.min, shorter, node.kind, node.body, None, node.annotations)
+
+
+def _bound(node: object) -> object | None:
+    """A bound that leaves the last element out."""
+    return (
+        type(node)(node.a + tirx.IntImm(dtype_of(node.a), 1), node.b) if _is_index(node) else None
+    )
+
+
+def _is_index(node: object) -> bool:
+    return dtype_of(node.a) in ("int32", "int64")
+
+
+def _index(node: TensorLoad) -> object | None:
+    """An index map that reads a neighbour."""
+    extents = [e for e in node.source.ty.shape]
+    at = list(node.indices)
+    if (
+        len(at) != len(extents)
+        or "x" in dtype_of(at[-1])
+        or not isinstance(extents[-1], tirx.IntImm)
+    ):
+        return None
+    if int(extents[-1]) < 2:
+        return None
+    one = tirx.IntImm(dtype_of(at[-1]), 1)
+    at[-1] = tirx.FloorMod(at[-1] + one, tirx.Cast(dtype_of(at[-1]), extents[-1]))
+    return tirx.BufferLoad(node.source, at)
+
+
+def _layout(node: TensorLoad) -> object | None:
+    """A layout with two axes of one length taken for each other."""
+    extents, at = list(node.source.ty.shape), list(node.indices)
+    if len(at) < 2 or not isinstance(extents[-1], tirx.IntImm) or "x" in dtype_of(at[-1]):
+        return None
+    if not isinstance(extents[-2], tirx.IntImm) or int(extents[-1]) != int(extents[-2]):
+        return None
+    return tirx.BufferLoad(node.source, [*at[:-2], at[-1], at[-2]])
+
+
+def _mask(node: tirx.Select) -> object | None:
+    """A mask that hides nothing."""
+    return node.true_value
+
+
+def _identity(node: tirx.BufferStore) -> object | None:
+    """A running result that starts from another number than the neutral one."""
+    value = node.value
+    if isinstance(value, tirx.Broadcast):
+        inner = _other(value.value)
+        changed = None if inner is None else tirx.Broadcast(inner, value.lanes)
+    else:
+        changed = _other(value)
+    if changed is None:
+        return None
+    return tirx.BufferStore(node.buffer, changed, node.indices, *_predicate(node))
+
+
+def _other(value: object) -> object | None:
+    if isinstance(value, tirx.FloatImm):
+        return tirx.FloatImm(dtype_of(value), 1.0 if abs(value.value) < 1e4 else 0.0)
+    if isinstance(value, tirx.IntImm) and dtype_of(value) != "bool":
+        return tirx.IntImm(dtype_of(value), 1 if int(value) == 0 else 0)
+    return None
+
+
+def _predicate(node: tirx.BufferStore) -> tuple:
+    found = getattr(node, "predicate", None)
+    return () if found is None else (found,)
+
+
+def _barrier(node: tirx.Evaluate) -> object | None:
+    """A barrier left out: shared memory is read before it is written, or is stale."""
+    call = node.value
+    if not isinstance(call, Call) or "storage_sync" not in str(call.op):
+        return None
+    return tirx.Evaluate(tirx.IntImm("int32", 0))
+
+
+def _maximum(node: tirx.Max) -> object | None:
+    """A maximum of the first two for one of all."""
+    return node.a
+
+
+MUTATIONS: dict[str, tuple[type | tuple, Site]] = {
+    "dropped store": (tirx.BufferStore, _store),
+    "short loop": (tirx.For, _loop),
+    "bound": (tirx.LT, _bound),
+    "index map": (TensorLoad, _index),
+    "layout": (TensorLoad, _layout),
+    "mask": (tirx.Select, _mask),
+    "identity": (tirx.BufferStore, _identity),
+    "barrier": (tirx.Evaluate, _barrier),
+    "maximum": (tirx.Max, _maximum),
+}
+
+
+def mutated(func: tirx.PrimFunc, mutation: str, seed: int) -> tirx.PrimFunc:
+    """The function with one place changed, picked by the seed; the same where there is none."""
+    kind, site = MUTATIONS[mutation]
+    places: list[object] = []
+    tvm_ffi.structural_walk(
+        func.body, [(kind, lambda n: places.append(n) if site(n) is not None else None)]
+    )
+    if not places:
+        return func
+    chosen = random.Random(seed).randrange(len(places))
+    count = -1
+
+    def change(node: object) -> object:
+        nonlocal count
+        changed = site(node)
+        if changed is None:
+            return node
+        count += 1
+        return changed if count == chosen else node
+
+    return func.with_body(tvm_ffi.structural_map(func.body, [(kind, change)]))
+
+
+class Planted:
+    """A kernel class whose kernels have a bug."""
+
+    def __init__(self, like: object, mutation: str, seed: int) -> None:
+        self.like, self.mutation, self.seed, self.name = like, mutation, seed, like.name
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.like, name)
+
+    def write(self, func, hw, policy, config=None):
+        kernel = self.like.write(func, hw, policy, config)
+        return mutated(kernel, self.mutation, self.seed)
+
+
+@contextlib.contextmanager
+def planted(mutation: str, seed: int) -> Iterator[None]:
+    """All kernel classes with a bug."""
+    before = dict(registry._CLASSES)
+    try:
+        for name, (cls, kinds) in before.items():
+            registry._CLASSES[name] = (Planted(cls, mutation, seed), kinds)
+        yield
+    finally:
+        registry._CLASSES.clear()
+        registry._CLASSES.update(before)
+
+
+# ---- programs, one a kernel class and more -------------------------------------------------------
+
+
+def _attention(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+PROGRAMS: dict[str, tuple[Callable, tuple]] = {
+    "chain": (lambda x: torch.tanh(x * 2 + 1) * x, ((33, 129),)),
+    "sum": (lambda x: (x * 2 + 1).sum(-1) * 3, ((33, 1037),)),
+    "integer sum": (lambda x: (x * 2 + 1).sum(-1) * 3, (("int", 33, 1037),)),
+    "column sum": (lambda x: (x * x).sum(0), ((67, 45),)),
+    "softmax": (lambda x: torch.softmax(x * 0.5, -1), ((19, 517),)),
+    "layer norm": (lambda x, w, b: F.layer_norm(x, (129,), w, b), ((37, 129), (129,), (129,))),
+    "transpose": (lambda x, y: x.t() + y, ((65, 65), (65, 65))),
+    "product": (lambda x, w: F.gelu(x @ w), ((37, 61), (61, 45))),
+    "square product": (lambda x, w, r: torch.relu(x @ w) + r, ((32, 32), (32, 32), (32, 32))),
+    "attention": (_attention, ((1, 2, 37, 16),) * 3),
+    "largest": (lambda x: (x * 2).argmax(-1), ((21, 333),)),
+    "masked": (lambda x: torch.where(x > 0, x, x * 0.1).sum(-1), ((21, 130),)),
+    "maximum": (lambda x: (x + 1).amax(-1), ((21, 130),)),
+    "concat": (lambda x, y: torch.cat([x, y], 1) * 2, ((9, 17), (9, 30))),
+    "loss": (
+        lambda x: -torch.log_softmax(x, -1)[:, 3].mean(),
+        ((41, 203),),
+    ),
+}
+
+
+class _Module(torch.nn.Module):
+    def __init__(self, function: Callable) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: torch.Tensor) -> object:
+        return self.function(*inputs)
+
+
+def inputs_of(program: str, seed: int) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for shape in PROGRAMS[program][1]:
+        if shape[0] == "int":
+            made.append(torch.randint(-9, 9, shape[1:], generator=generator, dtype=torch.int32))
+        else:
+            made.append(torch.randn(shape, generator=generator))
+    return tuple(made)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one planted bug.
+
+    Attributes
+    ----------
+    effective : bool
+        Whether the module is wrong without the check.
+    verdict : str
+        "right": a module with right numbers; "refused": no module; "wrong".
+    """
+
+    program: str
+    mutation: str
+    seed: int
+    effective: bool
+    verdict: str
+
+
+def tried(program: str, mutation: str, seed: int, target: str = "llvm") -> Outcome:
+    """Compile a program with a planted bug, without the check and with it."""
+    model = _Module(PROGRAMS[program][0]), inputs_of(program, 0)
+    with planted(mutation, seed):
+        unchecked = tvm_fusion.compile(model, target, verify=False)
+        effective = not _is_right(unchecked, program, target)
+        if not effective:
+            return Outcome(program, mutation, seed, False, "right")
+        try:
+            checked = tvm_fusion.compile(model, target, verify=True)
+        except VerificationError:
+            return Outcome(program, mutation, seed, True, "refused")
+    verdict = "right" if _is_right(checked, program, target) else "wrong"
+    return Outcome(program, mutation, seed, True, verdict)
+
+
+def _is_right(compiled: object, program: str, target: str) -> bool:
+    """Whether a module is right on two inputs that the check did not see."""
+    device = "cpu" if target.startswith("llvm") else "cuda"
+    for seed in (1, 2):
+        inputs = inputs_of(program, seed)
+        exact = PROGRAMS[program][0](*(x.double() if x.is_floating_point() else x for x in inputs))
+        given = compiled(*(x.to(device) for x in inputs)).cpu()
+        error = (given.double() - exact.double()).abs().max()
+        if not error <= 1e-4 * max(1.0, float(exact.double().abs().max())):
+            return False
+    return True
+
+
+def every(seeds: int) -> Iterator[tuple[str, str, int]]:
+    return ((p, m, s) for p in PROGRAMS for m in MUTATIONS for s in range(seeds))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", default="llvm")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    outcomes = []
+    for program, mutation, seed in every(args.seeds):
+        outcomes.append(tried(program, mutation, seed, args.target))
+        print(outcomes[-1], flush=True)
+    effective = [o for o in outcomes if o.effective]
+    counts = {v: sum(o.verdict == v for o in effective) for v in ("right", "refused", "wrong")}
+    found = {
+        "command": f"python -m tests.planted --target {args.target} --seeds {args.seeds}",
+        "date": datetime.date.today().isoformat(),
+        "versions": {"tvm_fusion": tvm_fusion.__version__, "tvm": tvm.__version__},
+        "planted": len(outcomes),
+        "effective": len(effective),
+        "with the check": counts,
+        "outcomes": [asdict(o) for o in effective],
+    }
+    args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
