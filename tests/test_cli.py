@@ -136,9 +136,9 @@ def test_a_budget_without_measure_is_refused(compiler, capsys):
     assert "--measure" in capsys.readouterr().err
 
 
-def test_verify_checks_every_group_whatever_the_policy_says(compiler):
+def test_verify_reports_on_every_group_whatever_the_policy_says(compiler):
     cli.main(["verify", "--demo"])
-    assert compiler.calls[0][2]["verify"] == "groups"
+    assert compiler.calls[0][2]["verify"] == "report"
 
 
 def test_verify_fails_where_the_target_cannot_run(compiler, capsys):
