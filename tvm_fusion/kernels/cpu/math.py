@@ -174,11 +174,10 @@ def log(x: Expr) -> Expr:
                 + e * f32(LN2_HIGH)
             ),
         )
-        infinite = f32(math.inf)
+        # One condition after the other: vectors of logic are what TVM cannot simplify.
+        positive = tirx.Select(tirx.LT(x, f32(math.inf)), r, f32(math.inf))
         special = tirx.Select(tirx.EQ(x, f32(0.0)), f32(-math.inf), f32(math.nan))
-        special = tirx.Select(tirx.EQ(x, infinite), infinite, special)
-        inside = tirx.And(tirx.GT(x, f32(0.0)), tirx.LT(x, infinite))
-        return tirx.Select(inside, r, special)
+        return tirx.Select(tirx.GT(x, f32(0.0)), positive, special)
 
     def split(y: Expr, shift: Expr, x: Expr) -> Expr:
         def mantissa(b: Expr) -> Expr:

@@ -10,11 +10,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tvm.ir import Expr, TensorLoad, Var
+from tvm.ir.prim.expr import CmpExpr
 
 from ..expr import same
-from .lanes import best_lane, turned_axes
+from .access import load_stride
+from .lanes import best_lane, last_axis, turned_axes
 from .operands import split_product
-from .stages import Axis, Stage
+from .rewrite import call_name, is_conditional, nodes
+from .stages import Axis, Stage, analyzer_of
+from .work import stage_work
+
+# Work (in additions) of a stage that is written out for each row of a square.
+MOST_TURNED_WORK = 12
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,12 +82,12 @@ def _merge(nest: Nest, stage: Stage, dims: dict[Var, int]) -> bool:
     if len(stage.domain) != len(nest.axes):
         return False
     members = (stage, *(m.stage for m in nest.members))
-    if any(split_product(s) is not None or turned_axes(s) is not None for s in members):
+    if any(split_product(s) is not None for s in members):
         return False
     axes = _matching_axes(nest, stage)
     if axes is None:
         return False
-    if not _lanes_agree(nest, stage, axes):
+    if not _lanes_agree(nest, stage, axes) or not _turns_agree(nest, stage, axes):
         return False
     for mine, theirs, dim in zip(axes, nest.axes, nest.dims, strict=True):
         if dims.get(mine.var) != dim or not same(mine.extent, theirs.extent):
@@ -100,6 +107,44 @@ def _lanes_agree(nest: Nest, stage: Stage, axes: tuple[Axis, ...]) -> bool:
     if lane is None or first is None:
         return True
     return any(a is lane and b is first for a, b in zip(axes, nest.axes, strict=True))
+
+
+def _turns_agree(nest: Nest, stage: Stage, axes: tuple[Axis, ...]) -> bool:
+    """Whether `stage` fits into a nest that turns squares in registers, or neither turns any.
+
+    What is light arithmetic on the squares, and on rows beside them, is computed before they are
+    stored.
+    """
+    turns = [_turn(m.stage, m.axes) for m in nest.members]
+    mine = _turn(stage, axes)
+    if mine is None and not any(turns):
+        return True
+    if mine is not None:
+        return all(turn == mine for turn in turns)
+    return turns[0] is not None and _is_light(stage, axes[turns[0][1]], nest)
+
+
+def _turn(stage: Stage, axes: tuple[Axis, ...]) -> tuple[int, int] | None:
+    """Where among `axes` a transposing copy loads and stores contiguously."""
+    found = turned_axes(stage)
+    if found is None:
+        return None
+    loaded, stored = (next(i for i, a in enumerate(axes) if a is axis) for axis in found)
+    return loaded, stored
+
+
+def _is_light(stage: Stage, lane: Axis, nest: Nest) -> bool:
+    """Whether `stage` is plain arithmetic whose accesses are contiguous along `lane`."""
+    if stage.kind is not None or last_axis(stage) is not lane:
+        return False
+    if stage_work(stage) >= MOST_TURNED_WORK or any(
+        is_conditional(e) or isinstance(e, CmpExpr) or call_name(e)
+        for e in nodes(*stage.expressions())
+    ):
+        return False
+    analyzer = analyzer_of(stage.domain)
+    outside = (r for r in stage.reads() if _writer(nest, r.source) is None)
+    return all(load_stride(r, lane.var, analyzer) in (0, 1) for r in outside)
 
 
 def _matching_axes(nest: Nest, stage: Stage) -> tuple[Axis, ...] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -62,6 +63,7 @@ class PointWriter:
         states: list[State],
         slot: Expr | None = None,
         lane: Loop | None = None,
+        known: Mapping[Var, Expr] | None = None,
     ) -> Ops:
         """Compute one point.
 
@@ -73,13 +75,18 @@ class PointWriter:
             Running results, and the element of them that the point belongs to.
         lane : Loop, optional
             The loop whose iterations may become the lanes of vectors.
+        known : mapping, optional
+            Values of buffers that need not be computed.
         """
-        point = Point(lane)
+        point = Point(lane, dict(known or {}))
         state_of = {s.member.stage.buffer: s for s in states}
         for member in self.nest.members:
             stage = member.stage
             env = env_of(member, values)
             resolve = Resolve(self.scope, env, point)
+            if stage.buffer in point.known:
+                self._stored(stage, point.known[stage.buffer], env, point)
+                continue
             for var, value in stage.binds:
                 env[var] = resolve.bind(var.name, resolve(value))
             if stage.kind is None:
@@ -95,6 +102,9 @@ class PointWriter:
         point = resolve.point
         value = resolve.bind(stage.buffer.name, resolve(stage.values[0]))
         point.known[stage.buffer] = value
+        self._stored(stage, value, env, point)
+
+    def _stored(self, stage: Stage, value: Expr, env: dict[Var, Expr], point: Point) -> None:
         if stage.buffer in self.stored:
             point.ops.append(self.scope.store(stage.buffer, value, indices_of(stage, env)))
 
