@@ -1,6 +1,7 @@
 """A kernel that was written before is not written again, and is the same one."""
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tvm_fusion.errors import Unsupported
 from tvm_fusion.job import Job
 from tvm_fusion.kernels import registry
 from tvm_fusion.kernels.pointwise import Pointwise
+from tvm_fusion.runtime.cuda_compiler import Compiler, DeviceCode
 from tvm_fusion.runtime.kernel_code import kernel_code
 from tvm_fusion.runtime.kernels_ahead import KernelsAhead
 from tvm_fusion.transform import write_kernels
@@ -41,11 +43,21 @@ def module(rows: object = 64, weight: float = 0.5):
     return builder.get()
 
 
+compiled_by_nvcc = Compiler.compile
+
+
+@cache
+def compiled(compiler: Compiler, source: str, arch: str) -> DeviceCode:
+    """The machine code of a source, made once for all tests: none is about nvcc."""
+    return compiled_by_nvcc(compiler, source, arch)
+
+
 @pytest.fixture
 def written(tmp_path, monkeypatch):
     """Names the classes of the kernels that are written; they are kept in a folder of the test's
     own.
     """
+    monkeypatch.setattr(Compiler, "compile", compiled)
     monkeypatch.setenv("TVM_FUSION_CACHE", str(tmp_path))
     monkeypatch.setenv(kernel_cache.VARIABLE, "1")
     found, write = [], write_kernels.KernelWriter.kernel
