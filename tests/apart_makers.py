@@ -21,6 +21,11 @@ def make_something(what):
     return lambda: calls.append(what), (os.getpid(), threads, len(usable_cores()))
 
 
+def make_variables(names):
+    """No call, but the variables of a process."""
+    return None, {name: os.environ.get(name) for name in names}
+
+
 def make_spinner():
     """A call that leaves a thread at work for a while; and how many are still at work."""
 

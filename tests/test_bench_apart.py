@@ -12,6 +12,8 @@ from tvm_fusion._cores import physical_cores, usable_cores
 from tvm_fusion.bench import workloads
 from tvm_fusion.bench.accuracy import reference, relative_error
 from tvm_fusion.bench.apart import (
+    INSTRUCTIONS,
+    PROCESSORS,
     SLOW_REPEATS,
     Failed,
     Process,
@@ -20,10 +22,11 @@ from tvm_fusion.bench.apart import (
 )
 from tvm_fusion.bench.options import CPU_PEERS
 from tvm_fusion.bench.peers import outputs_of, peer
-from tvm_fusion.bench.run import run_suite
+from tvm_fusion.bench.run import limited, run_suite
 from tvm_fusion.errors import InputError, Unsupported
+from tvm_fusion.kernels.cpu.machine import machine_of
 
-from .apart_makers import make_death, make_something, make_spinner
+from .apart_makers import make_death, make_something, make_spinner, make_variables
 from .runtime_cases import LLVM
 
 SMALL = 0.02
@@ -42,6 +45,25 @@ def test_a_process_has_threads_and_cores_of_its_own_and_lives_on_after_a_failure
         assert process.make("b")[0] == pid
     assert dict(os.environ) == before
     assert len(usable_cores()) >= cores
+
+
+@pytest.mark.parametrize("instructions", [None, *INSTRUCTIONS])
+def test_a_process_keeps_to_a_set_of_instructions_and_its_neighbours_do_not(instructions):
+    names = sorted({name for limits in INSTRUCTIONS.values() for name in limits})
+    here = {name: os.environ.get(name) for name in names}
+    with Process(make_variables, 1, instructions=instructions) as process:
+        found = process.make(names)
+    assert found == here | INSTRUCTIONS.get(instructions, {})
+    assert {name: os.environ.get(name) for name in names} == here
+
+
+@pytest.mark.parametrize("instructions", INSTRUCTIONS)
+def test_our_kernels_keep_to_the_instructions_of_a_run(instructions):
+    named, target, hw = limited(instructions, 1)
+    assert target.same_as(named)
+    assert target.attrs["mcpu"] == PROCESSORS[instructions]
+    with target:
+        assert machine_of(hw).vector_bytes == 32
 
 
 def test_a_process_that_died_says_so_and_the_next_request_has_a_new_one():

@@ -35,6 +35,16 @@ SLOW_S, SLOW_REPEATS = 0.05, 5  # slower calls are measured a few times
 ENDING_S = 2.0
 # A pool of processes that compile would go on in the background
 SURROUNDINGS = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+# What keeps libraries, torch's own kernels and inductor's from wider vectors than a set of
+# instructions has, and the processor that our kernels are written for then
+INSTRUCTIONS = {
+    "avx2": {
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+    }
+}
+PROCESSORS = {"avx2": "haswell"}
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TVM_NUM_THREADS")
 
 
@@ -53,10 +63,15 @@ class Process:
         Threads of the call, each with a core of its own.
     quiet : bool
         Whether what the process prints goes nowhere.
+    instructions : str, optional
+        The set of instructions that the libraries keep to, of `INSTRUCTIONS`.
     """
 
-    def __init__(self, make: Maker, threads: int, quiet: bool = False) -> None:
+    def __init__(
+        self, make: Maker, threads: int, quiet: bool = False, instructions: str | None = None
+    ) -> None:
         self._make, self._threads, self._quiet = make, threads, quiet
+        self._limits = INSTRUCTIONS.get(instructions, {})
         self._process: Any = None
         self._pipe: Any = None
 
@@ -119,7 +134,7 @@ class Process:
         self._process = context.Process(
             target=_serve, args=(theirs, self._make, self._quiet), daemon=True
         )
-        with _given(self._threads):
+        with _given(self._threads, self._limits):
             self._process.start()
         theirs.close()
 
@@ -204,9 +219,11 @@ def cores_for(threads: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def _given(threads: int) -> Iterator[None]:
-    """What is started within has these threads and cores: libraries read both when they load."""
-    environment = dict.fromkeys(THREADS, str(threads)) | SURROUNDINGS
+def _given(threads: int, limits: Mapping[str, str]) -> Iterator[None]:
+    """What is started within has these threads, cores and variables: libraries read them when they
+    load.
+    """
+    environment = dict.fromkeys(THREADS, str(threads)) | SURROUNDINGS | limits
     before = {name: os.environ.get(name) for name in environment}
     cores = os.sched_getaffinity(0) if HAS_AFFINITY else None
     os.environ.update(environment)

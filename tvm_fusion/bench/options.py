@@ -46,6 +46,7 @@ _FOR_SUITES = (
     "workers",
     "patience",
     "threads",
+    "instructions",
 )
 _FOR_MODELS = ("policy", "plan", "cuda_graph", "full")
 
@@ -95,6 +96,11 @@ def add_suite_arguments(parser: argparse.ArgumentParser, work: Any) -> None:
         metavar="N",
         help="on a CPU: each compiler in a process of its own, on the same N cores; the default of "
         "the suites for CPUs is all physical cores",
+    )
+    group.add_argument(
+        "--instructions",
+        metavar="SET",
+        help="with --threads or a suite for CPUs: ours and the peers keep to avx2",
     )
 
 
@@ -212,6 +218,7 @@ def run(suite: str, given: argparse.Namespace) -> dict[str, Any]:
         plain_peers=plain_peers,
         patience_s=given.patience,
         threads=threads,
+        instructions=given.instructions,
     )
 
 

@@ -40,14 +40,23 @@ _FACTS = ("us", "ratio", "launches", "error")
 
 
 def header(
-    profile: str, on_gpu: bool, scale: float, repeats: int, threads: int | None = None
+    profile: str,
+    on_gpu: bool,
+    scale: float,
+    repeats: int,
+    threads: int | None = None,
+    instructions: str | None = None,
 ) -> dict[str, Any]:
-    """Return a result without rows; `threads` if each compiler has a process with as many."""
+    """Return a result without rows; `threads` if each compiler has a process with as many, and
+    `instructions` if all keep to a set of them.
+    """
     import torch
 
     method = "kernel time (CUPTI), L2 cleaned before each call" if on_gpu else "wall time"
     if threads is not None:
         method = f"wall time, each in a process of its own, {threads} threads"
+    if instructions is not None:
+        method += f", none with more than {instructions}"
     return {
         "format": FORMAT,
         "device": torch.cuda.get_device_name() if on_gpu else _cpu_name(),

@@ -17,7 +17,7 @@ import tvm
 
 from ..config import resolve_target
 from ..errors import InputError, TargetError
-from .apart import cores_for
+from .apart import INSTRUCTIONS, PROCESSORS, cores_for
 from .record import REFERENCES, header, line, summary, write
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def run_suite(
     plain_peers: Sequence[str] | None = None,
     patience_s: float | None = None,
     threads: int | None = None,
+    instructions: str | None = None,
 ) -> dict[str, Any]:
     """Compile, check and time workloads by us and by the peers.
 
@@ -74,6 +75,8 @@ def run_suite(
     threads : int, optional
         On a CPU: each compiler has a process of its own on the same cores, with as many threads;
         without, all are called in turn in this process, where their threads disturb each other.
+    instructions : str, optional
+        With `threads`: all compilers keep to these, of `apart.INSTRUCTIONS`, ours by a target.
 
     Returns
     -------
@@ -105,6 +108,8 @@ def run_suite(
         if tvm_target.kind.name != "llvm":
             raise InputError(f"--threads is for a CPU, and the target is {tvm_target.kind.name}")
         cores_for(threads)
+    if instructions is not None:
+        target, tvm_target, hw = limited(instructions, threads)
     if not tvm.runtime.device_from_target(tvm_target).exist:
         raise TargetError(f"this machine has no {tvm_target.kind.name} device to measure on")
     setup = suite.Setup(
@@ -118,6 +123,7 @@ def run_suite(
         budget_s,
         plain_peers=plain_peers,
         patience_s=patience_s,
+        instructions=instructions,
     )
     if threads is not None:
         from .suite_apart import Field
@@ -135,6 +141,18 @@ def run_suite(
         return _measure_all(names, setup, out, suite.measure)
 
 
+def limited(instructions: str, threads: int | None) -> tuple[Any, Any, Any]:
+    """The target for a set of instructions, as it is named, itself, and its profile."""
+    if instructions not in INSTRUCTIONS:
+        known = ", ".join(INSTRUCTIONS)
+        raise InputError(f"--instructions: {instructions!r} is unknown; there are {known}")
+    if threads is None:
+        raise InputError("--instructions: only compilers in processes of their own keep to them")
+    spec = {"kind": "llvm", "mcpu": PROCESSORS[instructions], "num-cores": threads}
+    target = tvm.target.Target(spec)
+    return target, *resolve_target(target)
+
+
 def _measure_all(
     names: Sequence[str],
     setup: "Setup",
@@ -145,7 +163,8 @@ def _measure_all(
     """Measure the workloads one by one; the result is written after each."""
     from . import suite
 
-    result = header(setup.hw.name, setup.device == "cuda", setup.scale, setup.repeats, threads)
+    on_gpu, limit = setup.device == "cuda", setup.instructions
+    result = header(setup.hw.name, on_gpu, setup.scale, setup.repeats, threads, limit)
     if setup.device != "cuda":  # plans and limits are made with these
         result["rates"] = setup.hw.measured or "as shipped"
     for index, name in enumerate(names):

@@ -38,6 +38,7 @@ class Setup:
     budget_s: float
     plain_peers: tuple[str, ...] | None = None  # of a matrix product alone; None: as `peers`
     patience_s: float | None = None
+    instructions: str | None = None  # that all keep to, of `apart.INSTRUCTIONS`
     given_up: dict[tuple[str, str], str] = field(default_factory=dict)  # (workload, peer): why
     saved: dict[str, Saved] = field(default_factory=dict)  # by workload, what was compiled ahead
 

@@ -84,7 +84,8 @@ class Field:
     def _process(self, label: str) -> Process:
         if label not in self._processes:
             make = functools.partial(make_call, label, self._sent, self._threads)
-            self._processes[label] = Process(make, self._threads)
+            limit = self._setup.instructions
+            self._processes[label] = Process(make, self._threads, instructions=limit)
         return self._processes[label]
 
 
