@@ -28,13 +28,15 @@ except ImportError as error:
 from tvm_fusion.frontends.torch_importer import Importer
 
 # Their decompositions hide what they are: `linear` becomes view, permute, addmm, view; `matmul`
-# becomes expand, view, bmm, view; attention scales twice and searches for rows without a key.
+# becomes expand, view, bmm, view; attention scales twice and searches for rows without a key. That
+# of `select_scatter` has another type than eager execution.
 KEPT_WHOLE = (
     torch.ops.aten.linear.default,
     torch.ops.aten.matmul.default,
     torch.ops.aten.scaled_dot_product_attention.default,
     torch.ops.aten.silu.default,
     torch.ops.aten.cross_entropy_loss.default,
+    torch.ops.aten.select_scatter.default,
 )
 
 

@@ -1,7 +1,7 @@
 """TVM's translator of exported programs, with its numerical faults put right.
 
 What differs from TVM 0.27, beside the converters of torch_operators.py, torch_norms.py,
-torch_products.py, torch_attention.py, torch_slices.py and torch_writes.py:
+torch_products.py, torch_attention.py, torch_scatters.py, torch_slices.py and torch_writes.py:
 - What depends on no input is a constant (torch_constants.py).
 - Inputs that the model writes into are changed (torch_writes.py).
 - A permutation that undoes the one before it disappears.
@@ -23,6 +23,7 @@ from tvm_fusion.frontends import (
     torch_norms,
     torch_operators,
     torch_products,
+    torch_scatters,
     torch_slices,
     torch_writes,
 )
@@ -34,6 +35,7 @@ CONVERTERS = {
     **torch_norms.CONVERTERS,
     **torch_products.CONVERTERS,
     **torch_attention.CONVERTERS,
+    **torch_scatters.CONVERTERS,
     **torch_slices.CONVERTERS,
     **torch_writes.CONVERTERS,
 }

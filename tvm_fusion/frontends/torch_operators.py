@@ -216,6 +216,7 @@ CONVERTERS: dict[str, Converter] = {
     **{name: _arithmetic(relax.op.left_shift) for name in _shifts("left")},
     **{name: _arithmetic(relax.op.right_shift) for name in _shifts("right")},
     "div.Tensor_mode": _rounded_division,
+    "atan2.default": _arithmetic(relax.op.atan2),
     "maximum.default": _arithmetic(relax.op.maximum),
     "minimum.default": _arithmetic(relax.op.minimum),
     "exp2.default": _exp2,
