@@ -18,8 +18,8 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -90,7 +90,28 @@ def cuda_source(func: tirx.PrimFunc) -> str:
     return lower(func).source
 
 
-def run_cuda_on_cpu(func: tirx.PrimFunc, arrays: Sequence[np.ndarray | int]) -> int:
+@dataclass
+class Watch:
+    """What the emulator looks out for.
+
+    Attributes
+    ----------
+    outputs : int
+        How many of the last parameters are counted.
+    fill : int
+        The byte that shared memory consists of before it is written.
+    counts : list of numpy.ndarray
+        How often each byte of an output was written (or read), once a kernel ran.
+    """
+
+    outputs: int
+    fill: int = 0xFF
+    counts: list[np.ndarray] = field(default_factory=list)
+
+
+def run_cuda_on_cpu(
+    func: tirx.PrimFunc | Lowered, arrays: Sequence[np.ndarray | int], watch: Watch | None = None
+) -> int:
     """Runs `func` on `arrays`, one a parameter, written in place; returns the number of launches.
 
     Raises
@@ -98,13 +119,13 @@ def run_cuda_on_cpu(func: tirx.PrimFunc, arrays: Sequence[np.ndarray | int]) -> 
     EmulationError
         Where an access is out of bounds or misaligned, or the threads wait for each other for ever.
     """
-    lowered = lower(func)
+    lowered = func if isinstance(func, Lowered) else lower(func)
     launches: list[EmulationError | None] = []
     tensors = [a if isinstance(a, int) else _to_tensor(a) for a in arrays]
     memory = [t for t in tensors if not isinstance(t, int)]
 
     def launch(*args: object) -> int:
-        launches.append(_launch(lowered, args, memory))
+        launches.append(_launch(lowered, args, memory, watch))
         return 0
 
     tvm_ffi.register_global_func(lowered.kernel, launch, override=True)
@@ -154,7 +175,10 @@ def _to_numpy(tensor: tvm.runtime.Tensor, dtype: np.dtype) -> np.ndarray:
 
 
 def _launch(
-    lowered: Lowered, args: Sequence[object], tensors: Sequence[tvm.runtime.Tensor]
+    lowered: Lowered,
+    args: Sequence[object],
+    tensors: Sequence[tvm.runtime.Tensor],
+    watch: Watch | None = None,
 ) -> EmulationError | None:
     """What the driver does: `args` are the kernel's arguments followed by the launch parameters."""
     count = len(args) - len(lowered.launch_params)
@@ -171,8 +195,15 @@ def _launch(
     lows = (ctypes.c_void_p * len(tensors))(*(t.data_ptr() for t in tensors))
     bytes_of = (ctypes.c_longlong * len(tensors))(*(_nbytes(t) for t in tensors))
     grid = (ctypes.c_uint * 8)(*sizes, cluster, dynamic)
-    run = _runner(translated(lowered))
-    error = run(pointers, lows, bytes_of, len(tensors), grid)
+    library = _library(translated(lowered))
+    library.begin_with(0xFF if watch is None else watch.fill)
+    if watch is not None:
+        watched = tensors[len(tensors) - watch.outputs :]
+        watch.counts = [np.zeros(_nbytes(t), "uint8") for t in watched]
+        for tensor, counts in zip(watched, watch.counts, strict=True):
+            low, table = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_void_p(counts.ctypes.data)
+            library.watch(low, ctypes.c_longlong(_nbytes(tensor)), table)
+    error = library.run(pointers, lows, bytes_of, len(tensors), grid)
     return None if error is None else EmulationError(error.decode())
 
 
@@ -215,15 +246,15 @@ def _unit_of(texts: Sequence[str]) -> str:
     )
 
 
-def _runner(text: str) -> Callable[..., bytes | None]:
-    """What runs a translated kernel; None, or what went wrong."""
+def _library(text: str) -> ctypes.CDLL:
+    """The library of a translated kernel, which `run` runs."""
     if text in _TOGETHER:
         library, index = _TOGETHER[text]
         library.choose(index)
     else:
         library = _compile(text)
     library.run.restype = ctypes.c_char_p
-    return library.run
+    return library
 
 
 def _argument(value: object) -> int:
@@ -244,14 +275,30 @@ def _translate(source: str, kernel: str) -> str:
     helpers = source[source.index("#define ushort unsigned short") :].split("#endif", 1)[1]
     helpers = "\n".join(_plain_helpers(helpers[: helpers.index('extern "C" __global__')], device))
     match = re.compile(rf"{kernel}\(([^)]*)\)").search(source, start)
-    types = [_parameter(p)[0] for p in match.group(1).split(",") if p.strip()]
+    types, names = zip(*map(_parameter, filter(str.strip, match.group(1).split(","))), strict=True)
     body = source[start:].replace(match.group(0), f"{kernel}({_declare(match.group(1))})", 1)
     body = re.sub(r'^extern "C" __global__ .*?(?=void|\b' + kernel + ")", "static ", body)
-    body = _shared_memory(body).replace(f"static {kernel}", f"static void {kernel}")
+    body = _shared_memory(_addresses(body, names)).replace(
+        f"static {kernel}", f"static void {kernel}"
+    )
     passed = (_pass(ctype, i) for i, ctype in enumerate(types))
     call = f"{kernel}({', '.join(passed)});"
     launch = f'extern "C" void launch_kernel(void** kernel_arguments) {{ {call} }}'
     return f'#include "{HEADER}"\n{helpers}\n{body}\n{launch}\n'
+
+
+def _addresses(body: str, names: Sequence[str]) -> str:
+    """`(&(p[i]))` of parameters becomes `p.at(i)`, which is no access."""
+    found = re.compile(rf"\(&\(({'|'.join(map(re.escape, names))})\[")
+    while match := found.search(body):
+        end, depth = match.end(), 1
+        while depth:
+            depth += {"[": 1, "]": -1}.get(body[end], 0)
+            end += 1
+        assert body[end : end + 2] == "))"
+        index = body[match.end() : end - 1]
+        body = f"{body[: match.start()]}{match.group(1)}.at({index}){body[end + 2 :]}"
+    return body
 
 
 def _device_header() -> str:

@@ -66,9 +66,20 @@ Slot* exchange_slots() { return current->home->lanes.data(); }
 
 struct Range { const char* low; const char* high; const char* name; };
 static std::vector<Range> ranges;
-void check(const void* p, size_t size, size_t alignment) {
+struct Watched { const char *low, *high; unsigned char* counts; };
+static std::vector<Watched> watched;
+static int fill = 0xff;  // what shared memory holds before it is written
+extern "C" __attribute__((visibility("default"))) void watch(const char* low, long long bytes, unsigned char* counts) {
+  watched.push_back({low, low + bytes, counts});
+}
+extern "C" __attribute__((visibility("default"))) void begin_with(int byte) { watched.clear(), fill = byte; }
+void check(const void* p, size_t size, size_t alignment, bool counted) {
   if ((uintptr_t)p % alignment) fail("misaligned access of " + std::to_string(size) + " bytes");
   const char* c = (const char*)p;
+  if (counted)
+    for (const Watched& w : watched)
+      if (c >= w.low && c + size <= w.high)
+        for (size_t i = 0; i < size; i++) w.counts[c - w.low + i] += w.counts[c - w.low + i] < 255;
   for (const Range& r : ranges)
     if (c >= r.low && c + size <= r.high) return;
   Block* home = current->home;
@@ -80,7 +91,7 @@ void check(const void* p, size_t size, size_t alignment) {
 }
 void* shared_memory(int id, long long bytes, int alignment) {
   std::vector<char>& memory = current->home->arrays[id];
-  if (memory.empty()) memory.assign(bytes + alignment, (char)0xff);
+  if (memory.empty()) memory.assign(bytes + alignment, (char)fill);
   return (void*)(((uintptr_t)memory.data() + alignment - 1) / alignment * alignment);
 }
 void* dynamic_memory() { return (void*)(((uintptr_t)current->home->dynamic.data() + 1023) / 1024 * 1024); }
@@ -142,7 +153,7 @@ void tvmf_cluster_store(void* p, float v, int rank) {
     char* start = entry.second.data();
     if ((char*)p < start || (char*)p + 4 > start + entry.second.size()) continue;
     std::vector<char>& memory = other.arrays[entry.first];
-    if (memory.empty()) memory.assign(entry.second.size(), (char)0xff);
+    if (memory.empty()) memory.assign(entry.second.size(), (char)fill);
     // equal offsets behind the aligned start
     auto aligned = [](char* c) { return ((uintptr_t)c + 63) / 64 * 64; };
     memcpy((char*)aligned(memory.data()) + ((uintptr_t)p - aligned(start)), &v, 4);
@@ -176,7 +187,7 @@ static void run_cluster(std::vector<Running>& fibers, Dim first, int dynamic_byt
   cluster_blocks = &blocks;
   cluster_barrier = Barrier();
   for (Block& block : blocks) {
-    block.dynamic.assign(dynamic_bytes + (dynamic_bytes ? 1024 : 0), (char)0xff);
+    block.dynamic.assign(dynamic_bytes + (dynamic_bytes ? 1024 : 0), (char)fill);
     block.warps.resize(threads_per_block / 32 + 1);
     block.lanes.resize(threads_per_block + 64);
   }

@@ -154,13 +154,15 @@ template <class T> static T atomicAdd(T* p, T v) { T old = *p; *p = old + v; ret
 
 // ---- memory
 
-void check(const void* p, size_t size, size_t alignment);
+// Accesses of watched memory are counted, but for those that only take an address.
+void check(const void* p, size_t size, size_t alignment, bool counted = true);
 // Pointer to global or shared memory: every dereference and every cast to another width is checked.
 template <class T> struct Pointer {
   T* raw;
   Pointer(T* p = nullptr) : raw(p) {}
   T& operator[](long long i) const { check(raw + i, sizeof(T), alignof(T)); return raw[i]; }
   T& operator*() const { return (*this)[0]; }
+  T* at(long long i) const { check(raw + i, sizeof(T), alignof(T), false); return raw + i; }
   Pointer operator+(long long i) const { return Pointer(raw + i); }
   template <class U> explicit operator U*() const {
     if constexpr (!std::is_void_v<U>) check(raw, sizeof(U), alignof(U));
