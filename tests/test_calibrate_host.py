@@ -103,15 +103,23 @@ def test_a_step_that_others_disturb_is_repeated_while_there_is_time(monkeypatch)
     assert taken == ["first"] * 2 + ["second"] * 4
 
 
-@pytest.mark.parametrize("files", [{"1": "5 2000000000 7", "2": "1 500000000 1"}, {"1": ""}, {}])
-def test_waiting_is_read_from_all_threads_or_guessed_from_preemptions(files, tmp_path, monkeypatch):
-    for name, text in files.items():
+def test_time_on_cores_is_that_of_all_threads(tmp_path, monkeypatch):
+    threads = {"1": "5000000000 2000000000 7", "2": "1000000000 500000000 1", "3": ""}
+    for name, text in threads.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "schedstat").write_text(text)
-    usage = SimpleNamespace(ru_nivcsw=100)
     monkeypatch.setattr(waiting, "TASKS", tmp_path)
-    monkeypatch.setattr(waiting.resource, "getrusage", lambda who: usage)
-    assert waiting.waited_s() == pytest.approx(2.5 if len(files) == 2 else 100 * waiting.SLICE_S)
+    now = waiting.core_time()
+    assert now == pytest.approx((6.0, 2.5))
+    assert now.waiting_since(waiting.CoreTime(5.0, 2.0)) == pytest.approx(0.5 / 1.5)
+    assert now.waiting_since(waiting.CoreTime(7.0, 3.0)) == 0.0
+
+
+def test_where_the_system_tells_no_waiting_it_is_guessed_from_preemptions(tmp_path, monkeypatch):
+    used = SimpleNamespace(ru_utime=3.0, ru_stime=1.0, ru_nivcsw=100)
+    monkeypatch.setattr(waiting, "TASKS", tmp_path)
+    monkeypatch.setattr(waiting.resource, "getrusage", lambda who: used)
+    assert waiting.core_time() == pytest.approx((4.0, 100 * waiting.SLICE_S))
 
 
 def test_a_plan_says_what_was_measured_and_reads_back(first_use):
@@ -196,7 +204,7 @@ def test_hyper_threads_are_used_where_they_are_clearly_faster(monkeypatch, faste
 
 
 def test_each_rate_can_be_measured(monkeypatch):
-    monkeypatch.setattr(host, "waited_s", lambda: 0.0)
+    monkeypatch.setattr(host, "core_time", lambda: waiting.CoreTime(1.0, 0.0))
     found = host._measured(SHIPPED, math.inf).values
     assert set(found) <= set(HOST_NUMBERS)
     assert {"fma_per_s_f32", "hbm_bytes_per_s", "l2_bytes_per_s", "kernel_gap_us"} <= set(found)

@@ -30,7 +30,7 @@ from ...config import HardwareProfile, load_profile
 from ...errors import InputError
 from ...hardware import HOST_NUMBERS
 from .machine import cpu_name
-from .waiting import waited_s
+from .waiting import core_time
 
 VARIABLE = "TVM_FUSION_CALIBRATE"
 BUDGET_S = 3.0
@@ -38,7 +38,7 @@ LEAST_THREAD_GAIN = 1.05
 """How much faster hyper-threads have to be in the mean to be used."""
 MOST_WAITING = 0.05
 """Share of a measurement for which its threads may wait for a core: below 0.015 at rest, once
-0.049; beside one or two busy loops 0.06 to 0.4, in quarters of them 0.02 (2 cores of a Zen 4)."""
+0.049; beside one or two busy loops 0.06 to 0.4 (2 cores of a Zen 4)."""
 FORMAT = 1
 _log = logging.getLogger(__name__)
 
@@ -204,8 +204,8 @@ def _gain(before: Mapping[str, float], after: Mapping[str, float]) -> float:
 
 
 class _Trial(NamedTuple):
-    """Rates by field of the profile, how long it took to measure them, and for which share of that
-    threads waited for a core.
+    """Rates by field of the profile, how long it took to measure them, and for which share of their
+    time on cores the threads waited for them.
     """
 
     values: dict[str, float]
@@ -249,8 +249,6 @@ def _least_waiting(measure: Callable[..., dict[str, float]], bench: Any, budget_
 
 
 def _trial(measure: Callable[..., dict[str, float]], bench: Any) -> _Trial:
-    began, before = time.perf_counter(), waited_s()
+    began, before = time.perf_counter(), core_time()
     values = measure(bench)
-    seconds = time.perf_counter() - began
-    waited = max(0.0, waited_s() - before)  # threads that ended have taken theirs with them
-    return _Trial(values, seconds, waited / max(seconds, 1e-9) / max(1, bench.cores))
+    return _Trial(values, time.perf_counter() - began, core_time().waiting_since(before))

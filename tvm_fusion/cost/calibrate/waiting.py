@@ -1,5 +1,5 @@
-"""How long the threads of this process were ready to run and waited for a core: what other programs
-took of a measurement.
+"""How long the threads of this process ran, and how long they were ready to and waited for a core:
+what other programs took of a measurement. What a signal stopped did neither.
 
     /proc/self/task/*/schedstat         nanoseconds that ran, that waited, slices
 
@@ -10,21 +10,36 @@ from __future__ import annotations
 
 import resource
 from pathlib import Path
+from typing import NamedTuple
 
 TASKS = Path("/proc/self/task")
 SLICE_S = 0.003
 """What Linux gives a thread before another one gets its turn, at least."""
 
 
-def waited_s() -> float:
-    """Seconds so far, of all threads together; what one of them takes is a difference."""
-    total, known = 0, False
+class CoreTime(NamedTuple):
+    """Seconds of all threads together."""
+
+    ran: float
+    waited: float
+
+    def waiting_since(self, before: CoreTime) -> float:
+        """The share of the time on cores that was spent on waiting for them."""
+        ran = max(0.0, self.ran - before.ran)  # threads that ended have taken theirs with them
+        waited = max(0.0, self.waited - before.waited)
+        return waited / max(ran + waited, 1e-9)
+
+
+def core_time() -> CoreTime:
+    """The time so far; what something takes is a difference."""
+    ran = waited = 0
     for file in TASKS.glob("*/schedstat"):
         try:
-            total += int(file.read_text().split()[1])
+            own = [int(number) for number in file.read_text().split()]
+            ran, waited = ran + own[0], waited + own[1]
         except (OSError, ValueError, IndexError):  # the thread has ended
             continue
-        known = True
-    if known:
-        return total / 1e9
-    return SLICE_S * resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+    if ran:
+        return CoreTime(ran / 1e9, waited / 1e9)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return CoreTime(used.ru_utime + used.ru_stime, SLICE_S * used.ru_nivcsw)
