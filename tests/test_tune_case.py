@@ -10,9 +10,10 @@ from tvm import relax
 
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.job import Job
-from tvm_fusion.tuning.building import BuildRequest, Place, build_choice
+from tvm_fusion.kernels.cpu.panels import PANELS_ATTR, without_constants
+from tvm_fusion.tuning.building import BuildRequest, Place, build_choice, written
 from tvm_fusion.tuning.case import DRAWS, Case
-from tvm_fusion.tuning.choices import CLASS_CHOICE, DEFAULT
+from tvm_fusion.tuning.choices import CLASS_CHOICE, DEFAULT, TRACE_CHOICE
 from tvm_fusion.tuning.numbers import Wanted, wrong
 from tvm_fusion.tuning.site import Here
 from tvm_fusion.tuning.tasks import tasks_of, without_stamps
@@ -34,12 +35,13 @@ def expected(mod, folder):
     """A case of the only kernel of a module, after `expect`, and that kernel."""
     target, hw = resolve_target("llvm")
     job = Job.from_module(mod, target, hw, load_policy("aggressive"))
-    (task,) = tasks_of(job.low, job.graph, job.plan, job.policy)
+    (task,) = tasks_of(job.low, job.graph, job.plan, job.policy, hw)
     workload = tvm.ir.save_json(task.workload)
     path = Path(folder, "untuned.so")
     request = BuildRequest(workload, CLASS_CHOICE, DEFAULT, Place("llvm", job.policy), path)
     untuned = build_choice(request)
-    case = Case(without_stamps(task.workload), task.outputs, 1, target, Here.of(target))
+    func = without_constants(without_stamps(task.workload))
+    case = Case(func, task.outputs, 1, target, Here.of(target))
     case.expect(untuned)
     return case, untuned
 
@@ -150,3 +152,44 @@ def test_a_product_that_adds_in_another_order_is_right_and_one_without_a_term_is
 def test_numbers_near_the_largest_of_a_type(largest, near):
     assert Wanted("float16", "float16", np.array([0.0, largest])).is_near_limit == near
     assert not Wanted("float32", "float32", np.array([0.0, largest])).is_near_limit
+
+
+def linear(weight):
+    """A product with a constant weight, and a constant bias."""
+    bias = relax.const(np.linspace(-1, 1, weight.shape[1]).astype("float32"))
+
+    def emit(emit, x):
+        return emit(OP.add(emit(OP.matmul(x, relax.const(weight))), bias))
+
+    return module((33, weight.shape[0]), "float32", emit)
+
+
+WEIGHT = np.random.default_rng(3).standard_normal((70, 150)).astype("float32")
+
+
+def test_a_weight_that_is_a_constant_is_packed_before_the_call_as_in_the_module(tmp_path):
+    case, untuned = expected(linear(WEIGHT), tmp_path)
+    ((position, panels),) = untuned.panels
+    call = case.call(untuned)
+    assert call.tensors[position].shape == panels.shape(WEIGHT.shape)
+    assert not wrong(case.run(call), case.wanted)[0]
+    case.values[position][:] = 0  # the packed weight is made from what the case has
+    assert wrong(case.run(case.call(untuned)), case.wanted)[0]
+
+
+def test_the_same_product_of_an_input_is_another_task():
+    target, hw = resolve_target("llvm")
+    job = Job.from_module(linear(WEIGHT), target, hw, load_policy("aggressive"))
+    keys = {
+        t.key for h in (hw, None) for t in tasks_of(job.low, job.graph, job.plan, job.policy, h)
+    }
+    assert len(keys) == 2
+
+
+def test_a_schedule_takes_a_constant_as_it_is_stored():
+    target, hw = resolve_target("llvm")
+    job = Job.from_module(linear(WEIGHT), target, hw, load_policy("aggressive"))
+    (task,) = tasks_of(job.low, job.graph, job.plan, job.policy, hw)
+    kernel = written(task.workload, TRACE_CHOICE, "[[],[]]", hw, job.policy)
+    assert PANELS_ATTR not in kernel.attrs
+    assert tuple(int(n) for n in kernel.params[1].ty.shape) == WEIGHT.shape

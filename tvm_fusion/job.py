@@ -23,7 +23,7 @@ from .plan.search import unfused_plan
 from .report.progress import stages
 from .transform.lower import lower
 from .transform.materialize import Materialized, materialize
-from .transform.pack_constants import PackConstants, constant_arguments
+from .transform.pack_constants import PackConstants, packable_arguments
 from .transform.rewrites import known_rewrites
 from .transform.write_kernels import Tuned, write_kernels
 from .variants import best_plan
@@ -258,7 +258,7 @@ class Job:
                 ahead.codes.clear()
             materialized = materialize(self.low, self.graph, self.plan)
             classes = {name: g.kernel_class for name, g in materialized.groups.items()}
-            constants = constant_arguments(materialized.mod) if self.hw.kind == "llvm" else {}
+            constants = packable_arguments(materialized.mod, self.hw)
             with self.target:
                 written = write_kernels(
                     materialized.mod, classes, self.hw, self.policy, ahead, self.tuned, constants

@@ -10,7 +10,9 @@ from .._threads import thread_count
 from ..cost.probe import Probed, ProbeFailure
 from ..ir.graph import FusionGraph
 from ..kernels.base import Resources
+from ..kernels.cpu.panels import mark_constants
 from ..plan.plan import FusionPlan, PlannedGroup
+from ..transform.pack_constants import packable_arguments
 from .layouts import layout_reports, refusal_report
 from .model import Comparison, GroupReport, RefusalReport, Report, Verification
 
@@ -108,7 +110,9 @@ def _tuned(
     """What tuning chose for a group, if a database is used and has it."""
     if job.tuned is None or g.ops not in materialized.functions:
         return None
-    return job.tuned.told(materialized.mod[name], g.kernel_class, job.policy)
+    constants = packable_arguments(materialized.mod, job.hw).get(name, ())
+    func = mark_constants(materialized.mod[name], constants)
+    return job.tuned.told(func, g.kernel_class, job.policy)
 
 
 def _resources(found: Resources | ProbeFailure | None) -> dict[str, Any]:

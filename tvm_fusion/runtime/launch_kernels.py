@@ -21,10 +21,10 @@ from ..config import HardwareProfile, Policy
 from ..errors import Unsupported
 from ..ir.graph import FusionGraph, OpKind
 from ..kernels.base import GroupView
-from ..kernels.cpu.panels import Panels
+from ..kernels.cpu.panels import Panels, wanted_panels
 from ..plan.plan import FusionPlan
 from ..transform.materialize import Rewriter
-from ..transform.pack_constants import packed_constant, wanted_panels
+from ..transform.pack_constants import packed_constant
 from ..transform.regions import fix_regions
 from ..transform.write_kernels import Tuned, write_kernels
 from . import cubin_cache

@@ -19,7 +19,8 @@ from tvm import relax, tirx
 from tvm.ir import Call
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from ..kernels.cpu.panels import PANELS_ATTR, Panels
+from ..config import HardwareProfile
+from ..kernels.cpu.panels import PANELS_ATTR, Panels, wanted_panels
 from .constant_weights import identity
 from .factors import is_constant
 from .functions import is_opaque, rewrite_functions
@@ -47,6 +48,11 @@ def constant_arguments(mod: tvm.IRModule) -> dict[str, tuple[int, ...]]:
         if isinstance(func, relax.Function) and not is_opaque(func):
             relax.analysis.post_order_visit(func, look)
     return {name: tuple(sorted(positions)) for name, positions in found.items() if positions}
+
+
+def packable_arguments(mod: tvm.IRModule, hw: HardwareProfile) -> dict[str, tuple[int, ...]]:
+    """`constant_arguments` where kernels may take them packed: on CPUs."""
+    return constant_arguments(mod) if hw.kind == "llvm" else {}
 
 
 @tvm.transform.module_pass(opt_level=0, name="PackConstants")
@@ -88,12 +94,6 @@ def _global_var(name: str, kernel: tirx.PrimFunc) -> tvm.ir.GlobalVar:
 def packed_constant(value: tvm.runtime.Tensor, panels: Panels) -> tvm.ir.Expr:
     """The panels of a constant, as a constant."""
     return relax.const(panels.of(value.numpy()), str(value.dtype))
-
-
-def wanted_panels(kernel: tirx.PrimFunc) -> dict[int, Panels]:
-    """The parameters that a kernel takes as panels, by position."""
-    found = kernel.attrs.get(PANELS_ATTR, ()) if kernel.attrs is not None else ()
-    return {int(position): Panels.read(numbers) for position, *numbers in found}
 
 
 def _arguments(call: Call) -> list[tvm.ir.Expr]:

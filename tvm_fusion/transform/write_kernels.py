@@ -20,7 +20,7 @@ from tvm import tirx
 from .._deep import call_deep
 from ..config import HardwareProfile, Policy
 from ..errors import TooDeep, Unsupported
-from ..kernels.cpu.panels import CONSTANTS_ATTR
+from ..kernels.cpu.panels import mark_constants
 from ..kernels.registry import kernel_class
 from ..plan.plan import UNWRITTEN
 
@@ -90,6 +90,7 @@ def write_kernels(
         symbol, name = gvar.name_hint, classes.get(gvar.name_hint)
         if name is None or name in UNWRITTEN or not isinstance(func, tirx.PrimFunc):
             continue
+        func = mark_constants(func, constants.get(symbol, ()))
         choice = tuned.choice(func, name, policy) if tuned is not None else ""
         kernel = None
         try:
@@ -97,7 +98,7 @@ def write_kernels(
                 write = partial(tuned.kernel, func, name, hw, policy)
                 kernel = _kernel(symbol, func, name, choice, write, ahead)
             if kernel is None:
-                write = partial(writer.kernel, _marked(func, constants.get(symbol)), name)
+                write = partial(writer.kernel, func, name)
                 kernel = _kernel(symbol, func, name, "", write, ahead)
         except Unsupported as why:
             logger.info("%s cannot be written as %s: %s", symbol, name, why)
@@ -105,10 +106,6 @@ def write_kernels(
             continue
         functions[gvar] = kernel
     return Written(tvm.IRModule(functions, attrs=mod.attrs), failures)
-
-
-def _marked(func: tirx.PrimFunc, constants: tuple[int, ...] | None) -> tirx.PrimFunc:
-    return func.with_attr(CONSTANTS_ATTR, list(constants)) if constants else func
 
 
 def _kernel(

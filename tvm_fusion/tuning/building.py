@@ -11,6 +11,7 @@ import tvm
 from tvm import tirx
 
 from ..config import HardwareProfile, Policy, resolve_target
+from ..kernels.cpu.panels import PANELS_ATTR, Panels, wanted_panels, without_constants
 from ..kernels.registry import is_registered, register
 from ..transform.write_kernels import write_kernel
 from .choices import TRACE_CHOICE, config_of
@@ -78,6 +79,7 @@ class BuiltChoice:
     kernels : int
         That one call launches; 0 on a CPU.
     spill_bytes, registers : of its kernels, at most; None where not known
+    panels : of the parameters that it takes packed, with their positions
     """
 
     path: Path
@@ -85,6 +87,7 @@ class BuiltChoice:
     kernels: int
     spill_bytes: int | None = None
     registers: int | None = None
+    panels: tuple[tuple[int, Panels], ...] = ()
 
 
 def enter(memory_bytes: int) -> None:
@@ -114,6 +117,8 @@ def build_choice(request: BuildRequest) -> BuiltChoice:
     workload = tvm.ir.load_json(request.workload)
     with target:
         kernel = written(workload, request.kind, request.text, hw, request.place.policy)
+    panels = wanted_panels(kernel)
+    kernel = kernel.without_attr(PANELS_ATTR) if panels else kernel
     symbol = symbol_of(kernel)
     mod = tvm.IRModule({symbol: kernel.with_attr("global_symbol", symbol)})
     library, resources = build_functions(mod, target)
@@ -125,6 +130,7 @@ def build_choice(request: BuildRequest) -> BuiltChoice:
         len(launched),
         max((r.spill_bytes for r in resources), default=None),
         max((r.registers for r in resources), default=None),
+        tuple(panels.items()),
     )
 
 
@@ -141,9 +147,9 @@ def written(
     if kind == TRACE_CHOICE:
         from .replay import scheduled
 
-        return scheduled(without_stamps(workload), text)
+        return scheduled(without_constants(without_stamps(workload)), text)
     name = str(workload.attrs[CLASS])
     if name == "stock":
-        return without_stamps(workload)
+        return without_constants(without_stamps(workload))
     config = config_of(workload, text, hw, policy)
     return write_kernel(without_stamps(workload), name, hw, policy, config)

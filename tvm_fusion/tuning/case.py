@@ -110,8 +110,11 @@ class Case:
 
     # ---- calls
     def call(self, choice: BuiltChoice) -> Call:
-        """A library's function on this task's tensors."""
-        return Call(self.site.load(choice.path), choice.symbol, tuple(self.tensors))
+        """A library's function on this task's tensors, those packed that it takes so."""
+        tensors = list(self.tensors)
+        for position, panels in choice.panels:
+            tensors[position] = self.site.tensor(panels.of(self.values[position]))
+        return Call(self.site.load(choice.path), choice.symbol, tuple(tensors))
 
     def run(self, call: Any) -> list[Any]:
         """The outputs of one call that finds poison where it writes."""

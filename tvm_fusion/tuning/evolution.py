@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import tvm
 
+from ..kernels.cpu.panels import without_constants
 from .choices import TRACE_CHOICE
 from .evolving import Evolution, Search
 from .settings import Settings
@@ -31,7 +32,7 @@ def evolution_of(
     spaces = [space for space in ("own", "stock") if space in settings.spaces]
     if not spaces or (job.hw.kind == "cuda" and task.kernel_class not in LEFT_TO_TVM):
         return None
-    workload = tvm.ir.save_json(without_stamps(task.workload))
+    workload = tvm.ir.save_json(without_constants(without_stamps(task.workload)))
     traces = [t for t in known if t.kind == TRACE_CHOICE]
     tried = [(t.text, t.us) for t in traces if t.checked]
     unchecked = sorted((t for t in traces if not t.checked), key=lambda t: (t.us, t.text))

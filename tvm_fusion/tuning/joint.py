@@ -121,12 +121,15 @@ def _run(request: JointRequest) -> Duel | None:
     mod = tvm.ir.load_json(request.mod)
     plans = [FusionPlan.from_dict(plan) for plan in request.plans]
     tuned = TunedKernels(Sent(request.trials), request.certain_gain)
-    runner = PlanRunner(mod, build_graph(mod), hw, request.place.policy, target, tuned)
+    part = RegionModule(mod, build_graph(mod), dict(request.constants))
+    if hw.kind == "llvm":
+        part = part.with_constants()
+    runner = PlanRunner(part.mod, part.graph, hw, request.place.policy, target, tuned)
     if failed := runner.build(plans):
         raise BuildError(next(iter(failed.values())))
     if missing := request.trials.keys() - tuned.used.keys():
         raise BuildError(f"the chosen kernels of {', '.join(sorted(missing))} are not used")
-    fill(runner, request.constants)
+    fill(runner, part.constants)
     return settle(PlanSampler(runner, plans), budget)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import tvm
 
+from ..kernels.cpu.panels import without_constants
 from ..runtime.plan_timing import relative_spread
 from .building import BuiltChoice, Place
 from .case import Case
@@ -133,7 +134,7 @@ def _case(request: MeasureRequest, site: Site | None) -> Case:
     """The tensors of a request's task; those of the last tasks are kept while there is room."""
     key = (request.workload, request.seed, request.place.target, id(site))
     if key not in _kept:
-        func = without_stamps(tvm.ir.load_json(request.workload))
+        func = without_constants(without_stamps(tvm.ir.load_json(request.workload)))
         target = request.place.resolved()[0]
         site = site or Here.of(target)
         while len(_kept) > 1 and sum(t.bytes for t in _kept.values()) > site.room_bytes:

@@ -102,7 +102,7 @@ def tune(
     keeper = find_database(database, job.hw, job.target)
     cuts = contested(job.graph, job.plan, job.alone, job.hw, job.policy)
     plans = (job.plan, *(cut.plan for cut in cuts))
-    tasks = [tasks_of(job.low, job.graph, plan, job.policy) for plan in plans]
+    tasks = [tasks_of(job.low, job.graph, plan, job.policy, job.hw) for plan in plans]
     states = [_state(task, job, settings, keeper) for task in each_once(tasks)]
     states = [s for s in states if s is not None]
     for rival in rivals_of(cuts, tasks, states, job.hw.queued_launch_us):

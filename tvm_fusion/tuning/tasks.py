@@ -2,7 +2,8 @@
 
 A task's workload is the fused PrimFunc before any schedule, named `main` and stamped with all that
 decides what its kernel class may write: the class, the rounding, whether float32 may be rounded to
-tfloat32. Two launches with equal workloads can run the same kernel, whichever model they are from.
+tfloat32; on a CPU also which parameters are constants of the module, since a kernel may take those
+packed. Two launches with equal workloads can run the same kernel, whichever model they are from.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import tvm
 import tvm_ffi
 from tvm import relax, tirx
 
-from ..config import Policy
+from ..config import HardwareProfile, Policy
 from ..ir.graph import FusionGraph
+from ..kernels.cpu.panels import mark_constants
 from ..plan.plan import FusionPlan, PlannedGroup
 from ..transform.materialize import materialize
+from ..transform.pack_constants import packable_arguments
 from .database.workloads import short_key, workload_key
 
 CLASS, ROUNDING, TF32 = "tvm_fusion.class", "tvm_fusion.rounding", "tvm_fusion.tf32"
@@ -88,7 +91,13 @@ def key_of(workload: tirx.PrimFunc) -> str:
     return short_key(workload_key(workload))
 
 
-def tasks_of(low: tvm.IRModule, graph: FusionGraph, plan: FusionPlan, policy: Policy) -> list[Task]:
+def tasks_of(
+    low: tvm.IRModule,
+    graph: FusionGraph,
+    plan: FusionPlan,
+    policy: Policy,
+    hw: HardwareProfile | None = None,
+) -> list[Task]:
     """The tasks of a plan, in the order of its launches.
 
     Parameters
@@ -99,14 +108,18 @@ def tasks_of(low: tvm.IRModule, graph: FusionGraph, plan: FusionPlan, policy: Po
         Read from `low`.
     plan : FusionPlan
     policy : Policy
+    hw : HardwareProfile, optional
+        On a CPU the workloads say which of their parameters are constants of the module.
     """
     materialized = materialize(low, graph, plan)
     outputs = dict(_calls(materialized.mod[plan.function]))
+    constants = packable_arguments(materialized.mod, hw) if hw is not None else {}
     found: list[Task] = []
     for group, name in _launches(plan, materialized.functions):
         func = materialized.mod[name]
         if not isinstance(func, tirx.PrimFunc) or name not in outputs:
             continue
+        func = mark_constants(func, constants.get(name, ()))
         workload = workload_of(func, group.kernel_class, policy)
         for position, task in enumerate(found):
             if tvm_ffi.structural_equal(task.workload, workload):

@@ -70,6 +70,24 @@ class Panels:
         return cls(*map(tuple, sides), lanes)
 
 
+def mark_constants(func: tirx.PrimFunc, positions: Iterable[int]) -> tirx.PrimFunc:
+    """The function with these of its parameters, by position, as constants of the module."""
+    positions = list(positions)
+    return func.with_attr(CONSTANTS_ATTR, positions) if positions else func
+
+
+def without_constants(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """The function with parameters only."""
+    marked = func.attrs is not None and CONSTANTS_ATTR in func.attrs
+    return func.without_attr(CONSTANTS_ATTR) if marked else func
+
+
+def wanted_panels(kernel: tirx.PrimFunc) -> dict[int, Panels]:
+    """The parameters that a kernel takes as panels, by position."""
+    found = kernel.attrs.get(PANELS_ATTR, ()) if kernel.attrs is not None else ()
+    return {int(position): Panels.read(numbers) for position, *numbers in found}
+
+
 def constants_of(func: tirx.PrimFunc) -> tuple[Var, ...]:
     """The parameters of a function that are constants."""
     marked = func.attrs.get(CONSTANTS_ATTR, ()) if func.attrs is not None else ()

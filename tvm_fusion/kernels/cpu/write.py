@@ -24,7 +24,7 @@ from .loops import seq
 from .machine import Machine, machine_of
 from .operands import split_product
 from .pack_ahead import packed_operand
-from .panels import CONSTANTS_ATTR, PANELS_ATTR, Panels, read_once
+from .panels import PANELS_ATTR, Panels, read_once, without_constants
 from .partial_sums import partial_sums
 from .reader import read_graph
 from .reshape_loops import reshape_loops
@@ -92,8 +92,7 @@ def _temporaries(graph: Graph, groups: list[Group]) -> list[Var]:
 
 def _taking_panels(func: tirx.PrimFunc, panels: dict[Var, tuple[Var, Panels]]) -> tirx.PrimFunc:
     """The function with panels in place of constants, and how to make them."""
-    if CONSTANTS_ATTR in func.attrs:
-        func = func.without_attr(CONSTANTS_ATTR)
+    func = without_constants(func)
     if not panels:
         return func
     params = [panels[p][0] if p in panels else p for p in func.params]
