@@ -83,7 +83,7 @@ def test_a_list_grows_by_new_names_only(tmp_path):
 def test_a_crash_or_a_hang_costs_one_test_only(workers):
     names = ["pass", "crash 1", "fail", "crash 2", "hang", "pass 2", "error"]
     command = [sys.executable, "-c", FAKE_WORKER]
-    results = run_all(names, command, workers=workers, timeout_s=1)
+    results = run_all(names, command, workers=workers, timeout_s=3)
     assert [r.name for r in results] == names
     statuses = [r.status for r in results]
     assert statuses == ["pass", "crash", "fail", "crash", "timeout", "pass 2", "error"]
