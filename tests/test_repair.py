@@ -21,7 +21,7 @@ from tvm_fusion.kernels.base import RefusalCode
 from tvm_fusion.plan.plan import UNWRITTEN
 from tvm_fusion.runtime.cubin_cache import CACHE_VARIABLE
 
-from .planted import planted
+from .planted import every, planted, tried
 
 
 class Sum(torch.nn.Module):
@@ -157,3 +157,9 @@ def test_as_little_as_need_be_gives_way(monkeypatch, wrong):
 def test_an_unknown_way_to_verify_is_refused():
     with pytest.raises(InputError, match="'group' is none of None, True, False, 'groups'"):
         tvm_fusion.compile((Sum(), (numbers(),)), "llvm", verify="group")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("program", "mutation", "seed"), every(1))
+def test_no_planted_bug_is_returned(program, mutation, seed):
+    assert tried(program, mutation, seed).verdict != "wrong"
