@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import tvm
+from tvm import relax
 from tvm.s_tir import dlight
 from tvm.tirx import compilation_pipeline
 
@@ -95,7 +96,17 @@ def test_what_no_rule_takes_gets_a_plain_schedule():
     assert out["strange"].attrs[PLAIN_ATTR] == PER_ELEMENT
 
 
-def test_a_prim_func_without_any_schedule_is_named():
-    schedule = ScheduleLeftovers(H200, (_Raising(), _Refusing()))
+def test_a_median_that_is_sorted_by_the_host_is_refused_by_name():
+    bb = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((7, 5), "float32"))
+    with bb.function("main", [x]):
+        bb.emit_func_output(bb.emit(relax.op.median(x, axis=[1])))
+    with H200, pytest.raises(BuildError, match=r"PrimFunc median: .* functions of the host"):
+        lowering_pipeline(H200)(bb.get())
+
+
+@pytest.mark.parametrize("rules", [(_Raising(), _Refusing()), None], ids=["none", "default"])
+def test_a_prim_func_without_any_schedule_is_named(rules):
+    schedule = ScheduleLeftovers(H200, rules)
     with pytest.raises(BuildError, match="no GPU schedule for the PrimFunc strange"):
         schedule(tvm.IRModule({"strange": on_the_host}))

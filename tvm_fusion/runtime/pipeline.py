@@ -22,7 +22,7 @@ from tvm.tirx import compilation_pipeline
 
 from ..errors import BuildError
 from ..transform.plan_memory import PlanMemory
-from .plain_schedule import PLAIN_ATTR, plain_schedule
+from .plain_schedule import PLAIN_ATTR, calls_host, plain_schedule
 
 TIR_PIPELINE = "tvm_fusion"
 TIRX_ATTR = "tvm_fusion.tirx"
@@ -129,7 +129,8 @@ class ScheduleLeftovers:
         return _with_functions(mod, functions)
 
     def _schedule(self, name: str, func: tirx.PrimFunc) -> tirx.PrimFunc:
-        for rule in _default_rules() if self.rules is None else self.rules:
+        rules = _default_rules() if self.rules is None else self.rules
+        for rule in () if calls_host(func.body) else rules:
             try:
                 with self.target:
                     space = rule.apply(func, self.target, False)

@@ -47,7 +47,7 @@ def plain_schedule(func: tirx.PrimFunc) -> tirx.PrimFunc | None:
     root = func.body.block if isinstance(func.body, s_tir.SBlockRealize) else None
     body = func.body if root is None else root.body
     nests = list(body) if isinstance(body, tirx.SeqStmt) else [body]
-    if any(_calls_host(nest) or isinstance(nest, tirx.Bind) for nest in nests):
+    if any(calls_host(nest) or isinstance(nest, tirx.Bind) for nest in nests):
         return None
     parts = [_scheduled(nest) for nest in nests]
     scheduled = tirx.SeqStmt([part for part, _ in parts]) if len(parts) > 1 else parts[0][0]
@@ -226,7 +226,9 @@ def _name(call: Call) -> str:
     return getattr(call.op, "name", "").removeprefix("tirx.")
 
 
-def _calls_host(nest: tirx.Stmt) -> bool:
+def calls_host(nest: tirx.Stmt) -> bool:
+    """Whether a statement calls a function of the host."""
+
     def visit(call: Call) -> tvm_ffi.VisitInterrupt | None:
         return tvm_ffi.VisitInterrupt() if _name(call).startswith(_HOST_CALLS) else None
 
