@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..check.inputs import lookup_bounds
+from ..check.inputs import ranges_of
 from ..runtime.launch_kernels import LaunchSpec, LaunchWriter, build_launches
 from ..runtime.plan_runner import PlanRunner
 from .graph_launches import PreparedGraph
@@ -27,25 +27,27 @@ def fill_inputs(runner: PlanRunner, key: str) -> None:
     """Random values for all parameters, drawn on the device, the same for the same key.
 
     Floats are normal; matrices of suites other than the first are scaled down, so that products
-    stay within half precision. Integers are within the rows that they look up, or 0 and 1.
+    stay within half precision. Integers are within what their readers take (`ranges_of`), or 0 and
+    1.
     """
-    bounds = lookup_bounds(module_of(key)["main"])
+    ranges = ranges_of(module_of(key)["main"])
     for number, name in enumerate(runner.buffers.params):
         shape, dtype = runner.buffers.type_of(name)
         generator = torch.Generator(device=_torch_device(runner))
         generator.manual_seed(zlib.crc32(name.encode()))
-        value = _draw(shape, dtype, bounds.get(name, 2), generator)
+        value = _draw(shape, dtype, ranges.get(name, range(2)), generator)
         if key.startswith("suite:") and number and len(shape) > 1 and value.is_floating_point():
             value = (value.float() * shape[-1] ** -0.5).to(value.dtype)
         bytes_of(runner, name).copy_(value.reshape(-1).view(torch.uint8))
 
 
-def _draw(shape: tuple[int, ...], dtype: str, bound: int, generator: Any) -> torch.Tensor:
+def _draw(shape: tuple[int, ...], dtype: str, integers: range, generator: Any) -> torch.Tensor:
     kind = getattr(torch, dtype)
     device = generator.device
     if kind is torch.bool or not kind.is_floating_point:
-        drawn = torch.randint(0, bound, shape, generator=generator, device=device)
-        return drawn.to(kind)
+        low = integers.start if kind.is_signed else 0
+        high = 2 if kind is torch.bool else integers.stop
+        return torch.randint(low, high, shape, generator=generator, device=device).to(kind)
     wide = kind if kind.itemsize > 1 else torch.float32
     return torch.randn(shape, generator=generator, device=device, dtype=wide).to(kind)
 
