@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.frontend_tools import check
+import tvm_fusion
+from tests.frontend_tools import Function, check
 
 
 def written(*where, value=None):
@@ -65,3 +66,10 @@ def test_values_are_clamped_to_tensors(dtype):
     check(lambda x, low: torch.clamp(x, min=low), x, low)
     check(lambda x, low, high: torch.clamp(x, low, high), x, low, high.float().abs())
     check(lambda x, y: F.cosine_similarity(x, y, -1), x, low)
+
+
+def test_a_slice_with_steps_is_written_by_compiled_kernels():
+    function = Function(written(slice(60, 122, 2)))
+    x = torch.randn(140)
+    compiled = tvm_fusion.compile(function, "llvm", example_inputs=(x,), verify=False)
+    torch.testing.assert_close(compiled(x), function(x))

@@ -12,7 +12,7 @@ from dataclasses import replace
 from tvm.ir import Expr, TensorLoad, Var
 from tvm.ir.prim.expr import Let, LogicalExpr
 
-from ..expr import dtype_of, number, same
+from ..expr import convert, dtype_of, number, same
 from .operands import split_product
 from .rewrite import (
     LEAVES,
@@ -190,6 +190,7 @@ class _Inliner:
         binds: Bindings = []
         env: dict[Var, Expr] = {}
         for axis, index in zip(body.axes, load.indices, strict=True):
+            index = convert(index, dtype_of(axis.var))  # an index that is loaded may be wider
             if loads(index):
                 var = _fresh("index", index)
                 binds.append((var, index))
