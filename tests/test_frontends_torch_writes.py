@@ -53,6 +53,14 @@ def test_values_are_written_where_pytorch_writes_them(function, values, index):
     check(function, torch.randn(X), torch.randn(values), index)
 
 
+def test_a_model_may_write_at_several_places():
+    def function(x, new, more):
+        y = x.index_put((torch.tensor([3, 0]),), new)
+        return y.index_put((torch.tensor([2, 3, 0]),), more)
+
+    check(function, torch.randn(X), torch.randn(2, 5, 6), torch.randn(3, 5, 6))
+
+
 def test_one_position_is_a_choice_that_can_be_fused():
     def function(x, new, index):
         return torch.relu(x.index_copy(1, index, new)) * 2

@@ -169,7 +169,8 @@ def write_function(write: Write, in_place: bool) -> tirx.PrimFunc:
             inside = [tirx.all(place[a] >= 0, place[a] < write.shape[a]) for a in write.indexed]
             with T.If(tirx.all(*inside)), T.Then():
                 T.buffer_store(y, values[tuple(broadcast(at, write.values))], place)
-    return builder.get()
+    # a module may hold several: the name that it gives each is the only one
+    return builder.get().without_attr("global_symbol")
 
 
 def _axes(extents: Sequence[int], loops) -> list[Expr]:
