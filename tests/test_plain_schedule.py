@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import tvm
+from tvm import relax
+from tvm.relax import op
 from tvm.script import tirx as T
 
 from tvm_fusion.config import load_policy, load_profile
@@ -166,3 +168,56 @@ def test_what_no_rule_takes_runs_and_is_named(name):
         ScheduleLeftovers(H200)(tvm.IRModule({symbol: func}))[symbol], [*arrays, result]
     )
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
+
+
+PLACES, OTHERS = np.array([1, 1, 6]), np.array([0, 0, 4])
+
+
+def added(x: np.ndarray, places, values: np.ndarray) -> np.ndarray:
+    """x with the values added at places that repeat."""
+    result = x.copy()
+    np.add.at(result, places, values)
+    return result
+
+
+REPEATED = {
+    "index_put": (
+        lambda x, i, j, v: op.index_put(x, relax.Tuple([i, j]), v, True),
+        lambda x, v: [x, PLACES, OTHERS, v[:, 0]],
+        lambda x, v: added(x, (PLACES, OTHERS), v[:, 0]),
+        ONE_THREAD,
+    ),
+    "take_backward": (
+        lambda g, x, i: op.grad.take_backward(g, x, i, 0),
+        lambda x, v: [v, x, PLACES],
+        lambda x, v: added(np.zeros_like(x), PLACES, v),
+        ONE_THREAD,
+    ),
+    "scatter_elements": (
+        lambda x, i, v: op.scatter_elements(x, i, v, 0, "add"),
+        lambda x, v: [x, np.repeat(PLACES[:, None], 5, 1), v],
+        lambda x, v: added(x, PLACES, v),
+        OWN_THREADS,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_what_is_added_at_places_that_repeat_is_added_once(name):
+    emit, inputs_of, reference, how = REPEATED[name]
+    rng = np.random.default_rng(0)
+    x, values = rng.random((7, 5), "float32"), rng.random((3, 5), "float32")
+    inputs, expected = inputs_of(x, values), reference(x, values)
+    builder = relax.BlockBuilder()
+    params = [
+        relax.Var(f"p{n}", relax.TensorType(a.shape, str(a.dtype))) for n, a in enumerate(inputs)
+    ]
+    with builder.function("main", params):
+        builder.emit_func_output(builder.emit(emit(*params)))
+    with H200:
+        mod = ScheduleLeftovers(H200)(relax.transform.LegalizeOps()(builder.get()))
+    (func,) = (f for f in mod.functions.values() if isinstance(f, tvm.tirx.PrimFunc))
+    assert func.attrs[PLAIN_ATTR] == how
+    result = np.full_like(expected, np.nan)
+    run_launches_on_cpu(func, [*(a.copy() for a in inputs), result])
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
