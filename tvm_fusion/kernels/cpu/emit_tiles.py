@@ -47,9 +47,51 @@ def emit_tiles(
     }
     run, step, position = _runs(product_of(counts.values(), loops), group, machine, loops)
     binds, regions = _regions(group, tile, counts, position, loops)
-    scope = Scope(loops, regions, machine.scales)
-    body = _emit_tile(group, kept, packed, scope, machine)
-    return run.around(seq(*scope.allocated, step.around(seq(*binds, body))))
+    allocated: list[tirx.Stmt] = []
+
+    def body(regions: dict[Var, Region]) -> tirx.Stmt:
+        scope = Scope(loops, regions, machine.scales)
+        stmt = _emit_tile(group, kept, packed, scope, machine)
+        allocated.extend(scope.allocated)
+        return stmt
+
+    whole, last = _both_lengths(group, regions, loops)
+    if last is None:
+        tiles = body(whole)
+    else:
+        region = next(r for r in regions.values() if r.is_dynamic)
+        tiles = tirx.IfThenElse(tirx.EQ(region.extent, region.full), body(whole), body(last))
+    return run.around(seq(*allocated, step.around(seq(*binds, tiles))))
+
+
+def _both_lengths(
+    group: Group, regions: dict[Var, Region], loops: Loops
+) -> tuple[dict[Var, Region], dict[Var, Region] | None]:
+    """The regions of a whole tile and of the last one, where a reduction has tiles of two lengths:
+    loops of a known length leave few elements outside of vectors. Else `regions`, and None.
+
+    On 2 cores of a Zen 4 a softmax over the middle axis of 8 x 64 x 333 takes 47 us, with loops of
+    unknown length 54; sums of the columns of 500 x 1000 15.6 and 16.9.
+    """
+    shorter = {v: r for v, r in regions.items() if r.is_dynamic}
+    ends = {number(group.axis(d, m).extent) for d, m in _axes_in(group, shorter)}
+    lengths = {number(r.full) for r in shorter.values()}
+    plain = all(split_product(s) is None for s in group.stages)
+    reduces = any(s.kind is not None for s in group.stages)
+    dims = {d for d, _ in _axes_in(group, shorter)}
+    if not (plain and reduces and len(dims) == 1) or None in (*ends, *lengths):
+        return regions, None
+    (size,), (full,) = ends, lengths
+    rest = loops.imm(int(size) % int(full))
+    whole = {v: Region(r.base, r.full, r.full) for v, r in shorter.items()}
+    last = {v: Region(r.base, rest, r.full) for v, r in shorter.items()}
+    return regions | whole, regions | last
+
+
+def _axes_in(group: Group, regions: dict[Var, Region]) -> list[tuple[int, int]]:
+    """The shared axes that are among the regions, and the members that have them."""
+    members, dims = range(len(group.stages)), range(len(group.shared))
+    return [(d, m) for d in dims for m in members if group.axis(d, m).var in regions]
 
 
 def _runs(total: Expr, group: Group, machine: Machine, loops: Loops) -> tuple[Loop, Loop, Expr]:
