@@ -62,15 +62,10 @@ def _is_index(node: object) -> bool:
 
 def _index(node: TensorLoad) -> object | None:
     """An index map that reads a neighbour."""
-    extents = [e for e in node.source.ty.shape]
-    at = list(node.indices)
-    if (
-        len(at) != len(extents)
-        or "x" in dtype_of(at[-1])
-        or not isinstance(extents[-1], tirx.IntImm)
-    ):
+    extents, at = list(node.source.ty.shape), list(node.indices)
+    if not at or len(at) != len(extents) or "x" in dtype_of(at[-1]):
         return None
-    if int(extents[-1]) < 2:
+    if not isinstance(extents[-1], tirx.IntImm) or int(extents[-1]) < 2:
         return None
     one = tirx.IntImm(dtype_of(at[-1]), 1)
     at[-1] = tirx.FloorMod(at[-1] + one, tirx.Cast(dtype_of(at[-1]), extents[-1]))
