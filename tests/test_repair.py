@@ -160,6 +160,6 @@ def test_an_unknown_way_to_verify_is_refused():
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(("program", "mutation", "seed"), every(1))
+@pytest.mark.parametrize(("program", "mutation", "seed"), list(every(1)))
 def test_no_planted_bug_is_returned(program, mutation, seed):
     assert tried(program, mutation, seed).verdict != "wrong"
