@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import tvm
 
 from tests.right_programs import _Module, _near
-from tvm_fusion.check.compiled import run_built
+from tvm_fusion.check.reference import run_built
 from tvm_fusion.job import Job
 
 FLOATS = ("float32", "float32", "float16", "bfloat16")

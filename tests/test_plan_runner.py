@@ -14,8 +14,8 @@ from tvm_fusion.bench.measured_graph import measure_graph, open_runner
 from tvm_fusion.bench.plan_quality import line, measure_quality, summary
 from tvm_fusion.bench.plan_space import PlanSpace
 from tvm_fusion.bench.random_graphs import graph_of, module_of
-from tvm_fusion.check.compiled import run_built
 from tvm_fusion.check.inputs import random_inputs
+from tvm_fusion.check.reference import run_built
 from tvm_fusion.compiler import Job
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.errors import BuildError, InputError, PlanError

@@ -80,8 +80,13 @@ def test_what_is_never_written_is_missed_though_the_memory_holds_right_numbers()
 def always_wrong(monkeypatch, tmp_path):
     """Whatever is run gives numbers that are off by one."""
     monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
-    right = check_module.run_built
-    monkeypatch.setattr(check_module, "run_built", lambda *given: [x + 1 for x in right(*given)])
+    right = check_module.runner
+
+    def wrong(built):
+        run = right(built)
+        return lambda inputs: [x + 1 for x in run(inputs)]
+
+    monkeypatch.setattr(check_module, "runner", wrong)
     return tmp_path
 
 
@@ -140,12 +145,13 @@ def test_under_torch_compile_the_graph_runs_in_torch_with_one_warning(always_wro
 @pytest.mark.parametrize("wrong", [0, 1, 2, 3])
 def test_as_little_as_need_be_gives_way(monkeypatch, wrong):
     """The first `wrong` modules are wrong as a whole, and no group by itself."""
-    number, right = count(), check_module.run_built
-    monkeypatch.setattr(
-        check_module,
-        "run_built",
-        lambda *given: [x + (next(number) < wrong) for x in right(*given)],
-    )
+    number, right = count(), check_module.runner
+
+    def runner(built):
+        run, error = right(built), next(number) < wrong
+        return lambda inputs: [x + error for x in run(inputs)]
+
+    monkeypatch.setattr(check_module, "runner", runner)
     compiled = tvm_fusion.compile((ScaledSum(), (numbers(),)), "llvm")
     assert compiled.report.verify.passed
     assert_right(compiled, ScaledSum())

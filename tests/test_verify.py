@@ -7,7 +7,7 @@ import tvm
 from tvm import relax, te, tirx
 
 from tvm_fusion.check.bounds import Reference
-from tvm_fusion.check.inputs import random_inputs
+from tvm_fusion.check.inputs import draw_count, random_inputs
 from tvm_fusion.check.rules import TOLERANCES, check_output
 from tvm_fusion.check.verify import (
     GroupCase,
@@ -465,3 +465,20 @@ def test_a_float8_output_may_saturate_where_the_reference_is_beyond(dtype, large
     fused = np.array([largest, -largest, 1.0]).astype(kind)
     assert check_output(fused, unfused, reference, dtype).passed
     assert not check_output(-fused, unfused, reference, dtype).passed
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int32", "uint8"])
+def test_extreme_inputs_have_their_extremes_near_the_ends(dtype):
+    func = function(("x", relax.TensorType((40, 70), dtype)))
+    (plain,), (extreme,) = (random_inputs(func, seed=1, extreme=e) for e in (False, True))
+    far = np.abs(extreme.astype("float64")) >= (4 if dtype == "float32" else 27)
+    assert far[:, -16:].sum(1).min() >= 1
+    assert far[-16:, :].sum(0).min() >= 1
+    assert (extreme == plain).mean() > 0.9
+    if dtype != "uint8":
+        assert {-1, 1} == set(np.sign(extreme[far]).tolist())
+
+
+@pytest.mark.parametrize(("rows", "count"), [(8, 6), (1 << 12, 2), (1 << 16, 1), (size(), 6)])
+def test_large_modules_are_checked_on_fewer_inputs(rows, count):
+    assert draw_count(unfused_module(rows)) == count

@@ -128,11 +128,16 @@ class Job:
     @property
     def inputs(self) -> list[Any]:
         """Random inputs for checks and timing; symbolic extents at a small odd size."""
+        return self.drawn(0)
+
+    def drawn(self, number: int) -> list[Any]:
+        """Other random inputs; those with odd numbers are extreme near the ends of each axis."""
         from .check.inputs import random_inputs
 
         main = self.mod["main"]
         symbols = {v.name for p in main.params for v in relax.analysis.tir_vars_in_type(p.ty)}
-        return random_inputs(main, sizes=dict.fromkeys(symbols, CHECKED_SYMBOLIC_EXTENT))
+        sizes = dict.fromkeys(symbols, CHECKED_SYMBOLIC_EXTENT)
+        return random_inputs(main, number, sizes, extreme=number % 2 == 1)
 
     def compile(
         self,

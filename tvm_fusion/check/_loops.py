@@ -42,6 +42,17 @@ def has_large_loops(mod: tvm.IRModule, large: int = _LARGE) -> bool:
     return any(_points(each, large) >= large for each in extents)
 
 
+def points_of(mod: tvm.IRModule, unknown: int = 8) -> int:
+    """How many points the loops of a module's PrimFuncs have, with `unknown` for a symbolic
+    extent.
+    """
+    blocks: list[s_tir.SBlock] = []
+    for func in mod.functions.values():
+        if isinstance(func, tirx.PrimFunc):
+            tvm_ffi.structural_walk(func.body, [(s_tir.SBlock, blocks.append)])
+    return sum(_points((axis.dom.extent for axis in b.iter_vars), unknown) for b in blocks)
+
+
 def _points(extents: Iterable[tvm.ir.Expr], large: int) -> int:
     return math.prod(int(e) if isinstance(e, tirx.IntImm) else large for e in extents)
 

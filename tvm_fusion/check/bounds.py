@@ -19,6 +19,7 @@ No kernel, schedule or rewrite of this package has a part in it.
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -32,7 +33,7 @@ from ..errors import BuildError
 from .noise import NONE, Draw, call_number, disturbed
 from .plain import LLVM, plain_build
 from .precision import computed_dtypes, dtypes_of
-from .reference import build_reference, run_built
+from .reference import build_reference, runner
 from .roundings import rounded
 from .rules import name_of, namespace, wide
 
@@ -73,13 +74,7 @@ def bounded_reference(
         For each element, how much a draw changes it: a float, or whether it changes an integer.
         None in a module with calls that cannot be disturbed.
     """
-    noisy = disturbed_module(mod)
-    run = _built(noisy, target) if noisy is not None else None
-    if run is None:
-        outputs = build_reference(mod, target=target)(inputs)
-        return outputs, [None] * len(outputs)
-    rounds = any(computed_dtypes(mod))
-    return bounds_of(lambda draw: run([*inputs, draw.array()]), rounds)
+    return _Builds(mod, target).bounded(inputs)
 
 
 class Reference:
@@ -93,39 +88,79 @@ class Reference:
     def __init__(
         self, mod: tvm.IRModule, inputs: Sequence[Any], target: tvm.target.Target | None = None
     ) -> None:
-        self._of = mod, inputs, target
+        self.inputs, self._builds = inputs, _Builds(mod, target)
+
+    def on(self, inputs: Sequence[Any]) -> Reference:
+        """The same module on other inputs; nothing is built again."""
+        other = copy.copy(self)
+        other.__dict__ = {"inputs": inputs, "_builds": self._builds}
+        return other
 
     @cached_property
     def outputs(self) -> list[np.ndarray]:
         """The outputs, tuples flattened."""
-        mod, inputs, target = self._of
-        return build_reference(mod, target=target)(inputs)
+        return self._builds.exact(self.inputs)
 
     @cached_property
     def bounds(self) -> list[np.ndarray | None]:
         """See `bounded_reference`."""
-        return bounded_reference(*self._of)[1]
+        return self._builds.bounded(self.inputs)[1]
 
     @cached_property
     def plain(self) -> list[np.ndarray]:
         """The outputs in the module's own dtypes, from TVM's own loops (`plain.plain_build`)."""
-        mod, inputs, target = self._of
-        return run_built(plain_build(mod, target or LLVM), inputs)
+        return self._builds.plain(self.inputs)
 
-    @cached_property
+    @property
     def dtypes(self) -> list[str]:
         """The dtype of each output."""
-        return dtypes_of(self._of[0]["main"].ret_ty)
+        return self._builds.dtypes
 
-    @cached_property
+    @property
     def computed_in(self) -> list[str | None]:
         """The narrowest float on the way to each output (`precision.computed_dtypes`)."""
-        return computed_dtypes(self._of[0])
+        return self._builds.computed_in
 
     @cached_property
     def no_bounds(self) -> list[np.ndarray]:
         """Bounds of outputs that roundings leave as they are."""
         return [_change(output, output) for output in self.outputs]
+
+
+class _Builds:
+    """What a reference runs, each built when it is first asked for."""
+
+    def __init__(self, mod: tvm.IRModule, target: tvm.target.Target | None) -> None:
+        self._mod, self._target = mod, target
+
+    @cached_property
+    def exact(self) -> Callable[[Sequence[Any]], list[np.ndarray]]:
+        return build_reference(self._mod, target=self._target)
+
+    @cached_property
+    def noisy(self) -> Callable[[Sequence[Any]], list[np.ndarray]] | None:
+        noisy = disturbed_module(self._mod)
+        return _built(noisy, self._target) if noisy is not None else None
+
+    @cached_property
+    def plain(self) -> Callable[[Sequence[Any]], list[np.ndarray]]:
+        return runner(plain_build(self._mod, self._target or LLVM))
+
+    @cached_property
+    def dtypes(self) -> list[str]:
+        return dtypes_of(self._mod["main"].ret_ty)
+
+    @cached_property
+    def computed_in(self) -> list[str | None]:
+        return computed_dtypes(self._mod)
+
+    def bounded(self, inputs: Sequence[Any]) -> tuple[list[np.ndarray], list[np.ndarray | None]]:
+        """See `bounded_reference`."""
+        run = self.noisy
+        if run is None:
+            outputs = self.exact(inputs)
+            return outputs, [None] * len(outputs)
+        return bounds_of(lambda draw: run([*inputs, draw.array()]), any(self.computed_in))
 
 
 def _built(

@@ -5,13 +5,14 @@ is wrong, as little of it as need be gives way (`repair`); then times it.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ..report.times import FUSED, UNFUSED, TimeReport
 from .bounds import Reference
+from .inputs import draw_count
 from .plain import plain_module
-from .reference import run_built
+from .reference import runner
 from .repair import Repair
 from .verify import Verification, judge_outputs
 
@@ -73,18 +74,33 @@ def check_compiled(
     Checked
         Its `verification` has passed unless TVM's own code is wrong, too.
     """
-    inputs = job.inputs
-    reference = Reference(_lowered(job), inputs, job.target)
-    repair = Repair(job, inputs)
+    mod = _lowered(job)
+    first = Reference(mod, job.inputs, job.target)
+    references = [first, *(first.on(job.drawn(n)) for n in range(1, draw_count(mod)))]
+    repair = Repair(job)
     if every_group:
-        built, materialized = repair.without_wrong_groups(materialized) or (built, materialized)
+        left = repair.without_wrong_groups(materialized, job.inputs)
+        built, materialized = left or (built, materialized)
     while True:
-        verification = judge_outputs(run_built(built, inputs), reference)
-        step = None if verification.passed else repair.step(materialized, verification)
+        verification, inputs = _judged(built, references)
+        step = None if verification.passed else repair.step(materialized, verification, inputs)
         if step is None:
             found = (repair.errors, repair.tried, repair.wrong)
             return Checked(built, materialized, verification, *found)
         built, materialized = step
+
+
+def _judged(built: Built, references: Sequence[Reference]) -> tuple[Verification, Sequence[Any]]:
+    """The verdict on a build on the inputs of all references, or on the first that it fails on, and
+    these inputs.
+    """
+    run, worst = runner(built), 0.0
+    for reference in references:
+        found = judge_outputs(run(reference.inputs), reference)
+        worst = max(worst, found.worst_error)
+        if not found.passed:
+            break
+    return replace(found, worst_error=worst), reference.inputs
 
 
 def _lowered(job: Job) -> tvm.IRModule:

@@ -1,5 +1,6 @@
 """Random inputs for a Relax function, made from the types of its parameters."""
 
+import math
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,11 +12,19 @@ import tvm_ffi
 from tvm import relax, tirx
 
 from ..errors import InputError
+from ._loops import points_of
 
 _LARGEST = 9
 _NUMBERS = range(-_LARGEST, _LARGEST + 1)
 _DIVISORS = range(1, _LARGEST + 1)
 _PLACES = range(2)  # within whatever has two elements
+
+_FAR, _ENDS = 4.0, 16  # extreme floats, and among how many of the last elements of a line they are
+
+# Inputs, and the most points of all loops, of which a core computes some 1e8 a second in float64.
+# The end of the last row of a masked sum is decided by two elements: one input in four hides there
+# that the mask is gone.
+_DRAWS = ((6, 1 << 23), (2, 1 << 27), (1, math.inf))
 
 _MOVES = ("relax.astype", "relax.reshape", "relax.expand_dims", "relax.squeeze", "relax.flatten")
 _DIVISIONS = frozenset(
@@ -45,6 +54,7 @@ def random_inputs(
     seed: int = 0,
     sizes: Mapping[str, int] | None = None,
     integers: Mapping[str, int] | None = None,
+    extreme: bool = False,
 ) -> list[Any]:
     """Draw one value per parameter.
 
@@ -61,6 +71,10 @@ def random_inputs(
         rows with (an embedding, before LegalizeOps) ranges over those rows, one that is only
         computed with over -9 to 9 (1 to 9 where something is divided by it), and any other over 0
         and 1, so that nothing is read out of bounds.
+
+    extreme : bool
+        On each line along each axis one of the last elements is far from the others, up or down:
+        what only the ends of loops and the lanes of remainders compute decides results.
 
     Returns
     -------
@@ -79,7 +93,7 @@ def random_inputs(
     """
     sizes = dict(sizes or {})
     ranges = ranges_of(func) | {name: range(n) for name, n in (integers or {}).items()}
-    draw = _Draw(sizes, seed)
+    draw = _Draw(sizes, seed, extreme)
     values = [draw.value(p.ty, p.name, ranges.get(p.name, _PLACES)) for p in func.params]
     known = {p.name for p in func.params}
     _refuse_unknown("parameter", set(integers or {}) - known, known)
@@ -110,9 +124,10 @@ def _other(value: Any) -> Any:
 class _Draw:
     """Draws values of Relax types; remembers which sizes it needed."""
 
-    def __init__(self, sizes: dict[str, int], seed: int) -> None:
+    def __init__(self, sizes: dict[str, int], seed: int, extreme: bool) -> None:
         self.sizes = sizes
         self.seed = seed
+        self.extreme = extreme
         self.used: set[str] = set()
 
     def value(self, ty: Any, name: str, integers: range) -> Any:
@@ -148,8 +163,37 @@ class _Draw:
             return np.asarray(rng.integers(0, 2, shape).astype("bool"))
         if dtype.startswith(("int", "uint")):
             low = max(integers.start, 0) if dtype.startswith("uint") else integers.start
-            return np.asarray(rng.integers(low, integers.stop, shape).astype(dtype))
-        return np.asarray(rng.standard_normal(shape)).astype(numpy_dtype(dtype))
+            values = np.asarray(rng.integers(low, integers.stop, shape))
+            if self.extreme and integers == _NUMBERS:
+                _spike(values, rng, 3.0 * _LARGEST, unsigned=dtype.startswith("uint"))
+            return values.astype(dtype)
+        values = np.asarray(rng.standard_normal(shape))
+        if self.extreme:
+            _spike(values, rng, _FAR)
+        return values.astype(numpy_dtype(dtype))
+
+
+def _spike(
+    values: np.ndarray, rng: np.random.Generator, height: float, unsigned: bool = False
+) -> None:
+    """Put `height` and up to a half more, or as much below 0, at one of the last elements of each
+    line of each axis. (No two are the same: nobody can say which of two is the largest.)
+    """
+    for axis, extent in enumerate(values.shape):
+        if extent > 1 and values.size:
+            lines = (*values.shape[:axis], 1, *values.shape[axis + 1 :])
+            places = extent - 1 - rng.integers(0, min(extent, _ENDS), lines)
+            signs = 1 if unsigned else rng.choice([-1, 1], lines)
+            heights = height * (1 + 0.5 * rng.random(lines)) * signs
+            np.put_along_axis(values, places, heights.astype(values.dtype), axis)
+
+
+def draw_count(mod: tvm.IRModule) -> int:
+    """On how many inputs a module is checked: on several where its float64 reference takes
+    milliseconds, on one where it takes seconds.
+    """
+    points = points_of(mod)
+    return next(count for count, most in _DRAWS if points <= most)
 
 
 def numpy_dtype(dtype: str) -> np.dtype:

@@ -56,16 +56,20 @@ class Repair:
         The groups that were wrong by themselves, by name of their PrimFunc, and why.
     """
 
-    def __init__(self, job: Job, inputs: Sequence[Any]) -> None:
-        self.job, self._inputs = job, inputs
+    def __init__(self, job: Job) -> None:
+        self.job = job
         self.errors: dict[str, float] = {}
         self.tried = ["the plan"]
         self.wrong: dict[str, tuple[PlannedGroup, str]] = {}
         self._coarse = iter(self._coarse_steps())
 
-    def step(self, materialized: Materialized, verification: Verification) -> Step | None:
-        """The next module to try after one that is wrong as a whole; None where none is left."""
-        found = self.without_wrong_groups(materialized)
+    def step(
+        self, materialized: Materialized, verification: Verification, inputs: Sequence[Any]
+    ) -> Step | None:
+        """The next module to try after one that is wrong as a whole on some inputs; None where none
+        is left.
+        """
+        found = self.without_wrong_groups(materialized, inputs)
         if found is None:
             logger.warning("wrong numbers, and no group is wrong alone: %s", verification.why)
         while found is None:
@@ -75,9 +79,11 @@ class Repair:
             found = coarse()
         return found
 
-    def without_wrong_groups(self, materialized: Materialized) -> Step | None:
+    def without_wrong_groups(
+        self, materialized: Materialized, inputs: Sequence[Any]
+    ) -> Step | None:
         """The module after the groups that are wrong by themselves gave way; None if none can."""
-        wrong, errors = wrong_groups(self.job, materialized, self._inputs)
+        wrong, errors = wrong_groups(self.job, materialized, inputs)
         self.errors |= errors
         before = self.job.plan
         for group, why in wrong.values():
