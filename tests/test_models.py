@@ -11,7 +11,7 @@ from tests import models
 TORCH = [(models.tiny_llama, 28, 90), (models.tiny_bert, 20, 40)]
 ONNX = [
     ("light_squeezenet", 40, 90),
-    ("light_resnet50", 110, 170),
+    pytest.param("light_resnet50", 110, 170, marks=pytest.mark.nightly),
     pytest.param("light_densenet121", 230, 650, marks=pytest.mark.nightly),
 ]
 

@@ -479,6 +479,30 @@ def test_extreme_inputs_have_their_extremes_near_the_ends(dtype):
         assert {-1, 1} == set(np.sign(extreme[far]).tolist())
 
 
+@pytest.mark.parametrize(
+    ("emit", "differs"),
+    [
+        (lambda bb, x: relax.op.exp(x), True),
+        (lambda bb, x: relax.op.argmax(x), True),
+        (lambda bb, x: relax.op.astype(bb.emit(relax.op.exp(x)), "int32"), False),
+        (
+            lambda bb, x: relax.op.vision.roi_align(
+                relax.const(np.ones((1, 4, 8, 8), "float32")), x, (3, 3), 1.0
+            ),
+            False,
+        ),
+    ],
+)
+def test_floats_that_may_be_places_are_the_same_for_all_seeds(emit, differs):
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((6, 5), "float32"))
+    with builder.function("main", [x]):
+        builder.emit_func_output(builder.emit(emit(builder, x)))
+    func = builder.get()["main"]
+    (plain,), (drawn,) = (random_inputs(func, n, extreme=n == 1) for n in (0, 1))
+    assert (plain != drawn).any() == differs
+
+
 @pytest.mark.parametrize(("rows", "count"), [(8, 6), (1 << 12, 2), (1 << 16, 1), (size(), 6)])
 def test_large_modules_are_checked_on_fewer_inputs(rows, count):
     assert draw_count(unfused_module(rows)) == count

@@ -31,6 +31,10 @@ _DIVISIONS = frozenset(
     f"relax.{name}" for name in ("divide", "floor_divide", "mod", "floor_mod", "trunc_divide")
 )
 
+_LOW_LEVEL = frozenset(
+    f"relax.{name}" for name in ("call_tir", "call_dps_packed", "call_pure_packed", "call_inplace")
+)
+
 # Operators that compute with the values of integers, or move them: none is a place or a size.
 _COMPUTING = _DIVISIONS.union(
     _MOVES,
@@ -102,9 +106,8 @@ def random_inputs(
 
 
 def other_numbers(values: Sequence[Any]) -> list[Any]:
-    """Inputs like these with other numbers: elements in other places, floats larger by a half.
-
-    Integers stay the same as a set, so that none becomes an index out of bounds.
+    """Inputs like these with other numbers, none of which is a place out of bounds where these are
+    none: floats half as large, integers in the opposite order along the first axis.
     """
     return [_other(value) for value in values]
 
@@ -114,11 +117,9 @@ def _other(value: Any) -> Any:
         return other_numbers(value)
     if not isinstance(value, np.ndarray):
         return value
-    moved = np.roll(value, 1)
-    if "float" not in value.dtype.name:
-        return moved
-    with np.errstate(over="ignore", invalid="ignore"):
-        return (moved * value.dtype.type(1.5)).astype(value.dtype)
+    if "float" in value.dtype.name:
+        return (value * value.dtype.type(0.5)).astype(value.dtype)
+    return value[::-1] if value.ndim else value
 
 
 class _Draw:
@@ -158,7 +159,9 @@ class _Draw:
         return int(tvm.sym.Analyzer().simplify(tvm_ffi.structural_map(value, number)))
 
     def array(self, shape: tuple[int, ...], dtype: str, name: str, integers: range) -> np.ndarray:
-        rng = np.random.default_rng([self.seed, zlib.crc32(name.encode())])
+        places = integers == _PLACES and "float" in dtype
+        seed = 0 if places else self.seed  # nobody knows which other floats are in bounds
+        rng = np.random.default_rng([seed, zlib.crc32(name.encode())])
         if dtype == "bool":
             return np.asarray(rng.integers(0, 2, shape).astype("bool"))
         if dtype.startswith(("int", "uint")):
@@ -168,7 +171,7 @@ class _Draw:
                 _spike(values, rng, 3.0 * _LARGEST, unsigned=dtype.startswith("uint"))
             return values.astype(dtype)
         values = np.asarray(rng.standard_normal(shape))
-        if self.extreme:
+        if self.extreme and integers == _NUMBERS:
             _spike(values, rng, _FAR)
         return values.astype(numpy_dtype(dtype))
 
@@ -202,14 +205,17 @@ def numpy_dtype(dtype: str) -> np.dtype:
 
 
 def ranges_of(func: relax.Function) -> dict[str, range]:
-    """What integer parameters range over, by name, as far as their readers tell (`random_inputs`).
+    """What parameters range over, by name, as far as their readers tell (`random_inputs`).
 
-    A parameter is followed through the operators that only compute with numbers or move them; one
-    that any other reads (as a place, a size, a shift, a power) is not named.
+    An integer is followed through the operators that only compute with numbers or move them; what
+    any other reads (as a place, a size, a shift, a power) is 0 or 1. A float is followed through
+    all operators; what some read a place with, or round to an integer, is drawn once for all seeds.
     """
     behind: dict[relax.Var, frozenset[str]] = {p: frozenset([p.name]) for p in func.params}
     moved = dict(behind)  # the same numbers, cast or in another shape
-    ranges = {p.name: _NUMBERS for p in func.params if isinstance(p.ty, relax.TensorType)}
+    tensors = {p.name: p.ty for p in func.params if isinstance(p.ty, relax.TensorType)}
+    ranges = dict.fromkeys(tensors, _NUMBERS)
+    floats = {name for name, ty in tensors.items() if "float" in str(ty.dtype)}
     rows: dict[str, int] = {}
 
     def narrow(names: Iterable[str], to: range) -> None:
@@ -225,15 +231,31 @@ def ranges_of(func: relax.Function) -> dict[str, range]:
             reads = reads[:1]
         elif name in _DIVISIONS and value.args[1] in moved:
             narrow(moved[value.args[1]], _DIVISORS)
-        elif isinstance(value, relax.Call) and name not in _COMPUTING:
+        elif _reads_places(value, name):
             narrow(frozenset().union(*reads), _PLACES)
             reads = []
+        elif isinstance(value, relax.Call) and name not in _COMPUTING:
+            names = frozenset().union(*reads)
+            narrow(names - floats, _PLACES)
+            reads = [names & floats]
         elif not isinstance(value, relax.Call | relax.Tuple | relax.TupleGetItem | relax.Var):
             narrow(frozenset().union(*reads), _PLACES)
         behind[binding.var] = frozenset().union(*reads)
         if name in _MOVES and value.args[0] in moved:
             moved[binding.var] = moved[value.args[0]]
     return ranges | {name: range(n) for name, n in rows.items()}
+
+
+def _reads_places(value: Any, name: str) -> bool:
+    """Whether floats may be places for a call: regions of an image, what becomes an integer, and
+    whatever is no operator of TVM's.
+    """
+    if not isinstance(value, relax.Call):
+        return False
+    if name == "relax.astype":
+        from_float = "float" in str(value.args[0].ty.dtype)
+        return from_float and str(value.ty.dtype).startswith(("int", "uint"))
+    return name in _LOW_LEVEL or not name or name.startswith(("relax.vision.", "relax.image."))
 
 
 def _operator(value: Any) -> str:
