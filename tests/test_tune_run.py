@@ -131,7 +131,9 @@ def test_the_command_line_tunes_and_looks_after_its_folder(tuned, tmp_path, caps
     options = ["--target", "llvm", "--policy", "aggressive", "--trials", "1", "--json"]
     assert main(["tune", str(model), *here, *options]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["tasks"][0]["choice"] in ("Way(way=fast)", DEFAULT)
+    task = found["tasks"][0]
+    assert task["choice"]  # the fast way, or a schedule of the other space that the trial found
+    assert task["best_us"] <= task["untuned_us"]
     assert main(["tune", "--db-check", *here]) == 0
     assert main(["tune", "--db-export", str(tmp_path / "plain"), *here]) == 0
     merged = tmp_path / "merged"
