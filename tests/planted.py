@@ -30,6 +30,8 @@ from tvm_fusion.errors import VerificationError
 from tvm_fusion.kernels import registry
 from tvm_fusion.kernels.expr import dtype_of
 
+from .right_programs import FunctionModule
+
 Site = Callable[[object], object | None]  # what stands in a node's place; None: no such node
 
 
@@ -218,15 +220,6 @@ PROGRAMS: dict[str, tuple[Callable, tuple]] = {
 }
 
 
-class _Module(torch.nn.Module):
-    def __init__(self, function: Callable) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *inputs: torch.Tensor) -> object:
-        return self.function(*inputs)
-
-
 def inputs_of(program: str, seed: int) -> tuple[torch.Tensor, ...]:
     generator = torch.Generator().manual_seed(seed)
     made = []
@@ -259,7 +252,7 @@ class Outcome:
 
 def tried(program: str, mutation: str, seed: int, target: str = "llvm") -> Outcome:
     """Compile a program with a planted bug, without the check and with it."""
-    model = _Module(PROGRAMS[program][0]), inputs_of(program, 0)
+    model = FunctionModule(PROGRAMS[program][0]), inputs_of(program, 0)
     with planted(mutation, seed):
         unchecked = tvm_fusion.compile(model, target, verify=False)
         effective = not _is_right(unchecked, program, target)

@@ -46,10 +46,10 @@ class Program:
     inputs: tuple[torch.Tensor, ...]
 
     def module(self) -> torch.nn.Module:
-        return _Module(self.function)
+        return FunctionModule(self.function)
 
 
-class _Module(torch.nn.Module):
+class FunctionModule(torch.nn.Module):
     def __init__(self, function: Callable[..., object]) -> None:
         super().__init__()
         self.function = function

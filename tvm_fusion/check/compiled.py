@@ -77,7 +77,7 @@ def check_compiled(
     mod = _lowered(job)
     first = Reference(mod, job.inputs, job.target)
     references = [first, *(first.on(job.drawn(n)) for n in range(1, draw_count(mod)))]
-    repair = Repair(job)
+    repair = Repair(job, mod)
     if every_group:
         left = repair.without_wrong_groups(materialized, job.inputs)
         built, materialized = left or (built, materialized)

@@ -75,7 +75,6 @@ def random_inputs(
         rows with (an embedding, before LegalizeOps) ranges over those rows, one that is only
         computed with over -9 to 9 (1 to 9 where something is divided by it), and any other over 0
         and 1, so that nothing is read out of bounds.
-
     extreme : bool
         On each line along each axis one of the last elements is far from the others, up or down:
         what only the ends of loops and the lanes of remainders compute decides results.

@@ -26,13 +26,13 @@ from tvm.ir import Call, Op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from ..transform.drop_empty import DropEmpty
-from ..transform.half_operators import DTYPES
+from ..transform.half_operators import BOTH, DTYPES
+from ..transform.lower import public
 from ..transform.unique_names import UniqueNames
 
 if TYPE_CHECKING:
     from ..runtime.build import Built
 
-HALVES = ("float16", "bfloat16")
 LLVM = tvm.target.Target({"kind": "llvm"})
 
 # What TVM cannot lower of halves, by the dtype of the first operand: it refuses, adds up in the
@@ -81,11 +81,8 @@ def plain_module(mod: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
         relax.transform.ConvertToDataflow(min_size=1),
         relax.transform.DeadCodeElimination(["main"]),
     ]
-    main = mod["main"]
-    public = mod.clone()
-    public.update_func(mod.get_global_var("main"), main.with_attr("global_symbol", "main"))
     with target:
-        return tvm.transform.Sequential(passes)(public)
+        return tvm.transform.Sequential(passes)(public(mod))
 
 
 def plain_build(mod: tvm.IRModule, target: tvm.target.Target) -> Built:
@@ -130,7 +127,7 @@ class _Widener(PyExprMutator):
     def _cast(self, value: relax.Expr, dtype: str, like: relax.Type | None = None) -> relax.Expr:
         """A tensor that is not of `dtype`, and narrow or meant to be, as `dtype`."""
         ty = value.ty
-        narrow = (*HALVES, "bool")
+        narrow = (*BOTH, "bool")
         if not isinstance(ty, relax.TensorType) or str(ty.dtype) == dtype:
             return value
         if like is None and str(ty.dtype) not in narrow:
@@ -145,7 +142,5 @@ def _wide_dtype(call: Call) -> str | None:
     ty = call.args[0].ty
     dtype = str(ty.dtype) if isinstance(ty, relax.TensorType) else ""
     if dtype in _NO_HALVES.get(call.op.name, ()):
-        return "float32"
-    if call.op.name == "relax.nn.batch_norm" and dtype in HALVES:
         return "float32"
     return "int32" if dtype == "bool" and call.op.name in _NO_BOOLEANS else None

@@ -33,12 +33,12 @@ from ..runtime.entry import entry_of
 from ._loops import has_large_loops, order_loops
 from ._widen import EXTREMES, LARGEST, widen_nodes
 from .inputs import other_numbers
+from .plain import LLVM
 from .poison import poisoned
 
 if TYPE_CHECKING:
     from ..runtime.build import Built
 
-_HOST = tvm.target.Target({"kind": "llvm"})
 # Optimising took 200 of the 300 ms of building four little kernels; running them takes 1 ms.
 _QUICK = tvm.target.Target({"kind": "llvm", "opt-level": 0})
 
@@ -131,7 +131,7 @@ def build_reference(
     """Build the float64 reference once, to run it on many inputs; see `run_reference`."""
     wide = to_float64(with_intermediates(mod, entry, capture) if capture else mod)
     if target is None or target.kind.name == "llvm":
-        executable = tvm.compile(order_loops(wide), _HOST if has_large_loops(wide) else _QUICK)
+        executable = tvm.compile(order_loops(wide), LLVM if has_large_loops(wide) else _QUICK)
         device = tvm.cpu()
     else:
         executable = build(wide, target, plan_memory=False).executable

@@ -22,10 +22,10 @@ from tvm import relax
 
 from ..errors import BuildError
 from ..kernels.base import RefusalCode
-from ..plan.plan import UNWRITTEN
+from ..plan.plan import FREE, UNWRITTEN
 from ..transform.single_group import group_modules
 from ..transform.write_kernels import write_kernels
-from .plain import plain_build, plain_module
+from .plain import plain_build
 from .reference import run_reference
 from .verify import GroupCase, Verification, verify_group
 
@@ -40,11 +40,10 @@ logger = logging.getLogger(__name__)
 
 Step = tuple["Built", "Materialized"]
 
-_FREE = ("view", "opaque")  # what this package has written nothing of
-
 
 class Repair:
-    """Gives a job with wrong numbers up, step by step.
+    """Gives a job with wrong numbers up, step by step; `plain` is its model as the reference has it
+    (`plain.plain_module`).
 
     Attributes
     ----------
@@ -56,8 +55,8 @@ class Repair:
         The groups that were wrong by themselves, by name of their PrimFunc, and why.
     """
 
-    def __init__(self, job: Job) -> None:
-        self.job = job
+    def __init__(self, job: Job, plain: tvm.IRModule) -> None:
+        self.job, self._plain = job, plain
         self.errors: dict[str, float] = {}
         self.tried = ["the plan"]
         self.wrong: dict[str, tuple[PlannedGroup, str]] = {}
@@ -119,9 +118,8 @@ class Repair:
     def _without_us(self) -> Step | None:
         """The model as TVM alone lowers it; reported are the launches of the step before."""
         self.tried.append("the model as TVM alone compiles it")
-        mod, target = self.job.mod, self.job.target
         try:
-            return plain_build(plain_module(mod, target), target), self.job.write()[1]
+            return plain_build(self._plain, self.job.target), self.job.write()[1]
         except BuildError as error:
             logger.warning("TVM alone cannot compile the model: %s", error)
             return None
@@ -137,7 +135,7 @@ def wrong_groups(
     """The groups whose own numbers are wrong, with the reason, and the error of each group, by name
     of its PrimFunc.
     """
-    groups = {n: g for n, g in materialized.groups.items() if g.kernel_class not in _FREE}
+    groups = {n: g for n, g in materialized.groups.items() if g.kernel_class not in FREE}
     cases = {n: group_modules(job.low, job.graph, job.plan, g) for n, g in groups.items()}
     values = _captured(job, cases.values(), inputs)
     wrong, errors = {}, {}

@@ -20,7 +20,8 @@ from ..kernels.registry import is_registered
 
 PLAN_VERSION = 2
 READABLE_VERSIONS = (1, 2)  # version 1 had no evidence
-UNWRITTEN = ("view", "opaque", "stock")  # "stock": as LegalizeOps made it, where all else failed
+FREE = ("view", "opaque")  # nothing to write: no launch, or one that is not ours
+UNWRITTEN = (*FREE, "stock")  # "stock": as LegalizeOps made it, where all else failed
 
 
 @dataclass(frozen=True, slots=True)

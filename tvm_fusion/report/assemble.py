@@ -11,7 +11,7 @@ from ..cost.probe import Probed, ProbeFailure
 from ..ir.graph import FusionGraph
 from ..kernels.base import Resources
 from ..kernels.cpu.panels import mark_constants
-from ..plan.plan import FusionPlan, PlannedGroup
+from ..plan.plan import FREE, FusionPlan, PlannedGroup
 from ..transform.pack_constants import packable_arguments
 from .layouts import layout_reports, refusal_report
 from .model import Comparison, GroupReport, RefusalReport, Report, Verification
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ..runtime.build import Built
     from ..transform.materialize import Materialized
     from .times import TimeReport
-
-_FREE = ("view", "opaque")
 
 
 def planned_report(
@@ -40,7 +38,7 @@ def planned_report(
     groups = tuple(
         _group(graph, g, g.ops[-1], launches=1, **_resources(by_ops.get(g.ops)))
         for g in plan.groups
-        if g.kernel_class not in _FREE
+        if g.kernel_class not in FREE
     )
     return Report(
         target=plan.device,
@@ -67,7 +65,7 @@ def built_report(
 
     groups = []
     for g in job.plan.groups:
-        if g.kernel_class in _FREE:
+        if g.kernel_class in FREE:
             continue
         name = materialized.functions.get(g.ops, g.ops[-1])
         found = [built.resources[k] for k in built.kernels.get(name, ()) if k in built.resources]
@@ -154,8 +152,8 @@ def _refusals(plan: FusionPlan) -> tuple[RefusalReport, ...]:
 
 
 def _launches(plan: FusionPlan) -> int:
-    return sum(g.kernel_class not in _FREE for g in plan.groups)
+    return sum(g.kernel_class not in FREE for g in plan.groups)
 
 
 def _bytes(plan: FusionPlan) -> int:
-    return int(sum(g.bytes for g in plan.groups if g.kernel_class not in _FREE))
+    return int(sum(g.bytes for g in plan.groups if g.kernel_class not in FREE))

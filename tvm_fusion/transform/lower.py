@@ -73,7 +73,7 @@ def open_composites(
         *([UnpackStacks()] if _gpu(hw) is not None else []),
     ]
     with target:
-        return tvm.transform.Sequential(passes)(_public(mod))
+        return tvm.transform.Sequential(passes)(public(mod))
 
 
 def rewrite(
@@ -119,7 +119,7 @@ def _gpu(hw: HardwareProfile | None) -> HardwareProfile | None:
     return hw if hw is not None and hw.kind != "llvm" else None
 
 
-def _public(mod: tvm.IRModule) -> tvm.IRModule:
+def public(mod: tvm.IRModule) -> tvm.IRModule:
     """`main` with a global symbol: without one it counts as private, and as dead code."""
     main = mod["main"]
     if main.attrs and "global_symbol" in main.attrs:
