@@ -19,7 +19,6 @@ No kernel, schedule or rewrite of this package has a part in it.
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -88,12 +87,14 @@ class Reference:
     def __init__(
         self, mod: tvm.IRModule, inputs: Sequence[Any], target: tvm.target.Target | None = None
     ) -> None:
-        self.inputs, self._builds = inputs, _Builds(mod, target)
+        self.inputs, self._of = inputs, (mod, target)
+        self._builds = _Builds(mod, target)
 
     def on(self, inputs: Sequence[Any]) -> Reference:
         """The same module on other inputs; nothing is built again."""
-        other = copy.copy(self)
-        other.__dict__ = {"inputs": inputs, "_builds": self._builds}
+        mod, target = self._of
+        other = Reference(mod, inputs, target)
+        other._builds = self._builds
         return other
 
     @cached_property

@@ -138,10 +138,13 @@ def _checked(x: Any, own: Any, ref: Any, narrow: str | None, bound: Any) -> Outp
 def _bounds(program: Program, arguments: Tensors) -> list[Any]:
     """What roundings do to each output, as tensors; None where that cannot be said."""
     from ..check.bounds import Reference
-    from ..job import Job
+    from ..config import resolve_target
+    from ..frontends import load
+    from ..transform.lower import lower
 
-    job = Job.of(program.module(), "llvm", None, None, arguments, None)
-    bounds = Reference(job.whole[0], [as_array(x) for x in arguments]).bounds
+    mod = load(program.module(), arguments)
+    low = lower(mod, resolve_target("llvm")[0], decompose=False)
+    bounds = Reference(low, [as_array(x) for x in arguments]).bounds
     return [None if b is None else torch.from_numpy(np.asarray(b)) for b in bounds]
 
 
