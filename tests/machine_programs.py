@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 import tvm
 
-from tests.right_programs import _Module, _near
+from tests.right_programs import FunctionModule, _near
 from tvm_fusion.check.reference import run_built
 from tvm_fusion.job import Job
 
@@ -638,7 +638,7 @@ def judged(name: str, seed: int, target: str, runs: bool = True) -> Outcome:
     """Compile a program for a target, and compare it with torch in float64 on the same inputs."""
     function, inputs = KINDS[name](Draw(seed))
     made = tvm.target.Target(TARGETS[target]) if target in TARGETS else target
-    job = Job.of((_Module(function), inputs), made, None, None, None, None)
+    job = Job.of((FunctionModule(function), inputs), made, None, None, None, None)
     built, _ = job.build_fused()
     near = 0.0
     if runs:
