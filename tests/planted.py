@@ -5,6 +5,8 @@ buffers: what it breaks are numbers, not processes.
 
     python -m tests.planted --out tests/results/planted_llvm.json      all of them, on the CPU
     python -m tests.planted --target cuda --out ...                    on a GPU
+
+`--lines FILE` keeps a line a bug; what is in the file already is not tried again.
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ import contextlib
 import datetime
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,10 +32,12 @@ import tvm_fusion
 from tvm_fusion.errors import VerificationError
 from tvm_fusion.kernels import registry
 from tvm_fusion.kernels.expr import dtype_of
+from tvm_fusion.plan.plan import UNWRITTEN
 
 from .right_programs import FunctionModule
 
 Site = Callable[[object], object | None]  # what stands in a node's place; None: no such node
+Key = tuple[str, str, int]  # a program, a mutation, a seed
 
 
 def _store(node: tirx.BufferStore) -> object | None:
@@ -47,15 +52,26 @@ def _loop(node: tirx.For) -> object | None:
         return None
     if not isinstance(extent, tirx.IntImm) or int(extent) < 2:
         return None
-    shorter = tirx.IntImm(dtype_of(extent), int(extent) - 1)
-    return tirx.For(node.loop_var, node.min, shorter, node.kind, node.body, None, node.annotations)
+    return _shortened(node, node.min)
+
+
+def _late_loop(node: tirx.For) -> object | None:
+    """A loop that leaves its first step out."""
+    return None if _loop(node) is None else _shortened(node, node.min + _one(node.min))
+
+
+def _shortened(node: tirx.For, first: object) -> object:
+    extent = tirx.IntImm(dtype_of(node.extent), int(node.extent) - 1)
+    return tirx.For(node.loop_var, first, extent, node.kind, node.body, None, node.annotations)
+
+
+def _one(like: object) -> tirx.IntImm:
+    return tirx.IntImm(dtype_of(like), 1)
 
 
 def _bound(node: object) -> object | None:
     """A bound that leaves the last element out."""
-    return (
-        type(node)(node.a + tirx.IntImm(dtype_of(node.a), 1), node.b) if _is_index(node) else None
-    )
+    return type(node)(node.a + _one(node.a), node.b) if _is_index(node) else None
 
 
 def _is_index(node: object) -> bool:
@@ -69,8 +85,7 @@ def _index(node: TensorLoad) -> object | None:
         return None
     if not isinstance(extents[-1], tirx.IntImm) or int(extents[-1]) < 2:
         return None
-    one = tirx.IntImm(dtype_of(at[-1]), 1)
-    at[-1] = tirx.FloorMod(at[-1] + one, tirx.Cast(dtype_of(at[-1]), extents[-1]))
+    at[-1] = tirx.FloorMod(at[-1] + _one(at[-1]), tirx.Cast(dtype_of(at[-1]), extents[-1]))
     return tirx.BufferLoad(node.source, at)
 
 
@@ -128,9 +143,18 @@ def _maximum(node: tirx.Max) -> object | None:
     return node.a
 
 
+def _rounded(node: tirx.Add) -> object | None:
+    """A sum that is rounded to half precision on its way."""
+    if dtype_of(node) != "float32":
+        return None
+    return tirx.Cast("float32", tirx.Cast("float16", node))
+
+
 MUTATIONS: dict[str, tuple[type | tuple, Site]] = {
     "dropped store": (tirx.BufferStore, _store),
+    "stale buffer": (tirx.BufferStore, _store),  # of the kernel's own memory
     "short loop": (tirx.For, _loop),
+    "late loop": (tirx.For, _late_loop),
     "bound": (tirx.LT, _bound),
     "index map": (TensorLoad, _index),
     "layout": (TensorLoad, _layout),
@@ -138,12 +162,20 @@ MUTATIONS: dict[str, tuple[type | tuple, Site]] = {
     "identity": (tirx.BufferStore, _identity),
     "barrier": (tirx.Evaluate, _barrier),
     "maximum": (tirx.Max, _maximum),
+    "narrow sum": (tirx.Add, _rounded),
 }
 
 
 def mutated(func: tirx.PrimFunc, mutation: str, seed: int) -> tirx.PrimFunc:
     """The function with one place changed, picked by the seed; the same where there is none."""
-    kind, site = MUTATIONS[mutation]
+    kind, anywhere = MUTATIONS[mutation]
+    params = {hash(p) for p in func.params}
+
+    def site(node: object) -> object | None:
+        if mutation == "stale buffer" and hash(node.buffer) in params:
+            return None
+        return anywhere(node)
+
     places: list[object] = []
     tvm_ffi.structural_walk(
         func.body, [(kind, lambda n: places.append(n) if site(n) is not None else None)]
@@ -194,30 +226,64 @@ def planted(mutation: str, seed: int) -> Iterator[None]:
 # ---- programs, one a kernel class and more -------------------------------------------------------
 
 
+WEIGHT = torch.randn((45, 61), generator=torch.Generator().manual_seed(0))
+
+
 def _attention(q, k, v):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
+def _half_norm(x):
+    return F.layer_norm(x.half(), (130,))
+
+
 PROGRAMS: dict[str, tuple[Callable, tuple]] = {
+    # pointwise
     "chain": (lambda x: torch.tanh(x * 2 + 1) * x, ((33, 129),)),
+    "integers": (lambda x, y: torch.maximum(x * 3 - y, y), (("int", 33, 19), ("int", 33, 19))),
+    "transpose": (lambda x, y: x.t() + y, ((65, 65), (65, 65))),
+    "permute": (lambda x: x.permute(2, 0, 1).contiguous() * 2, ((17, 33, 19),)),
+    "concat": (lambda x, y: torch.cat([x, y], 1) * 2, ((9, 17), (9, 30))),
+    "pad": (lambda x: F.pad(x, (2, 3), value=1.0) * 2, ((19, 33),)),
+    "gather": (lambda x, i: x[i.abs()] * 2, ((37, 19), ("int", 23))),
+    # row
     "sum": (lambda x: (x * 2 + 1).sum(-1) * 3, ((33, 1037),)),
     "integer sum": (lambda x: (x * 2 + 1).sum(-1) * 3, (("int", 33, 1037),)),
-    "column sum": (lambda x: (x * x).sum(0), ((67, 45),)),
     "softmax": (lambda x: torch.softmax(x * 0.5, -1), ((19, 517),)),
     "layer norm": (lambda x, w, b: F.layer_norm(x, (129,), w, b), ((37, 129), (129,), (129,))),
-    "transpose": (lambda x, y: x.t() + y, ((65, 65), (65, 65))),
-    "product": (lambda x, w: F.gelu(x @ w), ((37, 61), (61, 45))),
-    "square product": (lambda x, w, r: torch.relu(x @ w) + r, ((32, 32), (32, 32), (32, 32))),
-    "attention": (_attention, ((1, 2, 37, 16),) * 3),
+    "half norm": (_half_norm, ((21, 130),)),
+    "group norm": (lambda x: F.group_norm(x, 3), ((2, 9, 13, 11),)),
     "largest": (lambda x: (x * 2).argmax(-1), ((21, 333),)),
     "masked": (lambda x: torch.where(x > 0, x, x * 0.1).sum(-1), ((21, 130),)),
     "maximum": (lambda x: (x + 1).amax(-1), ((21, 130),)),
-    "concat": (lambda x, y: torch.cat([x, y], 1) * 2, ((9, 17), (9, 30))),
-    "loss": (
-        lambda x: -torch.log_softmax(x, -1)[:, 3].mean(),
-        ((41, 203),),
+    "any": (lambda x: (x > 2).any(-1), ((37, 29),)),
+    "loss": (lambda x: -torch.log_softmax(x, -1)[:, 3].mean(), ((41, 203),)),
+    "mean of all": (lambda x: (x * x).mean(), ((137, 219),)),
+    "pooling": (lambda x: F.max_pool2d(x, 3, 2, 1), ((2, 5, 13, 11),)),
+    # column
+    "column sum": (lambda x: (x * x).sum(0), ((67, 45),)),
+    "logarithm of a sum": (lambda x: torch.logsumexp(x, 0), ((67, 45),)),
+    "middle sum": (lambda x: torch.exp(x).sum(1), ((5, 37, 19),)),
+    "variance": (lambda x: x.var(0), ((67, 45),)),
+    # nest
+    "convolution": (lambda x, k: F.conv2d(x, k, padding=1) * 2, ((2, 5, 13, 11), (7, 5, 3, 3))),
+    "transposed": (lambda x, k: F.conv_transpose2d(x, k, stride=2), ((2, 5, 7, 6), (5, 4, 3, 3))),
+    "smallest": (lambda x: x.argmin(0), ((37, 29),)),
+    # gemm
+    "product": (lambda x, w: F.gelu(x @ w), ((37, 61), (61, 45))),
+    "square product": (lambda x, w, r: torch.relu(x @ w) + r, ((32, 32), (32, 32), (32, 32))),
+    "linear": (lambda x: F.relu(F.linear(x, WEIGHT)), ((37, 61),)),
+    "one row": (lambda x, w: x @ w, ((1, 261), (261, 45))),
+    "products": (lambda x, w: torch.tanh(x @ w), ((3, 19, 37), (3, 37, 23))),
+    "integer product": (lambda x, w: x @ w, (("int", 19, 37), ("int", 37, 23))),
+    # attention
+    "attention": (_attention, ((1, 2, 37, 16),) * 3),
+    "attention to all": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
+        ((2, 3, 19, 24), (2, 3, 45, 24), (2, 3, 45, 24)),
     ),
 }
+NEAR = {torch.float32: 1e-4, torch.float16: 4e-3}
 
 
 def inputs_of(program: str, seed: int) -> tuple[torch.Tensor, ...]:
@@ -237,6 +303,8 @@ class Outcome:
 
     Attributes
     ----------
+    classes : tuple of str
+        The kernel classes of the program, each of which has the bug in its kernels.
     effective : bool
         Whether the module is wrong without the check.
     verdict : str
@@ -246,6 +314,7 @@ class Outcome:
     program: str
     mutation: str
     seed: int
+    classes: tuple[str, ...]
     effective: bool
     verdict: str
 
@@ -255,15 +324,15 @@ def tried(program: str, mutation: str, seed: int, target: str = "llvm") -> Outco
     model = FunctionModule(PROGRAMS[program][0]), inputs_of(program, 0)
     with planted(mutation, seed):
         unchecked = tvm_fusion.compile(model, target, verify=False)
-        effective = not _is_right(unchecked, program, target)
-        if not effective:
-            return Outcome(program, mutation, seed, False, "right")
+        classes = tuple(sorted({g.kernel_class for g in unchecked.plan.groups} - set(UNWRITTEN)))
+        key = (program, mutation, seed, classes)
+        if _is_right(unchecked, program, target):
+            return Outcome(*key, False, "right")
         try:
             checked = tvm_fusion.compile(model, target, verify=True)
         except VerificationError:
-            return Outcome(program, mutation, seed, True, "refused")
-    verdict = "right" if _is_right(checked, program, target) else "wrong"
-    return Outcome(program, mutation, seed, True, verdict)
+            return Outcome(*key, True, "refused")
+    return Outcome(*key, True, "right" if _is_right(checked, program, target) else "wrong")
 
 
 def _is_right(compiled: object, program: str, target: str) -> bool:
@@ -274,37 +343,68 @@ def _is_right(compiled: object, program: str, target: str) -> bool:
         exact = PROGRAMS[program][0](*(x.double() if x.is_floating_point() else x for x in inputs))
         given = compiled(*(x.to(device) for x in inputs)).cpu()
         error = (given.double() - exact.double()).abs().max()
-        if not error <= 1e-4 * max(1.0, float(exact.double().abs().max())):
+        near = NEAR.get(given.dtype, 0.0)
+        if not error <= near * max(1.0, float(exact.double().abs().max())):
             return False
     return True
 
 
-def every(seeds: int) -> Iterator[tuple[str, str, int]]:
+def every(seeds: int) -> Iterator[Key]:
     return ((p, m, s) for p in PROGRAMS for m in MUTATIONS for s in range(seeds))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--target", default="llvm")
-    parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--out", type=Path, required=True)
-    args = parser.parse_args()
-    outcomes = []
-    for program, mutation, seed in every(args.seeds):
-        outcomes.append(tried(program, mutation, seed, args.target))
-        print(outcomes[-1], flush=True)
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def summary(outcomes: Sequence[Outcome], command: str) -> dict:
+    """The result that is committed: counts, by mutation and by kernel class, and all that count."""
     effective = [o for o in outcomes if o.effective]
-    counts = {v: sum(o.verdict == v for o in effective) for v in ("right", "refused", "wrong")}
-    found = {
-        "command": f"python -m tests.planted --target {args.target} --seeds {args.seeds}",
+    return {
+        "command": command,
         "date": datetime.date.today().isoformat(),
-        "versions": {"tvm_fusion": tvm_fusion.__version__, "tvm": tvm.__version__},
+        "versions": {
+            "tvm_fusion": tvm_fusion.__version__,
+            "tvm": tvm.__version__,
+            "torch": torch.__version__,
+        },
         "planted": len(outcomes),
         "effective": len(effective),
-        "with the check": counts,
+        "with_the_check": {
+            verdict: sum(o.verdict == verdict for o in effective)
+            for verdict in ("right", "refused", "wrong")
+        },
+        "effective_by_mutation": {m: sum(o.mutation == m for o in effective) for m in MUTATIONS},
+        "effective_by_class": Counter(c for o in effective for c in o.classes),
         "outcomes": [asdict(o) for o in effective],
     }
-    args.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default="llvm")
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--lines", type=Path, help="a file for a line a bug")
+    parser.add_argument("--out", type=Path, help="a file for the result")
+    args = parser.parse_args()
+    known = list(_read(args.lines)) if args.lines and args.lines.exists() else []
+    found = {(o.program, o.mutation, o.seed): o for o in known}
+    for key in every(args.seeds):
+        if key not in found:
+            found[key] = tried(*key, args.target)
+            if args.lines:
+                with args.lines.open("a") as lines:
+                    lines.write(json.dumps(asdict(found[key])) + "\n")
+    command = f"python -m tests.planted --target {args.target} --seeds {args.seeds}"
+    text = json.dumps(summary(list(found.values()), command), indent=1)
+    if args.out:
+        args.out.write_text(text + "\n")
+    print(text)
+
+
+def _read(file: Path) -> Iterator[Outcome]:
+    for line in file.read_text().splitlines():
+        values = json.loads(line)
+        yield Outcome(**values | {"classes": tuple(values["classes"])})
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from .ir.graph import FusionGraph, build_graph
 from .kernels.base import Refusal, RefusalCode
 from .plan.decide import caution_of, without
 from .plan.judge import measured_whole, times_apart
-from .plan.plan import FusionPlan, PlannedGroup
+from .plan.plan import FALLBACK, STOCK, FusionPlan, PlannedGroup
 from .plan.search import unfused_plan
 from .report.progress import stages
 from .transform.lower import lower
@@ -290,18 +290,28 @@ class Job:
     ) -> bool:
         """Cuts all groups whose PrimFunc failed; whether anything changed."""
         before = self.plan
-        for group in _groups_of(self.plan, materialized, failures):
+        for group in self.groups_of(materialized, failures):
             self.cut(group, code, failures[materialized.functions[group.ops]])
         return self.plan != before
+
+    def groups_of(
+        self, materialized: Materialized, functions: Collection[str]
+    ) -> list[PlannedGroup]:
+        """The groups of the plan that PrimFuncs compute, by their names (equal groups share
+        one).
+        """
+        return [g for g in self.plan.groups if materialized.functions.get(g.ops) in functions]
 
     def _judged_again(self, plan: FusionPlan) -> FusionPlan:
         """The plan with the evidence of the groups that are left."""
         caution = caution_of(self.hw, self.policy)
         return measured_whole(self.graph, plan, times_apart(self.alone), caution)
 
-    def cut(self, group: PlannedGroup, code: RefusalCode, why: str) -> None:
-        """Takes a group apart; gives a single operator the fallback class, then TVM's own code: at
-        once where the numbers are wrong, since on a CPU one writer serves all classes.
+    def cut(
+        self, group: PlannedGroup, code: RefusalCode, why: str, kernel_class: str | None = None
+    ) -> None:
+        """Takes a group apart; gives a single operator `kernel_class`, by default the fallback
+        class, then TVM's own code.
         """
         why = why.strip().splitlines()[-1] if why.strip() else code.value
         logger.warning("group %s falls back: %s", "+".join(group.ops), why)
@@ -312,20 +322,12 @@ class Job:
             plan = without(self.graph, self.plan, group, self.alone, reason)
             self.plan = plan if plan.evidence is None else self._judged_again(plan)
         else:
-            kernel_class = "stock" if code is RefusalCode.WRONG_NUMBERS else _next_class(group)
-            self.plan = self.plan.with_class(group.ops[0], kernel_class)
-
-
-def _groups_of(
-    plan: FusionPlan, materialized: Materialized, failed: Collection[str]
-) -> list[PlannedGroup]:
-    """The groups of a plan that the failed PrimFuncs compute (equal groups share one)."""
-    return [g for g in plan.groups if materialized.functions.get(g.ops) in failed]
+            self.plan = self.plan.with_class(group.ops[0], kernel_class or _next_class(group))
 
 
 def _next_class(group: PlannedGroup) -> str:
     """What to try after the class of a single operator failed."""
-    return "stock" if group.kernel_class in ("fallback", "stock") else "fallback"
+    return STOCK if group.kernel_class in (FALLBACK, STOCK) else FALLBACK
 
 
 def _read_plan(plan: PlanLike) -> FusionPlan | None:

@@ -78,9 +78,8 @@ def check_compiled(
     first = Reference(mod, job.inputs, job.target)
     references = [first, *(first.on(job.drawn(n)) for n in range(1, draw_count(mod)))]
     repair = Repair(job, mod)
-    if every_group:
-        left = repair.without_wrong_groups(materialized, job.inputs)
-        built, materialized = left or (built, materialized)
+    while every_group and (left := repair.without_wrong_groups(materialized, job.inputs)):
+        built, materialized = left
     while True:
         verification, inputs = _judged(built, references)
         step = None if verification.passed else repair.step(materialized, verification, inputs)

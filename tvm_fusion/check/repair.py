@@ -1,7 +1,7 @@
 """Where a module gives wrong numbers, as little of it as need be gives way, in this order:
 
 1. the groups that are wrong by themselves: one of several operators is taken apart, a single
-   operator gets TVM's own code;
+   operator gets another kernel (`other_kernels`), in the end TVM's own code;
 2. all fusion, where the module is wrong and no group by itself;
 3. all kernels of this package;
 4. the lowering and the memory plan of this package: the model as TVM alone compiles it.
@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 
 from ..errors import BuildError
 from ..kernels.base import RefusalCode
-from ..plan.plan import FREE, UNWRITTEN
+from ..plan.plan import FALLBACK, FREE, STOCK, UNWRITTEN
 from ..transform.single_group import group_modules
 from ..transform.write_kernels import write_kernels
+from .other_kernels import OtherKernels
 from .plain import plain_build
 from .reference import run_reference
 from .verify import GroupCase, Verification, verify_group
@@ -84,15 +85,34 @@ class Repair:
         """The module after the groups that are wrong by themselves gave way; None if none can."""
         wrong, errors = wrong_groups(self.job, materialized, inputs)
         self.errors |= errors
-        before = self.job.plan
-        for group, why in wrong.values():
-            self.job.cut(group, RefusalCode.WRONG_NUMBERS, why)
-        if self.job.plan == before:
+        gave_way = []
+        for name, (group, why) in wrong.items():
+            kernel_class, how = self._instead(group, materialized.mod[name])
+            before = self.job.plan
+            for equal in self.job.groups_of(materialized, [name]):
+                self.job.cut(equal, RefusalCode.WRONG_NUMBERS, why, kernel_class)
+            if how or self.job.plan != before:
+                gave_way.append("+".join(group.ops) + (f" as {how}" if how else ""))
+        if not gave_way:
             return None
         self.wrong |= wrong
-        names = ", ".join("+".join(group.ops) for group, _ in wrong.values())
-        self.tried.append(f"the plan without {names}")
+        self.tried.append(f"another way for {', '.join(gave_way)}")
         return self.job.build_fused()
+
+    def _instead(self, group: PlannedGroup, func: tirx.PrimFunc) -> tuple[str, str]:
+        """The class that computes a single operator in place of a kernel that is wrong, and in
+        which configuration where the class stays.
+        """
+        if len(group.ops) > 1 or group.kernel_class in UNWRITTEN:
+            return STOCK, ""
+        if not isinstance(self.job.tuned, OtherKernels):
+            self.job.tuned = OtherKernels(self.job.tuned, self.job.hw, self.job.policy)
+        with self.job.target:
+            how = self.job.tuned.reject(func, group.kernel_class)
+            if how is not None:
+                return group.kernel_class, how
+            other = self.job.tuned.falls_back(func, group.kernel_class)
+        return FALLBACK if other else STOCK, ""
 
     def _coarse_steps(self) -> tuple[Callable[[], Step | None], ...]:
         """What gives way where no group is wrong by itself."""
@@ -126,7 +146,7 @@ class Repair:
 
 
 def _stock(group: PlannedGroup) -> PlannedGroup:
-    return group if group.kernel_class in UNWRITTEN else replace(group, kernel_class="stock")
+    return group if group.kernel_class in UNWRITTEN else replace(group, kernel_class=STOCK)
 
 
 def wrong_groups(

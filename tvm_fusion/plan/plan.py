@@ -21,7 +21,9 @@ from ..kernels.registry import is_registered
 PLAN_VERSION = 2
 READABLE_VERSIONS = (1, 2)  # version 1 had no evidence
 FREE = ("view", "opaque")  # nothing to write: no launch, or one that is not ours
-UNWRITTEN = (*FREE, "stock")  # "stock": as LegalizeOps made it, where all else failed
+FALLBACK = "fallback"  # any one operator
+STOCK = "stock"  # as LegalizeOps made it, where all else failed
+UNWRITTEN = (*FREE, STOCK)
 
 
 @dataclass(frozen=True, slots=True)
