@@ -1,50 +1,66 @@
-"""Random problems of each kernel class, by a sample of the configurations that its space offers.
+"""Random problems of each kernel class (`kernel_problems`), by a sample of the configurations that
+its space offers; and modules of several launches, each kernel in a configuration of the sample.
 
-    python -m tests.kernel_sweep --problems 300 --configs 12 --out FILE
+    python -m tests.kernel_sweep --problems 300 --configs 12 --lines FILE --out FILE
 
-Each kernel runs on the emulator twice: outputs and shared memory hold other bytes the second time.
-It is right if its numbers are (`check.rules`, float64 by `check.reference`), if both runs give the
-same bytes (what is read was written), and if each byte of an output is stored once, counted over
-all threads. Does not count: stores of tensor maps (Hopper), kernels of several launches.
+Each kernel for a GPU runs on the emulator twice: outputs and shared memory hold other bytes the
+second time. It is right if its numbers are (`check.rules`, float64 by `check.reference`), if both
+runs give the same bytes (what is read was written), and if each byte of an output is stored once,
+counted over all threads. Does not count: stores through tensor maps (Hopper) and bare pointers (the
+fragments of an attention), stores on a CPU (`nest`) and in modules of several launches, whose
+outputs and fresh memory are poisoned.
+
+What is in `--lines FILE` already is not tried again.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import datetime
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tvm
 from tvm import relax, tirx
-from tvm.relax import op
 
 from tests import cuda_on_cpu, hopper_on_cpu
 from tests.cuda_on_cpu import EmulationError, Lowered, Watch, run_cuda_on_cpu
-from tests.kernel_cases import fuse, numpy_dtype
+from tests.kernel_cases import numpy_dtype
+from tests.kernel_problems import CLASSES, MODULES, Problem, drawn_module
+from tests.module_on_cpu import EmulatedModule
+from tvm_fusion._version import __version__
 from tvm_fusion.check.bounds import Reference
 from tvm_fusion.check.inputs import random_inputs
+from tvm_fusion.check.plain import plain_module
+from tvm_fusion.check.poison import poisoned
 from tvm_fusion.check.precision import computed_dtypes
 from tvm_fusion.check.rules import check_output
-from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.check.verify import judge_outputs
+from tvm_fusion.config import (
+    HardwareProfile,
+    Policy,
+    load_policy,
+    load_profile,
+    resolve_target,
+)
 from tvm_fusion.errors import Unsupported
+from tvm_fusion.job import Job
 from tvm_fusion.kernels.registry import kernel_class
+from tvm_fusion.runtime.build import build_functions
 from tvm_fusion.transform.write_kernels import write_kernel
+from tvm_fusion.tuning.choices import text_of
 
-SIZES = sorted({*range(1, 12), 15, 16, 17, 19, 23, 31, 32, 33, 37, 47, 63, 64, 65, 67, 70})
-ELEMENTS = 6000
-DTYPES = ("float32", "float16", "bfloat16", "float32")
 DEVICES = ("nvidia_h200", "nvidia_a100", "nvidia_rtx4090")
+ON_CPU = ("nest",)
 POLICY = load_policy(None)
 FILLS = (0xFF, 0x3C)
-
-Made = tuple[Callable, list[tuple[tuple[int, ...], str]]]
-CLASSES: dict[str, Callable[[random.Random], Made]] = {}
+EVERYTHING = sorted({*CLASSES, *MODULES})
 
 
 @dataclass
@@ -62,10 +78,13 @@ class Tried:
 def swept(name: str, seed: int, configs: int) -> Tried:
     """Tries a sample of the configurations of one problem."""
     rng = random.Random(f"{name} {seed}")
-    emit, inputs = CLASSES[name](rng)
+    if name in ON_CPU:
+        return _swept_on_cpu(name, seed, rng)
     tried = Tried(name, seed, DEVICES[seed % len(DEVICES)])
-    hw = load_profile(tried.device)
-    func = fuse(emit, *inputs)
+    if name in MODULES:
+        return _swept_module(tried, rng, configs)
+    problem = CLASSES[name](rng, tried.device)
+    func, hw = problem.func, load_profile(tried.device)
     kernels: dict[str, Lowered] = {}
     try:
         offered = kernel_class(name).configs(func, hw, POLICY)
@@ -80,7 +99,7 @@ def swept(name: str, seed: int, configs: int) -> Tried:
             tried.refused.append(f"{config}: {why}")
     plain = [k for k in kernels.values() if not _on_hopper(k)]
     cuda_on_cpu.compile_together(map(cuda_on_cpu.translated, plain))
-    judge = _Judge(func, len(inputs))
+    judge = _Judge(problem)
     for config, kernel in kernels.items():
         why = judge.wrong(kernel)
         tried.right += not why
@@ -89,28 +108,105 @@ def swept(name: str, seed: int, configs: int) -> Tried:
     return tried
 
 
+def _swept_on_cpu(name: str, seed: int, rng: random.Random) -> Tried:
+    """A class of CPUs has one way to write a kernel; the second run begins in other memory."""
+    target, hw = resolve_target("llvm")
+    tried = Tried(name, seed, "llvm")
+    problem = CLASSES[name](rng, "llvm")
+    with target:
+        try:
+            kernel = write_kernel(problem.func, name, hw, POLICY)
+        except Unsupported as why:
+            tried.refused.append(str(why))
+            return tried
+    kernel = kernel.with_attr("global_symbol", "kernel")
+    library, _ = build_functions(tvm.IRModule({"kernel": kernel}), target)
+    why = _Judge(problem).wrong(library["kernel"])
+    tried.right += not why
+    tried.wrong += [why] * bool(why)
+    return tried
+
+
+def _swept_module(tried: Tried, rng: random.Random, configs: int) -> Tried:
+    """A module planned for a GPU, a few times, each kernel in some configuration of its class."""
+    mod = drawn_module(tried.name, rng)
+    inputs = random_inputs(mod["main"], tried.seed)
+    hw = load_profile(tried.device)
+    reference = Reference(plain_module(mod, tvm.target.Target("llvm")), inputs)
+    drawn, modules = [], []
+    for _ in range(-(-configs // 3)):
+        job = Job.from_module(mod, hw.to_target(), hw, POLICY)
+        job.tuned = _Drawn(rng, hw)
+        modules.append(EmulatedModule.of(job))
+        drawn.append(job.tuned.texts)
+        tried.refused += job.cuts.values()
+    cuda_on_cpu.compile_together(text for module in modules for text in module.texts())
+    for module, texts in zip(modules, drawn, strict=True):
+        try:
+            found = judge_outputs(module(inputs), reference)
+            why = found.why
+        except EmulationError as error:
+            why = str(error)
+        tried.right += not why
+        tried.wrong += [f"{texts}: {why}"] * bool(why)
+    return tried
+
+
+class _Drawn:
+    """Stands in for what tuning chose: for each function some configuration, of any form."""
+
+    def __init__(self, rng: random.Random, hw: HardwareProfile) -> None:
+        self._rng, self._hw = rng, hw
+        self._config: Any = None
+        self.texts: list[str] = []
+
+    def choice(self, func: tirx.PrimFunc, class_name: str, policy: Policy) -> str:
+        """Another one each time."""
+        try:
+            offered = kernel_class(class_name).configs(func, self._hw, policy)
+        except Unsupported:
+            return ""
+        of = self._rng.choice(list(_forms(offered).values()))
+        self._config = self._rng.choice(of)
+        return f"{class_name} {text_of(self._config)}"
+
+    def kernel(
+        self, func: tirx.PrimFunc, class_name: str, hw: HardwareProfile, policy: Policy
+    ) -> tirx.PrimFunc | None:
+        """The kernel of the last choice."""
+        self.texts.append(text_of(self._config))
+        return write_kernel(func, class_name, hw, policy, self._config)
+
+
 def _sample(rng: random.Random, offered: Sequence[Any], count: int) -> list[Any]:
     """The first, and some of each form, of which there may be few."""
-    forms: dict[Any, list[Any]] = collections.defaultdict(list)
-    for config in offered[1:]:
-        forms[type(config).__name__, getattr(config, "form", None)].append(config)
+    forms = _forms(offered[1:])
     each = -(-count // max(1, len(forms)))
     some = [c for of in forms.values() for c in rng.sample(of, min(each, len(of)))]
     return [*offered[:1], *some]
 
 
+def _forms(offered: Sequence[Any]) -> dict[Any, list[Any]]:
+    """Configurations by form."""
+    forms: dict[Any, list[Any]] = collections.defaultdict(list)
+    for config in offered:
+        forms[type(config).__name__, getattr(config, "form", None)].append(config)
+    return forms
+
+
 class _Judge:
     """Runs kernels of one PrimFunc and compares them with its float64 reference."""
 
-    def __init__(self, func: tirx.PrimFunc, inputs: int) -> None:
+    def __init__(self, problem: Problem) -> None:
+        func, inputs = problem.func, problem.inputs
         self.mod = _module(func, inputs)
-        self.inputs = [np.asarray(x) for x in random_inputs(self.mod["main"])]
+        self.inputs = problem.given or [np.asarray(x) for x in random_inputs(self.mod["main"])]
         self.dtypes = [str(p.ty.dtype) for p in func.params[inputs:]]
         self.shapes = [tuple(int(e) for e in p.ty.shape) for p in func.params[inputs:]]
         self.reference = Reference(self.mod, self.inputs)
         self.computed = computed_dtypes(self.mod)
 
-    def wrong(self, kernel: Lowered) -> str:
+    def wrong(self, kernel: Lowered | Callable) -> str:
         """What is wrong with a kernel; empty if nothing is."""
         try:
             runs = [self._run(kernel, fill) for fill in FILLS]
@@ -120,13 +216,13 @@ class _Judge:
         for i, (x, y) in enumerate(zip(outputs, again, strict=True)):
             if x.tobytes() != y.tobytes():
                 return f"output {i} depends on what was in memory before"
-        for i, counts in enumerate(() if _on_hopper(kernel) else watch.counts):
-            if not (counts == 1).all():
+        for i, counts in enumerate(watch.counts):
+            if counts.any() and not (counts == 1).all():
                 at = int(np.argmax(counts != 1)) // outputs[i].itemsize
                 return f"element {at} of output {i} is stored {counts[counts != 1][0]} times"
         return self._numbers(outputs)
 
-    def _run(self, kernel: Lowered, fill: int) -> tuple[list[np.ndarray], Watch]:
+    def _run(self, kernel: Lowered | Callable, fill: int) -> tuple[list[np.ndarray], Watch]:
         outputs = [
             np.frombuffer(
                 bytes([fill & 1 if d == "bool" else fill]) * _bytes(s, d), _of(d)
@@ -135,8 +231,13 @@ class _Judge:
         ]
         outputs = [x.copy() for x in outputs]
         watch = Watch(len(outputs), fill)
-        with hopper_on_cpu.translation(_on_hopper(kernel)):
-            run_cuda_on_cpu(kernel, [*(x.copy() for x in self.inputs), *outputs], watch)
+        arrays = [*(x.copy() for x in self.inputs), *outputs]
+        if not isinstance(kernel, Lowered):
+            return _run_on_cpu(kernel, arrays)[len(self.inputs) :], watch
+        if not _on_hopper(kernel):
+            run_cuda_on_cpu(kernel, arrays, watch)
+        else:
+            hopper_on_cpu.run_hopper_on_cpu(kernel, arrays)
         return outputs, watch
 
     def _numbers(self, outputs: Sequence[np.ndarray]) -> str:
@@ -147,6 +248,15 @@ class _Judge:
                 if not check.passed:
                     return f"output {i}: {check.why}"
         return ""
+
+
+def _run_on_cpu(kernel: Callable, arrays: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """What a kernel makes of arrays, in memory full of other numbers."""
+    device = tvm.cpu()
+    tensors = [tvm.runtime.tensor(x, device) for x in arrays]
+    with poisoned(device, 0):
+        kernel(*tensors)
+    return [tensor.numpy() for tensor in tensors]
 
 
 def _module(func: tirx.PrimFunc, inputs: int) -> tvm.IRModule:
@@ -176,120 +286,29 @@ def _on_hopper(kernel: Lowered) -> bool:
     return any(word in kernel.source for word in ("CUtensorMap", "wgmma"))
 
 
-# ---- problems
-
-
-def problem(make: Callable[[random.Random], Made]) -> Callable[[random.Random], Made]:
-    CLASSES[make.__name__] = make
-    return make
-
-
-def _shape(rng: random.Random, axes: Sequence[int], most: int = ELEMENTS) -> tuple[int, ...]:
-    while True:
-        shape = tuple(rng.choice(SIZES) for _ in range(rng.choice(axes)))
-        if np.prod(shape) <= most:
-            return shape
-
-
-def _reduced(rng: random.Random, x: Any, bb: Any, axes: list[int]) -> Any:
-    """A reduction over axes, alone or with what stands around it; or two that depend."""
-    reduce = rng.choice((op.sum, op.max, op.min, op.mean))
-    kind = rng.choice(("plain", "before", "behind", "softmax", "variance", "centred"))
-    if kind == "softmax" and len(axes) == 1:
-        return op.nn.softmax(x, axes[0])
-    if kind == "variance":
-        mean = bb.emit(op.mean(x, axes, keepdims=True))
-        centred = bb.emit(op.subtract(x, mean))
-        return op.mean(bb.emit(op.multiply(centred, centred)), axes)
-    if kind == "centred":
-        return op.subtract(x, bb.emit(reduce(x, axes, keepdims=True)))
-    x = bb.emit(op.exp(x)) if kind == "before" else x
-    result = bb.emit(reduce(x, axes))
-    return op.multiply(result, result) if kind == "behind" else result
-
-
-@problem
-def column(rng: random.Random) -> Made:
-    shape = _shape(rng, (2, 2, 3))
-    axes = rng.choice([[0], [0]] if len(shape) == 2 else [[0], [0, 1], [1]])
-    return _wide(lambda bb, x: _reduced(rng, x, bb, axes)), [(shape, rng.choice(DTYPES))]
-
-
-@problem
-def row(rng: random.Random) -> Made:
-    shape = _shape(rng, (1, 2, 2, 3))
-    first = rng.randrange(len(shape))
-    axes = list(range(first, len(shape)))
-    return _wide(lambda bb, x: _reduced(rng, x, bb, axes)), [(shape, rng.choice(DTYPES))]
-
-
-@problem
-def pointwise(rng: random.Random) -> Made:
-    shape = _shape(rng, (1, 2, 3))
-    other = tuple(1 if rng.random() < 0.3 else e for e in shape)
-    dtype = rng.choice((*DTYPES, "int32", "int8"))
-    combine = rng.choice((op.add, op.multiply, op.maximum))
-
-    def emit(bb, x, y):
-        both = bb.emit(combine(x, y))
-        return op.maximum(both, bb.emit(op.multiply(x, x))) if rng.random() < 0.5 else both
-
-    return emit, [(shape, dtype), (other, dtype)]
-
-
-@problem
-def transpose(rng: random.Random) -> Made:
-    shape = _shape(rng, (2, 2, 3))
-    order = sorted(range(len(shape)), key=lambda a: (a != len(shape) - 1, a))
-    turned = tuple(shape[a] for a in order)
-    dtype = rng.choice((*DTYPES, "int8", "float64"))
-    inputs = [(shape, dtype), (turned, dtype)]
-    return lambda bb, x, y: op.add(bb.emit(op.permute_dims(x, order)), y), inputs
-
-
-@problem
-def gemm(rng: random.Random) -> Made:
-    m, k, n = (rng.choice(SIZES) for _ in range(3))
-    dtype, turned = rng.choice(DTYPES), rng.random() < 0.5
-    kind = rng.choice(("plain", "bias", "relu", "residual", "tanh"))
-
-    others = {"bias": [(n,)], "relu": [(n,)], "residual": [(m, n)], "tanh": [(m, n)]}
-
-    def emit(bb, x, w, *more):
-        w = bb.emit(op.permute_dims(w)) if turned else w
-        y = bb.emit(op.matmul(x, w, out_dtype="float32"))
-        y = bb.emit(op.astype(y, dtype)) if dtype != "float32" else y
-        if kind == "plain":
-            return op.multiply(y, relax.const(2, dtype))
-        if kind == "tanh":
-            return op.multiply(bb.emit(op.tanh(y)), *more)
-        y = op.add(y, *more)
-        return op.nn.relu(bb.emit(y)) if kind == "relu" else y
-
-    shapes = [(m, k), (n, k) if turned else (k, n), *others.get(kind, [])]
-    return emit, [(s, dtype) for s in shapes]
-
-
-def _wide(emit: Callable) -> Callable:
-    """The same in float32 for halves, as `Decompose` does it."""
-
-    def emit_wide(bb: Any, x: Any) -> Any:
-        dtype = str(x.ty.dtype)
-        if dtype == "float32":
-            return emit(bb, x)
-        return op.astype(bb.emit(emit(bb, bb.emit(op.astype(x, "float32")))), dtype)
-
-    return emit_wide
-
-
 # ---- the command
 
 
-def sweep(classes: Sequence[str], problems: int, configs: int, seed: int) -> Iterator[Tried]:
-    """Problems of each class in turn."""
-    for n in range(seed, seed + problems):
-        for name in classes:
-            yield swept(name, n, configs)
+def summary(tried: Sequence[Tried], command: str) -> dict[str, Any]:
+    """The result that is committed: counts, and all that is wrong."""
+    classes = {}
+    for name in sorted({t.name for t in tried}):
+        of = [t for t in tried if t.name == name]
+        classes[name] = {
+            "problems": len(of),
+            "seeds": [min(t.seed for t in of), max(t.seed for t in of)],
+            "right": sum(t.right for t in of),
+            "refused": len([why for t in of for why in t.refused]),
+            "wrong": [f"{t.seed} {t.device} {why}" for t in of for why in t.wrong],
+        }
+    return {
+        "command": command,
+        "date": datetime.date.today().isoformat(),
+        "versions": {"tvm_fusion": __version__, "tvm": tvm.__version__},
+        "right": sum(t.right for t in tried),
+        "wrong": sum(len(t.wrong) for t in tried),
+        "classes": classes,
+    }
 
 
 def main() -> None:
@@ -297,27 +316,31 @@ def main() -> None:
     parser.add_argument("--problems", type=int, default=300, help="of each class")
     parser.add_argument("--configs", type=int, default=12, help="of each problem")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--classes", nargs="+", default=sorted(CLASSES))
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--classes", nargs="+", default=EVERYTHING)
+    parser.add_argument("--lines", type=Path, help="a file for a line a problem")
+    parser.add_argument("--out", type=Path, help="a file for the result")
     options = parser.parse_args()
-    found: dict[str, dict[str, Any]] = {
-        name: {"problems": 0, "right": 0, "refused": 0, "wrong": []} for name in options.classes
-    }
-    for tried in sweep(options.classes, options.problems, options.configs, options.seed):
-        entry = found[tried.name]
-        entry["problems"] += 1
-        entry["right"] += tried.right
-        entry["refused"] += len(tried.refused)
-        entry["wrong"] += [f"{tried.seed} {tried.device} {why}" for why in tried.wrong]
-        for why in tried.wrong:
-            print(tried.name, tried.seed, tried.device, why, flush=True)
-    command = (
-        f"python -m tests.kernel_sweep --problems {options.problems} --configs {options.configs}"
-    )
-    text = json.dumps({"command": command, "classes": found}, indent=1)
+    lines = options.lines.read_text().splitlines() if _exists(options.lines) else []
+    found = {(t.name, t.seed): t for t in (Tried(**json.loads(line)) for line in lines)}
+    for seed in range(options.seed, options.seed + options.problems):
+        for name in options.classes:
+            if (name, seed) in found:
+                continue
+            tried = found[name, seed] = swept(name, seed, options.configs)
+            if options.lines:
+                with options.lines.open("a") as file:
+                    file.write(json.dumps(asdict(tried)) + "\n")
+            for why in tried.wrong:
+                print(name, seed, tried.device, why, flush=True)
+    command = "python -m tests.kernel_sweep --problems {problems} --configs {configs} --seed {seed}"
+    text = json.dumps(summary(list(found.values()), command.format(**vars(options))), indent=1)
     print(text)
     if options.out:
         options.out.write_text(text + "\n")
+
+
+def _exists(path: Path | None) -> bool:
+    return path is not None and path.exists()
 
 
 if __name__ == "__main__":

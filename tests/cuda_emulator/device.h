@@ -204,6 +204,20 @@ static void tvmf_load_four(const void* p, unsigned& a, unsigned& b, unsigned& c,
   const unsigned* words = (const unsigned*)p;
   a = words[0], b = words[1], c = words[2], d = words[3];
 }
+template <typename T> static void load_two(const void* p, T& a, T& b) {
+  check(p, 2 * sizeof(T), 2 * sizeof(T));
+  memcpy(&a, p, sizeof(T));
+  memcpy(&b, (const char*)p + sizeof(T), sizeof(T));
+}
+static void tvmf_load_two_float32(const void* p, float& a, float& b) { load_two(p, a, b); }
+static void tvmf_load_two_int32(const void* p, int& a, int& b) { load_two(p, a, b); }
+static void tvmf_load_two_int64(const void* p, int64_t& a, int64_t& b) { load_two(p, a, b); }
+static uint tvmf_load_bytes(const void* p) {
+  uint16_t u;
+  check(p, 2, 2);
+  memcpy(&u, p, 2);
+  return u;
+}
 static float tvmf_clamp(float x, float bound) { return x < -bound ? -bound : x > bound ? bound : x; }
 static uint tvmf_pack_f16x2(float low, float high) {
   half h[2] = {(half)low, (half)high};

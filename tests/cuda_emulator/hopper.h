@@ -80,23 +80,6 @@ template <bool store> static void move_matrices(uint32_t own, uint32_t* words) {
   __syncwarp();
 }
 
-// ---- loads that stay where they stand
-
-template <typename T> static void load_two(const void* p, T& a, T& b) {
-  check(p, 2 * sizeof(T), 2 * sizeof(T));
-  memcpy(&a, p, sizeof(T));
-  memcpy(&b, (const char*)p + sizeof(T), sizeof(T));
-}
-static void tvmf_load_two_float32(const void* p, float& a, float& b) { load_two(p, a, b); }
-static void tvmf_load_two_int32(const void* p, int& a, int& b) { load_two(p, a, b); }
-static void tvmf_load_two_int64(const void* p, int64_t& a, int64_t& b) { load_two(p, a, b); }
-static uint tvmf_load_bytes(const void* p) {
-  uint16_t u;
-  check(p, 2, 2);
-  memcpy(&u, p, 2);
-  return u;
-}
-
 // ---- names of the generated code
 
 #define tvm_builtin_cuda_mbarrier_wait barrier_wait
