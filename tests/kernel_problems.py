@@ -251,9 +251,17 @@ def several(make: Callable[[random.Random], Made]) -> Callable[[random.Random], 
 
 @several
 def few_results(rng: random.Random) -> Made:
-    """Sums that are cut into parts, to fill a device."""
-    few, many = rng.choice((1, 1, 2, 3, 5)), rng.randrange(1501, 6000)
-    shape, axes = rng.choice((((few, many), [1]), ((many, few), [0]), ((many,), [0])))
+    """Sums that are cut into parts: to fill a device, or over inner and outer axes at once."""
+    few, many = rng.choice((1, 1, 2, 3)), rng.randrange(40_001, 80_000)
+    outer, middle, inner = rng.choice(SIZES[2:]), rng.choice(SIZES[:9]), rng.choice(SIZES[2:])
+    shape, axes = rng.choice(
+        (
+            ((few, many), [1]),
+            ((many, few), [0]),
+            ((outer, middle, inner), [0, 2]),
+            ((outer, middle, inner), [0, 1, 2]),
+        )
+    )
     return _wide(lambda bb, x: _reduced(rng, x, bb, axes)), [(shape, rng.choice(DTYPES))]
 
 
