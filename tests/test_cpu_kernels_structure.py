@@ -209,6 +209,27 @@ def test_a_sum_of_little_work_or_many_results_is_not_cut(shape):
     assert not any(name.endswith("_parts") for name in shape_of(write_cpu(func)).depths)
 
 
+@pytest.mark.parametrize(("rows", "is_cut"), [(2048, True), (255, False)])
+def test_sums_of_few_columns_are_cut_by_rows_where_these_are_many(rows, is_cut):
+    kernel = kernel_of(lambda bb, x: op.sum(x, axis=0), ((rows, 3000), F32))
+    names = shape_of(kernel).depths
+    assert any(name.endswith("_parts") for name in names) == is_cut
+    assert is_cut == (3000 in shape_of(kernel).private)  # whole rows are added, one by one
+
+
+@pytest.mark.parametrize("kind", [op.sum, op.max, op.argmax])
+@pytest.mark.parametrize(
+    ("shape", "axis"), [((1031, 517), 0), ((2, 300, 1001), 1), ((9, 64, 333), 1), ((40_003, 17), 0)]
+)
+def test_reductions_along_whole_rows_are_right(kind, shape, axis):
+    kernel = compile_cpu(kernel_of(lambda bb, x: kind(bb.emit(op.abs(x)), axis), (shape, F32)))
+    x = np.random.default_rng(0).standard_normal(shape, dtype=F32)
+    dtype = "int64" if kind is op.argmax else F32
+    wanted = getattr(np, kind.__name__)(np.abs(x.astype("float64")), axis)
+    (got,) = call(kernel, [x], [poisoned(wanted.shape, dtype)])
+    np.testing.assert_allclose(got, wanted, rtol=2e-5)
+
+
 def test_transposed_reads_go_through_a_small_tile():
     func = kernel_of(lambda bb, x: op.permute_dims(x), ((2048, 2048), F32))
     assert max(shape_of(func).private) <= 64 * 64

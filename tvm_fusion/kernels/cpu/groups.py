@@ -85,7 +85,7 @@ def _join(group: Group, stage: Stage, machine: Machine) -> Group | None:
         shared = _shared_by_reads(group, stage, reads, written)
     else:
         shared = _shared_by_siblings(group, stage)
-    if not shared:
+    if not shared or (reads and len(shared) < len(group.shared) and _sweeps_rows(group)):
         return None
     joined = Group((*group.stages, stage), tuple(shared))
     if not reads and len(shared) < len(group.shared) and _has_contraction(joined):
@@ -151,6 +151,17 @@ def _position(stage: Stage, index: object) -> int | None:
 
 def _has_contraction(group: Group) -> bool:
     return any(split_product(s) is not None for s in group.stages)
+
+
+def _sweeps_rows(group: Group) -> bool:
+    """Whether a group sums up along rows: its vectors, and what memory fetches ahead, run along its
+    results. What reads few of these does not decide how they are made.
+    """
+    stage = group.stages[-1]
+    if len(group.stages) > 1 or stage.kind is None or split_product(stage) is not None:
+        return False
+    lane = best_lane(stage)
+    return any(a is lane for a in stage.axes)
 
 
 def _needed(group: Group, machine: Machine) -> int:

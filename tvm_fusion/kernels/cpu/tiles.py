@@ -6,7 +6,7 @@ from math import prod
 
 from .access import load_stride
 from .contraction_tiles import contraction_tile
-from .groups import Group
+from .groups import TASKS_PER_CORE, Group
 from .lanes import best_lane
 from .machine import Machine
 from .operands import split_product
@@ -21,8 +21,10 @@ POINTWISE_ELEMENTS = 4096
 # 65 and 112 us with 64 x 64; 325, 69 and 110 with 64 x 32; 168, 68 and 135 with 32 x 64.
 TRANSPOSE_TILE = 64
 
-# Width of a tile whose vectors run along a shared axis while other axes are reduced.
-COLUMN_TILE = 128
+# Width of a tile whose vectors run along a shared axis while other axes are reduced: what is read
+# again stays in a cache. What is read once is read in whole rows, or long pieces of them, if there
+# are many rows: a few side by side are fetched ahead in any case.
+COLUMN_TILE, LONG_PIECE, MANY_TERMS = 128, 4096, 32
 
 # Stages with less than this part of the work of a group do not decide about its tile.
 SMALL_PART = 4
@@ -41,7 +43,7 @@ def choose_tile(group: Group, machine: Machine) -> tuple[int | None, ...]:
     elif all(len(s.domain) == len(group.shared) for s in group.stages):
         tile = _pointwise_tile(group)
     else:
-        tile = _reduction_tile(group)
+        tile = _reduction_tile(group, machine)
     return tuple(
         None if t is not None and (size := group.axis(d).size) is not None and size <= t else t
         for d, t in enumerate(tile)
@@ -82,7 +84,7 @@ def _transposed(group: Group, order: list[int]) -> set[int] | None:
     return None
 
 
-def _reduction_tile(group: Group) -> list[int | None]:
+def _reduction_tile(group: Group, machine: Machine) -> list[int | None]:
     """Single rows; several where vectors run across them, or where rows are short.
 
     What is computed once a row is a small part of the work, unless rows are short: it decides
@@ -99,10 +101,23 @@ def _reduction_tile(group: Group) -> list[int | None]:
                 across[d] += work
     for d, work in enumerate(across):
         if work * SMALL_PART >= total:
-            tile[d] = COLUMN_TILE
+            tile[d] = _column_tile(group, d, machine)
     if tile and all(t == 1 for t in tile):
         row = max(points(s.domain) for s in group.stages) // prod(
             size_of(group.axis(d)) for d in range(len(tile))
         )
         tile[-1] = 1 << (max(1, min(COLUMN_TILE, SHORT_ROWS // max(1, row))).bit_length() - 1)
     return tile
+
+
+def _column_tile(group: Group, dim: int, machine: Machine) -> int:
+    """Columns of a tile: long pieces of rows that are read once, as far as all cores have work."""
+    most = max(points(s.domain) for s in group.stages)
+    largest = [s for s in group.stages if points(s.domain) == most]
+    if len(largest) > 1 or points(largest[0].reduced) < MANY_TERMS:
+        return COLUMN_TILE
+    others = prod(size_of(group.axis(d)) for d in range(len(group.shared)) if d != dim)
+    wanted = 1 if machine.cores == 1 else TASKS_PER_CORE * machine.cores
+    size = size_of(group.axis(dim))
+    pieces = max(-(-wanted // others), -(-size // LONG_PIECE))
+    return max(COLUMN_TILE, -(-size // pieces // COLUMN_TILE) * COLUMN_TILE)
