@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import re
 from functools import cache
 
 import pytest
@@ -50,12 +51,32 @@ def pytest_collection_finish() -> None:
 LLVM_AND_GPU = ["llvm", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+@pytest.hookimpl(tryfirst=True)  # before marks are looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked `gpu` where there is no CUDA device."""
+    """Skip the tests marked `gpu` where there is no CUDA device; leave to the nightly run what
+    `one_in` does.
+    """
+    for item in items:
+        some = item.get_closest_marker("one_in")
+        if some and sum(_places(item)) % some.args[0]:
+            item.add_marker(pytest.mark.nightly)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _has_gpu():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _places(item: pytest.Item) -> list[int]:
+    """Where a case stands in each list that its test is parametrized by.
+
+    Cases whose places add up to a multiple of n are one in n, the first among them: of two lists of
+    n values or more each value stays.
+    """
+    lists = [
+        re.split(r"[\s,]+", names)[0] if isinstance(names := mark.args[0], str) else names[0]
+        for mark in item.iter_markers("parametrize")
+    ]
+    return [item.callspec.indices[name] for name in lists]
 
 
 @cache

@@ -67,6 +67,7 @@ def test_the_cuda_core_kernel_is_close_to_float64(case):
     check(case, emit_gemm_simt(analyze_contraction(case.func()), A100), run_cuda_on_cpu)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name",
     [
@@ -87,6 +88,7 @@ def test_the_cuda_core_kernel_computes_what_tensor_cores_can(name):
     check(case, emit_gemm_simt(analyze_contraction(case.func()), A100), run_cuda_on_cpu)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "config"),
     [
@@ -158,6 +160,7 @@ def test_large_matrices_get_large_tiles_and_thin_ones_small_tiles():
 # ---- Hopper
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", TENSOR_CORE_CASES, ids=ids(TENSOR_CORE_CASES))
 def test_the_hopper_kernel_is_close_to_float64(case):
     kernel = emit_gemm_hopper(analyze_contraction(case.func()), TINY_H200)

@@ -130,6 +130,7 @@ def test_segments_of_their_own_are_close_to_float64(name):
     check(*CASES[name])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("tile", [(64, 64), (128, 64), (128, 128)])
 @pytest.mark.parametrize("staged", [True, False])
 def test_tiles_of_all_kinds_serve_unequal_segments(tile, staged):

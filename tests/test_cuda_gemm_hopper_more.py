@@ -94,6 +94,7 @@ SPLIT = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "config"),
     [pytest.param(n, c, id=f"{n}-{c.block_m}x{c.block_n}-{c.split}-{c.staged}") for n, c in SPLIT],
@@ -132,6 +133,7 @@ LARGE = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "config"),
     [
@@ -176,6 +178,7 @@ NARROW = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("out_dtype", "config"), NARROW)
 def test_products_of_8_bit_floats_are_close_to_float64(out_dtype, config):
     shapes = [(136, 400), (192, 400)]
@@ -287,6 +290,7 @@ SHARED = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "config"),
     [pytest.param(n, c, id=f"{n}-{c.block_m}x{c.block_n}-{c.staged}") for n, c in SHARED],
@@ -295,6 +299,7 @@ def test_blocks_that_load_b_for_each_other_are_close_to_float64(name, config):
     check(by_name(name), config)
 
 
+@pytest.mark.nightly
 def test_kernels_that_share_b_compile_without_spills_or_serialised_wgmma():
     emit, shapes = LARGE["bias, gelu, residual"]
     config = dataclasses.replace(staged(128, 256, 2, multicast=2), deferred=True)
@@ -390,6 +395,7 @@ SCALED = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", [(True, True), (True, False), (False, False)], ids=str)
 @pytest.mark.parametrize("example", SCALED, ids=lambda example: example.name)
 def test_factors_of_rows_come_first_in_every_form_of_the_epilogue(example, form):
@@ -429,6 +435,7 @@ ODD = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("sizes", "config"), ODD, ids=str)
 def test_outputs_with_odd_rows_leave_row_by_row(sizes, config):
     m, n, k = sizes

@@ -234,6 +234,7 @@ def test_every_form_takes_rows_of_odd_length(form):
     check(norm_case(3, 63 if form == "lanes" else 1001), FORMS[form])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "case",
     [

@@ -84,6 +84,7 @@ def test_a_number_that_changes_nothing_leaves_no_operator():
     assert operators(mod) == ["relax.matmul"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize(
     ("module", "shape"),
@@ -99,6 +100,7 @@ def test_convolutions_have_the_type_of_their_input(module, shape, dtype):
     check(module().to(dtype), torch.randn(shape).to(dtype))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("affine", [True, False])
 @pytest.mark.parametrize("shape", [(2, 8, 3, 5), (2, 8, 6)])

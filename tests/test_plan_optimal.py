@@ -49,6 +49,7 @@ def plan_us(graph: FusionGraph, plan, evaluator: Evaluator) -> float:
     return total
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("first", range(0, SEEDS, PER_TEST))
 def test_plans_of_small_graphs_are_legal_and_as_cheap_as_brute_force_finds(first, device):
     """Never worse than greedy or unfused; within 2 % of the best on each graph, and within 1 % on
@@ -70,6 +71,7 @@ def test_plans_of_small_graphs_are_legal_and_as_cheap_as_brute_force_finds(first
     assert len(above) <= 1
 
 
+@pytest.mark.nightly
 def test_there_are_five_hundred_small_graphs(device):
     hw, _ = device
     assert len(small_graphs(0, SEEDS, hw)) >= 500

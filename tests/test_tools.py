@@ -1,4 +1,4 @@
-"""What becomes of a test whose program is missing."""
+"""What becomes of a test whose program is missing, and which of the cases of a test run always."""
 
 import pytest
 
@@ -26,3 +26,12 @@ def test_without_it_a_test_is_skipped_and_fails_in_ci(tmp_path, monkeypatch, var
     monkeypatch.setenv("CI", variable)
     with pytest.raises(outcome, match="there is no nvcc on PATH"):
         require("nvcc")
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(("row", "twice"), [(row, 2 * row) for row in range(4)])
+@pytest.mark.parametrize("column", range(3))
+def test_of_cases_one_in_three_runs_always_and_the_others_nightly(request, row, twice, column):
+    nightly = request.node.get_closest_marker("nightly") is not None
+    assert nightly == ((row + column) % 3 != 0)
+    assert twice == 2 * row  # a list of tuples counts once
