@@ -272,7 +272,7 @@ PROGRAMS: dict[str, tuple[Callable, tuple]] = {
     # gemm
     "product": (lambda x, w: F.gelu(x @ w), ((37, 61), (61, 45))),
     "square product": (lambda x, w, r: torch.relu(x @ w) + r, ((32, 32), (32, 32), (32, 32))),
-    "linear": (lambda x: F.relu(F.linear(x, WEIGHT)), ((37, 61),)),
+    "linear": (lambda x: F.relu(F.linear(x, WEIGHT.to(x.dtype))), ((37, 61),)),
     "one row": (lambda x, w: x @ w, ((1, 261), (261, 45))),
     "products": (lambda x, w: torch.tanh(x @ w), ((3, 19, 37), (3, 37, 23))),
     "integer product": (lambda x, w: x @ w, (("int", 19, 37), ("int", 37, 23))),

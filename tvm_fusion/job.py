@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tvm
-from tvm import relax
 
 from .config import HardwareProfile, Policy, load_policy, resolve_target
 from .cost.learned import unused_residual
@@ -36,8 +35,6 @@ if TYPE_CHECKING:
     from .runtime.module import CompiledModule
 
 logger = logging.getLogger(__name__)
-
-CHECKED_SYMBOLIC_EXTENT = 5
 
 # Share of the budget for measurements that single fusions may take; the rest is for the module.
 CONTEST_SHARE = 0.8
@@ -130,13 +127,15 @@ class Job:
         """Random inputs for checks and timing; symbolic extents at a small odd size."""
         return self.drawn(0)
 
-    def drawn(self, number: int) -> list[Any]:
-        """Other random inputs; those with odd numbers are extreme near the ends of each axis."""
+    def drawn(self, number: int, lowered: tvm.IRModule | None = None) -> list[Any]:
+        """Other random inputs; those with odd numbers are extreme near the ends of each axis.
+        Symbolic sizes are those of `check.sizes`, quick for a `lowered` model where it is given.
+        """
         from .check.inputs import random_inputs
+        from .check.sizes import checked_sizes
 
         main = self.mod["main"]
-        symbols = {v.name for p in main.params for v in relax.analysis.tir_vars_in_type(p.ty)}
-        sizes = dict.fromkeys(symbols, CHECKED_SYMBOLIC_EXTENT)
+        sizes = checked_sizes(main, number, lowered)
         return random_inputs(main, number, sizes, extreme=number % 2 == 1)
 
     def compile(
