@@ -19,7 +19,7 @@ import sys, time
 from tests import tune_requests
 from tvm_fusion.tuning.processes import Worker
 
-worker = Worker("tested")
+worker = Worker("tested", torch=False)
 worker.send(tune_requests.start_child, (sys.argv[1],), 60.0)
 time.sleep(3600)
 """
@@ -27,7 +27,7 @@ time.sleep(3600)
 
 @pytest.fixture
 def worker():
-    found = Worker("tested")
+    found = Worker("tested", torch=False)
     yield found
     found.stop()
 
@@ -112,7 +112,7 @@ def test_what_comes_before_a_request_takes_none_of_its_time(worker, clock, tmp_p
 
 def test_the_start_of_a_process_takes_none_of_the_time_of_a_request(clock, tmp_path):
     go = tmp_path / "go"
-    worker = Worker("tested", (requests.wait_for_file, (str(go),)))
+    worker = Worker("tested", (requests.wait_for_file, (str(go),)), torch=False)
     worker.send(requests.echo, (1,), 30.0)
     clock.passed_s += 500.0
     go.touch()
@@ -153,7 +153,7 @@ def test_a_process_that_died_between_requests_is_replaced(worker):
 
 
 def test_memory_is_limited_in_every_new_process():
-    worker = Worker("tested", (requests.limit_memory, (600 << 20,)))
+    worker = Worker("tested", (requests.limit_memory, (600 << 20,)), torch=False)
     try:
         for _ in range(2):
             assert ask(worker, requests.eat, 2 << 30).status == "memory"
@@ -163,7 +163,7 @@ def test_memory_is_limited_in_every_new_process():
 
 
 def test_a_setup_that_fails_is_told():
-    worker = Worker("tested", (requests.fail, ("no device",)))
+    worker = Worker("tested", (requests.fail, ("no device",)), torch=False)
     try:
         for _ in range(2):
             answer = ask(worker, requests.echo, 1)
@@ -176,6 +176,15 @@ def test_a_setup_that_fails_is_told():
 def test_kernels_run_on_as_many_threads_as_here(worker, monkeypatch, threads):
     monkeypatch.setattr("tvm_fusion.tuning.processes.kernel_threads", lambda: threads)
     assert ask(worker, requests.threads).value == min(threads, len(usable_cores()))
+
+
+@pytest.mark.parametrize("torch", [False, True])
+def test_a_process_that_needs_no_torch_imports_none(torch):
+    worker = Worker("tested", torch=torch)
+    try:
+        assert ask(worker, requests.has_torch).value is torch
+    finally:
+        worker.stop()
 
 
 def test_stopping_ends_what_the_process_started(worker, tmp_path):

@@ -76,3 +76,12 @@ def threads():
     from tvm_fusion._threads import kernel_threads
 
     return kernel_threads()
+
+
+def has_torch():
+    """Whether torch can be imported."""
+    try:
+        import torch  # noqa: F401
+    except ImportError:
+        return False
+    return True

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import tvm
+
 from .measuring import MeasureRequest, measure_here, prepare_here, warm_up
 from .processes import Worker
 
@@ -36,7 +38,8 @@ class LocalMeter:
 
     def __init__(self, gpu: int | None = None) -> None:
         environment = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
-        self.worker = Worker("measurer", (warm_up, ()), environment)
+        on_gpu = bool(tvm.cuda(0).exist)  # whose kernels torch's profiler times
+        self.worker = Worker("measurer", (warm_up, ()), environment, torch=on_gpu)
 
     @property
     def is_ready(self) -> bool:

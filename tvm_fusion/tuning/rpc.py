@@ -205,7 +205,7 @@ class RemoteMeter:
     """Measures on one server of a tracker."""
 
     def __init__(self, name: str, host: str, port: int, key: str) -> None:
-        self.worker = RemoteWorker(name)
+        self.worker = RemoteWorker(name, torch=False)
         self._place = (host, port, key)
 
     @property

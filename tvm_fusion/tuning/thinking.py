@@ -75,7 +75,7 @@ class Thinkers:
     def _worker(self, space: str) -> Worker:
         if space not in self._workers:
             setup = (enter_thinking, (self._settings.build_memory_bytes,))
-            self._workers[space] = Worker(f"evolution in {space} spaces", setup)
+            self._workers[space] = Worker(f"evolution in {space} spaces", setup, torch=False)
         return self._workers[space]
 
 

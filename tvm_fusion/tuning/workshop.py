@@ -27,7 +27,7 @@ def make_builders(settings: Settings) -> list[Worker]:
     """Processes that write and compile kernels, started when they are first needed."""
     count = settings.builders or max(1, available_cores() - 1)
     setup = (enter, (settings.build_memory_bytes,))
-    return [Worker(f"builder {i}", setup) for i in range(count)]
+    return [Worker(f"builder {i}", setup, torch=False) for i in range(count)]
 
 
 @dataclass
