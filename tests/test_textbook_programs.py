@@ -54,11 +54,6 @@ def job_of(mod, hw) -> Job:
     return Job.from_module(mod, hw.to_target(), hw, load_policy())
 
 
-# A loss that is computed in two launches keeps a number a row between them, which the unfused
-# module no longer has at its peak: 1,024 bytes of 205,824 with the slow profile.
-PEAK_SHARE = 1.01
-
-
 def launches(plan: FusionPlan) -> int:
     return sum(g.kernel_class not in ("view", "opaque") for g in plan.groups)
 
@@ -125,7 +120,7 @@ def test_a_cpu_takes_no_more_launches_than_a_gpu_and_no_more_memory_than_unfused
     _, graph, unfused = job.whole
     assert launches(job.plan) <= on_gpu + (name in SIDE_BY_SIDE)
     assert bytes_of(job.plan) <= bytes_of(unfused)
-    assert peak_bytes(job.graph, job.plan) <= PEAK_SHARE * peak_bytes(graph, unfused)
+    assert peak_bytes(job.graph, job.plan) <= peak_bytes(graph, unfused)
 
 
 def test_there_are_twenty_programs_and_fusion_halves_their_launches():
