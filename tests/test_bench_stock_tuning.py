@@ -24,6 +24,12 @@ HISTORIES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def one_builder(monkeypatch):
+    """MetaSchedule starts a process for each core, which imports torch with TVM: 4.5 s."""
+    monkeypatch.setattr(metaschedule, "available_cores", lambda: 1)
+
+
 @derived_object
 class Ran(ms.runner.PyRunnerFuture):
     def __init__(self, seconds, at_once):

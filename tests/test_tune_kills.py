@@ -1,6 +1,6 @@
 """Sessions that are killed: what was kept is there, nothing is left over, and the next goes on.
 
-Four kills; `python -m tvm_fusion.bench.tuning_kills` does as many as one likes.
+One kill of three kinds; `python -m tvm_fusion.bench.tuning_kills` does as many as one likes.
 """
 
 import json
@@ -13,14 +13,19 @@ import pytest
 from tvm_fusion.bench.killed_lane import Kill, Moment
 from tvm_fusion.bench.killed_session import WatchedSession, marked
 from tvm_fusion.bench.tuning_kills import SETTINGS, kill_sessions, main, summary
+from tvm_fusion.tuning.processes import module_command
 
-KILLS = 4
+KINDS = ("time", "kept", "adding")
 HERE = SETTINGS | {"spaces": ["class"], "builders": 1, "trials": 12}
 
 
 def command(lane):
     def of(database, compiled):
-        words = [sys.executable, "-m", "tests.tune_kill_session", str(database), json.dumps(HERE)]
+        words = [
+            *module_command("tests.tune_kill_session", torch=False),
+            str(database),
+            json.dumps(HERE),
+        ]
         return [*words, *(["--compile"] if compiled else [])]
 
     return of
@@ -28,11 +33,13 @@ def command(lane):
 
 def test_killed_sessions_lose_only_what_runs(tmp_path):
     said = []
-    result = kill_sessions(command, tmp_path, kills=KILLS, seed=3, settings=HERE, say=said.append)
+    result = kill_sessions(
+        command, tmp_path, kills=3, seed=3, settings=HERE, kinds=KINDS, say=said.append
+    )
     found = result["summary"]
     assert found["ok"], "\n".join([*said, json.dumps(result["finished"])])
-    assert found["kills"] == len(result["kills"]) == KILLS
-    assert {kill["kind"] for kill in result["kills"]} == {"time", "kept", "adding"}
+    assert found["kills"] == len(result["kills"]) == 3
+    assert {kill["kind"] for kill in result["kills"]} == set(KINDS)
     assert (found["lost"], found["again"], found["survivors"]) == (0, 0, 0)
     assert result["kills"][-1]["before"] > 0
     assert max(kill["processes"] for kill in result["kills"]) >= 3  # a builder, its shell, a meter

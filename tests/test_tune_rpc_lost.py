@@ -128,7 +128,7 @@ def test_a_choice_that_is_lost_with_its_server_twice_is_a_crash(tested, tmp_path
     ],
 )
 def test_only_what_ends_at_a_healthy_server_is_said_of_the_kernel(function, arguments, status):
-    worker = rpc.RemoteWorker("a server")
+    worker = rpc.RemoteWorker("a server", torch=False)
     worker.send(function, arguments, 60.0)
     while (answer := worker.collect()) is None:
         wait_for([worker], 1.0)

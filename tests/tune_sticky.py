@@ -57,7 +57,7 @@ class BreakingMeter(LocalMeter):
     """Some of its measurements, by number, are lost together with their server."""
 
     def __init__(self, counter, *lost):
-        self.worker, self.counter, self.lost = RemoteWorker("a server"), counter, lost
+        self.worker, self.counter, self.lost = RemoteWorker("a server", torch=False), counter, lost
 
     def send(self, request, limit_s):
         self.worker.send(measure_or_break, (request, self.counter, self.lost), limit_s)

@@ -49,6 +49,7 @@ def kill_sessions(
     seed: int,
     lanes: int = 1,
     settings: Mapping[str, Any] = SETTINGS,
+    kinds: Sequence[str] = KINDS,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, Any]:
     """Kills sessions and returns what came of it.
@@ -62,6 +63,8 @@ def kill_sessions(
     kills, seed, lanes : int
     settings : mapping
         Those of the sessions that `command` begins.
+    kinds : sequence of str
+        Of moments, in turn.
     say : callable
         Gets a line after each kill.
     """
@@ -75,7 +78,7 @@ def kill_sessions(
     def work(lane: Lane) -> list[dict[str, Any]]:
         for number in numbers:
             rng = random.Random(f"{seed}/{number}")
-            kill = lane.kill(KINDS[number % len(KINDS)], rng, whole_s, trials)
+            kill = lane.kill(kinds[number % len(kinds)], rng, whole_s, trials)
             found[number] = kill
             say(f"{number}: {'ok' if kill.ok else 'NOT OK'} {json.dumps(asdict(kill))}")
         return [*lane.finished, lane.finish()]

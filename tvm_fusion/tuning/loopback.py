@@ -6,12 +6,14 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
+import tvm
+
 from ..errors import TargetError
+from .processes import module_command
 from .tracker import served_keys
 
 HOST = "127.0.0.1"
@@ -55,9 +57,10 @@ def servers(wanted: Sequence[Sequence[str]]) -> Iterator[str]:
 def start_server(module: str, tracker: str, *options: str) -> subprocess.Popen:
     """A server of a tracker on this machine, not yet registered; `module` is as for `servers`."""
     port = free_port()
+    command = module_command(module, torch=bool(tvm.cuda(0).exist))  # for the kernels of a GPU
     where = ("--host", HOST, "--port", str(port), "--port-end", str(port + 1))
     return subprocess.Popen(
-        [sys.executable, "-m", module, *where, "--tracker", tracker, *options],
+        [*command, *where, "--tracker", tracker, *options],
         start_new_session=True,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

@@ -36,13 +36,6 @@ ENDING_S = 10.0
 TAIL = 400  # characters of what a process said before it died
 LOST, BROKEN = "lost", "broken"
 
-_WORKER = __package__ + ".worker"
-# TVM imports torch where it is installed: 2.9 s of the 4.5 that a process takes to start (Zen 4).
-_WITHOUT_TORCH = (
-    "import runpy, sys; sys.modules['torch'] = None; "
-    f"runpy.run_module({_WORKER!r}, run_name='__main__', alter_sys=True)"
-)
-
 
 @dataclass(frozen=True, slots=True)
 class Answer:
@@ -90,7 +83,7 @@ class Worker:
         torch: bool = True,
     ) -> None:
         self.name = name
-        self._code = ["-m", _WORKER] if torch else ["-c", _WITHOUT_TORCH]
+        self._command = module_command(__package__ + ".worker", torch)
         self._setup, self._environment = setup or (ready, ()), environment or {}
         self._process: subprocess.Popen | None = None
         self._connection: Connection | None = None
@@ -222,7 +215,7 @@ class Worker:
         }
         with on_all_cores():
             self._process = subprocess.Popen(
-                [sys.executable, *self._code, str(theirs.fileno()), str(os.getpid())],
+                [*self._command, str(theirs.fileno()), str(os.getpid())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._said,
@@ -232,6 +225,18 @@ class Worker:
             )
         theirs.close()
         self._connection = Connection(ours.detach())
+
+
+def module_command(module: str, torch: bool) -> list[str]:
+    """The command of a module in a process of its own, which may import torch or not.
+
+    TVM imports torch wherever it is installed: 2.9 s of the 4.5 that a process takes to start
+    (Zen 4).
+    """
+    if torch:
+        return [sys.executable, "-m", module]
+    run = f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    return [sys.executable, "-c", f"import runpy, sys; sys.modules['torch'] = None; {run}"]
 
 
 def ready() -> None:
