@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 from tvm.relax import op
 
 import tvm_fusion
@@ -143,3 +143,29 @@ def test_wider_floats_are_legalized_as_ever():
     (ours,) = [f for f in low.functions.values() if isinstance(f, tvm.tirx.PrimFunc)]
     (theirs,) = [f for f in stock.functions.values() if isinstance(f, tvm.tirx.PrimFunc)]
     tvm.ir.assert_structural_equal(ours, theirs)
+
+
+# ---- means of more elements than float16 can count
+
+
+@pytest.mark.parametrize("name", ["mean", "variance", "std"])
+@pytest.mark.parametrize(
+    ("shape", "axis"),
+    [((65_504,), None), ((65_505,), None), ((3, 70_001), [1]), ((300, 301), None)],
+)
+def test_means_of_many_halves_are_finite(name, shape, axis):
+    mod = module("float16", [shape], lambda x: getattr(op, name)(x, axis))
+    compiled = tvm_fusion.compile(mod, "llvm", verify="groups")
+    assert compiled.report.verify.passed
+    x = (np.random.default_rng(0).standard_normal(shape) + 1).astype("float16")
+    numpy = {"mean": np.mean, "variance": np.var, "std": np.std}[name]
+    wanted = numpy(x.astype("float64"), axis=None if axis is None else tuple(axis))
+    np.testing.assert_allclose(compiled(x), wanted, rtol=2e-3)
+
+
+@pytest.mark.parametrize("rows", [65_503, 65_504, tirx.Var("n", "int64")])
+def test_only_means_that_need_it_compute_in_float32(rows):
+    mod = module("float16", [(rows, 2)], lambda x: op.mean(x, [0]))
+    low = lower(mod, tvm.target.Target("llvm"), decompose=False)
+    tvm.ir.assert_structural_equal(low["main"].ret_ty, mod["main"].ret_ty)
+    assert ("float32" in low.script()) == (str(rows) != "65503")

@@ -26,7 +26,7 @@ from tvm.ir import Call, Op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from ..transform.drop_empty import DropEmpty
-from ..transform.half_operators import BOTH, DTYPES
+from ..transform.half_operators import BOTH, needs_float32
 from ..transform.lower import public
 from ..transform.unique_names import UniqueNames
 
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 LLVM = tvm.target.Target({"kind": "llvm"})
 
-# What TVM cannot lower of halves, by the dtype of the first operand: it refuses, adds up in the
-# half type, or gives results of another dtype than the operator has.
-_NO_HALVES = DTYPES | {
+# What TVM cannot lower of halves beside `half_operators`, by the dtype of the first operand: it
+# adds up in the half type, or refuses.
+_NO_HALVES = {
     "relax.nn.instance_norm": ("bfloat16",),
     "relax.nn.layer_norm": ("bfloat16",),
     "relax.floor_mod": ("bfloat16",),
@@ -141,6 +141,8 @@ def _wide_dtype(call: Call) -> str | None:
         return None
     ty = call.args[0].ty
     dtype = str(ty.dtype) if isinstance(ty, relax.TensorType) else ""
-    if dtype in _NO_HALVES.get(call.op.name, ()):
+    if not dtype:
+        return None
+    if dtype in _NO_HALVES.get(call.op.name, ()) or needs_float32(call):
         return "float32"
     return "int32" if dtype == "bool" and call.op.name in _NO_BOOLEANS else None

@@ -5,7 +5,8 @@
                                             y = bfloat16(pow(float32(x), float32(p)))
 
 TVM refuses some of them. Others get a float32 result from it, whatever the operator's type says,
-and what reads that fails. The median of bfloat16 it sorts as `widen_sorts` says.
+and what reads that fails. It divides means of float16 by the number of their elements as float16,
+which ends at 65,504. The median of bfloat16 it sorts as `widen_sorts` says.
 
 Does not handle: group_norm and prelu of bfloat16, which no module can hold: TVM has no type for
 their results.
@@ -13,6 +14,7 @@ their results.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -34,16 +36,37 @@ DTYPES = {
 }
 """The dtypes of the first operand that TVM's own legalization does not take."""
 
+MEANS = ("relax.mean", "relax.variance", "relax.std")
+_LARGEST = 65504  # of float16: stands for infinity in a reference (`check.reference`)
+
 # A builder and a relax.Call in, what stands for it out.
 Legalizer = Callable[[relax.BlockBuilder, Call], relax.Expr]
 
 
-def _legalizer(name: str, dtypes: tuple[str, ...]) -> Legalizer:
-    """The legalization of an operator; of other floats than `dtypes`, TVM's own."""
+def needs_float32(call: Call) -> bool:
+    """Whether TVM's own legalization does not take a call of an operator, or its dtype."""
+    dtype = str(call.args[0].ty.dtype)
+    if call.op.name in MEANS:
+        return dtype == "float16" and not _elements_of_mean(call) < _LARGEST
+    return dtype in DTYPES.get(call.op.name, ())
+
+
+def _elements_of_mean(call: Call) -> float:
+    """How many elements become one; infinite where that is not known."""
+    shape = getattr(call.args[0].ty, "shape", None)
+    if not isinstance(shape, relax.ShapeExpr):
+        return math.inf
+    axes = range(len(shape.values)) if call.attrs.axis is None else call.attrs.axis
+    extents = [shape.values[int(axis)] for axis in axes]
+    return math.prod(int(e) if isinstance(e, tirx.IntImm) else math.inf for e in extents)
+
+
+def _legalizer(name: str) -> Legalizer:
+    """The legalization of an operator; of what does not need float32, TVM's own."""
     default = tvm.ir.Op.get(name).get_attr("FLegalize")
 
     def legalize(builder: relax.BlockBuilder, call: Call) -> relax.Expr:
-        if str(call.args[0].ty.dtype) not in dtypes:
+        if not needs_float32(call):
             return default(builder, call)
         return default(_Float32Builder(builder, _dtypes_of(call.ty)), call)
 
@@ -84,5 +107,5 @@ def _dtypes_of(ty: relax.Type) -> list[str]:
     return [str(field.dtype) for field in fields]
 
 
-LEGALIZERS = {name: _legalizer(name, dtypes) for name, dtypes in DTYPES.items()}
+LEGALIZERS = {name: _legalizer(name) for name in (*DTYPES, *MEANS)}
 """For `relax.transform.LegalizeOps`."""
