@@ -6,8 +6,8 @@ kernel of this package gives right numbers.
 
 No kernel class, schedule, rewrite, legalization or memory plan of this package has a part in it:
 what it shared with a module it could not tell wrong. Tensors without elements are dropped
-(`DropEmpty`), and what else TVM 0.27 cannot lower is computed in a wider type, operator by
-operator:
+(`DropEmpty`), loops whose iterations meet run in order (`OrderedWrites`), and what else TVM 0.27
+cannot lower is computed in a wider type, operator by operator:
 
     Before                                      After
     y: bfloat16 = R.power(x, p)                 y_: float32 = R.power(astype(x), astype(p))
@@ -28,6 +28,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from ..transform.drop_empty import DropEmpty
 from ..transform.half_operators import BOTH, needs_float32
 from ..transform.lower import public
+from ..transform.ordered_writes import OrderedWrites
 from ..transform.unique_names import UniqueNames
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def plain_module(mod: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),
         relax.transform.LegalizeOps(),
+        OrderedWrites(),
         relax.transform.ConvertToDataflow(min_size=1),
         relax.transform.DeadCodeElimination(["main"]),
     ]

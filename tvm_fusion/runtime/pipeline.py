@@ -21,6 +21,7 @@ from tvm import relax, s_tir, tirx
 from tvm.tirx import compilation_pipeline
 
 from ..errors import BuildError
+from ..transform.ordered_writes import meeting_loops
 from ..transform.plan_memory import PlanMemory
 from .plain_schedule import PLAIN_ATTR, calls_host, plain_schedule
 
@@ -112,8 +113,9 @@ class ViewReshapes:
 class ScheduleLeftovers:
     """Give DLight's default GPU schedule to every PrimFunc that has none, or a plain one.
 
-    As `dlight.ApplyDefaultSchedule`, but a rule that raises is a rule that does not apply, and
-    where none does, `plain_schedule` puts the loops on threads.
+    As `dlight.ApplyDefaultSchedule`, but a rule that raises is a rule that does not apply, none
+    applies to what writes at places that are data (`ordered_writes`), and where none does,
+    `plain_schedule` puts the loops on threads.
     """
 
     def __init__(self, target: tvm.target.Target, rules: Sequence[Any] | None = None) -> None:
@@ -130,7 +132,8 @@ class ScheduleLeftovers:
 
     def _schedule(self, name: str, func: tirx.PrimFunc) -> tirx.PrimFunc:
         rules = _default_rules() if self.rules is None else self.rules
-        for rule in () if calls_host(func.body) else rules:
+        ordered = calls_host(func.body) or meeting_loops(func.body)
+        for rule in () if ordered else rules:
             try:
                 with self.target:
                     space = rule.apply(func, self.target, False)

@@ -18,6 +18,7 @@ from .half_operators import LEGALIZERS
 from .hidden_weights import BindWeights
 from .layout import CancelLayouts
 from .lean_constants import LeanConstants
+from .ordered_writes import OrderedWrites
 from .rewrites import REWRITES
 from .scalar_where import legalize_where
 from .split_reductions import SplitReductions
@@ -104,6 +105,7 @@ def legalize(
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),
         operators,
+        OrderedWrites(),
         relax.transform.FoldConstant(),
         BindWeights(),
         *([LeanConstants(), operators] if gpu is not None else []),
