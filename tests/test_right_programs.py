@@ -20,6 +20,11 @@ def test_a_right_program_passes(kind):
     assert_right(program(kind, seed=20_000 + len(kind), dtype="float32"))
 
 
+@pytest.mark.parametrize("seed", [41149, 41297])
+def test_halves_in_an_exponential_of_extreme_numbers_pass(seed):
+    assert_right(program("attention_written_out", seed, "bfloat16"))
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", range(20))
 def test_a_thousand_right_programs_pass(part):

@@ -128,15 +128,15 @@ class Job:
         return self.drawn(0)
 
     def drawn(self, number: int, lowered: tvm.IRModule | None = None) -> list[Any]:
-        """Other random inputs; those with odd numbers are extreme near the ends of each axis.
+        """Other random inputs; some are extreme near the ends of each axis (`inputs.is_extreme`).
         Symbolic sizes are those of `check.sizes`, quick for a `lowered` model where it is given.
         """
-        from .check.inputs import random_inputs
+        from .check.inputs import is_extreme, random_inputs
         from .check.sizes import checked_sizes
 
         main = self.mod["main"]
         sizes = checked_sizes(main, number, lowered)
-        return random_inputs(main, number, sizes, extreme=number % 2 == 1)
+        return random_inputs(main, number, sizes, extreme=is_extreme(number))
 
     def compile(
         self,

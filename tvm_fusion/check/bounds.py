@@ -88,13 +88,14 @@ class Reference:
         self, mod: tvm.IRModule, inputs: Sequence[Any], target: tvm.target.Target | None = None
     ) -> None:
         self.inputs, self._of = inputs, (mod, target)
+        self.ceiling = True  # see `rules.check_output`
         self._builds = _Builds(mod, target)
 
-    def on(self, inputs: Sequence[Any]) -> Reference:
+    def on(self, inputs: Sequence[Any], ceiling: bool = True) -> Reference:
         """The same module on other inputs; nothing is built again."""
         mod, target = self._of
         other = Reference(mod, inputs, target)
-        other._builds = self._builds
+        other.ceiling, other._builds = ceiling, self._builds
         return other
 
     @cached_property

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..report.times import FUSED, UNFUSED, TimeReport
 from .bounds import Reference
-from .inputs import draw_count
+from .inputs import draw_count, is_extreme
 from .plain import plain_module
 from .reference import runner
 from .repair import Repair
@@ -94,7 +94,9 @@ def _references(job: Job, mod: tvm.IRModule) -> list[Reference]:
     are left out.
     """
     first = Reference(mod, job.inputs, job.target)
-    others = [first.on(job.drawn(n, mod)) for n in range(1, draw_count(mod))]
+    others = [
+        first.on(job.drawn(n, mod), ceiling=not is_extreme(n)) for n in range(1, draw_count(mod))
+    ]
     if symbols_of(job.mod["main"]):
         others = [reference for reference in others if _runs(reference)]
     return [first, *others]

@@ -198,6 +198,11 @@ def draw_count(mod: tvm.IRModule) -> int:
     return next(count for count, most in _DRAWS if points <= most)
 
 
+def is_extreme(number: int) -> bool:
+    """Whether a draw is extreme near the ends of each axis: every other one."""
+    return number % 2 == 1
+
+
 def numpy_dtype(dtype: str) -> np.dtype:
     """NumPy's dtype for a name of TVM's; bfloat16 and the like come from ml_dtypes."""
     return np.dtype(getattr(ml_dtypes, dtype, dtype))

@@ -95,7 +95,9 @@ def compare_outputs(
         )
     missing = [None] * len(outputs)
     checks = tuple(
-        check_output(np.asarray(x), other, np.asarray(ref), dtype, computed_in, bound)
+        check_output(
+            np.asarray(x), other, np.asarray(ref), dtype, computed_in, bound, reference.ceiling
+        )
         for x, other, ref, dtype, computed_in, bound in zip(
             given,
             plain or missing,
