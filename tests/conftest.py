@@ -72,11 +72,27 @@ def _places(item: pytest.Item) -> list[int]:
     Cases whose places add up to a multiple of n are one in n, the first among them: of two lists of
     n values or more each value stays.
     """
-    lists = [
-        re.split(r"[\s,]+", names)[0] if isinstance(names := mark.args[0], str) else names[0]
-        for mark in item.iter_markers("parametrize")
-    ]
-    return [item.callspec.indices[name] for name in lists]
+    return [_place(mark, item.callspec.params) for mark in item.iter_markers("parametrize")]
+
+
+def _place(mark: pytest.Mark, params: dict[str, object]) -> int:
+    """Where the values of a case stand in one list; `callspec.indices` count whole cases."""
+    names, listed = mark.args[:2]
+    names = re.findall(r"\w+", names) if isinstance(names, str) else names
+    wanted = [params[name] for name in names]
+    for place, case in enumerate(listed):
+        if isinstance(case, type(pytest.param())):
+            values = case.values
+        else:
+            values = [case] if len(names) == 1 else case
+        if all(_is_same(value, other) for value, other in zip(values, wanted, strict=True)):
+            return place
+    raise ValueError(f"{wanted} is none of the cases of {mark}")
+
+
+def _is_same(value: object, other: object) -> bool:
+    """Numbers of a range are made anew each time; what else may be compared is not known."""
+    return value is other or (isinstance(value, int) and value == other)
 
 
 @cache

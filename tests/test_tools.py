@@ -29,8 +29,8 @@ def test_without_it_a_test_is_skipped_and_fails_in_ci(tmp_path, monkeypatch, var
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize(("row", "twice"), [(row, 2 * row) for row in range(4)])
-@pytest.mark.parametrize("column", range(3))
+@pytest.mark.parametrize(("row", "twice"), [pytest.param(n, 2 * n, id=f"{n}") for n in range(5)])
+@pytest.mark.parametrize("column", range(4))
 def test_of_cases_one_in_three_runs_always_and_the_others_nightly(request, row, twice, column):
     nightly = request.node.get_closest_marker("nightly") is not None
     assert nightly == ((row + column) % 3 != 0)
