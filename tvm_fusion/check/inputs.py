@@ -13,6 +13,7 @@ from tvm import relax, tirx
 
 from ..errors import InputError
 from ._loops import points_of
+from .places import Computed, any_number, computed, range_of_places
 
 _LARGEST = 9
 _NUMBERS = range(-_LARGEST, _LARGEST + 1)
@@ -72,7 +73,8 @@ def random_inputs(
         A value for every symbolic dimension that occurs in the parameters.
     integers : mapping of str to int
         Exclusive upper bounds of integer parameters. Without one a parameter that `func` takes
-        rows with (an embedding, before LegalizeOps) ranges over those rows, one that is only
+        rows with (an embedding, before LegalizeOps) ranges over those rows, as far as it is known
+        what is computed from it before (`places`), one that is only
         computed with over -9 to 9 (1 to 9 where something is divided by it), and any other over 0
         and 1, so that nothing is read out of bounds.
     extreme : bool
@@ -220,7 +222,12 @@ def ranges_of(func: relax.Function) -> dict[str, range]:
     tensors = {p.name: p.ty for p in func.params if isinstance(p.ty, relax.TensorType)}
     ranges = dict.fromkeys(tensors, _NUMBERS)
     floats = {name for name, ty in tensors.items() if "float" in str(ty.dtype)}
-    rows: dict[str, int] = {}
+    rows: dict[str, range] = {}
+    indices = {
+        p: any_number(p.name, str(tensors[p.name].dtype))
+        for p in func.params
+        if p.name in tensors and "int" in str(tensors[p.name].dtype)
+    }
 
     def narrow(names: Iterable[str], to: range) -> None:
         ranges.update((n, to) for n in names if ranges.get(n) == _NUMBERS or to == _PLACES)
@@ -229,9 +236,9 @@ def ranges_of(func: relax.Function) -> dict[str, range]:
         value = getattr(binding, "value", None)
         name = _operator(value)
         reads = [behind.get(v, frozenset()) for v in _variables(value)]
-        if name == "relax.take" and value.args[1] in moved:
-            for table in moved[value.args[1]]:
-                rows[table] = min(_rows(value), rows.get(table, _rows(value)))
+        if name == "relax.take" and (found := _range_of_indices(value, moved, indices)):
+            for index, places in found.items():
+                rows[index] = _both(places, rows.get(index, places))
             reads = reads[:1]
         elif name in _DIVISIONS and value.args[1] in moved:
             narrow(moved[value.args[1]], _DIVISORS)
@@ -247,7 +254,29 @@ def ranges_of(func: relax.Function) -> dict[str, range]:
         behind[binding.var] = frozenset().union(*reads)
         if name in _MOVES and value.args[0] in moved:
             moved[binding.var] = moved[value.args[0]]
-    return ranges | {name: range(n) for name, n in rows.items()}
+        if (found := computed(value, indices)) is not None:
+            indices[binding.var] = found
+    return ranges | {n: of for n, of in rows.items() if ranges[n] != _PLACES}
+
+
+def _range_of_indices(
+    take: relax.Call,
+    moved: Mapping[relax.Var, frozenset[str]],
+    indices: Mapping[relax.Var, Computed],
+) -> dict[str, range]:
+    """What the parameters that a call takes rows by may be; nothing where that is not known."""
+    index, rows = take.args[1], _rows(take)
+    if index in moved:
+        return {name: range(rows) for name in moved[index]}
+    if index not in indices:
+        return {}
+    name, numbers = indices[index]
+    places = range_of_places(numbers, rows)
+    return {} if places is None else {name: places}
+
+
+def _both(one: range, other: range) -> range:
+    return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
 def _reads_places(value: Any, name: str) -> bool:
