@@ -217,6 +217,24 @@ def test_sums_of_few_columns_are_cut_by_rows_where_these_are_many(rows, is_cut):
     assert is_cut == (3000 in shape_of(kernel).private)  # whole rows are added, one by one
 
 
+@pytest.mark.parametrize(
+    ("shape", "width"), [((16, 100, 700), 700), ((8, 512, 1000), 128), ((2, 64, 512), 128)]
+)
+def test_rows_that_are_read_again_are_whole_where_they_stay_near(shape, width):
+    func = fuse(lambda bb, x: op.nn.softmax(x, 1), (shape, F32))
+    with tvm.target.Target({"kind": "llvm", "mcpu": "skylake-avx512", "num-cores": 2}):
+        assert max(shape_of(write_cpu(func)).private) == shape[1] * width
+
+
+@pytest.mark.parametrize("shape", [(16, 100, 701), (9, 33, 517)])
+def test_softmaxes_of_whole_columns_are_right(shape):
+    kernel = compile_cpu(kernel_of(lambda bb, x: op.nn.softmax(x, 1), (shape, F32)))
+    x = np.random.default_rng(0).standard_normal(shape, dtype=F32)
+    wanted = np.exp(x.astype("float64"))
+    (got,) = call(kernel, [x], [poisoned(shape, F32)])
+    np.testing.assert_allclose(got, wanted / wanted.sum(1, keepdims=True), rtol=2e-6)
+
+
 @pytest.mark.parametrize("kind", [op.sum, op.max, op.argmax])
 @pytest.mark.parametrize(
     ("shape", "axis"), [((1031, 517), 0), ((2, 300, 1001), 1), ((9, 64, 333), 1), ((40_003, 17), 0)]
