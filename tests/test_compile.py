@@ -21,7 +21,7 @@ from tests.test_search import (
 )
 from tvm_fusion.compiler import Job
 from tvm_fusion.config import resolve_target
-from tvm_fusion.demo import demo_module
+from tvm_fusion.demo import demo_block, demo_module
 from tvm_fusion.errors import InputError, PlanError, Unsupported
 from tvm_fusion.kernels.registry import kernel_class
 from tvm_fusion.runtime.launches import count_launches
@@ -66,12 +66,18 @@ def test_the_demo_block_launches_at_most_13_kernels_for_the_h200():
 
 
 def test_the_demo_block_on_the_cpu():
-    compiled = tvm_fusion.compile(demo_module("llvm"), "llvm", verify="groups", measure=True)
+    compiled = tvm_fusion.compile(demo_module("llvm"), "llvm", verify="groups")
     report = compiled.report
     assert report.verify.passed
     assert compiled.launches <= 13
     assert report.launches.unfused >= 24
     assert all(g.error is not None for g in report.groups if len(g.ops) > 1)
+
+
+def test_a_small_demo_block_is_timed_fused_and_unfused():
+    mod = demo_block(1, 17, 24, 2, 40, F32)
+    policy = {"measure_budget_s": 1}
+    report = tvm_fusion.compile(mod, "llvm", policy=policy, measure=True, verify=False).report
     assert min(report.time_us.fused, report.time_us.unfused) > 0
 
 
