@@ -54,8 +54,9 @@ LLVM_AND_GPU = ["llvm", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.hookimpl(tryfirst=True)  # before marks are looked at
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip the tests marked `gpu` where there is no CUDA device; leave to the nightly run what
-    `one_in` does.
+    `one_in` does; begin with those marked `long`.
     """
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     for item in items:
         some = item.get_closest_marker("one_in")
         if some and sum(_places(item)) % some.args[0]:

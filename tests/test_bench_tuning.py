@@ -20,6 +20,7 @@ def result(tmp_path_factory):
     return status, json.loads(out.read_text())
 
 
+@pytest.mark.long
 def test_a_row_has_its_trials_and_both_times(result):
     status, found = result
     assert status == 0

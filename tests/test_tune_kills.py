@@ -31,6 +31,7 @@ def command(lane):
     return of
 
 
+@pytest.mark.long
 def test_killed_sessions_lose_only_what_runs(tmp_path):
     said = []
     result = kill_sessions(

@@ -73,6 +73,7 @@ def fleet():
             kill_server(process)
 
 
+@pytest.mark.long
 def test_a_server_that_dies_in_the_middle_costs_no_trial(tested, fleet, caplog):  # noqa: F811
     choices = (DEFAULT, "plain", "fast", "wrong")
     session, kept, state = make_session(SETTINGS, choices=choices)

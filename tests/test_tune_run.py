@@ -123,6 +123,7 @@ def test_another_policy_is_another_workload(tuned):
     assert not job.tuned.stale
 
 
+@pytest.mark.long
 def test_the_command_line_tunes_and_looks_after_its_folder(tuned, tmp_path, capsys):
     folder, _ = tuned
     model = tmp_path / "chain.json"

@@ -321,6 +321,7 @@ def test_an_interrupt_ends_what_thinks():
     assert thinking[0].connection is None
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("tested")
 def test_a_session_ends_and_is_resumed_in_the_middle_of_an_evolution():
     def evolved(trials, known=()):

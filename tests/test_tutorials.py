@@ -14,6 +14,7 @@ def test_there_is_a_tutorial():
     assert (TUTORIALS / "01_quickstart.ipynb").is_file()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("path", sorted(TUTORIALS.glob("*.ipynb")), ids=lambda path: path.stem)
 def test_a_tutorial_runs(path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(TUTORIALS.parent))
