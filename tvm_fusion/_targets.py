@@ -92,6 +92,23 @@ def required_gpu_profile() -> HardwareProfile:
     return profile
 
 
+def target_of(config: dict[str, Any] | str) -> Any:
+    """The target that a dict describes or a tag names.
+
+    Raises
+    ------
+    TargetError
+        TVM knows no such target.
+    """
+    from tvm.target import Target
+
+    try:
+        return Target(config)
+    except Exception as why:
+        reason = str(why).strip().splitlines()[-1]
+        raise TargetError(f"{config!r} is no target of TVM: {reason}") from why
+
+
 def profile_of_target(target: Any) -> HardwareProfile:
     """Profile that fits a TVM target: by its tag, else by the GPU present, else by architecture."""
     from tvm.target import Target

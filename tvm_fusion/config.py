@@ -144,16 +144,20 @@ def load_policy(policy: str | Path | Mapping[str, Any] | Policy | None = None) -
     return _policy(read_toml(file), file.name, _base_policy(), strict=True)
 
 
+TAGS = "nvidia/"
+"""How TVM's names of devices begin, which become a Target: "nvidia/nvidia-h200"."""
+
+
 def resolve_target(target: Any = None) -> tuple[Any, HardwareProfile]:
     """Return the TVM target and the hardware profile for what a user named.
 
     Parameters
     ----------
-    target : str, Path, tvm.target.Target or None
+    target : str, Path, mapping, tvm.target.Target or None
         "llvm" or "cpu" (the CPU of this machine, with rates measured at first use), "cuda" (the GPU
-        of this machine), a profile's name ("llvm_cpu": the CPU that ships), alias or path, or a
-        Target, which is used as it is. None is "cuda" if there is a GPU with a known profile, else
-        "llvm".
+        of this machine), a profile's name ("llvm_cpu": the CPU that ships), alias or path; a
+        Target, or its dict or tag, which is used as it is. None is "cuda" if there is a GPU with a
+        known profile, else "llvm".
 
     Raises
     ------
@@ -168,10 +172,14 @@ def resolve_target(target: Any = None) -> tuple[Any, HardwareProfile]:
     if isinstance(target, str) and target.lower() == "cuda":
         profile = _targets.required_gpu_profile()
         return profile.to_target(), profile
-    if isinstance(target, str | Path):
+    if isinstance(target, str) and target.startswith(TAGS):
+        target = _targets.target_of(target)
+    elif isinstance(target, str | Path):
         this_cpu = isinstance(target, str) and target.lower() in THIS_CPU
         profile = _targets.host_profile() if this_cpu else load_profile(target)
         return profile.to_target(), profile
+    if isinstance(target, Mapping):
+        target = _targets.target_of(dict(target))
     return target, _targets.profile_of_target(target)
 
 

@@ -67,16 +67,13 @@ class Job:
         tvm_target, hw = resolve_target(target)
         policy, given = load_policy(policy), _read_plan(plan)
         stages.info("reading the model")
-        if database is None:
-            mod = load(model, example_inputs, dynamic_shapes=dynamic_shapes)
-            return cls.from_module(mod, tvm_target, hw, policy, given)
-        from .tuning.lookup import tuned_kernels
+        tuned = None
+        if database is not None:
+            from .tuning.lookup import tuned_kernels
 
-        tuned = tuned_kernels(database, hw, tvm_target)
+            tuned = tuned_kernels(database, hw, tvm_target)
         mod = load(model, example_inputs, dynamic_shapes=dynamic_shapes)
-        job = cls.from_module(mod, tvm_target, hw, policy, given or tuned.plan(mod, hw, policy))
-        job.tuned = tuned
-        return job
+        return cls.from_module(mod, tvm_target, hw, policy, given, tuned)
 
     @classmethod
     def from_module(
@@ -86,18 +83,22 @@ class Job:
         hw: HardwareProfile,
         policy: Policy,
         plan: PlanLike = None,
+        tuned: Tuned | None = None,
     ) -> Job:
         given = _read_plan(plan)
+        if given is None and tuned is not None:
+            given = tuned.plan(mod, hw, policy)
         if given is None:
             stages.info("planning")
-            return cls(mod, target, hw, policy, *best_plan(mod, target, hw, policy))
+            found = best_plan(mod, target, hw, policy)
+            return cls(mod, target, hw, policy, *found, tuned=tuned)
         if given.opened:
             low = lower(mod, target, hw=hw, rewrites=known_rewrites(given.rewrites, policy))
         else:
             low = lower(mod, target, decompose=False)
         graph = build_graph(low)
         given.check(graph)
-        return cls(mod, target, hw, policy, low, graph, given, given=True)
+        return cls(mod, target, hw, policy, low, graph, given, given=True, tuned=tuned)
 
     @property
     def alone(self) -> FusionPlan:

@@ -96,7 +96,7 @@ def plain_build(mod: tvm.IRModule, target: tvm.target.Target) -> Built:
     return build(mod, target, plan_memory=False)
 
 
-@tvm.transform.module_pass(opt_level=0, name="WidenOperators")
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.WidenOperators")
 class WidenOperators:
     """See the module docstring; what TVM can lower stays as it is."""
 

@@ -24,6 +24,8 @@ from .reader import extent_of, read_prim_func
 
 COMPOSITES_ATTR = "tvm_fusion.composites"
 
+CONDITIONAL_SHAPE = "an extent has a condition, which TVM's FuseTIR takes for an operator"
+
 
 class OpKind(Enum):
     CALL_TIR = "call_tir"
@@ -219,6 +221,8 @@ class _GraphBuilder:
             return
         op_id = len(self.ops)
         call = value if fusible and _is_call_tir(value) else None
+        branched = call is not None and any(map(has_conditions, (var.ty, call.args[1].ty)))
+        call = None if branched else call
         inputs = self._value(call.args[1]) if call is not None else self._value(value)
         symbols = self._symbols_read(var.ty, value)
         outputs = self._declare(var.name, var.ty, op_id)
@@ -232,7 +236,7 @@ class _GraphBuilder:
             (*_flatten(outputs), *self._symbols_made(binding, op_id)),
             region=region,
             composite=composite,
-            why_opaque="it is no call_tir in a dataflow block",
+            why_opaque=CONDITIONAL_SHAPE if branched else "it is no call_tir in a dataflow block",
         )
         if call is not None:
             op = self._read(op, call, inputs, tuple(_flatten(outputs)))
@@ -307,6 +311,21 @@ class _GraphBuilder:
 
 def _is_call_tir(e) -> bool:
     return isinstance(e, relax.Call) and getattr(e.op, "name", "") == "relax.call_tir"
+
+
+def has_conditions(ty) -> bool:
+    """Whether an extent of a type has a condition in it, as that of a slice with symbolic ends."""
+    if isinstance(ty, relax.TupleType):
+        return any(has_conditions(field) for field in ty.fields)
+    if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
+        return False
+    stop = tvm_ffi.VisitInterrupt
+
+    def visit(call: tvm.ir.Call):
+        return stop() if getattr(call.op, "name", "").endswith("if_then_else") else None
+
+    extents = ty.shape.values
+    return any(tvm_ffi.structural_walk(e, [(tvm.ir.Call, visit)]) is not None for e in extents)
 
 
 def _flatten(value) -> Iterator[int]:

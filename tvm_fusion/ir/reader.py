@@ -10,6 +10,7 @@ import tvm
 from tvm import s_tir, tirx
 from tvm.ir import Call, TensorLoad, Var
 from tvm.ir.prim.expr import BitwiseAnd, BitwiseNot, BitwiseOr, BitwiseXor, LShift, RShift
+from tvm.relax.transform import AnnotateTIROpPattern
 
 from .access import (
     Access,
@@ -25,6 +26,8 @@ from .access import (
     Reduction,
 )
 from .arg_pair import read_arg_pair
+
+OPAQUE_PATTERN = 8  # TVM's OpPatternKind.kOpaque: no pass fuses the function
 
 _SPECIAL = frozenset(
     [
@@ -118,14 +121,27 @@ def read_prim_func(func: tirx.PrimFunc) -> FuncAccess:
     """Reads the access maps of an s_tir PrimFunc made of blocks (LegalizeOps output, or a user's
     own).
 
-    A function marked as scheduled is somebody's finished kernel, and opaque.
+    A function marked as scheduled is somebody's finished kernel, and opaque; so is one that its
+    author calls opaque.
     """
     if func.attrs and func.attrs.get("tirx.is_scheduled"):
         return FuncAccess((), refusal="its PrimFunc is already scheduled")
+    if _is_called_opaque(func):
+        return FuncAccess((), refusal="its op_pattern says that it is opaque")
     try:
         return _FuncReader(func).read()
     except _Unreadable as why:
         return FuncAccess((), refusal=str(why))
+
+
+def _is_called_opaque(func: tirx.PrimFunc) -> bool:
+    """Whether a PrimFunc's `op_pattern` is opaque where TVM's own analysis finds another: its
+    `AnnotateTIROpPattern` calls all opaque that have several loop nests, such as a softmax.
+    """
+    if not func.attrs or int(func.attrs.get("op_pattern", 0)) != OPAQUE_PATTERN:
+        return False
+    mod = tvm.IRModule({"f": func.without_attr("op_pattern")})
+    return int(AnnotateTIROpPattern()(mod)["f"].attrs["op_pattern"]) != OPAQUE_PATTERN
 
 
 @dataclass(slots=True)

@@ -50,6 +50,7 @@ class RefusalCode(Enum):
     UNDECIDED = "undecided"
     SLOWER = "slower"
     WRITER = "writer"
+    CLASS_ERROR = "class_error"
     BUILD = "build"
     WRONG_NUMBERS = "wrong_numbers"
 

@@ -1,5 +1,5 @@
 """Kernel class `fallback`: any one operator, by TVM's own schedules (DLight on CUDA) or this
-package's CPU loops.
+package's CPU loops. `Stock` is what is left where a class fails on an operator: TVM's own code.
 """
 
 from __future__ import annotations
@@ -62,3 +62,19 @@ class Fallback:
             except Unsupported:
                 return func.with_attr("tirx.is_scheduled", True)
         return func  # the build gives what has no schedule DLight's default one
+
+
+class Stock:
+    """An operator as LegalizeOps made it. Nothing is asked of what it computes."""
+
+    name = "stock"
+
+    def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
+        return Fit(self.name, 1, 1, ())
+
+    def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
+        moved = float(sum(map(group.tensor_bytes, (*group.inputs, *group.outputs))))
+        return Traffic(hbm_bytes=moved, l2_bytes=moved)
+
+    def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
+        return Resources(32, 0)

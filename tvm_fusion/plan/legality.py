@@ -4,6 +4,7 @@ structure.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,17 +14,26 @@ from ..config import HardwareProfile, Policy
 from ..cost.analytic import Estimate, estimate
 from ..cost.learned import Residual, load_residual
 from ..cost.probe import GroupKey
+from ..errors import TooDeep
 from ..ir.graph import FusionGraph, OpKind
 from ..kernels.base import Fit, GroupView, KernelClass, Refusal, RefusalCode, Resources
-from ..kernels.fallback import Fallback
+from ..kernels.fallback import Fallback, Stock
 from ..kernels.registry import kernel_classes
 from .caution import Caution, is_fused
 from .links import Links
 from .structure import NEEDS, READABLE, Structures, Wiring, structures_for, together
 
+logger = logging.getLogger(__name__)
+
 NEGLIGIBLE = 0.01
 """Share of an operator's time below which those around it do not change what its loops take: a sum
 and the division that makes it a mean."""
+
+
+STOCK = Stock()
+
+NOT_OF_A_CLASS = (RecursionError, MemoryError, TooDeep)
+"""Errors that are handled elsewhere: a deep graph is tried again with more stack."""
 
 
 class Costed(NamedTuple):
@@ -160,10 +170,22 @@ class Evaluator:
         """
         if refusal := self._refuse(refused):
             return refusal
-        found = [k.accepts(refused, self.hw, self.policy) for k in self.classes]
-        if any(isinstance(fit, Fit) for fit in found):
+        found = [self._answer(kernel, refused) for kernel in self.classes]
+        if not all(isinstance(answer, Refusal) for answer in found):
             raise ValueError(f"{', '.join(refused.names)} can be one launch")
         return most_telling(found)
+
+    def _answer(
+        self, kernel: KernelClass, view: GroupView, needed: Resources | None = None
+    ) -> _Shared | Refusal:
+        """What one class says of a group; no fault of a class may end a compile."""
+        try:
+            fit = kernel.accepts(view, self.hw, self.policy)
+            return self._costed(view, kernel, fit, needed) if isinstance(fit, Fit) else fit
+        except Exception as error:
+            if isinstance(error, NOT_OF_A_CLASS):
+                raise
+            return _class_failed(view, kernel, error)
 
     def common_us(self, costed: Costed) -> float:
         """What of a group's time goes into the work that its operators take one by one."""
@@ -213,13 +235,14 @@ class Evaluator:
 
     def _evaluate(self, view: GroupView, needed: Resources | None = None) -> _Shared | Refusal:
         """The class that takes a group, and its time; `needed` is what it was found to need."""
-        refusal = NO_CLASS
+        refusal, failed = NO_CLASS, False
         for kernel in self._askable(view):
-            fit = kernel.accepts(view, self.hw, self.policy)
-            if isinstance(fit, Fit):
-                return self._costed(view, kernel, fit, needed)
-            refusal = fit
-        return refusal
+            answer = self._answer(kernel, view, needed)
+            if not isinstance(answer, Refusal):
+                return answer
+            refusal = answer
+            failed |= answer.code is RefusalCode.CLASS_ERROR
+        return self._answer(STOCK, view, needed) if failed and len(view.ops) == 1 else refusal
 
     def _askable(self, view: GroupView) -> Iterator[KernelClass]:
         """The classes that may take the group, in order."""
@@ -309,3 +332,13 @@ def most_telling(refusals: list[Refusal]) -> Refusal:
     """Of the refusals of all kernel classes, the one that came closest to accepting."""
     order = {code: i for i, code in enumerate(_TELLING)}
     return min(refusals, key=lambda r: order.get(r.code, len(order)))
+
+
+def _class_failed(view: GroupView, kernel: KernelClass, error: Exception) -> Refusal:
+    """The refusal in place of an answer that a class failed to give."""
+    why = f"{type(error).__name__}: {error}"
+    names = ", ".join(view.names)
+    logger.warning(
+        "kernel class %s fails on %s and is not used for it: %s", kernel.name, names, why
+    )
+    return view.refuse(RefusalCode.CLASS_ERROR, f"kernel class {kernel.name} failed: {why}")

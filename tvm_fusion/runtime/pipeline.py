@@ -6,8 +6,8 @@ Relax:
 TIR:
     s_tir kernels -> pipeline "s_tir",  TIRx kernels -> pipeline "tirx",  merged into one module
 
-`import tvm_fusion.runtime.pipeline` registers the TIR pipeline under the name `TIR_PIPELINE`, so
-`tvm.compile(mod, target, relax_pipeline=..., tir_pipeline="tvm_fusion")` works too.
+`import tvm_fusion` registers the TIR pipeline as `TIR_PIPELINE`, and in place of TVM's "s_tir",
+which is the default: a module that holds kernels of this package builds wherever TVM builds one.
 """
 
 import logging
@@ -20,7 +20,15 @@ import tvm_ffi
 from tvm import relax, s_tir, tirx
 from tvm.tirx import compilation_pipeline
 
-from ..errors import BuildError
+from ..errors import (
+    BuildError,
+    ConfigError,
+    FrontendError,
+    InputError,
+    PlanError,
+    TargetError,
+)
+from ..transform.kernel_bodies import has_root, without_root
 from ..transform.ordered_writes import meeting_loops
 from ..transform.plan_memory import PlanMemory
 from .plain_schedule import PLAIN_ATTR, calls_host, plain_schedule
@@ -75,7 +83,7 @@ def lowering_pipeline(
     return tvm.transform.Sequential(passes, name="tvm_fusion.lowering")
 
 
-@tvm.transform.module_pass(opt_level=0, name="Observe")
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.Observe")
 class _Observe:
     """Show a module as it is here to a function."""
 
@@ -88,7 +96,7 @@ class _Observe:
         return mod
 
 
-@tvm.transform.module_pass(opt_level=0, name="ViewReshapes")
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.ViewReshapes")
 class ViewReshapes:
     """Turn calls of PrimFuncs that only reshape into views of their input.
 
@@ -109,7 +117,7 @@ class ViewReshapes:
         return _with_functions(viewed, dict(viewed.functions_items()) | hidden)
 
 
-@tvm.transform.module_pass(opt_level=0, name="ScheduleLeftovers")
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.ScheduleLeftovers")
 class ScheduleLeftovers:
     """Give DLight's default GPU schedule to every PrimFunc that has none, or a plain one.
 
@@ -156,13 +164,16 @@ class ScheduleLeftovers:
 
 def mixed_tir_pipeline() -> tuple[tvm.transform.Pass, Callable, Callable]:
     """Return (lowering, host finalisation, device finalisation) for s_tir and TIRx kernels."""
-    lower_s_tir, finalize_host, finalize_device = compilation_pipeline.get_tir_pipeline("s_tir")
+    lower_s_tir, finalize_host, finalize_device = _STOCK()
     lower_tirx, _, _ = compilation_pipeline.get_tir_pipeline("tirx")
 
     @tvm.transform.module_pass(opt_level=0, name="tvm_fusion.MixedTIRPipeline")
     def lower(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        written = {gv: f for gv, f in mod.functions_items() if is_tirx(f)}
-        scheduled = {gv: f for gv, f in mod.functions_items() if gv not in written}
+        if not any(_is_ours(func) for _, func in mod.functions_items()):
+            return lower_s_tir(mod)
+        bare = {gv: without_root(func) for gv, func in mod.functions_items()}
+        written = {gv: f for gv, f in bare.items() if is_tirx(f)}
+        scheduled = {gv: f for gv, f in bare.items() if gv not in written}
         apart = {gv: scheduled.pop(gv) for gv, f in list(scheduled.items()) if _is_apart(f)}
         lowered = {}
         parts = ((scheduled, lower_s_tir), (apart, _without_reuse(lower_s_tir)))
@@ -175,6 +186,10 @@ def mixed_tir_pipeline() -> tuple[tvm.transform.Pass, Callable, Callable]:
         return without_entry(merged) if len(mod.functions_items()) > 1 else merged
 
     return lower, finalize_host, finalize_device
+
+
+def _is_ours(func: tirx.PrimFunc) -> bool:
+    return is_tirx(func) or _is_apart(func) or has_root(func)
 
 
 def _is_apart(func: tirx.PrimFunc) -> bool:
@@ -226,5 +241,16 @@ def _is_scheduled(func: tirx.PrimFunc) -> bool:
     return bool(func.attrs.get(SCHEDULED_ATTR, False)) or is_tirx(func)
 
 
-tvm_ffi.register_error("BuildError", BuildError)  # so that it stays one on its way through a pass
-compilation_pipeline.register_tir_pipeline(TIR_PIPELINE, mixed_tir_pipeline)
+for _error in (BuildError, InputError, ConfigError, FrontendError, PlanError, TargetError):
+    tvm_ffi.register_error(_error.__name__, _error)  # stays one on its way through a pass of TVM
+
+_STOCK = compilation_pipeline.PIPELINE_MAP["s_tir"]
+
+
+def register_tir_pipelines() -> None:
+    """Register the lowering of kernels by its name, and in place of TVM's default, "s_tir".
+
+    A module without kernels of this package goes through TVM's own passes alone.
+    """
+    for name in (TIR_PIPELINE, "s_tir"):
+        compilation_pipeline.register_tir_pipeline(name, mixed_tir_pipeline)

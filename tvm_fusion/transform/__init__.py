@@ -4,6 +4,6 @@ Decompose -> (LegalizeOps) -> Materialize -> WriteKernels; `Fuse` is all of it a
 """
 
 from .decompose import Decompose
-from .pipeline import Fuse, fusion_pipeline, register
+from .pipeline import Fuse, FusedFunction, fusion_pipeline, register
 
-__all__ = ["Decompose", "Fuse", "fusion_pipeline", "register"]
+__all__ = ["Decompose", "Fuse", "FusedFunction", "fusion_pipeline", "register"]

@@ -32,7 +32,7 @@ UNDEFINED = {
 }
 
 
-@tvm.transform.module_pass(opt_level=0, name="DropEmpty")
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.DropEmpty")
 class DropEmpty:
     """A module pass; idempotent. A module without empty tensors is returned as it is."""
 

@@ -57,7 +57,7 @@ INTEGER_FORM: dict[str, str] = {
 }
 
 
-@tvm.transform.module_pass(opt_level=0, name="FixBoolArithmetic")
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.FixBoolArithmetic")
 class FixBoolArithmetic:
     """A module pass: arithmetic on booleans becomes logic, or is done on integers."""
 

@@ -42,7 +42,7 @@ from .functions import rewrite_functions
 from .parts import BlockwiseMutator, Parts
 
 
-@tvm.transform.module_pass(opt_level=0, name="FoldFactors")
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.FoldFactors")
 class FoldFactors:
     """See the module docstring. Runs after `Decompose`, before LegalizeOps; a module with nothing
     to fold is returned as it is.

@@ -23,7 +23,7 @@ from .unique_names import FreshNames
 WEIGHTS_ATTR = "tvm_fusion.weights"
 
 
-@tvm.transform.module_pass(opt_level=0, name="BindWeights")
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.BindWeights")
 class BindWeights:
     """Makes hidden weights constants again; runs after FoldConstant."""
 

@@ -34,7 +34,7 @@ from .relabeling import Relabeling
 MOST_ROUNDS = 100  # each takes out a permutation or shortens a chain
 
 
-@tvm.transform.module_pass(opt_level=0, name="CancelLayouts")
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.CancelLayouts")
 class CancelLayouts:
     """See the module docstring. Runs before LegalizeOps; a module with nothing to take out is
     returned as it is.

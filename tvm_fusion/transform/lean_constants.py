@@ -27,7 +27,7 @@ LEAST_ELEMENTS = 64  # below, a cast costs more than it saves
 HALVES = (np.float16, ml_dtypes.bfloat16)
 
 
-@tvm.transform.module_pass(opt_level=0, name="LeanConstants")
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.LeanConstants")
 class LeanConstants:
     """A module pass over legalized modules; the operators it adds are to be legalized."""
 

@@ -42,7 +42,7 @@ MOST_WASTE = 0.1  # of the weight
 FEW_ROWS = 2  # of the other operand
 
 
-@tvm.transform.module_pass(opt_level=0, name="LeanWeights")
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.LeanWeights")
 class LeanWeights:
     """See the module docstring. Runs before LegalizeOps; `BindWeights` after FoldConstant. A module
     with no weight to store in another way is returned as it is.

@@ -55,7 +55,7 @@ def packable_arguments(mod: tvm.IRModule, hw: HardwareProfile) -> dict[str, tupl
     return constant_arguments(mod) if hw.kind == "llvm" else {}
 
 
-@tvm.transform.module_pass(opt_level=0, name="PackConstants")
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.PackConstants")
 class PackConstants:
     """See the module docstring. Runs after WriteKernels; a module whose kernels take no panels is
     returned as it is, and so is one that was packed before.

@@ -31,7 +31,7 @@ _UNPACKING = ("right_shift", "left_shift", "bitwise_and")
 _MOVES = ("reshape", "permute_dims", "expand_dims", "squeeze")
 
 
-@tvm.transform.module_pass(opt_level=0, name="PackedWeights")
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.PackedWeights")
 class PackedWeights:
     """See the module docstring. Runs before LegalizeOps, `BindWeights` after FoldConstant. A module
     without such weights, or for a CPU, is returned as it is.

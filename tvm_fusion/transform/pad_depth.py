@@ -33,7 +33,7 @@ from .readers import Readers
 LEAST_ROWS = 64  # fewer wait for the weights, and a copy is a second launch
 
 
-@tvm.transform.module_pass(opt_level=0, name="PadDepth")
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.PadDepth")
 class PadDepth:
     """See the module docstring. Runs before LegalizeOps; a module without such products, or for a
     CPU, is returned as it is.

@@ -32,7 +32,7 @@ from .row_origins import columns_of, row_reductions
 _REDUCE = {"relax.sum": op.sum, "relax.max": op.max}
 
 
-@tvm.transform.module_pass(opt_level=0, name="PartialRows")
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.PartialRows")
 class PartialRows:
     """See the module docstring.
 

@@ -39,7 +39,7 @@ _NAMES = (relax.Var, relax.Tuple, relax.TupleGetItem)  # expressions that comput
 _Tensors = frozenset[int]  # numbers of allocations
 
 
-@tvm.transform.module_pass(opt_level=0, name="PlanMemory")
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.PlanMemory")
 class PlanMemory:
     """Give the intermediates of `main` their storages; outputs keep allocations of their own."""
 

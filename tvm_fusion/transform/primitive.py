@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import tvm
@@ -111,11 +112,33 @@ class Primitive:
 
 
 def rebuild(e, f):
-    """A leaf, call, tuple or projection with `f` applied to its children."""
+    """An expression with `f` applied to its children; in branches and functions, to the variables
+    that they take from outside.
+    """
     if isinstance(e, relax.Tuple):
         return relax.Tuple([f(x) for x in e.fields])
     if isinstance(e, relax.TupleGetItem):
         return relax.TupleGetItem(f(e.tuple_value), e.index)
     if isinstance(e, relax.Call):
         return relax.Call(e.op, [f(a) for a in e.args], e.attrs, e.ty_args, e.span)
+    if isinstance(e, relax.If | relax.Function):
+        return with_variables(e, {var: f(var) for var in relax.analysis.free_vars(e)})
     return e
+
+
+def with_variables(e: relax.Expr, values: Mapping[relax.Var, relax.Expr]) -> relax.Expr:
+    """An expression with other values for variables that it takes from outside."""
+    replacing = _Replacing()
+    replacing.values = values
+    return replacing.visit_expr(e)
+
+
+@relax.expr_functor.mutator
+class _Replacing(relax.PyExprMutator):
+    values: Mapping[relax.Var, relax.Expr]
+
+    def visit_var_(self, var: relax.Var) -> relax.Expr:
+        return self.values.get(var, var)
+
+    def visit_dataflow_var_(self, var: relax.DataflowVar) -> relax.Expr:
+        return self.values.get(var, var)

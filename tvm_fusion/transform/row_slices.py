@@ -25,7 +25,7 @@ from .parts import Parts
 from .readers import Readers
 
 
-@tvm.transform.module_pass(opt_level=0, name="RowSlices")
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.RowSlices")
 class RowSlices:
     """See the module docstring. Runs before LegalizeOps; a module without such splits is returned
     as it is.

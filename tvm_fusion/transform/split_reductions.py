@@ -39,7 +39,7 @@ _REDUCE = {
 }
 
 
-@tvm.transform.module_pass(opt_level=0, name="SplitReductions")
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.SplitReductions")
 class SplitReductions:
     """See the module docstring. `hw` is the device that is to be filled."""
 

@@ -38,7 +38,7 @@ class Part:
     bits: int
 
 
-@tvm.transform.module_pass(opt_level=0, name="UnpackStacks")
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.UnpackStacks")
 class UnpackStacks:
     """A module pass over opened modules; one without such stacks is returned as it is."""
 

@@ -20,7 +20,7 @@ from .functions import rewrite_functions, where_changed
 SORTS = ("relax.argsort", "relax.sort", "relax.topk")
 
 
-@tvm.transform.module_pass(opt_level=0, name="WidenSorts")
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.WidenSorts")
 class WidenSorts:
     """See the module docstring. Runs before DispatchSortScan; a module without such sorts is
     returned as it is.

@@ -20,7 +20,7 @@ NARROW = ("int8", "uint8", "int16", "uint16")
 WIDE = "int32"
 
 
-@tvm.transform.module_pass(opt_level=0, name="WrapIntegers")
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.WrapIntegers")
 class WrapIntegers:
     """See the module docstring. Functions without such arithmetic stay as they are."""
 

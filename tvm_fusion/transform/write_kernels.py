@@ -20,6 +20,7 @@ from tvm import tirx
 from .._deep import call_deep
 from ..config import HardwareProfile, Policy
 from ..errors import TooDeep, Unsupported
+from ..ir.reader import OPAQUE_PATTERN
 from ..kernels.cpu.panels import mark_constants
 from ..kernels.registry import kernel_class
 from ..plan.plan import UNWRITTEN
@@ -31,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 # Classes whose kernels take nvcc seconds, where others take it tenths of a second: written first.
 LONG_TO_COMPILE = ("gemm", "attention", "mixed")
-
-OPAQUE_PATTERN = 8  # TVM's OpPatternKind.kOpaque: no later pass fuses the function again
 
 
 class Tuned(Protocol):
@@ -103,6 +102,10 @@ def write_kernels(
         except Unsupported as why:
             logger.info("%s cannot be written as %s: %s", symbol, name, why)
             failures[symbol] = str(why)
+            continue
+        except Exception as error:  # no fault of one class may end a compile: its group is cut
+            logger.warning("kernel class %s fails to write %s: %r", name, symbol, error)
+            failures[symbol] = f"kernel class {name} failed: {type(error).__name__}: {error}"
             continue
         functions[gvar] = kernel
     return Written(tvm.IRModule(functions, attrs=mod.attrs), failures)

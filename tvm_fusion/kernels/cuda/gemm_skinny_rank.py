@@ -97,18 +97,22 @@ def _seconds(
     waves = math.ceil(per_sm / _resident_blocks(contraction, config, hw))
     piece, count = layouts.accesses(config.steps, config.width)
 
-    # The memory: every parameter once; short segments and uneven blocks lose some of the rate.
+    k = max(p.K for p in contraction.products)
+
+    # The memory: every parameter once, of one with symbolic extents the rows that are read; short
+    # segments and uneven blocks lose some of the rate.
     side = MMA_ROWS if config.tensor else config.lanes
     lanes = side if config.width > 1 else MMA_LANES if config.tensor else WARP
     loss = NARROW[piece] * (SHORT_SEGMENT if piece * lanes < 128 else 1.0)
     if config.width == 1 and not config.tensor:
         loss *= 1 + APART * math.log2(config.warps_n)
-    total = sum(p.elements * size(p.dtype) for p in contraction.params if p.shape)
+    sizes = ((p.elements, size(p.dtype)) for p in contraction.params if p.shape)
+    read = contraction.batch * contraction.M * k
+    total = sum((n if isinstance(n, int) else read) * each for n, each in sizes)
     uneven = math.ceil(per_sm) / per_sm - 1
     memory = total / (hw.hbm_bytes_per_s * READS) * loss * (1 + UNEVEN * uneven)
 
     # The L2: each tile of columns reads all rows.
-    k = max(p.K for p in contraction.products)
     rows = tiles * contraction.M * k * 2
     l2 = (total + rows) / (hw.l2_bytes_per_s * L2_SHARE)
 

@@ -25,7 +25,7 @@ RULES: dict[str, Rule] = {
 }
 
 
-@tvm.transform.module_pass(opt_level=0, name="Decompose")
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.Decompose")
 class Decompose:
     """Opens composite Relax operators into primitives and remembers which came from which.
 
