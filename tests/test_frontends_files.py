@@ -172,9 +172,20 @@ def test_other_values_are_no_models(value):
         load(value)
 
 
-def test_a_module_without_main_lists_what_it_has():
-    with pytest.raises(FrontendError, match=r"has no function 'main' \(it has forward\)"):
-        load(Renamed)
+def test_the_only_public_function_is_main():
+    loaded = load(Renamed)
+    assert [gvar.name_hint for gvar in loaded.get_global_vars()] == ["main"]
+    assert loaded["main"].attrs["global_symbol"] == "main"
+
+
+def test_a_module_of_several_functions_lists_what_it_has():
+    several = tvm.IRModule({"forward": Renamed["forward"], "again": again(Renamed["forward"])})
+    with pytest.raises(FrontendError, match=r"no function 'main' \(it has again, forward\).*Fuse"):
+        load(several)
+
+
+def again(func: relax.Function) -> relax.Function:
+    return relax.utils.copy_with_new_vars(func).with_attr("global_symbol", "again")
 
 
 def test_a_main_that_is_no_relax_function_is_refused():

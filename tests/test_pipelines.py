@@ -384,6 +384,34 @@ def test_the_pass_has_a_name_for_instruments():
         assert tvm.transform.Sequential([Fuse(LLVM_TARGET)])(mod).same_as(mod)
 
 
+# ---- the same in `compile`
+
+
+@pytest.mark.parametrize("module", ["export", "vdevice"])
+def test_compile_takes_what_pipelines_take(module):
+    case = cases(LLVM)[module]
+    [call] = case.calls.values()
+    inputs, [wanted] = call(np.random.default_rng(0))
+    compiled = tvm_fusion.compile(case.make(), LLVM_TARGET)
+    np.testing.assert_allclose(compiled(*inputs), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_compile_says_that_objects_have_no_values(caplog):
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((3, 4), "float32"))
+    cache = relax.Var("cache", relax.AnyType())
+    with builder.function("main", [x, cache]):
+        a = builder.emit(relax.op.exp(x))
+        builder.emit_func_output(builder.emit(relax.op.multiply(a, x)))
+    with caplog.at_level(logging.WARNING):
+        compiled = tvm_fusion.compile(builder.get(), LLVM_TARGET, verify=True)
+    assert "no values for cache" in caplog.text
+    assert compiled.report.verify is None
+    ones = np.ones((3, 4), "float32")
+    result = compiled(ones, tvm.runtime.ShapeTuple([1]))
+    np.testing.assert_allclose(result, np.exp(ones), rtol=1e-5)
+
+
 # ---- what goes wrong
 
 

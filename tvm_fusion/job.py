@@ -155,7 +155,7 @@ class Job:
         from .runtime.module import CompiledModule
 
         runs = verify or measure or time
-        if runs and not self.has_device():
+        if runs and not (self.has_device() and self.has_inputs()):
             runs = verify = measure = time = False
         budget = self.budget() if measure else None
         if measure and not self.given:
@@ -200,6 +200,16 @@ class Job:
             kind = self.target.kind.name
             logger.warning("no %s device here: neither run, nor checked, nor measured", kind)
         return exists
+
+    def has_inputs(self) -> bool:
+        """Whether values can be drawn for all inputs; says so where they cannot."""
+        from .check.inputs import objects
+
+        unknown = objects(self.mod["main"])
+        if unknown:
+            names = ", ".join(unknown)
+            logger.warning("no values for %s: neither run, nor checked, nor measured", names)
+        return not unknown
 
     def settles(self) -> bool:
         """Whether doubts are settled by measurements that nobody asked for: on the CPU of this

@@ -123,6 +123,17 @@ def _other(value: Any) -> Any:
     return value[::-1] if value.ndim else value
 
 
+def objects(func: relax.Function) -> list[str]:
+    """The parameters that no value can be drawn for: caches and other objects."""
+    return [param.name for param in func.params if not _is_number(param.ty)]
+
+
+def _is_number(ty: Any) -> bool:
+    if isinstance(ty, relax.TupleType):
+        return all(map(_is_number, ty.fields))
+    return isinstance(ty, relax.TensorType | relax.ShapeType | tvm.ir.PrimType)
+
+
 class _Draw:
     """Draws values of Relax types; remembers which sizes it needed."""
 

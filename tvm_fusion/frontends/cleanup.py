@@ -39,7 +39,8 @@ def cleaned(mod: IRModule) -> IRModule:
     mod : IRModule
         Fresh from an importer: `main` is all that counts.
     """
-    mod = IRModule(dict(mod.functions.items()), attrs=mod.attrs)
+    functions = dict(mod.functions.items())
+    mod = IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
     mod["main"] = _Cleaner(mod).visit_expr(mod["main"])
     return relax.transform.DeadCodeElimination()(relax.transform.CanonicalizeBindings()(mod))
 

@@ -5,6 +5,7 @@ from tvm.ir import IRModule
 
 from tvm_fusion.errors import FrontendError
 from tvm_fusion.transform.fix_bool_arithmetic import FixBoolArithmetic
+from tvm_fusion.transform.function_apart import renamed
 
 
 def checked_module(mod: IRModule, where: str) -> IRModule:
@@ -19,15 +20,14 @@ def checked_module(mod: IRModule, where: str) -> IRModule:
     Raises
     ------
     FrontendError
-        There is no Relax function `main`, or the module is not well-formed.
+        There is no Relax function `main`, nor just one that is public, or the module is not
+        well-formed.
     """
     functions = {var.name_hint: function for var, function in mod.functions.items()}
-    main = functions.get("main")
-    if main is None:
-        raise FrontendError(
-            f"{where}: has no function 'main' (it has {_listing(functions)}); "
-            f"name the Relax function to compile 'main'"
-        )
+    if "main" not in functions:
+        mod = _with_main(mod, where)
+        functions = {var.name_hint: function for var, function in mod.functions.items()}
+    main = functions["main"]
     if not isinstance(main, relax.Function):
         raise FrontendError(
             f"{where}: 'main' is a {type(main).__name__}, not a Relax function; "
@@ -41,6 +41,24 @@ def checked_module(mod: IRModule, where: str) -> IRModule:
             f"{where}: is not a well-formed Relax module: {first_line(error)}"
         ) from error
     return FixBoolArithmetic()(mod)
+
+
+def _with_main(mod: IRModule, where: str) -> IRModule:
+    """The module with its only public Relax function as `main`: `nn.Module.export_tvm` and others
+    give it names of their own.
+    """
+    found = [
+        var
+        for var, function in mod.functions.items()
+        if isinstance(function, relax.Function) and "global_symbol" in (function.attrs or {})
+    ]
+    if len(found) != 1:
+        names = _listing({var.name_hint: None for var in mod.get_global_vars()})
+        raise FrontendError(
+            f"{where}: has no function 'main' (it has {names}); name the Relax function to compile "
+            "'main', or register `tvm_fusion.transform.Fuse` in a pipeline: it takes all functions"
+        )
+    return renamed(mod, found[0], "main")
 
 
 def first_line(error: BaseException) -> str:

@@ -178,7 +178,8 @@ def memory_of(mod: tvm.IRModule, target: tvm.target.Target) -> MemoryPlan:
     }
     planned: list[tvm.IRModule] = []
     with target:
-        lowering_pipeline(target, planned.append)(tvm.IRModule(functions, attrs=mod.attrs))
+        marked = tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+        lowering_pipeline(target, planned.append)(marked)
     return planned_memory(planned[0])
 
 

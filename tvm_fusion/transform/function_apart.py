@@ -114,6 +114,18 @@ def put_back(
     return builder.get()
 
 
+def renamed(mod: tvm.IRModule, gvar: GlobalVar, name: str) -> tvm.IRModule:
+    """The module with another name, and global symbol, for one of its Relax functions."""
+    new = _like(gvar, name)
+    functions = {}
+    for old, func in mod.functions_items():
+        if isinstance(func, relax.Function):
+            func = redirected(func, {gvar: new})
+        functions[new if old.same_as(gvar) else old] = func
+    functions[new] = functions[new].with_attr("global_symbol", name)
+    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+
+
 def without_unused(mod: tvm.IRModule, before: tvm.IRModule) -> tvm.IRModule:
     """The module without the private PrimFuncs that functions of `before` called and nothing calls
     any more.

@@ -73,6 +73,7 @@ def materialize(mod: tvm.IRModule, graph: FusionGraph, plan: FusionPlan) -> Mate
             for g, f in fused.functions.items()
         },
         attrs=fused.attrs,
+        global_infos=fused.global_infos,
     )
     fused = relax.transform.DeadCodeElimination([plan.function])(fused)
     called = {

@@ -83,7 +83,7 @@ class PackConstants:
         packed = rewrite_functions(mod, packer.builder_, packer.visit_expr)
         kernels.update({g: f for g, f in packed.functions_items() if isinstance(f, relax.Function)})
         functions = {packer.renewed.get(g.name_hint, g): f for g, f in kernels.items()}
-        return tvm.IRModule(functions, attrs=packed.attrs)
+        return tvm.IRModule(functions, attrs=packed.attrs, global_infos=packed.global_infos)
 
 
 def _global_var(name: str, kernel: tirx.PrimFunc) -> tvm.ir.GlobalVar:

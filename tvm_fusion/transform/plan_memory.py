@@ -13,8 +13,8 @@ After:
     ...
 
 As `relax.transform.StaticPlanBlockMemory`, but tensors share a storage side by side, and a storage
-ends with the last tensor in it. Modules with symbolic shapes, branches or several Relax functions
-get that pass.
+ends with the last tensor in it. Modules with symbolic shapes, branches, several Relax functions or
+several virtual devices get that pass.
 
 TVM's tensors at an offset carry it beside the pointer of the storage, and kernels take no offset:
 `settle_offset`, called on each, moves it into the pointer.
@@ -85,7 +85,7 @@ class _Lives:
                 return None
             if _is_allocation(value):
                 size = _size_bytes(value)
-                if size is None:
+                if size is None or int(value.args[2].value) != 0:
                     return None
                 held[binding.var] = frozenset([len(lives.found)])
                 lives.found.append(Life(size, step, step))

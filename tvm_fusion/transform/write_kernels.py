@@ -108,7 +108,9 @@ def write_kernels(
             failures[symbol] = f"kernel class {name} failed: {type(error).__name__}: {error}"
             continue
         functions[gvar] = kernel
-    return Written(tvm.IRModule(functions, attrs=mod.attrs), failures)
+    return Written(
+        tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos), failures
+    )
 
 
 def _kernel(
