@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import runpy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import tvm
 import tvm_ffi
 from tvm import relax, tirx
 from tvm.relax.dpl import is_op, wildcard
+from tvm.s_tir.meta_schedule.relax_integration import extract_tasks
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
@@ -382,6 +385,27 @@ def test_the_pass_has_a_name_for_instruments():
     with tvm.transform.PassContext(disabled_pass=["tvm_fusion.Fuse"]):
         mod = cases(LLVM)["block"].make()
         assert tvm.transform.Sequential([Fuse(LLVM_TARGET)])(mod).same_as(mod)
+
+
+def test_fused_functions_without_schedules_are_tasks_of_tvms_tuner():
+    case = cases(LLVM)["block"]
+    fused = Fuse(LLVM_TARGET, write=False)(case.make())
+    tasks = extract_tasks(fused, LLVM_TARGET)
+    assert len(tasks) == launches(fused)["main"] < 5
+    written = Fuse(LLVM_TARGET)(fused)
+    assert launches(written) == launches(fused)
+    inputs, [wanted] = case.calls["main"](np.random.default_rng(0))
+    for mod in (fused, written):
+        vm = relax.VirtualMachine(tvm.compile(mod, LLVM_TARGET), tvm.cpu())
+        np.testing.assert_allclose(_numpy(vm, "main", *inputs), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_the_script_of_a_pipeline_runs(capsys):
+    script = Path(__file__).parent.parent / "tutorials" / "scripts" / "several_functions.py"
+    runpy.run_path(str(script), run_name="__main__")
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in printed[:2]] == ["decode", "prefill"]
+    assert printed[2].endswith("agree")
 
 
 # ---- the same in `compile`

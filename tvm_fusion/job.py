@@ -266,6 +266,10 @@ class Job:
         """The module with the plan's kernels written, not built."""
         return self.write()[0]
 
+    def fused_functions(self) -> tvm.IRModule:
+        """The module with the plan's groups as PrimFuncs without schedules."""
+        return materialize(self.low, self.graph, self.plan).mod
+
     def write(self, ahead: KernelsAhead | None = None) -> tuple[tvm.IRModule, Materialized]:
         """Writes the plan's kernels; groups that cannot be written are cut until all are."""
         while True:

@@ -88,6 +88,9 @@ class Fuse:
         A plan to run instead of searching one, for a module of one function.
     database : str or Path, optional
         A folder that `tvm_fusion.tune` made, whose kernels are used.
+    write : bool
+        False leaves the fused PrimFuncs without schedules, for TVM's tuners, which can do nothing
+        about written kernels. A later `Fuse` writes what they leave.
     on_plan : callable, optional
         Called with a `FusedFunction` for each function that kernels were written for.
 
@@ -113,9 +116,11 @@ class Fuse:
         policy: Any = None,
         plan: Plans = None,
         database: str | Path | None = None,
+        write: bool = True,
         on_plan: Callable[[FusedFunction], Any] | None = None,
     ) -> None:
         self.target = target
+        self.write = write
         self.policy = load_policy(policy)
         self.plan = plan
         self.database = database
@@ -154,8 +159,8 @@ class Fuse:
 
             tuned = tuned_kernels(self.database, part.hw, part.target)
         job = Job.from_module(seen.mod, part.target, part.hw, self.policy, self.plan, tuned)
-        changed = job.fuse()
-        if not _new_kernels(changed, apart.mod):
+        changed = job.fuse() if self.write else job.fused_functions()
+        if not _new_functions(changed, seen.mod, self.write):
             return None
         if self.on_plan is not None:
             self.on_plan(FusedFunction(gvar.name_hint, job.plan, job))
@@ -187,13 +192,13 @@ def _named(mod: tvm.IRModule, gvar: tvm.ir.GlobalVar) -> Iterator[None]:
         raise
 
 
-def _new_kernels(mod: tvm.IRModule, before: tvm.IRModule) -> bool:
-    """Whether a module has kernels that were not there before."""
+def _new_functions(mod: tvm.IRModule, before: tvm.IRModule, kernels: bool) -> bool:
+    """Whether a module has PrimFuncs, or `kernels` of ours, that were not there before."""
     known = {gvar.name_hint: func for gvar, func in before.functions_items()}
     return any(
         isinstance(func, tirx.PrimFunc)
-        and int(func.attrs.get("op_pattern", 0)) == OPAQUE_PATTERN
         and not func.same_as(known.get(gvar.name_hint))
+        and (not kernels or int(func.attrs.get("op_pattern", 0)) == OPAQUE_PATTERN)
         for gvar, func in mod.functions_items()
     )
 
