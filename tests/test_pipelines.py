@@ -156,6 +156,34 @@ def test_a_loop_of_a_function_that_calls_itself_is_planned():
     np.testing.assert_allclose(_numpy(vm, "main", np.array(3, "int32"), x), wanted, rtol=1e-6)
 
 
+def test_branches_that_are_equal_keep_their_variables_apart():
+    @I.ir_module
+    class Equal:
+        @R.function
+        def main(x: R.Tensor(("n", 3), "float32"), c: R.Tensor((), "bool")):
+            if c:
+                a = R.exp(x)
+                r = R.multiply(a, x)
+            else:
+                b = R.exp(x)
+                r = R.multiply(b, x)
+            if c:
+                d = R.exp(r)
+                s = R.multiply(d, r)
+            else:
+                s = r
+            return s
+
+    fused = Fuse(LLVM_TARGET)(Equal)
+    relax.analysis.well_formed(fused)
+    assert launches(fused) == {"main": 3}
+    vm = relax.VirtualMachine(tvm.compile(fused, LLVM_TARGET), tvm.cpu())
+    x = np.random.default_rng(0).uniform(-1, 1, (5, 3)).astype("float32")
+    r = np.exp(x) * x
+    for c, wanted in ((True, np.exp(r) * r), (False, r)):
+        np.testing.assert_allclose(_numpy(vm, "main", x, np.array(c)), wanted, rtol=1e-5)
+
+
 def test_modules_without_work_come_back_as_they_were():
     @I.ir_module
     class OnlyTIR:

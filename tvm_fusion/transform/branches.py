@@ -30,6 +30,8 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from .function_apart import own_functions
 from .primitive import with_variables
 
+_NUMBER_ATTR = "tvm_fusion.branch"
+
 
 def lift_branches(mod: tvm.IRModule) -> tuple[tvm.IRModule, tuple[str, ...]]:
     """The module with each branch that calls something as a private function, and their names."""
@@ -84,6 +86,8 @@ class _Lifter(PyExprMutator):
             shape = relax.Var("symbols", relax.ShapeType(list(symbols)))
             func = relax.Function([*params, shape], branch, branch.ty, pure)
             arguments.append(relax.ShapeExpr(list(symbols)))
+        # The builder makes one function of equal ones, and each has variables of its own.
+        func = func.with_attr(_NUMBER_ATTR, len(self.lifted))
         gvar = self.builder_.add_func(func, self.name)
         self.lifted.append(gvar.name_hint)
         result = self.builder_.normalize(relax.Call(gvar, arguments))

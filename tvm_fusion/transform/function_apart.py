@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import tvm
+import tvm_ffi
 from tvm import relax, tirx
 from tvm.ir import GlobalVar
 from tvm.relax.expr_functor import PyExprMutator, mutator
@@ -145,8 +146,15 @@ def without_unused(mod: tvm.IRModule, before: tvm.IRModule) -> tvm.IRModule:
 
 
 def _referred(mod: tvm.IRModule) -> set[str]:
-    functions = [f for _, f in mod.functions_items() if isinstance(f, relax.Function)]
-    return {gvar.name_hint for func in functions for gvar in called(func)}
+    """The functions that others of a module refer to; PrimFuncs may call each other, too."""
+    found: set[str] = set()
+    for _, func in mod.functions_items():
+        if isinstance(func, relax.Function):
+            found.update(gvar.name_hint for gvar in called(func))
+        elif isinstance(func, tirx.PrimFunc) and "tirx.is_scheduled" not in func.attrs:
+            visits = [(GlobalVar, lambda gvar: found.add(gvar.name_hint))]
+            tvm_ffi.structural_walk(func.body, visits)
+    return found
 
 
 def has_dataflow(func: relax.Function) -> bool:
