@@ -179,7 +179,7 @@ _FACTS = {
     "undecided": "the two would have to be timed (--measure)",
     "slower": "the joined kernel would have to be a faster one",
     "writer": "the kernel class would have to be able to write this group",
-    "class_error": "the kernel class would have to answer without an error of its own, a bug to report",
+    "class_error": "the kernel class would have to answer without an error of its own",
     "build": "the generated kernel would have to compile",
     "wrong_numbers": "the kernel's result would have to stay within the limit of its check",
 }
