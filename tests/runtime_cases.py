@@ -9,17 +9,16 @@ from tvm.script import tirx as T
 from tvm_fusion.runtime import cuda_compiler
 from tvm_fusion.runtime.pipeline import SCHEDULED_ATTR, TIRX_ATTR
 
-H200 = tvm.target.Target(
-    {
-        "kind": "cuda",
-        "arch": "sm_90a",
-        "max_threads_per_block": 1024,
-        "max_num_threads": 1024,
-        "thread_warp_size": 32,
-        "max_shared_memory_per_block": 232448,
-        "host": {"kind": "llvm"},
-    }
-)
+H200_CONFIG = {
+    "kind": "cuda",
+    "arch": "sm_90a",
+    "max_threads_per_block": 1024,
+    "max_num_threads": 1024,
+    "thread_warp_size": 32,
+    "max_shared_memory_per_block": 232448,
+    "host": {"kind": "llvm"},
+}
+H200 = tvm.target.Target(H200_CONFIG)
 LLVM = tvm.target.Target({"kind": "llvm", "num-cores": 2})
 
 

@@ -123,7 +123,7 @@ def profile_of_target(target: Any) -> HardwareProfile:
         raise TargetError(f"target kind {target.kind.name!r} is not supported; use cuda or llvm")
     tag = str(target.tag)
     arch = str(target.attrs.get("arch", ""))
-    candidates = [p for p in _cuda_profiles() if _generation(p.arch) == _generation(arch)]
+    candidates = [p for p in _cuda_profiles() if generation(p.arch) == generation(arch)]
     if not candidates:
         raise TargetError(
             f"no profile for the CUDA architecture {arch!r}; known: "
@@ -173,7 +173,7 @@ def present_gpu() -> tuple[str | None, str]:
     return device.device_name, f"sm_{device.compute_version.replace('.', '')}"
 
 
-def _generation(arch: str) -> str:
+def generation(arch: str) -> str:
     """`arch` without its feature suffix: sm_90 for sm_90a."""
     return arch.rstrip("abcdefghijklmnopqrstuvwxyz")
 

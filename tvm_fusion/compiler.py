@@ -144,7 +144,6 @@ def explain(
     """
     from .cost.probe import candidates_of
     from .cost.probe import probe as compiled_kernels
-    from .report.assemble import planned_report
 
     job = Job.of(model, target, policy, plan, example_inputs, dynamic_shapes)
     if measure and plan is None and job.has_device():
@@ -153,7 +152,7 @@ def explain(
         raise TargetError(f"{job.hw.name} is no GPU: there are no registers to probe")
     groups = candidates_of(job.graph, job.plan) if probe else []
     found = compiled_kernels(job.low, job.graph, groups, job.hw, job.policy, job.target)
-    report = planned_report(job.graph, job.plan, job.whole_plan, found, job.unlearned)
+    report = job.planned_report(found)
     if not bound:
         return report
     from .plan.bound import bound_of_plan

@@ -29,6 +29,8 @@ from .variants import best_plan
 
 if TYPE_CHECKING:
     from .check.sequential import Budget
+    from .report.assemble import Probed
+    from .report.model import Report
     from .runtime.build import Built
     from .runtime.kernels_ahead import KernelsAhead
     from .runtime.memory import MemoryPlan
@@ -192,6 +194,12 @@ class Job:
     def unlearned(self) -> str | None:
         """Why the device's learned residual is not used, if it has one that is not."""
         return unused_residual(self.hw) if self.policy.learned else None
+
+    def planned_report(self, found: Probed | None = None) -> Report:
+        """The report of the plan, with what is known of its kernels; nothing is built."""
+        from .report.assemble import planned_report
+
+        return planned_report(self.graph, self.plan, self.whole_plan, found, self.unlearned)
 
     def has_device(self) -> bool:
         """Whether this machine can run what is built; says so where it cannot."""

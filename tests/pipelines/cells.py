@@ -6,23 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import tvm
-from tvm import relax, tirx
+from tvm import relax
 
+from tvm_fusion.ir.reader import has_opaque_pattern
 from tvm_fusion.transform import Fuse
 
+from ..runtime_cases import H200_CONFIG as CUDA
 from .modules import Case, cases
 from .places import PLACES
 
 LLVM = {"kind": "llvm", "num-cores": 2, "mcpu": "haswell"}
-CUDA = {
-    "kind": "cuda",
-    "arch": "sm_90a",
-    "max_threads_per_block": 1024,
-    "max_num_threads": 1024,
-    "thread_warp_size": 32,
-    "max_shared_memory_per_block": 232448,
-    "host": {"kind": "llvm"},
-}
 TARGETS = {"llvm": LLVM, "cuda": CUDA}
 
 
@@ -112,7 +105,4 @@ def launches(mod: tvm.IRModule) -> dict[str, int]:
 def _kernels(mod: tvm.IRModule) -> int:
     functions = [f for _, f in mod.functions_items() if isinstance(f, relax.Function)]
     called = {name for func in functions for name in _called_prim_funcs(func, mod)}
-    return sum(
-        isinstance(mod[name], tirx.PrimFunc) and int(mod[name].attrs.get("op_pattern", 0)) == 8
-        for name in called
-    )
+    return sum(has_opaque_pattern(mod[name]) for name in called)

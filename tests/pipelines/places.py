@@ -68,7 +68,7 @@ LEGALIZED: dict[str, Callable[[tvm.target.Target], tvm.transform.Pass]] = {
 
 
 def _after_each() -> dict[str, Place]:
-    """`Fuse` behind each pass, and behind all of them up to it."""
+    """`Fuse` behind each pass."""
     places = {}
     legal = [transform.LegalizeOps()]
     for name, make in HIGH_LEVEL.items():

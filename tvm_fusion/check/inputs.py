@@ -12,6 +12,7 @@ import tvm_ffi
 from tvm import relax, tirx
 
 from ..errors import InputError
+from ..transform.functions import expressions_of, operator_name
 from ._loops import points_of
 from .places import Computed, any_number, computed, range_of_places
 
@@ -245,7 +246,7 @@ def ranges_of(func: relax.Function) -> dict[str, range]:
 
     for binding in (b for block in func.body.blocks for b in block.bindings):
         value = getattr(binding, "value", None)
-        name = _operator(value)
+        name = operator_name(value)
         reads = [behind.get(v, frozenset()) for v in _variables(value)]
         if name == "relax.take" and (found := _range_of_indices(value, moved, indices)):
             for index, places in found.items():
@@ -302,19 +303,9 @@ def _reads_places(value: Any, name: str) -> bool:
     return name in _LOW_LEVEL or not name or name.startswith(("relax.vision.", "relax.image."))
 
 
-def _operator(value: Any) -> str:
-    is_operator = isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op)
-    return value.op.name if is_operator else ""
-
-
 def _variables(value: Any) -> list[relax.Var]:
     """The variables that a value reads, in order."""
-    found: list[relax.Var] = []
-    if value is not None:
-        relax.analysis.post_order_visit(
-            value, lambda e: found.append(e) if isinstance(e, relax.Var) else None
-        )
-    return found
+    return [] if value is None else expressions_of(value, relax.Var)
 
 
 def _rows(take: relax.Call) -> int:

@@ -19,6 +19,7 @@ from ..config import HardwareProfile, Policy
 from ..errors import Unsupported
 from ..kernels.cpu.panels import without_constants
 from ..plan.plan import FALLBACK
+from ..runtime.pipeline import SCHEDULED_ATTR
 from ..transform.write_kernels import Tuned, write_kernel
 from ..tuning.building import written
 from ..tuning.choices import CLASS_CHOICE, DEFAULT, ranked_configs, text_of
@@ -26,8 +27,6 @@ from ..tuning.tasks import key_of, workload_of
 
 # Each costs a build and a check, and a bug of a class's frame is in all of its configurations.
 MOST_CONFIGURATIONS = 2
-
-SCHEDULED = "tirx.is_scheduled"
 
 
 class OtherKernels:
@@ -62,7 +61,7 @@ class OtherKernels:
             ]
         except Unsupported:
             return False
-        return SCHEDULED in kernels[1].attrs and not tvm_ffi.structural_equal(*kernels)
+        return SCHEDULED_ATTR in kernels[1].attrs and not tvm_ffi.structural_equal(*kernels)
 
     def _offered(self, func: tirx.PrimFunc, class_name: str) -> list[str]:
         """Texts of what may be tried in turn, after what is written now."""

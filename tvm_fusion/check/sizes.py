@@ -7,11 +7,11 @@ Even draws give all symbols one size, odd ones give each another.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import tvm
 from tvm import relax, tirx
 
+from ..transform.functions import operator_name
 from ._loops import points_of
 
 SIZES = (5, 17, 32, 1, 31, 65)
@@ -83,7 +83,7 @@ def _rows_read_by_place(func: relax.Function) -> Iterator[int]:
     given = set(func.params)  # drawn within bounds, with what only moves them
     for binding in (b for block in func.body.blocks for b in block.bindings):
         call = getattr(binding, "value", None)
-        name = _operator(call)
+        name = operator_name(call)
         if name in _MOVES and call.args[0] in given:
             given.add(binding.var)
         if name not in _BY_PLACE or (name == "relax.take" and call.args[1] in given):
@@ -91,8 +91,3 @@ def _rows_read_by_place(func: relax.Function) -> Iterator[int]:
         data = getattr(call.args[0].ty, "shape", None)
         if isinstance(data, relax.ShapeExpr) and relax.analysis.tir_vars_in_type(binding.var.ty):
             yield from (int(e) for e in data.values if isinstance(e, tirx.IntImm) and int(e) > 1)
-
-
-def _operator(value: Any) -> str:
-    is_operator = isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op)
-    return value.op.name if is_operator else ""

@@ -18,6 +18,8 @@ from tvm import relax
 from tvm.ir import IRModule, Op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from tvm_fusion.transform.functions import with_functions
+
 SHAPE_READER = "vm.builtin.tensor_to_shape"
 
 # What they do is told by the type of their result; nothing, if that is the type of their operand.
@@ -39,8 +41,7 @@ def cleaned(mod: IRModule) -> IRModule:
     mod : IRModule
         Fresh from an importer: `main` is all that counts.
     """
-    functions = dict(mod.functions.items())
-    mod = IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+    mod = with_functions(mod, mod.functions)
     mod["main"] = _Cleaner(mod).visit_expr(mod["main"])
     return relax.transform.DeadCodeElimination()(relax.transform.CanonicalizeBindings()(mod))
 

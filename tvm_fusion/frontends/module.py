@@ -23,11 +23,9 @@ def checked_module(mod: IRModule, where: str) -> IRModule:
         There is no Relax function `main`, nor just one that is public, or the module is not
         well-formed.
     """
-    functions = {var.name_hint: function for var, function in mod.functions.items()}
-    if "main" not in functions:
+    if all(var.name_hint != "main" for var in mod.get_global_vars()):
         mod = _with_main(mod, where)
-        functions = {var.name_hint: function for var, function in mod.functions.items()}
-    main = functions["main"]
+    main = mod["main"]
     if not isinstance(main, relax.Function):
         raise FrontendError(
             f"{where}: 'main' is a {type(main).__name__}, not a Relax function; "
@@ -53,7 +51,7 @@ def _with_main(mod: IRModule, where: str) -> IRModule:
         if isinstance(function, relax.Function) and "global_symbol" in (function.attrs or {})
     ]
     if len(found) != 1:
-        names = _listing({var.name_hint: None for var in mod.get_global_vars()})
+        names = ", ".join(sorted(var.name_hint for var in mod.get_global_vars())) or "none"
         raise FrontendError(
             f"{where}: has no function 'main' (it has {names}); name the Relax function to compile "
             "'main', or register `tvm_fusion.transform.Fuse` in a pipeline: it takes all functions"
@@ -65,7 +63,3 @@ def first_line(error: BaseException) -> str:
     """The first line of an error's message that says something; its type where there is none."""
     lines = (line.strip() for line in str(error).splitlines())
     return next((line for line in lines if line), type(error).__name__)
-
-
-def _listing(names: dict[str, object]) -> str:
-    return ", ".join(sorted(names)) or "none"

@@ -20,7 +20,7 @@ from tvm import relax, tirx
 
 from .access import Block, Extent
 from .extents import product_key
-from .reader import extent_of, read_prim_func
+from .reader import extent_of, op_name, read_prim_func
 
 COMPOSITES_ATTR = "tvm_fusion.composites"
 
@@ -221,7 +221,7 @@ class _GraphBuilder:
             return
         op_id = len(self.ops)
         call = value if fusible and _is_call_tir(value) else None
-        branched = call is not None and any(map(has_conditions, (var.ty, call.args[1].ty)))
+        branched = call is not None and any(map(_has_conditions, (var.ty, call.args[1].ty)))
         call = None if branched else call
         inputs = self._value(call.args[1]) if call is not None else self._value(value)
         symbols = self._symbols_read(var.ty, value)
@@ -313,18 +313,17 @@ def _is_call_tir(e) -> bool:
     return isinstance(e, relax.Call) and getattr(e.op, "name", "") == "relax.call_tir"
 
 
-def has_conditions(ty) -> bool:
+def _has_conditions(ty) -> bool:
     """Whether an extent of a type has a condition in it, as that of a slice with symbolic ends."""
     if isinstance(ty, relax.TupleType):
-        return any(has_conditions(field) for field in ty.fields)
+        return any(_has_conditions(field) for field in ty.fields)
     if not isinstance(ty, relax.TensorType) or not isinstance(ty.shape, relax.ShapeExpr):
         return False
-    stop = tvm_ffi.VisitInterrupt
 
-    def visit(call: tvm.ir.Call):
-        return stop() if getattr(call.op, "name", "").endswith("if_then_else") else None
+    def visit(call: tvm.ir.Call) -> tvm_ffi.VisitInterrupt | None:
+        return tvm_ffi.VisitInterrupt() if op_name(call) == "if_then_else" else None
 
-    extents = ty.shape.values
+    extents = (e for e in ty.shape.values if not isinstance(e, tirx.IntImm))
     return any(tvm_ffi.structural_walk(e, [(tvm.ir.Call, visit)]) is not None for e in extents)
 
 

@@ -138,10 +138,15 @@ def _is_called_opaque(func: tirx.PrimFunc) -> bool:
     """Whether a PrimFunc's `op_pattern` is opaque where TVM's own analysis finds another: its
     `AnnotateTIROpPattern` calls all opaque that have several loop nests, such as a softmax.
     """
-    if not func.attrs or int(func.attrs.get("op_pattern", 0)) != OPAQUE_PATTERN:
+    if not has_opaque_pattern(func):
         return False
     mod = tvm.IRModule({"f": func.without_attr("op_pattern")})
-    return int(AnnotateTIROpPattern()(mod)["f"].attrs["op_pattern"]) != OPAQUE_PATTERN
+    return not has_opaque_pattern(AnnotateTIROpPattern()(mod)["f"])
+
+
+def has_opaque_pattern(func: tirx.PrimFunc) -> bool:
+    """Whether a PrimFunc is marked as opaque: no pass of TVM's fuses it."""
+    return bool(func.attrs) and int(func.attrs.get("op_pattern", 0)) == OPAQUE_PATTERN
 
 
 @dataclass(slots=True)

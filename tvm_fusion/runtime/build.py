@@ -17,6 +17,7 @@ from tvm.relax import vm_build
 from tvm.tirx.build import codegen_build
 
 from ..errors import BuildError
+from ..transform.functions import with_functions
 from ..transform.plan_memory import SETTLE
 from . import cubin_cache
 from .cubin_cache import Compiling
@@ -178,7 +179,7 @@ def memory_of(mod: tvm.IRModule, target: tvm.target.Target) -> MemoryPlan:
     }
     planned: list[tvm.IRModule] = []
     with target:
-        marked = tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+        marked = with_functions(mod, functions)
         lowering_pipeline(target, planned.append)(marked)
     return planned_memory(planned[0])
 

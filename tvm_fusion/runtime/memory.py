@@ -16,6 +16,7 @@ from tvm import relax
 
 from ..errors import InputError, TargetError
 from ..kernels.base import dtype_bytes
+from ..transform.functions import operator_name
 from .cuda_graph_driver import CudaDriver
 
 Size = int | str  # bytes: a number, or Python's spelling of an expression in symbolic extents
@@ -153,7 +154,7 @@ class _Walk:
         for block in body.blocks:
             for binding in block.bindings:
                 value = binding.value
-                if _operator(value) in _KILLS:
+                if operator_name(value) in _KILLS:
                     self._note(alive)
                     _release(held.pop(value.args[0], _NO_TENSOR), alive)
                     continue
@@ -177,7 +178,7 @@ class _Walk:
             return found[0] | found[1]
         if not isinstance(value, relax.Call):
             return _NO_TENSOR
-        if _operator(value) == "relax.memory.alloc_storage":
+        if operator_name(value) == "relax.memory.alloc_storage":
             self.sizes.append(_bytes(value.args[0].values, self._ambiguous))
             self._grew = True
             return frozenset([len(self.sizes) - 1])
@@ -201,11 +202,6 @@ def _release(storages: Iterable[int], alive: Counter[int]) -> None:
 
 def _is_var(value: Any) -> bool:
     return isinstance(value, relax.Var)
-
-
-def _operator(value: relax.Expr) -> str:
-    is_operator = isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op)
-    return value.op.name if is_operator else ""
 
 
 def _holds_tensors(ty: Any) -> bool:

@@ -28,6 +28,7 @@ from ..errors import (
     PlanError,
     TargetError,
 )
+from ..transform.functions import with_functions
 from ..transform.kernel_bodies import has_root, without_root
 from ..transform.ordered_writes import meeting_loops
 from ..transform.plan_memory import PlanMemory
@@ -113,8 +114,8 @@ class ViewReshapes:
             if isinstance(f, tirx.PrimFunc) and not isinstance(f.body, s_tir.SBlockRealize)
         }
         seen = functions | {gv: _without_body(func) for gv, func in hidden.items()}
-        viewed = relax.transform.RewriteDataflowReshape()(_with_functions(mod, seen))
-        return _with_functions(viewed, dict(viewed.functions_items()) | hidden)
+        viewed = relax.transform.RewriteDataflowReshape()(with_functions(mod, seen))
+        return with_functions(viewed, dict(viewed.functions_items()) | hidden)
 
 
 @tvm.transform.module_pass(opt_level=0, name="tvm_fusion.ScheduleLeftovers")
@@ -136,7 +137,7 @@ class ScheduleLeftovers:
         for gv, func in mod.functions_items():
             if isinstance(func, tirx.PrimFunc) and not _is_scheduled(func):
                 functions[gv] = self._schedule(gv.name_hint, func)
-        return _with_functions(mod, functions)
+        return with_functions(mod, functions)
 
     def _schedule(self, name: str, func: tirx.PrimFunc) -> tirx.PrimFunc:
         rules = _default_rules() if self.rules is None else self.rules
@@ -226,10 +227,6 @@ def _default_rules() -> tuple[Any, ...]:
 
     gpu = dlight.gpu
     return gpu.Matmul(), gpu.GEMV(), gpu.Reduction(), gpu.GeneralReduction(), gpu.Fallback()
-
-
-def _with_functions(mod: tvm.IRModule, functions: dict) -> tvm.IRModule:
-    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
 
 
 def _without_body(func: tirx.PrimFunc) -> tirx.PrimFunc:

@@ -24,6 +24,8 @@ import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.ir import Call, Expr, PrimType, TensorLoad, Var
 
+from ..transform.ordered_writes import serial, variables_of
+
 THREADS = 128
 
 PLAIN_ATTR = "tvm_fusion.plain"
@@ -119,12 +121,10 @@ def _loops(nest: tirx.Stmt) -> tuple[list[tirx.For], tirx.Stmt]:
 def _in_order(body: tirx.Stmt) -> tirx.Stmt:
     """The loops of what runs in a thread, none of them vectors or for several cores."""
 
-    def serial(loop: tirx.For) -> tirx.For:
-        if loop.kind == tirx.ForKind.SERIAL:
-            return loop
-        return tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, loop.body)
+    def ordered(loop: tirx.For) -> tirx.For:
+        return loop if loop.kind == tirx.ForKind.SERIAL else serial(loop)
 
-    return tvm_ffi.structural_map(body, [(tirx.For, serial)])
+    return tvm_ffi.structural_map(body, [(tirx.For, ordered)])
 
 
 # ---- what is independent
@@ -158,7 +158,7 @@ def _independent(loops: Sequence[tirx.For], body: tirx.Stmt) -> list[tirx.For]:
         loop
         for loop in loops
         if _starts_at_zero(loop)
-        and not variables.intersection(_variables(loop.extent))
+        and not variables.intersection(variables_of(loop.extent))
         and all(_tells_apart(found, tensor, loop.loop_var) for tensor in written)
     ]
 
@@ -213,12 +213,6 @@ def _accesses(body: tirx.Stmt) -> _Accesses:
         (Call, call),
     ]
     tvm_ffi.structural_walk(body, callbacks, order="pre")
-    return found
-
-
-def _variables(expr: Expr) -> list[Var]:
-    found: list[Var] = []
-    tvm_ffi.structural_walk(expr, [(Var, lambda var: found.append(var))])
     return found
 
 

@@ -13,6 +13,7 @@ import tvm
 from tvm import relax
 
 from ..errors import InputError
+from ..transform.functions import expressions_of, has_branches
 from .signature import Signature
 from .tensors import Kind, from_tvm, kind_of
 
@@ -31,7 +32,7 @@ def written_inputs(mod: tvm.IRModule) -> tuple[int, ...]:
     main = mod["main"]
     if not writing:
         return ()
-    if len(writing) > 1 or not writing[0].same_as(main) or _has_branches(main):
+    if len(writing) > 1 or not writing[0].same_as(main) or has_branches(main):
         return tuple(range(len(main.params)))
     return tuple(sorted(_written(main)))
 
@@ -102,26 +103,9 @@ def _writes(func: relax.Function) -> bool:
     return any(True for _ in _calls(func, _WRITING))
 
 
-def _has_branches(func: relax.Function) -> bool:
-    found = []
-
-    def visit(expr: Any) -> None:
-        if isinstance(expr, relax.If):
-            found.append(expr)
-
-    relax.analysis.post_order_visit(func, visit)
-    return bool(found)
-
-
 def _calls(func: relax.Function, operators: Sequence[str]) -> Iterable[relax.Call]:
-    found = []
-
-    def visit(expr: Any) -> None:
-        if isinstance(expr, relax.Call) and getattr(expr.op, "name", None) in operators:
-            found.append(expr)
-
-    relax.analysis.post_order_visit(func, visit)
-    return found
+    calls = expressions_of(func, relax.Call)
+    return [call for call in calls if getattr(call.op, "name", None) in operators]
 
 
 def _written(main: relax.Function) -> set[int]:

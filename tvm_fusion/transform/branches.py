@@ -28,6 +28,7 @@ from tvm.ir import Call, GlobalVar
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from .function_apart import own_functions
+from .functions import has_branches, with_functions
 from .primitive import with_variables
 
 _NUMBER_ATTR = "tvm_fusion.branch"
@@ -39,7 +40,7 @@ def lift_branches(mod: tvm.IRModule) -> tuple[tvm.IRModule, tuple[str, ...]]:
     lifter.lifted = []
     for gvar in own_functions(mod):
         lifter.name = f"{gvar.name_hint}_branch"
-        if _has_branches(mod[gvar]):
+        if has_branches(mod[gvar]):
             lifter.builder_.update_func(gvar, lifter.visit_expr(mod[gvar]))
     return (lifter.builder_.get() if lifter.lifted else mod), tuple(lifter.lifted)
 
@@ -57,10 +58,10 @@ def inline_branches(mod: tvm.IRModule, lifted: Collection[str]) -> tvm.IRModule:
     for gvar, func in mod.functions_items():
         if gvar.name_hint in inliner.branches:
             continue
-        if isinstance(func, relax.Function) and _has_branches(func):
+        if isinstance(func, relax.Function) and has_branches(func):
             func = inliner.visit_expr(func)
         functions[gvar] = func
-    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+    return with_functions(mod, functions)
 
 
 @mutator
@@ -108,14 +109,3 @@ class _Inliner(PyExprMutator):
                 values = dict(zip(func.params, map(self.visit_expr, call.args), strict=True))
                 return self.visit_expr(with_variables(func.body, values))
         return super().visit_seq_expr_(op)
-
-
-def _has_branches(func: relax.Function) -> bool:
-    found = []
-
-    def visit(expr: relax.Expr) -> None:
-        if isinstance(expr, relax.If):
-            found.append(expr)
-
-    relax.analysis.post_order_visit(func, visit)
-    return bool(found)

@@ -19,6 +19,8 @@ import tvm_ffi
 from tvm import tirx
 from tvm.ir import Expr
 
+from .functions import with_functions
+
 _MAGNITUDE, _SIGN = 0x7F, 0x80
 _E4M3_NAN = 0x7F
 _E4M3_REBIAS = 2.0**120
@@ -37,7 +39,7 @@ class DecodeFloat8:
                 body = tvm_ffi.structural_map(func.body, [(tirx.Cast, _decoded)])
                 func = func if body.same_as(func.body) else func.with_body(body)
             functions[var] = func
-        return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+        return with_functions(mod, functions)
 
 
 def _decoded(cast: tirx.Cast) -> Expr:

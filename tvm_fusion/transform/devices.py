@@ -14,6 +14,7 @@ from typing import Any
 import tvm
 from tvm import relax
 
+from .._targets import generation
 from ..config import HardwareProfile, resolve_target
 from ..errors import TargetError
 
@@ -142,5 +143,4 @@ def _code(target: tvm.target.Target) -> str:
     """What code is made for: the kind, and on a GPU its generation."""
     if target.kind.name != "cuda":
         return target.kind.name
-    arch = str(target.attrs.get("arch", ""))
-    return f"cuda {arch.rstrip('abcdefghijklmnopqrstuvwxyz')}"
+    return f"cuda {generation(str(target.attrs.get('arch', '')))}"

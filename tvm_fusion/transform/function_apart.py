@@ -29,7 +29,7 @@ from tvm import relax, tirx
 from tvm.ir import GlobalVar
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from .functions import is_opaque
+from .functions import expressions_of, is_opaque, with_functions
 from .unique_names import FreshNames
 
 ENTRY = "main"
@@ -124,7 +124,7 @@ def renamed(mod: tvm.IRModule, gvar: GlobalVar, name: str) -> tvm.IRModule:
             func = redirected(func, {gvar: new})
         functions[new if old.same_as(gvar) else old] = func
     functions[new] = functions[new].with_attr("global_symbol", name)
-    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+    return with_functions(mod, functions)
 
 
 def without_unused(mod: tvm.IRModule, before: tvm.IRModule) -> tvm.IRModule:
@@ -142,7 +142,7 @@ def without_unused(mod: tvm.IRModule, before: tvm.IRModule) -> tvm.IRModule:
     }
     if len(functions) == len(mod.functions_items()):
         return mod
-    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+    return with_functions(mod, functions)
 
 
 def _referred(mod: tvm.IRModule) -> set[str]:
@@ -159,26 +159,13 @@ def _referred(mod: tvm.IRModule) -> set[str]:
 
 def has_dataflow(func: relax.Function) -> bool:
     """Whether a function has dataflow blocks, or nothing that could stand in one."""
-    blocks: list[relax.BindingBlock] = []
-
-    def visit(expr: relax.Expr) -> None:
-        if isinstance(expr, relax.SeqExpr):
-            blocks.extend(expr.blocks)
-
-    relax.analysis.post_order_visit(func, visit)
+    blocks = [block for seq in expressions_of(func, relax.SeqExpr) for block in seq.blocks]
     return not blocks or any(isinstance(block, relax.DataflowBlock) for block in blocks)
 
 
 def called(func: relax.Function) -> list[GlobalVar]:
     """The functions of its module that a Relax function refers to, each once, in order."""
-    found: dict[GlobalVar, None] = {}
-
-    def visit(expr: relax.Expr) -> None:
-        if isinstance(expr, GlobalVar):
-            found[expr] = None
-
-    relax.analysis.post_order_visit(func, visit)
-    return list(found)
+    return list(dict.fromkeys(expressions_of(func, GlobalVar)))
 
 
 def redirected(func: relax.Function, names: Mapping[GlobalVar, GlobalVar]) -> relax.Function:

@@ -1,14 +1,15 @@
-"""Rewriting the Relax functions of a module one by one."""
+"""Reading and rewriting the Relax functions of a module one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeVar
 
 import tvm
 from tvm import relax
 from tvm.ir import IRModule
 
+Kind = TypeVar("Kind")
 Rewrite = Callable[[relax.Function], relax.Function | None]
 _OPAQUE_ATTRS = ("Primitive", "Composite", "Codegen")
 
@@ -56,6 +57,34 @@ def where_changed(mutator: Marking) -> Rewrite:
         return new if mutator.changed else None
 
     return rewrite
+
+
+def with_functions(mod: IRModule, functions: Mapping[Any, tvm.ir.BaseFunc]) -> IRModule:
+    """A module of other functions, with the attributes and virtual devices of `mod`."""
+    return IRModule(dict(functions), attrs=mod.attrs, global_infos=mod.global_infos)
+
+
+def expressions_of(root: tvm.ir.Expr, kind: type[Kind]) -> list[Kind]:
+    """The expressions of a kind in a Relax expression, those inside of others first."""
+    found: list[Kind] = []
+
+    def visit(expr: tvm.ir.Expr) -> None:
+        if isinstance(expr, kind):
+            found.append(expr)
+
+    relax.analysis.post_order_visit(root, visit)
+    return found
+
+
+def has_branches(func: relax.Function) -> bool:
+    """Whether a function, or one inside of it, has an `If`."""
+    return bool(expressions_of(func, relax.If))
+
+
+def operator_name(value: Any) -> str:
+    """The name of the operator that an expression calls; "" for anything else."""
+    is_operator = isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op)
+    return value.op.name if is_operator else ""
 
 
 def is_opaque(func: relax.Function) -> bool:

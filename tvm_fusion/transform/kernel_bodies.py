@@ -11,6 +11,8 @@ from __future__ import annotations
 import tvm
 from tvm import s_tir, tirx
 
+from .functions import with_functions
+
 ROOT = "tvm_fusion_kernel"
 """Name of the inner block: no other one has it, so that only these are taken off."""
 
@@ -25,7 +27,7 @@ def with_roots(mod: tvm.IRModule) -> tvm.IRModule:
     if not bare:
         return mod
     functions = dict(mod.functions_items()) | bare
-    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+    return with_functions(mod, functions)
 
 
 def without_root(func: tirx.PrimFunc) -> tirx.PrimFunc:

@@ -27,6 +27,7 @@ from ..ir.graph import FusionGraph, OpKind, bits
 from ..kernels.base import GroupView
 from ..plan.differ import in_order
 from ..plan.plan import FusionPlan, PlannedGroup
+from .functions import with_functions
 from .primitive import Primitive, rebuild
 from .regions import fix_regions
 
@@ -65,15 +66,14 @@ def materialize(mod: tvm.IRModule, graph: FusionGraph, plan: FusionPlan) -> Mate
     plan.check(graph)
     rewriter = Rewriter(mod, graph, plan)
     fused = relax.transform.FuseTIR()(rewriter.run())
-    fused = tvm.IRModule(
+    fused = with_functions(
+        fused,
         {
             g: fix_regions(f)
             if g.name_hint in rewriter.groups and isinstance(f, tirx.PrimFunc)
             else f
             for g, f in fused.functions.items()
         },
-        attrs=fused.attrs,
-        global_infos=fused.global_infos,
     )
     fused = relax.transform.DeadCodeElimination([plan.function])(fused)
     called = {

@@ -17,7 +17,7 @@ from tvm import s_tir, tirx
 from tvm.ir import Expr, TensorLoad, Var
 
 
-@tvm.transform.module_pass(opt_level=0, name="OrderedWrites")
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.OrderedWrites")
 class OrderedWrites:
     """See the module docstring."""
 
@@ -35,12 +35,16 @@ def _ordered(func: tirx.PrimFunc) -> tirx.PrimFunc:
     if not meeting:
         return func
 
-    def serial(loop: tirx.For) -> tirx.For:
-        if loop.kind != tirx.ForKind.PARALLEL or loop.loop_var not in meeting:
-            return loop
-        return tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, loop.body)
+    def ordered(loop: tirx.For) -> tirx.For:
+        meets = loop.kind == tirx.ForKind.PARALLEL and loop.loop_var in meeting
+        return serial(loop) if meets else loop
 
-    return func.with_body(tvm_ffi.structural_map(func.body, [(tirx.For, serial)]))
+    return func.with_body(tvm_ffi.structural_map(func.body, [(tirx.For, ordered)]))
+
+
+def serial(loop: tirx.For) -> tirx.For:
+    """The loop in order, in one thread."""
+    return tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, loop.body)
 
 
 def meeting_loops(body: tirx.Stmt) -> set[Var]:
@@ -68,15 +72,15 @@ def _by_data(stores: list[tirx.BufferStore], meaning: dict[Var, Expr]) -> set[Va
     found: set[Var] = set()
     for store in stores:
         indices = [_written_out(index, meaning) for index in store.indices]
-        found |= {v for i in indices for v in _variables(i)} - {
-            v for i in indices for v in _variables(_without_loads(i))
+        found |= {v for i in indices for v in variables_of(i)} - {
+            v for i in indices for v in variables_of(_without_loads(i))
         }
     return found
 
 
 def _written_out(index: Expr, meaning: dict[Var, Expr]) -> Expr:
     """An index in terms of loop variables."""
-    while any(var in meaning for var in _variables(index)):
+    while any(var in meaning for var in variables_of(index)):
         index = tvm_ffi.structural_map(index, [(Var, lambda var: meaning.get(var, var))])
     return index
 
@@ -85,7 +89,8 @@ def _without_loads(index: Expr) -> Expr:
     return tvm_ffi.structural_map(index, [(TensorLoad, lambda load: tirx.const(0, str(load.ty)))])
 
 
-def _variables(expr: Expr) -> list[Var]:
+def variables_of(expr: Expr) -> list[Var]:
+    """The variables of an expression, each as often as it stands there."""
     found: list[Var] = []
     tvm_ffi.structural_walk(expr, [(Var, found.append)])
     return found

@@ -23,7 +23,7 @@ from ..config import HardwareProfile
 from ..kernels.cpu.panels import PANELS_ATTR, Panels, wanted_panels
 from .constant_weights import identity
 from .factors import is_constant
-from .functions import is_opaque, rewrite_functions
+from .functions import is_opaque, rewrite_functions, with_functions
 
 _CALL_TIR = tvm.ir.Op.get("relax.call_tir")
 
@@ -83,7 +83,7 @@ class PackConstants:
         packed = rewrite_functions(mod, packer.builder_, packer.visit_expr)
         kernels.update({g: f for g, f in packed.functions_items() if isinstance(f, relax.Function)})
         functions = {packer.renewed.get(g.name_hint, g): f for g, f in kernels.items()}
-        return tvm.IRModule(functions, attrs=packed.attrs, global_infos=packed.global_infos)
+        return with_functions(packed, functions)
 
 
 def _global_var(name: str, kernel: tirx.PrimFunc) -> tvm.ir.GlobalVar:

@@ -19,7 +19,7 @@ from tvm import relax, tirx
 
 from ..config import load_policy
 from ..errors import InputError, PlanError, TvmFusionError
-from ..ir.reader import OPAQUE_PATTERN
+from ..ir.reader import has_opaque_pattern
 from ..plan.plan import FusionPlan
 from .branches import inline_branches, lift_branches
 from .devices import Part, device_of, parts_of
@@ -31,12 +31,14 @@ from .function_apart import (
     put_back,
     without_unused,
 )
+from .functions import expressions_of
 from .hidden_calls import HiddenCalls
 from .kernel_bodies import with_roots
 
 if TYPE_CHECKING:
     from ..job import Job
     from ..report.model import Report
+    from .write_kernels import Tuned
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +62,7 @@ class FusedFunction:
 
     def report(self) -> Report:
         """The plan as a report."""
-        from ..report.assemble import planned_report
-
-        job = self._job
-        return planned_report(job.graph, job.plan, job.whole_plan, [], job.unlearned)
+        return self._job.planned_report()
 
 
 @tvm.transform.module_pass(opt_level=0, name="tvm_fusion.Fuse")
@@ -125,11 +124,13 @@ class Fuse:
         self.plan = plan
         self.database = database
         self.on_plan = on_plan
+        self._opened: dict[str, Tuned] = {}  # the database, by target
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with kernels; `mod` itself where none is written."""
         if not own_functions(mod):
             return mod
+        self._opened.clear()  # tuning may have gone on since the last run
         device = device_of(self.target, mod)
         fused, branches = lift_branches(_without_nesting(mod))
         functions = own_functions(fused)
@@ -153,11 +154,7 @@ class Fuse:
 
         apart = FunctionApart.of(mod, gvar)
         seen = HiddenCalls.of(apart.mod, ENTRY, lambda ty: not part.holds(ty))
-        tuned = None
-        if self.database is not None:
-            from ..tuning.lookup import tuned_kernels
-
-            tuned = tuned_kernels(self.database, part.hw, part.target)
+        tuned = self._tuned(part)
         job = Job.from_module(seen.mod, part.target, part.hw, self.policy, self.plan, tuned)
         changed = job.fuse() if self.write else job.fused_functions()
         if not _new_functions(changed, seen.mod, self.write):
@@ -168,6 +165,17 @@ class Fuse:
         if not has_dataflow(mod[gvar]):  # passes that want none may come next
             changed = relax.transform.ToNonDataflow()(changed)
         return put_back(mod, apart, changed, part.target if part.place else None)
+
+    def _tuned(self, part: Part) -> Tuned | None:
+        """The kernels that tuning chose for a device; None without a database."""
+        if self.database is None:
+            return None
+        name = str(part.target)
+        if name not in self._opened:
+            from ..tuning.lookup import tuned_kernels
+
+            self._opened[name] = tuned_kernels(self.database, part.hw, part.target)
+        return self._opened[name]
 
 
 @contextmanager
@@ -198,21 +206,15 @@ def _new_functions(mod: tvm.IRModule, before: tvm.IRModule, kernels: bool) -> bo
     return any(
         isinstance(func, tirx.PrimFunc)
         and not func.same_as(known.get(gvar.name_hint))
-        and (not kernels or int(func.attrs.get("op_pattern", 0)) == OPAQUE_PATTERN)
+        and (not kernels or has_opaque_pattern(func))
         for gvar, func in mod.functions_items()
     )
 
 
 def _without_nesting(mod: tvm.IRModule) -> tvm.IRModule:
     """The module with functions inside of functions as functions of their own."""
-    nested: list[relax.Function] = []
-
-    def visit(expr: relax.Expr) -> None:
-        if isinstance(expr, relax.Function):
-            nested.append(expr)
-
-    for gvar in own_functions(mod):
-        relax.analysis.post_order_visit(mod[gvar].body, visit)
+    bodies = (mod[gvar].body for gvar in own_functions(mod))
+    nested = any(expressions_of(body, relax.Function) for body in bodies)
     return relax.transform.LambdaLift()(mod) if nested else mod
 
 

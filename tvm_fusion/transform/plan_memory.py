@@ -28,6 +28,7 @@ from tvm import relax, tirx
 from tvm.script import tirx as T
 
 from ..kernels.base import dtype_bytes
+from .functions import with_functions
 from .storage_plan import Life, StoragePlan, plan_storages
 
 SETTLE = "settle_offset"
@@ -155,7 +156,7 @@ def _without_dead_tuples(mod: tvm.IRModule) -> tvm.IRModule:
     for gvar, func in mod.functions_items():
         if isinstance(func, relax.Function) and isinstance(func.body, relax.SeqExpr):
             functions[gvar] = _with_body(func, _without_dead_names(func.body))
-    return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+    return with_functions(mod, functions)
 
 
 def _without_dead_names(body: relax.SeqExpr) -> relax.SeqExpr:

@@ -16,6 +16,8 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.ir.prim.expr import LShift
 
+from .functions import with_functions
+
 NARROW = ("int8", "uint8", "int16", "uint16")
 WIDE = "int32"
 
@@ -33,7 +35,7 @@ class WrapIntegers:
                 body = tvm_ffi.structural_map(func.body, rules)
                 func = func if body.same_as(func.body) else func.with_body(body)
             functions[var] = func
-        return tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos)
+        return with_functions(mod, functions)
 
 
 def _wrapped(expr: Expr) -> Expr:

@@ -24,6 +24,7 @@ from ..ir.reader import OPAQUE_PATTERN
 from ..kernels.cpu.panels import mark_constants
 from ..kernels.registry import kernel_class
 from ..plan.plan import UNWRITTEN
+from .functions import with_functions
 
 if TYPE_CHECKING:
     from ..runtime.kernels_ahead import KernelsAhead
@@ -108,9 +109,7 @@ def write_kernels(
             failures[symbol] = f"kernel class {name} failed: {type(error).__name__}: {error}"
             continue
         functions[gvar] = kernel
-    return Written(
-        tvm.IRModule(functions, attrs=mod.attrs, global_infos=mod.global_infos), failures
-    )
+    return Written(with_functions(mod, functions), failures)
 
 
 def _kernel(
