@@ -404,17 +404,6 @@ def test_a_fused_module_reads_back_from_its_script():
         np.testing.assert_allclose(given.numpy(), reference, rtol=1e-4, atol=1e-5)
 
 
-def test_the_pass_has_a_name_for_instruments():
-    timing = tvm.ir.instrument.PassTimingInstrument()
-    with tvm.transform.PassContext(instruments=[timing]):
-        Fuse(LLVM_TARGET)(cases(LLVM)["block"].make())
-        profile = timing.render()
-    assert "tvm_fusion.Fuse" in profile
-    with tvm.transform.PassContext(disabled_pass=["tvm_fusion.Fuse"]):
-        mod = cases(LLVM)["block"].make()
-        assert tvm.transform.Sequential([Fuse(LLVM_TARGET)])(mod).same_as(mod)
-
-
 def test_fused_functions_without_schedules_are_tasks_of_tvms_tuner():
     case = cases(LLVM)["block"]
     fused = Fuse(LLVM_TARGET, write=False)(case.make())

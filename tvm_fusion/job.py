@@ -17,14 +17,22 @@ from .ir.graph import FusionGraph, build_graph
 from .kernels.base import Refusal, RefusalCode
 from .plan.decide import caution_of, without
 from .plan.judge import measured_whole, times_apart
-from .plan.plan import FALLBACK, STOCK, FusionPlan, PlannedGroup
+from .plan.plan import FALLBACK, STOCK, UNWRITTEN, FusionPlan, PlannedGroup
 from .plan.search import unfused_plan
 from .report.progress import stages
+from .transform.functions import with_functions
 from .transform.lower import lower
 from .transform.materialize import Materialized, materialize
 from .transform.pack_constants import PackConstants, packable_arguments
 from .transform.rewrites import known_rewrites
-from .transform.write_kernels import Tuned, write_kernels
+from .transform.stage import (
+    MATERIALIZE,
+    PACK_CONSTANTS,
+    WRITE_KERNELS,
+    is_enabled,
+    run_stage,
+)
+from .transform.write_kernels import Tuned, Written, write_kernels
 from .variants import best_plan
 
 if TYPE_CHECKING:
@@ -274,24 +282,57 @@ class Job:
         """The module with the plan's kernels written, not built."""
         return self.write()[0]
 
-    def fused_functions(self) -> tvm.IRModule:
-        """The module with the plan's groups as PrimFuncs without schedules."""
-        return materialize(self.low, self.graph, self.plan).mod
+    def fused_functions(self, class_attr: str | None = None) -> tvm.IRModule:
+        """The module with the plan's groups as PrimFuncs without schedules; with `class_attr`, they
+        have their kernel class as this attribute.
+        """
+        found = self._materialized()
+        marked = dict(found.mod.functions_items())
+        for name, group in found.groups.items() if class_attr else ():
+            if group.kernel_class not in UNWRITTEN:
+                gvar = found.mod.get_global_var(name)
+                marked[gvar] = marked[gvar].with_attr(class_attr, group.kernel_class)
+        return with_functions(found.mod, marked)
 
     def write(self, ahead: KernelsAhead | None = None) -> tuple[tvm.IRModule, Materialized]:
         """Writes the plan's kernels; groups that cannot be written are cut until all are."""
         while True:
             if ahead is not None:
                 ahead.codes.clear()
-            materialized = materialize(self.low, self.graph, self.plan)
-            classes = {name: g.kernel_class for name, g in materialized.groups.items()}
-            constants = packable_arguments(materialized.mod, self.hw)
-            with self.target:
-                written = write_kernels(
-                    materialized.mod, classes, self.hw, self.policy, ahead, self.tuned, constants
-                )
+            materialized = self._materialized()
+            written = self._written(materialized, ahead)
             if not self._cut_all(materialized, written.failures, RefusalCode.WRITER):
-                return PackConstants()(written.mod), materialized
+                packed = tvm.transform.Sequential([PackConstants()])(written.mod)
+                return packed, materialized
+
+    def _materialized(self) -> Materialized:
+        """The plan applied; where that stage is disabled, the lowered module as it is."""
+        found = Materialized(self.low, {}, {})
+
+        def apply(mod: tvm.IRModule) -> tvm.IRModule:
+            nonlocal found
+            found = materialize(mod, self.graph, self.plan)
+            return found.mod
+
+        run_stage(MATERIALIZE, self.low, apply)
+        return found
+
+    def _written(self, materialized: Materialized, ahead: KernelsAhead | None) -> Written:
+        """The kernels of a module; where that stage is disabled, the module as it is."""
+        found = Written(materialized.mod, {})
+        classes = {name: g.kernel_class for name, g in materialized.groups.items()}
+
+        def apply(mod: tvm.IRModule) -> tvm.IRModule:
+            nonlocal found
+            constants = packable_arguments(mod, self.hw) if is_enabled(PACK_CONSTANTS) else {}
+            with self.target:
+                found = write_kernels(
+                    mod, classes, self.hw, self.policy, ahead, self.tuned, constants
+                )
+            return found.mod
+
+        run_stage(WRITE_KERNELS, materialized.mod, apply)
+        return found
 
     def build_unfused(self) -> Built:
         """Builds the model as it is: one kernel an operator, written by the same kernel classes."""

@@ -1,9 +1,26 @@
 """Relax passes: everything that changes IR.
 
-Decompose -> (LegalizeOps) -> Materialize -> WriteKernels; `Fuse` is all of it as one pass.
+Decompose -> (LegalizeOps) -> Plan -> Materialize -> WriteKernels -> PackConstants, and PlanMemory
+when kernels are lowered to VM calls. `Fuse` is all of it but the last as one pass; within it the
+stages bear the same names, for instruments and for `disabled_pass` of `PassContext`.
 """
 
 from .decompose import Decompose
-from .pipeline import Fuse, FusedFunction, fusion_pipeline, register
+from .pack_constants import PackConstants
+from .pipeline import Fuse, fusion_pipeline, register
+from .plan_memory import PlanMemory
+from .stages import FusedFunction, Materialize, Plan, WriteKernels, plan
 
-__all__ = ["Decompose", "Fuse", "FusedFunction", "fusion_pipeline", "register"]
+__all__ = [
+    "Decompose",
+    "Fuse",
+    "FusedFunction",
+    "Materialize",
+    "PackConstants",
+    "Plan",
+    "PlanMemory",
+    "WriteKernels",
+    "fusion_pipeline",
+    "plan",
+    "register",
+]

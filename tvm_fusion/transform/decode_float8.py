@@ -27,7 +27,7 @@ _E4M3_REBIAS = 2.0**120
 _MANTISSA_SHIFT = 23 - 3  # from 3 bits of mantissa to 23
 
 
-@tvm.transform.module_pass(opt_level=0, name="DecodeFloat8")
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.DecodeFloat8")
 class DecodeFloat8:
     """See the module docstring."""
 

@@ -45,6 +45,13 @@ class Part:
     place: Place | None
     alone: bool
 
+    @property
+    def label(self) -> str:
+        """The device for readers: "cuda:0", and its memory scope where that is no usual one."""
+        _, number, scope = self.place or ("", 0, "global")
+        name = f"{self.target.kind.name}:{number}"
+        return name if scope in ("", "global") else f"{name}:{scope}"
+
     def holds(self, ty: Any) -> bool:
         """Whether a result of a type is one of this part's."""
         return self.alone or place_of(ty) == self.place

@@ -24,6 +24,7 @@ from ..kernels.cpu.panels import PANELS_ATTR, Panels, wanted_panels
 from .constant_weights import identity
 from .factors import is_constant
 from .functions import is_opaque, rewrite_functions, with_functions
+from .stage import PACK_CONSTANTS
 
 _CALL_TIR = tvm.ir.Op.get("relax.call_tir")
 
@@ -55,10 +56,55 @@ def packable_arguments(mod: tvm.IRModule, hw: HardwareProfile) -> dict[str, tupl
     return constant_arguments(mod) if hw.kind == "llvm" else {}
 
 
-@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.PackConstants")
+@tvm.transform.module_pass(opt_level=0, name=PACK_CONSTANTS)
 class PackConstants:
-    """See the module docstring. Runs after WriteKernels; a module whose kernels take no panels is
-    returned as it is, and so is one that was packed before.
+    """Constants in the panels that kernels read, for which see the module docstring.
+
+    Runs after `WriteKernels`, which says in attribute "tvm_fusion.panels" which arguments of a
+    kernel become panels: by position, the columns of a panel, how many dimensions are batch, terms
+    and columns, and which. A module whose kernels take no panels is returned as it is, and so is
+    one that was packed before.
+
+    Examples
+    --------
+    Before::
+
+        @I.ir_module
+        class Before:
+            @T.prim_func(private=True, s_tir=True)
+            def sums(w: T.Buffer((2, 2, 2)), y: T.Buffer((3,))):
+                T.func_attr({"tvm_fusion.panels": [[0, 2, 0, 1, 1, 0, 1]]})
+                for j in range(3):
+                    y[j] = w[j // 2, 0, j % 2] + w[j // 2, 1, j % 2]
+
+            @R.function
+            def main() -> R.Tensor((3,), "float32"):
+                cls = Before
+                y = R.call_tir(
+                    cls.sums,
+                    (R.const([[1, 2, 3], [4, 5, 6]], "float32"),),
+                    out_ty=R.Tensor((3,), "float32"),
+                )
+                return y
+
+    After ``PackConstants()``::
+
+        @I.ir_module
+        class After:
+            @T.prim_func(private=True, s_tir=True)
+            def sums(w: T.Buffer((2, 2, 2)), y: T.Buffer((3,))):
+                for j in range(3):
+                    y[j] = w[j // 2, 0, j % 2] + w[j // 2, 1, j % 2]
+
+            @R.function
+            def main() -> R.Tensor((3,), "float32"):
+                cls = After
+                y = R.call_tir(
+                    cls.sums,
+                    (R.const([[[1, 2], [4, 5]], [[3, 0], [6, 0]]], "float32"),),
+                    out_ty=R.Tensor((3,), "float32"),
+                )
+                return y
     """
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:

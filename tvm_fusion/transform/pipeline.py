@@ -7,10 +7,7 @@ tvm.compile(mod, target, relax_pipeline=relax.get_pipeline("tvm_fusion", target=
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,51 +15,16 @@ import tvm
 from tvm import relax, tirx
 
 from ..config import load_policy
-from ..errors import InputError, PlanError, TvmFusionError
+from ..errors import PlanError
 from ..ir.reader import has_opaque_pattern
-from ..plan.plan import FusionPlan
-from .branches import inline_branches, lift_branches
-from .devices import Part, device_of, parts_of
-from .function_apart import (
-    ENTRY,
-    FunctionApart,
-    has_dataflow,
-    own_functions,
-    put_back,
-    without_unused,
-)
-from .functions import expressions_of
-from .hidden_calls import HiddenCalls
+from .devices import Part, device_of
+from .each_function import EachFunction
 from .kernel_bodies import with_roots
+from .stage import WRITE_KERNELS, is_enabled
+from .stages import FusedFunction, PlanLike, planned_job
 
 if TYPE_CHECKING:
-    from ..job import Job
-    from ..report.model import Report
     from .write_kernels import Tuned
-
-logger = logging.getLogger(__name__)
-
-Plans = FusionPlan | str | Path | Mapping[str, Any] | None
-
-
-@dataclass(frozen=True, slots=True)
-class FusedFunction:
-    """What `Fuse` did to one function.
-
-    Attributes
-    ----------
-    name : str
-        The function; branches are called after it.
-    plan : FusionPlan
-    """
-
-    name: str
-    plan: FusionPlan
-    _job: Job
-
-    def report(self) -> Report:
-        """The plan as a report."""
-        return self._job.planned_report()
 
 
 @tvm.transform.module_pass(opt_level=0, name="tvm_fusion.Fuse")
@@ -106,6 +68,44 @@ class Fuse:
     >>> fuse(mod)                                                          # doctest: +SKIP
     decode 2
     prefill 3
+
+    Before::
+
+        @I.ir_module
+        class Before:
+            @R.function
+            def main(x: R.Tensor((8,), "float32")) -> R.Tensor((8,), "float32"):
+                with R.dataflow():
+                    lv = R.nn.relu(x)
+                    y = R.add(lv, x)
+                    R.output(y)
+                return y
+
+    After ``Fuse("llvm")``::
+
+        @I.ir_module
+        class After:
+            @T.prim_func(private=True, s_tir=True)
+            def fused_relu_add(x: T.Buffer((T.int64(8),)), y: T.Buffer((T.int64(8),))):
+                T.func_attr({"op_pattern": 8, "tirx.is_scheduled": True, "tirx.noalias": True})
+                with T.sblock("root"):
+                    T.reads()
+                    T.writes()
+                    with T.sblock("tvm_fusion_kernel"):
+                        T.reads()
+                        T.writes()
+                        for v in T.vectorized(T.int64(8)):
+                            relu: T.let[T.float32] = T.max(x[v], T.float32(0.0))
+                            total: T.let[T.float32] = relu + x[v]
+                            y[v] = total
+
+            @R.function
+            def main(x: R.Tensor((8,), "float32")) -> R.Tensor((8,), "float32"):
+                cls = After
+                with R.dataflow():
+                    y = R.call_tir(cls.fused_relu_add, (x,), out_ty=R.Tensor((8,), "float32"))
+                    R.output(y)
+                return y
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class Fuse:
         target: Any = None,
         *,
         policy: Any = None,
-        plan: Plans = None,
+        plan: PlanLike = None,
         database: str | Path | None = None,
         write: bool = True,
         on_plan: Callable[[FusedFunction], Any] | None = None,
@@ -128,43 +128,26 @@ class Fuse:
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with kernels; `mod` itself where none is written."""
-        if not own_functions(mod):
-            return mod
         self._opened.clear()  # tuning may have gone on since the last run
-        device = device_of(self.target, mod)
-        fused, branches = lift_branches(_without_nesting(mod))
-        functions = own_functions(fused)
-        if self.plan is not None and len(functions) > 1:
-            names = ", ".join(gvar.name_hint for gvar in functions)
+        functions = EachFunction.of(mod, self.target)
+        if self.plan is not None and len(functions.pieces) > 1:
+            names = ", ".join(functions.pieces)
             raise PlanError(f"Fuse was given one plan for a module of several functions: {names}")
-        written = False
-        for gvar in functions:
-            for part in parts_of(fused[gvar], device):
-                with _named(mod, gvar):
-                    changed = self._fused(fused, gvar, part)
-                written |= changed is not None
-                fused = fused if changed is None else changed
-        if not written:
-            return mod
-        return with_roots(without_unused(inline_branches(fused, branches), mod))
+        fused = functions.changed("tvm_fusion.Fuse", self._fused)
+        return mod if fused.same_as(mod) else with_roots(fused)
 
-    def _fused(self, mod: tvm.IRModule, gvar: tvm.ir.GlobalVar, part: Part) -> tvm.IRModule | None:
-        """The module with one part of a function fused; None where no kernel is written for it."""
-        from ..job import Job
-
-        apart = FunctionApart.of(mod, gvar)
-        seen = HiddenCalls.of(apart.mod, ENTRY, lambda ty: not part.holds(ty))
-        tuned = self._tuned(part)
-        job = Job.from_module(seen.mod, part.target, part.hw, self.policy, self.plan, tuned)
-        changed = job.fuse() if self.write else job.fused_functions()
-        if not _new_functions(changed, seen.mod, self.write):
+    def _fused(self, name: str, mod: tvm.IRModule, part: Part) -> tvm.IRModule | None:
+        """The module with one piece fused; None where no kernel is written for it."""
+        planned = planned_job(mod, part, self.policy, self.plan, self._tuned(part))
+        if planned is None:
+            return None
+        write = self.write and is_enabled(WRITE_KERNELS)
+        changed = planned.fuse() if write else planned.fused_functions()
+        if not _new_functions(changed, mod, write):
             return None
         if self.on_plan is not None:
-            self.on_plan(FusedFunction(gvar.name_hint, job.plan, job))
-        changed = seen.shown(changed, ENTRY)
-        if not has_dataflow(mod[gvar]):  # passes that want none may come next
-            changed = relax.transform.ToNonDataflow()(changed)
-        return put_back(mod, apart, changed, part.target if part.place else None)
+            self.on_plan(FusedFunction(name, planned.plan, planned))
+        return changed
 
     def _tuned(self, part: Part) -> Tuned | None:
         """The kernels that tuning chose for a device; None without a database."""
@@ -178,28 +161,6 @@ class Fuse:
         return self._opened[name]
 
 
-@contextmanager
-def _named(mod: tvm.IRModule, gvar: tvm.ir.GlobalVar) -> Iterator[None]:
-    """Errors within name the pass and the function; those of a module that is not well formed say
-    that it is not.
-    """
-    try:
-        yield
-    except TvmFusionError as error:
-        error.add_note(f"in tvm_fusion.Fuse, function {gvar.name_hint}")
-        raise
-    except Exception as error:
-        try:
-            relax.analysis.well_formed(mod)
-        except Exception as why:
-            reason = str(why).strip().splitlines()[-1]
-            raise InputError(
-                f"tvm_fusion.Fuse, function {gvar.name_hint}: the module is not well formed: "
-                f"{reason}. Look for the pass that made it so with relax.analysis.well_formed"
-            ) from error
-        raise
-
-
 def _new_functions(mod: tvm.IRModule, before: tvm.IRModule, kernels: bool) -> bool:
     """Whether a module has PrimFuncs, or `kernels` of ours, that were not there before."""
     known = {gvar.name_hint: func for gvar, func in before.functions_items()}
@@ -211,18 +172,11 @@ def _new_functions(mod: tvm.IRModule, before: tvm.IRModule, kernels: bool) -> bo
     )
 
 
-def _without_nesting(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module with functions inside of functions as functions of their own."""
-    bodies = (mod[gvar].body for gvar in own_functions(mod))
-    nested = any(expressions_of(body, relax.Function) for body in bodies)
-    return relax.transform.LambdaLift()(mod) if nested else mod
-
-
 def fusion_pipeline(
     target: Any = None,
     *,
     policy: Any = None,
-    plan: Plans = None,
+    plan: PlanLike = None,
     database: str | Path | None = None,
     on_plan: Callable[[FusedFunction], Any] | None = None,
 ) -> tvm.transform.Pass:

@@ -29,6 +29,7 @@ from tvm.script import tirx as T
 
 from ..kernels.base import dtype_bytes
 from .functions import with_functions
+from .stage import PLAN_MEMORY
 from .storage_plan import Life, StoragePlan, plan_storages
 
 SETTLE = "settle_offset"
@@ -40,9 +41,51 @@ _NAMES = (relax.Var, relax.Tuple, relax.TupleGetItem)  # expressions that comput
 _Tensors = frozenset[int]  # numbers of allocations
 
 
-@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.PlanMemory")
+@tvm.transform.module_pass(opt_level=0, name=PLAN_MEMORY)
 class PlanMemory:
-    """Give the intermediates of `main` their storages; outputs keep allocations of their own."""
+    """Give the intermediates of a function their storages; outputs keep allocations of their own.
+
+    Examples
+    --------
+    Before::
+
+        @I.ir_module
+        class Before:
+            @T.prim_func(private=True, s_tir=True)
+            def double(x: T.Buffer((8,)), y: T.Buffer((8,))):
+                for i in range(8):
+                    y[i] = x[i] * T.float32(2)
+
+            @R.function(pure=False)
+            def main(x: R.Tensor((8,), "float32")) -> R.Tensor((8,), "float32"):
+                cls = Before
+                a = R.builtin.alloc_tensor(R.shape([8]), R.dtype("float32"), 0, R.str("global"))
+                cls.double(x, a)
+                b = R.builtin.alloc_tensor(R.shape([8]), R.dtype("float32"), 0, R.str("global"))
+                cls.double(a, b)
+                return b
+
+    After ``PlanMemory()``::
+
+        @I.ir_module
+        class After:
+            @T.prim_func(private=True, s_tir=True)
+            def double(x: T.Buffer((8,)), y: T.Buffer((8,))):
+                for i in range(8):
+                    y[i] = x[i] * T.float32(2)
+
+            @R.function(pure=False)
+            def main(x: R.Tensor((8,), "float32")) -> R.Tensor((8,), "float32"):
+                cls = After
+                storage = R.memory.alloc_storage(
+                    R.shape([256]), 0, R.str("global"), R.dtype("uint8")
+                )
+                a = R.memory.alloc_tensor(storage, 0, R.shape([8]), R.dtype("float32"))
+                cls.double(x, a)
+                b = R.builtin.alloc_tensor(R.shape([8]), R.dtype("float32"), 0, R.str("global"))
+                cls.double(a, b)
+                return b
+    """
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Return `mod` with planned memory."""
@@ -217,6 +260,7 @@ def _settle_offset() -> tirx.PrimFunc:
 
 
 def _with_body(func: relax.Function, body: relax.Expr) -> relax.Function:
+    relax.expr._update_type(body, func.body.ty)
     return relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs)
 
 

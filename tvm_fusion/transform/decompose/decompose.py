@@ -9,6 +9,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from ...config import HardwareProfile
 from ...ir.graph import COMPOSITES_ATTR
 from ..functions import rewrite_functions
+from ..stage import DECOMPOSE
 from ..unique_names import FreshNames
 from . import activations, attention, contractions, losses, norms, softmax, statistics
 from .opening import Opening, Rule
@@ -25,7 +26,7 @@ RULES: dict[str, Rule] = {
 }
 
 
-@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.Decompose")
+@tvm.transform.module_pass(opt_level=0, name=DECOMPOSE)
 class Decompose:
     """Opens composite Relax operators into primitives and remembers which came from which.
 
@@ -54,9 +55,31 @@ class Decompose:
 
     Examples
     --------
-    >>> from tvm_fusion.transform.decompose import Decompose
-    >>> mod = Decompose()(mod)  # doctest: +SKIP
-    >>> mod["main"].attrs["tvm_fusion.composites"]  # doctest: +SKIP
+    Before::
+
+        @I.ir_module
+        class Before:
+            @R.function
+            def main(x: R.Tensor((4, 8), "float32")) -> R.Tensor((4, 8), "float32"):
+                y = R.nn.softmax(x, axis=-1)
+                return y
+
+    After ``Decompose()``::
+
+        @I.ir_module
+        class After:
+            @R.function
+            def main(x: R.Tensor((4, 8), "float32")) -> R.Tensor((4, 8), "float32"):
+                R.func_attr({"tvm_fusion.composites": {
+                    "softmax1_max": "softmax#1", "softmax1_shifted": "softmax#1",
+                    "softmax1_exp": "softmax#1", "softmax1_sum": "softmax#1", "y": "softmax#1",
+                }})
+                softmax1_max = R.max(x, axis=[-1], keepdims=True)
+                softmax1_shifted = R.subtract(x, softmax1_max)
+                softmax1_exp = R.exp(softmax1_shifted)
+                softmax1_sum = R.sum(softmax1_exp, axis=[-1], keepdims=True)
+                y = R.divide(softmax1_exp, softmax1_sum)
+                return y
     """
 
     def __init__(self, hw: HardwareProfile | None = None, keep_all: bool = False) -> None:
