@@ -27,6 +27,22 @@ def _all_cores() -> None:
     kernel_threads()
 
 
+@pytest.fixture(scope="session")
+def _hidden_torch(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a module of torch's name that cannot be imported."""
+    folder = tmp_path_factory.mktemp("hidden")
+    (folder / "torch.py").write_text("raise ImportError('hidden: this process needs no torch')\n")
+    return str(folder)
+
+
+@pytest.fixture
+def no_torch(monkeypatch: pytest.MonkeyPatch, _hidden_torch: str) -> None:
+    """Processes that are started find no torch, which TVM imports and takes 3 of 5 s."""
+    others = os.environ.get("PYTHONPATH")
+    monkeypatch.syspath_prepend(_hidden_torch)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (_hidden_torch, others))))
+
+
 @pytest.fixture
 def nvcc() -> str:
     """The path of nvcc."""

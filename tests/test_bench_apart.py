@@ -32,6 +32,7 @@ from .runtime_cases import LLVM
 SMALL = 0.02
 
 
+@pytest.mark.usefixtures("no_torch")
 def test_a_process_has_threads_and_cores_of_its_own_and_lives_on_after_a_failure():
     before = dict(os.environ)
     with Process(make_something, 1) as process:
@@ -47,6 +48,7 @@ def test_a_process_has_threads_and_cores_of_its_own_and_lives_on_after_a_failure
     assert len(usable_cores()) >= cores
 
 
+@pytest.mark.usefixtures("no_torch")
 @pytest.mark.parametrize("instructions", [None, *INSTRUCTIONS])
 def test_a_process_keeps_to_a_set_of_instructions_and_its_neighbours_do_not(instructions):
     names = sorted({name for limits in INSTRUCTIONS.values() for name in limits})
@@ -66,6 +68,7 @@ def test_our_kernels_keep_to_the_instructions_of_a_run(instructions):
         assert machine_of(hw).vector_bytes == 32
 
 
+@pytest.mark.usefixtures("no_torch")
 def test_a_process_that_died_says_so_and_the_next_request_has_a_new_one():
     with Process(make_something, 1) as process:
         first = process.make("a")[0]
@@ -79,6 +82,7 @@ def test_who_does_not_answer_in_time_is_given_up():
         process.make("a", limit_s=0.001)
 
 
+@pytest.mark.usefixtures("no_torch")
 def test_threads_that_go_on_after_a_call_are_waited_for():
     with Process(make_spinner, 1) as process:
         process.make()
@@ -86,6 +90,7 @@ def test_threads_that_go_on_after_a_call_are_waited_for():
         assert process.make() == 0
 
 
+@pytest.mark.usefixtures("no_torch")
 def test_the_death_of_one_is_no_end_for_the_others():
     with Process(make_death, 1) as mortal, Process(make_something, 1) as other:
         mortal.make()

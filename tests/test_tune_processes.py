@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+import tvm_fusion
 from tvm_fusion._cores import usable_cores
 from tvm_fusion.tuning import processes
 from tvm_fusion.tuning.processes import Worker, wait_for
@@ -25,8 +26,30 @@ time.sleep(3600)
 """
 
 
+LIGHT = """
+import runpy, sys, types
+sys.modules["torch"] = None
+for name, folder in {folders!r}.items():
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [folder]
+runpy.run_module({module!r}, run_name="__main__", alter_sys=True)
+"""
+
+
 @pytest.fixture
-def worker():
+def light(monkeypatch):
+    """Processes begin without what the package imports, TVM above all: at once."""
+
+    def command(module, torch):
+        packages = (tvm_fusion, tvm_fusion.tuning)
+        folders = {package.__name__: package.__path__[0] for package in packages}
+        return [sys.executable, "-c", LIGHT.format(folders=folders, module=module)]
+
+    monkeypatch.setattr(processes, "module_command", command)
+
+
+@pytest.fixture
+def worker(light):
     found = Worker("tested", torch=False)
     yield found
     found.stop()
@@ -110,7 +133,7 @@ def test_what_comes_before_a_request_takes_none_of_its_time(worker, clock, tmp_p
     assert (hanging.status, hanging.why) == ("timeout", "no answer within 30 s")
 
 
-def test_the_start_of_a_process_takes_none_of_the_time_of_a_request(clock, tmp_path):
+def test_the_start_of_a_process_takes_none_of_the_time_of_a_request(light, clock, tmp_path):
     go = tmp_path / "go"
     worker = Worker("tested", (requests.wait_for_file, (str(go),)), torch=False)
     worker.send(requests.echo, (1,), 30.0)
@@ -152,7 +175,7 @@ def test_a_process_that_died_between_requests_is_replaced(worker):
     assert ask(worker, requests.echo, 2).value == 2
 
 
-def test_memory_is_limited_in_every_new_process():
+def test_memory_is_limited_in_every_new_process(light):
     worker = Worker("tested", (requests.limit_memory, (600 << 20,)), torch=False)
     try:
         for _ in range(2):
@@ -162,7 +185,7 @@ def test_memory_is_limited_in_every_new_process():
         worker.stop()
 
 
-def test_a_setup_that_fails_is_told():
+def test_a_setup_that_fails_is_told(light):
     worker = Worker("tested", (requests.fail, ("no device",)), torch=False)
     try:
         for _ in range(2):
@@ -201,6 +224,7 @@ def test_stopping_ends_what_the_process_started(worker, tmp_path):
         time.sleep(0.05)
 
 
+@pytest.mark.usefixtures("no_torch")
 def test_what_a_killed_session_started_ends(tmp_path):
     file = tmp_path / "child"
     session = subprocess.Popen([sys.executable, "-c", SESSION, str(file)])
@@ -216,6 +240,7 @@ def test_what_a_killed_session_started_ends(tmp_path):
         time.sleep(0.05)
 
 
+@pytest.mark.usefixtures("no_torch")
 def test_a_worker_whose_parent_ended_before_it_began_ends():
     command = [sys.executable, "-m", "tvm_fusion.tuning.worker", "0", str(os.getpid() + 1)]
     assert subprocess.run(command, stdin=subprocess.DEVNULL).returncode == 1
