@@ -28,7 +28,8 @@ import numpy as np
 import tvm
 import tvm_ffi
 from tvm import tirx
-from tvm.tirx import compilation_pipeline
+
+from tvm_fusion.runtime.pipeline import mixed_tir_pipeline
 
 from .tools import require
 
@@ -70,11 +71,10 @@ class EmulationError(AssertionError):
 
 
 def lower(func: tirx.PrimFunc) -> Lowered:
-    """Lowers a scheduled PrimFunc through the pipeline that its attributes ask for."""
-    pipeline = "tirx" if func.attrs.get("tvm_fusion.tirx", False) else "s_tir"
+    """Lowers a scheduled PrimFunc as a build does."""
     mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
     mod = tirx.transform.BindTarget(CUDA)(mod)
-    passes, finish_host, finish_device = compilation_pipeline.get_tir_pipeline(pipeline)
+    passes, finish_host, finish_device = mixed_tir_pipeline()
     with CUDA:
         host, devices = tirx_build.split_host_device_mods(passes(mod))
         ((target, device),) = devices.items()

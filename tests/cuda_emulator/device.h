@@ -198,6 +198,7 @@ static float __saturatef(float x) { return x > 0 ? (x < 1 ? x : 1.0f) : 0.0f; }
 static float __int_as_float(int x) { float r; memcpy(&r, &x, 4); return r; }
 static int __float2int_rn(float x) { return std::isnan(x) ? 0 : (int)fmin(fmax(nearbyint((double)x), -2147483648.0), 2147483647.0); }
 static int __float_as_int(float x) { int r; memcpy(&r, &x, 4); return r; }
+static double __longlong_as_double(long long x) { double r; memcpy(&r, &x, 8); return r; }
 static unsigned tvmf_load_word(const void* p) { return *(const unsigned*)p; }
 static void tvmf_load_four(const void* p, unsigned& a, unsigned& b, unsigned& c, unsigned& d) {
   check(p, 16, 16);

@@ -32,6 +32,7 @@ from ..transform.functions import with_functions
 from ..transform.kernel_bodies import has_root, without_root
 from ..transform.ordered_writes import meeting_loops
 from ..transform.plan_memory import PlanMemory
+from .exact_doubles import with_exact_doubles
 from .plain_schedule import PLAIN_ATTR, calls_host, plain_schedule
 
 TIR_PIPELINE = "tvm_fusion"
@@ -163,15 +164,18 @@ class ScheduleLeftovers:
         )
 
 
-def mixed_tir_pipeline() -> tuple[tvm.transform.Pass, Callable, Callable]:
+TIRPipeline = tuple[tvm.transform.Pass, Callable, Callable]
+
+
+def mixed_tir_pipeline() -> TIRPipeline:
     """Return (lowering, host finalisation, device finalisation) for s_tir and TIRx kernels."""
     lower_s_tir, finalize_host, finalize_device = _STOCK()
     lower_tirx, _, _ = compilation_pipeline.get_tir_pipeline("tirx")
 
     @tvm.transform.module_pass(opt_level=0, name="tvm_fusion.MixedTIRPipeline")
     def lower(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        if not any(_is_ours(func) for _, func in mod.functions_items()):
-            return lower_s_tir(mod)
+        if not _has_ours(mod):
+            return with_exact_doubles(lower_s_tir(mod))
         bare = {gv: without_root(func) for gv, func in mod.functions_items()}
         written = {gv: f for gv, f in bare.items() if is_tirx(f)}
         scheduled = {gv: f for gv, f in bare.items() if gv not in written}
@@ -182,11 +186,27 @@ def mixed_tir_pipeline() -> tuple[tvm.transform.Pass, Callable, Callable]:
             if functions:
                 part = passes(tvm.IRModule(functions, attrs=mod.attrs))
                 lowered.update(part.functions_items())
-        merged = tvm.IRModule(lowered, attrs=mod.attrs)
+        merged = with_exact_doubles(tvm.IRModule(lowered, attrs=mod.attrs))
         # TVM gives the only function of a module a second symbol, `main`; a part is no module
         return without_entry(merged) if len(mod.functions_items()) > 1 else merged
 
     return lower, finalize_host, finalize_device
+
+
+def _in_place_of_stock() -> TIRPipeline:
+    """TVM's own lowering of a module without kernels of this package, ours of any other."""
+    lower_ours, finalize_host, finalize_device = mixed_tir_pipeline()
+    lower_s_tir, _, _ = _STOCK()
+
+    @tvm.transform.module_pass(opt_level=0, name="tvm_fusion.TIRPipeline")
+    def lower(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        return (lower_ours if _has_ours(mod) else lower_s_tir)(mod)
+
+    return lower, finalize_host, finalize_device
+
+
+def _has_ours(mod: tvm.IRModule) -> bool:
+    return any(_is_ours(func) for _, func in mod.functions_items())
 
 
 def _is_ours(func: tirx.PrimFunc) -> bool:
@@ -249,5 +269,5 @@ def register_tir_pipelines() -> None:
 
     A module without kernels of this package goes through TVM's own passes alone.
     """
-    for name in (TIR_PIPELINE, "s_tir"):
-        compilation_pipeline.register_tir_pipeline(name, mixed_tir_pipeline)
+    compilation_pipeline.register_tir_pipeline(TIR_PIPELINE, mixed_tir_pipeline)
+    compilation_pipeline.register_tir_pipeline("s_tir", _in_place_of_stock)

@@ -1,0 +1,45 @@
+"""Constants of float64 in CUDA kernels, by their bits where TVM would round them.
+
+    y[i] = x[i] * 0.006451612903225806        y[i] = x[i] * __longlong_as_double(4574074834946425133)
+
+TVM prints a constant of float64 with fifteen decimals (1 / 155 as 0.006451612903226, 1e-20 as 0),
+those of float32 exactly.
+"""
+
+import struct
+
+import tvm
+import tvm_ffi
+from tvm import tirx
+
+from ..kernels.expr import dtype_of
+from ..transform.functions import with_functions
+
+_PRINTED = ".15f"
+
+
+def with_exact_doubles(mod: tvm.IRModule) -> tvm.IRModule:
+    """Return lowered functions in which no kernel of a CUDA device has a rounded constant."""
+    functions = {
+        gv: _exact(func) if _is_on_cuda(func) else func for gv, func in mod.functions_items()
+    }
+    return with_functions(mod, functions)
+
+
+def _is_on_cuda(func: tirx.PrimFunc) -> bool:
+    target = func.attrs.get("target", None)
+    return isinstance(target, tvm.target.Target) and target.kind.name == "cuda"
+
+
+def _exact(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    return func.with_body(tvm_ffi.structural_map(func.body, [(tirx.FloatImm, _by_bits)]))
+
+
+def _by_bits(constant: tirx.FloatImm) -> tirx.FloatImm | tvm.ir.Call:
+    value = float(constant.value)
+    if dtype_of(constant) != "float64" or value - value != 0:  # infinities and NaN have names
+        return constant
+    if float(format(value, _PRINTED)) == value:
+        return constant
+    (bits,) = struct.unpack("<q", struct.pack("<d", value))
+    return tirx.call_pure_extern("float64", "__longlong_as_double", tirx.IntImm("int64", bits))
