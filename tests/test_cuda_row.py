@@ -588,3 +588,13 @@ def test_all_kernels_become_cubins_without_spills():
     resources = compile_cubins(kernels)
     assert {r.kernel for r in resources} == set(kernels)
     assert [r for r in resources if r.spill_bytes] == []
+
+
+def test_a_sum_over_axes_of_one_element_is_written():
+    """A filter of one channel and one tap: the columns are all at 0, of the type of the index."""
+
+    def convolved(bb, x, w):
+        return op.nn.conv1d(x, w, padding=1, groups=4)
+
+    program = analyze(fuse(convolved, ((8, 4, 16), "float32"), ((4, 1, 1), "float32")))
+    assert (len(program.reductions), int(program.columns)) == (1, 1)

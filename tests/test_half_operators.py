@@ -169,3 +169,21 @@ def test_only_means_that_need_it_compute_in_float32(rows):
     low = lower(mod, tvm.target.Target("llvm"), decompose=False)
     tvm.ir.assert_structural_equal(low["main"].ret_ty, mod["main"].ret_ty)
     assert ("float32" in low.script()) == (str(rows) != "65503")
+
+
+@pytest.mark.parametrize("name", ["layer_norm", "instance_norm", "group_norm"])
+def test_norms_of_float64_are_checked(name):
+    """TVM has them in float32 and float16 only."""
+    x = np.random.default_rng(0).standard_normal((2, 4, 9))
+    size = 9 if name == "layer_norm" else 4
+    weights = [relax.const(np.full(size, n), "float64") for n in (2.0, 1.0)]
+    norm = {
+        "layer_norm": lambda x: op.nn.layer_norm(x, *weights, axes=-1),
+        "instance_norm": lambda x: op.nn.instance_norm(x, *weights, 1, [2]),
+        "group_norm": lambda x: op.nn.group_norm(x, *weights, 2, 1, [2]),
+    }[name]
+    compiled = tvm_fusion.compile(module("float64", [x.shape], norm), "llvm")
+    assert compiled.report.verify.passed
+    rows = x.reshape(2, 2, 18) if name == "group_norm" else x
+    rows = (rows - rows.mean(-1, keepdims=True)) / np.sqrt(rows.var(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(compiled(x), rows.reshape(x.shape) * 2 + 1, rtol=1e-10)

@@ -160,8 +160,9 @@ def unflatten(
     for axis in range(len(shape) - 1, -1, -1):
         extent = shape[axis]
         size = constant(extent, dtype) if isinstance(extent, int) else convert(extent, dtype)
-        indices.append(analyzer.simplify(offset if axis == 0 else tirx.FloorMod(offset, size)))
-        offset = analyzer.simplify(tirx.FloorDiv(offset, size))
+        index = analyzer.simplify(offset if axis == 0 else tirx.FloorMod(offset, size))
+        indices.append(convert(index, dtype))  # what is 0 comes back as one of int32
+        offset = convert(analyzer.simplify(tirx.FloorDiv(offset, size)), dtype)
     return tuple(reversed(indices))
 
 

@@ -182,12 +182,12 @@ def _opens_training(o: Opening, call: Call) -> bool:
 
 
 def fails_whole(call: Call) -> bool:
-    """Whether TVM cannot legalize the operator itself: it has no layer or instance norm in
-    bfloat16, and divides the sums of a batch norm in training form by their number of elements as
-    a float16.
+    """Whether TVM cannot legalize the operator itself: it has layer, instance and group norms in
+    float32 and float16 only, and divides the sums of a batch norm in training form by their number
+    of elements as a float16.
     """
-    if call.op.name in WITHOUT_BFLOAT16:
-        return dtype_of(call.args[0]) == "bfloat16"
+    if call.op.name in OF_FLOAT32_AND_FLOAT16:
+        return dtype_of(call.args[0]) not in ("float32", "float16")
     if call.op.name != "relax.nn.batch_norm" or not call.attrs.training:
         return False
     x = call.args[0]
@@ -206,7 +206,11 @@ def _moved(o: Opening, old: Expr, new: Expr, momentum: float) -> Expr:
     return o.narrow("running_half", o.emit("moved", op.add(kept, added)), dtype_of(old))
 
 
-WITHOUT_BFLOAT16 = ("relax.nn.layer_norm", "relax.nn.instance_norm")
+OF_FLOAT32_AND_FLOAT16 = (
+    "relax.nn.layer_norm",
+    "relax.nn.instance_norm",
+    "relax.nn.group_norm",
+)
 
 RULES: dict[str, Rule] = {
     "relax.nn.layer_norm": _layer_norm,
