@@ -1,6 +1,6 @@
 """Constants of float64 in CUDA kernels, by their bits where TVM would round them.
 
-    y[i] = x[i] * 0.006451612903225806        y[i] = x[i] * __longlong_as_double(4574074834946425133)
+    y[i] = x[i] * 0.006451612903225806      y[i] = x[i] * __longlong_as_double(4574...)
 
 TVM prints a constant of float64 with fifteen decimals (1 / 155 as 0.006451612903226, 1e-20 as 0),
 those of float32 exactly.
