@@ -393,17 +393,6 @@ def test_objects_and_packed_calls_keep_their_order():
     np.testing.assert_allclose(result, np.tanh(2 * np.exp(x) * x), rtol=1e-5)
 
 
-def test_a_fused_module_reads_back_from_its_script():
-    fused = Fuse(LLVM_TARGET)(cases(LLVM)["rows"].make())
-    assert not any("tvm_fusion" in k for k in dict(fused["main"].attrs))
-    again = tvm.script.from_source(fused.script(show_meta=True))
-    tvm.ir.assert_structural_equal(again["main"], fused["main"], map_free_vars=True)
-    inputs, wanted = cases(LLVM)["rows"].calls["main"](np.random.default_rng(0))
-    vm = relax.VirtualMachine(tvm.compile(again, LLVM_TARGET), tvm.cpu())
-    for given, reference in zip(vm["main"](*map(tvm.runtime.tensor, inputs)), wanted, strict=True):
-        np.testing.assert_allclose(given.numpy(), reference, rtol=1e-4, atol=1e-5)
-
-
 def test_fused_functions_without_schedules_are_tasks_of_tvms_tuner():
     case = cases(LLVM)["block"]
     fused = Fuse(LLVM_TARGET, write=False)(case.make())

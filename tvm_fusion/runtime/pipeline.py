@@ -29,20 +29,14 @@ from ..errors import (
     TargetError,
 )
 from ..transform.functions import with_functions
-from ..transform.kernel_bodies import has_root, without_root
+from ..transform.kernel_bodies import APART_ATTR, TIRX_ATTR, has_root, without_root
 from ..transform.ordered_writes import meeting_loops
 from ..transform.plan_memory import PlanMemory
 from .exact_doubles import with_exact_doubles
 from .plain_schedule import PLAIN_ATTR, calls_host, plain_schedule
 
 TIR_PIPELINE = "tvm_fusion"
-TIRX_ATTR = "tvm_fusion.tirx"
 SCHEDULED_ATTR = "tirx.is_scheduled"
-APART_ATTR = "tvm_fusion.buffers_apart"
-"""Of functions with tensor intrinsics: `StorageRewrite` gives a buffer of one dtype the memory of
-one of another, but leaves the dtype in the pointers that intrinsics take. Shared memory is used
-again by `MergeSharedMemoryAllocations`, which comes later."""
-
 _ENTRY_ATTR = "tirx.is_entry_func"
 
 _log = logging.getLogger(__name__)

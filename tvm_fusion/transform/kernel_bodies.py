@@ -4,6 +4,10 @@
 as that of every kernel here, `SplitLayoutRewritePreproc` on one whose root holds none. Two blocks
 around the body, which say nothing, keep them quiet; `without_root` takes them off again before the
 kernel is lowered.
+
+Kernels that only this package lowers begin with a store to a storage scope that TVM does not know:
+in a process that did not import `tvm_fusion` the build of a saved module then stops with "unknown
+storage scope", and the scope's name says what to do.
 """
 
 from __future__ import annotations
@@ -15,6 +19,16 @@ from .functions import with_functions
 
 ROOT = "tvm_fusion_kernel"
 """Name of the inner block: no other one has it, so that only these are taken off."""
+
+TIRX_ATTR = "tvm_fusion.tirx"
+"""Of kernels that are written in TIRx, and take its lowering."""
+
+APART_ATTR = "tvm_fusion.buffers_apart"
+"""Of functions with tensor intrinsics: `StorageRewrite` gives a buffer of one dtype the memory of
+one of another, but leaves the dtype in the pointers that intrinsics take. Shared memory is used
+again by `MergeSharedMemoryAllocations`, which comes later."""
+
+UNKNOWN_SCOPE = "tvm_fusion (import tvm_fusion before building this module)"
 
 
 def with_roots(mod: tvm.IRModule) -> tvm.IRModule:
@@ -31,10 +45,14 @@ def with_roots(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def without_root(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    """The function without the block of `with_roots`; itself where it has none."""
+    """The function without what `with_roots` put around it; itself where that is nothing."""
     if not has_root(func):
         return func
-    return func.with_body(func.body.block.body.block.body)
+    body = func.body.block.body.block.body
+    if not _is_ours_alone(func):
+        return func.with_body(body)
+    rest = body.seq[len(_unknown()) :]
+    return func.with_body(rest[0] if len(rest) == 1 else tirx.SeqStmt(rest))
 
 
 def has_root(func: tirx.PrimFunc) -> bool:
@@ -45,6 +63,22 @@ def has_root(func: tirx.PrimFunc) -> bool:
 
 def _with_root(func: tirx.PrimFunc) -> tirx.PrimFunc:
     body = func.body
+    if _is_ours_alone(func):
+        body = tirx.SeqStmt(
+            [*_unknown(), *(body.seq if isinstance(body, tirx.SeqStmt) else [body])]
+        )
     for name in (ROOT, "root"):
         body = s_tir.SBlockRealize([], True, s_tir.SBlock([], [], [], name, body))
     return func.with_body(body)
+
+
+def _is_ours_alone(func: tirx.PrimFunc) -> bool:
+    """Whether TVM's own lowering would fail, or make something wrong of it."""
+    return any(bool(func.attrs.get(name, False)) for name in (TIRX_ATTR, APART_ATTR))
+
+
+def _unknown() -> list[tirx.Stmt]:
+    """A store that TVM stops at."""
+    # TVMScript writes a buffer of one element without its scope
+    needs = tirx.decl_buffer((2,), "uint8", "needs", scope=UNKNOWN_SCOPE)
+    return [tirx.AllocBuffer(needs), tirx.BufferStore(needs, tirx.const(0, "uint8"), [0])]

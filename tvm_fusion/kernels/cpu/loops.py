@@ -17,16 +17,20 @@ Body = Callable[[Expr], tirx.Stmt]
 
 
 def seq(*stmts: tirx.Stmt | None) -> tirx.Stmt:
-    """The statements one after the other; None is left out."""
+    """The statements one after the other; None and what does nothing are left out."""
     flat: list[tirx.Stmt] = []
     for s in stmts:
         if isinstance(s, tirx.SeqStmt):
             flat.extend(s.seq)
-        elif s is not None:
+        elif s is not None and not _is_nothing(s):
             flat.append(s)
     if not flat:
         return tirx.Evaluate(constant(0, "int32"))
     return flat[0] if len(flat) == 1 else tirx.SeqStmt(flat)
+
+
+def _is_nothing(stmt: tirx.Stmt) -> bool:
+    return isinstance(stmt, tirx.Evaluate) and number(stmt.value) is not None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -47,7 +47,7 @@ def read_graph(func: tirx.PrimFunc, exact: bool) -> Graph:
         raise Unsupported("a buffer is written twice")
     is_param = set(params)
     stored = {
-        b: tirx.decl_buffer(list(b.ty.shape), widened(dtype_of(b)), b.name)
+        b: tirx.decl_buffer(list(b.ty.shape), widened(dtype_of(b)), b.name, layout=b.ty.layout)
         for b in written
         if b not in is_param and dtype_of(b) in HALF_DTYPES
     }

@@ -112,7 +112,7 @@ def _copy(stage: Stage, load: TensorLoad) -> Stage:
     axes = tuple(Axis(Var(a.var.name, a.var.ty), a.extent) for a in used)
     dtype = widened(dtype_of(load))
     shape = [a.extent for a in axes]
-    buffer = tirx.decl_buffer(shape, dtype, f"{load.source.name}_copy")
+    buffer = tirx.decl_buffer(shape, dtype, f"{load.source.name}_copy", layout=None)
     env = {a.var: new.var for a, new in zip(used, axes, strict=True)}
     value = convert(Substitute(env)(load), dtype)
     return Stage(f"{load.source.name}_copy", (buffer,), axes, (), (value,))

@@ -98,7 +98,7 @@ def new_buffer(name: str, shape: list[Expr], dtype: str) -> Var:
 
     Its scope is "global", not "local": TVM's lowering moves only "global" ones to the stack.
     """
-    return tirx.decl_buffer(shape, dtype, name)
+    return tirx.decl_buffer(shape, dtype, name, layout=None)  # as TVMScript reads it
 
 
 def allocate(buffer: Var) -> tirx.Stmt:
