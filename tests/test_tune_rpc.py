@@ -24,7 +24,13 @@ from tvm_fusion.tuning.loopback import (
 from tvm_fusion.tuning.measuring import MeasureRequest
 from tvm_fusion.tuning.processes import BROKEN, Answer, stop_all
 
-from .test_tune_session import SETTINGS, make_session, tested  # noqa: F401
+from .test_tune_session import (
+    SETTINGS,
+    make_session,
+    no_process_stays,  # noqa: F401
+    no_process_stays_on,  # noqa: F401
+    tested,  # noqa: F401
+)
 
 KEY, STOCK_KEY = "tested", "stock"
 SERVERS = 2
@@ -68,7 +74,7 @@ def run(session):
     try:
         session.run()
     finally:
-        stop_all([*session.builders, *(m.worker for m in session.meters)])
+        stop_all([m.worker for m in session.meters])
 
 
 def assert_all_measured(kept, state):

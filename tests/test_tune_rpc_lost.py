@@ -30,7 +30,13 @@ from .test_tune_rpc import (
     request_of,
     run,
 )
-from .test_tune_session import SETTINGS, make_session, tested  # noqa: F401
+from .test_tune_session import (
+    SETTINGS,
+    make_session,
+    no_process_stays,  # noqa: F401
+    no_process_stays_on,  # noqa: F401
+    tested,  # noqa: F401
+)
 from .tune_sticky import BreakingMeter
 
 

@@ -38,28 +38,41 @@ SETTINGS = load_settings(
 )
 
 
-_started = []
+# A new process takes seconds to import TVM: the sessions of all tests build and measure in the same
+# ones, and what a session ends or loses is started again.
+BUILDERS = make_builders(SETTINGS)
+MEASURER = LocalMeter().worker
+_started = [*BUILDERS, MEASURER]
 
 
 @pytest.fixture(autouse=True)
 def no_process_stays():
     yield
-    stop_all(_started)
-    _started.clear()
+    shared = (*BUILDERS, MEASURER)
+    stop_all([w for w in _started if w.busy or w not in shared])
+    _started[:] = shared
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_process_stays_on():
+    yield
+    stop_all([*BUILDERS, MEASURER])
 
 
 @pytest.fixture
-def tested(monkeypatch, tmp_path):
-    end_time_of_what_hangs(monkeypatch, tmp_path / "hung")
+def tested(monkeypatch, tmp_path_factory):
+    end_time_of_what_hangs(monkeypatch, tmp_path_factory)
     registry.register(Several(), ("llvm",))
     yield
     registry.unregister("tested")
 
 
-def end_time_of_what_hangs(monkeypatch, hung):
+def end_time_of_what_hangs(monkeypatch, folders):
     """The time of a process that says that it hangs is over; others have all that they need, on a
     machine that is busy too.
     """
+    hung = folders.getbasetemp() / "hung"  # the same in all tests that share a process
+    hung.unlink(missing_ok=True)
     left = Worker.left_s.fget
 
     def left_s(worker):
@@ -113,9 +126,11 @@ def make_session(settings=SETTINGS, trials=(), choices=None, meter=None):
     state.restore(trials)
     kept = Kept()
     place = Place("llvm", policy, registry.added())
-    builders, meters = make_builders(settings), [meter or LocalMeter()]
-    _started.extend([*builders, *(m.worker for m in meters)])
-    return Session([state], kept, place, settings, builders, meters), kept, state
+    if meter is None:
+        meter = LocalMeter()
+        meter.worker = MEASURER
+    _started.append(meter.worker)
+    return Session([state], kept, place, settings, BUILDERS, [meter]), kept, state
 
 
 def test_what_goes_wrong_costs_its_trial_only(tested):
@@ -149,7 +164,8 @@ def test_a_process_that_lost_its_device_is_not_used_again(tested, tmp_path):
 
 def test_a_server_that_is_gone_for_a_while_costs_no_trial(tested, tmp_path):
     choices = (DEFAULT, "plain", "fast")
-    session, kept, _ = make_session(choices=choices, meter=GoneMeter(tmp_path / "count", 2))
+    meter = GoneMeter(MEASURER, tmp_path / "count", 2)
+    session, kept, _ = make_session(choices=choices, meter=meter)
     session.run()
     assert [(t.text, t.status) for t in kept.found[:2]] == [
         (DEFAULT, "ok"),
@@ -158,7 +174,7 @@ def test_a_server_that_is_gone_for_a_while_costs_no_trial(tested, tmp_path):
 
 
 def test_a_session_ends_where_nothing_is_left_to_measure_on(tested, tmp_path):
-    meter = GoneMeter(tmp_path / "count", 100)
+    meter = GoneMeter(MEASURER, tmp_path / "count", 100)
     session, kept, _ = make_session(choices=(DEFAULT, "plain"), meter=meter)
     with pytest.raises(TargetError, match="nothing is left to measure on: no server answers"):
         session.run()
@@ -206,7 +222,8 @@ def test_a_session_ends_where_nothing_is_worth_a_trial(tested):
     assert [t.text for t in kept.found] == [DEFAULT]
 
 
-def test_a_task_whose_untuned_kernel_fails_is_left(monkeypatch):
+def test_a_task_whose_untuned_kernel_fails_is_left(monkeypatch, tmp_path_factory):
+    end_time_of_what_hangs(monkeypatch, tmp_path_factory)
     registry.register(Several(("refused", "fast")), ("llvm",))
     try:
         session, kept, state = make_session()

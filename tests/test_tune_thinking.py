@@ -25,7 +25,13 @@ from tvm_fusion.tuning.thinking import Thinkers
 from tvm_fusion.tuning.trial_record import Trial
 
 from . import tune_proposers
-from .test_tune_session import SETTINGS, make_session, no_process_stays, tested  # noqa: F401
+from .test_tune_session import (
+    SETTINGS,
+    make_session,
+    no_process_stays,  # noqa: F401
+    no_process_stays_on,  # noqa: F401
+    tested,  # noqa: F401
+)
 from .tune_functions import fused
 
 PLACE = Place("llvm", load_policy(None))

@@ -12,7 +12,13 @@ from tvm_fusion.tuning.finals import CLEAN_US, Finals
 from tvm_fusion.tuning.state import TaskState
 from tvm_fusion.tuning.time_limit import TimeLimit
 
-from .test_tune_session import SETTINGS, make_session, no_process_stays, tested  # noqa: F401
+from .test_tune_session import (
+    SETTINGS,
+    make_session,
+    no_process_stays,  # noqa: F401
+    no_process_stays_on,  # noqa: F401
+    tested,  # noqa: F401
+)
 
 
 @pytest.mark.usefixtures("tested")

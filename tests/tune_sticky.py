@@ -36,9 +36,8 @@ def measure_or_lose(request, counter):
 class GoneMeter(LocalMeter):
     """Its first `times` measurements find no server."""
 
-    def __init__(self, counter, times):
-        super().__init__()
-        self.counter, self.times = counter, times
+    def __init__(self, worker, counter, times):
+        self.worker, self.counter, self.times = worker, counter, times
 
     def send(self, request, limit_s):
         self.worker.send(measure_or_miss, (request, self.counter, self.times), limit_s)
