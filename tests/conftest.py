@@ -4,9 +4,12 @@ import contextlib
 import gc
 import os
 import re
+import typing
 from functools import cache
 
 import pytest
+import torch
+from torch._export import utils as torch_export
 from tvm.relax.script.parser import entry as relax_parser
 from tvm.script.parser.ir import entry as module_parser
 from tvm.tirx.script.parser import entry as tirx_parser
@@ -56,6 +59,20 @@ def pytest_configure(config: pytest.Config) -> None:
     parsers = contextlib.ExitStack()
     parsers.enter_context(quick_stacks(tirx_parser, relax_parser, module_parser))
     config.add_cleanup(parsers.close)
+    patches = pytest.MonkeyPatch()
+    config.add_cleanup(patches.undo)
+    _quicken_exports(patches)
+
+
+def _quicken_exports(patches: pytest.MonkeyPatch) -> None:
+    """Each `run_decompositions` of torch registers kernels of 1,000 operators by functions whose
+    annotations it evaluates 11,000 times, and looks all operators up once a namespace; that is half
+    of the time in which a small module is exported and decomposed.
+    """
+    patches.setattr(torch._ops, "Callable", typing.Callable)  # which remembers its types
+    look_up = getattr(torch_export, "_materialize_cpp_cia_ops", None)  # not in every version
+    if look_up is not None:
+        patches.setattr(torch_export, look_up.__name__, cache(look_up))
 
 
 def pytest_collection_finish() -> None:
