@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ from tvm_fusion.tuning.trial_record import Trial
 from . import graphs
 from .test_tune_session import SETTINGS, chain_module, make_session, tested  # noqa: F401
 from .tune_classes import Several
+
+KEPT = Path("tuned")
 
 
 @pytest.fixture
@@ -129,7 +132,9 @@ def test_kernels_without_a_time_are_counted():
     timed = TunedTask("row:a", 2, 5, 1, 10.0, 8.0, "Way(way=fast)")
     untimed = TunedTask("row:b", 1, 1, 1, None, None, "none")
     other = TunedTask("row:c", 0, 1, 1, None, None, "none")
-    result = TuneResult((timed, untimed, other), None, 4, 12.3, False, "all trials are made")
+    result = TuneResult(
+        (timed, untimed, other), None, 4, 12.3, False, "all trials are made", database=KEPT
+    )
     assert (result.untuned_us, result.best_us) == (20.0, 16.0)
     assert result.untimed == (untimed,)
     assert "kernels 20.0 -> 16.0 us (without 1 not measured)" in table(result)
@@ -145,7 +150,7 @@ def test_the_commonest_cause_of_failed_trials_is_said():
     alike = [failed("wrong", f"output 0: error {e:.2e} above 1.00e-06") for e in (2e-6, np.inf)]
     failures = failures_of([failed("build", "no shared memory is left"), *alike])
     assert (failures.count, failures.commonest, failures.status) == (3, 2, "wrong")
-    result = TuneResult((), None, 4, 12.3, False, "all trials are made", failures)
+    result = TuneResult((), None, 4, 12.3, False, "all trials are made", failures, database=KEPT)
     said = "3 trials failed; 2 of them alike: wrong: output 0: error 2.00e-06 above 1.00e-06"
     assert said in table(result)
     assert to_json(result)["failures"]["commonest"] == 2
@@ -153,7 +158,7 @@ def test_the_commonest_cause_of_failed_trials_is_said():
 
 def test_nothing_is_said_of_failures_where_there_are_none():
     assert failures_of([]) is None
-    result = TuneResult((), None, 4, 12.3, False, "all trials are made")
+    result = TuneResult((), None, 4, 12.3, False, "all trials are made", database=KEPT)
     assert "failed;" not in table(result)
     assert to_json(result)["failures"] is None
 

@@ -110,7 +110,7 @@ def test_a_choice_that_is_no_longer_offered_is_stale(tuned, monkeypatch):
 
 
 def test_a_database_that_is_not_there_is_an_error(tmp_path):
-    with pytest.raises(InputError, match="no such database"):
+    with pytest.raises(InputError, match="there is no database"):
         tvm_fusion.compile(chain_module(), "llvm", database=tmp_path / "none")
 
 

@@ -23,7 +23,7 @@ from .errors import (  # noqa: E402
     VerificationError,
 )
 from .plan.plan import FusionPlan  # noqa: E402
-from .tuning import tune  # noqa: E402
+from .tuning import TuningDatabase, tune  # noqa: E402
 
 transform.register()
 
@@ -35,6 +35,7 @@ __all__ = [
     "InputError",
     "PlanError",
     "TargetError",
+    "TuningDatabase",
     "TvmFusionError",
     "VerificationError",
     "__version__",

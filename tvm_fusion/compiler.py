@@ -12,13 +12,13 @@ says why, and the rest of the plan stays.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .config import Policy, load_policy, resolve_target
 from .errors import InputError, TargetError
 from .job import Job, PlanLike
 from .runtime.cuda_graph_rules import CudaGraphOptions
+from .tuning.tuning_database import current_database
 
 if TYPE_CHECKING:
     from .report.model import Report
@@ -41,7 +41,7 @@ def compile(
     measure: bool = False,
     time: bool = False,
     cuda_graph: Any = False,
-    database: str | Path | None = None,
+    database: Any = None,
 ) -> CompiledModule:
     """Fuses and builds a model.
 
@@ -77,9 +77,10 @@ def compile(
         Capture whole calls into CUDA graphs (see `runtime.cuda_graph_rules.CudaGraphOptions`), and
         plan for what a launch costs there. A module whose calls cannot be captured runs launch by
         launch, and its report says why.
-    database : str or Path, optional
+    database : str, Path or TuningDatabase, optional
         A folder that `tvm_fusion.tune` made: kernels that it measured to be faster than the untuned
-        ones are used, and the plan that it settled, if it tuned this module with this policy.
+        ones are used, and the plan that it settled, if it tuned this module with this policy. By
+        default the `TuningDatabase` that is current (`with database:`), if there is one.
 
     Returns
     -------
@@ -90,7 +91,8 @@ def compile(
     Raises
     ------
     InputError
-        The model, target, policy or plan cannot be used, or `cuda_graph` is asked for on a CPU.
+        The model, target, policy or plan cannot be used, `database` is none or has nothing of the
+        target, or `cuda_graph` is asked for on a CPU.
     VerificationError
         The numbers are wrong whatever is compiled, TVM's own code included. It names the element,
         the kernels, and a folder with a program that shows it again.
@@ -102,6 +104,8 @@ def compile(
         raise InputError(f"verify={verify!r} is none of {', '.join(map(repr, (None, *VERIFY)))}")
     if graphs is not None:
         policy = graph_policy(target, policy)
+    if database is None:
+        database = current_database()
     job = Job.of(model, target, policy, plan, example_inputs, dynamic_shapes, database)
     wanted = job.policy.verify if verify is None else verify
     return job.compile(wanted, measure, time, graphs)

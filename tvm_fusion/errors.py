@@ -14,6 +14,10 @@ class InputError(TvmFusionError):
     """
 
 
+class NothingTuned(InputError):
+    """A database has nothing of a device, though of others."""
+
+
 class FrontendError(InputError):
     """A model could not be read or converted."""
 

@@ -25,6 +25,7 @@ from ..errors import (
     ConfigError,
     FrontendError,
     InputError,
+    NothingTuned,
     PlanError,
     TargetError,
 )
@@ -252,7 +253,15 @@ def _is_scheduled(func: tirx.PrimFunc) -> bool:
     return bool(func.attrs.get(SCHEDULED_ATTR, False)) or is_tirx(func)
 
 
-for _error in (BuildError, InputError, ConfigError, FrontendError, PlanError, TargetError):
+for _error in (
+    BuildError,
+    ConfigError,
+    FrontendError,
+    InputError,
+    NothingTuned,
+    PlanError,
+    TargetError,
+):
     tvm_ffi.register_error(_error.__name__, _error)  # stays one on its way through a pass of TVM
 
 _STOCK = compilation_pipeline.PIPELINE_MAP["s_tir"]

@@ -2,8 +2,8 @@
 
 `RewriteDataflowReshape` and other readers of reshapes abort on a PrimFunc whose body is no block,
 as that of every kernel here, `SplitLayoutRewritePreproc` on one whose root holds none. Two blocks
-around the body, which say nothing, keep them quiet; `without_root` takes them off again before the
-kernel is lowered.
+around the body keep them quiet; `without_root` takes them off again before the kernel is lowered.
+The inner one says nothing but whom a tuner of TVM is to ask for schedules (`tuner_warning`).
 
 Kernels that only this package lowers begin with a store to a storage scope that TVM does not know:
 in a process that did not import `tvm_fusion` the build of a saved module then stops with "unknown
@@ -16,6 +16,7 @@ import tvm
 from tvm import s_tir, tirx
 
 from .functions import with_functions
+from .tuner_warning import RULE
 
 ROOT = "tvm_fusion_kernel"
 """Name of the inner block: no other one has it, so that only these are taken off."""
@@ -67,9 +68,10 @@ def _with_root(func: tirx.PrimFunc) -> tirx.PrimFunc:
         body = tirx.SeqStmt(
             [*_unknown(), *(body.seq if isinstance(body, tirx.SeqStmt) else [body])]
         )
-    for name in (ROOT, "root"):
-        body = s_tir.SBlockRealize([], True, s_tir.SBlock([], [], [], name, body))
-    return func.with_body(body)
+    asked = {"schedule_rule": RULE}
+    inner = s_tir.SBlock([], [], [], ROOT, body, annotations=asked)
+    outer = s_tir.SBlock([], [], [], "root", s_tir.SBlockRealize([], True, inner))
+    return func.with_body(s_tir.SBlockRealize([], True, outer))
 
 
 def _is_ours_alone(func: tirx.PrimFunc) -> bool:

@@ -8,7 +8,6 @@ tvm.compile(mod, target, relax_pipeline=relax.get_pipeline("tvm_fusion", target=
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tvm
@@ -22,6 +21,7 @@ from .each_function import EachFunction
 from .kernel_bodies import with_roots
 from .stage import WRITE_KERNELS, is_enabled
 from .stages import FusedFunction, PlanLike, planned_job
+from .tuner_warning import register_rule
 
 if TYPE_CHECKING:
     from .write_kernels import Tuned
@@ -47,11 +47,13 @@ class Fuse:
         See `tvm_fusion.compile`.
     plan : FusionPlan, path, dict or None
         A plan to run instead of searching one, for a module of one function.
-    database : str or Path, optional
-        A folder that `tvm_fusion.tune` made, whose kernels are used.
+    database : str, Path or TuningDatabase, optional
+        What `tvm_fusion.tune` found, whose kernels are used; by default the `TuningDatabase` that
+        is current (`with database:`) when the pass runs, if there is one. Other databases of
+        MetaSchedule change nothing.
     write : bool
         False leaves the fused PrimFuncs without schedules, for TVM's tuners, which can do nothing
-        about written kernels. A later `Fuse` writes what they leave.
+        about written kernels, and warn where they meet some. A later `Fuse` writes what they leave.
     on_plan : callable, optional
         Called with a `FusedFunction` for each function that kernels were written for.
 
@@ -61,6 +63,9 @@ class Fuse:
         The target is not that of `Target.current()`, or none that is known.
     PlanError
         `plan` belongs to another function, or the module has several.
+    InputError
+        The module is not well formed; `database` is none, or has nothing of the target. (That a
+        current database has nothing of it, or a given one of a virtual device, is logged.)
 
     Examples
     --------
@@ -94,6 +99,7 @@ class Fuse:
                     with T.sblock("tvm_fusion_kernel"):
                         T.reads()
                         T.writes()
+                        T.sblock_attr({"schedule_rule": "tvm_fusion.written"})
                         for v in T.vectorized(T.int64(8)):
                             relu: T.let[T.float32] = T.max(x[v], T.float32(0.0))
                             total: T.let[T.float32] = relu + x[v]
@@ -114,7 +120,7 @@ class Fuse:
         *,
         policy: Any = None,
         plan: PlanLike = None,
-        database: str | Path | None = None,
+        database: Any = None,
         write: bool = True,
         on_plan: Callable[[FusedFunction], Any] | None = None,
     ) -> None:
@@ -124,7 +130,7 @@ class Fuse:
         self.plan = plan
         self.database = database
         self.on_plan = on_plan
-        self._opened: dict[str, Tuned] = {}  # the database, by target
+        self._opened: dict[str, Tuned | None] = {}  # the database, by target
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with kernels; `mod` itself where none is written."""
@@ -151,13 +157,12 @@ class Fuse:
 
     def _tuned(self, part: Part) -> Tuned | None:
         """The kernels that tuning chose for a device; None without a database."""
-        if self.database is None:
-            return None
         name = str(part.target)
         if name not in self._opened:
             from ..tuning.lookup import tuned_kernels
 
-            self._opened[name] = tuned_kernels(self.database, part.hw, part.target)
+            needed = part.place is None
+            self._opened[name] = tuned_kernels(self.database, part.hw, part.target, needed)
         return self._opened[name]
 
 
@@ -177,7 +182,7 @@ def fusion_pipeline(
     *,
     policy: Any = None,
     plan: PlanLike = None,
-    database: str | Path | None = None,
+    database: Any = None,
     on_plan: Callable[[FusedFunction], Any] | None = None,
 ) -> tvm.transform.Pass:
     """The Relax pipeline "tvm_fusion": `Fuse`, then the lowering to VM calls.
@@ -198,9 +203,10 @@ def fusion_pipeline(
 
 
 def register() -> None:
-    """Registers the Relax pipeline, and the lowering of its kernels."""
+    """Registers the Relax pipeline, the lowering of its kernels, and what tuners are told."""
     from ..runtime.pipeline import register_tir_pipelines
 
     register_tir_pipelines()
+    register_rule()
     if "tvm_fusion" not in relax.pipeline.PIPELINE_MAP:
         relax.register_pipeline("tvm_fusion")(fusion_pipeline)

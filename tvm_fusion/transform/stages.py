@@ -329,6 +329,7 @@ class WriteKernels:
                     with T.sblock("tvm_fusion_kernel"):
                         T.reads()
                         T.writes()
+                        T.sblock_attr({"schedule_rule": "tvm_fusion.written"})
                         for v in T.vectorized(T.int64(8)):
                             relu: T.let[T.float32] = T.max(x[v], T.float32(0.0))
                             total: T.let[T.float32] = relu + x[v]

@@ -13,13 +13,16 @@ import tvm_ffi
 from tvm import tirx
 
 from ..config import HardwareProfile, Policy
-from ..errors import InputError, PlanError, Unsupported
+from ..errors import InputError, NothingTuned, PlanError, Unsupported
 from ..plan.plan import FusionPlan
 from .building import written
 from .choices import CLASS_CHOICE, DEFAULT
+from .database import Folders, Store, Stores
 from .select import chosen
+from .settings import load_settings
 from .tasks import key_of, workload_of
 from .trial_record import Trial
+from .tuning_database import current_database
 
 logger = logging.getLogger(__name__)
 
@@ -121,26 +124,63 @@ def plan_key(mod: tvm.IRModule, hw: HardwareProfile, policy: Policy) -> str:
 
 
 def tuned_kernels(
-    database: str | Path, hw: HardwareProfile, target: tvm.target.Target
-) -> TunedKernels:
+    database: Any, hw: HardwareProfile, target: tvm.target.Target, needed: bool = True
+) -> TunedKernels | None:
     """The tuned kernels of a database for a device.
+
+    Parameters
+    ----------
+    database : str, Path, TuningDatabase or None
+        None takes the one that is current (`with database:`), if there is one.
+    hw, target
+    needed : bool
+        Whether a database that is given has to have something of the device.
+
+    Returns
+    -------
+    TunedKernels or None
+        None without a database, and where it has nothing of the device, which is logged.
 
     Raises
     ------
     InputError
-        There is no such folder.
+        The database is none, or has nothing of the device and is `needed`.
     """
-    from .database import find_database
-    from .settings import load_settings
+    stores = _current_stores() if database is None else _stores(database)
+    if stores is None:
+        return None
+    try:
+        return _of_store(stores.of(hw, target))
+    except NothingTuned as why:
+        if needed and database is not None:
+            raise
+        logger.warning("nothing tuned is used: %s", why)
+        return None
 
-    if not Path(database).is_dir():
-        raise InputError(f"no such database: {database}; `tune` makes one")
-    source = find_database(database, hw, target, read_only=True)
-    if count := sum(trial.text == DEFAULT for _, trial in source.unchecked()):
+
+def _current_stores() -> Stores | None:
+    current = current_database()
+    return None if current is None else current.stores
+
+
+def _stores(database: Any) -> Stores:
+    """Where a database keeps its trials."""
+    if isinstance(database, str | Path):
+        return Folders(database)
+    stores = getattr(database, "stores", None)
+    if stores is None:
+        raise InputError(
+            f"database: a folder or a tvm_fusion.TuningDatabase, not a {type(database).__name__}"
+        )
+    return stores
+
+
+def _of_store(store: Store) -> TunedKernels:
+    if count := sum(trial.text == DEFAULT for _, trial in store.unchecked()):
         logger.warning(
             "%s: the times of %d untuned kernels are unchecked, and what was tuned of these is not "
             "used until `tune` measures them again",
-            source.path,
+            store,
             count,
         )
-    return TunedKernels(source, load_settings().certain_gain)
+    return TunedKernels(store, load_settings().certain_gain)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from ..plan.plan import FusionPlan
 from .choices import DEFAULT
@@ -12,6 +13,8 @@ from .lookup import TunedKernels
 from .state import TaskState
 from .trial_record import Trial
 
+_SHOWN = 3  # kernels that a result prints, those that gained most
+_WIDEST = 60  # characters of a choice there; traces are long
 NUMBER = re.compile(r"[-+]?\d[\d.]*(e[-+]?\d+)?|\b(inf|nan)\b")
 
 
@@ -44,6 +47,14 @@ class TunedTask:
     def is_timed(self) -> bool:
         """Whether it was measured, untuned and as it is to be used."""
         return self.untuned_us is not None and self.best_us is not None
+
+    def __str__(self) -> str:
+        if not self.is_timed:
+            return f"  {self.name}: not measured"
+        launches = f"{self.count} x " if self.count > 1 else ""
+        times = f"{launches}{self.untuned_us:.1f} -> {self.best_us:.1f} us"
+        choice = self.choice if len(self.choice) <= _WIDEST else self.choice[:_WIDEST] + "..."
+        return f"  {self.name}: {times}, {self.trials} trials: {choice}"
 
 
 @dataclass(frozen=True)
@@ -88,6 +99,8 @@ class TuneResult:
         Why there were no more trials.
     failures : Failures or None
         Of this session, if there were any.
+    database : Path
+        The folder that holds what was found.
     """
 
     tasks: tuple[TunedTask, ...]
@@ -97,6 +110,31 @@ class TuneResult:
     interrupted: bool
     ended: str
     failures: Failures | None = None
+    database: Path = field(kw_only=True)
+
+    def __str__(self) -> str:
+        """What was tuned, before and after, and how to use it, in ten lines at most."""
+        timed = [t for t in self.tasks if t.count and t.is_timed]
+        best = sorted(timed, key=lambda t: t.count * (t.best_us - t.untuned_us))
+        lines = [f"{self.trials} trials in {self.seconds:.0f} s; {self.ended}", self._times()]
+        lines += [str(task) for task in best[:_SHOWN]]
+        if more := len(best) - _SHOWN if len(best) > _SHOWN else 0:
+            lines.append(f"  and {more} more: see .tasks")
+        if self.failures is not None:
+            lines.append(str(self.failures).splitlines()[0])
+        if self.interrupted:
+            lines.append("interrupted: the same call goes on where it was")
+        lines.append(f"kept in {self.database}; use it: compile(model, target, database=...), or")
+        lines.append(f"with tvm_fusion.TuningDatabase({str(self.database)!r}): around a pipeline")
+        return "\n".join(lines)
+
+    def _times(self) -> str:
+        """The time of the plan's kernels, before and after."""
+        if not self.untuned_us:
+            return "no kernel was measured"
+        missing = f", without {len(self.untimed)} not measured" if self.untimed else ""
+        gain = self.untuned_us / self.best_us
+        return f"kernels: {self.untuned_us:.1f} -> {self.best_us:.1f} us, {gain:.2f}x{missing}"
 
     @property
     def untimed(self) -> tuple[TunedTask, ...]:

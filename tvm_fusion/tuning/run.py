@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -20,7 +20,7 @@ from ..plan.plan import FusionPlan
 from .building import Place
 from .choices import DEFAULT, class_choices
 from .contested import Contested, Weighed, contested, settled, weighed
-from .database import Database, find_database
+from .database import Database, check_place, find_database
 from .interrupts import held_interrupts
 from .joint import JointRuns, local_worker
 from .lookup import TunedKernels, plan_key
@@ -48,7 +48,7 @@ def tune(
     target: Any = None,
     *,
     database: str | Path,
-    settings: Any = None,
+    settings: str | Path | Mapping[str, Any] | Settings | None = None,
     trials: int | None = None,
     minutes: float | None = None,
     policy: Any = None,
@@ -56,43 +56,15 @@ def tune(
     dynamic_shapes: Any = None,
     builders: Sequence[Worker] | None = None,
     meters: Sequence[Meter] | None = None,
-    watch: Callable[[Session], None] = lambda session: None,
+    watch: Callable[[Session], None] | None = None,
 ) -> TuneResult:
-    """Measures choices for the kernels of a model's plan and keeps them.
-
-    `tvm_fusion.compile(model, target, database=database)` uses them. A session that was interrupted
-    or killed goes on where it was with the same call.
-
-    Parameters
-    ----------
-    model, target, policy, example_inputs, dynamic_shapes
-        As for `tvm_fusion.compile`.
-    database : str or Path
-        A folder; made if it is not there. It holds a folder for each device and version.
-    settings : str, Path, mapping or None
-        See `load_settings`.
-    trials, minutes : optional
-        In place of those of the settings. The minutes are those of this call, planning and final
-        measurements included.
-    builders, meters : sequences of Worker and of Meter, optional
-        What builds (`make_builders`) and what measures (see `rpc`); by default processes on this
-        machine that end with the session. What is given stays, for the next session.
-    watch : callable
-        Called with the session after each trial.
-
-    Raises
-    ------
-    TargetError
-        This machine cannot run what is tuned, and no `meters` are given.
-    InputError
-        The model, the settings or the database cannot be used, or the plan has no kernel that
-        could be tuned.
-    """
+    """See `tvm_fusion.tune`."""
     for name, workers in (("builders", builders), ("meters", meters)):
         if workers is not None and not workers:
             raise InputError(f"{name}: none are given; None makes those of this machine")
     settings = load_settings(settings, trials=trials, minutes=minutes)
     limit = TimeLimit(settings.minutes)
+    check_place(Path(database))  # before minutes are spent on a plan
     job = Job.of(model, target, policy, None, example_inputs, dynamic_shapes)
     if meters is None and not tvm.runtime.device_from_target(job.target).exist:
         raise TargetError(
@@ -123,6 +95,7 @@ def tune(
         own += [meter.worker for meter in meters]
     worker = local_worker(meters)
     joint_s = limit.share(JOINT_SHARE, settings.joint_s) if worker is not None else 0.0
+    watch = watch or (lambda session: None)
     session = Session(states, keeper, place, settings, builders, meters, watch, limit, joint_s)
     ended, lost = "", None
     try:
@@ -154,6 +127,7 @@ def tune(
         interrupted,
         ended or INTERRUPT,
         failures_of(session.failed),
+        database=Path(database),
     )
 
 

@@ -15,8 +15,17 @@ checked before TVM sees it, and trials are known by the structural hash of their
 from ..trial_record import Trial
 from .checking import CheckReport, FolderReport, check
 from .exporting import Exported, ExportReport, export
-from .folders import compiler_version, device_folder, device_folders, find_database, folder_of
+from .folders import (
+    Folders,
+    compiler_version,
+    device_folder,
+    device_folders,
+    find_database,
+    folder_of,
+)
 from .merging import Merged, MergeReport, merge
+from .opening import check_place
+from .protocol import Store, Stores
 from .state import Problem
 from .store import Database
 from .workloads import short_key, trace_text, workload_key
@@ -27,11 +36,15 @@ __all__ = [
     "ExportReport",
     "Exported",
     "FolderReport",
+    "Folders",
     "MergeReport",
     "Merged",
     "Problem",
+    "Store",
+    "Stores",
     "Trial",
     "check",
+    "check_place",
     "compiler_version",
     "device_folder",
     "device_folders",

@@ -12,11 +12,11 @@ from pathlib import Path
 import tvm
 
 from ..._version import __version__
-from ...errors import InputError
 from ...hardware import HardwareProfile
 from ...runtime.cuda_compiler import find_compiler
 from .files import NAMES, PLANS, QUARANTINE
 from .lines import canonical, digest
+from .opening import check_database, check_place, folders_in, nothing_for
 from .store import Database
 from .workloads import identity, target_json
 
@@ -85,26 +85,76 @@ def find_database(
     Parameters
     ----------
     path : path
-        Of the database; the device's folder in it is made unless `read_only`.
+        Of the database; it and the device's folder in it are made unless `read_only`.
     hw : HardwareProfile
     target : tvm.target.Target
     read_only : bool
-        Write nothing. Where there is no folder of the device, the database is empty.
+        Write nothing.
 
     Raises
     ------
     InputError
-        See `Database.open`; or there is no such path to be read.
+        See `Database.open`; or the path is no database: it does not exist or is empty and is to be
+        read, it has nothing of the device and is to be read, or it holds something else.
     BuildError
         There is no CUDA compiler, whose version is a part of the folder's name.
     """
-    path = Path(path)
-    if path.exists() and not path.is_dir():
-        raise InputError(f"{path} is not a folder: a database is a folder of files")
-    if read_only and not path.exists():
-        raise InputError(f"there is no database {path}: `python -m tvm_fusion tune` makes one")
-    name = folder_of(hw, target)
+    path, name = Path(path), folder_of(hw, target)
+    if not read_only:
+        check_place(path)
+    else:
+        check_database(path)
+        if not (path / name).is_dir():
+            raise nothing_for(path, name, target)
     return Database.open(path / name, name, target=target, read_only=read_only)
+
+
+class Folders:
+    """The stores of a database, by device; they are only read.
+
+    Parameters
+    ----------
+    path : str or Path
+
+    Raises
+    ------
+    InputError
+        The path is no database.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        check_database(self.path)
+        self._opened: dict[str, Database] = {}
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def of(self, hw: HardwareProfile, target: tvm.target.Target) -> Database:
+        """That of a device.
+
+        Raises
+        ------
+        NothingTuned
+            There is none.
+        """
+        name = folder_of(hw, target)
+        if name not in self._opened:
+            self._opened[name] = find_database(self.path, hw, target, read_only=True)
+        return self._read(name)
+
+    def all(self) -> list[Database]:
+        """Those that this version of TVM and of this package wrote."""
+        mine = {_safe(f"tvm{tvm.__version__}"), _safe(f"fusion{__version__}")}
+        names = [x.name for x in folders_in(self.path) if mine <= set(x.name.split("-"))]
+        for name in names:
+            if name not in self._opened:
+                self._opened[name] = Database.open(self.path / name, None)
+        return [self._read(name) for name in names]
+
+    def _read(self, name: str) -> Database:
+        self._opened[name].refresh()
+        return self._opened[name]
 
 
 def device_folders(path: str | Path) -> list[Path]:

@@ -99,6 +99,19 @@ def parse_guard(raw: bytes, device: str | None) -> DeviceLine | Place | Entry:
     raise BadLine(f"a line of kind {kind!r}")
 
 
+def other_version(raw: bytes) -> int | None:
+    """The version of a sound line of another version of the format; None for any other line."""
+    try:
+        body = parse(raw)
+    except BadLine:
+        return None
+    if not isinstance(body, dict):
+        return None
+    sound = body.pop("checksum", None) == digest(canonical(body))
+    version = body.get("v")
+    return version if sound and isinstance(version, int) and version != VERSION else None
+
+
 def _device(body: dict[str, Any]) -> DeviceLine:
     if set(body) != {"device", "target"} or not isinstance(body["device"], str):
         raise BadLine("not the description of a device")

@@ -18,6 +18,7 @@ from . import plans
 from .folder import Addition, Folder
 from .guard import Entry
 from .lines import WorkloadLine, canonical, digest
+from .opening import check_version
 from .records import payload_of
 from .state import Problem
 from .workloads import (
@@ -82,12 +83,14 @@ class Database:
         ------
         InputError
             The path is not a folder, or cannot be made or written; the folder is of another device
-            or target; another process holds its lock for a minute.
+            or target, or of another version of the format; another process holds its lock for a
+            minute.
         """
         path = Path(folder)
         read_only = read_only or device is None
         if path.exists() and not path.is_dir():
             raise InputError(f"{path} is not a folder: a database is a folder of files")
+        check_version(path)
         if not read_only:
             try:
                 path.mkdir(parents=True, exist_ok=True)
@@ -97,6 +100,9 @@ class Database:
         found = Folder(path, device, of, read_only, silent)
         found.begin()
         return cls(found)
+
+    def __str__(self) -> str:
+        return str(self.path)
 
     @property
     def path(self) -> Path:
@@ -117,6 +123,11 @@ class Database:
     def problems(self) -> tuple[Problem, ...]:
         """What is wrong with the files, as of their last reading, and with plans asked for."""
         return (*self._folder.findings.problems, *self._later)
+
+    @property
+    def changes(self) -> int:
+        """Grows whenever there are other trials than before."""
+        return self._folder.changes
 
     @property
     def keys(self) -> tuple[str, ...]:

@@ -108,13 +108,19 @@ def check_replay(payload: list[Any], workload: Any) -> None:
 
 def facts_of(mod: tvm.IRModule) -> Facts:
     """The facts of a workload's module."""
-    root = getattr(getattr(mod[ENTRY].body, "block", None), "name_hint", None)
+    root = root_of(mod[ENTRY])
     if root is None:
         raise InputError(
             "a workload is the PrimFunc of a group before any schedule, with a root block; this "
             f"one has none:\n{str(mod[ENTRY])[:400]}"
         )
-    return Facts(str(root), _arguments(mod))
+    return Facts(root, _arguments(mod))
+
+
+def root_of(func: tirx.PrimFunc) -> str | None:
+    """The name of the root block of a PrimFunc; None where it has none."""
+    name = getattr(getattr(func.body, "block", None), "name_hint", None)
+    return None if name is None else str(name)
 
 
 def _arguments(mod: tvm.IRModule) -> list[Any] | None:
