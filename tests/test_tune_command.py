@@ -142,6 +142,30 @@ def test_kernels_without_a_time_are_counted():
     assert to_json(result)["untimed"] == ["row:b"]
 
 
+def test_a_result_prints_in_ten_lines_that_name_its_folder():
+    trace = "[[" + "x" * 500 + "]]"
+    tasks = [TunedTask(f"row:{i}", 2, 5, 1, 10.0 + i, 8.0, trace) for i in range(30)]
+    tasks += [TunedTask("row:b", 1, 1, 1, None, None, "none")]
+    failures = failures_of([failed("build", "no shared memory is left\nat all")])
+    result = TuneResult(tuple(tasks), None, 4, 12.3, True, "stopped", failures, database=KEPT)
+    printed = str(result).splitlines()
+    assert len(printed) == 10
+    assert max(map(len, printed)) <= 120
+    assert printed[:3] == [
+        "4 trials in 12 s; stopped",
+        "kernels: 1470.0 -> 480.0 us, 3.06x, without 1 not measured",
+        f"  row:29: 2 x 39.0 -> 8.0 us, 5 trials: {trace[:60]}...",
+    ]
+    assert "  and 27 more: see .tasks" in printed
+    assert "compile(model, target, database='tuned')" in printed[-2]
+    nothing = TuneResult((), None, 0, 0.1, False, "the time is up", database=KEPT)
+    assert str(nothing).splitlines()[:2] == [
+        "0 trials in 0 s; the time is up",
+        "no kernel was measured",
+    ]
+    assert "tuned" in str(nothing).splitlines()[-1]
+
+
 def failed(status, why):
     return Trial("class", "Way(way=fast)", status, why=why)
 

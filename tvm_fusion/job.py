@@ -205,9 +205,10 @@ class Job:
 
     def planned_report(self, found: Probed | None = None) -> Report:
         """The report of the plan, with what is known of its kernels; nothing is built."""
-        from .report.assemble import planned_report
+        from .report.assemble import planned_report, tuned_groups
 
-        return planned_report(self.graph, self.plan, self.whole_plan, found, self.unlearned)
+        tuned = tuned_groups(self)
+        return planned_report(self.graph, self.plan, self.whole_plan, found, self.unlearned, tuned)
 
     def has_device(self) -> bool:
         """Whether this machine can run what is built; says so where it cannot."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from .._threads import thread_count
@@ -12,6 +13,7 @@ from ..ir.graph import FusionGraph
 from ..kernels.base import Resources
 from ..kernels.cpu.panels import mark_constants
 from ..plan.plan import FREE, FusionPlan, PlannedGroup
+from ..transform.materialize import Materialized, materialize
 from ..transform.pack_constants import packable_arguments
 from .layouts import layout_reports, refusal_report
 from .model import Comparison, GroupReport, RefusalReport, Report, Verification
@@ -20,7 +22,6 @@ if TYPE_CHECKING:
     from ..check.compiled import Checked
     from ..compiler import Job
     from ..runtime.build import Built
-    from ..transform.materialize import Materialized
     from .times import TimeReport
 
 
@@ -30,13 +31,22 @@ def planned_report(
     whole: FusionPlan,
     probed: Probed | None = None,
     unlearned: str | None = None,
+    tuned: Mapping[tuple[str, ...], Mapping[str, Any]] = MappingProxyType({}),
 ) -> Report:
-    """The report of a plan that was not built; `probed` is what is known of its kernels, and
-    `unlearned` why the learned correction of times is not used.
+    """The report of a plan that was not built; `probed` is what is known of its kernels,
+    `unlearned` why the learned correction of times is not used, and `tuned` what tuning chose for
+    groups (`tuned_groups`).
     """
     by_ops = {ops: found for (ops, _), found in (probed or {}).items()}
     groups = tuple(
-        _group(graph, g, g.ops[-1], launches=1, **_resources(by_ops.get(g.ops)))
+        _group(
+            graph,
+            g,
+            g.ops[-1],
+            launches=1,
+            tuned=tuned.get(g.ops),
+            **_resources(by_ops.get(g.ops)),
+        )
         for g in plan.groups
         if g.kernel_class not in FREE
     )
@@ -102,8 +112,18 @@ def built_report(
     )
 
 
+def tuned_groups(job: Job) -> dict[tuple[str, ...], Mapping[str, Any]]:
+    """What tuning chose for the groups of a job whose kernels are written."""
+    if job.tuned is None:
+        return {}
+    materialized = materialize(job.low, job.graph, job.plan)
+    groups = [g for g in job.plan.groups if g.kernel_class not in FREE]
+    found = {g.ops: _tuned(job, materialized, g, materialized.functions.get(g.ops)) for g in groups}
+    return {ops: told for ops, told in found.items() if told is not None}
+
+
 def _tuned(
-    job: Job, materialized: Materialized, g: PlannedGroup, name: str
+    job: Job, materialized: Materialized, g: PlannedGroup, name: str | None
 ) -> Mapping[str, Any] | None:
     """What tuning chose for a group, if a database is used and has it."""
     if job.tuned is None or g.ops not in materialized.functions:

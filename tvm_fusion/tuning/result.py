@@ -118,14 +118,15 @@ class TuneResult:
         best = sorted(timed, key=lambda t: t.count * (t.best_us - t.untuned_us))
         lines = [f"{self.trials} trials in {self.seconds:.0f} s; {self.ended}", self._times()]
         lines += [str(task) for task in best[:_SHOWN]]
-        if more := len(best) - _SHOWN if len(best) > _SHOWN else 0:
-            lines.append(f"  and {more} more: see .tasks")
+        if len(best) > _SHOWN:
+            lines.append(f"  and {len(best) - _SHOWN} more: see .tasks")
         if self.failures is not None:
             lines.append(str(self.failures).splitlines()[0])
         if self.interrupted:
             lines.append("interrupted: the same call goes on where it was")
-        lines.append(f"kept in {self.database}; use it: compile(model, target, database=...), or")
-        lines.append(f"with tvm_fusion.TuningDatabase({str(self.database)!r}): around a pipeline")
+        folder = repr(str(self.database))
+        lines.append(f"use them: tvm_fusion.compile(model, target, database={folder}), or")
+        lines.append(f"with tvm_fusion.TuningDatabase({folder}): around a pipeline")
         return "\n".join(lines)
 
     def _times(self) -> str:

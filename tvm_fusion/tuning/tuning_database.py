@@ -90,7 +90,7 @@ class TuningDatabase(PyDatabase):
     def __init__(self, path: str | Path | Stores) -> None:
         super().__init__()
         self.stores = Folders(path) if isinstance(path, str | Path) else path
-        self._content: dict[int, _Content] = {}
+        self._content: weakref.WeakKeyDictionary[Store, _Content] = weakref.WeakKeyDictionary()
 
     @property
     def _outer(self) -> Any:
@@ -103,9 +103,9 @@ class TuningDatabase(PyDatabase):
         _OPEN[hash(reference())] = self
 
     def _of(self, store: Store) -> _Content:
-        found = self._content.get(id(store))
+        found = self._content.get(store)
         if found is None or found.changes != store.changes:
-            found = self._content[id(store)] = _Content.of(store)
+            found = self._content[store] = _Content.of(store)
         return found
 
     def _all(self) -> list[_Content]:
