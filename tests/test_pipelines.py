@@ -53,6 +53,8 @@ USUAL_CELLS = [
     ("symbolic", "before-RewriteDataflowReshape", "cuda"),
     ("rows", "before-SplitLayoutRewritePreproc", "cuda"),
     ("block", "before-ToMixedPrecision", "llvm"),
+    ("export", "mlc-llm-after-FuseTransposeMatmul", "llvm"),
+    ("symbolic", "mlc-llm-after-FoldConstant", "cuda"),
 ]
 
 
@@ -72,6 +74,7 @@ def no_nvcc(monkeypatch):
 def _check(module: str, place: str, target: str) -> None:
     outcome = run_cell(module, place, target)
     assert outcome.kernels
+    assert outcome.planned == outcome.alone
     for name, count in outcome.launches.items():
         assert count <= outcome.stock.get(name, count), outcome
 

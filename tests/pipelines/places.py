@@ -1,4 +1,10 @@
-"""Places in pipelines: what runs before `Fuse`, and what after it, to an executable."""
+"""Places in pipelines: what runs before `Fuse`, and what after it, to an executable.
+
+Among them those of mlc-llm's compiler, by the names and the order of its passes: its phases up to
+where TVM's fusion stands, and those behind it. Passes of its own that only add functions or
+attributes, or match quantised weights or a library, have no effect on modules without them, and
+are left out.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +26,14 @@ class Place:
     Attributes
     ----------
     before, after : callable
-        The passes around it, for a target; what `tvm.compile` does by default comes behind them.
+        The passes around it, for a target.
+    whole : bool
+        Whether they go down to the VM; else what `tvm.compile` does by default comes behind them.
     """
 
     before: Passes
     after: Passes
+    whole: bool = False
 
 
 def _nothing(_target: tvm.target.Target) -> list[tvm.transform.Pass]:
@@ -121,4 +130,73 @@ def _alone() -> dict[str, Place]:
     }
 
 
-PLACES: dict[str, Place] = {**_alone(), **_after_each(), **_before_each()}
+# ---- mlc-llm: high-level passes, `Fuse`, passes on PrimFuncs, schedules, the VM
+
+
+@tvm.transform.module_pass(opt_level=0, name="CleanUpTIRAttrs")
+class _CleanUpTIRAttrs:
+    """Takes `op_pattern` off all PrimFuncs, as that compiler does behind fusion."""
+
+    def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        mod = mod.clone()
+        for gvar, func in mod.functions_items():
+            if isinstance(func, tvm.tirx.PrimFunc) and "op_pattern" in func.attrs:
+                mod.update_func(gvar, func.without_attr("op_pattern"))
+        return mod
+
+
+MLC_LLM: dict[str, Callable[[tvm.target.Target], tvm.transform.Pass]] = {
+    "BindTarget": lambda t: tvm.tirx.transform.BindTarget(t.with_host(_host(t))),
+    "FuseTransposeMatmul": lambda _: transform.FuseTransposeMatmul(),
+    "DispatchSampling": lambda _: relax.backend.DispatchSampling(),
+    "DispatchSortScan": lambda _: relax.backend.DispatchSortScan(),
+    "LegalizeOps": lambda _: transform.LegalizeOps(),
+    "AnnotateTIROpPattern": lambda _: transform.AnnotateTIROpPattern(),
+    "FoldConstant": lambda _: transform.FoldConstant(),
+    "FuseOps": lambda _: transform.FuseOps(),
+    "FuseTIR": lambda _: transform.FuseTIR(),
+    "DeadCodeElimination": lambda _: transform.DeadCodeElimination(),
+    "CleanUpTIRAttrs": lambda _: _CleanUpTIRAttrs(),
+    "ApplyDefaultSchedule": lambda t: _scheduled(t),
+    "RewriteDataflowReshape": lambda _: transform.RewriteDataflowReshape(),
+    "ToNonDataflow": lambda _: transform.ToNonDataflow(),
+    "RemovePurityChecking": lambda _: transform.RemovePurityChecking(),
+    "CallTIRRewrite": lambda _: transform.CallTIRRewrite(),
+    "StaticPlanBlockMemory": lambda _: transform.StaticPlanBlockMemory(),
+    "RewriteCUDAGraph": lambda _: transform.RewriteCUDAGraph(),
+    "LowerAllocTensor": lambda _: transform.LowerAllocTensor(),
+    "KillAfterLastUse": lambda _: transform.KillAfterLastUse(),
+    "LowerRuntimeBuiltin": lambda _: transform.LowerRuntimeBuiltin(),
+    "VMShapeLower": lambda _: transform.VMShapeLower(),
+    "AttachGlobalSymbol": lambda _: transform.AttachGlobalSymbol(),
+}
+LAST_PLACE = "FuseTIR"
+"""Behind it there are schedules, which leave nothing to fuse."""
+
+
+def _host(target: tvm.target.Target) -> tvm.target.Target:
+    return target.host or tvm.target.Target("llvm")
+
+
+def _mlc_llm() -> dict[str, Place]:
+    """`Fuse` ahead of that pipeline, and behind each pass of it up to TVM's own fusion, which does
+    not run where it has not yet.
+    """
+    names = list(MLC_LLM)
+    places = {}
+    for count in range(names.index(LAST_PLACE) + 2):
+        before, after = names[:count], names[count:]
+        if before[-1:] == ["FuseOps"]:
+            continue  # all that FuseOps grouped is meant for FuseTIR
+        if "FuseOps" in after:
+            after = [n for n in after if n not in ("FuseOps", "FuseTIR")]
+        where = f"mlc-llm-after-{names[count - 1]}" if count else "mlc-llm-first"
+        places[where] = Place(_mlc_passes(before), _mlc_passes(after), whole=True)
+    return places
+
+
+def _mlc_passes(names: list[str]) -> Passes:
+    return lambda target: [MLC_LLM[name](target) for name in names]
+
+
+PLACES: dict[str, Place] = {**_alone(), **_after_each(), **_before_each(), **_mlc_llm()}
