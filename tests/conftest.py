@@ -14,8 +14,8 @@ from tvm.relax.script.parser import entry as relax_parser
 from tvm.script.parser.ir import entry as module_parser
 from tvm.tirx.script.parser import entry as tirx_parser
 
+from tvm_fusion._quick_stacks import quick_stacks
 from tvm_fusion._threads import kernel_threads
-from tvm_fusion.tuning.database.intrinsics import quick_stacks
 
 from .tools import require
 

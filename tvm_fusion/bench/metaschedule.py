@@ -76,7 +76,7 @@ class StockTuning:
 
 def warm_up() -> None:
     """Registers what MetaSchedule imports for a first task."""
-    from ..tuning.database.intrinsics import register_tensor_intrinsics
+    from .._quick_stacks import register_tensor_intrinsics
 
     register_tensor_intrinsics()
 

@@ -14,10 +14,10 @@ from typing import Any
 from tvm import s_tir, tirx
 from tvm.s_tir.schedule import InstructionKind, Trace
 
+from .._quick_stacks import register_tensor_intrinsics
 from ..errors import Unsupported
 from ..ir.reader import OPAQUE_PATTERN
 from ..runtime.pipeline import APART_ATTR, SCHEDULED_ATTR
-from .database.intrinsics import register_tensor_intrinsics
 from .index_maps import check_index_map, is_index_map
 from .space_blocks import module_of
 

@@ -21,9 +21,9 @@ from tvm import s_tir, tirx
 from tvm.s_tir import meta_schedule as ms
 from tvm.target import Target
 
+from .._quick_stacks import register_tensor_intrinsics
 from ..errors import Unsupported
 from . import space_cuda, space_llvm
-from .database.intrinsics import register_tensor_intrinsics
 from .mutate import MutateChoice
 from .space_blocks import Blocks, inline, module_of, refuse_unknown, schedule_of, shared_rows
 

@@ -36,6 +36,7 @@ from .gemm_frame import Frame, open_kernel
 from .gemm_math import lower
 from .gemm_mma_units import commit_async, wait_async, warp_sync
 from .intrinsics import cluster_arrive
+from .shared_pool import shared_pool
 
 __all__ = ["DecodeConfig", "attention_decode_ranked", "emit_attention_decode"]
 
@@ -112,7 +113,7 @@ class _Kernel:
 
     def _memory(self) -> None:
         layout = self.layout
-        pool = T.SMEMPool()
+        pool = shared_pool()
         self.ring = pool.alloc(
             (layout.ring_bytes + layout.query_bytes,), "uint8", align=128, layout=None
         )

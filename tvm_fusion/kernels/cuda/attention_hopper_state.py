@@ -27,6 +27,7 @@ from .attention_tiles import Tile, TiledKernel, TiledPlan, kept, loop_parts
 from .gemm_frame import Frame, ceil_div
 from .gemm_hopper_state import fence_shared
 from .gemm_tensor_map import TensorMap
+from .shared_pool import shared_pool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,7 +174,7 @@ def allocate(problem: HopperAttention, plan: Plan) -> Shared:
     """Emits the shared memory of the kernel."""
     c, dtype = plan.config, problem.dtype
     columns, features = boxes_of(problem.terms), boxes_of(problem.features)
-    pool = T.SMEMPool()
+    pool = shared_pool()
 
     def tiles(*shape: int) -> Expr:
         return pool.alloc(shape, dtype, align=1024, layout=None)

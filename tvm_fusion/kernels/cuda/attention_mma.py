@@ -38,6 +38,7 @@ from .frame import then
 from .gemm_access import is_multiple
 from .gemm_frame import open_kernel
 from .gemm_mma_units import commit_async, multiply, wait_async
+from .shared_pool import shared_pool
 
 __all__ = ["AttentionMmaConfig", "attention_mma_ranked", "emit_attention_mma"]
 
@@ -92,7 +93,7 @@ class MmaKernel(TiledKernel):
         T.device_entry()
         block = T.cta_id([tiles if isinstance(tiles, int) else convert(tiles, "int32")])
         self.thread = T.thread_id([threads])
-        pool = T.SMEMPool()
+        pool = shared_pool()
         self.memory = pool.alloc((self.plan.layout.smem_bytes,), "uint8", align=128, layout=None)
         pool.commit()
         # Left alone, ptxas spills some bytes to make room for another block.

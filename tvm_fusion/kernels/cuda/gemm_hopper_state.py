@@ -15,6 +15,7 @@ from .gemm_hopper_cluster import arrive_at
 from .gemm_hopper_model import BOX, STEP_BYTES, HopperProblem
 from .gemm_hopper_plan import Plan
 from .intrinsics import cluster_arrive, cluster_wait
+from .shared_pool import shared_pool
 
 # Named barriers 0 and 1 are the block's own; each consumer warpgroup has one.
 FIRST_BARRIER = 2
@@ -140,7 +141,7 @@ def encode_maps(frame: Frame, problem: HopperProblem, plan: Plan) -> Maps:
 def allocate(problem: HopperProblem, plan: Plan) -> Shared:
     """Emits the shared memory of the kernel."""
     c = plan.config
-    pool = T.SMEMPool()
+    pool = shared_pool()
 
     def tiles(count: int, size: int, dtype: str = "uint8") -> Expr:
         return pool.alloc((count, size), dtype, align=1024, layout=None)

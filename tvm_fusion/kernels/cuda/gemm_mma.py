@@ -29,6 +29,7 @@ from .gemm_mma_problem import Loop, MmaSegment, Way, read_mma
 from .gemm_mma_rank import check_config, mma_ranked, ring_bytes
 from .gemm_mma_units import commit_async, load_matrices, multiply, round_tf32, wait_async
 from .gemm_segments import grid_of
+from .shared_pool import shared_pool
 
 LOADERS = {Way.COPY: Copy, Way.SHIFT: Shift, Way.COMPUTE: Compute}
 
@@ -81,7 +82,7 @@ class _Kernel:
         T.device_entry()
         block = T.cta_id([tiles if isinstance(tiles, int) else convert(tiles, "int32")])
         self.thread = T.thread_id([c.threads])
-        pool = T.SMEMPool()
+        pool = shared_pool()
         self.ring = pool.alloc((ring_bytes(self.segments, c),), "uint8", align=1024, layout=None)
         pool.commit()
         self.lane = T.Bind(self.thread % 32)

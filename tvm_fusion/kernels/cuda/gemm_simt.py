@@ -26,6 +26,7 @@ from .gemm_segments import grid_of
 from .gemm_simt_cost import simt_seconds
 from .gemm_simt_epilogue import GROUP, Share, emit_epilogue
 from .gemm_simt_operand import Slice
+from .shared_pool import shared_pool
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +206,7 @@ class _Kernel:
 
     def _allocate(self) -> dict[tuple[str, str], Expr]:
         """Two buffers for slices of A and of B, shared by all products of one dtype."""
-        pool = T.SMEMPool()
+        pool = shared_pool()
         shared = {
             (side, dtype): pool.alloc((2, self.config.block_k, width + GROUP), dtype, align=16)
             for dtype in _slice_dtypes(self.contraction)

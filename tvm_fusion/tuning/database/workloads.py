@@ -11,8 +11,8 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
+from ..._quick_stacks import register_tensor_intrinsics
 from ...errors import InputError
-from .intrinsics import register_tensor_intrinsics
 from .lines import WorkloadLine, canonical, digest
 
 ENTRY = "main"

@@ -1,8 +1,12 @@
-"""TVM's tensor intrinsics, which traces for tensor cores name, registered in a few seconds.
+"""The callers of TVMScript's parsers and builder, found quickly; TVM's tensor intrinsics, which
+traces for tensor cores name, are registered in a few seconds by that.
 
-Each of their functions asks for the whole stack of calls when it is decorated, with the source
-lines of every frame, for which `inspect` looks through all modules: 65 ms for a function in a test,
-a second inside of nested imports. The same stack with lines of `linecache` takes less than 1 ms.
+What TVM asks for, for each function that is decorated and each pool of shared memory, is the whole
+stack of calls with the source lines of every frame, for which `inspect` looks through all modules:
+65 ms for a function in a test, a second inside of nested imports. The same stack with lines of
+`linecache` takes less than 1 ms.
+
+Runs by itself as well (`tuning/database/replay_process.py`), so it imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ class _QuickStacks:
     def __getattr__(self, name: str) -> Any:
         return getattr(inspect, name)
 
-    def stack(self) -> list[inspect.FrameInfo]:
+    def stack(self, context: int = 1) -> list[inspect.FrameInfo]:
         """The callers, innermost first, each with the line that runs."""
         found, frame = [], sys._getframe(1)
         while frame is not None:
@@ -47,13 +51,13 @@ class _QuickStacks:
 
 
 @contextmanager
-def quick_stacks(*parsers: ModuleType) -> Iterator[None]:
-    """Has parsers of TVMScript find their callers quickly."""
-    before = [parser.inspect for parser in parsers]
-    for parser in parsers:
-        parser.inspect = _QuickStacks()
+def quick_stacks(*modules: ModuleType) -> Iterator[None]:
+    """Has modules of TVMScript find their callers quickly."""
+    before = [module.inspect for module in modules]
+    for module in modules:
+        module.inspect = _QuickStacks()
     try:
         yield
     finally:
-        for parser, module in zip(parsers, before, strict=True):
-            parser.inspect = module
+        for module, slow in zip(modules, before, strict=True):
+            module.inspect = slow
