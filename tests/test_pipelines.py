@@ -22,7 +22,7 @@ from tvm_fusion.errors import InputError, PlanError, TargetError
 from tvm_fusion.kernels.registry import kernel_classes
 from tvm_fusion.plan import structure
 from tvm_fusion.plan.legality import Evaluator
-from tvm_fusion.transform import Fuse
+from tvm_fusion.transform import Fuse, plan
 
 from .pipelines.cells import CUDA, LLVM, launches, run_cell
 from .pipelines.modules import cases
@@ -235,6 +235,28 @@ def test_one_plan_for_several_functions_is_an_error():
     assert launches(again)["main"] == launches(Fuse(LLVM_TARGET)(mod))["main"]
     with pytest.raises(PlanError, match=r"several functions: decode, .*prefill"):
         Fuse(LLVM_TARGET, plan=plans[0])(cases(LLVM)["several"].make())
+
+
+def test_weights_that_functions_share_are_stored_once():
+    held = relax.const(np.random.default_rng(0).standard_normal((40, 48)).astype("float32"))
+    builder = relax.BlockBuilder()
+    for name, rows in (("prefill", 24), ("decode", 1)):
+        x = relax.Var("x", relax.TensorType((rows, 48), "float32"))
+        with builder.function(name, [x]):
+            with builder.dataflow():
+                h = builder.emit(relax.op.matmul(x, relax.op.permute_dims(held)))
+                y = builder.emit_output(relax.op.nn.relu(h))
+            builder.emit_func_output(y)
+    executable = tvm.compile(Fuse(LLVM_TARGET)(builder.get()), LLVM_TARGET)
+    [pool] = [line for line in executable.stats().splitlines() if "Constant pool" in line]
+    assert pool.count("[5, 48, 8]") == 1  # packed, and as it was nowhere
+    assert "[40, 48]" not in pool
+    assert "[48, 40]" not in pool
+    vm = relax.VirtualMachine(executable, tvm.cpu())
+    x = np.random.default_rng(1).uniform(-1, 1, (24, 48)).astype("float32")
+    wanted = np.maximum(x @ held.value.numpy().T, 0)
+    np.testing.assert_allclose(_numpy(vm, "prefill", x), wanted, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(_numpy(vm, "decode", x[:1]), wanted[:1], rtol=1e-4, atol=1e-4)
 
 
 # ---- targets
@@ -458,6 +480,24 @@ def test_a_module_that_is_not_well_formed_is_named_with_its_function():
     mod = tvm.IRModule({"main": func})
     with pytest.raises(InputError, match=r"tvm_fusion\.Fuse, function main: .*stray"):
         Fuse(LLVM_TARGET)(mod)
+
+
+@pytest.mark.parametrize(
+    ("passes", "why"),
+    [
+        (lambda plan: Fuse(LLVM_TARGET, plan=plan), r"Fuse, function main: .* another module"),
+        (lambda _: Fuse("nonsense"), r"Fuse: unknown target 'nonsense'"),
+        (lambda _: Fuse(tvm.target.Target("metal")), r"Fuse: target kind 'metal'"),
+    ],
+    ids=["plan", "name", "kind"],
+)
+def test_bad_input_names_the_pass_and_leaves_the_module(passes, why):
+    [planned] = plan(cases(LLVM)["rows"].make(), LLVM_TARGET).values()
+    mod = cases(LLVM)["block"].make()
+    before = mod.script()
+    with pytest.raises(InputError, match=rf"^tvm_fusion\.{why}"):
+        passes(planned)(mod)
+    assert mod.script() == before
 
 
 def _class_names(target: str) -> list[str]:

@@ -40,6 +40,8 @@ class EachFunction:
 
     Attributes
     ----------
+    stage : str
+        The pass that looks at it; errors name it.
     before : IRModule
         The module.
     pieces : dict of str to (GlobalVar, Part)
@@ -47,14 +49,15 @@ class EachFunction:
         results of one function lie on several virtual devices.
     """
 
+    stage: str
     before: tvm.IRModule
     pieces: dict[str, tuple[tvm.ir.GlobalVar, Part]]
     _lifted: tvm.IRModule
     _branches: tuple[str, ...]
 
     @classmethod
-    def of(cls, mod: tvm.IRModule, target: Any) -> EachFunction:
-        """Take a module apart; `target` as for `Fuse`.
+    def of(cls, stage: str, mod: tvm.IRModule, target: Any) -> EachFunction:
+        """Take a module apart for a pass; `target` as for `Fuse`.
 
         Raises
         ------
@@ -62,29 +65,23 @@ class EachFunction:
             See `devices.device_of`.
         """
         if not own_functions(mod):
-            return cls(mod, {}, mod, ())
-        device = device_of(target, mod)
+            return cls(stage, mod, {}, mod, ())
+        with named(mod, stage):
+            device = device_of(target, mod)
         lifted, branches = lift_branches(_without_nesting(mod))
         pieces = {}
         for gvar in own_functions(lifted):
             for part in parts_of(lifted[gvar], device):
                 place = "" if part.alone else f"@{part.label}"
                 pieces[f"{gvar.name_hint}{place}"] = gvar, part
-        return cls(mod, pieces, lifted, branches)
+        return cls(stage, mod, pieces, lifted, branches)
 
-    def changed(self, stage: str, change: Change) -> tvm.IRModule:
-        """The module with each piece changed; `before` itself where none is.
-
-        Parameters
-        ----------
-        stage : str
-            The pass that errors name.
-        change : callable
-        """
+    def changed(self, change: Change) -> tvm.IRModule:
+        """The module with each piece changed; `before` itself where none is."""
         mod, found = self._lifted, False
         for name, (gvar, part) in self.pieces.items():
             apart = FunctionApart.of(mod, gvar)
-            with _named(self.before, stage, name):
+            with named(self.before, f"{self.stage}, function {name}"):
                 seen = HiddenCalls.of(apart.mod, ENTRY, lambda ty, part=part: not part.holds(ty))
                 new = change(name, seen.mod, part)
                 if new is None:
@@ -99,14 +96,15 @@ class EachFunction:
 
 
 @contextmanager
-def _named(mod: tvm.IRModule, stage: str, function: str) -> Iterator[None]:
-    """Errors within name the pass and the function; those of a module that is not well formed say
-    that it is not.
+def named(mod: tvm.IRModule, where: str) -> Iterator[None]:
+    """Errors within say where they are from; those of a module that is not well formed say that it
+    is not. (Notes of an error are lost where it leaves a pass.)
     """
     try:
         yield
-    except TvmFusionError as error:
-        error.add_note(f"in {stage}, function {function}")
+    except InputError as error:
+        raise type(error)(f"{where}: {error}") from error
+    except TvmFusionError:
         raise
     except Exception as error:
         try:
@@ -114,7 +112,7 @@ def _named(mod: tvm.IRModule, stage: str, function: str) -> Iterator[None]:
         except Exception as why:
             reason = str(why).strip().splitlines()[-1]
             raise InputError(
-                f"{stage}, function {function}: the module is not well formed: {reason}. "
+                f"{where}: the module is not well formed: {reason}. "
                 "Look for the pass that made it so with relax.analysis.well_formed"
             ) from error
         raise

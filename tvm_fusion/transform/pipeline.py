@@ -19,7 +19,7 @@ from ..ir.reader import has_opaque_pattern
 from .devices import Part, device_of
 from .each_function import EachFunction
 from .kernel_bodies import with_roots
-from .stage import WRITE_KERNELS, is_enabled
+from .stage import FUSE, WRITE_KERNELS, is_enabled
 from .stages import FusedFunction, PlanLike, planned_job
 from .tuner_warning import register_rule
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .write_kernels import Tuned
 
 
-@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.Fuse")
+@tvm.transform.module_pass(opt_level=0, name=FUSE)
 class Fuse:
     """Lowers, plans, fuses and writes kernels: the module afterwards holds one PrimFunc a launch.
 
@@ -135,11 +135,11 @@ class Fuse:
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with kernels; `mod` itself where none is written."""
         self._opened.clear()  # tuning may have gone on since the last run
-        functions = EachFunction.of(mod, self.target)
+        functions = EachFunction.of(FUSE, mod, self.target)
         if self.plan is not None and len(functions.pieces) > 1:
             names = ", ".join(functions.pieces)
             raise PlanError(f"Fuse was given one plan for a module of several functions: {names}")
-        fused = functions.changed("tvm_fusion.Fuse", self._fused)
+        fused = functions.changed(self._fused)
         return mod if fused.same_as(mod) else with_roots(fused)
 
     def _fused(self, name: str, mod: tvm.IRModule, part: Part) -> tvm.IRModule | None:

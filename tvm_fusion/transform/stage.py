@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import tvm
 
+FUSE = "tvm_fusion.Fuse"
 DECOMPOSE = "tvm_fusion.Decompose"
 PLAN = "tvm_fusion.Plan"
 MATERIALIZE = "tvm_fusion.Materialize"

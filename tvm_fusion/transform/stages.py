@@ -23,7 +23,7 @@ from ..errors import InputError, PlanError
 from ..kernels.registry import kernel_classes
 from ..plan.plan import FusionPlan
 from .devices import Device, Part, device_of
-from .each_function import EachFunction
+from .each_function import EachFunction, named
 from .functions import with_functions
 from .kernel_bodies import with_roots
 from .pack_constants import PackConstants, packable_arguments
@@ -138,7 +138,7 @@ class Plan:
             # what another device does in this function is planned behind it
             return None if part.alone else job.fused_functions()
 
-        EachFunction.of(mod, self.target).changed(PLAN, look)
+        EachFunction.of(PLAN, mod, self.target).changed(look)
         return mod
 
 
@@ -242,7 +242,7 @@ class Materialize:
         """Return `mod` with a PrimFunc for each group."""
         from ..job import Job
 
-        functions = EachFunction.of(mod, self.target)
+        functions = EachFunction.of(MATERIALIZE, mod, self.target)
         plans = self._by_name(list(functions.pieces))
 
         def apply(name: str, apart: tvm.IRModule, part: Part) -> tvm.IRModule | None:
@@ -251,7 +251,7 @@ class Materialize:
             job = Job.from_module(apart, part.target, part.hw, self.policy, plans[name])
             return job.fused_functions(CLASS_ATTR)
 
-        return functions.changed(MATERIALIZE, apply)
+        return functions.changed(apply)
 
     def _by_name(self, names: list[str]) -> Mapping[str, FusionPlan]:
         if isinstance(self.plans, FusionPlan):
@@ -356,7 +356,8 @@ class WriteKernels:
         }
         if not waiting:
             return mod
-        device = device_of(self.target, mod)
+        with named(mod, WRITE_KERNELS):
+            device = device_of(self.target, mod)
         by_target: dict[str, list[tvm.ir.GlobalVar]] = {}
         for gvar in waiting:
             target = mod[gvar].attrs.get("target", device[0])
