@@ -8,9 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 
+from tvm_fusion.config import load_policy, resolve_target
+from tvm_fusion.job import Job
+from tvm_fusion.runtime.pipeline import is_tirx
 from tvm_fusion.transform import Fuse
+from tvm_fusion.transform.kernel_bodies import has_root, with_roots, without_root
 
 from .pipelines.cells import LLVM, TARGETS
 from .pipelines.modules import cases
@@ -75,6 +79,19 @@ def test_processes_that_lack_this_package_run_cpu_kernels_right_or_name_the_impo
     assert on_cpu == ["right", "right"]
     assert "unknown storage scope" in on_gpu
     assert on_gpu.endswith("(import tvm_fusion before building this module)")
+
+
+@pytest.mark.parametrize("module", ["block", "rows"])
+def test_what_stands_around_kernels_comes_off_again(module):
+    target, hw = resolve_target("h200")
+    job = Job.from_module(cases(LLVM)[module].make(), target, hw, load_policy(None))
+    bare = job.fuse()
+    rooted = with_roots(bare)
+    kernels = [g for g, f in bare.functions_items() if isinstance(f, tirx.PrimFunc) and is_tirx(f)]
+    assert kernels
+    for gvar in kernels:
+        assert has_root(rooted[gvar])
+        tvm.ir.assert_structural_equal(without_root(rooted[gvar]), bare[gvar])
 
 
 @pytest.mark.parametrize("module", tuple(cases(LLVM)))
