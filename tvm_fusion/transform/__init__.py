@@ -9,7 +9,8 @@ from .decompose import Decompose
 from .pack_constants import PackConstants
 from .pipeline import Fuse, fusion_pipeline, register
 from .plan_memory import PlanMemory
-from .stages import FusedFunction, Materialize, Plan, WriteKernels, plan
+from .stages import FusedFunction, Materialize, Plan, plan
+from .write_kernels import WriteKernels
 
 __all__ = [
     "Decompose",

@@ -18,18 +18,26 @@ import tvm_ffi
 from tvm import tirx
 
 from .._deep import call_deep
-from ..config import HardwareProfile, Policy
-from ..errors import TooDeep, Unsupported
+from ..config import HardwareProfile, Policy, load_policy, resolve_target
+from ..errors import InputError, TooDeep, Unsupported
 from ..ir.reader import OPAQUE_PATTERN
 from ..kernels.cpu.panels import mark_constants
-from ..kernels.registry import kernel_class
+from ..kernels.registry import kernel_class, kernel_classes
 from ..plan.plan import UNWRITTEN
+from .devices import Device, device_of
+from .each_function import named
 from .functions import with_functions
+from .kernel_bodies import with_roots
+from .pack_constants import PackConstants, packable_arguments
+from .stage import PACK_CONSTANTS, WRITE_KERNELS, is_enabled
 
 if TYPE_CHECKING:
     from ..runtime.kernels_ahead import KernelsAhead
 
 logger = logging.getLogger(__name__)
+
+CLASS_ATTR = "tvm_fusion.kernel_class"
+"""On fused PrimFuncs between `Materialize` and `WriteKernels`: the class that is to write them."""
 
 # Classes whose kernels take nvcc seconds, where others take it tenths of a second: written first.
 LONG_TO_COMPILE = ("gemm", "attention", "mixed")
@@ -185,3 +193,125 @@ def _named(kernel: tirx.PrimFunc, like: tirx.PrimFunc) -> tirx.PrimFunc:
     if symbol:
         return kernel.with_attr("global_symbol", symbol)
     return kernel.without_attr("global_symbol") if "global_symbol" in kernel.attrs else kernel
+
+
+@tvm.transform.module_pass(opt_level=0, name=WRITE_KERNELS)
+class WriteKernels:
+    """Writes the kernels of the PrimFuncs that `Materialize` made.
+
+    A PrimFunc that its class cannot write stays without a schedule, for TVM's own, and is logged as
+    a warning.
+
+    Parameters
+    ----------
+    target, policy
+        As for `Materialize`. A PrimFunc with attribute "target" is written for that.
+
+    Raises
+    ------
+    TargetError
+        See `Fuse`.
+    InputError
+        A kernel class does not exist for the target: the plan was made for another one.
+
+    Examples
+    --------
+    Before::
+
+        @I.ir_module
+        class Before:
+            @T.prim_func(private=True, s_tir=True)
+            def fused_relu_add(x: T.Buffer((T.int64(8),)), y: T.Buffer((T.int64(8),))):
+                T.func_attr({"tirx.noalias": True, "tvm_fusion.kernel_class": "pointwise"})
+                relu = T.sblock_alloc_buffer((T.int64(8),))
+                for i in range(T.int64(8)):
+                    with T.sblock("compute"):
+                        v = T.axis.spatial(T.int64(8), i)
+                        relu[v] = T.max(x[v], T.float32(0.0))
+                for i in range(T.int64(8)):
+                    with T.sblock("T_add"):
+                        v = T.axis.spatial(T.int64(8), i)
+                        y[v] = relu[v] + x[v]
+
+            @R.function
+            def main(x: R.Tensor((8,), "float32")) -> R.Tensor((8,), "float32"):
+                cls = Before
+                with R.dataflow():
+                    y = R.call_tir(cls.fused_relu_add, (x,), out_ty=R.Tensor((8,), "float32"))
+                    R.output(y)
+                return y
+
+    After ``WriteKernels("llvm")``::
+
+        @I.ir_module
+        class After:
+            @T.prim_func(private=True, s_tir=True)
+            def fused_relu_add(x: T.Buffer((T.int64(8),)), y: T.Buffer((T.int64(8),))):
+                T.func_attr({"op_pattern": 8, "tirx.is_scheduled": True, "tirx.noalias": True})
+                with T.sblock("root"):
+                    T.reads()
+                    T.writes()
+                    with T.sblock("tvm_fusion_kernel"):
+                        T.reads()
+                        T.writes()
+                        T.sblock_attr({"schedule_rule": "tvm_fusion.written"})
+                        for v in T.vectorized(T.int64(8)):
+                            relu: T.let[T.float32] = T.max(x[v], T.float32(0.0))
+                            total: T.let[T.float32] = relu + x[v]
+                            y[v] = total
+
+            @R.function
+            def main(x: R.Tensor((8,), "float32")) -> R.Tensor((8,), "float32"):
+                cls = After
+                with R.dataflow():
+                    y = R.call_tir(cls.fused_relu_add, (x,), out_ty=R.Tensor((8,), "float32"))
+                    R.output(y)
+                return y
+    """
+
+    def __init__(self, target: Any = None, *, policy: Any = None) -> None:
+        self.target, self.policy = target, load_policy(policy)
+
+    def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return `mod` with kernels; `mod` itself where no PrimFunc waits for one."""
+        waiting = {
+            gvar: str(func.attrs[CLASS_ATTR])
+            for gvar, func in mod.functions_items()
+            if isinstance(func, tirx.PrimFunc) and CLASS_ATTR in func.attrs
+        }
+        if not waiting:
+            return mod
+        with named(mod, WRITE_KERNELS):
+            device = device_of(self.target, mod)
+        by_target: dict[str, list[tvm.ir.GlobalVar]] = {}
+        for gvar in waiting:
+            target = mod[gvar].attrs.get("target", device[0])
+            by_target.setdefault(str(target), []).append(gvar)
+        bare = {gvar: mod[gvar].without_attr(CLASS_ATTR) for gvar in waiting}
+        written = with_functions(mod, dict(mod.functions_items()) | bare)
+        for gvars in by_target.values():
+            own = mod[gvars[0]].attrs.get("target")
+            classes = {gvar.name_hint: waiting[gvar] for gvar in gvars}
+            written = self._written(
+                written, classes, device if own is None else resolve_target(own)
+            )
+        return with_roots(tvm.transform.Sequential([PackConstants()])(written))
+
+    def _written(
+        self, mod: tvm.IRModule, classes: Mapping[str, str], device: Device
+    ) -> tvm.IRModule:
+        """The module with the kernels of one device."""
+        target, hw = device
+        here = {found.name for found in kernel_classes(hw)}
+        for name, class_name in classes.items():
+            if class_name not in here:
+                raise InputError(
+                    f"{WRITE_KERNELS}: {name} is to be a kernel of class {class_name}, which "
+                    f"{hw.name} does not have: materialize a plan that was made for it"
+                )
+        constants = packable_arguments(mod, hw) if is_enabled(PACK_CONSTANTS) else {}
+        with target:
+            written = write_kernels(mod, classes, hw, self.policy, constants=constants)
+        for name, why in written.failures.items():
+            logger.warning("%s stays without a schedule: %s", name, why)
+        return written.mod
