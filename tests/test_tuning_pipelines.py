@@ -8,7 +8,7 @@ import runpy
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -25,12 +25,12 @@ from tvm.s_tir.meta_schedule.testing.dummy_object import DummyRunner
 import tvm_fusion
 from tvm_fusion._quick_stacks import register_tensor_intrinsics
 from tvm_fusion.errors import InputError, NothingTuned
-from tvm_fusion.transform import Fuse
+from tvm_fusion.transform import Fuse, Materialize, WriteKernels, plan
 from tvm_fusion.tuning import run as session
 from tvm_fusion.tuning.database import guard as lines
 from tvm_fusion.tuning.database.lines import RECORDS, WORKLOADS
 
-from .pipelines.cells import LLVM, launches
+from .pipelines.cells import CUDA, LLVM, launches
 from .pipelines.modules import cases
 from .tuned_blocks import BEST_US, OTHER, TARGET, UNTUNED_US, block, fill
 
@@ -101,6 +101,16 @@ def test_a_database_enters_as_argument_and_around_a_pipeline(folder, tuned, way)
         }
         with unions[way]:
             found = tvm.transform.Sequential([Fuse(TARGET)])(block())
+    tvm.ir.assert_structural_equal(found, tuned)
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["argument", "with"])
+def test_the_stages_take_it(folder, tuned, around):
+    given = {} if around else {"database": folder}
+    with tvm_fusion.TuningDatabase(folder) if around else nullcontext():
+        plans = plan(block(), TARGET, **given)
+        stages = [Materialize(plans, TARGET), WriteKernels(TARGET, **given)]
+        found = tvm.transform.Sequential(stages)(block())
     tvm.ir.assert_structural_equal(found, tuned)
 
 
@@ -346,14 +356,14 @@ def test_the_script_that_ships_a_database_runs(capsys):
 # ---- TVM's tuners
 
 
-def _spaces(mod: tvm.IRModule) -> int:
+def _spaces(mod: tvm.IRModule, target: tvm.target.Target = TARGET) -> int:
     """What a tuner of TVM finds to choose from: the design spaces of its tasks."""
     register_tensor_intrinsics()
     found = 0
-    for task in extract_tasks(mod, TARGET):
+    for task in extract_tasks(mod, target):
         context = ms.TuneContext(
             mod=task.dispatched[0],
-            target=TARGET,
+            target=target,
             space_generator="post-order-apply",
             task_name=task.task_name,
         )
@@ -361,11 +371,12 @@ def _spaces(mod: tvm.IRModule) -> int:
     return found
 
 
-def test_a_tuner_that_meets_written_kernels_warns_once():
-    written = Fuse(TARGET)(block())
+@pytest.mark.parametrize("target", [TARGET, tvm.target.Target(CUDA)], ids=["llvm", "cuda"])
+def test_a_tuner_that_meets_written_kernels_warns_once(target):
+    written = Fuse(target)(block())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("default")
-        assert _spaces(written) == 2  # each kernel as it is
+        assert _spaces(written, target) == launches(written)["main"] > 1  # each kernel as it is
     [warning] = caught
     assert "Fuse(write=False)" in str(warning.message)
 

@@ -8,7 +8,8 @@ tvm.compile(mod, target, relax_pipeline=relax.get_pipeline("tvm_fusion", target=
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import tvm
 from tvm import relax, tirx
@@ -21,10 +22,8 @@ from .each_function import EachFunction
 from .kernel_bodies import with_roots
 from .stage import FUSE, WRITE_KERNELS, is_enabled
 from .stages import FusedFunction, PlanLike, planned_job
+from .tuned_parts import TunedParts
 from .tuner_warning import register_rule
-
-if TYPE_CHECKING:
-    from .write_kernels import Tuned
 
 
 @tvm.transform.module_pass(opt_level=0, name=FUSE)
@@ -130,21 +129,23 @@ class Fuse:
         self.plan = plan
         self.database = database
         self.on_plan = on_plan
-        self._opened: dict[str, Tuned | None] = {}  # the database, by target
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Return the module with kernels; `mod` itself where none is written."""
-        self._opened.clear()  # tuning may have gone on since the last run
+        tuned = TunedParts(self.database)  # tuning may have gone on since the last run
         functions = EachFunction.of(FUSE, mod, self.target)
         if self.plan is not None and len(functions.pieces) > 1:
             names = ", ".join(functions.pieces)
             raise PlanError(f"Fuse was given one plan for a module of several functions: {names}")
-        fused = functions.changed(self._fused)
+        fused = functions.changed(partial(self._fused, tuned))
         return mod if fused.same_as(mod) else with_roots(fused)
 
-    def _fused(self, name: str, mod: tvm.IRModule, part: Part) -> tvm.IRModule | None:
+    def _fused(
+        self, tuned: TunedParts, name: str, mod: tvm.IRModule, part: Part
+    ) -> tvm.IRModule | None:
         """The module with one piece fused; None where no kernel is written for it."""
-        planned = planned_job(mod, part, self.policy, self.plan, self._tuned(part))
+        own = tuned.of(part.target, part.hw, needed=part.place is None)
+        planned = planned_job(mod, part, self.policy, self.plan, own)
         if planned is None:
             return None
         write = self.write and is_enabled(WRITE_KERNELS)
@@ -154,16 +155,6 @@ class Fuse:
         if self.on_plan is not None:
             self.on_plan(FusedFunction(name, planned.plan, planned))
         return changed
-
-    def _tuned(self, part: Part) -> Tuned | None:
-        """The kernels that tuning chose for a device; None without a database."""
-        name = str(part.target)
-        if name not in self._opened:
-            from ..tuning.lookup import tuned_kernels
-
-            needed = part.place is None
-            self._opened[name] = tuned_kernels(self.database, part.hw, part.target, needed)
-        return self._opened[name]
 
 
 def _new_functions(mod: tvm.IRModule, before: tvm.IRModule, kernels: bool) -> bool:

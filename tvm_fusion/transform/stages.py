@@ -22,6 +22,7 @@ from ..plan.plan import FusionPlan
 from .devices import Part
 from .each_function import EachFunction
 from .stage import MATERIALIZE, PLAN, run_stage
+from .tuned_parts import TunedParts
 from .write_kernels import CLASS_ATTR
 
 if TYPE_CHECKING:
@@ -75,8 +76,8 @@ class Plan:
 
     Parameters
     ----------
-    target, policy
-        As for `Fuse`.
+    target, policy, database
+        As for `Fuse`; of a database the plans that tuning settled count.
     on_plan : callable
         Called with a `FusedFunction` for each function.
 
@@ -113,16 +114,25 @@ class Plan:
     """
 
     def __init__(
-        self, target: Any = None, *, policy: Any = None, on_plan: Callable[[FusedFunction], Any]
+        self,
+        target: Any = None,
+        *,
+        policy: Any = None,
+        database: Any = None,
+        on_plan: Callable[[FusedFunction], Any],
     ) -> None:
-        self.target, self.policy, self.on_plan = target, load_policy(policy), on_plan
+        self.target, self.policy = target, load_policy(policy)
+        self.database, self.on_plan = database, on_plan
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Return `mod`."""
         from ..job import Job
 
+        tuned = TunedParts(self.database)
+
         def look(name: str, apart: tvm.IRModule, part: Part) -> tvm.IRModule | None:
-            job = Job.from_module(apart, part.target, part.hw, self.policy)
+            own = tuned.of(part.target, part.hw, needed=part.place is None)
+            job = Job.from_module(apart, part.target, part.hw, self.policy, tuned=own)
             self.on_plan(FusedFunction(name, job.plan, job))
             # what another device does in this function is planned behind it
             return None if part.alone else job.fused_functions()
@@ -131,15 +141,17 @@ class Plan:
         return mod
 
 
-def plan(mod: tvm.IRModule, target: Any = None, *, policy: Any = None) -> dict[str, FusionPlan]:
+def plan(
+    mod: tvm.IRModule, target: Any = None, *, policy: Any = None, database: Any = None
+) -> dict[str, FusionPlan]:
     """The plans of a module's functions, by name (see `FusedFunction.name`); `Plan` as a function.
 
     Parameters
     ----------
     mod : IRModule
         It is left unchanged.
-    target, policy
-        As for `Fuse`.
+    target, policy, database
+        As for `Plan`.
 
     Raises
     ------
@@ -152,7 +164,8 @@ def plan(mod: tvm.IRModule, target: Any = None, *, policy: Any = None) -> dict[s
     >>> [group.ops for group in plans["decode"].groups]                    # doctest: +SKIP
     """
     found: dict[str, FusionPlan] = {}
-    Plan(target, policy=policy, on_plan=lambda p: found.update({p.name: p.plan}))(mod)
+    options = {"policy": policy, "database": database}
+    Plan(target, **options, on_plan=lambda p: found.update({p.name: p.plan}))(mod)
     return found
 
 

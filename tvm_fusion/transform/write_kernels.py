@@ -30,6 +30,7 @@ from .functions import with_functions
 from .kernel_bodies import with_roots
 from .pack_constants import PackConstants, packable_arguments
 from .stage import PACK_CONSTANTS, WRITE_KERNELS, is_enabled
+from .tuned_parts import TunedParts
 
 if TYPE_CHECKING:
     from ..runtime.kernels_ahead import KernelsAhead
@@ -206,6 +207,8 @@ class WriteKernels:
     ----------
     target, policy
         As for `Materialize`. A PrimFunc with attribute "target" is written for that.
+    database
+        As for `Fuse`.
 
     Raises
     ------
@@ -269,8 +272,8 @@ class WriteKernels:
                 return y
     """
 
-    def __init__(self, target: Any = None, *, policy: Any = None) -> None:
-        self.target, self.policy = target, load_policy(policy)
+    def __init__(self, target: Any = None, *, policy: Any = None, database: Any = None) -> None:
+        self.target, self.policy, self.database = target, load_policy(policy), database
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Return `mod` with kernels; `mod` itself where no PrimFunc waits for one."""
@@ -289,16 +292,17 @@ class WriteKernels:
             by_target.setdefault(str(target), []).append(gvar)
         bare = {gvar: mod[gvar].without_attr(CLASS_ATTR) for gvar in waiting}
         written = with_functions(mod, dict(mod.functions_items()) | bare)
+        tuned = TunedParts(self.database)
         for gvars in by_target.values():
             own = mod[gvars[0]].attrs.get("target")
             classes = {gvar.name_hint: waiting[gvar] for gvar in gvars}
-            written = self._written(
-                written, classes, device if own is None else resolve_target(own)
-            )
+            target, hw = device if own is None else resolve_target(own)
+            chosen = tuned.of(target, hw, needed=own is None)
+            written = self._written(written, classes, (target, hw), chosen)
         return with_roots(tvm.transform.Sequential([PackConstants()])(written))
 
     def _written(
-        self, mod: tvm.IRModule, classes: Mapping[str, str], device: Device
+        self, mod: tvm.IRModule, classes: Mapping[str, str], device: Device, tuned: Tuned | None
     ) -> tvm.IRModule:
         """The module with the kernels of one device."""
         target, hw = device
@@ -311,7 +315,7 @@ class WriteKernels:
                 )
         constants = packable_arguments(mod, hw) if is_enabled(PACK_CONSTANTS) else {}
         with target:
-            written = write_kernels(mod, classes, hw, self.policy, constants=constants)
+            written = write_kernels(mod, classes, hw, self.policy, tuned=tuned, constants=constants)
         for name, why in written.failures.items():
             logger.warning("%s stays without a schedule: %s", name, why)
         return written.mod

@@ -1,0 +1,37 @@
+"""What tuning chose, for each device that a pass writes for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import tvm
+
+from ..config import HardwareProfile
+
+if TYPE_CHECKING:
+    from ..tuning.lookup import TunedKernels
+
+
+class TunedParts:
+    """The kernels of a database by target; it is opened once for each.
+
+    Parameters
+    ----------
+    database : str, Path, TuningDatabase or None
+        None is the database that is current (`with database:`), if there is one.
+    """
+
+    def __init__(self, database: Any) -> None:
+        self.database = database
+        self._opened: dict[str, TunedKernels | None] = {}
+
+    def of(
+        self, target: tvm.target.Target, hw: HardwareProfile, needed: bool = True
+    ) -> TunedKernels | None:
+        """Those of a device: see `tuning.lookup.tuned_kernels`."""
+        from ..tuning.lookup import tuned_kernels  # which needs the passes
+
+        name = str(target)
+        if name not in self._opened:
+            self._opened[name] = tuned_kernels(self.database, hw, target, needed)
+        return self._opened[name]
