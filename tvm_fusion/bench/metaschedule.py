@@ -141,7 +141,7 @@ def tune(
         names = {t.task_name: int(t.weight) for t in tasks}
         tuning = StockTuning(database, names)
         builder = ms.builder.LocalBuilder(
-            max_workers=cores, timeout_sec=BUILD_TIMEOUT_S, f_build=_light_build()
+            max_workers=cores, timeout_sec=BUILD_TIMEOUT_S, f_build=light_build()
         )
         began = time.monotonic()
         limit.until = began + seconds if seconds else math.inf
@@ -286,7 +286,7 @@ def _runner(given: Any) -> Iterator[Any]:
         runner.pool.shutdown()
 
 
-def _light_build() -> Callable[..., Any]:
+def light_build() -> Callable[..., Any]:
     """TVM's `default_build` without its import of tensor intrinsics, which takes each of the
     builder's processes many seconds; a scheduled function needs them no more. A function inside
     of a function travels by value: the processes import TVM alone.
