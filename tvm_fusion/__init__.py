@@ -5,6 +5,8 @@ outputs = compiled(*inputs)
 print(compiled.report)
 """
 
+from typing import TYPE_CHECKING, Any
+
 from . import _pins
 
 _pins.check()
@@ -23,7 +25,10 @@ from .errors import (  # noqa: E402
     VerificationError,
 )
 from .plan.plan import FusionPlan  # noqa: E402
-from .tuning import TuningDatabase, tune  # noqa: E402
+from .tuning import tune  # noqa: E402
+
+if TYPE_CHECKING:
+    from .tuning.tuning_database import TuningDatabase
 
 transform.register()
 
@@ -44,3 +49,12 @@ __all__ = [
     "transform",
     "tune",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """`TuningDatabase`, which few need, is imported with all that it needs when it is."""
+    if name == "TuningDatabase":
+        from .tuning.tuning_database import TuningDatabase
+
+        return TuningDatabase
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,11 +14,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from tvm.s_tir import meta_schedule as ms
+
 from .config import Policy, load_policy, resolve_target
 from .errors import InputError, TargetError
 from .job import Job, PlanLike
 from .runtime.cuda_graph_rules import CudaGraphOptions
-from .tuning.tuning_database import current_database
 
 if TYPE_CHECKING:
     from .report.model import Report
@@ -104,7 +105,9 @@ def compile(
         raise InputError(f"verify={verify!r} is none of {', '.join(map(repr, (None, *VERIFY)))}")
     if graphs is not None:
         policy = graph_policy(target, policy)
-    if database is None:
+    if database is None and ms.Database.current() is not None:
+        from .tuning.tuning_database import current_database
+
         database = current_database()
     job = Job.of(model, target, policy, plan, example_inputs, dynamic_shapes, database)
     wanted = job.policy.verify if verify is None else verify

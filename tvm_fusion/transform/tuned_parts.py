@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import tvm
+from tvm.s_tir import meta_schedule as ms
 
 from ..config import HardwareProfile
 
@@ -29,6 +30,8 @@ class TunedParts:
         self, target: tvm.target.Target, hw: HardwareProfile, needed: bool = True
     ) -> TunedKernels | None:
         """Those of a device: see `tuning.lookup.tuned_kernels`."""
+        if self.database is None and ms.Database.current() is None:
+            return None
         from ..tuning.lookup import tuned_kernels  # which needs the passes
 
         name = str(target)

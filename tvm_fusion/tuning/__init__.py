@@ -10,16 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .tuning_database import TuningDatabase
-
 if TYPE_CHECKING:
     from .meters import Meter
     from .processes import Worker
     from .result import TuneResult
     from .session import Session
     from .settings import Settings
-
-__all__ = ["TuningDatabase", "tune"]
 
 
 def tune(
@@ -40,8 +36,8 @@ def tune(
     """Measures choices for the kernels of a model's plan and keeps them in a database.
 
     `tvm_fusion.compile(model, target, database=database)` uses them, and so do pipelines: see
-    `TuningDatabase` and `transform.Fuse`. A session that was interrupted or killed goes on where it
-    was with the same call.
+    `tvm_fusion.TuningDatabase` and `tvm_fusion.transform.Fuse`. A session that was interrupted or
+    killed goes on where it was with the same call.
 
     Parameters
     ----------
