@@ -94,6 +94,7 @@ def test_what_stands_around_kernels_comes_off_again(module):
         tvm.ir.assert_structural_equal(without_root(rooted[gvar]), bare[gvar])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("module", tuple(cases(LLVM)))
 def test_a_fused_module_reads_back_from_its_script(module):
     mod = fused(module, "llvm")
