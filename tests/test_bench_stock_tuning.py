@@ -107,6 +107,7 @@ def softmax_module():
     return load((instance.module, instance.inputs))
 
 
+@pytest.mark.usefixtures("no_torch")
 def test_no_batch_begins_after_the_time_limit(tmp_path):
     target, _ = resolve_target("llvm")
     mod, runner = softmax_module(), Scripted([])
@@ -118,6 +119,7 @@ def test_no_batch_begins_after_the_time_limit(tmp_path):
     assert metaschedule.tuned_functions(mod, target, tuning) == (0, 1)
 
 
+@pytest.mark.usefixtures("no_torch")
 @pytest.mark.parametrize("at_once", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_a_session_that_is_late_keeps_what_was_measured_last(tmp_path, monkeypatch, at_once):
     """Whether results of a batch are there or waited for when the scheduler looks for a task."""
@@ -138,6 +140,7 @@ def _late(limit, ended):
     return ended
 
 
+@pytest.mark.usefixtures("no_torch")
 def test_stock_is_built_for_a_gpu_by_its_own_compiler(tmp_path, monkeypatch):
     cubin_cache.install()
     callback = tvm.get_global_func("tvm_callback_cuda_compile")
