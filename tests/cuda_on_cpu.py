@@ -358,7 +358,7 @@ def _shared_memory(body: str) -> str:
     for name in dynamic:
         body = re.sub(rf"\((\w+)\*\){name}\b", rf"Pointer<\1>((\1*){name}.raw)", body)
     return re.sub(
-        r"__shared__ (?:(?:alignas|__align__)\((\d+)\) )?(\w+) (\w+)\[(\d+)\];",
+        r"__shared__ (?:(?:alignas|__align__)\((\d+)\) )?((?:(?:un)?signed )?\w+) (\w+)\[(\d+)\];",
         lambda m: (
             f"Pointer<{m[2]}> {m[3]} = shared_array<{m[2]}>({next(count)}, {m[4]}, {m[1] or 64});"
         ),

@@ -8,7 +8,9 @@ its largest change over the draws; `rules` says what is made of it.
 
 An integer or a boolean that a disturbance changes (the argmax of a near tie, a comparison) is one
 that a rounding may decide. Draws for them are stronger, and each is turned around as well, so that
-a tie of two breaks both ways.
+a tie of two breaks both ways. So is a float that such a draw changes `JUMP` times as much as the
+others do: it has gone over a step (floor, a comparison before a `where`), and its bound is the
+height of the step.
 
 No kernel, schedule or rewrite of this package has a part in it.
 
@@ -40,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 DRAWS = tuple(Draw(seed, 1) for seed in range(1, 9))
 DECIDING = tuple(Draw(seed, sign * 16) for seed in (11, 12, 13) for sign in (1, -1))
+JUMP = 64.0  # a draw for ties is 16 times as strong as others, and so is what it changes smoothly
 
 _CALLS = (  # of what is not written in TIR, or not here
     "relax.call_dps_packed",
@@ -184,12 +187,25 @@ def bounds_of(run: Run, rounds: bool = True) -> tuple[list[Any], list[Any]]:
     """
     reference = list(run(NONE))
     bounds = [_change(ref, ref) for ref in reference]
-    decides = not all(map(_is_float, reference))
-    for draw in (*DRAWS, *(DECIDING if decides else ())) if rounds else ():
-        for i, (given, ref) in enumerate(zip(run(draw), reference, strict=True)):
-            if draw in DRAWS or not _is_float(ref):
-                bounds[i] = namespace(ref).maximum(bounds[i], _change(given, ref))
-    return reference, bounds
+    for draw in DRAWS if rounds else ():
+        changes = map(_change, run(draw), reference)
+        bounds = [
+            namespace(b).maximum(b, change) for b, change in zip(bounds, changes, strict=True)
+        ]
+    steps = bounds
+    for draw in DECIDING if rounds else ():
+        changes = map(_change, run(draw), reference)
+        jumps = map(_jump, changes, bounds, reference)
+        steps = [namespace(b).maximum(b, jump) for b, jump in zip(steps, jumps, strict=True)]
+    return reference, steps
+
+
+def _jump(change: Any, bound: Any, reference: Any) -> Any:
+    """A change that a draw for ties makes, where it decides something; elsewhere nothing."""
+    if not _is_float(reference):
+        return change
+    xp = namespace(change)
+    return xp.where(change > JUMP * bound, change, xp.zeros_like(change))
 
 
 def _change(given: Any, reference: Any) -> Any:

@@ -6,8 +6,10 @@ kernel of this package gives right numbers.
 
 No kernel class, schedule, rewrite, legalization or memory plan of this package has a part in it:
 what it shared with a module it could not tell wrong. Tensors without elements are dropped
-(`DropEmpty`), loops whose iterations meet run in order (`OrderedWrites`), and what else TVM 0.27
-cannot lower is computed in a wider type, operator by operator:
+(`DropEmpty`), loops whose iterations meet run in order (`OrderedWrites`), medians on a GPU are the
+sorts that they are (`OpenMedians`), argmax of a row without any number above the least is its first
+place (`first_extrema`), and what else TVM 0.27 cannot lower is computed in a wider type, operator
+by operator:
 
     Before                                      After
     y: bfloat16 = R.power(x, p)                 y_: float32 = R.power(astype(x), astype(p))
@@ -26,8 +28,10 @@ from tvm.ir import Call, Op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from ..transform.drop_empty import DropEmpty
+from ..transform.first_extrema import LEGALIZERS
 from ..transform.half_operators import BOTH, needs_float32
 from ..transform.lower import public
+from ..transform.open_medians import OpenMedians
 from ..transform.ordered_writes import OrderedWrites
 from ..transform.unique_names import UniqueNames
 
@@ -76,9 +80,10 @@ def plain_module(mod: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
         UniqueNames(),  # names are identifiers: CUDA kernels take them over
         DropEmpty(),
         WidenOperators(),
+        *([] if target.kind.name == "llvm" else [OpenMedians()]),
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),
-        relax.transform.LegalizeOps(),
+        relax.transform.LegalizeOps(LEGALIZERS),
         OrderedWrites(),
         relax.transform.ConvertToDataflow(min_size=1),
         relax.transform.DeadCodeElimination(["main"]),

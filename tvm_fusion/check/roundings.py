@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import tvm
 import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.ir import Call, Expr, TensorLoad, Var
@@ -141,13 +142,27 @@ def rounded(body: tirx.Stmt) -> list[str]:
 
 
 def _reduced(blocks: list[s_tir.SBlock]) -> list[Expr]:
-    """The extents that blocks reduce over."""
+    """The extents that blocks reduce over; the largest of one that differs from point to point (of
+    a pooling into windows of unlike sizes).
+    """
+    axes = [iv for block in blocks for iv in block.iter_vars]
+    analyzer = tvm.sym.Analyzer()
+    for axis in axes:
+        analyzer.bind(axis.var, axis.dom)
+    points = {hash(axis.var) for axis in axes}
     return [
-        iv.dom.extent
-        for block in blocks
-        for iv in block.iter_vars
-        if iv.iter_type == tirx.IterVar.CommReduce
+        _largest(axis.dom.extent, points, analyzer)
+        for axis in axes
+        if axis.iter_type == tirx.IterVar.CommReduce
     ]
+
+
+def _largest(extent: Expr, points: set[int], analyzer: tvm.sym.Analyzer) -> Expr:
+    inside: list[Var] = []
+    tvm_ffi.structural_walk(extent, [(Var, inside.append)])
+    if not any(hash(var) in points for var in inside):
+        return extent
+    return tirx.IntImm("int64", analyzer.const_int_bound(extent).max_value)
 
 
 def _product(extents: list[Expr]) -> Expr | int:

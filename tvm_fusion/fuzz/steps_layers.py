@@ -171,7 +171,8 @@ def pool(d: Draft) -> Statement | None:
     if rank == 2:
         options += [
             "F.interpolate({0}, scale_factor=2)",
-            'F.interpolate({0}, scale_factor=2, mode="bilinear")',
+            # TVM interpolates float64 in float32
+            'F.interpolate({0}.to(torch.float32), scale_factor=2, mode="bilinear")',
         ]
     return d.statement(d.choice(options), x)
 

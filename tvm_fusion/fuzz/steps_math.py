@@ -74,7 +74,7 @@ OF_ONE_AXIS = (
     "torch.cumprod({0}.clamp(0.5, 1.2), {axis})",
     "torch.median({0}, {axis})[0]",
     "torch.sort({0}, {axis})[0]",
-    "torch.argsort({0}, {axis}, descending=True)",
+    "torch.gather({0}, {axis}, torch.argsort({0}, {axis}, descending=True))",  # ties in any order
 )
 REFUSED = (
     "torch.hypot({0}, {0})",

@@ -182,7 +182,9 @@ def top(d: Draft) -> Statement | None:
         return None
     axis = d.axis(x)
     count = d.rng.randint(1, min(6, d.shape(x)[axis]))
-    return d.statement(f"torch.topk({{0}}, {count}, {axis})[{d.choice((0, 1))}]", x)
+    found = f"torch.topk({{0}}, {count}, {axis})"
+    values = f"torch.gather({{0}}, {axis}, {found}[1])"  # equal ones come in any order
+    return d.statement(d.choice((f"{found}[0]", values)), x)
 
 
 STEPS = (

@@ -10,14 +10,15 @@ import tvm
 from tvm import relax
 
 from ..config import HardwareProfile
+from . import first_extrema, half_operators
 from .constant_permutes import legalize_permute
 from .decompose import Decompose
 from .drop_empty import DropEmpty, check_defined
 from .fix_bool_arithmetic import FixBoolArithmetic
-from .half_operators import LEGALIZERS
 from .hidden_weights import BindWeights
 from .layout import CancelLayouts
 from .lean_constants import LeanConstants
+from .open_medians import OpenMedians
 from .ordered_writes import OrderedWrites
 from .rewrites import REWRITES
 from .scalar_where import legalize_where
@@ -94,14 +95,15 @@ def legalize(
     gpu = _gpu(hw)
     operators = relax.transform.LegalizeOps(
         {
-            **LEGALIZERS,
+            **half_operators.LEGALIZERS,
+            **first_extrema.LEGALIZERS,
             "relax.permute_dims": legalize_permute,
             "relax.where": legalize_where,
         }
     )
     passes = [
         *([SplitReductions(gpu)] if gpu is not None else []),
-        *([WidenSorts()] if target.kind.name == "llvm" else []),
+        WidenSorts() if target.kind.name == "llvm" else OpenMedians(),
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),
         operators,

@@ -173,7 +173,8 @@ class Arithmetic:
 def lower_call(expr: Call, visit: Callable[[Expr], Expr], half: bool) -> Expr:
     """A float32 call with its arguments visited, and itself replaced where the device has better.
 
-    `half` allows sigmoid and exp to be off by 1e-7 of their value times their argument.
+    `half` allows sigmoid and exp to be off by 1e-7 of their value times their argument, and sine
+    and cosine by 1e-6.
     """
     name = expr.op.name
     if name == "tirx.pow":
@@ -217,7 +218,12 @@ FUNCTIONS: dict[str, Callable[[Expr], Expr]] = {
     "tirx.cos": device.cos,
 }
 
-HALF_FUNCTIONS: dict[str, Callable[[Expr], Expr]] = {"tirx.exp": _exp, "tirx.sigmoid": _sigmoid}
+HALF_FUNCTIONS: dict[str, Callable[[Expr], Expr]] = {
+    "tirx.exp": _exp,
+    "tirx.sigmoid": _sigmoid,
+    "tirx.sin": device.sin_to_half,
+    "tirx.cos": device.cos_to_half,
+}
 
 
 def _constant_factor(expr: Expr) -> tuple[Expr, float | None]:

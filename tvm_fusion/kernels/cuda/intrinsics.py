@@ -52,16 +52,43 @@ _TURNS = (
     "x = fmaf(-k, 6.28125f, x); x = fmaf(-k, 1.9340515136718750e-3f, x); "
     "x = fmaf(-k, 1.2556659146e-6f, x); "
 )
+# Quarter turns are, and what is left has a polynomial: those of S. L. Moshier, Cephes, `sinf.c`.
+_QUARTERS = (
+    "float k = rintf(x * 0.63661977236758134f); "
+    "x = fmaf(-k, 1.5703125f, x); x = fmaf(-k, 4.8351287841796875e-4f, x); "
+    "x = fmaf(-k, 3.1391647865e-7f, x); "
+    "float s = x * x; "
+    "float a = fmaf(fmaf(-1.9515295891e-4f, s, 8.3321608736e-3f), s, -1.6666654611e-1f); "
+    "a = fmaf(a * s, x, x); "
+    "float b = fmaf(fmaf(2.443315711809948e-5f, s, -1.388731625493765e-3f), s, "
+    "4.166664568298827e-2f); b = fmaf(b * s, s, fmaf(-0.5f, s, 1.0f)); "
+)
 
 
 def sin(x: Expr) -> Expr:
-    """Sine, absolute error 1e-6 for angles up to 1e5."""
-    return device_call("float32", "sin", "float x", _TURNS + "return __sinf(x);", x)
+    """Sine, absolute error 1e-7 for angles up to 1e5."""
+    body = _QUARTERS + (
+        "int q = __float2int_rn(k); float r = q & 1 ? b : a; return q & 2 ? -r : r;"
+    )
+    return device_call("float32", "sin", "float x", body, x)
 
 
 def cos(x: Expr) -> Expr:
+    """Cosine, absolute error 1e-7 for angles up to 1e5."""
+    body = _QUARTERS + (
+        "int q = __float2int_rn(k); float r = q & 1 ? a : b; return (q + 1) & 2 ? -r : r;"
+    )
+    return device_call("float32", "cos", "float x", body, x)
+
+
+def sin_to_half(x: Expr) -> Expr:
+    """Sine, absolute error 1e-6 for angles up to 1e5."""
+    return device_call("float32", "sin_to_half", "float x", _TURNS + "return __sinf(x);", x)
+
+
+def cos_to_half(x: Expr) -> Expr:
     """Cosine, absolute error 1e-6 for angles up to 1e5."""
-    return device_call("float32", "cos", "float x", _TURNS + "return __cosf(x);", x)
+    return device_call("float32", "cos_to_half", "float x", _TURNS + "return __cosf(x);", x)
 
 
 def power(x: Expr, y: Expr) -> Expr:
