@@ -158,6 +158,7 @@ MLC_LLM: dict[str, Callable[[tvm.target.Target], tvm.transform.Pass]] = {
     "DeadCodeElimination": lambda _: transform.DeadCodeElimination(),
     "CleanUpTIRAttrs": lambda _: _CleanUpTIRAttrs(),
     "ApplyDefaultSchedule": lambda t: _scheduled(t),
+    "ForceNarrowIndexToInt32": lambda t: _narrowed(t),
     "RewriteDataflowReshape": lambda _: transform.RewriteDataflowReshape(),
     "ToNonDataflow": lambda _: transform.ToNonDataflow(),
     "RemovePurityChecking": lambda _: transform.RemovePurityChecking(),
@@ -176,6 +177,13 @@ LAST_PLACE = "FuseTIR"
 
 def _host(target: tvm.target.Target) -> tvm.target.Target:
     return target.host or tvm.target.Target("llvm")
+
+
+def _narrowed(target: tvm.target.Target) -> tvm.transform.Pass:
+    on_gpu = target.kind.name == "cuda"
+    return tvm.transform.Sequential(
+        [] if on_gpu else [tvm.tirx.transform.ForceNarrowIndexToInt32()]
+    )
 
 
 def _mlc_llm() -> dict[str, Place]:
