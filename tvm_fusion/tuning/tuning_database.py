@@ -144,21 +144,18 @@ class TuningDatabase(PyDatabase):
         self, mod: tvm.IRModule, target: tvm.target.Target, workload_name: str | None = None
     ) -> TuningRecord | None:
         """What tuning chose for a module's function, if that is a schedule that TVM can replay."""
-        func, store = _function_of(mod), self._store(target)
-        if func is None or store is None:
+        func = _function_of(mod)
+        if func is None:
+            return None
+        try:
+            store = self.stores.of(resolve_target(target)[1], target)
+        except (NothingTuned, TargetError):
             return None
         gain = load_settings().certain_gain
         workloads = self._of(store).workloads.get(_function_key(func), ())
         trials = [trial for w in workloads if (trial := chosen(store.trials(w), gain)) is not None]
         best = min(trials, key=lambda trial: (trial.us, trial.text), default=None)
         return None if best is None else _record(best, mod, target)
-
-    def _store(self, target: tvm.target.Target | None) -> Store | None:
-        try:
-            own, hw = resolve_target(target)
-            return self.stores.of(hw, own)
-        except (NothingTuned, TargetError):
-            return None
 
     def __len__(self) -> int:
         """How many records there are, of all devices."""
