@@ -195,6 +195,7 @@ def test_every_workload_for_a_cpu_is_its_own_reference_up_to_rounding(name):
     assert relative_error(given, wanted) < 1e-5
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", workloads.SUITES["cpu"][::4])
 def test_programs_for_a_cpu_compile_and_are_right(name):
     (row,) = run_suite([name], [], "llvm", scale=SMALL, repeats=1, budget_s=0.01)["rows"]
