@@ -5,11 +5,15 @@ import numpy as np
 import pytest
 import torch
 import tvm
-from tvm import te
+from tvm import relax, te
+from tvm.relax import op
 
 import tvm_fusion
 from tvm_fusion.bench.instance import Apply
+from tvm_fusion.transform import Fuse
 from tvm_fusion.transform.decode_float8 import DecodeFloat8
+
+from .graphs import module
 
 TYPES = ("float8_e4m3fn", "float8_e5m2")
 
@@ -47,3 +51,17 @@ def test_a_model_of_8_bit_floats_computes_with_their_values(name):
         (Apply(lambda x: x.float() + 1), (numbers,)), "llvm", verify=False
     )
     assert torch.equal(compiled(numbers), numbers.float() + 1)
+
+
+def test_a_pipeline_decodes_what_fuse_writes():
+    """TVM's default build lowers it, in a process with this package."""
+    every = np.arange(256, dtype="uint8").view(ml_dtypes.float8_e4m3fn)
+    x = every[np.isfinite(every.astype("float32"))].reshape(2, -1)
+
+    def sums(bb, x):
+        return op.sum(bb.emit(op.multiply(op.astype(x, "float32"), relax.const(0.5))), 1)
+
+    fused = Fuse("llvm")(module(sums, (x.shape, "float8_e4m3fn")))
+    given = relax.VirtualMachine(tvm.compile(fused, "llvm"), tvm.cpu())["main"]
+    wanted = x.astype("float32").sum(1) * 0.5
+    np.testing.assert_allclose(given(tvm.runtime.tensor(x)).numpy(), wanted, rtol=1e-6)

@@ -90,3 +90,19 @@ def test_other_types_are_left_alone(dtype):
 def test_a_second_run_changes_nothing():
     once = WidenSorts()(module("bfloat16", lambda x: op.topk(x, 3)))
     tvm.ir.assert_structural_equal(WidenSorts()(once), once)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "bool"])
+def test_integers_of_8_bits_are_sorted(dtype):
+    """TVM's runtime refuses them."""
+    x = np.random.default_rng(0).integers(0, 2 if dtype == "bool" else 100, SHAPE).astype(dtype)
+    x = -x if dtype == "int8" else x
+
+    def sorts(bb, x):
+        return bb.emit(op.sort(x, -1)), bb.emit(op.argsort(x, -1))
+
+    compiled = tvm_fusion.compile(graphs.module(sorts, (SHAPE, dtype)), "llvm")
+    assert compiled.report.verify.passed
+    values, places = (np.asarray(r) for r in compiled(x))
+    np.testing.assert_array_equal(values, np.sort(x, -1))
+    np.testing.assert_array_equal(np.take_along_axis(x, places, -1), np.sort(x, -1))

@@ -27,13 +27,14 @@ from tvm import relax
 from tvm.ir import Call, Op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from ..transform import first_extrema, unsigned_signs
 from ..transform.drop_empty import DropEmpty
-from ..transform.first_extrema import LEGALIZERS
 from ..transform.half_operators import BOTH, needs_float32
 from ..transform.lower import public
 from ..transform.open_medians import OpenMedians
 from ..transform.ordered_writes import OrderedWrites
 from ..transform.unique_names import UniqueNames
+from ..transform.widen_sorts import WidenSorts
 
 if TYPE_CHECKING:
     from ..runtime.build import Built
@@ -80,10 +81,10 @@ def plain_module(mod: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
         UniqueNames(),  # names are identifiers: CUDA kernels take them over
         DropEmpty(),
         WidenOperators(),
-        *([] if target.kind.name == "llvm" else [OpenMedians()]),
+        WidenSorts() if target.kind.name == "llvm" else OpenMedians(),
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),
-        relax.transform.LegalizeOps(LEGALIZERS),
+        relax.transform.LegalizeOps({**first_extrema.LEGALIZERS, **unsigned_signs.LEGALIZERS}),
         OrderedWrites(),
         relax.transform.ConvertToDataflow(min_size=1),
         relax.transform.DeadCodeElimination(["main"]),

@@ -13,7 +13,7 @@ import tvm_ffi
 from tvm import tirx
 
 from ..kernels.expr import dtype_of
-from ..transform.functions import with_functions
+from ..transform.functions import target_kind, with_functions
 
 _PRINTED = ".15f"
 
@@ -21,14 +21,10 @@ _PRINTED = ".15f"
 def with_exact_doubles(mod: tvm.IRModule) -> tvm.IRModule:
     """Return lowered functions in which no kernel of a CUDA device has a rounded constant."""
     functions = {
-        gv: _exact(func) if _is_on_cuda(func) else func for gv, func in mod.functions_items()
+        gv: _exact(func) if target_kind(func) == "cuda" else func
+        for gv, func in mod.functions_items()
     }
     return with_functions(mod, functions)
-
-
-def _is_on_cuda(func: tirx.PrimFunc) -> bool:
-    target = func.attrs.get("target", None)
-    return isinstance(target, tvm.target.Target) and target.kind.name == "cuda"
 
 
 def _exact(func: tirx.PrimFunc) -> tirx.PrimFunc:

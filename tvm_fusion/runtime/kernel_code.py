@@ -15,8 +15,6 @@ from tvm import tirx
 from tvm.tirx.build import codegen_build, split_host_device_mods
 
 from ..errors import BuildError
-from ..transform.decode_float8 import DecodeFloat8
-from ..transform.wrap_integers import WrapIntegers
 from . import cubin_cache
 from .pipeline import mixed_tir_pipeline, without_entry
 
@@ -125,7 +123,6 @@ def lowered_parts(
         If PrimFuncs do not lower; its `failures` name them.
     """
     lower, _, _ = mixed_tir_pipeline()
-    mod = (DecodeFloat8() if target.kind.name == "llvm" else WrapIntegers())(mod)
     mod = tirx.transform.BindTarget(target.with_host(host_of(target)))(mod)
     return split_host_device_mods(without_entry(attempt(lower, mod)))
 

@@ -29,10 +29,12 @@ from ..errors import (
     PlanError,
     TargetError,
 )
-from ..transform.functions import with_functions
+from ..transform.decode_float8 import DecodeFloat8
+from ..transform.functions import target_kind, with_functions
 from ..transform.kernel_bodies import APART_ATTR, TIRX_ATTR, has_root, without_root
 from ..transform.ordered_writes import meeting_loops
 from ..transform.plan_memory import PlanMemory
+from ..transform.wrap_integers import WrapIntegers
 from .exact_doubles import with_exact_doubles
 from .plain_schedule import PLAIN_ATTR, calls_host, plain_schedule
 
@@ -169,6 +171,7 @@ def mixed_tir_pipeline() -> TIRPipeline:
 
     @tvm.transform.module_pass(opt_level=0, name="tvm_fusion.MixedTIRPipeline")
     def lower(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        mod = _with_narrow_types(mod)
         if not _has_ours(mod):
             return with_exact_doubles(lower_s_tir(mod))
         bare = {gv: without_root(func) for gv, func in mod.functions_items()}
@@ -198,6 +201,16 @@ def _in_place_of_stock() -> TIRPipeline:
         return (lower_ours if _has_ours(mod) else lower_s_tir)(mod)
 
     return lower, finalize_host, finalize_device
+
+
+def _with_narrow_types(mod: tvm.IRModule) -> tvm.IRModule:
+    """Functions that are bound to a device, with what it gets wrong of narrow types written out."""
+    functions = dict(mod.functions_items())
+    for narrow, on_cpu in ((DecodeFloat8(), True), (WrapIntegers(), False)):
+        bound = {gv: f for gv, f in functions.items() if target_kind(f)}
+        own = {gv: f for gv, f in bound.items() if (target_kind(f) == "llvm") == on_cpu}
+        functions |= dict(narrow(with_functions(mod, own)).functions_items())
+    return with_functions(mod, functions)
 
 
 def _has_ours(mod: tvm.IRModule) -> bool:

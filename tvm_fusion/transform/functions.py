@@ -64,6 +64,12 @@ def with_functions(mod: IRModule, functions: Mapping[Any, tvm.ir.BaseFunc]) -> I
     return IRModule(dict(functions), attrs=mod.attrs, global_infos=mod.global_infos)
 
 
+def target_kind(func: tvm.ir.BaseFunc) -> str:
+    """The kind of device that a function is bound to ("cuda"); empty where it is to none."""
+    target = (func.attrs or {}).get("target", None)
+    return target.kind.name if isinstance(target, tvm.target.Target) else ""
+
+
 def expressions_of(root: tvm.ir.Expr, kind: type[Kind]) -> list[Kind]:
     """The expressions of a kind in a Relax expression, those inside of others first."""
     found: list[Kind] = []

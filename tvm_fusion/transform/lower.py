@@ -10,7 +10,7 @@ import tvm
 from tvm import relax
 
 from ..config import HardwareProfile
-from . import first_extrema, half_operators
+from . import first_extrema, half_operators, unsigned_signs
 from .constant_permutes import legalize_permute
 from .decompose import Decompose
 from .drop_empty import DropEmpty, check_defined
@@ -97,6 +97,7 @@ def legalize(
         {
             **half_operators.LEGALIZERS,
             **first_extrema.LEGALIZERS,
+            **unsigned_signs.LEGALIZERS,
             "relax.permute_dims": legalize_permute,
             "relax.where": legalize_where,
         }

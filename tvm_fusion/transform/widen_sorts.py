@@ -1,13 +1,14 @@
-"""Sorts of bfloat16 on a CPU, done in float32: TVM's runtime takes the two bytes of an element for
-the four of a float32, reads and writes beyond the tensors, and orders the wrong numbers.
+"""Sorts of narrow types on a CPU, done in wider ones: TVM's runtime takes the two bytes of a
+bfloat16 for the four of a float32, reads and writes beyond the tensors, and orders the wrong
+numbers; it refuses integers of 8 bits.
 
     Before                                          After
     lv: R.Tensor((n,), "bfloat16") = R.sort(x)      lv_: R.Tensor((n,), "float32") = R.astype(x)
                                                     lv1_: R.Tensor((n,), "float32") = R.sort(lv_)
                                                     lv: R.Tensor((n,), "bfloat16") = R.astype(lv1_)
 
-Every bfloat16 is a float32, so order, ties and values stay. Does not handle: `median`, which
-`half_operators` legalizes, and sorts inside of vision operators.
+Every bfloat16 is a float32, and every int8 an int32, so order, ties and values stay. Does not
+handle: `median`, which `half_operators` legalizes, and sorts inside of vision operators.
 """
 
 import tvm
@@ -18,6 +19,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from .functions import rewrite_functions, where_changed
 
 SORTS = ("relax.argsort", "relax.sort", "relax.topk")
+WIDE = {"bfloat16": "float32", "int8": "int32", "uint8": "int32", "bool": "int32"}
 
 
 @tvm.transform.module_pass(opt_level=0, name="tvm_fusion.WidenSorts")
@@ -41,20 +43,19 @@ class _Widener(PyExprMutator):
 
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         call = super().visit_call_(call)
-        if (
-            not isinstance(call.op, Op)
-            or call.op.name not in SORTS
-            or not _is_bfloat16(call.args[0])
-        ):
+        if not isinstance(call.op, Op) or call.op.name not in SORTS:
+            return call
+        narrow = _dtype(call.args[0])
+        if narrow not in WIDE:
             return call
         self.changed = True
-        wide = self.builder_.emit(relax.op.astype(call.args[0], "float32"))
+        wide = self.builder_.emit(relax.op.astype(call.args[0], WIDE[narrow]))
         found = self.builder_.emit(relax.Call(call.op, [wide], call.attrs))
         if not isinstance(call.ty, relax.TupleType):
-            return relax.op.astype(found, "bfloat16") if _is_bfloat16(call) else found
+            return relax.op.astype(found, narrow) if _dtype(call) == narrow else found
         values, indices = (self.builder_.emit(relax.TupleGetItem(found, n)) for n in range(2))
-        return relax.Tuple([self.builder_.emit(relax.op.astype(values, "bfloat16")), indices])
+        return relax.Tuple([self.builder_.emit(relax.op.astype(values, narrow)), indices])
 
 
-def _is_bfloat16(expr: relax.Expr) -> bool:
-    return isinstance(expr.ty, relax.TensorType) and expr.ty.dtype == "bfloat16"
+def _dtype(expr: relax.Expr) -> str:
+    return str(expr.ty.dtype) if isinstance(expr.ty, relax.TensorType) else ""
