@@ -12,6 +12,7 @@ from tvm_fusion.check import bounds as bounds_of_roundings
 from tvm_fusion.check.bounds import Reference, bounded_reference, bounds_of, disturbed_module
 from tvm_fusion.check.inputs import numpy_dtype, random_inputs
 from tvm_fusion.check.noise import NONE, Draw, disturbed
+from tvm_fusion.check.plain import plain_module
 from tvm_fusion.check.reference import build_reference, run_reference
 from tvm_fusion.check.roundings import UNIT_ROUNDOFF, roundings_of
 from tvm_fusion.check.rules import SAFETY, TOLERANCES, check_output
@@ -181,6 +182,18 @@ def test_a_bound_grows_like_the_root_of_the_terms(terms):
     (reference,), (bound,) = bounded_reference(mod, inputs)
     unit = np.max(bound / reference) / UNIT_ROUNDOFF["float32"]
     assert 0.5 * terms**0.5 < unit < 2.5 * (terms**0.5 + 3)
+
+
+@pytest.mark.parametrize("extent", [7, tirx.Var("n", "int64")])
+def test_a_window_of_a_pooling_counts_as_the_largest_does(extent):
+    def pooled(bb, x):
+        return op.nn.adaptive_avg_pool1d(x, 3)  # windows of 3, of 7 elements
+
+    low = plain_module(module(emit_call(pooled), ((1, 2, extent), "float32")), LLVM)
+    x = np.random.default_rng(0).uniform(1, 2, (1, 2, 7)).astype("float32")
+    [reference], [bound] = bounded_reference(low, [x])
+    assert np.all(bound <= 8 * reference * UNIT_ROUNDOFF["float32"])
+    assert np.all(bound > 0)
 
 
 def test_cancellation_widens_the_bound():

@@ -23,6 +23,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import reduce
+from itertools import product
 
 import tvm
 import tvm_ffi
@@ -30,7 +32,7 @@ from tvm import s_tir, tirx
 from tvm.ir import Call, Expr, TensorLoad, Var
 from tvm.ir.prim.expr import Let
 
-from ..kernels.expr import dtype_of, widened
+from ..kernels.expr import constant, dtype_of, number, substitute, variables, widened
 
 UNIT_ROUNDOFF = {
     "float64": 2.0**-53,
@@ -146,23 +148,24 @@ def _reduced(blocks: list[s_tir.SBlock]) -> list[Expr]:
     a pooling into windows of unlike sizes).
     """
     axes = [iv for block in blocks for iv in block.iter_vars]
-    analyzer = tvm.sym.Analyzer()
-    for axis in axes:
-        analyzer.bind(axis.var, axis.dom)
-    points = {hash(axis.var) for axis in axes}
+    domains = {axis.var: axis.dom for axis in axes}
     return [
-        _largest(axis.dom.extent, points, analyzer)
+        _largest(axis.dom.extent, domains)
         for axis in axes
         if axis.iter_type == tirx.IterVar.CommReduce
     ]
 
 
-def _largest(extent: Expr, points: set[int], analyzer: tvm.sym.Analyzer) -> Expr:
-    inside: list[Var] = []
-    tvm_ffi.structural_walk(extent, [(Var, inside.append)])
-    if not any(hash(var) in points for var in inside):
+def _largest(extent: Expr, domains: dict[Var, tvm.ir.Range]) -> Expr:
+    points = [var for var in variables(extent) if var in domains]
+    sizes = [number(domains[var].extent) for var in points]
+    if not points or None in sizes:
         return extent
-    return tirx.IntImm("int64", analyzer.const_int_bound(extent).max_value)
+    values = []
+    for point in product(*map(range, sizes)):
+        env = {v: constant(at, dtype_of(v)) for v, at in zip(points, point, strict=True)}
+        values.append(substitute(extent, env))
+    return tvm.sym.Analyzer().simplify(reduce(tirx.max, values))
 
 
 def _product(extents: list[Expr]) -> Expr | int:
