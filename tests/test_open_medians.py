@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tvm import relax
+from tvm import relax, tirx
 from tvm.relax import op
 
 from tvm_fusion.check.plain import plain_module
@@ -49,6 +49,16 @@ def test_no_kernel_calls_the_host(lowered):
     assert not any(calls_host(body) for body in bodies)
 
 
-def test_a_module_without_medians_is_the_same():
-    mod = module(lambda bb, x: op.sum(x, 1), (SHAPE, "float32"))
+@pytest.mark.parametrize(
+    ("call", "shape"),
+    [
+        (lambda bb, x: op.sum(x, 1), SHAPE),
+        (lambda bb, x: op.median(x, []), SHAPE),
+        (lambda bb, x: op.median(x, [0, 1]), SHAPE),
+        (lambda bb, x: op.median(x, 1), (3, tirx.Var("n", "int64"))),
+    ],
+    ids=["no median", "no axis", "two axes", "symbolic"],
+)
+def test_other_modules_stay_the_same(call, shape):
+    mod = module(lambda bb, x: bb.emit(call(bb, x)), (shape, "float32"))
     assert OpenMedians()(mod).same_as(mod)

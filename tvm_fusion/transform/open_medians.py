@@ -6,19 +6,19 @@ host, which no kernel can.
                                     at = R.strided_slice(order, axes=[1], [(n - 1) // 2], [...])
                                     (R.squeeze(R.gather_elements(x, at, 1), 1), R.squeeze(at, 1))
 
-Does not handle: an axis of symbolic extent, or medians over several axes, which TVM does not
-legalize either.
+Does not handle: extents that are symbolic, or medians over several axes or none in a list.
 """
 
 import math
 
 import tvm
-from tvm import relax, tirx
+from tvm import relax
 from tvm.ir import IRModule, Op
 from tvm.relax import op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from .functions import rewrite_functions, where_changed
+from .split_reductions import static_shape
 
 
 @tvm.transform.module_pass(opt_level=0, name="tvm_fusion.OpenMedians")
@@ -44,18 +44,18 @@ class _Opener(PyExprMutator):
         call = super().visit_call_(call)
         if not isinstance(call.op, Op) or call.op.name != "relax.median":
             return call
-        extents = _extents(call.args[0])
+        extents = static_shape(call.args[0])
         axes = call.attrs.axis
-        if extents is None or (axes is not None and len(axes) > 1):
+        if extents is None or (axes is not None and len(axes) != 1):
             return call
         self.changed = True
-        if axes:
+        if axes is not None:
             return self._along(call, int(axes[0]) % len(extents), extents)
         flat = self._emit(op.reshape(call.args[0], (math.prod(extents),)))
         value, _ = self._middle(flat, 0, math.prod(extents))
         return op.reshape(value, call.ty.shape)
 
-    def _along(self, call: relax.Call, axis: int, extents: list[int]) -> relax.Expr:
+    def _along(self, call: relax.Call, axis: int, extents: tuple[int, ...]) -> relax.Expr:
         found = self._middle(call.args[0], axis, extents[axis])
         if not call.attrs.keepdims:
             found = tuple(self._emit(op.squeeze(x, [axis])) for x in found)
@@ -70,13 +70,3 @@ class _Opener(PyExprMutator):
 
     def _emit(self, expr: relax.Expr) -> relax.Expr:
         return self.builder_.emit(expr)
-
-
-def _extents(x: relax.Expr) -> list[int] | None:
-    """The extents of a tensor; None where one is not known."""
-    shape = getattr(x.ty, "shape", None)
-    if not isinstance(shape, relax.ShapeExpr):
-        return None
-    if not all(isinstance(e, tirx.IntImm) for e in shape.values):
-        return None
-    return [int(e) for e in shape.values]
