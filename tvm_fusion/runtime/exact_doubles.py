@@ -6,6 +6,7 @@ TVM prints a constant of float64 with fifteen decimals (1 / 155 as 0.00645161290
 those of float32 exactly.
 """
 
+import math
 import struct
 
 import tvm
@@ -33,7 +34,7 @@ def _exact(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 def _by_bits(constant: tirx.FloatImm) -> tirx.FloatImm | tvm.ir.Call:
     value = float(constant.value)
-    if dtype_of(constant) != "float64" or value - value != 0:  # infinities and NaN have names
+    if dtype_of(constant) != "float64" or not math.isfinite(value):  # infinities and NaN have names
         return constant
     if float(format(value, _PRINTED)) == value:
         return constant

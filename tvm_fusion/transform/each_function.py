@@ -66,7 +66,7 @@ class EachFunction:
         """
         if not own_functions(mod):
             return cls(stage, mod, {}, mod, ())
-        with named(mod, stage):
+        with errors_named(mod, stage):
             device = device_of(target, mod)
         lifted, branches = lift_branches(_without_nesting(mod))
         pieces = {}
@@ -81,7 +81,7 @@ class EachFunction:
         mod, found = self._lifted, False
         for name, (gvar, part) in self.pieces.items():
             apart = FunctionApart.of(mod, gvar)
-            with named(self.before, f"{self.stage}, function {name}"):
+            with errors_named(self.before, f"{self.stage}, function {name}"):
                 seen = HiddenCalls.of(apart.mod, ENTRY, lambda ty, part=part: not part.holds(ty))
                 new = change(name, seen.mod, part)
                 if new is None:
@@ -96,7 +96,7 @@ class EachFunction:
 
 
 @contextmanager
-def named(mod: tvm.IRModule, where: str) -> Iterator[None]:
+def errors_named(mod: tvm.IRModule, where: str) -> Iterator[None]:
     """Errors within say where they are from; those of a module that is not well formed say that it
     is not. (Notes of an error are lost where it leaves a pass.)
     """

@@ -25,7 +25,7 @@ from ..kernels.cpu.panels import mark_constants
 from ..kernels.registry import kernel_class, kernel_classes
 from ..plan.plan import UNWRITTEN
 from .devices import Device, device_of
-from .each_function import named
+from .each_function import errors_named
 from .functions import with_functions
 from .kernel_bodies import with_roots
 from .pack_constants import PackConstants, packable_arguments
@@ -284,7 +284,7 @@ class WriteKernels:
         }
         if not waiting:
             return mod
-        with named(mod, WRITE_KERNELS):
+        with errors_named(mod, WRITE_KERNELS):
             device = device_of(self.target, mod)
         by_target: dict[str, list[tvm.ir.GlobalVar]] = {}
         for gvar in waiting:
