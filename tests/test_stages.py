@@ -156,6 +156,12 @@ def test_a_plan_of_another_function_is_refused():
         Materialize(planned, TARGET)(softmax_of_a_product())
 
 
+@pytest.mark.parametrize("given", [None, "main", {"main": 3}])
+def test_what_is_no_plan_is_refused(given):
+    with pytest.raises(PlanError, match=r"plans? ?(are|:) a FusionPlan.*, not a (None|str|int)"):
+        Materialize(given, TARGET)(softmax_of_a_product())
+
+
 def test_one_plan_for_several_functions_is_refused():
     [planned] = plan(softmax_of_a_product(), TARGET).values()
     with pytest.raises(PlanError, match=r"several functions: decode, .*by name"):

@@ -224,6 +224,13 @@ def test_a_database_of_another_target_is_an_error_where_it_is_given(folder):
         Fuse(OTHER, database=folder)(block())
 
 
+def test_a_database_of_another_target_around_a_compilation_is_said_to_be_unused(folder, caplog):
+    with tvm_fusion.TuningDatabase(folder), caplog.at_level(logging.WARNING):
+        compiled = tvm_fusion.compile(block(), OTHER, verify=False)
+    assert any("nothing tuned is used" in message for message in caplog.messages)
+    assert not any(group.get("tuned") for group in compiled.report.to_json()["groups"])
+
+
 def test_a_database_of_another_target_around_a_pipeline_is_said_to_be_unused(folder, caplog):
     with tvm_fusion.TuningDatabase(folder), caplog.at_level(logging.WARNING):
         found = Fuse(OTHER)(block())
@@ -329,6 +336,8 @@ def test_the_folder_of_one_device_names_its_database(folder):
 def test_what_is_given_as_a_database_has_to_be_one():
     with pytest.raises(InputError, match=r"a folder or a tvm_fusion\.TuningDatabase, not a Mem"):
         Fuse(TARGET, database=ms.database.MemoryDatabase())(block())
+    with pytest.raises(InputError, match=r"TuningDatabase: a folder .*, not a NoneType"):
+        tvm_fusion.TuningDatabase(None)
 
 
 # ---- tune

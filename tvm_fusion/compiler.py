@@ -14,8 +14,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tvm.s_tir import meta_schedule as ms
-
 from .config import Policy, load_policy, resolve_target
 from .errors import InputError, TargetError
 from .job import Job, PlanLike
@@ -81,7 +79,8 @@ def compile(
     database : str, Path or TuningDatabase, optional
         A folder that `tvm_fusion.tune` made: kernels that it measured to be faster than the untuned
         ones are used, and the plan that it settled, if it tuned this module with this policy. By
-        default the `TuningDatabase` that is current (`with database:`), if there is one.
+        default the `TuningDatabase` that is current (`with database:`), if there is one; that it
+        has nothing of the target is logged.
 
     Returns
     -------
@@ -105,11 +104,9 @@ def compile(
         raise InputError(f"verify={verify!r} is none of {', '.join(map(repr, (None, *VERIFY)))}")
     if graphs is not None:
         policy = graph_policy(target, policy)
-    if database is None and ms.Database.current() is not None:
-        from .tuning.tuning_database import current_database
-
-        database = current_database()
-    job = Job.of(model, target, policy, plan, example_inputs, dynamic_shapes, database)
+    job = Job.of(
+        model, target, policy, plan, example_inputs, dynamic_shapes, database, use_current=True
+    )
     wanted = job.policy.verify if verify is None else verify
     return job.compile(wanted, measure, time, graphs)
 

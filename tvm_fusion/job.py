@@ -12,6 +12,7 @@ import tvm
 
 from .config import HardwareProfile, Policy, load_policy, resolve_target
 from .cost.learned import unused_residual
+from .errors import PlanError
 from .frontends import load
 from .ir.graph import FusionGraph, build_graph
 from .kernels.base import Refusal, RefusalCode
@@ -32,6 +33,7 @@ from .transform.stage import (
     is_enabled,
     run_stage,
 )
+from .transform.tuned_parts import TunedParts
 from .transform.write_kernels import Tuned, Written, write_kernels
 from .variants import best_plan
 
@@ -70,18 +72,26 @@ class Job:
     _whole: tuple[tvm.IRModule, FusionGraph, FusionPlan] | None = None
 
     @classmethod
-    def of(cls, model, target, policy, plan, example_inputs, dynamic_shapes, database=None) -> Job:
+    def of(
+        cls,
+        model,
+        target,
+        policy,
+        plan,
+        example_inputs,
+        dynamic_shapes,
+        database=None,
+        use_current=False,
+    ) -> Job:
         """A job for a model of any kind; what a caller may have mistyped is checked before the
-        model is read.
+        model is read. `use_current` takes the database of `with database:` where none is given.
         """
         tvm_target, hw = resolve_target(target)
         policy, given = load_policy(policy), _read_plan(plan)
         stages.info("reading the model")
         tuned = None
-        if database is not None:
-            from .tuning.lookup import tuned_kernels
-
-            tuned = tuned_kernels(database, hw, tvm_target)
+        if database is not None or use_current:
+            tuned = TunedParts(database).of(tvm_target, hw)
         mod = load(model, example_inputs, dynamic_shapes=dynamic_shapes)
         return cls.from_module(mod, tvm_target, hw, policy, given, tuned)
 
@@ -397,4 +407,8 @@ def _next_class(group: PlannedGroup) -> str:
 def _read_plan(plan: PlanLike) -> FusionPlan | None:
     if plan is None or isinstance(plan, FusionPlan):
         return plan
-    return FusionPlan.from_dict(plan) if isinstance(plan, dict) else FusionPlan.load(plan)
+    if isinstance(plan, str | Path):
+        return FusionPlan.load(plan)
+    if isinstance(plan, Mapping):
+        return FusionPlan.from_dict(dict(plan))
+    raise PlanError(f"plan: a FusionPlan, its file or its dict, not a {type(plan).__name__}")

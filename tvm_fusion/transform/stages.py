@@ -187,7 +187,8 @@ class Materialize:
     Raises
     ------
     PlanError
-        A plan was made for another function, or names one that the module does not have.
+        A plan was made for another function, or names one that the module does not have, or
+        `plans` are none.
     TargetError
         See `Fuse`.
 
@@ -238,6 +239,11 @@ class Materialize:
         *,
         policy: Any = None,
     ) -> None:
+        if not isinstance(plans, FusionPlan | Mapping):
+            raise PlanError(
+                f"{MATERIALIZE}: plans are a FusionPlan, or one for each function by name (see "
+                f"`plan`), not a {type(plans).__name__}"
+            )
         self.plans, self.target, self.policy = plans, target, load_policy(policy)
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:

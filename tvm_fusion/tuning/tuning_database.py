@@ -90,6 +90,10 @@ class TuningDatabase(PyDatabase):
     def __init__(self, path: str | Path | Stores) -> None:
         super().__init__()
         self.stores = Folders(path) if isinstance(path, str | Path) else path
+        if not callable(getattr(self.stores, "of", None)):
+            raise InputError(
+                f"TuningDatabase: a folder that `tvm_fusion.tune` made, not a {type(path).__name__}"
+            )
         self._content: weakref.WeakKeyDictionary[Store, _Content] = weakref.WeakKeyDictionary()
 
     @property
