@@ -14,6 +14,8 @@ from __future__ import annotations
 import inspect
 import linecache
 import sys
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -52,12 +54,21 @@ class _QuickStacks:
 
 @contextmanager
 def quick_stacks(*modules: ModuleType) -> Iterator[None]:
-    """Has modules of TVMScript find their callers quickly."""
-    before = [module.inspect for module in modules]
-    for module in modules:
-        module.inspect = _QuickStacks()
+    """Has modules of TVMScript find their callers quickly; threads may do so at once."""
+    with _LOCK:
+        for module in modules:
+            _USERS[module] += 1
+            module.inspect = _QUICK
     try:
         yield
     finally:
-        for module, slow in zip(modules, before, strict=True):
-            module.inspect = slow
+        with _LOCK:
+            for module in modules:
+                _USERS[module] -= 1
+                if not _USERS[module]:
+                    module.inspect = inspect
+
+
+_QUICK = _QuickStacks()
+_LOCK = threading.Lock()
+_USERS: Counter[ModuleType] = Counter()
