@@ -16,7 +16,7 @@ import tvm_fusion
 from tvm_fusion.bench.random_graphs import module_of
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.cpu import write_cpu
+from tvm_fusion.kernels.cpu.write import write_cpu
 
 from .cpu_cases import cases
 from .helpers_tir import call, compile_cpu, poisoned

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tvm_fusion.kernels.cpu import write_cpu
+from tvm_fusion.kernels.cpu.write import write_cpu
 
 from .cpu_random_graphs import RandomGraph
 from .helpers_tir import call, compile_cpu, run_unfused

@@ -14,9 +14,9 @@ from tvm.ir import Call, TensorLoad
 from tvm.relax import op
 from tvm.tirx import ForKind
 
-from tvm_fusion.kernels.cpu import write_cpu
 from tvm_fusion.kernels.cpu.contraction_tiles import even_parts, register_tile
 from tvm_fusion.kernels.cpu.machine import Machine, machine_of
+from tvm_fusion.kernels.cpu.write import write_cpu
 
 from .cpu_cases import add_rms_norm, attention, layer_norm, scalar_chain
 from .helpers_tir import call, compile_cpu, poisoned

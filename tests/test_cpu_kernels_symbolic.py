@@ -7,7 +7,7 @@ import pytest
 from tvm import relax, tirx
 from tvm.relax import op
 
-from tvm_fusion.kernels.cpu import write_cpu
+from tvm_fusion.kernels.cpu.write import write_cpu
 
 from .cpu_cases import (
     add_rms_norm,

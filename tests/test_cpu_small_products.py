@@ -9,11 +9,12 @@ from tvm import tirx
 from tvm.relax import op
 from tvm.tirx import ForKind
 
-from tvm_fusion.kernels.cpu import write, write_cpu
+from tvm_fusion.kernels.cpu import write
 from tvm_fusion.kernels.cpu.groups import PRODUCT_WORK, SMALL_WORK
 from tvm_fusion.kernels.cpu.machine import Machine
 from tvm_fusion.kernels.cpu.operands import MOST_DOT_ROWS, MOST_DOTS
 from tvm_fusion.kernels.cpu.panels import CONSTANTS_ATTR, PANELS_ATTR, Panels
+from tvm_fusion.kernels.cpu.write import write_cpu
 
 from .helpers_tir import call, compile_cpu, poisoned
 from .kernel_cases import assert_close, fuse

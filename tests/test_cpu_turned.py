@@ -6,7 +6,7 @@ import tvm
 from tvm.relax import op
 
 from tests.machine_programs import TARGETS
-from tvm_fusion.kernels.cpu import write_cpu
+from tvm_fusion.kernels.cpu.write import write_cpu
 
 from .helpers_tir import call, compile_cpu
 from .kernel_cases import assert_close, fuse, numpy_dtype, outputs_of

@@ -197,7 +197,7 @@ def write_on_cpu(func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> ti
     Unsupported
         The function is outside what the CPU writer, or TVM behind it, can handle.
     """
-    from .cpu import write_cpu
+    from .cpu.write import write_cpu
 
     _refuse_on_cpu(func)
     return write_cpu(func, exact=policy.rounding == "exact", hw=hw)
