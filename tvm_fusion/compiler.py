@@ -22,6 +22,7 @@ from .runtime.cuda_graph_rules import CudaGraphOptions
 if TYPE_CHECKING:
     from .report.model import Report
     from .runtime.module import CompiledModule
+    from .transform.tuned_parts import DatabaseLike
 
 VERIFY = (True, False, "groups", "report")
 
@@ -40,7 +41,7 @@ def compile(
     measure: bool = False,
     time: bool = False,
     cuda_graph: Any = False,
-    database: Any = None,
+    database: DatabaseLike = None,
 ) -> CompiledModule:
     """Fuses and builds a model.
 

@@ -34,7 +34,7 @@ from .transform.stage import (
     run_stage,
 )
 from .transform.tuned_parts import TunedParts
-from .transform.write_kernels import Tuned, Written, write_kernels
+from .transform.write_kernels import CLASS_ATTR, Tuned, Written, write_kernels
 from .variants import best_plan
 
 if TYPE_CHECKING:
@@ -293,16 +293,18 @@ class Job:
         """The module with the plan's kernels written, not built."""
         return self.write()[0]
 
-    def fused_functions(self, class_attr: str | None = None) -> tvm.IRModule:
-        """The module with the plan's groups as PrimFuncs without schedules; with `class_attr`, they
-        have their kernel class as this attribute.
+    def fused_functions(self, mark_classes: bool = False) -> tvm.IRModule:
+        """The module with the plan's groups as PrimFuncs without schedules, which name their kernel
+        classes for `WriteKernels` if that is asked for.
         """
         found = self._materialized()
+        if not mark_classes:
+            return found.mod
         marked = dict(found.mod.functions_items())
-        for name, group in found.groups.items() if class_attr else ():
+        for name, group in found.groups.items():
             if group.kernel_class not in UNWRITTEN:
                 gvar = found.mod.get_global_var(name)
-                marked[gvar] = marked[gvar].with_attr(class_attr, group.kernel_class)
+                marked[gvar] = marked[gvar].with_attr(CLASS_ATTR, group.kernel_class)
         return with_functions(found.mod, marked)
 
     def write(self, ahead: KernelsAhead | None = None) -> tuple[tvm.IRModule, Materialized]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tvm
 from tvm import relax, tirx
@@ -24,6 +24,9 @@ from .stage import FUSE, WRITE_KERNELS, is_enabled
 from .stages import FusedFunction, PlanLike, planned_job
 from .tuned_parts import TunedParts
 from .tuner_warning import register_rule
+
+if TYPE_CHECKING:
+    from .tuned_parts import DatabaseLike
 
 
 @tvm.transform.module_pass(opt_level=0, name=FUSE)
@@ -119,7 +122,7 @@ class Fuse:
         *,
         policy: Any = None,
         plan: PlanLike = None,
-        database: Any = None,
+        database: DatabaseLike = None,
         write: bool = True,
         on_plan: Callable[[FusedFunction], Any] | None = None,
     ) -> None:
@@ -173,7 +176,7 @@ def fusion_pipeline(
     *,
     policy: Any = None,
     plan: PlanLike = None,
-    database: Any = None,
+    database: DatabaseLike = None,
     on_plan: Callable[[FusedFunction], Any] | None = None,
 ) -> tvm.transform.Pass:
     """The Relax pipeline "tvm_fusion": `Fuse`, then the lowering to VM calls.

@@ -23,11 +23,11 @@ from .devices import Part
 from .each_function import EachFunction
 from .stage import MATERIALIZE, PLAN, run_stage
 from .tuned_parts import TunedParts
-from .write_kernels import CLASS_ATTR
 
 if TYPE_CHECKING:
     from ..job import Job
     from ..report.model import Report
+    from .tuned_parts import DatabaseLike
     from .write_kernels import Tuned
 
 PlanLike = FusionPlan | str | Path | Mapping[str, Any] | None
@@ -83,7 +83,7 @@ class Plan:
 
     Raises
     ------
-    TargetError
+    TargetError, InputError
         See `Fuse`.
 
     Examples
@@ -118,7 +118,7 @@ class Plan:
         target: Any = None,
         *,
         policy: Any = None,
-        database: Any = None,
+        database: DatabaseLike = None,
         on_plan: Callable[[FusedFunction], Any],
     ) -> None:
         self.target, self.policy = target, load_policy(policy)
@@ -142,7 +142,7 @@ class Plan:
 
 
 def plan(
-    mod: tvm.IRModule, target: Any = None, *, policy: Any = None, database: Any = None
+    mod: tvm.IRModule, target: Any = None, *, policy: Any = None, database: DatabaseLike = None
 ) -> dict[str, FusionPlan]:
     """The plans of a module's functions, by name (see `FusedFunction.name`); `Plan` as a function.
 
@@ -153,9 +153,14 @@ def plan(
     target, policy, database
         As for `Plan`.
 
+    Returns
+    -------
+    dict of str to FusionPlan
+        What `Materialize` takes; times are in microseconds.
+
     Raises
     ------
-    TargetError
+    TargetError, InputError
         See `Fuse`.
 
     Examples
@@ -191,6 +196,8 @@ class Materialize:
         `plans` are none.
     TargetError
         See `Fuse`.
+    InputError
+        The module is not well formed.
 
     Examples
     --------
@@ -257,7 +264,7 @@ class Materialize:
             if name not in plans:
                 return None
             job = Job.from_module(apart, part.target, part.hw, self.policy, plans[name])
-            return job.fused_functions(CLASS_ATTR)
+            return job.fused_functions(mark_classes=True)
 
         return functions.changed(apply)
 

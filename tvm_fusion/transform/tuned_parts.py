@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import tvm
 from tvm.s_tir import meta_schedule as ms
@@ -11,6 +12,9 @@ from ..config import HardwareProfile
 
 if TYPE_CHECKING:
     from ..tuning.lookup import TunedKernels
+    from ..tuning.tuning_database import TuningDatabase
+
+    DatabaseLike = str | Path | TuningDatabase | None
 
 
 class TunedParts:
@@ -22,7 +26,7 @@ class TunedParts:
         None is the database that is current (`with database:`), if there is one.
     """
 
-    def __init__(self, database: Any) -> None:
+    def __init__(self, database: DatabaseLike) -> None:
         self.database = database
         self._opened: dict[str, TunedKernels | None] = {}
 

@@ -34,6 +34,7 @@ from .tuned_parts import TunedParts
 
 if TYPE_CHECKING:
     from ..runtime.kernels_ahead import KernelsAhead
+    from .tuned_parts import DatabaseLike
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +216,8 @@ class WriteKernels:
     TargetError
         See `Fuse`.
     InputError
-        A kernel class does not exist for the target: the plan was made for another one.
+        A kernel class does not exist for the target: the plan was made for another one; or see
+        `Fuse` for `database`.
 
     Examples
     --------
@@ -272,7 +274,9 @@ class WriteKernels:
                 return y
     """
 
-    def __init__(self, target: Any = None, *, policy: Any = None, database: Any = None) -> None:
+    def __init__(
+        self, target: Any = None, *, policy: Any = None, database: DatabaseLike = None
+    ) -> None:
         self.target, self.policy, self.database = target, load_policy(policy), database
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:

@@ -85,6 +85,11 @@ class TuningDatabase(PyDatabase):
     ------
     InputError
         The path is no database.
+
+    Examples
+    --------
+    >>> with tvm_fusion.TuningDatabase("tuned"):                                # doctest: +SKIP
+    ...     executable = tvm.compile(mod, target, relax_pipeline="tvm_fusion")
     """
 
     def __init__(self, path: str | Path | Stores) -> None:
