@@ -312,6 +312,26 @@ def test_a_near_tie_may_be_broken_either_way_and_no_other_integer():
     assert reference[1] == 0
 
 
+def test_a_float_that_roundings_take_over_a_step_has_its_height_as_a_bound():
+    def floor(bb, x):
+        return op.floor(bb.emit(op.multiply(x, relax.const(3.0, "float32"))))
+
+    x = np.array([[(1 + 6e-7) / 3, 0.5]], "float32")  # one of them some roundings away from 1
+    _, [[[near, far]]] = bounded_reference(lowered(floor, ((1, 2), "float32")), [x])
+    assert near >= 1
+    assert far < 8 * UNIT_ROUNDOFF["float32"]
+
+
+@pytest.mark.parametrize("call", [softmax, variance])
+def test_without_steps_draws_for_ties_change_no_bound(monkeypatch, call):
+    low = lowered(emit_call(call), ((5, 33), "float32"))
+    x = random_inputs(low["main"])
+    _, [bound] = bounded_reference(low, x)
+    monkeypatch.setattr(bounds_of_roundings, "DECIDING", ())
+    _, [without] = bounded_reference(low, x)
+    np.testing.assert_array_equal(bound, without)
+
+
 def test_integer_arithmetic_is_exact():
     mod = lowered(emit_call(total), ((4, 99), "int32"))
     inputs = random_inputs(mod["main"], integers={"x0": 50})
