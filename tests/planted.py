@@ -133,7 +133,7 @@ def _predicate(node: tirx.BufferStore) -> tuple:
 def _barrier(node: tirx.Evaluate) -> object | None:
     """A barrier left out: shared memory is read before it is written, or is stale."""
     call = node.value
-    if not isinstance(call, Call) or "storage_sync" not in str(call.op):
+    if not isinstance(call, Call) or not str(call.op.name).endswith(("storage_sync", "cta_sync")):
         return None
     return tirx.Evaluate(tirx.IntImm("int32", 0))
 

@@ -170,5 +170,5 @@ def _runs(program: Program) -> bool:
         return all(torch.equal(own[i.name], x) for i, x in inputs) and all(
             _moderate(own[s.name], exact[s.name]) for s in program.statements
         )
-    except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError):
+    except (RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, NameError):
         return False

@@ -82,16 +82,14 @@ class Arithmetic:
         if isinstance(expr, Var | StringImm) or number(expr) is not None:
             return expr
         if self.row_level(expr):
-            lowered = self._lower(expr, lambda e: self._visit_row(e))
+            lowered = self._visit_row(expr)
             return lowered if guarded and _may_trap(expr) else self.hoist(lowered)
         if is_if_then_else(expr):
             condition, yes, no = expr.args
             sides = (self._visit(side, True) for side in (yes, no))
             return tirx.if_then_else(self._visit(condition, guarded), *sides)
-        if isinstance(expr, tirx.Select) and dtype_of(expr).startswith("float"):
-            # TVM bounds the product of a Select by that of its sides, with integer zeros
-            parts = (expr.condition, expr.true_value, expr.false_value)
-            return tirx.if_then_else(*(self._visit(part, guarded) for part in parts))
+        if _is_float_select(expr):
+            return _as_if(expr, lambda part: self._visit(part, guarded))
         if isinstance(expr, tirx.And | tirx.Or):
             return type(expr)(self._visit(expr.a, guarded), self._visit(expr.b, True))
         if not self.exact and dtype_of(expr) == "float32":
@@ -102,6 +100,8 @@ class Arithmetic:
         return self._lower(expr, lambda e: self._visit(e, guarded))
 
     def _visit_row(self, expr: Expr) -> Expr:
+        if _is_float_select(expr):
+            return _as_if(expr, self._visit_row)
         return self._lower(expr, self._visit_row)
 
     # ---- products
@@ -168,6 +168,18 @@ class Arithmetic:
         if self.exact or not isinstance(expr, Call) or dtype_of(expr) != "float32":
             return rebuild(expr, visit)
         return lower_call(expr, visit, self.half)
+
+
+def _is_float_select(expr: Expr) -> bool:
+    return isinstance(expr, tirx.Select) and dtype_of(expr).startswith("float")
+
+
+def _as_if(expr: tirx.Select, visit: Callable[[Expr], Expr]) -> Expr:
+    """A Select with its parts visited, as a call: TVM bounds the product of a Select by that of its
+    sides, with integer zeros, and fails.
+    """
+    parts = (expr.condition, expr.true_value, expr.false_value)
+    return tirx.if_then_else(*map(visit, parts))
 
 
 def lower_call(expr: Call, visit: Callable[[Expr], Expr], half: bool) -> Expr:
