@@ -580,3 +580,19 @@ def test_all_kernels_become_cubins_without_spills():
     resources = compile_cubins(kernels)
     assert {r.kernel for r in resources} == set(kernels)
     assert [r for r in resources if r.spill_bytes] == []
+
+
+def test_a_sine_of_any_angle_is_at_most_one():
+    def sines(bb, x):
+        return relax.Tuple([bb.emit(op.sin(x)), bb.emit(op.cos(x))])
+
+    program = analyze(fuse(sines, f32(8)))
+    near, far = [0.0, -1.5, 3e3, -1e5], [1e8, -1e10, 3e38, -np.inf]
+    x = np.array(near + far, "float32")
+    sine, cosine = np.full(8, 7, "float32"), np.full(8, 7, "float32")
+    kernel = emit_pointwise(program, H200)
+    run_cuda_on_cpu(kernel, [x, sine, cosine])
+    for given, wanted in ((sine, np.sin), (cosine, np.cos)):
+        np.testing.assert_allclose(given[:4], wanted(x[:4].astype("float64")), atol=3e-7)
+        assert np.all(np.abs(given[4:7]) <= 1)
+        assert np.isnan(given[7])

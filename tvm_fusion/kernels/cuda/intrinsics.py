@@ -53,7 +53,9 @@ _TURNS = (
     "x = fmaf(-k, 1.2556659146e-6f, x); "
 )
 # Quarter turns are, and what is left has a polynomial: those of S. L. Moshier, Cephes, `sinf.c`.
+# Of angles whose turns a float32 cannot count 0 is left (of infinities NaN): no sine is above 1.
 _QUARTERS = (
+    "x = fabsf(x) < 1e7f ? x : x - x; "
     "float k = rintf(x * 0.63661977236758134f); "
     "x = fmaf(-k, 1.5703125f, x); x = fmaf(-k, 4.8351287841796875e-4f, x); "
     "x = fmaf(-k, 3.1391647865e-7f, x); "
@@ -66,7 +68,7 @@ _QUARTERS = (
 
 
 def sin(x: Expr) -> Expr:
-    """Sine, absolute error 1e-7 for angles up to 1e5."""
+    """Sine, absolute error 1e-7 for angles up to 1e5; 0 from 1e7 on."""
     body = _QUARTERS + (
         "int q = __float2int_rn(k); float r = q & 1 ? b : a; return q & 2 ? -r : r;"
     )
@@ -74,7 +76,7 @@ def sin(x: Expr) -> Expr:
 
 
 def cos(x: Expr) -> Expr:
-    """Cosine, absolute error 1e-7 for angles up to 1e5."""
+    """Cosine, absolute error 1e-7 for angles up to 1e5; 1 from 1e7 on."""
     body = _QUARTERS + (
         "int q = __float2int_rn(k); float r = q & 1 ? a : b; return (q + 1) & 2 ? -r : r;"
     )
