@@ -69,8 +69,9 @@ def _quicken_exports(patches: pytest.MonkeyPatch) -> None:
     annotations it evaluates 11,000 times, and looks all operators up once a namespace; that is half
     of the time in which a small module is exported and decomposed.
     """
-    patches.setattr(torch._ops, "Callable", typing.Callable)  # which remembers its types
-    look_up = getattr(torch_export, "_materialize_cpp_cia_ops", None)  # not in every version
+    if hasattr(torch._ops, "Callable"):  # neither of the two is there in every version
+        patches.setattr(torch._ops, "Callable", typing.Callable)  # which remembers its types
+    look_up = getattr(torch_export, "_materialize_cpp_cia_ops", None)
     if look_up is not None:
         patches.setattr(torch_export, look_up.__name__, cache(look_up))
 

@@ -4,6 +4,7 @@
 // This is what a kernel sees of it, and includes little, since it is read for each kernel; the rest is in
 // device.cpp, which is compiled once.
 #pragma once
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -165,7 +166,7 @@ template <class T> struct Pointer {
   T* at(long long i) const { check(raw + i, sizeof(T), alignof(T), false); return raw + i; }
   Pointer operator+(long long i) const { return Pointer(raw + i); }
   template <class U> explicit operator U*() const {
-    if constexpr (!std::is_void_v<U>) check(raw, sizeof(U), alignof(U));
+    if constexpr (!std::is_void<U>::value) check(raw, sizeof(U), alignof(U));
     return (U*)raw;
   }
 };

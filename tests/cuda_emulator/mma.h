@@ -53,7 +53,7 @@ static void tvmf_matrices_trans(void* d, const void* s) { take_matrices(d, s, tr
 template <class T> static double mma_element(uint32_t word, int i) {
   T value;
   memcpy(&value, (const char*)&word + i * sizeof(T), sizeof(T));
-  return (double)(std::conditional_t<std::is_integral_v<T>, int, float>)value;
+  return (double)(std::conditional_t<std::is_integral<T>::value, int, float>)value;
 }
 template <> double mma_element<nv_bfloat16>(uint32_t word, int i) {
   nv_bfloat16 value;
