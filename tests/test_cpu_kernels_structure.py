@@ -174,7 +174,8 @@ def test_a_right_operand_that_every_tile_needs_is_packed_once():
 
     shape = shape_of(kernel_of(emit, ((512, 256), F32), ((256, 1000), F32)))
     assert shape.parallel == 2
-    assert shape.shared == [1008 * 256]
+    [packed] = shape.shared
+    assert 1000 * 256 <= packed <= 1008 * 256  # in panels, as wide as the machine's vectors say
 
 
 def test_a_convolution_packs_windows_instead_of_storing_them_all():
