@@ -160,7 +160,7 @@ def test_large_matrices_get_large_tiles_and_thin_ones_small_tiles():
 # ---- Hopper
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", TENSOR_CORE_CASES, ids=ids(TENSOR_CORE_CASES))
 def test_the_hopper_kernel_is_close_to_float64(case):
     kernel = emit_gemm_hopper(analyze_contraction(case.func()), TINY_H200)
@@ -178,6 +178,7 @@ def kinds(name: str, rows: bool = False):
     ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "config"),
     [
@@ -240,6 +241,7 @@ DEMO = {
 }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", DEMO)
 def test_hopper_kernels_compile_without_spills_or_serialised_wgmma(name):
     emit, *shapes = DEMO[name]

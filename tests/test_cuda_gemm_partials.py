@@ -68,7 +68,7 @@ def key(c):
     return f"{c.block_m}x{c.block_n}-{form}"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("case", "config"), kinds())
 def test_runs_of_columns_are_reduced_in_every_form_of_the_epilogue(case, config):
     check(case, config)
@@ -131,6 +131,7 @@ LARGE = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", LARGE)
 def test_kernels_with_partial_results_compile_without_spills(name):
     emit, *shapes = LARGE[name]

@@ -156,6 +156,7 @@ LARGE = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", LARGE)
 def test_large_products_compile_without_spills(name):
     contraction = read(LARGE[name])

@@ -435,6 +435,7 @@ SYMBOLIC = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("name", SYMBOLIC)
 def test_rows_of_symbolic_length_are_compiled_once_for_all(name, prefetch):
