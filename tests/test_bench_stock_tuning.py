@@ -78,7 +78,7 @@ def few():
     )
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_row_of_both_tuners_on_this_cpu(tmp_path, capsys, monkeypatch):
     session = functools.partial(metaschedule.tune, strategy=few())
     monkeypatch.setattr(metaschedule, "tune", session)

@@ -560,6 +560,7 @@ def test_straight_line_code_has_the_size_of_its_name():
 
 
 @needs_nvcc
+@pytest.mark.nightly
 def test_every_kernel_compiles_for_hopper():
     codes = cubin_cache.compile_sources([cuda_source(f) for f in SOURCES.values()], "sm_90a")
     assert [str(code) for code in codes if isinstance(code, Exception)] == []
