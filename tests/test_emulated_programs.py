@@ -54,7 +54,7 @@ SMALL = [
     of("torch.rot90({0} * 2, 3)", "torch.randn((16, 17))"),
     of("F.linear({0}, {1})", "torch.randn((9, 17))", "torch.randn((5, 17))"),
     of("torch.sort({0}, 0)[0]", "torch.randn((9, 5))"),
-    of("{0}.argmax(0)", "torch.zeros((2, 5), dtype=torch.uint8)"),
+    of("{0}.argmax(0)", "torch.randint(0, 4, (4, 3), dtype=torch.uint8)"),
     of("torch.median({0}, 1)[0]", "torch.randn((3, 8))"),
     of("{0}.mean(-1)", "torch.randn((3, 31)).to(torch.float64)"),
     of("-{0}", "torch.randint(0, 9, (3, 5), dtype=torch.uint8)"),

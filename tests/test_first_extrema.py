@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from tvm import relax
+from tvm import relax, tirx
 from tvm.relax import op
 
 import tvm_fusion
@@ -53,3 +53,12 @@ def test_what_is_fused_with_it_stays_fused():
     mod = module(scaled, (SHAPE, "float32"))
     job = Job.from_module(mod, HW.to_target(), HW, load_policy(None))
     assert [g.kernel_class for g in job.plan.groups] == ["row"]
+
+
+def test_any_number_of_rows():
+    rows = tirx.Var("rows", "int64")
+    mod = module(lambda bb, x: op.argmax(x, 1), ((rows, 40), "float32"))
+    compiled = tvm_fusion.compile(mod, "llvm", verify=False)
+    for count in (1, 3):
+        x = np.full((count, 40), -np.inf, "float32")
+        np.testing.assert_array_equal(compiled(x), np.zeros(count))
