@@ -22,7 +22,7 @@ No kernel, schedule or rewrite of this package has a part in it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -188,16 +188,16 @@ def bounds_of(run: Run, rounds: bool = True) -> tuple[list[Any], list[Any]]:
     reference = list(run(NONE))
     bounds = [_change(ref, ref) for ref in reference]
     for draw in DRAWS if rounds else ():
-        changes = map(_change, run(draw), reference)
-        bounds = [
-            namespace(b).maximum(b, change) for b, change in zip(bounds, changes, strict=True)
-        ]
+        bounds = _larger(bounds, map(_change, run(draw), reference))
     steps = bounds
     for draw in DECIDING if rounds else ():
         changes = map(_change, run(draw), reference)
-        jumps = map(_jump, changes, bounds, reference)
-        steps = [namespace(b).maximum(b, jump) for b, jump in zip(steps, jumps, strict=True)]
+        steps = _larger(steps, map(_jump, changes, bounds, reference))
     return reference, steps
+
+
+def _larger(bounds: list[Any], changes: Iterable[Any]) -> list[Any]:
+    return [namespace(b).maximum(b, change) for b, change in zip(bounds, changes, strict=True)]
 
 
 def _jump(change: Any, bound: Any, reference: Any) -> Any:

@@ -10,26 +10,17 @@ import math
 import struct
 
 import tvm
-import tvm_ffi
 from tvm import tirx
 
 from ..kernels.expr import dtype_of
-from ..transform.functions import target_kind, with_functions
+from ..transform.functions import rewritten, target_kind
 
 _PRINTED = ".15f"
 
 
 def with_exact_doubles(mod: tvm.IRModule) -> tvm.IRModule:
     """Return lowered functions in which no kernel of a CUDA device has a rounded constant."""
-    functions = {
-        gv: _exact(func) if target_kind(func) == "cuda" else func
-        for gv, func in mod.functions_items()
-    }
-    return with_functions(mod, functions)
-
-
-def _exact(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    return func.with_body(tvm_ffi.structural_map(func.body, [(tirx.FloatImm, _by_bits)]))
+    return rewritten(mod, [(tirx.FloatImm, _by_bits)], lambda func: target_kind(func) == "cuda")
 
 
 def _by_bits(constant: tirx.FloatImm) -> tirx.FloatImm | tvm.ir.Call:

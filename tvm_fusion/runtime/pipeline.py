@@ -29,12 +29,11 @@ from ..errors import (
     PlanError,
     TargetError,
 )
-from ..transform.decode_float8 import DecodeFloat8
-from ..transform.functions import target_kind, with_functions
+from ..transform import decode_float8, wrap_integers
+from ..transform.functions import rewritten, target_kind, with_functions
 from ..transform.kernel_bodies import APART_ATTR, TIRX_ATTR, has_root, without_root
 from ..transform.ordered_writes import meeting_loops
 from ..transform.plan_memory import PlanMemory
-from ..transform.wrap_integers import WrapIntegers
 from .exact_doubles import with_exact_doubles
 from .plain_schedule import PLAIN_ATTR, calls_host, plain_schedule
 
@@ -205,12 +204,8 @@ def _in_place_of_stock() -> TIRPipeline:
 
 def _with_narrow_types(mod: tvm.IRModule) -> tvm.IRModule:
     """Functions that are bound to a device, with what it gets wrong of narrow types written out."""
-    functions = dict(mod.functions_items())
-    for narrow, on_cpu in ((DecodeFloat8(), True), (WrapIntegers(), False)):
-        bound = {gv: f for gv, f in functions.items() if target_kind(f)}
-        own = {gv: f for gv, f in bound.items() if (target_kind(f) == "llvm") == on_cpu}
-        functions |= dict(narrow(with_functions(mod, own)).functions_items())
-    return with_functions(mod, functions)
+    mod = rewritten(mod, decode_float8.RULES, lambda func: target_kind(func) == "llvm")
+    return rewritten(mod, wrap_integers.RULES, lambda func: target_kind(func) not in ("", "llvm"))
 
 
 def _has_ours(mod: tvm.IRModule) -> bool:

@@ -15,11 +15,10 @@ import math
 from collections.abc import Callable
 
 import tvm
-import tvm_ffi
 from tvm import tirx
 from tvm.ir import Expr
 
-from .functions import with_functions
+from .functions import rewritten
 
 _MAGNITUDE, _SIGN = 0x7F, 0x80
 _E4M3_NAN = 0x7F
@@ -33,13 +32,7 @@ class DecodeFloat8:
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Return `mod` with the casts of its PrimFuncs written out."""
-        functions = {}
-        for var, func in mod.functions_items():
-            if isinstance(func, tirx.PrimFunc):
-                body = tvm_ffi.structural_map(func.body, [(tirx.Cast, _decoded)])
-                func = func if body.same_as(func.body) else func.with_body(body)
-            functions[var] = func
-        return with_functions(mod, functions)
+        return rewritten(mod, RULES)
 
 
 def _decoded(cast: tirx.Cast) -> Expr:
@@ -71,3 +64,5 @@ _DECODERS: dict[str, Callable[[Expr], Expr]] = {
     "float8_e4m3fn": _from_e4m3,
     "float8_e5m2": _from_e5m2,
 }
+RULES = [(tirx.Cast, _decoded)]
+"""For `functions.rewritten`."""

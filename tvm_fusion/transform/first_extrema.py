@@ -14,14 +14,14 @@ through shared memory without a barrier, those of 32 bits through shuffles.
 Does not handle: the least finite float beside minus infinities; the first place is given, not its.
 """
 
-from collections.abc import Callable
 from functools import partial
 
 import tvm_ffi
 from tvm import relax, te, tirx, topi
 from tvm.ir import Call
 
-Legalizer = Callable[[relax.BlockBuilder, Call], relax.Expr]
+from .half_operators import Legalizer
+
 EXTREMA = {"relax.argmax": topi.argmax, "relax.argmin": topi.argmin}
 NARROW = ("int8", "uint8", "bool")
 

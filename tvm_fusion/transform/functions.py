@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import tvm
-from tvm import relax
+import tvm_ffi
+from tvm import relax, tirx
 from tvm.ir import IRModule
 
 Kind = TypeVar("Kind")
@@ -62,6 +63,23 @@ def where_changed(mutator: Marking) -> Rewrite:
 def with_functions(mod: IRModule, functions: Mapping[Any, tvm.ir.BaseFunc]) -> IRModule:
     """A module of other functions, with the attributes and virtual devices of `mod`."""
     return IRModule(dict(functions), attrs=mod.attrs, global_infos=mod.global_infos)
+
+
+def rewritten(
+    mod: IRModule,
+    rules: Sequence[tuple[type, Callable[[Any], Any]]],
+    on: Callable[[tirx.PrimFunc], bool] = lambda func: True,
+) -> IRModule:
+    """A module with nodes replaced in the PrimFuncs that `on` takes; the others, and those in which
+    nothing changes, stay as they are.
+    """
+    functions = {}
+    for gvar, func in mod.functions_items():
+        if isinstance(func, tirx.PrimFunc) and on(func):
+            body = tvm_ffi.structural_map(func.body, rules)
+            func = func if body.same_as(func.body) else func.with_body(body)
+        functions[gvar] = func
+    return with_functions(mod, functions)
 
 
 def target_kind(func: tvm.ir.BaseFunc) -> str:

@@ -1,13 +1,13 @@
 """Negation and sign of unsigned integers and booleans, for which TVM's legalizations look for a -1.
 
--x                  0 - x, modulo the width: what other libraries give
-sign(x)             x > 0, as a number of its type
+-x          ~x + 1, which is 2^bits - x: what other libraries give
+sign(x)     x != 0, as a number of its type
 """
 
 from tvm import relax, te, topi
 from tvm.ir import Call, Op
 
-from .first_extrema import Legalizer
+from .half_operators import Legalizer
 
 
 def _negative(x: te.Tensor) -> te.Tensor:

@@ -11,12 +11,11 @@ Does not handle: vectors, and operators other than sums, differences, products a
 from __future__ import annotations
 
 import tvm
-import tvm_ffi
 from tvm import tirx
 from tvm.ir import Expr
 from tvm.ir.prim.expr import LShift
 
-from .functions import with_functions
+from .functions import rewritten
 
 NARROW = ("int8", "uint8", "int16", "uint16")
 WIDE = "int32"
@@ -28,14 +27,7 @@ class WrapIntegers:
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Return `mod` with the arithmetic of its PrimFuncs written out."""
-        rules = [(kind, _wrapped) for kind in (tirx.Add, tirx.Sub, tirx.Mul, LShift)]
-        functions = {}
-        for var, func in mod.functions_items():
-            if isinstance(func, tirx.PrimFunc):
-                body = tvm_ffi.structural_map(func.body, rules)
-                func = func if body.same_as(func.body) else func.with_body(body)
-            functions[var] = func
-        return with_functions(mod, functions)
+        return rewritten(mod, RULES)
 
 
 def _wrapped(expr: Expr) -> Expr:
@@ -44,3 +36,7 @@ def _wrapped(expr: Expr) -> Expr:
         return expr
     wide = type(expr)(tirx.Cast(WIDE, expr.a), tirx.Cast(WIDE, expr.b))
     return tirx.Cast(dtype, wide)
+
+
+RULES = [(kind, _wrapped) for kind in (tirx.Add, tirx.Sub, tirx.Mul, LShift)]
+"""For `functions.rewritten`."""
