@@ -31,7 +31,7 @@ from .transform.stage import (
     PACK_CONSTANTS,
     WRITE_KERNELS,
     is_enabled,
-    run_stage,
+    result_of,
 )
 from .transform.tuned_parts import TunedParts
 from .transform.write_kernels import CLASS_ATTR, Tuned, Written, write_kernels
@@ -320,32 +320,26 @@ class Job:
 
     def _materialized(self) -> Materialized:
         """The plan applied; where that stage is disabled, the lowered module as it is."""
-        found = Materialized(self.low, {}, {})
 
-        def apply(mod: tvm.IRModule) -> tvm.IRModule:
-            nonlocal found
-            found = materialize(mod, self.graph, self.plan)
-            return found.mod
+        def apply(mod: tvm.IRModule) -> Materialized:
+            return materialize(mod, self.graph, self.plan)
 
-        run_stage(MATERIALIZE, self.low, apply)
-        return found
+        found = result_of(MATERIALIZE, self.low, apply, lambda done: done.mod)
+        return Materialized(self.low, {}, {}) if found is None else found
 
     def _written(self, materialized: Materialized, ahead: KernelsAhead | None) -> Written:
         """The kernels of a module; where that stage is disabled, the module as it is."""
-        found = Written(materialized.mod, {})
         classes = {name: g.kernel_class for name, g in materialized.groups.items()}
 
-        def apply(mod: tvm.IRModule) -> tvm.IRModule:
-            nonlocal found
+        def apply(mod: tvm.IRModule) -> Written:
             constants = packable_arguments(mod, self.hw) if is_enabled(PACK_CONSTANTS) else {}
             with self.target:
-                found = write_kernels(
+                return write_kernels(
                     mod, classes, self.hw, self.policy, ahead, self.tuned, constants
                 )
-            return found.mod
 
-        run_stage(WRITE_KERNELS, materialized.mod, apply)
-        return found
+        found = result_of(WRITE_KERNELS, materialized.mod, apply, lambda done: done.mod)
+        return Written(materialized.mod, {}) if found is None else found
 
     def build_unfused(self) -> Built:
         """Builds the model as it is: one kernel an operator, written by the same kernel classes."""

@@ -6,6 +6,7 @@ Within `Fuse` and `tvm_fusion.compile` a stage runs on one function at a time.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import tvm
 
@@ -17,13 +18,26 @@ WRITE_KERNELS = "tvm_fusion.WriteKernels"
 PACK_CONSTANTS = "tvm_fusion.PackConstants"
 PLAN_MEMORY = "tvm_fusion.PlanMemory"
 
+Result = TypeVar("Result")
 
-def run_stage(
-    name: str, mod: tvm.IRModule, change: Callable[[tvm.IRModule], tvm.IRModule]
-) -> tvm.IRModule:
-    """A module changed under the name of a pass; the module itself where that is disabled."""
-    stage = tvm.transform.module_pass(lambda given, _: change(given), opt_level=0, name=name)
-    return tvm.transform.Sequential([stage])(mod)
+
+def result_of(
+    name: str,
+    mod: tvm.IRModule,
+    work: Callable[[tvm.IRModule], Result],
+    changed: Callable[[Result], tvm.IRModule],
+) -> Result | None:
+    """What `work` makes of a module as the pass of a name, for which the module is then what
+    `changed` says; None where the pass is disabled.
+    """
+    found: list[Result] = []
+
+    def run(given: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        found.append(work(given))
+        return changed(found[0])
+
+    tvm.transform.Sequential([tvm.transform.module_pass(run, opt_level=0, name=name)])(mod)
+    return found[0] if found else None
 
 
 def is_enabled(name: str) -> bool:

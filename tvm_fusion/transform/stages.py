@@ -21,7 +21,7 @@ from ..errors import PlanError
 from ..plan.plan import FusionPlan
 from .devices import Part
 from .each_function import EachFunction
-from .stage import MATERIALIZE, PLAN, run_stage
+from .stage import MATERIALIZE, PLAN, result_of
 from .tuned_parts import TunedParts
 
 if TYPE_CHECKING:
@@ -60,14 +60,10 @@ def planned_job(
     """The job of a module's `main` as stage "tvm_fusion.Plan"; None where that is disabled."""
     from ..job import Job
 
-    jobs = []
+    def look(_: tvm.IRModule) -> Job:
+        return Job.from_module(mod, part.target, part.hw, policy, plan, tuned)
 
-    def look(given: tvm.IRModule) -> tvm.IRModule:
-        jobs.append(Job.from_module(mod, part.target, part.hw, policy, plan, tuned))
-        return given
-
-    run_stage(PLAN, mod, look)
-    return jobs[0] if jobs else None
+    return result_of(PLAN, mod, look, lambda job: mod)
 
 
 @tvm.transform.module_pass(opt_level=0, name=PLAN)
