@@ -6,7 +6,6 @@ import tvm
 from tvm import relax, s_tir, te, tirx
 from tvm.script import tirx as T
 
-from tvm_fusion.runtime import cuda_compiler
 from tvm_fusion.runtime.pipeline import SCHEDULED_ATTR, TIRX_ATTR
 
 H200_CONFIG = {
@@ -120,9 +119,6 @@ def call_in_sequence(prim_funcs: dict[str, tirx.PrimFunc], size: int = 1024) -> 
 
 
 def without_compilers(monkeypatch, empty) -> None:
-    """Takes nvcc and NVRTC away, also where this process has found the latter before; `empty` is a
-    folder without programs.
-    """
+    """Takes nvcc and NVRTC away; `empty` is a folder without programs."""
     monkeypatch.setenv("PATH", str(empty))
     monkeypatch.setitem(sys.modules, "cuda.bindings", None)
-    monkeypatch.setattr(cuda_compiler, "_nvrtc_version", cuda_compiler._nvrtc_version.__wrapped__)

@@ -3,8 +3,6 @@
 import pytest
 
 from tvm_fusion.errors import BuildError
-from tvm_fusion.runtime import resources
-from tvm_fusion.runtime.cuda_compiler import Compiler
 from tvm_fusion.runtime.resources import KernelResources, parse_ptxas_log, ptxas_resources
 
 LOG = """\
@@ -58,15 +56,11 @@ def test_a_kernel_without_registers_is_an_error():
         parse_ptxas_log("Compiling entry function 'lost' for 'sm_90a'\n")
 
 
-def test_resources_come_from_ptxas(tmp_path, monkeypatch):
+@pytest.mark.parametrize("compiler", ["nvcc", "nvrtc"])
+def test_resources_come_from_ptxas(tmp_path, monkeypatch, compiler):
     monkeypatch.setenv("TVM_FUSION_CACHE", str(tmp_path))
+    monkeypatch.setenv("TVM_CUDA_COMPILE_MODE", compiler)
     by_name = {r.name: r for r in ptxas_resources(SOURCE, "sm_90a")}
     assert sorted(by_name) == ["shared", "small"]
     assert by_name["shared"].smem_bytes >= 256
     assert all(0 < r.registers < 32 and r.spill_bytes == 0 for r in by_name.values())
-
-
-def test_nvrtc_alone_cannot_report_resources(monkeypatch):
-    monkeypatch.setattr(resources, "find_compiler", lambda: Compiler("nvrtc", "nvrtc", "13"))
-    with pytest.raises(BuildError, match="need nvcc"):
-        ptxas_resources(SOURCE, "sm_90a")

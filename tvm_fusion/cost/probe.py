@@ -115,16 +115,15 @@ def probe(
     Raises
     ------
     BuildError
-        There is no nvcc.
+        There is no CUDA compiler.
     """
     from ..runtime.cubin_cache import available_cores
-    from ..runtime.cuda_compiler import cuda_arch
+    from ..runtime.cuda_compiler import cuda_arch, find_compiler
     from ..runtime.launch_kernels import LaunchWriter
-    from ..runtime.resources import need_nvcc
 
     if hw.kind != "cuda":
         return {}
-    need_nvcc()
+    find_compiler()
     target = target or hw.to_target()
     arch = cuda_arch(target)
     writer = LaunchWriter(low, graph, hw, policy)

@@ -15,6 +15,7 @@ from tvm.support import nvcc as tvm_nvcc
 
 from ..errors import BuildError
 from .least_integers import least_integers
+from .nvrtc import compile_with_nvrtc, nvrtc_version
 from .split_arrays import split_arrays
 
 _HALF_TYPES = ("HALF", "BFLOAT16", "BFLOAT162")
@@ -39,32 +40,31 @@ class Compiler:
 
     def flags(self, arch: str) -> tuple[str, ...]:
         """Return the command-line flags, those that TVM itself would give."""
-        fast_math = () if os.environ.get("TVM_CUDA_NVCC_NO_FAST_MATH") else ("--use_fast_math",)
-        ptxas = [
-            "-v",
-            f"--register-usage-level={os.environ.get('TVM_CUDA_PTXAS_REG_LEVEL', '10')}",
-            "--warn-on-local-memory-usage",
-            *shlex.split(os.environ.get("TVM_CUDA_PTXAS_EXTRA_OPTS", "")),
-        ]
-        number = arch.removeprefix("sm_")
         undefined = [f"-U__CUDA_NO_{t}_{k}__" for t in _HALF_TYPES for k in _HALF_SWITCHES]
+        fast_math = () if os.environ.get("TVM_CUDA_NVCC_NO_FAST_MATH") else ("--use_fast_math",)
+        shared = (*undefined, "-diag-suppress=177", *fast_math)  # 177: unused variables and helpers
+        if self.kind == "nvrtc":
+            extra = shlex.split(os.environ.get("TVM_CUDA_NVRTC_EXTRA_OPTS", ""))
+            ptxas = (f"--ptxas-options={flag}" for flag in _ptxas_flags())
+            return ("-default-device", "--device-int128", *shared, *ptxas, *extra)
+        number = arch.removeprefix("sm_")
         return (
             "--cubin",
             "-O3",
             "-gencode",
             f"arch=compute_{number},code=sm_{number}",
-            *undefined,
             "--expt-relaxed-constexpr",
             "--expt-extended-lambda",
-            "-diag-suppress=177",  # unused variables and helpers, dozens in generated code
-            *fast_math,
-            f"--ptxas-options={','.join(ptxas)}",
+            *shared,
+            f"--ptxas-options={','.join(_ptxas_flags())}",
         )
 
     def compile(self, source: str, arch: str) -> DeviceCode:
         """Compile without any cache; raises BuildError with the compiler's own words."""
         source = split_arrays(least_integers(source))
-        return self._nvcc(source, arch) if self.kind == "nvcc" else _nvrtc(source, arch)
+        if self.kind == "nvcc":
+            return self._nvcc(source, arch)
+        return DeviceCode(*compile_with_nvrtc(source, arch, self.flags(arch)))
 
     def _nvcc(self, source: str, arch: str) -> DeviceCode:
         with tempfile.TemporaryDirectory(prefix="tvm_fusion_") as folder:
@@ -90,7 +90,7 @@ def find_compiler() -> Compiler:
     path = shutil.which("nvcc")
     if path and mode != "nvrtc":
         return Compiler("nvcc", os.path.realpath(path), _nvcc_version(path))
-    version = _nvrtc_version()
+    version = nvrtc_version()
     if version and mode != "nvcc":
         return Compiler("nvrtc", "nvrtc", version)
     raise BuildError(
@@ -109,22 +109,13 @@ def _nvcc_version(path: str) -> str:
     return run.stdout.strip().splitlines()[-1] if run.returncode == 0 else "unknown"
 
 
-@cache
-def _nvrtc_version() -> str | None:
-    try:
-        from cuda.bindings import nvrtc
-    except ImportError:
-        return None
-    _, major, minor = nvrtc.nvrtcVersion()
-    return f"NVRTC {major}.{minor}"
-
-
-def _nvrtc(source: str, arch: str) -> DeviceCode:
-    try:
-        binary = tvm_nvcc.compile_cuda(source, "cubin", arch=arch, compiler="nvrtc")
-    except RuntimeError as error:
-        raise BuildError(f"NVRTC ({arch}) refuses a kernel:\n{error}") from error
-    return DeviceCode(bytes(binary), "")
+def _ptxas_flags() -> list[str]:
+    return [
+        "-v",
+        f"--register-usage-level={os.environ.get('TVM_CUDA_PTXAS_REG_LEVEL', '10')}",
+        "--warn-on-local-memory-usage",
+        *shlex.split(os.environ.get("TVM_CUDA_PTXAS_EXTRA_OPTS", "")),
+    ]
 
 
 def _errors_of(log: str) -> str:
