@@ -16,12 +16,15 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ._arguments import INTERRUPTED, POLICY_HELP, TARGET_HELP, model_of, policy_of
 from .errors import ConfigError, InputError, PlanError, TvmFusionError, VerificationError
+from .report.functions import FunctionReports
 from .report.model import Report
 from .report.progress import shown
 from .report.why import restrict, why
 
 if TYPE_CHECKING:
     from .config import Policy
+
+Reported = Report | FunctionReports
 
 CHECK_FAILED = 1
 BAD_INPUT = 2
@@ -198,7 +201,7 @@ def _add_common_arguments(command: argparse.ArgumentParser, suites: bool) -> Non
         command.set_defaults(peers="none")
 
 
-def _run(args: argparse.Namespace) -> Report:
+def _run(args: argparse.Namespace) -> Reported:
     """Do what the command says and return its report."""
     from . import compiler
     from .bench.options import model_peers_of
@@ -254,10 +257,17 @@ def _bench_suite(args: argparse.Namespace) -> int:
     return CHECK_FAILED if options.failed(result) else 0
 
 
-def _verified(report: Report) -> Report:
-    if report.verify is None:
-        raise VerificationError(f"nothing was verified: this machine cannot run {report.target}")
+def _verified(report: Reported) -> Reported:
+    reports = [one for _, one in _each(report)]
+    if all(one.verify is None for one in reports):
+        target = reports[0].target
+        raise VerificationError(f"nothing was verified: this machine cannot run {target}")
     return report
+
+
+def _each(report: Reported) -> list[tuple[str, Report]]:
+    """The reports of a model's functions; one without a name for a model of one."""
+    return report.items() if isinstance(report, FunctionReports) else [("", report)]
 
 
 def _with_budget(policy: "Policy", args: argparse.Namespace) -> "Policy":
@@ -278,13 +288,22 @@ def _plan_file(path: str | None) -> Path | None:
     return Path(path)
 
 
-def _print(report: Report, args: argparse.Namespace, answer: str | None) -> None:
+def _print(report: Reported, args: argparse.Namespace, answer: str | None) -> None:
     if args.json:
         shown = restrict(report, args.why) if args.why else report
         print(json.dumps(shown.to_json(), allow_nan=False))
     elif answer is not None:
         print(answer)
-    elif args.full or args.command in ("explain", "verify"):
+    else:
+        for name, one in _each(report):
+            if name:
+                print(f"function {name}")
+            _print_one(one, args)
+    sys.stdout.flush()
+
+
+def _print_one(report: Report, args: argparse.Namespace) -> None:
+    if args.full or args.command in ("explain", "verify"):
         from .report.text import show
 
         show(report, sys.stdout)
@@ -292,11 +311,11 @@ def _print(report: Report, args: argparse.Namespace, answer: str | None) -> None
         from .report.screen import screen
 
         print(screen(report, "--demo" if args.demo else args.model))
-    sys.stdout.flush()
 
 
-def _status(report: Report) -> int:
-    return CHECK_FAILED if report.verify is not None and not report.verify.passed else 0
+def _status(report: Reported) -> int:
+    checks = [one.verify for _, one in _each(report) if one.verify is not None]
+    return 0 if all(check.passed for check in checks) else CHECK_FAILED
 
 
 def _fail(message: str, status: int) -> int:

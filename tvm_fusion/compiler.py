@@ -17,16 +17,19 @@ from typing import TYPE_CHECKING, Any
 from .config import Policy, load_policy, resolve_target
 from .errors import InputError, TargetError
 from .job import Job, PlanLike
+from .jobs import Jobs, Plans
 from .runtime.cuda_graph_rules import CudaGraphOptions
 
 if TYPE_CHECKING:
+    from .report.functions import FunctionReports
     from .report.model import Report
+    from .runtime.functions import CompiledFunctions
     from .runtime.module import CompiledModule
     from .transform.tuned_parts import DatabaseLike
 
 VERIFY = (True, False, "groups", "report")
 
-__all__ = ["Job", "PlanLike", "compile", "explain"]
+__all__ = ["Job", "Jobs", "PlanLike", "Plans", "compile", "explain"]
 
 
 def compile(
@@ -34,7 +37,7 @@ def compile(
     target: Any = None,
     *,
     policy: Any = None,
-    plan: PlanLike = None,
+    plan: Plans = None,
     example_inputs: Any = None,
     dynamic_shapes: Any = None,
     verify: bool | str | None = None,
@@ -42,8 +45,12 @@ def compile(
     time: bool = False,
     cuda_graph: Any = False,
     database: DatabaseLike = None,
-) -> CompiledModule:
+) -> CompiledModule | CompiledFunctions:
     """Fuses and builds a model.
+
+    All public functions of a Relax module are entries of one executable, `main` and those of other
+    names; each is planned, checked and reported by itself, as if it were the only one. What they
+    call, each other included, is fused in its place.
 
     Parameters
     ----------
@@ -55,7 +62,8 @@ def compile(
     policy : str, Path, mapping, Policy or None
         See `tvm_fusion.config.load_policy`.
     plan : FusionPlan, path, dict or None
-        A plan to run instead of searching one; it has to be made for this module.
+        A plan to run instead of searching one; it has to be made for this module. For a module of
+        several functions a mapping from their names to plans; those without one are planned.
     example_inputs, dynamic_shapes
         For a torch.nn.Module, as `torch.export.export` takes them.
     verify : bool, "groups", "report" or None
@@ -85,9 +93,10 @@ def compile(
 
     Returns
     -------
-    CompiledModule
+    CompiledModule or CompiledFunctions
         Call it with NumPy arrays, torch or TVM tensors; `.report` says what was done, `.plan` is
-        the plan.
+        the plan. Of a module of several functions each is a `CompiledModule` by its name, as in
+        `compiled["decode"](x)`; `.report` and `.plan` are those of all, by name.
 
     Raises
     ------
@@ -96,7 +105,8 @@ def compile(
         target, or `cuda_graph` is asked for on a CPU.
     VerificationError
         The numbers are wrong whatever is compiled, TVM's own code included. It names the element,
-        the kernels, and a folder with a program that shows it again.
+        the function if it is one of several, the kernels, and a folder with a program that shows it
+        again.
     BuildError
         The module does not build even without fusion.
     """
@@ -105,11 +115,11 @@ def compile(
         raise InputError(f"verify={verify!r} is none of {', '.join(map(repr, (None, *VERIFY)))}")
     if graphs is not None:
         policy = graph_policy(target, policy)
-    job = Job.of(
+    jobs = Jobs.of(
         model, target, policy, plan, example_inputs, dynamic_shapes, database, use_current=True
     )
-    wanted = job.policy.verify if verify is None else verify
-    return job.compile(wanted, measure, time, graphs)
+    wanted = load_policy(policy).verify if verify is None else verify
+    return (jobs.only or jobs).compile(wanted, measure, time, graphs)
 
 
 def graph_policy(target: Any, policy: Any) -> Policy:
@@ -133,26 +143,38 @@ def explain(
     target: Any = None,
     *,
     policy: Any = None,
-    plan: PlanLike = None,
+    plan: Plans = None,
     example_inputs: Any = None,
     dynamic_shapes: Any = None,
     measure: bool = False,
     probe: bool = False,
     bound: bool = False,
-) -> Report:
-    """Plans a model and reports the plan; parameters as for `compile`.
+) -> Report | FunctionReports:
+    """Plans a model and reports the plan, or that of each function by its name; parameters as for
+    `compile`.
 
     Nothing is built and no device is needed, unless `measure` asks to time the fusions in doubt.
     With `probe` the kernels of all groups are compiled (by nvcc; no GPU is needed) and the report
     has their registers, spills and code. With `bound` (needs SciPy) the report says how far the
     plan can be from the cheapest one, by the cost model, where the graph is small enough to tell.
     """
+    from .report.functions import FunctionReports
+
+    jobs = Jobs.of(model, target, policy, plan, example_inputs, dynamic_shapes)
+    how = {"measure": measure, "probe": probe, "bound": bound}
+    if jobs.only is not None:
+        return _explained(jobs.only, **how)
+    share = 1 / len(jobs.jobs)
+    return FunctionReports({n: _explained(j, share, **how) for n, j in jobs.jobs.items()})
+
+
+def _explained(job: Job, share: float = 1.0, *, measure: bool, probe: bool, bound: bool) -> Report:
+    """The report of one function, which has a share of the budget for measurements."""
     from .cost.probe import candidates_of
     from .cost.probe import probe as compiled_kernels
 
-    job = Job.of(model, target, policy, plan, example_inputs, dynamic_shapes)
-    if measure and plan is None and job.has_device():
-        job.contest(job.budget())
+    if measure and not job.given and job.has_device():
+        job.contest(job.budget().share(share))
     if probe and job.hw.kind != "cuda":
         raise TargetError(f"{job.hw.name} is no GPU: there are no registers to probe")
     groups = candidates_of(job.graph, job.plan) if probe else []

@@ -38,9 +38,11 @@ from .transform.write_kernels import CLASS_ATTR, Tuned, Written, write_kernels
 from .variants import best_plan
 
 if TYPE_CHECKING:
+    from .check.compiled import Checked
     from .check.sequential import Budget
     from .report.assemble import Probed
     from .report.model import Report
+    from .report.times import TimeReport
     from .runtime.build import Built
     from .runtime.kernels_ahead import KernelsAhead
     from .runtime.memory import MemoryPlan
@@ -54,9 +56,50 @@ CONTEST_SHARE = 0.8
 PlanLike = FusionPlan | str | Path | dict[str, Any] | None
 
 
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a caller wants to be done with a build: `verify`, `measure`, `time` and `cuda_graph` of
+    `compiler.compile`, and the share of the policy's budgets that there is for it.
+    """
+
+    verify: bool | str = False
+    measure: bool = False
+    time: bool = False
+    cuda_graph: Any = None
+    share: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A build that was settled and checked, as `Wishes` asked for it.
+
+    Attributes
+    ----------
+    built, materialized, unfused, checked, times
+        As for `report.assemble.built_report`.
+    wishes : Wishes
+        What could be done of what was asked for.
+    """
+
+    built: Built
+    materialized: Materialized
+    unfused: Built | None
+    checked: Checked | None
+    times: Mapping[str, TimeReport]
+    wishes: Wishes
+
+
 @dataclass
 class Job:
-    """One model on its way through the stages."""
+    """One function of a model on its way through the stages.
+
+    Attributes
+    ----------
+    mod : IRModule
+        Its `main` is the function.
+    function : str
+        The name of the function in the model.
+    """
 
     mod: tvm.IRModule
     target: tvm.target.Target
@@ -68,6 +111,7 @@ class Job:
     cuts: dict[tuple[str, ...], str] = field(default_factory=dict)
     given: bool = False  # the plan is the caller's
     tuned: Tuned | None = None
+    function: str = "main"
     _alone: FusionPlan | None = None
     _whole: tuple[tvm.IRModule, FusionGraph, FusionPlan] | None = None
 
@@ -87,7 +131,7 @@ class Job:
         model is read. `use_current` takes the database of `with database:` where none is given.
         """
         tvm_target, hw = resolve_target(target)
-        policy, given = load_policy(policy), _read_plan(plan)
+        policy, given = load_policy(policy), read_plan(plan)
         stages.info("reading the model")
         tuned = None
         if database is not None or use_current:
@@ -104,21 +148,23 @@ class Job:
         policy: Policy,
         plan: PlanLike = None,
         tuned: Tuned | None = None,
+        function: str = "main",
     ) -> Job:
-        given = _read_plan(plan)
+        given = read_plan(plan)
         if given is None and tuned is not None:
             given = tuned.plan(mod, hw, policy)
         if given is None:
             stages.info("planning")
             found = best_plan(mod, target, hw, policy)
-            return cls(mod, target, hw, policy, *found, tuned=tuned)
+            return cls(mod, target, hw, policy, *found, tuned=tuned, function=function)
         if given.opened:
             low = lower(mod, target, hw=hw, rewrites=known_rewrites(given.rewrites, policy))
         else:
             low = lower(mod, target, decompose=False)
         graph = build_graph(low)
         given.check(graph)
-        return cls(mod, target, hw, policy, low, graph, given, given=True, tuned=tuned)
+        how = {"given": True, "tuned": tuned, "function": function}
+        return cls(mod, target, hw, policy, low, graph, given, **how)
 
     @property
     def alone(self) -> FusionPlan:
@@ -167,46 +213,77 @@ class Job:
         cuda_graph: Any = None,
     ) -> CompiledModule:
         """Builds, settles, checks and times; parameters as for `compiler.compile`."""
-        from .check.compiled import check_compiled, time_builds
-        from .check.reproducer import wrong_numbers
-        from .check.sequential import Budget
-        from .report.assemble import built_report
-        from .report.calls import with_calls
         from .runtime.module import CompiledModule
 
-        runs = verify or measure or time
-        if runs and not (self.has_device() and self.has_inputs()):
-            runs = verify = measure = time = False
-        budget = self.budget() if measure else None
-        if measure and not self.given:
-            self.contest(budget.share(CONTEST_SHARE))
-        elif verify and not self.given and self.settles():
-            self.contest(Budget(self.policy.settle_budget_s))
+        wishes, budget = self.settled(Wishes(verify, measure, time, cuda_graph))
         stages.info("building the kernels")
-        built, materialized = self.build_fused()
+        finished = self.finished(*self.build_fused(), wishes, budget)
+        compiled = CompiledModule.of(finished.built, self.plan)
+        self.tell(compiled, finished)
+        return compiled
+
+    def settled(self, wishes: Wishes) -> tuple[Wishes, Budget | None]:
+        """Settles fusions in doubt before anything is built; what can be done of the wishes, and
+        what is left for measurements.
+        """
+        from .check.sequential import Budget
+
+        wanted = wishes.verify or wishes.measure or wishes.time
+        if wanted and not (self.has_device() and self.has_inputs()):
+            wishes = replace(wishes, verify=False, measure=False, time=False)
+        budget = self.budget().share(wishes.share) if wishes.measure else None
+        if wishes.measure and not self.given:
+            self.contest(budget.share(CONTEST_SHARE))
+        elif wishes.verify and not self.given and self.settles():
+            self.contest(Budget(wishes.share * self.policy.settle_budget_s))
+        return wishes, budget
+
+    def finished(
+        self, built: Built, materialized: Materialized, wishes: Wishes, budget: Budget | None
+    ) -> Finished:
+        """Settles, checks and times a build as far as that is wished for.
+
+        Raises
+        ------
+        VerificationError
+            Its numbers are wrong whatever is compiled.
+        """
+        from .check.compiled import check_compiled, time_builds
+        from .check.reproducer import wrong_numbers
+
+        timed = wishes.measure or wishes.time
         checked = None
-        if measure or time:
+        if timed:
             stages.info("building the unfused module")
-        unfused = self.build_unfused() if measure or time else None
-        if measure:
+        unfused = self.build_unfused() if timed else None
+        if wishes.measure:
             stages.info("timing the fused module beside the unfused one")
             built, materialized = self.race(built, materialized, unfused, budget)
-        if verify:
+        if wishes.verify:
             stages.info("checking the results against float64")
-            checked = check_compiled(self, built, materialized, verify in ("groups", "report"))
-            if not checked.verification.passed and verify != "report":
+            every_group = wishes.verify in ("groups", "report")
+            checked = check_compiled(self, built, materialized, every_group)
+            if not checked.verification.passed and wishes.verify != "report":
                 raise wrong_numbers(self, checked)
             built, materialized = checked.built, checked.materialized
-        if measure or time:
+        if timed:
             stages.info("timing the fused module beside the unfused one")
-        times = time_builds(built, unfused, self.inputs) if measure or time else {}
-        compiled = CompiledModule.of(built, self.plan)
-        compiled.cuda_graph = cuda_graph
-        report = built_report(self, built, materialized, unfused, checked, times)
-        inputs = self.inputs if runs else None
+        times = time_builds(built, unfused, self.inputs) if timed else {}
+        return Finished(built, materialized, unfused, checked, times, wishes)
+
+    def tell(self, compiled: CompiledModule, finished: Finished) -> None:
+        """Gives the function that was compiled its CUDA graphs and its report."""
+        from .report.assemble import built_report
+        from .report.calls import with_calls
+
+        wishes, unfused = finished.wishes, finished.unfused
+        compiled.cuda_graph = wishes.cuda_graph
+        parts = (finished.built, finished.materialized, unfused, finished.checked, finished.times)
+        report = built_report(self, *parts)
+        timed = wishes.measure or wishes.time
+        inputs = self.inputs if wishes.verify or timed else None
         memory = unfused.memory if unfused is not None else self.unfused_memory()
-        compiled.report = with_calls(report, compiled, memory, inputs, measure or time)
-        return compiled
+        compiled.report = with_calls(report, compiled, memory, inputs, timed)
 
     @property
     def unlearned(self) -> str | None:
@@ -230,13 +307,17 @@ class Job:
 
     def has_inputs(self) -> bool:
         """Whether values can be drawn for all inputs; says so where they cannot."""
-        from .check.inputs import objects
+        from .check.inputs import has_values, objects
 
         unknown = objects(self.mod["main"])
         if unknown:
             names = ", ".join(unknown)
             logger.warning("no values for %s: neither run, nor checked, nor measured", names)
-        return not unknown
+            return False
+        if not has_values(self.mod["main"]):
+            logger.warning("%s returns an object: neither run, nor checked", self.function)
+            return False
+        return True
 
     def settles(self) -> bool:
         """Whether doubts are settled by measurements that nobody asked for: on the CPU of this
@@ -286,7 +367,7 @@ class Job:
                 try:
                     return build(written, self.target, ahead=ahead), materialized
                 except KernelBuildError as error:
-                    if not self._cut_all(materialized, error.failures, RefusalCode.BUILD):
+                    if not self.cut_failed(materialized, error.failures, RefusalCode.BUILD):
                         raise
 
     def fuse(self) -> tvm.IRModule:
@@ -309,14 +390,20 @@ class Job:
 
     def write(self, ahead: KernelsAhead | None = None) -> tuple[tvm.IRModule, Materialized]:
         """Writes the plan's kernels; groups that cannot be written are cut until all are."""
+        written, materialized = self.write_unpacked(ahead)
+        return tvm.transform.Sequential([PackConstants()])(written), materialized
+
+    def write_unpacked(
+        self, ahead: KernelsAhead | None = None
+    ) -> tuple[tvm.IRModule, Materialized]:
+        """As `write`, the constants as they were."""
         while True:
             if ahead is not None:
                 ahead.codes.clear()
             materialized = self._materialized()
             written = self._written(materialized, ahead)
-            if not self._cut_all(materialized, written.failures, RefusalCode.WRITER):
-                packed = tvm.transform.Sequential([PackConstants()])(written.mod)
-                return packed, materialized
+            if not self.cut_failed(materialized, written.failures, RefusalCode.WRITER):
+                return written.mod, materialized
 
     def _materialized(self) -> Materialized:
         """The plan applied; where that stage is disabled, the lowered module as it is."""
@@ -355,7 +442,7 @@ class Job:
 
         return memory_of(materialize(*self.whole).mod, self.target)
 
-    def _cut_all(
+    def cut_failed(
         self, materialized: Materialized, failures: Mapping[str, str], code: RefusalCode
     ) -> bool:
         """Cuts all groups whose PrimFunc failed; whether anything changed."""
@@ -400,7 +487,8 @@ def _next_class(group: PlannedGroup) -> str:
     return STOCK if group.kernel_class in (FALLBACK, STOCK) else FALLBACK
 
 
-def _read_plan(plan: PlanLike) -> FusionPlan | None:
+def read_plan(plan: PlanLike) -> FusionPlan | None:
+    """A plan of any form that callers may give; raises PlanError."""
     if plan is None or isinstance(plan, FusionPlan):
         return plan
     if isinstance(plan, str | Path):

@@ -16,13 +16,16 @@ import tvm
 
 from .._threads import thread_count
 from ..compiler import graph_policy
-from ..config import resolve_target
+from ..config import load_policy, resolve_target
 from ..errors import TargetError
 from ..job import Job
+from ..jobs import Jobs
+from ..report.functions import FunctionReports
 from ..report.model import Report
 from ..report.progress import stages
 from ..report.times import FUSED, UNFUSED, TimeReport
 from ..runtime.cuda_graph_rules import CudaGraphOptions
+from ..runtime.functions import CompiledFunctions
 from ..runtime.kernel_walls import kernel_walls
 from ..runtime.module import CompiledModule
 from ..runtime.timing import time_calls
@@ -77,18 +80,27 @@ def compile_beside(
     measure: bool = False,
     cuda_graph: Any = False,
     database: str | Path | None = None,
-) -> CompiledModule:
+) -> CompiledModule | CompiledFunctions:
     """Compile a model as `tvm_fusion.compile` does, and time it beside other compilers as `bench`
-    does, if this machine has the device.
+    does, if this machine has the device; of several functions each that inputs can be drawn for.
     """
     graphs = CudaGraphOptions.of(cuda_graph)
     if graphs is not None:
         policy = graph_policy(target, policy)
-    job = Job.of(model, target, policy, plan, None, None, database)
-    compiled = job.compile(job.policy.verify, measure, graphs is not None, graphs)
-    if tvm.runtime.device_from_target(job.target).exist:
-        compiled.report = beside(job, compiled, peers)
-    return compiled
+    jobs = Jobs.of(model, target, policy, plan, None, None, database)
+    verify, timed = load_policy(policy).verify, graphs is not None
+    if jobs.only is not None:
+        compiled = jobs.only.compile(verify, measure, timed, graphs)
+        if tvm.runtime.device_from_target(compiled.target).exist:
+            compiled.report = beside(jobs.only, compiled, peers)
+        return compiled
+    functions = jobs.compile(verify, measure, timed, graphs)
+    if tvm.runtime.device_from_target(functions.target).exist:
+        for name, job in jobs.jobs.items():
+            if job.has_inputs():
+                functions[name].report = beside(job, functions[name], peers)
+    functions.report = FunctionReports({n: one.report for n, one in functions.items()})
+    return functions
 
 
 def beside(job: Job, compiled: CompiledModule, peers: Sequence[str]) -> Report:

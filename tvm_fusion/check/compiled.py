@@ -46,6 +46,10 @@ class Checked:
         What was run in turn until it passed; one entry where the first did.
     wrong : dict of str to (PlannedGroup, str)
         The groups that were wrong by themselves and gave way, by name of their PrimFunc, and why.
+    references : sequence of Reference
+        What it was held against.
+    alone : IRModule or None
+        The model as TVM alone lowers it, where nothing else was right.
     """
 
     built: Built
@@ -54,6 +58,8 @@ class Checked:
     group_errors: dict[str, float] = field(default_factory=dict)
     tried: list[str] = field(default_factory=list)
     wrong: dict[str, tuple[PlannedGroup, str]] = field(default_factory=dict)
+    references: Sequence[Reference] = ()
+    alone: tvm.IRModule | None = None
 
 
 def check_compiled(
@@ -84,9 +90,15 @@ def check_compiled(
         verification, inputs = _judged(built, references)
         step = None if verification.passed else repair.step(materialized, verification, inputs)
         if step is None:
-            found = (repair.errors, repair.tried, repair.wrong)
+            found = (repair.errors, repair.tried, repair.wrong, references, repair.alone)
             return Checked(built, materialized, verification, *found)
         built, materialized = step
+
+
+def checked_again(checked: Checked, built: Built, materialized: Materialized) -> Checked:
+    """What a check ended with, of the same function in another build."""
+    verification, _ = _judged(built, checked.references)
+    return replace(checked, built=built, materialized=materialized, verification=verification)
 
 
 def _references(job: Job, mod: tvm.IRModule) -> list[Reference]:

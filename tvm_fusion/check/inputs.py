@@ -129,6 +129,11 @@ def objects(func: relax.Function) -> list[str]:
     return [param.name for param in func.params if not _is_number(param.ty)]
 
 
+def has_values(func: relax.Function) -> bool:
+    """Whether all that a function returns can be read and compared: it is no object."""
+    return _is_number(func.ret_ty)
+
+
 def _is_number(ty: Any) -> bool:
     if isinstance(ty, relax.TupleType):
         return all(map(_is_number, ty.fields))

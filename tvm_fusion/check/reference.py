@@ -171,14 +171,15 @@ def run_reference(
     return build_reference(mod, entry, capture, target)(inputs)
 
 
-def runner(built: Built, entry: str = "main") -> Callable[[Sequence[Any]], list[np.ndarray]]:
-    """A function of a build, from inputs to its outputs as a flat list of arrays.
+def runner(built: Built, entry: str | None = None) -> Callable[[Sequence[Any]], list[np.ndarray]]:
+    """A function of a build, by default that of its signature, from inputs to its outputs as a flat
+    list of arrays.
 
     It is run on other numbers first, in memory that holds no result: what it leaves unwritten, or
     takes over from the call before, is not by chance what it should be.
     """
     device = tvm.runtime.device_from_target(built.target)
-    function = entry_of(built.executable, device, entry)
+    function = entry_of(built.executable, device, entry or built.signature.function)
     first = True
 
     def call(values: Sequence[Any]) -> list[np.ndarray]:
@@ -195,7 +196,7 @@ def runner(built: Built, entry: str = "main") -> Callable[[Sequence[Any]], list[
     return run
 
 
-def run_built(built: Built, inputs: Sequence[Any], entry: str = "main") -> list[np.ndarray]:
+def run_built(built: Built, inputs: Sequence[Any], entry: str | None = None) -> list[np.ndarray]:
     """Run a function of a build once (`runner`)."""
     return runner(built, entry)(inputs)
 

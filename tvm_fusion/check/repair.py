@@ -54,6 +54,8 @@ class Repair:
         What was run so far, in words.
     wrong : dict of str to (PlannedGroup, str)
         The groups that were wrong by themselves, by name of their PrimFunc, and why.
+    alone : IRModule or None
+        `plain`, once that is what is tried.
     """
 
     def __init__(self, job: Job, plain: tvm.IRModule) -> None:
@@ -61,6 +63,7 @@ class Repair:
         self.errors: dict[str, float] = {}
         self.tried = ["the plan"]
         self.wrong: dict[str, tuple[PlannedGroup, str]] = {}
+        self.alone: tvm.IRModule | None = None
         self._coarse = iter(self._coarse_steps())
 
     def step(
@@ -139,10 +142,12 @@ class Repair:
         """The model as TVM alone lowers it; reported are the launches of the step before."""
         self.tried.append("the model as TVM alone compiles it")
         try:
-            return plain_build(self._plain, self.job.target), self.job.write()[1]
+            found = plain_build(self._plain, self.job.target), self.job.write()[1]
         except BuildError as error:
             logger.warning("TVM alone cannot compile the model: %s", error)
             return None
+        self.alone = self._plain
+        return found
 
 
 def _stock(group: PlannedGroup) -> PlannedGroup:

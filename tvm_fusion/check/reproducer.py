@@ -56,7 +56,8 @@ def wrong_numbers(job: Job, checked: Checked) -> VerificationError:
     Names the outputs, the worst elements, each group that is wrong by itself with its kernel and
     configuration, and what was tried.
     """
-    lines = [f"wrong numbers, whatever is compiled: {checked.verification.why}"]
+    where = "" if job.function == "main" else f"function {job.function}: "
+    lines = [f"{where}wrong numbers, whatever is compiled: {checked.verification.why}"]
     for name, (group, why) in checked.wrong.items():
         ops, how = "+".join(group.ops), configuration(job, group)
         lines.append(f"  {ops} is wrong by itself (kernel {name}, class {how}): {why}")

@@ -5,6 +5,8 @@
     .onnx / ModelProto         ->                 IRModule
     .py / .json / IRModule     ->                 IRModule
 
+(`load_functions` takes Relax modules of several functions apart first: one such module for each.)
+
 Whatever it came from, the module has a Relax function `main` whose parameters are the inputs of the
 model only (weights are constants in it), is normalised and well-formed, and does no arithmetic on
 booleans (see `transform/fix_bool_arithmetic.py`).
@@ -23,7 +25,7 @@ from typing import Any
 from tvm.ir import IRModule
 
 from tvm_fusion.errors import FrontendError
-from tvm_fusion.frontends.module import checked_module
+from tvm_fusion.frontends.module import checked_functions, checked_module
 
 SUFFIXES = (".pt2", ".onnx", ".py", ".json")
 
@@ -58,6 +60,26 @@ def load(model: Any, example_inputs: Any = None, *, dynamic_shapes: Any = None) 
     >>> load("model.onnx")                                                        # doctest: +SKIP
     >>> load(torch.nn.Linear(8, 4), (torch.ones(2, 8),))                          # doctest: +SKIP
     """
+    return _read(model, example_inputs, dynamic_shapes, checked_module)
+
+
+def load_functions(
+    model: Any, example_inputs: Any = None, *, dynamic_shapes: Any = None
+) -> dict[str, IRModule]:
+    """Read a model, and return each public function of it as a module; parameters and errors as for
+    `load`.
+
+    Returns
+    -------
+    dict of str to IRModule
+        As `load` returns a model, by the function's name; a model of one function is called `main`.
+    """
+    found = _read(model, example_inputs, dynamic_shapes, checked_functions)
+    return found if isinstance(found, dict) else {"main": found}
+
+
+def _read(model: Any, example_inputs: Any, dynamic_shapes: Any, check: Any) -> Any:
+    """Read a model, and check it if it is of Relax."""
     if isinstance(model, tuple) and len(model) == 2 and example_inputs is None:
         model, example_inputs = model
     if _is_torch(model, "nn", "Module"):
@@ -70,9 +92,9 @@ def load(model: Any, example_inputs: Any = None, *, dynamic_shapes: Any = None) 
             f"{_describe(model)}: leave them out"
         )
     if isinstance(model, IRModule):
-        return checked_module(model, "the given IRModule")
+        return check(model, "the given IRModule")
     if isinstance(model, str | os.PathLike):
-        return _from_file(Path(model))
+        return _from_file(Path(model), check)
     if _is_torch(model, "export", "ExportedProgram"):
         from tvm_fusion.frontends.pytorch import from_exported_program
 
@@ -87,7 +109,7 @@ def load(model: Any, example_inputs: Any = None, *, dynamic_shapes: Any = None) 
     )
 
 
-def _from_file(path: Path) -> IRModule:
+def _from_file(path: Path, check: Any) -> Any:
     """Read a model file; its suffix says how."""
     if not path.exists():
         raise FrontendError(f"{path}: no such file; check the path")
@@ -105,7 +127,7 @@ def _from_file(path: Path) -> IRModule:
     if suffix in (".py", ".json"):
         from tvm_fusion.frontends.relax_file import from_json, from_script
 
-        return from_script(path) if suffix == ".py" else from_json(path)
+        return from_script(path, check) if suffix == ".py" else from_json(path, check)
     raise FrontendError(
         f"{path}: unknown kind of model file {suffix!r}; known are {', '.join(SUFFIXES)} "
         f"(for PyTorch save torch.export.export(...) with torch.export.save)"

@@ -3,7 +3,7 @@
 import contextlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import TypeVar
@@ -18,12 +18,18 @@ from tvm.tirx.layout import Axis
 from tvm_fusion.errors import FrontendError
 from tvm_fusion.frontends.module import checked_module, first_line
 
+Found = IRModule | dict[str, IRModule]
+
 # What `IRModule.script()` assumes: it writes these imports as comments, or not at all.
 SCRIPT_NAMES = {"I": I, "R": R, "T": T, "Axis": Axis, "TypeVar": TypeVar, "tvm": tvm}
 
 
-def from_script(path: Path) -> IRModule:
-    """Run a Python file and take the one IRModule it defines.
+Check = Callable[[IRModule, str], Found]
+"""What is done with a module from a place: `module.checked_module` or `checked_functions`."""
+
+
+def from_script(path: Path, check: Check = checked_module) -> Found:
+    """Run a Python file and take the one IRModule it defines, checked.
 
     The names in `SCRIPT_NAMES` are there, so that what `mod.script()` printed runs as it is.
 
@@ -48,11 +54,11 @@ def from_script(path: Path) -> IRModule:
             f"{path}: defines {len(different)} IRModules ({', '.join(sorted(modules))}); "
             f"leave one, or start the names of the others with an underscore"
         )
-    return checked_module(next(iter(different.values())), str(path))
+    return check(next(iter(different.values())), str(path))
 
 
-def from_json(path: Path) -> IRModule:
-    """Read a file that holds `tvm.ir.save_json(mod)`.
+def from_json(path: Path, check: Check = checked_module) -> Found:
+    """Read a file that holds `tvm.ir.save_json(mod)`, checked.
 
     Raises
     ------
@@ -70,7 +76,7 @@ def from_json(path: Path) -> IRModule:
             f"{path}: holds a {type(value).__name__}, not an IRModule; "
             f"write it with tvm.ir.save_json(mod)"
         )
-    return checked_module(value, str(path))
+    return check(value, str(path))
 
 
 def _run(path: Path) -> ModuleType:

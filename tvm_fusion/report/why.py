@@ -5,12 +5,13 @@ from itertools import permutations
 
 from .._toml import nearest
 from ..errors import InputError
+from .functions import FunctionReports
 from .model import GroupReport, RefusalReport, Report
 from .text import format_refusal, format_terms, format_time
 
 
-def why(report: Report, pair: str) -> str:
-    """Return the reasons about a pair, one a line.
+def why(report: Report | FunctionReports, pair: str) -> str:
+    """Return the reasons about a pair, one a line; of several functions, for each that has both.
 
     Parameters
     ----------
@@ -22,6 +23,9 @@ def why(report: Report, pair: str) -> str:
     InputError
         `pair` is not two names, or the report knows no such name.
     """
+    if isinstance(report, FunctionReports):
+        known = restrict(report, pair)
+        return "\n".join(f"function {n}: {why(report[n], pair)}" for n in known)
     first, second = _names(report, pair)
     together = [g for g in report.groups if first in _members(g) and second in _members(g)]
     lines = [_together(group) for group in together]
@@ -45,13 +49,30 @@ def _together(group: GroupReport) -> str:
     return "; ".join(said)
 
 
-def restrict(report: Report, pair: str) -> Report:
-    """Return the report with only those groups and refusals that concern a pair."""
+def restrict(report: Report | FunctionReports, pair: str) -> Report | FunctionReports:
+    """Return the report with only those groups and refusals that concern a pair; of several
+    functions, those that have both.
+    """
+    if isinstance(report, FunctionReports):
+        return _restricted_functions(report, pair)
     first, second = _names(report, pair)
     groups = [g for g in report.groups if _members(g) & {first, second}]
     return replace(
         report, groups=tuple(groups), refusals=tuple(_refusals_of(report, first, second))
     )
+
+
+def _restricted_functions(reports: FunctionReports, pair: str) -> FunctionReports:
+    found: dict[str, Report] = {}
+    unknown: InputError | None = None
+    for name, report in reports.items():
+        try:
+            found[name] = restrict(report, pair)
+        except InputError as error:
+            unknown = unknown or error
+    if unknown is not None and not found:
+        raise unknown
+    return FunctionReports(found)
 
 
 def _names(report: Report, pair: str) -> tuple[str, str]:

@@ -5,7 +5,7 @@ nvcc compiles them side by side, one that does not compile takes no other down w
 costs one entry of the cubin cache.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
@@ -50,7 +50,14 @@ if TYPE_CHECKING:
     from ..config import HardwareProfile
     from .kernels_ahead import KernelsAhead
 
-__all__ = ["Built", "KernelBuildError", "build", "build_functions", "memory_of"]
+__all__ = [
+    "Built",
+    "KernelBuildError",
+    "build",
+    "build_entries",
+    "build_functions",
+    "memory_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +71,7 @@ class Built:
     target : tvm.target.Target
         The target it was built for.
     signature : Signature
-        Inputs of `main`.
+        Inputs of the function that it is about, and its name: `main`, but for `build_entries`.
     kernels : Mapping[str, tuple[str, ...]]
         Names of the kernels that each PrimFunc launches, one per launch; empty on a CPU.
     cuda_sources : tuple of str
@@ -73,7 +80,7 @@ class Built:
         By kernel, where nvcc compiled it.
     memory : MemoryPlan
     writes : tuple of int
-        Inputs of `main` that it writes into, by position.
+        Inputs of the function that it writes into, by position.
     own : tuple of bool
         Of each output tensor, whether it has memory of its own (see `own_outputs`).
     plain : Mapping[str, str]
@@ -111,12 +118,29 @@ def build(
     ahead: "KernelsAhead | None" = None,
     plan_memory: bool = True,
 ) -> Built:
+    """Build a module with a function `main`; as `build_entries`."""
+    how = {"compile_kernels": compile_kernels, "ahead": ahead, "plan_memory": plan_memory}
+    return build_entries(mod, ("main",), target, hw, **how)["main"]
+
+
+def build_entries(
+    mod: tvm.IRModule,
+    entries: Sequence[str],
+    target: tvm.target.Target | None = None,
+    hw: "HardwareProfile | None" = None,
+    *,
+    compile_kernels: bool = True,
+    ahead: "KernelsAhead | None" = None,
+    plan_memory: bool = True,
+) -> dict[str, Built]:
     """Build a module whose PrimFuncs are written kernels (see `pipeline.lowering_pipeline`).
 
     Parameters
     ----------
     mod : tvm.IRModule
-        Relax functions, `main` among them, and PrimFuncs of the s_tir or the TIRx dialect.
+        Relax functions, and PrimFuncs of the s_tir or the TIRx dialect.
+    entries : sequence of str
+        The Relax functions to call from outside, all in one executable.
     target : tvm.target.Target, optional
         By default that of `hw`.
     hw : HardwareProfile, optional
@@ -127,6 +151,11 @@ def build(
         The code of PrimFuncs that is known already: their bodies are not looked at.
     plan_memory : bool
         Whether this package plans memory where it can; else TVM does.
+
+    Returns
+    -------
+    dict of str to Built
+        By function; executable, kernels and sources are those of all.
 
     Raises
     ------
@@ -140,7 +169,6 @@ def build(
             raise BuildError("build needs a target or a hardware profile")
         target = hw.to_target()
     cubin_cache.install()
-    signature = Signature.of(mod)
     builder = relax.ExecBuilder()
     library, codes, planned, functions = None, [], [], {}
     with target:
@@ -153,22 +181,28 @@ def build(
         executable = link(builder, target, library, lowered.attrs)
     launched = launched_kernels(executable.mod)
     _refuse_host_loops(executable, launched)
-    return Built(
-        executable=executable,
-        target=target,
-        signature=signature,
-        kernels={name: tuple(found) for name, found in launched.items()},
-        cuda_sources=cuda_sources(executable.mod),
-        resources={r.name: r for code in codes for r in resources_of(code)},
-        memory=planned_memory(planned[0]),
-        writes=written_inputs(mod),
-        own=own_outputs(planned[0]),
-        plain={
+    common = {
+        "executable": executable,
+        "target": target,
+        "kernels": {name: tuple(found) for name, found in launched.items()},
+        "cuda_sources": cuda_sources(executable.mod),
+        "resources": {r.name: r for code in codes for r in resources_of(code)},
+        "plain": {
             gvar.name_hint: str(func.attrs[PLAIN_ATTR])
             for gvar, func in functions.items()
             if PLAIN_ATTR in (func.attrs or {})
         },
-    )
+    }
+    return {
+        entry: Built(
+            **common,
+            signature=Signature.of(mod, entry),
+            memory=planned_memory(planned[0], entry),
+            writes=written_inputs(mod, entry),
+            own=own_outputs(planned[0], entry),
+        )
+        for entry in entries
+    }
 
 
 def memory_of(mod: tvm.IRModule, target: tvm.target.Target) -> MemoryPlan:

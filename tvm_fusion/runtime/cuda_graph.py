@@ -55,14 +55,19 @@ class CapturedCall:
     """
 
     def __init__(
-        self, vm: Any, arguments: Sequence[Any], device: tvm.runtime.Device, driver: CudaDriver
+        self,
+        vm: Any,
+        arguments: Sequence[Any],
+        device: tvm.runtime.Device,
+        driver: CudaDriver,
+        function: str = "main",
     ) -> None:
         self._driver = driver
         apart = _apart(list(arguments), device)
         keeper = _Keeper()
         try:
             recording, self.outputs, self._storages = keeper.run(
-                lambda: _capture(vm, apart, device, driver)
+                lambda: _capture(vm, function, apart, device, driver)
             )
         except BaseException:
             keeper.stop()
@@ -168,10 +173,14 @@ class _Keeper:
 
 
 def _capture(
-    vm: Any, arguments: Sequence[Any], device: tvm.runtime.Device, driver: CudaDriver
+    vm: Any,
+    function: str,
+    arguments: Sequence[Any],
+    device: tvm.runtime.Device,
+    driver: CudaDriver,
 ) -> tuple[Any, Any, _Storages]:
     """Return the recording of a call, its outputs, and its storages."""
-    main = vm["main"]
+    main = vm[function]
     with driver.current():
         driver.synchronize()  # what the pool gives out may still be in use on another stream
         stream = driver.new_stream()

@@ -116,8 +116,9 @@ class GraphedCalls:
 
     def captured(self, arguments: Sequence[Any]) -> CapturedCall:
         """A captured call of these TVM tensors, with its outputs; it is not kept here."""
+        function = self._signature.function
         try:
-            return CapturedCall(self._vm, arguments, self._device, self._driver)
+            return CapturedCall(self._vm, arguments, self._device, self._driver, function)
         except RuntimeError as error:
             self._signature.name_refused(error, arguments)
             raise

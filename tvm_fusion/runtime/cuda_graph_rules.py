@@ -4,7 +4,6 @@ A graph repeats the launches of one call. What a call does on the host between i
 repeated: it must depend on the shapes of the inputs alone.
 """
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import tvm
 
 from ..errors import ConfigError
-from .launches import call_sites
+from .launches import builtin_calls, call_sites
 
 # Builtins of the VM that compute with shapes, views and memory, and read no tensor's values.
 HARMLESS_BUILTINS = frozenset(
@@ -96,13 +95,12 @@ class CudaGraphOptions:
         return cls(**value)
 
 
-def refusal_of_executable(executable: tvm.runtime.Executable) -> str | None:
-    """Why calls of `main` cannot be captured, as far as the built module tells; None if not."""
-    text = executable.as_text()
-    for name in dict.fromkeys(re.findall(r"^\s+call\s+(vm\.builtin\.\S+)", text, re.M)):
+def refusal_of_executable(executable: tvm.runtime.Executable, function: str = "main") -> str | None:
+    """Why calls of a function cannot be captured, as far as the built module tells; None if not."""
+    for name in builtin_calls(executable, function):
         if name not in HARMLESS_BUILTINS:
             return f"{_WHY_NOT.get(name, 'what it does on the host is not repeated')} ({name})"
-    for name in call_sites(executable):
+    for name in call_sites(executable, function):
         if not executable.mod.implements_function(name, query_imports=True):
             return f"it calls {name}, which is no kernel: a graph would not call it again"
     return None

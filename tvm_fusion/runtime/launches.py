@@ -18,8 +18,9 @@ from .cuda_compiler import kernel_names
 _HOST_SERVICES = ("__tvm_set_device", "runtime.", "device_api.", "__tvm_")
 
 
-def count_launches(built: Any, function: str = "main") -> int:
-    """Return the number of launches in one call of a VM function.
+def count_launches(built: Any, function: str | None = None) -> int:
+    """Return the number of launches in one call of a VM function; by default that of the signature,
+    where `built` has one, else `main`.
 
     A launch is a kernel on a GPU, a call of a PrimFunc on a CPU, and a call of a library function
     on both. VM builtins, views and the host functions that compute shapes are none.
@@ -29,6 +30,8 @@ def count_launches(built: Any, function: str = "main") -> int:
     built : Built, CompiledModule or tvm.runtime.Executable
         Ours, or what `tvm.compile` returns for a Relax module.
     """
+    if function is None:
+        function = built.signature.function if hasattr(built, "signature") else "main"
     executable = _executable(built)
     kernels = kernels_per_function(executable)
     sites = call_sites(executable, function)
@@ -53,6 +56,24 @@ def call_sites(built: Any, function: str = "main") -> Counter[str]:
             else:
                 sites[callee] += times
     return sites
+
+
+def builtin_calls(built: Any, function: str = "main") -> list[str]:
+    """Return the builtins that a VM function, or one that it calls, calls: each once, in order."""
+    text = _executable(built).as_text()
+    code = _bytecode(text)
+    parts = dict(re.findall(r"^@(\S+):\s*\n(.*?)(?=^@|\Z)", text, re.M | re.S))
+    found: dict[str, None] = {}
+    seen, pending = set(), [function]
+    while pending:
+        name = pending.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        calls = re.findall(r"^\s+call\s+(vm\.builtin\.\S+)", parts[name], re.M)
+        found.update(dict.fromkeys(calls))
+        pending += [callee for callee in code[name] if callee in code]
+    return list(found)
 
 
 def vm_functions(built: Any) -> list[str]:

@@ -76,10 +76,12 @@ class MemoryPlan:
         return cls(value["weights"], tuple(value["outputs"]), peaks)
 
 
-def planned_memory(mod: tvm.IRModule) -> MemoryPlan:
-    """Return the memory of a module whose storages are planned and killed after their last use."""
-    walk = _Walk(mod)
-    outputs = walk.function(mod["main"], Counter())
+def planned_memory(mod: tvm.IRModule, function: str = "main") -> MemoryPlan:
+    """Return the memory of a call of a function; storages are planned and killed after their last
+    use. The weights are those of all functions of the module, which stay on the device together.
+    """
+    walk = _Walk(mod, function)
+    outputs = walk.function(mod[function], Counter())
     return MemoryPlan(
         _weights_bytes(mod),
         tuple(walk.sizes[storage] for storage in sorted(outputs)),
@@ -126,9 +128,9 @@ class _Walk:
         Bytes by storage.
     """
 
-    def __init__(self, mod: tvm.IRModule) -> None:
+    def __init__(self, mod: tvm.IRModule, function: str) -> None:
         self._mod = mod
-        self._ambiguous = _ambiguous_names(mod["main"])
+        self._ambiguous = _ambiguous_names(mod[function])
         self.sizes: list[Size] = []
         self._moments: list[frozenset[int]] = []
         self._grew = False

@@ -1,7 +1,7 @@
 """A compiled model: call it, ask it what it is, save it, load it."""
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -38,11 +38,13 @@ _SCOPES = "Warning: Scope Saving:"
 
 
 class CompiledModule:
-    """What `tvm_fusion.compile` returns.
+    """What `tvm_fusion.compile` returns for a model of one function; of a module of several, one of
+    them (see `functions.CompiledFunctions`).
 
-    Calling it runs `main`. NumPy arrays in give NumPy arrays out, torch tensors give torch tensors
-    (by DLPack, without a copy), anything else TVM tensors; tuples stay tuples. Inputs are checked
-    first, and copied only where they are not contiguous, not aligned, or on another device.
+    Calling it runs the function, `main` unless it has another name. NumPy arrays in give NumPy
+    arrays out, torch tensors give torch tensors (by DLPack, without a copy), anything else TVM
+    tensors; tuples stay tuples. Inputs are checked first, and copied only where they are not
+    contiguous, not aligned, or on another device.
 
     Calls from several threads are safe and run one after the other. On CUDA, kernels are launched
     on torch's current stream when torch tensors are given, else on TVM's, and a call returns
@@ -63,7 +65,9 @@ class CompiledModule:
     executable : tvm.relax.VMExecutable or tvm.runtime.Module
     target : tvm.target.Target
     signature : Signature
-        The inputs of `main`.
+        The inputs of the function.
+    function : str
+        Its name in the executable.
     built : Built or None
         The build, with CUDA sources and resources; None after `load`.
     plan : FusionPlan or None
@@ -74,7 +78,7 @@ class CompiledModule:
     memory : MemoryPlan or None
         Device memory that a call takes, by symbolic extents; None for a file of an older version.
     writes : tuple of int
-        The inputs that `main` writes to.
+        The inputs that the function writes to.
     own : tuple of bool
         The outputs that have memory of their own, which a NumPy array of the caller can be.
     """
@@ -88,26 +92,35 @@ class CompiledModule:
         built: Built | None = None,
         plan: Any = None,
         report: Any = None,
+        beside: "CompiledModule | None" = None,
     ) -> None:
+        """`beside` is another function of the executable: they share a virtual machine."""
         self.executable = executable
         self.target = target
         self.signature = signature
+        self.function = signature.function
         self.built = built
         self.plan = plan
         self.report = report
         self.memory: MemoryPlan | None = built and built.memory
-        self.lock = threading.Lock()
+        self.lock = threading.Lock() if beside is None else beside.lock
+        self._beside = beside
         self.writes: tuple[int, ...] = built.writes if built else ()
         self.own: tuple[bool, ...] = built.own if built else ()
         self._again: RepeatedCall | None = None
         self._graph_mode = GraphMode()
 
     @classmethod
-    def of(cls, built: Built, plan: Any = None, report: Any = None) -> "CompiledModule":
+    def of(
+        cls,
+        built: Built,
+        plan: Any = None,
+        report: Any = None,
+        beside: "CompiledModule | None" = None,
+    ) -> "CompiledModule":
         """Wrap a build."""
-        return cls(
-            built.executable, built.target, built.signature, built=built, plan=plan, report=report
-        )
+        about = {"built": built, "plan": plan, "report": report, "beside": beside}
+        return cls(built.executable, built.target, built.signature, **about)
 
     @cached_property
     def launches(self) -> int:
@@ -128,16 +141,18 @@ class CompiledModule:
     @cached_property
     def vm(self) -> relax.VirtualMachine:
         """The virtual machine; made on first use, which moves the weights to the device."""
+        if self._beside is not None:
+            return self._beside.vm
         return virtual_machine(self.executable, self.device)
 
     @cached_property
     def _main(self) -> Callable[..., Any]:
-        return function_of(self.vm, "main", self.device)
+        return function_of(self.vm, self.function, self.device)
 
     @cached_property
     def _repeated(self) -> Repeated:
         on_cpu, writes = self.device.type == "cpu", bool(self.writes)
-        return Repeated(self.vm["main"], self.lock, on_cpu, self.own, writes)
+        return Repeated(self.vm[self.function], self.lock, on_cpu, self.own, writes)
 
     @property
     def peak_memory_bytes(self) -> int | None:
@@ -147,7 +162,7 @@ class CompiledModule:
         return self.memory and self.memory.peak_bytes()
 
     def measure_peak_memory(self, *inputs: Any) -> int:
-        """Run `main` and return what it took from the device in bytes, to about 2 MB, and the
+        """Run the function and return what it took from the device in bytes, to about 2 MB, and the
         weights; raises TargetError if the module is not for CUDA.
         """
         arguments = self.arguments(inputs)
@@ -160,7 +175,7 @@ class CompiledModule:
         """Why calls cannot be captured into a CUDA graph, as far as the module tells."""
         if "gpu" not in self.target.keys:
             return "the module runs on a CPU"
-        return refusal_of_executable(self.executable)
+        return refusal_of_executable(self.executable, self.function)
 
     @property
     def cuda_graph(self) -> CudaGraphOptions | None:
@@ -180,7 +195,7 @@ class CompiledModule:
         return self._graph_mode.refusal(self)
 
     def __call__(self, *inputs: Any) -> Any:
-        """Run `main`.
+        """Run the function.
 
         Parameters
         ----------
@@ -219,12 +234,12 @@ class CompiledModule:
             return result
 
     def bind(self, *inputs: Any) -> Callable[[], Any]:
-        """Check and convert inputs once, and return a function that runs `main` on them.
+        """Check and convert inputs once, and return a function that runs this one on them.
 
         It neither checks nor converts nor locks: for timing, and for loops over fixed buffers. Its
         outputs are TVM tensors. With `cuda_graph` it launches a graph of its own over these very
         inputs, on TVM's current stream, and every call overwrites the outputs of the one before.
-        An input that `main` writes to must need no copy, or InputError is raised.
+        An input that it writes to must need no copy, or InputError is raised.
         """
         kind, _ = self.check(inputs)
         with torch_stream(self.device, kind):
@@ -249,7 +264,7 @@ class CompiledModule:
         return [to_argument(x, self.device, s) for x, s in zip(inputs, specs, strict=True)]
 
     def run(self, arguments: Sequence[Any]) -> Any:
-        """Run `main` on what `arguments` returned, on TVM's current stream, without the lock."""
+        """Run it on what `arguments` returned, on TVM's current stream, without the lock."""
         try:
             return self._main(*arguments)
         except RuntimeError as error:
@@ -270,18 +285,14 @@ class CompiledModule:
         by number. `load` needs neither.
         """
         path = Path(path)
-        if not isinstance(self.executable, tvm.runtime.Executable):
-            raise BuildError("a loaded module cannot be saved again: copy its file and its .json")
-        try:
-            with without_lines(containing=_SCOPES):
-                self.executable.export_library(str(path))
-        except (OSError, RuntimeError) as error:
-            raise BuildError(
-                f"cannot write the library {path}: {error}. It takes a writable folder and a C++ "
-                "compiler (g++ or clang++) on PATH"
-            ) from error
-        facts = {
-            "target": self.target.export(),
+        export_executable(self.executable, path)
+        write_sidecar(path, {"target": self.target.export(), **self.facts()})
+        return path
+
+    def facts(self) -> dict[str, Any]:
+        """What the library does not say of the function: `load` reads it from the JSON file."""
+        return {
+            "function": self.function,
             "signature": self.signature.to_json(),
             "launches": self.launches,
             "plan": self.plan and self.plan.to_dict(),
@@ -292,20 +303,21 @@ class CompiledModule:
             "writes": self.writes,
             "own": self.own,
         }
-        write_sidecar(path, facts)
-        return path
 
     @classmethod
-    def load(cls, path: str | Path) -> "CompiledModule":
+    def load(cls, path: str | Path) -> Any:
         """Read what `save` wrote.
+
+        Returns
+        -------
+        CompiledModule or CompiledFunctions
+            `functions.CompiledFunctions` for a file that one of these wrote.
 
         Raises
         ------
         InputError
             If a file is missing, broken, or of another version.
         """
-        from ..plan.plan import FusionPlan
-
         path = Path(path)
         meta = read_sidecar(path)
         cubin_cache.install()
@@ -315,12 +327,37 @@ class CompiledModule:
             raise InputError(
                 f"cannot load {path}: {error}. A library for CUDA loads only where there is a GPU"
             ) from error
+        target = tvm.target.Target(meta["target"])
+        if "functions" not in meta:
+            return cls.from_facts(library, target, meta, path)
+        from .functions import CompiledFunctions
+
+        members: dict[str, CompiledModule] = {}
+        for name, facts in meta["functions"].items():
+            beside = next(iter(members.values()), None)
+            members[name] = cls.from_facts(library, target, facts, path, beside)
+        told = (f"function {name}\n{member.report}" for name, member in members.items())
+        return CompiledFunctions(members, "\n\n".join(told))
+
+    @classmethod
+    def from_facts(
+        cls,
+        library: tvm.runtime.Module,
+        target: tvm.target.Target,
+        meta: Mapping[str, Any],
+        path: Path,
+        beside: "CompiledModule | None" = None,
+    ) -> "CompiledModule":
+        """A function of a loaded library, from what `facts` said of it."""
+        from ..plan.plan import FusionPlan
+
         module = cls(
             library,
-            tvm.target.Target(meta["target"]),
-            Signature.from_json(meta["signature"]),
+            target,
+            Signature.from_json(meta["signature"], meta.get("function", "main")),
             plan=None if meta["plan"] is None else FusionPlan.from_dict(meta["plan"], str(path)),
             report=meta["report"],
+            beside=beside,
         )
         module.launches = meta["launches"]
         module.memory = meta.get("memory") and MemoryPlan.from_json(meta["memory"])
@@ -328,3 +365,17 @@ class CompiledModule:
         module.writes = tuple(meta.get("writes", ()))
         module.own = tuple(meta.get("own", ()))
         return module
+
+
+def export_executable(executable: Any, path: Path) -> None:
+    """Write an executable as a shared library; raises BuildError where that cannot be."""
+    if not isinstance(executable, tvm.runtime.Executable):
+        raise BuildError("a loaded module cannot be saved again: copy its file and its .json")
+    try:
+        with without_lines(containing=_SCOPES):
+            executable.export_library(str(path))
+    except (OSError, RuntimeError) as error:
+        raise BuildError(
+            f"cannot write the library {path}: {error}. It takes a writable folder and a C++ "
+            "compiler (g++ or clang++) on PATH"
+        ) from error

@@ -14,8 +14,8 @@ _STORAGE = "relax.memory.alloc_storage"
 _WITHIN = ("relax.memory.alloc_tensor", "relax.reshape", "relax.memory.view")
 
 
-def own_outputs(mod: tvm.IRModule) -> tuple[bool, ...]:
-    """Tell of each tensor that `main` returns, tuples flattened, whether it has its memory alone.
+def own_outputs(mod: tvm.IRModule, function: str = "main") -> tuple[bool, ...]:
+    """Tell of each tensor that a function returns, tuples flattened, whether its memory is its own.
 
     Parameters
     ----------
@@ -23,7 +23,7 @@ def own_outputs(mod: tvm.IRModule) -> tuple[bool, ...]:
         Its storages are planned. Where branches or functions of Relax return memory, or a packed
         function, nothing is known of it: False.
     """
-    main = mod["main"]
+    main = mod[function]
     bound = {
         binding.var: binding.value
         for block in main.body.blocks

@@ -10,11 +10,13 @@ import tvm
 from ..errors import InputError
 
 _FORMAT = 1
+_OF_SEVERAL = 2  # of several functions, which versions that know of none refuse
 
 
 def write_sidecar(library: Path, facts: Mapping[str, Any]) -> None:
     """Write facts beside a library; TVM's containers become plain ones."""
-    facts = {"format": _FORMAT, "tvm": tvm.__version__, **facts}
+    number = _OF_SEVERAL if "functions" in facts else _FORMAT
+    facts = {"format": number, "tvm": tvm.__version__, **facts}
     _sidecar(library).write_text(json.dumps(facts, indent=1, default=_plain) + "\n")
 
 
@@ -34,7 +36,7 @@ def read_sidecar(path: Path) -> dict[str, Any]:
         meta = json.loads(sidecar.read_text())
     except ValueError as error:
         raise InputError(f"{sidecar} is no JSON: {error}") from error
-    if not isinstance(meta, dict) or meta.get("format") != _FORMAT:
+    if not isinstance(meta, dict) or meta.get("format") not in (_FORMAT, _OF_SEVERAL):
         raise InputError(f"{sidecar} has not the format {_FORMAT}: compile and save again")
     if meta["tvm"] != tvm.__version__:
         raise InputError(

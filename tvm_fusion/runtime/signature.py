@@ -41,15 +41,16 @@ class InputSpec:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The inputs of a function, in order."""
+    """The inputs of a function, in order, and its name in the executable."""
 
     inputs: tuple[InputSpec, ...]
+    function: str = "main"
 
     @classmethod
     def of(cls, mod: tvm.IRModule, function: str = "main") -> "Signature":
         """Return the signature of a Relax function, its symbolic extents named apart."""
         names = _ExtentNames()
-        return cls(tuple(_input_spec(param, names) for param in mod[function].params))
+        return cls(tuple(_input_spec(param, names) for param in mod[function].params), function)
 
     def check(self, given: Sequence[tuple[str, Sequence[int]] | None]) -> dict[str, int]:
         """Check (dtype, shape) of every tensor, and return the values of the symbolic extents.
@@ -63,35 +64,44 @@ class Signature:
         for spec, tensor in zip(self.inputs, given, strict=True):
             if spec.dtype is not None:
                 dtype, shape = tensor
-                _check_input(spec, dtype, tuple(shape), extents)
+                try:
+                    _check_input(spec, dtype, tuple(shape), extents)
+                except InputError as error:
+                    raise InputError(f"{self._where}{error}") from None
         return extents
 
     def check_count(self, count: int) -> None:
         """Raise InputError unless `count` inputs are as many as there are."""
         if count != len(self.inputs):
             expected = "; ".join(map(str, self.inputs))
-            raise InputError(f"expected {len(self.inputs)} inputs ({expected}), got {count}")
+            raise InputError(
+                f"{self._where}expected {len(self.inputs)} inputs ({expected}), got {count}"
+            )
 
     def name_refused(self, error: Exception, arguments: Sequence[Any]) -> None:
         """Raise InputError if an error is the VM's refusal of one of the arguments."""
-        refused = re.search(r"ErrorContext\(fn=main, loc=param\[(\d+)\]", str(error))
+        function = re.escape(self.function)
+        refused = re.search(rf"ErrorContext\(fn={function}, loc=param\[(\d+)\]", str(error))
         if refused is not None:
             number = int(refused[1])
             shape = tuple(map(int, arguments[number].shape))
-            raise InputError(f"expected {self.inputs[number]}, got {shape}") from error
+            expected = f"{self._where}expected {self.inputs[number]}"
+            raise InputError(f"{expected}, got {shape}") from error
+
+    @property
+    def _where(self) -> str:
+        """What errors begin with: a function of any name of its own is called by it."""
+        return "" if self.function == "main" else f"{self.function}: "
 
     def to_json(self) -> list[dict[str, Any]]:
         """Return plain values for `from_json`."""
         return [{"name": s.name, "dtype": s.dtype, "shape": s.shape} for s in self.inputs]
 
     @classmethod
-    def from_json(cls, values: Sequence[Mapping[str, Any]]) -> "Signature":
-        """Inverse of `to_json`."""
-        return cls(
-            tuple(
-                InputSpec(v["name"], v["dtype"], v["shape"] and tuple(v["shape"])) for v in values
-            )
-        )
+    def from_json(cls, values: Sequence[Mapping[str, Any]], function: str = "main") -> "Signature":
+        """Inverse of `to_json`, for the function of that name."""
+        specs = (InputSpec(v["name"], v["dtype"], v["shape"] and tuple(v["shape"])) for v in values)
+        return cls(tuple(specs), function)
 
 
 class _ExtentNames:

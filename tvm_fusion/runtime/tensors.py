@@ -115,7 +115,10 @@ def to_argument(value: Any, device: tvm.runtime.Device, spec: InputSpec) -> Any:
         if all(isinstance(v, int) for v in value):
             return tvm_ffi.Shape(value)
         return [to_argument(v, device, spec) for v in value]
-    return value if isinstance(value, int | float) else to_tvm(value, device, spec.name)
+    is_object = isinstance(value, tvm_ffi.Object) and not isinstance(value, tvm.runtime.Tensor)
+    if is_object or isinstance(value, int | float):  # a cache, an array of tensors
+        return value
+    return to_tvm(value, device, spec.name)
 
 
 def from_tvm(value: Any, kind: Kind, like: Any, own: Sequence[bool] = ()) -> Any:

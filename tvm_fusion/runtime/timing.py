@@ -240,7 +240,7 @@ def _event_times(
     for name, module in modules.items():
         cleaner = l2_cleaner(module.device)
         evaluate = module.vm.time_evaluator(
-            "main", module.device, number=1, repeat=1, f_preproc=cleaner
+            module.function, module.device, number=1, repeat=1, f_preproc=cleaner
         )
         calls[name] = functools.partial(evaluate, *module.arguments(inputs))
     samples: dict[str, list[float]] = {name: [] for name in modules}

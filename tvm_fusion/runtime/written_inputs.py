@@ -13,6 +13,7 @@ import tvm
 from tvm import relax
 
 from ..errors import InputError
+from ..transform.function_apart import reached
 from ..transform.functions import expressions_of, has_branches
 from .signature import Signature
 from .tensors import Kind, from_tvm, kind_of
@@ -21,15 +22,15 @@ _WRITING = ("relax.call_tir_inplace", "relax.call_inplace_packed")
 _VIEWS = ("relax.reshape", "relax.memory.view")
 
 
-def written_inputs(mod: tvm.IRModule) -> tuple[int, ...]:
-    """Return the numbers of the inputs of `main` that the operators of a module write into.
+def written_inputs(mod: tvm.IRModule, function: str = "main") -> tuple[int, ...]:
+    """Return the numbers of the inputs of a function that it, or one that it calls, writes into.
 
     All of them, where branches or other Relax functions write: whose memory that is, is not
     followed through these.
     """
-    functions = [f for _, f in mod.functions_items() if isinstance(f, relax.Function)]
-    writing = [func for func in functions if _writes(func)]
-    main = mod["main"]
+    main = mod[function]
+    functions = [main, *(mod[gvar] for gvar in reached(mod, main))]
+    writing = [f for f in functions if isinstance(f, relax.Function) and _writes(f)]
     if not writing:
         return ()
     if len(writing) > 1 or not writing[0].same_as(main) or has_branches(main):

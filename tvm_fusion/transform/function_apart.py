@@ -73,11 +73,11 @@ class FunctionApart:
         for callee in called(func):
             here = callee
             if callee.name_hint == ENTRY:
-                here = renamed[callee] = _like(callee, fresh(f"{ENTRY}_called"))
+                here = renamed[callee] = like(callee, fresh(f"{ENTRY}_called"))
             found = mod[callee]
             functions[here] = found if isinstance(found, tirx.PrimFunc) else _declared(callee)
             callees[here.name_hint] = callee
-        entry = _like(gvar, ENTRY)
+        entry = like(gvar, ENTRY)
         functions[entry] = redirected(func, renamed).with_attr("global_symbol", ENTRY)
         apart = tvm.IRModule(functions, global_infos=mod.global_infos)
         return cls(gvar, apart, callees)
@@ -117,7 +117,7 @@ def put_back(
 
 def renamed(mod: tvm.IRModule, gvar: GlobalVar, name: str) -> tvm.IRModule:
     """The module with another name, and global symbol, for one of its Relax functions."""
-    new = _like(gvar, name)
+    new = like(gvar, name)
     functions = {}
     for old, func in mod.functions_items():
         if isinstance(func, relax.Function):
@@ -168,6 +168,22 @@ def called(func: relax.Function) -> list[GlobalVar]:
     return list(dict.fromkeys(expressions_of(func, GlobalVar)))
 
 
+def reached(mod: tvm.IRModule, func: relax.Function) -> list[GlobalVar]:
+    """The functions of a module that a Relax function refers to, and those that these refer to;
+    each once, and the function itself only where one of them calls it.
+    """
+    found: dict[GlobalVar, None] = {}
+    pending = called(func)
+    while pending:
+        gvar = pending.pop(0)
+        if gvar in found:
+            continue
+        found[gvar] = None
+        if isinstance(mod[gvar], relax.Function):
+            pending += called(mod[gvar])
+    return list(found)
+
+
 def redirected(func: relax.Function, names: Mapping[GlobalVar, GlobalVar]) -> relax.Function:
     """The function with references to other functions of its module."""
     if not names:
@@ -192,7 +208,8 @@ def _declared(gvar: GlobalVar) -> relax.ExternFunc:
     return relax.ExternFunc(gvar.name_hint)
 
 
-def _like(gvar: GlobalVar, name: str) -> GlobalVar:
+def like(gvar: GlobalVar, name: str) -> GlobalVar:
+    """A variable of another name for the same function."""
     new = GlobalVar(name)
     relax.expr._update_type(new, gvar.ty)
     return new
