@@ -57,7 +57,7 @@ def head(rows: dict[str, int], held: relax.Expr | None = None) -> tvm.IRModule:
 
 
 def counter_and_reader() -> tvm.IRModule:
-    """count(x, state): relu of state + x, which stays in state; read(state, scale): their product."""
+    """count(x, state): relu of state + x, which stays in state; read(state, scale): a product."""
     ty = relax.TensorType((4, 8), "float32")
     bb = relax.BlockBuilder()
     gv = bb.add_func(in_place(), "increment")
@@ -153,6 +153,32 @@ def test_what_functions_call_is_fused_in_its_place():
     np.testing.assert_allclose(compiled["inner"](x), np.tanh(x / 2), rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(compiled["main"](x), np.tanh(x / 2) + x, rtol=1e-5, atol=1e-6)
     np.testing.assert_array_equal(compiled(x), compiled["main"](x))
+
+
+def test_private_functions_of_a_module_of_one_entry_are_fused_in_their_place():
+    @I.ir_module
+    class Private:
+        @R.function(private=True)
+        def half(x: R.Tensor(("n", 8), "float32")) -> R.Tensor(("n", 8), "float32"):
+            with R.dataflow():
+                y = R.multiply(x, R.const(0.5, "float32"))
+                R.output(y)
+            return y
+
+        @R.function
+        def forward(x: R.Tensor((3, 8), "float32")) -> R.Tensor((3, 8), "float32"):
+            cls = Private
+            with R.dataflow():
+                h = cls.half(x)
+                y = R.add(h, x)
+                R.output(y)
+            return y
+
+    compiled = tvm_fusion.compile(Private, TARGET)
+    assert isinstance(compiled, CompiledModule)
+    assert compiled.launches == 1
+    x = weight(3, 8)
+    np.testing.assert_allclose(compiled(x), 1.5 * x, rtol=1e-6)
 
 
 def test_inputs_are_written_by_the_function_that_writes_them():
@@ -349,9 +375,9 @@ def test_the_command_line_knows_which_functions_have_a_pair(tmp_path, capsys):
 @I.ir_module
 class Pair:
     @R.function
-    def decode(
-        x: R.Tensor((3, 8), "float32"), y: R.Tensor((3, 8), "float32")
-    ) -> R.Tensor((3, 8), "float32"):
+    def decode(x: R.Tensor((3, 8), "float32"), y: R.Tensor((3, 8), "float32")) -> R.Tensor(
+        (3, 8), "float32"
+    ):
         with R.dataflow():
             h = R.add(x, y)
             z = R.nn.relu(h)
@@ -384,7 +410,7 @@ def wrong_decode(monkeypatch, times: float) -> None:
 def test_a_function_that_is_wrong_whatever_is_compiled_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("TVM_FUSION_CACHE", str(tmp_path))
     wrong_decode(monkeypatch, float("inf"))
-    with pytest.raises(VerificationError, match="^function decode: wrong numbers, whatever"):
+    with pytest.raises(VerificationError, match=r"^function decode: wrong numbers, whatever"):
         tvm_fusion.compile(Pair, TARGET)
     compiled = tvm_fusion.compile(Pair, TARGET, verify="report")
     assert not compiled["decode"].report.verify.passed
@@ -415,7 +441,7 @@ def test_a_function_that_is_right_alone_and_wrong_with_others_is_an_error(monkey
         return again(checked, built, materialized)
 
     monkeypatch.setattr(check_module, "checked_again", spoiled)
-    with pytest.raises(VerificationError, match="^function decode: wrong numbers"):
+    with pytest.raises(VerificationError, match=r"^function decode: wrong numbers"):
         jobs.compile(True, False)
 
 
@@ -456,15 +482,15 @@ def test_a_call_that_does_not_say_which_function_is_refused(several):
 
 def test_an_unknown_function_is_refused_with_those_that_there_are(several):
     for found in (several, several.report):
-        with pytest.raises(InputError, match="function 'encode'.* decode, prefill"):
+        with pytest.raises(InputError, match=r"function 'encode'.* decode, prefill"):
             found["encode"]
 
 
 def test_wrong_inputs_are_named_with_the_function(several):
     inputs, _ = SEVERAL.calls["decode"](np.random.default_rng(0))
-    with pytest.raises(InputError, match="^decode: expected 4 inputs"):
+    with pytest.raises(InputError, match=r"^decode: expected 4 inputs"):
         several["decode"](*inputs[:3])
-    with pytest.raises(InputError, match="^decode: input x: expected shape"):
+    with pytest.raises(InputError, match=r"^decode: input x: expected shape"):
         several["decode"](np.zeros((2, 32), "float32"), *inputs[1:])
 
 
@@ -475,7 +501,7 @@ def test_a_cpu_module_has_no_cuda_graphs(several):
 
 
 def test_what_takes_one_function_says_which_take_several(tmp_path):
-    with pytest.raises(FrontendError, match="`tvm_fusion.compile` and `explain` take all public"):
+    with pytest.raises(FrontendError, match=r"`tvm_fusion.compile` and `explain` take all public"):
         tvm_fusion.tune(SEVERAL.make(), TARGET, database=tmp_path, trials=1)
 
 

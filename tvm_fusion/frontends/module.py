@@ -4,13 +4,14 @@ from tvm import relax
 from tvm.ir import GlobalVar, IRModule
 
 from tvm_fusion.errors import FrontendError
-from tvm_fusion.transform.entries import entry_alone, entry_functions, is_entry
+from tvm_fusion.transform.entries import entry_alone, entry_functions, inlined, is_entry
 from tvm_fusion.transform.fix_bool_arithmetic import FixBoolArithmetic
 from tvm_fusion.transform.function_apart import renamed
 
 
 def checked_module(mod: IRModule, where: str) -> IRModule:
-    """Return the module normalised and without boolean arithmetic, or say what is wrong with it.
+    """Return the module normalised, with private functions in the place of their calls and without
+    boolean arithmetic, or say what is wrong with it.
 
     Parameters
     ----------
@@ -32,7 +33,7 @@ def checked_module(mod: IRModule, where: str) -> IRModule:
             f"{where}: 'main' is a {type(main).__name__}, not a Relax function; "
             f"call it from a Relax function 'main' with R.call_tir"
         )
-    return FixBoolArithmetic()(_normalised(mod, where))
+    return FixBoolArithmetic()(inlined(_normalised(mod, where)))
 
 
 def checked_functions(mod: IRModule, where: str) -> dict[str, IRModule]:

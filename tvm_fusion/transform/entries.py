@@ -68,7 +68,12 @@ def entry_alone(mod: tvm.IRModule, name: str) -> tvm.IRModule:
 
 
 def inlined(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module with private functions in the place of their calls, but for those of others."""
+    """The module with private functions in the place of their calls, but for those of others and
+    those that call themselves; the module itself where there are none.
+    """
+    own = own_functions(mod)
+    if all(is_entry(gvar, mod[gvar]) for gvar in own):
+        return mod
     opaque = [g for g, f in mod.functions_items() if isinstance(f, relax.Function) and is_opaque(f)]
     hidden = [g for g in opaque if "global_symbol" not in mod[g].attrs]
     functions = dict(mod.functions_items())
