@@ -4,7 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
+import tvm
+import tvm_ffi
 from tvm import relax, te, tirx
+from tvm.ir import TensorLoad, Var
 from tvm.relax import op
 from tvm.script import tirx as T
 
@@ -596,3 +599,55 @@ def test_a_sine_of_any_angle_is_at_most_one():
         np.testing.assert_allclose(given[:4], wanted(x[:4].astype("float64")), atol=3e-7)
         assert np.all(np.abs(given[4:7]) <= 1)
         assert np.isnan(given[7])
+
+
+def triangle_beside_its_bias(bb, x, b):
+    """The upper triangle of each matrix, where it equals a bias a column."""
+    above = bb.emit(op.triu(x))
+    return op.where(bb.emit(op.equal(above, b)), above, bb.emit(op.multiply(above, b)))
+
+
+def largest_spelled_out(func):
+    """Nodes of the longest value that is bound, with what it uses spelled out, down to what reads
+    memory: TVM's simplifier puts bound values into each other.
+    """
+    sizes, lengths = {}, []
+
+    def see(bind):
+        nodes = []
+        tvm_ffi.structural_walk(bind.value, [(tvm.ir.Expr, nodes.append)])
+        lengths.append(sum(sizes.get(node, 1) if isinstance(node, Var) else 1 for node in nodes))
+        reads = any(isinstance(node, TensorLoad) for node in nodes)
+        sizes[bind.var] = 1 if reads else lengths[-1]
+
+    tvm_ffi.structural_walk(func.body, [(tirx.Bind, see)])
+    return max(lengths)
+
+
+@pytest.mark.parametrize("shape", [(21, 15), (3, 7, 5, 9), (4, 6, 3)], ids=str)
+def test_flat_vectors_do_not_carry_the_towers_of_their_coordinates(shape):
+    func = fuse(triangle_beside_its_bias, (shape, "float16"), (shape[-1:], "float16"))
+    program = analyze(func)
+    (config,) = [c for c in pointwise_configs(program, H200) if c.flat][:1]
+    assert largest_spelled_out(emit_pointwise(program, H200, config)) <= 80
+
+
+def rows_of_rows(bb, x, y):
+    """Reads of another tensor at quotients of the coordinates."""
+    wide = bb.emit(op.repeat(x, 3, axis=1))
+    return op.add(bb.emit(op.repeat(wide, 2, axis=0)), y)
+
+
+def test_quotients_of_held_coordinates_are_those_of_the_device():
+    func = fuse(rows_of_rows, ((4, 3), "float32"), ((8, 9), "float32"))
+    program = analyze(func)
+    (config,) = [c for c in pointwise_configs(program, H200) if c.flat][:1]
+    kernel = emit_pointwise(program, H200, config)
+    found = []
+    kinds = (tirx.FloorDiv, tirx.FloorMod)
+    tvm_ffi.structural_walk(kernel.body, [(kind, found.append) for kind in kinds])
+    assert found == []
+    x, y = np.arange(12, dtype="float32").reshape(4, 3), np.ones((8, 9), "float32")
+    got = np.zeros((8, 9), "float32")
+    run_cuda_on_cpu(kernel, [x, y, got])
+    np.testing.assert_array_equal(got, x.repeat(3, axis=1).repeat(2, axis=0) + y)

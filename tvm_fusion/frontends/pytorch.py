@@ -26,6 +26,7 @@ except ImportError as error:
     ) from error
 
 from tvm_fusion.frontends.torch_importer import Importer
+from tvm_fusion.frontends.torch_splits import merge_equal_splits
 
 # Their decompositions hide what they are: `linear` becomes view, permute, addmm, view; `matmul`
 # becomes expand, view, bmm, view; attention scales twice and searches for rows without a key. That
@@ -96,6 +97,7 @@ def from_exported_program(
     try:
         with _quiet():
             program = _on_cpu(program.run_decompositions(_decompositions()))
+            merge_equal_splits(program)
             if inspect is not None:
                 inspect(program)
             mod = importer.from_exported_program(

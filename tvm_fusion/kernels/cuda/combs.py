@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tvm.ir import Expr, Var
 
@@ -37,7 +38,8 @@ class Comb:
     piece: int
 
 
-def combs(program: Program, width: int) -> list[Comb]:
+@lru_cache(maxsize=64)  # as `vector_elements`
+def combs(program: Program, width: int) -> tuple[Comb, ...]:
     """The combs of a program in vectors of `width`; only loads that are no vectors by themselves.
 
     Every element of a run is one that a load of the program reads, so that no run leaves the
@@ -57,7 +59,7 @@ def combs(program: Program, width: int) -> list[Comb]:
         else:
             groups.append((stride, [(0, element)]))
     found = (_comb(program, width, stride, members) for stride, members in groups)
-    return [comb for comb in found if comb is not None]
+    return tuple(comb for comb in found if comb is not None)
 
 
 def _stride(program: Program, element: Element) -> int | None:

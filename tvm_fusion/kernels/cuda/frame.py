@@ -14,7 +14,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script.builder import ir as B
 
 from ...errors import Unsupported
-from ..expr import convert
+from ..expr import convert, dtype_of
 from ..program import Extent, Param, Program
 
 GRID_LIMIT = 2**31 - 1
@@ -27,6 +27,17 @@ def then(condition: Expr) -> Iterator[None]:
     """Statements under a condition."""
     with T.If(condition), T.Then():
         yield
+
+
+def held(value: Expr) -> Expr:
+    """`value` in a register, as an array of one element, which no pass looks through.
+
+    TVM's simplifier puts the value of a bound integer into every expression that uses it, and takes
+    a minute where coordinates are towers of quotients and selections.
+    """
+    register = T.alloc_local((1,), dtype_of(value))
+    T.buffer_store(register, value, [0])
+    return register[0]
 
 
 @dataclass(slots=True, eq=False)

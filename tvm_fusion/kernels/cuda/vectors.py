@@ -6,7 +6,9 @@ A vector is `width` consecutive columns that start at a multiple of `width`.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import tvm
 from tvm import tirx
@@ -117,7 +119,8 @@ class VectorElement:
     piece: int
 
 
-def vector_elements(program: Program, width: int) -> dict[Var, VectorElement]:
+@lru_cache(maxsize=64)  # a tensor of 140 pieces: 368 times, by the estimate of each configuration
+def vector_elements(program: Program, width: int) -> Mapping[Var, VectorElement]:
     """The element loads that can be vector loads: slices, concatenations, merged and split axes.
 
     y[i, j] = if_then_else(64 <= j, x[i, j - 64], z[i, j])     vectors of 8: both loads are vectors

@@ -22,7 +22,7 @@ from tvm.script import tirx as T
 
 from ..expr import bytes_of, constant, convert, dtype_of, known_factor, uses_any
 from ..program import Extent, Output, Program, Tile
-from .frame import then
+from .frame import held, then
 from .intrinsics import device_call
 from .memory import WIDEST, copy_in
 from .scope import RowScope
@@ -92,23 +92,23 @@ class Windows:
         width, index = self.width, self.program.index_dtype
         base = scope.row(self.base)
         self.columns = constant(columns, index) if isinstance(columns, int) else columns
-        self.shift = _held(convert(T.truncmod(base, width), index))
-        self.count = _held(T.truncdiv(self.columns + self.shift + (width - 1), width))
+        self.shift = held(convert(T.truncmod(base, width), index))
+        self.count = held(T.truncdiv(self.columns + self.shift + (width - 1), width))
         if not isinstance(columns, int):
-            self.interior = _held(tirx.Max(T.truncdiv(columns, width) - 1, constant(0, index)))
+            self.interior = held(tirx.Max(T.truncdiv(columns, width) - 1, constant(0, index)))
             self.most = self.count
         self.origins: dict[Var, Expr] = {}
         self.skews: dict[Var, tuple[Expr, Expr]] = {}
         for tile in self.program.tiles:
             offset = scope.row(tile.offset)
-            origin = _held(offset - convert(self.shift, dtype_of(offset)))
+            origin = held(offset - convert(self.shift, dtype_of(offset)))
             self.origins[tile.var] = origin
             if self.skewed[tile.var]:
                 # what follows counts from a multiple of W that is not negative
-                skew = _held(T.truncmod(origin + width, width))
+                skew = held(T.truncmod(origin + width, width))
                 zero = constant(0, dtype_of(offset))
                 step = tirx.Select(skew > zero, constant(width, dtype_of(offset)), zero)
-                self.skews[tile.var] = skew, _held(step)
+                self.skews[tile.var] = skew, held(step)
 
     def vector(self, number: Expr, edge: bool) -> Expr:
         """Which vector a thread's `number` in the order of the walk is."""
@@ -164,15 +164,6 @@ class Windows:
             T.Bind(first + step), (pair, width), low=False, high=edge or not reader.whole_vectors
         )
         move_together(places(buffer, slot, size)(0), pair.ptr_to([0]), skew, width * size, size)
-
-
-def _held(value: Expr) -> Expr:
-    """`value` in a register. What is bound instead is put into every expression that uses it, and
-    lowering then takes a minute for rows of symbolic length.
-    """
-    register = T.alloc_local((1,), dtype_of(value))
-    T.buffer_store(register, value, [0])
-    return register[0]
 
 
 class _Reader:
