@@ -226,6 +226,11 @@ def compile_together(texts: Iterable[str], at_once: int = 24) -> None:
             _TOGETHER.update({text: (library, index) for index, text in enumerate(part)})
 
 
+def forget_together() -> None:
+    """Forgets the texts of what was compiled ahead: a long run has gigabytes of them."""
+    _TOGETHER.clear()
+
+
 # Kernels by their text: the library that holds each, and its number there.
 _TOGETHER: dict[str, tuple[ctypes.CDLL, int]] = {}
 

@@ -10,7 +10,8 @@ counted over all threads. Does not count: stores through tensor maps (Hopper) an
 fragments of an attention), stores on a CPU (`nest`) and in modules of several launches, whose
 outputs and fresh memory are poisoned.
 
-What is in `--lines FILE` already is not tried again.
+The kernels of some problems are compiled together. The result is written as they are done; what is
+in `--lines FILE` already is not tried again.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ from __future__ import annotations
 import argparse
 import collections
 import datetime
+import itertools
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -60,6 +62,7 @@ DEVICES = ("nvidia_h200", "nvidia_a100", "nvidia_rtx4090")
 ON_CPU = ("nest",)
 POLICY = load_policy(None)
 FILLS = (0xFF, 0x3C)
+TOGETHER = 36  # problems whose kernels are compiled together
 EVERYTHING = sorted({*CLASSES, *MODULES})
 
 
@@ -77,12 +80,41 @@ class Tried:
 
 def swept(name: str, seed: int, configs: int) -> Tried:
     """Tries a sample of the configurations of one problem."""
+    return swept_together([(name, seed)], configs)[0]
+
+
+def swept_together(problems: Iterable[tuple[str, int]], configs: int) -> list[Tried]:
+    """As `swept`, for problems by class and seed, whose kernels are compiled together."""
+    written = [_written(name, seed, configs) for name, seed in problems]
+    cuda_on_cpu.compile_together(text for one in written for text in one.texts)
+    for one in written:
+        try:
+            for config, why in one.judged():
+                one.tried.right += not why
+                one.tried.wrong += [f"{config}: {why}"] * bool(why)
+        except Exception as error:  # the boundary of a problem: the others are still tried
+            one.tried.wrong.append(f"{type(error).__name__}: {error}")
+    return [one.tried for one in written]
+
+
+@dataclass
+class _Written:
+    """Kernels of a problem: in C++ for the emulated device, and what runs and judges them, which
+    gives what is wrong by configuration.
+    """
+
+    tried: Tried
+    texts: list[str] = field(default_factory=list)
+    judged: Callable[[], Iterable[tuple[str, str]]] = tuple
+
+
+def _written(name: str, seed: int, configs: int) -> _Written:
     rng = random.Random(f"{name} {seed}")
     if name in ON_CPU:
-        return _swept_on_cpu(name, seed, rng)
+        return _written_for_cpu(name, seed, rng)
     tried = Tried(name, seed, DEVICES[seed % len(DEVICES)])
     if name in MODULES:
-        return _swept_module(tried, rng, configs)
+        return _written_module(tried, rng, configs)
     problem = CLASSES[name](rng, tried.device)
     func, hw = problem.func, load_profile(tried.device)
     kernels: dict[str, Lowered] = {}
@@ -90,25 +122,25 @@ def swept(name: str, seed: int, configs: int) -> Tried:
         offered = kernel_class(name).configs(func, hw, POLICY)
     except Unsupported as why:
         tried.refused.append(str(why))
-        return tried
+        return _Written(tried)
     for config in _sample(rng, offered, configs):
         try:
             kernel = write_kernel(func, name, hw, POLICY, config)
             kernels[str(config)] = cuda_on_cpu.lower(kernel)
         except Unsupported as why:
             tried.refused.append(f"{config}: {why}")
-    plain = [k for k in kernels.values() if not _on_hopper(k)]
-    cuda_on_cpu.compile_together(map(cuda_on_cpu.translated, plain))
-    judge = _Judge(problem)
-    for config, kernel in kernels.items():
-        why = judge.wrong(kernel)
-        tried.right += not why
-        if why:
-            tried.wrong.append(f"{config}: {why}")
-    return tried
+        except Exception as error:  # the boundary of a candidate: the others are still tried
+            tried.wrong.append(f"{config}: {type(error).__name__}: {error}")
+
+    def judged() -> Iterator[tuple[str, str]]:
+        judge = _Judge(problem)
+        yield from ((config, judge.wrong(kernel)) for config, kernel in kernels.items())
+
+    plain = [cuda_on_cpu.translated(k) for k in kernels.values() if not _on_hopper(k)]
+    return _Written(tried, plain, judged)
 
 
-def _swept_on_cpu(name: str, seed: int, rng: random.Random) -> Tried:
+def _written_for_cpu(name: str, seed: int, rng: random.Random) -> _Written:
     """A class of CPUs has one way to write a kernel; the second run begins in other memory."""
     target, hw = resolve_target("llvm")
     tried = Tried(name, seed, "llvm")
@@ -118,21 +150,17 @@ def _swept_on_cpu(name: str, seed: int, rng: random.Random) -> Tried:
             kernel = write_kernel(problem.func, name, hw, POLICY)
         except Unsupported as why:
             tried.refused.append(str(why))
-            return tried
+            return _Written(tried)
     kernel = kernel.with_attr("global_symbol", "kernel")
     library, _ = build_functions(tvm.IRModule({"kernel": kernel}), target)
-    why = _Judge(problem).wrong(library["kernel"])
-    tried.right += not why
-    tried.wrong += [why] * bool(why)
-    return tried
+    return _Written(tried, judged=lambda: [("", _Judge(problem).wrong(library["kernel"]))])
 
 
-def _swept_module(tried: Tried, rng: random.Random, configs: int) -> Tried:
+def _written_module(tried: Tried, rng: random.Random, configs: int) -> _Written:
     """A module planned for a GPU, a few times, each kernel in some configuration of its class."""
     mod = drawn_module(tried.name, rng)
     inputs = random_inputs(mod["main"], tried.seed)
     hw = load_profile(tried.device)
-    reference = Reference(plain_module(mod, tvm.target.Target("llvm")), inputs)
     drawn, modules = [], []
     for _ in range(-(-configs // 3)):
         job = Job.from_module(mod, hw.to_target(), hw, POLICY)
@@ -140,16 +168,16 @@ def _swept_module(tried: Tried, rng: random.Random, configs: int) -> Tried:
         modules.append(EmulatedModule.of(job))
         drawn.append(job.tuned.texts)
         tried.refused += job.cuts.values()
-    cuda_on_cpu.compile_together(text for module in modules for text in module.texts())
-    for module, texts in zip(modules, drawn, strict=True):
-        try:
-            found = judge_outputs(module(inputs), reference)
-            why = found.why
-        except EmulationError as error:
-            why = str(error)
-        tried.right += not why
-        tried.wrong += [f"{texts}: {why}"] * bool(why)
-    return tried
+
+    def judged() -> Iterator[tuple[str, str]]:
+        reference = Reference(plain_module(mod, tvm.target.Target("llvm")), inputs)
+        for module, texts in zip(modules, drawn, strict=True):
+            try:
+                yield str(texts), judge_outputs(module(inputs), reference).why
+            except EmulationError as error:
+                yield str(texts), str(error)
+
+    return _Written(tried, [text for module in modules for text in module.texts()], judged)
 
 
 class _Drawn:
@@ -179,11 +207,13 @@ class _Drawn:
 
 
 def _sample(rng: random.Random, offered: Sequence[Any], count: int) -> list[Any]:
-    """The first, and some of each form, of which there may be few."""
-    forms = _forms(offered[1:])
-    each = -(-count // max(1, len(forms)))
-    some = [c for of in forms.values() for c in rng.sample(of, min(each, len(of)))]
-    return [*offered[:1], *some]
+    """Some of each form in turn; where there are more forms than `count`, those of other problems
+    are others.
+    """
+    forms = [rng.sample(of, len(of)) for of in _forms(offered).values()]
+    rng.shuffle(forms)
+    in_turn = [c for turn in itertools.zip_longest(*forms) for c in turn if c is not None]
+    return in_turn[:count]
 
 
 def _forms(offered: Sequence[Any]) -> dict[Any, list[Any]]:
@@ -322,21 +352,22 @@ def main() -> None:
     options = parser.parse_args()
     lines = options.lines.read_text().splitlines() if _exists(options.lines) else []
     found = {(t.name, t.seed): t for t in (Tried(**json.loads(line)) for line in lines)}
-    for seed in range(options.seed, options.seed + options.problems):
-        for name in options.classes:
-            if (name, seed) in found:
-                continue
-            tried = found[name, seed] = swept(name, seed, options.configs)
+    seeds = range(options.seed, options.seed + options.problems)
+    keys = [(name, seed) for seed in seeds for name in options.classes]
+    keys = [key for key in keys if key not in found]
+    command = "python -m tests.kernel_sweep --problems {problems} --configs {configs} --seed {seed}"
+    for first in range(0, len(keys), TOGETHER):
+        for tried in swept_together(keys[first : first + TOGETHER], options.configs):
+            found[tried.name, tried.seed] = tried
             if options.lines:
                 with options.lines.open("a") as file:
                     file.write(json.dumps(asdict(tried)) + "\n")
             for why in tried.wrong:
-                print(name, seed, tried.device, why, flush=True)
-    command = "python -m tests.kernel_sweep --problems {problems} --configs {configs} --seed {seed}"
-    text = json.dumps(summary(list(found.values()), command.format(**vars(options))), indent=1)
-    print(text)
-    if options.out:
-        options.out.write_text(text + "\n")
+                print(tried.name, tried.seed, tried.device, why, flush=True)
+        cuda_on_cpu.forget_together()
+        if options.out:
+            told = summary(list(found.values()), command.format(**vars(options)))
+            options.out.write_text(json.dumps(told, indent=1) + "\n")
 
 
 def _exists(path: Path | None) -> bool:
