@@ -8,14 +8,6 @@ import typing
 from functools import cache
 
 import pytest
-import torch
-from torch._export import utils as torch_export
-from tvm.relax.script.parser import entry as relax_parser
-from tvm.script.parser.ir import entry as module_parser
-from tvm.tirx.script.parser import entry as tirx_parser
-
-from tvm_fusion._quick_stacks import quick_stacks
-from tvm_fusion._threads import kernel_threads
 
 from .tools import require
 
@@ -27,6 +19,8 @@ os.environ.setdefault("TVM_FUSION_CALIBRATE", "0")  # plans are the same on each
 @pytest.fixture(scope="session", autouse=True)
 def _all_cores() -> None:
     """Keeps TVM from pinning every process of the test-suite to the first core."""
+    from tvm_fusion._threads import kernel_threads
+
     kernel_threads()
 
 
@@ -53,15 +47,28 @@ def nvcc() -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """TVMScript, of which modules of tests hold some hundred functions, is parsed ten times faster
-    where the parsers find their callers quickly.
-    """
+    """Prepares a process that runs tests; one that hands them to others waits for no import."""
+    if config.getoption("numprocesses", None):
+        return
     parsers = contextlib.ExitStack()
-    parsers.enter_context(quick_stacks(tirx_parser, relax_parser, module_parser))
     config.add_cleanup(parsers.close)
+    _quicken_parsers(parsers)
     patches = pytest.MonkeyPatch()
     config.add_cleanup(patches.undo)
     _quicken_exports(patches)
+
+
+def _quicken_parsers(parsers: contextlib.ExitStack) -> None:
+    """TVMScript, of which modules of tests hold some hundred functions, is parsed ten times faster
+    where the parsers find their callers quickly.
+    """
+    from tvm.relax.script.parser import entry as relax_parser
+    from tvm.script.parser.ir import entry as module_parser
+    from tvm.tirx.script.parser import entry as tirx_parser
+
+    from tvm_fusion._quick_stacks import quick_stacks
+
+    parsers.enter_context(quick_stacks(tirx_parser, relax_parser, module_parser))
 
 
 def _quicken_exports(patches: pytest.MonkeyPatch) -> None:
@@ -69,6 +76,9 @@ def _quicken_exports(patches: pytest.MonkeyPatch) -> None:
     annotations it evaluates 11,000 times, and looks all operators up once a namespace; that is half
     of the time in which a small module is exported and decomposed.
     """
+    import torch
+    from torch._export import utils as torch_export
+
     if hasattr(torch._ops, "Callable"):  # neither of the two is there in every version
         patches.setattr(torch._ops, "Callable", typing.Callable)  # which remembers its types
     look_up = getattr(torch_export, "_materialize_cpp_cia_ops", None)

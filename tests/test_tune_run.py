@@ -14,7 +14,7 @@ from tvm_fusion.job import Job
 from tvm_fusion.kernels import registry
 from tvm_fusion.tuning.choices import DEFAULT
 
-from .test_tune_session import SETTINGS, chain_module
+from .test_tune_session import SETTINGS, SIZE, chain_module
 from .tune_classes import Several
 
 OPTIONS = {"settings": SETTINGS, "policy": "aggressive"}
@@ -55,7 +55,7 @@ def test_compile_uses_what_was_found(tuned):
     )
     assert compiled.plan.groups == result.plan.groups
     assert compiled.report.verify.passed
-    x = np.random.default_rng(0).standard_normal((512, 1024)).astype("float32")
+    x = np.random.default_rng(0).standard_normal(SIZE).astype("float32")
     assert np.allclose(compiled(x), np.tanh(0.25 * x) + 0.75, atol=1e-5)
 
 

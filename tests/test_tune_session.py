@@ -24,7 +24,7 @@ from tvm_fusion.tuning.workshop import make_builders
 from .tune_classes import HUNG, Several
 from .tune_sticky import GoneMeter, StickyMeter
 
-SIZE = (512, 1024)
+SIZE = (128, 1024)
 SETTINGS = load_settings(
     {
         "spaces": ["class"],
