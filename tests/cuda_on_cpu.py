@@ -443,7 +443,7 @@ def compile_cubins(funcs: dict[str, tirx.PrimFunc], arch: str = "sm_90a") -> lis
     found = re.findall(
         r"Function properties for (\w+)\s+\d+ bytes stack frame, (\d+) bytes spill stores, "
         r"(\d+) bytes spill loads\s+ptxas info\s*: Used (\d+) registers",
-        ptxas_report(_one_source(sources), arch),
+        ptxas_report(one_source(sources), arch),
     )
     return [Resources(k, int(regs), int(out) + int(back)) for k, out, back, regs in found]
 
@@ -474,7 +474,7 @@ def ptxas_report(source: str, arch: str) -> str:
     return report.read_text()
 
 
-def _one_source(lowered: dict[str, Lowered]) -> str:
+def one_source(lowered: dict[str, Lowered]) -> str:
     """All kernels in one file, each named by its key; the prelude and every helper once."""
     preludes, helpers, kernels = {}, {}, []
     for name, item in lowered.items():

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.cuda_on_cpu import cuda_source, run_cuda_on_cpu
+from tests.cuda_on_cpu import cuda_source, lower, one_source, run_cuda_on_cpu
 from tvm_fusion import _targets, cli
 from tvm_fusion._files import replace_file
 from tvm_fusion.config import load_profile, profile_file, profile_names
@@ -43,6 +43,7 @@ from tvm_fusion.cost.calibrate.profile_file import notes_of, with_notes, with_va
 from tvm_fusion.errors import ConfigError, InputError, TargetError
 from tvm_fusion.runtime import cubin_cache
 from tvm_fusion.runtime.resources import parse_ptxas_log
+from tvm_fusion.tuning.processes import module_command
 
 H200 = load_profile("h200")
 MIB = 1 << 20
@@ -462,7 +463,7 @@ def test_a_killed_run_leaves_the_old_file(tmp_path):
     out.write_text(text_of("llvm"))
     options = ["--target", "llvm", "--out", str(out), "--only", "bandwidth"]
     run = subprocess.Popen(
-        [sys.executable, "-m", "tvm_fusion", "calibrate", *options],
+        [*module_command("tvm_fusion", torch=False), "calibrate", *options],
         stderr=subprocess.PIPE,
         cwd=Path(__file__).parent.parent,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
@@ -497,51 +498,58 @@ LDL, STL, LDG, LDS, SHFL, BAR = 0x183, 0x187, 0x181, 0x184, 0x189, 0x11D
 FFMA, MUFU, IMAD, F16_OUT = 0x023, 0x108, 0x024, 0x03E
 STEPS = cuda_arithmetic.CHAINS * cuda_arithmetic.INNER
 
+WORK = [
+    ("mb_fma", FFMA, STEPS),
+    ("mb_exp2", MUFU, STEPS),
+    ("mb_rsqrt", MUFU, STEPS),
+    ("mb_divide", MUFU, STEPS),
+    ("mb_sigmoid", MUFU, 2 * STEPS),
+    ("mb_tanh", MUFU, 2 * STEPS),
+    ("mb_erf", FFMA, 6 * STEPS),
+    ("mb_convert", F16_OUT, STEPS // 2),
+    ("mb_int_multiply_add", IMAD, STEPS),
+    ("mb_int_divide", IMAD, 4 * STEPS),
+    ("mb_int_modulo", IMAD, 4 * STEPS),
+    ("mb_read", LDG, 5),
+    ("mb_copy", LDG, 5),
+    ("mb_stride2", LDG, 8),
+    ("mb_flight", LDG, cuda_flight.AHEAD),
+    ("mb_shared", LDS, cuda_shared.READS),
+    ("mb_shuffle", SHFL, cuda_exchange.STEPS),
+    ("mb_barrier256", BAR, cuda_exchange.STEPS),
+    ("mb_exchange256", BAR, 1),
+    ("mb_spill32", LDL, 32),
+    ("mb_spill32", STL, 32),
+]
 
-def opcodes(func):
-    """How often each machine instruction (its lowest 9 bits) is in a kernel for sm_90a."""
-    binary = cubin_cache.compile_source(cuda_source(func), "sm_90a").binary
+
+def opcodes(funcs):
+    """How often each machine instruction (its lowest 9 bits) is in each kernel for sm_90a."""
+    source = one_source({name: lower(func) for name, func in funcs.items()})
+    binary = cubin_cache.compile_source(source, "sm_90a").binary
     (table,) = struct.unpack_from("<Q", binary, 0x28)
     size, count, names = struct.unpack_from("<HHH", binary, 0x3A)
     headers = [struct.unpack_from("<IIQQQQ", binary, table + i * size) for i in range(count)]
-    found = Counter()
+    found = {}
     for name, _, _, _, start, length in headers:
-        text = binary[headers[names][4] + name :].split(b"\0", 1)[0]
-        if text.startswith(b".text."):
+        text = binary[headers[names][4] + name :].split(b"\0", 1)[0].decode()
+        if text.startswith(".text."):
             places = range(start, start + length, 16)
-            found.update(struct.unpack_from("<Q", binary, at)[0] & 0x1FF for at in places)
+            words = (struct.unpack_from("<Q", binary, at)[0] for at in places)
+            found[text.removeprefix(".text.")] = Counter(word & 0x1FF for word in words)
     return found
 
 
+@pytest.fixture(scope="module")
+def machine_code():
+    """`opcodes` of kernels whose work a compiler might remove, compiled at once."""
+    return opcodes({name: SOURCES[name] for name, *_ in WORK})
+
+
 @needs_nvcc
-@pytest.mark.parametrize(
-    ("kernel", "opcode", "least"),
-    [
-        ("mb_fma", FFMA, STEPS),
-        ("mb_exp2", MUFU, STEPS),
-        ("mb_rsqrt", MUFU, STEPS),
-        ("mb_divide", MUFU, STEPS),
-        ("mb_sigmoid", MUFU, 2 * STEPS),
-        ("mb_tanh", MUFU, 2 * STEPS),
-        ("mb_erf", FFMA, 6 * STEPS),
-        ("mb_convert", F16_OUT, STEPS // 2),
-        ("mb_int_multiply_add", IMAD, STEPS),
-        ("mb_int_divide", IMAD, 4 * STEPS),
-        ("mb_int_modulo", IMAD, 4 * STEPS),
-        ("mb_read", LDG, 5),
-        ("mb_copy", LDG, 5),
-        ("mb_stride2", LDG, 8),
-        ("mb_flight", LDG, cuda_flight.AHEAD),
-        ("mb_shared", LDS, cuda_shared.READS),
-        ("mb_shuffle", SHFL, cuda_exchange.STEPS),
-        ("mb_barrier256", BAR, cuda_exchange.STEPS),
-        ("mb_exchange256", BAR, 1),
-        ("mb_spill32", LDL, 32),
-        ("mb_spill32", STL, 32),
-    ],
-)
-def test_the_compiler_does_not_remove_the_work(kernel, opcode, least):
-    assert opcodes(SOURCES[kernel])[opcode] >= least
+@pytest.mark.parametrize(("kernel", "opcode", "least"), WORK)
+def test_the_compiler_does_not_remove_the_work(machine_code, kernel, opcode, least):
+    assert machine_code[kernel][opcode] >= least
 
 
 @needs_nvcc
@@ -554,8 +562,10 @@ def test_reads_of_shared_memory_stay_in_their_loop():
 
 @needs_nvcc
 def test_straight_line_code_has_the_size_of_its_name():
-    for name, func in CODE.items():
-        size = 16 * opcodes(func).total()
+    found = opcodes(CODE)
+    assert found.keys() == CODE.keys()
+    for name, count in found.items():
+        size = 16 * count.total()
         assert size == pytest.approx(int(name.removeprefix("mb_code")) << 10, rel=0.1)
 
 
