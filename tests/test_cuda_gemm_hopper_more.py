@@ -217,6 +217,7 @@ def test_outputs_of_8_bits_are_rounded_once_and_saturate():
     assert np.isfinite(got.astype(np.float32)).all()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "config",
     [
@@ -316,6 +317,7 @@ CROWDED = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", CROWDED)
 def test_a_gelu_beside_128_accumulators_does_not_spill(name):
     (rows, terms), config = CROWDED[name]

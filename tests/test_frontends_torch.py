@@ -33,8 +33,7 @@ def test_a_model_of_transformers_gives_what_pytorch_gives(case):
     assert_close(run_unfused(mod, *case.arrays), case.expected)
 
 
-# BERT is compiled so by test_models.
-@pytest.mark.one_in(2)
+@pytest.mark.nightly  # test_models compiles BERT so
 @pytest.mark.parametrize("build", [tiny_llama, tiny_bert])
 def test_a_model_of_transformers_compiles_once_for_all_batches_and_lengths(build):
     case = build(sequence=16, batch=2)

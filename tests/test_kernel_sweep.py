@@ -17,7 +17,7 @@ def assert_right(tried):
 
 @pytest.mark.parametrize("name", sorted(CLASSES))
 def test_a_sample_of_configurations_is_right(name):
-    tried = [swept(name, seed, 3) for seed in range(1 if name == "attention" else 3)]
+    tried = [swept(name, seed, 3) for seed in range(1 if name == "attention" else 2)]
     for of in tried:
         assert_right(of)
     assert sum(of.right for of in tried) >= 2

@@ -7,8 +7,10 @@ from torch.export import Dim
 import tvm_fusion
 from tests import models
 
-# (model, most launches allowed fused, fewest expected unfused): a plan that gets worse is noticed.
-TORCH = [(models.tiny_llama, 28, 90), (models.tiny_bert, 20, 40)]
+# (model, most launches allowed fused, fewest expected unfused, verify): a plan that gets worse is
+# noticed.
+TORCH = [(models.tiny_llama, 28, 90, False), (models.tiny_bert, 20, 40, True)]
+TORCH += [pytest.param(models.tiny_llama, 28, 90, True, marks=pytest.mark.nightly)]
 ONNX = [
     ("light_squeezenet", 40, 90),
     pytest.param("light_resnet50", 110, 170, marks=pytest.mark.nightly),
@@ -28,11 +30,11 @@ def check(compiled, case, most, least):
         np.testing.assert_allclose(x, want, atol=1e-4 * np.abs(want).max(), rtol=0)
 
 
-@pytest.mark.parametrize(("build", "most", "least"), TORCH)
-def test_a_model_of_transformers(build, most, least):
+@pytest.mark.parametrize(("build", "most", "least", "verify"), TORCH)
+def test_a_model_of_transformers(build, most, least, verify):
     case = build()
-    compiled = tvm_fusion.compile(case.model, "llvm", example_inputs=case.inputs, verify=True)
-    assert compiled.report.verify.passed
+    compiled = tvm_fusion.compile(case.model, "llvm", example_inputs=case.inputs, verify=verify)
+    assert not verify or compiled.report.verify.passed
     check(compiled, case, most, least)
 
 

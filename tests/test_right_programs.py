@@ -20,6 +20,7 @@ def test_a_right_program_passes(kind):
     assert_right(program(kind, seed=20_000 + len(kind), dtype="float32"))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", [41149, 41297])
 def test_halves_in_an_exponential_of_extreme_numbers_pass(seed):
     assert_right(program("attention_written_out", seed, "bfloat16"))
@@ -64,11 +65,11 @@ NAMED = [
     ("float32", layer_norm, [(512, 768)]),
     ("float32", layer_norm_then_product, [(64, 256), (256, 130)]),
     ("float32", group_norm(4), [(3, 16, 13, 13)]),
-    ("float32", group_norm(8), [(2, 32, 33, 17)]),
-    ("float32", group_norm(1), [(2, 9, 35, 21)]),
+    pytest.param("float32", group_norm(8), [(2, 32, 33, 17)], marks=pytest.mark.nightly),
+    pytest.param("float32", group_norm(1), [(2, 9, 35, 21)], marks=pytest.mark.nightly),
     ("float32", variance_of_columns, [(603, 129)]),
     ("float32", argmax_of_product, [(301, 33), (33, 1000)]),
-    ("float16", argmax_of_product, [(301, 33), (33, 1000)]),
+    pytest.param("float16", argmax_of_product, [(301, 33), (33, 1000)], marks=pytest.mark.nightly),
     ("bfloat16", argmax_of_product, [(301, 33), (33, 1000)]),
     ("bfloat16", rounded, [(301, 33), (301, 33)]),
     ("float16", running_sum, [(7, 503)]),

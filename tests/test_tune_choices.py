@@ -71,7 +71,13 @@ CASES = {
 }
 
 
-@pytest.fixture(params=CASES)
+# A case of each class, and of rows in memory and streamed; all in the nightly run.
+OFTEN = ("pointwise", "transpose", "rows", "odd rows, streamed", "column", "mixed", "product")
+
+
+@pytest.fixture(
+    params=[n if n in OFTEN else pytest.param(n, marks=pytest.mark.nightly) for n in CASES]
+)
 def workload(request):
     name, emit, *inputs = CASES[request.param]
     return workload_of(fuse(emit, *inputs), name, POLICY)

@@ -43,6 +43,7 @@ def synthetic_us(text: str) -> float:
 # ---- what is proposed
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("space", ["own", "stock"])
 @pytest.mark.parametrize("name", CASES)
 def test_schedules_on_a_cpu_compute_what_the_function_computes(name, space):

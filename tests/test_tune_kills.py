@@ -117,6 +117,7 @@ def test_anything_that_is_lost_or_left_over_counts(kill, finished):
     assert not summary([replace(SOUND, **kill)], [WHOLE | finished])["ok"]
 
 
+@pytest.mark.nightly  # the process imports torch
 def test_the_command_fails_for_a_workload_that_is_not_there():
     with pytest.raises(RuntimeError, match="unknown workload"):
         main(["--workloads", "softmix", "--kills", "1"])
