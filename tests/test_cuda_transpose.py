@@ -307,6 +307,18 @@ def test_every_configuration_computes_the_same(config):
     check(DTYPES[0], config)
 
 
+@pytest.mark.parametrize("dtype", ["int64", "float64"])
+@pytest.mark.parametrize("lanes", [8, 32])
+def test_numbers_of_8_bytes_are_moved_whole(dtype, lanes):
+    """Also where a line of the tile moves on by 4 bytes, which no index of 8 bytes can say."""
+    case = Case(f"{dtype} by {lanes}", negated, (((33, 27), dtype),), lambda x: [-x.T])
+    check(case, TransposeConfig(axis=0, lanes=lanes, stack=1, width=1))
+
+
+def negated(bb, x):
+    return op.negative(bb.emit(op.permute_dims(x, [1, 0])))
+
+
 def widened(dtype):
     """A transpose whose results are wider than what is loaded."""
     return lambda bb, x: op.astype(bb.emit(op.permute_dims(x, [1, 0])), dtype)

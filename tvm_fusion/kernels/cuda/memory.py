@@ -66,9 +66,20 @@ def copy_out(target: Place, source: Place, size: int, piece: int, hint: str = "w
 def copy_registers(target: Place, source: Place, size: int) -> None:
     """`size` bytes between register arrays, or from shared memory; aligned as `size` is."""
     piece = next(width for width in (16, 8, 4, 2, 1) if size % width == 0)
-    word = _WORD[piece]
-    body = f"*({word}*)d = *(const {word}*)s;"
     for start in range(0, size, piece):
-        arguments = "void* d, const void* s"
-        call = device_call("void", f"move{piece}", arguments, body, target(start), source(start))
-        T.evaluate(call)
+        _move(target(start), source(start), piece, piece)
+
+
+def copy_words(target: Place, source: Place, size: int, piece: int) -> None:
+    """`size` bytes between registers and shared memory, aligned as `piece` is, `piece` bytes an
+    access; those of one number stay together, for no index names a part of it.
+    """
+    _move(target(0), source(0), size, piece)
+
+
+def _move(target: Expr, source: Expr, size: int, piece: int) -> None:
+    word = _WORD[piece]
+    moves = (f"(({word}*)d)[{i}] = ((const {word}*)s)[{i}];" for i in range(size // piece))
+    body = " ".join(moves) if size > piece else f"*({word}*)d = *(const {word}*)s;"
+    name = f"move{size}" if size == piece else f"words{size}_{piece}"
+    T.evaluate(device_call("void", name, "void* d, const void* s", body, target, source))

@@ -18,8 +18,20 @@ from .vectors import VectorElement
 
 
 def places(buffer: Var, start: Expr | int, size: int) -> Place:
-    """Addresses behind element `start` of a buffer whose elements take `size` bytes."""
-    return lambda nbytes: buffer.ptr_to([start + nbytes // size])
+    """Addresses behind element `start` of a buffer whose elements take `size` bytes.
+
+    Raises
+    ------
+    ValueError
+        A number of bytes that ends within an element: no index says that.
+    """
+
+    def place(nbytes: int) -> Expr:
+        if nbytes % size:
+            raise ValueError(f"{nbytes} bytes behind an element of {size} lies within an element")
+        return buffer.ptr_to([start + nbytes // size])
+
+    return place
 
 
 def load_tile(

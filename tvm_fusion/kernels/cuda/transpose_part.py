@@ -22,7 +22,7 @@ from tvm.script import tirx as T
 from ..expr import bytes_of, constant, convert, substitute
 from ..program import Access, Program
 from .frame import Frame
-from .memory import copy_in, copy_registers
+from .memory import copy_in, copy_words
 from .scope import RowScope
 from .transfer import load_element, load_tile, places, store_vector
 from .transpose_config import TransposeConfig
@@ -179,14 +179,15 @@ class TransposePart:
 
         def write(start: int) -> None:
             piece = layout.piece(item.vector * size)
+            step = max(piece, size)
             for turn in range(turns):
                 with when(own[turn]):
                     block = T.truncdiv(lines[turn], config.width)
                     place = T.Bind(layout.place(rows[turn], lines[turn], block) + start)
-                    for part in range(0, item.vector * size, piece):
+                    for part in range(0, item.vector * size, step):
                         target = places(self.memory, place + part, 1)
                         source = places(registers, turn * item.vector + part // size, size)
-                        copy_registers(target, source, piece)
+                        copy_words(target, source, step, piece)
 
         return write
 
@@ -263,11 +264,12 @@ class _AreaWork:
             buffer = T.alloc_local((config.width * config.stack,), element.dtype)
             place = T.Bind(layout.place(area.row, area.column, area.block) + start)
             piece = layout.piece(config.stack * size)
+            step = max(piece, size)
             for line in range(config.width):
-                for offset in range(0, config.stack * size, piece):
+                for offset in range(0, config.stack * size, step):
                     source = places(part.memory, place + (line * layout.pitch + offset), 1)
                     target = places(buffer, line * config.stack + offset // size, size)
-                    copy_registers(target, source, piece)
+                    copy_words(target, source, step, piece)
             found[element.var] = buffer
             start += layout.nbytes
         return found
