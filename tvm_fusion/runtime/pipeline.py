@@ -34,6 +34,7 @@ from ..transform.functions import rewritten, target_kind, with_functions
 from ..transform.kernel_bodies import APART_ATTR, TIRX_ATTR, has_root, without_root
 from ..transform.ordered_writes import meeting_loops
 from ..transform.plan_memory import PlanMemory
+from .descending_indices import with_hidden_divisions
 from .exact_doubles import with_exact_doubles
 from .plain_schedule import PLAIN_ATTR, calls_host, plain_schedule
 
@@ -170,7 +171,7 @@ def mixed_tir_pipeline() -> TIRPipeline:
 
     @tvm.transform.module_pass(opt_level=0, name="tvm_fusion.MixedTIRPipeline")
     def lower(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        mod = _with_narrow_types(mod)
+        mod = with_hidden_divisions(_with_narrow_types(mod))
         if not _has_ours(mod):
             return with_exact_doubles(lower_s_tir(mod))
         bare = {gv: without_root(func) for gv, func in mod.functions_items()}
