@@ -9,6 +9,7 @@ import torch.nn.functional as F
 import tvm_fusion
 from tests.frontend_tools import Function, assert_close, check, operators
 from tests.models import run_unfused
+from tvm_fusion.errors import FrontendError
 from tvm_fusion.frontends import load
 from tvm_fusion.ir.graph import OpKind, build_graph
 from tvm_fusion.transform.lower import lower
@@ -166,3 +167,26 @@ def test_powers_of_two_are_exponentials(dtype):
 def test_a_selected_row_past_the_end_is_the_last():
     mod = check(lambda x, i: x.index_select(1, i), torch.randn(3, 4), torch.tensor([2, 0]))
     assert 'mode="clip"' in mod.script()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.unsqueeze(0).expand(3, -1, -1)[:, 1:3].fill_(2),
+        lambda x: torch.broadcast_to(x, (2, 4, 5)).zero_(),
+    ],
+)
+def test_a_write_into_elements_that_share_memory_is_refused(write):
+    """torch.export adds up what lies at one place."""
+    with pytest.raises(FrontendError, match=r"(fill_|zero_).* share memory .*clone"):
+        load(Function(lambda x: write(x * 2)), (torch.randn(4, 5),))
+
+
+def test_a_write_beside_an_expanded_view_is_right():
+    def write(x):
+        y = x * 2
+        z = y.unsqueeze(0).expand(3, -1, -1)
+        y[1:3].fill_(2)
+        return z + 1
+
+    check(write, torch.randn(4, 5))

@@ -27,6 +27,7 @@ except ImportError as error:
 
 from tvm_fusion.frontends.torch_importer import Importer
 from tvm_fusion.frontends.torch_splits import merge_equal_splits
+from tvm_fusion.frontends.torch_writes import refuse_writes_into_repeats
 
 # Their decompositions hide what they are: `linear` becomes view, permute, addmm, view; `matmul`
 # becomes expand, view, bmm, view; attention scales twice and searches for rows without a key. That
@@ -93,6 +94,7 @@ def from_exported_program(
         It holds an operator that cannot be converted, or an input that is no tensor.
     """
     _refuse_inputs_that_are_no_tensors(program, where)
+    refuse_writes_into_repeats(program, where)
     importer = Importer()
     try:
         with _quiet():

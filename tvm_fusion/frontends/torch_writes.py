@@ -28,6 +28,7 @@ from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script.builder import ir as B
 
+from tvm_fusion.errors import FrontendError
 from tvm_fusion.frontends.torch_operators import Converter, bound_arguments
 
 if TYPE_CHECKING:
@@ -36,6 +37,35 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _aten = torch.ops.aten
 WRITES = (_aten.index_put.default, _aten.index_put_.default)
+
+
+def refuse_writes_into_repeats(program: torch.export.ExportedProgram, where: str) -> None:
+    """Raise FrontendError if a program writes in place into a view with elements that share memory.
+
+    torch.export makes such a write out of place by adding up the elements that share memory:
+    ``x.expand(3, -1).fill_(2)`` sets `x` to 6 (`aten::expand`'s inverse is a sum).
+    """
+    for node in program.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            continue
+        arguments = bound_arguments(node)
+        for argument in schema.arguments:
+            written = arguments.get(argument.name)
+            is_write = argument.alias_info is not None and argument.alias_info.is_write
+            if is_write and isinstance(written, fx.Node) and _repeats(written.meta.get("val")):
+                raise FrontendError(
+                    f"{where}: {node.target} writes in place into {written.name}, whose elements "
+                    "share memory (expand, broadcast_to): torch.export gets it wrong. Write into "
+                    "the tensor before it is expanded, or into a clone"
+                )
+
+
+def _repeats(value: object) -> bool:
+    """Whether elements of a tensor share memory."""
+    return isinstance(value, torch.Tensor) and any(
+        stride == 0 and size != 1 for stride, size in zip(value.stride(), value.shape, strict=True)
+    )
 
 
 def written_inputs(program: torch.export.ExportedProgram) -> set[fx.Node]:

@@ -2,9 +2,9 @@
 
     x[(5 - i) // 2 * 2 + (5 - i) % 2]      x[((5 - i) // 2 | 0) * 2 + ((5 - i) % 2 | 0)]
 
-`IterMapSimplify` splits ``5 - i`` over `i` in [0, 6) into ``i // -2 + 2`` and ``-(i % -2)``, which is
-wrong for every second `i`; `FlattenBuffer` puts it into the indices of loads and stores. It leaves
-alone what it cannot read, and a code generator drops an or with 0.
+`IterMapSimplify` splits ``5 - i`` over `i` in [0, 6) into ``i // -2 + 2`` and ``-(i % -2)``, wrong
+for every second `i`; `FlattenBuffer` puts that into the indices of loads and stores. It leaves
+alone what it cannot read, and a compiler drops an or with 0.
 """
 
 from __future__ import annotations
