@@ -1,5 +1,6 @@
 """Random torch programs: how they are drawn, judged, reduced, and run by the command."""
 
+import argparse
 import importlib.util
 import json
 import random
@@ -10,6 +11,7 @@ import torch
 from tests import fuzz_judges
 from tvm_fusion.cli import main
 from tvm_fusion.errors import BuildError
+from tvm_fusion.fuzz import command
 from tvm_fusion.fuzz.campaign import Campaign, Runner
 from tvm_fusion.fuzz.draw import Draft, draw_program
 from tvm_fusion.fuzz.judge import CRASH, ERROR, REFUSED, RIGHT, WRONG, Verdict, judged, judged_run
@@ -194,6 +196,21 @@ def test_the_command_writes_counts_and_seeds(tmp_path, capsys):
     assert printed == json.loads((out / "fuzz.json").read_text())
     assert printed["seeds"] == [0, 0]
     assert printed["counts"][RIGHT] == 1
+
+
+def test_what_is_known_is_written_while_the_command_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "WRITE_EVERY_S", 0.0)
+
+    def stopped(self, campaign, seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Runner, "reduce", stopped)
+    options = ["--minutes", "0.001", "--statements", "5", "--out", str(tmp_path)]
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    with pytest.raises(KeyboardInterrupt):
+        command.main(parser.parse_args(["--target", "llvm", *options]))
+    assert json.loads((tmp_path / "fuzz.json").read_text())["programs"] == 1
 
 
 def test_the_command_says_that_it_needs_torch(monkeypatch, capsys):

@@ -7,12 +7,18 @@ import importlib.util
 import json
 import shlex
 import sys
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .._arguments import TARGET_HELP
 from ..errors import InputError
 
+if TYPE_CHECKING:
+    from .judge import Verdict
+
 FAILED = 1
+WRITE_EVERY_S = 20.0  # what is known so far, for a run that is stopped
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -60,10 +66,21 @@ def main(args: argparse.Namespace) -> int:
 
     _, hw = resolve_target(args.target)
     campaign = Campaign(args.target, described(hw), args.statements)
+    command = "python -m tvm_fusion fuzz " + shlex.join(_given(args))
+    written = time.monotonic()
+
+    def told(seed: int, verdict: Verdict) -> None:
+        nonlocal written
+        if verdict.failed:
+            print(f"seed {seed}: {verdict.kind}: {verdict.why}", file=sys.stderr, flush=True)
+        if args.out is not None and time.monotonic() > written + WRITE_EVERY_S:
+            _write(args.out, campaign, campaign.to_json(command))
+            written = time.monotonic()
+
     with Runner(args.target, args.processes) as runner:
-        runner.run(campaign, args.seed, args.minutes * 60, _tell)
+        runner.run(campaign, args.seed, args.minutes * 60, told)
         runner.reduce(campaign, args.reduce)
-    result = campaign.to_json("python -m tvm_fusion fuzz " + shlex.join(_given(args)))
+    result = campaign.to_json(command)
     if args.out is not None:
         _write(args.out, campaign, result)
     print(json.dumps(result, indent=1) if args.json else _text(campaign))
@@ -73,11 +90,6 @@ def main(args: argparse.Namespace) -> int:
 def _given(args: argparse.Namespace) -> list[str]:
     names = ("target", "minutes", "seed", "statements", "processes")
     return [word for name in names for word in (f"--{name}", str(getattr(args, name)))]
-
-
-def _tell(seed: int, verdict) -> None:
-    if verdict.failed:
-        print(f"seed {seed}: {verdict.kind}: {verdict.why}", file=sys.stderr, flush=True)
 
 
 def _write(folder: Path, campaign, result: dict) -> None:

@@ -121,8 +121,8 @@ class ScheduleLeftovers:
     """Give DLight's default GPU schedule to every PrimFunc that has none, or a plain one.
 
     As `dlight.ApplyDefaultSchedule`, but a rule that raises is a rule that does not apply, none
-    applies to what writes at places that are data (`ordered_writes`), and where none does,
-    `plain_schedule` puts the loops on threads.
+    applies to what writes at places that are data (`ordered_writes`), that of matrices and vectors
+    not to windows, and where none does, `plain_schedule` puts the loops on threads.
     """
 
     def __init__(self, target: tvm.target.Target, rules: Sequence[Any] | None = None) -> None:
@@ -138,7 +138,7 @@ class ScheduleLeftovers:
         return with_functions(mod, functions)
 
     def _schedule(self, name: str, func: tirx.PrimFunc) -> tirx.PrimFunc:
-        rules = _default_rules() if self.rules is None else self.rules
+        rules = _default_rules(func) if self.rules is None else self.rules
         ordered = calls_host(func.body) or meeting_loops(func.body)
         for rule in () if ordered else rules:
             try:
@@ -159,6 +159,22 @@ class ScheduleLeftovers:
             "calls functions of the host, which no kernel can. Schedule it by hand and set its "
             f'attribute "{SCHEDULED_ATTR}", or take the operator out of the model'
         )
+
+
+def _reads_windows(func: tirx.PrimFunc) -> bool:
+    """Whether a reduction reads at sums of its axes, as a convolution of one channel: DLight takes
+    that for a matrix and a vector, and its threads beyond the last row write, too.
+    """
+    found = False
+
+    def see(block: s_tir.SBlock) -> None:
+        nonlocal found
+        if any(axis.iter_type == tirx.IterVar.CommReduce for axis in block.iter_vars):
+            starts = [r.min for region in block.reads for r in region.region]
+            found |= any(not isinstance(start, (tirx.Var, tirx.IntImm)) for start in starts)
+
+    tvm_ffi.structural_walk(func.body, [(s_tir.SBlock, see)])
+    return found
 
 
 TIRPipeline = tuple[tvm.transform.Pass, Callable, Callable]
@@ -246,11 +262,12 @@ def is_tirx(func: tirx.PrimFunc) -> bool:
 
 
 @cache
-def _default_rules() -> tuple[Any, ...]:
+def _default_rules(func: tirx.PrimFunc) -> tuple[Any, ...]:
     from tvm.s_tir import dlight  # slow to import, and only PrimFuncs without a schedule need it
 
     gpu = dlight.gpu
-    return gpu.Matmul(), gpu.GEMV(), gpu.Reduction(), gpu.GeneralReduction(), gpu.Fallback()
+    of_vectors = () if _reads_windows(func) else (gpu.GEMV(),)
+    return gpu.Matmul(), *of_vectors, gpu.Reduction(), gpu.GeneralReduction(), gpu.Fallback()
 
 
 def _without_body(func: tirx.PrimFunc) -> tirx.PrimFunc:
