@@ -47,7 +47,7 @@ def test_every_workload_for_a_gpu_has_a_twin_in_jax():
     assert done.stdout.split() == []
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", [*MORE, *workloads.SUITES["small"]])
 def test_every_further_workload_compiles_and_is_right_on_the_cpu(name):
     (row,) = run_suite([name], [], "llvm", scale=SMALL, repeats=1, budget_s=0.01)["rows"]

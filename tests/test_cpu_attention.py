@@ -91,6 +91,7 @@ SEVERAL_BLOCKS = (
 )
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", SEVERAL_BLOCKS)
 def test_several_blocks_of_keys_and_a_tail_are_close_to_float64(name):
     check(BY_NAME[name].with_sizes(M=300, N=300, B=1, H=2, G=1))
@@ -103,7 +104,7 @@ def test_tiles_of_every_machine_are_close_to_float64(machine, queries, keys):
     check(BY_NAME["float32"].with_sizes(M=queries, N=keys, D=17, E=23, B=1), machine)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", [c.seed for c in CONFIGURATIONS if c.symbolic and c.M > 8][:4])
 def test_symbolic_sizes_are_close_to_float64(seed):
     config = CONFIGURATIONS[seed].small()
