@@ -25,7 +25,7 @@ from tvm_fusion.plan.plan import UNWRITTEN
 from tvm_fusion.runtime.functions import CompiledFunctions
 from tvm_fusion.runtime.launches import call_sites
 from tvm_fusion.runtime.module import CompiledModule
-from tvm_fusion.transform.entries import entry_alone, entry_functions, joined
+from tvm_fusion.transform.entries import entry_alone, entry_functions, inlined, joined
 
 from .pipelines import llm
 from .pipelines.modules import cases
@@ -537,3 +537,35 @@ def test_each_function_has_cuda_graphs_of_its_own():
         torch.testing.assert_close(compiled["decode"](x, y), (x + y).relu())
         torch.testing.assert_close(compiled["prefill"](z), z.relu() * z)
     assert all(function.cuda_graph_refusal is None for _, function in compiled.items())
+
+
+def test_private_functions_of_others_stay_calls():
+    @I.ir_module
+    class Library:
+        @R.function(private=True)
+        def exp(x: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
+            R.func_attr({"Composite": "mine.exp"})
+            with R.dataflow():
+                y = R.exp(x)
+                R.output(y)
+            return y
+
+        @R.function(private=True)
+        def bend(x: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
+            with R.dataflow():
+                y = R.tanh(x)
+                R.output(y)
+            return y
+
+        @R.function
+        def main(x: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
+            cls = Library
+            with R.dataflow():
+                h = cls.exp(x)
+                y = cls.bend(h)
+                R.output(y)
+            return y
+
+    mod = inlined(Library)
+    assert sorted(gvar.name_hint for gvar in mod.get_global_vars()) == ["exp", "main"]
+    tvm.ir.assert_structural_equal(mod["exp"], Library["exp"])

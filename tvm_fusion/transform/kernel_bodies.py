@@ -7,7 +7,8 @@ The inner one says nothing but whom a tuner of TVM is to ask for schedules (`tun
 
 Kernels that only this package lowers begin with a store to a storage scope that TVM does not know:
 in a process that did not import `tvm_fusion` the build of a saved module then stops with "unknown
-storage scope", and the scope's name says what to do.
+storage scope", and the scope's name says what to do. Those in TIRx lose their layouts meanwhile
+(`script_form`), so that the module reads back from its script as it is.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import tvm
 from tvm import s_tir, tirx
 
 from .functions import with_functions
+from .script_form import with_layouts, without_layouts
 from .tuner_warning import RULE
 
 ROOT = "tvm_fusion_kernel"
@@ -53,7 +55,8 @@ def without_root(func: tirx.PrimFunc) -> tirx.PrimFunc:
     if not _is_ours_alone(func):
         return func.with_body(body)
     rest = body.seq[len(_unknown()) :]
-    return func.with_body(rest[0] if len(rest) == 1 else tirx.SeqStmt(rest))
+    func = func.with_body(rest[0] if len(rest) == 1 else tirx.SeqStmt(rest))
+    return with_layouts(func) if func.attrs.get(TIRX_ATTR, False) else func
 
 
 def has_root(func: tirx.PrimFunc) -> bool:
@@ -63,6 +66,8 @@ def has_root(func: tirx.PrimFunc) -> bool:
 
 
 def _with_root(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    if func.attrs.get(TIRX_ATTR, False):
+        func = without_layouts(func)
     body = func.body
     if _is_ours_alone(func):
         body = tirx.SeqStmt(
@@ -82,5 +87,5 @@ def _is_ours_alone(func: tirx.PrimFunc) -> bool:
 def _unknown() -> list[tirx.Stmt]:
     """A store that TVM stops at."""
     # TVMScript writes a buffer of one element without its scope
-    needs = tirx.decl_buffer((2,), "uint8", "needs", scope=UNKNOWN_SCOPE)
+    needs = tirx.decl_buffer((2,), "uint8", "needs", scope=UNKNOWN_SCOPE, layout=None)
     return [tirx.AllocBuffer(needs), tirx.BufferStore(needs, tirx.const(0, "uint8"), [0])]

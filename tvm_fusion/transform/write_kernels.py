@@ -27,8 +27,9 @@ from ..plan.plan import UNWRITTEN
 from .devices import Device, device_of
 from .each_function import errors_named
 from .functions import with_functions
-from .kernel_bodies import with_roots
+from .kernel_bodies import TIRX_ATTR, with_roots
 from .pack_constants import PackConstants, packable_arguments
+from .script_form import with_plain_scalars
 from .stage import PACK_CONSTANTS, WRITE_KERNELS, is_enabled
 from .tuned_parts import TunedParts
 
@@ -187,6 +188,8 @@ def write_kernel(
         kernel = write(func, hw, policy, config)
     except (TooDeep, RecursionError):
         kernel = call_deep(write, func, hw, policy, config)
+    if kernel.attrs.get(TIRX_ATTR, False):
+        kernel = with_plain_scalars(kernel)
     return kernel.with_attr("op_pattern", OPAQUE_PATTERN)
 
 

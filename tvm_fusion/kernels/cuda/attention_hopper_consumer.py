@@ -269,7 +269,7 @@ class Consumer:
         for step in range(-(-self.problem.terms // WGMMA_TERMS)):
             q = self.q_start[0] + T.uint64(self.q.step(step))
             k = k_start + T.uint64(self.k.step(step))
-            later = T.ptx.pred(T.int32(int(step > 0)))
+            later = T.ptx.pred(int(step > 0))
             T.evaluate(T.ptx[name](*sums, q, k, later, *flags))
         T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
 

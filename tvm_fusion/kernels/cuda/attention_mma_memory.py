@@ -67,6 +67,10 @@ class TileCopy(Lines):
         self.even_share = self.rows % self.lines == 0
         self.row, self.column = T.Bind(thread // self.across), T.Bind(thread % self.across)
         self.places: dict[tuple[int, int], Expr] = {}
+        if self.even_share:  # here, where all copies see what is bound
+            for i in range(0, self.rows, self.lines):
+                for j in range(self.per_row // self.across):
+                    self._place(i, j * self.across)
 
     def copy(self, start: Expr | int, first: Expr, count: Expr | None) -> None:
         """Emits the copies of rows ``first ...`` to `start` bytes behind the start of `memory`.

@@ -94,9 +94,9 @@ class Points:
             rest = convert(self.frame.rewrite(bound.rest, self.tile.axes), "int32")
             at = row * T.int32(bound.slope) + rest if bound.slope else rest
             if bound.upper:
-                last = tirx.Min(last, at)
+                last = T.min(last, at)
             else:
-                first = tirx.Max(first, at)
+                first = T.max(first, at)
         T.buffer_store(self.bounds, last, [half])
         T.buffer_store(self.bounds, first, [2 + half])
 

@@ -71,19 +71,19 @@ def emit_tiles(
             at = [row * T.int32(bound.slope) + rest for row in rows]
             low, high = at if bound.slope > 0 else reversed(at)
         if bound.upper:
-            end, whole_end = tirx.Min(end, high + 1), tirx.Min(whole_end, low + 1)
+            end, whole_end = T.min(end, high + 1), T.min(whole_end, low + 1)
         else:
-            first, whole_first = tirx.Max(first, low), tirx.Max(whole_first, high)
+            first, whole_first = T.max(first, low), T.max(whole_first, high)
     tiles = tirx.FloorDiv(size + (block_n - 1), width)
     # Truncated divisions: what is negative is brought to 0 before.
     zero, one = T.int32(0), T.int32(1)
-    end = tirx.Max(T.truncdiv(tirx.Max(end, zero) + (block_n - 1), width), one)
-    end = T.Bind(tirx.Min(end, tiles))
-    first = T.Bind(tirx.Min(T.truncdiv(tirx.Max(first, zero), width), end - 1))
+    end = T.max(T.truncdiv(T.max(end, zero) + (block_n - 1), width), one)
+    end = T.Bind(T.min(end, tiles))
+    first = T.Bind(T.min(T.truncdiv(T.max(first, zero), width), end - 1))
     if keys.rest:
         return KeyTiles(first, first, first, end)
-    whole_end = T.truncdiv(tirx.Max(whole_end, zero), width)
-    whole_end = T.Bind(tirx.Min(tirx.Max(whole_end, first), end - 1))
-    whole_first = T.truncdiv(tirx.Max(whole_first, zero) + (block_n - 1), width)
-    whole_first = T.Bind(tirx.Min(tirx.Max(whole_first, first), whole_end))
+    whole_end = T.truncdiv(T.max(whole_end, zero), width)
+    whole_end = T.Bind(T.min(T.max(whole_end, first), end - 1))
+    whole_first = T.truncdiv(T.max(whole_first, zero) + (block_n - 1), width)
+    whole_first = T.Bind(T.min(T.max(whole_first, first), whole_end))
     return KeyTiles(first, whole_first, whole_end, end)
