@@ -227,6 +227,7 @@ def tokens(count):
     return [s for t in range(1, count + 1) for s in ((70 * t, 2048), (2048, 1024), (2048, 1024))]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("hw", [H200, ROOMY_H200], ids=["4 KB", "32 KB"])
 def test_eight_experts_compile_without_spills_or_serialised_wgmma(hw):
     contraction = contraction_of(graphs.experts, tokens(8))
