@@ -62,6 +62,7 @@ def same_parameters(kernel: tirx.PrimFunc, func: tirx.PrimFunc) -> bool:
 # ---- CUDA cores
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", CUDA_CORE_CASES, ids=ids(CUDA_CORE_CASES))
 def test_the_cuda_core_kernel_is_close_to_float64(case):
     check(case, emit_gemm_simt(analyze_contraction(case.func()), A100), run_cuda_on_cpu)

@@ -93,6 +93,7 @@ def check_runs(graph, plan) -> None:
     assert not missing
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("device", ["h200", "llvm"])
 @pytest.mark.parametrize("first", range(0, 60, 10))
 def test_random_plans_can_run_and_are_predicted_no_slower_than_not_fusing(first, device):
