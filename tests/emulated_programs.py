@@ -10,14 +10,21 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dataclasses
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+import tvm
+from tvm import relax
+
 from tests import cuda_on_cpu
 from tests.module_on_cpu import EmulatedModule
-from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.config import Policy, load_policy, load_profile
+from tvm_fusion.errors import TvmFusionError
 from tvm_fusion.frontends import load
 from tvm_fusion.fuzz.draw import draw_program
 from tvm_fusion.fuzz.judge import (
@@ -31,9 +38,13 @@ from tvm_fusion.fuzz.judge import (
 from tvm_fusion.fuzz.program import Program
 from tvm_fusion.fuzz.reduce import reduced
 from tvm_fusion.job import Job
+from tvm_fusion.transform.functions import with_functions
 
 PROFILES = ("nvidia_a100", "nvidia_rtx4090", "nvidia_h100", "nvidia_h200")
+POLICY = dataclasses.replace(load_policy(None), probe="off")  # no nvcc decides on the plans
+GREEDY = dataclasses.replace(POLICY, search_evaluations=0)  # half of what a small graph takes
 BATCH = 8
+IN_STEP = "torch.cumsum("  # TVM's scan counts on lanes in step: right on an H100, not on fibers
 
 
 @dataclass(frozen=True)
@@ -44,45 +55,114 @@ class Outcome:
     device: str
     verdict: Verdict
     kernels: int = 0
+    policy: Policy = POLICY
 
 
-def emulated(program: Program, device: str) -> Outcome:
+def emulated(program: Program, device: str, policy: Policy = POLICY) -> Outcome:
     """The outcome of one program."""
-    (outcome,) = emulated_together([(program, device)])
+    (outcome,) = emulated_together([(program, device)], policy)
     return outcome
 
 
-def emulated_together(programs: Iterable[tuple[Program, str]]) -> list[Outcome]:
-    """The outcomes of programs, each for a device, whose kernels are compiled together."""
-    written = [(program, device, _written(program, device)) for program, device in programs]
+def emulated_together(
+    programs: Iterable[tuple[Program, str]], policy: Policy = POLICY
+) -> list[Outcome]:
+    """The outcomes of programs, each for a device, which are exported and whose kernels are
+    compiled together.
+    """
+    pairs = list(programs)
+    loaded = _loaded_together([program for program, _ in pairs])
+    written = [(p, d, _written(mod, d, policy)) for (p, d), mod in zip(pairs, loaded, strict=True)]
     modules = [module for *_, module in written if isinstance(module, EmulatedModule)]
     cuda_on_cpu.compile_together(text for module in modules for text in module.texts())
     return [
-        Outcome(program, device, *_judged(program, module)) for program, device, module in written
+        Outcome(program, device, *_judged(program, module), policy)
+        for program, device, module in written
     ]
 
 
-def emulated_seeds(seeds: Iterable[int], statements: int) -> Iterator[Outcome]:
-    """The outcomes of the programs of seeds, for the devices in turn."""
+def emulated_seeds(
+    seeds: Iterable[int], statements: int, policy: Policy = POLICY, batch: int = BATCH
+) -> Iterator[Outcome]:
+    """The outcomes of the programs of seeds, for the devices in turn, without `IN_STEP` ones."""
     keys = [(seed, PROFILES[seed % len(PROFILES)]) for seed in seeds]
-    for first in range(0, len(keys), BATCH):
-        part = keys[first : first + BATCH]
-        yield from emulated_together((draw_program(s, statements), device) for s, device in part)
+    for first in range(0, len(keys), batch):
+        part = [(draw_program(s, statements), d) for s, d in keys[first : first + batch]]
+        yield from emulated_together([(p, d) for p, d in part if not _in_step(p)], policy)
+
+
+def _in_step(program: Program) -> bool:
+    return any(IN_STEP in statement.code for statement in program.statements)
 
 
 def explained(outcome: Outcome, seconds: float = 120.0) -> str:
     """The outcome, and the program, reduced: for the message of a failed test."""
-    program, device = outcome.program, outcome.device
-    small = reduced(program, lambda p: emulated(p, device).verdict.like(outcome.verdict), seconds)
+    program, device, policy = outcome.program, outcome.device, outcome.policy
+    small = reduced(
+        program, lambda p: emulated(p, device, policy).verdict.like(outcome.verdict), seconds
+    )
     title = f"Seed {program.seed} for {device}: {outcome.verdict.kind}."
     return f"{outcome.verdict}\n{small.standalone(device, title)}"
 
 
-def _written(program: Program, device: str) -> EmulatedModule | Exception:
+class _Side(torch.nn.Module):
+    """Programs side by side, which share nothing: torch takes seconds for each export."""
+
+    def __init__(self, programs: Sequence[Program]) -> None:
+        super().__init__()
+        self.counts = [len(p.inputs) for p in programs]
+        self.parts = torch.nn.ModuleList(p.module() for p in programs)
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        given = iter(inputs)
+        counted = zip(self.counts, self.parts, strict=True)
+        return tuple(x for n, part in counted for x in part(*itertools.islice(given, n)))
+
+
+def _loaded_together(programs: Sequence[Program]) -> list[tvm.IRModule | Exception]:
+    """The module of each program; where not all can be converted, each by itself."""
+    if len(programs) > 1:
+        try:
+            mod = load(_Side(programs), tuple(x for p in programs for x in p.arguments()))
+            return list(_parts(mod, programs))
+        except TvmFusionError:
+            pass
+    return [_loaded(program) for program in programs]
+
+
+def _loaded(program: Program) -> tvm.IRModule | Exception:
+    try:
+        return load(program.module(), program.arguments())
+    except Exception as error:  # the boundary of a program: judged below
+        return error
+
+
+def _parts(mod: tvm.IRModule, programs: Sequence[Program]) -> Iterator[tvm.IRModule]:
+    """The functions of programs side by side, each in a module of its own."""
+    main = mod["main"]
+    (block,) = main.body.blocks
+    *bindings, last = block.bindings
+    params, results = iter(main.params), iter(last.value.fields)
+    for program in programs:
+        own = list(itertools.islice(params, len(program.inputs)))
+        value = relax.Tuple(list(itertools.islice(results, len(program.results))))
+        out = relax.Var("out", relax.TupleType([field.ty for field in value.fields]))
+        block = relax.DataflowBlock([*bindings, relax.VarBinding(out, value)])
+        function = relax.Function(own, relax.SeqExpr([block], out), out.ty)
+        function = relax.analysis.remove_all_unused(function)
+        function = relax.utils.copy_with_new_vars(function)
+        main = {mod.get_global_var("main"): function.with_attr("global_symbol", "main")}
+        yield relax.transform.DeadCodeElimination()(with_functions(mod, {**mod.functions, **main}))
+
+
+def _written(
+    mod: tvm.IRModule | Exception, device: str, policy: Policy
+) -> EmulatedModule | Exception:
+    if isinstance(mod, Exception):
+        return mod
     hw = load_profile(device)
     try:
-        mod = load(program.module(), program.arguments())
-        return EmulatedModule.of(Job.from_module(mod, hw.to_target(), hw, load_policy(None)))
+        return EmulatedModule.of(Job.from_module(mod, hw.to_target(), hw, policy))
     except Exception as error:  # the boundary of a program: judged below
         return error
 
