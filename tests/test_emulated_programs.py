@@ -63,13 +63,16 @@ SMALL = [
         *["torch.randn((1,))"] * 4,
     ),
     of("{0} & {1}", "torch.rand((3, 5)) < 0.5", "torch.rand((3, 5)) < 0.5"),
-    # one channel: DLight takes its windows for the rows of a matrix
+    # reductions across threads, for more rows than there are
     of(
         "F.conv1d({0}, {1}, stride=2, padding=1)",
         "torch.randn((1, 1, 2))",
         "torch.randn((1, 1, 2))",
     ),
     of("F.conv1d({0}, {1})", "torch.randn((1, 3, 5))", "torch.randn((1, 3, 2))"),
+    of(
+        "F.conv_transpose1d({0}, {1}, stride=2)", "torch.randn((1, 2, 2))", "torch.randn((2, 1, 1))"
+    ),
     # a vector of a flipped matrix crosses its rows
     of("{0}.flatten().flip(0)", "torch.randn((17, 31, 2)).to(torch.float16)"),
     of("{0}.permute((1, 0))", "torch.randint(-8, 9, (33, 27))"),

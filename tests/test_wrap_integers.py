@@ -37,6 +37,18 @@ def test_what_goes_on_as_a_float_is_wrapped_first(name, dtype):
         np.testing.assert_array_equal(got, SUMS[name](a, b).astype("float32"))
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint16"])
+def test_a_complement_is_wrapped_before_it_is_widened(dtype):
+    func = fuse(lambda bb, a: op.astype(bb.emit(op.bitwise_not(a)), "int32"), ((64,), dtype))
+    kernel = emit_pointwise(analyze(func), H200)
+    kernel = WrapIntegers()(tvm.IRModule({"main": kernel}))["main"]
+    limits = np.iinfo(dtype)
+    a = np.random.default_rng(0).integers(limits.min, limits.max, 64).astype(dtype)
+    (got,) = outputs = outputs_of(func, 1)
+    assert run_cuda_on_cpu(kernel, [a, *outputs]) == 1
+    np.testing.assert_array_equal(got, (~a).astype("int32"))
+
+
 def test_a_module_that_is_built_for_a_gpu_wraps():
     def emit(bb, a, b):
         return op.astype(bb.emit(op.subtract(a, b)), "float32")

@@ -29,6 +29,7 @@ from ..errors import (
     PlanError,
     TargetError,
 )
+from ..kernels.expr import variables
 from ..transform import decode_float8, wrap_integers
 from ..transform.functions import rewritten, target_kind, with_functions
 from ..transform.kernel_bodies import APART_ATTR, TIRX_ATTR, has_root, without_root
@@ -121,8 +122,8 @@ class ScheduleLeftovers:
     """Give DLight's default GPU schedule to every PrimFunc that has none, or a plain one.
 
     As `dlight.ApplyDefaultSchedule`, but a rule that raises is a rule that does not apply, none
-    applies to what writes at places that are data (`ordered_writes`), that of matrices and vectors
-    not to windows, and where none does, `plain_schedule` puts the loops on threads.
+    applies to what writes at places that are data (`ordered_writes`), none may lose a bound, and
+    where none does, `plain_schedule` puts the loops on threads.
     """
 
     def __init__(self, target: tvm.target.Target, rules: Sequence[Any] | None = None) -> None:
@@ -138,7 +139,7 @@ class ScheduleLeftovers:
         return with_functions(mod, functions)
 
     def _schedule(self, name: str, func: tirx.PrimFunc) -> tirx.PrimFunc:
-        rules = _default_rules(func) if self.rules is None else self.rules
+        rules = _default_rules() if self.rules is None else self.rules
         ordered = calls_host(func.body) or meeting_loops(func.body)
         for rule in () if ordered else rules:
             try:
@@ -149,7 +150,8 @@ class ScheduleLeftovers:
                 continue
             if space is not None:
                 sch = space if isinstance(space, s_tir.Schedule) else space[0]
-                return sch.mod["main"].with_attr(SCHEDULED_ATTR, True)
+                if not _loses_its_bound(sch.mod["main"]):
+                    return sch.mod["main"].with_attr(SCHEDULED_ATTR, True)
         plain = plain_schedule(func)
         if plain is not None:
             _log.info("%s runs %s", name, plain.attrs[PLAIN_ATTR])
@@ -161,19 +163,29 @@ class ScheduleLeftovers:
         )
 
 
-def _reads_windows(func: tirx.PrimFunc) -> bool:
-    """Whether a reduction reads at sums of its axes, as a convolution of one channel: DLight takes
-    that for a matrix and a vector, and its threads beyond the last row write, too.
+def _loses_its_bound(func: tirx.PrimFunc) -> bool:
+    """Whether threads beyond the last row would write: TVM's lowering of a reduction across threads
+    keeps what its block's predicate says of the terms, not what it says of the rows.
     """
+    threads: set[tirx.Var] = set()
     found = False
 
-    def see(block: s_tir.SBlock) -> None:
-        nonlocal found
-        if any(axis.iter_type == tirx.IterVar.CommReduce for axis in block.iter_vars):
-            starts = [r.min for region in block.reads for r in region.region]
-            found |= any(not isinstance(start, (tirx.Var, tirx.IntImm)) for start in starts)
+    def loop(node: tirx.For) -> None:
+        tag = node.thread_binding.thread_tag if node.thread_binding is not None else ""
+        if tag.startswith("threadIdx"):
+            threads.add(node.loop_var)
 
-    tvm_ffi.structural_walk(func.body, [(s_tir.SBlock, see)])
+    def block(node: s_tir.SBlockRealize) -> None:
+        nonlocal found
+        pairs = zip(node.block.iter_vars, node.iter_values, strict=True)
+        reduced = [v for axis, v in pairs if axis.iter_type == tirx.IterVar.CommReduce]
+        of_terms = set(variables(*reduced))
+        if of_terms & threads:
+            found |= not of_terms.issuperset(variables(node.predicate))
+
+    tvm_ffi.structural_walk(
+        func.body, [(tirx.For, loop), (s_tir.SBlockRealize, block)], order="pre"
+    )
     return found
 
 
@@ -262,12 +274,11 @@ def is_tirx(func: tirx.PrimFunc) -> bool:
 
 
 @cache
-def _default_rules(func: tirx.PrimFunc) -> tuple[Any, ...]:
+def _default_rules() -> tuple[Any, ...]:
     from tvm.s_tir import dlight  # slow to import, and only PrimFuncs without a schedule need it
 
     gpu = dlight.gpu
-    of_vectors = () if _reads_windows(func) else (gpu.GEMV(),)
-    return gpu.Matmul(), *of_vectors, gpu.Reduction(), gpu.GeneralReduction(), gpu.Fallback()
+    return gpu.Matmul(), gpu.GEMV(), gpu.Reduction(), gpu.GeneralReduction(), gpu.Fallback()
 
 
 def _without_body(func: tirx.PrimFunc) -> tirx.PrimFunc:

@@ -5,7 +5,8 @@
 TVM 0.27 writes ``a - b`` into CUDA code, where C computes it as an int: what the unfused graph
 stores in 8 bits, a fused kernel would use with all of them.
 
-Does not handle: vectors, and operators other than sums, differences, products and left shifts.
+Does not handle: vectors, and operators other than sums, differences, products, left shifts and
+complements.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import tvm
 from tvm import tirx
 from tvm.ir import Expr
-from tvm.ir.prim.expr import LShift
+from tvm.ir.prim.expr import BitwiseNot, LShift
 
 from .functions import rewritten
 
@@ -38,5 +39,15 @@ def _wrapped(expr: Expr) -> Expr:
     return tirx.Cast(dtype, wide)
 
 
-RULES = [(kind, _wrapped) for kind in (tirx.Add, tirx.Sub, tirx.Mul, LShift)]
+def _wrapped_not(expr: BitwiseNot) -> Expr:
+    dtype = str(expr.ty.dtype)
+    if dtype not in NARROW:
+        return expr
+    return tirx.Cast(dtype, BitwiseNot(tirx.Cast(WIDE, expr.a)))
+
+
+RULES = [
+    *((kind, _wrapped) for kind in (tirx.Add, tirx.Sub, tirx.Mul, LShift)),
+    (BitwiseNot, _wrapped_not),
+]
 """For `functions.rewritten`."""
