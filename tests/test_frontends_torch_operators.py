@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tests.frontend_tools import Function, check, operators
@@ -173,3 +174,21 @@ def test_cross_entropy(loss, shape):
 )
 def test_common_layers(module, shape):
     check(module(), torch.randn(shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shapes", "dim"), [(((5, 7), (5, 7)), -1), (((3, 1, 6), (4, 6)), 2), (((3, 1), (3, 5)), 1)]
+)
+def test_cosines_are_right(dtype, shapes, dim):
+    x, y = (torch.randn(shape).to(dtype) for shape in shapes)
+    check(lambda x, y: F.cosine_similarity(x, y, dim), x, y)
+    check(lambda x, y: F.cosine_similarity(x, y, dim, eps=2.0), x, y)
+
+
+def test_the_cosine_of_a_short_vector_of_halves_is_finite():
+    """Its norm is computed in float32, and its least norm is no half."""
+    x = torch.tensor([[2.0**-24], [0.0], [-3.0]]).half()
+    mod = load(Function(lambda x: F.cosine_similarity(x, torch.ones_like(x), -1)), (x,))
+    (given,) = run_unfused(mod, x.numpy())
+    assert given.tolist() == [1, 0, -1]

@@ -109,7 +109,8 @@ def check_output(
         What roundings do to each element, from `bounds`: a float's largest change, and whether an
         integer changes.
     ceiling : bool
-        Whether an error above the ceiling of the dtype is wrong whatever the bound says. On inputs
+        Whether an error above the ceiling of the dtype is wrong, unless roundings were seen to make
+        as much of one (terms that cancel), without the factor of safety. On inputs
         that are extreme on purpose it is not: there an exponential may turn roundings of halves
         into more, and others judge the same kernels by the ceiling.
 
@@ -197,13 +198,16 @@ def _check_floats(
     scale = _largest(xp.abs(ref), ordinary) or 1.0
     plain_error, _ = _error(plain, ref, ordinary & xp.isfinite(plain), scale)
     error, worst = _error(given, ref, ordinary & xp.isfinite(given), scale)
+    roundings = 0.0 if bound is None else _largest(bound, ordinary) / scale
     if bound is not None:
-        allowed = SAFETY * _largest(bound, ordinary) / scale
+        allowed = SAFETY * roundings
     else:
         allowed = narrow.floor if is_alone else own.ratio * plain_error
     limit = max(allowed, own.floor)
-    if ceiling or bound is None or not math.isfinite(limit):
-        limit = min(limit, max(own.ceiling, narrow.ceiling))
+    if not math.isfinite(limit):
+        limit = max(own.ceiling, narrow.ceiling)
+    elif ceiling or bound is None:
+        limit = min(limit, max(own.ceiling, narrow.ceiling, roundings))
     if not accepted.all():
         worst, error = _first(~accepted), math.inf
     passed = error <= limit

@@ -31,7 +31,8 @@ from tvm_fusion.frontends.torch_writes import refuse_writes_into_repeats
 
 # Their decompositions hide what they are: `linear` becomes view, permute, addmm, view; `matmul`
 # becomes expand, view, bmm, view; attention scales twice and searches for rows without a key. That
-# of `select_scatter` has another type than eager execution.
+# of `select_scatter` has another type than eager execution, that of `cosine_similarity` rounds
+# norms to halves.
 KEPT_WHOLE = (
     torch.ops.aten.linear.default,
     torch.ops.aten.matmul.default,
@@ -39,6 +40,7 @@ KEPT_WHOLE = (
     torch.ops.aten.silu.default,
     torch.ops.aten.cross_entropy_loss.default,
     torch.ops.aten.select_scatter.default,
+    torch.ops.aten.cosine_similarity.default,
 )
 
 
