@@ -15,7 +15,7 @@ from tvm_fusion.check.noise import NONE, Draw, disturbed
 from tvm_fusion.check.plain import plain_module
 from tvm_fusion.check.reference import build_reference, run_reference
 from tvm_fusion.check.roundings import UNIT_ROUNDOFF, roundings_of
-from tvm_fusion.check.rules import SAFETY, TOLERANCES, check_output
+from tvm_fusion.check.rules import BEYOND, SAFETY, TOLERANCES, check_output
 from tvm_fusion.check.verify import judge_outputs, verify_module
 from tvm_fusion.transform.lower import lower
 
@@ -242,7 +242,7 @@ def test_a_bound_does_not_follow_the_unfused_error():
     assert not check_output(off, off, reference, "float32", bound=bound).passed
 
 
-def test_a_bound_has_a_margin_up_to_the_ceiling_and_none_above():
+def test_a_bound_has_a_margin_up_to_the_ceiling_and_an_end_above():
     reference = np.array([1.0, -2.0])
     x = reference.astype("float32")
 
@@ -251,7 +251,8 @@ def test_a_bound_has_a_margin_up_to_the_ceiling_and_none_above():
 
     assert limit(1e-6, 3e-6) == pytest.approx(SAFETY * 1.5e-6)
     assert limit(1.5e-4, 1e-4) == 1e-4
-    assert limit(1.0, 1.0) == 0.5
+    assert limit(4e-4, 5e-4) == 2.5e-4
+    assert limit(1.0, 1.0) == BEYOND * 1e-4
     assert limit(1.0, np.inf) == 1e-4
 
 

@@ -10,6 +10,7 @@ from tvm.relax import op
 
 from tests.cuda_on_cpu import run_cuda_on_cpu
 from tests.graphs import module, plan_of
+from tests.runtime_cases import without_compilers
 from tvm_fusion import explain
 from tvm_fusion._deep import call_deep
 from tvm_fusion.bench.forced import forced
@@ -20,7 +21,6 @@ from tvm_fusion.kernels.base import GroupView, RefusalCode, Resources
 from tvm_fusion.plan.legality import Evaluator
 from tvm_fusion.plan.probing import guessed, in_doubt, probed_plan
 from tvm_fusion.report.text import render
-from tvm_fusion.runtime import cuda_compiler
 from tvm_fusion.runtime.cubin_elf import code_bytes
 from tvm_fusion.runtime.cuda_compiler import Compiler
 from tvm_fusion.runtime.launch_kernels import LaunchSpec, LaunchWriter
@@ -150,9 +150,9 @@ def test_a_kernel_that_the_compiler_refuses_is_told(softmaxes, tmp_path, monkeyp
     assert set(found.values()) == {told}
 
 
-def test_without_nvcc_the_probe_says_what_to_install(softmaxes, monkeypatch):
-    monkeypatch.setattr(cuda_compiler.shutil, "which", lambda name: None)
-    with pytest.raises(BuildError, match="nvcc"):
+def test_without_a_compiler_the_probe_says_what_to_install(softmaxes, monkeypatch, tmp_path):
+    without_compilers(monkeypatch, tmp_path)
+    with pytest.raises(BuildError, match="no CUDA compiler"):
         probed(softmaxes, candidates_of(softmaxes.graph, softmaxes.plan))
 
 

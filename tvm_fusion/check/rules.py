@@ -41,6 +41,9 @@ from ..errors import InputError
 # In an output of one element, whose largest change of eight draws may be small by chance, an error
 # above twice that change is then a matter of 1 in 100,000; many elements leave less to chance.
 SAFETY = 2.0
+# Terms that cancel make more of roundings than any ceiling, and are right; where roundings grow
+# much more (1 / x near 0), an output says nothing.
+BEYOND = 8.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ def check_output(
         integer changes.
     ceiling : bool
         Whether an error above the ceiling of the dtype is wrong, unless roundings were seen to make
-        as much of one (terms that cancel), without the factor of safety. On inputs
+        as much of one (terms that cancel), up to `BEYOND` times the ceiling. On inputs
         that are extreme on purpose it is not: there an exponential may turn roundings of halves
         into more, and others judge the same kernels by the ceiling.
 
@@ -207,7 +210,8 @@ def _check_floats(
     if not math.isfinite(limit):
         limit = max(own.ceiling, narrow.ceiling)
     elif ceiling or bound is None:
-        limit = min(limit, max(own.ceiling, narrow.ceiling, roundings))
+        most = max(own.ceiling, narrow.ceiling)
+        limit = min(limit, max(most, min(roundings, BEYOND * most)))
     if not accepted.all():
         worst, error = _first(~accepted), math.inf
     passed = error <= limit

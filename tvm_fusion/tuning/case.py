@@ -147,7 +147,8 @@ class Case:
                     logger.info("the untuned kernel stands for the float64 reference: %s", error)
                     reference, self.reference = None, "untuned"
             self.wanted = self._wanted(first, *(found or ([], [])))
-            if not wrong(first, self.wanted)[0] and not any(w.is_near_limit for w in self.wanted):
+            unfit = any(w.is_near_limit or w.cancels for w in self.wanted)
+            if not wrong(first, self.wanted)[0] and not unfit:
                 return
 
     def _wanted(

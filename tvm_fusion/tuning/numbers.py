@@ -51,6 +51,14 @@ class Wanted:
         return [a for a in (self.reference, self.untuned, self.bound) if a is not None]
 
     @property
+    def cancels(self) -> bool:
+        """Whether roundings make so much of themselves that an error above the ceiling passes."""
+        if self.bound is None or self.dtype not in TOLERANCES:
+            return False
+        ceiling = max(TOLERANCES[name].ceiling for name in (self.dtype, self.narrowest))
+        return self.check(self.untuned).limit > ceiling
+
+    @property
     def is_near_limit(self) -> bool:
         """Whether a number of the reference is so large that a rounding may make it infinite."""
         if self.dtype not in OVERFLOWING:
