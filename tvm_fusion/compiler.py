@@ -118,7 +118,7 @@ def compile(
     jobs = Jobs.of(
         model, target, policy, plan, example_inputs, dynamic_shapes, database, use_current=True
     )
-    wanted = load_policy(policy).verify if verify is None else verify
+    wanted = jobs.policy.verify if verify is None else verify
     return (jobs.only or jobs).compile(wanted, measure, time, graphs)
 
 

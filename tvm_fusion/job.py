@@ -125,17 +125,14 @@ class Job:
         example_inputs,
         dynamic_shapes,
         database=None,
-        use_current=False,
     ) -> Job:
-        """A job for a model of any kind; what a caller may have mistyped is checked before the
-        model is read. `use_current` takes the database of `with database:` where none is given.
+        """A job for a model of any kind that has one function, or one called `main`; what a caller
+        may have mistyped is checked before the model is read.
         """
         tvm_target, hw = resolve_target(target)
         policy, given = load_policy(policy), read_plan(plan)
         stages.info("reading the model")
-        tuned = None
-        if database is not None or use_current:
-            tuned = TunedParts(database).of(tvm_target, hw)
+        tuned = None if database is None else TunedParts(database).of(tvm_target, hw)
         mod = load(model, example_inputs, dynamic_shapes=dynamic_shapes)
         return cls.from_module(mod, tvm_target, hw, policy, given, tuned)
 

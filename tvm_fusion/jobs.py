@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import tvm
 
-from .config import load_policy, resolve_target
+from .config import Policy, load_policy, resolve_target
 from .errors import InputError, PlanError
 from .frontends import load_functions
 from .job import Finished, Job, PlanLike, Wishes, read_plan
@@ -84,6 +84,11 @@ class Jobs:
     def only(self) -> Job | None:
         """The job of a model of one function; None where there are several."""
         return next(iter(self.jobs.values())) if len(self.jobs) == 1 else None
+
+    @property
+    def policy(self) -> Policy:
+        """That of all functions."""
+        return next(iter(self.jobs.values())).policy
 
     def compile(
         self, verify: bool | str, measure: bool, time: bool = False, cuda_graph: Any = None

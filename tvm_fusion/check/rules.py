@@ -206,11 +206,10 @@ def _check_floats(
         allowed = SAFETY * roundings
     else:
         allowed = narrow.floor if is_alone else own.ratio * plain_error
-    limit = max(allowed, own.floor)
+    limit, most = max(allowed, own.floor), max(own.ceiling, narrow.ceiling)
     if not math.isfinite(limit):
-        limit = max(own.ceiling, narrow.ceiling)
+        limit = most
     elif ceiling or bound is None:
-        most = max(own.ceiling, narrow.ceiling)
         limit = min(limit, max(most, min(roundings, BEYOND * most)))
     if not accepted.all():
         worst, error = _first(~accepted), math.inf
