@@ -292,11 +292,24 @@ def test_squares_are_turned_in_registers():
     assert len(turns) == edge * (edge.bit_length() - 1)
 
 
-def test_rows_are_computed_one_at_a_time():
-    """Also where a scalar of each row, as a mean, would be a vector across rows."""
+@pytest.mark.parametrize("cores", [1, 2, 16, 64])
+def test_rows_are_computed_one_at_a_time(cores):
+    """Also where a scalar of each row, as a mean, would be a vector across rows, and however many
+    cores want a task.
+    """
+
+    def emit(bb, x, g, b):
+        centred = bb.emit(op.subtract(x, bb.emit(op.mean(x, [-1], keepdims=True))))
+        squares = bb.emit(op.mean(bb.emit(op.multiply(centred, centred)), [-1], keepdims=True))
+        scale = bb.emit(op.rsqrt(bb.emit(op.add(squares, relax.const(1e-5)))))
+        scaled = bb.emit(op.multiply(bb.emit(op.multiply(centred, scale)), g))
+        return op.add(scaled, b)
+
     inputs = ((512, 768), F32), ((768,), F32), ((768,), F32)
-    shape = shape_of(kernel_of(layer_norm, *inputs))
+    with tvm.target.Target({"kind": "llvm", "mcpu": "haswell", "num-cores": cores}):
+        shape = shape_of(kernel_of(emit, *inputs))
     assert shape.parallel == 1
+    assert shape.shared == []
     assert max(shape.private) <= 768
 
 

@@ -40,6 +40,9 @@ TASKS_PER_CORE = 4
 # Shortest useful piece of an axis that runs along vectors or through a contraction.
 LEAST_TILE = 16
 
+# Stages with less than this part of the work of a group do not decide about its tile.
+SMALL_PART = 4
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
@@ -190,13 +193,17 @@ def _tasks(group: Group) -> int:
 
 
 def _least_tile(group: Group, dim: int) -> int:
+    """Shortest piece of a shared axis: what is computed once a row runs along rows as well, and is
+    too little to make them come in vectors.
+    """
     for member, stage in enumerate(group.stages):
         position = group.shared[dim][member]
         product = split_product(stage)
         if product is not None and not _is_batch(product, stage.axes[position]):
             return LEAST_TILE
         if product is None and stage.axes[position] is best_lane(stage):
-            return LEAST_TILE
+            if group_work(single(stage)) * SMALL_PART >= group_work(group):
+                return LEAST_TILE
     return 1
 
 

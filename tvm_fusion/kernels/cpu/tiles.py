@@ -6,7 +6,7 @@ from math import prod
 
 from .access import load_stride
 from .contraction_tiles import NEAR_BYTES, contraction_tile
-from .groups import TASKS_PER_CORE, Group
+from .groups import SMALL_PART, TASKS_PER_CORE, Group
 from .lanes import best_lane
 from .machine import Machine
 from .operands import split_product
@@ -29,9 +29,6 @@ TRANSPOSE_TILE = 64
 # are too many, 2.4 ms either way, 3.3 by tiles of 512.
 COLUMN_TILE, LONG_PIECE, MANY_TERMS = 128, 4096, 32
 FLOAT_BYTES = 4
-
-# Stages with less than this part of the work of a group do not decide about its tile.
-SMALL_PART = 4
 
 # Elements of a tile of several short rows: their scalars fill vectors, and a row's chain of
 # dependent steps overlaps with the next one's.
