@@ -329,6 +329,33 @@ def test_a_float_that_roundings_take_over_a_step_has_its_height_as_a_bound():
     assert far < 8 * UNIT_ROUNDOFF["float32"]
 
 
+@pytest.mark.parametrize("negated", [False, True])
+def test_what_rounds_to_an_equal_value_is_undecided_and_nothing_else(negated):
+    """No disturbance makes two float64 numbers equal, and a kernel's halves often are."""
+
+    def equality(bb, x, y):
+        compare = op.not_equal if negated else op.equal
+        return compare(bb.emit(op.multiply(x, x)), y)
+
+    x = np.linspace(0.5, 0.9, 40).astype("float16")
+    y = x * x
+    y[20:] = np.nextafter(y[20:] * np.float16(1.05), np.float16(2))
+    assert ((x.astype("float64") ** 2) != y).any()
+    low = lowered(equality, ((40,), "float16"), ((40,), "float16"))
+    (exact,), (undecided,) = bounded_reference(low, [x, y])
+    assert undecided[:20].all() and not undecided[20:].any()
+    assert (exact[20:] == negated).all()
+
+
+def test_inputs_that_are_nearly_equal_are_not():
+    x = np.array([1.0, 1.0], "float32")
+    y = np.array([1.0, 1 + 2**-23], "float32")
+    low = lowered(emit_call(lambda bb, x, y: op.equal(x, y)), ((2,), "float32"), ((2,), "float32"))
+    (exact,), (undecided,) = bounded_reference(low, [x, y])
+    assert exact.tolist() == [True, False]
+    assert not undecided.any()
+
+
 @pytest.mark.parametrize("call", [softmax, variance])
 def test_without_steps_draws_for_ties_change_no_bound(monkeypatch, call):
     low = lowered(emit_call(call), ((5, 33), "float32"))

@@ -35,7 +35,7 @@ from .noise import NONE, Draw, call_number, disturbed
 from .plain import LLVM, plain_build
 from .precision import computed_dtypes, dtypes_of
 from .reference import build_reference, runner
-from .roundings import rounded
+from .roundings import equated, rounded
 from .rules import name_of, namespace, wide
 
 logger = logging.getLogger(__name__)
@@ -269,10 +269,18 @@ class _Calls:
         if func is None:
             moves = isinstance(value.op, tvm.ir.Op) and value.op.name not in _CALLS
             return binding if moves or not _holds_float(value.ty) else None
-        if not rounded(func.body):
+        if not rounded(func.body) and not (equated(func.body) and self._computed(value)):
             return binding
         called = self._disturbed(value) if value.op.name == "relax.call_tir" else None
         return None if called is None else relax.VarBinding(binding.var, called)
+
+    def _computed(self, call: relax.Call) -> bool:
+        """Whether a float that a call reads is neither a constant nor a parameter of `main`."""
+        given = list(self.mod["main"].params)
+        args = call.args[1] if len(call.args) > 1 else ()
+        return any(
+            _holds_float(arg.ty) and isinstance(arg, relax.Var) and arg not in given for arg in args
+        )
 
     def _called(self, call: relax.Call) -> tirx.PrimFunc | None:
         """The PrimFunc that a call runs."""

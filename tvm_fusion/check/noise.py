@@ -9,6 +9,10 @@ r is uniform in (-1, 1), a hash of the element, the loop nest, the call and the 
 `before` and `after` are is said in `roundings`. A draw of amplitude 0 changes nothing. What only
 moves or picks values is left alone.
 
+No disturbance makes two floats equal, while roundings do: a kernel's value falls on one of the few
+of its type. So floats are equal where they differ by no more than a rounding of a draw's amplitude;
+by a draw that is turned around, where they are the same.
+
 Does not handle: scheduled functions; buffers that are read between two nests that write them, which
 stay as they are.
 """
@@ -25,7 +29,7 @@ from tvm import s_tir, tirx
 from tvm.ir import Expr, TensorLoad, Var
 
 from ..kernels.expr import dtype_of
-from .roundings import Roundings, roundings_of
+from .roundings import UNIT_ROUNDOFF, Roundings, roundings_of
 
 # Words of 32 bits are computed in int64, where nothing overflows: TVM simplifies as if nothing did.
 _MASK = 0xFFFFFFFF
@@ -98,13 +102,23 @@ class _Noise:
     draw: Var = field(default_factory=lambda: tirx.decl_buffer((2,), "int64", "draw"))
     call: Var = field(default_factory=lambda: tirx.decl_buffer((1,), "int64", "call"))
 
+    @property
+    def amplitude(self) -> Expr:
+        return tirx.Cast("float64", _load(self.draw, 1))
+
+    def equal(self, a: Expr, b: Expr) -> Expr:
+        """Whether two floats are equal after roundings of their type."""
+        unit = UNIT_ROUNDOFF[dtype_of(a)]
+        x, y = tirx.Cast("float64", a), tirx.Cast("float64", b)
+        near = tirx.abs(x - y) <= self.amplitude * unit * tirx.max(tirx.abs(x), tirx.abs(y))
+        return tirx.Or(tirx.EQ(a, b), near)
+
     def times(self, value: Expr, relative: Expr | float, element: Expr, salt: int) -> Expr:
         """`value` disturbed, by a number of its own for each element."""
         key = _load(self.draw, 0) ^ _load(self.call, 0) ^ _word(_hash(_SALTS + salt))
         h = _mixed((element & _word(_MASK)) ^ key)
         r = tirx.Cast("float64", h) * tirx.FloatImm("float64", 2.0**-31) - 1.0
-        amplitude = tirx.Cast("float64", _load(self.draw, 1))
-        factor = 1.0 + r * (amplitude * relative)
+        factor = 1.0 + r * (self.amplitude * relative)
         return tirx.Cast(dtype_of(value), tirx.Cast("float64", value) * factor)
 
 
@@ -161,6 +175,7 @@ class _Disturber:
                 made += before
             elif rounds:
                 nest = self._point(nest, rounds, number)
+            nest = self._equalities(nest)
             own = {b: exact[b] for b in self._writes[number] if b in exact}
             made.append(_replaced(nest, own) if own else nest)
             for buffer in own:
@@ -223,6 +238,17 @@ class _Disturber:
             return tirx.BufferStore(s.buffer, value, s.indices)
 
         return tvm_ffi.structural_map(nest, [(TensorLoad, load), (tirx.BufferStore, store)])
+
+    def _equalities(self, nest: tirx.Stmt) -> tirx.Stmt:
+        """The nest with its comparisons of floats for equality disturbed."""
+
+        def equal(e: tirx.EQ) -> Expr:
+            return self.noise.equal(e.a, e.b) if dtype_of(e.a) in UNIT_ROUNDOFF else e
+
+        def unequal(e: tirx.NE) -> Expr:
+            return tirx.Not(self.noise.equal(e.a, e.b)) if dtype_of(e.a) in UNIT_ROUNDOFF else e
+
+        return tvm_ffi.structural_map(nest, [(tirx.EQ, equal), (tirx.NE, unequal)])
 
     def _next_salt(self) -> int:
         self._salt += 1

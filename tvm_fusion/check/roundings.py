@@ -143,6 +143,14 @@ def rounded(body: tirx.Stmt) -> list[str]:
     return found
 
 
+def equated(body: tirx.Stmt) -> bool:
+    """Whether a statement compares floats for equality."""
+    found: list[Expr] = []
+    for kind in (tirx.EQ, tirx.NE):
+        tvm_ffi.structural_walk(body, [(kind, lambda e: found.append(e.a))])
+    return any(dtype_of(e) in UNIT_ROUNDOFF for e in found)
+
+
 def _reduced(blocks: list[s_tir.SBlock]) -> list[Expr]:
     """The extents that blocks reduce over; the largest of one that differs from point to point (of
     a pooling into windows of unlike sizes).
