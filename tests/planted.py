@@ -6,7 +6,12 @@ buffers: what it breaks are numbers, not processes.
     python -m tests.planted --out tests/results/planted_llvm.json      all of them, on the CPU
     python -m tests.planted --target cuda --out ...                    on a GPU
 
-`--lines FILE` keeps a line a bug; what is in the file already is not tried again.
+`--lines FILE` keeps a line a bug; what is in the file already is not tried again. On a GPU a bug that
+reads at a wrong address ends the process: run it again until it succeeds,
+
+    until python -m tests.planted --target cuda --part 3/20 --lines FILE; do :; done
+
+and such a bug is compiled with the check only, then left alone. `--gather FILE...` makes the result.
 """
 
 from __future__ import annotations
@@ -308,7 +313,8 @@ class Outcome:
     effective : bool
         Whether the module is wrong without the check.
     verdict : str
-        "right": a module with right numbers; "refused": no module; "wrong".
+        "right": a module with right numbers; "refused": no module; "wrong"; "ended": the check
+        ended the process, which returned no module.
     """
 
     program: str
@@ -319,14 +325,18 @@ class Outcome:
     verdict: str
 
 
-def tried(program: str, mutation: str, seed: int, target: str = "llvm") -> Outcome:
-    """Compile a program with a planted bug, without the check and with it."""
+def tried(
+    program: str, mutation: str, seed: int, target: str = "llvm", ended: bool = False
+) -> Outcome:
+    """Compile a program with a planted bug, without the check and with it; where it `ended` a
+    process before, it is not run without the check.
+    """
     model = FunctionModule(PROGRAMS[program][0]), inputs_of(program, 0)
     with planted(mutation, seed):
         unchecked = tvm_fusion.compile(model, target, verify=False)
         classes = tuple(sorted({g.kernel_class for g in unchecked.plan.groups} - set(UNWRITTEN)))
         key = (program, mutation, seed, classes)
-        if _is_right(unchecked, program, target):
+        if not ended and _is_right(unchecked, program, target):
             return Outcome(*key, False, "right")
         try:
             checked = tvm_fusion.compile(model, target, verify=True)
@@ -371,7 +381,7 @@ def summary(outcomes: Sequence[Outcome], command: str) -> dict:
         "effective": len(effective),
         "with_the_check": {
             verdict: sum(o.verdict == verdict for o in effective)
-            for verdict in ("right", "refused", "wrong")
+            for verdict in ("right", "refused", "wrong", "ended")
         },
         "effective_by_mutation": {m: sum(o.mutation == m for o in effective) for m in MUTATIONS},
         "effective_by_class": Counter(c for o in effective for c in o.classes),
@@ -383,28 +393,54 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="llvm")
     parser.add_argument("--seeds", type=int, default=1)
-    parser.add_argument("--lines", type=Path, help="a file for a line a bug")
+    parser.add_argument("--part", default="0/1", help="which of how many parts of the bugs: 3/20")
+    parser.add_argument("--lines", type=Path, help="a file for lines of each bug")
+    parser.add_argument("--gather", type=Path, nargs="+", help="such files, to be made the result")
     parser.add_argument("--out", type=Path, help="a file for the result")
     args = parser.parse_args()
-    known = list(_read(args.lines)) if args.lines and args.lines.exists() else []
-    found = {(o.program, o.mutation, o.seed): o for o in known}
-    for key in every(args.seeds):
-        if key not in found:
-            found[key] = tried(*key, args.target)
-            if args.lines:
-                with args.lines.open("a") as lines:
-                    lines.write(json.dumps(asdict(found[key])) + "\n")
     command = f"python -m tests.planted --target {args.target} --seeds {args.seeds}"
-    text = json.dumps(summary(list(found.values()), command), indent=1)
+    if args.gather:
+        outcomes = [o for file in args.gather for o in _read(file)[0]]
+    else:
+        part, parts = map(int, args.part.split("/"))
+        outcomes = _run(list(every(args.seeds))[part::parts], args.target, args.lines)
+    text = json.dumps(summary(outcomes, command), indent=1)
     if args.out:
         args.out.write_text(text + "\n")
     print(text)
 
 
-def _read(file: Path) -> Iterator[Outcome]:
-    for line in file.read_text().splitlines():
-        values = json.loads(line)
-        yield Outcome(**values | {"classes": tuple(values["classes"])})
+def _run(keys: Sequence[Key], target: str, lines: Path | None) -> list[Outcome]:
+    """The outcomes of bugs; those that are in the file of lines are not tried again."""
+    outcomes, begun = _read(lines) if lines is not None and lines.exists() else ([], Counter())
+    found = {(o.program, o.mutation, o.seed): o for o in outcomes}
+    for key in keys:
+        if key in found:
+            continue
+        if begun[key] < 2:
+            _write(lines, {"begun": key})
+            found[key] = tried(*key, target, ended=begun[key] > 0)
+        else:
+            found[key] = Outcome(*key, (), True, "ended")
+        _write(lines, asdict(found[key]))
+    return list(found.values())
+
+
+def _write(lines: Path | None, line: dict) -> None:
+    if lines is not None:
+        with lines.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _read(file: Path) -> tuple[list[Outcome], Counter[Key]]:
+    """The outcomes in a file of lines, and how often each bug was begun."""
+    outcomes, begun = [], Counter()
+    for values in map(json.loads, file.read_text().splitlines()):
+        if "begun" in values:
+            begun[tuple(values["begun"])] += 1
+        else:
+            outcomes.append(Outcome(**values | {"classes": tuple(values["classes"])}))
+    return outcomes, begun
 
 
 if __name__ == "__main__":
