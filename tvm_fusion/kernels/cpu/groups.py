@@ -201,9 +201,9 @@ def _least_tile(group: Group, dim: int) -> int:
         product = split_product(stage)
         if product is not None and not _is_batch(product, stage.axes[position]):
             return LEAST_TILE
-        if product is None and stage.axes[position] is best_lane(stage):
-            if group_work(single(stage)) * SMALL_PART >= group_work(group):
-                return LEAST_TILE
+        is_lane = product is None and stage.axes[position] is best_lane(stage)
+        if is_lane and group_work(single(stage)) * SMALL_PART >= group_work(group):
+            return LEAST_TILE
     return 1
 
 
