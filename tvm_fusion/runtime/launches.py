@@ -41,20 +41,20 @@ def count_launches(built: Any, function: str | None = None) -> int:
 def call_sites(built: Any, function: str = "main") -> Counter[str]:
     """Return the functions outside the VM that a VM function calls, with the number of sites.
 
-    Calls of other VM functions are followed.
+    Calls of other VM functions are followed, one of a function that calls itself once.
     """
     code = _bytecode(_executable(built).as_text())
     if function not in code:
         raise BuildError(f"the module has no VM function {function!r}; it has {sorted(code)}")
     sites: Counter[str] = Counter()
-    pending = [(function, 1)]
+    pending = [(function,)]
     while pending:
-        name, times = pending.pop()
-        for callee in code[name]:
-            if callee in code:
-                pending.append((callee, times))
-            else:
-                sites[callee] += times
+        chain = pending.pop()
+        for callee in code[chain[-1]]:
+            if callee not in code:
+                sites[callee] += 1
+            elif callee not in chain:
+                pending.append((*chain, callee))
     return sites
 
 

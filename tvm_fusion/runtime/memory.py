@@ -134,6 +134,7 @@ class _Walk:
         self.sizes: list[Size] = []
         self._moments: list[frozenset[int]] = []
         self._grew = False
+        self._inside: set[relax.Function] = set()
 
     def worst(self) -> tuple[tuple[Size, ...], ...]:
         """The sizes at each moment that may be the worst; one, if all are numbers."""
@@ -144,9 +145,18 @@ class _Walk:
 
     def function(self, func: relax.Function, alive: Counter[int]) -> frozenset[int]:
         """Walk a function called while `alive` (references by storage) lives; its outputs."""
+        if func in self._inside:
+            return self._allocated(_UNKNOWN)
+        self._inside.add(func)
         outputs = self._sequence(func.body, {}, alive)
+        self._inside.remove(func)
         self._note(alive)
         return outputs
+
+    def _allocated(self, size: Size) -> frozenset[int]:
+        self.sizes.append(size)
+        self._grew = True
+        return frozenset([len(self.sizes) - 1])
 
     def _sequence(
         self, body: relax.Expr, held: dict[relax.Var, frozenset[int]], alive: Counter[int]
@@ -181,9 +191,7 @@ class _Walk:
         if not isinstance(value, relax.Call):
             return _NO_TENSOR
         if operator_name(value) == "relax.memory.alloc_storage":
-            self.sizes.append(_bytes(value.args[0].values, self._ambiguous))
-            self._grew = True
-            return frozenset([len(self.sizes) - 1])
+            return self._allocated(_bytes(value.args[0].values, self._ambiguous))
         callee = self._mod[value.op] if isinstance(value.op, tvm.ir.GlobalVar) else None
         if isinstance(callee, relax.Function):
             return self.function(callee, Counter(alive))
