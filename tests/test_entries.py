@@ -26,12 +26,17 @@ from tvm_fusion.runtime.functions import CompiledFunctions
 from tvm_fusion.runtime.launches import call_sites
 from tvm_fusion.runtime.module import CompiledModule
 from tvm_fusion.transform.entries import entry_alone, entry_functions, inlined, joined
+from tvm_fusion.transform.function_apart import renamed
 
 from .pipelines import llm
 from .pipelines.modules import cases
 from .runtime_cases import H200_CONFIG
 from .test_written_inputs import in_place
 
+FACTS = (
+    *("signature", "function", "launches", "memory", "peak_memory_bytes", "writes", "own"),
+    *("built", "uncapturable", "cuda_graph_refusal"),
+)
 TARGET = {"kind": "llvm", "num-cores": 2}
 SEVERAL = cases(TARGET)["several"]
 WIDTH, WORDS = 32, 40
@@ -179,6 +184,81 @@ def test_private_functions_of_a_module_of_one_entry_are_fused_in_their_place():
     assert compiled.launches == 1
     x = weight(3, 8)
     np.testing.assert_allclose(compiled(x), 1.5 * x, rtol=1e-6)
+
+
+@I.ir_module
+class CallsItself:
+    @R.function(private=True)
+    def double(x: R.Tensor((4,), "float32"), last: R.Tensor((), "bool")) -> R.Tensor(
+        (4,), "float32"
+    ):
+        cls = CallsItself
+        if last:
+            y = R.tanh(x)
+        else:
+            d = R.add(x, x)
+            y = cls.double(d, R.const(True))
+        return y
+
+    @R.function
+    def main(x: R.Tensor((4,), "float32"), last: R.Tensor((), "bool")) -> R.Tensor((4,), "float32"):
+        cls = CallsItself
+        h = R.exp(x)
+        y = cls.double(h, last)
+        return y
+
+
+@I.ir_module
+class CallEachOther:
+    @R.function(private=True)
+    def double(x: R.Tensor((4,), "float32"), last: R.Tensor((), "bool")) -> R.Tensor(
+        (4,), "float32"
+    ):
+        cls = CallEachOther
+        y = cls.bend(x, last)
+        return y
+
+    @R.function(private=True)
+    def bend(x: R.Tensor((4,), "float32"), last: R.Tensor((), "bool")) -> R.Tensor((4,), "float32"):
+        cls = CallEachOther
+        if last:
+            y = R.tanh(x)
+        else:
+            d = R.add(x, x)
+            y = cls.double(d, R.const(True))
+        return y
+
+    @R.function
+    def main(x: R.Tensor((4,), "float32"), last: R.Tensor((), "bool")) -> R.Tensor((4,), "float32"):
+        cls = CallEachOther
+        h = R.exp(x)
+        y = cls.bend(h, last)
+        return y
+
+
+@I.ir_module
+class MainCallsItself:
+    @R.function
+    def main(x: R.Tensor((4,), "float32"), last: R.Tensor((), "bool")) -> R.Tensor((4,), "float32"):
+        cls = MainCallsItself
+        if last:
+            h = R.exp(x)
+            y = R.tanh(h)
+        else:
+            d = R.add(x, R.const(np.log(2).astype("float32")))
+            y = cls.main(d, R.const(True))
+        return y
+
+
+@pytest.mark.parametrize("mod", [CallsItself, CallEachOther, MainCallsItself])
+def test_functions_that_call_themselves_stay_calls(mod):
+    compiled = tvm_fusion.compile(mod, TARGET)
+    assert compiled.launches >= 3  # each place once, however often it is come to
+    assert compiled.peak_memory_bytes is None  # nobody knows how deep the calls go
+    x = weight(4)
+    for last, times in ((True, 1), (False, 2)):
+        found = compiled(x, np.array(last))
+        np.testing.assert_allclose(found, np.tanh(times * np.exp(x)), rtol=1e-5)
 
 
 def test_inputs_are_written_by_the_function_that_writes_them():
@@ -475,9 +555,28 @@ def test_plans_that_do_not_fit_are_refused(several, plan, why):
 
 
 def test_a_call_that_does_not_say_which_function_is_refused(several):
-    for call in (several, several.bind):
-        with pytest.raises(InputError, match=r"several functions \(decode, prefill\): say which"):
+    for call in (several, several.bind, several.measure_peak_memory):
+        with pytest.raises(
+            InputError, match=r"functions \(decode, prefill\) and no 'main': say which"
+        ):
             call(np.zeros(3))
+
+
+def test_facts_of_a_call_are_those_of_main(several):
+    mod = renamed(Pair, Pair.get_global_var("decode"), "main")
+    compiled = tvm_fusion.compile(mod, TARGET)
+    main = compiled["main"]
+    for name in FACTS:
+        assert getattr(compiled, name) == getattr(main, name), name
+        assert not hasattr(several, name)
+        with pytest.raises(
+            InputError, match=rf"say which is meant, as in module\['decode'\].{name}"
+        ):
+            getattr(several, name)
+    assert [spec.name for spec in compiled.signature.inputs] == ["x", "y"]
+    x, y = weight(3, 8), weight(3, 8, seed=1)
+    np.testing.assert_allclose(compiled.bind(x, y)().numpy(), np.maximum(x + y, 0), rtol=1e-6)
+    assert compiled.vm is compiled["prefill"].vm
 
 
 def test_an_unknown_function_is_refused_with_those_that_there_are(several):

@@ -136,6 +136,15 @@ def test_compile_takes_the_current_one(folder):
     ]
 
 
+@pytest.mark.parametrize("around", [False, True], ids=["argument", "with"])
+def test_explain_says_what_compile_would_use(folder, around):
+    given = {} if around else {"database": folder}
+    with tvm_fusion.TuningDatabase(folder) if around else nullcontext():
+        report = tvm_fusion.explain(block(), TARGET, **given)
+    said = [group.get("tuned") for group in report.to_json()["groups"]]
+    assert [(s["choice"], s["us"]) for s in said] == [("trace", BEST_US), ("default", UNTUNED_US)]
+
+
 def test_databases_of_metaschedule_change_nothing():
     wanted = Fuse(TARGET)(block())
     empty = ms.database.MemoryDatabase()

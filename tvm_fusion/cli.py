@@ -114,7 +114,6 @@ def _parser() -> argparse.ArgumentParser:
         help="compilers to time beside it: tvm, torch.eager, torch.compile, jax, onnxruntime, "
         "openvino, or none; default: tvm,torch.eager,torch.compile",
     )
-    output.add_argument("--database", metavar="DIR", help="use the kernels that `tune` kept here")
     for command in (output, commands.choices["bench"]):
         help_text = "capture whole calls into CUDA graphs"
         command.add_argument("--cuda-graph", action="store_true", default=None, help=help_text)
@@ -134,6 +133,8 @@ def _parser() -> argparse.ArgumentParser:
         help="say how far the plan can be from the cheapest one (small graphs)",
     )
     for command in (output, explain):
+        help_text = "use the kernels that `tune` kept here"
+        command.add_argument("--database", metavar="DIR", help=help_text)
         command.add_argument(
             "--measure",
             action="store_true",
@@ -220,7 +221,7 @@ def _run(args: argparse.Namespace) -> Reported:
         raise InputError(f"cannot write {args.output}: there is no such directory")
     model = model_of(args, target)
     if args.command == "explain":
-        asked = {name: getattr(args, name) for name in ("probe", "measure", "bound")}
+        asked = {name: getattr(args, name) for name in ("probe", "measure", "bound", "database")}
         return compiler.explain(model, **options, **asked)
     if args.command == "bench":
         from .bench.compare import bench

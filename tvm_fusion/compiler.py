@@ -149,18 +149,23 @@ def explain(
     measure: bool = False,
     probe: bool = False,
     bound: bool = False,
+    database: DatabaseLike = None,
 ) -> Report | FunctionReports:
     """Plans a model and reports the plan, or that of each function by its name; parameters as for
     `compile`.
 
-    Nothing is built and no device is needed, unless `measure` asks to time the fusions in doubt.
+    Nothing is built and no device is needed, unless `measure` asks to time the fusions in doubt. Of
+    a `database`, or the current one, the plan that was settled counts, and the report says which
+    kernels would be used.
     With `probe` the kernels of all groups are compiled (by nvcc; no GPU is needed) and the report
     has their registers, spills and code. With `bound` (needs SciPy) the report says how far the
     plan can be from the cheapest one, by the cost model, where the graph is small enough to tell.
     """
     from .report.functions import FunctionReports
 
-    jobs = Jobs.of(model, target, policy, plan, example_inputs, dynamic_shapes)
+    jobs = Jobs.of(
+        model, target, policy, plan, example_inputs, dynamic_shapes, database, use_current=True
+    )
     how = {"measure": measure, "probe": probe, "bound": bound}
     if jobs.only is not None:
         return _explained(jobs.only, **how)

@@ -12,13 +12,15 @@ from ..cost.probe import Probed, ProbeFailure
 from ..ir.graph import FusionGraph
 from ..kernels.base import Resources
 from ..kernels.cpu.panels import mark_constants
-from ..plan.plan import FREE, FusionPlan, PlannedGroup
+from ..plan.plan import FREE, UNWRITTEN, FusionPlan, PlannedGroup
 from ..transform.materialize import Materialized, materialize
 from ..transform.pack_constants import packable_arguments
 from .layouts import layout_reports, refusal_report
 from .model import Comparison, GroupReport, RefusalReport, Report, Verification
 
 if TYPE_CHECKING:
+    from tvm import tirx
+
     from ..check.compiled import Checked
     from ..compiler import Job
     from ..runtime.build import Built
@@ -113,12 +115,16 @@ def built_report(
 
 
 def tuned_groups(job: Job) -> dict[tuple[str, ...], Mapping[str, Any]]:
-    """What tuning chose for the groups of a job whose kernels are written."""
+    """What tuning chose for the groups of a job whose kernels are written, or would be."""
     if job.tuned is None:
         return {}
     materialized = materialize(job.low, job.graph, job.plan)
-    groups = [g for g in job.plan.groups if g.kernel_class not in FREE]
-    found = {g.ops: _tuned(job, materialized, g, materialized.functions.get(g.ops)) for g in groups}
+    found = {}
+    for group in (g for g in job.plan.groups if g.kernel_class not in UNWRITTEN):
+        name = materialized.functions.get(group.ops)
+        if (func := _task(job, materialized, group, name)) is not None:
+            job.tuned.choice(func, group.kernel_class, job.policy)
+            found[group.ops] = job.tuned.told(func, group.kernel_class, job.policy)
     return {ops: told for ops, told in found.items() if told is not None}
 
 
@@ -126,11 +132,18 @@ def _tuned(
     job: Job, materialized: Materialized, g: PlannedGroup, name: str | None
 ) -> Mapping[str, Any] | None:
     """What tuning chose for a group, if a database is used and has it."""
-    if job.tuned is None or g.ops not in materialized.functions:
+    func = None if job.tuned is None else _task(job, materialized, g, name)
+    return None if func is None else job.tuned.told(func, g.kernel_class, job.policy)
+
+
+def _task(
+    job: Job, materialized: Materialized, g: PlannedGroup, name: str | None
+) -> tirx.PrimFunc | None:
+    """The PrimFunc of a group as it is tuned; None where there is none."""
+    if g.ops not in materialized.functions:
         return None
     constants = packable_arguments(materialized.mod, job.hw).get(name, ())
-    func = mark_constants(materialized.mod[name], constants)
-    return job.tuned.told(func, g.kernel_class, job.policy)
+    return mark_constants(materialized.mod[name], constants)
 
 
 def _resources(found: Resources | ProbeFailure | None) -> dict[str, Any]:

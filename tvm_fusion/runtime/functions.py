@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import tvm
+from tvm import relax
 
 from ..errors import InputError
 from .build import Built
@@ -20,6 +21,19 @@ if TYPE_CHECKING:
 ENTRY = "main"
 
 
+class _NoMain(InputError, AttributeError):
+    """What is asked of `main`, where there is none; to `hasattr` it is an attribute missing."""
+
+
+def _of_main(name: str, what: str) -> property:
+    """An attribute that is that of `main`."""
+
+    def get(functions: CompiledFunctions) -> Any:
+        return getattr(functions._main(f".{name}"), name)
+
+    return property(get, doc=f"{what}: that of `main`; InputError where there is none.")
+
+
 class CompiledFunctions:
     """What `tvm_fusion.compile` returns for a module of several public functions.
 
@@ -29,8 +43,9 @@ class CompiledFunctions:
         compiled["prefill"](x, cache)
 
     They lie in one executable, which holds constants and kernels that functions share once, and
-    have one virtual machine: calls from several threads run one after the other. Calling the module
-    itself runs `main`, if there is one.
+    have one virtual machine: calls from several threads run one after the other. If there is a
+    `main`, calling the module itself runs it, and `signature`, `memory` and what else there is to
+    say of a call are those of `main`; `plan`, `report` and `cuda_graph` are by function.
 
     Attributes
     ----------
@@ -94,13 +109,31 @@ class CompiledFunctions:
         InputError
             No function is called `main`: it is not said which to run.
         """
-        if ENTRY not in self._members:
-            self._ambiguous("call")
-        return self._members[ENTRY](*inputs)
+        return self._main("(...)")(*inputs)
 
-    def bind(self, *inputs: Any) -> NoReturn:
-        """Raises InputError: a function is bound, `module[name].bind(...)`."""
-        self._ambiguous("bind")
+    def bind(self, *inputs: Any) -> Callable[[], Any]:
+        """Bind `main` to inputs; see `CompiledModule.bind`, and `__call__` for errors."""
+        return self._main(".bind(...)").bind(*inputs)
+
+    def measure_peak_memory(self, *inputs: Any) -> int:
+        """Run `main`; see `CompiledModule.measure_peak_memory`, and `__call__` for errors."""
+        return self._main(".measure_peak_memory(...)").measure_peak_memory(*inputs)
+
+    signature = _of_main("signature", "The inputs of a call")
+    function = _of_main("function", "The name of the function that a call runs")
+    launches = _of_main("launches", "Launches in one call")
+    memory = _of_main("memory", "Device memory that a call takes")
+    peak_memory_bytes = _of_main("peak_memory_bytes", "The most device memory that a call takes")
+    writes = _of_main("writes", "The inputs that a call writes to")
+    own = _of_main("own", "The outputs that have memory of their own")
+    built = _of_main("built", "The build")
+    uncapturable = _of_main("uncapturable", "Why calls cannot be captured into a CUDA graph")
+    cuda_graph_refusal = _of_main("cuda_graph_refusal", "Why calls run launch by launch")
+
+    @property
+    def vm(self) -> relax.VirtualMachine:
+        """The virtual machine of all functions."""
+        return next(iter(self._members.values())).vm
 
     @property
     def device(self) -> tvm.runtime.Device:
@@ -141,9 +174,11 @@ class CompiledFunctions:
     def _names(self) -> str:
         return ", ".join(self._members)
 
-    def _ambiguous(self, verb: str) -> NoReturn:
-        example = next(iter(self._members))
-        raise InputError(
-            f"the module has several functions ({self._names}): say which to {verb}, as in "
-            f"module[{example!r}](...)"
-        )
+    def _main(self, asked: str) -> CompiledModule:
+        """The function `main`, of which something is asked."""
+        if ENTRY not in self._members:
+            raise _NoMain(
+                f"the module has several functions ({self._names}) and no {ENTRY!r}: say which "
+                f"is meant, as in module[{next(iter(self._members))!r}]{asked}"
+            )
+        return self._members[ENTRY]
