@@ -6,12 +6,13 @@ buffers: what it breaks are numbers, not processes.
     python -m tests.planted --out tests/results/planted_llvm.json      all of them, on the CPU
     python -m tests.planted --target cuda --out ...                    on a GPU
 
-`--lines FILE` keeps a line a bug; what is in the file already is not tried again. On a GPU a bug that
-reads at a wrong address ends the process: run it again until it succeeds,
+`--lines FILE` keeps a line a bug; what is in the file already is not tried again. On a GPU a bug
+that reads at a wrong address ends the process: run it again until it succeeds,
 
     until python -m tests.planted --target cuda --part 3/20 --lines FILE; do :; done
 
-and such a bug is compiled with the check only, then left alone. `--gather FILE...` makes the result.
+and such a bug is compiled with the check only, then left alone. `--gather FILE...` makes the
+result.
 """
 
 from __future__ import annotations
