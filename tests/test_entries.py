@@ -20,6 +20,8 @@ import tvm_fusion
 from tvm_fusion import cli
 from tvm_fusion.check import compiled as check_module
 from tvm_fusion.errors import FrontendError, InputError, PlanError, TargetError, VerificationError
+from tvm_fusion.frontends import load
+from tvm_fusion.job import Job
 from tvm_fusion.jobs import Jobs
 from tvm_fusion.plan.plan import UNWRITTEN
 from tvm_fusion.runtime.functions import CompiledFunctions
@@ -599,9 +601,13 @@ def test_a_cpu_module_has_no_cuda_graphs(several):
     assert several.cuda_graph == {"decode": None, "prefill": None}
 
 
-def test_what_takes_one_function_says_which_take_several(tmp_path):
-    with pytest.raises(FrontendError, match=r"`tvm_fusion.compile` and `explain` take all public"):
-        tvm_fusion.tune(SEVERAL.make(), TARGET, database=tmp_path, trials=1)
+def test_what_takes_one_function_names_those_that_there_are():
+    with pytest.raises(
+        FrontendError, match=r"`tvm_fusion.compile`, `explain` and `tune` take all public"
+    ):
+        load(SEVERAL.make())
+    with pytest.raises(InputError, match="the model has several functions: decode, prefill"):
+        Job.of(SEVERAL.make(), TARGET, None, None, None, None)
 
 
 # ---- CUDA, without a GPU

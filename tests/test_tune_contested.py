@@ -10,6 +10,7 @@ import tvm_fusion
 from tvm_fusion.check.sequential import Duel
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.job import Job
+from tvm_fusion.jobs import Jobs
 from tvm_fusion.kernels.base import RefusalCode
 from tvm_fusion.plan.differ import exchanged, regions
 from tvm_fusion.plan.search import unfused_plan
@@ -66,7 +67,7 @@ def contest(request, monkeypatch):
     job.plan, other = (apart, fused) if joins else (fused, apart)
     (cut,) = cuts_of(job, job.plan, other, joins)
     monkeypatch.setattr(tune_module, "contested", lambda *_: [cut])
-    monkeypatch.setattr(tune_module.Job, "of", lambda *_: job)
+    monkeypatch.setattr(tune_module.Jobs, "of", lambda *_: Jobs({"main": job}))
     return job, cut
 
 

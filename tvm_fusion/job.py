@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import tvm
 
-from .config import HardwareProfile, Policy, load_policy, resolve_target
+from .config import HardwareProfile, Policy
 from .cost.learned import unused_residual
-from .errors import PlanError
-from .frontends import load
+from .errors import InputError, PlanError
 from .ir.graph import FusionGraph, build_graph
 from .kernels.base import Refusal, RefusalCode
 from .plan.decide import caution_of, without
@@ -33,7 +32,6 @@ from .transform.stage import (
     is_enabled,
     result_of,
 )
-from .transform.tuned_parts import TunedParts
 from .transform.write_kernels import CLASS_ATTR, Tuned, Written, write_kernels
 from .variants import best_plan
 
@@ -126,15 +124,19 @@ class Job:
         dynamic_shapes,
         database=None,
     ) -> Job:
-        """A job for a model of any kind that has one function, or one called `main`; what a caller
-        may have mistyped is checked before the model is read.
+        """The job of a model of one function; otherwise as `Jobs.of`.
+
+        Raises
+        ------
+        InputError
+            The model has several functions.
         """
-        tvm_target, hw = resolve_target(target)
-        policy, given = load_policy(policy), read_plan(plan)
-        stages.info("reading the model")
-        tuned = None if database is None else TunedParts(database).of(tvm_target, hw)
-        mod = load(model, example_inputs, dynamic_shapes=dynamic_shapes)
-        return cls.from_module(mod, tvm_target, hw, policy, given, tuned)
+        from .jobs import Jobs
+
+        jobs = Jobs.of(model, target, policy, plan, example_inputs, dynamic_shapes, database)
+        if jobs.only is None:
+            raise InputError(f"the model has several functions: {', '.join(jobs.jobs)}")
+        return jobs.only
 
     @classmethod
     def from_module(

@@ -85,8 +85,8 @@ def _with_main(mod: IRModule, where: str) -> IRModule:
         names = ", ".join(sorted(var.name_hint for var in mod.get_global_vars())) or "none"
         raise FrontendError(
             f"{where}: has no function 'main' (it has {names}); name the Relax function that is "
-            "meant 'main'. (`tvm_fusion.compile` and `explain` take all public functions, and so "
-            "does the pass `tvm_fusion.transform.Fuse`)"
+            "meant 'main'. (`tvm_fusion.compile`, `explain` and `tune` take all public functions, "
+            "and so does the pass `tvm_fusion.transform.Fuse`)"
         )
     return renamed(mod, found[0], "main")
 

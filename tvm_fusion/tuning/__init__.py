@@ -35,6 +35,9 @@ def tune(
 ) -> TuneResult:
     """Measures choices for the kernels of a model's plan and keeps them in a database.
 
+    Of a module of several public functions the kernels of all are tuned, equal ones once, and the
+    plan of each is settled.
+
     `tvm_fusion.compile(model, target, database=database)` uses them, and so do pipelines: see
     `tvm_fusion.TuningDatabase` and `tvm_fusion.transform.Fuse`. A session that was interrupted or
     killed goes on where it was with the same call.
@@ -67,7 +70,8 @@ def tune(
     -------
     TuneResult
         `print` shows what was tuned, the time before and after, and the folder; `.tasks` are the
-        kernels, `.plan` is the plan as measurements settle it.
+        kernels, `.plan` is the plan as measurements settle it, or those of several functions by
+        name.
 
     Raises
     ------

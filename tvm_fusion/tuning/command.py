@@ -115,6 +115,7 @@ def to_json(result: TuneResult) -> dict[str, Any]:
     the database has; the sums of times are without the kernels that are `untimed`.
     """
     return {
+        "functions": list(result.functions),
         "trials": result.trials,
         "seconds": round(result.seconds, 1),
         "interrupted": result.interrupted,

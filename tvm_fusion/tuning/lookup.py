@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import tvm
 import tvm_ffi
-from tvm import tirx
+from tvm import relax, tirx
 
 from ..config import HardwareProfile, Policy
 from ..errors import InputError, NothingTuned, PlanError, Unsupported
@@ -116,11 +116,13 @@ class TunedKernels:
 
 
 def plan_key(mod: tvm.IRModule, hw: HardwareProfile, policy: Policy) -> str:
-    """What a settled plan is kept under: the module, the policy and the device."""
+    """What a settled plan is kept under: the module with the names by which plans speak of it, the
+    policy and the device.
+    """
     module = str(tvm_ffi.structural_hash(mod, map_free_vars=True))
-    return hashlib.sha256("\n".join((module, policy.fingerprint(), hw.name)).encode()).hexdigest()[
-        :32
-    ]
+    names = (var.name for var in relax.analysis.all_vars(mod["main"]))
+    parts = (module, *names, policy.fingerprint(), hw.name)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
 def tuned_kernels(

@@ -88,8 +88,10 @@ class TuneResult:
     Attributes
     ----------
     tasks : tuple of TunedTask
-    plan : FusionPlan
-        The plan as measurements settle it, kept in the database.
+        The kernels of all functions, equal ones once.
+    plan : FusionPlan, or dict of str to FusionPlan
+        The plan as measurements settle it, kept in the database; of a module of several functions
+        that of each, by name.
     trials : int
         Of this session.
     seconds : float
@@ -99,24 +101,28 @@ class TuneResult:
         Why there were no more trials.
     failures : Failures or None
         Of this session, if there were any.
+    functions : tuple of str
+        What was tuned, by name; `main` for a model of one function.
     database : Path
         The folder that holds what was found.
     """
 
     tasks: tuple[TunedTask, ...]
-    plan: FusionPlan
+    plan: FusionPlan | dict[str, FusionPlan]
     trials: int
     seconds: float
     interrupted: bool
     ended: str
     failures: Failures | None = None
+    functions: tuple[str, ...] = ("main",)
     database: Path = field(kw_only=True)
 
     def __str__(self) -> str:
         """What was tuned, before and after, and how to use it, in ten lines at most."""
         timed = [t for t in self.tasks if t.count and t.is_timed]
         best = sorted(timed, key=lambda t: t.count * (t.best_us - t.untuned_us))
-        lines = [f"{self.trials} trials in {self.seconds:.0f} s; {self.ended}", self._times()]
+        done = f"{self.trials} trials in {self.seconds:.0f} s{self._of_functions()}; {self.ended}"
+        lines = [done, self._times()]
         lines += [str(task) for task in best[:_SHOWN]]
         if len(best) > _SHOWN:
             lines.append(f"  and {len(best) - _SHOWN} more: see .tasks")
@@ -128,6 +134,14 @@ class TuneResult:
         lines.append(f"use them: tvm_fusion.compile(model, target, database={folder}), or")
         lines.append(f"with tvm_fusion.TuningDatabase({folder}): around a pipeline")
         return "\n".join(lines)
+
+    def _of_functions(self) -> str:
+        """Which functions were tuned, where there are several."""
+        if len(self.functions) < 2:
+            return ""
+        names = ", ".join(self.functions)
+        few = len(names) <= _WIDEST
+        return f" for {names}" if few else f" for {len(self.functions)} functions"
 
     def _times(self) -> str:
         """The time of the plan's kernels, before and after."""

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import tvm
 
+from ..check.sequential import Budget
 from ..errors import InputError, TargetError
 from ..job import Job
+from ..jobs import Jobs
 from ..kernels.registry import added
 from ..plan.decide import caution_of
 from ..plan.judge import measured_whole, times_apart
@@ -65,27 +67,26 @@ def tune(
     settings = load_settings(settings, trials=trials, minutes=minutes)
     limit = TimeLimit(settings.minutes)
     check_place(Path(database))  # before minutes are spent on a plan
-    job = Job.of(model, target, policy, None, example_inputs, dynamic_shapes)
-    if meters is None and not tvm.runtime.device_from_target(job.target).exist:
+    jobs = Jobs.of(model, target, policy, None, example_inputs, dynamic_shapes)
+    first = next(iter(jobs.jobs.values()))
+    if meters is None and not tvm.runtime.device_from_target(first.target).exist:
         raise TargetError(
-            f"this machine has no {job.target.kind.name} device to tune on; "
+            f"this machine has no {first.target.kind.name} device to tune on; "
             "tune on one that has it, or give --rpc HOST:PORT --key KEY"
         )
-    keeper = find_database(database, job.hw, job.target)
-    cuts = contested(job.graph, job.plan, job.alone, job.hw, job.policy)
-    plans = (job.plan, *(cut.plan for cut in cuts))
-    tasks = [tasks_of(job.low, job.graph, plan, job.policy, job.hw) for plan in plans]
-    states = [_state(task, job, settings, keeper) for task in each_once(tasks)]
+    keeper = find_database(database, first.hw, first.target)
+    place = Place(target_text(target, first), first.policy, added())
+    kernels = TunedKernels(keeper, settings.certain_gain)
+    functions = {
+        name: TunedFunction.of(job, keeper, place, kernels) for name, job in jobs.jobs.items()
+    }
+    tasks = each_once([function.tasks for function in functions.values()])
+    states = [_state(task, first, settings, keeper) for task in tasks]
     states = [s for s in states if s is not None]
-    for rival in rivals_of(cuts, tasks, states, job.hw.queued_launch_us):
-        for state in rival.other:
-            state.rivals.append(rival)
+    for function in functions.values():
+        function.add_rivals(states)
     if not states:
         raise InputError("there is nothing to tune: the plan has no kernel with choices")
-    place = Place(target_text(target, job), job.policy, added())
-    kernels = TunedKernels(keeper, settings.certain_gain)
-    key, runs = plan_key(job.mod, job.hw, job.policy), JointRuns(job, place, kernels)
-    runs.restore((keeper.plan(key) or {}).get(JOINT))
     own: list[Worker] = []  # processes that end with the session
     if builders is None:
         builders = make_builders(settings)
@@ -101,8 +102,9 @@ def tune(
     try:
         try:
             session.run()
-            measured = weighed_cuts(job, cuts, tasks, kernels)
-            runs.run(measured, worker, min(settings.joint_s, limit.left_s))
+            left = Budget(min(settings.joint_s, limit.left_s))
+            for number, function in enumerate(functions.values()):
+                function.run(worker, left.left_s / (len(functions) - number))
             ended = session.ended
         except KeyboardInterrupt:
             pass
@@ -110,9 +112,7 @@ def tune(
             lost = error
         with held_interrupts() as came:
             stop_all(own)
-            measured = weighed_cuts(job, cuts, tasks, kernels)
-            plan = settled_plan(job, measured, runs, settings)
-            keeper.save_plan(key, plan.to_dict() | {JOINT: runs.to_dict(measured)})
+            plans = {name: one.settle(settings) for name, one in functions.items()}
             tuned = tuple(tuned_task(state, kernels) for state in states)
     finally:
         stop_all(own)
@@ -121,20 +121,88 @@ def tune(
     interrupted = bool(came) or not ended
     return TuneResult(
         tuned,
-        plan,
+        plans if jobs.only is None else plans["main"],
         session.trials,
         session.seconds,
         interrupted,
         ended or INTERRUPT,
         failures_of(session.failed),
+        tuple(functions),
         database=Path(database),
     )
 
 
-def each_once(tasks: Sequence[Sequence[Task]]) -> list[Task]:
-    """The tasks of a plan (the first), then those of other ways to cut it with 0 launches each."""
-    found = {task.key: task for task in tasks[0]}
-    for task in chain.from_iterable(tasks[1:]):
+@dataclass(frozen=True, slots=True)
+class TunedFunction:
+    """What is tuned of one function of the model.
+
+    Attributes
+    ----------
+    job : Job
+    keeper : Database
+    cuts : list of Contested
+        Of its plan.
+    tasks : list of lists of Task
+        Of the plan, and of each cut's plan.
+    key : str
+        Of its plan in the database.
+    runs : JointRuns
+        Of the cuts.
+    """
+
+    job: Job
+    keeper: Database
+    cuts: list[Contested]
+    tasks: list[list[Task]]
+    key: str
+    runs: JointRuns
+
+    @classmethod
+    def of(cls, job: Job, keeper: Database, place: Place, kernels: TunedKernels) -> TunedFunction:
+        """With what the database has of it."""
+        cuts = contested(job.graph, job.plan, job.alone, job.hw, job.policy)
+        plans = (job.plan, *(cut.plan for cut in cuts))
+        tasks = [tasks_of(job.low, job.graph, plan, job.policy, job.hw) for plan in plans]
+        key, runs = plan_key(job.mod, job.hw, job.policy), JointRuns(job, place, kernels)
+        runs.restore((keeper.plan(key) or {}).get(JOINT))
+        return cls(job, keeper, cuts, tasks, key, runs)
+
+    def add_rivals(self, states: Sequence[TaskState]) -> None:
+        """Tell the states of its kernels which cuts they are for."""
+        for rival in rivals_of(self.cuts, self.tasks, states, self.job.hw.queued_launch_us):
+            for state in rival.other:
+                state.rivals.append(rival)
+
+    def run(self, worker: Worker | None, seconds: float) -> None:
+        """Run the cuts both ways with their tuned kernels."""
+        self.runs.run(self._weighed(), worker, seconds)
+
+    def settle(self, settings: Settings) -> FusionPlan:
+        """Keep, and return, the plan as measurements settle it."""
+        measured = self._weighed()
+        plan = settled_plan(self.job, measured, self.runs, settings)
+        self.keeper.save_plan(self.key, plan.to_dict() | {JOINT: self.runs.to_dict(measured)})
+        return plan
+
+    def _weighed(self) -> list[Weighed]:
+        return weighed_cuts(self.job, self.cuts, self.tasks, self.runs.kernels)
+
+
+def each_once(functions: Iterable[Sequence[Sequence[Task]]]) -> list[Task]:
+    """The tasks of the plans of functions (the first of each), equal ones with the launches of all;
+    then those of other ways to cut them, with 0 launches each.
+    """
+    found: dict[str, Task] = {}
+    plans, others = [], []
+    for first, *rest in functions:
+        plans += first
+        others += chain.from_iterable(rest)
+    for task in plans:
+        if (known := found.get(task.key)) is not None:
+            groups = (*known.groups, *task.groups)
+            task = replace(task, count=known.count + task.count, groups=groups)
+        found[task.key] = task
+    for task in others:
         found.setdefault(task.key, replace(task, count=0))
     return list(found.values())
 
