@@ -4,7 +4,8 @@ import json
 import re
 import subprocess
 import sys
-from itertools import count
+from contextlib import nullcontext
+from itertools import chain, count
 from pathlib import Path
 
 import numpy as np
@@ -19,16 +20,27 @@ from tvm.script import relax as R
 import tvm_fusion
 from tvm_fusion import cli
 from tvm_fusion.check import compiled as check_module
-from tvm_fusion.errors import FrontendError, InputError, PlanError, TargetError, VerificationError
+from tvm_fusion.errors import (
+    BuildError,
+    FrontendError,
+    InputError,
+    PlanError,
+    TargetError,
+    VerificationError,
+)
 from tvm_fusion.frontends import load
 from tvm_fusion.job import Job
 from tvm_fusion.jobs import Jobs
 from tvm_fusion.plan.plan import UNWRITTEN
+from tvm_fusion.runtime import kernels_ahead
+from tvm_fusion.runtime.cubin_cache import Compiling
+from tvm_fusion.runtime.cuda_compiler import Compiler, kernel_names
 from tvm_fusion.runtime.functions import CompiledFunctions
 from tvm_fusion.runtime.launches import call_sites
 from tvm_fusion.runtime.module import CompiledModule
 from tvm_fusion.transform.entries import entry_alone, entry_functions, inlined, joined
 from tvm_fusion.transform.function_apart import renamed
+from tvm_fusion.transform.write_kernels import KernelWriter
 
 from .pipelines import llm
 from .pipelines.modules import cases
@@ -627,6 +639,112 @@ def test_whether_calls_can_be_captured_is_told_by_function():
     assert "a branch depends on the values" in compiled["decode"].cuda_graph_refusal
     compiled.cuda_graph = False
     assert set(compiled.cuda_graph.values()) == {None}
+
+
+@I.ir_module
+class Alike:
+    """Kernels of one form: two that are equal, one that is not."""
+
+    @R.function
+    def again(x: R.Tensor((16, 64), "float32")) -> R.Tensor((16, 64), "float32"):
+        with R.dataflow():
+            h = R.nn.relu(x)
+            y = R.multiply(h, x)
+            R.output(y)
+        return y
+
+    @R.function
+    def other(x: R.Tensor((16, 64), "float32")) -> R.Tensor((16, 64), "float32"):
+        with R.dataflow():
+            h = R.negative(x)
+            y = R.multiply(h, x)
+            R.output(y)
+        return y
+
+    @R.function
+    def relu(x: R.Tensor((16, 64), "float32")) -> R.Tensor((16, 64), "float32"):
+        with R.dataflow():
+            h = R.nn.relu(x)
+            y = R.multiply(h, x)
+            R.output(y)
+        return y
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("TVM_FUSION_CACHE", str(tmp_path))
+    monkeypatch.setenv("TVM_FUSION_KERNEL_CACHE", "1")
+
+
+def on_h200(mod: tvm.IRModule) -> CompiledFunctions:
+    return tvm_fusion.compile(mod, tvm.target.Target(H200_CONFIG), verify=False)
+
+
+def kernels_by_function(compiled: CompiledFunctions) -> dict[str, list[str]]:
+    """The source of each launch."""
+    launched = {name: chain(*one.built.kernels.values()) for name, one in compiled.items()}
+    sources = {k: source for source in sources_of(compiled) for k in kernel_names(source)}
+    return {name: [re.sub(k, "kernel", sources[k]) for k in ks] for name, ks in launched.items()}
+
+
+def sources_of(compiled: CompiledFunctions) -> tuple[str, ...]:
+    first = next(iter(compiled))
+    return compiled[first].built.cuda_sources
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("mod", [Alike, SEVERAL.make()], ids=["alike", "several"])
+def test_kernels_compiled_ahead_are_those_of_a_build_without(mod, monkeypatch):
+    cold = on_h200(mod)
+    with monkeypatch.context() as patch:
+        patch.setattr(KernelWriter, "kernel", lambda *_: pytest.fail("it is written again"))
+        warm = on_h200(mod)
+    monkeypatch.setattr(kernels_ahead, "kernels_ahead", lambda *_: nullcontext())
+    plain = on_h200(mod)
+    wanted = kernels_by_function(plain)
+    assert kernels_by_function(cold) == wanted
+    assert kernels_by_function(warm) == wanted
+    assert len(sources_of(cold)) == len(sources_of(warm)) == len(set(chain(*wanted.values())))
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_nvcc_begins_while_other_functions_are_still_written(monkeypatch):
+    events = []
+    write, begin = Job.write_unpacked, Compiling.begin
+
+    def noted(job, ahead):
+        events.append(job.function)
+        return write(job, ahead)
+
+    def begun(compiling, source):
+        events.append(kernel_names(source))
+        return begin(compiling, source)
+
+    monkeypatch.setattr(Job, "write_unpacked", noted)
+    monkeypatch.setattr(Compiling, "begin", begun)
+    on_h200(Alike)
+    first, second = events[1], events[3]
+    assert events[:5] == ["again", first, "other", second, "relu"]
+    assert first != second
+    assert set(events[5:]) == {first, second}  # equal kernels are one
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_kernel_that_nvcc_refuses_is_cut_in_each_function_that_has_it(monkeypatch):
+    compile_now = Compiler.compile
+
+    def refusing(compiler, source, arch):
+        if "relu" in kernel_names(source)[0] and "multiply" in kernel_names(source)[0]:
+            raise BuildError("it is refused")
+        return compile_now(compiler, source, arch)
+
+    monkeypatch.setattr(Compiler, "compile", refusing)
+    compiled = on_h200(Alike)
+    assert {name: one.launches for name, one in compiled.items()} == {
+        "again": 2,
+        "other": 1,
+        "relu": 2,
+    }
 
 
 @pytest.mark.gpu

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .report.model import Report
     from .report.times import TimeReport
     from .runtime.build import Built
-    from .runtime.kernels_ahead import KernelsAhead
+    from .runtime.kernels_ahead import Ahead
     from .runtime.memory import MemoryPlan
     from .runtime.module import CompiledModule
 
@@ -387,18 +387,16 @@ class Job:
                 marked[gvar] = marked[gvar].with_attr(CLASS_ATTR, group.kernel_class)
         return with_functions(found.mod, marked)
 
-    def write(self, ahead: KernelsAhead | None = None) -> tuple[tvm.IRModule, Materialized]:
+    def write(self, ahead: Ahead | None = None) -> tuple[tvm.IRModule, Materialized]:
         """Writes the plan's kernels; groups that cannot be written are cut until all are."""
         written, materialized = self.write_unpacked(ahead)
         return tvm.transform.Sequential([PackConstants()])(written), materialized
 
-    def write_unpacked(
-        self, ahead: KernelsAhead | None = None
-    ) -> tuple[tvm.IRModule, Materialized]:
+    def write_unpacked(self, ahead: Ahead | None = None) -> tuple[tvm.IRModule, Materialized]:
         """As `write`, the constants as they were."""
         while True:
             if ahead is not None:
-                ahead.codes.clear()
+                ahead.forget()
             materialized = self._materialized()
             written = self._written(materialized, ahead)
             if not self.cut_failed(materialized, written.failures, RefusalCode.WRITER):
@@ -413,7 +411,7 @@ class Job:
         found = result_of(MATERIALIZE, self.low, apply, lambda done: done.mod)
         return Materialized(self.low, {}, {}) if found is None else found
 
-    def _written(self, materialized: Materialized, ahead: KernelsAhead | None) -> Written:
+    def _written(self, materialized: Materialized, ahead: Ahead | None) -> Written:
         """The kernels of a module; where that stage is disabled, the module as it is."""
         classes = {name: g.kernel_class for name, g in materialized.groups.items()}
 

@@ -27,6 +27,7 @@ from .report.progress import stages
 from .transform.entries import Names, joined
 from .transform.pack_constants import PackConstants
 from .transform.tuned_parts import TunedParts
+from .transform.unique_names import FreshNames
 
 if TYPE_CHECKING:
     from .report.model import Report
@@ -140,20 +141,31 @@ class Jobs:
         compile are cut until all are built.
         """
         from .runtime.build import KernelBuildError, build_entries
+        from .runtime.kernels_ahead import KernelsOfAll, kernels_ahead
 
-        target = next(iter(self.jobs.values())).target
+        first = next(iter(self.jobs.values()))
         while True:
-            written = {name: job.write_unpacked() for name, job in self.jobs.items()}
-            mod, names = joined({n: alone.get(n, mod) for n, (mod, _) in written.items()})
-            mod = tvm.transform.Sequential([PackConstants()])(mod)
-            try:
-                built = build_entries(mod, list(written), target, plan_memory=not alone)
-            except KernelBuildError as error:
-                if not self._cut(written, names, error.failures):
-                    raise
-            else:
-                self._names = names
-                return {n: (_own(built[n], names[n]), written[n][1]) for n in written}
+            fresh = FreshNames(self.jobs)
+            with kernels_ahead(first.target, first.hw, first.policy) as ahead:
+                shared = KernelsOfAll(ahead, fresh)
+                written = {
+                    name: job.write_unpacked(None if name in alone else shared.of(name))
+                    for name, job in self.jobs.items()
+                }
+                parts = {name: alone.get(name, mod) for name, (mod, _) in written.items()}
+                mod, names = joined(parts, shared.names, fresh)
+                mod = tvm.transform.Sequential([PackConstants()])(mod)
+                if ahead is not None:
+                    _ = [job.whole for job in self.jobs.values()]  # planned while nvcc works
+                how = {"plan_memory": not alone, "ahead": ahead}
+                try:
+                    built = build_entries(mod, list(written), first.target, **how)
+                except KernelBuildError as error:
+                    if not self._cut(written, names, error.failures):
+                        raise
+                else:
+                    self._names = names
+                    return {n: (_own(built[n], names[n]), written[n][1]) for n in written}
 
     def _cut(
         self,

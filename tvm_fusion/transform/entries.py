@@ -12,6 +12,7 @@ stands in the place of the call; only functions that call themselves are left as
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 import tvm
@@ -84,7 +85,11 @@ def inlined(mod: tvm.IRModule) -> tvm.IRModule:
     return with_functions(found, functions)
 
 
-def joined(parts: Mapping[str, tvm.IRModule]) -> tuple[tvm.IRModule, dict[str, Names]]:
+def joined(
+    parts: Mapping[str, tvm.IRModule],
+    given: Mapping[str, Names] = MappingProxyType({}),
+    fresh: FreshNames | None = None,
+) -> tuple[tvm.IRModule, dict[str, Names]]:
     """One module of modules of one `main` each.
 
     PrimFuncs that are equal become one, and so do constants.
@@ -93,20 +98,30 @@ def joined(parts: Mapping[str, tvm.IRModule]) -> tuple[tvm.IRModule, dict[str, N
     ----------
     parts : mapping of str to IRModule
         By the name that `main` gets.
+    given : mapping of str to mapping of str to str
+        By part, the new names of some PrimFuncs: those of one name are equal, or declarations.
+    fresh : FreshNames, optional
+        Gives the other names; it knows those of the parts, and those that are given.
 
     Returns
     -------
     tuple
         The module, and by part the new names of its other functions.
     """
-    fresh, shared = FreshNames(parts), _Shared()
+    fresh, shared = fresh or FreshNames(parts), _Shared()
+    kernels = _Kernels(fresh)
     functions: dict[GlobalVar, tvm.ir.BaseFunc] = {}
-    kernels: dict[int, list[GlobalVar]] = {}
     names: dict[str, Names] = {}
     for entry, part in parts.items():
         moved: dict[GlobalVar, GlobalVar] = {}
         for gvar in sorted(part.get_global_vars(), key=lambda g: g.name_hint):
-            moved[gvar] = _place(gvar, part[gvar], entry, fresh, functions, kernels)
+            name, func = gvar.name_hint, part[gvar]
+            if name == ENTRY:
+                moved[gvar] = like(gvar, entry)
+            elif isinstance(func, tirx.PrimFunc):
+                moved[gvar] = kernels.place(gvar, func, given.get(entry, {}).get(name))
+            else:
+                moved[gvar] = like(gvar, fresh(name))
         for gvar, here in moved.items():
             func = part[gvar]
             if isinstance(func, relax.Function):
@@ -116,33 +131,43 @@ def joined(parts: Mapping[str, tvm.IRModule]) -> tuple[tvm.IRModule, dict[str, N
         names[entry] = {g.name_hint: here.name_hint for g, here in moved.items()}
     first = next(iter(parts.values()))
     attrs = {key: value for part in parts.values() for key, value in dict(part.attrs or {}).items()}
-    mod = tvm.IRModule(functions, global_infos=first.global_infos)
+    mod = tvm.IRModule(functions | kernels.functions, global_infos=first.global_infos)
     return (mod.with_attrs(attrs) if attrs else mod), names
 
 
-def _place(
-    gvar: GlobalVar,
-    func: tvm.ir.BaseFunc,
-    entry: str,
-    fresh: FreshNames,
-    functions: dict[GlobalVar, tvm.ir.BaseFunc],
-    kernels: dict[int, list[GlobalVar]],
-) -> GlobalVar:
-    """The variable of a function in the joined module: that of an equal PrimFunc, or a new one."""
-    if gvar.name_hint == ENTRY:
-        return like(gvar, entry)
-    if not isinstance(func, tirx.PrimFunc):
-        return like(gvar, fresh(gvar.name_hint))
-    known = kernels.setdefault(tvm_ffi.structural_hash(func), [])
-    equal = (other for other in known if tvm_ffi.structural_equal(functions[other], func))
-    found = next(equal, None)
-    if found is None:
-        found = like(gvar, fresh(gvar.name_hint))
+class _Kernels:
+    """The PrimFuncs of a joined module.
+
+    Attributes
+    ----------
+    functions : dict of GlobalVar to PrimFunc
+    """
+
+    def __init__(self, fresh: FreshNames) -> None:
+        self.functions: dict[GlobalVar, tirx.PrimFunc] = {}
+        self._fresh = fresh
+        self._named: dict[str, GlobalVar] = {}
+        self._alike: dict[int, list[GlobalVar]] = {}
+
+    def place(self, gvar: GlobalVar, func: tirx.PrimFunc, name: str | None) -> GlobalVar:
+        """The variable of a function in the joined module: that of an equal one, or a new one."""
+        if name is not None:
+            if name not in self._named:
+                self._named[name] = self._added(gvar, func, name)
+            return self._named[name]
+        alike = self._alike.setdefault(tvm_ffi.structural_hash(func), [])
+        for other in alike:
+            if tvm_ffi.structural_equal(self.functions[other], func):
+                return other
+        alike.append(self._added(gvar, func, self._fresh(gvar.name_hint)))
+        return alike[-1]
+
+    def _added(self, gvar: GlobalVar, func: tirx.PrimFunc, name: str) -> GlobalVar:
+        new = like(gvar, name)
         if "global_symbol" in func.attrs:
-            func = func.with_attr("global_symbol", found.name_hint)
-        functions[found] = func
-        known.append(found)
-    return found
+            func = func.with_attr("global_symbol", name)
+        self.functions[new] = func
+        return new
 
 
 @mutator

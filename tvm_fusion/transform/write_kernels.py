@@ -34,7 +34,7 @@ from .stage import PACK_CONSTANTS, WRITE_KERNELS, is_enabled
 from .tuned_parts import TunedParts
 
 if TYPE_CHECKING:
-    from ..runtime.kernels_ahead import KernelsAhead
+    from ..runtime.kernels_ahead import Ahead
     from .tuned_parts import DatabaseLike
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def write_kernels(
     classes: Mapping[str, str],
     hw: HardwareProfile,
     policy: Policy,
-    ahead: KernelsAhead | None = None,
+    ahead: Ahead | None = None,
     tuned: Tuned | None = None,
     constants: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> Written:
@@ -129,7 +129,7 @@ def _kernel(
     class_name: str,
     choice: str,
     write: Callable[[], tirx.PrimFunc | None],
-    ahead: KernelsAhead | None,
+    ahead: Ahead | None,
 ) -> tirx.PrimFunc | None:
     """A kernel, or its declaration where its code is known; None where `write` gives none."""
     kernel = ahead and ahead.known(symbol, func, class_name, choice)
