@@ -85,8 +85,23 @@ def test_panels_hold_each_element_once_and_zeros_behind(shape, panels):
     assert np.count_nonzero(packed) == constant.size
 
 
-def test_panels_survive_being_an_attribute():
-    panels = Panels((1,), (0, 2), (4, 3), 16)
+@pytest.mark.parametrize("shape", [(6, 37), (7, 37), (1, 16)])
+def test_panels_of_pairs_hold_two_terms_in_a_number(shape):
+    terms, columns = shape
+    constant = RNG.standard_normal(shape).astype("bfloat16")
+    panels = Panels((), (0,), (1,), 16, paired=True)
+    packed = panels.of(constant)
+    assert packed.shape == panels.shape(shape)
+    assert str(packed.dtype) == panels.dtype("bfloat16")
+    bits = packed.view("uint16").reshape(*packed.shape, 2).view("bfloat16")
+    for k, j in np.ndindex(terms, columns):
+        assert bits[j // 16, k // 2, j % 16, k % 2] == constant[k, j]
+    assert np.count_nonzero(bits.astype("float32")) == constant.size
+
+
+@pytest.mark.parametrize("paired", [False, True])
+def test_panels_survive_being_an_attribute(paired):
+    panels = Panels((1,), (0, 2), (4, 3), 16, paired)
     assert Panels.read(panels.numbers()) == panels
 
 
@@ -105,7 +120,9 @@ def test_a_kernel_takes_panels_of_a_constant_weight(transposed):
 def test_products_with_panels_are_right(rows, terms, columns, dtype):
     held = weight(columns, terms, dtype=dtype)
     mod = module(linear(held), ((rows, terms), dtype))
-    assert held_by(job_of(mod).fuse()) == [(-(-columns // LANES), terms, LANES)]
+    paired = dtype == "bfloat16" and machine_of(HW).dots_pairs
+    panel = (-(-terms // 2) if paired else terms, LANES)
+    assert held_by(job_of(mod).fuse()) == [(-(-columns // LANES), *panel)]
     x = RNG.standard_normal((rows, terms)).astype(held.value.numpy().dtype)
     expected = np.maximum(x.astype("float64") @ held.value.numpy().astype("float64").T, 0)
     got = run(mod, x).astype("float64")

@@ -61,9 +61,9 @@ class PackConstants:
     """Constants in the panels that kernels read, for which see the module docstring.
 
     Runs after `WriteKernels`, which says in attribute "tvm_fusion.panels" which arguments of a
-    kernel become panels: by position, the columns of a panel, how many dimensions are batch, terms
-    and columns, and which. A module whose kernels take no panels is returned as it is, and so is
-    one that was packed before.
+    kernel become panels: by position, the columns of a panel, whether terms are paired, how many
+    dimensions are batch, terms and columns, and which. A module whose kernels take no panels is
+    returned as it is, and so is one that was packed before.
 
     Examples
     --------
@@ -73,7 +73,7 @@ class PackConstants:
         class Before:
             @T.prim_func(private=True, s_tir=True)
             def sums(w: T.Buffer((2, 2, 2)), y: T.Buffer((3,))):
-                T.func_attr({"tvm_fusion.panels": [[0, 2, 0, 1, 1, 0, 1]]})
+                T.func_attr({"tvm_fusion.panels": [[0, 2, 0, 0, 1, 1, 0, 1]]})
                 for j in range(3):
                     y[j] = w[j // 2, 0, j % 2] + w[j // 2, 1, j % 2]
 
@@ -139,7 +139,7 @@ def _global_var(name: str, kernel: tirx.PrimFunc) -> tvm.ir.GlobalVar:
 
 def packed_constant(value: tvm.runtime.Tensor, panels: Panels) -> tvm.ir.Expr:
     """The panels of a constant, as a constant."""
-    return relax.const(panels.of(value.numpy()), str(value.dtype))
+    return relax.const(panels.of(value.numpy()), panels.dtype(str(value.dtype)))
 
 
 def _arguments(call: Call) -> list[tvm.ir.Expr]:

@@ -22,6 +22,7 @@ from .access import load_stride
 from .groups import Group, is_small
 from .machine import Machine
 from .operands import Product, constant_panels, operand_loads
+from .pairs import lies_in_pairs, takes_pairs
 from .panels import Panels, plain_load
 from .rewrite import loads
 from .stages import Axis, Stage, analyzer_of
@@ -106,6 +107,11 @@ class Problem:
     def lanes(self) -> int:
         """Columns of a vector."""
         return self.machine.lanes(bytes_of(self.dtype))
+
+    @property
+    def paired(self) -> bool:
+        """Whether terms are multiplied in pairs."""
+        return takes_pairs(self.stage, self.product, self.machine)
 
     def dims(self, side: tuple[Axis, ...]) -> list[int]:
         """Shared axes that belong to a side."""
@@ -211,23 +217,26 @@ def _fill(
 @dataclass(frozen=True, slots=True)
 class _Costs:
     """What does not depend on the tile: cycles an element of packing, whether a loop of its own may
-    do it, and whether it is done when compiling.
+    do it, whether it is done when compiling, and whether terms are multiplied in pairs.
     """
 
     right: float
     left: float
     ahead: bool
     constant: bool
+    paired: bool
 
     @classmethod
     def of(cls, problem: Problem) -> _Costs:
         stage, product, lanes = problem.stage, problem.product, problem.lanes
+        paired = problem.paired
         right = pack_cost(stage, product.right, product.columns) / lanes
         left = 0.0
-        if not reads_directly(product.left):
+        direct = lies_in_pairs(stage, product.left) if paired else reads_directly(product.left)
+        if not direct:
             left = pack_cost(stage, product.left, product.rows) / lanes
         constant = constant_panels(stage, product, lanes) is not None
-        return cls(right, left, not constant and _may_pack_ahead(problem), constant)
+        return cls(right, left, not constant and _may_pack_ahead(problem), constant, paired)
 
 
 def packs_ahead(problem: Problem, tile: Tile) -> bool:
@@ -240,7 +249,7 @@ def panels_when_compiling(problem: Problem, tile: Tile) -> tuple[Var, Panels] | 
     """The constant whose panels the kernel takes in its place."""
     if not _panels_fit(problem, tile):
         return None
-    return constant_panels(problem.stage, problem.product, problem.lanes)
+    return constant_panels(problem.stage, problem.product, problem.lanes, problem.paired)
 
 
 def _ahead_pays(problem: Problem, costs: _Costs, tile: Tile) -> bool:
@@ -276,16 +285,17 @@ def _cycles(problem: Problem, costs: _Costs, tile: Tile, height: int, width: int
     """Predicted time of a contraction with all its tiles."""
     product, cores = problem.product, problem.machine.cores
     terms = points(product.reduced)
+    steps = ceil(terms / 2) if costs.paired else terms
     tasks = problem.tiles(tile, list(range(len(tile))))
     micro = register_tile(problem.machine, problem.dtype, height, width)
     vectors = ceil(width / micro.lanes)
     bytes_each = bytes_of(problem.dtype)
     across, down = ceil(vectors / micro.vectors), ceil(height / micro.rows)
-    task = terms * _term_cycles(height, vectors, micro.rows, micro.vectors)
+    task = steps * _term_cycles(height, vectors, micro.rows, micro.vectors)
     task += TASK_CYCLES + TILE_CYCLES * across * down
-    task += FAR_CYCLES * terms * vectors  # the panels, once
-    if height * terms * bytes_each > NEAR_BYTES:
-        task += FAR_CYCLES * terms * height * across / micro.lanes
+    task += FAR_CYCLES * steps * vectors  # the panels, once
+    if height * steps * bytes_each > NEAR_BYTES:
+        task += FAR_CYCLES * steps * height * across / micro.lanes
     task += costs.left * height * terms
     near = height * width * len(problem.group.stages)
     before = 0.0
@@ -296,7 +306,7 @@ def _cycles(problem: Problem, costs: _Costs, tile: Tile, height: int, width: int
         before = LOOP_CYCLES + packed * (costs.right + PACK_AHEAD / micro.lanes) / cores
     else:
         task += costs.right * width * terms
-        near += min(width * min(terms, TERMS_BLOCK), PACKED_ELEMENTS)
+        near += min(width * min(steps, TERMS_BLOCK), PACKED_ELEMENTS)
     is_near = near * bytes_each <= NEAR_BYTES
     task += height * vectors * (RESULT_CYCLES if is_near else FAR_RESULT_CYCLES)
     in_turns = tasks if is_small(problem.group) else ceil(tasks / cores)

@@ -38,6 +38,7 @@ from .machine import Machine
 from .math import bfloat16_to_float32
 from .operands import Product
 from .packing import Block, Operands
+from .pairs import LANES, dot, neighbours, takes_pairs
 from .scope import Place, Scope, allocate, new_buffer
 from .sides import block_length, blocks, flattened, in_block, make_side, positions, product_of
 from .stages import Axis, Stage
@@ -77,12 +78,14 @@ class Contraction:
         self.output: Var | None = None
         self.scope, self.loops = scope, scope.loops
         self.dtype = dtype_of(stage.values[0])
+        self.paired = takes_pairs(stage, product, machine)
         height, width = (_length(side, scope) for side in (product.rows, product.columns))
         self.tile = tile = register_tile(machine, self.dtype, height, width)
         self.rows = make_side(product.rows, 1 if height else tile.rows, scope)
         self.columns = make_side(product.columns, tile.lanes if width else tile.columns, scope)
         extents = (convert(a.extent, self.loops.dtype) for a in product.reduced)
-        self.terms = product_of(extents, self.loops)
+        self.all_terms = product_of(extents, self.loops)
+        self.terms = blocks(self.all_terms, 2, self.loops) if self.paired else self.all_terms
         self.terms_block = block_length(self.terms, self._most_terms(height), 1)
         most = max(tile.columns, PACKED_ELEMENTS // self.terms_block)
         self.columns_block = block_length(self.columns.padded, most, tile.columns)
@@ -120,7 +123,7 @@ class Contraction:
         self.at = [b.value for b in batch]
         bases = [self.loops.simplify(r.base + b.value) for r, b in zip(regions, batch, strict=True)]
         where = {a.var: i for a, i in zip(self.product.batch, bases, strict=True)}
-        self.operands = Operands(self.stage, self.product, self.scope, where)
+        self.operands = Operands(self.stage, self.product, self.scope, where, self.paired)
         self.direct = self._left_is_direct()
         self.result = self._result() if self.output is None else self._output()
         self._allocate_packs()
@@ -135,16 +138,19 @@ class Contraction:
     def _allocate_packs(self) -> None:
         if self.packed is None:
             shape = [self.terms_block, self.columns_block + ROW_PADDING]
-            self.right = self.scope.allocate("right", shape, self.dtype)
+            self.right = self.scope.allocate("right", shape, self.operands.right_dtype)
         if not self.direct:
-            shape = [self.rows.padded, self.terms_block + ROW_PADDING]
-            self.left = self.scope.allocate("left", shape, self.dtype)
+            terms = 2 * self.terms_block if self.paired else self.terms_block
+            shape = [self.rows.padded, terms + ROW_PADDING]
+            self.left = self.scope.allocate("left", shape, self.operands.left_dtype)
 
     def _left_is_direct(self) -> bool:
         """Whether the register tile can read the left operand where it is, without dividing."""
+        row, term = self.loops.new("i", self.rows.valid), self.loops.new("k", self.terms)
+        if self.paired:
+            return self.operands.left_pair_lies(self.rows, row.value, term.value)
         if not reads_directly(self.product.left):
             return False
-        row, term = self.loops.new("i", self.rows.valid), self.loops.new("k", self.terms)
         here = self.operands.left(self.rows, row.value, term.value)
         if not isinstance(here, TensorLoad) or dtype_of(here) != self.dtype:
             return False
@@ -207,12 +213,22 @@ class Contraction:
         first = self.loops.simplify(index * self.imm(self.terms_block))
         left = None
         if not self.direct:
-            rows = Block(first, count, self.imm(0), self.rows.padded, self.rows.valid)
+            rows = Block(
+                *self._terms_of(first, count), self.imm(0), self.rows.padded, self.rows.valid
+            )
             left = self.operands.pack_left(self.rows, rows, self.left)
         if self.packed is not None:
             whole = Block(first, count, self.imm(0), self.columns.padded, self.columns.valid)
             return seq(left, self._register_tiles(whole))
         return seq(left, *self._column_blocks(first, count))
+
+    def _terms_of(self, first: Expr, count: Expr) -> tuple[Expr, Expr]:
+        """The first of the terms of a block, and how many there are, each counted by itself."""
+        if not self.paired:
+            return first, count
+        first = self.loops.simplify(first * self.imm(2))
+        count = tirx.Min(count * self.imm(2), self.all_terms - first)
+        return first, self.loops.simplify(count)
 
     def _column_blocks(self, first: Expr, count: Expr) -> list[tirx.Stmt]:
         """The columns block by block: whole blocks, then what is left."""
@@ -284,15 +300,24 @@ class Contraction:
         return self.loops.simplify(row)
 
     def left_at(self, row: Expr, block: Block, term: Expr) -> Expr:
-        """An element of the left operand; `term` is relative to the block."""
+        """An element or a pair of the left operand; `term` is relative to the block."""
+        if self.paired:
+            if self.direct:
+                pair = self.loops.simplify(block.first + term)
+                return self.operands.left_pair(self.rows, row, pair)
+            first = self.loops.simplify(term * self.imm(2))
+            return neighbours(tirx.BufferLoad(self.left, [row, first]), 1)
         if self.direct:
             return self.operands.left(self.rows, row, self.loops.simplify(block.first + term))
         return tirx.BufferLoad(self.left, [row, term])
 
     def right_at(self, block: Block, term: Expr, vector: Expr, lane: Expr) -> Expr:
-        """An element of the right operand; `term` and `vector` are relative to the block."""
+        """An element or pair of the right operand; `term`, `vector` are relative to the block."""
         if self.packed is None:
             column = self.loops.simplify(vector * self.imm(self.tile.lanes))
+            if isinstance(lane, tirx.Ramp):  # a ramp may be an index, a sum with one may not
+                lane = tirx.Ramp(column + lane.base, lane.stride, lane.lanes)
+                return tirx.BufferLoad(self.right, [term, lane])
             return tirx.BufferLoad(self.right, [term, column + lane])
         if len(self.columns.axes) == 1:
             base = self.columns.regions[0].base
@@ -303,6 +328,8 @@ class Contraction:
             panel = self.loops.simplify(tirx.Min(panel, convert(last, self.loops.dtype)))
         term = self.loops.simplify(block.first + term)
         load = tirx.BufferLoad(self.packed, [*self.operands.batch.values(), panel, term, lane])
+        if self.paired:
+            return load
         if dtype_of(load) == "bfloat16":
             return convert(bfloat16_to_float32(load), self.dtype)
         return convert(load, self.dtype)
@@ -349,6 +376,13 @@ class _RegisterTile:
                 right = outer.right_at(self.block, term, columns[c], v)
                 return store(r, c, v, load(r, c, v) + left[r] * right)
 
+            def add_pairs(r: int, c: int) -> tirx.Stmt:
+                v = tirx.Ramp(outer.imm(0), outer.imm(1), LANES)
+                right = outer.right_at(self.block, term, columns[c], v)
+                return store(r, c, v, dot(load(r, c, v), left[r], right))
+
+            if outer.paired:
+                return seq(*(add_pairs(r, c) for r, c in cells))
             return self._vectors(cells, multiply)
 
         zero = constant(0, outer.dtype)

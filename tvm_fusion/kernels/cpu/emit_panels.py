@@ -24,7 +24,7 @@ from tvm.tirx import ForKind
 from ..expr import dtype_of
 from .loops import Loop, Loops, pieces, seq
 from .operands import Product
-from .packing import Operands, squares
+from .packing import Operands
 from .scope import Scope, new_buffer
 from .sides import make_side
 from .stages import Stage
@@ -37,20 +37,22 @@ TERMS = 32
 MANY_ELEMENTS = 64 << 10
 
 
-def emit_panels(stage: Stage, product: Product, lanes: int) -> tuple[Var, tirx.Stmt] | None:
+def emit_panels(
+    stage: Stage, product: Product, lanes: int, paired: bool = False
+) -> tuple[Var, tirx.Stmt] | None:
     """A buffer of panels [batch, panel, term, lane] and the loops that fill it; None where the
-    operand cannot be packed by vectors.
+    operand cannot be packed by vectors. Where terms are `paired`, a pair counts as one.
     """
-    writer = _Writer(stage, product, lanes)
+    writer = _Writer(stage, product, lanes, paired)
     return (writer.buffer, writer.write()) if writer.can_write() else None
 
 
 class _Writer:
-    def __init__(self, stage: Stage, product: Product, lanes: int) -> None:
+    def __init__(self, stage: Stage, product: Product, lanes: int, paired: bool) -> None:
         wide = any(dtype_of(a.var) == "int64" for a in (*stage.axes, *stage.reduced))
         self.loops = loops = Loops("int64" if wide else "int32")
         self.scope, self.lanes = Scope(loops, {}), lanes
-        self.stage, self.product, self.dtype = stage, product, dtype_of(stage.values[0])
+        self.stage, self.product, self.paired = stage, product, paired
         self.side = make_side(product.columns, lanes, self.scope)
         sizes = [a.size for a in (*product.batch, *product.columns, *product.reduced)]
         self.is_known = None not in sizes
@@ -59,16 +61,22 @@ class _Writer:
             self.columns, self.terms = (
                 prod(int(a.size) for a in axes) for axes in (product.columns, product.reduced)
             )
+            self.terms = -(-self.terms // 2) if paired else self.terms
             self.panels = -(-self.columns // lanes)
             shape = [*self.batch, self.panels, self.terms, lanes]
+            self.dtype = self._operands({}).right_dtype
             self.buffer = new_buffer(f"{stage.name}_right", [*map(loops.imm, shape)], self.dtype)
+
+    def _operands(self, where: dict[Var, Expr]) -> Operands:
+        return Operands(self.stage, self.product, self.scope, where, self.paired)
 
     def can_write(self) -> bool:
         """Whether vectors can be loaded."""
         if not self.is_known or self.lanes < 2:
             return False
-        steps = Operands(self.stage, self.product, self.scope, {}).right_steps(self.side)
-        self.turns = steps is not None and steps[0] == 1 and self.terms >= self.lanes
+        operands, terms = self._operands({}), self.loops.imm(self.terms)
+        steps = operands.right_steps(self.side)
+        self.turns = operands.can_turn(self.side, self.loops.imm(0), terms, self.lanes)
         along = steps is not None and steps[1] == 1 and len(self.product.columns) == 1
         return self.turns or along
 
@@ -84,7 +92,7 @@ class _Writer:
             rest = tirx.FloorDiv(rest, self.loops.imm(size))
         self.at = at[::-1]
         where = {a.var: i for a, i in zip(self.product.batch, self.at, strict=True)}
-        self.operands = Operands(self.stage, self.product, self.scope, where)
+        self.operands = self._operands(where)
         index = self.loops.simplify(tirx.FloorMod(task.value, self.loops.imm(inner)))
         return task.around(self._panel(index) if self.turns else self._terms(index))
 
@@ -92,15 +100,14 @@ class _Writer:
         """One panel, square by square."""
         first = panel * self.loops.imm(self.lanes)
 
-        def read(r: int, term: Expr) -> Expr:
-            column = tirx.Min(first + self.loops.imm(r), self.loops.imm(self.columns - 1))
-            return self.operands.right(self.side, self.loops.simplify(column), term)
+        def column(lane: Expr) -> Expr:
+            return self.loops.simplify(tirx.Min(first + lane, self.loops.imm(self.columns - 1)))
 
-        def store(r: int, lane: Expr, value: Expr, start: Expr) -> tirx.Stmt:
-            term = self.loops.simplify(start + self.loops.imm(r))
+        def store(value: Expr, term: Expr, lane: Expr) -> tirx.Stmt:
             return tirx.BufferStore(self.buffer, value, [*self.at, panel, term, lane])
 
-        return squares(self.loops, self.lanes, self.loops.imm(self.terms), self.dtype, read, store)
+        none, terms = self.loops.imm(0), self.loops.imm(self.terms)
+        return self.operands.turn(self.side, column, none, terms, self.lanes, store)
 
     def _terms(self, block: Expr) -> tirx.Stmt:
         """A block of terms of all panels, then what is left of the columns in pieces."""

@@ -20,11 +20,14 @@ class Machine:
         Width of a vector register.
     vector_registers : int
     cores : int
+    dots_pairs : bool
+        Whether products of pairs of bfloat16 are summed up in float32 (AVX-512 BF16).
     """
 
     vector_bytes: int
     vector_registers: int
     cores: int
+    dots_pairs: bool = False
 
     @property
     def scales(self) -> bool:
@@ -53,7 +56,7 @@ def machine_of(hw: HardwareProfile | None) -> Machine:
 def _of_target(target: tvm.target.Target) -> Machine:
     cores = int(target.attrs.get("num-cores", 1))
     if codegen.target_has_features("avx512f", target):
-        return Machine(64, 32, cores)
+        return Machine(64, 32, cores, codegen.target_has_features("avx512bf16", target))
     if codegen.target_has_features("avx", target):
         return Machine(32, 16, cores)
     if codegen.target_has_features("neon", target):

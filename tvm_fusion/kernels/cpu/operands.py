@@ -102,10 +102,12 @@ def _rows_along_vectors(rows: list[Axis], columns: list[Axis], last: Axis) -> bo
     return last_in_rows
 
 
-def constant_panels(stage: Stage, product: Product, lanes: int) -> tuple[Var, Panels] | None:
+def constant_panels(
+    stage: Stage, product: Product, lanes: int, paired: bool = False
+) -> tuple[Var, Panels] | None:
     """The constant that the right operand of a contraction is, and its panels."""
     sides = (product.batch, product.reduced, product.columns)
-    return panels_of(stage, product.right, sides, lanes)
+    return panels_of(stage, product.right, sides, lanes, paired)
 
 
 def _is_worth_panels(stage: Stage, product: Product) -> bool:

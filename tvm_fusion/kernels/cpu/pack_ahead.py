@@ -14,17 +14,19 @@ from tvm.ir import Expr, PrimType, Var
 
 from ..expr import constant, convert, dtype_of, number
 from .operands import Product, depends
+from .pairs import pair_at
+from .panels import plain_load
 from .rewrite import Substitute
 from .scope import new_buffer
 from .stages import Axis, Stage, analyzer_of, simplified
 
 
-def packed_operand(stage: Stage, product: Product, width: int) -> Stage:
+def packed_operand(stage: Stage, product: Product, width: int, paired: bool = False) -> Stage:
     """A stage that writes the right operand of `product` in panels of `width` columns.
 
-    Its buffer has the axes of the batch, then panel, term and column in the panel.
+    Its buffer has the axes of the batch, then panel, term (or pair of terms, where they are
+    `paired`) and column in the panel.
     """
-    dtype = dtype_of(stage.values[0])
     index = _index_dtype(stage)
 
     def axis(name: str, extent: Expr | int) -> Axis:
@@ -36,22 +38,35 @@ def packed_operand(stage: Stage, product: Product, width: int) -> Stage:
         tirx.FloorDiv(columns + constant(width - 1, index), constant(width, index))
     )
     batch = [axis(a.var.name, a.extent) for a in product.batch]
-    panel, term = axis("panel", panels), axis("term", _length(product.reduced, index))
+    terms = _length(product.reduced, index)
+    two = constant(2, index)
+    steps = tirx.FloorDiv(terms + constant(1, index), two) if paired else terms
+    panel, term = axis("panel", panels), axis("term", analyzer_of(()).simplify(steps))
     lane = axis("lane", width)
     column = panel.index * constant(width, index) + lane.index
     env = {
         a.var: convert(b.index, dtype_of(a.var)) for a, b in zip(product.batch, batch, strict=True)
     }
     env.update(_positions(product.columns, column))
-    env.update(_positions(product.reduced, term.index))
     inside = depends(product.right, stage)
-    binds, renamed = [], dict(env)
-    for var, value in stage.binds:
-        if var in inside:
-            fresh = Var(var.name, var.ty)
-            binds.append((fresh, Substitute(renamed)(value)))
-            renamed[var] = fresh
-    value = convert(Substitute(renamed)(product.right), dtype)
+    binds = []
+
+    def at(term: Expr, operand: Expr) -> Expr:
+        renamed = env | _positions(product.reduced, term)
+        for var, value in stage.binds:
+            if var in inside:
+                fresh = Var(var.name, var.ty)
+                binds.append((fresh, Substitute(renamed)(value)))
+                renamed[var] = fresh
+        return Substitute(renamed)(operand)
+
+    if paired:
+        load = plain_load(stage, product.right)
+        is_even = number(analyzer_of(()).simplify(tirx.FloorMod(terms, two))) == 0
+        value = pair_at(term.index, terms, is_even, lambda k: at(k, load))
+    else:
+        value = convert(at(term.index, product.right), dtype_of(stage.values[0]))
+    dtype = dtype_of(value)
     axes = (*batch, panel, term, lane)
     buffer = new_buffer(f"{stage.name}_right", [a.extent for a in axes], dtype)
     packed = Stage(f"{stage.name}_right", (buffer,), axes, (), (value,), binds=tuple(binds))

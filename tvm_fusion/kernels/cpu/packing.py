@@ -6,20 +6,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tvm import tirx
-from tvm.ir import Expr, Var
+from tvm.ir import Expr, PrimType, TensorLoad, Var
 from tvm.tirx import ForKind
 
 from ..expr import constant, convert, dtype_of, number
-from .access import load_stride
+from .access import has_division, load_stride, offset
 from .emit_transpose import turned
 from .loops import Loops, nest, seq
-from .math import bfloat16_to_float32
+from .math import bfloat16_to_float32, round_to_bfloat16
 from .operands import Product, depends, operand_loads
+from .pairs import ELEMENT, PAIR, bits, neighbours, pair_at, rounded_bits
 from .panels import plain_load
 from .resolve import Point, Resolve
 from .rewrite import loads
 from .scope import Scope, allocate, new_buffer
-from .sides import Side, blocks, flattened, positions
+from .sides import Side, blocks, flattened, positions, product_of
 from .stages import Stage, analyzer_of
 
 # Stores a value: its term and its element of the side, both relative to the block.
@@ -42,24 +43,45 @@ class Block:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Operands:
-    """Evaluates and copies the operands of one contraction; `batch` is where its batch axes are."""
+    """Evaluates and copies the operands of one contraction; `batch` is where its batch axes are.
+
+    Where terms are `paired`, those of the right operand are counted by pairs, and a copy of the
+    left one holds bfloat16 as integers, a zero behind an odd number (see `pairs`).
+    """
 
     stage: Stage
     product: Product
     scope: Scope
     batch: dict[Var, Expr]
+    paired: bool = False
+
+    @property
+    def left_dtype(self) -> str:
+        """The type of a copy of the left operand."""
+        return ELEMENT if self.paired else dtype_of(self.stage.values[0])
+
+    @property
+    def right_dtype(self) -> str:
+        """The type of a copy of the right operand."""
+        return PAIR if self.paired else dtype_of(self.stage.values[0])
 
     def pack_right(self, side: Side, block: Block, buffer: Var, lanes: int) -> tirx.Stmt:
         """Copy columns: a row of `buffer`, of whole vectors, for each term."""
-        operand = self.product.right
 
         def store(value: Expr, term: Expr, column: Expr) -> tirx.Stmt:
             return tirx.BufferStore(buffer, value, [term, column])
 
-        if self._turns(side, block, lanes):
+        def pair(at: list[Expr], term: Expr) -> tuple[list, Expr]:
+            return [], self._pair(side, at, term)
+
+        def single(at: list[Expr], term: Expr) -> tuple[list, Expr]:
+            return self._value(self.product.right, self._env(side, at, term))
+
+        if self.can_turn(side, block.first, block.count, lanes):
             return self._turned(side, block, lanes, store)
-        across = self._runs_along_terms(side, operand)
-        return self._pack(side, operand, block, store, terms_inside=across)
+        across = self._runs_along_terms(side, self.product.right)
+        value, dtype = pair if self.paired else single, self.right_dtype
+        return self._pack(side, value, dtype, block, store, terms_inside=across)
 
     def pack_left(self, side: Side, block: Block, buffer: Var) -> tirx.Stmt:
         """Copy rows: a row of `buffer` for each row."""
@@ -67,20 +89,140 @@ class Operands:
         def store(value: Expr, term: Expr, row: Expr) -> tirx.Stmt:
             return tirx.BufferStore(buffer, value, [row, term])
 
-        return self._pack(side, self.product.left, block, store, terms_inside=True)
+        def value(at: list[Expr], term: Expr) -> tuple[list, Expr]:
+            return self._left_value(self._env(side, at, term))
+
+        copied = self._pack(side, value, self.left_dtype, block, store, terms_inside=True)
+        if not self.paired or self.is_even:
+            return copied
+        row = self.scope.loops.new("c", block.width)
+        return seq(copied, nest([row], [store(constant(0, ELEMENT), block.count, row.value)]))
+
+    def _left_value(self, env: dict[Var, Expr]) -> tuple[list, Expr]:
+        """Bindings that compute an element of the left operand, and what its copy holds."""
+        if not self.paired:
+            return self._value(self.product.left, env)
+        load = plain_load(self.stage, self.product.left)
+        if load is not None and dtype_of(load) == "bfloat16":
+            return [], bits(Resolve(self.scope, env, Point())(load))
+        ops, value = self._value(self.product.left, env)
+        wide = Var("wide", PrimType("float32"))
+        return [*ops, tirx.Bind(wide, value)], rounded_bits(round_to_bfloat16(wide))
 
     def left(self, side: Side, row: Expr, term: Expr) -> Expr:
         """The left operand at one row and term, without a copy."""
         env = self._env(side, positions(side, row, self.scope.loops), term)
         return Resolve(self.scope, env, Point())(self.product.left)
 
+    def left_pair(self, side: Side, row: Expr, pair: Expr) -> Expr:
+        """The left operand, a plain load whose pairs lie in memory, at one row and pair."""
+        loops = self.scope.loops
+        term = loops.simplify(pair * loops.imm(2))
+        return neighbours(self._load(self.product.left, side, row, term), 1)
+
+    def left_pair_lies(self, side: Side, row: Expr, pair: Expr) -> bool:
+        """Whether `left_pair` can be read, and where without dividing."""
+        loops = self.scope.loops
+        load = plain_load(self.stage, self.product.left)
+        if not self.is_even or load is None or dtype_of(load) != "bfloat16":
+            return False
+        terms = (loops.simplify(pair * loops.imm(2) + loops.imm(n)) for n in range(3))
+        found = [self._load(self.product.left, side, row, term) for term in terms]
+        first, second, third = (offset(x.source, list(x.indices)) for x in found)
+        step = loops.simplify(third - first)
+        return number(loops.simplify(second - first)) == 1 and not has_division(step)
+
     def right(self, side: Side, column: Expr, term: Expr) -> Expr:
         """The right operand, a plain load, at one column and term, as what is summed up."""
-        env = self._env(side, positions(side, column, self.scope.loops), term)
-        load = Resolve(self.scope, env, Point())(plain_load(self.stage, self.product.right))
+        if self.paired:
+            return self._pair(side, positions(side, column, self.scope.loops), term)
+        load = self._load(self.product.right, side, column, term)
         if dtype_of(load) == "bfloat16":
             load = bfloat16_to_float32(load)
         return convert(load, dtype_of(self.stage.values[0]))
+
+    def turn(
+        self,
+        side: Side,
+        column: Callable[[Expr], Expr],
+        first: Expr,
+        count: Expr,
+        lanes: int,
+        store: Store,
+    ) -> tirx.Stmt:
+        """Copy a right operand that is contiguous along the terms, square by square: a lane has a
+        `column`, from the term `first` on; at least `lanes` terms. `store` is given a lane.
+        """
+        loops = self.scope.loops
+
+        def load(r: int, start: Expr, row: Var) -> tirx.Stmt:
+            start = loops.simplify(first + start)
+            return self._load_row(side, column(loops.imm(r)), start, row)
+
+        def write(r: int, lane: Expr, value: Expr, start: Expr) -> tirx.Stmt:
+            return store(value, loops.simplify(start + loops.imm(r)), lane)
+
+        whole = self._whole(first, count)
+        turned = squares(loops, lanes, whole, self.right_dtype, load, write)
+        half, lane = loops.new("k", count - whole), loops.new("v", lanes)
+        term = loops.simplify(whole + half.value)
+        value = self.right(side, column(lane.value), loops.simplify(first + term))
+        return seq(turned, nest([half, lane], [store(value, term, lane.value)]))
+
+    def can_turn(self, side: Side, first: Expr, count: Expr, lanes: int) -> bool:
+        """Whether the right operand can be turned in squares: it is contiguous along the terms."""
+        steps = self.right_steps(side)
+        whole = self._whole(first, count)
+        enough = self.scope.loops.analyzer.can_prove(whole >= self.scope.loops.imm(lanes))
+        return steps is not None and steps[0] == 1 and steps[1] not in (0, 1) and enough
+
+    def _whole(self, first: Expr, count: Expr) -> Expr:
+        """How many of `count` terms there are without half a pair at the end."""
+        loops = self.scope.loops
+        if not self.paired or self.is_even:
+            return count
+        pairs = tirx.FloorDiv(self.terms, loops.imm(2))
+        return loops.simplify(tirx.Min(count, pairs - first))
+
+    def _load_row(self, side: Side, column: Expr, start: Expr, row: Var) -> tirx.Stmt:
+        """Load a vector of a right operand that is contiguous along the terms, into a buffer."""
+        loops, lanes = self.scope.loops, int(number(row.ty.shape[0]))
+        if self.paired:
+            first = self._load(self.product.right, side, column, start * loops.imm(2))
+            whole = [tirx.Ramp(loops.imm(0), loops.imm(1), lanes)]
+            return tirx.BufferStore(row, neighbours(first, lanes), whole)
+
+        def store(v: Expr) -> tirx.Stmt:
+            return tirx.BufferStore(row, self.right(side, column, start + v), [v])
+
+        return loops.loop("v", lanes, store, ForKind.VECTORIZED)
+
+    @property
+    def terms(self) -> Expr:
+        """How many terms there are, each counted by itself."""
+        loops = self.scope.loops
+        return product_of((convert(a.extent, loops.dtype) for a in self.product.reduced), loops)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether the terms are known to be even in number."""
+        loops = self.scope.loops
+        return number(loops.simplify(tirx.FloorMod(self.terms, loops.imm(2)))) == 0
+
+    def _load(self, operand: Expr, side: Side, at: Expr, term: Expr) -> TensorLoad:
+        """What a plain operand loads at one element of its side and one term."""
+        env = self._env(side, positions(side, at, self.scope.loops), term)
+        return Resolve(self.scope, env, Point())(plain_load(self.stage, operand))
+
+    def _pair(self, side: Side, at: list[Expr], pair: Expr) -> Expr:
+        """A pair of the right operand, a plain load."""
+        load = plain_load(self.stage, self.product.right)
+
+        def element(term: Expr) -> Expr:
+            env = self._env(side, at, self.scope.loops.simplify(term))
+            return Resolve(self.scope, env, Point())(load)
+
+        return pair_at(pair, self.terms, self.is_even, element)
 
     def right_steps(self, side: Side) -> tuple[int | None, int | None] | None:
         """By how much a plain right operand moves with the term, if there is one axis of terms, and
@@ -94,8 +236,15 @@ class Operands:
         return along, load_stride(load, side.axes[-1].var, analyzer)
 
     def _pack(
-        self, side: Side, operand: Expr, block: Block, store: Store, terms_inside: bool
+        self,
+        side: Side,
+        value: Callable[[list[Expr], Expr], tuple[list, Expr]],
+        dtype: str,
+        block: Block,
+        store: Store,
+        terms_inside: bool,
     ) -> tirx.Stmt:
+        """Store what `value` computes at a position on each axis of the side and a term."""
         loops = self.scope.loops
         term = loops.new("k", block.count)
         width = number(block.width)
@@ -111,15 +260,13 @@ class Operands:
             made = [loops.new("c", block.valid)]
             flat = made[0].value
             at = positions(side, block.start + flat, loops)
-        env = self._env(side, at, loops.simplify(block.first + term.value))
-        ops = self._copy(operand, env, lambda value: store(value, term.value, flat))
+        ops, element = value(at, loops.simplify(block.first + term.value))
+        ops = [*ops, store(element, term.value, flat)]
         copy = nest([*made, term] if terms_inside else [term, *made], ops)
-        return seq(copy, self._zeros(block, dtype_of(self.stage.values[0]), store))
+        return seq(copy, self._zeros(block, dtype, store))
 
-    def _copy(
-        self, operand: Expr, env: dict[Var, Expr], store: Callable[[Expr], tirx.Stmt]
-    ) -> list[tirx.Stmt]:
-        """Bindings that compute one element of an operand, and the store of it."""
+    def _value(self, operand: Expr, env: dict[Var, Expr]) -> tuple[list, Expr]:
+        """Bindings that compute one element of an operand, and the element."""
         point = Point()
         resolve = Resolve(self.scope, env, point)
         needed = depends(operand, self.stage)
@@ -127,13 +274,7 @@ class Operands:
             if var in needed:
                 env[var] = resolve.bind(var.name, resolve(value))
         value = convert(resolve(operand), dtype_of(self.stage.values[0]))
-        return [*point.ops, store(value)]
-
-    def _turns(self, side: Side, block: Block, lanes: int) -> bool:
-        """Whether the right operand can be turned in squares: it is contiguous along the terms."""
-        steps = self.right_steps(side)
-        enough = self.scope.loops.analyzer.can_prove(block.count >= self.scope.loops.imm(lanes))
-        return steps is not None and steps[0] == 1 and steps[1] not in (0, 1) and enough
+        return point.ops, value
 
     def _turned(self, side: Side, block: Block, lanes: int, store: Store) -> tirx.Stmt:
         """Copy columns, some at a time, square by square; those behind the end repeat the last."""
@@ -142,15 +283,13 @@ class Operands:
         first = group.value * loops.imm(lanes)
         last = side.valid - loops.imm(1)
 
-        def read(r: int, term: Expr) -> Expr:
-            column = tirx.Min(block.start + first + loops.imm(r), last)
-            return self.right(side, loops.simplify(column), loops.simplify(block.first + term))
+        def column(lane: Expr) -> Expr:
+            return loops.simplify(tirx.Min(block.start + first + lane, last))
 
-        def write(r: int, lane: Expr, value: Expr, start: Expr) -> tirx.Stmt:
-            return store(value, loops.simplify(start + loops.imm(r)), first + lane)
+        def place(value: Expr, term: Expr, lane: Expr) -> tirx.Stmt:
+            return store(value, term, first + lane)
 
-        dtype = dtype_of(self.stage.values[0])
-        return group.around(squares(loops, lanes, block.count, dtype, read, write))
+        return group.around(self.turn(side, column, block.first, block.count, lanes, place))
 
     def _zeros(self, block: Block, dtype: str, store: Store) -> tirx.Stmt | None:
         loops = self.scope.loops
@@ -186,15 +325,15 @@ def squares(
     lanes: int,
     length: Expr,
     dtype: str,
-    read: Callable[[int, Expr], Expr],
+    load: Callable[[int, Expr, Var], tirx.Stmt],
     store: Callable[[int, Expr, Expr, Expr], tirx.Stmt],
 ) -> tirx.Stmt:
     """Turns `lanes` rows of `length` elements, at least one square; the last may overlap.
 
     Parameters
     ----------
-    read : callable
-        An element of a row: the row, and the position in it.
+    load : callable
+        Loads a piece of a row: the row, where the piece starts, and the buffer for it.
     store : callable
         Stores an element of a turned row: row and lane in the square, the value, and where the
         square starts.
@@ -207,13 +346,13 @@ def squares(
     def vector(body: Callable[[Expr], tirx.Stmt]) -> tirx.Stmt:
         return loops.loop("v", lanes, body, ForKind.VECTORIZED)
 
-    def load(r: int) -> tirx.Stmt:
-        return vector(lambda v: tirx.BufferStore(rows[r], convert(read(r, start + v), dtype), [v]))
-
     def write(r: int) -> tirx.Stmt:
         return vector(lambda v: store(r, v, tirx.BufferLoad(rows[r], [v]), start))
 
     body = seq(
-        *map(allocate, rows), *map(load, range(lanes)), turned(rows), *map(write, range(lanes))
+        *map(allocate, rows),
+        *(load(r, start, row) for r, row in enumerate(rows)),
+        turned(rows),
+        *map(write, range(lanes)),
     )
     return square.around(body)

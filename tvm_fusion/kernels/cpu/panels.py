@@ -30,19 +30,26 @@ PANELS_ATTR = "tvm_fusion.panels"
 @dataclass(frozen=True, slots=True)
 class Panels:
     """How a constant becomes panels: which of its dimensions are batch, terms and columns, each in
-    order, and the columns of a panel. Dimensions of length 1 may be left out.
+    order, the columns of a panel, and whether two terms of bfloat16 are paired in one number (see
+    `pairs`). Dimensions of length 1 may be left out.
     """
 
     batch: tuple[int, ...]
     terms: tuple[int, ...]
     columns: tuple[int, ...]
     lanes: int
+    paired: bool = False
+
+    def dtype(self, dtype: str) -> str:
+        """The type of the panels of a constant of a type."""
+        return "uint32" if self.paired else dtype
 
     def shape(self, shape: Iterable[int]) -> tuple[int, ...]:
         """The shape of the panels of a constant of a shape."""
         shape = tuple(shape)
         terms, columns = (prod(shape[d] for d in dims) for dims in (self.terms, self.columns))
         batch = (shape[d] for d in self.batch)
+        terms = ceil(terms / 2) if self.paired else terms
         return (*batch, ceil(columns / self.lanes), terms, self.lanes)
 
     def of(self, constant: np.ndarray) -> np.ndarray:
@@ -50,7 +57,9 @@ class Panels:
         *batch, panels, terms, lanes = self.shape(constant.shape)
         order = (*self.batch, *self.terms, *self.columns)
         rest = (d for d in range(constant.ndim) if d not in order)
-        matrix = constant.transpose(*order, *rest).reshape(*batch, terms, -1)
+        all_terms = prod(constant.shape[d] for d in self.terms)
+        matrix = constant.transpose(*order, *rest).reshape(*batch, all_terms, -1)
+        matrix = _paired(matrix) if self.paired else matrix
         missing = panels * lanes - matrix.shape[-1]
         if missing:
             matrix = np.pad(matrix, [*[(0, 0)] * (matrix.ndim - 1), (0, missing)])
@@ -60,14 +69,24 @@ class Panels:
     def numbers(self) -> list[int]:
         """As a list for an attribute; see `read`."""
         sides = (self.batch, self.terms, self.columns)
-        return [self.lanes, *map(len, sides), *(d for dims in sides for d in dims)]
+        dims = (d for side in sides for d in side)
+        return [self.lanes, int(self.paired), *map(len, sides), *dims]
 
     @classmethod
     def read(cls, numbers: Iterable[int]) -> Panels:
         """The panels of a list."""
-        lanes, batch, terms, _, *dims = (int(n) for n in numbers)
+        lanes, paired, batch, terms, _, *dims = (int(n) for n in numbers)
         sides = (dims[:batch], dims[batch : batch + terms], dims[batch + terms :])
-        return cls(*map(tuple, sides), lanes)
+        return cls(*map(tuple, sides), lanes, bool(paired))
+
+
+def _paired(matrix: np.ndarray) -> np.ndarray:
+    """Rows of bfloat16 two by two, the earlier in the lower half; a zero behind an odd number."""
+    numbers = np.ascontiguousarray(matrix).view(np.uint16)
+    if numbers.shape[-2] % 2:
+        numbers = np.pad(numbers, [*[(0, 0)] * (numbers.ndim - 2), (0, 1), (0, 0)])
+    numbers = numbers.astype(np.uint32)
+    return numbers[..., 0::2, :] | numbers[..., 1::2, :] << 16
 
 
 def mark_constants(func: tirx.PrimFunc, positions: Iterable[int]) -> tirx.PrimFunc:
@@ -105,6 +124,7 @@ def panels_of(
     operand: Expr,
     sides: tuple[tuple[Axis, ...], tuple[Axis, ...], tuple[Axis, ...]],
     lanes: int,
+    paired: bool = False,
 ) -> tuple[Var, Panels] | None:
     """The constant that an operand reads, and how it is packed; None where it is none.
 
@@ -116,6 +136,8 @@ def panels_of(
     sides : tuple
         The axes of batch, terms and columns.
     lanes : int
+    paired : bool
+        Whether terms are paired.
     """
     load = plain_load(stage, operand)
     if load is None or load.source not in stage.constants:
@@ -131,7 +153,8 @@ def panels_of(
     used = [v for side in axes for v in side]
     if len(used) != len(dimension) or any(v not in dimension for v in used):
         return None
-    return load.source, Panels(*(tuple(dimension[v] for v in side) for side in axes), lanes)
+    dimensions = (tuple(dimension[v] for v in side) for side in axes)
+    return load.source, Panels(*dimensions, lanes, paired)
 
 
 def plain_load(stage: Stage, operand: Expr) -> TensorLoad | None:

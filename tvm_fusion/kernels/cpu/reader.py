@@ -222,11 +222,24 @@ def _lowered(stage: Stage, exact: bool, stored: dict[Var, Var]) -> Stage:
     return replace(
         stage,
         rounding=narrow if rounds else None,
+        factors=_factors(stage),
         buffers=tuple(stored.get(b, b) for b in stage.buffers),
         values=tuple(widen(v) for v in stage.values),
         initial=tuple(initial),
         carries=wide_carries,
     )
+
+
+def _factors(stage: Stage) -> str | None:
+    """The type of both factors of a sum of products, before they were widened; None of others."""
+    if len(stage.values) != 1 or stage.kind is None:
+        return None
+    found = _term(stage.values[0], stage.carries[0], stage.carries)
+    if found is None or found[0] is not Kind.SUM or not isinstance(found[1], tirx.Mul):
+        return None
+    factors = (found[1].a, found[1].b)
+    types = {dtype_of(x.value if isinstance(x, tirx.Cast) else x) for x in factors}
+    return types.pop() if len(types) == 1 else None
 
 
 class _WidenState(Widen):

@@ -77,6 +77,8 @@ class Stage:
         The merged state.
     rounding : str or None
         16-bit float that the result of a reduction is rounded to, although kept as float32.
+    factors : str or None
+        The type of both factors of a sum of products in the graph, whatever computes them here.
     constants : frozenset of Var
         Parameters that are the same in every call, and read in one place only.
     """
@@ -93,6 +95,7 @@ class Stage:
     merge: tuple[Expr, ...] = ()
     rounding: str | None = None
     binds: tuple[tuple[Var, Expr], ...] = ()
+    factors: str | None = None
     constants: frozenset[Var] = frozenset()
 
     @property

@@ -24,6 +24,7 @@ from .loops import seq
 from .machine import Machine, machine_of
 from .operands import split_product
 from .pack_ahead import packed_operand
+from .pairs import importing
 from .panels import PANELS_ATTR, Panels, read_once, without_constants
 from .partial_sums import partial_sums
 from .reader import read_graph
@@ -71,6 +72,8 @@ def write_cpu(
         *(allocate(b) for b in temporaries),
         *(_emit_group(g, graph, temporaries, panels, machine) for g in groups),
     )
+    if any(p.paired for g in groups for p in _problems(g, machine)):
+        body = importing(body)
     func = _taking_panels(func.with_body(body), panels)
     for key, value in (("tirx.is_scheduled", True), ("op_pattern", 8), ("tirx.noalias", True)):
         func = func.with_attr(key, value)
@@ -116,7 +119,8 @@ def _emit_group(
     ready = {s: buffer for s, (buffer, _) in packed.items()}
     for stage, (constant, how) in _constant_panels(group, tile, graph, machine).items():
         shape = how.shape(int(n) for n in constant.ty.shape)
-        buffer = new_buffer(f"{constant.name}_panels", list(shape), dtype_of(constant))
+        dtype = how.dtype(dtype_of(constant))
+        buffer = new_buffer(f"{constant.name}_panels", list(shape), dtype)
         panels[constant] = (buffer, how)
         ready[stage] = buffer
     main = emit_tiles(group, tile, kept, ready, machine)
@@ -141,14 +145,14 @@ def _packed_ahead(
     found = {}
     for p in _problems(group, machine):
         if packs_ahead(p, list(tile)):
-            ready = emit_panels(p.stage, p.product, p.lanes)
+            ready = emit_panels(p.stage, p.product, p.lanes, p.paired)
             found[p.stage] = ready or _pack_by_stage(p, kept, machine)
     return found
 
 
 def _pack_by_stage(p: Problem, kept: set[Var], machine: Machine) -> tuple[Var, tirx.Stmt]:
     """Panels of an operand that is computed."""
-    before = single(packed_operand(p.stage, p.product, p.lanes))
+    before = single(packed_operand(p.stage, p.product, p.lanes, p.paired))
     (stage,) = before.stages
     tile = choose_tile(before, machine)
     return stage.buffer, emit_tiles(before, tile, {*kept, stage.buffer}, {}, machine)
