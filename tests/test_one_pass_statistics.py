@@ -14,6 +14,10 @@ from .test_split_reductions import H200, random, run, split
 MEAN = 1000.0
 
 
+def takes_one_pass(mod):
+    return any("typical" in var.name_hint for var in mod.functions)
+
+
 def far_from_zero(shape, dtype):
     spread = 1.0 if dtype == "float32" else 50.0
     return (MEAN * (1 if dtype == "float32" else 0.1) + spread * random(shape)).astype(dtype)
@@ -26,7 +30,7 @@ def far_from_zero(shape, dtype):
 @pytest.mark.parametrize("keepdims", [False, True])
 def test_the_variance_of_one_pass_survives_a_large_mean(shape, axis, dtype, keepdims):
     mod = module(lambda bb, x: op.variance(x, axis=axis, keepdims=keepdims), (shape, dtype))
-    assert "maximum" in operators(split(mod))
+    assert takes_one_pass(split(mod))
     x = far_from_zero(shape, dtype)
     (got,) = run(split(mod), x)
     expected = x.astype("float64").var(axis=tuple(axis), keepdims=keepdims)
@@ -47,7 +51,7 @@ def test_group_norm_over_the_inner_part_of_the_channels(dtype):
         return op.nn.group_norm(x, g, b, groups, channel_axis=3, axes=[1, 2], epsilon=1e-5)
 
     mod = split(module(emit, (shape, dtype), ((12,), dtype), ((12,), dtype)))
-    assert "strided_slice" in operators(mod)
+    assert takes_one_pass(mod)
     x, g, b = far_from_zero(shape, dtype), random((12,), dtype), random((12,), dtype)
     wide = x.astype("float64").reshape(2, 8, 8, groups, 4)
     normal = (wide - wide.mean((1, 2, 4), keepdims=True)) / np.sqrt(
@@ -149,7 +153,7 @@ def test_a_variance_in_operators_of_the_model_is_taken_in_one_pass(how, keepdims
 
     shape = (4, 6, 16, 16)
     mod = split(module(emit, (shape, "float16")))
-    assert "maximum" in operators(mod)
+    assert takes_one_pass(mod)
     x = far_from_zero(shape, "float16")
     mean, variance = run(mod, x)
     wide = x.astype("float64")
@@ -169,7 +173,7 @@ def test_squares_of_other_differences_are_no_variance(other):
         return op.mean(square, [0, 1] if other == "axes" else [0])
 
     mod = module(emit, ((512, 48), "float32"))
-    assert "maximum" not in operators(split(mod))
+    assert not takes_one_pass(split(mod))
 
 
 def test_a_mean_and_its_variance_in_different_blocks_stay_well_formed():
@@ -185,12 +189,12 @@ def test_a_mean_and_its_variance_in_different_blocks_stay_well_formed():
         bb.emit_func_output(out)
     mod = split(bb.get())
     relax.analysis.well_formed(mod)  # raises
-    assert "strided_slice" not in operators(mod)
+    assert not takes_one_pass(mod)
 
 
 def variance_of(x):
     mod = split(module(lambda bb, v: op.variance(v, axis=[0]), (x.shape, "float32")))
-    assert "strided_slice" in operators(mod)
+    assert takes_one_pass(mod)
     (got,) = run(mod, x)
     return got
 

@@ -15,7 +15,6 @@ Does not handle: batch norm in training form on a CPU, axes that are not ascendi
 are not a static multiple of the groups, unknown shapes (left alone).
 """
 
-import functools
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -25,15 +24,15 @@ from tvm.ir import Call
 from tvm.relax import Expr, op
 
 from .opening import Opening, Rule, dtype_of, normalize_axes, shape_of, static_size
-from .statistics import Pick, emit_moments, emit_variance, place_of
+from .statistics import Samples, emit_moments, emit_variance, place_of
 
 FLOAT16_MAX = 65504
 
 
 def _standardize(
-    o: Opening, x: Expr, axes: list[int], epsilon: float, pick: Pick | None = None
+    o: Opening, x: Expr, axes: list[int], epsilon: float, samples: Samples | None = None
 ) -> Expr:
-    centered, variance = emit_variance(o, x, axes, pick=pick)
+    centered, variance = emit_variance(o, x, axes, samples=samples)
     return o.emit("normal", op.multiply(centered, _rsqrt(o, variance, epsilon)))
 
 
@@ -124,27 +123,27 @@ def _group_norm(o: Opening, call: Call) -> Expr | None:
     axes = normalize_axes(call.attrs.axes, len(shape))
     axes = sorted({channel + 1, *(axis if axis < channel else axis + 1 for axis in axes)})
     grouped = o.widen("in", o.reshape("grouped", x, grouped_shape))
-    pick = functools.partial(_element_of_groups, o, x, channel, grouped, axes)
-    normal = _standardize(o, grouped, axes, call.attrs.epsilon, pick)
+    samples = _samples_of_groups(x, channel, split[1], axes)
+    normal = _standardize(o, grouped, axes, call.attrs.epsilon, samples)
     parameter_shape = [*split, *[1] * (len(shape) - channel - 1)]
     result = _affine(o, normal, *_scale_and_shift(call), parameter_shape)
     return o.reshape("ungrouped", o.narrow("half", result, dtype_of(x)), shape)
 
 
-def _element_of_groups(
-    o: Opening, x: Expr, channel: int, grouped: Expr, axes: Sequence[int], number: int
-) -> Expr:
-    """An element of each group, read from `x` itself; see `statistics.Pick`."""
-    shape = [int(extent) for extent in shape_of(x)]
-    strides = [1] * len(shape)
-    width = strides[channel] = shape[channel] // int(shape_of(grouped)[channel])
+def _samples_of_groups(x: Expr, channel: int, width: int, axes: Sequence[int]) -> Samples:
+    """Elements of groups of `width` channels, read before the channels are cut into groups."""
+    shape = shape_of(x)
     reduced = {axis if axis <= channel else axis - 1 for axis in axes} - {channel}
-    begins = [place_of(number, e) if a in reduced else 0 for a, e in enumerate(shape)]
-    begins[channel] = place_of(number, width)
-    ends = [begins[a] + 1 if a in reduced else e for a, e in enumerate(shape)]
-    element = op.strided_slice(x, list(range(len(shape))), begins, ends, strides)
-    kept = [1 if axis in axes else extent for axis, extent in enumerate(shape_of(grouped))]
-    return o.reshape("element", o.emit("element", element), kept)
+
+    def place(number: int, index: Sequence[Expr]) -> list[Expr]:
+        ungrouped = [*index[: channel + 1], *index[channel + 2 :]]
+        places = [
+            place_of(number, e) if a in reduced else ungrouped[a] for a, e in enumerate(shape)
+        ]
+        places[channel] = index[channel] * width + place_of(number, width)
+        return places
+
+    return Samples(x, place)
 
 
 def _batch_norm(o: Opening, call: Call) -> Expr | None:
