@@ -103,9 +103,7 @@ def pair_at(pair: Expr, terms: Expr, is_even: bool, element: Callable[[Expr], Ex
         high = tirx.Cast(PAIR, bits(element(second)))
     else:
         there = tirx.Cast(PAIR, bits(element(tirx.Min(second, terms - constant(1, index)))))
-        # all ones, or zero behind the last term: TVM makes no vectors of a selection by a scalar
-        mask = tirx.Max(second - terms, constant(-1, index))
-        high = tirx.BitwiseAnd(there, tirx.Cast(PAIR, mask))
+        high = tirx.Select(tirx.LT(second, terms), there, constant(0, PAIR))
     return tirx.BitwiseOr(low, tirx.LShift(high, constant(16, PAIR)))
 
 
