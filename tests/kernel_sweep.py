@@ -284,7 +284,7 @@ def _run_on_cpu(kernel: Callable, arrays: Sequence[np.ndarray]) -> list[np.ndarr
     """What a kernel makes of arrays, in memory full of other numbers."""
     device = tvm.cpu()
     tensors = [tvm.runtime.tensor(x, device) for x in arrays]
-    with poisoned(device, 0):
+    with poisoned(device):
         kernel(*tensors)
     return [tensor.numpy() for tensor in tensors]
 

@@ -15,6 +15,7 @@ from tvm.script import tirx as T
 from tests.helpers_tir import UNOPTIMISED
 from tvm_fusion.check._loops import has_large_loops, order_loops
 from tvm_fusion.check.inputs import numpy_dtype
+from tvm_fusion.check.poison import _allocator, fill_pool
 from tvm_fusion.check.reference import (
     build_reference,
     run_reference,
@@ -23,6 +24,7 @@ from tvm_fusion.check.reference import (
     with_intermediates,
 )
 from tvm_fusion.errors import InputError, Unsupported
+from tvm_fusion.runtime.memory import MemoryPlan
 
 FLOATS = ["float16", "bfloat16", "float32"]
 
@@ -338,3 +340,16 @@ def test_a_product_of_two_to_the_18_terms_is_large(rows, large):
 def run_stock(mod, inputs):
     machine = relax.VirtualMachine(tvm.compile(mod, UNOPTIMISED), tvm.cpu())
     return machine["main"](*map(tvm.runtime.tensor, inputs)).numpy()
+
+
+# ---- memory that holds no result ----------------------------------------------------------------
+
+
+def test_storages_of_the_pool_are_filled_before_a_module_gets_them():
+    device = tvm.cpu()
+    sizes = MemoryPlan(0, (80_000,), ((80_000, 80_000, 12_288, "n * 4"),)).storages()
+    assert sorted(sizes) == [12_288, 80_000, 80_000]
+    tvm.get_global_func("vm.builtin.memory_manager.clear")()
+    fill_pool(device, sizes)
+    given = [_allocator(device)(tvm_ffi.Shape([size])) for size in sizes]
+    assert all((tensor.numpy() == 0xFF).all() for tensor in given)

@@ -8,10 +8,12 @@ import contextlib
 import ctypes
 import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import tvm
+import tvm_ffi
+from tvm import relax, tirx
 
 logger = logging.getLogger(__name__)
 
@@ -20,24 +22,25 @@ logger = logging.getLogger(__name__)
 _M_PERTURB = -6
 _BYTE = 0x80
 
-_CHUNK = 64 << 20  # bytes filled at once on a GPU
+_EVERYWHERE = 0xFF  # a byte on a GPU: nan in floats, -1 in integers
 
 
 @contextlib.contextmanager
-def poisoned(device: tvm.runtime.Device, needed: int) -> Iterator[None]:
+def poisoned(device: tvm.runtime.Device, sizes: Iterable[int] = ()) -> Iterator[None]:
     """What is allocated inside holds no result of anybody.
 
     Parameters
     ----------
     device : tvm.runtime.Device
-        On a GPU, the memory that is free next is filled. On a CPU every allocation of this process
-        is, where its C library is GNU's; with others memory stays as it is.
-    needed : int
-        Bytes that will be allocated, about.
+        On a GPU, the pool of the virtual machine is filled. On a CPU every allocation of this
+        process is, where its C library is GNU's; with others memory stays as it is.
+    sizes : iterable of int
+        Bytes of the storages that will be allocated on a GPU, those that live at once each: a
+        pool gives out what has the size that is asked for.
     """
     tvm.get_global_func("vm.builtin.memory_manager.clear")()  # the pools keep what was freed
     if device.type != "cpu":
-        _fill(device, needed)
+        fill_pool(device, sizes)
         yield
         return
     perturb = _mallopt()
@@ -61,14 +64,29 @@ def _mallopt() -> object | None:
         return None
 
 
-def _fill(device: tvm.runtime.Device, needed: int) -> None:
-    """Fill memory of a GPU and give it back: what is allocated next gets these pages."""
-    count = 2 + 2 * needed // _CHUNK
+def fill_pool(device: tvm.runtime.Device, sizes: Iterable[int]) -> None:
+    """Fill storages of the virtual machine's pool and give them back: those of the same sizes that
+    are allocated next are these.
+    """
+    allocate = _allocator(device)
     held = []
     try:
-        held.append(tvm.runtime.tensor(np.full(_CHUNK // 4, np.nan, "float32"), device))
-        for _ in range(count):
-            held.append(tvm.runtime.empty((_CHUNK // 4,), "float32", device).copyfrom(held[0]))
+        for size in sizes:
+            storage = allocate(tvm_ffi.Shape([size]))
+            held.append(storage.copyfrom(np.full(size, _EVERYWHERE, "uint8")))
     except Exception as error:  # out of memory, as the module itself may be
         logger.info("memory is poisoned in part: %s", error)
     device.sync()
+
+
+@functools.cache
+def _allocator(device: tvm.runtime.Device) -> Callable[[tvm_ffi.Shape], tvm.runtime.Tensor]:
+    """A function that allocates bytes as a compiled module does."""
+    size = tirx.Var("size", "int64")
+    shape = relax.Var("shape", relax.ShapeType([size]))
+    builder = relax.BlockBuilder()
+    with builder.function("main", [shape]):
+        call = relax.op.builtin.alloc_tensor(relax.ShapeExpr([size]), "uint8", 0)
+        builder.emit_func_output(builder.emit(call))
+    executable = tvm.compile(builder.get(), tvm.target.Target("llvm"))
+    return relax.VirtualMachine(executable, device)["main"]

@@ -187,7 +187,7 @@ def runner(built: Built, entry: str | None = None) -> Callable[[Sequence[Any]], 
 
     def run(inputs: Sequence[Any]) -> list[np.ndarray]:
         nonlocal first
-        with poisoned(device, built.memory.peak_bytes() or 0):
+        with poisoned(device, built.memory.storages()):
             if first:
                 call(other_numbers(inputs))
                 first = False

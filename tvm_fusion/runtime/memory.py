@@ -58,6 +58,15 @@ class MemoryPlan:
             return None
         return self.weights_bytes + alive
 
+    def storages(self) -> list[int]:
+        """Bytes of the storages that live at once, as many of each size as do at any moment; those
+        of symbolic size are left out.
+        """
+        most: Counter[int] = Counter()
+        for moment in (self.outputs, *self.peaks):
+            most |= Counter(size for size in moment if isinstance(size, int))
+        return list(most.elements())
+
     def outputs_bytes(self, extents: Mapping[str, int] | None = None) -> int | None:
         """Bytes of the outputs alone."""
         try:
