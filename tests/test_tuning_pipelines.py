@@ -19,6 +19,7 @@ import tvm_ffi
 from tvm import relax, tirx
 from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
+from tvm.s_tir.meta_schedule import relax_integration
 from tvm.s_tir.meta_schedule.relax_integration import extract_tasks, tune_relax
 from tvm.s_tir.meta_schedule.testing.dummy_object import DummyRunner
 
@@ -460,6 +461,35 @@ def _check_tuned(tuner: tvm.transform.Pass, folder: str) -> None:
 
 
 QUICK = {"strategy": "replay-trace", "cost_model": "random"}
+
+
+@pytest.mark.usefixtures("nothing_is_measured")
+@pytest.mark.parametrize("way", ["tune_relax", "pass"])
+def test_a_tuner_that_meets_only_written_kernels_warns_and_ends_at_once(way, tmp_path):
+    register_tensor_intrinsics()
+    folder, written = str(tmp_path), Fuse(TARGET)(block())
+    with TARGET, warnings.catch_warnings(record=True) as caught, _no_handlers():
+        warnings.simplefilter("default")
+        tuner = _tune_relax(folder, **QUICK)
+        if way == "pass":
+            tuner = relax.transform.MetaScheduleTuneIRMod({}, folder, max_trials_global=4)
+        tvm.ir.assert_structural_equal(tuner(written), written)
+    assert len(ms.database.JSONDatabase(work_dir=folder)) == 0
+    assert sum("Fuse(write=False)" in str(warning.message) for warning in caught) == 1
+
+
+def test_a_tuner_is_given_what_is_not_written(tmp_path):
+    marked = Materialize(plan(block(), TARGET), TARGET)(block())
+    product = marked.get_global_var(PRODUCT)
+    left = marked[product].without_attr("tvm_fusion.kernel_class")
+    marked.update_func(product, left)
+    partly = WriteKernels(TARGET)(marked)
+    tasks = extract_tasks(partly, TARGET)
+    assert len(tasks) == 2
+    with _no_handlers(), pytest.warns(UserWarning, match=r"Fuse\(write=False\)"):
+        contexts, weights = relax_integration.extracted_tasks_to_tune_contexts(tasks, str(tmp_path))
+    assert [context.task_name for context in contexts] == [PRODUCT]
+    assert len(weights) == 1
 
 
 @pytest.mark.usefixtures("nothing_is_measured")

@@ -17,13 +17,13 @@ from tvm import relax, tirx
 from ..config import load_policy
 from ..errors import PlanError
 from ..ir.reader import has_opaque_pattern
+from . import tuner_warning
 from .devices import Part, device_of
 from .each_function import EachFunction
 from .kernel_bodies import with_roots
 from .stage import FUSE, WRITE_KERNELS, is_enabled
 from .stages import FusedFunction, PlanLike, planned_job
 from .tuned_parts import TunedParts
-from .tuner_warning import register_rule
 
 if TYPE_CHECKING:
     from .tuned_parts import DatabaseLike
@@ -55,7 +55,8 @@ class Fuse:
         MetaSchedule change nothing.
     write : bool
         False leaves the fused PrimFuncs without schedules, for TVM's tuners, which can do nothing
-        about written kernels, and warn where they meet some. A later `Fuse` writes what they leave.
+        about written kernels, and leave them out with a warning. A later `Fuse` writes what they
+        leave.
     on_plan : callable, optional
         Called with a `FusedFunction` for each function that kernels were written for.
 
@@ -201,6 +202,6 @@ def register() -> None:
     from ..runtime.pipeline import register_tir_pipelines
 
     register_tir_pipelines()
-    register_rule()
+    tuner_warning.register()
     if "tvm_fusion" not in relax.pipeline.PIPELINE_MAP:
         relax.register_pipeline("tvm_fusion")(fusion_pipeline)
