@@ -66,8 +66,9 @@ def run_cell(module: str, place: str, target: str) -> Outcome:
         stock = tvm.transform.Sequential([*where.before(made), *_stock_fusion()])(case.make())
     rest = tvm.transform.Sequential([]) if where.whole else "default"
     executable = tvm.compile(after, made, relax_pipeline=rest)
-    if target == "llvm":
-        _check_numbers(executable, case)
+    device = device_of(target)
+    if device is not None:
+        _check_numbers(executable, case, device)
     names = [gvar.name_hint for gvar in before.get_global_vars() if _stands_alone(before[gvar])]
     planned = {name: groups for name, groups in planned.items() if name in names}
     alone = {name: _groups_alone(before, name, target) for name in planned}
@@ -108,11 +109,21 @@ def _stock_fusion() -> list[tvm.transform.Pass]:
     return [t.LegalizeOps(), t.AnnotateTIROpPattern(), t.FoldConstant(), t.FuseOps(), t.FuseTIR()]
 
 
-def _check_numbers(executable: tvm.runtime.Executable, case: Case) -> None:
-    vm = relax.VirtualMachine(executable, tvm.cpu())
+def device_of(target: str) -> tvm.runtime.Device | None:
+    """Where the cells of a target run; None where no such device is."""
+    if target == "llvm":
+        return tvm.cpu()
+    device = tvm.cuda(0)
+    return device if device.exist and device.compute_version == "9.0" else None
+
+
+def _check_numbers(
+    executable: tvm.runtime.Executable, case: Case, device: tvm.runtime.Device
+) -> None:
+    vm = relax.VirtualMachine(executable, device)
     for name, call in case.calls.items():
         inputs, wanted = call(np.random.default_rng())
-        given = vm[name](*map(tvm.runtime.tensor, inputs))
+        given = vm[name](*(tvm.runtime.tensor(x, device) for x in inputs))
         given = [given] if isinstance(given, tvm.runtime.Tensor) else list(given)
         assert len(given) == len(wanted)
         for ours, reference in zip(given, wanted, strict=True):
