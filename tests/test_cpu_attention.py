@@ -1,6 +1,7 @@
 """Attention on a CPU: numbers against float64, what is left out, and what is refused."""
 
 import dataclasses
+import re
 
 import ml_dtypes
 import numpy as np
@@ -102,6 +103,45 @@ def test_several_blocks_of_keys_and_a_tail_are_close_to_float64(name):
 @pytest.mark.parametrize(("queries", "keys"), [(8, 2), (33, 129), (97, 300)])
 def test_tiles_of_every_machine_are_close_to_float64(machine, queries, keys):
     check(BY_NAME["float32"].with_sizes(M=queries, N=keys, D=17, E=23, B=1), machine)
+
+
+HALVES = {"dtype": "bfloat16", "B": 1, "H": 2, "G": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("bfloat16", {"M": 33, "N": 129, "D": 64, "E": 23}),
+        ("bfloat16", {"M": 97, "N": 300, "D": 17, "E": 32}),  # no pairs of terms
+        ("causal by index", {"M": 301, "N": 301}),
+        ("packed QKV", {"M": 41, "N": 41}),
+        ("all in float32, cast at the end", {"M": 41, "N": 41}),  # weights are not rounded
+    ],
+)
+def test_bfloat16_is_close_to_float64(name, sizes):
+    check(BY_NAME[name].with_sizes(**HALVES, **sizes))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "terms", "keys"),
+    [
+        ("bfloat16", {}, True, True),
+        ("bfloat16", {"D": 17}, False, True),
+        ("all in float32, cast at the end", {}, True, False),
+        ("rotated q and k", {}, False, True),
+        ("bfloat16", {"dtype": "float16"}, False, False),
+    ],
+)
+@pytest.mark.parametrize("has_pairs", [True, False])
+def test_products_of_bfloat16_multiply_pairs_where_the_machine_does(
+    name, sizes, terms, keys, has_pairs
+):
+    func, _ = BY_NAME[name].with_sizes(**{**HALVES, "M": 41, "N": 41, **sizes}).built()
+    machine = dataclasses.replace(AVX512, dots_pairs=has_pairs)
+    script = write_attention(func, analyze_attention(func), machine).script()
+    held = re.findall(r'(queries|weights)\w* = T.alloc_buffer\(.*"uint32"', script)
+    assert ("queries" in held, "weights" in held) == (has_pairs and terms, has_pairs and keys)
+    assert ("tvm_fusion_dot_pairs" in script) == (has_pairs and (terms or keys))
 
 
 @pytest.mark.one_in(4)

@@ -15,6 +15,10 @@ One number of a key or value meets a vector of queries, so keys and values are r
 nothing but the queries is packed, and no reduction crosses the lanes of a vector. The running
 maximum and sum are those of Milakov and Gimelshein (Online normalizer calculation for softmax,
 2018).
+
+Where the CPU has AVX-512 BF16, products of bfloat16 take two terms at a time (see `pairs`): those
+of queries, which are not scaled then, with keys that lie along the terms; and those of weights,
+if the graph rounds them as well, with pairs of values that are copied side by side.
 """
 
 from __future__ import annotations
@@ -22,17 +26,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tvm import tirx
-from tvm.ir import Expr, Var
+from tvm.ir import Expr, TensorLoad, Var
 from tvm.tirx import ForKind
 
 from ..attention_bounds import Bound, key_range
 from ..attention_model import Attention
 from ..contraction_model import Axis, Extent, Operand
 from ..expr import convert, dtype_of, number, same, unflatten, variables
+from .access import offset
 from .attention_tile import attention_tile
 from .loops import Loop, Loops, nest, pieces, seq
 from .machine import Machine
-from .math import f32
+from .math import f32, round_to_bfloat16
+from .pairs import PAIR, dot, importing, neighbours, pair_at, pair_of, rounded_bits
 from .point import has_vector_form
 from .resolve import Point, Resolve
 from .scope import Scope, allocate, new_buffer
@@ -82,6 +88,10 @@ class _Writer:
         self.range = key_range(attention)
         self.scale = _plain_scale(attention)
         self.M, self.N = self._size(attention.M), self._size(attention.N)
+        self.pairs_terms = machine.dots_pairs and self._terms_lie_in_pairs()
+        self.pairs_keys = machine.dots_pairs and self._weights_are_rounded()
+        if self.pairs_terms and self.scale != 1.0:
+            self.scale = None
 
     def _size(self, extent: Extent) -> Expr:
         return self.loops.imm(extent) if isinstance(extent, int) else convert(extent, "int64")
@@ -89,6 +99,24 @@ class _Writer:
     def imm(self, value: int) -> Expr:
         """An index constant."""
         return self.loops.imm(value)
+
+    def _terms_lie_in_pairs(self) -> bool:
+        """Whether scores are sums over pairs: of plain bfloat16, contiguous in the keys."""
+        attention = self.attention
+        if not (_is_plain(attention.q) and _is_plain(attention.k)) or attention.D % 2:
+            return False
+        pair = self.loops.new("d", attention.D // 2).value
+        first, second = (
+            self._load(attention.k, self._along(attention.terms, pair * self.imm(2) + self.imm(n)))
+            for n in range(2)
+        )
+        apart = offset(second.source, list(second.indices))
+        apart = apart - offset(first.source, list(first.indices))
+        return number(self.loops.simplify(apart)) == 1
+
+    def _weights_are_rounded(self) -> bool:
+        """Whether results are sums over pairs: of weights that the graph rounds, plain values."""
+        return self.attention.weight_dtype == "bfloat16" and _is_plain(self.attention.v)
 
     # ---- the parallel loop
 
@@ -102,7 +130,8 @@ class _Writer:
         self._place(task.value, binds)
         self._allocate()
         body = seq(self._start(), self._keys(), self._finish())
-        return task.around(seq(*binds, *self.scope.allocated, body))
+        tasks = task.around(seq(*binds, *self.scope.allocated, body))
+        return importing(tasks) if self.pairs_terms or self.pairs_keys else tasks
 
     def _place(self, task: Expr, binds: list[tirx.Stmt]) -> None:
         """Which attention and which queries a task is about.
@@ -140,15 +169,23 @@ class _Writer:
         attention, tile = self.attention, self.tile
         self.rows = [self.imm(v * tile.lanes) for v in range(tile.vectors)]
         width = tile.queries
-        self.q = self.scope.allocate("queries", [attention.D, width], "float32")
+        terms = (attention.D // 2, PAIR) if self.pairs_terms else (attention.D, "float32")
+        self.q = self.scope.allocate("queries", [terms[0], width], terms[1])
         self.s = self.scope.allocate("scores", [tile.keys, width], "float32")
         self.o = self.scope.allocate("results", [attention.E, width], "float32")
         self.m, self.new, self.l, self.shrink = (
             self.scope.allocate(name, [width], "float32")
             for name in ("largest", "larger", "sums", "shrink")
         )
-        self.staged_k = self._staged("keys", attention.k, attention.D)
-        self.staged_v = self._staged("values", attention.v, attention.E)
+        self.staged_k = None
+        if not self.pairs_terms:
+            self.staged_k = self._staged("keys", attention.k, attention.D)
+        if self.pairs_keys:
+            pairs = (tile.keys + 1) // 2
+            self.p = self.scope.allocate("weights", [pairs, width], PAIR)
+            self.staged_v = self.scope.allocate("values", [pairs, attention.E], PAIR)
+        else:
+            self.staged_v = self._staged("values", attention.v, attention.E)
 
     def _staged(self, name: str, operand: Operand, length: int) -> Var | None:
         """A float32 copy of a block of keys or values; None where they are read in place."""
@@ -161,14 +198,10 @@ class _Writer:
 
     def _start(self) -> tirx.Stmt:
         """The queries as columns; no keys seen yet. Queries beyond the end repeat the last one."""
-        term = self.loops.new("d", self.attention.D)
+        term = self.loops.new("d", self.q.ty.shape[0])
         query = self.loops.new("v", self.tile.queries)
         at = tirx.Min(self.first + query.value, self.M - self.imm(1))
-        env = self.env | self._along(self.attention.queries, at)
-        env |= self._along(self.attention.terms, term.value)
-        value, ops = self._value(self.attention.q, env)
-        if self.scale not in (None, 1.0):
-            value = value * f32(self.scale)
+        value, ops = self._query(self.env | self._along(self.attention.queries, at), term.value)
         store = tirx.BufferStore(self.q, value, [term.value, query.value])
         feature = self.loops.new("e", self.attention.E)
         zero = self._vectors(lambda v: tirx.BufferStore(self.o, f32(0), [feature.value, v]))
@@ -178,6 +211,18 @@ class _Writer:
             self._vectors(lambda v: tirx.BufferStore(self.m, f32(LOWEST), [v])),
             self._vectors(lambda v: tirx.BufferStore(self.l, f32(0), [v])),
         )
+
+    def _query(self, env: dict[Var, Expr], term: Expr) -> tuple[Expr, list]:
+        """A term of a query, scaled; or a pair of them as they are."""
+        attention = self.attention
+
+        def element(at: Expr) -> Expr:
+            return self._load(attention.q, env | self._along(attention.terms, at))
+
+        if self.pairs_terms:
+            return pair_at(term, self.imm(attention.D), True, element), []
+        value, ops = self._value(attention.q, env | self._along(attention.terms, term))
+        return value if self.scale in (None, 1.0) else value * f32(self.scale), ops
 
     def _keys(self) -> tirx.Stmt:
         """The blocks of keys that a query of the tile may see."""
@@ -242,9 +287,28 @@ class _Writer:
         ):
             if staged is None:
                 continue
-            key = self.loops.new("n", count)
-            parts.append(key.around(self._copy(operand, staged, start, key.value, axes, length)))
+            pairs = staged is self.staged_v and self.pairs_keys
+            key = self.loops.new("n", self._pairs(count) if pairs else count)
+            element = self._pair_of_values(start, count, key.value) if pairs else None
+            copy = self._copy(operand, staged, start, key.value, axes, length, element)
+            parts.append(key.around(copy))
         return seq(*parts)
+
+    def _pairs(self, count: Expr) -> Expr:
+        return self.loops.simplify(tirx.FloorDiv(count + self.imm(1), self.imm(2)))
+
+    def _pair_of_values(self, start: Expr, count: Expr, pair: Expr) -> Callable[[Expr], Expr]:
+        """A feature of two values; of one and a zero behind an odd number of them."""
+        attention = self.attention
+
+        def feature(at: Expr) -> Expr:
+            def element(key: Expr) -> Expr:
+                env = self.env | self._along(attention.keys, start + key)
+                return self._load(attention.v, env | self._along(attention.features, at))
+
+            return pair_at(pair, count, False, element)
+
+        return feature
 
     def _copy(
         self,
@@ -254,14 +318,18 @@ class _Writer:
         key: Expr,
         axes: Sequence[Axis],
         length: int,
+        element: Callable[[Expr], Expr] | None,
     ) -> tirx.Stmt:
-        """One key or value, in pieces of vectors."""
+        """One key or value, or what `element` makes of several, in pieces of vectors."""
         env = self.env | self._along(self.attention.keys, start + key)
 
         def piece(first: int, width: int) -> tirx.Stmt:
             lane = self.loops.new("v", width, ForKind.VECTORIZED)
             at = self.imm(first) + lane.value
-            value, ops = self._value(operand, env | self._along(axes, at), lane)
+            if element is None:
+                value, ops = self._value(operand, env | self._along(axes, at), lane)
+            else:
+                value, ops = element(at), []
             ops = [*ops, tirx.BufferStore(staged, value, [key, at])]
             return nest([lane if has_vector_form(ops) else _serial(lane)], ops)
 
@@ -291,13 +359,16 @@ class _Writer:
                 row = tirx.Min(rows[r], count - self.imm(1))
                 return tirx.BufferLoad(self.staged_k, [row, term])
             env = self.env | self._along(self.attention.keys, keys[r])
+            if self.pairs_terms:
+                env |= self._along(self.attention.terms, term * self.imm(2))
+                return neighbours(self._load(self.attention.k, env), 1)
             return self._value(self.attention.k, env | self._along(self.attention.terms, term))[0]
 
         def right(term: Expr, v: Expr) -> Expr:
             return tirx.BufferLoad(self.q, [term, v])
 
-        terms = self.imm(self.attention.D)
-        tile = self._register_tile(height, terms, left, right, None)
+        terms = self.q.ty.shape[0]
+        tile = self._register_tile(height, terms, left, right, None, self.pairs_terms)
         stores = self._tile_stores(height, tile[1], lambda r, v, x: self._score(rows[r], v, x))
         return index.around(seq(*binds, tile[0], *stores))
 
@@ -379,7 +450,22 @@ class _Writer:
             key.around(self._vectors(larger)),
             self._by_vector(shrink),
             other.around(self._by_vector(weigh)),
+            self._pairs_of_weights(count) if self.pairs_keys else None,
         )
+
+    def _pairs_of_weights(self, count: Expr) -> tirx.Stmt:
+        """The weights rounded, two keys side by side; a zero behind an odd number of them."""
+        pair = self.loops.new("n", self._pairs(count))
+
+        def store(v: Expr) -> tirx.Stmt:
+            def element(key: Expr) -> Expr:
+                weight = tirx.BufferLoad(self.s, [self.loops.simplify(key), v])
+                return rounded_bits(round_to_bfloat16(weight))
+
+            value = pair_of(pair.value, count, False, element)
+            return tirx.BufferStore(self.p, value, [pair.value, v])
+
+        return pair.around(self._vectors(store))
 
     def _results(self, start: Expr, count: Expr) -> tirx.Stmt:
         """o = shrink * o + v s: register tiles of features by vectors of queries."""
@@ -406,12 +492,13 @@ class _Writer:
             return self._value(self.attention.v, env)[0]
 
         def right(key: Expr, v: Expr) -> Expr:
-            return tirx.BufferLoad(self.s, [key, v])
+            return tirx.BufferLoad(self.p if self.pairs_keys else self.s, [key, v])
 
         def shrunk(r: int, v: Expr) -> Expr:
             return tirx.BufferLoad(self.o, [rows[r], v]) * tirx.BufferLoad(self.shrink, [v])
 
-        tile = self._register_tile(height, count, left, right, shrunk)
+        steps = self._pairs(count) if self.pairs_keys else count
+        tile = self._register_tile(height, steps, left, right, shrunk, self.pairs_keys)
         stores = self._tile_stores(
             height, tile[1], lambda r, v, x: tirx.BufferStore(self.o, x, [rows[r], v])
         )
@@ -426,6 +513,7 @@ class _Writer:
         left: Callable[[int, Expr], Expr],
         right: Callable[[Expr, Expr], Expr],
         start: Callable[[int, Expr], Expr] | None,
+        paired: bool,
     ) -> tuple[tirx.Stmt, Var]:
         """``acc[r, v] = start + sum over steps of left[r] * right[v]``, and the buffer of it.
 
@@ -453,7 +541,19 @@ class _Writer:
             product = left(r, step.value) * right(step.value, v)
             return tirx.BufferLoad(acc, at) + product
 
-        return seq(allocate(acc), *each(begin), step.around(seq(*each(add)))), acc
+        def add_pairs() -> list[tirx.Stmt]:
+            zero, one = self.imm(0), self.imm(1)
+            stmts = []
+            for r in range(height):
+                for c, first in enumerate(self.rows):
+                    at = [self.imm(r * self.tile.vectors + c), tirx.Ramp(zero, one, lanes)]
+                    vector = right(step.value, tirx.Ramp(first, one, lanes))
+                    value = dot(tirx.BufferLoad(acc, at), left(r, step.value), vector)
+                    stmts.append(tirx.BufferStore(acc, value, at))
+            return stmts
+
+        body = add_pairs() if paired else each(add)
+        return seq(allocate(acc), *each(begin), step.around(seq(*body))), acc
 
     def _tile_stores(
         self, height: int, acc: Var, store: Callable[[int, Expr, Expr], tirx.Stmt]
@@ -548,6 +648,10 @@ class _Writer:
             resolve.env[binding.var] = resolve.bind(binding.var.name, resolve(binding.value))
         return convert(resolve(operand.value), "float32"), point.ops
 
+    def _load(self, operand: Operand, env: dict[Var, Expr]) -> TensorLoad:
+        """What a plain operand loads at a point."""
+        return Resolve(self.scope, dict(env), Point())(operand.load)
+
     def _resolved(self, expr: Expr, env: dict[Var, Expr], binds: list[tirx.Stmt]) -> Expr:
         point = Point()
         value = Resolve(self.scope, dict(env), point)(expr)
@@ -576,6 +680,12 @@ def _runs(length: int, height: int) -> list[tuple[int, int, int]]:
 
 def _serial(loop: Loop) -> Loop:
     return Loop(loop.var, loop.extent)
+
+
+def _is_plain(operand: Operand) -> bool:
+    """Whether an operand is bfloat16 as it lies in memory."""
+    load = operand.load
+    return load is not None and dtype_of(load) == "bfloat16" and not operand.bindings
 
 
 def _plain_scale(attention: Attention) -> float | None:

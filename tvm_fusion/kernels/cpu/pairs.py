@@ -86,6 +86,11 @@ def rounded_bits(x: Expr) -> Expr:
 
 
 def pair_at(pair: Expr, terms: Expr, is_even: bool, element: Callable[[Expr], Expr]) -> Expr:
+    """A pair of an operand; `element` is the bfloat16 number at a term, else as `pair_of`."""
+    return pair_of(pair, terms, is_even, lambda term: bits(element(term)))
+
+
+def pair_of(pair: Expr, terms: Expr, is_even: bool, element: Callable[[Expr], Expr]) -> Expr:
     """A pair of an operand.
 
     Parameters
@@ -93,16 +98,16 @@ def pair_at(pair: Expr, terms: Expr, is_even: bool, element: Callable[[Expr], Ex
     terms : Expr
         The number of all terms, which `is_even` says to be even.
     element : callable
-        The bfloat16 number at a term.
+        The bfloat16 number at a term, as an integer.
     """
     index = dtype_of(pair)
     first = pair * constant(2, index)
     second = first + constant(1, index)
-    low = tirx.Cast(PAIR, bits(element(first)))
+    low = tirx.Cast(PAIR, element(first))
     if is_even:
-        high = tirx.Cast(PAIR, bits(element(second)))
+        high = tirx.Cast(PAIR, element(second))
     else:
-        there = tirx.Cast(PAIR, bits(element(tirx.Min(second, terms - constant(1, index)))))
+        there = tirx.Cast(PAIR, element(tirx.Min(second, terms - constant(1, index))))
         high = tirx.Select(tirx.LT(second, terms), there, constant(0, PAIR))
     return tirx.BitwiseOr(low, tirx.LShift(high, constant(16, PAIR)))
 
