@@ -9,6 +9,7 @@ from tvm.relax import op
 from tvm.script import tirx as T
 
 from tvm_fusion.errors import Unsupported
+from tvm_fusion.kernels import program as program_module
 from tvm_fusion.kernels.expr import number, same, substitute, variables
 from tvm_fusion.kernels.narrow import narrow_indices
 from tvm_fusion.kernels.online import merge_online, scaled_values
@@ -188,6 +189,30 @@ def test_a_label_pick_stays_under_its_condition():
     (label,) = program.scalars
     assert variables(pick.guard) == [label.var]
     assert program.level(pick.var) == Level.ROW
+
+
+def shifted(bb, x, begin):
+    """x, moved by one place, zero behind its ends."""
+    padded = bb.emit(op.nn.pad(x, [1, 1]))
+    return bb.emit(op.strided_slice(padded, [0], [begin], [begin + 9]))
+
+
+def test_loads_whose_conditions_read_others_are_each_asked_once(monkeypatch):
+    """Asked anew for each condition, the work grows exponentially with the chain."""
+
+    def neighbours(bb, x):
+        for _ in range(3):
+            left, right = shifted(bb, x, 0), shifted(bb, x, 2)
+            x = bb.emit(op.where(bb.emit(op.greater(left, right)), x, right))
+        return x
+
+    program = analyze(fuse(neighbours, ((9,), "float32")))
+    asked = []
+    monkeypatch.setattr(
+        program_module, "variables", lambda *exprs: asked.append(exprs) or variables(*exprs)
+    )
+    assert all(program.level(e.var) == Level.ELEMENT for e in program.elements)
+    assert len(asked) <= 2 * len(program.elements)
 
 
 def test_a_temporary_with_two_readers_is_one_value():

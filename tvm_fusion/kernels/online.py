@@ -76,10 +76,15 @@ class _View:
         return substitute(expr, env)
 
     def depends(self, expr: Expr, target: Var) -> bool:
-        used = variables(expr)
-        return target in used or any(
-            self.depends(self.values[v].body, target) for v in used if v in self.values
-        )
+        waiting, seen = variables(expr), set()
+        while waiting:
+            var = waiting.pop()
+            if var.same_as(target):
+                return True
+            if var in self.values and var not in seen:
+                seen.add(var)
+                waiting += variables(self.values[var].body)
+        return False
 
     def factors(self, expr: Expr) -> _Factors:
         """Factors of a product, with the values that are products or factors themselves."""

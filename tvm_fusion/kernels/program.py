@@ -19,7 +19,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import tvm
 from tvm import tirx
@@ -217,6 +217,7 @@ class Program:
     exact: bool = False
     siblings: tuple[Program, ...] = ()
     accumulations: tuple[Accumulation, ...] = ()
+    _levels: dict[Var, Level] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def row_count(self) -> Extent:
@@ -273,6 +274,12 @@ class Program:
         definitions = self.placeholders()
 
         def of(var: Var) -> Level:
+            # conditional loads read others, which several of them share: each is asked once
+            if var not in self._levels:
+                self._levels[var] = own(var)
+            return self._levels[var]
+
+        def own(var: Var) -> Level:
             item = definitions.get(var)
             if isinstance(item, Element):
                 return highest(item.offset, *([] if item.guard is None else [item.guard]))

@@ -55,19 +55,28 @@ class _Sweeps:
             *((variables(o.value), (o.phase, False)) for o in program.outputs),
         ]
         self.kept: set[Var] = set()
+        # Several read one value, and it several others: each is asked once.
+        self._depths: dict[Var, int] = {}
+        self._needing: dict[Var, set[tuple[int, bool]]] = {}
 
     def keep(self, var: Var) -> None:
         self.kept.add(var)
+        self._needing.clear()
 
     def depth(self, var: Var) -> int:
         """Length of the longest chain of values below `var`."""
-        return 1 + max((self.depth(v) for v in self.parts[var] if v in self.parts), default=0)
+        if var not in self._depths:
+            below = (self.depth(v) for v in self.parts[var] if v in self.parts)
+            self._depths[var] = 1 + max(below, default=0)
+        return self._depths[var]
 
     def needing(self, var: Var) -> set[tuple[int, bool]]:
         """The sweeps in which `var` is evaluated or read."""
-        found = {sweep for used, sweep in self.roots if var in used}
-        for consumer, used in self.parts.items():
-            if var in used:
-                sweeps = self.needing(consumer)
-                found |= {min(sweeps)} if consumer in self.kept and sweeps else sweeps
-        return found
+        if var not in self._needing:
+            found = {sweep for used, sweep in self.roots if var in used}
+            for consumer, used in self.parts.items():
+                if var in used:
+                    sweeps = self.needing(consumer)
+                    found |= {min(sweeps)} if consumer in self.kept and sweeps else sweeps
+            self._needing[var] = found
+        return self._needing[var]
