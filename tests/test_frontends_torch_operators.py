@@ -1,11 +1,14 @@
 """PyTorch operators that are converted here and not by TVM, and common layers."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import tvm_fusion
 from tests.frontend_tools import Function, check, operators
 from tests.models import run_unfused
 from tvm_fusion.frontends import load
@@ -192,3 +195,114 @@ def test_the_cosine_of_a_short_vector_of_halves_is_finite():
     mod = load(Function(lambda x: F.cosine_similarity(x, torch.ones_like(x), -1)), (x,))
     (given,) = run_unfused(mod, x.numpy())
     assert given.tolist() == [1, 0, -1]
+
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+SPECIAL = (0.0, -0.0, math.inf, -math.inf, 3.0, -4.0, 1e-30, -1e30)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_hypotenuses_neither_overflow_nor_vanish(dtype):
+    check(torch.hypot, torch.randn(5, 7).to(dtype), torch.randn(7).to(dtype))
+    largest = torch.finfo(dtype).max / 4
+    for scale in (largest, 1 / largest, 0.0):
+        check(
+            torch.hypot, torch.tensor([3.0, 0.0]).to(dtype) * scale, torch.ones(2).to(dtype) * scale
+        )
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int32])
+def test_signs_are_copied_from_zeros_too(dtype):
+    def signs(x, y):
+        return 1 / torch.copysign(x, y), torch.copysign(x, -2.0), torch.copysign(x, 0)
+
+    given = torch.tensor(SPECIAL).clamp(-9, 9)
+    x, y = torch.meshgrid(given + 1, given, indexing="ij")
+    check(signs, x.to(dtype), y.to(dtype))
+
+
+def test_signs_and_hypotenuses_of_infinities():
+    mod = load(Function(lambda x, y: (torch.hypot(x, y), torch.copysign(x, y))), GRID)
+    given = run_unfused(mod, *(x.numpy() for x in GRID))
+    for x, wanted in zip(given, (torch.hypot(*GRID), torch.copysign(*GRID)), strict=True):
+        np.testing.assert_allclose(x, wanted.numpy(), rtol=1e-6)
+
+
+GRID = tuple(torch.meshgrid(torch.tensor(SPECIAL), torch.tensor(SPECIAL), indexing="ij"))
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int8, torch.int32, torch.uint8, torch.bool])
+def test_products_along_an_axis(dtype):
+    x = (torch.rand(5, 7, 3) * 3).to(dtype)
+    check(lambda x: (x.prod(1), x.prod(-1, keepdim=True), x[:, :2, 0].prod()), x)
+    check(lambda x: x.prod(0, dtype=torch.float32), x)
+
+
+def test_products_of_halves_are_rounded_once():
+    x = torch.tensor([[300.0, 300.0, 1 / 300, 1.0009765625, 1.0009765625]]).half()
+    (given,) = run_unfused(load(Function(lambda x: x.prod(1)), (x,)), x.numpy())
+    np.testing.assert_array_equal(given, x.double().prod(1).half().numpy())
+
+
+def compiled(function, *inputs):
+    """What the compiled function computes: the compiler mends TVM's argmax (FirstExtrema)."""
+    model = Function(function)
+    results = tvm_fusion.compile(model, "llvm", example_inputs=inputs, verify=False)(*inputs)
+    return torch.utils._pytree.tree_leaves(results)
+
+
+@pytest.mark.parametrize("dtype", [*FLOATS, torch.int8, torch.int64, torch.uint8, torch.bool])
+@pytest.mark.parametrize("extremum", [torch.max, torch.min])
+def test_of_equal_extrema_along_an_axis_the_first_is_found(extremum, dtype):
+    def function(x):
+        number = extremum(x[0, 0, 0], 0)
+        return extremum(x, 1), extremum(x, -1, keepdim=True), extremum(x, 0)[1], number
+
+    x = torch.randint(0 if dtype in (torch.uint8, torch.bool) else -2, 3, (5, 31, 3)).to(dtype)
+    assert "relax.topk" not in operators(load(Function(function), (x,)))
+    wanted = torch.utils._pytree.tree_leaves(function(x))
+    for given, right in zip(compiled(function, x), wanted, strict=True):
+        assert torch.equal(torch.as_tensor(given), right)
+
+
+@pytest.mark.parametrize("extremum", [torch.max, torch.min])
+def test_extrema_of_infinities_have_a_place(extremum):
+    x = torch.tensor([[math.inf] * 3, [-math.inf] * 3])
+    _, places = compiled(lambda x: extremum(x, 1), x)
+    assert places.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])
+@pytest.mark.parametrize("turn", [lambda x: x, lambda x: x.transpose(0, 2), lambda x: x[0, 0, 0]])
+def test_indices_are_filled_in_turned_tensors_too(turn, dtype):
+    index = torch.tensor([0, -1])
+    x = torch.randint(0, 2, (3, 5, 7)).to(dtype)
+    if turn(x).ndim:
+        check(lambda x: turn(x).index_fill(1, index, 1), x)
+        check(lambda x, v: turn(x).index_fill(-1, index, v), x, torch.tensor(True))
+    else:
+        check(lambda x: turn(x).index_fill(0, index, 1), x)
+
+
+@pytest.mark.parametrize("order", [1, 2, 3.0, math.inf])
+@pytest.mark.parametrize("axis", [-1, (-2, 2), 0])
+def test_norms_over_axes_of_one_element_have_no_such_axis(order, axis):
+    """Those of PyTorch 2.11 have one, and so has what is made of them (`prelu` of a number)."""
+
+    def function(x, w):
+        norm = torch.linalg.vector_norm(x, order, axis)
+        return norm, F.prelu(norm.flatten()[0], w), norm.unsqueeze(-1) * w
+
+    check(function, torch.randn(3, 1, 1)[:, :, 0] if axis == -1 else torch.randn(1, 1, 1), W)
+
+
+W = torch.tensor([0.25])
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 5, 7)])
+def test_prelu_has_the_shape_of_its_input(dtype, shape):
+    x = torch.randn(shape).to(dtype)
+    check(F.prelu, x, W.to(dtype))
+    if len(shape) > 1:
+        check(F.prelu, x, torch.randn(5).to(dtype))

@@ -11,9 +11,12 @@ from tests.frontend_tools import Function, assert_close, check, operators
 from tests.models import run_unfused
 from tvm_fusion.errors import FrontendError
 from tvm_fusion.frontends import load
+from tvm_fusion.fuzz.judge import RIGHT
+from tvm_fusion.fuzz.program import Input, Program, Statement
 from tvm_fusion.ir.graph import OpKind, build_graph
 from tvm_fusion.transform.lower import lower
 
+from .emulated_programs import emulated
 from .runtime_cases import LLVM
 
 
@@ -52,6 +55,118 @@ def assigned(x, places, values):
 )
 def test_values_are_written_where_pytorch_writes_them(function, values, index):
     check(function, torch.randn(X), torch.randn(values), index)
+
+
+DTYPES = ("bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")
+ADDED = {
+    "rows": ((2, 0, 2, -1), None, None, (4, 5, 6)),
+    "one row": ((-2,), None, None, (5, 6)),
+    "middle": (None, (4, 0, 4), None, (4, 3, 6)),
+    "last": (None, None, (5, -6, 1, 1), (4,)),
+    "pairs": ((3, 0, 3), (1, 1, 1), None, (3, 6)),
+    "apart": ((3, 0, 3), None, (2, 2, 2), (3, 5)),
+    "points": ((3, 3), (-1, 4), (0, 0), ()),
+    "grid": (((3,), (0,)), ((1, 1, 2),), None, (2, 3, 6)),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", ADDED)
+def test_values_are_added_where_pytorch_adds_them(case, dtype):
+    *indices, shape = ADDED[case]
+    indices = [None if i is None else torch.tensor(i) for i in indices]
+    x, values = (torch.randint(0, 4, s).to(getattr(torch, dtype)) for s in (X, shape))
+
+    def put(x, values, *given):
+        given = iter(given)
+        places = [None if i is None else next(given) for i in indices]
+        return torch.ops.aten.index_put(x, places, values, True)
+
+    check(put, x, values, *(i for i in indices if i is not None))
+
+
+def test_values_are_added_in_order_on_each_target():
+    places = torch.randint(-7, 7, (301,))
+    values = torch.randint(-9, 9, (301, 3)).float()
+
+    def added(x, places, values):
+        return torch.index_put(x, (places,), values, accumulate=True) * 2
+
+    inputs = torch.zeros(7, 3), places, values
+    compiled = tvm_fusion.compile(Function(added), "llvm", example_inputs=inputs, verify=False)
+    for _ in range(3):
+        torch.testing.assert_close(torch.as_tensor(compiled(*inputs)), added(*inputs))
+    statements = (
+        Statement("v0", "{out} = torch.index_put({0}, ({1},), {2}, accumulate=True) * 2", NAMES),
+    )
+    program = Program(
+        (
+            Input("x0", "torch.zeros((7, 3))"),
+            Input("x1", "torch.randint(-7, 7, (301,))"),
+            Input("x2", "torch.randn((301, 3))"),
+        ),
+        statements,
+        ("v0",),
+    )
+    assert emulated(program, "nvidia_h100").verdict.kind == RIGHT
+
+
+NAMES = ("x0", "x1", "x2")
+
+
+def test_an_input_to_which_is_added_is_changed_in_place():
+    def function(x, places, values):
+        x.index_put_((places,), values, accumulate=True)
+        return x * 2
+
+    inputs = torch.zeros(5, 3), torch.tensor([1, 1, -1]), torch.ones(3, 3)
+    mod = load(Function(function), inputs)
+    assert operators(mod).count("relax.call_tir_inplace") == 1
+    x = torch.zeros(5, 3)
+    tvm_fusion.compile(mod, "llvm", verify=False)(x, *inputs[1:])
+    assert x[:, 2].tolist() == [0, 2, 0, 0, 1]
+
+
+MASKED = {
+    "number": (3, ()),
+    "whole mask": (3, (7,)),
+    "rows": (1, (5, 6)),
+    "a row each": (1, (7, 5, 6)),
+    "planes": (2, (6,)),
+    "a line each": (2, (7, 1)),
+    "broadcast": (2, (1, 6)),
+}
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("dtype", ["bool", "int32", "float16", "float32"])
+@pytest.mark.parametrize("case", MASKED)
+def test_a_mask_says_where_values_are_written(case, dtype, accumulate):
+    axes, shape = MASKED[case]
+    mask = torch.zeros((9, 5, 6)[:axes], dtype=torch.bool)
+    mask.view(-1)[torch.randperm(mask.numel())[:7]] = True
+    x, values = (torch.randint(0, 4, s).to(getattr(torch, dtype)) for s in ((9, 5, 6), shape))
+    check(lambda x, m, v: x.index_put((m,), v, accumulate), x, mask, values)
+
+
+def test_a_mask_may_stand_behind_whole_axes():
+    mask = torch.tensor([True, False, True, False, True])
+    for shape in ((4, 3, 6), (3, 6), (4, 1, 1)):
+        check(
+            lambda x, m, v: assigned(x, (slice(None), m), v),
+            torch.randn(X),
+            mask,
+            torch.randn(shape),
+        )
+
+
+def test_a_mask_beside_another_index_is_refused():
+    def function(x, mask, index):
+        return x.index_put((mask, index), torch.tensor(1.0))
+
+    inputs = torch.randn(X), torch.tensor([True, False, True, False]), torch.tensor([1, 2])
+    with pytest.raises(FrontendError, match=r"a mask beside another index: .*torch\.where"):
+        load(Function(function), inputs)
 
 
 def test_a_model_may_write_at_several_places():

@@ -1,8 +1,8 @@
 """PyTorch models to Relax, through `torch.export`.
 
 The exported program is decomposed to core ATen operators, except for those that TVM and the
-compiler handle better whole (`KEPT_WHOLE`), and translated by `torch_importer.Importer`. Parameters
-and buffers become constants.
+compiler handle better whole (torch_decompositions.py), and translated by `torch_importer.Importer`.
+Parameters and buffers become constants.
 """
 
 import contextlib
@@ -25,23 +25,10 @@ except ImportError as error:
         "pip install 'tvm_fusion[torch]'"
     ) from error
 
+from tvm_fusion.frontends.torch_decompositions import decompositions
 from tvm_fusion.frontends.torch_importer import Importer
 from tvm_fusion.frontends.torch_splits import merge_equal_splits
 from tvm_fusion.frontends.torch_writes import refuse_writes_into_repeats
-
-# Their decompositions hide what they are: `linear` becomes view, permute, addmm, view; `matmul`
-# becomes expand, view, bmm, view; attention scales twice and searches for rows without a key. That
-# of `select_scatter` has another type than eager execution, that of `cosine_similarity` rounds
-# norms to halves.
-KEPT_WHOLE = (
-    torch.ops.aten.linear.default,
-    torch.ops.aten.matmul.default,
-    torch.ops.aten.scaled_dot_product_attention.default,
-    torch.ops.aten.silu.default,
-    torch.ops.aten.cross_entropy_loss.default,
-    torch.ops.aten.select_scatter.default,
-    torch.ops.aten.cosine_similarity.default,
-)
 
 
 def from_module(
@@ -100,7 +87,7 @@ def from_exported_program(
     importer = Importer()
     try:
         with _quiet():
-            program = _on_cpu(program.run_decompositions(_decompositions()))
+            program = _on_cpu(program.run_decompositions(decompositions()))
             merge_equal_splits(program)
             if inspect is not None:
                 inspect(program)
@@ -163,14 +150,6 @@ def _on_cpu(program: torch.export.ExportedProgram) -> torch.export.ExportedProgr
 def _returns_bare_tensor(program: torch.export.ExportedProgram) -> bool:
     """Whether forward returned one tensor, and no tuple, dict or data class around it."""
     return program.call_spec.out_spec.is_leaf()
-
-
-def _decompositions() -> Any:
-    """PyTorch's table of decompositions, without the operators kept whole."""
-    table = torch.export.default_decompositions()
-    for operator in KEPT_WHOLE:
-        table.pop(operator, None)
-    return table
 
 
 @contextlib.contextmanager

@@ -8,6 +8,8 @@ What differs from TVM 0.27:
   (TVM gathers, and leaves the size unknown).
 - amax, amin and any without an axis exist, and so do shifts and exp2.
 - ELUs have their scales (TVM's leave them out, so that selu and celu are wrong).
+- hypot, copysign, products along an axis and min along an axis exist; max along an axis is two
+  reductions (TVM's is a topk, which nothing fuses with).
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from tvm import relax, sym
+from tvm import relax, sym, te, tirx
 
 from tvm_fusion.frontends.torch_symbols import Size, size_of
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from tvm_fusion.frontends.torch_importer import Importer
 
 Converter = Callable[["Importer", fx.Node], relax.Expr]
+HALVES = ("float16", "bfloat16")
 
 
 def bound_arguments(node: fx.Node) -> dict[str, Any]:
@@ -94,9 +97,43 @@ def _exp2(importer: Importer, node: fx.Node) -> relax.Expr:
     """2 ** x as exp(x log 2), in float32 for halves: the product would lose their last bits."""
     dtype = importer.dtype_of(node)
     x = importer.operand(node.args[0], dtype)
-    wide = importer.cast(x, "float32") if dtype in ("float16", "bfloat16") else x
+    wide = importer.cast(x, "float32") if dtype in HALVES else x
     result = importer.emit(relax.op.exp(scaled(importer, wide, math.log(2))))
     return importer.cast(result, dtype)
+
+
+def _hypot(importer: Importer, node: fx.Node) -> relax.Expr:
+    """a * sqrt(1 + (b / a) ** 2) of the larger and the smaller magnitude: squares overflow."""
+    dtype = importer.dtype_of(node)
+    wide = "float32" if dtype in HALVES else dtype
+    x, y = (importer.emit(relax.op.abs(importer.operand(arg, wide))) for arg in node.args[:2])
+    ordered = importer.emit(relax.op.greater_equal(x, y))
+    large, small = (importer.emit(relax.op.where(ordered, *of)) for of in ((x, y), (y, x)))
+    one = relax.const(1, wide)
+    ratio = importer.emit(relax.op.divide(small, large))
+    equal = importer.emit(relax.op.equal(small, large))  # two zeros or infinities, too
+    ratio = importer.emit(relax.op.where(equal, one, ratio))
+    square = importer.emit(relax.op.add(importer.emit(relax.op.multiply(ratio, ratio)), one))
+    root = importer.emit(relax.op.sqrt(square))
+    return importer.cast(importer.emit(relax.op.multiply(large, root)), dtype)
+
+
+def _copysign(importer: Importer, node: fx.Node) -> relax.Expr:
+    """The magnitude of a with the sign of b, which zeros have, too: the sign of its bits."""
+    dtype, sign = importer.dtype_of(node), node.args[1]
+    magnitude = importer.emit(relax.op.abs(importer.operand(node.args[0], dtype)))
+    negative = importer.emit(relax.op.negative(magnitude))
+    if not isinstance(sign, fx.Node):
+        return negative if math.copysign(1, sign) < 0 else magnitude
+    wide, bits = ("float64", "int64") if dtype == "float64" else ("float32", "int32")
+
+    def below(x: te.Tensor) -> te.Tensor:
+        return te.compute(x.shape, lambda *at: tirx.reinterpret(bits, x(*at)) < 0, name="signbit")
+
+    is_negative = importer.block_builder.emit_te(
+        below, importer.operand(sign, wide), primfunc_name_hint="signbit"
+    )
+    return importer.emit(relax.op.where(is_negative, negative, magnitude))
 
 
 def _clamp(importer: Importer, node: fx.Node) -> relax.Expr:
@@ -113,7 +150,7 @@ def _elu(importer: Importer, node: fx.Node) -> relax.Expr:
     """scale * (x if x > 0 else alpha * (exp(input_scale * x) - 1)), in float32 for halves."""
     args, dtype = bound_arguments(node), importer.dtype_of(node)
     x = importer.operand(args["self"], dtype)
-    wide = importer.cast(x, "float32") if dtype in ("float16", "bfloat16") else x
+    wide = importer.cast(x, "float32") if dtype in HALVES else x
     zero, one = (relax.const(number, wide.ty.dtype) for number in (0, 1))
     below = scaled(importer, importer.emit(relax.op.minimum(wide, zero)), args["input_scale"])
     below = importer.emit(relax.op.subtract(importer.emit(relax.op.exp(below)), one))
@@ -150,6 +187,30 @@ def _reduction(op: Callable) -> Converter:
         axes = args.get("dim")
         axes = None if axes == [] else axes
         return importer.emit(op(x, axes, keepdims=args.get("keepdim", False)))
+
+    return convert
+
+
+def _product(importer: Importer, node: fx.Node) -> relax.Expr:
+    """prod, in float32 for halves: their products overflow and round at every step."""
+    args, dtype = bound_arguments(node), importer.dtype_of(node)
+    x = importer.operand(args["self"], "float32" if dtype in HALVES else dtype)
+    result = relax.op.prod(x, args.get("dim"), keepdims=args.get("keepdim", False))
+    return importer.cast(importer.emit(result), dtype)
+
+
+def _extremum(value: Callable, index: Callable) -> Converter:
+    """The values of max or min along an axis, and where they are: at the first of equal ones."""
+
+    def convert(importer: Importer, node: fx.Node) -> relax.Expr:
+        args = bound_arguments(node)
+        x, axis, keepdim = importer.value_of(args["self"]), args["dim"], args["keepdim"]
+        if x.ty.ndim == 0:
+            return importer.emit(relax.Tuple([x, relax.const(0, "int64")]))
+        ordered = importer.cast(x, "int8") if str(x.ty.dtype) == "bool" else x
+        found = importer.emit(value(x, axis, keepdims=keepdim))
+        place = importer.emit(index(ordered, axis, keepdims=keepdim))
+        return importer.emit(relax.Tuple([found, place]))
 
     return convert
 
@@ -228,6 +289,13 @@ CONVERTERS: dict[str, Converter] = {
     "where.self": _where,
     "cumsum.default": _scan(relax.op.cumsum),
     "cumprod.default": _scan(relax.op.cumprod),
+    "hypot.default": _hypot,
+    "copysign.Tensor": _copysign,
+    "copysign.Scalar": _copysign,
+    "prod.default": _product,
+    "prod.dim_int": _product,
+    "max.dim": _extremum(relax.op.max, relax.op.argmax),
+    "min.dim": _extremum(relax.op.min, relax.op.argmin),
     "amax.default": _reduction(relax.op.max),
     "amin.default": _reduction(relax.op.min),
     "any.default": _reduction(relax.op.max),

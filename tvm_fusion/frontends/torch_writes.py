@@ -6,9 +6,9 @@
 torch.export makes the first of the second, and notes that the result takes the place of the input.
 Where nothing else reads the old input, the kernel writes into the input itself and copies nothing
 (`written_inputs`). One position is a choice at every element, which fuses with what reads it; many
-are a copy and a loop of stores.
-Does not handle: accumulation, boolean indices and symbolic extents, which are left to TVM, and
-inputs changed in other ways, which stay as they were (a warning says so).
+are a copy and a loop of stores, in order (transform/ordered_writes.py). A mask is a choice, too.
+Does not handle: a mask beside another index; integer indices and symbolic extents, which are left
+to TVM; inputs changed in other ways, which stay as they were (a warning says so).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _is_plain(node: fx.Node) -> bool:
     tensors += [i.meta["val"] for i in args["indices"] if i is not None]
     whole = all(not t.dtype.is_floating_point and t.dtype != torch.bool for t in tensors[2:])
     static = all(isinstance(n, int) for t in tensors for n in t.shape)
-    return whole and static and not args["accumulate"] and len(tensors) > 2
+    return whole and static and len(tensors) > 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,12 +130,20 @@ class Write:
     dtype : of it.
     indices : shape and dtype of the index of each axis, None where the whole axis is written.
     values : shape of the values, which broadcast.
+    adds : whether the values are added to what is there.
     """
 
     shape: tuple[int, ...]
     dtype: str
     indices: tuple[tuple[tuple[int, ...], str] | None, ...]
     values: tuple[int, ...]
+    adds: bool = False
+
+    def written(self, old: Expr, value: Expr) -> Expr:
+        """What stands where a value was written."""
+        if not self.adds:
+            return value
+        return tirx.any(old, value) if self.dtype == "bool" else old + value
 
     @property
     def indexed(self) -> list[int]:
@@ -198,7 +206,8 @@ def write_function(write: Write, in_place: bool) -> tirx.PrimFunc:
             place = write.place(at, lambda number, where: indices[number][tuple(where)])
             inside = [tirx.all(place[a] >= 0, place[a] < write.shape[a]) for a in write.indexed]
             with T.If(tirx.all(*inside)), T.Then():
-                T.buffer_store(y, values[tuple(broadcast(at, write.values))], place)
+                value = values[tuple(broadcast(at, write.values))]
+                T.buffer_store(y, write.written(y[tuple(place)], value), place)
     # a module may hold several: the name that it gives each is the only one
     return builder.get().without_attr("global_symbol")
 
@@ -218,17 +227,18 @@ def _chosen(write: Write, x: te.Tensor, *tensors: te.Tensor) -> te.Tensor:
         region = [*rest[: write.first], *zeros, *rest[write.first :]]
         place = write.place(region, lambda number, where: indices[number](*where))
         here = [index[axis].astype("int64") == place[axis] for axis in write.indexed]
-        return tirx.if_then_else(
-            tirx.all(*here), values(*broadcast(region, write.values)), x(*index)
-        )
+        value = write.written(x(*index), values(*broadcast(region, write.values)))
+        return tirx.if_then_else(tirx.all(*here), value, x(*index))
 
     return te.compute(write.shape, at, name="write")
 
 
 def _index_put(importer: Importer, node: fx.Node) -> relax.Expr:
+    args = bound_arguments(node)
+    if any(_is_mask(i) for i in args["indices"]):
+        return _put_by_mask(importer, args)
     if not _is_plain(node):
         return importer._index_put(node)
-    args = bound_arguments(node)
     x, values = (importer.value_of(args[name]) for name in ("self", "values"))
     dtype = str(x.ty.dtype)
     values = importer.cast(values, dtype)
@@ -239,6 +249,7 @@ def _index_put(importer: Importer, node: fx.Node) -> relax.Expr:
         dtype,
         tuple(None if i is None else (_extents(i), str(i.ty.dtype)) for i in given),
         _extents(values),
+        args["accumulate"],
     )
     operands = [x, *(i for i in given if i is not None), values]
     builder = importer.block_builder
@@ -251,6 +262,42 @@ def _index_put(importer: Importer, node: fx.Node) -> relax.Expr:
         )
     function = builder.add_func(write_function(write, in_place=False), "write")
     return importer.emit(relax.op.call_tir(function, operands, x.ty))
+
+
+def _is_mask(index: fx.Node | None) -> bool:
+    return index is not None and index.meta["val"].dtype in (torch.bool, torch.uint8)
+
+
+def _put_by_mask(importer: Importer, args: dict) -> relax.Expr:
+    """`x[:, mask] = values`: values where the mask is, x elsewhere."""
+    (first, mask), *others = [(n, i) for n, i in enumerate(args["indices"]) if i is not None]
+    if others:
+        raise NotImplementedError(
+            "a mask beside another index: write one of them as torch.where, or as masked_fill"
+        )
+    x, mask = importer.value_of(args["self"]), importer.operand(mask, "bool")
+    values = importer.cast(importer.value_of(args["values"]), str(x.ty.dtype))
+    behind = x.ty.ndim - first - mask.ty.ndim
+    values = _spread(importer, values, mask, values.ty.ndim - 1 - behind)
+    if args["accumulate"]:
+        add = relax.op.logical_or if str(x.ty.dtype) == "bool" else relax.op.add
+        values = importer.emit(add(x, values))
+    mask = importer.emit(relax.op.reshape(mask, [*mask.ty.shape, *[1] * behind]))
+    return importer.emit(relax.op.where(mask, values, x))
+
+
+def _spread(importer: Importer, values: relax.Expr, mask: relax.Expr, axis: int) -> relax.Expr:
+    """Values with the axes of a mask in place of the axis of its true elements, if there is one."""
+    if axis < 0:
+        return values
+    shape, over = list(values.ty.shape), [1] * mask.ty.ndim
+    if int(shape[axis]) != 1:  # one for each of them
+        flat = importer.emit(relax.op.reshape(importer.cast(mask, "int64"), [-1]))
+        rank = importer.emit(relax.op.cumsum(flat, 0))
+        rank = importer.emit(relax.op.subtract(rank, relax.const(1, "int64")))
+        values = importer.emit(relax.op.take(values, rank, axis, mode="clip"))
+        over = list(mask.ty.shape)
+    return importer.emit(relax.op.reshape(values, [*shape[:axis], *over, *shape[axis + 1 :]]))
 
 
 def _extents(x: relax.Expr) -> tuple[int, ...]:
