@@ -38,6 +38,7 @@ from tvm_fusion.runtime.cuda_compiler import Compiler, kernel_names
 from tvm_fusion.runtime.functions import CompiledFunctions
 from tvm_fusion.runtime.launches import call_sites
 from tvm_fusion.runtime.module import CompiledModule
+from tvm_fusion.runtime.signature import Signature
 from tvm_fusion.transform.entries import entry_alone, entry_functions, inlined, joined
 from tvm_fusion.transform.function_apart import renamed
 from tvm_fusion.transform.write_kernels import KernelWriter
@@ -275,6 +276,48 @@ def test_functions_that_call_themselves_stay_calls(mod):
         np.testing.assert_allclose(found, np.tanh(times * np.exp(x)), rtol=1e-5)
 
 
+@I.ir_module
+class Branches:
+    @R.function
+    def main(x: R.Tensor((8, 16), "float32"), c: R.Tensor((), "bool")) -> R.Tensor(
+        (8, 16), "float32"
+    ):
+        h = R.exp(x)
+        h2 = R.multiply(h, x)
+        if c:
+            a = R.tanh(h2)
+            b = R.multiply(a, a)
+            r = R.add(b, h2)
+        else:
+            a = R.sigmoid(h2)
+            b = R.multiply(a, h2)
+            r = R.add(b, a)
+        y = R.multiply(r, r)
+        z = R.add(y, r)
+        return z
+
+
+COMPILED = {
+    "compile": lambda: tvm_fusion.compile(Branches, TARGET),
+    "unfused": lambda: CompiledModule.of(Job.of(Branches, TARGET, *[None] * 4).build_unfused()),
+    "pipeline": lambda: CompiledModule(
+        tvm.compile(Branches, tvm.target.Target(TARGET), relax_pipeline="tvm_fusion"),
+        tvm.target.Target(TARGET),
+        Signature.of(Branches, "main"),
+    ),
+}
+
+
+@pytest.mark.parametrize("way", COMPILED)
+def test_branches_share_no_storage_that_one_of_them_allocates(way):
+    compiled = COMPILED[way]()
+    x = weight(8, 16)
+    h = np.exp(x) * x
+    bent, s = np.tanh(h), 1 / (1 + np.exp(-h))
+    for c, r in ((True, bent * bent + h), (False, s * h + s)):  # TVM's plan ends the process
+        np.testing.assert_allclose(compiled(x, np.array(c)), r * r + r, rtol=1e-5)
+
+
 def test_inputs_are_written_by_the_function_that_writes_them():
     compiled = tvm_fusion.compile(counter_and_reader(), TARGET)
     assert compiled["count"].writes == (1,)
@@ -400,6 +443,7 @@ SCRIPT = """
 import sys
 import numpy as np
 from tvm_fusion.runtime.module import CompiledModule
+from tvm_fusion.runtime.signature import Signature
 
 compiled = CompiledModule.load(sys.argv[1])
 given = np.load(sys.argv[2])

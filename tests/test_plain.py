@@ -92,4 +92,4 @@ def test_memory_is_planned_by_tvm(monkeypatch):
 
     monkeypatch.setattr(pipeline, "PlanMemory", None)
     steps = pipeline.lowering_pipeline(tvm.target.Target("cuda"), plan_memory=False)
-    assert "StaticPlanBlockMemory" in [p.info.name for p in steps.passes]
+    assert "tvm_fusion.PlanMemoryByTVM" in [p.info.name for p in steps.passes]

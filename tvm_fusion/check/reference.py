@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from tvm_ffi.serialization import from_json_graph_str
 from ..errors import InputError
 from ..runtime.build import build
 from ..runtime.entry import entry_of
+from ..transform.functions import has_branches
 from ._loops import has_large_loops, order_loops
 from ._widen import EXTREMES, LARGEST, widen_nodes
 from .inputs import other_numbers
@@ -131,13 +133,27 @@ def build_reference(
     """Build the float64 reference once, to run it on many inputs; see `run_reference`."""
     wide = to_float64(with_intermediates(mod, entry, capture) if capture else mod)
     if target is None or target.kind.name == "llvm":
-        executable = tvm.compile(order_loops(wide), LLVM if has_large_loops(wide) else _QUICK)
+        llvm = LLVM if has_large_loops(wide) else _QUICK
+        with _memory_unplanned() if _branches(wide) else nullcontext():
+            executable = tvm.compile(order_loops(wide), llvm)
         device = tvm.cpu()
     else:
         executable = build(wide, target, plan_memory=False).executable
         device = tvm.runtime.device_from_target(target)
     main = entry_of(executable, device, entry)
     return lambda inputs: flatten(main(*[to_argument(x, widen_array, device) for x in inputs]))
+
+
+def _branches(mod: tvm.IRModule) -> bool:
+    functions = [f for _, f in mod.functions_items() if isinstance(f, relax.Function)]
+    return any(map(has_branches, functions))
+
+
+def _memory_unplanned() -> tvm.transform.PassContext:
+    """TVM's plan of memory is wrong where there are branches: see `PlanMemoryByTVM`."""
+    now = tvm.transform.PassContext.current()
+    disabled = [*now.disabled_pass, "StaticPlanBlockMemory"]
+    return tvm.transform.PassContext(now.opt_level, now.required_pass, disabled, config=now.config)
 
 
 def run_reference(

@@ -34,7 +34,7 @@ from ..transform import decode_float8, wrap_integers
 from ..transform.functions import rewritten, target_kind, with_functions
 from ..transform.kernel_bodies import APART_ATTR, TIRX_ATTR, has_root, without_root
 from ..transform.ordered_writes import meeting_loops
-from ..transform.plan_memory import PlanMemory
+from ..transform.plan_memory import PlanMemory, PlanMemoryByTVM
 from .descending_indices import with_hidden_divisions
 from .exact_doubles import with_exact_doubles
 from .plain_schedule import PLAIN_ATTR, calls_host, plain_schedule
@@ -70,7 +70,7 @@ def lowering_pipeline(
         relax.transform.ToNonDataflow(),
         relax.transform.RemovePurityChecking(),
         relax.transform.CallTIRRewrite(),
-        PlanMemory() if on_gpu and plan_memory else relax.transform.StaticPlanBlockMemory(),
+        PlanMemory() if on_gpu and plan_memory else PlanMemoryByTVM(),
         *([relax.transform.RewriteCUDAGraph()] if on_gpu else []),
         relax.transform.LowerAllocTensor(),
         relax.transform.KillAfterLastUse(),

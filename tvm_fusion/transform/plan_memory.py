@@ -14,7 +14,7 @@ After:
 
 As `relax.transform.StaticPlanBlockMemory`, but tensors share a storage side by side, and a storage
 ends with the last tensor in it. Modules with symbolic shapes, branches, several Relax functions or
-several virtual devices get that pass.
+several virtual devices get that pass, functions with branches excepted.
 
 TVM's tensors at an offset carry it beside the pointer of the storage, and kernels take no offset:
 `settle_offset`, called on each, moves it into the pointer.
@@ -28,7 +28,7 @@ from tvm import relax, tirx
 from tvm.script import tirx as T
 
 from ..kernels.base import dtype_bytes
-from .functions import with_functions
+from .functions import has_branches, with_functions
 from .stage import PLAN_MEMORY
 from .storage_plan import Life, StoragePlan, plan_storages
 
@@ -92,12 +92,33 @@ class PlanMemory:
         mod = _without_dead_tuples(mod)
         lives = _Lives.of(mod)
         if lives is None:
-            return relax.transform.StaticPlanBlockMemory()(mod)
+            return PlanMemoryByTVM()(mod)
         inner = [i for i in range(len(lives.found)) if i not in lives.outputs]
         plan = plan_storages(
             [lives.found[i] for i in inner], [lives.found[i] for i in sorted(lives.outputs)]
         )
         return _rewritten(mod, plan, {i: n for n, i in enumerate(inner)})
+
+
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.PlanMemoryByTVM")
+class PlanMemoryByTVM:
+    """`relax.transform.StaticPlanBlockMemory`, but for functions with branches, which stay.
+
+    In these TVM allocates storages within a branch that it uses in the other one and behind both:
+    calls end the process, or write where they may not.
+    """
+
+    def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return `mod` with planned memory."""
+        planned = relax.transform.StaticPlanBlockMemory()(mod)
+        kept = {
+            gvar: func
+            for gvar, func in mod.functions_items()
+            if isinstance(func, relax.Function) and has_branches(func)
+        }
+        if not kept:
+            return planned
+        return with_functions(planned, dict(planned.functions_items()) | kept)
 
 
 class _Lives:
