@@ -17,7 +17,7 @@ from .ir.graph import FusionGraph, build_graph
 from .kernels.base import Refusal, RefusalCode
 from .plan.decide import caution_of, without
 from .plan.judge import measured_whole, times_apart
-from .plan.plan import FALLBACK, STOCK, UNWRITTEN, FusionPlan, PlannedGroup
+from .plan.plan import FALLBACK, FREE, STOCK, UNWRITTEN, FusionPlan, PlannedGroup
 from .plan.search import unfused_plan
 from .report.progress import stages
 from .transform.functions import with_functions
@@ -308,15 +308,21 @@ class Job:
         """Whether values can be drawn for all inputs; says so where they cannot."""
         from .check.inputs import has_values, objects
 
-        unknown = objects(self.mod["main"])
-        if unknown:
-            names = ", ".join(unknown)
-            logger.warning("no values for %s: neither run, nor checked, nor measured", names)
-            return False
-        if not has_values(self.mod["main"]):
-            logger.warning("%s returns an object: neither run, nor checked", self.function)
-            return False
-        return True
+        main = self.mod["main"]
+        unknown = objects(main)
+        if not unknown and has_values(main):
+            return True
+        kernels = sum(group.kernel_class not in FREE for group in self.plan.groups)
+        if kernels:
+            values = ", ".join(unknown)
+            logger.warning(
+                "%s: %s: none of its %d kernels is run, checked or measured here. To check them, "
+                "call it beside `tvm.compile` of the model, each with objects of its own",
+                self.function,
+                f"no values can be drawn for {values}" if unknown else "it returns an object",
+                kernels,
+            )
+        return False
 
     def settles(self) -> bool:
         """Whether doubts are settled by measurements that nobody asked for: on the CPU of this
