@@ -11,11 +11,14 @@ import tvm_fusion
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.job import Job
 from tvm_fusion.kernels.cpu.machine import machine_of
-from tvm_fusion.kernels.cpu.panels import PANELS_ATTR, Panels
+from tvm_fusion.kernels.cpu.panels import PANELS_ATTR, Panels, mark_constants
+from tvm_fusion.kernels.cpu.write import write_cpu
 from tvm_fusion.transform.pack_constants import PackConstants, constant_arguments, wanted_panels
 from tvm_fusion.transform.write_kernels import write_kernels
 
 from .graphs import module
+from .helpers_tir import call, compile_cpu, poisoned
+from .kernel_cases import fuse
 
 TARGET, HW = resolve_target("llvm")
 LANES = machine_of(HW).lanes(4)
@@ -128,6 +131,29 @@ def test_products_with_panels_are_right(rows, terms, columns, dtype):
     got = run(mod, x).astype("float64")
     limit = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1e-2}[dtype]
     assert np.abs(got - expected).max() <= limit * max(1, np.abs(expected).max())
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("constant", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "between"),
+    [("float32", "int8"), ("bfloat16", "int8"), ("float32", "bfloat16"), ("int8", "float16")],
+)
+def test_weights_that_are_converted_twice_keep_both_roundings(dtype, between, constant, exact):
+    def emit(bb, x, w):
+        w = bb.emit(op.astype(bb.emit(op.astype(w, between)), str(x.ty.dtype)))
+        return op.matmul(x, w, out_dtype="float32")
+
+    activations = "float32" if dtype == "int8" else dtype
+    x = RNG.integers(-4, 5, (16, 64)).astype(activations)
+    w = (RNG.standard_normal((64, 48)) * 5).astype(dtype)
+    func = fuse(emit, (x.shape, activations), (w.shape, dtype))
+    kernel = write_cpu(mark_constants(func, [1] if constant else []), exact, HW)
+    held = {i: panels.of(w) for i, panels in wanted_panels(kernel).items()}
+    (got,) = call(compile_cpu(kernel), [x, held.get(1, w)], [poisoned((16, 48), "float32")])
+    rounds = exact or between == "int8"
+    wide = (w.astype(between) if rounds else w).astype("float64")
+    np.testing.assert_allclose(got, x.astype("float64") @ wide, rtol=1e-5, atol=1e-4)
 
 
 def test_a_constant_on_the_left_of_a_vector_is_packed():

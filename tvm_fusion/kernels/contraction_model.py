@@ -23,7 +23,7 @@ from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
 
 from .contraction_inline import Binding
-from .expr import FLOAT8_DTYPES, constant, dtype_of
+from .expr import constant, dtype_of, keeps_value
 from .program import Extent, Param
 
 
@@ -46,7 +46,7 @@ class Operand:
     def load(self) -> TensorLoad | None:
         """The load of an operand that is nothing else: elements of a parameter, at most widened."""
         expr = self.value
-        while isinstance(expr, tirx.Cast) and _keeps_value(dtype_of(expr.value), dtype_of(expr)):
+        while isinstance(expr, tirx.Cast) and keeps_value(dtype_of(expr.value), dtype_of(expr)):
             expr = expr.value
         return expr if isinstance(expr, TensorLoad) else None
 
@@ -244,17 +244,6 @@ def equal_sizes(a: Extent, b: Extent) -> bool:
         return a == b
     a, b = (constant(x, "int64") if isinstance(x, int) else x for x in (a, b))
     return tvm.sym.Analyzer().can_prove_equal(a, b)
-
-
-def _keeps_value(source: str, target: str) -> bool:
-    """Whether every number of `source` is one of `target` too."""
-    if source in ("float16", "bfloat16"):
-        return target in (source, "float32", "float64")
-    if source in FLOAT8_DTYPES:
-        return target in (source, "float16", "bfloat16", "float32", "float64")
-    if source in ("int8", "uint8"):
-        return target in (source, "int16", "int32", "int64", "float32", "float64")
-    return source == target
 
 
 def _lines(contraction: Contraction) -> list[str]:

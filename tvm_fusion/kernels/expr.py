@@ -66,6 +66,17 @@ def constant(value: float, dtype: str) -> Expr:
     return tirx.IntImm(dtype, int(value))
 
 
+def keeps_value(source: str, target: str) -> bool:
+    """Whether every number of `source` is one of `target` too."""
+    if source in ("float16", "bfloat16"):
+        return target in (source, "float32", "float64")
+    if source in FLOAT8_DTYPES:
+        return target in (source, "float16", "bfloat16", "float32", "float64")
+    if source in ("int8", "uint8"):
+        return target in (source, "int16", "int32", "int64", "float32", "float64")
+    return source == target
+
+
 def convert(expr: Expr, dtype: str) -> Expr:
     """`expr` as `dtype`: itself, a converted immediate, or a cast."""
     if dtype_of(expr) == dtype:

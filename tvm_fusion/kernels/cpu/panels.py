@@ -17,7 +17,7 @@ import numpy as np
 from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
 
-from ..expr import number
+from ..expr import dtype_of, keeps_value, number
 from .stages import Axis, Graph, Stage
 
 # Attribute of a PrimFunc to write: its parameters that are constants of the module, by position.
@@ -158,8 +158,17 @@ def panels_of(
 
 
 def plain_load(stage: Stage, operand: Expr) -> TensorLoad | None:
-    """What an operand loads, if it is a load or a conversion of one."""
+    """What an operand loads, if it is a load or a conversion of one.
+
+    Of several conversions all but the last keep the number: one conversion does as well.
+    """
     bound: Mapping[Var, Expr] = dict(stage.binds)
-    while isinstance(operand, tirx.Cast) or operand in bound:
-        operand = operand.value if isinstance(operand, tirx.Cast) else bound[operand]
+    last = True
+    while operand in bound or isinstance(operand, tirx.Cast):
+        if operand in bound:
+            operand = bound[operand]
+        elif last or keeps_value(dtype_of(operand.value), dtype_of(operand)):
+            operand, last = operand.value, False
+        else:
+            return None
     return operand if isinstance(operand, TensorLoad) else None
