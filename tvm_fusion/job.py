@@ -20,12 +20,16 @@ from .plan.judge import measured_whole, times_apart
 from .plan.plan import FALLBACK, FREE, STOCK, UNWRITTEN, FusionPlan, PlannedGroup
 from .plan.search import unfused_plan
 from .report.progress import stages
-from .transform.functions import with_functions
+from .transform.devices import Part
+from .transform.each_function import EachFunction
+from .transform.function_apart import own_functions
+from .transform.functions import has_branches, with_functions
 from .transform.lower import lower
 from .transform.materialize import Materialized, materialize
 from .transform.pack_constants import PackConstants, packable_arguments
 from .transform.rewrites import known_rewrites
 from .transform.stage import (
+    FUSE,
     MATERIALIZE,
     PACK_CONSTANTS,
     WRITE_KERNELS,
@@ -97,6 +101,9 @@ class Job:
         Its `main` is the function.
     function : str
         The name of the function in the model.
+    fuses_beside : bool
+        Whether what the plan does not see is fused as well, each piece by itself: branches, and
+        private functions that stay calls.
     """
 
     mod: tvm.IRModule
@@ -110,6 +117,8 @@ class Job:
     given: bool = False  # the plan is the caller's
     tuned: Tuned | None = None
     function: str = "main"
+    fuses_beside: bool = True
+    _beside: frozenset[str] = frozenset()  # the kernels of these pieces
     _alone: FusionPlan | None = None
     _whole: tuple[tvm.IRModule, FusionGraph, FusionPlan] | None = None
 
@@ -406,7 +415,28 @@ class Job:
             materialized = self._materialized()
             written = self._written(materialized, ahead)
             if not self.cut_failed(materialized, written.failures, RefusalCode.WRITER):
-                return written.mod, materialized
+                return self._with_pieces_beside(written.mod), materialized
+
+    def _with_pieces_beside(self, mod: tvm.IRModule) -> tvm.IRModule:
+        """The module with its branches and other functions fused, where there are any."""
+        self._beside = frozenset()
+        own = own_functions(mod)
+        if not self.fuses_beside or (len(own) == 1 and not has_branches(mod["main"])):
+            return mod
+        before = {gvar.name_hint for gvar in mod.get_global_vars()}
+        mod = EachFunction.of(FUSE, mod, self.target).changed(self._fused_piece)
+        self._beside = frozenset(g.name_hint for g in mod.get_global_vars()) - before
+        return mod
+
+    def _fused_piece(self, name: str, mod: tvm.IRModule, part: Part) -> tvm.IRModule | None:
+        if name == "main" or not part.alone:
+            return None
+        return Job.from_module(mod, self.target, self.hw, self.policy, tuned=self.tuned).fuse()
+
+    def without_pieces_beside(self) -> bool:
+        """Leaves branches and other functions to TVM from now on; whether that changes anything."""
+        self.fuses_beside = False
+        return bool(self._beside)
 
     def _materialized(self) -> Materialized:
         """The plan applied; where that stage is disabled, the lowered module as it is."""
@@ -434,10 +464,8 @@ class Job:
     def build_unfused(self) -> Built:
         """Builds the model as it is: one kernel an operator, written by the same kernel classes."""
         low, graph, plan = self.whole
-        whole = Job(
-            self.mod, self.target, self.hw, self.policy, low, graph, plan, _whole=self.whole
-        )
-        return whole.build_fused()[0]
+        parts = (self.mod, self.target, self.hw, self.policy, low, graph, plan)
+        return Job(*parts, fuses_beside=False, _whole=self.whole).build_fused()[0]
 
     def unfused_memory(self) -> MemoryPlan:
         """The memory that `build_unfused` takes; nothing is built."""
@@ -452,7 +480,8 @@ class Job:
         before = self.plan
         for group in self.groups_of(materialized, failures):
             self.cut(group, code, failures[materialized.functions[group.ops]])
-        return self.plan != before
+        beside = self._beside & failures.keys() and self.without_pieces_beside()
+        return self.plan != before or bool(beside)
 
     def groups_of(
         self, materialized: Materialized, functions: Collection[str]

@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import tvm
 import tvm_ffi
 from tvm import tirx
 
 from ..config import HardwareProfile, Policy
 from ..errors import Unsupported
 from ..kernels.cpu.panels import without_constants
-from ..plan.plan import FALLBACK
+from ..plan.plan import FALLBACK, FusionPlan
 from ..runtime.pipeline import SCHEDULED_ATTR
 from ..transform.write_kernels import Tuned, write_kernel
 from ..tuning.building import written
@@ -77,6 +78,10 @@ class OtherKernels:
         return [DEFAULT, *others] if chosen else others
 
     # ---- as write_kernels asks for it
+
+    def plan(self, mod: tvm.IRModule, hw: HardwareProfile, policy: Policy) -> FusionPlan | None:
+        """As `TunedKernels.plan`."""
+        return None if self._tuned is None else self._tuned.plan(mod, hw, policy)
 
     def choice(self, func: tirx.PrimFunc, class_name: str, policy: Policy) -> str:
         """As `TunedKernels.choice`."""

@@ -2,9 +2,10 @@
 
 1. the groups that are wrong by themselves: one of several operators is taken apart, a single
    operator gets another kernel (`other_kernels`), in the end TVM's own code;
-2. all fusion, where the module is wrong and no group by itself;
-3. all kernels of this package;
-4. the lowering and the memory plan of this package: the model as TVM alone compiles it.
+2. the kernels of branches and of functions that stay calls, which no plan has;
+3. all fusion, where the module is wrong and no group by itself;
+4. all kernels of this package;
+5. the lowering and the memory plan of this package: the model as TVM alone compiles it.
 
 After each step the module is built and judged again (`compiled.check_compiled`).
 """
@@ -119,7 +120,14 @@ class Repair:
 
     def _coarse_steps(self) -> tuple[Callable[[], Step | None], ...]:
         """What gives way where no group is wrong by itself."""
-        return self._unfused, self._unwritten, self._without_us
+        return self._without_pieces_beside, self._unfused, self._unwritten, self._without_us
+
+    def _without_pieces_beside(self) -> Step | None:
+        """The same with branches, and functions that stay calls, as TVM has them."""
+        if not self.job.without_pieces_beside():
+            return None
+        self.tried.append("TVM's code in branches and in functions that are called")
+        return self.job.build_fused()
 
     def _unfused(self) -> Step | None:
         """One kernel an operator, of the model as it is."""

@@ -23,7 +23,7 @@ from ..errors import InputError, TooDeep, Unsupported
 from ..ir.reader import OPAQUE_PATTERN
 from ..kernels.cpu.panels import mark_constants
 from ..kernels.registry import kernel_class, kernel_classes
-from ..plan.plan import UNWRITTEN
+from ..plan.plan import UNWRITTEN, FusionPlan
 from .devices import Device, device_of
 from .each_function import errors_named
 from .functions import with_functions
@@ -48,6 +48,8 @@ LONG_TO_COMPILE = ("gemm", "attention", "mixed")
 
 class Tuned(Protocol):
     """Where tuned kernels come from: `tuning.lookup.TunedKernels`."""
+
+    def plan(self, mod: tvm.IRModule, hw: HardwareProfile, policy: Policy) -> FusionPlan | None: ...
 
     def choice(self, func: tirx.PrimFunc, class_name: str, policy: Policy) -> str: ...
 
