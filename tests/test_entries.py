@@ -816,6 +816,21 @@ def test_kernels_compiled_ahead_are_those_of_a_build_without(mod, monkeypatch):
     assert len(sources_of(cold)) == len(sources_of(warm)) == len(set(chain(*wanted.values())))
 
 
+def test_numbers_that_the_host_computes_are_no_kernels():
+    n = tirx.Var("n", "int64")
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((n, 4), "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            h = builder.emit(relax.op.nn.relu(x))
+            call = ("tests.scaled", h, relax.prim_value(n * 2))
+            y = builder.emit(relax.op.call_pure_packed(*call, ty_args=[h.ty]))
+            z = builder.emit_output(relax.op.exp(y))
+        builder.emit_func_output(z)
+    compiled = on_h200(builder.get())
+    assert [len(found) for found in compiled.built.kernels.values()].count(1) == 2
+
+
 @pytest.mark.usefixtures("own_cache")
 def test_nvcc_begins_while_other_functions_are_still_written(monkeypatch):
     events = []
