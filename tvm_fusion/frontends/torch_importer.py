@@ -1,7 +1,8 @@
 """TVM's translator of exported programs, with its numerical faults put right.
 
 What differs from TVM 0.27, beside the converters of torch_operators.py, torch_norms.py,
-torch_products.py, torch_attention.py, torch_scatters.py, torch_slices.py and torch_writes.py:
+torch_products.py, torch_attention.py, torch_scatters.py, torch_slices.py, torch_splits.py and
+torch_writes.py:
 - What depends on no input is a constant (torch_constants.py).
 - Inputs that the model writes into are changed (torch_writes.py).
 - A permutation that undoes the one before it disappears.
@@ -25,6 +26,7 @@ from tvm_fusion.frontends import (
     torch_products,
     torch_scatters,
     torch_slices,
+    torch_splits,
     torch_writes,
 )
 from tvm_fusion.frontends.torch_constants import CONSTANT_LIMIT_BYTES, input_free_values
@@ -37,6 +39,7 @@ CONVERTERS = {
     **torch_attention.CONVERTERS,
     **torch_scatters.CONVERTERS,
     **torch_slices.CONVERTERS,
+    **torch_splits.CONVERTERS,
     **torch_writes.CONVERTERS,
 }
 

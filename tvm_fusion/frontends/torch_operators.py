@@ -224,7 +224,7 @@ def _select(importer: Importer, node: fx.Node) -> relax.Expr:
     axis %= x.ty.ndim
     if isinstance(index, int) and index < 0:
         index += x.ty.shape[axis]
-    return importer.emit(relax.op.squeeze(_span(importer, x, axis, index, 1), [axis]))
+    return importer.emit(relax.op.squeeze(span(importer, x, axis, index, 1), [axis]))
 
 
 def _slice(importer: Importer, node: fx.Node) -> relax.Expr:
@@ -239,10 +239,10 @@ def _slice(importer: Importer, node: fx.Node) -> relax.Expr:
         begin += x.ty.shape[axis]
     if sym.Analyzer().can_prove_equal(size, x.ty.shape[axis]):
         return x
-    return _span(importer, x, axis, begin, size)
+    return span(importer, x, axis, begin, size)
 
 
-def _span(importer: Importer, x: relax.Expr, axis: int, begin: Size, size: Size) -> relax.Expr:
+def span(importer: Importer, x: relax.Expr, axis: int, begin: Size, size: Size) -> relax.Expr:
     """x[..., begin : begin + size, ...], which is inside x."""
     return importer.emit(
         relax.op.strided_slice(x, [axis], [begin], [begin + size], assume_inbound=True)

@@ -10,12 +10,13 @@ import tvm
 from tvm import relax
 
 from ..config import HardwareProfile
-from . import first_extrema, half_operators, unsigned_signs
+from . import first_extrema, half_operators, long_concats, unsigned_signs
 from .constant_permutes import legalize_permute
 from .decompose import Decompose
 from .drop_empty import DropEmpty, check_defined
 from .fix_bool_arithmetic import FixBoolArithmetic
 from .hidden_weights import BindWeights
+from .join_pieces import JoinPieces
 from .layout import CancelLayouts
 from .lean_constants import LeanConstants
 from .open_medians import OpenMedians
@@ -70,6 +71,7 @@ def open_composites(
         FixBoolArithmetic(),
         relax.transform.CanonicalizeBindings(),
         DropEmpty(),
+        JoinPieces(),
         Decompose(_gpu(hw), keep_all=not decompose),
         *([CancelLayouts()] if decompose else []),
         *([UnpackStacks()] if _gpu(hw) is not None else []),
@@ -98,6 +100,7 @@ def legalize(
             **half_operators.LEGALIZERS,
             **first_extrema.LEGALIZERS,
             **unsigned_signs.LEGALIZERS,
+            **long_concats.LEGALIZERS,
             "relax.permute_dims": legalize_permute,
             "relax.where": legalize_where,
         }

@@ -1,0 +1,248 @@
+"""Concatenations of many pieces: joined where they are pieces of one tensor, else searched."""
+
+import numpy as np
+import pytest
+import torch
+import tvm
+import tvm_ffi
+from tvm import relax, te, tirx
+from tvm.relax import op
+
+import tvm_fusion
+from tests.emulated_programs import emulated
+from tests.frontend_tools import Function, operators
+from tests.graphs import module
+from tests.models import run_unfused
+from tvm_fusion.frontends import load
+from tvm_fusion.frontends.cleanup import cleaned
+from tvm_fusion.fuzz.judge import RIGHT
+from tvm_fusion.fuzz.program import Input, Program, Statement
+from tvm_fusion.transform.join_pieces import JoinPieces
+from tvm_fusion.transform.long_concats import MANY, concatenate_many
+
+N = MANY + 1
+
+
+def slices(bb, x, axis=0, size=2, count=N):
+    return [
+        bb.emit(op.strided_slice(x, [axis], [size * i], [size * (i + 1)])) for i in range(count)
+    ]
+
+
+def of_all(function, **options):
+    """A model that computes `function` of each slice, and concatenates the results."""
+
+    def emit(bb, x, *others):
+        parts = [function(bb, part, *others) for part in slices(bb, x, **options)]
+        return op.concat(parts, options.get("axis", 0))
+
+    return emit
+
+
+def computed(bb, x, *others):
+    return bb.emit(op.multiply(bb.emit(op.tanh(x)), relax.const(3.0)))
+
+
+def scaled(bb, x, gamma):
+    return bb.emit(op.where(bb.emit(op.greater(x, gamma)), x, gamma))
+
+
+def squared(bb, x):
+    for _ in range(40):
+        x = bb.emit(op.subtract(bb.emit(op.multiply(x, x)), x))
+    return x
+
+
+def reversed_slices(bb, x):
+    return op.concat(slices(bb, x)[::-1], 0)
+
+
+def stepped_slices(bb, x):
+    return op.concat([bb.emit(op.strided_slice(x, [0], [i], [i + 1])) for i in range(1, 65, 2)], 0)
+
+
+def overlapping(bb, x):
+    parts = [bb.emit(op.strided_slice(x, [0], [-2 - i], [66 - i], [2])) for i in range(N)]
+    return op.concat(parts, 0)
+
+
+def of_rows(function, to, axis=0, stacked=True):
+    """A model that computes `function` of each row, and stacks or concatenates the results."""
+
+    def emit(bb, x, *others):
+        rows = [bb.emit(op.squeeze(part, [axis])) for part in slices(bb, x, axis, 1)]
+        parts = [function(bb, row, *others) for row in rows]
+        if stacked:
+            parts = [bb.emit(op.expand_dims(part, to)) for part in parts]
+        return op.concat(parts, to)
+
+    return emit
+
+
+ROWS, COLUMNS = ((2 * N, 5), "float32"), ((3, 2 * N), "float32")
+JOINED = {
+    "elementwise": (of_all(computed), [ROWS], ["tanh", "multiply"]),
+    "columns": (of_all(computed, axis=1), [COLUMNS], ["tanh", "multiply"]),
+    "part of it": (of_all(computed, size=1), [ROWS], ["strided_slice", "tanh", "multiply"]),
+    "operands of all": (
+        of_all(scaled),
+        [ROWS, ((5,), "float32")],
+        ["greater", "where"],
+    ),
+    "a row for all": (of_all(scaled), [ROWS, ((1, 5), "float32")], ["greater", "where"]),
+    "read twice": (of_all(squared), [ROWS], ["multiply", "subtract"] * 40),
+    "stacked rows": (
+        of_rows(scaled, 0),
+        [((N, 2, 5), "float32"), ((5,), "float32")],
+        ["greater", "where"],
+    ),
+    "rows stacked behind": (
+        of_rows(scaled, 2),
+        [((N, 2, 5), "float32"), ((2, 5), "float32")],
+        ["greater", "where", "permute_dims"],
+    ),
+    "columns as rows": (
+        of_rows(computed, 0, 1),
+        [((3, N), "float32")],
+        ["permute_dims", "tanh", "multiply"],
+    ),
+    "rows side by side": (
+        of_rows(scaled, 1, stacked=False),
+        [((N, 2, 5), "float32"), ((5,), "float32")],
+        ["greater", "where", "permute_dims", "reshape"],
+    ),
+    "numbers": (of_rows(lambda bb, x: x, 0), [((N,), "float32")], []),
+    "reversed": (reversed_slices, [ROWS], ["take"]),
+    "stepped": (stepped_slices, [ROWS], ["strided_slice"]),
+    "overlapping": (overlapping, [ROWS], ["take"]),
+}
+
+
+def names_of(mod):
+    """The operators of `main`, but for reshapes to the same shape."""
+    mod = cleaned(mod)
+    return [name.removeprefix("relax.") for name in operators(mod)]
+
+
+def drawn(inputs):
+    rng = np.random.default_rng(0)
+    return [rng.uniform(-0.5, 0.5, shape).astype(dtype) for shape, dtype in inputs]
+
+
+@pytest.mark.parametrize("what", JOINED)
+def test_pieces_of_one_tensor_are_computed_together(what):
+    emit, inputs, names = JOINED[what]
+    before = module(emit, *inputs)
+    after = JoinPieces()(before)
+    assert names_of(after) == names
+    given = drawn(inputs)
+    for one, other in zip(run_unfused(after, *given), run_unfused(before, *given), strict=True):
+        np.testing.assert_array_equal(one, other)
+    tvm.ir.assert_structural_equal(JoinPieces()(after), after)
+
+
+def of_two_kinds(bb, x):
+    parts = slices(bb, x)
+    return op.concat([bb.emit((op.exp, op.tanh)[i % 2](part)) for i, part in enumerate(parts)], 0)
+
+
+def with_numbers_of_their_own(bb, x):
+    parts = enumerate(slices(bb, x))
+    return op.concat([bb.emit(op.add(part, relax.const(float(i)))) for i, part in parts], 0)
+
+
+def of_two_tensors(bb, x, y):
+    return op.concat([(slices(bb, x), slices(bb, y))[i % 2][i] for i in range(N)], 0)
+
+
+ALONE = {
+    "few": (of_all(computed, count=MANY - 1), [ROWS]),
+    "other operators": (of_all(lambda bb, x: bb.emit(op.nn.softmax(x, 0))), [ROWS]),
+    "two kinds": (of_two_kinds, [ROWS]),
+    "other numbers": (with_numbers_of_their_own, [ROWS]),
+    "two tensors": (of_two_tensors, [ROWS, ROWS]),
+    "an operand as long as a piece": (of_all(scaled), [ROWS, ((2, 5), "float32")]),
+    "another axis": (lambda bb, x: op.concat(slices(bb, x, axis=1), 0), [COLUMNS]),
+    "two axes": (
+        lambda bb, x: op.concat(
+            [bb.emit(op.strided_slice(x, [0, 1], [i, 0], [i + 1, 3])) for i in range(N)], 0
+        ),
+        [ROWS],
+    ),
+    "a symbolic extent": (
+        lambda bb, x: op.concat(slices(bb, x), 0),
+        [((tirx.Var("n", "int64"), 5), "float32")],
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ALONE)
+def test_other_concatenations_stay_as_they_are(what):
+    emit, inputs = ALONE[what]
+    before = module(emit, *inputs)
+    tvm.ir.assert_structural_equal(JoinPieces()(before), before)
+
+
+# ---- concatenations that stay
+
+
+def depth(expr) -> int:
+    below = [a for a in getattr(expr, "args", ()) if isinstance(a, tvm.ir.Expr)]
+    return 1 + max(map(depth, below), default=0)
+
+
+def test_the_part_of_an_element_is_searched():
+    parts = [te.placeholder((1 + i % 3, 5), name=f"x{i}") for i in range(600)]
+    func = te.create_prim_func([*parts, concatenate_many(parts, 0)])
+    values = []
+    tvm_ffi.structural_walk(func.body, [(tirx.BufferStore, lambda s: values.append(s.value))])
+    assert depth(values[0]) < 15
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_many_tensors_are_concatenated(axis):
+    sizes = [1 + i % 3 for i in range(N)]
+    inputs = [((size, 4) if axis == 0 else (4, size), "float32") for size in sizes]
+    compiled = tvm_fusion.compile(
+        module(lambda bb, *x: op.concat(x, axis - 2), *inputs), "llvm", verify=False
+    )
+    given = drawn(inputs)
+    np.testing.assert_array_equal(compiled(*given), np.concatenate(given, axis))
+
+
+def test_many_pieces_of_several_kinds_are_right():
+    pieces = "torch.cat([t.tanh() if t.shape[0] % 2 else t.exp() for t in {0}.split([1, 2] * 20)])"
+    inputs = (Input("x0", "torch.randn((60, 3))"),)
+    program = Program(inputs, (Statement("v0", f"{{out}} = {pieces}", ("x0",)),), ("v0",))
+    assert emulated(program, "nvidia_h100").verdict.kind == RIGHT
+
+
+# ---- models
+
+
+HUNDREDS = {
+    "split": (1199, "torch.cat([t * 2 for t in {0}.split(2, 0)], 0)"),
+    "backwards": (1199, "torch.cat([torch.exp(t) for t in {0}.split(2, 0)][::-1], 0) + 1"),
+    "unbound": (301, "torch.cat([t * 2 for t in {0}.unbind(0)], 0)"),
+    "stacked": (301, "torch.stack([t.tanh() + {0}[0] for t in {0}.unbind(0)], 1)"),
+}
+
+
+@pytest.mark.parametrize("what", HUNDREDS)
+def test_hundreds_of_slices_are_concatenated(what):
+    rows, code = HUNDREDS[what]
+    inputs = (Input("x0", f"torch.randn(({rows}, 3))"),)
+    program = Program(inputs, (Statement("v0", f"{{out}} = {code}", ("x0",)),), ("v0",))
+    x = program.arguments()
+    compiled = tvm_fusion.compile(program.module(), "llvm", example_inputs=x, verify=False)
+    torch.testing.assert_close(torch.as_tensor(compiled(*x)[0]), program.eager(x)[0])
+    assert emulated(program, "nvidia_h100").verdict.kind == RIGHT
+
+
+def test_a_split_into_many_pieces_is_slices():
+    def function(x):
+        return [*x.split(2), *x.split([1, 9, 60]), *x.unbind(0)]
+
+    names = operators(load(Function(function), (torch.randn(70, 3),)))
+    assert names.count("relax.split") == 1
+    assert names.count("relax.strided_slice") == 35 + 70
