@@ -291,7 +291,8 @@ def test_norms_over_axes_of_one_element_have_no_such_axis(order, axis):
 
     def function(x, w):
         norm = torch.linalg.vector_norm(x, order, axis)
-        return norm, F.prelu(norm.flatten()[0], w), norm.unsqueeze(-1) * w
+        number = torch.linalg.vector_norm(x.flatten()[:1], order, -1)
+        return norm, norm.unsqueeze(-1) * w, F.prelu(number, w)
 
     check(function, torch.randn(3, 1, 1)[:, :, 0] if axis == -1 else torch.randn(1, 1, 1), W)
 

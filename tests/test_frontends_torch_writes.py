@@ -169,6 +169,16 @@ def test_a_mask_beside_another_index_is_refused():
         load(Function(function), inputs)
 
 
+def test_rows_of_a_symbolic_tensor_are_refused():
+    def function(x, values):
+        return x.index_put((torch.tensor([1, 0]),), values)
+
+    inputs, rows = (torch.randn(X), torch.randn(2, 5, 6)), torch.export.Dim("rows", min=3)
+    program = torch.export.export(Function(function), inputs, dynamic_shapes=(({0: rows}, None),))
+    with pytest.raises(FrontendError, match=r"index_put.*symbolic extents .*torch\.where"):
+        load(program)
+
+
 def test_a_model_may_write_at_several_places():
     def function(x, new, more):
         y = x.index_put((torch.tensor([3, 0]),), new)

@@ -238,6 +238,11 @@ def _index_put(importer: Importer, node: fx.Node) -> relax.Expr:
     if any(_is_mask(i) for i in args["indices"]):
         return _put_by_mask(importer, args)
     if not _is_plain(node):
+        if len(args["indices"]) < node.meta["val"].ndim:
+            raise NotImplementedError(
+                "symbolic extents where not every axis has an index: fix the extents, or write "
+                "with torch.where"
+            )
         return importer._index_put(node)
     x, values = (importer.value_of(args[name]) for name in ("self", "values"))
     dtype = str(x.ty.dtype)

@@ -197,7 +197,7 @@ def of_one_axis(d: Draft) -> Statement | None:
 
 
 def refused(d: Draft) -> Statement | None:
-    """What no importer took when this was written: rare, since the whole program is refused."""
+    """What the importer took last of all: rare, since older ones refuse the whole program."""
     return d.statement(d.choice(REFUSED), d.floating((1, 2, 3, 4)))
 
 
