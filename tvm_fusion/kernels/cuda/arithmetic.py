@@ -17,9 +17,19 @@ from tvm import tirx
 from tvm.ir import Call, Expr, StringImm, TensorLoad, Var
 from tvm.script import tirx as T
 
-from ..expr import constant, dtype_of, is_if_then_else, number, rebuild, same, variables
+from ..expr import (
+    constant,
+    dtype_of,
+    is_if_then_else,
+    number,
+    occurrences,
+    rebuild,
+    same,
+    variables,
+)
 from . import functions
 from . import intrinsics as device
+from .frame import MOST_REFERENCES, held
 
 LOG2E = 1.4426950408889634
 LARGEST_POWER = 8
@@ -32,10 +42,13 @@ def f32(value: float) -> Expr:
 
 
 class Hoister:
-    """Binds row-level expressions, each once (compared by structure and by variable identity)."""
+    """Binds row-level expressions, each once (compared by structure and by variable identity);
+    floats that are too long to be spelled out in all that use them are held (`frame.held`).
+    """
 
     def __init__(self) -> None:
-        self._bound: list[tuple[Expr, Var]] = []
+        self._bound: list[tuple[Expr, Expr]] = []
+        self._references: dict[Var, int] = {}
 
     def __call__(self, expr: Expr) -> Expr:
         if isinstance(expr, Var) or number(expr) is not None:
@@ -43,8 +56,17 @@ class Hoister:
         for known, var in self._bound:
             if same(known, expr):
                 return var
-        self._bound.append((expr, T.Bind(expr)))
+        self._bound.append((expr, self._bind(expr)))
         return self._bound[-1][1]
+
+    def _bind(self, expr: Expr) -> Expr:
+        used = occurrences(expr)
+        count = sum(n * self._references.get(var, 1) for var, n in used.items())
+        if count > MOST_REFERENCES and dtype_of(expr).startswith("float"):
+            return held(expr)
+        bound = T.Bind(expr)
+        self._references[bound] = count
+        return bound
 
 
 class Arithmetic:

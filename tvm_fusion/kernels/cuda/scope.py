@@ -21,18 +21,10 @@ from ..expr import (
 )
 from ..program import Element, Level, Program, Tile, Value
 from .arithmetic import Arithmetic, Hoister
-from .frame import Frame, held
+from .frame import MOST_REFERENCES, Frame, held
 
 Local = Callable[[Var], Expr | None]
 """Where the value of a placeholder lies in registers; None if it does not."""
-
-MOST_REFERENCES = 16
-"""References to loaded values that a bound value may hold, spelled out down to the loads.
-
-TVM's passes put the values of bound variables into each other: a chain in which each value stands
-twice in the next one would take them time exponential in its length. With 1024 references a kernel
-of four outputs that select from each other was lowered in 4.8 s, with 128 in 3.5, with 8 in 0.2.
-"""
 
 
 class RowScope:

@@ -120,15 +120,23 @@ def _at_least_zero(o: Opening, spread: Expr) -> Expr:
 def _typical(o: Opening, samples: Samples, shape: list[Expr]) -> Expr:
     """A number near each mean, widened."""
 
-    def typical(tensor: te.Tensor) -> te.Tensor:
-        def at(*index: Expr) -> Expr:
-            picked = [tensor(*samples.place(number, index)) for number in range(PICKED)]
-            # each of elements that lie apart: neighbours may be alike
-            return _median(*[_median(*picked[first::3]) for first in range(3)])
+    def median(first: int) -> Callable[[te.Tensor], te.Tensor]:
+        def compute(tensor: te.Tensor) -> te.Tensor:
+            def at(*index: Expr) -> Expr:
+                # of elements that lie apart: neighbours may be alike
+                places = (samples.place(number, index) for number in range(first, PICKED, 3))
+                return _median(*(tensor(*place) for place in places))
 
-        return te.compute(shape, at, name="typical")
+            return te.compute(shape, at, name="median")
 
-    return o.widen("typical", o.emit("typical", o.builder.call_te(typical, samples.tensor)))
+        return compute
+
+    def typical(a: te.Tensor, b: te.Tensor, c: te.Tensor) -> te.Tensor:
+        return te.compute(shape, lambda *i: _median(a(*i), b(*i), c(*i)), name="typical")
+
+    # four operators, whose results a kernel keeps: in one, the loads would be spelled out 25 times
+    medians = [o.emit("median", o.builder.call_te(median(n), samples.tensor)) for n in range(3)]
+    return o.widen("typical", o.emit("typical", o.builder.call_te(typical, *medians)))
 
 
 def _median(a: Expr, b: Expr, c: Expr) -> Expr:
