@@ -348,6 +348,14 @@ def test_what_rounds_to_an_equal_value_is_undecided_and_nothing_else(negated):
     assert (exact[20:] == negated).all()
 
 
+@pytest.mark.parametrize(("spacings", "passed"), [(0, True), (2, True), (9, False)])
+def test_halves_below_the_normal_numbers_are_as_far_apart_as_they_are(spacings, passed):
+    reference = np.array([3.4 * 2.0**-24, 2.0**-26])
+    given = (np.array([3 + spacings, 0]) * 2.0**-24).astype("float16")
+    none = np.zeros(2)
+    assert check_output(given, given, reference, "float16", bound=none).passed == passed
+
+
 def test_inputs_that_are_nearly_equal_are_not():
     x = np.array([1.0, 1.0], "float32")
     y = np.array([1.0, 1 + 2**-23], "float32")

@@ -134,6 +134,29 @@ def test_a_program_is_judged_on_llvm():
     assert judged(SOFTMAX, "llvm") == Verdict(RIGHT)
 
 
+@pytest.mark.parametrize(("off", "kind"), [(0.0, RIGHT), (4e-14, RIGHT), (1e-11, WRONG)])
+def test_float64_is_held_against_a_reference_that_rounds_as_it_does(off, kind):
+    """torch and plain loops add up terms that are alike, each time off in the same direction."""
+    program = Program(
+        (Input("x0", "torch.relu(torch.randn((63, 5, 9))).to(torch.float64)"),),
+        (Statement("v0", "{out} = {0}.var((0, 1, 2), correction=0)", ("x0",)),),
+        ("v0",),
+        seed=3,
+    )
+    arguments = program.arguments()
+    x = arguments[0].numpy().astype("longdouble")
+    variance = float(((x - x.mean()) ** 2).mean())
+    given = torch.tensor(variance * (1 + off), dtype=torch.float64)
+    assert judged_run(program, lambda: lambda _: [given], [arguments]).kind == kind
+
+
+def test_what_is_copied_from_memory_that_is_written_meanwhile_is_cloned():
+    """The values of such a copy are undefined in torch."""
+    program = draw_program(170535, 40)
+    assert any("copy_" in s.code and ".clone()" in s.code for s in program.statements)
+    assert judged(program, "llvm") == Verdict(RIGHT)
+
+
 # ---- reducing
 
 

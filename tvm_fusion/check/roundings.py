@@ -14,6 +14,10 @@ kernel does it. Terms of one sign err together, which is what comes after the su
 each for itself, which is what comes before it. Points of several operations have their operands
 disturbed, too, for what cancels inside of them.
 
+In float64 n stands for sqrt(n): there the reference is no more exact than what is held against it,
+and sums of terms that are alike round in one direction (by 2.3e-14, those of torch and of plain
+loops, in a variance of 2,835 numbers of which half are 0).
+
 [1] N. J. Higham, Accuracy and Stability of Numerical Algorithms, 2nd edition, SIAM, 2002.
 [2] N. J. Higham, T. Mary, A New Approach to Probabilistic Rounding Error Analysis, SIAM Journal on
     Scientific Computing 41 (5), 2019.
@@ -81,14 +85,21 @@ class Roundings:
     @property
     def before(self) -> Expr | float:
         """How large the disturbance of an operand is, relative to it."""
-        return _root(self.terms) * self._unit
+        return self._growth * self._unit
 
     def after(self, dtype: str) -> Expr | float:
         """How large the disturbance of a result is that is stored as `dtype`."""
         if not self.is_sum:
             return UNIT_ROUNDOFF[dtype] + sum(UNIT_ROUNDOFF[d] for d in self.dtypes)
         u = self._unit
-        return _root(self.terms) * u + (UNIT_ROUNDOFF[dtype] + self.count * u)
+        return self._growth * u + (UNIT_ROUNDOFF[dtype] + self.count * u)
+
+    @property
+    def _growth(self) -> Expr | float:
+        """How many unit roundoffs a sum is off by."""
+        if self._unit <= UNIT_ROUNDOFF["float64"]:
+            return self.terms if isinstance(self.terms, int) else tirx.Cast("float64", self.terms)
+        return _root(self.terms)
 
     @property
     def _unit(self) -> float:

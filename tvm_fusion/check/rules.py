@@ -54,17 +54,20 @@ class Tolerance:
     floor: float
     ceiling: float
     largest: float  # finite number
+    least: float  # an error that is none, in numbers as small
 
 
 # Floors are 4 spacings of 1.0 (2^-52, 2^-23) for the wide types and 2 (2^-10, 2^-7) for the halves:
-# a plain output may be exact by luck. For 8 bits 2 spacings (2^-3, 2^-2) are the ceiling, too.
+# a plain output may be exact by luck. For 8 bits 2 spacings (2^-3, 2^-2) are the ceiling, too. The
+# least is the smallest normal number, below which kernels may take 0; of float16 and of 8 bits,
+# whose subnormal numbers all kernels have, some of their spacings.
 TOLERANCES = {
-    "float64": Tolerance(2.0, 4 * 2.0**-52, 1e-10, 1.7976931348623157e308),
-    "float32": Tolerance(2.0, 4 * 2.0**-23, 1e-4, 3.4028234663852886e38),
-    "float16": Tolerance(3.0, 2 * 2.0**-10, 1e-2, 65504.0),
-    "bfloat16": Tolerance(3.0, 2 * 2.0**-7, 2e-2, 3.3895313892515355e38),
-    "float8_e4m3fn": Tolerance(3.0, 2 * 2.0**-3, 2 * 2.0**-3, 448.0),
-    "float8_e5m2": Tolerance(3.0, 2 * 2.0**-2, 2 * 2.0**-2, 57344.0),
+    "float64": Tolerance(2.0, 4 * 2.0**-52, 1e-10, 1.7976931348623157e308, 2.0**-1022),
+    "float32": Tolerance(2.0, 4 * 2.0**-23, 1e-4, 3.4028234663852886e38, 2.0**-126),
+    "float16": Tolerance(3.0, 2 * 2.0**-10, 1e-2, 65504.0, 4 * 2.0**-24),
+    "bfloat16": Tolerance(3.0, 2 * 2.0**-7, 2e-2, 3.3895313892515355e38, 2.0**-126),
+    "float8_e4m3fn": Tolerance(3.0, 2 * 2.0**-3, 2 * 2.0**-3, 448.0, 2 * 2.0**-9),
+    "float8_e5m2": Tolerance(3.0, 2 * 2.0**-2, 2 * 2.0**-2, 57344.0, 2 * 2.0**-16),
 }
 
 
@@ -211,6 +214,7 @@ def _check_floats(
         limit = most
     elif ceiling or bound is None:
         limit = min(limit, max(most, min(roundings, BEYOND * most)))
+    limit = max(limit, max(own.least, narrow.least) / scale)
     if not accepted.all():
         worst, error = _first(~accepted), math.inf
     passed = error <= limit

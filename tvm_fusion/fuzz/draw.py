@@ -140,6 +140,10 @@ class Draft:
         taken = {self.own[i.name].untyped_storage().data_ptr() for i in self.inputs}
         return self.own[name].untyped_storage().data_ptr() not in taken
 
+    def share(self, *names: str) -> bool:
+        """Whether values lie in the same memory."""
+        return len({self.own[name].untyped_storage().data_ptr() for name in names}) < len(names)
+
     # ---- keeping and finishing
 
     def keep(self, statement: Statement) -> bool:

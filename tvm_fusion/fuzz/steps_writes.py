@@ -38,13 +38,16 @@ def update_of_copy(d: Draft) -> Statement | None:
 
 
 def update_in_place(d: Draft) -> Statement | None:
-    """A part of an earlier value is changed, for all that read it or a view of it later."""
+    """A part of an earlier value is changed, for all that read it or a view of it later. What is
+    copied from memory that is written meanwhile is undefined in torch: it is cloned before.
+    """
     x = d.value(lambda v: v.ndim >= 1)
     if x is None or not d.owned(x):
         return None
     source = d.alike(x)
     region = _region(d, x)
-    update = d.choice(UPDATES).format(at="{0}" + region, source="{1}" + region)
+    read = "{1}" + region + (".clone()" if x != source and d.share(x, source) else "")
+    update = d.choice(UPDATES).format(at="{0}" + region, source=read)
     return d.statement(update + "\n{out} = {0}", x, source)
 
 
