@@ -356,6 +356,29 @@ def test_halves_below_the_normal_numbers_are_as_far_apart_as_they_are(spacings, 
     assert check_output(given, given, reference, "float16", bound=none).passed == passed
 
 
+def test_what_narrower_numbers_lose_is_no_error_of_wider_ones():
+    reference, none = np.full(4, 2e-3), np.zeros(4)
+    given = np.zeros(4, "float32")
+    for narrow in ("float16", "float8_e4m3fn"):
+        assert not check_output(given, given, reference, "float32", narrow, bound=none).passed
+
+
+@pytest.mark.parametrize("computed", [True, False])
+def test_infinite_numbers_are_equal_to_no_finite_one(computed):
+    def masked(bb, x):
+        y = bb.emit(op.multiply(x, relax.const(2.0, "float32"))) if computed else x
+        hidden = bb.emit(op.equal(y, relax.const(-np.inf, "float32")))
+        e = bb.emit(op.exp(y))
+        return relax.Tuple([hidden, bb.emit(op.where(hidden, relax.const(0.0, "float32"), e))])
+
+    x = np.array([1, -np.inf, 2, np.inf], "float32")
+    low = lowered(masked, ((4,), "float32"))
+    (hidden, _), (undecided, bound) = bounded_reference(low, [x])
+    assert hidden.tolist() == [False, True, False, False]
+    assert not undecided.any()
+    assert (bound < 1e-3).all()
+
+
 def test_inputs_that_are_nearly_equal_are_not():
     x = np.array([1.0, 1.0], "float32")
     y = np.array([1.0, 1 + 2**-23], "float32")

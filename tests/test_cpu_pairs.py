@@ -88,6 +88,11 @@ def test_processors_with_the_instruction_use_it(processor):
     assert "tvm_fusion_dot_pairs" not in assembly  # a function that is inlined everywhere
 
 
+def test_sums_in_float64_are_none_of_pairs():
+    with Target({**X86, "mcpu": "znver4"}):
+        assert calls_of(write_cpu(product(5, 64, 48, out="float64"))) == 0
+
+
 @pytest.mark.parametrize(
     "described",
     [

@@ -19,6 +19,7 @@ stay as they are.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -33,6 +34,7 @@ from .roundings import UNIT_ROUNDOFF, Roundings, roundings_of
 
 # Words of 32 bits are computed in int64, where nothing overflows: TVM simplifies as if nothing did.
 _MASK = 0xFFFFFFFF
+_LARGEST = tirx.FloatImm("float64", sys.float_info.max)
 _FACTORS = (0x7FEB352D, 0x6A09E667)
 _SHIFT = 15
 _CALLS, _SALTS = 1 << 24, 1 << 28  # so that draws, calls and nests have no numbers in common
@@ -107,11 +109,14 @@ class _Noise:
         return tirx.Cast("float64", _load(self.draw, 1))
 
     def equal(self, a: Expr, b: Expr) -> Expr:
-        """Whether two floats are equal after roundings of their type."""
+        """Whether two floats are equal after roundings of their type, which leave an infinite one
+        apart from all others.
+        """
         unit = UNIT_ROUNDOFF[dtype_of(a)]
         x, y = tirx.Cast("float64", a), tirx.Cast("float64", b)
-        near = tirx.abs(x - y) <= self.amplitude * unit * tirx.max(tirx.abs(x), tirx.abs(y))
-        return tirx.Or(tirx.EQ(a, b), near)
+        size = tirx.max(tirx.abs(x), tirx.abs(y))
+        near = tirx.abs(x - y) <= self.amplitude * unit * size
+        return tirx.Or(tirx.EQ(a, b), tirx.And(near, size <= _LARGEST))
 
     def times(self, value: Expr, relative: Expr | float, element: Expr, salt: int) -> Expr:
         """`value` disturbed, by a number of its own for each element."""

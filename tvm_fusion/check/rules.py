@@ -214,7 +214,7 @@ def _check_floats(
         limit = most
     elif ceiling or bound is None:
         limit = min(limit, max(most, min(roundings, BEYOND * most)))
-    limit = max(limit, max(own.least, narrow.least) / scale)
+    limit = max(limit, own.least / scale)
     if not accepted.all():
         worst, error = _first(~accepted), math.inf
     passed = error <= limit

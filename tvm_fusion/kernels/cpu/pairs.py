@@ -46,12 +46,13 @@ _LLVM_IR = (
 
 
 def takes_pairs(stage: Stage, product: Product, machine: Machine) -> bool:
-    """Whether a contraction multiplies pairs: of bfloat16 that are loaded on the right, and maybe
-    computed, and then rounded as the graph does, on the left.
+    """Whether a contraction multiplies pairs, to be summed up in float32: of bfloat16 that are
+    loaded on the right, and maybe computed, and then rounded as the graph does, on the left.
     """
     right = plain_load(stage, product.right)
     plain = right is not None and dtype_of(right) == "bfloat16"
-    return machine.dots_pairs and stage.factors == "bfloat16" and plain
+    sums = all(dtype_of(value) == "float32" for value in stage.values)
+    return machine.dots_pairs and stage.factors == "bfloat16" and plain and sums
 
 
 def lies_in_pairs(stage: Stage, operand: Expr) -> bool:
