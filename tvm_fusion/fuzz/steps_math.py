@@ -76,7 +76,7 @@ OF_ONE_AXIS = (
     "torch.sort({0}, {axis})[0]",
     "torch.gather({0}, {axis}, torch.argsort({0}, {axis}, descending=True))",  # ties in any order
 )
-REFUSED = (
+RARE = (
     "torch.hypot({0}, {0})",
     "torch.copysign({0}, {0})",
     "torch.min({0}, 0)[1]",
@@ -196,9 +196,9 @@ def of_one_axis(d: Draft) -> Statement | None:
     return d.statement(d.choice(OF_ONE_AXIS).replace("{axis}", str(d.axis(x))), x)
 
 
-def refused(d: Draft) -> Statement | None:
-    """What the importer took last of all: rare, since older ones refuse the whole program."""
-    return d.statement(d.choice(REFUSED), d.floating((1, 2, 3, 4)))
+def rare(d: Draft) -> Statement | None:
+    """An operator that models seldom have."""
+    return d.statement(d.choice(RARE), d.floating((1, 2, 3, 4)))
 
 
 STEPS = (
@@ -213,5 +213,5 @@ STEPS = (
     Step("integer_reduction", 1, integer_reduction),
     Step("centred", 2, centred),
     Step("of_one_axis", 2, of_one_axis),
-    Step("refused", 0.1, refused),
+    Step("rare", 0.1, rare),
 )
