@@ -198,7 +198,7 @@ def test_the_cosine_of_a_short_vector_of_halves_is_finite():
 
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-SPECIAL = (0.0, -0.0, math.inf, -math.inf, 3.0, -4.0, 1e-30, -1e30)
+SPECIAL = (0.0, -0.0, math.inf, -math.inf, math.nan, 3.0, -4.0, 1e-30, -1e30)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -221,7 +221,7 @@ def test_signs_are_copied_from_zeros_too(dtype):
     check(signs, x.to(dtype), y.to(dtype))
 
 
-def test_signs_and_hypotenuses_of_infinities():
+def test_signs_and_hypotenuses_of_infinities_and_nan():
     mod = load(Function(lambda x, y: (torch.hypot(x, y), torch.copysign(x, y))), GRID)
     given = run_unfused(mod, *(x.numpy() for x in GRID))
     for x, wanted in zip(given, (torch.hypot(*GRID), torch.copysign(*GRID)), strict=True):
@@ -236,6 +236,13 @@ def test_products_along_an_axis(dtype):
     x = (torch.rand(5, 7, 3) * 3).to(dtype)
     check(lambda x: (x.prod(1), x.prod(-1, keepdim=True), x[:, :2, 0].prod()), x)
     check(lambda x: x.prod(0, dtype=torch.float32), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int32])
+def test_the_product_of_a_number_along_its_axis_is_itself(dtype):
+    x = torch.tensor(3).to(dtype)
+    check(lambda x: (torch.prod(x, 0) + 1, x.prod(-1, keepdim=True), x.prod() * 2), x)
+    check(lambda x: torch.prod(x, 0, dtype=torch.float64), x)
 
 
 def test_products_of_halves_are_rounded_once():
@@ -266,10 +273,12 @@ def test_of_equal_extrema_along_an_axis_the_first_is_found(extremum, dtype):
 
 
 @pytest.mark.parametrize("extremum", [torch.max, torch.min])
-def test_extrema_of_infinities_have_a_place(extremum):
-    x = torch.tensor([[math.inf] * 3, [-math.inf] * 3])
-    _, places = compiled(lambda x: extremum(x, 1), x)
-    assert places.tolist() == [0, 0]
+def test_extrema_of_infinities_are_they_and_have_a_place(extremum):
+    x = torch.tensor([[math.inf] * 3, [-math.inf] * 3, [-math.inf, 1.0, math.inf]])
+    for keepdim in (False, True):
+        given = compiled(lambda x, keepdim=keepdim: extremum(x, 1, keepdim=keepdim), x)
+        for one, right in zip(given, extremum(x, 1, keepdim=keepdim), strict=True):
+            assert torch.equal(torch.as_tensor(one), right)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool])

@@ -8,8 +8,11 @@ What differs from TVM 0.27:
   (TVM gathers, and leaves the size unknown).
 - amax, amin and any without an axis exist, and so do shifts and exp2.
 - ELUs have their scales (TVM's leave them out, so that selu and celu are wrong).
-- hypot, copysign, products along an axis and min along an axis exist; max along an axis is two
-  reductions (TVM's is a topk, which nothing fuses with).
+- hypot, copysign, products along an axis and min along an axis exist; max along an axis is an
+  argmax and what is found there (TVM's is a topk, which nothing fuses with).
+
+Does not handle: max and min along an axis of rows with a NaN, which TVM passes over (PyTorch gives
+the first NaN and its place).
 """
 
 from __future__ import annotations
@@ -103,7 +106,10 @@ def _exp2(importer: Importer, node: fx.Node) -> relax.Expr:
 
 
 def _hypot(importer: Importer, node: fx.Node) -> relax.Expr:
-    """a * sqrt(1 + (b / a) ** 2) of the larger and the smaller magnitude: squares overflow."""
+    """a * sqrt(1 + (b / a) ** 2) of the larger and the smaller magnitude: squares overflow.
+
+    It is infinite where either is, whatever the other: NaN, too.
+    """
     dtype = importer.dtype_of(node)
     wide = "float32" if dtype in HALVES else dtype
     x, y = (importer.emit(relax.op.abs(importer.operand(arg, wide))) for arg in node.args[:2])
@@ -115,7 +121,11 @@ def _hypot(importer: Importer, node: fx.Node) -> relax.Expr:
     ratio = importer.emit(relax.op.where(equal, one, ratio))
     square = importer.emit(relax.op.add(importer.emit(relax.op.multiply(ratio, ratio)), one))
     root = importer.emit(relax.op.sqrt(square))
-    return importer.cast(importer.emit(relax.op.multiply(large, root)), dtype)
+    length = importer.emit(relax.op.multiply(large, root))
+    ends = (importer.emit(relax.op.isinf(side)) for side in (x, y))
+    endless = importer.emit(relax.op.logical_or(*ends))
+    length = importer.emit(relax.op.where(endless, relax.const(math.inf, wide), length))
+    return importer.cast(length, dtype)
 
 
 def _copysign(importer: Importer, node: fx.Node) -> relax.Expr:
@@ -194,13 +204,18 @@ def _reduction(op: Callable) -> Converter:
 def _product(importer: Importer, node: fx.Node) -> relax.Expr:
     """prod, in float32 for halves: their products overflow and round at every step."""
     args, dtype = bound_arguments(node), importer.dtype_of(node)
+    if importer.value_of(args["self"]).ty.ndim == 0:
+        return importer.operand(args["self"], dtype)
     x = importer.operand(args["self"], "float32" if dtype in HALVES else dtype)
     result = relax.op.prod(x, args.get("dim"), keepdims=args.get("keepdim", False))
     return importer.cast(importer.emit(result), dtype)
 
 
-def _extremum(value: Callable, index: Callable) -> Converter:
-    """The values of max or min along an axis, and where they are: at the first of equal ones."""
+def _extremum(index: Callable) -> Converter:
+    """The values of max or min along an axis, and where they are: at the first of equal ones.
+
+    A value is read at its place: TVM's own max of a row of minus infinities is the least float.
+    """
 
     def convert(importer: Importer, node: fx.Node) -> relax.Expr:
         args = bound_arguments(node)
@@ -208,9 +223,11 @@ def _extremum(value: Callable, index: Callable) -> Converter:
         if x.ty.ndim == 0:
             return importer.emit(relax.Tuple([x, relax.const(0, "int64")]))
         ordered = importer.cast(x, "int8") if str(x.ty.dtype) == "bool" else x
-        found = importer.emit(value(x, axis, keepdims=keepdim))
-        place = importer.emit(index(ordered, axis, keepdims=keepdim))
-        return importer.emit(relax.Tuple([found, place]))
+        place = importer.emit(index(ordered, axis, keepdims=True))
+        results = [importer.emit(relax.op.gather_elements(x, place, axis)), place]
+        if not keepdim:
+            results = [importer.emit(relax.op.squeeze(result, [axis])) for result in results]
+        return importer.emit(relax.Tuple(results))
 
     return convert
 
@@ -294,8 +311,8 @@ CONVERTERS: dict[str, Converter] = {
     "copysign.Scalar": _copysign,
     "prod.default": _product,
     "prod.dim_int": _product,
-    "max.dim": _extremum(relax.op.max, relax.op.argmax),
-    "min.dim": _extremum(relax.op.min, relax.op.argmin),
+    "max.dim": _extremum(relax.op.argmax),
+    "min.dim": _extremum(relax.op.argmin),
     "amax.default": _reduction(relax.op.max),
     "amin.default": _reduction(relax.op.min),
     "any.default": _reduction(relax.op.max),
