@@ -179,6 +179,57 @@ def test_rows_of_a_symbolic_tensor_are_refused():
         load(program)
 
 
+BATCH = torch.export.Dim("batch", min=2)
+LINE, GRID = torch.tensor([1, -1]), torch.tensor([[1, 2], [0, 3]])
+SYMBOLIC = {
+    "each axis": ((5, 4), (LINE, LINE), (2,), True),
+    "grid": ((5, 4), (GRID, GRID), (2, 2), True),
+    "number": ((5, 4), (LINE, LINE), (), True),
+    "columns": ((5, 4), (None, LINE), (5, 2), True),
+    "one column": ((5, 4), (None, LINE[:1]), (5, 1), True),
+    "pairs of columns": ((5, 4, 3), (None, LINE, LINE), (5, 2), True),
+    "one for all": ((5, 4), (LINE, LINE), (1,), False),
+    "a row of the grid": ((5, 4), (GRID, GRID), (2,), False),
+    "equal columns": ((5, 4), (None, LINE), (5, 1), False),
+    "equal rows": ((5, 4), (None, LINE), (2,), False),
+    "whole axis behind": ((5, 4), (LINE, None), (2, 4), False),
+    "whole axis between": ((5, 4, 3), (LINE, None, LINE), (2, 4), False),
+}
+
+
+@pytest.mark.parametrize("case", SYMBOLIC)
+def test_writes_of_symbolic_extents_are_right_or_refused(case):
+    shape, indices, values, right = SYMBOLIC[case]
+
+    def function(x, values):
+        return torch.ops.aten.index_put(x, indices, values)
+
+    inputs = torch.randn(shape), torch.randn(values)
+    dims = {0: BATCH}, {0: BATCH} if values[:1] == (5,) else None
+    program = torch.export.export(Function(function), inputs, dynamic_shapes=(dims,))
+    if right:
+        given = run_unfused(load(program), *(x.numpy() for x in inputs))
+        assert_close(given, [function(*inputs).numpy()])
+    else:
+        with pytest.raises(FrontendError, match=r"index_put.*symbolic extents .*torch\.where"):
+            load(program)
+
+
+def test_a_symbolic_number_of_values_for_a_mask_is_refused():
+    inputs = torch.randn(5, 2), torch.arange(5) > 2, torch.randn(2, 2)
+    dims = {1: BATCH}, None, {1: BATCH}
+    program = _masked(inputs, dims)
+    given = run_unfused(load(program), *(x.numpy() for x in inputs))
+    assert_close(given, [inputs[0].index_put(inputs[1:2], inputs[2]).numpy()])
+    with pytest.raises(FrontendError, match=r"a symbolic number of values .*torch\.where"):
+        load(_masked(inputs, (None, None, {0: BATCH})))
+
+
+def _masked(inputs, dims):
+    function = Function(lambda x, mask, values: x.index_put((mask,), values))
+    return torch.export.export(function, inputs, dynamic_shapes=(dims,))
+
+
 def test_a_model_may_write_at_several_places():
     def function(x, new, more):
         y = x.index_put((torch.tensor([3, 0]),), new)

@@ -7,8 +7,9 @@ torch.export makes the first of the second, and notes that the result takes the 
 Where nothing else reads the old input, the kernel writes into the input itself and copies nothing
 (`written_inputs`). One position is a choice at every element, which fuses with what reads it; many
 are a copy and a loop of stores, in order (transform/ordered_writes.py). A mask is a choice, too.
-Does not handle: a mask beside another index; integer indices and symbolic extents, which are left
-to TVM; inputs changed in other ways, which stay as they were (a warning says so).
+Refused, with advice: a mask beside another index; a symbolic number of values for a mask. Writes
+with symbolic extents are left to TVM where it gets them right (`_is_right_in_tvm`), or refused.
+Does not handle: inputs changed in other ways, which stay as they were (a warning says so).
 """
 
 from __future__ import annotations
@@ -238,10 +239,10 @@ def _index_put(importer: Importer, node: fx.Node) -> relax.Expr:
     if any(_is_mask(i) for i in args["indices"]):
         return _put_by_mask(importer, args)
     if not _is_plain(node):
-        if len(args["indices"]) < node.meta["val"].ndim:
+        if not _is_right_in_tvm(args):
             raise NotImplementedError(
-                "symbolic extents where not every axis has an index: fix the extents, or write "
-                "with torch.where"
+                "symbolic extents where not every axis has an index, or where the values are "
+                "broadcast: fix the extents, or write with torch.where"
             )
         return importer._index_put(node)
     x, values = (importer.value_of(args[name]) for name in ("self", "values"))
@@ -267,6 +268,25 @@ def _index_put(importer: Importer, node: fx.Node) -> relax.Expr:
         )
     function = builder.add_func(write_function(write, in_place=False), "write")
     return importer.emit(relax.op.call_tir(function, operands, x.ty))
+
+
+def _is_right_in_tvm(args: dict) -> bool:
+    """Whether TVM's converter gets a write with symbolic extents right.
+
+    It takes an index of each axis, or whole axes before them all, and values one by one in the
+    order of their places, or one number: it broadcasts no others.
+    """
+    x, values, given = args["self"].meta["val"], args["values"].meta["val"], args["indices"]
+    indices = [None if i is None else (_known(i.meta["val"]), "int64") for i in given]
+    write = Write(_known(x), "", tuple(indices), _known(values))
+    if len(given) < x.ndim or not write.indexed:
+        return False
+    return write.values in ((), write.region) and (not write.values or None not in indices[1:])
+
+
+def _known(x: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a tensor, with 0 for what is symbolic."""
+    return tuple(n if isinstance(n, int) else 0 for n in x.shape)
 
 
 def _is_mask(index: fx.Node | None) -> bool:
@@ -296,6 +316,10 @@ def _spread(importer: Importer, values: relax.Expr, mask: relax.Expr, axis: int)
     if axis < 0:
         return values
     shape, over = list(values.ty.shape), [1] * mask.ty.ndim
+    if not isinstance(shape[axis], tirx.IntImm):
+        raise NotImplementedError(
+            "a symbolic number of values for a mask: fix the number, or write with torch.where"
+        )
     if int(shape[axis]) != 1:  # one for each of them
         flat = importer.emit(relax.op.reshape(importer.cast(mask, "int64"), [-1]))
         rank = importer.emit(relax.op.cumsum(flat, 0))
