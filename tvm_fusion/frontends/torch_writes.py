@@ -273,7 +273,7 @@ def _index_put(importer: Importer, node: fx.Node) -> relax.Expr:
 def _is_right_in_tvm(args: dict) -> bool:
     """Whether TVM's converter gets a write with symbolic extents right.
 
-    It takes an index of each axis, or whole axes before them all, and values one by one in the
+    It takes an index of each axis, or one whole axis before them, and values one by one in the
     order of their places, or one number: it broadcasts no others.
     """
     x, values, given = args["self"].meta["val"], args["values"].meta["val"], args["indices"]
