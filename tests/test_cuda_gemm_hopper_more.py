@@ -309,11 +309,11 @@ def test_kernels_that_share_b_compile_without_spills_or_serialised_wgmma():
 
 
 CROWDED = {
+    "few terms": ((2048, 40), staged(128, 256, 2)),
     "deferred": (
         (4096, 4096),
         dataclasses.replace(staged(128, 256, 2, multicast=2), deferred=True),
     ),
-    "few terms": ((2048, 40), staged(128, 256, 2)),
 }
 
 
