@@ -53,6 +53,12 @@ def squared(bb, x):
     return x
 
 
+def chained(bb, x):
+    for _ in range(400):
+        x = bb.emit(op.negative(x))
+    return x
+
+
 def reversed_slices(bb, x):
     return op.concat(slices(bb, x)[::-1], 0)
 
@@ -141,6 +147,11 @@ def test_pieces_of_one_tensor_are_computed_together(what):
     tvm.ir.assert_structural_equal(JoinPieces()(after), after)
 
 
+def test_long_chains_are_computed_together():
+    after = JoinPieces()(module(of_all(chained), ROWS))
+    assert operators(after) == ["relax.negative"] * 400
+
+
 def of_two_kinds(bb, x):
     parts = slices(bb, x)
     return op.concat([bb.emit((op.exp, op.tanh)[i % 2](part)) for i, part in enumerate(parts)], 0)
@@ -155,7 +166,100 @@ def of_two_tensors(bb, x, y):
     return op.concat([(slices(bb, x), slices(bb, y))[i % 2][i] for i in range(N)], 0)
 
 
+def repeated(join, size=None):
+    """A model that joins one and the same computed tensor, of x or of the first rows of it."""
+
+    def emit(bb, x):
+        return join(
+            [bb.emit(op.exp(x if size is None else slices(bb, x, size=size, count=1)[0]))] * N
+        )
+
+    return emit
+
+
+def alike(join):
+    """A model that joins tensors that are computed of x alike."""
+    return lambda bb, x: join([bb.emit(op.exp(x)) for _ in range(N)])
+
+
+def rows_of(parts):
+    return op.concat(parts, 0)
+
+
+def stack_of(parts):
+    return op.stack(parts, 0)
+
+
+def read_elsewhere(which):
+    """A model in which a sum reads a piece, too: the value, or what the value is made of."""
+
+    def emit(bb, x):
+        inner = [bb.emit(op.exp(part)) for part in slices(bb, x)]
+        outer = [bb.emit(op.multiply(part, relax.const(3.0))) for part in inner]
+        return op.concat(outer, 0), op.sum((inner, outer)[which][3])
+
+    return emit
+
+
+def results_too(bb, x):
+    parts = [bb.emit(op.exp(part)) for part in slices(bb, x)]
+    return op.concat(parts, 0), parts[0]
+
+
+def a_piece_for_all(bb, x):
+    parts = [bb.emit(op.exp(part)) for part in slices(bb, x, size=1)]
+    return op.concat([bb.emit(op.add(part, parts[0])) for part in parts], 0)
+
+
+def neighbours(bb, x):
+    parts = [bb.emit(op.exp(part)) for part in slices(bb, x)]
+    turned = [*parts[1:], parts[0]]
+    return op.concat([bb.emit(op.add(a, b)) for a, b in zip(parts, turned, strict=True)], 0)
+
+
+def pieces_twice(bb, x):
+    parts = [bb.emit(op.exp(part)) for part in slices(bb, x, count=N // 2 + 1)]
+    return op.concat(parts + parts, 0)
+
+
+def views_elsewhere(bb, x):
+    rows = [bb.emit(op.squeeze(part, [0])) for part in slices(bb, x, size=1)]
+    parts = [bb.emit(op.expand_dims(bb.emit(op.exp(row)), [0])) for row in rows]
+    return op.concat(parts, 0), op.sum(parts[3])
+
+
+def empty_slices(elements):
+    """A model of slices of no element, but for one that has so many."""
+
+    def emit(bb, x):
+        ends = [4 + elements * (i == 3) for i in range(N)]
+        return op.concat([bb.emit(op.strided_slice(x, [0], [4], [end])) for end in ends], 0)
+
+    return emit
+
+
+ROW, SQUARE = ((1, 2), "float32"), ((N, N), "float32")
 ALONE = {
+    "one row": (repeated(rows_of), [ROW]),
+    "one row of it": (repeated(rows_of, 1), [ROWS]),
+    "two rows of it": (repeated(rows_of, 2), [ROWS]),
+    "one tensor": (repeated(rows_of), [ROWS]),
+    "a stack of one": (repeated(stack_of), [ROWS]),
+    "a stack of as many rows": (repeated(stack_of), [SQUARE]),
+    "rows that are alike": (alike(rows_of), [ROW]),
+    "tensors that are alike": (alike(rows_of), [ROWS]),
+    "a stack of what is alike": (alike(stack_of), [ROWS]),
+    "a stack of as many rows alike": (alike(stack_of), [SQUARE]),
+    "a stack of numbers": (alike(stack_of), [((), "float32")]),
+    "values read elsewhere": (read_elsewhere(1), [ROWS]),
+    "steps read elsewhere": (read_elsewhere(0), [ROWS]),
+    "results too": (results_too, [ROWS]),
+    "a piece for all": (a_piece_for_all, [ROWS]),
+    "neighbours": (neighbours, [ROWS]),
+    "pieces twice": (pieces_twice, [ROWS]),
+    "views read elsewhere": (views_elsewhere, [ROWS]),
+    "no element": (empty_slices(0), [ROWS]),
+    "one element": (empty_slices(1), [ROWS]),
     "few": (of_all(computed, count=MANY - 1), [ROWS]),
     "other operators": (of_all(lambda bb, x: bb.emit(op.nn.softmax(x, 0))), [ROWS]),
     "two kinds": (of_two_kinds, [ROWS]),
@@ -218,6 +322,25 @@ def test_many_pieces_of_several_kinds_are_right():
 
 
 # ---- models
+
+
+REPEATED = {
+    "a row": ((1, 2), lambda x: torch.cat([x.exp()] * 40, 0)),
+    "rows": ((3, 2), lambda x: torch.cat([x.exp()] * 40, 0)),
+    "a row of it": ((3, 2), lambda x: torch.cat([x[0:1].exp()] * 40, 0)),
+    "a stack": ((1, 2), lambda x: torch.stack([x.exp()] * 40)),
+    "a stack of as many rows": ((40, 2), lambda x: torch.stack([x.exp()] * 40)),
+    "a row more": ((40, 2), lambda x: torch.cat([t.exp() + x[:1].exp() for t in x.split(1)])),
+    "empty": ((3, 2), lambda x: torch.cat([x[2:2].exp()] * 40 + [x[:1].exp()])),
+}
+
+
+@pytest.mark.parametrize("what", REPEATED)
+def test_what_is_repeated_is_there_as_often(what):
+    shape, function = REPEATED[what]
+    x = torch.randn(shape)
+    compiled = tvm_fusion.compile(Function(function), "llvm", example_inputs=(x,), verify=False)
+    torch.testing.assert_close(torch.as_tensor(compiled(x)), function(x))
 
 
 HUNDREDS = {

@@ -10,7 +10,8 @@ writes kernels takes time with their square, and conditions as many as there are
 one another.
 
 Does not handle (left alone): fewer than `MANY` pieces, which cost nothing to speak of, symbolic
-sizes, slices of several axes, pieces that other operators than elementwise ones compute.
+sizes, slices of several axes, pieces that other operators than elementwise ones compute, pieces
+that are read elsewhere too or stand in two places (they would be computed twice).
 """
 
 from __future__ import annotations
@@ -27,9 +28,16 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from .decompose.opening import shape_of, static_size
 from .factors import is_call, is_one
-from .functions import rewrite_functions, where_changed
+from .functions import rewrite_functions
 from .layout_turns import is_elementwise
 from .long_concats import MANY
+from .readers import Readers
+
+Parts = tuple[Expr, ...]
+Levels = dict[Parts, "Expr | list[Expr | Parts]"]
+"""Parts that are joined, and what they are pieces of, or the operands that compute each of them:
+one for all parts, or parts in turn.
+"""
 
 
 @tvm.transform.module_pass(opt_level=0, name="tvm_fusion.JoinPieces")
@@ -38,13 +46,21 @@ class JoinPieces:
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         joiner = _Joiner(mod)
-        joined = rewrite_functions(mod, joiner.builder_, where_changed(joiner))
+        joined = rewrite_functions(mod, joiner.builder_, joiner.join_function)
         return mod if joined is mod else relax.transform.DeadCodeElimination()(joined)
 
 
 @mutator
 class _Joiner(PyExprMutator):
-    changed = False
+    def join_function(self, func: relax.Function) -> relax.Function | None:
+        """The function with its pieces joined, or None where there were none."""
+        if not isinstance(func.body, relax.SeqExpr):
+            return None
+        self.readers = Readers(func)
+        self.places = {var: n for n, (var, _) in enumerate(self.readers.calls())}
+        self.changed = False
+        joined = self.visit_expr(func)
+        return joined if self.changed else None
 
     def visit_call_(self, call: Call) -> Expr:
         call = super().visit_call_(call)
@@ -53,35 +69,65 @@ class _Joiner(PyExprMutator):
         parts, axis = tuple(call.args[0].fields), call.attrs.axis
         if len(parts) < MANY or axis is None or not shape_of(call):
             return call
-        self.known: dict[tuple, Expr | None] = {}
         axis = int(axis) % call.ty.ndim
         joined = self._joined(parts, axis)
         if joined is None:
             joined = self._stacked(parts, axis, call)
-        self.changed = self.changed or joined is not None
-        return call if joined is None else joined
+        # What all parts are made of alike has the extent of one of them.
+        if joined is None or not tvm_ffi.structural_equal(joined.ty, call.ty):
+            return call
+        self.changed = True
+        return joined
 
-    def _stacked(self, parts: tuple[Expr, ...], axis: int, call: Call) -> Expr | None:
+    def _stacked(self, parts: Parts, axis: int, call: Call) -> Expr | None:
         """The concatenation of parts that lack the axis they are pieces of, or have it again."""
         calls = [self._bound(part) for part in parts]
+        views: Parts = ()
         if all(
             is_call(c, "expand_dims") and [int(a) for a in c.attrs.axis] == [axis] for c in calls
         ):
-            parts = tuple(c.args[0] for c in calls)
-        rows = self._joined(parts, None)
-        if rows is None:
+            views, parts = parts, tuple(c.args[0] for c in calls)
+        rows = self._joined(parts, None, views)
+        if rows is None or rows.ty.ndim == parts[0].ty.ndim:  # all parts are the same one
             return None
-        return op.reshape(self._moved(rows, 0, axis), shape_of(call))
+        return self.builder_.emit(op.reshape(self._moved(rows, 0, axis), shape_of(call)))
 
-    def _joined(self, parts: tuple[Expr, ...], axis: int | None) -> Expr | None:
+    def _joined(self, parts: Parts, axis: int | None, views: Parts = ()) -> Expr | None:
         """The concatenation of parts, or (None) their stack along a new first axis, in terms of
-        what they are pieces of; None if of nothing.
-        """
-        if (parts, axis) not in self.known:
-            self.known[parts, axis] = self._found(parts, axis)
-        return self.known[parts, axis]
+        what they are pieces of; None if of nothing. `views` of the parts are what is read.
 
-    def _found(self, parts: tuple[Expr, ...], axis: int | None) -> Expr | None:
+        The extent of the axis is that of one part where nothing that the parts are made of differs.
+        """
+        levels = self._levels(parts, axis)
+        if levels is None or not self._are_alone(levels, views):
+            return None
+        joined: dict[Parts, Expr] = {}
+        for level in sorted(levels, key=lambda level: self.places[level[0]]):
+            below, call = levels[level], self._bound(level[0])
+            if isinstance(below, list):
+                operands = [joined[o] if isinstance(o, tuple) else o for o in below]
+                below = self.builder_.emit(Call(call.op, operands, call.attrs, call.ty_args))
+            joined[level] = below
+        return joined[parts]
+
+    def _levels(self, parts: Parts, axis: int | None) -> Levels | None:
+        """All that is joined for the sake of parts, or None where something can't be."""
+        levels: Levels = {}
+        pending = [parts]
+        while pending:
+            level = pending.pop()
+            if level in levels:
+                continue
+            below = self._below(level, axis)
+            if below is None:
+                return None
+            levels[level] = below
+            if isinstance(below, list):
+                pending += [operand for operand in below if isinstance(operand, tuple)]
+        return levels
+
+    def _below(self, parts: Parts, axis: int | None) -> Expr | list[Expr | Parts] | None:
+        """What parts are pieces of, or the operands that compute each of them."""
         calls = [self._bound(part) for part in parts]
         whole = self._rows(calls) if axis is None else self._whole(calls, axis)
         if whole is not None:
@@ -90,17 +136,31 @@ class _Joiner(PyExprMutator):
         if not all(is_elementwise(c) and _alike(c, first) for c in calls):
             return None
         operands = []
-        for n in range(len(first.args)):
-            operand = self._operand([c.args[n] for c in calls], parts, axis)
+        for given in zip(*(c.args for c in calls), strict=True):
+            operand = self._operand(given, parts, axis)
             if operand is None:
                 return None
             operands.append(operand)
-        return self.builder_.emit(Call(first.op, operands, first.attrs, first.ty_args))
+        return operands
 
-    def _operand(
-        self, given: Sequence[Expr], parts: Sequence[Expr], axis: int | None
-    ) -> Expr | None:
-        """One operand of all parts: the same one, if it is the same along the axis, or joined."""
+    def _are_alone(self, levels: Levels, views: Parts) -> bool:
+        """Whether nothing that is computed piece by piece stays, or is computed more than once."""
+        operands = {level: below for level, below in levels.items() if isinstance(below, list)}
+        if not operands:
+            return True
+        pieces = [*(part for level in operands for part in level), *views]
+        distinct = set(pieces)
+        readers = {reader.var for piece in pieces for reader in self.readers.of(piece)}
+        kept = {o for below in operands.values() for o in below if isinstance(o, Var)}
+        return (
+            len(distinct) == len(pieces)
+            and None not in readers
+            and len(readers - distinct) == 1  # the concatenation
+            and not kept & distinct
+        )
+
+    def _operand(self, given: Parts, parts: Parts, axis: int | None) -> Expr | Parts | None:
+        """One operand of all parts: the same one, if it is the same along the axis, or parts."""
         if all(tvm_ffi.structural_equal(g, given[0]) for g in given):
             if axis is None or not isinstance(given[0].ty, relax.TensorType):
                 return given[0]
@@ -109,7 +169,7 @@ class _Joiner(PyExprMutator):
             if shape is not None and (len(shape) < behind or is_one(shape[-behind])):
                 return given[0]
         if all(_same_shape(g, p) for g, p in zip(given, parts, strict=True)):
-            return self._joined(tuple(given), axis)
+            return given
         return None
 
     def _rows(self, calls: Sequence[Expr | None]) -> Expr | None:
@@ -131,6 +191,8 @@ class _Joiner(PyExprMutator):
         if any(p is None for p in places) or not all(c.args[0].same_as(source) for c in calls):
             return None
         index = np.concatenate(places)
+        if len(index) < 2:
+            return None
         steps = np.unique(np.diff(index))
         if len(steps) > 1 or steps[0] < 1:
             return self.builder_.emit(op.take(source, relax.const(index, "int64"), axis, "clip"))
@@ -148,11 +210,13 @@ class _Joiner(PyExprMutator):
         return x if axis == to else self.builder_.emit(op.permute_dims(x, order))
 
     def _bound(self, part: Expr) -> Expr | None:
-        return self.lookup_binding(part) if isinstance(part, Var) else None
+        """The call that a part is bound to, unless what it is made of can't be read any more."""
+        return self.lookup_binding(part) if self.readers.within(part) is not None else None
 
 
 def _alike(call: Call, other: Call) -> bool:
-    return call.op == other.op and tvm_ffi.structural_equal(call.attrs, other.attrs)
+    same_arity = call.op == other.op and len(call.args) == len(other.args)
+    return same_arity and tvm_ffi.structural_equal(call.attrs, other.attrs)
 
 
 def _same_shape(x: Expr, y: Expr) -> bool:
