@@ -5,7 +5,6 @@ import json
 import numpy as np
 import pytest
 import tvm
-from tvm import relax
 
 import tvm_fusion
 from tvm_fusion.cli import main
@@ -13,26 +12,17 @@ from tvm_fusion.kernels import registry
 from tvm_fusion.transform import Fuse
 from tvm_fusion.tuning.lookup import TunedKernels
 
-from .test_tune_session import SETTINGS
+from .test_tune_session import SETTINGS, chain_module
 from .tune_classes import Several
 
-SIZES = {"again": (64, 512), "decode": (64, 512), "prefill": (96, 500)}
+SIZES = {"again": (256, 1024), "decode": (256, 1024), "prefill": (320, 1000)}
 OPTIONS = {"settings": SETTINGS, "policy": "aggressive"}
 FAST = "Way(way=fast)"
 
 
 def chains() -> tvm.IRModule:
-    """Functions y = tanh(x / 4) + 3 / 4, of which two compute the same."""
-    builder = relax.BlockBuilder()
-    for name, size in SIZES.items():
-        x = relax.Var("x", relax.TensorType(size, "float32"))
-        with builder.function(name, [x]):
-            with builder.dataflow():
-                scaled = builder.emit(relax.op.multiply(x, relax.const(0.25, "float32")))
-                bent = builder.emit(relax.op.tanh(scaled))
-                out = builder.emit_output(relax.op.add(bent, relax.const(0.75, "float32")))
-            builder.emit_func_output(out)
-    return builder.get()
+    """Functions of which two compute the same."""
+    return chain_module(**SIZES)
 
 
 @pytest.fixture(scope="module")

@@ -156,10 +156,9 @@ def rounded(body: tirx.Stmt) -> list[str]:
 
 def equated(body: tirx.Stmt) -> bool:
     """Whether a statement compares floats for equality."""
-    found: list[Expr] = []
-    for kind in (tirx.EQ, tirx.NE):
-        tvm_ffi.structural_walk(body, [(kind, lambda e: found.append(e.a))])
-    return any(dtype_of(e) in UNIT_ROUNDOFF for e in found)
+    found: list[str] = []
+    tvm_ffi.structural_walk(body, [((tirx.EQ, tirx.NE), lambda e: found.append(dtype_of(e.a)))])
+    return not UNIT_ROUNDOFF.keys().isdisjoint(found)
 
 
 def _reduced(blocks: list[s_tir.SBlock]) -> list[Expr]:
