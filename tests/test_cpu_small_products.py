@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import tvm_ffi
@@ -9,9 +11,17 @@ from tvm import tirx
 from tvm.relax import op
 from tvm.tirx import ForKind
 
+from tvm_fusion._targets import cpu_target
+from tvm_fusion.config import load_profile
 from tvm_fusion.kernels.cpu import write
-from tvm_fusion.kernels.cpu.groups import PRODUCT_WORK, SMALL_WORK
-from tvm_fusion.kernels.cpu.machine import Machine
+from tvm_fusion.kernels.cpu.groups import PRODUCT_WORK
+from tvm_fusion.kernels.cpu.machine import (
+    SMALL_WORK,
+    WAKE_US,
+    Machine,
+    machine_of,
+    small_work,
+)
 from tvm_fusion.kernels.cpu.operands import MOST_DOT_ROWS, MOST_DOTS
 from tvm_fusion.kernels.cpu.panels import CONSTANTS_ATTR, PANELS_ATTR, Panels
 from tvm_fusion.kernels.cpu.write import write_cpu
@@ -106,19 +116,33 @@ def test_a_constant_weight_keeps_its_panels():
     assert PANELS_ATTR in write_cpu(product(4, 512, 10, constant=True)).attrs
 
 
-LEAST_PARALLEL = SMALL_WORK // PRODUCT_WORK  # multiply-adds
+LEAST_PARALLEL = machine_of(None).small_work / PRODUCT_WORK  # multiply-adds
 
 
-@pytest.mark.parametrize(("terms", "parallel"), [(96, False), (160, True)])
-def test_small_products_stay_on_one_core(terms, parallel):
-    size = (16, terms, 48)
-    assert (16 * terms * 48 >= LEAST_PARALLEL) == parallel
+@pytest.mark.parametrize(("share", "parallel"), [(0.75, False), (1.5, True)])
+def test_small_products_stay_on_one_core(share, parallel):
+    size = (16, round(share * LEAST_PARALLEL / (16 * 48)), 48)
     kernel = write_cpu(product(*size, turned=False))
     assert bool(loops_of(kernel, ForKind.PARALLEL)) == parallel
     check(kernel, *size, False, F32)
 
 
+def test_where_cores_wake_late_larger_products_stay_on_one_core():
+    size = (16, round(1.5 * LEAST_PARALLEL / (16 * 48)), 48)
+    late = replace(load_profile("llvm_cpu"), launch_us=4 * WAKE_US)
+    assert not loops_of(write_cpu(product(*size), hw=late), ForKind.PARALLEL)
+    with cpu_target():  # a user's target has no such rate: that of the profile counts
+        assert not loops_of(write_cpu(product(*size), hw=late), ForKind.PARALLEL)
+
+
+def test_few_cores_gain_less_than_many_and_an_odd_measurement_is_bounded():
+    assert small_work(WAKE_US, 2) == SMALL_WORK == small_work(WAKE_US, 1)
+    assert small_work(WAKE_US, 16) == pytest.approx(SMALL_WORK * 8 / 15)
+    assert small_work(0.0, 2) == SMALL_WORK / 2
+    assert small_work(1e6, 2) == 8 * SMALL_WORK
+
+
 def test_a_chain_of_as_much_work_as_a_product_stays_on_one_core():
-    rows = LEAST_PARALLEL // 64
+    rows = round(LEAST_PARALLEL) // 64
     kernel = write_cpu(fuse(lambda bb, x: op.nn.relu(x), ((rows, 64), F32)))
     assert not loops_of(kernel, ForKind.PARALLEL)

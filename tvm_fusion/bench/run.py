@@ -9,7 +9,7 @@ call; on a CPU it is wall-clock time. What fails is recorded with its reason, an
 
 import logging
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,7 +129,9 @@ def run_suite(
         from .suite_apart import Field
 
         with Field(setup, threads) as field:
-            return _measure_all(names, setup, out, lambda name, _: field.measure(name), threads)
+            return _measure_all(
+                names, setup, out, lambda name, _: field.measure(name), threads, field.rates
+            )
     suite.exact_float32()
     with tempfile.TemporaryDirectory(prefix="tvm_fusion_bench_") as folder:
         if workers:
@@ -159,14 +161,17 @@ def _measure_all(
     out: str | Path | None,
     measure: Callable[[str, "Setup"], dict[str, Any]],
     threads: int | None = None,
+    rates: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Measure the workloads one by one; the result is written after each."""
+    """Measure the workloads one by one; the result is written after each. `rates` are those of the
+    processes that compile, where these are others than this one.
+    """
     from . import suite
 
     on_gpu, limit = setup.device == "cuda", setup.instructions
     result = header(setup.hw.name, on_gpu, setup.scale, setup.repeats, threads, limit)
     if setup.device != "cuda":  # plans and limits are made with these
-        result["rates"] = setup.hw.measured or "as shipped"
+        result["rates"] = (setup.hw.measured if rates is None else rates) or "as shipped"
     for index, name in enumerate(names):
         row = measure(name, setup)
         result["rows"].append(row)

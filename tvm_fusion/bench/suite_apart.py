@@ -6,6 +6,7 @@ are.
 
 import functools
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -26,13 +27,22 @@ from .suite import Setup, exact_float32, limit_us
 
 
 class Field:
-    """The processes of a run, one for each compiler; they last over its rows."""
+    """The processes of a run, one for each compiler; they last over its rows.
+
+    Attributes
+    ----------
+    rates : mapping of str to Any
+        What was measured of this machine with so many threads, before the others ran beside: plans
+        and limits are made with these. Empty: they are as shipped.
+    """
 
     def __init__(self, setup: Setup, threads: int) -> None:
         self._setup, self._threads = setup, threads
         # What the processes make of a name; a target is not sent, it is found again by its name
         self._sent = replace(setup, target=None, hw=None)
         self._processes: dict[str, Process] = {}
+        with self._new(functools.partial(find_rates, setup.named)) as alone:
+            self.rates = alone.make()
 
     def __enter__(self) -> "Field":
         return self
@@ -84,9 +94,18 @@ class Field:
     def _process(self, label: str) -> Process:
         if label not in self._processes:
             make = functools.partial(make_call, label, self._sent, self._threads)
-            limit = self._setup.instructions
-            self._processes[label] = Process(make, self._threads, instructions=limit)
+            self._processes[label] = self._new(make)
         return self._processes[label]
+
+    def _new(self, make: Callable[..., Any]) -> Process:
+        return Process(make, self._threads, instructions=self._setup.instructions)
+
+
+def find_rates(target: Any) -> tuple[Call, Mapping[str, Any]]:
+    """Nothing to time; the rates of a target, measured if they never were with these threads."""
+    from ..config import resolve_target
+
+    return lambda: None, resolve_target(target)[1].measured
 
 
 def make_call(label: str, setup: Setup, threads: int, name: str) -> tuple[Call, dict[str, Any]]:

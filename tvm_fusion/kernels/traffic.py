@@ -79,7 +79,7 @@ def memory_traffic(
     charged to the memory.
     """
     moved = _moved(group, fit, hw)
-    if hw.kind == "llvm" and _is_small(moved, more.get("tensor_flops", 0.0)):
+    if hw.kind == "llvm" and _is_small(moved, more.get("tensor_flops", 0.0), hw):
         parallel = 1.0 / hw.num_sms
     return Traffic(
         moved.hbm_bytes,
@@ -91,13 +91,14 @@ def memory_traffic(
     )
 
 
-def _is_small(moved: _Moved, flops: float) -> bool:
+def _is_small(moved: _Moved, flops: float, hw: HardwareProfile) -> bool:
     """Whether the CPU writer leaves a launch on one core."""
-    from .cpu.groups import PRODUCT_WORK, SMALL_WORK
+    from .cpu.groups import PRODUCT_WORK
+    from .cpu.machine import small_work
 
     ops = moved.operations
     work = moved.l2_bytes / WORD_BYTES + ops["arithmetic"] + SPECIAL_WORK * ops["special"]
-    return work + PRODUCT_WORK * flops / 2 < SMALL_WORK
+    return work + PRODUCT_WORK * flops / 2 < small_work(hw.launch_us, hw.num_sms)
 
 
 def slowed(traffic: Traffic, times: float, size: float) -> Traffic:

@@ -309,7 +309,7 @@ def _cycles(problem: Problem, costs: _Costs, tile: Tile, height: int, width: int
         near += min(width * min(steps, TERMS_BLOCK), PACKED_ELEMENTS)
     is_near = near * bytes_each <= NEAR_BYTES
     task += height * vectors * (RESULT_CYCLES if is_near else FAR_RESULT_CYCLES)
-    in_turns = tasks if is_small(problem.group) else ceil(tasks / cores)
+    in_turns = tasks if is_small(problem.group, problem.machine) else ceil(tasks / cores)
     return before + task * in_turns
 
 

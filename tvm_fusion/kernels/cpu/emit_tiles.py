@@ -98,7 +98,7 @@ def _runs(total: Expr, group: Group, machine: Machine, loops: Loops) -> tuple[Lo
     """A parallel loop over runs, a loop over the tiles of one, and the number of the tile."""
     size = number(total)
     most = max(MOST_RUNS, TASKS_PER_CORE * machine.cores)
-    parallel = size != 1 and not is_small(group)
+    parallel = size != 1 and not is_small(group, machine)
     wanted = 1 if not parallel else most if size is None else min(most, int(size))
     in_run = blocks(total, wanted, loops)
     runs = loops.imm(wanted)

@@ -23,15 +23,11 @@ from .work import bytes_of_buffer, points, size_of, stage_work
 # What the stages of a group may keep for one tile; more than this gains nothing over main memory.
 MOST_LOCAL_BYTES = 4 << 20
 
-# Work (in additions) below which a parallel loop costs more than it gains. On 2 cores of a Zen 4 a
-# chain on 128 x 1024 (524,288) takes 13.5 us on one core and 9.6 on both, LayerNorm on 128 x 256
-# (463,232) 6.0 and 8.0.
-SMALL_WORK = 500_000
-
-# Additions that a multiply-add of a product counts as there: the cores share its operands, and
-# each fetches little from the other's caches. On the same machine products of 16 x 128 x 128,
-# 8 x 256 x 128 and 4 x 512 x 64 take 6.4, 5.1 and 2.6 us on one core, 4.6, 3.9 and 2.3 on both;
-# of 48 x 48 x 48, 7 x 129 x 65 and 2 x 300 x 100 2.4, 2.4 and 1.7 on one, 2.5, 2.7 and 2.3 on both.
+# Additions that a multiply-add of a product counts as in `Machine.small_work`: the cores share its
+# operands, and each fetches little from the other's caches. On the Zen 4 told of there products of
+# 16 x 128 x 128, 8 x 256 x 128 and 4 x 512 x 64 take 6.4, 5.1 and 2.6 us on one core, 4.6, 3.9 and
+# 2.3 on both; of 48 x 48 x 48, 7 x 129 x 65 and 2 x 300 x 100 2.4, 2.4 and 1.7 on one, 2.5, 2.7 and
+# 2.3 on both.
 PRODUCT_WORK = 5
 
 # Tasks a core should get, so that no core waits long for the others.
@@ -169,7 +165,7 @@ def _sweeps_rows(group: Group) -> bool:
 
 def _needed(group: Group, machine: Machine) -> int:
     """Tasks that the work of a group asks for."""
-    if group_work(group) < SMALL_WORK:
+    if group_work(group) < machine.small_work:
         return 1
     return min(_tasks(group), TASKS_PER_CORE * machine.cores)
 
@@ -180,9 +176,9 @@ def group_work(group: Group, product: int = 1) -> int:
     return sum(points(s.domain) * w for s, w in zip(group.stages, weights, strict=True))
 
 
-def is_small(group: Group) -> bool:
-    """Whether one core is done with a group before the others have begun."""
-    return group_work(group, PRODUCT_WORK) < SMALL_WORK
+def is_small(group: Group, machine: Machine) -> bool:
+    """Whether one core is done with a group before the others would have helped."""
+    return group_work(group, PRODUCT_WORK) < machine.small_work
 
 
 def _tasks(group: Group) -> int:
