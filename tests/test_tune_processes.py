@@ -205,7 +205,7 @@ def test_kernels_run_on_as_many_threads_as_here(worker, monkeypatch, threads):
 def test_a_process_that_needs_no_torch_imports_none(torch):
     worker = Worker("tested", torch=torch)
     try:
-        assert ask(worker, requests.has_torch).value is torch
+        assert ask(worker, requests.torch_seen).value == (torch, torch, torch)
     finally:
         worker.stop()
 

@@ -1,7 +1,9 @@
 """Requests that go wrong, for the tests of worker processes."""
 
+import importlib.util
 import os
 import signal
+import sys
 import time
 
 
@@ -78,10 +80,11 @@ def threads():
     return kernel_threads()
 
 
-def has_torch():
-    """Whether torch can be imported."""
+def torch_seen():
+    """Whether torch can be imported, whether it can be found, and what lies under its name."""
+    found = importlib.util.find_spec("torch") is not None
     try:
         import torch  # noqa: F401
     except ImportError:
-        return False
-    return True
+        return False, found, "torch" in sys.modules
+    return True, found, hasattr(sys.modules["torch"], "Tensor")

@@ -227,6 +227,21 @@ class Worker:
         self._connection = Connection(ours.detach())
 
 
+# Ahead of a module: torch is as if it were not installed. A None in `sys.modules` would not do:
+# scipy takes what is there for the module.
+NO_TORCH = """
+import sys
+from importlib.machinery import PathFinder
+
+class NoTorch(PathFinder):
+    @classmethod
+    def find_spec(cls, name, path=None, target=None):
+        return None if name == "torch" else super().find_spec(name, path, target)
+
+sys.meta_path[sys.meta_path.index(PathFinder)] = NoTorch
+"""
+
+
 def module_command(module: str, torch: bool) -> list[str]:
     """The command of a module in a process of its own, which may import torch or not.
 
@@ -235,8 +250,8 @@ def module_command(module: str, torch: bool) -> list[str]:
     """
     if torch:
         return [sys.executable, "-m", module]
-    run = f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
-    return [sys.executable, "-c", f"import runpy, sys; sys.modules['torch'] = None; {run}"]
+    run = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    return [sys.executable, "-c", f"{NO_TORCH}{run}"]
 
 
 def ready() -> None:
