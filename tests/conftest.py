@@ -5,6 +5,7 @@ import gc
 import os
 import re
 import typing
+from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -36,9 +37,21 @@ def _hidden_torch(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def no_torch(monkeypatch: pytest.MonkeyPatch, _hidden_torch: str) -> None:
     """Processes that are started find no torch, which TVM imports and takes 3 of 5 s."""
+    _hide_torch(monkeypatch, _hidden_torch)
+
+
+@pytest.fixture(scope="module")
+def no_torch_in_module(_hidden_torch: str) -> Iterator[None]:
+    """`no_torch` for all tests of a module and its fixtures."""
+    with pytest.MonkeyPatch.context() as patch:
+        _hide_torch(patch, _hidden_torch)
+        yield
+
+
+def _hide_torch(patch: pytest.MonkeyPatch, folder: str) -> None:
     others = os.environ.get("PYTHONPATH")
-    monkeypatch.syspath_prepend(_hidden_torch)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (_hidden_torch, others))))
+    patch.syspath_prepend(folder)
+    patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (folder, others))))
 
 
 @pytest.fixture

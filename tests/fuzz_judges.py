@@ -3,9 +3,12 @@
 import os
 import signal
 import time
+from pathlib import Path
 
 from tvm_fusion.fuzz.judge import ERROR, REFUSED, RIGHT, WRONG, Verdict
 from tvm_fusion.fuzz.program import Program
+
+from .tune_classes import HUNG
 
 
 def by_seed(program: Program, target: str) -> Verdict:
@@ -44,4 +47,5 @@ def _segmentation(program: Program) -> Verdict:
 
 
 def _hang(program: Program) -> Verdict:
+    Path(os.environ[HUNG]).write_text(str(os.getpid()))
     time.sleep(600)

@@ -18,8 +18,18 @@ from .cuda_on_cpu import CUDA, EmulationError, Lowered, tirx_build
 _CPU = 1  # DLDeviceType
 
 
-def run_launches_on_cpu(func: tirx.PrimFunc, arrays: Sequence[np.ndarray]) -> int:
-    """Runs `func` on `arrays`, one a parameter, written in place; returns the number of launches.
+def lowered_together(funcs: Sequence[tirx.PrimFunc]) -> list[list[Lowered]]:
+    """The kernels of each function, which g++ compiles together."""
+    found = [kernels_of(func) for func in funcs]
+    cuda_on_cpu.compile_together(cuda_on_cpu.translated(k) for kernels in found for k in kernels)
+    return found
+
+
+def run_launches_on_cpu(
+    func: tirx.PrimFunc | Sequence[Lowered], arrays: Sequence[np.ndarray]
+) -> int:
+    """Runs `func`, or the kernels of one, on `arrays`, one a parameter, written in place; returns
+    the number of launches.
 
     Raises
     ------
@@ -29,7 +39,7 @@ def run_launches_on_cpu(func: tirx.PrimFunc, arrays: Sequence[np.ndarray]) -> in
     """
     tensors = [tvm.runtime.tensor(a) for a in arrays]
     failures: list[EmulationError | None] = []
-    kernels = _kernels(func)
+    kernels = kernels_of(func) if isinstance(func, tirx.PrimFunc) else func
     memory = tensors if len(kernels) == 1 else [AnyMemory()]
     for kernel in kernels:
         tvm_ffi.register_global_func(kernel.kernel, _launcher(kernel, memory, failures), True)
@@ -62,7 +72,7 @@ def _launcher(kernel: Lowered, memory: list, failures: list):
     return launch
 
 
-def _kernels(func: tirx.PrimFunc) -> list[Lowered]:
+def kernels_of(func: tirx.PrimFunc) -> list[Lowered]:
     """Every kernel of a function, each with a source of its own."""
     mod = tvm.IRModule({"main": func.with_attr("global_symbol", "main")})
     mod = tirx.transform.BindTarget(CUDA)(mod)

@@ -77,6 +77,7 @@ def test_a_process_that_died_says_so_and_the_next_request_has_a_new_one():
         assert process.make("b")[0] != first
 
 
+@pytest.mark.usefixtures("no_torch")
 def test_who_does_not_answer_in_time_is_given_up():
     with Process(make_something, 1) as process, pytest.raises(Failed, match=r"within 0\.001 s"):
         process.make("a", limit_s=0.001)

@@ -38,6 +38,7 @@ def test_a_pinned_thread_hides_no_core(pinned):
     assert os.sched_getaffinity(0) == ALL
 
 
+@pytest.mark.usefixtures("no_torch")
 def test_cores_of_another_thread_count():
     """TVM may have pinned the thread before this package was imported."""
     code = """if True:

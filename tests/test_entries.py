@@ -519,6 +519,7 @@ print(compiled.report)
 """
 
 
+@pytest.mark.usefixtures("no_torch")
 def test_all_functions_are_one_file_that_a_fresh_process_loads(several, tmp_path):
     path = several.save(tmp_path / "model.so")
     known = {}

@@ -19,6 +19,8 @@ from tvm_fusion.fuzz.program import Input, Program, Statement
 from tvm_fusion.fuzz.reduce import reduced
 from tvm_fusion.fuzz.steps import STEPS
 
+from .test_tune_session import end_time_of_what_hangs
+
 SOFTMAX = Program(
     (
         Input("x0", "torch.randn((9, 14))[..., 1::2]"),
@@ -190,14 +192,15 @@ def test_a_reduced_program_is_a_test_by_itself():
 # ---- the run
 
 
-def test_processes_that_die_or_hang_end_no_run():
+def test_processes_that_die_or_hang_end_no_run(monkeypatch, tmp_path_factory):
+    end_time_of_what_hangs(monkeypatch, tmp_path_factory)
     campaign = Campaign("llvm", "here", 5)
-    with Runner("llvm", limit_s=5, judge=fuzz_judges.by_seed) as runner:
+    with Runner("llvm", limit_s=60, judge=fuzz_judges.by_seed) as runner:
         while len(campaign.verdicts) < 7:
             runner.run(campaign, len(campaign.verdicts), 0.05)
     kinds = [campaign.verdicts[seed].kind for seed in range(7)]
     assert kinds == [RIGHT, REFUSED, WRONG, ERROR, CRASH, CRASH, CRASH]
-    for seed, word in ((4, "SIGFPE"), (5, "SIGSEGV"), (6, "no answer within 5 s")):
+    for seed, word in ((4, "SIGFPE"), (5, "SIGSEGV"), (6, "no answer within 60 s")):
         assert word in campaign.verdicts[seed].why
     result = json.loads(json.dumps(campaign.to_json("command")))
     assert result["counts"] == {RIGHT: 1, REFUSED: 1, ERROR: 1, WRONG: 1, CRASH: 3}

@@ -76,6 +76,7 @@ def test_the_wheel_holds_configs_typing_marker_and_licence(installed):
     assert "Apache License" in licence.read_text()
 
 
+@pytest.mark.usefixtures("no_torch")
 def test_the_installed_package_finds_its_configs(installed):
     code = "from tvm_fusion.config import load_profile as f; import tvm_fusion.config as c;"
     output = run("-c", f"{code} print(f('h200').num_sms, c.__file__)", cwd=installed)

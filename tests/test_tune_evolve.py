@@ -19,7 +19,7 @@ from tvm_fusion.tuning.space_blocks import Blocks, inline, schedule_of
 from tvm_fusion.tuning.spaces import design
 
 from .kernel_cases import assert_close, fuse, softmax_of
-from .stock_cuda_on_cpu import run_launches_on_cpu
+from .stock_cuda_on_cpu import lowered_together, run_launches_on_cpu
 from .tune_functions import (
     CASES,
     CUDA,
@@ -208,9 +208,9 @@ def test_own_cuda_spaces_compute_what_the_function_computes(name):
     texts = evolving(func, CUDA, seed=2, trials=3, batch=3).ask(3)
     assert len(texts) == 3
     assert len(spaces) >= 1
-    for text in texts:
+    for kernels in lowered_together([replay.scheduled(func, text) for text in texts]):
         values = arrays(func)
-        run_launches_on_cpu(replay.scheduled(func, text), values)
+        run_launches_on_cpu(kernels, values)
         np.testing.assert_allclose(
             values[-1], reference(values[0].astype("float64")), rtol=2e-5, atol=2e-5
         )

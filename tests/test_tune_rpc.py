@@ -32,12 +32,14 @@ from .test_tune_session import (
     tested,  # noqa: F401
 )
 
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("no_torch_in_module")]
+
 KEY, STOCK_KEY = "tested", "stock"
 SERVERS = 2
 
 
 @pytest.fixture(scope="module")
-def tracker():
+def tracker(no_torch_in_module):
     """The address of a tracker with two servers of this package and one of TVM's own."""
     ours, theirs = (SERVE, "--key", KEY), (STOCK, "--key", STOCK_KEY)
     with servers([ours] * SERVERS + [theirs]) as address:

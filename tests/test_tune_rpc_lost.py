@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -38,6 +39,16 @@ from .test_tune_session import (
     tested,  # noqa: F401
 )
 from .tune_sticky import BreakingMeter
+
+pytestmark = pytest.mark.usefixtures("no_torch_in_module")
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """Sessions have waited for most of the time that they wait for a server."""
+    late_s = rpc.GONE_S - 3.0
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() - late_s)
+    monkeypatch.setattr(rpc, "time", clock)
 
 
 class Fleet:
@@ -94,6 +105,7 @@ def test_a_server_that_dies_in_the_middle_costs_no_trial(tested, fleet, caplog):
     assert served_keys(HOST, servers.port) == [KEY]
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_session_ends_after_its_last_server(tested, fleet):  # noqa: F811
     session, kept, _ = make_session(SETTINGS, choices=(DEFAULT, "plain", "fast"))
     servers = fleet(1)

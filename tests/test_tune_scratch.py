@@ -29,7 +29,7 @@ def place(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def owner(place):
+def owner(place, no_torch):
     """A process that has a scratch folder, and the folder."""
     environment = os.environ | {"TMPDIR": str(place)}
     with subprocess.Popen(

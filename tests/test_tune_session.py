@@ -53,7 +53,7 @@ def no_process_stays():
     _started[:] = shared
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(autouse=True, scope="session")
 def no_process_stays_on():
     yield
     stop_all([*BUILDERS, MEASURER])

@@ -18,6 +18,7 @@ from . import workloads
 from .accuracy import CEILINGS, checked_error, reference
 from .apart import Call, Failed, Process, in_rounds
 from .instance import Instance
+from .options import FLEX
 from .ours import Ours
 from .patience import within
 from .peers import outputs_of, peer
@@ -120,7 +121,8 @@ def make_call(label: str, setup: Setup, threads: int, name: str) -> tuple[Call, 
 
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
-    torch.compiler.reset()  # what it compiled for the last workload
+    if label.startswith("torch.") or label == FLEX:
+        torch.compiler.reset()  # what it compiled for the last workload
     exact_float32()
     target, hw = resolve_target(setup.named)
     setup = replace(setup, target=target, hw=hw)

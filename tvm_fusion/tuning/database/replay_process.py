@@ -13,6 +13,9 @@ import runpy
 import sys
 from pathlib import Path
 
+if __name__ == "__main__":
+    sys.modules["torch"] = None  # TVM imports it where it is installed, which takes 3 s
+
 import tvm
 import tvm_ffi
 from tvm.s_tir.meta_schedule.arg_info import ArgInfo
