@@ -1,11 +1,14 @@
 """Fixtures of the test-suite, and the rule for tests that need a GPU."""
 
+import __future__
+
 import contextlib
 import gc
+import inspect
 import os
 import re
-import typing
-from collections.abc import Iterator
+import textwrap
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
@@ -86,19 +89,38 @@ def _quicken_parsers(parsers: contextlib.ExitStack) -> None:
     parsers.enter_context(quick_stacks(tirx_parser, relax_parser, module_parser))
 
 
+DEVICES = ("CPU", "CUDA", "Meta")
+
+
 def _quicken_exports(patches: pytest.MonkeyPatch) -> None:
     """Each `run_decompositions` of torch registers kernels of 1,000 operators by functions whose
-    annotations it evaluates 11,000 times, and looks all operators up once a namespace; that is half
-    of the time in which a small module is exported and decomposed.
+    annotations it evaluates 11,000 times, and looks all operators up once a namespace and asks of
+    each whether it can be kept; that is half of the time in which a small module is exported and
+    decomposed. Most of the kernels are for devices that no machine has which these tests are for.
     """
     import torch
     from torch._export import utils as torch_export
+    from torch.export import exported_program
 
-    if hasattr(torch._ops, "Callable"):  # neither of the two is there in every version
-        patches.setattr(torch._ops, "Callable", typing.Callable)  # which remembers its types
-    look_up = getattr(torch_export, "_materialize_cpp_cia_ops", None)
-    if look_up is not None:
-        patches.setattr(torch_export, look_up.__name__, cache(look_up))
+    operators = torch._ops.OperatorBase
+    patches.setattr(operators, "py_impl", _with_texts_as_annotations(operators.py_impl))
+    for name in ("_materialize_cpp_cia_ops", "_check_valid_to_preserve"):
+        found = getattr(torch_export, name, None)  # neither is there in every version
+        if found is not None:
+            patches.setattr(torch_export, name, cache(found))
+    for name in ("_AUTOGRAD_ALIAS_BACKEND_KEYS_TO_OVERRIDE", "_BACKEND_KEYS_TO_OVERRIDE"):
+        keys = getattr(exported_program, name, ())
+        kept = [key for key in keys if key.name.removeprefix("Autograd") in DEVICES]
+        patches.setattr(exported_program, name, kept, raising=False)
+
+
+def _with_texts_as_annotations(function: Callable) -> Callable:
+    """The same function, made so that no annotation in it is evaluated."""
+    source = textwrap.dedent(inspect.getsource(function))
+    file, space = inspect.getsourcefile(function), {}
+    code = compile(source, file, "exec", __future__.annotations.compiler_flag, dont_inherit=True)
+    exec(code, function.__globals__, space)
+    return space[function.__name__]
 
 
 def pytest_collection_finish() -> None:

@@ -148,6 +148,7 @@ def result(tmp_path_factory):
     return returned
 
 
+@pytest.mark.long
 def test_rows_have_medians_quartiles_errors_and_the_ratio_to_the_best_peer(result):
     for row in result["rows"]:
         assert row["failures"].keys() == {"torch.matmul"}  # no product alone

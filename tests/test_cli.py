@@ -269,6 +269,7 @@ def test_stdout_is_restored_after_an_error(compiler, capfd):
     assert capfd.readouterr().out == "still here\n"
 
 
+@pytest.mark.usefixtures("no_torch")
 def test_the_module_runs_as_a_program_and_shows_its_commands():
     done = subprocess.run(
         [sys.executable, "-m", "tvm_fusion", "--help"],

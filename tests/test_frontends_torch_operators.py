@@ -1,5 +1,6 @@
 """PyTorch operators that are converted here and not by TVM, and common layers."""
 
+import itertools
 import math
 
 import numpy as np
@@ -185,8 +186,11 @@ def test_common_layers(module, shape):
 )
 def test_cosines_are_right(dtype, shapes, dim):
     x, y = (torch.randn(shape).to(dtype) for shape in shapes)
-    check(lambda x, y: F.cosine_similarity(x, y, dim), x, y)
-    check(lambda x, y: F.cosine_similarity(x, y, dim, eps=2.0), x, y)
+
+    def function(x, y):
+        return F.cosine_similarity(x, y, dim), F.cosine_similarity(x, y, dim, eps=2.0)
+
+    check(function, x, y)
 
 
 def test_the_cosine_of_a_short_vector_of_halves_is_finite():
@@ -203,12 +207,11 @@ SPECIAL = (0.0, -0.0, math.inf, -math.inf, math.nan, 3.0, -4.0, 1e-30, -1e30)
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_hypotenuses_neither_overflow_nor_vanish(dtype):
-    check(torch.hypot, torch.randn(5, 7).to(dtype), torch.randn(7).to(dtype))
     largest = torch.finfo(dtype).max / 4
-    for scale in (largest, 1 / largest, 0.0):
-        check(
-            torch.hypot, torch.tensor([3.0, 0.0]).to(dtype) * scale, torch.ones(2).to(dtype) * scale
-        )
+    x, y = torch.tensor([3.0, 0.0]).to(dtype), torch.ones(2).to(dtype)
+    pairs = [(x * scale, y * scale) for scale in (largest, 1 / largest, 0.0)]
+    pairs.append((torch.randn(5, 7).to(dtype), torch.randn(7).to(dtype)))
+    check(lambda *given: list(map(torch.hypot, given[::2], given[1::2])), *itertools.chain(*pairs))
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int32])
@@ -266,9 +269,10 @@ def test_of_equal_extrema_along_an_axis_the_first_is_found(extremum, dtype):
         return extremum(x, 1), extremum(x, -1, keepdim=True), extremum(x, 0)[1], number
 
     x = torch.randint(0 if dtype in (torch.uint8, torch.bool) else -2, 3, (5, 31, 3)).to(dtype)
-    assert "relax.topk" not in operators(load(Function(function), (x,)))
+    mod = load(Function(function), (x,))
+    assert "relax.topk" not in operators(mod)
     wanted = torch.utils._pytree.tree_leaves(function(x))
-    for given, right in zip(compiled(function, x), wanted, strict=True):
+    for given, right in zip(tvm_fusion.compile(mod, "llvm", verify=False)(x), wanted, strict=True):
         assert torch.equal(torch.as_tensor(given), right)
 
 
@@ -293,6 +297,7 @@ def test_indices_are_filled_in_turned_tensors_too(turn, dtype):
         check(lambda x: turn(x).index_fill(0, index, 1), x)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("order", [1, 2, 3.0, math.inf])
 @pytest.mark.parametrize("axis", [-1, (-2, 2), 0])
 def test_norms_over_axes_of_one_element_have_no_such_axis(order, axis):
@@ -312,7 +317,7 @@ W = torch.tensor([0.25])
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 5, 7)])
 def test_prelu_has_the_shape_of_its_input(dtype, shape):
-    x = torch.randn(shape).to(dtype)
-    check(F.prelu, x, W.to(dtype))
+    x, weights = torch.randn(shape).to(dtype), [W.to(dtype)]
     if len(shape) > 1:
-        check(F.prelu, x, torch.randn(5).to(dtype))
+        weights.append(torch.randn(5).to(dtype))
+    check(lambda x, *given: [F.prelu(x, w) for w in given], x, *weights)

@@ -52,7 +52,7 @@ def check(run, model, *inputs, rtol=1e-5):
 
 
 def mlp():
-    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4)).eval()
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 5)).eval()
 
 
 class Attention(nn.Module):

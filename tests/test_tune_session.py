@@ -135,6 +135,7 @@ def make_session(settings=SETTINGS, trials=(), choices=None, meter=None):
     return Session([state], kept, place, settings, BUILDERS, [meter]), kept, state
 
 
+@pytest.mark.long
 def test_what_goes_wrong_costs_its_trial_only(tested):
     session, kept, state = make_session()
     session.run()

@@ -21,6 +21,7 @@ from .test_tune_session import (
 )
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("tested")
 def test_the_trials_leave_time_for_the_finals(monkeypatch):
     session, _, state = make_session(replace(SETTINGS, minutes=500.0))
