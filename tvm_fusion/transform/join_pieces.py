@@ -60,7 +60,7 @@ class _Joiner(PyExprMutator):
         self.places = {var: n for n, (var, _) in enumerate(self.readers.calls())}
         self.changed = False
         joined = self.visit_expr(func)
-        return joined if self.changed else None
+        return _without_unread(joined) if self.changed else None
 
     def visit_call_(self, call: Call) -> Expr:
         call = super().visit_call_(call)
@@ -243,3 +243,23 @@ def _numbers(tuple_: Expr) -> list[int] | None:
     fields = tuple_.fields if isinstance(tuple_, relax.Tuple) else (None,)
     known = all(isinstance(field, tvm.tirx.IntImm) for field in fields)
     return [int(field) for field in fields] if known else None
+
+
+def _without_unread(func: relax.Function) -> relax.Function:
+    """The function without the dataflow variables that nothing reads.
+
+    TVM's elimination looks at all bindings once for each operator of a chain that nothing reads: 18
+    seconds for 33 chains of 400.
+    """
+    read, blocks = set(relax.analysis.free_vars(func.body.body)), []
+    for block in reversed(func.body.blocks):
+        kept = []
+        for binding in reversed(block.bindings):
+            is_plain = isinstance(binding, relax.VarBinding)
+            if is_plain and isinstance(binding.var, relax.DataflowVar) and binding.var not in read:
+                continue
+            read.update(relax.analysis.free_vars(binding.value))
+            kept.append(binding)
+        blocks.append(type(block)(kept[::-1]))
+    body = relax.SeqExpr(blocks[::-1], func.body.body)
+    return relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs)
