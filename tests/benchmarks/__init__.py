@@ -1,0 +1,1 @@
+"""Long runs that are no tests: `python -m tests.benchmarks.<name>`; not installed."""
