@@ -6,8 +6,8 @@ import os
 import threading
 import time
 
-from tvm_fusion._cores import usable_cores
 from tvm_fusion.bench.apart import THREADS
+from tvm_fusion.host.cores import usable_cores
 
 
 def make_something(what):

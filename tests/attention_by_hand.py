@@ -9,11 +9,11 @@ import numpy as np
 from tvm import tirx
 from tvm.ir import Expr
 
-from tvm_fusion.kernels.attention_model import Attention
-from tvm_fusion.kernels.contraction_inline import fresh_var
-from tvm_fusion.kernels.contraction_model import Axis, Operand, Output
-from tvm_fusion.kernels.expr import constant
-from tvm_fusion.kernels.program import Param
+from tvm_fusion.kernels.attention.read.model import Attention
+from tvm_fusion.kernels.contraction.inline import fresh_var
+from tvm_fusion.kernels.contraction.model import Axis, Operand, Output
+from tvm_fusion.kernels.program.expr import constant
+from tvm_fusion.kernels.program.program import Param
 
 
 @dataclass

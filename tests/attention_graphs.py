@@ -20,9 +20,9 @@ from tests.kernel_cases import numpy_dtype
 from tvm_fusion.config import load_profile
 from tvm_fusion.ir.graph import OpKind, build_graph
 from tvm_fusion.plan.plan import FusionPlan, PlannedGroup
-from tvm_fusion.transform.lower import lower
-from tvm_fusion.transform.materialize import group_views
-from tvm_fusion.transform.single_group import group_modules
+from tvm_fusion.transform.apply.materialize import group_views
+from tvm_fusion.transform.apply.single_group import group_modules
+from tvm_fusion.transform.lower.lower import lower
 
 HALF, FLOAT = "float16", "float32"
 

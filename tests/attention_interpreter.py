@@ -9,8 +9,8 @@ from tvm import tirx
 from tvm.ir import Call, Expr, TensorLoad, Var
 from tvm.ir.prim.expr import BitwiseNot
 
-from tvm_fusion.kernels.attention_model import Attention
-from tvm_fusion.kernels.expr import dtype_of, number
+from tvm_fusion.kernels.attention.read.model import Attention
+from tvm_fusion.kernels.program.expr import dtype_of, number
 
 _BINARY = {
     tirx.Add: np.add,

@@ -24,7 +24,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # threads of torch waste no
 @pytest.fixture(scope="session", autouse=True)
 def _all_cores() -> None:
     """Keeps TVM from pinning every process of the test-suite to the first core."""
-    from tvm_fusion._threads import kernel_threads
+    from tvm_fusion.host.threads import kernel_threads
 
     kernel_threads()
 
@@ -84,7 +84,7 @@ def _quicken_parsers(parsers: contextlib.ExitStack) -> None:
     from tvm.script.parser.ir import entry as module_parser
     from tvm.tirx.script.parser import entry as tirx_parser
 
-    from tvm_fusion._quick_stacks import quick_stacks
+    from tvm_fusion.ir.quick_stacks import quick_stacks
 
     parsers.enter_context(quick_stacks(tirx_parser, relax_parser, module_parser))
 

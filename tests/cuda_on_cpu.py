@@ -29,7 +29,7 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
-from tvm_fusion.runtime.pipeline import mixed_tir_pipeline
+from tvm_fusion.runtime.build.lowering import mixed_tir_pipeline
 
 from .tools import require
 

@@ -7,11 +7,11 @@ import ml_dtypes
 import numpy as np
 from tvm import tirx
 
-from tvm_fusion.kernels.attention_model import Attention
-from tvm_fusion.kernels.contraction_inline import fresh_var
-from tvm_fusion.kernels.contraction_model import Axis, Operand, Output
-from tvm_fusion.kernels.expr import constant
-from tvm_fusion.kernels.program import Param
+from tvm_fusion.kernels.attention.read.model import Attention
+from tvm_fusion.kernels.contraction.inline import fresh_var
+from tvm_fusion.kernels.contraction.model import Axis, Operand, Output
+from tvm_fusion.kernels.program.expr import constant
+from tvm_fusion.kernels.program.program import Param
 
 NUMPY = {"bfloat16": ml_dtypes.bfloat16, "bool": np.bool_}
 

@@ -23,22 +23,15 @@ from tvm import relax
 
 from tests import cuda_on_cpu
 from tests.module_on_cpu import EmulatedModule
+from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import Policy, load_policy, load_profile
 from tvm_fusion.errors import TvmFusionError
 from tvm_fusion.frontends import load
 from tvm_fusion.fuzz.draw import draw_program
-from tvm_fusion.fuzz.judge import (
-    REFUSED,
-    Run,
-    Verdict,
-    as_array,
-    as_tensor,
-    judged_run,
-)
-from tvm_fusion.fuzz.program import Program
 from tvm_fusion.fuzz.reduce import reduced
-from tvm_fusion.job import Job
-from tvm_fusion.transform.functions import with_functions
+from tvm_fusion.fuzz.torch_program import Program
+from tvm_fusion.fuzz.verdict import REFUSED, Run, Verdict, as_array, as_tensor, judged_run
+from tvm_fusion.transform.functions.functions import with_functions
 
 PROFILES = ("nvidia_a100", "nvidia_rtx4090", "nvidia_h100", "nvidia_h200")
 POLICY = dataclasses.replace(load_policy(None), probe="off")  # no nvcc decides on the plans

@@ -16,10 +16,11 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from tvm_fusion.runtime import cuda_graph_calls, cuda_graph_mode
-from tvm_fusion.runtime.build import build
-from tvm_fusion.runtime.cuda_graph_driver import CudaGraphError
-from tvm_fusion.runtime.module import CompiledModule
+from tvm_fusion.runtime.build.build import build
+from tvm_fusion.runtime.calls.compiled_module import CompiledModule
+from tvm_fusion.runtime.graphs import captured_calls as cuda_graph_calls
+from tvm_fusion.runtime.graphs import mode as cuda_graph_mode
+from tvm_fusion.runtime.graphs.driver import CudaGraphError
 
 from .runtime_cases import LLVM
 

@@ -20,8 +20,8 @@ from scipy.optimize import least_squares
 
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.cost.analytic import estimate
-from tvm_fusion.cost.rows import view_of
-from tvm_fusion.cost.samples import read_samples
+from tvm_fusion.cost.learned.samples import read_samples
+from tvm_fusion.cost.learned.training_rows import view_of
 from tvm_fusion.kernels.base import Fit, GroupView
 from tvm_fusion.kernels.registry import kernel_class
 

@@ -19,11 +19,11 @@ import tvm
 from tvm.relax import op
 
 from tests.graphs import module
+from tvm_fusion.calibrate.cpu.host_profile import calibrated
+from tvm_fusion.calibrate.measured_on import cpu_name
+from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, load_profile
-from tvm_fusion.cost.calibrate.host import calibrated
-from tvm_fusion.cost.calibrate.machine import cpu_name
-from tvm_fusion.job import Job
-from tvm_fusion.runtime.module import CompiledModule
+from tvm_fusion.runtime.calls.compiled_module import CompiledModule
 
 F32 = "float32"
 PAUSE_S = 0.02

@@ -5,8 +5,8 @@ import signal
 import time
 from pathlib import Path
 
-from tvm_fusion.fuzz.judge import ERROR, REFUSED, RIGHT, WRONG, Verdict
-from tvm_fusion.fuzz.program import Program
+from tvm_fusion.fuzz.torch_program import Program
+from tvm_fusion.fuzz.verdict import ERROR, REFUSED, RIGHT, WRONG, Verdict
 
 from .tune_classes import HUNG
 

@@ -20,7 +20,7 @@ from tests.attention_random_graphs import module_of
 from tests.attention_random_numbers import numbers
 from tests.graphs import module
 from tests.kernel_cases import fuse
-from tvm_fusion.fuzz.judge import as_array
+from tvm_fusion.fuzz.verdict import as_array
 
 SIZES = sorted({*range(1, 12), 15, 16, 17, 19, 23, 31, 32, 33, 37, 47, 63, 64, 65, 67, 70})
 ELEMENTS = 6000

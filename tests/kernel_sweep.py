@@ -37,13 +37,14 @@ from tests.kernel_cases import numpy_dtype
 from tests.kernel_problems import CLASSES, MODULES, Problem, drawn_module
 from tests.module_on_cpu import EmulatedModule
 from tvm_fusion._version import __version__
-from tvm_fusion.check.bounds import Reference
+from tvm_fusion.check.allowance import Reference
 from tvm_fusion.check.inputs import random_inputs
+from tvm_fusion.check.output_precision import computed_dtypes
 from tvm_fusion.check.plain import plain_module
 from tvm_fusion.check.poison import poisoned
-from tvm_fusion.check.precision import computed_dtypes
 from tvm_fusion.check.rules import check_output
 from tvm_fusion.check.verify import judge_outputs
+from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import (
     HardwareProfile,
     Policy,
@@ -52,11 +53,10 @@ from tvm_fusion.config import (
     resolve_target,
 )
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.job import Job
 from tvm_fusion.kernels.registry import kernel_class
-from tvm_fusion.runtime.build import build_functions
-from tvm_fusion.transform.write_kernels import write_kernel
-from tvm_fusion.tuning.choices import text_of
+from tvm_fusion.runtime.build.build import build_functions
+from tvm_fusion.transform.apply.write_kernels import write_kernel
+from tvm_fusion.tuning.session.choices import text_of
 
 DEVICES = ("nvidia_h200", "nvidia_a100", "nvidia_rtx4090")
 ON_CPU = ("nest",)

@@ -5,9 +5,9 @@ import random
 from dataclasses import replace
 
 from tvm_fusion.cost.analytic import estimate
-from tvm_fusion.cost.features import Query, anchor_of, body_us, features_of
-from tvm_fusion.cost.rows import Pair, Row, Rows
-from tvm_fusion.cost.samples import Sample
+from tvm_fusion.cost.learned.features import Query, anchor_of, body_us, features_of
+from tvm_fusion.cost.learned.samples import Sample
+from tvm_fusion.cost.learned.training_rows import Pair, Row, Rows
 from tvm_fusion.kernels.base import Fit, Resources, Traffic
 
 NOISE = 0.03

@@ -20,7 +20,7 @@ import tvm
 
 from tests.right_programs import FunctionModule, _near
 from tvm_fusion.check.reference import run_built
-from tvm_fusion.job import Job
+from tvm_fusion.compilation.job import Job
 
 FLOATS = ("float32", "float32", "float16", "bfloat16")
 INTEGERS = ("int32", "int64", "int8", "uint8")

@@ -18,9 +18,9 @@ from tvm import relax, tirx
 from tvm.tirx.build import codegen_build
 
 from tvm_fusion.check.reference import flatten, to_argument
-from tvm_fusion.job import Job
-from tvm_fusion.runtime.kernel_code import cuda_units, lowered_parts
-from tvm_fusion.runtime.pipeline import ScheduleLeftovers, ViewReshapes, mixed_tir_pipeline
+from tvm_fusion.compilation.job import Job
+from tvm_fusion.runtime.build.kernel_code import cuda_units, lowered_parts
+from tvm_fusion.runtime.build.lowering import ScheduleLeftovers, ViewReshapes, mixed_tir_pipeline
 
 from . import cuda_on_cpu, hopper_on_cpu
 from .cuda_on_cpu import EmulationError, Lowered

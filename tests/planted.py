@@ -37,7 +37,7 @@ from tvm.ir import Call, TensorLoad
 import tvm_fusion
 from tvm_fusion.errors import VerificationError
 from tvm_fusion.kernels import registry
-from tvm_fusion.kernels.expr import dtype_of
+from tvm_fusion.kernels.program.expr import dtype_of
 from tvm_fusion.plan.plan import UNWRITTEN
 
 from .right_programs import FunctionModule

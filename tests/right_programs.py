@@ -27,7 +27,7 @@ import tvm
 
 from tvm_fusion.check.compiled import check_compiled
 from tvm_fusion.check.reference import run_built
-from tvm_fusion.job import Job
+from tvm_fusion.compilation.job import Job
 
 NEAR = 16.0
 LAST_PLACES = 16  # units that pass beside an exact eager result

@@ -6,7 +6,7 @@ import tvm
 from tvm import relax, s_tir, te, tirx
 from tvm.script import tirx as T
 
-from tvm_fusion.runtime.pipeline import SCHEDULED_ATTR, TIRX_ATTR
+from tvm_fusion.runtime.build.lowering import SCHEDULED_ATTR, TIRX_ATTR
 
 H200_CONFIG = {
     "kind": "cuda",

@@ -21,10 +21,10 @@ from tvm_fusion.cost.analytic import estimate, estimate_many, resident_blocks
 from tvm_fusion.cost.liveness import live_values, peak_live
 from tvm_fusion.ir.graph import build_graph
 from tvm_fusion.kernels.base import Fit, GroupView, Resources, Traffic
+from tvm_fusion.kernels.group.streams import STORED, streams
+from tvm_fusion.kernels.group.traffic import resident_share
 from tvm_fusion.kernels.registry import kernel_class, kernel_classes
-from tvm_fusion.kernels.streams import STORED, streams
-from tvm_fusion.kernels.traffic import resident_share
-from tvm_fusion.transform.lower import lower
+from tvm_fusion.transform.lower.lower import lower
 
 H200 = load_profile("h200")
 SWEEP = json.loads((Path(__file__).parent / "data" / "row_sweep_h200.json").read_text())

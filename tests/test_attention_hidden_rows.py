@@ -8,13 +8,13 @@ import tvm
 from tvm import te, tirx
 
 from tvm_fusion.config import load_profile
-from tvm_fusion.kernels.attention_program import analyze_attention
-from tvm_fusion.kernels.attention_visible import visible_range
-from tvm_fusion.kernels.attention_witness import every_row_sees_a_key
-from tvm_fusion.kernels.contraction_model import Axis
-from tvm_fusion.kernels.cuda.attention_decode import emit_attention_decode
-from tvm_fusion.kernels.cuda.attention_hopper import emit_attention_hopper
-from tvm_fusion.kernels.cuda.attention_mma import emit_attention_mma
+from tvm_fusion.kernels.attention.decode.kernel import emit_attention_decode
+from tvm_fusion.kernels.attention.hopper.kernel import emit_attention_hopper
+from tvm_fusion.kernels.attention.mma.kernel import emit_attention_mma
+from tvm_fusion.kernels.attention.read.program import analyze_attention
+from tvm_fusion.kernels.attention.read.visible import visible_range
+from tvm_fusion.kernels.attention.read.witness import every_row_sees_a_key
+from tvm_fusion.kernels.contraction.model import Axis
 
 from .attention_graphs import (
     FLOAT,

@@ -9,11 +9,11 @@ from tvm.relax import op
 
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.ir.graph import build_graph
-from tvm_fusion.kernels.attention import AttentionClass
-from tvm_fusion.kernels.attention_cores import attention_cores
+from tvm_fusion.kernels.attention.cores import attention_cores
+from tvm_fusion.kernels.attention.kernel_class import AttentionClass
 from tvm_fusion.kernels.base import GroupView, Refusal
-from tvm_fusion.plan.search import unfused_plan
-from tvm_fusion.transform.lower import lower
+from tvm_fusion.plan.search.search import unfused_plan
+from tvm_fusion.transform.lower.lower import lower
 
 from .attention_cases import CASES
 from .graphs import module, plan_of

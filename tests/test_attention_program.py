@@ -23,8 +23,8 @@ from tests.attention_graphs import (
 )
 from tests.attention_interpreter import evaluate
 from tests.graphs import module
-from tvm_fusion.kernels.attention_program import analyze_attention
-from tvm_fusion.kernels.cuda.gemm_access import Digit, affine_access
+from tvm_fusion.kernels.attention.read.program import analyze_attention
+from tvm_fusion.kernels.gpu.access import Digit, affine_access
 
 BY_NAME = {case.name: case for case in CASES}
 

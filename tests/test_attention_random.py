@@ -28,11 +28,11 @@ from tests.cuda_on_cpu import run_cuda_on_cpu
 from tests.graphs import plan_of
 from tests.hopper_on_cpu import compile_hopper, run_hopper_on_cpu
 from tvm_fusion.config import load_policy, load_profile
-from tvm_fusion.kernels.attention import AttentionClass
-from tvm_fusion.kernels.attention_cores import attention_cores
-from tvm_fusion.kernels.attention_program import analyze_attention
+from tvm_fusion.kernels.attention.cores import attention_cores
+from tvm_fusion.kernels.attention.forms import FORMS
+from tvm_fusion.kernels.attention.kernel_class import AttentionClass
+from tvm_fusion.kernels.attention.read.program import analyze_attention
 from tvm_fusion.kernels.base import GroupView, Refusal
-from tvm_fusion.kernels.cuda.attention_forms import FORMS
 
 H200 = load_profile("nvidia_h200")
 TINY_H200 = dataclasses.replace(H200, num_sms=2)

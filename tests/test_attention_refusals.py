@@ -8,7 +8,7 @@ from tests.attention_graphs import FLOAT, HALF, Graph, Sizes, bhsd, one_group, s
 from tests.attention_masks import where
 from tests.graphs import module
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.attention_program import analyze_attention
+from tvm_fusion.kernels.attention.read.program import analyze_attention
 
 
 def read_graph(emit, *inputs, exact=False):

@@ -5,11 +5,11 @@ import pytest
 from tests.attention_graphs import Graph, softmaxed
 from tests.graphs import module, plan_of
 from tvm_fusion.config import load_policy, load_profile
-from tvm_fusion.kernels.attention import AttentionClass
+from tvm_fusion.kernels.attention.decode.kernel import DecodeConfig
+from tvm_fusion.kernels.attention.hopper.config import AttentionConfig
+from tvm_fusion.kernels.attention.kernel_class import AttentionClass
+from tvm_fusion.kernels.attention.mma.kernel import AttentionMmaConfig
 from tvm_fusion.kernels.base import Fit, GroupView
-from tvm_fusion.kernels.cuda.attention_decode import DecodeConfig
-from tvm_fusion.kernels.cuda.attention_hopper_config import AttentionConfig
-from tvm_fusion.kernels.cuda.attention_mma import AttentionMmaConfig
 
 from .attention_graphs import one_group
 

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from tvm_fusion.config import load_policy, load_profile
-from tvm_fusion.kernels.attention_time import (
+from tvm_fusion.kernels.attention.decode.rank import attention_decode_ranked
+from tvm_fusion.kernels.attention.hopper.config import FEW_KEYS
+from tvm_fusion.kernels.attention.time import (
     AttentionShape,
     AttentionTile,
     MmaTile,
@@ -18,8 +20,6 @@ from tvm_fusion.kernels.attention_time import (
     moved_bytes,
     predict,
 )
-from tvm_fusion.kernels.cuda.attention_decode_rank import attention_decode_ranked
-from tvm_fusion.kernels.cuda.attention_hopper_config import FEW_KEYS
 
 from .decode_cases import Sizes, attention_of
 

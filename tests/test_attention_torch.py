@@ -10,10 +10,10 @@ from tests.attention_graphs import one_group
 from tests.attention_interpreter import evaluate
 from tests.frontend_tools import Function, array_of
 from tvm_fusion.frontends import load
-from tvm_fusion.kernels.attention_bounds import key_range
-from tvm_fusion.kernels.attention_program import analyze_attention
-from tvm_fusion.kernels.attention_visible import visible_range
-from tvm_fusion.kernels.cuda.attention_hopper_match import split_match
+from tvm_fusion.kernels.attention.hopper.match import split_match
+from tvm_fusion.kernels.attention.read.bounds import key_range
+from tvm_fusion.kernels.attention.read.program import analyze_attention
+from tvm_fusion.kernels.attention.read.visible import visible_range
 
 HIDDEN_ROW = torch.ones(5, 5, dtype=torch.bool)
 HIDDEN_ROW[2] = False

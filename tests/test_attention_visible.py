@@ -10,8 +10,8 @@ from tests.attention_cases import CASES
 from tests.attention_graphs import FLOAT, Graph, Sizes, bhsd, one_group, softmaxed
 from tests.attention_masks import where
 from tests.graphs import module
-from tvm_fusion.kernels.attention_program import analyze_attention
-from tvm_fusion.kernels.attention_visible import visible_range
+from tvm_fusion.kernels.attention.read.program import analyze_attention
+from tvm_fusion.kernels.attention.read.visible import visible_range
 
 BY_NAME = {case.name: case for case in CASES}
 

@@ -7,7 +7,7 @@ import tvm
 from tvm import relax
 from tvm.relax import op
 
-from tvm_fusion.transform.bands import banded
+from tvm_fusion.transform.lower.bands import banded
 
 from .graphs import module, plan_of
 

@@ -22,8 +22,8 @@ from tvm_fusion.cli import bench_main
 from tvm_fusion.config import load_profile
 from tvm_fusion.demo import demo_block
 from tvm_fusion.errors import InputError, TargetError, Unsupported
-from tvm_fusion.runtime.build import build
-from tvm_fusion.runtime.module import CompiledModule
+from tvm_fusion.runtime.build.build import build
+from tvm_fusion.runtime.calls.compiled_module import CompiledModule
 
 from .runtime_cases import LLVM, relax_module
 
@@ -144,7 +144,7 @@ def test_our_own_failure_is_recorded_and_is_the_exit_status(monkeypatch, tmp_pat
     def broken(*_args, **_options):
         raise RuntimeError("our own words")
 
-    monkeypatch.setattr("tvm_fusion.compiler.Job.compile", broken)
+    monkeypatch.setattr("tvm_fusion.compilation.compiler.Job.compile", broken)
     out = tmp_path / "new" / "chain4.json"
     arguments = ["chain4", "--peers", "torch.eager", "--target", "llvm", "--scale", "0.01"]
     assert bench_main([*arguments, "--repeats", "3", "--out", str(out)]) == 1

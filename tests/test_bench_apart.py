@@ -8,7 +8,6 @@ import torch
 import tvm
 
 from tvm_fusion import cli
-from tvm_fusion._cores import physical_cores, usable_cores
 from tvm_fusion.bench import workloads
 from tvm_fusion.bench.accuracy import reference, relative_error
 from tvm_fusion.bench.apart import (
@@ -24,6 +23,7 @@ from tvm_fusion.bench.options import CPU_PEERS
 from tvm_fusion.bench.peers import outputs_of, peer
 from tvm_fusion.bench.run import limited, run_suite
 from tvm_fusion.errors import InputError, Unsupported
+from tvm_fusion.host.cores import physical_cores, usable_cores
 from tvm_fusion.kernels.cpu.machine import machine_of
 
 from .apart_makers import make_death, make_something, make_spinner, make_variables

@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 
-from tvm_fusion._threads import thread_count
 from tvm_fusion.bench import neighbours
+from tvm_fusion.host.threads import thread_count
 
 
 def test_a_result_holds_each_way_of_both(tmp_path, capsys):

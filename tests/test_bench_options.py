@@ -277,7 +277,9 @@ def test_workloads_are_compiled_ahead_in_processes_and_failures_named(monkeypatc
     assert list(prepared.failures) == [("chain4", "tvm")]  # which takes longer than that
     assert prepared.given_up == prepared.failures
     assert prepare.Prepared({("chain4", "tvm"): "ValueError: another"}).given_up == {}
-    monkeypatch.setattr("tvm_fusion.compiler.Job.of", lambda *_: pytest.fail("it compiles again"))
+    monkeypatch.setattr(
+        "tvm_fusion.compilation.compiler.Job.of", lambda *_: pytest.fail("it compiles again")
+    )
     row = suite.measure("chain4", setup_of("unfused", saved=prepared.saved))
     assert row["failures"] == {}
     assert row["launches"] >= 1

@@ -16,7 +16,7 @@ from tvm_fusion.bench.workloads import make
 from tvm_fusion.config import resolve_target
 from tvm_fusion.errors import InputError
 from tvm_fusion.frontends import load
-from tvm_fusion.runtime import cubin_cache
+from tvm_fusion.runtime.build import cubin_cache
 
 HISTORIES = {
     "tvm_fusion": [(1, None), (2, 8.0), (3, 6.0), (4, 5.0)],

@@ -14,7 +14,7 @@ from tvm_fusion.bench.tuning_servers import (
     speed_ups,
 )
 from tvm_fusion.errors import InputError
-from tvm_fusion.tuning.processes import Answer
+from tvm_fusion.tuning.measure.processes import Answer
 
 
 class Answers:

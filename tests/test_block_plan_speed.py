@@ -2,9 +2,9 @@
 of one core.
 """
 
+from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.demo import demo_module
-from tvm_fusion.job import Job
 
 from .counting import calls_of, searched
 

@@ -18,32 +18,30 @@ import numpy as np
 import pytest
 
 from tests.cuda_on_cpu import cuda_source, lower, one_source, run_cuda_on_cpu
-from tvm_fusion import _targets, cli
-from tvm_fusion._files import replace_file
+from tvm_fusion import cli
+from tvm_fusion.calibrate import command, curves
+from tvm_fusion.calibrate.cpu import bandwidth as cpu_bandwidth
+from tvm_fusion.calibrate.cuda import access as cuda_access
+from tvm_fusion.calibrate.cuda import arithmetic as cuda_arithmetic
+from tvm_fusion.calibrate.cuda import bandwidth as cuda_bandwidth
+from tvm_fusion.calibrate.cuda import code_size as cuda_code_size
+from tvm_fusion.calibrate.cuda import exchange as cuda_exchange
+from tvm_fusion.calibrate.cuda import flight as cuda_flight
+from tvm_fusion.calibrate.cuda import launch as cuda_launch
+from tvm_fusion.calibrate.cuda import shared as cuda_shared
+from tvm_fusion.calibrate.cuda import spill as cuda_spill
+from tvm_fusion.calibrate.cuda.bench import FILL, Call
+from tvm_fusion.calibrate.cuda.kernels import inline_kernel
+from tvm_fusion.calibrate.families import families_of
+from tvm_fusion.calibrate.finding import Family, Finding, Measured, NotMeasured
+from tvm_fusion.calibrate.profile_file import notes_of, with_notes, with_values
 from tvm_fusion.config import load_profile, profile_file, profile_names
-from tvm_fusion.cost.calibrate import (
-    command,
-    cpu_bandwidth,
-    cuda_access,
-    cuda_arithmetic,
-    cuda_bandwidth,
-    cuda_code_size,
-    cuda_exchange,
-    cuda_flight,
-    cuda_launch,
-    cuda_shared,
-    cuda_spill,
-    curves,
-)
-from tvm_fusion.cost.calibrate.cuda_bench import FILL, Call
-from tvm_fusion.cost.calibrate.cuda_kernels import inline_kernel
-from tvm_fusion.cost.calibrate.families import families_of
-from tvm_fusion.cost.calibrate.finding import Family, Finding, Measured, NotMeasured
-from tvm_fusion.cost.calibrate.profile_file import notes_of, with_notes, with_values
+from tvm_fusion.config import targets as _targets
 from tvm_fusion.errors import ConfigError, InputError, TargetError
-from tvm_fusion.runtime import cubin_cache
-from tvm_fusion.runtime.resources import parse_ptxas_log
-from tvm_fusion.tuning.processes import module_command
+from tvm_fusion.host.atomic_files import replace_file
+from tvm_fusion.runtime.build import cubin_cache
+from tvm_fusion.runtime.build.resources import parse_ptxas_log
+from tvm_fusion.tuning.measure.processes import module_command
 
 H200 = load_profile("h200")
 MIB = 1 << 20
@@ -429,9 +427,9 @@ def test_numbers_fitted_to_whole_kernels_are_no_familys():
 
 def test_refit_hands_its_files_to_the_learned_residual(monkeypatch):
     given = []
-    refit = types.ModuleType("tvm_fusion.cost.refit")
+    refit = types.ModuleType("tvm_fusion.cost.learned.refit")
     refit.main = lambda args: given.append(args.refit) or 7
-    monkeypatch.setitem(sys.modules, "tvm_fusion.cost.refit", refit)
+    monkeypatch.setitem(sys.modules, "tvm_fusion.cost.learned.refit", refit)
     assert cli.main(["calibrate", "--target", "h200", "--refit", "a.jsonl", "b.jsonl"]) == 7
     assert given == [["a.jsonl", "b.jsonl"]]
 

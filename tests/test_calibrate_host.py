@@ -11,10 +11,12 @@ from tvm.relax import op
 
 import tvm_fusion
 from tests.graphs import module
-from tvm_fusion._threads import thread_count, use_calibrated_threads
+from tvm_fusion.calibrate.cpu import host_profile as host
+from tvm_fusion.calibrate.cpu import quick as cpu_quick
+from tvm_fusion.calibrate.cpu import waiting
 from tvm_fusion.config import load_profile, resolve_target
-from tvm_fusion.cost.calibrate import cpu_quick, host, waiting
-from tvm_fusion.hardware import HOST_NUMBERS
+from tvm_fusion.config.hardware import HOST_NUMBERS
+from tvm_fusion.host.threads import thread_count, use_calibrated_threads
 from tvm_fusion.plan.plan import FusionPlan
 
 SHIPPED = load_profile("llvm_cpu")
@@ -51,7 +53,7 @@ def again():
 
 @pytest.mark.parametrize("target", ["llvm", "cpu", "LLVM", None])
 def test_this_cpu_is_measured_once(first_use, target, monkeypatch):
-    monkeypatch.setattr("tvm_fusion._targets.present_gpu_profile", lambda: None)
+    monkeypatch.setattr("tvm_fusion.config.targets.present_gpu_profile", lambda: None)
     found = resolve_target(target)[1]
     assert found.special_per_s == RATES["special_per_s"]
     assert found.launch_us == found.graph_launch_us == found.queued_launch_us == 2.5

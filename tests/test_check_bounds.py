@@ -8,8 +8,8 @@ from tvm import relax, tirx
 from tvm.relax import op
 
 from tests.graphs import module
-from tvm_fusion.check import bounds as bounds_of_roundings
-from tvm_fusion.check.bounds import Reference, bounded_reference, bounds_of, disturbed_module
+from tvm_fusion.check import allowance as bounds_of_roundings
+from tvm_fusion.check.allowance import Reference, bounded_reference, bounds_of, disturbed_module
 from tvm_fusion.check.inputs import numpy_dtype, random_inputs
 from tvm_fusion.check.noise import NONE, Draw, disturbed
 from tvm_fusion.check.plain import plain_module
@@ -17,7 +17,7 @@ from tvm_fusion.check.reference import build_reference, run_reference
 from tvm_fusion.check.roundings import UNIT_ROUNDOFF, roundings_of
 from tvm_fusion.check.rules import BEYOND, SAFETY, TOLERANCES, check_output
 from tvm_fusion.check.verify import judge_outputs, verify_module
-from tvm_fusion.transform.lower import lower
+from tvm_fusion.transform.lower.lower import lower
 
 LLVM = tvm.target.Target({"kind": "llvm"})
 

@@ -7,9 +7,9 @@ from tvm import relax, tirx
 from tvm.relax import op
 
 import tvm_fusion
+from tvm_fusion.check.checked_sizes import SIZES, SMALL, checked_sizes
 from tvm_fusion.check.compiled import _runs
 from tvm_fusion.check.plain import plain_module
-from tvm_fusion.check.sizes import SIZES, SMALL, checked_sizes
 from tvm_fusion.errors import VerificationError
 from tvm_fusion.kernels import registry
 

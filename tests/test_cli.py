@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-import tvm_fusion
-from tvm_fusion import cli
+from tvm_fusion import cli, compilation
 from tvm_fusion.config import load_policy
 from tvm_fusion.errors import BuildError, FrontendError, PlanError, VerificationError
-from tvm_fusion.report.model import Comparison, GroupReport, RefusalReport, Report, Verification
+from tvm_fusion.report.facts import Comparison, GroupReport, RefusalReport, Report, Verification
 from tvm_fusion.report.times import TimeReport
 
 GROUP = GroupReport("fused_add", ("add", "exp"), (), "pointwise", 1, 8, 24, 1.0, 3.0)
@@ -32,7 +31,7 @@ REPORT = Report(
 
 
 class StubCompiler:
-    """Stands for tvm_fusion.compiler: remembers the calls, answers with `report`, or raises."""
+    """Stands for the compiler: remembers the calls, answers with `report`, or raises."""
 
     def __init__(self) -> None:
         self.calls: list[tuple] = []
@@ -68,7 +67,7 @@ class StubCompiler:
 def compiler(monkeypatch) -> StubCompiler:
     stub = StubCompiler()
     modules = {
-        "compiler": types.SimpleNamespace(compile=stub.compile, explain=stub.explain),
+        "compilation.compiler": types.SimpleNamespace(compile=stub.compile, explain=stub.explain),
         "bench.compare": types.SimpleNamespace(
             bench=stub.bench, compile_beside=stub.compile_beside
         ),
@@ -76,7 +75,7 @@ def compiler(monkeypatch) -> StubCompiler:
     }
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, f"tvm_fusion.{name}", module)
-    monkeypatch.setattr(tvm_fusion, "compiler", modules["compiler"], raising=False)
+    monkeypatch.setattr(compilation, "compiler", modules["compilation.compiler"], raising=False)
     monkeypatch.delenv("TVM_FUSION_DEBUG", raising=False)
     return stub
 

@@ -19,12 +19,12 @@ from tests.test_search import (
     rms_norm,
     softmax,
 )
-from tvm_fusion.compiler import Job
+from tvm_fusion.compilation.compiler import Job
 from tvm_fusion.config import resolve_target
 from tvm_fusion.demo import demo_block, demo_module
 from tvm_fusion.errors import InputError, PlanError, Unsupported
 from tvm_fusion.kernels.registry import kernel_class
-from tvm_fusion.runtime.launches import count_launches
+from tvm_fusion.runtime.calls.launch_count import count_launches
 
 F32 = "float32"
 X, V = ((37, 129), F32), ((129,), F32)

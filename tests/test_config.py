@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import tvm
 
-from tvm_fusion import _targets, config
+from tvm_fusion import config
 from tvm_fusion.config import HardwareProfile, Policy, load_policy, load_profile, resolve_target
+from tvm_fusion.config import targets as _targets
 from tvm_fusion.errors import ConfigError, TargetError
 
 CONFIGS = Path(__file__).parent.parent / "configs"

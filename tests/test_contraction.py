@@ -6,8 +6,8 @@ from tvm.relax import op
 from tvm.script import tirx as T
 
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.contraction import analyze_contraction
-from tvm_fusion.kernels.cuda.gemm_access import Digit, affine_access
+from tvm_fusion.kernels.contraction.reader import analyze_contraction
+from tvm_fusion.kernels.gpu.access import Digit, affine_access
 
 from . import gemm_cases as graphs
 from .gemm_cases import CUDA_CORE_CASES, FLOAT, HALF, TENSOR_CORE_CASES

@@ -5,8 +5,8 @@ import pytest
 from tvm import tirx
 
 from tvm_fusion.config import load_profile
-from tvm_fusion.kernels.contraction import analyze_contraction
-from tvm_fusion.kernels.cuda.gemm_simt import CONFIGS, emit_gemm_simt, simt_configs
+from tvm_fusion.kernels.contraction.reader import analyze_contraction
+from tvm_fusion.kernels.gemm.simt.kernel import CONFIGS, emit_gemm_simt, simt_configs
 
 from .cuda_on_cpu import compile_cubins, run_cuda_on_cpu
 from .gemm_cases import BRAIN, FLOAT, HALF, sigmoid

@@ -6,8 +6,8 @@ from tvm.relax import op
 from tvm.script import tirx as T
 
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.contraction import analyze_contraction
-from tvm_fusion.kernels.contraction_model import RowPartial
+from tvm_fusion.kernels.contraction.model import RowPartial
+from tvm_fusion.kernels.contraction.reader import analyze_contraction
 
 from . import gemm_cases as graphs
 from .gemm_cases import HALF

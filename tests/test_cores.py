@@ -7,8 +7,8 @@ import threading
 
 import pytest
 
-from tvm_fusion._cores import on_all_cores, usable_cores, use_all_cores
-from tvm_fusion._threads import kernel_threads
+from tvm_fusion.host.cores import on_all_cores, usable_cores, use_all_cores
+from tvm_fusion.host.threads import kernel_threads
 
 ALL = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 pytestmark = pytest.mark.skipif(len(ALL) < 2, reason="one core, or a system without affinities")
@@ -46,7 +46,7 @@ def test_cores_of_another_thread_count():
         waiting, cores = threading.Event(), os.sched_getaffinity(0)
         threading.Thread(target=waiting.wait).start()
         os.sched_setaffinity(0, {min(cores)})
-        from tvm_fusion._cores import usable_cores
+        from tvm_fusion.host.cores import usable_cores
         print(usable_cores() == cores)
         waiting.set()
     """

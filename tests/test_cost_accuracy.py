@@ -18,11 +18,11 @@ import pytest
 
 from tests.learned_cases import BYTES, with_bytes
 from tvm_fusion.config import load_policy, load_profile
-from tvm_fusion.cost.learned import Residual, load_residual
-from tvm_fusion.cost.refit import train_samples
-from tvm_fusion.cost.rows import Rows, rows_of
-from tvm_fusion.cost.samples import HELD_OUT, SampleSet, fold_of, read_samples
-from tvm_fusion.cost.training import figures_of
+from tvm_fusion.cost.learned.learned import Residual, load_residual
+from tvm_fusion.cost.learned.refit import train_samples
+from tvm_fusion.cost.learned.samples import HELD_OUT, SampleSet, fold_of, read_samples
+from tvm_fusion.cost.learned.training import figures_of
+from tvm_fusion.cost.learned.training_rows import Rows, rows_of
 
 HW = load_profile("h200")
 SAMPLES = Path(__file__).parent / "data" / "kernels_h200.jsonl"

@@ -15,11 +15,11 @@ from tests.attention_graphs import AttentionCase, one_group
 from tests.attention_random import CONFIGURATIONS
 from tests.attention_random_graphs import module_of
 from tests.attention_random_numbers import ceilings, error, expected, numbers
-from tvm_fusion._targets import cpu_target
+from tvm_fusion.config.targets import cpu_target
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.attention_program import analyze_attention
-from tvm_fusion.kernels.cpu.attention import write_attention
-from tvm_fusion.kernels.cpu.attention_tile import attention_tile, padded_queries
+from tvm_fusion.kernels.attention.read.program import analyze_attention
+from tvm_fusion.kernels.cpu.attention.kernel import write_attention
+from tvm_fusion.kernels.cpu.attention.tile import attention_tile, padded_queries
 from tvm_fusion.kernels.cpu.loops import pieces
 from tvm_fusion.kernels.cpu.machine import Machine, machine_of
 

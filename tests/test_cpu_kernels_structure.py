@@ -14,7 +14,7 @@ from tvm.ir import Call, TensorLoad
 from tvm.relax import op
 from tvm.tirx import ForKind
 
-from tvm_fusion.kernels.cpu.contraction_tiles import even_parts, register_tile
+from tvm_fusion.kernels.cpu.contraction.task_tiles import even_parts, register_tile
 from tvm_fusion.kernels.cpu.machine import Machine, machine_of
 from tvm_fusion.kernels.cpu.write import write_cpu
 
@@ -382,8 +382,8 @@ def test_rows_are_dealt_out_evenly(length):
 def test_kernels_are_written_for_the_threads_that_they_run_on():
     from dataclasses import replace
 
-    from tvm_fusion._threads import thread_count
     from tvm_fusion.config import load_profile
+    from tvm_fusion.host.threads import thread_count
 
     profile = load_profile("llvm")
     assert machine_of(replace(profile, num_sms=48)).cores == thread_count()

@@ -11,8 +11,8 @@ from tvm import tirx
 from tvm.relax import op
 from tvm.target import Target
 
+from tvm_fusion.kernels.cpu.contraction.panels import CONSTANTS_ATTR, PANELS_ATTR, Panels
 from tvm_fusion.kernels.cpu.machine import machine_of
-from tvm_fusion.kernels.cpu.panels import CONSTANTS_ATTR, PANELS_ATTR, Panels
 from tvm_fusion.kernels.cpu.write import write_cpu
 
 from .helpers_tir import call, compile_cpu, cpu_target, poisoned

@@ -11,9 +11,11 @@ from tvm import tirx
 from tvm.relax import op
 from tvm.tirx import ForKind
 
-from tvm_fusion._targets import cpu_target
 from tvm_fusion.config import load_profile
+from tvm_fusion.config.targets import cpu_target
 from tvm_fusion.kernels.cpu import write
+from tvm_fusion.kernels.cpu.contraction.operands import MOST_DOT_ROWS, MOST_DOTS
+from tvm_fusion.kernels.cpu.contraction.panels import CONSTANTS_ATTR, PANELS_ATTR, Panels
 from tvm_fusion.kernels.cpu.groups import PRODUCT_WORK
 from tvm_fusion.kernels.cpu.machine import (
     SMALL_WORK,
@@ -22,8 +24,6 @@ from tvm_fusion.kernels.cpu.machine import (
     machine_of,
     small_work,
 )
-from tvm_fusion.kernels.cpu.operands import MOST_DOT_ROWS, MOST_DOTS
-from tvm_fusion.kernels.cpu.panels import CONSTANTS_ATTR, PANELS_ATTR, Panels
 from tvm_fusion.kernels.cpu.write import write_cpu
 
 from .helpers_tir import call, compile_cpu, poisoned

@@ -8,12 +8,12 @@ import pytest
 from tvm import tirx
 
 from tvm_fusion.config import load_profile
-from tvm_fusion.kernels.attention_program import analyze_attention
-from tvm_fusion.kernels.contraction_inline import fresh_var
-from tvm_fusion.kernels.contraction_model import Operand
-from tvm_fusion.kernels.cuda.attention_decode import DecodeConfig, emit_attention_decode
-from tvm_fusion.kernels.cuda.attention_decode_problem import read_decode
-from tvm_fusion.kernels.expr import constant
+from tvm_fusion.kernels.attention.decode.kernel import DecodeConfig, emit_attention_decode
+from tvm_fusion.kernels.attention.decode.problem import read_decode
+from tvm_fusion.kernels.attention.read.program import analyze_attention
+from tvm_fusion.kernels.contraction.inline import fresh_var
+from tvm_fusion.kernels.contraction.model import Operand
+from tvm_fusion.kernels.program.expr import constant
 
 from . import attention_masks as masks
 from .attention_graphs import Sizes as GraphSizes

@@ -12,16 +12,16 @@ from tvm import tirx
 
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.contraction_model import Operand
-from tvm_fusion.kernels.cuda.attention_decode import (
+from tvm_fusion.kernels.attention.decode.config import MATRIX, MAX_FEATURES, Tile
+from tvm_fusion.kernels.attention.decode.kernel import (
     DecodeConfig,
     attention_decode_ranked,
     emit_attention_decode,
 )
-from tvm_fusion.kernels.cuda.attention_decode_config import MATRIX, MAX_FEATURES, Tile
-from tvm_fusion.kernels.cuda.attention_decode_problem import read_decode
-from tvm_fusion.kernels.cuda.attention_decode_rank import DecodeSizes, decode_seconds, rank
-from tvm_fusion.kernels.expr import constant, substitute
+from tvm_fusion.kernels.attention.decode.problem import read_decode
+from tvm_fusion.kernels.attention.decode.rank import DecodeSizes, decode_seconds, rank
+from tvm_fusion.kernels.contraction.model import Operand
+from tvm_fusion.kernels.program.expr import constant, substitute
 
 from .cuda_on_cpu import compile_cubins
 from .decode_cases import Sizes, attention_of, int64

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tvm import tirx
 
-from tvm_fusion.kernels.expr import constant
+from tvm_fusion.kernels.program.expr import constant
 
 from . import attention_by_hand as forms
 from .attention_by_hand import Sizes, reference

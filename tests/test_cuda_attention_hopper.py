@@ -10,17 +10,17 @@ from tvm import tirx
 
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.attention_bounds import key_range
-from tvm_fusion.kernels.attention_program import analyze_attention
-from tvm_fusion.kernels.contraction_model import Axis, Operand
-from tvm_fusion.kernels.cuda.attention_hopper import (
+from tvm_fusion.kernels.attention.hopper.config import AttentionConfig, smem_bytes
+from tvm_fusion.kernels.attention.hopper.kernel import (
     attention_hopper_ranked,
     emit_attention_hopper,
 )
-from tvm_fusion.kernels.cuda.attention_hopper_config import AttentionConfig, smem_bytes
-from tvm_fusion.kernels.cuda.attention_hopper_match import split_match
-from tvm_fusion.kernels.cuda.attention_range import static_tiles
-from tvm_fusion.kernels.expr import constant
+from tvm_fusion.kernels.attention.hopper.match import split_match
+from tvm_fusion.kernels.attention.read.bounds import key_range
+from tvm_fusion.kernels.attention.read.program import analyze_attention
+from tvm_fusion.kernels.attention.tiled.range import static_tiles
+from tvm_fusion.kernels.contraction.model import Axis, Operand
+from tvm_fusion.kernels.program.expr import constant
 
 from . import attention_by_hand as forms
 from .attention_by_hand import Form, Sizes, attention, heads_first, reference

@@ -10,17 +10,17 @@ from tvm import tirx
 
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.attention_program import analyze_attention
-from tvm_fusion.kernels.contraction_model import Operand
-from tvm_fusion.kernels.cuda.attention_forms import attention_ranked, emit_attention
-from tvm_fusion.kernels.cuda.attention_hopper import attention_hopper_ranked
-from tvm_fusion.kernels.cuda.attention_mma import (
+from tvm_fusion.kernels.attention.forms import attention_ranked, emit_attention
+from tvm_fusion.kernels.attention.hopper.kernel import attention_hopper_ranked
+from tvm_fusion.kernels.attention.mma.config import Layout, SharedRows
+from tvm_fusion.kernels.attention.mma.kernel import (
     AttentionMmaConfig,
     attention_mma_ranked,
     emit_attention_mma,
 )
-from tvm_fusion.kernels.cuda.attention_mma_config import Layout, SharedRows
-from tvm_fusion.kernels.expr import constant
+from tvm_fusion.kernels.attention.read.program import analyze_attention
+from tvm_fusion.kernels.contraction.model import Operand
+from tvm_fusion.kernels.program.expr import constant
 
 from . import attention_by_hand as forms
 from . import decode_cases

@@ -8,8 +8,11 @@ import pytest
 
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.cuda.attention_hopper import attention_hopper_ranked, emit_attention_hopper
-from tvm_fusion.kernels.cuda.attention_hopper_config import AttentionConfig
+from tvm_fusion.kernels.attention.hopper.config import AttentionConfig
+from tvm_fusion.kernels.attention.hopper.kernel import (
+    attention_hopper_ranked,
+    emit_attention_hopper,
+)
 
 from . import attention_by_hand as forms
 from .attention_by_hand import Form, Sizes, attention, heads_first, reference

@@ -12,13 +12,13 @@ from tvm.relax import op
 import tvm_fusion
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.cuda.column import ColumnConfig, column_configs, emit_column
-from tvm_fusion.kernels.cuda.column_config import Form
-from tvm_fusion.kernels.cuda.column_lanes import find_inner, lanes_along_columns
-from tvm_fusion.kernels.cuda.column_rank import estimated_seconds
-from tvm_fusion.kernels.cuda.row import RowConfig, emit_row
-from tvm_fusion.kernels.narrow import narrow_indices
-from tvm_fusion.kernels.program import analyze
+from tvm_fusion.kernels.column.config import Form
+from tvm_fusion.kernels.column.kernel import ColumnConfig, column_configs, emit_column
+from tvm_fusion.kernels.column.lanes import find_inner, lanes_along_columns
+from tvm_fusion.kernels.column.rank import estimated_seconds
+from tvm_fusion.kernels.program.narrow import narrow_indices
+from tvm_fusion.kernels.program.program import analyze
+from tvm_fusion.kernels.row.kernel import RowConfig, emit_row
 
 from .cuda_on_cpu import compile_cubins, run_cuda_on_cpu
 from .graphs import module, plan_of

@@ -5,9 +5,9 @@ import pytest
 from tvm.relax import op
 
 from tvm_fusion.config import load_profile
-from tvm_fusion.kernels.cuda.column import ColumnConfig, column_configs, emit_column
-from tvm_fusion.kernels.cuda.column_config import Form
-from tvm_fusion.kernels.program import analyze
+from tvm_fusion.kernels.column.config import Form
+from tvm_fusion.kernels.column.kernel import ColumnConfig, column_configs, emit_column
+from tvm_fusion.kernels.program.program import analyze
 
 from .cuda_on_cpu import run_cuda_on_cpu
 from .kernel_cases import assert_close, fuse, outputs_of

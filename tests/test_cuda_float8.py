@@ -7,9 +7,9 @@ from tvm import relax
 from tvm.relax import op
 
 from tvm_fusion.config import load_profile
-from tvm_fusion.kernels.cuda.pointwise import emit_pointwise, pointwise_config
-from tvm_fusion.kernels.cuda.row import emit_row, row_configs
-from tvm_fusion.kernels.program import analyze
+from tvm_fusion.kernels.pointwise.kernel import emit_pointwise, pointwise_config
+from tvm_fusion.kernels.program.program import analyze
+from tvm_fusion.kernels.row.kernel import emit_row, row_configs
 
 from .cuda_on_cpu import compile_cubins, cuda_source, run_cuda_on_cpu
 from .kernel_cases import fuse, numpy_dtype

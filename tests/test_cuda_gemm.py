@@ -10,9 +10,9 @@ from tvm.relax import op
 
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.contraction import analyze_contraction
-from tvm_fusion.kernels.cuda.gemm_hopper import emit_gemm_hopper, hopper_configs
-from tvm_fusion.kernels.cuda.gemm_simt import CONFIGS, emit_gemm_simt, simt_configs
+from tvm_fusion.kernels.contraction.reader import analyze_contraction
+from tvm_fusion.kernels.gemm.hopper.kernel import emit_gemm_hopper, hopper_configs
+from tvm_fusion.kernels.gemm.simt.kernel import CONFIGS, emit_gemm_simt, simt_configs
 
 from . import gemm_cases as graphs
 from .cuda_on_cpu import compile_cubins, cuda_source, run_cuda_on_cpu

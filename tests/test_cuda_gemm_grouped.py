@@ -9,10 +9,10 @@ from tvm.relax import op
 
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.contraction import analyze_contraction
-from tvm_fusion.kernels.cuda.gemm_forms import gemm_ranked
-from tvm_fusion.kernels.cuda.gemm_hopper import emit_gemm_hopper, hopper_configs
-from tvm_fusion.kernels.cuda.gemm_hopper_config import HopperConfig
+from tvm_fusion.kernels.contraction.reader import analyze_contraction
+from tvm_fusion.kernels.gemm.forms import gemm_ranked
+from tvm_fusion.kernels.gemm.hopper.config import HopperConfig
+from tvm_fusion.kernels.gemm.hopper.kernel import emit_gemm_hopper, hopper_configs
 
 from . import grouped_cases as graphs
 from .gemm_cases import FLOAT, HALF

@@ -9,10 +9,10 @@ from tvm.relax import op
 
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.contraction import analyze_contraction
-from tvm_fusion.kernels.cuda.gemm_hopper import emit_gemm_hopper, hopper_configs, hopper_ranked
-from tvm_fusion.kernels.cuda.gemm_hopper_plan import HopperConfig, make_plan
-from tvm_fusion.kernels.cuda.gemm_hopper_problem import read_problems
+from tvm_fusion.kernels.contraction.reader import analyze_contraction
+from tvm_fusion.kernels.gemm.hopper.kernel import emit_gemm_hopper, hopper_configs, hopper_ranked
+from tvm_fusion.kernels.gemm.hopper.plan import HopperConfig, make_plan
+from tvm_fusion.kernels.gemm.hopper.problem import read_problems
 
 from . import gemm_cases as graphs
 from .gemm_cases import FLOAT, HALF, TENSOR_CORE_CASES, case

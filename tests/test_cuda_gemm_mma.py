@@ -13,11 +13,11 @@ from tvm.script import tirx as T
 
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.contraction import analyze_contraction
-from tvm_fusion.kernels.cuda.gemm_mma import emit_gemm_mma
-from tvm_fusion.kernels.cuda.gemm_mma_plan import MmaConfig, Panel
-from tvm_fusion.kernels.cuda.gemm_mma_problem import Way, read_mma
-from tvm_fusion.kernels.cuda.gemm_mma_rank import TILES, mma_ranked
+from tvm_fusion.kernels.contraction.reader import analyze_contraction
+from tvm_fusion.kernels.gemm.mma.kernel import emit_gemm_mma
+from tvm_fusion.kernels.gemm.mma.plan import MmaConfig, Panel
+from tvm_fusion.kernels.gemm.mma.problem import Way, read_mma
+from tvm_fusion.kernels.gemm.mma.rank import TILES, mma_ranked
 
 from . import gemm_cases as graphs
 from .cuda_on_cpu import compile_cubins, cuda_source, run_cuda_on_cpu

@@ -8,20 +8,14 @@ from tvm import tirx
 
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.contraction import analyze_contraction
-from tvm_fusion.kernels.cuda.gemm_hopper import emit_gemm_hopper, hopper_configs
-from tvm_fusion.kernels.cuda.gemm_simt import emit_gemm_simt
+from tvm_fusion.kernels.contraction.reader import analyze_contraction
+from tvm_fusion.kernels.gemm.hopper.kernel import emit_gemm_hopper, hopper_configs
+from tvm_fusion.kernels.gemm.simt.kernel import emit_gemm_simt
 
 from .gemm_cases import HALF
 from .hopper_on_cpu import compile_hopper, run_hopper_on_cpu
 from .kernel_cases import TOLERANCE, fuse, outputs_of
-from .partial_cases import (
-    PARTIAL_CASES,
-    maxima,
-    residual_case,
-    residual_squares,
-    squares_of,
-)
+from .partial_cases import PARTIAL_CASES, maxima, residual_case, residual_squares, squares_of
 
 H200 = load_profile("nvidia_h200")
 TINY_H200 = dataclasses.replace(H200, num_sms=2)  # blocks of the small cases take several tiles

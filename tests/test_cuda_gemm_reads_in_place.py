@@ -8,11 +8,11 @@ from tvm import relax
 from tvm.relax import op
 
 from tvm_fusion.config import load_profile
-from tvm_fusion.kernels.contraction import analyze_contraction
-from tvm_fusion.kernels.cuda.gemm_hopper import emit_gemm_hopper
-from tvm_fusion.kernels.cuda.gemm_mma import emit_gemm_mma
-from tvm_fusion.kernels.cuda.gemm_simt import emit_gemm_simt
-from tvm_fusion.kernels.cuda.gemm_skinny import emit_gemm_skinny
+from tvm_fusion.kernels.contraction.reader import analyze_contraction
+from tvm_fusion.kernels.gemm.hopper.kernel import emit_gemm_hopper
+from tvm_fusion.kernels.gemm.mma.kernel import emit_gemm_mma
+from tvm_fusion.kernels.gemm.simt.kernel import emit_gemm_simt
+from tvm_fusion.kernels.gemm.skinny.kernel import emit_gemm_skinny
 
 from . import gemm_cases as graphs
 from .cuda_on_cpu import run_cuda_on_cpu

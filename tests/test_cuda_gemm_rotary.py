@@ -9,13 +9,13 @@ from tvm.relax import op
 
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.contraction import analyze_contraction
-from tvm_fusion.kernels.cuda.gemm_hopper import emit_gemm_hopper, hopper_configs
-from tvm_fusion.kernels.cuda.gemm_mma import emit_gemm_mma
-from tvm_fusion.kernels.cuda.gemm_mma_plan import MmaConfig
-from tvm_fusion.kernels.cuda.gemm_simt import SimtConfig, emit_gemm_simt
-from tvm_fusion.kernels.cuda.gemm_skinny import emit_gemm_skinny
-from tvm_fusion.kernels.cuda.gemm_skinny_rank import skinny_ranked
+from tvm_fusion.kernels.contraction.reader import analyze_contraction
+from tvm_fusion.kernels.gemm.hopper.kernel import emit_gemm_hopper, hopper_configs
+from tvm_fusion.kernels.gemm.mma.kernel import emit_gemm_mma
+from tvm_fusion.kernels.gemm.mma.plan import MmaConfig
+from tvm_fusion.kernels.gemm.simt.kernel import SimtConfig, emit_gemm_simt
+from tvm_fusion.kernels.gemm.skinny.kernel import emit_gemm_skinny
+from tvm_fusion.kernels.gemm.skinny.rank import skinny_ranked
 
 from .cuda_on_cpu import run_cuda_on_cpu
 from .gemm_cases import FLOAT, HALF

@@ -13,11 +13,11 @@ from tvm.relax import op
 
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.contraction import analyze_contraction
-from tvm_fusion.kernels.cuda.gemm_skinny import emit_gemm_skinny
-from tvm_fusion.kernels.cuda.gemm_skinny_bits import Field, field_of, linear_of
-from tvm_fusion.kernels.cuda.gemm_skinny_config import SkinnyConfig
-from tvm_fusion.kernels.cuda.gemm_skinny_rank import skinny_ranked
+from tvm_fusion.kernels.contraction.reader import analyze_contraction
+from tvm_fusion.kernels.gemm.skinny.bits import Field, field_of, linear_of
+from tvm_fusion.kernels.gemm.skinny.config import SkinnyConfig
+from tvm_fusion.kernels.gemm.skinny.kernel import emit_gemm_skinny
+from tvm_fusion.kernels.gemm.skinny.rank import skinny_ranked
 
 from . import gemm_cases as graphs
 from .cuda_on_cpu import compile_cubins, cuda_source, run_cuda_on_cpu

@@ -9,11 +9,11 @@ import torch
 import tvm
 from tvm import relax
 
-from tvm_fusion.compiler import compile, explain
+from tvm_fusion.compilation.compiler import compile, explain
 from tvm_fusion.errors import ConfigError, InputError, TargetError
-from tvm_fusion.runtime.build import build
-from tvm_fusion.runtime.cuda_graph_rules import CudaGraphOptions, refusal_of_executable
-from tvm_fusion.runtime.module import CompiledModule
+from tvm_fusion.runtime.build.build import build
+from tvm_fusion.runtime.calls.compiled_module import CompiledModule
+from tvm_fusion.runtime.graphs.capture_rules import CudaGraphOptions, refusal_of_executable
 
 from .fake_cuda_graph import captured_on_cpu
 from .runtime_cases import (

@@ -9,26 +9,21 @@ import pytest
 from tvm import relax
 from tvm.relax import op
 
-from tvm_fusion.compiler import Job
+from tvm_fusion.compilation.compiler import Job
 from tvm_fusion.config import load_policy, load_profile, resolve_target
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.cuda.column import column_configs, emit_column
-from tvm_fusion.kernels.cuda.row import RowConfig, emit_row, row_configs
-from tvm_fusion.kernels.cuda.row_config import Form
-from tvm_fusion.kernels.cuda.row_mixed import emit_mixed, mixed_configs
-from tvm_fusion.kernels.narrow import narrow_indices
-from tvm_fusion.kernels.program import ReduceKind, analyze
+from tvm_fusion.kernels.column.kernel import column_configs, emit_column
+from tvm_fusion.kernels.program.narrow import narrow_indices
+from tvm_fusion.kernels.program.program import ReduceKind, analyze
+from tvm_fusion.kernels.row.config import Form
+from tvm_fusion.kernels.row.kernel import RowConfig, emit_row, row_configs
+from tvm_fusion.kernels.row.mixed import emit_mixed, mixed_configs
 
 from .cuda_on_cpu import compile_cubins, cuda_source, run_cuda_on_cpu
 from .graphs import module, plan_of
 from .kernel_cases import Case, fuse, outputs_of
 from .kernel_checks import assert_right
-from .mixed_cases import (
-    fused_layer_norm,
-    fused_rms_norm,
-    layer_norm_backward,
-    layer_norm_inputs,
-)
+from .mixed_cases import fused_layer_norm, fused_rms_norm, layer_norm_backward, layer_norm_inputs
 
 H200, A100 = load_profile("nvidia_h200"), load_profile("nvidia_a100")
 

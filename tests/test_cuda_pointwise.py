@@ -13,24 +13,16 @@ from tvm.script import tirx as T
 
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.cuda.pointwise import (
+from tvm_fusion.kernels.pointwise.kernel import (
     PointwiseConfig,
     emit_pointwise,
     pointwise_config,
     pointwise_configs,
 )
-from tvm_fusion.kernels.program import analyze
+from tvm_fusion.kernels.program.program import analyze
 
 from .cuda_on_cpu import compile_cubins, cuda_source, run_cuda_on_cpu
-from .kernel_cases import (
-    Case,
-    assert_close,
-    chain,
-    fuse,
-    gelu_of,
-    rope,
-    rotate_half,
-)
+from .kernel_cases import Case, assert_close, chain, fuse, gelu_of, rope, rotate_half
 from .kernel_checks import assert_right
 
 H200 = load_profile("nvidia_h200")

@@ -10,9 +10,9 @@ from tvm.script import tirx as T
 
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.cuda.row import RowConfig, emit_row, row_configs
-from tvm_fusion.kernels.cuda.row_config import Form
-from tvm_fusion.kernels.program import analyze
+from tvm_fusion.kernels.program.program import analyze
+from tvm_fusion.kernels.row.config import Form
+from tvm_fusion.kernels.row.kernel import RowConfig, emit_row, row_configs
 
 from .cuda_on_cpu import compile_cubins, cuda_source, run_cuda_on_cpu
 from .kernel_cases import (

@@ -16,19 +16,19 @@ from tvm_fusion.bench import workloads
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.base import GroupView, RefusalCode
-from tvm_fusion.kernels.cuda.pointwise import emit_pointwise
-from tvm_fusion.kernels.cuda.transpose import (
+from tvm_fusion.kernels.pointwise.kernel import emit_pointwise
+from tvm_fusion.kernels.program.expr import bytes_of
+from tvm_fusion.kernels.program.program import analyze
+from tvm_fusion.kernels.registry import kernel_class
+from tvm_fusion.kernels.transpose.kernel import (
     DirectConfig,
     TransposeConfig,
     emit_transpose,
     transpose_configs,
     wants_tiles,
 )
-from tvm_fusion.kernels.cuda.transpose_layout import Layout, bank_conflict
-from tvm_fusion.kernels.cuda.transpose_plan import staged_elements
-from tvm_fusion.kernels.expr import bytes_of
-from tvm_fusion.kernels.program import analyze
-from tvm_fusion.kernels.registry import kernel_class
+from tvm_fusion.kernels.transpose.layout import Layout, bank_conflict
+from tvm_fusion.kernels.transpose.plan import staged_elements
 
 from .cuda_on_cpu import compile_cubins, cuda_source, lower, run_cuda_on_cpu
 from .graphs import module, plan_of

@@ -6,10 +6,10 @@ from tvm.relax import op
 
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.cuda.combs import combs
-from tvm_fusion.kernels.cuda.pointwise import emit_pointwise
-from tvm_fusion.kernels.cuda.pointwise_configs import pointwise_configs
-from tvm_fusion.kernels.program import analyze
+from tvm_fusion.kernels.gpu.combs import combs
+from tvm_fusion.kernels.pointwise.configs import pointwise_configs
+from tvm_fusion.kernels.pointwise.kernel import emit_pointwise
+from tvm_fusion.kernels.program.program import analyze
 
 from .cuda_on_cpu import run_cuda_on_cpu
 from .graphs import module, plan_of

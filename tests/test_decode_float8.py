@@ -11,7 +11,7 @@ from tvm.relax import op
 import tvm_fusion
 from tvm_fusion.bench.instance import Apply
 from tvm_fusion.transform import Fuse
-from tvm_fusion.transform.decode_float8 import DecodeFloat8
+from tvm_fusion.transform.lower.decode_float8 import DecodeFloat8
 
 from .graphs import module
 

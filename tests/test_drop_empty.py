@@ -8,7 +8,7 @@ from tvm.relax import op
 
 import tvm_fusion
 from tvm_fusion.errors import InputError
-from tvm_fusion.transform.drop_empty import DropEmpty
+from tvm_fusion.transform.lower.drop_empty import DropEmpty
 
 CASES = {
     "rows": (lambda x: op.exp(op.add(x, x)), [(0, 8)]),

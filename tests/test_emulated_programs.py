@@ -13,10 +13,10 @@ from tests.emulated_programs import (
     emulated_together,
     explained,
 )
-from tvm_fusion.fuzz.judge import REFUSED, RIGHT, WRONG
-from tvm_fusion.fuzz.program import Input, Program, Statement
-from tvm_fusion.kernels.cuda.column_config import WARP, ColumnConfig
-from tvm_fusion.kernels.cuda.column_exchange import LaneExchange
+from tvm_fusion.fuzz.torch_program import Input, Program, Statement
+from tvm_fusion.fuzz.verdict import REFUSED, RIGHT, WRONG
+from tvm_fusion.kernels.column.config import WARP, ColumnConfig
+from tvm_fusion.kernels.column.exchange import LaneExchange
 
 
 def assert_right(outcomes):

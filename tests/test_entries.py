@@ -21,6 +21,8 @@ import tvm_fusion
 from tvm_fusion import cli
 from tvm_fusion.check import compiled as check_module
 from tvm_fusion.check.other_kernels import OtherKernels
+from tvm_fusion.compilation.job import Job
+from tvm_fusion.compilation.jobs import Jobs
 from tvm_fusion.errors import (
     BuildError,
     FrontendError,
@@ -30,19 +32,17 @@ from tvm_fusion.errors import (
     VerificationError,
 )
 from tvm_fusion.frontends import load
-from tvm_fusion.job import Job
-from tvm_fusion.jobs import Jobs
 from tvm_fusion.plan.plan import UNWRITTEN
-from tvm_fusion.runtime import kernels_ahead
-from tvm_fusion.runtime.cubin_cache import Compiling
-from tvm_fusion.runtime.cuda_compiler import Compiler, kernel_names
-from tvm_fusion.runtime.functions import CompiledFunctions
-from tvm_fusion.runtime.launches import call_sites
-from tvm_fusion.runtime.module import CompiledModule
-from tvm_fusion.runtime.signature import Signature
-from tvm_fusion.transform.entries import entry_alone, entry_functions, inlined, joined
-from tvm_fusion.transform.function_apart import renamed
-from tvm_fusion.transform.write_kernels import KernelWriter
+from tvm_fusion.runtime.build import kernels_ahead
+from tvm_fusion.runtime.build.cubin_cache import Compiling
+from tvm_fusion.runtime.build.cuda_compiler import Compiler, kernel_names
+from tvm_fusion.runtime.calls.compiled_functions import CompiledFunctions
+from tvm_fusion.runtime.calls.compiled_module import CompiledModule
+from tvm_fusion.runtime.calls.launch_count import call_sites
+from tvm_fusion.runtime.calls.signature import Signature
+from tvm_fusion.transform.apply.write_kernels import KernelWriter
+from tvm_fusion.transform.functions.entries import entry_alone, entry_functions, inlined, joined
+from tvm_fusion.transform.functions.function_apart import renamed
 
 from .pipelines import llm
 from .pipelines.modules import cases
@@ -506,8 +506,8 @@ def test_calls_of_all_functions_wait_for_each_other(several):
 SCRIPT = """
 import sys
 import numpy as np
-from tvm_fusion.runtime.module import CompiledModule
-from tvm_fusion.runtime.signature import Signature
+from tvm_fusion.runtime.calls.compiled_module import CompiledModule
+from tvm_fusion.runtime.calls.signature import Signature
 
 compiled = CompiledModule.load(sys.argv[1])
 given = np.load(sys.argv[2])

@@ -9,10 +9,10 @@ from tvm import relax, tirx
 from tvm.relax import op
 
 from tvm_fusion.config import load_profile
-from tvm_fusion.kernels.cuda.row import emit_row, row_configs
-from tvm_fusion.kernels.program import analyze
-from tvm_fusion.runtime.cuda_compiler import find_compiler
-from tvm_fusion.runtime.exact_doubles import with_exact_doubles
+from tvm_fusion.kernels.program.program import analyze
+from tvm_fusion.kernels.row.kernel import emit_row, row_configs
+from tvm_fusion.runtime.build.cuda_compiler import find_compiler
+from tvm_fusion.runtime.build.exact_doubles import with_exact_doubles
 
 from .cuda_on_cpu import cuda_source, run_cuda_on_cpu
 from .kernel_cases import fuse

@@ -8,8 +8,8 @@ from tvm.relax import op
 import tvm_fusion
 from tvm_fusion.check.plain import plain_build, plain_module
 from tvm_fusion.check.reference import runner
+from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, load_profile, resolve_target
-from tvm_fusion.job import Job
 
 from .graphs import module
 from .module_on_cpu import EmulatedModule

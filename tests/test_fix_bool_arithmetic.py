@@ -8,7 +8,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 from tests.models import run_unfused
-from tvm_fusion.transform.fix_bool_arithmetic import FixBoolArithmetic
+from tvm_fusion.transform.lower.fix_bool_arithmetic import FixBoolArithmetic
 
 A = np.array([[0, 0, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1]], "bool")
 B = np.array([[0, 1, 0, 1], [0, 1, 0, 1], [0, 1, 1, 1]], "bool")

@@ -14,14 +14,14 @@ from tvm.relax import op
 import tvm_fusion
 from tvm_fusion.config import load_policy, load_profile, resolve_target
 from tvm_fusion.ir.graph import build_graph
-from tvm_fusion.kernels.contraction import analyze_contraction
-from tvm_fusion.kernels.cuda.gemm_hopper import emit_gemm_hopper
-from tvm_fusion.plan.search import search
-from tvm_fusion.transform.constant_weights import scaled_weight
+from tvm_fusion.kernels.contraction.reader import analyze_contraction
+from tvm_fusion.kernels.gemm.hopper.kernel import emit_gemm_hopper
+from tvm_fusion.plan.search.search import search
+from tvm_fusion.transform.apply.materialize import materialize
 from tvm_fusion.transform.decompose import Decompose
-from tvm_fusion.transform.fold_factors import FoldFactors
-from tvm_fusion.transform.lower import lower
-from tvm_fusion.transform.materialize import materialize
+from tvm_fusion.transform.lower.lower import lower
+from tvm_fusion.transform.rewrites.constant_weights import scaled_weight
+from tvm_fusion.transform.rewrites.fold_factors import FoldFactors
 
 from .decompose_tools import calls, operators
 from .graphs import module

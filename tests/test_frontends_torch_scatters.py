@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tvm_fusion.fuzz.judge import RIGHT
-from tvm_fusion.fuzz.program import Input, Program, Statement
+from tvm_fusion.fuzz.torch_program import Input, Program, Statement
+from tvm_fusion.fuzz.verdict import RIGHT
 
 from .emulated_programs import emulated
 from .frontend_tools import check

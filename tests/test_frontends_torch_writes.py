@@ -11,10 +11,10 @@ from tests.frontend_tools import Function, assert_close, check, operators
 from tests.models import run_unfused
 from tvm_fusion.errors import FrontendError
 from tvm_fusion.frontends import load
-from tvm_fusion.fuzz.judge import RIGHT
-from tvm_fusion.fuzz.program import Input, Program, Statement
+from tvm_fusion.fuzz.torch_program import Input, Program, Statement
+from tvm_fusion.fuzz.verdict import RIGHT
 from tvm_fusion.ir.graph import OpKind, build_graph
-from tvm_fusion.transform.lower import lower
+from tvm_fusion.transform.lower.lower import lower
 
 from .emulated_programs import emulated
 from .runtime_cases import LLVM

@@ -14,12 +14,12 @@ import pytest
 
 from tvm_fusion.config import load_policy, load_profile, policy_names
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.contraction import analyze_contraction
-from tvm_fusion.kernels.cuda.gemm_cost import gemm_time
-from tvm_fusion.kernels.cuda.gemm_forms import FORMS, emit_gemm, form_of, gemm_ranked
-from tvm_fusion.kernels.cuda.gemm_hopper import hopper_ranked
-from tvm_fusion.kernels.cuda.gemm_hopper_configs import tile_of
-from tvm_fusion.kernels.cuda.gemm_work import GemmTile
+from tvm_fusion.kernels.contraction.reader import analyze_contraction
+from tvm_fusion.kernels.gemm.cost import gemm_time
+from tvm_fusion.kernels.gemm.forms import FORMS, emit_gemm, form_of, gemm_ranked
+from tvm_fusion.kernels.gemm.hopper.configs import tile_of
+from tvm_fusion.kernels.gemm.hopper.kernel import hopper_ranked
+from tvm_fusion.kernels.gemm.work import GemmTile
 
 from . import gemm_cases as graphs
 from .fit_gemm_cost import accuracy, kendall, load, load_layers, predicted_us, work_of

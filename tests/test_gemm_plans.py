@@ -6,7 +6,7 @@ from tvm.relax import op
 
 from tvm_fusion.config import load_policy
 from tvm_fusion.kernels.base import RefusalCode
-from tvm_fusion.plan.search import unfused_plan
+from tvm_fusion.plan.search.search import unfused_plan
 
 from . import gemm_cases as graphs
 from .graphs import module, plan_of

@@ -4,7 +4,7 @@ import pytest
 import torch
 import tvm
 
-from tvm_fusion.kernels.contraction import analyze_contraction
+from tvm_fusion.kernels.contraction.reader import analyze_contraction
 
 from .gpu.device_cases import CASES, int4, int4_weight
 from .kernel_cases import fuse

@@ -9,7 +9,8 @@ import pytest
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.kernels.base import Refusal
 from tvm_fusion.plan.legality import Evaluator
-from tvm_fusion.plan.moves import (
+from tvm_fusion.plan.order import topological
+from tvm_fusion.plan.search.moves import (
     copies_of,
     evaluate_merge,
     fusible,
@@ -17,8 +18,7 @@ from tvm_fusion.plan.moves import (
     merges_of,
     recomputes_of,
 )
-from tvm_fusion.plan.order import topological
-from tvm_fusion.plan.state import State
+from tvm_fusion.plan.search.search_state import State
 
 from .large_graphs import graph_of, random_dag
 

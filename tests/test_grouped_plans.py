@@ -5,10 +5,10 @@ import pytest
 from tvm import relax
 from tvm.relax import op
 
-from tvm_fusion.compiler import Job
+from tvm_fusion.compilation.compiler import Job
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.kernels.base import RefusalCode
-from tvm_fusion.plan.search import unfused_plan
+from tvm_fusion.plan.search.search import unfused_plan
 
 from . import grouped_cases as graphs
 from .cuda_on_cpu import run_cuda_on_cpu

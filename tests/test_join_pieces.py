@@ -15,10 +15,10 @@ from tests.graphs import module
 from tests.models import run_unfused
 from tvm_fusion.frontends import load
 from tvm_fusion.frontends.cleanup import cleaned
-from tvm_fusion.fuzz.judge import RIGHT
-from tvm_fusion.fuzz.program import Input, Program, Statement
-from tvm_fusion.transform.join_pieces import JoinPieces
-from tvm_fusion.transform.long_concats import MANY, concatenate_many
+from tvm_fusion.fuzz.torch_program import Input, Program, Statement
+from tvm_fusion.fuzz.verdict import RIGHT
+from tvm_fusion.transform.lower.long_concats import MANY, concatenate_many
+from tvm_fusion.transform.rewrites.join_pieces import JoinPieces
 
 N = MANY + 1
 

@@ -9,21 +9,22 @@ import tvm
 import tvm_ffi
 from tvm import relax, tirx
 
-from tvm_fusion import cache_key, kernel_cache
+from tvm_fusion.compilation import cache_key
+from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.job import Job
 from tvm_fusion.kernels import registry
-from tvm_fusion.kernels.pointwise import Pointwise
-from tvm_fusion.runtime.cuda_compiler import Compiler, DeviceCode
-from tvm_fusion.runtime.kernel_code import kernel_code
-from tvm_fusion.runtime.kernels_ahead import KernelsAhead
-from tvm_fusion.transform import write_kernels
-from tvm_fusion.tuning import lookup
-from tvm_fusion.tuning.choices import DEFAULT, class_choices
-from tvm_fusion.tuning.joint import Sent
-from tvm_fusion.tuning.tasks import tasks_of
-from tvm_fusion.tuning.trial_record import Trial
+from tvm_fusion.kernels.pointwise.kernel_class import Pointwise
+from tvm_fusion.runtime.build import kernel_cache
+from tvm_fusion.runtime.build.cuda_compiler import Compiler, DeviceCode
+from tvm_fusion.runtime.build.kernel_code import kernel_code
+from tvm_fusion.runtime.build.kernels_ahead import KernelsAhead
+from tvm_fusion.transform.apply import write_kernels
+from tvm_fusion.tuning.measure.trial_record import Trial
+from tvm_fusion.tuning.session import lookup
+from tvm_fusion.tuning.session.choices import DEFAULT, class_choices
+from tvm_fusion.tuning.session.joint import Sent
+from tvm_fusion.tuning.session.tasks import tasks_of
 
 TARGET, H200 = resolve_target("nvidia_h200")
 POLICY = load_policy({"probe": "off"})

@@ -16,10 +16,10 @@ import tvm_fusion
 from tests.helpers_tir import UNOPTIMISED
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.ir.graph import build_graph
-from tvm_fusion.plan.decide import decide
-from tvm_fusion.plan.layout_changes import layout_changes, with_layout_reasons
-from tvm_fusion.transform.layout import CancelLayouts
-from tvm_fusion.transform.lower import lower
+from tvm_fusion.plan.decide.decide import decide
+from tvm_fusion.plan.explain.layout_changes import layout_changes, with_layout_reasons
+from tvm_fusion.transform.lower.lower import lower
+from tvm_fusion.transform.rewrites.cancel_layouts import CancelLayouts
 
 LAYOUTS = ("permute_dims", "reshape", "expand_dims", "squeeze", "flatten", "broadcast_to")
 BASE = (2, 3, 4, 6)  # the first axis may be symbolic

@@ -7,7 +7,7 @@ import tvm
 from tvm import relax
 from tvm.relax import op
 
-from tvm_fusion.transform.lean_constants import exact_half, progression
+from tvm_fusion.transform.rewrites.lean_constants import exact_half, progression
 
 from .graphs import module, plan_of
 from .helpers_tir import UNOPTIMISED

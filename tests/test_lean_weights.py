@@ -10,14 +10,14 @@ from tvm.relax import op
 
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.ir.graph import build_graph
-from tvm_fusion.kernels.contraction import analyze_contraction
-from tvm_fusion.kernels.cuda.gemm_hopper import emit_gemm_hopper
-from tvm_fusion.plan.search import search
-from tvm_fusion.transform.hidden_weights import BindWeights
-from tvm_fusion.transform.lean_weights import LeanWeights, Storage, padded, storage
-from tvm_fusion.transform.lower import lower
-from tvm_fusion.transform.materialize import materialize
-from tvm_fusion.transform.packed_weights import PackedWeights
+from tvm_fusion.kernels.contraction.reader import analyze_contraction
+from tvm_fusion.kernels.gemm.hopper.kernel import emit_gemm_hopper
+from tvm_fusion.plan.search.search import search
+from tvm_fusion.transform.apply.materialize import materialize
+from tvm_fusion.transform.lower.lower import lower
+from tvm_fusion.transform.rewrites.hidden_weights import BindWeights
+from tvm_fusion.transform.rewrites.lean_weights import LeanWeights, Storage, padded, storage
+from tvm_fusion.transform.rewrites.packed_weights import PackedWeights
 
 from .graphs import module
 from .helpers_tir import UNOPTIMISED

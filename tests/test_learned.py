@@ -15,13 +15,14 @@ import pytest
 from tests.counting import calls_of
 from tests.learned_cases import BYTES, CLASSES, a_query, some_rows, true_us, with_bytes
 from tvm_fusion.bench.random_graphs import graph_of, module_of
+from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, load_profile, profile_file
-from tvm_fusion.cost import learned, refit, training
-from tvm_fusion.cost.conformal import Intervals, quantile
-from tvm_fusion.cost.features import BYTE_FEATURES, FEATURES, features_of
-from tvm_fusion.cost.learned import Residual, load_residual, unused_residual
-from tvm_fusion.cost.rows import rows_of, view_of
-from tvm_fusion.cost.samples import (
+from tvm_fusion.cost.learned import learned, refit, training
+from tvm_fusion.cost.learned.conformal import Intervals, quantile
+from tvm_fusion.cost.learned.features import BYTE_FEATURES, FEATURES, features_of
+from tvm_fusion.cost.learned.launch_numbers import query_of, work_of
+from tvm_fusion.cost.learned.learned import Residual, load_residual, unused_residual
+from tvm_fusion.cost.learned.samples import (
     HELD_OUT,
     Sample,
     SampleSet,
@@ -29,14 +30,13 @@ from tvm_fusion.cost.samples import (
     read_samples,
     write_samples,
 )
-from tvm_fusion.cost.trees import Trees, from_booster
-from tvm_fusion.cost.work import query_of, work_of
+from tvm_fusion.cost.learned.training_rows import rows_of, view_of
+from tvm_fusion.cost.learned.trees import Trees, from_booster
 from tvm_fusion.errors import InputError
-from tvm_fusion.job import Job
 from tvm_fusion.plan.plan import FusionPlan
-from tvm_fusion.plan.search import search, unfused_plan
+from tvm_fusion.plan.search.search import search, unfused_plan
 from tvm_fusion.report.assemble import planned_report
-from tvm_fusion.transform.materialize import group_views
+from tvm_fusion.transform.apply.materialize import group_views
 
 HW = load_profile("h200")
 POLICY = load_policy()

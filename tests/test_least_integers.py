@@ -5,10 +5,10 @@ import pytest
 from tvm.relax import op
 
 from tvm_fusion.config import load_profile
-from tvm_fusion.kernels.cuda.row import emit_row, row_configs
-from tvm_fusion.kernels.program import analyze
-from tvm_fusion.runtime.cuda_compiler import find_compiler
-from tvm_fusion.runtime.least_integers import least_integers
+from tvm_fusion.kernels.program.program import analyze
+from tvm_fusion.kernels.row.kernel import emit_row, row_configs
+from tvm_fusion.runtime.build.cuda_compiler import find_compiler
+from tvm_fusion.runtime.build.least_integers import least_integers
 
 from .cuda_on_cpu import cuda_source, run_cuda_on_cpu
 from .kernel_cases import fuse

@@ -8,10 +8,10 @@ import torch
 import tvm
 
 from tests.machine_programs import KINDS, TARGETS, judged
+from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_profile
-from tvm_fusion.job import Job
 from tvm_fusion.kernels.cpu.machine import machine_of
-from tvm_fusion.runtime.build import build
+from tvm_fusion.runtime.build.build import build
 
 NARROW = ("x86-64", "nehalem", "sandybridge", "haswell")
 OTHERS = ("skylake-avx512", "sapphirerapids", "neoverse-n1")

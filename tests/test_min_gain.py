@@ -9,9 +9,9 @@ from tests.graphs import module, plan_of
 from tvm_fusion.config import load_policy
 from tvm_fusion.errors import ConfigError
 from tvm_fusion.kernels.base import RefusalCode
-from tvm_fusion.plan.caution import Caution, Ratio, Timed
-from tvm_fusion.plan.decide import decide, judge, times_apart
-from tvm_fusion.plan.search import search, unfused_plan
+from tvm_fusion.plan.decide.caution import Caution, Ratio, Timed
+from tvm_fusion.plan.decide.decide import decide, judge, times_apart
+from tvm_fusion.plan.search.search import search, unfused_plan
 from tvm_fusion.report.flip import flip
 
 BIG = ((4096, 4096), "float32")

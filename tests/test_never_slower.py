@@ -27,20 +27,27 @@ from tvm_fusion.check.sequential import (
     paired,
     settle,
 )
-from tvm_fusion.compiler import Job
+from tvm_fusion.compilation.compiler import Job
 from tvm_fusion.config import load_policy, load_profile, profile_file
-from tvm_fusion.cost.learned import Residual
-from tvm_fusion.cost.samples import read_samples
+from tvm_fusion.cost.learned.learned import Residual
+from tvm_fusion.cost.learned.samples import read_samples
 from tvm_fusion.errors import BuildError, PlanError
 from tvm_fusion.kernels.base import RefusalCode
-from tvm_fusion.plan.caution import Caution, Timed, Verdict, ratio_of
-from tvm_fusion.plan.decide import caution_of, decide, hopeful_plan, judge, times_apart, without
+from tvm_fusion.plan.decide.caution import Caution, Timed, Verdict, ratio_of
+from tvm_fusion.plan.decide.decide import (
+    caution_of,
+    decide,
+    hopeful_plan,
+    judge,
+    times_apart,
+    without,
+)
+from tvm_fusion.plan.decide.joint_interval import measured_whole
 from tvm_fusion.plan.differ import clusters, exchanged, in_order, regions
-from tvm_fusion.plan.judge import measured_whole
 from tvm_fusion.plan.plan import Evidence, FusionPlan, PlannedGroup
-from tvm_fusion.plan.search import unfused_plan
+from tvm_fusion.plan.search.search import unfused_plan
 from tvm_fusion.report.flip import flip
-from tvm_fusion.transform.region_module import region_module
+from tvm_fusion.transform.apply.region_module import region_module
 
 F32 = "float32"
 SMALL = ((64, 48), F32)
@@ -301,7 +308,7 @@ def test_plans_that_agree_have_no_region():
 
 def test_a_region_by_itself_computes_the_same_either_way():
     from tvm_fusion.check.inputs import random_inputs
-    from tvm_fusion.runtime.plan_runner import PlanRunner
+    from tvm_fusion.check.plan_runner import PlanRunner
 
     job = Job.of(module(viewed, SMALL, ((48, 64), F32)), "llvm", "aggressive", None, None, None)
     (region,) = regions(job.graph, job.alone, job.plan)
@@ -776,7 +783,7 @@ def test_doubts_are_settled_by_default_on_the_cpu_of_this_machine_where_it_is_ch
     monkeypatch, target, verify, changes, budget_s
 ):
     known, budgets = replace(load_profile("llvm_cpu"), host="this CPU"), []
-    monkeypatch.setattr("tvm_fusion._targets.host_profile", lambda: known)
+    monkeypatch.setattr("tvm_fusion.config.targets.host_profile", lambda: known)
     monkeypatch.setattr(Job, "contest", lambda job, budget: budgets.append(budget.seconds))
     mod = module(lambda bb, x: op.exp(bb.emit(op.add(x, x))), SMALL)
     policy = {**doubtful(), **changes}

@@ -6,11 +6,11 @@ from tvm import relax, tirx
 from tvm.relax import op
 
 from tvm_fusion.check.plain import plain_module
+from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, load_profile
-from tvm_fusion.job import Job
-from tvm_fusion.runtime.plain_schedule import calls_host
-from tvm_fusion.transform.lower import lower
-from tvm_fusion.transform.open_medians import OpenMedians
+from tvm_fusion.runtime.build.plain_schedule import calls_host
+from tvm_fusion.transform.lower.lower import lower
+from tvm_fusion.transform.lower.open_medians import OpenMedians
 
 from .graphs import module
 from .module_on_cpu import EmulatedModule

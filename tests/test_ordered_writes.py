@@ -10,10 +10,10 @@ from tvm.script import tirx as T
 
 import tvm_fusion
 from tvm_fusion.check.plain import plain_module
-from tvm_fusion.runtime.pipeline import ScheduleLeftovers
-from tvm_fusion.runtime.plain_schedule import PLAIN_ATTR
-from tvm_fusion.transform.lower import lower
-from tvm_fusion.transform.ordered_writes import OrderedWrites, meeting_loops
+from tvm_fusion.runtime.build.lowering import ScheduleLeftovers
+from tvm_fusion.runtime.build.plain_schedule import PLAIN_ATTR
+from tvm_fusion.transform.lower.lower import lower
+from tvm_fusion.transform.lower.ordered_writes import OrderedWrites, meeting_loops
 
 from .graphs import module
 

@@ -13,8 +13,8 @@ from tvm_fusion.check.other_kernels import MOST_CONFIGURATIONS, OtherKernels
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.kernels.base import Fit, RefusalCode, write_on_cpu
 from tvm_fusion.kernels.registry import register, unregister
-from tvm_fusion.kernels.row import Row
-from tvm_fusion.tuning.choices import ranked_configs, text_of
+from tvm_fusion.kernels.row.kernel_class import Row
+from tvm_fusion.tuning.session.choices import ranked_configs, text_of
 
 from .kernel_cases import fuse
 from .planted import mutated

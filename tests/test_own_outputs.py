@@ -10,7 +10,7 @@ from tvm import relax
 from tvm.relax import op
 
 import tvm_fusion
-from tvm_fusion.runtime.module import CompiledModule
+from tvm_fusion.runtime.calls.compiled_module import CompiledModule
 
 F32 = "float32"
 
@@ -138,7 +138,7 @@ def test_branches_lend_nothing():
     with bb.function("main", [x, flag]):
         out = bb.emit(relax.If(flag, relax.SeqExpr([], x), relax.SeqExpr([], x)))
         bb.emit_func_output(out)
-    from tvm_fusion.runtime.build import build
+    from tvm_fusion.runtime.build.build import build
 
     built = build(bb.get(), tvm.target.Target("llvm"))
     assert built.own == (False,)

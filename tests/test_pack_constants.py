@@ -8,13 +8,17 @@ from tvm import relax
 from tvm.relax import op
 
 import tvm_fusion
+from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, resolve_target
-from tvm_fusion.job import Job
+from tvm_fusion.kernels.cpu.contraction.panels import PANELS_ATTR, Panels, mark_constants
 from tvm_fusion.kernels.cpu.machine import machine_of
-from tvm_fusion.kernels.cpu.panels import PANELS_ATTR, Panels, mark_constants
 from tvm_fusion.kernels.cpu.write import write_cpu
-from tvm_fusion.transform.pack_constants import PackConstants, constant_arguments, wanted_panels
-from tvm_fusion.transform.write_kernels import write_kernels
+from tvm_fusion.transform.apply.pack_constants import (
+    PackConstants,
+    constant_arguments,
+    wanted_panels,
+)
+from tvm_fusion.transform.apply.write_kernels import write_kernels
 
 from .graphs import module
 from .helpers_tir import call, compile_cpu, poisoned
@@ -200,7 +204,7 @@ def test_weights_that_are_parameters_stay_parameters():
 def written(mod):
     """A module with kernels that want panels, before they have them."""
     job = job_of(mod)
-    from tvm_fusion.transform.materialize import materialize
+    from tvm_fusion.transform.apply.materialize import materialize
 
     materialized = materialize(job.low, job.graph, job.plan)
     classes = {name: g.kernel_class for name, g in materialized.groups.items()}

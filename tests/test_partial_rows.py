@@ -12,12 +12,12 @@ from tvm.relax import op
 
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.ir.graph import build_graph
-from tvm_fusion.plan.search import search
+from tvm_fusion.plan.search.search import search
+from tvm_fusion.transform.apply.materialize import materialize
+from tvm_fusion.transform.apply.write_kernels import write_kernels
 from tvm_fusion.transform.decompose import Decompose
-from tvm_fusion.transform.lower import lower
-from tvm_fusion.transform.materialize import materialize
-from tvm_fusion.transform.partial_rows import PartialRows, run_width
-from tvm_fusion.transform.write_kernels import write_kernels
+from tvm_fusion.transform.lower.lower import lower
+from tvm_fusion.transform.rewrites.partial_rows import PartialRows, run_width
 
 from .cuda_on_cpu import run_cuda_on_cpu
 from .decompose_tools import operators

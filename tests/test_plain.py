@@ -7,12 +7,12 @@ from tvm import relax
 from tvm.relax import op
 
 import tvm_fusion
-from tvm_fusion.check.bounds import Reference
+from tvm_fusion.check.allowance import Reference
 from tvm_fusion.check.inputs import random_inputs
 from tvm_fusion.check.plain import LLVM, plain_build, plain_module
 from tvm_fusion.check.reference import run_built
-from tvm_fusion.transform import lower
-from tvm_fusion.transform.scalar_where import legalize_where
+from tvm_fusion.transform.lower import lower
+from tvm_fusion.transform.lower.scalar_where import legalize_where
 
 from .graphs import module
 
@@ -88,7 +88,7 @@ def test_a_wrong_legalization_of_this_package_does_not_get_through(monkeypatch):
 
 def test_memory_is_planned_by_tvm(monkeypatch):
     """A memory plan that lets results share their storage would spoil both sides alike."""
-    from tvm_fusion.runtime import pipeline
+    from tvm_fusion.runtime.build import lowering as pipeline
 
     monkeypatch.setattr(pipeline, "PlanMemory", None)
     steps = pipeline.lowering_pipeline(tvm.target.Target("cuda"), plan_memory=False)

@@ -11,12 +11,12 @@ from tvm import relax
 from tvm.relax import op
 from tvm.script import tirx as T
 
+from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.frontends import load
-from tvm_fusion.job import Job
-from tvm_fusion.runtime.build import build
-from tvm_fusion.runtime.pipeline import ScheduleLeftovers
-from tvm_fusion.runtime.plain_schedule import (
+from tvm_fusion.runtime.build.build import build
+from tvm_fusion.runtime.build.lowering import ScheduleLeftovers
+from tvm_fusion.runtime.build.plain_schedule import (
     ONE_THREAD,
     OWN_THREADS,
     PER_ELEMENT,

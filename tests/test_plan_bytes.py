@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tvm_fusion.config import load_policy, load_profile
-from tvm_fusion.plan.search import search
+from tvm_fusion.plan.search.search import search
 
 from .large_graphs import graph_of, random_dag, transformer
 

@@ -15,9 +15,9 @@ from tvm_fusion.bench.plan_cases import POLICY, main
 from tvm_fusion.config import load_policy
 from tvm_fusion.cost.probe import Candidate, candidates_of, probe
 from tvm_fusion.kernels.base import RefusalCode
-from tvm_fusion.plan.launches import costed, total_us
-from tvm_fusion.plan.probing import guessed
-from tvm_fusion.runtime.launch_kernels import LaunchSpec, LaunchWriter
+from tvm_fusion.plan.decide.probing import guessed
+from tvm_fusion.plan.search.solution import costed, total_us
+from tvm_fusion.runtime.timing.launch_kernels import LaunchSpec, LaunchWriter
 
 FREE = ("view", "opaque")
 needs_nvcc = pytest.mark.usefixtures("nvcc")

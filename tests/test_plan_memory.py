@@ -8,10 +8,10 @@ import torch
 import tvm
 from tvm import relax
 
-from tvm_fusion.runtime.build import build
-from tvm_fusion.runtime.module import CompiledModule
-from tvm_fusion.transform.plan_memory import SETTLE, PlanMemory
-from tvm_fusion.transform.storage_plan import Life, least_peak_bytes, plan_storages
+from tvm_fusion.runtime.build.build import build
+from tvm_fusion.runtime.calls.compiled_module import CompiledModule
+from tvm_fusion.transform.memory.plan_memory import SETTLE, PlanMemory
+from tvm_fusion.transform.memory.storage_plan import Life, least_peak_bytes, plan_storages
 
 from .runtime_cases import LLVM, relax_module
 

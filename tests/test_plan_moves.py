@@ -17,10 +17,14 @@ from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import PlanError
 from tvm_fusion.ir.graph import FusionGraph, OpKind, build_graph
 from tvm_fusion.kernels.base import Refusal, RefusalCode
-from tvm_fusion.plan.beam import Beam, parts_of, search_beam, unfused
-from tvm_fusion.plan.exact import Limits, Pricing, Spent, solve
-from tvm_fusion.plan.improve import improve, improved
-from tvm_fusion.plan.launches import (
+from tvm_fusion.plan.legality import Evaluator
+from tvm_fusion.plan.regions.regions import region_key, region_of
+from tvm_fusion.plan.search.beam import Beam, parts_of, search_beam, unfused
+from tvm_fusion.plan.search.exact import Limits, Pricing, Spent, solve
+from tvm_fusion.plan.search.improve import improve, improved
+from tvm_fusion.plan.search.search import greedy_solution
+from tvm_fusion.plan.search.search_state import State
+from tvm_fusion.plan.search.solution import (
     Launch,
     check_solution,
     complete,
@@ -29,11 +33,7 @@ from tvm_fusion.plan.launches import (
     members_of,
     total_us,
 )
-from tvm_fusion.plan.legality import Evaluator
-from tvm_fusion.plan.regions import region_key, region_of
-from tvm_fusion.plan.search import greedy_solution
-from tvm_fusion.plan.state import State
-from tvm_fusion.transform.lower import lower
+from tvm_fusion.transform.lower.lower import lower
 
 HW = load_profile("nvidia_h200")
 POLICY = load_policy(None)

@@ -5,12 +5,12 @@ from tvm.relax import op
 
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.ir.graph import FusionGraph
-from tvm_fusion.plan.from_launches import plan_from
-from tvm_fusion.plan.launches import check_solution
 from tvm_fusion.plan.legality import Evaluator
-from tvm_fusion.plan.repeats import find_repeats
-from tvm_fusion.plan.search import search, solve, solve_whole
-from tvm_fusion.plan.shorten import LEAST_PERIODS, Shortened, shortened
+from tvm_fusion.plan.regions.repeats import find_repeats
+from tvm_fusion.plan.regions.shorten import LEAST_PERIODS, Shortened, shortened
+from tvm_fusion.plan.search.as_plan import plan_from
+from tvm_fusion.plan.search.search import search, solve, solve_whole
+from tvm_fusion.plan.search.solution import check_solution
 from tvm_fusion.plan.structure import Structures
 
 from .counting import searched

@@ -15,16 +15,16 @@ from tvm_fusion.bench.plan_quality import line, measure_quality, summary
 from tvm_fusion.bench.plan_space import PlanSpace
 from tvm_fusion.bench.random_graphs import graph_of, module_of
 from tvm_fusion.check.inputs import random_inputs
+from tvm_fusion.check.plan_runner import PlanRunner, specs_of
 from tvm_fusion.check.reference import run_built
-from tvm_fusion.compiler import Job
+from tvm_fusion.compilation.compiler import Job
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.errors import BuildError, InputError, PlanError
 from tvm_fusion.ir.graph import build_graph
-from tvm_fusion.plan.search import search, unfused_plan
-from tvm_fusion.runtime.launch_kernels import LaunchSpec
-from tvm_fusion.runtime.plan_runner import PlanRunner, specs_of
-from tvm_fusion.runtime.plan_timing import PlanTimes, by_launch, runs_of
-from tvm_fusion.transform.lower import lower
+from tvm_fusion.plan.search.search import search, unfused_plan
+from tvm_fusion.runtime.timing.launch_kernels import LaunchSpec
+from tvm_fusion.runtime.timing.plan_timing import PlanTimes, by_launch, runs_of
+from tvm_fusion.transform.lower.lower import lower
 
 POLICY = load_policy(None)
 

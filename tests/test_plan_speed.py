@@ -8,7 +8,7 @@ import pytest
 
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.ir.graph import FusionGraph
-from tvm_fusion.plan.search import search
+from tvm_fusion.plan.search.search import search
 from tvm_fusion.plan.structure import Structures
 
 from .counting import calls_of, searched

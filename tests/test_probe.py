@@ -12,18 +12,18 @@ from tests.cuda_on_cpu import run_cuda_on_cpu
 from tests.graphs import module, plan_of
 from tests.runtime_cases import without_compilers
 from tvm_fusion import explain
-from tvm_fusion._deep import call_deep
 from tvm_fusion.bench.forced import forced
 from tvm_fusion.config import load_policy
 from tvm_fusion.cost.probe import Candidate, ProbeFailure, candidates_of, group_key, probe
 from tvm_fusion.errors import BuildError, TargetError
+from tvm_fusion.host.deep import call_deep
 from tvm_fusion.kernels.base import GroupView, RefusalCode, Resources
+from tvm_fusion.plan.decide.probing import guessed, in_doubt, probed_plan
 from tvm_fusion.plan.legality import Evaluator
-from tvm_fusion.plan.probing import guessed, in_doubt, probed_plan
 from tvm_fusion.report.text import render
-from tvm_fusion.runtime.cubin_elf import code_bytes
-from tvm_fusion.runtime.cuda_compiler import Compiler
-from tvm_fusion.runtime.launch_kernels import LaunchSpec, LaunchWriter
+from tvm_fusion.runtime.build.cubin_elf import code_bytes
+from tvm_fusion.runtime.build.cuda_compiler import Compiler
+from tvm_fusion.runtime.timing.launch_kernels import LaunchSpec, LaunchWriter
 
 F16 = "float16"
 BIG = ((4096, 4096), F16)
@@ -202,8 +202,8 @@ def doubtful(monkeypatch):
             size = {g.key: code_bytes * len(g.view.ops) for g in groups}
             return {k: dataclasses.replace(used, code_bytes=n) for k, n in size.items()}
 
-        monkeypatch.setattr("tvm_fusion.plan.probing.probe", answer)
-        monkeypatch.setattr("tvm_fusion.plan.probing.can_probe", lambda hw: True)
+        monkeypatch.setattr("tvm_fusion.plan.decide.probing.probe", answer)
+        monkeypatch.setattr("tvm_fusion.plan.decide.probing.can_probe", lambda hw: True)
 
     return planned, told, asked
 
@@ -230,8 +230,10 @@ def test_the_plan_changes_if_the_facts_are_worse_than_the_estimates(doubtful):
 
 
 def test_nothing_is_compiled_where_no_group_is_near_a_limit_or_the_policy_says_off(monkeypatch):
-    monkeypatch.setattr("tvm_fusion.plan.probing.probe", lambda *a: pytest.fail("it was compiled"))
-    monkeypatch.setattr("tvm_fusion.plan.probing.can_probe", lambda hw: True)
+    monkeypatch.setattr(
+        "tvm_fusion.plan.decide.probing.probe", lambda *a: pytest.fail("it was compiled")
+    )
+    monkeypatch.setattr("tvm_fusion.plan.decide.probing.can_probe", lambda hw: True)
     small = plan_of(module(chain(4), BIG))
     assert not in_doubt(small.graph, small.plan, small.hw, POLICY)
     assert probed_plan(small.low, small.graph, small.plan, small.hw, POLICY) == (small.plan, {})

@@ -3,7 +3,7 @@
 import inspect
 from types import ModuleType
 
-from tvm_fusion._quick_stacks import quick_stacks
+from tvm_fusion.ir.quick_stacks import quick_stacks
 
 
 def module_of_a_parser() -> ModuleType:

@@ -11,7 +11,7 @@ import tvm_fusion
 from tests.graphs import module, plan_of
 from tvm_fusion.config import load_policy
 from tvm_fusion.ir.graph import OpKind
-from tvm_fusion.plan.search import unfused_plan
+from tvm_fusion.plan.search.search import unfused_plan
 
 ROWS, COLUMNS = 6, 10
 F32 = "float32"

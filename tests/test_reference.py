@@ -24,7 +24,7 @@ from tvm_fusion.check.reference import (
     with_intermediates,
 )
 from tvm_fusion.errors import InputError, Unsupported
-from tvm_fusion.runtime.memory import MemoryPlan
+from tvm_fusion.runtime.calls.call_memory import MemoryPlan
 
 FLOATS = ["float16", "bfloat16", "float32"]
 

@@ -10,9 +10,9 @@ from tvm import relax
 
 import tvm_fusion
 from tvm_fusion.errors import InputError
-from tvm_fusion.runtime.build import build
-from tvm_fusion.runtime.module import CompiledModule
-from tvm_fusion.runtime.repeated_calls import MOST_STAGED_BYTES, Repeated
+from tvm_fusion.runtime.build.build import build
+from tvm_fusion.runtime.calls.compiled_module import CompiledModule
+from tvm_fusion.runtime.calls.repeated_calls import MOST_STAGED_BYTES, Repeated
 
 from .runtime_cases import LLVM, relax_module
 

@@ -11,16 +11,10 @@ from tvm_fusion.bench.random_graphs import graph_of
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import InputError
 from tvm_fusion.kernels.base import RefusalCode
-from tvm_fusion.plan.decide import decide
+from tvm_fusion.plan.decide.decide import decide
 from tvm_fusion.report import text
+from tvm_fusion.report.facts import Comparison, GroupReport, RefusalReport, Report, Verification
 from tvm_fusion.report.flip import flip
-from tvm_fusion.report.model import (
-    Comparison,
-    GroupReport,
-    RefusalReport,
-    Report,
-    Verification,
-)
 from tvm_fusion.report.screen import COLUMNS, LINES, screen
 from tvm_fusion.report.times import TimeReport, Verdict
 from tvm_fusion.report.why import restrict, why

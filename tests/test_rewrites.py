@@ -7,12 +7,12 @@ import pytest
 from tvm import relax
 from tvm.relax import op
 
-from tvm_fusion.compiler import Job
+from tvm_fusion.compilation.compiler import Job
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import PlanError
 from tvm_fusion.plan.plan import FusionPlan
-from tvm_fusion.transform.lower import lower, open_composites, rewrite
-from tvm_fusion.transform.rewrites import REWRITES, candidates
+from tvm_fusion.transform.lower.lower import lower, open_composites, rewrite
+from tvm_fusion.transform.rewrites.rewrites import REWRITES, candidates
 
 from .graphs import module
 

@@ -9,9 +9,9 @@ from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.frontends import load
 from tvm_fusion.ir.graph import build_graph
 from tvm_fusion.kernels.base import GroupView, Refusal, RefusalCode
-from tvm_fusion.kernels.gemm import Gemm
-from tvm_fusion.plan.search import search
-from tvm_fusion.transform.lower import lower
+from tvm_fusion.kernels.gemm.kernel_class import Gemm
+from tvm_fusion.plan.search.search import search
+from tvm_fusion.transform.lower.lower import lower
 
 from .gemm_cases import HALF
 from .graphs import module, plan_of

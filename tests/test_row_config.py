@@ -15,13 +15,13 @@ from tvm.relax import op
 
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.cuda.row import emit_row, row_configs
-from tvm_fusion.kernels.cuda.row_candidates import row_candidates
-from tvm_fusion.kernels.cuda.row_config import Form, RowConfig
-from tvm_fusion.kernels.cuda.row_cost import estimate_rows, row_time_us
-from tvm_fusion.kernels.cuda.row_resources import row_resources
-from tvm_fusion.kernels.cuda.row_work import row_work
-from tvm_fusion.kernels.program import analyze
+from tvm_fusion.kernels.program.program import analyze
+from tvm_fusion.kernels.row.candidates import row_candidates
+from tvm_fusion.kernels.row.config import Form, RowConfig
+from tvm_fusion.kernels.row.cost import estimate_rows, row_time_us
+from tvm_fusion.kernels.row.kernel import emit_row, row_configs
+from tvm_fusion.kernels.row.resources import row_resources
+from tvm_fusion.kernels.row.work import row_work
 
 from .cuda_on_cpu import compile_cubins
 from .kernel_cases import fuse

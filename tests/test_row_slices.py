@@ -6,9 +6,9 @@ import tvm
 from tvm import relax, tirx
 from tvm.relax import op
 
-from tvm_fusion.compiler import Job
+from tvm_fusion.compilation.compiler import Job
 from tvm_fusion.config import load_policy, load_profile
-from tvm_fusion.transform.row_slices import RowSlices
+from tvm_fusion.transform.rewrites.row_slices import RowSlices
 
 from . import grouped_cases as graphs
 from .decompose_tools import operators

@@ -5,9 +5,9 @@ import tvm
 from tvm import relax, te, tirx
 
 from tvm_fusion.errors import BuildError
-from tvm_fusion.runtime.build import KernelBuildError, build
-from tvm_fusion.runtime.cuda_compiler import kernel_names
-from tvm_fusion.runtime.pipeline import SCHEDULED_ATTR
+from tvm_fusion.runtime.build.build import KernelBuildError, build
+from tvm_fusion.runtime.build.cuda_compiler import kernel_names
+from tvm_fusion.runtime.build.lowering import SCHEDULED_ATTR
 
 from .runtime_cases import (
     H200,

@@ -9,9 +9,9 @@ import tvm
 import tvm_ffi
 
 from tvm_fusion.errors import BuildError
-from tvm_fusion.runtime import cubin_cache
-from tvm_fusion.runtime.cubin_cache import compile_source, compile_sources, entry_key
-from tvm_fusion.runtime.cuda_compiler import (
+from tvm_fusion.runtime.build import cubin_cache
+from tvm_fusion.runtime.build.cubin_cache import compile_source, compile_sources, entry_key
+from tvm_fusion.runtime.build.cuda_compiler import (
     Compiler,
     DeviceCode,
     cuda_arch,

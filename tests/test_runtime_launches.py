@@ -5,8 +5,8 @@ import tvm
 from tvm import relax, te, tirx
 
 from tvm_fusion.errors import BuildError
-from tvm_fusion.runtime.build import build
-from tvm_fusion.runtime.launches import (
+from tvm_fusion.runtime.build.build import build
+from tvm_fusion.runtime.calls.launch_count import (
     call_sites,
     count_launches,
     host_launches,

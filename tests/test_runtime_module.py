@@ -11,10 +11,10 @@ from tvm import relax, tirx
 
 from tvm_fusion.errors import BuildError, InputError, TargetError
 from tvm_fusion.plan.plan import FusionPlan, PlannedGroup
-from tvm_fusion.runtime.build import build
-from tvm_fusion.runtime.module import CompiledModule
-from tvm_fusion.runtime.signature import InputSpec, Signature
-from tvm_fusion.runtime.tensors import to_tvm
+from tvm_fusion.runtime.build.build import build
+from tvm_fusion.runtime.calls.compiled_module import CompiledModule
+from tvm_fusion.runtime.calls.signature import InputSpec, Signature
+from tvm_fusion.runtime.calls.tensors import to_tvm
 
 from .runtime_cases import H200, LLVM, call_in_sequence, relax_module, symbolic_sum
 

@@ -5,14 +5,14 @@ from tvm import relax
 
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import BuildError
-from tvm_fusion.kernels.contraction import analyze_contraction
-from tvm_fusion.kernels.cuda.gemm_hopper import emit_gemm_hopper
-from tvm_fusion.kernels.cuda.pointwise import emit_pointwise
-from tvm_fusion.kernels.program import analyze
-from tvm_fusion.runtime import nvrtc
-from tvm_fusion.runtime.cuda_compiler import Compiler, kernel_names
-from tvm_fusion.runtime.nvrtc import compile_with_nvrtc, nvrtc_version
-from tvm_fusion.runtime.resources import resources_of
+from tvm_fusion.kernels.contraction.reader import analyze_contraction
+from tvm_fusion.kernels.gemm.hopper.kernel import emit_gemm_hopper
+from tvm_fusion.kernels.pointwise.kernel import emit_pointwise
+from tvm_fusion.kernels.program.program import analyze
+from tvm_fusion.runtime.build import nvrtc
+from tvm_fusion.runtime.build.cuda_compiler import Compiler, kernel_names
+from tvm_fusion.runtime.build.nvrtc import compile_with_nvrtc, nvrtc_version
+from tvm_fusion.runtime.build.resources import resources_of
 
 from . import gemm_cases as graphs
 from .cuda_on_cpu import cuda_source

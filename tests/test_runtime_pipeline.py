@@ -8,16 +8,16 @@ from tvm.s_tir import dlight
 from tvm.tirx import compilation_pipeline
 
 from tvm_fusion.errors import BuildError
-from tvm_fusion.runtime.build import build
-from tvm_fusion.runtime.cuda_compiler import kernel_names
-from tvm_fusion.runtime.module import CompiledModule
-from tvm_fusion.runtime.pipeline import (
+from tvm_fusion.runtime.build.build import build
+from tvm_fusion.runtime.build.cuda_compiler import kernel_names
+from tvm_fusion.runtime.build.lowering import (
     SCHEDULED_ATTR,
     TIR_PIPELINE,
     ScheduleLeftovers,
     lowering_pipeline,
 )
-from tvm_fusion.runtime.plain_schedule import PER_ELEMENT, PLAIN_ATTR
+from tvm_fusion.runtime.build.plain_schedule import PER_ELEMENT, PLAIN_ATTR
+from tvm_fusion.runtime.calls.compiled_module import CompiledModule
 
 from .helpers_tir import on_the_host
 from .runtime_cases import (

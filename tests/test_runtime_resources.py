@@ -3,7 +3,7 @@
 import pytest
 
 from tvm_fusion.errors import BuildError
-from tvm_fusion.runtime.resources import KernelResources, parse_ptxas_log, ptxas_resources
+from tvm_fusion.runtime.build.resources import KernelResources, parse_ptxas_log, ptxas_resources
 
 LOG = """\
 ptxas info    : (C7510) Potential Performance Loss: wgmma is serialized in function 'gemm'

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tvm_fusion.runtime.cuda_compiler import find_compiler
-from tvm_fusion.runtime.split_arrays import LEAST_ELEMENTS, split_arrays
+from tvm_fusion.runtime.build.cuda_compiler import find_compiler
+from tvm_fusion.runtime.build.split_arrays import LEAST_ELEMENTS, split_arrays
 
 from .tools import require
 

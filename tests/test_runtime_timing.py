@@ -7,10 +7,10 @@ import pytest
 import tvm
 import tvm_ffi
 
-from tvm_fusion.runtime import timing
-from tvm_fusion.runtime.build import build
-from tvm_fusion.runtime.module import CompiledModule
-from tvm_fusion.runtime.timing import (
+from tvm_fusion.runtime.build.build import build
+from tvm_fusion.runtime.calls.compiled_module import CompiledModule
+from tvm_fusion.runtime.timing import timing
+from tvm_fusion.runtime.timing.timing import (
     Timing,
     _event_times,
     attribute,

@@ -10,11 +10,11 @@ import pytest
 import tvm
 from tvm import relax, tirx
 
+from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, resolve_target
-from tvm_fusion.job import Job
-from tvm_fusion.runtime.pipeline import is_tirx
+from tvm_fusion.runtime.build.lowering import is_tirx
 from tvm_fusion.transform import Fuse
-from tvm_fusion.transform.kernel_bodies import has_root, with_roots, without_root
+from tvm_fusion.transform.apply.kernel_bodies import has_root, with_roots, without_root
 
 from .pipelines.cells import LLVM, TARGETS
 from .pipelines.modules import cases

@@ -5,12 +5,12 @@ import tvm
 from tvm import relax, tirx
 from tvm.relax import op
 
+from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, resolve_target
-from tvm_fusion.job import Job
-from tvm_fusion.runtime.pipeline import is_tirx
+from tvm_fusion.runtime.build.lowering import is_tirx
 from tvm_fusion.transform import Fuse
-from tvm_fusion.transform.kernel_bodies import with_roots, without_root
-from tvm_fusion.transform.script_form import (
+from tvm_fusion.transform.apply.kernel_bodies import with_roots, without_root
+from tvm_fusion.transform.apply.script_form import (
     S_TIR_ATTR,
     WITHOUT_ATTR,
     with_layouts,

@@ -12,7 +12,7 @@ from tvm_fusion.demo import demo_module
 from tvm_fusion.errors import PlanError
 from tvm_fusion.kernels.base import RefusalCode
 from tvm_fusion.plan.plan import FusionPlan
-from tvm_fusion.plan.search import search, unfused_plan
+from tvm_fusion.plan.search.search import search, unfused_plan
 
 F16 = "float16"
 BIG, ROW, COLUMN = ((4096, 4096), F16), ((4096,), F16), ((4096, 1), F16)

@@ -11,19 +11,19 @@ from tvm.relax import op
 
 from tvm_fusion.config import load_profile
 from tvm_fusion.transform.decompose import Decompose
-from tvm_fusion.transform.lower import lower
-from tvm_fusion.transform.reduction_stages import Setting, needs_stages, on_chip_elements, stages
-from tvm_fusion.transform.split_reductions import SplitReductions
+from tvm_fusion.transform.lower.lower import lower
+from tvm_fusion.transform.rewrites.reduction_stages import (
+    Setting,
+    needs_stages,
+    on_chip_elements,
+    stages,
+)
+from tvm_fusion.transform.rewrites.split_reductions import SplitReductions
 
 from .decompose_tools import operators
 from .graphs import module, plan_of
 from .helpers_tir import UNOPTIMISED
-from .mixed_cases import (
-    layer_norm_backward,
-    layer_norm_inputs,
-    rms_norm_backward,
-    rms_norm_inputs,
-)
+from .mixed_cases import layer_norm_backward, layer_norm_inputs, rms_norm_backward, rms_norm_inputs
 
 H200 = load_profile("nvidia_h200")
 EAGER = dataclasses.replace(H200, launch_us=0.0)  # a second launch costs nothing: small ones split

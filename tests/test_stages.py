@@ -106,7 +106,7 @@ def test_fuse_without_one_stage_is_right(name):
 
 
 def test_memory_is_planned_by_a_stage_that_can_be_disabled():
-    from tvm_fusion.runtime.pipeline import lowering_pipeline
+    from tvm_fusion.runtime.build.lowering import lowering_pipeline
 
     target = tvm.target.Target(H200_CONFIG)
     fused = Fuse(target)(cases(H200_CONFIG)["rows"].make())
@@ -179,7 +179,7 @@ def test_kernels_of_a_class_that_a_device_lacks_are_refused():
 
 def test_a_kernel_that_cannot_be_written_is_left_to_tvm(monkeypatch, caplog):
     from tvm_fusion.errors import Unsupported
-    from tvm_fusion.kernels.row import Row
+    from tvm_fusion.kernels.row.kernel_class import Row
 
     def refuses(*_):
         raise Unsupported("planted")

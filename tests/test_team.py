@@ -13,10 +13,10 @@ import tvm
 from tvm.script import tirx as T
 
 import tvm_fusion
-from tvm_fusion import _team
-from tvm_fusion._native import library
-from tvm_fusion._threads import kernel_threads, thread_count
-from tvm_fusion.runtime.entry import function_of, load_library
+from tvm_fusion.host import team as _team
+from tvm_fusion.host.native import library
+from tvm_fusion.host.threads import kernel_threads, thread_count
+from tvm_fusion.runtime.calls.entry import function_of, load_library
 
 THREADS = max(2, thread_count())
 Lambda = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
@@ -197,7 +197,7 @@ LATE = """if True:
     module = tvm_fusion.compile(bb.get(), "llvm", verify=False)
     numbers = np.linspace(-1, 1, 9 * 65, dtype="float32").reshape(9, 65)
     first = module(numbers)
-    from tvm_fusion import _team
+    from tvm_fusion.host import team as _team
     print(_team._sharing is None)
     del sys.modules["torch"]
     import torch

@@ -8,8 +8,8 @@ import threading
 import numpy as np
 import pytest
 
-from tvm_fusion import _threads
-from tvm_fusion._cores import granted_cores, physical_cores, usable_cores
+from tvm_fusion.host import threads as _threads
+from tvm_fusion.host.cores import granted_cores, physical_cores, usable_cores
 
 CORES = len(usable_cores())
 
@@ -97,9 +97,9 @@ def test_a_system_without_control_groups_grants_all(tmp_path):
 
 @pytest.mark.parametrize(("granted", "count"), [(None, 8), (100.0, 8), (3.9, 3), (0.5, 1)])
 def test_a_granted_part_of_a_core_carries_no_thread(monkeypatch, granted, count):
-    monkeypatch.setattr("tvm_fusion._cores.granted_cores", lambda: granted)
-    monkeypatch.setattr("tvm_fusion._cores.usable_cores", lambda: frozenset(range(8)))
-    from tvm_fusion import _cores
+    monkeypatch.setattr("tvm_fusion.host.cores.granted_cores", lambda: granted)
+    monkeypatch.setattr("tvm_fusion.host.cores.usable_cores", lambda: frozenset(range(8)))
+    from tvm_fusion.host import cores as _cores
 
     assert _cores.available_cores() == count
 
@@ -139,8 +139,8 @@ NO_TORCH = """if True:
 COUNT = """if True:
     import threading
     import tvm
-    from tvm_fusion._targets import cpu_target
-    from tvm_fusion._threads import kernel_threads
+    from tvm_fusion.config.targets import cpu_target
+    from tvm_fusion.host.threads import kernel_threads
     def say():
         print(kernel_threads(), tvm.runtime.num_threads(), cpu_target().attrs["num-cores"])
     say()
@@ -175,7 +175,7 @@ def test_a_thread_that_has_a_smaller_pool_is_told():
         os.environ["TVM_NUM_THREADS"] = "1"
         tvm.runtime.num_threads()  # a kernel of TVM's own would do the same
         os.environ["TVM_NUM_THREADS"] = "2"
-        from tvm_fusion._threads import kernel_threads
+        from tvm_fusion.host.threads import kernel_threads
         print(kernel_threads(), kernel_threads())
         """
     )

@@ -11,7 +11,7 @@ from torch import nn
 
 import tvm_fusion.torch_backend as torch_backend
 from tvm_fusion.errors import ConfigError
-from tvm_fusion.torch_backend import calls
+from tvm_fusion.torch_backend import graph_calls as calls
 
 from .models import tiny_bert, tiny_llama
 
@@ -29,7 +29,7 @@ def fresh_dynamo():
 @pytest.fixture
 def modules(monkeypatch):
     """The compiled modules, in the order in which they were made."""
-    import tvm_fusion.compiler as compiler
+    import tvm_fusion.compilation.compiler as compiler
 
     made, compile_ = [], compiler.compile
     monkeypatch.setattr(

@@ -9,7 +9,8 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
-from tvm_fusion import _targets, transform
+from tvm_fusion import transform
+from tvm_fusion.config import targets as _targets
 
 PASSES = [
     name

@@ -7,8 +7,8 @@ from tvm.relax import op
 
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.kernels.registry import kernel_class
-from tvm_fusion.tuning.choices import DEFAULT, class_choices, config_of
-from tvm_fusion.tuning.tasks import without_stamps, workload_of
+from tvm_fusion.tuning.session.choices import DEFAULT, class_choices, config_of
+from tvm_fusion.tuning.session.tasks import without_stamps, workload_of
 
 from .kernel_cases import chain, fuse
 

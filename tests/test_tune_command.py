@@ -13,12 +13,12 @@ import tvm_fusion
 from tvm_fusion.cli import main
 from tvm_fusion.errors import ConfigError, InputError
 from tvm_fusion.kernels import registry
-from tvm_fusion.tuning import run as tune_module
 from tvm_fusion.tuning.command import table, to_json
-from tvm_fusion.tuning.interrupts import held_interrupts
-from tvm_fusion.tuning.result import TunedTask, TuneResult, failures_of
-from tvm_fusion.tuning.settings import load_settings
-from tvm_fusion.tuning.trial_record import Trial
+from tvm_fusion.tuning.measure.trial_record import Trial
+from tvm_fusion.tuning.session import tune as tune_module
+from tvm_fusion.tuning.session.interrupts import held_interrupts
+from tvm_fusion.tuning.session.result import TunedTask, TuneResult, failures_of
+from tvm_fusion.tuning.session.settings import load_settings
 
 from . import graphs
 from .test_tune_session import SETTINGS, chain_module, make_session, tested  # noqa: F401

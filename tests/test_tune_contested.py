@@ -8,22 +8,22 @@ import pytest
 
 import tvm_fusion
 from tvm_fusion.check.sequential import Duel
+from tvm_fusion.compilation.job import Job
+from tvm_fusion.compilation.jobs import Jobs
 from tvm_fusion.config import load_policy, resolve_target
-from tvm_fusion.job import Job
-from tvm_fusion.jobs import Jobs
 from tvm_fusion.kernels.base import RefusalCode
 from tvm_fusion.plan.differ import exchanged, regions
-from tvm_fusion.plan.search import unfused_plan
-from tvm_fusion.tuning import joint
-from tvm_fusion.tuning import run as tune_module
-from tvm_fusion.tuning.choices import DEFAULT
-from tvm_fusion.tuning.contested import Contested, settled, weighed
+from tvm_fusion.plan.search.search import unfused_plan
 from tvm_fusion.tuning.database import find_database
-from tvm_fusion.tuning.lookup import plan_key
-from tvm_fusion.tuning.meters import LocalMeter
-from tvm_fusion.tuning.settings import load_settings
-from tvm_fusion.tuning.tasks import tasks_of
-from tvm_fusion.tuning.trial_record import Trial
+from tvm_fusion.tuning.measure.meters import LocalMeter
+from tvm_fusion.tuning.measure.trial_record import Trial
+from tvm_fusion.tuning.session import joint
+from tvm_fusion.tuning.session import tune as tune_module
+from tvm_fusion.tuning.session.choices import DEFAULT
+from tvm_fusion.tuning.session.contested import Contested, settled, weighed
+from tvm_fusion.tuning.session.lookup import plan_key
+from tvm_fusion.tuning.session.settings import load_settings
+from tvm_fusion.tuning.session.tasks import tasks_of
 
 from .test_tune_session import chain_module
 

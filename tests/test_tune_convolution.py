@@ -7,9 +7,11 @@ import pytest
 import tvm
 from tvm.relax import op
 
-from tvm_fusion.runtime.build import build_functions
-from tvm_fusion.tuning import evolve, limits, replay
-from tvm_fusion.tuning.limits import beyond_limits
+from tvm_fusion.runtime.build.build import build_functions
+from tvm_fusion.tuning.search import evolutionary_search as evolve
+from tvm_fusion.tuning.search import replay
+from tvm_fusion.tuning.search import schedule_limits as limits
+from tvm_fusion.tuning.search.schedule_limits import beyond_limits
 
 from .kernel_cases import fuse
 from .stock_cuda_on_cpu import kernels_of, lowered_together, run_launches_on_cpu
@@ -75,7 +77,7 @@ def test_grids_and_intermediates_have_limits(monkeypatch):
 
 @pytest.mark.parametrize(("bytes_", "fits"), [(1 << 20, True), (100, False)])
 def test_large_intermediates_are_refused(monkeypatch, bytes_, fits):
-    monkeypatch.setattr("tvm_fusion.tuning.limits.LARGEST_BYTES", bytes_)
+    monkeypatch.setattr("tvm_fusion.tuning.search.schedule_limits.LARGEST_BYTES", bytes_)
     assert (beyond_limits(threads_over(64)) == "") == fits
 
 

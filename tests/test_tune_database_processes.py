@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tvm_fusion._files import replace_file
+from tvm_fusion.host.atomic_files import replace_file
 from tvm_fusion.tuning.database import files, workload_key
 
 from .tune_database_files import copy_of_sound, open_

@@ -11,26 +11,16 @@ from tvm import tirx
 from tvm.relax import op
 
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.runtime.build import build_functions
-from tvm_fusion.runtime.pipeline import SCHEDULED_ATTR
-from tvm_fusion.tuning import replay
+from tvm_fusion.runtime.build.build import build_functions
+from tvm_fusion.runtime.build.lowering import SCHEDULED_ATTR
 from tvm_fusion.tuning.database import trace_text
-from tvm_fusion.tuning.space_blocks import Blocks, inline, schedule_of
-from tvm_fusion.tuning.spaces import design
+from tvm_fusion.tuning.search import replay
+from tvm_fusion.tuning.search.space_blocks import Blocks, inline, schedule_of
+from tvm_fusion.tuning.search.spaces import design
 
 from .kernel_cases import assert_close, fuse, softmax_of
 from .stock_cuda_on_cpu import lowered_together, run_launches_on_cpu
-from .tune_functions import (
-    CASES,
-    CUDA,
-    LLVM,
-    arrays,
-    assert_right,
-    evolving,
-    fused,
-    run,
-    softmax,
-)
+from .tune_functions import CASES, CUDA, LLVM, arrays, assert_right, evolving, fused, run, softmax
 
 
 def synthetic_us(text: str) -> float:

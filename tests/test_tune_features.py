@@ -7,11 +7,11 @@ from tvm import tirx
 from tvm.relax import op
 from tvm.s_tir.schedule import Trace
 
-from tvm_fusion.tuning import replay
-from tvm_fusion.tuning.features import COLUMNS, TVM_COLUMNS, columns
-from tvm_fusion.tuning.mutate import MutateChoice, prime_factors
-from tvm_fusion.tuning.nest_walk import launches_of
-from tvm_fusion.tuning.space_blocks import Blocks, schedule_of
+from tvm_fusion.tuning.search import replay
+from tvm_fusion.tuning.search.mutate import MutateChoice, prime_factors
+from tvm_fusion.tuning.search.nest_walk import launches_of
+from tvm_fusion.tuning.search.schedule_features import COLUMNS, TVM_COLUMNS, columns
+from tvm_fusion.tuning.search.space_blocks import Blocks, schedule_of
 
 from .kernel_cases import fuse
 from .tune_functions import CPU, H200, LLVM, evolving, fused

@@ -10,7 +10,7 @@ import tvm_fusion
 from tvm_fusion.cli import main
 from tvm_fusion.kernels import registry
 from tvm_fusion.transform import Fuse
-from tvm_fusion.tuning.lookup import TunedKernels
+from tvm_fusion.tuning.session.lookup import TunedKernels
 
 from .test_tune_session import SETTINGS, chain_module
 from .tune_classes import Several

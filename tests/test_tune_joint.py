@@ -6,21 +6,21 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
+from tvm_fusion.check.plan_runner import specs_of
+from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import resolve_target
-from tvm_fusion.job import Job
 from tvm_fusion.kernels import registry
 from tvm_fusion.plan.differ import exchanged
 from tvm_fusion.plan.plan import PlannedGroup
-from tvm_fusion.plan.search import unfused_plan
-from tvm_fusion.runtime.launch_kernels import LaunchWriter, build_launches
-from tvm_fusion.runtime.plan_runner import specs_of
-from tvm_fusion.tuning import joint
-from tvm_fusion.tuning.building import BuildRequest, Place, build_choice
-from tvm_fusion.tuning.choices import DEFAULT, class_choices
-from tvm_fusion.tuning.lookup import TunedKernels
-from tvm_fusion.tuning.processes import Answer
-from tvm_fusion.tuning.tasks import tasks_of
-from tvm_fusion.tuning.trial_record import Trial
+from tvm_fusion.plan.search.search import unfused_plan
+from tvm_fusion.runtime.timing.launch_kernels import LaunchWriter, build_launches
+from tvm_fusion.tuning.measure.building import BuildRequest, Place, build_choice
+from tvm_fusion.tuning.measure.processes import Answer
+from tvm_fusion.tuning.measure.trial_record import Trial
+from tvm_fusion.tuning.session import joint
+from tvm_fusion.tuning.session.choices import DEFAULT, class_choices
+from tvm_fusion.tuning.session.lookup import TunedKernels
+from tvm_fusion.tuning.session.tasks import tasks_of
 
 from .test_tune_contested import FASTER, HW, POLICY, TARGET, all_weighed, weighed_chain
 from .test_tune_session import chain_module

@@ -14,7 +14,7 @@ import pytest
 from tvm_fusion.bench.killed_lane import Kill, Moment
 from tvm_fusion.bench.killed_session import WatchedSession, marked
 from tvm_fusion.bench.tuning_kills import SETTINGS, kill_sessions, main, summary
-from tvm_fusion.tuning.processes import module_command
+from tvm_fusion.tuning.measure.processes import module_command
 
 HERE = SETTINGS | {"spaces": ["class"], "builders": 1, "trials": 6}
 

@@ -5,12 +5,12 @@ from types import SimpleNamespace
 import pytest
 
 from tvm_fusion.errors import TargetError
-from tvm_fusion.tuning import measuring
-from tvm_fusion.tuning.measurements import Measurements
-from tvm_fusion.tuning.meters import LocalMeter
-from tvm_fusion.tuning.processes import BROKEN, LOST, PREPARING_S, Answer
-from tvm_fusion.tuning.rpc import RemoteMeter
-from tvm_fusion.tuning.settings import load_settings
+from tvm_fusion.tuning.measure import measuring
+from tvm_fusion.tuning.measure.measurements import Measurements
+from tvm_fusion.tuning.measure.meters import LocalMeter
+from tvm_fusion.tuning.measure.processes import BROKEN, LOST, PREPARING_S, Answer
+from tvm_fusion.tuning.remote.rpc import RemoteMeter
+from tvm_fusion.tuning.session.settings import load_settings
 
 SHOP = SimpleNamespace(text=lambda state: state.task.key, place=None)
 OK = Answer("ok", "measured", seconds=1.0)

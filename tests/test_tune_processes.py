@@ -9,16 +9,16 @@ import time
 import pytest
 
 import tvm_fusion
-from tvm_fusion._cores import usable_cores
-from tvm_fusion.tuning import processes
-from tvm_fusion.tuning.processes import Worker, wait_for
+from tvm_fusion.host.cores import usable_cores
+from tvm_fusion.tuning.measure import processes
+from tvm_fusion.tuning.measure.processes import Worker, wait_for
 
 from . import tune_requests as requests
 
 SESSION = """
 import sys, time
 from tests import tune_requests
-from tvm_fusion.tuning.processes import Worker
+from tvm_fusion.tuning.measure.processes import Worker
 
 worker = Worker("tested", torch=False)
 worker.send(tune_requests.start_child, (sys.argv[1],), 60.0)
@@ -149,7 +149,7 @@ def test_what_comes_before_a_request_may_fail(worker, monkeypatch):
     answer = ask(worker, requests.echo, 1, before=(requests.fail, ("no such tensor",)))
     assert (answer.status, answer.why) == ("error", "ValueError: no such tensor")
     assert ask(worker, requests.echo, 2).value == 2
-    monkeypatch.setattr("tvm_fusion.tuning.processes.PREPARING_S", 0.5)
+    monkeypatch.setattr("tvm_fusion.tuning.measure.processes.PREPARING_S", 0.5)
     late = ask(worker, requests.echo, 1, before=(requests.hang, ()))
     assert (late.status, late.why) == ("timeout", "no answer within 0.5 s to prepare")
     assert ask(worker, requests.echo, 3).value == 3
@@ -160,7 +160,7 @@ def test_a_process_that_cannot_be_started_is_told(worker, monkeypatch):
         raise OSError("no more processes")
 
     with monkeypatch.context() as patch:
-        patch.setattr("tvm_fusion.tuning.processes.subprocess.Popen", refuse)
+        patch.setattr("tvm_fusion.tuning.measure.processes.subprocess.Popen", refuse)
         with pytest.raises(OSError, match="no more processes"):
             worker.send(requests.echo, (1,), 1.0)
     assert not worker.busy
@@ -197,7 +197,7 @@ def test_a_setup_that_fails_is_told(light):
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_kernels_run_on_as_many_threads_as_here(worker, monkeypatch, threads):
-    monkeypatch.setattr("tvm_fusion.tuning.processes.kernel_threads", lambda: threads)
+    monkeypatch.setattr("tvm_fusion.tuning.measure.processes.kernel_threads", lambda: threads)
     assert ask(worker, requests.threads).value == min(threads, len(usable_cores()))
 
 
@@ -242,7 +242,7 @@ def test_what_a_killed_session_started_ends(tmp_path):
 
 @pytest.mark.usefixtures("no_torch")
 def test_a_worker_whose_parent_ended_before_it_began_ends():
-    command = [sys.executable, "-m", "tvm_fusion.tuning.worker", "0", str(os.getpid() + 1)]
+    command = [sys.executable, "-m", "tvm_fusion.tuning.measure.worker", "0", str(os.getpid() + 1)]
     assert subprocess.run(command, stdin=subprocess.DEVNULL).returncode == 1
 
 

@@ -8,10 +8,10 @@ import tvm_ffi
 from tvm.relax import op
 
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.runtime.build import build_functions
-from tvm_fusion.tuning import replay
+from tvm_fusion.runtime.build.build import build_functions
 from tvm_fusion.tuning.database import Database, trace_text
-from tvm_fusion.tuning.trial_record import Trial
+from tvm_fusion.tuning.measure.trial_record import Trial
+from tvm_fusion.tuning.search import replay
 
 from .kernel_cases import fuse
 from .tune_functions import CUDA, LLVM, evolving, fused, layer_norm, softmax

@@ -9,28 +9,16 @@ import tvm
 
 from tvm_fusion.config import load_policy
 from tvm_fusion.errors import InputError, TargetError
-from tvm_fusion.tuning import rpc, serve
-from tvm_fusion.tuning.building import BuildRequest, Place, build_choice
-from tvm_fusion.tuning.choices import DEFAULT
-from tvm_fusion.tuning.links import Libraries, Stock
-from tvm_fusion.tuning.loopback import (
-    HOST,
-    SERVE,
-    STOCK,
-    free_port,
-    kill_server,
-    servers,
-)
-from tvm_fusion.tuning.measuring import MeasureRequest
-from tvm_fusion.tuning.processes import BROKEN, Answer, stop_all
+from tvm_fusion.tuning import serve
+from tvm_fusion.tuning.measure.building import BuildRequest, Place, build_choice
+from tvm_fusion.tuning.measure.measuring import MeasureRequest
+from tvm_fusion.tuning.measure.processes import BROKEN, Answer, stop_all
+from tvm_fusion.tuning.remote import rpc
+from tvm_fusion.tuning.remote.links import Libraries, Stock
+from tvm_fusion.tuning.remote.loopback import HOST, SERVE, STOCK, free_port, kill_server, servers
+from tvm_fusion.tuning.session.choices import DEFAULT
 
-from .test_tune_session import (
-    SETTINGS,
-    make_session,
-    no_process_stays,  # noqa: F401
-    no_process_stays_on,  # noqa: F401
-    tested,  # noqa: F401
-)
+from .test_tune_session import SETTINGS, make_session, no_process_stays, no_process_stays_on, tested  # noqa: F401  # noqa: F401  # noqa: F401
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("no_torch_in_module")]
 

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from tvm_fusion.errors import TargetError
-from tvm_fusion.tuning import rpc
-from tvm_fusion.tuning.choices import DEFAULT
-from tvm_fusion.tuning.loopback import (
+from tvm_fusion.tuning.measure.processes import BROKEN, Answer, wait_for
+from tvm_fusion.tuning.remote import rpc
+from tvm_fusion.tuning.remote.loopback import (
     HOST,
     SERVE,
     await_servers,
@@ -19,25 +19,19 @@ from tvm_fusion.tuning.loopback import (
     servers,
     start_server,
 )
-from tvm_fusion.tuning.processes import BROKEN, Answer, wait_for
-from tvm_fusion.tuning.tracker import served_keys
+from tvm_fusion.tuning.remote.tracker import served_keys
+from tvm_fusion.tuning.session.choices import DEFAULT
 
-from .test_tune_rpc import (
+from .test_tune_rpc import (  # noqa: F401
     KEY,
     address_of,
     assert_all_measured,
     assert_measured,
-    links,  # noqa: F401
+    links,
     request_of,
     run,
 )
-from .test_tune_session import (
-    SETTINGS,
-    make_session,
-    no_process_stays,  # noqa: F401
-    no_process_stays_on,  # noqa: F401
-    tested,  # noqa: F401
-)
+from .test_tune_session import SETTINGS, make_session, no_process_stays, no_process_stays_on, tested  # noqa: F401  # noqa: F401  # noqa: F401
 from .tune_sticky import BreakingMeter
 
 pytestmark = pytest.mark.usefixtures("no_torch_in_module")

@@ -8,11 +8,11 @@ import tvm
 
 import tvm_fusion
 from tvm_fusion.cli import main
+from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.errors import InputError
-from tvm_fusion.job import Job
 from tvm_fusion.kernels import registry
-from tvm_fusion.tuning.choices import DEFAULT
+from tvm_fusion.tuning.session.choices import DEFAULT
 
 from .test_tune_session import SETTINGS, SIZE, chain_module
 from .tune_classes import Several

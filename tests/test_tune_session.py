@@ -6,20 +6,20 @@ import pytest
 import tvm
 from tvm import relax
 
+from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.errors import TargetError
-from tvm_fusion.job import Job
 from tvm_fusion.kernels import registry
-from tvm_fusion.tuning.building import Place
-from tvm_fusion.tuning.choices import DEFAULT, class_choices
-from tvm_fusion.tuning.meters import LocalMeter
-from tvm_fusion.tuning.processes import Worker, stop_all
-from tvm_fusion.tuning.select import chosen
-from tvm_fusion.tuning.session import Session
-from tvm_fusion.tuning.settings import load_settings
-from tvm_fusion.tuning.state import TaskState
-from tvm_fusion.tuning.tasks import tasks_of
-from tvm_fusion.tuning.workshop import make_builders
+from tvm_fusion.tuning.measure.building import Place
+from tvm_fusion.tuning.measure.meters import LocalMeter
+from tvm_fusion.tuning.measure.processes import Worker, stop_all
+from tvm_fusion.tuning.measure.workshop import make_builders
+from tvm_fusion.tuning.session.choices import DEFAULT, class_choices
+from tvm_fusion.tuning.session.select import chosen
+from tvm_fusion.tuning.session.session import Session
+from tvm_fusion.tuning.session.settings import load_settings
+from tvm_fusion.tuning.session.task_state import TaskState
+from tvm_fusion.tuning.session.tasks import tasks_of
 
 from .tune_classes import HUNG, Several
 from .tune_sticky import GoneMeter, StickyMeter
@@ -233,7 +233,7 @@ def test_a_task_whose_untuned_kernel_fails_is_left(monkeypatch, tmp_path_factory
         state.choices[0] = replace(state.choices[0])
         kept_text = state.choices[1].text
         monkeypatch.setattr(
-            "tvm_fusion.tuning.workshop.build_choice", tvm.ir.load_json
+            "tvm_fusion.tuning.measure.workshop.build_choice", tvm.ir.load_json
         )  # fails in the worker for any request
         session.run()
     finally:

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from tvm_fusion.tuning.choices import fields_of, text_of
-from tvm_fusion.tuning.surrogate import Spread, Surrogate, expected_gain
+from tvm_fusion.tuning.search.surrogate import Spread, Surrogate, expected_gain
+from tvm_fusion.tuning.session.choices import fields_of, text_of
 
 SPREAD = Spread(rank=0.1, task=0.15, noise=0.01, length=2.0)
 TEXTS = [f"C(threads={t},unroll={u})" for t in (64, 128, 256, 512) for u in (1, 2, 4)]
@@ -58,7 +58,7 @@ def test_a_certain_choice_gains_the_difference_or_nothing():
 
 
 def test_texts_have_the_fields_of_configurations():
-    from tvm_fusion.kernels.cuda.row_config import Form, RowConfig
+    from tvm_fusion.kernels.row.config import Form, RowConfig
 
     fields = fields_of(text_of(RowConfig(Form.LOOP, threads=128, prefetch=True)))
     assert fields["type"] == "RowConfig"

@@ -11,27 +11,22 @@ import tvm
 
 from tvm_fusion.config import load_policy
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.tuning import evolve, proposing
-from tvm_fusion.tuning.building import Place
-from tvm_fusion.tuning.choices import DEFAULT, Choice
-from tvm_fusion.tuning.evolution import evolution_of
-from tvm_fusion.tuning.evolving import Evolution, Search
-from tvm_fusion.tuning.processes import wait_for
-from tvm_fusion.tuning.proposing import Ask, propose
-from tvm_fusion.tuning.settings import load_settings
-from tvm_fusion.tuning.state import TaskState
-from tvm_fusion.tuning.tasks import without_stamps
-from tvm_fusion.tuning.thinking import Thinkers
-from tvm_fusion.tuning.trial_record import Trial
+from tvm_fusion.tuning.measure.building import Place
+from tvm_fusion.tuning.measure.processes import wait_for
+from tvm_fusion.tuning.measure.trial_record import Trial
+from tvm_fusion.tuning.search import evolutionary_search as evolve
+from tvm_fusion.tuning.search import proposing
+from tvm_fusion.tuning.search.proposing import Ask, propose
+from tvm_fusion.tuning.search.searched_tasks import evolution_of
+from tvm_fusion.tuning.search.task_schedules import Evolution, Search
+from tvm_fusion.tuning.search.thinking import Thinkers
+from tvm_fusion.tuning.session.choices import DEFAULT, Choice
+from tvm_fusion.tuning.session.settings import load_settings
+from tvm_fusion.tuning.session.task_state import TaskState
+from tvm_fusion.tuning.session.tasks import without_stamps
 
 from . import tune_proposers
-from .test_tune_session import (
-    SETTINGS,
-    make_session,
-    no_process_stays,  # noqa: F401
-    no_process_stays_on,  # noqa: F401
-    tested,  # noqa: F401
-)
+from .test_tune_session import SETTINGS, make_session, no_process_stays, no_process_stays_on, tested  # noqa: F401  # noqa: F401  # noqa: F401
 from .tune_functions import fused
 
 PLACE = Place("llvm", load_policy(None))
@@ -256,7 +251,7 @@ def think(thinkers, states):
 def test_a_search_that_dies_or_refuses_is_left_and_the_others_go_on(thinkers, caplog):
     proposers = (tune_proposers.die, tune_proposers.refuse, tune_proposers.count_up)
     states = [a_state(search("t", propose=p), count=9 - i) for i, p in enumerate(proposers)]
-    with caplog.at_level(logging.INFO, "tvm_fusion.tuning.thinking"):
+    with caplog.at_level(logging.INFO, "tvm_fusion.tuning.search.thinking"):
         think(thinkers, states)
     assert [state.evolution.next() for state in states] == [None, None, "t0"]
     died, refused = caplog.records
@@ -356,7 +351,7 @@ def test_a_space_that_holds_no_schedule_is_an_error_of_the_request(few):
 
 
 def scheduled():
-    from tvm_fusion.tuning import replay
+    from tvm_fusion.tuning.search import replay
 
     func = fused("chain")
     (text,) = evolve.Evolving(

@@ -6,19 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from tvm_fusion.tuning import time_limit
-from tvm_fusion.tuning.choices import DEFAULT
-from tvm_fusion.tuning.finals import CLEAN_US, Finals
-from tvm_fusion.tuning.state import TaskState
-from tvm_fusion.tuning.time_limit import TimeLimit
+from tvm_fusion.tuning.session import time_limit
+from tvm_fusion.tuning.session.choices import DEFAULT
+from tvm_fusion.tuning.session.finals import CLEAN_US, Finals
+from tvm_fusion.tuning.session.task_state import TaskState
+from tvm_fusion.tuning.session.time_limit import TimeLimit
 
-from .test_tune_session import (
-    SETTINGS,
-    make_session,
-    no_process_stays,  # noqa: F401
-    no_process_stays_on,  # noqa: F401
-    tested,  # noqa: F401
-)
+from .test_tune_session import SETTINGS, make_session, no_process_stays, no_process_stays_on, tested  # noqa: F401  # noqa: F401  # noqa: F401
 
 
 @pytest.mark.long

@@ -24,13 +24,13 @@ from tvm.s_tir.meta_schedule.relax_integration import extract_tasks, tune_relax
 from tvm.s_tir.meta_schedule.testing.dummy_object import DummyRunner
 
 import tvm_fusion
-from tvm_fusion._quick_stacks import register_tensor_intrinsics
 from tvm_fusion.bench.metaschedule import light_build
 from tvm_fusion.errors import InputError, NothingTuned
+from tvm_fusion.ir.quick_stacks import register_tensor_intrinsics
 from tvm_fusion.transform import Fuse, Materialize, WriteKernels, plan
-from tvm_fusion.tuning import run as session
 from tvm_fusion.tuning.database import guard as lines
 from tvm_fusion.tuning.database.lines import RECORDS, WORKLOADS
+from tvm_fusion.tuning.session import tune as session
 
 from .pipelines.cells import CUDA, LLVM, launches
 from .pipelines.modules import cases

@@ -7,7 +7,7 @@ from tvm.relax import op
 
 import tvm_fusion
 from tests.graphs import module
-from tvm_fusion.transform.unique_names import UniqueNames
+from tvm_fusion.transform.functions.unique_names import UniqueNames
 
 TY = relax.TensorType((4,), "float32")
 

@@ -9,8 +9,8 @@ from tvm.relax import op
 
 import tvm_fusion
 from tvm_fusion.config import load_profile
-from tvm_fusion.transform.lower import open_composites
-from tvm_fusion.transform.unpack_stacks import UnpackStacks
+from tvm_fusion.transform.lower.lower import open_composites
+from tvm_fusion.transform.rewrites.unpack_stacks import UnpackStacks
 
 from .graphs import module
 from .helpers_tir import UNOPTIMISED

@@ -6,7 +6,7 @@ import pytest
 import tvm
 from tvm import relax, te, tirx
 
-from tvm_fusion.check.bounds import Reference
+from tvm_fusion.check.allowance import Reference
 from tvm_fusion.check.inputs import draw_count, random_inputs
 from tvm_fusion.check.rules import TOLERANCES, check_output
 from tvm_fusion.check.verify import (

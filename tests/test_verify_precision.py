@@ -6,11 +6,11 @@ from tvm import relax
 from tvm.relax import op
 
 import tvm_fusion
-from tvm_fusion.check.precision import computed_dtypes, narrowest
+from tvm_fusion.check.output_precision import computed_dtypes, narrowest
 from tvm_fusion.check.rules import check_output
 from tvm_fusion.check.verify import run_module, verify_module
 from tvm_fusion.config import resolve_target
-from tvm_fusion.transform.lower import lower
+from tvm_fusion.transform.lower.lower import lower
 
 LLVM = resolve_target("llvm")[0]
 

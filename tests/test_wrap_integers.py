@@ -6,11 +6,11 @@ import tvm
 from tvm import te
 from tvm.relax import op
 
-from tvm_fusion.compiler import Job
+from tvm_fusion.compilation.compiler import Job
 from tvm_fusion.config import load_profile
-from tvm_fusion.kernels.analysis import analyze
-from tvm_fusion.kernels.cuda.pointwise import emit_pointwise
-from tvm_fusion.transform.wrap_integers import WrapIntegers
+from tvm_fusion.kernels.pointwise.kernel import emit_pointwise
+from tvm_fusion.kernels.program.analysis import analyze
+from tvm_fusion.transform.lower.wrap_integers import WrapIntegers
 
 from .cuda_on_cpu import run_cuda_on_cpu
 from .graphs import module

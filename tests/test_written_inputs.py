@@ -8,9 +8,9 @@ from tvm import relax
 from tvm.script import tirx as T
 
 from tvm_fusion.errors import InputError
-from tvm_fusion.runtime.build import build
-from tvm_fusion.runtime.module import CompiledModule
-from tvm_fusion.runtime.written_inputs import written_inputs
+from tvm_fusion.runtime.build.build import build
+from tvm_fusion.runtime.calls.compiled_module import CompiledModule
+from tvm_fusion.runtime.calls.written_inputs import written_inputs
 
 from .fake_cuda_graph import captured_on_cpu
 from .runtime_cases import LLVM, relax_module

@@ -8,11 +8,11 @@ import tvm
 from tvm import tirx
 from tvm.relax import op
 
+from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, load_profile
-from tvm_fusion.job import Job
-from tvm_fusion.runtime.build import build_functions
-from tvm_fusion.transform.materialize import materialize
-from tvm_fusion.tuning.evolve import Evolving
+from tvm_fusion.runtime.build.build import build_functions
+from tvm_fusion.transform.apply.materialize import materialize
+from tvm_fusion.tuning.search.evolutionary_search import Evolving
 
 from .graphs import module
 from .kernel_cases import assert_close, softmax_of

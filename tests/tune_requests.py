@@ -75,7 +75,7 @@ def process_number():
 
 def threads():
     """That kernels run on."""
-    from tvm_fusion._threads import kernel_threads
+    from tvm_fusion.host.threads import kernel_threads
 
     return kernel_threads()
 

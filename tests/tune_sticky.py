@@ -3,10 +3,10 @@ to all, like a server that is gone; or that are lost in the middle, like a serve
 """
 
 from tvm_fusion.errors import TargetError
-from tvm_fusion.tuning.measuring import measure
-from tvm_fusion.tuning.meters import LocalMeter
-from tvm_fusion.tuning.processes import BROKEN, Answer
-from tvm_fusion.tuning.rpc import RemoteWorker
+from tvm_fusion.tuning.measure.measuring import measure
+from tvm_fusion.tuning.measure.meters import LocalMeter
+from tvm_fusion.tuning.measure.processes import BROKEN, Answer
+from tvm_fusion.tuning.remote.rpc import RemoteWorker
 
 _lost = False
 

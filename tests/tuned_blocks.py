@@ -7,11 +7,11 @@ from pathlib import Path
 import tvm
 from tvm import s_tir
 
+from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, resolve_target
-from tvm_fusion.job import Job
-from tvm_fusion.tuning.choices import DEFAULT
 from tvm_fusion.tuning.database import Database, Trial, find_database, trace_text
-from tvm_fusion.tuning.tasks import Task, tasks_of, without_stamps
+from tvm_fusion.tuning.session.choices import DEFAULT
+from tvm_fusion.tuning.session.tasks import Task, tasks_of, without_stamps
 
 from .pipelines.cells import LLVM
 from .pipelines.modules import cases

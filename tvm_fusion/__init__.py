@@ -13,7 +13,7 @@ _pins.check()
 
 from . import transform  # noqa: E402
 from ._version import __version__  # noqa: E402
-from .compiler import compile, explain  # noqa: E402
+from .compilation.compiler import compile, explain  # noqa: E402
 from .errors import (  # noqa: E402
     BuildError,
     ConfigError,

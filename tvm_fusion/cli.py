@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ._arguments import INTERRUPTED, POLICY_HELP, TARGET_HELP, model_of, policy_of
 from .errors import ConfigError, InputError, PlanError, TvmFusionError, VerificationError
-from .report.functions import FunctionReports
-from .report.model import Report
+from .report.facts import Report
+from .report.function_reports import FunctionReports
 from .report.progress import shown
 from .report.why import restrict, why
 
@@ -56,7 +56,7 @@ def _main(make_parser: Callable[[], argparse.ArgumentParser], argv: Sequence[str
             if asks_for_suite(args):
                 return _bench_suite(args)
         if args.command == "calibrate":
-            from .cost.calibrate.command import main as calibrate
+            from .calibrate.command import main as calibrate
 
             return calibrate(args)
         if args.command == "tune":
@@ -147,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_calibrate(commands: Any) -> None:
-    from .cost.calibrate.command import add_arguments
+    from .calibrate.command import add_arguments
 
     what = "measure the device, and write its profile"
     add_arguments(commands.add_parser("calibrate", help=what, description=what))
@@ -204,8 +204,8 @@ def _add_common_arguments(command: argparse.ArgumentParser, suites: bool) -> Non
 
 def _run(args: argparse.Namespace) -> Reported:
     """Do what the command says and return its report."""
-    from . import compiler
     from .bench.options import model_peers_of
+    from .compilation import compiler
     from .config import load_policy, resolve_target
 
     # Everything a user may have mistyped is checked before the model is read. The target is passed

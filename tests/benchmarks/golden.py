@@ -37,17 +37,17 @@ import tvm
 from tvm import tirx
 
 from tests.benchmarks.golden_cases import cases
-from tvm_fusion._cores import available_cores
-from tvm_fusion._quick_stacks import register_tensor_intrinsics
+from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import HardwareProfile, load_policy, load_profile
 from tvm_fusion.errors import BuildError
 from tvm_fusion.frontends import load_functions
-from tvm_fusion.job import Job
+from tvm_fusion.host.cores import available_cores
+from tvm_fusion.ir.quick_stacks import register_tensor_intrinsics
 from tvm_fusion.kernels.base import RefusalCode
-from tvm_fusion.runtime.cuda_compiler import find_compiler
-from tvm_fusion.runtime.kernel_code import KernelBuildError
-from tvm_fusion.runtime.kernel_sources import kernel_sources
-from tvm_fusion.runtime.pipeline import lowering_pipeline
+from tvm_fusion.runtime.build.cuda_compiler import find_compiler
+from tvm_fusion.runtime.build.kernel_code import KernelBuildError
+from tvm_fusion.runtime.build.kernel_sources import kernel_sources
+from tvm_fusion.runtime.build.lowering import lowering_pipeline
 
 FOLDER = Path(__file__).parents[1] / "golden"
 DEVICES = ("nvidia_h200", "nvidia_a100", "nvidia_rtx4090", "llvm_cpu")

@@ -37,8 +37,8 @@ from tests.gpu.device_cases import CASES, FP8, TOLERANCE, Case
 from tests.kernel_cases import fuse
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.contraction import Contraction, analyze_contraction
-from tvm_fusion.kernels.cuda.gemm_forms import FORMS, form_of, gemm_ranked
+from tvm_fusion.kernels.contraction.reader import Contraction, analyze_contraction
+from tvm_fusion.kernels.gemm.forms import FORMS, form_of, gemm_ranked
 
 
 def inputs_of(case: Case) -> list[Tensor]:

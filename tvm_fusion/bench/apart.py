@@ -19,9 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from .._cores import HAS_AFFINITY, physical_cores, usable_cores
 from ..errors import InputError
-from ..runtime.timing import Timing
+from ..host.cores import HAS_AFFINITY, physical_cores, usable_cores
+from ..runtime.timing.timing import Timing
 from .record import reason
 
 Call = Callable[[], Any]

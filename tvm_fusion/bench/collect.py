@@ -33,7 +33,7 @@ from typing import Any
 
 from ..config import resolve_target
 from ..errors import InputError, TvmFusionError
-from ..runtime import cubin_cache
+from ..runtime.build import cubin_cache
 from .graph_launches import Choice, PreparedGraph, prepare_graph
 from .measured_graph import Measured, measure_graph
 from .random_graphs import keys_of

@@ -14,21 +14,21 @@ from typing import Any
 
 import tvm
 
-from .._threads import thread_count
-from ..compiler import graph_policy
+from ..compilation.compiler import graph_policy
+from ..compilation.job import Job
+from ..compilation.jobs import Jobs
 from ..config import load_policy, resolve_target
 from ..errors import TargetError
-from ..job import Job
-from ..jobs import Jobs
-from ..report.functions import FunctionReports
-from ..report.model import Report
+from ..host.threads import thread_count
+from ..report.facts import Report
+from ..report.function_reports import FunctionReports
 from ..report.progress import stages
 from ..report.times import FUSED, UNFUSED, TimeReport
-from ..runtime.cuda_graph_rules import CudaGraphOptions
-from ..runtime.functions import CompiledFunctions
-from ..runtime.kernel_walls import kernel_walls
-from ..runtime.module import CompiledModule
-from ..runtime.timing import time_calls
+from ..runtime.calls.compiled_functions import CompiledFunctions
+from ..runtime.calls.compiled_module import CompiledModule
+from ..runtime.graphs.capture_rules import CudaGraphOptions
+from ..runtime.timing.kernel_walls import kernel_walls
+from ..runtime.timing.timing import time_calls
 from .apart import Call, Failed, Process, in_rounds
 from .model_peers import PEERS
 from .options import MODEL_PEERS

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from ..config import HardwareProfile, Policy
 from ..ir.graph import FusionGraph, bits
-from ..plan.launches import Launch, Solution, in_order
 from ..plan.legality import Evaluator
+from ..plan.search.solution import Launch, Solution, in_order
 
 UNBOUNDED = 1_000_000
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import tvm
 
+from ..check.plan_runner import specs_of
 from ..config import HardwareProfile, Policy, load_policy, resolve_target
 from ..ir.graph import FusionGraph
-from ..plan.decide import decide
-from ..plan.launches import Solution, copies, is_kernel, members_of
-from ..plan.search import search
-from ..runtime.launch_kernels import Kernel, LaunchSpec, LaunchWriter, build_launches
-from ..runtime.plan_runner import specs_of
+from ..plan.decide.decide import decide
+from ..plan.search.search import search
+from ..plan.search.solution import Solution, copies, is_kernel, members_of
+from ..runtime.timing.launch_kernels import Kernel, LaunchSpec, LaunchWriter, build_launches
 from .plan_space import PlanSpace
 from .random_graphs import graph_of
 

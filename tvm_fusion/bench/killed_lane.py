@@ -13,7 +13,7 @@ from typing import Any
 
 from ..tuning.database import Database, check, device_folders
 from ..tuning.database.plans import plan_keys, read_plan
-from ..tuning.scratch import PREFIX
+from ..tuning.measure.scratch import PREFIX
 from .killed_session import WatchedSession
 
 JITTER_S = 0.05  # longer than an append takes, with the checks before it

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from ..check.inputs import ranges_of
-from ..runtime.launch_kernels import LaunchSpec, LaunchWriter, build_launches
-from ..runtime.plan_runner import PlanRunner
+from ..check.plan_runner import PlanRunner
+from ..runtime.timing.launch_kernels import LaunchSpec, LaunchWriter, build_launches
 from .graph_launches import PreparedGraph
 from .random_graphs import module_of
 

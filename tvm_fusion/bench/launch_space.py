@@ -11,8 +11,8 @@ from ..config import HardwareProfile, Policy
 from ..errors import Unsupported
 from ..ir.graph import FusionGraph, OpKind
 from ..kernels.base import Refusal
-from ..plan.launches import Launch, members_of
 from ..plan.legality import Costed, Evaluator
+from ..plan.search.solution import Launch, members_of
 
 MAX_ENUMERATED_OPS = 9
 MAX_OPTIONAL = 5  # tensors that a launch may write or not: with more, not all sets are tried

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..runtime.launch_kernels import LaunchSpec
-from ..runtime.plan_runner import PlanRunner
-from ..runtime.plan_timing import PlanTimes
+from ..check.plan_runner import PlanRunner
+from ..runtime.timing.launch_kernels import LaunchSpec
+from ..runtime.timing.plan_timing import PlanTimes
 from .graph_launches import MeasuredPlan, PreparedGraph, opened, queued_policy
 from .launch_check import check_launches, fill_inputs, names_of
 

@@ -30,7 +30,7 @@ from tvm.relax import pipeline
 from tvm.s_tir import meta_schedule as ms
 from tvm.support import nvcc
 
-from .._cores import available_cores
+from ..host.cores import available_cores
 
 BUILD_TIMEOUT_S, RUN_TIMEOUT_S = 90.0, 30.0
 REASONS = 5  # failures of trials that are written down, those seen most often
@@ -76,7 +76,7 @@ class StockTuning:
 
 def warm_up() -> None:
     """Registers what MetaSchedule imports for a first task."""
-    from .._quick_stacks import register_tensor_intrinsics
+    from ..ir.quick_stacks import register_tensor_intrinsics
 
     register_tensor_intrinsics()
 

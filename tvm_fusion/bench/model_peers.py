@@ -11,7 +11,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from ..runtime import cubin_cache
+from ..runtime.build import cubin_cache
 from .options import DEPLOYED, EAGER
 from .twin import jax_library, torch_library, twin
 

@@ -23,7 +23,7 @@ import torch
 
 import tvm_fusion
 
-from .._threads import thread_count
+from ..host.threads import thread_count
 from .record import header, write
 
 ROUNDS, CALLS, WARM_CALLS, PAUSE_S = 7, 200, 20, 0.1

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .._cores import available_physical_cores
 from ..errors import InputError
+from ..host.cores import available_physical_cores
 from .record import REFERENCES
 
 EAGER = "torch"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError
-from ..runtime.module import CompiledModule
+from ..runtime.calls.compiled_module import CompiledModule
 from .instance import Instance
 from .record import OURS, UNFUSED
 
@@ -43,7 +43,7 @@ class Ours:
 
     @cached_property
     def _job(self) -> Any:
-        from ..compiler import Job
+        from ..compilation.compiler import Job
 
         model = (self._instance.module, self._instance.inputs)
         return Job.of(model, self._setup.named, None, None, None, None)

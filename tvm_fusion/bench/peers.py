@@ -10,8 +10,8 @@ import tvm
 
 from ..errors import InputError, Unsupported
 from ..frontends import load
-from ..runtime.entry import entry_of
-from ..runtime.tensors import to_tvm
+from ..runtime.calls.entry import entry_of
+from ..runtime.calls.tensors import to_tvm
 from .instance import Instance, Product
 from .model_peers import default_build
 from .options import ALL_OF_TORCH, DEPLOYED, EAGER, MATMUL, OWN_PEERS

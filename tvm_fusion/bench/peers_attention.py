@@ -12,7 +12,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import Unsupported
-from ..runtime.timing import time_calls
+from ..runtime.timing.timing import time_calls
 
 TRIALS = 5
 

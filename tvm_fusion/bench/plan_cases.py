@@ -3,7 +3,7 @@
     python -m tvm_fusion.bench.plan_cases --target cuda --out FILE
 
 The graphs are those of `plan_case_graphs`. All plans of a graph are timed in one interleaved run
-(see `runtime.plan_runner`); registers, spills and code are those of the kernel with most of each.
+(see `check.plan_runner`); registers, spills and code are those of the kernel with most of each.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
-from ..compiler import Job
+from ..check.plan_runner import LaunchSpec, PlanRunner, specs_of
+from ..compilation.compiler import Job
 from ..config import HardwareProfile, Policy, load_policy, resolve_target
 from ..errors import BuildError, InputError, TvmFusionError
-from ..plan.launches import total_us
-from ..runtime.plan_runner import LaunchSpec, PlanRunner, specs_of
+from ..plan.search.solution import total_us
 from .collect import header
 from .forced import evaluator, forced, lenient
 from .plan_case_graphs import CASES, PlanCase

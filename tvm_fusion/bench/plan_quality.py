@@ -30,11 +30,11 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
+from ..check.plan_runner import PlanRunner
 from ..config import resolve_target
 from ..errors import TvmFusionError, Unsupported
 from ..ir.graph import OpKind
-from ..runtime.plan_runner import PlanRunner
-from ..runtime.plan_timing import PlanTimes
+from ..runtime.timing.plan_timing import PlanTimes
 from .collect import _enter, _prepare, header
 from .graph_launches import Choice, MeasuredPlan, PreparedGraph
 from .launch_check import check_launches

@@ -12,9 +12,9 @@ import random
 from collections.abc import Iterable, Iterator
 
 from ..errors import PlanError
-from ..plan.launches import Launch, Solution, check_solution, complete, is_kernel, members_of
 from ..plan.plan import FusionPlan
-from ..transform.materialize import group_views
+from ..plan.search.solution import Launch, Solution, check_solution, complete, is_kernel, members_of
+from ..transform.apply.materialize import group_views
 from .launch_space import MAX_ENUMERATED_OPS, LaunchSpace
 
 MAX_STEPS = 200_000  # of the enumeration; a graph with more plans is sampled

@@ -19,7 +19,7 @@ from typing import Any
 
 import tvm
 
-from .._cores import available_cores
+from ..host.cores import available_cores
 from .instance import Instance
 from .options import FLEX, SDPA
 from .ours import Ours, Saved

@@ -24,7 +24,7 @@ from tvm import relax
 from ..config import HardwareProfile, Policy
 from ..errors import InputError
 from ..ir.graph import FusionGraph, build_graph
-from ..transform.lower import lower
+from ..transform.lower.lower import lower
 from .random_steps import STEPS, Draft, Value
 
 MIN_OPS, MAX_OPS = 4, 8
@@ -120,7 +120,7 @@ def graph_of(
     policy : Policy or None
         Has no influence so far.
     rewrites : tuple of str
-        Names of `transform.rewrites.REWRITES` to apply.
+        Names of `transform.rewrites.rewrites.REWRITES` to apply.
     """
     low = lower(module_of(key), hw.to_target(), hw=hw, rewrites=rewrites)
     return low, build_graph(low)

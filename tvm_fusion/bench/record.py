@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .._cores import available_cores, physical_cores, usable_cores
 from .._version import __version__
 from ..errors import InputError
+from ..host.cores import available_cores, physical_cores, usable_cores
 
 OURS = "tvm_fusion"
 UNFUSED, PRODUCTS = "unfused", "cublas"  # ours without fusion, and the matrix products alone

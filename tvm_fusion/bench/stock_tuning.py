@@ -39,9 +39,9 @@ from .._arguments import TARGET_HELP
 from ..config import resolve_target
 from ..errors import InputError, TargetError, TvmFusionError
 from ..frontends import load
-from ..runtime.entry import entry_of
-from ..runtime.tensors import to_tvm
-from ..runtime.timing import device_works, time_calls
+from ..runtime.calls.entry import entry_of
+from ..runtime.calls.tensors import to_tvm
+from ..runtime.timing.timing import device_works, time_calls
 from . import metaschedule
 from .accuracy import CEILINGS, checked_error, reference
 from .instance import Instance

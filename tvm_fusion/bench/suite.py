@@ -10,7 +10,7 @@ import torch
 import tvm
 
 from ..config import HardwareProfile
-from ..runtime.timing import Timing, device_works, time_calls
+from ..runtime.timing.timing import Timing, device_works, time_calls
 from . import small, wall, workloads
 from .accuracy import CEILINGS, checked_error, output_shapes, reference
 from .instance import Instance

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..runtime.timing import Timing
+from ..runtime.timing.timing import Timing
 from . import workloads
 from .accuracy import CEILINGS, checked_error, reference
 from .apart import Call, Failed, Process, in_rounds

@@ -20,16 +20,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .._cores import available_cores
 from ..config import resolve_target
 from ..errors import InputError, TargetError, TvmFusionError
+from ..host.cores import available_cores
 from ..tuning.command import to_json
-from ..tuning.meters import LocalMeter
-from ..tuning.processes import start_all, stop_all
-from ..tuning.result import TuneResult
-from ..tuning.run import tune
-from ..tuning.settings import load_settings
-from ..tuning.workshop import make_builders
+from ..tuning.measure.meters import LocalMeter
+from ..tuning.measure.processes import start_all, stop_all
+from ..tuning.measure.workshop import make_builders
+from ..tuning.session.result import TuneResult
+from ..tuning.session.settings import load_settings
+from ..tuning.session.tune import tune
 from .accuracy import CEILINGS, checked_error, reference
 from .options import names_of
 from .record import header, reason, too_wrong, write
@@ -124,7 +124,7 @@ def time_rows(rows: Sequence[dict[str, Any]], setup: Setup, database: Path, work
 def _time(row: dict[str, Any], setup: Setup, builds: Builds) -> None:
     import torch
 
-    from ..runtime.timing import time_calls
+    from ..runtime.timing.timing import time_calls
 
     with torch.no_grad():
         instance = setup.instance(row["name"])

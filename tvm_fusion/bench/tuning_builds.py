@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from .._cores import available_cores
+from ..compilation.job import Job
 from ..config import resolve_target
-from ..job import Job
-from ..runtime.module import CompiledModule
-from ..tuning.choices import DEFAULT
+from ..host.cores import available_cores
+from ..runtime.calls.compiled_module import CompiledModule
+from ..tuning.session.choices import DEFAULT
 from .record import reason
 from .suite import Setup
 

@@ -26,17 +26,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._cores import available_cores
 from ..config import resolve_target
 from ..errors import InputError
-from ..runtime.cubin_cache import CACHE_VARIABLE
-from ..tuning.loopback import SERVE, servers
-from ..tuning.processes import Worker, stop_all
-from ..tuning.rpc import meters_of
-from ..tuning.run import tune
-from ..tuning.session import Session
-from ..tuning.settings import load_settings
-from ..tuning.workshop import make_builders
+from ..host.cores import available_cores
+from ..runtime.build.cubin_cache import CACHE_VARIABLE
+from ..tuning.measure.processes import Worker, stop_all
+from ..tuning.measure.workshop import make_builders
+from ..tuning.remote.loopback import SERVE, servers
+from ..tuning.remote.rpc import meters_of
+from ..tuning.session.session import Session
+from ..tuning.session.settings import load_settings
+from ..tuning.session.tune import tune
 from .record import header, write
 from .workloads import dtype_of, make, require
 

@@ -23,11 +23,11 @@ from typing import Any
 
 import tvm_fusion
 
-from ..tuning.building import BuildRequest
 from ..tuning.database import Database
-from ..tuning.measuring import MeasureRequest
-from ..tuning.processes import Worker
-from ..tuning.settings import load_settings
+from ..tuning.measure.building import BuildRequest
+from ..tuning.measure.measuring import MeasureRequest
+from ..tuning.measure.processes import Worker
+from ..tuning.session.settings import load_settings
 
 
 def say(**what: Any) -> None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..runtime.tensors import Kind, raw_stream
+from ..runtime.calls.tensors import Kind, raw_stream
 from .accuracy import CEILINGS, checked_error
 from .instance import Instance
 from .ours import Ours
@@ -119,8 +119,8 @@ def memory_of_torch(call: Call) -> tuple[int, int]:
 
 
 def _graph_of_ours(ours: Ours, instance: Instance) -> Call:
-    from ..runtime.cuda_graph import CapturedCall
-    from ..runtime.cuda_graph_driver import CudaDriver
+    from ..runtime.graphs.capture import CapturedCall
+    from ..runtime.graphs.driver import CudaDriver
 
     compiled = ours.fused
     device = compiled.device
@@ -136,7 +136,7 @@ def _graph_of_ours(ours: Ours, instance: Instance) -> Call:
 
 
 def _memory_of_ours(ours: Ours, call: Call) -> tuple[int, int]:
-    from ..runtime.memory import measured_call_bytes
+    from ..runtime.calls.call_memory import measured_call_bytes
 
     compiled = ours.fused
     planned = compiled.peak_memory_bytes

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ..report.times import FUSED, UNFUSED, TimeReport
-from .bounds import Reference
+from .allowance import Reference
+from .checked_sizes import symbols_of
 from .inputs import draw_count, is_extreme
 from .plain import plain_module
 from .reference import runner
 from .repair import Repair
-from .sizes import symbols_of
 from .verify import Verification, judge_outputs
 
 if TYPE_CHECKING:
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     import tvm
 
-    from ..compiler import Job
+    from ..compilation.compiler import Job
     from ..plan.plan import PlannedGroup
-    from ..runtime.build import Built
-    from ..transform.materialize import Materialized
+    from ..runtime.build.build import Built
+    from ..transform.apply.materialize import Materialized
 
 logger = logging.getLogger(__name__)
 
@@ -147,8 +147,8 @@ def _lowered(job: Job) -> tvm.IRModule:
 
 def time_builds(fused: Built, unfused: Built, inputs: Sequence[Any]) -> dict[str, TimeReport]:
     """Times both modules on the same inputs, interleaved."""
-    from ..runtime.module import CompiledModule
-    from ..runtime.timing import time_modules
+    from ..runtime.calls.compiled_module import CompiledModule
+    from ..runtime.timing.timing import time_modules
 
     modules = {FUSED: CompiledModule.of(fused), UNFUSED: CompiledModule.of(unfused)}
     return {name: TimeReport.of(t) for name, t in time_modules(modules, inputs).items()}

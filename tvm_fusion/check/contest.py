@@ -18,19 +18,19 @@ from typing import TYPE_CHECKING, Any
 from ..errors import BuildError, TargetError, TvmFusionError
 from ..ir.graph import FusionGraph
 from ..kernels.base import Refusal, RefusalCode
-from ..plan.decide import caution_of, hopeful_plan, with_evidence
+from ..plan.decide.decide import caution_of, hopeful_plan, with_evidence
+from ..plan.decide.joint_interval import measured_whole, times_apart
 from ..plan.differ import Region, exchanged, regions
-from ..plan.judge import measured_whole, times_apart
 from ..plan.plan import Evidence, FusionPlan
-from ..transform.region_module import RegionModule, region_module
+from ..transform.apply.region_module import RegionModule, region_module
 from .inputs import random_inputs
 from .kept_samples import keep
 from .sequential import STANDARD_ERRORS, Budget, Duel, Pair, Winner, paired, settle
 
 if TYPE_CHECKING:
-    from ..compiler import Job
-    from ..runtime.plan_runner import PlanRunner
-    from ..runtime.plan_timing import PlanTimes
+    from ..compilation.compiler import Job
+    from ..runtime.timing.plan_timing import PlanTimes
+    from .plan_runner import PlanRunner
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +91,8 @@ def _timed(job: Job, part: RegionModule, region: Region, budget: Budget) -> Duel
 
 def _prepared(job: Job, part: RegionModule, region: Region) -> tuple[PlanRunner, list[FusionPlan]]:
     """A runner with the region's inputs, and its two plans: hopeful, careful."""
-    from ..runtime.plan_runner import PlanRunner
-    from ..runtime.timing import has_torch_cuda
+    from ..runtime.timing.timing import has_torch_cuda
+    from .plan_runner import PlanRunner
 
     if job.hw.kind == "cuda" and not has_torch_cuda():
         raise TargetError("kernels are timed through torch's profiler, and there is no such torch")

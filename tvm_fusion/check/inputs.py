@@ -12,7 +12,7 @@ import tvm_ffi
 from tvm import relax, tirx
 
 from ..errors import InputError
-from ..transform.functions import expressions_of, operator_name
+from ..transform.functions.functions import expressions_of, operator_name
 from ._loops import points_of
 from .places import Computed, any_number, computed, range_of_places
 

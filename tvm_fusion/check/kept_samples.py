@@ -2,8 +2,8 @@
 
 They go to `samples/<device>.jsonl` in the user's cache folder (that of compiled kernels:
 $TVM_FUSION_CACHE, or `tvm_fusion` in the platform's cache folder), one line a launch as
-`cost.samples` describes it: the numbers of the work and its times, no names of the model and none
-of its data. With TVM_FUSION_KEEP_SAMPLES=0 nothing is kept.
+`cost.learned.samples` describes it: the numbers of the work and its times, no names of the model
+and none of its data. With TVM_FUSION_KEEP_SAMPLES=0 nothing is kept.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import tvm
 from filelock import FileLock
 
 from ..config import HardwareProfile
-from ..cost.samples import SAMPLES_VERSION
-from ..cost.work import work_of
+from ..cost.learned.launch_numbers import work_of
+from ..cost.learned.samples import SAMPLES_VERSION
 from ..kernels.base import GroupView, Refusal
 from ..plan.legality import Evaluator
 
 if TYPE_CHECKING:
-    from ..runtime.launch_kernels import LaunchSpec
-    from ..runtime.plan_runner import PlanRunner
-    from ..runtime.plan_timing import PlanTimes
+    from ..runtime.timing.launch_kernels import LaunchSpec
+    from ..runtime.timing.plan_timing import PlanTimes
+    from .plan_runner import PlanRunner
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ MOST_BYTES = 16 << 20  # about 20,000 launches; then nothing more is kept
 
 def samples_file(hw: HardwareProfile) -> Path:
     """Where the launches that were timed on a device are kept."""
-    from ..runtime.cubin_cache import cache_dir
+    from ..runtime.build.cubin_cache import cache_dir
 
     return cache_dir() / "samples" / f"{hw.name}.jsonl"
 

@@ -29,7 +29,7 @@ import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.ir import Expr, TensorLoad, Var
 
-from ..kernels.expr import dtype_of
+from ..kernels.program.expr import dtype_of
 from .roundings import UNIT_ROUNDOFF, Roundings, roundings_of
 
 # Words of 32 bits are computed in int64, where nothing overflows: TVM simplifies as if nothing did.

@@ -18,13 +18,13 @@ from tvm import tirx
 
 from ..config import HardwareProfile, Policy
 from ..errors import Unsupported
-from ..kernels.cpu.panels import without_constants
+from ..kernels.cpu.contraction.panels import without_constants
 from ..plan.plan import FALLBACK, FusionPlan
-from ..runtime.pipeline import SCHEDULED_ATTR
-from ..transform.write_kernels import Tuned, write_kernel
-from ..tuning.building import written
-from ..tuning.choices import CLASS_CHOICE, DEFAULT, ranked_configs, text_of
-from ..tuning.tasks import key_of, workload_of
+from ..runtime.build.lowering import SCHEDULED_ATTR
+from ..transform.apply.write_kernels import Tuned, write_kernel
+from ..tuning.measure.building import written
+from ..tuning.session.choices import CLASS_CHOICE, DEFAULT, ranked_configs, text_of
+from ..tuning.session.tasks import key_of, workload_of
 
 # Each costs a build and a check, and a bug of a class's frame is in all of its configurations.
 MOST_CONFIGURATIONS = 2

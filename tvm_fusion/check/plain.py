@@ -27,17 +27,17 @@ from tvm import relax
 from tvm.ir import Call, Op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from ..transform import first_extrema, unsigned_signs
-from ..transform.drop_empty import DropEmpty
-from ..transform.half_operators import BOTH, needs_float32
-from ..transform.lower import public
-from ..transform.open_medians import OpenMedians
-from ..transform.ordered_writes import OrderedWrites
-from ..transform.unique_names import UniqueNames
-from ..transform.widen_sorts import WidenSorts
+from ..transform.functions.unique_names import UniqueNames
+from ..transform.lower import first_extrema, unsigned_signs
+from ..transform.lower.drop_empty import DropEmpty
+from ..transform.lower.half_operators import BOTH, needs_float32
+from ..transform.lower.lower import public
+from ..transform.lower.open_medians import OpenMedians
+from ..transform.lower.ordered_writes import OrderedWrites
+from ..transform.lower.widen_sorts import WidenSorts
 
 if TYPE_CHECKING:
-    from ..runtime.build import Built
+    from ..runtime.build.build import Built
 
 LLVM = tvm.target.Target({"kind": "llvm"})
 
@@ -97,7 +97,7 @@ def plain_build(mod: tvm.IRModule, target: tvm.target.Target) -> Built:
     """Build a module of `plain_module`: on a GPU with DLight's schedules, on a CPU as the loops
     stand, with memory planned by TVM.
     """
-    from ..runtime.build import build
+    from ..runtime.build.build import build
 
     return build(mod, target, plan_memory=False)
 

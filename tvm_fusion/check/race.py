@@ -17,18 +17,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..kernels.base import Refusal, RefusalCode
-from ..plan.caution import Verdict
-from ..plan.decide import caution_of, taken_apart
+from ..plan.decide.caution import Verdict
+from ..plan.decide.decide import caution_of, taken_apart
+from ..plan.decide.joint_interval import times_apart, whole_ratio
 from ..plan.differ import clusters
-from ..plan.judge import times_apart, whole_ratio
 from ..plan.plan import PlannedGroup
 from .contest import Sampler, measured, slower
 from .sequential import Budget, Duel, Winner, paired, settle
 
 if TYPE_CHECKING:
-    from ..compiler import Job
-    from ..runtime.build import Built
-    from ..transform.materialize import Materialized
+    from ..compilation.compiler import Job
+    from ..runtime.build.build import Built
+    from ..transform.apply.materialize import Materialized
 
 logger = logging.getLogger(__name__)
 
@@ -118,8 +118,8 @@ def _unmeasured(job: Job) -> Refusal:
 
 def sampler(built: Sequence[Built], inputs: Sequence[Any]) -> Sampler:
     """Times two builds on the same inputs in pairs, in microseconds a call."""
-    from ..runtime.module import CompiledModule
-    from ..runtime.timing import time_modules
+    from ..runtime.calls.compiled_module import CompiledModule
+    from ..runtime.timing.timing import time_modules
 
     modules = dict(zip("ab", map(CompiledModule.of, built), strict=True))
 

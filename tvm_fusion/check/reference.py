@@ -29,9 +29,9 @@ from tvm import relax
 from tvm_ffi.serialization import from_json_graph_str
 
 from ..errors import InputError
-from ..runtime.build import build
-from ..runtime.entry import entry_of
-from ..transform.functions import has_branches
+from ..runtime.build.build import build
+from ..runtime.calls.entry import entry_of
+from ..transform.functions.functions import has_branches
 from ._loops import has_large_loops, order_loops
 from ._widen import EXTREMES, LARGEST, widen_nodes
 from .inputs import other_numbers
@@ -39,7 +39,7 @@ from .plain import LLVM
 from .poison import poisoned
 
 if TYPE_CHECKING:
-    from ..runtime.build import Built
+    from ..runtime.build.build import Built
 
 # Optimising took 200 of the 300 ms of building four little kernels; running them takes 1 ms.
 _QUICK = tvm.target.Target({"kind": "llvm", "opt-level": 0})

@@ -24,19 +24,19 @@ from tvm import relax, tirx
 from ..errors import BuildError
 from ..kernels.base import RefusalCode
 from ..plan.plan import FALLBACK, FREE, STOCK, UNWRITTEN
-from ..transform.single_group import group_modules
-from ..transform.write_kernels import write_kernels
+from ..transform.apply.single_group import group_modules
+from ..transform.apply.write_kernels import write_kernels
 from .other_kernels import OtherKernels
 from .plain import plain_build
 from .reference import run_reference
 from .verify import GroupCase, Verification, verify_group
 
 if TYPE_CHECKING:
-    from ..compiler import Job
+    from ..compilation.compiler import Job
     from ..plan.plan import PlannedGroup
-    from ..runtime.build import Built
-    from ..transform.materialize import Materialized
-    from ..transform.single_group import GroupModules
+    from ..runtime.build.build import Built
+    from ..transform.apply.materialize import Materialized
+    from ..transform.apply.single_group import GroupModules
 
 logger = logging.getLogger(__name__)
 

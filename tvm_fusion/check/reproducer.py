@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 
 import tvm
 
-from .._files import replace_file
 from .._version import __version__
 from ..errors import InputError, Unsupported, VerificationError
-from ..runtime.cubin_cache import cache_dir
-from ..tuning.choices import ranked_configs, text_of
+from ..host.atomic_files import replace_file
+from ..runtime.build.cubin_cache import cache_dir
+from ..tuning.session.choices import ranked_configs, text_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from ..job import Job
+    from ..compilation.job import Job
     from ..plan.plan import PlannedGroup
     from .compiled import Checked
 
@@ -73,7 +73,7 @@ def wrong_numbers(job: Job, checked: Checked) -> VerificationError:
 
 def configuration(job: Job, group: PlannedGroup) -> str:
     """The class of a group and the configuration that its kernel is written in."""
-    from ..transform.materialize import materialize
+    from ..transform.apply.materialize import materialize
 
     name = group.kernel_class
     try:

@@ -36,7 +36,7 @@ from tvm import s_tir, tirx
 from tvm.ir import Call, Expr, TensorLoad, Var
 from tvm.ir.prim.expr import Let
 
-from ..kernels.expr import constant, dtype_of, number, substitute, variables, widened
+from ..kernels.program.expr import constant, dtype_of, number, substitute, variables, widened
 
 UNIT_ROUNDOFF = {
     "float64": 2.0**-53,

@@ -10,8 +10,8 @@ import tvm
 from tvm import relax
 
 from ..errors import InputError, VerificationError
-from ..runtime.build import build
-from .bounds import Reference
+from ..runtime.build.build import build
+from .allowance import Reference
 from .inputs import numpy_dtype
 from .plain import LLVM
 from .reference import run_built

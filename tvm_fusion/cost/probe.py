@@ -19,9 +19,9 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
-from .._cores import use_all_cores
 from ..config import HardwareProfile, Policy
 from ..errors import BuildError
+from ..host.cores import use_all_cores
 from ..kernels.base import GroupView, RefusalCode, Resources
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def group_key(view: GroupView) -> GroupKey:
 def candidates_of(graph: FusionGraph, plan: FusionPlan) -> list[Candidate]:
     """The groups of a plan that kernels are written for."""
     from ..plan.plan import UNWRITTEN
-    from ..transform.materialize import group_views
+    from ..transform.apply.materialize import group_views
 
     pairs = zip(group_views(graph, plan), plan.groups, strict=True)
     return [Candidate(v, g.kernel_class) for v, g in pairs if g.kernel_class not in UNWRITTEN]
@@ -73,7 +73,7 @@ def can_probe(hw: HardwareProfile) -> bool:
     """Whether there is a compiler that tells the registers of kernels for this device."""
     if hw.kind != "cuda":
         return False
-    from ..runtime.cuda_compiler import find_compiler
+    from ..runtime.build.cuda_compiler import find_compiler
 
     try:
         return find_compiler().kind == "nvcc"
@@ -117,9 +117,9 @@ def probe(
     BuildError
         There is no CUDA compiler.
     """
-    from ..runtime.cubin_cache import available_cores
-    from ..runtime.cuda_compiler import cuda_arch, find_compiler
-    from ..runtime.launch_kernels import LaunchWriter
+    from ..runtime.build.cubin_cache import available_cores
+    from ..runtime.build.cuda_compiler import cuda_arch, find_compiler
+    from ..runtime.timing.launch_kernels import LaunchWriter
 
     if hw.kind != "cuda":
         return {}
@@ -158,7 +158,7 @@ class _Known:
 
 
 def _write(writer: Any, group: Candidate) -> tirx.PrimFunc | ProbeFailure:
-    from ..runtime.launch_kernels import LaunchSpec
+    from ..runtime.timing.launch_kernels import LaunchSpec
 
     view = group.view
     spec = LaunchSpec(view.ops, tuple(sorted(view.outputs)), group.kernel_class)
@@ -171,7 +171,7 @@ def _write(writer: Any, group: Candidate) -> tirx.PrimFunc | ProbeFailure:
 def _start(
     pool: ThreadPoolExecutor, func: tirx.PrimFunc, target: tvm.target.Target, arch: str
 ) -> Future | ProbeFailure:
-    from ..runtime.kernel_sources import kernel_sources
+    from ..runtime.build.kernel_sources import kernel_sources
 
     try:
         sources = kernel_sources(func, target)
@@ -182,7 +182,7 @@ def _start(
 
 def _compile(sources: tuple, arch: str) -> Resources:
     """Resources of one launch; of several kernels (that only the fallback class has), the most."""
-    from ..runtime.resources import ptxas_resources
+    from ..runtime.build.resources import ptxas_resources
 
     told = [(s, k) for s in sources for k in ptxas_resources(s.source, arch)]
     return Resources(

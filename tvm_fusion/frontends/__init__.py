@@ -9,7 +9,7 @@
 
 Whatever it came from, the module has a Relax function `main` whose parameters are the inputs of the
 model only (weights are constants in it), is normalised and well-formed, and does no arithmetic on
-booleans (see `transform/fix_bool_arithmetic.py`).
+booleans (see `transform/lower/fix_bool_arithmetic.py`).
 
 `main` returns what the source returns: a torch model whose forward returns one bare tensor gives a
 tensor, any other torch model gives the flat tuple of its tensors (so a tuple or a dict with one
@@ -25,7 +25,7 @@ from typing import Any
 from tvm.ir import IRModule
 
 from tvm_fusion.errors import FrontendError
-from tvm_fusion.frontends.module import checked_functions, checked_module
+from tvm_fusion.frontends.finish import checked_functions, checked_module
 
 SUFFIXES = (".pt2", ".onnx", ".py", ".json")
 

@@ -18,7 +18,7 @@ from tvm import relax
 from tvm.ir import IRModule, Op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from tvm_fusion.transform.functions import with_functions
+from tvm_fusion.transform.functions.functions import with_functions
 
 SHAPE_READER = "vm.builtin.tensor_to_shape"
 

@@ -11,7 +11,7 @@ from tvm.ir import IRModule
 
 from tvm_fusion.errors import FrontendError
 from tvm_fusion.frontends.cleanup import cleaned
-from tvm_fusion.frontends.module import checked_module, first_line
+from tvm_fusion.frontends.finish import checked_module, first_line
 
 try:
     import onnx

@@ -16,7 +16,7 @@ from tvm.script import tirx as T
 from tvm.tirx.layout import Axis
 
 from tvm_fusion.errors import FrontendError
-from tvm_fusion.frontends.module import checked_module, first_line
+from tvm_fusion.frontends.finish import checked_module, first_line
 
 Found = IRModule | dict[str, IRModule]
 

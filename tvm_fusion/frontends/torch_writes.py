@@ -6,10 +6,10 @@
 torch.export makes the first of the second, and notes that the result takes the place of the input.
 Where nothing else reads the old input, the kernel writes into the input itself and copies nothing
 (`written_inputs`). One position is a choice at every element, which fuses with what reads it; many
-are a copy and a loop of stores, in order (transform/ordered_writes.py). A mask is a choice, too.
-Refused, with advice: a mask beside another index; a symbolic number of values for a mask. Writes
-with symbolic extents are left to TVM where it gets them right (`_is_right_in_tvm`), or refused.
-Does not handle: inputs changed in other ways, which stay as they were (a warning says so).
+are a copy and a loop of stores, in order (transform/lower/ordered_writes.py). A mask is a choice,
+too. Refused, with advice: a mask beside another index; a symbolic number of values for a mask.
+Writes with symbolic extents are left to TVM where it gets them right (`_is_right_in_tvm`), or
+refused. Does not handle: inputs changed in other ways, which stay as they were (a warning says so).
 """
 
 from __future__ import annotations

@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import TargetError
-from ..tuning.processes import LOST, Answer, Worker, stop_all, wait_for
+from ..tuning.measure.processes import LOST, Answer, Worker, stop_all, wait_for
 from .draw import draw_program
-from .judge import CRASH, ERROR, REFUSED, RIGHT, WRONG, Verdict, judged
-from .program import Program
 from .reduce import reduced
+from .torch_program import Program
+from .verdict import CRASH, ERROR, REFUSED, RIGHT, WRONG, Verdict, judged
 
 BATCH = 100  # programs of one process: what they compile stays in its memory
 LIMIT_S = 180.0  # of one program, kernels compiled by nvcc included

@@ -15,7 +15,7 @@ from .._arguments import TARGET_HELP
 from ..errors import InputError
 
 if TYPE_CHECKING:
-    from .judge import Verdict
+    from .verdict import Verdict
 
 FAILED = 1
 WRITE_EVERY_S = 20.0  # what is known so far, for a run that is stopped
@@ -60,8 +60,8 @@ def main(args: argparse.Namespace) -> int:
         )
     if min(args.minutes, args.processes) <= 0 or args.statements < 1:
         raise InputError("fuzz: --minutes, --processes and --statements have to be above 0")
+    from ..calibrate.measured_on import described
     from ..config import resolve_target
-    from ..cost.calibrate.machine import described
     from .campaign import Campaign, Runner
 
     _, hw = resolve_target(args.target)

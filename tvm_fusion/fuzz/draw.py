@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from .program import (
+from .torch_program import (
     FLOATS,
     Input,
     Program,

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from .draw import _moderate, _random_code, dtype_name
-from .program import Input, Program, Statement, in_float64, run_statement, wide
+from .torch_program import Input, Program, Statement, in_float64, run_statement, wide
 
 Fails = Callable[[Program], bool]
 

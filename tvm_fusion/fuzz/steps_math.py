@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .draw import FLOAT_SHARES, INTEGERS, Draft, Step
-from .program import Statement
+from .torch_program import Statement
 
 UNARY = (
     *(f"torch.{name}({{0}})" for name in ("tanh", "sigmoid", "sin", "cos", "erf", "abs", "neg")),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .draw import Draft, Step
-from .program import Statement
+from .torch_program import Statement
 
 
 def turn(d: Draft) -> Statement | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .draw import Draft, Step, dtype_name
-from .program import Statement
+from .torch_program import Statement
 
 UPDATES = (
     "{at} += 1",

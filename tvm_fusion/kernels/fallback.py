@@ -13,8 +13,8 @@ from ..config import HardwareProfile, Policy
 from ..errors import Unsupported
 from ..ir.access import Access
 from .base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic, write_on_cpu
-from .footprint import points
-from .traffic import memory_traffic
+from .group.footprint import points
+from .group.traffic import memory_traffic
 
 
 class Fallback:

@@ -5,16 +5,16 @@
 from __future__ import annotations
 
 from ..config import HardwareProfile
-from .attention import AttentionClass
+from .attention.kernel_class import AttentionClass
 from .base import KernelClass
-from .column import Column
+from .column.kernel_class import Column
+from .cpu.nest_class import Nest
 from .fallback import Fallback
-from .gemm import Gemm
-from .mixed import Mixed
-from .nest import Nest
-from .pointwise import Pointwise
-from .row import Row
-from .transpose import Transpose
+from .gemm.kernel_class import Gemm
+from .pointwise.kernel_class import Pointwise
+from .row.kernel_class import Row
+from .row.mixed_class import Mixed
+from .transpose.kernel_class import Transpose
 
 _CLASSES: dict[str, tuple[KernelClass, tuple[str, ...]]] = {}
 

@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 from ..config import HardwareProfile, Policy
 from ..cost.analytic import Estimate, estimate
-from ..cost.learned import Residual, load_residual
+from ..cost.learned.learned import Residual, load_residual
 from ..cost.probe import GroupKey
 from ..errors import TooDeep
 from ..ir.graph import FusionGraph, OpKind
 from ..kernels.base import Fit, GroupView, KernelClass, Refusal, RefusalCode, Resources
 from ..kernels.fallback import Fallback, Stock
 from ..kernels.registry import kernel_classes
-from .caution import Caution, is_fused
-from .links import Links
+from .decide.caution import Caution, is_fused
+from .regions.edges import Links
 from .structure import NEEDS, READABLE, Structures, Wiring, structures_for, together
 
 logger = logging.getLogger(__name__)

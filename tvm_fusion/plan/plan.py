@@ -110,7 +110,7 @@ class PlannedGroup:
 class FusionPlan:
     """All groups of one function in topological order, and the refused neighbours.
 
-    `rewrites` are those applied to the graph before it was planned (`transform.rewrites`).
+    `rewrites` are those applied to the graph before it was planned (`transform.rewrites.rewrites`).
     `opened` says whether composite operators (softmax, norms ...) were opened up before. `evidence`
     is that of all groups together against their operators apart; after `compile --measure`, of the
     whole module against the unfused one. `measured` names the CPU whose own rates it was made with,

@@ -22,10 +22,10 @@ from ..config import HardwareProfile, Policy
 from ..ir.access import Block
 from ..ir.graph import FusionGraph, Op, OpKind
 from ..kernels.base import KernelClass
-from ..kernels.gemm import match_product
-from ..kernels.read_order import read_order
-from ..kernels.turning import is_turning
-from ..kernels.window import is_window_block
+from ..kernels.gemm.kernel_class import match_product
+from ..kernels.group.read_order import read_order
+from ..kernels.group.turning import is_turning
+from ..kernels.program.window import is_window_block
 
 MOST_KNOWN = 50_000  # structures of groups, of about a kilobyte each
 

@@ -7,23 +7,23 @@ from dataclasses import asdict
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from .._threads import thread_count
 from ..cost.probe import Probed, ProbeFailure
+from ..host.threads import thread_count
 from ..ir.graph import FusionGraph
 from ..kernels.base import Resources
-from ..kernels.cpu.panels import mark_constants
+from ..kernels.cpu.contraction.panels import mark_constants
 from ..plan.plan import FREE, UNWRITTEN, FusionPlan, PlannedGroup
-from ..transform.materialize import Materialized, materialize
-from ..transform.pack_constants import packable_arguments
+from ..transform.apply.materialize import Materialized, materialize
+from ..transform.apply.pack_constants import packable_arguments
+from .facts import Comparison, GroupReport, RefusalReport, Report, Verification
 from .layouts import layout_reports, refusal_report
-from .model import Comparison, GroupReport, RefusalReport, Report, Verification
 
 if TYPE_CHECKING:
     from tvm import tirx
 
     from ..check.compiled import Checked
-    from ..compiler import Job
-    from ..runtime.build import Built
+    from ..compilation.compiler import Job
+    from ..runtime.build.build import Built
     from .times import TimeReport
 
 
@@ -73,7 +73,7 @@ def built_report(
     times: Mapping[str, TimeReport],
 ) -> Report:
     """The report of a built module; launches are read off the built modules."""
-    from ..runtime.launches import count_launches
+    from ..runtime.calls.launch_count import count_launches
 
     groups = []
     for g in job.plan.groups:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ..ir.graph import FusionGraph
 from ..kernels.base import Refusal
-from ..plan.layout_changes import layout_changes, refusals_between
+from ..plan.explain.layout_changes import layout_changes, refusals_between
 from ..plan.plan import FusionPlan, PlannedGroup
+from .facts import LayoutReport, RefusalReport
 from .flip import flip
-from .model import LayoutReport, RefusalReport
 
 
 def layout_reports(

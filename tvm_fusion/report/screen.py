@@ -5,7 +5,7 @@ At most 40 lines of 100 columns, whatever the model; `text.render` has the rest.
 
 from collections.abc import Sequence
 
-from .model import GroupReport, Report
+from .facts import GroupReport, Report
 from .text import align, clip, format_time, summary_lines
 from .times import FUSED, TimeReport, Verdict
 

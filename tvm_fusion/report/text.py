@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
-from .model import Comparison, GroupReport, RefusalReport, Report
+from .facts import Comparison, GroupReport, RefusalReport, Report
 from .times import FUSED, UNFUSED, TimeReport, Verdict
 
 _GROUP_COLUMNS = (

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..runtime.timing import Timing
+    from ..runtime.timing.timing import Timing
 
 FUSED, UNFUSED = "fused", "unfused"
 
@@ -28,7 +28,7 @@ class TimeReport:
         Median and quartiles of the samples, in microseconds; None if there are none.
     samples : int
     clock : str or None
-        "kernel", "event" or "wall" (see `runtime.timing.Timing`).
+        "kernel", "event" or "wall" (see `runtime.timing.timing.Timing`).
     failure : str or None
         Why there is no time.
     """

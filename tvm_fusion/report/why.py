@@ -3,10 +3,10 @@
 from dataclasses import replace
 from itertools import permutations
 
-from .._toml import nearest
+from ..config.toml import nearest
 from ..errors import InputError
-from .functions import FunctionReports
-from .model import GroupReport, RefusalReport, Report
+from .facts import GroupReport, RefusalReport, Report
+from .function_reports import FunctionReports
 from .text import format_refusal, format_terms, format_time
 
 

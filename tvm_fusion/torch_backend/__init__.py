@@ -23,7 +23,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tvm_fusion.torch_backend.calls import GraphCalls
+from tvm_fusion.torch_backend.graph_calls import GraphCalls
 from tvm_fusion.torch_backend.options import BackendOptions
 
 NAME = "tvm_fusion"

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from tvm_fusion.errors import ConfigError
-from tvm_fusion.runtime.cuda_graph_rules import CudaGraphOptions
+from tvm_fusion.runtime.graphs.capture_rules import CudaGraphOptions
 
 _MODES = (None, "default", "reduce-overhead")
 

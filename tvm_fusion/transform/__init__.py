@@ -5,12 +5,12 @@ when kernels are lowered to VM calls. `Fuse` is all of it but the last as one pa
 stages bear the same names, for instruments and for `disabled_pass` of `PassContext`.
 """
 
+from ..compilation.pipeline import Fuse, fusion_pipeline, register
+from ..compilation.planning_stages import FusedFunction, Materialize, Plan, plan
+from .apply.pack_constants import PackConstants
+from .apply.write_kernels import WriteKernels
 from .decompose import Decompose
-from .pack_constants import PackConstants
-from .pipeline import Fuse, fusion_pipeline, register
-from .plan_memory import PlanMemory
-from .stages import FusedFunction, Materialize, Plan, plan
-from .write_kernels import WriteKernels
+from .memory.plan_memory import PlanMemory
 
 __all__ = [
     "Decompose",

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .meters import Meter
-    from .processes import Worker
-    from .result import TuneResult
-    from .session import Session
-    from .settings import Settings
+    from .measure.meters import Meter
+    from .measure.processes import Worker
+    from .session.result import TuneResult
+    from .session.session import Session
+    from .session.settings import Settings
 
 
 def tune(
@@ -50,19 +50,19 @@ def tune(
         A database, an empty folder, or a path where none is yet: a new database is made there. It
         holds a folder for each device and version.
     settings : str, Path, mapping, Settings or None
-        A file like `configs/tune_default.toml`, or values by name (`tuning.settings.Settings` has
-        them all); what is not named is as in that file.
+        A file like `configs/tune_default.toml`, or values by name
+        (`tuning.session.settings.Settings` has them all); what is not named is as in that file.
     trials : int, optional
         Most trials of this call, in place of the settings'.
     minutes : float, optional
         Most minutes of this call, in place of the settings'; planning and final measurements are
         included, and 0 is no limit.
     builders : sequence of Worker, optional
-        What compiles kernels (`tuning.workshop.make_builders`); by default processes on this
-        machine that end with the session. What is given stays, for the next session.
+        What compiles kernels (`tuning.measure.workshop.make_builders`); by default processes on
+        this machine that end with the session. What is given stays, for the next session.
     meters : sequence of Meter, optional
-        What measures them (`tuning.rpc.meters_of`: devices of other machines); by default a process
-        on this machine that ends with the session.
+        What measures them (`tuning.remote.rpc.meters_of`: devices of other machines); by default a
+        process on this machine that ends with the session.
     watch : callable, optional
         Called with the `Session` after each trial.
 
@@ -88,7 +88,7 @@ def tune(
     >>> result = tvm_fusion.tune(model, "llvm", database="tuned", minutes=2)   # doctest: +SKIP
     >>> print(result)                                                          # doctest: +SKIP
     """
-    from .run import tune as run
+    from .session.tune import tune as run
 
     return run(
         model,

@@ -12,7 +12,7 @@ from typing import Any
 
 from .._arguments import INTERRUPTED, POLICY_HELP, TARGET_HELP, model_of, policy_of
 from ..errors import InputError
-from .result import TuneResult
+from .session.result import TuneResult
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -61,7 +61,7 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _session(args: argparse.Namespace) -> int:
-    from .progress import shown
+    from .session.progress import shown
 
     try:
         with shown() as watch:
@@ -76,7 +76,7 @@ def _session(args: argparse.Namespace) -> int:
 
 def _tuned(args: argparse.Namespace, watch: Any) -> TuneResult:
     from ..config import resolve_target
-    from .run import tune
+    from .session.tune import tune
 
     target, _ = resolve_target(args.target)
     return tune(
@@ -105,7 +105,7 @@ def _meters(args: argparse.Namespace) -> Any:
         return None
     if args.key is None:
         raise InputError("--rpc needs --key: the name under which the servers registered")
-    from .rpc import meters_of
+    from .remote.rpc import meters_of
 
     return meters_of(args.rpc, args.key)
 

@@ -22,13 +22,13 @@ from typing import Any, NoReturn
 
 import tvm_ffi
 
-from .._targets import present_gpu
 from .._version import __version__
+from ..config.targets import present_gpu
 from ..errors import InputError
-from .meters import LocalMeter
-from .processes import wait_for
-from .tracker import Tracker, address_of
-from .worker import end_with
+from .measure.meters import LocalMeter
+from .measure.processes import wait_for
+from .measure.worker import end_with
+from .remote.tracker import Tracker, address_of
 
 VERSION = "tvm_fusion.version"
 MEASURE = "tvm_fusion.measure"

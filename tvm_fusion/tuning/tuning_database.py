@@ -22,13 +22,13 @@ from tvm.s_tir.meta_schedule.database.database import _PyDatabase
 
 from ..config import resolve_target
 from ..errors import InputError, NothingTuned, TargetError
-from .choices import TRACE_CHOICE
 from .database import Folders, Store, Stores
 from .database.records import payload_of
-from .database.workloads import facts_of, load_record, root_of, target_json
-from .select import chosen
-from .settings import load_settings
-from .trial_record import Trial
+from .database.workload_lines import facts_of, load_record, root_of, target_json
+from .measure.trial_record import Trial
+from .session.choices import TRACE_CHOICE
+from .session.select import chosen
+from .session.settings import load_settings
 
 logger = logging.getLogger(__name__)
 

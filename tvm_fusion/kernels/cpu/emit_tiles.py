@@ -6,18 +6,18 @@ from tvm import tirx
 from tvm.ir import Expr, Var
 from tvm.tirx import ForKind
 
-from ..expr import convert, dtype_of, number
-from .accumulators import is_copy_of
-from .emit_contraction import Contraction
-from .emit_nest import emit_nest
+from ..program.expr import convert, dtype_of, number
+from .contraction.accumulators import is_copy_of
+from .contraction.emit import Contraction
+from .contraction.operands import split_product
+from .contraction.sides import blocks, product_of
 from .groups import TASKS_PER_CORE, Group, is_small
 from .loops import Loop, Loops, seq
 from .machine import Machine
-from .nests import Nest, make_nests
-from .operands import split_product
-from .scope import Region, Scope
-from .sides import blocks, product_of
-from .stages import Stage
+from .nests.emit_nest import emit_nest
+from .nests.nests import Nest, make_nests
+from .nests.scope import Region, Scope
+from .stages.stages import Stage
 
 # Iterations of the parallel loop: tiles are dealt out in runs, each run with its own buffers.
 MOST_RUNS = 64

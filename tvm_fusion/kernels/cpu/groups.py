@@ -13,12 +13,12 @@ from math import prod
 
 from tvm.ir import TensorLoad, Var
 
-from ..expr import dtype_of, same
-from .lanes import best_lane
+from ..program.expr import dtype_of, same
+from .contraction.operands import Product, split_product
 from .machine import Machine
-from .operands import Product, split_product
-from .stages import Axis, Graph, Stage
-from .work import bytes_of_buffer, points, size_of, stage_work
+from .stages.lanes import best_lane
+from .stages.stage_work import bytes_of_buffer, points, size_of, stage_work
+from .stages.stages import Axis, Graph, Stage
 
 # What the stages of a group may keep for one tile; more than this gains nothing over main memory.
 MOST_LOCAL_BYTES = 4 << 20

@@ -10,8 +10,8 @@ from tvm import tirx
 from tvm.ir import Expr, Var
 from tvm.tirx import ForKind
 
-from ..expr import constant, dtype_of, number
-from .rewrite import free_variables, loads
+from ..program.expr import constant, dtype_of, number
+from .stages.rewrite import free_variables, loads
 
 Body = Callable[[Expr], tirx.Stmt]
 

@@ -72,7 +72,7 @@ def machine_of(hw: HardwareProfile | None) -> Machine:
     the threads that kernels run on here: a profile holds those of the machine that was measured,
     and what it takes to wake them.
     """
-    from ..._targets import cpu_target
+    from ...config.targets import cpu_target
 
     target = Target.current(allow_none=True)
     cpu = hw if hw is not None and hw.kind == "llvm" else None

@@ -16,8 +16,8 @@ from tvm import tirx
 from tvm.ir import Expr, PrimType, Var
 from tvm.ir.prim.expr import Let
 
-from ..expr import constant, dtype_of, number
-from .rewrite import call_name
+from ..program.expr import constant, dtype_of, number
+from .stages.rewrite import call_name
 
 EXP_LOW, EXP_HIGH = -104.0, 89.0
 EXP_COEFFICIENTS = (

@@ -13,25 +13,25 @@ from tvm import tirx
 from tvm.ir import Var
 
 from ...config import HardwareProfile
-from ..expr import dtype_of
-from .accumulators import with_copies
-from .contraction_tiles import Problem, packs_ahead, panels_when_compiling
-from .emit_panels import emit_panels
+from ..program.expr import dtype_of
+from .contraction.accumulators import with_copies
+from .contraction.bfloat16_pairs import importing
+from .contraction.emit_panels import emit_panels
+from .contraction.operands import split_product
+from .contraction.pack_ahead import packed_operand
+from .contraction.panels import PANELS_ATTR, Panels, read_once, without_constants
+from .contraction.task_tiles import Problem, packs_ahead, panels_when_compiling
 from .emit_tiles import emit_tiles
 from .groups import Group, make_groups, single
-from .inline import inline
 from .loops import seq
 from .machine import Machine, machine_of
-from .operands import split_product
-from .pack_ahead import packed_operand
-from .pairs import importing
-from .panels import PANELS_ATTR, Panels, read_once, without_constants
-from .partial_sums import partial_sums
-from .reader import read_graph
-from .reshape_loops import reshape_loops
-from .scope import allocate, new_buffer
-from .speculate import speculate
-from .stages import Graph, Stage
+from .nests.scope import allocate, new_buffer
+from .stages.inline import inline
+from .stages.partial_sums import partial_sums
+from .stages.reader import read_graph
+from .stages.reshape_loops import reshape_loops
+from .stages.speculate import speculate
+from .stages.stages import Graph, Stage
 from .tiles import choose_tile
 
 

@@ -8,9 +8,9 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from ...config import HardwareProfile
 from ...ir.graph import COMPOSITES_ATTR
-from ..functions import rewrite_functions
-from ..stage import DECOMPOSE
-from ..unique_names import FreshNames
+from ..functions.functions import rewrite_functions
+from ..functions.named_stages import DECOMPOSE
+from ..functions.unique_names import FreshNames
 from . import activations, attention, contractions, losses, norms, softmax, statistics
 from .opening import Opening, Rule
 from .variances import written_out

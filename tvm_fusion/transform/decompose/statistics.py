@@ -28,7 +28,7 @@ from tvm import te, tirx
 from tvm.ir import Call
 from tvm.relax import Expr, Var, op
 
-from ..reduction_stages import needs_stages
+from ..rewrites.reduction_stages import needs_stages
 from .opening import (
     FLOAT_DTYPES,
     HALF_DTYPES,

@@ -12,9 +12,10 @@ torn, and gives records to other kernels when workload lines change places. Here
 checked before TVM sees it, and trials are known by the structural hash of their workload.
 """
 
-from ..trial_record import Trial
+from ..measure.trial_record import Trial
 from .checking import CheckReport, FolderReport, check
 from .exporting import Exported, ExportReport, export
+from .folder_state import Problem
 from .folders import (
     Folders,
     compiler_version,
@@ -24,11 +25,10 @@ from .folders import (
     folder_of,
 )
 from .merging import Merged, MergeReport, merge
-from .opening import check_place
+from .open_folder import check_place
 from .protocol import Store, Stores
-from .state import Problem
 from .store import Database
-from .workloads import short_key, trace_text, workload_key
+from .workload_lines import short_key, trace_text, workload_key
 
 __all__ = [
     "CheckReport",

@@ -10,11 +10,11 @@ from typing import Any
 from ...errors import InputError
 from . import plans
 from .files import QUARANTINE
+from .folder_state import Problem
 from .folders import device_folders
 from .sandbox import CannotJudge, Suspect, judge
-from .state import Problem
 from .store import Database
-from .workloads import short_key
+from .workload_lines import short_key
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..._files import replace_file
 from ...errors import InputError
+from ...host.atomic_files import replace_file
+from .folder_state import record_text
 from .folders import device_folders
 from .lines import RECORDS, WORKLOADS
-from .state import record_text
 from .store import Database
 
 

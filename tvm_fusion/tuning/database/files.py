@@ -12,8 +12,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..._files import replace_file
 from ...errors import InputError
+from ...host.atomic_files import replace_file
 from .guard import GUARD
 from .lines import RECORDS, WORKLOADS, canonical
 

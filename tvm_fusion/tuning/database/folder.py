@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
-from ..trial_record import Trial
+from ..measure.trial_record import Trial
 from . import files, guard, plans
+from .folder_state import Findings, Problem, State, record_text
 from .guard import GUARD, Entry
 from .lines import RECORDS, WORKLOADS, WorkloadLine, canonical, digest
 from .lock import LOCK, CannotLock, locked
 from .reconcile import reconcile
 from .records import payload_of
-from .state import Findings, Problem, State, record_text
-from .workloads import facts_of, load
+from .workload_lines import facts_of, load
 
 logger = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import tvm
 
 from ..._version import __version__
-from ...hardware import HardwareProfile
-from ...runtime.cuda_compiler import find_compiler
+from ...config.hardware import HardwareProfile
+from ...runtime.build.cuda_compiler import find_compiler
 from .files import NAMES, PLANS, QUARANTINE
 from .lines import canonical, digest
-from .opening import check_database, check_place, folders_in, nothing_for
+from .open_folder import check_database, check_place, folders_in, nothing_for
 from .store import Database
-from .workloads import identity, target_json
+from .workload_lines import identity, target_json
 
 _LONGEST = 45  # of a part of a name; five of them fit in what file systems take
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..trial_record import Trial
+from ..measure.trial_record import Trial
 from .lines import BadLine, WorkloadLine, canonical, digest, is_key, parse
 
 GUARD = "guard.jsonl"

@@ -15,7 +15,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from ..trial_record import MOST_US
+from ..measure.trial_record import MOST_US
 
 WORKLOADS = "database_workload.json"
 RECORDS = "database_tuning_record.json"

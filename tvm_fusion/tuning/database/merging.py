@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
+from .folder_state import Problem
 from .folders import device_folders
-from .state import Problem
 from .store import Database
 
 

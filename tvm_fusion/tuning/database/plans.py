@@ -8,11 +8,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..._files import replace_file
 from ...errors import InputError
+from ...host.atomic_files import replace_file
 from .files import PLANS, free_name
+from .folder_state import Problem
 from .lines import canonical, digest
-from .state import Problem
 
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}")
 

@@ -9,7 +9,7 @@ import tvm
 from tvm import tirx
 
 from ...config import HardwareProfile
-from ..trial_record import Trial
+from ..measure.trial_record import Trial
 
 
 class Store(Protocol):

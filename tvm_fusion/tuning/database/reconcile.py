@@ -16,6 +16,7 @@ from typing import Any
 
 from ...errors import InputError
 from .files import RawFile
+from .folder_state import Findings, State
 from .guard import GUARD, DeviceLine, Entry, Place, parse_guard
 from .lines import (
     RECORDS,
@@ -26,9 +27,8 @@ from .lines import (
     parse_record,
     parse_workload,
 )
-from .state import Findings, State
 from .strays import Reading, Stray, take_strays
-from .workloads import identity
+from .workload_lines import identity
 
 
 def reconcile(

@@ -12,8 +12,8 @@ import json
 import statistics
 from typing import Any
 
-from ..trial_record import Trial, check_text
-from .workloads import ENTRY, Facts
+from ..measure.trial_record import Trial, check_text
+from .workload_lines import ENTRY, Facts
 
 ANNOTATION = "tvm_fusion.config"
 _BLOCK = "b0"

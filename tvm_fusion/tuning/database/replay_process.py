@@ -21,7 +21,7 @@ import tvm_ffi
 from tvm.s_tir.meta_schedule.arg_info import ArgInfo
 from tvm.s_tir.meta_schedule.database import TuningRecord, Workload
 
-INTRINSICS = str(Path(__file__).parents[2] / "_quick_stacks.py")
+INTRINSICS = str(Path(__file__).parents[2] / "ir" / "quick_stacks.py")
 
 
 def check_workload(value):

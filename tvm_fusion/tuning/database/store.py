@@ -13,15 +13,15 @@ import tvm
 from tvm import tirx
 
 from ...errors import InputError
-from ..trial_record import LASTING, Trial
+from ..measure.trial_record import LASTING, Trial
 from . import plans
 from .folder import Addition, Folder
+from .folder_state import Problem
 from .guard import Entry
 from .lines import WorkloadLine, canonical, digest
-from .opening import check_version
+from .open_folder import check_version
 from .records import payload_of
-from .state import Problem
-from .workloads import (
+from .workload_lines import (
     ENTRY,
     check_replay,
     facts_of,

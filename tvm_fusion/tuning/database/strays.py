@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from .files import GUARD
+from .folder_state import Findings, State
 from .guard import Entry, Place
 from .lines import RECORDS, WORKLOADS, RecordLine
 from .records import choice_of, trial_of
 from .sandbox import CannotJudge, Suspect, Verdict, judge
-from .state import Findings, State
-from .workloads import identity
+from .workload_lines import identity
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,310 @@
+"""The float64 reference of a module, and how far from it the roundings of right kernels may lead.
+
+The reference is run again, with each operator disturbed as the roundings of its arithmetic would
+(`roundings`, `noise`). What the disturbances do to an output says how it is conditioned, through
+all operators together, cancellation and amplification included. This is Monte Carlo arithmetic [1],
+carried out in float64 with disturbances of the size of the narrow types. The bound of an element is
+its largest change over the draws; `rules` says what is made of it.
+
+An integer or a boolean that a disturbance changes (the argmax of a near tie, a comparison) is one
+that a rounding may decide. Draws for them are stronger, and each is turned around as well, so that
+a tie of two breaks both ways. So is a float that such a draw changes `JUMP` times as much as the
+others do: it has gone over a step (floor, a comparison before a `where`), and its bound is the
+height of the step.
+
+No kernel, schedule or rewrite of this package has a part in it.
+
+[1] D. S. Parker, Monte Carlo Arithmetic, CSD-970002, University of California, Los Angeles, 1997.
+    C. Denis, P. de Oliveira Castro, E. Petit, Verificarlo, 23rd Symposium on Computer Arithmetic,
+    2016.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax, tirx
+
+from ..errors import BuildError
+from .noise import NONE, Draw, call_number, disturbed
+from .output_precision import computed_dtypes, dtypes_of
+from .plain import LLVM, plain_build
+from .reference import build_reference, runner
+from .roundings import equated, rounded
+from .rules import name_of, namespace, wide
+
+logger = logging.getLogger(__name__)
+
+DRAWS = tuple(Draw(seed, 1) for seed in range(1, 9))
+DECIDING = tuple(Draw(seed, sign * 16) for seed in (11, 12, 13) for sign in (1, -1))
+JUMP = 64.0  # a draw for ties is 16 times as strong as others, and so is what it changes smoothly
+
+_CALLS = (  # of what is not written in TIR, or not here
+    "relax.call_dps_packed",
+    "relax.call_pure_packed",
+    "relax.call_builtin_with_ctx",
+    "relax.invoke_closure",
+)
+
+Run = Callable[[Draw], Sequence[Any]]
+
+
+def bounded_reference(
+    mod: tvm.IRModule, inputs: Sequence[Any], target: tvm.target.Target | None = None
+) -> tuple[list[np.ndarray], list[np.ndarray | None]]:
+    """Compute a module in float64, and the bounds of its outputs.
+
+    Parameters
+    ----------
+    mod : IRModule
+        A call_tir module (after LegalizeOps); its `main` is run.
+    inputs : sequence
+        One value a parameter of `main`, as `reference.run_reference` takes them.
+    target : Target, optional
+        Where to compute it (default: llvm).
+
+    Returns
+    -------
+    list of numpy.ndarray
+        The outputs, tuples flattened.
+    list of numpy.ndarray or None
+        For each element, how much a draw changes it: a float, or whether it changes an integer.
+        None in a module with calls that cannot be disturbed.
+    """
+    return _Builds(mod, target).bounded(inputs)
+
+
+class Reference:
+    """A module in float64, and what else its outputs are judged by. Bounds and plain outputs are
+    found when they are asked for: most right results are within a few units in the last place and
+    need neither.
+
+    Parameters are those of `bounded_reference`.
+    """
+
+    def __init__(
+        self, mod: tvm.IRModule, inputs: Sequence[Any], target: tvm.target.Target | None = None
+    ) -> None:
+        self.inputs, self._of = inputs, (mod, target)
+        self.ceiling = True  # see `rules.check_output`
+        self._builds = _Builds(mod, target)
+
+    def on(self, inputs: Sequence[Any], ceiling: bool = True) -> Reference:
+        """The same module on other inputs; nothing is built again."""
+        mod, target = self._of
+        other = Reference(mod, inputs, target)
+        other.ceiling, other._builds = ceiling, self._builds
+        return other
+
+    @cached_property
+    def outputs(self) -> list[np.ndarray]:
+        """The outputs, tuples flattened."""
+        return self._builds.exact(self.inputs)
+
+    @cached_property
+    def bounds(self) -> list[np.ndarray | None]:
+        """See `bounded_reference`."""
+        return self._builds.bounded(self.inputs)[1]
+
+    @cached_property
+    def plain(self) -> list[np.ndarray]:
+        """The outputs in the module's own dtypes, from TVM's own loops (`plain.plain_build`)."""
+        return self._builds.plain(self.inputs)
+
+    @property
+    def dtypes(self) -> list[str]:
+        """The dtype of each output."""
+        return self._builds.dtypes
+
+    @property
+    def computed_in(self) -> list[str | None]:
+        """The narrowest float on the way to each output (`precision.computed_dtypes`)."""
+        return self._builds.computed_in
+
+    @cached_property
+    def no_bounds(self) -> list[np.ndarray]:
+        """Bounds of outputs that roundings leave as they are."""
+        return [_change(output, output) for output in self.outputs]
+
+
+class _Builds:
+    """What a reference runs, each built when it is first asked for."""
+
+    def __init__(self, mod: tvm.IRModule, target: tvm.target.Target | None) -> None:
+        self._mod, self._target = mod, target
+
+    @cached_property
+    def exact(self) -> Callable[[Sequence[Any]], list[np.ndarray]]:
+        return build_reference(self._mod, target=self._target)
+
+    @cached_property
+    def noisy(self) -> Callable[[Sequence[Any]], list[np.ndarray]] | None:
+        noisy = disturbed_module(self._mod)
+        return _built(noisy, self._target) if noisy is not None else None
+
+    @cached_property
+    def plain(self) -> Callable[[Sequence[Any]], list[np.ndarray]]:
+        return runner(plain_build(self._mod, self._target or LLVM))
+
+    @cached_property
+    def dtypes(self) -> list[str]:
+        return dtypes_of(self._mod["main"].ret_ty)
+
+    @cached_property
+    def computed_in(self) -> list[str | None]:
+        return computed_dtypes(self._mod)
+
+    def bounded(self, inputs: Sequence[Any]) -> tuple[list[np.ndarray], list[np.ndarray | None]]:
+        """See `bounded_reference`."""
+        run = self.noisy
+        if run is None:
+            outputs = self.exact(inputs)
+            return outputs, [None] * len(outputs)
+        return bounds_of(lambda draw: run([*inputs, draw.array()]), any(self.computed_in))
+
+
+def _built(
+    noisy: tvm.IRModule, target: tvm.target.Target | None
+) -> Callable[[Sequence[Any]], list[np.ndarray]] | None:
+    """The disturbed reference, if TVM's default schedules compile it."""
+    try:
+        return build_reference(noisy, target=target)
+    except BuildError as error:
+        logger.warning(
+            "no bounds of roundings; errors of TVM's own loops stand for them: %s", error
+        )
+        return None
+
+
+def bounds_of(run: Run, rounds: bool = True) -> tuple[list[Any], list[Any]]:
+    """The undisturbed outputs of a run, and how much draws change each of their elements; without
+    draws where nothing is rounded.
+    """
+    reference = list(run(NONE))
+    bounds = [_change(ref, ref) for ref in reference]
+    for draw in DRAWS if rounds else ():
+        bounds = _larger(bounds, map(_change, run(draw), reference))
+    steps = bounds
+    for draw in DECIDING if rounds else ():
+        changes = map(_change, run(draw), reference)
+        steps = _larger(steps, map(_jump, changes, bounds, reference))
+    return reference, steps
+
+
+def _larger(bounds: list[Any], changes: Iterable[Any]) -> list[Any]:
+    return [namespace(b).maximum(b, change) for b, change in zip(bounds, changes, strict=True)]
+
+
+def _jump(change: Any, bound: Any, reference: Any) -> Any:
+    """A change that a draw for ties makes, where it decides something; elsewhere nothing."""
+    if not _is_float(reference):
+        return change
+    xp = namespace(change)
+    return xp.where(change > JUMP * bound, change, xp.zeros_like(change))
+
+
+def _change(given: Any, reference: Any) -> Any:
+    """|given - reference| where both are finite floats, 0 elsewhere; whether integers differ."""
+    if not _is_float(reference):
+        return given != reference
+    given, reference = wide(given), wide(reference)
+    xp = namespace(reference)
+    both = xp.isfinite(given) & xp.isfinite(reference)
+    zero = xp.zeros_like(reference)
+    return xp.abs(xp.where(both, given, zero) - xp.where(both, reference, zero))
+
+
+def _is_float(array: Any) -> bool:
+    return "float" in name_of(array.dtype)
+
+
+def disturbed_module(mod: tvm.IRModule) -> tvm.IRModule | None:
+    """The module whose `main` takes a draw (`Draw.array`) as one more parameter; None if a call in
+    it cannot be disturbed.
+    """
+    main = mod["main"]
+    calls = _Calls(mod)
+    body = calls.body(main.body)
+    if body is None:
+        return None
+    out = calls.builder.get().clone()  # it is `mod` itself where no function was added
+    params = [*main.params, calls.draw]
+    func = relax.Function(params, body, main.ret_ty, main.is_pure, main.attrs)
+    out.update_func(out.get_global_var("main"), func)
+    return relax.transform.DeadCodeElimination(["main"])(relax.transform.Normalize()(out))
+
+
+class _Calls:
+    """Puts disturbed functions in place of those that a Relax function calls."""
+
+    def __init__(self, mod: tvm.IRModule) -> None:
+        self.mod = mod
+        self.builder = relax.BlockBuilder(mod)
+        self.draw = relax.Var("draw", relax.TensorType((2,), "int64"))
+        self._made: dict[tvm.ir.GlobalVar, tvm.ir.GlobalVar | None] = {}
+        self._count = 0
+
+    def body(self, body: relax.SeqExpr) -> relax.SeqExpr | None:
+        """The body on disturbed functions; None where that cannot be."""
+        blocks = []
+        for block in body.blocks:
+            bindings = [self._binding(binding) for binding in block.bindings]
+            if None in bindings:
+                return None
+            blocks.append(type(block)(bindings))
+        return relax.SeqExpr(blocks, body.body)
+
+    def _binding(self, binding: relax.Binding) -> relax.Binding | None:
+        value = getattr(binding, "value", None)
+        if isinstance(value, relax.If):
+            return None if _holds_float(value.ty) else binding
+        if not isinstance(value, relax.Call) or not isinstance(binding, relax.VarBinding):
+            return binding
+        func = self._called(value)
+        if func is None:
+            moves = isinstance(value.op, tvm.ir.Op) and value.op.name not in _CALLS
+            return binding if moves or not _holds_float(value.ty) else None
+        if not rounded(func.body) and not (equated(func.body) and self._computed(value)):
+            return binding
+        called = self._disturbed(value) if value.op.name == "relax.call_tir" else None
+        return None if called is None else relax.VarBinding(binding.var, called)
+
+    def _computed(self, call: relax.Call) -> bool:
+        """Whether a float that a call reads is neither a constant nor a parameter of `main`."""
+        given = list(self.mod["main"].params)
+        args = call.args[1] if len(call.args) > 1 else ()
+        return any(
+            _holds_float(arg.ty) and isinstance(arg, relax.Var) and arg not in given for arg in args
+        )
+
+    def _called(self, call: relax.Call) -> tirx.PrimFunc | None:
+        """The PrimFunc that a call runs."""
+        first = call.args[0] if call.args else None
+        func = self.mod[first] if isinstance(first, tvm.ir.GlobalVar) else None
+        return func if isinstance(func, tirx.PrimFunc) else None
+
+    def _disturbed(self, call: relax.Call) -> relax.Call | None:
+        var, args = call.args[0], list(call.args[1])
+        if var not in self._made:
+            func = disturbed(self.mod[var], len(args))
+            if func is not None:
+                func = self.builder.add_func(func, f"{var.name_hint}_disturbed")
+            self._made[var] = func
+        if self._made[var] is None:
+            return None
+        self._count += 1
+        number = relax.const(call_number(self._count), "int64")
+        (ty,) = call.ty_args
+        outputs = list(ty.fields) if isinstance(ty, relax.TupleType) else ty
+        return relax.call_tir(self._made[var], [*args, self.draw, number], outputs)
+
+
+def _holds_float(ty: Any) -> bool:
+    if isinstance(ty, relax.TupleType):
+        return any(map(_holds_float, ty.fields))
+    return isinstance(ty, relax.TensorType) and "float" in str(ty.dtype)

@@ -1,0 +1,192 @@
+"""compile(): the flow from a model to a verified module, stage by stage; explain(): the same up to
+the plan.
+
+    model -> load -> lower -> build_graph -> decide (search) -> [contest] -> materialize ->
+    write_kernels -> build -> [not slower] -> verify -> report
+
+What stands in brackets runs with `measure` only. A group whose kernel cannot be written, does not
+compile, gives wrong numbers or measures slower is cut: its operators run one by one, the report
+says why, and the rest of the plan stays.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from ..config import Policy, load_policy, resolve_target
+from ..errors import InputError, TargetError
+from ..runtime.graphs.capture_rules import CudaGraphOptions
+from .job import Job, PlanLike
+from .jobs import Jobs, Plans
+
+if TYPE_CHECKING:
+    from ..report.facts import Report
+    from ..report.function_reports import FunctionReports
+    from ..runtime.calls.compiled_functions import CompiledFunctions
+    from ..runtime.calls.compiled_module import CompiledModule
+    from ..transform.apply.tuned_parts import DatabaseLike
+
+VERIFY = (True, False, "groups", "report")
+
+__all__ = ["Job", "Jobs", "PlanLike", "Plans", "compile", "explain"]
+
+
+def compile(
+    model: Any,
+    target: Any = None,
+    *,
+    policy: Any = None,
+    plan: Plans = None,
+    example_inputs: Any = None,
+    dynamic_shapes: Any = None,
+    verify: bool | str | None = None,
+    measure: bool = False,
+    time: bool = False,
+    cuda_graph: Any = False,
+    database: DatabaseLike = None,
+) -> CompiledModule | CompiledFunctions:
+    """Fuses and builds a model.
+
+    All public functions of a Relax module are entries of one executable, `main` and those of other
+    names; each is planned, checked and reported by itself, as if it were the only one. What they
+    call, each other included, is fused in its place.
+
+    Parameters
+    ----------
+    model : IRModule, torch.nn.Module, (torch.nn.Module, inputs), ExportedProgram, str or Path
+        See `tvm_fusion.frontends.load`.
+    target : str, Path, tvm.target.Target or None
+        "llvm", "cuda", a device's name, a profile; None takes the GPU if there is one, else the
+        CPU.
+    policy : str, Path, mapping, Policy or None
+        See `tvm_fusion.config.load_policy`.
+    plan : FusionPlan, path, dict or None
+        A plan to run instead of searching one; it has to be made for this module. For a module of
+        several functions a mapping from their names to plans; those without one are planned.
+    example_inputs, dynamic_shapes
+        For a torch.nn.Module, as `torch.export.export` takes them.
+    verify : bool, "groups", "report" or None
+        Check the result against float64. What gives wrong numbers gives way, as little of the plan
+        as need be (`check.repair`); where that mends nothing, there is no module but an error.
+        "groups" also checks each group by itself; "report" does, too, and returns the module
+        whatever was found: its report says so. None asks the policy.
+    measure : bool
+        Settle by measurements what the cost model cannot decide, for at most
+        `policy.measure_budget_s`: fusions in doubt are timed beside their operators apart, then the
+        whole module beside the unfused one, and what is not faster is cut. On the CPU of this
+        machine fusions in doubt are timed by default where the result is checked, for at most
+        `policy.settle_budget_s`. The times are kept for
+        `calibrate --refit` (see `check.kept_samples`). A given `plan` is timed as a whole and left
+        as it is.
+    time : bool
+        Time the fused module beside the unfused one, for the report only.
+    cuda_graph : bool, mapping or CudaGraphOptions
+        Capture whole calls into CUDA graphs (see `runtime.graphs.capture_rules.CudaGraphOptions`),
+        and plan for what a launch costs there. A module whose calls cannot be captured runs launch
+        by launch, and its report says why.
+    database : str, Path or TuningDatabase, optional
+        A folder that `tvm_fusion.tune` made: kernels that it measured to be faster than the untuned
+        ones are used, and the plan that it settled, if it tuned this module with this policy. By
+        default the `TuningDatabase` that is current (`with database:`), if there is one; that it
+        has nothing of the target is logged.
+
+    Returns
+    -------
+    CompiledModule or CompiledFunctions
+        Call it with NumPy arrays, torch or TVM tensors; `.report` says what was done, `.plan` is
+        the plan. Of a module of several functions each is a `CompiledModule` by its name, as in
+        `compiled["decode"](x)`; `.report` and `.plan` are those of all, by name.
+
+    Raises
+    ------
+    InputError
+        The model, target, policy or plan cannot be used, `database` is none or has nothing of the
+        target, or `cuda_graph` is asked for on a CPU.
+    VerificationError
+        The numbers are wrong whatever is compiled, TVM's own code included. It names the element,
+        the function if it is one of several, the kernels, and a folder with a program that shows it
+        again.
+    BuildError
+        The module does not build even without fusion.
+    """
+    graphs = CudaGraphOptions.of(cuda_graph)
+    if verify not in (None, *VERIFY):
+        raise InputError(f"verify={verify!r} is none of {', '.join(map(repr, (None, *VERIFY)))}")
+    if graphs is not None:
+        policy = graph_policy(target, policy)
+    jobs = Jobs.of(
+        model, target, policy, plan, example_inputs, dynamic_shapes, database, use_current=True
+    )
+    wanted = jobs.policy.verify if verify is None else verify
+    return (jobs.only or jobs).compile(wanted, measure, time, graphs)
+
+
+def graph_policy(target: Any, policy: Any) -> Policy:
+    """The policy for a module that runs as a CUDA graph: a saved launch is worth a graph's node.
+
+    Raises
+    ------
+    TargetError
+        The target is no CUDA device.
+    """
+    kind = resolve_target(target)[0].kind.name
+    if kind != "cuda":
+        raise TargetError(
+            f"cuda_graph: the target is {kind}; CUDA graphs need the target cuda or a GPU's name"
+        )
+    return replace(load_policy(policy), launch="graph")
+
+
+def explain(
+    model: Any,
+    target: Any = None,
+    *,
+    policy: Any = None,
+    plan: Plans = None,
+    example_inputs: Any = None,
+    dynamic_shapes: Any = None,
+    measure: bool = False,
+    probe: bool = False,
+    bound: bool = False,
+    database: DatabaseLike = None,
+) -> Report | FunctionReports:
+    """Plans a model and reports the plan, or that of each function by its name; parameters as for
+    `compile`.
+
+    Nothing is built and no device is needed, unless `measure` asks to time the fusions in doubt. Of
+    a `database`, or the current one, the plan that was settled counts, and the report says which
+    kernels would be used.
+    With `probe` the kernels of all groups are compiled (by nvcc; no GPU is needed) and the report
+    has their registers, spills and code. With `bound` (needs SciPy) the report says how far the
+    plan can be from the cheapest one, by the cost model, where the graph is small enough to tell.
+    """
+    from ..report.function_reports import FunctionReports
+
+    jobs = Jobs.of(
+        model, target, policy, plan, example_inputs, dynamic_shapes, database, use_current=True
+    )
+    how = {"measure": measure, "probe": probe, "bound": bound}
+    if jobs.only is not None:
+        return _explained(jobs.only, **how)
+    share = 1 / len(jobs.jobs)
+    return FunctionReports({n: _explained(j, share, **how) for n, j in jobs.jobs.items()})
+
+
+def _explained(job: Job, share: float = 1.0, *, measure: bool, probe: bool, bound: bool) -> Report:
+    """The report of one function, which has a share of the budget for measurements."""
+    from ..cost.probe import candidates_of
+    from ..cost.probe import probe as compiled_kernels
+
+    if measure and not job.given and job.has_device():
+        job.contest(job.budget().share(share))
+    if probe and job.hw.kind != "cuda":
+        raise TargetError(f"{job.hw.name} is no GPU: there are no registers to probe")
+    groups = candidates_of(job.graph, job.plan) if probe else []
+    found = compiled_kernels(job.low, job.graph, groups, job.hw, job.policy, job.target)
+    report = job.planned_report(found)
+    if not bound:
+        return report
+    from ..plan.search.bound import bound_of_plan
+
+    return replace(report, bound=bound_of_plan(job.graph, job.hw, job.policy, job.plan))

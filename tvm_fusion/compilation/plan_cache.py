@@ -1,0 +1,103 @@
+"""Plans that were searched before, on disk: the same module, device and policy are planned once.
+
+    <cache folder>/plans/<key>.json
+
+The key holds all that decides a plan: the module with its constants, the target, the numbers of the
+device and of its residual, the policy, this package (each of its files by size and time), TVM and
+the compiler that probes. The names of operators, tensors and their wiring are compared when a plan
+is read. Nothing is kept while a kernel class of the user's is registered: its code is not in the
+key. `TVM_FUSION_PLAN_CACHE=0` searches each time.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tvm
+import tvm_ffi
+
+from ..config import HardwareProfile, Policy
+from ..errors import InputError, PlanError
+from ..host.atomic_files import replace_file
+from ..ir.graph import FusionGraph
+from ..plan.plan import FusionPlan
+from ..runtime.build.cubin_cache import cache_dir
+from .cache_key import all_ours, digest, surroundings
+
+VARIABLE = "TVM_FUSION_PLAN_CACHE"
+_FORMAT = 2
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Where the plan of a module lies, if it was planned before.
+
+    Attributes
+    ----------
+    path : Path
+    found : FusionPlan or None
+        Not yet compared with a graph: see `fits`.
+    names : list
+        What the operators and tensors of its graph are called.
+    """
+
+    path: Path
+    found: FusionPlan | None
+    names: list[Any]
+
+    @classmethod
+    def of(
+        cls, mod: tvm.IRModule, target: tvm.target.Target, hw: HardwareProfile, policy: Policy
+    ) -> Kept | None:
+        """The place for a module's plan and what lies there; None where plans are not kept."""
+        if os.environ.get(VARIABLE) == "0" or not all_ours(hw):
+            return None
+        path = cache_dir() / "plans" / f"{_key(mod, target, hw, policy)}.json"
+        try:
+            data = json.loads(path.read_text(encoding="utf-8"))
+            return cls(path, FusionPlan.from_dict(data["plan"], str(path)), data["names"])
+        except FileNotFoundError:
+            return cls(path, None, [])
+        except (OSError, ValueError, KeyError, TypeError, PlanError) as error:
+            logger.warning("the plan %s cannot be read and is made again: %s", path, error)
+            return cls(path, None, [])
+
+    def fits(self, graph: FusionGraph) -> bool:
+        """Whether the plan that was found is one for this graph."""
+        if self.found is None or self.names != _names(graph):
+            return False
+        try:
+            self.found.check(graph)
+        except PlanError:
+            return False
+        return True
+
+    def keep(self, graph: FusionGraph, plan: FusionPlan) -> None:
+        """Write a plan, if it can be read back as it is; a folder that cannot be written is left
+        alone.
+        """
+        text = json.dumps({"plan": plan.to_dict(), "names": _names(graph)})
+        try:
+            if FusionPlan.from_dict(json.loads(text)["plan"]) != plan:
+                logger.info("the plan is not kept: it does not read back as it is")
+                return
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(self.path, text)
+        except (OSError, InputError, PlanError) as error:
+            logger.warning("cannot keep the plan %s: %s", self.path, error)
+
+
+def _names(graph: FusionGraph) -> list[Any]:
+    ops = [[op.name, op.region] for op in graph.ops]
+    return [graph.function, ops, [t.name for t in graph.tensors]]
+
+
+def _key(mod: tvm.IRModule, target: tvm.target.Target, hw: HardwareProfile, policy: Policy) -> str:
+    content = tvm_ffi.structural_hash(mod, map_free_vars=True)
+    return digest([_FORMAT, content, *surroundings(target, hw, policy)])

@@ -1,0 +1,281 @@
+"""The planning stages of `Fuse` as passes of their own: `Plan` and `Materialize`.
+
+    plans = tvm_fusion.transform.plan(mod, target)             # edit them, save them, ...
+    mod = tvm.transform.Sequential([Materialize(plans, target), WriteKernels(target)])(mod)
+
+comes to what `Fuse(target)` makes of a module, but for kernels that cannot be written: `Fuse` plans
+again without them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tvm
+
+from ..config import load_policy
+from ..errors import PlanError
+from ..plan.plan import FusionPlan
+from ..transform.apply.tuned_parts import TunedParts
+from ..transform.functions.devices import Part
+from ..transform.functions.each_function import EachFunction
+from ..transform.functions.named_stages import MATERIALIZE, PLAN, result_of
+
+if TYPE_CHECKING:
+    from ..report.facts import Report
+    from ..transform.apply.tuned_parts import DatabaseLike
+    from ..transform.apply.write_kernels import Tuned
+    from .job import Job
+
+PlanLike = FusionPlan | str | Path | Mapping[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class FusedFunction:
+    """What was planned, or fused, in one function.
+
+    Attributes
+    ----------
+    name : str
+        The function; branches are called after it, and where its results lie on several virtual
+        devices, the name ends with that of the device ("main@cuda:0").
+    plan : FusionPlan
+    """
+
+    name: str
+    plan: FusionPlan
+    _job: Job
+
+    def report(self) -> Report:
+        """The plan as a report."""
+        return self._job.planned_report()
+
+
+def planned_job(
+    mod: tvm.IRModule, part: Part, policy: Any, plan: PlanLike = None, tuned: Tuned | None = None
+) -> Job | None:
+    """The job of a module's `main` as stage "tvm_fusion.Plan"; None where that is disabled."""
+    from .job import Job
+
+    def look(_: tvm.IRModule) -> Job:
+        return Job.from_module(mod, part.target, part.hw, policy, plan, tuned)
+
+    return result_of(PLAN, mod, look, lambda job: mod)
+
+
+@tvm.transform.module_pass(opt_level=0, name=PLAN)
+class Plan:
+    """Plans each function of a module and hands out the plans; the module stays as it is.
+
+    Parameters
+    ----------
+    target, policy, database
+        As for `Fuse`; of a database the plans that tuning settled count.
+    on_plan : callable
+        Called with a `FusedFunction` for each function.
+
+    Raises
+    ------
+    TargetError, InputError
+        See `Fuse`.
+
+    Examples
+    --------
+    Before::
+
+        @I.ir_module
+        class Before:
+            @R.function
+            def main(x: R.Tensor((8,), "float32")) -> R.Tensor((8,), "float32"):
+                with R.dataflow():
+                    lv = R.nn.relu(x)
+                    y = R.add(lv, x)
+                    R.output(y)
+                return y
+
+    After ``Plan("llvm", on_plan=lambda p: print(p.name, [g.ops for g in p.plan.groups]))``::
+
+        @I.ir_module
+        class After:
+            @R.function
+            def main(x: R.Tensor((8,), "float32")) -> R.Tensor((8,), "float32"):
+                with R.dataflow():
+                    lv = R.nn.relu(x)
+                    y = R.add(lv, x)
+                    R.output(y)
+                return y
+    """
+
+    def __init__(
+        self,
+        target: Any = None,
+        *,
+        policy: Any = None,
+        database: DatabaseLike = None,
+        on_plan: Callable[[FusedFunction], Any],
+    ) -> None:
+        self.target, self.policy = target, load_policy(policy)
+        self.database, self.on_plan = database, on_plan
+
+    def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return `mod`."""
+        from .job import Job
+
+        tuned = TunedParts(self.database)
+
+        def look(name: str, apart: tvm.IRModule, part: Part) -> tvm.IRModule | None:
+            own = tuned.of(part.target, part.hw, needed=part.place is None)
+            job = Job.from_module(apart, part.target, part.hw, self.policy, tuned=own)
+            self.on_plan(FusedFunction(name, job.plan, job))
+            # what another device does in this function is planned behind it
+            return None if part.alone else job.fused_functions()
+
+        EachFunction.of(PLAN, mod, self.target).changed(look)
+        return mod
+
+
+def plan(
+    mod: tvm.IRModule, target: Any = None, *, policy: Any = None, database: DatabaseLike = None
+) -> dict[str, FusionPlan]:
+    """The plans of a module's functions, by name (see `FusedFunction.name`); `Plan` as a function.
+
+    Parameters
+    ----------
+    mod : IRModule
+        It is left unchanged.
+    target, policy, database
+        As for `Plan`.
+
+    Returns
+    -------
+    dict of str to FusionPlan
+        What `Materialize` takes; times are in microseconds.
+
+    Raises
+    ------
+    TargetError, InputError
+        See `Fuse`.
+
+    Examples
+    --------
+    >>> plans = plan(mod, "llvm")                                          # doctest: +SKIP
+    >>> [group.ops for group in plans["decode"].groups]                    # doctest: +SKIP
+    """
+    found: dict[str, FusionPlan] = {}
+    options = {"policy": policy, "database": database}
+    Plan(target, **options, on_plan=lambda p: found.update({p.name: p.plan}))(mod)
+    return found
+
+
+@tvm.transform.module_pass(opt_level=0, name=MATERIALIZE)
+class Materialize:
+    """Makes one PrimFunc, without a schedule, of each group of a plan.
+
+    Functions are lowered as they were for planning. The PrimFuncs carry the kernel class that the
+    plan gives them as attribute "tvm_fusion.kernel_class", for `WriteKernels`.
+
+    Parameters
+    ----------
+    plans : FusionPlan, or mapping of str to FusionPlan
+        What `plan` returned, or the plan of the only function. Functions without one stay as they
+        are.
+    target, policy
+        What the plans were made with.
+
+    Raises
+    ------
+    PlanError
+        A plan was made for another function, or names one that the module does not have, or
+        `plans` are none.
+    TargetError
+        See `Fuse`.
+    InputError
+        The module is not well formed.
+
+    Examples
+    --------
+    Before::
+
+        @I.ir_module
+        class Before:
+            @R.function
+            def main(x: R.Tensor((8,), "float32")) -> R.Tensor((8,), "float32"):
+                with R.dataflow():
+                    lv = R.nn.relu(x)
+                    y = R.add(lv, x)
+                    R.output(y)
+                return y
+
+    After ``Materialize(plan(Before, "llvm"), "llvm")``::
+
+        @I.ir_module
+        class After:
+            @T.prim_func(private=True, s_tir=True)
+            def fused_relu_add(x: T.Buffer((T.int64(8),)), y: T.Buffer((T.int64(8),))):
+                T.func_attr({"tirx.noalias": True, "tvm_fusion.kernel_class": "pointwise"})
+                relu = T.sblock_alloc_buffer((T.int64(8),))
+                for i in range(T.int64(8)):
+                    with T.sblock("compute"):
+                        v = T.axis.spatial(T.int64(8), i)
+                        relu[v] = T.max(x[v], T.float32(0.0))
+                for i in range(T.int64(8)):
+                    with T.sblock("T_add"):
+                        v = T.axis.spatial(T.int64(8), i)
+                        y[v] = relu[v] + x[v]
+
+            @R.function
+            def main(x: R.Tensor((8,), "float32")) -> R.Tensor((8,), "float32"):
+                cls = After
+                with R.dataflow():
+                    y = R.call_tir(cls.fused_relu_add, (x,), out_ty=R.Tensor((8,), "float32"))
+                    R.output(y)
+                return y
+    """
+
+    def __init__(
+        self,
+        plans: FusionPlan | Mapping[str, FusionPlan],
+        target: Any = None,
+        *,
+        policy: Any = None,
+    ) -> None:
+        if not isinstance(plans, FusionPlan | Mapping):
+            raise PlanError(
+                f"{MATERIALIZE}: plans are a FusionPlan, or one for each function by name (see "
+                f"`plan`), not a {type(plans).__name__}"
+            )
+        self.plans, self.target, self.policy = plans, target, load_policy(policy)
+
+    def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return `mod` with a PrimFunc for each group."""
+        from .job import Job
+
+        functions = EachFunction.of(MATERIALIZE, mod, self.target)
+        plans = self._by_name(list(functions.pieces))
+
+        def apply(name: str, apart: tvm.IRModule, part: Part) -> tvm.IRModule | None:
+            if name not in plans:
+                return None
+            job = Job.from_module(apart, part.target, part.hw, self.policy, plans[name])
+            return job.fused_functions(mark_classes=True)
+
+        return functions.changed(apply)
+
+    def _by_name(self, names: list[str]) -> Mapping[str, FusionPlan]:
+        if isinstance(self.plans, FusionPlan):
+            if len(names) != 1:
+                raise PlanError(
+                    f"{MATERIALIZE} was given one plan for a module of several functions: "
+                    f"{', '.join(names)}. Give it a plan for each, by name"
+                )
+            return {names[0]: self.plans}
+        strange = sorted(set(self.plans) - set(names))
+        if strange:
+            raise PlanError(
+                f"{MATERIALIZE}: a plan for {', '.join(strange)}, but the functions of the module "
+                f"are {', '.join(names) or 'none'}"
+            )
+        return self.plans

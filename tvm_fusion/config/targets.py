@@ -1,0 +1,184 @@
+"""Between TVM targets and hardware profiles: what needs TVM and the machine."""
+
+import logging
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from ..errors import TargetError
+from ..host.threads import kernel_threads, thread_count
+from . import HardwareProfile, load_profile, profile_names
+
+_logger = logging.getLogger(__name__)
+
+
+def cuda_target(profile: HardwareProfile) -> Any:
+    """Target of a CUDA profile, with the build machine as its host."""
+    from tvm.target import Target
+
+    return Target(
+        {
+            "kind": "cuda",
+            "arch": profile.arch,
+            "max_threads_per_block": profile.max_threads_per_block,
+            "max_num_threads": profile.max_threads_per_block,
+            "thread_warp_size": profile.warp_size,
+            "max_shared_memory_per_block": profile.smem_per_block_bytes,
+            "registers_per_block": profile.registers_per_sm,
+            "l2_cache_size_bytes": profile.l2_bytes,
+            "host": {"kind": "llvm", "mtriple": _llvm("GetDefaultTargetTriple")()},
+        }
+    )
+
+
+def cpu_target() -> Any:
+    """Target of this machine's CPU: its name, the threads that kernels run on (its cores), and no
+    instruction that it lacks.
+
+    The name switches on f16c, without which a float16 conversion is a function call. It is not
+    enough in a virtual machine, which may hide instructions of the CPU that it reports.
+    """
+    kernel_threads()  # the first kernel that runs here would pin the thread to one core
+    return _cpu_target(thread_count())
+
+
+@cache
+def _cpu_target(cores: int) -> Any:
+    import tvm_ffi
+    from tvm.target import Target
+
+    config = {"kind": "llvm", "num-cores": cores, "mcpu": _llvm("GetHostCPUName")()}
+    implied = tvm_ffi.get_global_func("target.llvm_get_cpu_features")(Target(config))
+    present = _llvm("GetHostCPUFeatures")()
+    hidden = sorted(f for f in map(str, implied) if f in present and not bool(present[f]))
+    if hidden:
+        config["mattr"] = [f"-{feature}" for feature in hidden]
+    return Target(config)
+
+
+def host_profile() -> HardwareProfile:
+    """Profile of this machine's CPU, calibrated at first use."""
+    from ..calibrate.cpu.host_profile import host_profile as calibrated
+
+    return calibrated()
+
+
+def present_gpu_profile() -> HardwareProfile | None:
+    """Profile of GPU 0, or None when there is no GPU or no profile for it."""
+    name, arch = present_gpu()
+    if name is None:
+        return None
+    profile = _profile_of_gpu(name)
+    if profile is None:
+        _logger.warning("no profile for the GPU %s (%s): using the CPU", name, arch)
+    return profile
+
+
+def required_gpu_profile() -> HardwareProfile:
+    """Profile of GPU 0, or TargetError."""
+    name, arch = present_gpu()
+    if name is None:
+        raise TargetError(
+            "no CUDA device in this machine; to generate code without one, name the device: "
+            f"{', '.join(p.name for p in _cuda_profiles())}"
+        )
+    profile = _profile_of_gpu(name)
+    if profile is None:
+        raise TargetError(
+            f"no profile for the GPU {name} ({arch}); copy the nearest device's configs/*.toml, "
+            "adapt it, pass its path as the target, and let `python -m tvm_fusion calibrate "
+            "--target ./yours.toml` measure the rates"
+        )
+    return profile
+
+
+def target_of(config: dict[str, Any] | str) -> Any:
+    """The target that a dict describes or a tag names.
+
+    Raises
+    ------
+    TargetError
+        TVM knows no such target.
+    """
+    from tvm.target import Target
+
+    try:
+        return Target(config)
+    except Exception as why:
+        reason = str(why).strip().splitlines()[-1]
+        raise TargetError(f"{config!r} is no target of TVM: {reason}") from why
+
+
+def profile_of_target(target: Any) -> HardwareProfile:
+    """Profile that fits a TVM target: by its tag, else by the GPU present, else by architecture."""
+    from tvm.target import Target
+
+    if not isinstance(target, Target):
+        raise TargetError(
+            f"a target is a name, a path or a tvm.target.Target, not {type(target).__name__}"
+        )
+    if target.kind.name == "llvm":
+        return host_profile() if str(target) == str(cpu_target()) else load_profile("llvm_cpu")
+    if target.kind.name != "cuda":
+        raise TargetError(f"target kind {target.kind.name!r} is not supported; use cuda or llvm")
+    tag = str(target.tag)
+    arch = str(target.attrs.get("arch", ""))
+    candidates = [p for p in _cuda_profiles() if generation(p.arch) == generation(arch)]
+    if not candidates:
+        raise TargetError(
+            f"no profile for the CUDA architecture {arch!r}; known: "
+            f"{', '.join(f'{p.arch} ({p.name})' for p in _cuda_profiles())}"
+        )
+    name, _ = present_gpu()
+    by_tag = [p for p in candidates if tag in p.aliases]
+    by_gpu = [p for p in candidates if name is not None and names_gpu(p, name)]
+    return (by_tag or by_gpu or candidates)[0]
+
+
+def _profile_of_gpu(name: str) -> HardwareProfile | None:
+    profile = next((p for p in _cuda_profiles() if names_gpu(p, name)), None)
+    if profile is None or profile.num_sms == (num_sms := _present_sms()):
+        return profile
+    _logger.warning(
+        "%s has %d SMs, not %d: a variant of %s", name, num_sms, profile.num_sms, profile.name
+    )
+    return replace(profile, num_sms=num_sms)
+
+
+def names_gpu(profile: HardwareProfile, device_name: str) -> bool:
+    """Whether "NVIDIA A100-SXM4-80GB" holds one of the profile's aliases as a word."""
+    words = device_name.lower().replace("-", " ")
+    return any(f" {alias} " in f" {words} " for alias in profile.aliases)
+
+
+@cache
+def _cuda_profiles() -> tuple[HardwareProfile, ...]:
+    return tuple(p for p in map(load_profile, profile_names()) if p.kind == "cuda")
+
+
+def _present_sms() -> int:
+    import tvm
+
+    return tvm.device("cuda", 0).multi_processor_count
+
+
+@cache
+def present_gpu() -> tuple[str | None, str]:
+    """Name and architecture of GPU 0, or (None, "")."""
+    import tvm
+
+    device = tvm.device("cuda", 0)
+    if not device.exist:
+        return None, ""
+    return device.device_name, f"sm_{device.compute_version.replace('.', '')}"
+
+
+def generation(arch: str) -> str:
+    """`arch` without its feature suffix: sm_90 for sm_90a."""
+    return arch.rstrip("abcdefghijklmnopqrstuvwxyz")
+
+
+def _llvm(name: str) -> Any:
+    import tvm_ffi
+
+    return tvm_ffi.get_global_func(f"tvm.codegen.llvm.{name}")

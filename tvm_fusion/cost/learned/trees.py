@@ -1,0 +1,163 @@
+"""Boosted regression trees without the library that trained them: a few array operations a query.
+
+Every tree is stored as a full binary tree of the same depth, level by level: node `i` has the
+children `2 i + 1` (its feature is below the threshold) and `2 i + 2`; a leaf that ends early is
+repeated under nodes whose threshold is infinite. Comparisons and sums are in float32 and in the
+order in which xgboost does them, so that both give the same numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ...errors import InputError
+
+
+@dataclass(frozen=True)
+class Trees:
+    """Trees of equal depth.
+
+    Attributes
+    ----------
+    feature : (trees, 2**depth - 1) int32
+    threshold : (trees, 2**depth - 1) float32
+    leaf : (trees, 2**depth) float32
+    base : what all trees are added to
+    """
+
+    feature: np.ndarray
+    threshold: np.ndarray
+    leaf: np.ndarray
+    base: float = 0.0
+
+    @property
+    def depth(self) -> int:
+        return self.leaf.shape[1].bit_length() - 1
+
+    def predict(self, row: np.ndarray) -> float:
+        """The value at one row of features, float32."""
+        right = row.take(self._features) >= self._thresholds
+        node = self._roots
+        for _ in range(self.depth):
+            node = self._left.take(node) + right.take(node)
+        return float(np.add.accumulate(self._leaves.take(node))[-1]) + self.base
+
+    def predict_many(self, rows: np.ndarray) -> np.ndarray:
+        """The values at (n, features) rows."""
+        rows = np.asarray(rows, np.float32)
+        total = np.zeros(len(rows), np.float32)
+        lines = np.arange(len(rows))
+        for feature, threshold, leaf in zip(self.feature, self.threshold, self.leaf, strict=True):
+            node = np.zeros(len(rows), np.int64)
+            for _ in range(self.depth):
+                node = 2 * node + 1 + (rows[lines, feature[node]] >= threshold[node])
+            total += leaf[node - feature.size]
+        return total.astype(np.float64) + self.base
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain lists; numbers are written as the shortest text that gives the same float32."""
+        return {
+            "depth": self.depth,
+            "base": self.base,
+            "feature": self.feature.tolist(),
+            "threshold": [[_short(x) for x in line] for line in self.threshold],
+            "leaf": [[_short(x) for x in line] for line in self.leaf],
+        }
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Trees:
+        """Reads `to_json` back.
+
+        Raises
+        ------
+        InputError
+            The lists do not have the sizes of full trees of one depth.
+        """
+        try:
+            nodes = 2 ** int(data["depth"]) - 1
+            count = len(data["leaf"])
+            feature = np.array(data["feature"], np.int32).reshape(count, nodes)
+            threshold = np.array(
+                [[np.inf if x is None else x for x in line] for line in data["threshold"]],
+                np.float32,
+            ).reshape(count, nodes)
+            leaf = np.array(data["leaf"], np.float32).reshape(count, nodes + 1)
+            return Trees(feature, threshold, leaf, float(data["base"]))
+        except (KeyError, TypeError, ValueError) as error:
+            raise InputError(f"broken trees: {error}") from error
+
+    # ---- tables over the inner nodes of all trees, and over all leaves
+    @cached_property
+    def _features(self) -> np.ndarray:
+        return self.feature.astype(np.intp).reshape(-1)
+
+    @cached_property
+    def _thresholds(self) -> np.ndarray:
+        return self.threshold.reshape(-1)
+
+    @cached_property
+    def _leaves(self) -> np.ndarray:
+        return self.leaf.reshape(-1)
+
+    @cached_property
+    def _roots(self) -> np.ndarray:
+        trees, leaves = self.leaf.shape
+        return np.arange(trees) * (leaves - 1 if self.depth else leaves)
+
+    @cached_property
+    def _left(self) -> np.ndarray:
+        """The left child of every inner node: an inner node, or, of those in the last level, a
+        leaf.
+        """
+        trees, leaves = self.leaf.shape
+        nodes = leaves - 1
+        child = 2 * np.arange(nodes) + 1
+        inner = child < nodes
+        first = np.arange(trees)[:, None] * np.where(inner, nodes, leaves)
+        return (first + np.where(inner, child, child - nodes)).reshape(-1)
+
+
+def from_booster(booster: Any, base: float = 0.0) -> Trees:
+    """The trees of a trained `xgboost.Booster`; its own base score has to be 0."""
+    model = json.loads(booster.save_raw("json"))["learner"]["gradient_booster"]["model"]
+    trees = model["trees"]
+    depth = max((_depth(tree, 0) for tree in trees), default=0)
+    nodes = 2**depth - 1
+    feature = np.zeros((len(trees), nodes), np.int32)
+    threshold = np.full((len(trees), nodes), np.inf, np.float32)
+    leaf = np.zeros((len(trees), nodes + 1), np.float32)
+    for k, tree in enumerate(trees):
+        _fill(tree, 0, 0, feature[k], threshold[k], leaf[k])
+    return Trees(feature, threshold, leaf, base)
+
+
+def _depth(tree: Mapping[str, Any], node: int) -> int:
+    if tree["left_children"][node] < 0:
+        return 0
+    return 1 + max(_depth(tree, tree[side][node]) for side in ("left_children", "right_children"))
+
+
+def _fill(tree: Mapping[str, Any], source: int, node: int, feature, threshold, leaf) -> None:
+    """Copies the subtree below `source` to the place `node` of a full tree."""
+    left, right = tree["left_children"][source], tree["right_children"][source]
+    if node >= len(feature):
+        leaf[node - len(feature)] = tree["split_conditions"][source]
+        return
+    if left < 0:
+        left = right = source
+    else:
+        feature[node] = tree["split_indices"][source]
+        threshold[node] = tree["split_conditions"][source]
+    _fill(tree, left, 2 * node + 1, feature, threshold, leaf)
+    _fill(tree, right, 2 * node + 2, feature, threshold, leaf)
+
+
+def _short(value: np.float32) -> float | None:
+    """The number with the fewest digits that rounds to the same float32; None for infinity."""
+    return None if np.isinf(value) else float(np.format_float_scientific(value, unique=True))

@@ -1,0 +1,213 @@
+"""What the forms of attention that keep a tile of queries share: the problem, the plan, the tiles.
+
+Such a form walks over tiles of keys for each tile of queries. It leaves out those that no query of
+the tile sees, and looks at single points only where some are hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from tvm import tirx
+from tvm.ir import Expr, TensorLoad, Var
+from tvm.script import tirx as T
+
+from ....ir.reader import children
+from ...contraction.model import Extent, size_of
+from ...gpu.product_frame import Frame, coordinates
+from ...program.expr import convert, dtype_of, number, uses_any
+from ..read.bounds import Range
+from ..read.model import Attention
+from .range import KeyTiles, emit_tiles, static_tiles
+
+# Tiles of queries that are walked through to find what no tile needs.
+MAX_WALK = 4096
+
+# Types of masks that hold lower numbers than float16.
+WIDE = ("bfloat16", "float32", "float64")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TiledAttention:
+    """An attention for tensor cores that multiply halves.
+
+    Attributes
+    ----------
+    dtype : of the operands.
+    terms, features : columns of Q and K, and of V.
+    scale : the factor of a logit that is nothing but the score times a positive number; else None.
+    """
+
+    attention: Attention
+    dtype: str
+    terms: int
+    features: int
+    scale: float | None
+
+    @property
+    def hides(self) -> bool:
+        """Whether there may be rows without a visible key."""
+        return self.attention.visible is not None or self.scale is None
+
+    @property
+    def wide_masks(self) -> bool:
+        """Whether logits hold what is read for a key and may be far below what float16 has."""
+        attention = self.attention
+        keys = [axis.var for axis in attention.keys]
+        waiting = [] if self.scale is not None else [attention.logit]
+        waiting += [binding.value for binding in attention.bindings if waiting]
+        while waiting:
+            value = waiting.pop()
+            wide = isinstance(value, TensorLoad) and dtype_of(value) in WIDE
+            if wide and uses_any(value, keys):
+                return True
+            waiting.extend(children(value))
+        return False
+
+
+def logit_scale(attention: Attention) -> float | None:
+    """`TiledAttention.scale` of an attention."""
+    scale = score_factor(attention.logit, attention.score)
+    return None if scale is None or scale <= 0 else scale
+
+
+def score_factor(logit: Expr, score: Var) -> float | None:
+    """``c`` of a logit that is ``c * score``, else None."""
+    if logit.same_as(score):
+        return 1.0
+    if isinstance(logit, tirx.Mul):
+        for value, other in ((logit.a, logit.b), (logit.b, logit.a)):
+            factor = number(value)
+            if factor is not None:
+                inner = score_factor(other, score)
+                return None if inner is None else inner * factor
+    if isinstance(logit, tirx.Div) and number(logit.b):
+        inner = score_factor(logit.a, score)
+        return None if inner is None else inner / number(logit.b)
+    return None
+
+
+class TileConfig(Protocol):
+    """What the configurations have in common; see `attention_hopper_config.AttentionConfig`."""
+
+    block_m: int
+    block_n: int
+    lazy: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TiledPlan:
+    """What follows from a problem and a configuration.
+
+    `query_tiles` are those of one head, `tiles` all of them; `uneven` says that they differ in the
+    number of keys they meet. `parts` are those of the loop over keys that some tile needs: behind
+    the first tile come tiles looked at by point ("above"), "whole" tiles, and such tiles again
+    ("below"). `points_first` says that the first is looked at by point.
+    """
+
+    config: TileConfig
+    query_tiles: Extent
+    tiles: Extent
+    keys: Range
+    uneven: bool
+    parts: frozenset[str]
+    points_first: bool
+
+    @property
+    def ragged_keys(self) -> bool:
+        """Whether the last tile of keys may reach beyond them."""
+        return "ragged" in self.parts
+
+
+def loop_parts(
+    attention: Attention, keys: Range, block_m: int, block_n: int
+) -> tuple[frozenset[str], bool]:
+    """The parts of the loop over keys, and whether the first tile is looked at by point."""
+    M, N = attention.M, attention.N
+    ragged = not isinstance(N, int) or N % block_n != 0
+    found = {"ragged"} if ragged else set()
+    by_point = ragged or bool(keys.bounds or keys.rest)
+    if isinstance(M, int) and isinstance(N, int) and MAX_WALK * block_m >= M:
+        tops = range(0, M, block_m)
+        rows = [(top, min(top + block_m, M) - 1) for top in tops]
+        all_tiles = [static_tiles(keys, pair, N, block_n) for pair in rows]
+        if None not in all_tiles:
+            for first, whole_first, whole_end, end in all_tiles:
+                counts = {
+                    "above": end - 1 - whole_end,
+                    "whole": whole_end - whole_first,
+                    "below": whole_first - first,
+                }
+                found |= {name for name, count in counts.items() if count}
+            return frozenset(found), by_point
+    found |= {"whole"} if not keys.rest else set()
+    if keys.rest or any(bound.upper for bound in keys.bounds):
+        found.add("above")
+    if not keys.rest and any(not bound.upper for bound in keys.bounds):
+        found.add("below")
+    return frozenset(found), by_point
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tile:
+    """Queries of one head: `batch` is the flat coordinate, `query` the first; and their keys."""
+
+    batch: Expr
+    query: Expr
+    keys: KeyTiles
+    axes: dict[Var, Expr]
+
+    @property
+    def place(self) -> dict[str, Expr]:
+        """Flat coordinates of the groups of the batch."""
+        own = {f"batch{i}": value for i, value in enumerate(self.axes.values())}
+        return {"batch": self.batch, **own}
+
+
+@dataclass(slots=True, eq=False)
+class TiledKernel:
+    """A kernel under construction."""
+
+    frame: Frame
+    problem: TiledAttention
+    plan: TiledPlan
+
+    def size(self, extent: Extent) -> Expr:
+        """A size as an int32."""
+        return T.int32(extent) if isinstance(extent, int) else convert(extent, "int32")
+
+    @property
+    def M(self) -> Expr:
+        """Number of queries of a head."""
+        return self.size(size_of(self.problem.attention.queries))
+
+    @property
+    def N(self) -> Expr:
+        """Number of keys of a head."""
+        return self.size(size_of(self.problem.attention.keys))
+
+    def tile(self, number: Expr) -> Tile:
+        """Emits tile number `number` of all."""
+        attention, c = self.problem.attention, self.plan.config
+        query_tiles, batch = self.size(self.plan.query_tiles), self.size(attention.B)
+        if self.plan.uneven:  # the longest first, a head's tiles apart
+            query, head = query_tiles - 1 - number // batch, kept(number % batch)
+        else:
+            query, head = number % query_tiles, kept(number // query_tiles)
+        first = kept(query * c.block_m)
+        axes = coordinates(attention.batch, head, self.frame)
+        axes = {var: kept(convert(value, "int32")) for var, value in axes.items()}
+        last = tirx.Min(first + (c.block_m - 1), self.M - 1)
+        keys = emit_tiles(self.frame, self.plan.keys, (first, last), self.N, c.block_n, axes)
+        keys = KeyTiles(*map(kept, (keys.first, keys.whole_first, keys.whole_end, keys.end)))
+        return Tile(head, first, keys, {a.var: axes[a.var] for a in attention.batch})
+
+
+def kept(value: Expr) -> Expr:
+    """An int32, computed here: what is only bound would be spelled out wherever it is used."""
+    if isinstance(value, tirx.IntImm):
+        return value
+    found = T.alloc_local((1,), "int32")
+    T.buffer_store(found, value, [0])
+    return found[0]

@@ -1,0 +1,244 @@
+"""The estimated time of one configuration of a column kernel.
+
+    time = bytes / (bandwidth * rate) + exchanges
+    rate = smooth minimum of  share of the moved sectors that is used
+                              bytes in flight / (bandwidth * latency)
+                              what the multiprocessors that have blocks can take
+
+for the full waves of blocks and for the last, partial one. The constants are fitted to
+tests/data/column_sweep_h200.json.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .config import ColumnConfig, Form
+from .work import ColumnWork
+
+if TYPE_CHECKING:
+    from ...config import HardwareProfile
+
+STATIC_SHARED_BYTES = 49152  # CUDA C++ Programming Guide: shared memory of a block without opt-in
+REGISTER = 4
+LEAST_REGISTERS = 8  # addresses, counters, and a value on its way, for which nothing is left
+FEW_LIVE = 2  # values of a point that are live at once, for which those are enough
+BASE_REGISTERS = 32  # addresses, coordinates, loop counters
+PLACE_REGISTERS = 4  # the places of a vector along the columns, loaded and stored
+BYTES_A_STEP = 128  # a thread's loads in flight: beyond, registers cost more than latency
+FREE_BYTES = 64  # a thread's loads in flight in the 32 registers that ptxas takes without a demand
+SOFTNESS = 6.0  # exponent of the smooth minimum of what bounds the rate
+CROWD = 0.15  # exponent of the loss where one sweep has more in flight than the memory can take
+SM_SHARE = 1.7  # of its share of the bandwidth, what one multiprocessor can take
+SHORT_RUN = 0.85  # of the bandwidth, for runs of a single sector
+RUN_BYTES = 2.0  # bytes' worth of time that each run costs beside its own
+START_S = 2e-9  # until the next block of the first wave starts
+ELEMENT_S = 2.5e-9  # an element of a thread's last vectors, when nothing is left to load
+EXCHANGE_S = 1e-6  # two barriers and their latency
+TERM_S = 8e-9  # a partial result read from shared memory
+PAUSE = 1.0  # warps' worth of time in which a multiprocessor computes and has nothing in flight
+PAUSE_HELD = 1 / 64  # the same, for each element that a thread holds
+L2_SHARE = 0.5  # of the L2, what the blocks side by side find of their last sweep
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnEstimate:
+    """The time of one configuration, and what it makes of the device."""
+
+    work: ColumnWork
+    config: ColumnConfig
+    hw: HardwareProfile
+
+    @property
+    def seconds(self) -> float:
+        """Infinite where the configuration cannot run."""
+        resident = self.resident()
+        if not resident or self.shared_bytes() > STATIC_SHARED_BYTES:
+            return math.inf
+        blocks = self.blocks()
+        wave = self.hw.num_sms * resident
+        waves, rest = divmod(blocks, wave)
+        time = waves * self._wave_seconds(wave)
+        start = min(blocks, wave) * START_S
+        if rest:
+            alone = self._wave_seconds(rest)
+            beside_others = rest / wave * time / waves if waves else alone
+            time += (alone + beside_others) / 2
+        start += self.together() * self.config.width * ELEMENT_S
+        return start + time + -(-blocks // wave) * self.exchange_seconds()
+
+    # ---- geometry
+
+    @property
+    def is_held(self) -> bool:
+        """Whether columns stay in registers between the sweeps."""
+        return self.config.form is Form.REGISTERS
+
+    def blocks(self) -> int:
+        """Of the launch."""
+        rows = self.work.rows
+        if not self.config.lanes:
+            return math.prod(rows)
+        count = rows[-1] * self.work.inner
+        return -(-count // (self.config.lanes * self.config.width)) * math.prod(rows[:-1])
+
+    def steps(self) -> int:
+        """Vectors to walk over."""
+        each = self.work.inner if self.config.lanes else self.config.width
+        return self.work.columns // each
+
+    def turns(self) -> int:
+        """Vectors of a thread."""
+        return -(-self.steps() // self.config.walkers)
+
+    def registers(self) -> float:
+        """Registers a thread; the accumulators and what is loaded or kept dominate."""
+        config, work = self.config, self.work
+        if self.is_held:
+            vectors = self.turns()
+            each = config.width * work.loaded
+            each += 0 if config.lanes else PLACE_REGISTERS
+            if config.keep:
+                each += config.width * work.kept
+        else:
+            vectors = self.together()
+            each = config.width * max(work.moving / REGISTER, work.online)
+        return BASE_REGISTERS + config.width * (work.reductions + 2) + vectors * each
+
+    def needed_registers(self) -> float:
+        """Registers without which a thread spills: less than what it would like to have."""
+        config, work = self.config, self.work
+        vectors = self.together()
+        between = max(work.loaded, work.held) if self.is_held else work.online
+        accumulators = work.reductions + (not self.is_held and work.online > 0)
+        beside = LEAST_REGISTERS + max(0, work.live - FEW_LIVE)
+        return beside + config.width * (accumulators + vectors * between)
+
+    def given_registers(self) -> int:
+        """Registers that ptxas may give a thread."""
+        threads = self.config.threads * max(1, self.config.min_blocks)
+        return min(self.hw.max_registers_per_thread, self.hw.registers_per_sm // threads)
+
+    def phases(self) -> int:
+        """Exchanges that wait for one another."""
+        return self.work.phases if self.is_held else self.work.merged
+
+    def together(self) -> int:
+        """Vectors that a thread loads before it waits for the first."""
+        turns = self.turns()
+        return turns if self.is_held else min(self.config.unroll, turns)
+
+    def resident(self) -> int:
+        """Blocks a multiprocessor; 0 where the configuration makes no sense."""
+        config, hw = self.config, self.hw
+        read = max(1, self.work.moving)
+        if self.is_held and config.keep and not self.work.kept:
+            return 0
+        if self.needed_registers() > self.given_registers():
+            return 0
+        if not self.is_held and config.unroll > 2:
+            if config.unroll * config.width * read > BYTES_A_STEP:
+                return 0
+            if config.unroll > self.turns():
+                return 0
+        if config.walkers >= 2 * self.steps() and config.walkers > 1:
+            return 0
+        registers = self.registers()
+        if registers > min(hw.max_registers_per_thread, hw.registers_per_sm // config.threads):
+            return 0
+        shared = hw.smem_per_sm_bytes // (self.shared_bytes() + hw.smem_reserved_per_block_bytes)
+        by_registers = int(hw.registers_per_sm // (registers * config.threads))
+        by_threads = hw.max_threads_per_sm // config.threads
+        return min(by_threads, by_registers, shared, hw.max_blocks_per_sm)
+
+    def shared_bytes(self) -> int:
+        """Of a block."""
+        config = self.config
+        size = self.work.partial_bytes
+        slots = config.lanes * config.width if config.lanes else 1
+        return self.config.partials * slots * size + slots * size * (self.work.inner > 1)
+
+    # ---- time
+
+    def _wave_seconds(self, blocks: int) -> float:
+        """So many blocks side by side."""
+        config, hw = self.config, self.hw
+        read, stored = self.work.moving, self.work.stored
+        size = self.steps() * max(1, config.lanes) * config.width
+        if not config.lanes:
+            size = self.work.columns
+        size *= blocks
+        flight = blocks * config.threads * self.thread_bytes() * self._whole_sectors()
+        needed = hw.hbm_bytes_per_s * hw.bytes_in_flight_latency_s
+        share = SM_SHARE * min(blocks, hw.num_sms) / hw.num_sms
+        bounds = (self.used_share(), flight / needed, share)
+        rate = sum(bound**-SOFTNESS for bound in bounds) ** (-1 / SOFTNESS)
+        rate *= self.sustained(blocks)
+        hbm, l2 = size * (read + stored), 0
+        if not self.is_held:
+            again = size * read * (self.work.sweeps - 1)
+            kept = min(1.0, L2_SHARE * hw.l2_bytes / (size * read)) if read else 1.0
+            hbm, l2 = hbm + again * (1 - kept), again * kept
+        return (hbm / hw.hbm_bytes_per_s + l2 / hw.l2_bytes_per_s) / rate
+
+    def sustained(self, blocks: float) -> float:
+        """Of the rate, what so many blocks side by side keep up: they load in short runs, pause to
+        exchange, or get in one another's way.
+        """
+        config, hw, share = self.config, self.hw, self._run_share()
+        if config.lanes and self.work.sweeps == 1:
+            flight = blocks * config.threads * self.thread_bytes() * self._whole_sectors()
+            needed = hw.hbm_bytes_per_s * hw.bytes_in_flight_latency_s
+            share *= min(1.0, needed / flight) ** CROWD
+        warps = config.threads / hw.warp_size * max(1.0, blocks / hw.num_sms)
+        held = self.turns() * config.width if self.is_held else 0
+        return share * warps / (warps + PAUSE + PAUSE_HELD * held)
+
+    def exchange_seconds(self) -> float:
+        """Of a wave of blocks: what the others beside one do not hide."""
+        beside = max(1.0, min(self.resident(), self.blocks() / self.hw.num_sms))
+        return self.phases() * self._one_exchange() / beside
+
+    def thread_bytes(self) -> int:
+        """What a thread has in flight."""
+        config, read = self.config, max(1, self.work.moving)
+        if self.is_held:
+            return self.turns() * config.width * read
+        size = min(config.unroll, self.turns()) * config.width * read
+        return size if config.min_blocks else min(size, FREE_BYTES)
+
+    def used_share(self) -> float:
+        """Share of the moved sectors that is used: runs that start within one touch one more."""
+        if not self.config.lanes:
+            return 1.0
+        size, sector = self.work.element, self.hw.sector_bytes
+        run = self.config.lanes * self.config.width * size
+        pitch = self.work.rows[-1] * self.work.inner * size if self.work.known else size
+        moved = run + sector - math.gcd(run, pitch, sector)
+        return run / moved
+
+    def _whole_sectors(self) -> float:
+        """Useful bytes of the requests in flight, each of which fetches a sector at least."""
+        if not self.config.lanes:
+            return 1.0
+        run = self.config.lanes * self.config.width * self.work.element
+        return min(1.0, run / self.hw.sector_bytes)
+
+    def _run_share(self) -> float:
+        """What is left of the rate where runs are short."""
+        if not self.config.lanes:
+            return 1.0
+        run = self.config.lanes * self.config.width * self.work.element
+        share = run / (run + RUN_BYTES)
+        return share if run >= 2 * self.hw.sector_bytes else share * SHORT_RUN
+
+    def _one_exchange(self) -> float:
+        config = self.config
+        if self.config.partials == 1 and self.work.inner == 1:
+            return 0.0
+        items = -(-config.lanes * config.width // config.threads) if config.lanes else 1
+        terms = self.config.partials * items
+        terms += self.work.inner if config.lanes and self.work.inner > 1 else 0
+        return EXCHANGE_S + terms * TERM_S * self.work.reductions / self.work.phases

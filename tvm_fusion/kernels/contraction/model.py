@@ -1,0 +1,289 @@
+"""Contractions as values: what a PrimFunc around matrix products computes, nothing about how.
+
+    T[i, j] = sum_k x[i, k] * w[j, k]     a product: accumulator acc0, axes M (i), N (j), K (k)
+    y[j, i] = gelu(T[i, j] + b[j])        an output: indices (j, i), value gelu(acc0 + b[j])
+
+A segment is a set of products over one space (batch, M, N) whose accumulators meet in common
+outputs: one matmul with its epilogue, or gate and up of a SwiGLU. Products with outputs of their
+own (Q, K, V) are segments side by side. Each segment has sizes and operands of its own; where
+batch, M and K are the same in all of them, the contraction is uniform.
+
+Expressions are TIR over axis variables (int64), placeholders (accumulators and bindings) and loads
+of the PrimFunc's own parameters. Half precision is widened: loads stand under a cast to float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import tvm
+from tvm import tirx
+from tvm.ir import Expr, TensorLoad, Var
+
+from ..program.expr import constant, dtype_of, keeps_value
+from ..program.program import Extent, Param
+from .inline import Binding
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Axis:
+    """A coordinate: `var` runs over 0 ... extent - 1. Axes of extent 1 are left out."""
+
+    var: Var
+    extent: Extent
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operand:
+    """One factor of a product: `value` over axis variables and `bindings`, computed in order."""
+
+    value: Expr
+    bindings: tuple[Binding, ...] = ()
+
+    @property
+    def load(self) -> TensorLoad | None:
+        """The load of an operand that is nothing else: elements of a parameter, at most widened."""
+        expr = self.value
+        while isinstance(expr, tirx.Cast) and keeps_value(dtype_of(expr.value), dtype_of(expr)):
+            expr = expr.value
+        return expr if isinstance(expr, TensorLoad) else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Product:
+    """``accumulator = sum over the axes k of a * b``.
+
+    `dtype` is the dtype of the sum while it runs (float32 for half precision) and of the
+    placeholder; `stored_dtype` is the one the unfused graph stores it in, or rounds it to wherever
+    it reads it; `scaled_dtype` the half precision it rounds to behind one factor, if it does that.
+    """
+
+    accumulator: Var
+    a: Operand
+    b: Operand
+    k: tuple[Axis, ...]
+    dtype: str
+    stored_dtype: str
+    scaled_dtype: str | None = None
+
+    @property
+    def K(self) -> Extent:
+        """Number of terms of the sum."""
+        return size_of(self.k)
+
+
+@dataclass(frozen=True, slots=True)
+class RowPartial:
+    """A reduction ("sum" or "max") of each aligned run of `width` columns of a row."""
+
+    kind: str
+    width: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Output:
+    """``parameter[indices] = value`` at every point of the segment, where cast to `dtype`.
+
+    With `partial`, the parameter's element is the reduction of `value` over a run of columns, and
+    `indices` are the same at all points of a run.
+    """
+
+    param: int
+    indices: tuple[Expr, ...]
+    value: Expr
+    dtype: str
+    partial: RowPartial | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Space:
+    """The points that products are computed at.
+
+    The rows are the points of the axes `m` in row-major order (the last axis runs fastest); columns
+    and batch likewise.
+    """
+
+    batch: tuple[Axis, ...]
+    m: tuple[Axis, ...]
+    n: tuple[Axis, ...]
+
+    @property
+    def groups(self) -> dict[str, tuple[Axis, ...]]:
+        """The axes by the name of their group, as accesses have them."""
+        return {"batch": self.batch, "m": self.m, "n": self.n}
+
+    @property
+    def B(self) -> Extent:
+        """Number of independent products: the size of the batch."""
+        return size_of(self.batch)
+
+    @property
+    def M(self) -> Extent:
+        """Number of rows."""
+        return size_of(self.m)
+
+    @property
+    def N(self) -> Extent:
+        """Number of columns."""
+        return size_of(self.n)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Partners:
+    """Pairs of columns that are computed from each other's accumulators (a rotary embedding).
+
+    Columns t and t + `distance`, for t < `distance`, of each aligned run of `width` columns are a
+    pair; the columns of a run beyond 2 `distance` have no partner.
+
+    Attributes
+    ----------
+    width, distance : in columns.
+    part : stands, in the values, for where a column lies in its run: 0 for the first of a pair, 1
+        for the second, 2 for a column without partner. Under every condition on it, both sides may
+        be evaluated.
+    vars : of each product, the accumulator of the partner; None where no value reads it.
+    """
+
+    width: int
+    distance: int
+    part: Var
+    vars: tuple[Var | None, ...]
+
+    def part_of(self, column: int) -> int:
+        """What `part` is for a column of a segment."""
+        return min(column % self.width // self.distance, 2)
+
+    def partner_of(self, column: int) -> int:
+        """The other column of a pair; a column without partner itself."""
+        return column + (self.distance, -self.distance, 0)[self.part_of(column)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment(Space):
+    """Products over one space, and the outputs made of them; `bindings` are shared temporaries."""
+
+    products: tuple[Product, ...]
+    bindings: tuple[Binding, ...]
+    outputs: tuple[Output, ...]
+    partners: Partners | None = None
+
+    @property
+    def space(self) -> tuple[Axis, ...]:
+        """All axes but the contracted ones."""
+        return (*self.batch, *self.m, *self.n)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Contraction:
+    """What one fused PrimFunc computes; made by `contraction.analyze_contraction`."""
+
+    name: str | None
+    params: tuple[Param, ...]
+    segments: tuple[Segment, ...]
+    exact: bool = False
+
+    @property
+    def batch(self) -> Extent:
+        """Number of independent products of the first segment (of each, if they are `uniform`)."""
+        return self.segments[0].B
+
+    @property
+    def M(self) -> Extent:
+        """Number of rows of the first segment (of each, if they are `uniform`)."""
+        return self.segments[0].M
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all segments have one batch and M, and all products one K.
+
+        Operands may differ all the same: A need not be shared.
+        """
+        first = self.segments[0]
+        return all(
+            equal_sizes(s.B, first.B)
+            and equal_sizes(s.M, first.M)
+            and all(equal_sizes(p.K, first.products[0].K) for p in s.products)
+            for s in self.segments
+        )
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """Products of all segments."""
+        return tuple(p for segment in self.segments for p in segment.products)
+
+    @property
+    def has_partials(self) -> bool:
+        """Whether an output is a reduction of runs of columns."""
+        return any(o.partial is not None for segment in self.segments for o in segment.outputs)
+
+    @property
+    def has_partners(self) -> bool:
+        """Whether a value is made of two columns of a product."""
+        return any(segment.partners is not None for segment in self.segments)
+
+    @property
+    def is_static(self) -> bool:
+        """Whether all extents are known."""
+        axes = [a for s in self.segments for a in s.space] + [a for p in self.products for a in p.k]
+        return all(isinstance(axis.extent, int) for axis in axes)
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self))
+
+
+def size_of(axes: Iterable[Axis]) -> Extent:
+    """Number of points of the axes together."""
+    return math.prod(axis.extent for axis in axes)
+
+
+def equal_sizes(a: Extent, b: Extent) -> bool:
+    """Whether two sizes are equal for all values of the symbolic variables."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a == b
+    a, b = (constant(x, "int64") if isinstance(x, int) else x for x in (a, b))
+    return tvm.sym.Analyzer().can_prove_equal(a, b)
+
+
+def _lines(contraction: Contraction) -> list[str]:
+    """The listing that `str(contraction)` shows."""
+
+    def names(axes: Iterable[Axis]) -> str:
+        return "(" + ", ".join(f"{axis.var}: {axis.extent}" for axis in axes) + ")"
+
+    lines = []
+    for s in contraction.segments:
+        lines.append(f"segment batch {names(s.batch)} M {names(s.m)} N {names(s.n)}")
+        for p in s.products:
+            dtypes = f"in {p.dtype}, stored as {p.stored_dtype}"
+            lines.append(f"  {p.accumulator} = sum over {names(p.k)} {dtypes}")
+            for operand in (p.a, p.b):
+                lines += [f"    {b.var} = {b.value}" for b in operand.bindings]
+                lines.append(f"    * {operand.value}")
+        lines += _pairs(s)
+        lines += [f"  {b.var} = {b.value}" for b in s.bindings]
+        for o in s.outputs:
+            index = ", ".join(map(str, o.indices))
+            value = o.value if o.partial is None else _reduced(o)
+            lines.append(f"  {contraction.params[o.param].name}[{index}] = {value}")
+    return lines
+
+
+def _pairs(segment: Segment) -> list[str]:
+    """``pair0 = acc0 of the other column of a pair, 64 apart in runs of 128``."""
+    if segment.partners is None:
+        return []
+    p = segment.partners
+    return [
+        f"  {var} = {product.accumulator} of the other column of a pair, {p.distance} apart in "
+        f"runs of {p.width}"
+        for var, product in zip(p.vars, segment.products, strict=True)
+        if var is not None
+    ]
+
+
+def _reduced(output: Output) -> str:
+    """``sum over runs of 128 columns of value``."""
+    partial = output.partial
+    return f"{partial.kind} over runs of {partial.width} columns of {output.value}"

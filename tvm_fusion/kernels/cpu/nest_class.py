@@ -1,0 +1,75 @@
+"""Kernel class `nest` (llvm): one operator with reductions of any kind, and pointwise work behind
+it on the same elements.
+
+Convolutions, pooling, reductions over leading axes: the loops of the last reduction, then the
+epilogue on the values in registers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import tirx
+
+from ...config import HardwareProfile, Policy
+from ...ir.extents import assumed_product, product_key
+from ..base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic, write_on_cpu
+from ..group.footprint import evaluations, points
+from ..group.traffic import filled_by_threads, memory_traffic
+from ..pointwise.kernel_class import refuse_recompute
+
+
+class Nest:
+    """See the module docstring."""
+
+    name = "nest"
+
+    def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
+        reducing = [i for i in group.ops if any(b.reduction for b in group.graph.ops[i].blocks)]
+        if len(reducing) != 1:
+            return group.refuse(
+                RefusalCode.REDUCTION,
+                "a loop nest holds exactly one reducing operator",
+                reducing=len(reducing),
+            )
+        anchor = group.graph.ops[reducing[0]]
+        if len(anchor.outputs) != 1:
+            return group.refuse(RefusalCode.SPACE_MISMATCH, f"{anchor.name} has several outputs")
+        root = group.writer_of[anchor.outputs[0]]
+        space = product_key(root.extents(root.spatial))
+        after = {anchor.outputs[0]}
+        for block in group.blocks:
+            if block in anchor.blocks:
+                continue
+            if not any(a.tensor in after for a in block.reads):
+                return group.refuse(
+                    RefusalCode.PROLOGUE, f"{block.name} comes before the reduction"
+                )
+            if product_key(a.extent for a in block.axes) != space:
+                return group.refuse(
+                    RefusalCode.SPACE_MISMATCH,
+                    f"{block.name} does not run over the reduction's elements",
+                )
+            after |= {w.tensor for w in block.writes}
+        inner = frozenset(w.tensor for b in anchor.blocks for w in b.writes)
+        runs = evaluations(group, inner)
+        if refusal := refuse_recompute(group, runs, policy):
+            return refusal
+        return Fit(self.name, assumed_product(root.extents(root.spatial)), 1, runs.counts)
+
+    def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
+        flops = sum(2.0 * points(b) for b in group.blocks if b.is_contraction)
+        return memory_traffic(
+            group, fit, hw, parallel=filled_by_threads(fit.rows, hw), tensor_flops=flops
+        )
+
+    def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
+        return Resources(16, 0)
+
+    def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
+        return [None]
+
+    def write(
+        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
+    ) -> tirx.PrimFunc:
+        return write_on_cpu(func, hw, policy)

@@ -1,0 +1,152 @@
+"""A fused s_tir PrimFunc as a list of stages: each computes one buffer, point by point.
+
+    for i, k in T.grid(M, K):                 Stage(buffers=(S,), axes=(i < M,), reduced=(k < K,),
+        with T.sblock("sum"):            ->         values=(A[i, k],), kind=Kind.SUM,
+            S[vi] = S[vi] + A[vi, vk]               initial=(0.0,))
+
+Stages are values: every step of the writer makes new ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import Enum
+
+import tvm
+from tvm.ir import Expr, TensorLoad, Var
+
+from ...program.expr import constant, dtype_of, number
+from .rewrite import SimplifyIndices, loads
+
+
+class Kind(Enum):
+    """How a reduction combines; UPDATE is any other recurrence, in the order of its axes."""
+
+    SUM = "sum"
+    PROD = "prod"
+    MAX = "max"
+    MIN = "min"
+    ALL = "all"
+    ANY = "any"
+    UPDATE = "update"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Axis:
+    """One iteration axis, from 0 to `extent`."""
+
+    var: Var
+    extent: Expr
+
+    @property
+    def size(self) -> int | None:
+        """The extent, if it is known at compile time."""
+        return number(self.extent)
+
+    @property
+    def index(self) -> Expr:
+        """The variable; 0 for an extent of 1: such variables do not occur in expressions."""
+        return constant(0, dtype_of(self.var)) if self.size == 1 else self.var
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stage:
+    """``buffer[axes] = value``, or the reduction of `values` over `reduced`.
+
+    Attributes
+    ----------
+    name : str
+    buffers : tuple of Var
+        What is written: one buffer, or several for a recurrence over several values.
+    axes : tuple of Axis
+        One an output dimension, in order. Axes of extent 1 do not occur in expressions.
+    reduced : tuple of Axis
+    binds : tuple of (Var, Expr)
+        Values computed at each point before `values`, in order.
+    values : tuple of Expr
+        One a buffer: the element; the term of a reduction; the next state of a recurrence.
+    kind : Kind or None
+        None without a reduction.
+    initial : tuple of Expr
+        The state that a reduction starts from.
+    carries : tuple of Var
+        The state's variables in `values` of a recurrence.
+    elements : tuple of Var
+        Where two states can be merged: the second state's variables in `merge`.
+    merge : tuple of Expr
+        The merged state.
+    rounding : str or None
+        16-bit float that the result of a reduction is rounded to, although kept as float32.
+    factors : str or None
+        The type of both factors of a sum of products in the graph, whatever computes them here.
+    constants : frozenset of Var
+        Parameters that are the same in every call, and read in one place only.
+    """
+
+    name: str
+    buffers: tuple[Var, ...]
+    axes: tuple[Axis, ...]
+    reduced: tuple[Axis, ...]
+    values: tuple[Expr, ...]
+    kind: Kind | None = None
+    initial: tuple[Expr, ...] = ()
+    carries: tuple[Var, ...] = ()
+    elements: tuple[Var, ...] = ()
+    merge: tuple[Expr, ...] = ()
+    rounding: str | None = None
+    binds: tuple[tuple[Var, Expr], ...] = ()
+    factors: str | None = None
+    constants: frozenset[Var] = frozenset()
+
+    @property
+    def buffer(self) -> Var:
+        """The only buffer written."""
+        return self.buffers[0]
+
+    @property
+    def domain(self) -> tuple[Axis, ...]:
+        """All axes longer than 1: those of the output, then the reduced ones."""
+        return tuple(a for a in (*self.axes, *self.reduced) if a.size != 1)
+
+    def expressions(self) -> list[Expr]:
+        """Everything that is evaluated at each point."""
+        return [value for _, value in self.binds] + list(self.values)
+
+    def reads(self) -> list[TensorLoad]:
+        """All loads."""
+        return loads(*self.expressions())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Graph:
+    """Stages in an order that respects their reads; `params` are the function's parameters."""
+
+    params: tuple[Var, ...]
+    stages: tuple[Stage, ...]
+
+    def is_param(self, buffer: Var) -> bool:
+        """Whether the buffer belongs to the caller."""
+        return any(buffer.same_as(p) for p in self.params)
+
+    def producers(self) -> dict[Var, Stage]:
+        """The stage that writes each buffer."""
+        return {b: s for s in self.stages for b in s.buffers}
+
+
+def analyzer_of(axes: tuple[Axis, ...]) -> tvm.sym.Analyzer:
+    """An analyzer that knows the ranges of the axes."""
+    analyzer = tvm.sym.Analyzer()
+    for axis in axes:
+        zero = constant(0, dtype_of(axis.extent))
+        analyzer.bind(axis.var, tvm.ir.Range.from_min_extent(zero, axis.extent))
+    return analyzer
+
+
+def simplified(stage: Stage) -> Stage:
+    """`stage` with simplified indices and conditions."""
+    simplify = SimplifyIndices(analyzer_of(stage.domain))
+    return replace(
+        stage,
+        binds=tuple((v, simplify(e)) for v, e in stage.binds),
+        values=tuple(simplify(v) for v in stage.values),
+    )

@@ -1,0 +1,245 @@
+"""Time of the Hopper GEMM, from plain numbers.
+
+    T = start + (body^q + hbm^q + power^q)^(1/q) + exchange
+
+    body   waves of tiles: steps x step + what shows of the epilogues
+    step   the longest of what one step (128 bytes of K) costs a multiprocessor: its tensor cores,
+           its port to the L2, its share of the L2, and the hand-over between warps
+    hbm    operands, what the epilogue reads, and the outputs, once
+    power  all operations at the rate that the whole card sustains, the same for large and small
+           launches: work must not look cheaper for being divided among launches
+
+The constants of `Coefficients` are fitted to times on an H200 (tests/data/gemm_sweep_h200.json) by
+tests/fit_gemm_cost.py; rates of the device come from its profile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ...config import HardwareProfile
+from ..row.resources import clusters_on_device
+from .work import STEP_BYTES, GemmTile, GemmWork
+
+TENSOR_CELLS = 32
+"""Cells of a tile (rows x columns) whose step the tensor cores of a multiprocessor do in a cycle:
+4,096 operations of float16, 2 x 64 for each cell; other dtypes have as many bytes a cycle."""
+SUM_BYTES = 4
+SHORT_GROUPS = 2
+"""Groups of multiprocessors that hold one cluster of 4 or 8 blocks less than others: 16 clusters
+of 8 and 32 of 4 take two rounds on an H200 (2026-11-20), 12 and 30 one."""
+CONSUMER_ROWS, THREADS = 64, 128
+"""Rows and threads of a consumer warpgroup; a multiprocessor has as many lanes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coefficients:
+    """Constants of the model: fitted, but that of residuals and those of multicast are what pairs
+    of kernels differ by, and the last is not measured.
+    """
+
+    start_s: float = 2.04e-6  # launch, tensor maps, the first loads, the last stores
+    step_s: float = 1.06e-7  # a step between producer and consumer, whatever it holds
+    single_step_s: float = 1.39e-7  # the same with one consumer of 64 x 64 that defers nothing
+    tensor_clock: float = 0.918  # clock while tensor cores work, of the highest
+    port_bytes_per_s: float = 1.55e11  # from the L2 into one multiprocessor
+    split_port_bytes_per_s: float = 8.12e10  # where rows of boxes straddle lines
+    same_rows: float = 0.385  # of A's bytes that the L2 serves: see `_shared`
+    other_rows: float = 0.714
+    near_columns: float = 0.336  # of B's bytes that the L2 serves, neighbours reading the same
+    split_lines: float = 0.967  # of both, where rows of boxes straddle lines
+    split_terms: float = 0.767  # of both, where neighbours read other terms of the same tile
+    epilogue_bytes_per_s: float = 8.87e10  # of outputs and what they read, by a multiprocessor
+    direct_store: float = 6.83  # how much longer stores from registers take
+    wide_direct_store: float = 2.9  # the same of float32 (8192 x 8192 x 1024, 16384 x 768 x 1024)
+    single_store: float = 8.95  # the same one element at a time: odd row pitches
+    element_s: float = 5.41e-9  # of a thread's epilogue for each of its elements
+    operation_latency: float = 4.36  # of its operations, beside a thread that never waits
+    residual_s: float = 2e-7  # until a residual is there
+    deferred_epilogue: float = 1.24  # how much longer all that takes between steps
+    hidden: float = 0.148  # of a tile's steps, behind which the epilogue of the one before hides
+    hbm_share: float = 1.19  # of the copy rate: reading alone is faster
+    lasting_flops: float = 1.31  # of the measured rate of tensor cores
+    multicast_flops: float = 0.995  # its share where blocks wait for one another
+    narrow_multicast_flops: float = 0.838  # the same with 64 rows a block
+    exponent: float = 3
+    pair_bytes_per_s: float = 2.08e10  # of sums from each block to the other of a cluster of two
+    exchange_bytes_per_s: float = 1.55e10  # from each block of a larger cluster
+    exchange_s: float = 5.33e-9  # for each block of the cluster, beside that
+    multicast_s: float = 3.5e-7  # start and end of blocks that wait for one another
+    cached_columns: float = 0.75  # of the L2 that keeps B while stripes of row tiles pass
+
+
+FITTED = Coefficients()
+
+ROWS_IN_STEP = (1, 2, 4, 8)
+
+
+def _in_step(rows: int) -> bool:
+    """Whether blocks of equal rows sit where the L2 serves them at once, with so many row tiles in
+    a stripe. With 3, 5, 7 or 16 the same tile takes 1.5 times as long where the L2 is the limit
+    (128 x 64 and smaller; the order in which the device places blocks repeats every 8), but one
+    stripe of 9 to 15 is better than one of 8 and the rest (777 x 1024 x 4096: 13.6 us for 15.1).
+    """
+    return rows in ROWS_IN_STEP or 8 < rows < 16
+
+
+@dataclass(frozen=True, slots=True)
+class GemmTime:
+    """Predicted seconds of a launch and its terms, each alone."""
+
+    seconds: float
+    terms: Mapping[str, float] = field(hash=False)
+
+
+def gemm_time(
+    work: GemmWork, tile: GemmTile, hw: HardwareProfile, fitted: Coefficients = FITTED
+) -> GemmTime:
+    """Predicted time of one launch.
+
+    Parameters
+    ----------
+    work : GemmWork
+    tile : GemmTile
+    hw : HardwareProfile
+        A Hopper device.
+    fitted : Coefficients
+    """
+    return _Model(work, tile, hw, fitted).time()
+
+
+class _Model:
+    def __init__(
+        self, work: GemmWork, tile: GemmTile, hw: HardwareProfile, fitted: Coefficients
+    ) -> None:
+        self.work, self.tile, self.hw, self.fitted = work, tile, hw, fitted
+        self.out_n = tile.block_n // work.products
+        self.rows = -(-work.m // tile.block_m)
+        self.columns = sum(-(-n // self.out_n) for n in work.columns)
+        self.tiles = self.rows * self.columns * work.batch
+        cluster = tile.split * tile.multicast
+        clusters = clusters_on_device(cluster, 1, hw)
+        if cluster > 2:
+            clusters -= SHORT_GROUPS
+        self.places = tile.multicast * max(1, clusters)
+        self.blocks = min(self.tiles, self.places)
+        steps = -(-work.k * work.element_bytes // STEP_BYTES)
+        self.steps = -(-steps // tile.split)
+
+    def time(self) -> GemmTime:
+        f, work = self.fitted, self.work
+        waves = -(-self.tiles // self.blocks)
+        last = self.tiles - (waves - 1) * self.blocks
+        whole, rest = self._step(self.blocks), self._step(last)
+        body = self.steps * ((waves - 1) * max(whole.values()) + max(rest.values()))
+        epilogue = self._epilogue()
+        shown = epilogue
+        if self.tile.deferred:
+            shown = max(0.0, epilogue - f.hidden * self.steps * max(whole.values()))
+        epilogue += (waves - 1) * shown
+        hbm = self._bytes() / (self.hw.hbm_bytes_per_s * f.hbm_share)
+        operations = work.operation_s * work.cells
+        longest = [body + epilogue, hbm, self._power(), operations]
+        exchange = self._exchange() + (f.multicast_s if self.tile.multicast > 1 else 0.0)
+        terms = {n: self.steps * ((waves - 1) * whole[n] + rest[n]) for n in whole}
+        terms |= {"epilogue": epilogue, "hbm": hbm, "power": longest[2], "exchange": exchange}
+        terms |= {"operations": operations, "start": f.start_s}
+        shown = {name: seconds for name, seconds in terms.items() if seconds > 0}
+        return GemmTime(f.start_s + _norm(longest, f.exponent) + exchange, shown)
+
+    def _step(self, tiles: int) -> dict[str, float]:
+        """Seconds of one step while so many tiles are under way, by what limits it."""
+        f, t, work = self.fitted, self.tile, self.work
+        a, b = self._rows_of_box() * STEP_BYTES, t.block_n * STEP_BYTES
+        port = 0.0
+        for size, whole, shared in (
+            (a, work.a_whole_lines, 1),
+            (b, work.b_whole_lines, t.multicast),
+        ):
+            # the rows that straddle lines cost whoever asks for them, not whoever receives them
+            own = size / shared / f.split_port_bytes_per_s
+            port += size / f.port_bytes_per_s if whole else max(own, size / f.port_bytes_per_s)
+        single = t.block_m == 64 and t.block_n == 64 and not t.deferred and t.split == 1
+        clock = self.hw.clock_ghz * 1e9 * f.tensor_clock
+        from_a, from_b = self._shared()
+        return {
+            "step": max(f.single_step_s if single else f.step_s, self.hw.l2_latency_s / t.stages),
+            "tensor": t.block_m * t.block_n / TENSOR_CELLS / clock,
+            "port": port,
+            "l2": tiles * t.split * (a * from_a + b * from_b) / self.hw.l2_bytes_per_s,
+        }
+
+    def _rows_of_box(self) -> int:
+        return min(self.tile.block_m, -(-self.work.m // 8) * 8)
+
+    def _shared(self) -> tuple[float, float]:
+        """Shares of A's and B's bytes that the L2 itself has to serve: blocks that read the same
+        line at the same time get it together. Neighbours share columns.
+        """
+        f, t = self.fitted, self.tile
+        whole, rest = divmod(self.rows, t.group_m)
+        from_a = from_b = 0.0
+        for rows, share in ((t.group_m, whole * t.group_m), (rest, rest)):
+            if share:
+                same = f.same_rows if _in_step(rows) else f.other_rows
+                from_a += share / self.rows * (same if self.columns > 1 else 1.0)
+                from_b += share / self.rows * (f.near_columns if rows > 1 else 1.0)
+        if t.split > 1:
+            from_a, from_b = max(from_a, f.split_terms), max(from_b, f.split_terms)
+        from_a = from_a if self.work.a_whole_lines else f.split_lines
+        from_b = from_b if self.work.b_whole_lines else f.split_lines
+        return from_a, from_b / t.multicast
+
+    def _epilogue(self) -> float:
+        """Seconds of a tile's epilogue: what it moves, and what each thread does to its elements,
+        one after the other.
+        """
+        f, t, work = self.fitted, self.tile, self.work
+        share = t.block_m * self.out_n / t.split / work.cells
+        moved = share * (work.extra_bytes + work.written_bytes) / f.epilogue_bytes_per_s
+        if not t.staged and work.m > 64:
+            direct = f.wide_direct_store if work.wide_stores else f.direct_store
+            moved *= f.single_store if work.single_stores else direct
+        lanes = THREADS * self.hw.num_sms  # one thread of each multiprocessor's lanes
+        operations = work.operation_s * lanes * f.operation_latency
+        elements = CONSUMER_ROWS * self.out_n / t.split / THREADS
+        waiting = f.residual_s if work.residual and not t.ahead else 0.0
+        computed = elements * (f.element_s + operations) + waiting
+        return moved + computed * (f.deferred_epilogue if t.deferred else 1.0)
+
+    def _bytes(self) -> float:
+        """Bytes between memory and the L2: B again for each stripe of row tiles if it is large."""
+        work = self.work
+        b = work.batch * sum(work.columns) * work.products * work.k * work.element_bytes
+        if b / work.batch > self.fitted.cached_columns * self.hw.l2_bytes:
+            b *= -(-self.rows // self.tile.group_m)
+        a = work.batch * work.m * work.k * work.element_bytes
+        b += work.more_b_bytes
+        read = max(0.0, a + b + work.extra_bytes - work.resident_bytes)
+        return read + work.written_bytes
+
+    def _power(self) -> float:
+        f, t = self.fitted, self.tile
+        terms = self.steps * t.split * STEP_BYTES / self.work.element_bytes
+        flops = 2.0 * self.tiles * t.block_m * t.block_n * terms
+        rate = self.hw.tensor_flop_per_s[self.work.dtype]
+        if t.multicast > 1:
+            rate *= f.multicast_flops if t.block_m > 64 else f.narrow_multicast_flops
+        return flops / (rate * f.lasting_flops)
+
+    def _exchange(self) -> float:
+        """Seconds in which the blocks of a cluster add up their sums."""
+        f, t = self.fitted, self.tile
+        if t.split == 1:
+            return 0.0
+        # each block keeps its share of the columns
+        sent = t.block_m * t.block_n * SUM_BYTES * (t.split - 1) / t.split
+        waves = -(-self.tiles // self.blocks)
+        rate = f.pair_bytes_per_s if t.split == 2 else f.exchange_bytes_per_s
+        return f.exchange_s * t.split + waves * sent / rate
+
+
+def _norm(values: list[float], exponent: float) -> float:
+    largest = max(values)
+    return largest * sum((v / largest) ** exponent for v in values) ** (1 / exponent)

@@ -1,0 +1,188 @@
+"""A consumer warpgroup: 64 rows of every tile, wgmma over the steps, the epilogue between them."""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.ir import Expr
+from tvm.script import tirx as T
+
+from ...gpu.product_grid import Tile
+from ...program.expr import HALF_DTYPES, bytes_of
+from .epilogue import Epilogue
+from .exchange import Exchange
+from .model import BOX, STEP_BYTES, WGMMA_BYTES
+from .state import Hopper, Ring, release, wait
+
+# Descriptor fields for the 128-byte swizzle: stride between groups of 8 rows, in units of 16 bytes.
+GROUP_STRIDE = 8 * STEP_BYTES // 16
+SWIZZLE_128B = 3
+
+
+class Consumer:
+    """Emits the code of the consumer warpgroups."""
+
+    def __init__(self, kernel: Hopper, number: Expr):
+        self.kernel, self.plan, self.number = kernel, kernel.plan, number
+        self.promote = self.plan.config.promote
+        self.sums = T.alloc_local((self.plan.accumulators,), "float32")
+        self.partial = self.sums
+        if self.promote:
+            self.partial = T.alloc_local((self.plan.accumulators,), "float32")
+        a, b = kernel.problem.a, kernel.problem.segments[0].b[0]
+        self.a_start = self._descriptor(kernel.shared.a, a.k_major, number * BOX * STEP_BYTES)
+        self.b_start = self._descriptor(kernel.shared.b, b.k_major, 0)
+        self.a_step = self._step(a.k_major)
+        self.b_step = self._step(b.k_major)
+        self.steps = self.kernel.steps
+        self.ring = Ring(self.plan.config.stages, 0)
+        self.epilogue = Epilogue(kernel, number, self.sums)
+        split = self.plan.config.split > 1
+        self.exchange = Exchange(kernel, self.epilogue.layout, self.sums) if split else None
+
+    def _descriptor(self, buffer: Expr, k_major: bool, offset: Expr | int) -> Expr:
+        """The matrix descriptor of a tile in stage 0.
+
+        The leading offset is the distance of panels of 64 contiguous rows; not used where terms are
+        contiguous, since one row of the swizzle is a whole step then.
+        """
+        found = T.alloc_local((1,), "uint64")
+        leading = 1 if k_major else BOX * STEP_BYTES // 16
+        T.evaluate(
+            T.cuda.wgmma.encode_matrix_descriptor(
+                found.ptr_to([0]), buffer.ptr_to([0, offset]), leading, GROUP_STRIDE, SWIZZLE_128B
+            )
+        )
+        return found
+
+    def _step(self, k_major: bool) -> int:
+        """Distance of the terms of two wgmmas in units of 16 bytes."""
+        terms = WGMMA_BYTES // bytes_of(self.kernel.problem.dtype)
+        return (WGMMA_BYTES if k_major else terms * STEP_BYTES) // 16
+
+    def emit(self) -> None:
+        """Emits the loop over tiles."""
+        plan = self.plan
+        self.epilogue.start()
+        with T.serial(0, self.kernel.turns) as turn:
+            tile = self.kernel.tile(turn)
+            if self.promote:
+                for i in range(plan.accumulators):
+                    T.buffer_store(self.sums, T.float32(0), [i])
+            self.steps = self.kernel.steps_of(tile)
+            if plan.config.deferred:
+                self._steps_with_epilogue(turn, tile)
+            else:
+                if self.promote:
+                    self._windows(tile)
+                else:
+                    with T.serial(0, self.steps) as step:
+                        self._step_of(step, tile)
+                    self._drain()
+                self.epilogue.prepare(tile)
+                if self.exchange is not None:
+                    self.exchange.emit(turn)
+                self.epilogue.scale(tile)
+                self.epilogue.now(turn, tile)
+        if plan.config.deferred:
+            # With symbolic sizes a block may have had no tile.
+            with T.If(self.kernel.turns > 0), T.Then():
+                for chunk in range(plan.chunks):
+                    self.epilogue.chunk(chunk)
+        self.epilogue.finish()
+
+    def _steps_with_epilogue(self, turn: Expr, tile: Tile) -> None:
+        """The first steps carry the epilogue of the tile before."""
+        plan = self.plan
+        for step in range(plan.peeled):
+            self._step_of(step, tile)
+            first = step * plan.chunks_per_step
+            with T.If(turn > 0), T.Then():
+                for chunk in range(first, min(first + plan.chunks_per_step, plan.chunks)):
+                    self.epilogue.chunk(chunk)
+        with T.serial(plan.peeled, self.steps) as step:
+            self._step_of(step, tile)
+        self._drain()
+        self.epilogue.keep(turn, tile)
+
+    def _step_of(self, step: Expr | int, tile: Tile, place: Expr | int | None = None) -> None:
+        """One step: wait for its stage, issue its wgmmas, hand back the stage before.
+
+        `place` is that in its window, if sums are promoted.
+        """
+        adds = step > 0 if place is None else place > 0
+        ring, kernel, plan = self.ring, self.kernel, self.plan
+        wait(kernel.shared.full.ptr_to([ring.stage]), ring.phase)
+        size = plan.config.block_m * STEP_BYTES // 16
+        a = T.Bind(self.a_start[0] + T.cast(ring.stage * size, "uint64"))
+        size = plan.config.block_n * STEP_BYTES // 16
+        b = T.Bind(self.b_start[0] + T.cast(ring.stage * size, "uint64"))
+        T.evaluate(T.ptx.wgmma.fence.sync.aligned())
+        terms = WGMMA_BYTES // bytes_of(kernel.problem.dtype)
+        name = (
+            f"wgmma.mma_async.sync.aligned.m64n{plan.config.block_n}k{terms}"
+            f".f32.{'.'.join(kernel.problem.kinds)}"
+        )
+        sums = [self.partial[i] for i in range(plan.accumulators)]
+        for part in range(STEP_BYTES // WGMMA_BYTES):
+            later = T.ptx.pred(True if part else adds)
+            at_a = a + T.uint64(part * self.a_step)
+            at_b = b + T.uint64(part * self.b_step)
+            T.evaluate(T.ptx[name](*sums, at_a, at_b, later, 1, 1, *self._transposed()))
+        T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
+        if self.promote:
+            self._promote(place)
+        else:
+            T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(1))
+            self._release_previous(step)
+        self.epilogue.during(step, tile)
+        ring.advance()
+
+    def _transposed(self) -> list[int]:
+        """Which operands are not contiguous along the terms; only halves may be so."""
+        problem = self.kernel.problem
+        views = (problem.a, problem.segments[0].b[0])
+        return [0 if v.k_major else 1 for v in views] if problem.dtype in HALF_DTYPES else []
+
+    def _windows(self, tile: Tile) -> None:
+        """All steps, in windows of so many whose sums are added up together."""
+        size, steps = self.promote, self.steps
+        with T.serial(0, steps // size) as window:
+            for place in range(size):
+                self._step_of(window * size + place, tile, place)
+        if not isinstance(steps, int) or steps % size:
+            with T.serial(0, steps % size) as place:
+                self._step_of(steps // size * size + place, tile, place)
+
+    def _promote(self, place: Expr | int) -> None:
+        """Adds the sums of a window to those of full precision, behind its last step; the others
+        are not waited for.
+        """
+        last = self.promote - 1
+        whole = isinstance(place, int)
+        T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(1 if whole and place < last else 0))
+        if whole and place:
+            release(self.kernel, self.ring.previous)
+        if whole and place < last:
+            return
+        release(self.kernel, self.ring.stage)
+        due = tirx.IntImm("bool", 1)
+        if not whole:
+            due = tirx.EQ(place + T.int32(1), self.steps % self.promote)
+        with T.If(due), T.Then():
+            for i in range(self.plan.accumulators):
+                T.buffer_store(self.sums, self.sums[i] + self.partial[i], [i])
+
+    def _release_previous(self, step: Expr | int) -> None:
+        if isinstance(step, int):
+            if step:
+                release(self.kernel, self.ring.previous)
+        elif self.plan.config.deferred:
+            release(self.kernel, self.ring.previous)
+        else:
+            with T.If(step > 0), T.Then():
+                release(self.kernel, self.ring.previous)
+
+    def _drain(self) -> None:
+        """The last step's products are in the accumulators."""
+        T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
+        release(self.kernel, self.ring.previous)

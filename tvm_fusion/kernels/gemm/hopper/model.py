@@ -1,0 +1,179 @@
+"""What the Hopper kernel computes, as values: operands and outputs as the TMA addresses them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import tvm_ffi
+from tvm.ir import Call, Expr, Var
+
+from ...contraction.inline import Binding
+from ...contraction.model import Space
+from ...contraction.reader import Contraction, Extent, Output, Partners, Product
+from ...gpu.access import AffineAccess
+from ...gpu.tensor_map import TensorMap, tensor_map
+from ...program.expr import FLOAT8_DTYPES, HALF_DTYPES, bytes_of
+from ..epilogue_loads import EpilogueLoad
+
+# Halves in one row of a box (128 bytes), and rows of a box that a warpgroup stores.
+BOX = 64
+
+# Bytes of one row of the swizzle, which are the terms of one step, and terms of one wgmma in bytes.
+STEP_BYTES = 128
+WGMMA_BYTES = 32
+
+# Steps after which sums of 8-bit floats are added up in full precision. Error relative to the
+# largest value of 4096^3, half outputs (H200, 2026-11-20): 4.5e-4 after each step, 6.5e-4 after 4
+# (7 % faster), 4.3e-3 if never.
+PROMOTE_STEPS = 4
+
+# What wgmma calls the dtypes of its operands. All but the halves have to be contiguous along k.
+OPERAND_KINDS = {
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
+    "float32": "tf32",
+}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class OperandView:
+    """An operand as a tensor over (batch, `rows`, k), contiguous along the group `inner`."""
+
+    param: Var
+    dtype: str
+    access: AffineAccess
+    rows: str
+    inner: str
+
+    @property
+    def k_major(self) -> bool:
+        """Whether neighbouring terms are neighbours in memory."""
+        return self.inner == "k"
+
+    def boxes(self, rows: int) -> TensorMap:
+        """Boxes of 128 bytes of terms by `rows` rows, or of 128 bytes of contiguous rows."""
+        box = {self.rows: rows if self.k_major else BOX, "k": STEP_BYTES // bytes_of(self.dtype)}
+        return tensor_map(self.param, self.dtype, self.access, self.inner, box)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HopperSegment(Space):
+    """A segment over its batch, M and N axes; `loads` are what its epilogue reads ahead of use.
+
+    `staged` is the position of the output that leaves through shared memory and the TMA, by the map
+    `staged_map`; the others are stored from registers. With `factors`, one a product, the epilogue
+    starts from accumulators that are multiplied by them; they are the same for all columns. With
+    `partners` it reads those of two columns.
+    """
+
+    products: tuple[Product, ...]
+    a: OperandView
+    b: tuple[OperandView, ...]
+    bindings: tuple[Binding, ...]
+    outputs: tuple[Output, ...]
+    loads: tuple[EpilogueLoad, ...]
+    staged: int | None
+    staged_map: TensorMap | None
+    residual: EpilogueLoad | None
+    residual_map: TensorMap | None
+    factors: tuple[Expr, ...] = ()
+    partners: Partners | None = None
+
+    @property
+    def K(self) -> int:
+        """Number of terms."""
+        return self.products[0].K
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HopperProblem:
+    """Made by `read_problems`; `dtype` is that of A, and of B but for two kinds of 8-bit floats.
+
+    `shared` says that all segments have one A, whose sizes are `batch`, `M` and `K`. Else each
+    segment has its own, and these are the largest.
+    """
+
+    contraction: Contraction
+    dtype: str
+    batch: Extent
+    M: Extent
+    K: int
+    a: OperandView
+    segments: tuple[HopperSegment, ...]
+    shared: bool
+
+    @property
+    def kinds(self) -> tuple[str, str]:
+        """What wgmma calls the dtypes of A and B."""
+        return OPERAND_KINDS[self.dtype], OPERAND_KINDS[self.segments[0].b[0].dtype]
+
+    @property
+    def narrow(self) -> bool:
+        """Whether operands are 8-bit floats, whose sums wgmma keeps with 14 bits or so."""
+        return self.dtype in FLOAT8_DTYPES
+
+    @property
+    def rounds_operands(self) -> bool:
+        """Whether operands are float32, of which wgmma reads the bits of a tfloat32."""
+        return self.dtype == "float32"
+
+    @property
+    def precision(self) -> dict[str, int | bool]:
+        """Fields of a configuration that the dtype of the operands decides."""
+        return {"promote": PROMOTE_STEPS if self.narrow else 0, "tf32": self.rounds_operands}
+
+    @property
+    def kept_dtype(self) -> str | None:
+        """The half precision in which the unfused graph stores all products, if it is one."""
+        found = {
+            p.scaled_dtype if segment.factors else p.stored_dtype
+            for segment in self.segments
+            for p in segment.products
+        }
+        kept = found.pop()
+        return kept if not found and kept in HALF_DTYPES else None
+
+    @property
+    def block_k(self) -> int:
+        """Terms of one step."""
+        return STEP_BYTES // bytes_of(self.dtype)
+
+    @property
+    def columns(self) -> list[int]:
+        """N of each segment."""
+        return [segment.N for segment in self.segments]
+
+    @property
+    def dual(self) -> bool:
+        """Whether two products meet in each output."""
+        return len(self.segments[0].products) == 2
+
+    @property
+    def staged(self) -> bool:
+        """Whether every segment has an output that the TMA can store."""
+        return all(segment.staged is not None for segment in self.segments)
+
+    @property
+    def unlowered_functions(self) -> bool:
+        """Whether the epilogue calls functions that exact rounding keeps as they are."""
+        calls: list[Call] = []
+        for segment in self.segments:
+            for item in (*segment.bindings, *segment.outputs):
+                tvm_ffi.structural_walk(item.value, [(Call, calls.append)])
+        return self.contraction.exact and bool(calls)
+
+    @property
+    def pairs_with_wide_loads(self) -> bool:
+        """Whether values of pairs of columns read elements of more than two bytes."""
+        paired = [segment for segment in self.segments if segment.partners is not None]
+        loads = [load for segment in paired for load in segment.loads if load.per_column]
+        return any(bytes_of(load.dtype) > 2 for load in loads)
+
+    @property
+    def residual(self) -> EpilogueLoad | None:
+        """The matrix of the output's shape that the TMA loads into the output's own box: that of
+        the first segment, where all have one.
+        """
+        return self.segments[0].residual

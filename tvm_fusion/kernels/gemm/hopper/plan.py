@@ -1,0 +1,230 @@
+"""Everything that follows from a problem and a configuration of the Hopper GEMM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ....config import HardwareProfile
+from ....errors import Unsupported
+from ...contraction.reader import Extent
+from ...gpu.access import affine_access
+from ...gpu.product_frame import ceil_div
+from ...gpu.tensor_map import TensorMap
+from ...program.expr import HALF_DTYPES
+from ...row.resources import clusters_on_device
+from .config import CHUNK, HopperConfig
+from .limits import check_config
+from .model import BOX, STEP_BYTES, HopperProblem, HopperSegment
+
+BOX_BYTES = BOX * BOX * 2
+
+# Kernel parameters.
+MAP_BYTES = 128
+POINTER_BYTES = 8
+
+# Shared memory for barriers and for aligning the buffers in front of them.
+BARRIER_BYTES = 512
+
+# Registers of a producer's thread, and the most a consumer takes of what the launch has left.
+PRODUCER_REGISTERS = 24
+CONSUMER_REGISTERS = 240
+
+# Accumulators of a thread beside functions that are not lowered to a few instructions: with the
+# branches of erff ptxas spills up to 248 bytes at 128 accumulators, up to 64 at 96, none at 64.
+FUNCTION_ACCUMULATORS = 64
+
+# The most sums that a thread can hold and still compute an epilogue.
+MAX_ACCUMULATORS = 192
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What follows from a problem and a configuration. Sizes in elements unless named otherwise.
+
+    `out_n` are the columns of a tile's outputs, `share_n` those that one block of a cluster stores.
+    A block takes `least_steps` of the `steps` of a tile, the first `spare_steps` blocks of a
+    cluster one more. `clusters` take tiles in turn, single blocks unless the configuration has
+    clusters. `depths` are the steps of each segment, `steps` the most; `a_maps` has one map if
+    segments share A, else one for each. `by_rows` is the position of each segment's output that
+    leaves row by row through a box of shared memory, if one does. A deferred epilogue takes
+    `chunks_per_step` of its pieces in each of `peeled` steps.
+    """
+
+    config: HopperConfig
+    consumers: int
+    out_n: int
+    share_n: int
+    steps: int
+    a_rows: int
+    stage_bytes: int
+    transaction_bytes: int
+    tiles: Extent
+    clusters: int
+    accumulators: int
+    chunks: int
+    peeled: int
+    chunks_per_step: int
+    depths: tuple[int, ...]
+    a_maps: tuple[TensorMap, ...]
+    b_maps: tuple[tuple[TensorMap, ...], ...]
+    by_rows: tuple[int | None, ...]
+
+    @property
+    def cluster(self) -> int:
+        """Blocks of a cluster."""
+        return self.config.split * self.config.multicast
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of the launch."""
+        return self.clusters * self.cluster
+
+    @property
+    def least_steps(self) -> int:
+        """Steps of the block of a cluster that has the fewest."""
+        return self.steps // self.config.split
+
+    @property
+    def spare_steps(self) -> int:
+        """How many blocks of a cluster have one step more."""
+        return self.steps % self.config.split
+
+    @property
+    def ahead(self) -> bool:
+        """Whether there are boxes for the residuals of two tiles: that of the next one travels
+        while a tile is computed.
+        """
+        return not self.config.deferred and self.config.boxes > self.share_n // BOX
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Shared memory that partial sums of other blocks arrive in; it is that of the stages."""
+        c = self.config
+        return c.block_m * c.block_n // c.split * (c.split - 1) * 4
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block: one producer warpgroup and the consumers."""
+        return 128 * (self.consumers + 1)
+
+    @property
+    def smem_bytes(self) -> int:
+        """Shared memory of a block."""
+        c = self.config
+        return c.stages * self.stage_bytes + self.consumers * self.boxes * BOX_BYTES + BARRIER_BYTES
+
+    @property
+    def boxes(self) -> int:
+        """Boxes of each consumer."""
+        return self.config.boxes or int(any(found is not None for found in self.by_rows))
+
+    @property
+    def live_accumulators(self) -> int:
+        """Registers of a thread for sums, those of full precision included."""
+        return self.accumulators * (2 if self.config.promote else 1)
+
+    @property
+    def moves_registers(self) -> bool:
+        """Whether consumers need more registers than a launch of equal shares gives them."""
+        return self.consumers > 1 and self.live_accumulators >= 64
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers a consumer thread may take once the producers gave theirs back."""
+        groups = self.consumers + 1
+        pool = groups * (65536 // (128 * groups) // 8 * 8)
+        return min(CONSUMER_REGISTERS, (pool - PRODUCER_REGISTERS) // self.consumers // 8 * 8)
+
+
+def make_plan(problem: HopperProblem, config: HopperConfig, hw: HardwareProfile) -> Plan:
+    """Everything derived from a configuration.
+
+    Raises
+    ------
+    Unsupported
+        Where the kernel has no form for the configuration, the tile is no box of an operand, or
+        registers or shared memory do not suffice.
+    """
+    c = config
+    out_n = c.block_n // 2 if problem.dual else c.block_n
+    share_n = out_n // c.split
+    steps = ceil_div(problem.K, problem.block_k)
+    depths = tuple(ceil_div(s.K, problem.block_k) for s in problem.segments)
+    check_config(problem, c, out_n, min(depths))
+    a_rows = c.block_m
+    if problem.a.k_major and isinstance(problem.M, int):
+        a_rows = min(c.block_m, ceil_div(problem.M, 8) * 8)
+    chunks = ceil_div(share_n, CHUNK)
+    per_step = ceil_div(chunks, max(1, min(depths) - 2)) if c.deferred else 0
+    peeled = ceil_div(chunks, per_step) if c.deferred else 0
+    own = problem.segments[:1] if problem.shared else problem.segments
+    tiles = _tiles(problem, c.block_m * c.multicast, out_n)
+    clusters = clusters_on_device(c.split * c.multicast, 1, hw)
+    if not clusters:
+        raise Unsupported(f"clusters of {c.split * c.multicast} blocks on this device")
+    plan = Plan(
+        config=c,
+        consumers=c.block_m // BOX,
+        out_n=out_n,
+        share_n=share_n,
+        steps=steps,
+        a_rows=a_rows,
+        stage_bytes=(c.block_m + c.block_n) * STEP_BYTES,
+        transaction_bytes=(a_rows + c.block_n) * STEP_BYTES,
+        tiles=tiles,
+        clusters=min(tiles, clusters) if isinstance(tiles, int) else clusters,
+        accumulators=c.block_n // 2,
+        chunks=chunks,
+        peeled=peeled,
+        chunks_per_step=per_step,
+        depths=depths,
+        a_maps=tuple(s.a.boxes(a_rows) for s in own),
+        b_maps=tuple(
+            tuple(view.boxes(out_n // c.multicast) for view in s.b) for s in problem.segments
+        ),
+        by_rows=tuple(None if c.staged else _by_rows(problem, s) for s in problem.segments),
+    )
+    if plan.smem_bytes > hw.smem_per_block_bytes:
+        plan = replace(plan, by_rows=(None,) * len(problem.segments))
+    if plan.live_accumulators > MAX_ACCUMULATORS:
+        raise Unsupported(f"{plan.live_accumulators} registers of sums")
+    crowded = plan.consumers > 1 and plan.live_accumulators > FUNCTION_ACCUMULATORS
+    if crowded and problem.unlowered_functions:
+        raise Unsupported("accumulators that leave no registers for the epilogue's functions")
+    if crowded and c.deferred and problem.pairs_with_wide_loads:
+        raise Unsupported("kept pairs of columns that leave no registers for wide loads")
+    if plan.exchange_bytes > c.stages * plan.stage_bytes:
+        raise Unsupported(f"{plan.exchange_bytes} bytes of partial sums in {c.stages} stages")
+    if plan.smem_bytes > hw.smem_per_block_bytes:
+        raise Unsupported(f"{plan.smem_bytes} bytes of shared memory")
+    if _parameter_bytes(problem, plan) > hw.kernel_param_bytes:
+        raise Unsupported(f"{_parameter_bytes(problem, plan)} bytes of kernel parameters")
+    return plan
+
+
+def _by_rows(problem: HopperProblem, segment: HopperSegment) -> int | None:
+    """An output of halves whose rows are contiguous, but start off 4 bytes."""
+    for position, output in enumerate(segment.outputs):
+        if output.partial is not None or output.dtype not in HALF_DTYPES:
+            continue
+        shape = problem.contraction.params[output.param].shape
+        access = affine_access(output.indices, shape, segment.groups)
+        if access is not None and access.contiguous("n") and not access.aligned(2, "n"):
+            return position
+    return None
+
+
+def _tiles(problem: HopperProblem, rows: int, out_n: int) -> Extent:
+    if problem.shared:
+        columns = sum(ceil_div(n, out_n) for n in problem.columns)
+        return columns * ceil_div(problem.M, rows) * problem.batch
+    parts = [ceil_div(s.N, out_n) * ceil_div(s.M, rows) * s.B for s in problem.segments]
+    return sum(parts[1:], parts[0])
+
+
+def _parameter_bytes(problem: HopperProblem, plan: Plan) -> int:
+    """Kernel parameters: tensor maps, and at most a pointer for each parameter of the function."""
+    maps = len(plan.a_maps) + sum(map(len, plan.b_maps))
+    if plan.config.staged:
+        maps += len(problem.segments) * (2 if problem.residual is not None else 1)
+    return MAP_BYTES * maps + POINTER_BYTES * len(problem.contraction.params)

@@ -1,0 +1,187 @@
+"""A contraction as the Hopper kernel sees it: which tensors the TMA reads and writes, what is left.
+
+Axes that lie behind each other in every operand are one M, one N, one K; outer row axes that do not
+fit (attention heads, images) become part of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tvm.ir import TensorLoad, Var
+
+from ....errors import Unsupported
+from ...contraction.reader import Axis, Contraction, Extent, Product, Segment, equal_sizes
+from ...gpu.access import AffineAccess, affine_access
+from ...gpu.tensor_map import TensorMap, tensor_map
+from ...program.expr import FLOAT8_DTYPES, HALF_DTYPES, dtype_of
+from ..epilogue_loads import take_loads
+from .factors import take_row_factors
+from .model import BOX, OPERAND_KINDS, HopperProblem, HopperSegment, OperandView
+
+
+def read_problems(contraction: Contraction) -> dict[int, HopperProblem]:
+    """The contraction as the TMA and wgmma can compute it, by the row axes put into the batch.
+
+    Raises
+    ------
+    Unsupported
+        Symbolic N or K; operands that are no plain tensors of floats, or that no tensor map
+        expresses; products with different A operands; more than two products in a segment.
+    """
+    inner = [*(s.N for s in contraction.segments), *(p.K for p in contraction.products)]
+    if not all(isinstance(size, int) for size in inner):
+        raise Unsupported("symbolic N or K")
+    found: dict[int, HopperProblem] = {}
+    reasons: list[Unsupported] = []
+    for moved in range(max(1, len(contraction.segments[0].m))):
+        try:
+            found[moved] = _read(contraction, moved)
+        except Unsupported as reason:
+            reasons.append(reason)
+    if not found:
+        raise reasons[0]
+    return found
+
+
+def _read(contraction: Contraction, moved: int) -> HopperProblem:
+    """The problem with the first `moved` row axes of each segment taken into its batch."""
+    segments = []
+    for segment in contraction.segments:
+        batch, m = (*segment.batch, *segment.m[:moved]), segment.m[moved:]
+        a, *others = (_operand(contraction, p, True, batch, m, "m") for p in segment.products)
+        if any(not _same_view(a, view) for view in others):
+            raise Unsupported("products of different A operands that meet")
+        if any(p.K != segment.products[0].K for p in segment.products):
+            raise Unsupported("products of different depth that meet")
+        b = tuple(_operand(contraction, p, False, batch, segment.n, "n") for p in segment.products)
+        segments.append(_segment(contraction, segment, batch, m, a, b))
+    first = segments[0]
+    if any(s.a.k_major != first.a.k_major for s in segments):
+        raise Unsupported("A operands of different layouts")
+    if any(view.k_major != first.b[0].k_major for s in segments for view in s.b):
+        raise Unsupported("B operands of different layouts")
+    dtypes = {view.dtype for s in segments for view in (s.a, *s.b)}
+    if len(dtypes) != 1 and not dtypes <= set(FLOAT8_DTYPES):
+        raise Unsupported(f"operands of different dtypes: {', '.join(sorted(dtypes))}")
+    counts = {len(s.products) for s in segments}
+    if max(counts) > 2 or len(counts) > 1:
+        raise Unsupported("more products than accumulators fit, or pairs beside single ones")
+    shared = all(_same_sizes(s, first) and _same_view(s.a, first.a) for s in segments)
+    if not all(s.residual for s in segments):
+        segments = [_without_residual(s) for s in segments]
+    K = max(s.K for s in segments)
+    batch, rows = (_largest([f(s) for s in segments]) for f in (lambda s: s.B, lambda s: s.M))
+    a = first.a
+    if shared:
+        segments = take_row_factors(segments)
+    return HopperProblem(contraction, a.dtype, batch, rows, K, a, tuple(segments), shared)
+
+
+def _same_sizes(a: HopperSegment, b: HopperSegment) -> bool:
+    return equal_sizes(a.B, b.B) and equal_sizes(a.M, b.M) and a.K == b.K
+
+
+def _largest(sizes: Sequence[Extent]) -> Extent:
+    """The largest of some sizes; a symbolic one, if there is any."""
+    symbolic = [size for size in sizes if not isinstance(size, int)]
+    return symbolic[0] if symbolic else max(sizes)
+
+
+def _same_view(a: OperandView, b: OperandView) -> bool:
+    return a.param.same_as(b.param) and a.access.same_as(b.access)
+
+
+def _operand(
+    contraction: Contraction,
+    product: Product,
+    is_a: bool,
+    batch: Sequence[Axis],
+    rows: Sequence[Axis],
+    name: str,
+) -> OperandView:
+    operand = product.a if is_a else product.b
+    load = operand.load
+    if load is None:
+        raise Unsupported("an operand that is computed, not loaded")
+    dtype = dtype_of(load)
+    if dtype not in OPERAND_KINDS or product.dtype != "float32":
+        names = ", ".join(OPERAND_KINDS)
+        raise Unsupported(f"tensor cores of this kernel take {names}, not {dtype}")
+    groups = {"batch": batch, name: rows, "k": product.k}
+    access = affine_access(load.indices, _shape(contraction, load), groups)
+    if access is None:
+        raise Unsupported("an operand whose index is not affine")
+    inner = "k" if access.contiguous("k") or not product.k else name
+    if inner != "k" and dtype not in HALF_DTYPES:
+        raise Unsupported(f"an operand of {dtype} that is not contiguous along the terms")
+    view = OperandView(load.source, dtype, access, name, inner)
+    view.boxes(8 if name == "m" else BOX)  # raises where no tile of any size is a box
+    return view
+
+
+def _shape(contraction: Contraction, load: TensorLoad) -> tuple:
+    return next(p.shape for p in contraction.params if p.var.same_as(load.source))
+
+
+def _segment(
+    contraction: Contraction,
+    segment: Segment,
+    batch: tuple[Axis, ...],
+    m: tuple[Axis, ...],
+    a: OperandView,
+    b: tuple[OperandView, ...],
+) -> HopperSegment:
+    groups = {"batch": batch, "m": m, "n": segment.n}
+    bindings, outputs, loads = take_loads(contraction, segment, groups)
+    staged = staged_map = residual = residual_map = None
+    for position, output in enumerate(outputs):
+        if output.partial is not None:
+            continue
+        param = contraction.params[output.param]
+        access = affine_access(output.indices, param.shape, groups)
+        staged_map = _box_map(param.var, output.dtype, access)
+        if staged_map is not None:
+            staged = position
+            break
+    if staged is not None:
+        for load in loads:
+            residual_map = _box_map(load.param, load.dtype, load.access)
+            if residual_map is not None:
+                residual = load
+                break
+    return HopperSegment(
+        batch,
+        m,
+        segment.n,
+        segment.products,
+        a,
+        b,
+        bindings,
+        outputs,
+        tuple(x for x in loads if x is not residual),
+        staged,
+        staged_map,
+        residual,
+        residual_map,
+        partners=segment.partners,
+    )
+
+
+def _without_residual(segment: HopperSegment) -> HopperSegment:
+    """The segment with its residual among its other loads."""
+    if segment.residual is None:
+        return segment
+    loads = (*segment.loads, segment.residual)
+    return replace(segment, loads=loads, residual=None, residual_map=None)
+
+
+def _box_map(param: Var, dtype: str, access: AffineAccess | None) -> TensorMap | None:
+    """The map of a matrix of the output's shape in boxes of 64 x 64, if the TMA can address it."""
+    if access is None or dtype not in HALF_DTYPES or not access.contiguous("n"):
+        return None
+    try:
+        return tensor_map(param, dtype, access, "n", {"n": BOX, "m": BOX})
+    except Unsupported:
+        return None

@@ -1,0 +1,267 @@
+"""What the parts of a Hopper kernel share: shared memory, barriers, tensor maps, some PTX."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from tvm import tirx
+from tvm.ir import Expr, Var
+from tvm.script import tirx as T
+
+from ...gpu.intrinsics import cluster_arrive, cluster_wait
+from ...gpu.product_frame import Frame
+from ...gpu.product_grid import Grid, Tile
+from ...gpu.shared_pool import shared_pool
+from ...program.expr import convert
+from .cluster import arrive_at
+from .model import BOX, STEP_BYTES, HopperProblem
+from .plan import Plan
+
+# Named barriers 0 and 1 are the block's own; each consumer warpgroup has one.
+FIRST_BARRIER = 2
+
+# Places in the registers of a `Ring`.
+STAGE, PHASE = range(2)
+
+
+@dataclass(slots=True, eq=False)
+class Maps:
+    """Addresses of the tensor maps by segment (and product); one of A if segments share it."""
+
+    a: list[Var]
+    b: list[list[Var]]
+    staged: list[Var | None]
+    residual: list[Var | None]
+
+
+@dataclass(slots=True, eq=False)
+class Shared:
+    """Buffers and barriers in shared memory.
+
+    `full` and `empty` belong to the stages of A and B, `arrived` to the boxes a residual comes in.
+    Of blocks that split the terms of a tile: `partial` lies over the stages and holds sums of the
+    others; `drained` says that all blocks of the cluster are through with their stages, `summed`
+    (one a consumer) that the sums have come, `resume` that the producer may go on.
+    """
+
+    a: Expr
+    b: Expr
+    boxes: Expr | None
+    full: Expr
+    empty: Expr
+    arrived: Expr
+    partial: Expr | None = None
+    drained: Expr | None = None
+    summed: Expr | None = None
+    resume: Expr | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Hopper:
+    """A Hopper kernel under construction.
+
+    `cluster` is the number of the block's cluster (or of the block), `rank` its place therein.
+    """
+
+    frame: Frame
+    problem: HopperProblem
+    plan: Plan
+    grid: Grid
+    maps: Maps
+    shared: Shared | None = None
+    thread: Expr | None = None
+    cluster: Expr | None = None
+    rank: Expr | None = None
+
+    def tile(self, turn: Expr) -> Tile:
+        """The tile a block works on in its turn number `turn`."""
+        tile = self.grid.tile(self.cluster + turn * self.plan.clusters)
+        multicast = self.plan.config.multicast
+        if multicast == 1:
+            return tile
+        return replace(tile, m=T.Bind(tile.m * multicast + self.rank))
+
+    @property
+    def steps(self) -> Expr | int:
+        """Steps of a tile that this block computes."""
+        least, spare = self.plan.least_steps, self.plan.spare_steps
+        return least + T.cast(self.rank < spare, "int32") if spare else least
+
+    def steps_of(self, tile: Tile) -> Expr | int:
+        """Steps of one tile that this block computes."""
+        first, *others = self.plan.depths
+        if self.problem.shared or all(depth == first for depth in others):
+            return self.steps
+        found = T.int32(first)
+        for number, depth in enumerate(others, 1):
+            found = tirx.Select(tile.segment == T.int32(number), T.int32(depth), found)
+        return T.Bind(found)
+
+    @property
+    def first_step(self) -> Expr | int:
+        """The first of them."""
+        plan = self.plan
+        if plan.config.split == 1:
+            return 0
+        spare = T.int32(plan.spare_steps)
+        return self.rank * plan.least_steps + tirx.Min(self.rank, spare)
+
+    @property
+    def first_column(self) -> Expr | int:
+        """The first column of a tile whose outputs this block stores."""
+        return 0 if self.plan.config.split == 1 else self.rank * self.plan.share_n
+
+    @property
+    def turns(self) -> Expr:
+        """Number of tiles of this block."""
+        tiles, clusters = self.plan.tiles, self.plan.clusters
+        if isinstance(tiles, int):
+            # Without a division, whose result would be kept in a register throughout.
+            least, spare = divmod(tiles, clusters)
+            return least + T.cast(self.cluster < spare, "int32") if spare else T.int32(least)
+        return (convert(tiles, "int32") - self.cluster + clusters - 1) // clusters
+
+
+def encode_maps(frame: Frame, problem: HopperProblem, plan: Plan) -> Maps:
+    """Emits the host code that makes all tensor maps."""
+    buffers = frame.buffers
+
+    def encode(found) -> Var | None:
+        return None if found is None else found.encode(buffers[found.param])
+
+    staged = plan.config.staged
+    return Maps(
+        a=[encode(found) for found in plan.a_maps],
+        b=[[encode(m) for m in maps] for maps in plan.b_maps],
+        staged=[encode(s.staged_map) if staged else None for s in problem.segments],
+        residual=[encode(s.residual_map) if staged else None for s in problem.segments],
+    )
+
+
+def allocate(problem: HopperProblem, plan: Plan) -> Shared:
+    """Emits the shared memory of the kernel."""
+    c = plan.config
+    pool = shared_pool()
+
+    def tiles(count: int, size: int, dtype: str = "uint8") -> Expr:
+        return pool.alloc((count, size), dtype, align=1024, layout=None)
+
+    shared = Shared(
+        a=tiles(c.stages, c.block_m * STEP_BYTES),
+        b=tiles(c.stages, c.block_n * STEP_BYTES),
+        boxes=tiles(plan.consumers * plan.boxes, BOX * BOX, "float16") if plan.boxes else None,
+        full=pool.alloc((c.stages,), "uint64", align=8),
+        empty=pool.alloc((c.stages,), "uint64", align=8),
+        arrived=pool.alloc((max(1, plan.consumers * c.boxes),), "uint64", align=8),
+    )
+    if c.split > 1:
+        shared.drained = pool.alloc((1,), "uint64", align=8)
+        shared.summed = pool.alloc((plan.consumers,), "uint64", align=8)
+        shared.resume = pool.alloc((1,), "uint64", align=8)
+        pool.move_base_to(0)
+        shared.partial = pool.alloc((plan.exchange_bytes // 4,), "float32", align=1024)
+    pool.commit()
+    return shared
+
+
+def initialise_barriers(kernel: Hopper) -> None:
+    """Emits the set-up of all barriers, by one thread, and makes it visible."""
+    shared, c = kernel.shared, kernel.plan.config
+    with T.If(kernel.thread == 0), T.Then():
+        for stage in range(c.stages):
+            _initialise(shared.full.ptr_to([stage]), 1)
+            _initialise(shared.empty.ptr_to([stage]), kernel.plan.consumers * c.multicast)
+        for box in range(kernel.plan.consumers * c.boxes):
+            _initialise(shared.arrived.ptr_to([box]), 1)
+        if c.split > 1:
+            _initialise(shared.drained.ptr_to([0]), c.split * kernel.plan.consumers)
+            _initialise(shared.resume.ptr_to([0]), kernel.plan.consumers)
+            for number in range(kernel.plan.consumers):
+                _initialise(shared.summed.ptr_to([number]), 1)
+        if kernel.plan.cluster > 1:
+            T.evaluate(T.ptx["fence.mbarrier_init.release.cluster"]())
+    fence_shared()
+    if kernel.plan.cluster == 1:
+        T.evaluate(T.cuda.cta_sync())
+    else:
+        T.evaluate(cluster_arrive())
+        T.evaluate(cluster_wait())
+
+
+def _initialise(barrier: Expr, arrivals: int) -> None:
+    T.evaluate(T.ptx.mbarrier.init.shared.b64(barrier, T.uint32(arrivals)))
+
+
+def expect(barrier: Expr, size: int) -> None:
+    """Emits an arrival that makes the barrier wait for `size` bytes."""
+    T.evaluate(T.ptx.mbarrier.arrive.expect_tx.shared.b64(barrier, T.uint32(size)))
+
+
+def wait(barrier: Expr, phase: Expr) -> None:
+    """Emits a wait for the end of a barrier's phase."""
+    T.evaluate(T.cuda.mbarrier_wait(barrier, phase))
+
+
+def release(kernel: Hopper, stage: Expr) -> None:
+    """Emits the hand-back of a stage by one thread of a consumer warpgroup.
+
+    Where blocks load for each other, it goes to all that write into the stage.
+    """
+    barrier = kernel.shared.empty.ptr_to([stage])
+    multicast = kernel.plan.config.multicast
+    thread = kernel.thread % 128
+    with T.If(thread < multicast), T.Then():
+        if multicast > 1:
+            T.evaluate(arrive_at(barrier, thread))
+        else:
+            T.evaluate(T.ptx.mbarrier.arrive.shared.b64(barrier, T.uint32(1)))
+
+
+def warpgroup_sync(number: Expr) -> None:
+    """Emits the barrier of consumer warpgroup `number`."""
+    barrier = T.cast(FIRST_BARRIER + number, "uint32")
+    T.evaluate(T.ptx.bar.sync(barrier, T.uint32(128)))
+
+
+def fence_shared() -> None:
+    """Emits the fence between writes to shared memory and the TMA that reads it."""
+    T.evaluate(T.ptx.fence.proxy.async_.shared__cta())
+
+
+def set_registers(count: int, more: bool) -> None:
+    """Emits the change of a warpgroup's registers a thread."""
+    name = "inc" if more else "dec"
+    T.evaluate(T.ptx[f"setmaxnreg.{name}.sync.aligned.u32"](count))
+
+
+class Ring:
+    """Position in a ring of stages, kept in registers: stage and phase."""
+
+    def __init__(self, stages: int, phase: int):
+        self.stages = stages
+        self.state = T.alloc_local((2,), "int32")
+        for place, value in ((STAGE, 0), (PHASE, phase)):
+            T.buffer_store(self.state, T.int32(value), [place])
+
+    @property
+    def stage(self) -> Expr:
+        """The present stage."""
+        return self.state[STAGE]
+
+    @property
+    def phase(self) -> Expr:
+        """Parity of the turn of the ring."""
+        return self.state[PHASE]
+
+    @property
+    def previous(self) -> Expr:
+        """The stage before the present one."""
+        first = tirx.EQ(self.stage, 0)
+        return tirx.Select(first, T.int32(self.stages - 1), self.stage - T.int32(1))
+
+    def advance(self) -> None:
+        """Emits the step to the next stage."""
+        T.buffer_store(self.state, self.stage + 1, [STAGE])
+        with T.If(self.stage == self.stages), T.Then():
+            T.buffer_store(self.state, T.int32(0), [STAGE])
+            T.buffer_store(self.state, T.bitwise_xor(self.phase, T.int32(1)), [PHASE])

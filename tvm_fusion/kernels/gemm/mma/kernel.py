@@ -1,0 +1,234 @@
+"""GEMM with mma.sync and cp.async: tensor cores of sm_80 and later, any layout and pitch.
+
+A block computes one tile of one segment. Slices of A and B lie in a ring of stages in shared
+memory; while one is multiplied, later ones are on their way: plain operands by cp.async, others
+through registers, where they may be computed. Warps read fragments of the next mma.sync steps
+(ldmatrix) while the present ones multiply.
+
+    step i:   round 0      registers -> stage i - 2;  loads of step i + stages - 1
+              round ...    ldmatrix of round r + 1, mma.sync of round r
+              last round   wait for stage i + 1, barrier, ldmatrix of its round 0
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.ir import Expr, Var
+from tvm.script import tirx as T
+
+from ....config import HardwareProfile
+from ...contraction.reader import Contraction
+from ...gpu.product_frame import Frame, ceil_div, open_kernel
+from ...gpu.product_grid import Tile
+from ...gpu.shared_pool import shared_pool
+from ...program.expr import constant, convert
+from ..segments import grid_of
+from .computed import Compute
+from .epilogue import Epilogue
+from .operand import Copy, Loader, Place, Shift
+from .plan import Fragments, MmaConfig
+from .problem import Loop, MmaSegment, Way, read_mma
+from .rank import check_config, mma_ranked, ring_bytes
+from .units import commit_async, load_matrices, multiply, round_tf32, wait_async
+
+LOADERS = {Way.COPY: Copy, Way.SHIFT: Shift, Way.COMPUTE: Compute}
+
+
+def emit_gemm_mma(
+    contraction: Contraction, hw: HardwareProfile, config: MmaConfig | None = None
+) -> tirx.PrimFunc:
+    """Write a contraction as one TIRx kernel on mma.sync.
+
+    Parameters
+    ----------
+    contraction : Contraction
+        float16 or bfloat16 operands of any layout, computed ones too (with sums in float32), plain
+        8-bit integers and floats, float32 where the configuration allows tfloat32; any epilogue,
+        any sizes, symbolic ones too.
+    hw : HardwareProfile
+        A CUDA device with cp.async: sm_80 or later.
+    config : MmaConfig, optional
+        One of `mma_ranked`; the first where None.
+
+    Returns
+    -------
+    func : tirx.PrimFunc
+        With the parameters of the PrimFunc that the contraction was read from.
+
+    Raises
+    ------
+    Unsupported
+        For another architecture, dtypes that mma.sync does not take, a configuration that does not
+        fit.
+    """
+    if config is None:
+        config = mma_ranked(contraction, hw, None)[0][1]
+    segments = read_mma(contraction, hw, config.tf32)
+    check_config(segments, config, hw)
+    with open_kernel(contraction) as frame:
+        _Kernel(frame, segments, config).emit()
+    return frame.func
+
+
+class _Kernel:
+    """One kernel under construction."""
+
+    def __init__(self, frame: Frame, segments: tuple[MmaSegment, ...], config: MmaConfig):
+        self.frame, self.segments, self.config = frame, segments, config
+        self.grid = grid_of(frame.index, frame.contraction, config.block_m, config.block_n)
+
+    def emit(self) -> None:
+        c, tiles = self.config, self.grid.tiles
+        T.device_entry()
+        block = T.cta_id([tiles if isinstance(tiles, int) else convert(tiles, "int32")])
+        self.thread = T.thread_id([c.threads])
+        pool = shared_pool()
+        self.ring = pool.alloc((ring_bytes(self.segments, c),), "uint8", align=1024, layout=None)
+        pool.commit()
+        self.lane = T.Bind(self.thread % 32)
+        warp = T.Bind(self.thread // 32)
+        self.warp_row = T.Bind(warp % c.warps_m * c.warp_m)
+        self.warp_column = T.Bind(warp // c.warps_m * c.warp_n)
+        for number, own in self.grid.each_segment(self.grid.tile(block)):
+            self._segment(own, self.segments[number])
+
+    def _segment(self, tile: Tile, segment: MmaSegment) -> None:
+        c = self.config
+        tile = Tile(*(T.Bind(x) for x in (tile.batch, tile.m, tile.n)))
+        sums: dict[Var, Expr] = {}
+        for position, loop in enumerate(segment.loops):
+            if position:
+                T.evaluate(wait_async(0))
+                T.evaluate(T.cuda.cta_sync())
+            own = []
+            for product in loop.products:
+                buffer = T.alloc_local((c.tiles_m * c.tiles_n * 4,), product.dtype)
+                with T.serial(c.tiles_m * c.tiles_n * 4, unroll=True) as i:
+                    T.buffer_store(buffer, constant(0, product.dtype), [i])
+                sums[product.accumulator] = buffer
+                own.append(buffer)
+            _MainLoop(self, segment, loop, tile, own).emit()
+        place = (self.thread, self.lane, self.warp_row, self.warp_column)
+        size = ring_bytes(self.segments, c)
+        Epilogue(self.frame, segment, c, tile, place, sums, self.ring, size).emit()
+
+
+class _MainLoop:
+    """The steps of one loop of a tile."""
+
+    def __init__(
+        self, kernel: _Kernel, segment: MmaSegment, loop: Loop, tile: Tile, sums: list[Expr]
+    ):
+        self.kernel, self.loop, self.sums = kernel, loop, sums
+        self.config = c = kernel.config
+        self.frame = kernel.frame
+        stage_bytes, start = c.stage_bytes(len(loop.b)), 0
+        self.loaders: list[Loader] = []
+        for source in (loop.a, *loop.b):
+            place = Place(kernel.ring, stage_bytes, start)
+            loader = LOADERS[source.way](kernel.frame, segment, source, c, loop.K, place)
+            loader.prepare(tile, kernel.thread)
+            self.loaders.append(loader)
+            start += loader.panel.size
+        self.copies = [x for x in self.loaders if x.is_async]
+        self.others = [x for x in self.loaders if not x.is_async]
+        self.fragments = [
+            Fragments(
+                x.panel,
+                x.source.side,
+                kernel.lane,
+                kernel.warp_row if x.source.side == "m" else kernel.warp_column,
+            )
+            for x in self.loaders
+        ]
+        # Two sets of registers: one is multiplied while the other is filled.
+        self.a = T.alloc_local((2 * c.tiles_m * 4,), "uint32")
+        self.b = [T.alloc_local((2 * c.tiles_n * 2,), "uint32") for _ in loop.b]
+
+    def emit(self) -> None:
+        c = self.config
+        steps = ceil_div(self.loop.K, self.loaders[0].panel.terms)
+        self.steps = steps if isinstance(steps, int) else T.Bind(convert(steps, "int32"))
+        self._fill()
+        with T.serial(0, self.steps, unroll=False) as step:
+            stage, following = T.Bind(step % c.stages), T.Bind((step + 1) % c.stages)
+            for turn in range(c.rounds):
+                last = turn == c.rounds - 1
+                if last:
+                    T.evaluate(wait_async(c.stages - 2))
+                    T.evaluate(T.cuda.cta_sync())
+                self._read(following if last else stage, (turn + 1) % c.rounds)
+                if turn == 0:
+                    self._ahead(step)
+                self._multiply(turn)
+
+    def _fill(self) -> None:
+        """The first steps' slices, and the first fragments."""
+        whole = self.config.stages - 2
+        if self.others:
+            with T.serial(0, whole, unroll=False) as step:
+                self._bring(step, stored=True)
+        else:
+            for step in range(whole):
+                self._bring(T.int32(step), stored=True)
+        self._bring(T.int32(whole), stored=False)
+        T.evaluate(wait_async(self.config.stages - 2))
+        T.evaluate(T.cuda.cta_sync())
+        self._read(T.int32(0), 0)
+
+    def _bring(self, step: Expr, stored: bool) -> None:
+        """A slice for the stage of its number; `stored`: at once, where it passes registers."""
+        with T.If(self._exists(step)), T.Then():
+            for loader in self.copies:
+                loader.copy(step, step)
+            for loader in self.others:
+                loader.load(step)
+                if stored:
+                    loader.store(step, step)
+        T.evaluate(commit_async())
+
+    def _exists(self, step: Expr) -> Expr:
+        return step < self.steps
+
+    def _ahead(self, step: Expr) -> None:
+        """What arrived in registers goes to its stage; the loads of a later step start."""
+        c = self.config
+        if self.others:
+            late = T.Bind(step + (c.stages - 2))
+            with T.If(self._exists(late)), T.Then():
+                for loader in self.others:
+                    loader.store(late, late % c.stages)
+        ahead = T.Bind(step + (c.stages - 1))
+        with T.If(self._exists(ahead)), T.Then():
+            for loader in self.copies:
+                loader.copy(ahead, ahead % c.stages)
+            for loader in self.others:
+                loader.load(ahead)
+        T.evaluate(commit_async())
+
+    def _read(self, stage: Expr, turn: int) -> None:
+        """Fragments of one round."""
+        c = self.config
+        for number, (loader, fragments) in enumerate(
+            zip(self.loaders, self.fragments, strict=True)
+        ):
+            registers = self.b[number - 1] if number else self.a
+            tiles = (c.warp_n if number else c.warp_m) // 16
+            for tile in range(tiles):
+                target = registers.ptr_to([(turn % 2 * tiles + tile) * 4])
+                place = loader.place.at(stage, fragments.place(tile, turn))
+                T.evaluate(load_matrices(target, place, not loader.panel.k_major))
+            if self.loop.a.dtype == "float32":
+                with T.serial(tiles * 4, unroll=True) as i:
+                    T.evaluate(round_tf32(registers.ptr_to([turn % 2 * tiles * 4 + i])))
+
+    def _multiply(self, turn: int) -> None:
+        """The products of one round."""
+        c, half = self.config, turn % 2
+        for number, sums in enumerate(self.sums):
+            dtypes = self.loop.a.dtype, self.loop.b[number].dtype
+            with T.serial(c.tiles_m, unroll=True) as i, T.serial(c.tiles_n, unroll=True) as j:
+                a = self.a.ptr_to([half * c.tiles_m * 4 + i * 4])
+                b = self.b[number].ptr_to([half * c.tiles_n * 2 + j * 2])
+                into = sums.ptr_to([(i * c.tiles_n + j) * 4])
+                T.evaluate(multiply(*dtypes, self.loop.terms, into, a, b))

@@ -1,0 +1,148 @@
+"""Configurations of the mma.sync GEMM, and the layout of a stage in shared memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm.ir import Expr
+from tvm.script import tirx as T
+
+from .units import CHUNK
+
+# Bytes of the terms that one mma.sync takes of a row of A, whatever the dtype: 16 halves.
+TERM_BYTES = 32
+
+# Chunks that lie in one pass over all banks of shared memory.
+BANK_CHUNKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class MmaConfig:
+    """How a block of the mma.sync GEMM works.
+
+    Attributes
+    ----------
+    block_m, block_n : rows and columns of a block's tile.
+    warp_m, warp_n : rows and columns of a warp's part of it.
+    step_bytes : bytes of each row that one step takes (64 or 128).
+    stages : slices in shared memory, at least 3.
+    group_m : row tiles that neighbouring blocks share a column tile over.
+    tf32 : float32 operands may be rounded to tfloat32.
+    wide : outputs leave through shared memory in 16-byte stores, where they can.
+    """
+
+    block_m: int
+    block_n: int
+    warp_m: int
+    warp_n: int
+    step_bytes: int = 64
+    stages: int = 4
+    group_m: int = 8
+    tf32: bool = False
+    wide: bool = True
+
+    @property
+    def warps_m(self) -> int:
+        """Warps below each other."""
+        return self.block_m // self.warp_m
+
+    @property
+    def warps(self) -> int:
+        """Warps of a block."""
+        return self.warps_m * (self.block_n // self.warp_n)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 32 * self.warps
+
+    @property
+    def tiles_m(self) -> int:
+        """mma.sync tiles of a warp below each other."""
+        return self.warp_m // 16
+
+    @property
+    def tiles_n(self) -> int:
+        """mma.sync tiles of a warp beside each other."""
+        return self.warp_n // 8
+
+    @property
+    def rounds(self) -> int:
+        """mma.sync steps within a step."""
+        return self.step_bytes // TERM_BYTES
+
+    def stage_bytes(self, columns: int) -> int:
+        """Shared memory of a stage whose loop has `columns` B operands."""
+        return (self.block_m + columns * self.block_n) * self.step_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """An operand's slice in shared memory: lines of 16-byte chunks in swizzled order.
+
+    `k_major`: a line is the terms of a row; otherwise the rows of a term. Chunks change places with
+    the number of their line so that 8 lines' chunks of one number lie in different banks.
+    """
+
+    rows: int
+    step_bytes: int
+    k_major: bool
+    element: int
+
+    @property
+    def line(self) -> int:
+        """Bytes of a line."""
+        return self.step_bytes if self.k_major else self.rows * self.element
+
+    @property
+    def lines(self) -> int:
+        """Number of lines."""
+        return self.rows if self.k_major else self.terms
+
+    @property
+    def terms(self) -> int:
+        """Terms of a step."""
+        return self.step_bytes // self.element
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.rows * self.step_bytes
+
+    def place(self, line: Expr, chunk: Expr) -> Expr:
+        """Byte offset of a chunk."""
+        chunks = self.line // CHUNK
+        turn = line * chunks // BANK_CHUNKS if chunks < BANK_CHUNKS else line
+        return line * self.line + T.bitwise_xor(chunk, turn % min(chunks, BANK_CHUNKS)) * CHUNK
+
+
+class Fragments:
+    """Where a thread finds the rows of matrices that it passes to ldmatrix, of A or B of its warp.
+
+    A register of ldmatrix is what mma.sync wants: row lane // 4, 4 bytes number lane % 4. Four
+    matrices are 16 rows by 32 bytes of terms; for A the first two lie below each other, for B the
+    first two hold one row's terms.
+    """
+
+    def __init__(self, panel: Panel, side: str, lane: Expr, first: Expr):
+        self.panel = panel
+        low, second, last = lane % 8, lane // 8 % 2, lane // 16
+        # Row of the 16 and half of the terms, by the number of the matrix (lane // 8).
+        row, half = (second * 8 + low, last) if side == "m" else (last * 8 + low, second)
+        if panel.k_major:
+            self.start = T.Bind(panel.place(first + row, half))
+        else:
+            part = second if side == "m" else last
+            term = (last if side == "m" else second) * 8 + low
+            self.start = T.Bind(panel.place(term, first // 8 + part))
+
+    def place(self, tile: int, turn: int) -> Expr:
+        """Offset of 16 rows number `tile`, terms number `turn` of a step."""
+        if self.panel.k_major:
+            start, far = turn, tile * 16 * self.panel.line
+        else:
+            start, far = tile, turn * 16 * self.panel.line
+        # Tiles within a swizzled line differ in bits of their own.
+        return (
+            T.bitwise_xor(self.start, T.int32(start * TERM_BYTES)) if start else self.start
+        ) + far

@@ -1,0 +1,297 @@
+"""A contraction as the mma.sync GEMM sees it: loops over terms, and how each operand is brought in.
+
+q = x wq, k = x wk                 two segments, one loop each
+silu(x wg) * (x wu)                one segment, one loop with one A and two B operands
+x w + y u                          one segment, two loops that add to accumulators of their own
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import tvm_ffi
+from tvm.ir import TensorLoad
+
+from ....config import HardwareProfile
+from ....errors import Unsupported
+from ...contraction.inline import Binding
+from ...contraction.reader import (
+    Axis,
+    Contraction,
+    Extent,
+    Operand,
+    Output,
+    Product,
+    Segment,
+    equal_sizes,
+    size_of,
+)
+from ...gpu.access import AffineAccess, affine_access
+from ...program.expr import (
+    FLOAT8_DTYPES,
+    HALF_DTYPES,
+    bytes_of,
+    dtype_of,
+    is_integer,
+    same,
+    substitute,
+)
+from ..epilogue_loads import EpilogueLoad, take_loads
+from ..epilogue_pairs import in_pairs
+from .plan import TERM_BYTES
+from .units import CHUNK
+
+# Widths of cp.async.
+COPY_BYTES = (16, 8, 4)
+
+# Columns of the accumulators that 4 threads hold side by side.
+GROUP = 8
+
+INT8_DTYPES = ("int8", "uint8")
+
+
+class Way(enum.Enum):
+    """How an operand comes into shared memory."""
+
+    COPY = "cp.async"
+    SHIFT = "registers, from addresses that cp.async cannot take"
+    COMPUTE = "registers, evaluated element by element"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """An operand of a loop.
+
+    Attributes
+    ----------
+    side : "m" for A, "n" for B: its rows are the axes of that group.
+    dtype : of its elements in shared memory (float32 for tfloat32).
+    along_k : terms are neighbours in memory (else rows are).
+    k_major : terms are neighbours in shared memory.
+    piece : bytes of a copy.
+    """
+
+    operand: Operand
+    side: str
+    rows: tuple[Axis, ...]
+    k: tuple[Axis, ...]
+    dtype: str
+    access: AffineAccess | None
+    along_k: bool
+    k_major: bool
+    way: Way
+    piece: int
+
+    @property
+    def element(self) -> int:
+        """Bytes of an element in shared memory."""
+        return bytes_of(self.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Loop:
+    """Products of one A operand, summed up side by side."""
+
+    K: Extent
+    a: Source
+    b: tuple[Source, ...]
+    products: tuple[Product, ...]
+
+    @property
+    def terms(self) -> int:
+        """Terms of one mma.sync."""
+        return TERM_BYTES // self.a.element
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MmaSegment:
+    """A segment with its loops; the `loads` of its epilogue are taken out of its expressions."""
+
+    segment: Segment
+    loops: tuple[Loop, ...]
+    bindings: tuple[Binding, ...]
+    outputs: tuple[Output, ...]
+    loads: tuple[EpilogueLoad, ...]
+
+    @property
+    def M(self) -> Extent:
+        """Number of rows."""
+        return self.segment.M
+
+    @property
+    def N(self) -> Extent:
+        """Number of columns."""
+        return self.segment.N
+
+    @property
+    def runs(self) -> list[int]:
+        """Columns of the runs that are reduced in the epilogue."""
+        return [o.partial.width for o in self.outputs if o.partial is not None]
+
+    @property
+    def groups(self) -> dict[str, tuple[Axis, ...]]:
+        """The axes of an access from the epilogue."""
+        return self.segment.groups
+
+
+def read_mma(contraction: Contraction, hw: HardwareProfile, tf32: bool) -> tuple[MmaSegment, ...]:
+    """The segments of a contraction.
+
+    Raises
+    ------
+    Unsupported
+        A device without cp.async, or operands whose dtypes mma.sync does not take.
+    """
+    if hw.kind != "cuda" or _capability(hw) < 80:
+        raise Unsupported(f"{hw.arch} has no cp.async")
+    contraction = in_pairs(contraction, _pair_size)
+    return tuple(_segment(contraction, s, hw, tf32) for s in contraction.segments)
+
+
+def _pair_size(segment: Segment) -> int:
+    """How far apart a thread's columns of a pair are to be: groups of 8, or neighbours."""
+    return GROUP if segment.partners.distance % GROUP == 0 else 1
+
+
+def _capability(hw: HardwareProfile) -> int:
+    return int("".join(c for c in hw.arch.removeprefix("sm_") if c.isdigit()) or 0)
+
+
+def _segment(
+    contraction: Contraction, segment: Segment, hw: HardwareProfile, tf32: bool
+) -> MmaSegment:
+    groups: list[list[Product]] = []
+    for product in segment.products:
+        for group in groups:
+            if _same_a(group[0], product):
+                group.append(product)
+                break
+        else:
+            groups.append([product])
+    loops = tuple(_loop(contraction, segment, group, hw, tf32) for group in groups)
+    axes = segment.groups
+    bindings, outputs, loads = take_loads(contraction, segment, axes)
+    return MmaSegment(segment, loops, bindings, outputs, loads)
+
+
+def _same_a(first: Product, other: Product) -> bool:
+    """Whether two products read the same A operand."""
+    if first.a.bindings or other.a.bindings or len(first.k) != len(other.k):
+        return False
+    if not all(equal_sizes(x.extent, y.extent) for x, y in zip(first.k, other.k, strict=True)):
+        return False
+    names = {y.var: x.var for x, y in zip(first.k, other.k, strict=True)}
+    return same(first.a.value, substitute(other.a.value, names))
+
+
+def _loop(
+    contraction: Contraction,
+    segment: Segment,
+    products: list[Product],
+    hw: HardwareProfile,
+    tf32: bool,
+) -> Loop:
+    dtypes = [_dtypes(p, hw, tf32) for p in products]
+    if len({a for a, _ in dtypes}) != 1 or len({bytes_of(b) for _, b in dtypes}) != 1:
+        raise Unsupported("products of one operand in different dtypes")
+    if len({p.dtype for p in products}) != 1:
+        raise Unsupported("sums of different dtypes")
+    a = _source(contraction, segment, products[0], "m", dtypes[0][0])
+    b = tuple(
+        _source(contraction, segment, p, "n", dtype)
+        for p, (_, dtype) in zip(products, dtypes, strict=True)
+    )
+    return Loop(products[0].K, a, b, tuple(products))
+
+
+def _dtypes(product: Product, hw: HardwareProfile, tf32: bool) -> tuple[str, str]:
+    """The dtypes in which the tensor cores take A and B."""
+    plain = [None if x.load is None else dtype_of(x.load) for x in (product.a, product.b)]
+    if product.dtype == "int32":
+        if all(dtype in INT8_DTYPES for dtype in plain):
+            return plain[0], plain[1]
+        raise Unsupported("integer operands that are no plain 8-bit tensors")
+    if product.dtype != "float32":
+        raise Unsupported(f"sums in {product.dtype}")
+    if all(dtype in FLOAT8_DTYPES for dtype in plain):
+        if _capability(hw) < 89:
+            raise Unsupported(f"{hw.arch} has no 8-bit floats")
+        return plain[0], plain[1]
+    read = {d for x in (product.a, product.b) for d in _loaded(x) if not is_integer(d)}
+    halves = read & set(HALF_DTYPES)
+    wide = read - halves - set(FLOAT8_DTYPES) - {"bool"}
+    # A factor in float32 of an operand that was stored in half precision keeps it so.
+    rounded = product.stored_dtype in halves and not any(d in wide for d in plain)
+    if len(halves) == 1 and (not wide or rounded):
+        (half,) = halves
+        return half, half
+    if read and wide <= {"float32"} and tf32:
+        return "float32", "float32"
+    raise Unsupported(f"tensor cores do not multiply {', '.join(sorted(read)) or 'integers'}")
+
+
+def _loaded(operand: Operand) -> list[str]:
+    """Dtypes of the elements that an operand is computed of."""
+    return list(dict.fromkeys(dtype_of(load) for load in _loads_of(operand)))
+
+
+def _loads_of(operand: Operand) -> list[TensorLoad]:
+    """All loads of an operand, those of indices too."""
+    found: list[TensorLoad] = []
+    for expr in (*(b.value for b in operand.bindings), operand.value):
+        tvm_ffi.structural_walk(expr, [(TensorLoad, found.append)])
+    return found
+
+
+def _source(
+    contraction: Contraction, segment: Segment, product: Product, side: str, dtype: str
+) -> Source:
+    operand = product.a if side == "m" else product.b
+    rows = segment.m if side == "m" else segment.n
+    access, load = None, operand.load
+    if load is not None:
+        shape = next(p.shape for p in contraction.params if p.var.same_as(load.source))
+        groups = {"batch": segment.batch, side: rows, "k": product.k}
+        access = affine_access(load.indices, shape, groups) if shape else None
+    along_k = access is None or access.contiguous("k") or not access.contiguous(side)
+    # ldmatrix transposes elements of 16 bits only.
+    k_major = along_k or bytes_of(dtype) != 2
+    if access is None:
+        along_k = k_major = _reads_along_k(contraction, segment, product, side, operand)
+        k_major = k_major or bytes_of(dtype) != 2
+    way, piece = Way.COMPUTE, CHUNK
+    inner = "k" if along_k else side
+    if access is not None and dtype_of(load) == dtype and along_k == k_major:
+        element = bytes_of(dtype)
+        widths = [w for w in COPY_BYTES if w >= element and access.aligned(w // element, inner)]
+        if widths:
+            way, piece = Way.COPY, widths[0]
+        elif access.contiguous(inner) and len(access.digits[inner]) == 1 and element <= 2:
+            way = Way.SHIFT
+    return Source(
+        operand, side, tuple(rows), tuple(product.k), dtype, access, along_k, k_major, way, piece
+    )
+
+
+def _reads_along_k(
+    contraction: Contraction, segment: Segment, product: Product, side: str, operand: Operand
+) -> bool:
+    """Whether most of what a computed operand reads lies along the terms rather than the rows."""
+    rows = segment.m if side == "m" else segment.n
+    groups = {"batch": segment.batch, side: rows, "k": product.k}
+    along_rows = along_k = 0
+    for load in _loads_of(operand):
+        param = next(p for p in contraction.params if p.var.same_as(load.source))
+        access = affine_access(load.indices, param.shape, groups) if param.shape else None
+        if access is None:
+            continue
+        size = param.elements if isinstance(param.elements, int) else 1
+        along_rows += size if access.contiguous(side) and not access.contiguous("k") else 0
+        along_k += size if not access.contiguous(side) else 0
+    return along_k >= along_rows
+
+
+def rows_of(source: Source) -> Extent:
+    """Number of rows of an operand."""
+    return size_of(source.rows)

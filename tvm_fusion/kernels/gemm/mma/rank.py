@@ -1,0 +1,261 @@
+"""Which configurations of the mma.sync GEMM fit, and their predicted time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ....config import HardwareProfile, Policy
+from ....errors import Unsupported
+from ...contraction.reader import Contraction
+from ...gpu.product_frame import assumed, ceil_div
+from ...program.expr import bytes_of
+from ...program.program import Param
+from ..operations import operation_s
+from .plan import MmaConfig
+from .problem import Loop, MmaSegment, Source, Way, read_mma, rows_of
+
+# (block_m, block_n, warp_m, warp_n)
+TILES = (
+    (128, 256, 64, 64),
+    (256, 128, 64, 64),
+    (128, 128, 64, 64),
+    (128, 128, 64, 32),
+    (128, 64, 64, 32),
+    (128, 64, 32, 32),
+    (64, 128, 32, 64),
+    (64, 128, 16, 128),
+    (64, 128, 32, 32),
+    (64, 64, 32, 32),
+    (32, 128, 32, 32),
+    (128, 32, 32, 32),
+    (32, 64, 16, 32),
+    (64, 32, 32, 16),
+    (16, 128, 16, 32),
+    (16, 64, 16, 16),
+)
+
+MIN_STAGES, MAX_STAGES = 3, 5
+
+# Registers of a thread: its sums, two sets of fragments, and what addresses and loads take.
+OTHER_REGISTERS = 40
+EVALUATION_REGISTERS = 8
+
+# Registers that hold 16 bytes on their way: two aligned vectors where they start anywhere.
+HELD_REGISTERS = {Way.COPY: 0, Way.SHIFT: 11, Way.COMPUTE: 4}
+MAX_SHIFTS = 8
+
+# What follows is fitted to 18 shapes on an H200 (2026-11-20, 220 kernels; predictions are off by 7
+# to 16 % a shape, first choices lose 5 % at most where nothing is computed).
+
+# Share of the rate of wgmma that mma.sync reaches on sm_90; on earlier devices the datasheet's rate
+# is that of mma.sync, of which a main loop keeps PEAK_SHARE (an estimate).
+SM90_SHARE = 0.75
+PEAK_SHARE = 0.85
+
+# Seconds of a block: start and first slices; what a step waits for (barrier, latency of its loads),
+# more where they pass through registers; the epilogue of 128 x 128 elements.
+START_SECONDS = 4.2e-6
+STEP_SECONDS = {Way.COPY: 7e-8, Way.SHIFT: 1.7e-7, Way.COMPUTE: 2.2e-7}
+# A step of a tile of less than 64 rows waits this much longer for an operand that is computed.
+THIN_COMPUTED = 4.0
+EPILOGUE_SECONDS = 2.8e-6
+# Estimate: operations of an epilogue, beside threads that never wait.
+OPERATION_LATENCY = 2.0
+
+# Bytes a cycle between one multiprocessor and the L2.
+PORT_BYTES = 33
+
+# Cycles of a multiprocessor for what each warp does beyond 16-byte copies to 16 bytes a thread.
+SMALL_PIECE_CYCLES = 3.9
+CHUNK_CYCLES = {Way.COPY: 0.0, Way.SHIFT: 44.0, Way.COMPUTE: 26.0}
+
+
+def mma_ranked(
+    contraction: Contraction, hw: HardwareProfile, policy: Policy | None = None
+) -> list[tuple[float, MmaConfig]]:
+    """Predicted seconds and configurations that fit the device, best first.
+
+    Raises
+    ------
+    Unsupported
+        Where `gemm_mma.emit_gemm_mma` cannot compute the contraction, or no tile fits.
+    """
+    tf32 = bool(getattr(policy, "allow_tf32", False))
+    segments = read_mma(contraction, hw, tf32)
+    found: list[tuple[float, int, MmaConfig]] = []
+    for config in _candidates(segments, hw, tf32):
+        try:
+            check_config(segments, config, hw)
+        except Unsupported:
+            continue
+        found.append((_seconds(contraction, segments, config, hw), len(found), config))
+    if not found:
+        raise Unsupported("no tile of this contraction fits")
+    return [(seconds, config) for seconds, _, config in sorted(found, key=lambda x: x[:2])]
+
+
+def _candidates(segments: Sequence[MmaSegment], hw: HardwareProfile, tf32: bool) -> list[MmaConfig]:
+    tall = max(assumed(rows_of(loop.a)) for s in segments for loop in s.loops) >= 2048
+    wanted = any(loop.a.dtype == "float32" for s in segments for loop in s.loops)
+    runs = max((width for s in segments for width in s.runs), default=0)
+    found = []
+    for tile in TILES:
+        if tile[3] > 64 and tile[3] != runs:
+            continue
+        for step_bytes in (64, 128):
+            for stages in range(MIN_STAGES, MAX_STAGES + 1):
+                group = 16 if tall else 8
+                found.append(MmaConfig(*tile, step_bytes, stages, group, tf32 and wanted))
+    return found
+
+
+def check_config(segments: Sequence[MmaSegment], config: MmaConfig, hw: HardwareProfile) -> None:
+    """Raises Unsupported where a configuration cannot be written, or would not fit."""
+    c = config
+    if c.block_m % c.warp_m or c.block_n % c.warp_n or c.warp_m % 16 or c.warp_n % 16:
+        raise Unsupported("a tile that is not divided evenly among warps")
+    sizes = (c.block_m, c.block_n, c.warp_m, c.warp_n)
+    if any(n & (n - 1) for n in sizes) or c.step_bytes not in (64, 128):
+        raise Unsupported("tiles and steps are powers of two")
+    if any(c.warp_n % width for s in segments for width in s.runs):
+        raise Unsupported("runs of columns that do not lie in one warp's tile")
+    if c.stages < MIN_STAGES:
+        raise Unsupported(f"a ring of less than {MIN_STAGES} stages")
+    if c.threads > hw.max_threads_per_block:
+        raise Unsupported("more threads than a block has")
+    if ring_bytes(segments, c) > hw.smem_per_block_bytes:
+        raise Unsupported("more shared memory than a block has")
+    most = max(_shifts(loop, c) for s in segments for loop in s.loops)
+    if most > (MAX_SHIFTS if c.warp_n <= 64 else 0):
+        raise Unsupported("more vectors to shift than a thread has registers for")
+    registers = max(_registers(s, c) for s in segments)
+    if registers > min(hw.max_registers_per_thread, hw.registers_per_sm // c.threads):
+        raise Unsupported("more registers than a thread has")
+
+
+def ring_bytes(segments: Sequence[MmaSegment], config: MmaConfig) -> int:
+    """Shared memory of the ring."""
+    widest = max(len(loop.b) for s in segments for loop in s.loops)
+    return config.stages * config.stage_bytes(widest)
+
+
+def _registers(segment: MmaSegment, c: MmaConfig) -> int:
+    sums = c.tiles_m * c.tiles_n * 4 * sum(len(loop.products) for loop in segment.loops)
+    most = max(len(loop.b) for loop in segment.loops)
+    fragments = 2 * (c.tiles_m * 4 + most * c.tiles_n * 2)
+    held = max(_held(loop, c) for loop in segment.loops)
+    return sums + fragments + held + OTHER_REGISTERS
+
+
+def _chunks(source: Source, c: MmaConfig) -> int:
+    """16-byte chunks of a slice that each thread brings in."""
+    block = c.block_m if source.side == "m" else c.block_n
+    return math.ceil(block * c.step_bytes / 16 / c.threads)
+
+
+def _shifts(loop: Loop, c: MmaConfig) -> int:
+    return sum(_chunks(x, c) for x in (loop.a, *loop.b) if x.way is Way.SHIFT)
+
+
+def _held(loop: Loop, c: MmaConfig) -> int:
+    """Registers that hold slices on their way, and what their evaluation takes."""
+    held = sum(HELD_REGISTERS[x.way] * _chunks(x, c) for x in (loop.a, *loop.b))
+    computed = any(source.way is Way.COMPUTE for source in (loop.a, *loop.b))
+    return held + (EVALUATION_REGISTERS if computed else 0)
+
+
+def _resident(segments: Sequence[MmaSegment], c: MmaConfig, hw: HardwareProfile) -> int:
+    """Blocks of a multiprocessor."""
+    memory = ring_bytes(segments, c) + hw.smem_reserved_per_block_bytes
+    registers = 8 * math.ceil(max(_registers(s, c) for s in segments) / 8)
+    return max(
+        1,
+        min(
+            hw.smem_per_sm_bytes // memory,
+            hw.registers_per_sm // (registers * c.threads),
+            hw.max_threads_per_sm // c.threads,
+        ),
+    )
+
+
+def _seconds(
+    contraction: Contraction, segments: Sequence[MmaSegment], c: MmaConfig, hw: HardwareProfile
+) -> float:
+    """Predicted time: tiles of the busiest multiprocessor, each at the rate of what limits it,
+    beside the compulsory bytes (they overlap, more so where one takes much longer).
+    """
+    tiles, cells, work, waiting, epilogue = 0, 0, 0.0, 0.0, 0.0
+    for s in segments:
+        cells += assumed(s.segment.M) * assumed(s.segment.N) * assumed(s.segment.B)
+        rows = ceil_div(assumed(s.segment.M), c.block_m)
+        count = rows * ceil_div(assumed(s.segment.N), c.block_n) * assumed(s.segment.B)
+        tiles += count
+        for loop in s.loops:
+            steps = ceil_div(assumed(loop.K), c.step_bytes // loop.a.element)
+            work += count * steps * _step_seconds(loop, c, hw)
+            waiting += count * steps * _waiting_seconds(loop, c)
+        epilogue += count * c.block_m * c.block_n / 128**2 * EPILOGUE_SECONDS
+    epilogue *= 1 + _residuals(contraction, segments)
+    turns = math.ceil(tiles / hw.num_sms)
+    resident = min(turns, _resident(segments, c, hw))
+    # Blocks beside each other hide one another's waits and epilogues.
+    each = work / tiles + (epilogue + waiting) / tiles / resident
+    moved = sum(bytes_of(p.dtype) * p.elements for p in contraction.params if _static(p))
+    busy = math.hypot((turns * each) ** 2, (moved / hw.hbm_bytes_per_s) ** 2) ** 0.5
+    operations = OPERATION_LATENCY * operation_s([s.segment for s in segments], hw) * cells
+    return hw.kernel_gap_us * 1e-6 + START_SECONDS + busy + operations
+
+
+def _residuals(contraction: Contraction, segments: Sequence[MmaSegment]) -> float:
+    """Bytes of matrices of an output's size that the epilogue reads, for each that it writes."""
+    loads = [x.operand.load for s in segments for loop in s.loops for x in (loop.a, *loop.b)]
+    operands = [load.source for load in loads if load is not None]
+    outputs = {o.param for s in segments for o in s.segment.outputs}
+    params = [(i, p) for i, p in enumerate(contraction.params) if _static(p)]
+    sizes = {p.elements for i, p in params if i in outputs}
+    written = sum(bytes_of(p.dtype) * p.elements for i, p in params if i in outputs)
+    read = sum(
+        bytes_of(p.dtype) * p.elements
+        for i, p in params
+        if i not in outputs and p.elements in sizes and not any(p.var.same_as(x) for x in operands)
+    )
+    return read / written if written else 0.0
+
+
+def _step_seconds(loop: Loop, c: MmaConfig, hw: HardwareProfile) -> float:
+    """A step of a block that is alone on its multiprocessor, nothing waiting."""
+    clock = hw.clock_ghz * 1e9
+    dtype = "tfloat32" if loop.a.dtype == "float32" else loop.a.dtype.replace("uint8", "int8")
+    rate = hw.tensor_flop_per_s.get(dtype, hw.tensor_flop_per_s.get("float16", hw.fma_per_s_f32))
+    rate *= (SM90_SHARE if hw.arch.startswith("sm_90") else PEAK_SHARE) / hw.num_sms
+    terms = c.step_bytes // loop.a.element
+    flop = 2.0 * c.block_m * c.block_n * terms * len(loop.products)
+    # Few warps leave tensor cores idle: each multiprocessor has four.
+    arithmetic = flop / rate * max(1.0, 4 / c.warps)
+    # ldmatrix reads each warp's rows; a pass over all banks is 128 bytes.
+    read = c.warps * (c.warp_m + c.warp_n * len(loop.b)) * c.step_bytes / 128
+    written = c.stage_bytes(len(loop.b)) / 128
+    units = sum(_loading_cycles(x, c) for x in (loop.a, *loop.b))
+    shared = (read + written + units) / clock
+    port = c.stage_bytes(len(loop.b)) / PORT_BYTES / clock
+    return max(arithmetic, shared, port)
+
+
+def _waiting_seconds(loop: Loop, c: MmaConfig) -> float:
+    """What a step waits for where no other block works meanwhile."""
+    ways = {x.way for x in (loop.a, *loop.b)}
+    thin = Way.COMPUTE in ways and c.block_m < 64
+    return max(STEP_SECONDS[way] for way in ways) * (THIN_COMPUTED if thin else 1.0)
+
+
+def _loading_cycles(source: Source, c: MmaConfig) -> float:
+    """Cycles of the load/store units beyond those of 16-byte copies."""
+    chunks = (c.block_m if source.side == "m" else c.block_n) * c.step_bytes / 16 / 32
+    if source.way is Way.COPY:
+        return chunks * 16 / source.piece * SMALL_PIECE_CYCLES if source.piece < 16 else 0.0
+    return chunks * CHUNK_CYCLES[source.way]
+
+
+def _static(param: Param) -> bool:
+    return param.shape is not None and all(isinstance(n, int) for n in param.shape)

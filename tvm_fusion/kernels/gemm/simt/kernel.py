@@ -1,0 +1,277 @@
+"""GEMM on the CUDA cores: correct for every contraction, whatever its dtypes, sizes and strides.
+
+A block of threads computes a tile of one segment. For every step of `block_k` terms it holds the
+tile's slices of A and B in shared memory (already widened), in two buffers: the next slices travel
+from global memory through registers while the present ones are multiplied. A thread owns `thread_m`
+rows and `thread_n` columns, in groups of four so that shared memory is read in 16-byte vectors.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.ir import Expr
+from tvm.script import tirx as T
+
+from ....config import HardwareProfile, Policy
+from ....errors import Unsupported
+from ...contraction.reader import Contraction, Operand, Product, Segment, size_of
+from ...gpu.product_frame import Frame, assumed, ceil_div, open_kernel
+from ...gpu.product_grid import Tile
+from ...gpu.shared_pool import shared_pool
+from ...program.expr import bytes_of, constant, convert, dtype_of
+from ..epilogue_pairs import in_pairs
+from ..segments import grid_of
+from .cost import simt_seconds
+from .epilogue import GROUP, Share, emit_epilogue
+from .operand import Slice
+
+
+@dataclass(frozen=True, slots=True)
+class SimtConfig:
+    """Tile of a block (rows, columns, terms a step) and of a thread (rows, columns)."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    thread_m: int
+    thread_n: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.block_m // self.thread_m * (self.block_n // self.thread_n)
+
+
+# A thread's 8 x 16 reads one word of shared memory for every five multiplications, 4 x 4 one for
+# every two; the small ones fill the device where a matrix has few rows or columns. Chosen from 15
+# in float32 (H200, 2026-11-20; time of cuBLAS over theirs): 256 x 128 0.97 and 128 x 128 0.86 at
+# 4096^3, 128 x 64 0.99 at 1000^3, 64 x 128 0.63 at 777 x 1024 x 4096.
+CONFIGS = (
+    SimtConfig(128, 256, 8, 8, 16),
+    SimtConfig(256, 128, 8, 16, 8),
+    SimtConfig(128, 128, 8, 8, 8),
+    SimtConfig(128, 64, 16, 8, 4),
+    SimtConfig(64, 128, 16, 8, 4),
+    SimtConfig(64, 64, 16, 8, 4),
+    SimtConfig(64, 64, 16, 4, 4),
+    SimtConfig(32, 64, 16, 4, 4),
+    SimtConfig(16, 64, 32, 2, 4),
+    SimtConfig(64, 16, 32, 4, 1),
+    SimtConfig(4, 64, 32, 1, 2),
+)
+
+# Each segment has code of its own, which grows with the sums a thread holds: with more segments
+# than FEW_SEGMENTS a thread holds no more than MANY_SEGMENTS_SUMS.
+FEW_SEGMENTS = 4
+MANY_SEGMENTS_SUMS = 16
+
+
+def simt_ranked(
+    contraction: Contraction, hw: HardwareProfile, policy: Policy | None = None
+) -> list[tuple[float, SimtConfig]]:
+    """Predicted seconds and the configurations that fit the device, best first.
+
+    Raises
+    ------
+    Unsupported
+        If no configuration fits into shared memory.
+    """
+    _refuse_partials(contraction)
+    in_pairs(contraction, lambda _: 1)  # raises where no configuration holds the pairs
+    few = len(contraction.segments) <= FEW_SEGMENTS
+    fitting = [
+        c
+        for c in CONFIGS
+        if _smem_bytes(contraction, c) <= hw.smem_per_block_bytes
+        and c.threads <= hw.max_threads_per_block
+        and (few or c.thread_m * c.thread_n <= MANY_SEGMENTS_SUMS)
+        and _holds_pairs(contraction, c)
+    ]
+    if not fitting:
+        raise Unsupported("no tile of this contraction fits into shared memory")
+    ranked = [(_seconds(contraction, c, hw), c) for c in fitting]
+    return sorted(ranked, key=lambda entry: entry[0])
+
+
+def _refuse_partials(contraction: Contraction) -> None:
+    if contraction.has_partials:
+        raise Unsupported("reductions of runs of columns")
+
+
+def _holds_pairs(contraction: Contraction, config: SimtConfig) -> bool:
+    """Whether a thread can hold both columns of all pairs that values are made of."""
+    try:
+        in_pairs(contraction, lambda s: _pair_size(s, config))
+    except Unsupported:
+        return False
+    return True
+
+
+def _pair_size(segment: Segment, config: SimtConfig) -> int:
+    """How far apart a thread's columns of a pair are to be: groups of its columns, else two of
+    them.
+    """
+    distance = segment.partners.distance
+    groups = config.thread_n // GROUP
+    if groups > 1 and distance % (config.block_n // groups) == 0:
+        return config.block_n // groups
+    return math.gcd(distance, min(GROUP, config.thread_n) // 2)
+
+
+def simt_configs(contraction: Contraction, hw: HardwareProfile) -> list[SimtConfig]:
+    """The configurations of `simt_ranked`."""
+    return [config for _, config in simt_ranked(contraction, hw)]
+
+
+def _smem_bytes(contraction: Contraction, config: SimtConfig) -> int:
+    rows = config.block_m + config.block_n + 2 * GROUP
+    return 2 * config.block_k * rows * sum(bytes_of(dtype) for dtype in _slice_dtypes(contraction))
+
+
+def _slice_dtypes(contraction: Contraction) -> list[str]:
+    """Dtypes in which operands lie in shared memory."""
+    operands = [x for p in contraction.products for x in (p.a, p.b)]
+    return list(dict.fromkeys(dtype_of(x.value) for x in operands))
+
+
+def _seconds(contraction: Contraction, config: SimtConfig, hw: HardwareProfile) -> float:
+    sizes = [
+        (
+            assumed(size_of(segment.batch)),
+            assumed(size_of(segment.m)),
+            assumed(segment.N),
+            tuple(assumed(p.K) for p in segment.products),
+        )
+        for segment in contraction.segments
+    ]
+    shapes = [(p.shape, p.dtype) for p in contraction.params if p.shape is not None]
+    moved = sum(bytes_of(dtype) * math.prod(map(assumed, shape)) for shape, dtype in shapes)
+    return simt_seconds(sizes, config, hw, moved)
+
+
+def emit_gemm_simt(
+    contraction: Contraction, hw: HardwareProfile, config: SimtConfig | None = None
+) -> tirx.PrimFunc:
+    """Write a contraction as one TIRx kernel that multiplies on the CUDA cores.
+
+    Parameters
+    ----------
+    contraction : Contraction
+        Any dtypes, sizes (symbolic ones too), access maps, prologues and epilogues.
+    hw : HardwareProfile
+        The CUDA device.
+    config : SimtConfig, optional
+        One of `simt_configs`; the first where None.
+
+    Returns
+    -------
+    func : tirx.PrimFunc
+        With the parameters of the PrimFunc that the contraction was read from.
+
+    Raises
+    ------
+    Unsupported
+        If no configuration fits into shared memory.
+    """
+    _refuse_partials(contraction)
+    config = config or simt_configs(contraction, hw)[0]
+    contraction = in_pairs(contraction, lambda s: _pair_size(s, config))
+    with open_kernel(contraction) as frame:
+        _Kernel(frame, config).emit()
+    return frame.func
+
+
+class _Kernel:
+    """One kernel: the grid, and a tile of each segment."""
+
+    def __init__(self, frame: Frame, config: SimtConfig):
+        self.frame, self.config = frame, config
+        self.contraction = c = frame.contraction
+        self.grid = grid_of(frame.index, c, config.block_m, config.block_n)
+
+    def emit(self) -> None:
+        c, tiles = self.config, self.grid.tiles
+        T.device_entry()
+        block = T.cta_id([tiles if isinstance(tiles, int) else convert(tiles, "int32")])
+        self.thread = T.thread_id([c.threads])
+        across = c.block_n // c.thread_n
+        self.rows = Share(T.Bind(self.thread // across), c.block_m, c.thread_m)
+        self.columns = Share(T.Bind(self.thread % across), c.block_n, c.thread_n)
+        self.shared = self._allocate()
+        for number, own in self.grid.each_segment(self.grid.tile(block)):
+            self._segment(own, self.contraction.segments[number])
+
+    def _allocate(self) -> dict[tuple[str, str], Expr]:
+        """Two buffers for slices of A and of B, shared by all products of one dtype."""
+        pool = shared_pool()
+        shared = {
+            (side, dtype): pool.alloc((2, self.config.block_k, width + GROUP), dtype, align=16)
+            for dtype in _slice_dtypes(self.contraction)
+            for side, width in (("m", self.config.block_m), ("n", self.config.block_n))
+        }
+        pool.commit()
+        return shared
+
+    def _segment(self, tile: Tile, segment: Segment) -> None:
+        c = self.config
+        sums = {}
+        for product in segment.products:
+            buffer = T.alloc_local((c.thread_m * c.thread_n,), product.dtype)
+            with T.serial(c.thread_m * c.thread_n, unroll=True) as i:
+                T.buffer_store(buffer, constant(0, product.dtype), [i])
+            sums[product.accumulator] = buffer
+            self._product(tile, segment, product, buffer)
+        emit_epilogue(self.frame, segment, tile, self.rows, self.columns, sums)
+
+    def _product(self, tile: Tile, segment: Segment, product: Product, sums: Expr) -> None:
+        """All steps of one product, the loads of the next step under way during each."""
+        a = self._slice(tile, segment, product, product.a, "m")
+        b = self._slice(tile, segment, product, product.b, "n")
+        zero = constant(0, self.frame.index)
+        for part in (a, b):
+            part.load(zero)
+        for part in (a, b):
+            part.store(zero)
+        T.evaluate(T.cuda.cta_sync())
+        steps = self.frame.size(ceil_div(product.K, self.config.block_k))
+        with T.serial(0, steps, unroll=False) as step:
+            ahead = T.Bind(step + 1)
+            with T.If(ahead < steps), T.Then():
+                a.load(ahead)
+                b.load(ahead)
+            self._multiply(a.shared, b.shared, step % 2, product, sums)
+            with T.If(ahead < steps), T.Then():
+                a.store(ahead % 2)
+                b.store(ahead % 2)
+            T.evaluate(T.cuda.cta_sync())
+
+    def _slice(
+        self, tile: Tile, segment: Segment, product: Product, operand: Operand, side: str
+    ) -> Slice:
+        c = self.config
+        shared = self.shared[side, dtype_of(operand.value)]
+        width = c.block_m if side == "m" else c.block_n
+        part = Slice(
+            self.frame, segment, product, side, operand, width, c.block_k, c.threads, shared
+        )
+        part.prepare(tile, self.thread)
+        return part
+
+    def _multiply(self, a: Expr, b: Expr, turn: Expr, product: Product, sums: Expr) -> None:
+        """One step: every term's row of A and of B into registers, and their outer product."""
+        c = self.config
+        left = T.alloc_local((c.thread_m,), dtype_of(product.a.value))
+        right = T.alloc_local((c.thread_n,), dtype_of(product.b.value))
+        with T.serial(c.block_k, unroll=True) as k:
+            for target, source, share in ((left, a, self.rows), (right, b, self.columns)):
+                for number, start in enumerate(share.starts):
+                    with T.vectorized(share.width) as v:
+                        value = source[turn, k, start + v]
+                        T.buffer_store(target, value, [number * share.width + v])
+            with T.serial(c.thread_m, unroll=True) as i, T.serial(c.thread_n, unroll=True) as j:
+                at = i * c.thread_n + j
+                term = convert(left[i], product.dtype) * convert(right[j], product.dtype)
+                T.buffer_store(sums, sums[at] + term, [at])

@@ -1,0 +1,227 @@
+"""Affine accesses: how far apart in memory the points of the batch, M, N and K axes lie.
+
+x[b, s, h, d] with batch (b, h), rows (s), columns (d):    offset = f(batch) + f(m) + f(n)
+  batch: digits (B, S*H*D) (H, D)       point 7 is number 7 // H of the first, 7 % H of the second
+  m:     digits (S, H*D)
+  n:     digits (D, 1)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from tvm import tirx
+from tvm.ir import Expr, Var
+
+from ..contraction.index import Simplifier
+from ..contraction.inline import INDEX
+from ..contraction.reader import Axis, Extent, equal_sizes, size_of
+from ..program.expr import constant, dtype_of, flatten, linear_form, number, variables
+
+# Points of one group of axes that are walked through to find its digits.
+MAX_POINTS = 1 << 24
+
+Groups = Mapping[str, Sequence[Axis]]
+
+
+@dataclass(frozen=True, slots=True)
+class Digit:
+    """A run of `extent` points, each `stride` elements after the one before."""
+
+    extent: Extent
+    stride: Extent
+
+
+@dataclass(frozen=True, slots=True)
+class AffineAccess:
+    """``offset = base + sum over groups of (digits of the group's flat coordinate) * strides``.
+
+    `digits` are outermost first, merged where possible; a group that the access does not read has
+    none, or one of stride 0.
+    """
+
+    base: int
+    digits: Mapping[str, tuple[Digit, ...]]
+
+    def inner(self, group: str) -> Digit:
+        """The innermost digit of a group."""
+        return self.digits[group][-1] if self.digits[group] else Digit(1, 0)
+
+    def contiguous(self, group: str) -> bool:
+        """Whether neighbours along the group are neighbours in memory."""
+        stride = self.inner(group).stride
+        return isinstance(stride, int) and stride == 1
+
+    def aligned(self, elements: int, along: str) -> bool:
+        """Whether runs of `elements` points of a group are contiguous, at multiples of that."""
+        if not self.contiguous(along) or self.base % elements:
+            return False
+        inner = self.inner(along)
+        steps = [d.stride for group in self.digits.values() for d in group if d is not inner]
+        return all(is_multiple(size, elements) for size in (inner.extent, *steps))
+
+    def same_as(self, other: AffineAccess) -> bool:
+        """Whether both walk through memory alike."""
+        if self.base != other.base or self.digits.keys() != other.digits.keys():
+            return False
+        return all(
+            len(mine) == len(theirs)
+            and all(
+                equal_sizes(a.extent, b.extent) and equal_sizes(a.stride, b.stride)
+                for a, b in zip(mine, theirs, strict=True)
+            )
+            for mine, theirs in zip(self.digits.values(), other.digits.values(), strict=True)
+        )
+
+
+def is_multiple(size: Extent, of: int) -> bool:
+    """Whether a size is a multiple of a number, for all values of the symbolic variables."""
+    if isinstance(size, int):
+        return size % of == 0
+    return equal_sizes(tirx.FloorMod(size, constant(of, dtype_of(size))), 0)
+
+
+def affine_access(
+    indices: Sequence[Expr], shape: Sequence[Extent], groups: Groups, symbolic_strides: bool = False
+) -> AffineAccess | None:
+    """The access ``buffer[indices]`` over groups of axes; None where it is not affine in them.
+
+    With `symbolic_strides` groups of known extents may lie a symbolic distance apart.
+    """
+    axes = [axis for group in groups.values() for axis in group]
+    offset = Simplifier(axes)(flatten(indices, shape, INDEX))
+    owner = {axis.var: name for name, group in groups.items() for axis in group}
+    parts: dict[str, Expr] = {}
+    base = 0
+    for term in _terms(offset, 1):
+        used = {owner.get(var) for var in variables(term) if var in owner}
+        if not used and number(term) is not None:
+            base += int(number(term))
+        elif len(used) == 1:
+            name = used.pop()
+            parts[name] = parts[name] + term if name in parts else term
+        else:
+            return None
+    digits: dict[str, tuple[Digit, ...]] = {}
+    for name, group in groups.items():
+        found = _digits(parts[name], group) if name in parts else _unread(group)
+        if found is None and symbolic_strides:
+            found = _scaled_walk(parts[name], group)
+        if found is None:
+            return None
+        start, digits[name] = found
+        base += start
+    return AffineAccess(base, digits)
+
+
+def _terms(expr: Expr, sign: int) -> Iterator[Expr]:
+    """The summands of a sum."""
+    if isinstance(expr, tirx.Add):
+        yield from _terms(expr.a, sign)
+        yield from _terms(expr.b, sign)
+    elif isinstance(expr, tirx.Sub):
+        yield from _terms(expr.a, sign)
+        yield from _terms(expr.b, -sign)
+    else:
+        yield expr if sign == 1 else expr * constant(-1, INDEX)
+
+
+def _unread(group: Sequence[Axis]) -> tuple[int, tuple[Digit, ...]]:
+    return 0, (Digit(size_of(group), 0),) if group else ()
+
+
+def _digits(offset: Expr, group: Sequence[Axis]) -> tuple[int, tuple[Digit, ...]] | None:
+    """(offset of the first point, digits) of a function of one group's axes."""
+    if all(isinstance(axis.extent, int) for axis in group):
+        size = size_of(group)
+        return _walk(offset, group) if size <= MAX_POINTS else None
+    form = linear_form(offset, [axis.var for axis in group])
+    if form is None or number(form[1]) is None:
+        return None
+    digits: list[Digit] = []
+    for axis, factor in zip(group, form[0], strict=True):
+        stride = number(factor)
+        digit = Digit(axis.extent, factor if stride is None else stride)
+        if digits and equal_sizes(digits[-1].stride, digit.extent * digit.stride):
+            digit = Digit(digits.pop().extent * digit.extent, digit.stride)
+        digits.append(digit)
+    return int(number(form[1])), tuple(digits)
+
+
+def _walk(offset: Expr, group: Sequence[Axis]) -> tuple[int, tuple[Digit, ...]] | None:
+    """The digits of a function with known extents, by evaluating it everywhere."""
+    points = np.meshgrid(*(np.arange(axis.extent) for axis in group), indexing="ij")
+    env = {axis.var: p.reshape(-1) for axis, p in zip(group, points, strict=True)}
+    values = _evaluate(offset, env)
+    if values is None:
+        return None
+    rest = values - values[0]
+    digits: list[Digit] = []
+    while len(rest) > 1:
+        step = int(rest[1])
+        breaks = np.flatnonzero(rest != step * np.arange(len(rest)))
+        run = int(breaks[0]) if len(breaks) else len(rest)
+        if len(rest) % run:
+            return None
+        table = rest.reshape(-1, run)
+        if not np.array_equal(table, table[:, :1] + step * np.arange(run)):
+            return None
+        digits.append(Digit(run, step))
+        rest = table[:, 0]
+    return int(values[0]), tuple(reversed(digits))
+
+
+def _scaled_walk(offset: Expr, group: Sequence[Axis]) -> tuple[int, tuple[Digit, ...]] | None:
+    """The digits of a function with known extents times a symbol that all its terms share."""
+    own = frozenset(axis.var for axis in group)
+    common, rest = None, None
+    for term in _terms(offset, 1):
+        inside, outside = _factors(term, own)
+        if common is not None and not equal_sizes(common, outside):
+            return None
+        common = outside
+        rest = inside if rest is None else rest + inside
+    if not all(isinstance(axis.extent, int) for axis in group) or size_of(group) > MAX_POINTS:
+        return None
+    found = _walk(rest, group)
+    if found is None or found[0]:
+        return None
+    return 0, tuple(Digit(d.extent, d.stride * common if d.stride else 0) for d in found[1])
+
+
+def _factors(expr: Expr, own: frozenset[Var]) -> tuple[Expr, Expr]:
+    """A product as what axes and numbers make, and what other variables do."""
+    one = constant(1, INDEX)
+    if isinstance(expr, tirx.Mul):
+        (a, b), (c, d) = _factors(expr.a, own), _factors(expr.b, own)
+        return a * c, b * d
+    foreign = variables(expr)
+    return (one, expr) if foreign and not own & set(foreign) else (expr, one)
+
+
+_ARITHMETIC = {
+    tirx.Add: np.add,
+    tirx.Sub: np.subtract,
+    tirx.Mul: np.multiply,
+    tirx.FloorDiv: np.floor_divide,
+    tirx.FloorMod: np.mod,
+    tirx.Max: np.maximum,
+    tirx.Min: np.minimum,
+}
+
+
+def _evaluate(expr: Expr, env: Mapping[Var, np.ndarray]) -> np.ndarray | None:
+    """An index at many points at once; None where it is more than arithmetic on axes."""
+    if isinstance(expr, Var):
+        return env.get(expr)
+    if isinstance(expr, tirx.IntImm):
+        return np.asarray(int(expr.value))
+    if isinstance(expr, tirx.Cast):
+        return _evaluate(expr.value, env)
+    operation = _ARITHMETIC.get(type(expr))
+    if operation is None:
+        return None
+    a, b = _evaluate(expr.a, env), _evaluate(expr.b, env)
+    return None if a is None or b is None else operation(a, b)

@@ -1,0 +1,151 @@
+"""What all GEMM writers share: the PrimFunc around a kernel, and expressions in its terms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.ir import Call, Expr, StringImm, TensorLoad, Var
+from tvm.ir.prim.expr import BinaryOpExpr, CmpExpr
+from tvm.script import tirx as T
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script.builder import ir as builder
+
+from ..contraction.reader import Axis, Contraction, Extent
+from ..program.expr import constant, convert, dtype_of, is_integer, rebuild
+
+# Largest number of elements that 32-bit indices reach.
+INT32_ELEMENTS = 2**31 - 1
+
+# What a symbolic size is taken for when configurations are ranked.
+ASSUMED_EXTENT = 1024
+
+
+@dataclass(slots=True, eq=False)
+class Frame:
+    """A kernel under construction.
+
+    Attributes
+    ----------
+    buffers : the new function's buffer for each parameter of the old one.
+    index : dtype of indices, int32 where the sizes are known to allow it.
+    func : the finished PrimFunc, once the `with` block of `open_kernel` has ended.
+    """
+
+    contraction: Contraction
+    buffers: dict[Var, Expr]
+    index: str
+    func: tirx.PrimFunc | None = None
+
+    def size(self, extent: Extent) -> Expr | int:
+        """A size as an int, or as an expression of the index dtype."""
+        return extent if isinstance(extent, int) else convert(extent, self.index)
+
+    def output(self, param: int) -> Expr:
+        """The buffer of parameter number `param`."""
+        return self.buffers[self.contraction.params[param].var]
+
+    def rewrite(self, expr: Expr, env: Mapping[Var, Expr]) -> Expr:
+        """`expr` over this function's buffers, with the variables of `env` replaced."""
+        return _Rewriter(self, env).visit(expr)
+
+    def place(self, indices: Sequence[Expr], env: Mapping[Var, Expr]) -> list[Expr]:
+        """Indices of the index dtype, with the variables of `env` replaced."""
+        rewriter = _Rewriter(self, env)
+        return [rewriter.place(i) for i in indices]
+
+
+@dataclass(slots=True, eq=False)
+class _Rewriter:
+    """Axes become expressions of the kernel's own; the integer operands of an operation agree."""
+
+    frame: Frame
+    env: Mapping[Var, Expr]
+
+    def visit(self, expr: Expr) -> Expr:
+        if isinstance(expr, Var):
+            return self.env.get(expr, expr)
+        if isinstance(expr, TensorLoad):
+            indices = [self.place(index) for index in expr.indices]
+            return tirx.BufferLoad(self.frame.buffers[expr.source], indices)
+        if isinstance(expr, BinaryOpExpr | CmpExpr):
+            return type(expr)(*_agree(self.visit(expr.a), self.visit(expr.b)))
+        if isinstance(expr, tirx.Select):
+            branches = _agree(self.visit(expr.true_value), self.visit(expr.false_value))
+            return tirx.Select(self.visit(expr.condition), *branches)
+        if isinstance(expr, Call):
+            args = [self._argument(arg) for arg in expr.args]
+            return tirx.call_intrin(dtype_of(expr), expr.op, *args)
+        return rebuild(expr, self.visit)
+
+    def _argument(self, arg: Expr) -> Expr:
+        """An argument of a call, in the dtype it had."""
+        return arg if isinstance(arg, StringImm) else convert(self.visit(arg), dtype_of(arg))
+
+    def place(self, index: Expr) -> Expr:
+        return convert(self.visit(index), self.frame.index)
+
+
+def _agree(a: Expr, b: Expr) -> tuple[Expr, Expr]:
+    """Two operands in one dtype: immediates take the other's, else the wider one's."""
+    left, right = dtype_of(a), dtype_of(b)
+    if left == right or not (is_integer(left) and is_integer(right)):
+        return a, b
+    if isinstance(a, tirx.IntImm):
+        return convert(a, right), b
+    if isinstance(b, tirx.IntImm):
+        return a, convert(b, left)
+    return convert(a, "int64"), convert(b, "int64")
+
+
+@contextmanager
+def open_kernel(contraction: Contraction) -> Iterator[Frame]:
+    """Opens a TIRx PrimFunc with the contraction's parameters; its body is the `with` block."""
+    static = all(isinstance(n, int) for p in contraction.params for n in (p.shape or ()))
+    small = static and all(p.elements <= INT32_ELEMENTS for p in contraction.params)
+    with IRBuilder() as ir, builder.prim_func():
+        T.func_name(contraction.name or "main")
+        frame = Frame(contraction, {}, "int32" if small and contraction.is_static else "int64")
+        for param in contraction.params:
+            if param.shape is None:
+                frame.buffers[param.var] = T.arg(param.name, param.var)
+                continue
+            buffer = T.buffer(list(param.shape), param.dtype)
+            frame.buffers[param.var] = T.arg(param.name, buffer)
+        attrs = {"tirx.noalias": True, "tirx.is_scheduled": True, "op_pattern": 8}
+        T.func_attr({**attrs, "tvm_fusion.tirx": True})
+        yield frame
+    func = ir.get()
+    if contraction.name is None:
+        func = func.without_attr("global_symbol")
+    frame.func = func
+
+
+def coordinates(axes: Sequence[Axis], flat: Expr, frame: Frame) -> dict[Var, Expr]:
+    """What each axis is at the point number `flat` of all of them (the last axis runs fastest)."""
+    env: dict[Var, Expr] = {}
+    for position in range(len(axes) - 1, -1, -1):
+        size = frame.size(axes[position].extent)
+        env[axes[position].var] = flat if position == 0 else tirx.FloorMod(flat, _imm(size, flat))
+        flat = tirx.FloorDiv(flat, _imm(size, flat))
+    return env
+
+
+def _imm(value: Expr | int, like: Expr) -> Expr:
+    return (
+        constant(value, dtype_of(like))
+        if isinstance(value, int)
+        else convert(value, dtype_of(like))
+    )
+
+
+def ceil_div(a: Extent, b: int) -> Extent:
+    """a / b rounded up."""
+    return (a + b - 1) // b
+
+
+def assumed(extent: Extent) -> int:
+    """A size to plan with."""
+    return extent if isinstance(extent, int) else ASSUMED_EXTENT

@@ -1,0 +1,160 @@
+"""Kernel class `pointwise`: any DAG of elementwise, broadcast and injective operators over one
+index space, several outputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from tvm import tirx
+
+from ...config import HardwareProfile, Policy
+from ...ir.access import Block
+from ...ir.extents import assumed, assumed_product, product_key
+from ..base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic, write_on_cpu
+from ..group.footprint import VECTOR_ELEMENTS, Evaluations, costly, evaluations, points
+from ..group.traffic import cuda_resources, cuda_traffic, filled_by_threads, memory_traffic, slowed
+from ..group.turning import is_turning
+from ..program.window import is_window_block
+from .planned import pointwise_shape
+
+CPU_SLOWNESS_OF_TURNS = 2.4
+"""On a CPU, what turns axes takes this times what copies of as many bytes do (2 cores of a Zen 4,
+2026-11-24: 512 x 768 2.5, 1000 x 1001 2.4, 333 x 517 1.8, 700 x 3072 1.9, 4001 x 301 3.0, images of
+8 x 64 x 28 x 28 to channels last 2.9, 16 x 128 x 64 with the last axes exchanged 1.2)."""
+
+
+class Pointwise:
+    """See the module docstring.
+
+    Reductions over a window (pooling) are unrolled. On CUDA, outputs of different sizes that share
+    no work stand side by side: each gets its own range of blocks. Does not handle: other
+    reductions; outputs of different sizes of which one is computed from another.
+    """
+
+    name = "pointwise"
+    joins_independent = True
+
+    def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
+        for block in group.blocks:
+            if block.reduction is None:
+                continue
+            if hw.kind == "llvm" or not is_window_block(block):
+                return group.refuse(RefusalCode.REDUCTION, f"{block.name} is a reduction")
+        outputs = [group.writer_of[t] for t in group.outputs]
+        if not outputs:
+            return group.refuse(RefusalCode.SPACE_MISMATCH, "nothing of the group is read outside")
+        sizes = _sizes(outputs)
+        if len(sizes) > 1 and (hw.kind == "llvm" or not _independent(group)):
+            return group.refuse(
+                RefusalCode.SPACE_MISMATCH,
+                "the outputs have different sizes, so they share no index space",
+                smallest=min(sizes.values()),
+                largest=max(sizes.values()),
+            )
+        runs = evaluations(group)
+        if refusal := refuse_recompute(group, runs, policy):
+            return refusal
+        if len(sizes) > 1:
+            return Fit(self.name, sum(sizes.values()), 1, runs.counts, side_by_side=True)
+        return Fit(self.name, *_space(outputs[0]), runs.counts)
+
+    def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
+        if hw.kind != "llvm":
+            return cuda_traffic(group, fit, hw, pointwise_shape(group, fit, hw))
+        elements = fit.rows * fit.columns
+        traffic = memory_traffic(
+            group, fit, hw, parallel=filled_by_threads(elements / VECTOR_ELEMENTS, hw)
+        )
+        turned = [b.writes[0].tensor for b in group.blocks if is_turning(b)]
+        return slowed(traffic, CPU_SLOWNESS_OF_TURNS, 2 * sum(map(group.tensor_bytes, turned)))
+
+    def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
+        if hw.kind != "llvm":
+            return cuda_resources(group, fit, pointwise_shape(group, fit, hw))
+        values = len(group.inputs) + len(group.outputs) + 2
+        return Resources(24 + values * VECTOR_ELEMENTS, 0)
+
+    def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
+        if hw.kind == "llvm":
+            return [None]
+        from ..program.program import analyze
+        from .kernel import pointwise_configs
+
+        return pointwise_configs(analyze(func, exact=policy.rounding == "exact"), hw)
+
+    def ranked(
+        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy
+    ) -> list[tuple[float, Any]]:
+        """Predicted seconds of one launch and configurations, in the order of `configs`."""
+        from ..program.program import analyze
+        from .configs import estimate_us, pointwise_configs
+
+        program = analyze(func, exact=policy.rounding == "exact")
+        return [(estimate_us(program, c, hw) / 1e6, c) for c in pointwise_configs(program, hw)]
+
+    def write(
+        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
+    ) -> tirx.PrimFunc:
+        if hw.kind == "llvm":
+            return write_on_cpu(func, hw, policy)
+        exact = policy.rounding == "exact"
+        from ..program.program import analyze
+        from .kernel import emit_pointwise
+
+        return emit_pointwise(analyze(func, exact=exact), hw, config)
+
+
+def _sizes(outputs: list[Block]) -> dict[Hashable, int]:
+    """Elements of one output of each size."""
+    return dict(map(_size, outputs))
+
+
+def _size(output: Block) -> tuple[Hashable, int]:
+    known = output.derived.get("size")
+    if known is None:
+        extents = output.extents(output.spatial)
+        known = output.derived["size"] = product_key(extents), assumed_product(extents)
+    return known
+
+
+def _space(output: Block) -> tuple[int, int]:
+    """Rows and columns."""
+    known = output.derived.get("rows and columns")
+    if known is None:
+        extents = [assumed(extent) for extent in output.extents(output.spatial)]
+        known = assumed_product(extents[:-1]), extents[-1] if extents else 1
+        output.derived["rows and columns"] = known
+    return known
+
+
+def _independent(group: GroupView) -> bool:
+    """Whether outputs of different sizes are computed from different blocks, but for numbers."""
+    wanted: dict[int, set[Hashable]] = {}
+    for t in group.outputs:
+        block = group.writer_of[t]
+        wanted.setdefault(t, set()).add(product_key(block.extents(block.spatial)))
+    for block in reversed(group.blocks):
+        sizes = set().union(*(wanted.get(w.tensor, set()) for w in block.writes))
+        if len(sizes) > 1 and points(block) > 1:
+            return False
+        for access in block.reads:
+            wanted.setdefault(access.tensor, set()).update(sizes)
+    return True
+
+
+def refuse_recompute(group: GroupView, runs: Evaluations, policy: Policy) -> Refusal | None:
+    """The refusal for a costly block that would run more often than the policy allows."""
+    if (
+        runs.worst_block is None
+        or runs.worst <= policy.max_recompute
+        or not costly(runs.worst_block)
+    ):
+        return None
+    return group.refuse(
+        RefusalCode.RECOMPUTE,
+        f"{runs.worst_block.name} would be computed {runs.worst:.0f} times an element",
+        factor=runs.worst,
+        allowed=policy.max_recompute,
+    )

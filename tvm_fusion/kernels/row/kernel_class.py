@@ -1,0 +1,253 @@
+"""Kernel class `row`: reductions over contiguous axes with pointwise work before, between and
+after, each row read once.
+
+The space is rows x columns: every reduction runs over the same columns of the same rows; a block of
+the group is full (rows and columns), per row, or smaller than a row (a row vector such as gamma +
+1, computed where it is used).
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Any, NamedTuple
+
+from tvm import tirx
+
+from ...config import HardwareProfile, Policy
+from ...ir.access import Block, Extent, Reduction
+from ...ir.extents import assumed_product, non_unit, product_key
+from ..base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic, write_on_cpu
+from ..group.footprint import evaluations
+from ..group.read_order import plain_axes
+from ..group.traffic import cuda_resources, cuda_traffic, filled_by_threads, memory_traffic, slowed
+from ..pointwise.kernel_class import refuse_recompute
+from .planned import row_shape, row_streams
+
+# Elements of a row one thread holds; threads of one block (sweep on an H200: 128 threads
+# x 32 elements for 4096 columns).
+ELEMENTS_PER_THREAD = 32
+
+CPU_SLOWNESS = 1.3
+"""On a CPU, reductions of rows take this times what copies of as many bytes do (2 cores of a Zen 4,
+2026-11-24: sums of 4096 x 4096 in 2.4 ms, a copy 1.9; others 1.1 to 1.5)."""
+
+
+class _Role(Enum):
+    FULL = "full"
+    ROW = "row"
+    SMALL = "small"
+
+
+FULL, ROW, SMALL = _Role
+Space = tuple[tuple[Extent, ...], tuple[Extent, ...]]
+"""Extents of the rows, and of the columns."""
+
+
+class Row:
+    """See the module docstring.
+
+    Does not handle: reductions whose contiguous axis is a kept one; reductions of different rows
+    in one group; argmax on a CPU (class `nest`).
+    """
+
+    name = "row"
+
+    def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
+        reductions = [b for b in group.blocks if b.reduction is not None]
+        if not reductions:
+            return group.refuse(RefusalCode.REDUCTION, "the group holds no reduction")
+        anchor = reductions[0]
+        rows = non_unit(anchor.extents(anchor.spatial))
+        columns = non_unit(anchor.extents(anchor.reduced))
+        space = (rows, columns)
+        roles: dict[int, _Role] = {}
+        for block in group.blocks:
+            role = _check_block(group, block, space, roles, hw)
+            if isinstance(role, Refusal):
+                return role
+            for w in block.writes:
+                roles[w.tensor] = role
+        for t in group.outputs:
+            if roles[t] is SMALL and _place(group.writer_of[t], space).role is SMALL:
+                return group.refuse(
+                    RefusalCode.SPACE_MISMATCH,
+                    f"output {group.graph.tensors[t].name} is neither full nor one value a row",
+                )
+        once = frozenset([t for t, role in roles.items() if role is not SMALL])
+        runs = evaluations(group, once)
+        if refusal := refuse_recompute(group, runs, policy):
+            return refusal
+        return Fit(self.name, assumed_product(rows), assumed_product(columns), runs.counts)
+
+    def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
+        if hw.kind != "llvm":
+            return cuda_traffic(group, fit, hw, row_shape(group, fit, hw), row_streams(group, fit))
+        traffic = memory_traffic(group, fit, hw, parallel=_filled(fit, hw))
+        return slowed(traffic, CPU_SLOWNESS, traffic.l2_bytes)
+
+    def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
+        if hw.kind != "llvm":
+            return cuda_resources(group, fit, row_shape(group, fit, hw))
+        held = min(ELEMENTS_PER_THREAD, fit.columns)
+        words = sum(
+            max(1, group.tensor_bytes(t) // max(1, fit.rows * fit.columns)) for t in group.inputs
+        )
+        return Resources(40 + min(200, held * words // 4), 1024)
+
+    def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
+        if hw.kind == "llvm":
+            return [None]
+        from ..program.program import analyze
+        from .kernel import row_configs
+
+        return row_configs(analyze(func, exact=policy.rounding == "exact"), hw)
+
+    def ranked(
+        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy
+    ) -> list[tuple[float | None, Any]]:
+        """Predicted seconds of one launch and configurations, in the order of `configs`."""
+        from ..program.program import analyze
+        from .candidates import row_ranked
+
+        return row_ranked(analyze(func, exact=policy.rounding == "exact"), hw)
+
+    def write(
+        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
+    ) -> tirx.PrimFunc:
+        if hw.kind == "llvm":
+            return write_on_cpu(func, hw, policy)
+        exact = policy.rounding == "exact"
+        from ..program.program import analyze
+        from .kernel import emit_row, row_configs
+
+        program = analyze(func, exact=exact)
+        return emit_row(program, config or row_configs(program, hw)[0], hw)
+
+
+def _filled(fit: Fit, hw: HardwareProfile) -> float:
+    """Share of a CPU's cores that a launch can use: of few rows each is cut into parts."""
+    from ..cpu.stages.partial_sums import FEW_RESULTS
+
+    return 1.0 if fit.rows < FEW_RESULTS else filled_by_threads(fit.rows, hw)
+
+
+class _Own(NamedTuple):
+    """A read of a block in a rows x columns space: whether it is at the reader's own point (all
+    axes), at its own row and nothing else, at its own row and anything else.
+    """
+
+    tensor: int
+    point: bool
+    row: bool
+    in_row: bool
+
+
+class _Place(NamedTuple):
+    """A block in a rows x columns space, whatever else is in the group."""
+
+    role: _Role
+    reads: tuple[_Own, ...]
+
+
+def _place(block: Block, space: Space) -> _Place:
+    known = block.derived.get("places")
+    if known is None:
+        known = block.derived["places"] = {}
+    found = known.get(space)
+    if found is None:
+        found = known[space] = _find_place(block, *space)
+    return found
+
+
+def _find_place(block: Block, rows: tuple[Extent, ...], columns: tuple[Extent, ...]) -> _Place:
+    live = [i for i, axis in enumerate(block.axes) if axis.extent != 1]
+    extents = block.extents(tuple(live))
+    role = ROW if extents == rows else SMALL
+    if extents == rows + columns:
+        role = FULL if columns else ROW
+    row, reads = live[: len(rows)], []
+    for access in block.reads:
+        got = plain_axes(block, access)
+        reads.append(_Own(access.tensor, got == live, got == row, got[: len(rows)] == row))
+    return _Place(role, tuple(reads))
+
+
+def _check_block(
+    group: GroupView, block: Block, space: Space, roles: dict[int, _Role], hw: HardwareProfile
+) -> _Role | Refusal:
+    """The block's role in the rows x columns space, or why it has none.
+
+    A per-row value is read at the reader's own row; a full one too, at its own column or at any
+    (the label's probability in a cross-entropy), since it can be computed again for that element.
+    """
+    role, reads = _place(block, space)
+    if block.reduction is not None:
+        why = _refuse_reduction(block, space, hw)
+        if why is not None:
+            return group.refuse(*why)
+        role = ROW
+    elif role is ROW and not any([roles.get(own.tensor, SMALL) is not SMALL for own in reads]):
+        # made of inputs only: in a square space a row vector looks like one value a row
+        role = SMALL
+    for tensor, point, row, in_row in reads:
+        produced = roles.get(tensor, SMALL)
+        if produced is SMALL:
+            continue
+        own = row if produced is ROW else point if role is FULL else in_row
+        if role is SMALL or not own:
+            return group.refuse(
+                RefusalCode.OFF_ROW,
+                f"{block.name} reads a value of another row (or of no row) of "
+                f"{group.graph.tensors[tensor].name}",
+            )
+    return role
+
+
+Why = tuple[RefusalCode, str]
+
+
+def _refuse_reduction(block: Block, space: Space, hw: HardwareProfile) -> Why | None:
+    """Why a reduction does not fit into the space."""
+    known = block.derived.get("why")
+    if known is None:
+        known = block.derived["why"] = {}
+    key = (space, hw.kind)
+    if key not in known:
+        known[key] = _why_not(block, *space, hw)
+    return known[key]
+
+
+def _why_not(
+    block: Block, rows: tuple[Extent, ...], columns: tuple[Extent, ...], hw: HardwareProfile
+) -> Why | None:
+    arg = block.reduction in (Reduction.ARGMAX, Reduction.ARGMIN)
+    if block.reduction is Reduction.OTHER or (arg and hw.kind == "llvm"):
+        return RefusalCode.REDUCTION, f"{block.name} combines in a way no row kernel knows"
+    if block.is_matrix_product:
+        return RefusalCode.REDUCTION, f"{block.name} is a matrix product"
+    own_rows = non_unit(block.extents(block.spatial))
+    own_columns = non_unit(block.extents(block.reduced))
+    if own_rows != rows or product_key(own_columns) != product_key(columns):
+        return RefusalCode.SPACE_MISMATCH, (
+            f"{block.name} reduces {own_columns} in rows of {own_rows}, "
+            f"the group {columns} in rows of {rows}"
+        )
+    if not _reduces_contiguous_axes(block):
+        return RefusalCode.NOT_TRAILING, (
+            f"{block.name} does not reduce the contiguous axes of what it reads"
+        )
+    return None
+
+
+def _reduces_contiguous_axes(block: Block) -> bool:
+    """Whether the contiguous axis of everything the block reduces is a reduced one.
+
+    What else is read of it, transposed or gathered or with kept axes between, does not matter.
+    """
+    reduced = {i for i in block.reduced if block.axes[i].extent != 1}
+    live = {i for i, axis in enumerate(block.axes) if axis.extent != 1}
+    for access in block.reads:
+        used = [index.axes & live for index in access.index if index.axes & live]
+        if access.axes & reduced and not used[-1] & reduced:
+            return False
+    return True

@@ -1,0 +1,279 @@
+"""What a compilation did, as values: the source of the terminal text and of the JSON object."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from .times import FUSED, UNFUSED, TimeReport
+
+FORMAT_VERSION = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One quantity with and without fusion; None where nothing was counted or run."""
+
+    fused: float | None = None
+    unfused: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """How many times less the fused module needs; None if that is not known."""
+        if not self.fused or self.unfused is None:
+            return None
+        return self.unfused / self.fused
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """Result of the check against float64.
+
+    Attributes
+    ----------
+    passed : bool
+        Whether every output is as exact as the error rule asks.
+    worst_error : float
+        Largest error of an output relative to the largest magnitude of its reference.
+    """
+
+    passed: bool
+    worst_error: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReport:
+    """One kernel of the plan.
+
+    Attributes
+    ----------
+    name : str
+        Name of the group's PrimFunc.
+    ops : tuple of str
+        The operations it computes, as the plan names them.
+    composites : tuple of str
+        The operators of the model that they come from ("softmax", "rms_norm").
+    kernel_class : str
+        Name of the kernel class that wrote it.
+    launches : int
+        Device launches of one call.
+    bytes_fused, bytes_unfused : int
+        Memory traffic of the group, and of its operations one by one.
+    predicted_us, unfused_predicted_us : float
+        Times from the cost model.
+    terms : Mapping of str to float
+        The parts of `predicted_us` by resource, in microseconds.
+    measured_us : float or None
+        Time of the kernel, if it ran.
+    roofline_share : float or None
+        Share of the device's limit that the kernel reaches: measured if it ran, else predicted.
+    registers : int or None
+        Registers a thread, if the kernel was compiled for a GPU.
+    spill_bytes : int or None
+        Bytes a thread stores and loads for want of registers, if the kernel was compiled.
+    code_bytes : int or None
+        Machine code of the kernel, if it was compiled for a GPU.
+    error : float or None
+        Error against float64, if it was checked.
+    fallback : str or None
+        Why the unfused version runs instead, if it does.
+    evidence : Mapping or None
+        Why it is taken to be faster than its operations one by one (`plan.plan.Evidence`), if it
+        computes several.
+    assumed_l2 : Mapping of str to float
+        Bytes, by tensor, that the prediction takes to lie in the L2 when the kernel starts.
+    tuned : Mapping or None
+        What tuning chose, if it measured the kernel: the `choice` ("default" is the untuned kernel,
+        "trace" a schedule of MetaSchedule), its time `us` and that of the untuned kernel
+        `untuned_us` by themselves, and the key of the `workload` in the database; or why the choice
+        is `stale`.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    composites: tuple[str, ...]
+    kernel_class: str
+    launches: int
+    bytes_fused: int
+    bytes_unfused: int
+    predicted_us: float
+    unfused_predicted_us: float
+    terms: Mapping[str, float] = field(default_factory=dict, hash=False)
+    measured_us: float | None = None
+    roofline_share: float | None = None
+    registers: int | None = None
+    spill_bytes: int | None = None
+    code_bytes: int | None = None
+    error: float | None = None
+    fallback: str | None = None
+    evidence: Mapping[str, Any] | None = field(default=None, hash=False)
+    assumed_l2: Mapping[str, float] = field(default_factory=dict, hash=False)
+    tuned: Mapping[str, Any] | None = field(default=None, hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RefusalReport:
+    """A fusion that was not done.
+
+    Attributes
+    ----------
+    code : str
+        Name of the refusal's code.
+    where : tuple of str
+        The operations or groups that stay apart.
+    why : str
+        The reason in one sentence.
+    numbers : Mapping of str to float
+        What the decision was based on.
+    flip : str or None
+        What would have to change for the fusion to be done: a number, or a fact (`report.flip`).
+    """
+
+    code: str
+    where: tuple[str, ...]
+    why: str
+    numbers: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    flip: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutReport:
+    """A launch that does nothing but permute or copy a tensor.
+
+    Attributes
+    ----------
+    name : str
+        Name of the launch's PrimFunc.
+    ops : tuple of str
+        Its operations.
+    predicted_us : float
+        What it costs by the cost model.
+    bytes : int
+        Memory traffic.
+    reads, writes : tuple of str
+        Inputs and constants of the model that it reads, results that it writes: no kernel stands
+        there that could absorb it.
+    neighbours : tuple of RefusalReport
+        Why the launches before and behind it did not, one at least for each.
+    readers : int
+        Launches that read what it writes.
+    """
+
+    name: str
+    ops: tuple[str, ...]
+    predicted_us: float
+    bytes: int
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    neighbours: tuple[RefusalReport, ...] = ()
+    readers: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What was fused, why, what it saved, and how right it is.
+
+    Attributes
+    ----------
+    target : str
+        Name of the hardware profile.
+    launches, bytes : Comparison
+        Device launches and memory traffic in bytes of one call of the model.
+    plan : Mapping
+        The plan as a JSON-able value.
+    groups : tuple of GroupReport
+        The kernels, in the order in which they run.
+    refusals : tuple of RefusalReport
+        The fusions that were not done, the most valuable first.
+    layouts : tuple of LayoutReport
+        Those launches that change a layout only, and why they are not part of another.
+    verify : Verification or None
+        None if nothing was checked.
+    bound : plan.bound.Bound or None
+        How far the plan can be from the cheapest one, if that was asked for and could be told.
+    times : Mapping of str to TimeReport
+        Time of one call with its quartiles: "fused", "unfused", and other compilers by name.
+    version : int
+        Version of the JSON format.
+    memory : Comparison
+        Device memory in bytes that a call needs at its peak, as planned: weights, intermediates and
+        outputs; None where that depends on symbolic extents.
+    measured_memory_bytes : int or None
+        The same for the fused module as the device saw it, if it ran on a GPU.
+    cuda_graph : str or None
+        Whether calls are captured into a CUDA graph, and if not, why; None if not asked for.
+    threads : int or None
+        Threads that kernels run on; None on a GPU, and for a plan that was not built.
+    call_us : Comparison
+        Wall-clock time of a call in microseconds, as one graph (`fused`) and launch by launch.
+    unlearned : str or None
+        Why the learned correction of the device's times is not used, if it has one that is not.
+    plain : Mapping of str to str
+        The PrimFuncs that no rule could schedule, and how they run: right, but slow
+        (`runtime.build.plain_schedule`).
+    """
+
+    target: str
+    launches: Comparison
+    bytes: Comparison
+    plan: Mapping[str, Any] = field(hash=False)
+    groups: tuple[GroupReport, ...] = ()
+    refusals: tuple[RefusalReport, ...] = ()
+    verify: Verification | None = None
+    times: Mapping[str, TimeReport] = field(default_factory=dict, hash=False)
+    version: int = FORMAT_VERSION
+    bound: Any = None
+    memory: Comparison = Comparison()
+    measured_memory_bytes: int | None = None
+    cuda_graph: str | None = None
+    call_us: Comparison = Comparison()
+    layouts: tuple[LayoutReport, ...] = ()
+    threads: int | None = None
+    plain: Mapping[str, str] = field(default_factory=dict, hash=False)
+    unlearned: str | None = None
+
+    @property
+    def time_us(self) -> Comparison:
+        """Median times of a call in microseconds, fused and unfused."""
+        medians = (self.times.get(name, TimeReport()).median_us for name in (FUSED, UNFUSED))
+        return Comparison(*medians)
+
+    def __str__(self) -> str:
+        from .screen import screen
+
+        return screen(self)
+
+    def full(self) -> str:
+        """Return everything as text; `str` gives one screen of it."""
+        from .text import render
+
+        return render(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the report as a JSON-able dict; numbers that JSON has no form for become None.
+
+        Each entry of `times` also says what its quartiles allow: whether the fused module is
+        "faster", "slower" or makes "no difference", and by which `ratio` of the medians if it does.
+        """
+        order = ("version", "target", "launches", "bytes", "time_us", "verify", "plan", "groups")
+        data = {f.name: _jsonable(getattr(self, f.name)) for f in fields(self)}
+        data["time_us"] = _jsonable(self.time_us)
+        ours = self.times.get(FUSED)
+        for name, found in self.times.items():
+            if ours is not None and name != FUSED:
+                verdict = ours.verdict(found)
+                data["times"][name]["verdict"] = verdict and verdict.value
+                data["times"][name]["ratio"] = ours.ratio(found)
+        return {key: data.pop(key) for key in order} | data
+
+
+def _jsonable(value: Any) -> Any:
+    if hasattr(value, "__dataclass_fields__"):
+        return {f.name: _jsonable(getattr(value, f.name)) for f in fields(value)}
+    if isinstance(value, Mapping):
+        return {str(k): _jsonable(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,164 @@
+"""A written PrimFunc as code: its host functions in TIR, and the CUDA sources of its kernels.
+
+    PrimFunc -> lowering -> host functions + kernels -> CUDA sources (-> nvcc -> device modules)
+
+A kernel without its body is all that TVM needs to make a device module of a source and machine code
+that are known: the names, parameters and launch parameters of its functions.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+from tvm import tirx
+from tvm.tirx.build import codegen_build, split_host_device_mods
+
+from ...errors import BuildError
+from . import cubin_cache
+from .lowering import mixed_tir_pipeline, without_entry
+
+_DEVICE_KERNEL = 2  # tvm::CallingConv::kDeviceKernelLaunch
+_SUMMARY_LINES = 20
+
+
+class KernelBuildError(BuildError):
+    """Some PrimFuncs could not be compiled.
+
+    Attributes
+    ----------
+    failures : dict[str, str]
+        What the compiler says, by name of the PrimFunc.
+    """
+
+    def __init__(self, failures: dict[str, str]) -> None:
+        self.failures = failures
+        lines = [f"{name}: {message}" for name, message in failures.items()]
+        super().__init__("these PrimFuncs do not compile:\n" + "\n".join(lines))
+
+
+@dataclass(frozen=True, slots=True)
+class CudaUnit:
+    """What becomes one device module.
+
+    Attributes
+    ----------
+    source : str
+        CUDA C++; one kernel, unless kernels share device functions.
+    kernels : tvm.IRModule
+        Its functions, without their bodies.
+    """
+
+    source: str
+    kernels: tvm.IRModule
+
+    @property
+    def target(self) -> tvm.target.Target:
+        """What its functions are for."""
+        return next(func for _, func in self.kernels.functions_items()).attrs["target"]
+
+    @property
+    def name(self) -> str:
+        """The first of its functions in the order of the alphabet."""
+        return min(gvar.name_hint for gvar in self.kernels.get_global_vars())
+
+    def module(self, binary: bytes) -> tvm.runtime.Module:
+        """The device module of this source and its machine code."""
+        with cubin_cache.given_code(self.source, binary):
+            return codegen_build(self.kernels, self.target)
+
+
+@dataclass(frozen=True, slots=True)
+class KernelCode:
+    """One PrimFunc, lowered.
+
+    Attributes
+    ----------
+    host : tvm.IRModule
+        What runs on the host: checks of the arguments, launches.
+    units : tuple of CudaUnit
+    """
+
+    host: tvm.IRModule
+    units: tuple[CudaUnit, ...]
+
+
+def kernel_code(name: str, func: tirx.PrimFunc, target: tvm.target.Target) -> KernelCode:
+    """Lower one PrimFunc for CUDA; `name` is what it is called by.
+
+    Raises
+    ------
+    KernelBuildError
+        If it does not lower.
+    """
+    mod = tvm.IRModule({name: func.with_attr("global_symbol", name)})
+    with target:
+        host, device = lowered_parts(mod, target)
+        units = attempt(lambda _: tuple(cuda_units(device)), mod)
+    return KernelCode(host, units)
+
+
+def cuda_units(device: Mapping[tvm.target.Target, tvm.IRModule]) -> Iterator[CudaUnit]:
+    """Generate the CUDA sources of lowered kernels."""
+    _, _, finalize = mixed_tir_pipeline()
+    for target, kernels in device.items():
+        for part in one_kernel_each(kernels):
+            final = finalize()(part)
+            with cubin_cache.source_only():
+                source = codegen_build(final, target).inspect_source("cuda")
+            empty = {
+                gvar: func.with_body(tirx.Evaluate(0)) for gvar, func in final.functions_items()
+            }
+            yield CudaUnit(source, tvm.IRModule(empty, attrs=final.attrs))
+
+
+def lowered_parts(
+    mod: tvm.IRModule, target: tvm.target.Target
+) -> tuple[tvm.IRModule, Mapping[tvm.target.Target, tvm.IRModule]]:
+    """Lower PrimFuncs and split them into their host code and, by target, their kernels.
+
+    Raises
+    ------
+    KernelBuildError
+        If PrimFuncs do not lower; its `failures` name them.
+    """
+    lower, _, _ = mixed_tir_pipeline()
+    mod = tirx.transform.BindTarget(target.with_host(host_of(target)))(mod)
+    return split_host_device_mods(without_entry(attempt(lower, mod)))
+
+
+def one_kernel_each(device: tvm.IRModule) -> Iterator[tvm.IRModule]:
+    """Yield a module per kernel; kernels that share device functions stay together."""
+    functions = device.functions_items()
+    if any(int(f.attrs.get("calling_conv", 0)) != _DEVICE_KERNEL for _, f in functions):
+        yield device
+        return
+    for gv, func in sorted(functions, key=lambda item: item[0].name_hint):
+        yield tvm.IRModule({gv: func}, attrs=device.attrs)
+
+
+def attempt(step: Callable[[tvm.IRModule], Any], mod: tvm.IRModule) -> Any:
+    """Run a step on a module; where it fails, find the PrimFuncs at fault by running each alone."""
+    try:
+        return step(mod)
+    except Exception as error:  # a kernel build
+        failures = {}
+        for gv, func in mod.functions_items():
+            try:
+                step(tvm.IRModule({gv: func}, attrs=mod.attrs))
+            except Exception as alone:
+                failures[gv.name_hint] = _summary(alone)
+        if failures:
+            raise KernelBuildError(failures) from error
+        raise BuildError(f"the module does not build: {_summary(error)}") from error
+
+
+def host_of(target: tvm.target.Target) -> tvm.target.Target:
+    """The target of the host code of a target."""
+    own = target if target.kind.name == "llvm" else tvm.target.Target("llvm")
+    return target.host or own
+
+
+def _summary(error: Exception) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return "\n".join(lines[:_SUMMARY_LINES]) or type(error).__name__

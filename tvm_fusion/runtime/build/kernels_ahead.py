@@ -1,0 +1,200 @@
+"""Kernels whose code is known before their module is built: nvcc compiles them meanwhile.
+
+    PrimFunc of a group -> [kernel cache] -> written kernel -> code -> nvcc begins
+                                                                 |
+    module of all kernels  -----------------> build  <-----------+
+
+A kernel is lowered as soon as it is written, so that compiling the first ones and writing the next
+ones take place at the same time. One that the kernel cache has is neither written nor lowered: a
+declaration stands for it in the module. Where several functions become one module, so do their
+kernels: one that another function had is not written again.
+"""
+
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Protocol, Self
+
+import tvm
+import tvm_ffi
+from tvm import tirx
+
+from ...config import HardwareProfile, Policy
+from ...errors import BuildError
+from ...transform.functions.unique_names import FreshNames
+from .cubin_cache import Compiling
+from .cuda_compiler import cuda_arch
+from .kernel_cache import KernelCache
+from .kernel_code import KernelCode, kernel_code
+from .lowering import TIRX_ATTR, is_tirx
+
+logger = logging.getLogger(__name__)
+
+
+class Ahead(Protocol):
+    """What writes the kernels of a function tells of them: `KernelsAhead`, `KernelsOfOne`."""
+
+    def forget(self) -> None: ...
+
+    def known(
+        self, name: str, func: tirx.PrimFunc, class_name: str, choice: str = ""
+    ) -> tirx.PrimFunc | None: ...
+
+    def add(
+        self,
+        name: str,
+        func: tirx.PrimFunc,
+        class_name: str,
+        kernel: tirx.PrimFunc,
+        choice: str = "",
+    ) -> None: ...
+
+
+class KernelsAhead:
+    """The kernels of one module; a context manager, left when the module is built.
+
+    Does not handle: kernels of the s_tir dialect, which the lowering of Relax looks into.
+
+    Attributes
+    ----------
+    codes : dict of str to KernelCode
+        By name of PrimFunc.
+    compiling : Compiling
+    """
+
+    def __init__(self, target: tvm.target.Target, hw: HardwareProfile, policy: Policy) -> None:
+        self.codes: dict[str, KernelCode] = {}
+        self.compiling = Compiling(cuda_arch(target))
+        self._target = target
+        self._cache = KernelCache.of(target, hw, policy)
+
+    def __enter__(self) -> Self:
+        self.compiling.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.compiling.__exit__(*exception)
+
+    def forget(self) -> None:
+        """The function is written anew: its PrimFuncs may be others."""
+        self.codes.clear()
+
+    def known(
+        self, name: str, func: tirx.PrimFunc, class_name: str, choice: str = ""
+    ) -> tirx.PrimFunc | None:
+        """The declaration of a PrimFunc's kernel, if its code is known; nvcc begins then. `choice`
+        is what tuning chose, empty for the untuned kernel.
+        """
+        if name not in self.codes:
+            path = self._path(name, func, class_name, choice)
+            code = path and self._cache.read(path)
+            if code is None:
+                return None
+            self._begin(name, code)
+        return func.with_body(tirx.Evaluate(0)).with_attr(TIRX_ATTR, True)
+
+    def add(
+        self,
+        name: str,
+        func: tirx.PrimFunc,
+        class_name: str,
+        kernel: tirx.PrimFunc,
+        choice: str = "",
+    ) -> None:
+        """Lower the kernel that was written for a PrimFunc, and let nvcc begin. One that does not
+        lower is left to the build, which says why.
+        """
+        if not is_tirx(kernel):
+            return
+        try:
+            code = kernel_code(name, kernel, self._target)
+        except BuildError as error:
+            logger.info("%s", error)
+            return
+        self._begin(name, code)
+        path = self._path(name, func, class_name, choice)
+        if path:
+            self._cache.keep(path, code)
+
+    def _path(self, name: str, func: tirx.PrimFunc, class_name: str, choice: str) -> Path | None:
+        return self._cache and self._cache.path(name, func, class_name, choice)
+
+    def _begin(self, name: str, code: KernelCode) -> None:
+        self.codes[name] = code
+        for unit in code.units:
+            self.compiling.begin(unit.source)
+
+
+class KernelsOfAll:
+    """The kernels of several functions that become one module, in which equal ones are one.
+
+    Attributes
+    ----------
+    names : dict of str to dict of str to str
+        By function, what its PrimFuncs are called in the module.
+    """
+
+    def __init__(self, ahead: KernelsAhead | None, fresh: FreshNames) -> None:
+        """`fresh` gives the names of the module; without `ahead` there is nothing ahead."""
+        self.names: dict[str, dict[str, str]] = {}
+        self._ahead, self._fresh = ahead, fresh
+        self._known: dict[tuple[str, str, int], list[tuple[tirx.PrimFunc, str]]] = {}
+
+    def of(self, function: str) -> "KernelsOfOne | None":
+        """The kernels of one of the functions."""
+        if self._ahead is None:
+            return None
+        return KernelsOfOne(self._ahead, self._name, self.names.setdefault(function, {}))
+
+    def _name(self, name: str, func: tirx.PrimFunc, class_name: str, choice: str) -> str:
+        """The name of a PrimFunc's kernel: that of an equal one, or a new one like its own."""
+        plain = func.without_attr("global_symbol") if "global_symbol" in func.attrs else func
+        key = (class_name, choice, tvm_ffi.structural_hash(plain))
+        alike = self._known.setdefault(key, [])
+        for other, found in alike:
+            if tvm_ffi.structural_equal(other, plain):
+                return found
+        alike.append((plain, self._fresh(name)))
+        return alike[-1][1]
+
+
+class KernelsOfOne:
+    """`KernelsAhead` for one function of several: see `KernelsOfAll`."""
+
+    def __init__(
+        self, ahead: KernelsAhead, name_of: Callable[..., str], names: dict[str, str]
+    ) -> None:
+        self._ahead, self._name_of, self._names = ahead, name_of, names
+
+    def forget(self) -> None:
+        """See `KernelsAhead`; what other functions have stays known."""
+        self._names.clear()
+
+    def known(
+        self, name: str, func: tirx.PrimFunc, class_name: str, choice: str = ""
+    ) -> tirx.PrimFunc | None:
+        """See `KernelsAhead`."""
+        self._names[name] = own = self._name_of(name, func, class_name, choice)
+        return self._ahead.known(own, func, class_name, choice)
+
+    def add(
+        self,
+        name: str,
+        func: tirx.PrimFunc,
+        class_name: str,
+        kernel: tirx.PrimFunc,
+        choice: str = "",
+    ) -> None:
+        """See `KernelsAhead`."""
+        self._names[name] = own = self._name_of(name, func, class_name, choice)
+        self._ahead.add(own, func, class_name, kernel, choice)
+
+
+def kernels_ahead(
+    target: tvm.target.Target, hw: HardwareProfile, policy: Policy
+) -> AbstractContextManager[KernelsAhead | None]:
+    """The kernels of a module for CUDA; None elsewhere."""
+    if target.kind.name != "cuda":
+        return nullcontext()
+    return KernelsAhead(target, hw, policy)

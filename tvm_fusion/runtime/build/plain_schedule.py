@@ -1,0 +1,239 @@
+"""A plain GPU schedule for PrimFuncs that no rule takes: slow, but right for any loops.
+
+    Before                                   After
+    for i, j in T.grid(7, 5):                for b in T.thread_binding(1, "blockIdx.x"):
+        for k in range(n(i)):                    for t in T.thread_binding(128, "threadIdx.x"):
+            y[i, j] = y[i, j] + x[i, k, j]           if b * 128 + t < 35:
+                                                         for k in range(n(i)): ...
+
+Every nest becomes a kernel of its own. A loop is spread over threads only where it is proven that
+its iterations do not meet: its variable is itself an index of every tensor that the nest writes, in
+one dimension of all stores to it and of all loads from it. What is left of the nest runs in each
+thread in its order; where no loop is proven, the whole nest runs in one thread. A nest that has
+threads of its own stays as it is.
+
+Does not handle: calls of functions of the host (a library's sort), which no kernel can make.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import tvm_ffi
+from tvm import s_tir, tirx
+from tvm.ir import Call, Expr, PrimType, TensorLoad, Var
+
+from ...transform.lower.ordered_writes import serial, variables_of
+
+THREADS = 128
+
+PLAIN_ATTR = "tvm_fusion.plain"
+"""Of functions scheduled here: how, for the report."""
+
+OWN_THREADS = "on threads of its own"
+PER_ELEMENT = "one thread an element"
+ONE_THREAD = "in one thread, since no loop is proven to be free of order"
+
+# Calls that leave a kernel for the host.
+_HOST_CALLS = ("tvm_call_packed", "tvm_call_cpacked", "tvm_stack_make")
+
+# Calls after which an element may be reached by other ways than its indices.
+_ADDRESSES = ("address_of", "tvm_access_ptr", "call_extern", "call_pure_extern")
+
+
+def plain_schedule(func: tirx.PrimFunc) -> tirx.PrimFunc | None:
+    """The function with every nest on the threads of a GPU, marked with `PLAIN_ATTR`; None if that
+    cannot be.
+    """
+    root = func.body.block if isinstance(func.body, s_tir.SBlockRealize) else None
+    body = func.body if root is None else root.body
+    nests = list(body) if isinstance(body, tirx.SeqStmt) else [body]
+    if any(calls_host(nest) or isinstance(nest, tirx.Bind) for nest in nests):
+        return None
+    parts = [_scheduled(nest) for nest in nests]
+    scheduled = tirx.SeqStmt([part for part, _ in parts]) if len(parts) > 1 else parts[0][0]
+    how = {said for _, said in parts}
+    slowest = next(said for said in (ONE_THREAD, PER_ELEMENT, OWN_THREADS) if said in how)
+    func = func.with_attr(PLAIN_ATTR, slowest)
+    if root is None:
+        return func.with_body(scheduled)
+    block = s_tir.SBlock(
+        root.iter_vars,
+        root.reads,
+        root.writes,
+        root.name_hint,
+        scheduled,
+        root.init,
+        root.alloc_buffers,
+        root.match_buffers,
+        root.annotations,
+    )
+    realize = func.body
+    return func.with_body(s_tir.SBlockRealize(realize.iter_values, realize.predicate, block))
+
+
+def _scheduled(nest: tirx.Stmt) -> tuple[tirx.Stmt, str]:
+    """One nest on threads, and how."""
+    if _has_threads(nest):
+        return nest, OWN_THREADS
+    loops, body = _loops(nest)
+    spread = _independent(loops, body)
+    kept = [loop for loop in loops if not any(loop.same_as(own) for own in spread)]
+    total: Expr = tirx.IntImm("int64", 1)
+    for loop in spread:
+        total = total * loop.extent.astype("int64")
+    threads = THREADS if spread else 1
+    block, thread = (Var(name, PrimType("int64")) for name in ("block", "thread"))
+    flat = block * threads + thread
+    rest, values = flat, {}
+    for loop in reversed(spread):
+        extent = loop.extent.astype("int64")
+        values[loop.loop_var] = (rest % extent).astype(str(loop.loop_var.ty.dtype))
+        rest = rest // extent
+    for loop in reversed(kept):
+        body = tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, body)
+    body = tvm_ffi.structural_map(_in_order(body), [(Var, lambda var: values.get(var, var))])
+    if spread:
+        body = tirx.IfThenElse(flat < total, body, None)
+    body = _bound(thread, threads, "threadIdx.x", body)
+    body = _bound(block, (total + (threads - 1)) // threads, "blockIdx.x", body)
+    return body, PER_ELEMENT if spread else ONE_THREAD
+
+
+def _bound(var: Var, extent: Expr | int, tag: str, body: tirx.Stmt) -> tirx.For:
+    """A loop over the threads or the blocks of a kernel."""
+    axis = tirx.IterVar(None, Var(tag, var.ty), tirx.IterVar.ThreadIndex, tag)
+    extent = tirx.const(extent, "int64") if isinstance(extent, int) else extent
+    zero = tirx.IntImm("int64", 0)
+    return tirx.For(var, zero, extent, tirx.ForKind.THREAD_BINDING, body, axis)
+
+
+def _loops(nest: tirx.Stmt) -> tuple[list[tirx.For], tirx.Stmt]:
+    """The loops around all of a nest, the outermost first, and what stands in them."""
+    loops: list[tirx.For] = []
+    while isinstance(nest, tirx.For):
+        loops.append(nest)
+        nest = nest.body
+    return loops, nest
+
+
+def _in_order(body: tirx.Stmt) -> tirx.Stmt:
+    """The loops of what runs in a thread, none of them vectors or for several cores."""
+
+    def ordered(loop: tirx.For) -> tirx.For:
+        return loop if loop.kind == tirx.ForKind.SERIAL else serial(loop)
+
+    return tvm_ffi.structural_map(body, [(tirx.For, ordered)])
+
+
+# ---- what is independent
+
+
+@dataclass(slots=True)
+class _Accesses:
+    """The accesses of a nest, each index by the loop variable that it is; None if it is none.
+
+    Attributes
+    ----------
+    stores, loads : mapping of tensors to the indices of each access
+    own : tensors that live within the nest
+    known : whether all accesses are known; an address that is taken may lead anywhere
+    """
+
+    stores: dict[Var, list[list[Var | None]]] = field(default_factory=dict)
+    loads: dict[Var, list[list[Var | None]]] = field(default_factory=dict)
+    own: set[Var] = field(default_factory=set)
+    known: bool = True
+
+
+def _independent(loops: Sequence[tirx.For], body: tirx.Stmt) -> list[tirx.For]:
+    """The loops whose iterations are proven not to meet."""
+    found = _accesses(body)
+    written = [tensor for tensor in found.stores if tensor not in found.own]
+    if not found.known or not written:
+        return []
+    variables = {loop.loop_var for loop in loops}
+    return [
+        loop
+        for loop in loops
+        if _starts_at_zero(loop)
+        and not variables.intersection(variables_of(loop.extent))
+        and all(_tells_apart(found, tensor, loop.loop_var) for tensor in written)
+    ]
+
+
+def _starts_at_zero(loop: tirx.For) -> bool:
+    return isinstance(loop.min, tirx.IntImm) and int(loop.min) == 0 and loop.step is None
+
+
+def _tells_apart(found: _Accesses, tensor: Var, var: Var) -> bool:
+    """Whether a variable is the index of all accesses of a tensor in one dimension."""
+    accesses = [*found.stores[tensor], *found.loads.get(tensor, ())]
+    rank = min(map(len, accesses))
+    return any(all(a[d] is not None and a[d].same_as(var) for a in accesses) for d in range(rank))
+
+
+def _accesses(body: tirx.Stmt) -> _Accesses:
+    found = _Accesses()
+    meaning: dict[Var, Expr] = {}
+
+    def resolved(index: Expr) -> Var | None:
+        while isinstance(index, Var) and index in meaning:
+            index = meaning[index]
+        return index if isinstance(index, Var) else None
+
+    def realize(node: s_tir.SBlockRealize) -> None:
+        for axis, value in zip(node.block.iter_vars, node.iter_values, strict=True):
+            meaning[axis.var] = value
+        found.own.update(node.block.alloc_buffers)
+        found.known &= not node.block.match_buffers
+
+    def store(node: tirx.BufferStore) -> None:
+        found.stores.setdefault(node.buffer, []).append([resolved(i) for i in node.indices])
+
+    def load(node: TensorLoad) -> None:
+        found.loads.setdefault(node.source, []).append([resolved(i) for i in node.indices])
+
+    def alias(_: tirx.DeclBuffer) -> None:
+        found.known = False
+
+    def call(node: Call) -> None:
+        # Functions of numbers are given no tensor, and take no address of an element.
+        numbers = [node.ty, *(a.ty for a in node.args if isinstance(a, Expr))]
+        found.known &= _name(node) not in _ADDRESSES
+        found.known &= all(isinstance(ty, PrimType) for ty in numbers)
+
+    callbacks = [
+        (s_tir.SBlockRealize, realize),
+        (tirx.BufferStore, store),
+        (TensorLoad, load),
+        (tirx.AllocBuffer, lambda node: found.own.add(node.buffer)),
+        (tirx.DeclBuffer, alias),
+        (Call, call),
+    ]
+    tvm_ffi.structural_walk(body, callbacks, order="pre")
+    return found
+
+
+def _name(call: Call) -> str:
+    return getattr(call.op, "name", "").removeprefix("tirx.")
+
+
+def calls_host(nest: tirx.Stmt) -> bool:
+    """Whether a statement calls a function of the host."""
+
+    def visit(call: Call) -> tvm_ffi.VisitInterrupt | None:
+        return tvm_ffi.VisitInterrupt() if _name(call).startswith(_HOST_CALLS) else None
+
+    return tvm_ffi.structural_walk(nest, [(Call, visit)]) is not None
+
+
+def _has_threads(nest: tirx.Stmt) -> bool:
+    def loop(node: tirx.For) -> tvm_ffi.VisitInterrupt | None:
+        return tvm_ffi.VisitInterrupt() if node.kind == tirx.ForKind.THREAD_BINDING else None
+
+    def attr(node: tirx.AttrStmt) -> tvm_ffi.VisitInterrupt | None:
+        return tvm_ffi.VisitInterrupt() if node.attr_key == "thread_extent" else None
+
+    return tvm_ffi.structural_walk(nest, [(tirx.For, loop), (tirx.AttrStmt, attr)]) is not None

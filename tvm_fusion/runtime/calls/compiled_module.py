@@ -1,0 +1,373 @@
+"""A compiled model: call it, ask it what it is, save it, load it."""
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tvm
+from tvm import relax
+
+from ...errors import BuildError, InputError, TargetError
+from ..build import cubin_cache
+from ..build.build import Built
+from ..build.stray_lines import without_lines
+from ..graphs.capture_rules import CudaGraphOptions, refusal_of_executable
+from ..graphs.mode import GraphMode
+from .call_memory import MemoryPlan, measured_call_bytes
+from .entry import function_of, load_library, virtual_machine
+from .launch_count import count_launches
+from .repeated_calls import Repeated, RepeatedCall
+from .sidecar import read_sidecar, write_sidecar
+from .signature import Signature
+from .tensors import Kind, describe, from_tvm, kind_of, result_kind, to_argument, torch_stream
+from .written_inputs import refuse_copies, refuse_lost_writes, write_back
+
+# A warning for each constant of a module that has run: its virtual machine asked for their memory
+# scopes by the operator [] of a map, which made an empty entry for each
+_SCOPES = "Warning: Scope Saving:"
+
+
+class CompiledModule:
+    """What `tvm_fusion.compile` returns for a model of one function; of a module of several, one of
+    them (see `functions.CompiledFunctions`).
+
+    Calling it runs the function, `main` unless it has another name. NumPy arrays in give NumPy
+    arrays out, torch tensors give torch tensors (by DLPack, without a copy), anything else TVM
+    tensors; tuples stay tuples. Inputs are checked first, and copied only where they are not
+    contiguous, not aligned, or on another device.
+
+    Calls from several threads are safe and run one after the other. On CUDA, kernels are launched
+    on torch's current stream when torch tensors are given, else on TVM's, and a call returns
+    before they end. Memory goes back to a pool as soon as no tensor or array refers to it: whoever
+    uses outputs on another stream synchronises first. The pool keeps it for the next call until
+    `tvm.get_global_func("vm.builtin.memory_manager.clear")()`.
+
+    On a CPU, kernels run on all physical cores that the process may use, or as many threads as
+    `TVM_NUM_THREADS` says before the first call. Where torch is loaded they are those of torch's
+    own team, so that calls in turns with its operators do not compete for the cores.
+
+    With `cuda_graph` a call is one launch of a CUDA graph, captured after the first call with
+    inputs of its shapes. Outputs are the caller's own unless the options say otherwise. Inputs that
+    `main` writes to are copied back where they had to be copied.
+
+    Attributes
+    ----------
+    executable : tvm.relax.VMExecutable or tvm.runtime.Module
+    target : tvm.target.Target
+    signature : Signature
+        The inputs of the function.
+    function : str
+        Its name in the executable.
+    built : Built or None
+        The build, with CUDA sources and resources; None after `load`.
+    plan : FusionPlan or None
+        The fusion plan, set by the compiler.
+    report : Report, str or None
+        The report, set by the compiler; text after `load`.
+    lock : held while a call runs on the host
+    memory : MemoryPlan or None
+        Device memory that a call takes, by symbolic extents; None for a file of an older version.
+    writes : tuple of int
+        The inputs that the function writes to.
+    own : tuple of bool
+        The outputs that have memory of their own, which a NumPy array of the caller can be.
+    """
+
+    def __init__(
+        self,
+        executable: Any,
+        target: tvm.target.Target,
+        signature: Signature,
+        *,
+        built: Built | None = None,
+        plan: Any = None,
+        report: Any = None,
+        beside: "CompiledModule | None" = None,
+    ) -> None:
+        """`beside` is another function of the executable: they share a virtual machine."""
+        self.executable = executable
+        self.target = target
+        self.signature = signature
+        self.function = signature.function
+        self.built = built
+        self.plan = plan
+        self.report = report
+        self.memory: MemoryPlan | None = built and built.memory
+        self.lock = threading.Lock() if beside is None else beside.lock
+        self._beside = beside
+        self.writes: tuple[int, ...] = built.writes if built else ()
+        self.own: tuple[bool, ...] = built.own if built else ()
+        self._again: RepeatedCall | None = None
+        self._graph_mode = GraphMode()
+
+    @classmethod
+    def of(
+        cls,
+        built: Built,
+        plan: Any = None,
+        report: Any = None,
+        beside: "CompiledModule | None" = None,
+    ) -> "CompiledModule":
+        """Wrap a build."""
+        about = {"built": built, "plan": plan, "report": report, "beside": beside}
+        return cls(built.executable, built.target, built.signature, **about)
+
+    @cached_property
+    def launches(self) -> int:
+        """Launches in one call, read off the built module."""
+        return count_launches(self)
+
+    @cached_property
+    def device(self) -> tvm.runtime.Device:
+        """The device that calls run on; raises TargetError where there is none."""
+        device = tvm.runtime.device_from_target(self.target)
+        if not device.exist:
+            raise TargetError(
+                f"the module is compiled for {self.target.kind.name}, and this machine has no such "
+                "device: compile for the target llvm to run on the CPU"
+            )
+        return device
+
+    @cached_property
+    def vm(self) -> relax.VirtualMachine:
+        """The virtual machine; made on first use, which moves the weights to the device."""
+        if self._beside is not None:
+            return self._beside.vm
+        return virtual_machine(self.executable, self.device)
+
+    @cached_property
+    def _main(self) -> Callable[..., Any]:
+        return function_of(self.vm, self.function, self.device)
+
+    @cached_property
+    def _repeated(self) -> Repeated:
+        on_cpu, writes = self.device.type == "cpu", bool(self.writes)
+        return Repeated(self.vm[self.function], self.lock, on_cpu, self.own, writes)
+
+    @property
+    def peak_memory_bytes(self) -> int | None:
+        """Weights, intermediates and outputs that are on the device at once, as planned; None if
+        that depends on symbolic extents (`memory.peak_bytes` takes them).
+        """
+        return self.memory and self.memory.peak_bytes()
+
+    def measure_peak_memory(self, *inputs: Any) -> int:
+        """Run the function and return what it took from the device in bytes, to about 2 MB, and the
+        weights; raises TargetError if the module is not for CUDA.
+        """
+        arguments = self.arguments(inputs)
+        with self.lock:
+            used = measured_call_bytes(lambda: self._main(*arguments), self.device)
+        return used + (self.memory.weights_bytes if self.memory else 0)
+
+    @cached_property
+    def uncapturable(self) -> str | None:
+        """Why calls cannot be captured into a CUDA graph, as far as the module tells."""
+        if "gpu" not in self.target.keys:
+            return "the module runs on a CPU"
+        return refusal_of_executable(self.executable, self.function)
+
+    @property
+    def cuda_graph(self) -> CudaGraphOptions | None:
+        """How calls are captured into CUDA graphs, None if they are not to be; set it to a bool, a
+        mapping of options, or `CudaGraphOptions`. A module for a CPU raises TargetError.
+        """
+        return self._graph_mode.options
+
+    @cuda_graph.setter
+    def cuda_graph(self, value: Any) -> None:
+        self._graph_mode.set(self, value)
+        self._again = None
+
+    @property
+    def cuda_graph_refusal(self) -> str | None:
+        """Why calls run launch by launch though `cuda_graph` is set; None if they do not."""
+        return self._graph_mode.refusal(self)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run the function.
+
+        Parameters
+        ----------
+        *inputs : numpy.ndarray, torch.Tensor or tvm.runtime.Tensor
+            In the order of `signature`.
+
+        Returns
+        -------
+        Any
+            A tensor, or a tuple of tensors (nested as the model's output is), of the kind given.
+
+        Raises
+        ------
+        InputError
+            If number, kind, dtype or shape of the inputs are not those of `signature`; symbolic
+            extents have to agree between inputs.
+        TargetError
+            If this machine lacks the device.
+        """
+        again = self._again
+        if again is not None:
+            result = again(inputs)
+            if result is not None:
+                return result
+        elif self._graph_mode.options is not None:
+            result = self._graph_mode.call(self, inputs)
+            if result is not NotImplemented:
+                return result
+        kind, torch_device = self.check(inputs)
+        with self.lock, torch_stream(self.device, kind):
+            arguments = self.arguments(inputs)
+            result = from_tvm(self.run(arguments), kind, torch_device, self.own)
+            write_back(self.writes, inputs, arguments)
+            if self._graph_mode.options is None:
+                self._again = self._repeated.call(inputs, arguments, kind)
+            return result
+
+    def bind(self, *inputs: Any) -> Callable[[], Any]:
+        """Check and convert inputs once, and return a function that runs this one on them.
+
+        It neither checks nor converts nor locks: for timing, and for loops over fixed buffers. Its
+        outputs are TVM tensors. With `cuda_graph` it launches a graph of its own over these very
+        inputs, on TVM's current stream, and every call overwrites the outputs of the one before.
+        An input that it writes to must need no copy, or InputError is raised.
+        """
+        kind, _ = self.check(inputs)
+        with torch_stream(self.device, kind):
+            arguments = self.arguments(inputs)
+        refuse_copies(self.signature, self.writes, inputs, arguments)
+        main = self._main
+        return self._graph_mode.bound(self, arguments) or (lambda: main(*arguments))
+
+    def check(self, inputs: Sequence[Any]) -> tuple[Kind, Any]:
+        """Check inputs, and return whose tensors they are, and torch's device if torch's."""
+        self.signature.check_count(len(inputs))
+        pairs = list(zip(self.signature.inputs, inputs, strict=True))
+        kinds = [(kind_of(value), value) for spec, value in pairs if spec.dtype is not None]
+        self.signature.check([spec.dtype and describe(value) for spec, value in pairs])
+        torch_device = next((value.device for kind, value in kinds if kind is Kind.TORCH), None)
+        return result_kind([kind for kind, _ in kinds]), torch_device
+
+    def arguments(self, inputs: Sequence[Any]) -> list[Any]:
+        """Return inputs as the VM takes them, on the module's device."""
+        specs = self.signature.inputs
+        refuse_lost_writes(self.signature, self.writes, inputs)
+        return [to_argument(x, self.device, s) for x, s in zip(inputs, specs, strict=True)]
+
+    def run(self, arguments: Sequence[Any]) -> Any:
+        """Run it on what `arguments` returned, on TVM's current stream, without the lock."""
+        try:
+            return self._main(*arguments)
+        except RuntimeError as error:
+            self.signature.name_refused(error, arguments)
+            raise
+
+    def save(self, path: str | Path) -> Path:
+        """Write a shared library, and beside it `<path>.json` with signature, plan and report.
+
+        CUDA kernels are stored as machine code where they were built on a machine with a GPU, else
+        as source, compiled (through the cubin cache) where the library is loaded.
+
+        The library also runs with TVM alone: `tvm.runtime.load_module(path)` and a
+        `relax.VirtualMachine`. There it is the caller's task to say on how many threads: TVM takes
+        half of the cores of an x86 machine, unless `TVM_NUM_THREADS` is set before its first
+        kernel, or each thread that calls begins with
+        `tvm_ffi.get_global_func("runtime.config_threadpool")(-3, n, ["0", ..., "n-1"])`, the cores
+        by number. `load` needs neither.
+        """
+        path = Path(path)
+        export_executable(self.executable, path)
+        write_sidecar(path, {"target": self.target.export(), **self.facts()})
+        return path
+
+    def facts(self) -> dict[str, Any]:
+        """What the library does not say of the function: `load` reads it from the JSON file."""
+        return {
+            "function": self.function,
+            "signature": self.signature.to_json(),
+            "launches": self.launches,
+            "plan": self.plan and self.plan.to_dict(),
+            "report": self.report
+            and (self.report if isinstance(self.report, str) else self.report.full()),
+            "memory": self.memory and self.memory.to_json(),
+            "uncapturable": self.uncapturable,
+            "writes": self.writes,
+            "own": self.own,
+        }
+
+    @classmethod
+    def load(cls, path: str | Path) -> Any:
+        """Read what `save` wrote.
+
+        Returns
+        -------
+        CompiledModule or CompiledFunctions
+            `functions.CompiledFunctions` for a file that one of these wrote.
+
+        Raises
+        ------
+        InputError
+            If a file is missing, broken, or of another version.
+        """
+        path = Path(path)
+        meta = read_sidecar(path)
+        cubin_cache.install()
+        try:
+            library = load_library(path)
+        except (OSError, RuntimeError, ValueError) as error:
+            raise InputError(
+                f"cannot load {path}: {error}. A library for CUDA loads only where there is a GPU"
+            ) from error
+        target = tvm.target.Target(meta["target"])
+        if "functions" not in meta:
+            return cls.from_facts(library, target, meta, path)
+        from .compiled_functions import CompiledFunctions
+
+        members: dict[str, CompiledModule] = {}
+        for name, facts in meta["functions"].items():
+            beside = next(iter(members.values()), None)
+            members[name] = cls.from_facts(library, target, facts, path, beside)
+        told = (f"function {name}\n{member.report}" for name, member in members.items())
+        return CompiledFunctions(members, "\n\n".join(told))
+
+    @classmethod
+    def from_facts(
+        cls,
+        library: tvm.runtime.Module,
+        target: tvm.target.Target,
+        meta: Mapping[str, Any],
+        path: Path,
+        beside: "CompiledModule | None" = None,
+    ) -> "CompiledModule":
+        """A function of a loaded library, from what `facts` said of it."""
+        from ...plan.plan import FusionPlan
+
+        module = cls(
+            library,
+            target,
+            Signature.from_json(meta["signature"], meta.get("function", "main")),
+            plan=None if meta["plan"] is None else FusionPlan.from_dict(meta["plan"], str(path)),
+            report=meta["report"],
+            beside=beside,
+        )
+        module.launches = meta["launches"]
+        module.memory = meta.get("memory") and MemoryPlan.from_json(meta["memory"])
+        module.uncapturable = meta.get("uncapturable", "it was saved by an older version")
+        module.writes = tuple(meta.get("writes", ()))
+        module.own = tuple(meta.get("own", ()))
+        return module
+
+
+def export_executable(executable: Any, path: Path) -> None:
+    """Write an executable as a shared library; raises BuildError where that cannot be."""
+    if not isinstance(executable, tvm.runtime.Executable):
+        raise BuildError("a loaded module cannot be saved again: copy its file and its .json")
+    try:
+        with without_lines(containing=_SCOPES):
+            executable.export_library(str(path))
+    except (OSError, RuntimeError) as error:
+        raise BuildError(
+            f"cannot write the library {path}: {error}. It takes a writable folder and a C++ "
+            "compiler (g++ or clang++) on PATH"
+        ) from error

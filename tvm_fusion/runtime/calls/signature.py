@@ -1,0 +1,163 @@
+"""What a compiled function takes: names, dtypes and shapes, checked before every call."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+from tvm import relax, tirx
+
+from ...errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class InputSpec:
+    """One input.
+
+    Attributes
+    ----------
+    name : str
+        The parameter's name.
+    dtype : str or None
+        Such as "float16"; None for what is no tensor (a shape, a number, a tuple), which only the
+        built module itself checks.
+    shape : tuple of int or str, or None
+        An extent, the name of a symbolic extent, or an expression (in parentheses) that only the
+        built module itself checks; None where the rank is unknown.
+    """
+
+    name: str
+    dtype: str | None
+    shape: tuple[int | str, ...] | None
+
+    def __str__(self) -> str:
+        if self.dtype is None:
+            return f"{self.name}: no tensor"
+        if self.shape is None:
+            return f"{self.name}: {self.dtype} of any shape"
+        return f"{self.name}: {self.dtype} ({', '.join(map(str, self.shape))})"
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """The inputs of a function, in order, and its name in the executable."""
+
+    inputs: tuple[InputSpec, ...]
+    function: str = "main"
+
+    @classmethod
+    def of(cls, mod: tvm.IRModule, function: str = "main") -> "Signature":
+        """Return the signature of a Relax function, its symbolic extents named apart."""
+        names = _ExtentNames()
+        return cls(tuple(_input_spec(param, names) for param in mod[function].params), function)
+
+    def check(self, given: Sequence[tuple[str, Sequence[int]] | None]) -> dict[str, int]:
+        """Check (dtype, shape) of every tensor, and return the values of the symbolic extents.
+
+        Raises
+        ------
+        InputError
+            Naming the input, what was expected and what was given.
+        """
+        extents: dict[str, int] = {}
+        for spec, tensor in zip(self.inputs, given, strict=True):
+            if spec.dtype is not None:
+                dtype, shape = tensor
+                try:
+                    _check_input(spec, dtype, tuple(shape), extents)
+                except InputError as error:
+                    raise InputError(f"{self._where}{error}") from None
+        return extents
+
+    def check_count(self, count: int) -> None:
+        """Raise InputError unless `count` inputs are as many as there are."""
+        if count != len(self.inputs):
+            expected = "; ".join(map(str, self.inputs))
+            raise InputError(
+                f"{self._where}expected {len(self.inputs)} inputs ({expected}), got {count}"
+            )
+
+    def name_refused(self, error: Exception, arguments: Sequence[Any]) -> None:
+        """Raise InputError if an error is the VM's refusal of one of the arguments."""
+        function = re.escape(self.function)
+        refused = re.search(rf"ErrorContext\(fn={function}, loc=param\[(\d+)\]", str(error))
+        if refused is not None:
+            number = int(refused[1])
+            shape = tuple(map(int, arguments[number].shape))
+            expected = f"{self._where}expected {self.inputs[number]}"
+            raise InputError(f"{expected}, got {shape}") from error
+
+    @property
+    def _where(self) -> str:
+        """What errors begin with: a function of any name of its own is called by it."""
+        return "" if self.function == "main" else f"{self.function}: "
+
+    def to_json(self) -> list[dict[str, Any]]:
+        """Return plain values for `from_json`."""
+        return [{"name": s.name, "dtype": s.dtype, "shape": s.shape} for s in self.inputs]
+
+    @classmethod
+    def from_json(cls, values: Sequence[Mapping[str, Any]], function: str = "main") -> "Signature":
+        """Inverse of `to_json`, for the function of that name."""
+        specs = (InputSpec(v["name"], v["dtype"], v["shape"] and tuple(v["shape"])) for v in values)
+        return cls(tuple(specs), function)
+
+
+class _ExtentNames:
+    """Names for symbolic extents: two variables of one name get two names."""
+
+    def __init__(self) -> None:
+        self._known: list[tuple[tirx.Var, str]] = []
+
+    def __call__(self, extent: Any) -> int | str:
+        if isinstance(extent, tirx.IntImm):
+            return int(extent)
+        if not isinstance(extent, tirx.Var):
+            plain = re.sub(r"T\.int\d+\((-?\d+)\)", r"\1", str(extent))
+            return f"({plain})"
+        for var, name in self._known:
+            if var.same_as(extent):
+                return name
+        taken = {name for _, name in self._known}
+        name, number = extent.name, 0
+        while name in taken:
+            number += 1
+            name = f"{extent.name}_{number}"
+        self._known.append((extent, name))
+        return name
+
+
+def _input_spec(param: relax.Var, names: _ExtentNames) -> InputSpec:
+    ty = param.ty
+    if not isinstance(ty, relax.TensorType):
+        return InputSpec(param.name, None, None)
+    known = isinstance(ty.shape, relax.ShapeExpr)
+    shape = tuple(names(extent) for extent in ty.shape.values) if known else None
+    dtype = str(ty.dtype)  # "None" where the model does not say (an optional input)
+    return InputSpec(param.name, None if dtype in ("None", "") else dtype, shape)
+
+
+def _check_input(
+    spec: InputSpec, dtype: str, shape: tuple[int, ...], extents: dict[str, int]
+) -> None:
+    if dtype != spec.dtype:
+        raise InputError(f"input {spec.name}: expected dtype {spec.dtype}, got {dtype}")
+    if spec.shape is None:
+        return
+    expected = f"expected shape ({', '.join(map(str, spec.shape))})"
+    if len(shape) != len(spec.shape):
+        raise InputError(
+            f"input {spec.name}: {expected} of rank {len(spec.shape)}, got {shape} of rank "
+            f"{len(shape)}"
+        )
+    for axis, (want, got) in enumerate(zip(spec.shape, shape, strict=True)):
+        if isinstance(want, str) and not want.startswith("("):
+            bound = extents.setdefault(want, got)
+            if bound != got:
+                raise InputError(
+                    f"input {spec.name}: {expected}, got {shape}: axis {axis} is {got}, but "
+                    f"{want} = {bound} in an earlier input"
+                )
+        elif isinstance(want, int) and want != got:
+            raise InputError(f"input {spec.name}: {expected}, got {shape}: axis {axis} is {got}")

@@ -1,0 +1,146 @@
+"""Which inputs a module writes into, and how that reaches a caller whose tensor was copied.
+
+A cache of keys is such an input. Where the module computes on the caller's memory, nothing is to be
+done; NumPy arrays for a GPU, tensors on another device and views that kernels cannot read are
+copied, and copied back after the call.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from ...errors import InputError
+from ...transform.functions.function_apart import reached
+from ...transform.functions.functions import expressions_of, has_branches
+from .signature import Signature
+from .tensors import Kind, from_tvm, kind_of
+
+_WRITING = ("relax.call_tir_inplace", "relax.call_inplace_packed")
+_VIEWS = ("relax.reshape", "relax.memory.view")
+
+
+def written_inputs(mod: tvm.IRModule, function: str = "main") -> tuple[int, ...]:
+    """Return the numbers of the inputs of a function that it, or one that it calls, writes into.
+
+    All of them, where branches or other Relax functions write: whose memory that is, is not
+    followed through these.
+    """
+    main = mod[function]
+    functions = [main, *(mod[gvar] for gvar in reached(mod, main))]
+    writing = [f for f in functions if isinstance(f, relax.Function) and _writes(f)]
+    if not writing:
+        return ()
+    if len(writing) > 1 or not writing[0].same_as(main) or has_branches(main):
+        return tuple(range(len(main.params)))
+    return tuple(sorted(_written(main)))
+
+
+def refuse_lost_writes(signature: Signature, writes: Sequence[int], inputs: Sequence[Any]) -> None:
+    """Check that inputs can be written to, element by element.
+
+    Raises
+    ------
+    InputError
+        One is read-only, or several of its elements are one.
+    """
+    for number in writes:
+        spec, value = signature.inputs[number], inputs[number]
+        if spec.dtype is None or kind_of(value) is Kind.TVM:
+            continue
+        of_numpy = kind_of(value) is Kind.NUMPY
+        if of_numpy and not value.flags.writeable:
+            raise InputError(
+                f"input {spec.name} is written to, but the array is read-only: pass a copy of it"
+            )
+        strides = value.strides if of_numpy else value.stride()
+        if any(n > 1 and stride == 0 for n, stride in zip(value.shape, strides, strict=True)):
+            raise InputError(
+                f"input {spec.name} is written to, but several of its elements are one in memory "
+                "(it was expanded): pass a copy of it"
+            )
+
+
+def refuse_copies(
+    signature: Signature, writes: Sequence[int], inputs: Sequence[Any], arguments: Sequence[Any]
+) -> None:
+    """Check that what is written to is the caller's memory; raises InputError."""
+    for number in writes:
+        if not _is_lent(inputs[number], arguments[number]):
+            raise InputError(
+                f"input {signature.inputs[number].name} is written to, but it would be copied: it "
+                f"has to be contiguous, aligned, and on {arguments[number].device}"
+            )
+
+
+def write_back(writes: Sequence[int], inputs: Sequence[Any], arguments: Sequence[Any]) -> None:
+    """Copy what a module wrote into copies of inputs back into these."""
+    for number in writes:
+        value, argument = inputs[number], arguments[number]
+        if _is_lent(value, argument):
+            continue
+        if kind_of(value) is Kind.NUMPY:
+            np.copyto(value, argument.numpy())
+        elif kind_of(value) is Kind.TORCH:
+            value.detach().copy_(from_tvm(argument, Kind.TORCH, None))
+        else:
+            argument.copyto(value)
+
+
+def _is_lent(value: Any, argument: Any) -> bool:
+    """Whether a caller's tensor has the memory of the one that the module was given."""
+    if not isinstance(argument, tvm.runtime.Tensor):
+        return True
+    kind, address = kind_of(value), int(argument.data_ptr())
+    if kind is Kind.NUMPY:
+        return argument.device.type == "cpu" and value.ctypes.data == address
+    pointer = int(value.data_ptr())
+    return value.device.type == argument.device.type and pointer == address
+
+
+def _writes(func: relax.Function) -> bool:
+    return any(True for _ in _calls(func, _WRITING))
+
+
+def _calls(func: relax.Function, operators: Sequence[str]) -> Iterable[relax.Call]:
+    calls = expressions_of(func, relax.Call)
+    return [call for call in calls if getattr(call.op, "name", None) in operators]
+
+
+def _written(main: relax.Function) -> set[int]:
+    roots = {param: frozenset([number]) for number, param in enumerate(main.params)}
+    found: set[int] = set()
+
+    def roots_of(value: Any) -> frozenset[int]:
+        """The inputs whose memory a value may have."""
+        if isinstance(value, relax.Var):
+            return roots.get(value, frozenset())
+        if isinstance(value, relax.Tuple):
+            return frozenset().union(*map(roots_of, value.fields))
+        if isinstance(value, relax.TupleGetItem):
+            return roots_of(value.tuple_value)
+        if not isinstance(value, relax.Call):
+            return frozenset()
+        name = getattr(value.op, "name", None)
+        if name in _WRITING:
+            return frozenset().union(*map(roots_of, _targets(value)))
+        return roots_of(value.args[0]) if name in _VIEWS else frozenset()
+
+    for block in main.body.blocks:
+        for binding in block.bindings:
+            roots[binding.var] = roots_of(binding.value)
+            if getattr(getattr(binding.value, "op", None), "name", None) in _WRITING:
+                found |= roots[binding.var]
+    return found
+
+
+def _targets(call: relax.Call) -> list[relax.Expr]:
+    """What an operator writes into."""
+    in_tir = call.op.name == "relax.call_tir_inplace"
+    given = call.args[1]
+    arguments = given.fields if in_tir and isinstance(given, relax.Tuple) else [given]
+    if not in_tir:
+        arguments = call.args[1:]
+    return [arguments[i] for i in map(int, call.attrs.inplace_indices) if i >= 0]

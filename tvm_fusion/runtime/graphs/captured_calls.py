@@ -1,0 +1,261 @@
+"""Calls of a compiled module as launches of recordings: one for each list of input shapes.
+
+A launch reads the caller's tensors and writes the outputs that he gets, where they are: the
+pointers of the kernels move when those of the tensors do. Nothing is copied.
+"""
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import tvm
+
+from ..calls.signature import Signature
+from ..calls.tensors import (
+    Kind,
+    TorchInput,
+    describe,
+    describe_torch,
+    from_tvm,
+    raw_stream,
+    torch_pointers,
+)
+from .capture import CapturedCall
+from .capture_rules import CudaGraphOptions
+from .captured_memory import Region, leaves
+from .captured_results import Results, copied
+from .driver import CudaDriver, CudaGraphError
+
+_log = logging.getLogger(__name__)
+
+Key = tuple[Any, ...]  # dtypes and shapes of the inputs, and the values of those that are no tensor
+
+
+class GraphedCalls:
+    """The captured calls of one compiled module; it is used under the module's lock.
+
+    Parameters
+    ----------
+    vm : relax.VirtualMachine
+    device : tvm.runtime.Device
+    signature : Signature
+    options : CudaGraphOptions
+    driver : CudaDriver
+
+    Attributes
+    ----------
+    refusal : str or None
+        Why calls are not captured, once a capture has failed; they then run launch by launch.
+    """
+
+    def __init__(
+        self,
+        vm: Any,
+        device: tvm.runtime.Device,
+        signature: Signature,
+        options: CudaGraphOptions,
+        driver: CudaDriver,
+    ) -> None:
+        self.refusal: str | None = None
+        self._vm, self._device, self._signature = vm, device, signature
+        self._options, self._driver = options, driver
+        self._graphs: OrderedDict[Key, _Graph] = OrderedDict()
+        self._by_torch: dict[tuple[TorchInput, ...], Key] = {}
+        self._last: _Graph | None = None
+
+    def again(self, inputs: Sequence[Any]) -> Any:
+        """Call the graph for torch tensors on the device that another call was captured for, and
+        return its outputs as torch's. NotImplemented where there is none, or the caller captures
+        his stream himself: only plain launches can go there.
+        """
+        graph = self._last
+        pointers = graph and torch_pointers(inputs, graph.torch_inputs)
+        if pointers is None:
+            graph = self._known(inputs)
+            pointers = graph and torch_pointers(inputs, graph.torch_inputs)
+            if pointers is None:
+                return NotImplemented
+        stream = raw_stream(self._device, Kind.TORCH)
+        with self._current():
+            if self._driver.is_capturing(stream):
+                return NotImplemented
+            return graph.on_torch(inputs, pointers, stream)
+
+    def find(self, arguments: Sequence[Any]) -> "_Graph | None":
+        """The graph for arguments as the VM takes them."""
+        key = _key(arguments)
+        if key in self._graphs:
+            self._graphs.move_to_end(key)
+        return self._graphs.get(key)
+
+    def add(self, arguments: Sequence[Any], inputs: Sequence[Any], outputs: Any) -> Any:
+        """Capture calls of arguments like these, which come from these inputs.
+
+        Returns
+        -------
+        Any
+            What this call gave, as TVM tensors: `outputs`, or the same in their static memory.
+
+        Raises
+        ------
+        CudaGraphError
+            The call cannot be captured; `refusal` says why from now on.
+        """
+        key = _key(arguments)
+        captured = self.captured(arguments)
+        torch_inputs = describe_torch(inputs, self._device)
+        graph = _Graph(captured, torch_inputs, self._options.static_outputs, self._device)
+        self._graphs[key] = self._last = graph
+        if torch_inputs:
+            self._by_torch[torch_inputs] = key
+        while len(self._graphs) > self._options.max_shapes:
+            self._drop(next(iter(self._graphs)))
+        return graph.taken(arguments, outputs)
+
+    def captured(self, arguments: Sequence[Any]) -> CapturedCall:
+        """A captured call of these TVM tensors, with its outputs; it is not kept here."""
+        function = self._signature.function
+        try:
+            return CapturedCall(self._vm, arguments, self._device, self._driver, function)
+        except RuntimeError as error:
+            self._signature.name_refused(error, arguments)
+            raise
+        except CudaGraphError as error:
+            self.refusal = str(error)
+            _log.warning("no CUDA graph, calls run launch by launch: %s", error)
+            raise
+
+    def bound(self, arguments: Sequence[Any]) -> Callable[[], Any]:
+        """A function that launches a captured call over the given TVM tensors on TVM's current
+        stream, and returns the same outputs every time.
+        """
+        captured, kept = self.captured(arguments), list(arguments)
+
+        def launch_again(_kept: Any = kept) -> Any:
+            with self._current():
+                captured.launch(raw_stream(self._device, Kind.TVM))
+            return captured.outputs
+
+        return launch_again
+
+    def call(self, graph: "_Graph", arguments: Sequence[Any], kind: Kind, like: Any) -> Any:
+        """Launch a graph on arguments as it was captured for; outputs as `tensors.from_tvm`."""
+        stream = raw_stream(self._device, kind)
+        with self._current():
+            outputs = graph.on_tvm(arguments, stream)
+            if kind is Kind.NUMPY:
+                self._driver.wait_for_stream(stream)
+        return from_tvm(outputs, kind, like)
+
+    def is_in_capture(self, kind: Kind) -> bool:
+        """Whether the caller captures his stream himself."""
+        with self._current():
+            return self._driver.is_capturing(raw_stream(self._device, kind))
+
+    def clear(self) -> None:
+        """Destroy all graphs."""
+        for key in list(self._graphs):
+            self._drop(key)
+
+    def _known(self, inputs: Sequence[Any]) -> "_Graph | None":
+        described = describe_torch(inputs, self._device)
+        key = self._by_torch.get(described) if described else None
+        if key is None:
+            return None
+        self._graphs.move_to_end(key)
+        self._last = self._graphs[key]
+        return self._last
+
+    def _current(self) -> AbstractContextManager[None]:
+        return _AS_IT_IS if self._driver.is_current() else self._driver.current()
+
+    def _drop(self, key: Key) -> None:
+        graph = self._graphs.pop(key)
+        self._by_torch = {t: k for t, k in self._by_torch.items() if k != key}
+        if self._last is graph:
+            self._last = None
+        graph.captured.close()
+
+
+_AS_IT_IS = nullcontext()
+
+
+class _Graph:
+    """A captured call whose inputs and outputs move with the caller's tensors.
+
+    Attributes
+    ----------
+    captured : CapturedCall
+    torch_inputs : tuple of TorchInput
+        What torch tensors it was captured for; () for others.
+    """
+
+    def __init__(
+        self,
+        captured: CapturedCall,
+        torch_inputs: tuple[TorchInput, ...],
+        static: bool,
+        device: tvm.runtime.Device,
+    ) -> None:
+        self.captured, self.torch_inputs = captured, torch_inputs
+        self._results = Results(captured.results, captured.outputs, device)
+        self._static = self._results.own(captured.outputs) if static else None
+        self._static_torch: list[Any] = []
+        self._regions = [Region.of(tensor) for tensor in self._static or ()]
+        if not static:
+            captured.release_outputs()
+
+    def on_torch(self, inputs: Sequence[Any], pointers: list[int], stream: int) -> Any:
+        """Launch it on contiguous torch tensors on its device; outputs are torch's."""
+        results, captured = self._results, self.captured
+        if self._static is None:
+            own = results.new_torch()
+            captured.move(pointers, [tensor.data_ptr() for tensor in own])
+        else:
+            if not self._static_torch:
+                self._static_torch = [from_tvm(t, Kind.TORCH, None) for t in self._static]
+            own = self._static_torch
+            pairs = zip(inputs, pointers, strict=True)
+            inputs = [self._apart(x, Region(pointer, x.nbytes)) for x, pointer in pairs]
+            captured.move([x.data_ptr() for x in inputs])
+        captured.launch(stream)
+        return results.of_torch(own, inputs)
+
+    def on_tvm(self, arguments: Sequence[Any], stream: int) -> Any:
+        """Launch it on TVM tensors on its device; outputs are TVM's."""
+        results, inputs = self._results, list(leaves(arguments))
+        if self._static is None:
+            own = results.new()
+            addresses = [int(tensor.data_ptr()) for tensor in own]
+        else:
+            own, addresses = self._static, None
+            inputs = [self._apart(x, Region.of(x)) for x in inputs]
+        self.captured.move([int(tensor.data_ptr()) for tensor in inputs], addresses)
+        self.captured.launch(stream)
+        return results.of_tvm(own, inputs)
+
+    def taken(self, arguments: Sequence[Any], outputs: Any) -> Any:
+        """Outputs of a plain call as those of a launch."""
+        if self._static is None:
+            return outputs
+        for target, source in zip(self._static, self._results.own(outputs), strict=True):
+            source.copyto(target)
+        return self._results.of_tvm(self._static, list(leaves(arguments)))
+
+    def _apart(self, tensor: Any, region: Region) -> Any:
+        """An input, or a copy of it if it is in the memory of the outputs."""
+        if not any(region.overlaps(other) for other in self._regions):
+            return tensor
+        return copied(tensor)
+
+
+def _key(arguments: Sequence[Any]) -> Key:
+    return tuple(_described(value) for value in arguments)
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, tvm.runtime.Tensor):
+        return describe(value)
+    return tuple(map(_described, value)) if isinstance(value, list | tuple) else value

@@ -1,0 +1,295 @@
+"""Materialize: the plan's groups become fused PrimFuncs.
+
+Before::
+
+    lv = R.call_tir(cls.exp, (x,), ...)
+    lv1 = R.call_tir(cls.tanh, (lv,), ...)
+
+After, for the group (lv, lv1)::
+
+    lv1 = R.call_tir(cls.fused_exp_tanh, (x,), ...)      # one PrimFunc with both blocks
+
+Each group is first a Relax function with attribute `Primitive`, which TVM's FuseTIR turns into one
+PrimFunc; an operator that stands in several groups is copied into each (rematerialisation). FuseTIR
+keeps only the first of two reads of one buffer, so the read and write regions of every block are
+computed again afterwards.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import tvm
+from tvm import relax, tirx
+
+from ...errors import PlanError
+from ...ir.graph import FusionGraph, OpKind, bits
+from ...kernels.base import GroupView
+from ...plan.differ import in_order
+from ...plan.plan import FusionPlan, PlannedGroup
+from ..functions.functions import with_functions
+from .block_regions import fix_regions
+from .primitive import Primitive, rebuild
+
+MAX_NAME = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Materialized:
+    """The module after fusion, and which of its PrimFuncs computes which group.
+
+    `groups` has one group for each PrimFunc, `functions` a PrimFunc for each group (by its
+    operators): equal groups share one.
+    """
+
+    mod: tvm.IRModule
+    groups: dict[str, PlannedGroup]
+    functions: dict[tuple[str, ...], str]
+
+
+def materialize(mod: tvm.IRModule, graph: FusionGraph, plan: FusionPlan) -> Materialized:
+    """Applies a plan.
+
+    Parameters
+    ----------
+    mod : IRModule
+        The module the graph was read from (after LegalizeOps). It is left unchanged.
+    graph : FusionGraph
+    plan : FusionPlan
+        Checked against the graph.
+
+    Raises
+    ------
+    PlanError
+        The plan belongs to another module.
+    """
+    plan.check(graph)
+    rewriter = Rewriter(mod, graph, plan)
+    fused = relax.transform.FuseTIR()(rewriter.run())
+    fused = with_functions(
+        fused,
+        {
+            g: fix_regions(f)
+            if g.name_hint in rewriter.groups and isinstance(f, tirx.PrimFunc)
+            else f
+            for g, f in fused.functions.items()
+        },
+    )
+    fused = relax.transform.DeadCodeElimination([plan.function])(fused)
+    called = {
+        b.var.name: b.value.args[0].name_hint
+        for block in fused[plan.function].body.blocks
+        for b in block.bindings
+        if _is_call_tir(b.value)
+    }
+    functions = {g.ops: called[r] for r, g in rewriter.results.items() if r in called}
+    groups = {functions[g.ops]: g for g in rewriter.groups.values() if g.ops in functions}
+    return Materialized(fused, groups, functions)
+
+
+def group_views(graph: FusionGraph, plan: FusionPlan) -> list[GroupView]:
+    """The plan's groups as views of the graph, in order."""
+    number = {op.name: op.id for op in graph.ops}
+    members = [frozenset(number[n] for n in g.ops) for g in plan.groups]
+    read = {
+        t
+        for ops in members
+        for op in ops
+        for t in graph.ops[op].inputs
+        if graph.tensors[t].producer not in ops
+    }
+    read |= {t.id for t in graph.tensors if t.is_output}
+    views = []
+    for g, ops in zip(plan.groups, members, strict=True):
+        copies = frozenset(number[n] for n in g.recomputed)
+        written = (t for op in sorted(ops - copies) for t in graph.ops[op].outputs if t in read)
+        views.append(GroupView(graph, tuple(sorted(ops)), tuple(written), bits(copies)))
+    return views
+
+
+def _ordered(graph: FusionGraph, plan: FusionPlan) -> list[tuple[GroupView, PlannedGroup]]:
+    """Views with their groups, each after those that write what it reads (a hand-made plan may be
+    in any order).
+    """
+    groups = in_order(graph, plan.groups)
+    if groups is None:
+        raise PlanError("the plan cannot run: groups depend on each other in a circle")
+    views = group_views(graph, replace(plan, groups=groups))
+    return list(zip(views, groups, strict=True))
+
+
+@dataclass
+class Rewriter:
+    mod: tvm.IRModule
+    graph: FusionGraph
+    plan: FusionPlan
+    groups: dict[str, PlannedGroup] = field(default_factory=dict)
+    results: dict[str, PlannedGroup] = field(default_factory=dict)  # by name of the call's Var
+    env: dict = field(default_factory=dict)  # old Var -> new Expr
+    bindings: list = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        func = self.mod[self.plan.function]
+        self.builder = relax.BlockBuilder(self.mod)
+        by_name = {b.var.name: b for block in func.body.blocks for b in block.bindings}
+        self.op_binding = {op.id: by_name[op.name] for op in self.graph.ops}
+        op_vars = {hash(b.var) for b in self.op_binding.values()}
+        self.alias = {
+            hash(b.var): b
+            for block in func.body.blocks
+            for b in block.bindings
+            if hash(b.var) not in op_vars
+        }
+
+    def run(self) -> tvm.IRModule:
+        func = self.mod[self.plan.function]
+        ordered = _ordered(self.graph, self.plan)
+        blocks = []
+        for region, block in enumerate(func.body.blocks):
+            self.bindings = []
+            for view, group in ordered:
+                if self.graph.ops[view.ops[0]].region == region:
+                    self._emit(view, group)
+            for b in block.bindings:
+                if hash(b.var) in self.alias and hash(b.var) not in self.env_keys:
+                    self._emit_alias(b)
+            kind = (
+                relax.DataflowBlock
+                if isinstance(block, relax.DataflowBlock)
+                else relax.BindingBlock
+            )
+            blocks.append(kind(self.bindings))
+        body = relax.SeqExpr(blocks, self._new(func.body.body))
+        new = relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs)
+        self.builder.update_func(self.mod.get_global_var(self.plan.function), new)
+        return relax.transform.Normalize()(self.builder.get())
+
+    @property
+    def env_keys(self) -> set[int]:
+        return {hash(v) for v in self.env}
+
+    # ---- expressions of the outer function
+    def _new(self, e):
+        """The expression with every old Var replaced; an alias it needs is emitted first."""
+        if isinstance(e, relax.Var):
+            if e not in self.env and hash(e) in self.alias:
+                self._emit_alias(self.alias[hash(e)])
+            return self.env.get(e, e)
+        if isinstance(e, relax.TupleGetItem):
+            whole = self._new(e.tuple_value)
+            return (
+                whole.fields[e.index]
+                if isinstance(whole, relax.Tuple)
+                else relax.TupleGetItem(whole, e.index)
+            )
+        return rebuild(e, self._new)
+
+    def _emit_alias(self, binding) -> None:
+        value = self._new(binding.value)
+        if isinstance(value, relax.Var) and isinstance(binding.var, relax.DataflowVar):
+            self.env[binding.var] = value
+        else:
+            self._bind(binding.var, value)
+
+    def _bind(self, var, value) -> None:
+        new = type(var)(var.name, var.ty)
+        self.env[var] = new
+        self.bindings.append(relax.VarBinding(new, value))
+
+    # ---- groups
+    def _emit(self, view: GroupView, group: PlannedGroup) -> None:
+        kinds = {self.graph.ops[i].kind for i in view.ops}
+        if len(view.ops) == 1:
+            binding = self.op_binding[view.ops[0]]
+            if isinstance(binding, relax.MatchCast):
+                new = type(binding.var)(binding.var.name, binding.var.ty)
+                value = self._new(binding.value)
+                self.env[binding.var] = new
+                self.bindings.append(relax.MatchCast(new, value, binding.ty))
+                return
+            if kinds == {OpKind.CALL_TIR}:
+                self.groups.setdefault(binding.value.args[0].name_hint, group)
+                self.results[binding.var.name] = group
+            self._bind(binding.var, self._new(binding.value))
+            self._emit_projections(binding.var)
+            return
+        self._emit_fused(view, group)
+
+    def _emit_projections(self, var) -> None:
+        """The fields of a tuple, right behind it: their place then does not depend on who reads
+        them first.
+        """
+        for binding in self.alias.values():
+            value = binding.value
+            if isinstance(value, relax.TupleGetItem) and value.tuple_value.same_as(var):
+                self._emit_alias(binding)
+
+    def primitive(self, view: GroupView):
+        """The group's outputs as (binding Var, field), and its Primitive function with its inputs
+        and symbols.
+        """
+        outputs = [self._output(t) for t in view.outputs]
+        return outputs, Primitive(self, view, outputs).build()
+
+    def _emit_fused(self, view: GroupView, group: PlannedGroup) -> None:
+        outputs, (primitive, inputs, symbols) = self.primitive(view)
+        name = "fused_" + "_".join(self.graph.ops[i].func for i in view.ops)
+        gvar = self.builder.add_func(primitive, name[:MAX_NAME])
+        self.groups[gvar.name_hint] = group
+        call = relax.Call(gvar, [*(self._new(v) for v in inputs), *symbols])
+        if len(outputs) == 1:
+            new = _fresh(outputs[0], self.graph, view.outputs[0])
+            self.results[new.name] = group
+            self.bindings.append(relax.VarBinding(new, call))
+            results = [new]
+        else:
+            fields = relax.TupleType([_type_of(o) for o in outputs])
+            whole = relax.DataflowVar(f"{outputs[0][0].name}_outputs", fields)
+            self.bindings.append(relax.VarBinding(whole, call))
+            self.results[whole.name] = group
+            results = []
+            for i, (old, tensor) in enumerate(zip(outputs, view.outputs, strict=True)):
+                new = _fresh(old, self.graph, tensor)
+                self.bindings.append(relax.VarBinding(new, relax.TupleGetItem(whole, i)))
+                results.append(new)
+        self._remember(view, outputs, results)
+
+    def _remember(self, view: GroupView, outputs, results) -> None:
+        """Old Vars of the group's outputs -> new ones; a tuple-valued binding becomes the tuple of
+        its new fields.
+        """
+        fields: dict = {}
+        for (var, index), new in zip(outputs, results, strict=True):
+            if index is None:
+                self.env[var] = new
+            else:
+                fields.setdefault(var, {})[index] = new
+        for var, found in fields.items():
+            unused = next(iter(found.values()))  # fields that nobody reads outside the group
+            width = len(var.ty.fields)
+            self.env[var] = relax.Tuple([found.get(i, unused) for i in range(width)])
+
+    def _output(self, tensor: int):
+        """(binding Var, field or None) of a tensor."""
+        op = self.graph.tensors[tensor].producer
+        var = self.op_binding[op].var
+        if isinstance(var.ty, relax.TupleType):
+            return var, self.graph.ops[op].outputs.index(tensor)
+        return var, None
+
+
+def _type_of(output):
+    var, index = output
+    return var.ty if index is None else var.ty.fields[index]
+
+
+def _fresh(output, graph: FusionGraph, tensor: int):
+    """The new Var of a group output: visible outside its dataflow block if the old one was."""
+    var, index = output
+    if index is None:
+        return type(var)(var.name, var.ty)
+    return relax.DataflowVar(graph.tensors[tensor].name.replace(".", "_"), _type_of(output))
+
+
+def _is_call_tir(e) -> bool:
+    return isinstance(e, relax.Call) and getattr(e.op, "name", "") == "relax.call_tir"

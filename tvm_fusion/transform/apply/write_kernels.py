@@ -1,0 +1,330 @@
+"""WriteKernels: every fused PrimFunc becomes a kernel of its kernel class.
+
+Functions that are structurally equal (the layers of a model) are written once. A function its class
+cannot write is reported, not raised: the caller cuts that group and goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Protocol
+
+import tvm
+import tvm_ffi
+from tvm import tirx
+
+from ...config import HardwareProfile, Policy, load_policy, resolve_target
+from ...errors import InputError, TooDeep, Unsupported
+from ...host.deep import call_deep
+from ...ir.reader import OPAQUE_PATTERN
+from ...kernels.cpu.contraction.panels import mark_constants
+from ...kernels.registry import kernel_class, kernel_classes
+from ...plan.plan import UNWRITTEN, FusionPlan
+from ..functions.devices import Device, device_of
+from ..functions.each_function import errors_named
+from ..functions.functions import with_functions
+from ..functions.named_stages import PACK_CONSTANTS, WRITE_KERNELS, is_enabled
+from .kernel_bodies import TIRX_ATTR, with_roots
+from .pack_constants import PackConstants, packable_arguments
+from .script_form import with_plain_scalars
+from .tuned_parts import TunedParts
+
+if TYPE_CHECKING:
+    from ...runtime.build.kernels_ahead import Ahead
+    from .tuned_parts import DatabaseLike
+
+logger = logging.getLogger(__name__)
+
+CLASS_ATTR = "tvm_fusion.kernel_class"
+"""On fused PrimFuncs between `Materialize` and `WriteKernels`: the class that is to write them."""
+
+# Classes whose kernels take nvcc seconds, where others take it tenths of a second: written first.
+LONG_TO_COMPILE = ("gemm", "attention", "mixed")
+
+
+class Tuned(Protocol):
+    """Where tuned kernels come from: `tuning.session.lookup.TunedKernels`."""
+
+    def plan(self, mod: tvm.IRModule, hw: HardwareProfile, policy: Policy) -> FusionPlan | None: ...
+
+    def choice(self, func: tirx.PrimFunc, class_name: str, policy: Policy) -> str: ...
+
+    def kernel(
+        self, func: tirx.PrimFunc, class_name: str, hw: HardwareProfile, policy: Policy
+    ) -> tirx.PrimFunc | None: ...
+
+    def told(
+        self, func: tirx.PrimFunc, class_name: str, policy: Policy
+    ) -> Mapping[str, Any] | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """The module with its kernels, and why functions could not be written by their class."""
+
+    mod: tvm.IRModule
+    failures: Mapping[str, str]
+
+
+def write_kernels(
+    mod: tvm.IRModule,
+    classes: Mapping[str, str],
+    hw: HardwareProfile,
+    policy: Policy,
+    ahead: Ahead | None = None,
+    tuned: Tuned | None = None,
+    constants: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+) -> Written:
+    """Writes the kernel of each PrimFunc.
+
+    Parameters
+    ----------
+    mod : IRModule
+        A module after Materialize.
+    classes : mapping of str
+        Kernel class by name of PrimFunc; those without one (views, opaque calls) stay as they are.
+    hw : HardwareProfile
+    policy : Policy
+    ahead : KernelsAhead, optional
+        Takes each kernel as soon as it is written; what it knows already is declared only.
+    tuned : Tuned, optional
+        Has kernels that tuning chose; those it has none for are written as without.
+    constants : mapping of str, optional
+        Parameters that are constants in all calls, by name of PrimFunc and position: a kernel may
+        take them packed, which is left to `PackConstants`.
+    """
+    functions, failures = dict(mod.functions.items()), {}
+    writer = KernelWriter(hw, policy)
+    for gvar, func in sorted(functions.items(), key=lambda item: _turn(classes, item[0])):
+        symbol, name = gvar.name_hint, classes.get(gvar.name_hint)
+        if name is None or name in UNWRITTEN or not isinstance(func, tirx.PrimFunc):
+            continue
+        func = mark_constants(func, constants.get(symbol, ()))
+        choice = tuned.choice(func, name, policy) if tuned is not None else ""
+        kernel = None
+        try:
+            if choice:
+                write = partial(tuned.kernel, func, name, hw, policy)
+                kernel = _kernel(symbol, func, name, choice, write, ahead)
+            if kernel is None:
+                write = partial(writer.kernel, func, name)
+                kernel = _kernel(symbol, func, name, "", write, ahead)
+        except Unsupported as why:
+            logger.info("%s cannot be written as %s: %s", symbol, name, why)
+            failures[symbol] = str(why)
+            continue
+        except Exception as error:  # no fault of one class may end a compile: its group is cut
+            logger.warning("kernel class %s fails to write %s: %r", name, symbol, error)
+            failures[symbol] = f"kernel class {name} failed: {type(error).__name__}: {error}"
+            continue
+        functions[gvar] = kernel
+    return Written(with_functions(mod, functions), failures)
+
+
+def _kernel(
+    symbol: str,
+    func: tirx.PrimFunc,
+    class_name: str,
+    choice: str,
+    write: Callable[[], tirx.PrimFunc | None],
+    ahead: Ahead | None,
+) -> tirx.PrimFunc | None:
+    """A kernel, or its declaration where its code is known; None where `write` gives none."""
+    kernel = ahead and ahead.known(symbol, func, class_name, choice)
+    if kernel is not None:
+        return kernel.with_attr("op_pattern", OPAQUE_PATTERN)
+    kernel = write()
+    if kernel is None:
+        return None
+    kernel = _named(kernel.with_attr("op_pattern", OPAQUE_PATTERN), func)
+    if ahead is not None:
+        ahead.add(symbol, func, class_name, kernel, choice)
+    return kernel
+
+
+def _turn(classes: Mapping[str, str], gvar: tvm.ir.GlobalVar) -> tuple[bool, str]:
+    return classes.get(gvar.name_hint) not in LONG_TO_COMPILE, gvar.name_hint
+
+
+class KernelWriter:
+    """Kernels by the structure of what they compute: what is equal is written once."""
+
+    def __init__(self, hw: HardwareProfile, policy: Policy):
+        self.hw, self.policy = hw, policy
+        self.known: dict[tuple[str, int], list[tuple[tirx.PrimFunc, tirx.PrimFunc]]] = {}
+
+    def kernel(self, func: tirx.PrimFunc, class_name: str) -> tirx.PrimFunc:
+        """The kernel of a fused PrimFunc, without a name; the same object for equal functions.
+
+        Raises
+        ------
+        Unsupported
+            The class cannot write it.
+        """
+        plain = func.without_attr("global_symbol") if "global_symbol" in func.attrs else func
+        key = (class_name, tvm_ffi.structural_hash(plain))
+        for original, kernel in self.known.get(key, ()):
+            if tvm_ffi.structural_equal(original, plain):
+                return kernel
+        kernel = write_kernel(plain, class_name, self.hw, self.policy)
+        self.known.setdefault(key, []).append((plain, kernel))
+        return kernel
+
+
+def write_kernel(
+    func: tirx.PrimFunc, class_name: str, hw: HardwareProfile, policy: Policy, config: Any = None
+) -> tirx.PrimFunc:
+    """The kernel that a class writes for a fused PrimFunc; with `config`, that configuration.
+
+    Raises
+    ------
+    Unsupported
+        The class cannot write it.
+    """
+    write = kernel_class(class_name).write
+    try:
+        kernel = write(func, hw, policy, config)
+    except (TooDeep, RecursionError):
+        kernel = call_deep(write, func, hw, policy, config)
+    if kernel.attrs.get(TIRX_ATTR, False):
+        kernel = with_plain_scalars(kernel)
+    return kernel.with_attr("op_pattern", OPAQUE_PATTERN)
+
+
+def _named(kernel: tirx.PrimFunc, like: tirx.PrimFunc) -> tirx.PrimFunc:
+    symbol = like.attrs.get("global_symbol") if like.attrs else None
+    if symbol:
+        return kernel.with_attr("global_symbol", symbol)
+    return kernel.without_attr("global_symbol") if "global_symbol" in kernel.attrs else kernel
+
+
+@tvm.transform.module_pass(opt_level=0, name=WRITE_KERNELS)
+class WriteKernels:
+    """Writes the kernels of the PrimFuncs that `Materialize` made.
+
+    A PrimFunc that its class cannot write stays without a schedule, for TVM's own, and is logged as
+    a warning.
+
+    Parameters
+    ----------
+    target, policy
+        As for `Materialize`. A PrimFunc with attribute "target" is written for that.
+    database
+        As for `Fuse`.
+
+    Raises
+    ------
+    TargetError
+        See `Fuse`.
+    InputError
+        A kernel class does not exist for the target: the plan was made for another one; or see
+        `Fuse` for `database`.
+
+    Examples
+    --------
+    Before::
+
+        @I.ir_module
+        class Before:
+            @T.prim_func(private=True, s_tir=True)
+            def fused_relu_add(x: T.Buffer((T.int64(8),)), y: T.Buffer((T.int64(8),))):
+                T.func_attr({"tirx.noalias": True, "tvm_fusion.kernel_class": "pointwise"})
+                relu = T.sblock_alloc_buffer((T.int64(8),))
+                for i in range(T.int64(8)):
+                    with T.sblock("compute"):
+                        v = T.axis.spatial(T.int64(8), i)
+                        relu[v] = T.max(x[v], T.float32(0.0))
+                for i in range(T.int64(8)):
+                    with T.sblock("T_add"):
+                        v = T.axis.spatial(T.int64(8), i)
+                        y[v] = relu[v] + x[v]
+
+            @R.function
+            def main(x: R.Tensor((8,), "float32")) -> R.Tensor((8,), "float32"):
+                cls = Before
+                with R.dataflow():
+                    y = R.call_tir(cls.fused_relu_add, (x,), out_ty=R.Tensor((8,), "float32"))
+                    R.output(y)
+                return y
+
+    After ``WriteKernels("llvm")``::
+
+        @I.ir_module
+        class After:
+            @T.prim_func(private=True, s_tir=True)
+            def fused_relu_add(x: T.Buffer((T.int64(8),)), y: T.Buffer((T.int64(8),))):
+                T.func_attr({"op_pattern": 8, "tirx.is_scheduled": True, "tirx.noalias": True})
+                with T.sblock("root"):
+                    T.reads()
+                    T.writes()
+                    with T.sblock("tvm_fusion_kernel"):
+                        T.reads()
+                        T.writes()
+                        T.sblock_attr({"schedule_rule": "tvm_fusion.written"})
+                        for v in T.vectorized(T.int64(8)):
+                            relu: T.let[T.float32] = T.max(x[v], T.float32(0.0))
+                            total: T.let[T.float32] = relu + x[v]
+                            y[v] = total
+
+            @R.function
+            def main(x: R.Tensor((8,), "float32")) -> R.Tensor((8,), "float32"):
+                cls = After
+                with R.dataflow():
+                    y = R.call_tir(cls.fused_relu_add, (x,), out_ty=R.Tensor((8,), "float32"))
+                    R.output(y)
+                return y
+    """
+
+    def __init__(
+        self, target: Any = None, *, policy: Any = None, database: DatabaseLike = None
+    ) -> None:
+        self.target, self.policy, self.database = target, load_policy(policy), database
+
+    def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return `mod` with kernels; `mod` itself where no PrimFunc waits for one."""
+        waiting = {
+            gvar: str(func.attrs[CLASS_ATTR])
+            for gvar, func in mod.functions_items()
+            if isinstance(func, tirx.PrimFunc) and CLASS_ATTR in func.attrs
+        }
+        if not waiting:
+            return mod
+        with errors_named(mod, WRITE_KERNELS):
+            device = device_of(self.target, mod)
+        by_target: dict[str, list[tvm.ir.GlobalVar]] = {}
+        for gvar in waiting:
+            target = mod[gvar].attrs.get("target", device[0])
+            by_target.setdefault(str(target), []).append(gvar)
+        bare = {gvar: mod[gvar].without_attr(CLASS_ATTR) for gvar in waiting}
+        written = with_functions(mod, dict(mod.functions_items()) | bare)
+        tuned = TunedParts(self.database)
+        for gvars in by_target.values():
+            own = mod[gvars[0]].attrs.get("target")
+            classes = {gvar.name_hint: waiting[gvar] for gvar in gvars}
+            target, hw = device if own is None else resolve_target(own)
+            chosen = tuned.of(target, hw, needed=own is None)
+            written = self._written(written, classes, (target, hw), chosen)
+        return with_roots(tvm.transform.Sequential([PackConstants()])(written))
+
+    def _written(
+        self, mod: tvm.IRModule, classes: Mapping[str, str], device: Device, tuned: Tuned | None
+    ) -> tvm.IRModule:
+        """The module with the kernels of one device."""
+        target, hw = device
+        here = {found.name for found in kernel_classes(hw)}
+        for name, class_name in classes.items():
+            if class_name not in here:
+                raise InputError(
+                    f"{WRITE_KERNELS}: {name} is to be a kernel of class {class_name}, which "
+                    f"{hw.name} does not have: materialize a plan that was made for it"
+                )
+        constants = packable_arguments(mod, hw) if is_enabled(PACK_CONSTANTS) else {}
+        with target:
+            written = write_kernels(mod, classes, hw, self.policy, tuned=tuned, constants=constants)
+        for name, why in written.failures.items():
+            logger.warning("%s stays without a schedule: %s", name, why)
+        return written.mod

@@ -1,0 +1,137 @@
+"""Lower: a high-level Relax module becomes a module of primitive operators as `call_tir`, ready to
+be read as a fusion graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import tvm
+from tvm import relax
+
+from ...config import HardwareProfile
+from ..decompose import Decompose
+from ..functions.unique_names import UniqueNames
+from ..rewrites.cancel_layouts import CancelLayouts
+from ..rewrites.hidden_weights import BindWeights
+from ..rewrites.join_pieces import JoinPieces
+from ..rewrites.lean_constants import LeanConstants
+from ..rewrites.rewrites import REWRITES
+from ..rewrites.split_reductions import SplitReductions
+from ..rewrites.unpack_stacks import UnpackStacks
+from . import first_extrema, half_operators, long_concats, unsigned_signs
+from .constant_permutes import legalize_permute
+from .drop_empty import DropEmpty, check_defined
+from .fix_bool_arithmetic import FixBoolArithmetic
+from .open_medians import OpenMedians
+from .ordered_writes import OrderedWrites
+from .scalar_where import legalize_where
+from .widen_sorts import WidenSorts
+
+
+def lower(
+    mod: tvm.IRModule,
+    target: tvm.target.Target,
+    decompose: bool = True,
+    hw: HardwareProfile | None = None,
+    rewrites: Collection[str] = (),
+) -> tvm.IRModule:
+    """Opens composites and legalizes; what stays is `call_tir`, calls of packed functions, and
+    shape arithmetic.
+
+    Parameters
+    ----------
+    mod : IRModule
+    target : Target
+        Decides how sort, scan and sampling operators are dispatched.
+    decompose : bool
+        False keeps composite operators whole: one PrimFunc each, as without this package.
+    hw : HardwareProfile or None
+        The GPU whose size decides how reductions are taken apart; None (or a CPU) leaves them.
+    rewrites : collection of str
+        Names of `rewrites.REWRITES` to apply to the opened graph.
+    """
+    gpu = hw if decompose else None
+    opened = open_composites(mod, target, decompose, gpu)
+    for name in (name for name in REWRITES if name in rewrites):
+        opened = rewrite(opened, name, target, hw)
+    return legalize(opened, target, gpu)
+
+
+def open_composites(
+    mod: tvm.IRModule,
+    target: tvm.target.Target,
+    decompose: bool = True,
+    hw: HardwareProfile | None = None,
+) -> tvm.IRModule:
+    """The first part of `lower`: high-level operators, composites opened."""
+    check_defined(mod)
+    passes = [
+        UniqueNames(),
+        FixBoolArithmetic(),
+        relax.transform.CanonicalizeBindings(),
+        DropEmpty(),
+        JoinPieces(),
+        Decompose(_gpu(hw), keep_all=not decompose),
+        *([CancelLayouts()] if decompose else []),
+        *([UnpackStacks()] if _gpu(hw) is not None else []),
+    ]
+    with target:
+        return tvm.transform.Sequential(passes)(public(mod))
+
+
+def rewrite(
+    opened: tvm.IRModule, name: str, target: tvm.target.Target, hw: HardwareProfile
+) -> tvm.IRModule:
+    """An opened module with one of `rewrites.REWRITES` applied; the same module if that finds
+    nothing to do.
+    """
+    with target:
+        return REWRITES[name].make(hw)(opened)
+
+
+def legalize(
+    opened: tvm.IRModule, target: tvm.target.Target, hw: HardwareProfile | None = None
+) -> tvm.IRModule:
+    """The last part of `lower`: `call_tir` in place of the operators of an opened module."""
+    gpu = _gpu(hw)
+    operators = relax.transform.LegalizeOps(
+        {
+            **half_operators.LEGALIZERS,
+            **first_extrema.LEGALIZERS,
+            **unsigned_signs.LEGALIZERS,
+            **long_concats.LEGALIZERS,
+            "relax.permute_dims": legalize_permute,
+            "relax.where": legalize_where,
+        }
+    )
+    passes = [
+        *([SplitReductions(gpu)] if gpu is not None else []),
+        WidenSorts() if target.kind.name == "llvm" else OpenMedians(),
+        relax.backend.DispatchSampling(),
+        relax.backend.DispatchSortScan(),
+        operators,
+        OrderedWrites(),
+        relax.transform.FoldConstant(),
+        BindWeights(),
+        *([LeanConstants(), operators] if gpu is not None else []),
+        relax.transform.ConvertToDataflow(min_size=1),
+        relax.transform.DeadCodeElimination(["main"]),
+        UniqueNames(),
+    ]
+    with target:
+        return tvm.transform.Sequential(passes)(opened)
+
+
+def _gpu(hw: HardwareProfile | None) -> HardwareProfile | None:
+    return hw if hw is not None and hw.kind != "llvm" else None
+
+
+def public(mod: tvm.IRModule) -> tvm.IRModule:
+    """`main` with a global symbol: without one it counts as private, and as dead code."""
+    main = mod["main"]
+    if main.attrs and "global_symbol" in main.attrs:
+        return mod
+    out = mod.clone()
+    out.update_func(mod.get_global_var("main"), main.with_attr("global_symbol", "main"))
+    return out

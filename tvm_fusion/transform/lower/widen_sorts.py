@@ -1,0 +1,61 @@
+"""Sorts of narrow types on a CPU, done in wider ones: TVM's runtime takes the two bytes of a
+bfloat16 for the four of a float32, reads and writes beyond the tensors, and orders the wrong
+numbers; it refuses integers of 8 bits.
+
+    Before                                          After
+    lv: R.Tensor((n,), "bfloat16") = R.sort(x)      lv_: R.Tensor((n,), "float32") = R.astype(x)
+                                                    lv1_: R.Tensor((n,), "float32") = R.sort(lv_)
+                                                    lv: R.Tensor((n,), "bfloat16") = R.astype(lv1_)
+
+Every bfloat16 is a float32, and every int8 an int32, so order, ties and values stay. Does not
+handle: `median`, which `half_operators` legalizes, and sorts inside of vision operators.
+"""
+
+import tvm
+from tvm import relax
+from tvm.ir import IRModule, Op
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from ..functions.functions import rewrite_functions, where_changed
+
+SORTS = ("relax.argsort", "relax.sort", "relax.topk")
+WIDE = {"bfloat16": "float32", "int8": "int32", "uint8": "int32", "bool": "int32"}
+
+
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.WidenSorts")
+class WidenSorts:
+    """See the module docstring. Runs before DispatchSortScan; a module without such sorts is
+    returned as it is.
+    """
+
+    def transform_module(self, mod: IRModule, _ctx: tvm.transform.PassContext) -> IRModule:
+        """Rewrite the Relax functions that hold such a sort."""
+        rewriter = _Widener(mod)
+        rewrite = where_changed(rewriter)
+        return rewrite_functions(mod, rewriter.builder_, rewrite, opaque=True)
+
+
+@mutator
+class _Widener(PyExprMutator):
+    def __init__(self, mod: IRModule) -> None:
+        super().__init__(mod)
+        self.changed = False
+
+    def visit_call_(self, call: relax.Call) -> relax.Expr:
+        call = super().visit_call_(call)
+        if not isinstance(call.op, Op) or call.op.name not in SORTS:
+            return call
+        narrow = _dtype(call.args[0])
+        if narrow not in WIDE:
+            return call
+        self.changed = True
+        wide = self.builder_.emit(relax.op.astype(call.args[0], WIDE[narrow]))
+        found = self.builder_.emit(relax.Call(call.op, [wide], call.attrs))
+        if not isinstance(call.ty, relax.TupleType):
+            return relax.op.astype(found, narrow) if _dtype(call) == narrow else found
+        values, indices = (self.builder_.emit(relax.TupleGetItem(found, n)) for n in range(2))
+        return relax.Tuple([self.builder_.emit(relax.op.astype(values, narrow)), indices])
+
+
+def _dtype(expr: relax.Expr) -> str:
+    return str(expr.ty.dtype) if isinstance(expr.ty, relax.TensorType) else ""

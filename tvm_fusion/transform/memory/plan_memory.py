@@ -1,0 +1,309 @@
+"""Storages of a module whose shapes are all known.
+
+Before:
+    a = R.builtin.alloc_tensor(R.shape([4, 8]), ...)
+    first(x, a)
+    b = R.builtin.alloc_tensor(R.shape([4, 4]), ...)
+    second(a, b)
+
+After:
+    storage = R.memory.alloc_storage(R.shape([256]), ...)
+    a = R.memory.alloc_tensor(storage, 0, R.shape([4, 8]), ...)
+    first(x, a)
+    ...
+
+As `relax.transform.StaticPlanBlockMemory`, but tensors share a storage side by side, and a storage
+ends with the last tensor in it. Modules with symbolic shapes, branches, several Relax functions or
+several virtual devices get that pass, functions with branches excepted.
+
+TVM's tensors at an offset carry it beside the pointer of the storage, and kernels take no offset:
+`settle_offset`, called on each, moves it into the pointer.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+
+import tvm
+from tvm import relax, tirx
+from tvm.script import tirx as T
+
+from ...kernels.base import dtype_bytes
+from ..functions.functions import has_branches, with_functions
+from ..functions.named_stages import PLAN_MEMORY
+from .storage_plan import Life, StoragePlan, plan_storages
+
+SETTLE = "settle_offset"
+_ALLOCATE = "relax.builtin.alloc_tensor"
+_DATA, _BYTE_OFFSET = 1, 8  # of TVMStructFieldKind
+
+_NAMES = (relax.Var, relax.Tuple, relax.TupleGetItem)  # expressions that compute nothing
+
+_Tensors = frozenset[int]  # numbers of allocations
+
+
+@tvm.transform.module_pass(opt_level=0, name=PLAN_MEMORY)
+class PlanMemory:
+    """Give the intermediates of a function their storages; outputs keep allocations of their own.
+
+    Examples
+    --------
+    Before::
+
+        @I.ir_module
+        class Before:
+            @T.prim_func(private=True, s_tir=True)
+            def double(x: T.Buffer((8,)), y: T.Buffer((8,))):
+                for i in range(8):
+                    y[i] = x[i] * T.float32(2)
+
+            @R.function(pure=False)
+            def main(x: R.Tensor((8,), "float32")) -> R.Tensor((8,), "float32"):
+                cls = Before
+                a = R.builtin.alloc_tensor(R.shape([8]), R.dtype("float32"), 0, R.str("global"))
+                cls.double(x, a)
+                b = R.builtin.alloc_tensor(R.shape([8]), R.dtype("float32"), 0, R.str("global"))
+                cls.double(a, b)
+                return b
+
+    After ``PlanMemory()``::
+
+        @I.ir_module
+        class After:
+            @T.prim_func(private=True, s_tir=True)
+            def double(x: T.Buffer((8,)), y: T.Buffer((8,))):
+                for i in range(8):
+                    y[i] = x[i] * T.float32(2)
+
+            @R.function(pure=False)
+            def main(x: R.Tensor((8,), "float32")) -> R.Tensor((8,), "float32"):
+                cls = After
+                storage = R.memory.alloc_storage(
+                    R.shape([256]), 0, R.str("global"), R.dtype("uint8")
+                )
+                a = R.memory.alloc_tensor(storage, 0, R.shape([8]), R.dtype("float32"))
+                cls.double(x, a)
+                b = R.builtin.alloc_tensor(R.shape([8]), R.dtype("float32"), 0, R.str("global"))
+                cls.double(a, b)
+                return b
+    """
+
+    def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return `mod` with planned memory."""
+        mod = _without_dead_tuples(mod)
+        lives = _Lives.of(mod)
+        if lives is None:
+            return PlanMemoryByTVM()(mod)
+        inner = [i for i in range(len(lives.found)) if i not in lives.outputs]
+        plan = plan_storages(
+            [lives.found[i] for i in inner], [lives.found[i] for i in sorted(lives.outputs)]
+        )
+        return _rewritten(mod, plan, {i: n for n, i in enumerate(inner)})
+
+
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.PlanMemoryByTVM")
+class PlanMemoryByTVM:
+    """`relax.transform.StaticPlanBlockMemory`, but for functions with branches, which stay.
+
+    In these TVM allocates storages within a branch that it uses in the other one and behind both:
+    calls end the process, or write where they may not.
+    """
+
+    def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return `mod` with planned memory."""
+        planned = relax.transform.StaticPlanBlockMemory()(mod)
+        kept = {
+            gvar: func
+            for gvar, func in mod.functions_items()
+            if isinstance(func, relax.Function) and has_branches(func)
+        }
+        if not kept:
+            return planned
+        return with_functions(planned, dict(planned.functions_items()) | kept)
+
+
+class _Lives:
+    """The allocations of a function in order, and when they are used.
+
+    Attributes
+    ----------
+    found : list of Life
+    outputs : set of int
+        Those that the function returns.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[Life] = []
+        self.outputs: _Tensors = frozenset()
+
+    @classmethod
+    def of(cls, mod: tvm.IRModule) -> "_Lives | None":
+        """None where this pass does not apply."""
+        functions = [f for _, f in mod.functions_items() if isinstance(f, relax.Function)]
+        if len(functions) != 1 or not isinstance(functions[0].body, relax.SeqExpr):
+            return None
+        lives, body = cls(), functions[0].body
+        held: dict[relax.Var, _Tensors] = {}
+        step = 0
+        for step, binding in enumerate(_bindings(body)):
+            value = binding.value
+            if isinstance(value, relax.If | relax.Function):
+                return None
+            if _is_allocation(value):
+                size = _size_bytes(value)
+                if size is None or int(value.args[2].value) != 0:
+                    return None
+                held[binding.var] = frozenset([len(lives.found)])
+                lives.found.append(Life(size, step, step))
+                continue
+            used = lives._uses(value, held, step)
+            held[binding.var] = used if _holds_tensors(binding.var.ty) else frozenset()
+        lives.outputs = lives._uses(body.body, held, step + 1)
+        return lives
+
+    def _uses(self, value: relax.Expr, held: dict[relax.Var, _Tensors], step: int) -> _Tensors:
+        """Note that a step uses what an expression refers to."""
+        variables: set[relax.Var] = set()
+        _note_vars(value, variables)
+        used = frozenset().union(*(held.get(v, frozenset()) for v in variables))
+        for number in used:
+            life = self.found[number]
+            self.found[number] = Life(life.size_bytes, life.first, step)
+        return used
+
+
+def _rewritten(mod: tvm.IRModule, plan: StoragePlan, numbers: dict[int, int]) -> tvm.IRModule:
+    """The module with storages; `numbers` leads from allocations to the tensors of the plan."""
+    builder = relax.BlockBuilder(mod)
+    [(gvar, func)] = [(g, f) for g, f in mod.functions_items() if isinstance(f, relax.Function)]
+    storages: dict[int, relax.Var] = {}
+    settle = None
+    blocks, count = [], 0
+    for block in func.body.blocks:
+        bindings: list[relax.Binding] = []
+
+        def emit(var: relax.Var, value: relax.Expr, to: list = bindings) -> None:
+            to.append(relax.VarBinding(var, value))
+
+        for binding in block.bindings:
+            if not _is_allocation(binding.value):
+                bindings.append(binding)
+                continue
+            number = numbers.get(count)
+            count += 1
+            if number is None:
+                bindings.append(binding)
+                continue
+            place = plan.places[number]
+            if place.storage not in storages:
+                size = plan.storages[place.storage].size_bytes
+                storage = builder.normalize(_storage(size))
+                var = relax.Var(f"storage{place.storage}", storage.ty)
+                storages[place.storage] = var
+                emit(var, storage)
+            shape, dtype = binding.value.args[0], binding.value.args[1]
+            offset = relax.prim_value(place.offset)
+            tensor = relax.op.memory.alloc_tensor(storages[place.storage], offset, shape, dtype)
+            emit(binding.var, builder.normalize(tensor))
+            if place.offset:
+                settle = settle or builder.add_func(_settle_offset(), SETTLE)
+                nothing = relax.TupleType([])
+                call = relax.Call(settle, [binding.var], ty_args=[nothing])
+                emit(relax.Var("_", nothing), builder.normalize(call))
+        blocks.append(relax.BindingBlock(bindings))
+    builder.update_func(gvar, _with_body(func, relax.SeqExpr(blocks, func.body.body)))
+    return builder.get()
+
+
+def _without_dead_tuples(mod: tvm.IRModule) -> tvm.IRModule:
+    """The module without tuples that nothing reads: the VM would hold their tensors to the end."""
+    functions = dict(mod.functions_items())
+    for gvar, func in mod.functions_items():
+        if isinstance(func, relax.Function) and isinstance(func.body, relax.SeqExpr):
+            functions[gvar] = _with_body(func, _without_dead_names(func.body))
+    return with_functions(mod, functions)
+
+
+def _without_dead_names(body: relax.SeqExpr) -> relax.SeqExpr:
+    fields: dict[relax.Var, Sequence[relax.Expr]] = {}
+    blocks: list[list[relax.Binding]] = []
+    for block in body.blocks:
+        blocks.append([])
+        for binding in block.bindings:
+            value = getattr(binding, "value", None)
+            if isinstance(value, relax.Tuple):
+                fields[binding.var] = value.fields
+            elif isinstance(value, relax.TupleGetItem) and value.tuple_value in fields:
+                field = fields[value.tuple_value][value.index]
+                binding = relax.VarBinding(binding.var, field)
+            blocks[-1].append(binding)
+    used: set[relax.Var] = set()
+    kept: list[relax.BindingBlock] = []
+    _note_vars(body.body, used)
+    for bindings in reversed(blocks):
+        alive = []
+        for binding in reversed(bindings):
+            if isinstance(binding.value, _NAMES) and binding.var not in used:
+                continue
+            _note_vars(binding.value, used)
+            alive.append(binding)
+        kept.append(relax.BindingBlock(alive[::-1]))
+    return relax.SeqExpr(kept[::-1], body.body)
+
+
+def _note_vars(expr: relax.Expr, found: set[relax.Var]) -> None:
+    """Add the variables of an expression."""
+
+    def visit(inner: relax.Expr) -> None:
+        if isinstance(inner, relax.Var):
+            found.add(inner)
+
+    relax.analysis.post_order_visit(expr, visit)
+
+
+def _storage(size: int) -> relax.Call:
+    shape = relax.ShapeExpr([size])
+    return relax.op.memory.alloc_storage(shape, relax.prim_value(0), "global", "uint8")
+
+
+def _settle_offset() -> tirx.PrimFunc:
+    """A function of the host that adds a tensor's offset to its pointer."""
+
+    @T.prim_func(s_tir=True)
+    def settle_offset(tensor: T.handle):
+        T.func_attr({"tirx.is_host_func": True, "tirx.is_scheduled": True})
+        data: T.let[T.handle] = T.tvm_struct_get(tensor, 0, _DATA, T.handle().ty)
+        offset: T.let[T.uint64] = T.tvm_struct_get(tensor, 0, _BYTE_OFFSET, "uint64")
+        moved: T.let[T.handle] = T.handle_add_byte_offset(data, T.Cast("int64", offset))
+        T.evaluate(T.tvm_struct_set(tensor, 0, _DATA, moved))
+        T.evaluate(T.tvm_struct_set(tensor, 0, _BYTE_OFFSET, T.uint64(0)))
+
+    return settle_offset
+
+
+def _with_body(func: relax.Function, body: relax.Expr) -> relax.Function:
+    relax.expr._update_type(body, func.body.ty)
+    return relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs)
+
+
+def _bindings(body: relax.SeqExpr) -> Iterator[relax.Binding]:
+    for block in body.blocks:
+        yield from block.bindings
+
+
+def _is_allocation(value: relax.Expr) -> bool:
+    is_operator = isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op)
+    return is_operator and value.op.name == _ALLOCATE
+
+
+def _size_bytes(allocation: relax.Call) -> int | None:
+    """None for a symbolic extent."""
+    extents = allocation.args[0].values
+    if not all(isinstance(e, tirx.IntImm) for e in extents):
+        return None
+    dtype = str(allocation.ty.dtype)
+    return math.prod(map(int, extents)) * dtype_bytes(dtype)
+
+
+def _holds_tensors(ty: object) -> bool:
+    """Whether a variable may refer to tensors; kernels that fill their arguments give ()."""
+    return bool(ty.fields) if isinstance(ty, relax.TupleType) else True

@@ -1,0 +1,82 @@
+"""Rewrites of the opened graph that pay in some models and not in others.
+
+Each changes what can be fused, and the search cannot undo it: a module is planned with and without
+each in turn, and those are kept by which the predicted time falls. A pass that finds nothing to do
+returns the very module it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+import tvm
+
+from ...config import HardwareProfile, Policy
+from ...errors import PlanError
+from .fold_factors import FoldFactors
+from .lean_weights import LeanWeights
+from .packed_weights import PackedWeights
+from .pad_depth import PadDepth
+from .partial_rows import PartialRows
+from .row_slices import RowSlices
+
+
+@dataclass(frozen=True, slots=True)
+class Rewrite:
+    """The pass for a device, and the policies under which it may be tried."""
+
+    make: Callable[[HardwareProfile], tvm.transform.Pass]
+    allowed: Callable[[Policy], bool] = lambda _policy: True
+
+
+def _may_round(policy: Policy) -> bool:
+    return policy.rounding != "exact"
+
+
+# By name, in the order in which they are applied.
+REWRITES: Mapping[str, Rewrite] = {
+    "fold_factors": Rewrite(lambda _hw: FoldFactors(), _may_round),
+    "partial_rows": Rewrite(PartialRows, _may_round),
+    "row_slices": Rewrite(lambda _hw: RowSlices()),
+    "pad_depth": Rewrite(PadDepth),
+    # After those that look at constants: these hide them.
+    "lean_weights": Rewrite(LeanWeights, lambda policy: not policy.allow_tf32),
+    "lean_weights_tf32": Rewrite(
+        lambda hw: LeanWeights(hw, allow_tf32=True), lambda policy: policy.allow_tf32
+    ),
+    "packed_weights": Rewrite(PackedWeights, _may_round),
+}
+
+
+ON_CPUS = ("fold_factors",)
+"""The kernels of CPUs gain nothing by the others."""
+
+
+def candidates(hw: HardwareProfile, policy: Policy) -> tuple[str, ...]:
+    """Names of the rewrites to try."""
+    names = ON_CPUS if hw.kind == "llvm" else REWRITES
+    return tuple(name for name in names if REWRITES[name].allowed(policy))
+
+
+def known_rewrites(names: Collection[str], policy: Policy) -> Collection[str]:
+    """`names`, if all of them exist and none moves a rounding that the policy keeps.
+
+    Raises
+    ------
+    PlanError
+        A plan names a rewrite that this version does not have, or rounds where it may not.
+    """
+    unknown = sorted(set(names) - set(REWRITES))
+    if unknown:
+        raise PlanError(
+            f"the plan needs the rewrites {', '.join(unknown)}, which do not exist here "
+            f"(known: {', '.join(REWRITES) or 'none'}); plan again with `explain`"
+        )
+    rounding = sorted(n for n in set(names) if REWRITES[n].allowed is _may_round)
+    if rounding and not _may_round(policy):
+        raise PlanError(
+            f"the plan was made with the rewrites {', '.join(rounding)}, which round in other "
+            "places than the model; exact rounding needs a plan of its own, made by `explain`"
+        )
+    return names

@@ -1,0 +1,228 @@
+"""The inputs of one task, and what its outputs should be.
+
+The reference is what TVM's default schedules compute in float64 on the same device from the same
+inputs, and how far roundings may lead from it is found out there, too (`check.allowance`). Where
+they cannot, the untuned kernel stands for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import relax, tirx
+
+from ...check._loops import order_loops
+from ...check.allowance import bounds_of
+from ...check.noise import Draw, call_number, disturbed
+from ...check.reference import to_float64
+from ...check.rules import wide
+from ...errors import Unsupported
+from ...ir.extents import ASSUMED_SYMBOLIC_EXTENT
+from ...runtime.build.build import build_functions
+from ..measure.building import BuiltChoice
+from ..measure.site import Call, Site, site_bytes
+from .numbers import Wanted, wrong
+
+logger = logging.getLogger(__name__)
+
+NARROWEST_FIRST = ("float8_e5m2", "float8_e4m3fn", "bfloat16", "float16", "float32", "float64")
+DRAWS = ("normal", "small", "positive")  # kinds of inputs, in the order in which they are tried
+CHANGEABLE = ("float16", "bfloat16", "float32", "float64")
+SMALL = 2.0**-4  # what is multiplied three times over is 2^-12 of what it would be
+LEAST = 2.0**-4  # of positive values: a root, a logarithm or a quotient of them is harmless
+
+
+class Case:
+    """The inputs, outputs and reference of one task on a device.
+
+    Parameters
+    ----------
+    func : tirx.PrimFunc
+        Without stamps.
+    outputs : int
+        How many of its last parameters it writes.
+    seed : int
+        Of the inputs.
+    target : Target
+    site : Site
+
+    Attributes
+    ----------
+    wanted : list of Wanted or None
+        What the outputs should be; None before `expect`.
+    reference : "float64" or "untuned"
+        What said so.
+    values, tensors : list
+        Of all parameters: as the site has them, and as a library takes them.
+    """
+
+    def __init__(
+        self,
+        func: tirx.PrimFunc,
+        outputs: int,
+        seed: int,
+        target: tvm.target.Target,
+        site: Site,
+    ) -> None:
+        self.func, self.outputs, self.target, self.site = func, outputs, target, site
+        self.wanted: list[Wanted] | None = None
+        self.reference = "float64"
+        self._seed = seed
+        self._sizes: dict[str, int] = {}
+        self._draw(DRAWS[0])
+
+    @property
+    def bytes(self) -> int:
+        """That its tensors take on the device, the reference included."""
+        sizes = [site_bytes(v) for v in self.values if not isinstance(v, int)]
+        kept = [site_bytes(a) for w in self.wanted or () for a in w.arrays]
+        return sum(sizes) + sum(kept)
+
+    # ---- values
+    def _extent(self, extent: Any) -> int:
+        if isinstance(extent, tirx.IntImm):
+            return int(extent)
+        tvm_ffi.structural_walk(
+            extent,
+            (tirx.Var, lambda v: self._sizes.setdefault(v.name, ASSUMED_SYMBOLIC_EXTENT)),
+        )
+        number = (tirx.Var, lambda v: tirx.IntImm(str(v.ty.dtype), self._sizes[v.name]))
+        return int(tvm.sym.Analyzer().simplify(tvm_ffi.structural_map(extent, number)))
+
+    def _draw(self, kind: str) -> None:
+        self.values = [self._drawn(n, p, kind) for n, p in enumerate(self.func.params)]
+        tensors = [v if isinstance(v, int) else self.site.tensor(v) for v in self.values]
+        self.tensors = tensors
+
+    def _drawn(self, number: int, param: Any, kind: str) -> Any:
+        if not isinstance(param.ty, tirx.BufferType):
+            return self._sizes.setdefault(param.name, ASSUMED_SYMBOLIC_EXTENT)
+        shape = tuple(self._extent(e) for e in param.ty.shape)
+        dtype = str(param.ty.dtype)
+        value = self.site.draw(shape, dtype, (self._seed, number))
+        return changed(value, kind) if dtype in CHANGEABLE else value
+
+    # ---- calls
+    def call(self, choice: BuiltChoice) -> Call:
+        """A library's function on this task's tensors, those packed that it takes so."""
+        tensors = list(self.tensors)
+        for position, panels in choice.panels:
+            tensors[position] = self.site.tensor(panels.of(self.values[position]))
+        return Call(self.site.load(choice.path), choice.symbol, tuple(tensors))
+
+    def run(self, call: Any) -> list[Any]:
+        """The outputs of one call that finds poison where it writes."""
+        written = list(zip(self.values, self.tensors, strict=True))[-self.outputs :]
+        for value, tensor in written:
+            self.site.poison(value, tensor)
+        call()
+        self.site.device.sync()
+        return [self.site.value(value, tensor) for value, tensor in written]
+
+    def expect(self, untuned: BuiltChoice) -> None:
+        """Finds out what the outputs should be, with inputs that tell right from wrong: those for
+        which no output comes near the largest number of its type, and the untuned kernel is right.
+        Where there are none, normal ones.
+        """
+        try:
+            reference = self._reference()
+        except Exception as error:  # whatever TVM's default schedules do not compute
+            logger.info("no float64 reference, the untuned kernel stands for it: %s", error)
+            reference, self.reference = None, "untuned"
+        for kind in (*DRAWS, DRAWS[0]):
+            if kind != DRAWS[0] or self.wanted is not None:
+                self._draw(kind)
+            first = self.run(self.call(untuned))
+            found = None
+            if reference is not None:
+                try:
+                    found = bounds_of(self._float64(reference))
+                except Exception as error:  # such as too little memory for twice the bytes
+                    logger.info("the untuned kernel stands for the float64 reference: %s", error)
+                    reference, self.reference = None, "untuned"
+            self.wanted = self._wanted(first, *(found or ([], [])))
+            unfit = any(w.is_near_limit or w.cancels for w in self.wanted)
+            if not wrong(first, self.wanted)[0] and not unfit:
+                return
+
+    def _wanted(
+        self, first: Sequence[Any], references: Sequence[Any], bounds: Sequence[Any]
+    ) -> list[Wanted]:
+        """`first` is what the untuned kernel gives: the reference, where there is no other."""
+        narrowest = self._narrowest()
+        dtypes = [str(p.ty.dtype) for p in self.func.params[-self.outputs :]]
+        if not references:
+            return [Wanted(d, narrowest, wide(x)) for d, x in zip(dtypes, first, strict=True)]
+        found = zip(dtypes, references, first, bounds, strict=True)
+        return [Wanted(d, narrowest, ref, x, bound) for d, ref, x, bound in found]
+
+    def _narrowest(self) -> str:
+        found = {str(p.ty.dtype) for p in self.func.params if isinstance(p.ty, tirx.BufferType)}
+        return next((d for d in NARROWEST_FIRST if d in found), "float32")
+
+    def _reference(self) -> Any:
+        """The function in float64, by TVM's default schedules; it takes a draw and a number of a
+        call before its outputs.
+        """
+        symbol, inputs = "reference", len(self.func.params) - self.outputs
+        noisy = disturbed(self.func, inputs)
+        if noisy is None:
+            raise Unsupported("the function is scheduled")
+        function = widened(noisy, self.outputs).with_attr("global_symbol", symbol)
+        library, _ = build_functions(tvm.IRModule({symbol: function}), self.target)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "reference.so"
+            library.export_library(str(path))
+            return self.site.load(path)[symbol]
+
+    def _float64(self, reference: Any) -> Callable[[Draw], list[Any]]:
+        """A function from a draw to the outputs in float64."""
+        values = [v if isinstance(v, int) else wide(v) for v in self.values]
+        tensors = [v if isinstance(v, int) else self.site.tensor(v) for v in values]
+        first = len(values) - self.outputs
+        call = self.site.tensor(self.site.given(call_number(0)))
+
+        def run(draw: Draw) -> list[Any]:
+            drawn = self.site.tensor(self.site.given(draw.array()))
+            reference(*tensors[:first], drawn, call, *tensors[first:])
+            self.site.device.sync()
+            written = list(zip(values, tensors, strict=True))[first:]
+            return [self.site.value(value, tensor) for value, tensor in written]
+
+        return run
+
+
+def changed(value: Any, kind: str) -> Any:
+    """Normal values as those of another kind of `DRAWS`."""
+    if kind == "small":
+        return value * SMALL
+    return abs(value) + LEAST if kind == "positive" else value
+
+
+def widened(func: tirx.PrimFunc, outputs: int) -> tirx.PrimFunc:
+    """The PrimFunc with every float in float64 (`check.reference`).
+
+    Raises
+    ------
+    Unsupported
+        It looks at the bits of a float, or has parameters that are no tensors.
+    """
+    if not all(isinstance(p.ty, tirx.BufferType) for p in func.params):
+        raise Unsupported("a parameter is no tensor")
+    types = [relax.TensorType(list(p.ty.shape), str(p.ty.dtype)) for p in func.params]
+    builder = relax.BlockBuilder()
+    gvar = builder.add_func(func.with_attr("global_symbol", "kernel"), "kernel")
+    params = [relax.Var(f"p{i}", ty) for i, ty in enumerate(types[:-outputs])]
+    with builder.function("main", params):
+        with builder.dataflow():
+            out = types[-outputs:]
+            call = relax.op.call_tir(gvar, params, out if outputs > 1 else out[0])
+            result = builder.emit_output(call)
+        builder.emit_func_output(result)
+    return order_loops(to_float64(builder.get()))["kernel"]
