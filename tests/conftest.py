@@ -13,7 +13,7 @@ from functools import cache
 
 import pytest
 
-from .tools import require
+from .support.tools import require
 
 os.environ.setdefault("TVM_FUSION_PLAN_CACHE", "0")  # what is tested is the search
 os.environ.setdefault("TVM_FUSION_KERNEL_CACHE", "0")  # and the writers

@@ -18,7 +18,7 @@ import numpy as np
 import tvm
 from tvm.relax import op
 
-from tests.graphs import module
+from tests.support.graphs import module
 from tvm_fusion.calibrate.cpu.host_profile import calibrated
 from tvm_fusion.calibrate.measured_on import cpu_name
 from tvm_fusion.compilation.job import Job

@@ -31,11 +31,11 @@ import numpy as np
 import tvm
 from tvm import relax, tirx
 
-from tests import cuda_on_cpu, hopper_on_cpu
-from tests.cuda_on_cpu import EmulationError, Lowered, Watch, run_cuda_on_cpu
-from tests.kernel_cases import numpy_dtype
-from tests.kernel_problems import CLASSES, MODULES, Problem, drawn_module
-from tests.module_on_cpu import EmulatedModule
+from tests.support import cuda_on_cpu, hopper_on_cpu
+from tests.support.cuda_on_cpu import EmulationError, Lowered, Watch, run_cuda_on_cpu
+from tests.support.kernel_cases import numpy_dtype
+from tests.support.kernel_problems import CLASSES, MODULES, Problem, drawn_module
+from tests.support.module_on_cpu import EmulatedModule
 from tvm_fusion._version import __version__
 from tvm_fusion.check.allowance import Reference
 from tvm_fusion.check.inputs import random_inputs

@@ -7,7 +7,7 @@ import tvm
 from tvm_fusion.kernels.contraction.reader import analyze_contraction
 
 from .gpu.device_cases import CASES, int4, int4_weight
-from .kernel_cases import fuse
+from .support.kernel_cases import fuse
 
 
 def test_no_two_cases_have_one_name():

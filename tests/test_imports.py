@@ -149,8 +149,8 @@ def test_what_modules_take_from_each_other_is_there():
 
 def test_what_is_not_there_is_found():
     text = (
-        "import tests.graphs, tests.grphs\n"
-        "from tests import graphs, cuda_on_cpu as emulator\n"
+        "import tests.support.graphs, tests.grphs\n"
+        "from tests.support import graphs, cuda_on_cpu as emulator\n"
         "from .graphs import module, modules\n"
         "from tvm_fusion.graphs import module\n"
         "def late():\n"
@@ -158,10 +158,10 @@ def test_what_is_not_there_is_found():
         "    emulator.FLAGS, emulator.no_such, graphs.no_such\n"
         "def hides(graphs): ...\n"
     )
-    assert list(missing(read(text, "tests"))) == [
+    assert list(missing(read(text, "tests.support"))) == [
         "line 1: no module tests.grphs",
-        "line 3: tests.graphs has no modules",
+        "line 3: tests.support.graphs has no modules",
         "line 4: no module tvm_fusion.graphs",
         "line 6: tvm_fusion has no no_such",
-        "line 7: tests.cuda_on_cpu has no no_such",
+        "line 7: tests.support.cuda_on_cpu has no no_such",
     ]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from .tools import require
+from .support.tools import require
 
 
 def test_a_program_that_is_there_is_found(tmp_path, monkeypatch):

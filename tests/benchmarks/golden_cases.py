@@ -30,9 +30,9 @@ from tvm import relax, tirx
 from tvm.relax import op
 from tvm.relax.frontend import nn as tvm_nn
 
-from tests.graphs import module
 from tests.pipelines import llm
 from tests.pipelines import modules as pipelines
+from tests.support.graphs import module
 from tvm_fusion.bench import plan_case_graphs
 from tvm_fusion.bench.random_graphs import module_of
 from tvm_fusion.bench.workloads import SUITES

@@ -2,7 +2,7 @@
 
     python tests/gpu/check_attention.py [--seeds N ...] [--json F] [--jobs N] [--seconds S]
 
-Each configuration of `tests.attention_random` is compiled as a whole module by `tvm_fusion.compile`
+Each configuration of `tests.support.attention_random` is compiled as a whole module by `tvm_fusion.compile`
 and run; float64 results are computed by torch on the device. Outputs lie in memory that holds NaN.
 Every configuration has a process and a time limit of its own: one that fails or hangs costs itself
 only. Processes compile side by side and take the GPU in turn. Needs TVM, and torch with CUDA.
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 if shutil.which("nvcc"):
     os.environ.setdefault("TVM_CUDA_COMPILE_MODE", "nvcc")
 
-from tests.attention_random import SEEDS, configuration
+from tests.support.attention_random import SEEDS, configuration
 
 CALLS = 4  # after the first, outputs take memory of earlier ones, which holds NaN by then
 
@@ -39,8 +39,8 @@ def check(seed: int, target: str, lock: Path) -> dict:
     import torch
 
     import tvm_fusion
-    from tests.attention_random_graphs import module_of
-    from tests.attention_random_numbers import ceilings, error, expected, numbers
+    from tests.support.attention_random_graphs import module_of
+    from tests.support.attention_random_numbers import ceilings, error, expected, numbers
 
     c = configuration(seed)
     compiled = tvm_fusion.compile(module_of(c), target, verify=False)

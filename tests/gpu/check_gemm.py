@@ -34,7 +34,7 @@ import tvm
 from torch import Tensor
 
 from tests.gpu.device_cases import CASES, FP8, TOLERANCE, Case
-from tests.kernel_cases import fuse
+from tests.support.kernel_cases import fuse
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.contraction.reader import Contraction, analyze_contraction

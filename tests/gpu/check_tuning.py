@@ -23,7 +23,7 @@ import tvm
 from tvm import relax
 
 import tvm_fusion
-from tests.tune_deadly import WAYS, Deadly
+from tests.support.tune_deadly import WAYS, Deadly
 from tvm_fusion.kernels import registry
 from tvm_fusion.tuning.database import find_database
 

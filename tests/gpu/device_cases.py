@@ -10,9 +10,9 @@ from torch import Tensor
 from tvm import relax, te
 from tvm.relax import op
 
-from tests import gemm_cases as graphs
-from tests.grouped_cases import projections, separate
-from tests.partial_cases import residual_squares
+from tests.support import gemm_cases as graphs
+from tests.support.grouped_cases import projections, separate
+from tests.support.partial_cases import residual_squares
 
 HALF, BRAIN, FLOAT = "float16", "bfloat16", "float32"
 FP8, INT = "float8_e4m3fn", "int32"

@@ -13,7 +13,7 @@ import tvm_fusion
 from tvm_fusion.ir.reader import has_opaque_pattern
 from tvm_fusion.transform import Fuse
 
-from ..runtime_cases import H200_CONFIG as CUDA
+from ..support.runtime_cases import H200_CONFIG as CUDA
 from .modules import Case, cases
 from .places import PLACES
 

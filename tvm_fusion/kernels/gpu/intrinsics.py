@@ -1,6 +1,6 @@
 """Device functions that generated kernels call: approximate math, packing, clusters, bulk copies.
 
-Each is `__device__` source that goes into the CUDA module once. `tests/cuda_on_cpu.py` has a
+Each is `__device__` source that goes into the CUDA module once. `tests/support/cuda_on_cpu.py` has a
 stand-in for every one that holds inline assembly.
 """
 

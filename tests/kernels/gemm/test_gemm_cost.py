@@ -1,0 +1,297 @@
+"""The cost model of matrix products against measurements, and what it says where nothing is
+measured.
+
+`data/gemm_sweep_h200.json` holds kernel times of the Hopper form on an H200, of plain products and
+of some with epilogues.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import statistics
+
+import pytest
+
+from tvm_fusion.config import load_policy, load_profile, policy_names
+from tvm_fusion.errors import Unsupported
+from tvm_fusion.kernels.contraction.reader import analyze_contraction
+from tvm_fusion.kernels.gemm.cost import gemm_time
+from tvm_fusion.kernels.gemm.forms import FORMS, emit_gemm, form_of, gemm_ranked
+from tvm_fusion.kernels.gemm.hopper.configs import tile_of
+from tvm_fusion.kernels.gemm.hopper.kernel import hopper_ranked
+from tvm_fusion.kernels.gemm.work import GemmTile
+
+from ...fit_gemm_cost import accuracy, kendall, load, load_layers, predicted_us, work_of
+from ...support import gemm_cases as graphs
+from ...support.graphs import module, plan_of
+from ...support.kernel_cases import fuse
+
+HALF, FLOAT = "float16", "float32"
+H200, A100 = load_profile("nvidia_h200"), load_profile("nvidia_a100")
+DEFAULT = load_policy()
+KERNELS, LIBRARY = load()
+ACCURACY = accuracy(KERNELS)
+LAYERS = load_layers()
+LARGEST_REGRET = 1.08
+"""Reached: 1.078, where rows of tiles are cut off (200 x 11008 x 4096); 1.04 on most shapes."""
+
+
+@functools.cache
+def contraction_of(m, n, k, dtype=HALF, emit=graphs.linear):
+    return analyze_contraction(fuse(emit, ((m, k), dtype), ((n, k), dtype)))
+
+
+def names(shapes):
+    return ["x".join(map(str, s)) for s in shapes]
+
+
+# ---- against measurements
+
+
+def test_the_choice_is_the_fastest_kernel_in_the_median():
+    regrets = [regret for regret, _, _ in ACCURACY.values()]
+    assert len(regrets) >= 33
+    assert statistics.median(regrets) <= 1.005
+
+
+def test_no_choice_is_far_from_the_fastest_kernel():
+    assert {s: r for s, (r, _, _) in ACCURACY.items() if r > LARGEST_REGRET} == {}
+
+
+def test_predicted_times_are_near_the_measured_ones():
+    errors = errors_of(lambda tile: tile.split == 1)
+    assert statistics.median(errors) <= 0.04
+    assert statistics.quantiles(errors, n=10)[-1] <= 0.13
+
+
+def test_predicted_times_of_split_sums_are_roughly_right():
+    assert statistics.median(errors_of(lambda tile: tile.split > 1)) <= 0.09
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_with_epilogues_the_choice_is_near_the_fastest_kernel(name):
+    work, times = LAYERS[name]
+    ((regret, errors, _),) = accuracy({work: times}).values()
+    assert regret <= LARGEST_REGRET
+    assert statistics.median(errors) <= 0.15
+
+
+def test_predicted_times_with_epilogues_are_near_the_measured_ones():
+    found = accuracy(dict(LAYERS.values())).values()
+    assert statistics.median(e for _, errors, _ in found for e in errors) <= 0.07
+
+
+def errors_of(wanted):
+    return [
+        abs(predicted_us(shape, tile) / us - 1)
+        for shape, times in KERNELS.items()
+        for tile, us in times.items()
+        if wanted(tile)
+    ]
+
+
+def test_configurations_are_in_nearly_the_measured_order():
+    assert statistics.mean(tau for _, _, tau in ACCURACY.values()) >= 0.77
+
+
+def test_shapes_are_in_the_measured_order():
+    shapes = list(KERNELS)
+    measured = [min(KERNELS[s].values()) for s in shapes]
+    predicted = [min(predicted_us(s, tile) for tile in KERNELS[s]) for s in shapes]
+    assert kendall(predicted, measured) >= 0.97
+
+
+@pytest.mark.parametrize("shape", KERNELS, ids=names(KERNELS))
+def test_the_measured_kernel_that_the_list_has_first_is_near_the_fastest(shape):
+    times = KERNELS[shape]
+    first = next(t for t in listed(shape) if t in times)
+    assert times[first] <= LARGEST_REGRET * min(times.values())
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(384, 768, 3072), (256, 4096, 14336), (256, 4096, 4096), (2048, 4096, 4096)],
+    ids=str,
+)
+def test_the_choice_is_faster_than_the_library(shape):
+    times = KERNELS[shape]
+    first = next(t for t in listed(shape) if t in times)
+    assert times[first] < LIBRARY[shape]
+
+
+def listed(shape):
+    return [tile_of(config) for _, config in hopper_ranked(contraction_of(*shape), H200)]
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 4096, 4096), (16, 14336, 4096), (512, 4096, 4096), (777, 1024, 4096), (8192, 8192, 8192)],
+    ids=str,
+)
+def test_the_planner_predicts_the_time_of_the_fastest_kernel(shape):
+    m, n, k = shape
+    planned = plan_of(module(graphs.linear, ((m, k), HALF), ((n, k), HALF)), "nvidia_h200")
+    us = planned.plan.predicted_us - H200.launch_us
+    assert us == pytest.approx(min(KERNELS[shape].values()), rel=0.15)
+
+
+# ---- what the model says of what was not measured
+
+
+BASE = work_of(2048, 4096, 4096)
+LARGE = GemmTile(128, 256, 4, True, True, 16)
+
+
+def seconds(tile=LARGE, work=BASE, **more):
+    return gemm_time(dataclasses.replace(work, **more), tile, H200).seconds
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"batch": 2},
+        {"products": 2},
+        {"columns": (4096, 512)},
+        {"extra_bytes": 64 * BASE.written_bytes},
+        {"written_bytes": 64 * BASE.written_bytes},
+        {"operation_s": 1e-10},
+        {"b_whole_lines": False, "a_whole_lines": False, "columns": (4000,)},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_more_work_takes_more_time(more):
+    tile = GemmTile(128, 128, 6, True, False) if "b_whole_lines" in more else LARGE
+    assert seconds(tile, **more) > 1.02 * seconds(tile)
+
+
+@pytest.mark.parametrize("columns", [(4096, 4096), (11008, 11008), (4096, 1024, 1024)], ids=str)
+def test_products_in_one_launch_take_no_longer_than_apart(columns):
+    """A launch counts no heat: what tensor cores take adds up, however the work is divided."""
+    one = work_of(4096, columns[0], 4096)
+    apart = [dataclasses.replace(one, columns=(n,), written_bytes=8192.0 * n) for n in columns]
+    whole = dataclasses.replace(one, columns=columns, written_bytes=8192.0 * sum(columns))
+    powers = [gemm_time(work, LARGE, H200).terms["power"] for work in (whole, *apart)]
+    assert powers[0] == pytest.approx(sum(powers[1:]))
+    assert seconds(work=whole) < sum(seconds(work=work) for work in apart)
+
+
+def test_a_residual_is_waited_for_unless_it_was_asked_for_ahead():
+    waiting, ahead = (dataclasses.replace(LARGE, deferred=False, ahead=a) for a in (False, True))
+    assert seconds(waiting, residual=True) > seconds(ahead, residual=True)
+
+
+def test_operations_show_where_no_loop_hides_them():
+    short, long = work_of(2048, 4096, 40), work_of(2048, 4096, 8192)
+    costs = [seconds(work=work, operation_s=4e-13) / seconds(work=work) for work in (short, long)]
+    assert costs[0] > 1.5
+    assert costs[1] < 1.05
+
+
+def test_a_ring_of_few_stages_waits_for_its_loads():
+    tiles = [dataclasses.replace(GemmTile(64, 64), stages=n) for n in (2, 8)]
+    assert seconds(tiles[0]) > seconds(tiles[1])
+
+
+def test_bytes_in_the_cache_need_no_memory():
+    work = work_of(1, 8192, 8192)
+    assert seconds(work=work, resident_bytes=1e8) < seconds(work=work)
+
+
+def test_a_deferred_epilogue_shows_once():
+    assert seconds() < seconds(dataclasses.replace(LARGE, deferred=False))
+
+
+def test_the_time_is_at_least_that_of_each_term():
+    for shape, times in KERNELS.items():
+        for tile in times:
+            time = gemm_time(work_of(*shape), tile, H200)
+            assert max(time.terms.values()) <= 1.001 * time.seconds
+
+
+@pytest.mark.parametrize("split", [2, 4])
+def test_splitting_a_long_sum_pays_where_tiles_are_few(split):
+    whole = GemmTile(128, 128, 6, True, False)
+    parts = dataclasses.replace(whole, split=split)
+    few, many = work_of(128, 2048, 16384), work_of(4096, 4096, 1024)
+    assert seconds(parts, few) < 0.8 * seconds(whole, few)
+    assert seconds(parts, many) > seconds(whole, many)
+
+
+def test_lists_hold_split_tiles_only_where_whole_ones_leave_the_device_idle():
+    split = [max(t.split for t in listed(s)) for s in ((128, 4096, 8192), (8192, 8192, 8192))]
+    assert split[0] > 1
+    assert split[1] == 1
+
+
+def test_lists_are_in_the_order_of_predicted_time():
+    ranked = hopper_ranked(contraction_of(777, 1024, 4096), H200)
+    assert [time for time, _ in ranked] == sorted(time for time, _ in ranked)
+    assert len({config for _, config in ranked}) == len(ranked)
+
+
+# ---- forms
+
+
+def form_chosen(*shape, hw=H200, emit=graphs.linear):
+    return form_of(gemm_ranked(contraction_of(*shape, emit=emit), hw, DEFAULT)[0][1]).name
+
+
+def test_large_half_products_go_to_wgmma_on_hopper():
+    assert form_chosen(4096, 4096, 4096) == "hopper"
+
+
+@pytest.mark.parametrize("shape", [(4096, 4096, 4095), (1000, 999, 1001)], ids=str)
+def test_row_pitches_that_the_tma_refuses_stay_on_tensor_cores(shape):
+    assert form_chosen(*shape) == "mma"
+
+
+@pytest.mark.parametrize(("rows", "form"), [(1, "skinny"), (4, "hopper"), (16, "hopper")])
+def test_one_row_goes_to_cuda_cores_and_some_rows_to_wgmma(rows, form):
+    assert form_chosen(rows, 11008, 4096) == form
+
+
+def test_half_products_go_to_mma_sync_on_ampere():
+    assert form_chosen(4096, 4096, 4096, hw=A100) == "mma"
+
+
+def test_float32_stays_on_cuda_cores_unless_the_policy_allows_tf32():
+    contraction = contraction_of(2048, 2048, 2048, dtype=FLOAT)
+    forms = [
+        form_of(gemm_ranked(contraction, A100, policy)[0][1]).name
+        for policy in (DEFAULT, load_policy({"allow_tf32": True}))
+    ]
+    assert forms == ["simt", "mma"]
+
+
+@pytest.mark.parametrize("name", policy_names())
+def test_no_shipped_policy_rounds_float32(name):
+    assert load_policy(name).allow_tf32 is False
+
+
+def test_the_list_of_all_forms_is_in_the_order_of_predicted_time():
+    times = [time for time, _ in gemm_ranked(contraction_of(16, 1024, 1024), H200, DEFAULT)]
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_every_form_writes_the_first_of_its_own_list(form):
+    contraction = contraction_of(16, 512, 256)
+    config = form.rank(contraction, H200, DEFAULT)[0][1]
+    assert form_of(config) is form
+    assert emit_gemm(contraction, H200, DEFAULT, config) is not None
+
+
+def test_a_configuration_of_no_form_is_refused():
+    with pytest.raises(Unsupported, match="no configuration of a matrix product"):
+        emit_gemm(contraction_of(16, 512, 256), H200, DEFAULT, config="fast")
+
+
+@pytest.mark.parametrize(
+    "case", graphs.TENSOR_CORE_CASES + graphs.CUDA_CORE_CASES, ids=lambda case: case.name
+)
+def test_every_form_ranks_a_contraction_or_refuses_it(case):
+    contraction = analyze_contraction(case.func())
+    for form in FORMS[:-1]:
+        with contextlib.suppress(Unsupported):
+            assert form.rank(contraction, H200, load_policy(None))[0][0] > 0
+    assert gemm_ranked(contraction, H200, load_policy(None))

@@ -1,0 +1,442 @@
+"""The mma.sync GEMM: numbers on the emulator against float64, resources and PTX, refusals."""
+
+import dataclasses
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tvm
+import tvm_ffi
+from tvm import te, tirx
+from tvm.relax import op
+from tvm.script import tirx as T
+
+from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.errors import Unsupported
+from tvm_fusion.kernels.contraction.reader import analyze_contraction
+from tvm_fusion.kernels.gemm.mma.kernel import emit_gemm_mma
+from tvm_fusion.kernels.gemm.mma.plan import MmaConfig, Panel
+from tvm_fusion.kernels.gemm.mma.problem import Way, read_mma
+from tvm_fusion.kernels.gemm.mma.rank import TILES, mma_ranked
+
+from ...support import gemm_cases as graphs
+from ...support.cuda_on_cpu import compile_cubins, cuda_source, run_cuda_on_cpu
+from ...support.gemm_cases import BRAIN, CUDA_CORE_CASES, FLOAT, HALF, TENSOR_CORE_CASES, case
+from ...support.kernel_cases import TOLERANCE, Case, assert_close, fuse, outputs_of
+from ...support.partial_cases import residual_squares
+from ...support.ptx import ptx_of
+
+H200, A100, RTX = (load_profile(n) for n in ("nvidia_h200", "nvidia_a100", "nvidia_rtx4090"))
+DEVICES = {"sm_80": A100, "sm_90a": H200}
+EIGHT = "float8_e4m3fn"
+
+CONFIGS = [
+    MmaConfig(*tile, step_bytes, stages)
+    for tile, step_bytes, stages in zip(TILES, (64, 128) * 8, (3, 4, 3, 5, 4) * 4, strict=False)
+]
+
+
+def check(case: Case, kernel: tirx.PrimFunc, slack: float = 1.0) -> None:
+    """Runs a kernel on the emulator; every output is poisoned before and close to float64 after."""
+    inputs = case.arrays()
+    outputs = outputs_of(case.func(), len(inputs))
+    assert run_cuda_on_cpu(kernel, [*inputs, *outputs]) == 1
+    wide = [
+        a.astype(np.float64) if a.dtype == np.dtype(ml_dtypes.float8_e4m3fn) else a for a in inputs
+    ]
+    for got, expected in zip(outputs, case.expected(wide), strict=True):
+        dtype = str(got.dtype)
+        expected = np.asarray(expected, np.float64).reshape(got.shape)
+        if dtype not in TOLERANCE:
+            assert_close(got, expected, dtype)
+            continue
+        error = np.abs(got.astype(np.float64) - expected).max() / np.abs(expected).max()
+        assert error <= slack * TOLERANCE[dtype]
+
+
+def emit(case: Case, config: MmaConfig | None = None, hw=H200, exact=False) -> tirx.PrimFunc:
+    return emit_gemm_mma(analyze_contraction(case.func(), exact=exact), hw, config)
+
+
+def ways(case: Case) -> list[Way]:
+    (segment,) = read_mma(analyze_contraction(case.func()), H200, False)
+    return [source.way for loop in segment.loops for source in (loop.a, *loop.b)]
+
+
+def named(name: str) -> Case:
+    return next(c for c in TENSOR_CORE_CASES + CUDA_CORE_CASES if c.name == name)
+
+
+# ---- numbers
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [(c, CONFIGS[i % len(CONFIGS)]) for i, c in enumerate(TENSOR_CORE_CASES)],
+    ids=[c.name for c in TENSOR_CORE_CASES],
+)
+def test_the_kernel_is_close_to_float64(case, config):
+    if case.name == "gate and up" or config.threads > 128:
+        config = dataclasses.replace(CONFIGS[6], step_bytes=config.step_bytes)
+    check(case, emit(case, config))
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.block_m}x{c.block_n}")
+def test_every_tile_is_close_to_float64(config):
+    shapes = [(2 * config.block_m + 8, 72), (72, config.block_n + 40), (config.block_n + 40,)]
+    found = case("tile", graphs.bias_gelu, shapes, lambda x, w, b: [graphs.gelu_of(x @ w + b)])
+    check(found, emit(found, config))
+
+
+PITCHES = [
+    (graphs.linear, (40, 64), (72, 64), Way.COPY),
+    (graphs.linear, (40, 68), (72, 68), Way.COPY),
+    (graphs.linear, (40, 70), (72, 70), Way.COPY),
+    (graphs.linear, (40, 33), (65, 33), Way.SHIFT),
+    (graphs.linear, (5, 999), (3, 999), Way.SHIFT),
+    (graphs.linear, (1, 1), (1, 1), None),
+    (graphs.matmul, (40, 36), (36, 68), Way.COPY),
+    (graphs.matmul, (40, 38), (38, 70), Way.COPY),
+    (graphs.matmul, (33, 33), (33, 65), Way.SHIFT),
+    (graphs.left_transposed, (33, 41), (33, 65), Way.SHIFT),
+]
+
+
+@pytest.mark.parametrize(
+    ("graph", "x", "w", "way"), PITCHES, ids=[str(n) for n in range(len(PITCHES))]
+)
+def test_any_row_pitch_is_read_by_its_widest_way(graph, x, w, way):
+    def reference(x, w):
+        x = x.T if graph is graphs.left_transposed else x
+        return [x @ (w.T if graph is graphs.linear else w)]
+
+    found = case("pitch", graph, [x, w], reference)
+    assert way is None or ways(found) == [way, way]
+    check(found, emit(found, MmaConfig(32, 64, 16, 32, 64, 3)))
+
+
+@pytest.mark.parametrize("start", [1, 2, 8])
+def test_operands_may_start_at_an_offset(start):
+    def sliced(bb, x, w):
+        return graphs.linear(bb, bb.emit(op.strided_slice(x, [1], [start], [start + 40])), w)
+
+    found = case(
+        "offset", sliced, [(20, 56), (24, 40)], lambda x, w: [x[:, start : start + 40] @ w.T]
+    )
+    check(found, emit(found))
+
+
+def int4_linear(group: int):
+    """x by the transposed 4-bit weight (q - 8) * scale, eight values a word."""
+
+    def emit(bb, x, w, s):
+        def unpack(w, s):
+            def at(n, k):
+                shift = (k % 8 * 4).astype("int32")
+                nibble = (w[n, k // 8] >> shift) & tirx.IntImm("int32", 15)
+                return (nibble - tirx.IntImm("int32", 8)).astype(HALF) * s[n, k // group]
+
+            return te.compute((w.shape[0], w.shape[1] * 8), at, name="unpack")
+
+        return op.matmul(x, bb.emit(op.permute_dims(bb.emit_te(unpack, w, s), (1, 0))))
+
+    def reference(x, w, s):
+        nibbles = (w[..., None] >> (4 * np.arange(8))) & 15
+        weight = (nibbles.reshape(w.shape[0], -1) - 8.0) * np.repeat(s, group, 1)
+        return [x @ weight.T]
+
+    return emit, reference
+
+
+def words(rng, n, k):
+    return rng.integers(-(2**31), 2**31, (n, k)).astype("int32")
+
+
+def int8_weight(bb, x, w, s):
+    return op.matmul(x, bb.emit(op.multiply(bb.emit(op.astype(w, HALF)), s)))
+
+
+def scaled_rows(bb, x, w):
+    return graphs.linear(bb, x, bb.emit(op.nn.relu(w)))
+
+
+INT4, int4_reference = int4_linear(32)
+
+COMPUTED = [
+    case(
+        "silu in front",
+        graphs.silu_in_front,
+        [(72, 64), (64, 40)],
+        named("computed operand").reference,
+    ),
+    named("computed operand"),
+    case(
+        "relu of columns", scaled_rows, [(20, 72), (24, 72)], lambda x, w: [x @ np.maximum(w, 0).T]
+    ),
+    Case(
+        "int4",
+        INT4,
+        (((20, 64), HALF), ((40, 8), "int32"), ((40, 2), HALF)),
+        int4_reference,
+        {1: lambda rng: words(rng, 40, 8)},
+    ),
+    Case(
+        "int8 weights, scaled",
+        int8_weight,
+        (((20, 64), HALF), ((64, 48), "int8"), ((48,), HALF)),
+        lambda x, w, s: [x @ (w * s)],
+        {1: lambda rng: rng.integers(-128, 128, (64, 48)).astype("int8")},
+    ),
+    Case(
+        "gathered rows",
+        graphs.embedding,
+        (((7,), "int64"), ((100, 40), HALF), ((40, 24), HALF)),
+        lambda ids, table, w: [table[ids] @ w],
+        {0: lambda rng: rng.integers(0, 100, 7)},
+    ),
+    case(
+        "convolution",
+        graphs.convolution,
+        [(2, 3, 6, 7), (5, 3, 3, 3)],
+        lambda x, w: [graphs.conv_of(x, w)],
+    ),
+    named("products of different operands"),
+]
+
+
+@pytest.mark.parametrize("found", COMPUTED, ids=lambda c: c.name)
+def test_operands_may_be_computed(found):
+    check(found, emit(found, MmaConfig(32, 64, 16, 32, 64, 3)), slack=2.0)
+
+
+def test_a_word_of_eight_4_bit_weights_is_read_once():
+    shapes = (((256, 4096), HALF), ((4096, 512), "int32"), ((4096, 128), HALF))
+    config = MmaConfig(128, 128, 64, 32, 64, 3)
+    source = cuda_source(emit_gemm_mma(analyze_contraction(fuse(INT4, *shapes)), H200, config))
+    loop = source[source.rindex("#pragma unroll 1") :]
+    assert loop.count("p1_ptr[") == 128 * 64 // 16 // config.threads
+    assert ">> 28" in loop
+
+
+def integers(transposed):
+    def emit(bb, x, w):
+        w = bb.emit(op.permute_dims(w, (1, 0))) if transposed else w
+        return op.matmul(x, w, out_dtype="int32")
+
+    return emit
+
+
+@pytest.mark.parametrize("depth", [64, 36, 33])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_8_bit_integers_are_multiplied_exactly(depth, transposed):
+    shape = (40, depth) if transposed else (depth, 40)
+    numbers = {
+        i: lambda rng, s=s: rng.integers(-128, 128, s).astype("int8")
+        for i, s in enumerate(((24, depth), shape))
+    }
+    found = Case(
+        "int8",
+        integers(transposed),
+        (((24, depth), "int8"), (shape, "int8")),
+        lambda x, w: [x.astype(int) @ (w.T if transposed else w).astype(int)],
+        numbers,
+    )
+    check(found, emit(found))
+
+
+def test_8_bit_floats_are_multiplied_on_sm_89_and_later():
+    found = Case(
+        "float8",
+        lambda bb, x, w: op.matmul(x, bb.emit(op.permute_dims(w, (1, 0))), out_dtype=FLOAT),
+        (((24, 64), EIGHT), ((40, 64), EIGHT)),
+        lambda x, w: [x @ w.T],
+    )
+    check(found, emit(found, hw=RTX))
+    with pytest.raises(Unsupported, match="8-bit floats"):
+        emit(found, hw=A100)
+
+
+@pytest.mark.parametrize("graph", [graphs.linear, graphs.matmul], ids=["linear", "matmul"])
+def test_float32_is_rounded_to_tf32_only_if_the_policy_allows_it(graph):
+    shapes = [(24, 36), (40, 36) if graph is graphs.linear else (36, 40)]
+    found = case(
+        "tf32", graph, shapes, lambda x, w: [x @ (w.T if graph is graphs.linear else w)], FLOAT
+    )
+    contraction = analyze_contraction(found.func())
+    with pytest.raises(Unsupported, match="float32"):
+        mma_ranked(contraction, H200, load_policy(None))
+    allowed = dataclasses.replace(load_policy(None), allow_tf32=True)
+    config = mma_ranked(contraction, H200, allowed)[0][1]
+    check(found, emit_gemm_mma(contraction, H200, config), slack=500.0)
+
+
+@pytest.mark.parametrize("extent", [1, 5, 70])
+def test_one_kernel_serves_all_values_of_a_symbolic_size(extent):
+    n = tirx.Var("n", "int64")
+    func = fuse(graphs.bias_gelu, ((2, n, 40), HALF), ((40, 24), HALF), ((24,), HALF))
+    kernel = emit_gemm_mma(analyze_contraction(func), H200)
+    rng = np.random.default_rng(0)
+    x, w, b = (rng.standard_normal(s).astype(HALF) for s in ((2, extent, 40), (40, 24), (24,)))
+    out = np.full((2, extent, 24), np.nan, HALF)
+    assert run_cuda_on_cpu(kernel, [x, w, b, out]) == 1
+    wide = [a.astype(np.float64) for a in (x, w, b)]
+    assert_close(out, graphs.gelu_of(wide[0] @ wide[1] + wide[2]), HALF)
+
+
+def test_attention_with_a_symbolic_sequence_has_a_symbolic_depth():
+    n = tirx.Var("n", "int64")
+    func = fuse(graphs.values(2), ((2, 2, n, n), HALF), ((2, n, 16), HALF))
+    kernel = emit_gemm_mma(analyze_contraction(func), H200, MmaConfig(16, 64, 16, 16, 64, 3))
+    rng = np.random.default_rng(0)
+    p, v = (rng.standard_normal(s).astype(HALF) for s in ((2, 2, 13, 13), (2, 13, 16)))
+    out = np.full((2, 13, 16), np.nan, HALF)
+    run_cuda_on_cpu(kernel, [p, v, out])
+    heads = graphs.heads_of(v.astype(np.float64), 2)
+    expected = (p.astype(np.float64) @ heads).transpose(0, 2, 1, 3)
+    assert_close(out, expected.reshape(v.shape), HALF)
+
+
+def test_exact_rounding_is_close_to_float64():
+    found = named("bias, gelu, residual")
+    check(found, emit(found, CONFIGS[6], exact=True), slack=4.0)
+
+
+@pytest.mark.parametrize("wide", [True, False])
+@pytest.mark.parametrize("dtype", [HALF, BRAIN])
+def test_outputs_leave_wide_or_in_pairs(wide, dtype):
+    found = case(
+        "two outputs",
+        graphs.two_outputs,
+        [(72, 64), (64, 88)],
+        named("two outputs").reference,
+        dtype,
+    )
+    kernel = emit(found, MmaConfig(64, 64, 32, 32, 64, 3, wide=wide))
+    assert ("store16" in cuda_source(kernel)) is wide
+    check(found, kernel)
+
+
+@pytest.mark.parametrize(("width", "depth"), [(64, 33), (128, 72)])
+def test_runs_of_columns_are_reduced_in_the_epilogue(width, depth):
+    found = case(
+        "squares",
+        residual_squares(width),
+        [(40, depth), (depth, 256), (40, 256)],
+        lambda x, w, r: [x @ w + r, ((x @ w + r) ** 2).reshape(40, -1, width).sum(-1)],
+    )
+    check(found, emit(found), slack=2.0)
+    with pytest.raises(Unsupported, match="runs of columns"):
+        emit(found, MmaConfig(64, 64, 32, 32))
+
+
+# ---- resources
+
+
+def large(graph, *shapes):
+    return analyze_contraction(fuse(graph, *((s, HALF) for s in shapes)))
+
+
+LARGE = {
+    "linear": large(graphs.linear, (4096, 4096), (4096, 4096)),
+    "bias_gelu_residual": large(
+        graphs.bias_gelu_residual, (4096, 4096), (4096, 4096), (4096,), (4096, 4096)
+    ),
+    "odd": large(graphs.linear, (1000, 999), (1001, 999)),
+    "gate_up": large(graphs.gate_up, (2048, 4096), (4096, 5504), (4096, 5504)),
+    "silu": large(graphs.silu_in_front, (2048, 4096), (4096, 4096)),
+}
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("arch", DEVICES)
+def test_the_first_configurations_compile_without_spills(arch):
+    kernels = {}
+    for name, contraction in LARGE.items():
+        kernels[name] = emit_gemm_mma(contraction, DEVICES[arch])
+    found = compile_cubins(kernels, arch)
+    assert len(found) == len(kernels)
+    assert [r.kernel for r in found if r.spill_bytes] == []
+
+
+def test_the_kernel_consists_of_the_instructions_it_is_for():
+    ptx = ptx_of(emit_gemm_mma(LARGE["bias_gelu_residual"], A100), "sm_80")
+    for instruction in (
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32",
+        "cp.async.cg.shared.global",
+        "ldmatrix.sync.aligned.m8n8.x4.shared",
+        "ldmatrix.sync.aligned.m8n8.x4.trans.shared",
+    ):
+        assert instruction in ptx
+    assert ".local" not in ptx
+
+
+@pytest.mark.parametrize("rows", [16, 32, 64, 128])
+@pytest.mark.parametrize("k_major", [True, False])
+@pytest.mark.parametrize("step_bytes", [64, 128])
+def test_matrices_lie_in_different_banks(rows, k_major, step_bytes):
+    panel = Panel(rows, step_bytes, k_major, 2)
+
+    def place(line, chunk):
+        found = panel.place(T.int32(line), T.int32(chunk))
+        return int(tvm.sym.Analyzer().simplify(found))
+
+    chunks = range(panel.line // 16)
+    assert {place(n, c) for n in range(panel.lines) for c in chunks} == {*range(0, panel.size, 16)}
+    for first in range(0, panel.lines, 8):
+        for chunk in chunks:
+            banks = {place(first + i, chunk) % 128 for i in range(8)}
+            assert len(banks) == 8
+
+
+# ---- the function, refusals
+
+
+def test_kernels_keep_the_parameters_and_equal_functions_give_equal_kernels():
+    func = named("q, k, v").func().with_attr("global_symbol", "fused_qkv")
+    first, second = (emit_gemm_mma(analyze_contraction(func), H200) for _ in range(2))
+    assert tvm_ffi.structural_equal(first, second)
+    assert first.attrs["global_symbol"] == "fused_qkv"
+    assert [p.name for p in first.params] == [p.name for p in func.params]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "why"),
+    [
+        ((((64, 64), FLOAT), ((64, 64), FLOAT)), "float32"),
+        ((((64, 64), "float64"), ((64, 64), "float64")), "float64"),
+        ((((64, 64), "int32"), ((64, 64), "int32")), "integer"),
+    ],
+)
+def test_other_dtypes_are_refused(inputs, why):
+    with pytest.raises(Unsupported, match=why):
+        mma_ranked(analyze_contraction(fuse(graphs.matmul, *inputs)), H200)
+
+
+def test_devices_without_asynchronous_copies_are_refused():
+    old = dataclasses.replace(A100, arch="sm_75")
+    with pytest.raises(Unsupported, match=r"cp\.async"):
+        emit(named("plain"), hw=old)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (MmaConfig(128, 128, 64, 48), "evenly"),
+        (MmaConfig(96, 96, 48, 48), "powers of two"),
+        (MmaConfig(64, 64, 32, 32, 64, 2), "ring"),
+        (MmaConfig(64, 64, 32, 32, 128, 40), "shared memory"),
+        (MmaConfig(128, 256, 128, 128), "registers"),
+    ],
+)
+def test_configurations_that_do_not_fit_are_refused(config, why):
+    with pytest.raises(Unsupported, match=why):
+        emit(named("plain"), config)
+
+
+def test_thin_products_get_thin_tiles():
+    thin = large(graphs.linear, (16, 4096), (4096, 4096))
+    assert mma_ranked(thin, H200)[0][1].block_m == 16
+    first = mma_ranked(LARGE["linear"], H200)[0][1]
+    assert first.block_m * first.block_n >= 128 * 128

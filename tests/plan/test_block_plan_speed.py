@@ -1,0 +1,28 @@
+"""How much it takes to plan a transformer block and to write its kernels: about 2.5 and 1.3 seconds
+of one core.
+"""
+
+from tvm_fusion.compilation.job import Job
+from tvm_fusion.config import load_policy, resolve_target
+from tvm_fusion.demo import demo_module
+
+from ..support.counting import calls_of, searched
+
+# Half as much again as was counted.
+ASKED, COSTED = 17_000, 3_700  # groups
+CALLS = 5_500_000  # while kernels are written
+
+
+def test_the_demo_block_is_planned_and_written_in_so_many_steps(monkeypatch):
+    target, hw = resolve_target("nvidia_h200")
+    mod = demo_module("cuda")
+    with searched(monkeypatch) as work:
+        job = Job.from_module(mod, target, hw, load_policy({"probe": "off"}))
+    written = []
+    calls = calls_of(lambda: written.append(job.write()[0]))
+    assert job.plan.predicted_us < 0.5 * job.plan.unfused_us
+    assert len(written[0].functions) > len(job.plan.groups) / 2
+    assert not job.cuts
+    assert work["asked"] < ASKED
+    assert work["costed"] < COSTED
+    assert calls < CALLS

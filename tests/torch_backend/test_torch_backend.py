@@ -1,0 +1,332 @@
+"""torch.compile(backend="tvm_fusion") on the CPU: numbers against eager mode, shapes, weights,
+breaks, and what falls back.
+"""
+
+import importlib.metadata
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import tvm_fusion.torch_backend as torch_backend
+from tvm_fusion.errors import ConfigError
+from tvm_fusion.torch_backend import graph_calls as calls
+
+from ..support.models import tiny_bert, tiny_llama
+
+OPTIONS = {"verify": False}
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def modules(monkeypatch):
+    """The compiled modules, in the order in which they were made."""
+    import tvm_fusion.compilation.compiler as compiler
+
+    made, compile_ = [], compiler.compile
+    monkeypatch.setattr(
+        compiler, "compile", lambda *a, **k: made.append(compile_(*a, **k)) or made[-1]
+    )
+    return made
+
+
+def compiled(model, **options):
+    return torch.compile(model, backend="tvm_fusion", options=OPTIONS | options)
+
+
+def check(run, model, *inputs, rtol=1e-5):
+    """Same structure and numbers as in eager mode, and no warning."""
+    wanted = model(*inputs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        given = run(*inputs)
+    torch.testing.assert_close(given, wanted, rtol=rtol, atol=rtol)
+
+
+def mlp():
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 5)).eval()
+
+
+class Attention(nn.Module):
+    """Attention with a mask and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+        self.register_buffer("scale", torch.tensor(0.25))
+
+    def forward(self, x, mask):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        scores = (q @ k.transpose(-1, -2)) * self.scale
+        weights = scores.masked_fill(~mask[:, None, None], -1e9).softmax(-1)
+        return {"out": (weights @ v).transpose(1, 2).flatten(2), "weights": weights}
+
+
+def test_an_mlp_gives_the_numbers_of_eager_mode(modules):
+    model = mlp()
+    run = compiled(model)
+    for _ in range(3):
+        check(run, model, torch.randn(3, 8))
+    assert len(modules) == 1
+    assert modules[0].target.kind.name == "llvm"
+    assert modules[0].report.launches.fused < modules[0].report.launches.unfused
+
+
+def test_structures_masks_and_buffers_go_through(modules):
+    model = Attention().eval()
+    check(compiled(model), model, torch.randn(2, 5, 16), torch.rand(2, 5) > 0.3)
+    assert len(modules) == 1
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("make", [tiny_llama, tiny_bert])
+def test_models_of_transformers_give_the_numbers_of_eager_mode(make, modules):
+    case = make(sequence=16)
+    result = compiled(case.model)(*case.inputs)
+    given = [result.logits] if make is tiny_llama else result.to_tuple()[:2]
+    for got, wanted in zip(given, case.expected, strict=True):
+        torch.testing.assert_close(got, torch.from_numpy(wanted), rtol=1e-4, atol=1e-4)
+    assert modules
+
+
+def test_a_batch_that_changes_becomes_symbolic_and_is_compiled_once_more(modules):
+    model = mlp()
+    run = compiled(model)
+    for n in (3, 5, 7, 13, 64):
+        check(run, model, torch.randn(n, 8))
+    assert len(modules) == 2  # for 3, and for all others
+    first, second = (module.signature.inputs[0].shape[0] for module in modules)
+    assert first == 3
+    assert isinstance(second, str)
+
+
+def test_dynamic_from_the_first_call_is_one_module(modules):
+    def function(x, y):
+        return torch.cat([x, y]).softmax(-1), x.shape[0] + 1
+
+    run = torch.compile(function, backend="tvm_fusion", options=OPTIONS, dynamic=True)
+    for n, m in ((3, 4), (6, 5), (9, 2)):
+        check(run, function, torch.randn(n, 8), torch.randn(m, 8))
+    assert len(modules) == 1
+
+
+def test_floats_that_dynamo_wraps_in_tensors_are_numbers_again(modules):
+    model = mlp()  # with the epsilon of its norm
+    run = torch.compile(model, backend="tvm_fusion", options=OPTIONS, dynamic=True)
+    for n in (3, 6):
+        check(run, model, torch.randn(n, 8))
+    assert len(modules) == 1
+
+
+def test_shapes_that_cannot_stay_symbolic_are_compiled_one_by_one(modules, monkeypatch):
+    real = calls.exported
+
+    def static_only(parts, inputs, keep_symbols):
+        if keep_symbols:
+            raise ValueError("no symbols")
+        return real(parts, inputs, keep_symbols)
+
+    monkeypatch.setattr(calls, "exported", static_only)
+    model = mlp()
+    run = torch.compile(model, backend="tvm_fusion", options=OPTIONS, dynamic=True)
+    for n in (3, 5, 3, 5, 7):
+        check(run, model, torch.randn(n, 8))
+    assert len(modules) == 3
+
+
+def test_a_number_that_is_no_size_is_compiled_for_each_value(modules):
+    def function(x, k):
+        return x.softmax(-1) * k
+
+    run = compiled(function)
+    for k in (2, 3, 4, 3):
+        check(run, function, torch.randn(4, 8), k)
+
+
+def test_a_graph_break_makes_two_graphs(modules):
+    model = mlp()
+
+    def function(x):
+        y = model(x).relu()
+        torch._dynamo.graph_break()
+        return y.softmax(-1) + 1
+
+    check(compiled(function), function, torch.randn(3, 8))
+    assert len(modules) == 2
+
+
+def test_outputs_that_are_views_of_inputs_stay_views(modules):
+    def function(x, y):
+        return x.t(), (x + y).relu(), x, None, 3
+
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    run = compiled(function)
+    check(run, function, x, y)
+    outputs = run(x, y)
+    assert outputs[0].data_ptr() == x.data_ptr()
+    assert outputs[2] is x
+    assert outputs[3:] == (None, 3)
+    assert len(modules) == 1
+
+
+def test_weights_that_are_written_to_are_seen(modules):
+    model = mlp()
+    run = compiled(model)
+    x = torch.randn(3, 8)
+    check(run, model, x)
+    for _ in range(4):
+        model[0].weight.mul_(0.5)
+        model.load_state_dict({k: v + 0.1 for k, v in model.state_dict().items()})
+        check(run, model, x)
+    assert len(modules) == 3  # constants twice, then inputs
+
+
+def test_frozen_weights_are_not_looked_at(modules):
+    model = mlp()
+    run = compiled(model, frozen=True)
+    x = torch.randn(3, 8)
+    before = run(x)
+    model[0].weight.mul_(0.5)
+    assert torch.equal(run(x), before)
+    assert len(modules) == 1
+
+
+def test_models_that_share_their_code_have_weights_of_their_own(modules):
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.linear(x).relu()
+
+    layers = [Layer().eval() for _ in range(3)]
+    runs = [compiled(layer) for layer in layers]
+    for _ in range(2):
+        x = torch.randn(2, 8)
+        for run, layer in zip(runs, layers, strict=True):
+            check(run, layer, x)
+    assert len(modules) == 3
+
+
+def test_inference_mode_works_too(modules):
+    with torch.inference_mode():
+        model = mlp()
+        run = compiled(model)
+        for _ in range(2):
+            check(run, model, torch.randn(3, 8))
+    assert len(modules) == 1
+
+
+def test_gradients_fall_back_to_eager_mode_with_a_warning(modules):
+    model = mlp()
+    x = torch.randn(3, 8)
+    with torch.enable_grad(), pytest.warns(UserWarning, match="requires a gradient"):
+        compiled(model)(x).sum().backward()
+    assert model[0].weight.grad is not None
+    assert not modules
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (
+            lambda x: torch.special.bessel_j0(x) + torch.linalg.qr(x)[0].sum(),
+            "(?=.*bessel_j0)(?=.*qr)",
+        ),
+        (lambda x: nn.functional.dropout(x, 0.5, training=True), "dropout.*random"),
+        (lambda x: x.add_(1).relu(), "writes into its inputs"),
+        (lambda x: (x.add_(1), x.relu())[1], "writes into its inputs"),
+        (lambda x: (x.view(-1).mul_(2), x.t(), x.relu())[1:], "writes into its inputs"),
+    ],
+    ids=["unknown", "random", "inplace", "inplace, unused", "inplace, a view"],
+)
+def test_what_cannot_be_compiled_runs_in_eager_mode_and_is_named(function, message, modules):
+    x = torch.randn(4, 4)
+    run = compiled(function)
+    first, second = x.clone(), x.clone()
+    torch.manual_seed(1)
+    with pytest.warns(UserWarning, match=message):
+        given = run(first)
+    torch.manual_seed(1)
+    torch.testing.assert_close(given, function(second))
+    assert torch.equal(first, second)
+    assert not modules
+
+
+def test_writes_into_intermediates_are_compiled(modules):
+    def function(x):
+        y = x + 1
+        y.mul_(2)
+        y[:, 0] = 0
+        return y.relu(), x.t()
+
+    check(compiled(function), function, torch.randn(4, 4))
+    assert len(modules) == 1
+
+
+def test_batch_norm_in_training_updates_its_statistics():
+    model, twin = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    x = torch.randn(8, 4)
+    with pytest.warns(UserWarning, match="writes into its inputs or buffers"):
+        given = compiled(model)(x)
+    torch.testing.assert_close(given, twin(x))
+    torch.testing.assert_close(model.running_mean, twin.running_mean)
+
+
+def test_options_reach_the_compiler(modules):
+    model = mlp()
+    run = compiled(model, policy={"max_group_ops": 1}, target="llvm", verify=True)
+    check(run, model, torch.randn(3, 8))
+    assert all(len(group.composites) <= 1 for group in modules[0].report.groups)
+    assert modules[0].report.verify.passed
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"polcy": "default"}, "unknown option 'polcy'; there are target, policy"),
+        ({"cuda_graph": {"shapes": 3}}, "cuda_graph: unknown option 'shapes'"),
+        ({"cuda_graph": True}, "the target is llvm; CUDA graphs need"),
+    ],
+)
+def test_bad_options_are_errors(options, message):
+    with pytest.raises(Exception, match=message):
+        compiled(mlp(), **options)(torch.randn(3, 8))
+
+
+def test_the_mode_that_means_cuda_graphs_is_plain_on_a_cpu(modules):
+    model = mlp()
+    run = torch.compile(model, backend="tvm_fusion", mode="reduce-overhead")
+    check(run, model, torch.randn(3, 8))
+    assert modules[0].cuda_graph is None
+    with pytest.raises(ConfigError, match="mode 'max-autotune' is none of"):
+        torch_backend.BackendOptions.of(None, "max-autotune")
+
+
+def test_the_entry_point_names_the_backend():
+    (setup,) = importlib.resources.files("tvm_fusion").parent.glob("setup.py")
+    assert '"tvm_fusion = tvm_fusion.torch_backend:backend"' in setup.read_text()
+    assert torch_backend.backend is torch._dynamo.lookup_backend("tvm_fusion")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, {"cuda_graph": True}])
+def test_a_model_on_a_gpu_runs_there(options, modules):
+    model = mlp().half().cuda()
+    run = compiled(model, **options)
+    kept = []
+    for n in (16, 16, 48, 32):
+        x = torch.randn(n, 8, device="cuda").half()
+        kept.append((run(x), model(x)))
+    for given, wanted in kept:
+        torch.testing.assert_close(given, wanted, rtol=5e-3, atol=5e-3)
+    assert all(m.cuda_graph_refusal is None for m in modules)

@@ -1,0 +1,181 @@
+"""Full disks, read-only folders and locks: an error that says so, and no trial is lost."""
+
+import errno
+import os
+import resource
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tvm_fusion.errors import InputError
+from tvm_fusion.tuning.database import Database, files, lock
+
+from ..support.tune_database_files import bytes_of, copy_of_sound, open_
+from ..support.tune_database_tools import (
+    DEVICE,
+    TARGET,
+    WORKLOADS,
+    content,
+    expected,
+    in_child,
+    ok,
+    records_of,
+    stock_records,
+    workload,
+)
+
+A = WORKLOADS[0]
+NEW = workload(88)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A sound database."""
+    return copy_of_sound(tmp_path / "D")
+
+
+@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize("write", range(4))
+def test_a_full_disk_leaves_nothing_behind_and_the_trial_in_memory(
+    folder, monkeypatch, write, short
+):
+    database, before, new = open_(folder), bytes_of(folder), NEW
+    plain, calls = os.write, iter(range(100))
+
+    def full(file, data):
+        call = next(calls)
+        if call < write:
+            return plain(file, data)
+        if short and call == write:
+            return plain(file, data[:7])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "write", full)
+        with pytest.raises(InputError, match=r"cannot write .*No space left.*free space"):
+            database.add(new, TARGET, ok("default", 2.0))
+    assert bytes_of(folder) == before
+    assert database.best(new).us == 2.0
+    assert len(database.metaschedule()) == 6
+    database.add(new, TARGET, ok("Config(tile=2)", 1.0))
+    again = open_(folder)
+    assert again.problems == ()
+    assert content(again) == content(database)
+    assert [trial.us for trial in again.trials(new)] == [2.0, 1.0]
+    assert stock_records(folder) == records_of(content(again))
+
+
+def test_a_limit_of_the_system_on_files_is_a_full_disk(folder):
+    before = bytes_of(folder)
+    message = in_child(_add_beyond_limit, folder)
+    assert "File too large" in message
+    assert bytes_of(folder) == before
+
+
+def _add_beyond_limit(folder):
+    database = open_(folder)
+    limit = (folder / files.WORKLOADS).stat().st_size + 1000
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+    with pytest.raises(InputError) as caught:
+        database.add(NEW, TARGET, ok("default", 1.0))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("locked", [False, True])
+@pytest.mark.parametrize("name", ["", *files.NAMES])
+def test_what_cannot_be_written_is_noticed_when_it_is_opened_and_can_be_read(name, locked):
+    with tempfile.TemporaryDirectory() as place:
+        folder = copy_of_sound(Path(place) / "D")
+        (folder / lock.LOCK).unlink()
+        if locked:
+            (folder / lock.LOCK).touch()
+        Path(place).chmod(0o755)
+        for path in folder.iterdir():
+            path.chmod(0o444 if path.name == name else 0o666)
+        folder.chmod(0o777 if name else 0o555)
+        before = bytes_of(folder)
+        found, problems, message = in_child(_use_without_rights, folder)
+        folder.chmod(0o755)
+        assert bytes_of(folder) == before
+        left = {path.name for path in folder.iterdir()} - {lock.LOCK}
+    assert (found, problems) == (expected(), ())
+    assert left == set(files.NAMES)
+    assert f"cannot write to {folder}: Permission denied. " in message
+    assert "make the folder writable" in message
+
+
+def _use_without_rights(folder):
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+    with pytest.raises(InputError) as caught:
+        open_(folder)
+    database = Database.open(folder, DEVICE, read_only=True)
+    return content(database), database.problems, str(caught.value)
+
+
+@pytest.mark.parametrize("taken", [0, 7])
+def test_a_full_disk_is_noticed_when_the_database_is_opened(folder, monkeypatch, taken):
+    before, plain = bytes_of(folder), os.write
+
+    def full(file, data):
+        if taken and len(data) == files.ROOM_BYTES:
+            return plain(file, data[:taken])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files.os, "write", full)
+        with pytest.raises(InputError, match=r"cannot write to .*No space left.*Free space"):
+            open_(folder)
+    assert bytes_of(folder) == before
+    assert {path.name for path in folder.iterdir()} == {*files.NAMES, lock.LOCK}
+    assert content(open_(folder)) == expected()
+
+
+def test_files_that_cannot_be_read_are_not_written_over(folder, monkeypatch):
+    before = bytes_of(folder)
+    read = Path.read_bytes
+
+    def refuse(path):
+        if path.name == files.WORKLOADS:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return read(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", refuse)
+        database = open_(folder)
+        assert content(database) == expected()
+        with pytest.raises(InputError, match="cannot be read: Permission denied"):
+            database.add(A, TARGET, ok("X", 1.0))
+    assert bytes_of(folder) == before
+
+
+def test_a_repair_that_cannot_be_written_is_a_problem_and_loses_nothing(folder, monkeypatch):
+    (folder / files.RECORDS).write_bytes(b"garbage\n")
+
+    def refuse(path, text):
+        raise InputError(f"cannot write {path}: No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "replace_file", refuse)
+        database = open_(folder)
+        assert content(database) == expected()
+        assert "it is only read" in str(database.problems[-1])
+        with pytest.raises(InputError, match="No space left"):
+            database.add(A, TARGET, ok("X", 1.0))
+    assert (folder / files.RECORDS).read_bytes() == b"garbage\n"
+    database.add(A, TARGET, ok("Y", 2.0))
+    assert [t.text for _, t in content(open_(folder))[-2:]] == ["X", "Y"]
+    assert stock_records(folder) == records_of(content(database))
+
+
+def test_a_lock_that_another_process_keeps_is_an_error_that_says_so(folder, monkeypatch):
+    monkeypatch.setattr(lock, "LOCK_TIMEOUT_S", 0.05)
+    database = open_(folder)
+    with lock.locked(folder):
+        with pytest.raises(InputError, match="locked by another process"):
+            database.add(A, TARGET, ok("X", 1.0))
+        with pytest.raises(InputError, match="locked by another process"):
+            open_(folder)
+    database.add(A, TARGET, ok("Y", 1.0))
+    assert len(open_(folder)) == len(expected()) + 2

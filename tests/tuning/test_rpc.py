@@ -1,0 +1,233 @@
+"""Measurements through TVM's RPC tracker, with servers on this machine."""
+
+import socket
+import subprocess
+import sys
+
+import pytest
+import tvm
+
+from tvm_fusion.config import load_policy
+from tvm_fusion.errors import InputError, TargetError
+from tvm_fusion.tuning import serve
+from tvm_fusion.tuning.measure.building import BuildRequest, Place, build_choice
+from tvm_fusion.tuning.measure.measuring import MeasureRequest
+from tvm_fusion.tuning.measure.processes import BROKEN, Answer, stop_all
+from tvm_fusion.tuning.remote import rpc
+from tvm_fusion.tuning.remote.links import Libraries, Stock
+from tvm_fusion.tuning.remote.loopback import HOST, SERVE, STOCK, free_port, kill_server, servers
+from tvm_fusion.tuning.session.choices import DEFAULT
+
+from .test_session import SETTINGS, make_session, no_process_stays, no_process_stays_on, tested  # noqa: F401  # noqa: F401  # noqa: F401
+
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("no_torch_in_module")]
+
+KEY, STOCK_KEY = "tested", "stock"
+SERVERS = 2
+
+
+@pytest.fixture(scope="module")
+def tracker(no_torch_in_module):
+    """The address of a tracker with two servers of this package and one of TVM's own."""
+    ours, theirs = (SERVE, "--key", KEY), (STOCK, "--key", STOCK_KEY)
+    with servers([ours] * SERVERS + [theirs]) as address:
+        yield address
+
+
+@pytest.fixture
+def links(monkeypatch):
+    """The sessions of this process, none at first."""
+    monkeypatch.setattr(rpc, "_links", {})
+    yield rpc._links
+    for place in list(rpc._links):
+        rpc._leave(place)
+
+
+def request_of(tmp_path):
+    session, _, state = make_session()
+    choice = state.choices[0]
+    text = tvm.ir.save_json(state.task.workload)
+    place = session.place
+    built = build_choice(BuildRequest(text, choice.kind, choice.text, place, tmp_path / "0.so"))
+    return MeasureRequest(text, state.task.outputs, (built,), 5, place)
+
+
+def test_a_session_measures_on_all_servers(tracker, tested):  # noqa: F811
+    session, kept, state = make_session(SETTINGS, choices=(DEFAULT, "plain", "fast", "wrong"))
+    session.meters = rpc.meters_of(tracker, KEY)
+    assert len(session.meters) == SERVERS
+    run(session)
+    assert_all_measured(kept, state)
+
+
+def run(session):
+    try:
+        session.run()
+    finally:
+        stop_all([m.worker for m in session.meters])
+
+
+def assert_all_measured(kept, state):
+    assert not [t.why for t in kept.found if t.status in ("error", "crash", "timeout")]
+    assert {t.text: t.status for t in kept.found} == {
+        DEFAULT: "ok",
+        "Way(way=fast)": "ok",
+        "Way(way=wrong)": "wrong",
+    }
+    assert state.untuned_us > 0
+    assert not state.needs_final
+
+
+def test_a_server_says_that_it_is_registered(tracker):
+    port = free_port()
+    options = ["--tracker", tracker, "--key", "said", "--host", HOST, "--port", str(port)]
+    with subprocess.Popen(
+        [sys.executable, "-m", SERVE, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        text=True,
+    ) as process:
+        try:
+            line = process.stdout.readline()
+        finally:
+            kill_server(process)
+    assert line.startswith(f"{HOST}:{port} is registered as 'said' with {tracker}: ")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (["--tracker", "nowhere"], "--tracker: expected HOST:PORT, got 'nowhere'"),
+        (["--port", "0"], "--port: 0 is no port"),
+        (["--port", "9410", "--port-end", "9199"], "--port-end: 9199 is the port after the last"),
+        (["--port", "9410", "--port-end", "9410"], "give 9411 for --port 9410 alone"),
+    ],
+)
+def test_a_server_refuses_what_it_cannot_listen_at(capsys, options, why):
+    with pytest.raises(SystemExit) as ended:
+        serve.main(["--tracker", f"{HOST}:1", "--key", KEY, *options])
+    assert ended.value.code == 2
+    assert why in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_one_line(capfd):
+    with socket.socket() as taken:
+        taken.bind((HOST, 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        where = ["--host", HOST, "--port", str(port), "--port-end", str(port + 1)]
+        assert serve.main(["--tracker", f"{HOST}:1", "--key", KEY, *where]) == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"the RPC server cannot listen at {HOST}: ")
+    assert f"[{port}, {port + 1})" in line
+
+
+def test_the_last_port_to_try_follows_the_first():
+    assert serve._port_end(9410, None) == 9410 + serve.PORTS
+    assert serve._port_end(65535, None) == 65536
+    assert serve._port_end(9410, 9411) == 9411
+
+
+def test_servers_of_tvm_measure_too(tracker, tested, links, tmp_path):  # noqa: F811
+    place = (*address_of(tracker), STOCK_KEY)
+    answer = rpc.measure_remotely(request_of(tmp_path), 60.0, *place)
+    assert isinstance(links[place][0], Stock)
+    assert_measured(answer)
+
+
+def assert_measured(answer):
+    assert answer.status == "ok"
+    (found,) = answer.value
+    assert not found.why
+    assert found.reference == "float64"
+    assert len(found.samples_us) == 5
+    assert min(found.samples_us) > 0
+
+
+def test_what_takes_too_long_is_ended_at_the_server(tracker, tested, links, tmp_path):  # noqa: F811
+    request, place = request_of(tmp_path), (*address_of(tracker), KEY)
+    assert_measured(rpc.measure_remotely(request, 60.0, *place))
+    late = rpc.measure_remotely(request, 0.0, *place)  # its process is there by now
+    assert late.status == "timeout"
+    link = links[place][0]
+    answer = rpc.measure_remotely(request, 60.0, *place)
+    assert links[place][0] is link
+    assert_measured(answer)
+
+
+def test_a_session_is_kept_until_it_is_old_or_fails(links, monkeypatch):
+    made = []
+
+    class Link:
+        lasts_s, is_ours, lives = 3600.0, True, True
+
+        def __init__(self):
+            self.session = self
+            made.append(self)
+
+        def get_function(self, name):
+            if not self.lives:
+                raise OSError("broken pipe")
+
+        def measure(self, request, limit_s):
+            self.lives = limit_s != BREAKS
+            if limit_s < 0:
+                raise OSError("gone")
+            return Answer("ok", len(made))
+
+    FAILS, BREAKS = -1.0, -2.0
+    monkeypatch.setattr(rpc, "_link", lambda *place: (Link(), "there:1"))
+    place, request = ("host", 1, KEY), MeasureRequest("", 1, (), 1, Place("llvm", load_policy()))
+    assert [rpc.measure_remotely(request, 1.0, *place).value for _ in range(2)] == [1, 1]
+    with pytest.raises(OSError, match="gone"):  # said of the request: the server still answers
+        rpc.measure_remotely(request, FAILS, *place)
+    assert rpc.measure_remotely(request, 1.0, *place).value == 2
+    answer = rpc.measure_remotely(request, BREAKS, *place)
+    assert answer == Answer(BROKEN, why="the session with there:1 broke off: gone")
+    assert rpc.measure_remotely(request, 1.0, *place).value == 3
+    made[-1].lives = False
+    with pytest.raises(TargetError, match="there:1 does not answer any more"):
+        rpc.measure_remotely(request, 1.0, *place)
+    assert rpc.measure_remotely(request, 1.0, *place).value == 4
+    Link.lasts_s = 0.0
+    assert rpc.measure_remotely(request, 1.0, *place).value == 5
+
+
+def test_a_server_of_another_version_is_refused(tracker, tested, links, tmp_path, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(rpc, "__version__", "0")
+    with pytest.raises(TargetError, match=r"RPC server .*:\d+ has tvm_fusion .*, this is 0"):
+        rpc.measure_remotely(request_of(tmp_path), 60.0, *address_of(tracker), KEY)
+
+
+def test_a_library_is_sent_once(tmp_path):
+    class Session:
+        sent = ()
+
+        def upload(self, path, name):
+            self.sent += ((path, name),)
+
+    session, path = Session(), tmp_path / "a.so"
+    libraries = Libraries(session)
+    path.write_bytes(b"1")
+    assert libraries.name(path) == libraries.name(path) == "0-a.so"
+    assert session.sent == ((str(path), "0-a.so"),)
+
+
+def address_of(tracker):
+    host, _, port = tracker.rpartition(":")
+    return host, int(port)
+
+
+@pytest.mark.parametrize(
+    ("address", "key", "why"),
+    [
+        ("nowhere", KEY, "expected HOST:PORT"),
+        ("127.0.0.1:{closed}", KEY, "no RPC tracker answers"),
+        ("{open}", "h200", "no server with the key 'h200'; there is stock, tested"),
+    ],
+)
+def test_a_wrong_address_or_key_is_told(tracker, address, key, why):
+    address = address.format(closed=free_port(), open=tracker)
+    with pytest.raises(InputError, match=why):
+        rpc.meters_of(address, key)

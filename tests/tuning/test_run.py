@@ -1,0 +1,145 @@
+"""tune() and compile(..., database=D): from a model to measured kernels, and back."""
+
+import json
+
+import numpy as np
+import pytest
+import tvm
+
+import tvm_fusion
+from tvm_fusion.cli import main
+from tvm_fusion.compilation.job import Job
+from tvm_fusion.config import load_policy, resolve_target
+from tvm_fusion.errors import InputError
+from tvm_fusion.kernels import registry
+from tvm_fusion.tuning.session.choices import DEFAULT
+
+from ..support.tune_classes import Several
+from .test_session import SETTINGS, SIZE, chain_module
+
+OPTIONS = {"settings": SETTINGS, "policy": "aggressive"}
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory):
+    """A database of the chain's kernel, whose `fast` way won, and what tuning returned."""
+    registry.register(Several(("plain", "fast", "wrong")), ("llvm",))
+    folder = tmp_path_factory.mktemp("tuned")
+    try:
+        yield folder, tvm_fusion.tune(chain_module(), "llvm", database=folder, **OPTIONS)
+    finally:
+        registry.unregister("tested")
+
+
+def test_the_best_right_choice_is_taken(tuned):
+    _, result = tuned
+    task = next(t for t in result.tasks if t.count)
+    assert task.choice == "Way(way=fast)"
+    assert (task.trials, task.failed) == (3, 1)
+    assert result.best_us < result.untuned_us
+    assert not result.interrupted
+
+
+def test_a_second_session_has_nothing_left_to_do(tuned):
+    folder, first = tuned
+    again = tvm_fusion.tune(chain_module(), "llvm", database=folder, **OPTIONS)
+    assert again.trials == 0
+    assert [(t.name, t.choice) for t in again.tasks] == [(t.name, t.choice) for t in first.tasks]
+    assert again.plan.to_dict() == first.plan.to_dict()
+
+
+def test_compile_uses_what_was_found(tuned):
+    folder, result = tuned
+    compiled = tvm_fusion.compile(
+        chain_module(), "llvm", policy="aggressive", database=folder, verify="groups"
+    )
+    assert compiled.plan.groups == result.plan.groups
+    assert compiled.report.verify.passed
+    x = np.random.default_rng(0).standard_normal(SIZE).astype("float32")
+    assert np.allclose(compiled(x), np.tanh(0.25 * x) + 0.75, atol=1e-5)
+
+
+def test_the_report_says_what_was_chosen(tuned, monkeypatch):
+    folder, result = tuned
+    task = next(t for t in result.tasks if t.count)
+
+    def reported():
+        options = {"policy": "aggressive", "database": folder, "verify": False}
+        report = tvm_fusion.compile(chain_module(), "llvm", **options).report
+        (group,) = report.to_json()["groups"]
+        return group["tuned"], report.full()
+
+    said, text = reported()
+    assert (said["choice"], said["us"], said["untuned_us"]) == (
+        "Way(way=fast)",
+        task.best_us,
+        task.untuned_us,
+    )
+    assert "Way(way=fast): " in text
+    monkeypatch.setattr(registry.kernel_class("tested"), "ways", ("plain",))
+    said, text = reported()
+    assert said["choice"] == DEFAULT
+    assert "the choice is stale: tested does not offer Way(way=fast)" in text
+    untuned = tvm_fusion.compile(chain_module(), "llvm", policy="aggressive", verify=False).report
+    assert untuned.to_json()["groups"][0]["tuned"] is None
+    assert "by itself" not in untuned.full()
+
+
+def test_the_same_database_gives_the_same_kernels(tuned):
+    folder, _ = tuned
+
+    def written():
+        job = Job.of(chain_module(), "llvm", load_policy("aggressive"), None, None, None, folder)
+        return job, job.fuse()
+
+    (job, first), (_, second) = written(), written()
+    assert tvm.ir.save_json(first) == tvm.ir.save_json(second)
+    assert [t.text for t in job.tuned.used.values()] == ["Way(way=fast)"]
+    target, hw = resolve_target("llvm")
+    untuned = Job.from_module(chain_module(), target, hw, load_policy("aggressive")).fuse()
+    assert tvm.ir.save_json(untuned) != tvm.ir.save_json(first)
+
+
+def test_a_choice_that_is_no_longer_offered_is_stale(tuned, monkeypatch):
+    folder, _ = tuned
+    monkeypatch.setattr(registry.kernel_class("tested"), "ways", ("plain",))
+    job = Job.of(chain_module(), "llvm", load_policy("aggressive"), None, None, None, folder)
+    job.fuse()
+    assert not job.tuned.used
+    assert "does not offer Way(way=fast)" in next(iter(job.tuned.stale.values()))
+
+
+def test_a_database_that_is_not_there_is_an_error(tmp_path):
+    with pytest.raises(InputError, match="there is no database"):
+        tvm_fusion.compile(chain_module(), "llvm", database=tmp_path / "none")
+
+
+def test_another_policy_is_another_workload(tuned):
+    folder, _ = tuned
+    policy = {"unknown_ratio": 1.0, "coverage": 0.0, "rounding": "exact"}
+    job = Job.of(chain_module(), "llvm", load_policy(policy), None, None, None, folder)
+    job.fuse()
+    assert not job.tuned.used
+    assert not job.tuned.stale
+
+
+@pytest.mark.long
+def test_the_command_line_tunes_and_looks_after_its_folder(tuned, tmp_path, capsys):
+    folder, _ = tuned
+    model = tmp_path / "chain.json"
+    model.write_text(tvm.ir.save_json(chain_module()))
+    here = ["--work-dir", str(folder)]
+    options = ["--target", "llvm", "--policy", "aggressive", "--trials", "1", "--json"]
+    assert main(["tune", str(model), *here, *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    task = found["tasks"][0]
+    assert task["choice"]  # the fast way, or a schedule of the other space that the trial found
+    assert task["best_us"] <= task["untuned_us"]
+    assert main(["tune", "--db-check", *here]) == 0
+    assert main(["tune", "--db-export", str(tmp_path / "plain"), *here]) == 0
+    merged = tmp_path / "merged"
+    assert main(["tune", "--db-merge", str(folder), "--work-dir", str(merged)]) == 0
+    assert any(merged.iterdir())
+    capsys.readouterr()
+    assert main(["tune", str(model), *here, "--rpc", "nowhere:1"]) == 2
+    assert "--rpc needs --key" in capsys.readouterr().err

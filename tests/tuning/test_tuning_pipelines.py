@@ -1,0 +1,526 @@
+"""Tuned kernels in users' Relax pipelines, MetaSchedule's database functions, and TVM's tuners."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import runpy
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from tempfile import mkdtemp
+
+import numpy as np
+import pytest
+import tvm
+import tvm_ffi
+from tvm import relax, tirx
+from tvm.ir.utils import derived_object
+from tvm.s_tir import meta_schedule as ms
+from tvm.s_tir.meta_schedule import relax_integration
+from tvm.s_tir.meta_schedule.relax_integration import extract_tasks, tune_relax
+from tvm.s_tir.meta_schedule.testing.dummy_object import DummyRunner
+
+import tvm_fusion
+from tvm_fusion.bench.metaschedule import light_build
+from tvm_fusion.errors import InputError, NothingTuned
+from tvm_fusion.ir.quick_stacks import register_tensor_intrinsics
+from tvm_fusion.transform import Fuse, Materialize, WriteKernels, plan
+from tvm_fusion.tuning.database import guard as lines
+from tvm_fusion.tuning.database.lines import RECORDS, WORKLOADS
+from tvm_fusion.tuning.session import tune as session
+
+from ..pipelines.cells import CUDA, LLVM, launches
+from ..pipelines.modules import cases
+from ..support.tuned_blocks import BEST_US, OTHER, TARGET, UNTUNED_US, block, fill
+
+PRODUCT = "fused_matmul_add_relu_add1"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A database of TARGET."""
+    path = tmp_path_factory.mktemp("tuned")
+    fill(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tuned(folder):
+    """`block` with its tuned kernels."""
+    return Fuse(TARGET, database=folder)(block())
+
+
+def kernels(mod: tvm.IRModule) -> dict[str, tirx.PrimFunc]:
+    return {g.name_hint: f for g, f in mod.functions_items() if isinstance(f, tirx.PrimFunc)}
+
+
+def check_numbers(executable) -> None:
+    inputs, [wanted] = cases(LLVM)["block"].calls["main"](np.random.default_rng(0))
+    result = relax.VirtualMachine(executable, tvm.cpu())["main"](*map(tvm.runtime.tensor, inputs))
+    np.testing.assert_allclose(result.numpy(), wanted, rtol=1e-4, atol=1e-5)
+
+
+# ---- Fuse
+
+
+def test_the_tuned_kernel_is_written(tuned):
+    untuned = kernels(Fuse(TARGET)(block()))
+    changed = [name for name, func in kernels(tuned).items() if not _is_equal(func, untuned[name])]
+    assert changed == [PRODUCT]
+    check_numbers(tvm.compile(tuned, TARGET))
+
+
+def test_the_report_of_a_pass_says_what_was_chosen(folder):
+    fused = []
+    Fuse(TARGET, database=folder, on_plan=fused.append)(block())
+    said = [group["tuned"] for group in fused[0].report().to_json()["groups"]]
+    assert [(s["choice"], s["us"], s["untuned_us"]) for s in said] == [
+        ("trace", BEST_US, UNTUNED_US),
+        ("default", UNTUNED_US, UNTUNED_US),
+    ]
+
+
+def _is_equal(a: tirx.PrimFunc, b: tirx.PrimFunc) -> bool:
+    return tvm_ffi.structural_equal(a, b, map_free_vars=True)
+
+
+@pytest.mark.parametrize("way", ["argument", "with", "union", "member without a name"])
+def test_a_database_enters_as_argument_and_around_a_pipeline(folder, tuned, way):
+    database = tvm_fusion.TuningDatabase(folder)
+    stock = ms.database.MemoryDatabase()
+    if way == "argument":
+        found = Fuse(TARGET, database=database)(block())
+    else:
+        unions = {
+            "with": database,
+            "union": ms.database.UnionDatabase(stock, database),
+            "member without a name": ms.database.OrderedUnionDatabase(
+                tvm_fusion.TuningDatabase(folder), stock
+            ),
+        }
+        with unions[way]:
+            found = tvm.transform.Sequential([Fuse(TARGET)])(block())
+    tvm.ir.assert_structural_equal(found, tuned)
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["argument", "with"])
+def test_the_stages_take_it(folder, tuned, around):
+    given = {} if around else {"database": folder}
+    with tvm_fusion.TuningDatabase(folder) if around else nullcontext():
+        plans = plan(block(), TARGET, **given)
+        stages = [Materialize(plans, TARGET), WriteKernels(TARGET, **given)]
+        found = tvm.transform.Sequential(stages)(block())
+    tvm.ir.assert_structural_equal(found, tuned)
+
+
+def test_the_registered_pipeline_takes_it_in_both_ways(folder):
+    given = relax.get_pipeline("tvm_fusion", target=TARGET, database=folder)(block())
+    with tvm_fusion.TuningDatabase(folder), TARGET:
+        around = relax.get_pipeline("tvm_fusion")(block())
+        executable = tvm.compile(block(), TARGET, relax_pipeline="tvm_fusion")
+    tvm.ir.assert_structural_equal(around, given)
+    without = relax.get_pipeline("tvm_fusion", target=TARGET)(block())
+    assert not _is_equal(given[PRODUCT], without[PRODUCT])
+    check_numbers(executable)
+
+
+def test_compile_takes_the_current_one(folder):
+    with tvm_fusion.TuningDatabase(folder):
+        compiled = tvm_fusion.compile(block(), TARGET, verify=False)
+    said = [group.get("tuned") for group in compiled.report.to_json()["groups"]]
+    assert [(s["us"], s["untuned_us"]) for s in said] == [
+        (BEST_US, UNTUNED_US),
+        (UNTUNED_US, UNTUNED_US),
+    ]
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["argument", "with"])
+def test_explain_says_what_compile_would_use(folder, around):
+    given = {} if around else {"database": folder}
+    with tvm_fusion.TuningDatabase(folder) if around else nullcontext():
+        report = tvm_fusion.explain(block(), TARGET, **given)
+    said = [group.get("tuned") for group in report.to_json()["groups"]]
+    assert [(s["choice"], s["us"]) for s in said] == [("trace", BEST_US), ("default", UNTUNED_US)]
+
+
+def test_databases_of_metaschedule_change_nothing():
+    wanted = Fuse(TARGET)(block())
+    empty = ms.database.MemoryDatabase()
+    of_a_function = ms.database.ScheduleFnDatabase(lambda schedule: False)
+    with ms.database.UnionDatabase(empty, of_a_function):
+        tvm.ir.assert_structural_equal(Fuse(TARGET)(block()), wanted)
+
+
+# ---- what MetaSchedule asks
+
+
+def test_it_answers_as_a_database_of_metaschedule(folder):
+    database = tvm_fusion.TuningDatabase(folder)
+    records = database.get_all_tuning_records()
+    assert len(database) == len(records) == 3
+    assert {type(record) for record in records} == {ms.database.TuningRecord}
+    [product] = [r.workload for r in records if float(r.run_secs[0]) == pytest.approx(1e-5)]
+    top = database.get_top_k(product, 5)
+    assert [float(r.run_secs[0]) for r in top] == pytest.approx([1e-5, 2e-5])
+    assert len(database.get_top_k(product, 1)) == 1
+    unknown = ms.database.Workload(_main(_other_function()))
+    assert list(database.get_top_k(unknown, 1)) == []
+
+
+def test_it_knows_functions_with_its_stamps_and_without(folder):
+    database = tvm_fusion.TuningDatabase(folder)
+    for record in database.get_all_tuning_records():
+        assert database.has_workload(record.workload.mod)
+    for func in kernels(Fuse(TARGET, write=False)(block())).values():
+        assert database.has_workload(_main(func))
+    assert not database.has_workload(_main(_other_function()))
+    assert not database.has_workload(tvm.IRModule({}))
+
+
+def test_a_query_gets_a_schedule_or_nothing(folder):
+    database = tvm_fusion.TuningDatabase(folder)
+    functions = kernels(Fuse(TARGET, write=False)(block()))
+    record = database.query(_main(functions.pop(PRODUCT)), TARGET, kind="record")
+    assert float(record.run_secs[0]) == pytest.approx(1e-5)
+    assert [inst.kind.name for inst in record.trace.insts].count("Parallel") == 2
+    [norm] = functions.values()  # the untuned kernel is best, and no schedule
+    assert database.query(_main(norm), TARGET, kind="record") is None
+    assert database.query(_main(_other_function()), TARGET) is None
+    assert database.query(_main(norm), OTHER) is None
+
+
+def test_apply_database_schedules_what_it_can_and_fuse_writes_the_rest(folder):
+    fused = Fuse(TARGET, write=False)(block())
+    with TARGET, tvm_fusion.TuningDatabase(folder):
+        applied = relax.transform.MetaScheduleApplyDatabase()(fused)
+        written = Fuse()(applied)
+        again = relax.transform.MetaScheduleApplyDatabase()(written)
+    scheduled = [n for n, f in kernels(applied).items() if "tirx.is_scheduled" in f.attrs]
+    assert scheduled == [PRODUCT]
+    assert launches(written) == launches(fused)
+    tvm.ir.assert_structural_equal(again, written)
+    for mod in (applied, written):
+        check_numbers(tvm.compile(mod, TARGET))
+
+
+def test_a_tuner_of_tvm_cannot_write_to_it(folder):
+    database = tvm_fusion.TuningDatabase(folder)
+    with pytest.raises(InputError, match="give TVM's tuner a database of its own"):
+        database.commit_workload(_main(_other_function()))
+    with pytest.raises(InputError, match="give TVM's tuner a database of its own"):
+        database.commit_tuning_record(database.get_all_tuning_records()[0])
+    copy = ms.database.MemoryDatabase()
+    database.dump_pruned(copy)
+    assert len(copy) == 2
+
+
+def _main(func: tirx.PrimFunc) -> tvm.IRModule:
+    return tvm.IRModule({"main": func})
+
+
+def _other_function() -> tirx.PrimFunc:
+    mod = relax.transform.LegalizeOps()(cases(LLVM)["rows"].make())
+    return next(iter(kernels(mod).values()))
+
+
+# ---- databases that are none, or not for this
+
+
+def test_a_database_of_another_target_is_an_error_where_it_is_given(folder):
+    with pytest.raises(NothingTuned, match=r'holds nothing for .*"num-cores": 4.*"num-cores": 2'):
+        Fuse(OTHER, database=folder)(block())
+
+
+def test_a_database_of_another_target_around_a_compilation_is_said_to_be_unused(folder, caplog):
+    with tvm_fusion.TuningDatabase(folder), caplog.at_level(logging.WARNING):
+        compiled = tvm_fusion.compile(block(), OTHER, verify=False)
+    assert any("nothing tuned is used" in message for message in caplog.messages)
+    assert not any(group.get("tuned") for group in compiled.report.to_json()["groups"])
+
+
+def test_a_database_of_another_target_around_a_pipeline_is_said_to_be_unused(folder, caplog):
+    with tvm_fusion.TuningDatabase(folder), caplog.at_level(logging.WARNING):
+        found = Fuse(OTHER)(block())
+    tvm.ir.assert_structural_equal(found, Fuse(OTHER)(block()))
+    [said] = [m for m in caplog.messages if "nothing tuned is used" in m]
+    assert "holds nothing for" in said
+
+
+def test_a_database_of_another_device_of_the_module_is_said_to_be_unused(folder, caplog):
+    mod = cases(dict(OTHER.export()))["vdevice"].make()
+    with caplog.at_level(logging.WARNING):
+        fused = Fuse(database=folder)(mod)
+    assert launches(fused) == {"main": 1}
+    assert any("nothing tuned is used" in message for message in caplog.messages)
+
+
+def test_a_damaged_record_costs_itself_only(folder, tmp_path, caplog):
+    shutil.copytree(folder, tmp_path / "tuned")
+    [file] = (tmp_path / "tuned").glob(f"*/{RECORDS}")
+    lines = file.read_text().splitlines()
+    file.write_text("\n".join(["{", *lines[1:]]) + "\n")
+    with caplog.at_level(logging.WARNING):
+        database = tvm_fusion.TuningDatabase(tmp_path / "tuned")
+        found = Fuse(TARGET, database=database)(block())
+    tvm.ir.assert_structural_equal(found, Fuse(TARGET, database=folder)(block()))
+    assert len(database) == 3  # the guard has a whole copy of it
+    assert any("problems in the database" in message for message in caplog.messages)
+
+
+def _other_files(path):
+    (path / "notes.txt").write_text("")
+
+
+def _json_database(path):
+    (path / WORKLOADS).write_text("")
+
+
+def _another_format(path):
+    database = fill(path)
+    guard = database.path / "guard.jsonl"
+    first, *rest = guard.read_text().splitlines()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lines, "VERSION", 2)
+        first = lines.device_line(database.device, database.target)
+    guard.write_text("\n".join([first, *rest]) + "\n")
+
+
+WRONG = {
+    "missing": (lambda path: path.rmdir(), "there is no database"),
+    "empty": (lambda path: None, "is no database of tvm_fusion: it is empty"),
+    "other files": (_other_files, r"is no database of tvm_fusion.*it holds notes\.txt"),
+    "MetaSchedule's": (_json_database, r"of MetaSchedule, not of tvm_fusion.*JSONDatabase"),
+    "another format": (_another_format, "has version 2 of the format.* reads version 1"),
+}
+
+
+OPENED = {
+    "database": lambda path: len(tvm_fusion.TuningDatabase(path)),
+    "pass": lambda path: Fuse(TARGET, database=path)(block()),
+    "compile": lambda path: tvm_fusion.compile(block(), TARGET, database=path),
+}
+
+
+@pytest.mark.parametrize("kind", WRONG)
+@pytest.mark.parametrize("by", OPENED)
+def test_what_is_no_database_is_not_opened(tmp_path, kind, by):
+    path = tmp_path / "D"
+    path.mkdir()
+    make, message = WRONG[kind]
+    make(path)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(InputError, match=message):
+        OPENED[by](path)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("kind", [kind for kind in WRONG if kind not in ("missing", "empty")])
+def test_tuning_begins_in_no_folder_of_something_else(tmp_path, kind):
+    make, message = WRONG[kind]
+    make(tmp_path)
+    with pytest.raises(InputError, match=message.split(":")[0]):
+        tvm_fusion.tune(block(), TARGET, database=tmp_path)
+
+
+def test_a_place_that_cannot_be_written_is_said_before_anything_is_planned(tmp_path, monkeypatch):
+    monkeypatch.setattr(session.Jobs, "of", lambda *_: pytest.fail("planned"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="file is not a folder"):
+        tvm_fusion.tune(block(), TARGET, database=tmp_path / "file")
+    with pytest.raises(InputError, match=r"cannot make .*tuned: .*file is not a folder"):
+        tvm_fusion.tune(block(), TARGET, database=tmp_path / "file" / "tuned")
+    monkeypatch.setattr("os.access", lambda path, _: path != tmp_path)  # root may write anywhere
+    with pytest.raises(InputError, match=r"cannot write to .*: make it writable"):
+        tvm_fusion.tune(block(), TARGET, database=tmp_path / "tuned")
+
+
+def test_the_folder_of_one_device_names_its_database(folder):
+    [device] = folder.iterdir()
+    with pytest.raises(InputError, match="is the folder of one device in a database: name the"):
+        tvm_fusion.TuningDatabase(device)
+
+
+def test_what_is_given_as_a_database_has_to_be_one():
+    with pytest.raises(InputError, match=r"a folder or a tvm_fusion\.TuningDatabase, not a Mem"):
+        Fuse(TARGET, database=ms.database.MemoryDatabase())(block())
+    with pytest.raises(InputError, match=r"TuningDatabase: a folder .*, not a NoneType"):
+        tvm_fusion.TuningDatabase(None)
+
+
+# ---- tune
+
+
+def test_the_signature_of_tune_is_that_of_what_it_calls():
+    assert inspect.signature(tvm_fusion.tune) == inspect.signature(session.tune)
+    documented = inspect.getdoc(tvm_fusion.tune)
+    for name in inspect.signature(tvm_fusion.tune).parameters:
+        assert name in documented
+
+
+@pytest.mark.long
+def test_the_script_that_ships_a_database_runs(capsys):
+    script = Path(__file__).parents[2] / "tutorials" / "scripts" / "tune_and_ship.py"
+    runpy.run_path(str(script), run_name="__main__")
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("3 trials in ")
+    assert sum("trials in" in line for line in printed) == 1  # tuned once
+    assert "3 records in the folder that was shipped" in printed
+    assert [line for line in printed if line.startswith("main: ")]
+    assert printed[-1] == "the numbers are right"
+
+
+# ---- TVM's tuners
+
+
+def _spaces(mod: tvm.IRModule, target: tvm.target.Target = TARGET) -> int:
+    """What a tuner of TVM finds to choose from: the design spaces of its tasks."""
+    register_tensor_intrinsics()
+    found = 0
+    for task in extract_tasks(mod, target):
+        context = ms.TuneContext(
+            mod=task.dispatched[0],
+            target=target,
+            space_generator="post-order-apply",
+            task_name=task.task_name,
+        )
+        found += len(context.generate_design_space())
+    return found
+
+
+@pytest.mark.parametrize("target", [TARGET, tvm.target.Target(CUDA)], ids=["llvm", "cuda"])
+def test_a_tuner_that_meets_written_kernels_warns_once(target):
+    written = Fuse(target)(block())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        assert _spaces(written, target) == launches(written)["main"] > 1  # each kernel as it is
+    [warning] = caught
+    assert "Fuse(write=False)" in str(warning.message)
+
+
+def test_a_tuner_finds_schedules_for_functions_that_are_not_written():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _spaces(Fuse(TARGET, write=False)(block())) > 2
+
+
+@derived_object
+class NoBuilder(ms.builder.PyBuilder):
+    """Builds nothing; each result is in a folder of its own, which the tuner removes."""
+
+    def build(self, build_inputs):
+        return [ms.builder.BuilderResult(f"{mkdtemp()}/none", None) for _ in build_inputs]
+
+
+@pytest.fixture
+def nothing_is_measured(monkeypatch):
+    """TVM's tuners build nothing, and are told random times."""
+    monkeypatch.setattr(ms.builder.Builder, "create", lambda *_, **__: NoBuilder())
+    monkeypatch.setattr(ms.runner.Runner, "create", lambda *_, **__: DummyRunner())
+
+
+@contextmanager
+def _no_handlers() -> Iterator[None]:
+    """MetaSchedule's logger without pytest's handlers: its tuners fail on those without a name."""
+    logger = logging.getLogger("tvm.s_tir.meta_schedule")
+    before, logger.handlers[:] = logger.handlers[:], []
+    try:
+        yield
+    finally:
+        logger.handlers[:] = before
+
+
+def _tune_relax(folder: str, **options) -> tvm.transform.Pass:
+    """`tune_relax` as if it were a pass."""
+
+    @tvm.transform.module_pass(opt_level=0, name="tune_relax")
+    def run(mod, _ctx):
+        trials = {"max_trials_global": 4, "max_trials_per_task": 2}
+        tune_relax(mod, {}, TARGET, folder, **trials, **options)
+        return mod
+
+    return run
+
+
+def _check_tuned(tuner: tvm.transform.Pass, folder: str) -> None:
+    """Tune what `Fuse` leaves, apply what was found, write the rest, and look at the numbers."""
+    with TARGET, tvm.transform.PassContext(opt_level=3):
+        with _no_handlers():
+            mod = tuner(Fuse(write=False)(block()))
+        found = ms.database.JSONDatabase(work_dir=folder)
+        times = [float(r.run_secs[0]) for r in found.get_all_tuning_records()]
+        with found:
+            applied = relax.transform.MetaScheduleApplyDatabase()(mod)
+        written = Fuse()(applied)
+    assert sum(time < 1e9 for time in times) == 4  # a failure is kept as 1e10 s
+    assert all("tirx.is_scheduled" in f.attrs for f in kernels(applied).values())
+    for result in (applied, written):
+        check_numbers(tvm.compile(result, TARGET))
+
+
+QUICK = {"strategy": "replay-trace", "cost_model": "random"}
+
+
+@pytest.mark.usefixtures("nothing_is_measured")
+@pytest.mark.parametrize("way", ["tune_relax", "pass"])
+def test_a_tuner_that_meets_only_written_kernels_warns_and_ends_at_once(way, tmp_path):
+    register_tensor_intrinsics()
+    folder, written = str(tmp_path), Fuse(TARGET)(block())
+    with TARGET, warnings.catch_warnings(record=True) as caught, _no_handlers():
+        warnings.simplefilter("default")
+        tuner = _tune_relax(folder, **QUICK)
+        if way == "pass":
+            tuner = relax.transform.MetaScheduleTuneIRMod({}, folder, max_trials_global=4)
+        tvm.ir.assert_structural_equal(tuner(written), written)
+    assert len(ms.database.JSONDatabase(work_dir=folder)) == 0
+    assert sum("Fuse(write=False)" in str(warning.message) for warning in caught) == 1
+
+
+def test_a_tuner_is_given_what_is_not_written(tmp_path):
+    marked = Materialize(plan(block(), TARGET), TARGET)(block())
+    product = marked.get_global_var(PRODUCT)
+    left = marked[product].without_attr("tvm_fusion.kernel_class")
+    marked.update_func(product, left)
+    partly = WriteKernels(TARGET)(marked)
+    tasks = extract_tasks(partly, TARGET)
+    assert len(tasks) == 2
+    with _no_handlers(), pytest.warns(UserWarning, match=r"Fuse\(write=False\)"):
+        contexts, weights = relax_integration.extracted_tasks_to_tune_contexts(tasks, str(tmp_path))
+    assert [context.task_name for context in contexts] == [PRODUCT]
+    assert len(weights) == 1
+
+
+@pytest.mark.usefixtures("nothing_is_measured")
+def test_tune_relax_tunes_what_fuse_leaves(tmp_path):
+    register_tensor_intrinsics()
+    _check_tuned(_tune_relax(str(tmp_path), **QUICK), str(tmp_path))
+
+
+@pytest.mark.nightly  # evolution takes its time for each batch
+@pytest.mark.usefixtures("nothing_is_measured")
+@pytest.mark.parametrize("tuner", ["MetaScheduleTuneIRMod", "static_shape_tuning_pipeline"])
+def test_passes_of_tvm_tune_what_fuse_leaves(tuner, tmp_path):
+    register_tensor_intrinsics()
+    folder, trials = str(tmp_path), {"max_trials_per_task": 2}
+    with TARGET:
+        made = {
+            "MetaScheduleTuneIRMod": lambda: relax.transform.MetaScheduleTuneIRMod(
+                params={}, work_dir=folder, max_trials_global=4, **trials
+            ),
+            "static_shape_tuning_pipeline": lambda: relax.pipeline.static_shape_tuning_pipeline(
+                total_trials=4, target=LLVM, work_dir=folder, **trials
+            ),
+        }[tuner]()
+    _check_tuned(made, folder)
+
+
+@pytest.mark.nightly  # builders and runners of TVM take a minute to start
+def test_what_fuse_leaves_is_built_and_measured_by_tvm(tmp_path):
+    register_tensor_intrinsics()
+    # TVM's own `f_build` imports all tensor intrinsics, on a busy machine for minutes
+    builder = ms.builder.LocalBuilder(timeout_sec=300, f_build=light_build())
+    runner = ms.runner.LocalRunner(timeout_sec=300)
+    measured = {"builder": builder, "runner": runner}
+    _check_tuned(_tune_relax(str(tmp_path), **measured, **QUICK), str(tmp_path))
