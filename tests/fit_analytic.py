@@ -22,8 +22,9 @@ from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.cost.analytic import estimate
 from tvm_fusion.cost.learned.samples import read_samples
 from tvm_fusion.cost.learned.training_rows import view_of
-from tvm_fusion.kernels.base import Fit, GroupView
+from tvm_fusion.kernels.base import Fit
 from tvm_fusion.kernels.registry import kernel_class
+from tvm_fusion.plan.group_view import GroupView
 
 H200 = load_profile("nvidia_h200")
 SIZES = (3.0, 10.0, 50.0, math.inf)  # microseconds

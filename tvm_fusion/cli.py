@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ._arguments import INTERRUPTED, POLICY_HELP, TARGET_HELP, model_of, policy_of
-from .errors import ConfigError, InputError, PlanError, TvmFusionError, VerificationError
+from .errors import (
+    CHECK_FAILED,
+    ConfigError,
+    InputError,
+    PlanError,
+    TvmFusionError,
+    VerificationError,
+)
 from .report.facts import Report
 from .report.function_reports import FunctionReports
 from .report.progress import shown
@@ -26,7 +33,6 @@ if TYPE_CHECKING:
 
 Reported = Report | FunctionReports
 
-CHECK_FAILED = 1
 BAD_INPUT = 2
 
 _COMMANDS = {

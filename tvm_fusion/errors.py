@@ -3,6 +3,8 @@
 Every message says what went wrong, where, why, and what to do about it.
 """
 
+CHECK_FAILED = 1  # the exit status of a command whose check failed
+
 
 class TvmFusionError(Exception):
     """Base class of everything this package raises on purpose."""

@@ -14,8 +14,8 @@ from tvm_fusion.bench.plan_case_graphs import CASES, SPECIAL
 from tvm_fusion.bench.plan_cases import POLICY, main
 from tvm_fusion.config import load_policy
 from tvm_fusion.cost.probe import Candidate, candidates_of, probe
-from tvm_fusion.kernels.base import RefusalCode
 from tvm_fusion.plan.decide.probing import guessed
+from tvm_fusion.plan.refusal import RefusalCode
 from tvm_fusion.plan.search.solution import costed, total_us
 from tvm_fusion.runtime.timing.launch_kernels import LaunchSpec, LaunchWriter
 

@@ -32,7 +32,6 @@ from tvm_fusion.config import load_policy, load_profile, profile_file
 from tvm_fusion.cost.learned.learned import Residual
 from tvm_fusion.cost.learned.samples import read_samples
 from tvm_fusion.errors import BuildError, PlanError
-from tvm_fusion.kernels.base import RefusalCode
 from tvm_fusion.plan.decide.caution import Caution, Timed, Verdict, ratio_of
 from tvm_fusion.plan.decide.decide import (
     caution_of,
@@ -45,6 +44,7 @@ from tvm_fusion.plan.decide.decide import (
 from tvm_fusion.plan.decide.joint_interval import measured_whole
 from tvm_fusion.plan.differ import clusters, exchanged, in_order, regions
 from tvm_fusion.plan.plan import Evidence, FusionPlan, PlannedGroup
+from tvm_fusion.plan.refusal import RefusalCode
 from tvm_fusion.plan.search.search import unfused_plan
 from tvm_fusion.report.flip import flip
 from tvm_fusion.transform.apply.region_module import region_module
@@ -911,6 +911,6 @@ def test_a_plan_that_recomputes_can_run_after_a_group_of_it_failed(failed, left)
 
 
 def _any_refusal(p):
-    from tvm_fusion.kernels.base import Refusal
+    from tvm_fusion.plan.refusal import Refusal
 
     return Refusal(RefusalCode.BUILD, p.plan.groups[0].ops, "on purpose")

@@ -21,6 +21,7 @@ import tvm_fusion
 from tvm_fusion import cli
 from tvm_fusion.check import compiled as check_module
 from tvm_fusion.check.other_kernels import OtherKernels
+from tvm_fusion.compilation import kernels_ahead
 from tvm_fusion.compilation.job import Job
 from tvm_fusion.compilation.jobs import Jobs
 from tvm_fusion.errors import (
@@ -33,7 +34,6 @@ from tvm_fusion.errors import (
 )
 from tvm_fusion.frontends import load
 from tvm_fusion.plan.plan import UNWRITTEN
-from tvm_fusion.runtime.build import kernels_ahead
 from tvm_fusion.runtime.build.cubin_cache import Compiling
 from tvm_fusion.runtime.build.cuda_compiler import Compiler, kernel_names
 from tvm_fusion.runtime.calls.compiled_functions import CompiledFunctions

@@ -19,11 +19,13 @@ from tests.support.mixed_cases import rms_norm_backward, rms_norm_inputs
 from tvm_fusion.config import load_policy, load_profile, profile_names
 from tvm_fusion.cost.analytic import estimate, estimate_many, resident_blocks
 from tvm_fusion.cost.liveness import live_values, peak_live
+from tvm_fusion.cost.traffic import Resources, Traffic
 from tvm_fusion.ir.graph import build_graph
-from tvm_fusion.kernels.base import Fit, GroupView, Resources, Traffic
+from tvm_fusion.kernels.base import Fit
 from tvm_fusion.kernels.group.streams import STORED, streams
 from tvm_fusion.kernels.group.traffic import resident_share
 from tvm_fusion.kernels.registry import kernel_class, kernel_classes
+from tvm_fusion.plan.group_view import GroupView
 from tvm_fusion.transform.lower.lower import lower
 
 H200 = load_profile("h200")

@@ -7,7 +7,7 @@ import pytest
 from tvm_fusion.config import load_profile
 from tvm_fusion.cost.analytic import estimate, estimate_many
 from tvm_fusion.cost.analytic_cpu import COMPUTING, resident
-from tvm_fusion.kernels.base import Resources, Traffic
+from tvm_fusion.cost.traffic import Resources, Traffic
 
 CPU = load_profile("llvm_cpu")
 NONE = Resources(16, 0)

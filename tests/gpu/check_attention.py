@@ -2,7 +2,8 @@
 
     python tests/gpu/check_attention.py [--seeds N ...] [--json F] [--jobs N] [--seconds S]
 
-Each configuration of `tests.support.attention_random` is compiled as a whole module by `tvm_fusion.compile`
+Each configuration of `tests.support.attention_random` is compiled as a whole module by
+`tvm_fusion.compile`
 and run; float64 results are computed by torch on the device. Outputs lie in memory that holds NaN.
 Every configuration has a process and a time limit of its own: one that fails or hangs costs itself
 only. Processes compile side by side and take the GPU in turn. Needs TVM, and torch with CUDA.

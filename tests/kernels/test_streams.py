@@ -12,9 +12,9 @@ from tvm_fusion.bench import workloads
 from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy
 from tvm_fusion.cost.analytic import estimate
-from tvm_fusion.kernels.base import GroupView
 from tvm_fusion.kernels.registry import kernel_class
 from tvm_fusion.kernels.row.planned import row_shape, row_streams
+from tvm_fusion.plan.group_view import GroupView
 
 
 def body_us(found):

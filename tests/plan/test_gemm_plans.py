@@ -5,7 +5,7 @@ from tvm import relax
 from tvm.relax import op
 
 from tvm_fusion.config import load_policy
-from tvm_fusion.kernels.base import RefusalCode
+from tvm_fusion.plan.refusal import RefusalCode
 from tvm_fusion.plan.search.search import unfused_plan
 
 from ..support import gemm_cases as graphs

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from tvm_fusion.config import load_policy, load_profile
-from tvm_fusion.kernels.base import Refusal
 from tvm_fusion.plan.legality import Evaluator
 from tvm_fusion.plan.order import topological
+from tvm_fusion.plan.refusal import Refusal
 from tvm_fusion.plan.search.moves import (
     copies_of,
     evaluate_merge,

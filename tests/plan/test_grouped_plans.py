@@ -7,7 +7,7 @@ from tvm.relax import op
 
 from tvm_fusion.compilation.compiler import Job
 from tvm_fusion.config import load_policy, resolve_target
-from tvm_fusion.kernels.base import RefusalCode
+from tvm_fusion.plan.refusal import RefusalCode
 from tvm_fusion.plan.search.search import unfused_plan
 
 from ..support import grouped_cases as graphs

@@ -8,9 +8,9 @@ from tvm.relax import op
 from tests.support.graphs import module, plan_of
 from tvm_fusion.config import load_policy
 from tvm_fusion.errors import ConfigError
-from tvm_fusion.kernels.base import RefusalCode
 from tvm_fusion.plan.decide.caution import Caution, Ratio, Timed
 from tvm_fusion.plan.decide.decide import decide, judge, times_apart
+from tvm_fusion.plan.refusal import RefusalCode
 from tvm_fusion.plan.search.search import search, unfused_plan
 from tvm_fusion.report.flip import flip
 

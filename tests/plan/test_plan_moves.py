@@ -16,8 +16,8 @@ from tvm_fusion.bench.random_graphs import graph_of
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import PlanError
 from tvm_fusion.ir.graph import FusionGraph, OpKind, build_graph
-from tvm_fusion.kernels.base import Refusal, RefusalCode
 from tvm_fusion.plan.legality import Evaluator
+from tvm_fusion.plan.refusal import Refusal, RefusalCode
 from tvm_fusion.plan.regions.regions import region_key, region_of
 from tvm_fusion.plan.search.beam import Beam, parts_of, search_beam, unfused
 from tvm_fusion.plan.search.exact import Limits, Pricing, Spent, solve

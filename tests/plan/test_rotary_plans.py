@@ -8,8 +8,9 @@ from tvm.relax import op
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.frontends import load
 from tvm_fusion.ir.graph import build_graph
-from tvm_fusion.kernels.base import GroupView, Refusal, RefusalCode
 from tvm_fusion.kernels.gemm.kernel_class import Gemm
+from tvm_fusion.plan.group_view import GroupView
+from tvm_fusion.plan.refusal import Refusal, RefusalCode
 from tvm_fusion.plan.search.search import search
 from tvm_fusion.transform.lower.lower import lower
 

@@ -10,8 +10,9 @@ from tests.support.graphs import module, plan_of
 from tvm_fusion.config import load_policy
 from tvm_fusion.demo import demo_module
 from tvm_fusion.errors import PlanError
-from tvm_fusion.kernels.base import RefusalCode
+from tvm_fusion.kernels import registry
 from tvm_fusion.plan.plan import FusionPlan
+from tvm_fusion.plan.refusal import RefusalCode
 from tvm_fusion.plan.search.search import search, unfused_plan
 
 F16 = "float16"
@@ -307,7 +308,7 @@ def test_a_group_that_cannot_be_is_a_plan_error(change, message):
     data = json.loads(p.plan.to_json())
     data["groups"][0] |= change
     with pytest.raises(PlanError, match=message):
-        FusionPlan.from_dict(data).check(p.graph)
+        FusionPlan.from_dict(data).check(p.graph, registry.names())
 
 
 def test_an_operator_that_no_group_owns_is_refused():

@@ -15,7 +15,7 @@ from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.frontends import load
 from tvm_fusion.ir.graph import FusionGraph, OpKind
-from tvm_fusion.kernels.base import dtype_bytes
+from tvm_fusion.plan.group_view import dtype_bytes
 from tvm_fusion.plan.plan import FusionPlan
 from tvm_fusion.transform.memory.storage_plan import Life, least_peak_bytes
 

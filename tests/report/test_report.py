@@ -10,8 +10,8 @@ import pytest
 from tvm_fusion.bench.random_graphs import graph_of
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import InputError
-from tvm_fusion.kernels.base import RefusalCode
 from tvm_fusion.plan.decide.decide import decide
+from tvm_fusion.plan.refusal import RefusalCode
 from tvm_fusion.report import text
 from tvm_fusion.report.facts import Comparison, GroupReport, RefusalReport, Report, Verification
 from tvm_fusion.report.flip import flip

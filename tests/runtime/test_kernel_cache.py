@@ -9,16 +9,15 @@ import tvm
 import tvm_ffi
 from tvm import relax, tirx
 
-from tvm_fusion.compilation import cache_key
+from tvm_fusion.compilation import cache_key, kernel_cache
 from tvm_fusion.compilation.job import Job
+from tvm_fusion.compilation.kernels_ahead import KernelsAhead
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels import registry
 from tvm_fusion.kernels.pointwise.kernel_class import Pointwise
-from tvm_fusion.runtime.build import kernel_cache
 from tvm_fusion.runtime.build.cuda_compiler import Compiler, DeviceCode
 from tvm_fusion.runtime.build.kernel_code import kernel_code
-from tvm_fusion.runtime.build.kernels_ahead import KernelsAhead
 from tvm_fusion.transform.apply import write_kernels
 from tvm_fusion.tuning.measure.trial_record import Trial
 from tvm_fusion.tuning.session import lookup

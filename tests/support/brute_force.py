@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tvm_fusion.ir.graph import FusionGraph, OpKind
-from tvm_fusion.kernels.base import Refusal
 from tvm_fusion.plan.legality import Evaluator
+from tvm_fusion.plan.refusal import Refusal
 
 MAX_OPS = 9
 

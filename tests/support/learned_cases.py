@@ -8,7 +8,8 @@ from tvm_fusion.cost.analytic import estimate
 from tvm_fusion.cost.learned.features import Query, anchor_of, body_us, features_of
 from tvm_fusion.cost.learned.samples import Sample
 from tvm_fusion.cost.learned.training_rows import Pair, Row, Rows
-from tvm_fusion.kernels.base import Fit, Resources, Traffic
+from tvm_fusion.cost.traffic import Resources, Traffic
+from tvm_fusion.kernels.base import Fit
 
 NOISE = 0.03
 CLASSES = {"pointwise": 1.05, "row": 1.3, "column": 1.5, "transpose": 0.8}

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from tvm_fusion.config import HardwareProfile, Policy
 from tvm_fusion.ir.graph import FusionGraph, OpKind
-from tvm_fusion.kernels.base import Fit, GroupView
+from tvm_fusion.kernels.base import Fit
 from tvm_fusion.kernels.registry import kernel_class
+from tvm_fusion.plan.group_view import GroupView
 
 
 def problems_of(graph: FusionGraph, plan, hw: HardwareProfile, policy: Policy) -> list[str]:

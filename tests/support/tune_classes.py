@@ -8,9 +8,11 @@ from pathlib import Path
 import tvm_ffi
 from tvm import s_tir, tirx
 
+from tvm_fusion.cost.traffic import Resources, Traffic
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.base import Fit, RefusalCode, Resources, Traffic, write_on_cpu
+from tvm_fusion.kernels.base import Fit, write_on_cpu
 from tvm_fusion.kernels.registry import kernel_class
+from tvm_fusion.plan.refusal import RefusalCode
 
 HUNG = "TVM_FUSION_TESTS_HUNG"  # names a file: a process that hangs writes its number there
 WAYS = ("plain", "fast", "wrong", "refused", "hanging", "dying", "greedy")

@@ -11,8 +11,8 @@ from tvm_fusion.check.sequential import Duel
 from tvm_fusion.compilation.job import Job
 from tvm_fusion.compilation.jobs import Jobs
 from tvm_fusion.config import load_policy, resolve_target
-from tvm_fusion.kernels.base import RefusalCode
 from tvm_fusion.plan.differ import exchanged, regions
+from tvm_fusion.plan.refusal import RefusalCode
 from tvm_fusion.plan.search.search import unfused_plan
 from tvm_fusion.tuning.database import find_database
 from tvm_fusion.tuning.measure.meters import LocalMeter

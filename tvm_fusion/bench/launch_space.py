@@ -10,8 +10,8 @@ from itertools import chain, combinations
 from ..config import HardwareProfile, Policy
 from ..errors import Unsupported
 from ..ir.graph import FusionGraph, OpKind
-from ..kernels.base import Refusal
 from ..plan.legality import Costed, Evaluator
+from ..plan.refusal import Refusal
 from ..plan.search.solution import Launch, members_of
 
 MAX_ENUMERATED_OPS = 9

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from .._arguments import INTERRUPTED
-from ..cli import CHECK_FAILED
 from ..config import THIS_CPU, HardwareProfile, load_profile, profile_file, resolve_target
 from ..config.toml import nearest, number_fields
-from ..errors import ConfigError, InputError, TargetError
+from ..errors import CHECK_FAILED, ConfigError, InputError, TargetError
 from ..host.atomic_files import replace_file
 from .families import families_of
 from .finding import Family, Finding, Measured, NotMeasured

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import BuildError, TargetError, TvmFusionError
 from ..ir.graph import FusionGraph
-from ..kernels.base import Refusal, RefusalCode
 from ..plan.decide.decide import caution_of, hopeful_plan, with_evidence
 from ..plan.decide.joint_interval import measured_whole, times_apart
 from ..plan.differ import Region, exchanged, regions
 from ..plan.plan import Evidence, FusionPlan
+from ..plan.refusal import Refusal, RefusalCode
 from ..transform.apply.region_module import RegionModule, region_module
 from .inputs import random_inputs
 from .kept_samples import keep

@@ -22,8 +22,9 @@ from filelock import FileLock
 from ..config import HardwareProfile
 from ..cost.learned.launch_numbers import work_of
 from ..cost.learned.samples import SAMPLES_VERSION
-from ..kernels.base import GroupView, Refusal
+from ..plan.group_view import GroupView
 from ..plan.legality import Evaluator
+from ..plan.refusal import Refusal
 
 if TYPE_CHECKING:
     from ..runtime.timing.launch_kernels import LaunchSpec

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from ..kernels.base import Refusal, RefusalCode
 from ..plan.decide.caution import Verdict
 from ..plan.decide.decide import caution_of, taken_apart
 from ..plan.decide.joint_interval import times_apart, whole_ratio
 from ..plan.differ import clusters
 from ..plan.plan import PlannedGroup
+from ..plan.refusal import Refusal, RefusalCode
 from .contest import Sampler, measured, slower
 from .sequential import Budget, Duel, Winner, paired, settle
 

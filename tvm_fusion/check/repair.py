@@ -22,8 +22,8 @@ import tvm
 from tvm import relax, tirx
 
 from ..errors import BuildError
-from ..kernels.base import RefusalCode
 from ..plan.plan import FALLBACK, FREE, STOCK, UNWRITTEN
+from ..plan.refusal import RefusalCode
 from ..transform.apply.single_group import group_modules
 from ..transform.apply.write_kernels import write_kernels
 from .other_kernels import OtherKernels

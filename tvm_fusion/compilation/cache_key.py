@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import tvm
 
 from .._version import __version__
 from ..config import HardwareProfile, Policy, shipped_file
+from ..config.digest import digest
 from ..cost.learned.learned import residual_file
 from ..errors import BuildError
 from ..kernels.registry import kernel_classes
@@ -40,11 +40,6 @@ def surroundings(target: tvm.target.Target, hw: HardwareProfile, policy: Policy)
         _residual_state(hw),
         _compiler(policy),
     ]
-
-
-def digest(parts: list[Any]) -> str:
-    """A key of plain values."""
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
 
 @cache

@@ -14,10 +14,11 @@ from ..config import HardwareProfile, Policy
 from ..cost.learned.learned import unused_residual
 from ..errors import InputError, PlanError
 from ..ir.graph import FusionGraph, build_graph
-from ..kernels.base import Refusal, RefusalCode
+from ..kernels import registry
 from ..plan.decide.decide import caution_of, without
 from ..plan.decide.joint_interval import measured_whole, times_apart
 from ..plan.plan import FALLBACK, FREE, STOCK, UNWRITTEN, FusionPlan, PlannedGroup
+from ..plan.refusal import Refusal, RefusalCode
 from ..plan.search.search import unfused_plan
 from ..report.progress import stages
 from ..transform.apply.materialize import Materialized, materialize
@@ -46,9 +47,9 @@ if TYPE_CHECKING:
     from ..report.facts import Report
     from ..report.times import TimeReport
     from ..runtime.build.build import Built
-    from ..runtime.build.kernels_ahead import Ahead
     from ..runtime.calls.call_memory import MemoryPlan
     from ..runtime.calls.compiled_module import CompiledModule
+    from ..transform.apply.write_kernels import Ahead
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +171,7 @@ class Job:
         else:
             low = lower(mod, target, decompose=False)
         graph = build_graph(low)
-        given.check(graph)
+        given.check(graph, registry.names())
         how = {"given": True, "tuned": tuned, "function": function}
         return cls(mod, target, hw, policy, low, graph, given, **how)
 
@@ -372,7 +373,7 @@ class Job:
     def build_fused(self) -> tuple[Built, Materialized]:
         """Builds the plan; groups that do not compile are cut until it builds."""
         from ..runtime.build.build import KernelBuildError, build
-        from ..runtime.build.kernels_ahead import kernels_ahead
+        from .kernels_ahead import kernels_ahead
 
         while True:
             with kernels_ahead(self.target, self.hw, self.policy) as ahead:

@@ -19,8 +19,8 @@ import tvm
 from ..config import Policy, load_policy, resolve_target
 from ..errors import InputError, PlanError
 from ..frontends import load_functions
-from ..kernels.base import RefusalCode
 from ..plan.plan import FusionPlan
+from ..plan.refusal import RefusalCode
 from ..report.function_reports import FunctionReports
 from ..report.progress import stages
 from ..transform.apply.pack_constants import PackConstants
@@ -141,7 +141,7 @@ class Jobs:
         compile are cut until all are built.
         """
         from ..runtime.build.build import KernelBuildError, build_entries
-        from ..runtime.build.kernels_ahead import KernelsOfAll, kernels_ahead
+        from .kernels_ahead import KernelsOfAll, kernels_ahead
 
         first = next(iter(self.jobs.values()))
         while True:

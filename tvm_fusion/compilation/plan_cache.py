@@ -22,12 +22,14 @@ import tvm
 import tvm_ffi
 
 from ..config import HardwareProfile, Policy
+from ..config.digest import digest
 from ..errors import InputError, PlanError
 from ..host.atomic_files import replace_file
 from ..ir.graph import FusionGraph
+from ..kernels import registry
 from ..plan.plan import FusionPlan
 from ..runtime.build.cubin_cache import cache_dir
-from .cache_key import all_ours, digest, surroundings
+from .cache_key import all_ours, surroundings
 
 VARIABLE = "TVM_FUSION_PLAN_CACHE"
 _FORMAT = 2
@@ -73,7 +75,7 @@ class Kept:
         if self.found is None or self.names != _names(graph):
             return False
         try:
-            self.found.check(graph)
+            self.found.check(graph, registry.names())
         except PlanError:
             return False
         return True

@@ -41,7 +41,7 @@ from ..config import HardwareProfile
 from .analytic_cpu import COMPUTING, cpu_terms
 
 if TYPE_CHECKING:  # the cost model is below the kernel classes; it reads what they return
-    from ..kernels.base import Resources, Traffic
+    from .traffic import Resources, Traffic
 
 US = 1e6
 REGISTER_STEP = 8

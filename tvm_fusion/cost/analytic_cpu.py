@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from ..config import HardwareProfile
 
 if TYPE_CHECKING:  # the cost model is below the kernel classes; it reads what they return
-    from ..kernels.base import Traffic
+    from .traffic import Traffic
 
 COMPUTING = ("arithmetic", "special", "integer", "tensor")
 """Terms of instructions that the operators of a group need, together or apart."""

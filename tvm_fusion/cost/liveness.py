@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..kernels.base import GroupView
+    from ..plan.group_view import GroupView
 
 
 def live_values(group: GroupView, roots: Iterable[int] | None = None) -> int:

@@ -22,7 +22,9 @@ from tvm import tirx
 from ..config import HardwareProfile, Policy
 from ..errors import BuildError
 from ..host.cores import use_all_cores
-from ..kernels.base import GroupView, RefusalCode, Resources
+from ..plan.group_view import GroupView
+from ..plan.refusal import RefusalCode
+from .traffic import Resources
 
 if TYPE_CHECKING:
     from ..ir.graph import FusionGraph

@@ -10,9 +10,12 @@ from typing import Any
 from tvm import tirx
 
 from ..config import HardwareProfile, Policy
+from ..cost.traffic import Resources, Traffic
 from ..errors import Unsupported
 from ..ir.access import Access
-from .base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic, write_on_cpu
+from ..plan.group_view import GroupView
+from ..plan.refusal import Refusal, RefusalCode
+from .base import Fit, write_on_cpu
 from .group.footprint import points
 from .group.traffic import memory_traffic
 

@@ -49,8 +49,9 @@ def added() -> tuple[tuple[KernelClass, tuple[str, ...]], ...]:
     return tuple(e for e in _CLASSES.values() if not type(e[0]).__module__.startswith(own))
 
 
-def is_registered(name: str) -> bool:
-    return name in _CLASSES
+def names() -> frozenset[str]:
+    """Of all classes."""
+    return frozenset(_CLASSES)
 
 
 def kernel_class(name: str) -> KernelClass:

@@ -14,12 +14,15 @@ from ..config import HardwareProfile, Policy
 from ..cost.analytic import Estimate, estimate
 from ..cost.learned.learned import Residual, load_residual
 from ..cost.probe import GroupKey
+from ..cost.traffic import Resources
 from ..errors import TooDeep
 from ..ir.graph import FusionGraph, OpKind
-from ..kernels.base import Fit, GroupView, KernelClass, Refusal, RefusalCode, Resources
+from ..kernels.base import Fit, KernelClass
 from ..kernels.fallback import Fallback, Stock
 from ..kernels.registry import kernel_classes
 from .decide.caution import Caution, is_fused
+from .group_view import GroupView
+from .refusal import Refusal, RefusalCode
 from .regions.edges import Links
 from .structure import NEEDS, READABLE, Structures, Wiring, structures_for, together
 

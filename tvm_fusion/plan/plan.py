@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Container
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ..errors import PlanError
 from ..ir.graph import FusionGraph, OpKind
-from ..kernels.base import Refusal, RefusalCode
-from ..kernels.registry import is_registered
+from .refusal import Refusal, RefusalCode
 
 PLAN_VERSION = 2
 READABLE_VERSIONS = (1, 2)  # version 1 had no evidence
@@ -226,9 +226,9 @@ class FusionPlan:
             data = data["plan"]  # the output of `--json`
         return FusionPlan.from_dict(data, str(path))
 
-    def check(self, graph: FusionGraph) -> None:
-        """Raises PlanError unless the plan was made for this graph and each of its operators is
-        owned by one group.
+    def check(self, graph: FusionGraph, kernel_classes: Container[str] | None = None) -> None:
+        """Raises PlanError unless the plan was made for this graph, each of its operators is owned
+        by one group, and the groups are of `kernel_classes`, where these are given.
         """
         if self.fingerprint != graph.fingerprint() or self.function != graph.function:
             raise PlanError(
@@ -245,7 +245,8 @@ class FusionPlan:
                 f"the plan names operators the module does not have: {', '.join(unknown[:5])}"
             )
         classes = {g.kernel_class for g in self.groups} - set(UNWRITTEN)
-        strange = sorted(str(name) for name in classes if not is_registered(name))
+        known = classes if kernel_classes is None else kernel_classes
+        strange = sorted(str(name) for name in classes if name not in known)
         if strange:
             raise PlanError(f"no kernel class is called {', '.join(strange[:5])}")
         twice = sorted(op for op, owners in owned.items() if owners > 1)

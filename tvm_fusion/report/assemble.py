@@ -8,9 +8,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..cost.probe import Probed, ProbeFailure
+from ..cost.traffic import Resources
 from ..host.threads import thread_count
 from ..ir.graph import FusionGraph
-from ..kernels.base import Resources
 from ..kernels.cpu.contraction.panels import mark_constants
 from ..plan.plan import FREE, UNWRITTEN, FusionPlan, PlannedGroup
 from ..transform.apply.materialize import Materialized, materialize

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from ..ir.graph import FusionGraph
-from ..kernels.base import Refusal
 from ..plan.explain.layout_changes import layout_changes, refusals_between
 from ..plan.plan import FusionPlan, PlannedGroup
+from ..plan.refusal import Refusal
 from .facts import LayoutReport, RefusalReport
 from .flip import flip
 

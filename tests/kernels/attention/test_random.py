@@ -32,7 +32,8 @@ from tvm_fusion.kernels.attention.cores import attention_cores
 from tvm_fusion.kernels.attention.forms import FORMS
 from tvm_fusion.kernels.attention.kernel_class import AttentionClass
 from tvm_fusion.kernels.attention.read.program import analyze_attention
-from tvm_fusion.kernels.base import GroupView, Refusal
+from tvm_fusion.plan.group_view import GroupView
+from tvm_fusion.plan.refusal import Refusal
 
 H200 = load_profile("nvidia_h200")
 TINY_H200 = dataclasses.replace(H200, num_sms=2)

@@ -9,7 +9,8 @@ from tvm_fusion.kernels.attention.decode.kernel import DecodeConfig
 from tvm_fusion.kernels.attention.hopper.config import AttentionConfig
 from tvm_fusion.kernels.attention.kernel_class import AttentionClass
 from tvm_fusion.kernels.attention.mma.kernel import AttentionMmaConfig
-from tvm_fusion.kernels.base import Fit, GroupView
+from tvm_fusion.kernels.base import Fit
+from tvm_fusion.plan.group_view import GroupView
 
 from ...support.attention_graphs import one_group
 

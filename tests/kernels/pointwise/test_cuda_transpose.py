@@ -15,7 +15,6 @@ import tvm_fusion
 from tvm_fusion.bench import workloads
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.base import GroupView, RefusalCode
 from tvm_fusion.kernels.pointwise.kernel import emit_pointwise
 from tvm_fusion.kernels.program.expr import bytes_of
 from tvm_fusion.kernels.program.program import analyze
@@ -29,6 +28,8 @@ from tvm_fusion.kernels.transpose.kernel import (
 )
 from tvm_fusion.kernels.transpose.layout import Layout, bank_conflict
 from tvm_fusion.kernels.transpose.plan import staged_elements
+from tvm_fusion.plan.group_view import GroupView
+from tvm_fusion.plan.refusal import RefusalCode
 
 from ...support.cuda_on_cpu import compile_cubins, cuda_source, lower, run_cuda_on_cpu
 from ...support.graphs import module, plan_of

@@ -11,12 +11,13 @@ from tvm.script import tirx as T
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.ir.graph import build_graph
-from tvm_fusion.kernels.base import GroupView, RefusalCode
 from tvm_fusion.kernels.gpu.windows import row_width
 from tvm_fusion.kernels.program.program import analyze
 from tvm_fusion.kernels.row.config import Form
 from tvm_fusion.kernels.row.kernel import RowConfig, emit_row, row_configs
 from tvm_fusion.kernels.row.kernel_class import Row
+from tvm_fusion.plan.group_view import GroupView
+from tvm_fusion.plan.refusal import RefusalCode
 
 from ...support.cuda_on_cpu import compile_cubins, cuda_source, run_cuda_on_cpu
 from ...support.graphs import module, plan_of

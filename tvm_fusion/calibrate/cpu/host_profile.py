@@ -141,7 +141,7 @@ def calibration_file() -> Path:
     import tvm
 
     from ..._version import __version__
-    from ...compilation.cache_key import digest
+    from ...config.digest import digest
     from ...config.targets import cpu_target
     from ...runtime.build.cubin_cache import cache_dir
 

@@ -22,8 +22,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...config import HardwareProfile
-from ...kernels.base import Fit, Resources, Traffic
+from ...kernels.base import Fit
 from ..analytic import Estimate, resident_blocks
+from ..traffic import Resources, Traffic
 
 FEATURES_VERSION = 1
 

@@ -7,8 +7,9 @@ from dataclasses import fields
 from typing import Any
 
 from ...config import HardwareProfile
-from ...kernels.base import Fit, Resources, Traffic
+from ...kernels.base import Fit
 from ..analytic import estimate
+from ..traffic import Resources, Traffic
 from .features import Query
 
 WORK_VERSION = 1

@@ -26,8 +26,9 @@ import numpy as np
 
 from ...config import HardwareProfile, file_of, shipped_file
 from ...errors import InputError
-from ...kernels.base import Fit, Resources, Traffic
+from ...kernels.base import Fit
 from ..analytic import Estimate
+from ..traffic import Resources, Traffic
 from .conformal import Intervals, quantile
 from .features import FEATURES, FEATURES_VERSION, Query, anchor_of, features_of
 from .hull import Hull, Place

@@ -13,8 +13,9 @@ import numpy as np
 from ...config import HardwareProfile, Policy
 from ...errors import TvmFusionError
 from ...ir.graph import FusionGraph, OpKind, bits
-from ...kernels.base import GroupView, Refusal
 from ...kernels.registry import kernel_class
+from ...plan.group_view import GroupView
+from ...plan.refusal import Refusal
 from ..analytic import estimate
 from .features import Query, anchor_of, features_of
 from .launch_numbers import query_of

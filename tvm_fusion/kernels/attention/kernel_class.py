@@ -14,19 +14,13 @@ from typing import Any
 from tvm import tirx
 
 from ...config import HardwareProfile, Policy
+from ...cost.traffic import Resources, Traffic
 from ...errors import Unsupported
 from ...ir.access import Pipe
 from ...ir.graph import FusionGraph
-from ..base import (
-    Fit,
-    GroupView,
-    Refusal,
-    RefusalCode,
-    Resources,
-    Traffic,
-    dtype_bytes,
-    write_on_cpu,
-)
+from ...plan.group_view import GroupView, dtype_bytes
+from ...plan.refusal import Refusal, RefusalCode
+from ..base import Fit, write_on_cpu
 from ..group.footprint import evaluations, footprint_bytes, points
 from ..group.traffic import memory_traffic
 from ..pointwise.kernel_class import refuse_recompute

@@ -19,7 +19,8 @@ from enum import Enum
 
 from ...ir.access import Access, Block, Reduction
 from ...ir.extents import assumed_product, product_key
-from ..base import GroupView, Refusal, RefusalCode
+from ...plan.group_view import GroupView
+from ...plan.refusal import Refusal, RefusalCode
 from ..gemm.product import Product, match_product
 from .cores import EXPONENTIALS
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..base import Resources
+from ...cost.traffic import Resources
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ...config import HardwareProfile, Policy
-from ..base import Resources, dtype_bytes
+from ...cost.traffic import Resources
+from ...plan.group_view import dtype_bytes
 from ..program.expr import HALF_DTYPES
 from .sizes import AttentionShape, AttentionTile, AttentionTime, MmaTile
 

@@ -17,9 +17,12 @@ from typing import Any
 from tvm import tirx
 
 from ...config import HardwareProfile, Policy
+from ...cost.traffic import Resources, Traffic
 from ...ir.access import Access, Block, Extent, Reduction
 from ...ir.extents import assumed, assumed_product, non_unit, product_key
-from ..base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic, write_on_cpu
+from ...plan.group_view import GroupView
+from ...plan.refusal import Refusal, RefusalCode
+from ..base import Fit, write_on_cpu
 from ..group.footprint import VECTOR_ELEMENTS, evaluations, points
 from ..group.read_order import plain_axes, read_order
 from ..group.traffic import cuda_resources, filled_by_threads, memory_traffic, slowed

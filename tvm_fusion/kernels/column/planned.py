@@ -10,7 +10,9 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ...config import HardwareProfile
-from ..base import Fit, GroupView, Traffic
+from ...cost.traffic import Traffic
+from ...plan.group_view import GroupView
+from ..base import Fit
 from ..group.streams import Stream
 from ..group.traffic import Shape, cuda_traffic, group_streams
 from .config import ColumnConfig

@@ -8,7 +8,8 @@ import math
 from collections.abc import Sequence
 
 from ...cost.liveness import held_between, peak_live
-from ..base import Fit, GroupView
+from ...plan.group_view import GroupView
+from ..base import Fit
 from ..gpu.vectors import WIDEST_VECTOR
 from ..group.footprint import costly, points
 from ..group.streams import WIDEST_ACCESS, Stream

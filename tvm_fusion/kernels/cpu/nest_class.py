@@ -12,8 +12,11 @@ from typing import Any
 from tvm import tirx
 
 from ...config import HardwareProfile, Policy
+from ...cost.traffic import Resources, Traffic
 from ...ir.extents import assumed_product, product_key
-from ..base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic, write_on_cpu
+from ...plan.group_view import GroupView
+from ...plan.refusal import Refusal, RefusalCode
+from ..base import Fit, write_on_cpu
 from ..group.footprint import evaluations, points
 from ..group.traffic import filled_by_threads, memory_traffic
 from ..pointwise.kernel_class import refuse_recompute

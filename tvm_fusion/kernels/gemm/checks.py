@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from ...config import HardwareProfile, Policy
 from ...ir.extents import product_key
-from ..base import GroupView, Refusal, RefusalCode
+from ...plan.group_view import GroupView
+from ...plan.refusal import Refusal, RefusalCode
 from .columns import State, is_part
 from .launch import narrows
 from .product import Product

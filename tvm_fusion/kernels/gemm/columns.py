@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from ...ir.access import Access, Affine, Block, Extent, Index, Irregular
 from ...ir.extents import assumed_product, product_key
-from ..base import GroupView
+from ...plan.group_view import GroupView
 
 MAX_WIDTH = 1024  # columns of a run
 

@@ -20,7 +20,10 @@ from typing import Any
 from tvm import tirx
 
 from ...config import HardwareProfile, Policy
-from ..base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic, write_on_cpu
+from ...cost.traffic import Resources, Traffic
+from ...plan.group_view import GroupView
+from ...plan.refusal import Refusal, RefusalCode
+from ..base import Fit, write_on_cpu
 from ..group.footprint import evaluations
 from ..group.traffic import memory_traffic
 from ..pointwise.kernel_class import refuse_recompute

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ...config import HardwareProfile
 from ...ir.access import Access, Block, Pipe
 from ...ir.extents import assumed
-from ..base import GroupView, dtype_bytes
+from ...plan.group_view import GroupView, dtype_bytes
 from ..group.footprint import footprint_bytes
 from ..group.traffic import resident_share
 from ..program.expr import FLOAT8_DTYPES

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ...config import HardwareProfile
 from ...ir.extents import assumed
-from ..base import GroupView, dtype_bytes
+from ...plan.group_view import GroupView, dtype_bytes
 from ..program.expr import HALF_DTYPES
 
 if TYPE_CHECKING:

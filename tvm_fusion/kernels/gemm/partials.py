@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 
 from ...config import HardwareProfile
 from ...ir.access import Block, Reduction
-from ..base import GroupView, Refusal, RefusalCode
+from ...plan.group_view import GroupView
+from ...plan.refusal import Refusal, RefusalCode
 from ..group.footprint import is_identity
 from ..group.read_order import plain_axes
 

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ...config import HardwareProfile
-from ..base import GroupView, Refusal, RefusalCode
+from ...plan.group_view import GroupView
+from ...plan.refusal import Refusal, RefusalCode
 
 if TYPE_CHECKING:
     from .product import Product

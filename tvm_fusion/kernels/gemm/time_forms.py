@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ...config import HardwareProfile, Policy
-from ..base import dtype_bytes
+from ...plan.group_view import dtype_bytes
 from ..program.expr import HALF_DTYPES
 from .launch import GemmGroup
 

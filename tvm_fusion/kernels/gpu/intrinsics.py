@@ -1,7 +1,7 @@
 """Device functions that generated kernels call: approximate math, packing, clusters, bulk copies.
 
-Each is `__device__` source that goes into the CUDA module once. `tests/support/cuda_on_cpu.py` has a
-stand-in for every one that holds inline assembly.
+Each is `__device__` source that goes into the CUDA module once. `tests/support/cuda_on_cpu.py` has
+a stand-in for every one that holds inline assembly.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from ...ir.access import Access, Affine, Block, Irregular
 from ...ir.extents import assumed, assumed_product
-from ..base import GroupView, dtype_bytes
+from ...plan.group_view import GroupView, dtype_bytes
 
 MORE = {"erf": 12.0, "tanh": 4.0, "sigmoid": 4.0, "pow": 3.0}
 """Instructions of a special function beside the first; of others two."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ...ir.access import Block, Pipe
 from ...ir.extents import assumed_product
-from ..base import GroupView
+from ...plan.group_view import GroupView
 from .block_facts import Index, index_of, is_identity, points, touched_elements
 
 __all__ = [

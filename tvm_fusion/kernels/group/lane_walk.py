@@ -12,7 +12,7 @@ from typing import NamedTuple
 from ...ir.access import Access, Affine, Block, Irregular
 from ...ir.extents import assumed, assumed_product
 from ...ir.graph import FusionGraph
-from ..base import dtype_bytes
+from ...plan.group_view import dtype_bytes
 
 
 class Walk(NamedTuple):

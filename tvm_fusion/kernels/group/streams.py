@@ -14,7 +14,7 @@ import math
 from typing import NamedTuple
 
 from ...config import HardwareProfile
-from ..base import GroupView
+from ...plan.group_view import GroupView
 from .block_facts import index_of
 from .footprint import footprint_bytes
 from .lane_walk import LOOSE, Walk, Way, lanes_of

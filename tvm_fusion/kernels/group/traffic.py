@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 from ...config import HardwareProfile
 from ...cost.analytic import resident_blocks
+from ...cost.traffic import Resources, Traffic
 from ...ir.graph import OpKind
-from ..base import Fit, GroupView, Resources, Traffic
+from ...plan.group_view import GroupView
+from ..base import Fit
 from .block_facts import index_of
 from .footprint import footprint_bytes, operations
 from .streams import WIDEST_ACCESS, Stream, requested_bytes, streams

@@ -10,9 +10,12 @@ from typing import Any
 from tvm import tirx
 
 from ...config import HardwareProfile, Policy
+from ...cost.traffic import Resources, Traffic
 from ...ir.access import Block
 from ...ir.extents import assumed, assumed_product, product_key
-from ..base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic, write_on_cpu
+from ...plan.group_view import GroupView
+from ...plan.refusal import Refusal, RefusalCode
+from ..base import Fit, write_on_cpu
 from ..group.footprint import VECTOR_ELEMENTS, Evaluations, costly, evaluations, points
 from ..group.traffic import cuda_resources, cuda_traffic, filled_by_threads, memory_traffic, slowed
 from ..group.turning import is_turning

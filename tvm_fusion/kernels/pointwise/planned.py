@@ -9,7 +9,8 @@ import math
 from ...config import HardwareProfile
 from ...cost.analytic import resident_blocks
 from ...cost.liveness import live_values
-from ..base import Fit, GroupView
+from ...plan.group_view import GroupView
+from ..base import Fit
 from ..group.streams import WIDEST_ACCESS, Stream, bytes_a_point, element_sizes
 from ..group.traffic import Shape, group_streams
 

@@ -18,9 +18,12 @@ from typing import Any
 from tvm import tirx
 
 from ...config import HardwareProfile, Policy
+from ...cost.traffic import Resources, Traffic
 from ...ir.access import Access, Block, Reduction
 from ...ir.extents import assumed_product, non_unit
-from ..base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic, dtype_bytes
+from ...plan.group_view import GroupView, dtype_bytes
+from ...plan.refusal import Refusal, RefusalCode
+from ..base import Fit
 from ..column.planned_work import loads_and_stores
 from ..group.footprint import evaluations
 from ..group.read_order import plain_axes, read_order

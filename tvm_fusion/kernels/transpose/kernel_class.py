@@ -13,7 +13,10 @@ from typing import Any
 from tvm import tirx
 
 from ...config import HardwareProfile, Policy
-from ..base import Fit, GroupView, Refusal, RefusalCode, Resources, Traffic
+from ...cost.traffic import Resources, Traffic
+from ...plan.group_view import GroupView
+from ...plan.refusal import Refusal, RefusalCode
+from ..base import Fit
 from ..group.traffic import cuda_resources, cuda_traffic
 from ..group.turning import is_turning
 from ..pointwise.kernel_class import Pointwise

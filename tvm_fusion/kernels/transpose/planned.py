@@ -9,7 +9,8 @@ import math
 from ...config import HardwareProfile
 from ...cost.liveness import live_values
 from ...ir.extents import assumed
-from ..base import Fit, GroupView
+from ...plan.group_view import GroupView
+from ..base import Fit
 from ..group.streams import Stream, bytes_a_point
 from ..group.traffic import Shape, group_streams
 from ..pointwise.planned import BASE_REGISTERS, pointwise_shape

@@ -30,11 +30,12 @@ from dataclasses import replace
 from ...config import HardwareProfile, Policy
 from ...cost.learned.learned import load_residual
 from ...cost.probe import GroupKey
+from ...cost.traffic import Resources
 from ...ir.graph import FusionGraph
-from ...kernels.base import Refusal, RefusalCode, Resources
 from ..differ import clusters, exchanged, regions
 from ..explain.layout_changes import with_layout_reasons
 from ..plan import Evidence, FusionPlan, PlannedGroup
+from ..refusal import Refusal, RefusalCode
 from ..search.search import search, unfused_plan
 from .caution import LAUNCH, Caution, Ratio, Verdict
 from .joint_interval import by_model, charged_us, judge, judged_whole, times_apart

@@ -24,9 +24,10 @@ from ...cost.probe import (
     group_key,
     probe,
 )
+from ...cost.traffic import Resources
 from ...ir.graph import FusionGraph
-from ...kernels.base import GroupView, Resources
 from ...transform.apply.materialize import group_views
+from ..group_view import GroupView
 from ..legality import Costed, Evaluator
 from ..plan import FusionPlan
 from .decide import decide

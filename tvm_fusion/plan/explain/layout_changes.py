@@ -13,9 +13,10 @@ from dataclasses import dataclass, replace
 from ...config import HardwareProfile, Policy
 from ...ir.extents import product_key
 from ...ir.graph import FusionGraph, Op, OpKind
-from ...kernels.base import GroupView, Refusal, RefusalCode
+from ..group_view import GroupView
 from ..legality import Evaluator
 from ..plan import FusionPlan, PlannedGroup
+from ..refusal import Refusal, RefusalCode
 
 _NO_KERNEL = ("view", "opaque")
 

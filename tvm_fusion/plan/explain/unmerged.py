@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from ...cost.analytic import launch_us
-from ...kernels.base import GroupView, Refusal, RefusalCode
 from ..decide.caution import Timed
+from ..group_view import GroupView
 from ..legality import Costed, Evaluator
+from ..refusal import Refusal, RefusalCode
 from ..search.solution import (
     Solution,
     costed,

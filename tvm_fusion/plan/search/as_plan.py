@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ...ir.graph import OpKind
-from ...kernels.base import Refusal
 from ..explain.unmerged import reasons_apart
 from ..legality import Costed, Evaluator
 from ..plan import FusionPlan, PlannedGroup
+from ..refusal import Refusal
 from .solution import Launch, Solution, copies, costed, is_opaque, is_view, members_of
 
 

@@ -21,8 +21,8 @@ import heapq
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ...kernels.base import Refusal, RefusalCode
 from ..legality import Evaluator
+from ..refusal import Refusal, RefusalCode
 from ..regions.regions import Region
 from .least import Least
 from .solution import Launch, costed, members_of

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...config import Policy
-from ...kernels.base import Refusal
 from ..legality import Costed
+from ..refusal import Refusal
 from .moves import (
     Merge,
     Recompute,

@@ -9,8 +9,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ...ir.graph import FusionGraph, OpKind
-from ...kernels.base import Refusal
 from ..legality import Costed, Evaluator
+from ..refusal import Refusal
 
 
 class Launch(NamedTuple):

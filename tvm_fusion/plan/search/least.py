@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 from ...config import HardwareProfile
 from ...ir.extents import assumed_product
-from ...kernels.base import GroupView, dtype_bytes
 from ...kernels.group.footprint import footprint_bytes
+from ..group_view import GroupView, dtype_bytes
 from ..regions.regions import Region, behind_views
 from .solution import members_of
 

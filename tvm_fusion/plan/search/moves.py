@@ -17,8 +17,9 @@ from typing import NamedTuple
 
 from ...ir.extents import assumed_product
 from ...ir.graph import FusionGraph, OpKind
-from ...kernels.base import Refusal, dtype_bytes
+from ..group_view import dtype_bytes
 from ..legality import Costed
+from ..refusal import Refusal
 from .search_state import NOTHING, Members, State
 
 SIBLING_MIN_ELEMENTS = 2  # sharing a scalar is no reason to stand in one kernel

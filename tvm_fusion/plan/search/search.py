@@ -12,8 +12,8 @@ from contextlib import contextmanager
 
 from ...config import HardwareProfile, Policy
 from ...cost.probe import GroupKey
+from ...cost.traffic import Resources
 from ...ir.graph import FusionGraph
-from ...kernels.base import Resources
 from ..decide.caution import Caution
 from ..legality import Evaluator
 from ..plan import FusionPlan

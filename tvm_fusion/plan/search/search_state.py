@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ...ir.graph import FusionGraph, bits
-from ...kernels.base import Refusal
 from ..legality import Costed, Evaluator
+from ..refusal import Refusal
 from ..regions.edges import Links
 from .group_order import GroupOrder
 from .instances import home_needed, read_outside

@@ -7,8 +7,8 @@ A kernel class with a method `cores(graph)` gives such sets of operators.
 from __future__ import annotations
 
 from ...ir.graph import OpKind
-from ...kernels.base import Refusal
 from ..legality import Evaluator
+from ..refusal import Refusal
 from .search_state import State
 
 

@@ -19,9 +19,9 @@ from collections.abc import Iterable, Mapping
 
 from ...errors import PlanError
 from ...ir.graph import FusionGraph, OpKind
-from ...kernels.base import Refusal
 from ..legality import Evaluator
 from ..order import topological
+from ..refusal import Refusal
 from .launch import (
     Launch,
     Solution,

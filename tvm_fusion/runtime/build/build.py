@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import tvm
 from tvm import relax, tirx
@@ -36,6 +36,7 @@ from .cuda_compiler import DeviceCode, cuda_arch, find_compiler, kernel_names
 from .kernel_code import (
     CudaUnit,
     KernelBuildError,
+    KernelCode,
     attempt,
     cuda_units,
     host_of,
@@ -49,7 +50,6 @@ from .resources import KernelResources, resources_of
 
 if TYPE_CHECKING:
     from ...config import HardwareProfile
-    from .kernels_ahead import KernelsAhead
 
 __all__ = [
     "Built",
@@ -59,6 +59,13 @@ __all__ = [
     "build_functions",
     "memory_of",
 ]
+
+
+class CompiledAhead(Protocol):
+    """Kernels that nvcc compiles since they were written: their code by name of PrimFunc."""
+
+    codes: Mapping[str, KernelCode]
+    compiling: Compiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +123,7 @@ def build(
     hw: "HardwareProfile | None" = None,
     *,
     compile_kernels: bool = True,
-    ahead: "KernelsAhead | None" = None,
+    ahead: CompiledAhead | None = None,
     plan_memory: bool = True,
 ) -> Built:
     """Build a module with a function `main`; as `build_entries`."""
@@ -131,7 +138,7 @@ def build_entries(
     hw: "HardwareProfile | None" = None,
     *,
     compile_kernels: bool = True,
-    ahead: "KernelsAhead | None" = None,
+    ahead: CompiledAhead | None = None,
     plan_memory: bool = True,
 ) -> dict[str, Built]:
     """Build a module whose PrimFuncs are written kernels (see `pipeline.lowering_pipeline`).
@@ -148,7 +155,7 @@ def build_entries(
         Used for its target only.
     compile_kernels : bool
         Whether CUDA kernels are compiled at once; else where the executable is loaded.
-    ahead : KernelsAhead, optional
+    ahead : CompiledAhead, optional
         The code of PrimFuncs that is known already: their bodies are not looked at.
     plan_memory : bool
         Whether this package plans memory where it can; else TVM does.
@@ -252,7 +259,7 @@ def _build_tir(
     mod: tvm.IRModule,
     target: tvm.target.Target,
     compile_kernels: bool,
-    ahead: "KernelsAhead | None" = None,
+    ahead: CompiledAhead | None = None,
 ) -> tuple[tvm.runtime.Module, list[DeviceCode]]:
     """As `tvm.tirx.build`, with a device module per kernel."""
     codes_ahead = ahead.codes if ahead else {}

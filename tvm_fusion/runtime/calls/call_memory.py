@@ -15,7 +15,7 @@ import tvm
 from tvm import relax
 
 from ...errors import InputError, TargetError
-from ...kernels.base import dtype_bytes
+from ...plan.group_view import dtype_bytes
 from ...transform.functions.functions import operator_name
 from ..graphs.driver import CudaDriver
 

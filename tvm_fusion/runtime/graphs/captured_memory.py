@@ -7,7 +7,7 @@ from typing import Any
 import tvm
 import tvm_ffi
 
-from ...kernels.base import dtype_bytes
+from ...plan.group_view import dtype_bytes
 from ..calls.tensors import is_torch_tensor
 from .driver import CudaGraphError
 

@@ -11,7 +11,7 @@ import tvm
 
 from ...errors import Unsupported
 from ...ir.graph import FusionGraph, OpKind
-from ...kernels.base import dtype_bytes
+from ...plan.group_view import dtype_bytes
 
 if TYPE_CHECKING:
     from .launch_kernels import Key, LaunchWriter

@@ -20,8 +20,8 @@ from tvm import relax, tirx
 from ...config import HardwareProfile, Policy
 from ...errors import Unsupported
 from ...ir.graph import FusionGraph, OpKind
-from ...kernels.base import GroupView
 from ...kernels.cpu.contraction.panels import Panels, wanted_panels
+from ...plan.group_view import GroupView
 from ...plan.plan import FusionPlan
 from ...transform.apply.block_regions import fix_regions
 from ...transform.apply.materialize import Rewriter

@@ -24,8 +24,8 @@ from tvm import relax, tirx
 
 from ...errors import PlanError
 from ...ir.graph import FusionGraph, OpKind, bits
-from ...kernels.base import GroupView
 from ...plan.differ import in_order
+from ...plan.group_view import GroupView
 from ...plan.plan import FusionPlan, PlannedGroup
 from ..functions.functions import with_functions
 from .block_regions import fix_regions

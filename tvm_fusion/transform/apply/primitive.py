@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import tvm
 from tvm import relax
 
-from ...kernels.base import GroupView
+from ...plan.group_view import GroupView
 
 if TYPE_CHECKING:
     from .materialize import Rewriter

@@ -19,8 +19,8 @@ import tvm
 from tvm import relax, tirx
 
 from ...ir.graph import FusionGraph, OpKind, bits, build_graph
-from ...kernels.base import GroupView
 from ...plan.differ import exchanged
+from ...plan.group_view import GroupView
 from ...plan.plan import FusionPlan, PlannedGroup
 from .materialize import Rewriter
 

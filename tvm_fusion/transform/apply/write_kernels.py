@@ -34,7 +34,6 @@ from .script_form import with_plain_scalars
 from .tuned_parts import TunedParts
 
 if TYPE_CHECKING:
-    from ...runtime.build.kernels_ahead import Ahead
     from .tuned_parts import DatabaseLike
 
 logger = logging.getLogger(__name__)
@@ -44,6 +43,25 @@ CLASS_ATTR = "tvm_fusion.kernel_class"
 
 # Classes whose kernels take nvcc seconds, where others take it tenths of a second: written first.
 LONG_TO_COMPILE = ("gemm", "attention", "mixed")
+
+
+class Ahead(Protocol):
+    """Takes the kernels of a function one by one: see `compilation.kernels_ahead`."""
+
+    def forget(self) -> None: ...
+
+    def known(
+        self, name: str, func: tirx.PrimFunc, class_name: str, choice: str = ""
+    ) -> tirx.PrimFunc | None: ...
+
+    def add(
+        self,
+        name: str,
+        func: tirx.PrimFunc,
+        class_name: str,
+        kernel: tirx.PrimFunc,
+        choice: str = "",
+    ) -> None: ...
 
 
 class Tuned(Protocol):
@@ -89,7 +107,7 @@ def write_kernels(
         Kernel class by name of PrimFunc; those without one (views, opaque calls) stay as they are.
     hw : HardwareProfile
     policy : Policy
-    ahead : KernelsAhead, optional
+    ahead : Ahead, optional
         Takes each kernel as soon as it is written; what it knows already is declared only.
     tuned : Tuned, optional
         Has kernels that tuning chose; those it has none for are written as without.

@@ -27,7 +27,7 @@ import tvm
 from tvm import relax, tirx
 from tvm.script import tirx as T
 
-from ...kernels.base import dtype_bytes
+from ...plan.group_view import dtype_bytes
 from ..functions.functions import has_branches, with_functions
 from ..functions.named_stages import PLAN_MEMORY
 from .storage_plan import Life, StoragePlan, plan_storages

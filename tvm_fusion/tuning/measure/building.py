@@ -11,8 +11,8 @@ import tvm
 from tvm import tirx
 
 from ...config import HardwareProfile, Policy, resolve_target
+from ...kernels import registry
 from ...kernels.cpu.contraction.panels import PANELS_ATTR, Panels, wanted_panels, without_constants
-from ...kernels.registry import is_registered, register
 from ...transform.apply.write_kernels import write_kernel
 from ..session.choices import TRACE_CHOICE, config_of
 from ..session.tasks import CLASS, without_stamps
@@ -38,8 +38,8 @@ class Place:
     def resolved(self) -> tuple[tvm.target.Target, HardwareProfile]:
         """The target and its profile; registers the classes where they are not known."""
         for cls, kinds in self.classes:
-            if not is_registered(cls.name):
-                register(cls, kinds)
+            if cls.name not in registry.names():
+                registry.register(cls, kinds)
         if self.target.startswith("{"):
             import json
 

@@ -17,7 +17,7 @@ from tvm.ir import Call, Expr, TensorLoad, Var
 from ...ir.access import Pipe
 from ...ir.extents import assumed
 from ...ir.reader import children, extent_of, op_name, pipe_of
-from ...kernels.base import dtype_bytes
+from ...plan.group_view import dtype_bytes
 
 UNROLL_STEPS = "pragma_auto_unroll_max_step"
 

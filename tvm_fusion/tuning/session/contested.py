@@ -15,10 +15,10 @@ from ...check import contest
 from ...check.sequential import Duel, Winner
 from ...config import HardwareProfile, Policy
 from ...ir.graph import FusionGraph
-from ...kernels.base import Refusal, RefusalCode
 from ...plan.decide.decide import hopeful_plan, with_evidence, without
 from ...plan.differ import Region, exchanged, regions
 from ...plan.plan import Evidence, FusionPlan, PlannedGroup
+from ...plan.refusal import Refusal, RefusalCode
 from .tasks import Task
 
 CLOSE = 0.85  # fusions whose time may be more than this share of their operators' are contested

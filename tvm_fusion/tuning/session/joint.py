@@ -22,7 +22,7 @@ from tvm import tirx
 from ...check.contest import PlanSampler, fill, views_held
 from ...check.plan_runner import PlanRunner
 from ...check.sequential import Budget, Duel, settle
-from ...compilation.cache_key import digest
+from ...config.digest import digest
 from ...errors import BuildError
 from ...ir.graph import build_graph
 from ...plan.plan import FusionPlan, PlannedGroup

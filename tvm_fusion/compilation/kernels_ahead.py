@@ -14,41 +14,22 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import tvm
 import tvm_ffi
 from tvm import tirx
 
-from ...config import HardwareProfile, Policy
-from ...errors import BuildError
-from ...transform.functions.unique_names import FreshNames
-from .cubin_cache import Compiling
-from .cuda_compiler import cuda_arch
+from ..config import HardwareProfile, Policy
+from ..errors import BuildError
+from ..runtime.build.cubin_cache import Compiling
+from ..runtime.build.cuda_compiler import cuda_arch
+from ..runtime.build.kernel_code import KernelCode, kernel_code
+from ..runtime.build.lowering import TIRX_ATTR, is_tirx
+from ..transform.functions.unique_names import FreshNames
 from .kernel_cache import KernelCache
-from .kernel_code import KernelCode, kernel_code
-from .lowering import TIRX_ATTR, is_tirx
 
 logger = logging.getLogger(__name__)
-
-
-class Ahead(Protocol):
-    """What writes the kernels of a function tells of them: `KernelsAhead`, `KernelsOfOne`."""
-
-    def forget(self) -> None: ...
-
-    def known(
-        self, name: str, func: tirx.PrimFunc, class_name: str, choice: str = ""
-    ) -> tirx.PrimFunc | None: ...
-
-    def add(
-        self,
-        name: str,
-        func: tirx.PrimFunc,
-        class_name: str,
-        kernel: tirx.PrimFunc,
-        choice: str = "",
-    ) -> None: ...
 
 
 class KernelsAhead:
