@@ -15,7 +15,7 @@ from tvm_fusion._version import __version__
 from tvm_fusion.config import load_policy, load_profile
 
 ROOT = Path(__file__).parent.parent
-MODULES = 265  # of 760, 30 of them packages; 255 when this was written
+MODULES = 275  # of 761; 266 when this was written, 31 of them packages
 
 
 def run(*command: str, **options) -> str:
@@ -147,13 +147,13 @@ def test_every_ffi_within_the_pins_is_accepted(monkeypatch, ffi):
 
 
 def test_importing_the_package_imports_little_beside_tvm():
-    """No optional package, and less than half of its own modules."""
+    """No optional package, and about a third of its own modules."""
     code = (
         "import sys, tvm; before = set(sys.modules); import tvm_fusion;"
         " print(*(sys.modules.keys() - before))"
     )
     loaded = run("-c", code, cwd=ROOT).split()
-    assert {name.partition(".")[0] for name in loaded} <= {"tvm_fusion", "tomllib"}
+    assert {name.partition(".")[0] for name in loaded} <= {"tvm_fusion", "tomllib", "resource"}
     assert len(loaded) < MODULES
 
 

@@ -16,7 +16,6 @@ from .sidecar import write_sidecar
 
 if TYPE_CHECKING:
     from ...plan.plan import FusionPlan
-    from ...report.function_reports import FunctionReports
 
 ENTRY = "main"
 
@@ -56,9 +55,7 @@ class CompiledFunctions:
         The reports of all functions, set by the compiler; text after `load`.
     """
 
-    def __init__(
-        self, members: Mapping[str, CompiledModule], report: FunctionReports | str | None = None
-    ) -> None:
+    def __init__(self, members: Mapping[str, CompiledModule], report: Any = None) -> None:
         self._members = dict(members)
         first = next(iter(self._members.values()))
         self.executable = first.executable
