@@ -38,7 +38,7 @@ from tvm_fusion.bench.random_graphs import module_of
 from tvm_fusion.bench.workloads import SUITES
 from tvm_fusion.config import resolve_target
 from tvm_fusion.frontends import load
-from tvm_fusion.fuzz.draw import draw_program
+from tvm_fusion.fuzz.steps import draw_program
 
 RANDOM = 20  # of each sort
 PROBED = ("register_pressure", "code_chain", "coalescing")

@@ -8,7 +8,7 @@ from tvm.relax import op
 
 from tvm_fusion.config import load_profile
 from tvm_fusion.kernels.pointwise.kernel import emit_pointwise, pointwise_config
-from tvm_fusion.kernels.program.program import analyze
+from tvm_fusion.kernels.program.analysis import analyze
 from tvm_fusion.kernels.row.kernel import emit_row, row_configs
 
 from ..support.cuda_on_cpu import compile_cubins, cuda_source, run_cuda_on_cpu

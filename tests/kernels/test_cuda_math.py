@@ -11,7 +11,7 @@ from tvm.relax import op
 from tvm_fusion.config import load_profile
 from tvm_fusion.kernels.gpu.closed_forms import closed_forms
 from tvm_fusion.kernels.pointwise.kernel import emit_pointwise
-from tvm_fusion.kernels.program.program import analyze
+from tvm_fusion.kernels.program.analysis import analyze
 
 from ..support.cuda_on_cpu import compile_cubins, cuda_source, run_cuda_on_cpu
 from ..support.kernel_cases import fuse, numpy_dtype

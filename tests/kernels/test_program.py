@@ -10,10 +10,11 @@ from tvm.script import tirx as T
 
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.program import program as program_module
+from tvm_fusion.kernels.program.analysis import analyze
 from tvm_fusion.kernels.program.expr import number, same, substitute, variables
 from tvm_fusion.kernels.program.narrow import narrow_indices
 from tvm_fusion.kernels.program.online import merge_online, scaled_values
-from tvm_fusion.kernels.program.program import Level, ReduceKind, analyze
+from tvm_fusion.kernels.program.program import Level, ReduceKind
 
 from ..support.kernel_cases import chain, fuse, half_softmax, rotate_half
 

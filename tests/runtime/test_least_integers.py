@@ -5,7 +5,7 @@ import pytest
 from tvm.relax import op
 
 from tvm_fusion.config import load_profile
-from tvm_fusion.kernels.program.program import analyze
+from tvm_fusion.kernels.program.analysis import analyze
 from tvm_fusion.kernels.row.kernel import emit_row, row_configs
 from tvm_fusion.runtime.build.cuda_compiler import find_compiler
 from tvm_fusion.runtime.build.least_integers import least_integers

@@ -8,7 +8,7 @@ from tvm_fusion.errors import BuildError
 from tvm_fusion.kernels.contraction.reader import analyze_contraction
 from tvm_fusion.kernels.gemm.hopper.kernel import emit_gemm_hopper
 from tvm_fusion.kernels.pointwise.kernel import emit_pointwise
-from tvm_fusion.kernels.program.program import analyze
+from tvm_fusion.kernels.program.analysis import analyze
 from tvm_fusion.runtime.build import nvrtc
 from tvm_fusion.runtime.build.cuda_compiler import Compiler, kernel_names
 from tvm_fusion.runtime.build.nvrtc import compile_with_nvrtc, nvrtc_version

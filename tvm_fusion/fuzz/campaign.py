@@ -16,8 +16,8 @@ from typing import Any
 
 from ..errors import TargetError
 from ..tuning.measure.processes import LOST, Answer, Worker, stop_all, wait_for
-from .draw import draw_program
 from .reduce import reduced
+from .steps import draw_program
 from .torch_program import Program
 from .verdict import CRASH, ERROR, REFUSED, RIGHT, WRONG, Verdict, judged
 

@@ -202,30 +202,12 @@ class Draft:
         return code_of(shape)
 
 
-def draw_program(seed: int, most: int = MOST) -> Program:
-    """The program of a seed, of `LEAST` to `most` statements."""
-    from .steps import STEPS
-
-    rng = random.Random(seed)
-    dtype = rng.choices(list(FLOAT_SHARES), list(FLOAT_SHARES.values()))[0]
-    draft = Draft(rng, seed, dtype)
-    for _ in range(rng.randint(1, 3)):
-        draft.input(_first_shape(draft), draft.dtype)
-    wanted, failed = rng.randint(LEAST, most), 0
-    weights = [step.weight for step in STEPS]
-    while len(draft.statements) < wanted and failed < ATTEMPTS:
-        statement = rng.choices(STEPS, weights)[0].draw(draft)
-        kept = statement is not None and draft.keep(statement)
-        failed = 0 if kept else failed + 1
-    return draft.program()
-
-
 def dtype_name(dtype: torch.dtype) -> str:
     """torch's dtype without its module."""
     return str(dtype).removeprefix("torch.")
 
 
-def _first_shape(draft: Draft) -> tuple[int, ...]:
+def first_shape(draft: Draft) -> tuple[int, ...]:
     """One to `RANK` axes of odd sizes, of few enough elements."""
     while True:
         shape = tuple(draft.size() for _ in range(draft.rng.choice((1, 2, 2, 2, 3, 3, RANK))))

@@ -16,8 +16,8 @@ from tvm_fusion.kernels.column.config import Form
 from tvm_fusion.kernels.column.kernel import ColumnConfig, column_configs, emit_column
 from tvm_fusion.kernels.column.lanes import find_inner, lanes_along_columns
 from tvm_fusion.kernels.column.rank import estimated_seconds
+from tvm_fusion.kernels.program.analysis import analyze
 from tvm_fusion.kernels.program.narrow import narrow_indices
-from tvm_fusion.kernels.program.program import analyze
 from tvm_fusion.kernels.row.kernel import RowConfig, emit_row
 
 from ...support.cuda_on_cpu import compile_cubins, run_cuda_on_cpu

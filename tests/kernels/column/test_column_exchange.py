@@ -7,7 +7,7 @@ from tvm.relax import op
 from tvm_fusion.config import load_profile
 from tvm_fusion.kernels.column.config import Form
 from tvm_fusion.kernels.column.kernel import ColumnConfig, column_configs, emit_column
-from tvm_fusion.kernels.program.program import analyze
+from tvm_fusion.kernels.program.analysis import analyze
 
 from ...support.cuda_on_cpu import run_cuda_on_cpu
 from ...support.kernel_cases import assert_close, fuse, outputs_of

@@ -13,7 +13,8 @@ from tvm_fusion.kernels.contraction.reader import analyze_contraction
 from tvm_fusion.kernels.gemm.hopper.kernel import emit_gemm_hopper, hopper_configs
 from tvm_fusion.kernels.gemm.mma.kernel import emit_gemm_mma
 from tvm_fusion.kernels.gemm.mma.plan import MmaConfig
-from tvm_fusion.kernels.gemm.simt.kernel import SimtConfig, emit_gemm_simt
+from tvm_fusion.kernels.gemm.simt.config import SimtConfig
+from tvm_fusion.kernels.gemm.simt.kernel import emit_gemm_simt
 from tvm_fusion.kernels.gemm.skinny.kernel import emit_gemm_skinny
 from tvm_fusion.kernels.gemm.skinny.rank import skinny_ranked
 

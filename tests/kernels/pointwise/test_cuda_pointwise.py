@@ -19,7 +19,7 @@ from tvm_fusion.kernels.pointwise.kernel import (
     pointwise_config,
     pointwise_configs,
 )
-from tvm_fusion.kernels.program.program import analyze
+from tvm_fusion.kernels.program.analysis import analyze
 
 from ...support.cuda_on_cpu import compile_cubins, cuda_source, run_cuda_on_cpu
 from ...support.kernel_cases import Case, assert_close, chain, fuse, gelu_of, rope, rotate_half

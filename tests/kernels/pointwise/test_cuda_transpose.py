@@ -16,8 +16,8 @@ from tvm_fusion.bench import workloads
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.pointwise.kernel import emit_pointwise
+from tvm_fusion.kernels.program.analysis import analyze
 from tvm_fusion.kernels.program.expr import bytes_of
-from tvm_fusion.kernels.program.program import analyze
 from tvm_fusion.kernels.registry import kernel_class
 from tvm_fusion.kernels.transpose.kernel import (
     DirectConfig,

@@ -13,8 +13,9 @@ from tvm_fusion.compilation.compiler import Job
 from tvm_fusion.config import load_policy, load_profile, resolve_target
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.column.kernel import column_configs, emit_column
+from tvm_fusion.kernels.program.analysis import analyze
 from tvm_fusion.kernels.program.narrow import narrow_indices
-from tvm_fusion.kernels.program.program import ReduceKind, analyze
+from tvm_fusion.kernels.program.program import ReduceKind
 from tvm_fusion.kernels.row.config import Form
 from tvm_fusion.kernels.row.kernel import RowConfig, emit_row, row_configs
 from tvm_fusion.kernels.row.mixed import emit_mixed, mixed_configs

@@ -10,7 +10,7 @@ from tvm.script import tirx as T
 
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.program.program import analyze
+from tvm_fusion.kernels.program.analysis import analyze
 from tvm_fusion.kernels.row.config import Form
 from tvm_fusion.kernels.row.kernel import RowConfig, emit_row, row_configs
 

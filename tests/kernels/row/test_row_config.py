@@ -15,7 +15,7 @@ from tvm.relax import op
 
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.program.program import analyze
+from tvm_fusion.kernels.program.analysis import analyze
 from tvm_fusion.kernels.row.candidates import row_candidates
 from tvm_fusion.kernels.row.config import Form, RowConfig
 from tvm_fusion.kernels.row.cost import estimate_rows, row_time_us

@@ -12,7 +12,7 @@ from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.ir.graph import build_graph
 from tvm_fusion.kernels.gpu.windows import row_width
-from tvm_fusion.kernels.program.program import analyze
+from tvm_fusion.kernels.program.analysis import analyze
 from tvm_fusion.kernels.row.config import Form
 from tvm_fusion.kernels.row.kernel import RowConfig, emit_row, row_configs
 from tvm_fusion.kernels.row.kernel_class import Row

@@ -143,7 +143,7 @@ class Column:
     def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
         if hw.kind == "llvm":
             return [None]
-        from ..program.program import analyze
+        from ..program.analysis import analyze
         from .kernel import column_configs
 
         return column_configs(analyze(func, exact=policy.rounding == "exact"), hw)
@@ -152,7 +152,7 @@ class Column:
         self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy
     ) -> list[tuple[float, Any]]:
         """Predicted seconds of one launch and configurations, in the order of `configs`."""
-        from ..program.program import analyze
+        from ..program.analysis import analyze
         from .rank import column_configs, estimated_seconds
 
         program = analyze(func, exact=policy.rounding == "exact")
@@ -163,7 +163,7 @@ class Column:
     ) -> tirx.PrimFunc:
         if hw.kind == "llvm":
             return write_on_cpu(func, hw, policy)
-        from ..program.program import analyze
+        from ..program.analysis import analyze
         from .kernel import column_configs, emit_column
 
         program = analyze(func, exact=policy.rounding == "exact")

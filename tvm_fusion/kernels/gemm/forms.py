@@ -19,7 +19,8 @@ from .hopper.plan import HopperConfig
 from .mma.kernel import emit_gemm_mma
 from .mma.plan import MmaConfig
 from .mma.rank import mma_ranked
-from .simt.kernel import SimtConfig, emit_gemm_simt, simt_ranked
+from .simt.config import SimtConfig
+from .simt.kernel import emit_gemm_simt, simt_ranked
 from .skinny.config import SkinnyConfig
 from .skinny.kernel import emit_gemm_skinny
 from .skinny.rank import skinny_ranked

@@ -82,7 +82,7 @@ class Pointwise:
     def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
         if hw.kind == "llvm":
             return [None]
-        from ..program.program import analyze
+        from ..program.analysis import analyze
         from .kernel import pointwise_configs
 
         return pointwise_configs(analyze(func, exact=policy.rounding == "exact"), hw)
@@ -91,7 +91,7 @@ class Pointwise:
         self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy
     ) -> list[tuple[float, Any]]:
         """Predicted seconds of one launch and configurations, in the order of `configs`."""
-        from ..program.program import analyze
+        from ..program.analysis import analyze
         from .configs import estimate_us, pointwise_configs
 
         program = analyze(func, exact=policy.rounding == "exact")
@@ -103,7 +103,7 @@ class Pointwise:
         if hw.kind == "llvm":
             return write_on_cpu(func, hw, policy)
         exact = policy.rounding == "exact"
-        from ..program.program import analyze
+        from ..program.analysis import analyze
         from .kernel import emit_pointwise
 
         return emit_pointwise(analyze(func, exact=exact), hw, config)

@@ -294,13 +294,6 @@ class Program:
         return highest(*exprs)
 
 
-def analyze(func: tvm.tirx.PrimFunc, exact: bool = False) -> Program:
-    """The row program that a fused PrimFunc computes; see `analysis.analyze`."""
-    from . import analysis  # it needs the classes above
-
-    return analysis.analyze(func, exact)
-
-
 def _lines(program: Program) -> list[str]:
     """The listing that `str(program)` shows."""
 

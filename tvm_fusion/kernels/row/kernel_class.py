@@ -100,7 +100,7 @@ class Row:
     def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
         if hw.kind == "llvm":
             return [None]
-        from ..program.program import analyze
+        from ..program.analysis import analyze
         from .kernel import row_configs
 
         return row_configs(analyze(func, exact=policy.rounding == "exact"), hw)
@@ -109,7 +109,7 @@ class Row:
         self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy
     ) -> list[tuple[float | None, Any]]:
         """Predicted seconds of one launch and configurations, in the order of `configs`."""
-        from ..program.program import analyze
+        from ..program.analysis import analyze
         from .candidates import row_ranked
 
         return row_ranked(analyze(func, exact=policy.rounding == "exact"), hw)
@@ -120,7 +120,7 @@ class Row:
         if hw.kind == "llvm":
             return write_on_cpu(func, hw, policy)
         exact = policy.rounding == "exact"
-        from ..program.program import analyze
+        from ..program.analysis import analyze
         from .kernel import emit_row, row_configs
 
         program = analyze(func, exact=exact)

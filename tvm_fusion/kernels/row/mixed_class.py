@@ -99,7 +99,7 @@ class Mixed:
         return cuda_resources(group, fit, _shape(group, fit, hw))
 
     def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
-        from ..program.program import analyze
+        from ..program.analysis import analyze
         from .mixed import mixed_configs
 
         return mixed_configs(analyze(func, exact=policy.rounding == "exact"), hw)
@@ -107,7 +107,7 @@ class Mixed:
     def write(
         self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
     ) -> tirx.PrimFunc:
-        from ..program.program import analyze
+        from ..program.analysis import analyze
         from .mixed import emit_mixed, mixed_configs
 
         program = analyze(func, exact=policy.rounding == "exact")

@@ -56,7 +56,7 @@ class Transpose(Pointwise):
         )
 
     def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
-        from ..program.program import analyze
+        from ..program.analysis import analyze
         from .kernel import transpose_choices
 
         return transpose_choices(analyze(func, exact=policy.rounding == "exact"), hw)
@@ -70,7 +70,7 @@ class Transpose(Pointwise):
     def write(
         self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
     ) -> tirx.PrimFunc:
-        from ..program.program import analyze
+        from ..program.analysis import analyze
         from .kernel import emit_transpose
 
         return emit_transpose(analyze(func, exact=policy.rounding == "exact"), hw, config)

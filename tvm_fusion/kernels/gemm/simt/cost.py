@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ....config import HardwareProfile
 
 if TYPE_CHECKING:
-    from .kernel import SimtConfig
+    from .config import SimtConfig
 
 # Fitted to 126 kernels of 10 float32 shapes (H200, 2026-11-20): latency of a step (`block_k` terms)
 # of a block that is alone; threads that keep a multiprocessor's multipliers busy; multiplications

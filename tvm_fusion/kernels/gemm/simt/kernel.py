@@ -9,7 +9,6 @@ rows and `thread_n` columns, in groups of four so that shared memory is read in 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.ir import Expr
@@ -24,26 +23,10 @@ from ...gpu.shared_pool import shared_pool
 from ...program.expr import bytes_of, constant, convert, dtype_of
 from ..epilogue_pairs import in_pairs
 from ..segments import grid_of
+from .config import SimtConfig
 from .cost import simt_seconds
 from .epilogue import GROUP, Share, emit_epilogue
 from .operand import Slice
-
-
-@dataclass(frozen=True, slots=True)
-class SimtConfig:
-    """Tile of a block (rows, columns, terms a step) and of a thread (rows, columns)."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    thread_m: int
-    thread_n: int
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.block_m // self.thread_m * (self.block_n // self.thread_n)
-
 
 # A thread's 8 x 16 reads one word of shared memory for every five multiplications, 4 x 4 one for
 # every two; the small ones fill the device where a matrix has few rows or columns. Chosen from 15
