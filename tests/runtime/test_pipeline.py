@@ -1,11 +1,14 @@
 """Lowering: mixed dialects, views, default schedules."""
 
+import inspect
+
 import numpy as np
 import pytest
 import tvm
 from tvm import relax
 from tvm.s_tir import dlight
 from tvm.tirx import compilation_pipeline
+from tvm.tirx.script.parser import entry
 
 from tvm_fusion.errors import BuildError
 from tvm_fusion.runtime.build.build import build
@@ -81,6 +84,20 @@ class _Raising:
 class _Refusing:
     def apply(self, *_):
         return None
+
+
+class _Parsing:
+    """Looks at the parser, as DLight's rule for products does, which imports tensor intrinsics."""
+
+    def apply(self, *_):
+        self.inspect = entry.inspect
+
+
+def test_parsers_find_their_callers_quickly_while_a_rule_runs(monkeypatch):
+    monkeypatch.setattr(entry, "inspect", inspect)
+    rule = _Parsing()
+    ScheduleLeftovers(H200, (rule,))(tvm.IRModule({"f": unscheduled_prim_func()}))
+    assert rule.inspect is not inspect
 
 
 def test_a_default_rule_that_raises_makes_way_for_the_next():

@@ -19,6 +19,7 @@ import tvm
 import tvm_ffi
 from tvm import relax, s_tir, tirx
 from tvm.tirx import compilation_pipeline
+from tvm.tirx.script.parser import entry
 
 from ...errors import (
     BuildError,
@@ -29,6 +30,7 @@ from ...errors import (
     PlanError,
     TargetError,
 )
+from ...ir.quick_stacks import quick_stacks
 from ...kernels.program.expr import variables
 from ...transform.apply.kernel_bodies import APART_ATTR, TIRX_ATTR, has_root, without_root
 from ...transform.functions.functions import rewritten, target_kind, with_functions
@@ -143,7 +145,7 @@ class ScheduleLeftovers:
         ordered = calls_host(func.body) or meeting_loops(func.body)
         for rule in () if ordered else rules:
             try:
-                with self.target:
+                with self.target, quick_stacks(entry):  # a rule may import all tensor intrinsics
                     space = rule.apply(func, self.target, False)
             except Exception as error:  # a kernel build: recorded, and the next rule is tried
                 _log.info("DLight's %s fails on %s: %s", type(rule).__name__, name, error)
