@@ -65,7 +65,7 @@ class Several:
         return many_times(func).with_attr("tirx.is_scheduled", True)  # its own loops
 
 
-def many_times(func: tirx.PrimFunc, count: int = 10) -> tirx.PrimFunc:
+def many_times(func: tirx.PrimFunc, count: int = 50) -> tirx.PrimFunc:
     """The function that does all its work `count` times over: slower than `fast` also where other
     programs take the machine's cores.
     """
