@@ -189,7 +189,7 @@ class Report:
         Those launches that change a layout only, and why they are not part of another.
     verify : Verification or None
         None if nothing was checked.
-    bound : plan.bound.Bound or None
+    bound : plan.search.bound.Bound or None
         How far the plan can be from the cheapest one, if that was asked for and could be told.
     times : Mapping of str to TimeReport
         Time of one call with its quartiles: "fused", "unfused", and other compilers by name.

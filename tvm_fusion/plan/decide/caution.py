@@ -85,7 +85,7 @@ class Caution:
         How often a fusion that is taken has to gain; 0 takes every prediction as it is.
     min_gain : float
         Share of the predicted time of its operators that a fusion has to save at least.
-    residual : cost.learned.Residual or None
+    residual : cost.learned.learned.Residual or None
         Its `ratio_quantile(coverage, kernel_class, close=True)` is the factor of the groups whose
         time it corrected.
     """

@@ -48,7 +48,7 @@ def text_of(config: Any) -> str:
 
     Examples
     --------
-    >>> from tvm_fusion.kernels.gemm.simt.kernel import SimtConfig
+    >>> from tvm_fusion.kernels.gemm.simt.config import SimtConfig
     >>> text_of(SimtConfig(64, 64, 16, 4, 4))
     'SimtConfig(block_m=64,block_n=64,block_k=16,thread_m=4,thread_n=4)'
     """
