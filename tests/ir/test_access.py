@@ -2,7 +2,7 @@
 
 import pytest
 import tvm
-from tvm import relax, tirx
+from tvm import relax, te, tirx
 from tvm.relax import op
 from tvm.script import tirx as T
 
@@ -39,6 +39,16 @@ def test_a_strided_slice_keeps_stride_and_offset():
     assert access.blocks[0].reads[0].index[1] == Affine((0, 2), 3)
 
 
+def test_a_subtracted_constant_keeps_its_sign():
+    padded = only_func(lambda bb, x: op.nn.pad(x, [3, 1, 0, 0]), ((4, 8), "float32"))
+    assert padded.blocks[0].reads[0].index == (Affine((1, 0), -3), Affine((0, 1)))
+
+
+def test_a_subtracted_axis_has_a_negative_coefficient():
+    flipped = only_func(lambda bb, x: op.flip(x, 1), ((4, 8), "float32"))
+    assert flipped.blocks[0].reads[0].index == (Affine((1, 0)), Affine((0, -1), 7))
+
+
 def test_a_sum_is_a_reduction_over_its_axis():
     access = only_func(lambda bb, x: op.sum(x, axis=-1), ((4, 8), "float32"))
     (block,) = access.blocks
@@ -56,8 +66,39 @@ def test_a_matmul_is_a_contraction():
     )
     (block,) = access.blocks
     assert block.is_contraction
+    assert block.is_matrix_product
     left, right = block.reads
     assert (left.axes, right.axes) == ({0, 2}, {1, 2})
+
+
+def sum_of(term, *shapes):
+    """The only block of ``y[i] = sum_k term(i, k, *inputs)``, with eight times five terms."""
+    inputs = [te.placeholder(shape, "float32") for shape in shapes]
+    k = te.reduce_axis((0, 5))
+    y = te.compute((8,), lambda i: te.sum(term(i, k, *inputs), k))
+    (block,) = read_prim_func(te.create_prim_func([*inputs, y])).blocks
+    return block
+
+
+def test_a_sum_of_squares_is_no_contraction():
+    block = sum_of(lambda i, k, x: x[i, k] * x[i, k], (8, 5))
+    assert block.reduction is Reduction.SUM
+    assert not block.is_contraction
+
+
+@pytest.mark.parametrize(
+    "term", [lambda i, k, x, v: x[i, k] * v[k], lambda i, k, x, v: v[k] * x[i, k]]
+)
+def test_a_product_with_a_vector_is_a_contraction_but_no_matrix_product(term):
+    block = sum_of(term, (8, 5), (5,))
+    assert block.is_contraction
+    assert not block.is_matrix_product
+
+
+def test_a_sum_over_a_batch_of_rows_is_no_matrix_product():
+    block = sum_of(lambda i, k, x, y: x[i, k] * y[i, k], (8, 5), (8, 5))
+    assert block.is_contraction
+    assert not block.is_matrix_product
 
 
 def test_argmax_is_a_reduction_of_its_own_kind_with_inner_buffers():
