@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <map>
+#include <random>
 #include <string>
 #include <vector>
 #include "device.h"
@@ -33,6 +34,7 @@ static Barrier cluster_barrier;
 Dim block_dim, grid_dim;
 int threads_per_block, cluster_size;
 long long switches_without_progress;
+static long long arrivals;  // at barriers, of all threads
 static std::string failure;
 // Remembers the first failure and leaves the fiber for good; the run ends.
 static void fail(const std::string& what) {
@@ -45,6 +47,7 @@ void fail(const char* what) { fail(std::string(what)); }
 void yield_fiber() { swapcontext(&running()->context, &main_context); }
 static void arrive_and_wait(Barrier& barrier, int expected) {
   int generation = barrier.generation;
+  arrivals++;
   if (++barrier.count == expected) {
     barrier.count = 0;
     barrier.generation++;
@@ -69,10 +72,16 @@ static std::vector<Range> ranges;
 struct Watched { const char *low, *high; unsigned char* counts; };
 static std::vector<Watched> watched;
 static int fill = 0xff;  // what shared memory holds before it is written
+static bool random_orders;
+static std::mt19937 orders;
 extern "C" __attribute__((visibility("default"))) void watch(const char* low, long long bytes, unsigned char* counts) {
   watched.push_back({low, low + bytes, counts});
 }
-extern "C" __attribute__((visibility("default"))) void begin_with(int byte) { watched.clear(), fill = byte; }
+extern "C" __attribute__((visibility("default"))) void begin_with(int byte, int seed) {
+  watched.clear(), fill = byte;
+  random_orders = seed >= 0;
+  orders.seed(seed);
+}
 void check(const void* p, size_t size, size_t alignment, bool counted) {
   if ((uintptr_t)p % alignment) fail("misaligned access of " + std::to_string(size) + " bytes");
   const char* c = (const char*)p;
@@ -206,16 +215,29 @@ static void run_cluster(std::vector<Running>& fibers, Dim first, int dynamic_byt
     f.context.uc_link = &main_context;
     makecontext(&f.context, enter, 0);
   }
+  // Threads take turns at every barrier; in random orders warps do, each as far as it gets without the others.
+  std::vector<std::vector<Running*>> warps;
+  for (Running& f : fibers) {
+    if (warps.empty() || (random_orders && f.linear % 32 == 0)) warps.emplace_back();
+    warps.back().push_back(&f);
+  }
   switches_without_progress = 0;
   for (bool left = true; left;) {
     left = false;
-    for (Running& f : fibers) {
-      if (f.done) continue;
-      left = true;
-      current = &f;
-      swapcontext(&main_context, &f.context);
-      if (!failure.empty()) return;
-      if (f.done) switches_without_progress = 0;
+    if (random_orders) std::shuffle(warps.begin(), warps.end(), orders);
+    for (auto& warp : warps) {
+      long long before;
+      do {
+        before = arrivals;
+        for (Running* f : warp) {
+          if (f->done) continue;
+          left = true;
+          current = f;
+          swapcontext(&main_context, &f->context);
+          if (!failure.empty()) return;
+          if (f->done) switches_without_progress = 0;
+        }
+      } while (random_orders && arrivals != before);
     }
     if (++switches_without_progress > 10000) {
       failure = "the threads wait for each other for ever";

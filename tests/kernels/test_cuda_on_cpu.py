@@ -4,7 +4,12 @@ import numpy as np
 import pytest
 from tvm.script import tirx as T
 
-from ..support.cuda_on_cpu import EmulationError, compile_cubins, run_cuda_on_cpu
+from ..support.cuda_on_cpu import (
+    EmulationError,
+    compile_cubins,
+    run_cuda_on_cpu,
+    without_each_barrier,
+)
 
 
 def tirx_kernel(func):
@@ -109,6 +114,31 @@ def test_blocks_shared_memory_and_barriers_work():
     x, y = arrays(128, 128)
     assert run_cuda_on_cpu(tirx_kernel(reversed_blocks), [x, y]) == 1
     np.testing.assert_array_equal(y, x.reshape(2, 64)[:, ::-1].reshape(-1))
+
+
+def test_in_random_orders_warps_do_not_meet_without_a_barrier():
+    kernel = tirx_kernel(reversed_blocks)
+    (without,) = without_each_barrier(kernel)
+    for seed in range(4):
+        (x, y), (_, wrong) = arrays(128, 128), arrays(128, 128)
+        run_cuda_on_cpu(kernel, [x, y], seed=seed)
+        run_cuda_on_cpu(without, [x, wrong], seed=seed)
+        right = x.reshape(2, 64)[:, ::-1].reshape(-1)
+        np.testing.assert_array_equal(y, right)
+        assert np.isnan(wrong).any()
+
+
+def test_equal_seeds_are_equal_orders():
+    (without,) = without_each_barrier(tirx_kernel(reversed_blocks))
+
+    def missing(seed):
+        x, y = arrays(128, 128)
+        run_cuda_on_cpu(without, [x, y], seed=seed)
+        return np.isnan(y).tobytes()
+
+    found = [missing(seed) for seed in range(8)]
+    assert found == [missing(seed) for seed in range(8)]
+    assert len(set(found)) > 1
 
 
 def test_shuffles_stay_within_their_warp():

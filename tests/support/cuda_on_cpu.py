@@ -19,7 +19,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -92,6 +92,16 @@ def cuda_source(func: tirx.PrimFunc) -> str:
     return lower(func).source
 
 
+def without_each_barrier(func: tirx.PrimFunc) -> list[Lowered]:
+    """The kernel once for each of its block-wide barriers, without that one."""
+    lowered, barrier = lower(func), "tvm_builtin_cuda_cta_sync();"
+    pieces = lowered.source.split(barrier)
+    sources = (
+        barrier.join(pieces[:i]) + ";" + barrier.join(pieces[i:]) for i in range(1, len(pieces))
+    )
+    return [replace(lowered, source=source) for source in sources]
+
+
 @dataclass
 class Watch:
     """What the emulator looks out for.
@@ -112,9 +122,15 @@ class Watch:
 
 
 def run_cuda_on_cpu(
-    func: tirx.PrimFunc | Lowered, arrays: Sequence[np.ndarray | int], watch: Watch | None = None
+    func: tirx.PrimFunc | Lowered,
+    arrays: Sequence[np.ndarray | int],
+    watch: Watch | None = None,
+    seed: int | None = None,
 ) -> int:
     """Runs `func` on `arrays`, one a parameter, written in place; returns the number of launches.
+
+    Threads take turns, from one barrier to the next. With a `seed` warps do, in random orders, each
+    as far as it gets without the others: what no barrier keeps apart gives other numbers then.
 
     Raises
     ------
@@ -127,7 +143,7 @@ def run_cuda_on_cpu(
     memory = [t for t in tensors if not isinstance(t, int)]
 
     def launch(*args: object) -> int:
-        launches.append(_launch(lowered, args, memory, watch))
+        launches.append(_launch(lowered, args, memory, watch, seed))
         return 0
 
     tvm_ffi.register_global_func(lowered.kernel, launch, override=True)
@@ -181,6 +197,7 @@ def _launch(
     args: Sequence[object],
     tensors: Sequence[tvm.runtime.Tensor],
     watch: Watch | None = None,
+    seed: int | None = None,
 ) -> EmulationError | None:
     """What the driver does: `args` are the kernel's arguments followed by the launch parameters."""
     count = len(args) - len(lowered.launch_params)
@@ -198,7 +215,7 @@ def _launch(
     bytes_of = (ctypes.c_longlong * len(tensors))(*(_nbytes(t) for t in tensors))
     grid = (ctypes.c_uint * 8)(*sizes, cluster, dynamic)
     library = _library(translated(lowered))
-    library.begin_with(0xFF if watch is None else watch.fill)
+    library.begin_with(0xFF if watch is None else watch.fill, -1 if seed is None else seed)
     if watch is not None:
         watched = tensors[len(tensors) - watch.outputs :]
         watch.counts = [np.zeros(_nbytes(t), "uint8") for t in watched]

@@ -9,8 +9,9 @@ from tvm_fusion.kernels.column.config import Form
 from tvm_fusion.kernels.column.kernel import ColumnConfig, column_configs, emit_column
 from tvm_fusion.kernels.program.analysis import analyze
 
-from ...support.cuda_on_cpu import run_cuda_on_cpu
-from ...support.kernel_cases import assert_close, fuse, outputs_of
+from ...support.cuda_on_cpu import run_cuda_on_cpu, without_each_barrier
+from ...support.kernel_cases import Case, assert_close, fuse, outputs_of
+from ...support.kernel_checks import is_race
 
 H200 = load_profile("nvidia_h200")
 FLOAT = "float32"
@@ -99,3 +100,25 @@ def test_only_whole_and_equal_warps_shuffle():
 
     assert [by_shuffle(8, walkers) for walkers in (1, 3, 4, 5, 8)] == [1, 1, 4, 1, 4]
     assert [by_shuffle(lanes, 32) for lanes in (1, 3, 16, 32, 64)] == [32, 1, 2, 1, 1]
+
+
+IN_ANY_ORDER = {
+    "lanes": (sum_over(0), (37, 128), ColumnConfig(Form.LOOP, 64, 3, 2, 2)),
+    "shuffled_walkers": (sum_over(0), (37, 64), ColumnConfig(Form.LOOP, 8, 16, 8, 2)),
+    "maxima_and_their_sums": (softmax_over(0), (37, 64), ColumnConfig(Form.LOOP, 32, 4, 2, 2)),
+    "phases": (softmax_over(0), (37, 64), ColumnConfig(Form.REGISTERS, 32, 4, 2, 2)),
+    "rows_of_several_lanes": (sum_over(0, 2), (37, 5, 9), ColumnConfig(Form.LOOP, 45, 4, 1, 2)),
+    "along_columns": (sum_over(0, 2), (37, 5, 64), ColumnConfig(Form.LOOP, 0, 96, 4, 2)),
+}
+
+
+@pytest.mark.parametrize("name", IN_ANY_ORDER)
+def test_warps_meet_in_any_order_and_need_each_barrier_for_that(name):
+    (emit, reference), shape, config = IN_ANY_ORDER[name]
+    case = Case(name, emit, ((shape, FLOAT),), lambda x: [reference(x)])
+    func = case.func()
+    kernel = emit_column(analyze(func), config, H200)
+    assert not is_race(case, func, kernel)
+    without = without_each_barrier(kernel)
+    assert without
+    assert all(is_race(case, func, mutant) for mutant in without)
