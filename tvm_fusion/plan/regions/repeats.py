@@ -142,7 +142,9 @@ def _pairs(
         if partner.setdefault((-1 - place, u), t) != t:
             return False
         if t != u and tensor.producer is None:
-            used = (*tensor.consumers, *graph.tensors[u].consumers)
-            if min(used) < repeat.start or max(used) >= repeat.end:
+            readers, later = tensor.consumers, graph.tensors[u].consumers
+            if min(readers) < repeat.start or max(later) >= repeat.end:
                 return False
+            if tuple(c + repeat.period for c in readers) != later:
+                return False  # another layer shares it
     return True
