@@ -160,18 +160,16 @@ def test_caches_give_back_what_was_written():
     assert values[0, 0, :, 0].tolist() == [0, 0, 3, 0]
 
 
-def test_wall_times_and_memory_are_noted_and_wrong_graphs_are_left_out(monkeypatch):
+def test_wall_times_and_memory_are_noted_and_wrong_graphs_are_left_out():
     x = torch.ones(4)
     calls = {"tvm_fusion": lambda: x * 2, "torch": lambda: x * 2, "tvm": lambda: x * 2}
-    monkeypatch.setattr(wall, "_memory_of_ours", lambda *_: (16, 64))
-    monkeypatch.setattr(wall, "memory_of_torch", lambda _call: (32, 96))
-    monkeypatch.setattr(wall, "_graph_of_ours", lambda *_: calls["tvm_fusion"])
-    monkeypatch.setattr(wall, "graph_of_torch", lambda _call: lambda: x * 3)
+    ours = wall.Probe(lambda _call: (16, 64), lambda call: call)
+    others = wall.Probe(lambda _call: (32, 96), lambda _call: lambda: x * 3)
     target, hw = resolve_target("llvm")
     setup = suite.Setup("llvm", target, hw, (), "float32", 1.0, 2, 0.1)
     row = empty_row("attention_d64", ["torch", "tvm"]) | {"ours_us": 1.0}
     instance = workloads.Instance("double", torch.nn.Identity(), (x,), "float32")
-    wall.fill(row, instance, [x.double() * 2], None, calls, setup)
+    wall.fill(row, instance, [x.double() * 2], ours, calls, setup, others)
     compare(row)
     assert row["wall_us"].keys() == {"tvm_fusion"}
     assert row["memory_bytes"] == {"tvm_fusion": 16, "torch": 32}

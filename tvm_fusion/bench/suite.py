@@ -121,7 +121,7 @@ def _fill(row: dict[str, Any], setup: Setup) -> None:
     for label, timing in _times(calls, setup).items():
         _note_time(row, label, timing)
     if workloads.WORKLOADS[row["name"]].wall and setup.device == "cuda":
-        wall.fill(row, instance, wanted, ours, calls, setup)
+        wall.fill(row, instance, wanted, wall.Probe.of(ours, instance), calls, setup)
 
 
 def _note_time(row: dict[str, Any], label: str, timing: Timing) -> None:

@@ -12,6 +12,8 @@ before: what both keep for the next call is counted too.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,13 +36,35 @@ WARMUP = 3
 Call = Callable[[], Any]
 
 
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """What looks into a call.
+
+    Attributes
+    ----------
+    memory : Callable
+        Takes a call; gives its `memory_bytes` and `memory_taken_bytes`.
+    graph : Callable
+        Takes a call; gives one that replays what it launches.
+    """
+
+    memory: Callable[[Call], tuple[int, int]]
+    graph: Callable[[Call], Call]
+
+    @classmethod
+    def of(cls, ours: Ours, instance: Instance) -> "Probe":
+        """For our call of a workload."""
+        return cls(partial(_memory_of_ours, ours), lambda _call: _graph_of_ours(ours, instance))
+
+
 def fill(
     row: dict[str, Any],
     instance: Instance,
     wanted: list[torch.Tensor],
-    ours: Ours,
+    ours: Probe,
     calls: Mapping[str, Call],
     setup: "Setup",
+    others: Probe | None = None,
 ) -> None:
     """Fill in `wall_us`, and but for JAX `memory_bytes` and `memory_taken_bytes`.
 
@@ -48,9 +72,12 @@ def fill(
     ----------
     wanted : list of torch.Tensor
         The float64 outputs.
+    ours, others : Probe
+        For our call, and for those of torch: by default `memory_of_torch` and `graph_of_torch`.
     calls : mapping of str to Callable
         What ran without graphs and is timed by its kernels already.
     """
+    others = others or Probe(memory_of_torch, graph_of_torch)
     replays: dict[str, Call] = {}
     for label, call in calls.items():
         if label in REFERENCES or label == "tvm":
@@ -59,12 +86,11 @@ def fill(
             if label == "jax":
                 replays[label] = xla_unawaited(instance, setup.target)
                 continue
-            allocated, taken = (
-                _memory_of_ours(ours, call) if label == OURS else memory_of_torch(call)
-            )
+            probe = ours if label == OURS else others
+            allocated, taken = probe.memory(call)
             row["memory_bytes"][label] = allocated
             row.setdefault("memory_taken_bytes", {})[label] = taken
-            replay = _graph_of_ours(ours, instance) if label == OURS else graph_of_torch(call)
+            replay = probe.graph(call)
             error = checked_error(replay, instance.inputs, wanted)
         except Exception as failure:  # a trial
             row["failures"][f"{label}, CUDA graph"] = reason(failure)
