@@ -1,7 +1,5 @@
 """Timing: interleaving, warm-up, attribution of kernels."""
 
-import time
-
 import numpy as np
 import pytest
 import tvm
@@ -28,13 +26,33 @@ def test_a_summary_holds_median_and_quartiles():
     assert Timing.of([7.0], "wall") == Timing(7.0, 7.0, 7.0, 1, "wall")
 
 
-def test_callables_are_warmed_up_and_then_take_turns():
+class Clock:
+    """Time that passes in `sleep` alone; what sleeps is `rested` after it."""
+
+    now, rested = 0.0, False
+
+    def perf_counter(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        self.rested = True
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Stands for the module `time`."""
+    monkeypatch.setattr(timing, "time", Clock())
+    return timing.time
+
+
+def test_callables_are_warmed_up_and_then_take_turns(clock):
     order = []
 
     def call(name):
         def run():
             order.append(name)
-            time.sleep(0.001)  # longer than the shortest sample: one call each
+            clock.now += 0.001  # longer than the shortest sample: one call each
 
         return run
 
@@ -43,23 +61,56 @@ def test_callables_are_warmed_up_and_then_take_turns():
     assert all(t.samples == 5 and t.clock == "wall" for t in found.values())
 
 
-def test_the_slower_callable_has_the_longer_time():
-    found = wall_times({"slow": lambda: time.sleep(0.004), "fast": lambda: None}, repeats=5)
-    assert found["slow"].median_us >= 4000
-    assert found["fast"].median_us < found["slow"].median_us
+def test_a_time_is_that_of_one_call(clock):
+    calls = []
+
+    def fast():
+        calls.append(1)
+        clock.now += 10e-6
+
+    def slow():
+        clock.now += 0.004
+
+    found = wall_times({"slow": slow, "fast": fast}, repeats=5)
+    assert found["slow"].values_us == pytest.approx([4000] * 5)
+    assert found["fast"].values_us == pytest.approx([10] * 5)
+    assert len(calls) > 5 * 20  # 200 us a sample
 
 
-def test_a_budget_cuts_the_samples_but_not_below_three():
-    found = wall_times({"slow": lambda: time.sleep(0.01)}, repeats=50, budget_s=0.0)
-    assert found["slow"].samples == 3
+def test_the_first_call_after_a_pause_does_not_count(clock):
+    def call():
+        clock.now += 0.05 if clock.rested else 0.005
+        clock.rested = False
+
+    assert wall_times({"call": call}, repeats=4)["call"].values_us == pytest.approx([5000] * 4)
 
 
-def test_modules_are_timed_on_the_cpu_beside_plain_callables():
-    compiled = CompiledModule.of(build(softmax_reshape_relu(16, 16), LLVM))
-    x = np.zeros((16, 16), "float32")
-    found = time_modules({"ours": compiled, "numpy": np.exp}, [x], repeats=5)
-    assert {t.clock for t in found.values()} == {"wall"}
-    assert all(0 < t.low_us <= t.median_us <= t.high_us for t in found.values())
+def test_the_wait_for_the_work_counts(clock):
+    def wait():
+        clock.now += 0.002
+
+    found = wall_times({"launch": lambda: None}, repeats=4, wait=wait)
+    assert found["launch"].values_us == pytest.approx([2000] * 4)
+
+
+@pytest.mark.parametrize(("budget_s", "samples"), [(0.0, 3), (0.25, 10), (10.0, 50)])
+def test_a_budget_cuts_the_samples_but_not_below_three(clock, budget_s, samples):
+    def call():  # twice a sample, and a pause of 3 ms
+        clock.now += 0.01
+
+    found = wall_times({"slow": call}, repeats=50, budget_s=budget_s)
+    assert found["slow"].samples == samples
+
+
+def test_modules_are_timed_on_the_cpu_beside_plain_callables(monkeypatch):
+    compiled = CompiledModule.of(build(softmax_reshape_relu(512, 512), LLVM))
+    x, given = np.zeros((512, 512), "float32"), []
+    monkeypatch.setattr(CompiledModule, "__call__", None)  # inputs are checked once
+    found = time_modules({"ours": compiled, "append": given.append}, [x], repeats=5)
+    assert {(t.clock, t.samples) for t in found.values()} == {("wall", 5)}
+    assert found["ours"].median_us > 20 > found["append"].median_us > 0
+    assert len(given) >= 5
+    assert all(one is x for one in given)
     assert time_module(compiled, [x], repeats=4).samples == 4
 
 
@@ -95,6 +146,7 @@ def test_without_torch_the_evaluator_cleans_the_l2_before_each_sample(monkeypatc
     x = np.zeros((128, 256), "float32")
     found = _event_times({"a": module}, [x], 3)["a"]
     assert (found.clock, found.samples) == ("event", 3)
+    assert 1 < found.low_us <= found.high_us < 1e6  # 32,768 exponentials
     assert len(cleaned) == 3
 
 
@@ -103,5 +155,13 @@ def counted(calls):
     return "tests.counted"
 
 
-def test_the_cleaner_is_a_function_that_an_evaluator_can_call():
-    tvm_ffi.get_global_func(timing.l2_cleaner(tvm.cpu()))(1, 2)
+def test_the_cleaner_moves_all_its_bytes_whatever_an_evaluator_gives_it(monkeypatch):
+    taken, empty = [], tvm.runtime.empty
+    monkeypatch.setattr(tvm.runtime, "empty", lambda *a: taken.append(empty(*a)) or taken[-1])
+    cleaner = tvm_ffi.get_global_func(timing.l2_cleaner(tvm.cpu()))
+    source, sink = taken
+    source.copyfrom(np.full(source.shape, 7, "uint8"))
+    cleaner(1, 2)
+    moved = sink.numpy()
+    assert moved.nbytes * 2 == timing.L2_CLEANING_BYTES
+    assert moved.min() == moved.max() == 7
