@@ -63,7 +63,7 @@ def run_cell(module: str, place: str, target: str) -> Outcome:
             tvm.ir.assert_structural_equal(again, fused)
         relax.analysis.well_formed(fused)
         after = tvm.transform.Sequential(where.after(made))(fused)
-        stock = tvm.transform.Sequential([*where.before(made), *_stock_fusion()])(case.make())
+        stock = tvm.transform.Sequential([*where.before(made), *stock_fusion()])(case.make())
     rest = tvm.transform.Sequential([]) if where.whole else "default"
     executable = tvm.compile(after, made, relax_pipeline=rest)
     device = device_of(target)
@@ -104,7 +104,8 @@ def _explained(text: str, target: str) -> Groups:
     return tuple((tuple(g["ops"]), g["kernel_class"]) for g in report.plan["groups"])
 
 
-def _stock_fusion() -> list[tvm.transform.Pass]:
+def stock_fusion() -> list[tvm.transform.Pass]:
+    """The passes by which TVM fuses operators."""
     t = relax.transform
     return [t.LegalizeOps(), t.AnnotateTIROpPattern(), t.FoldConstant(), t.FuseOps(), t.FuseTIR()]
 

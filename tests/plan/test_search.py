@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import tvm
 from tvm import relax
 from tvm.relax import op
 
@@ -14,6 +15,9 @@ from tvm_fusion.kernels import registry
 from tvm_fusion.plan.plan import FusionPlan
 from tvm_fusion.plan.refusal import RefusalCode
 from tvm_fusion.plan.search.search import search, unfused_plan
+
+from ..pipelines.cells import launches, stock_fusion
+from ..support.large_graphs import transformer
 
 F16 = "float16"
 BIG, ROW, COLUMN = ((4096, 4096), F16), ((4096,), F16), ((4096, 1), F16)
@@ -82,6 +86,22 @@ ONE_LAUNCH = [
 @pytest.mark.parametrize(("emit", "inputs"), ONE_LAUNCH, ids=lambda v: getattr(v, "__name__", ""))
 def test_these_are_planned_as_one_launch(emit, inputs, device):
     assert plan_of(module(emit, *inputs), device).launches == 1
+
+
+KNOWN = {  # and the launches of their plans
+    "demo block": (lambda: demo_module("llvm"), {"h200": 9, "llvm": 10}),
+    "layer": (lambda: transformer(1), {"h200": 8, "llvm": 10}),
+    "two consumers": (lambda: module(two_consumers, BIG), {"h200": 1, "llvm": 1}),
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_known_graphs_take_so_many_launches_and_more_by_tvms_fusion(name):
+    make, expected = KNOWN[name]
+    mod = make()
+    assert {device: plan_of(mod, device).launches for device in DEVICES} == expected
+    stock = launches(tvm.transform.Sequential(stock_fusion())(mod))["main"]
+    assert stock > max(expected.values())
 
 
 def chain_then_broadcast(bb, x, y):
