@@ -293,7 +293,9 @@ def test_plans_of_mixed_regions_run_and_are_right():
     x, y = rng.standard_normal((64, 48)).astype(F32), rng.standard_normal((48, 64)).astype(F32)
     e = np.exp(x)
     expected = np.tanh(e.reshape(48, 64)), e.reshape(48, 64) * y, -e
-    for region in regions(job.graph, job.alone, job.plan):
+    found = regions(job.graph, job.alone, job.plan)
+    assert found
+    for region in found:
         mixed = exchanged(job.graph, job.alone, region.careful, region.hopeful)
         assert in_order(job.graph, mixed.groups) == mixed.groups
         compiled = tvm_fusion.compile(mod, "llvm", plan=mixed, verify=False)

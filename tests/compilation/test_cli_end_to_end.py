@@ -66,6 +66,7 @@ def test_explain_builds_nothing(capsys, model):
 def test_verify_gives_the_error_of_every_group(capsys, model):
     data = report(capsys, "verify", model)
     assert data["verify"]["passed"] is True
+    assert data["groups"]
     assert all(group["error"] is not None for group in data["groups"])
 
 

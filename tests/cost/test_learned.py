@@ -489,7 +489,9 @@ def test_a_launch_sees_what_the_planner_saw():
     graph = graph_of(key, HW, POLICY)[1]
     plan = search(graph, HW, replace(POLICY, learned=False))
     views = group_views(graph, plan)
-    for sample in samples_of_plan(key, graph, plan, random.Random(0)):
+    samples = list(samples_of_plan(key, graph, plan, random.Random(0)))
+    assert samples
+    for sample in samples:
         view = view_of(graph, sample)
         (twin,) = [v for v in views if v.ops == view.ops and v.duplicated == view.duplicated]
         assert set(view.outputs) == set(twin.outputs)

@@ -57,8 +57,8 @@ def any_merge(state: State, rng: random.Random):
     return None
 
 
-def recompute_any(state: State, rng: random.Random) -> None:
-    """A legal rematerialisation, whether it gains or not."""
+def recompute_any(state: State, rng: random.Random) -> bool:
+    """Does a legal rematerialisation, whether it gains or not; whether there is one."""
     gids = sorted(g for g in state.owned if fusible(state, g))
     for gid in rng.sample(gids, len(gids)):
         for move in rng.sample(moves := list(recomputes_of(state, gid)), len(moves)):
@@ -71,7 +71,8 @@ def recompute_any(state: State, rng: random.Random) -> None:
                 legal &= not state.trial_makes_cycle()
             if legal:
                 state.add_copies(copies_of(state, move))
-                return
+                return True
+    return False
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -79,17 +80,18 @@ def test_groups_keep_places_after_all_that_they_read(seed):
     rng = random.Random(seed)
     graph = graph_of(random_dag(50, seed), H200)
     state = State.unfused(Evaluator(graph, H200, POLICY))
-    merged = 0
+    merged = recomputed = with_copies = 0
     for _ in range(MOVES):
         if rng.random() < 0.4:
-            recompute_any(state, rng)
+            recomputed += recompute_any(state, rng)
         elif found := any_merge(state, rng):
             move, told = found
+            with_copies += bool(state.copies.keys() & {move.first, move.second})
             state.merge(move.first, move.second, move.copies)
             merged += 1
             assert state.cost(move.first).view.ops == told.view.ops
         check_order(state)
-    assert merged > 5
+    assert min(merged, recomputed, with_copies) > 5
 
 
 def test_a_merge_with_what_a_group_recomputes_is_told_to_hold_it():

@@ -69,6 +69,7 @@ def test_legalized_parts_read_no_scalar_constants(name: str):
     """FuseTIR refuses a group with a constant operand; 0-d ones have to be in the PrimFuncs."""
     legal = relax.transform.LegalizeOps()(Decompose()(case_module(CASES[name], "float16", 13)))
 
+    assert calls(legal)
     for _, call in calls(legal):
         assert call.op.name == "relax.call_tir"
         assert all(isinstance(argument, relax.Var) for argument in call.args[1])

@@ -102,10 +102,15 @@ def test_layouts_come_back_before_a_kernel_is_lowered(case):
     target, hw = resolve_target("nvidia_h100")
     bare = Job.from_module(module(case), target, hw, load_policy(None)).fuse()
     rooted = with_roots(bare)
-    for gvar, func in bare.functions_items():
-        if isinstance(func, tirx.PrimFunc) and is_tirx(func):
-            assert S_TIR_ATTR in rooted[gvar].attrs
-            tvm.ir.assert_structural_equal(without_root(rooted[gvar]), func)
+    kernels = {
+        gvar: func
+        for gvar, func in bare.functions_items()
+        if isinstance(func, tirx.PrimFunc) and is_tirx(func)
+    }
+    assert kernels
+    for gvar, func in kernels.items():
+        assert S_TIR_ATTR in rooted[gvar].attrs
+        tvm.ir.assert_structural_equal(without_root(rooted[gvar]), func)
 
 
 def scalar_kernel(layout: object, index: int | None) -> tirx.PrimFunc:

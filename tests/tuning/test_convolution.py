@@ -48,9 +48,12 @@ def test_a_thread_keeps_no_more_than_its_own_results(tmp_path, monkeypatch):
     monkeypatch.setenv("TVM_FUSION_CACHE", str(tmp_path))
     func = convolution("float16", (4, 32, 28, 28), (32, 32, 3, 3))
     texts = evolving(func, CUDA, space="own", seed=1, trials=4, batch=4).ask(4)
+    assert len(texts) == 4
     scheduled = [replay.scheduled(func, text) for text in texts]
     for candidate in scheduled:
-        for kernel in kernels_of(candidate):
+        kernels = kernels_of(candidate)
+        assert kernels
+        for kernel in kernels:
             sizes = re.findall(r"(?:float|half) \w+\[(\d+)\]", kernel.source)
             assert 0 < max(map(int, sizes)) <= 1024
     build_functions(

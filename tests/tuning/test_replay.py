@@ -22,7 +22,9 @@ from ..support.tune_functions import CUDA, LLVM, evolving, fused, layer_norm, so
 def test_a_replayed_text_is_the_very_candidate(space, target):
     func = fused("softmax")
     search = evolving(func, target, space=space, seed=4, trials=6, batch=4)
-    for text in search.ask(6):
+    texts = search.ask(6)
+    assert len(texts) == 6
+    for text in texts:
         mod = search._candidates[text].sch.mod
         assert tvm_ffi.structural_equal(replay.schedule(func, text).mod, mod)
         assert trace_text(replay.schedule(func, text).trace) == text

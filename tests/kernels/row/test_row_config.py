@@ -194,7 +194,9 @@ def test_every_first_choice_can_be_written(shape):
 @pytest.mark.parametrize("shape", [("softmax", 9, 520), ("rmsnorm", 9, 1003), ("mean", 1, 4096)])
 def test_every_candidate_can_be_written(shape):
     program = program_of(*shape)
-    for config in row_candidates(program, H200):
+    candidates = row_candidates(program, H200)
+    assert {config.form for config in candidates} == {Form.REGISTERS, Form.LOOP}
+    for config in candidates:
         emit_row(program, config, H200)
 
 
