@@ -1,4 +1,7 @@
-"""Sorts of bfloat16 on a CPU."""
+"""Sorts of bfloat16 on a CPU.
+
+Modules are checked and left as they are, since a check of another kind mends what is wrong.
+"""
 
 import ml_dtypes
 import numpy as np
@@ -34,7 +37,7 @@ def order(x, descending):
 @pytest.mark.parametrize("descending", [False, True])
 def test_rows_are_sorted(descending):
     compiled = tvm_fusion.compile(
-        module("bfloat16", lambda x: op.sort(x, -1, descending)), "llvm", verify=True
+        module("bfloat16", lambda x: op.sort(x, -1, descending)), "llvm", verify="report"
     )
     assert compiled.report.verify.passed
     x = numbers()
@@ -46,7 +49,8 @@ def test_rows_are_sorted(descending):
 
 
 def test_the_order_is_found():
-    compiled = tvm_fusion.compile(module("bfloat16", lambda x: op.argsort(x, -1)), "llvm")
+    mod = module("bfloat16", lambda x: op.argsort(x, -1))
+    compiled = tvm_fusion.compile(mod, "llvm", verify="report")
     x = numbers()
     places = np.asarray(compiled(x))
     np.testing.assert_array_equal(np.sort(places, -1), np.indices(SHAPE)[1])
@@ -57,7 +61,7 @@ def test_the_order_is_found():
 @pytest.mark.parametrize("kind", ["both", "values", "indices"])
 def test_the_largest_are_found(kind):
     compiled = tvm_fusion.compile(
-        module("bfloat16", lambda x: op.topk(x, 3, ret_type=kind)), "llvm", verify=True
+        module("bfloat16", lambda x: op.topk(x, 3, ret_type=kind)), "llvm", verify="report"
     )
     assert compiled.report.verify.passed
     x = numbers()
@@ -73,7 +77,7 @@ def test_the_largest_are_found(kind):
 
 def test_the_median_is_found():
     compiled = tvm_fusion.compile(
-        module("bfloat16", lambda x: op.median(x, axis=[-1])), "llvm", verify=True
+        module("bfloat16", lambda x: op.median(x, axis=[-1])), "llvm", verify="report"
     )
     assert compiled.report.verify.passed
     x = numbers()
@@ -105,7 +109,8 @@ def test_integers_of_8_bits_are_sorted(dtype):
     def sorts(bb, x):
         return bb.emit(op.sort(x, -1)), bb.emit(op.argsort(x, -1))
 
-    compiled = tvm_fusion.compile(graphs.module(sorts, (SHAPE, dtype)), "llvm")
+    mod = graphs.module(sorts, (SHAPE, dtype))
+    compiled = tvm_fusion.compile(mod, "llvm", verify="report")
     assert compiled.report.verify.passed
     values, places = (np.asarray(r) for r in compiled(x))
     np.testing.assert_array_equal(values, np.sort(x, -1))
