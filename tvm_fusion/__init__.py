@@ -13,9 +13,9 @@ _pins.check()
 
 from . import transform  # noqa: E402
 from ._version import __version__  # noqa: E402
-from .calibrate.cpu.host_profile import host_profile  # noqa: E402
+from .calibrate.cpu.host_profile import host_profile as _host_profile  # noqa: E402
 from .compilation.compiler import compile, explain  # noqa: E402
-from .config.targets import calibrate_host_by  # noqa: E402
+from .config.targets import calibrate_host_by as _calibrate_host_by  # noqa: E402
 from .errors import (  # noqa: E402
     BuildError,
     ConfigError,
@@ -32,7 +32,7 @@ from .tuning import tune  # noqa: E402
 if TYPE_CHECKING:
     from .tuning.tuning_database import TuningDatabase
 
-calibrate_host_by(host_profile)
+_calibrate_host_by(_host_profile)
 transform.register()
 
 __all__ = [

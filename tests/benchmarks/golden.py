@@ -197,6 +197,8 @@ def main(argv: list[str] | None = None, folder: Path = FOLDER) -> int:
     kept = {device: stored(device, folder) for device in args.device}
     others = {device: other_tools(held, here) for device, held in kept.items()}
     names = _share([name for name in sorted(known) if fnmatch(name, args.only)], args.part)
+    if not any(fnmatch(n, args.only) for n in {*known, *itertools.chain(*kept.values())}):
+        sys.exit(f"--only: no case is called {args.only}")
     pairs = [(n, d) for n in names for d in args.device if known[n].is_for(d)]
     if not args.update:
         pairs, every = [(n, d) for n, d in pairs if known[n].needs not in others[d]], pairs
@@ -240,7 +242,9 @@ def _listed(others: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def _share(names: list[str], part: str) -> list[str]:
-    first, parts = map(int, part.split("/"))
+    first, parts = (int(n) if n.isdecimal() else 0 for n in part.partition("/")[::2])
+    if not 1 <= first <= parts:
+        sys.exit(f"--part: expected I/N with I from 1 to N, got {part}")
     return names[first - 1 :: parts]
 
 

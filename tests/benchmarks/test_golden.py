@@ -135,4 +135,13 @@ def test_neither_hash_seed_nor_threads_nor_the_case_before_change_digests():
     command = [sys.executable, "-m", "tests.benchmarks.golden", "--only", "weights/int4"]
     done = subprocess.run([*command, "--jobs", "1"], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("0 of ")
+    assert done.stdout.startswith("0 of 4 changed")
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [(("--only", "gem/*"), "no case is called gem/"), (("--part", "5/4"), "I from 1 to N")],
+)
+def test_what_selects_no_case_is_an_error(argv, message):
+    with pytest.raises(SystemExit, match=message):
+        golden.main([*argv, "--jobs", "1"])

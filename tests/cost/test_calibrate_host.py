@@ -12,6 +12,7 @@ from tvm.relax import op
 import tvm_fusion
 from tests.support.graphs import module
 from tvm_fusion.calibrate.cpu import host_profile as host
+from tvm_fusion.calibrate.cpu import launch as cpu_launch
 from tvm_fusion.calibrate.cpu import quick as cpu_quick
 from tvm_fusion.calibrate.cpu import waiting
 from tvm_fusion.config import load_profile, resolve_target
@@ -120,7 +121,7 @@ def test_time_on_cores_is_that_of_all_threads(tmp_path, monkeypatch):
 def test_where_the_system_tells_no_waiting_it_is_guessed_from_preemptions(tmp_path, monkeypatch):
     used = SimpleNamespace(ru_utime=3.0, ru_stime=1.0, ru_nivcsw=100)
     monkeypatch.setattr(waiting, "TASKS", tmp_path)
-    monkeypatch.setattr(waiting.resource, "getrusage", lambda who: used)
+    monkeypatch.setattr("resource.getrusage", lambda who: used)
     assert waiting.core_time() == pytest.approx((4.0, 100 * waiting.SLICE_S))
 
 
@@ -218,3 +219,27 @@ def test_a_measured_calibration_is_what_its_file_says(first_use):
     data = json.loads(host.calibration_file().read_text())
     assert data["values"] == RATES
     assert host.Calibration.from_dict(data).threads == thread_count()
+
+
+@pytest.mark.parametrize(("woken", "added"), [(1.0, {"launch_us": 0.8}), (0.1, {})])
+def test_both_calibrations_mean_the_same_by_a_launch(monkeypatch, woken, added):
+    """What waking the cores adds, left out where it is below the noise."""
+    bench = SimpleNamespace(target=None, cores=2)
+    for way in (cpu_launch, cpu_quick):
+        monkeypatch.setattr(way, "build", lambda chain, target: None)
+        monkeypatch.setattr(way.CompiledModule, "of", built_of)
+    seconds = [32 * 0.2e-6, 32 * woken * 1e-6]
+    bench.times = lambda calls: dict(zip(calls, seconds, strict=True))
+    times = iter(seconds)
+    monkeypatch.setattr(cpu_quick, "quick_s", lambda call: next(times))
+    expected = {"kernel_gap_us": 0.2, **added}
+    assert cpu_quick.launches(bench) == pytest.approx(expected)
+    found = {m.field: m.value for m in cpu_launch.measure(bench).values}
+    assert {k: v for k, v in found.items() if k in expected} == pytest.approx(expected)
+    assert found.keys() - expected.keys() == (
+        {*cpu_launch.WAKES} - {"launch_us"} if added else set()
+    )
+
+
+def built_of(built):
+    return SimpleNamespace(bind=lambda *inputs: None)

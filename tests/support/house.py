@@ -77,7 +77,7 @@ def read_house(root: Path = ROOT) -> House:
 
 
 def read_layers(page: str) -> dict[str, int]:
-    """The layer of each room that a page names, 0 for the uppermost."""
+    """The layer of each room that a page names, 1 for the uppermost."""
     rows = re.findall(r"^\| (\d+) \| (.+?) \|", page, re.MULTILINE)
     return {room: int(n) for n, rooms in rows for room in re.findall(r"`([\w.]+)`", rooms)}
 

@@ -5,6 +5,7 @@ are.
 """
 
 import functools
+import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -13,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..calibrate.cpu.host_profile import VARIABLE as CALIBRATE
 from ..runtime.timing.timing import Timing
 from . import workloads
 from .accuracy import CEILINGS, checked_error, reference
@@ -94,7 +96,8 @@ class Field:
 
     def _process(self, label: str) -> Process:
         if label not in self._processes:
-            make = functools.partial(make_call, label, self._sent, self._threads)
+            calibrated = bool(self.rates)
+            make = functools.partial(make_call, label, self._sent, self._threads, calibrated)
             self._processes[label] = self._new(make)
         return self._processes[label]
 
@@ -109,16 +112,22 @@ def find_rates(target: Any) -> tuple[Call, Mapping[str, Any]]:
     return lambda: None, resolve_target(target)[1].measured
 
 
-def make_call(label: str, setup: Setup, threads: int, name: str) -> tuple[Call, dict[str, Any]]:
+def make_call(
+    label: str, setup: Setup, threads: int, calibrated: bool, name: str
+) -> tuple[Call, dict[str, Any]]:
     """Return a checked call of a workload by one compiler, and what is written down of it.
 
     Parameters
     ----------
     setup : Setup
         Of the run, without `target` and `hw`.
+    calibrated : bool
+        Whether the machine was measured; if not, it is not now, beside the other processes.
     """
     from ..config import resolve_target
 
+    if not calibrated:
+        os.environ[CALIBRATE] = "0"
     torch.set_num_threads(threads)
     torch.set_grad_enabled(False)
     if label.startswith("torch.") or label == FLEX:

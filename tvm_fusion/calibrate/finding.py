@@ -77,8 +77,8 @@ class Family:
     fields : tuple of str
         Fields of the profile that it measures.
     measure : callable
-        bench -> Finding. On CUDA the bench is a `cuda_bench.CudaBench`, on llvm a
-        `cpu_bench.CpuBench`.
+        bench -> Finding. On CUDA the bench is a `calibrate.cuda.bench.CudaBench`, on llvm a
+        `calibrate.cpu.bench.CpuBench`.
     kernels : callable
         hw -> PrimFuncs by name, built before anything is measured; empty on llvm.
     """

@@ -8,7 +8,7 @@ x86-64, also where there is no hyper-threading, and pins it. Here each such thre
     else the physical cores that the process may use, by its affinity and its control group,
 
 and nothing is pinned: who shares the cores with us is not known. Where torch is loaded, kernels run
-on as many threads of torch's team instead (`_team.py`).
+on as many threads of torch's team instead (`team.py`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A kernel class answers for a group of operators: can one launch compute it (`accepts`), what does
 that move and execute (`traffic`), and how is it written (`write`). Adding a kind of kernel is one
-file with such a class and one line in `registry.py`.
+folder with such a class and one line in `registry.py`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Build, run, time and save compiled modules: build.py, module.py, timing.py, launches.py."""
+"""Builds, calls, CUDA graphs and times of compiled modules."""

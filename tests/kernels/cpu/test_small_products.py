@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import tvm
 import tvm_ffi
 from tvm import tirx
 from tvm.relax import op
@@ -133,6 +134,14 @@ def test_where_cores_wake_late_larger_products_stay_on_one_core():
     assert not loops_of(write_cpu(product(*size), hw=late), ForKind.PARALLEL)
     with cpu_target():  # a user's target has no such rate: that of the profile counts
         assert not loops_of(write_cpu(product(*size), hw=late), ForKind.PARALLEL)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 16])
+def test_plan_and_writer_leave_the_same_on_one_core(cores):
+    """Whatever the cores of a user's target: plans know those of the profile."""
+    cpu = load_profile("llvm_cpu")
+    with tvm.target.Target({"kind": "llvm", "num-cores": cores}):
+        assert machine_of(cpu).small_work == small_work(cpu.launch_us, cpu.num_sms)
 
 
 def test_few_cores_gain_less_than_many_and_an_odd_measurement_is_bounded():

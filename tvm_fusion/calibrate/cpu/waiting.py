@@ -8,7 +8,6 @@ Where the system does not say it, a thread that had to leave its core counts as 
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,5 +40,7 @@ def core_time() -> CoreTime:
             continue
     if ran:
         return CoreTime(ran / 1e9, waited / 1e9)
+    import resource  # of Unix only, as what counts on threads is of Linux
+
     used = resource.getrusage(resource.RUSAGE_SELF)
     return CoreTime(used.ru_utime + used.ru_stime, SLICE_S * used.ru_nivcsw)

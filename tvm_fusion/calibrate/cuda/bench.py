@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A kernel of the common signature, on the bench's buffers; see `cuda_kernels`."""
+    """A kernel of the common signature, on the bench's buffers; see `kernels`."""
 
     kernel: str
     blocks: int

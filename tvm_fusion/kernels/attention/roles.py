@@ -8,7 +8,7 @@
     y = O, lse = m + log(l)      pointwise behind                        result points, rows
 
 Blocks are told apart by what they read and over which space they run, never by name. Whether the
-expressions are a softmax indeed is found when the kernel is written (`attention_program`).
+expressions are a softmax indeed is found when the kernel is written (`attention.read.program`).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """How the CUDA writer will cut a column group: the configuration that it ranks first for work of
-these sizes (`cuda.column_rank`), and what follows from it.
+these sizes (`rank`), and what follows from it.
 """
 
 from __future__ import annotations

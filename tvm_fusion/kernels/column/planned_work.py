@@ -20,7 +20,7 @@ from .work import LOADED, PACKED, ColumnWork
 
 
 def column_work(group: GroupView, fit: Fit, rows: Sequence[int], inner: int) -> ColumnWork:
-    """What `cuda.column_work` will find in the group's program.
+    """What `work` will find in the group's program.
 
     `rows` are the extents of the rows, `inner` reduced neighbours in memory.
     """

@@ -1,4 +1,4 @@
-"""Ranks the configurations of a column kernel by their estimated time (`column_estimate`)."""
+"""Ranks the configurations of a column kernel by their estimated time (`estimate`)."""
 
 from __future__ import annotations
 

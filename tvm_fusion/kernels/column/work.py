@@ -32,7 +32,7 @@ class ColumnWork:
     rows : extents of the rows; an assumed one where an extent is symbolic
     known : whether the last of them is known
     columns : reduced elements of a row
-    along_rows, inner : see `column_lanes`
+    along_rows, inner : see `lanes`
     turned : no access runs along the rows
     width : elements of the widest vectors
     element : bytes of the narrowest element that moves with the steps

@@ -63,7 +63,7 @@ class Inliner:
     simplify : knows the ranges of the axes.
     accumulate : what a read of a reduction at some indices is.
     bindings : temporaries made so far, each before its readers.
-    runs : pairs of columns, where values are made of both; see `contraction_pairs`.
+    runs : pairs of columns, where values are made of both; see `pairs`.
     conditions : those under which the present expression is evaluated.
     """
 

@@ -60,7 +60,7 @@ class _Part:
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Aligned runs of `width` points of `axis`, one of `axes`; see `contraction_model.Partners`."""
+    """Aligned runs of `width` points of `axis`, one of `axes`; see `model.Partners`."""
 
     axis: Axis
     axes: tuple[Axis, ...]

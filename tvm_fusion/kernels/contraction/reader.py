@@ -4,8 +4,8 @@
     y[i, j] = relu(T[i, j] + b[j])        ->     acc0 = sum over (k0) of x[i0, k0] * w[i1, k0]
                                                  y[i0, i1] = max(acc0 + b[i1], 0)
 
-The parts live in `contraction_model` (the values), `contraction_segments` (which products and
-outputs belong together) and `contraction_inline` (expressions).
+The parts live in `model` (the values), `segments` (which products and
+outputs belong together) and `inline` (expressions).
 """
 
 from __future__ import annotations

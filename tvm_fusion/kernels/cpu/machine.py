@@ -31,20 +31,15 @@ class Machine:
     cores : int
     dots_pairs : bool
         Whether products of pairs of bfloat16 are summed up in float32 (AVX-512 BF16).
-    wake_us : float
-        What waking all cores adds to a kernel.
+    small_work : float
+        Additions of a kernel that stays on one core, see `small_work`.
     """
 
     vector_bytes: int
     vector_registers: int
     cores: int
     dots_pairs: bool = False
-    wake_us: float = WAKE_US
-
-    @property
-    def small_work(self) -> float:
-        """Additions of a kernel that stays on one core, see `small_work`."""
-        return small_work(self.wake_us, self.cores)
+    small_work: float = SMALL_WORK
 
     @property
     def scales(self) -> bool:
@@ -70,7 +65,7 @@ def machine_of(hw: HardwareProfile | None) -> Machine:
 
     The target comes first: a user's own may be of another machine than its profile. Its cores are
     the threads that kernels run on here: a profile holds those of the machine that was measured,
-    and what it takes to wake them.
+    and what it takes to wake them, from which plans say as well what stays on one core.
     """
     from ...config.targets import cpu_target
 
@@ -79,7 +74,9 @@ def machine_of(hw: HardwareProfile | None) -> Machine:
     if target is None or target.kind.name != "llvm":
         target = cpu.to_target() if cpu is not None else cpu_target()
     found = _of_target(target)
-    return found if cpu is None else replace(found, wake_us=cpu.launch_us)
+    if cpu is None:
+        return found
+    return replace(found, small_work=small_work(cpu.launch_us, cpu.num_sms))
 
 
 def _of_target(target: tvm.target.Target) -> Machine:

@@ -1,5 +1,5 @@
 """Pairs of columns in an epilogue: values in each part of a run, and orders of columns that bring
-the columns of a pair together (see `contraction_model.Partners`).
+the columns of a pair together (see `contraction.model.Partners`).
 
     columns of a run of 128 whose halves are swapped:   0 1 2 ... 63 | 64 65 66 ... 127
     in pairs of 2:                                      0 1 64 65 | 2 3 66 67 | 4 5 68 69 | ...

@@ -8,8 +8,8 @@ alone would leave the device idle (experts, low-rank updates). A prologue may al
 (0.80 to 0.92 of the two-kernel time where it was measured on an H200): it is taken in where the
 stored operand is smaller than what is computed from it (a dequantisation), on weights also where
 there are few rows, on rows where there is one; the predicted time decides. On Hopper runs of a
-product's columns may be reduced, too, for a kernel that finishes the rows (see `gemm_partials`).
-On CUDA what is behind a product may be made of pairs of its columns (see `gemm_columns`).
+product's columns may be reduced, too, for a kernel that finishes the rows (see `partials`).
+On CUDA what is behind a product may be made of pairs of its columns (see `columns`).
 """
 
 from __future__ import annotations

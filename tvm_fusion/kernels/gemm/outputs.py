@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class GemmOutputs:
-    """Outputs of products of a group; attributes as those of `gemm_launch.GemmGroup`."""
+    """Outputs of products of a group; attributes as those of `launch.GemmGroup`."""
 
     group: GroupView
     parts: Sequence[Sequence[Product]]

@@ -59,7 +59,7 @@ class LaunchTime:
 
 
 def mma_times(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[LaunchTime]:
-    """As `gemm_mma_rank` predicts it, with two blocks on a multiprocessor where there are tiles."""
+    """As `gemm.mma.rank` predicts it, with two blocks on a multiprocessor where there are tiles."""
     from .mma import rank
 
     dtype, rate = tensor_dtype(launch, hw, policy)

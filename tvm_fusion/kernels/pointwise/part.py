@@ -47,7 +47,7 @@ class PointwiseConfig:
     unroll : vectors a thread.
     across : number of the row axis that the lanes of a warp walk along; None: they walk along the
         columns.
-    flat : vectors cross the ends of rows (see `pointwise_flat`).
+    flat : vectors cross the ends of rows (see `flat`).
     """
 
     threads: int = 256

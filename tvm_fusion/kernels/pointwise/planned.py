@@ -1,5 +1,5 @@
 """How the CUDA writer will cut a pointwise group, from sizes alone: what
-`cuda.pointwise_configs` ranks first, as far as the planner has to know it.
+`configs` ranks first, as far as the planner has to know it.
 """
 
 from __future__ import annotations

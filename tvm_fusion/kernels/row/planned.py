@@ -1,4 +1,4 @@
-"""How the CUDA writer will cut a row group, from sizes alone: what `cuda.row_candidates` ranks
+"""How the CUDA writer will cut a row group, from sizes alone: what `candidates` ranks
 first, as far as the planner has to know it.
 
 Rows that are gone over once are streamed; others are held in registers, by few threads each where

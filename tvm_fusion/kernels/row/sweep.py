@@ -22,7 +22,7 @@ from .steps import Chunk
 
 
 class RowSweeps:
-    """Work on chunks; the attributes are those of `row_kernel.RowKernel`."""
+    """Work on chunks; the attributes are those of `sweeps.RowKernel`."""
 
     def column(self, chunk: Chunk) -> Expr:
         """First column of a chunk; negative where that lies before the row."""

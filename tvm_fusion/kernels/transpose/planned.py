@@ -1,5 +1,5 @@
 """How the CUDA writer will cut a transposing group: tiles that pass through shared memory, as
-`cuda.transpose_config` ranks first.
+`config` ranks first.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@
 
 Blocks stay and take every (number of blocks)-th tile of queries, so that the producer runs ahead
 into the next tile. Tiles of keys that no query of a tile sees are left out. The parts:
-`attention_hopper_problem` (what the TMA can address), `attention_hopper_config`,
-`attention_range`, `attention_hopper_match` and `attention_hopper_scouts` (which keys),
-`attention_hopper_state`, `attention_hopper_producer`, `attention_hopper_consumer`,
-`attention_online_softmax`, `attention_points` and `attention_hopper_same` (logits and visibility),
-`attention_loads`, `attention_hopper_epilogue`.
+`problem` (what the TMA can address), `config`,
+`attention.tiled.range`, `match` and `scouts` (which keys),
+`state`, `producer`, `consumer`,
+`attention.tiled.online_softmax`, `attention.tiled.points` and `same` (logits and visibility),
+`attention.tiled.loads`, `epilogue`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The order of the configurations of the Hopper attention, by the model of `attention_time`."""
+"""The order of the configurations of the Hopper attention, by the model of `attention.time`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of the configurations of the mma.sync attention, by the model of `attention_time`."""
+"""The order of the configurations of the mma.sync attention, by the model of `attention.time`."""
 
 from __future__ import annotations
 

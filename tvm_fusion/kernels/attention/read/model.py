@@ -11,7 +11,7 @@ visible key has the result 0 and lse -inf (Dao et al., FlashAttention-2, 2023, s
 the online form; the zero is what `torch.nn.functional.scaled_dot_product_attention` returns).
 
 Expressions are TIR over axis variables (int64), placeholders and loads of the PrimFunc's own
-parameters, half precision widened to float32, as in `contraction_model`.
+parameters, half precision widened to float32, as in `contraction.model`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ themselves, and only -inf hides."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attention:
-    """What one fused PrimFunc computes; made by `attention_program.analyze_attention`.
+    """What one fused PrimFunc computes; made by `program.analyze_attention`.
 
     Attributes
     ----------

@@ -3,7 +3,7 @@
     key <= query + 3 and key >= query - 100, queries 128 ... 255, tiles of 64 keys
       keys 28 ... 258 -> tiles 0 ... 4; those that all of its queries see: 155 ... 131, none
 
-The conditions come from `attention_bounds`.
+The conditions come from `attention.read.bounds`.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def score_factor(logit: Expr, score: Var) -> float | None:
 
 
 class TileConfig(Protocol):
-    """What the configurations have in common; see `attention_hopper_config.AttentionConfig`."""
+    """What the configurations have in common; see `attention.hopper.config.AttentionConfig`."""
 
     block_m: int
     block_n: int

@@ -2,7 +2,7 @@
 
 Deferred, the accumulators are rounded to pairs of halves at the end of a tile, and the pieces are
 computed between the first steps of the next tile. The staged output goes through boxes of shared
-memory (`gemm_hopper_boxes`); the other outputs are stored from registers.
+memory (`boxes`); the other outputs are stored from registers.
 """
 
 from __future__ import annotations

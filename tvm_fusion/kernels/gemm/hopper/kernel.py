@@ -5,9 +5,9 @@
 
 Blocks stay and take every (number of blocks)-th tile, so the producer runs ahead into the next tile
 while an epilogue works. The blocks of a cluster may share a tile's terms (`split`) or the tiles of
-B (`multicast`). The parts: `gemm_hopper_problem` (what the TMA can address), `gemm_hopper_config`,
-`gemm_hopper_plan`, `gemm_hopper_producer`, `gemm_hopper_consumer`, `gemm_hopper_exchange` (sums of
-split terms), `gemm_hopper_epilogue`.
+B (`multicast`). The parts: `problem` (what the TMA can address), `config`,
+`plan`, `producer`, `consumer`, `exchange` (sums of
+split terms), `epilogue`.
 """
 
 from __future__ import annotations

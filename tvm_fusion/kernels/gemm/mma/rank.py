@@ -79,7 +79,7 @@ def mma_ranked(
     Raises
     ------
     Unsupported
-        Where `gemm_mma.emit_gemm_mma` cannot compute the contraction, or no tile fits.
+        Where `kernel.emit_gemm_mma` cannot compute the contraction, or no tile fits.
     """
     tf32 = bool(getattr(policy, "allow_tf32", False))
     segments = read_mma(contraction, hw, tf32)

@@ -164,7 +164,7 @@ def _equal(a: Expr | None, b: Expr | None) -> bool:
 
 
 FIELD = 1.61
-"""Instructions from a field of a word to a float32 (fitted with `gemm_skinny_rank`'s constants)."""
+"""Instructions from a field of a word to a float32 (fitted with `rank`'s constants)."""
 WIDENED = 0.97
 """Instructions from half precision to float32 (likewise)."""
 

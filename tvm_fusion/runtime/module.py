@@ -1,0 +1,5 @@
+"""The public address of `CompiledModule`, which loads saved modules."""
+
+from .calls.compiled_module import CompiledModule
+
+__all__ = ["CompiledModule"]
