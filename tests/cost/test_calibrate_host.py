@@ -225,9 +225,8 @@ def test_a_measured_calibration_is_what_its_file_says(first_use):
 def test_both_calibrations_mean_the_same_by_a_launch(monkeypatch, woken, added):
     """What waking the cores adds, left out where it is below the noise."""
     bench = SimpleNamespace(target=None, cores=2)
-    for way in (cpu_launch, cpu_quick):
-        monkeypatch.setattr(way, "build", lambda chain, target: None)
-        monkeypatch.setattr(way.CompiledModule, "of", built_of)
+    monkeypatch.setattr(cpu_launch, "build", lambda chain, target: None)
+    monkeypatch.setattr(cpu_launch.CompiledModule, "of", built_of)
     seconds = [32 * 0.2e-6, 32 * woken * 1e-6]
     bench.times = lambda calls: dict(zip(calls, seconds, strict=True))
     times = iter(seconds)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import tvm
 from tvm import relax, tirx
@@ -50,14 +53,18 @@ def chain_of(kernel: tirx.PrimFunc) -> tvm.IRModule:
     return bb.get()
 
 
-def measure(bench: CpuBench) -> Finding:
-    """Time of a launch."""
+def chains(bench: CpuBench) -> dict[int | None, Callable[[], Any]]:
+    """Calls of a chain of kernels, by the cores that each kernel wakes; None: it runs on one."""
     x = np.ones(ELEMENTS, "float32")
-    calls = {
+    return {
         cores: CompiledModule.of(build(chain_of(add_one(cores)), bench.target)).bind(x)
         for cores in (None, bench.cores)
     }
-    us = {cores: taken / CHAIN * 1e6 for cores, taken in bench.times(calls).items()}
+
+
+def measure(bench: CpuBench) -> Finding:
+    """Time of a launch."""
+    us = {cores: taken / CHAIN * 1e6 for cores, taken in bench.times(chains(bench)).items()}
     alone, woken = us[None], us[bench.cores]
     how = f"chain of {CHAIN} kernels in the virtual machine, {bench.cores} cores woken for each"
     note = f"a kernel in the virtual machine: {alone:.3g} us on one core, {woken:.3g} us on all"

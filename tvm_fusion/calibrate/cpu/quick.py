@@ -15,13 +15,10 @@ import numpy as np
 import tvm
 from tvm.relax import op
 
-from ...runtime.build.build import build
-from ...runtime.calls.compiled_module import CompiledModule
 from .arithmetic import ELEMENTS, chain
 from .bandwidth import LANES, copy_loop
 from .bench import CpuBench
-from .launch import CHAIN, add_one, chain_of
-from .launch import ELEMENTS as FEW
+from .launch import CHAIN, chains
 
 SAMPLES = 20
 SAMPLE_S = 0.15
@@ -65,11 +62,7 @@ def products(bench: CpuBench) -> dict[str, float]:
 
 def launches(bench: CpuBench) -> dict[str, float]:
     """A kernel in the virtual machine on one core, and what waking the others adds."""
-    x = np.ones(FEW, "float32")
-    alone, woken = (
-        quick_s(CompiledModule.of(build(chain_of(add_one(n)), bench.target)).bind(x)) / CHAIN * 1e6
-        for n in (None, bench.cores)
-    )
+    alone, woken = (quick_s(call) / CHAIN * 1e6 for call in chains(bench).values())
     found = {"kernel_gap_us": alone}
     if bench.cores > 1 and woken > alone:
         found["launch_us"] = woken - alone

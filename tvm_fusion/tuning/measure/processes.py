@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from ...host import no_torch
 from ...host.cores import on_all_cores
 from ...host.threads import kernel_threads
 from .scratch import scratch_folder
@@ -227,31 +228,13 @@ class Worker:
         self._connection = Connection(ours.detach())
 
 
-# Ahead of a module: torch is as if it were not installed. A None in `sys.modules` would not do:
-# scipy takes what is there for the module.
-NO_TORCH = """
-import sys
-from importlib.machinery import PathFinder
-
-class NoTorch(PathFinder):
-    @classmethod
-    def find_spec(cls, name, path=None, target=None):
-        return None if name == "torch" else super().find_spec(name, path, target)
-
-sys.meta_path[sys.meta_path.index(PathFinder)] = NoTorch
-"""
-
-
 def module_command(module: str, torch: bool) -> list[str]:
-    """The command of a module in a process of its own, which may import torch or not.
-
-    TVM imports torch wherever it is installed: 2.9 s of the 4.5 that a process takes to start
-    (Zen 4).
-    """
+    """The command of a module in a process of its own, which may import torch or not."""
     if torch:
         return [sys.executable, "-m", module]
-    run = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
-    return [sys.executable, "-c", f"{NO_TORCH}{run}"]
+    hide = f"runpy.run_path({no_torch.__file__!r})['hide_torch']()"
+    run = f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    return [sys.executable, "-c", f"import runpy; {hide}; {run}"]
 
 
 def ready() -> None:
