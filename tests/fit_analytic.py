@@ -43,7 +43,7 @@ class Case:
 
 def cases_of(file, cache=None):
     """The launches of a sample file whose graphs can be made again."""
-    from tvm_fusion.bench.random_graphs import graph_of
+    from .benchmarks.plans.random_graphs import graph_of
 
     if cache and Path(cache).exists():
         return pickle.loads(Path(cache).read_bytes())

@@ -34,50 +34,27 @@ if TYPE_CHECKING:
 Reported = Report | FunctionReports
 
 BAD_INPUT = 2
+SUITES_ELSEWHERE = (
+    "suites of workloads are not installed; in a checkout: python -m tests.benchmarks --suite NAME"
+)
 
 _COMMANDS = {
     "compile": "plan, fuse, build, verify and time a model",
     "explain": "show the plan and the reasons without building anything",
     "verify": "check the fused model against float64, output by output and group by group",
-    "bench": "time a model, or a suite of workloads, beside other compilers",
+    "bench": "time a model beside other compilers",
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit status."""
-    return _main(_parser, argv)
+    return exit_status(lambda: _main(argv))
 
 
-def bench_main(argv: Sequence[str] | None = None) -> int:
-    """Run ``python -m tvm_fusion.bench`` and return the exit status."""
-    return _main(_bench_parser, argv)
-
-
-def _main(make_parser: Callable[[], argparse.ArgumentParser], argv: Sequence[str] | None) -> int:
+def exit_status(command: Callable[[], int]) -> int:
+    """Run a command and return its exit status; what it raises is a line on standard error."""
     try:
-        args = make_parser().parse_args(argv)
-        if args.command == "bench":
-            from .bench.options import asks_for_suite
-
-            if asks_for_suite(args):
-                return _bench_suite(args)
-        if args.command == "calibrate":
-            from .calibrate.command import main as calibrate
-
-            return calibrate(args)
-        if args.command == "tune":
-            from .tuning.command import main as tune
-
-            return tune(args)
-        if args.command == "fuzz":
-            from .fuzz.command import main as fuzz
-
-            return fuzz(args)
-        with _only_results_on_stdout(), shown():
-            report = _run(args)
-            answer = why(report, args.why) if args.why and not args.json else None
-        _print(report, args, answer)
-        return _status(report)
+        return command()
     except SystemExit as stop:
         return int(stop.code or 0)
     except KeyboardInterrupt:
@@ -95,32 +72,64 @@ def _main(make_parser: Callable[[], argparse.ArgumentParser], argv: Sequence[str
         return _fail(f"{type(error).__name__}: {error} ({hint})", CHECK_FAILED)
 
 
-class _Parser(argparse.ArgumentParser):
+def _main(argv: Sequence[str] | None) -> int:
+    args = _parser().parse_args(argv)
+    if args.command == "calibrate":
+        from .calibrate.command import main as calibrate
+
+        return calibrate(args)
+    if args.command == "tune":
+        from .tuning.command import main as tune
+
+        return tune(args)
+    if args.command == "fuzz":
+        from .fuzz.command import main as fuzz
+
+        return fuzz(args)
+    with only_results_on_stdout(), shown():
+        report = _run(args)
+        answer = why(report, args.why) if args.why and not args.json else None
+    _print(report, args, answer)
+    return _status(report)
+
+
+class Parser(argparse.ArgumentParser):
     """Reports a usage error in one line."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
 
+class _Elsewhere(argparse.Action):
+    """An option that the command had while it ran the suites, too."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        parser.error(SUITES_ELSEWHERE)
+
+
 def _parser() -> argparse.ArgumentParser:
     from ._version import __version__
 
-    parser = _Parser(prog="tvm_fusion", description="Fuse the operators of a model.")
+    parser = Parser(prog="tvm_fusion", description="Fuse the operators of a model.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, help_text in _COMMANDS.items():
         command = commands.add_parser(name, help=help_text, description=help_text)
-        _add_common_arguments(command, suites=name == "bench")
+        _add_common_arguments(command)
     output = commands.choices["compile"]
     output.add_argument("-o", "--output", metavar="FILE", help="save the compiled module (.so)")
-    output.add_argument(
-        "--peers",
-        metavar="PEER,...",
-        default=None,
-        help="compilers to time beside it: tvm, torch.eager, torch.compile, jax, onnxruntime, "
-        "openvino, or none; default: tvm,torch.eager,torch.compile",
-    )
+    for option, count in (("--suite", "?"), ("--list", 0), ("--merge", "*")):
+        commands.choices["bench"].add_argument(
+            option, nargs=count, action=_Elsewhere, help=argparse.SUPPRESS
+        )
     for command in (output, commands.choices["bench"]):
+        command.add_argument(
+            "--peers",
+            metavar="PEER,...",
+            default=None,
+            help="compilers to time beside it: tvm, torch.eager, torch.compile, jax, onnxruntime, "
+            "openvino, or none; default: tvm,torch.eager,torch.compile",
+        )
         help_text = "capture whole calls into CUDA graphs"
         command.add_argument("--cuda-graph", action="store_true", default=None, help=help_text)
     _add_calibrate(commands)
@@ -173,29 +182,10 @@ def _add_fuzz(commands: Any) -> None:
     add_arguments(commands.add_parser("fuzz", help=what, description=what))
 
 
-def _bench_parser() -> argparse.ArgumentParser:
-    """The parser of ``python -m tvm_fusion.bench``, where the suite needs no ``--suite``."""
-    from .bench.options import add_suite_arguments
-
-    parser = _Parser(prog="tvm_fusion.bench", description="Time workloads beside other compilers.")
-    work = parser.add_mutually_exclusive_group(required=True)
-    work.add_argument("suite", nargs="?", help="a suite, or workloads by commas")
-    add_suite_arguments(parser, work)
-    parser.add_argument("--target", help=TARGET_HELP)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(command="bench", policy=None, plan=None, cuda_graph=None)
-    return parser
-
-
-def _add_common_arguments(command: argparse.ArgumentParser, suites: bool) -> None:
+def _add_common_arguments(command: argparse.ArgumentParser) -> None:
     model = command.add_mutually_exclusive_group(required=True)
     model.add_argument("model", nargs="?", help="a .pt2, .onnx, Relax .py or Relax .json file")
     model.add_argument("--demo", action="store_true", help="a pre-norm transformer block")
-    if suites:
-        from .bench.options import add_suite_arguments
-
-        model.add_argument("--suite", metavar="SUITE", help="a suite, or workloads by commas")
-        add_suite_arguments(command, model)
     command.add_argument("--target", help=TARGET_HELP)
     command.add_argument("--policy", help=POLICY_HELP)
     command.add_argument("--plan", metavar="FILE", help="run this plan instead of searching one")
@@ -203,14 +193,12 @@ def _add_common_arguments(command: argparse.ArgumentParser, suites: bool) -> Non
     command.add_argument(
         "--full", action="store_true", default=None, help="print everything, not one screen of it"
     )
-    command.set_defaults(output=None, why=None)
-    if not suites:
-        command.set_defaults(peers="none")
+    command.set_defaults(output=None, why=None, peers="none")
 
 
 def _run(args: argparse.Namespace) -> Reported:
     """Do what the command says and return its report."""
-    from .bench.options import model_peers_of
+    from .bench.peers import peers_of
     from .compilation import compiler
     from .config import load_policy, resolve_target
 
@@ -222,7 +210,7 @@ def _run(args: argparse.Namespace) -> Reported:
         "policy": _with_budget(load_policy(policy_of(args.policy)), args),
         "plan": _plan_file(args.plan),
     }
-    peers = model_peers_of(args.peers)
+    peers = peers_of(args.peers)
     if args.output is not None and not Path(args.output).absolute().parent.is_dir():
         raise InputError(f"cannot write {args.output}: there is no such directory")
     model = model_of(args, target)
@@ -245,23 +233,6 @@ def _run(args: argparse.Namespace) -> Reported:
     if args.output is not None:
         compiled.save(args.output)
     return compiled.report
-
-
-def _bench_suite(args: argparse.Namespace) -> int:
-    """List, run or join suites, print the result, and return the exit status."""
-    from .bench import options, table
-
-    if args.list:
-        print(table.listing())
-        return 0
-    with _only_results_on_stdout():
-        if args.merge is not None:
-            result = options.merged(args.merge, args.out)
-        else:
-            result = options.run(args.suite, args)
-    print(json.dumps(result, allow_nan=False) if args.json else table.table(result))
-    sys.stdout.flush()
-    return CHECK_FAILED if options.failed(result) else 0
 
 
 def _verified(report: Reported) -> Reported:
@@ -334,7 +305,7 @@ def _fail(message: str, status: int) -> int:
 
 
 @contextlib.contextmanager
-def _only_results_on_stdout() -> Iterator[None]:
+def only_results_on_stdout() -> Iterator[None]:
     """Send to standard error what libraries and compilers print to standard output."""
     sys.stdout.flush()
     saved = os.dup(1)

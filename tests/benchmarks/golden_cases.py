@@ -33,12 +33,13 @@ from tvm.relax.frontend import nn as tvm_nn
 from tests.pipelines import llm
 from tests.pipelines import modules as pipelines
 from tests.support.graphs import module
-from tvm_fusion.bench import plan_case_graphs
-from tvm_fusion.bench.random_graphs import module_of
-from tvm_fusion.bench.workloads import SUITES
 from tvm_fusion.config import resolve_target
 from tvm_fusion.frontends import load
 from tvm_fusion.fuzz.steps import draw_program
+
+from .plans import case_graphs
+from .plans.random_graphs import module_of
+from .workloads import SUITES
 
 RANDOM = 20  # of each sort
 PROBED = ("register_pressure", "code_chain", "coalescing")
@@ -95,7 +96,7 @@ def cases() -> dict[str, Case]:
     found |= {f"functions/{name}": Case(make) for name, make in FUNCTIONS.items()}
     found["functions/paged"] = Case(_paged, devices=(H200,))
     for name in PROBED:
-        make = partial(plan_case_graphs.CASES[name].build, 1.0)
+        make = partial(case_graphs.CASES[name].build, 1.0)
         found[f"probed/{name}"] = Case(make, {"probe": "auto"}, "nvcc", (H200,))
     return found
 

@@ -1,10 +1,10 @@
 """The cost model against kernels measured on an H200: the figures it has to keep.
 
-`tests/data/kernels_h200.jsonl` is frozen; the residual in `configs/` is what `calibrate --refit`
-makes of it. Whoever changes the analytic model, the features or a number of the profile makes the
-residual again and sees here what that did::
+`tests/data/kernels_h200.jsonl` is frozen; the residual in `configs/` is fitted to it. Whoever
+changes the analytic model, the features or a number of the profile makes the residual again and
+sees here what that did::
 
-    python -m tvm_fusion calibrate --target h200 --refit tests/data/kernels_h200.jsonl
+    python -m tests.benchmarks.plans.refit --target h200 tests/data/kernels_h200.jsonl
 
 Figures are of the fifth of the graphs that are held out of the training; all graphs are made again,
 and the residual trained again, in the nightly run.
@@ -23,6 +23,8 @@ from tvm_fusion.cost.learned.refit import train_samples
 from tvm_fusion.cost.learned.samples import HELD_OUT, SampleSet, fold_of, read_samples
 from tvm_fusion.cost.learned.training import figures_of
 from tvm_fusion.cost.learned.training_rows import Rows, rows_of
+
+from ..benchmarks.plans.random_graphs import graph_of
 
 HW = load_profile("h200")
 SAMPLES = Path(__file__).parents[1] / "data" / "kernels_h200.jsonl"
@@ -43,12 +45,12 @@ def held_out(samples) -> SampleSet:
 
 @pytest.fixture(scope="module")
 def rows(held_out) -> Rows:
-    return rows_of(held_out, HW, load_policy())
+    return rows_of(held_out, HW, load_policy(), graph_of)
 
 
 @pytest.fixture(scope="module")
 def trained(samples) -> tuple[Residual, Rows]:
-    return train_samples(samples, HW, load_policy())
+    return train_samples(samples, HW, load_policy(), graph_of)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +153,7 @@ def test_predicted_ratios_of_fused_to_unfused_times_hold_on_held_out_graphs(comm
 
 def test_kernels_measured_after_the_model_was_made_are_predicted_as_well(committed):
     """50 graphs that nobody had seen."""
-    rows = rows_of(read_samples(FRESH), HW, load_policy())
+    rows = rows_of(read_samples(FRESH), HW, load_policy(), graph_of)
     assert len(rows.rows) >= LEAST_KERNELS
     found = figures_of(committed, rows, np.arange(len(rows.rows)), HW)
     assert found["median_error"] <= 0.1

@@ -14,7 +14,6 @@ import pytest
 
 from tests.support.counting import calls_of
 from tests.support.learned_cases import BYTES, CLASSES, a_query, some_rows, true_us, with_bytes
-from tvm_fusion.bench.random_graphs import graph_of, module_of
 from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, load_profile, profile_file
 from tvm_fusion.cost.learned import learned, refit, training
@@ -37,6 +36,9 @@ from tvm_fusion.plan.plan import FusionPlan
 from tvm_fusion.plan.search.search import search, unfused_plan
 from tvm_fusion.report.assemble import planned_report
 from tvm_fusion.transform.apply.materialize import group_views
+
+from ..benchmarks.plans import refit as plans_refit
+from ..benchmarks.plans.random_graphs import graph_of, module_of
 
 HW = load_profile("h200")
 POLICY = load_policy()
@@ -471,7 +473,7 @@ def drawn() -> SampleSet:
 
 
 def test_every_launch_of_a_plan_is_found_again_in_its_graph(drawn):
-    rows = rows_of(drawn, HW, POLICY)
+    rows = rows_of(drawn, HW, POLICY, graph_of)
     assert rows.problems == ()
     assert len(rows.rows) == len(drawn.launches)
     assert np.isfinite(rows.features).all()
@@ -510,9 +512,15 @@ def test_a_launch_sees_what_the_planner_saw():
 def test_a_launch_that_cannot_be_found_again_is_set_aside(drawn, change, why):
     good = next(s for s in drawn.launches if s.kernel_class == "pointwise")
     broken = replace(good, **change)
-    rows = rows_of(replace(drawn, launches=(good, broken)), HW, POLICY)
+    rows = rows_of(replace(drawn, launches=(good, broken)), HW, POLICY, graph_of)
     assert [r.sample for r in rows.rows] == [good]
     assert why in rows.problems[0].why
+
+
+def test_a_launch_whose_graph_nobody_makes_is_set_aside_with_the_command_that_does(drawn):
+    rows = rows_of(replace(drawn, launches=drawn.launches[:1]), HW, POLICY)
+    assert rows.rows == ()
+    assert "tests.benchmarks.plans.refit" in rows.problems[0].why
 
 
 def test_a_launch_without_a_graph_carries_its_work():
@@ -535,8 +543,8 @@ def test_the_command_writes_a_residual_that_loads(drawn, tmp_path, capsys, monke
     source, out = tmp_path / "samples.jsonl", tmp_path / "out.residual.json"
     write_samples(source, drawn)
     source.write_text(source.read_text() + "broken\n")
-    args = argparse.Namespace(refit=[str(source)], target="h200", out=str(out))
-    assert refit.main(args) == 0
+    command = [str(source), "--target", "h200", "--out", str(out)]
+    assert plans_refit.main(command) == 0
     printed = capsys.readouterr()
     assert "median error" in printed.out
     assert "Kendall tau" in printed.out
@@ -552,7 +560,7 @@ def test_too_few_samples_are_refused_and_the_old_file_stays(drawn, tmp_path, cap
     out.write_text("old")
     args = argparse.Namespace(refit=[str(source)], target="h200", out=str(out))
     with pytest.raises(InputError, match="too few"):
-        refit.main(args)
+        refit.main(args, graph_of)
     assert out.read_text() == "old"
     assert "set aside: samples.jsonl:22" in capsys.readouterr().err
 
@@ -569,7 +577,7 @@ def test_the_name_a_driver_gives_is_the_same_device(drawn, tmp_path, monkeypatch
     monkeypatch.setattr(training, "ROUNDS", 5)
     header = {**HEADER, "device": "NVIDIA H200"}
     write_samples(tmp_path / "s.jsonl", replace(drawn, headers=(header,)))
-    assert refit.refit([tmp_path / "s.jsonl"], HW).device == HW.name
+    assert refit.refit([tmp_path / "s.jsonl"], HW, graph_of=graph_of).device == HW.name
 
 
 def test_a_residual_lies_beside_its_profile(residual, tmp_path):

@@ -12,7 +12,6 @@ from tests.support.cuda_on_cpu import run_cuda_on_cpu
 from tests.support.graphs import module, plan_of
 from tests.support.runtime_cases import without_compilers
 from tvm_fusion import explain
-from tvm_fusion.bench.forced import forced
 from tvm_fusion.config import load_policy
 from tvm_fusion.cost.probe import Candidate, ProbeFailure, candidates_of, group_key, probe
 from tvm_fusion.cost.traffic import Resources
@@ -26,6 +25,8 @@ from tvm_fusion.report.text import render
 from tvm_fusion.runtime.build.cubin_elf import code_bytes
 from tvm_fusion.runtime.build.cuda_compiler import Compiler
 from tvm_fusion.runtime.timing.launch_kernels import LaunchSpec, LaunchWriter
+
+from ..benchmarks.plans.forced import forced
 
 F16 = "float16"
 BIG = ((4096, 4096), F16)

@@ -8,13 +8,14 @@ import pytest
 from tvm.relax import op
 
 from tests.cost.test_analytic import BASE, H200, THREADS, ask, group_of
-from tvm_fusion.bench import workloads
 from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy
 from tvm_fusion.cost.analytic import estimate
 from tvm_fusion.kernels.registry import kernel_class
 from tvm_fusion.kernels.row.planned import row_shape, row_streams
 from tvm_fusion.plan.group_view import GroupView
+
+from ..benchmarks import workloads
 
 
 def body_us(found):

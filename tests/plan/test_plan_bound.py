@@ -6,13 +6,14 @@ import pytest
 
 import tvm_fusion
 from tests.support.brute_force import cheapest_us
-from tvm_fusion.bench.random_graphs import graph_of, module_of
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.plan.legality import Evaluator
 from tvm_fusion.plan.search.bound import bound_of_plan, lower_bound
 from tvm_fusion.plan.search.search import search, solve
 from tvm_fusion.plan.search.search_state import State
 from tvm_fusion.plan.search.solution import launches_of
+
+from ..benchmarks.plans.random_graphs import graph_of, module_of
 
 HW, POLICY = load_profile("nvidia_h200"), load_policy(None)
 

@@ -12,7 +12,6 @@ from tvm.relax import op
 
 from tests.support.brute_force import cheapest_us
 from tests.support.graphs import module
-from tvm_fusion.bench.random_graphs import graph_of
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import PlanError
 from tvm_fusion.ir.graph import FusionGraph, OpKind, build_graph
@@ -34,6 +33,8 @@ from tvm_fusion.plan.search.solution import (
     total_us,
 )
 from tvm_fusion.transform.lower.lower import lower
+
+from ..benchmarks.plans.random_graphs import graph_of
 
 HW = load_profile("nvidia_h200")
 POLICY = load_policy(None)

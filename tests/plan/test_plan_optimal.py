@@ -8,7 +8,6 @@ from tvm.relax import op
 from tests.support.brute_force import MAX_OPS, cheapest_us
 from tests.support.graphs import module
 from tests.support.plan_checker import plan_writes, problems_of
-from tvm_fusion.bench.random_graphs import graph_of
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.ir.graph import FusionGraph, OpKind, build_graph
 from tvm_fusion.plan.legality import Evaluator
@@ -16,6 +15,8 @@ from tvm_fusion.plan.refusal import Refusal
 from tvm_fusion.plan.search.as_plan import plan_from
 from tvm_fusion.plan.search.search import greedy_solution, search, unfused_plan
 from tvm_fusion.transform.lower.lower import lower
+
+from ..benchmarks.plans.random_graphs import graph_of
 
 SEEDS = 600  # of random graphs, of which 500 and more have at most MAX_OPS operators
 PER_TEST = 15

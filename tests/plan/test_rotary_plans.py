@@ -85,7 +85,7 @@ def test_a_decoder_block_pairs_its_columns_where_that_is_predicted_to_be_faster(
     20.1 us as two (2026-11-22), so that the start of the second launch decides.
     """
     pytest.importorskip("torch")
-    from tvm_fusion.bench.workloads import make
+    from ..benchmarks.workloads import make
 
     made = make("demo_block", "cpu", "float16")
     for started_us, products in ((0.0, 0), (12.0, 3)):

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 
-from tvm_fusion.bench.random_graphs import graph_of
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import InputError
 from tvm_fusion.plan.decide.decide import decide
@@ -18,6 +17,8 @@ from tvm_fusion.report.flip import flip
 from tvm_fusion.report.screen import COLUMNS, LINES, screen
 from tvm_fusion.report.times import TimeReport, Verdict
 from tvm_fusion.report.why import restrict, why
+
+from ..benchmarks.plans.random_graphs import graph_of
 
 NORM = GroupReport(
     name="fused_add_rms_norm",

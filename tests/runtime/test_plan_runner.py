@@ -7,13 +7,6 @@ import pytest
 import torch
 
 from tests.support.graphs import module
-from tvm_fusion.bench import collect, launch_check
-from tvm_fusion.bench.graph_launches import Choice, opened, prepare_graph, queued_policy
-from tvm_fusion.bench.launch_check import check_launches, difference
-from tvm_fusion.bench.measured_graph import measure_graph, open_runner
-from tvm_fusion.bench.plan_quality import line, measure_quality, summary
-from tvm_fusion.bench.plan_space import PlanSpace
-from tvm_fusion.bench.random_graphs import graph_of, module_of
 from tvm_fusion.check.inputs import random_inputs
 from tvm_fusion.check.plan_runner import PlanRunner, specs_of
 from tvm_fusion.check.reference import run_built
@@ -25,6 +18,14 @@ from tvm_fusion.plan.search.search import search, unfused_plan
 from tvm_fusion.runtime.timing.launch_kernels import LaunchSpec
 from tvm_fusion.runtime.timing.plan_timing import PlanTimes, by_launch, runs_of
 from tvm_fusion.transform.lower.lower import lower
+
+from ..benchmarks.plans import collect, launch_check
+from ..benchmarks.plans.graph_launches import Choice, opened, prepare_graph, queued_policy
+from ..benchmarks.plans.launch_check import check_launches, difference
+from ..benchmarks.plans.measured_graph import measure_graph, open_runner
+from ..benchmarks.plans.quality import line, measure_quality, summary
+from ..benchmarks.plans.random_graphs import graph_of, module_of
+from ..benchmarks.plans.space import PlanSpace
 
 POLICY = load_policy(None)
 

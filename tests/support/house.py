@@ -2,6 +2,7 @@
 
     python -m tests.support.house
 
+Files, lines and folders are those of the package and of the benchmarks, which are not installed.
 All imports count, those inside functions and those for type checkers too. The layers are those of
 `tvm_fusion/ARCHITECTURE.md`; what it lists as exceptions may go upwards.
 """
@@ -22,6 +23,7 @@ from scipy.sparse.csgraph import connected_components
 ROOT = Path(__file__).parents[2]
 PACKAGE = "tvm_fusion"
 ENDS = ("source", "target")
+BENCHMARKS = "tests/benchmarks"
 PAGE = ROOT / PACKAGE / "ARCHITECTURE.md"
 
 
@@ -44,7 +46,7 @@ class House:
 
     def folders(self) -> Counter[str]:
         """How many modules lie in each folder."""
-        return Counter(str(path.parent.relative_to(ROOT)) for path in self.files.values())
+        return modules_by_folder(self.files.values())
 
     def circles(self) -> list[list[str]]:
         """Sets of modules each of which imports all others, through others or not."""
@@ -74,6 +76,24 @@ def read_house(root: Path = ROOT) -> House:
     files = {_name(path.relative_to(root / PACKAGE)): path for path in paths}
     found = (i for name, path in files.items() for i in _imports(name, path, files))
     return House(files, tuple(sorted(set(found))))
+
+
+def benchmarks() -> list[Path]:
+    """The modules of the benchmarks, and the tests of them."""
+    return sorted((ROOT / BENCHMARKS).rglob("*.py"))
+
+
+def modules_by_folder(paths: Iterable[Path]) -> Counter[str]:
+    """How many of some modules lie in each folder."""
+    return Counter(str(path.parent.relative_to(ROOT)) for path in paths)
+
+
+def roots(path: Path) -> set[str]:
+    """The packages that a module imports by their full names."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    modules = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names]
+    modules += [n.module for n in nodes if isinstance(n, ast.ImportFrom) and not n.level]
+    return {module.partition(".")[0] for module in modules}
 
 
 def read_layers(page: str) -> dict[str, int]:
@@ -142,13 +162,20 @@ def _inside(module: str) -> str:
     return module.removeprefix(f"{PACKAGE}.")
 
 
-def main() -> None:
-    house, page = read_house(), PAGE.read_text(encoding="utf-8")
-    texts = [path.read_text(encoding="utf-8") for path in house.files.values()]
+def _counts(paths: Iterable[Path]) -> str:
+    texts = [path.read_text(encoding="utf-8") for path in paths]
     lines = sum(text.count("\n") for text in texts)
     nodes = sum(1 for text in texts for _ in ast.walk(ast.parse(text)))
-    print(f"{len(house.files)} files, {lines} lines, {nodes} nodes of syntax")
-    for folder, count in house.folders().most_common(5):
+    return f"{len(texts)} files, {lines} lines, {nodes} nodes of syntax"
+
+
+def main() -> None:
+    house, page = read_house(), PAGE.read_text(encoding="utf-8")
+    own = list(house.files.values())
+    suites = [path for path in benchmarks() if not path.name.startswith("test_")]
+    for what, paths in {"package": own, BENCHMARKS: suites, "both": own + suites}.items():
+        print(f"{what}: {_counts(paths)}")
+    for folder, count in modules_by_folder(own + suites).most_common(5):
         print(f"{count:4} files in {folder}")
     print(f"{house.inside_functions()} imports inside functions")
     for circle in house.circles():

@@ -7,9 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-from tvm_fusion.bench.tuning_session import run
 from tvm_fusion.kernels import registry
 
+from ..benchmarks.tuning.session import run
 from ..tuning.test_session import chain_module
 from .tune_classes import Several
 

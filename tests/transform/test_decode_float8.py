@@ -9,10 +9,10 @@ from tvm import relax, te
 from tvm.relax import op
 
 import tvm_fusion
-from tvm_fusion.bench.instance import Apply
 from tvm_fusion.transform import Fuse
 from tvm_fusion.transform.lower.decode_float8 import DecodeFloat8
 
+from ..benchmarks.workloads.instance import Apply
 from ..support.graphs import module
 
 TYPES = ("float8_e4m3fn", "float8_e5m2")

@@ -1,6 +1,6 @@
 """Sessions that are killed: what was kept is there, nothing is left over, and the next goes on.
 
-Kills of two kinds, in the nightly run of three; `python -m tvm_fusion.bench.tuning_kills` does as
+Kills of two kinds, in the nightly run of three; `python -m tests.benchmarks.tuning.kills` does as
 many as one likes.
 """
 
@@ -11,10 +11,11 @@ from dataclasses import replace
 
 import pytest
 
-from tvm_fusion.bench.killed_lane import Kill, Moment
-from tvm_fusion.bench.killed_session import WatchedSession, marked
-from tvm_fusion.bench.tuning_kills import SETTINGS, kill_sessions, main, summary
 from tvm_fusion.tuning.measure.processes import module_command
+
+from ..benchmarks.tuning.killed_lane import Kill, Moment
+from ..benchmarks.tuning.killed_session import WatchedSession, marked
+from ..benchmarks.tuning.kills import SETTINGS, kill_sessions, main, summary
 
 HERE = SETTINGS | {"spaces": ["class"], "builders": 1, "trials": 6}
 

@@ -24,7 +24,6 @@ from tvm.s_tir.meta_schedule.relax_integration import extract_tasks, tune_relax
 from tvm.s_tir.meta_schedule.testing.dummy_object import DummyRunner
 
 import tvm_fusion
-from tvm_fusion.bench.metaschedule import light_build
 from tvm_fusion.errors import InputError, NothingTuned
 from tvm_fusion.ir.quick_stacks import register_tensor_intrinsics
 from tvm_fusion.transform import Fuse, Materialize, WriteKernels, plan
@@ -32,6 +31,7 @@ from tvm_fusion.tuning.database import guard as lines
 from tvm_fusion.tuning.database.lines import RECORDS, WORKLOADS
 from tvm_fusion.tuning.session import tune as session
 
+from ..benchmarks.tuning.metaschedule import light_build
 from ..pipelines.cells import CUDA, LLVM, launches
 from ..pipelines.modules import cases
 from ..support.tuned_blocks import BEST_US, OTHER, TARGET, UNTUNED_US, block, fill

@@ -22,7 +22,6 @@ from typing import Any
 from ..errors import InputError
 from ..host.cores import HAS_AFFINITY, physical_cores, usable_cores
 from ..runtime.timing.timing import Timing
-from .record import reason
 
 Call = Callable[[], Any]
 Maker = Callable[..., tuple[Call, Any]]  # to a call, and what is to be known of it
@@ -50,6 +49,12 @@ THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TVM_NU
 
 class Failed(Exception):
     """What a process said of its failure, or how it ended."""
+
+
+def reason(error: Exception) -> str:
+    """Return type and first lines of an error, in one line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines[:2]) or 'no message'}"[:500]
 
 
 class Process:

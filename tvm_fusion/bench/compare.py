@@ -29,11 +29,9 @@ from ..runtime.calls.compiled_module import CompiledModule
 from ..runtime.graphs.capture_rules import CudaGraphOptions
 from ..runtime.timing.kernel_walls import kernel_walls
 from ..runtime.timing.timing import time_calls
-from .apart import Call, Failed, Process, in_rounds
-from .model_peers import PEERS
-from .options import MODEL_PEERS
+from .apart import Call, Failed, Process, in_rounds, reason
 from .patience import within
-from .record import reason
+from .peers import DEFAULT_PEERS, PEERS
 
 MAKING_S = 90.0  # a peer that is not ready by then is left out
 SAMPLE_LIMIT_S = 60.0
@@ -47,7 +45,7 @@ def bench(
     policy: Any = None,
     plan: Any = None,
     cuda_graph: bool | None = False,
-    peers: Sequence[str] = MODEL_PEERS,
+    peers: Sequence[str] = DEFAULT_PEERS,
 ) -> Report:
     """Compile a model, and time it beside the unfused module and other compilers.
 
@@ -56,7 +54,7 @@ def bench(
     model, target, policy, plan, cuda_graph
         See `tvm_fusion.compile`; peers and the unfused module have no graph.
     peers : sequence of str
-        Keys of `model_peers.PEERS`. One that fails has no time, and says why.
+        Keys of `peers.PEERS`. One that fails has no time, and says why.
 
     Raises
     ------

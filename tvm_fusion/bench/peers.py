@@ -1,131 +1,147 @@
-"""Other compilers on the same workload: each peer is a function from an instance to a call."""
+"""Other compilers on a Relax module: each peer is a function of module, target and inputs to a
+call.
+
+torch, and what it exports to, gets the module as a function on torch tensors (see `twin`).
+"""
 
 import difflib
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
+import numpy as np
 import tvm
+from tvm import relax
 
-from ..errors import InputError, Unsupported
-from ..frontends import load
-from ..runtime.calls.entry import entry_of
-from ..runtime.calls.tensors import to_tvm
-from .instance import Instance, Product
-from .model_peers import default_build
-from .options import ALL_OF_TORCH, DEPLOYED, EAGER, MATMUL, OWN_PEERS
-from .peers_attention import own_peer
-from .peers_deployed import onnxruntime, openvino
+from ..errors import InputError
+from ..runtime.build import cubin_cache
+from .twin import jax_library, torch_library, twin
 
 Call = Callable[[], Any]
-Peer = Callable[[Instance, tvm.target.Target], Call]
+EAGER, COMPILED = "torch", "torch.compile"
+DEPLOYED = ("onnxruntime", "openvino")
+DEFAULT_PEERS = ("tvm", EAGER, COMPILED)
 
 
-def eager(instance: Instance, _target: tvm.target.Target) -> Call:
-    """torch, one kernel at a time."""
-    return lambda: instance.for_torch(*instance.inputs)
+def default_build(mod: tvm.IRModule, target: tvm.target.Target) -> tvm.runtime.Executable:
+    """Build a module as TVM does without us: its fusion, and DLight's schedules on a GPU."""
+    cubin_cache.install()  # the same compiler and flags as ours
+    with target:
+        return tvm.compile(mod, target, relax_pipeline=relax.get_default_pipeline(target))
 
 
-def inductor(instance: Instance, _target: tvm.target.Target) -> Call:
-    """torch.compile with its defaults."""
-    return _compiled_by_torch(instance)
-
-
-def inductor_tuned(instance: Instance, _target: tvm.target.Target) -> Call:
-    """torch.compile with all its tuning, and without CUDA graphs, which no other peer has."""
-    return _compiled_by_torch(instance, mode="max-autotune-no-cudagraphs")
-
-
-def matmul(instance: Instance, _target: tvm.target.Target) -> Call:
-    """torch.matmul of a matrix product alone, its weights transposed in memory beforehand."""
-    module, inputs = instance.module, instance.inputs
-    if not isinstance(module, Product):
-        raise Unsupported(f"{instance.name} is no matrix product alone")
-    weight = module.weight.t().contiguous()
-    return lambda: torch.matmul(*inputs, weight)
-
-
-def xla(instance: Instance, _target: tvm.target.Target) -> Call:
-    """JAX, jitted; parameters are arguments."""
-    jax, function, inputs = _jitted(instance)
-    return lambda: jax.block_until_ready(function(*inputs))
-
-
-def xla_unawaited(instance: Instance, _target: tvm.target.Target) -> Call:
-    """As `xla`; a call returns before its kernels end, as those of the other peers do."""
-    _, function, inputs = _jitted(instance)
-    return lambda: function(*inputs)
-
-
-def tvm_default(instance: Instance, target: tvm.target.Target) -> Call:
-    """TVM's default pipeline for the target, on the module that our frontend makes."""
-    executable = default_build(load((instance.module, instance.inputs)), target)
+def _tvm(mod: tvm.IRModule, target: tvm.target.Target, inputs: Sequence[Any]) -> Call:
+    executable = default_build(mod, target)
     device = tvm.runtime.device_from_target(target)
-    main = entry_of(executable, device)
-    inputs = [to_tvm(x, device, "input") for x in instance.inputs]
-    return lambda: main(*inputs)
+    main = relax.VirtualMachine(executable, device)["main"]
+    arguments = [tvm.runtime.tensor(x, device) for x in inputs]
+    return lambda: main(*arguments)
 
 
-PEERS: dict[str, Peer] = {
-    EAGER: eager,
-    ALL_OF_TORCH[1]: inductor,
-    ALL_OF_TORCH[2]: inductor_tuned,
-    MATMUL: matmul,
-    "jax": xla,
-    "tvm": tvm_default,
-    **dict(zip(DEPLOYED, (onnxruntime, openvino), strict=True)),
-}
+def _torch(mod: tvm.IRModule, target: tvm.target.Target, inputs: Sequence[Any]) -> Call:
+    import torch
+
+    module, tensors = torch_module(mod, target, inputs)
+
+    def call() -> Any:
+        with torch.no_grad():
+            return module(*tensors)
+
+    return call
 
 
-def peer(name: str) -> Peer:
-    """Return a peer by name; raises InputError for an unknown one."""
-    if name in OWN_PEERS:
-        return lambda instance, _target: own_peer(name, instance)
-    if name not in PEERS:
-        known = (*PEERS, *OWN_PEERS)
-        close = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(known)}"
-        raise InputError(f"unknown peer {name!r}; {hint}")
-    return PEERS[name]
+def _torch_compile(mod: tvm.IRModule, target: tvm.target.Target, inputs: Sequence[Any]) -> Call:
+    import torch
+
+    return torch.compile(_torch(mod, target, inputs))
 
 
-def outputs_of(value: Any) -> list[torch.Tensor]:
-    """Return what a call gave as torch tensors, tuples flattened."""
-    if isinstance(value, torch.Tensor):
-        return [value.detach()]
-    if hasattr(value, "__dlpack__"):
-        return [_from_dlpack(value)]
-    return [tensor for item in value for tensor in outputs_of(item)]
-
-
-def _from_dlpack(value: Any) -> torch.Tensor:
-    """Return another library's tensor as torch's, in the same memory where torch can take it."""
-    try:
-        return torch.from_dlpack(value)
-    except (BufferError, RuntimeError, TypeError, ValueError):
-        dtype = str(value.dtype)
-        if not dtype.startswith("float8"):
-            raise
-    if isinstance(value, tvm.runtime.Tensor):
-        bits = value._create_view(value.shape, "uint8")
-    else:
-        import jax
-
-        bits = jax.lax.bitcast_convert_type(value, "uint8")
-    return torch.from_dlpack(bits).view(getattr(torch, dtype))
-
-
-def _compiled_by_torch(instance: Instance, **options: Any) -> Call:
-    compiled = torch.compile(instance.for_torch, **options)
-    return lambda: compiled(*instance.inputs)
-
-
-def _jitted(instance: Instance) -> tuple[Any, Callable[..., Any], Sequence[Any]]:
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave memory to the others
+def _jax(mod: tvm.IRModule, _target: tvm.target.Target, inputs: Sequence[Any]) -> Call:
     import jax
+    import jax.numpy as jnp
 
-    from .jax_functions import FUNCTIONS
-    from .jax_layers import arguments
+    function, constants = twin(mod, jax_library())
+    compiled = jax.jit(function)
+    arrays = [jnp.asarray(x) for x in inputs]
+    return lambda: jax.block_until_ready(compiled(constants, *arrays))
 
-    return jax, jax.jit(FUNCTIONS[instance.name]), arguments(instance)
+
+def _onnxruntime(mod: tvm.IRModule, target: tvm.target.Target, inputs: Sequence[Any]) -> Call:
+    from .deployed import onnx_bytes, onnxruntime_call, require_cpu
+
+    require_cpu(target)
+    module, tensors = torch_module(mod, target, inputs)
+    return onnxruntime_call(onnx_bytes(module, tensors), tensors)
+
+
+def _openvino(mod: tvm.IRModule, target: tvm.target.Target, inputs: Sequence[Any]) -> Call:
+    from .deployed import onnx_bytes, openvino_call, require_cpu
+
+    require_cpu(target)
+    module, tensors = torch_module(mod, target, inputs)
+    return openvino_call(onnx_bytes(module, tensors), tensors)
+
+
+PEERS: dict[str, Callable[[tvm.IRModule, tvm.target.Target, Sequence[Any]], Call]] = {
+    "tvm": _tvm,
+    EAGER: _torch,
+    COMPILED: _torch_compile,
+    "jax": _jax,
+    **dict(zip(DEPLOYED, (_onnxruntime, _openvino), strict=True)),
+}
+WORDS = {name: (name,) for name in PEERS} | {EAGER: (EAGER, COMPILED), "torch.eager": (EAGER,)}
+
+
+def peers_of(text: str | None) -> tuple[str, ...]:
+    """Return the peers that a list of words names, `DEFAULT_PEERS` by default; "torch" is torch and
+    its compiler.
+
+    Raises
+    ------
+    InputError
+        For an unknown one.
+    """
+    return DEFAULT_PEERS if text is None else named(text, WORDS)
+
+
+def named(text: str, words: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Return what words by commas stand for, each once; "none" stands for nothing.
+
+    Raises
+    ------
+    InputError
+        For a word that is not in `words`.
+    """
+    found: dict[str, None] = {}
+    for word in filter(None, (word.strip() for word in text.split(","))):
+        if word == "none":
+            continue
+        if word not in words:
+            close = difflib.get_close_matches(word, words, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(words)}, none"
+            raise InputError(f"unknown peer {word!r}; {hint}")
+        found |= dict.fromkeys(words[word])
+    return tuple(found)
+
+
+def torch_module(mod: tvm.IRModule, target: tvm.target.Target, inputs: Sequence[Any]) -> Any:
+    """Return the model as a torch module with its constants as buffers, and its inputs."""
+    import torch
+
+    device = "cuda" if target.kind.name == "cuda" else "cpu"
+    function, constants = twin(mod, torch_library(device))
+
+    class Twin(torch.nn.Module):
+        """The twin of a Relax function."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            for number, value in constants.items():
+                self.register_buffer(f"constant{number}", value)
+
+        def forward(self, *given: torch.Tensor) -> Any:
+            """Compute it."""
+            values = {number: getattr(self, f"constant{number}") for number in constants}
+            return function(values, *given)
+
+    tensors = [torch.from_numpy(np.asarray(x)).to(device) for x in inputs]
+    return Twin().eval(), tensors

@@ -13,11 +13,11 @@ from tvm import relax, te, tirx
 from tvm.relax import op
 
 import tvm_fusion
-from tvm_fusion.bench.random_graphs import module_of
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.cpu.write import write_cpu
 
+from ...benchmarks.plans.random_graphs import module_of
 from ...support.cpu_cases import cases
 from ...support.helpers_tir import call, compile_cpu, poisoned
 from ...support.kernel_cases import Case, assert_close, fuse, outputs_of

@@ -12,7 +12,6 @@ from tvm import relax, tirx
 from tvm.relax import op
 
 import tvm_fusion
-from tvm_fusion.bench import workloads
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.pointwise.kernel import emit_pointwise
@@ -31,6 +30,7 @@ from tvm_fusion.kernels.transpose.plan import staged_elements
 from tvm_fusion.plan.group_view import GroupView
 from tvm_fusion.plan.refusal import RefusalCode
 
+from ...benchmarks import workloads
 from ...support.cuda_on_cpu import compile_cubins, cuda_source, lower, run_cuda_on_cpu
 from ...support.graphs import module, plan_of
 from ...support.kernel_cases import Case, assert_close, fuse

@@ -15,13 +15,16 @@ from ...host.atomic_files import replace_file
 from .learned import Residual, residual_file
 from .samples import SampleSet, read_samples
 from .training import train
-from .training_rows import Rows, rows_of
+from .training_rows import GraphOf, Rows, rows_of
 
 SHOWN_PROBLEMS = 10
 
 
 def refit(
-    sample_files: Sequence[str | Path], hw: HardwareProfile, policy: Policy | None = None
+    sample_files: Sequence[str | Path],
+    hw: HardwareProfile,
+    policy: Policy | None = None,
+    graph_of: GraphOf | None = None,
 ) -> Residual:
     """Trains the residual of a device from sample files.
 
@@ -33,6 +36,8 @@ def refit(
         Of the device that the samples were measured on.
     policy : Policy or None
         None is the default policy.
+    graph_of : GraphOf or None
+        See `training_rows.rows_of`.
 
     Returns
     -------
@@ -44,14 +49,17 @@ def refit(
     InputError
         A file cannot be read, is of another device, or holds too little.
     """
-    return train_samples(_samples(sample_files, hw), hw, policy)[0]
+    return train_samples(_samples(sample_files, hw), hw, policy, graph_of)[0]
 
 
 def train_samples(
-    samples: SampleSet, hw: HardwareProfile, policy: Policy | None = None
+    samples: SampleSet,
+    hw: HardwareProfile,
+    policy: Policy | None = None,
+    graph_of: GraphOf | None = None,
 ) -> tuple[Residual, Rows]:
     """The residual of some samples, and the rows it was trained from."""
-    rows = rows_of(samples, hw, policy or load_policy())
+    rows = rows_of(samples, hw, policy or load_policy(), graph_of)
     return train(rows, hw, _source(samples)), rows
 
 
@@ -62,9 +70,10 @@ def _source(samples: SampleSet) -> dict[str, Any]:
     }
 
 
-def main(args: argparse.Namespace) -> int:
+def main(args: argparse.Namespace, graph_of: GraphOf | None = None) -> int:
     """Runs the command: `args.refit` are the files, `args.target` names the device (None: the one
-    that the files name), `args.out` the file to write (None: beside the profile).
+    that the files name), `args.out` the file to write (None: beside the profile). `graph_of`
+    makes graphs that only a key stands for.
     """
     device = args.target or read_samples(*args.refit).device
     hw = resolve_target(device)[1]
@@ -72,8 +81,8 @@ def main(args: argparse.Namespace) -> int:
     out = Path(args.out) if getattr(args, "out", None) else Path(str(residual_file(hw)))
     if not out.absolute().parent.is_dir():
         raise InputError(f"cannot write {out}: there is no such directory")
-    print(f"{len(samples.launches)} launches; making their graphs again", file=sys.stderr)
-    rows = rows_of(samples, hw, load_policy())
+    print(f"{len(samples.launches)} launches", file=sys.stderr)
+    rows = rows_of(samples, hw, load_policy(), graph_of)
     problems = [*samples.problems, *rows.problems]
     for problem in problems[:SHOWN_PROBLEMS]:
         print(f"set aside: {problem}", file=sys.stderr)

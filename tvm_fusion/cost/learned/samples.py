@@ -6,10 +6,10 @@ The first line is a header::
      "tvm": ..., "command": ...}
 
 Every other line is a measured launch (`Sample`) or a measured plan (`PlanSample`). A launch is
-named by the key of its graph (`bench.random_graphs`), its operators and the tensors it stores; the
-features of the learned residual are computed from the graph again, so that new features need no new
-measurements. A launch of a graph that no key stands for carries its `work`: the numbers that the
-kernel class gave for it (`cost.learned.launch_numbers`).
+named by its operators, the tensors it stores and a key of its graph, such as "random:9" (see
+`GraphOf` of `training_rows`); the features of the learned residual are computed from the graph
+again, so that new features need no new measurements. A launch of a graph that no key stands for
+carries its `work`: the numbers that the kernel class gave for it (`cost.learned.launch_numbers`).
 """
 
 from __future__ import annotations

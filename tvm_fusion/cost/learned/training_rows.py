@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from typing import Any
 
 import numpy as np
+import tvm
 
 from ...config import HardwareProfile, Policy
 from ...errors import TvmFusionError
@@ -22,6 +23,11 @@ from .launch_numbers import query_of
 from .samples import Problem, Sample, SampleSet, fold_of
 
 LAUNCH = "graph"
+
+GraphOf = Callable[
+    [str, HardwareProfile, Policy, tuple[str, ...]], tuple[tvm.IRModule, FusionGraph]
+]
+"""Makes a graph again, by key and rewrites: its lowered module, and itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +89,10 @@ class Rows:
         return np.array([fold_of(row.sample.graph) for row in self.rows])
 
 
-def rows_of(samples: SampleSet, hw: HardwareProfile, policy: Policy) -> Rows:
-    """Rebuilds the graphs of the samples and asks the kernel classes about every launch.
+def rows_of(
+    samples: SampleSet, hw: HardwareProfile, policy: Policy, graph_of: GraphOf | None = None
+) -> Rows:
+    """Asks the kernel classes about every launch, of graphs that are made again.
 
     Parameters
     ----------
@@ -92,6 +100,8 @@ def rows_of(samples: SampleSet, hw: HardwareProfile, policy: Policy) -> Rows:
     hw : HardwareProfile
         Of the device they were measured on.
     policy : Policy
+    graph_of : GraphOf or None
+        For launches whose graph has a key; without, only those that carry their work are rows.
 
     Returns
     -------
@@ -105,7 +115,7 @@ def rows_of(samples: SampleSet, hw: HardwareProfile, policy: Policy) -> Rows:
     for (key, rewrites), launches in groupby(ordered, key=lambda s: (s.graph, s.rewrites)):
         own = list(launches)
         keyed = [s for s in own if s.work is None]
-        graph = _graph(key, rewrites, hw, policy) if keyed else None
+        graph = _graph(key, rewrites, hw, policy, graph_of) if keyed else None
         for sample in own:
             row = _row(sample, graph, hw, policy)
             if isinstance(row, str):
@@ -116,10 +126,14 @@ def rows_of(samples: SampleSet, hw: HardwareProfile, policy: Policy) -> Rows:
 
 
 def _graph(
-    key: str, rewrites: tuple[str, ...], hw: HardwareProfile, policy: Policy
+    key: str,
+    rewrites: tuple[str, ...],
+    hw: HardwareProfile,
+    policy: Policy,
+    graph_of: GraphOf | None,
 ) -> FusionGraph | str:
-    from ...bench.random_graphs import graph_of
-
+    if graph_of is None:
+        return "only the key of its graph is known: python -m tests.benchmarks.plans.refit makes it"
     try:
         return graph_of(key, hw, policy, rewrites)[1]
     except TvmFusionError as error:

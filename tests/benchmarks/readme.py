@@ -1,0 +1,119 @@
+"""Puts results for CPUs into a text, between the lines that name their files.
+
+    <!-- from tests/results/cpu.json -->
+    ... replaced: a table of a suite's result, or the text of a .txt file
+    <!-- end -->
+
+`python -m tests.benchmarks.readme README.md` remakes them all; run it in the root of the checkout.
+"""
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+_BLOCK = re.compile(r"(<!-- from (\S+) -->\n).*?(<!-- end -->)", re.S)
+MOST_ROWS = 16  # of a table; the programs of SHOWN where a result has more
+SHOWN = (  # one or two of each family
+    "chain_1024x1024",
+    "sigmoid_tanh_513x1023",
+    "softmax_512x1000",
+    "layernorm_512x768",
+    "cross_entropy_512x5003",
+    "column_sums_2048x1024",
+    "transpose_add_1000x1031",
+    "linear_1x1024x1024",
+    "linear_gelu_128x256x1024",
+    "linear_silu_37x331x517",
+    "swiglu_128x256x688",
+    "attention_by_hand_1x8x128",
+    "encoder_layer_1x128x256",
+    "conv_bn_relu_1x64x56x56",
+)
+
+
+def filled(text: str, root: Path) -> str:
+    """Return a text with its blocks made anew of the files below `root`."""
+
+    def block(found: re.Match[str]) -> str:
+        path = root / found[2]
+        if path.suffix == ".txt":
+            content = "```\n" + path.read_text().rstrip() + "\n```"
+        else:
+            content = table(json.loads(path.read_text()))
+        return f"{found[1]}{content}\n{found[3]}"
+
+    return _BLOCK.sub(block, text)
+
+
+def table(result: dict[str, Any]) -> str:
+    """Return a suite's result as a table, a sentence before it and the means behind it."""
+    rows = result["rows"]
+    peers = list(dict.fromkeys(name for row in rows for name in row["peers_us"]))
+    shown = [r for r in rows if r["name"] in SHOWN] if len(rows) > MOST_ROWS else rows
+    lines = [
+        f"{result['device']}, {_threads(result)}, {result['date']}, microseconds a call "
+        f"({_versions(result, peers)}); `{_command(result)}`:",
+        "",
+        f"| | launches | tvm_fusion | {' | '.join(peers)} | best peer / ours |",
+        "|---" * (len(peers) + 4) + "|",
+    ]
+    for row in shown:
+        times = [_us(row["ours_us"]), *(_us(row["peers_us"].get(name)) for name in peers)]
+        cells = [row["name"], str(row["launches"]), *times, _ratio(row["best_peer_ratio"])]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", _means(rows)])
+
+
+def _threads(result: dict[str, Any]) -> str:
+    count = result["threads"]
+    return f"{count} threads" if count > 1 else "1 thread"
+
+
+def _versions(result: dict[str, Any], peers: Sequence[str]) -> str:
+    packages = dict.fromkeys(name.split(".")[0] for name in peers)
+    found = [
+        f"{name} {result['versions'][name]}" for name in packages if name in result["versions"]
+    ]
+    return ", ".join(found)
+
+
+def _command(result: dict[str, Any]) -> str:
+    """The command without where its result was written."""
+    return re.sub(r" --out \S+", "", result["command"])
+
+
+def _us(us: float | None) -> str:
+    if us is None:
+        return "-"
+    return f"{us:.0f}" if us >= 100 else f"{us:.1f}"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"
+
+
+def _means(rows: Sequence[dict[str, Any]]) -> str:
+    ratios = {row["name"]: row["best_peer_ratio"] for row in rows if row["best_peer_ratio"]}
+    if not ratios:
+        return "No row has a peer to compare with."
+    least = min(ratios, key=ratios.__getitem__)
+    mean = statistics.geometric_mean(ratios.values())
+    behind = sum(ratio < 1 for ratio in ratios.values())
+    return (
+        f"All {len(ratios)}: {mean:.2f}x in the geometric mean, the least {ratios[least]:.2f}x "
+        f"({least}), {behind} below 1."
+    )
+
+
+def main(paths: Sequence[str]) -> None:
+    """Remake the blocks of files."""
+    for path in map(Path, paths):
+        path.write_text(filled(path.read_text(), Path()))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,79 @@
+"""The README's results for CPUs are what the committed files hold."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from . import readme, workloads
+from .readme import filled, table
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def result_of(*rows):
+    return {
+        "device": "A CPU",
+        "threads": 2,
+        "date": "2026-11-24",
+        "versions": {"torch": "2.14.1", "numpy": "2"},
+        "command": "python -m tests.benchmarks --suite cpu --out x.json --threads 2",
+        "rows": list(rows),
+    }
+
+
+def row_of(name, ours, **peers):
+    best = min((us for us in peers.values() if us), default=None)
+    ratio = best / ours if best and ours else None
+    return {
+        "name": name,
+        "launches": 1,
+        "ours_us": ours,
+        "peers_us": peers,
+        "best_peer_ratio": ratio,
+    }
+
+
+def test_a_table_names_machine_versions_and_command_and_its_worst_row():
+    shown = table(result_of(row_of("a", 10.0, torch=40.04), row_of("b", 400.0, torch=100.0)))
+    assert shown.splitlines() == [
+        "A CPU, 2 threads, 2026-11-24, microseconds a call (torch 2.14.1); "
+        "`python -m tests.benchmarks --suite cpu --threads 2`:",
+        "",
+        "| | launches | tvm_fusion | torch | best peer / ours |",
+        "|---|---|---|---|---|",
+        "| a | 1 | 10.0 | 40.0 | 4.00x |",
+        "| b | 1 | 400 | 100 | 0.25x |",
+        "",
+        "All 2: 1.00x in the geometric mean, the least 0.25x (b), 1 below 1.",
+    ]
+
+
+def test_a_row_that_failed_has_no_numbers():
+    assert "| a | 1 | - | 3.0 | - |" in table(result_of(row_of("a", None, torch=3.0)))
+    assert "No row has a peer" in table(result_of(row_of("a", None, torch=3.0)))
+
+
+def test_long_results_show_some_rows_of_each_family_and_the_mean_of_all():
+    rows = [row_of(name, 1.0, torch=2.0) for name in workloads.SUITES["cpu"]]
+    lines = table(result_of(*rows)).splitlines()
+    assert [line.split()[1] for line in lines[4:-2]] == list(readme.SHOWN)
+    assert lines[-1].startswith("All 40: 2.00x")
+
+
+def test_blocks_are_made_anew_and_the_rest_stays(tmp_path):
+    (tmp_path / "a.txt").write_text("a report\n")
+    (tmp_path / "b.json").write_text(json.dumps(result_of(row_of("a", 1.0, torch=2.0))))
+    text = "x\n<!-- from a.txt -->\nold\n<!-- end -->\ny\n<!-- from b.json -->\n<!-- end -->\nz\n"
+    made = filled(text, tmp_path)
+    assert made.startswith("x\n<!-- from a.txt -->\n```\na report\n```\n<!-- end -->\ny\n")
+    assert "| a | 1 | 1.0 | 2.0 | 2.00x |" in made
+    assert made.endswith("<!-- end -->\nz\n")
+    assert filled(made, tmp_path) == made
+
+
+@pytest.mark.parametrize("name", ["README.md"])
+def test_what_is_committed_is_what_the_files_hold(name):
+    text = (ROOT / name).read_text()
+    assert "<!-- from tests/results/cpu.json -->" in text
+    assert filled(text, ROOT) == text

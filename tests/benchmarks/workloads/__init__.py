@@ -1,0 +1,81 @@
+"""What is measured: operators and layers as plain torch modules, with their inputs.
+
+`memory` is the twelve that the figures of the project name, `memory_more` other shapes and
+operators that memory binds too, `gemm` matrix products with what is around them, `gemm_sweep` those
+in sizes of every kind, `small` what the launches bind. `attention` is attention alone,
+`transformers` that and layers of models. `cpu`, `cpu_products` and `cpu_models` are in the sizes of
+a CPU.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+from tvm_fusion.errors import InputError
+
+from .attention import ATTENTION
+from .cpu import CPU, CPU_PRODUCTS
+from .cpu_models import CPU_MODELS
+from .gemm import GEMM
+from .gemm_sweep import SWEEP
+from .instance import Instance, Workload
+from .layout import LAYOUT
+from .memory import MEMORY
+from .models import MODELS
+from .rows import ROWS
+from .small import SMALL
+from .training import TRAINING
+from .transformers import TRANSFORMERS
+
+MEMORY_MORE: dict[str, Workload] = ROWS | LAYOUT | TRAINING
+ON_CPUS: dict[str, Workload] = CPU | CPU_PRODUCTS | CPU_MODELS
+WORKLOADS: dict[str, Workload] = (
+    MEMORY | MODELS | MEMORY_MORE | GEMM | SWEEP | SMALL | ATTENTION | TRANSFORMERS | ON_CPUS
+)
+SUITES = {
+    "memory": tuple(MEMORY),
+    "memory_more": tuple(MEMORY_MORE),
+    "flow": (*MEMORY, "demo_block"),
+    "models": (*MEMORY, *MODELS),
+    "gemm": (*GEMM, "linear_bias_gelu", "swiglu_mlp"),
+    "gemm_sweep": tuple(SWEEP),
+    "small": tuple(SMALL),
+    "attention": tuple(ATTENTION),
+    "transformers": (*ATTENTION, "attention", "block", "demo_block", *TRANSFORMERS),
+    "cpu": tuple(CPU),
+    "cpu_products": tuple(CPU_PRODUCTS),
+    "cpu_models": tuple(CPU_MODELS),
+    "all": (*MEMORY, *MODELS, *MEMORY_MORE),
+}
+
+
+def require(names: Iterable[str]) -> None:
+    """Raise InputError for a name that is no workload's."""
+    for name in names:
+        if name not in WORKLOADS:
+            close = difflib.get_close_matches(name, WORKLOADS, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(WORKLOADS)}"
+            raise InputError(f"unknown workload {name!r}; {hint}")
+
+
+def dtype_of(name: str, default: str) -> str:
+    """Return the dtype that a workload names for itself, or the default."""
+    require([name])
+    return WORKLOADS[name].dtype or default
+
+
+def make(name: str, device: str, dtype: str, scale: float = 1.0) -> Instance:
+    """Make a workload; equal arguments give equal values.
+
+    Parameters
+    ----------
+    name : str
+        A key of `WORKLOADS`.
+    device : str
+        torch's name of a device.
+    dtype : str
+        Of weights and floating-point inputs.
+    scale : float
+        Factor on every large extent, none below 64.
+    """
+    require([name])
+    return WORKLOADS[name].instance(name, device, dtype, scale)
