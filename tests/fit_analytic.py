@@ -23,7 +23,7 @@ from tvm_fusion.cost.analytic import estimate
 from tvm_fusion.cost.learned.samples import read_samples
 from tvm_fusion.cost.learned.training_rows import view_of
 from tvm_fusion.kernels.base import Fit
-from tvm_fusion.kernels.registry import kernel_class
+from tvm_fusion.kernels.registry import family
 from tvm_fusion.plan.group_view import GroupView
 
 H200 = load_profile("nvidia_h200")
@@ -69,7 +69,7 @@ def predictions(cases, hw=H200, only=None):
     for case in cases:
         if only and case.kernel_class != only:
             continue
-        kernel = kernel_class(case.kernel_class)
+        kernel = family(case.kernel_class)
         view = GroupView(case.view.graph, case.view.ops, case.view.outputs, case.view.duplicated)
         fit = kernel.accepts(view, hw, load_policy(None))
         if isinstance(fit, Fit):

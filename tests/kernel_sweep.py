@@ -53,7 +53,7 @@ from tvm_fusion.config import (
     resolve_target,
 )
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.registry import kernel_class
+from tvm_fusion.kernels.registry import family
 from tvm_fusion.runtime.build.build import build_functions
 from tvm_fusion.transform.apply.write_kernels import write_kernel
 from tvm_fusion.tuning.session.choices import text_of
@@ -119,7 +119,7 @@ def _written(name: str, seed: int, configs: int) -> _Written:
     func, hw = problem.func, load_profile(tried.device)
     kernels: dict[str, Lowered] = {}
     try:
-        offered = kernel_class(name).configs(func, hw, POLICY)
+        offered = [c for _, c in family(name).ranked(func, hw, POLICY)]
     except Unsupported as why:
         tried.refused.append(str(why))
         return _Written(tried)
@@ -191,7 +191,7 @@ class _Drawn:
     def choice(self, func: tirx.PrimFunc, class_name: str, policy: Policy) -> str:
         """Another one each time."""
         try:
-            offered = kernel_class(class_name).configs(func, self._hw, policy)
+            offered = [c for _, c in family(class_name).ranked(func, self._hw, policy)]
         except Unsupported:
             return ""
         of = self._rng.choice(list(_forms(offered).values()))

@@ -219,14 +219,14 @@ class Planted:
 @contextlib.contextmanager
 def planted(mutation: str, seed: int) -> Iterator[None]:
     """All kernel classes with a bug."""
-    before = dict(registry._CLASSES)
+    before = dict(registry._FAMILIES)
     try:
         for name, (cls, kinds) in before.items():
-            registry._CLASSES[name] = (Planted(cls, mutation, seed), kinds)
+            registry._FAMILIES[name] = (Planted(cls, mutation, seed), kinds)
         yield
     finally:
-        registry._CLASSES.clear()
-        registry._CLASSES.update(before)
+        registry._FAMILIES.clear()
+        registry._FAMILIES.update(before)
 
 
 # ---- programs, one a kernel class and more -------------------------------------------------------

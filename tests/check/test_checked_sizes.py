@@ -127,8 +127,8 @@ class RightAt:
     ids=["below 16", "above 1", "odd", "below 33"],
 )
 def test_a_kernel_that_is_wrong_at_some_sizes_is_not_returned(monkeypatch, holds):
-    classes = {name: (RightAt(c, holds), kinds) for name, (c, kinds) in registry._CLASSES.items()}
-    monkeypatch.setattr(registry, "_CLASSES", classes)
+    classes = {name: (RightAt(c, holds), kinds) for name, (c, kinds) in registry._FAMILIES.items()}
+    monkeypatch.setattr(registry, "_FAMILIES", classes)
     (n,) = symbols()
     mod = module(doubled, ((n, 7), "float32"))
     try:

@@ -11,7 +11,8 @@ from tvm.relax import op
 import tvm_fusion
 from tvm_fusion.check.other_kernels import MOST_CONFIGURATIONS, OtherKernels
 from tvm_fusion.config import load_policy, load_profile
-from tvm_fusion.kernels.base import Fit, write_on_cpu
+from tvm_fusion.kernels.base import Fit, OnCPU, write_on_cpu
+from tvm_fusion.kernels.forms import Form, Writer
 from tvm_fusion.kernels.registry import register, unregister
 from tvm_fusion.kernels.row.kernel_class import Row
 from tvm_fusion.plan.refusal import RefusalCode
@@ -46,13 +47,15 @@ class Lean(Row):
             return found
         return Fit(self.name, found.rows, found.columns, found.evaluations)
 
-    def configs(self, func, hw, policy):
-        return self.offered
+    def writer(self, hw):
+        return Writer("what is tested", OnCPU, (Form("lean", Lanes, self.rank, self.emit),))
 
-    def write(self, func, hw, policy, config=None):
-        config = config or self.offered[0]
+    def rank(self, problem, hw, policy):
+        return [(None, config) for config in self.offered]
+
+    def emit(self, problem, hw, config):
         self.written.append(config)
-        kernel = write_on_cpu(func, hw, policy)
+        kernel = write_on_cpu(problem, hw)
         return mutated(kernel, "short loop", 1) if config.form in self.faulty else kernel
 
 

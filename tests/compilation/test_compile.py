@@ -23,7 +23,7 @@ from tvm_fusion.compilation.compiler import Job
 from tvm_fusion.config import resolve_target
 from tvm_fusion.demo import demo_block, demo_module
 from tvm_fusion.errors import InputError, PlanError, Unsupported
-from tvm_fusion.kernels.registry import kernel_class
+from tvm_fusion.kernels.registry import family
 from tvm_fusion.runtime.calls.launch_count import count_launches
 
 F32 = "float32"
@@ -167,9 +167,9 @@ def _wrong(kernel):
 def test_a_group_that_fails_falls_back_and_says_so(monkeypatch, how, code):
     from tvm_fusion.kernels import registry
 
-    row = kernel_class("row")
-    kinds = registry._CLASSES["row"][1]
-    monkeypatch.setitem(registry._CLASSES, "row", (_OnlyFused(row, how), kinds))
+    row = family("row")
+    kinds = registry._FAMILIES["row"][1]
+    monkeypatch.setitem(registry._FAMILIES, "row", (_OnlyFused(row, how), kinds))
     compiled = tvm_fusion.compile(module(add_rms_norm, X, X, V), "llvm", verify=True)
     assert compiled.report.verify.passed
     assert compiled.launches > 1
@@ -241,7 +241,7 @@ def test_the_registered_pipeline_builds_a_module():
 def test_a_user_can_add_a_kernel_class(monkeypatch):
     from tvm_fusion.kernels import registry
 
-    class Mine(type(kernel_class("pointwise"))):
+    class Mine(type(family("pointwise"))):
         name = "mine"
 
     registry.register(Mine(), ("llvm",))
@@ -251,7 +251,7 @@ def test_a_user_can_add_a_kernel_class(monkeypatch):
         registry.unregister("mine")
     assert [g.kernel_class for g in compiled.report.groups] == ["mine"]
     with pytest.raises(ValueError, match="registered"):
-        registry.register(kernel_class("row"))
+        registry.register(family("row"))
 
 
 def test_an_opaque_cycle_is_compiled_without_fusing_across_it():
@@ -263,8 +263,8 @@ def test_an_operator_whose_kernels_all_fail_keeps_tvms_own_code(monkeypatch):
     from tvm_fusion.kernels import registry
 
     for name in ("pointwise", "fallback"):
-        kernel, kinds = registry._CLASSES[name]
-        monkeypatch.setitem(registry._CLASSES, name, (_Broken(kernel, _refuses), kinds))
+        kernel, kinds = registry._FAMILIES[name]
+        monkeypatch.setitem(registry._FAMILIES, name, (_Broken(kernel, _refuses), kinds))
     compiled = tvm_fusion.compile(module(lambda bb, x: op.exp(x), X), "llvm", verify=True)
     assert compiled.report.verify.passed
     assert [g.kernel_class for g in compiled.report.groups] == ["stock"]

@@ -20,7 +20,7 @@ from tvm.script import tirx as T
 
 import tvm_fusion
 from tvm_fusion.errors import InputError, PlanError, TargetError
-from tvm_fusion.kernels.registry import kernel_classes
+from tvm_fusion.kernels.registry import families
 from tvm_fusion.plan import structure
 from tvm_fusion.plan.legality import Evaluator
 from tvm_fusion.transform import Fuse, plan
@@ -510,7 +510,7 @@ def test_bad_input_names_the_pass_and_leaves_the_module(passes, why):
 def _class_names(target: str) -> list[str]:
     from tvm_fusion.config import resolve_target
 
-    return [kernel.name for kernel in kernel_classes(resolve_target(target)[1])]
+    return [kernel.name for kernel in families(resolve_target(target)[1])]
 
 
 _CHOSEN = {"gemm", "row", "column", "transpose"}
@@ -524,14 +524,14 @@ ASKED = {  # classes that the plans of two modules ask this
 @pytest.mark.parametrize("method", ASKED)
 @pytest.mark.parametrize("name", _class_names("h200"))
 def test_a_class_that_fails_is_refused_with_its_reason(name, method, monkeypatch, caplog):
-    from tvm_fusion.kernels.registry import kernel_class
+    from tvm_fusion.kernels.registry import family
 
     def fails(*_, **__):
         raise ZeroDivisionError("planted")
 
     monkeypatch.setenv("TVM_FUSION_PLAN_CACHE", "0")
     structure._RECENT.clear()  # what this process knows of structures
-    monkeypatch.setattr(type(kernel_class(name)), method, fails)
+    monkeypatch.setattr(type(family(name)), method, fails)
     mods = [cases(LLVM)[m].make() for m in ("block", "rows")]
     with caplog.at_level(logging.WARNING):
         fused = [Fuse("h200")(mod) for mod in mods]

@@ -24,7 +24,7 @@ from tvm_fusion.ir.graph import build_graph
 from tvm_fusion.kernels.base import Fit
 from tvm_fusion.kernels.group.streams import STORED, streams
 from tvm_fusion.kernels.group.traffic import resident_share
-from tvm_fusion.kernels.registry import kernel_class, kernel_classes
+from tvm_fusion.kernels.registry import families, family
 from tvm_fusion.plan.group_view import GroupView
 from tvm_fusion.transform.lower.lower import lower
 
@@ -57,7 +57,7 @@ def group_of(emit, *inputs, hw=H200):
 
 def ask(group, hw=H200):
     """Name of the class, traffic, resources and estimate of a group."""
-    for kernel in kernel_classes(hw):
+    for kernel in families(hw):
         fit = kernel.accepts(group, hw, load_policy(None))
         if isinstance(fit, Fit):
             traffic, resources = kernel.traffic(group, fit, hw), kernel.resources(group, fit, hw)
@@ -355,7 +355,7 @@ def test_the_fastest_row_kernels_of_the_sweep_are_predicted_within_a_fifth():
             "loss": [x, ((rows,), "int64")],
         }
         group = group_of(GRAPHS[kind], *inputs.get(kind, [x]))
-        row = kernel_class("row")
+        row = family("row")
         fit = row.accepts(group, H200, load_policy(None))
         if isinstance(fit, Fit):  # some long reductions are split over launches
             found = estimate(row.traffic(group, fit, H200), row.resources(group, fit, H200), H200)
@@ -383,7 +383,7 @@ HALF = (((256, 1024), "float16"),)
 )
 def test_a_class_can_be_asked_about_a_view_that_it_has_not_accepted(name, emit, inputs):
     known = group_of(emit, *inputs)
-    kernel = kernel_class(name)
+    kernel = family(name)
     fit = kernel.accepts(known, H200, load_policy(None))
     assert isinstance(fit, Fit)
     for ask_for in (kernel.traffic, kernel.resources):

@@ -38,7 +38,7 @@ from tests.support.kernel_cases import fuse
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.contraction.reader import Contraction, analyze_contraction
-from tvm_fusion.kernels.gemm.forms import FORMS, form_of, gemm_ranked
+from tvm_fusion.kernels.gemm.forms import WRITER
 
 
 def inputs_of(case: Case) -> list[Tensor]:
@@ -86,14 +86,14 @@ def written(contraction: Contraction, hw, form: str | None, count: int) -> list[
     Gives the predicted microseconds, the configuration as text, and the kernel.
     """
     policy, found, reasons = load_policy(None), [], []
-    rank = next((f.rank for f in FORMS if f.name == form), gemm_ranked)
+    rank = next((f.rank for f in WRITER.forms if f.name == form), WRITER.ranked)
     for seconds, config in rank(contraction, hw, policy):
         try:
-            kernel = form_of(config).emit(contraction, hw, config)
+            kernel = WRITER.form_of(config).emit(contraction, hw, config)
         except Unsupported as why:
             reasons.append(str(why))
             continue
-        found.append((seconds * 1e6, f"{form_of(config).name} {config}", kernel))
+        found.append((seconds * 1e6, f"{WRITER.form_of(config).name} {config}", kernel))
         if len(found) == count:
             break
     if not found:
@@ -199,7 +199,9 @@ def main() -> int:
     parser.add_argument("--only", nargs="*", help="names of cases")
     parser.add_argument("--configs", type=int, default=1, help="configurations to try a case")
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds of timing")
-    parser.add_argument("--form", choices=[f.name for f in FORMS], help="kernels of this form only")
+    parser.add_argument(
+        "--form", choices=[f.name for f in WRITER.forms], help="kernels of this form only"
+    )
     parser.add_argument("--no-compile", dest="compile", action="store_false", help="eager torch")
     parser.add_argument("--device", default="nvidia_h200", help="hardware profile")
     parser.add_argument("--isolate", type=float, help="seconds for each case, in its own process")

@@ -11,7 +11,7 @@ from tests.cost.test_analytic import BASE, H200, THREADS, ask, group_of
 from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy
 from tvm_fusion.cost.analytic import estimate
-from tvm_fusion.kernels.registry import kernel_class
+from tvm_fusion.kernels.registry import family
 from tvm_fusion.kernels.row.planned import row_shape, row_streams
 from tvm_fusion.plan.group_view import GroupView
 
@@ -41,7 +41,7 @@ def sum_of_groups(channels, places=4096):
     block = next(b for b in whole.blocks if b.reduction is not None)
     (number,) = (o.id for o in whole.graph.ops if block.writes[0].tensor in o.outputs)
     group = GroupView(whole.graph, (number,), (block.writes[0].tensor,))
-    fit = kernel_class("row").accepts(group, H200, load_policy(None))
+    fit = family("row").accepts(group, H200, load_policy(None))
     _, traffic, _, found = ask(group)
     return row_streams(group, fit), row_shape(group, fit, H200), traffic, found
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from tvm_fusion.config import HardwareProfile, Policy
 from tvm_fusion.ir.graph import FusionGraph, OpKind
 from tvm_fusion.kernels.base import Fit
-from tvm_fusion.kernels.registry import kernel_class
+from tvm_fusion.kernels.registry import family
 from tvm_fusion.plan.group_view import GroupView
 
 
@@ -133,7 +133,7 @@ def _vain(graph: FusionGraph, ops: list[int], writes: tuple[int, ...]) -> list[s
 
 def _kernel(graph, group, ops, copied, writes, hw, policy) -> list[str]:
     view = GroupView(graph, tuple(sorted(ops)), writes, sum(1 << i for i in copied))
-    fit = kernel_class(group.kernel_class).accepts(view, hw, policy)
+    fit = family(group.kernel_class).accepts(view, hw, policy)
     if not isinstance(fit, Fit):
         return [f"{group.kernel_class} refuses {group.ops}: {fit.why}"]
     return []

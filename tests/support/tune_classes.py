@@ -10,8 +10,9 @@ from tvm import s_tir, tirx
 
 from tvm_fusion.cost.traffic import Resources, Traffic
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.base import Fit, write_on_cpu
-from tvm_fusion.kernels.registry import kernel_class
+from tvm_fusion.kernels.base import Family, Fit, OnCPU, write_on_cpu
+from tvm_fusion.kernels.forms import Form, Writer
+from tvm_fusion.kernels.registry import family
 from tvm_fusion.plan.refusal import RefusalCode
 
 HUNG = "TVM_FUSION_TESTS_HUNG"  # names a file: a process that hangs writes its number there
@@ -23,7 +24,7 @@ class Way:
     way: str
 
 
-class Several:
+class Several(Family):
     """Takes what `pointwise` takes; `default` is slow."""
 
     name = "tested"
@@ -32,37 +33,41 @@ class Several:
         self.ways = ways
 
     def accepts(self, group, hw, policy):
-        fit = kernel_class("pointwise").accepts(group, hw, policy)
+        fit = family("pointwise").accepts(group, hw, policy)
         if not isinstance(fit, Fit):
             return group.refuse(RefusalCode.SPACE_MISMATCH, "not pointwise")
         return Fit(self.name, fit.rows, fit.columns, fit.evaluations)
 
     def traffic(self, group, fit, hw) -> Traffic:
-        return kernel_class("pointwise").traffic(group, fit, hw)
+        return family("pointwise").traffic(group, fit, hw)
 
     def resources(self, group, fit, hw) -> Resources:
         return Resources(32, 0)
 
-    def configs(self, func, hw, policy):
-        return [Way(way) for way in self.ways]
+    def writer(self, hw):
+        return Writer("what is tested", OnCPU, (Form("ways", Way, self.rank, emit),))
 
-    def write(self, func, hw, policy, config=None) -> tirx.PrimFunc:
-        way = config.way if config is not None else "plain"
-        if way == "refused":
-            raise Unsupported("no such way")
-        if way == "hanging":
-            if HUNG in os.environ:
-                Path(os.environ[HUNG]).write_text(str(os.getpid()))
-            time.sleep(3600)
-        if way == "dying":
-            os.abort()
-        if way == "greedy":
-            bytearray(1 << 42)
-        if way == "wrong":
-            func = with_other_constants(func)
-        if way == "fast":
-            return write_on_cpu(func, hw, policy)
-        return many_times(func).with_attr("tirx.is_scheduled", True)  # its own loops
+    def rank(self, problem, hw, policy):
+        return [(None, Way(way)) for way in self.ways]
+
+
+def emit(problem, hw, config) -> tirx.PrimFunc:
+    func, way = problem.func, config.way
+    if way == "refused":
+        raise Unsupported("no such way")
+    if way == "hanging":
+        if HUNG in os.environ:
+            Path(os.environ[HUNG]).write_text(str(os.getpid()))
+        time.sleep(3600)
+    if way == "dying":
+        os.abort()
+    if way == "greedy":
+        bytearray(1 << 42)
+    if way == "wrong":
+        func = with_other_constants(func)
+    if way == "fast":
+        return write_on_cpu(problem, hw)
+    return many_times(func).with_attr("tirx.is_scheduled", True)  # its own loops
 
 
 def many_times(func: tirx.PrimFunc, count: int = 50) -> tirx.PrimFunc:

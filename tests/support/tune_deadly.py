@@ -7,7 +7,10 @@ import tvm_ffi
 from tvm import tirx
 from tvm.ir import TensorLoad
 
-from tvm_fusion.kernels.registry import kernel_class
+from tvm_fusion.config import load_policy
+from tvm_fusion.kernels.base import OnCPU
+from tvm_fusion.kernels.forms import Form, Writer
+from tvm_fusion.kernels.registry import family
 
 from .tune_classes import Several, with_other_constants
 
@@ -33,16 +36,19 @@ class Deadly(Several):
     def __init__(self):
         super().__init__(tuple(WAYS))
 
-    def configs(self, func, hw, policy):
-        return [DeadlyConfig(way) for way in (RIGHT, *self.ways)]
+    def writer(self, hw):
+        return Writer("what is tested", OnCPU, (Form("ways", DeadlyConfig, self.rank, emit),))
 
-    def write(self, func, hw, policy, config=None):
-        way = config.way if config is not None else RIGHT
-        if way == "wrong":
-            func = with_other_constants(func)
-        kernel = kernel_class("pointwise").write(func, hw, policy, None)
-        change = {"beyond": beyond, "endless": endless}.get(way)
-        return change(kernel) if change else kernel
+    def rank(self, problem, hw, policy):
+        return [(None, DeadlyConfig(way)) for way in (RIGHT, *self.ways)]
+
+
+def emit(problem, hw, config):
+    func = with_other_constants(problem.func) if config.way == "wrong" else problem.func
+    policy = load_policy({"rounding": "exact"} if problem.exact else None)
+    kernel = family("pointwise").write(func, hw, policy)
+    change = {"beyond": beyond, "endless": endless}.get(config.way)
+    return change(kernel) if change else kernel
 
 
 def beyond(kernel):

@@ -6,7 +6,7 @@ from tvm import relax
 from tvm.relax import op
 
 from tvm_fusion.config import load_policy, load_profile
-from tvm_fusion.kernels.registry import kernel_class
+from tvm_fusion.kernels.registry import family
 from tvm_fusion.tuning.session.choices import DEFAULT, class_choices, config_of
 from tvm_fusion.tuning.session.tasks import without_stamps, workload_of
 
@@ -85,7 +85,7 @@ def workload(request):
 
 def written(workload, config):
     name = str(workload.attrs["tvm_fusion.class"])
-    kernel = kernel_class(name).write(without_stamps(workload), H200, POLICY, config)
+    kernel = family(name).write(without_stamps(workload), H200, POLICY, config)
     return tvm_ffi.structural_hash(kernel)
 
 
@@ -102,7 +102,7 @@ def test_default_is_the_first_configuration(workload):
     (default, none), *others = class_choices(workload, H200, POLICY)
     assert (default.text, none) == (DEFAULT, None)
     name = str(workload.attrs["tvm_fusion.class"])
-    first = kernel_class(name).configs(without_stamps(workload), H200, POLICY)[0]
+    first = family(name).ranked(without_stamps(workload), H200, POLICY)[0][1]
     assert written(workload, None) == written(workload, first)
     assert default.like not in {choice.text for choice, _ in others}
     assert config_of(workload, default.like, H200, POLICY) is None

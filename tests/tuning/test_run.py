@@ -78,7 +78,7 @@ def test_the_report_says_what_was_chosen(tuned, monkeypatch):
         task.untuned_us,
     )
     assert "Way(way=fast): " in text
-    monkeypatch.setattr(registry.kernel_class("tested"), "ways", ("plain",))
+    monkeypatch.setattr(registry.family("tested"), "ways", ("plain",))
     said, text = reported()
     assert said["choice"] == DEFAULT
     assert "the choice is stale: tested does not offer Way(way=fast)" in text
@@ -104,7 +104,7 @@ def test_the_same_database_gives_the_same_kernels(tuned):
 
 def test_a_choice_that_is_no_longer_offered_is_stale(tuned, monkeypatch):
     folder, _ = tuned
-    monkeypatch.setattr(registry.kernel_class("tested"), "ways", ("plain",))
+    monkeypatch.setattr(registry.family("tested"), "ways", ("plain",))
     job = Job.of(chain_module(), "llvm", load_policy("aggressive"), None, None, None, folder)
     job.fuse()
     assert not job.tuned.used

@@ -14,14 +14,14 @@ from ..config import HardwareProfile, Policy, shipped_file
 from ..config.digest import digest
 from ..cost.learned.learned import residual_file
 from ..errors import BuildError
-from ..kernels.registry import kernel_classes
+from ..kernels.registry import families
 from ..runtime.build.cuda_compiler import find_compiler
 
 
 def all_ours(hw: HardwareProfile) -> bool:
     """Whether all kernel classes are this package's: the code of others is in no key."""
     own = "tvm_fusion."
-    return all(type(k).__module__.startswith(own) for k in kernel_classes(hw))
+    return all(type(k).__module__.startswith(own) for k in families(hw))
 
 
 def surroundings(target: tvm.target.Target, hw: HardwareProfile, policy: Policy) -> list[Any]:
@@ -36,7 +36,7 @@ def surroundings(target: tvm.target.Target, hw: HardwareProfile, policy: Policy)
         hw.name,
         hw.fingerprint(),
         repr(policy),
-        [k.name for k in kernel_classes(hw)],
+        [k.name for k in families(hw)],
         _residual_state(hw),
         _compiler(policy),
     ]

@@ -36,7 +36,7 @@ class Traffic:
 
     hbm_bytes: float
     l2_bytes: float
-    operations: Mapping[str, float] = field(hash=False)
+    operations: Mapping[str, float] = field(default_factory=dict, hash=False)
     tensor_flops: float = 0.0
     tensor_dtype: str = "float32"
     tensor_efficiency: float = 1.0

@@ -1,22 +1,28 @@
-"""What the planner knows of kernel classes: fits, and the interface every class implements.
+"""Kernel families: what the planner asks of them, and how they write.
 
-A kernel class answers for a group of operators: can one launch compute it (`accepts`), what does
-that move and execute (`traffic`), and how is it written (`write`). Adding a kind of kernel is one
-folder with such a class and one line in `registry.py`.
+A family answers for a group of operators: can one launch compute it (`accepts`), what does that
+move and execute (`traffic`, `resources`), and how is it written (`writer`). Adding a kind of kernel
+is one folder with such a class and one line in `registry.py`; users add theirs by
+`registry.register`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from types import NoneType
+from typing import Any, NamedTuple
 
 from tvm import tirx
 
 from ..config import HardwareProfile, Policy
 from ..cost.traffic import Resources, Traffic
 from ..errors import Unsupported
+from ..ir.graph import FusionGraph
 from ..plan.group_view import GroupView
 from ..plan.refusal import Refusal
+from .forms import Form, Ranked, Writer
+from .traits import Needs
 
 # With more, TVM's simplifier takes minutes over the index arithmetic of a tiled loop (seen with 6).
 MAX_SYMBOLIC_EXTENTS = 3
@@ -49,34 +55,93 @@ class Fit:
     terms: tuple[tuple[str, float], ...] = ()
 
 
-class KernelClass(Protocol):
-    """One kind of kernel; see the module docstring.
+class Family:
+    """One kind of kernel: which groups one launch computes, what that takes, how it is written.
 
-    `configs` has the best guess first: the one that `write` takes where it gets none.
-
-    A class with a true attribute `joins_independent` computes groups that share no data side by
-    side in one launch; the search then offers it such groups. One with a method `ranked`, like
-    `configs` with the predicted seconds of a launch (or None) beside each configuration, lets
-    tuning begin with what is predicted.
+    Attributes
+    ----------
+    name : the kernel class of the groups that it computes, in plans and reports.
+    needs : what a group must have and may not have to be worth asking about.
+    joins_independent : computes groups that share no data side by side in one launch; the search
+        then offers it such groups.
+    is_product : the planner doubts its predicted times by the policy's `unknown_ratio_gemm`.
+    slow_to_compile : its kernels take the compiler of the device long, so their build begins first.
     """
 
     name: str
+    needs = Needs()
+    joins_independent = False
+    is_product = False
+    slow_to_compile = False
 
-    def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal: ...
+    def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
+        """How one launch computes the group, or why none does. Asked of access maps alone."""
+        raise NotImplementedError
 
-    def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic: ...
+    def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
+        """What the launch moves and executes."""
+        raise NotImplementedError
 
-    def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources: ...
+    def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
+        """Registers a thread and bytes of shared memory a block."""
+        raise NotImplementedError
 
-    def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]: ...
+    def cores(self, graph: FusionGraph) -> Iterator[tuple[int, ...]]:
+        """Sets of operators worth a launch as a whole, though none of the groups on the way to them
+        is: the search starts from these.
+        """
+        return iter(())
+
+    def writer(self, hw: HardwareProfile) -> Writer:
+        """How kernels for the device are written; here, as loops for a CPU. Imported when a kernel
+        is written, which planning does not need.
+        """
+        return ON_CPU
+
+    def ranked(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> Ranked:
+        """Predicted seconds of one launch (or None) and configurations, the best guess first.
+
+        Raises
+        ------
+        Unsupported
+            No kernel of the family computes the function.
+        """
+        writer = self.writer(hw)
+        return writer.ranked(writer.read(func, policy.rounding == "exact"), hw, policy)
 
     def write(
         self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
-    ) -> tirx.PrimFunc: ...
+    ) -> tirx.PrimFunc:
+        """The kernel of a fused PrimFunc: of one of the configurations of `ranked`; where that is
+        None, of the first that can be written.
+
+        Raises
+        ------
+        Unsupported
+            No kernel of the family computes the function.
+        """
+        writer = self.writer(hw)
+        problem = writer.read(func, policy.rounding == "exact")
+        return writer.emit(problem, hw, policy, config)
 
 
-def write_on_cpu(func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> tirx.PrimFunc:
-    """The CPU loops of any class: they are made from the function's blocks alone.
+class OnCPU(NamedTuple):
+    """A function whose loops are made from its blocks alone.
+
+    `exact`: every rounding of the unfused graph is kept.
+    """
+
+    func: tirx.PrimFunc
+    exact: bool
+
+
+def unranked(problem: Any, hw: HardwareProfile, policy: Policy) -> Ranked:
+    """The one way to write a problem that has no configurations."""
+    return [(None, None)]
+
+
+def write_on_cpu(problem: OnCPU, hw: HardwareProfile, config: None = None) -> tirx.PrimFunc:
+    """The CPU loops of any group.
 
     Raises
     ------
@@ -85,8 +150,11 @@ def write_on_cpu(func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> ti
     """
     from .cpu.write import write_cpu
 
-    _refuse_on_cpu(func)
-    return write_cpu(func, exact=policy.rounding == "exact", hw=hw)
+    _refuse_on_cpu(problem.func)
+    return write_cpu(problem.func, exact=problem.exact, hw=hw)
+
+
+ON_CPU = Writer("loops", OnCPU, (Form("loops", NoneType, unranked, write_on_cpu),))
 
 
 def _refuse_on_cpu(func: tirx.PrimFunc) -> None:

@@ -5,7 +5,7 @@ package's CPU loops. `Stock` is what is left where a class fails on an operator:
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from types import NoneType
 
 from tvm import tirx
 
@@ -15,12 +15,13 @@ from ..errors import Unsupported
 from ..ir.access import Access
 from ..plan.group_view import GroupView
 from ..plan.refusal import Refusal, RefusalCode
-from .base import Fit, write_on_cpu
+from .base import Family, Fit, OnCPU, unranked, write_on_cpu
+from .forms import Form, Writer
 from .group.footprint import points
 from .group.traffic import memory_traffic
 
 
-class Fallback:
+class Fallback(Family):
     """See the module docstring."""
 
     name = "fallback"
@@ -53,21 +54,30 @@ class Fallback:
     def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
         return Resources(32, 0)
 
-    def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
-        return [None]
-
-    def write(
-        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
-    ) -> tirx.PrimFunc:
-        if hw.kind == "llvm":
-            try:
-                return write_on_cpu(func, hw, policy)
-            except Unsupported:
-                return func.with_attr("tirx.is_scheduled", True)
-        return func  # the build gives what has no schedule DLight's default one
+    def writer(self, hw: HardwareProfile) -> Writer:
+        return _LOOPS if hw.kind == "llvm" else _STOCK
 
 
-class Stock:
+def _read(func: tirx.PrimFunc, exact: bool) -> tirx.PrimFunc:
+    return func
+
+
+def _unwritten(func: tirx.PrimFunc, hw: HardwareProfile, config: None) -> tirx.PrimFunc:
+    return func  # the build gives what has no schedule DLight's default one
+
+
+def _loops(problem: OnCPU, hw: HardwareProfile, config: None) -> tirx.PrimFunc:
+    try:
+        return write_on_cpu(problem, hw)
+    except Unsupported:
+        return problem.func.with_attr("tirx.is_scheduled", True)
+
+
+_STOCK = Writer("an operator", _read, (Form("stock", NoneType, unranked, _unwritten),))
+_LOOPS = Writer("an operator", OnCPU, (Form("loops", NoneType, unranked, _loops),))
+
+
+class Stock(Family):
     """An operator as LegalizeOps made it. Nothing is asked of what it computes."""
 
     name = "stock"

@@ -1,12 +1,14 @@
-"""The kernel classes, in the order in which the planner asks them. Users add theirs with
+"""The kernel families, in the order in which the planner asks them. Users add theirs with
 `register`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ..config import HardwareProfile
 from .attention.kernel_class import AttentionClass
-from .base import KernelClass
+from .base import Family
 from .column.kernel_class import Column
 from .cpu.nest_class import Nest
 from .fallback import Fallback
@@ -16,46 +18,50 @@ from .row.kernel_class import Row
 from .row.mixed_class import Mixed
 from .transpose.kernel_class import Transpose
 
-_CLASSES: dict[str, tuple[KernelClass, tuple[str, ...]]] = {}
+_FAMILIES: dict[str, tuple[Family, tuple[str, ...]]] = {}
 
 
-def register(kernel_class: KernelClass, kinds: tuple[str, ...] = ("cuda", "llvm")) -> None:
-    """Adds a kernel class for the given kinds of device; asked before those registered earlier.
+def register(family: Family, kinds: tuple[str, ...] = ("cuda", "llvm")) -> None:
+    """Adds a kernel family for the given kinds of device; asked before those registered earlier.
 
     Raises
     ------
+    TypeError
+        It is no `Family`.
     ValueError
         The name is taken.
     """
-    if kernel_class.name in _CLASSES:
-        raise ValueError(f"kernel class {kernel_class.name!r} is already registered")
-    _CLASSES[kernel_class.name] = (kernel_class, kinds)
+    if not isinstance(family, Family):
+        raise TypeError(f"register takes an instance of a Family, got {family!r}")
+    if family.name in _FAMILIES:
+        raise ValueError(f"kernel family {family.name!r} is already registered")
+    _FAMILIES[family.name] = (family, kinds)
 
 
 def unregister(name: str) -> None:
-    del _CLASSES[name]
+    del _FAMILIES[name]
 
 
-def kernel_classes(hw: HardwareProfile) -> tuple[KernelClass, ...]:
-    """The classes for a device, most specific first."""
-    return tuple(c for c, kinds in reversed(_CLASSES.values()) if hw.kind in kinds)
+def families(hw: HardwareProfile) -> tuple[Family, ...]:
+    """The families for a device, most specific first."""
+    return tuple(f for f, kinds in reversed(_FAMILIES.values()) if hw.kind in kinds)
 
 
-def added() -> tuple[tuple[KernelClass, tuple[str, ...]], ...]:
-    """The classes that are not this package's own, with their kinds: for `register` in another
+def added() -> tuple[tuple[Family, tuple[str, ...]], ...]:
+    """The families that are not this package's own, with their kinds: for `register` in another
     process.
     """
     own = f"{__package__}."
-    return tuple(e for e in _CLASSES.values() if not type(e[0]).__module__.startswith(own))
+    return tuple(e for e in _FAMILIES.values() if not type(e[0]).__module__.startswith(own))
 
 
-def names() -> frozenset[str]:
-    """Of all classes."""
-    return frozenset(_CLASSES)
+def names(such: Callable[[Family], bool] = lambda family: True) -> frozenset[str]:
+    """Of all families, or of those for which `such` holds."""
+    return frozenset(name for name, (family, _) in _FAMILIES.items() if such(family))
 
 
-def kernel_class(name: str) -> KernelClass:
-    return _CLASSES[name][0]
+def family(name: str) -> Family:
+    return _FAMILIES[name][0]
 
 
 for _builtin, _kinds in (

@@ -17,14 +17,15 @@ from ..cost.probe import GroupKey
 from ..cost.traffic import Resources
 from ..errors import TooDeep
 from ..ir.graph import FusionGraph, OpKind
-from ..kernels.base import Fit, KernelClass
+from ..kernels.base import Family, Fit
 from ..kernels.fallback import Fallback, Stock
-from ..kernels.registry import kernel_classes
+from ..kernels.registry import families
+from ..kernels.traits import READABLE, together
 from .decide.caution import Caution, is_fused
 from .group_view import GroupView
 from .refusal import Refusal, RefusalCode
 from .regions.edges import Links
-from .structure import NEEDS, READABLE, Structures, Wiring, structures_for, together
+from .structure import Structures, Wiring, structures_for
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class Costed(NamedTuple):
     """A legal group with its kernel class and predicted time."""
 
     view: GroupView
-    kernel: KernelClass
+    kernel: Family
     fit: Fit
     estimate: Estimate
     bytes: float
@@ -58,7 +59,7 @@ class Costed(NamedTuple):
 class _Shared(NamedTuple):
     """What equal groups have in common."""
 
-    kernel: KernelClass
+    kernel: Family
     fit: Fit
     estimate: Estimate
     bytes: float
@@ -119,8 +120,8 @@ class Evaluator:
         return found
 
     @cached_property
-    def classes(self) -> tuple[KernelClass, ...]:
-        return kernel_classes(self.hw)
+    def classes(self) -> tuple[Family, ...]:
+        return families(self.hw)
 
     @cached_property
     def residual(self) -> Residual | None:
@@ -179,7 +180,7 @@ class Evaluator:
         return most_telling(found)
 
     def _answer(
-        self, kernel: KernelClass, view: GroupView, needed: Resources | None = None
+        self, kernel: Family, view: GroupView, needed: Resources | None = None
     ) -> _Shared | Refusal:
         """What one class says of a group; no fault of a class may end a compile."""
         try:
@@ -247,7 +248,7 @@ class Evaluator:
             failed |= answer.code is RefusalCode.CLASS_ERROR
         return self._answer(STOCK, view, needed) if failed and len(view.ops) == 1 else refusal
 
-    def _askable(self, view: GroupView) -> Iterator[KernelClass]:
+    def _askable(self, view: GroupView) -> Iterator[Family]:
         """The classes that may take the group, in order."""
         known, traits = self.wiring.traits, 0
         for i in view.ops:
@@ -256,14 +257,13 @@ class Evaluator:
             yield self.classes[-1]
             return
         for kernel in self.classes:
-            needed, excluded = NEEDS.get(kernel.name, (0, 0))
             if kernel.name == Fallback.name and len(view.ops) > 1:
                 continue
-            if traits & needed == needed and not traits & excluded:
+            if kernel.needs.allow(traits):
                 yield kernel
 
     def _costed(
-        self, view: GroupView, kernel: KernelClass, fit: Fit, needed: Resources | None
+        self, view: GroupView, kernel: Family, fit: Fit, needed: Resources | None
     ) -> _Shared:
         traffic = kernel.traffic(view, fit, self.hw)
         resources = needed or kernel.resources(view, fit, self.hw)
@@ -337,7 +337,7 @@ def most_telling(refusals: list[Refusal]) -> Refusal:
     return min(refusals, key=lambda r: order.get(r.code, len(order)))
 
 
-def _class_failed(view: GroupView, kernel: KernelClass, error: Exception) -> Refusal:
+def _class_failed(view: GroupView, kernel: Family, error: Exception) -> Refusal:
     """The refusal in place of an answer that a class failed to give."""
     why = f"{type(error).__name__}: {error}"
     names = ", ".join(view.names)

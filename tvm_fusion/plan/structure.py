@@ -21,36 +21,23 @@ from typing import Any
 from ..config import HardwareProfile, Policy
 from ..ir.access import Block
 from ..ir.graph import FusionGraph, Op, OpKind
-from ..kernels.base import KernelClass
-from ..kernels.gemm.kernel_class import match_product
+from ..kernels.base import Family
+from ..kernels.gemm.product import match_product
 from ..kernels.group.read_order import read_order
 from ..kernels.group.turning import is_turning
 from ..kernels.program.window import is_window_block
+from ..kernels.traits import (
+    MULTIPLIES,
+    READABLE,
+    REDUCES,
+    ROLLED,
+    SUMS_COLUMNS,
+    SUMS_ROWS,
+    TURNS,
+    together,
+)
 
 MOST_KNOWN = 50_000  # structures of groups, of about a kilobyte each
-
-# Traits of operators, as bits: what decides which kernel classes need not be asked.
-REDUCES = 1
-ROLLED = 2  # a reduction that pointwise kernels do not unroll
-TURNS = 4
-MULTIPLIES = 8
-SUMS_ROWS = 16  # a reduction that keeps the contiguous axis
-SUMS_COLUMNS = 32
-READABLE = 64  # has blocks
-MULTIPLIES_TWICE = MULTIPLIES << 4
-
-# What a built-in class needs among a group's traits, and what it cannot have; other classes, which
-# users registered, are always asked.
-NEEDS: dict[str, tuple[int, int]] = {
-    "transpose": (TURNS, ROLLED),
-    "pointwise": (0, ROLLED),
-    "row": (REDUCES, 0),
-    "column": (REDUCES, 0),
-    "mixed": (SUMS_ROWS | SUMS_COLUMNS, 0),
-    "gemm": (MULTIPLIES, 0),
-    "attention": (MULTIPLIES_TWICE, 0),
-    "nest": (REDUCES, 0),
-}
 
 
 @dataclass
@@ -73,7 +60,7 @@ _RECENT: deque[tuple[Any, ...]] = deque(maxlen=4)
 
 
 def structures_for(
-    hw: HardwareProfile, policy: Policy, classes: tuple[KernelClass, ...], residual: Any
+    hw: HardwareProfile, policy: Policy, classes: tuple[Family, ...], residual: Any
 ) -> Structures:
     """What this process knows of structures for a device, a policy, kernel classes and a learned
     residual: a module is planned several times, with and without each rewrite.
@@ -145,11 +132,6 @@ def traits_of(blocks: tuple[Block, ...], hw: HardwareProfile) -> int:
         sums_rows = bool(order) and order[-1] in block.spatial
         found |= SUMS_ROWS if sums_rows else SUMS_COLUMNS
     return found
-
-
-def together(some: int, more: int) -> int:
-    """The traits of some operators and of more of them."""
-    return some | more | (some & more & MULTIPLIES) << 4
 
 
 def _works(op: Op) -> bool:

@@ -10,7 +10,7 @@ from tvm import tirx
 
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.attention.forms import attention_ranked, emit_attention
+from tvm_fusion.kernels.attention.forms import WRITER
 from tvm_fusion.kernels.attention.hopper.kernel import attention_hopper_ranked
 from tvm_fusion.kernels.attention.mma.config import Layout, SharedRows
 from tvm_fusion.kernels.attention.mma.kernel import (
@@ -297,12 +297,12 @@ def test_prediction_is_within_reach_of_the_device():
 def test_devices_before_hopper_and_pitches_the_tma_cannot_address_take_this_form():
     policy = load_policy(None)
     made = attention(Sizes(queries=256, keys=256))
-    assert {type(c) for _, c in attention_ranked(made, A100, policy)} == {AttentionMmaConfig}
+    assert {type(c) for _, c in WRITER.ranked(made, A100, policy)} == {AttentionMmaConfig}
     odd = decode_cases.attention_of(decode_cases.Sizes(1, 2, 1, 256, 256, 64, 64), pad=4)
     with pytest.raises(Unsupported):
         attention_hopper_ranked(odd, H200)
-    assert {type(c) for _, c in attention_ranked(odd, H200, policy)} == {AttentionMmaConfig}
-    assert emit_attention(odd, H200, policy).attrs["tirx.is_scheduled"]
+    assert {type(c) for _, c in WRITER.ranked(odd, H200, policy)} == {AttentionMmaConfig}
+    assert WRITER.emit(odd, H200, policy).attrs["tirx.is_scheduled"]
 
 
 # ---- refusals

@@ -29,7 +29,7 @@ from tests.support.graphs import plan_of
 from tests.support.hopper_on_cpu import compile_hopper, run_hopper_on_cpu
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.kernels.attention.cores import attention_cores
-from tvm_fusion.kernels.attention.forms import FORMS
+from tvm_fusion.kernels.attention.forms import WRITER
 from tvm_fusion.kernels.attention.kernel_class import AttentionClass
 from tvm_fusion.kernels.attention.read.program import analyze_attention
 from tvm_fusion.plan.group_view import GroupView
@@ -146,7 +146,7 @@ def test_numbers_of_small_ones_are_close_to_float64(seed, form):
 
 def written(func, name):
     """The best kernel of one form."""
-    (form,) = (f for f in FORMS if f.name == name)
+    (form,) = (f for f in WRITER.forms if f.name == name)
     attention = analyze_attention(func)
     return form.emit(attention, TINY_H200, form.rank(attention, TINY_H200, load_policy(None))[0][1])
 

@@ -33,7 +33,7 @@ def asked(mod, device):
     group = GroupView(graph, ops, outputs)
     fit = KIND.accepts(group, hw, POLICY)
     assert isinstance(fit, Fit)
-    return KIND.resources(group, fit, hw), KIND.configs(one_group(mod).func, hw, POLICY)[0]
+    return KIND.resources(group, fit, hw), KIND.ranked(one_group(mod).func, hw, POLICY)[0][1]
 
 
 @pytest.mark.parametrize(

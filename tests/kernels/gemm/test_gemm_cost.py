@@ -16,7 +16,7 @@ from tvm_fusion.config import load_policy, load_profile, policy_names
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.contraction.reader import analyze_contraction
 from tvm_fusion.kernels.gemm.cost import gemm_time
-from tvm_fusion.kernels.gemm.forms import FORMS, emit_gemm, form_of, gemm_ranked
+from tvm_fusion.kernels.gemm.forms import WRITER
 from tvm_fusion.kernels.gemm.hopper.configs import tile_of
 from tvm_fusion.kernels.gemm.hopper.kernel import hopper_ranked
 from tvm_fusion.kernels.gemm.work import GemmTile
@@ -233,7 +233,7 @@ def test_lists_are_in_the_order_of_predicted_time():
 
 
 def form_chosen(*shape, hw=H200, emit=graphs.linear):
-    return form_of(gemm_ranked(contraction_of(*shape, emit=emit), hw, DEFAULT)[0][1]).name
+    return WRITER.form_of(WRITER.ranked(contraction_of(*shape, emit=emit), hw, DEFAULT)[0][1]).name
 
 
 def test_large_half_products_go_to_wgmma_on_hopper():
@@ -257,7 +257,7 @@ def test_half_products_go_to_mma_sync_on_ampere():
 def test_float32_stays_on_cuda_cores_unless_the_policy_allows_tf32():
     contraction = contraction_of(2048, 2048, 2048, dtype=FLOAT)
     forms = [
-        form_of(gemm_ranked(contraction, A100, policy)[0][1]).name
+        WRITER.form_of(WRITER.ranked(contraction, A100, policy)[0][1]).name
         for policy in (DEFAULT, load_policy({"allow_tf32": True}))
     ]
     assert forms == ["simt", "mma"]
@@ -269,21 +269,21 @@ def test_no_shipped_policy_rounds_float32(name):
 
 
 def test_the_list_of_all_forms_is_in_the_order_of_predicted_time():
-    times = [time for time, _ in gemm_ranked(contraction_of(16, 1024, 1024), H200, DEFAULT)]
+    times = [time for time, _ in WRITER.ranked(contraction_of(16, 1024, 1024), H200, DEFAULT)]
     assert times == sorted(times)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+@pytest.mark.parametrize("form", WRITER.forms, ids=lambda form: form.name)
 def test_every_form_writes_the_first_of_its_own_list(form):
     contraction = contraction_of(16, 512, 256)
     config = form.rank(contraction, H200, DEFAULT)[0][1]
-    assert form_of(config) is form
-    assert emit_gemm(contraction, H200, DEFAULT, config) is not None
+    assert WRITER.form_of(config) is form
+    assert WRITER.emit(contraction, H200, DEFAULT, config) is not None
 
 
 def test_a_configuration_of_no_form_is_refused():
     with pytest.raises(Unsupported, match="no configuration of a matrix product"):
-        emit_gemm(contraction_of(16, 512, 256), H200, DEFAULT, config="fast")
+        WRITER.emit(contraction_of(16, 512, 256), H200, DEFAULT, config="fast")
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_a_configuration_of_no_form_is_refused():
 )
 def test_every_form_ranks_a_contraction_or_refuses_it(case):
     contraction = analyze_contraction(case.func())
-    for form in FORMS[:-1]:
+    for form in WRITER.forms[:-1]:
         with contextlib.suppress(Unsupported):
             assert form.rank(contraction, H200, load_policy(None))[0][0] > 0
-    assert gemm_ranked(contraction, H200, load_policy(None))
+    assert WRITER.ranked(contraction, H200, load_policy(None))

@@ -10,7 +10,7 @@ from tvm.relax import op
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.contraction.reader import analyze_contraction
-from tvm_fusion.kernels.gemm.forms import gemm_ranked
+from tvm_fusion.kernels.gemm.forms import WRITER
 from tvm_fusion.kernels.gemm.hopper.config import HopperConfig
 from tvm_fusion.kernels.gemm.hopper.kernel import emit_gemm_hopper, hopper_configs
 
@@ -184,7 +184,7 @@ def test_residuals_are_asked_for_ahead_where_no_epilogue_can_be_deferred():
 
 def test_low_rank_updates_of_many_rows_are_for_the_form_that_loads_residuals_ahead():
     shapes = [s for n in (4096, 1024, 512) for s in ((4096, 16), (16, n), (4096, n))]
-    _, first = gemm_ranked(contraction_of(graphs.lora_b, shapes), H200, load_policy())[0]
+    _, first = WRITER.ranked(contraction_of(graphs.lora_b, shapes), H200, load_policy())[0]
     assert isinstance(first, HopperConfig)
     assert (first.block_m, first.boxes) == (128, 2 * first.block_n // 64)
 

@@ -17,7 +17,7 @@ from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.pointwise.kernel import emit_pointwise
 from tvm_fusion.kernels.program.analysis import analyze
 from tvm_fusion.kernels.program.expr import bytes_of
-from tvm_fusion.kernels.registry import kernel_class
+from tvm_fusion.kernels.registry import family
 from tvm_fusion.kernels.transpose.kernel import (
     DirectConfig,
     TransposeConfig,
@@ -596,14 +596,14 @@ def test_transposes_and_what_surrounds_them_are_one_group(emit, inputs, name):
 def test_a_group_that_turns_nothing_is_left_to_pointwise():
     planned = plan_of(module(lambda bb, x: op.exp(x), SQUARE))
     view = kernel_views(planned)[0]
-    refusal = kernel_class("transpose").accepts(view, H200, load_policy(None))
+    refusal = family("transpose").accepts(view, H200, load_policy(None))
     assert refusal.code is RefusalCode.NOT_PROFITABLE
 
 
 def test_a_group_with_a_reduction_is_no_transpose():
     planned = plan_of(module(lambda bb, x: op.sum(x, axis=-1), ((64, 64), "float32")))
     view = kernel_views(planned)[0]
-    refusal = kernel_class("transpose").accepts(view, H200, load_policy(None))
+    refusal = family("transpose").accepts(view, H200, load_policy(None))
     assert refusal.code is RefusalCode.REDUCTION
 
 
@@ -613,9 +613,9 @@ def kernel_views(planned):
 
 
 def test_the_class_writes_its_configurations():
-    kernel = kernel_class("transpose")
+    kernel = family("transpose")
     func, policy = DTYPES[0].func(), load_policy(None)
-    configs = kernel.configs(func, H200, policy)
+    configs = [config for _, config in kernel.ranked(func, H200, policy)]
     assert configs == TILES
     sources = {cuda_source(kernel.write(func, H200, policy, c)) for c in (None, *configs[:2])}
     assert len(sources) == 2

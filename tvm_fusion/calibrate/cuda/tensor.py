@@ -18,7 +18,7 @@ from tvm import te, tirx
 from ...config import HardwareProfile, load_policy
 from ...errors import Unsupported
 from ...kernels.contraction.reader import analyze_contraction
-from ...kernels.gemm.forms import emit_gemm, gemm_ranked
+from ...kernels.gemm.forms import WRITER
 from ...kernels.gemm.hopper.plan import HopperConfig
 from ...kernels.gemm.mma.plan import MmaConfig
 from ..finding import Family, Finding, Measured
@@ -43,7 +43,7 @@ def products(hw: HardwareProfile) -> dict[str, tuple[str, str, tirx.PrimFunc]]:
             continue
         contraction = analyze_contraction(_product("float32" if dtype == "tfloat32" else dtype))
         tiles: set[str] = set()
-        for _, config in gemm_ranked(contraction, hw, policy):
+        for _, config in WRITER.ranked(contraction, hw, policy):
             if len(tiles) == wanted:
                 break
             if not isinstance(config, HopperConfig | MmaConfig):
@@ -52,7 +52,7 @@ def products(hw: HardwareProfile) -> dict[str, tuple[str, str, tirx.PrimFunc]]:
             if tile in tiles:
                 continue
             try:
-                func = emit_gemm(contraction, hw, policy, config)
+                func = WRITER.emit(contraction, hw, policy, config)
             except Unsupported:
                 continue
             tiles.add(tile)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import tvm
@@ -14,7 +13,7 @@ import tvm
 from ...config import HardwareProfile, Policy
 from ...errors import TvmFusionError
 from ...ir.graph import FusionGraph, OpKind, bits
-from ...kernels.registry import kernel_class
+from ...kernels.registry import family
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal
 from ..analytic import estimate
@@ -188,7 +187,7 @@ def ask(view: GroupView, name: str, hw: HardwareProfile, policy: Policy) -> Quer
         There is no such class, or it does not accept the group.
     """
     try:
-        kernel: Any = kernel_class(name)
+        kernel = family(name)
     except KeyError as error:
         raise ValueError(f"there is no kernel class {name!r}") from error
     fit = kernel.accepts(view, hw, policy)

@@ -1,52 +1,57 @@
-"""The forms of an attention kernel, and all their configurations in the order of predicted time.
-
-A form ranks its own configurations, in seconds of one launch, and writes a kernel from one of them;
-lists of several forms are merged by those seconds.
-"""
+"""The forms of an attention kernel."""
 
 from __future__ import annotations
 
-from typing import Any
+from types import NoneType
 
 from tvm import tirx
 
-from ...config import HardwareProfile, Policy
-from ..forms import Form, Ranked, emitted, ranked
+from ...config import HardwareProfile
+from ...errors import Unsupported
+from ..base import OnCPU, unranked, write_on_cpu
+from ..cpu.attention.kernel import write_attention
+from ..cpu.machine import machine_of
+from ..forms import Form, Writer
 from .decode.kernel import DecodeConfig, attention_decode_ranked, emit_attention_decode
 from .hopper.config import AttentionConfig
 from .hopper.kernel import attention_hopper_ranked, emit_attention_hopper
 from .mma.kernel import AttentionMmaConfig, attention_mma_ranked, emit_attention_mma
 from .read.model import Attention
+from .read.program import analyze_attention
 
-FORMS = (
-    Form("an attention", "hopper", AttentionConfig, attention_hopper_ranked, emit_attention_hopper),
-    Form("an attention", "decode", DecodeConfig, attention_decode_ranked, emit_attention_decode),
-    Form("an attention", "mma", AttentionMmaConfig, attention_mma_ranked, emit_attention_mma),
+WRITER = Writer(
+    "an attention",
+    analyze_attention,
+    (
+        Form("hopper", AttentionConfig, attention_hopper_ranked, emit_attention_hopper),
+        Form("decode", DecodeConfig, attention_decode_ranked, emit_attention_decode),
+        Form("mma", AttentionMmaConfig, attention_mma_ranked, emit_attention_mma),
+    ),
 )
 
 
-def attention_ranked(attention: Attention, hw: HardwareProfile, policy: Policy) -> Ranked:
-    """Predicted seconds and configurations of all forms, the fastest first (see `forms.ranked`)."""
-    return ranked(FORMS, attention, hw, policy)
+def _read_on_cpu(func: tirx.PrimFunc, exact: bool) -> tuple[OnCPU, Attention | None]:
+    """The function, and the attention that it is if it can be read as one."""
+    problem = OnCPU(func, exact)
+    try:
+        return problem, analyze_attention(func, exact)
+    except Unsupported:
+        return problem, None
 
 
-def emit_attention(
-    attention: Attention, hw: HardwareProfile, policy: Policy, config: Any = None
+def _emit_on_cpu(
+    problem: tuple[OnCPU, Attention | None], hw: HardwareProfile, config: None
 ) -> tirx.PrimFunc:
-    """Write an attention as one TIRx kernel.
+    """The loops of an attention; those of any group where it has none."""
+    loops, attention = problem
+    try:
+        if attention is not None:
+            return write_attention(loops.func, attention, machine_of(hw))
+    except Unsupported:
+        pass
+    return write_on_cpu(loops, hw)
 
-    Parameters
-    ----------
-    attention : Attention
-    hw : HardwareProfile
-        A CUDA device.
-    policy : Policy
-    config : optional
-        One of `attention_ranked`; where None, the first that can be written.
 
-    Raises
-    ------
-    Unsupported
-        The configuration, or no configuration at all, can be written.
-    """
-    return emitted(FORMS, attention, hw, policy, config)
+CPU_WRITER = Writer(
+    "an attention", _read_on_cpu, (Form("loops", NoneType, unranked, _emit_on_cpu),)
+)

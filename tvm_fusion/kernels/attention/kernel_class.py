@@ -9,22 +9,20 @@ Gimelshein, Online normalizer calculation for softmax, 2018; Dao et al., FlashAt
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
-
-from tvm import tirx
 
 from ...config import HardwareProfile, Policy
 from ...cost.traffic import Resources, Traffic
-from ...errors import Unsupported
 from ...ir.access import Pipe
 from ...ir.graph import FusionGraph
 from ...plan.group_view import GroupView, dtype_bytes
 from ...plan.refusal import Refusal, RefusalCode
-from ..base import Fit, write_on_cpu
+from ..base import Family, Fit
+from ..forms import Writer
 from ..group.footprint import evaluations, footprint_bytes, points
 from ..group.traffic import memory_traffic
 from ..pointwise.kernel_class import refuse_recompute
 from ..program.expr import HALF_DTYPES
+from ..traits import MULTIPLIES_TWICE, Needs
 from .cores import attention_cores
 from .roles import AttentionRoles, Level, match_attention, stored_along, stored_tensor
 from .sizes import AttentionShape, AttentionTime
@@ -39,10 +37,12 @@ SOFTMAX_ARITHMETIC, SOFTMAX_SPECIAL = 2, 2
 """Operations on each score of a plain one: scaling and shifting, an exponential and a division."""
 
 
-class AttentionClass:
+class AttentionClass(Family):
     """See the module docstring."""
 
     name = "attention"
+    needs = Needs(MULTIPLIES_TWICE)
+    slow_to_compile = True
 
     def cores(self, graph: FusionGraph) -> Iterator[tuple[int, ...]]:
         """Sets of operators that only together are attention (see `plan.search.seeds`)."""
@@ -102,31 +102,10 @@ class AttentionClass:
             return Resources(hw.max_registers_per_thread, hw.smem_per_block_bytes)
         return time.resources
 
-    def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
-        return [config for _, config in self.ranked(func, hw, policy)]
+    def writer(self, hw: HardwareProfile) -> Writer:
+        from .forms import CPU_WRITER, WRITER
 
-    def ranked(
-        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy
-    ) -> list[tuple[float | None, Any]]:
-        """Predicted seconds of one launch and configurations, in the order of `configs`."""
-        if hw.kind == "llvm":
-            return [(None, None)]
-        from .forms import attention_ranked
-        from .read.program import analyze_attention
-
-        attention = analyze_attention(func, exact=policy.rounding == "exact")
-        return attention_ranked(attention, hw, policy)
-
-    def write(
-        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
-    ) -> tirx.PrimFunc:
-        from .forms import emit_attention
-        from .read.program import analyze_attention
-
-        if hw.kind == "llvm":
-            return _written_on_cpu(func, hw, policy)
-        attention = analyze_attention(func, exact=policy.rounding == "exact")
-        return emit_attention(attention, hw, policy, config)
+        return CPU_WRITER if hw.kind == "llvm" else WRITER
 
 
 def _time(
@@ -139,19 +118,6 @@ def _time(
         return None if isinstance(found, Refusal) else predict(_shape(group, found), hw, policy)
 
     return group.once(("attention time", hw.name), predicted)
-
-
-def _written_on_cpu(func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> tirx.PrimFunc:
-    """The loops of an attention; those of any group where it cannot be read as one."""
-    from ..cpu.attention.kernel import write_attention
-    from ..cpu.machine import machine_of
-    from .read.program import analyze_attention
-
-    try:
-        attention = analyze_attention(func, exact=policy.rounding == "exact")
-        return write_attention(func, attention, machine_of(hw))
-    except Unsupported:
-        return write_on_cpu(func, hw, policy)
 
 
 def _check_operands(group: GroupView, roles: AttentionRoles, hw: HardwareProfile) -> Refusal | None:

@@ -11,7 +11,9 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from ...errors import Unsupported
+from .. import forms
 from ..gpu.frame import Frame, kernel_frame, then
+from ..program.analysis import analyze
 from ..program.expr import constant, convert
 from ..program.narrow import narrow_indices
 from ..program.online import merge_online
@@ -19,7 +21,7 @@ from ..program.program import Extent, Program
 from .config import ColumnConfig, Form
 from .forms import LoopColumns, RegisterColumns
 from .lanes import Lanes, find_inner, lanes_along_columns, lanes_along_rows
-from .rank import column_configs
+from .rank import column_configs, column_ranked
 from .state import check
 
 if TYPE_CHECKING:
@@ -105,3 +107,17 @@ def _launch_bounds(config: ColumnConfig) -> contextlib.AbstractContextManager:
     if not config.min_blocks:
         return contextlib.nullcontext()
     return T.attr({"tirx.launch_bounds_min_blocks_per_sm": config.min_blocks})
+
+
+WRITER = forms.Writer(
+    "reductions of columns",
+    analyze,
+    (
+        forms.Form(
+            "column",
+            ColumnConfig,
+            column_ranked,
+            lambda program, hw, config: emit_column(program, config, hw),
+        ),
+    ),
+)

@@ -12,9 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
-
-from tvm import tirx
 
 from ...config import HardwareProfile, Policy
 from ...cost.traffic import Resources, Traffic
@@ -22,11 +19,13 @@ from ...ir.access import Access, Block, Extent, Reduction
 from ...ir.extents import assumed, assumed_product, non_unit, product_key
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
-from ..base import Fit, write_on_cpu
+from ..base import Family, Fit
+from ..forms import Writer
 from ..group.footprint import VECTOR_ELEMENTS, evaluations, points
 from ..group.read_order import plain_axes, read_order
 from ..group.traffic import cuda_resources, filled_by_threads, memory_traffic, slowed
 from ..pointwise.kernel_class import refuse_recompute
+from ..traits import REDUCES, Needs
 from .estimate import ColumnEstimate
 from .planned import column_kernel, column_shape, column_traffic
 
@@ -90,7 +89,7 @@ class _Roles:
         return _Role.ROW if extents == self.space.rows else _Role.SMALL
 
 
-class Column:
+class Column(Family):
     """See the module docstring.
 
     Does not handle: argmax; symbolic columns; reductions of different rows in one group; reductions
@@ -98,6 +97,7 @@ class Column:
     """
 
     name = "column"
+    needs = Needs(REDUCES)
     joins_independent = True  # equal spaces are one: the partial sums of dgamma and dbeta
 
     def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
@@ -140,34 +140,12 @@ class Column:
             return Resources(16, 0)
         return cuda_resources(group, fit, column_shape(fit, _kernel(group, fit, hw)))
 
-    def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
+    def writer(self, hw: HardwareProfile) -> Writer:
         if hw.kind == "llvm":
-            return [None]
-        from ..program.analysis import analyze
-        from .kernel import column_configs
+            return super().writer(hw)
+        from .kernel import WRITER
 
-        return column_configs(analyze(func, exact=policy.rounding == "exact"), hw)
-
-    def ranked(
-        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy
-    ) -> list[tuple[float, Any]]:
-        """Predicted seconds of one launch and configurations, in the order of `configs`."""
-        from ..program.analysis import analyze
-        from .rank import column_configs, estimated_seconds
-
-        program = analyze(func, exact=policy.rounding == "exact")
-        return [(estimated_seconds(program, c, hw), c) for c in column_configs(program, hw)]
-
-    def write(
-        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
-    ) -> tirx.PrimFunc:
-        if hw.kind == "llvm":
-            return write_on_cpu(func, hw, policy)
-        from ..program.analysis import analyze
-        from .kernel import column_configs, emit_column
-
-        program = analyze(func, exact=policy.rounding == "exact")
-        return emit_column(program, config or column_configs(program, hw)[0], hw)
+        return WRITER
 
 
 def _kept_by_lanes(group: GroupView, roles: _Roles, counts: tuple[float, ...]) -> tuple[float, ...]:

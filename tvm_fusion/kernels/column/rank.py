@@ -20,7 +20,7 @@ from .state import check
 from .work import ColumnWork, work_of
 
 if TYPE_CHECKING:
-    from ...config import HardwareProfile
+    from ...config import HardwareProfile, Policy
 
 LEAST_THREADS = 256  # a multiprocessor; without a demand ptxas aims at more, and spills a little
 ROOMY_THREADS = 512  # a multiprocessor that ptxas may leave 128 registers a thread
@@ -37,13 +37,20 @@ def column_configs(program: Program, hw: HardwareProfile) -> list[ColumnConfig]:
     Unsupported
         Where no column kernel computes the program well: there are no rows along memory.
     """
+    return [config for _, config in column_ranked(program, hw)]
+
+
+def column_ranked(
+    program: Program, hw: HardwareProfile, policy: Policy | None = None
+) -> list[tuple[float | None, ColumnConfig]]:
+    """As `column_configs`, each with its predicted seconds."""
     check(program)
     if program.columns == 0 or (program.is_static and program.row_count == 0):
         raise Unsupported("there is nothing to reduce")
     program = narrow_indices(program)
     lanes = _widest(program, find_inner(program))
     work = work_of(program, lanes)
-    return [config for _, config in ranked(work, hw)] or [small_config(work, hw)]
+    return [*ranked(work, hw)] or [(None, small_config(work, hw))]
 
 
 def estimated_seconds(program: Program, config: ColumnConfig, hw: HardwareProfile) -> float:

@@ -7,25 +7,23 @@ epilogue on the values in registers.
 
 from __future__ import annotations
 
-from typing import Any
-
-from tvm import tirx
-
 from ...config import HardwareProfile, Policy
 from ...cost.traffic import Resources, Traffic
 from ...ir.extents import assumed_product, product_key
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
-from ..base import Fit, write_on_cpu
+from ..base import Family, Fit
 from ..group.footprint import evaluations, points
 from ..group.traffic import filled_by_threads, memory_traffic
 from ..pointwise.kernel_class import refuse_recompute
+from ..traits import REDUCES, Needs
 
 
-class Nest:
+class Nest(Family):
     """See the module docstring."""
 
     name = "nest"
+    needs = Needs(REDUCES)
 
     def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
         reducing = [i for i in group.ops if any(b.reduction for b in group.graph.ops[i].blocks)]
@@ -68,11 +66,3 @@ class Nest:
 
     def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
         return Resources(16, 0)
-
-    def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
-        return [None]
-
-    def write(
-        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
-    ) -> tirx.PrimFunc:
-        return write_on_cpu(func, hw, policy)

@@ -15,18 +15,17 @@ On CUDA what is behind a product may be made of pairs of its columns (see `colum
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
-
-from tvm import tirx
 
 from ...config import HardwareProfile, Policy
 from ...cost.traffic import Resources, Traffic
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
-from ..base import Fit, write_on_cpu
+from ..base import Family, Fit
+from ..forms import Writer
 from ..group.footprint import evaluations
 from ..group.traffic import memory_traffic
 from ..pointwise.kernel_class import refuse_recompute
+from ..traits import MULTIPLIES, Needs
 from .checks import check_neighbours, check_siblings, upstream_of
 from .columns import State, columns_behind, paired_elements, pairs_of
 from .launch import GemmGroup
@@ -38,11 +37,14 @@ from .time import predict
 TILE = 128  # rows and columns of output a thread block needs to run tensor cores well
 
 
-class Gemm:
+class Gemm(Family):
     """See the module docstring."""
 
     name = "gemm"
+    needs = Needs(MULTIPLIES)
     joins_independent = True
+    is_product = True
+    slow_to_compile = True
 
     def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
         products, others = [], []
@@ -121,31 +123,12 @@ class Gemm:
     def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
         return Resources(168, min(hw.smem_per_block_bytes, 4 * (TILE + 256) * 64 * 2))
 
-    def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
+    def writer(self, hw: HardwareProfile) -> Writer:
         if hw.kind == "llvm":
-            return [None]
-        return [config for _, config in self.ranked(func, hw, policy)]
+            return super().writer(hw)
+        from .forms import WRITER
 
-    def ranked(
-        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy
-    ) -> list[tuple[float, Any]]:
-        """Predicted seconds of one launch and configurations, in the order of `configs`."""
-        from ..contraction.reader import analyze_contraction
-        from .forms import gemm_ranked
-
-        contraction = analyze_contraction(func, exact=policy.rounding == "exact")
-        return gemm_ranked(contraction, hw, policy)
-
-    def write(
-        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
-    ) -> tirx.PrimFunc:
-        if hw.kind == "llvm":
-            return write_on_cpu(func, hw, policy)
-        from ..contraction.reader import analyze_contraction
-        from .forms import emit_gemm
-
-        contraction = analyze_contraction(func, exact=policy.rounding == "exact")
-        return emit_gemm(contraction, hw, policy, config)
+        return WRITER
 
     def _operand_dtype(self, group: GroupView) -> str:
         for block in group.blocks:

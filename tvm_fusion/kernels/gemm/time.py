@@ -25,9 +25,6 @@ if TYPE_CHECKING:
 
 TMA_PITCH_BYTES = 16  # row pitches the tensor memory accelerator can address are multiples of this
 
-PARTIAL_FORMS = ("hopper",)
-"""Forms whose threads hold runs of columns: they reduce these, or pair some columns of them."""
-
 LARGEST_TILE = 128 * 256
 # Beside the staged tiles; the fastest of all these is near the fastest that the writer knows
 # (tests/test_gemm_cost).
@@ -50,12 +47,9 @@ PLANE_TERMS_PER_S = 1.5e12
 
 def predict(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> LaunchTime | None:
     """The fastest form that can compute the group, by prediction, if there is one."""
-    from .forms import FORMS
-
-    forms = {"hopper": _hopper, "skinny": skinny_times, "mma": mma_times, "simt": simt_times}
-    known = [forms[form.name] for form in FORMS if form.name in forms]
+    known = (_hopper, skinny_times, mma_times, simt_times)  # in the order of `gemm.forms`
     if launch.has_partials or not launch.swaps_halves:
-        known = [forms[name] for name in PARTIAL_FORMS]
+        known = (_hopper,)  # its threads hold runs of columns: they reduce or pair some of them
     found = itertools.chain.from_iterable(form(launch, hw, policy) for form in known)
     best = min(found, key=lambda time: time.seconds, default=None)
     if best is None:

@@ -22,7 +22,7 @@ from ..program.program import Element, Program
 from .part import LANES, PointwiseConfig
 
 if TYPE_CHECKING:
-    from ...config import HardwareProfile
+    from ...config import HardwareProfile, Policy
 
 THREADS = (256, 128, 512, 64)
 UNROLL = (1, 2, 4)
@@ -47,7 +47,14 @@ def pointwise_config(program: Program, hw: HardwareProfile) -> PointwiseConfig:
 
 
 def pointwise_configs(program: Program, hw: HardwareProfile) -> list[PointwiseConfig]:
-    """Configurations for one program (not its siblings), best first.
+    """Configurations for one program (not its siblings), best first."""
+    return [config for _, config in pointwise_ranked(program, hw)]
+
+
+def pointwise_ranked(
+    program: Program, hw: HardwareProfile, policy: Policy | None = None
+) -> list[tuple[float, PointwiseConfig]]:
+    """As `pointwise_configs`, each with its predicted seconds.
 
     Along rows, flat where rows are no multiple of a vector, and with the lanes of a warp across
     rows where more bytes are consecutive that way.
@@ -55,13 +62,14 @@ def pointwise_configs(program: Program, hw: HardwareProfile) -> list[PointwiseCo
     found = []
     for alike in _forms(program):
         sizes = [t for t in THREADS if t <= hw.max_threads_per_block] or [hw.max_threads_per_block]
-        ranked = [
+        choices = [
             replace(form, threads=t, unroll=u)
             for form in alike
             for t in sizes
             for u in (UNROLL if form.across is None else UNROLL[:1])
         ]
-        found += sorted(ranked, key=lambda c: estimate_us(program, c, hw))
+        timed = [(estimate_us(program, c, hw) / 1e6, c) for c in choices]
+        found += sorted(timed, key=lambda entry: entry[0])
     return found
 
 

@@ -15,12 +15,14 @@ from tvm.ir import Expr
 from tvm.script import tirx as T
 
 from ...errors import Unsupported
+from ..forms import Form, Writer
 from ..gpu.closed_forms import closed_forms
 from ..gpu.frame import Frame, kernel_frame
+from ..program.analysis import analyze
 from ..program.expr import constant, convert, dtype_of
 from ..program.narrow import narrow_indices
 from ..program.program import Program
-from .configs import pointwise_config, pointwise_configs
+from .configs import pointwise_config, pointwise_configs, pointwise_ranked
 from .part import PointwiseConfig, PointwisePart
 
 if TYPE_CHECKING:
@@ -76,3 +78,10 @@ def dispatch(frame: Frame, parts: list[PointwisePart], block: Expr) -> None:
             part.emit(frame, block)
         with T.Else():
             dispatch(frame, others, T.Bind(block - count))
+
+
+WRITER = Writer(
+    "pointwise work",
+    analyze,
+    (Form("pointwise", PointwiseConfig, pointwise_ranked, emit_pointwise),),
+)

@@ -5,9 +5,6 @@ index space, several outputs.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
-
-from tvm import tirx
 
 from ...config import HardwareProfile, Policy
 from ...cost.traffic import Resources, Traffic
@@ -15,11 +12,13 @@ from ...ir.access import Block
 from ...ir.extents import assumed, assumed_product, product_key
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
-from ..base import Fit, write_on_cpu
+from ..base import Family, Fit
+from ..forms import Writer
 from ..group.footprint import VECTOR_ELEMENTS, Evaluations, costly, evaluations, points
 from ..group.traffic import cuda_resources, cuda_traffic, filled_by_threads, memory_traffic, slowed
 from ..group.turning import is_turning
 from ..program.window import is_window_block
+from ..traits import ROLLED, Needs
 from .planned import pointwise_shape
 
 CPU_SLOWNESS_OF_TURNS = 2.4
@@ -28,7 +27,7 @@ CPU_SLOWNESS_OF_TURNS = 2.4
 8 x 64 x 28 x 28 to channels last 2.9, 16 x 128 x 64 with the last axes exchanged 1.2)."""
 
 
-class Pointwise:
+class Pointwise(Family):
     """See the module docstring.
 
     Reductions over a window (pooling) are unrolled. On CUDA, outputs of different sizes that share
@@ -37,6 +36,7 @@ class Pointwise:
     """
 
     name = "pointwise"
+    needs = Needs(absent=ROLLED)
     joins_independent = True
 
     def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
@@ -79,34 +79,12 @@ class Pointwise:
         values = len(group.inputs) + len(group.outputs) + 2
         return Resources(24 + values * VECTOR_ELEMENTS, 0)
 
-    def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
+    def writer(self, hw: HardwareProfile) -> Writer:
         if hw.kind == "llvm":
-            return [None]
-        from ..program.analysis import analyze
-        from .kernel import pointwise_configs
+            return super().writer(hw)
+        from .kernel import WRITER
 
-        return pointwise_configs(analyze(func, exact=policy.rounding == "exact"), hw)
-
-    def ranked(
-        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy
-    ) -> list[tuple[float, Any]]:
-        """Predicted seconds of one launch and configurations, in the order of `configs`."""
-        from ..program.analysis import analyze
-        from .configs import estimate_us, pointwise_configs
-
-        program = analyze(func, exact=policy.rounding == "exact")
-        return [(estimate_us(program, c, hw) / 1e6, c) for c in pointwise_configs(program, hw)]
-
-    def write(
-        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
-    ) -> tirx.PrimFunc:
-        if hw.kind == "llvm":
-            return write_on_cpu(func, hw, policy)
-        exact = policy.rounding == "exact"
-        from ..program.analysis import analyze
-        from .kernel import emit_pointwise
-
-        return emit_pointwise(analyze(func, exact=exact), hw, config)
+        return WRITER
 
 
 def _sizes(outputs: list[Block]) -> dict[Hashable, int]:

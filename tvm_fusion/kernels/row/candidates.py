@@ -23,7 +23,7 @@ from .resources import (
 from .work import RowWork, row_work
 
 if TYPE_CHECKING:
-    from ...config import HardwareProfile
+    from ...config import HardwareProfile, Policy
 
 POWERS = tuple(1 << exponent for exponent in range(11))
 BLOCKS = (64, 128, 256, 512)
@@ -53,28 +53,29 @@ def row_configs(program: Program, hw: HardwareProfile) -> list[RowConfig]:
     Unsupported
         Where there is nothing to reduce.
     """
+    return [config for _, config in row_ranked(program, hw)]
+
+
+def row_ranked(
+    program: Program, hw: HardwareProfile, policy: Policy | None = None
+) -> list[tuple[float | None, RowConfig]]:
+    """As `row_configs`, each with its predicted seconds; None for rows of symbolic length."""
     if not isinstance(program.columns, int):
-        return row_candidates(program, hw)
+        return [(None, config) for config in row_candidates(program, hw)]
     work = _work(program, hw)
     return ranked(_candidates(program, work, hw), work, hw)
 
 
-def row_ranked(program: Program, hw: HardwareProfile) -> list[tuple[float | None, RowConfig]]:
-    """As `row_configs`, each with its predicted seconds; None for rows of symbolic length."""
-    configs = row_configs(program, hw)
-    if not isinstance(program.columns, int):
-        return [(None, config) for config in configs]
-    work = _work(program, hw)
-    return [(estimate_rows(work, config, hw).time_us / 1e6, config) for config in configs]
-
-
-def ranked(configs: Iterable[RowConfig], work: RowWork, hw: HardwareProfile) -> list[RowConfig]:
+def ranked(
+    configs: Iterable[RowConfig], work: RowWork, hw: HardwareProfile
+) -> list[tuple[float, RowConfig]]:
     """Configurations by their estimated time; the order of `configs` decides where all is equal."""
     keyed = []
     for order, config in enumerate(configs):
-        time = estimate_rows(work, config, hw).time_us
-        keyed.append((round(math.log(time) / SAME), *_unusual(config), order, config))
-    return [item[-1] for item in sorted(keyed, key=lambda item: item[:-1])]
+        us = estimate_rows(work, config, hw).time_us
+        key = (round(math.log(us) / SAME), *_unusual(config), order)
+        keyed.append((key, us / 1e6, config))
+    return [(seconds, config) for _, seconds, config in sorted(keyed, key=lambda item: item[0])]
 
 
 def _unusual(config: RowConfig) -> tuple[float, ...]:

@@ -9,14 +9,16 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from ...errors import Unsupported
+from .. import forms
 from ..gpu.closed_forms import closed_forms
 from ..gpu.frame import Frame, kernel_frame, then
+from ..program.analysis import analyze
 from ..program.expr import constant, convert, dtype_of
 from ..program.narrow import narrow_indices
 from ..program.online import merge_online
 from ..program.program import Extent, Program
 from .bulk import BulkRows
-from .candidates import row_configs
+from .candidates import row_configs, row_ranked
 from .config import Form, RowConfig
 from .exchange import WARP
 from .loop import LoopRows
@@ -109,3 +111,14 @@ def _launch_bounds(config: RowConfig) -> contextlib.AbstractContextManager:
     if not config.min_blocks:
         return contextlib.nullcontext()
     return T.attr({"tirx.launch_bounds_min_blocks_per_sm": config.min_blocks})
+
+
+WRITER = forms.Writer(
+    "reductions of rows",
+    analyze,
+    (
+        forms.Form(
+            "row", RowConfig, row_ranked, lambda program, hw, config: emit_row(program, config, hw)
+        ),
+    ),
+)

@@ -9,9 +9,7 @@ the group is full (rows and columns), per row, or smaller than a row (a row vect
 from __future__ import annotations
 
 from enum import Enum
-from typing import Any, NamedTuple
-
-from tvm import tirx
+from typing import NamedTuple
 
 from ...config import HardwareProfile, Policy
 from ...cost.traffic import Resources, Traffic
@@ -19,11 +17,13 @@ from ...ir.access import Block, Extent, Reduction
 from ...ir.extents import assumed_product, non_unit, product_key
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
-from ..base import Fit, write_on_cpu
+from ..base import Family, Fit
+from ..forms import Writer
 from ..group.footprint import evaluations
 from ..group.read_order import plain_axes
 from ..group.traffic import cuda_resources, cuda_traffic, filled_by_threads, memory_traffic, slowed
 from ..pointwise.kernel_class import refuse_recompute
+from ..traits import REDUCES, Needs
 from .planned import row_shape, row_streams
 
 # Elements of a row one thread holds; threads of one block (sweep on an H200: 128 threads
@@ -46,7 +46,7 @@ Space = tuple[tuple[Extent, ...], tuple[Extent, ...]]
 """Extents of the rows, and of the columns."""
 
 
-class Row:
+class Row(Family):
     """See the module docstring.
 
     Does not handle: reductions whose contiguous axis is a kept one; reductions of different rows
@@ -54,6 +54,7 @@ class Row:
     """
 
     name = "row"
+    needs = Needs(REDUCES)
 
     def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
         reductions = [b for b in group.blocks if b.reduction is not None]
@@ -97,34 +98,12 @@ class Row:
         )
         return Resources(40 + min(200, held * words // 4), 1024)
 
-    def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
+    def writer(self, hw: HardwareProfile) -> Writer:
         if hw.kind == "llvm":
-            return [None]
-        from ..program.analysis import analyze
-        from .kernel import row_configs
+            return super().writer(hw)
+        from .kernel import WRITER
 
-        return row_configs(analyze(func, exact=policy.rounding == "exact"), hw)
-
-    def ranked(
-        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy
-    ) -> list[tuple[float | None, Any]]:
-        """Predicted seconds of one launch and configurations, in the order of `configs`."""
-        from ..program.analysis import analyze
-        from .candidates import row_ranked
-
-        return row_ranked(analyze(func, exact=policy.rounding == "exact"), hw)
-
-    def write(
-        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
-    ) -> tirx.PrimFunc:
-        if hw.kind == "llvm":
-            return write_on_cpu(func, hw, policy)
-        exact = policy.rounding == "exact"
-        from ..program.analysis import analyze
-        from .kernel import emit_row, row_configs
-
-        program = analyze(func, exact=exact)
-        return emit_row(program, config or row_configs(program, hw)[0], hw)
+        return WRITER
 
 
 def _filled(fit: Fit, hw: HardwareProfile) -> float:

@@ -18,11 +18,13 @@ from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ...errors import Unsupported
+from .. import forms
 from ..gpu.closed_forms import closed_forms
 from ..gpu.frame import Frame, kernel_frame
 from ..gpu.transfer import store_vector
 from ..gpu.vectors import piece_bytes
 from ..gpu.windows import needs_windows
+from ..program.analysis import analyze
 from ..program.expr import convert, widened
 from ..program.narrow import narrow_indices
 from ..program.program import COMBINE, Accumulation, Output, Program, Reduction, Tile
@@ -33,7 +35,7 @@ from .loads import Load
 from .mixed_config import mixed_configs
 
 if TYPE_CHECKING:
-    from ...config import HardwareProfile
+    from ...config import HardwareProfile, Policy
 
 __all__ = ["emit_mixed", "mixed_configs"]
 
@@ -202,3 +204,18 @@ class MixedRows(BulkRows):
                 store_vector(self.scope, output, self.column(chunk), values, piece, "wb")
 
             self.each_chunk(store)
+
+
+def _ranked(program: Program, hw: HardwareProfile, policy: Policy) -> forms.Ranked:
+    return [(None, config) for config in mixed_configs(program, hw)]
+
+
+WRITER = forms.Writer(
+    "reductions of rows and of columns",
+    analyze,
+    (
+        forms.Form(
+            "mixed", RowConfig, _ranked, lambda program, hw, config: emit_mixed(program, config, hw)
+        ),
+    ),
+)

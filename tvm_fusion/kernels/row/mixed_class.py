@@ -13,9 +13,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
-
-from tvm import tirx
 
 from ...config import HardwareProfile, Policy
 from ...cost.traffic import Resources, Traffic
@@ -23,12 +20,14 @@ from ...ir.access import Access, Block, Reduction
 from ...ir.extents import assumed_product, non_unit
 from ...plan.group_view import GroupView, dtype_bytes
 from ...plan.refusal import Refusal, RefusalCode
-from ..base import Fit
+from ..base import Family, Fit
 from ..column.planned_work import loads_and_stores
+from ..forms import Writer
 from ..group.footprint import evaluations
 from ..group.read_order import plain_axes, read_order
 from ..group.traffic import Shape, cuda_resources, cuda_traffic, group_streams
 from ..pointwise.kernel_class import refuse_recompute
+from ..traits import SUMS_COLUMNS, SUMS_ROWS, Needs
 
 VECTOR_BYTES = 16
 PARTIAL_BYTES = 128
@@ -65,7 +64,7 @@ class _Space:
         return self.row_count * self.columns
 
 
-class Mixed:
+class Mixed(Family):
     """See the module docstring.
 
     Does not handle: symbolic shapes; argmax; rows shorter than a warp's vectors; anything that
@@ -73,6 +72,8 @@ class Mixed:
     """
 
     name = "mixed"
+    needs = Needs(SUMS_ROWS | SUMS_COLUMNS)
+    slow_to_compile = True
 
     def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
         space = group.once("mixed", lambda: _read_space(group))
@@ -98,20 +99,10 @@ class Mixed:
     def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
         return cuda_resources(group, fit, _shape(group, fit, hw))
 
-    def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
-        from ..program.analysis import analyze
-        from .mixed import mixed_configs
+    def writer(self, hw: HardwareProfile) -> Writer:
+        from .mixed import WRITER
 
-        return mixed_configs(analyze(func, exact=policy.rounding == "exact"), hw)
-
-    def write(
-        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
-    ) -> tirx.PrimFunc:
-        from ..program.analysis import analyze
-        from .mixed import emit_mixed, mixed_configs
-
-        program = analyze(func, exact=policy.rounding == "exact")
-        return emit_mixed(program, config or mixed_configs(program, hw)[0], hw)
+        return WRITER
 
 
 def _shape(group: GroupView, fit: Fit, hw: HardwareProfile) -> Shape:

@@ -13,12 +13,14 @@ from tvm import tirx
 from tvm.script import tirx as T
 
 from ...errors import Unsupported
+from ..forms import Form, Ranked, Writer
 from ..gpu.closed_forms import closed_forms
 from ..gpu.frame import kernel_frame
 from ..gpu.memory import WIDEST
 from ..pointwise.configs import pointwise_config, pointwise_configs
 from ..pointwise.kernel import dispatch, emit_pointwise
 from ..pointwise.part import PointwiseConfig, PointwisePart
+from ..program.analysis import analyze
 from ..program.expr import constant, dtype_of
 from ..program.narrow import narrow_indices
 from ..program.program import Program
@@ -28,7 +30,7 @@ from .layout import LANES
 from .part import TransposePart
 
 if TYPE_CHECKING:
-    from ...config import HardwareProfile
+    from ...config import HardwareProfile, Policy
 
 __all__ = [
     "DirectConfig",
@@ -139,3 +141,22 @@ def _part(program: Program, config: Config | None, threads: int, hw: HardwarePro
     if config is None:
         config = dataclasses.replace(pointwise_config(program, hw), threads=threads)
     return PointwisePart(narrow, config)
+
+
+def _ranked(program: Program, hw: HardwareProfile, policy: Policy) -> Ranked:
+    """The choices, none with a time: nothing predicts tiles apart."""
+    return [(None, config) for config in transpose_choices(program, hw)]
+
+
+WRITER = Writer(
+    "pointwise work with strided loads",
+    analyze,
+    (
+        Form(
+            "transpose",
+            (TransposeConfig, DirectConfig, PointwiseConfig),
+            _ranked,
+            emit_transpose,
+        ),
+    ),
+)

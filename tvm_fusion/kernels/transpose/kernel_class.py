@@ -8,18 +8,16 @@ every byte moves once, so the traffic is that of any pointwise kernel.
 
 from __future__ import annotations
 
-from typing import Any
-
-from tvm import tirx
-
 from ...config import HardwareProfile, Policy
 from ...cost.traffic import Resources, Traffic
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
 from ..base import Fit
+from ..forms import Writer
 from ..group.traffic import cuda_resources, cuda_traffic
 from ..group.turning import is_turning
 from ..pointwise.kernel_class import Pointwise
+from ..traits import ROLLED, TURNS, Needs
 from .planned import transpose_shape, turned_streams
 
 
@@ -31,6 +29,7 @@ class Transpose(Pointwise):
     """
 
     name = "transpose"
+    needs = Needs(TURNS, ROLLED)
 
     def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
         if any(map(is_turning, group.blocks)):
@@ -55,22 +54,7 @@ class Transpose(Pointwise):
             turned_streams(group, fit, hw),
         )
 
-    def configs(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> list[Any]:
-        from ..program.analysis import analyze
-        from .kernel import transpose_choices
+    def writer(self, hw: HardwareProfile) -> Writer:
+        from .kernel import WRITER
 
-        return transpose_choices(analyze(func, exact=policy.rounding == "exact"), hw)
-
-    def ranked(
-        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy
-    ) -> list[tuple[float | None, Any]]:
-        """The configurations, none with a time: nothing predicts tiles apart."""
-        return [(None, config) for config in self.configs(func, hw, policy)]
-
-    def write(
-        self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
-    ) -> tirx.PrimFunc:
-        from ..program.analysis import analyze
-        from .kernel import emit_transpose
-
-        return emit_transpose(analyze(func, exact=policy.rounding == "exact"), hw, config)
+        return WRITER

@@ -26,13 +26,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...config import Policy
 from ...ir.graph import FusionGraph, OpKind
+from ...kernels.registry import names
 
 if TYPE_CHECKING:
     from ...cost.analytic import Estimate
     from ...kernels.base import Fit
 
 LAUNCH = "launch"  # the term of an estimate that no factor applies to
-PRODUCTS = "gemm"  # the kernel class with a factor of its own
 
 
 class Verdict(Enum):
@@ -95,6 +95,9 @@ class Caution:
     coverage: float = 0.9
     residual: Any = None
     min_gain: float = 0.0
+    _products: frozenset[str] = field(
+        default_factory=lambda: names(lambda family: family.is_product), repr=False, compare=False
+    )
     _learned: dict[str, float] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -117,7 +120,7 @@ class Caution:
         """The factor of a group, its time corrected by the residual or not."""
         if self.is_none:
             return 1.0
-        unknown = self.unknown_gemm if kernel_class == PRODUCTS else self.unknown
+        unknown = self.unknown_gemm if kernel_class in self._products else self.unknown
         if self.residual is None or not corrected:
             return unknown
         if kernel_class not in self._learned:

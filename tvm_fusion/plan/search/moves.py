@@ -79,7 +79,7 @@ def merges_of(state: State, gid: int) -> Iterator[Merge]:
 def holds_independent(state: State, gid: int) -> bool:
     """Whether the group's kernel class computes independent groups side by side in one launch."""
     costed = state.cost(gid)
-    return not isinstance(costed, Refusal) and getattr(costed.kernel, "joins_independent", False)
+    return not isinstance(costed, Refusal) and costed.kernel.joins_independent
 
 
 def producers_above(state: State, gid: int) -> Iterable[int]:

@@ -1,7 +1,7 @@
 """Groups that the search starts from: those a kernel class knows to be worth a launch as a whole,
 though none of the groups on the way to them is.
 
-A kernel class with a method `cores(graph)` gives such sets of operators.
+`Family.cores` gives such sets of operators.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ def seeded(evaluator: Evaluator) -> State | None:
     """The state with the cores of all kernel classes as groups, or None if there are none."""
     state, found = State.unfused(evaluator), False
     for kernel in evaluator.classes:
-        cores = getattr(kernel, "cores", None)
-        for core in cores(evaluator.graph) if cores else ():
+        for core in kernel.cores(evaluator.graph):
             found |= _joined(state, core)
     return state if found else None
 

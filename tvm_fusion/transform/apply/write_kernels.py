@@ -22,7 +22,7 @@ from ...errors import InputError, TooDeep, Unsupported
 from ...host.deep import call_deep
 from ...ir.reader import OPAQUE_PATTERN
 from ...kernels.cpu.contraction.panels import mark_constants
-from ...kernels.registry import kernel_class, kernel_classes
+from ...kernels.registry import families, family, names
 from ...plan.plan import UNWRITTEN, FusionPlan
 from ..functions.devices import Device, device_of
 from ..functions.each_function import errors_named
@@ -42,7 +42,6 @@ CLASS_ATTR = "tvm_fusion.kernel_class"
 """On fused PrimFuncs between `Materialize` and `WriteKernels`: the class that is to write them."""
 
 # Classes whose kernels take nvcc seconds, where others take it tenths of a second: written first.
-LONG_TO_COMPILE = ("gemm", "attention", "mixed")
 
 
 class Ahead(Protocol):
@@ -117,7 +116,12 @@ def write_kernels(
     """
     functions, failures = dict(mod.functions.items()), {}
     writer = KernelWriter(hw, policy)
-    for gvar, func in sorted(functions.items(), key=lambda item: _turn(classes, item[0])):
+    slow = names(lambda family: family.slow_to_compile)
+
+    def turn(item: tuple[tvm.ir.GlobalVar, Any]) -> tuple[bool, str]:
+        return classes.get(item[0].name_hint) not in slow, item[0].name_hint
+
+    for gvar, func in sorted(functions.items(), key=turn):
         symbol, name = gvar.name_hint, classes.get(gvar.name_hint)
         if name is None or name in UNWRITTEN or not isinstance(func, tirx.PrimFunc):
             continue
@@ -164,10 +168,6 @@ def _kernel(
     return kernel
 
 
-def _turn(classes: Mapping[str, str], gvar: tvm.ir.GlobalVar) -> tuple[bool, str]:
-    return classes.get(gvar.name_hint) not in LONG_TO_COMPILE, gvar.name_hint
-
-
 class KernelWriter:
     """Kernels by the structure of what they compute: what is equal is written once."""
 
@@ -203,7 +203,7 @@ def write_kernel(
     Unsupported
         The class cannot write it.
     """
-    write = kernel_class(class_name).write
+    write = family(class_name).write
     try:
         kernel = write(func, hw, policy, config)
     except (TooDeep, RecursionError):
@@ -333,7 +333,7 @@ class WriteKernels:
     ) -> tvm.IRModule:
         """The module with the kernels of one device."""
         target, hw = device
-        here = {found.name for found in kernel_classes(hw)}
+        here = {found.name for found in families(hw)}
         for name, class_name in classes.items():
             if class_name not in here:
                 raise InputError(

@@ -18,7 +18,7 @@ from tvm import tirx
 
 from ...config import HardwareProfile, Policy
 from ...errors import Unsupported
-from ...kernels.registry import kernel_class
+from ...kernels.registry import family
 from .tasks import CLASS, without_stamps
 
 CLASS_CHOICE, TRACE_CHOICE = "class", "trace"
@@ -110,12 +110,8 @@ def ranked_configs(
     func: tirx.PrimFunc, class_name: str, hw: HardwareProfile, policy: Policy
 ) -> Sequence[tuple[float | None, Any]]:
     """Predicted microseconds (None where the class gives none) and configurations of a class."""
-    cls = kernel_class(class_name)
-    ranked = getattr(cls, "ranked", None)
-    if ranked is not None and hw.kind == "cuda":
-        found = ranked(func, hw, policy)
-        return [(None if s is None else s * 1e6, config) for s, config in found]
-    return [(None, config) for config in cls.configs(func, hw, policy)]
+    found = family(class_name).ranked(func, hw, policy)
+    return [(None if s is None else s * 1e6, config) for s, config in found]
 
 
 def config_of(workload: tirx.PrimFunc, text: str, hw: HardwareProfile, policy: Policy) -> Any:
