@@ -7,16 +7,9 @@ from functools import cache
 from pathlib import Path
 
 from tvm_fusion.tuning.database import Database
-from tvm_fusion.tuning.database.lines import parse_workload
+from tvm_fusion.tuning.database.store import DAMAGED, TRIALS
 
-from .tune_database_tools import DEVICE, TARGET, content, fill, records_of, stock_records
-
-GUARD, WORK, RECORDS = FILES = (
-    "guard.jsonl",
-    "database_workload.json",
-    "database_tuning_record.json",
-)
-ORPHANS = "they count, but MetaSchedule cannot see them"
+from .tune_database_tools import DEVICE, TARGET, content, exported, fill, records_of
 
 
 @cache
@@ -35,59 +28,46 @@ def open_(folder):
     return Database.open(folder, DEVICE, target=TARGET)
 
 
-def bytes_of(folder):
-    """The files of a database."""
-    return {name: (folder / name).read_bytes() for name in FILES}
-
-
-def lines(folder, name):
+def lines(folder, name=TRIALS):
     """The lines of a file, with their ends."""
     return (folder / name).read_bytes().splitlines(keepends=True)
 
 
-def write(folder, name, found):
+def write(folder, found, name=TRIALS):
     """The inverse of `lines`."""
     (folder / name).write_bytes(b"".join(found))
 
 
-def edit(folder, number, change):
-    """Change the value of one line of the records."""
-    found = lines(folder, RECORDS)
-    value = json.loads(found[number])
-    change(value)
-    found[number] = json.dumps(value).encode() + b"\n"
-    write(folder, RECORDS, found)
-
-
-def insert(folder, name, number, raw):
+def insert(folder, number, raw, name=TRIALS):
     """Put a line into a file."""
     found = lines(folder, name)
     found.insert(number, raw)
-    write(folder, name, found)
+    write(folder, found, name)
 
 
-def quarantined(folder):
-    """Reasons by file, of all lines in the quarantine."""
-    found = {}
-    place = folder / "quarantine"
-    for path in sorted(place.iterdir()) if place.exists() else ():
-        reasons = [json.loads(line)["why"] for line in path.read_text().splitlines()]
-        found.setdefault(path.name.rsplit(".", 2)[0], []).extend(reasons)
-    return found
+def taken_out(folder):
+    """Reasons of the lines that were damaged."""
+    path = folder / DAMAGED
+    return (
+        [json.loads(line)["why"] for line in path.read_text().splitlines()] if path.exists() else []
+    )
 
 
 def reopened(folder):
     """The database, after it is repaired: sound in itself, for MetaSchedule, and lasting."""
-    database = Database.open(folder, DEVICE, target=TARGET)
-    found = content(database)
-    seen = {parse_workload(raw).key for raw in lines(folder, WORK)}
-    assert stock_records(folder) == records_of([x for x in found if x[0] in seen])
-    before = [(folder / name).read_bytes() for name in FILES]
+    database = open_(folder)
+    found, modules = content(database), database.modules()
+    assert exported(database) == records_of([x for x in _counting(database) if x[0] in modules])
+    before = (folder / TRIALS).read_bytes()
     again = Database.open(folder, DEVICE)
     assert content(again) == found
-    assert [p for p in again.problems if ORPHANS not in p.why] == []
-    assert [(folder / name).read_bytes() for name in FILES] == before
+    assert [p for p in again.problems if p.remedy] == []
+    assert (folder / TRIALS).read_bytes() == before
     return database
+
+
+def _counting(database):
+    return [(key, trial) for key in database.keys for trial in database.trials(key)]
 
 
 def reasons(database):

@@ -2,16 +2,15 @@
 
 import json
 import multiprocessing
+import tempfile
 
 import tvm
 import tvm_ffi
 from tvm import s_tir
 from tvm.script import tirx as T
 
-from tvm_fusion.tuning.database import Database, Trial, trace_text, workload_key
-from tvm_fusion.tuning.database import replay_process as replay
-from tvm_fusion.tuning.database.records import choice_of
-from tvm_fusion.tuning.database.sandbox import Verdict
+from tvm_fusion.tuning.database import Database, Trial, export, replay, trace_text, workload_key
+from tvm_fusion.tuning.database.metaschedule import choice_of
 
 DEVICE = "test_cpu-tvm0-llvm0-fusion0"
 DAY = "2026-01-31"
@@ -111,6 +110,13 @@ def stock_records(folder):
     return in_child(_stock_records, folder)
 
 
+def exported(database):
+    """`stock_records` of an export."""
+    with tempfile.TemporaryDirectory() as place:
+        export(database.path, place)
+        return stock_records(place)
+
+
 def _stock_records(folder):
     from tvm.s_tir.meta_schedule.database import JSONDatabase
 
@@ -131,26 +137,24 @@ def records_of(trials):
     )
 
 
+def times(records):
+    """Keys, kinds and seconds: MetaSchedule's files have 1 and 0 for true and false in traces."""
+    return [(key, kind, seconds) for key, kind, _, seconds in records]
+
+
 def judge_by_fork(suspects):
-    """The sandbox with a copy of this process in place of one that imports TVM first."""
+    """`replay.judge` with a copy of this process in place of one that imports TVM first."""
     return [_judge_by_fork(suspect) for suspect in suspects]
 
 
 def _judge_by_fork(suspect):
     try:
-        return in_child(_judge, suspect)
+        workload, *payloads = in_child(_verdicts, suspect)
     except AssertionError as error:
-        return Verdict(str(error), tuple(str(error) for _ in suspect.payloads))
+        workload, *payloads = [str(error)] * (1 + len(suspect.payloads))
+    return replay.Verdict(workload, tuple(payloads))
 
 
-def _judge(suspect):
-    loaded, why = replay.judge(replay.check_workload, json.loads(suspect.workload.text))
-    verdicts = (
-        "its workload is damaged" if loaded is None else _verdict(payload, loaded)
-        for payload in suspect.payloads
-    )
-    return Verdict(why, tuple(verdicts))
-
-
-def _verdict(payload, loaded):
-    return replay.judge(replay.check_record, payload, loaded)[1]
+def _verdicts(suspect):
+    line = json.dumps([[suspect.key, suspect.module], suspect.payloads])
+    return list(replay.verdicts_on([line], 0))

@@ -1,4 +1,4 @@
-"""Trials go into files that MetaSchedule reads, and come back as they are."""
+"""Trials go into a file, and come back as they are; MetaSchedule sees those with a time."""
 
 import json
 import math
@@ -9,7 +9,15 @@ from tvm.s_tir.meta_schedule.database import JSONDatabase, Workload
 from tvm.script import tirx as T
 
 from tvm_fusion.errors import InputError
-from tvm_fusion.tuning.database import Database, Trial, short_key, trace_text, workload_key
+from tvm_fusion.tuning.database import (
+    Database,
+    Trial,
+    export,
+    short_key,
+    trace_text,
+    workload_key,
+)
+from tvm_fusion.tuning.database.store import TRIALS
 
 from ..support.tune_database_tools import (
     DEVICE,
@@ -17,19 +25,18 @@ from ..support.tune_database_tools import (
     WORKLOADS,
     content,
     expected,
+    exported,
     failed,
     fill,
     in_child,
-    judge_by_fork,
     ok,
     records_of,
     split_text,
-    stock_records,
+    trials_of_all,
     workload,
 )
 
 A, B, C = WORKLOADS
-FILES = ("database_workload.json", "database_tuning_record.json", "guard.jsonl")
 
 
 @pytest.fixture
@@ -105,14 +112,28 @@ def test_trials_come_back_from_the_files_as_they_are(database):
     assert again.best(workload(128)) is None
 
 
-def test_metaschedule_opens_the_folder_and_sees_the_ok_trials(database):
+def test_a_trial_is_one_line_that_is_appended(database):
+    before = b""
+    for number, (func, trial) in enumerate(trials_of_all()):
+        database.add(func, TARGET, trial)
+        now = (database.path / TRIALS).read_bytes()
+        assert now.startswith(before)
+        new = [json.loads(line) for line in now[len(before) :].splitlines()]
+        assert new[-1]["line"] == "trial"
+        assert {name: new[-1][name] for name in trial.as_dict()} == trial.as_dict()
+        assert len(new) == (3, 1, 2, 1, 1, 2, 1)[number]  # the device first, new workloads
+        before = now
+
+
+def test_metaschedule_opens_an_export_and_sees_the_ok_trials(database):
     fill(database.path)
-    assert stock_records(database.path) == records_of(expected())
+    assert exported(database) == records_of(expected())
 
 
-def test_metaschedule_finds_the_text_of_a_class_choice_on_the_root_block(database):
+def test_metaschedule_finds_the_text_of_a_class_choice_on_the_root_block(database, tmp_path):
     database.add(A, TARGET, ok("RowConfig(form=reg, threads=[32, 8], tail={a: -1/2})", 2.0))
-    text = in_child(_annotation, str(database.path))
+    export(database.path, tmp_path / "out")
+    text = in_child(_annotation, str(tmp_path / "out"))
     assert text == "RowConfig(form=reg, threads=[32, 8], tail={a: -1/2})"
 
 
@@ -120,30 +141,6 @@ def _annotation(folder):
     mod = tvm.IRModule({"main": A.with_attr("global_symbol", "main")})
     found = JSONDatabase(work_dir=folder).query_ir_module(mod, TARGET, "main")
     return str(found["main"].body.block.annotations["tvm_fusion.config"])
-
-
-def test_records_that_metaschedule_adds_are_taken_over(database, monkeypatch):
-    monkeypatch.setattr("tvm_fusion.tuning.database.strays.judge", judge_by_fork)
-    fill(database.path)
-    added = workload(128)
-    in_child(_commit, str(database.path), added)
-    again = Database.open(database.path, DEVICE)
-    assert len(again) == len(expected()) + 1
-    (trial,) = again.trials(added)
-    assert (trial.kind, trial.us, trial.error) == ("trace", pytest.approx(5.0), None)
-    assert [(p.why, p.remedy, p.mended) for p in again.problems] == [
-        ("1 lines are not in guard.jsonl, and TVM takes them", "taken over", True)
-    ] * 2
-    assert Database.open(database.path, DEVICE).problems == ()
-
-
-def _commit(folder, func):
-    from tvm.s_tir.meta_schedule.database import TuningRecord
-
-    stock = JSONDatabase(work_dir=folder)
-    loaded = stock.commit_workload(tvm.IRModule({"main": func.with_attr("global_symbol", "main")}))
-    payload = [json.loads(split_text(func)), [5e-6], json.loads(str(TARGET)), None]
-    stock.commit_tuning_record(TuningRecord.from_json(payload, loaded))
 
 
 def test_the_memory_database_holds_one_kind_or_all(database):
@@ -197,16 +194,14 @@ def test_an_equal_trial_is_written_once(database):
     before = None
     for _ in range(2):
         fill(database.path)
-        now = {name: (database.path / name).read_bytes() for name in FILES}
+        now = (database.path / TRIALS).read_bytes()
         assert before in (None, now)
         before = now
 
 
-def test_the_same_trials_make_the_same_files(tmp_path):
-    for name in ("one", "two"):
-        fill(tmp_path / name)
-    for name in FILES:
-        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+def test_the_same_trials_make_the_same_file(tmp_path):
+    one, two = (fill(tmp_path / name).path / TRIALS for name in ("one", "two"))
+    assert one.read_bytes() == two.read_bytes()
 
 
 def test_a_workload_of_symbolic_shape_has_trials_too(database):
@@ -222,7 +217,7 @@ def test_a_workload_of_symbolic_shape_has_trials_too(database):
 
     database.add(main, TARGET, ok("default", 2.0))
     assert Database.open(database.path, DEVICE).best(main).us == 2.0
-    assert len(stock_records(database.path)) == 1
+    assert len(exported(database)) == 1
 
 
 def test_a_trial_that_does_not_belong_here_is_refused(database, tmp_path):
@@ -263,5 +258,5 @@ def test_what_is_opened_for_reading_is_not_written(database):
     ):
         with pytest.raises(InputError, match="opened for reading"):
             write()
-    assert not (database.path / "plans").exists()
+    assert reader.plan("x") is None
     assert content(Database.open(database.path, DEVICE)) == expected()

@@ -1,188 +1,240 @@
-"""Damaged lines: what is left, what is taken out, and no record under a wrong kernel."""
+"""Damaged lines: they cost themselves only, and are kept with the reason."""
 
 import json
+import random
 
 import pytest
+import tvm
 
+from tvm_fusion.errors import InputError
 from tvm_fusion.tuning.database import Database, workload_key
-from tvm_fusion.tuning.database.guard import workload_line
-from tvm_fusion.tuning.database.lines import canonical, parse_workload
+from tvm_fusion.tuning.database.lines import Content
+from tvm_fusion.tuning.database.store import DAMAGED, TRIALS
 
 from ..support.tune_database_files import (
-    FILES,
-    GUARD,
-    RECORDS,
-    WORK,
     copy_of_sound,
-    edit,
     insert,
     lines,
-    quarantined,
+    open_,
     reasons,
     reopened,
+    taken_out,
     without,
     write,
 )
 from ..support.tune_database_tools import (
     DEVICE,
+    TARGET,
     WORKLOADS,
     content,
     expected,
+    exported,
+    failed,
     fill,
-    judge_by_fork,
-    records_of,
-    stock_records,
+    ok,
+    workload,
 )
 
 A, B, C = (workload_key(func) for func in WORKLOADS)
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(tmp_path):
     """A sound database, to be damaged."""
-    monkeypatch.setattr("tvm_fusion.tuning.database.strays.judge", judge_by_fork)
     return copy_of_sound(tmp_path / "D")
 
 
+@pytest.mark.parametrize("number", [0, 1, 5, 11])
 @pytest.mark.parametrize(
-    ("number", "raw"), [(0, b"\n"), (1, b"[]\n"), (2, b"\xff\xfe\x00\n"), (3, b"garbage\n")]
+    "raw", [b"\n", b"[]\n", b"\xff\xfe\x00\n", b"garbage\n", b"[" * 9999 + b"\n"]
 )
-@pytest.mark.parametrize("name", FILES)
-def test_a_line_of_garbage_is_taken_out_and_nothing_is_lost(folder, name, number, raw):
-    insert(folder, name, number, raw)
+def test_a_line_of_garbage_is_taken_out_and_nothing_is_lost(folder, number, raw):
+    insert(folder, number, raw)
     database = reopened(folder)
     assert content(database) == expected()
-    assert [len(found) for found in quarantined(folder).values()] == [1]
-    assert f"{name} line {number + 1}" in reasons(database)
+    assert f"{TRIALS} line {number + 1}" in reasons(database)
+    (kept,) = map(json.loads, lines(folder, DAMAGED))
+    assert kept["line"] == number + 1
+    assert kept["text"].encode("utf-8", "surrogateescape") + b"\n" == raw
 
 
-@pytest.mark.parametrize("left", [-1, -20])
-@pytest.mark.parametrize(
-    ("name", "lost"),
-    [(RECORDS, []), (WORK, []), (GUARD, [6])],
-    ids=["records", "workloads", "guard"],
-)
-def test_of_a_torn_last_line_only_the_trial_is_lost_that_was_being_written(
-    folder, name, lost, left
-):
-    data = (folder / name).read_bytes()
-    (folder / name).write_bytes(data[:left])
+@pytest.mark.parametrize("left", [-1, -2, -20, -200])
+def test_of_a_cut_last_line_only_the_trial_is_lost_that_was_being_written(folder, left):
+    path = folder / TRIALS
+    path.write_bytes(path.read_bytes()[:left])
     database = reopened(folder)
-    if left == -1:  # the line is whole
-        assert content(database) == expected()
-        assert quarantined(folder) == {}
-        return
-    assert content(database) == without(expected(), *lost)
-    assert len(quarantined(folder)[name]) == 1
+    whole = left == -1
+    assert content(database) == expected() if whole else without(expected(), 6)
+    assert len(taken_out(folder)) == (0 if whole else 1)
+    database.add(WORKLOADS[2], TARGET, failed("Config(tile=2)", "wrong", error=0.5))
+    assert content(reopened(folder)) == expected()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        (b'"us":4.0', b'"us":3.0', "wrong"),
+        (b'"us":4.0', b'"us":NaN', "not JSON of finite numbers"),
+        (A.encode(), B.encode(), "wrong"),
+        (b'"checksum":', b'"checksun":', "missing"),
+    ],
+)
+def test_a_line_that_was_changed_is_taken_out(folder, old, new, why):
+    found = lines(folder)
+    assert old in found[2]
+    found[2] = found[2].replace(old, new)
+    write(folder, found)
+    assert content(reopened(folder)) == without(expected(), 0)
+    (reason,) = taken_out(folder)
+    assert why in reason
 
 
 def test_trials_of_a_lost_workload_count_and_get_their_records_back_with_it(folder):
-    write(folder, WORK, lines(folder, WORK)[:2])
+    write(folder, [x for x in lines(folder) if C.encode() not in x or b'"trial"' in x])
     database = reopened(folder)
     assert content(database) == expected()
     assert database.best(C).text == "default"
     assert "2 trials are of 1 workloads without a line" in reasons(database)
-    assert len(stock_records(folder)) == 4
+    assert len(exported(database)) == 4
     fill(folder)
-    assert stock_records(folder) == records_of(expected())
-    assert Database.open(folder, DEVICE).problems == ()
+    again = reopened(folder)
+    assert (again.problems, content(again)) == ((), expected())
+    assert len(exported(again)) == 5
 
 
-@pytest.mark.parametrize(
-    "time", ["Infinity", "NaN", "-1e-6", "0", "1e10", "1e999", '"fast"', "null"]
-)
-def test_a_time_that_no_kernel_takes_is_written_again_from_the_guard(folder, time):
-    found = lines(folder, RECORDS)
-    payload = json.loads(found[2])[1]
-    payload[1][1] = "TIME"
-    found[2] = f"[0,{json.dumps(payload)}]\n".replace('"TIME"', time).encode()
-    write(folder, RECORDS, found)
+def test_lines_that_are_there_twice_count_once(folder):
+    write(folder, [x for x in lines(folder) for _ in range(2)])
     assert content(reopened(folder)) == expected()
-    assert len(quarantined(folder)[RECORDS]) == 1
+    assert taken_out(folder) == ["the line is there twice"] * 11
 
 
-def test_a_time_that_differs_from_the_guard_is_not_believed(folder):
-    edit(folder, 2, lambda value: value[1][1].__setitem__(1, 1e-9))
+def test_lines_in_another_order_say_the_same(folder):
+    head, *others = lines(folder)
+    write(folder, [head, *reversed(others)])
+    database = reopened(folder)
+    assert set(content(database)) == set(expected())
+    assert database.problems == ()
+
+
+def test_lines_of_another_device_are_taken_out(folder, tmp_path):
+    other = fill(tmp_path / "other", "other", tvm.target.Target({"kind": "llvm", "num-cores": 4}))
+    _, *foreign = lines(other.path)
+    write(folder, [*lines(folder), *foreign])
     assert content(reopened(folder)) == expected()
-    assert quarantined(folder)[RECORDS] == ["not as guard.jsonl has it"]
+    assert taken_out(folder) == ["of another device"] * len(foreign)
 
 
-@pytest.mark.parametrize("order", [(1, 0, 2), (1, 2, 0)])
-def test_records_find_their_workloads_when_the_lines_change_places(folder, order):
-    found = lines(folder, WORK)
-    write(folder, WORK, [found[n] for n in order])
-    database = reopened(folder)
-    assert content(database) == expected()
-    assert "not in the order" in reasons(database)
-    assert "under another workload's line; put right" in reasons(database)
-
-
-def test_a_record_that_the_guard_does_not_know_is_not_believed_when_lines_change_places(folder):
-    found = lines(folder, WORK)
-    write(folder, WORK, [found[1], found[0], found[2]])
-    guard = lines(folder, GUARD)
-    write(folder, GUARD, [x for x in guard if b'predicted_us":3.5' not in x])
-    database = reopened(folder)
-    assert content(database) == without(expected(), 0)
-    assert "the workload's line is not where it was written" in quarantined(folder)[RECORDS][0]
-
-
-@pytest.mark.parametrize("index", [-1, 1, 10**30])
-def test_a_record_with_the_number_of_another_line_finds_its_workload(folder, index):
-    edit(folder, 0, lambda value: value.__setitem__(0, index))
-    database = reopened(folder)
-    assert content(database) == expected()
-    assert "1 under another workload's line; put right" in reasons(database)
-
-
-@pytest.mark.parametrize("index", [-1, 3, 10**30])
-def test_a_record_of_no_line_that_the_guard_does_not_know_is_taken_out(folder, index):
-    payload = json.loads(lines(folder, RECORDS)[0])[1]
-    payload[1] = [5e-6]
-    insert(folder, RECORDS, 1, f"[{index},{json.dumps(payload)}]\n".encode())
+def test_a_missing_first_line_is_written_again(folder):
+    head, *others = lines(folder)
+    write(folder, others)
+    assert Database.open(folder, None).device is None
     assert content(reopened(folder)) == expected()
-    assert "damaged or not there" in quarantined(folder)[RECORDS][0]
+    assert lines(folder) == [head, *others]
 
 
-@pytest.mark.parametrize("guarded", [True, False])
-def test_a_workload_under_the_hash_of_another_is_taken_out(folder, guarded):
-    found = lines(folder, WORK)
-    swapped = [json.loads(found[0])[0], json.loads(found[1])[1]]
-    found[0] = json.dumps(swapped).encode() + b"\n"
-    write(folder, WORK, found)
-    if not guarded:
-        (folder / GUARD).unlink()
-    database = reopened(folder)
-    assert "structural hash is" in quarantined(folder)[WORK][0]
-    if guarded:  # trials are known by the hash
-        assert content(database) == expected()
-        assert database.best(A).text == "Config(tile=4)"
+@pytest.mark.parametrize("kind", ["empty", "binary", "missing"])
+def test_a_file_that_is_gone_can_be_used(folder, kind):
+    path = folder / TRIALS
+    path.unlink()
+    if kind != "missing":
+        path.write_bytes(random.Random(0).randbytes(4096) if kind == "binary" else b"")
+    assert content(open_(folder)) == []
+    fill(folder)
+    assert content(reopened(folder)) == expected()
+
+
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_what_is_no_file_is_an_error(folder, kind):
+    path = folder / TRIALS
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
     else:
-        assert {key for key, _ in content(database)} == {B, C}
+        path.symlink_to(folder / "nowhere" / "nothing")
+    with pytest.raises(InputError, match=r"cannot (read|write)"):
+        open_(folder).add(WORKLOADS[0], TARGET, ok("default", 1.0))
 
 
-def test_the_guard_does_not_vouch_for_a_digest_under_another_hash(folder):
-    found = lines(folder, WORK)
-    swapped = canonical([json.loads(found[0])[0], json.loads(found[1])[1]])
-    found[0] = swapped.encode() + b"\n"
-    write(folder, WORK, found)
-    line = parse_workload(json.dumps([B, json.loads(swapped)[1]]).encode())
-    insert(folder, GUARD, 1, (workload_line(DEVICE, line, 0) + "\n").encode())
+def test_carriage_returns_do_no_harm(folder):
+    write(folder, [x.replace(b"\n", b"\r\n") for x in lines(folder)])
     assert content(reopened(folder)) == expected()
-    assert "structural hash is" in quarantined(folder)[WORK][0]
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_a_line_that_is_there_twice_counts_once(folder, name):
-    for number in (3, 1):
-        if number < len(lines(folder, name)):
-            insert(folder, name, number + 1, lines(folder, name)[number])
-    database = reopened(folder)
+def test_what_is_read_only_is_read_as_well_and_left_as_it_is(folder):
+    insert(folder, 1, b"garbage\n")
+    write(folder, [*lines(folder), b'{"v":2'])
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    database = Database.open(folder, DEVICE, read_only=True)
     assert content(database) == expected()
-    assert {"twice" in why for why in quarantined(folder)[name]} == {True}
+    assert len(database.problems) == 2
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
-def test_a_workload_that_is_there_twice_keeps_its_records(folder):
-    insert(folder, WORK, 0, lines(folder, WORK)[2])
-    assert content(reopened(folder)) == expected()
-    assert len(lines(folder, WORK)) == 3
+@pytest.mark.parametrize("seed", range(20))
+def test_random_damage_leaves_nothing_that_was_not_written(folder, seed):
+    rng = random.Random(seed)
+    before = lines(folder)
+    for _ in range(rng.randint(1, 6)):
+        _damage(folder / TRIALS, rng)
+    after = set(lines(folder))
+    database = reopened(folder)
+    assert set(content(database)) <= set(expected())
+    whole = [x for x in before if x in after]
+    found = Content(DEVICE)
+    for line in whole:
+        found.take(line)
+    assert set(found.entries) <= set(content(database))
+    fill(folder)
+    assert set(content(reopened(folder))) == set(expected())
+
+
+def _damage(path, rng):
+    data = bytearray(path.read_bytes())
+    start = rng.randrange(len(data) + 1)
+    stop = min(len(data), start + rng.choice([1, 8, 300]))
+    match rng.randrange(6):
+        case 0:
+            data[start:stop] = b""
+        case 1:
+            data[start:stop] = rng.randbytes(stop - start)
+        case 2:
+            data[start:start] = data[start:stop] or b"\n"
+        case 3:
+            data[start:] = b""
+        case 4:
+            found = data.splitlines(keepends=True)
+            rng.shuffle(found)
+            data = b"".join(found)
+        case 5:
+            for n in range(start, stop):
+                data[n] = data[n] ^ (1 << rng.randrange(8)) if rng.random() < 0.2 else data[n]
+    path.write_bytes(data)
+
+
+def test_damage_behind_what_was_read_is_taken_out_by_the_next_call(folder):
+    database = open_(folder)
+    insert(folder, len(lines(folder)), b"garbage\n")
+    database.add(workload(88), TARGET, ok("default", 1.0))
+    assert content(database)[:-1] == expected()
+    assert (len(taken_out(folder)), len(database)) == (1, 8)
+    assert content(reopened(folder)) == content(database)
+
+
+def test_files_that_a_killed_process_left_half_written_go_with_the_next_session(folder):
+    left, kept = folder / f".{TRIALS}.a1b2c3", folder / "lock.a1b2c3"
+    for path in (left, kept):
+        path.write_text("half")
+    Database.open(folder, None)
+    assert left.exists()
+    assert content(open_(folder)) == expected()
+    assert not left.exists()
+    assert kept.exists()
+
+
+def test_a_damaged_plan_counts_as_missing_and_an_earlier_one_stands(folder):
+    database = open_(folder)
+    for us in (1.25, 2.5):
+        database.save_plan("a", {"us": us})
+    write(folder, [x.replace(b'{"us":2.5}', b'{"us":2.0}') for x in lines(folder)])
+    assert reopened(folder).plan("a") == {"us": 1.25}
+    assert taken_out(folder) == ["the checksum is wrong"]

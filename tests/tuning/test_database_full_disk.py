@@ -9,24 +9,29 @@ from pathlib import Path
 import pytest
 
 from tvm_fusion.errors import InputError
-from tvm_fusion.tuning.database import Database, files, lock
+from tvm_fusion.tuning.database import Database, store
+from tvm_fusion.tuning.database.store import LOCK, TRIALS
 
-from ..support.tune_database_files import bytes_of, copy_of_sound, open_
+from ..support.tune_database_files import copy_of_sound, open_
 from ..support.tune_database_tools import (
     DEVICE,
     TARGET,
     WORKLOADS,
     content,
     expected,
+    exported,
     in_child,
     ok,
     records_of,
-    stock_records,
     workload,
 )
 
 A = WORKLOADS[0]
 NEW = workload(88)
+
+
+def bytes_of(folder):
+    return (folder / TRIALS).read_bytes()
 
 
 @pytest.fixture
@@ -36,7 +41,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("short", [False, True])
-@pytest.mark.parametrize("write", range(4))
+@pytest.mark.parametrize("write", range(2))
 def test_a_full_disk_leaves_nothing_behind_and_the_trial_in_memory(
     folder, monkeypatch, write, short
 ):
@@ -45,14 +50,12 @@ def test_a_full_disk_leaves_nothing_behind_and_the_trial_in_memory(
 
     def full(file, data):
         call = next(calls)
-        if call < write:
-            return plain(file, data)
-        if short and call == write:
+        if call < write or (short and call == write):
             return plain(file, data[:7])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(files.os, "write", full)
+        patch.setattr(store.os, "write", full)
         with pytest.raises(InputError, match=r"cannot write .*No space left.*free space"):
             database.add(new, TARGET, ok("default", 2.0))
     assert bytes_of(folder) == before
@@ -63,7 +66,7 @@ def test_a_full_disk_leaves_nothing_behind_and_the_trial_in_memory(
     assert again.problems == ()
     assert content(again) == content(database)
     assert [trial.us for trial in again.trials(new)] == [2.0, 1.0]
-    assert stock_records(folder) == records_of(content(again))
+    assert exported(again) == records_of(content(again))
 
 
 def test_a_limit_of_the_system_on_files_is_a_full_disk(folder):
@@ -75,7 +78,7 @@ def test_a_limit_of_the_system_on_files_is_a_full_disk(folder):
 
 def _add_beyond_limit(folder):
     database = open_(folder)
-    limit = (folder / files.WORKLOADS).stat().st_size + 1000
+    limit = (folder / TRIALS).stat().st_size + 1000
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     with pytest.raises(InputError) as caught:
         database.add(NEW, TARGET, ok("default", 1.0))
@@ -83,13 +86,13 @@ def _add_beyond_limit(folder):
 
 
 @pytest.mark.parametrize("locked", [False, True])
-@pytest.mark.parametrize("name", ["", *files.NAMES])
+@pytest.mark.parametrize("name", ["", TRIALS])
 def test_what_cannot_be_written_is_noticed_when_it_is_opened_and_can_be_read(name, locked):
     with tempfile.TemporaryDirectory() as place:
         folder = copy_of_sound(Path(place) / "D")
-        (folder / lock.LOCK).unlink()
+        (folder / LOCK).unlink()
         if locked:
-            (folder / lock.LOCK).touch()
+            (folder / LOCK).touch()
         Path(place).chmod(0o755)
         for path in folder.iterdir():
             path.chmod(0o444 if path.name == name else 0o666)
@@ -98,9 +101,9 @@ def test_what_cannot_be_written_is_noticed_when_it_is_opened_and_can_be_read(nam
         found, problems, message = in_child(_use_without_rights, folder)
         folder.chmod(0o755)
         assert bytes_of(folder) == before
-        left = {path.name for path in folder.iterdir()} - {lock.LOCK}
+        left = {path.name for path in folder.iterdir()} - {LOCK}
     assert (found, problems) == (expected(), ())
-    assert left == set(files.NAMES)
+    assert left == {TRIALS}
     assert f"cannot write to {folder}: Permission denied. " in message
     assert "make the folder writable" in message
 
@@ -119,60 +122,54 @@ def test_a_full_disk_is_noticed_when_the_database_is_opened(folder, monkeypatch,
     before, plain = bytes_of(folder), os.write
 
     def full(file, data):
-        if taken and len(data) == files.ROOM_BYTES:
+        if taken and len(data) == store.ROOM_BYTES:
             return plain(file, data[:taken])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(files.os, "write", full)
+        patch.setattr(store.os, "write", full)
         with pytest.raises(InputError, match=r"cannot write to .*No space left.*Free space"):
             open_(folder)
     assert bytes_of(folder) == before
-    assert {path.name for path in folder.iterdir()} == {*files.NAMES, lock.LOCK}
+    assert {path.name for path in folder.iterdir()} == {TRIALS, LOCK}
     assert content(open_(folder)) == expected()
 
 
-def test_files_that_cannot_be_read_are_not_written_over(folder, monkeypatch):
-    before = bytes_of(folder)
-    read = Path.read_bytes
+def test_a_file_that_cannot_be_read_is_an_error_and_not_written_over(folder, monkeypatch):
+    before, plain = bytes_of(folder), Path.open
 
-    def refuse(path):
-        if path.name == files.WORKLOADS:
+    def refuse(path, *how):
+        if path.name == TRIALS:
             raise PermissionError(errno.EACCES, "Permission denied")
-        return read(path)
+        return plain(path, *how)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "read_bytes", refuse)
-        database = open_(folder)
-        assert content(database) == expected()
-        with pytest.raises(InputError, match="cannot be read: Permission denied"):
-            database.add(A, TARGET, ok("X", 1.0))
+        patch.setattr(Path, "open", refuse)
+        for read_only in (True, False):
+            with pytest.raises(InputError, match=r"cannot read .*: Permission denied"):
+                Database.open(folder, DEVICE, read_only=read_only)
     assert bytes_of(folder) == before
 
 
-def test_a_repair_that_cannot_be_written_is_a_problem_and_loses_nothing(folder, monkeypatch):
-    (folder / files.RECORDS).write_bytes(b"garbage\n")
+def test_a_repair_that_cannot_be_written_is_an_error_and_loses_nothing(folder, monkeypatch):
+    (folder / TRIALS).write_bytes(b"garbage\n" + bytes_of(folder))
+    before = bytes_of(folder)
 
     def refuse(path, text):
         raise InputError(f"cannot write {path}: No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "replace_file", refuse)
-        database = open_(folder)
-        assert content(database) == expected()
-        assert "it is only read" in str(database.problems[-1])
+        patch.setattr(store, "replace_file", refuse)
         with pytest.raises(InputError, match="No space left"):
-            database.add(A, TARGET, ok("X", 1.0))
-    assert (folder / files.RECORDS).read_bytes() == b"garbage\n"
-    database.add(A, TARGET, ok("Y", 2.0))
-    assert [t.text for _, t in content(open_(folder))[-2:]] == ["X", "Y"]
-    assert stock_records(folder) == records_of(content(database))
+            open_(folder)
+    assert bytes_of(folder) == before
+    assert content(open_(folder)) == expected()
 
 
 def test_a_lock_that_another_process_keeps_is_an_error_that_says_so(folder, monkeypatch):
-    monkeypatch.setattr(lock, "LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(store, "LOCK_TIMEOUT_S", 0.05)
     database = open_(folder)
-    with lock.locked(folder):
+    with store.locked(folder):
         with pytest.raises(InputError, match="locked by another process"):
             database.add(A, TARGET, ok("X", 1.0))
         with pytest.raises(InputError, match="locked by another process"):

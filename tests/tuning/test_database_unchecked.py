@@ -1,4 +1,6 @@
-"""Trials that are left of records whose lines in the guard are lost: not measured, as it were."""
+"""Trials whose numbers nobody compared: not measured, as it were."""
+
+from dataclasses import replace
 
 import pytest
 
@@ -8,15 +10,12 @@ from tvm_fusion.tuning.measure.trial_record import Trial
 from tvm_fusion.tuning.session.lookup import tuned_kernels
 from tvm_fusion.tuning.session.select import chosen
 
-from ..support.tune_database_files import GUARD, lines, without, write
 from ..support.tune_database_tools import (
     DAY,
     DEVICE,
     TARGET,
     WORKLOADS,
-    content,
     in_child,
-    judge_by_fork,
     records_of,
     stock_records,
 )
@@ -34,22 +33,20 @@ FINAL = trial("default", 8.0, 45), trial("Way(n=1)", 6.0, 45)
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """Two tuned workloads, the finals of the first lost from the guard, and all of the second."""
-    monkeypatch.setattr("tvm_fusion.tuning.database.strays.judge", judge_by_fork)
+def folder(tmp_path):
+    """Two tuned workloads; the finals of the first are unchecked, and all of the second."""
     database = Database.open(tmp_path / "D", DEVICE, target=TARGET)
-    for func in (A, B):
-        for one in (*FIRST, *FINAL):
-            database.add(func, TARGET, one)
-    found = lines(tmp_path / "D", GUARD)
-    write(tmp_path / "D", GUARD, without(found, 4, 5, *range(7, 11)))
+    for one in (*FIRST, *(replace(x, error=None) for x in FINAL)):
+        database.add(A, TARGET, one)
+    for one in FINAL:
+        database.add(B, TARGET, replace(one, error=None))
     return tmp_path / "D"
 
 
 def test_a_trial_that_was_checked_is_not_replaced_by_one_that_was_not(folder):
-    for read_only in (True, False, True):
+    for read_only in (True, False):
         database = Database.open(folder, DEVICE, read_only=read_only)
-        assert len(database) == 8
+        assert len(database) == 6
         assert database.trials(A) == FIRST
         assert [t.checked for t in database.trials(B)] == [False, False]
         assert (database.best(A), database.best(B)) == (FIRST[1], None)
@@ -67,12 +64,9 @@ def test_what_is_measured_again_counts(folder):
 
 
 def test_check_counts_them_and_they_are_no_problem(folder):
-    expected = "2 trials are unchecked (from records without a line in guard.jsonl)"
-    assert expected in str(check(folder))
-    Database.open(folder, DEVICE)
     report = check(folder)
-    assert (report.ok, report.folders[0].unchecked, report.folders[0].records) == (True, 2, 8)
-    assert expected in str(report)
+    assert (report.ok, report.folders[0].unchecked, report.folders[0].records) == (True, 2, 6)
+    assert "2 trials are unchecked (from records of MetaSchedule)" in str(report)
     assert report.to_json()["folders"][0]["unchecked"] == 2
     database = Database.open(folder, DEVICE)
     for one in FINAL:
@@ -82,27 +76,23 @@ def test_check_counts_them_and_they_are_no_problem(folder):
 
 def test_metaschedule_sees_them(folder, tmp_path):
     database = Database.open(folder, DEVICE)
-    assert stock_records(folder) == records_of(content(database))
     export(folder, tmp_path / "out")
     counted = [(workload_key(f), t) for f in (A, B) for t in database.trials(f)]
     assert in_child(stock_records, tmp_path / "out") == records_of(counted)
 
 
-def test_a_compilation_says_in_one_line_that_it_does_not_use_them(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("tvm_fusion.tuning.database.strays.judge", judge_by_fork)
+def test_a_compilation_says_in_one_line_that_it_does_not_use_them(tmp_path, caplog):
     target, hw = resolve_target("llvm")
-    folder = tmp_path / folder_of(hw, target)
-    database = Database.open(folder, folder.name, target=target)
-    for func in (A, B):
-        for one in FINAL:
-            database.add(func, target, one)
-    kernels = tuned_kernels(tmp_path, hw, target)
-    assert kernels.trial(A) == FINAL[1]
+    for place, error in (("one", 0.0), ("two", None)):
+        folder = tmp_path / place / folder_of(hw, target)
+        database = Database.open(folder, folder.name, target=target)
+        for func in (A, B):
+            for one in FINAL:
+                database.add(func, target, replace(one, error=error))
+    kernels = tuned_kernels(tmp_path / "one", hw, target)
+    assert kernels.trial(A).us == FINAL[1].us
     assert caplog.messages == []
-    (folder / GUARD).unlink()
-    Database.open(folder, folder.name)
-    caplog.clear()
-    kernels = tuned_kernels(tmp_path, hw, target)
+    kernels = tuned_kernels(tmp_path / "two", hw, target)
     assert kernels.trial(A) is None
     (message,) = caplog.messages
     assert "the times of 2 untuned kernels are unchecked" in message

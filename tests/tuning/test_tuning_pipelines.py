@@ -27,8 +27,9 @@ import tvm_fusion
 from tvm_fusion.errors import InputError, NothingTuned
 from tvm_fusion.ir.quick_stacks import register_tensor_intrinsics
 from tvm_fusion.transform import Fuse, Materialize, WriteKernels, plan
-from tvm_fusion.tuning.database import guard as lines
-from tvm_fusion.tuning.database.lines import RECORDS, WORKLOADS
+from tvm_fusion.tuning.database import lines
+from tvm_fusion.tuning.database.metaschedule import WORKLOADS
+from tvm_fusion.tuning.database.store import TRIALS
 from tvm_fusion.tuning.session import tune as session
 
 from ..benchmarks.tuning.metaschedule import light_build
@@ -257,16 +258,15 @@ def test_a_database_of_another_device_of_the_module_is_said_to_be_unused(folder,
     assert any("nothing tuned is used" in message for message in caplog.messages)
 
 
-def test_a_damaged_record_costs_itself_only(folder, tmp_path, caplog):
+def test_a_damaged_line_costs_itself_only(folder, tmp_path, caplog):
     shutil.copytree(folder, tmp_path / "tuned")
-    [file] = (tmp_path / "tuned").glob(f"*/{RECORDS}")
-    lines = file.read_text().splitlines()
-    file.write_text("\n".join(["{", *lines[1:]]) + "\n")
+    [file] = (tmp_path / "tuned").glob(f"*/{TRIALS}")
+    file.write_text(file.read_text() + "{\n")
     with caplog.at_level(logging.WARNING):
         database = tvm_fusion.TuningDatabase(tmp_path / "tuned")
         found = Fuse(TARGET, database=database)(block())
     tvm.ir.assert_structural_equal(found, Fuse(TARGET, database=folder)(block()))
-    assert len(database) == 3  # the guard has a whole copy of it
+    assert len(database) == 3
     assert any("problems in the database" in message for message in caplog.messages)
 
 
@@ -280,12 +280,11 @@ def _json_database(path):
 
 def _another_format(path):
     database = fill(path)
-    guard = database.path / "guard.jsonl"
-    first, *rest = guard.read_text().splitlines()
+    file = database.path / TRIALS
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lines, "VERSION", 2)
-        first = lines.device_line(database.device, database.target)
-    guard.write_text("\n".join([first, *rest]) + "\n")
+        patch.setattr(lines, "VERSION", 3)
+        first = lines.Content(database.device, database.target).lines(lines.Content())
+    file.write_text("".join([*first, *file.read_text().splitlines(keepends=True)[1:]]))
 
 
 WRONG = {
@@ -293,7 +292,7 @@ WRONG = {
     "empty": (lambda path: None, "is no database of tvm_fusion: it is empty"),
     "other files": (_other_files, r"is no database of tvm_fusion.*it holds notes\.txt"),
     "MetaSchedule's": (_json_database, r"of MetaSchedule, not of tvm_fusion.*JSONDatabase"),
-    "another format": (_another_format, "has version 2 of the format.* reads version 1"),
+    "another format": (_another_format, "has version 3 of the format.* reads version 2"),
 }
 
 

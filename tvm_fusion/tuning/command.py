@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from .._arguments import INTERRUPTED, POLICY_HELP, TARGET_HELP, model_of, policy_of
+from ..config import resolve_target
 from ..errors import InputError
 from .session.result import TuneResult
 
@@ -26,6 +27,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     work.add_argument(
         "--db-export", metavar="DIR", help="write plain MetaSchedule databases, without our checks"
+    )
+    work.add_argument(
+        "--db-import", nargs="+", metavar="DIR", help="take MetaSchedule databases over, unchecked"
     )
     command.add_argument(
         "--work-dir", metavar="DIR", type=Path, required=True, help="the folder of the database"
@@ -46,18 +50,22 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Does what the command line asks for; the exit status."""
-    from .database import check, export, merge
+    from .database import check, export, import_folders, merge
 
-    if args.db_check or args.db_merge or args.db_export:
-        if args.db_check:
-            report = check(args.work_dir)
-        elif args.db_merge:
-            report = merge([Path(d) for d in args.db_merge], args.work_dir)
-        else:
-            report = export(args.work_dir, Path(args.db_export))
-        print(json.dumps(report.to_json()) if args.json else report)
-        return 1 if args.db_check and report.problems else 0
-    return _session(args)
+    looks_after = args.db_check or args.db_merge or args.db_export or args.db_import
+    if not looks_after:
+        return _session(args)
+    if args.db_check:
+        report = check(args.work_dir)
+    elif args.db_merge:
+        report = merge(args.db_merge, args.work_dir)
+    elif args.db_export:
+        report = export(args.work_dir, args.db_export)
+    else:
+        target, hw = resolve_target(args.target)
+        report = import_folders(args.db_import, args.work_dir, hw, target)
+    print(json.dumps(report.to_json()) if args.json else report)
+    return 1 if args.db_check and report.problems else 0
 
 
 def _session(args: argparse.Namespace) -> int:
@@ -75,7 +83,6 @@ def _session(args: argparse.Namespace) -> int:
 
 
 def _tuned(args: argparse.Namespace, watch: Any) -> TuneResult:
-    from ..config import resolve_target
     from .session.tune import tune
 
     target, _ = resolve_target(args.target)

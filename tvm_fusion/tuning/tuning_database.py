@@ -23,8 +23,7 @@ from tvm.s_tir.meta_schedule.database.database import _PyDatabase
 from ..config import resolve_target
 from ..errors import InputError, NothingTuned, TargetError
 from .database import Folders, Store, Stores
-from .database.records import payload_of
-from .database.workload_lines import facts_of, load_record, root_of, target_json
+from .database.metaschedule import facts_of, load_record, payload_of, root_of, target_json
 from .measure.trial_record import Trial
 from .session.choices import TRACE_CHOICE
 from .session.select import chosen

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from tvm_fusion.tuning.database import Database, check, device_folders
-from tvm_fusion.tuning.database.plans import plan_keys, read_plan
 from tvm_fusion.tuning.measure.scratch import PREFIX
 
 from .killed_session import WatchedSession
@@ -228,9 +227,8 @@ def trials_of(database: Path) -> set[str]:
 
 def plans_of(database: Path) -> list[dict[str, Any]]:
     """The plans of a database."""
-    folders = device_folders(database)
-    found = [read_plan(folder, key)[0] for folder in folders for key in plan_keys(folder)]
-    return [plan for plan in found if plan is not None]
+    stores = [Database.open(folder, None) for folder in device_folders(database)]
+    return [store.plan(key) for store in stores for key in store.plan_keys()]
 
 
 def _like(plan: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:

@@ -1,26 +1,70 @@
-"""Which folder of a database is of which device: one for each device, target and version.
+"""Which folder of a database is of which device, and which paths are databases.
 
-D/<device>-tvm<version>-<compiler>-fusion<version>-<digest>/
+    D/<device>-tvm<version>-<compiler>-fusion<version>-<digest>/trials.jsonl
+
+Only what is a database is read, and a new one takes an empty folder.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import tvm
+from tvm import tirx
+from tvm.target.codegen import llvm_version_major
 
 from ..._version import __version__
 from ...config.hardware import HardwareProfile
+from ...errors import InputError, NothingTuned
 from ...runtime.build.cuda_compiler import find_compiler
-from .files import NAMES, PLANS, QUARANTINE
-from .lines import canonical, digest
-from .open_folder import check_database, check_place, folders_in, nothing_for
-from .store import Database
-from .workload_lines import identity, target_json
+from ..measure.trial_record import Trial
+from .foreign import GUARD
+from .lines import canonical, digest, identity
+from .metaschedule import RECORDS, WORKLOADS, target_json
+from .store import LOCK, TRIALS, Database
 
 _LONGEST = 45  # of a part of a name; five of them fit in what file systems take
+_SHOWN = 5  # folders, or files, that a message names
+_FILES = (TRIALS, GUARD, WORKLOADS, RECORDS)
+
+
+class Store(Protocol):
+    """What pipelines ask of the trials of one device: `store.Database`.
+
+    Attributes
+    ----------
+    changes : int
+        Grows whenever there are other trials than before.
+    """
+
+    @property
+    def changes(self) -> int: ...
+
+    def workloads(self) -> Sequence[tirx.PrimFunc]: ...
+
+    def trials(self, workload: tirx.PrimFunc) -> Iterable[Trial]: ...
+
+    def unchecked(self) -> Sequence[tuple[str, Trial]]: ...
+
+    def plan(self, key: str) -> dict[str, Any] | None: ...
+
+    def metaschedule(self) -> Any:
+        """The trials with a time as a database of MetaSchedule."""
+
+
+class Stores(Protocol):
+    """A store for each device: `Folders`."""
+
+    def of(self, hw: HardwareProfile, target: tvm.target.Target) -> Store:
+        """That of a device; `NothingTuned` where there is none."""
+
+    def all(self) -> Sequence[Store]:
+        """Those that this TVM can read."""
 
 
 def device_folder(
@@ -58,8 +102,6 @@ def compiler_version(target: tvm.target.Target) -> str:
         There is no CUDA compiler for a CUDA target.
     """
     if target.kind.name == "llvm":
-        from tvm.target.codegen import llvm_version_major
-
         return f"llvm{llvm_version_major()}"
     compiler = find_compiler()
     return f"{compiler.kind}{compiler.version.removeprefix('Build cuda_').removeprefix('NVRTC ')}"
@@ -161,8 +203,107 @@ def device_folders(path: str | Path) -> list[Path]:
     """The folders at or below a path that hold a file of a database, sorted."""
     found = []
     for folder, inner, names in os.walk(path):
-        inner[:] = sorted(name for name in inner if name not in (QUARANTINE, PLANS))
-        if set(NAMES) & {*inner, *names}:
+        inner.sort()
+        if set(_FILES) & {*inner, *names}:
             found.append(Path(folder))
             inner.clear()
     return sorted(found)
+
+
+def folders_in(path: Path) -> list[Path]:
+    """The folders of devices in a database, sorted."""
+    names = (*_FILES, LOCK)
+    return [x for x in _visible(path) if x.is_dir() and any((x / name).exists() for name in names)]
+
+
+def check_database(path: Path) -> None:
+    """Say what is wrong with a path that is to be read as a database.
+
+    Raises
+    ------
+    InputError
+        It does not exist, is a file, the folder of one device, or a folder of something else.
+    """
+    if not path.exists():
+        raise InputError(f"there is no database {path}: `python -m tvm_fusion tune` makes one")
+    _check_folder(path)
+    if not folders_in(path):
+        raise InputError(
+            f"{path} is no database of tvm_fusion: {_held(path)}. Name the folder that "
+            "`tvm_fusion.tune` was given"
+        )
+
+
+def check_place(path: Path) -> None:
+    """Say why tuning cannot begin, or go on, at a path: it has to be a database, an empty folder,
+    or none yet.
+
+    Raises
+    ------
+    InputError
+        It is a file, the folder of one device, or a folder of something else; or it cannot be
+        written.
+    """
+    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if there != path and not there.is_dir():
+        raise InputError(f"cannot make {path}: {there} is not a folder")
+    if not os.access(there, os.W_OK):
+        raise InputError(f"cannot write to {there}: make it writable, or use another folder")
+    if not path.exists():
+        return
+    _check_folder(path)
+    if _visible(path) and not folders_in(path):
+        raise InputError(
+            f"{path} is no database of tvm_fusion, and not empty: {_held(path)}. Name another "
+            "folder for the database; it is made if it is not there"
+        )
+
+
+def nothing_for(path: Path, name: str, target: tvm.target.Target) -> NothingTuned:
+    """What to raise where a database has no folder of a device, but of others."""
+    others = [f"{folder.name} ({_target_of(folder)})" for folder in folders_in(path)]
+    return NothingTuned(
+        f"{path} holds nothing for {name} ({_text(target_json(target))}), but for {_some(others)}: "
+        "give the target that it was tuned for, or tune for this one"
+    )
+
+
+def _check_folder(path: Path) -> None:
+    if not path.is_dir():
+        raise InputError(f"{path} is not a folder: a database is a folder of files")
+    if any((path / name).exists() for name in (TRIALS, GUARD)):
+        raise InputError(
+            f"{path} is the folder of one device in a database: name the database, {path.parent}"
+        )
+    if any((path / name).exists() for name in (WORKLOADS, RECORDS)):
+        raise InputError(
+            f"{path} is a database of MetaSchedule, not of tvm_fusion: open it with "
+            "ms.database.JSONDatabase(work_dir=...), or take it over with `python -m tvm_fusion "
+            "tune --db-import`, and name another folder here"
+        )
+
+
+def _visible(path: Path) -> list[Path]:
+    try:
+        return sorted(inner for inner in path.iterdir() if not inner.name.startswith("."))
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _held(path: Path) -> str:
+    names = [inner.name for inner in _visible(path)]
+    return f"it holds {_some(names)}" if names else "it is empty"
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _target_of(folder: Path) -> str:
+    target = Database.open(folder, None, silent=True).target
+    return "of an unknown target" if target is None else _text(target)
+
+
+def _text(target: dict[str, Any]) -> str:
+    return json.dumps(identity(target), sort_keys=True)

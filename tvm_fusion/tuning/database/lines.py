@@ -1,53 +1,63 @@
-"""Single lines of MetaSchedule's JSON files: parsed and checked without any call into TVM.
+"""Lines of a store: JSON objects, each with a checksum over all else in it.
 
-    database_workload.json        ["<structural hash>","<base64 of the module's JSON>"]
-    database_tuning_record.json   [<workload's line>,[<trace>,<seconds>,<target>,<arguments>]]
-
-TVM may end the process on a line that it does not expect, so that it gets none that fails here.
+{"v":2, "line":"device",   "device":<name>, "target":{...}, "checksum":...}      the first line
+{"v":2, "line":"workload", "device":<tag>, "workload":<structural hash>, "module":<base64>, ...}
+{"v":2, "line":"trial",    "device":<tag>, "workload":<structural hash>, <fields of Trial>, ...}
+{"v":2, "line":"plan",     "device":<tag>, "key":..., "plan":{...}, ...}         the last counts
 """
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from ..measure.trial_record import MOST_US
+from ...errors import InputError
+from ..measure.trial_record import Trial
 
-WORKLOADS = "database_workload.json"
-RECORDS = "database_tuning_record.json"
-_LENGTH_BYTES = 8  # before the module's JSON, in the base64
+VERSION = 2
+TWICE = "the line is there twice"
 
 
 class BadLine(ValueError):
-    """A line that is not what its file holds; the message says why."""
+    """A line that is not what its file holds; the message says why.
+
+    Attributes
+    ----------
+    version : int or None
+        That of a sound line of another version of the format.
+    """
+
+    def __init__(self, why: str, version: int | None = None) -> None:
+        super().__init__(why)
+        self.version = version
 
 
 @dataclass(frozen=True, slots=True)
-class WorkloadLine:
-    """A line of `WORKLOADS`: the decimal structural hash, the line's text and its digest."""
+class Problem:
+    """Something wrong with the files of a database.
 
-    key: str
-    text: str
-    digest: str
+    Attributes
+    ----------
+    where, why : str
+    remedy : str
+        What tuning does about it, such as "taken out"; empty where it stays as it is.
+    mended : bool
+        Whether that is done.
+    """
 
-    @property
-    def module(self) -> str:
-        """The base64 of the module's JSON."""
-        return json.loads(self.text)[1]
+    where: str
+    why: str
+    remedy: str = ""
+    mended: bool = False
 
-
-@dataclass(frozen=True, slots=True)
-class RecordLine:
-    """A line of `RECORDS`: the line number of its workload, and all else as `payload`."""
-
-    index: int
-    payload: list[Any]
-    text: str
-    digest: str
+    def __str__(self) -> str:
+        if not self.remedy:
+            return f"{self.where}: {self.why}"
+        done = self.remedy if self.mended else f"would be {self.remedy} by the next tune"
+        return f"{self.where}: {self.why}; {done}"
 
 
 def canonical(value: Any) -> str:
@@ -60,8 +70,25 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def tag(device: str) -> str:
+    """What lines carry of the name of the device."""
+    return digest(device)[:8]
+
+
+def identity(target: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a target decides which kernels are fast: all but its host and its tag."""
+    return {name: value for name, value in target.items() if name not in ("host", "tag")}
+
+
+def is_key(value: Any) -> bool:
+    """Whether a value is the decimal text of a structural hash."""
+    if not (isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 20):
+        return False
+    return str(int(value)) == value and int(value) < 1 << 64
+
+
 def parse(raw: bytes) -> Any:
-    """The JSON value of a line, all its numbers finite."""
+    """The JSON value of a line, all its numbers finite; BadLine for anything else."""
     if not raw.strip():
         raise BadLine("a blank line")
     try:
@@ -76,85 +103,133 @@ def parse(raw: bytes) -> Any:
     return value
 
 
-def parse_workload(raw: bytes) -> WorkloadLine:
-    """A line of `WORKLOADS`; `check_module` looks into its module."""
-    value = parse(raw)
-    if not (isinstance(value, list) and [type(x) for x in value] == [str, str]):
-        raise BadLine("not a pair of a structural hash and a module")
-    if not is_key(value[0]):
-        raise BadLine(f"{value[0][:40]!r} is no structural hash")
-    text = canonical(value)
-    return WorkloadLine(value[0], text, digest(text))
+def unpack(raw: bytes, version: int = VERSION) -> dict[str, Any]:
+    """What a line says, without version and checksum; BadLine if it is damaged."""
+    body = parse(raw)
+    if not isinstance(body, dict):
+        raise BadLine("not an object")
+    checksum = body.pop("checksum", None)
+    if checksum != digest(canonical(body)):
+        raise BadLine("the checksum is missing" if checksum is None else "the checksum is wrong")
+    if (found := body.pop("v", None)) != version:
+        raise BadLine("of another version of the format", found)
+    return body
 
 
-def is_key(value: Any) -> bool:
-    """Whether a value is the decimal text of a structural hash."""
-    if not (isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 20):
-        return False
-    return str(int(value)) == value and int(value) < 1 << 64
+def _pack(kind: str, device: str, /, **body: Any) -> str:
+    """The line of `unpack`, with its end; names keep their order."""
+    body = {"v": VERSION, "line": kind, "device": device, **body}
+    body["checksum"] = digest(canonical(body))
+    return json.dumps(body, separators=(",", ":"), allow_nan=False) + "\n"
 
 
-def check_module(line: WorkloadLine) -> None:
-    """BadLine unless the module is the base64 of a graph of nodes."""
+@dataclass(slots=True)
+class Content:
+    """What lines tell.
+
+    Attributes
+    ----------
+    device : str or None
+        What the store is of; None where nothing says it.
+    target : dict or None
+        The target as JSON.
+    head : tuple or None
+        Device and target as the last line of a device has them.
+    workloads : dict
+        Base64 of modules by the key of the workload, in the order of the lines.
+    entries : dict
+        Keys of workloads and trials, in the order of the lines; the values are None.
+    plans : dict
+        By key.
+    """
+
+    device: str | None = None
+    target: dict[str, Any] | None = None
+    head: tuple[str, dict[str, Any] | None] | None = None
+    workloads: dict[str, str] = field(default_factory=dict)
+    entries: dict[tuple[str, Trial], None] = field(default_factory=dict)
+    plans: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def take(self, raw: bytes) -> None:
+        """Read a line.
+
+        Raises
+        ------
+        BadLine
+            It is damaged, is there already, or is a line of another device.
+        InputError
+            It says that the store is of another device or target.
+        """
+        match unpack(raw):
+            case {"line": "device", "device": str(device), "target": dict() | None as target}:
+                self.name((device, target))
+            case {"device": found} if self.device is not None and found != tag(self.device):
+                raise BadLine("of another device")
+            case {"line": "workload", "workload": key, "module": str(module)} if is_key(key):
+                if key in self.workloads:
+                    raise BadLine(TWICE)
+                self.workloads[key] = module
+            case {"line": "trial", "device": _, "workload": key, **fields} if is_key(key):
+                entry = key, trial_of(fields)
+                if entry in self.entries:
+                    raise BadLine(TWICE)
+                self.entries[entry] = None
+            case {"line": "plan", "key": str(key), "plan": dict(plan)}:
+                self.plans[key] = plan
+            case body:
+                raise BadLine(f"no line of kind {body.get('line')!r}")
+
+    def name(self, head: tuple[str, dict[str, Any] | None]) -> None:
+        """Take over what a line says of device and target: see `take`."""
+        device, target = head
+        if head == self.head:
+            raise BadLine(TWICE)
+        if self.device not in (None, device):
+            raise InputError(
+                f"the folder is of {device}, not of {self.device}: trials of one device say "
+                "nothing about another; give each its own folder"
+            )
+        if self.target and target and identity(target) != identity(self.target):
+            raise InputError(
+                f"the folder is of the target {target}, not of {self.target}: give each target "
+                "its own folder"
+            )
+        self.device, self.target = device, target or self.target
+        self.head = device, target
+
+    def update(self, more: Content) -> None:
+        """Add workloads, trials and plans of another content."""
+        self.workloads.update(more.workloads)
+        self.entries.update(more.entries)
+        self.plans.update(more.plans)
+
+    def lines(self, more: Content) -> list[str]:
+        """The lines, with their ends, of what another content has and this one lacks."""
+        device = self.device or ""
+        mark, head = tag(device), (device, self.target)
+        return [
+            *([_pack("device", device, target=self.target)] if head != self.head else []),
+            *(
+                _pack("workload", mark, workload=key, module=module)
+                for key, module in more.workloads.items()
+                if key not in self.workloads
+            ),
+            *(
+                _pack("trial", mark, workload=key, **trial.as_dict())
+                for key, trial in more.entries
+                if (key, trial) not in self.entries
+            ),
+            *(
+                _pack("plan", mark, key=key, plan=plan)
+                for key, plan in more.plans.items()
+                if self.plans.get(key) != plan
+            ),
+        ]
+
+
+def trial_of(fields: Mapping[str, Any]) -> Trial:
+    """The trial of the fields of a line; BadLine if it is none."""
     try:
-        data = base64.b64decode(line.module, validate=True)
-    except binascii.Error as error:
-        raise BadLine(f"the module is not base64 ({error})") from error
-    body = data[_LENGTH_BYTES:]
-    if len(data) < _LENGTH_BYTES or int.from_bytes(data[:_LENGTH_BYTES], "little") != len(body):
-        raise BadLine("the module is cut off")
-    graph = parse(body)
-    nodes = graph.get("nodes") if isinstance(graph, dict) else None
-    if not isinstance(nodes, list) or not all(_is_node(node) for node in nodes):
-        raise BadLine("the module is not a graph of nodes")
-    root = graph.get("root_index")
-    if type(root) is not int or not 0 <= root < len(nodes):
-        raise BadLine("the module has no root")
-
-
-def _is_node(node: Any) -> bool:
-    return isinstance(node, dict) and isinstance(node.get("type"), str)
-
-
-def parse_record(raw: bytes) -> RecordLine:
-    """A line of `RECORDS` with sane times and the shape of a trace."""
-    value = parse(raw)
-    if not (isinstance(value, list) and len(value) == 2 and type(value[0]) is int):
-        raise BadLine("not a pair of a workload's line and a record")
-    index, payload = value
-    if not (isinstance(payload, list) and len(payload) == 4):
-        raise BadLine("not a record of trace, times, target and arguments")
-    trace, seconds, target, arguments = payload
-    if not _is_trace(trace):
-        raise BadLine("the trace is not a list of instructions and of decisions")
-    check_seconds(seconds)
-    if not isinstance(target, dict) or not isinstance(target.get("kind"), str):
-        raise BadLine("the record has no target")
-    if arguments is not None and not isinstance(arguments, list):
-        raise BadLine("the arguments are not a list")
-    text = canonical(payload)
-    return RecordLine(index, payload, text, digest(text))
-
-
-def check_seconds(seconds: Any) -> None:
-    """BadLine unless these are times of a kernel that ran."""
-    if not isinstance(seconds, list) or not seconds:
-        raise BadLine("the record has no times")
-    for second in seconds:
-        if isinstance(second, bool) or not isinstance(second, int | float):
-            raise BadLine(f"a time of {second!r}")
-        if not 0 < second < MOST_US * 1e-6:
-            raise BadLine(f"a time of {second} s, which no kernel takes")
-
-
-def _is_trace(trace: Any) -> bool:
-    if not (isinstance(trace, list) and [type(x) for x in trace] == [list, list]):
-        return False
-    instructions, decisions = trace
-    return all(_is_instruction(x) for x in instructions) and all(
-        isinstance(x, list) and len(x) == 2 and type(x[0]) is int for x in decisions
-    )
-
-
-def _is_instruction(value: Any) -> bool:
-    return isinstance(value, list) and [type(x) for x in value] == [str, list, list, list]
+        return Trial.from_dict(fields)
+    except (ValueError, TypeError) as error:
+        raise BadLine(f"no trial: {error}") from error

@@ -1,55 +1,89 @@
-"""Database: the trials of one device, in files that MetaSchedule can open too."""
+"""Database: the trials of one device, in one file that is only appended to.
+
+D/<device folder>/
+    trials.jsonl     a line with a checksum for each workload, trial and plan (`lines`)
+    damaged.jsonl    what was wrong with it, with reasons
+    lock             held for an append or a reading, never for a trial
+    old.<n>/         the files of version 1, which `trials.jsonl` has the content of
+"""
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
+import shlex
+import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import tvm
+from filelock import FileLock, Timeout
 from tvm import tirx
+from tvm.s_tir.meta_schedule.database import MemoryDatabase, Workload
 
 from ...errors import InputError
+from ...host.atomic_files import replace_file
 from ..measure.trial_record import LASTING, Trial
-from . import plans
-from .folder import Addition, Folder
-from .folder_state import Problem
-from .guard import Entry
-from .lines import WorkloadLine, canonical, digest
-from .open_folder import check_version
-from .records import payload_of
-from .workload_lines import (
+from .foreign import OLD, check_version, is_version_1, read_version_1, retire
+from .lines import BadLine, Content, Problem, canonical, identity
+from .metaschedule import (
     ENTRY,
     check_replay,
     facts_of,
-    identity,
-    line_of,
     load,
     load_record,
+    payload_of,
     target_json,
     workload_key,
+    workload_text,
 )
 
 logger = logging.getLogger(__name__)
+
+TRIALS, DAMAGED, LOCK = "trials.jsonl", "damaged.jsonl", "lock"
+LOCK_TIMEOUT_S = 60.0
+ROOM_BYTES = 1 << 16  # more than most trials take
+_POLL_S = 0.01
+
+
+class CannotLock(InputError):
+    """The lock of a folder cannot be taken here, whoever holds it: the folder is read-only."""
 
 
 class Database:
     """The trials of one device, TVM and compiler; `Database.open` reads a folder.
 
-    Files are read and written under a lock that is held for single appends, so that several
-    processes may tune on one folder; `add` and `refresh` see what the others wrote. Whatever lies
-    in the files, opening them raises nothing for it: see `problems`.
+    A trial is on disk when `add` returns. The file is read and written under a lock that is held
+    for single appends, so that several processes may tune on one folder; `add` and `refresh` see
+    what the others wrote. Damaged lines cost themselves only: see `problems`.
     """
 
-    def __init__(self, folder: Folder) -> None:
-        self._folder = folder
+    def __init__(
+        self,
+        path: Path,
+        device: str | None,
+        target: dict[str, Any] | None,
+        read_only: bool,
+        silent: bool,
+    ) -> None:
+        self.path, self.read_only, self.silent = path, read_only, silent
+        self.changes = 0
+        """Grows whenever there are other trials than before."""
         self._mutex = threading.RLock()
-        self._later: list[Problem] = []
-        self._lines: dict[str, WorkloadLine] = {}
-        self._functions: dict[str, tirx.PrimFunc] = {}
+        self._given = device, target
+        self._content = Content(device, target)
+        self._pending = Content()  # what is in no file: it could not be written, or must not be
+        self._problems: list[Problem] = []  # of the file
+        self._moved: list[Problem] = []  # of files of version 1
+        self._signature: tuple[int, int, int] | None = None
+        self._lines, self._end = 0, 0  # that are read
+        self._loaded: dict[str, Workload] = {}
         self._kept: dict[str, dict[tuple[str, str], Trial]] = {}
         self._kept_at = -1
 
@@ -63,7 +97,8 @@ class Database:
         read_only: bool = False,
         silent: bool = False,
     ) -> Database:
-        """Read a folder; what is damaged is repaired, or goes to its quarantine.
+        """Read a folder; damaged lines go to `damaged.jsonl`, and a folder of version 1 becomes one
+        of this version.
 
         Parameters
         ----------
@@ -75,94 +110,84 @@ class Database:
         target : tvm.target.Target, optional
             Of all trials; by default what the folder says, else that of the first trial added.
         read_only : bool
-            Write nothing: what is damaged stays in the files.
+            Write nothing: what is damaged stays in the file.
         silent : bool
             Log no problems: who opens it tells of them.
 
         Raises
         ------
         InputError
-            The path is not a folder, or cannot be made or written; the folder is of another device
-            or target, or of another version of the format; another process holds its lock for a
-            minute.
+            The path is not a folder, or cannot be made, read or written; the folder is of another
+            device or target, or of another version of the format; another process holds its lock
+            for a minute.
         """
         path = Path(folder)
         read_only = read_only or device is None
         if path.exists() and not path.is_dir():
             raise InputError(f"{path} is not a folder: a database is a folder of files")
-        check_version(path)
-        if not read_only:
-            try:
-                path.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise InputError(f"cannot make {path}: {error.strerror or error}") from error
         of = None if target is None else target_json(target)
-        found = Folder(path, device, of, read_only, silent)
-        found.begin()
-        return cls(found)
+        found = cls(path, device, of, read_only, silent)
+        found._begin()
+        return found
 
     def __str__(self) -> str:
         return str(self.path)
 
     @property
-    def path(self) -> Path:
-        """The folder."""
-        return self._folder.path
-
-    @property
     def device(self) -> str | None:
         """What the folder is of."""
-        return self._folder.state.device
+        return self._content.device
 
     @property
     def target(self) -> dict[str, Any] | None:
         """The target of its trials as JSON."""
-        return self._folder.state.target
+        return self._content.target
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """What is wrong with the files, as of their last reading, and with plans asked for."""
-        return (*self._folder.findings.problems, *self._later)
-
-    @property
-    def changes(self) -> int:
-        """Grows whenever there are other trials than before."""
-        return self._folder.changes
+        """What is wrong with the files, as of their last reading."""
+        modules = self.modules()
+        lost = [key for key, _ in self.all_trials() if key not in modules]
+        why = (
+            f"{len(lost)} trials are of {len(set(lost))} workloads without a line; they count, but "
+            "MetaSchedule cannot see them"
+        )
+        return (*self._moved, *self._problems, *([Problem(TRIALS, why)] if lost else ()))
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """`workload_key` of all workloads, in the order of the files."""
+        """`workload_key` of all workloads, in the order of the lines."""
+        return tuple(dict.fromkeys([*self.modules(), *(key for key, _ in self.all_trials())]))
+
+    def modules(self) -> dict[str, str]:
+        """Base64 of the modules of all workloads whose lines are there, by their keys."""
         with self._mutex:
-            keys = (entry.workload for entry in self._folder.entries())
-            return tuple(dict.fromkeys([*self._folder.state.workloads, *keys]))
+            return self._content.workloads | self._pending.workloads
 
     def workloads(self) -> tuple[tirx.PrimFunc, ...]:
-        """The workloads, in the order of the files, without those whose lines are lost."""
-        with self._mutex:
-            for key, line in self._folder.lines().items():
-                if key not in self._functions:
-                    self._functions[key] = load(line).mod[ENTRY]
-            return tuple(self._functions[key] for key in self._folder.lines())
+        """The workloads, in the order of the lines, without those whose lines are lost."""
+        return tuple(self._load(key, module).mod[ENTRY] for key, module in self.modules().items())
 
     def __len__(self) -> int:
         """How many trials there are, failures and repeated ones too."""
-        return len(self._folder.entries())
+        return len(self.all_trials())
+
+    def all_trials(self) -> list[tuple[str, Trial]]:
+        """Keys of workloads and trials, repeated ones too, in the order of the lines."""
+        with self._mutex:
+            return list(self._content.entries | self._pending.entries)
 
     def trials(self, workload: tirx.PrimFunc | str) -> tuple[Trial, ...]:
-        """The trials of a workload or of its key, one for each choice, in the order of the files.
+        """The trials of a workload or of its key, one for each choice, in the order of the lines.
 
         Of several trials of a choice the latest counts that is checked and "ok" or "wrong", for
         these speak of the kernel; where there is none, the latest.
         """
         key = workload if isinstance(workload, str) else workload_key(workload)
         with self._mutex:
-            if self._kept_at != self._folder.changes:
-                self._kept, self._kept_at = _kept(self._folder.entries()), self._folder.changes
+            if self._kept_at != self.changes:
+                self._kept, self._kept_at = _kept(self.all_trials()), self.changes
             return tuple(self._kept.get(key, {}).values())
-
-    def all_trials(self) -> list[tuple[str, Trial]]:
-        """Keys of workloads and trials, repeated ones too, in the order of the files."""
-        return [(entry.workload, entry.trial) for entry in self._folder.entries()]
 
     def unchecked(self) -> list[tuple[str, Trial]]:
         """Keys of workloads and trials that count and are not checked."""
@@ -173,114 +198,258 @@ class Database:
         ok = [trial for trial in self.trials(workload) if trial.ok and trial.checked]
         return min(ok, key=lambda trial: (trial.us, trial.kind, trial.text), default=None)
 
+    def plan_keys(self) -> list[str]:
+        """The keys of the plans, sorted."""
+        with self._mutex:
+            return sorted(self._content.plans | self._pending.plans)
+
+    def plan(self, key: str) -> dict[str, Any] | None:
+        """The plan of a key."""
+        with self._mutex:
+            return (self._content.plans | self._pending.plans).get(key)
+
     def add(self, workload: tirx.PrimFunc, target: tvm.target.Target, trial: Trial) -> None:
         """Write a trial; when this returns, it is on disk. An equal trial is written once.
 
         Raises
         ------
         InputError
-            The files cannot be written: nothing of the trial is left in them, it stays in memory,
-            and the next call writes it too. Or the trial does not belong here: another target, a
+            The file cannot be written: nothing of the trial is left in it, it stays in memory, and
+            the next call writes it too. Or the trial does not belong here: another target, a
             workload without a root block, a trace that does not replay on it.
         """
+        self._check_writable()
         with self._mutex:
-            state = self._folder.state
-            state.target = self._same_target(target_json(target))
-            line, payload = self._line(workload), None
-            if trial.ok:
-                loaded = load(line)
-                value = payload_of(trial, facts_of(loaded.mod), state.target)
-                check_replay(value, loaded)
-                payload = canonical(value)
-            entry = Entry(line.key, trial, None if payload is None else digest(payload))
-            self._folder.extend([Addition(entry, line, payload)])
+            target = self._same_target(target_json(target))
+            key = workload_key(workload)
+            module = self.modules().get(key) or workload_text(workload)
+            if trial.ok and trial.kind == "trace":
+                loaded = self._load(key, module)
+                check_replay(payload_of(trial, facts_of(loaded.mod), target), loaded)
+            self._content.target = target
+            self._extend(Content(workloads={key: module}, entries={(key, trial): None}))
 
-    def take(self, other: Database) -> tuple[int, int]:
-        """Add all trials of another database of the same device, and the plans that are not here.
-
-        Returns
-        -------
-        tuple of int
-            How many trials are added, and how many were here already.
+    def save_plan(self, key: str, data: dict[str, Any]) -> None:
+        """Keep a plan in place of an earlier one.
 
         Raises
         ------
         InputError
-            It is of another device or target, or the files cannot be written.
+            The file cannot be written.
+        ValueError
+            It is not JSON of finite numbers.
         """
+        self._check_writable()
+        with self._mutex:
+            self._extend(Content(plans={key: json.loads(json.dumps(data, allow_nan=False))}))
+
+    def take(self, other: Content) -> int:
+        """Add all trials of another content of this device, and the plans that are not here.
+
+        Returns
+        -------
+        int
+            How many trials are added.
+
+        Raises
+        ------
+        InputError
+            It is of another device or target, or the file cannot be written.
+        """
+        self._check_writable()
         if other.device is None or other.device != self.device:
-            raise InputError(f"{other.path} is of {other.device}, {self.path} of {self.device}")
+            raise InputError(f"trials of {other.device} are none of {self.path}, {self.device}")
         with self._mutex:
             if other.target is not None:
-                self._folder.state.target = self._same_target(other.target)
-            other._folder.rebuild()
-            theirs, before = other._folder.state, len(self)
-            additions = [
-                Addition(x, theirs.workloads.get(x.workload), theirs.payloads.get(x.record or ""))
-                for x in theirs.entries
-            ]
-            self._folder.extend(additions)
-            for key in plans.plan_keys(other.path):
-                if self.plan(key) is None and (data := other.plan(key)) is not None:
-                    self.save_plan(key, data)
-            added = len(self) - before
-            return added, len(additions) - added
+                self._content.target = self._same_target(other.target)
+            before, known = len(self), self.plan_keys()
+            plans = {key: plan for key, plan in other.plans.items() if key not in known}
+            self._extend(replace(other, plans=plans))
+            return len(self) - before
 
-    def refresh(self) -> None:
-        """Read what other processes wrote since files were last read or written."""
+    def content(self) -> Content:
+        """All that it holds."""
         with self._mutex:
-            self._folder.refresh()
-
-    def metaschedule(self, kind: str | None = None) -> Any:
-        """The best ok trials as a `MemoryDatabase` of MetaSchedule: those of one kind, or all."""
-        from tvm.s_tir.meta_schedule.database import MemoryDatabase
-
-        found = MemoryDatabase()
-        with self._mutex:
-            for line, payloads in self.records(kind):
-                workload = found.commit_workload(load(line).mod)
-                for payload in payloads:
-                    found.commit_tuning_record(load_record(json.loads(payload), workload))
-        return found
-
-    def records(self, kind: str | None = None) -> list[tuple[WorkloadLine, list[str]]]:
-        """The lines of MetaSchedule's files, one record for each choice with a time: workloads
-        that have any, with their records less the line number of the workload.
-        """
-        with self._mutex:
-            self._folder.rebuild()
-            texts = {
-                (entry.workload, entry.trial): self._folder.payload(entry)
-                for entry in self._folder.entries()
-            }
-            found = []
-            for key, line in self._folder.lines().items():
-                ok = [t for t in self.trials(key) if t.ok and kind in (None, t.kind)]
-                payloads = [text for trial in ok if (text := texts[key, trial]) is not None]
-                if payloads:
-                    found.append((line, payloads))
+            found = Content(self.device, self.target)
+            for part in (self._content, self._pending):
+                found.update(part)
             return found
 
-    def save_plan(self, key: str, data: dict[str, Any]) -> None:
-        """Keep a plan; InputError if the folder cannot be written."""
-        self._folder.save_plan(key, data)
+    def records(self, kind: str | None = None) -> list[tuple[str, str, list[list[Any]]]]:
+        """Keys and modules of workloads with their records as MetaSchedule has them, one for each
+        choice with a time; of one kind, or all.
+        """
+        found = []
+        with self._mutex:
+            for key, module in self.modules().items():
+                ok = [t for t in self.trials(key) if t.ok and kind in (None, t.kind)]
+                if ok and self.target is not None:
+                    facts = facts_of(self._load(key, module).mod)
+                    found.append((key, module, [payload_of(t, facts, self.target) for t in ok]))
+        return found
 
-    def plan(self, key: str) -> dict[str, Any] | None:
-        """The plan of a key; a damaged one counts as missing and is a problem."""
-        data, problem = plans.read_plan(self.path, key)
-        if problem is not None:
-            if not self._folder.read_only:
-                problem = replace(problem, mended=plans.set_aside(self.path, key))
-            self._later.append(problem)
-            if not self._folder.silent:
-                logger.warning("%s: %s", self.path, problem)
-        return data
+    def metaschedule(self, kind: str | None = None) -> MemoryDatabase:
+        """The `records` in MetaSchedule's own database."""
+        found = MemoryDatabase()
+        with self._mutex:
+            for key, module, payloads in self.records(kind):
+                workload = found.commit_workload(self._load(key, module).mod)
+                for payload in payloads:
+                    found.commit_tuning_record(load_record(payload, workload))
+        return found
 
-    def _line(self, workload: tirx.PrimFunc) -> WorkloadLine:
-        key = workload_key(workload)
-        if key not in self._lines:
-            self._lines[key] = self._folder.lines().get(key) or line_of(workload)
-        return self._lines[key]
+    def refresh(self) -> None:
+        """Read what other processes wrote since the file was last read or written.
+
+        Raises
+        ------
+        InputError
+            As `open`.
+        """
+        unlocked = self.read_only and not (self.path / LOCK).exists()
+        with self._mutex:
+            try:
+                with nullcontext() if unlocked else locked(self.path):
+                    self._read()
+            except CannotLock:
+                if not self.read_only:
+                    raise
+                self._read()
+
+    def _begin(self) -> None:
+        if not self.read_only:
+            try:
+                self.path.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise InputError(f"cannot make {self.path}: {error.strerror or error}") from error
+            try:
+                with locked(self.path):
+                    _check_room(self.path)
+            except (CannotLock, OSError) as error:
+                why = (error.__cause__ or error).strerror or error
+                raise InputError(
+                    f"cannot write to {self.path}: {why}. Free space on the disk or make the "
+                    "folder writable, or use another one"
+                ) from error
+        self.refresh()
+        if is_version_1(self.path):
+            self._take_version_1()
+        self._tell()
+
+    def _take_version_1(self) -> None:
+        """Take over what a folder of version 1 holds: in memory only, where nothing is written."""
+        if self.read_only:
+            self._read_version_1()
+            return
+        with locked(self.path):
+            if is_version_1(self.path):  # still: another process may have done it
+                self._read_version_1()
+                self._flush()
+                retire(self.path)
+                self._moved = [replace(p, mended=True) for p in self._moved]
+
+    def _read_version_1(self) -> None:
+        found, problems = read_version_1(self.path, self.device, self.target)
+        self._given = found.device, found.target
+        self._content.device, self._content.target = self._given
+        said = f"a folder of version 1: {len(found.entries)} trials, {len(found.plans)} plans"
+        remedy = f"put into {TRIALS}, its files into a folder {OLD}.<n>"
+        self._moved = [Problem(str(self.path), said, remedy), *problems]
+        self._pending.update(found)
+        self.changes += 1
+
+    def _extend(self, more: Content) -> None:
+        """Add to what is pending, and write all of it."""
+        self._pending.update(more)
+        self.changes += 1
+        with suppress(OSError):  # the lock says why
+            self.path.mkdir(parents=True, exist_ok=True)
+        with locked(self.path):
+            self._flush()
+
+    def _flush(self) -> None:
+        """Write what is pending; under the lock."""
+        self._read()
+        lines = self._content.lines(self._pending)
+        _append(self.path / TRIALS, "".join(lines).encode())
+        for line in lines:
+            self._content.take(line.encode())
+        self._lines += len(lines)
+        self._seen()
+        self._pending = Content()
+
+    def _read(self) -> None:
+        """Read what is new in the file, and repair it if it may be written; under the lock."""
+        path = self.path / TRIALS
+        found = _signature(path)
+        if found == self._signature and found is not None:
+            return
+        grown = (
+            found and self._signature and found[0] == self._signature[0] and found[1] > self._end
+        )
+        if not (grown and self._read_from(path, self._end)):
+            self._content = Content(self._given[0], self._content.target or self._given[1])
+            self._problems, self._lines = [], 0
+            self._read_from(path, 0)
+        self.changes += 1
+
+    def _read_from(self, path: Path, start: int) -> bool:
+        """Read the lines from a place on; False where something is wrong with those of a part."""
+        content, rejected = self._content, []
+        lines = _bytes(path, start).split(b"\n")
+        cut = bool(lines[-1])
+        lines = lines if cut else lines[:-1]
+        for number, raw in enumerate(lines, 1 + self._lines):
+            try:
+                content.take(raw)
+            except BadLine as error:
+                if number == 1:
+                    check_version(self.path, error.version)
+                rejected.append((number, raw, str(error)))
+        nameless = bool(lines) and content.head is None
+        if start and (cut or rejected):
+            return False
+        self._lines += len(lines)
+        self._problems += [
+            Problem(f"{TRIALS} line {n}", why, "taken out") for n, _, why in rejected
+        ]
+        if nameless:
+            why = "the line that names the device is missing"
+            self._problems.append(Problem(TRIALS, why, "written again"))
+        if (cut or rejected or nameless) and not self.read_only:
+            bad = {number for number, *_ in rejected}
+            self._repair([raw for n, raw in enumerate(lines, 1) if n not in bad], rejected)
+        self._seen()
+        return True
+
+    def _repair(self, sound: list[bytes], rejected: list[tuple[int, bytes, str]]) -> None:
+        """Write the file anew, the damaged lines to their own first: no step loses any."""
+        _append(self.path / DAMAGED, "".join(map(_described, rejected)).encode())
+        head = self._content.lines(Content()) if self._content.head is None else []
+        replace_file(self.path / TRIALS, "".join([*head, *(raw.decode() + "\n" for raw in sound)]))
+        for line in head:
+            self._content.take(line.encode())
+        self._lines = len(head) + len(sound)
+        self._problems = [replace(p, mended=True) for p in self._problems]
+
+    def _seen(self) -> None:
+        """The file is known as it is now."""
+        self._signature = _signature(self.path / TRIALS)
+        self._end = self._signature[1] if self._signature else 0
+
+    def _tell(self) -> None:
+        """Log what is wrong: all where it is repaired, else that there is something."""
+        problems = () if self.silent else self.problems
+        if problems and self.read_only:
+            check = f"python -m tvm_fusion tune --db-check --work-dir {shlex.quote(str(self.path))}"
+            logger.warning("%d problems in the database, listed by: %s", len(problems), check)
+            return
+        for problem in problems:
+            logger.warning("%s: %s", self.path, problem)
+
+    def _check_writable(self) -> None:
+        if self.read_only:
+            raise InputError(f"{self.path} is opened for reading; open it for writing to add to it")
 
     def _same_target(self, target: dict[str, Any]) -> dict[str, Any]:
         ours = self.target
@@ -288,12 +457,116 @@ class Database:
             raise InputError(f"{self.path} is of the target {ours}, not of {target}")
         return ours or target
 
+    def _load(self, key: str, module: str) -> Workload:
+        if key not in self._loaded:
+            self._loaded[key] = load(key, module)
+        return self._loaded[key]
 
-def _kept(entries: list[Entry]) -> dict[str, dict[tuple[str, str], Trial]]:
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder; the system gives it back when the process dies.
+
+    Raises
+    ------
+    InputError
+        Another process holds it for longer than `LOCK_TIMEOUT_S`; or, as `CannotLock`, there is no
+        right to write the lock file.
+    """
+    lock = FileLock(folder / LOCK, poll_interval=_POLL_S)
+    try:
+        lock.acquire(timeout=LOCK_TIMEOUT_S)
+    except Timeout as error:
+        raise InputError(
+            f"{folder} is locked by another process for more than {LOCK_TIMEOUT_S:g} s; end that "
+            "process, or give this one a folder of its own and merge the two"
+        ) from error
+    except OSError as error:
+        raise CannotLock(f"cannot lock {folder}: {error.strerror or error}") from error
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _append(path: Path, data: bytes) -> None:
+    """Append to a file and have it on disk, or leave the file as it was; under the lock."""
+    if not data:
+        return
+    length = None
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            length = os.fstat(file).st_size
+            _write(file, data)
+            os.fsync(file)
+        finally:
+            os.close(file)
+    except BaseException as error:
+        if length is not None:
+            with suppress(OSError):
+                os.truncate(path, length)
+        if isinstance(error, OSError):
+            raise InputError(
+                f"cannot write {path}: {error.strerror or error}. Nothing of it is left in the "
+                "file: free space on the disk or make the folder writable"
+            ) from error
+        raise
+
+
+def _write(file: int, data: bytes) -> None:
+    while data:  # a disk that takes a part says why at the rest
+        written = os.write(file, data)
+        if not written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        data = data[written:]
+
+
+def _bytes(path: Path, start: int) -> bytes:
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _signature(path: Path) -> tuple[int, int, int] | None:
+    """Changes whenever a file does."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _check_room(folder: Path) -> None:
+    """OSError unless files can be made in the folder and its own be added to. Removes what a
+    process left that ended while it wrote one anew (`replace_file`); under the lock.
+    """
+    for name in (TRIALS, DAMAGED):
+        if (folder / name).is_file():
+            os.close(os.open(folder / name, os.O_WRONLY | os.O_APPEND))
+    for path in folder.glob(f".{TRIALS}.*"):
+        path.unlink()
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{TRIALS}.", buffering=0) as file:
+        _write(file.fileno(), bytes(ROOM_BYTES))
+        os.fsync(file.fileno())
+
+
+def _described(rejected: tuple[int, bytes, str]) -> str:
+    number, raw, why = rejected
+    text = raw.decode("utf-8", "surrogateescape")
+    return canonical({"line": number, "why": why, "text": text}) + "\n"
+
+
+def _kept(entries: list[tuple[str, Trial]]) -> dict[str, dict[tuple[str, str], Trial]]:
     """By workload and choice, the trial that counts: see `Database.trials`."""
     found: dict[str, dict[tuple[str, str], Trial]] = {}
-    for entry in entries:
-        of_workload, trial = found.setdefault(entry.workload, {}), entry.trial
+    for key, trial in entries:
+        of_workload = found.setdefault(key, {})
         old = of_workload.get((trial.kind, trial.text))
         if old is None or _lasts(trial) or not _lasts(old):
             of_workload[trial.kind, trial.text] = trial

@@ -22,7 +22,7 @@ from tvm.target import Target
 
 from ...config.targets import profile_of_target
 from ...errors import Unsupported
-from ..database.workload_lines import trace_text
+from ..database.metaschedule import trace_text
 from . import replay
 from .candidate_model import Judge
 from .schedule_features import Features

@@ -22,7 +22,7 @@ from ...kernels.cpu.contraction.panels import mark_constants
 from ...plan.plan import FusionPlan, PlannedGroup
 from ...transform.apply.materialize import materialize
 from ...transform.apply.pack_constants import packable_arguments
-from ..database.workload_lines import short_key, workload_key
+from ..database.metaschedule import short_key, workload_key
 
 CLASS, ROUNDING, TF32 = "tvm_fusion.class", "tvm_fusion.rounding", "tvm_fusion.tf32"
 STAMPS = (CLASS, ROUNDING, TF32)

@@ -1,0 +1,205 @@
+"""Between trials and MetaSchedule: workloads, records and traces, as its JSON has them.
+
+    workload   ["<structural hash>", "<base64 of the module's JSON>"]
+    record     [<trace>, <seconds>, <target>, <arguments>]
+
+A configuration of a kernel class is a trace that puts it on the root block of the workload, which
+changes no kernel and which MetaSchedule can read:
+
+    sch.annotate(sch.get_sblock("root"), "tvm_fusion.config", "RowConfig(form=reg,threads=256)")
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.s_tir.meta_schedule.arg_info import ArgInfo
+from tvm.s_tir.meta_schedule.database import TuningRecord, Workload
+
+from ...errors import InputError
+from ...ir.quick_stacks import register_tensor_intrinsics
+from ..measure.trial_record import Trial, check_text
+
+ENTRY = "main"
+ANNOTATION = "tvm_fusion.config"
+WORKLOADS, RECORDS = "database_workload.json", "database_tuning_record.json"
+_BLOCK = "b0"
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What records say of their workload.
+
+    Attributes
+    ----------
+    root : str
+        The name of its root block.
+    arguments : list or None
+        Its parameters as MetaSchedule describes them; None where a shape is symbolic.
+    """
+
+    root: str
+    arguments: list[Any] | None
+
+
+def module_of(workload: tirx.PrimFunc) -> tvm.IRModule:
+    """The module by which MetaSchedule knows a PrimFunc: with the name `main`."""
+    return tvm.IRModule({ENTRY: workload.with_attr("global_symbol", ENTRY)})
+
+
+def hash_of(mod: tvm.IRModule) -> str:
+    """The structural hash of a module in decimal digits, as MetaSchedule writes it."""
+    return str(tvm_ffi.structural_hash(mod) & (2**64 - 1))
+
+
+def workload_key(workload: tirx.PrimFunc) -> str:
+    """`hash_of(module_of(workload))`."""
+    return hash_of(module_of(workload))
+
+
+def short_key(key: str) -> str:
+    """A key as reports name it: 16 hexadecimal digits."""
+    return f"{int(key):016x}"
+
+
+def workload_text(workload: tirx.PrimFunc) -> str:
+    """The base64 of the JSON of a PrimFunc's module.
+
+    Raises
+    ------
+    InputError
+        It has no root block: it is not an unscheduled function of TVM's s_tir.
+    """
+    mod = module_of(workload)
+    facts_of(mod)
+    return str(Workload(mod).as_json()[1])
+
+
+def load(key: str, module: str) -> Workload:
+    """The `Workload` of a line whose checksum is right: TVM may crash on any other."""
+    return Workload.from_json([key, module])
+
+
+def facts_of(mod: tvm.IRModule) -> Facts:
+    """The facts of a workload's module; InputError if it has no root block."""
+    root = root_of(mod[ENTRY])
+    if root is None:
+        raise InputError(
+            "a workload is the PrimFunc of a group before any schedule, with a root block; this "
+            f"one has none:\n{str(mod[ENTRY])[:400]}"
+        )
+    try:
+        return Facts(root, arguments_of(mod))
+    except (TypeError, ValueError, RuntimeError):  # a symbolic extent is no integer
+        return Facts(root, None)
+
+
+def root_of(func: tirx.PrimFunc) -> str | None:
+    """The name of the root block of a PrimFunc; None where it has none."""
+    name = getattr(getattr(func.body, "block", None), "name_hint", None)
+    return None if name is None else str(name)
+
+
+def arguments_of(mod: tvm.IRModule) -> list[Any]:
+    """The parameters of a module's function as records hold them; of static shapes only."""
+    return [info.as_json() for info in ArgInfo.from_entry_func(mod, remove_preproc=False)]
+
+
+def target_json(target: tvm.target.Target) -> dict[str, Any]:
+    """A target as records hold it."""
+    return json.loads(str(target))
+
+
+def trace_text(trace: Any) -> str:
+    """The text of a choice of kind "trace": a `tvm.s_tir.schedule.Trace` as compact JSON."""
+    return json.dumps(_plain(trace.as_json()), separators=(",", ":"), allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    """JSON with the numbers that TVM wraps."""
+    if isinstance(value, list | tuple | tvm_ffi.Array):
+        return [_plain(x) for x in value]
+    if isinstance(value, dict | tvm_ffi.Map):
+        return {str(key): _plain(x) for key, x in value.items()}
+    if isinstance(value, tirx.IntImm | tirx.FloatImm):
+        return value.value
+    return str(value) if isinstance(value, str) else value
+
+
+def payload_of(trial: Trial, facts: Facts, target: dict[str, Any]) -> list[Any]:
+    """The record of an ok trial."""
+    trace = _annotation(trial.text, facts) if trial.kind == "class" else json.loads(trial.text)
+    return [trace, [us * 1e-6 for us in trial.samples_us], target, facts.arguments]
+
+
+def _annotation(text: str, facts: Facts) -> list[Any]:
+    return [
+        [
+            ["GetSBlock", [], [facts.root, ENTRY], [_BLOCK]],
+            ["Annotate", [_BLOCK, f'"{text}"'], [ANNOTATION], []],
+        ],
+        [],
+    ]
+
+
+def choice_of(payload: list[Any]) -> tuple[str, str]:
+    """Kind and text of the choice that a record is of."""
+    trace = payload[0]
+    text = _annotated(trace)
+    if text is not None:
+        return "class", text
+    return "trace", json.dumps(trace, separators=(",", ":"))
+
+
+def _annotated(trace: list[Any]) -> str | None:
+    """The text of `_annotation`; None for any other trace."""
+    match trace:
+        case [
+            [
+                ["GetSBlock", [], [str(), _], [str(block)]],
+                ["Annotate", [str(where), str(quoted)], [str(name)], []],
+            ],
+            [],
+        ] if (where, name) == (block, ANNOTATION) and quoted == f'"{quoted[1:-1]}"':
+            text = quoted[1:-1]
+        case _:
+            return None
+    try:
+        check_text("class", text)
+    except ValueError:
+        return None
+    return text
+
+
+def foreign_trial(payload: list[Any], day: str) -> Trial:
+    """The trial that a record of MetaSchedule's tells of; ValueError or TypeError if none does.
+
+    Nothing says that its numbers were compared, so that its `error` is None.
+    """
+    kind, text = choice_of(payload)
+    samples = tuple(second * 1e6 for second in payload[1])
+    us = statistics.median(samples)
+    why = "read from a record of MetaSchedule"
+    return Trial(kind, text, "ok", us, samples_us=samples, why=why, date=day)
+
+
+def load_record(payload: list[Any], workload: Workload) -> TuningRecord:
+    """The `TuningRecord` of a record that replays: TVM may crash on any other."""
+    if any(instruction[0] == "Tensorize" for instruction in payload[0][0]):
+        register_tensor_intrinsics()
+    return TuningRecord.from_json(payload, workload)
+
+
+def check_replay(payload: list[Any], workload: Workload) -> None:
+    """InputError unless the trace of a record replays on its `Workload`."""
+    try:
+        load_record(payload, workload)
+    except (RuntimeError, ValueError, TypeError) as error:
+        last = (str(error).strip().splitlines() or [""])[-1]
+        raise InputError(f"the trace does not replay on the workload: {last[:300]}") from error
