@@ -108,7 +108,7 @@ WHOLE = {"lost": 0, "again": 0, "problems": [], "left": [], "plan_is_saved": Tru
         ({"survivors": ("ptxas",)}, {}),
         ({"repaired": False}, {}),
         ({}, {"left": ["tvm_fusion_tune_abc"]}),
-        ({}, {"problems": ["guard.jsonl: is missing"]}),
+        ({}, {"problems": ["trials.jsonl line 3: the checksum is wrong"]}),
         ({}, {"plan_is_saved": False}),
         ({}, {"compiled": False}),
     ],

@@ -407,7 +407,7 @@ class Database:
                     check_version(self.path, error.version)
                 rejected.append((number, raw, str(error)))
         nameless = bool(lines) and content.head is None
-        if start and (cut or rejected):
+        if start and (cut or rejected or nameless):
             return False
         self._lines += len(lines)
         self._problems += [
