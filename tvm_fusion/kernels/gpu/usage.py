@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-import tvm_ffi
 from tvm.ir import Expr, Var
 
-from ..program.expr import variables
+from ..program.expr import occurrences, variables
 from ..program.program import Element, Program, Value
 
 OTHER = "other"
@@ -29,13 +28,6 @@ def uses_of(program: Program) -> Counter[Var]:
     found: Counter[Var] = Counter()
     for expr in exprs:
         found.update(occurrences(expr))
-    return found
-
-
-def occurrences(expr: Expr) -> list[Var]:
-    """Variables of an expression, each as often as it occurs."""
-    found: list[Var] = []
-    tvm_ffi.structural_walk(expr, [(Var, found.append)])
     return found
 
 
