@@ -10,8 +10,7 @@ from tvm import tirx
 from tvm.ir import Expr
 
 from tvm_fusion.kernels.attention.read.model import Attention
-from tvm_fusion.kernels.contraction.inline import fresh_var
-from tvm_fusion.kernels.contraction.model import Axis, Operand, Output
+from tvm_fusion.kernels.contraction.model import Axis, Operand, Output, fresh_var
 from tvm_fusion.kernels.program.expr import constant
 from tvm_fusion.kernels.program.program import Param
 

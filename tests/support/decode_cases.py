@@ -8,8 +8,7 @@ import numpy as np
 from tvm import tirx
 
 from tvm_fusion.kernels.attention.read.model import Attention
-from tvm_fusion.kernels.contraction.inline import fresh_var
-from tvm_fusion.kernels.contraction.model import Axis, Operand, Output
+from tvm_fusion.kernels.contraction.model import Axis, Operand, Output, fresh_var
 from tvm_fusion.kernels.program.expr import constant
 from tvm_fusion.kernels.program.program import Param
 

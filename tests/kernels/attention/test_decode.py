@@ -11,8 +11,7 @@ from tvm_fusion.config import load_profile
 from tvm_fusion.kernels.attention.decode.kernel import DecodeConfig, emit_attention_decode
 from tvm_fusion.kernels.attention.decode.problem import read_decode
 from tvm_fusion.kernels.attention.read.program import analyze_attention
-from tvm_fusion.kernels.contraction.inline import fresh_var
-from tvm_fusion.kernels.contraction.model import Operand
+from tvm_fusion.kernels.contraction.model import Operand, fresh_var
 from tvm_fusion.kernels.program.expr import constant
 
 from ...support import attention_masks as masks

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-import tvm
 from tvm import tirx
 from tvm.ir import Call, Expr, TensorLoad, Var
 
@@ -28,28 +26,12 @@ from ..program.expr import (
     substitute,
     widened,
 )
-
-if TYPE_CHECKING:
-    from .pairs import Runs
+from .model import INDEX, Binding, fresh_var
+from .pairs import Runs
 
 # A temporary that is read under a condition cannot be bound ahead; expressions of such temporaries
 # grow with the number of paths through them.
 MAX_STEPS = 20_000
-
-INDEX = "int64"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Binding:
-    """Temporary ``var = value``, to be computed once before it is read."""
-
-    var: Var
-    value: Expr
-
-
-def fresh_var(name: str, dtype: str) -> Var:
-    """A new variable."""
-    return Var(name, tvm.ir.PrimType(dtype))
 
 
 @dataclass(slots=True, eq=False)

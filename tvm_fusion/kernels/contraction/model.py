@@ -24,7 +24,21 @@ from tvm.ir import Expr, TensorLoad, Var
 
 from ..program.expr import constant, dtype_of, keeps_value
 from ..program.program import Extent, Param
-from .inline import Binding
+
+INDEX = "int64"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Binding:
+    """Temporary ``var = value``, to be computed once before it is read."""
+
+    var: Var
+    value: Expr
+
+
+def fresh_var(name: str, dtype: str) -> Var:
+    """A new variable."""
+    return Var(name, tvm.ir.PrimType(dtype))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

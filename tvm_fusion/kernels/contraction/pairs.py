@@ -19,8 +19,7 @@ from tvm.ir import Expr, Var
 
 from ..program.expr import constant, number, same, substitute, uses_any
 from .index import Simplifier
-from .inline import INDEX, fresh_var
-from .model import Axis
+from .model import INDEX, Axis, fresh_var
 
 Position = tuple[Expr, ...]
 Read = tuple[Position, tuple[Expr, ...]]

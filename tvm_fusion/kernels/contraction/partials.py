@@ -17,8 +17,7 @@ from ..program.definitions import Definition
 from ..program.expr import constant, number, same, substitute, variables
 from ..program.program import ReduceKind
 from .index import Simplifier
-from .inline import INDEX, fresh_var
-from .model import Axis, RowPartial
+from .model import INDEX, Axis, RowPartial, fresh_var
 from .sums import is_sum_of_products
 
 _KINDS = (ReduceKind.SUM, ReduceKind.MAX)

@@ -12,8 +12,7 @@ from tvm.ir import Expr, Var
 
 from ..program.expr import constant, number, substitute, variables
 from .index import Simplifier
-from .inline import INDEX
-from .model import Axis, Operand, Output, Segment, equal_sizes, size_of
+from .model import INDEX, Axis, Operand, Output, Segment, equal_sizes, size_of
 
 Factors = tuple[tuple[Operand, Operand], tuple[Axis, ...]]
 """Both factors of a product, and the axes of its sum."""

@@ -21,8 +21,8 @@ from ..program.definitions import Definition
 from ..program.expr import constant, dtype_of, number, same, substitute, widened
 from ..program.program import Param
 from .index import Simplifier
-from .inline import INDEX, Binding, Inliner, collapse, fresh_var
-from .model import Axis, Operand, Output, Partners, Product, Segment
+from .inline import Inliner, collapse
+from .model import INDEX, Axis, Binding, Operand, Output, Partners, Product, Segment, fresh_var
 from .pairs import Runs
 from .partials import follows_columns, partial_of, run_axis, sums_and_partials
 from .results import Position, Result, Sum, coordinates, inverted, read_result

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
 
-from ..contraction.inline import Binding, fresh_var
+from ..contraction.model import Binding, fresh_var
 from ..contraction.reader import Contraction, Output, Segment
 from ..gpu.access import AffineAccess, Groups, affine_access
 from ..program.expr import HALF_DTYPES, dtype_of, is_if_then_else, rebuild, same, variables, widened

@@ -15,7 +15,7 @@ from tvm.ir import Expr, TensorLoad, Var
 
 from ...errors import Unsupported
 from ..contraction.index import Simplifier
-from ..contraction.inline import INDEX, Binding, fresh_var
+from ..contraction.model import INDEX, Binding, fresh_var
 from ..contraction.reader import Axis, Contraction, Operand, Output, Partners, Segment
 from ..program.expr import constant, number, rebuild, substitute
 

@@ -11,7 +11,7 @@ from tvm.ir import TensorLoad
 from ...config import HardwareProfile
 from ...ir.access import Pipe
 from ...ir.reader import children, pipe_of
-from ..contraction.inline import Binding
+from ..contraction.model import Binding
 from ..contraction.reader import Extent, Output
 from ..gpu.product_frame import assumed
 from .launch import operation_seconds

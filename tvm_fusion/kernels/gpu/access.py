@@ -16,7 +16,7 @@ from tvm import tirx
 from tvm.ir import Expr, Var
 
 from ..contraction.index import Simplifier
-from ..contraction.inline import INDEX
+from ..contraction.model import INDEX
 from ..contraction.reader import Axis, Extent, equal_sizes, size_of
 from ..program.expr import constant, dtype_of, flatten, linear_form, number, variables
 

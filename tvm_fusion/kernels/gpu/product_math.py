@@ -18,7 +18,7 @@ from tvm import tirx
 from tvm.ir import Call, Expr, StringImm, TensorLoad, Var
 from tvm.script import tirx as T
 
-from ..contraction.inline import Binding
+from ..contraction.model import Binding
 from ..program.expr import constant, dtype_of, is_if_then_else, number, rebuild
 from . import math_functions as functions
 from .arithmetic import lower_call

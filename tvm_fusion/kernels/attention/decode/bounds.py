@@ -15,7 +15,7 @@ from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
 
 from ...contraction.index import Simplifier
-from ...contraction.inline import INDEX
+from ...contraction.model import INDEX
 from ...contraction.reader import Axis, equal_sizes
 from ...program.expr import (
     conjunction,

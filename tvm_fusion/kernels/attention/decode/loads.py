@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from tvm.ir import Expr, TensorLoad, Var
 from tvm.script import tirx as T
 
-from ...contraction.inline import fresh_var
+from ...contraction.model import fresh_var
 from ...gpu.product_frame import Frame, coordinates
 from ...program.expr import constant, convert, dtype_of, is_if_then_else, rebuild, same, uses_any
 from .problem import DecodeProblem

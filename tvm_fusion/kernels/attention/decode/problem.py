@@ -18,7 +18,7 @@ from tvm.ir import Expr, Var
 from ....config import HardwareProfile
 from ....errors import Unsupported
 from ...contraction.index import Simplifier
-from ...contraction.inline import INDEX, fresh_var
+from ...contraction.model import INDEX, fresh_var
 from ...contraction.reader import Axis, Extent, size_of
 from ...gpu.product_frame import Frame, coordinates
 from ...program.expr import HALF_DTYPES, constant, same, substitute

@@ -12,7 +12,7 @@ from tvm import tirx
 from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
-from ...contraction.inline import Binding
+from ...contraction.model import Binding
 from ...gpu.arithmetic import LOG2E
 from ...gpu.intrinsics import ex2
 from ...gpu.patterns import factors_of, product_of, split_constant

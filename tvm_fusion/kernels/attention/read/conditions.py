@@ -12,7 +12,7 @@ from tvm import tirx
 from tvm.ir import Expr, Var
 from tvm.ir.prim.expr import BitwiseAnd, BitwiseNot, BitwiseOr, CmpExpr
 
-from ...contraction.inline import INDEX
+from ...contraction.model import INDEX
 from ...program.expr import constant, convert, dtype_of, is_integer, number, same
 from .algebra import Algebra
 from .space import Space

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 
 from tvm.ir import Expr, Var
 
-from ...contraction.inline import Binding
-from ...contraction.model import Axis, Operand, Output, size_of
+from ...contraction.model import Axis, Binding, Operand, Output, size_of
 from ...program.program import Extent, Param
 
 INVISIBLE = -3.0e4

@@ -19,8 +19,8 @@ from tvm import tirx
 from tvm.ir import Expr, Var
 
 from ....errors import Unsupported
-from ...contraction.inline import Binding, collapse
-from ...contraction.model import Axis, Operand
+from ...contraction.inline import collapse
+from ...contraction.model import Axis, Binding, Operand
 from ...program.definitions import read_definitions, read_params
 from ...program.expr import conjunction, dtype_of, substitute, uses_any, variables
 from .model import Attention

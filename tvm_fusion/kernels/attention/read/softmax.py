@@ -18,7 +18,7 @@ from tvm.ir import Expr, TensorLoad, Var
 from tvm.ir.prim.expr import CmpExpr
 
 from ....errors import Unsupported
-from ...contraction.inline import Binding, fresh_var
+from ...contraction.model import Binding, fresh_var
 from ...program.expr import constant, dtype_of
 from ...program.program import ReduceKind
 from .algebra import Algebra

@@ -15,7 +15,7 @@ from tvm import tirx
 from tvm.ir import Expr, Var
 
 from ...contraction.index import Simplifier
-from ...contraction.inline import INDEX
+from ...contraction.model import INDEX
 from ...program.expr import constant, convert, dtype_of, is_integer, linear_form, number, variables
 from .model import Attention
 

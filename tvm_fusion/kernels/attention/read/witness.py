@@ -15,8 +15,7 @@ from tvm import tirx
 from tvm.ir import Expr, TensorLoad
 
 from ...contraction.index import MAX_EXTENT
-from ...contraction.inline import INDEX
-from ...contraction.model import Axis
+from ...contraction.model import INDEX, Axis
 from ...program.expr import (
     constant,
     convert,

@@ -19,8 +19,7 @@ from tvm import tirx
 from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
-from ...contraction.inline import Binding
-from ...contraction.model import Output
+from ...contraction.model import Binding, Output
 from ...gemm.epilogue_loads import EpilogueLoad, take_loads
 from ...gpu.intrinsics import device_call
 from ...gpu.words import half_of, load_word

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
 
-from ...contraction.inline import Binding, fresh_var
-from ...contraction.model import Axis
+from ...contraction.model import Axis, Binding, fresh_var
 from ...gemm.epilogue_loads import holds_load
 from ...program.expr import convert, dtype_of, is_integer, linear_form, number, rebuild, uses_any
 

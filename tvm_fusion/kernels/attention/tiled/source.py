@@ -15,7 +15,7 @@ from tvm.script import tirx as T
 
 from ....errors import Unsupported
 from ...contraction.index import Simplifier
-from ...contraction.inline import INDEX
+from ...contraction.model import INDEX
 from ...contraction.reader import Axis, Extent, Operand, size_of
 from ...gemm.mma.operand import digit_sum
 from ...gpu.access import AffineAccess, Digit, affine_access

@@ -15,7 +15,7 @@ from dataclasses import replace
 from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
 
-from ...contraction.inline import Binding
+from ...contraction.model import Binding
 from ...program.expr import HALF_DTYPES, dtype_of, rebuild, same, substitute, variables
 from ..epilogue_pairs import partner_vars
 from .model import HopperSegment

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import tvm_ffi
 from tvm.ir import Call, Expr, Var
 
-from ...contraction.inline import Binding
-from ...contraction.model import Space
+from ...contraction.model import Binding, Space
 from ...contraction.reader import Contraction, Extent, Output, Partners, Product
 from ...gpu.access import AffineAccess
 from ...gpu.tensor_map import TensorMap, tensor_map

@@ -18,7 +18,7 @@ from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
 
 from ...contraction.index import Simplifier
-from ...contraction.inline import INDEX, Binding, fresh_var
+from ...contraction.model import INDEX, Binding, fresh_var
 from ...contraction.reader import Axis, Extent
 from ...gpu.memory import WIDEST
 from ...program.expr import (

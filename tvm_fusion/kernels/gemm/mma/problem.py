@@ -15,7 +15,7 @@ from tvm.ir import TensorLoad
 
 from ....config import HardwareProfile
 from ....errors import Unsupported
-from ...contraction.inline import Binding
+from ...contraction.model import Binding
 from ...contraction.reader import (
     Axis,
     Contraction,

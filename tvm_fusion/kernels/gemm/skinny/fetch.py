@@ -9,7 +9,7 @@ from tvm import tirx
 from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
-from ...contraction.inline import INDEX, fresh_var
+from ...contraction.model import INDEX, fresh_var
 from ...contraction.reader import Axis
 from ...gpu.memory import WIDEST, copy_in
 from ...gpu.product_frame import Frame

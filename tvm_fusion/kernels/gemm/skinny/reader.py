@@ -17,7 +17,7 @@ from tvm.ir import Expr, TensorLoad, Var
 from tvm.ir.prim.expr import RShift
 
 from ...contraction.index import Simplifier
-from ...contraction.inline import INDEX, Binding, fresh_var
+from ...contraction.model import INDEX, Binding, fresh_var
 from ...contraction.reader import Axis, Contraction
 from ...gpu.memory import WIDEST
 from ...program.expr import (
