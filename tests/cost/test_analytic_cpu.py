@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tvm_fusion.config import load_profile
-from tvm_fusion.cost.analytic import estimate, estimate_many
-from tvm_fusion.cost.analytic_cpu import COMPUTING, resident
+from tvm_fusion.cost.analytic import COMPUTING, estimate, estimate_many, resident
 from tvm_fusion.cost.traffic import Resources, Traffic
 
 CPU = load_profile("llvm_cpu")

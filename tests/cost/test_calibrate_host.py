@@ -12,9 +12,9 @@ from tvm.relax import op
 import tvm_fusion
 from tests.support.graphs import module
 from tvm_fusion.calibrate.cpu import host_profile as host
+from tvm_fusion.calibrate.cpu import host_profile as waiting
 from tvm_fusion.calibrate.cpu import launch as cpu_launch
 from tvm_fusion.calibrate.cpu import quick as cpu_quick
-from tvm_fusion.calibrate.cpu import waiting
 from tvm_fusion.config import load_profile, resolve_target
 from tvm_fusion.config.hardware import HOST_NUMBERS
 from tvm_fusion.host.threads import thread_count, use_calibrated_threads

@@ -19,9 +19,8 @@ import pytest
 from tests.support.learned_cases import BYTES, with_bytes
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.cost.learned.learned import Residual, load_residual
-from tvm_fusion.cost.learned.refit import train_samples
+from tvm_fusion.cost.learned.refit import figures_of, train_samples
 from tvm_fusion.cost.learned.samples import HELD_OUT, SampleSet, fold_of, read_samples
-from tvm_fusion.cost.learned.training import figures_of
 from tvm_fusion.cost.learned.training_rows import Rows, rows_of
 
 from ..benchmarks.plans.random_graphs import graph_of

@@ -16,7 +16,8 @@ from tests.support.counting import calls_of
 from tests.support.learned_cases import BYTES, CLASSES, a_query, some_rows, true_us, with_bytes
 from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, load_profile, profile_file
-from tvm_fusion.cost.learned import learned, refit, training
+from tvm_fusion.cost.learned import learned, refit
+from tvm_fusion.cost.learned import refit as training
 from tvm_fusion.cost.learned.conformal import Intervals, quantile
 from tvm_fusion.cost.learned.features import BYTE_FEATURES, FEATURES, features_of
 from tvm_fusion.cost.learned.launch_numbers import query_of, work_of

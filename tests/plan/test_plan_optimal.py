@@ -12,8 +12,7 @@ from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.ir.graph import FusionGraph, OpKind, build_graph
 from tvm_fusion.plan.legality import Evaluator
 from tvm_fusion.plan.refusal import Refusal
-from tvm_fusion.plan.search.as_plan import plan_from
-from tvm_fusion.plan.search.search import greedy_solution, search, unfused_plan
+from tvm_fusion.plan.search.search import greedy_solution, plan_from, search, unfused_plan
 from tvm_fusion.transform.lower.lower import lower
 
 from ..benchmarks.plans.random_graphs import graph_of

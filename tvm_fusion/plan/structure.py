@@ -23,8 +23,7 @@ from ..ir.access import Block
 from ..ir.graph import FusionGraph, Op, OpKind
 from ..kernels.base import Family
 from ..kernels.gemm.product import match_product
-from ..kernels.group.read_order import read_order
-from ..kernels.group.turning import is_turning
+from ..kernels.group.read_order import is_turning, read_order
 from ..kernels.program.window import is_window_block
 from ..kernels.traits import (
     MULTIPLIES,

@@ -13,9 +13,9 @@ import tvm_fusion
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.column.config import Form
-from tvm_fusion.kernels.column.kernel import ColumnConfig, column_configs, emit_column
+from tvm_fusion.kernels.column.kernel import ColumnConfig, emit_column
 from tvm_fusion.kernels.column.lanes import find_inner, lanes_along_columns
-from tvm_fusion.kernels.column.rank import estimated_seconds
+from tvm_fusion.kernels.column.rank import column_configs, estimated_seconds
 from tvm_fusion.kernels.program.analysis import analyze
 from tvm_fusion.kernels.program.narrow import narrow_indices
 from tvm_fusion.kernels.row.kernel import RowConfig, emit_row

@@ -6,7 +6,8 @@ from tvm.relax import op
 
 from tvm_fusion.config import load_profile
 from tvm_fusion.kernels.column.config import Form
-from tvm_fusion.kernels.column.kernel import ColumnConfig, column_configs, emit_column
+from tvm_fusion.kernels.column.kernel import ColumnConfig, emit_column
+from tvm_fusion.kernels.column.rank import column_configs
 from tvm_fusion.kernels.program.analysis import analyze
 
 from ...support.cuda_on_cpu import run_cuda_on_cpu, without_each_barrier

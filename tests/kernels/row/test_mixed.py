@@ -12,7 +12,8 @@ from tvm.relax import op
 from tvm_fusion.compilation.compiler import Job
 from tvm_fusion.config import load_policy, load_profile, resolve_target
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.column.kernel import column_configs, emit_column
+from tvm_fusion.kernels.column.kernel import emit_column
+from tvm_fusion.kernels.column.rank import column_configs
 from tvm_fusion.kernels.program.analysis import analyze
 from tvm_fusion.kernels.program.narrow import narrow_indices
 from tvm_fusion.kernels.program.program import ReduceKind

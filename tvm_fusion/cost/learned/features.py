@@ -4,7 +4,7 @@ A feature is the logarithm of a size, a count for one point of the space that th
 or a ratio, so that what was learned on some graphs holds on others. `BYTE_FEATURES` are those that
 grow with the bytes that a launch moves; no other feature changes with them (more bytes with the
 same pattern of access: as many sectors, wavefronts and bytes of shared memory for each byte). The
-prediction may not fall in any of them (`cost.learned.training`), so that a launch that moves more
+prediction may not fall in any of them (`cost.learned.refit`), so that a launch that moves more
 bytes over the same space is never predicted to be faster.
 
     log T = anchor + trees(features),   anchor = A log body + (1 - A) log reference

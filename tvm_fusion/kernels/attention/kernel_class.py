@@ -45,7 +45,7 @@ class AttentionClass(Family):
     slow_to_compile = True
 
     def cores(self, graph: FusionGraph) -> Iterator[tuple[int, ...]]:
-        """Sets of operators that only together are attention (see `plan.search.seeds`)."""
+        """Sets of operators that only together are attention (see `plan.search.search`)."""
         return attention_cores(graph)
 
     def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:

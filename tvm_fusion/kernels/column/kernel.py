@@ -5,9 +5,11 @@ before, between and after.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from tvm import tirx
+from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ...errors import Unsupported
@@ -17,17 +19,203 @@ from ..program.analysis import analyze
 from ..program.expr import constant, convert
 from ..program.narrow import narrow_indices
 from ..program.online import merge_online
-from ..program.program import Extent, Program
+from ..program.program import Extent, Program, Reduction
+from ..row.exchange import finite, rescale, with_initial
 from .config import ColumnConfig, Form
-from .forms import LoopColumns, RegisterColumns
+from .exchange import LaneExchange, RowExchange
 from .lanes import Lanes, find_inner, lanes_along_columns, lanes_along_rows
-from .rank import column_configs, column_ranked
-from .state import check
+from .rank import column_ranked
+from .state import Chunk, Step, check
+from .sweeps import ColumnKernel
 
 if TYPE_CHECKING:
     from ...config import HardwareProfile
 
-__all__ = ["ColumnConfig", "column_configs", "emit_column"]
+# The two forms of column kernels: columns held in registers, or read once a phase.
+
+
+class ColumnForm(ColumnKernel):
+    """What follows the sweeps of a phase."""
+
+    def exchange(self, group: Iterable[Reduction]) -> None:
+        """Partial results of the walkers -> results of the rows, known to all of them."""
+        config = self.config
+        pairs = [(reduction, self.accumulators[reduction.var]) for reduction in group]
+
+        def finish(reduction: Reduction, w: int, result: Expr) -> None:
+            self.scopes[w].env[reduction.var] = with_initial(reduction, result)
+
+        if self.lanes.along_rows:
+            LaneExchange(
+                config,
+                self.lanes.inner,
+                self.frame.thread,
+                self.side,
+                self.walker,
+                finish,
+            ).run(pairs)
+        else:
+            RowExchange(config.walkers, config.width, self.frame.thread, finish).run(pairs)
+
+    def step_number(self, turn: Expr | int) -> Expr:
+        """The step that the thread is at in a turn of all walkers."""
+        return convert(self.walker, self.index) + turn * self.walkers
+
+    @property
+    def turns(self) -> int:
+        """Turns in which every walker has a step."""
+        return self.lanes.steps // self.walkers
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether some walkers have one step more."""
+        return self.lanes.steps % self.walkers != 0
+
+
+class RegisterColumns(ColumnForm):
+    """Every vector is loaded once and held."""
+
+    def emit(self) -> None:
+        """The body of the kernel."""
+        self.load_scalars()
+        self.allocate((self.turns + self.has_rest) * self.config.width)
+        present: set[Var] = set()
+
+        def fetch(wanted: Iterable[Var]) -> None:
+            missing = [var for var in wanted if var not in present]
+            present.update(missing)
+            self.load_still(missing)
+            self.prepare_starts(missing)
+            if any(self.lanes.loads[var].moves for var in missing):
+                self.each_chunk(lambda chunk: self.load(missing, chunk))
+
+        for step in self.steps():
+            self.forget()
+            if step.swept:
+                fetch(self.needed(step.swept))
+                prepared = self.prepare(step.swept)
+                self.reset(step.plain)
+                self._pass_over(step, prepared)
+            if step.plain:
+                self.exchange(step.plain)
+            self.store_rows(step.row_outputs)
+
+    def _pass_over(self, step: Step, prepared: list[list[Expr]]) -> None:
+        self.each_chunk(lambda chunk: self.sweep(chunk, step.plain, step.outputs, prepared))
+        for scope in self.scopes:
+            scope.ready.update(var for var in self.kept if var in scope.bodies)
+
+    def each_chunk(self, emit: Callable[[Chunk], None]) -> None:
+        """`emit` for every vector of the thread; the last one guarded where some have none."""
+        turns, width = self.turns, self.config.width
+        if turns == 1:
+            emit(Chunk(self.step_number(0), 0))
+        elif turns:
+            with T.unroll(turns) as turn:
+                emit(Chunk(self.step_number(turn), turn * width))
+        if self.has_rest:
+            last = self.step_number(turns)
+            with then(last < self.lanes.steps):
+                emit(Chunk(last, turns * width))
+
+
+class LoopColumns(ColumnForm):
+    """Vectors are loaded in every phase, a few ahead of the arithmetic; nothing is held.
+
+    Every other sweep runs backwards: what was read last is still in the caches.
+    """
+
+    def emit(self) -> None:
+        """The body of the kernel."""
+        self.load_scalars()
+        self.allocate(self.config.unroll * self.config.width)
+        sweeps = 0
+        for step in self.steps():
+            self.forget()
+            reductions = [*step.plain, *step.running]
+            if reductions or step.outputs:
+                self._stream(step, backwards=sweeps % 2 == 1)
+                sweeps += 1
+            if reductions:
+                self.exchange(reductions)
+            self.store_rows(step.row_outputs)
+
+    def _stream(self, step: Step, backwards: bool) -> None:
+        """One pass over the columns."""
+        wanted = self.needed([*step.swept, *(r.body for r in step.running)])
+        self.load_still(wanted)
+        self.prepare_starts(wanted)
+        prepared = self.prepare(step.swept)
+        self.reset([*step.plain, *step.running])
+        unroll = self.config.unroll
+        groups = self.turns // unroll
+        rest = self.turns - groups * unroll + self.has_rest
+
+        def whole_groups() -> None:
+            if groups:
+                with T.serial(groups) as turn:
+                    group = groups - 1 - turn if backwards else turn
+                    self._group(step, wanted, prepared, group * unroll, unroll, guarded=False)
+
+        def last_ones() -> None:
+            if rest:
+                self._group(step, wanted, prepared, groups * unroll, rest, guarded=True)
+
+        for part in (last_ones, whole_groups) if backwards else (whole_groups, last_ones):
+            part()
+
+    def _group(
+        self,
+        step: Step,
+        wanted: list[Var],
+        prepared: list[list[Expr]],
+        first: Expr | int,
+        count: int,
+        guarded: bool,
+    ) -> None:
+        """`count` vectors of the thread from turn `first` on."""
+        width = self.config.width
+
+        def each(emit: Callable[[Chunk], None]) -> None:
+            with T.unroll(count) as number:
+                chunk = Chunk(self.step_number(first + number), number * width)
+                if not guarded:
+                    emit(chunk)
+                    return
+                with then(chunk.step < self.lanes.steps):
+                    emit(chunk)
+
+        each(lambda chunk: self.load(wanted, chunk))
+        tops = [r for r in step.plain if any(r.var.same_as(x.online) for x in step.running)]
+        old = {top.var: self._values(top) for top in tops}
+        each(lambda chunk: self.sweep(chunk, step.plain, step.outputs, prepared))
+        if step.running:
+            self._run_along(step, tops, old, each)
+
+    def _values(self, reduction: Reduction) -> list[Expr]:
+        """The accumulators of a reduction now."""
+        partial = self.accumulators[reduction.var]
+        return [T.Bind(partial[w]) for w in range(self.config.width)]
+
+    def _run_along(
+        self,
+        step: Step,
+        tops: list[Reduction],
+        old: dict[Var, list[Expr]],
+        each: Callable[[Callable[[Chunk], None]], None],
+    ) -> None:
+        """Rescales the running sums to the maxima of this group, then adds the group."""
+        with self.fork():
+            for top in tops:
+                for scope, value in zip(self.scopes, self._values(top), strict=True):
+                    scope.env[top.var] = T.Bind(finite(value))
+            prepared = self.prepare(r.body for r in step.running)
+            for reduction in step.running:
+                partial, top = self.accumulators[reduction.var], reduction.online
+                for w, scope in enumerate(self.scopes):
+                    factor = rescale(old[top][w], scope.env[top])
+                    T.buffer_store(partial, tirx.Mul(partial[w], factor), [w])
+            each(lambda chunk: self.sweep(chunk, step.running, (), prepared))
 
 
 def emit_column(program: Program, config: ColumnConfig, hw: HardwareProfile) -> tirx.PrimFunc:

@@ -18,8 +18,7 @@ from tvm import tirx
 from tvm.ir import Expr, Var
 
 from ..program.expr import constant, number, same, substitute, uses_any
-from .index import Simplifier
-from .model import INDEX, Axis, fresh_var
+from .model import INDEX, Axis, Simplifier, fresh_var
 
 Position = tuple[Expr, ...]
 Read = tuple[Position, tuple[Expr, ...]]

@@ -16,8 +16,7 @@ from ...errors import Unsupported
 from ..program.definitions import Definition
 from ..program.expr import constant, number, same, substitute, variables
 from ..program.program import ReduceKind
-from .index import Simplifier
-from .model import INDEX, Axis, RowPartial, fresh_var
+from .model import INDEX, Axis, RowPartial, Simplifier, fresh_var
 from .sums import is_sum_of_products
 
 _KINDS = (ReduceKind.SUM, ReduceKind.MAX)

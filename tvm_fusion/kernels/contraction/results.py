@@ -15,9 +15,8 @@ from ...errors import Unsupported
 from ..program.definitions import Definition
 from ..program.expr import constant, number, same, substitute, widened
 from ..program.program import Extent
-from .index import Simplifier
 from .inline import Inliner
-from .model import INDEX, Axis, equal_sizes, fresh_var, size_of
+from .model import INDEX, Axis, Simplifier, equal_sizes, fresh_var, size_of
 from .pairs import Pair, Position, Read, find_pairs
 from .partials import run_point
 

@@ -14,8 +14,7 @@ from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
 
 from ...errors import Unsupported
-from ..contraction.index import Simplifier
-from ..contraction.model import INDEX, Binding, fresh_var
+from ..contraction.model import INDEX, Binding, Simplifier, fresh_var
 from ..contraction.reader import Axis, Contraction, Operand, Output, Partners, Segment
 from ..program.expr import constant, number, rebuild, substitute
 

@@ -14,10 +14,12 @@ On CUDA what is behind a product may be made of pairs of its columns (see `colum
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ...config import HardwareProfile, Policy
 from ...cost.traffic import Resources, Traffic
+from ...ir.extents import product_key
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
 from ..base import Family, Fit
@@ -26,13 +28,144 @@ from ..group.footprint import evaluations
 from ..group.traffic import memory_traffic
 from ..pointwise.kernel_class import refuse_recompute
 from ..traits import MULTIPLIES, Needs
-from .checks import check_neighbours, check_siblings, upstream_of
-from .columns import State, columns_behind, paired_elements, pairs_of
-from .launch import GemmGroup
+from .columns import State, columns_behind, is_part, paired_elements, pairs_of
+from .launch import GemmGroup, narrows
 from .partials import refuse_partials
-from .product import match_product
-from .side_by_side import are_siblings, components
+from .product import Product, match_product
+from .side_by_side import are_siblings, components, depends_on_another, refuse_side_by_side
 from .time import predict
+from .time_forms import SKINNY_ROWS
+
+# What may stand in a launch of matrix products: siblings, epilogues, and what makes operands.
+
+MAX_SIBLINGS = 8
+COMPUTED_ROWS = 1
+"""Rows up to which a left operand is computed for each column tile again: silu(g) * u in front of
+11008 x 4096 takes 21.8 us on an H200 with one row, but 66.9 with 4, and the product alone 22.3."""
+
+
+def check_siblings(
+    group: GroupView, products: list[Product], hw: HardwareProfile
+) -> Refusal | None:
+    """Several products share their left operand, or are independent of each other."""
+    if len(products) == 1:
+        return None
+    if hw.kind == "llvm" and len(group.outputs) > 1:
+        return group.refuse(
+            RefusalCode.SEVERAL_CONTRACTIONS,
+            "on a CPU products with outputs of their own share nothing but the call",
+            outputs=len(group.outputs),
+        )
+    if source := depends_on_another(products, _upstream(group, products)):
+        return group.refuse(
+            RefusalCode.SEVERAL_CONTRACTIONS,
+            f"an operand is computed from {source.block.name}, a matrix product of the same launch",
+        )
+    parts = components(group, products)
+    if hw.kind != "llvm" and len({len(part) for part in parts}) > 1:
+        return group.refuse(
+            RefusalCode.SEVERAL_CONTRACTIONS,
+            "products that meet in an output stand beside others that do not",
+        )
+    if not are_siblings(products):
+        return refuse_side_by_side(group, parts, hw)
+    if len(products) > MAX_SIBLINGS:
+        return group.refuse(
+            RefusalCode.SEVERAL_CONTRACTIONS,
+            "one launch computes no more matrix products that share their left operand",
+            products=len(products),
+            allowed=MAX_SIBLINGS,
+        )
+    return None
+
+
+def check_neighbours(
+    group: GroupView,
+    products: list[Product],
+    hw: HardwareProfile,
+    policy: Policy,
+    behind: Mapping[int, State],
+) -> Refusal | None:
+    """Every other block is an epilogue on a product's index space, or makes an operand.
+
+    `behind` are tensors that hold a product's elements or parts of them, where any holds parts.
+    """
+    after: set[int] = set()
+    before, computable = _upstream(group, products), _computable(group, products, hw, policy)
+    sizes = {}
+    for p in products:
+        own = p.block.writes[0].tensor
+        after.add(own)
+        sizes[own] = product_key(p.block.extents(p.block.spatial))
+    blocks = {id(p.block) for p in products}
+    for block in group.blocks:
+        if id(block) in blocks:
+            continue
+        sources = [a.tensor for a in block.reads if a.tensor in after]
+        written = block.writes[0].tensor
+        space = product_key(a.extent for a in block.axes)
+        if sources:
+            apart = behind and not is_part(group, behind, written)
+            if apart or (not behind and any(space != sizes[s] for s in sources)):
+                return group.refuse(
+                    RefusalCode.SPACE_MISMATCH,
+                    f"{block.name} does not run over the product's elements",
+                )
+            after.add(written)
+            sizes[written] = space
+        elif written in before:
+            moves = not any(a.guarded or a.data_dependent for a in block.reads)
+            computes = block.operations() or narrows(group, block)
+            if not moves or (computes and written not in computable):
+                return group.refuse(
+                    RefusalCode.PROLOGUE,
+                    f"{block.name} computes on an operand, once per tile of the other operand",
+                )
+            if written in group.outputs:
+                return group.refuse(RefusalCode.PROLOGUE, f"{block.name} is read by others as well")
+        elif written in group.outputs or not group.readers_of.get(written):
+            return group.refuse(
+                RefusalCode.SPACE_MISMATCH, f"{block.name} neither feeds nor follows the product"
+            )
+    return None
+
+
+def _computable(
+    group: GroupView, products: Sequence[Product], hw: HardwareProfile, policy: Policy
+) -> frozenset[int]:
+    """Tensors in front of a product that its kernel may compute: those of weights that are stored
+    in fewer bytes; with few rows, all those of right operands, with one row also of left ones.
+    """
+    if hw.kind != "cuda":
+        return frozenset()
+    left, right = upstream_of(group, products)
+    few = all(p.m <= SKINNY_ROWS for p in products)
+    stored = sum(group.tensor_bytes(t) for t in group.inputs if t in right)
+    widened = sum(group.tensor_bytes(t) for t in {p.right.tensor for p in products})
+    found = right - left if few or stored < widened else frozenset()
+    one = all(p.m <= COMPUTED_ROWS for p in products)
+    return found | left if one and policy.max_recompute > 1 else found
+
+
+def _upstream(group: GroupView, products: Sequence[Product]) -> set[int]:
+    """The operands and what they are computed from."""
+    left, right = upstream_of(group, products)
+    return set(left | right)
+
+
+def upstream_of(
+    group: GroupView, products: Sequence[Product]
+) -> tuple[frozenset[int], frozenset[int]]:
+    """Left operands and what they are computed from, and the same of right ones."""
+    sides = []
+    for side in ("left", "right"):
+        found = {getattr(p, side).tensor for p in products}
+        for block in reversed(group.blocks):
+            if found & {w.tensor for w in block.writes}:
+                found |= {a.tensor for a in block.reads}
+        sides.append(frozenset(found))
+    return sides[0], sides[1]
+
 
 TILE = 128  # rows and columns of output a thread block needs to run tensor cores well
 

@@ -123,7 +123,7 @@ def skinny_times(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iter
 
 def simt_times(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[LaunchTime]:
     """Any products, on CUDA cores."""
-    from .simt.cost import START_SECONDS, simt_seconds
+    from .simt.config import START_SECONDS, simt_seconds
     from .simt.kernel import CONFIGS
 
     for config in CONFIGS:

@@ -15,8 +15,7 @@ import numpy as np
 from tvm import tirx
 from tvm.ir import Expr, Var
 
-from ..contraction.index import Simplifier
-from ..contraction.model import INDEX
+from ..contraction.model import INDEX, Simplifier
 from ..contraction.reader import Axis, Extent, equal_sizes, size_of
 from ..program.expr import constant, dtype_of, flatten, linear_form, number, variables
 

@@ -18,6 +18,7 @@ A product of two reciprocals underflows where both are below 2^-63.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -38,7 +39,7 @@ from ..program.expr import (
     rebuild,
     variables,
 )
-from ..program.program import Level, Program, Value
+from ..program.program import Element, Level, Program, Value
 from . import intrinsics as device
 from . import math_functions as functions
 from .float8 import round_once
@@ -52,7 +53,57 @@ from .patterns import (
     split_constant,
     take_gelu,
 )
-from .usage import stored_dtypes, uses_of
+
+# How often the temporaries of a program are used, and for what.
+
+OTHER = "other"
+"""Stands for every dtype in which nothing is stored, such as that of an index."""
+
+
+def _reads(item: Element | Value) -> list[Expr]:
+    """The expressions that a placeholder is computed from."""
+    if isinstance(item, Value):
+        return [item.body]
+    return [item.offset] if item.guard is None else [item.offset, item.guard]
+
+
+def uses_of(program: Program) -> Counter[Var]:
+    """In how many expressions each placeholder stands; twice in one counts as two."""
+    exprs = [e for item in program.elements + program.values for e in _reads(item)]
+    exprs += [item.body for item in program.reductions + program.accumulations]
+    exprs += [item.value for item in program.outputs]
+    found: Counter[Var] = Counter()
+    for expr in exprs:
+        found.update(occurrences(expr))
+    return found
+
+
+def stored_dtypes(program: Program) -> dict[Var, set[str]]:
+    """The dtypes of all that is computed from each value and reduction and stored."""
+    found: dict[Var, set[str]] = {}
+
+    def mark(expr: Expr, dtypes: set[str]) -> bool:
+        grown = False
+        for var in variables(expr):
+            known = found.setdefault(var, set())
+            grown |= not dtypes <= known
+            known |= dtypes
+        return grown
+
+    for output in program.outputs:
+        mark(output.value, {output.dtype})
+    for item in program.accumulations:
+        mark(item.body, {item.dtype})
+    for element in program.elements:
+        for expr in _reads(element):
+            mark(expr, {OTHER})
+    growing = True
+    while growing:
+        growing = False
+        for item in (*reversed(program.values), *program.reductions):
+            growing |= mark(item.body, found.get(item.var, set()))
+    return found
+
 
 MOST_REPEATED = 16
 """References to variables in an argument that is not bound and that a closed form repeats: a chain

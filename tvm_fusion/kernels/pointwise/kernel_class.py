@@ -15,8 +15,8 @@ from ...plan.refusal import Refusal, RefusalCode
 from ..base import Family, Fit
 from ..forms import Writer
 from ..group.footprint import VECTOR_ELEMENTS, Evaluations, costly, evaluations, points
+from ..group.read_order import is_turning
 from ..group.traffic import cuda_resources, cuda_traffic, filled_by_threads, memory_traffic, slowed
-from ..group.turning import is_turning
 from ..program.window import is_window_block
 from ..traits import ROLLED, Needs
 from .planned import pointwise_shape

@@ -12,22 +12,219 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import tvm_ffi
 from tvm import tirx
+from tvm.ir import Expr, TensorLoad, Var
 
 from ...errors import TooDeep, Unsupported
-from .accumulate import accumulation, accumulation_space, sums_over_rows
 from .collapse import collapse_axes, drop_unused, reachable
-from .definitions import Definition, read_definitions, read_params
-from .expr import constant, convert, linear_form, substitute
+from .definitions import Definition, read_definitions, read_params, shape_of
+from .expr import (
+    constant,
+    convert,
+    dtype_of,
+    flatten,
+    linear_form,
+    number,
+    substitute,
+    unflatten,
+    variables,
+)
 from .placeholders import Placeholders
-from .program import Element, Output, Program, Scalar, Tile
+from .program import Accumulation, Element, Extent, Output, Program, Scalar, Tile
 from .resolver import Resolver
-from .space import Space, index_dtype_of, pointwise_space, row_space
-from .walks import Walk, walks
+from .space import Space, index_dtype_of, make_space, pointwise_space, row_space
 from .window import is_window
+
+# Sums over rows beside reductions over columns: layer-norm backward, dx with dgamma and dbeta.
+#
+# r[i]    = sum over j of dy[i, j]             rows [S * R] x columns N
+# a[s, j] = sum over k of dy[s * R + k, j]     an accumulation: rows (S, R), S results a column
+
+
+def sums_over_rows(reductions: Sequence[Definition]) -> list[Definition]:
+    """The reductions over outer axes, where there are others over the contiguous ones as well."""
+    outer = [definition for definition in reductions if _keeps_last_axis(definition)]
+    return outer if len(outer) < len(reductions) else []
+
+
+def _keeps_last_axis(definition: Definition) -> bool:
+    """Whether neighbours in memory belong to different results."""
+    loads: list[TensorLoad] = []
+    tvm_ffi.structural_walk(definition.value, [(TensorLoad, loads.append)])
+    if not loads:
+        return False
+    kept = {axis for axis in definition.axes if axis is not None}
+    reduced = {axis for axis, extent in definition.reduced if extent != 1}
+    widest = max(loads, key=lambda load: len(_axes(load) & (kept | reduced)))
+    for index in reversed(widest.indices):
+        used = set(variables(index))
+        if used & reduced:
+            return False
+        if used & kept:
+            return True
+    return False
+
+
+def _axes(load: TensorLoad) -> set[Var]:
+    return set(variables(*load.indices))
+
+
+def accumulation_space(
+    rows: Sequence[Definition], sums: Sequence[Definition], index_dtype: str
+) -> Space:
+    """Rows (S, R) and columns: S results a column, each over R rows.
+
+    Raises
+    ------
+    Unsupported
+        Where the sums and the rows are not over the same points.
+    """
+    columns = math.prod(extent for _, extent in rows[0].reduced)
+    pieces = {(math.prod(d.shape), math.prod(extent for _, extent in d.reduced)) for d in sums}
+    if len(pieces) != 1 or not isinstance(columns, int):
+        raise Unsupported(f"sums over rows of {len(pieces)} kinds")
+    ((results, length),) = pieces
+    known = isinstance(results, int) and isinstance(length, int)
+    if not known or columns == 0 or results % columns:
+        raise Unsupported(f"{results} sums over {length} rows of {columns} columns")
+    space = make_space((results // columns, length), columns, index_dtype)
+    for definition in rows:
+        reduced = math.prod(extent for _, extent in definition.reduced)
+        if not space.equal(reduced, columns) or not space.is_row(definition.shape):
+            raise Unsupported(f"{definition.buffer.name} does not hold one element a row")
+    return space
+
+
+def accumulation(
+    param: int, definition: Definition, space: Space, resolver: Resolver
+) -> Accumulation:
+    """What is summed over rows into a parameter."""
+    group, row = space.row_vars
+    offset = space.analyzer.simplify(group * constant(space.columns, space.index_dtype))
+    indices = unflatten(offset + space.column_var, definition.shape, space.analyzer)
+    env = {axis: i.astype(dtype_of(axis)) for axis, i in definition.at(indices).items()}
+    extents = [extent for _, extent in definition.reduced]
+    places = unflatten(row, extents, space.analyzer)
+    for (axis, _), place in zip(definition.reduced, places, strict=True):
+        env[axis] = place.astype(dtype_of(axis))
+    body, _, initial = resolver.terms(definition, env)
+    if initial is not None and number(initial) is None:
+        raise Unsupported(f"{definition.buffer.name} starts from {initial}")
+    phase = resolver.placeholders.phase(body)
+    return Accumulation(param, definition.kind, body, offset, definition.dtype, initial, phase)
+
+
+# Walks: in which order the elements of a rows x columns space lie in memory, where the columns are
+# not the last axes.
+#
+#     S[i] = sum over k of x[k, i]      rows (i), columns k     walk k, i:    element k * N + i
+#     S[c] = sum over n, h, w of x[n, c, h, w]                  walk n, c, hw
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Walk:
+    """Axes of the space in the order of memory: the coordinate along each, and its extent."""
+
+    coordinates: tuple[Expr, ...]
+    extents: tuple[Extent, ...]
+    place: Expr
+
+    def has_shape(self, space: Space, shape: Sequence[Extent]) -> bool:
+        """Whether `shape` is these axes, but for axes of extent 1."""
+        theirs = [extent for extent in shape if extent != 1]
+        return len(theirs) == len(self.extents) and all(map(space.equal, self.extents, theirs))
+
+    def indices(self, space: Space, shape: Sequence[Extent]) -> tuple[Expr, ...]:
+        """Where a buffer of `shape`, or of as many elements, holds the element of this point."""
+        if not self.has_shape(space, shape):
+            return unflatten(self.place, shape, space.analyzer)
+        names = iter(self.coordinates)
+        zero = constant(0, space.index_dtype)
+        return tuple(zero if extent == 1 else next(names) for extent in shape)
+
+
+def walks(space: Space, reductions: Sequence[Definition]) -> list[Walk]:
+    """The orders in which the reductions read what they reduce, other than rows then columns."""
+    found: dict[tuple, Walk] = {}
+    for definition in reductions:
+        rows = _rows(space, definition)
+        loads: list[TensorLoad] = []
+        tvm_ffi.structural_walk(definition.value, [(TensorLoad, loads.append)])
+        for load in loads if rows is not None else ():
+            order = _order(load, rows, [var for var, extent in definition.reduced if extent != 1])
+            if order is not None and list(order) != sorted(order) and order not in found:
+                found[order] = _walk(space, definition, order)
+    return list(found.values())
+
+
+def _rows(space: Space, definition: Definition) -> list[Var] | None:
+    """The block axes that are the row axes of the space, in its order."""
+    axes = [
+        (axis, extent)
+        for axis, extent in zip(definition.axes, definition.shape, strict=True)
+        if extent != 1
+    ]
+    if len(axes) != len(space.rows):
+        return None
+    same = all(space.equal(extent, own) for (_, extent), own in zip(axes, space.rows, strict=True))
+    return [axis for axis, _ in axes] if same else None
+
+
+def _order(load: TensorLoad, rows: list[Var], columns: list[Var]) -> tuple[int, ...] | None:
+    """The number of the axis (rows first) that each index of `load` is, if each is just one."""
+    axes = [*rows, *columns]
+    order = []
+    for index, extent in zip(load.indices, shape_of(load.source), strict=True):
+        if extent == 1 or number(index) == 0:
+            continue
+        place = next((p for p, axis in enumerate(axes) if axis.same_as(index)), None)
+        if place is None:
+            return None
+        order.append(place)
+    return tuple(order) if sorted(order) == list(range(len(axes))) else None
+
+
+def _walk(space: Space, definition: Definition, order: tuple[int, ...]) -> Walk:
+    first, reduced = len(space.rows), [e for _, e in definition.reduced if e != 1]
+
+    def along(extents: Sequence[Extent]) -> tuple[Expr, ...]:
+        return unflatten(space.column_var, extents, space.analyzer)
+
+    coordinates = (*space.row_vars, *along(reduced))
+    extents = (*space.rows, *reduced)
+    # for the place, neighbours among the columns are one axis: fewer divisions
+    runs: list[list[int]] = []
+    for axis in range(len(reduced)):
+        at = order.index(first + axis)
+        joined = axis > 0 and at > 0 and order[at - 1] == first + axis - 1
+        runs[-1].append(axis) if joined else runs.append([axis])
+    sizes = []
+    for run in runs:
+        size = reduced[run[0]]
+        for axis in run[1:]:
+            size = size * reduced[axis]
+        sizes.append(size)
+    merged = {
+        run[0]: (index, size) for run, index, size in zip(runs, along(sizes), sizes, strict=True)
+    }
+    steps = [
+        (coordinates[axis], extents[axis]) if axis < first else merged[axis - first]
+        for axis in order
+        if axis < first or axis - first in merged
+    ]
+    place = flatten([s[0] for s in steps], [s[1] for s in steps], space.index_dtype)
+    return Walk(
+        tuple(coordinates[axis] for axis in order),
+        tuple(extents[axis] for axis in order),
+        space.analyzer.simplify(place),
+    )
+
 
 SUPPORTED_DTYPES = re.compile(
     r"bool|bfloat16|float8_e4m3fn|float8_e5m2|float(16|32|64)|u?int(8|16|32|64)"

@@ -21,7 +21,7 @@ from ...ir.extents import assumed_product, non_unit
 from ...plan.group_view import GroupView, dtype_bytes
 from ...plan.refusal import Refusal, RefusalCode
 from ..base import Family, Fit
-from ..column.planned_work import loads_and_stores
+from ..column.planned import loads_and_stores
 from ..forms import Writer
 from ..group.footprint import evaluations
 from ..group.read_order import plain_axes, read_order

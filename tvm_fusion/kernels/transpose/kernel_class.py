@@ -14,8 +14,8 @@ from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
 from ..base import Fit
 from ..forms import Writer
+from ..group.read_order import is_turning
 from ..group.traffic import cuda_resources, cuda_traffic
-from ..group.turning import is_turning
 from ..pointwise.kernel_class import Pointwise
 from ..traits import ROLLED, TURNS, Needs
 from .planned import transpose_shape, turned_streams

@@ -13,20 +13,193 @@ from contextlib import contextmanager
 from ...config import HardwareProfile, Policy
 from ...cost.probe import GroupKey
 from ...cost.traffic import Resources
-from ...ir.graph import FusionGraph
+from ...ir.graph import FusionGraph, OpKind
 from ..decide.caution import Caution
-from ..legality import Evaluator
-from ..plan import FusionPlan
+from ..explain.unmerged import reasons_apart
+from ..legality import Costed, Evaluator
+from ..order import topological
+from ..plan import FusionPlan, PlannedGroup
+from ..refusal import Refusal
 from ..regions.repeats import find_repeats
 from ..regions.shorten import LEAST_PERIODS, shortened
 from ..structure import Structures
-from .as_plan import plan_from
-from .greedy import merge_greedily
-from .horizontal import join_independent
+from .greedy import merge_gain, merge_greedily
 from .improve import improve
+from .moves import Merge, MoveKind, fusible, holds_independent, merge_makes_cycle, merges_of
 from .search_state import State
-from .seeds import seeded
-from .solution import Solution, launches_of, total_us
+from .solution import (
+    Launch,
+    Solution,
+    copies,
+    costed,
+    is_opaque,
+    is_view,
+    launches_of,
+    members_of,
+    total_us,
+)
+
+# From a solution to the plan that users see: names, predicted times, and why not more.
+
+
+def plan_from(evaluator: Evaluator, launches: Solution, explain: bool = True) -> FusionPlan:
+    """The plan of a solution.
+
+    Parameters
+    ----------
+    evaluator : Evaluator
+    launches : Solution
+    explain : bool
+        Whether to say of neighbours why they stayed apart.
+    """
+    graph = evaluator.graph
+    recomputed = copies(graph, launches)
+    groups = tuple(
+        _planned(evaluator, launch, bitset)
+        for launch, bitset in zip(launches, recomputed, strict=True)
+    )
+    refusals = tuple(reasons_apart(evaluator, launches, recomputed)) if explain else ()
+    names = (graph.function, graph.fingerprint(), evaluator.hw.name, evaluator.policy.name)
+    return FusionPlan(*names, groups, refusals, measured=evaluator.hw.measured)
+
+
+def _planned(evaluator: Evaluator, launch: Launch, recomputed: int) -> PlannedGroup:
+    graph = evaluator.graph
+    members = members_of(launch.members)
+    names = tuple(graph.ops[i].name for i in members)
+    copied = tuple(n for i, n in zip(members, names, strict=True) if recomputed >> i & 1)
+    if is_view(graph, launch):
+        return PlannedGroup(names, "view")
+    if is_opaque(graph, launch):
+        return PlannedGroup(names, "opaque")
+    found = costed(evaluator, launch, recomputed)
+    if isinstance(found, Refusal):
+        raise AssertionError(f"{', '.join(names)} of the final plan are refused: {found.why}")
+    alone = [_alone(evaluator, i) for i in members if not recomputed >> i & 1]
+    return PlannedGroup(
+        names,
+        found.kernel.name,
+        copied,
+        round(found.estimate.time_us, 4),
+        round(sum(c.time_us for c in alone if c), 4),
+        float(found.bytes),
+        float(sum(c.bytes for c in alone if c)),
+        {k: round(v, 4) for k, v in sorted(found.estimate.terms.items())},
+        *(_rounded(getattr(found.estimate, k)) for k in ("analytic_us", "low_us", "high_us")),
+        assumed_l2=evaluator.assumed_l2(found),
+        common_us=round(evaluator.common_us(found), 4),
+    )
+
+
+def _rounded(time_us: float | None) -> float | None:
+    return None if time_us is None else round(time_us, 4)
+
+
+def _alone(evaluator: Evaluator, op: int) -> Costed | None:
+    if evaluator.graph.ops[op].kind is not OpKind.CALL_TIR:
+        return None
+    found = evaluator.alone(op)
+    return None if isinstance(found, Refusal) else found
+
+
+# Independent groups that gain by sharing a launch: the last step of the greedy search.
+#
+# Each group is offered to the latest few before it: what is joined was then computed at about the
+# same time, and the work grows with the number of groups. Matrix products are joined first, and
+# first
+# with those as deep in the graph: the second products of several chains then wait for nothing but
+# the
+# first ones.
+
+REACH = 4  # groups before it that a group is offered to
+
+
+def join_independent(state: State) -> None:
+    """Joins independent groups that gain by sharing a launch."""
+    depth = _depths(state)
+    for same in (True, False):
+        _join(state, products=True, depth=depth if same else None)
+    _join(state, products=False)
+    state.changed.clear()
+
+
+def _join(state: State, products: bool, depth: Mapping[int, int] | None = None) -> None:
+    """Offers each group with matrix products (or without) to those before it, of its depth where
+    that is given.
+    """
+    before: list[int] = []
+    for gid in sorted(g for g in state.owned if fusible(state, g)):
+        if not holds_independent(state, gid):
+            continue
+        if bool(state.cost(gid).fit.contractions) is not products:
+            continue
+        for move in _offers(state, gid, before, products):
+            if depth is not None and depth[move.first] != depth[move.second]:
+                continue
+            gain = merge_gain(state, move, last=True)
+            if gain is not None and not merge_makes_cycle(state, move):
+                state.merge(move.first, move.second, move.copies)
+                break
+        else:
+            before.append(gid)
+
+
+def _offers(state: State, gid: int, before: list[int], products: bool) -> Iterator[Merge]:
+    """Moves that join a group to one before it: products that share an operand come first."""
+    if products:
+        known = set(before)
+        for move in merges_of(state, gid):
+            other = move.first if move.second == gid else move.second
+            if move.kind is MoveKind.SIBLING and other in known:
+                yield Merge(move.kind, other, gid, move.copies)
+    for other in reversed(before[-REACH:]):
+        yield Merge(MoveKind.HORIZONTAL, other, gid)
+
+
+def _depths(state: State) -> dict[int, int]:
+    """How many kernels stand behind each other in front of each live group, at most."""
+    live = sorted(g for g in state.owned if state.alive(g))
+    sources = {g: state.sources(state.computed(g)) for g in live}
+    found: dict[int, int] = {}
+    for gid in topological(sources, {g: min(state.owned[g]) for g in live}):
+        behind = max((found.get(s, 0) for s in sources[gid] if s != gid), default=0)
+        found[gid] = behind + fusible(state, gid)
+    return found
+
+
+# Groups that the search starts from: those a kernel class knows to be worth a launch as a whole,
+# though none of the groups on the way to them is.
+#
+# `Family.cores` gives such sets of operators.
+
+
+def seeded(evaluator: Evaluator) -> State | None:
+    """The state with the cores of all kernel classes as groups, or None if there are none."""
+    state, found = State.unfused(evaluator), False
+    for kernel in evaluator.classes:
+        for core in kernel.cores(evaluator.graph):
+            found |= _joined(state, core)
+    return state if found else None
+
+
+def _joined(state: State, core: tuple[int, ...]) -> bool:
+    """Makes one group of the operators, if they are one each and a kernel class takes them."""
+    ops, is_view = state.graph.ops, state.links.view
+    views = frozenset(op for op in core if is_view[op])
+    members = [op for op in core if op not in views]
+    alone = all(state.owned.get(op) == {op} and op not in state.copied_in for op in core)
+    if not alone or any(ops[op].kind is OpKind.OPAQUE for op in core):
+        return False
+    if isinstance(state.evaluate(frozenset(members), views, tuple(members)), Refusal):
+        return False
+    # In the order of the operators no group ever stands between the two that are joined: what does
+    # lies on a path from the first to the last, and is in the core.
+    first, *others = members
+    for op in others:
+        above = frozenset(view for view in views if view < op)
+        state.merge(first, op, above)
+    return not isinstance(state.cost(first), Refusal)
+
 
 TWO_ORDERS = 300  # operators up to which there is time for two orders of merging
 

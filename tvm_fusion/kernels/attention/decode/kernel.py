@@ -16,29 +16,93 @@ have found meets in shared memory, and in that of the cluster, at the end.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tvm import tirx
-from tvm.ir import Expr
+from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ....config import HardwareProfile
-from ...gemm.mma.units import commit_async, wait_async, warp_sync
+from ...gemm.mma.units import CHUNK, commit_async, copy_async, wait_async, warp_sync
 from ...gpu.access import is_multiple
 from ...gpu.frame import then
 from ...gpu.intrinsics import cluster_arrive
+from ...gpu.memory import shared_pool
 from ...gpu.product_frame import Frame, open_kernel
 from ...gpu.product_math import lower
-from ...gpu.shared_pool import shared_pool
-from ...program.expr import constant, convert
+from ...program.expr import conjunction, constant, convert
 from ..read.model import Attention
+from ..tiled.source import BYTES, Lines, Source
 from .combine import Combine
-from .config import WARP, DecodeConfig
+from .config import WARP, DecodeConfig, Tile
 from .problem import DecodeProblem, read_decode
 from .products import Products
 from .rank import attention_decode_ranked, check_config, sizes_of
-from .ring import Rows
 from .softmax import Softmax, shuffled
 
-__all__ = ["DecodeConfig", "attention_decode_ranked", "emit_attention_decode"]
+# Keys and values on their way through shared memory, copied by cp.async.
+#
+# Each warp has a ring of its own: it waits for its own copies, and no barrier of the block is
+# needed.
+# A stage holds the keys of a step, then their values; `Tile` says how their rows lie.
+
+Limits = tuple[Expr, Expr]
+"""No key at or above the first is visible; none at or above the second exists."""
+
+
+class Rows(Lines):
+    """Copies of the rows of keys (or of values) of one unit into a warp's ring."""
+
+    def __init__(
+        self,
+        frame: Frame,
+        source: Source,
+        axes: tuple,
+        env: Mapping[Var, Expr],
+        ring: Expr,
+        tile: Tile,
+    ):
+        super().__init__(frame, source, axes, env)
+        self.ring, self.tile = ring, tile
+        self.per_row = tile.width // source.piece
+
+    def prepare(self, lane: Expr) -> None:
+        """Emits what does not change from step to step."""
+        super().prepare()
+        self.lane = lane
+
+    def copy(self, stage: Expr, first: Expr, limits: Limits | None) -> None:
+        """Starts the copies of the keys of a step from `first` on, to the address `stage`; zeros in
+        place of keys that are not visible."""
+        tile = self.tile
+        count = None if limits is None else limits[1]
+        start, last = self._split(0)
+        line = None
+        if self.evenly and WARP % self.per_row == 0:
+            line = T.Bind(self.at(first + start, last))
+        for i in range(tile.rows * self.per_row // WARP):
+            row, column = self._split(i)
+            if line is not None:
+                at = line + self.further(i * (WARP // self.per_row))
+            else:
+                at = self.at(first + row, column, count)
+            inside = None if limits is None else first + row < limits[0]
+            if tile.width != self.source.extent * BYTES:
+                end = self.source.extent * BYTES // self.source.piece
+                inside = conjunction(inside, column < end)
+            within = T.bitwise_xor(column * self.source.piece, tile.turn(row) * CHUNK)
+            place = self.ring.ptr_to([stage + (row * tile.width + within + tile.start)])
+            T.evaluate(copy_async(self.source.piece, place, self.pointer, at, inside))
+
+    def _split(self, i: int) -> tuple[Expr, Expr]:
+        """Row and piece within the row of a lane's copy number `i`."""
+        if WARP % self.per_row == 0:
+            return self.lane // self.per_row + i * (WARP // self.per_row), self.lane % self.per_row
+        if self.per_row % WARP == 0:
+            across = self.per_row // WARP
+            return constant(i // across, "int32"), self.lane + i % across * WARP
+        unit = self.lane + i * WARP
+        return unit // self.per_row, unit % self.per_row
 
 
 def emit_attention_decode(

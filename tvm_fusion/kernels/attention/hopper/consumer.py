@@ -19,15 +19,162 @@ from tvm.ir import Expr
 from tvm.script import tirx as T
 
 from ...gemm.hopper.consumer import GROUP_STRIDE, SWIZZLE_128B
-from ...gemm.hopper.state import Ring, wait
+from ...gemm.hopper.epilogue import STMATRIX
+from ...gemm.hopper.state import Ring, fence_shared, wait, warpgroup_sync
+from ...gpu.access import is_multiple
+from ...gpu.intrinsics import pack_halves
 from ..tiled.online_softmax import ALL_LANES, Softmax
-from ..tiled.points import Points, read_formulas
+from ..tiled.points import HIDDEN, Points, read_formulas
 from ..tiled.range import KeyTiles
+from ..tiled.stores import RowStores
 from ..tiled.tiles import Tile
 from .config import BOX, HALF_BYTES, WARPGROUP_ROWS, WGMMA_TERMS
-from .epilogue import Epilogue
-from .same import Same
-from .state import Kernel, arrive
+from .state import Kernel, arrive, slot_of, take_rows
+
+# Keys of a query's value in the consumers of the Hopper attention, by what scouts found.
+#
+# A query's keys lie between two ends, as by any bound, or their values are compared with its own.
+
+
+class Same:
+    """Emits what beside `points` hides keys of another value than the query's."""
+
+    def __init__(self, points: Points):
+        self.points, self.kernel, self.match = points, points.kernel, points.plan.match
+        points.starts = True
+        self.mixed = T.alloc_local((1,), "int32")
+
+    def start(self) -> KeyTiles:
+        """Emits the wait for what is found about a tile of queries; its tiles of keys."""
+        keys, mixed = take_rows(self.kernel)
+        T.buffer_store(self.mixed, mixed, [0])
+        slot, _ = slot_of(self.kernel.turn)
+        bounds, rows = self.points.bounds, self.kernel.shared.found.rows
+        for half in range(2):
+            row = self.points.first_row + half * 8
+            ends = ((1, half, tirx.Min), (0, 2 + half, tirx.Max))
+            for place, at, combine in ends:
+                T.buffer_store(bounds, combine(bounds[at], rows[slot, row, place]), [at])
+        return keys
+
+    def apply(self, number: Expr) -> None:
+        """Emits the comparison of values where keys of a value stand apart."""
+        points, rewrite = self.points, self.kernel.frame.rewrite
+        with T.If(self.mixed[0] != 0), T.Then():
+            base = T.Bind(number * points.plan.config.block_n + points.column)
+            zero = T.int32(0)
+            own = [T.Bind(rewrite(self.match.query, points.point(h, zero))) for h in range(2)]
+            for i in range(points.count):
+                for v in range(2):
+                    key = T.Bind(rewrite(self.match.key, points.point(0, base + (i * 8 + v))))
+                    for half in range(2):
+                        at = i * 4 + half * 2 + v
+                        same = tirx.EQ(own[half], key)
+                        value = tirx.Select(same, points.scores[at], T.float32(HIDDEN))
+                        T.buffer_store(points.scores, value, [at])
+
+
+# The end of a tile of queries in the Hopper attention: results, and what is made of them, leave.
+#
+# A result that is stored as it is goes through boxes of shared memory and the TMA; other outputs
+# are
+# computed and stored in registers, two neighbouring columns at once where they lie side by side.
+
+# The named barrier of all consumers.
+ALL_CONSUMERS = 7
+GROUPS_PER_BOX = BOX // 8
+
+
+class Epilogue:
+    """Emits the epilogue of a consumer warpgroup whose thread holds `row` and `column` first."""
+
+    def __init__(self, consumer: Consumer, row: Expr, column: Expr):
+        self.consumer, self.kernel = consumer, consumer.kernel
+        self.plan, self.problem = self.kernel.plan, self.kernel.problem
+        self.attention = self.kernel.problem.attention
+        self.row = row
+        self.staged = self.plan.config.staged
+        self.over_queries = self.staged and not self.plan.own_output
+        self.words = T.alloc_local((4,), "uint32") if self.staged else None
+        self.lse = T.alloc_local((2,), "float32") if self._uses_lse() else None
+        self.stores = RowStores(self.kernel, consumer.results, consumer.lane, column)
+
+    def _uses_lse(self) -> bool:
+        return bool(self.attention.row_outputs) or not self.staged
+
+    # ---- called by the consumer
+
+    def await_buffer(self) -> None:
+        """Emits the wait until the boxes are free; the last product may still run."""
+        if self.staged:
+            with T.If(self.consumer.thread == 0), T.Then():
+                T.evaluate(T.ptx.cp.async_.bulk.wait_group.read(0))
+
+    def emit(self, tile: Tile) -> None:
+        """Emits the stores of a tile whose results are complete."""
+        if self.lse is not None:
+            for half in range(2):
+                T.buffer_store(self.lse, self.consumer.softmax.lse(half), [half])
+        if self.staged:
+            self._store_boxes(tile)
+        rows = [T.Bind(tile.query + self.row + half * 8) for half in range(2)]
+        for half in range(2):
+            exists = self._exists(rows[half])
+            with T.If(exists), T.Then():
+                lse = None if self.lse is None else self.lse[half]
+                self.stores.emit(tile, half, rows[half], lse, not self.staged)
+
+    def finish(self) -> None:
+        """Emits the wait for the last stores, before the block ends."""
+        if self.staged:
+            with T.If(self.consumer.thread == 0), T.Then():
+                T.evaluate(T.ptx.cp.async_.bulk.wait_group(0))
+
+    def _exists(self, row: Expr) -> Expr:
+        whole = is_multiple(self.attention.M, self.plan.config.block_m)
+        return tirx.IntImm("bool", 1) if whole else row < self.kernel.M
+
+    # ---- through shared memory
+
+    def _store_boxes(self, tile: Tile) -> None:
+        consumer, number = self.consumer, self.consumer.number
+        if self.over_queries:
+            # All consumers are through with the queries.
+            count = 128 * self.plan.config.consumers
+            T.evaluate(T.ptx.bar.sync(T.uint32(ALL_CONSUMERS), T.uint32(count)))
+        else:
+            warpgroup_sync(number)
+        row = T.Bind(consumer.thread // 32 * 16 + consumer.lane % 16)
+        for group in range(0, self.problem.features // 8, 2):
+            self._pack(group)
+            box, part = divmod(group, GROUPS_PER_BOX)
+            piece = T.bitwise_xor(part + consumer.lane // 16, row % 8)
+            target = self.kernel.shared.o.ptr_to([number, box, row * BOX + piece * 8])
+            T.evaluate(T.ptx[STMATRIX](target, *(self.words[i] for i in range(4))))
+        fence_shared()
+        warpgroup_sync(number)
+        at = {**tile.place, "m": tile.query + number * WARPGROUP_ROWS}
+        with T.If(consumer.thread == 0), T.Then():
+            for box in range(int(self.kernel.shared.o.shape[1])):
+                source = self.kernel.shared.o.ptr_to([number, box, 0])
+                place = at | {"e": box * BOX}
+                self.plan.o_map.store(source, self.kernel.maps.o, place)
+            T.evaluate(T.ptx.cp.async_.bulk.commit_group())
+            if self.over_queries:
+                T.evaluate(T.ptx.cp.async_.bulk.wait_group.read(0))
+                arrive(self.kernel.shared.q_empty.ptr_to([0]))
+
+    def _pack(self, group: int) -> None:
+        """Two groups of 8 columns as four words; behind the last group come zeros."""
+        dtype = self.problem.result.dtype
+        for i in range(4):
+            at = group * 4 + i * 2
+            word = T.uint32(0)
+            if at < self.problem.features // 2:
+                results = self.consumer.results
+                word = pack_halves(dtype, results[at], results[at + 1])
+            T.buffer_store(self.words, word, [i])
+
 
 # Named barriers: 0 is the block's own, 2 ... 4 those of the warpgroups (`warpgroup_sync`).
 FIRST_TURN = 8

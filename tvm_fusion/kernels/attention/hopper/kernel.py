@@ -15,22 +15,152 @@ into the next tile. Tiles of keys that no query of a tile sees are left out. The
 from __future__ import annotations
 
 from tvm import tirx
-from tvm.ir import Expr
+from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ....config import HardwareProfile, Policy
 from ....errors import Unsupported
-from ...gemm.hopper.state import set_registers
+from ...gemm.hopper.state import Ring, expect, set_registers, wait
 from ...gpu.product_frame import open_kernel
+from ...gpu.tensor_map import TensorMap
+from ..read.bounds import key_range
 from ..read.model import Attention
-from .config import PRODUCER_REGISTERS, SCOUT_REGISTERS, AttentionConfig
+from ..tiled.points import read_formulas, registers_of_score
+from ..tiled.shape import shape_of, sharing
+from ..tiled.tiles import Tile
+from ..time import AttentionTile, hopper_time
+from .config import (
+    BOX,
+    HALF_BYTES,
+    PRODUCER_REGISTERS,
+    SCOUT_REGISTERS,
+    AttentionConfig,
+    candidates,
+)
 from .consumer import Consumer
-from .match import WARP
-from .problem import read_attention
-from .producer import emit_producer
-from .rank import rank_configs
+from .problem import HopperAttention, View, read_attention
 from .scouts import emit_scouts
-from .state import Kernel, allocate, encode_maps, initialise_barriers, make_plan
+from .state import (
+    WARP,
+    Kernel,
+    allocate,
+    encode_maps,
+    initialise_barriers,
+    make_plan,
+    release_found,
+    split_match,
+    take_range,
+)
+
+# The order of the configurations of the Hopper attention, by the model of `attention.time`.
+
+
+def rank_configs(
+    problem: HopperAttention, hw: HardwareProfile
+) -> list[tuple[float, AttentionConfig]]:
+    """Seconds and configurations that can be planned, the fastest first."""
+    attention = problem.attention
+    match, keys = split_match(attention, key_range(attention))
+    formulas = read_formulas(problem, keys.rest)
+    shape = shape_of(problem, formulas, sharing(problem.k.access.digits))
+    found = []
+    for config in candidates(
+        problem.dtype,
+        problem.terms,
+        problem.features,
+        attention.M if isinstance(attention.M, int) else None,
+        attention.N if isinstance(attention.N, int) else None,
+        problem.result is not None,
+        registers_of_score(formulas.loads),
+        hw.smem_per_block_bytes,
+        match is not None,
+    ):
+        try:
+            plan = make_plan(problem, config, hw)
+        except Unsupported:
+            continue
+        tile = AttentionTile(
+            config.block_m,
+            config.block_n,
+            overlaps=config.consumers > 1,
+            in_place=config.staged and not plan.own_output,
+        )
+        found.append((hopper_time(shape, tile, hw).seconds, config))
+    return sorted(found, key=lambda entry: entry[0])
+
+
+# The producer: one thread that brings queries, keys and values, ahead into coming tiles.
+#
+# Where scouts look for the tiles of keys that can match, it waits for what they find.
+#
+# K[n-1] Q K[n-2] V[n-1] K[n-3] V[n-2] ... V[0]        keys from the last tile to the first
+
+
+def emit_producer(kernel: Kernel) -> None:
+    """Emits the loop of the producer."""
+    stages = kernel.plan.config.stages
+    keys, values, queries = Ring(stages, 1), Ring(stages, 1), Ring(1, 1)
+    with kernel.each_tile() as tile:
+        first, end = tile.keys.first, tile.keys.end
+        if kernel.shared.found is not None:
+            first, end = take_range(kernel)
+        count = T.Bind(end - first)
+        with T.serial(0, count, unroll=False) as step:
+            number = T.Bind(end - 1 - step)
+            _bring_keys(kernel, tile, number, keys)
+            with T.If(tirx.EQ(step, 0)):
+                with T.Then():
+                    _bring_queries(kernel, tile, queries)
+                with T.Else():
+                    _bring_values(kernel, tile, number + 1, values)
+        _bring_values(kernel, tile, first, values)
+
+
+def _bring_queries(kernel: Kernel, tile: Tile, ring: Ring) -> None:
+    s, plan = kernel.shared, kernel.plan
+    wait(s.q_empty.ptr_to([0]), ring.phase)
+    at = {**tile.place, "m": tile.query}
+    if s.found is not None:
+        release_found(kernel)
+    view = kernel.problem.q
+    _bring(view, plan.q_map, kernel.maps.q, s.q, [], at, s.q_full.ptr_to([0]))
+    ring.advance()
+
+
+def _bring_keys(kernel: Kernel, tile: Tile, number: Expr, ring: Ring) -> None:
+    s, plan = kernel.shared, kernel.plan
+    wait(s.k_empty.ptr_to([ring.stage]), ring.phase)
+    at = {**tile.place, "n": number * plan.config.block_n}
+    view, barrier = kernel.problem.k, s.k_full.ptr_to([ring.stage])
+    _bring(view, plan.k_map, kernel.maps.k, s.k, [ring.stage], at, barrier)
+    ring.advance()
+
+
+def _bring_values(kernel: Kernel, tile: Tile, number: Expr, ring: Ring) -> None:
+    s, plan = kernel.shared, kernel.plan
+    wait(s.v_empty.ptr_to([ring.stage]), ring.phase)
+    at = {**tile.place, "n": number * plan.config.block_n}
+    view, barrier = kernel.problem.v, s.v_full.ptr_to([ring.stage])
+    _bring(view, plan.v_map, kernel.maps.v, s.v, [ring.stage], at, barrier)
+    ring.advance()
+
+
+def _bring(
+    view: View,
+    found: TensorMap,
+    handle: Var,
+    buffer: Expr,
+    stage: list[Expr],
+    at: dict[str, Expr],
+    barrier: Expr,
+) -> None:
+    """All boxes of a tile, which starts `at` this point."""
+    boxes, size = (int(extent) for extent in buffer.shape[len(stage) :])
+    expect(barrier, boxes * size * HALF_BYTES)
+    for box in range(boxes):
+        target = buffer.ptr_to([*stage, box, 0])
+        column = at.get(view.columns, 0) + box * BOX
+        found.load(target, handle, at | {view.columns: column}, barrier)
 
 
 def attention_hopper_ranked(

@@ -24,7 +24,7 @@ from ...gpu.product_frame import coordinates
 from ...program.expr import dtype_of
 from ..tiled.online_softmax import ALL_LANES, some_lane
 from ..tiled.tiles import kept
-from .match import END, FIRST, MIXED, WARP, WHOLE_END, WHOLE_FIRST, Match, slot_of
+from .state import END, FIRST, MIXED, WARP, WHOLE_END, WHOLE_FIRST, Match, slot_of
 
 if TYPE_CHECKING:
     from ..tiled.tiles import Tile

@@ -24,23 +24,110 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script import tirx as T
 
-from ....config import HardwareProfile
+from ....config import HardwareProfile, Policy
+from ....errors import Unsupported
 from ...contraction.model import Extent
 from ...gemm.mma.units import commit_async, multiply, wait_async
 from ...gpu.access import is_multiple
 from ...gpu.frame import then
+from ...gpu.memory import shared_pool
 from ...gpu.product_frame import open_kernel
-from ...gpu.shared_pool import shared_pool
 from ...program.expr import convert
 from ..read.model import Attention
+from ..tiled.online_softmax import Softmax
+from ..tiled.points import Points
+from ..tiled.shape import shape_of, sharing
+from ..tiled.stores import RowStores
 from ..tiled.tiles import Tile, TiledKernel, kept
-from .config import WARP, AttentionMmaConfig
+from ..time import MmaTile, mma_time
+from .config import WARP, AttentionMmaConfig, candidates, resident_blocks
 from .memory import Fragments, TileCopy
 from .problem import MmaAttention, MmaPlan, make_plan, read_mma_attention
-from .rank import attention_mma_ranked
-from .rows import WarpRows
 
-__all__ = ["AttentionMmaConfig", "attention_mma_ranked", "emit_attention_mma"]
+# The order of the configurations of the mma.sync attention, by the model of `attention.time`.
+
+
+def attention_mma_ranked(
+    attention: Attention, hw: HardwareProfile, policy: Policy | None = None
+) -> list[tuple[float, AttentionMmaConfig]]:
+    """Predicted seconds and configurations that fit the attention and the device, best first.
+
+    Raises
+    ------
+    Unsupported
+        Where the kernel cannot compute the attention; see `emit_attention_mma`.
+    """
+    problem = read_mma_attention(attention, hw)
+    shape = shape_of(problem, problem.formulas, _sharing(problem))
+    found = []
+    for layout in candidates(
+        problem.layout,
+        problem.dtype,
+        attention.M if isinstance(attention.M, int) else None,
+        attention.N if isinstance(attention.N, int) else None,
+        hw.smem_per_block_bytes,
+    ):
+        c = layout.config
+        tile = MmaTile(c.block_m, c.block_n, c.warp_rows, c.warps, resident_blocks(layout, hw))
+        found.append((mma_time(shape, tile, hw).seconds, c))
+    if not found:
+        raise Unsupported("no tile of this attention fits")
+    return sorted(found, key=lambda entry: entry[0])
+
+
+def _sharing(problem: MmaAttention) -> int:
+    """Heads that share keys and values, as far as addresses tell."""
+    access = problem.k.access
+    return 1 if access is None else sharing(access.digits)
+
+
+# Sixteen queries of a warp in the mma.sync attention: scores, weights and results in registers.
+#
+# A lane holds rows lane // 4 and 8 below, and columns 2 * (lane % 4) and the next of every 8, of
+# the
+# scores as of the results: what mma.m16n8k16 leaves of its sums, as wgmma does.
+
+
+class WarpRows:
+    """Emits what happens to them; `row` is the first row of the block that the lane holds."""
+
+    def __init__(self, kernel: MmaKernel, row: Expr, lane: Expr):
+        self.kernel, self.row = kernel, row
+        plan, problem = kernel.plan, kernel.problem
+        column = T.Bind(lane % 4 * 2)
+        self.scores = T.alloc_local((plan.config.block_n // 2,), "float32")
+        self.results = T.alloc_local((problem.features // 2,), "float32")
+        self.softmax = Softmax(problem, plan.config, self.scores, self.results)
+        self.points = Points(kernel, problem.formulas, self.scores, row, column)
+        self.stores = RowStores(kernel, self.results, lane, column)
+
+    def start(self, tile: Tile) -> None:
+        """Emits what stands before the first tile of keys."""
+        self.softmax.start(empty=True)
+        self.points.start(tile)
+
+    def clear_scores(self) -> None:
+        """Emits zeros in place of the scores."""
+        for i in range(self.kernel.plan.config.block_n // 2):
+            T.buffer_store(self.scores, T.float32(0), [i])
+
+    def weigh(self, number: Expr, by_point: bool) -> None:
+        """Emits the weights of tile `number` of keys, as operands of the second product."""
+        self.points.apply(number, by_point)
+        self.softmax.weigh(first=False)
+        self.softmax.shrink_results()
+        self.softmax.pack()
+
+    def finish(self, tile: Tile) -> None:
+        """Emits the outputs of the rows that exist."""
+        self.softmax.total()
+        self.softmax.divide()
+        whole = is_multiple(self.kernel.problem.attention.M, self.kernel.plan.config.block_m)
+        for half in range(2):
+            row = T.Bind(tile.query + self.row + half * 8)
+            exists = tirx.IntImm("bool", 1) if whole else row < self.kernel.M
+            with T.If(exists), T.Then():
+                self.stores.emit(tile, half, row, self.softmax.lse(half), True)
 
 
 def emit_attention_mma(

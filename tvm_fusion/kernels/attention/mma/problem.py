@@ -11,8 +11,7 @@ from ...gpu.product_frame import ceil_div
 from ...program.expr import HALF_DTYPES
 from ..read.bounds import key_range
 from ..read.model import Attention
-from ..tiled.loads import registers_of_score
-from ..tiled.points import Formulas, read_formulas
+from ..tiled.points import Formulas, read_formulas, registers_of_score
 from ..tiled.source import Source, read_source
 from ..tiled.tiles import TiledAttention, TiledPlan, logit_scale, loop_parts
 from .config import MAX_HEAD, OFFSET_REGISTERS, UNIT, AttentionMmaConfig, Layout, resident_blocks

@@ -14,9 +14,8 @@ from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
 
 from ....errors import Unsupported
-from ...contraction.index import Simplifier
 from ...contraction.inline import Inliner
-from ...contraction.model import Axis, Binding, Output, fresh_var
+from ...contraction.model import Axis, Binding, Output, Simplifier, fresh_var
 from ...contraction.results import Position, Result, Sum, coordinates, inverted
 from ...program.definitions import Definition
 from ...program.expr import dtype_of, rebuild, same, substitute, uses_any, variables, widened

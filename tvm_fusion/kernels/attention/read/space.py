@@ -17,9 +17,8 @@ import tvm
 from tvm.ir import Expr, Var
 
 from ....errors import Unsupported
-from ...contraction.index import Simplifier
 from ...contraction.inline import Inliner
-from ...contraction.model import INDEX, Axis, Binding, equal_sizes, fresh_var, size_of
+from ...contraction.model import INDEX, Axis, Binding, Simplifier, equal_sizes, fresh_var, size_of
 from ...contraction.results import Position, coordinates
 from ...program.definitions import Definition
 from ...program.expr import (

@@ -14,8 +14,7 @@ from typing import NamedTuple
 from tvm import tirx
 from tvm.ir import Expr, Var
 
-from ...contraction.index import Simplifier
-from ...contraction.model import INDEX
+from ...contraction.model import INDEX, Simplifier
 from ...program.expr import constant, convert, dtype_of, is_integer, linear_form, number, variables
 from .model import Attention
 

@@ -14,8 +14,7 @@ import tvm
 from tvm import tirx
 from tvm.ir import Expr, TensorLoad
 
-from ...contraction.index import MAX_EXTENT
-from ...contraction.model import INDEX, Axis
+from ...contraction.model import INDEX, MAX_EXTENT, Axis
 from ...program.expr import (
     constant,
     convert,

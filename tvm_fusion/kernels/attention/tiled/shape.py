@@ -12,7 +12,7 @@ from ....ir.reader import children, pipe_of
 from ...gpu.access import Digit
 from ...gpu.product_frame import assumed
 from ...program.expr import bytes_of
-from ..hopper.match import split_match
+from ..hopper.state import split_match
 from ..read.bounds import key_range
 from ..read.model import Attention
 from ..time import AttentionShape

@@ -14,8 +14,7 @@ from tvm.ir import Expr, TensorLoad, Var
 from tvm.script import tirx as T
 
 from ....errors import Unsupported
-from ...contraction.index import Simplifier
-from ...contraction.model import INDEX
+from ...contraction.model import INDEX, Simplifier
 from ...contraction.reader import Axis, Extent, Operand, size_of
 from ...gemm.mma.operand import digit_sum
 from ...gpu.access import AffineAccess, Digit, affine_access

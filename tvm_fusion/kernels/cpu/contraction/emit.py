@@ -32,9 +32,17 @@ from ..nests.scope import Place, Scope, allocate, new_buffer
 from ..stages.access import has_division, offset
 from ..stages.stages import Axis, Stage
 from .bfloat16_pairs import LANES, dot, neighbours, takes_pairs
-from .operands import Product
+from .operands import (
+    Product,
+    block_length,
+    blocks,
+    flattened,
+    in_block,
+    make_side,
+    positions,
+    product_of,
+)
 from .packing import Block, Operands
-from .sides import block_length, blocks, flattened, in_block, make_side, positions, product_of
 from .task_tiles import PACKED_ELEMENTS, TERMS_BLOCK, even_parts, reads_directly, register_tile
 
 # Terms at a time where the right operand lies in panels: 1024 terms of four vectors of 64 bytes.

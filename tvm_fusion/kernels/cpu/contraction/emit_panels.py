@@ -25,9 +25,8 @@ from ...program.expr import dtype_of
 from ..loops import Loop, Loops, pieces, seq
 from ..nests.scope import Scope, new_buffer
 from ..stages.stages import Stage
-from .operands import Product
+from .operands import Product, make_side
 from .packing import Operands
-from .sides import make_side
 
 # Terms of a task where the operand is contiguous along the columns: as many rows are read side by
 # side, and a piece of a panel is half a page.

@@ -19,9 +19,17 @@ from ..stages.resolve import Point, Resolve
 from ..stages.rewrite import loads
 from ..stages.stages import Stage, analyzer_of
 from .bfloat16_pairs import ELEMENT, PAIR, bits, neighbours, pair_at, rounded_bits
-from .operands import Product, depends, operand_loads
+from .operands import (
+    Product,
+    Side,
+    blocks,
+    depends,
+    flattened,
+    operand_loads,
+    positions,
+    product_of,
+)
 from .panels import plain_load
-from .sides import Side, blocks, flattened, positions, product_of
 
 # Stores a value: its term and its element of the side, both relative to the block.
 Store = Callable[[Expr, Expr, Expr], tirx.Stmt]

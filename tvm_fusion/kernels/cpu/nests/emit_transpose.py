@@ -16,7 +16,7 @@ from tvm.ir import Expr, PrimType, Var
 from tvm.tirx import ForKind
 
 from ...program.expr import bytes_of, constant, convert, dtype_of, number, widened
-from ..contraction.sides import blocks
+from ..contraction.operands import blocks
 from ..loops import Loop, nest, seq
 from ..stages.access import load_stride
 from ..stages.lanes import turned_axes

@@ -13,7 +13,7 @@ from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
 
 from ...program.expr import constant, convert, dtype_of, number
-from ..contraction.sides import product_of
+from ..contraction.operands import product_of
 from ..loops import Loop
 from ..stages.access import offset
 from ..stages.rewrite import Rewriter, Substitute, free_variables, nodes, rebuild

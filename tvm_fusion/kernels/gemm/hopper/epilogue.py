@@ -13,7 +13,8 @@ from tvm.script import tirx as T
 
 from ...contraction.reader import Output
 from ...gpu.access import affine_access
-from ...gpu.intrinsics import pack_halves
+from ...gpu.intrinsics import device_call, pack_halves
+from ...gpu.product_frame import Frame
 from ...gpu.product_grid import Tile
 from ...gpu.product_math import evaluate
 from ...gpu.words import half_of, store_pair
@@ -26,9 +27,128 @@ from .layout import Layout
 from .model import BOX, HopperSegment
 from .partials import Partials
 from .plan import CHUNK
-from .rows import store_rows
-from .scale import Scale
-from .state import Hopper
+from .state import Hopper, warpgroup_sync
+
+# Multiplies accumulators of the Hopper GEMM by the factors of their rows, before the epilogue.
+#
+# What the factors are made of is loaded while the last steps of a tile run.
+
+# Steps before the end of a tile in which the loads are issued.
+STEPS_AHEAD = 2
+
+
+class Scale:
+    """Factors of all segments for the accumulators `sums` of a warpgroup."""
+
+    def __init__(self, layout: Layout, fetch: Fetch, sums: Expr):
+        self.layout, self.plan, self.problem = layout, layout.plan, layout.problem
+        self.fetch, self.sums = fetch, sums
+
+    def during(self, step: Expr | int, tile: Tile) -> None:
+        """Emits what belongs into a step: the loads, once."""
+        when = max(self.plan.least_steps - STEPS_AHEAD, 0)
+        if isinstance(step, int):
+            if step == when:
+                self.fetch.once(tile)
+            return
+        with T.If(step == when), T.Then():
+            self.fetch.once(tile)
+
+    def apply(self, tile: Tile) -> None:
+        """Emits the multiplication, of what this block stores."""
+        for number, own in self.layout.kernel.grid.each_segment(tile):
+            for half in range(2):
+                for position, value in enumerate(self._values(number, own, half)):
+                    start = position * (self.plan.out_n // 2)
+                    for i in range(start, start + self.plan.share_n // 2):
+                        if i % 4 // 2 == half:
+                            T.buffer_store(self.sums, self.sums[i] * value, [i])
+
+    def _values(self, number: int, tile: Tile, half: int) -> list[Expr]:
+        """The factor of each product for one of a thread's two rows."""
+        segment, layout = self.problem.segments[number], self.layout
+        env = layout.point(segment, tile, layout.row(tile, half), tirx.IntImm("int32", 0))
+        for load, registers in self.fetch.kept[number]:
+            if not load.per_column:
+                env[load.var] = T.Bind(self.fetch.value(load, registers, 0, 0, half, 0))
+        factors = evaluate(layout.kernel.frame, (), segment.factors, env, False)
+        return [T.Bind(value) for value in factors]
+
+
+# Outputs of the Hopper GEMM whose rows the TMA cannot address, stored row by row.
+#
+# Where rows start off 4 bytes, what a thread holds of a row would leave in pieces of 2 bytes. So
+# the
+# columns of a box go through shared memory, and a warp stores a row of it at a time, in aligned
+# words
+# of neighbouring columns.
+
+ROWS_OF_WARP = 16
+
+# Rows whose words are all read before the first is stored: behind a barrier of the warp, or the
+# compiler would read each where it is stored, one after the other.
+AT_ONCE = 8
+
+# Columns c and c + 1 of a row; behind the last column comes the first, which an odd row has alone.
+# Element c lies in the swizzled box at b[((c / 8) ^ (row % 8)) * 8 + c % 8].
+_ROW_WORD = (
+    "const unsigned short* b = (const unsigned short*)s + row * 64; int x = row & 7; "
+    "int c = 2 * lane + ((int)((size_t)d >> 1) & 1), e = (c + 1) & 63; "
+    "unsigned v = b[(((e >> 3) ^ x) << 3) + (e & 7)]; "
+    "return v << 16 | b[(((c >> 3) ^ x) << 3) + (c & 7)];"
+)
+_STORE_WORD = (
+    "unsigned short* p = (unsigned short*)d; int odd = (int)((size_t)d >> 1) & 1; "
+    "int c = 2 * lane + odd; if (c + 1 < count) *(unsigned*)(p + c) = v; "
+    "else if (c < count) p[c] = (unsigned short)v; "
+    "if (odd && lane == 31) p[0] = (unsigned short)(v >> 16);"
+)
+
+
+def store_rows(
+    frame: Frame, layout: Layout, segment: HopperSegment, output: Output, tile: Tile, box: int
+) -> None:
+    """Emits the stores of a box that all threads of the warpgroup have written."""
+    plan, target = layout.plan, frame.output(output.param)
+    column = T.Bind(layout.first_column(tile) + box * BOX)
+    count = T.Bind(tirx.Min(T.int32(min(BOX, plan.share_n - box * BOX)), segment.N - column))
+    source = layout.kernel.shared.boxes.ptr_to([layout.number, 0])
+    top = tile.m * plan.config.block_m + layout.number * BOX
+    warpgroup_sync(layout.number)
+    inside = column < segment.N if layout.ragged_columns(segment) else tirx.IntImm("bool", 1)
+    with T.If(inside), T.Then():
+        for first in range(0, ROWS_OF_WARP, AT_ONCE):
+            rows = [T.Bind(layout.warp_row + i) for i in range(first, first + AT_ONCE)]
+            places = []
+            for own in rows:
+                row = layout.existing_row(segment, top + own)
+                point = layout.point(segment, tile, row, column)
+                places.append(target.ptr_to(frame.place(output.indices, point)))
+            words = [
+                T.Bind(_row_word(place, source, own, layout.lane))
+                for place, own in zip(places, rows, strict=True)
+            ]
+            T.evaluate(device_call("void", "words_read", "", "__syncwarp();"))
+            for place, own, word in zip(places, rows, words, strict=True):
+                exists = tirx.IntImm("bool", 1)
+                if layout.ragged_rows(segment):
+                    exists = top + own < layout.rows(segment)
+                with T.If(exists), T.Then():
+                    T.evaluate(_store_word(place, word, layout.lane, count))
+    warpgroup_sync(layout.number)
+
+
+def _row_word(place: Expr, box: Expr, row: Expr, lane: Expr) -> Expr:
+    """The columns of a row of a box that a lane stores at `place`, where the row starts."""
+    arguments = "const void* d, const void* s, int row, int lane"
+    return device_call("uint32", "row_word", arguments, _ROW_WORD, place, box, row, lane)
+
+
+def _store_word(place: Expr, word: Expr, lane: Expr, count: Expr) -> Expr:
+    """Stores them, those of the first `count` columns; there is at least one."""
+    arguments = "void* d, unsigned v, int lane, int count"
+    return device_call("void", "store_row_word", arguments, _STORE_WORD, place, word, lane, count)
+
 
 CHUNKS_PER_BOX = BOX // CHUNK
 

@@ -9,9 +9,9 @@ from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ...gpu.intrinsics import cluster_arrive, cluster_wait
+from ...gpu.memory import shared_pool
 from ...gpu.product_frame import Frame
 from ...gpu.product_grid import Grid, Tile
-from ...gpu.shared_pool import shared_pool
 from ...program.expr import convert
 from .cluster import arrive_at
 from .model import BOX, STEP_BYTES, HopperProblem

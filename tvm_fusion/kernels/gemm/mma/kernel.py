@@ -18,9 +18,9 @@ from tvm.script import tirx as T
 
 from ....config import HardwareProfile
 from ...contraction.reader import Contraction
+from ...gpu.memory import shared_pool
 from ...gpu.product_frame import Frame, ceil_div, open_kernel
 from ...gpu.product_grid import Tile
-from ...gpu.shared_pool import shared_pool
 from ...program.expr import constant, convert
 from ..segments import grid_of
 from .computed import Compute

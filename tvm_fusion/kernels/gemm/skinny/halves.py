@@ -15,10 +15,18 @@ from tvm.script import tirx as T
 
 from ...gpu.intrinsics import pack_halves
 from ...program.expr import dtype_of, same
-from .bits import linear_of
+from .bits import (
+    byte_perm,
+    field_pair,
+    half_add,
+    half_fma,
+    half_multiply,
+    is_half,
+    linear_of,
+    word_of,
+)
 from .fetch import Env, Fetch
 from .values import Loaded, Values
-from .words import byte_perm, field_pair, half_add, half_fma, half_multiply, is_half, word_of
 
 Pair = tuple[int, int]
 
