@@ -34,8 +34,6 @@ _PACKAGES = (
     "openvino",
 )
 _VECTOR_FLAGS = re.compile(r"(avx|fma|amx|asimd|sve|neon)")
-
-
 _FACTS = ("us", "ratio", "launches", "error")
 
 

@@ -11,18 +11,21 @@ import logging
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tvm
 
 from tvm_fusion.bench.apart import INSTRUCTIONS, PROCESSORS, cores_for
 from tvm_fusion.config import resolve_target
 from tvm_fusion.errors import InputError, TargetError
+from tvm_fusion.runtime.timing.timing import device_works
 
+from . import workloads
+from .peers.registry import PEERS, peer
 from .record import REFERENCES, header, line, summary, write
-
-if TYPE_CHECKING:
-    from .rows.together import Setup
+from .rows import apart, prepare, together
+from .rows.accuracy import CEILINGS
+from .rows.setup import Setup, exact_float32
 
 log = logging.getLogger(__name__)
 
@@ -92,10 +95,6 @@ def run_suite(
     TargetError
         There is no such device, or a kernel made it unusable; rows up to then are in `out`.
     """
-    from . import workloads
-    from .peers.registry import PEERS, peer
-    from .rows import together
-    from .rows.accuracy import CEILINGS
 
     peers = tuple(PEERS) if peers is None else tuple(peers)
     tvm_target, hw = resolve_target(target)
@@ -114,7 +113,7 @@ def run_suite(
         target, tvm_target, hw = limited(instructions, threads)
     if not tvm.runtime.device_from_target(tvm_target).exist:
         raise TargetError(f"this machine has no {tvm_target.kind.name} device to measure on")
-    setup = together.Setup(
+    setup = Setup(
         target,
         tvm_target,
         hw,
@@ -128,18 +127,14 @@ def run_suite(
         instructions=instructions,
     )
     if threads is not None:
-        from .rows.apart import Field
-
-        with Field(setup, threads) as field:
+        with apart.Field(setup, threads) as field:
             return _measure_all(
                 names, setup, out, lambda name, _: field.measure(name), threads, field.rates
             )
-    together.exact_float32()
+    exact_float32()
     with tempfile.TemporaryDirectory(prefix="tvm_fusion_bench_") as folder:
         if workers:
-            from .rows.prepare import prepare
-
-            prepared = prepare(names, setup, workers, Path(folder))
+            prepared = prepare.prepare(names, setup, workers, Path(folder))
             setup.given_up.update(prepared.given_up)
             setup.saved.update(prepared.saved)
         return _measure_all(names, setup, out, together.measure)
@@ -159,17 +154,15 @@ def limited(instructions: str, threads: int | None) -> tuple[Any, Any, Any]:
 
 def _measure_all(
     names: Sequence[str],
-    setup: "Setup",
+    setup: Setup,
     out: str | Path | None,
-    measure: Callable[[str, "Setup"], dict[str, Any]],
+    measure: Callable[[str, Setup], dict[str, Any]],
     threads: int | None = None,
     rates: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Measure the workloads one by one; the result is written after each. `rates` are those of the
     processes that compile, where these are others than this one.
     """
-    from .rows import together
-
     on_gpu, limit = setup.device == "cuda", setup.instructions
     result = header(setup.hw.name, on_gpu, setup.scale, setup.repeats, threads, limit)
     if setup.device != "cuda":  # plans and limits are made with these
@@ -181,7 +174,7 @@ def _measure_all(
         log.info("%s", line(row))
         if out is not None:
             write(result, Path(out))
-        if setup.device == "cuda" and not together.device_works():
+        if setup.device == "cuda" and not device_works():
             rest = ",".join(names[index + 1 :])
             raise TargetError(
                 f"the GPU is lost to this process after {name}"

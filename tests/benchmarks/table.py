@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .record import OURS, PRODUCTS, REFERENCES
+from .workloads import SUITES, WORKLOADS
 
 _HEADINGS = {"torch.compile": "compile", "torch.max-autotune": "max-autotune"}
 _ALLOWED = 0.98  # a ratio below it is named
@@ -29,8 +30,6 @@ def table(result: dict[str, Any]) -> str:
 
 def listing() -> str:
     """Return the suites with their workloads."""
-    from .workloads import SUITES, WORKLOADS
-
     lines = []
     for suite, names in SUITES.items():
         shown = (

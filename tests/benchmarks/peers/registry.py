@@ -15,9 +15,9 @@ from tvm_fusion.frontends import load
 from tvm_fusion.runtime.calls.entry import entry_of
 from tvm_fusion.runtime.calls.tensors import to_tvm
 
-from ..options import ALL_OF_TORCH, MATMUL, OWN_PEERS
 from ..workloads.instance import Instance, Product
 from .attention import own_peer
+from .names import ALL_OF_TORCH, MATMUL, OWN_PEERS
 
 Call = Callable[[], Any]
 Peer = Callable[[Instance, tvm.target.Target], Call]

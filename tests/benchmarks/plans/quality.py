@@ -37,7 +37,7 @@ from tvm_fusion.ir.graph import OpKind
 from tvm_fusion.runtime.timing.plan_timing import PlanTimes
 
 from .collect import _enter, _prepare, header
-from .graph_launches import Choice, MeasuredPlan, PreparedGraph
+from .graph_launches import Choice, MeasuredPlan, PreparedGraph, queued_policy
 from .launch_check import check_launches
 from .measured_graph import open_runner
 from .random_graphs import MAX_OPS, MIN_OPS, graph_of
@@ -66,8 +66,6 @@ def keys_for(count: int, target: str, small: bool = False, first: int = 1000) ->
 
 
 def _has_choice(key: str, target: str) -> bool:
-    from .graph_launches import queued_policy
-
     _, hw = resolve_target(target)
     space = PlanSpace(graph_of(key, hw)[1], hw, queued_policy())
     try:

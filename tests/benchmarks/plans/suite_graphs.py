@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import tvm
 
 from tvm_fusion.errors import FrontendError, InputError
 from tvm_fusion.frontends import load
+
+from .. import workloads
+from ..workloads.instance import Apply, Instance
 
 
 def suite_module(rest: str) -> tvm.IRModule:
@@ -20,10 +24,6 @@ def suite_module(rest: str) -> tvm.IRModule:
     InputError
         There is no such suite or workload.
     """
-    import torch
-
-    from .. import workloads
-
     name, scale, dtype = _parse(rest)
     given = dtype or workloads.dtype_of(name, "float16")
     with torch.no_grad():
@@ -36,8 +36,6 @@ def suite_module(rest: str) -> tvm.IRModule:
 
 def suite_keys(rest: str) -> list[str]:
     """The keys of a whole suite; `rest` is `<suite>[@<scale>][:<dtype>]`."""
-    from .. import workloads
-
     suite = rest.partition(":")[0].partition("@")[0]
     if suite not in workloads.SUITES:
         raise InputError(f"unknown suite {suite!r}; there are {', '.join(workloads.SUITES)}")
@@ -46,8 +44,6 @@ def suite_keys(rest: str) -> list[str]:
 
 
 def _parse(rest: str) -> tuple[str, float, str]:
-    from .. import workloads
-
     path, _, dtype = rest.partition(":")
     path, _, scale = path.partition("@")
     suite, _, name = path.partition("/")
@@ -60,11 +56,7 @@ def _parse(rest: str) -> tuple[str, float, str]:
     return name, factor, dtype
 
 
-def _without_data(instance: Any) -> tvm.IRModule:
-    import torch
-
-    from ..workloads.instance import Apply
-
+def _without_data(instance: Instance) -> tvm.IRModule:
     module = instance.module
     state = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     names, count = tuple(state), len(instance.inputs)

@@ -17,17 +17,19 @@ import torch
 from tvm_fusion.bench.apart import Call, Failed, Process, in_rounds
 from tvm_fusion.bench.patience import within
 from tvm_fusion.calibrate.cpu.host_profile import VARIABLE as CALIBRATE
+from tvm_fusion.config import resolve_target
 from tvm_fusion.runtime.timing.timing import Timing
 
 from .. import workloads
-from ..options import FLEX
+from ..peers.names import FLEX
 from ..peers.registry import outputs_of, peer
 from ..record import OURS, PRODUCTS, REFERENCES, UNFUSED, compare, empty_row, note_error
 from ..workloads.instance import Instance
 from .accuracy import CEILINGS, checked_error, reference
 from .ours import Ours
 from .products import products_alone
-from .together import Setup, exact_float32, limit_us
+from .setup import Setup, exact_float32
+from .together import limit_us
 
 
 class Field:
@@ -108,8 +110,6 @@ class Field:
 
 def find_rates(target: Any) -> tuple[Call, Mapping[str, Any]]:
     """Nothing to time; the rates of a target, measured if they never were with these threads."""
-    from tvm_fusion.config import resolve_target
-
     return lambda: None, resolve_target(target)[1].measured
 
 
@@ -125,8 +125,6 @@ def make_call(
     calibrated : bool
         Whether the machine was measured; if not, it is not now, beside the other processes.
     """
-    from tvm_fusion.config import resolve_target
-
     if not calibrated:
         os.environ[CALIBRATE] = "0"
     torch.set_num_threads(threads)

@@ -2,50 +2,30 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tvm_fusion.compilation.job import Job
 from tvm_fusion.errors import InputError
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
 
 from ..record import OURS, UNFUSED
 from ..workloads.instance import Instance
-
-if TYPE_CHECKING:
-    from .together import Setup
+from .setup import Saved, Setup
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """Our builds of one workload in files.
-
-    Attributes
-    ----------
-    facts : dict
-        What `kernel_facts` says of the fused one.
-    paths : dict[str, str]
-        The libraries that `CompiledModule.save` wrote, by label.
-    """
-
-    facts: dict[str, Any]
-    paths: dict[str, str]
 
 
 class Ours:
     """A workload compiled by us, fused and one kernel an operator; or loaded, if it was saved."""
 
-    def __init__(self, instance: Instance, setup: "Setup") -> None:
+    def __init__(self, instance: Instance, setup: Setup) -> None:
         self._instance, self._setup = instance, setup
         self._saved = setup.saved.get(instance.name)
 
     @cached_property
-    def _job(self) -> Any:
-        from tvm_fusion.compilation.compiler import Job
-
+    def _job(self) -> Job:
         model = (self._instance.module, self._instance.inputs)
         return Job.of(model, self._setup.named, None, None, None, None)
 

@@ -21,14 +21,15 @@ import tvm
 
 from tvm_fusion.bench.apart import reason
 from tvm_fusion.bench.patience import within
+from tvm_fusion.config import resolve_target
 from tvm_fusion.host.cores import available_cores
 
-from ..options import FLEX, SDPA
+from ..peers.names import FLEX, SDPA
 from ..peers.registry import peer
 from ..record import OURS, PRODUCTS, UNFUSED
 from ..workloads.instance import Instance
-from .ours import Ours, Saved
-from .together import Setup, exact_float32
+from .ours import Ours
+from .setup import Saved, Setup, exact_float32
 
 _log = logging.getLogger(__name__)
 _LEFT_TO_THE_RUN = ("torch", SDPA, "jax", PRODUCTS)
@@ -151,8 +152,6 @@ def _alone(function: Callable[..., Any]) -> Callable[..., Any]:
 def _prepare(work: Work) -> tuple[dict[str, str], Saved | None]:
     """Compile in a process of the pool; return what failed, and our builds."""
     import torch
-
-    from tvm_fusion.config import resolve_target
 
     target, hw = resolve_target(work.target)
     setup = Setup(work.target, target, hw, (), work.dtype, work.scale, 1, 0.0)

@@ -7,7 +7,7 @@ of a few microseconds run while the host prepares the next launch, so that the t
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -17,9 +17,7 @@ from ..peers.registry import outputs_of, peer, xla_unawaited
 from ..record import OURS, REFERENCES, note_error
 from .accuracy import CEILINGS, reference, relative_error
 from .ours import Ours
-
-if TYPE_CHECKING:
-    from .together import Setup
+from .setup import Setup
 
 CALLS = 1000
 FEW_CALLS = 20  # on reduced sizes, which are for trying
@@ -27,7 +25,7 @@ WARMUP = 50
 THROUGH_BIND, GRAPHS = "tvm_fusion.bind", "torch.cudagraphs"
 
 
-def fill(row: dict[str, Any], setup: "Setup") -> None:
+def fill(row: dict[str, Any], setup: Setup) -> None:
     """Fill a row with wall times a call: ours by the plain call and by `bind`, and the peers'.
 
     `ours_us` is the plain call's, with its checks and conversions, as the peers' are.

@@ -14,7 +14,7 @@ from tvm_fusion.kernels.cpu.machine import machine_of
 from ...support.runtime_cases import LLVM
 from .. import workloads
 from ..__main__ import main
-from ..options import CPU_PEERS
+from ..peers.names import CPU_PEERS
 from ..peers.registry import outputs_of, peer
 from ..run import limited, run_suite
 from .accuracy import reference, relative_error

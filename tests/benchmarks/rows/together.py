@@ -3,11 +3,9 @@
 import gc
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import tvm
 
 from tvm_fusion.bench.apart import reason
 from tvm_fusion.bench.patience import within
@@ -15,52 +13,17 @@ from tvm_fusion.config import HardwareProfile
 from tvm_fusion.runtime.timing.timing import Timing, device_works, time_calls
 
 from .. import workloads
-from ..options import FLEX, OWN_PEERS
+from ..peers.names import FLEX
 from ..peers.registry import peer
 from ..record import OURS, PRODUCTS, REFERENCES, UNFUSED, compare, empty_row, note_error
 from ..workloads.instance import Instance
 from . import small, wall
 from .accuracy import CEILINGS, checked_error, output_shapes, reference
-from .ours import Ours, Saved
+from .ours import Ours
 from .products import products_alone
+from .setup import Setup
 
 SLOW_S, SLOW_REPEATS = 0.1, 3  # slower calls are timed apart, a few times
-
-
-@dataclass(frozen=True, slots=True)
-class Setup:
-    """What all rows of a run share."""
-
-    named: Any  # the target as the caller named it: a profile of his own is more than its Target
-    target: tvm.target.Target
-    hw: HardwareProfile
-    peers: tuple[str, ...]
-    dtype: str | None
-    scale: float
-    repeats: int
-    budget_s: float
-    plain_peers: tuple[str, ...] | None = None  # of a matrix product alone; None: as `peers`
-    patience_s: float | None = None
-    instructions: str | None = None  # that all keep to, of `bench.apart.INSTRUCTIONS`
-    given_up: dict[tuple[str, str], str] = field(default_factory=dict)  # (workload, peer): why
-    saved: dict[str, Saved] = field(default_factory=dict)  # by workload, what was compiled ahead
-
-    def peers_of(self, name: str) -> tuple[str, ...]:
-        """What is measured beside ours on a workload."""
-        workload = workloads.WORKLOADS[name]
-        labels = self.plain_peers if workload.plain and self.plain_peers is not None else self.peers
-        return tuple(x for x in labels if x not in OWN_PEERS or x in workload.peers)
-
-    @property
-    def device(self) -> str:
-        """torch's name of the device."""
-        return "cuda" if self.target.kind.name == "cuda" else "cpu"
-
-    def instance(self, name: str) -> Instance:
-        """Make a workload in the dtype of the run, else its own, else that of the device."""
-        default = "float16" if self.device == "cuda" else "float32"
-        dtype = self.dtype or workloads.dtype_of(name, default)
-        return workloads.make(name, self.device, dtype, self.scale)
 
 
 def measure(name: str, setup: Setup) -> dict[str, Any]:
@@ -157,11 +120,6 @@ def _seconds(call: Callable[[], Any]) -> float:
     call()
     torch.cuda.synchronize()
     return time.perf_counter() - start
-
-
-def exact_float32() -> None:
-    """Keep torch from rounding the operands of float32 products to TF32."""
-    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def limit_us(

@@ -14,7 +14,7 @@ before: what both keep for the next call is counted too.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -26,10 +26,8 @@ from ..record import OURS, REFERENCES, too_wrong
 from ..workloads.instance import Instance
 from .accuracy import CEILINGS, checked_error
 from .ours import Ours
+from .setup import Setup
 from .small import batch_times
-
-if TYPE_CHECKING:
-    from .together import Setup
 
 BATCH_S = 0.03  # of replays back to back
 MOST_CALLS = 200
@@ -65,7 +63,7 @@ def fill(
     wanted: list[torch.Tensor],
     ours: Probe,
     calls: Mapping[str, Call],
-    setup: "Setup",
+    setup: Setup,
     others: Probe | None = None,
 ) -> None:
     """Fill in `wall_us`, and but for JAX `memory_bytes` and `memory_taken_bytes`.

@@ -19,7 +19,7 @@ from tvm_fusion.host.cores import available_cores
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
 from tvm_fusion.tuning.session.choices import DEFAULT
 
-from ..rows.together import Setup
+from ..rows.setup import Setup
 
 UNTUNED, TUNED = "untuned", "tuned"
 _gpu: Any = contextlib.nullcontext()  # in a process of the pool, the lock that all share

@@ -32,10 +32,10 @@ from tvm_fusion.tuning.session.result import TuneResult
 from tvm_fusion.tuning.session.settings import load_settings
 from tvm_fusion.tuning.session.tune import tune
 
-from ..options import names_of
 from ..record import header, too_wrong, write
 from ..rows.accuracy import CEILINGS, checked_error, reference
-from ..rows.together import Setup, exact_float32
+from ..rows.setup import Setup, exact_float32
+from ..workloads import names_of
 from .builds import TUNED, UNTUNED, Builds, build_ahead
 
 log = logging.getLogger(__name__)

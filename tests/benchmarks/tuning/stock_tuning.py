@@ -43,11 +43,11 @@ from tvm_fusion.runtime.calls.entry import entry_of
 from tvm_fusion.runtime.calls.tensors import to_tvm
 from tvm_fusion.runtime.timing.timing import device_works, time_calls
 
-from ..options import names_of
 from ..peers.registry import tvm_default
 from ..record import OURS, header, too_wrong, write
 from ..rows.accuracy import CEILINGS, checked_error, reference
-from ..rows.together import Setup
+from ..rows.setup import Setup
+from ..workloads import names_of
 from ..workloads.instance import Instance
 from . import metaschedule
 from .stock_compare import DEFAULT, FORMAT, STOCK, UNTUNED, compare, merge, table

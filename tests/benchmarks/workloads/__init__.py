@@ -57,6 +57,32 @@ def require(names: Iterable[str]) -> None:
             raise InputError(f"unknown workload {name!r}; {hint}")
 
 
+def names_of(suite: str, only: str | None) -> tuple[str, ...]:
+    """Return the workloads of suites or workloads given by commas, or the chosen ones of them.
+
+    Raises
+    ------
+    InputError
+        If there is no such suite or workload.
+    """
+    names: dict[str, None] = {}
+    for word in _words(suite):
+        if word not in SUITES and word not in WORKLOADS:
+            close = difflib.get_close_matches(word, (*SUITES, *WORKLOADS), 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"the suites are {', '.join(SUITES)}"
+            raise InputError(f"unknown suite or workload {word!r}; {hint}")
+        names |= dict.fromkeys(SUITES.get(word, (word,)))
+    chosen = names if only is None else _words(only)
+    for name in chosen:
+        if name not in names:
+            close = difflib.get_close_matches(name, names, 1)
+            hint = f"did you mean {close[0]!r}?" if close else f"it has {', '.join(names)}"
+            raise InputError(f"--only: {name!r} is no workload of {suite}; {hint}")
+    if not chosen:
+        raise InputError("no workload is named")
+    return tuple(name for name in names if name in chosen)
+
+
 def dtype_of(name: str, default: str) -> str:
     """Return the dtype that a workload names for itself, or the default."""
     require([name])
@@ -79,3 +105,7 @@ def make(name: str, device: str, dtype: str, scale: float = 1.0) -> Instance:
     """
     require([name])
     return WORKLOADS[name].instance(name, device, dtype, scale)
+
+
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]

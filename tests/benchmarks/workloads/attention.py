@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from ..options import FLEX, SDPA
 from ..peers.attention import Flex, flex, sdpa
+from ..peers.names import FLEX, SDPA
 from .instance import Apply, Made, Sizes, Workload
 
 Tensor = torch.Tensor

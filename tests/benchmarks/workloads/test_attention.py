@@ -9,12 +9,13 @@ from tvm_fusion.config import load_profile, resolve_target
 from tvm_fusion.errors import InputError, Unsupported
 
 from .. import workloads
-from ..options import OWN_PEERS
 from ..peers.attention import own_peer
+from ..peers.names import OWN_PEERS
 from ..peers.registry import outputs_of, peer
 from ..record import compare, empty_row, too_wrong
-from ..rows import together, wall
+from ..rows import wall
 from ..rows.accuracy import output_shapes, reference, relative_error
+from ..rows.setup import Setup
 from ..rows.together import limit_us
 from ..run import run_suite
 from ..table import table
@@ -168,7 +169,7 @@ def test_wall_times_and_memory_are_noted_and_wrong_graphs_are_left_out():
     ours = wall.Probe(lambda _call: (16, 64), lambda call: call)
     others = wall.Probe(lambda _call: (32, 96), lambda _call: lambda: x * 3)
     target, hw = resolve_target("llvm")
-    setup = together.Setup("llvm", target, hw, (), "float32", 1.0, 2, 0.1)
+    setup = Setup("llvm", target, hw, (), "float32", 1.0, 2, 0.1)
     row = empty_row("attention_d64", ["torch", "tvm"]) | {"ours_us": 1.0}
     instance = workloads.Instance("double", torch.nn.Identity(), (x,), "float32")
     wall.fill(row, instance, [x.double() * 2], ours, calls, setup, others)

@@ -13,12 +13,14 @@ from tvm_fusion.errors import InputError
 
 from . import record, workloads
 from .__main__ import main
-from .options import names_of, peers_of
+from .peers.names import peers_of
 from .record import compare, empty_row, merge, summary
 from .rows import prepare, together
+from .rows.setup import Setup
 from .rows.small import batch_times
 from .run import run_suite
 from .table import table
+from .workloads import names_of
 
 TINY = ["--target", "llvm", "--scale", "0.01", "--repeats", "3"]
 
@@ -261,7 +263,7 @@ def test_a_batch_is_timed_as_its_calls_back_to_back():
 
 def setup_of(*peers, **options):
     target, hw = resolve_target("llvm")
-    return together.Setup("llvm", target, hw, peers, None, 0.01, 3, 0.1, **options)
+    return Setup("llvm", target, hw, peers, None, 0.01, 3, 0.1, **options)
 
 
 def test_workloads_are_compiled_ahead_in_processes_and_failures_named(monkeypatch, tmp_path):
