@@ -23,7 +23,7 @@ those of a single wave do the same at a time, and their terms overlap little
 tail is what the last blocks leave idle. Terms that belong to a multiprocessor count for the busiest
 one. All rates come from the hardware profile. A kernel class that predicts the time of its launches
 itself (`Traffic.seconds`) is only charged the launch on top. CPUs have a formula of their own
-(`analytic_cpu`).
+(below).
 
 One formula computes single estimates (on floats) and many at a time (on arrays).
 """

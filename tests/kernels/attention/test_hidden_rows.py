@@ -11,8 +11,8 @@ from tvm_fusion.config import load_profile
 from tvm_fusion.kernels.attention.decode.kernel import emit_attention_decode
 from tvm_fusion.kernels.attention.hopper.kernel import emit_attention_hopper
 from tvm_fusion.kernels.attention.mma.kernel import emit_attention_mma
+from tvm_fusion.kernels.attention.read.bounds import key_range
 from tvm_fusion.kernels.attention.read.program import analyze_attention
-from tvm_fusion.kernels.attention.read.visible import visible_range
 from tvm_fusion.kernels.attention.read.witness import every_row_sees_a_key
 from tvm_fusion.kernels.contraction.model import Axis
 
@@ -218,8 +218,9 @@ def by_least(condition):
 def test_finite_numbers_hide_where_every_row_sees_a_key(condition, sizes):
     graph = case("", by_least(condition), None, sizes=sizes)
     attention = analyze_attention(graph.func())
-    assert visible_range(attention).high is not None
-    assert visible_range(attention).whole
+    found = key_range(attention)
+    assert any(bound.upper for bound in found.bounds)
+    assert not found.rest
     assert "score" in str(attention.logit)
     assert "Select" not in str(attention.logit)
 

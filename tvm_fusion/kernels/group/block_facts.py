@@ -44,7 +44,7 @@ class Facts(NamedTuple):
     instructions : that compute one point
     counts : operations of a point by the name of the pipe; nothing for contractions
     functions, conversions : as in `Block`; nothing for contractions
-    lanes : what the block is to neighbouring lanes (`lane_walk`), by how they walk its result
+    lanes : what the block is to neighbouring lanes (`streams`), by how they walk its result
     """
 
     points: float

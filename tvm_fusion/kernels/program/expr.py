@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import tvm
 import tvm_ffi
@@ -151,6 +151,15 @@ def conjunction(*conditions: Expr | None) -> Expr | None:
         if condition is not None:
             result = condition if result is None else tirx.And(result, condition)
     return result
+
+
+def conjuncts(condition: Expr | None) -> Iterator[Expr]:
+    """The conditions that `condition` is the conjunction of; None stands for true."""
+    if isinstance(condition, tirx.And):
+        yield from conjuncts(condition.a)
+        yield from conjuncts(condition.b)
+    elif condition is not None:
+        yield condition
 
 
 def flatten(indices: Sequence[Expr], shape: Sequence[Expr | int], dtype: str) -> Expr:

@@ -1,7 +1,7 @@
 """Row kernels of resident blocks: the coming rows travel into shared memory meanwhile.
 
     ring of `stages` rows  <-  cp.async.bulk, one thread, a barrier a stage
-    for each turn: wait for the stage -> registers -> phases as in row_registers -> refill the stage
+    for each turn: wait for the stage -> registers -> phases as in `registers` -> refill the stage
 
 For the longest rows, where one row a block leaves too few loads in flight.
 """

@@ -6,12 +6,10 @@ and their warps, a step of keys to each in turn; every warp keeps several steps 
 ring of its own, multiplies on tensor cores (mma.m16n8k16) and keeps a running softmax. What they
 have found meets in shared memory, and in that of the cluster, at the end.
 
-    attention_decode           the kernel: who reads which keys, and the loop of a warp
-    attention_decode_problem   units, rows, keys and values in memory; _bounds: the visible keys
-    attention_decode_ring      copies of keys and values; _fragments: how the products read them
-    attention_decode_products  scores and weighted values
-    attention_decode_softmax   weights; _combine: from partial results to the outputs
-    attention_decode_config    configurations and shared memory; _rank: their times
+    problem   units, rows, keys and values in memory, the visible keys
+    products  scores and weighted values, and how they read what was copied
+    softmax   weights                      combine   from partial results to the outputs
+    config    configurations, memory       rank      their times
 """
 
 from __future__ import annotations

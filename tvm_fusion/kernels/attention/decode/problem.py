@@ -9,145 +9,27 @@ A batch axis is divided where keys and values are the same for neighbouring poin
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
-from tvm.ir import Expr, TensorLoad, Var
+from tvm.ir import Expr, Var
 
 from ....config import HardwareProfile
 from ....errors import Unsupported
 from ...contraction.model import INDEX, Simplifier, fresh_var
-from ...contraction.reader import Axis, Extent, equal_sizes, size_of
+from ...contraction.reader import Axis, Extent, size_of
 from ...gpu.product_frame import Frame, coordinates
 from ...program.expr import (
     HALF_DTYPES,
-    conjunction,
     constant,
-    dtype_of,
-    is_integer,
-    linear_form,
-    number,
-    rebuild,
     same,
     substitute,
-    uses_any,
 )
+from ..read.bounds import KeyLimits, key_limits
 from ..read.model import Attention
 from ..tiled.source import Source, read_source
 from .config import MAX_FEATURES, block_rows
-
-# Which keys can be visible at all: bounds of the key's number in the condition `visible`.
-#
-# visible = n < lengths[b] and n > m - 512 and not padding[b, n]
-#   below   lengths[b]        every key at or above is hidden from the whole block
-#   least   m - 511           the smallest one over the block's rows counts
-#   rest    n > m - 512 and not padding[b, n]     what is left to be asked at each point
-
-_LESS = (tirx.LT, tirx.LE)
-_GREATER = (tirx.GT, tirx.GE)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class KeyRange:
-    """Bounds of the keys' flat number, int64, over batch and queries.
-
-    Attributes
-    ----------
-    least : no key below any of these is visible.
-    below : no key at or above any of these is visible.
-    rest : condition that a key within the bounds has to meet besides, or None.
-    """
-
-    least: tuple[Expr, ...]
-    below: tuple[Expr, ...]
-    rest: Expr | None
-
-
-def key_range(attention: Attention, rows: Sequence[Var]) -> KeyRange:
-    """The bounds in `visible`; those that depend on `rows` (variables) stay in `rest` too."""
-    least, below, rest = [], [], []
-    env: dict[Var, Expr] = {}
-    for binding in attention.bindings:
-        env[binding.var] = substitute(binding.value, env)
-    simplify = Simplifier(a for g in attention.groups.values() for a in g)
-    for condition in _conjuncts(attention.visible):
-        bound = _bound(substitute(condition, env), attention)
-        if bound is None:
-            rest.append(condition)
-            continue
-        is_upper, value = bound
-        (below if is_upper else least).append(simplify(value))
-        if uses_any(value, rows):
-            rest.append(condition)
-    return KeyRange(tuple(least), tuple(below), conjunction(*rest))
-
-
-def _conjuncts(condition: Expr | None) -> Iterator[Expr]:
-    if condition is None:
-        return
-    if isinstance(condition, tirx.And):
-        yield from _conjuncts(condition.a)
-        yield from _conjuncts(condition.b)
-    else:
-        yield condition
-
-
-def _bound(condition: Expr, attention: Attention) -> tuple[bool, Expr] | None:
-    """(whether it is an upper bound, its value): ``n < value`` or ``n >= value``; or None."""
-    if not isinstance(condition, _LESS + _GREATER) or not is_integer(dtype_of(condition.a)):
-        return None
-    low, high = condition.a, condition.b
-    if isinstance(condition, _GREATER):
-        low, high = high, low
-    strict = isinstance(condition, tirx.LT | tirx.GT)
-    form = linear_form(_wide(low) - _wide(high), [axis.var for axis in attention.keys])
-    if form is None or not attention.keys:
-        return None
-    sign = _sign(form[0], attention.keys)
-    hidden = [attention.score, *(axis.var for axis in attention.keys)]
-    if sign is None or uses_any(form[1], hidden):
-        return None
-    one = constant(1, INDEX)
-    if sign > 0:  # n + rest < 0
-        value = constant(0, INDEX) - form[1]
-        return True, value if strict else value + one
-    return False, form[1] + one if strict else form[1]
-
-
-def _sign(coefficients: Sequence[Expr], keys: Sequence[Axis]) -> int | None:
-    """1 or -1 where the coefficients are those of the keys' flat number or its negative."""
-    for sign in (1, -1):
-        stride = constant(1, INDEX)
-        for coefficient, axis in zip(reversed(coefficients), reversed(keys), strict=True):
-            if not _equal(coefficient, stride * constant(sign, INDEX)):
-                break
-            extent = axis.extent
-            size = constant(extent, INDEX) if isinstance(extent, int) else extent
-            stride = stride * size
-        else:
-            return sign
-    return None
-
-
-def _equal(a: Expr, b: Expr) -> bool:
-    if number(a) is not None and number(b) is not None:
-        return number(a) == number(b)
-    return equal_sizes(a, b)
-
-
-def _wide(expr: Expr) -> Expr:
-    """An integer expression in int64; indices are far from where narrower ones wrap around."""
-    if isinstance(expr, tirx.Cast) and is_integer(dtype_of(expr.value)):
-        return _wide(expr.value)
-    if isinstance(expr, tirx.IntImm):
-        return constant(int(expr.value), INDEX)
-    if isinstance(expr, Var | TensorLoad) or not isinstance(
-        expr, tirx.Add | tirx.Sub | tirx.Mul | tirx.Min | tirx.Max
-    ):
-        return expr if dtype_of(expr) == INDEX else tirx.Cast(INDEX, expr)
-    return rebuild(expr, _wide)
-
 
 MAX_ROWS = 128
 """Rows of a unit; with more, the products decide and not the memory, and other kernels win."""
@@ -171,7 +53,7 @@ class DecodeProblem:
     whole: dict[Var, Expr]
     k: Source
     v: Source
-    range: KeyRange
+    range: KeyLimits
 
     @property
     def row_axes(self) -> tuple[Axis, ...]:
@@ -231,7 +113,7 @@ def read_decode(attention: Attention, hw: HardwareProfile) -> DecodeProblem:
     v = read_source(attention, attention.v, "n", attention.features, "values")
     units, shared, whole = _divide(attention, [k.offset, v.offset])
     row_vars = [*whole, *(axis.var for axis in (*shared, *attention.queries))]
-    bounds = key_range(attention, row_vars)
+    bounds = key_limits(attention, row_vars)
     problem = DecodeProblem(attention, units, shared, whole, k, v, bounds)
     if problem.rows > MAX_ROWS:
         raise Unsupported(f"{problem.rows} queries for each key head, more than {MAX_ROWS}")

@@ -10,10 +10,10 @@ A warp reads what it multiplies by ldmatrix from swizzled shared memory (Dao, Fl
 looked at by point. Logits, visibility, softmax and stores are those of the Hopper form. Compiled
 and inspected for sm_80, sm_89 and sm_90a; not timed on sm_80 and sm_89.
 
-    attention_mma_config    configurations, shared memory      attention_mma_problem  operands, plan
-    attention_mma_memory    copies and fragments               attention_mma_rank     their times
-    attention_tiles, attention_range    tiles                  attention_points       logits
-    attention_online_softmax            weights                attention_stores       outputs
+    config    configurations, shared memory     problem   operands, plan
+    memory    copies and fragments
+
+Tiles, ranges of keys, logits, weights and stores are those of `tiled`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ not (j > i)  ->  j <= i        1 - cast(mask) > 0  ->  not mask
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import tvm
 from tvm import tirx
@@ -13,7 +13,7 @@ from tvm.ir import Expr, Var
 from tvm.ir.prim.expr import BitwiseAnd, BitwiseNot, BitwiseOr, CmpExpr
 
 from ...contraction.model import INDEX
-from ...program.expr import constant, convert, dtype_of, is_integer, number, same
+from ...program.expr import conjuncts, constant, convert, dtype_of, is_integer, number, same
 from .algebra import Algebra
 from .space import Space
 from .terms import choice, value_of
@@ -57,7 +57,7 @@ class Conditions:
         """The conditions that hold together where `condition` does; none if it always does."""
         condition = self.boolean(condition)
         parts: list[Expr] = []
-        for part in _conjuncts(condition):
+        for part in conjuncts(condition):
             if number(part) != 1 and not any(self.space.equal(part, p) for p in parts):
                 parts.append(part)
         return parts
@@ -149,14 +149,6 @@ def _is_complement(expr: Expr) -> bool:
 def _is_bitwise(expr: Expr) -> bool:
     """Whether an expression is ``a & b`` or ``a | b`` of conditions."""
     return isinstance(expr, BitwiseAnd | BitwiseOr) and dtype_of(expr) == "bool"
-
-
-def _conjuncts(condition: Expr) -> Iterable[Expr]:
-    if isinstance(condition, tirx.And):
-        yield from _conjuncts(condition.a)
-        yield from _conjuncts(condition.b)
-    else:
-        yield condition
 
 
 def _both(a: Expr, b: Expr) -> Expr:

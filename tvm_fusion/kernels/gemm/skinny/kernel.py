@@ -5,14 +5,13 @@ loads of weights in flight and multiplies in float32 or on tensor cores. The sum
 memory in a fixed order. Operands may be computed: the expression of quantised weights is evaluated
 for the elements of the words that a thread has loaded.
 
-    gemm_skinny             the kernel: who sums what, where the sums meet, the outputs
-    gemm_skinny_fma, _mma   the sums of a warp: in float32, on tensor cores; _sums: what they share
-    gemm_skinny_ring        weights on their way through shared memory, in place of registers
-    gemm_skinny_values      an operand at a block of points: factors outside of the sum, floats
-    gemm_skinny_reader      ... its loads in wide copies (_fetch), and its expression at each point
-    gemm_skinny_bits        small integers as fields of words; _words: what the device does to them;
-                            _halves: pairs of half-precision numbers made of them
-    gemm_skinny_config      configurations; _candidates: those worth ranking; _rank: their times
+    kernel      who sums what, weights on their way through shared memory, where the sums meet
+    fma, mma    the sums of a warp: in float32, on tensor cores      sums    what they share
+    values      an operand at a block of points: loads in wide copies (`fetch`), factors outside of
+                the sum, its expression at each point
+    bits        small integers as fields of words, and what the device does to them
+    halves      pairs of half-precision numbers made of them
+    config      configurations              rank    those worth ranking, and their times
 """
 
 from __future__ import annotations

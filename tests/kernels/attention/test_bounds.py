@@ -3,15 +3,15 @@
 import math
 
 import pytest
-import tvm
 from tvm import te, tirx
 
 from tests.support.attention_cases import CASES
 from tests.support.attention_graphs import FLOAT, Graph, Sizes, bhsd, one_group, softmaxed
 from tests.support.attention_masks import where
 from tests.support.graphs import module
+from tvm_fusion.kernels.attention.read.bounds import key_range
 from tvm_fusion.kernels.attention.read.program import analyze_attention
-from tvm_fusion.kernels.attention.read.visible import visible_range
+from tvm_fusion.kernels.program.expr import number
 
 BY_NAME = {case.name: case for case in CASES}
 
@@ -20,28 +20,26 @@ BY_NAME = {case.name: case for case in CASES}
     ("name", "low", "high", "whole"),
     [
         ("[B, H, S, D]", None, None, True),
-        ("causal by index", None, lambda m: m + 1, True),
-        ("causal by tril", None, lambda m: m + 1, True),
-        ("causal by an added tril", None, lambda m: m + 1, True),
-        ("causal by arange", None, lambda m: m + 1, True),
-        ("causal, aligned at the end", None, lambda m: m + 4, True),
-        ("sliding window", lambda m: m - 2, lambda m: m + 1, True),
-        ("window on both sides", lambda m: m - 2, lambda m: m + 3, True),
-        ("softcap and causal", None, lambda m: m + 1, True),
+        ("causal by index", None, 0, True),
+        ("causal by tril", None, 0, True),
+        ("causal by an added tril", None, 0, True),
+        ("causal by arange", None, 0, True),
+        ("causal, aligned at the end", None, 3, True),
+        ("sliding window", -2, 0, True),
+        ("window on both sides", -2, 2, True),
+        ("softcap and causal", None, 0, True),
         ("document ids", None, None, False),
         ("prefix", None, None, False),
         ("boolean mask, -inf", None, None, False),
     ],
 )
 def test_the_range_of_visible_keys(name, low, high, whole):
-    attention = analyze_attention(BY_NAME[name].func())
-    found = visible_range(attention)
-    assert found.whole == whole
-    (query,) = attention.queries
-    for ours, wanted in ((found.low, low), (found.high, high)):
-        assert (ours is None) == (wanted is None)
-        if wanted is not None:
-            assert tvm.sym.Analyzer().can_prove_equal(ours, wanted(query.var))
+    """`low` and `high`: the keys of query m are m + low ... m + high."""
+    found = key_range(analyze_attention(BY_NAME[name].func()))
+    assert (not found.rest) == whole
+    for upper, wanted in ((False, low), (True, high)):
+        bounds = [(b.slope, number(b.rest)) for b in found.bounds if b.upper is upper]
+        assert bounds == ([] if wanted is None else [(1, wanted)])
 
 
 @pytest.mark.parametrize("least", [-math.inf, -1e9], ids=str)
@@ -64,6 +62,6 @@ def test_other_conditions_beside_a_range_leave_it_in_part(least):
 
     inputs = [*bhsd(Sizes(dtype=FLOAT)), ((5, 7), "bool")]
     func = one_group(module(lambda bb, *xs: emit(Graph(bb), *xs), *inputs)).func
-    found = visible_range(analyze_attention(func))
-    assert found.low is None
-    assert (found.high is not None) == (not found.whole) == (least == -math.inf)
+    found = key_range(analyze_attention(func))
+    assert [bound.upper for bound in found.bounds] == [True] * (least == -math.inf)
+    assert bool(found.rest) == (least == -math.inf)
