@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ..ir.access import Block, derived
+
 if TYPE_CHECKING:
     from ..plan.group_view import GroupView
 
@@ -30,12 +32,15 @@ def live_values(group: GroupView, roots: Iterable[int] | None = None) -> int:
     """
     sources: dict[int, Sequence[int]] = {}
     for block in group.blocks:
-        reads = block.derived.get("sources")
-        if reads is None:
-            reads = block.derived["sources"] = tuple(dict.fromkeys(a.tensor for a in block.reads))
+        reads = _sources(block)
         for write in block.writes:
             sources[write.tensor] = reads
     return peak_live(sources, tuple(group.outputs if roots is None else roots))
+
+
+@derived
+def _sources(block: Block) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(a.tensor for a in block.reads))
 
 
 def peak_live(sources: Mapping[Hashable, Sequence[Hashable]], roots: Sequence[Hashable]) -> int:

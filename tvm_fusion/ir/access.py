@@ -13,9 +13,11 @@ block's axes is `Irregular` and says which axes it reads.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, wraps
+from typing import Any, TypeVar
 
 Extent = int | str
 
@@ -88,8 +90,8 @@ class Access:
     guarded: bool = False
 
     @cached_property
-    def derived(self) -> dict:
-        """What others derive of the access in its block and keep, by a name of theirs."""
+    def derived(self) -> dict[Callable[..., Any], Any]:
+        """What functions that are `derived` have found."""
         return {}
 
     @cached_property
@@ -137,8 +139,8 @@ class Block:
     compares: bool = False
 
     @cached_property
-    def derived(self) -> dict:
-        """What others derive of the block and keep, by a name of theirs."""
+    def derived(self) -> dict[Callable[..., Any], Any]:
+        """What functions that are `derived` have found."""
         return {}
 
     @cached_property
@@ -178,3 +180,23 @@ class FuncAccess:
     refusal: str | None = None
     inner_shapes: tuple[tuple[Extent, ...], ...] = ()
     inner_dtypes: tuple[str, ...] = ()
+
+
+Found = TypeVar("Found")
+_NOT_YET = object()
+
+
+def derived(find: Callable[..., Found]) -> Callable[..., Found]:
+    """`find` of a block or an access, called once for each: what it finds is kept with that.
+
+    What else it takes is the same at each call, such as the block of an access.
+    """
+
+    @wraps(find)
+    def known(item: Block | Access, *context: Any) -> Found:
+        found = item.derived.get(find, _NOT_YET)
+        if found is _NOT_YET:
+            found = item.derived[find] = find(item, *context)
+        return found
+
+    return known

@@ -11,7 +11,6 @@ columns, in that order or as a reshape of it), per row, or smaller than a row.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import Enum
 
 from ...config import HardwareProfile, Policy
 from ...cost.traffic import Resources, Traffic
@@ -23,6 +22,7 @@ from ..base import Family, Fit
 from ..forms import Writer
 from ..group.footprint import VECTOR_ELEMENTS, evaluations, points
 from ..group.read_order import plain_axes, read_order
+from ..group.roles import Role, refuse_other_row, refuse_small_output
 from ..group.traffic import cuda_resources, filled_by_threads, memory_traffic, slowed
 from ..pointwise.kernel_class import refuse_recompute
 from ..traits import REDUCES, Needs
@@ -34,12 +34,6 @@ CPU_SLOWNESS = 1.8
 of a Zen 4, 2026-11-24: 4096 x 4096 in 3.6 ms, a copy 1.9; others 1.7 to 2.4)."""
 COLUMNS_A_THREAD = 16
 """Columns that a thread walks over, at least, where there are many."""
-
-
-class _Role(Enum):
-    FULL = "full"
-    ROW = "row"
-    SMALL = "small"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,15 +72,15 @@ class _Roles:
     """
 
     space: _Space
-    of: dict[int, _Role] = field(default_factory=dict)
+    of: dict[int, Role] = field(default_factory=dict)
     reshaped: set[tuple[Extent, ...]] = field(default_factory=set)
     reduced: set[int] = field(default_factory=set)
 
-    def role(self, block: Block) -> _Role:
+    def role(self, block: Block) -> Role:
         extents = non_unit(a.extent for a in block.axes)
         if extents == self.space.extents or extents in self.reshaped:
-            return _Role.FULL
-        return _Role.ROW if extents == self.space.rows else _Role.SMALL
+            return Role.FULL
+        return Role.ROW if extents == self.space.rows else Role.SMALL
 
 
 class Column(Family):
@@ -110,16 +104,13 @@ class Column(Family):
             if refusal is not None:
                 return refusal
         for t in group.outputs:
-            if roles.of[t] is roles.role(group.writer_of[t]) is _Role.SMALL:
-                return group.refuse(
-                    RefusalCode.SPACE_MISMATCH,
-                    f"output {group.graph.tensors[t].name} is neither full nor one value a row",
-                )
+            if roles.of[t] is roles.role(group.writer_of[t]) is Role.SMALL:
+                return refuse_small_output(group, t)
         # what depends on the row alone is computed once a row, whatever it is made of
         once = frozenset(
             t
             for t, role in roles.of.items()
-            if role is not _Role.SMALL or roles.role(group.writer_of[t]) is _Role.ROW
+            if role is not Role.SMALL or roles.role(group.writer_of[t]) is Role.ROW
         )
         runs = evaluations(group, once)
         if refusal := refuse_recompute(group, runs, policy):
@@ -158,7 +149,7 @@ def _kept_by_lanes(group: GroupView, roles: _Roles, counts: tuple[float, ...]) -
     found = []
     for block, count in zip(group.blocks, counts, strict=True):
         own = points(block)
-        small = roles.of[block.writes[0].tensor] is _Role.SMALL and count > own > 1
+        small = roles.of[block.writes[0].tensor] is Role.SMALL and count > own > 1
         lanes = small and block.axes[-1].extent == space.rows[-1]
         found.append(max(own, count / COLUMNS_A_THREAD) if lanes else count)
     return tuple(found)
@@ -198,27 +189,23 @@ def _check_block(group: GroupView, block: Block, roles: _Roles, is_view: bool) -
         refusal = _check_reduction(group, block, roles.space)
         if refusal is not None:
             return refusal
-        role = _Role.ROW
+        role = Role.ROW
     elif is_view:
         role = _role_of_view(block, roles)
     else:
         role = roles.role(block)
-        known = [roles.of.get(a.tensor, _Role.SMALL) for a in block.reads]
-        if role is _Role.ROW and _Role.ROW not in known:
-            role = _Role.SMALL  # made of inputs only: a vector as long as the rows
+        known = [roles.of.get(a.tensor, Role.SMALL) for a in block.reads]
+        if role is Role.ROW and Role.ROW not in known:
+            role = Role.SMALL  # made of inputs only: a vector as long as the rows
     for access in block.reads:
-        produced = roles.of.get(access.tensor, _Role.SMALL)
-        if produced is _Role.SMALL or is_view:
+        produced = roles.of.get(access.tensor, Role.SMALL)
+        if produced is Role.SMALL or is_view:
             continue
-        few = role is not _Role.FULL and block.reduction is None
+        few = role is not Role.FULL and block.reduction is None
         if few and access.tensor not in roles.reduced:
             continue
         if not _reads_own(block, access, roles.space, produced, role):
-            return group.refuse(
-                RefusalCode.OFF_ROW,
-                f"{block.name} reads a value of another row (or of no row) of "
-                f"{group.graph.tensors[access.tensor].name}",
-            )
+            return refuse_other_row(group, block, access.tensor)
     known = any(a.tensor in roles.reduced for a in block.reads)
     for w in block.writes:
         roles.of[w.tensor] = role
@@ -227,17 +214,17 @@ def _check_block(group: GroupView, block: Block, roles: _Roles, is_view: bool) -
     return None
 
 
-def _role_of_view(block: Block, roles: _Roles) -> _Role:
+def _role_of_view(block: Block, roles: _Roles) -> Role:
     """A reshape keeps the role of what it shows, and its shape is one of the space from then on."""
     shape = non_unit(a.extent for a in block.axes)
     produced = [roles.of.get(a.tensor) for a in block.reads]
     full = product_key(shape) == product_key(roles.space.extents)
-    if full and produced and produced[0] in (None, _Role.FULL):
+    if full and produced and produced[0] in (None, Role.FULL):
         roles.reshaped.add(shape)
-        return _Role.FULL
-    if produced and produced[0] is _Role.ROW and shape == roles.space.rows:
-        return _Role.ROW
-    return roles.role(block) if produced and produced[0] is None else _Role.SMALL
+        return Role.FULL
+    if produced and produced[0] is Role.ROW and shape == roles.space.rows:
+        return Role.ROW
+    return roles.role(block) if produced and produced[0] is None else Role.SMALL
 
 
 def _check_reduction(group: GroupView, block: Block, space: _Space) -> Refusal | None:
@@ -259,16 +246,16 @@ def _check_reduction(group: GroupView, block: Block, space: _Space) -> Refusal |
     return None
 
 
-def _reads_own(block: Block, access: Access, space: _Space, produced: _Role, role: _Role) -> bool:
+def _reads_own(block: Block, access: Access, space: _Space, produced: Role, role: Role) -> bool:
     """Whether a value of the group is read at the reader's own row (and column)."""
     got = plain_axes(block, access)
     if block.reduction is not None:
-        return produced is _Role.ROW or got == list(read_order(block, picks=True) or ())
+        return produced is Role.ROW or got == list(read_order(block, picks=True) or ())
     live = [i for i, axis in enumerate(block.axes) if axis.extent != 1]
-    if produced is _Role.FULL:
-        return role is _Role.FULL and got == live
-    if role is _Role.ROW:
+    if produced is Role.FULL:
+        return role is Role.FULL and got == live
+    if role is Role.ROW:
         return got == live
-    if role is not _Role.FULL or len(live) != len(space.is_row):
+    if role is not Role.FULL or len(live) != len(space.is_row):
         return False
     return got == [i for i, row in zip(live, space.is_row, strict=True) if row]

@@ -4,11 +4,11 @@ walks over the same blocks in thousands of groups.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ...ir.access import Access, Affine, Block, Irregular
+from ...ir.access import Access, Affine, Block, Irregular, derived
 from ...ir.extents import assumed, assumed_product
 from ...plan.group_view import GroupView, dtype_bytes
 
@@ -91,7 +91,7 @@ def index_of(group: GroupView) -> Index:
 
 def _find_index(group: GroupView) -> Index:
     blocks = group.blocks
-    facts = tuple([b.derived.get("facts") or _find_facts(group, b) for b in blocks])
+    facts = tuple([_facts(b, group) for b in blocks])
     made: dict[int, float] = {}
     slices = divides = False
     for own in facts:
@@ -107,7 +107,8 @@ def _find_index(group: GroupView) -> Index:
     return Index(facts, made, touched, slices, divides)
 
 
-def _find_facts(group: GroupView, block: Block) -> Facts:
+@derived
+def _facts(block: Block, group: GroupView) -> Facts:
     written = tuple(w.tensor for w in block.writes)
     reads = tuple(_read(group, block, access) for access in block.reads)
     shapes = (group.graph.tensors[a.tensor].shape for a in block.reads)
@@ -119,7 +120,7 @@ def _find_facts(group: GroupView, block: Block) -> Facts:
     instructions = block.operations() + block.conversions
     instructions += sum(MORE.get(name, 2.0) * number for name, number in block.functions)
     counted = not block.is_contraction
-    known = block.derived["facts"] = Facts(
+    return Facts(
         points=float(points(block)),
         tensor=written[0] if len(written) == 1 else None,
         tensors=written,
@@ -135,7 +136,6 @@ def _find_facts(group: GroupView, block: Block) -> Facts:
         conversions=block.conversions if counted else 0.0,
         lanes={},
     )
-    return known
 
 
 def _read(group: GroupView, block: Block, access: Access) -> Read:
@@ -151,12 +151,10 @@ def _read(group: GroupView, block: Block, access: Access) -> Read:
     )
 
 
+@derived
 def points(block: Block) -> int:
     """Iterations of a block's whole domain."""
-    known = block.derived.get("points")
-    if known is None:
-        known = block.derived["points"] = assumed_product(a.extent for a in block.axes)
-    return known
+    return assumed_product(a.extent for a in block.axes)
 
 
 def is_identity(block: Block, access: Access) -> bool:
@@ -165,13 +163,12 @@ def is_identity(block: Block, access: Access) -> bool:
 
 
 def touched_elements(block: Block, access: Access, shape) -> float:
-    known = access.derived.get("touched")
-    if known is None:
-        known = access.derived["touched"] = _count_touched(block, access, shape)
-    return known
+    """Elements of a tensor of `shape` that the access touches in the block's whole domain."""
+    return _touched_elements(access, block, shape)
 
 
-def _count_touched(block: Block, access: Access, shape) -> float:
+@derived
+def _touched_elements(access: Access, block: Block, shape: Sequence[Any]) -> float:
     elements = 1.0
     for index, extent in zip(access.index, shape, strict=False):
         size = assumed(extent)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from ...ir.access import Access, Affine, Block
+from ...ir.access import Access, Affine, Block, derived
 from ...ir.extents import assumed
 
 # Which blocks turn axes: read along one axis what they write along another.
 
 
+@derived
 def is_turning(block: Block) -> bool:
     """Whether a read of the block steps through memory where its write is contiguous."""
-    known = block.derived.get("turning")
-    if known is None:
-        known = block.derived["turning"] = any(map(_turner(block), block.reads))
-    return known
+    return any(map(_turner(block), block.reads))
 
 
 def _turner(block: Block):
@@ -53,12 +51,11 @@ def read_order(block: Block, picks: bool = False) -> tuple[int, ...] | None:
 
 def plain_axes(block: Block, access: Access) -> list[int | None]:
     """The axis that each index of an access is; None for an index that is no single axis."""
-    if "plain_axes" not in access.derived:
-        access.derived["plain_axes"] = _plain_axes(block, access)
-    return access.derived["plain_axes"]
+    return _plain_axes(access, block)
 
 
-def _plain_axes(block: Block, access: Access) -> list[int | None]:
+@derived
+def _plain_axes(access: Access, block: Block) -> list[int | None]:
     found: list[int | None] = []
     for index in access.index:
         live = [i for i in sorted(index.axes) if block.axes[i].extent != 1]

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 
 from ...config import HardwareProfile, Policy
 from ...cost.traffic import Resources, Traffic
-from ...ir.access import Block
+from ...ir.access import Block, derived
 from ...ir.extents import assumed, assumed_product, product_key
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
@@ -92,22 +92,17 @@ def _sizes(outputs: list[Block]) -> dict[Hashable, int]:
     return dict(map(_size, outputs))
 
 
+@derived
 def _size(output: Block) -> tuple[Hashable, int]:
-    known = output.derived.get("size")
-    if known is None:
-        extents = output.extents(output.spatial)
-        known = output.derived["size"] = product_key(extents), assumed_product(extents)
-    return known
+    extents = output.extents(output.spatial)
+    return product_key(extents), assumed_product(extents)
 
 
+@derived
 def _space(output: Block) -> tuple[int, int]:
     """Rows and columns."""
-    known = output.derived.get("rows and columns")
-    if known is None:
-        extents = [assumed(extent) for extent in output.extents(output.spatial)]
-        known = assumed_product(extents[:-1]), extents[-1] if extents else 1
-        output.derived["rows and columns"] = known
-    return known
+    extents = [assumed(extent) for extent in output.extents(output.spatial)]
+    return assumed_product(extents[:-1]), extents[-1] if extents else 1
 
 
 def _independent(group: GroupView) -> bool:

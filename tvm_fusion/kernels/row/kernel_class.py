@@ -8,12 +8,11 @@ the group is full (rows and columns), per row, or smaller than a row (a row vect
 
 from __future__ import annotations
 
-from enum import Enum
 from typing import NamedTuple
 
 from ...config import HardwareProfile, Policy
 from ...cost.traffic import Resources, Traffic
-from ...ir.access import Block, Extent, Reduction
+from ...ir.access import Block, Extent, Reduction, derived
 from ...ir.extents import assumed_product, non_unit, product_key
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
@@ -21,6 +20,7 @@ from ..base import Family, Fit
 from ..forms import Writer
 from ..group.footprint import evaluations
 from ..group.read_order import plain_axes
+from ..group.roles import Role, refuse_other_row, refuse_small_output
 from ..group.traffic import cuda_resources, cuda_traffic, filled_by_threads, memory_traffic, slowed
 from ..pointwise.kernel_class import refuse_recompute
 from ..traits import REDUCES, Needs
@@ -35,13 +35,7 @@ CPU_SLOWNESS = 1.3
 2026-11-24: sums of 4096 x 4096 in 2.4 ms, a copy 1.9; others 1.1 to 1.5)."""
 
 
-class _Role(Enum):
-    FULL = "full"
-    ROW = "row"
-    SMALL = "small"
-
-
-FULL, ROW, SMALL = _Role
+FULL, ROW, SMALL = Role.FULL, Role.ROW, Role.SMALL
 Space = tuple[tuple[Extent, ...], tuple[Extent, ...]]
 """Extents of the rows, and of the columns."""
 
@@ -64,7 +58,7 @@ class Row(Family):
         rows = non_unit(anchor.extents(anchor.spatial))
         columns = non_unit(anchor.extents(anchor.reduced))
         space = (rows, columns)
-        roles: dict[int, _Role] = {}
+        roles: dict[int, Role] = {}
         for block in group.blocks:
             role = _check_block(group, block, space, roles, hw)
             if isinstance(role, Refusal):
@@ -73,10 +67,7 @@ class Row(Family):
                 roles[w.tensor] = role
         for t in group.outputs:
             if roles[t] is SMALL and _place(group.writer_of[t], space).role is SMALL:
-                return group.refuse(
-                    RefusalCode.SPACE_MISMATCH,
-                    f"output {group.graph.tensors[t].name} is neither full nor one value a row",
-                )
+                return refuse_small_output(group, t)
         once = frozenset([t for t, role in roles.items() if role is not SMALL])
         runs = evaluations(group, once)
         if refusal := refuse_recompute(group, runs, policy):
@@ -127,18 +118,22 @@ class _Own(NamedTuple):
 class _Place(NamedTuple):
     """A block in a rows x columns space, whatever else is in the group."""
 
-    role: _Role
+    role: Role
     reads: tuple[_Own, ...]
 
 
 def _place(block: Block, space: Space) -> _Place:
-    known = block.derived.get("places")
-    if known is None:
-        known = block.derived["places"] = {}
+    known = _places(block)
     found = known.get(space)
     if found is None:
         found = known[space] = _find_place(block, *space)
     return found
+
+
+@derived
+def _places(block: Block) -> dict[Space, _Place]:
+    """Those that were asked for."""
+    return {}
 
 
 def _find_place(block: Block, rows: tuple[Extent, ...], columns: tuple[Extent, ...]) -> _Place:
@@ -155,8 +150,8 @@ def _find_place(block: Block, rows: tuple[Extent, ...], columns: tuple[Extent, .
 
 
 def _check_block(
-    group: GroupView, block: Block, space: Space, roles: dict[int, _Role], hw: HardwareProfile
-) -> _Role | Refusal:
+    group: GroupView, block: Block, space: Space, roles: dict[int, Role], hw: HardwareProfile
+) -> Role | Refusal:
     """The block's role in the rows x columns space, or why it has none.
 
     A per-row value is read at the reader's own row; a full one too, at its own column or at any
@@ -177,11 +172,7 @@ def _check_block(
             continue
         own = row if produced is ROW else point if role is FULL else in_row
         if role is SMALL or not own:
-            return group.refuse(
-                RefusalCode.OFF_ROW,
-                f"{block.name} reads a value of another row (or of no row) of "
-                f"{group.graph.tensors[tensor].name}",
-            )
+            return refuse_other_row(group, block, tensor)
     return role
 
 
@@ -190,13 +181,16 @@ Why = tuple[RefusalCode, str]
 
 def _refuse_reduction(block: Block, space: Space, hw: HardwareProfile) -> Why | None:
     """Why a reduction does not fit into the space."""
-    known = block.derived.get("why")
-    if known is None:
-        known = block.derived["why"] = {}
-    key = (space, hw.kind)
+    known, key = _refused_reductions(block), (space, hw.kind)
     if key not in known:
         known[key] = _why_not(block, *space, hw)
     return known[key]
+
+
+@derived
+def _refused_reductions(block: Block) -> dict[tuple[Space, str], Why | None]:
+    """Those that were asked for."""
+    return {}
 
 
 def _why_not(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from enum import Enum
 
 from ...config import HardwareProfile, Policy
 from ...cost.traffic import Resources, Traffic
@@ -25,6 +24,7 @@ from ..column.planned import loads_and_stores
 from ..forms import Writer
 from ..group.footprint import evaluations
 from ..group.read_order import plain_axes, read_order
+from ..group.roles import Role, refuse_other_row, refuse_small_output
 from ..group.traffic import Shape, cuda_resources, cuda_traffic, group_streams
 from ..pointwise.kernel_class import refuse_recompute
 from ..traits import SUMS_COLUMNS, SUMS_ROWS, Needs
@@ -39,13 +39,6 @@ LEAST_COLUMNS = 128
 """Below, a warp has several rows."""
 
 
-class _Role(Enum):
-    FULL = "full"
-    ROW = "row"
-    SMALL = "small"
-    SUM = "sum"
-
-
 @dataclass(slots=True)
 class _Space:
     """Rows and columns of a group; `groups` of rows are summed apart."""
@@ -53,7 +46,7 @@ class _Space:
     rows: tuple[int, ...]
     columns: int
     groups: int = 0
-    roles: dict[int, _Role] = field(default_factory=dict)
+    roles: dict[int, Role] = field(default_factory=dict)
 
     @property
     def row_count(self) -> int:
@@ -85,7 +78,7 @@ class Mixed(Family):
                 "no thread block holds the sums over rows of this length",
                 columns=space.columns,
             )
-        once = frozenset(t for t, role in space.roles.items() if role is not _Role.SMALL)
+        once = frozenset(t for t, role in space.roles.items() if role is not Role.SMALL)
         runs = evaluations(group, once)
         if refusal := refuse_recompute(group, runs, policy):
             return refusal
@@ -198,18 +191,15 @@ def _read_space(group: GroupView) -> _Space | Refusal:
         for w in block.writes:
             space.roles[w.tensor] = role
     for t in group.outputs:
-        if space.roles[t] is _Role.SMALL:
-            return group.refuse(
-                RefusalCode.SPACE_MISMATCH,
-                f"output {group.graph.tensors[t].name} is neither full nor one value a row",
-            )
+        if space.roles[t] is Role.SMALL:
+            return refuse_small_output(group, t)
     return space
 
 
-def _role(group: GroupView, space: _Space, block: Block, is_view: bool) -> _Role | Refusal:
+def _role(group: GroupView, space: _Space, block: Block, is_view: bool) -> Role | Refusal:
     """The block's role in the space, or why it has none."""
     produced = [space.roles[a.tensor] for a in block.reads if a.tensor in space.roles]
-    if _Role.SUM in produced:
+    if Role.SUM in produced:
         return group.refuse(
             RefusalCode.SPACE_MISMATCH, f"{block.name} reads sums that are not finished"
         )
@@ -217,19 +207,19 @@ def _role(group: GroupView, space: _Space, block: Block, is_view: bool) -> _Role
         return _role_of_reduction(group, space, block)
     extents = non_unit(a.extent for a in block.axes)
     if math.prod(extents) == space.points:
-        role = _Role.FULL
-    elif extents == space.rows and _Role.ROW in produced:
-        role = _Role.ROW
+        role = Role.FULL
+    elif extents == space.rows and Role.ROW in produced:
+        role = Role.ROW
     else:
-        role = _Role.SMALL
+        role = Role.SMALL
     for access in block.reads if not is_view else ():
-        source = space.roles.get(access.tensor, _Role.SMALL)
-        if source is not _Role.SMALL and not _reads_own(block, access, space, source, role):
-            return _off_row(group, block, access)
+        source = space.roles.get(access.tensor, Role.SMALL)
+        if source is not Role.SMALL and not _reads_own(block, access, space, source, role):
+            return refuse_other_row(group, block, access.tensor)
     return role
 
 
-def _role_of_reduction(group: GroupView, space: _Space, block: Block) -> _Role | Refusal:
+def _role_of_reduction(group: GroupView, space: _Space, block: Block) -> Role | Refusal:
     if block.reduction is Reduction.OTHER:
         return group.refuse(
             RefusalCode.REDUCTION, f"{block.name} combines in a way no mixed kernel knows"
@@ -245,7 +235,7 @@ def _role_of_reduction(group: GroupView, space: _Space, block: Block) -> _Role |
     is_row = [axis in block.spatial for axis in order]
     if not _is_sum(block):
         trailing = is_row == sorted(is_row, reverse=True)
-        return _Role.ROW if trailing and reduced == space.columns else mismatch
+        return Role.ROW if trailing and reduced == space.columns else mismatch
     if all(is_row):  # a sum of one element each
         return mismatch
     # s, r, n: groups of rows, the rows of a group, columns
@@ -258,7 +248,7 @@ def _role_of_reduction(group: GroupView, space: _Space, block: Block) -> _Role |
     if space.groups not in (0, groups):
         return mismatch
     space.groups = groups
-    return _Role.SUM
+    return Role.SUM
 
 
 def _is_sum(block: Block) -> bool:
@@ -267,21 +257,13 @@ def _is_sum(block: Block) -> bool:
     return bool(order) and order[-1] in block.spatial
 
 
-def _reads_own(block: Block, access: Access, space: _Space, source: _Role, role: _Role) -> bool:
+def _reads_own(block: Block, access: Access, space: _Space, source: Role, role: Role) -> bool:
     """A per-row value is read at the reader's own row, a full one at its own point."""
     live = [i for i, axis in enumerate(block.axes) if axis.extent != 1]
     got = plain_axes(block, access)
-    if role is _Role.SMALL:
+    if role is Role.SMALL:
         return False
-    if source is _Role.FULL:
-        return role is _Role.FULL and got == live
+    if source is Role.FULL:
+        return role is Role.FULL and got == live
     extents = tuple(block.axes[i].extent for i in live[: len(space.rows)])
     return got == live[: len(space.rows)] and extents == space.rows
-
-
-def _off_row(group: GroupView, block: Block, access: Access) -> Refusal:
-    return group.refuse(
-        RefusalCode.OFF_ROW,
-        f"{block.name} reads a value of another row (or of no row) of "
-        f"{group.graph.tensors[access.tensor].name}",
-    )

@@ -1,0 +1,42 @@
+"""What tensors and blocks are to a space of rows and columns that a group of reductions shares, and
+the refusals of those that are nothing to it.
+
+    m = max(x, axis=1)      x: full, m: row         exp(x - m): full
+    y = e * (gamma + 1)     gamma + 1: small        sum(y, axis=0): sum (of a mixed kernel)
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from ...ir.access import Block
+from ...plan.group_view import GroupView
+from ...plan.refusal import Refusal, RefusalCode
+
+
+class Role(Enum):
+    """FULL: a value for each row and column. ROW: one for each row. SMALL: made of inputs only, so
+    that any reader computes what it needs of it. SUM: summed over rows, one for each column.
+    """
+
+    FULL = "full"
+    ROW = "row"
+    SMALL = "small"
+    SUM = "sum"
+
+
+def refuse_other_row(group: GroupView, block: Block, tensor: int) -> Refusal:
+    """A block reads what its own row does not have."""
+    return group.refuse(
+        RefusalCode.OFF_ROW,
+        f"{block.name} reads a value of another row (or of no row) of "
+        f"{group.graph.tensors[tensor].name}",
+    )
+
+
+def refuse_small_output(group: GroupView, tensor: int) -> Refusal:
+    """An output that no row computes."""
+    return group.refuse(
+        RefusalCode.SPACE_MISMATCH,
+        f"output {group.graph.tensors[tensor].name} is neither full nor one value a row",
+    )
