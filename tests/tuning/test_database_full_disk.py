@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 
 from tvm_fusion.errors import InputError
+from tvm_fusion.host import appended_files
+from tvm_fusion.host.appended_files import LOCK
 from tvm_fusion.tuning.database import Database, store
-from tvm_fusion.tuning.database.store import LOCK, TRIALS
+from tvm_fusion.tuning.database.store import TRIALS
 
 from ..support.tune_database_files import copy_of_sound, open_
 from ..support.tune_database_tools import (
@@ -55,7 +57,7 @@ def test_a_full_disk_leaves_nothing_behind_and_the_trial_in_memory(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(store.os, "write", full)
+        patch.setattr(appended_files.os, "write", full)
         with pytest.raises(InputError, match=r"cannot write .*No space left.*free space"):
             database.add(new, TARGET, ok("default", 2.0))
     assert bytes_of(folder) == before
@@ -122,12 +124,12 @@ def test_a_full_disk_is_noticed_when_the_database_is_opened(folder, monkeypatch,
     before, plain = bytes_of(folder), os.write
 
     def full(file, data):
-        if taken and len(data) == store.ROOM_BYTES:
+        if taken and len(data) == appended_files.ROOM_BYTES:
             return plain(file, data[:taken])
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patch:
-        patch.setattr(store.os, "write", full)
+        patch.setattr(appended_files.os, "write", full)
         with pytest.raises(InputError, match=r"cannot write to .*No space left.*Free space"):
             open_(folder)
     assert bytes_of(folder) == before
@@ -167,9 +169,9 @@ def test_a_repair_that_cannot_be_written_is_an_error_and_loses_nothing(folder, m
 
 
 def test_a_lock_that_another_process_keeps_is_an_error_that_says_so(folder, monkeypatch):
-    monkeypatch.setattr(store, "LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(appended_files, "LOCK_TIMEOUT_S", 0.05)
     database = open_(folder)
-    with store.locked(folder):
+    with appended_files.locked(folder):
         with pytest.raises(InputError, match="locked by another process"):
             database.add(A, TARGET, ok("X", 1.0))
         with pytest.raises(InputError, match="locked by another process"):

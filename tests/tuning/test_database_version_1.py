@@ -68,13 +68,11 @@ def test_it_is_read_by_who_only_reads_and_left_as_it_is(folder, caplog):
 
 
 def test_the_next_session_puts_it_into_one_file_and_says_so(folder, caplog):
-    said = f"{folder}: a folder of version 1: 8 trials, 1 plans; "
+    said = f"{GUARD}: version 1 of the format: 8 trials, 1 plans; "
     (problem,) = check(folder).problems
     assert str(problem).startswith(f"{said}would be put into {TRIALS}")
     check_all(Database.open(folder, DEVICE))
-    assert caplog.messages == [
-        f"{folder}: {said}put into {TRIALS}, its files into a folder old.<n>"
-    ]
+    assert caplog.messages == [f"{folder}: {said}put into {TRIALS}, the old files into old.<n>"]
     assert check(folder).ok
     for name in (*FILES, "plans/0123abcd.json"):
         assert (folder / "old.1" / name).read_bytes() == (GIVEN / name).read_bytes()

@@ -22,8 +22,9 @@ from tvm.s_tir.meta_schedule.database.database import _PyDatabase
 
 from ..config import resolve_target
 from ..errors import InputError, NothingTuned, TargetError
-from .database import Folders, Store, Stores
-from .database.metaschedule import facts_of, load_record, payload_of, root_of, target_json
+from .database import Database as Store
+from .database import Folders
+from .database.metaschedule import load_record, payload_of, root_of, target_json
 from .measure.trial_record import Trial
 from .session.choices import TRACE_CHOICE
 from .session.select import chosen
@@ -77,8 +78,8 @@ class TuningDatabase(PyDatabase):
 
     Parameters
     ----------
-    path : str, Path or Stores
-        The folder that `tvm_fusion.tune` was given, or what else keeps trials.
+    path : str, Path or Folders
+        The folder that `tvm_fusion.tune` was given, or what answers like `Folders`.
 
     Raises
     ------
@@ -91,7 +92,7 @@ class TuningDatabase(PyDatabase):
     ...     executable = tvm.compile(mod, target, relax_pipeline="tvm_fusion")
     """
 
-    def __init__(self, path: str | Path | Stores) -> None:
+    def __init__(self, path: str | Path | Folders) -> None:
         super().__init__()
         self.stores = Folders(path) if isinstance(path, str | Path) else path
         if not callable(getattr(self.stores, "of", None)):
@@ -191,7 +192,7 @@ def _record(trial: Trial, mod: tvm.IRModule, target: tvm.target.Target) -> Tunin
     """
     if trial.kind != TRACE_CHOICE or '["Tensorize"' in trial.text:
         return None
-    payload = payload_of(trial, facts_of(mod), target_json(target))
+    payload = payload_of(trial, mod, target_json(target))
     try:
         return load_record(payload, Workload(mod))
     except (RuntimeError, ValueError, TypeError) as error:  # of TVM, where the trace does not fit

@@ -2,50 +2,22 @@
 
     D/<device folder>/trials.jsonl    workloads, trials (failures too) and plans
 
-The file is only appended to, one line a trial. `TuningDatabase` shows it to MetaSchedule,
-`tools.export` writes MetaSchedule's own folder, and `tools.import_folders` reads one.
+The file is only appended to, one line a trial. `TuningDatabase` shows it to MetaSchedule, `export`
+writes MetaSchedule's own folder, and `import_folders` reads one.
 """
 
 from ..measure.trial_record import Trial
-from .folders import (
-    Folders,
-    Store,
-    Stores,
-    check_place,
-    compiler_version,
-    device_folder,
-    device_folders,
-    find_database,
-    folder_of,
-)
-from .lines import Problem
+from .folders import Folders, check_place, device_folder, device_folders, find_database, folder_of
 from .metaschedule import short_key, trace_text, workload_key
 from .store import Database
-from .tools import (
-    Exported,
-    FolderReport,
-    Report,
-    Taken,
-    check,
-    export,
-    import_folders,
-    merge,
-)
+from .tools import check, export, import_folders, merge
 
 __all__ = [
     "Database",
-    "Exported",
-    "FolderReport",
     "Folders",
-    "Problem",
-    "Report",
-    "Store",
-    "Stores",
-    "Taken",
     "Trial",
     "check",
     "check_place",
-    "compiler_version",
     "device_folder",
     "device_folders",
     "export",

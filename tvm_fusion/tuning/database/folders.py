@@ -10,61 +10,25 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import tvm
-from tvm import tirx
 from tvm.target.codegen import llvm_version_major
 
 from ..._version import __version__
 from ...config.hardware import HardwareProfile
 from ...errors import InputError, NothingTuned
+from ...host.appended_files import LOCK
 from ...runtime.build.cuda_compiler import find_compiler
-from ..measure.trial_record import Trial
 from .foreign import GUARD
 from .lines import canonical, digest, identity
 from .metaschedule import RECORDS, WORKLOADS, target_json
-from .store import LOCK, TRIALS, Database
+from .store import TRIALS, Database
 
 _LONGEST = 45  # of a part of a name; five of them fit in what file systems take
 _SHOWN = 5  # folders, or files, that a message names
 _FILES = (TRIALS, GUARD, WORKLOADS, RECORDS)
-
-
-class Store(Protocol):
-    """What pipelines ask of the trials of one device: `store.Database`.
-
-    Attributes
-    ----------
-    changes : int
-        Grows whenever there are other trials than before.
-    """
-
-    @property
-    def changes(self) -> int: ...
-
-    def workloads(self) -> Sequence[tirx.PrimFunc]: ...
-
-    def trials(self, workload: tirx.PrimFunc) -> Iterable[Trial]: ...
-
-    def unchecked(self) -> Sequence[tuple[str, Trial]]: ...
-
-    def plan(self, key: str) -> dict[str, Any] | None: ...
-
-    def metaschedule(self) -> Any:
-        """The trials with a time as a database of MetaSchedule."""
-
-
-class Stores(Protocol):
-    """A store for each device: `Folders`."""
-
-    def of(self, hw: HardwareProfile, target: tvm.target.Target) -> Store:
-        """That of a device; `NothingTuned` where there is none."""
-
-    def all(self) -> Sequence[Store]:
-        """Those that this TVM can read."""
 
 
 def device_folder(
@@ -72,16 +36,6 @@ def device_folder(
 ) -> str:
     """The name of a folder, of characters that any file system takes.
 
-    Parameters
-    ----------
-    device : str
-        `HardwareProfile.name`.
-    tvm_version, compiler, package_version : str
-    key : str
-        What else tells it from others.
-
-    Examples
-    --------
     >>> device_folder("nvidia_h200", "0.27.0", "nvcc 13.0", "0.1.0")
     'nvidia_h200-tvm0.27.0-nvcc_13.0-fusion0.1.0'
     """
@@ -94,13 +48,7 @@ def _safe(part: str) -> str:
 
 
 def compiler_version(target: tvm.target.Target) -> str:
-    """What makes machine code for a target: `nvcc 13.0...`, `llvm 22`.
-
-    Raises
-    ------
-    BuildError
-        There is no CUDA compiler for a CUDA target.
-    """
+    """What makes machine code for a target: `nvcc 13.0...`, `llvm 22`; BuildError without any."""
     if target.kind.name == "llvm":
         return f"llvm{llvm_version_major()}"
     compiler = find_compiler()
@@ -152,17 +100,7 @@ def find_database(
 
 
 class Folders:
-    """The stores of a database, by device; they are only read.
-
-    Parameters
-    ----------
-    path : str or Path
-
-    Raises
-    ------
-    InputError
-        The path is no database.
-    """
+    """The stores of a database, by device; they are only read. InputError for another path."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -173,13 +111,7 @@ class Folders:
         return str(self.path)
 
     def of(self, hw: HardwareProfile, target: tvm.target.Target) -> Database:
-        """That of a device.
-
-        Raises
-        ------
-        NothingTuned
-            There is none.
-        """
+        """That of a device; `NothingTuned` where there is none."""
         name = folder_of(hw, target)
         if name not in self._opened:
             self._opened[name] = find_database(self.path, hw, target, read_only=True)
@@ -217,13 +149,7 @@ def folders_in(path: Path) -> list[Path]:
 
 
 def check_database(path: Path) -> None:
-    """Say what is wrong with a path that is to be read as a database.
-
-    Raises
-    ------
-    InputError
-        It does not exist, is a file, the folder of one device, or a folder of something else.
-    """
+    """InputError for a path that is to be read and is no database, with what it is."""
     if not path.exists():
         raise InputError(f"there is no database {path}: `python -m tvm_fusion tune` makes one")
     _check_folder(path)
@@ -235,14 +161,8 @@ def check_database(path: Path) -> None:
 
 
 def check_place(path: Path) -> None:
-    """Say why tuning cannot begin, or go on, at a path: it has to be a database, an empty folder,
-    or none yet.
-
-    Raises
-    ------
-    InputError
-        It is a file, the folder of one device, or a folder of something else; or it cannot be
-        written.
+    """InputError for a path where tuning cannot begin or go on: it has to be a database, an empty
+    folder, or none yet, and can be written.
     """
     there = next(place for place in (path, *path.absolute().parents) if place.exists())
     if there != path and not there.is_dir():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any
 
 import tvm
@@ -30,22 +30,6 @@ ENTRY = "main"
 ANNOTATION = "tvm_fusion.config"
 WORKLOADS, RECORDS = "database_workload.json", "database_tuning_record.json"
 _BLOCK = "b0"
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What records say of their workload.
-
-    Attributes
-    ----------
-    root : str
-        The name of its root block.
-    arguments : list or None
-        Its parameters as MetaSchedule describes them; None where a shape is symbolic.
-    """
-
-    root: str
-    arguments: list[Any] | None
 
 
 def module_of(workload: tirx.PrimFunc) -> tvm.IRModule:
@@ -76,28 +60,17 @@ def workload_text(workload: tirx.PrimFunc) -> str:
     InputError
         It has no root block: it is not an unscheduled function of TVM's s_tir.
     """
-    mod = module_of(workload)
-    facts_of(mod)
-    return str(Workload(mod).as_json()[1])
+    if root_of(workload) is None:
+        raise InputError(
+            "a workload is the PrimFunc of a group before any schedule, with a root block; this "
+            f"one has none:\n{str(workload)[:400]}"
+        )
+    return str(Workload(module_of(workload)).as_json()[1])
 
 
 def load(key: str, module: str) -> Workload:
     """The `Workload` of a line whose checksum is right: TVM may crash on any other."""
     return Workload.from_json([key, module])
-
-
-def facts_of(mod: tvm.IRModule) -> Facts:
-    """The facts of a workload's module; InputError if it has no root block."""
-    root = root_of(mod[ENTRY])
-    if root is None:
-        raise InputError(
-            "a workload is the PrimFunc of a group before any schedule, with a root block; this "
-            f"one has none:\n{str(mod[ENTRY])[:400]}"
-        )
-    try:
-        return Facts(root, arguments_of(mod))
-    except (TypeError, ValueError, RuntimeError):  # a symbolic extent is no integer
-        return Facts(root, None)
 
 
 def root_of(func: tirx.PrimFunc) -> str | None:
@@ -106,9 +79,13 @@ def root_of(func: tirx.PrimFunc) -> str | None:
     return None if name is None else str(name)
 
 
-def arguments_of(mod: tvm.IRModule) -> list[Any]:
-    """The parameters of a module's function as records hold them; of static shapes only."""
-    return [info.as_json() for info in ArgInfo.from_entry_func(mod, remove_preproc=False)]
+def arguments_of(mod: tvm.IRModule) -> list[Any] | None:
+    """The parameters of a module's function as records have them; None for symbolic shapes."""
+    try:
+        infos = ArgInfo.from_entry_func(mod, remove_preproc=False)
+    except (TypeError, ValueError, RuntimeError):  # a symbolic extent is no integer
+        return None
+    return [info.as_json() for info in infos]
 
 
 def target_json(target: tvm.target.Target) -> dict[str, Any]:
@@ -132,33 +109,19 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, str) else value
 
 
-def payload_of(trial: Trial, facts: Facts, target: dict[str, Any]) -> list[Any]:
-    """The record of an ok trial."""
-    trace = _annotation(trial.text, facts) if trial.kind == "class" else json.loads(trial.text)
-    return [trace, [us * 1e-6 for us in trial.samples_us], target, facts.arguments]
-
-
-def _annotation(text: str, facts: Facts) -> list[Any]:
-    return [
-        [
-            ["GetSBlock", [], [facts.root, ENTRY], [_BLOCK]],
-            ["Annotate", [_BLOCK, f'"{text}"'], [ANNOTATION], []],
-        ],
-        [],
-    ]
+def payload_of(trial: Trial, mod: tvm.IRModule, target: dict[str, Any]) -> list[Any]:
+    """The record of an ok trial of a workload's module."""
+    if trial.kind == "class":
+        place = ["GetSBlock", [], [root_of(mod[ENTRY]), ENTRY], [_BLOCK]]
+        trace = [[place, ["Annotate", [_BLOCK, f'"{trial.text}"'], [ANNOTATION], []]], []]
+    else:
+        trace = json.loads(trial.text)
+    return [trace, [us * 1e-6 for us in trial.samples_us], target, arguments_of(mod)]
 
 
 def choice_of(payload: list[Any]) -> tuple[str, str]:
     """Kind and text of the choice that a record is of."""
     trace = payload[0]
-    text = _annotated(trace)
-    if text is not None:
-        return "class", text
-    return "trace", json.dumps(trace, separators=(",", ":"))
-
-
-def _annotated(trace: list[Any]) -> str | None:
-    """The text of `_annotation`; None for any other trace."""
     match trace:
         case [
             [
@@ -167,14 +130,10 @@ def _annotated(trace: list[Any]) -> str | None:
             ],
             [],
         ] if (where, name) == (block, ANNOTATION) and quoted == f'"{quoted[1:-1]}"':
-            text = quoted[1:-1]
-        case _:
-            return None
-    try:
-        check_text("class", text)
-    except ValueError:
-        return None
-    return text
+            with suppress(ValueError):
+                check_text("class", quoted[1:-1])
+                return "class", quoted[1:-1]
+    return "trace", json.dumps(trace, separators=(",", ":"))
 
 
 def foreign_trial(payload: list[Any], day: str) -> Trial:

@@ -9,33 +9,36 @@ D/<device folder>/
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
-import os
 import shlex
-import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import tvm
-from filelock import FileLock, Timeout
 from tvm import tirx
 from tvm.s_tir.meta_schedule.database import MemoryDatabase, Workload
 
 from ...errors import InputError
+from ...host.appended_files import (
+    LOCK,
+    CannotLock,
+    append,
+    check_room,
+    locked,
+    read_from,
+    signature,
+)
 from ...host.atomic_files import replace_file
 from ..measure.trial_record import LASTING, Trial
-from .foreign import OLD, check_version, is_version_1, read_version_1, retire
+from .foreign import GUARD, OLD, check_version, is_version_1, read_version_1, retire
 from .lines import BadLine, Content, Problem, canonical, identity
 from .metaschedule import (
     ENTRY,
     check_replay,
-    facts_of,
     load,
     load_record,
     payload_of,
@@ -46,14 +49,7 @@ from .metaschedule import (
 
 logger = logging.getLogger(__name__)
 
-TRIALS, DAMAGED, LOCK = "trials.jsonl", "damaged.jsonl", "lock"
-LOCK_TIMEOUT_S = 60.0
-ROOM_BYTES = 1 << 16  # more than most trials take
-_POLL_S = 0.01
-
-
-class CannotLock(InputError):
-    """The lock of a folder cannot be taken here, whoever holds it: the folder is read-only."""
+TRIALS, DAMAGED = "trials.jsonl", "damaged.jsonl"
 
 
 class Database:
@@ -146,13 +142,7 @@ class Database:
     @property
     def problems(self) -> tuple[Problem, ...]:
         """What is wrong with the files, as of their last reading."""
-        modules = self.modules()
-        lost = [key for key, _ in self.all_trials() if key not in modules]
-        why = (
-            f"{len(lost)} trials are of {len(set(lost))} workloads without a line; they count, but "
-            "MetaSchedule cannot see them"
-        )
-        return (*self._moved, *self._problems, *([Problem(TRIALS, why)] if lost else ()))
+        return (*self._moved, *self._problems, *self._orphans())
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -204,7 +194,8 @@ class Database:
             return sorted(self._content.plans | self._pending.plans)
 
     def plan(self, key: str) -> dict[str, Any] | None:
-        """The plan of a key."""
+        """The plan of a key, as the latest process wrote it."""
+        self.refresh()
         with self._mutex:
             return (self._content.plans | self._pending.plans).get(key)
 
@@ -225,36 +216,24 @@ class Database:
             module = self.modules().get(key) or workload_text(workload)
             if trial.ok and trial.kind == "trace":
                 loaded = self._load(key, module)
-                check_replay(payload_of(trial, facts_of(loaded.mod), target), loaded)
+                check_replay(payload_of(trial, loaded.mod, target), loaded)
             self._content.target = target
             self._extend(Content(workloads={key: module}, entries={(key, trial): None}))
 
     def save_plan(self, key: str, data: dict[str, Any]) -> None:
         """Keep a plan in place of an earlier one.
 
-        Raises
-        ------
-        InputError
-            The file cannot be written.
-        ValueError
-            It is not JSON of finite numbers.
+        InputError if the file cannot be written, ValueError if it is not JSON of finite numbers.
         """
         self._check_writable()
         with self._mutex:
             self._extend(Content(plans={key: json.loads(json.dumps(data, allow_nan=False))}))
 
     def take(self, other: Content) -> int:
-        """Add all trials of another content of this device, and the plans that are not here.
+        """Add all trials of another content, and the plans that are not here; returns how many
+        trials are added.
 
-        Returns
-        -------
-        int
-            How many trials are added.
-
-        Raises
-        ------
-        InputError
-            It is of another device or target, or the file cannot be written.
+        InputError if it is of another device or target, or if the file cannot be written.
         """
         self._check_writable()
         if other.device is None or other.device != self.device:
@@ -284,8 +263,8 @@ class Database:
             for key, module in self.modules().items():
                 ok = [t for t in self.trials(key) if t.ok and kind in (None, t.kind)]
                 if ok and self.target is not None:
-                    facts = facts_of(self._load(key, module).mod)
-                    found.append((key, module, [payload_of(t, facts, self.target) for t in ok]))
+                    mod = self._load(key, module).mod
+                    found.append((key, module, [payload_of(t, mod, self.target) for t in ok]))
         return found
 
     def metaschedule(self, kind: str | None = None) -> MemoryDatabase:
@@ -299,13 +278,7 @@ class Database:
         return found
 
     def refresh(self) -> None:
-        """Read what other processes wrote since the file was last read or written.
-
-        Raises
-        ------
-        InputError
-            As `open`.
-        """
+        """Read what other processes wrote since the last reading or writing; raises as `open`."""
         unlocked = self.read_only and not (self.path / LOCK).exists()
         with self._mutex:
             try:
@@ -324,7 +297,7 @@ class Database:
                 raise InputError(f"cannot make {self.path}: {error.strerror or error}") from error
             try:
                 with locked(self.path):
-                    _check_room(self.path)
+                    check_room(self.path, (TRIALS, DAMAGED))
             except (CannotLock, OSError) as error:
                 why = (error.__cause__ or error).strerror or error
                 raise InputError(
@@ -334,7 +307,7 @@ class Database:
         self.refresh()
         if is_version_1(self.path):
             self._take_version_1()
-        self._tell()
+            self._tell(self._moved)
 
     def _take_version_1(self) -> None:
         """Take over what a folder of version 1 holds: in memory only, where nothing is written."""
@@ -352,9 +325,9 @@ class Database:
         found, problems = read_version_1(self.path, self.device, self.target)
         self._given = found.device, found.target
         self._content.device, self._content.target = self._given
-        said = f"a folder of version 1: {len(found.entries)} trials, {len(found.plans)} plans"
-        remedy = f"put into {TRIALS}, its files into a folder {OLD}.<n>"
-        self._moved = [Problem(str(self.path), said, remedy), *problems]
+        said = f"version 1 of the format: {len(found.entries)} trials, {len(found.plans)} plans"
+        remedy = f"put into {TRIALS}, the old files into {OLD}.<n>"
+        self._moved = [Problem(GUARD, said, remedy), *problems]
         self._pending.update(found)
         self.changes += 1
 
@@ -371,7 +344,7 @@ class Database:
         """Write what is pending; under the lock."""
         self._read()
         lines = self._content.lines(self._pending)
-        _append(self.path / TRIALS, "".join(lines).encode())
+        append(self.path / TRIALS, "".join(lines).encode())
         for line in lines:
             self._content.take(line.encode())
         self._lines += len(lines)
@@ -380,23 +353,23 @@ class Database:
 
     def _read(self) -> None:
         """Read what is new in the file, and repair it if it may be written; under the lock."""
-        path = self.path / TRIALS
-        found = _signature(path)
-        if found == self._signature and found is not None:
+        before, found = self._signature, signature(self.path / TRIALS)
+        if found is not None and found == before:
             return
-        grown = (
-            found and self._signature and found[0] == self._signature[0] and found[1] > self._end
-        )
-        if not (grown and self._read_from(path, self._end)):
+        self._signature = found
+        grown = before and found and before[0] == found[0] and found[1] > self._end
+        if not (grown and self._read_from(self._end)):
             self._content = Content(self._given[0], self._content.target or self._given[1])
             self._problems, self._lines = [], 0
-            self._read_from(path, 0)
+            self._read_from(0)
+            self._tell([*self._problems, *self._orphans()])
         self.changes += 1
 
-    def _read_from(self, path: Path, start: int) -> bool:
+    def _read_from(self, start: int) -> bool:
         """Read the lines from a place on; False where something is wrong with those of a part."""
         content, rejected = self._content, []
-        lines = _bytes(path, start).split(b"\n")
+        data = read_from(self.path / TRIALS, start)
+        lines = data.split(b"\n")
         cut = bool(lines[-1])
         lines = lines if cut else lines[:-1]
         for number, raw in enumerate(lines, 1 + self._lines):
@@ -409,38 +382,48 @@ class Database:
         nameless = bool(lines) and content.head is None
         if start and (cut or rejected or nameless):
             return False
-        self._lines += len(lines)
+        self._lines, self._end = self._lines + len(lines), start + len(data)
+        bad = {number: why for number, _, why in rejected}
         self._problems += [
-            Problem(f"{TRIALS} line {n}", why, "taken out") for n, _, why in rejected
+            Problem(f"{TRIALS} line {number}", why, "taken out") for number, why in bad.items()
         ]
         if nameless:
             why = "the line that names the device is missing"
             self._problems.append(Problem(TRIALS, why, "written again"))
         if (cut or rejected or nameless) and not self.read_only:
-            bad = {number for number, *_ in rejected}
             self._repair([raw for n, raw in enumerate(lines, 1) if n not in bad], rejected)
-        self._seen()
         return True
 
     def _repair(self, sound: list[bytes], rejected: list[tuple[int, bytes, str]]) -> None:
         """Write the file anew, the damaged lines to their own first: no step loses any."""
-        _append(self.path / DAMAGED, "".join(map(_described, rejected)).encode())
+        append(self.path / DAMAGED, "".join(map(_described, rejected)).encode())
         head = self._content.lines(Content()) if self._content.head is None else []
         replace_file(self.path / TRIALS, "".join([*head, *(raw.decode() + "\n" for raw in sound)]))
         for line in head:
             self._content.take(line.encode())
         self._lines = len(head) + len(sound)
+        self._seen()
         self._problems = [replace(p, mended=True) for p in self._problems]
 
     def _seen(self) -> None:
         """The file is known as it is now."""
-        self._signature = _signature(self.path / TRIALS)
+        self._signature = signature(self.path / TRIALS)
         self._end = self._signature[1] if self._signature else 0
 
-    def _tell(self) -> None:
+    def _orphans(self) -> list[Problem]:
+        modules = self.modules()
+        lost = [key for key, _ in self.all_trials() if key not in modules]
+        why = (
+            f"{len(lost)} trials are of {len(set(lost))} workloads without a line; they count, but "
+            "MetaSchedule cannot see them"
+        )
+        return [Problem(TRIALS, why)] if lost else []
+
+    def _tell(self, problems: list[Problem]) -> None:
         """Log what is wrong: all where it is repaired, else that there is something."""
-        problems = () if self.silent else self.problems
-        if problems and self.read_only:
+        if self.silent or not problems:
+            return
+        if self.read_only:
             check = f"python -m tvm_fusion tune --db-check --work-dir {shlex.quote(str(self.path))}"
             logger.warning("%d problems in the database, listed by: %s", len(problems), check)
             return
@@ -461,99 +444,6 @@ class Database:
         if key not in self._loaded:
             self._loaded[key] = load(key, module)
         return self._loaded[key]
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder; the system gives it back when the process dies.
-
-    Raises
-    ------
-    InputError
-        Another process holds it for longer than `LOCK_TIMEOUT_S`; or, as `CannotLock`, there is no
-        right to write the lock file.
-    """
-    lock = FileLock(folder / LOCK, poll_interval=_POLL_S)
-    try:
-        lock.acquire(timeout=LOCK_TIMEOUT_S)
-    except Timeout as error:
-        raise InputError(
-            f"{folder} is locked by another process for more than {LOCK_TIMEOUT_S:g} s; end that "
-            "process, or give this one a folder of its own and merge the two"
-        ) from error
-    except OSError as error:
-        raise CannotLock(f"cannot lock {folder}: {error.strerror or error}") from error
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def _append(path: Path, data: bytes) -> None:
-    """Append to a file and have it on disk, or leave the file as it was; under the lock."""
-    if not data:
-        return
-    length = None
-    try:
-        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            length = os.fstat(file).st_size
-            _write(file, data)
-            os.fsync(file)
-        finally:
-            os.close(file)
-    except BaseException as error:
-        if length is not None:
-            with suppress(OSError):
-                os.truncate(path, length)
-        if isinstance(error, OSError):
-            raise InputError(
-                f"cannot write {path}: {error.strerror or error}. Nothing of it is left in the "
-                "file: free space on the disk or make the folder writable"
-            ) from error
-        raise
-
-
-def _write(file: int, data: bytes) -> None:
-    while data:  # a disk that takes a part says why at the rest
-        written = os.write(file, data)
-        if not written:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        data = data[written:]
-
-
-def _bytes(path: Path, start: int) -> bytes:
-    try:
-        with path.open("rb") as file:
-            file.seek(start)
-            return file.read()
-    except FileNotFoundError:
-        return b""
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
-
-
-def _signature(path: Path) -> tuple[int, int, int] | None:
-    """Changes whenever a file does."""
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _check_room(folder: Path) -> None:
-    """OSError unless files can be made in the folder and its own be added to. Removes what a
-    process left that ended while it wrote one anew (`replace_file`); under the lock.
-    """
-    for name in (TRIALS, DAMAGED):
-        if (folder / name).is_file():
-            os.close(os.open(folder / name, os.O_WRONLY | os.O_APPEND))
-    for path in folder.glob(f".{TRIALS}.*"):
-        path.unlink()
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=f".{TRIALS}.", buffering=0) as file:
-        _write(file.fileno(), bytes(ROOM_BYTES))
-        os.fsync(file.fileno())
 
 
 def _described(rejected: tuple[int, bytes, str]) -> str:

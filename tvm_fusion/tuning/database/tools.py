@@ -204,7 +204,7 @@ def merge(sources: Iterable[str | Path], into: str | Path) -> Report[Taken]:
     InputError
         A source is not there, or `into` cannot be written.
     """
-    found = [folder for source in list(sources) for folder in _folders(source)]
+    found = [folder for source in sources for folder in _folders(source)]
     return Report(tuple(_merge(folder, Path(into)) for folder in found))
 
 

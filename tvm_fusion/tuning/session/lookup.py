@@ -15,7 +15,7 @@ from tvm import relax, tirx
 from ...config import HardwareProfile, Policy
 from ...errors import InputError, NothingTuned, PlanError, Unsupported
 from ...plan.plan import FusionPlan
-from ..database import Folders, Store, Stores
+from ..database import Database, Folders
 from ..measure.building import written
 from ..measure.trial_record import Trial
 from ..tuning_database import current_database
@@ -160,12 +160,12 @@ def tuned_kernels(
         return None
 
 
-def _current_stores() -> Stores | None:
+def _current_stores() -> Folders | None:
     current = current_database()
     return None if current is None else current.stores
 
 
-def _stores(database: Any) -> Stores:
+def _stores(database: Any) -> Folders:
     """Where a database keeps its trials."""
     if isinstance(database, str | Path):
         return Folders(database)
@@ -177,7 +177,7 @@ def _stores(database: Any) -> Stores:
     return stores
 
 
-def _of_store(store: Store) -> TunedKernels:
+def _of_store(store: Database) -> TunedKernels:
     if count := sum(trial.text == DEFAULT for _, trial in store.unchecked()):
         logger.warning(
             "%s: the times of %d untuned kernels are unchecked, and what was tuned of these is not "
