@@ -21,8 +21,8 @@ from tvm.relax import op
 from tests.support.graphs import module
 from tvm_fusion.calibrate.cpu.host_profile import calibrated
 from tvm_fusion.calibrate.measured_on import cpu_name
-from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
 
 F32 = "float32"
@@ -131,10 +131,10 @@ def timed_us(compiled: CompiledModule, inputs) -> float:
 
 
 def built(emit, inputs, hw):
-    """A program as planned by the predictions alone, its kernels ready; and its job."""
+    """A program as planned by the predictions alone, its kernels ready; and its plan."""
     policy = load_policy({"coverage": 0.0, "min_gain": 0.0})
-    job = Job.from_module(module(emit, *inputs), hw.to_target(), hw, policy)
-    return CompiledModule.of(job.build_fused()[0]), job
+    own = Planned.of(module(emit, *inputs), hw.to_target(), hw, policy)
+    return CompiledModule.of(own.build().built), own
 
 
 def call_us(hw) -> float:
@@ -145,11 +145,11 @@ def call_us(hw) -> float:
 
 
 def measured(family, emit, inputs, hw, around_us) -> dict:
-    compiled, job = built(emit, inputs, hw)
+    compiled, own = built(emit, inputs, hw)
     generator = np.random.default_rng(0)
     values = [generator.standard_normal(shape, dtype=dtype) for shape, dtype in inputs]
-    groups = [g for g in job.plan.groups if g.kernel_class != "view"]
-    us, predicted = timed_us(compiled, values) - around_us, job.plan.predicted_us
+    groups = [g for g in own.plan.groups if g.kernel_class != "view"]
+    us, predicted = timed_us(compiled, values) - around_us, own.plan.predicted_us
     return {
         "family": family,
         "shapes": [list(shape) for shape, _ in inputs],

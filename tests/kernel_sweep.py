@@ -23,7 +23,7 @@ import itertools
 import json
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,6 @@ from tvm_fusion.check.plain import plain_module
 from tvm_fusion.check.poison import poisoned
 from tvm_fusion.check.rules import check_output
 from tvm_fusion.check.verify import judge_outputs
-from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import (
     HardwareProfile,
     Policy,
@@ -53,6 +52,7 @@ from tvm_fusion.config import (
     resolve_target,
 )
 from tvm_fusion.errors import Unsupported
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.kernels.registry import family
 from tvm_fusion.runtime.build.build import build_functions
 from tvm_fusion.transform.apply.write_kernels import write_kernel
@@ -163,11 +163,11 @@ def _written_module(tried: Tried, rng: random.Random, configs: int) -> _Written:
     hw = load_profile(tried.device)
     drawn, modules = [], []
     for _ in range(-(-configs // 3)):
-        job = Job.from_module(mod, hw.to_target(), hw, POLICY)
-        job.tuned = _Drawn(rng, hw)
-        modules.append(EmulatedModule.of(job))
-        drawn.append(job.tuned.texts)
-        tried.refused += job.cuts.values()
+        own = _Drawn(rng, hw)
+        found = Planned.of(mod, hw.to_target(), hw, POLICY)
+        modules.append(EmulatedModule.of(replace(found, tuned=own)))
+        drawn.append(own.texts)
+        tried.refused += modules[-1].cuts
 
     def judged() -> Iterator[tuple[str, str]]:
         reference = Reference(plain_module(mod, tvm.target.Target("llvm")), inputs)

@@ -25,9 +25,10 @@ import torch
 import torch.nn.functional as F
 import tvm
 
+from tvm_fusion.check.checked_sizes import drawn_inputs
 from tvm_fusion.check.compiled import check_compiled
 from tvm_fusion.check.reference import run_built
-from tvm_fusion.compilation.job import Job
+from tvm_fusion.flow.functions import planned_function
 
 NEAR = 16.0
 LAST_PLACES = 16  # units that pass beside an exact eager result
@@ -413,12 +414,12 @@ class Outcome:
 
 def judged(one: Program, target: str = "llvm") -> Outcome:
     """Compile a program, check it, and compare it with torch in float64 on the same inputs."""
-    job = Job.of((one.module(), one.inputs), target, None, None, None, None)
-    built, materialized = job.build_fused()
-    fell_back = "; ".join(job.cuts.values())
-    inputs = job.inputs
-    given = [torch.from_numpy(_wide(x)) for x in run_built(built, inputs)]
-    checked = check_compiled(job, built, materialized)
+    planned = planned_function((one.module(), one.inputs), target)
+    made = planned.build()
+    fell_back = "; ".join(made.planned.cuts.values())
+    inputs = drawn_inputs(planned.mod)
+    given = [torch.from_numpy(_wide(x)) for x in run_built(made.built, inputs)]
+    checked = check_compiled(made)
     worst = max(checked.verification.outputs, key=lambda o: o.error / (o.limit or 1.0))
     tensors = [_tensor(x) for x in inputs]
     exact = _flat(one.function(*(_double(x) for x in tensors)))

@@ -5,6 +5,7 @@ outputs = compiled(*inputs)
 print(compiled.report)
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import _pins
@@ -14,7 +15,6 @@ _pins.check()
 from . import transform  # noqa: E402
 from ._version import __version__  # noqa: E402
 from .calibrate.cpu.host_profile import host_profile as _host_profile  # noqa: E402
-from .compilation.compiler import compile, explain  # noqa: E402
 from .config.targets import calibrate_host_by as _calibrate_host_by  # noqa: E402
 from .errors import (  # noqa: E402
     BuildError,
@@ -30,10 +30,17 @@ from .plan.plan import FusionPlan  # noqa: E402
 from .tuning import tune  # noqa: E402
 
 if TYPE_CHECKING:
+    from .compilation.compiler import compile, explain
     from .tuning.tuning_database import TuningDatabase
 
 _calibrate_host_by(_host_profile)
 transform.register()
+
+_LATER = {
+    "TuningDatabase": "tuning.tuning_database",
+    "compile": "compilation.compiler",
+    "explain": "compilation.compiler",
+}
 
 __all__ = [
     "BuildError",
@@ -55,9 +62,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`TuningDatabase`, which few need, is imported with all that it needs when it is."""
-    if name == "TuningDatabase":
-        from .tuning.tuning_database import TuningDatabase
-
-        return TuningDatabase
+    """What needs more than the passes do is imported with all that when it is asked for."""
+    if name in _LATER:
+        return getattr(import_module(f".{_LATER[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

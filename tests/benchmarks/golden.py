@@ -37,9 +37,9 @@ import tvm
 from tvm import tirx
 
 from tests.benchmarks.golden_cases import cases
-from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import HardwareProfile, load_policy, load_profile
 from tvm_fusion.errors import BuildError
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.frontends import load_functions
 from tvm_fusion.host.cores import available_cores
 from tvm_fusion.ir.quick_stacks import register_tensor_intrinsics
@@ -79,30 +79,34 @@ def digests(mod: tvm.IRModule, device: str, policy: Mapping[str, Any]) -> Digest
     found: Digests = {"plan": {}, "calls": {}, "kernels": {}}
     functions = load_functions(mod)
     for function, part in functions.items():
-        job = Job.from_module(part, target, hw, load_policy({"probe": "off", **policy}))
+        planned = Planned.of(part, target, hw, load_policy({"probe": "off", **policy}))
         prefix = f"{function}." if len(functions) > 1 else ""
-        for name, (kind, text) in texts(job).items():
+        planned, sources = texts(planned)
+        for name, (kind, text) in sources.items():
             found[kind][prefix + name] = digest(text)
-        found["plan"][function] = digest(job.plan.to_json())
+        found["plan"][function] = digest(planned.plan.to_json())
     return found
 
 
-def texts(job: Job) -> dict[str, tuple[str, str]]:
-    """The lowered functions of a module and the sources of its kernels, by name; groups whose
-    kernels do not lower are cut, as they are in a build.
+def texts(planned: Planned) -> tuple[Planned, dict[str, tuple[str, str]]]:
+    """The lowered functions of a module and the sources of its kernels, by name, and the plan that
+    was left: groups whose kernels do not lower are cut, as they are in a build.
     """
+    target = planned.target
     while True:
-        written, materialized = job.write()
-        with job.target:
-            lowered = lowering_pipeline(job.target)(written)
+        written = planned.write()
+        with target:
+            lowered = lowering_pipeline(target)(written.mod)
         functions = {gvar.name_hint: func for gvar, func in lowered.functions_items()}
         try:
-            found = {name: _text(name, func, job.target) for name, func in functions.items()}
+            found = {name: _text(name, func, target) for name, func in functions.items()}
         except KernelBuildError as error:
-            if not job.cut_failed(materialized, error.failures, RefusalCode.BUILD):
+            planned, changed = written.without(error.failures, RefusalCode.BUILD)
+            if not changed:
                 raise
         else:
-            return {name: text for name, text in found.items() if text is not None}
+            known = {name: text for name, text in found.items() if text is not None}
+            return written.planned, known
 
 
 def _text(name: str, func: tvm.ir.BaseFunc, target: tvm.target.Target) -> tuple[str, str] | None:

@@ -273,7 +273,7 @@ def test_workloads_are_compiled_ahead_in_processes_and_failures_named(monkeypatc
     assert prepared.given_up == prepared.failures
     assert prepare.Prepared({("chain4", "tvm"): "ValueError: another"}).given_up == {}
     monkeypatch.setattr(
-        "tvm_fusion.compilation.compiler.Job.of", lambda *_: pytest.fail("it compiles again")
+        "tvm_fusion.flow.planned.Planned.of", lambda *_: pytest.fail("it compiles again")
     )
     row = together.measure("chain4", setup_of("unfused", saved=prepared.saved))
     assert row["failures"] == {}

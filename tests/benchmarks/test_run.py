@@ -137,7 +137,7 @@ def test_our_own_failure_is_recorded_and_is_the_exit_status(monkeypatch, tmp_pat
     def broken(*_args, **_options):
         raise RuntimeError("our own words")
 
-    monkeypatch.setattr("tvm_fusion.compilation.compiler.Job.compile", broken)
+    monkeypatch.setattr("tests.benchmarks.rows.ours.compile_function", broken)
     out = tmp_path / "new" / "chain4.json"
     arguments = ["--suite", "chain4", "--peers", "torch.eager", "--target", "llvm"]
     assert main([*arguments, "--scale", "0.01", "--repeats", "3", "--out", str(out)]) == 1

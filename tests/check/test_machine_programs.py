@@ -8,8 +8,8 @@ import torch
 import tvm
 
 from tests.support.machine_programs import KINDS, TARGETS, judged
-from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_profile
+from tvm_fusion.flow.functions import planned_function
 from tvm_fusion.kernels.cpu.machine import machine_of
 from tvm_fusion.runtime.build.build import build
 
@@ -69,7 +69,7 @@ def test_kernels_are_written_for_the_target_that_was_asked_for(name):
     target = tvm.target.Target(TARGETS[name])
     with target:
         assert machine_of(load_profile("llvm")).vector_bytes == VECTOR_BYTES[name]
-    job = Job.of((_Exponentials(), (torch.zeros(33, 65),)), target, None, None, None, None)
-    written = job.fuse()
+    planned = planned_function((_Exponentials(), (torch.zeros(33, 65),)), target)
+    written = planned.fuse()
     scales = "ldexp" in str(build(written, target).executable.mod.imports[0].inspect_source("ll"))
     assert scales == (VECTOR_BYTES[name] == 64)

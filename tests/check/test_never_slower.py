@@ -27,11 +27,13 @@ from tvm_fusion.check.sequential import (
     paired,
     settle,
 )
-from tvm_fusion.compilation.compiler import Job
+from tvm_fusion.compilation import one_function
 from tvm_fusion.config import load_policy, load_profile, profile_file
 from tvm_fusion.cost.learned.learned import Residual
 from tvm_fusion.cost.learned.samples import read_samples
 from tvm_fusion.errors import BuildError, PlanError
+from tvm_fusion.flow.functions import planned_function
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.plan.decide.caution import Caution, Timed, Verdict, ratio_of
 from tvm_fusion.plan.decide.decide import (
     caution_of,
@@ -288,16 +290,16 @@ def viewed(bb, x, y):
 
 def test_plans_of_mixed_regions_run_and_are_right():
     mod = module(viewed, SMALL, ((48, 64), F32))
-    job = Job.of(mod, "llvm", "aggressive", None, None, None)
+    planned = planned_function(mod, "llvm", "aggressive")
     rng = np.random.default_rng(0)
     x, y = rng.standard_normal((64, 48)).astype(F32), rng.standard_normal((48, 64)).astype(F32)
     e = np.exp(x)
     expected = np.tanh(e.reshape(48, 64)), e.reshape(48, 64) * y, -e
-    found = regions(job.graph, job.alone, job.plan)
+    found = regions(planned.graph, planned.alone, planned.plan)
     assert found
     for region in found:
-        mixed = exchanged(job.graph, job.alone, region.careful, region.hopeful)
-        assert in_order(job.graph, mixed.groups) == mixed.groups
+        mixed = exchanged(planned.graph, planned.alone, region.careful, region.hopeful)
+        assert in_order(planned.graph, mixed.groups) == mixed.groups
         compiled = tvm_fusion.compile(mod, "llvm", plan=mixed, verify=False)
         for got, want in zip(compiled(x, y), expected, strict=True):
             np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
@@ -312,12 +314,12 @@ def test_a_region_by_itself_computes_the_same_either_way():
     from tvm_fusion.check.inputs import random_inputs
     from tvm_fusion.check.plan_runner import PlanRunner
 
-    job = Job.of(module(viewed, SMALL, ((48, 64), F32)), "llvm", "aggressive", None, None, None)
-    (region,) = regions(job.graph, job.alone, job.plan)
-    number = {o.name: o.id for o in job.graph.ops}
+    planned = planned_function(module(viewed, SMALL, ((48, 64), F32)), "llvm", "aggressive")
+    (region,) = regions(planned.graph, planned.alone, planned.plan)
+    number = {o.name: o.id for o in planned.graph.ops}
     views = {number[n] for g in region.hopeful for n in g.ops} - set(region.ops)
-    part = region_module(job.low, job.graph, region.ops, views)
-    runner = PlanRunner(part.mod, part.graph, job.hw, job.policy, job.target)
+    part = region_module(planned.low, planned.graph, region.ops, views)
+    runner = PlanRunner(part.mod, part.graph, planned.hw, planned.policy, planned.target)
     inputs = random_inputs(part.mod["main"])
     results = [
         runner.run(part.plan(side, "llvm_cpu", "p"), inputs)
@@ -332,8 +334,8 @@ def test_a_region_with_symbolic_extents_is_left_alone():
     from tvm import tirx
 
     n = tirx.Var("n", "int64")
-    job = Job.of(module(softmax, ((n, 48), F32)), "llvm", None, None, None, None)
-    assert region_module(job.low, job.graph, [o.id for o in job.graph.ops]) is None
+    planned = planned_function(module(softmax, ((n, 48), F32)), "llvm")
+    assert region_module(planned.low, planned.graph, [o.id for o in planned.graph.ops]) is None
 
 
 # ---- the sequential test
@@ -463,12 +465,11 @@ EQUAL = [(9.0, 10.0), (11.0, 10.0)]  # pairs
 
 @pytest.fixture
 def contested():
-    """A job whose plan has left out a fusion that was in doubt."""
-    job = Job.of(module(siblings, SMALL, SMALL, SMALL), "llvm", None, None, None, None)
-    hopeful = hopeful_plan(job.graph, job.hw, job.policy)
-    job.plan = unfused_plan(job.graph, job.hw, job.policy)
+    """A function whose plan has left out a fusion that was in doubt."""
+    planned = planned_function(module(siblings, SMALL, SMALL, SMALL), "llvm")
+    hopeful = hopeful_plan(planned.graph, planned.hw, planned.policy)
     assert launches(hopeful) == 1
-    return job
+    return replace(planned, plan=unfused_plan(planned.graph, planned.hw, planned.policy))
 
 
 @pytest.mark.parametrize(
@@ -502,15 +503,15 @@ def two_times_siblings(bb, x, y, z, u, v, w):
 
 
 def test_regions_of_equal_structure_are_measured_once(monkeypatch):
-    job = Job.of(module(two_times_siblings, *[SMALL] * 6), "llvm", None, None, None, None)
-    alone = unfused_plan(job.graph, job.hw, job.policy)
+    planned = planned_function(module(two_times_siblings, *[SMALL] * 6), "llvm")
+    alone = unfused_plan(planned.graph, planned.hw, planned.policy)
     names = [g.ops[0] for g in alone.groups]
     pairs = [PlannedGroup((a, b), "pointwise") for a, b in (names[:2], names[2:])]
-    hopeful = exchanged(job.graph, alone, alone.groups, pairs)
-    job.plan, asked = alone, []
+    hopeful = exchanged(planned.graph, alone, alone.groups, pairs)
+    planned, asked = replace(planned, plan=alone), []
     monkeypatch.setattr(contest_module, "hopeful_plan", lambda *_: hopeful)
     monkeypatch.setattr(contest_module, "duel", lambda *a: asked.append(a) or FASTER)
-    assert launches(contest(job, Budget(60.0))) == 2
+    assert launches(contest(planned, Budget(60.0))) == 2
     assert len(asked) == 1
 
 
@@ -524,7 +525,7 @@ def test_a_refusal_of_what_was_measured_faster_is_dropped(contested):
 
 def test_after_a_contest_the_plan_is_judged_by_what_was_measured(monkeypatch, contested):
     stale = Evidence("model", "sure", 0.9, 0.9, 0.9)
-    contested.plan = replace(contested.plan, evidence=stale)
+    contested = replace(contested, plan=replace(contested.plan, evidence=stale))
     monkeypatch.setattr(contest_module, "duel", lambda *_: FASTER)
     evidence = contest(contested, Budget(60.0)).evidence
     assert (evidence.kind, evidence.verdict) == ("measured", "sure")
@@ -547,12 +548,13 @@ def test_measured_groups_beside_predicted_ones_are_judged_together():
 
 @pytest.mark.parametrize("duel", [SLOWER, TIE], ids=["slower", "tie"])
 def test_what_was_measured_takes_the_place_of_what_the_model_said(duel):
-    job = Job.of(module(siblings, BIG, BIG, BIG), "h200", None, None, None, None)
-    job.plan = decide(job.graph, job.hw, job.policy, caution=cautious(2.0))
-    assert RefusalCode.UNDECIDED in {r.code for r in job.plan.refusals}
-    hopeful = hopeful_plan(job.graph, job.hw, job.policy)
-    (region,) = regions(job.graph, job.plan, hopeful)
-    plan = settled(job.graph, job.plan, region, duel)
+    planned = planned_function(module(siblings, BIG, BIG, BIG), "h200")
+    plan = decide(planned.graph, planned.hw, planned.policy, caution=cautious(2.0))
+    planned = replace(planned, plan=plan)
+    assert RefusalCode.UNDECIDED in {r.code for r in planned.plan.refusals}
+    hopeful = hopeful_plan(planned.graph, planned.hw, planned.policy)
+    (region,) = regions(planned.graph, planned.plan, hopeful)
+    plan = settled(planned.graph, planned.plan, region, duel)
     (refusal,) = plan.refusals
     assert refusal.why.startswith("measured together")
     assert "without a measurement" not in refusal.why
@@ -605,16 +607,24 @@ def test_evidence_of_a_duel_has_its_interval():
 # ---- the whole module
 
 
-def raced(monkeypatch, job, slow):
-    """The race of a job whose module is slower than the unfused one while `slow(plan)`."""
+def raced(monkeypatch, planned, slow):
+    """The race of a function whose module is slower than the unfused one while `slow(plan)`."""
+
+    plans = {}
+
+    def built(self):
+        made = build(self)
+        plans[id(made.built)] = self.plan
+        return made
 
     def sampler(built, inputs):
-        fused = 12.0 if slow(job.plan) else 8.0
+        fused = 12.0 if slow(plans[id(built[0])]) else 8.0
         return lambda n: [(fused, 10.0)] * n
 
+    build = Planned.build
+    monkeypatch.setattr(Planned, "build", built)
     monkeypatch.setattr(race, "sampler", sampler)
-    built, materialized = job.build_fused()
-    return race.not_slower(job, built, materialized, job.build_unfused(), Budget(600.0))
+    return race.not_slower(planned.build(), planned.build_unfused(), Budget(600.0))
 
 
 def three_pairs(bb, x, y, z):
@@ -625,55 +635,54 @@ def three_pairs(bb, x, y, z):
 def fused_pairs():
     """Three fusions, the later ones less sure to gain."""
     extents = ((64, 48), F32), ((32, 17), F32), ((8, 5), F32)
-    job = Job.of(module(three_pairs, *extents), "llvm", "aggressive", None, None, None)
-    alone = unfused_plan(job.graph, job.hw, job.policy)
+    planned = planned_function(module(three_pairs, *extents), "llvm", "aggressive")
+    alone = unfused_plan(planned.graph, planned.hw, planned.policy)
     names = [g.ops[0] for g in alone.groups]
     evidence = [Evidence("model", "sure", r, r, r) for r in (0.5, 0.6, 0.7)]
-    number = {o.name: o.id for o in job.graph.ops}
+    number = {o.name: o.id for o in planned.graph.ops}
     chains = [
-        (n, job.graph.ops[job.graph.consumers(number[n])[0]].name)
+        (n, planned.graph.ops[planned.graph.consumers(number[n])[0]].name)
         for n in names
-        if job.graph.consumers(number[n])
+        if planned.graph.consumers(number[n])
     ]
     pairs = [
         PlannedGroup(c, "pointwise", evidence=e) for c, e in zip(chains, evidence, strict=True)
     ]
-    job.plan = exchanged(job.graph, alone, alone.groups, pairs)
-    return job
+    return replace(planned, plan=exchanged(planned.graph, alone, alone.groups, pairs))
 
 
 def test_a_module_that_is_not_slower_keeps_its_fusions(monkeypatch, fused_pairs):
-    *_, duel = raced(monkeypatch, fused_pairs, lambda plan: False)
-    assert launches(fused_pairs.plan) == 3
+    made, duel = raced(monkeypatch, fused_pairs, lambda plan: False)
+    assert launches(made.planned.plan) == 3
     assert duel.winner is Winner.FIRST
-    assert fused_pairs.plan.evidence.kind == "measured"
+    assert made.planned.plan.evidence.kind == "measured"
 
 
 def test_of_a_slower_module_the_least_sure_fusions_are_cut_first(monkeypatch, fused_pairs):
     worst = max(fused_pairs.plan.groups, key=lambda g: g.evidence.high).ops
-    raced(monkeypatch, fused_pairs, lambda plan: any(g.ops == worst for g in plan.groups))
-    plan = fused_pairs.plan
+    made, _ = raced(monkeypatch, fused_pairs, lambda plan: any(g.ops == worst for g in plan.groups))
+    plan = made.planned.plan
     assert launches(plan) == 4
     assert worst not in {g.ops for g in plan.groups}
     assert [r.where for r in plan.refusals if r.code is RefusalCode.SLOWER] == [worst]
 
 
 def test_a_module_that_stays_slower_is_run_unfused(monkeypatch, fused_pairs):
-    *_, duel = raced(monkeypatch, fused_pairs, lambda plan: True)
+    made, duel = raced(monkeypatch, fused_pairs, lambda plan: True)
+    plan = made.planned.plan
     assert duel is None
-    assert fused_pairs.plan.fingerprint == fused_pairs.whole_plan.fingerprint
-    assert all(len(g.ops) == 1 for g in fused_pairs.plan.groups)
-    assert RefusalCode.SLOWER in {r.code for r in fused_pairs.plan.refusals}
+    assert plan.fingerprint == fused_pairs.whole.alone.fingerprint
+    assert all(len(g.ops) == 1 for g in plan.groups)
+    assert RefusalCode.SLOWER in {r.code for r in plan.refusals}
 
 
 def test_a_budget_that_ends_while_the_module_is_slower_leaves_it_unfused(monkeypatch, fused_pairs):
     clock = Clock(per_pair=1.0)
     monkeypatch.setattr(race, "sampler", lambda *_: clock.wrap(lambda n: [(12.0, 10.0)] * n))
-    built, materialized = fused_pairs.build_fused()
     unfused = fused_pairs.build_unfused()
-    race.not_slower(fused_pairs, built, materialized, unfused, Budget(30.0, clock))
+    made, _ = race.not_slower(fused_pairs.build(), unfused, Budget(30.0, clock))
     assert clock.now <= 30
-    assert not fused_pairs.plan.opened
+    assert not made.planned.plan.opened
 
 
 @pytest.mark.parametrize(("factor", "opened"), [(1.01, True), (1e6, False)])
@@ -684,15 +693,14 @@ def test_without_a_verdict_the_interval_of_the_model_decides(
     """Unfused is the default: the fused module stays only where the interval excludes a loss."""
     monkeypatch.setattr(race, "caution_of", lambda *_: cautious(factor))
     monkeypatch.setattr(race, "sampler", lambda *_: lambda n: (EQUAL * n)[:n])
-    job = fused_pairs
-    job.plan = replace(job.plan, groups=tuple(halved(g) for g in job.plan.groups))
-    built, materialized = job.build_fused()
-    unfused = job.build_unfused()
-    *_, duel = race.not_slower(job, built, materialized, unfused, Budget(seconds))
-    assert job.plan.opened is opened
-    assert launches(job.plan) == (3 if opened else 6)
+    groups = tuple(halved(g) for g in fused_pairs.plan.groups)
+    planned = replace(fused_pairs, plan=replace(fused_pairs.plan, groups=groups))
+    made, duel = race.not_slower(planned.build(), planned.build_unfused(), Budget(seconds))
+    plan = made.planned.plan
+    assert plan.opened is opened
+    assert launches(plan) == (3 if opened else 6)
     if not opened:
-        (refusal,) = (r for r in job.plan.refusals if r.where == race.WHOLE)
+        (refusal,) = (r for r in plan.refusals if r.where == race.WHOLE)
         assert refusal.code is RefusalCode.UNDECIDED
         assert duel is None
 
@@ -711,10 +719,9 @@ def test_a_module_that_lost_once_needs_a_measured_gain(monkeypatch, fused_pairs)
         return lambda n: (pairs * n)[:n]
 
     monkeypatch.setattr(race, "sampler", sampler)
-    built, materialized = fused_pairs.build_fused()
     unfused = fused_pairs.build_unfused()
-    race.not_slower(fused_pairs, built, materialized, unfused, Budget(1e6))
-    assert not fused_pairs.plan.opened
+    made, _ = race.not_slower(fused_pairs.build(), unfused, Budget(1e6))
+    assert not made.planned.plan.opened
 
 
 def test_the_plan_of_an_unfused_module_can_be_run_again(monkeypatch):
@@ -729,11 +736,12 @@ def test_the_plan_of_an_unfused_module_can_be_run_again(monkeypatch):
 
 
 def test_a_given_plan_is_timed_and_left_as_it_is(monkeypatch, fused_pairs):
-    fused_pairs.given = True
-    *_, duel = raced(monkeypatch, fused_pairs, lambda plan: True)
+    given = replace(fused_pairs, given=True)
+    made, duel = raced(monkeypatch, given, lambda plan: True)
+    plan = made.planned.plan
     assert duel.winner is Winner.SECOND
-    assert launches(fused_pairs.plan) == 3
-    assert fused_pairs.plan.evidence.verdict == "losing"
+    assert launches(plan) == 3
+    assert plan.evidence.verdict == "losing"
 
 
 # ---- end to end
@@ -786,7 +794,12 @@ def test_doubts_are_settled_by_default_on_the_cpu_of_this_machine_where_it_is_ch
 ):
     known, budgets = replace(load_profile("llvm_cpu"), host="this CPU"), []
     monkeypatch.setattr("tvm_fusion.config.targets.host_profile", lambda: known)
-    monkeypatch.setattr(Job, "contest", lambda job, budget: budgets.append(budget.seconds))
+
+    def contested(planned, budget):
+        budgets.append(budget.seconds)
+        return planned
+
+    monkeypatch.setattr(one_function, "contested", contested)
     mod = module(lambda bb, x: op.exp(bb.emit(op.add(x, x))), SMALL)
     policy = {**doubtful(), **changes}
     tvm_fusion.compile(mod, target, policy=policy, verify=verify)
@@ -883,11 +896,10 @@ def _exp_and_two_readers(bb, x):
 
 
 def test_a_plan_is_judged_again_when_a_group_of_it_is_cut():
-    job = Job.of(module(two_times_siblings, *[SMALL] * 6), "llvm", "aggressive", None, None, None)
-    fused = [g for g in job.plan.groups if len(g.ops) > 1]
-    before = job.plan.evidence
-    job.cut(fused[0], RefusalCode.BUILD, "on purpose")
-    after = job.plan.evidence
+    planned = planned_function(module(two_times_siblings, *[SMALL] * 6), "llvm", "aggressive")
+    fused = [g for g in planned.plan.groups if len(g.ops) > 1]
+    before = planned.plan.evidence
+    after = planned.cut(fused[0], RefusalCode.BUILD, "on purpose").plan.evidence
     assert after is None if len(fused) == 1 else after.ratio > before.ratio
 
 
@@ -900,16 +912,17 @@ def test_a_plan_is_judged_again_when_a_group_of_it_is_cut():
 )
 def test_a_plan_that_recomputes_can_run_after_a_group_of_it_failed(failed, left):
     mod = module(_exp_and_two_readers, ((64, 64), "float32"))
-    data = Job.of(mod, "llvm", "default", None, None, None).plan.to_dict()
+    data = planned_function(mod, "llvm", "default").plan.to_dict()
     kernel = {"kernel_class": "pointwise"}
     data["groups"] = [
         {"ops": ["lv", "lv1"], "recomputed": ["lv"], **kernel},
         {"ops": ["lv", "lv2"], **kernel},
     ]
-    job = Job.of(mod, "llvm", "default", data, None, None)
-    job.cut(next(g for g in job.plan.groups if g.ops == failed), RefusalCode.BUILD, "on purpose")
-    assert {g.ops for g in job.plan.groups} == left
-    job.write()
+    planned = planned_function(mod, "llvm", "default", data)
+    group = next(g for g in planned.plan.groups if g.ops == failed)
+    cut = planned.cut(group, RefusalCode.BUILD, "on purpose")
+    assert {g.ops for g in cut.plan.groups} == left
+    assert cut.write().planned.plan == cut.plan
 
 
 def _any_refusal(p):

@@ -1,8 +1,8 @@
 """What plans and kernels are kept under names all that they depend on beside the model."""
 
-from tvm_fusion.compilation.cache_key import surroundings
 from tvm_fusion.config import load_policy, load_profile, profile_file, resolve_target
 from tvm_fusion.cost.learned.learned import residual_file
+from tvm_fusion.flow.cache_key import surroundings
 
 POLICY = load_policy({"probe": "off"})
 

@@ -19,10 +19,10 @@ from tests.plan.test_search import (
     softmax,
 )
 from tests.support.graphs import module
-from tvm_fusion.compilation.compiler import Job
 from tvm_fusion.config import resolve_target
 from tvm_fusion.demo import demo_block, demo_module
 from tvm_fusion.errors import InputError, PlanError, Unsupported
+from tvm_fusion.flow.functions import planned_function
 from tvm_fusion.kernels.registry import family
 from tvm_fusion.runtime.calls.launch_count import count_launches
 
@@ -51,18 +51,20 @@ def test_these_run_as_one_launch_with_right_numbers(emit, inputs, dtype):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize(("emit", "inputs"), ONE_LAUNCH, ids=lambda v: getattr(v, "__name__", ""))
 def test_these_build_as_one_kernel_for_the_h200(emit, inputs):
-    job = Job.of(module(emit, *inputs), "h200", None, None, None, None)
-    built, _ = job.build_fused()
-    assert not job.cuts
+    planned = planned_function(module(emit, *inputs), "h200")
+    made = planned.build()
+    assert not made.planned.cuts
+    built = made.built
     assert count_launches(built) == 1
     assert [r.spill_bytes for r in built.resources.values()] == [0]
 
 
 @pytest.mark.nightly  # the plan has a test of its own, and so has each kind of its kernels
 def test_the_demo_block_launches_at_most_13_kernels_for_the_h200():
-    job = Job.of(demo_module("cuda"), "h200", None, None, None, None)
-    built, _ = job.build_fused()
-    assert not job.cuts
+    planned = planned_function(demo_module("cuda"), "h200")
+    made = planned.build()
+    assert not made.planned.cuts
+    built = made.built
     assert count_launches(built) <= 13
     assert all(r.spill_bytes == 0 for r in built.resources.values())
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 from itertools import chain, count
 from pathlib import Path
 
@@ -21,9 +22,8 @@ import tvm_fusion
 from tvm_fusion import cli
 from tvm_fusion.check import compiled as check_module
 from tvm_fusion.check.other_kernels import OtherKernels
-from tvm_fusion.compilation import kernels_ahead
-from tvm_fusion.compilation.job import Job
-from tvm_fusion.compilation.jobs import Jobs
+from tvm_fusion.compilation import several_functions
+from tvm_fusion.compilation.one_function import Wishes
 from tvm_fusion.errors import (
     BuildError,
     FrontendError,
@@ -32,6 +32,9 @@ from tvm_fusion.errors import (
     TargetError,
     VerificationError,
 )
+from tvm_fusion.flow import kernels_ahead
+from tvm_fusion.flow.functions import planned_function, planned_functions
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.frontends import load
 from tvm_fusion.plan.plan import UNWRITTEN
 from tvm_fusion.runtime.build.cubin_cache import Compiling
@@ -319,9 +322,9 @@ def test_a_kernel_of_a_branch_that_nvcc_refuses_is_left_to_tvm(monkeypatch, own_
 
 
 def test_branches_are_fused_while_a_group_gives_way():
-    job = Job.of(Branches, TARGET, *[None] * 4)
-    job.tuned = OtherKernels(None, job.hw, job.policy)
-    assert CompiledModule.of(job.build_fused()[0]).launches == 4
+    planned = planned_function(Branches, TARGET)
+    planned = replace(planned, tuned=OtherKernels(None, planned.hw, planned.policy))
+    assert CompiledModule.of(planned.build().built).launches == 4
 
 
 def test_branches_give_way_before_a_plan_does(monkeypatch):
@@ -363,7 +366,7 @@ def test_constants_of_branches_are_packed():
 
 COMPILED = {
     "compile": lambda: tvm_fusion.compile(Branches, TARGET),
-    "unfused": lambda: CompiledModule.of(Job.of(Branches, TARGET, *[None] * 4).build_unfused()),
+    "unfused": lambda: CompiledModule.of(planned_function(Branches, TARGET).build_unfused()),
     "pipeline": lambda: CompiledModule(
         tvm.compile(Branches, tvm.target.Target(TARGET), relax_pipeline="tvm_fusion"),
         tvm.target.Target(TARGET),
@@ -635,17 +638,17 @@ def test_only_the_function_that_is_wrong_gives_way(monkeypatch, wrong):
 
 
 def test_a_function_that_is_right_alone_and_wrong_with_others_is_an_error(monkeypatch):
-    jobs = Jobs.of(Pair, TARGET, None)
+    functions = planned_functions(Pair, TARGET)
     wrong_decode(monkeypatch, 1)  # so that all are built again
-    again = check_module.checked_again
+    again = several_functions.checked_again
 
-    def spoiled(checked, built, materialized):
+    def spoiled(checked, made):
         wrong_decode(monkeypatch, float("inf"))
-        return again(checked, built, materialized)
+        return again(checked, made)
 
-    monkeypatch.setattr(check_module, "checked_again", spoiled)
+    monkeypatch.setattr(several_functions, "checked_again", spoiled)
     with pytest.raises(VerificationError, match=r"^function decode: wrong numbers"):
-        jobs.compile(True, False)
+        several_functions.compile_functions(functions, Wishes(verify=True))
 
 
 # ---- plans
@@ -728,7 +731,7 @@ def test_what_takes_one_function_names_those_that_there_are():
     ):
         load(SEVERAL.make())
     with pytest.raises(InputError, match="the model has several functions: decode, prefill"):
-        Job.of(SEVERAL.make(), TARGET, None, None, None, None)
+        planned_function(SEVERAL.make(), TARGET)
 
 
 # ---- CUDA, without a GPU
@@ -835,17 +838,17 @@ def test_numbers_that_the_host_computes_are_no_kernels():
 @pytest.mark.usefixtures("own_cache")
 def test_nvcc_begins_while_other_functions_are_still_written(monkeypatch):
     events = []
-    write, begin = Job.write_unpacked, Compiling.begin
+    write, begin = Planned.write_unpacked, Compiling.begin
 
-    def noted(job, ahead):
-        events.append(job.function)
-        return write(job, ahead)
+    def noted(planned, ahead):
+        events.append(planned.source.function)
+        return write(planned, ahead)
 
     def begun(compiling, source):
         events.append(kernel_names(source))
         return begin(compiling, source)
 
-    monkeypatch.setattr(Job, "write_unpacked", noted)
+    monkeypatch.setattr(Planned, "write_unpacked", noted)
     monkeypatch.setattr(Compiling, "begin", begun)
     on_h200(Alike)
     first, second = events[1], events[3]

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 from tvm import relax
 
-from tvm_fusion.compilation import cache_key, plan_cache, variants
-from tvm_fusion.compilation.variants import best_plan
 from tvm_fusion.config import load_policy, resolve_target
+from tvm_fusion.flow import cache_key, plan_cache, variants
+from tvm_fusion.flow.variants import best_plan
 from tvm_fusion.kernels import registry
 from tvm_fusion.kernels.pointwise.kernel_class import Pointwise
 

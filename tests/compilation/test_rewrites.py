@@ -7,9 +7,9 @@ import pytest
 from tvm import relax
 from tvm.relax import op
 
-from tvm_fusion.compilation.compiler import Job
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import PlanError
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.plan.plan import FusionPlan
 from tvm_fusion.transform.lower.lower import lower, open_composites, rewrite
 from tvm_fusion.transform.rewrites.rewrites import REWRITES, candidates
@@ -29,25 +29,25 @@ def norm_and_product(bb, x):
     return op.matmul(bb.emit(op.nn.rms_norm(x, gain, axes=[-1])), matrix)
 
 
-def planned(policy=DEFAULT, hw=H200, plan=None) -> Job:
+def planned(policy=DEFAULT, hw=H200, plan=None) -> Planned:
     mod = module(norm_and_product, ((ROWS, WIDTH), "float16"))
-    return Job.from_module(mod, hw.to_target(), hw, policy, plan)
+    return Planned.of(mod, hw.to_target(), hw, policy, plan)
 
 
 def test_a_rewrite_is_kept_where_the_predicted_time_falls():
-    job = planned()
-    assert job.plan.rewrites == ("fold_factors",)
+    found = planned()
+    assert found.plan.rewrites == ("fold_factors",)
     plain = planned(plan=None, policy=EXACT)
     assert plain.plan.rewrites == ()
-    assert job.plan.predicted_us < plain.plan.predicted_us
+    assert found.plan.predicted_us < plain.plan.predicted_us
 
 
 def test_a_plan_with_rewrites_is_read_back_and_runs_the_same_graph():
-    job = planned()
-    again = planned(plan=job.plan.to_dict())
-    assert again.plan == job.plan
-    assert again.graph.fingerprint() == job.graph.fingerprint()
-    assert FusionPlan.from_dict(job.plan.to_dict()).rewrites == ("fold_factors",)
+    found = planned()
+    again = planned(plan=found.plan.to_dict())
+    assert again.plan == found.plan
+    assert again.graph.fingerprint() == found.graph.fingerprint()
+    assert FusionPlan.from_dict(found.plan.to_dict()).rewrites == ("fold_factors",)
 
 
 def test_a_plan_with_a_rewrite_that_does_not_exist_is_refused_with_the_names_that_do():

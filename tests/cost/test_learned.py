@@ -14,7 +14,6 @@ import pytest
 
 from tests.support.counting import calls_of
 from tests.support.learned_cases import BYTES, CLASSES, a_query, some_rows, true_us, with_bytes
-from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, load_profile, profile_file
 from tvm_fusion.cost.learned import learned, refit
 from tvm_fusion.cost.learned import refit as training
@@ -33,6 +32,7 @@ from tvm_fusion.cost.learned.samples import (
 from tvm_fusion.cost.learned.training_rows import rows_of, view_of
 from tvm_fusion.cost.learned.trees import Trees, from_booster
 from tvm_fusion.errors import InputError
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.plan.plan import FusionPlan
 from tvm_fusion.plan.search.search import search, unfused_plan
 from tvm_fusion.report.assemble import planned_report
@@ -354,8 +354,8 @@ def test_a_report_says_that_a_changed_profile_has_lost_its_learned_correction():
     changed = replace(HW, hbm_bytes_per_s=HW.hbm_bytes_per_s * 0.9)
     said = []
     for hw in (HW, changed):
-        job = Job.from_module(module_of("random:1"), hw.to_target(), hw, POLICY)
-        report = planned_report(job.graph, job.plan, job.whole_plan, unlearned=job.unlearned)
+        planned = Planned.of(module_of("random:1"), hw.to_target(), hw, POLICY)
+        report = planned_report(planned)
         said.append("learned correction is not used: the profile's numbers" in str(report))
     assert said == [False, True]
 

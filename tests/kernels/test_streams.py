@@ -8,9 +8,9 @@ import pytest
 from tvm.relax import op
 
 from tests.cost.test_analytic import BASE, H200, THREADS, ask, group_of
-from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy
 from tvm_fusion.cost.analytic import estimate
+from tvm_fusion.flow.functions import planned_function
 from tvm_fusion.kernels.registry import family
 from tvm_fusion.kernels.row.planned import row_shape, row_streams
 from tvm_fusion.plan.group_view import GroupView
@@ -101,7 +101,7 @@ def test_warps_of_a_block_that_loads_in_many_rounds_get_out_of_step():
 def test_plans_that_were_measured_to_be_the_faster_ones(name, classes, picks):
     """One launch took 65.5 us, row + pointwise 113.6; the pick in the rows 66.5 us, behind 75.8."""
     made = workloads.make(name, "cpu", "float16")
-    plan = Job.of((made.module, made.inputs), "nvidia_h200", None, None, None, None).plan
+    plan = planned_function((made.module, made.inputs), "nvidia_h200").plan
     groups = [g for g in plan.groups if g.kernel_class != "view"]
     assert [g.kernel_class for g in groups] == classes
     if picks is not None:

@@ -2,9 +2,9 @@
 of one core.
 """
 
-from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.demo import demo_module
+from tvm_fusion.flow.planned import Planned
 
 from ..support.counting import calls_of, searched
 
@@ -17,12 +17,12 @@ def test_the_demo_block_is_planned_and_written_in_so_many_steps(monkeypatch):
     target, hw = resolve_target("nvidia_h200")
     mod = demo_module("cuda")
     with searched(monkeypatch) as work:
-        job = Job.from_module(mod, target, hw, load_policy({"probe": "off"}))
+        planned = Planned.of(mod, target, hw, load_policy({"probe": "off"}))
     written = []
-    calls = calls_of(lambda: written.append(job.write()[0]))
-    assert job.plan.predicted_us < 0.5 * job.plan.unfused_us
-    assert len(written[0].functions) > len(job.plan.groups) / 2
-    assert not job.cuts
+    calls = calls_of(lambda: written.append(planned.write()))
+    assert planned.plan.predicted_us < 0.5 * planned.plan.unfused_us
+    assert len(written[0].mod.functions) > len(planned.plan.groups) / 2
+    assert not written[0].planned.cuts
     assert work["asked"] < ASKED
     assert work["costed"] < COSTED
     assert calls < CALLS

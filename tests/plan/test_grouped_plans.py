@@ -5,8 +5,8 @@ import pytest
 from tvm import relax
 from tvm.relax import op
 
-from tvm_fusion.compilation.compiler import Job
 from tvm_fusion.config import load_policy, resolve_target
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.plan.refusal import RefusalCode
 from tvm_fusion.plan.search.search import unfused_plan
 
@@ -161,9 +161,10 @@ def launches_of(emit, *shapes, dtype=FLOAT):
     """The launches of a module's plan on an H200: kernel, arguments and results, by name."""
     target, hw = resolve_target("nvidia_h200")
     mod = module(emit, *((s, dtype) for s in shapes))
-    job = Job.from_module(mod, target, hw, load_policy(None))
-    written = job.fuse()
-    assert not job.cuts
+    own = Planned.of(mod, target, hw, load_policy(None))
+    found = own.write()
+    written = found.mod
+    assert not found.planned.cuts
     found = []
     for binding in written["main"].body.blocks[0].bindings:
         if isinstance(binding.value, relax.Call):

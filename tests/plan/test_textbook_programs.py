@@ -11,8 +11,8 @@ import pytest
 
 from tests.support.more_textbook_programs import PROGRAMS as MORE
 from tests.support.textbook_programs import PROGRAMS
-from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.frontends import load
 from tvm_fusion.ir.graph import FusionGraph, OpKind
 from tvm_fusion.plan.group_view import dtype_bytes
@@ -47,11 +47,11 @@ def program(name: str):
     """A program as a module, and its launches as planned for an H200."""
     module, inputs = {**PROGRAMS, **MORE}[name]()
     mod = load(module.eval(), inputs)
-    return mod, launches(job_of(mod, load_profile("h200")).plan)
+    return mod, launches(planned_of(mod, load_profile("h200")).plan)
 
 
-def job_of(mod, hw) -> Job:
-    return Job.from_module(mod, hw.to_target(), hw, load_policy())
+def planned_of(mod, hw) -> Planned:
+    return Planned.of(mod, hw.to_target(), hw, load_policy())
 
 
 def launches(plan: FusionPlan) -> int:
@@ -116,15 +116,15 @@ CASES = [
 @pytest.mark.parametrize(("name", "cpu"), CASES)
 def test_a_cpu_takes_no_more_launches_than_a_gpu_and_no_more_memory_than_unfused(name, cpu):
     mod, on_gpu = program(name)
-    job = job_of(mod, CPUS[cpu])
-    _, graph, unfused = job.whole
-    assert launches(job.plan) <= on_gpu + (name in SIDE_BY_SIDE)
-    assert bytes_of(job.plan) <= bytes_of(unfused)
-    assert peak_bytes(job.graph, job.plan) <= peak_bytes(graph, unfused)
+    found = planned_of(mod, CPUS[cpu])
+    graph, unfused = found.whole.graph, found.whole.alone
+    assert launches(found.plan) <= on_gpu + (name in SIDE_BY_SIDE)
+    assert bytes_of(found.plan) <= bytes_of(unfused)
+    assert peak_bytes(found.graph, found.plan) <= peak_bytes(graph, unfused)
 
 
 def test_there_are_twenty_programs_and_fusion_halves_their_launches():
     fused = {name: program(name)[1] for name in PROGRAMS}
     assert len(PROGRAMS) == 20
-    apart = sum(launches(job_of(program(name)[0], SHIPPED).whole_plan) for name in fused)
+    apart = sum(launches(planned_of(program(name)[0], SHIPPED).whole.alone) for name in fused)
     assert 2 * sum(fused.values()) <= apart

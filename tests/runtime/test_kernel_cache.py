@@ -9,11 +9,11 @@ import tvm
 import tvm_ffi
 from tvm import relax, tirx
 
-from tvm_fusion.compilation import cache_key, kernel_cache
-from tvm_fusion.compilation.job import Job
-from tvm_fusion.compilation.kernels_ahead import KernelsAhead
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.errors import Unsupported
+from tvm_fusion.flow import cache_key, kernel_cache
+from tvm_fusion.flow.kernels_ahead import KernelsAhead
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.kernels import registry
 from tvm_fusion.kernels.pointwise.kernel_class import Pointwise
 from tvm_fusion.runtime.build.cuda_compiler import Compiler, DeviceCode
@@ -71,10 +71,10 @@ def written(tmp_path, monkeypatch):
 
 
 def built(mod=None, policy=POLICY, hw=H200):
-    job = Job.from_module(mod or module(), TARGET, hw, policy)
-    result, _ = job.build_fused()
-    assert not job.cuts
-    return result
+    planned = Planned.of(mod or module(), TARGET, hw, policy)
+    made = planned.build()
+    assert not made.planned.cuts
+    return made.built
 
 
 def facts(result):
@@ -209,17 +209,17 @@ def tuned(written, monkeypatch):
     monkeypatch.setattr(lookup, "written", noted)
 
     def build(position):
-        job = Job.from_module(module(), TARGET, H200, POLICY)
-        tasks = tasks_of(job.low, job.graph, job.plan, POLICY)
+        planned = Planned.of(module(), TARGET, H200, POLICY)
+        tasks = tasks_of(planned.low, planned.graph, planned.plan, POLICY)
         task = next(t for t in tasks if t.kernel_class == "row")
         times = {DEFAULT: 10.0}
         if position:
             choices = class_choices(task.workload, H200, POLICY)
             times[choices[position][0].text] = 1.0
         trials = [Trial("class", t, "ok", us, 0.0, (us,) * 9, 0.0) for t, us in times.items()]
-        job.tuned = lookup.TunedKernels(Sent({task.key: tuple(trials)}), 0.01)
-        result, _ = job.build_fused()
-        assert job.tuned.used[task.key] is trials[-1]
+        chosen = lookup.TunedKernels(Sent({task.key: tuple(trials)}), 0.01)
+        result = replace(planned, tuned=chosen).build().built
+        assert chosen.used[task.key] is trials[-1]
         return facts(result)
 
     return build
@@ -255,16 +255,16 @@ def test_a_choice_that_is_no_longer_offered_is_not_kept(written, tuned, monkeypa
 
     untuned = tuned(0)
     monkeypatch.setattr(lookup, "written", refused)
-    job = Job.from_module(module(), TARGET, H200, POLICY)
+    planned = Planned.of(module(), TARGET, H200, POLICY)
     trials = [
         Trial("class", t, "ok", us, 0.0, (us,) * 9, 0.0) for t, us in ((DEFAULT, 9.0), ("x", 1.0))
     ]
-    tasks = tasks_of(job.low, job.graph, job.plan, POLICY)
-    job.tuned = lookup.TunedKernels(Sent({t.key: tuple(trials) for t in tasks}), 0.01)
-    result, _ = job.build_fused()
+    tasks = tasks_of(planned.low, planned.graph, planned.plan, POLICY)
+    chosen = lookup.TunedKernels(Sent({t.key: tuple(trials) for t in tasks}), 0.01)
+    result = replace(planned, tuned=chosen).build().built
     assert facts(result) == untuned
-    assert len(job.tuned.stale) == 2
-    assert not job.tuned.used
+    assert len(chosen.stale) == 2
+    assert not chosen.used
     assert len(written) == 2
 
 
@@ -288,7 +288,7 @@ def described():
 
 def test_what_is_kept_of_a_kernel_tells_tvm_all_about_it(described, tmp_path):
     cache = kernel_cache.KernelCache(tmp_path, "")
-    mod, _ = Job.from_module(module(), TARGET, H200, POLICY).write()
+    mod = Planned.of(module(), TARGET, H200, POLICY).write().mod
     for gvar, func in mod.functions.items():
         if not isinstance(func, tirx.PrimFunc):
             continue

@@ -3,8 +3,8 @@
 import pytest
 import tvm
 
-from tvm_fusion.compilation.kernels_ahead import KernelsAhead, kernels_ahead
 from tvm_fusion.config import load_policy, resolve_target
+from tvm_fusion.flow.kernels_ahead import KernelsAhead, kernels_ahead
 from tvm_fusion.runtime.build.build import KernelBuildError, build
 from tvm_fusion.runtime.build.cuda_compiler import Compiler, kernel_names
 from tvm_fusion.runtime.build.lowering import SCHEDULED_ATTR

@@ -11,8 +11,8 @@ from tvm import relax
 from tvm.relax import op
 from tvm.script import tirx as T
 
-from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.frontends import load
 from tvm_fusion.runtime.build.build import build
 from tvm_fusion.runtime.build.lowering import ScheduleLeftovers
@@ -154,7 +154,7 @@ PROGRAMS = {
 def test_what_no_rule_takes_runs_and_is_named(name):
     function, inputs, how = PROGRAMS[name]
     mod = load(Function(function), inputs)
-    written, _ = Job.from_module(mod, H200, load_profile("h200"), load_policy()).write()
+    written = Planned.of(mod, H200, load_profile("h200"), load_policy()).write().mod
     built = build(written, H200, compile_kernels=False)
     assert set(built.plain.values()) == {how}
     (symbol,) = built.plain

@@ -10,9 +10,9 @@ from tests.support.graphs import module
 from tvm_fusion.check.inputs import random_inputs
 from tvm_fusion.check.plan_runner import PlanRunner, specs_of
 from tvm_fusion.check.reference import run_built
-from tvm_fusion.compilation.compiler import Job
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.errors import BuildError, InputError, PlanError
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.ir.graph import build_graph
 from tvm_fusion.plan.search.search import search, unfused_plan
 from tvm_fusion.runtime.timing.launch_kernels import LaunchSpec
@@ -42,9 +42,9 @@ def test_plans_give_the_numbers_of_the_compiled_module(seed):
     key = f"random-small:{seed}"
     runner, inputs = runner_of(key)
     target, hw = resolve_target("llvm")
-    job = Job.from_module(module_of(key), target, hw, POLICY)
-    wanted = run_built(job.build_fused()[0], inputs)
-    given = runner.run(job.plan, inputs)
+    planned = Planned.of(module_of(key), target, hw, POLICY)
+    wanted = run_built(planned.build().built, inputs)
+    given = runner.run(planned.plan, inputs)
     for x, y in zip(given, wanted, strict=True):
         np.testing.assert_array_equal(x, y)
 

@@ -10,8 +10,8 @@ import pytest
 import tvm
 from tvm import relax, tirx
 
-from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, resolve_target
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.runtime.build.lowering import is_tirx
 from tvm_fusion.transform import Fuse
 from tvm_fusion.transform.apply.kernel_bodies import has_root, with_roots, without_root
@@ -84,8 +84,8 @@ def test_processes_that_lack_this_package_run_cpu_kernels_right_or_name_the_impo
 @pytest.mark.parametrize("module", ["block", "rows"])
 def test_what_stands_around_kernels_comes_off_again(module):
     target, hw = resolve_target("h200")
-    job = Job.from_module(cases(LLVM)[module].make(), target, hw, load_policy(None))
-    bare = job.fuse()
+    planned = Planned.of(cases(LLVM)[module].make(), target, hw, load_policy(None))
+    bare = planned.fuse()
     rooted = with_roots(bare)
     kernels = [g for g, f in bare.functions_items() if isinstance(f, tirx.PrimFunc) and is_tirx(f)]
     assert kernels

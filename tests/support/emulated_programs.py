@@ -23,9 +23,9 @@ from tvm import relax
 
 from tests.support import cuda_on_cpu
 from tests.support.module_on_cpu import EmulatedModule
-from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import Policy, load_policy, load_profile
 from tvm_fusion.errors import TvmFusionError
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.frontends import load
 from tvm_fusion.fuzz.campaign import reduced
 from tvm_fusion.fuzz.steps import draw_program
@@ -155,7 +155,7 @@ def _written(
         return mod
     hw = load_profile(device)
     try:
-        return EmulatedModule.of(Job.from_module(mod, hw.to_target(), hw, policy))
+        return EmulatedModule.of(Planned.of(mod, hw.to_target(), hw, policy))
     except Exception as error:  # the boundary of a program: judged below
         return error
 

@@ -20,7 +20,7 @@ import tvm
 
 from tests.right_programs import FunctionModule, _near
 from tvm_fusion.check.reference import run_built
-from tvm_fusion.compilation.job import Job
+from tvm_fusion.flow.functions import planned_function
 
 FLOATS = ("float32", "float32", "float16", "bfloat16")
 INTEGERS = ("int32", "int64", "int8", "uint8")
@@ -638,14 +638,14 @@ def judged(name: str, seed: int, target: str, runs: bool = True) -> Outcome:
     """Compile a program for a target, and compare it with torch in float64 on the same inputs."""
     function, inputs = KINDS[name](Draw(seed))
     made = tvm.target.Target(TARGETS[target]) if target in TARGETS else target
-    job = Job.of((FunctionModule(function), inputs), made, None, None, None, None)
-    built, _ = job.build_fused()
+    planned = planned_function((FunctionModule(function), inputs), made)
+    made = planned.build()
     near = 0.0
     if runs:
-        given = run_built(built, [_array(x) for x in inputs])
+        given = run_built(made.built, [_array(x) for x in inputs])
         eager, exact = _flat(function(*inputs)), _flat(function(*map(_double, inputs)))
         near = max(_distance(*x) for x in zip(given, eager, exact, strict=True))
-    return Outcome(near, "; ".join(job.cuts.values()))
+    return Outcome(near, "; ".join(made.planned.cuts.values()))
 
 
 def _distance(given: np.ndarray, eager: torch.Tensor, exact: torch.Tensor) -> float:

@@ -18,7 +18,7 @@ from tvm import relax, tirx
 from tvm.tirx.build import codegen_build
 
 from tvm_fusion.check.reference import flatten, to_argument
-from tvm_fusion.compilation.job import Job
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.runtime.build.kernel_code import cuda_units, lowered_parts
 from tvm_fusion.runtime.build.lowering import ScheduleLeftovers, ViewReshapes, mixed_tir_pipeline
 
@@ -38,6 +38,7 @@ class EmulatedModule:
     Attributes
     ----------
     kernels : by name, what is launched
+    cuts : why groups could not be written
     failures : what the emulator did not forgive in the last run, by name of the kernel
     """
 
@@ -45,28 +46,31 @@ class EmulatedModule:
     host: tvm.IRModule
     outputs: dict[str, int]  # how many, by name of the function
     kernels: dict[str, Lowered]
+    cuts: tuple[str, ...]
     failures: list[tuple[str, EmulationError]] = field(default_factory=list)
     _memory: Sequence[object] = ()  # of the call under way
     _loaded: object = None
 
     @classmethod
-    def of(cls, job: Job) -> EmulatedModule:
-        """The module of a job, planned and written for a GPU."""
-        with job.target:
+    def of(cls, planned: Planned) -> EmulatedModule:
+        """The module of a plan, written for a GPU."""
+        written = planned.write()
+        with planned.target:
             mod = tvm.transform.Sequential(
                 [
                     relax.backend.DispatchSortScan(),
                     relax.transform.LegalizeOps(),
                     ViewReshapes(),
                     relax.transform.DeadCodeElimination(),
-                    ScheduleLeftovers(job.target),
+                    ScheduleLeftovers(planned.target),
                 ]
-            )(job.fuse())
+            )(written.mod)
             prefix = f"emulated_{next(_numbers)}_"
-            host, device = lowered_parts(_named_apart(mod, prefix), job.target)
+            host, device = lowered_parts(_named_apart(mod, prefix), planned.target)
             kernels = [k for unit in cuda_units(device) for k in _kernels(unit)]
         main, outputs = _on_packed(mod, prefix)
-        return cls(main, host, outputs, {k.kernel: k for k in kernels})
+        cuts = tuple(written.planned.cuts.values())
+        return cls(main, host, outputs, {k.kernel: k for k in kernels}, cuts)
 
     def texts(self) -> list[str]:
         """The kernels that can be compiled with others, in C++ for the emulated device."""

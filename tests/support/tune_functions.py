@@ -8,8 +8,8 @@ import tvm
 from tvm import tirx
 from tvm.relax import op
 
-from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.runtime.build.build import build_functions
 from tvm_fusion.transform.apply.materialize import materialize
 from tvm_fusion.tuning.search.evolutionary_search import Evolving
@@ -55,8 +55,8 @@ def fused(name: str) -> tirx.PrimFunc:
     """The one PrimFunc that this package makes of a model for a CPU."""
     emit, shapes, _ = CASES[name]
     mod = module(emit, *((shape, "float32") for shape in shapes))
-    job = Job.from_module(mod, LLVM, CPU, load_policy(None))
-    made = materialize(job.low, job.graph, job.plan)
+    planned = Planned.of(mod, LLVM, CPU, load_policy(None))
+    made = materialize(planned.low, planned.graph, planned.plan)
     (name,) = made.groups
     return made.mod[name].without_attr("global_symbol")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import tvm
 from tvm import s_tir
 
-from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, resolve_target
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.tuning.database import Database, Trial, find_database, trace_text
 from tvm_fusion.tuning.session.choices import DEFAULT
 from tvm_fusion.tuning.session.tasks import Task, tasks_of, without_stamps
@@ -29,8 +29,8 @@ def block() -> tvm.IRModule:
 def tasks() -> list[Task]:
     """Its kernels: that of the product first."""
     target, hw = resolve_target(TARGET)
-    job = Job.from_module(block(), target, hw, load_policy(None))
-    return tasks_of(job.low, job.graph, job.plan, job.policy, job.hw)
+    planned = Planned.of(block(), target, hw, load_policy(None))
+    return tasks_of(planned.low, planned.graph, planned.plan, planned.policy, planned.hw)
 
 
 def fill(path: Path) -> Database:

@@ -8,8 +8,8 @@ from tvm.relax import op
 import tvm_fusion
 from tvm_fusion.check.plain import plain_build, plain_module
 from tvm_fusion.check.reference import runner
-from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, load_profile, resolve_target
+from tvm_fusion.flow.planned import Planned
 
 from ..support.graphs import module
 from ..support.module_on_cpu import EmulatedModule
@@ -42,8 +42,8 @@ def test_a_row_of_the_worst_has_its_first_place(name, dtype, axis):
     np.testing.assert_array_equal(tvm_fusion.compile(mod, "llvm", verify=False)(x), wanted)
     (plain,) = runner(plain_build(plain_module(mod, LLVM), LLVM))([x])
     np.testing.assert_array_equal(plain, wanted)
-    job = Job.from_module(mod, HW.to_target(), HW, load_policy(None))
-    np.testing.assert_array_equal(EmulatedModule.of(job)([x])[0], wanted)
+    planned = Planned.of(mod, HW.to_target(), HW, load_policy(None))
+    np.testing.assert_array_equal(EmulatedModule.of(planned)([x])[0], wanted)
 
 
 def test_what_is_fused_with_it_stays_fused():
@@ -51,8 +51,8 @@ def test_what_is_fused_with_it_stays_fused():
         return bb.emit(op.argmax(bb.emit(op.multiply(x, relax.const(2.0))), 1))
 
     mod = module(scaled, (SHAPE, "float32"))
-    job = Job.from_module(mod, HW.to_target(), HW, load_policy(None))
-    assert [g.kernel_class for g in job.plan.groups] == ["row"]
+    planned = Planned.of(mod, HW.to_target(), HW, load_policy(None))
+    assert [g.kernel_class for g in planned.plan.groups] == ["row"]
 
 
 def test_any_number_of_rows():

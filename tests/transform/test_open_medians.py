@@ -6,8 +6,8 @@ from tvm import relax, tirx
 from tvm.relax import op
 
 from tvm_fusion.check.plain import plain_module
-from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.runtime.build.plain_schedule import calls_host
 from tvm_fusion.transform.lower.lower import lower
 from tvm_fusion.transform.lower.open_medians import OpenMedians
@@ -32,7 +32,7 @@ def medians(axis, keepdims):
 @pytest.mark.parametrize("axis", [None, 0, 1, -1])
 def test_they_run_in_kernels(axis, keepdims):
     mod = module(medians(axis, keepdims), (SHAPE, "float32"))
-    emulated = EmulatedModule.of(Job.from_module(mod, HW.to_target(), HW, load_policy(None)))
+    emulated = EmulatedModule.of(Planned.of(mod, HW.to_target(), HW, load_policy(None)))
     x = np.random.default_rng(0).standard_normal(SHAPE).astype("float32")
     (given,) = emulated([x])
     ordered = np.sort(2 * (x.ravel() if axis is None else x), axis=-1 if axis is None else axis)

@@ -8,8 +8,8 @@ from tvm import relax
 from tvm.relax import op
 
 import tvm_fusion
-from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, resolve_target
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.kernels.cpu.contraction.panels import PANELS_ATTR, Panels, mark_constants
 from tvm_fusion.kernels.cpu.machine import machine_of
 from tvm_fusion.kernels.cpu.write import write_cpu
@@ -44,7 +44,7 @@ def linear(held, transposed=True):
 
 
 def job_of(mod):
-    return Job.from_module(mod, TARGET, HW, load_policy(None))
+    return Planned.of(mod, TARGET, HW, load_policy(None))
 
 
 def run(mod, *arrays):
@@ -203,13 +203,13 @@ def test_weights_that_are_parameters_stay_parameters():
 
 def written(mod):
     """A module with kernels that want panels, before they have them."""
-    job = job_of(mod)
+    planned = job_of(mod)
     from tvm_fusion.transform.apply.materialize import materialize
 
-    materialized = materialize(job.low, job.graph, job.plan)
+    materialized = materialize(planned.low, planned.graph, planned.plan)
     classes = {name: g.kernel_class for name, g in materialized.groups.items()}
     constants = constant_arguments(materialized.mod)
-    return write_kernels(materialized.mod, classes, HW, job.policy, constants=constants).mod
+    return write_kernels(materialized.mod, classes, HW, planned.policy, constants=constants).mod
 
 
 def test_packing_leaves_its_input_alone_and_twice_is_once():

@@ -6,8 +6,8 @@ import tvm
 from tvm import relax, tirx
 from tvm.relax import op
 
-from tvm_fusion.compilation.compiler import Job
 from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.transform.rewrites.row_slices import RowSlices
 
 from ..support import grouped_cases as graphs
@@ -82,9 +82,8 @@ def test_leaves_alone(name):
 
 def test_experts_of_packed_tokens_read_them_in_place():
     mod = experts(MANY_TOKENS, 2048, 1024)
-    job = Job.from_module(mod, H200.to_target(), H200, load_policy())
-    assert len(job.plan.groups) == 3
+    planned = Planned.of(mod, H200.to_target(), H200, load_policy())
+    assert len(planned.plan.groups) == 3
     # All that is no product is the concatenation of the results.
-    assert sorted({g.kernel_class for g in job.plan.groups}) == ["gemm", "pointwise"]
-    job.write()
-    assert not job.cuts
+    assert sorted({g.kernel_class for g in planned.plan.groups}) == ["gemm", "pointwise"]
+    assert not planned.write().planned.cuts

@@ -5,8 +5,8 @@ import tvm
 from tvm import relax, tirx
 from tvm.relax import op
 
-from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, resolve_target
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.runtime.build.lowering import is_tirx
 from tvm_fusion.transform import Fuse
 from tvm_fusion.transform.apply.kernel_bodies import with_roots, without_root
@@ -100,7 +100,7 @@ def test_a_fused_module_reads_back_from_its_script(case, device):
 @pytest.mark.parametrize("case", CASES)
 def test_layouts_come_back_before_a_kernel_is_lowered(case):
     target, hw = resolve_target("nvidia_h100")
-    bare = Job.from_module(module(case), target, hw, load_policy(None)).fuse()
+    bare = Planned.of(module(case), target, hw, load_policy(None)).fuse()
     rooted = with_roots(bare)
     kernels = {
         gvar: func

@@ -6,8 +6,8 @@ import tvm
 from tvm import te
 from tvm.relax import op
 
-from tvm_fusion.compilation.compiler import Job
 from tvm_fusion.config import load_profile
+from tvm_fusion.flow.functions import planned_function
 from tvm_fusion.kernels.pointwise.kernel import emit_pointwise
 from tvm_fusion.kernels.program.analysis import analyze
 from tvm_fusion.transform.lower.wrap_integers import WrapIntegers
@@ -54,7 +54,7 @@ def test_a_module_that_is_built_for_a_gpu_wraps():
         return op.astype(bb.emit(op.subtract(a, b)), "float32")
 
     mod = module(emit, ((64,), "int8"), ((64,), "int8"))
-    built, _ = Job.of(mod, "nvidia_h200", None, None, None, None).build_fused()
+    built = planned_function(mod, "nvidia_h200").build().built
     (source,) = built.cuda_sources
     assert "(float)((signed char)(((int)" in source
 

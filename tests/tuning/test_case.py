@@ -8,8 +8,8 @@ import torch
 import tvm
 from tvm import relax
 
-from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, resolve_target
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.kernels.cpu.contraction.panels import PANELS_ATTR, without_constants
 from tvm_fusion.tuning.measure.building import BuildRequest, Place, build_choice, written
 from tvm_fusion.tuning.measure.site import Here
@@ -34,11 +34,11 @@ def module(shape, dtype, emit):
 def expected(mod, folder):
     """A case of the only kernel of a module, after `expect`, and that kernel."""
     target, hw = resolve_target("llvm")
-    job = Job.from_module(mod, target, hw, load_policy("aggressive"))
-    (task,) = tasks_of(job.low, job.graph, job.plan, job.policy, hw)
+    planned = Planned.of(mod, target, hw, load_policy("aggressive"))
+    (task,) = tasks_of(planned.low, planned.graph, planned.plan, planned.policy, hw)
     workload = tvm.ir.save_json(task.workload)
     path = Path(folder, "untuned.so")
-    request = BuildRequest(workload, CLASS_CHOICE, DEFAULT, Place("llvm", job.policy), path)
+    request = BuildRequest(workload, CLASS_CHOICE, DEFAULT, Place("llvm", planned.policy), path)
     untuned = build_choice(request)
     func = without_constants(without_stamps(task.workload))
     case = Case(func, task.outputs, 1, target, Here.of(target))
@@ -179,17 +179,19 @@ def test_a_weight_that_is_a_constant_is_packed_before_the_call_as_in_the_module(
 
 def test_the_same_product_of_an_input_is_another_task():
     target, hw = resolve_target("llvm")
-    job = Job.from_module(linear(WEIGHT), target, hw, load_policy("aggressive"))
+    planned = Planned.of(linear(WEIGHT), target, hw, load_policy("aggressive"))
     keys = {
-        t.key for h in (hw, None) for t in tasks_of(job.low, job.graph, job.plan, job.policy, h)
+        t.key
+        for h in (hw, None)
+        for t in tasks_of(planned.low, planned.graph, planned.plan, planned.policy, h)
     }
     assert len(keys) == 2
 
 
 def test_a_schedule_takes_a_constant_as_it_is_stored():
     target, hw = resolve_target("llvm")
-    job = Job.from_module(linear(WEIGHT), target, hw, load_policy("aggressive"))
-    (task,) = tasks_of(job.low, job.graph, job.plan, job.policy, hw)
-    kernel = written(task.workload, TRACE_CHOICE, "[[],[]]", hw, job.policy)
+    planned = Planned.of(linear(WEIGHT), target, hw, load_policy("aggressive"))
+    (task,) = tasks_of(planned.low, planned.graph, planned.plan, planned.policy, hw)
+    kernel = written(task.workload, TRACE_CHOICE, "[[],[]]", hw, planned.policy)
     assert PANELS_ATTR not in kernel.attrs
     assert tuple(int(n) for n in kernel.params[1].ty.shape) == WEIGHT.shape

@@ -8,9 +8,8 @@ import pytest
 
 import tvm_fusion
 from tvm_fusion.check.sequential import Duel
-from tvm_fusion.compilation.job import Job
-from tvm_fusion.compilation.jobs import Jobs
 from tvm_fusion.config import load_policy, resolve_target
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.plan.differ import exchanged, regions
 from tvm_fusion.plan.refusal import RefusalCode
 from tvm_fusion.plan.search.search import unfused_plan
@@ -45,37 +44,38 @@ def fail(request):
 
 
 def both_plans():
-    """A job of three operators, and its plans with all in one kernel and with none fused."""
-    job = Job.from_module(chain_module(), TARGET, HW, POLICY)
-    apart = unfused_plan(job.graph, HW, POLICY)
-    assert len(job.plan.groups) == 1
+    """A planned of three operators, and its plans with all in one kernel and with none fused."""
+    planned = Planned.of(chain_module(), TARGET, HW, POLICY)
+    apart = unfused_plan(planned.graph, HW, POLICY)
+    assert len(planned.plan.groups) == 1
     assert len(apart.groups) == 3
-    return job, job.plan, apart
+    return planned, planned.plan, apart
 
 
-def cuts_of(job, plan, other, joins):
-    for region in regions(job.graph, plan, other):
-        changed = exchanged(job.graph, plan, region.careful, region.hopeful)
+def cuts_of(planned, plan, other, joins):
+    for region in regions(planned.graph, plan, other):
+        changed = exchanged(planned.graph, plan, region.careful, region.hopeful)
         yield Contested(region, changed, joins)
 
 
 @pytest.fixture(params=[False, True], ids=["apart", "together"])
 def contest(request, monkeypatch):
-    """What to tune: a job whose plan is `together` or not, with the other way contested."""
-    job, fused, apart = both_plans()
+    """What to tune: a function whose plan is `together` or not, with the other way contested."""
+    planned, fused, apart = both_plans()
     joins = not request.param
-    job.plan, other = (apart, fused) if joins else (fused, apart)
-    (cut,) = cuts_of(job, job.plan, other, joins)
+    plan, other = (apart, fused) if joins else (fused, apart)
+    planned = replace(planned, plan=plan)
+    (cut,) = cuts_of(planned, planned.plan, other, joins)
     monkeypatch.setattr(tune_module, "contested", lambda *_: [cut])
-    monkeypatch.setattr(tune_module.Jobs, "of", lambda *_: Jobs({"main": job}))
-    return job, cut
+    monkeypatch.setattr(tune_module, "planned_functions", lambda *_: {"main": planned})
+    return planned, cut
 
 
-def kept(folder, job, cut, fused_us, apart_us):
+def kept(folder, planned, cut, fused_us, apart_us):
     """A database that says how long the kernels take by themselves."""
     keeper = find_database(folder, HW, TARGET)
-    for plan in (job.plan, cut.plan):
-        tasks = tasks_of(job.low, job.graph, plan, POLICY)
+    for plan in (planned.plan, cut.plan):
+        tasks = tasks_of(planned.low, planned.graph, plan, POLICY)
         us = fused_us if len(plan.groups) == 1 else apart_us / len(plan.groups)
         for task in tasks:
             trial = Trial("class", DEFAULT, "ok", us, 0.0, (us,) * 45, 0.0)
@@ -115,28 +115,30 @@ def evidence_of(plan):
 def test_a_joint_run_decides_against_the_sums_and_is_not_repeated(
     tmp_path, contest, tuned, monkeypatch
 ):
-    job, cut = contest
-    keeper = kept(tmp_path, job, cut, **SUMS)
+    planned, cut = contest
+    keeper = kept(tmp_path, planned, cut, **SUMS)
     first = tuned(tmp_path)
     evidence = evidence_of(first.plan)
     assert (evidence.kind, evidence.verdict) == ("measured", "sure")
     assert evidence.together_us < evidence.apart_us
     assert evidence.samples >= 20
-    (duel,) = keeper.plan(plan_key(job.mod, HW, POLICY))[tune_module.JOINT].values()
+    (duel,) = keeper.plan(plan_key(planned.mod, HW, POLICY))[tune_module.JOINT].values()
     assert duel["pairs"] == evidence.samples
 
     monkeypatch.setattr(joint, "run_here", fail)
     assert tuned(tmp_path).plan == first.plan
-    for task in tasks_of(job.low, job.graph, first.plan, POLICY):  # another kernel is chosen
+    for task in tasks_of(
+        planned.low, planned.graph, first.plan, POLICY
+    ):  # another kernel is chosen
         keeper.add(task.workload, TARGET, Trial("class", "f", "ok", 10.0, 0.0, (10.0,) * 45, 0.0))
     again = tuned(tmp_path)
-    assert keeper.plan(plan_key(job.mod, HW, POLICY))[tune_module.JOINT] == {}
+    assert keeper.plan(plan_key(planned.mod, HW, POLICY))[tune_module.JOINT] == {}
     assert len(again.plan.groups) == 1
 
 
 def test_where_the_process_dies_the_sums_decide(tmp_path, contest, tuned, monkeypatch, caplog):
-    job, cut = contest
-    kept(tmp_path, job, cut, **SUMS)
+    planned, cut = contest
+    kept(tmp_path, planned, cut, **SUMS)
     monkeypatch.setattr(joint, "run_here", die)
     plan = tuned(tmp_path).plan
     assert len(plan.groups) == 3
@@ -146,8 +148,8 @@ def test_where_the_process_dies_the_sums_decide(tmp_path, contest, tuned, monkey
 
 
 def test_an_interrupt_leaves_the_sums(tmp_path, contest, tuned, monkeypatch):
-    job, cut = contest
-    kept(tmp_path, job, cut, **SUMS)
+    planned, cut = contest
+    kept(tmp_path, planned, cut, **SUMS)
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -161,9 +163,11 @@ def test_an_interrupt_leaves_the_sums(tmp_path, contest, tuned, monkeypatch):
 # ---- what a joint run says
 
 
-def all_weighed(job, plan, other, joins=True, now_us=100.0, other_us=101.0):
-    cuts = list(cuts_of(job, plan, other, joins))
-    tasks = [tasks_of(job.low, job.graph, p, POLICY) for p in (plan, *(c.plan for c in cuts))]
+def all_weighed(planned, plan, other, joins=True, now_us=100.0, other_us=101.0):
+    cuts = list(cuts_of(planned, plan, other, joins))
+    tasks = [
+        tasks_of(planned.low, planned.graph, p, POLICY) for p in (plan, *(c.plan for c in cuts))
+    ]
     found = weighed(cuts, tasks, lambda task: 1.0, 0.0)
     assert [(one.now_us, one.other_us) for one in found] == [
         (len(one.now), len(one.other)) for one in found
@@ -172,10 +176,10 @@ def all_weighed(job, plan, other, joins=True, now_us=100.0, other_us=101.0):
 
 
 def weighed_chain(joins, **times):
-    job, fused, apart = both_plans()
+    planned, fused, apart = both_plans()
     plan, other = (apart, fused) if joins else (fused, apart)
-    (one,) = all_weighed(job, plan, other, joins, **times)
-    return job, plan, one
+    (one,) = all_weighed(planned, plan, other, joins, **times)
+    return planned, plan, one
 
 
 @pytest.mark.parametrize(
@@ -184,8 +188,8 @@ def weighed_chain(joins, **times):
     ids=["faster", "slower", "tie"],
 )
 def test_a_fusion_is_taken_only_if_it_is_clearly_faster(duel, count, code):
-    job, plan, one = weighed_chain(joins=True)
-    found = settled(job.graph, plan, [(one, duel)], 0.01)
+    planned, plan, one = weighed_chain(joins=True)
+    found = settled(planned.graph, plan, [(one, duel)], 0.01)
     assert len(found.groups) == count
     said = [r for r in found.refusals if r.why.startswith("measured together")]
     assert [r.code for r in said] == ([] if code is None else [code])
@@ -197,15 +201,15 @@ def test_a_fusion_is_taken_only_if_it_is_clearly_faster(duel, count, code):
     ("duel", "verdict"), [(SLOWER, "sure"), (TIE, "undecided")], ids=["slower", "tie"]
 )
 def test_a_fusion_stays_where_its_operators_are_not_clearly_faster(duel, verdict):
-    job, plan, one = weighed_chain(joins=False, other_us=50.0)
-    evidence = evidence_of(settled(job.graph, plan, [(one, duel)], 0.01))
+    planned, plan, one = weighed_chain(joins=False, other_us=50.0)
+    evidence = evidence_of(settled(planned.graph, plan, [(one, duel)], 0.01))
     assert (evidence.kind, evidence.verdict) == ("measured", verdict)
     assert (evidence.together_us, evidence.apart_us) == (duel.second, duel.first)
 
 
 def test_a_fusion_is_taken_apart_where_that_is_clearly_faster():
-    job, plan, one = weighed_chain(joins=False)
-    found = settled(job.graph, plan, [(one, FASTER)], 0.01)
+    planned, plan, one = weighed_chain(joins=False)
+    found = settled(planned.graph, plan, [(one, FASTER)], 0.01)
     assert len(found.groups) == 3
     reason = found.refusals[-1]
     assert reason.code is RefusalCode.SLOWER
@@ -215,5 +219,5 @@ def test_a_fusion_is_taken_apart_where_that_is_clearly_faster():
 
 @pytest.mark.parametrize(("other_us", "count"), [(98.0, 1), (99.5, 3)])
 def test_the_sums_must_differ_by_the_certain_gain(other_us, count):
-    job, plan, one = weighed_chain(joins=True, other_us=other_us)
-    assert len(settled(job.graph, plan, [(one, None)], 0.01).groups) == count
+    planned, plan, one = weighed_chain(joins=True, other_us=other_us)
+    assert len(settled(planned.graph, plan, [(one, None)], 0.01).groups) == count

@@ -8,9 +8,11 @@ import tvm
 
 import tvm_fusion
 from tvm_fusion.cli import main
-from tvm_fusion.compilation.job import Job
+from tvm_fusion.compilation.tuned_parts import TunedParts
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.errors import InputError
+from tvm_fusion.flow.functions import planned_function
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.kernels import registry
 from tvm_fusion.tuning.session.choices import DEFAULT
 
@@ -91,24 +93,28 @@ def test_the_same_database_gives_the_same_kernels(tuned):
     folder, _ = tuned
 
     def written():
-        job = Job.of(chain_module(), "llvm", load_policy("aggressive"), None, None, None, folder)
-        return job, job.fuse()
+        planned = planned_function(
+            chain_module(), "llvm", load_policy("aggressive"), tuned=TunedParts(folder).of
+        )
+        return planned, planned.fuse()
 
-    (job, first), (_, second) = written(), written()
+    (planned, first), (_, second) = written(), written()
     assert tvm.ir.save_json(first) == tvm.ir.save_json(second)
-    assert [t.text for t in job.tuned.used.values()] == ["Way(way=fast)"]
+    assert [t.text for t in planned.tuned.used.values()] == ["Way(way=fast)"]
     target, hw = resolve_target("llvm")
-    untuned = Job.from_module(chain_module(), target, hw, load_policy("aggressive")).fuse()
+    untuned = Planned.of(chain_module(), target, hw, load_policy("aggressive")).fuse()
     assert tvm.ir.save_json(untuned) != tvm.ir.save_json(first)
 
 
 def test_a_choice_that_is_no_longer_offered_is_stale(tuned, monkeypatch):
     folder, _ = tuned
     monkeypatch.setattr(registry.family("tested"), "ways", ("plain",))
-    job = Job.of(chain_module(), "llvm", load_policy("aggressive"), None, None, None, folder)
-    job.fuse()
-    assert not job.tuned.used
-    assert "does not offer Way(way=fast)" in next(iter(job.tuned.stale.values()))
+    planned = planned_function(
+        chain_module(), "llvm", load_policy("aggressive"), tuned=TunedParts(folder).of
+    )
+    planned.fuse()
+    assert not planned.tuned.used
+    assert "does not offer Way(way=fast)" in next(iter(planned.tuned.stale.values()))
 
 
 def test_a_database_that_is_not_there_is_an_error(tmp_path):
@@ -119,10 +125,12 @@ def test_a_database_that_is_not_there_is_an_error(tmp_path):
 def test_another_policy_is_another_workload(tuned):
     folder, _ = tuned
     policy = {"unknown_ratio": 1.0, "coverage": 0.0, "rounding": "exact"}
-    job = Job.of(chain_module(), "llvm", load_policy(policy), None, None, None, folder)
-    job.fuse()
-    assert not job.tuned.used
-    assert not job.tuned.stale
+    planned = planned_function(
+        chain_module(), "llvm", load_policy(policy), tuned=TunedParts(folder).of
+    )
+    planned.fuse()
+    assert not planned.tuned.used
+    assert not planned.tuned.stale
 
 
 @pytest.mark.long

@@ -6,9 +6,9 @@ import pytest
 import tvm
 from tvm import relax
 
-from tvm_fusion.compilation.job import Job
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.errors import TargetError
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.kernels import registry
 from tvm_fusion.tuning.measure.building import Place
 from tvm_fusion.tuning.measure.meters import LocalMeter
@@ -116,8 +116,8 @@ def make_session(settings=SETTINGS, trials=(), choices=None, meter=None):
     """A session over one task; `choices` are those of its choices that are offered."""
     target, hw = resolve_target("llvm")
     policy = load_policy("aggressive")
-    job = Job.from_module(chain_module(), target, hw, policy)
-    (task,) = tasks_of(job.low, job.graph, job.plan, policy)
+    planned = Planned.of(chain_module(), target, hw, policy)
+    (task,) = tasks_of(planned.low, planned.graph, planned.plan, policy)
     assert task.kernel_class == "tested"
     offered = [c for c, _ in class_choices(task.workload, hw, policy)]
     if choices is not None:

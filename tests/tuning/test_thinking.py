@@ -211,8 +211,7 @@ def test_schedules_whose_numbers_nobody_compared_are_tried_first(few):
     known = [trial(text, 10.0 - n) for n, text in enumerate(first)]
     known[0] = replace(known[0], error=0.0)
     task = SimpleNamespace(workload=func, kernel_class="nest")
-    job = SimpleNamespace(hw=SimpleNamespace(kind="llvm"))
-    own, stock = evolution_of(task, job, load_settings(), known).free
+    own, stock = evolution_of(task, SimpleNamespace(kind="llvm"), load_settings(), known).free
     asked = own.ask()
     assert asked.told == ((first[0], 10.0),)
     assert stock.ask().seeds == ()

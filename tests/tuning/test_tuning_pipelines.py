@@ -325,7 +325,7 @@ def test_tuning_begins_in_no_folder_of_something_else(tmp_path, kind):
 
 
 def test_a_place_that_cannot_be_written_is_said_before_anything_is_planned(tmp_path, monkeypatch):
-    monkeypatch.setattr(session.Jobs, "of", lambda *_: pytest.fail("planned"))
+    monkeypatch.setattr(session, "planned_functions", lambda *_: pytest.fail("planned"))
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="file is not a folder"):
         tvm_fusion.tune(block(), TARGET, database=tmp_path / "file")

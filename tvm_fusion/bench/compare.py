@@ -14,11 +14,15 @@ from typing import Any
 
 import tvm
 
+from ..check.checked_sizes import drawn_inputs
 from ..compilation.compiler import graph_policy
-from ..compilation.job import Job
-from ..compilation.jobs import Jobs
+from ..compilation.one_function import Wishes, has_inputs
+from ..compilation.several_functions import compile_functions
+from ..compilation.tuned_parts import TunedParts
 from ..config import load_policy, resolve_target
 from ..errors import TargetError
+from ..flow.functions import planned_functions
+from ..flow.planned import Planned
 from ..host.threads import thread_count
 from ..report.facts import Report
 from ..report.function_reports import FunctionReports
@@ -85,47 +89,50 @@ def compile_beside(
     graphs = CudaGraphOptions.of(cuda_graph)
     if graphs is not None:
         policy = graph_policy(target, policy)
-    jobs = Jobs.of(model, target, policy, plan, None, None, database)
-    verify, timed = load_policy(policy).verify, graphs is not None
-    if jobs.only is not None:
-        compiled = jobs.only.compile(verify, measure, timed, graphs)
-        if tvm.runtime.device_from_target(compiled.target).exist:
-            compiled.report = beside(jobs.only, compiled, peers)
+    tuned = TunedParts(database).of if database is not None else None
+    functions = planned_functions(model, target, policy, plan, tuned=tuned)
+    wishes = Wishes(load_policy(policy).verify, measure, graphs is not None, graphs)
+    compiled = compile_functions(functions, wishes)
+    exists = tvm.runtime.device_from_target(compiled.target).exist
+    if isinstance(compiled, CompiledModule):
+        if exists:
+            (planned,) = functions.values()
+            compiled.report = beside(planned, compiled, peers)
         return compiled
-    functions = jobs.compile(verify, measure, timed, graphs)
-    if tvm.runtime.device_from_target(functions.target).exist:
-        for name, job in jobs.jobs.items():
-            if job.has_inputs():
-                functions[name].report = beside(job, functions[name], peers)
-    functions.report = FunctionReports({n: one.report for n, one in functions.items()})
-    return functions
+    for name, planned in functions.items():
+        if exists and has_inputs(planned):
+            compiled[name].report = beside(planned, compiled[name], peers)
+    compiled.report = FunctionReports({n: one.report for n, one in compiled.items()})
+    return compiled
 
 
-def beside(job: Job, compiled: CompiledModule, peers: Sequence[str]) -> Report:
-    """Return the report of a compiled job with the times of the unfused module and of peers, and on
-    a CPU of each of our kernels.
+def beside(planned: Planned, compiled: CompiledModule, peers: Sequence[str]) -> Report:
+    """Return the report of a compiled function with the times of the unfused module and of peers,
+    and on a CPU of each of our kernels.
     """
     stages.info("building the unfused module")
-    unfused = CompiledModule.of(job.build_unfused())
+    unfused = CompiledModule.of(planned.build_unfused())
     shown = ", ".join(("fused", "unfused", *peers))
     stages.info("timing %s", shown)
-    if job.target.kind.name != "llvm":
-        return dataclasses.replace(compiled.report, times=_together(job, compiled, unfused, peers))
+    if planned.target.kind.name != "llvm":
+        return dataclasses.replace(
+            compiled.report, times=_together(planned, compiled, unfused, peers)
+        )
     with tempfile.TemporaryDirectory(prefix="tvm_fusion_bench_") as folder:
-        times, kernels = _apart(job, compiled, unfused, peers, Path(folder))
+        times, kernels = _apart(planned, compiled, unfused, peers, Path(folder))
     return _with_kernels(dataclasses.replace(compiled.report, times=times), kernels)
 
 
 def _together(
-    job: Job, compiled: CompiledModule, unfused: CompiledModule, peers: Sequence[str]
+    planned: Planned, compiled: CompiledModule, unfused: CompiledModule, peers: Sequence[str]
 ) -> dict[str, TimeReport]:
-    inputs = job.inputs
+    inputs = drawn_inputs(planned.mod)
     calls = {FUSED: compiled.bind(*inputs), UNFUSED: unfused.bind(*inputs)}
     failed = {}
     for name in peers:
         try:
             with within(MAKING_S):
-                call = PEERS[name](job.mod, job.target, inputs)
+                call = PEERS[name](planned.mod, planned.target, inputs)
                 call()
             calls[name] = call
         except Exception as error:  # a trial
@@ -135,12 +142,16 @@ def _together(
 
 
 def _apart(
-    job: Job, compiled: CompiledModule, unfused: CompiledModule, peers: Sequence[str], folder: Path
+    planned: Planned,
+    compiled: CompiledModule,
+    unfused: CompiledModule,
+    peers: Sequence[str],
+    folder: Path,
 ) -> tuple[dict[str, TimeReport], list[tuple[str, float]]]:
     threads = thread_count()
     given = folder / "model.json"
-    given.write_text(tvm.ir.save_json(job.mod))
-    inputs, target = job.inputs, str(job.target)
+    given.write_text(tvm.ir.save_json(planned.mod))
+    inputs, target = drawn_inputs(planned.mod), str(planned.target)
     with _processes((FUSED, UNFUSED, *peers), threads) as processes:
         for name, module in ((FUSED, compiled), (UNFUSED, unfused)):
             processes[name].begin(str(module.save(folder / f"{name}.so")), inputs)

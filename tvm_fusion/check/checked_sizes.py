@@ -1,5 +1,6 @@
-"""At which values of its symbolic sizes a module is checked: small and odd ones, and those below,
-at and above a power of two, as far as the module allows and its reference is quick.
+"""The inputs that a module is checked on, and at which values of its symbolic sizes: small and odd
+ones, and those below, at and above a power of two, as far as the module allows and its reference is
+quick.
 
 Even draws give all symbols one size, odd ones give each another.
 """
@@ -7,12 +8,14 @@ Even draws give all symbols one size, odd ones give each another.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import tvm
 from tvm import relax, tirx
 
 from ..transform.functions.functions import operator_name
 from ._loops import points_of
+from .inputs import is_extreme, random_inputs
 
 SIZES = (5, 17, 32, 1, 31, 65)
 SMALL = (5, 9, 8, 1, 7, 3)  # where loops of `SIZES` are too long
@@ -28,6 +31,16 @@ _BY_PLACE = frozenset(
     )
 )
 _MOVES = ("relax.astype", "relax.reshape", "relax.expand_dims", "relax.squeeze", "relax.flatten")
+
+
+def drawn_inputs(
+    mod: tvm.IRModule, number: int = 0, lowered: tvm.IRModule | None = None
+) -> list[Any]:
+    """Random inputs of `main` for checks and timing, by the number of the draw; some are extreme
+    near the ends of each axis (`inputs.is_extreme`). Parameters as for `checked_sizes`.
+    """
+    sizes = checked_sizes(mod["main"], number, lowered)
+    return random_inputs(mod["main"], number, sizes, extreme=is_extreme(number))
 
 
 def symbols_of(func: relax.Function) -> list[str]:

@@ -5,28 +5,25 @@ is wrong, as little of it as need be gives way (`repair`); then times it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Any
 
+import tvm
+
+from ..flow.planned import BuiltPlan, Planned
+from ..plan.plan import PlannedGroup
 from ..report.times import FUSED, UNFUSED, TimeReport
+from ..runtime.build.build import Built
+from ..runtime.calls.compiled_module import CompiledModule
+from ..runtime.timing.timing import time_modules
 from .allowance import Reference
-from .checked_sizes import symbols_of
+from .checked_sizes import drawn_inputs, symbols_of
 from .inputs import draw_count, is_extreme
 from .plain import plain_module
 from .reference import runner
 from .repair import Repair
 from .verify import Verification, judge_outputs
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import Any
-
-    import tvm
-
-    from ..compilation.compiler import Job
-    from ..plan.plan import PlannedGroup
-    from ..runtime.build.build import Built
-    from ..transform.apply.materialize import Materialized
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +34,8 @@ class Checked:
 
     Attributes
     ----------
-    built, materialized
-        The module that passed, or the last one that did not.
+    made : BuiltPlan
+        What passed, or the last that did not.
     verification : Verification
     group_errors : dict of str to float
         Of each group that was checked on its own, by name of its PrimFunc.
@@ -52,8 +49,7 @@ class Checked:
         The model as TVM alone lowers it, where nothing else was right.
     """
 
-    built: Built
-    materialized: Materialized
+    made: BuiltPlan
     verification: Verification
     group_errors: dict[str, float] = field(default_factory=dict)
     tried: list[str] = field(default_factory=list)
@@ -62,16 +58,12 @@ class Checked:
     alone: tvm.IRModule | None = None
 
 
-def check_compiled(
-    job: Job, built: Built, materialized: Materialized, every_group: bool = False
-) -> Checked:
+def check_compiled(made: BuiltPlan, every_group: bool = False) -> Checked:
     """Compares a build with float64, and what gave way in it, until one passes or none is left.
 
     Parameters
     ----------
-    job : Job
-        The compilation.
-    built, materialized
+    made : BuiltPlan
         The fused module.
     every_group : bool
         Check each group on its own even if the module as a whole is right.
@@ -81,35 +73,36 @@ def check_compiled(
     Checked
         Its `verification` has passed unless TVM's own code is wrong, too.
     """
-    mod = _lowered(job)
-    references = _references(job, mod)
-    repair = Repair(job, mod)
-    while every_group and (left := repair.without_wrong_groups(materialized, job.inputs)):
-        built, materialized = left
+    mod = _lowered(made.planned)
+    references = _references(made.planned, mod)
+    repair, goes_on = Repair(mod), every_group
+    while goes_on:
+        made, goes_on = repair.without_wrong_groups(made, drawn_inputs(made.planned.mod))
     while True:
-        verification, inputs = _judged(built, references)
-        step = None if verification.passed else repair.step(materialized, verification, inputs)
-        if step is None:
+        (verification, inputs), goes_on = _judged(made.built, references), False
+        if not verification.passed:
+            made, goes_on = repair.step(made, verification, inputs)
+        if not goes_on:
             found = (repair.errors, repair.tried, repair.wrong, references, repair.alone)
-            return Checked(built, materialized, verification, *found)
-        built, materialized = step
+            return Checked(made, verification, *found)
 
 
-def checked_again(checked: Checked, built: Built, materialized: Materialized) -> Checked:
+def checked_again(checked: Checked, made: BuiltPlan) -> Checked:
     """What a check ended with, of the same function in another build."""
-    verification, _ = _judged(built, checked.references)
-    return replace(checked, built=built, materialized=materialized, verification=verification)
+    verification, _ = _judged(made.built, checked.references)
+    return replace(checked, made=made, verification=verification)
 
 
-def _references(job: Job, mod: tvm.IRModule) -> list[Reference]:
+def _references(planned: Planned, mod: tvm.IRModule) -> list[Reference]:
     """What TVM's lowering of the model gives on each draw of inputs; sizes that it cannot run at
     are left out.
     """
-    first = Reference(mod, job.inputs, job.target)
+    first = Reference(mod, drawn_inputs(planned.mod), planned.target)
     others = [
-        first.on(job.drawn(n, mod), ceiling=not is_extreme(n)) for n in range(1, draw_count(mod))
+        first.on(drawn_inputs(planned.mod, n, mod), ceiling=not is_extreme(n))
+        for n in range(1, draw_count(mod))
     ]
-    if symbols_of(job.mod["main"]):
+    if symbols_of(planned.mod["main"]):
         others = [reference for reference in others if _runs(reference)]
     return [first, *others]
 
@@ -135,20 +128,17 @@ def _judged(built: Built, references: Sequence[Reference]) -> tuple[Verification
     return replace(found, worst_error=worst), reference.inputs
 
 
-def _lowered(job: Job) -> tvm.IRModule:
+def _lowered(planned: Planned) -> tvm.IRModule:
     """What the reference is made from: the model as TVM lowers it, where TVM can."""
     try:
-        return plain_module(job.mod, job.target)
+        return plain_module(planned.mod, planned.target)
     except Exception as error:  # TVM raises whatever an operator's legalization raises
         reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
         logger.warning("the reference is of this package's lowering: TVM alone has %s", reason[0])
-        return job.whole[0]
+        return planned.whole.mod
 
 
 def time_builds(fused: Built, unfused: Built, inputs: Sequence[Any]) -> dict[str, TimeReport]:
     """Times both modules on the same inputs, interleaved."""
-    from ..runtime.calls.compiled_module import CompiledModule
-    from ..runtime.timing.timing import time_modules
-
     modules = {FUSED: CompiledModule.of(fused), UNFUSED: CompiledModule.of(unfused)}
     return {name: TimeReport.of(t) for name, t in time_modules(modules, inputs).items()}

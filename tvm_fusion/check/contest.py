@@ -13,58 +13,59 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import BuildError, TargetError, TvmFusionError
+from ..flow.planned import Planned
 from ..ir.graph import FusionGraph
 from ..plan.decide.decide import caution_of, hopeful_plan, with_evidence
 from ..plan.decide.joint_interval import measured_whole, times_apart
 from ..plan.differ import Region, exchanged, regions
 from ..plan.plan import Evidence, FusionPlan
 from ..plan.refusal import Refusal, RefusalCode
+from ..runtime.timing.plan_timing import PlanTimes
+from ..runtime.timing.timing import has_torch_cuda
 from ..transform.apply.region_module import RegionModule, region_module
 from .inputs import random_inputs
 from .kept_samples import keep
+from .plan_runner import PlanRunner
 from .sequential import STANDARD_ERRORS, Budget, Duel, Pair, Winner, paired, settle
-
-if TYPE_CHECKING:
-    from ..compilation.compiler import Job
-    from ..runtime.timing.plan_timing import PlanTimes
-    from .plan_runner import PlanRunner
 
 logger = logging.getLogger(__name__)
 
 Sampler = Callable[[int], Sequence[Pair]]
 
 
-def contest(job: Job, budget: Budget) -> FusionPlan:
-    """The plan of a job with its regions in doubt settled by measurements, the most valuable first.
+def contest(planned: Planned, budget: Budget) -> FusionPlan:
+    """A plan with its regions in doubt settled by measurements, the most valuable first.
 
     Parameters
     ----------
-    job : Job
+    planned : Planned
     budget : Budget
         For all regions together; those it does not reach stay as they are.
     """
-    plan = job.plan
-    hopeful = hopeful_plan(job.graph, job.hw, job.policy)
+    plan = planned.plan
+    hopeful = hopeful_plan(planned.graph, planned.hw, planned.policy)
     known: dict[tuple, Duel | None] = {}
-    for region in regions(job.graph, plan, hopeful):
-        part = region_module(job.low, job.graph, region.ops, views_held(job.graph, region))
+    for region in regions(planned.graph, plan, hopeful):
+        part = region_module(
+            planned.low, planned.graph, region.ops, views_held(planned.graph, region)
+        )
         if part is None:
             continue
         key = _structure(part, region)
         if key not in known:
-            known[key] = duel(job, part, region, budget)
+            known[key] = duel(planned, part, region, budget)
         if known[key] is not None:
-            plan = settled(job.graph, plan, region, known[key])
-    if plan.groups == job.plan.groups:
+            plan = settled(planned.graph, plan, region, known[key])
+    if plan.groups == planned.plan.groups:
         return plan
-    caution = caution_of(job.hw, job.policy)
-    return measured_whole(job.graph, plan, times_apart(job.alone), caution)
+    caution = caution_of(planned.hw, planned.policy)
+    return measured_whole(planned.graph, plan, times_apart(planned.alone), caution)
 
 
-def duel(job: Job, part: RegionModule, region: Region, budget: Budget) -> Duel | None:
+def duel(planned: Planned, part: RegionModule, region: Region, budget: Budget) -> Duel | None:
     """Times a region's hopeful groups (first) beside its careful ones (second).
 
     None if one of them cannot be built, or the budget does not reach.
@@ -72,14 +73,14 @@ def duel(job: Job, part: RegionModule, region: Region, budget: Budget) -> Duel |
     if budget.left_s <= 0:
         return None
     try:
-        return _timed(job, part, region, budget)
+        return _timed(planned, part, region, budget)
     except TvmFusionError as error:  # of one candidate: its region stays as it is
         logger.warning("a region in doubt cannot be timed: %s", error)
         return None
 
 
-def _timed(job: Job, part: RegionModule, region: Region, budget: Budget) -> Duel | None:
-    runner, plans = _prepared(job, part, region)
+def _timed(planned: Planned, part: RegionModule, region: Region, budget: Budget) -> Duel | None:
+    runner, plans = _prepared(planned, part, region)
     if failed := runner.build(plans):
         raise BuildError(next(iter(failed.values())))
     sample = PlanSampler(runner, plans)
@@ -89,19 +90,18 @@ def _timed(job: Job, part: RegionModule, region: Region, budget: Budget) -> Duel
     return found
 
 
-def _prepared(job: Job, part: RegionModule, region: Region) -> tuple[PlanRunner, list[FusionPlan]]:
+def _prepared(
+    planned: Planned, part: RegionModule, region: Region
+) -> tuple[PlanRunner, list[FusionPlan]]:
     """A runner with the region's inputs, and its two plans: hopeful, careful."""
-    from ..runtime.timing.timing import has_torch_cuda
-    from .plan_runner import PlanRunner
-
-    if job.hw.kind == "cuda" and not has_torch_cuda():
+    if planned.hw.kind == "cuda" and not has_torch_cuda():
         raise TargetError("kernels are timed through torch's profiler, and there is no such torch")
-    if job.hw.kind == "llvm":
+    if planned.hw.kind == "llvm":
         part = part.with_constants()
-    runner = PlanRunner(part.mod, part.graph, job.hw, job.policy, job.target)
+    runner = PlanRunner(part.mod, part.graph, planned.hw, planned.policy, planned.target)
     fill(runner, part.constants)
     sides = (region.hopeful, region.careful)
-    return runner, [part.plan(groups, job.hw.name, job.policy.name) for groups in sides]
+    return runner, [part.plan(groups, planned.hw.name, planned.policy.name) for groups in sides]
 
 
 def fill(runner: PlanRunner, constants: Mapping[int, Any]) -> None:

@@ -14,39 +14,34 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ..flow.planned import BuiltPlan, Planned
 from ..plan.decide.caution import Verdict
 from ..plan.decide.decide import caution_of, taken_apart
 from ..plan.decide.joint_interval import times_apart, whole_ratio
 from ..plan.differ import clusters
 from ..plan.plan import PlannedGroup
 from ..plan.refusal import Refusal, RefusalCode
+from ..runtime.build.build import Built
+from ..runtime.calls.compiled_module import CompiledModule
+from ..runtime.timing.timing import time_modules
+from .checked_sizes import drawn_inputs
 from .contest import Sampler, measured, slower
 from .sequential import Budget, Duel, Winner, paired, settle
-
-if TYPE_CHECKING:
-    from ..compilation.compiler import Job
-    from ..runtime.build.build import Built
-    from ..transform.apply.materialize import Materialized
 
 logger = logging.getLogger(__name__)
 
 WHOLE = ("the whole module",)
 
 
-def not_slower(
-    job: Job, built: Built, materialized: Materialized, unfused: Built, budget: Budget
-) -> tuple[Built, Materialized, Duel | None]:
+def not_slower(made: BuiltPlan, unfused: Built, budget: Budget) -> tuple[BuiltPlan, Duel | None]:
     """Times the fused module beside the unfused one, and cuts fusions until it is not slower.
 
     Parameters
     ----------
-    job : Job
-        Its plan loses the fusions that are cut, and gets the last duel as evidence. A plan that the
-        caller gave is timed and left as it is.
-    built, materialized
-        The fused module.
+    made : BuiltPlan
+        The fused module. A plan that the caller gave is timed and left as it is.
     unfused : Built
     budget : Budget
         Where it ends before the modules are told apart, the interval of the model decides (see
@@ -55,37 +50,39 @@ def not_slower(
     Returns
     -------
     tuple
-        The build that is left, what it was made from, and the last duel, fused first; None for a
-        budget that did not reach, and where the unfused module is left.
+        What is left, with the last duel as evidence of its plan, and that duel, fused first; None
+        for a budget that did not reach, and where the unfused module is left.
     """
-    count, lost, inputs = 1, None, job.inputs
+    count, lost, inputs = 1, None, drawn_inputs(made.planned.mod)
     while True:
-        found = settle(sampler((built, unfused), inputs), budget)
-        if found is None or found.winner is not Winner.SECOND or job.given:
+        planned = made.planned
+        found = settle(sampler((made.built, unfused), inputs), budget)
+        if found is None or found.winner is not Winner.SECOND or planned.given:
             break
-        lost, worst = found, _least_sure(job, count)
+        lost, worst = found, _least_sure(planned, count)
         if not worst:
             break
-        _cut(job, worst, found)
         count *= 2
-        built, materialized = job.build_fused()
-    if not job.given and not _may_stay(job, found, lost):
-        return *_unfused(job, found or lost), None
+        made = _cut(planned, worst, found).build()
+    if not planned.given and not _may_stay(planned, found, lost):
+        return _unfused(planned, found or lost), None
     if found is not None:
-        job.plan = replace(job.plan, evidence=measured(found))
-    return built, materialized, found
+        plan = replace(planned.plan, evidence=measured(found))
+        made = replace(made, planned=replace(planned, plan=plan))
+    return made, found
 
 
-def _cut(job: Job, worst: Sequence[tuple[PlannedGroup, ...]], found: Duel) -> None:
+def _cut(planned: Planned, worst: Sequence[tuple[PlannedGroup, ...]], found: Duel) -> Planned:
     names = [tuple(dict.fromkeys(op for g in cluster for op in g.ops)) for cluster in worst]
     for ops in names:
         logger.warning("the module is slower than unfused: %s is cut", "+".join(ops))
     groups = [g for cluster in worst for g in cluster]
     reasons = [slower(found, ops) for ops in names]
-    job.plan = taken_apart(job.graph, job.plan, groups, job.alone, reasons)
+    plan = taken_apart(planned.graph, planned.plan, groups, planned.alone, reasons)
+    return replace(planned, plan=plan)
 
 
-def _may_stay(job: Job, found: Duel | None, lost: Duel | None) -> bool:
+def _may_stay(planned: Planned, found: Duel | None, lost: Duel | None) -> bool:
     """Whether the fused module is used after the last look (`found`), and an earlier one that it
     lost.
     """
@@ -93,34 +90,32 @@ def _may_stay(job: Job, found: Duel | None, lost: Duel | None) -> bool:
         return found.winner is Winner.FIRST
     if lost is not None:
         return False
-    apart, caution = times_apart(job.alone), caution_of(job.hw, job.policy)
-    unfused_us = job.whole_plan.predicted_us
-    return whole_ratio(job.graph, job.plan, apart, caution, unfused_us).verdict is Verdict.SURE
+    apart, caution = times_apart(planned.alone), caution_of(planned.hw, planned.policy)
+    unfused_us = planned.whole.alone.predicted_us
+    ratio = whole_ratio(planned.graph, planned.plan, apart, caution, unfused_us)
+    return ratio.verdict is Verdict.SURE
 
 
-def _unfused(job: Job, last: Duel | None) -> tuple[Built, Materialized]:
-    """The module as it is, for a job whose fused one is slower, or not known to be faster."""
-    reason = _unmeasured(job) if last is None else slower(last, WHOLE)
+def _unfused(planned: Planned, last: Duel | None) -> BuiltPlan:
+    """The module as it is, where the fused one is slower, or not known to be faster."""
+    reason = _unmeasured(planned) if last is None else slower(last, WHOLE)
     logger.warning("the unfused module is used: %s", reason.why)
-    job.use_whole()
-    job.plan = replace(job.plan, refusals=(*job.plan.refusals, reason))
-    return job.build_fused()
+    unfused = planned.as_it_is()
+    plan = replace(unfused.plan, refusals=(*unfused.plan.refusals, reason))
+    return replace(unfused, plan=plan).build()
 
 
-def _unmeasured(job: Job) -> Refusal:
+def _unmeasured(planned: Planned) -> Refusal:
     return Refusal(
         RefusalCode.UNDECIDED,
         WHOLE,
         "the budget ended before the modules were timed, and the prediction is too close to call",
-        (("budget_s", job.policy.measure_budget_s),),
+        (("budget_s", planned.policy.measure_budget_s),),
     )
 
 
 def sampler(built: Sequence[Built], inputs: Sequence[Any]) -> Sampler:
     """Times two builds on the same inputs in pairs, in microseconds a call."""
-    from ..runtime.calls.compiled_module import CompiledModule
-    from ..runtime.timing.timing import time_modules
-
     modules = dict(zip("ab", map(CompiledModule.of, built), strict=True))
 
     def times(swapped: bool, rounds: int):
@@ -131,11 +126,11 @@ def sampler(built: Sequence[Built], inputs: Sequence[Any]) -> Sampler:
     return lambda count: paired(times, count)
 
 
-def _least_sure(job: Job, count: int) -> list[tuple[PlannedGroup, ...]]:
+def _least_sure(planned: Planned, count: int) -> list[tuple[PlannedGroup, ...]]:
     """Fusions of the plan, at most `count`: those with the highest possible ratio first."""
     found = {
         c: max(g.evidence.high for g in c if g.evidence)
-        for c in clusters(job.graph, job.plan)
+        for c in clusters(planned.graph, planned.plan)
         if any(g.evidence for g in c)
     }
     return sorted(found, key=lambda c: (-found[c], c[0].ops))[:count]

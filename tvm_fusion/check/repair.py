@@ -15,37 +15,30 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import tvm
 from tvm import relax, tirx
 
 from ..errors import BuildError
-from ..plan.plan import FALLBACK, FREE, STOCK, UNWRITTEN
+from ..flow.planned import BuiltPlan, Planned
+from ..plan.plan import FALLBACK, FREE, STOCK, UNWRITTEN, PlannedGroup
 from ..plan.refusal import RefusalCode
-from ..transform.apply.single_group import group_modules
+from ..transform.apply.materialize import Materialized
+from ..transform.apply.single_group import GroupModules, group_modules
 from ..transform.apply.write_kernels import write_kernels
 from .other_kernels import OtherKernels
 from .plain import plain_build
 from .reference import run_reference
 from .verify import GroupCase, Verification, verify_group
 
-if TYPE_CHECKING:
-    from ..compilation.compiler import Job
-    from ..plan.plan import PlannedGroup
-    from ..runtime.build.build import Built
-    from ..transform.apply.materialize import Materialized
-    from ..transform.apply.single_group import GroupModules
-
 logger = logging.getLogger(__name__)
-
-Step = tuple["Built", "Materialized"]
 
 
 class Repair:
-    """Gives a job with wrong numbers up, step by step; `plain` is its model as the reference has it
-    (`plain.plain_module`).
+    """Gives fusions with wrong numbers up, step by step; `plain` is the model as the reference has
+    it (`plain.plain_module`).
 
     Attributes
     ----------
@@ -59,8 +52,8 @@ class Repair:
         `plain`, once that is what is tried.
     """
 
-    def __init__(self, job: Job, plain: tvm.IRModule) -> None:
-        self.job, self._plain = job, plain
+    def __init__(self, plain: tvm.IRModule) -> None:
+        self._plain = plain
         self.errors: dict[str, float] = {}
         self.tried = ["the plan"]
         self.wrong: dict[str, tuple[PlannedGroup, str]] = {}
@@ -68,89 +61,76 @@ class Repair:
         self._coarse = iter(self._coarse_steps())
 
     def step(
-        self, materialized: Materialized, verification: Verification, inputs: Sequence[Any]
-    ) -> Step | None:
-        """The next module to try after one that is wrong as a whole on some inputs; None where none
-        is left.
+        self, made: BuiltPlan, verification: Verification, inputs: Sequence[Any]
+    ) -> tuple[BuiltPlan, bool]:
+        """The next module to try after one that is wrong as a whole on some inputs; whether there
+        is one.
         """
-        found = self.without_wrong_groups(materialized, inputs)
-        if found is None:
-            logger.warning("wrong numbers, and no group is wrong alone: %s", verification.why)
-        while found is None:
-            coarse = next(self._coarse, None)
-            if coarse is None:
-                return None
-            found = coarse()
-        return found
+        made, gave_way = self.without_wrong_groups(made, inputs)
+        if gave_way:
+            return made, True
+        logger.warning("wrong numbers, and no group is wrong alone: %s", verification.why)
+        for coarse in self._coarse:
+            found = coarse(made)
+            if found is not None:
+                return found, True
+        return made, False
 
     def without_wrong_groups(
-        self, materialized: Materialized, inputs: Sequence[Any]
-    ) -> Step | None:
-        """The module after the groups that are wrong by themselves gave way; None if none can."""
-        wrong, errors = wrong_groups(self.job, materialized, inputs)
+        self, made: BuiltPlan, inputs: Sequence[Any]
+    ) -> tuple[BuiltPlan, bool]:
+        """The module after the groups that are wrong by themselves gave way; whether any could."""
+        planned = made.planned
+        wrong, errors = wrong_groups(planned, made.materialized, inputs)
         self.errors |= errors
         gave_way = []
         for name, (group, why) in wrong.items():
-            kernel_class, how = self._instead(group, materialized.mod[name])
-            before = self.job.plan
-            for equal in self.job.groups_of(materialized, [name]):
-                self.job.cut(equal, RefusalCode.WRONG_NUMBERS, why, kernel_class)
-            if how or self.job.plan != before:
+            before, func = planned.plan, made.materialized.mod[name]
+            planned, kernel_class, how = _instead(planned, group, func)
+            for equal in planned.groups_of(made.materialized, [name]):
+                planned = planned.cut(equal, RefusalCode.WRONG_NUMBERS, why, kernel_class)
+            if how or planned.plan != before:
                 gave_way.append("+".join(group.ops) + (f" as {how}" if how else ""))
         if not gave_way:
-            return None
+            return replace(made, planned=planned), False
         self.wrong |= wrong
         self.tried.append(f"another way for {', '.join(gave_way)}")
-        return self.job.build_fused()
+        return planned.build(), True
 
-    def _instead(self, group: PlannedGroup, func: tirx.PrimFunc) -> tuple[str, str]:
-        """The class that computes a single operator in place of a kernel that is wrong, and in
-        which configuration where the class stays.
-        """
-        if len(group.ops) > 1 or group.kernel_class in UNWRITTEN:
-            return STOCK, ""
-        if not isinstance(self.job.tuned, OtherKernels):
-            self.job.tuned = OtherKernels(self.job.tuned, self.job.hw, self.job.policy)
-        with self.job.target:
-            how = self.job.tuned.reject(func, group.kernel_class)
-            if how is not None:
-                return group.kernel_class, how
-            other = self.job.tuned.falls_back(func, group.kernel_class)
-        return FALLBACK if other else STOCK, ""
-
-    def _coarse_steps(self) -> tuple[Callable[[], Step | None], ...]:
+    def _coarse_steps(self) -> tuple[Callable[[BuiltPlan], BuiltPlan | None], ...]:
         """What gives way where no group is wrong by itself."""
         return self._without_pieces_beside, self._unfused, self._unwritten, self._without_us
 
-    def _without_pieces_beside(self) -> Step | None:
+    def _without_pieces_beside(self, made: BuiltPlan) -> BuiltPlan | None:
         """The same with branches, and functions that stay calls, as TVM has them."""
-        if not self.job.without_pieces_beside():
+        if not made.beside:
             return None
         self.tried.append("TVM's code in branches and in functions that are called")
-        return self.job.build_fused()
+        return replace(made.planned, fuses_beside=False).build()
 
-    def _unfused(self) -> Step | None:
+    def _unfused(self, made: BuiltPlan) -> BuiltPlan | None:
         """One kernel an operator, of the model as it is."""
-        if all(len(group.ops) == 1 for group in self.job.plan.groups) and not self.job.plan.opened:
+        plan = made.planned.plan
+        if all(len(group.ops) == 1 for group in plan.groups) and not plan.opened:
             return None
         self.tried.append("nothing fused")
-        self.job.use_whole()
-        return self.job.build_fused()
+        return made.planned.as_it_is().build()
 
-    def _unwritten(self) -> Step | None:
+    def _unwritten(self, made: BuiltPlan) -> BuiltPlan | None:
         """The same with TVM's code for every operator."""
-        groups = tuple(_stock(group) for group in self.job.plan.groups)
-        if groups == self.job.plan.groups:
+        plan = made.planned.plan
+        groups = tuple(_stock(group) for group in plan.groups)
+        if groups == plan.groups:
             return None
         self.tried.append("TVM's code for every operator")
-        self.job.plan = replace(self.job.plan, groups=groups)
-        return self.job.build_fused()
+        return replace(made.planned, plan=replace(plan, groups=groups)).build()
 
-    def _without_us(self) -> Step | None:
+    def _without_us(self, made: BuiltPlan) -> BuiltPlan | None:
         """The model as TVM alone lowers it; reported are the launches of the step before."""
         self.tried.append("the model as TVM alone compiles it")
+        planned = made.planned
         try:
-            found = plain_build(self._plain, self.job.target), self.job.write()[1]
+            found = planned.write().built(plain_build(self._plain, planned.target))
         except BuildError as error:
             logger.warning("TVM alone cannot compile the model: %s", error)
             return None
@@ -162,18 +142,40 @@ def _stock(group: PlannedGroup) -> PlannedGroup:
     return group if group.kernel_class in UNWRITTEN else replace(group, kernel_class=STOCK)
 
 
+def _instead(
+    planned: Planned, group: PlannedGroup, func: tirx.PrimFunc
+) -> tuple[Planned, str, str]:
+    """The class that computes a single operator in place of a kernel that is wrong, and in which
+    configuration where the class stays; with what chooses that.
+    """
+    if len(group.ops) > 1 or group.kernel_class in UNWRITTEN:
+        return planned, STOCK, ""
+    others = planned.tuned
+    if not isinstance(others, OtherKernels):
+        others = OtherKernels(planned.tuned, planned.hw, planned.policy)
+        planned = replace(planned, tuned=others)
+    with planned.target:
+        how = others.reject(func, group.kernel_class)
+        if how is not None:
+            return planned, group.kernel_class, how
+        other = others.falls_back(func, group.kernel_class)
+    return planned, FALLBACK if other else STOCK, ""
+
+
 def wrong_groups(
-    job: Job, materialized: Materialized, inputs: Sequence[Any]
+    planned: Planned, materialized: Materialized, inputs: Sequence[Any]
 ) -> tuple[dict[str, tuple[PlannedGroup, str]], dict[str, float]]:
     """The groups whose own numbers are wrong, with the reason, and the error of each group, by name
     of its PrimFunc.
     """
     groups = {n: g for n, g in materialized.groups.items() if g.kernel_class not in FREE}
-    cases = {n: group_modules(job.low, job.graph, job.plan, g) for n, g in groups.items()}
-    values = _captured(job, cases.values(), inputs)
+    cases = {
+        n: group_modules(planned.low, planned.graph, planned.plan, g) for n, g in groups.items()
+    }
+    values = _captured(planned, cases.values(), inputs)
     wrong, errors = {}, {}
     for name, case in cases.items():
-        found = _verified(job, groups[name], case, values)
+        found = _verified(planned, groups[name], case, values)
         errors[name] = found.worst_error
         if not found.passed:
             wrong[name] = (groups[name], found.why)
@@ -181,25 +183,29 @@ def wrong_groups(
 
 
 def _verified(
-    job: Job, group: PlannedGroup, case: GroupModules, values: Callable[[Any], Any]
+    planned: Planned, group: PlannedGroup, case: GroupModules, values: Callable[[Any], Any]
 ) -> Verification:
     """The verdict on one group, on what the float64 reference of the model gives it."""
     classes = {case.kernel: group.kernel_class}
-    with job.target:
-        written = write_kernels(case.fused, classes, job.hw, job.policy, tuned=job.tuned)
+    with planned.target:
+        written = write_kernels(
+            case.fused, classes, planned.hw, planned.policy, tuned=planned.tuned
+        )
     arguments = tuple(values(e) for e in case.inputs)
-    return verify_group(GroupCase(case.kernel, written.mod, case.unfused, arguments), job.target)
+    return verify_group(
+        GroupCase(case.kernel, written.mod, case.unfused, arguments), planned.target
+    )
 
 
 def _captured(
-    job: Job, cases: Iterable[GroupModules], inputs: Sequence[Any]
+    planned: Planned, cases: Iterable[GroupModules], inputs: Sequence[Any]
 ) -> Callable[[Any], Any]:
     """A function from an input of a group to its value in the float64 reference run."""
-    main = job.low["main"]
+    main = planned.low["main"]
     params = {hash(p): x for p, x in zip(main.params, inputs, strict=True)}
     bound = {hash(b.var): b.var for block in main.body.blocks for b in block.bindings}
     names = dict.fromkeys(v.name for v in _variables(cases) if hash(v) in bound)
-    outputs = run_reference(job.low, inputs, capture=list(names), target=job.target)
+    outputs = run_reference(planned.low, inputs, capture=list(names), target=planned.target)
     captured = dict(zip(names, outputs[len(outputs) - len(names) :], strict=True))
     symbols = _symbol_values(main, inputs)
 

@@ -14,22 +14,28 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ..check.sequential import Budget
 from ..config import Policy, load_policy, resolve_target
+from ..cost.probe import candidates_of
+from ..cost.probe import probe as compiled_kernels
 from ..errors import InputError, TargetError
+from ..flow.functions import Plans, planned_functions
+from ..flow.planned import Planned
+from ..plan.search.bound import bound_of_plan
+from ..report.assemble import planned_report
+from ..report.facts import Report
+from ..report.function_reports import FunctionReports
+from ..runtime.calls.compiled_functions import CompiledFunctions
+from ..runtime.calls.compiled_module import CompiledModule
 from ..runtime.graphs.capture_rules import CudaGraphOptions
-from .job import Job, PlanLike
-from .jobs import Jobs, Plans
+from .one_function import Wishes, contested, has_device
+from .several_functions import compile_functions
+from .tuned_parts import TunedParts
 
 if TYPE_CHECKING:
-    from ..report.facts import Report
-    from ..report.function_reports import FunctionReports
-    from ..runtime.calls.compiled_functions import CompiledFunctions
-    from ..runtime.calls.compiled_module import CompiledModule
-    from ..transform.apply.tuned_parts import DatabaseLike
+    from .tuned_parts import DatabaseLike
 
 VERIFY = (True, False, "groups", "report")
-
-__all__ = ["Job", "Jobs", "PlanLike", "Plans", "compile", "explain"]
 
 
 def compile(
@@ -115,11 +121,12 @@ def compile(
         raise InputError(f"verify={verify!r} is none of {', '.join(map(repr, (None, *VERIFY)))}")
     if graphs is not None:
         policy = graph_policy(target, policy)
-    jobs = Jobs.of(
-        model, target, policy, plan, example_inputs, dynamic_shapes, database, use_current=True
+    tuned = TunedParts(database).of
+    functions = planned_functions(
+        model, target, policy, plan, example_inputs, dynamic_shapes, tuned
     )
-    wanted = jobs.policy.verify if verify is None else verify
-    return (jobs.only or jobs).compile(wanted, measure, time, graphs)
+    wanted = load_policy(policy).verify if verify is None else verify
+    return compile_functions(functions, Wishes(wanted, measure, time, graphs))
 
 
 def graph_policy(target: Any, policy: Any) -> Policy:
@@ -161,32 +168,27 @@ def explain(
     has their registers, spills and code. With `bound` (needs SciPy) the report says how far the
     plan can be from the cheapest one, by the cost model, where the graph is small enough to tell.
     """
-    from ..report.function_reports import FunctionReports
-
-    jobs = Jobs.of(
-        model, target, policy, plan, example_inputs, dynamic_shapes, database, use_current=True
+    tuned = TunedParts(database).of
+    functions = planned_functions(
+        model, target, policy, plan, example_inputs, dynamic_shapes, tuned
     )
     how = {"measure": measure, "probe": probe, "bound": bound}
-    if jobs.only is not None:
-        return _explained(jobs.only, **how)
-    share = 1 / len(jobs.jobs)
-    return FunctionReports({n: _explained(j, share, **how) for n, j in jobs.jobs.items()})
+    found = {n: _explained(one, 1 / len(functions), **how) for n, one in functions.items()}
+    return FunctionReports(found) if len(found) > 1 else next(iter(found.values()))
 
 
-def _explained(job: Job, share: float = 1.0, *, measure: bool, probe: bool, bound: bool) -> Report:
+def _explained(
+    planned: Planned, share: float, *, measure: bool, probe: bool, bound: bool
+) -> Report:
     """The report of one function, which has a share of the budget for measurements."""
-    from ..cost.probe import candidates_of
-    from ..cost.probe import probe as compiled_kernels
-
-    if measure and not job.given and job.has_device():
-        job.contest(job.budget().share(share))
-    if probe and job.hw.kind != "cuda":
-        raise TargetError(f"{job.hw.name} is no GPU: there are no registers to probe")
-    groups = candidates_of(job.graph, job.plan) if probe else []
-    found = compiled_kernels(job.low, job.graph, groups, job.hw, job.policy, job.target)
-    report = job.planned_report(found)
+    graph, hw, policy = planned.graph, planned.hw, planned.policy
+    if measure and not planned.given and has_device(planned):
+        planned = contested(planned, Budget(policy.measure_budget_s).share(share))
+    if probe and hw.kind != "cuda":
+        raise TargetError(f"{hw.name} is no GPU: there are no registers to probe")
+    groups = candidates_of(graph, planned.plan) if probe else []
+    found = compiled_kernels(planned.low, graph, groups, hw, policy, planned.target)
+    report = planned_report(planned, found)
     if not bound:
         return report
-    from ..plan.search.bound import bound_of_plan
-
-    return replace(report, bound=bound_of_plan(job.graph, job.hw, job.policy, job.plan))
+    return replace(report, bound=bound_of_plan(graph, hw, policy, planned.plan))

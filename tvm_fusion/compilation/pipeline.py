@@ -16,17 +16,19 @@ from tvm import relax, tirx
 
 from ..config import load_policy
 from ..errors import PlanError
+from ..flow.planned import PlanLike
 from ..ir.reader import has_opaque_pattern
+from ..runtime.build.lowering import lowering_pipeline, register_tir_pipelines
 from ..transform.apply import tuner_warning
 from ..transform.apply.kernel_bodies import with_roots
-from ..transform.apply.tuned_parts import TunedParts
 from ..transform.functions.devices import Part, device_of
 from ..transform.functions.each_function import EachFunction
 from ..transform.functions.named_stages import FUSE, WRITE_KERNELS, is_enabled
-from .planning_stages import FusedFunction, PlanLike, planned_job
+from .planning_stages import FusedFunction, planned_stage
+from .tuned_parts import TunedParts
 
 if TYPE_CHECKING:
-    from ..transform.apply.tuned_parts import DatabaseLike
+    from .tuned_parts import DatabaseLike
 
 
 @tvm.transform.module_pass(opt_level=0, name=FUSE)
@@ -149,7 +151,7 @@ class Fuse:
     ) -> tvm.IRModule | None:
         """The module with one piece fused; None where no kernel is written for it."""
         own = tuned.of(part.target, part.hw, needed=part.place is None)
-        planned = planned_job(mod, part, self.policy, self.plan, own)
+        planned = planned_stage(mod, part, self.policy, self.plan, own)
         if planned is None:
             return None
         write = self.write and is_enabled(WRITE_KERNELS)
@@ -188,8 +190,6 @@ def fusion_pipeline(
 
     @tvm.transform.module_pass(opt_level=0, name="tvm_fusion")
     def pipeline(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        from ..runtime.build.lowering import lowering_pipeline
-
         own, _ = device_of(target, mod)
         with own:
             return lowering_pipeline(own)(fuse(mod))
@@ -199,8 +199,6 @@ def fusion_pipeline(
 
 def register() -> None:
     """Registers the Relax pipeline, the lowering of its kernels, and what tuners are told."""
-    from ..runtime.build.lowering import register_tir_pipelines
-
     register_tir_pipelines()
     tuner_warning.register()
     if "tvm_fusion" not in relax.pipeline.PIPELINE_MAP:

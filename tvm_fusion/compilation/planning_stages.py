@@ -1,4 +1,4 @@
-"""The planning stages of `Fuse` as passes of their own: `Plan` and `Materialize`.
+"""The stages of `Fuse` as passes of their own: `Plan`, `Materialize`, `WriteKernels`.
 
     plans = tvm_fusion.transform.plan(mod, target)             # edit them, save them, ...
     mod = tvm.transform.Sequential([Materialize(plans, target), WriteKernels(target)])(mod)
@@ -9,28 +9,40 @@ again without them.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tvm
+from tvm import tirx
 
-from ..config import load_policy
-from ..errors import PlanError
+from ..config import load_policy, resolve_target
+from ..errors import InputError, PlanError
+from ..flow.planned import PlanLike, Planned
+from ..kernels.registry import families
 from ..plan.plan import FusionPlan
-from ..transform.apply.tuned_parts import TunedParts
-from ..transform.functions.devices import Part
-from ..transform.functions.each_function import EachFunction
-from ..transform.functions.named_stages import MATERIALIZE, PLAN, result_of
+from ..transform.apply.kernel_bodies import with_roots
+from ..transform.apply.pack_constants import PackConstants, packable_arguments
+from ..transform.apply.write_kernels import CLASS_ATTR, Tuned, write_kernels
+from ..transform.functions.devices import Device, Part, device_of
+from ..transform.functions.each_function import EachFunction, errors_named
+from ..transform.functions.functions import with_functions
+from ..transform.functions.named_stages import (
+    MATERIALIZE,
+    PACK_CONSTANTS,
+    PLAN,
+    WRITE_KERNELS,
+    is_enabled,
+    result_of,
+)
+from .tuned_parts import TunedParts
 
 if TYPE_CHECKING:
     from ..report.facts import Report
-    from ..transform.apply.tuned_parts import DatabaseLike
-    from ..transform.apply.write_kernels import Tuned
-    from .job import Job
+    from .tuned_parts import DatabaseLike
 
-PlanLike = FusionPlan | str | Path | Mapping[str, Any] | None
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +59,24 @@ class FusedFunction:
 
     name: str
     plan: FusionPlan
-    _job: Job
+    _planned: Planned
 
     def report(self) -> Report:
         """The plan as a report."""
-        return self._job.planned_report()
+        from ..report.assemble import planned_report  # with all that checks: start-up time
+
+        return planned_report(self._planned)
 
 
-def planned_job(
+def planned_stage(
     mod: tvm.IRModule, part: Part, policy: Any, plan: PlanLike = None, tuned: Tuned | None = None
-) -> Job | None:
-    """The job of a module's `main` as stage "tvm_fusion.Plan"; None where that is disabled."""
-    from .job import Job
+) -> Planned | None:
+    """The plan of a module's `main` as stage "tvm_fusion.Plan"; None where that is disabled."""
 
-    def look(_: tvm.IRModule) -> Job:
-        return Job.from_module(mod, part.target, part.hw, policy, plan, tuned)
+    def look(_: tvm.IRModule) -> Planned:
+        return Planned.of(mod, part.target, part.hw, policy, plan, tuned)
 
-    return result_of(PLAN, mod, look, lambda job: mod)
+    return result_of(PLAN, mod, look, lambda planned: mod)
 
 
 @tvm.transform.module_pass(opt_level=0, name=PLAN)
@@ -122,16 +135,14 @@ class Plan:
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Return `mod`."""
-        from .job import Job
-
         tuned = TunedParts(self.database)
 
         def look(name: str, apart: tvm.IRModule, part: Part) -> tvm.IRModule | None:
             own = tuned.of(part.target, part.hw, needed=part.place is None)
-            job = Job.from_module(apart, part.target, part.hw, self.policy, tuned=own)
-            self.on_plan(FusedFunction(name, job.plan, job))
+            planned = Planned.of(apart, part.target, part.hw, self.policy, tuned=own)
+            self.on_plan(FusedFunction(name, planned.plan, planned))
             # what another device does in this function is planned behind it
-            return None if part.alone else job.fused_functions()
+            return None if part.alone else planned.fused_functions()
 
         EachFunction.of(PLAN, mod, self.target).changed(look)
         return mod
@@ -251,16 +262,14 @@ class Materialize:
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         """Return `mod` with a PrimFunc for each group."""
-        from .job import Job
-
         functions = EachFunction.of(MATERIALIZE, mod, self.target)
         plans = self._by_name(list(functions.pieces))
 
         def apply(name: str, apart: tvm.IRModule, part: Part) -> tvm.IRModule | None:
             if name not in plans:
                 return None
-            job = Job.from_module(apart, part.target, part.hw, self.policy, plans[name])
-            return job.fused_functions(mark_classes=True)
+            planned = Planned.of(apart, part.target, part.hw, self.policy, plans[name])
+            return planned.fused_functions(mark_classes=True)
 
         return functions.changed(apply)
 
@@ -279,3 +288,131 @@ class Materialize:
                 f"are {', '.join(names) or 'none'}"
             )
         return self.plans
+
+
+@tvm.transform.module_pass(opt_level=0, name=WRITE_KERNELS)
+class WriteKernels:
+    """Writes the kernels of the PrimFuncs that `Materialize` made.
+
+    A PrimFunc that its class cannot write stays without a schedule, for TVM's own, and is logged as
+    a warning.
+
+    Parameters
+    ----------
+    target, policy
+        As for `Materialize`. A PrimFunc with attribute "target" is written for that.
+    database
+        As for `Fuse`.
+
+    Raises
+    ------
+    TargetError
+        See `Fuse`.
+    InputError
+        A kernel class does not exist for the target: the plan was made for another one; or see
+        `Fuse` for `database`.
+
+    Examples
+    --------
+    Before::
+
+        @I.ir_module
+        class Before:
+            @T.prim_func(private=True, s_tir=True)
+            def fused_relu_add(x: T.Buffer((T.int64(8),)), y: T.Buffer((T.int64(8),))):
+                T.func_attr({"tirx.noalias": True, "tvm_fusion.kernel_class": "pointwise"})
+                relu = T.sblock_alloc_buffer((T.int64(8),))
+                for i in range(T.int64(8)):
+                    with T.sblock("compute"):
+                        v = T.axis.spatial(T.int64(8), i)
+                        relu[v] = T.max(x[v], T.float32(0.0))
+                for i in range(T.int64(8)):
+                    with T.sblock("T_add"):
+                        v = T.axis.spatial(T.int64(8), i)
+                        y[v] = relu[v] + x[v]
+
+            @R.function
+            def main(x: R.Tensor((8,), "float32")) -> R.Tensor((8,), "float32"):
+                cls = Before
+                with R.dataflow():
+                    y = R.call_tir(cls.fused_relu_add, (x,), out_ty=R.Tensor((8,), "float32"))
+                    R.output(y)
+                return y
+
+    After ``WriteKernels("llvm")``::
+
+        @I.ir_module
+        class After:
+            @T.prim_func(private=True, s_tir=True)
+            def fused_relu_add(x: T.Buffer((T.int64(8),)), y: T.Buffer((T.int64(8),))):
+                T.func_attr({"op_pattern": 8, "tirx.is_scheduled": True, "tirx.noalias": True})
+                with T.sblock("root"):
+                    T.reads()
+                    T.writes()
+                    with T.sblock("tvm_fusion_kernel"):
+                        T.reads()
+                        T.writes()
+                        T.sblock_attr({"schedule_rule": "tvm_fusion.written"})
+                        for v in T.vectorized(T.int64(8)):
+                            relu: T.let[T.float32] = T.max(x[v], T.float32(0.0))
+                            total: T.let[T.float32] = relu + x[v]
+                            y[v] = total
+
+            @R.function
+            def main(x: R.Tensor((8,), "float32")) -> R.Tensor((8,), "float32"):
+                cls = After
+                with R.dataflow():
+                    y = R.call_tir(cls.fused_relu_add, (x,), out_ty=R.Tensor((8,), "float32"))
+                    R.output(y)
+                return y
+    """
+
+    def __init__(
+        self, target: Any = None, *, policy: Any = None, database: DatabaseLike = None
+    ) -> None:
+        self.target, self.policy, self.database = target, load_policy(policy), database
+
+    def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return `mod` with kernels; `mod` itself where no PrimFunc waits for one."""
+        waiting = {
+            gvar: str(func.attrs[CLASS_ATTR])
+            for gvar, func in mod.functions_items()
+            if isinstance(func, tirx.PrimFunc) and CLASS_ATTR in func.attrs
+        }
+        if not waiting:
+            return mod
+        with errors_named(mod, WRITE_KERNELS):
+            device = device_of(self.target, mod)
+        by_target: dict[str, list[tvm.ir.GlobalVar]] = {}
+        for gvar in waiting:
+            target = mod[gvar].attrs.get("target", device[0])
+            by_target.setdefault(str(target), []).append(gvar)
+        bare = {gvar: mod[gvar].without_attr(CLASS_ATTR) for gvar in waiting}
+        written = with_functions(mod, dict(mod.functions_items()) | bare)
+        tuned = TunedParts(self.database)
+        for gvars in by_target.values():
+            own = mod[gvars[0]].attrs.get("target")
+            classes = {gvar.name_hint: waiting[gvar] for gvar in gvars}
+            target, hw = device if own is None else resolve_target(own)
+            chosen = tuned.of(target, hw, needed=own is None)
+            written = self._written(written, classes, (target, hw), chosen)
+        return with_roots(tvm.transform.Sequential([PackConstants()])(written))
+
+    def _written(
+        self, mod: tvm.IRModule, classes: Mapping[str, str], device: Device, tuned: Tuned | None
+    ) -> tvm.IRModule:
+        """The module with the kernels of one device."""
+        target, hw = device
+        here = {found.name for found in families(hw)}
+        for name, class_name in classes.items():
+            if class_name not in here:
+                raise InputError(
+                    f"{WRITE_KERNELS}: {name} is to be a kernel of class {class_name}, which "
+                    f"{hw.name} does not have: materialize a plan that was made for it"
+                )
+        constants = packable_arguments(mod, hw) if is_enabled(PACK_CONSTANTS) else {}
+        with target:
+            written = write_kernels(mod, classes, hw, self.policy, tuned=tuned, constants=constants)
+        for name, why in written.failures.items():
+            logger.warning("%s stays without a schedule: %s", name, why)
+        return written.mod

@@ -4,41 +4,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tvm import tirx
+
+from ..check.compiled import Checked
+from ..cost.learned.learned import unused_residual
 from ..cost.probe import Probed, ProbeFailure
 from ..cost.traffic import Resources
+from ..flow.planned import BuiltPlan, Planned
 from ..host.threads import thread_count
 from ..ir.graph import FusionGraph
 from ..kernels.cpu.contraction.panels import mark_constants
 from ..plan.plan import FREE, UNWRITTEN, FusionPlan, PlannedGroup
+from ..runtime.build.build import Built
+from ..runtime.calls.launch_count import count_launches
 from ..transform.apply.materialize import Materialized, materialize
 from ..transform.apply.pack_constants import packable_arguments
 from .facts import Comparison, GroupReport, RefusalReport, Report, Verification
 from .layouts import layout_reports, refusal_report
-
-if TYPE_CHECKING:
-    from tvm import tirx
-
-    from ..check.compiled import Checked
-    from ..compilation.compiler import Job
-    from ..runtime.build.build import Built
-    from .times import TimeReport
+from .times import TimeReport
 
 
-def planned_report(
-    graph: FusionGraph,
-    plan: FusionPlan,
-    whole: FusionPlan,
-    probed: Probed | None = None,
-    unlearned: str | None = None,
-    tuned: Mapping[tuple[str, ...], Mapping[str, Any]] = MappingProxyType({}),
-) -> Report:
-    """The report of a plan that was not built; `probed` is what is known of its kernels,
-    `unlearned` why the learned correction of times is not used, and `tuned` what tuning chose for
-    groups (`tuned_groups`).
-    """
+def planned_report(planned: Planned, probed: Probed | None = None) -> Report:
+    """The report of a plan that was not built; `probed` is what is known of its kernels."""
+    graph, plan, whole = planned.graph, planned.plan, planned.whole.alone
+    tuned = tuned_groups(planned)
     by_ops = {ops: found for (ops, _), found in (probed or {}).items()}
     groups = tuple(
         _group(
@@ -60,89 +51,92 @@ def planned_report(
         groups=groups,
         refusals=_refusals(plan),
         layouts=layout_reports(graph, plan, {}),
-        unlearned=unlearned,
+        unlearned=_unlearned(planned),
     )
 
 
 def built_report(
-    job: Job,
-    built: Built,
-    materialized: Materialized,
+    made: BuiltPlan,
     unfused: Built | None,
     checked: Checked | None,
     times: Mapping[str, TimeReport],
 ) -> Report:
     """The report of a built module; launches are read off the built modules."""
-    from ..runtime.calls.launch_count import count_launches
-
+    planned, built, materialized = made.planned, made.built, made.materialized
+    plan, whole = planned.plan, planned.whole.alone
     groups = []
-    for g in job.plan.groups:
+    for g in plan.groups:
         if g.kernel_class in FREE:
             continue
         name = materialized.functions.get(g.ops, g.ops[-1])
         found = [built.resources[k] for k in built.kernels.get(name, ()) if k in built.resources]
         groups.append(
             _group(
-                job.graph,
+                planned.graph,
                 g,
                 name,
                 launches=len(built.kernels.get(name, ("",))),
                 registers=max((k.registers for k in found), default=None),
                 spill_bytes=max((k.spill_bytes for k in found), default=None),
                 code_bytes=max((k.code_bytes for k in found), default=None),
-                fallback=job.cuts.get(g.ops),
+                fallback=planned.cuts.get(g.ops),
                 error=checked.group_errors.get(name) if checked else None,
-                tuned=_tuned(job, materialized, g, name),
+                tuned=_tuned(planned, materialized, g, name),
             )
         )
     return Report(
-        target=job.plan.device,
+        target=plan.device,
         launches=Comparison(
-            count_launches(built), count_launches(unfused) if unfused else _launches(job.whole_plan)
+            count_launches(built), count_launches(unfused) if unfused else _launches(whole)
         ),
-        bytes=Comparison(_bytes(job.plan), _bytes(job.whole_plan)),
+        bytes=Comparison(_bytes(plan), _bytes(whole)),
         times=times,
-        plan=job.plan.to_dict(),
+        plan=plan.to_dict(),
         groups=tuple(groups),
-        refusals=_refusals(job.plan),
-        layouts=layout_reports(job.graph, job.plan, materialized.functions),
+        refusals=_refusals(plan),
+        layouts=layout_reports(planned.graph, plan, materialized.functions),
         threads=thread_count() if built.target.kind.name == "llvm" else None,
         plain=built.plain,
-        unlearned=job.unlearned,
+        unlearned=_unlearned(planned),
         verify=checked
         and Verification(checked.verification.passed, checked.verification.worst_error),
     )
 
 
-def tuned_groups(job: Job) -> dict[tuple[str, ...], Mapping[str, Any]]:
-    """What tuning chose for the groups of a job whose kernels are written, or would be."""
-    if job.tuned is None:
+def _unlearned(planned: Planned) -> str | None:
+    """Why the device's learned residual is not used, if it has one that is not."""
+    return unused_residual(planned.hw) if planned.policy.learned else None
+
+
+def tuned_groups(planned: Planned) -> dict[tuple[str, ...], Mapping[str, Any]]:
+    """What tuning chose for the groups whose kernels are written, or would be."""
+    if planned.tuned is None:
         return {}
-    materialized = materialize(job.low, job.graph, job.plan)
+    materialized = materialize(planned.low, planned.graph, planned.plan)
     found = {}
-    for group in (g for g in job.plan.groups if g.kernel_class not in UNWRITTEN):
+    for group in (g for g in planned.plan.groups if g.kernel_class not in UNWRITTEN):
         name = materialized.functions.get(group.ops)
-        if (func := _task(job, materialized, group, name)) is not None:
-            job.tuned.choice(func, group.kernel_class, job.policy)
-            found[group.ops] = job.tuned.told(func, group.kernel_class, job.policy)
+        if (func := _task(planned, materialized, group, name)) is not None:
+            planned.tuned.choice(func, group.kernel_class, planned.policy)
+            found[group.ops] = planned.tuned.told(func, group.kernel_class, planned.policy)
     return {ops: told for ops, told in found.items() if told is not None}
 
 
 def _tuned(
-    job: Job, materialized: Materialized, g: PlannedGroup, name: str | None
+    planned: Planned, materialized: Materialized, g: PlannedGroup, name: str | None
 ) -> Mapping[str, Any] | None:
     """What tuning chose for a group, if a database is used and has it."""
-    func = None if job.tuned is None else _task(job, materialized, g, name)
-    return None if func is None else job.tuned.told(func, g.kernel_class, job.policy)
+    func = None if planned.tuned is None else _task(planned, materialized, g, name)
+    return None if func is None else planned.tuned.told(func, g.kernel_class, planned.policy)
 
 
 def _task(
-    job: Job, materialized: Materialized, g: PlannedGroup, name: str | None
+    planned: Planned, materialized: Materialized, g: PlannedGroup, name: str | None
 ) -> tirx.PrimFunc | None:
     """The PrimFunc of a group as it is tuned; None where there is none."""
     if g.ops not in materialized.functions:
         return None
-    constants = packable_arguments(materialized.mod, job.hw).get(name, ())
+    constants = packable_arguments(materialized.mod, planned.hw).get(name, ())
     return mark_constants(materialized.mod[name], constants)
 
 

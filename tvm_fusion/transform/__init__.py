@@ -6,9 +6,8 @@ stages bear the same names, for instruments and for `disabled_pass` of `PassCont
 """
 
 from ..compilation.pipeline import Fuse, fusion_pipeline, register
-from ..compilation.planning_stages import FusedFunction, Materialize, Plan, plan
+from ..compilation.planning_stages import FusedFunction, Materialize, Plan, WriteKernels, plan
 from .apply.pack_constants import PackConstants
-from .apply.write_kernels import WriteKernels
 from .decompose import Decompose
 from .memory.plan_memory import PlanMemory
 

@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 
 from tvm_fusion.check.plan_runner import LaunchSpec, PlanRunner, specs_of
-from tvm_fusion.compilation.compiler import Job
 from tvm_fusion.config import HardwareProfile, Policy, load_policy, resolve_target
 from tvm_fusion.errors import BuildError, InputError, TvmFusionError
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.plan.search.solution import total_us
 
 from ..record import write
@@ -91,22 +91,22 @@ def measure_case(
     repeats : int
         Samples of each plan.
     """
-    job = Job.from_module(case.build(scale), target, hw, policy)
-    cost = evaluator(job.graph, hw, policy)
-    by_hand = {n: forced(job.graph, p) for n, p in case.rejected(job.graph).items()}
+    planned = Planned.of(case.build(scale), target, hw, policy)
+    cost = evaluator(planned.graph, hw, policy)
+    by_hand = {n: forced(planned.graph, p) for n, p in case.rejected(planned.graph).items()}
     predicted = {n: total_us(cost, solution) for n, solution in by_hand.items()}
-    plans: dict[str, tuple[LaunchSpec, ...]] = {CHOSEN: specs_of(job.plan, job.graph)}
-    predicted[CHOSEN] = job.plan.predicted_us
+    plans: dict[str, tuple[LaunchSpec, ...]] = {CHOSEN: specs_of(planned.plan, planned.graph)}
+    predicted[CHOSEN] = planned.plan.predicted_us
     rows = {}
-    shapes = tuple(f"{p.ty.dtype}{list(map(int, p.ty.shape))}" for p in job.mod["main"].params)
+    shapes = tuple(f"{p.ty.dtype}{list(map(int, p.ty.shape))}" for p in planned.mod["main"].params)
     for name, solution in by_hand.items():
         try:
-            plans[name] = specs_of(solution, job.graph, cost)
+            plans[name] = specs_of(solution, planned.graph, cost)
         except TvmFusionError as error:
             rows[name] = PlanRow(case.name, name, shapes, len(solution), None, problem=str(error))
-    runner = PlanRunner(job.low, job.graph, hw, lenient(policy), target)
+    runner = PlanRunner(planned.low, planned.graph, hw, lenient(policy), target)
     failed = runner.build(plans.values())
-    runner.set_inputs([_values(p) for p in job.mod["main"].params])
+    runner.set_inputs([_values(p) for p in planned.mod["main"].params])
     ready = {n: p for n, p in plans.items() if runner.can_run(p)}
     wrong = _wrong(runner, ready)
     times = dict(zip(ready, runner.time(list(ready.values()), repeats), strict=True))

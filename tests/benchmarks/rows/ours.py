@@ -6,8 +6,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from tvm_fusion.compilation.job import Job
+from tvm_fusion.compilation.one_function import Wishes, compile_function
 from tvm_fusion.errors import InputError
+from tvm_fusion.flow.functions import planned_function
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
 
 from ..record import OURS, UNFUSED
@@ -25,20 +27,20 @@ class Ours:
         self._saved = setup.saved.get(instance.name)
 
     @cached_property
-    def _job(self) -> Job:
+    def _planned(self) -> Planned:
         model = (self._instance.module, self._instance.inputs)
-        return Job.of(model, self._setup.named, None, None, None, None)
+        return planned_function(model, self._setup.named)
 
     @cached_property
     def fused(self) -> CompiledModule:
         """As `tvm_fusion.compile` gives it."""
         # Checked by us against torch in float64; the compiler's own check takes long in full size
-        return self._loaded(OURS) or self._job.compile(False, False)
+        return self._loaded(OURS) or compile_function(self._planned, Wishes())
 
     @cached_property
     def unfused(self) -> CompiledModule:
         """The module that fusion is compared with."""
-        return self._loaded(UNFUSED) or CompiledModule.of(self._job.build_unfused())
+        return self._loaded(UNFUSED) or CompiledModule.of(self._planned.build_unfused())
 
     @cached_property
     def facts(self) -> dict[str, Any]:

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 
 from tvm_fusion.bench.apart import reason
-from tvm_fusion.compilation.job import Job
+from tvm_fusion.compilation.one_function import Wishes, compile_function
+from tvm_fusion.compilation.tuned_parts import TunedParts
 from tvm_fusion.config import resolve_target
+from tvm_fusion.flow.functions import planned_function
 from tvm_fusion.host.cores import available_cores
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
 from tvm_fusion.tuning.session.choices import DEFAULT
@@ -122,11 +124,12 @@ def _build(
         if setup.device == "cuda":
             torch.cuda.synchronize()
     model = (instance.module, instance.inputs)
-    job = Job.of(model, named, None, None, None, None, database)
-    compiled = job.compile(False, False)
+    tuned = TunedParts(database).of if database is not None else None
+    planned = planned_function(model, named, tuned=tuned)
+    compiled = compile_function(planned, Wishes())
     path = compiled.save(folder / f"{name}-{label}.so")
-    groups = tuple(group.ops for group in job.plan.groups)
-    used = job.tuned.used.values() if job.tuned else ()
+    groups = tuple(group.ops for group in compiled.plan.groups)
+    used = planned.tuned.used.values() if planned.tuned else ()
     del instance, model
     if setup.device == "cuda":
         torch.cuda.empty_cache()

@@ -9,9 +9,9 @@ import pytest
 from tvm import relax
 from tvm.relax import op
 
-from tvm_fusion.compilation.compiler import Job
 from tvm_fusion.config import load_policy, load_profile, resolve_target
 from tvm_fusion.errors import Unsupported
+from tvm_fusion.flow.planned import Planned
 from tvm_fusion.kernels.column.kernel import emit_column
 from tvm_fusion.kernels.column.rank import column_configs
 from tvm_fusion.kernels.program.analysis import analyze
@@ -254,9 +254,8 @@ def test_what_reads_the_partial_sums_is_another_kernel():
 def test_the_plan_of_layer_norm_backward_is_written_as_planned():
     target, hw = resolve_target("nvidia_h200")
     mod = module(layer_norm_backward(), *layer_norm_inputs(8192, 4096, "float16"))
-    job = Job.from_module(mod, target, hw, load_policy(None))
-    job.fuse()
-    assert job.cuts == {}
+    planned = Planned.of(mod, target, hw, load_policy(None))
+    assert planned.write().planned.cuts == {}
 
 
 def test_numbers_do_not_depend_on_the_size_of_the_mean():
@@ -336,9 +335,8 @@ def test_statistics_of_shifted_rows_have_the_right_numbers_on_the_device():
 def test_what_the_class_takes_it_can_write(columns, dtype):
     target, hw = resolve_target("nvidia_h200")
     mod = module(layer_norm_backward(), *layer_norm_inputs(2048, columns, dtype, False))
-    job = Job.from_module(mod, target, hw, load_policy(None))
-    job.fuse()
-    assert job.cuts == {}
+    planned = Planned.of(mod, target, hw, load_policy(None))
+    assert planned.write().planned.cuts == {}
 
 
 def test_a_sum_of_one_element_is_no_sum_of_columns():

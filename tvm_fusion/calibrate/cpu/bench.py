@@ -41,13 +41,13 @@ class CpuBench:
 
     def written(self, emit: Emit, *inputs: np.ndarray) -> Callable[[], Any]:
         """A Relax graph as one kernel of our CPU writer, with its inputs."""
-        from ...compilation.compiler import Job
         from ...config import load_policy
+        from ...flow.planned import Planned
         from ...runtime.calls.compiled_module import CompiledModule
 
         policy = load_policy({"min_gain": 0.0, "max_group_ops": 1000})
-        job = Job.from_module(graph_of(emit, inputs), self.target, self.hw, policy)
-        return CompiledModule.of(job.build_fused()[0]).bind(*inputs)
+        planned = Planned.of(graph_of(emit, inputs), self.target, self.hw, policy)
+        return CompiledModule.of(planned.build().built).bind(*inputs)
 
     def loop(self, func: Any) -> Any:
         """A scheduled PrimFunc as a function."""

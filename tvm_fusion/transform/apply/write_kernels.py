@@ -1,4 +1,4 @@
-"""WriteKernels: every fused PrimFunc becomes a kernel of its kernel class.
+"""Every fused PrimFunc becomes a kernel of its kernel class.
 
 Functions that are structurally equal (the layers of a model) are written once. A function its class
 cannot write is reported, not raised: the caller cuts that group and goes on.
@@ -11,30 +11,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import tvm
 import tvm_ffi
 from tvm import tirx
 
-from ...config import HardwareProfile, Policy, load_policy, resolve_target
-from ...errors import InputError, TooDeep, Unsupported
+from ...config import HardwareProfile, Policy
+from ...errors import TooDeep, Unsupported
 from ...host.deep import call_deep
 from ...ir.reader import OPAQUE_PATTERN
 from ...kernels.cpu.contraction.panels import mark_constants
-from ...kernels.registry import families, family, names
+from ...kernels.registry import family, names
 from ...plan.plan import UNWRITTEN, FusionPlan
-from ..functions.devices import Device, device_of
-from ..functions.each_function import errors_named
 from ..functions.functions import with_functions
-from ..functions.named_stages import PACK_CONSTANTS, WRITE_KERNELS, is_enabled
-from .kernel_bodies import TIRX_ATTR, with_roots
-from .pack_constants import PackConstants, packable_arguments
+from .kernel_bodies import TIRX_ATTR
 from .script_form import with_plain_scalars
-from .tuned_parts import TunedParts
-
-if TYPE_CHECKING:
-    from .tuned_parts import DatabaseLike
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +37,7 @@ CLASS_ATTR = "tvm_fusion.kernel_class"
 
 
 class Ahead(Protocol):
-    """Takes the kernels of a function one by one: see `compilation.kernels_ahead`."""
+    """Takes the kernels of a function one by one: see `flow.kernels_ahead`."""
 
     def forget(self) -> None: ...
 
@@ -218,131 +210,3 @@ def _named(kernel: tirx.PrimFunc, like: tirx.PrimFunc) -> tirx.PrimFunc:
     if symbol:
         return kernel.with_attr("global_symbol", symbol)
     return kernel.without_attr("global_symbol") if "global_symbol" in kernel.attrs else kernel
-
-
-@tvm.transform.module_pass(opt_level=0, name=WRITE_KERNELS)
-class WriteKernels:
-    """Writes the kernels of the PrimFuncs that `Materialize` made.
-
-    A PrimFunc that its class cannot write stays without a schedule, for TVM's own, and is logged as
-    a warning.
-
-    Parameters
-    ----------
-    target, policy
-        As for `Materialize`. A PrimFunc with attribute "target" is written for that.
-    database
-        As for `Fuse`.
-
-    Raises
-    ------
-    TargetError
-        See `Fuse`.
-    InputError
-        A kernel class does not exist for the target: the plan was made for another one; or see
-        `Fuse` for `database`.
-
-    Examples
-    --------
-    Before::
-
-        @I.ir_module
-        class Before:
-            @T.prim_func(private=True, s_tir=True)
-            def fused_relu_add(x: T.Buffer((T.int64(8),)), y: T.Buffer((T.int64(8),))):
-                T.func_attr({"tirx.noalias": True, "tvm_fusion.kernel_class": "pointwise"})
-                relu = T.sblock_alloc_buffer((T.int64(8),))
-                for i in range(T.int64(8)):
-                    with T.sblock("compute"):
-                        v = T.axis.spatial(T.int64(8), i)
-                        relu[v] = T.max(x[v], T.float32(0.0))
-                for i in range(T.int64(8)):
-                    with T.sblock("T_add"):
-                        v = T.axis.spatial(T.int64(8), i)
-                        y[v] = relu[v] + x[v]
-
-            @R.function
-            def main(x: R.Tensor((8,), "float32")) -> R.Tensor((8,), "float32"):
-                cls = Before
-                with R.dataflow():
-                    y = R.call_tir(cls.fused_relu_add, (x,), out_ty=R.Tensor((8,), "float32"))
-                    R.output(y)
-                return y
-
-    After ``WriteKernels("llvm")``::
-
-        @I.ir_module
-        class After:
-            @T.prim_func(private=True, s_tir=True)
-            def fused_relu_add(x: T.Buffer((T.int64(8),)), y: T.Buffer((T.int64(8),))):
-                T.func_attr({"op_pattern": 8, "tirx.is_scheduled": True, "tirx.noalias": True})
-                with T.sblock("root"):
-                    T.reads()
-                    T.writes()
-                    with T.sblock("tvm_fusion_kernel"):
-                        T.reads()
-                        T.writes()
-                        T.sblock_attr({"schedule_rule": "tvm_fusion.written"})
-                        for v in T.vectorized(T.int64(8)):
-                            relu: T.let[T.float32] = T.max(x[v], T.float32(0.0))
-                            total: T.let[T.float32] = relu + x[v]
-                            y[v] = total
-
-            @R.function
-            def main(x: R.Tensor((8,), "float32")) -> R.Tensor((8,), "float32"):
-                cls = After
-                with R.dataflow():
-                    y = R.call_tir(cls.fused_relu_add, (x,), out_ty=R.Tensor((8,), "float32"))
-                    R.output(y)
-                return y
-    """
-
-    def __init__(
-        self, target: Any = None, *, policy: Any = None, database: DatabaseLike = None
-    ) -> None:
-        self.target, self.policy, self.database = target, load_policy(policy), database
-
-    def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        """Return `mod` with kernels; `mod` itself where no PrimFunc waits for one."""
-        waiting = {
-            gvar: str(func.attrs[CLASS_ATTR])
-            for gvar, func in mod.functions_items()
-            if isinstance(func, tirx.PrimFunc) and CLASS_ATTR in func.attrs
-        }
-        if not waiting:
-            return mod
-        with errors_named(mod, WRITE_KERNELS):
-            device = device_of(self.target, mod)
-        by_target: dict[str, list[tvm.ir.GlobalVar]] = {}
-        for gvar in waiting:
-            target = mod[gvar].attrs.get("target", device[0])
-            by_target.setdefault(str(target), []).append(gvar)
-        bare = {gvar: mod[gvar].without_attr(CLASS_ATTR) for gvar in waiting}
-        written = with_functions(mod, dict(mod.functions_items()) | bare)
-        tuned = TunedParts(self.database)
-        for gvars in by_target.values():
-            own = mod[gvars[0]].attrs.get("target")
-            classes = {gvar.name_hint: waiting[gvar] for gvar in gvars}
-            target, hw = device if own is None else resolve_target(own)
-            chosen = tuned.of(target, hw, needed=own is None)
-            written = self._written(written, classes, (target, hw), chosen)
-        return with_roots(tvm.transform.Sequential([PackConstants()])(written))
-
-    def _written(
-        self, mod: tvm.IRModule, classes: Mapping[str, str], device: Device, tuned: Tuned | None
-    ) -> tvm.IRModule:
-        """The module with the kernels of one device."""
-        target, hw = device
-        here = {found.name for found in families(hw)}
-        for name, class_name in classes.items():
-            if class_name not in here:
-                raise InputError(
-                    f"{WRITE_KERNELS}: {name} is to be a kernel of class {class_name}, which "
-                    f"{hw.name} does not have: materialize a plan that was made for it"
-                )
-        constants = packable_arguments(mod, hw) if is_enabled(PACK_CONSTANTS) else {}
-        with target:
-            written = write_kernels(mod, classes, hw, self.policy, tuned=tuned, constants=constants)
-        for name, why in written.failures.items():
-            logger.warning("%s stays without a schedule: %s", name, why)
-        return written.mod

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import tvm
 
+from ...config import HardwareProfile
 from ...kernels.cpu.contraction.panels import without_constants
 from ..measure.trial_record import Trial
 from ..session.choices import TRACE_CHOICE
@@ -14,15 +14,12 @@ from ..session.settings import Settings
 from ..session.tasks import Task, without_stamps
 from .task_schedules import Evolution, Search
 
-if TYPE_CHECKING:
-    from ...compilation.job import Job
-
 BATCH = 8
 LEFT_TO_TVM = ("fallback", "stock")  # classes whose kernels are TVM's own schedules on a GPU
 
 
 def evolution_of(
-    task: Task, job: Job, settings: Settings, known: Sequence[Trial]
+    task: Task, hw: HardwareProfile, settings: Settings, known: Sequence[Trial]
 ) -> Evolution | None:
     """The schedules that compete with a task's untuned kernel; None where nothing is evolved.
 
@@ -30,7 +27,7 @@ def evolution_of(
     all.
     """
     spaces = [space for space in ("own", "stock") if space in settings.spaces]
-    if not spaces or (job.hw.kind == "cuda" and task.kernel_class not in LEFT_TO_TVM):
+    if not spaces or (hw.kind == "cuda" and task.kernel_class not in LEFT_TO_TVM):
         return None
     workload = tvm.ir.save_json(without_constants(without_stamps(task.workload)))
     traces = [t for t in known if t.kind == TRACE_CHOICE]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tvm
 from tvm import tirx
@@ -24,6 +24,7 @@ from ...check.plan_runner import PlanRunner
 from ...check.sequential import Budget, Duel, settle
 from ...config.digest import digest
 from ...errors import BuildError
+from ...flow.planned import Planned
 from ...ir.graph import build_graph
 from ...plan.plan import FusionPlan, PlannedGroup
 from ...transform.apply.region_module import RegionModule, region_module
@@ -37,9 +38,6 @@ from ..measure.workshop import POLL_S
 from .contested import Contested, Weighed
 from .lookup import TunedKernels
 from .tasks import Task, key_of
-
-if TYPE_CHECKING:
-    from ...compilation.job import Job
 
 logger = logging.getLogger(__name__)
 
@@ -135,18 +133,18 @@ def _run(request: JointRequest) -> Duel | None:
 
 @dataclass
 class JointRuns:
-    """Runs of the contested cuts of one job.
+    """Runs of the contested cuts of one plan.
 
     Attributes
     ----------
-    job : Job
+    planned : Planned
     place : Place
     kernels : TunedKernels
     duels : dict of str to Duel
         What is known by key: of this session and of those before.
     """
 
-    job: Job
+    planned: Planned
     place: Place
     kernels: TunedKernels
     duels: dict[str, Duel] = field(default_factory=dict)
@@ -222,8 +220,8 @@ class JointRuns:
         if one.other_us > NEAR * one.now_us:
             return None
         if id(one.cut) not in self._parts:
-            region, job = one.cut.region, self.job
-            part = region_module(job.low, job.graph, region.ops, views_held(job.graph, region))
+            region, own = one.cut.region, self.planned
+            part = region_module(own.low, own.graph, region.ops, views_held(own.graph, region))
             self._parts[id(one.cut)] = one.cut, part
         part = self._parts[id(one.cut)][1]
         return part and (self._key(one, part), part)
@@ -241,7 +239,7 @@ class JointRuns:
         return digest(parts)[:32]
 
     def _request(self, one: Weighed, part: RegionModule, seconds: float) -> JointRequest:
-        names = self.job.hw.name, self.job.policy.name
+        names = self.planned.hw.name, self.planned.policy.name
         plans = tuple(part.plan(groups, *names).to_dict() for groups, _ in _sides(one))
         trials = {t.key: tuple(self.kernels.source.trials(t.workload)) for t in one.now + one.other}
         mod = tvm.ir.save_json(part.mod)

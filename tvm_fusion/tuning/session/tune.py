@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,9 +13,9 @@ from typing import Any
 import tvm
 
 from ...check.sequential import Budget
-from ...compilation.job import Job
-from ...compilation.jobs import Jobs
 from ...errors import InputError, TargetError
+from ...flow.functions import planned_functions
+from ...flow.planned import Planned
 from ...kernels.registry import added
 from ...plan.decide.decide import caution_of
 from ...plan.decide.joint_interval import measured_whole, times_apart
@@ -25,6 +26,7 @@ from ..measure.meters import LocalMeter, Meter
 from ..measure.processes import Worker, stop_all
 from ..measure.trial_record import LASTING
 from ..measure.workshop import make_builders
+from ..search.searched_tasks import evolution_of
 from .choices import DEFAULT, class_choices
 from .contested import Contested, Weighed, contested, settled, weighed
 from .interrupts import held_interrupts
@@ -34,6 +36,7 @@ from .result import TuneResult, failures_of, tuned_task
 from .rivals import rivals_of
 from .session import Session
 from .settings import Settings, load_settings
+from .similar_kernels import favourites
 from .task_state import TaskState
 from .tasks import Task, tasks_of
 from .time_limit import TimeLimit
@@ -67,8 +70,8 @@ def tune(
     settings = load_settings(settings, trials=trials, minutes=minutes)
     limit = TimeLimit(settings.minutes)
     check_place(Path(database))  # before minutes are spent on a plan
-    jobs = Jobs.of(model, target, policy, None, example_inputs, dynamic_shapes)
-    first = next(iter(jobs.jobs.values()))
+    planned = planned_functions(model, target, policy, None, example_inputs, dynamic_shapes)
+    first = next(iter(planned.values()))
     if meters is None and not tvm.runtime.device_from_target(first.target).exist:
         raise TargetError(
             f"this machine has no {first.target.kind.name} device to tune on; "
@@ -78,7 +81,7 @@ def tune(
     place = Place(target_text(target, first), first.policy, added())
     kernels = TunedKernels(keeper, settings.certain_gain)
     functions = {
-        name: TunedFunction.of(job, keeper, place, kernels) for name, job in jobs.jobs.items()
+        name: TunedFunction.of(one, keeper, place, kernels) for name, one in planned.items()
     }
     tasks = each_once([function.tasks for function in functions.values()])
     states = [_state(task, first, settings, keeper) for task in tasks]
@@ -121,7 +124,7 @@ def tune(
     interrupted = bool(came) or not ended
     return TuneResult(
         tuned,
-        plans if jobs.only is None else plans["main"],
+        plans if len(plans) > 1 else plans["main"],
         session.trials,
         session.seconds,
         interrupted,
@@ -138,7 +141,7 @@ class TunedFunction:
 
     Attributes
     ----------
-    job : Job
+    planned : Planned
     keeper : Database
     cuts : list of Contested
         Of its plan.
@@ -150,7 +153,7 @@ class TunedFunction:
         Of the cuts.
     """
 
-    job: Job
+    planned: Planned
     keeper: Database
     cuts: list[Contested]
     tasks: list[list[Task]]
@@ -158,18 +161,21 @@ class TunedFunction:
     runs: JointRuns
 
     @classmethod
-    def of(cls, job: Job, keeper: Database, place: Place, kernels: TunedKernels) -> TunedFunction:
+    def of(
+        cls, planned: Planned, keeper: Database, place: Place, kernels: TunedKernels
+    ) -> TunedFunction:
         """With what the database has of it."""
-        cuts = contested(job.graph, job.plan, job.alone, job.hw, job.policy)
-        plans = (job.plan, *(cut.plan for cut in cuts))
-        tasks = [tasks_of(job.low, job.graph, plan, job.policy, job.hw) for plan in plans]
-        key, runs = plan_key(job.mod, job.hw, job.policy), JointRuns(job, place, kernels)
+        graph, hw, policy = planned.graph, planned.hw, planned.policy
+        cuts = contested(graph, planned.plan, planned.alone, hw, policy)
+        plans = (planned.plan, *(cut.plan for cut in cuts))
+        tasks = [tasks_of(planned.low, graph, plan, policy, hw) for plan in plans]
+        key, runs = plan_key(planned.mod, hw, policy), JointRuns(planned, place, kernels)
         runs.restore((keeper.plan(key) or {}).get(JOINT))
-        return cls(job, keeper, cuts, tasks, key, runs)
+        return cls(planned, keeper, cuts, tasks, key, runs)
 
     def add_rivals(self, states: Sequence[TaskState]) -> None:
         """Tell the states of its kernels which cuts they are for."""
-        for rival in rivals_of(self.cuts, self.tasks, states, self.job.hw.queued_launch_us):
+        for rival in rivals_of(self.cuts, self.tasks, states, self.planned.hw.queued_launch_us):
             for state in rival.other:
                 state.rivals.append(rival)
 
@@ -180,12 +186,12 @@ class TunedFunction:
     def settle(self, settings: Settings) -> FusionPlan:
         """Keep, and return, the plan as measurements settle it."""
         measured = self._weighed()
-        plan = settled_plan(self.job, measured, self.runs, settings)
+        plan = settled_plan(self.planned, measured, self.runs, settings)
         self.keeper.save_plan(self.key, plan.to_dict() | {JOINT: self.runs.to_dict(measured)})
         return plan
 
     def _weighed(self) -> list[Weighed]:
-        return weighed_cuts(self.job, self.cuts, self.tasks, self.runs.kernels)
+        return weighed_cuts(self.planned, self.cuts, self.tasks, self.runs.kernels)
 
 
 def each_once(functions: Iterable[Sequence[Sequence[Task]]]) -> list[Task]:
@@ -207,13 +213,10 @@ def each_once(functions: Iterable[Sequence[Sequence[Task]]]) -> list[Task]:
     return list(found.values())
 
 
-def _state(task: Task, job: Job, settings: Settings, keeper: Database) -> TaskState | None:
+def _state(task: Task, planned: Planned, settings: Settings, keeper: Database) -> TaskState | None:
     """The state of a task with what the database has; None where it cannot be written."""
-    from ..search.searched_tasks import evolution_of
-    from .similar_kernels import favourites
-
     try:
-        choices = [c for c, _ in class_choices(task.workload, job.hw, job.policy)]
+        choices = [c for c, _ in class_choices(task.workload, planned.hw, planned.policy)]
     except Exception as why:  # of one kernel: compile falls back, too
         logger.warning("%s is not tuned: %s", task.name, why)
         return None
@@ -222,14 +225,14 @@ def _state(task: Task, job: Job, settings: Settings, keeper: Database) -> TaskSt
         for trial in keeper.trials(task.workload)
         if trial.text != DEFAULT or trial.status in (*LASTING, "build")
     ]
-    evolution = evolution_of(task, job, settings, known)
+    evolution = evolution_of(task, planned.hw, settings, known)
     state = TaskState(task, choices, settings, evolution, favourites(task, keeper, choices))
     state.restore(trial for trial in known if trial.checked)
     return state
 
 
 def weighed_cuts(
-    job: Job,
+    planned: Planned,
     cuts: Sequence[Contested],
     tasks: Sequence[Sequence[Task]],
     kernels: TunedKernels,
@@ -242,27 +245,25 @@ def weighed_cuts(
         trial = kernels.trial(task.workload)
         return trial.us if trial is not None else None
 
-    return weighed(cuts, tasks, us_of, job.hw.queued_launch_us)
+    return weighed(cuts, tasks, us_of, planned.hw.queued_launch_us)
 
 
 def settled_plan(
-    job: Job, cuts: Sequence[Weighed], runs: JointRuns, settings: Settings
+    planned: Planned, cuts: Sequence[Weighed], runs: JointRuns, settings: Settings
 ) -> FusionPlan:
     """The plan with its contested cuts decided by joint runs, or by the times of tuned kernels."""
     found = [(one, runs.found(one)) for one in cuts]
-    plan = settled(job.graph, job.plan, found, settings.certain_gain)
-    if plan.groups == job.plan.groups or plan.evidence is None:
+    plan = settled(planned.graph, planned.plan, found, settings.certain_gain)
+    if plan.groups == planned.plan.groups or plan.evidence is None:
         return plan
-    caution = caution_of(job.hw, job.policy)
-    return measured_whole(job.graph, plan, times_apart(job.alone), caution)
+    caution = caution_of(planned.hw, planned.policy)
+    return measured_whole(planned.graph, plan, times_apart(planned.alone), caution)
 
 
-def target_text(target: Any, job: Job) -> str:
+def target_text(target: Any, planned: Planned) -> str:
     """A target as a text that another process resolves to the same."""
-    import json
-
     if isinstance(target, str | Path):
         return str(target)
     if target is None:
-        return "cuda" if job.hw.kind == "cuda" else "llvm"
+        return "cuda" if planned.hw.kind == "cuda" else "llvm"
     return json.dumps(json.loads(str(target)))

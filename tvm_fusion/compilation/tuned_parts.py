@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import tvm
 from tvm.s_tir import meta_schedule as ms
 
-from ...config import HardwareProfile
+from ..config import HardwareProfile
 
 if TYPE_CHECKING:
-    from ...tuning.session.lookup import TunedKernels
-    from ...tuning.tuning_database import TuningDatabase
+    from ..tuning.session.lookup import TunedKernels
+    from ..tuning.tuning_database import TuningDatabase
 
     DatabaseLike = str | Path | TuningDatabase | None
 
@@ -36,7 +36,7 @@ class TunedParts:
         """Those of a device: see `tuning.session.lookup.tuned_kernels`."""
         if self.database is None and ms.Database.current() is None:
             return None
-        from ...tuning.session.lookup import tuned_kernels  # which needs the passes
+        from ..tuning.session.lookup import tuned_kernels  # half of what an import would take
 
         name = str(target)
         if name not in self._opened:

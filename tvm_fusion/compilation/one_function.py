@@ -1,0 +1,200 @@
+"""One function from its plan to what a caller gets: settled by measurements, built, never slower,
+right, timed, and told of.
+
+    Planned -> [contest] -> build -> [not slower] -> [check] -> [times] -> Finished -> report
+
+What stands in brackets is done where it is wished for and where there is a device for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import tvm
+
+from ..check.checked_sizes import drawn_inputs
+from ..check.compiled import Checked, check_compiled, time_builds
+from ..check.contest import contest
+from ..check.inputs import has_values, objects
+from ..check.race import not_slower
+from ..check.reproducer import wrong_numbers
+from ..check.sequential import Budget
+from ..flow.planned import BuiltPlan, Planned
+from ..plan.plan import FREE
+from ..plan.refusal import RefusalCode
+from ..report.assemble import built_report
+from ..report.call_cost import with_calls
+from ..report.progress import stages
+from ..report.times import TimeReport
+from ..runtime.build.build import Built
+from ..runtime.calls.compiled_module import CompiledModule
+
+logger = logging.getLogger(__name__)
+
+# Share of the budget for measurements that single fusions may take; the rest is for the module.
+CONTEST_SHARE = 0.8
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """What a caller wants to be done with a build: `verify`, `measure`, `time` and `cuda_graph` of
+    `compiler.compile`, and the share of the policy's budgets that there is for it.
+    """
+
+    verify: bool | str = False
+    measure: bool = False
+    time: bool = False
+    cuda_graph: Any = None
+    share: float = 1.0
+
+    @property
+    def timed(self) -> bool:
+        """Whether the module is timed beside the unfused one."""
+        return self.measure or self.time
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """A plan whose fusions in doubt are settled, what can be done of what was wished for, and what
+    is left for measurements.
+    """
+
+    planned: Planned
+    wishes: Wishes
+    budget: Budget | None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A build that was settled and checked, as it was wished for.
+
+    Attributes
+    ----------
+    made : BuiltPlan
+    unfused : Built or None
+        The module to compare with.
+    checked : Checked or None
+    times : mapping of str to TimeReport
+    wishes : Wishes
+        What could be done of what was asked for.
+    """
+
+    made: BuiltPlan
+    unfused: Built | None
+    checked: Checked | None
+    times: Mapping[str, TimeReport]
+    wishes: Wishes
+
+
+def compile_function(planned: Planned, wishes: Wishes) -> CompiledModule:
+    """Builds, settles, checks and times a function."""
+    one = settled(planned, wishes)
+    stages.info("building the kernels")
+    done = finished(one.planned.build(), one)
+    compiled = CompiledModule.of(done.made.built, done.made.planned.plan)
+    tell(compiled, done)
+    return compiled
+
+
+def settled(planned: Planned, wishes: Wishes) -> Settled:
+    """Settles fusions in doubt before anything is built."""
+    policy, share = planned.policy, wishes.share
+    wanted = wishes.verify or wishes.timed
+    if wanted and not (has_device(planned) and has_inputs(planned)):
+        wishes = replace(wishes, verify=False, measure=False, time=False)
+    budget = Budget(policy.measure_budget_s).share(share) if wishes.measure else None
+    if not planned.given:
+        if wishes.measure:
+            planned = contested(planned, budget.share(CONTEST_SHARE))
+        elif wishes.verify and _settles(planned):
+            planned = contested(planned, Budget(share * policy.settle_budget_s))
+    return Settled(planned, wishes, budget)
+
+
+def contested(planned: Planned, budget: Budget) -> Planned:
+    """With the fusions in doubt settled by measurements."""
+    stages.info("timing the fusions in doubt")
+    return replace(planned, plan=contest(planned, budget))
+
+
+def finished(made: BuiltPlan, one: Settled) -> Finished:
+    """Settles, checks and times a build as far as that is wished for.
+
+    Raises
+    ------
+    VerificationError
+        Its numbers are wrong whatever is compiled.
+    """
+    wishes, checked, unfused = one.wishes, None, None
+    if wishes.timed:
+        stages.info("building the unfused module")
+        unfused = made.planned.build_unfused()
+    if wishes.measure:
+        stages.info("timing the fused module beside the unfused one")
+        made, _ = not_slower(made, unfused, one.budget)
+    if wishes.verify:
+        stages.info("checking the results against float64")
+        checked = check_compiled(made, every_group=wishes.verify in ("groups", "report"))
+        refuse_wrong(checked, wishes)
+        made = checked.made
+    times = {}
+    if wishes.timed:
+        stages.info("timing the fused module beside the unfused one")
+        times = time_builds(made.built, unfused, drawn_inputs(made.planned.mod))
+    return Finished(made, unfused, checked, times, wishes)
+
+
+def refuse_wrong(checked: Checked, wishes: Wishes) -> None:
+    """Raises VerificationError for wrong numbers, unless they are wished for in the report."""
+    if not checked.verification.passed and wishes.verify != "report":
+        raise wrong_numbers(checked)
+
+
+def tell(compiled: CompiledModule, done: Finished) -> None:
+    """Gives the function that was compiled its CUDA graphs and its report."""
+    wishes, unfused, planned = done.wishes, done.unfused, done.made.planned
+    compiled.cuda_graph = wishes.cuda_graph
+    report = built_report(done.made, unfused, done.checked, done.times)
+    inputs = drawn_inputs(planned.mod) if wishes.verify or wishes.timed else None
+    memory = unfused.memory if unfused is not None else planned.unfused_memory()
+    compiled.report = with_calls(report, compiled, memory, inputs, wishes.timed)
+
+
+def has_device(planned: Planned) -> bool:
+    """Whether this machine can run what is built; says so where it cannot."""
+    exists = tvm.runtime.device_from_target(planned.target).exist
+    if not exists:
+        kind = planned.target.kind.name
+        logger.warning("no %s device here: neither run, nor checked, nor measured", kind)
+    return exists
+
+
+def has_inputs(planned: Planned) -> bool:
+    """Whether values can be drawn for all inputs; says so where they cannot."""
+    main = planned.mod["main"]
+    unknown = objects(main)
+    if not unknown and has_values(main):
+        return True
+    kernels = sum(group.kernel_class not in FREE for group in planned.plan.groups)
+    if kernels:
+        values = ", ".join(unknown)
+        logger.warning(
+            "%s: %s: none of its %d kernels is run, checked or measured here. To check them, "
+            "call it beside `tvm.compile` of the model, each with objects of its own",
+            planned.source.function,
+            f"no values can be drawn for {values}" if unknown else "it returns an object",
+            kernels,
+        )
+    return False
+
+
+def _settles(planned: Planned) -> bool:
+    """Whether doubts are settled by measurements that nobody asked for: on the CPU of this machine,
+    whose kernels are built in a moment.
+    """
+    codes = {refusal.code for refusal in planned.plan.refusals}
+    wanted = planned.hw.host and planned.policy.settle_budget_s > 0
+    return bool(wanted) and RefusalCode.UNDECIDED in codes

@@ -1,0 +1,94 @@
+"""The public functions of a model of any kind, each with a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import tvm
+
+from ..config import HardwareProfile, load_policy, resolve_target
+from ..errors import InputError, PlanError
+from ..frontends import load_functions
+from ..plan.plan import FusionPlan
+from ..transform.apply.write_kernels import Tuned
+from .planned import PlanLike, Planned, read_plan, stages
+
+Plans = PlanLike | Mapping[str, PlanLike]
+TunedOf = Callable[[tvm.target.Target, HardwareProfile], Tuned | None]
+
+
+def planned_functions(
+    model: Any,
+    target: Any = None,
+    policy: Any = None,
+    plan: Plans = None,
+    example_inputs: Any = None,
+    dynamic_shapes: Any = None,
+    tuned: TunedOf | None = None,
+) -> dict[str, Planned]:
+    """The functions of a model by name, `main` where there is one; what a caller may have mistyped
+    is checked before the model is read. `tuned` gives what tuning chose for a device; the other
+    parameters are those of `compilation.compiler.compile`.
+    """
+    tvm_target, hw = resolve_target(target)
+    policy, given = load_policy(policy), _read_plans(plan)
+    stages.info("reading the model")
+    chosen = tuned(tvm_target, hw) if tuned is not None else None
+    mods = load_functions(model, example_inputs, dynamic_shapes=dynamic_shapes)
+    plans = _plan_of_each(given, list(mods))
+    found = {}
+    for name, mod in mods.items():
+        with errors_naming(name):
+            found[name] = Planned.of(mod, tvm_target, hw, policy, plans[name], chosen, name)
+    return found
+
+
+def planned_function(model: Any, target: Any = None, *options: Any, **more: Any) -> Planned:
+    """As `planned_functions` of a model of one function.
+
+    Raises
+    ------
+    InputError
+        The model has several functions.
+    """
+    found = planned_functions(model, target, *options, **more)
+    if len(found) > 1:
+        raise InputError(f"the model has several functions: {', '.join(found)}")
+    return next(iter(found.values()))
+
+
+@contextmanager
+def errors_naming(function: str) -> Iterator[None]:
+    """Errors of the caller's within say which function they are about."""
+    try:
+        yield
+    except InputError as error:
+        if function == "main":
+            raise
+        raise type(error)(f"function {function}: {error}") from error
+
+
+def _read_plans(plan: Plans) -> FusionPlan | dict[str, FusionPlan | None] | None:
+    """A plan, or plans by function, of any form that callers may give."""
+    if not isinstance(plan, Mapping) or "groups" in plan:
+        return read_plan(plan)
+    return {str(name): read_plan(one) for name, one in plan.items()}
+
+
+def _plan_of_each(given: Any, functions: list[str]) -> dict[str, FusionPlan | None]:
+    if not isinstance(given, dict):
+        if given is not None and len(functions) > 1:
+            raise PlanError(
+                f"one plan was given for a model of several functions ({', '.join(functions)}): "
+                "give a plan for each, by name"
+            )
+        return dict.fromkeys(functions, given)
+    strange = sorted(set(given) - set(functions))
+    if strange:
+        raise PlanError(
+            f"a plan for {', '.join(strange)}, but the functions of the model are "
+            f"{', '.join(functions)}"
+        )
+    return {name: given.get(name) for name in functions}

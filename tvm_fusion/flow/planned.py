@@ -1,0 +1,398 @@
+"""A function of a model on its way to kernels, one value an arrow:
+
+    Source       a module whose `main` it is, and what it is compiled for
+      Lowered      its operators, and their graph        (lower, build_graph)
+      Planned      and the plan that computes them       (best_plan, or a plan that is given)
+      WrittenPlan  the module of the plan's kernels      (materialize, write_kernels, PackConstants)
+      BuiltPlan    and what was built of it              (build)
+
+Nothing here changes: a plan that loses a group is another `Planned`, and what was written or built
+has the plan that it was made of in the end, without the groups that could not be.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tvm
+
+from ..config import HardwareProfile, Policy
+from ..errors import PlanError
+from ..ir.graph import FusionGraph, build_graph
+from ..kernels import registry
+from ..plan.decide.decide import caution_of, without
+from ..plan.decide.joint_interval import measured_whole, times_apart
+from ..plan.plan import FALLBACK, STOCK, UNWRITTEN, FusionPlan, PlannedGroup
+from ..plan.refusal import Refusal, RefusalCode
+from ..plan.search.search import unfused_plan
+from ..runtime.build.build import Built, KernelBuildError, build, memory_of
+from ..runtime.calls.call_memory import MemoryPlan
+from ..transform.apply.materialize import Materialized, materialize
+from ..transform.apply.pack_constants import PackConstants, packable_arguments
+from ..transform.apply.write_kernels import CLASS_ATTR, Ahead, Tuned, Written, write_kernels
+from ..transform.functions.devices import Part
+from ..transform.functions.each_function import EachFunction
+from ..transform.functions.function_apart import own_functions
+from ..transform.functions.functions import has_branches, with_functions
+from ..transform.functions.named_stages import (
+    FUSE,
+    MATERIALIZE,
+    PACK_CONSTANTS,
+    WRITE_KERNELS,
+    is_enabled,
+    result_of,
+)
+from ..transform.lower.lower import lower
+from ..transform.rewrites.rewrites import known_rewrites
+from .kernels_ahead import kernels_ahead
+from .variants import best_plan
+
+logger = logging.getLogger(__name__)
+stages = logging.getLogger("tvm_fusion.progress")  # see `report.progress`
+
+PlanLike = FusionPlan | str | Path | dict[str, Any] | None
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A function of a model as `main` of a module, and what it is compiled for; `function` is its
+    name in the model.
+    """
+
+    mod: tvm.IRModule
+    target: tvm.target.Target
+    hw: HardwareProfile
+    policy: Policy
+    function: str = "main"
+
+    @cached_property
+    def whole(self) -> Lowered:
+        """What runs without this package: composite operators are not opened."""
+        low = lower(self.mod, self.target, decompose=False)
+        return Lowered(low, build_graph(low), self.hw, self.policy, opened=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Lowered:
+    """The operators of a function: a module after `LegalizeOps`, and its graph."""
+
+    mod: tvm.IRModule
+    graph: FusionGraph
+    hw: HardwareProfile
+    policy: Policy
+    opened: bool = True
+
+    @cached_property
+    def alone(self) -> FusionPlan:
+        """The plan with nothing fused."""
+        plan = unfused_plan(self.graph, self.hw, self.policy)
+        return plan if self.opened else replace(plan, opened=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A function with a plan.
+
+    Attributes
+    ----------
+    source : Source
+    lowered : Lowered
+    plan : FusionPlan
+    given : bool
+        The plan is the caller's.
+    tuned : Tuned or None
+        What tuning chose.
+    fuses_beside : bool
+        Whether what the plan does not see is fused as well, each piece by itself: branches, and
+        private functions that stay calls.
+    cuts : mapping of tuple of str to str
+        Why groups gave way, by operator.
+    """
+
+    source: Source
+    lowered: Lowered
+    plan: FusionPlan
+    given: bool = False
+    tuned: Tuned | None = None
+    fuses_beside: bool = True
+    cuts: Mapping[tuple[str, ...], str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        mod: tvm.IRModule,
+        target: tvm.target.Target,
+        hw: HardwareProfile,
+        policy: Policy,
+        plan: PlanLike = None,
+        tuned: Tuned | None = None,
+        function: str = "main",
+    ) -> Planned:
+        """The function `main` of a module with the plan that is given, else the one that tuning
+        settled, else the best that is found.
+        """
+        source, given = Source(mod, target, hw, policy, function), read_plan(plan)
+        if given is None and tuned is not None:
+            given = tuned.plan(mod, hw, policy)
+        if given is None:
+            stages.info("planning")
+            low, graph, plan = best_plan(mod, target, hw, policy)
+            return cls(source, Lowered(low, graph, hw, policy), plan, tuned=tuned)
+        if given.opened:
+            low = lower(mod, target, hw=hw, rewrites=known_rewrites(given.rewrites, policy))
+        else:
+            low = lower(mod, target, decompose=False)
+        graph = build_graph(low)
+        given.check(graph, registry.names())
+        return cls(source, Lowered(low, graph, hw, policy), given, given=True, tuned=tuned)
+
+    # ---- what it is made of
+    @property
+    def mod(self) -> tvm.IRModule:
+        """The module that was planned."""
+        return self.source.mod
+
+    @property
+    def target(self) -> tvm.target.Target:
+        """What it is compiled for."""
+        return self.source.target
+
+    @property
+    def hw(self) -> HardwareProfile:
+        """The profile of the target's device."""
+        return self.source.hw
+
+    @property
+    def policy(self) -> Policy:
+        """What fusions are accepted, and what budgets there are."""
+        return self.source.policy
+
+    @property
+    def low(self) -> tvm.IRModule:
+        """The lowered module."""
+        return self.lowered.mod
+
+    @property
+    def graph(self) -> FusionGraph:
+        """Its operators."""
+        return self.lowered.graph
+
+    @property
+    def alone(self) -> FusionPlan:
+        """The plan of the same operators with nothing fused."""
+        return self.lowered.alone
+
+    @property
+    def whole(self) -> Lowered:
+        """The model as it is: its plan `alone` is what runs without this package."""
+        return self.source.whole
+
+    def as_it_is(self) -> Planned:
+        """The same with the model as it is, nothing fused."""
+        return replace(self, lowered=self.whole, plan=self.whole.alone)
+
+    # ---- groups that give way
+    def groups_of(
+        self, materialized: Materialized, functions: Collection[str]
+    ) -> list[PlannedGroup]:
+        """The groups of the plan that PrimFuncs compute, by their names (equal groups share
+        one).
+        """
+        return [g for g in self.plan.groups if materialized.functions.get(g.ops) in functions]
+
+    def cut(
+        self, group: PlannedGroup, code: RefusalCode, why: str, kernel_class: str | None = None
+    ) -> Planned:
+        """With a group taken apart; a single operator gets `kernel_class`, by default the fallback
+        class, then TVM's own code.
+        """
+        why = why.strip().splitlines()[-1] if why.strip() else code.value
+        logger.warning("group %s falls back: %s", "+".join(group.ops), why)
+        if len(group.ops) > 1:
+            reason = Refusal(code, group.ops, why)
+            plan = without(self.graph, self.plan, group, self.alone, reason)
+            plan = plan if plan.evidence is None else self._judged_again(plan)
+        else:
+            plan = self.plan.with_class(group.ops[0], kernel_class or _next_class(group))
+        cuts = {(op,): f"{code.value}: {why}" for op in group.ops}
+        return replace(self, plan=plan, cuts={**self.cuts, **cuts})
+
+    def _judged_again(self, plan: FusionPlan) -> FusionPlan:
+        """The plan with the evidence of the groups that are left."""
+        caution = caution_of(self.hw, self.policy)
+        return measured_whole(self.graph, plan, times_apart(self.alone), caution)
+
+    # ---- what is made of it
+    def fused_functions(self, mark_classes: bool = False) -> tvm.IRModule:
+        """The module with the plan's groups as PrimFuncs without schedules, which name their kernel
+        classes for `WriteKernels` if that is asked for.
+        """
+        found = self._materialized()
+        if not mark_classes:
+            return found.mod
+        marked = dict(found.mod.functions_items())
+        for name, group in found.groups.items():
+            if group.kernel_class not in UNWRITTEN:
+                gvar = found.mod.get_global_var(name)
+                marked[gvar] = marked[gvar].with_attr(CLASS_ATTR, group.kernel_class)
+        return with_functions(found.mod, marked)
+
+    def fuse(self) -> tvm.IRModule:
+        """The module with the plan's kernels written, not built."""
+        return self.write().mod
+
+    def write(self, ahead: Ahead | None = None) -> WrittenPlan:
+        """Writes the plan's kernels; groups that cannot be written are cut until all are."""
+        found = self.write_unpacked(ahead)
+        return replace(found, mod=tvm.transform.Sequential([PackConstants()])(found.mod))
+
+    def write_unpacked(self, ahead: Ahead | None = None) -> WrittenPlan:
+        """As `write`, the constants as they were."""
+        planned, changed = self, True
+        while changed:
+            if ahead is not None:
+                ahead.forget()
+            materialized = planned._materialized()
+            written = planned._written(materialized, ahead)
+            made = WrittenPlan(planned, written.mod, materialized)
+            planned, changed = made.without(written.failures, RefusalCode.WRITER)
+        return replace(made, planned=planned)._with_pieces_beside()
+
+    def build(self) -> BuiltPlan:
+        """Writes and builds the plan; groups that do not compile are cut until it builds.
+
+        Raises
+        ------
+        BuildError
+            It does not build even without fusion.
+        """
+        planned = self
+        while True:
+            with kernels_ahead(self.target, self.hw, self.policy) as ahead:
+                written = planned.write(ahead)
+                if ahead is not None:
+                    _ = self.whole  # reports compare with it: planned while nvcc works
+                try:
+                    return written.built(build(written.mod, self.target, ahead=ahead))
+                except KernelBuildError as error:
+                    planned, changed = written.without(error.failures, RefusalCode.BUILD)
+                    if not changed:
+                        raise
+
+    def build_unfused(self) -> Built:
+        """Builds the model as it is: one kernel an operator, written by the same kernel classes."""
+        whole = self.whole
+        return Planned(self.source, whole, whole.alone, fuses_beside=False).build().built
+
+    def unfused_memory(self) -> MemoryPlan:
+        """The memory that `build_unfused` takes; nothing is built."""
+        whole = self.whole
+        return memory_of(materialize(whole.mod, whole.graph, whole.alone).mod, self.target)
+
+    def _materialized(self) -> Materialized:
+        """The plan applied; where that stage is disabled, the lowered module as it is."""
+
+        def apply(mod: tvm.IRModule) -> Materialized:
+            return materialize(mod, self.graph, self.plan)
+
+        found = result_of(MATERIALIZE, self.low, apply, lambda done: done.mod)
+        return Materialized(self.low, {}, {}) if found is None else found
+
+    def _written(self, materialized: Materialized, ahead: Ahead | None) -> Written:
+        """The kernels of a module; where that stage is disabled, the module as it is."""
+        classes = {name: g.kernel_class for name, g in materialized.groups.items()}
+
+        def apply(mod: tvm.IRModule) -> Written:
+            constants = packable_arguments(mod, self.hw) if is_enabled(PACK_CONSTANTS) else {}
+            with self.target:
+                return write_kernels(
+                    mod, classes, self.hw, self.policy, ahead, self.tuned, constants
+                )
+
+        found = result_of(WRITE_KERNELS, materialized.mod, apply, lambda done: done.mod)
+        return Written(materialized.mod, {}) if found is None else found
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class WrittenPlan:
+    """The module of a plan's kernels.
+
+    Attributes
+    ----------
+    planned : Planned
+        With the plan that was written.
+    mod : IRModule
+    materialized : Materialized
+        The same before kernels were written.
+    beside : frozenset of str
+        The kernels of pieces that the plan does not see (`Planned.fuses_beside`).
+    """
+
+    planned: Planned
+    mod: tvm.IRModule
+    materialized: Materialized
+    beside: frozenset[str] = frozenset()
+
+    def without(self, failures: Mapping[str, str], code: RefusalCode) -> tuple[Planned, bool]:
+        """The plan without the groups whose PrimFuncs failed, by name and why; whether it is
+        another one.
+        """
+        planned = self.planned
+        for group in planned.groups_of(self.materialized, failures):
+            planned = planned.cut(group, code, failures[self.materialized.functions[group.ops]])
+        beside = bool(self.beside & failures.keys())
+        if beside:
+            planned = replace(planned, fuses_beside=False)
+        return planned, beside or planned.plan != self.planned.plan
+
+    def built(self, built: Built) -> BuiltPlan:
+        """With what was built of the module."""
+        return BuiltPlan(self.planned, built, self.materialized, self.beside)
+
+    def _with_pieces_beside(self) -> WrittenPlan:
+        """The same with its branches and other functions fused, where there are any."""
+        own = own_functions(self.mod)
+        several = len(own) > 1 or has_branches(self.mod["main"])
+        if not self.planned.fuses_beside or not several:
+            return self
+        before = {gvar.name_hint for gvar in self.mod.get_global_vars()}
+        mod = EachFunction.of(FUSE, self.mod, self.planned.target).changed(self._fused_piece)
+        names = frozenset(gvar.name_hint for gvar in mod.get_global_vars())
+        return replace(self, mod=mod, beside=names - before)
+
+    def _fused_piece(self, name: str, mod: tvm.IRModule, part: Part) -> tvm.IRModule | None:
+        if name == "main" or not part.alone:
+            return None
+        own = self.planned
+        return Planned.of(mod, own.target, own.hw, own.policy, tuned=own.tuned).fuse()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class BuiltPlan:
+    """What was built of a plan; attributes as of `WrittenPlan`."""
+
+    planned: Planned
+    built: Built
+    materialized: Materialized
+    beside: frozenset[str] = frozenset()
+
+
+def _next_class(group: PlannedGroup) -> str:
+    """What to try after the class of a single operator failed."""
+    return STOCK if group.kernel_class in (FALLBACK, STOCK) else FALLBACK
+
+
+def read_plan(plan: PlanLike) -> FusionPlan | None:
+    """A plan of any form that callers may give; raises PlanError."""
+    if plan is None or isinstance(plan, FusionPlan):
+        return plan
+    if isinstance(plan, str | Path):
+        return FusionPlan.load(plan)
+    if isinstance(plan, Mapping):
+        return FusionPlan.from_dict(dict(plan))
+    raise PlanError(f"plan: a FusionPlan, its file or its dict, not a {type(plan).__name__}")
