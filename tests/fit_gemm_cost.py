@@ -1,4 +1,4 @@
-"""Fits the constants of `kernels.gemm.cost` to kernels measured on a device.
+"""Fits the constants of `kernels.gemm.hopper.cost` to kernels measured on a device.
 
     python -m tests.fit_gemm_cost freeze SWEEP.jsonl ...   writes data/gemm_sweep_h200.json
     python -m tests.fit_gemm_cost fit                      prints the constants and what they reach
@@ -20,8 +20,14 @@ import sys
 from pathlib import Path
 
 from tvm_fusion.config import load_profile
-from tvm_fusion.kernels.gemm.cost import FITTED, Coefficients, gemm_time
-from tvm_fusion.kernels.gemm.work import LINE_BYTES, GemmTile, GemmWork
+from tvm_fusion.kernels.gemm.hopper.cost import (
+    FITTED,
+    LINE_BYTES,
+    Coefficients,
+    GemmTile,
+    GemmWork,
+    gemm_time,
+)
 
 DATA = Path(__file__).parent / "data" / "gemm_sweep_h200.json"
 H200 = load_profile("nvidia_h200")

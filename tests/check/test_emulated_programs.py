@@ -16,7 +16,7 @@ from tests.support.emulated_programs import (
 from tvm_fusion.fuzz.torch_program import Input, Program, Statement
 from tvm_fusion.fuzz.verdict import REFUSED, RIGHT, WRONG
 from tvm_fusion.kernels.column.config import WARP, ColumnConfig
-from tvm_fusion.kernels.column.exchange import LaneExchange
+from tvm_fusion.kernels.column.sweeps import LaneExchange
 
 
 def assert_right(outcomes):

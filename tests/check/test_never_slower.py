@@ -34,7 +34,7 @@ from tvm_fusion.cost.learned.samples import read_samples
 from tvm_fusion.errors import BuildError, PlanError
 from tvm_fusion.flow.functions import planned_function
 from tvm_fusion.flow.planned import Planned
-from tvm_fusion.plan.decide.caution import Caution, Timed, Verdict, ratio_of
+from tvm_fusion.plan.decide.caution import Caution, Timed, Verdict, measured_whole, ratio_of
 from tvm_fusion.plan.decide.decide import (
     caution_of,
     decide,
@@ -43,7 +43,6 @@ from tvm_fusion.plan.decide.decide import (
     times_apart,
     without,
 )
-from tvm_fusion.plan.decide.joint_interval import measured_whole
 from tvm_fusion.plan.differ import clusters, exchanged, in_order, regions
 from tvm_fusion.plan.plan import Evidence, FusionPlan, PlannedGroup
 from tvm_fusion.plan.refusal import RefusalCode

@@ -19,14 +19,15 @@ from tvm_fusion.cost.learned import learned, refit
 from tvm_fusion.cost.learned import refit as training
 from tvm_fusion.cost.learned.conformal import Intervals, quantile
 from tvm_fusion.cost.learned.features import BYTE_FEATURES, FEATURES, features_of
-from tvm_fusion.cost.learned.launch_numbers import query_of, work_of
 from tvm_fusion.cost.learned.learned import Residual, load_residual, unused_residual
 from tvm_fusion.cost.learned.samples import (
     HELD_OUT,
     Sample,
     SampleSet,
     fold_of,
+    query_of,
     read_samples,
+    work_of,
     write_samples,
 )
 from tvm_fusion.cost.learned.training_rows import rows_of, view_of

@@ -10,7 +10,7 @@ from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.plan.legality import Evaluator
 from tvm_fusion.plan.order import topological
 from tvm_fusion.plan.refusal import Refusal
-from tvm_fusion.plan.search.moves import (
+from tvm_fusion.plan.search.greedy import (
     copies_of,
     evaluate_merge,
     fusible,

@@ -18,8 +18,8 @@ from typing import Any
 from ..errors import BuildError, TargetError, TvmFusionError
 from ..flow.planned import Planned
 from ..ir.graph import FusionGraph
+from ..plan.decide.caution import measured_whole, times_apart
 from ..plan.decide.decide import caution_of, hopeful_plan, with_evidence
-from ..plan.decide.joint_interval import measured_whole, times_apart
 from ..plan.differ import Region, exchanged, regions
 from ..plan.plan import Evidence, FusionPlan
 from ..plan.refusal import Refusal, RefusalCode

@@ -20,8 +20,7 @@ import tvm
 from filelock import FileLock
 
 from ..config import HardwareProfile
-from ..cost.learned.launch_numbers import work_of
-from ..cost.learned.samples import SAMPLES_VERSION
+from ..cost.learned.samples import SAMPLES_VERSION, work_of
 from ..plan.group_view import GroupView
 from ..plan.legality import Evaluator
 from ..plan.refusal import Refusal

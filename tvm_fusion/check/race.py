@@ -17,9 +17,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..flow.planned import BuiltPlan, Planned
-from ..plan.decide.caution import Verdict
+from ..plan.decide.caution import Verdict, times_apart, whole_ratio
 from ..plan.decide.decide import caution_of, taken_apart
-from ..plan.decide.joint_interval import times_apart, whole_ratio
 from ..plan.differ import clusters
 from ..plan.plan import PlannedGroup
 from ..plan.refusal import Refusal, RefusalCode

@@ -29,15 +29,7 @@ from ..runtime.calls.compiled_module import CompiledModule
 from ..transform.apply.pack_constants import PackConstants
 from ..transform.functions.entries import Names, joined
 from ..transform.functions.unique_names import FreshNames
-from .one_function import (
-    Finished,
-    Wishes,
-    compile_function,
-    finished,
-    refuse_wrong,
-    settled,
-    tell,
-)
+from .one_function import Finished, Wishes, compile_function, finished, refuse_wrong, settled, tell
 
 
 @dataclass(frozen=True, slots=True)

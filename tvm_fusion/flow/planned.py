@@ -25,8 +25,8 @@ from ..config import HardwareProfile, Policy
 from ..errors import PlanError
 from ..ir.graph import FusionGraph, build_graph
 from ..kernels import registry
+from ..plan.decide.caution import measured_whole, times_apart
 from ..plan.decide.decide import caution_of, without
-from ..plan.decide.joint_interval import measured_whole, times_apart
 from ..plan.plan import FALLBACK, STOCK, UNWRITTEN, FusionPlan, PlannedGroup
 from ..plan.refusal import Refusal, RefusalCode
 from ..plan.search.search import unfused_plan

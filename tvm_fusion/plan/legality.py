@@ -23,8 +23,8 @@ from ..kernels.registry import families
 from ..kernels.traits import READABLE, together
 from .decide.caution import Caution, is_fused
 from .group_view import GroupView
+from .order import Links
 from .refusal import Refusal, RefusalCode
-from .regions.edges import Links
 from .structure import Structures, Wiring, structures_for
 
 logger = logging.getLogger(__name__)

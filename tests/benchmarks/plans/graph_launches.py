@@ -16,9 +16,8 @@ from tvm_fusion.check.plan_runner import specs_of
 from tvm_fusion.config import HardwareProfile, Policy, load_policy, resolve_target
 from tvm_fusion.ir.graph import FusionGraph
 from tvm_fusion.plan.decide.decide import decide
-from tvm_fusion.plan.search.launch import is_kernel
 from tvm_fusion.plan.search.search import search
-from tvm_fusion.plan.search.solution import Solution, copies, members_of
+from tvm_fusion.plan.search.solution import Solution, copies, is_kernel, members_of
 from tvm_fusion.runtime.timing.launch_kernels import (
     Kernel,
     LaunchSpec,

@@ -13,8 +13,14 @@ from collections.abc import Iterable, Iterator
 
 from tvm_fusion.errors import PlanError
 from tvm_fusion.plan.plan import FusionPlan
-from tvm_fusion.plan.search.launch import is_kernel
-from tvm_fusion.plan.search.solution import Launch, Solution, check_solution, complete, members_of
+from tvm_fusion.plan.search.solution import (
+    Launch,
+    Solution,
+    check_solution,
+    complete,
+    is_kernel,
+    members_of,
+)
 from tvm_fusion.transform.apply.materialize import group_views
 
 from .launch_space import MAX_ENUMERATED_OPS, LaunchSpace

@@ -18,7 +18,7 @@ from tvm_fusion.kernels.attention.hopper.kernel import (
 from tvm_fusion.kernels.attention.hopper.state import split_match
 from tvm_fusion.kernels.attention.read.bounds import key_range
 from tvm_fusion.kernels.attention.read.program import analyze_attention
-from tvm_fusion.kernels.attention.tiled.range import static_tiles
+from tvm_fusion.kernels.attention.tiled.tiles import static_tiles
 from tvm_fusion.kernels.contraction.model import Axis, Operand
 from tvm_fusion.kernels.program.expr import constant
 

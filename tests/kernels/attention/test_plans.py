@@ -9,8 +9,8 @@ from tvm.relax import op
 
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.ir.graph import build_graph
-from tvm_fusion.kernels.attention.cores import attention_cores
 from tvm_fusion.kernels.attention.kernel_class import AttentionClass
+from tvm_fusion.kernels.attention.roles import attention_cores
 from tvm_fusion.plan.group_view import GroupView
 from tvm_fusion.plan.refusal import Refusal
 from tvm_fusion.plan.search.search import unfused_plan

@@ -28,10 +28,10 @@ from tests.support.cuda_on_cpu import run_cuda_on_cpu
 from tests.support.graphs import plan_of
 from tests.support.hopper_on_cpu import compile_hopper, run_hopper_on_cpu
 from tvm_fusion.config import load_policy, load_profile
-from tvm_fusion.kernels.attention.cores import attention_cores
 from tvm_fusion.kernels.attention.forms import WRITER
 from tvm_fusion.kernels.attention.kernel_class import AttentionClass
 from tvm_fusion.kernels.attention.read.program import analyze_attention
+from tvm_fusion.kernels.attention.roles import attention_cores
 from tvm_fusion.plan.group_view import GroupView
 from tvm_fusion.plan.refusal import Refusal
 

@@ -15,11 +15,10 @@ import pytest
 from tvm_fusion.config import load_policy, load_profile, policy_names
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.contraction.reader import analyze_contraction
-from tvm_fusion.kernels.gemm.cost import gemm_time
 from tvm_fusion.kernels.gemm.forms import WRITER
 from tvm_fusion.kernels.gemm.hopper.configs import tile_of
+from tvm_fusion.kernels.gemm.hopper.cost import GemmTile, gemm_time
 from tvm_fusion.kernels.gemm.hopper.kernel import hopper_ranked
-from tvm_fusion.kernels.gemm.work import GemmTile
 
 from ...fit_gemm_cost import accuracy, kendall, load, load_layers, predicted_us, work_of
 from ...support import gemm_cases as graphs

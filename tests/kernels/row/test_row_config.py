@@ -18,9 +18,8 @@ from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.program.analysis import analyze
 from tvm_fusion.kernels.row.candidates import row_candidates
 from tvm_fusion.kernels.row.config import Form, RowConfig
-from tvm_fusion.kernels.row.cost import estimate_rows, row_time_us
+from tvm_fusion.kernels.row.cost import estimate_rows, row_resources, row_time_us
 from tvm_fusion.kernels.row.kernel import emit_row, row_configs
-from tvm_fusion.kernels.row.resources import row_resources
 from tvm_fusion.kernels.row.work import row_work
 
 from ...support.cuda_on_cpu import compile_cubins

@@ -18,8 +18,7 @@ from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal
 from ..analytic import estimate
 from .features import Query, anchor_of, features_of
-from .launch_numbers import query_of
-from .samples import Problem, Sample, SampleSet, fold_of
+from .samples import Problem, Sample, SampleSet, fold_of, query_of
 
 LAUNCH = "graph"
 

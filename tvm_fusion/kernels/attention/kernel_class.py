@@ -23,10 +23,15 @@ from ..group.traffic import memory_traffic
 from ..pointwise.kernel_class import refuse_recompute
 from ..program.expr import HALF_DTYPES
 from ..traits import MULTIPLIES_TWICE, Needs
-from .cores import attention_cores
-from .roles import AttentionRoles, Level, match_attention, stored_along, stored_tensor
-from .sizes import AttentionShape, AttentionTime
-from .time import predict
+from .roles import (
+    AttentionRoles,
+    Level,
+    attention_cores,
+    match_attention,
+    stored_along,
+    stored_tensor,
+)
+from .time import AttentionShape, AttentionTime, predict
 
 WGMMA_ARCHITECTURE = "sm_90a"
 TMA_UNIT = 8  # halves of 16 bytes, in which pitches count

@@ -22,11 +22,10 @@ from ..program.online import merge_online
 from ..program.program import Extent, Program, Reduction
 from ..row.exchange import finite, rescale, with_initial
 from .config import ColumnConfig, Form
-from .exchange import LaneExchange, RowExchange
 from .lanes import Lanes, find_inner, lanes_along_columns, lanes_along_rows
 from .rank import column_ranked
 from .state import Chunk, Step, check
-from .sweeps import ColumnKernel
+from .sweeps import ColumnKernel, LaneExchange, RowExchange
 
 if TYPE_CHECKING:
     from ...config import HardwareProfile

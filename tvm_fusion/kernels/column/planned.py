@@ -20,9 +20,8 @@ from ..group.streams import WIDEST_ACCESS, Stream
 from ..group.traffic import Shape, cuda_traffic, group_streams
 from ..row.planned import sweeps
 from .config import ColumnConfig
-from .estimate import ColumnEstimate
+from .estimate import LOADED, PACKED, ColumnEstimate, ColumnWork
 from .rank import LONGEST_RUN, ranked, small_config
-from .work import LOADED, PACKED, ColumnWork
 
 # The work of a column kernel from the sizes of a group: the numbers that the CUDA writer will find
 # in its program, as far as the planner has to know them.

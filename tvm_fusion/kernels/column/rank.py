@@ -14,10 +14,9 @@ from ..program.expr import bytes_of
 from ..program.narrow import narrow_indices
 from ..program.program import Program
 from .config import ColumnConfig, Form
-from .estimate import ColumnEstimate
+from .estimate import ColumnEstimate, ColumnWork, work_of
 from .lanes import Lanes, find_inner, lanes_along_columns, lanes_along_rows, widths
 from .state import check
-from .work import ColumnWork, work_of
 
 if TYPE_CHECKING:
     from ...config import HardwareProfile, Policy

@@ -20,7 +20,7 @@ from ..gpu.scope import Point, RowScope
 from ..program.expr import constant, convert, dtype_of, variables
 from ..program.program import COMBINE, Element, Output, Program, Reduction, Tile, Value
 from ..row.exchange import identity
-from ..row.keep import kept_values
+from ..row.steps import kept_values
 from .config import ColumnConfig
 from .lanes import Lanes
 

@@ -20,7 +20,7 @@ from .contraction.bfloat16_pairs import importing
 from .contraction.emit import Contraction
 from .contraction.emit_panels import emit_panels
 from .contraction.operands import blocks, product_of, split_product
-from .contraction.pack_ahead import packed_operand
+from .contraction.packing import packed_operand
 from .contraction.panels import PANELS_ATTR, Panels, read_once, without_constants
 from .contraction.task_tiles import Problem, packs_ahead, panels_when_compiling
 from .groups import TASKS_PER_CORE, Group, is_small, make_groups, single
@@ -32,8 +32,7 @@ from .nests.scope import Region, Scope, allocate, new_buffer
 from .stages.inline import inline
 from .stages.partial_sums import partial_sums
 from .stages.reader import read_graph
-from .stages.reshape_loops import reshape_loops
-from .stages.speculate import speculate
+from .stages.reshape_loops import reshape_loops, speculate
 from .stages.stages import Graph, Stage
 from .tiles import choose_tile
 

@@ -33,8 +33,7 @@ from .launch import GemmGroup, narrows
 from .partials import refuse_partials
 from .product import Product, match_product
 from .side_by_side import are_siblings, components, depends_on_another, refuse_side_by_side
-from .time import predict
-from .time_forms import SKINNY_ROWS
+from .time import SKINNY_ROWS, predict
 
 # What may stand in a launch of matrix products: siblings, epilogues, and what makes operands.
 

@@ -11,9 +11,10 @@ from itertools import accumulate
 from tvm.ir import Expr
 from tvm.script import tirx as T
 
-from ..contraction.reader import Contraction, Extent, Segment, equal_sizes
-from ..gpu.product_grid import Grid, Tile
+from ..contraction.reader import Contraction, Segment, equal_sizes
+from ..gpu.product_frame import Grid, Tile
 from ..program.expr import constant, convert
+from ..program.program import Extent
 
 # Places in the registers of a tile.
 BATCH, ROW, COLUMN, SEGMENT = range(4)

@@ -8,20 +8,186 @@ once for each tile of the other operand.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import replace
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from ...config import HardwareProfile, Policy
 from ...plan.group_view import dtype_bytes
 from ..program.expr import HALF_DTYPES
+from .hopper.cost import (
+    FEW_WAVES,
+    LINE_BYTES,
+    STAGED_TILES,
+    WELL_FILLED,
+    GemmTile,
+    GemmWork,
+    stripe,
+)
 from .launch import GemmGroup
 from .side_by_side import tensor_maps_fit
-from .time_forms import LaunchTime, mma_times, simt_times, skinny_times, tensor_dtype
-from .work import FEW_WAVES, LINE_BYTES, STAGED_TILES, WELL_FILLED, GemmTile, GemmWork, stripe
 
 if TYPE_CHECKING:
+    from .mma.problem import Way
     from .product import Product
+
+# Predicted time of products in the forms that are not Hopper's: mma.sync, few rows, CUDA cores.
+
+SKINNY_ROWS = 16
+"""Rows up to which the weights of a product pass through the CUDA cores at the speed of memory."""
+
+# (rows, columns, how often a warp's rows and columns are read on average)
+MMA_TILES = (
+    *((128, 256, 3), (128, 128, 3), (128, 64, 3), (64, 128, 3)),
+    *((64, 64, 2), (32, 64, 2), (16, 128, 2), (16, 64, 2)),
+)
+MMA_STEPS = (64, 128)  # bytes of terms
+WARP = 32
+
+# Columns of a warp of the skinny form, which computes A for each of its warps; share of the
+# multipliers' rate that it reaches.
+SKINNY_COLUMNS = 4
+SKINNY_SHARE = 0.5
+# Instructions for each weight and for each weight and row where tensor cores multiply, and how far
+# they overlap with the loads (H200, 2026-11-20: int4 weights, 11008 x 4096, 1 to 16 rows).
+SKINNY_INSTRUCTIONS = (0.7, 0.12)
+SKINNY_EXPONENT = 3.0
+# Start, and the rate of memory beside that of a copy: of weights whose terms are neighbours, and of
+# others; share of the operations on weights that shows, two halves at a time.
+SKINNY_START_SECONDS = 2.3e-6
+SKINNY_READS, SKINNY_ACROSS = 1.12, 1.0
+SKINNY_OPERATIONS = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchTime:
+    """Predicted seconds without the launch's own cost, its terms, the form, how often elements of A
+    and of B are computed, and how often each block of the group runs; `more` seconds are those
+    that the writer, which chooses the form, does not know of.
+    """
+
+    form: str
+    seconds: float
+    terms: Mapping[str, float] = field(hash=False)
+    runs: tuple[float, float] = (1, 1)
+    counts: tuple[float, ...] = ()
+    more: float = 0.0
+
+
+def mma_times(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[LaunchTime]:
+    """As `gemm.mma.rank` predicts it, with two blocks on a multiprocessor where there are tiles."""
+    from .mma import rank
+
+    dtype, rate = tensor_dtype(launch, hw, policy)
+    if dtype is None or hw.arch < "sm_80" or rate not in hw.tensor_flop_per_s:
+        return
+    share = rank.SM90_SHARE if hw.arch.startswith("sm_90") else rank.PEAK_SHARE
+    flops, clock = hw.tensor_flop_per_s[rate] * share / hw.num_sms, hw.clock_ghz * 1e9
+    size = dtype_bytes(dtype)
+    depth = max(sum(depths) for *_, depths in launch.segments) * size
+    ways = [_way(launch, side) for side in (0, 1)]
+    waiting = max(rank.STEP_SECONDS[way] for way, _ in ways)
+    _, other, written, _ = launch.moved
+    stored = rank.EPILOGUE_SECONDS / 128**2 * (1 + (other / written if other >= written else 0))
+    for (block_m, block_n, warps), step in itertools.product(MMA_TILES, MMA_STEPS):
+        turns = -(-launch.tiles(block_m, block_n) // hw.num_sms)
+        chunks = [n * step / 16 / WARP for n in (block_m, block_n)]
+        units = sum(
+            c * (16 / piece * rank.SMALL_PIECE_CYCLES if piece < 16 else rank.CHUNK_CYCLES[way])
+            for c, (way, piece) in zip(chunks, ways, strict=True)
+        )
+        arithmetic = 2.0 * block_m * block_n * step / size / flops
+        shared = ((warps + 1) * (block_m + block_n) * step / 128 + units) / clock
+        port = (block_m + block_n) * step / rank.PORT_BYTES / clock
+        slow = rank.THIN_COMPUTED if launch.computed(1) and block_m < 64 else 1.0
+        alone = waiting * slow / min(turns, 2)
+        steps = -(-depth // step)
+        body = steps * (max(arithmetic, shared, port) + alone)
+        body += stored * block_m * block_n / min(turns, 2)
+        runs = launch.runs(block_m, block_n)
+        yield _other(launch, hw, "mma", "tensor", turns * body, rank.START_SECONDS, runs, 4.0)
+
+
+def _way(launch: GemmGroup, side: int) -> tuple[Way, int]:
+    """How the slowest operand of a side comes into shared memory, and by how many bytes."""
+    from .mma.problem import Way
+
+    if launch.computed(side):
+        return Way.COMPUTE, 16
+    pitch = math.gcd(16, *(launch.pitches(p)[side] for p in launch.products))
+    return (Way.COPY, pitch) if pitch >= 4 else (Way.SHIFT, 16)
+
+
+def skinny_times(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[LaunchTime]:
+    """Few rows, past which weights are streamed."""
+    few = launch.equal_sizes and all(m <= SKINNY_ROWS for _, m, *_ in launch.segments)
+    if hw.arch < "sm_80" or not few or not all(map(_is_static, launch.products)):
+        return
+    halves = all(dtype in HALF_DTYPES for dtype in launch.dtypes)
+    each = [(b * n * sum(depths), m) for b, m, n, depths in launch.segments]
+    a, b = SKINNY_INSTRUCTIONS
+    terms = sum(weights * (a + b * m if halves else m) for weights, m in each)
+    body = terms / (hw.fma_per_s_f32 / 2 * SKINNY_SHARE)
+    columns = sum(n for _, _, n, _ in launch.segments)
+    runs = -(-columns // SKINNY_COLUMNS), SKINNY_OPERATIONS if halves else 1
+    reads = SKINNY_READS if all(map(launch.along_terms, launch.products)) else SKINNY_ACROSS
+    time = _other(
+        launch, hw, "skinny", "fma", body, SKINNY_START_SECONDS, runs, SKINNY_EXPONENT, reads
+    )
+    yield replace(time, runs=(runs[0], 1))
+
+
+def simt_times(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[LaunchTime]:
+    """Any products, on CUDA cores."""
+    from .simt.config import START_SECONDS, simt_seconds
+    from .simt.kernel import CONFIGS
+
+    for config in CONFIGS:
+        body = simt_seconds(launch.segments, config, hw, 0.0) - START_SECONDS
+        runs = launch.runs(config.block_m, config.block_n)
+        yield _other(launch, hw, "simt", "fma", body, START_SECONDS, runs)
+
+
+def _other(
+    launch: GemmGroup,
+    hw: HardwareProfile,
+    form: str,
+    term: str,
+    body: float,
+    start: float,
+    runs: tuple[float, float],
+    exponent: float = math.inf,
+    reads: float = 1.0,
+) -> LaunchTime:
+    """A form whose products and operations take turns, and overlap with its loads, which reach
+    `reads` times the rate of a copy.
+    """
+    operand, other, written, resident = launch.moved
+    hbm = (operand + other + written - resident) / (hw.hbm_bytes_per_s * reads)
+    on_a, on_b, after = launch.operation_s
+    work = runs[0] * on_a + runs[1] * on_b + after
+    terms = {term: body, "hbm": hbm, "operations": work, "start": start}
+    busy = max(body + work, hbm)
+    busy *= ((min(body + work, hbm) / busy) ** exponent + 1) ** (1 / exponent)
+    return LaunchTime(form, start + busy, terms, runs)
+
+
+def tensor_dtype(
+    launch: GemmGroup, hw: HardwareProfile, policy: Policy
+) -> tuple[str | None, str | None]:
+    """The dtype in which tensor cores would take the operands, and the name of their rate."""
+    if len(launch.dtypes) != 1:
+        return None, None
+    (dtype,) = launch.dtypes
+    if dtype == "float32":
+        return (dtype, "tfloat32") if policy.allow_tf32 else (None, None)
+    return (dtype, dtype) if dtype in hw.tensor_flop_per_s else (None, None)
+
+
+def _is_static(product: Product) -> bool:
+    return all(isinstance(axis.extent, int) for axis in product.block.axes)
+
 
 TMA_PITCH_BYTES = 16  # row pitches the tensor memory accelerator can address are multiples of this
 
@@ -72,7 +238,7 @@ def _not_before(time: LaunchTime, name: str, seconds: float) -> LaunchTime:
 
 
 def _hopper(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[LaunchTime]:
-    from .cost import gemm_time
+    from .hopper.cost import gemm_time
 
     dtype, rate = tensor_dtype(launch, hw, policy)
     batch, m, columns, k, together = launch.sizes

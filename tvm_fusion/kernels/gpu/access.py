@@ -16,8 +16,9 @@ from tvm import tirx
 from tvm.ir import Expr, Var
 
 from ..contraction.model import INDEX, Simplifier
-from ..contraction.reader import Axis, Extent, equal_sizes, size_of
+from ..contraction.reader import Axis, equal_sizes, size_of
 from ..program.expr import constant, dtype_of, flatten, linear_form, number, variables
+from ..program.program import Extent
 
 # Points of one group of axes that are walked through to find its digits.
 MAX_POINTS = 1 << 24

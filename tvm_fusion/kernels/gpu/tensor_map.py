@@ -15,8 +15,8 @@ from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ...errors import Unsupported
-from ..contraction.reader import Extent
 from ..program.expr import bytes_of, convert
+from ..program.program import Extent
 from .access import AffineAccess, Digit, is_multiple
 
 # What cuTensorMapEncodeTiled accepts.

@@ -18,8 +18,7 @@ from ...ir.access import Access, Affine, Block, Irregular
 from ...ir.extents import assumed, assumed_product
 from ...ir.graph import FusionGraph
 from ...plan.group_view import GroupView, dtype_bytes
-from .block_facts import index_of
-from .footprint import footprint_bytes
+from .footprint import footprint_bytes, index_of
 
 # How neighbouring lanes walk the tensors of a group: along which dimension, by how many elements,
 # and how far they come before memory jumps.

@@ -14,8 +14,7 @@ from ...cost.traffic import Resources, Traffic
 from ...ir.graph import OpKind
 from ...plan.group_view import GroupView
 from ..base import Fit
-from .block_facts import index_of
-from .footprint import footprint_bytes, operations
+from .footprint import footprint_bytes, index_of, operations
 from .streams import WIDEST_ACCESS, Stream, requested_bytes, streams
 
 # Threads a multiprocessor needs in flight before memory-bound code stops gaining (16-byte loads,

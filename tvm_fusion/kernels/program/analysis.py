@@ -35,9 +35,8 @@ from .expr import (
     unflatten,
     variables,
 )
-from .placeholders import Placeholders
 from .program import Accumulation, Element, Extent, Output, Program, Scalar, Tile
-from .resolver import Resolver
+from .resolver import Placeholders, Resolver
 from .space import Space, index_dtype_of, make_space, pointwise_space, row_space
 from .window import is_window
 

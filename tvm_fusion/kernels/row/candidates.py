@@ -12,9 +12,9 @@ from ..gpu.vectors import can_stream, vector_width
 from ..gpu.windows import row_width
 from ..program.program import Program
 from .config import WARP, Form, RowConfig
-from .cost import estimate_rows
-from .resources import (
+from .cost import (
     clusters_on_device,
+    estimate_rows,
     registers_limit,
     ring_bytes,
     row_resources,

@@ -20,10 +20,10 @@ from ..program.program import Extent, Program
 from .bulk import BulkRows
 from .candidates import row_configs, row_ranked
 from .config import Form, RowConfig
+from .cost import clusters_on_device
 from .exchange import WARP
 from .loop import LoopRows
 from .registers import RegisterRows
-from .resources import clusters_on_device
 
 if TYPE_CHECKING:
     from ...config import HardwareProfile

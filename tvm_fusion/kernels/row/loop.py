@@ -20,10 +20,8 @@ from ..gpu.memory import copy_registers
 from ..gpu.transfer import places
 from ..program.expr import bytes_of
 from ..program.program import Extent, Reduction, Tile
-from .arg import carried
-from .exchange import collapse, finite, rescale, warp_reduce
-from .loads import Load
-from .steps import Chunk, Step
+from .exchange import carried, collapse, finite, rescale, warp_reduce
+from .steps import Chunk, Load, Step
 from .sweeps import WARP, RowKernel
 
 

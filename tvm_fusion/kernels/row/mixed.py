@@ -31,8 +31,8 @@ from ..program.program import COMBINE, Accumulation, Output, Program, Reduction,
 from .bulk import BulkRows
 from .config import Form, RowConfig
 from .exchange import WARP, identity
-from .loads import Load
 from .mixed_config import mixed_configs
+from .steps import Load
 
 if TYPE_CHECKING:
     from ...config import HardwareProfile, Policy

@@ -15,7 +15,7 @@ from ...config import HardwareProfile
 from ...ir.access import Reduction
 from ...plan.group_view import GroupView
 from ..base import Fit
-from ..group.block_facts import index_of
+from ..group.footprint import index_of
 from ..group.streams import WIDEST_ACCESS, Stream, bytes_a_point, element_sizes, streams
 from ..group.traffic import Shape, power_below
 

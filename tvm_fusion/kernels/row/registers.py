@@ -14,10 +14,8 @@ from tvm.script import tirx as T
 
 from ..gpu.frame import then
 from ..program.program import Reduction, Tile
-from .arg import carried, is_arg
-from .exchange import finite, rescale, warp_reduce
-from .loads import Load
-from .steps import Chunk, Step
+from .exchange import carried, finite, is_arg, rescale, warp_reduce
+from .steps import Chunk, Load, Step
 from .sweeps import WARP, RowKernel
 
 

@@ -19,12 +19,20 @@ from ..gpu.windows import Windows, needs_windows
 from ..program.expr import constant, convert, dtype_of
 from ..program.online import scaled_values
 from ..program.program import COMBINE, Element, Extent, Output, Program, Reduction
-from .arg import Best, carried, check_arg, index_of, is_arg
 from .config import Form, RowConfig
-from .exchange import Exchange, Threads, collapse, identity, with_initial
-from .keep import kept_values
-from .loads import Load, loads_ahead, needed_loads, only_in_rows
-from .steps import Chunk, Step, steps_of
+from .exchange import (
+    Best,
+    Exchange,
+    Threads,
+    carried,
+    check_arg,
+    collapse,
+    identity,
+    index_of,
+    is_arg,
+    with_initial,
+)
+from .steps import Chunk, Load, Step, kept_values, loads_ahead, needed_loads, only_in_rows, steps_of
 
 # What a thread of a row kernel does with one chunk: loads it, accumulates it, stores it.
 

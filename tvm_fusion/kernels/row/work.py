@@ -20,7 +20,7 @@ from ..gpu.windows import WORD, Windows, needs_windows
 from ..program.expr import HALF_DTYPES, bytes_of, dtype_of, is_integer, known_factor, variables
 from ..program.online import merge_online
 from ..program.program import Element, Extent, Level, Output, Program, Reduction, Tile, Value
-from .keep import kept_values
+from .steps import kept_values
 
 # Operations of each sweep over a row, counted in the expressions of a program.
 

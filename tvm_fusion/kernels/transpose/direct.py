@@ -26,9 +26,8 @@ from ..gpu.transfer import load_element, load_tile, places, store_vector
 from ..gpu.vectors import piece_bytes, vector_elements
 from ..program.expr import bytes_of, constant, convert, linear_form, number, substitute
 from ..program.program import Access, Element, Output, Program, Tile
-from .layout import LANES
+from .layout import LANES, row_values, when
 from .plan import Staged, staged_elements
-from .values import row_values, when
 
 SHORT = 4
 """Longest axis that a thread holds: what it loads is within a few lines of the cache."""

@@ -17,8 +17,7 @@ from ..forms import Form, Ranked, Writer
 from ..gpu.closed_forms import closed_forms
 from ..gpu.frame import kernel_frame
 from ..gpu.memory import WIDEST
-from ..pointwise.configs import pointwise_config, pointwise_configs
-from ..pointwise.kernel import dispatch, emit_pointwise
+from ..pointwise.kernel import dispatch, emit_pointwise, pointwise_config, pointwise_configs
 from ..pointwise.part import PointwiseConfig, PointwisePart
 from ..program.analysis import analyze
 from ..program.expr import constant, dtype_of

@@ -27,9 +27,8 @@ from ..gpu.vectors import piece_bytes, vector_elements
 from ..program.expr import bytes_of, constant, convert, substitute
 from ..program.program import Access, Program
 from .config import TransposeConfig
-from .layout import LANES
+from .layout import LANES, row_values, when
 from .plan import Staged, staged_elements
-from .values import row_values, when
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -37,8 +37,17 @@ from ..explain.layout_changes import with_layout_reasons
 from ..plan import Evidence, FusionPlan, PlannedGroup
 from ..refusal import Refusal, RefusalCode
 from ..search.search import search, unfused_plan
-from .caution import LAUNCH, Caution, Ratio, Verdict
-from .joint_interval import by_model, charged_us, judge, judged_whole, times_apart
+from .caution import (
+    LAUNCH,
+    Caution,
+    Ratio,
+    Verdict,
+    by_model,
+    charged_us,
+    judge,
+    judged_whole,
+    times_apart,
+)
 
 Names = frozenset[tuple[str, ...]]
 SAME_US = 1e-6  # times this close are the same

@@ -11,8 +11,15 @@ from ..decide.caution import Timed
 from ..group_view import GroupView
 from ..legality import Costed, Evaluator
 from ..refusal import Refusal, RefusalCode
-from ..search.launch import is_kernel
-from ..search.solution import Solution, costed, is_opaque, is_view, members_of, produced_reads
+from ..search.solution import (
+    Solution,
+    costed,
+    is_kernel,
+    is_opaque,
+    is_view,
+    members_of,
+    produced_reads,
+)
 
 
 def reasons_apart(

@@ -23,9 +23,17 @@ from ..refusal import Refusal
 from ..regions.repeats import find_repeats
 from ..regions.shorten import LEAST_PERIODS, shortened
 from ..structure import Structures
-from .greedy import merge_gain, merge_greedily
+from .greedy import (
+    Merge,
+    MoveKind,
+    fusible,
+    holds_independent,
+    merge_gain,
+    merge_greedily,
+    merge_makes_cycle,
+    merges_of,
+)
 from .improve import improve
-from .moves import Merge, MoveKind, fusible, holds_independent, merge_makes_cycle, merges_of
 from .search_state import State
 from .solution import (
     Launch,

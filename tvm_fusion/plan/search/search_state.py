@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 from ...ir.graph import FusionGraph, bits
 from ..legality import Costed, Evaluator
+from ..order import Links
 from ..refusal import Refusal
-from ..regions.edges import Links
 
 # Who reads what an operator's instances compute, in a search state.
 #

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from ...ir.graph import FusionGraph
 from ..order import topological
 from ..regions.regions import behind_views
-from .launch import is_kernel
 from .solution import (
     Launch,
     Solution,
     in_order,
+    is_kernel,
     is_view,
     lone_views,
     members_of,

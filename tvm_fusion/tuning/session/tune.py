@@ -17,8 +17,8 @@ from ...errors import InputError, TargetError
 from ...flow.functions import planned_functions
 from ...flow.planned import Planned
 from ...kernels.registry import added
+from ...plan.decide.caution import measured_whole, times_apart
 from ...plan.decide.decide import caution_of
-from ...plan.decide.joint_interval import measured_whole, times_apart
 from ...plan.plan import FusionPlan
 from ..database import Database, check_place, find_database
 from ..measure.building import Place

@@ -18,14 +18,10 @@ from tvm.ir import Expr, Var
 from ....config import HardwareProfile
 from ....errors import Unsupported
 from ...contraction.model import INDEX, Simplifier, fresh_var
-from ...contraction.reader import Axis, Extent, size_of
+from ...contraction.reader import Axis, size_of
 from ...gpu.product_frame import Frame, coordinates
-from ...program.expr import (
-    HALF_DTYPES,
-    constant,
-    same,
-    substitute,
-)
+from ...program.expr import HALF_DTYPES, constant, same, substitute
+from ...program.program import Extent
 from ..read.bounds import KeyLimits, key_limits
 from ..read.model import Attention
 from ..tiled.source import Source, read_source

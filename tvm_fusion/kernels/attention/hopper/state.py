@@ -19,8 +19,7 @@ from ...gpu.tensor_map import TensorMap
 from ...program.expr import dtype_of, is_integer, uses_any
 from ..read.bounds import Range, key_range
 from ..read.model import Attention
-from ..tiled.range import KeyTiles
-from ..tiled.tiles import Tile, TiledKernel, TiledPlan, kept, loop_parts
+from ..tiled.tiles import KeyTiles, Tile, TiledKernel, TiledPlan, kept, loop_parts
 from .config import BOX, HALF_BYTES, WARPGROUP_ROWS, AttentionConfig, boxes_of, smem_bytes
 from .problem import HopperAttention
 

@@ -14,9 +14,8 @@ from tvm.ir.prim.expr import BitwiseAnd, BitwiseNot, BitwiseOr, CmpExpr
 
 from ...contraction.model import INDEX
 from ...program.expr import conjuncts, constant, convert, dtype_of, is_integer, number, same
-from .algebra import Algebra
+from .algebra import Algebra, choice, value_of
 from .space import Space
-from .terms import choice, value_of
 
 _NEGATED = {
     tirx.LT: tirx.GE,

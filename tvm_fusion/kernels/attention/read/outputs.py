@@ -19,9 +19,9 @@ from ...contraction.model import Axis, Binding, Output, Simplifier, fresh_var
 from ...contraction.results import Position, Result, Sum, coordinates, inverted
 from ...program.definitions import Definition
 from ...program.expr import dtype_of, rebuild, same, substitute, uses_any, variables, widened
+from .algebra import Linear, Power, choice, is_call, value_of, write_linear, write_power
 from .softmax import Softmax
 from .space import Space, over_keys
-from .terms import Linear, Power, choice, is_call, value_of, write_linear, write_power
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -33,12 +33,12 @@ from ...program.expr import (
     uses_any,
     variables,
 )
+from .algebra import folded, product_of, value_of
 from .model import Attention
 from .outputs import Placed, Writer, place
 from .products import find_products, without_casts
 from .softmax import Softmax
 from .space import Space, reduction_axes
-from .terms import folded, product_of, value_of
 
 # The operands of an attention: q, k and v over its axes, with factors that belong elsewhere taken.
 #

@@ -22,11 +22,20 @@ from ....errors import Unsupported
 from ...contraction.model import Binding, fresh_var
 from ...program.expr import conjunction, constant, dtype_of
 from ...program.program import ReduceKind
-from .algebra import Algebra
+from .algebra import (
+    FLOAT,
+    Algebra,
+    Linear,
+    Power,
+    choice,
+    is_call,
+    is_minus_infinity,
+    value_of,
+    write_linear,
+)
 from .conditions import Conditions, number_last
 from .model import INVISIBLE
 from .space import Space
-from .terms import FLOAT, Linear, Power, choice, is_call, is_minus_infinity, value_of, write_linear
 from .witness import every_row_sees_a_key
 
 # Which keys a logit leaves visible: the conditions behind -inf, and what is left without them.

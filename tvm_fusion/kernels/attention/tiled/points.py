@@ -18,7 +18,7 @@ from tvm.ir import Expr, TensorLoad, Var
 from tvm.script import tirx as T
 
 from ...contraction.model import Axis, Binding, Output, fresh_var
-from ...gemm.epilogue_loads import EpilogueLoad, holds_load, take_loads
+from ...gemm.epilogue import EpilogueLoad, holds_load, take_loads
 from ...gpu.intrinsics import device_call
 from ...gpu.product_frame import coordinates
 from ...gpu.product_math import lower

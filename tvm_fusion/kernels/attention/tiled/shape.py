@@ -17,8 +17,7 @@ from ..read.bounds import key_range
 from ..read.model import Attention
 from ..time import AttentionShape
 from .points import Formulas
-from .range import static_tiles
-from .tiles import MAX_WALK, TiledAttention
+from .tiles import MAX_WALK, TiledAttention, static_tiles
 
 # Tiles by which the share of visible scores is counted.
 COUNTED = 16

@@ -15,12 +15,12 @@ from tvm.script import tirx as T
 
 from ....errors import Unsupported
 from ...contraction.model import INDEX, Simplifier
-from ...contraction.reader import Axis, Extent, Operand, size_of
+from ...contraction.reader import Axis, Operand, size_of
 from ...gemm.mma.operand import digit_sum
 from ...gpu.access import AffineAccess, Digit, affine_access
 from ...gpu.product_frame import Frame, coordinates
 from ...program.expr import constant, convert, dtype_of, flatten, known_factor, linear_form, number
-from ...program.program import Param
+from ...program.program import Extent, Param
 from ..read.model import Attention
 
 PIECES = (16, 8, 4)

@@ -47,9 +47,9 @@ from ..machine import Machine
 from ..math import f32, round_to_bfloat16
 from ..nests.point import has_vector_form
 from ..nests.scope import Scope, allocate, new_buffer
-from ..stages.access import offset
 from ..stages.lanes import where
 from ..stages.resolve import Point, Resolve
+from ..stages.stages import offset
 from .tile import attention_tile
 
 # The smallest float32: below every score, and its difference to -inf is -inf.

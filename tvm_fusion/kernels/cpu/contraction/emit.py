@@ -29,8 +29,7 @@ from ..loops import nest, seq
 from ..machine import Machine
 from ..math import bfloat16_to_float32
 from ..nests.scope import Place, Scope, allocate, new_buffer
-from ..stages.access import has_division, offset
-from ..stages.stages import Axis, Stage
+from ..stages.stages import Axis, Stage, has_division, offset
 from .bfloat16_pairs import LANES, dot, neighbours, takes_pairs
 from .operands import (
     Product,

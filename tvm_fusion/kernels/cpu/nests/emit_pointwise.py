@@ -22,13 +22,11 @@ from tvm.tirx import ForKind
 
 from ...program.expr import bytes_of, constant, dtype_of, number
 from ..loops import Loop, nest, seq
-from ..stages.access import load_stride
 from ..stages.rewrite import Substitute, branches, free_variables, is_conditional, loads, nodes
 from ..stages.stage_work import stage_work
-from ..stages.stages import analyzer_of
-from .nest_emitter import LEAST_PIECE, NestEmitter
+from ..stages.stages import analyzer_of, load_stride
 from .nests import Nest
-from .point import has_vector_form
+from .point import LEAST_PIECE, NestEmitter, has_vector_form
 from .space import Slot
 
 # Where conditions on an axis change, so that a loop can be cut there.

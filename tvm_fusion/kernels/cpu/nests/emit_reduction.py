@@ -34,9 +34,18 @@ from ..stages.stages import Kind
 from ..tiles import MANY_TERMS
 from .emit_pointwise import PointwiseEmitter
 from .emit_transpose import TransposeEmitter
-from .nest_emitter import LEAST_PIECE, NestEmitter
 from .nests import Nest
-from .point import COMBINE, Ops, PointWriter, State, env_of, has_vector_form, indices_of
+from .point import (
+    COMBINE,
+    LEAST_PIECE,
+    NestEmitter,
+    Ops,
+    PointWriter,
+    State,
+    env_of,
+    has_vector_form,
+    indices_of,
+)
 from .scope import Scope, allocate, new_buffer
 from .space import Slot, Space
 

@@ -18,10 +18,9 @@ from tvm.tirx import ForKind
 from ...program.expr import bytes_of, constant, convert, dtype_of, number, widened
 from ..contraction.operands import blocks
 from ..loops import Loop, nest, seq
-from ..stages.access import load_stride
 from ..stages.lanes import turned_axes
 from ..stages.resolve import Point, Resolve
-from ..stages.stages import analyzer_of
+from ..stages.stages import analyzer_of, load_stride
 from .emit_pointwise import PointwiseEmitter
 from .nests import Member
 from .point import env_of, has_vector_form

@@ -15,9 +15,8 @@ from tvm.ir import Expr, TensorLoad, Var
 from ...program.expr import constant, convert, dtype_of, number
 from ..contraction.operands import product_of
 from ..loops import Loop
-from ..stages.access import offset
 from ..stages.rewrite import Rewriter, Substitute, free_variables, nodes, rebuild
-from ..stages.stages import Axis
+from ..stages.stages import Axis, offset
 from .nests import Member, Nest
 from .scope import Region, Scope
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from tvm.ir import Expr
 from tvm.script import tirx as T
 
-from ...gpu.product_grid import Tile
+from ...gpu.product_frame import Tile
 from .layout import Layout
 from .model import BOX
 from .plan import BOX_BYTES

@@ -11,9 +11,9 @@ from ....errors import Unsupported
 from ...gpu.access import is_multiple
 from ...gpu.product_frame import assumed, ceil_div
 from ...program.expr import bytes_of
-from ..cost import gemm_time
-from ..operations import operation_s
-from ..work import (
+from ..epilogue import operation_s
+from .config import SPLITS, HopperConfig
+from .cost import (
     FEW_WAVES,
     LINE_BYTES,
     STAGED_TILES,
@@ -21,12 +21,11 @@ from ..work import (
     WELL_FILLED,
     GemmTile,
     GemmWork,
+    gemm_time,
     stripe,
 )
-from .config import SPLITS, HopperConfig
-from .limits import DEFERRED_STEPS
 from .model import BOX, HopperProblem, OperandView
-from .plan import BARRIER_BYTES, BOX_BYTES, make_plan
+from .plan import BARRIER_BYTES, BOX_BYTES, DEFERRED_STEPS, make_plan
 
 MAX_STAGES = 16
 

@@ -8,13 +8,24 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script import tirx as T
 
-from ...gpu.product_grid import Tile
+from ...gpu.product_frame import Tile
 from ...program.expr import HALF_DTYPES, bytes_of
-from .cluster import add_floats, arrive_at, place_in, send_to
 from .epilogue import Epilogue
 from .layout import Layout
 from .model import BOX, STEP_BYTES, WGMMA_BYTES
-from .state import Hopper, Ring, expect, fence_shared, release, wait, warpgroup_sync
+from .state import (
+    Hopper,
+    Ring,
+    add_floats,
+    arrive_at,
+    expect,
+    fence_shared,
+    place_in,
+    release,
+    send_to,
+    wait,
+    warpgroup_sync,
+)
 
 # Blocks of a cluster that split the terms of a tile add up their sums in each other's memory.
 #

@@ -14,18 +14,15 @@ from tvm.script import tirx as T
 from ...contraction.reader import Output
 from ...gpu.access import affine_access
 from ...gpu.intrinsics import device_call, pack_halves
-from ...gpu.product_frame import Frame
-from ...gpu.product_grid import Tile
+from ...gpu.product_frame import Frame, Tile
 from ...gpu.product_math import evaluate
 from ...gpu.words import half_of, store_pair
 from ...program.expr import FLOAT8_DTYPES, bytes_of, conjunction, convert
-from ..epilogue_loads import reads_in_place
-from ..epilogue_pairs import partner_vars, values_by_part
+from ..epilogue import partner_vars, reads_in_place, values_by_part
 from .boxes import Boxes
-from .fetch import Fetch
+from .fetch import Fetch, Partials
 from .layout import Layout
 from .model import BOX, HopperSegment
-from .partials import Partials
 from .plan import CHUNK
 from .state import Hopper, warpgroup_sync
 

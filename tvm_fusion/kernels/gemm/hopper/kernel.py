@@ -19,8 +19,7 @@ from tvm.script import tirx as T
 from ....config import HardwareProfile, Policy
 from ....errors import Unsupported
 from ...contraction.reader import Contraction
-from ...gpu.product_frame import Frame, open_kernel
-from ...gpu.product_grid import Grid, Tile
+from ...gpu.product_frame import Frame, Grid, Tile, open_kernel
 from ..segments import SegmentGrid
 from .configs import rank_configs
 from .consumer import Consumer

@@ -12,8 +12,7 @@ from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ...gpu.access import is_multiple
-from ...gpu.product_frame import coordinates
-from ...gpu.product_grid import Tile
+from ...gpu.product_frame import Tile, coordinates
 from ...program.expr import convert
 from .model import BOX, HopperSegment
 from .plan import CHUNK

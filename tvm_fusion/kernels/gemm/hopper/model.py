@@ -8,11 +8,12 @@ import tvm_ffi
 from tvm.ir import Call, Expr, Var
 
 from ...contraction.model import Binding, Space
-from ...contraction.reader import Contraction, Extent, Output, Partners, Product
+from ...contraction.reader import Contraction, Output, Partners, Product
 from ...gpu.access import AffineAccess
 from ...gpu.tensor_map import TensorMap, tensor_map
 from ...program.expr import FLOAT8_DTYPES, HALF_DTYPES, bytes_of
-from ..epilogue_loads import EpilogueLoad
+from ...program.program import Extent
+from ..epilogue import EpilogueLoad
 
 # Halves in one row of a box (128 bytes), and rows of a box that a warpgroup stores.
 BOX = 64

@@ -14,7 +14,7 @@ from tvm.ir import Expr, TensorLoad, Var
 
 from ....errors import Unsupported
 from ...contraction.model import Binding
-from ...contraction.reader import Axis, Contraction, Extent, Product, Segment, equal_sizes
+from ...contraction.reader import Axis, Contraction, Product, Segment, equal_sizes
 from ...gpu.access import AffineAccess, affine_access
 from ...gpu.tensor_map import TensorMap, tensor_map
 from ...program.expr import (
@@ -26,8 +26,8 @@ from ...program.expr import (
     substitute,
     variables,
 )
-from ..epilogue_loads import take_loads
-from ..epilogue_pairs import partner_vars
+from ...program.program import Extent
+from ..epilogue import partner_vars, take_loads
 from .model import BOX, OPERAND_KINDS, HopperProblem, HopperSegment, OperandView
 
 # Factors of rows that come first in an epilogue are put into the accumulators.

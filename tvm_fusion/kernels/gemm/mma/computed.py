@@ -15,12 +15,11 @@ from tvm.ir import Expr, TensorLoad, Var
 from tvm.script import tirx as T
 
 from ...contraction.model import INDEX, Binding, Simplifier, fresh_var
-from ...contraction.reader import Axis, Extent
+from ...contraction.reader import Axis
 from ...gpu.access import is_multiple
 from ...gpu.intrinsics import pack_halves
 from ...gpu.memory import WIDEST, copy_in
-from ...gpu.product_frame import coordinates
-from ...gpu.product_grid import Tile
+from ...gpu.product_frame import Tile, coordinates
 from ...gpu.product_math import evaluate
 from ...program.expr import (
     HALF_DTYPES,
@@ -37,6 +36,7 @@ from ...program.expr import (
     rebuild,
     substitute,
 )
+from ...program.program import Extent
 from .operand import Loader, Unit, always, store_chunk
 from .problem import rows_of
 from .units import CHUNK

@@ -17,15 +17,12 @@ from ...contraction.reader import Output
 from ...gpu.access import affine_access, is_multiple
 from ...gpu.intrinsics import pack_halves
 from ...gpu.memory import copy_out
-from ...gpu.product_frame import Frame, coordinates
-from ...gpu.product_grid import Tile
+from ...gpu.product_frame import Frame, Tile, coordinates
 from ...gpu.product_math import evaluate
 from ...gpu.words import store_pair
 from ...program.expr import HALF_DTYPES, bytes_of, conjunction, constant, convert
-from ..epilogue_loads import reads_in_place
-from ..epilogue_pairs import values_by_part
-from ..hopper.fetch import Fetch
-from ..hopper.partials import Partials
+from ..epilogue import reads_in_place, values_by_part
+from ..hopper.fetch import Fetch, Partials
 from .plan import MmaConfig, Panel
 from .problem import MmaSegment
 from .units import CHUNK as CHUNK_BYTES

@@ -19,8 +19,7 @@ from tvm.script import tirx as T
 from ....config import HardwareProfile
 from ...contraction.reader import Contraction
 from ...gpu.memory import shared_pool
-from ...gpu.product_frame import Frame, ceil_div, open_kernel
-from ...gpu.product_grid import Tile
+from ...gpu.product_frame import Frame, Tile, ceil_div, open_kernel
 from ...program.expr import constant, convert
 from ..segments import grid_of
 from .computed import Compute

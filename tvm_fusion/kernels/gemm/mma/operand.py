@@ -14,13 +14,11 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script import tirx as T
 
-from ...contraction.reader import Extent
 from ...gpu.access import Digit, is_multiple
 from ...gpu.memory import copy_registers
-from ...gpu.product_frame import INT32_ELEMENTS, Frame, coordinates
-from ...gpu.product_grid import Tile
+from ...gpu.product_frame import INT32_ELEMENTS, Frame, Tile, coordinates
 from ...program.expr import conjunction, constant, convert
-from ...program.program import Param
+from ...program.program import Extent, Param
 from .plan import MmaConfig, Panel
 from .problem import MmaSegment, Source, rows_of
 from .units import CHUNK, copy_async, load_pair, shift_pair

@@ -19,7 +19,6 @@ from ...contraction.model import Binding
 from ...contraction.reader import (
     Axis,
     Contraction,
-    Extent,
     Operand,
     Output,
     Product,
@@ -37,8 +36,8 @@ from ...program.expr import (
     same,
     substitute,
 )
-from ..epilogue_loads import EpilogueLoad, take_loads
-from ..epilogue_pairs import in_pairs
+from ...program.program import Extent
+from ..epilogue import EpilogueLoad, in_pairs, take_loads
 from .plan import TERM_BYTES
 from .units import CHUNK
 

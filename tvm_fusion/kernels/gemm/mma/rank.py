@@ -11,7 +11,7 @@ from ...contraction.reader import Contraction
 from ...gpu.product_frame import assumed, ceil_div
 from ...program.expr import bytes_of
 from ...program.program import Param
-from ..operations import operation_s
+from ..epilogue import operation_s
 from .plan import MmaConfig
 from .problem import Loop, MmaSegment, Source, Way, read_mma, rows_of
 

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
-from ...contraction.reader import Extent, Output, Segment
+from ...contraction.reader import Output, Segment
 from ...gpu.access import affine_access
-from ...gpu.product_frame import Frame, coordinates
-from ...gpu.product_grid import Tile
+from ...gpu.product_frame import Frame, Tile, coordinates
 from ...gpu.product_math import evaluate
 from ...program.expr import bytes_of, convert
-from ..epilogue_pairs import partner_vars, values_by_part
+from ...program.program import Extent
+from ..epilogue import partner_vars, values_by_part
 
 # Rows or columns a thread owns side by side: four float32 are one 16-byte access.
 GROUP = 4

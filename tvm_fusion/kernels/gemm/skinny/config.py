@@ -12,7 +12,7 @@ from ...contraction.reader import Axis, Contraction, Operand, Product, Segment
 from ...gpu.access import affine_access
 from ...gpu.product_frame import Frame
 from ...program.expr import FLOAT8_DTYPES, HALF_DTYPES, bytes_of, dtype_of, is_integer
-from ..epilogue_pairs import in_pairs
+from ..epilogue import in_pairs
 from .values import values_of
 
 WARP = 32
