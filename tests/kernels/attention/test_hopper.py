@@ -15,8 +15,7 @@ from tvm_fusion.kernels.attention.hopper.kernel import (
     attention_hopper_ranked,
     emit_attention_hopper,
 )
-from tvm_fusion.kernels.attention.hopper.state import split_match
-from tvm_fusion.kernels.attention.read.bounds import key_range
+from tvm_fusion.kernels.attention.read.bounds import key_range, split_match
 from tvm_fusion.kernels.attention.read.program import analyze_attention
 from tvm_fusion.kernels.attention.tiled.tiles import static_tiles
 from tvm_fusion.kernels.contraction.model import Axis, Operand

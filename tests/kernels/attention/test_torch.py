@@ -10,8 +10,7 @@ from tests.support.attention_graphs import one_group
 from tests.support.attention_interpreter import evaluate
 from tests.support.frontend_tools import Function, array_of
 from tvm_fusion.frontends import load
-from tvm_fusion.kernels.attention.hopper.state import split_match
-from tvm_fusion.kernels.attention.read.bounds import key_range
+from tvm_fusion.kernels.attention.read.bounds import key_range, split_match
 from tvm_fusion.kernels.attention.read.program import analyze_attention
 
 HIDDEN_ROW = torch.ones(5, 5, dtype=torch.bool)

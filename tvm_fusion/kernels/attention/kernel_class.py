@@ -18,9 +18,8 @@ from ...plan.group_view import GroupView, dtype_bytes
 from ...plan.refusal import Refusal, RefusalCode
 from ..base import Family, Fit
 from ..forms import Writer
-from ..group.footprint import evaluations, footprint_bytes, points
+from ..group.footprint import evaluations, footprint_bytes, points, refuse_recompute
 from ..group.traffic import memory_traffic
-from ..pointwise.kernel_class import refuse_recompute
 from ..program.expr import HALF_DTYPES
 from ..traits import MULTIPLIES_TWICE, Needs
 from .roles import (

@@ -16,7 +16,7 @@ from ...plan.group_view import GroupView
 from ..base import Fit
 from ..gpu.vectors import WIDEST_VECTOR
 from ..group.footprint import costly, points
-from ..group.streams import WIDEST_ACCESS, Stream
+from ..group.streams import WIDEST_ACCESS, Stream, loads_and_stores
 from ..group.traffic import Shape, cuda_traffic, group_streams
 from ..row.planned import sweeps
 from .config import ColumnConfig
@@ -126,17 +126,6 @@ def _values(
         sources[load.tensor] = ()
         weights[load.tensor] = PACKED if packed else 1.0
     return sources, weights
-
-
-def loads_and_stores(found: Sequence[Stream]) -> tuple[Stream, ...]:
-    """The reads and writes of one sweep: what several blocks read at a point is loaded once."""
-    once: dict[tuple, Stream] = {}
-    for number, stream in enumerate(found):
-        key: tuple = stream.tensor, stream.step, stream.stored
-        key = key if stream.own else (*key, number)
-        if key not in once or stream.count > once[key].count:
-            once[key] = stream
-    return tuple(once.values())
 
 
 def is_turned(found: Sequence[Stream]) -> bool:

@@ -13,9 +13,8 @@ from ...ir.extents import assumed_product, product_key
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
 from ..base import Family, Fit
-from ..group.footprint import evaluations, points
+from ..group.footprint import evaluations, points, refuse_recompute
 from ..group.traffic import filled_by_threads, memory_traffic
-from ..pointwise.kernel_class import refuse_recompute
 from ..traits import REDUCES, Needs
 
 

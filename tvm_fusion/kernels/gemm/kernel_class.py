@@ -24,9 +24,8 @@ from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
 from ..base import Family, Fit
 from ..forms import Writer
-from ..group.footprint import evaluations
+from ..group.footprint import evaluations, refuse_recompute
 from ..group.traffic import memory_traffic
-from ..pointwise.kernel_class import refuse_recompute
 from ..traits import MULTIPLIES, Needs
 from .columns import State, columns_behind, is_part, paired_elements, pairs_of
 from .launch import GemmGroup, narrows

@@ -8,9 +8,11 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from ...config import Policy
 from ...ir.access import Access, Affine, Block, Irregular, Pipe, derived
 from ...ir.extents import assumed, assumed_product
 from ...plan.group_view import GroupView, dtype_bytes
+from ...plan.refusal import Refusal, RefusalCode
 
 # What walks over the blocks of a group ask of each block, worked out once for a block: a search
 # walks over the same blocks in thousands of groups.
@@ -347,3 +349,19 @@ def costly(block: Block) -> bool:
     integer division.
     """
     return any(pipe is not Pipe.ARITHMETIC for pipe, _ in block.counts)
+
+
+def refuse_recompute(group: GroupView, runs: Evaluations, policy: Policy) -> Refusal | None:
+    """The refusal for a costly block that would run more often than the policy allows."""
+    if (
+        runs.worst_block is None
+        or runs.worst <= policy.max_recompute
+        or not costly(runs.worst_block)
+    ):
+        return None
+    return group.refuse(
+        RefusalCode.RECOMPUTE,
+        f"{runs.worst_block.name} would be computed {runs.worst:.0f} times an element",
+        factor=runs.worst,
+        allowed=policy.max_recompute,
+    )

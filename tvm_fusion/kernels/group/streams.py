@@ -11,6 +11,7 @@ neighbours, or elements a step apart.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from ...config import HardwareProfile
@@ -383,3 +384,14 @@ def requested_bytes(
             size = min(size, once * hw.num_sms + missed * max(once, largest))
         total += size
     return total
+
+
+def loads_and_stores(found: Sequence[Stream]) -> tuple[Stream, ...]:
+    """The reads and writes of one sweep: what several blocks read at a point is loaded once."""
+    once: dict[tuple, Stream] = {}
+    for number, stream in enumerate(found):
+        key: tuple = stream.tensor, stream.step, stream.stored
+        key = key if stream.own else (*key, number)
+        if key not in once or stream.count > once[key].count:
+            once[key] = stream
+    return tuple(once.values())

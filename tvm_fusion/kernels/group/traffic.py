@@ -255,3 +255,15 @@ def _missed(fit: Fit, hw: HardwareProfile, shape: Shape, slots: int) -> float:
 def power_below(number: float) -> int:
     """The largest power of two that is no larger, one at least."""
     return 1 << max(0, int(math.log2(max(1.0, number))))
+
+
+def clusters_on_device(cluster: int, blocks: int, hw: HardwareProfile) -> int:
+    """Clusters (blocks, if they are of one) that run at a time with `blocks` on a multiprocessor.
+
+    A cluster lies within one group of multiprocessors, of which some have a pair more than
+    `sms_per_cluster_group`.
+    """
+    if cluster <= 2:
+        return hw.num_sms * blocks // cluster
+    groups = hw.num_sms // hw.sms_per_cluster_group
+    return groups * (hw.sms_per_cluster_group * blocks // cluster)

@@ -14,7 +14,12 @@ from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
 from ..base import Family, Fit
 from ..forms import Writer
-from ..group.footprint import VECTOR_ELEMENTS, Evaluations, costly, evaluations, points
+from ..group.footprint import (
+    VECTOR_ELEMENTS,
+    evaluations,
+    points,
+    refuse_recompute,
+)
 from ..group.read_order import is_turning
 from ..group.traffic import cuda_resources, cuda_traffic, filled_by_threads, memory_traffic, slowed
 from ..program.window import is_window_block
@@ -118,19 +123,3 @@ def _independent(group: GroupView) -> bool:
         for access in block.reads:
             wanted.setdefault(access.tensor, set()).update(sizes)
     return True
-
-
-def refuse_recompute(group: GroupView, runs: Evaluations, policy: Policy) -> Refusal | None:
-    """The refusal for a costly block that would run more often than the policy allows."""
-    if (
-        runs.worst_block is None
-        or runs.worst <= policy.max_recompute
-        or not costly(runs.worst_block)
-    ):
-        return None
-    return group.refuse(
-        RefusalCode.RECOMPUTE,
-        f"{runs.worst_block.name} would be computed {runs.worst:.0f} times an element",
-        factor=runs.worst,
-        allowed=policy.max_recompute,
-    )

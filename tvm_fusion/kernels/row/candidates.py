@@ -10,16 +10,10 @@ from typing import TYPE_CHECKING
 from ...errors import Unsupported
 from ..gpu.vectors import can_stream, vector_width
 from ..gpu.windows import row_width
+from ..group.traffic import clusters_on_device
 from ..program.program import Program
 from .config import WARP, Form, RowConfig
-from .cost import (
-    clusters_on_device,
-    estimate_rows,
-    registers_limit,
-    ring_bytes,
-    row_resources,
-    wanted_registers,
-)
+from .cost import estimate_rows, registers_limit, ring_bytes, row_resources, wanted_registers
 from .work import RowWork, row_work
 
 if TYPE_CHECKING:

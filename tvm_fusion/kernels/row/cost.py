@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ...cost.analytic import US, Estimate
+from ..group.traffic import clusters_on_device
 from ..program.program import Program
 from .config import WARP, Form, RowConfig
 from .work import RowWork, Sweep, row_work
@@ -121,18 +122,6 @@ def ring_bytes(work: RowWork, config: RowConfig) -> int:
     if config.form is not Form.BULK:
         return 0
     return config.stages * (work.columns // config.cluster) * work.streamed
-
-
-def clusters_on_device(cluster: int, blocks: int, hw: HardwareProfile) -> int:
-    """Clusters (blocks, if they are of one) that run at a time with `blocks` on a multiprocessor.
-
-    A cluster lies within one group of multiprocessors, of which some have a pair more than
-    `sms_per_cluster_group`.
-    """
-    if cluster <= 2:
-        return hw.num_sms * blocks // cluster
-    groups = hw.num_sms // hw.sms_per_cluster_group
-    return groups * (hw.sms_per_cluster_group * blocks // cluster)
 
 
 def row_time_us(program: Program, config: RowConfig, hw: HardwareProfile) -> Estimate:

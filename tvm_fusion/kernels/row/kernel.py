@@ -12,6 +12,7 @@ from ...errors import Unsupported
 from .. import forms
 from ..gpu.closed_forms import closed_forms
 from ..gpu.frame import Frame, kernel_frame, then
+from ..group.traffic import clusters_on_device
 from ..program.analysis import analyze
 from ..program.expr import constant, convert, dtype_of
 from ..program.narrow import narrow_indices
@@ -20,7 +21,6 @@ from ..program.program import Extent, Program
 from .bulk import BulkRows
 from .candidates import row_configs, row_ranked
 from .config import Form, RowConfig
-from .cost import clusters_on_device
 from .exchange import WARP
 from .loop import LoopRows
 from .registers import RegisterRows

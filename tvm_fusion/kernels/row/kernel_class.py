@@ -18,11 +18,10 @@ from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
 from ..base import Family, Fit
 from ..forms import Writer
-from ..group.footprint import evaluations
+from ..group.footprint import evaluations, refuse_recompute
 from ..group.read_order import plain_axes
 from ..group.roles import Role, refuse_other_row, refuse_small_output
 from ..group.traffic import cuda_resources, cuda_traffic, filled_by_threads, memory_traffic, slowed
-from ..pointwise.kernel_class import refuse_recompute
 from ..traits import REDUCES, Needs
 from .planned import row_shape, row_streams
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 
 from ....config import HardwareProfile, Policy
 from ....errors import Unsupported
+from ...group.traffic import clusters_on_device
 from ...program.expr import bytes_of
 from ...program.program import Extent
-from ...row.cost import clusters_on_device
 from ..read.model import Attention
 from .config import MAX_CLUSTER, DecodeConfig, Layout, block_rows
 from .problem import DecodeProblem, read_decode

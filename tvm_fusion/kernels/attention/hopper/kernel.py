@@ -23,7 +23,7 @@ from ....errors import Unsupported
 from ...gemm.hopper.state import Ring, expect, set_registers, wait
 from ...gpu.product_frame import open_kernel
 from ...gpu.tensor_map import TensorMap
-from ..read.bounds import key_range
+from ..read.bounds import key_range, split_match
 from ..read.model import Attention
 from ..tiled.points import read_formulas, registers_of_score
 from ..tiled.shape import shape_of, sharing
@@ -48,7 +48,6 @@ from .state import (
     initialise_barriers,
     make_plan,
     release_found,
-    split_match,
     take_range,
 )
 

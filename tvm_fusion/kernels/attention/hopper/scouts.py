@@ -22,9 +22,10 @@ from ...gemm.hopper.state import wait
 from ...gpu.intrinsics import device_call
 from ...gpu.product_frame import coordinates
 from ...program.expr import dtype_of
+from ..read.bounds import Match
 from ..tiled.online_softmax import ALL_LANES, some_lane
 from ..tiled.tiles import kept
-from .state import END, FIRST, MIXED, WARP, WHOLE_END, WHOLE_FIRST, Match, slot_of
+from .state import END, FIRST, MIXED, WARP, WHOLE_END, WHOLE_FIRST, slot_of
 
 if TYPE_CHECKING:
     from ..tiled.tiles import Tile

@@ -16,23 +16,14 @@ from ...gemm.hopper.state import fence_shared, wait
 from ...gpu.memory import shared_pool
 from ...gpu.product_frame import Frame, ceil_div
 from ...gpu.tensor_map import TensorMap
-from ...program.expr import dtype_of, is_integer, uses_any
-from ..read.bounds import Range, key_range
-from ..read.model import Attention
+from ..read.bounds import Match, key_range, split_match
 from ..tiled.tiles import KeyTiles, Tile, TiledKernel, TiledPlan, kept, loop_parts
 from .config import BOX, HALF_BYTES, WARPGROUP_ROWS, AttentionConfig, boxes_of, smem_bytes
 from .problem import HopperAttention
 
-# Keys that cannot match a query: conditions ``f(query) == g(key)``.
-#
-#     documents[b, i] == documents[b, j], a tile of queries of documents 3 ... 5
-#       -> from the first to the last tile of keys with a document within 3 ... 5
-#       -> each query's first and last key, where the keys of each document stand together
-#
 # The producer needs one thread of its warpgroup. The other warps are scouts: in turn they look at
-# the
-# keys of a coming tile of queries and pass on in shared memory what they find, so that a search may
-# take as long as the consumers need for several tiles. Everything that is left out was read.
+# the keys of a coming tile of queries and pass on in shared memory what they find, so that a search
+# may take as long as the consumers need for several tiles. Everything that is left out was read.
 
 WARP = 32
 
@@ -41,42 +32,6 @@ SCOUTS = 3
 
 # Places of a slot: tiles of keys as in `KeyTiles`, and whether keys of a value stand apart.
 FIRST, END, WHOLE_FIRST, WHOLE_END, MIXED, PLACES = range(6)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Match:
-    """A key is visible only where both are equal; `query` is over batch and queries, `key` over
-    batch and keys.
-    """
-
-    query: Expr
-    key: Expr
-
-
-def split_match(attention: Attention, keys: Range) -> tuple[Match | None, Range]:
-    """The first condition on single points that is such an equality of integers, if there is one,
-    and what remains.
-    """
-    for condition in keys.rest:
-        found = _match(attention, condition)
-        if found is not None:
-            rest = tuple(other for other in keys.rest if other is not condition)
-            return found, Range(keys.bounds, rest)
-    return None, keys
-
-
-def _match(attention: Attention, condition: Expr) -> Match | None:
-    queries = [axis.var for axis in attention.queries]
-    keys = [axis.var for axis in attention.keys]
-    names = [binding.var for binding in attention.bindings]
-    if not isinstance(condition, tirx.EQ) or not is_integer(dtype_of(condition.a)):
-        return None
-    if dtype_of(condition.a) != dtype_of(condition.b) or uses_any(condition, names):
-        return None
-    for query, key in ((condition.a, condition.b), (condition.b, condition.a)):
-        if not uses_any(query, keys) and not uses_any(key, queries) and uses_any(key, keys):
-            return Match(query, key)
-    return None
 
 
 # ---- what scouts find

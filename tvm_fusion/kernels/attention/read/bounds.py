@@ -88,6 +88,49 @@ def _bound(attention: Attention, condition: Expr) -> Bound | None:
     return Bound(along > 0, int(-slope * along), rest)
 
 
+# Keys that cannot match a query: conditions ``f(query) == g(key)``.
+#
+#     documents[b, i] == documents[b, j], a tile of queries of documents 3 ... 5
+#       -> from the first to the last tile of keys with a document within 3 ... 5
+#       -> each query's first and last key, where the keys of each document stand together
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Match:
+    """A key is visible only where both are equal; `query` is over batch and queries, `key` over
+    batch and keys.
+    """
+
+    query: Expr
+    key: Expr
+
+
+def split_match(attention: Attention, keys: Range) -> tuple[Match | None, Range]:
+    """The first condition on single points that is such an equality of integers, if there is one,
+    and what remains.
+    """
+    for condition in keys.rest:
+        found = _match(attention, condition)
+        if found is not None:
+            rest = tuple(other for other in keys.rest if other is not condition)
+            return found, Range(keys.bounds, rest)
+    return None, keys
+
+
+def _match(attention: Attention, condition: Expr) -> Match | None:
+    queries = [axis.var for axis in attention.queries]
+    keys = [axis.var for axis in attention.keys]
+    names = [binding.var for binding in attention.bindings]
+    if not isinstance(condition, tirx.EQ) or not is_integer(dtype_of(condition.a)):
+        return None
+    if dtype_of(condition.a) != dtype_of(condition.b) or uses_any(condition, names):
+        return None
+    for query, key in ((condition.a, condition.b), (condition.b, condition.a)):
+        if not uses_any(query, keys) and not uses_any(key, queries) and uses_any(key, keys):
+            return Match(query, key)
+    return None
+
+
 _LESS = (tirx.LT, tirx.LE)
 _GREATER = (tirx.GT, tirx.GE)
 

@@ -12,8 +12,7 @@ from ....ir.reader import children, pipe_of
 from ...gpu.access import Digit
 from ...gpu.product_frame import assumed
 from ...program.expr import bytes_of
-from ..hopper.state import split_match
-from ..read.bounds import key_range
+from ..read.bounds import key_range, split_match
 from ..read.model import Attention
 from ..time import AttentionShape
 from .points import Formulas

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ....config import HardwareProfile
-from ...row.cost import clusters_on_device
+from ...group.traffic import clusters_on_device
 
 # What a Hopper GEMM computes and how, as plain numbers for its cost model.
 

@@ -9,9 +9,9 @@ from ....errors import Unsupported
 from ...gpu.access import affine_access
 from ...gpu.product_frame import ceil_div
 from ...gpu.tensor_map import TensorMap
+from ...group.traffic import clusters_on_device
 from ...program.expr import HALF_DTYPES, dtype_of
 from ...program.program import Extent
-from ...row.cost import clusters_on_device
 from .config import CHUNK, MULTICASTS, SPLITS, HopperConfig
 from .model import BOX, STEP_BYTES, HopperProblem, HopperSegment
 
