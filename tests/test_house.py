@@ -40,7 +40,7 @@ def test_imports_go_downwards_but_for_the_exceptions_on_the_page(found, page):
 
 
 def test_every_room_on_the_page_is_there(found, page):
-    rooms = {".".join(name.split(".")[:n]) for name in found.files for n in (1, 2)}
+    rooms = {".".join(name.split(".")[:n]) for name in found.files for n in (1, 2, 3)}
     assert set(read_layers(page)) <= rooms
 
 
