@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ._arguments import INTERRUPTED, POLICY_HELP, TARGET_HELP, model_of, policy_of
+from .bench import SUITES_ELSEWHERE
 from .errors import (
+    BAD_INPUT,
     CHECK_FAILED,
     ConfigError,
     InputError,
@@ -33,10 +35,6 @@ if TYPE_CHECKING:
 
 Reported = Report | FunctionReports
 
-BAD_INPUT = 2
-SUITES_ELSEWHERE = (
-    "suites of workloads are not installed; in a checkout: python -m tests.benchmarks --suite NAME"
-)
 
 _COMMANDS = {
     "compile": "plan, fuse, build, verify and time a model",

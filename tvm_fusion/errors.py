@@ -4,6 +4,7 @@ Every message says what went wrong, where, why, and what to do about it.
 """
 
 CHECK_FAILED = 1  # the exit status of a command whose check failed
+BAD_INPUT = 2  # that of a command that cannot begin
 
 
 class TvmFusionError(Exception):

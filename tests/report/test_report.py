@@ -15,8 +15,8 @@ from tvm_fusion.report import text
 from tvm_fusion.report.facts import Comparison, GroupReport, RefusalReport, Report, Verification
 from tvm_fusion.report.flip import flip
 from tvm_fusion.report.screen import COLUMNS, LINES, screen
-from tvm_fusion.report.times import TimeReport, Verdict
 from tvm_fusion.report.why import restrict, why
+from tvm_fusion.runtime.timing.times import TimeReport, Verdict
 
 from ..benchmarks.plans.random_graphs import graph_of
 

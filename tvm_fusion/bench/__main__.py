@@ -2,7 +2,8 @@
 
 import sys
 
-from ..cli import BAD_INPUT, SUITES_ELSEWHERE
+from ..errors import BAD_INPUT
+from . import SUITES_ELSEWHERE
 
 if __name__ == "__main__":
     print(f"tvm_fusion.bench: error: {SUITES_ELSEWHERE}", file=sys.stderr)

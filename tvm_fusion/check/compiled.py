@@ -13,9 +13,9 @@ import tvm
 
 from ..flow.planned import BuiltPlan, Planned
 from ..plan.plan import PlannedGroup
-from ..report.times import FUSED, UNFUSED, TimeReport
 from ..runtime.build.build import Built
 from ..runtime.calls.compiled_module import CompiledModule
+from ..runtime.timing.times import FUSED, UNFUSED, TimeReport
 from ..runtime.timing.timing import time_modules
 from .allowance import Reference
 from .checked_sizes import drawn_inputs, symbols_of

@@ -28,9 +28,9 @@ from ..plan.refusal import RefusalCode
 from ..report.assemble import built_report
 from ..report.call_cost import with_calls
 from ..report.progress import stages
-from ..report.times import TimeReport
 from ..runtime.build.build import Built
 from ..runtime.calls.compiled_module import CompiledModule
+from ..runtime.timing.times import TimeReport
 
 logger = logging.getLogger(__name__)
 

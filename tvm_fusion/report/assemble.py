@@ -19,11 +19,11 @@ from ..kernels.cpu.contraction.panels import mark_constants
 from ..plan.plan import FREE, UNWRITTEN, FusionPlan, PlannedGroup
 from ..runtime.build.build import Built
 from ..runtime.calls.launch_count import count_launches
+from ..runtime.timing.times import TimeReport
 from ..transform.apply.materialize import Materialized, materialize
 from ..transform.apply.pack_constants import packable_arguments
 from .facts import Comparison, GroupReport, RefusalReport, Report, Verification
 from .layouts import layout_reports, refusal_report
-from .times import TimeReport
 
 
 def planned_report(planned: Planned, probed: Probed | None = None) -> Report:

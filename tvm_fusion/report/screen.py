@@ -5,9 +5,9 @@ At most 40 lines of 100 columns, whatever the model; `text.render` has the rest.
 
 from collections.abc import Sequence
 
+from ..runtime.timing.times import FUSED, TimeReport, Verdict
 from .facts import GroupReport, Report
 from .text import align, clip, format_time, summary_lines
-from .times import FUSED, TimeReport, Verdict
 
 COLUMNS, LINES = 100, 40
 TOP = 3  # groups

@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
+from ..runtime.timing.times import FUSED, UNFUSED, TimeReport, Verdict
 from .facts import Comparison, GroupReport, RefusalReport, Report
-from .times import FUSED, UNFUSED, TimeReport, Verdict
 
 _GROUP_COLUMNS = (
     "group",

@@ -17,9 +17,9 @@ from tests.support.attention_random_graphs import module_of
 from tests.support.attention_random_numbers import ceilings, error, expected, numbers
 from tvm_fusion.config.targets import cpu_target
 from tvm_fusion.errors import Unsupported
+from tvm_fusion.kernels.attention.cpu.kernel import write_attention
+from tvm_fusion.kernels.attention.cpu.tile import attention_tile, padded_queries
 from tvm_fusion.kernels.attention.read.program import analyze_attention
-from tvm_fusion.kernels.cpu.attention.kernel import write_attention
-from tvm_fusion.kernels.cpu.attention.tile import attention_tile, padded_queries
 from tvm_fusion.kernels.cpu.loops import pieces
 from tvm_fusion.kernels.cpu.machine import Machine, machine_of
 

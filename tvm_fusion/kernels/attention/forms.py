@@ -9,9 +9,9 @@ from tvm import tirx
 from ...config import HardwareProfile
 from ...errors import Unsupported
 from ..base import OnCPU, unranked, write_on_cpu
-from ..cpu.attention.kernel import write_attention
 from ..cpu.machine import machine_of
 from ..forms import Form, Writer
+from .cpu.kernel import write_attention
 from .decode.kernel import DecodeConfig, attention_decode_ranked, emit_attention_decode
 from .hopper.config import AttentionConfig
 from .hopper.kernel import attention_hopper_ranked, emit_attention_hopper

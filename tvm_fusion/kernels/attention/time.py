@@ -227,7 +227,7 @@ def _decode(shape: AttentionShape, hw: HardwareProfile) -> Iterator[AttentionTim
 
 
 def _cpu(shape: AttentionShape, hw: HardwareProfile) -> Iterator[AttentionTime]:
-    from ..cpu.attention.tile import LEAST_QUERIES, padded_queries
+    from .cpu.tile import LEAST_QUERIES, padded_queries
 
     if shape.queries < LEAST_QUERIES:
         return

@@ -14,12 +14,7 @@ from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
 from ..base import Family, Fit
 from ..forms import Writer
-from ..group.footprint import (
-    VECTOR_ELEMENTS,
-    evaluations,
-    points,
-    refuse_recompute,
-)
+from ..group.footprint import VECTOR_ELEMENTS, evaluations, points, refuse_recompute
 from ..group.read_order import is_turning
 from ..group.traffic import cuda_resources, cuda_traffic, filled_by_threads, memory_traffic, slowed
 from ..program.window import is_window_block

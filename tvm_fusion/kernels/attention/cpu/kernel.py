@@ -29,11 +29,8 @@ from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
 from tvm.tirx import ForKind
 
-from ...attention.read.bounds import Bound, key_range
-from ...attention.read.model import Attention
 from ...contraction.model import Axis, Extent, Operand
-from ...program.expr import convert, dtype_of, number, same, unflatten, variables
-from ..contraction.bfloat16_pairs import (
+from ...cpu.contraction.bfloat16_pairs import (
     PAIR,
     dot,
     importing,
@@ -42,14 +39,17 @@ from ..contraction.bfloat16_pairs import (
     pair_of,
     rounded_bits,
 )
-from ..loops import Loop, Loops, nest, pieces, seq
-from ..machine import Machine
-from ..math import f32, round_to_bfloat16
-from ..nests.point import has_vector_form
-from ..nests.scope import Scope, allocate, new_buffer
-from ..stages.lanes import where
-from ..stages.resolve import Point, Resolve
-from ..stages.stages import offset
+from ...cpu.loops import Loop, Loops, nest, pieces, seq
+from ...cpu.machine import Machine
+from ...cpu.math import f32, round_to_bfloat16
+from ...cpu.nests.point import has_vector_form
+from ...cpu.nests.scope import Scope, allocate, new_buffer
+from ...cpu.stages.lanes import where
+from ...cpu.stages.resolve import Point, Resolve
+from ...cpu.stages.stages import offset
+from ...program.expr import convert, dtype_of, number, same, unflatten, variables
+from ..read.bounds import Bound, key_range
+from ..read.model import Attention
 from .tile import attention_tile
 
 # The smallest float32: below every score, and its difference to -inf is -inf.

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ..runtime.timing.timing import Timing
+    from .timing import Timing
 
 FUSED, UNFUSED = "fused", "unfused"
 
