@@ -215,7 +215,7 @@ def test_cross_compilation(tmp_path):
 
 @pytest.mark.nightly
 def test_rpc(tmp_path):
-    from tvm_fusion.tuning.remote.loopback import STOCK, servers
+    from tests.support.tune_servers import STOCK, servers
 
     path = tmp_path / "model.so"
     tvm.compile(Fuse(TARGET)(perceptron()), TARGET).export_library(str(path))

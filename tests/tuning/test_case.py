@@ -12,10 +12,9 @@ from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.flow.planned import Planned
 from tvm_fusion.kernels.cpu.contraction.panels import PANELS_ATTR, without_constants
 from tvm_fusion.tuning.measure.building import BuildRequest, Place, build_choice, written
+from tvm_fusion.tuning.measure.case import DRAWS, Case, Wanted, wrong
 from tvm_fusion.tuning.measure.site import Here
-from tvm_fusion.tuning.session.case import DRAWS, Case
 from tvm_fusion.tuning.session.choices import CLASS_CHOICE, DEFAULT, TRACE_CHOICE
-from tvm_fusion.tuning.session.numbers import Wanted, wrong
 from tvm_fusion.tuning.session.tasks import tasks_of, without_stamps
 
 OP = relax.op
@@ -78,7 +77,7 @@ def test_positive_inputs_where_a_sum_cancels(tmp_path):
 
 
 def test_normal_inputs_where_none_do(tmp_path, monkeypatch):
-    monkeypatch.setattr("tvm_fusion.tuning.session.case.wrong", lambda *_: ("never right", 1.0))
+    monkeypatch.setattr("tvm_fusion.tuning.measure.case.wrong", lambda *_: ("never right", 1.0))
     case, _ = expected(module((8, 64), "float32", lambda e, x: OP.tanh(x)), tmp_path)
     assert case.values[0].min() < -1
     assert case.wanted is not None

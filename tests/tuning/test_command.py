@@ -17,9 +17,9 @@ from tvm_fusion.tuning.command import table, to_json
 from tvm_fusion.tuning.database import check
 from tvm_fusion.tuning.measure.trial_record import Trial
 from tvm_fusion.tuning.session import tune as tune_module
-from tvm_fusion.tuning.session.interrupts import held_interrupts
 from tvm_fusion.tuning.session.result import TunedTask, TuneResult, failures_of
 from tvm_fusion.tuning.session.settings import load_settings
+from tvm_fusion.tuning.session.tune import held_interrupts
 
 from ..support import graphs
 from ..support.tune_classes import Several

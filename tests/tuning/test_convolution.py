@@ -1,4 +1,4 @@
-"""Evolved schedules of padded convolutions for a GPU: numbers, arrays of a thread, limits."""
+"""Evolved schedules of padded convolutions for a GPU: numbers, arrays of a thread, evolve."""
 
 import re
 
@@ -10,8 +10,7 @@ from tvm.relax import op
 from tvm_fusion.runtime.build.build import build_functions
 from tvm_fusion.tuning.search import evolutionary_search as evolve
 from tvm_fusion.tuning.search import replay
-from tvm_fusion.tuning.search import schedule_limits as limits
-from tvm_fusion.tuning.search.schedule_limits import beyond_limits
+from tvm_fusion.tuning.search.evolutionary_search import beyond_limits
 
 from ..support.kernel_cases import fuse
 from ..support.stock_cuda_on_cpu import kernels_of, lowered_together, run_launches_on_cpu
@@ -74,13 +73,13 @@ def threads_over(extent):
 def test_grids_and_intermediates_have_limits(monkeypatch):
     func = threads_over(64)
     assert beyond_limits(func) == ""
-    monkeypatch.setitem(limits.LARGEST_GRID, "blockIdx.y", 63)
+    monkeypatch.setitem(evolve.LARGEST_GRID, "blockIdx.y", 63)
     assert "64 blocks along blockIdx.y" in beyond_limits(func)
 
 
 @pytest.mark.parametrize(("bytes_", "fits"), [(1 << 20, True), (100, False)])
 def test_large_intermediates_are_refused(monkeypatch, bytes_, fits):
-    monkeypatch.setattr("tvm_fusion.tuning.search.schedule_limits.LARGEST_BYTES", bytes_)
+    monkeypatch.setattr("tvm_fusion.tuning.search.evolutionary_search.LARGEST_BYTES", bytes_)
     assert (beyond_limits(threads_over(64)) == "") == fits
 
 

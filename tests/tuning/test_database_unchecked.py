@@ -7,8 +7,8 @@ import pytest
 from tvm_fusion.config import resolve_target
 from tvm_fusion.tuning.database import Database, check, export, folder_of, workload_key
 from tvm_fusion.tuning.measure.trial_record import Trial
+from tvm_fusion.tuning.session.choices import chosen
 from tvm_fusion.tuning.session.lookup import tuned_kernels
-from tvm_fusion.tuning.session.select import chosen
 
 from ..support.tune_database_tools import (
     DAY,

@@ -8,10 +8,10 @@ from tvm.relax import op
 from tvm.s_tir.schedule import Trace
 
 from tvm_fusion.tuning.search import replay
-from tvm_fusion.tuning.search.mutate import MutateChoice, prime_factors
 from tvm_fusion.tuning.search.nest_walk import launches_of
 from tvm_fusion.tuning.search.schedule_features import COLUMNS, TVM_COLUMNS, columns
 from tvm_fusion.tuning.search.space_blocks import Blocks, schedule_of
+from tvm_fusion.tuning.search.spaces import MutateChoice, prime_factors
 
 from ..support.kernel_cases import fuse
 from ..support.tune_functions import CPU, H200, LLVM, evolving, fused

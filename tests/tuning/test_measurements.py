@@ -7,7 +7,7 @@ import pytest
 from tvm_fusion.errors import TargetError
 from tvm_fusion.tuning.measure import measuring
 from tvm_fusion.tuning.measure.measurements import Measurements
-from tvm_fusion.tuning.measure.meters import LocalMeter
+from tvm_fusion.tuning.measure.measuring import LocalMeter
 from tvm_fusion.tuning.measure.processes import BROKEN, LOST, PREPARING_S, Answer
 from tvm_fusion.tuning.remote.rpc import RemoteMeter
 from tvm_fusion.tuning.session.settings import load_settings

@@ -7,6 +7,7 @@ import sys
 import pytest
 import tvm
 
+from tests.support.tune_servers import HOST, SERVE, STOCK, free_port, kill_server, servers
 from tvm_fusion.config import load_policy
 from tvm_fusion.errors import InputError, TargetError
 from tvm_fusion.tuning import serve
@@ -14,8 +15,7 @@ from tvm_fusion.tuning.measure.building import BuildRequest, Place, build_choice
 from tvm_fusion.tuning.measure.measuring import MeasureRequest
 from tvm_fusion.tuning.measure.processes import BROKEN, Answer, stop_all
 from tvm_fusion.tuning.remote import rpc
-from tvm_fusion.tuning.remote.links import Libraries, Stock
-from tvm_fusion.tuning.remote.loopback import HOST, SERVE, STOCK, free_port, kill_server, servers
+from tvm_fusion.tuning.remote.rpc import Libraries, Stock
 from tvm_fusion.tuning.session.choices import DEFAULT
 
 from .test_session import SETTINGS, make_session, no_process_stays, no_process_stays_on, tested  # noqa: F401  # noqa: F401  # noqa: F401

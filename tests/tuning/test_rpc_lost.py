@@ -8,10 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tvm_fusion.errors import TargetError
-from tvm_fusion.tuning.measure.processes import BROKEN, Answer, wait_for
-from tvm_fusion.tuning.remote import rpc
-from tvm_fusion.tuning.remote.loopback import (
+from tests.support.tune_servers import (
     HOST,
     SERVE,
     await_servers,
@@ -19,6 +16,9 @@ from tvm_fusion.tuning.remote.loopback import (
     servers,
     start_server,
 )
+from tvm_fusion.errors import TargetError
+from tvm_fusion.tuning.measure.processes import BROKEN, Answer, wait_for
+from tvm_fusion.tuning.remote import rpc
 from tvm_fusion.tuning.remote.tracker import served_keys
 from tvm_fusion.tuning.session.choices import DEFAULT
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tvm_fusion.tuning.measure.scratch import PREFIX, remove_abandoned, scratch_folder
+from tvm_fusion.tuning.measure.processes import PREFIX, remove_abandoned, scratch_folder
 
 OWNER = """
 import sys, time
-from tvm_fusion.tuning.measure.scratch import scratch_folder
+from tvm_fusion.tuning.measure.processes import scratch_folder
 with scratch_folder() as folder:
     (folder / "0.so").write_text("a library")
     print(folder, flush=True)

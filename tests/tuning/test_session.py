@@ -11,11 +11,10 @@ from tvm_fusion.errors import TargetError
 from tvm_fusion.flow.planned import Planned
 from tvm_fusion.kernels import registry
 from tvm_fusion.tuning.measure.building import Place
-from tvm_fusion.tuning.measure.meters import LocalMeter
+from tvm_fusion.tuning.measure.measuring import LocalMeter
 from tvm_fusion.tuning.measure.processes import Worker, stop_all
 from tvm_fusion.tuning.measure.workshop import make_builders
-from tvm_fusion.tuning.session.choices import DEFAULT, class_choices
-from tvm_fusion.tuning.session.select import chosen
+from tvm_fusion.tuning.session.choices import DEFAULT, chosen, class_choices
 from tvm_fusion.tuning.session.session import Session
 from tvm_fusion.tuning.session.settings import load_settings
 from tvm_fusion.tuning.session.task_state import TaskState

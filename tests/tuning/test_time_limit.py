@@ -6,13 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from tvm_fusion.tuning.session import time_limit
+from tvm_fusion.tuning.session import session as session_module
 from tvm_fusion.tuning.session.choices import DEFAULT
-from tvm_fusion.tuning.session.finals import CLEAN_US, Finals
+from tvm_fusion.tuning.session.session import CLEAN_US, Finals, TimeLimit
 from tvm_fusion.tuning.session.task_state import TaskState
-from tvm_fusion.tuning.session.time_limit import TimeLimit
 
-from .test_session import SETTINGS, make_session, no_process_stays, no_process_stays_on, tested  # noqa: F401  # noqa: F401  # noqa: F401
+from .test_session import SETTINGS, make_session, no_process_stays, no_process_stays_on, tested  # noqa: F401
 
 
 @pytest.mark.long
@@ -61,7 +60,7 @@ def test_finals_take_what_builds_and_measurements_took():
 
 
 def test_limits_of_time(monkeypatch):
-    monkeypatch.setattr(time_limit, "time", SimpleNamespace(monotonic=lambda: 1060.0))
+    monkeypatch.setattr(session_module, "time", SimpleNamespace(monotonic=lambda: 1060.0))
     limit = TimeLimit(2.0, kept_s=30.0, began=1000.0)
     assert limit.seconds == limit.left_s == 60.0
     assert not limit.is_near

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .measure.meters import Meter
+    from .measure.measuring import Meter
     from .measure.processes import Worker
     from .session.result import TuneResult
     from .session.session import Session

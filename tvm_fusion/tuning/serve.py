@@ -21,11 +21,13 @@ from functools import cache
 from typing import Any, NoReturn
 
 import tvm_ffi
+from tvm import rpc
+from tvm.rpc import server as rpc_server
 
 from .._version import __version__
 from ..config.targets import present_gpu
 from ..errors import InputError
-from .measure.meters import LocalMeter
+from .measure.measuring import LocalMeter
 from .measure.processes import wait_for
 from .measure.worker import end_with
 from .remote.tracker import Tracker, address_of
@@ -48,20 +50,18 @@ def register() -> None:
 
 def _outlive_sessions() -> None:
     """Has TVM listen on after a session whose process was killed or crashed."""
-    from tvm.rpc import server
-
-    serving = server._serving
+    serving = rpc_server._serving
 
     def served(connection: Any, address: Any, *arguments: Any) -> None:
         folder = os.getcwd()
         try:
             serving(connection, address, *arguments)
         except RuntimeError as error:
-            server.logger.warning("the session with %s broke off: %s", address, error)
+            rpc_server.logger.warning("the session with %s broke off: %s", address, error)
             os.chdir(folder)
             connection.close()
 
-    server._serving = served
+    rpc_server._serving = served
 
 
 def _end(failed: threading.ExceptHookArgs) -> NoReturn:
@@ -114,8 +114,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(str(error))
     if given.gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(given.gpu)
-    from tvm import rpc
-
     try:
         server = rpc.Server(
             given.host,

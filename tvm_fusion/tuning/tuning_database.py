@@ -26,8 +26,7 @@ from .database import Database as Store
 from .database import Folders
 from .database.metaschedule import load_record, payload_of, root_of, target_json
 from .measure.trial_record import Trial
-from .session.choices import TRACE_CHOICE
-from .session.select import chosen
+from .session.choices import TRACE_CHOICE, chosen
 from .session.settings import load_settings
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tvm_fusion.tuning.database import Database, check, device_folders
-from tvm_fusion.tuning.measure.scratch import PREFIX
+from tvm_fusion.tuning.measure.processes import PREFIX
 
 from .killed_session import WatchedSession
 

@@ -13,7 +13,12 @@ from tvm import tirx
 from ...config import HardwareProfile, Policy, resolve_target
 from ...kernels import registry
 from ...kernels.cpu.contraction.panels import PANELS_ATTR, Panels, wanted_panels, without_constants
+from ...runtime.build import cubin_cache
+from ...runtime.build.build import build_functions
+from ...runtime.calls.launch_count import launched_kernels
+from ...runtime.timing.launch_kernels import symbol_of
 from ...transform.apply.write_kernels import write_kernel
+from ..search.replay import scheduled
 from ..session.choices import TRACE_CHOICE, config_of
 from ..session.tasks import CLASS, without_stamps
 
@@ -92,8 +97,6 @@ class BuiltChoice:
 
 def enter(memory_bytes: int) -> None:
     """Sets a builder up: it compiles one kernel at a time and gives way to measurements."""
-    from ...runtime.build import cubin_cache
-
     cubin_cache.available_cores = lambda: 1
     os.nice(10)
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
@@ -109,10 +112,6 @@ def build_choice(request: BuildRequest) -> BuiltChoice:
     BuildError
         The kernel does not compile.
     """
-    from ...runtime.build.build import build_functions
-    from ...runtime.calls.launch_count import launched_kernels
-    from ...runtime.timing.launch_kernels import symbol_of
-
     target, hw = request.place.resolved()
     workload = tvm.ir.load_json(request.workload)
     with target:
@@ -145,8 +144,6 @@ def written(
         The choice does not fit the workload.
     """
     if kind == TRACE_CHOICE:
-        from ..search.replay import scheduled
-
         return scheduled(without_constants(without_stamps(workload)), text)
     name = str(workload.attrs[CLASS])
     if name == "stock":

@@ -12,8 +12,7 @@ from ...errors import TargetError
 from ..session.settings import Settings
 from ..session.task_state import TaskState
 from .building import BuiltChoice
-from .measuring import MeasureRequest
-from .meters import Meter
+from .measuring import MeasureRequest, Meter
 from .processes import BROKEN, LOST, Answer, Worker
 from .workshop import Job, Workshop
 

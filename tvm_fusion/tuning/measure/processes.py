@@ -6,13 +6,15 @@ A worker that does not answer in time is killed with all that it started (a comp
 request gets a new one. The time of a request begins when the process is ready for it: the setup of
 a new process and what is called `before` the request have limits of their own. Where the session is
 killed, its workers end, and what they started. A process has a folder of its own for temporary
-files (`scratch`).
+files (`scratch_folder`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,15 +22,63 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 from ...host import no_torch
 from ...host.cores import on_all_cores
 from ...host.threads import kernel_threads
-from .scratch import scratch_folder
+
+PREFIX = "tvm_fusion_tune_"
+
+
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """A folder for as long as the context lasts; those of processes that were killed are removed.
+
+    Its owner holds a lock on it, which the system gives back when the process dies.
+    """
+    remove_abandoned()
+    folder, lock = _make()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def remove_abandoned() -> None:
+    """Removes the folders of this user that no process holds the lock of."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with suppress(OSError):
+            lock = _open(folder)
+            try:
+                if os.fstat(lock).st_uid == os.getuid():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(lock)
+
+
+def _make() -> tuple[Path, int]:
+    """A new folder and its lock; another one where a session took the first for abandoned."""
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
+        with suppress(FileNotFoundError):
+            lock = _open(folder)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if folder.exists():
+                return folder, lock
+            os.close(lock)
+
+
+def _open(folder: Path) -> int:
+    return os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+
 
 STARTING_S = 120.0  # that a new process may take to import TVM and torch
 PREPARING_S = 120.0  # that what a request needs may take, such as a float64 reference

@@ -11,6 +11,9 @@ import struct
 from types import TracebackType
 from typing import Any
 
+from tvm import rpc
+from tvm.rpc import base
+
 from ...errors import InputError
 
 CONNECT_S = 5.0  # for a connection, and for an answer
@@ -31,8 +34,6 @@ class Tracker:
     """
 
     def __init__(self, host: str, port: int) -> None:
-        from tvm.rpc import base
-
         self._socket = socket.create_connection((host, port), CONNECT_S)
         self._socket.sendall(struct.pack("<i", base.RPC_TRACKER_MAGIC))
         if struct.unpack("<i", base.recvall(self._socket, 4))[0] != base.RPC_TRACKER_MAGIC:
@@ -72,20 +73,13 @@ class Tracker:
         OSError, RuntimeError
             None is free any more, or it does not answer.
         """
-        from tvm import rpc
-        from tvm.rpc import base
-
         host, port, match = self._asked([base.TrackerCode.REQUEST, key, "", 1])
         return rpc.connect(host, port, match, lasts_s), f"{host}:{port}"
 
     def _summary(self) -> dict[str, Any]:
-        from tvm.rpc import base
-
         return self._asked([base.TrackerCode.SUMMARY])
 
     def _asked(self, question: list) -> Any:
-        from tvm.rpc import base
-
         base.sendjson(self._socket, question)
         status, value = base.recvjson(self._socket)
         if status != base.TrackerCode.SUCCESS:

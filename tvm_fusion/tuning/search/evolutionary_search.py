@@ -12,21 +12,22 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import tvm_ffi
-from tvm import s_tir, tirx
+from tvm import DataType, s_tir, tirx
+from tvm.s_tir import SBlock
 from tvm.s_tir import meta_schedule as ms
+from tvm.s_tir.meta_schedule import _ffi_api
 from tvm.s_tir.schedule import Trace
 from tvm.target import Target
 
 from ...config.targets import profile_of_target
 from ...errors import Unsupported
 from ..database.metaschedule import trace_text
-from . import replay
-from .candidate_model import Judge
-from .schedule_features import Features
-from .schedule_limits import beyond_limits
+from ..search import replay
+from .schedule_features import Features, Judge
 from .space_blocks import module_of
 from .spaces import Design, SpaceKind, design
 
@@ -259,8 +260,6 @@ def _context(
     threads: int,
 ) -> ms.TuneContext:
     """A tuning context; `TuneContext` itself imports TVM's tensor intrinsics, which takes long."""
-    from tvm.s_tir.meta_schedule import _ffi_api
-
     context = ms.TuneContext.__new__(ms.TuneContext)
     context.__init_handle_by_constructor__(
         _ffi_api.TuneContext,
@@ -306,3 +305,35 @@ def _arguments(sch: s_tir.Schedule) -> list:
 
 def _hash(candidate: ms.MeasureCandidate) -> int:
     return tvm_ffi.structural_hash(candidate.sch.mod)
+
+
+LARGEST_GRID = {"blockIdx.x": (1 << 31) - 1, "blockIdx.y": 65535, "blockIdx.z": 65535}
+LARGEST_BYTES = 1 << 32  # of what one launch of a function hands to the next
+
+
+def beyond_limits(func: tirx.PrimFunc) -> str:
+    """Why a scheduled function cannot run; empty where nothing speaks against it.
+
+    Extents have to be numbers. Registers, shared memory and threads are `VerifyGPUCode`'s.
+    """
+    grids: Counter[str] = Counter()
+    sizes: list[int] = []
+
+    def loop(node: tirx.For) -> None:
+        if node.thread_binding is not None:
+            tag = str(node.thread_binding.thread_tag)
+            grids[tag] = max(grids[tag], int(node.extent))
+
+    def block(node: SBlock) -> None:
+        for buffer in node.alloc_buffers:
+            if buffer.scope() == "global":
+                count = math.prod(int(extent) for extent in buffer.shape)
+                sizes.append(count * DataType(str(buffer.dtype)).itemsize)
+
+    tvm_ffi.structural_walk(func.body, [(tirx.For, loop), (SBlock, block)])
+    for tag, most in LARGEST_GRID.items():
+        if grids[tag] > most:
+            return f"a grid of {grids[tag]} blocks along {tag}, {most} can be launched"
+    if sum(sizes) > LARGEST_BYTES:
+        return f"intermediates of {sum(sizes)} bytes, {LARGEST_BYTES} at most"
+    return ""

@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import tvm
 
 from ...host.cores import available_cores
 from ..measure.building import Place, enter
-
-if TYPE_CHECKING:
-    from .evolutionary_search import Evolving
-    from .spaces import SpaceKind
+from .evolutionary_search import Evolving
+from .spaces import SpaceKind
 
 NICE = 9  # beside that of a builder: evolving gives way to building, too
 THREADS = 4  # of a search at most: a batch of a convolution takes one thread 22 s
@@ -87,8 +84,6 @@ def propose(place: Place, ask: Ask) -> list[str]:
 
 
 def _search(place: Place, ask: Ask) -> Evolving:
-    from .evolutionary_search import Evolving
-
     return Evolving(
         tvm.ir.load_json(ask.workload),
         place.resolved()[0],

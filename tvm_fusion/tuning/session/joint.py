@@ -29,8 +29,7 @@ from ...ir.graph import build_graph
 from ...plan.plan import FusionPlan, PlannedGroup
 from ...transform.apply.region_module import RegionModule, region_module
 from ..measure.building import Place
-from ..measure.measuring import forget
-from ..measure.meters import LocalMeter
+from ..measure.measuring import LocalMeter, forget
 from ..measure.processes import Worker, wait_for
 from ..measure.site import ends_with_device
 from ..measure.trial_record import Trial
@@ -60,7 +59,7 @@ class JointRequest:
     trials : mapping of str to tuple of Trial
         By key of a task: its untuned kernel's and those that may be chosen.
     certain_gain : float
-        See `select.chosen`.
+        See `choices.chosen`.
     place : Place
     seconds : float
         Building included.

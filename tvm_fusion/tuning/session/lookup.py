@@ -19,8 +19,7 @@ from ..database import Database, Folders
 from ..measure.building import written
 from ..measure.trial_record import Trial
 from ..tuning_database import current_database
-from .choices import CLASS_CHOICE, DEFAULT
-from .select import chosen
+from .choices import CLASS_CHOICE, DEFAULT, chosen
 from .settings import load_settings
 from .tasks import key_of, workload_of
 
@@ -42,7 +41,7 @@ class TunedKernels:
     ----------
     source : Source
     certain_gain : float
-        See `select.chosen`.
+        See `choices.chosen`.
 
     Attributes
     ----------

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -25,18 +26,51 @@ import tvm
 from ...errors import TargetError
 from ..measure.building import Place
 from ..measure.measurements import Measurements
-from ..measure.measuring import Measurement
-from ..measure.meters import Meter
-from ..measure.processes import LOST, Answer, Worker, wait_for
-from ..measure.scratch import scratch_folder
+from ..measure.measuring import Measurement, Meter
+from ..measure.processes import LOST, Answer, Worker, scratch_folder, wait_for
 from ..measure.trial_record import Trial
 from ..measure.workshop import POLL_S, Job, Workshop
 from ..search.thinking import Thinkers
 from .choices import DEFAULT, Choice
-from .finals import Finals
 from .settings import Settings
 from .task_state import TaskState
-from .time_limit import TimeLimit
+
+
+@dataclass
+class TimeLimit:
+    """The time of a call of `tune`, from its beginning.
+
+    Attributes
+    ----------
+    minutes : float
+        0 is no limit.
+    kept_s : float
+        What is to be left when the trials end.
+    """
+
+    minutes: float
+    kept_s: float = 0.0
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        """Since the beginning."""
+        return time.monotonic() - self.began
+
+    @property
+    def left_s(self) -> float:
+        """Of all, 0 at least; infinite without a limit."""
+        return max(0.0, self.minutes * 60 - self.seconds) if self.minutes else math.inf
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the trials have to end."""
+        return self.left_s <= self.kept_s
+
+    def share(self, part: float, most_s: float) -> float:
+        """A part of the minutes, in seconds; `most_s` at most, and without a limit."""
+        return min(most_s, part * self.minutes * 60) if self.minutes else most_s
+
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +97,7 @@ class Session:
         See `make_builders`.
     meters : sequence of Meter
     watch : callable
-        Called with the session after each trial (`progress`).
+        Called with the session after each trial (`command.shown`).
     limit : TimeLimit, optional
         By default the minutes of the settings, from now on; the session leaves `joint_s` of it.
     joint_s : float
@@ -306,3 +340,64 @@ class Session:
         """Builds the untuned kernels that were measured before: each trial runs beside one."""
         known = [s for s in self.states if s.untuned_us is not None]
         self._shop.have(((s, s.choices[0]) for s in known), lambda: self.limit.is_near)
+
+
+CLEAN_US = 500.0  # beside each sample: the caches are cleaned (256 MB on an H200 take 100 us)
+
+
+@dataclass(frozen=True)
+class Finals:
+    """Those of a session.
+
+    Attributes
+    ----------
+    states : sequence of TaskState
+    shop : Workshop
+    measurements : Measurements
+    settings : Settings
+    """
+
+    states: Sequence[TaskState]
+    shop: Workshop
+    measurements: Measurements
+    settings: Settings
+
+    def seconds(self) -> float:
+        """About how long they would take now, by what building and measuring took so far."""
+        builds, spent = 0, 0.0
+        for state in self._due():
+            texts = [trial.text for trial in state.finalists()]
+            builds += sum(self.shop.library(state, text) is None for text in texts)
+            samples = len(texts) * self.settings.final_repeats
+            spent += self.measurements.usual_s(state)
+            spent += samples * (state.untuned_us + CLEAN_US) * 1e-6
+        rounds = math.ceil(builds / max(1, len(self.shop.builders)))
+        return rounds * self.shop.usual_s + spent / max(1, len(self.measurements.meters))
+
+    def run(self, has_measured: Callable[[list[Job], Answer], None]) -> None:
+        """Builds what is missing and measures all; `has_measured` takes each answer."""
+        finals = [
+            (s, [Choice(t.kind, t.text, t.predicted_us) for t in s.finalists()])
+            for s in self._due()
+        ]
+        self.shop.have((s, choice) for s, choices in finals for choice in choices)
+        left = []
+        for state, choices in finals:
+            found = [(c, self.shop.library(state, c.text)) for c in choices]
+            jobs = [Job(state, c, built.path, built) for c, built in found if built is not None]
+            if len(jobs) > 1 and jobs[0].choice.text == DEFAULT:
+                left.append(jobs)
+        while left or self.measurements.busy:
+            for meter in self.measurements.free[: len(left)]:
+                jobs = left.pop(0)
+                built = [job.built for job in jobs]
+                self.measurements.begin(meter, built, jobs, self.settings.final_repeats)
+            wait_for(self.measurements.busy, POLL_S)
+            for jobs, answer in self.measurements.collect():
+                if answer.status == "ok":
+                    has_measured(jobs, answer)
+                else:  # what was measured of each by itself stays
+                    logger.warning("%s: no final: %s", jobs[0].state.task.name, answer.why)
+
+    def _due(self) -> list[TaskState]:
+        return [state for state in self.states if state.needs_final]

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -22,29 +26,27 @@ from ...plan.decide.decide import caution_of
 from ...plan.plan import FusionPlan
 from ..database import Database, check_place, find_database
 from ..measure.building import Place
-from ..measure.meters import LocalMeter, Meter
+from ..measure.measuring import LocalMeter, Meter
 from ..measure.processes import Worker, stop_all
 from ..measure.trial_record import LASTING
 from ..measure.workshop import make_builders
 from ..search.searched_tasks import evolution_of
-from .choices import DEFAULT, class_choices
+from .choices import DEFAULT, Choice, chosen, class_choices
 from .contested import Contested, Weighed, contested, settled, weighed
-from .interrupts import held_interrupts
 from .joint import JointRuns, local_worker
 from .lookup import TunedKernels, plan_key
 from .result import TuneResult, failures_of, tuned_task
 from .rivals import rivals_of
-from .session import Session
+from .session import Session, TimeLimit
 from .settings import Settings, load_settings
-from .similar_kernels import favourites
 from .task_state import TaskState
-from .tasks import Task, tasks_of
-from .time_limit import TimeLimit
+from .tasks import CLASS, Task, tasks_of
 
 logger = logging.getLogger(__name__)
 
 JOINT_SHARE = 0.25  # of the minutes, at most, for joint runs
 INTERRUPT = "interrupted"
+FAVOURITES = 2  # of each kernel class, tried early
 JOINT = "joint"  # beside the fields of a kept plan: the joint runs of its contested cuts
 
 
@@ -267,3 +269,34 @@ def target_text(target: Any, planned: Planned) -> str:
     if target is None:
         return "cuda" if planned.hw.kind == "cuda" else "llvm"
     return json.dumps(json.loads(str(target)))
+
+
+def favourites(task: Task, keeper: Database, choices: Sequence[Choice]) -> tuple[str, ...]:
+    """The choices that won most often for other workloads of the same kernel class, of those that
+    are offered here.
+    """
+    offered = {choice.text for choice in choices}
+    won: Counter[str] = Counter()
+    for workload in keeper.workloads():
+        if str(workload.attrs.get(CLASS, "")) != task.kernel_class:
+            continue
+        trial = chosen(keeper.trials(workload), 0.0)
+        if trial is not None and trial.text != DEFAULT and trial.text in offered:
+            won[trial.text] += 1
+    return tuple(text for text, _ in sorted(won.items(), key=lambda x: (-x[1], x[0]))[:FAVOURITES])
+
+
+@contextmanager
+def held_interrupts() -> Iterator[list[int]]:
+    """Within the block, SIGINT adds to the list that is yielded and does nothing else. Of a thread
+    that is not the main one signals are none of its business: nothing is held.
+    """
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, before)

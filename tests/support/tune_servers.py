@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 import tvm
+from tvm.rpc.tracker import Tracker
 
-from ...errors import TargetError
-from ..measure.processes import module_command
-from .tracker import served_keys
+from tvm_fusion.errors import TargetError
+from tvm_fusion.tuning.measure.processes import module_command
+from tvm_fusion.tuning.remote.tracker import served_keys
 
 HOST = "127.0.0.1"
 SERVE, STOCK = "tvm_fusion.tuning.serve", "tvm.exec.rpc_server"
@@ -37,8 +38,6 @@ def servers(wanted: Sequence[Sequence[str]]) -> Iterator[str]:
     TargetError
         They do not start.
     """
-    from tvm.rpc.tracker import Tracker
-
     port = free_port()
     address = f"{HOST}:{port}"
     tracker = Tracker(HOST, port, port + 1, silent=True)
