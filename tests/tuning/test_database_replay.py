@@ -83,7 +83,7 @@ def test_records_of_metaschedule_are_imported_as_unchecked(stock, tmp_path):
         (lambda p: p[2].__setitem__("num-cores", 64), "of another target"),
         (lambda p: p.__setitem__(2, None), "not a workload's line and a record"),
         (lambda p: p.__setitem__(0, [[["GetSBlock"]], []]), ""),
-        (lambda p: p.__setitem__(0, [7]), "not a workload's line and a record"),
+        (lambda p: p.__setitem__(0, [7]), "is no trace"),
         (lambda p: p.__setitem__(1, []), "not a workload's line and a record"),
         (lambda p: p.__setitem__(1, ["fast"]), ""),
         (lambda p: p.__setitem__(1, [1e10]), "not between 0 and"),

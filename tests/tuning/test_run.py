@@ -150,6 +150,12 @@ def test_the_command_line_tunes_and_looks_after_its_folder(tuned, tmp_path, caps
     merged = tmp_path / "merged"
     assert main(["tune", "--db-merge", str(folder), "--work-dir", str(merged)]) == 0
     assert any(merged.iterdir())
+    taken = ["--work-dir", str(tmp_path / "taken"), "--target", "llvm"]
+    capsys.readouterr()
+    assert main(["tune", "--db-import", str(tmp_path / "plain"), *taken, "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)["folders"]
+    assert report["added"] > 1
+    assert report["problems"] == []
     capsys.readouterr()
     assert main(["tune", str(model), *here, "--rpc", "nowhere:1"]) == 2
     assert "--rpc needs --key" in capsys.readouterr().err

@@ -249,7 +249,7 @@ def _workload(raw: bytes) -> tuple[str, str]:
 
 def _record(raw: bytes) -> tuple[int, list[Any]]:
     match parse(raw):
-        case [int(index), [[[*_], [*_]], [_, *_], {"kind": str()}, list() | None] as payload]:
+        case [int(index), [_, [_, *_], {"kind": str()}, list() | None] as payload]:
             return index, payload
     raise BadLine("not a workload's line and a record of trace, times, target and arguments")
 
