@@ -85,14 +85,16 @@ def test_killed_at_any_moment_all_but_the_running_trial_is_there(tmp_path):
         child = FORK.Process(target=_add_forever, args=(tmp_path / "D", run, there))
         child.start()
         there.close()
-        time.sleep(rng.uniform(0.02, 0.15))
+        if run % 2:  # while it writes; else also before
+            assert here.poll(60)
+        time.sleep(rng.uniform(0.0, 0.15))
         os.kill(child.pid, signal.SIGKILL)
         child.join()
         acknowledged += _drain(here)
         found = content(open_(tmp_path / "D"))
         assert set(acknowledged) <= set(found)
         assert len(found) <= len(acknowledged) + run + 1
-    assert len(acknowledged) > KILLS
+    assert len(acknowledged) >= KILLS // 2
     assert exported(open_(tmp_path / "D")) == records_of(found)
     assert open_(tmp_path / "D").problems == ()
 
