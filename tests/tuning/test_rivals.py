@@ -4,9 +4,8 @@ import pytest
 
 from tvm_fusion.tuning.measure.trial_record import Trial
 from tvm_fusion.tuning.session.choices import CLASS_CHOICE, DEFAULT, Choice
-from tvm_fusion.tuning.session.rivals import OPEN, Rival
 from tvm_fusion.tuning.session.settings import load_settings
-from tvm_fusion.tuning.session.task_state import TaskState
+from tvm_fusion.tuning.session.task_state import OPEN, Rival, TaskState
 from tvm_fusion.tuning.session.tasks import Task
 
 LAUNCH_US = 2.0

@@ -17,8 +17,7 @@ from tvm_fusion.tuning.measure.trial_record import Trial
 from tvm_fusion.tuning.search import evolutionary_search as evolve
 from tvm_fusion.tuning.search import proposing
 from tvm_fusion.tuning.search.proposing import Ask, propose
-from tvm_fusion.tuning.search.searched_tasks import evolution_of
-from tvm_fusion.tuning.search.task_schedules import Evolution, Search
+from tvm_fusion.tuning.search.task_schedules import Evolution, Search, evolution_of
 from tvm_fusion.tuning.search.thinking import Thinkers
 from tvm_fusion.tuning.session.choices import DEFAULT, Choice
 from tvm_fusion.tuning.session.settings import load_settings

@@ -19,6 +19,7 @@ from ...plan.decide.decide import hopeful_plan, with_evidence, without
 from ...plan.differ import Region, exchanged, regions
 from ...plan.plan import Evidence, FusionPlan, PlannedGroup
 from ...plan.refusal import Refusal, RefusalCode
+from .task_state import Rival, TaskState
 from .tasks import Task
 
 CLOSE = 0.85  # fusions whose time may be more than this share of their operators' are contested
@@ -221,3 +222,29 @@ def _by_sums(graph: FusionGraph, plan: FusionPlan, one: Weighed) -> FusionPlan:
 
 def _members(groups: Iterable[PlannedGroup]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(op for g in groups for op in g.ops))
+
+
+def rivals_of(
+    cuts: Iterable[Contested],
+    tasks: Sequence[Sequence[Task]],
+    states: Iterable[TaskState],
+    launch_us: float,
+) -> list[Rival]:
+    """The rivals of contested cuts, but those with a kernel that nothing can write.
+
+    Parameters
+    ----------
+    cuts : iterable of Contested
+    tasks : sequence of sequences of Task
+        Of the plan, and of each cut's plan.
+    states : iterable of TaskState
+        Of these tasks, each once.
+    launch_us : float
+    """
+    by_key = {state.task.key: state for state in states}
+    rivals = []
+    for _, now, other in sides_of(cuts, tasks):
+        sides = [tuple(by_key.get(task.key) for task in side) for side in (now, other)]
+        if None not in sides[0] and None not in sides[1]:
+            rivals.append(Rival(*sides, launch_us))
+    return rivals

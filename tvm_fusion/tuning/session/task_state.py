@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from ..measure.trial_record import Trial
 from ..search.surrogate import Surrogate, expected_gain
@@ -13,10 +12,8 @@ from .choices import DEFAULT, TRACE_CHOICE, Choice
 from .settings import Settings
 from .tasks import Task
 
-if TYPE_CHECKING:
-    from .rivals import Rival
-
 URGENT = float("inf")
+OPEN = 1.15  # a cut whose kernels take longer than this many times those of the plan is given up
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,3 +184,33 @@ class TaskState:
     def _total_us(self) -> float:
         """Of all launches of the plan that use the kernel."""
         return self.weight * self.current_us
+
+
+@dataclass(frozen=True, eq=False)
+class Rival:
+    """The kernels of two ways to cut one region.
+
+    Attributes
+    ----------
+    now, other : tuple of TaskState
+        Those of the plan and those of the other cut.
+    launch_us : float
+        What a launch costs beside its kernel.
+    """
+
+    now: tuple[TaskState, ...]
+    other: tuple[TaskState, ...]
+    launch_us: float
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the best times so far may still turn."""
+        states = (*self.now, *self.other)
+        if any(s.broken for s in states):
+            return False
+        if any(s.untuned_us is None for s in states):
+            return True
+        return self._time(self.other) <= OPEN * self._time(self.now)
+
+    def _time(self, states: Sequence[TaskState]) -> float:
+        return sum(s.current_us for s in states) + self.launch_us * len(states)

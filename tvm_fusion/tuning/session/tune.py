@@ -30,13 +30,12 @@ from ..measure.measuring import LocalMeter, Meter
 from ..measure.processes import Worker, stop_all
 from ..measure.trial_record import LASTING
 from ..measure.workshop import make_builders
-from ..search.searched_tasks import evolution_of
+from ..search.task_schedules import evolution_of
 from .choices import DEFAULT, Choice, chosen, class_choices
-from .contested import Contested, Weighed, contested, settled, weighed
+from .contested import Contested, Weighed, contested, rivals_of, settled, weighed
 from .joint import JointRuns, local_worker
 from .lookup import TunedKernels, plan_key
 from .result import TuneResult, failures_of, tuned_task
-from .rivals import rivals_of
 from .session import Session, TimeLimit
 from .settings import Settings, load_settings
 from .task_state import TaskState
