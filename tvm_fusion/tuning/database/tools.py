@@ -211,7 +211,10 @@ def merge(sources: Iterable[str | Path], into: str | Path) -> Report[Taken]:
 def _merge(source: Path, into: Path) -> Taken:
     theirs = Database.open(source, None, silent=True)
     if theirs.device is None:
-        why = "nothing says of which device it is; tune once with it, which repairs the folder"
+        why = (
+            "nothing says of which device it is: tune once with it, which repairs the folder, or "
+            "take a database of MetaSchedule over by --db-import"
+        )
         return Taken(source, None, 0, 0, (*theirs.problems, Problem(str(source), why)))
     place = into / theirs.device
     if place.exists() and place.samefile(source):
