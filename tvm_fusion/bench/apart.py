@@ -125,11 +125,11 @@ class Process:
     def _rest(self) -> None:
         """Wait until the threads of the process sleep."""
         end = time.monotonic() + MOST_REST_S
-        before = _computed_s(self._process.pid)
+        before, _ = _work_of(self._process.pid)
         while time.monotonic() < end:
             time.sleep(REST_S)
-            now = _computed_s(self._process.pid)
-            if now - before < REST_S / 10:
+            now, wanting = _work_of(self._process.pid)
+            if now - before < REST_S / 10 and not wanting:
                 return
             before = now
 
@@ -243,14 +243,18 @@ def _given(threads: int, limits: Mapping[str, str]) -> Iterator[None]:
             os.environ.pop(name) if value is None else os.environ.update({name: value})
 
 
-def _computed_s(pid: int) -> float:
-    """Seconds that the threads of a process have computed; 0 where the system does not tell."""
-    total = 0
+def _work_of(pid: int) -> tuple[float, bool]:
+    """Seconds that the threads of a process have computed, and whether one has or waits for a core;
+    0 and False where the system does not tell.
+    """
+    total, wanting = 0, False
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             with contextlib.suppress(OSError):  # it ended
                 total += int((task / "schedstat").read_text().split()[0])
-    return total * 1e-9
+                state = (task / "stat").read_text().rpartition(")")[2].split()[0]
+                wanting |= state == "R"
+    return total * 1e-9, wanting
 
 
 def _serve(pipe: Any, make: Maker, quiet: bool) -> None:
