@@ -40,7 +40,7 @@ from tvm_fusion.plan.decide.decide import (
     decide,
     hopeful_plan,
     judge,
-    times_apart,
+    unfused_times,
     without,
 )
 from tvm_fusion.plan.differ import clusters, exchanged, in_order, regions
@@ -203,7 +203,7 @@ def test_of_a_group_in_doubt_the_sure_pieces_are_taken():
     assert p.launches == 1
     ratio = judge(
         clusters(p.graph, p.plan)[0],
-        times_apart(unfused_plan(p.graph, p.hw, load_policy())),
+        unfused_times(unfused_plan(p.graph, p.hw, load_policy())),
         cautious(1.0),
     )
     caution = cautious(1.02 / ratio.value)

@@ -9,7 +9,7 @@ from tests.support.graphs import module, plan_of
 from tvm_fusion.config import load_policy
 from tvm_fusion.errors import ConfigError
 from tvm_fusion.plan.decide.caution import Caution, Ratio, Timed
-from tvm_fusion.plan.decide.decide import decide, judge, times_apart
+from tvm_fusion.plan.decide.decide import decide, judge, unfused_times
 from tvm_fusion.plan.refusal import RefusalCode
 from tvm_fusion.plan.search.search import search, unfused_plan
 from tvm_fusion.report.flip import flip
@@ -33,7 +33,7 @@ def saved():
     """The graph's plan, and the share of the time that its one fusion saves."""
     p = plan_of(module(chain, BIG, BIG))
     plan = search(p.graph, p.hw, policy(0.0))
-    apart = times_apart(unfused_plan(p.graph, p.hw, policy(0.0)))
+    apart = unfused_times(unfused_plan(p.graph, p.hw, policy(0.0)))
     return p, 1 - judge(plan.groups, apart, Caution.of(policy(0.0))).value
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from ..errors import BuildError, TargetError, TvmFusionError
 from ..flow.planned import Planned
 from ..ir.graph import FusionGraph
-from ..plan.decide.caution import measured_whole, times_apart
+from ..plan.decide.caution import measured_whole, unfused_times
 from ..plan.decide.decide import caution_of, hopeful_plan, with_evidence
 from ..plan.differ import Region, exchanged, regions
 from ..plan.plan import Evidence, FusionPlan
@@ -62,7 +62,7 @@ def contest(planned: Planned, budget: Budget) -> FusionPlan:
     if plan.groups == planned.plan.groups:
         return plan
     caution = caution_of(planned.hw, planned.policy)
-    return measured_whole(planned.graph, plan, times_apart(planned.alone), caution)
+    return measured_whole(planned.graph, plan, unfused_times(planned.alone), caution)
 
 
 def duel(planned: Planned, part: RegionModule, region: Region, budget: Budget) -> Duel | None:

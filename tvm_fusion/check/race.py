@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..flow.planned import BuiltPlan, Planned
-from ..plan.decide.caution import Verdict, times_apart, whole_ratio
+from ..plan.decide.caution import Verdict, unfused_times, whole_ratio
 from ..plan.decide.decide import caution_of, taken_apart
 from ..plan.differ import clusters
 from ..plan.plan import PlannedGroup
@@ -89,7 +89,7 @@ def _may_stay(planned: Planned, found: Duel | None, lost: Duel | None) -> bool:
         return found.winner is Winner.FIRST
     if lost is not None:
         return False
-    apart, caution = times_apart(planned.alone), caution_of(planned.hw, planned.policy)
+    apart, caution = unfused_times(planned.alone), caution_of(planned.hw, planned.policy)
     unfused_us = planned.whole.alone.predicted_us
     ratio = whole_ratio(planned.graph, planned.plan, apart, caution, unfused_us)
     return ratio.verdict is Verdict.SURE

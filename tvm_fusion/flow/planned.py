@@ -25,7 +25,7 @@ from ..config import HardwareProfile, Policy
 from ..errors import PlanError
 from ..ir.graph import FusionGraph, build_graph
 from ..kernels import registry
-from ..plan.decide.caution import measured_whole, times_apart
+from ..plan.decide.caution import measured_whole, unfused_times
 from ..plan.decide.decide import caution_of, without
 from ..plan.plan import FALLBACK, STOCK, UNWRITTEN, FusionPlan, PlannedGroup
 from ..plan.refusal import Refusal, RefusalCode
@@ -225,7 +225,7 @@ class Planned:
     def _judged_again(self, plan: FusionPlan) -> FusionPlan:
         """The plan with the evidence of the groups that are left."""
         caution = caution_of(self.hw, self.policy)
-        return measured_whole(self.graph, plan, times_apart(self.alone), caution)
+        return measured_whole(self.graph, plan, unfused_times(self.alone), caution)
 
     # ---- what is made of it
     def fused_functions(self, mark_classes: bool = False) -> tvm.IRModule:

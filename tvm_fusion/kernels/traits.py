@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 REDUCES = 1
 ROLLED = 2  # a reduction that pointwise kernels do not unroll
-TURNS = 4
+TRANSPOSES = 4
 MULTIPLIES = 8
 SUMS_ROWS = 16  # a reduction that keeps the contiguous axis
 SUMS_COLUMNS = 32

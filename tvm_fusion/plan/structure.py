@@ -23,7 +23,7 @@ from ..ir.access import Block
 from ..ir.graph import FusionGraph, Op, OpKind
 from ..kernels.base import Family
 from ..kernels.gemm.product import match_product
-from ..kernels.group.read_order import is_turning, read_order
+from ..kernels.group.read_order import is_transposing, read_order
 from ..kernels.program.window import is_window_block
 from ..kernels.traits import (
     MULTIPLIES,
@@ -32,7 +32,7 @@ from ..kernels.traits import (
     ROLLED,
     SUMS_COLUMNS,
     SUMS_ROWS,
-    TURNS,
+    TRANSPOSES,
     together,
 )
 
@@ -118,8 +118,8 @@ def traits_of(blocks: tuple[Block, ...], hw: HardwareProfile) -> int:
     """The traits of some loop nests."""
     found = READABLE if blocks else 0
     for block in blocks:
-        if is_turning(block):
-            found |= TURNS
+        if is_transposing(block):
+            found |= TRANSPOSES
         if block.reduction is None:
             continue
         found |= REDUCES

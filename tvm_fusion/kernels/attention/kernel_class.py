@@ -157,7 +157,7 @@ def _check_layouts(group: GroupView, roles: AttentionRoles, hw: HardwareProfile)
     """Kernels load runs of a head, of terms and of features; wgmma also takes operands whose runs
     are of queries or keys, where the TMA can address these.
     """
-    for name, tensor in _turned(group, roles):
+    for name, tensor in _transposed(group, roles):
         run = group.graph.tensors[tensor].shape[-1]
         if hw.arch != WGMMA_ARCHITECTURE or not isinstance(run, int) or run % TMA_UNIT:
             return group.refuse(
@@ -168,7 +168,7 @@ def _check_layouts(group: GroupView, roles: AttentionRoles, hw: HardwareProfile)
     return None
 
 
-def _turned(group: GroupView, roles: AttentionRoles) -> list[tuple[str, int]]:
+def _transposed(group: GroupView, roles: AttentionRoles) -> list[tuple[str, int]]:
     """Operands that lie along queries or keys: what they are, and where they are stored."""
     score, value = roles.score, roles.value
     content = value.left if value.left.tensor == roles.content else value.right
@@ -219,5 +219,5 @@ def _shape(group: GroupView, roles: AttentionRoles) -> AttentionShape:
         mask_bytes=masks,
         arithmetic=max(0.0, work[Pipe.ARITHMETIC] - SOFTMAX_ARITHMETIC),
         special=max(0.0, work[Pipe.SPECIAL] + work[Pipe.DIVISION] - SOFTMAX_SPECIAL),
-        turned=bool(_turned(group, roles)),
+        transposed=bool(_transposed(group, roles)),
     )

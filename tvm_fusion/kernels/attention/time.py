@@ -38,7 +38,7 @@ class AttentionShape:
         where `visible` is less than 1.
     matching : share of those scores that remain where an equality of what is read for the query and
         for the key hides the others (documents). The Hopper form leaves these out by tile.
-    turned : operands lie along queries or keys, which only the Hopper form reads.
+    transposed : operands lie along queries or keys, which only the Hopper form reads.
     """
 
     batch: int
@@ -55,7 +55,7 @@ class AttentionShape:
     by_point: bool = False
     edges: int = 1
     matching: float = 1.0
-    turned: bool = False
+    transposed: bool = False
 
     @property
     def reads_masks(self) -> bool:
@@ -167,7 +167,7 @@ def predict(
     if hw.kind == "llvm":
         forms: tuple[Form, ...] = (_cpu,)
     else:
-        forms = (_hopper,) if shape.turned else (_hopper, _mma, _decode)
+        forms = (_hopper,) if shape.transposed else (_hopper, _mma, _decode)
     times = [time for form in forms for time in form(shape, hw)]
     return min(times, key=lambda time: time.seconds, default=None)
 

@@ -25,7 +25,7 @@ from ..program.online import merge_online
 from ..program.program import Element, Level, Program
 from ..row.steps import kept_values
 from .config import ColumnConfig, Form
-from .lanes import Lanes, is_turned, main_bytes
+from .lanes import Lanes, is_transposed, main_bytes
 
 if TYPE_CHECKING:
     from ...config import HardwareProfile
@@ -49,7 +49,7 @@ class ColumnWork:
     known : whether the last of them is known
     columns : reduced elements of a row
     along_rows, inner : see `lanes`
-    turned : no access runs along the rows
+    transposed : no access runs along the rows
     width : elements of the widest vectors
     element : bytes of the narrowest element that moves with the steps
     moving, still, stored : bytes of a point that are loaded at every step, loaded once, stored
@@ -69,7 +69,7 @@ class ColumnWork:
     columns: int
     along_rows: bool = True
     inner: int = 1
-    turned: bool = False
+    transposed: bool = False
     known: bool = True
     width: int = 1
     element: int = 4
@@ -105,7 +105,7 @@ def work_of(program: Program, lanes: Lanes) -> ColumnWork:
         program.columns,
         lanes.along_rows,
         lanes.inner,
-        is_turned(program),
+        is_transposed(program),
         all(isinstance(e, int) for e in program.rows[-1:]),
         lanes.width,
         min(sizes, default=max(1, read)),

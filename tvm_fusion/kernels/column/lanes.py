@@ -84,7 +84,7 @@ class Lanes:
 
 def find_inner(program: Program) -> int:
     """Columns that are neighbours in memory between two rows; 1 where rows themselves are, or where
-    no access is known to run along the rows (a guarded read, a turned one): lanes then access
+    no access is known to run along the rows (a guarded read, a transposed one): lanes then access
     elements of their own.
 
     Raises
@@ -97,7 +97,7 @@ def find_inner(program: Program) -> int:
     return _along_rows(program)[1]
 
 
-def is_turned(program: Program) -> bool:
+def is_transposed(program: Program) -> bool:
     """Whether the rows of all accesses lie apart in memory: neighbours are columns, if any."""
     return bool(_main_accesses(program)) and not _along_rows(program)[0]
 

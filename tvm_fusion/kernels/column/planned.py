@@ -33,7 +33,7 @@ def column_work(group: GroupView, fit: Fit, rows: Sequence[int], inner: int) -> 
     `rows` are the extents of the rows, `inner` reduced neighbours in memory.
     """
     streams = loads_and_stores(group_streams(group, fit))
-    turned = is_turned(streams)
+    transposed = is_transposed(streams)
     space = max(1.0, float(fit.rows * fit.columns))
     own = [s for s in streams if s.own and 2 * s.count >= space]
     loads = [s for s in own if not s.stored]
@@ -41,7 +41,7 @@ def column_work(group: GroupView, fit: Fit, rows: Sequence[int], inner: int) -> 
     sizes = [s.size for s in own] or [2]
     along_columns = inner * min(sizes) >= LONGEST_RUN
     run = inner if along_columns else inner * rows[-1]
-    width = 1 if turned else _width(sizes, run)
+    width = 1 if transposed else _width(sizes, run)
     passes = sweeps(group, space)
     level, full = _levels(group, space)
     phases = max(1, max(level.values(), default=1))
@@ -55,7 +55,7 @@ def column_work(group: GroupView, fit: Fit, rows: Sequence[int], inner: int) -> 
         fit.columns,
         not along_columns,
         inner,
-        turned,
+        transposed,
         True,
         width,
         min((s.size for s in vectors), default=sum(s.size for s in loads) or 1),
@@ -128,15 +128,15 @@ def _values(
     return sources, weights
 
 
-def is_turned(found: Sequence[Stream]) -> bool:
+def is_transposed(found: Sequence[Stream]) -> bool:
     """Whether nothing lies along the rows: neighbouring threads are neighbouring columns then."""
     own = [s for s in found if s.own]
-    return bool(own) and not any(s.along or s.chosen for s in own)
+    return bool(own) and not any(s.along or s.gathered for s in own)
 
 
 def steps_apart(stream: Stream) -> bool:
     """A read of points whose rows lie apart; its columns are neighbours, if any are."""
-    return stream.own and not stream.stored and not stream.along and not stream.chosen
+    return stream.own and not stream.stored and not stream.along and not stream.gathered
 
 
 TERM_SHUFFLES = 0.8
@@ -195,7 +195,7 @@ def _waste(fit: Fit, kernel: ColumnEstimate) -> float:
     waves = -(-kernel.blocks() // wave)
     size = max(1, fit.rows * fit.columns * (work.moving + work.stored))
     idle = (waves - 1) * kernel.exchange_seconds() * hw.hbm_bytes_per_s / size
-    if work.turned:  # neighbouring threads are neighbouring columns
+    if work.transposed:  # neighbouring threads are neighbouring columns
         return 1.0 + idle
     return 1.0 / (kernel.used_share() * kernel.sustained(min(kernel.blocks(), wave))) + idle
 
@@ -236,8 +236,8 @@ def column_traffic(group: GroupView, fit: Fit, kernel: ColumnEstimate) -> Traffi
     """
     hw, shape = kernel.hw, column_shape(fit, kernel)
     found = loads_and_stores(group_streams(group, fit))
-    turned = is_turned(found)
-    near = tuple(_next_to(s) if steps_apart(s) or (turned and s.own) else s for s in found)
+    transposed = is_transposed(found)
+    near = tuple(_next_to(s) if steps_apart(s) or (transposed and s.own) else s for s in found)
     traffic = cuda_traffic(group, fit, hw, shape, near)
     loads = [s for s in near if s.own and not s.stored]
     asked = sum(s.count * s.size for s in loads)
@@ -245,7 +245,7 @@ def column_traffic(group: GroupView, fit: Fit, kernel: ColumnEstimate) -> Traffi
     wavefronts = again * sum(s.wavefronts(shape.width, shape.piece) for s in loads)
     accesses = again * sum(s.accesses(shape.width, shape.piece) for s in loads)
     sectors = 0.0
-    for stream in found if not turned else ():
+    for stream in found if not transposed else ():
         if steps_apart(stream):
             side = min(hw.warp_size, max(1, kernel.config.lanes))
             run = hw.warp_size // side * stream.size

@@ -85,7 +85,7 @@ def small_config(work: ColumnWork, hw: HardwareProfile) -> ColumnConfig:
 def _possible(work: ColumnWork, hw: HardwareProfile) -> Iterator[ColumnConfig]:
     """All configurations worth an estimate."""
     unit = work.inner // math.gcd(work.inner, work.width) if work.along_rows else 1
-    most = 1 if work.turned else _lanes_side_by_side(work)
+    most = 1 if work.transposed else _lanes_side_by_side(work)
     for threads in (128, 256, 512, 1024):
         for side in (unit << shift for shift in range(8)) if work.along_rows else (0,):
             if side > max(unit, most) or side > threads:

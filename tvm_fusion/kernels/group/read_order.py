@@ -9,12 +9,12 @@ from ...ir.extents import assumed
 
 
 @derived
-def is_turning(block: Block) -> bool:
+def is_transposing(block: Block) -> bool:
     """Whether a read of the block steps through memory where its write is contiguous."""
-    return any(map(_turner(block), block.reads))
+    return any(map(_transposes(block), block.reads))
 
 
-def _turner(block: Block):
+def _transposes(block: Block):
     """The test of one read of `block`."""
     written = _contiguous_axes(block, block.writes[0])
 

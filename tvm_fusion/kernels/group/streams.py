@@ -59,7 +59,7 @@ class LaneRead(NamedTuple):
     pitch: int
     elements: float
     guarded: bool
-    chosen: bool
+    gathered: bool
     alone: bool
     run: int
 
@@ -98,14 +98,14 @@ def lanes_of(graph: FusionGraph, block: Block, way: Way, in_rows: bool) -> Lanes
         alone = by.alone or is_pick(access, axis)
         run = run_length(graph, block, access) if in_runs else by.run
         pitch = pitch_of(graph, access.tensor, moved, by.step)
-        chosen = alone or (access.data_dependent and abs(pitch) != 1)
+        gathered = alone or (access.data_dependent and abs(pitch) != 1)
         reads.append(
             LaneRead(
                 access.tensor,
                 moved and Walk(moved[0], moved[1] * by.step, alone, run),
                 *_sizes(graph, access.tensor, pitch),
                 access.guarded,
-                chosen=pitch != 0 and chosen,
+                gathered=pitch != 0 and gathered,
                 alone=pitch != 0 and alone,
                 run=run,
             )
@@ -215,7 +215,7 @@ class Stream(NamedTuple):
     step : elements between what neighbouring lanes ask for; 0 where they share one
     own : as large as the space that the kernel runs over, so that every point has its own element
     stored : a write
-    chosen : the place is found in another tensor (a gather)
+    gathered : the place is found in another tensor (a gather)
     alone : so is the one in each row: no two points lie in one line
     run : elements that lie side by side before the next ones are elsewhere; 0 where all do
     """
@@ -226,7 +226,7 @@ class Stream(NamedTuple):
     step: int
     own: bool
     stored: bool = False
-    chosen: bool = False
+    gathered: bool = False
     alone: bool = False
     run: int = 0
 
@@ -235,7 +235,7 @@ class Stream(NamedTuple):
         """Lanes read neighbours, or every second to fourth element: such reads come in groups that
         share their vectors (windows, interleaved parts).
         """
-        return 1 <= abs(self.step) <= SHORTEST_STEPS and not self.chosen
+        return 1 <= abs(self.step) <= SHORTEST_STEPS and not self.gathered
 
     def sector_bytes(self, width: int, sector: int) -> float:
         """Bytes of the sectors that are asked for by vectors of `width` points. Vectors of more
@@ -248,7 +248,7 @@ class Stream(NamedTuple):
             parts = min(2, max(1, wide // WIDEST_ACCESS)) if self.stored else 1
             parts *= STORED if self.stored else 1.0
             return self.count * self.size * parts * self._touched(self.run, sector)
-        apart = sector if self.chosen else min(sector, abs(self.step) * self.size)
+        apart = sector if self.gathered else min(sector, abs(self.step) * self.size)
         return self.count * max(self.size, apart)
 
     def wavefronts(self, width: int, piece: int) -> float:
@@ -324,7 +324,7 @@ def streams(
         for t, size, pitch, elements in lanes.writes:
             if t in outputs:
                 found.append(Stream(t, size, elements, pitch, elements >= space, True))
-        for t, walk, size, pitch, elements, guarded, chosen, alone, run in lanes.reads:
+        for t, walk, size, pitch, elements, guarded, gathered, alone, run in lanes.reads:
             if t in made:
                 before = moving.setdefault(t, walk)
                 if before and before.alone and walk and not walk.alone:
@@ -334,7 +334,7 @@ def streams(
             if guarded:  # a part of a concatenation is read where it stands, no more
                 asked = min(count, elements * max(1.0, count / own.points))
             whole = pitch != 0 and elements >= min(count, space)
-            found.append(Stream(t, size, asked, pitch, whole, False, chosen, alone, run))
+            found.append(Stream(t, size, asked, pitch, whole, False, gathered, alone, run))
     return tuple(found)
 
 
@@ -373,7 +373,7 @@ def requested_bytes(
             total += size
         else:
             before = asked.get(stream.tensor, (0.0, 0.0, True))
-            near = before[2] and abs(stream.step) <= SHORTEST_STEPS and not stream.chosen
+            near = before[2] and abs(stream.step) <= SHORTEST_STEPS and not stream.gathered
             asked[stream.tensor] = before[0] + size, max(before[1], size), near
     for tensor, (size, largest, near) in asked.items():
         once = footprint_bytes(group, tensor)

@@ -236,7 +236,7 @@ def _wasted(found: tuple[Stream, ...], hbm_bytes: float, hw: HardwareProfile) ->
     """Bytes that memory moves beside those asked for: neighbours of what is read a step apart."""
     total = 0.0
     for stream in found:
-        if stream.chosen:
+        if stream.gathered:
             total += stream.count * max(0, hw.sector_bytes - stream.size)
     return min(total, hbm_bytes * 8)
 

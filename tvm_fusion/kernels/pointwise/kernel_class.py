@@ -15,13 +15,13 @@ from ...plan.refusal import Refusal, RefusalCode
 from ..base import Family, Fit
 from ..forms import Writer
 from ..group.footprint import VECTOR_ELEMENTS, evaluations, points, refuse_recompute
-from ..group.read_order import is_turning
+from ..group.read_order import is_transposing
 from ..group.traffic import cuda_resources, cuda_traffic, filled_by_threads, memory_traffic, slowed
 from ..program.window import is_window_block
 from ..traits import ROLLED, Needs
 from .planned import pointwise_shape
 
-CPU_SLOWNESS_OF_TURNS = 2.4
+CPU_SLOWNESS_OF_TRANSPOSES = 2.4
 """On a CPU, what turns axes takes this times what copies of as many bytes do (2 cores of a Zen 4,
 2026-11-24: 512 x 768 2.5, 1000 x 1001 2.4, 333 x 517 1.8, 700 x 3072 1.9, 4001 x 301 3.0, images of
 8 x 64 x 28 x 28 to channels last 2.9, 16 x 128 x 64 with the last axes exchanged 1.2)."""
@@ -70,8 +70,10 @@ class Pointwise(Family):
         traffic = memory_traffic(
             group, fit, hw, parallel=filled_by_threads(elements / VECTOR_ELEMENTS, hw)
         )
-        turned = [b.writes[0].tensor for b in group.blocks if is_turning(b)]
-        return slowed(traffic, CPU_SLOWNESS_OF_TURNS, 2 * sum(map(group.tensor_bytes, turned)))
+        transposed = [b.writes[0].tensor for b in group.blocks if is_transposing(b)]
+        return slowed(
+            traffic, CPU_SLOWNESS_OF_TRANSPOSES, 2 * sum(map(group.tensor_bytes, transposed))
+        )
 
     def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
         if hw.kind != "llvm":

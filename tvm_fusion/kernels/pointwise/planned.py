@@ -52,7 +52,7 @@ def _shape(group: GroupView, fit: Fit, hw: HardwareProfile) -> Shape:
         threads //= 2
     if vectors < hw.num_sms * threads * unroll:
         unroll = 1
-    gathers = any(s.chosen for s in found)
+    gathers = any(s.gathered for s in found)
     return Shape(
         blocks=math.ceil(vectors / (threads * unroll)),
         threads=threads,

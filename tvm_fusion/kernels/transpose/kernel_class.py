@@ -14,11 +14,11 @@ from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
 from ..base import Fit
 from ..forms import Writer
-from ..group.read_order import is_turning
+from ..group.read_order import is_transposing
 from ..group.traffic import cuda_resources, cuda_traffic
 from ..pointwise.kernel_class import Pointwise
-from ..traits import ROLLED, TURNS, Needs
-from .planned import transpose_shape, turned_streams
+from ..traits import ROLLED, TRANSPOSES, Needs
+from .planned import transpose_shape, transposed_streams
 
 
 class Transpose(Pointwise):
@@ -29,10 +29,10 @@ class Transpose(Pointwise):
     """
 
     name = "transpose"
-    needs = Needs(TURNS, ROLLED)
+    needs = Needs(TRANSPOSES, ROLLED)
 
     def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
-        if any(map(is_turning, group.blocks)):
+        if any(map(is_transposing, group.blocks)):
             return super().accepts(group, hw, policy)
         for block in group.blocks:
             if block.reduction is not None:
@@ -51,7 +51,7 @@ class Transpose(Pointwise):
             fit,
             hw,
             transpose_shape(group, fit, hw),
-            turned_streams(group, fit, hw),
+            transposed_streams(group, fit, hw),
         )
 
     def writer(self, hw: HardwareProfile) -> Writer:

@@ -37,11 +37,11 @@ def staged_elements(program: Program, axis: int, width: int) -> dict[Var, Staged
     if not isinstance(extent, int) or not isinstance(program.columns, int):
         return {}
     along_columns = vector_elements(program, width)
-    turned = _turned(program, axis)
+    transposed = _transposed(program, axis)
     vectors = {}
     for vector in (16, 8, 4, 2):
         if extent % vector == 0:
-            vectors[vector] = vector_elements(turned, vector)
+            vectors[vector] = vector_elements(transposed, vector)
     found = {}
     for element in program.elements:
         if element.var in along_columns or not _from_coordinates(program, element):
@@ -69,7 +69,7 @@ def tiled_axes(program: Program, width: int) -> list[int]:
     return [axis for *_, axis in sorted(found)]
 
 
-def _turned(program: Program, axis: int) -> Program:
+def _transposed(program: Program, axis: int) -> Program:
     """The program with row axis `axis` and the columns in each other's place."""
     rows, row_vars = list(program.rows), list(program.row_vars)
     rows[axis], row_vars[axis] = program.columns, program.column_var

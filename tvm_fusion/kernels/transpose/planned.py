@@ -24,22 +24,22 @@ TURN_ROUNDS = 1.0
 in tests/data/kernels_h200.jsonl half take 0.24 us or more beyond a prediction without it."""
 TWO_ORDERS = 1.5
 """How many times the bytes of a launch memory is charged where one output of the whole space is
-turned and another is not. The 32 such launches in tests/data/kernels_h200.jsonl (3 to 400 MB) take
-1.15 to 1.52 times their prediction without it (10th and 90th percentile; 1.3 in the median, 1.34
-of those above 10 us)."""
+transposed and another is not. The 32 such launches in tests/data/kernels_h200.jsonl (3 to 400 MB)
+take 1.15 to 1.52 times their prediction without it (10th and 90th percentile; 1.3 in the median,
+1.34 of those above 10 us)."""
 
 
 def staged(group: GroupView, stream: Stream, hw: HardwareProfile) -> bool:
     """Whether a read or a write that steps through memory goes through a tile: where its own
     contiguous axis fills a sector.
     """
-    if stream.chosen or abs(stream.step) <= 1:
+    if stream.gathered or abs(stream.step) <= 1:
         return False
     shape = group.graph.tensors[stream.tensor].shape
     return bool(shape) and assumed(shape[-1]) * stream.size >= hw.sector_bytes
 
 
-def turned_streams(group: GroupView, fit: Fit, hw: HardwareProfile) -> tuple[Stream, ...]:
+def transposed_streams(group: GroupView, fit: Fit, hw: HardwareProfile) -> tuple[Stream, ...]:
     """The reads and writes of a group as the tiles make them: what is staged runs along memory."""
     found = group_streams(group, fit)
     return tuple(s._replace(step=1) if staged(group, s, hw) else s for s in found)
@@ -78,6 +78,6 @@ def _shape(group: GroupView, fit: Fit, hw: HardwareProfile) -> Shape:
 
 
 def _has_two_orders(found: tuple[Stream, ...], tiled: list[Stream]) -> bool:
-    """Whether large outputs are stored both turned and as the kernel runs."""
-    turned = {s.stored and s in tiled for s in found if s.stored and s.own}
-    return len(turned) > 1
+    """Whether large outputs are stored both transposed and as the kernel runs."""
+    transposed = {s.stored and s in tiled for s in found if s.stored and s.own}
+    return len(transposed) > 1

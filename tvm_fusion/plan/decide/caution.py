@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 # What the intervals of a plan's groups say together: of one fusion, of the whole plan.
 
 
-def times_apart(alone: FusionPlan) -> dict[str, float]:
+def unfused_times(alone: FusionPlan) -> dict[str, float]:
     """The predicted time of every operator that is a launch of its own, by name."""
     free = ("view", "opaque")
     return {g.ops[0]: g.predicted_us for g in alone.groups if g.kernel_class not in free}
 
 
 def judge(
-    cluster: Iterable[PlannedGroup], apart: Mapping[str, float], caution: Caution
+    cluster: Iterable[PlannedGroup], unfused: Mapping[str, float], caution: Caution
 ) -> Ratio | None:
     """The interval of the time of some groups over that of their operators apart.
 
@@ -52,8 +52,8 @@ def judge(
     ----------
     cluster : iterable of PlannedGroup
         Groups that recompute each other's operators.
-    apart : mapping of str to float
-        Time of every operator by itself (`times_apart`).
+    unfused : mapping of str to float
+        Time of every operator by itself (`unfused_times`).
     caution : Caution
 
     Returns
@@ -62,54 +62,54 @@ def judge(
         None if nothing is fused.
     """
     cluster = tuple(cluster)
-    apart_us = sum({op: apart[op] for g in cluster for op in g.ops if op in apart}.values())
-    if apart_us <= 0 or not any(is_fusion(g, apart) for g in cluster):
+    apart_us = sum({op: unfused[op] for g in cluster for op in g.ops if op in unfused}.values())
+    if apart_us <= 0 or not any(is_fusion(g, unfused) for g in cluster):
         return None
-    return ratio_of(launches_of(cluster, apart, caution), apart_us)
+    return ratio_of(launches_of(cluster, unfused, caution), apart_us)
 
 
 def charged_us(
-    groups: Iterable[PlannedGroup], apart: Mapping[str, float], caution: Caution
+    groups: Iterable[PlannedGroup], unfused: Mapping[str, float], caution: Caution
 ) -> float:
     """The time of some groups at the upper end of what it may be, in microseconds."""
     groups = tuple(groups)
     total = 0.0
-    for g, launch in zip(groups, launches_of(groups, apart, caution), strict=True):
-        total += launch.time_us + (caution.charge_of(launch) if is_fusion(g, apart) else 0.0)
+    for g, launch in zip(groups, launches_of(groups, unfused, caution), strict=True):
+        total += launch.time_us + (caution.charge_of(launch) if is_fusion(g, unfused) else 0.0)
     return total
 
 
-def is_fusion(group: PlannedGroup, apart: Mapping[str, float]) -> bool:
+def is_fusion(group: PlannedGroup, unfused: Mapping[str, float]) -> bool:
     """Whether a group computes several operators that are launches of their own."""
-    return sum(op in apart for op in group.ops) > 1
+    return sum(op in unfused for op in group.ops) > 1
 
 
 def launches_of(
-    groups: Iterable[PlannedGroup], apart: Mapping[str, float], caution: Caution
+    groups: Iterable[PlannedGroup], unfused: Mapping[str, float], caution: Caution
 ) -> list[Timed]:
     """Each group as its caution sees it; the factor of one operator is 1."""
     found = []
     for g in groups:
         corrected = is_corrected(g.predicted_us, g.analytic_us)
-        factor = caution.factor(g.kernel_class, corrected) if is_fusion(g, apart) else 1.0
+        factor = caution.factor(g.kernel_class, corrected) if is_fusion(g, unfused) else 1.0
         found.append(Timed(g.predicted_us, g.terms.get(LAUNCH, 0.0), factor, g.common_us))
     return found
 
 
-def judged_whole(plan: FusionPlan, apart: Mapping[str, float], caution: Caution) -> FusionPlan:
+def judged_whole(plan: FusionPlan, unfused: Mapping[str, float], caution: Caution) -> FusionPlan:
     """The plan with the evidence of all its groups together, by the model."""
-    ratio = judge(plan.groups, apart, caution)
+    ratio = judge(plan.groups, unfused, caution)
     return replace(plan, evidence=ratio and by_model(ratio, caution))
 
 
 def measured_whole(
-    graph: FusionGraph, plan: FusionPlan, apart: Mapping[str, float], caution: Caution
+    graph: FusionGraph, plan: FusionPlan, unfused: Mapping[str, float], caution: Caution
 ) -> FusionPlan:
     """The plan with the evidence of all its groups together, those that were timed by their
     times; "measured" only if all fusions were.
     """
-    ratio = whole_ratio(graph, plan, apart, caution, sum(apart.values()))
-    fused = [c for c in clusters(graph, plan) if judge(c, apart, caution)]
+    ratio = whole_ratio(graph, plan, unfused, caution, sum(unfused.values()))
+    fused = [c for c in clusters(graph, plan) if judge(c, unfused, caution)]
     if not fused:
         return replace(plan, evidence=None)
     evidence = by_model(ratio, caution)
@@ -121,7 +121,7 @@ def measured_whole(
 def whole_ratio(
     graph: FusionGraph,
     plan: FusionPlan,
-    apart: Mapping[str, float],
+    unfused: Mapping[str, float],
     caution: Caution,
     unfused_us: float,
 ) -> Ratio:
@@ -134,8 +134,8 @@ def whole_ratio(
     ----------
     graph : FusionGraph
     plan : FusionPlan
-    apart : mapping of str to float
-        Time of every operator by itself (`times_apart`).
+    unfused : mapping of str to float
+        Time of every operator by itself (`unfused_times`).
     caution : Caution
     unfused_us : float
         Predicted time of what the plan is compared with.
@@ -144,10 +144,10 @@ def whole_ratio(
     for cluster in clusters(graph, plan):
         timed = _timed(cluster)
         if timed is not None:
-            base = sum({op: apart[op] for g in cluster for op in g.ops if op in apart}.values())
+            base = sum({op: unfused[op] for g in cluster for op in g.ops if op in unfused}.values())
             part = Ratio(base * timed.ratio, base * timed.low, base * timed.high)
         else:
-            part = ratio_of(launches_of(cluster, apart, caution), 1.0)
+            part = ratio_of(launches_of(cluster, unfused, caution), 1.0)
         value, low, high = value + part.value, low + part.low, high + part.high
     scale = max(unfused_us, 1e-9)
     return Ratio(value / scale, low / scale, high / scale)

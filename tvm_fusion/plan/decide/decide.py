@@ -46,7 +46,7 @@ from .caution import (
     charged_us,
     judge,
     judged_whole,
-    times_apart,
+    unfused_times,
 )
 
 Names = frozenset[tuple[str, ...]]
@@ -79,14 +79,14 @@ def decide(
     alone = unfused_plan(graph, hw, policy)
     hopeful = search(graph, hw, policy, forbidden, probed=probed)
     sure = cut_unsure(graph, hopeful, alone, caution)
-    apart = times_apart(alone)
+    unfused = unfused_times(alone)
     if _shapes(sure) == _shapes(hopeful):
-        return with_layout_reasons(graph, hw, policy, judged_whole(sure, apart, caution))
+        return with_layout_reasons(graph, hw, policy, judged_whole(sure, unfused, caution))
     careful = cut_unsure(
         graph, search(graph, hw, policy, forbidden, caution, probed), alone, caution
     )
-    plan = _cheapest(graph, careful, sure, apart, caution)
-    plan = judged_whole(_with_doubts(plan, sure.refusals), apart, caution)
+    plan = _cheapest(graph, careful, sure, unfused, caution)
+    plan = judged_whole(_with_doubts(plan, sure.refusals), unfused, caution)
     return with_layout_reasons(graph, hw, policy, plan)
 
 
@@ -102,15 +102,15 @@ def _cheapest(
     graph: FusionGraph,
     first: FusionPlan,
     second: FusionPlan,
-    apart: Mapping[str, float],
+    unfused: Mapping[str, float],
     caution: Caution,
 ) -> FusionPlan:
     """Region by region the plan of less charged time, the first on a tie."""
     better = [
         region
         for region in regions(graph, first, second)
-        if charged_us(region.hopeful, apart, caution)
-        < charged_us(region.careful, apart, caution) - SAME_US
+        if charged_us(region.hopeful, unfused, caution)
+        < charged_us(region.careful, unfused, caution) - SAME_US
     ]
     out = [g for region in better for g in region.careful]
     into = [g for region in better for g in region.hopeful]
@@ -148,11 +148,11 @@ def cut_unsure(
     The search leaves none of them where each of its moves lowered the charged time of the groups
     it touched; a plan from elsewhere may hold some.
     """
-    apart = times_apart(alone)
+    unfused = unfused_times(alone)
     evidence: dict[tuple[str, ...], Evidence] = {}
     unsure, refusals = [], []
     for cluster in clusters(graph, plan):
-        ratio = judge(cluster, apart, caution)
+        ratio = judge(cluster, unfused, caution)
         if ratio is None:
             continue
         little = ratio.verdict is Verdict.SURE and caution.gains_too_little(ratio)
@@ -160,7 +160,7 @@ def cut_unsure(
             evidence |= dict.fromkeys((g.ops for g in cluster), by_model(ratio, caution))
         else:
             unsure += cluster
-            refusals.append(_refusal(cluster, ratio, apart, caution.min_gain if little else None))
+            refusals.append(_refusal(cluster, ratio, unfused, caution.min_gain if little else None))
     plan = taken_apart(graph, plan, unsure, alone, refusals) if unsure else plan
     return with_evidence(plan, evidence)
 
@@ -220,19 +220,19 @@ def with_evidence(plan: FusionPlan, evidence: Mapping[tuple[str, ...], Evidence]
 def _refusal(
     cluster: tuple[PlannedGroup, ...],
     ratio: Ratio,
-    apart: Mapping[str, float],
+    unfused: Mapping[str, float],
     min_gain: float | None,
 ) -> Refusal:
     """Why a fusion is not taken; `min_gain` where it surely gains, but less than that."""
     names = tuple(dict.fromkeys(op for g in cluster for op in g.ops))
-    apart_us = sum(apart.get(op, 0.0) for op in names)
+    apart_us = sum(unfused.get(op, 0.0) for op in names)
     together_us = ratio.value * apart_us
     doubt = ratio.verdict is Verdict.UNDECIDED
     said = ": too close to call without a measurement" if doubt else ""
     numbers = {
         "apart_us": apart_us,
         "launch_us": max(g.terms.get(LAUNCH, 0.0) for g in cluster),
-        "launches_saved": len([op for op in names if op in apart]) - len(cluster),
+        "launches_saved": len([op for op in names if op in unfused]) - len(cluster),
         "together_us": together_us,
     }
     if min_gain is not None:

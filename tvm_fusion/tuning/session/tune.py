@@ -21,7 +21,7 @@ from ...errors import InputError, TargetError
 from ...flow.functions import planned_functions
 from ...flow.planned import Planned
 from ...kernels.registry import added
-from ...plan.decide.caution import measured_whole, times_apart
+from ...plan.decide.caution import measured_whole, unfused_times
 from ...plan.decide.decide import caution_of
 from ...plan.plan import FusionPlan
 from ..database import Database, check_place, find_database
@@ -258,7 +258,7 @@ def settled_plan(
     if plan.groups == planned.plan.groups or plan.evidence is None:
         return plan
     caution = caution_of(planned.hw, planned.policy)
-    return measured_whole(planned.graph, plan, times_apart(planned.alone), caution)
+    return measured_whole(planned.graph, plan, unfused_times(planned.alone), caution)
 
 
 def target_text(target: Any, planned: Planned) -> str:

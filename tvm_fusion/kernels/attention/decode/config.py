@@ -74,7 +74,7 @@ class Tile:
     start: int
 
     @property
-    def turned(self) -> int:
+    def swizzled(self) -> int:
         """Chunks within which a turn stays."""
         return math.gcd(self.width // CHUNK, MATRIX)
 
@@ -85,7 +85,7 @@ class Tile:
 
     def turn(self, row: Expr) -> Expr:
         """Of a row, in chunks."""
-        return row % MATRIX // (MATRIX // self.turned)
+        return row % MATRIX // (MATRIX // self.swizzled)
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,16 +60,16 @@ class _Matrices:
         """`row` within the lane's matrix; its `matrix` of keys and its `chunk`, 0 or 1."""
         self.tile = tile
         line = (row + matrix * MATRIX) * tile.width + tile.start
-        turned = T.bitwise_xor(chunk, tile.turn(row))
+        swizzled = T.bitwise_xor(chunk, tile.turn(row))
         self.starts = [
-            T.Bind(line + T.bitwise_xor(turned, T.int32(pair)) * CHUNK)
-            for pair in range(0, tile.turned, 2)
+            T.Bind(line + T.bitwise_xor(swizzled, T.int32(pair)) * CHUNK)
+            for pair in range(0, tile.swizzled, 2)
         ]
 
     def at(self, group: int, column: int) -> Expr:
         """Distance of the lane's row from the start of the stage; `column` counts 16 elements."""
         further, pair = divmod(column, len(self.starts))
-        chunks = further * self.tile.turned
+        chunks = further * self.tile.swizzled
         return self.starts[pair] + (group * 2 * MATRIX * self.tile.width + chunks * CHUNK)
 
 

@@ -240,10 +240,10 @@ class Consumer:
         self.points = Points(kernel, formulas, self.scores, row, column)
         self.same = Same(self.points) if self.plan.match is not None else None
         self.epilogue = Epilogue(self, row, column)
-        first = [number, 0] if problem.q.turned else [0, number * WARPGROUP_ROWS * BOX]
-        self.q = Tiles(s.q, problem.q.turned)
-        self.k = Tiles(s.k, problem.k.turned)
-        self.v = Tiles(s.v, not problem.v.turned)
+        first = [number, 0] if problem.q.transposed else [0, number * WARPGROUP_ROWS * BOX]
+        self.q = Tiles(s.q, problem.q.transposed)
+        self.k = Tiles(s.k, problem.k.transposed)
+        self.v = Tiles(s.v, not problem.v.transposed)
         self.q_start = self._descriptor(s.q.ptr_to(first), self.q)
         self.k_start = self._descriptor(s.k.ptr_to([0, 0, 0]), self.k)
         self.v_start = self._descriptor(s.v.ptr_to([0, 0, 0]), self.v)

@@ -34,7 +34,7 @@ class View:
     ----------
     rows, columns : of its boxes; neighbours in memory are of different columns.
     head : number of terms or features.
-    turned : the points are the columns, else the head is.
+    transposed : the points are the columns, else the head is.
     """
 
     param: Var
@@ -43,7 +43,7 @@ class View:
     rows: str
     columns: str
     head: int
-    turned: bool
+    transposed: bool
 
     def boxes(self, points: int) -> TensorMap:
         """The boxes of 64 columns that a tile of so many points is made of.
@@ -51,22 +51,22 @@ class View:
         Raises
         ------
         Unsupported
-            A turned tile is no whole number of boxes, or not all of one.
+            A transposed tile is no whole number of boxes, or not all of one.
         """
-        if self.turned and points > BOX and points % BOX:
+        if self.transposed and points > BOX and points % BOX:
             raise Unsupported(f"a turned tile of {points} points, which are no whole boxes")
-        box = {self.columns: BOX, self.rows: self._depth if self.turned else points}
+        box = {self.columns: BOX, self.rows: self._depth if self.transposed else points}
         return tensor_map(self.param, self.dtype, self.access, self.columns, box)
 
     def layout(self, points: int) -> tuple[int, int]:
         """Boxes of a tile of so many points, and the elements of one."""
-        if self.turned:
+        if self.transposed:
             return boxes_of(points), self._depth * BOX
         return boxes_of(self.head), points * BOX
 
     @property
     def _depth(self) -> int:
-        """Rows of a turned box: those that the products read."""
+        """Rows of a transposed box: those that the products read."""
         return -(-self.head // WGMMA_TERMS) * WGMMA_TERMS
 
 
@@ -124,15 +124,15 @@ def batch_groups(attention: Attention) -> dict[str, tuple[Axis, ...]]:
 
 
 def _operand(attention: Attention, operand: Operand, points: str, along: str, head: int) -> View:
-    """The view of an operand, turned where no other is."""
+    """The view of an operand, transposed where no other is."""
     load = operand.load
     if load is None:
         raise Unsupported("an operand that is computed, not loaded")
     param = next(p for p in attention.params if p.var.same_as(load.source))
     reason = None
-    for turned, names in enumerate(((points, along), (along, points))):
+    for transposed, names in enumerate(((points, along), (along, points))):
         try:
-            view = _view(attention, param, load, names, head, bool(turned))
+            view = _view(attention, param, load, names, head, bool(transposed))
         except Unsupported as why:
             reason = reason or why
             continue
@@ -148,7 +148,7 @@ def _view(
     load: tirx.BufferLoad | Output,
     names: tuple[str, str],
     head: int,
-    turned: bool = False,
+    transposed: bool = False,
 ) -> View | None:
     """The view with all axes of the batch as one, or else with each of its own; None where the
     index is not affine in them. `names` are those of rows and columns.
@@ -162,7 +162,7 @@ def _view(
         access = affine_access(load.indices, param.shape, {**batch, **rest}, symbolic_strides=True)
         if access is None:
             continue
-        view = View(param.var, param.dtype, access, *names, head, turned)
+        view = View(param.var, param.dtype, access, *names, head, transposed)
         try:
             view.boxes(UNIT)
         except Unsupported as why:

@@ -175,7 +175,7 @@ def make_plan(problem: HopperAttention, config: AttentionConfig, hw: HardwarePro
 
 
 def _more_bytes(problem: HopperAttention, config: AttentionConfig) -> int:
-    """What small tiles of turned keys and values take more than others: they are whole boxes."""
+    """What small tiles of transposed keys and values take beside others: they are whole boxes."""
     more = 0
     for view in (problem.k, problem.v):
         boxes, size = view.layout(config.block_n)

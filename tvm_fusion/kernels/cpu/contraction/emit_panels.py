@@ -6,7 +6,7 @@
 
     for each panel:                             B contiguous along the terms
         for each 16 terms:
-            panels[p, k : k + 16, 0:16] = B[16 * p : 16 * p + 16, k : k + 16], turned in registers
+            panels[p, k : k + 16, 0:16] = B[16 * p : 16 * p + 16, k : k + 16] ^ T, in registers
 
 A panel that the columns end in holds anything behind them: nothing reads what comes of it.
 

@@ -12,7 +12,7 @@ from tvm.tirx import ForKind
 from ...program.expr import constant, convert, dtype_of, number
 from ..loops import Loops, nest, seq
 from ..math import bfloat16_to_float32, round_to_bfloat16
-from ..nests.emit_transpose import turned
+from ..nests.emit_transpose import transposed
 from ..nests.scope import Scope, allocate, new_buffer
 from ..stages.resolve import Point, Resolve
 from ..stages.rewrite import Substitute, loads
@@ -181,7 +181,7 @@ class Operands:
             return self._value(self.product.right, self._env(side, at, term))
 
         if self.can_turn(side, block.first, block.count, lanes):
-            return self._turned(side, block, lanes, store)
+            return self._transposed(side, block, lanes, store)
         across = self._runs_along_terms(side, self.product.right)
         value, dtype = pair if self.paired else single, self.right_dtype
         return self._pack(side, value, dtype, block, store, terms_inside=across)
@@ -266,14 +266,14 @@ class Operands:
             return store(value, loops.simplify(start + loops.imm(r)), lane)
 
         whole = self._whole(first, count)
-        turned = squares(loops, lanes, whole, self.right_dtype, load, write)
+        transposed = squares(loops, lanes, whole, self.right_dtype, load, write)
         half, lane = loops.new("k", count - whole), loops.new("v", lanes)
         term = loops.simplify(whole + half.value)
         value = self.right(side, column(lane.value), loops.simplify(first + term))
-        return seq(turned, nest([half, lane], [store(value, term, lane.value)]))
+        return seq(transposed, nest([half, lane], [store(value, term, lane.value)]))
 
     def can_turn(self, side: Side, first: Expr, count: Expr, lanes: int) -> bool:
-        """Whether the right operand can be turned in squares: it is contiguous along the terms."""
+        """Whether squares of the right operand can be transposed: it is contiguous along the terms."""
         steps = self.right_steps(side)
         whole = self._whole(first, count)
         enough = self.scope.loops.analyzer.can_prove(whole >= self.scope.loops.imm(lanes))
@@ -379,7 +379,7 @@ class Operands:
         value = convert(resolve(operand), dtype_of(self.stage.values[0]))
         return point.ops, value
 
-    def _turned(self, side: Side, block: Block, lanes: int, store: Store) -> tirx.Stmt:
+    def _transposed(self, side: Side, block: Block, lanes: int, store: Store) -> tirx.Stmt:
         """Copy columns, some at a time, square by square; those behind the end repeat the last."""
         loops = self.scope.loops
         group = loops.new("c", blocks(block.valid, lanes, loops))
@@ -438,7 +438,7 @@ def squares(
     load : callable
         Loads a piece of a row: the row, where the piece starts, and the buffer for it.
     store : callable
-        Stores an element of a turned row: row and lane in the square, the value, and where the
+        Stores an element of a transposed row: row and lane in the square, the value, and where the
         square starts.
     """
     square = loops.new("square", blocks(length, lanes, loops))
@@ -455,7 +455,7 @@ def squares(
     body = seq(
         *map(allocate, rows),
         *(load(r, start, row) for r, row in enumerate(rows)),
-        turned(rows),
+        transposed(rows),
         *map(write, range(lanes)),
     )
     return square.around(body)

@@ -325,7 +325,7 @@ def pack_cost(stage: Stage, operand: Expr, side: tuple[Axis, ...]) -> float:
 
 
 def _turns(stage: Stage, operand: Expr, analyzer: Analyzer) -> bool:
-    """Whether an operand is plain and contiguous along the terms: squares of it are turned."""
+    """Whether an operand is plain and contiguous along the terms: squares of it are transposed."""
     load = plain_load(stage, operand)
     if load is None or len(stage.reduced) != 1 or loads(*load.indices):
         return False

@@ -27,7 +27,7 @@ from tvm.tirx import ForKind
 from ...program.expr import bytes_of, constant, convert, dtype_of, number
 from ..loops import Loop, nest, seq
 from ..machine import Machine
-from ..stages.lanes import lane_axis, turned_axes
+from ..stages.lanes import lane_axis, transposed_axes
 from ..stages.precision import rounded_by_bits
 from ..stages.resolve import Point, Resolve
 from ..stages.stages import Kind
@@ -56,7 +56,7 @@ def emit_nest(item: Nest, stored: set[Var], scope: Scope, machine: Machine) -> t
     """The loops of `item`; `stored` holds the buffers that others read."""
     space = Space(item, scope)
     writer = PointWriter(item, stored, scope)
-    if turned_axes(item.members[0].stage) is not None:
+    if transposed_axes(item.members[0].stage) is not None:
         return TransposeEmitter(item, space, writer, scope, machine).emit(_lane(item, space))
     kind = PointwiseEmitter if item.reduced is None else ReductionEmitter
     return kind(item, space, writer, scope, machine).emit(_lane(item, space))

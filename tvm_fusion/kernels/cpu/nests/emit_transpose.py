@@ -1,4 +1,4 @@
-"""Loops of transposing copies, and of light arithmetic on them: squares turned in registers.
+"""Loops of transposing copies, and of light arithmetic on them: squares transposed in registers.
 
     for each square of L x L:
         rows[r, 0:L] = x[j + r, i : i + L]            L loads
@@ -18,7 +18,7 @@ from tvm.tirx import ForKind
 from ...program.expr import bytes_of, constant, convert, dtype_of, number, widened
 from ..contraction.operands import blocks
 from ..loops import Loop, nest, seq
-from ..stages.lanes import turned_axes
+from ..stages.lanes import transposed_axes
 from ..stages.resolve import Point, Resolve
 from ..stages.stages import analyzer_of, load_stride
 from .emit_pointwise import PointwiseEmitter
@@ -38,7 +38,7 @@ class TransposeEmitter(PointwiseEmitter):
 
     def emit(self, lane: Slot | None) -> tirx.Stmt:
         """The loops over squares, or those of any pointwise nest where there are none."""
-        loaded, stored = (self._slot(a.var) for a in turned_axes(self.nest.members[0].stage))
+        loaded, stored = (self._slot(a.var) for a in transposed_axes(self.nest.members[0].stage))
         dtypes = [widened(dtype_of(m.stage.buffer)) for m in self._copies()]
         count = min(MOST_LANES, *(self.machine.lanes(bytes_of(d)) for d in dtypes))
         if loaded is None or stored is None or loaded is stored or count < 2 or "bool" in dtypes:
@@ -53,7 +53,7 @@ class TransposeEmitter(PointwiseEmitter):
         return tirx.IfThenElse(fits, squares, super().emit(lane))
 
     def _copies(self) -> list[Member]:
-        return [m for m in self.nest.members if turned_axes(m.stage) is not None]
+        return [m for m in self.nest.members if transposed_axes(m.stage) is not None]
 
     def _slot(self, var: Var) -> Slot | None:
         """The loop whose innermost axis `var` is."""
@@ -101,7 +101,7 @@ class TransposeEmitter(PointwiseEmitter):
         for member in self._copies():
             rows, loads = self._rows(member, local, loaded, stored, count)
             rows_of[member.stage.buffer] = rows
-            stmts += [*loads, turned(rows)]
+            stmts += [*loads, transposed(rows)]
         for r in range(count):
             v = self.loops.new("v", count, ForKind.VECTORIZED)
             at = {loaded: local[loaded] + self.loops.imm(r), stored: local[stored] + v.value}
@@ -138,7 +138,7 @@ class TransposeEmitter(PointwiseEmitter):
         return resolve(member.stage.values[0])
 
 
-def turned(rows: list[Var]) -> tirx.Stmt:
+def transposed(rows: list[Var]) -> tirx.Stmt:
     """Turns a square, a buffer a row.
 
     In each step, element (r, c) changes places with element (r ^ s, c ^ s) where r and c differ in

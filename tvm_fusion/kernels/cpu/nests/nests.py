@@ -14,7 +14,7 @@ from tvm.ir.prim.expr import CmpExpr
 
 from ...program.expr import same
 from ..contraction.operands import split_product
-from ..stages.lanes import best_lane, last_axis, turned_axes
+from ..stages.lanes import best_lane, last_axis, transposed_axes
 from ..stages.rewrite import call_name, is_conditional, nodes
 from ..stages.stage_work import stage_work
 from ..stages.stages import Axis, Stage, analyzer_of, load_stride
@@ -125,7 +125,7 @@ def _turns_agree(nest: Nest, stage: Stage, axes: tuple[Axis, ...]) -> bool:
 
 def _turn(stage: Stage, axes: tuple[Axis, ...]) -> tuple[int, int] | None:
     """Where among `axes` a transposing copy loads and stores contiguously."""
-    found = turned_axes(stage)
+    found = transposed_axes(stage)
     if found is None:
         return None
     loaded, stored = (next(i for i, a in enumerate(axes) if a is axis) for axis in found)

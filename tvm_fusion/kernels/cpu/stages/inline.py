@@ -68,16 +68,16 @@ def _choose(graph: Graph) -> set[Var]:
         if stage.kind is not None or len(stage.buffers) > 1 or graph.is_param(stage.buffer):
             continue
         uses = _uses(stage.buffer, graph.stages[i + 1 :])
-        count, guarded, turned = 0, False, False
+        count, guarded, transposed = 0, False, False
         for reader, load, under_condition in uses:
             guarded |= under_condition
-            turned |= _is_transposing(reader, load)
+            transposed |= _is_transposing(reader, load)
             inlined = reader.buffer in chosen
             count += runs[reader.buffer] if inlined else _evaluations(reader, load)
         most = MOST_NODES_UNDER_CONDITION if guarded else MOST_NODES
         work, own = stage_work(stage), points(stage.domain)
         cheap = (work - LOAD_COST) * count <= (work + KEEP_COST - LOAD_COST) * own
-        plain = not turned or work <= LOAD_COST
+        plain = not transposed or work <= LOAD_COST
         if cheap and plain and sizes[key] <= most:
             chosen.add(key)
             runs[key] = count

@@ -119,7 +119,7 @@ def last_axis(stage: Stage) -> Axis | None:
     return next((a for a in reversed(stage.axes) if a.size != 1), None)
 
 
-def turned_axes(stage: Stage) -> tuple[Axis, Axis] | None:
+def transposed_axes(stage: Stage) -> tuple[Axis, Axis] | None:
     """The axes along which a transposing copy loads and stores contiguously; None for the rest."""
     lane = last_axis(stage)
     if stage.kind is not None or lane is None:

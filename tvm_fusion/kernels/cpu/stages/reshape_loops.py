@@ -19,7 +19,7 @@ from tvm.ir.prim.expr import Let, LogicalExpr
 from ...program.expr import HALF_DTYPES, constant, convert, dtype_of, widened
 from ..contraction.operands import split_product
 from ..nests.point import COMBINE
-from .lanes import best_lane, last_axis, runs_across, turned_axes
+from .lanes import best_lane, last_axis, runs_across, transposed_axes
 from .rewrite import (
     Bindings,
     Rewriter,
@@ -172,7 +172,7 @@ def _bound(binds: Bindings, value: Expr) -> Var:
 def _staged(stage: Stage) -> list[Stage]:
     """Copies of what `stage` reads against the grain, then `stage` reading the copies."""
     lane = last_axis(stage)
-    if stage.kind is not None or lane is None or turned_axes(stage) is not None:
+    if stage.kind is not None or lane is None or transposed_axes(stage) is not None:
         return [stage]
     analyzer = analyzer_of(stage.domain)
     guarded = {x for e in stage.expressions() for x, under in loads_with_guard(e) if under}
