@@ -273,7 +273,7 @@ class Operands:
         return seq(transposed, nest([half, lane], [store(value, term, lane.value)]))
 
     def can_turn(self, side: Side, first: Expr, count: Expr, lanes: int) -> bool:
-        """Whether squares of the right operand can be transposed: it is contiguous along the terms."""
+        """Whether squares of the right operand can be transposed: it runs along the terms."""
         steps = self.right_steps(side)
         whole = self._whole(first, count)
         enough = self.scope.loops.analyzer.can_prove(whole >= self.scope.loops.imm(lanes))
