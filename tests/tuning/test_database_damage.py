@@ -118,7 +118,7 @@ def test_lines_in_another_order_say_the_same(folder):
 
 def test_lines_of_another_device_are_taken_out(folder, tmp_path):
     other = fill(tmp_path / "other", "other", tvm.target.Target({"kind": "llvm", "num-cores": 4}))
-    _, *foreign = lines(other.path)
+    foreign = lines(other.path)
     write(folder, [*lines(folder), *foreign])
     assert content(reopened(folder)) == expected()
     assert taken_out(folder) == ["of another device"] * len(foreign)

@@ -158,7 +158,7 @@ class Content:
         BadLine
             It is damaged, is there already, or is a line of another device.
         InputError
-            It says that the store is of another device or target.
+            It is the first of a device, and of another device or target than the store.
         """
         match unpack(raw):
             case {"line": "device", "device": str(device), "target": dict() | None as target}:
@@ -184,6 +184,8 @@ class Content:
         device, target = head
         if head == self.head:
             raise BadLine(TWICE)
+        if self.head is not None and device != self.device:
+            raise BadLine("of another device")
         if self.device not in (None, device):
             raise InputError(
                 f"the folder is of {device}, not of {self.device}: trials of one device say "
