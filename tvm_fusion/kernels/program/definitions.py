@@ -12,16 +12,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import tvm_ffi
-from tvm import s_tir, tirx
-from tvm.ir import Expr, TensorLoad, Var
+from tvm import tirx
+from tvm.ir import Expr, Var
 
 from ...errors import Unsupported
-from ...ir.arg_pair import ArgPair, read_arg_pair
-from .expr import extent_of, number, same, substitute
+from ...ir.access import AxisKind
+from ...ir.blocks import ArgPair, BlockDef, Stray, loads_of, read_arg_pair, read_blocks, term_of
+from .expr import extent_of, number, same
 from .program import Extent, Param, ReduceKind
-
-SPATIAL, REDUCTION = 0, 2
 
 KINDS = {
     tirx.Add: ReduceKind.SUM,
@@ -90,68 +88,45 @@ def read_definitions(func: tirx.PrimFunc) -> list[Definition]:
     Unsupported
         For anything that is not a set of complete blocks with one store for each buffer.
     """
-    realizes: list[s_tir.SBlockRealize] = []
-    tvm_ffi.structural_walk(func.body, [(s_tir.SBlockRealize, realizes.append)], order="pre")
     found: dict[Var, Definition] = {}
-    for realize in realizes:
-        if _is_root(realize.block):
-            continue
-        for definition in _read_block(realize):
+    blocks = read_blocks(func, opens=_is_root)
+    for block in blocks:
+        for definition in _read_block(block) if isinstance(block, BlockDef) else ():
             if definition.buffer in found:
                 raise Unsupported(f"{definition.buffer.name} is written by several blocks")
             found[definition.buffer] = definition
+    for block in blocks:
+        if isinstance(block, Stray) and block.kind != "AllocBuffer":
+            raise Unsupported(f"a {block.kind} stands outside of blocks")
     return list(found.values())
 
 
-def _is_root(block: s_tir.SBlock) -> bool:
-    inner: list[s_tir.SBlock] = []
-    tvm_ffi.structural_walk(block.body, [(s_tir.SBlockRealize, inner.append)])
-    return bool(inner) and not len(block.iter_vars)
+def _is_root(block: BlockDef) -> bool:
+    return not block.axes and any(isinstance(inner, BlockDef) for inner in block.inner)
 
 
-def _read_block(realize: s_tir.SBlockRealize) -> list[Definition]:
-    block = realize.block
-    name = block.name_hint
-    if number(realize.predicate) != 1:
-        raise Unsupported(f"block {name} has a predicate")
-    if len(block.match_buffers):
-        raise Unsupported(f"block {name} matches buffer regions")
-    for value in realize.iter_values:
-        if not isinstance(value, Var | tirx.IntImm):
-            raise Unsupported(f"block {name} is already scheduled")
-    kinds = {int(iter_var.iter_type) for iter_var in block.iter_vars}
-    if not kinds <= {SPATIAL, REDUCTION}:
-        raise Unsupported(f"block {name} has opaque axes")
-    stores = _stores(block.body, name)
-    initials = {store.buffer: store.value for store in _stores(block.init, name)}
-    pair = read_arg_pair(stores)
-    if pair is not None and REDUCTION in kinds:
+def _read_block(block: BlockDef) -> list[Definition]:
+    if number(block.predicate) != 1:
+        raise Unsupported(f"block {block.name} has a predicate")
+    if block.matches:
+        raise Unsupported(f"block {block.name} matches buffer regions")
+    if not all(isinstance(value, Var | tirx.IntImm) for value in block.bindings):
+        raise Unsupported(f"block {block.name} is already scheduled")
+    kinds = {axis.kind for axis in block.axes}
+    if AxisKind.OPAQUE in kinds:
+        raise Unsupported(f"block {block.name} has opaque axes")
+    initial = block.initial
+    others = (*block.body.others, *(initial.others if initial else ()))
+    if others:
+        raise Unsupported(f"block {block.name} holds a {others[0]}")
+    initials = {store.buffer: store.value for store in initial.stores} if initial else {}
+    pair = read_arg_pair(block.body.stores)
+    if pair is not None and AxisKind.REDUCE in kinds:
         return _define_pair(block, pair, initials)
-    return [_define(block, store, initials) for store in stores]
+    return [_define(block, store, initials) for store in block.body.stores]
 
 
-def _stores(body: tirx.Stmt | None, name: str) -> list[tirx.BufferStore]:
-    """The stores of a block body, its let-bound values substituted."""
-    binds: dict[Var, Expr] = {}
-    stores = []
-    for stmt in _sequence(body):
-        if isinstance(stmt, tirx.Bind):
-            binds[stmt.var] = substitute(stmt.value, binds)
-        elif isinstance(stmt, tirx.BufferStore):
-            value = substitute(stmt.value, binds)
-            stores.append(tirx.BufferStore(stmt.buffer, value, stmt.indices))
-        else:
-            raise Unsupported(f"block {name} holds a {type(stmt).__name__}")
-    return stores
-
-
-def _sequence(body: tirx.Stmt | None) -> list[tirx.Stmt]:
-    if body is None:
-        return []
-    return list(body.seq) if isinstance(body, tirx.SeqStmt) else [body]
-
-
-def _define_pair(block: s_tir.SBlock, pair: ArgPair, initials: dict[Var, Expr]) -> list[Definition]:
+def _define_pair(block: BlockDef, pair: ArgPair, initials: dict[Var, Expr]) -> list[Definition]:
     """The index and the value of an argmax or argmin, each a reduction of its own."""
     arg, extreme = (
         (ReduceKind.ARGMAX, ReduceKind.MAX) if pair.largest else (ReduceKind.ARGMIN, ReduceKind.MIN)
@@ -169,7 +144,7 @@ def _define_pair(block: s_tir.SBlock, pair: ArgPair, initials: dict[Var, Expr]) 
     return found
 
 
-def _define(block: s_tir.SBlock, store: tirx.BufferStore, initials: dict[Var, Expr]) -> Definition:
+def _define(block: BlockDef, store: tirx.BufferStore, initials: dict[Var, Expr]) -> Definition:
     name = store.buffer.name
     axes, reduced = _block_axes(block, store)
     if not reduced:
@@ -181,17 +156,17 @@ def _define(block: s_tir.SBlock, store: tirx.BufferStore, initials: dict[Var, Ex
 
 
 def _block_axes(
-    block: s_tir.SBlock, store: tirx.BufferStore
+    block: BlockDef, store: tirx.BufferStore
 ) -> tuple[tuple[Var | None, ...], tuple[tuple[Var, Extent], ...]]:
     """Which block axis each index of a store is, and the reduced axes with their extents."""
-    spatial = {v.var: extent_of(v.dom.extent) for v in block.iter_vars if v.iter_type == SPATIAL}
-    reduced = tuple(
-        (v.var, extent_of(v.dom.extent)) for v in block.iter_vars if v.iter_type == REDUCTION
+    spatial, reduced = (
+        {axis.var: extent_of(axis.domain.extent) for axis in block.axes if axis.kind is kind}
+        for kind in (AxisKind.SPATIAL, AxisKind.REDUCE)
     )
-    if any(number(v.dom.min) != 0 for v in block.iter_vars):
+    if any(number(axis.domain.min) != 0 for axis in block.axes):
         name = store.buffer.name
         raise Unsupported(f"{name} is computed over a range that does not start at 0")
-    return _axes(store, spatial), reduced
+    return _axes(store, spatial), tuple(reduced.items())
 
 
 def _axes(store: tirx.BufferStore, spatial: dict[Var, Extent]) -> tuple[Var | None, ...]:
@@ -221,21 +196,10 @@ def _equal(a: Extent, b: Extent) -> bool:
 
 def _combiner(store: tirx.BufferStore) -> tuple[ReduceKind, Expr]:
     """``S[i] = S[i] + value`` -> (SUM, value)."""
-
-    def is_self(expr: Expr) -> bool:
-        return (
-            isinstance(expr, TensorLoad)
-            and expr.source.same_as(store.buffer)
-            and all(same(a, b) for a, b in zip(expr.indices, store.indices, strict=True))
-        )
-
-    update = store.value
-    kind = KINDS.get(type(update))
-    if kind is None or not (is_self(update.a) or is_self(update.b)):
-        raise Unsupported(f"reduction {store.buffer.name} = {update}")
-    value = update.b if is_self(update.a) else update.a
-    loads: list[TensorLoad] = []
-    tvm_ffi.structural_walk(value, [(TensorLoad, loads.append)])
-    if any(load.source.same_as(store.buffer) for load in loads):
+    kind = KINDS.get(type(store.value))
+    value = None if kind is None else term_of(store)
+    if value is None:
+        raise Unsupported(f"reduction {store.buffer.name} = {store.value}")
+    if loads_of((store.buffer,), value):
         raise Unsupported(f"reduction {store.buffer.name} reads itself")
     return kind, value
