@@ -37,11 +37,10 @@ from tests.support.kernel_cases import numpy_dtype
 from tests.support.kernel_problems import CLASSES, MODULES, Problem, drawn_module
 from tests.support.module_on_cpu import EmulatedModule
 from tvm_fusion._version import __version__
-from tvm_fusion.check.allowance import Reference
+from tvm_fusion.check.allowance import Reference, computed_dtypes
 from tvm_fusion.check.inputs import random_inputs
-from tvm_fusion.check.output_precision import computed_dtypes
 from tvm_fusion.check.plain import plain_module
-from tvm_fusion.check.poison import poisoned
+from tvm_fusion.check.reference import poisoned
 from tvm_fusion.check.rules import check_output
 from tvm_fusion.check.verify import judge_outputs
 from tvm_fusion.config import (

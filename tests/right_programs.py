@@ -29,6 +29,7 @@ from tvm_fusion.check.checked_sizes import drawn_inputs
 from tvm_fusion.check.compiled import check_compiled
 from tvm_fusion.check.reference import run_built
 from tvm_fusion.flow.functions import planned_function
+from tvm_fusion.tuning.session.other_kernels import OtherKernels
 
 NEAR = 16.0
 LAST_PLACES = 16  # units that pass beside an exact eager result
@@ -419,7 +420,7 @@ def judged(one: Program, target: str = "llvm") -> Outcome:
     fell_back = "; ".join(made.planned.cuts.values())
     inputs = drawn_inputs(planned.mod)
     given = [torch.from_numpy(_wide(x)) for x in run_built(made.built, inputs)]
-    checked = check_compiled(made)
+    checked = check_compiled(made, OtherKernels)
     worst = max(checked.verification.outputs, key=lambda o: o.error / (o.limit or 1.0))
     tensors = [_tensor(x) for x in inputs]
     exact = _flat(one.function(*(_double(x) for x in tensors)))

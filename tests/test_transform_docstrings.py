@@ -10,7 +10,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 from tvm_fusion import transform
-from tvm_fusion.config import targets as _targets
+from tvm_fusion.config import hardware
 
 PASSES = [
     name
@@ -44,7 +44,7 @@ def test_the_stages_are_public():
 def test_a_pass_does_what_its_docstring_shows(name, capsys, monkeypatch):
     """On a CPU with AVX2: its vectors decide on loops."""
     avx2 = tvm.target.Target({"kind": "llvm", "mcpu": "haswell", "num-cores": 2})
-    monkeypatch.setattr(_targets, "_cpu_target", lambda _cores: avx2)
+    monkeypatch.setattr(hardware, "_cpu_target", lambda _cores: avx2)
     example = example_of(name)
     before, after = module_of(example["before"]), module_of(example["after"])
     made = eval(example["call"], {**vars(transform), "Before": before})

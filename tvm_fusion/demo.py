@@ -80,12 +80,6 @@ def demo_module(kind: str) -> tvm.IRModule:
     return demo_block(shape.batch, shape.seq, shape.hidden, shape.heads, shape.mlp, shape.dtype)
 
 
-def demo_inputs(kind: str) -> tuple[np.ndarray, ...]:
-    """Inputs for `demo_module(kind)`: standard normal values from a fixed seed."""
-    shape = _shape_for(kind)
-    return (_normal(_SEED + 1, (shape.batch, shape.seq, shape.hidden), 1.0, shape.dtype),)
-
-
 def demo_weights(hidden: int, mlp: int, dtype: str) -> dict[str, np.ndarray]:
     """The weights of the demo block by name, (in, out) each; the norms' are vectors near 1."""
     extents = {

@@ -54,4 +54,4 @@ class Unsupported(TvmFusionError):
 
 
 class TooDeep(Unsupported):
-    """A chain of operators is longer than Python's stack allows; `host.deep.call_deep` has more."""
+    """A chain of operators is longer than Python's stack allows (`write_kernels.call_deep`)."""

@@ -45,8 +45,7 @@ from tvm_fusion.host.cores import available_cores
 from tvm_fusion.ir.quick_stacks import register_tensor_intrinsics
 from tvm_fusion.plan.refusal import RefusalCode
 from tvm_fusion.runtime.build.cuda_compiler import find_compiler
-from tvm_fusion.runtime.build.kernel_code import KernelBuildError
-from tvm_fusion.runtime.build.kernel_sources import kernel_sources
+from tvm_fusion.runtime.build.kernel_code import KernelBuildError, kernel_sources
 from tvm_fusion.runtime.build.lowering import lowering_pipeline
 
 FOLDER = Path(__file__).parents[1] / "golden"

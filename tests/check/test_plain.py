@@ -11,8 +11,8 @@ from tvm_fusion.check.allowance import Reference
 from tvm_fusion.check.inputs import random_inputs
 from tvm_fusion.check.plain import LLVM, plain_build, plain_module
 from tvm_fusion.check.reference import run_built
-from tvm_fusion.transform.lower import lower
-from tvm_fusion.transform.lower.scalar_where import legalize_where
+from tvm_fusion.transform import pipeline as lower
+from tvm_fusion.transform.lower.legalizers import legalize_where
 
 from ..support.graphs import module
 
@@ -61,7 +61,7 @@ def test_it_is_lowered_without_what_this_package_knows_of_operators(monkeypatch)
     """Nothing of `lower` is called, nor any legalization but those that its docstring names."""
     for name in ("lower", "legalize", "open_composites", "legalize_where", "legalize_permute"):
         monkeypatch.setattr(lower, name, None)
-    monkeypatch.setattr(lower, "half_operators", None)
+    monkeypatch.setattr(lower, "HALF_OPERATORS", None)
     emit = CASES["softmax"][0]
     assert "call_tir" in plain_module(module(emit, F), LLVM).script()
 

@@ -13,11 +13,12 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 from tests.support.helpers_tir import UNOPTIMISED
-from tvm_fusion.check._loops import has_large_loops, order_loops
+from tvm_fusion.check.checked_sizes import has_large_loops, order_loops
 from tvm_fusion.check.inputs import numpy_dtype
-from tvm_fusion.check.poison import _allocator, fill_pool
 from tvm_fusion.check.reference import (
+    _allocator,
     build_reference,
+    fill_pool,
     run_reference,
     to_float64,
     widen_array,

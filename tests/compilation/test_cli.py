@@ -13,7 +13,8 @@ import pytest
 from tvm_fusion import cli, compilation
 from tvm_fusion.config import load_policy
 from tvm_fusion.errors import BuildError, FrontendError, PlanError, VerificationError
-from tvm_fusion.report.facts import Comparison, GroupReport, RefusalReport, Report, Verification
+from tvm_fusion.report.facts import Comparison, GroupReport, RefusalReport, Verification
+from tvm_fusion.report.screen import Report
 from tvm_fusion.runtime.timing.times import TimeReport
 
 GROUP = GroupReport("fused_add", ("add", "exp"), (), "pointwise", 1, 8, 24, 1.0, 3.0)

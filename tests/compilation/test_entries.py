@@ -21,7 +21,6 @@ from tvm.script import relax as R
 import tvm_fusion
 from tvm_fusion import cli
 from tvm_fusion.check import compiled as check_module
-from tvm_fusion.check.other_kernels import OtherKernels
 from tvm_fusion.compilation import several_functions
 from tvm_fusion.compilation.one_function import Wishes
 from tvm_fusion.errors import (
@@ -39,13 +38,13 @@ from tvm_fusion.frontends import load
 from tvm_fusion.plan.plan import UNWRITTEN
 from tvm_fusion.runtime.build.cubin_cache import Compiling
 from tvm_fusion.runtime.build.cuda_compiler import Compiler, kernel_names
-from tvm_fusion.runtime.calls.compiled_functions import CompiledFunctions
-from tvm_fusion.runtime.calls.compiled_module import CompiledModule
+from tvm_fusion.runtime.calls.compiled_module import CompiledFunctions, CompiledModule
 from tvm_fusion.runtime.calls.launch_count import call_sites
 from tvm_fusion.runtime.calls.signature import Signature
 from tvm_fusion.transform.apply.write_kernels import KernelWriter
 from tvm_fusion.transform.functions.entries import entry_alone, entry_functions, inlined, joined
 from tvm_fusion.transform.functions.function_apart import renamed
+from tvm_fusion.tuning.session.other_kernels import OtherKernels
 
 from ..pipelines import llm
 from ..pipelines.modules import cases

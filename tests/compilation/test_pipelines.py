@@ -544,7 +544,7 @@ def test_evaluators_say_which_class_failed(monkeypatch):
     from tvm_fusion.config import load_policy, resolve_target
     from tvm_fusion.ir.graph import build_graph
     from tvm_fusion.kernels.pointwise.kernel_class import Pointwise
-    from tvm_fusion.transform.lower.lower import lower
+    from tvm_fusion.transform.pipeline import lower
 
     def fails(*_, **__):
         raise ZeroDivisionError("planted")

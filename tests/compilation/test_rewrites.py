@@ -11,7 +11,7 @@ from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import PlanError
 from tvm_fusion.flow.planned import Planned
 from tvm_fusion.plan.plan import FusionPlan
-from tvm_fusion.transform.lower.lower import lower, open_composites, rewrite
+from tvm_fusion.transform.pipeline import lower, open_composites, rewrite
 from tvm_fusion.transform.rewrites.rewrites import REWRITES, candidates
 
 from ..support.graphs import module

@@ -26,7 +26,7 @@ from tvm_fusion.kernels.group.streams import STORED, streams
 from tvm_fusion.kernels.group.traffic import resident_share
 from tvm_fusion.kernels.registry import families, family
 from tvm_fusion.plan.group_view import GroupView
-from tvm_fusion.transform.lower.lower import lower
+from tvm_fusion.transform.pipeline import lower
 
 H200 = load_profile("h200")
 SWEEP = json.loads((Path(__file__).parents[1] / "data" / "row_sweep_h200.json").read_text())

@@ -16,15 +16,15 @@ from tvm_fusion.config import load_policy
 from tvm_fusion.cost.probe import Candidate, ProbeFailure, candidates_of, group_key, probe
 from tvm_fusion.cost.traffic import Resources
 from tvm_fusion.errors import BuildError, TargetError
-from tvm_fusion.host.deep import call_deep
 from tvm_fusion.plan.decide.probing import guessed, in_doubt, probed_plan
 from tvm_fusion.plan.group_view import GroupView
 from tvm_fusion.plan.legality import Evaluator
 from tvm_fusion.plan.refusal import RefusalCode
 from tvm_fusion.report.text import render
-from tvm_fusion.runtime.build.cubin_elf import code_bytes
 from tvm_fusion.runtime.build.cuda_compiler import Compiler
+from tvm_fusion.runtime.build.resources import code_bytes
 from tvm_fusion.runtime.timing.launch_kernels import LaunchSpec, LaunchWriter
+from tvm_fusion.transform.apply.write_kernels import call_deep
 
 from ..benchmarks.plans.forced import forced
 

@@ -14,7 +14,7 @@ from tvm_fusion.frontends import load
 from tvm_fusion.fuzz.torch_program import Input, Program, Statement
 from tvm_fusion.fuzz.verdict import RIGHT
 from tvm_fusion.ir.graph import OpKind, build_graph
-from tvm_fusion.transform.lower.lower import lower
+from tvm_fusion.transform.pipeline import lower
 
 from ..support.emulated_programs import emulated
 from ..support.runtime_cases import LLVM

@@ -32,7 +32,7 @@ from tvm_fusion.plan.search.solution import (
     members_of,
     total_us,
 )
-from tvm_fusion.transform.lower.lower import lower
+from tvm_fusion.transform.pipeline import lower
 
 from ..benchmarks.plans.random_graphs import graph_of
 

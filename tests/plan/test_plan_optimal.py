@@ -13,7 +13,7 @@ from tvm_fusion.ir.graph import FusionGraph, OpKind, build_graph
 from tvm_fusion.plan.legality import Evaluator
 from tvm_fusion.plan.refusal import Refusal
 from tvm_fusion.plan.search.search import greedy_solution, plan_from, search, unfused_plan
-from tvm_fusion.transform.lower.lower import lower
+from tvm_fusion.transform.pipeline import lower
 
 from ..benchmarks.plans.random_graphs import graph_of
 

@@ -12,7 +12,7 @@ from tvm_fusion.kernels.gemm.kernel_class import Gemm
 from tvm_fusion.plan.group_view import GroupView
 from tvm_fusion.plan.refusal import Refusal, RefusalCode
 from tvm_fusion.plan.search.search import search
-from tvm_fusion.transform.lower.lower import lower
+from tvm_fusion.transform.pipeline import lower
 
 from ..support.gemm_cases import HALF
 from ..support.graphs import module, plan_of

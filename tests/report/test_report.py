@@ -12,9 +12,9 @@ from tvm_fusion.errors import InputError
 from tvm_fusion.plan.decide.decide import decide
 from tvm_fusion.plan.refusal import RefusalCode
 from tvm_fusion.report import text
-from tvm_fusion.report.facts import Comparison, GroupReport, RefusalReport, Report, Verification
+from tvm_fusion.report.facts import Comparison, GroupReport, RefusalReport, Verification
 from tvm_fusion.report.flip import flip
-from tvm_fusion.report.screen import COLUMNS, LINES, screen
+from tvm_fusion.report.screen import COLUMNS, LINES, Report, screen
 from tvm_fusion.report.why import restrict, why
 from tvm_fusion.runtime.timing.times import TimeReport, Verdict
 

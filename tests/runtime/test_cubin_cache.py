@@ -10,7 +10,7 @@ import tvm_ffi
 
 from tvm_fusion.errors import BuildError
 from tvm_fusion.runtime.build import cubin_cache
-from tvm_fusion.runtime.build.cubin_cache import compile_source, compile_sources, entry_key
+from tvm_fusion.runtime.build.cubin_cache import Compiling, compile_source, entry_key
 from tvm_fusion.runtime.build.cuda_compiler import (
     Compiler,
     DeviceCode,
@@ -111,8 +111,14 @@ def test_two_writers_of_one_entry_compile_once(nvcc, monkeypatch):
     assert len(set(codes)) == 1
 
 
+def compiled(sources):
+    with Compiling("sm_90a", jobs=2) as compiling:
+        begun = [compiling.begin(source) for source in sources]
+        return [future.result() for future in begun]
+
+
 def test_nothing_but_entries_and_locks_is_left_behind(nvcc):
-    compile_sources(["a", "b", "broken"], "sm_90a")
+    compiled(["a", "b", "broken"])
     assert {p.suffix for p in cubin_cache.cache_dir().rglob("*") if p.is_file()} <= {
         ".cubin",
         ".lock",
@@ -129,7 +135,7 @@ def test_an_unusable_cache_folder_costs_only_the_cache(nvcc, tmp_path, monkeypat
 
 
 def test_one_broken_source_leaves_the_others_alone(nvcc):
-    first, broken, last = compile_sources(["a", "broken", "b"], "sm_90a", jobs=2)
+    first, broken, last = compiled(["a", "broken", "b"])
     assert (first.binary, last.binary) == (b"code of a for sm_90a\n", b"code of b for sm_90a\n")
     assert isinstance(broken, BuildError)
 
@@ -139,7 +145,7 @@ def test_sources_are_compiled_side_by_side(nvcc, monkeypatch):
     monkeypatch.setattr(
         FakeNvcc, "compile", lambda self, source, arch: DeviceCode(b"%d" % together.wait(), "")
     )
-    codes = compile_sources(["a", "b"], "sm_90a", jobs=2)
+    codes = compiled(["a", "b"])
     assert sorted(code.binary for code in codes) == [b"0", b"1"]
 
 

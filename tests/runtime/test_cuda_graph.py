@@ -387,7 +387,7 @@ def test_memory_is_planned_for_weights_intermediates_and_outputs():
 
     memory = build(relax_module(emit, ("x", (64, 32), "float32")), LLVM).memory
     assert memory.weights_bytes == 2 * weight.nbytes
-    assert memory.outputs_bytes() == 64 * 32 * 4
+    assert memory.outputs == (64 * 32 * 4,)
     # softmax(product) beside either its argument or the second product, which is as large as both
     assert memory.peak_bytes() >= memory.weights_bytes + 64 * 16 * 4 + 64 * 32 * 4
     assert memory.peak_bytes() <= memory.weights_bytes + 2 * 64 * 16 * 4 + 2 * 64 * 32 * 4

@@ -5,8 +5,7 @@ from ctypes import c_size_t, c_uint, c_ulonglong, c_void_p
 
 import pytest
 
-from tvm_fusion.runtime.graphs.driver import CudaGraphError
-from tvm_fusion.runtime.graphs.recording import KernelParameters, Recording
+from tvm_fusion.runtime.graphs.driver import CudaGraphError, KernelParameters, Recording
 
 GRAPH, LAUNCHABLE = 1000, 2000
 

@@ -8,9 +8,8 @@ from tvm import tirx
 from tvm.script import tirx as T
 from tvm.tirx.build import codegen_build
 
-from tvm_fusion.runtime.build.descending_indices import with_hidden_divisions
 from tvm_fusion.runtime.build.kernel_code import lowered_parts
-from tvm_fusion.runtime.build.lowering import mixed_tir_pipeline
+from tvm_fusion.runtime.build.lowering import mixed_tir_pipeline, with_hidden_divisions
 
 from ..support.runtime_cases import LLVM
 

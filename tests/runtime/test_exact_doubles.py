@@ -12,7 +12,7 @@ from tvm_fusion.config import load_profile
 from tvm_fusion.kernels.program.analysis import analyze
 from tvm_fusion.kernels.row.kernel import emit_row, row_configs
 from tvm_fusion.runtime.build.cuda_compiler import find_compiler
-from tvm_fusion.runtime.build.exact_doubles import with_exact_doubles
+from tvm_fusion.runtime.build.lowering import with_exact_doubles
 
 from ..support.cuda_on_cpu import cuda_source, run_cuda_on_cpu
 from ..support.kernel_cases import fuse

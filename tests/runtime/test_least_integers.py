@@ -7,8 +7,7 @@ from tvm.relax import op
 from tvm_fusion.config import load_profile
 from tvm_fusion.kernels.program.analysis import analyze
 from tvm_fusion.kernels.row.kernel import emit_row, row_configs
-from tvm_fusion.runtime.build.cuda_compiler import find_compiler
-from tvm_fusion.runtime.build.least_integers import least_integers
+from tvm_fusion.runtime.build.cuda_compiler import find_compiler, least_integers
 
 from ..support.cuda_on_cpu import cuda_source, run_cuda_on_cpu
 from ..support.kernel_cases import fuse

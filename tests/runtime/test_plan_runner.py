@@ -17,7 +17,7 @@ from tvm_fusion.ir.graph import build_graph
 from tvm_fusion.plan.search.search import search, unfused_plan
 from tvm_fusion.runtime.timing.launch_kernels import LaunchSpec
 from tvm_fusion.runtime.timing.plan_timing import PlanTimes, by_launch, runs_of
-from tvm_fusion.transform.lower.lower import lower
+from tvm_fusion.transform.pipeline import lower
 
 from ..benchmarks.plans import collect, launch_check
 from ..benchmarks.plans.graph_launches import Choice, opened, prepare_graph, queued_policy

@@ -6,8 +6,7 @@ import sys
 
 import pytest
 
-from tvm_fusion.runtime.build.cuda_compiler import find_compiler
-from tvm_fusion.runtime.build.split_arrays import LEAST_ELEMENTS, split_arrays
+from tvm_fusion.runtime.build.cuda_compiler import LEAST_ELEMENTS, find_compiler, split_arrays
 
 from ..support.tools import require
 

@@ -21,8 +21,8 @@ from tvm_fusion.config import load_profile
 from tvm_fusion.ir.graph import OpKind, build_graph
 from tvm_fusion.plan.plan import FusionPlan, PlannedGroup
 from tvm_fusion.transform.apply.materialize import group_views
-from tvm_fusion.transform.apply.single_group import group_modules
-from tvm_fusion.transform.lower.lower import lower
+from tvm_fusion.transform.apply.region_module import group_modules
+from tvm_fusion.transform.pipeline import lower
 
 HALF, FLOAT = "float16", "float32"
 

@@ -144,9 +144,6 @@ class FakeDriver:
     def wait(self, stream: int, event: int) -> None:
         self.log.append(("wait", stream, event))
 
-    def wait_for_event(self, event: int) -> None:
-        self.log.append(("wait for event", event))
-
     def destroy_event(self, event: int) -> None:
         pass
 

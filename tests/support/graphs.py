@@ -11,7 +11,7 @@ from tvm_fusion.config import HardwareProfile, load_policy, load_profile
 from tvm_fusion.ir.graph import FusionGraph, build_graph
 from tvm_fusion.plan.plan import FusionPlan
 from tvm_fusion.plan.search.search import search
-from tvm_fusion.transform.lower.lower import lower
+from tvm_fusion.transform.pipeline import lower
 
 
 def module(emit: Callable, *inputs: tuple) -> tvm.IRModule:

@@ -11,7 +11,7 @@ from tvm.relax import op
 
 from tvm_fusion.config import HardwareProfile
 from tvm_fusion.ir.graph import FusionGraph, build_graph
-from tvm_fusion.transform.lower.lower import lower
+from tvm_fusion.transform.pipeline import lower
 
 UNARY = (op.exp, op.tanh, op.nn.relu, op.negative, op.sigmoid, op.abs)
 BINARY = (op.add, op.multiply, op.subtract, op.maximum)

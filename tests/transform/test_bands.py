@@ -7,7 +7,7 @@ import tvm
 from tvm import relax
 from tvm.relax import op
 
-from tvm_fusion.transform.lower.bands import banded
+from tvm_fusion.transform.rewrites.lean_constants import banded
 
 from ..support.graphs import module, plan_of
 

@@ -6,8 +6,8 @@ import tvm
 from tvm import relax
 
 from tvm_fusion.config import resolve_target
-from tvm_fusion.transform.lower import lower as lowering
-from tvm_fusion.transform.lower.constant_permutes import BLOCK, legalize_permute, permuted
+from tvm_fusion.transform import pipeline as lowering
+from tvm_fusion.transform.lower.legalizers import BLOCK, legalize_permute, permuted
 
 TARGET, H200 = resolve_target("nvidia_h200")
 LARGE = BLOCK + 37

@@ -19,7 +19,7 @@ from tvm_fusion.kernels.gemm.hopper.kernel import emit_gemm_hopper
 from tvm_fusion.plan.search.search import search
 from tvm_fusion.transform.apply.materialize import materialize
 from tvm_fusion.transform.decompose import Decompose
-from tvm_fusion.transform.lower.lower import lower
+from tvm_fusion.transform.pipeline import lower
 from tvm_fusion.transform.rewrites.constant_weights import scaled_weight
 from tvm_fusion.transform.rewrites.fold_factors import FoldFactors
 

@@ -13,8 +13,8 @@ from tvm import relax, tirx
 from tvm.relax import op
 
 import tvm_fusion
-from tvm_fusion.transform.lower.half_operators import DTYPES
-from tvm_fusion.transform.lower.lower import lower
+from tvm_fusion.transform.lower.legalizers import DTYPES
+from tvm_fusion.transform.pipeline import lower
 
 from ..support import graphs
 

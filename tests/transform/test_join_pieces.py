@@ -14,10 +14,10 @@ from tests.support.frontend_tools import Function, operators
 from tests.support.graphs import module
 from tests.support.models import run_unfused
 from tvm_fusion.frontends import load
-from tvm_fusion.frontends.cleanup import cleaned
+from tvm_fusion.frontends.finish import cleaned
 from tvm_fusion.fuzz.torch_program import Input, Program, Statement
 from tvm_fusion.fuzz.verdict import RIGHT
-from tvm_fusion.transform.lower.long_concats import MANY, concatenate_many
+from tvm_fusion.transform.lower.legalizers import MANY, concatenate_many
 from tvm_fusion.transform.rewrites.join_pieces import JoinPieces
 
 N = MANY + 1

@@ -18,7 +18,7 @@ from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.ir.graph import build_graph
 from tvm_fusion.plan.decide.decide import decide
 from tvm_fusion.plan.explain.layout_changes import layout_changes, with_layout_reasons
-from tvm_fusion.transform.lower.lower import lower
+from tvm_fusion.transform.pipeline import lower
 from tvm_fusion.transform.rewrites.cancel_layouts import CancelLayouts
 
 LAYOUTS = ("permute_dims", "reshape", "expand_dims", "squeeze", "flatten", "broadcast_to")

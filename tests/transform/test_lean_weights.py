@@ -14,10 +14,15 @@ from tvm_fusion.kernels.contraction.reader import analyze_contraction
 from tvm_fusion.kernels.gemm.hopper.kernel import emit_gemm_hopper
 from tvm_fusion.plan.search.search import search
 from tvm_fusion.transform.apply.materialize import materialize
-from tvm_fusion.transform.lower.lower import lower
+from tvm_fusion.transform.pipeline import lower
 from tvm_fusion.transform.rewrites.hidden_weights import BindWeights
-from tvm_fusion.transform.rewrites.lean_weights import LeanWeights, Storage, padded, storage
-from tvm_fusion.transform.rewrites.packed_weights import PackedWeights
+from tvm_fusion.transform.rewrites.lean_weights import (
+    LeanWeights,
+    PackedWeights,
+    Storage,
+    padded,
+    storage,
+)
 
 from ..support.graphs import module
 from ..support.helpers_tir import UNOPTIMISED

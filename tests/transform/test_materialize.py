@@ -13,7 +13,7 @@ from tvm_fusion.check.inputs import random_inputs
 from tvm_fusion.check.reference import flatten, to_argument
 from tvm_fusion.plan.plan import FusionPlan, PlannedGroup
 from tvm_fusion.transform.apply.materialize import group_views, materialize
-from tvm_fusion.transform.apply.single_group import group_modules
+from tvm_fusion.transform.apply.region_module import group_modules
 
 X = ((6, 8), "float32")
 

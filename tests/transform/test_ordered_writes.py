@@ -12,8 +12,8 @@ import tvm_fusion
 from tvm_fusion.check.plain import plain_module
 from tvm_fusion.runtime.build.lowering import ScheduleLeftovers
 from tvm_fusion.runtime.build.plain_schedule import PLAIN_ATTR
-from tvm_fusion.transform.lower.lower import lower
 from tvm_fusion.transform.lower.ordered_writes import OrderedWrites, meeting_loops
+from tvm_fusion.transform.pipeline import lower
 
 from ..support.graphs import module
 

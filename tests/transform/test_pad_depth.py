@@ -12,7 +12,7 @@ from tvm.script import relax as R
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.ir.graph import build_graph
 from tvm_fusion.plan.search.search import search
-from tvm_fusion.transform.lower.lower import lower
+from tvm_fusion.transform.pipeline import lower
 from tvm_fusion.transform.rewrites.pad_depth import PadDepth
 
 from ..support.decompose_tools import calls, operators

@@ -16,7 +16,7 @@ from tvm_fusion.plan.search.search import search
 from tvm_fusion.transform.apply.materialize import materialize
 from tvm_fusion.transform.apply.write_kernels import write_kernels
 from tvm_fusion.transform.decompose import Decompose
-from tvm_fusion.transform.lower.lower import lower
+from tvm_fusion.transform.pipeline import lower
 from tvm_fusion.transform.rewrites.partial_rows import PartialRows, run_width
 
 from ..support.cuda_on_cpu import run_cuda_on_cpu

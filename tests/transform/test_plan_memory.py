@@ -175,4 +175,4 @@ def test_the_plan_counts_a_storage_until_its_last_tensor(monkeypatch):
     compiled, _ = planned(monkeypatch, relax_module(branches, ("x", (16, 32), "float32")))
     wide, one = 16 * 128 * 4, 16 * 32 * 4
     assert compiled.memory.peak_bytes() == 2 * wide
-    assert compiled.memory.outputs_bytes() == one
+    assert compiled.memory.outputs == (one,)

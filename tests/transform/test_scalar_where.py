@@ -8,7 +8,7 @@ from tvm.relax import op
 
 from tests.support.graphs import module
 from tests.support.models import run_unfused
-from tvm_fusion.transform.lower.scalar_where import legalize_where
+from tvm_fusion.transform.lower.legalizers import legalize_where
 
 X, MASK = ((3, 1, 5), "float32"), ((4, 5), "bool")
 

@@ -9,13 +9,14 @@ from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.flow.planned import Planned
 from tvm_fusion.runtime.build.lowering import is_tirx
 from tvm_fusion.transform import Fuse
-from tvm_fusion.transform.apply.kernel_bodies import with_roots, without_root
-from tvm_fusion.transform.apply.script_form import (
+from tvm_fusion.transform.apply.kernel_bodies import (
     S_TIR_ATTR,
     WITHOUT_ATTR,
     with_layouts,
     with_plain_scalars,
+    with_roots,
     without_layouts,
+    without_root,
 )
 
 from ..support.runtime_cases import relax_module

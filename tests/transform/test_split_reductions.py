@@ -11,7 +11,7 @@ from tvm.relax import op
 
 from tvm_fusion.config import load_profile
 from tvm_fusion.transform.decompose import Decompose
-from tvm_fusion.transform.lower.lower import lower
+from tvm_fusion.transform.pipeline import lower
 from tvm_fusion.transform.rewrites.reduction_stages import (
     Setting,
     needs_stages,

@@ -9,7 +9,7 @@ from tvm.relax import op
 
 import tvm_fusion
 from tvm_fusion.config import load_profile
-from tvm_fusion.transform.lower.lower import open_composites
+from tvm_fusion.transform.pipeline import open_composites
 from tvm_fusion.transform.rewrites.unpack_stacks import UnpackStacks
 
 from ..support.graphs import module

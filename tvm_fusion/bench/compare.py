@@ -24,15 +24,13 @@ from ..errors import TargetError
 from ..flow.functions import planned_functions
 from ..flow.planned import Planned
 from ..host.threads import thread_count
-from ..report.facts import Report
 from ..report.function_reports import FunctionReports
 from ..report.progress import stages
-from ..runtime.calls.compiled_functions import CompiledFunctions
-from ..runtime.calls.compiled_module import CompiledModule
+from ..report.screen import Report
+from ..runtime.calls.compiled_module import CompiledFunctions, CompiledModule
 from ..runtime.graphs.capture_rules import CudaGraphOptions
-from ..runtime.timing.kernel_walls import kernel_walls
 from ..runtime.timing.times import FUSED, UNFUSED, TimeReport
-from ..runtime.timing.timing import time_calls
+from ..runtime.timing.timing import kernel_walls, time_calls
 from .apart import Call, Failed, Process, in_rounds, reason
 from .patience import within
 from .peers import DEFAULT_PEERS, PEERS

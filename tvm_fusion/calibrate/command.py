@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from .._arguments import INTERRUPTED
-from ..config import THIS_CPU, HardwareProfile, load_profile, profile_file, resolve_target
+from ..config import HardwareProfile, load_profile, profile_file, resolve_target
 from ..config.toml import nearest, number_fields
 from ..errors import CHECK_FAILED, ConfigError, InputError, TargetError
 from ..host.atomic_files import replace_file
@@ -225,7 +225,7 @@ def _bench(profile: HardwareProfile, families: Sequence[Family], deadline: float
 
 def _device(target: str | None) -> HardwareProfile:
     """The profile of a device of this machine."""
-    from ..config.targets import names_gpu, present_gpu
+    from ..config.targets import THIS_CPU, names_gpu, present_gpu
 
     if str(target).lower() in THIS_CPU or (target is None and present_gpu()[0] is None):
         return load_profile("llvm_cpu")

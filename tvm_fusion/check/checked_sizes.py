@@ -7,21 +7,28 @@ Even draws give all symbols one size, odd ones give each another.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import tvm
-from tvm import relax, tirx
+import tvm_ffi
+from tvm import relax, s_tir, tirx
+from tvm.s_tir.schedule import LoopRV, SBlockRV
 
 from ..transform.functions.functions import operator_name
-from ._loops import points_of
-from .inputs import is_extreme, random_inputs
+from .inputs import random_inputs
 
 SIZES = (5, 17, 32, 1, 31, 65)
 SMALL = (5, 9, 8, 1, 7, 3)  # where loops of `SIZES` are too long
 
 # Of all loops of a module, 20 ms in float64, and nine times that where bounds are asked for.
 MOST_POINTS = 1 << 21
+
+# Inputs, and the most points of all loops, of which a core computes some 1e8 a second in float64.
+# The end of the last row of a masked sum is decided by two elements: one input in four hides there
+# that the mask is gone.
+_DRAWS = ((6, 1 << 23), (2, 1 << 27), (1, math.inf))
 
 _BY_PLACE = frozenset(
     f"relax.{name}"
@@ -37,7 +44,7 @@ def drawn_inputs(
     mod: tvm.IRModule, number: int = 0, lowered: tvm.IRModule | None = None
 ) -> list[Any]:
     """Random inputs of `main` for checks and timing, by the number of the draw; some are extreme
-    near the ends of each axis (`inputs.is_extreme`). Parameters as for `checked_sizes`.
+    near the ends of each axis (`is_extreme`). Parameters as for `checked_sizes`.
     """
     sizes = checked_sizes(mod["main"], number, lowered)
     return random_inputs(mod["main"], number, sizes, extreme=is_extreme(number))
@@ -104,3 +111,127 @@ def _rows_read_by_place(func: relax.Function) -> Iterator[int]:
         data = getattr(call.args[0].ty, "shape", None)
         if isinstance(data, relax.ShapeExpr) and relax.analysis.tir_vars_in_type(binding.var.ty):
             yield from (int(e) for e in data.values if isinstance(e, tirx.IntImm) and int(e) > 1)
+
+
+def draw_count(mod: tvm.IRModule) -> int:
+    """On how many inputs a module is checked: on several where its float64 reference takes
+    milliseconds, on one where it takes seconds.
+    """
+    points = points_of(mod)
+    return next(count for count, most in _DRAWS if points <= most)
+
+
+def is_extreme(number: int) -> bool:
+    """Whether a draw is extreme near the ends of each axis: every other one."""
+    return number % 2 == 1
+
+
+# ---- Loop order of the float64 reference: large loop nests on all cores, the innermost contiguous.
+#
+#     Before                                      After
+#     for i, j, k:                                for i in parallel:
+#         C[i, j] += A[i, k] * B[k, j]                for j: C[i, j] = 0
+#                                                     for k, j: C[i, j] += A[i, k] * B[k, j]
+#
+# Every element is still summed in the same order.
+
+_LARGE = 1 << 18  # points of an iteration space; below, building takes longer than running
+
+
+def order_loops(mod: tvm.IRModule, large: int = _LARGE) -> tvm.IRModule:
+    """Order the large loop nests of the unscheduled s_tir PrimFuncs in a copy of the module."""
+    out = mod.clone()
+    for var, func in mod.functions.items():
+        if isinstance(func, tirx.PrimFunc) and _is_plain(func):
+            out.update_func(var, _order(func, large))
+    return out
+
+
+def has_large_loops(mod: tvm.IRModule, large: int = _LARGE) -> bool:
+    """Whether a PrimFunc of the module has an iteration space of many points, or one that is not
+    known.
+    """
+    blocks: list[s_tir.SBlock] = []
+    for func in mod.functions.values():
+        if isinstance(func, tirx.PrimFunc):
+            if not _is_plain(func):
+                return True
+            tvm_ffi.structural_walk(func.body, [(s_tir.SBlock, blocks.append)])
+    extents = ([axis.dom.extent for axis in block.iter_vars] for block in blocks)
+    return any(_points(each, large) >= large for each in extents)
+
+
+def points_of(mod: tvm.IRModule, unknown: int = 8) -> int:
+    """How many points the loops of a module's PrimFuncs have, with `unknown` for a symbolic
+    extent.
+    """
+    blocks: list[s_tir.SBlock] = []
+    for func in mod.functions.values():
+        if isinstance(func, tirx.PrimFunc):
+            tvm_ffi.structural_walk(func.body, [(s_tir.SBlock, blocks.append)])
+    return sum(_points((axis.dom.extent for axis in b.iter_vars), unknown) for b in blocks)
+
+
+def _points(extents: Iterable[tvm.ir.Expr], large: int) -> int:
+    return math.prod(int(e) if isinstance(e, tirx.IntImm) else large for e in extents)
+
+
+def _is_plain(func: tirx.PrimFunc) -> bool:
+    body = func.body
+    is_root = isinstance(body, s_tir.SBlockRealize) and body.block.name_hint == "root"
+    return is_root and "tirx.is_scheduled" not in (func.attrs or {})
+
+
+def _order(func: tirx.PrimFunc, large: int) -> tirx.PrimFunc:
+    schedule = s_tir.Schedule(func)
+    for block in schedule.get_child_blocks(schedule.get_sblock("root")):
+        loops = schedule.get_loops(block)
+        extents = [schedule.get(loop).extent for loop in loops]
+        if loops and _points(extents, large) >= large:
+            _order_block(schedule, block, loops)
+    return schedule.mod["main"]
+
+
+def _order_block(schedule: s_tir.Schedule, block: SBlockRV, loops: list[LoopRV]) -> None:
+    node = schedule.get(block)
+    realize = schedule.get(loops[-1]).body
+    if not isinstance(realize, s_tir.SBlockRealize) or len(loops) != len(node.iter_vars):
+        return
+    pairs = zip(loops, realize.iter_values, strict=True)
+    if not all(schedule.get(loop).loop_var.same_as(value) for loop, value in pairs):
+        return
+    kinds = [iv.iter_type for iv in node.iter_vars]
+    spatial = [x for x, kind in zip(loops, kinds, strict=True) if kind == tirx.IterVar.DataPar]
+    reduced = [x for x, kind in zip(loops, kinds, strict=True) if kind == tirx.IterVar.CommReduce]
+    if not spatial or len(spatial) + len(reduced) != len(loops):
+        return
+    column = [iv.var for iv in node.iter_vars if iv.iter_type == tirx.IterVar.DataPar][-1]
+    try:
+        inward = reduced and _reads_along(node, column)
+        if inward:
+            schedule.reorder(*spatial[:-1], *reduced, spatial[-1])
+        if len(spatial) > 1 or not inward:
+            schedule.parallel(spatial[0])
+        if inward:
+            schedule.decompose_reduction(block, reduced[0])
+    except s_tir.ScheduleError:
+        return  # this nest keeps its loops
+
+
+def _reads_along(block: s_tir.SBlock, column: tirx.Var) -> bool:
+    """Whether the block reads a tensor along `column`, so that neighbours lie side by side."""
+    written = [region.source for region in block.writes]
+
+    def visit(load: tvm.ir.TensorLoad) -> tvm_ffi.VisitInterrupt | None:
+        own = any(load.source.same_as(buffer) for buffer in written)
+        last = list(load.indices)[-1:]
+        return tvm_ffi.VisitInterrupt() if not own and _uses(last, column) else None
+
+    return tvm_ffi.structural_walk(block.body, (tvm.ir.TensorLoad, visit)) is not None
+
+
+def _uses(value: object, var: tirx.Var) -> bool:
+    def visit(other: tirx.Var) -> tvm_ffi.VisitInterrupt | None:
+        return tvm_ffi.VisitInterrupt() if other.same_as(var) else None
+
+    return tvm_ffi.structural_walk(value, (tirx.Var, visit)) is not None

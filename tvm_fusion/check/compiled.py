@@ -1,31 +1,40 @@
 """Checks what the compiler built, and never lets wrong numbers through: where the module as a whole
-is wrong, as little of it as need be gives way (`repair`); then times it.
+is wrong, as little of it as need be gives way (`repair`).
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import tvm
+from tvm import tirx
 
+from .._version import __version__
+from ..config import HardwareProfile, Policy
+from ..errors import InputError, Unsupported, VerificationError
 from ..flow.planned import BuiltPlan, Planned
+from ..host.atomic_files import replace_file
 from ..plan.plan import PlannedGroup
 from ..runtime.build.build import Built
-from ..runtime.calls.compiled_module import CompiledModule
-from ..runtime.timing.times import FUSED, UNFUSED, TimeReport
-from ..runtime.timing.timing import time_modules
+from ..runtime.build.cubin_cache import cache_dir
+from ..transform.apply.materialize import materialize
 from .allowance import Reference
-from .checked_sizes import drawn_inputs, symbols_of
-from .inputs import draw_count, is_extreme
+from .checked_sizes import draw_count, drawn_inputs, is_extreme, symbols_of
 from .plain import plain_module
 from .reference import runner
-from .repair import Repair
+from .repair import OthersOf, Repair
 from .verify import Verification, judge_outputs
 
 logger = logging.getLogger(__name__)
+
+# A PrimFunc, its class, the device and the policy in, the configuration that it is written in out.
+Configured = Callable[[tirx.PrimFunc, str, HardwareProfile, Policy], str | None]
 
 
 @dataclass
@@ -58,13 +67,15 @@ class Checked:
     alone: tvm.IRModule | None = None
 
 
-def check_compiled(made: BuiltPlan, every_group: bool = False) -> Checked:
+def check_compiled(made: BuiltPlan, others: OthersOf, every_group: bool = False) -> Checked:
     """Compares a build with float64, and what gave way in it, until one passes or none is left.
 
     Parameters
     ----------
     made : BuiltPlan
         The fused module.
+    others : callable
+        Gives what may compute an operator whose kernel is wrong.
     every_group : bool
         Check each group on its own even if the module as a whole is right.
 
@@ -75,7 +86,7 @@ def check_compiled(made: BuiltPlan, every_group: bool = False) -> Checked:
     """
     mod = _lowered(made.planned)
     references = _references(made.planned, mod)
-    repair, goes_on = Repair(mod), every_group
+    repair, goes_on = Repair(mod, others), every_group
     while goes_on:
         made, goes_on = repair.without_wrong_groups(made, drawn_inputs(made.planned.mod))
     while True:
@@ -138,7 +149,88 @@ def _lowered(planned: Planned) -> tvm.IRModule:
         return planned.whole.mod
 
 
-def time_builds(fused: Built, unfused: Built, inputs: Sequence[Any]) -> dict[str, TimeReport]:
-    """Times both modules on the same inputs, interleaved."""
-    modules = {FUSED: CompiledModule.of(fused), UNFUSED: CompiledModule.of(unfused)}
-    return {name: TimeReport.of(t) for name, t in time_modules(modules, inputs).items()}
+# ---- What a user gets instead of a module with wrong numbers: an error that says what is wrong and
+# where, and a folder that shows it again.
+#
+#     $TVM_FUSION_CACHE/wrong/<hash>/module.json      the model, as TVM keeps it
+#                                    reproduce.py     compiles it and prints the report
+
+MOST_BYTES = 1 << 30  # of weights; more are not written to anybody's disk
+
+SCRIPT = '''\
+"""Wrong numbers with tvm_fusion {version}, TVM {tvm}: {why}"""
+
+from pathlib import Path
+
+import tvm
+from tvm import tirx
+
+import tvm_fusion
+
+folder = Path(__file__).parent
+module = tvm.ir.load_json((folder / "module.json").read_text())
+target = tvm.target.Target({target})
+policy = {policy}
+compiled = tvm_fusion.compile(module, target, policy=policy, verify="report")
+print(compiled.report.full())
+'''
+
+
+def wrong_numbers(checked: Checked, configured: Configured) -> VerificationError:
+    """The error for a function that no fallback makes right, with a reproducer where one can be
+    written.
+
+    Names the outputs, the worst elements, each group that is wrong by itself with its kernel and
+    configuration (`configured` tells it), and what was tried.
+    """
+    planned = checked.made.planned
+    name = planned.source.function
+    where = "" if name == "main" else f"function {name}: "
+    lines = [f"{where}wrong numbers, whatever is compiled: {checked.verification.why}"]
+    for name, (group, why) in checked.wrong.items():
+        ops, how = "+".join(group.ops), _how(planned, group, configured)
+        lines.append(f"  {ops} is wrong by itself (kernel {name}, class {how}): {why}")
+    if not checked.wrong:
+        lines.append("  no group of the plan is wrong by itself")
+    lines.append("  tried: " + "; ".join(checked.tried))
+    folder = write_reproducer(planned, checked.verification.why)
+    if folder is not None:
+        lines.append(f"  to see it again, and to report it: python {folder / 'reproduce.py'}")
+    lines.append('  verify="report" returns the module all the same')
+    return VerificationError("\n".join(lines))
+
+
+def _how(planned: Planned, group: PlannedGroup, configured: Configured) -> str:
+    """The class of a group and the configuration that its kernel is written in."""
+    name = group.kernel_class
+    try:
+        made = materialize(planned.low, planned.graph, planned.plan)
+        func = made.mod[made.functions[group.ops]]
+        text = configured(func, name, planned.hw, planned.policy)
+    except (KeyError, Unsupported):  # cut meanwhile: its function is gone
+        return name
+    return f"{name}, {text}" if text is not None else name
+
+
+def write_reproducer(planned: Planned, why: str) -> Path | None:
+    """Write the folder; None, with a warning, where that is not possible."""
+    text = tvm.ir.save_json(planned.mod)
+    if len(text) > MOST_BYTES:
+        logger.warning("no reproducer: the model has %.1f GB", len(text) / 1e9)
+        return None
+    folder = cache_dir() / "wrong" / hashlib.sha256(text.encode()).hexdigest()[:16]
+    script = SCRIPT.format(
+        version=__version__,
+        tvm=tvm.__version__,
+        why=why.replace("\\", "/").replace('"', "'"),
+        target=json.loads(str(planned.target)),
+        policy=repr(asdict(planned.policy)),
+    )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / "module.json", text)
+        replace_file(folder / "reproduce.py", script)
+    except (OSError, InputError) as error:
+        logger.warning("no reproducer: %s", error)
+        return None
+    return folder

@@ -1,8 +1,9 @@
 """Random inputs for a Relax function, made from the types of its parameters."""
 
-import math
+from __future__ import annotations
+
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -13,8 +14,6 @@ from tvm import relax, tirx
 
 from ..errors import InputError
 from ..transform.functions.functions import expressions_of, operator_name
-from ._loops import points_of
-from .places import Computed, any_number, computed, range_of_places
 
 _LARGEST = 9
 _NUMBERS = range(-_LARGEST, _LARGEST + 1)
@@ -22,11 +21,6 @@ _DIVISORS = range(1, _LARGEST + 1)
 _PLACES = range(2)  # within whatever has two elements
 
 _FAR, _ENDS = 4.0, 16  # extreme floats, and among how many of the last elements of a line they are
-
-# Inputs, and the most points of all loops, of which a core computes some 1e8 a second in float64.
-# The end of the last row of a masked sum is decided by two elements: one input in four hides there
-# that the mask is gone.
-_DRAWS = ((6, 1 << 23), (2, 1 << 27), (1, math.inf))
 
 _MOVES = ("relax.astype", "relax.reshape", "relax.expand_dims", "relax.squeeze", "relax.flatten")
 _DIVISIONS = frozenset(
@@ -209,19 +203,6 @@ def _spike(
             np.put_along_axis(values, places, heights.astype(values.dtype), axis)
 
 
-def draw_count(mod: tvm.IRModule) -> int:
-    """On how many inputs a module is checked: on several where its float64 reference takes
-    milliseconds, on one where it takes seconds.
-    """
-    points = points_of(mod)
-    return next(count for count, most in _DRAWS if points <= most)
-
-
-def is_extreme(number: int) -> bool:
-    """Whether a draw is extreme near the ends of each axis: every other one."""
-    return number % 2 == 1
-
-
 def numpy_dtype(dtype: str) -> np.dtype:
     """NumPy's dtype for a name of TVM's; bfloat16 and the like come from ml_dtypes."""
     return np.dtype(getattr(ml_dtypes, dtype, dtype))
@@ -326,3 +307,79 @@ def _refuse_unknown(what: str, unknown: set[str], known: set[str]) -> None:
         raise InputError(
             f"no {what} is called {min(unknown)!r}; there is {', '.join(sorted(known)) or 'none'}"
         )
+
+
+# ---- Integers that become places after some arithmetic (`table[ids.abs()]`, `table[ids + 1]`):
+# what an input may range over so that all places are rows of the table. # The arithmetic is carried
+# out on every number that an input could be.
+
+_MOST = 127  # the inputs that are tried are at most so large: all of them are int8
+
+_UNARY = {
+    "relax.abs": np.abs,
+    "relax.negative": np.negative,
+    **dict.fromkeys(
+        (
+            *("relax.astype", "relax.reshape", "relax.expand_dims", "relax.squeeze"),
+            *("relax.flatten", "relax.permute_dims"),
+        ),
+        np.array,
+    ),
+}
+_BINARY: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "relax.add": np.add,
+    "relax.subtract": np.subtract,
+    "relax.multiply": np.multiply,
+    "relax.maximum": np.maximum,
+    "relax.minimum": np.minimum,
+}
+
+Computed = tuple[str, np.ndarray]
+"""The name of an input, and what is made of each number that it could be."""
+
+
+def any_number(name: str, dtype: str) -> Computed:
+    """An input of an integer dtype, as it is."""
+    return name, np.arange(-_MOST, _MOST + 1).astype(dtype)
+
+
+def computed(value: object, known: Mapping[relax.Var, Computed]) -> Computed | None:
+    """What a call of an operator makes of one input and of constants, in its own dtype; None where
+    that is not known.
+    """
+    if not isinstance(value, relax.Call) or not isinstance(value.op, tvm.ir.Op):
+        return None
+    if "int" not in str(getattr(value.ty, "dtype", "")):
+        return None
+    if value.op.name in _UNARY and value.args[0] in known:
+        name, numbers = known[value.args[0]]
+        return name, _UNARY[value.op.name](numbers).astype(str(value.ty.dtype))
+    if value.op.name not in _BINARY:
+        return None
+    names = {known[a][0] for a in value.args if a in known}
+    operands = [known[a][1] if a in known else _constant(a) for a in value.args]
+    if len(names) != 1 or any(operand is None for operand in operands):
+        return None
+    return names.pop(), _BINARY[value.op.name](*operands)
+
+
+def _constant(value: object) -> np.ndarray | None:
+    """An integer that stands in the graph."""
+    if not isinstance(value, tvm.ir.GenericConst) or not hasattr(value.value, "numpy"):
+        return None
+    array = value.value.numpy()
+    return array.reshape(()) if array.size == 1 and array.dtype.kind in "iu" else None
+
+
+def range_of_places(numbers: np.ndarray, rows: int) -> range | None:
+    """The numbers around 0 that an input may be so that all that is made of them are rows; None
+    where 0 may not.
+    """
+    numbers = numbers.astype("int64")
+    wrong = np.flatnonzero((numbers < 0) | (numbers >= rows))
+    below, above = wrong[wrong < _MOST], wrong[wrong > _MOST]
+    if not 0 <= numbers[_MOST] < rows:
+        return None
+    first = int(below[-1]) + 1 if len(below) else 0
+    last = int(above[0]) if len(above) else len(numbers)
+    return range(first - _MOST, last - _MOST)

@@ -24,6 +24,7 @@ from ..cost.learned.samples import SAMPLES_VERSION, work_of
 from ..plan.group_view import GroupView
 from ..plan.legality import Evaluator
 from ..plan.refusal import Refusal
+from ..runtime.build.cubin_cache import cache_dir
 
 if TYPE_CHECKING:
     from ..runtime.timing.launch_kernels import LaunchSpec
@@ -38,8 +39,6 @@ MOST_BYTES = 16 << 20  # about 20,000 launches; then nothing more is kept
 
 def samples_file(hw: HardwareProfile) -> Path:
     """Where the launches that were timed on a device are kept."""
-    from ..runtime.build.cubin_cache import cache_dir
-
     return cache_dir() / "samples" / f"{hw.name}.jsonl"
 
 

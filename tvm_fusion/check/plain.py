@@ -8,7 +8,7 @@ No kernel class, schedule, rewrite, legalization or memory plan of this package 
 what it shared with a module it could not tell wrong. Tensors without elements are dropped
 (`DropEmpty`), loops whose iterations meet run in order (`OrderedWrites`), medians on a GPU are the
 sorts that they are (`OpenMedians`), argmax of a row without any number above the least is its first
-place (`first_extrema`), and what else TVM 0.27 cannot lower is computed in a wider type, operator
+place (`FIRST_EXTREMA`), and what else TVM 0.27 cannot lower is computed in a wider type, operator
 by operator:
 
     Before                                      After
@@ -20,28 +20,23 @@ by operator:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import tvm
 from tvm import relax
 from tvm.ir import Call, Op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from ..runtime.build.build import Built, build
 from ..transform.functions.unique_names import UniqueNames
-from ..transform.lower import first_extrema, unsigned_signs
 from ..transform.lower.drop_empty import DropEmpty
-from ..transform.lower.half_operators import BOTH, needs_float32
-from ..transform.lower.lower import public
+from ..transform.lower.legalizers import BOTH, FIRST_EXTREMA, UNSIGNED_SIGNS, needs_float32
 from ..transform.lower.open_medians import OpenMedians
 from ..transform.lower.ordered_writes import OrderedWrites
 from ..transform.lower.widen_sorts import WidenSorts
-
-if TYPE_CHECKING:
-    from ..runtime.build.build import Built
+from ..transform.pipeline import public
 
 LLVM = tvm.target.Target({"kind": "llvm"})
 
-# What TVM cannot lower of halves beside `half_operators`, by the dtype of the first operand: it
+# What TVM cannot lower of halves beside `HALF_OPERATORS`, by the dtype of the first operand: it
 # adds up in the half type, or refuses.
 _NO_HALVES = {
     "relax.nn.instance_norm": ("bfloat16",),
@@ -84,7 +79,7 @@ def plain_module(mod: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
         WidenSorts() if target.kind.name == "llvm" else OpenMedians(),
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),
-        relax.transform.LegalizeOps({**first_extrema.LEGALIZERS, **unsigned_signs.LEGALIZERS}),
+        relax.transform.LegalizeOps({**FIRST_EXTREMA, **UNSIGNED_SIGNS}),
         OrderedWrites(),
         relax.transform.ConvertToDataflow(min_size=1),
         relax.transform.DeadCodeElimination(["main"]),
@@ -97,8 +92,6 @@ def plain_build(mod: tvm.IRModule, target: tvm.target.Target) -> Built:
     """Build a module of `plain_module`: on a GPU with DLight's schedules, on a CPU as the loops
     stand, with memory planned by TVM.
     """
-    from ..runtime.build.build import build
-
     return build(mod, target, plan_memory=False)
 
 

@@ -1,7 +1,7 @@
 """Where a module gives wrong numbers, as little of it as need be gives way, in this order:
 
 1. the groups that are wrong by themselves: one of several operators is taken apart, a single
-   operator gets another kernel (`other_kernels`), in the end TVM's own code;
+   operator gets another kernel (`Others`), in the end TVM's own code;
 2. the kernels of branches and of functions that stay calls, which no plan has;
 3. all fusion, where the module is wrong and no group by itself;
 4. all kernels of this package;
@@ -15,25 +15,36 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import tvm
 from tvm import relax, tirx
 
+from ..config import HardwareProfile, Policy
 from ..errors import BuildError
 from ..flow.planned import BuiltPlan, Planned
 from ..plan.plan import FALLBACK, FREE, STOCK, UNWRITTEN, PlannedGroup
 from ..plan.refusal import RefusalCode
 from ..transform.apply.materialize import Materialized
-from ..transform.apply.single_group import GroupModules, group_modules
-from ..transform.apply.write_kernels import write_kernels
-from .other_kernels import OtherKernels
+from ..transform.apply.region_module import GroupModules, group_modules
+from ..transform.apply.write_kernels import Tuned, write_kernels
 from .plain import plain_build
 from .reference import run_reference
 from .verify import GroupCase, Verification, verify_group
 
 logger = logging.getLogger(__name__)
+
+
+class Others(Tuned, Protocol):
+    """What may compute functions whose kernels are wrong: `tuning.session.other_kernels`."""
+
+    def reject(self, func: tirx.PrimFunc, class_name: str) -> str | None: ...
+
+    def falls_back(self, func: tirx.PrimFunc, class_name: str) -> bool: ...
+
+
+OthersOf = Callable[[Tuned | None, HardwareProfile, Policy], Others]
 
 
 class Repair:
@@ -52,8 +63,9 @@ class Repair:
         `plain`, once that is what is tried.
     """
 
-    def __init__(self, plain: tvm.IRModule) -> None:
-        self._plain = plain
+    def __init__(self, plain: tvm.IRModule, others: OthersOf) -> None:
+        self._plain, self._others_of = plain, others
+        self._others: Others | None = None
         self.errors: dict[str, float] = {}
         self.tried = ["the plan"]
         self.wrong: dict[str, tuple[PlannedGroup, str]] = {}
@@ -86,7 +98,7 @@ class Repair:
         gave_way = []
         for name, (group, why) in wrong.items():
             before, func = planned.plan, made.materialized.mod[name]
-            planned, kernel_class, how = _instead(planned, group, func)
+            planned, kernel_class, how = self._instead(planned, group, func)
             for equal in planned.groups_of(made.materialized, [name]):
                 planned = planned.cut(equal, RefusalCode.WRONG_NUMBERS, why, kernel_class)
             if how or planned.plan != before:
@@ -96,6 +108,24 @@ class Repair:
         self.wrong |= wrong
         self.tried.append(f"another way for {', '.join(gave_way)}")
         return planned.build(), True
+
+    def _instead(
+        self, planned: Planned, group: PlannedGroup, func: tirx.PrimFunc
+    ) -> tuple[Planned, str, str]:
+        """The class that computes a single operator in place of a kernel that is wrong, and in
+        which configuration where the class stays; with what chooses that.
+        """
+        if len(group.ops) > 1 or group.kernel_class in UNWRITTEN:
+            return planned, STOCK, ""
+        if self._others is None:
+            self._others = self._others_of(planned.tuned, planned.hw, planned.policy)
+        planned = replace(planned, tuned=self._others)
+        with planned.target:
+            how = self._others.reject(func, group.kernel_class)
+            if how is not None:
+                return planned, group.kernel_class, how
+            other = self._others.falls_back(func, group.kernel_class)
+        return planned, FALLBACK if other else STOCK, ""
 
     def _coarse_steps(self) -> tuple[Callable[[BuiltPlan], BuiltPlan | None], ...]:
         """What gives way where no group is wrong by itself."""
@@ -140,26 +170,6 @@ class Repair:
 
 def _stock(group: PlannedGroup) -> PlannedGroup:
     return group if group.kernel_class in UNWRITTEN else replace(group, kernel_class=STOCK)
-
-
-def _instead(
-    planned: Planned, group: PlannedGroup, func: tirx.PrimFunc
-) -> tuple[Planned, str, str]:
-    """The class that computes a single operator in place of a kernel that is wrong, and in which
-    configuration where the class stays; with what chooses that.
-    """
-    if len(group.ops) > 1 or group.kernel_class in UNWRITTEN:
-        return planned, STOCK, ""
-    others = planned.tuned
-    if not isinstance(others, OtherKernels):
-        others = OtherKernels(planned.tuned, planned.hw, planned.policy)
-        planned = replace(planned, tuned=others)
-    with planned.target:
-        how = others.reject(func, group.kernel_class)
-        if how is not None:
-            return planned, group.kernel_class, how
-        other = others.falls_back(func, group.kernel_class)
-    return planned, FALLBACK if other else STOCK, ""
 
 
 def wrong_groups(

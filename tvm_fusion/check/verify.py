@@ -9,7 +9,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from ..errors import InputError, VerificationError
+from ..errors import InputError
 from ..runtime.build.build import build
 from .allowance import Reference
 from .inputs import numpy_dtype
@@ -47,11 +47,6 @@ class Verification:
         """What is wrong with the outputs that failed, in one line; empty where all passed."""
         failed = [f"output {i} {c.why}" for i, c in enumerate(self.outputs) if not c.passed]
         return "; ".join(failed)
-
-    def raise_if_failed(self) -> None:
-        """Raise VerificationError where an output did not pass."""
-        if not self.passed:
-            raise VerificationError(f"{self.name}: {self.why}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,25 +132,6 @@ def _asks_for_plain(check: OutputCheck, bound: np.ndarray | None) -> bool:
     does not.
     """
     return not check.passed and (bound is None or math.isinf(check.error))
-
-
-def verify_module(run: Run, call_tir_module: tvm.IRModule, inputs: Sequence[Any]) -> Verification:
-    """Verify a compiled module.
-
-    Parameters
-    ----------
-    run : callable
-        From inputs to a flat list of arrays.
-    call_tir_module : IRModule
-        The module before fusion, as `plain.plain_module` lowers it.
-    inputs : sequence
-        One value per parameter of `main`, in the parameter's dtype.
-
-    Returns
-    -------
-    Verification
-    """
-    return judge_outputs(run(inputs), Reference(call_tir_module, inputs))
 
 
 def verify_group(

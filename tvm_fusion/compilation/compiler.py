@@ -23,10 +23,9 @@ from ..flow.functions import Plans, planned_functions
 from ..flow.planned import Planned
 from ..plan.search.bound import bound_of_plan
 from ..report.assemble import planned_report
-from ..report.facts import Report
 from ..report.function_reports import FunctionReports
-from ..runtime.calls.compiled_functions import CompiledFunctions
-from ..runtime.calls.compiled_module import CompiledModule
+from ..report.screen import Report
+from ..runtime.calls.compiled_module import CompiledFunctions, CompiledModule
 from ..runtime.graphs.capture_rules import CudaGraphOptions
 from .one_function import Wishes, contested, has_device
 from .several_functions import compile_functions

@@ -9,28 +9,28 @@ What stands in brackets is done where it is wished for and where there is a devi
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import tvm
 
 from ..check.checked_sizes import drawn_inputs
-from ..check.compiled import Checked, check_compiled, time_builds
+from ..check.compiled import Checked, check_compiled, wrong_numbers
 from ..check.contest import contest
 from ..check.inputs import has_values, objects
 from ..check.race import not_slower
-from ..check.reproducer import wrong_numbers
 from ..check.sequential import Budget
 from ..flow.planned import BuiltPlan, Planned
 from ..plan.plan import FREE
 from ..plan.refusal import RefusalCode
-from ..report.assemble import built_report
-from ..report.call_cost import with_calls
+from ..report.assemble import built_report, with_calls
 from ..report.progress import stages
 from ..runtime.build.build import Built
 from ..runtime.calls.compiled_module import CompiledModule
-from ..runtime.timing.times import TimeReport
+from ..runtime.timing.times import FUSED, UNFUSED, TimeReport
+from ..runtime.timing.timing import time_modules
+from ..tuning.session.other_kernels import OtherKernels, configuration
 
 logger = logging.getLogger(__name__)
 
@@ -137,20 +137,20 @@ def finished(made: BuiltPlan, one: Settled) -> Finished:
         made, _ = not_slower(made, unfused, one.budget)
     if wishes.verify:
         stages.info("checking the results against float64")
-        checked = check_compiled(made, every_group=wishes.verify in ("groups", "report"))
+        checked = check_compiled(made, OtherKernels, wishes.verify in ("groups", "report"))
         refuse_wrong(checked, wishes)
         made = checked.made
     times = {}
     if wishes.timed:
         stages.info("timing the fused module beside the unfused one")
-        times = time_builds(made.built, unfused, drawn_inputs(made.planned.mod))
+        times = _timed(made.built, unfused, drawn_inputs(made.planned.mod))
     return Finished(made, unfused, checked, times, wishes)
 
 
 def refuse_wrong(checked: Checked, wishes: Wishes) -> None:
     """Raises VerificationError for wrong numbers, unless they are wished for in the report."""
     if not checked.verification.passed and wishes.verify != "report":
-        raise wrong_numbers(checked)
+        raise wrong_numbers(checked, configuration)
 
 
 def tell(compiled: CompiledModule, done: Finished) -> None:
@@ -198,3 +198,9 @@ def _settles(planned: Planned) -> bool:
     codes = {refusal.code for refusal in planned.plan.refusals}
     wanted = planned.hw.host and planned.policy.settle_budget_s > 0
     return bool(wanted) and RefusalCode.UNDECIDED in codes
+
+
+def _timed(fused: Built, unfused: Built, inputs: Sequence[Any]) -> dict[str, TimeReport]:
+    """Times both modules on the same inputs, interleaved."""
+    modules = {FUSED: CompiledModule.of(fused), UNFUSED: CompiledModule.of(unfused)}
+    return {name: TimeReport.of(t) for name, t in time_modules(modules, inputs).items()}

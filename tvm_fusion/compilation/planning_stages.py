@@ -39,7 +39,7 @@ from ..transform.functions.named_stages import (
 from .tuned_parts import TunedParts
 
 if TYPE_CHECKING:
-    from ..report.facts import Report
+    from ..report.screen import Report
     from .tuned_parts import DatabaseLike
 
 logger = logging.getLogger(__name__)

@@ -20,12 +20,11 @@ from ..flow.functions import errors_naming
 from ..flow.kernels_ahead import KernelsOfAll, kernels_ahead
 from ..flow.planned import BuiltPlan, Planned, WrittenPlan
 from ..plan.refusal import RefusalCode
-from ..report.facts import Report
 from ..report.function_reports import FunctionReports
 from ..report.progress import stages
+from ..report.screen import Report
 from ..runtime.build.build import Built, KernelBuildError, build_entries
-from ..runtime.calls.compiled_functions import CompiledFunctions
-from ..runtime.calls.compiled_module import CompiledModule
+from ..runtime.calls.compiled_module import CompiledFunctions, CompiledModule
 from ..transform.apply.pack_constants import PackConstants
 from ..transform.functions.entries import Names, joined
 from ..transform.functions.unique_names import FreshNames

@@ -1,11 +1,13 @@
-"""HardwareProfile: what is known of a device; `tvm_fusion.config` reads it from ``configs/``."""
+"""HardwareProfile: what is known of a device, and its target; `files` reads it from `configs/`."""
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from ..errors import ConfigError
+from ..host.threads import kernel_threads, thread_count
 from .toml import fingerprint, number, number_fields, table
 
 _KINDS = ("cuda", "llvm")
@@ -117,8 +119,6 @@ class HardwareProfile:
 
     def to_target(self) -> Any:
         """Return the `tvm.target.Target` of this device."""
-        from .targets import cpu_target, cuda_target
-
         return cuda_target(self) if self.kind == "cuda" else cpu_target()
 
     @property
@@ -137,3 +137,53 @@ class HardwareProfile:
     def fingerprint(self) -> str:
         """Return a hash of all values: equal for equal numbers, whatever their sources say."""
         return fingerprint(self, without=("host", "guessed"))
+
+
+def cuda_target(profile: HardwareProfile) -> Any:
+    """Target of a CUDA profile, with the build machine as its host."""
+    from tvm.target import Target
+
+    return Target(
+        {
+            "kind": "cuda",
+            "arch": profile.arch,
+            "max_threads_per_block": profile.max_threads_per_block,
+            "max_num_threads": profile.max_threads_per_block,
+            "thread_warp_size": profile.warp_size,
+            "max_shared_memory_per_block": profile.smem_per_block_bytes,
+            "registers_per_block": profile.registers_per_sm,
+            "l2_cache_size_bytes": profile.l2_bytes,
+            "host": {"kind": "llvm", "mtriple": _llvm("GetDefaultTargetTriple")()},
+        }
+    )
+
+
+def cpu_target() -> Any:
+    """Target of this machine's CPU: its name, the threads that kernels run on (its cores), and no
+    instruction that it lacks.
+
+    The name switches on f16c, without which a float16 conversion is a function call. It is not
+    enough in a virtual machine, which may hide instructions of the CPU that it reports.
+    """
+    kernel_threads()  # the first kernel that runs here would pin the thread to one core
+    return _cpu_target(thread_count())
+
+
+@cache
+def _cpu_target(cores: int) -> Any:
+    import tvm_ffi
+    from tvm.target import Target
+
+    config = {"kind": "llvm", "num-cores": cores, "mcpu": _llvm("GetHostCPUName")()}
+    implied = tvm_ffi.get_global_func("target.llvm_get_cpu_features")(Target(config))
+    present = _llvm("GetHostCPUFeatures")()
+    hidden = sorted(f for f in map(str, implied) if f in present and not bool(present[f]))
+    if hidden:
+        config["mattr"] = [f"-{feature}" for feature in hidden]
+    return Target(config)
+
+
+def _llvm(name: str) -> Any:
+    import tvm_ffi
+
+    return tvm_ffi.get_global_func(f"tvm.codegen.llvm.{name}")

@@ -1,61 +1,57 @@
 """Between TVM targets and hardware profiles: what needs TVM and the machine."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from ..errors import TargetError
-from ..host.threads import kernel_threads, thread_count
-from . import HardwareProfile, load_profile, profile_names
+from .files import load_profile, profile_names
+from .hardware import HardwareProfile, cpu_target
 
 _logger = logging.getLogger(__name__)
 _calibrations: list[Callable[[], HardwareProfile]] = []
 
+THIS_CPU = ("llvm", "cpu")
+"""Targets that mean the CPU of this machine, whatever it is."""
 
-def cuda_target(profile: HardwareProfile) -> Any:
-    """Target of a CUDA profile, with the build machine as its host."""
-    from tvm.target import Target
-
-    return Target(
-        {
-            "kind": "cuda",
-            "arch": profile.arch,
-            "max_threads_per_block": profile.max_threads_per_block,
-            "max_num_threads": profile.max_threads_per_block,
-            "thread_warp_size": profile.warp_size,
-            "max_shared_memory_per_block": profile.smem_per_block_bytes,
-            "registers_per_block": profile.registers_per_sm,
-            "l2_cache_size_bytes": profile.l2_bytes,
-            "host": {"kind": "llvm", "mtriple": _llvm("GetDefaultTargetTriple")()},
-        }
-    )
+TAGS = "nvidia/"
+"""How TVM's names of devices begin, which become a Target: "nvidia/nvidia-h200"."""
 
 
-def cpu_target() -> Any:
-    """Target of this machine's CPU: its name, the threads that kernels run on (its cores), and no
-    instruction that it lacks.
+def resolve_target(target: Any = None) -> tuple[Any, HardwareProfile]:
+    """Return the TVM target and the hardware profile for what a user named.
 
-    The name switches on f16c, without which a float16 conversion is a function call. It is not
-    enough in a virtual machine, which may hide instructions of the CPU that it reports.
+    Parameters
+    ----------
+    target : str, Path, mapping, tvm.target.Target or None
+        "llvm" or "cpu" (the CPU of this machine, with rates measured at first use), "cuda" (the GPU
+        of this machine), a profile's name ("llvm_cpu": the CPU that ships), alias or path; a
+        Target, or its dict or tag, which is used as it is. None is "cuda" if there is a GPU with a
+        known profile, else "llvm".
+
+    Raises
+    ------
+    TargetError
+        An unknown name, no GPU in the machine, or a GPU without a profile.
     """
-    kernel_threads()  # the first kernel that runs here would pin the thread to one core
-    return _cpu_target(thread_count())
-
-
-@cache
-def _cpu_target(cores: int) -> Any:
-    import tvm_ffi
-    from tvm.target import Target
-
-    config = {"kind": "llvm", "num-cores": cores, "mcpu": _llvm("GetHostCPUName")()}
-    implied = tvm_ffi.get_global_func("target.llvm_get_cpu_features")(Target(config))
-    present = _llvm("GetHostCPUFeatures")()
-    hidden = sorted(f for f in map(str, implied) if f in present and not bool(present[f]))
-    if hidden:
-        config["mattr"] = [f"-{feature}" for feature in hidden]
-    return Target(config)
+    if target is None:
+        profile = present_gpu_profile() or host_profile()
+        return profile.to_target(), profile
+    if isinstance(target, str) and target.lower() == "cuda":
+        profile = required_gpu_profile()
+        return profile.to_target(), profile
+    if isinstance(target, str) and target.startswith(TAGS):
+        target = target_of(target)
+    elif isinstance(target, str | Path):
+        this_cpu = isinstance(target, str) and target.lower() in THIS_CPU
+        profile = host_profile() if this_cpu else load_profile(target)
+        return profile.to_target(), profile
+    if isinstance(target, Mapping):
+        target = target_of(dict(target))
+    return target, profile_of_target(target)
 
 
 def host_profile() -> HardwareProfile:
@@ -181,9 +177,3 @@ def present_gpu() -> tuple[str | None, str]:
 def generation(arch: str) -> str:
     """`arch` without its feature suffix: sm_90 for sm_90a."""
     return arch.rstrip("abcdefghijklmnopqrstuvwxyz")
-
-
-def _llvm(name: str) -> Any:
-    import tvm_ffi
-
-    return tvm_ffi.get_global_func(f"tvm.codegen.llvm.{name}")

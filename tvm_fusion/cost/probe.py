@@ -173,7 +173,7 @@ def _write(writer: Any, group: Candidate) -> tirx.PrimFunc | ProbeFailure:
 def _start(
     pool: ThreadPoolExecutor, func: tirx.PrimFunc, target: tvm.target.Target, arch: str
 ) -> Future | ProbeFailure:
-    from ..runtime.build.kernel_sources import kernel_sources
+    from ..runtime.build.kernel_code import kernel_sources
 
     try:
         sources = kernel_sources(func, target)

@@ -47,7 +47,7 @@ from ..transform.functions.named_stages import (
     is_enabled,
     result_of,
 )
-from ..transform.lower.lower import lower
+from ..transform.pipeline import lower
 from ..transform.rewrites.rewrites import known_rewrites
 from .kernels_ahead import kernels_ahead
 from .variants import best_plan

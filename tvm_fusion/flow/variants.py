@@ -11,7 +11,7 @@ from ..ir.graph import FusionGraph, build_graph
 from ..plan.decide.decide import decide
 from ..plan.decide.probing import probed_plan
 from ..plan.plan import FusionPlan
-from ..transform.lower.lower import legalize, lower, open_composites, rewrite
+from ..transform.pipeline import legalize, lower, open_composites, rewrite
 from ..transform.rewrites.rewrites import candidates
 from .plan_cache import Kept
 

@@ -10,8 +10,7 @@ import numpy as np
 from tvm.ir import IRModule
 
 from tvm_fusion.errors import FrontendError
-from tvm_fusion.frontends.cleanup import cleaned
-from tvm_fusion.frontends.finish import checked_module, first_line
+from tvm_fusion.frontends.finish import checked_module, cleaned, first_line
 
 try:
     import onnx

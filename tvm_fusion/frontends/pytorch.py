@@ -5,17 +5,23 @@ compiler handle better whole (torch_decompositions.py), and translated by `torch
 Parameters and buffers become constants.
 """
 
+from __future__ import annotations
+
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from tvm.ir import IRModule
 
-from tvm_fusion.errors import FrontendError
-from tvm_fusion.frontends.cleanup import cleaned
-from tvm_fusion.frontends.finish import checked_module, first_line
+from ..errors import FrontendError
+from . import torch_operators, torch_products, torch_slices, torch_writes
+from .finish import checked_module, cleaned, first_line
+from .torch_importer import Importer
+from .torch_slices import merge_equal_splits
+from .torch_writes import refuse_writes_into_repeats, written_inputs
 
 try:
     import torch
@@ -25,10 +31,13 @@ except ImportError as error:
         "pip install 'tvm_fusion[torch]'"
     ) from error
 
-from tvm_fusion.frontends.torch_decompositions import decompositions
-from tvm_fusion.frontends.torch_importer import Importer
-from tvm_fusion.frontends.torch_splits import merge_equal_splits
-from tvm_fusion.frontends.torch_writes import refuse_writes_into_repeats
+
+CONVERTERS = {
+    **torch_operators.CONVERTERS,
+    **torch_products.CONVERTERS,
+    **torch_slices.CONVERTERS,
+    **torch_writes.CONVERTERS,
+}
 
 
 def from_module(
@@ -84,13 +93,14 @@ def from_exported_program(
     """
     _refuse_inputs_that_are_no_tensors(program, where)
     refuse_writes_into_repeats(program, where)
-    importer = Importer()
+    importer = Importer(CONVERTERS)
     try:
         with _quiet():
             program = _on_cpu(program.run_decompositions(decompositions()))
             merge_equal_splits(program)
             if inspect is not None:
                 inspect(program)
+            importer.in_place = written_inputs(program)
             mod = importer.from_exported_program(
                 program,
                 keep_params_as_input=False,
@@ -170,3 +180,67 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+
+
+# ---- What an exported program is decomposed to: core ATen operators, but for those kept whole, and
+# for decompositions of PyTorch's that are put right here.
+
+_aten = torch.ops.aten
+
+# Their decompositions hide what they are: `linear` becomes view, permute, addmm, view; `matmul`
+# becomes expand, view, bmm, view; attention scales twice and searches for rows without a key. That
+# of `select_scatter` has another type than eager execution, that of `cosine_similarity` rounds
+# norms to halves.
+KEPT_WHOLE = (
+    _aten.linear.default,
+    _aten.matmul.default,
+    _aten.scaled_dot_product_attention.default,
+    _aten.silu.default,
+    _aten.cross_entropy_loss.default,
+    _aten.select_scatter.default,
+    _aten.cosine_similarity.default,
+)
+
+
+def _index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> torch.Tensor:
+    """PyTorch's gives the result the strides of x by a copy in place, which stays in the program
+    (2.11), or by `copy_strided` (2.14), where x is turned.
+    """
+    if not isinstance(value, torch.Tensor):
+        value = torch.scalar_tensor(value, dtype=x.dtype, device=x.device)
+    y = x.reshape(1) if x.ndim == 0 else x
+    indices = [None] * (dim % y.ndim) + [index.reshape(-1)]
+    return _aten.index_put(y, indices, value.to(x.dtype)).reshape(x.shape)
+
+
+def _vector_norm(
+    x: torch.Tensor,
+    ord: float = 2,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """Axes counted from the end are counted from the front: PyTorch 2.11 leaves them in the shape
+    of the result where they have one element, and all that follows has a wrong shape, too.
+    """
+    if dim is None or all(axis >= 0 for axis in dim):
+        return NotImplemented  # stays as it is
+    axes = [axis % max(1, x.ndim) for axis in dim]
+    return _aten.linalg_vector_norm(x, ord, axes, keepdim, dtype=dtype)
+
+
+PUT_RIGHT = {
+    _aten.index_fill.int_Scalar: _index_fill,
+    _aten.index_fill.int_Tensor: _index_fill,
+    _aten.linalg_vector_norm.default: _vector_norm,
+}
+
+
+def decompositions() -> Any:
+    """The table that `ExportedProgram.run_decompositions` takes."""
+    table = torch.export.default_decompositions()
+    for operator in KEPT_WHOLE:
+        table.pop(operator, None)
+    table.update(PUT_RIGHT)
+    return table

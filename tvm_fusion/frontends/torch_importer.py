@@ -1,53 +1,33 @@
 """TVM's translator of exported programs, with its numerical faults put right.
 
-What differs from TVM 0.27, beside the converters of torch_operators.py, torch_norms.py,
-torch_products.py, torch_attention.py, torch_scatters.py, torch_slices.py, torch_splits.py and
-torch_writes.py:
-- What depends on no input is a constant (torch_constants.py).
-- Inputs that the model writes into are changed (torch_writes.py).
+What differs from TVM 0.27, beside the converters of torch_operators.py, torch_products.py,
+torch_slices.py and torch_writes.py:
+- What depends on no input is a constant.
 - A permutation that undoes the one before it disappears.
 - Every result has the element type and the shape that PyTorch says it has.
 - There are 8-bit floats.
 """
 
-from collections.abc import Callable, Sequence
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import sympy
 import torch
+import tvm
 from torch import fx
+from torch.utils._sympy import functions as torch_functions
 from tvm import relax, tirx
 from tvm.ir import Op
 from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
-
-from tvm_fusion.frontends import (
-    torch_attention,
-    torch_norms,
-    torch_operators,
-    torch_products,
-    torch_scatters,
-    torch_slices,
-    torch_splits,
-    torch_writes,
-)
-from tvm_fusion.frontends.torch_constants import CONSTANT_LIMIT_BYTES, input_free_values
-from tvm_fusion.frontends.torch_symbols import shape_of, symbols_of
-
-CONVERTERS = {
-    **torch_operators.CONVERTERS,
-    **torch_norms.CONVERTERS,
-    **torch_products.CONVERTERS,
-    **torch_attention.CONVERTERS,
-    **torch_scatters.CONVERTERS,
-    **torch_slices.CONVERTERS,
-    **torch_splits.CONVERTERS,
-    **torch_writes.CONVERTERS,
-}
 
 FLOAT8_TYPES = ("float8_e4m3fn", "float8_e5m2")
 
 
 class Importer(ExportedProgramImporter):
-    """Translates one exported program.
+    """Translates one exported program, by `converters` where TVM's are not to be used.
 
     Attributes
     ----------
@@ -61,7 +41,8 @@ class Importer(ExportedProgramImporter):
         The writes that change an input of the model.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, converters: Mapping[str, Callable[[Any, fx.Node], relax.Expr]]) -> None:
+        self.converters = converters
         self.current: fx.Node | None = None
         self.known_values: dict[fx.Node, torch.Tensor] = {}
         self.symbols: dict[str, tirx.Var] = {}
@@ -72,7 +53,6 @@ class Importer(ExportedProgramImporter):
     def from_exported_program(self, program: torch.export.ExportedProgram, **options: Any) -> Any:
         """Translate a program, after computing what depends on no input."""
         self.known_values = input_free_values(program)
-        self.in_place = torch_writes.written_inputs(program)
         return super().from_exported_program(program, **options)
 
     def create_input_vars(self, program: torch.export.ExportedProgram) -> Any:
@@ -84,7 +64,7 @@ class Importer(ExportedProgramImporter):
     def create_convert_map(self) -> dict[Any, Callable[[fx.Node], relax.Expr]]:
         """TVM's converters with ours over them, each followed by a conversion to the right type."""
         converters = super().create_convert_map()
-        converters |= {name: self._bound(convert) for name, convert in CONVERTERS.items()}
+        converters |= {name: self._bound(convert) for name, convert in self.converters.items()}
         return {name: self._typed(convert) for name, convert in converters.items()}
 
     @staticmethod
@@ -174,3 +154,115 @@ def _is_permutation(expression: relax.Expr | None) -> bool:
         and expression.op == Op.get("relax.permute_dims")
         and expression.attrs.axes is not None
     )
+
+
+# ---- Symbolic sizes of PyTorch as expressions of TVM.
+
+Size = int | tvm.ir.Expr
+Symbols = Mapping[str, tirx.Var]
+
+
+def _folded(combine: Callable) -> Callable[..., Size]:
+    return lambda *args: functools.reduce(combine, args)
+
+
+FUNCTIONS: dict[type, Callable[..., Size]] = {
+    sympy.Add: _folded(operator.add),
+    sympy.Mul: _folded(operator.mul),
+    sympy.Max: _folded(tirx.max),
+    sympy.Min: _folded(tirx.min),
+    torch_functions.Max: _folded(tirx.max),
+    torch_functions.Min: _folded(tirx.min),
+    torch_functions.FloorDiv: tirx.floordiv,
+    torch_functions.CleanDiv: tirx.floordiv,
+    torch_functions.Mod: tirx.floormod,
+    torch_functions.PythonMod: tirx.floormod,
+}
+
+
+def symbols_of(variables: Iterable[relax.Var]) -> dict[str, tirx.Var]:
+    """The symbols that stand alone as a dimension of one of the given tensors, by name."""
+    dimensions = (size for variable in variables for size in variable.ty.shape or ())
+    return {size.name: size for size in dimensions if tvm.ir.is_prim_var(size)}
+
+
+def size_of(value: int | torch.SymInt, symbols: Symbols) -> Size | None:
+    """A size of PyTorch in terms of the given symbols; None where it has no such form."""
+    return int(value) if isinstance(value, int) else _convert(value.node.expr, symbols)
+
+
+def shape_of(value: torch.Tensor, symbols: Symbols) -> list[Size] | None:
+    """The shape of a traced tensor in terms of the given symbols; None if it has no such form."""
+    sizes = [size_of(size, symbols) for size in value.shape]
+    return None if any(size is None for size in sizes) else sizes
+
+
+def _convert(expression: sympy.Expr, symbols: Symbols) -> Size | None:
+    if isinstance(expression, sympy.Integer):
+        return tirx.IntImm("int64", int(expression))
+    if isinstance(expression, sympy.Symbol):
+        return symbols.get(str(expression))
+    args = [_convert(arg, symbols) for arg in expression.args]
+    function = FUNCTIONS.get(type(expression))
+    return None if function is None or any(arg is None for arg in args) else function(*args)
+
+
+# ---- The part of an exported program that depends on no input, computed by PyTorch itself.
+#
+# Models build masks, positions and rotary tables from `arange` and constants in every call: dozens
+# of tiny operators whose results never change. What depends on a parameter is not computed here.
+
+EVALUATION_LIMIT_BYTES = 64 << 20  # no larger value is computed
+CONSTANT_LIMIT_BYTES = (
+    1 << 20
+)  # and none larger than this put into the module: it would be read, not computed
+
+
+def input_free_values(program: torch.export.ExportedProgram) -> dict[fx.Node, torch.Tensor]:
+    """The values of all nodes that depend on constants and buffers only.
+
+    Parameters
+    ----------
+    program : torch.export.ExportedProgram
+
+    Returns
+    -------
+    dict
+        Nodes with a static shape and at most `EVALUATION_LIMIT_BYTES`; random ones are left out.
+    """
+    values: dict[fx.Node, torch.Tensor] = {}
+    given = _given_tensors(program)
+    with torch.no_grad():
+        for node in program.graph.nodes:
+            if node.op == "placeholder" and node.name in given:
+                values[node] = given[node.name].cpu()
+            elif node.op == "call_function" and _can_evaluate(node, values):
+                result = node.target(
+                    *fx.map_arg(node.args, values.__getitem__),
+                    **fx.map_arg(node.kwargs, values.__getitem__),
+                )
+                values[node] = result.cpu()  # the module's constants lie there, whatever the model
+    return values
+
+
+def _given_tensors(program: torch.export.ExportedProgram) -> dict[str, torch.Tensor]:
+    """Buffers and constants by the name of their placeholder."""
+    signature = program.graph_signature
+    buffers = dict(program.named_buffers())
+    given = {name: buffers[target] for name, target in signature.inputs_to_buffers.items()}
+    for name, target in signature.inputs_to_lifted_tensor_constants.items():
+        given[name] = program.constants[target]
+    return given
+
+
+def _can_evaluate(node: fx.Node, values: dict[fx.Node, torch.Tensor]) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded in node.target.tags or "empty" in node.target.__name__:
+        return False
+    if not all(argument in values for argument in node.all_input_nodes):
+        return False
+    result: Any = node.meta.get("val")
+    if not isinstance(result, torch.Tensor) or not all(isinstance(n, int) for n in result.shape):
+        return False
+    return math.prod(result.shape) * result.element_size() <= EVALUATION_LIMIT_BYTES

@@ -19,16 +19,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
 from tvm import relax, sym, te, tirx
 
-from tvm_fusion.frontends.torch_symbols import Size, size_of
-
-if TYPE_CHECKING:
-    from tvm_fusion.frontends.torch_importer import Importer
+from tvm_fusion.frontends.torch_importer import Importer, Size, size_of
 
 Converter = Callable[["Importer", fx.Node], relax.Expr]
 HALVES = ("float16", "bfloat16")

@@ -1,4 +1,4 @@
-"""Converters for products, convolutions, embeddings and losses.
+"""Converters for products, convolutions, embeddings and losses; for attention; for norms.
 
 What differs from TVM 0.27:
 - Products accumulate in float32 at least and give the type of their inputs (TVM leaves float32 for
@@ -9,15 +9,15 @@ What differs from TVM 0.27:
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import math
 
+import numpy as np
+import torch
 from torch import fx
 from tvm import relax
 
-from tvm_fusion.frontends.torch_operators import Converter, bound_arguments, scaled
-
-if TYPE_CHECKING:
-    from tvm_fusion.frontends.torch_importer import Importer
+from .torch_importer import Importer, size_of
+from .torch_operators import Converter, bound_arguments, scaled
 
 HALF = ("float16", "bfloat16")
 REDUCTIONS = ("none", "mean", "sum")  # as PyTorch numbers them
@@ -111,7 +111,7 @@ def _cross_entropy(importer: Importer, node: fx.Node) -> relax.Expr:
     )
 
 
-CONVERTERS: dict[str, Converter] = {
+_PRODUCTS: dict[str, Converter] = {
     "matmul.default": _matmul,
     "mm.default": _matmul,
     "bmm.default": _matmul,
@@ -123,3 +123,180 @@ CONVERTERS: dict[str, Converter] = {
     "index_select.default": _index_select,
     "cross_entropy_loss.default": _cross_entropy,
 }
+
+
+# ---- PyTorch's scaled_dot_product_attention as `relax.op.nn.attention`.
+#
+# Takes boolean and additive masks, a scale, grouped queries and any rank. As in PyTorch, a query
+# that may see no key gets 0 (softmax alone would give NaN). A mask that is known now and hides
+# nothing, or is the causal one, is recognised as that. Does not handle: dropout.
+
+# (batch, head, sequence, width) <-> (batch, sequence, head, width), which relax wants
+SWAP_HEADS = (0, 2, 1, 3)
+
+
+def _attention(importer: Importer, node: fx.Node) -> relax.Expr:
+    args = bound_arguments(node)
+    if args["dropout_p"] != 0.0:
+        raise NotImplementedError("attention with dropout")
+    tensors = [importer.value_of(args[name]) for name in ("query", "key", "value")]
+    query, key, value = (_as_rank_4(importer, x) for x in tensors)
+    if args["enable_gqa"]:
+        groups = int(query.ty.shape[1]) // int(key.ty.shape[1])
+        key, value = (importer.emit(relax.op.repeat(x, groups, axis=1)) for x in (key, value))
+    leading = list(tensors[0].ty.shape)[:-2]
+    bias, visible, causal = None, None, args["is_causal"]
+    if args["attn_mask"] is not None:
+        bias, visible, causal = _mask(importer, args["attn_mask"], leading, str(query.ty.dtype))
+    result = relax.op.nn.attention(
+        *(importer.permute(x, SWAP_HEADS) for x in (query, key, value)),
+        bias=bias,
+        scale=_scale(args["scale"], int(query.ty.shape[-1])),
+        causal_mask="TopLeft" if causal else None,
+    )
+    result = importer.emit(result)
+    if visible is not None:
+        zero = relax.const(0, result.ty.dtype)
+        visible = importer.permute(visible, SWAP_HEADS)
+        result = importer.emit(relax.op.where(visible, result, zero))
+    result = importer.permute(result, SWAP_HEADS)
+    if len(leading) == 2:
+        return result
+    return importer.emit(relax.op.reshape(result, [*leading, *list(result.ty.shape)[-2:]]))
+
+
+def _scale(scale: float | None, width: int) -> float | None:
+    """The scale; None, which TVM lowers in the right type, if it is the default 1 / sqrt(width)."""
+    return None if scale is None or math.isclose(scale, width**-0.5) else scale
+
+
+def _as_rank_4(importer: Importer, x: relax.Expr) -> relax.Expr:
+    """(..., sequence, width) as (batch, head, sequence, width)."""
+    if x.ty.ndim == 4:
+        return x
+    return importer.emit(relax.op.reshape(x, [1, -1, *list(x.ty.shape)[-2:]]))
+
+
+def _mask(
+    importer: Importer, mask: fx.Node, leading: list, dtype: str
+) -> tuple[relax.Expr | None, relax.Expr | None, bool]:
+    """What to add to the scores, the queries that see a key (None: all), if the mask is causal."""
+    known = importer.known_values.get(mask)
+    shown = None if known is None else _shown(known)
+    if known is not None and known.dtype == torch.bool:
+        if bool(shown.all()):
+            return None, None, False
+        if torch.equal(shown, torch.ones_like(shown).tril()):
+            return None, None, True
+    if (mask, dtype) not in importer.masks:
+        importer.masks[mask, dtype] = _emit_mask(importer, mask, leading, dtype)
+    bias, visible = importer.masks[mask, dtype]
+    all_visible = shown is not None and bool(shown.any(dim=-1).all())
+    return bias, None if all_visible else visible, False
+
+
+def _shown(mask: torch.Tensor) -> torch.Tensor:
+    return mask if mask.dtype == torch.bool else mask != -math.inf
+
+
+def _emit_mask(
+    importer: Importer, node: fx.Node, leading: list, dtype: str
+) -> tuple[relax.Expr, relax.Expr]:
+    emit = importer.emit
+    mask = importer.value_of(node)
+    if len(leading) > 2:  # batch and head are one axis then
+        mask = emit(relax.op.broadcast_to(mask, [*leading, *list(mask.ty.shape)[-2:]]))
+        mask = _as_rank_4(importer, mask)
+    elif mask.ty.ndim < 4:
+        mask = emit(relax.op.reshape(mask, [*[1] * (4 - mask.ty.ndim), *mask.ty.shape]))
+    hidden = relax.const(-math.inf, dtype)
+    if mask.ty.dtype == "bool":
+        bias = emit(relax.op.where(mask, relax.const(0, dtype), hidden))
+    else:
+        bias = importer.cast(mask, dtype)
+        mask = emit(relax.op.not_equal(bias, hidden))
+    # Of integers, max is ambiguous in CUDA: the lowest one is written as a long
+    seen = emit(relax.op.max(emit(relax.op.astype(mask, "float32")), axis=-1, keepdims=True))
+    return bias, emit(relax.op.astype(seen, "bool"))
+
+
+_ATTENTION: dict[str, Converter] = {"scaled_dot_product_attention.default": _attention}
+
+
+# ---- Converters for normalizations over groups of channels, and for angles between vectors.
+#
+# What differs from TVM 0.27:
+# - There may be no weight and no bias (TVM stops at a null pointer).
+# - bfloat16 is computed in float32, as PyTorch does (TVM's operator refuses it).
+# - Cosines of halves are computed in float32: their norms are no halves, as in PyTorch's
+#   decompositions, which divide by 0 where the least norm of 1e-8 is none in half precision.
+
+CHANNELS = 1  # their axis
+
+
+def _group_norm(importer: Importer, node: fx.Node) -> relax.Expr:
+    """group_norm(input, num_groups, weight, bias, eps)."""
+    given = bound_arguments(node)
+    return _normalized(importer, given, given["num_groups"])
+
+
+def _native_group_norm(importer: Importer, node: fx.Node) -> relax.Expr:
+    """native_group_norm(input, weight, bias, N, C, HxW, group, eps): (result, mean, rstd), of which
+    only the result is ever used in a model that is not trained.
+    """
+    given = bound_arguments(node)
+    return relax.Tuple([_normalized(importer, given, given["group"])])
+
+
+def _normalized(importer: Importer, given: dict, groups: int) -> relax.Expr:
+    like = given["input"].meta["val"]
+    dtype = importer.dtype_of(given["input"])
+    wide = "float32" if dtype == "bfloat16" else dtype
+    channels = like.shape[CHANNELS]
+
+    def parameter(name: str, missing: float) -> relax.Expr:
+        if given[name] is None:
+            return relax.const(np.full(channels, missing), wide)
+        return importer.operand(given[name], wide)
+
+    result = relax.op.nn.group_norm(
+        importer.operand(given["input"], wide),
+        parameter("weight", 1.0),
+        parameter("bias", 0.0),
+        num_groups=groups,
+        channel_axis=CHANNELS,
+        axes=list(range(CHANNELS + 1, like.dim())),
+        epsilon=given["eps"],
+    )
+    return importer.cast(importer.emit(result), dtype)
+
+
+def _cosine_similarity(importer: Importer, node: fx.Node) -> relax.Expr:
+    """cosine_similarity(x1, x2, dim, eps): x1 and x2 are broadcast, each norm is at least eps."""
+    given = bound_arguments(node)
+    dtype, axis = importer.dtype_of(node), given["dim"]
+    wide = "float64" if dtype == "float64" else "float32"
+    shapes = [given[name].meta["val"].shape for name in ("x1", "x2")]
+    whole = [size_of(n, importer.symbols) for n in torch.broadcast_shapes(*shapes)]
+
+    def unit(name: str) -> relax.Expr:
+        x = importer.operand(given[name], wide)
+        if shapes[0] != shapes[1]:
+            x = importer.emit(relax.op.broadcast_to(x, whole))
+        squares = importer.emit(relax.op.multiply(x, x))
+        length = importer.emit(relax.op.sqrt(importer.emit(relax.op.sum(squares, axis, True))))
+        length = importer.emit(relax.op.maximum(length, relax.const(given["eps"], wide)))
+        return importer.emit(relax.op.divide(x, length))
+
+    products = importer.emit(relax.op.multiply(unit("x1"), unit("x2")))
+    return importer.cast(importer.emit(relax.op.sum(products, axis)), dtype)
+
+
+_NORMS: dict[str, Converter] = {
+    "group_norm.default": _group_norm,
+    "native_group_norm.default": _native_group_norm,
+    "cosine_similarity.default": _cosine_similarity,
+}
+
+
+CONVERTERS = _PRODUCTS | _NORMS | _ATTENTION

@@ -18,7 +18,6 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import fx
@@ -30,10 +29,8 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script.builder import ir as B
 
 from tvm_fusion.errors import FrontendError
+from tvm_fusion.frontends.torch_importer import Importer
 from tvm_fusion.frontends.torch_operators import Converter, bound_arguments
-
-if TYPE_CHECKING:
-    from tvm_fusion.frontends.torch_importer import Importer
 
 _log = logging.getLogger(__name__)
 _aten = torch.ops.aten

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..check.output_precision import narrowest
+from ..check.allowance import narrowest
 from ..check.rules import OutputCheck, check_output
 from ..errors import TvmFusionError
 from .draw import dtype_name
@@ -141,7 +141,7 @@ def _bounds(program: Program, arguments: Tensors) -> list[Any]:
     from ..check.allowance import Reference
     from ..config import resolve_target
     from ..frontends import load
-    from ..transform.lower.lower import lower
+    from ..transform.pipeline import lower
 
     mod = load(program.module(), arguments)
     low = lower(mod, resolve_target("llvm")[0], decompose=False)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
 from tvm import tirx
 
@@ -16,14 +17,22 @@ from ..flow.planned import BuiltPlan, Planned
 from ..host.threads import thread_count
 from ..ir.graph import FusionGraph
 from ..kernels.cpu.contraction.panels import mark_constants
+from ..plan.explain.layout_changes import layout_changes, refusals_between
 from ..plan.plan import FREE, UNWRITTEN, FusionPlan, PlannedGroup
+from ..plan.refusal import Refusal
 from ..runtime.build.build import Built
 from ..runtime.calls.launch_count import count_launches
 from ..runtime.timing.times import TimeReport
+from ..runtime.timing.timing import wall_times
 from ..transform.apply.materialize import Materialized, materialize
 from ..transform.apply.pack_constants import packable_arguments
-from .facts import Comparison, GroupReport, RefusalReport, Report, Verification
-from .layouts import layout_reports, refusal_report
+from .facts import Comparison, GroupReport, LayoutReport, RefusalReport, Verification
+from .flip import flip
+from .screen import Report
+
+if TYPE_CHECKING:
+    from ..runtime.calls.call_memory import MemoryPlan
+    from ..runtime.calls.compiled_module import CompiledModule
 
 
 def planned_report(planned: Planned, probed: Probed | None = None) -> Report:
@@ -184,3 +193,99 @@ def _launches(plan: FusionPlan) -> int:
 
 def _bytes(plan: FusionPlan) -> int:
     return int(sum(g.bytes for g in plan.groups if g.kernel_class not in FREE))
+
+
+# ---- Launches that only change a layout, in a report: what they cost, and who refused them.
+
+
+def layout_reports(
+    graph: FusionGraph, plan: FusionPlan, names: dict[tuple[str, ...], str]
+) -> tuple[LayoutReport, ...]:
+    """The layout changes of a plan; `names` are those of PrimFuncs, by the group's operators."""
+    return tuple(
+        LayoutReport(
+            name=names.get(change.group.ops, change.group.ops[-1]),
+            ops=change.group.ops,
+            predicted_us=change.group.predicted_us,
+            bytes=int(change.group.bytes),
+            reads=change.inputs,
+            writes=change.outputs,
+            neighbours=(
+                *(r for g in change.before for r in _reasons(plan, g, change.group)),
+                *(r for g in change.after for r in _reasons(plan, change.group, g)),
+            ),
+            readers=len(change.after),
+        )
+        for change in layout_changes(graph, plan)
+    )
+
+
+def refusal_report(refusal: Refusal) -> RefusalReport:
+    """A refusal of the plan, with what would turn it."""
+    code, numbers = refusal.code.value, dict(refusal.numbers)
+    return RefusalReport(code, refusal.where, refusal.why, numbers, flip(code, numbers))
+
+
+def _reasons(plan: FusionPlan, first: PlannedGroup, second: PlannedGroup) -> list[RefusalReport]:
+    return [refusal_report(refusal) for refusal in refusals_between(plan, first, second)]
+
+
+# ---- What a call costs beside its kernels: device memory, and time on the host.
+
+logger = logging.getLogger(__name__)
+
+
+def with_calls(
+    report: Report,
+    compiled: CompiledModule,
+    unfused: MemoryPlan,
+    inputs: Sequence[Any] | None,
+    time: bool,
+) -> Report:
+    """The report with the memory and the CUDA graph of a call.
+
+    Parameters
+    ----------
+    report : Report
+    compiled : CompiledModule
+        With its `cuda_graph` set.
+    unfused : MemoryPlan
+        Of the module to compare with.
+    inputs : sequence or None
+        To run it with, where there is a device.
+    time : bool
+        Time calls with and without a graph.
+    """
+    report = replace(
+        report,
+        memory=Comparison(compiled.peak_memory_bytes, unfused.peak_bytes()),
+    )
+    runs_on_gpu = inputs is not None and compiled.target.kind.name == "cuda"
+    if runs_on_gpu and report.memory.fused is not None:  # else at sizes that are nobody's
+        report = replace(report, measured_memory_bytes=compiled.measure_peak_memory(*inputs))
+    if compiled.cuda_graph is None:
+        return report
+    host_us = Comparison()
+    if inputs is not None and compiled.cuda_graph_refusal is None:
+        host_us = _captured_and_timed(compiled, inputs, time)
+    why = compiled.cuda_graph_refusal
+    if why is not None:
+        logger.warning("no CUDA graph: %s", why)
+    state = "captured at the first call" if why is None else f"not captured: {why}"
+    return replace(report, cuda_graph=state, call_us=host_us)
+
+
+def _captured_and_timed(compiled: CompiledModule, inputs: Sequence[Any], time: bool) -> Comparison:
+    """Capture a call, to know whether that works; wall-clock time of calls with a graph and
+    without.
+    """
+    graph = compiled.bind(*inputs)
+    if not time or compiled.cuda_graph_refusal is not None:
+        return Comparison()
+    options, compiled.cuda_graph = compiled.cuda_graph, False
+    try:
+        stream = compiled.bind(*inputs)
+    finally:
+        compiled.cuda_graph = options
+    times = wall_times({"graph": graph, "stream": stream}, wait=compiled.device.sync)
+    return Comparison(times["graph"].median_us, times["stream"].median_us)

@@ -170,7 +170,7 @@ class LayoutReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Facts:
     """What was fused, why, what it saved, and how right it is.
 
     Attributes
@@ -237,17 +237,6 @@ class Report:
         """Median times of a call in microseconds, fused and unfused."""
         medians = (self.times.get(name, TimeReport()).median_us for name in (FUSED, UNFUSED))
         return Comparison(*medians)
-
-    def __str__(self) -> str:
-        from .screen import screen
-
-        return screen(self)
-
-    def full(self) -> str:
-        """Return everything as text; `str` gives one screen of it."""
-        from .text import render
-
-        return render(self)
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as a JSON-able dict; numbers that JSON has no form for become None.

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import InputError
-from .facts import FORMAT_VERSION, Report
+from .facts import FORMAT_VERSION
+from .screen import Report
 
 
 @dataclass(frozen=True, slots=True)

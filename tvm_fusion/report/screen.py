@@ -4,10 +4,11 @@ At most 40 lines of 100 columns, whatever the model; `text.render` has the rest.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from ..runtime.timing.times import FUSED, TimeReport, Verdict
-from .facts import GroupReport, Report
-from .text import align, clip, format_time, summary_lines
+from .facts import Facts, GroupReport
+from .text import align, clip, format_time, render, summary_lines
 
 COLUMNS, LINES = 100, 40
 TOP = 3  # groups
@@ -15,7 +16,19 @@ LONGEST = 30  # of the name of a group, and of what it computes
 NAMES = {"tvm": "TVM's default pipeline", "torch": "torch eager"}
 
 
-def screen(report: Report, model: str | None = None) -> str:
+@dataclass(frozen=True, slots=True)
+class Report(Facts):
+    """What was fused, why, what it saved, and how right it is; attributes as of `Facts`."""
+
+    def __str__(self) -> str:
+        return screen(self)
+
+    def full(self) -> str:
+        """Return everything as text; `str` gives one screen of it."""
+        return render(self)
+
+
+def screen(report: Facts, model: str | None = None) -> str:
     """Return the short report.
 
     Parameters
@@ -35,7 +48,7 @@ def screen(report: Report, model: str | None = None) -> str:
     )
 
 
-def _times(report: Report) -> str:
+def _times(report: Facts) -> str:
     """A row for each compiler, and the verdict."""
     if not report.times:
         return ""
@@ -74,7 +87,7 @@ def _verdict(times: dict[str, TimeReport]) -> list[str]:
     return [f"verdict: {'; '.join(said)}"] if said else []
 
 
-def _top(report: Report) -> str:
+def _top(report: Facts) -> str:
     """The groups that take most: by the clock where they ran, else as predicted."""
     if not report.groups:
         return ""
@@ -95,7 +108,7 @@ def _time_us(group: GroupReport) -> float:
     return group.predicted_us if group.measured_us is None else group.measured_us
 
 
-def _hints(report: Report, model: str | None) -> Sequence[str]:
+def _hints(report: Facts, model: str | None) -> Sequence[str]:
     doubts = sum(refusal.code == "undecided" for refusal in report.refusals)
     measure = f"times the {doubts} fusions in doubt" if doubts else "times what is in doubt"
     if doubts == 1:

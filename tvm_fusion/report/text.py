@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from ..runtime.timing.times import FUSED, UNFUSED, TimeReport, Verdict
-from .facts import Comparison, GroupReport, RefusalReport, Report
+from .facts import Comparison, Facts, GroupReport, RefusalReport
 
 _GROUP_COLUMNS = (
     "group",
@@ -41,7 +41,7 @@ _SHOWN_REFUSALS = 8
 _SHOWN_TERMS = 5
 
 
-def render(report: Report) -> str:
+def render(report: Facts) -> str:
     """Return the report as plain text."""
     parts = [summary_lines(report), _times(report)]
     if report.groups:
@@ -51,7 +51,7 @@ def render(report: Report) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
-def show(report: Report, file: TextIO) -> None:
+def show(report: Facts, file: TextIO) -> None:
     """Write the report to `file`, with a ruled table if that is a terminal and `rich` is there."""
     console = _rich_console(file)
     if console is None or not report.groups:
@@ -102,7 +102,7 @@ def format_refusal(refusal: RefusalReport) -> str:
     return f"{said}; {refusal.flip}" if refusal.flip else said
 
 
-def summary_lines(report: Report) -> str:
+def summary_lines(report: Facts) -> str:
     """Return where it runs, what was saved, and what the check says."""
     rows = [
         ("", "unfused", "fused", "saved"),
@@ -148,7 +148,7 @@ def _call_times(pair: Comparison) -> str:
     return f"; a call takes {graph} on the clock, {stream} launch by launch"
 
 
-def _time_row(report: Report) -> tuple[str, ...]:
+def _time_row(report: Facts) -> tuple[str, ...]:
     """Medians; what they save is said only if the quartiles tell the two apart."""
     name, unfused, fused, saved = _comparison_row("time", report.time_us, format_time)
     first, second = report.times.get(FUSED), report.times.get(UNFUSED)
@@ -164,7 +164,7 @@ def _comparison_row(
     return (name, form(pair.unfused), form(pair.fused), ratio)
 
 
-def _group_table(report: Report) -> list[tuple[str, ...]]:
+def _group_table(report: Facts) -> list[tuple[str, ...]]:
     """Header and one row a group, without the columns that are empty in every row."""
     rows = [_group_row(group) for group in report.groups]
     columns = zip(_GROUP_COLUMNS, *rows, strict=True)
@@ -200,7 +200,7 @@ def _evidence(evidence: Mapping[str, Any] | None) -> str:
     return f"{kinds.get(evidence['kind'], evidence['kind'])} {shown:.2f}"
 
 
-def _terms(report: Report) -> str:
+def _terms(report: Facts) -> str:
     """What the prediction of each group is made of, and what it takes to lie in the L2."""
     lines = []
     for group in report.groups:
@@ -212,7 +212,7 @@ def _terms(report: Report) -> str:
     return "\n".join(["predicted, by term:", *lines]) if lines else ""
 
 
-def _tuned(report: Report) -> str:
+def _tuned(report: Facts) -> str:
     """Which kernels tuning chose, and how long they and the untuned ones take by themselves."""
     lines = []
     for group in report.groups:
@@ -230,7 +230,7 @@ def _tuned(report: Report) -> str:
     return "\n".join(["tuned, each kernel by itself:", *lines]) if lines else ""
 
 
-def _times(report: Report) -> str:
+def _times(report: Facts) -> str:
     """Medians and quartiles of all compilers, what they say of ours, and why some have none."""
     if not report.times:
         return ""
@@ -251,7 +251,7 @@ def _times(report: Report) -> str:
     return "\n".join([align(rows, left=1), *failed])
 
 
-def _fallbacks(report: Report) -> str:
+def _fallbacks(report: Facts) -> str:
     by_reason: dict[str, list[str]] = {}
     for group in report.groups:
         if group.fallback:
@@ -260,13 +260,13 @@ def _fallbacks(report: Report) -> str:
     return "\n".join(["run unfused:", *lines]) if lines else ""
 
 
-def _plain(report: Report) -> str:
+def _plain(report: Facts) -> str:
     """Kernels that no rule could schedule, and how they run."""
     lines = [f"  {clip(name)}: {how}" for name, how in report.plain.items()]
     return "\n".join(["slow, for want of a schedule:", *lines]) if lines else ""
 
 
-def _layouts(report: Report) -> str:
+def _layouts(report: Facts) -> str:
     """Launches that only change a layout: what each costs, and why no other absorbed it."""
     lines = []
     for change in report.layouts:

@@ -5,8 +5,9 @@ from itertools import permutations
 
 from ..config.toml import nearest
 from ..errors import InputError
-from .facts import GroupReport, RefusalReport, Report
+from .facts import GroupReport, RefusalReport
 from .function_reports import FunctionReports
+from .screen import Report
 from .text import format_refusal, format_terms, format_time
 
 

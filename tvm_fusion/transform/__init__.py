@@ -5,7 +5,7 @@ when kernels are lowered to VM calls. `Fuse` is all of it but the last as one pa
 stages bear the same names, for instruments and for `disabled_pass` of `PassContext`.
 """
 
-from ..compilation.pipeline import Fuse, fusion_pipeline, register
+from ..compilation.fuse import Fuse, fusion_pipeline, register
 from ..compilation.planning_stages import FusedFunction, Materialize, Plan, WriteKernels, plan
 from .apply.pack_constants import PackConstants
 from .decompose import Decompose

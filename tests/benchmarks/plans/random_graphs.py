@@ -24,7 +24,7 @@ from tvm import relax
 from tvm_fusion.config import HardwareProfile, Policy
 from tvm_fusion.errors import InputError
 from tvm_fusion.ir.graph import FusionGraph, build_graph
-from tvm_fusion.transform.lower.lower import lower
+from tvm_fusion.transform.pipeline import lower
 
 from .random_steps import STEPS, Draft, Value
 

@@ -10,7 +10,7 @@ from tvm_fusion.errors import InputError, PlanError, Unsupported
 from tvm_fusion.ir.graph import OpKind, build_graph
 from tvm_fusion.plan.search.search import search, unfused_plan
 from tvm_fusion.plan.search.solution import check_solution, is_kernel, members_of
-from tvm_fusion.transform.lower.lower import lower
+from tvm_fusion.transform.pipeline import lower
 
 from .random_graphs import graph_of, keys_of, module_of
 from .space import PlanSpace

@@ -14,7 +14,7 @@ from tvm_fusion.kernels.attention.roles import attention_cores
 from tvm_fusion.plan.group_view import GroupView
 from tvm_fusion.plan.refusal import Refusal
 from tvm_fusion.plan.search.search import unfused_plan
-from tvm_fusion.transform.lower.lower import lower
+from tvm_fusion.transform.pipeline import lower
 
 from ...support.attention_cases import CASES
 from ...support.graphs import module, plan_of

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import tvm
 from tvm import relax, tirx
@@ -43,13 +43,13 @@ from .kernel_code import (
     lowered_parts,
     one_kernel_each,
 )
-from .link import link
 from .lowering import SCHEDULED_ATTR, ScheduleLeftovers, lowering_pipeline, mixed_tir_pipeline
 from .plain_schedule import PLAIN_ATTR
 from .resources import KernelResources, resources_of
 
 if TYPE_CHECKING:
     from ...config import HardwareProfile
+
 
 __all__ = [
     "Built",
@@ -346,3 +346,25 @@ def _refuse_host_loops(
     }
     if failures:
         raise KernelBuildError(failures)
+
+
+# ---- The last step of a build: bytecode, kernels, constants and external libraries in one.
+
+
+def link(
+    builder: relax.ExecBuilder,
+    target: tvm.target.Target,
+    library: tvm.runtime.Module | None,
+    attrs: Mapping[str, Any] | None,
+) -> relax.VMExecutable:
+    """Join bytecode, kernels, constants and external libraries, as `tvm.relax.build` does."""
+    attrs = dict(attrs or {})
+    external = list(attrs.get("external_mods", []))
+    for module in filter(vm_build._is_device_module, external):
+        if library is None:
+            raise BuildError("external device modules without a PrimFunc that calls them")
+        library.import_module(module)
+    hosts = [module for module in external if not vm_build._is_device_module(module)]
+    params = dict(attrs.get("const_name_to_constant", {}))
+    linked = vm_build._ffi_api.VMLink(builder, target, library, hosts, params)
+    return relax.VMExecutable(linked)

@@ -12,7 +12,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
@@ -127,17 +127,6 @@ class Compiling:
             return compile_source(source, self._arch)
         except BuildError as error:
             return error
-
-
-def compile_sources(
-    sources: Iterable[str], arch: str | None = None, jobs: int | None = None
-) -> list[DeviceCode | BuildError]:
-    """Compile several sources at a time, each from the moment on that `sources` yields it; the
-    error of one leaves the others alone.
-    """
-    with Compiling(arch or cuda_arch(), jobs) as compiling:
-        begun = [compiling.begin(source) for source in sources]
-        return [future.result() for future in begun]
 
 
 @cache

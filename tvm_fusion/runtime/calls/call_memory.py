@@ -67,13 +67,6 @@ class MemoryPlan:
             most |= Counter(size for size in moment if isinstance(size, int))
         return list(most.elements())
 
-    def outputs_bytes(self, extents: Mapping[str, int] | None = None) -> int | None:
-        """Bytes of the outputs alone."""
-        try:
-            return _sum(self.outputs, extents or {})
-        except KeyError:
-            return None
-
     def to_json(self) -> dict[str, Any]:
         """Return plain values for `from_json`."""
         return {"weights": self.weights_bytes, "outputs": self.outputs, "peaks": self.peaks}

@@ -1,7 +1,9 @@
-"""A compiled model: call it, ask it what it is, save it, load it."""
+"""A compiled model, of one function or several: call it, ask it what it is, save it, load it."""
+
+from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -9,29 +11,25 @@ from typing import Any
 import tvm
 from tvm import relax
 
-from ...errors import BuildError, InputError, TargetError
+from ...errors import InputError, TargetError
+from ...plan.plan import FusionPlan
 from ..build import cubin_cache
 from ..build.build import Built
-from ..build.stray_lines import without_lines
 from ..graphs.capture_rules import CudaGraphOptions, refusal_of_executable
 from ..graphs.mode import GraphMode
 from .call_memory import MemoryPlan, measured_call_bytes
 from .entry import function_of, load_library, virtual_machine
 from .launch_count import count_launches
 from .repeated_calls import Repeated, RepeatedCall
-from .sidecar import read_sidecar, write_sidecar
+from .sidecar import export_executable, read_sidecar, write_sidecar
 from .signature import Signature
 from .tensors import Kind, describe, from_tvm, kind_of, result_kind, to_argument, torch_stream
 from .written_inputs import refuse_copies, refuse_lost_writes, write_back
 
-# A warning for each constant of a module that has run: its virtual machine asked for their memory
-# scopes by the operator [] of a map, which made an empty entry for each
-_SCOPES = "Warning: Scope Saving:"
-
 
 class CompiledModule:
     """What `tvm_fusion.compile` returns for a model of one function; of a module of several, one of
-    them (see `functions.CompiledFunctions`).
+    them (see `CompiledFunctions`).
 
     Calling it runs the function, `main` unless it has another name. NumPy arrays in give NumPy
     arrays out, torch tensors give torch tensors (by DLPack, without a copy), anything else TVM
@@ -84,7 +82,7 @@ class CompiledModule:
         built: Built | None = None,
         plan: Any = None,
         report: Any = None,
-        beside: "CompiledModule | None" = None,
+        beside: CompiledModule | None = None,
     ) -> None:
         """`beside` is another function of the executable: they share a virtual machine."""
         self.executable = executable
@@ -108,8 +106,8 @@ class CompiledModule:
         built: Built,
         plan: Any = None,
         report: Any = None,
-        beside: "CompiledModule | None" = None,
-    ) -> "CompiledModule":
+        beside: CompiledModule | None = None,
+    ) -> CompiledModule:
         """Wrap a build."""
         about = {"built": built, "plan": plan, "report": report, "beside": beside}
         return cls(built.executable, built.target, built.signature, **about)
@@ -303,7 +301,7 @@ class CompiledModule:
         Returns
         -------
         CompiledModule or CompiledFunctions
-            `functions.CompiledFunctions` for a file that one of these wrote.
+            `CompiledFunctions` for a file that one of these wrote.
 
         Raises
         ------
@@ -322,8 +320,6 @@ class CompiledModule:
         target = tvm.target.Target(meta["target"])
         if "functions" not in meta:
             return cls.from_facts(library, target, meta, path)
-        from .compiled_functions import CompiledFunctions
-
         members: dict[str, CompiledModule] = {}
         for name, facts in meta["functions"].items():
             beside = next(iter(members.values()), None)
@@ -338,11 +334,9 @@ class CompiledModule:
         target: tvm.target.Target,
         meta: Mapping[str, Any],
         path: Path,
-        beside: "CompiledModule | None" = None,
-    ) -> "CompiledModule":
+        beside: CompiledModule | None = None,
+    ) -> CompiledModule:
         """A function of a loaded library, from what `facts` said of it."""
-        from ...plan.plan import FusionPlan
-
         module = cls(
             library,
             target,
@@ -359,15 +353,167 @@ class CompiledModule:
         return module
 
 
-def export_executable(executable: Any, path: Path) -> None:
-    """Write an executable as a shared library; raises BuildError where that cannot be."""
-    if not isinstance(executable, tvm.runtime.Executable):
-        raise BuildError("a loaded module cannot be saved again: copy its file and its .json")
-    try:
-        with without_lines(containing=_SCOPES):
-            executable.export_library(str(path))
-    except (OSError, RuntimeError) as error:
-        raise BuildError(
-            f"cannot write the library {path}: {error}. It takes a writable folder and a C++ "
-            "compiler (g++ or clang++) on PATH"
-        ) from error
+# ---- A compiled module of several functions: one executable, each function called by its name.
+
+ENTRY = "main"
+
+
+class _NoMain(InputError, AttributeError):
+    """What is asked of `main`, where there is none; to `hasattr` it is an attribute missing."""
+
+
+def _of_main(name: str, what: str) -> property:
+    """An attribute that is that of `main`."""
+
+    def get(functions: CompiledFunctions) -> Any:
+        return getattr(functions._main(f".{name}"), name)
+
+    return property(get, doc=f"{what}: that of `main`; InputError where there is none.")
+
+
+class CompiledFunctions:
+    """What `tvm_fusion.compile` returns for a module of several public functions.
+
+    A function is a `CompiledModule` with a signature, memory, in-place writes, plan, report and
+    CUDA graphs of its own:
+
+        compiled["prefill"](x, cache)
+
+    They lie in one executable, which holds constants and kernels that functions share once, and
+    have one virtual machine: calls from several threads run one after the other. If there is a
+    `main`, calling the module itself runs it, and `signature`, `memory` and what else there is to
+    say of a call are those of `main`; `plan`, `report` and `cuda_graph` are by function.
+
+    Attributes
+    ----------
+    executable : tvm.relax.VMExecutable or tvm.runtime.Module
+        With a VM function for each.
+    target : tvm.target.Target
+    report : FunctionReports, str or None
+        The reports of all functions, set by the compiler; text after `load`.
+    """
+
+    def __init__(self, members: Mapping[str, CompiledModule], report: Any = None) -> None:
+        self._members = dict(members)
+        first = next(iter(self._members.values()))
+        self.executable = first.executable
+        self.target = first.target
+        self.report = report
+
+    @classmethod
+    def of(
+        cls, built: Mapping[str, Built], plans: Mapping[str, FusionPlan] | None = None
+    ) -> CompiledFunctions:
+        """Wrap the builds of `build.build_entries`, with the plan of each function."""
+        members: dict[str, CompiledModule] = {}
+        for name, one in built.items():
+            beside = next(iter(members.values()), None)
+            members[name] = CompiledModule.of(one, plans and plans[name], beside=beside)
+        return cls(members)
+
+    def __getitem__(self, name: str) -> CompiledModule:
+        """The function of a name.
+
+        Raises
+        ------
+        InputError
+            There is none of that name.
+        """
+        if name not in self._members:
+            raise InputError(f"there is no function {name!r} among those compiled: {self._names}")
+        return self._members[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._members
+
+    def items(self) -> list[tuple[str, CompiledModule]]:
+        """The functions with their names, by name."""
+        return list(self._members.items())
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Run `main`; see `CompiledModule.__call__`.
+
+        Raises
+        ------
+        InputError
+            No function is called `main`: it is not said which to run.
+        """
+        return self._main("(...)")(*inputs)
+
+    def bind(self, *inputs: Any) -> Callable[[], Any]:
+        """Bind `main` to inputs; see `CompiledModule.bind`, and `__call__` for errors."""
+        return self._main(".bind(...)").bind(*inputs)
+
+    def measure_peak_memory(self, *inputs: Any) -> int:
+        """Run `main`; see `CompiledModule.measure_peak_memory`, and `__call__` for errors."""
+        return self._main(".measure_peak_memory(...)").measure_peak_memory(*inputs)
+
+    signature = _of_main("signature", "The inputs of a call")
+    function = _of_main("function", "The name of the function that a call runs")
+    launches = _of_main("launches", "Launches in one call")
+    memory = _of_main("memory", "Device memory that a call takes")
+    peak_memory_bytes = _of_main("peak_memory_bytes", "The most device memory that a call takes")
+    writes = _of_main("writes", "The inputs that a call writes to")
+    own = _of_main("own", "The outputs that have memory of their own")
+    built = _of_main("built", "The build")
+    uncapturable = _of_main("uncapturable", "Why calls cannot be captured into a CUDA graph")
+    cuda_graph_refusal = _of_main("cuda_graph_refusal", "Why calls run launch by launch")
+
+    @property
+    def vm(self) -> relax.VirtualMachine:
+        """The virtual machine of all functions."""
+        return next(iter(self._members.values())).vm
+
+    @property
+    def device(self) -> tvm.runtime.Device:
+        """The device that calls run on; raises TargetError where there is none."""
+        return next(iter(self._members.values())).device
+
+    @property
+    def plan(self) -> dict[str, FusionPlan | None]:
+        """The plan of each function; what `compile(plan=...)` takes for the same module."""
+        return {name: member.plan for name, member in self._members.items()}
+
+    @property
+    def cuda_graph(self) -> dict[str, Any]:
+        """How calls of each function are captured into CUDA graphs; set it to what
+        `CompiledModule.cuda_graph` takes, for all of them.
+        """
+        return {name: member.cuda_graph for name, member in self._members.items()}
+
+    @cuda_graph.setter
+    def cuda_graph(self, value: Any) -> None:
+        for member in self._members.values():
+            member.cuda_graph = value
+
+    def save(self, path: str | Path) -> Path:
+        """Write one shared library, and beside it `<path>.json`; see `CompiledModule.save`."""
+        path = Path(path)
+        export_executable(self.executable, path)
+        functions = {name: member.facts() for name, member in self._members.items()}
+        write_sidecar(path, {"target": self.target.export(), "functions": functions})
+        return path
+
+    @classmethod
+    def load(cls, path: str | Path) -> Any:
+        """Read what `save` wrote; see `CompiledModule.load`."""
+        return CompiledModule.load(path)
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(self._members)
+
+    def _main(self, asked: str) -> CompiledModule:
+        """The function `main`, of which something is asked."""
+        if ENTRY not in self._members:
+            raise _NoMain(
+                f"the module has several functions ({self._names}) and no {ENTRY!r}: say which "
+                f"is meant, as in module[{next(iter(self._members))!r}]{asked}"
+            )
+        return self._members[ENTRY]

@@ -1,16 +1,62 @@
-"""The JSON file beside a saved library: what the library does not say of itself."""
+"""A saved library, and the JSON file beside it: what the library does not say of itself."""
 
+import contextlib
 import json
-from collections.abc import Mapping
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import tvm
 
-from ...errors import InputError
+from ...errors import BuildError, InputError
 
+# ---- Lines of TVM's C++ on standard error that say nothing to a user.
+
+
+@contextlib.contextmanager
+def without_lines(containing: str) -> Iterator[None]:
+    """Hold back what is written to the file descriptor 2, and pass on all but some lines."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            yield
+        finally:
+            sys.stderr.flush()
+            os.dup2(kept, 2)
+            os.close(kept)
+            held.seek(0)
+            lines = held.read().splitlines(keepends=True)
+            rest = b"".join(line for line in lines if containing.encode() not in line)
+            if rest:
+                os.write(2, rest)
+
+
+# ----
 _FORMAT = 1
 _OF_SEVERAL = 2  # of several functions, which versions that know of none refuse
+
+# A warning for each constant of a module that has run: its virtual machine asked for their memory
+# scopes by the operator [] of a map, which made an empty entry for each
+_SCOPES = "Warning: Scope Saving:"
+
+
+def export_executable(executable: Any, path: Path) -> None:
+    """Write an executable as a shared library; raises BuildError where that cannot be."""
+    if not isinstance(executable, tvm.runtime.Executable):
+        raise BuildError("a loaded module cannot be saved again: copy its file and its .json")
+    try:
+        with without_lines(containing=_SCOPES):
+            executable.export_library(str(path))
+    except (OSError, RuntimeError) as error:
+        raise BuildError(
+            f"cannot write the library {path}: {error}. It takes a writable folder and a C++ "
+            "compiler (g++ or clang++) on PATH"
+        ) from error
 
 
 def write_sidecar(library: Path, facts: Mapping[str, Any]) -> None:

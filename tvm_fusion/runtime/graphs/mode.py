@@ -5,19 +5,39 @@ calls do once it is on.
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from threading import Lock
+from typing import Any, Protocol
+
+import tvm
+from tvm import relax
 
 from ...errors import TargetError
-from ..calls.tensors import from_tvm, torch_stream
+from ..calls.signature import Signature
+from ..calls.tensors import Kind, from_tvm, torch_stream
 from ..calls.written_inputs import write_back
 from .capture_rules import CudaGraphOptions
 from .captured_calls import GraphedCalls
 from .driver import CudaDriver, CudaGraphError
 
-if TYPE_CHECKING:
-    from ..calls.compiled_module import CompiledModule
-
 CAPTURED_TARGETS = ("cuda",)
+
+
+class Module(Protocol):
+    """What is asked of a compiled module: see `calls.compiled_module.CompiledModule`."""
+
+    lock: Lock
+    target: tvm.target.Target
+    device: tvm.runtime.Device
+    vm: relax.VirtualMachine
+    signature: Signature
+    writes: tuple[int, ...]
+    uncapturable: str | None
+
+    def check(self, inputs: Sequence[Any]) -> tuple[Kind, Any]: ...
+
+    def arguments(self, inputs: Sequence[Any]) -> list[Any]: ...
+
+    def run(self, arguments: Sequence[Any]) -> Any: ...
 
 
 class GraphMode:
@@ -33,7 +53,7 @@ class GraphMode:
         self.options: CudaGraphOptions | None = None
         self._graphs: GraphedCalls | None = None
 
-    def set(self, module: "CompiledModule", value: Any) -> None:
+    def set(self, module: Module, value: Any) -> None:
         """Turn it on or off, and drop what was captured; see `CompiledModule.cuda_graph`."""
         options, kind = CudaGraphOptions.of(value), module.target.kind.name
         if options is not None and kind not in CAPTURED_TARGETS:
@@ -46,13 +66,13 @@ class GraphMode:
                 self._graphs.clear()
             self.options, self._graphs = options, None
 
-    def refusal(self, module: "CompiledModule") -> str | None:
+    def refusal(self, module: Module) -> str | None:
         """Why calls are not captured though the switch is on; None if they are."""
         if self.options is None:
             return None
         return module.uncapturable or (self._graphs and self._graphs.refusal)
 
-    def call(self, module: "CompiledModule", inputs: Sequence[Any]) -> Any:
+    def call(self, module: Module, inputs: Sequence[Any]) -> Any:
         """Run a call as one launch; NotImplemented where that cannot be.
 
         The first call with inputs of its shapes runs launch by launch, and is captured afterwards.
@@ -80,7 +100,7 @@ class GraphMode:
                 write_back(module.writes, inputs, arguments)
             return result
 
-    def bound(self, module: "CompiledModule", arguments: Sequence[Any]) -> Callable[[], Any] | None:
+    def bound(self, module: Module, arguments: Sequence[Any]) -> Callable[[], Any] | None:
         """A function that launches a graph over these very arguments; None where that cannot be."""
         with module.lock:
             graphs = self._active(module)
@@ -93,7 +113,7 @@ class GraphMode:
                 return graphs.bound(arguments)
         return None
 
-    def _active(self, module: "CompiledModule") -> GraphedCalls | None:
+    def _active(self, module: Module) -> GraphedCalls | None:
         """The graphs of the module; None if its calls are not captured."""
         if self.options is None or self.refusal(module) is not None:
             return None
@@ -110,9 +130,7 @@ class _CapturedAfterFirst:
     write once more.
     """
 
-    def __init__(
-        self, module: "CompiledModule", graphs: GraphedCalls, arguments: Sequence[Any]
-    ) -> None:
+    def __init__(self, module: Module, graphs: GraphedCalls, arguments: Sequence[Any]) -> None:
         self._module, self._graphs, self._arguments = module, graphs, arguments
         self._launch: Callable[[], Any] | None = None
 

@@ -65,13 +65,6 @@ class Timing:
         return cls(median, low, high, len(samples_us), clock, kernels, tuple(samples_us))
 
 
-def time_module(
-    fn: Callable[..., Any], inputs: Sequence[Any], repeats: int = 20, budget_s: float = 5.0
-) -> Timing:
-    """Time one module or callable; see `time_modules`."""
-    return time_modules({"fn": fn}, inputs, repeats, budget_s)["fn"]
-
-
 def time_modules(
     fns: Mapping[str, Callable[..., Any]],
     inputs: Sequence[Any],
@@ -279,3 +272,45 @@ def device_works() -> bool:
     except RuntimeError:
         return False
     return True
+
+
+# ---- How long each kernel of a call takes on a CPU, by the clock.
+
+_BUILTIN = "vm.builtin."
+WARM_CALLS = 2
+
+
+def kernel_walls(
+    compiled: CompiledModule, inputs: Sequence[Any], repeats: int = 20
+) -> list[tuple[str, float]]:
+    """Return the kernels of a call in the order in which they run, and their median microseconds.
+
+    The virtual machine calls back before and after each kernel, which takes about a microsecond;
+    what lies between two kernels is not counted.
+    """
+    spans: list[tuple[str, float]] = []
+    begun = 0.0
+
+    def instrument(_function: Any, name: str, before: bool, _result: Any, *_arguments: Any) -> int:
+        nonlocal begun
+        now = time.perf_counter()
+        if not name.startswith(_BUILTIN):
+            if before:
+                begun = time.perf_counter()
+            else:
+                spans.append((name, (now - begun) * 1e6))
+        return 0  # the machine goes on as usual
+
+    arguments = compiled.arguments(inputs)
+    compiled.vm.set_instrument(instrument)
+    runs = []
+    for _ in range(WARM_CALLS + repeats):
+        spans.clear()
+        compiled.run(arguments)
+        runs.append(list(spans))
+    compiled.vm.set_instrument(None)
+    measured = runs[WARM_CALLS:]
+    return [
+        (calls[0][0], statistics.median(us for _, us in calls))
+        for calls in zip(*measured, strict=True)
+    ]

@@ -6,7 +6,10 @@ cannot write is reported, not raised: the caller cuts that group and goes on.
 
 from __future__ import annotations
 
+import contextvars
 import logging
+import sys
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -19,14 +22,12 @@ from tvm import tirx
 
 from ...config import HardwareProfile, Policy
 from ...errors import TooDeep, Unsupported
-from ...host.deep import call_deep
 from ...ir.reader import OPAQUE_PATTERN
 from ...kernels.cpu.contraction.panels import mark_constants
 from ...kernels.registry import family, names
 from ...plan.plan import UNWRITTEN, FusionPlan
 from ..functions.functions import with_functions
-from .kernel_bodies import TIRX_ATTR
-from .script_form import with_plain_scalars
+from .kernel_bodies import TIRX_ATTR, with_plain_scalars
 
 logger = logging.getLogger(__name__)
 
@@ -210,3 +211,35 @@ def _named(kernel: tirx.PrimFunc, like: tirx.PrimFunc) -> tirx.PrimFunc:
     if symbol:
         return kernel.with_attr("global_symbol", symbol)
     return kernel.without_attr("global_symbol") if "global_symbol" in kernel.attrs else kernel
+
+
+# ---- Calls that recurse deeper than Python's default allows: chains of hundreds of operators.
+
+_STACK_BYTES = 512 << 20  # reserved, not used: a chain of 400 operators takes about 20 MB
+_FRAMES = 100_000
+
+
+def call_deep(function: Callable, *args: Any) -> Any:
+    """Return `function(*args)`, run on a stack of its own; what it raises is raised here."""
+    outcome: list[Any] = []
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            outcome.extend((True, context.run(function, *args)))
+        except BaseException as error:
+            outcome.extend((False, error))
+
+    limit, size = sys.getrecursionlimit(), threading.stack_size(_STACK_BYTES)
+    try:
+        sys.setrecursionlimit(max(limit, _FRAMES))
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+    finally:
+        threading.stack_size(size)
+        sys.setrecursionlimit(limit)
+    succeeded, result = outcome
+    if succeeded:
+        return result
+    raise result

@@ -11,15 +11,12 @@ from ...ir.graph import COMPOSITES_ATTR
 from ..functions.functions import rewrite_functions
 from ..functions.named_stages import DECOMPOSE
 from ..functions.unique_names import FreshNames
-from . import activations, attention, contractions, losses, norms, softmax, statistics
+from . import activations, norms, softmax, statistics
 from .opening import Opening, Rule
-from .variances import written_out
+from .statistics import written_out
 
 RULES: dict[str, Rule] = {
     **activations.RULES,
-    **attention.RULES,
-    **contractions.RULES,
-    **losses.RULES,
     **norms.RULES,
     **softmax.RULES,
     **statistics.RULES,

@@ -7,16 +7,18 @@ to others (`Composite`, `Codegen`, `Primitive`) stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import tvm
 from tvm import relax
+from tvm.ir import Call, GlobalVar
+from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from ...errors import InputError, TvmFusionError
-from .branches import inline_branches, lift_branches
+from ..apply.materialize import with_variables
 from .devices import Part, device_of, parts_of
 from .function_apart import (
     ENTRY,
@@ -26,8 +28,7 @@ from .function_apart import (
     put_back,
     without_unused,
 )
-from .functions import expressions_of
-from .hidden_calls import HiddenCalls
+from .functions import expressions_of, has_branches, with_functions
 
 Change = Callable[[str, tvm.IRModule, Part], tvm.IRModule | None]
 """Given a piece's name, a module whose `main` it is, and its device, the module changed; or None
@@ -123,3 +124,193 @@ def _without_nesting(mod: tvm.IRModule) -> tvm.IRModule:
     bodies = (mod[gvar].body for gvar in own_functions(mod))
     nested = any(expressions_of(body, relax.Function) for body in bodies)
     return relax.transform.LambdaLift()(mod) if nested else mod
+
+
+# ---- Branches as functions of their own, so that what they compute is planned, too; and back.
+#
+# Before::
+#
+#     if c:
+#         d = R.multiply(b, b)
+#         r = R.tanh(d)
+#     else:
+#         r = b
+#
+# Lifted::
+#
+#     if c:
+#         r = cls.main_branch(b)
+#     else:
+#         r = b
+#
+# A branch that calls nothing stays. Symbols that no argument's shape gives come as a shape.
+
+_NUMBER_ATTR = "tvm_fusion.branch"
+
+
+def lift_branches(mod: tvm.IRModule) -> tuple[tvm.IRModule, tuple[str, ...]]:
+    """The module with each branch that calls something as a private function, and their names."""
+    lifter = _Lifter(mod)
+    lifter.lifted = []
+    for gvar in own_functions(mod):
+        lifter.name = f"{gvar.name_hint}_branch"
+        if has_branches(mod[gvar]):
+            lifter.builder_.update_func(gvar, lifter.visit_expr(mod[gvar]))
+    return (lifter.builder_.get() if lifter.lifted else mod), tuple(lifter.lifted)
+
+
+def inline_branches(mod: tvm.IRModule, lifted: Collection[str]) -> tvm.IRModule:
+    """The module with functions of `lift_branches` in their places again.
+
+    `relax.Function.inline_functions` gives each its own symbols, unknown to the function around it.
+    """
+    if not lifted:
+        return mod
+    inliner = _Inliner()
+    inliner.branches = {name: mod[name] for name in lifted}
+    functions = {}
+    for gvar, func in mod.functions_items():
+        if gvar.name_hint in inliner.branches:
+            continue
+        if isinstance(func, relax.Function) and has_branches(func):
+            func = inliner.visit_expr(func)
+        functions[gvar] = func
+    return with_functions(mod, functions)
+
+
+@mutator
+class _Lifter(PyExprMutator):
+    name: str
+    lifted: list[str]
+
+    def visit_if_(self, op: relax.If) -> relax.Expr:
+        parts = [self._lift(self.visit_expr(b)) for b in (op.true_branch, op.false_branch)]
+        return relax.If(self.visit_expr(op.cond), *parts)
+
+    def _lift(self, branch: relax.SeqExpr) -> relax.SeqExpr:
+        bindings = [b for block in branch.blocks for b in block.bindings]
+        if not any(isinstance(getattr(b, "value", None), Call) for b in bindings):
+            return branch
+        params = list(relax.analysis.free_vars(branch))
+        impure = relax.Function(params, branch, branch.ty, is_pure=False)
+        pure = not relax.analysis.contains_impure_call(impure)
+        func = relax.Function(params, branch, branch.ty, pure)
+        arguments: list[relax.Expr] = list(params)
+        symbols = relax.analysis.free_symbolic_vars(func)
+        if symbols:
+            shape = relax.Var("symbols", relax.ShapeType(list(symbols)))
+            func = relax.Function([*params, shape], branch, branch.ty, pure)
+            arguments.append(relax.ShapeExpr(list(symbols)))
+        # The builder makes one function of equal ones, and each has variables of its own.
+        func = func.with_attr(_NUMBER_ATTR, len(self.lifted))
+        gvar = self.builder_.add_func(func, self.name)
+        self.lifted.append(gvar.name_hint)
+        result = self.builder_.normalize(relax.Call(gvar, arguments))
+        var = relax.Var("result", branch.ty)
+        return relax.SeqExpr([relax.BindingBlock([relax.VarBinding(var, result)])], var)
+
+
+@mutator
+class _Inliner(PyExprMutator):
+    branches: Mapping[str, relax.Function]
+
+    def visit_seq_expr_(self, op: relax.SeqExpr) -> relax.Expr:
+        first = op.blocks[0].bindings[0] if op.blocks else None
+        call = getattr(first, "value", None)
+        if isinstance(call, Call) and isinstance(call.op, GlobalVar):
+            func = self.branches.get(call.op.name_hint)
+            if func is not None:
+                values = dict(zip(func.params, map(self.visit_expr, call.args), strict=True))
+                return self.visit_expr(with_variables(func.body, values))
+        return super().visit_seq_expr_(op)
+
+
+# ---- Calls that one planning of a function is not to touch, out of its sight; and back.
+#
+# Before::
+#
+#     d: R.Tensor((4, 4), "float32", "cuda:0") = R.matmul(c, w)
+#
+# Hidden::
+#
+#     d: R.Tensor((4, 4), "float32", "cuda:0") = R.call_pure_packed("tvm_fusion.hidden0", c, w)
+#
+# They stay what they were: no kernel holds them, and they are neither opened nor legalized. What
+# they read and write keeps its place in the order of the function.
+
+_PREFIX = "tvm_fusion.hidden"
+_PACKED = "relax.call_pure_packed"
+
+
+@dataclass(slots=True)
+class HiddenCalls:
+    """A module with calls hidden.
+
+    Attributes
+    ----------
+    mod : IRModule
+    calls : list of Call
+        What the stand-ins were, by number.
+    """
+
+    mod: tvm.IRModule
+    calls: list[Call] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, mod: tvm.IRModule, name: str, hides: Callable[[Any], bool]) -> HiddenCalls:
+        """Hide the calls in a function whose result's type `hides` holds of."""
+        hidden = cls(mod)
+        hiding = _Hiding(mod)
+        hiding.hides, hiding.calls = hides, hidden.calls
+        gvar = mod.get_global_var(name)
+        func = hiding.visit_expr(mod[gvar])
+        if hidden.calls:
+            hiding.builder_.update_func(gvar, func)
+            hidden.mod = hiding.builder_.get()
+        return hidden
+
+    def shown(self, mod: tvm.IRModule, name: str) -> tvm.IRModule:
+        """A module made of `self.mod`, with the calls back."""
+        if not self.calls:
+            return mod
+        showing = _Showing(mod)
+        showing.calls = self.calls
+        gvar = mod.get_global_var(name)
+        showing.builder_.update_func(gvar, showing.visit_expr(mod[gvar]))
+        return showing.builder_.get()
+
+
+@mutator
+class _Hiding(PyExprMutator):
+    hides: Callable[[Any], bool]
+    calls: list[Call]
+
+    def visit_call_(self, call: Call) -> relax.Expr:
+        call = super().visit_call_(call)
+        if not isinstance(call.op, tvm.ir.Op) or not self.hides(call.ty):
+            return call
+        stand_in = relax.ExternFunc(f"{_PREFIX}{len(self.calls)}")
+        self.calls.append(call)
+        packed = tvm.ir.Op.get(_PACKED)
+        return Call(packed, [stand_in, *call.args], None, [call.ty], call.span)
+
+
+@mutator
+class _Showing(PyExprMutator):
+    calls: list[Call]
+
+    def visit_call_(self, call: Call) -> relax.Expr:
+        call = super().visit_call_(call)
+        number = _number_of(call)
+        if number is None:
+            return call
+        old = self.calls[number]
+        return Call(old.op, list(call.args)[1:], old.attrs, old.ty_args, old.span)
+
+
+def _number_of(call: Call) -> int | None:
+    """The number of a stand-in; None for other calls."""
+    if getattr(call.op, "name", "") != _PACKED:
+        return None
+    symbol = str(getattr(call.args[0], "global_symbol", ""))
+    return int(symbol.removeprefix(_PREFIX)) if symbol.startswith(_PREFIX) else None

@@ -28,7 +28,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from ..decompose.opening import shape_of, static_size
 from ..functions.functions import rewrite_functions
-from ..lower.long_concats import MANY
+from ..lower.legalizers import MANY
 from .factors import is_call, is_one
 from .layout_turns import is_elementwise
 from .readers import Readers

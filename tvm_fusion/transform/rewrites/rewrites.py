@@ -15,8 +15,7 @@ import tvm
 from ...config import HardwareProfile, Policy
 from ...errors import PlanError
 from .fold_factors import FoldFactors
-from .lean_weights import LeanWeights
-from .packed_weights import PackedWeights
+from .lean_weights import LeanWeights, PackedWeights
 from .pad_depth import PadDepth
 from .partial_rows import PartialRows
 from .row_slices import RowSlices

@@ -19,8 +19,8 @@ import tvm
 import tvm_ffi
 from tvm import relax, tirx
 
-from ...check._loops import order_loops
 from ...check.allowance import bounds_of
+from ...check.checked_sizes import order_loops
 from ...check.noise import Draw, call_number, disturbed
 from ...check.reference import to_float64
 from ...check.rules import TOLERANCES, OutputCheck, check_output, namespace, wide

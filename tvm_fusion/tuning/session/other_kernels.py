@@ -16,15 +16,15 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
-from ..config import HardwareProfile, Policy
-from ..errors import Unsupported
-from ..kernels.cpu.contraction.panels import without_constants
-from ..plan.plan import FALLBACK, FusionPlan
-from ..runtime.build.lowering import SCHEDULED_ATTR
-from ..transform.apply.write_kernels import Tuned, write_kernel
-from ..tuning.measure.building import written
-from ..tuning.session.choices import CLASS_CHOICE, DEFAULT, ranked_configs, text_of
-from ..tuning.session.tasks import key_of, workload_of
+from ...config import HardwareProfile, Policy
+from ...errors import Unsupported
+from ...kernels.cpu.contraction.panels import without_constants
+from ...plan.plan import FALLBACK, FusionPlan
+from ...runtime.build.lowering import SCHEDULED_ATTR
+from ...transform.apply.write_kernels import Tuned, write_kernel
+from ..measure.building import written
+from .choices import CLASS_CHOICE, DEFAULT, ranked_configs, text_of
+from .tasks import key_of, workload_of
 
 # Each costs a build and a check, and a bug of a class's frame is in all of its configurations.
 MOST_CONFIGURATIONS = 2
@@ -111,6 +111,21 @@ class OtherKernels:
     def _key(self, func: tirx.PrimFunc, class_name: str) -> str:
         """The same for a group by itself, whose operands are no constants of the module."""
         return key_of(workload_of(without_constants(func), class_name, self._policy))
+
+
+def configuration(
+    func: tirx.PrimFunc, class_name: str, hw: HardwareProfile, policy: Policy
+) -> str | None:
+    """The configuration that the untuned kernel of a function is written in, as text; None where
+    its class has none.
+
+    Raises
+    ------
+    Unsupported
+        The class cannot write it.
+    """
+    ranked = ranked_configs(func, class_name, hw, policy)
+    return text_of(ranked[0][1]) if ranked and ranked[0][1] is not None else None
 
 
 def _one_of_each_form_first(best: Any, others: Sequence[Any]) -> list[Any]:

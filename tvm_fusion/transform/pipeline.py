@@ -1,5 +1,17 @@
-"""Lower: a high-level Relax module becomes a module of primitive operators as `call_tir`, ready to
-be read as a fusion graph.
+"""All passes that a function goes through, in order; each phase takes a module and returns one.
+
+    open_composites   high-level Relax; composites (softmax, norms, attention, ...) are opened
+    rewrite           what pays in some models only, one by one (`flow.variants` says which)
+    legalize          primitive operators as `call_tir`, ready to be read as a fusion graph
+
+`lower` is these three. Then the graph is planned, and `flow.planned` goes on with the plan:
+
+    Materialize       a PrimFunc for each group                            (`apply.materialize`)
+    WriteKernels      in its place the kernel that its class writes        (`apply.write_kernels`)
+    PackConstants     constants as these kernels take them                 (`apply.pack_constants`)
+
+and `runtime.build` with the kernels: `lowering_pipeline` makes VM calls of Relax, with memory that
+`PlanMemory` plans, and `mixed_tir_pipeline` host and device code of PrimFuncs.
 """
 
 from __future__ import annotations
@@ -9,24 +21,29 @@ from collections.abc import Collection
 import tvm
 from tvm import relax
 
-from ...config import HardwareProfile
-from ..decompose import Decompose
-from ..functions.unique_names import UniqueNames
-from ..rewrites.cancel_layouts import CancelLayouts
-from ..rewrites.hidden_weights import BindWeights
-from ..rewrites.join_pieces import JoinPieces
-from ..rewrites.lean_constants import LeanConstants
-from ..rewrites.rewrites import REWRITES
-from ..rewrites.split_reductions import SplitReductions
-from ..rewrites.unpack_stacks import UnpackStacks
-from . import first_extrema, half_operators, long_concats, unsigned_signs
-from .constant_permutes import legalize_permute
-from .drop_empty import DropEmpty, check_defined
-from .fix_bool_arithmetic import FixBoolArithmetic
-from .open_medians import OpenMedians
-from .ordered_writes import OrderedWrites
-from .scalar_where import legalize_where
-from .widen_sorts import WidenSorts
+from ..config import HardwareProfile
+from .decompose import Decompose
+from .functions.unique_names import UniqueNames
+from .lower.drop_empty import DropEmpty, check_defined
+from .lower.fix_bool_arithmetic import FixBoolArithmetic
+from .lower.legalizers import (
+    FIRST_EXTREMA,
+    HALF_OPERATORS,
+    LONG_CONCATS,
+    UNSIGNED_SIGNS,
+    legalize_permute,
+    legalize_where,
+)
+from .lower.open_medians import OpenMedians
+from .lower.ordered_writes import OrderedWrites
+from .lower.widen_sorts import WidenSorts
+from .rewrites.cancel_layouts import CancelLayouts
+from .rewrites.hidden_weights import BindWeights
+from .rewrites.join_pieces import JoinPieces
+from .rewrites.lean_constants import LeanConstants
+from .rewrites.rewrites import REWRITES
+from .rewrites.split_reductions import SplitReductions
+from .rewrites.unpack_stacks import UnpackStacks
 
 
 def lower(
@@ -97,10 +114,10 @@ def legalize(
     gpu = _gpu(hw)
     operators = relax.transform.LegalizeOps(
         {
-            **half_operators.LEGALIZERS,
-            **first_extrema.LEGALIZERS,
-            **unsigned_signs.LEGALIZERS,
-            **long_concats.LEGALIZERS,
+            **HALF_OPERATORS,
+            **FIRST_EXTREMA,
+            **UNSIGNED_SIGNS,
+            **LONG_CONCATS,
             "relax.permute_dims": legalize_permute,
             "relax.where": legalize_where,
         }

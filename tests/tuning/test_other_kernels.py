@@ -9,7 +9,6 @@ import torch
 from tvm.relax import op
 
 import tvm_fusion
-from tvm_fusion.check.other_kernels import MOST_CONFIGURATIONS, OtherKernels
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.kernels.base import Fit, OnCPU, write_on_cpu
 from tvm_fusion.kernels.forms import Form, Writer
@@ -17,6 +16,7 @@ from tvm_fusion.kernels.registry import register, unregister
 from tvm_fusion.kernels.row.kernel_class import Row
 from tvm_fusion.plan.refusal import RefusalCode
 from tvm_fusion.tuning.session.choices import ranked_configs, text_of
+from tvm_fusion.tuning.session.other_kernels import MOST_CONFIGURATIONS, OtherKernels
 
 from ..planted import mutated
 from ..right_programs import FunctionModule

@@ -1,0 +1,178 @@
+"""Reads hardware profiles and policies from ``configs/*.toml``.
+
+Every number in those files is a table ``{value, unit, source}``. The unit has to be the one that
+the code computes with; the source says where the number is from: a datasheet, a measurement with
+its date, an estimate with its reasoning. No other code has a hardware number of its own.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigError, TargetError
+from .hardware import HOST_NUMBERS, HardwareProfile
+from .policy import Policy
+from .toml import nearest, parse, read_toml
+
+_files: dict[str, Path] = {}  # where profiles of the user's own were read, by fingerprint
+
+
+def profile_names() -> list[str]:
+    """Return the names of the profiles that ship with the package."""
+    return [n for n in _shipped() if not n.startswith(("policy_", "tune_"))]
+
+
+def policy_names() -> list[str]:
+    """Return the names of the policies that ship with the package."""
+    return [n.removeprefix("policy_") for n in _shipped() if n.startswith("policy_")]
+
+
+def load_profile(name_or_path: str | Path) -> HardwareProfile:
+    """Read a hardware profile.
+
+    Parameters
+    ----------
+    name_or_path : str or Path
+        A shipped profile by name or alias ("nvidia_h200", "h200", "llvm"), or a TOML file.
+
+    Raises
+    ------
+    TargetError
+        There is no such profile.
+    ConfigError
+        The file has an unknown key, a missing value, a wrong unit or a wrong type.
+
+    Examples
+    --------
+    >>> load_profile("h200").num_sms
+    132
+    """
+    if _is_path(name_or_path):
+        profile = _read_profile(file := _existing(name_or_path))
+        if profile.kind == "llvm":
+            profile = replace(profile, guessed=_is_guessed(read_toml(file)))
+        _files[profile.fingerprint()] = file
+        return profile
+    known = _shipped_profiles()
+    name = name_or_path.lower()
+    if name not in known:
+        names = ", ".join(["cuda", *profile_names()])
+        raise TargetError(
+            f"unknown target {name_or_path!r}{nearest(name, known)}; known: {names}, "
+            "or a path to a profile's .toml"
+        )
+    return known[name]
+
+
+def file_of(profile: HardwareProfile) -> Traversable:
+    """Return the file with a profile's numbers: the one they were read from, or the shipped one of
+    its name.
+    """
+    return _files.get(profile.fingerprint(), _config_dir() / f"{profile.name}.toml")
+
+
+def shipped_file(name: str) -> Traversable:
+    """Return a file of `configs/`, whether it exists or not."""
+    return _config_dir() / name
+
+
+def profile_file(name_or_path: str | Path) -> Traversable:
+    """Return the TOML file of a profile that `load_profile` knows by name, alias or path."""
+    if _is_path(name_or_path):
+        return _existing(name_or_path)
+    return _config_dir() / f"{load_profile(name_or_path).name}.toml"
+
+
+def load_policy(policy: str | Path | Mapping[str, Any] | Policy | None = None) -> Policy:
+    """Read a policy.
+
+    Parameters
+    ----------
+    policy : str, Path, Mapping, Policy or None
+        A shipped policy by name ("default", "conservative", "aggressive"), a path to a TOML file,
+        or a mapping. Files and mappings change the keys they name of the default policy. None is
+        the default policy.
+
+    Raises
+    ------
+    ConfigError
+        No such policy, an unknown key (the nearest name is suggested) or a wrong value.
+
+    Examples
+    --------
+    >>> load_policy({"rounding": "exact"}).rounding
+    'exact'
+    """
+    if isinstance(policy, Policy):
+        return policy
+    if isinstance(policy, Mapping):
+        given = dict(policy)
+        return _policy({"name": "custom", **given}, "policy", _base_policy(), strict=False)
+    if policy is None:
+        policy = "default"
+    if _is_path(policy):
+        file = _existing(policy)
+        return _policy(read_toml(file), str(file), _base_policy(), strict=True)
+    name = str(policy).removeprefix("policy_")
+    if name == "default":
+        return Policy(**_base_policy())
+    if name not in policy_names():
+        raise ConfigError(
+            f"unknown policy {name!r}{nearest(name, policy_names())}; known: "
+            f"{', '.join(policy_names())}, or a path to a .toml file"
+        )
+    file = _config_dir() / f"policy_{name}.toml"
+    return _policy(read_toml(file), file.name, _base_policy(), strict=True)
+
+
+def _config_dir() -> Traversable:
+    """configs/ inside the installed package, or beside the package in a source checkout."""
+    installed = resources.files("tvm_fusion") / "configs"
+    return installed if installed.is_dir() else Path(__file__).parents[2] / "configs"
+
+
+def _shipped() -> list[str]:
+    files = (f.name for f in _config_dir().iterdir())
+    return sorted(f.removesuffix(".toml") for f in files if f.endswith(".toml"))
+
+
+@cache
+def _shipped_profiles() -> dict[str, HardwareProfile]:
+    """Profiles by name and by alias."""
+    profiles = [_read_profile(_config_dir() / f"{name}.toml") for name in profile_names()]
+    return {alias: p for p in profiles for alias in (p.name, *p.aliases)}
+
+
+def _is_path(name: str | Path) -> bool:
+    return isinstance(name, Path) or name.endswith(".toml")
+
+
+def _existing(path: str | Path) -> Path:
+    path = Path(path)
+    if not path.is_file():
+        raise ConfigError(f"no such file: {path}")
+    return path
+
+
+def _read_profile(file: Traversable) -> HardwareProfile:
+    data = read_toml(file)
+    return HardwareProfile(**parse(HardwareProfile, data, str(file), strict=True, partial=False))
+
+
+def _is_guessed(data: Mapping[str, Any]) -> bool:
+    """Whether the source of a rate that decides plans says nothing of a measurement."""
+    rates = (data[name]["source"] for name in HOST_NUMBERS if name != "num_sms")
+    return not all("measured" in source for source in rates)
+
+
+def _base_policy() -> dict[str, Any]:
+    file = _config_dir() / "policy_default.toml"
+    return parse(Policy, read_toml(file), file.name, strict=True, partial=False)
+
+
+def _policy(data: dict[str, Any], where: str, base: dict[str, Any], strict: bool) -> Policy:
+    return Policy(**{**base, **parse(Policy, data, where, strict, partial=True)})

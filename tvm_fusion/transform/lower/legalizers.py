@@ -1,0 +1,353 @@
+"""Legalizations of our own, where TVM's are wrong, or hide from kernels what they should know.
+
+Each takes a `relax.Call` and gives what stands for it; the tables are for
+`relax.transform.LegalizeOps`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy as np
+import tvm
+import tvm_ffi
+from tvm import relax, te, tirx, topi
+from tvm.ir import Call, Expr, Op
+
+from ..rewrites.factors import is_constant
+
+# ---- `relax.where` with numbers: they stand in the PrimFunc, as for arithmetic.
+#
+#     where(mask, x, const(-inf))  ->  call_tir(where, (mask, x))     -inf is in the PrimFunc
+#
+# TVM's own legalization hands them over as tensors with one element, so that no kernel knows which
+# keys a mask hides.
+
+# A relax.Call in, what stands for it out.
+_WHERE = tvm.ir.Op.get("relax.where").get_attr("FLegalize")
+
+
+def legalize_where(builder: relax.BlockBuilder, call: Call) -> relax.Expr:
+    """The legalization of one `relax.where`; without numbers, TVM's own."""
+    condition, *sides = call.args
+    numbers = [_number(side) for side in sides]
+    if numbers == [None, None] or not isinstance(call.ty.shape, relax.ShapeExpr):
+        return _WHERE(builder, call)
+    shape, dtype = list(call.ty.shape), str(call.ty.dtype)
+    tensors = [side for side, value in zip(sides, numbers, strict=True) if value is None]
+
+    def where(condition: te.Tensor, *tensors: te.Tensor) -> te.Tensor:
+        def at(*index: tirx.Var) -> Expr:
+            rest = iter(tensors)
+            values = [
+                _element(next(rest), index) if value is None else tirx.const(value, dtype)
+                for value in numbers
+            ]
+            return tirx.Select(_element(condition, index), *values)
+
+        return te.compute(shape, at, name="where")
+
+    return builder.call_te(where, condition, *tensors, primfunc_name_hint="where")
+
+
+def _number(expr: relax.Expr) -> int | float | None:
+    """The number that a constant tensor of one element holds."""
+    value = expr.value if isinstance(expr, tvm.ir.Constant) else None
+    if not isinstance(value, tvm.runtime.Tensor) or len(value.shape):
+        return None
+    return value.numpy().item() if "float" in value.dtype or "int" in value.dtype else None
+
+
+def _element(tensor: te.Tensor, index: tuple[tirx.Var, ...]) -> Expr:
+    """The element of a tensor that is broadcast to where `index` points."""
+    own = index[len(index) - len(tensor.shape) :]
+    return tensor(
+        *(
+            0 if isinstance(n, tirx.IntImm) and int(n) == 1 else i
+            for i, n in zip(own, tensor.shape, strict=True)
+        )
+    )
+
+
+# ---- `relax.permute_dims` of constants, evaluated while it is legalized.
+#
+#     permute_dims(const)  ->  const        weights that a model stores (out, in)
+#
+# TVM's FoldConstant would build a function for it and run that on one thread, one element after the
+# other. What it makes of other constants stays its own.
+
+_PERMUTE = tvm.ir.Op.get("relax.permute_dims").get_attr("FLegalize")
+
+# Elements along both axes that change places: the lines of memory that a block reads and writes
+# stay in the cache (5504 x 2048 halves: 41 ms by blocks of 256, 63 ms by 64, 256 ms at once).
+BLOCK = 256
+
+
+def legalize_permute(builder: relax.BlockBuilder, call: Call) -> relax.Expr:
+    """The legalization of one `relax.permute_dims`; of what is no constant, TVM's own."""
+    legal = _PERMUTE(builder, call)  # its PrimFunc counts for the names of those after it
+    tensor = call.args[0].value if is_constant(call.args[0]) else None
+    if tensor is None or not str(tensor.dtype).startswith(("float16", "float32", "bfloat16")):
+        return legal
+    axes = call.attrs.axes
+    order = range(len(tensor.shape))[::-1] if axes is None else [int(axis) for axis in axes]
+    return relax.const(permuted(tensor.numpy(), tuple(order)), str(tensor.dtype))
+
+
+def permuted(array: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    """`array.transpose(axes)`, contiguous."""
+    axes = tuple(axis % array.ndim for axis in axes)
+    view = array.transpose(axes)
+    out = np.empty(view.shape, view.dtype)
+    if array.size <= BLOCK * BLOCK:
+        out[...] = view
+        return out
+    rows = axes.index(array.ndim - 1)  # along which `array` is contiguous; `out` is along the last
+    blocks = [
+        _block(array.ndim, {rows: i, array.ndim - 1: j})
+        for i in range(0, view.shape[rows], BLOCK)
+        for j in range(0, view.shape[-1], BLOCK)
+    ]
+
+    def copy(block: tuple[slice, ...]) -> None:
+        out[block] = view[block]
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(copy, blocks))
+    return out
+
+
+def _block(rank: int, starts: dict[int, int]) -> tuple[slice, ...]:
+    return tuple(
+        slice(starts[axis], starts[axis] + BLOCK) if axis in starts else slice(None)
+        for axis in range(rank)
+    )
+
+
+# ---- Operators of 16-bit floats that TVM cannot legalize: one kernel that computes in float32.
+#
+#     Before                              After
+#     y: bfloat16 = R.power(x, p)         def power(x: bfloat16, p: bfloat16, y: bfloat16):
+#                                             y = bfloat16(pow(float32(x), float32(p)))
+#
+# TVM refuses some of them. Others get a float32 result from it, whatever the operator's type says,
+# and what reads that fails. It divides means of float16 by the number of their elements as float16,
+# which ends at 65,504. The median of bfloat16 it sorts as `widen_sorts` says.
+#
+# Does not handle: group_norm and prelu of bfloat16, which no module can hold: TVM has no type for
+# their results.
+
+BOTH = ("float16", "bfloat16")
+DTYPES = {
+    "relax.image.grid_sample": BOTH,
+    "relax.isfinite": ("bfloat16",),
+    "relax.isinf": ("bfloat16",),
+    "relax.isnan": ("bfloat16",),
+    "relax.log_add_exp": ("bfloat16",),
+    "relax.median": ("bfloat16",),
+    "relax.nn.batch_norm": BOTH,
+    "relax.power": ("bfloat16",),
+    "relax.vision.roi_align": BOTH,
+}
+"""The dtypes of the first operand that TVM's own legalization does not take."""
+
+MEANS = ("relax.mean", "relax.variance", "relax.std")
+_LARGEST = 65504  # of float16: stands for infinity in a reference (`check.reference`)
+
+# A builder and a relax.Call in, what stands for it out.
+Legalizer = Callable[[relax.BlockBuilder, Call], relax.Expr]
+
+
+def needs_float32(call: Call) -> bool:
+    """Whether TVM's own legalization does not take a call of an operator, or its dtype."""
+    dtype = str(call.args[0].ty.dtype)
+    if call.op.name in MEANS:
+        return dtype == "float16" and not _elements_of_mean(call) < _LARGEST
+    return dtype in DTYPES.get(call.op.name, ())
+
+
+def _elements_of_mean(call: Call) -> float:
+    """How many elements become one; infinite where that is not known."""
+    shape = getattr(call.args[0].ty, "shape", None)
+    if not isinstance(shape, relax.ShapeExpr):
+        return math.inf
+    axes = range(len(shape.values)) if call.attrs.axis is None else call.attrs.axis
+    extents = [shape.values[int(axis)] for axis in axes]
+    return math.prod(int(e) if isinstance(e, tirx.IntImm) else math.inf for e in extents)
+
+
+def _in_float32(name: str) -> Legalizer:
+    """The legalization of an operator; of what does not need float32, TVM's own."""
+    default = tvm.ir.Op.get(name).get_attr("FLegalize")
+
+    def legalize(builder: relax.BlockBuilder, call: Call) -> relax.Expr:
+        if not needs_float32(call):
+            return default(builder, call)
+        return default(_Float32Builder(builder, _dtypes_of(call.ty)), call)
+
+    return legalize
+
+
+class _Float32Builder:
+    """Stands for the builder in a legalization of TVM's: what that computes, in float32."""
+
+    def __init__(self, builder: relax.BlockBuilder, dtypes: list[str]) -> None:
+        self.builder, self.dtypes = builder, dtypes
+
+    def call_te(self, func: Callable, *args: Any, **kwargs: Any) -> relax.Expr:
+        """The call of one kernel, with results of `dtypes`."""
+
+        def in_float32(*args: Any, **kwargs: Any) -> te.Tensor | list[te.Tensor]:
+            wide = {key: _widen(value) for key, value in kwargs.items()}
+            found = func(*map(_widen, args), **wide)
+            if isinstance(found, te.Tensor):
+                return topi.cast(found, self.dtypes[0])
+            return [topi.cast(r, dtype) for r, dtype in zip(found, self.dtypes, strict=True)]
+
+        kwargs.setdefault("primfunc_name_hint", func.__name__)
+        return self.builder.call_te(in_float32, *args, **kwargs)
+
+
+def _widen(value: Any) -> Any:
+    """A 16-bit tensor or number as float32; anything else as it is."""
+    if isinstance(value, te.Tensor) and str(value.dtype) in BOTH:
+        return topi.cast(value, "float32")
+    if isinstance(value, tirx.FloatImm):
+        return tirx.FloatImm("float32", value.value)
+    return value
+
+
+def _dtypes_of(ty: relax.Type) -> list[str]:
+    fields = ty.fields if isinstance(ty, relax.TupleType) else [ty]
+    return [str(field.dtype) for field in fields]
+
+
+HALF_OPERATORS = {name: _in_float32(name) for name in (*DTYPES, *MEANS)}
+"""For `relax.transform.LegalizeOps`."""
+
+
+# ---- argmax and argmin of rows without an element above the least number: the first place, where
+# TVM's own legalization gives -1. #     Before                          After     y[i] = index[i]
+# y[i] = max(index[i], 0) # A row of zeros of uint8 has none, nor has one of masked scores, all of
+# them minus infinity: TVM starts from index -1 and the least finite number, and between equal
+# numbers the lower index wins. (Its schedules find the reduction by that start, so it stays.) #
+# Integers of 8 bits are compared as int32: the last steps of TVM's reduction of them on a GPU go
+# through shared memory without a barrier, those of 32 bits through shuffles. # Does not handle: the
+# least finite float beside minus infinities; the first place is given, not its.
+
+EXTREMA = {"relax.argmax": topi.argmax, "relax.argmin": topi.argmin}
+NARROW = ("int8", "uint8", "bool")
+
+
+def _legalize_extremum(name: str, builder: relax.BlockBuilder, call: Call) -> relax.Expr:
+    """The call of TVM's kernel, with the first place for none."""
+    dtype, axis, keepdims = str(call.args[0].ty.dtype), call.attrs.axis, call.attrs.keepdims
+
+    def extremum(x: te.Tensor) -> te.Tensor:
+        x = topi.cast(x, "int32") if dtype in NARROW else x
+        return EXTREMA[name](x, axis, keepdims)
+
+    hint = name.removeprefix("relax.")
+    made = builder.call_te(extremum, call.args[0], primfunc_name_hint=hint)
+    gvar, *arguments = made.args  # sizes come after the tensors where no tensor has them
+    mended = builder.add_func(_from_the_first(builder.get()[gvar]), gvar.name_hint)
+    return Call(made.op, [mended, *arguments], made.attrs, made.ty_args)
+
+
+def _from_the_first(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    _, result = func.params[:2]
+
+    def store(node: tirx.BufferStore) -> tirx.BufferStore:
+        if not node.buffer.same_as(result):
+            return node
+        return tirx.BufferStore(node.buffer, tirx.max(node.value, 0), node.indices)
+
+    return func.with_body(tvm_ffi.structural_map(func.body, [(tirx.BufferStore, store)]))
+
+
+FIRST_EXTREMA: dict[str, Legalizer] = {name: partial(_legalize_extremum, name) for name in EXTREMA}
+"""For `relax.transform.LegalizeOps`."""
+
+
+# ---- Negation and sign of unsigned integers and booleans, for which TVM's legalizations look for a
+# -1. # -x          ~x + 1, which is 2^bits - x: what other libraries give sign(x)     x != 0, as a
+# number of its type
+
+
+def _negative(x: te.Tensor) -> te.Tensor:
+    # TVM takes 0 - x of uint32 for 0: what is never above 0, and not below it
+    return topi.add(topi.bitwise_not(x), topi.full_like(x, 1))
+
+
+def _sign(x: te.Tensor) -> te.Tensor:
+    if str(x.dtype) == "bool":
+        return topi.identity(x)
+    return topi.cast(topi.not_equal(x, topi.full_like(x, 0)), x.dtype)
+
+
+def _of_unsigned(name: str, unsigned: object) -> Legalizer:
+    default = Op.get(name).get_attr("FLegalize")
+
+    def legalize(builder: relax.BlockBuilder, call: Call) -> relax.Expr:
+        if not str(call.ty.dtype).startswith(("uint", "bool")):
+            return default(builder, call)
+        return builder.call_te(unsigned, call.args[0], primfunc_name_hint=name.split(".")[-1])
+
+    return legalize
+
+
+UNSIGNED_SIGNS: dict[str, Legalizer] = {
+    "relax.negative": _of_unsigned("relax.negative", _negative),
+    "relax.sign": _of_unsigned("relax.sign", _sign),
+}
+"""For `relax.transform.LegalizeOps`."""
+
+
+# ---- Concatenations of many tensors: a search for the part of an element, in place of TVM's chain.
+#
+#     Before    if i < n1: a[i] else if i < n1 + n2: b[i - n1] else if ... c[...]
+#     After     if i < n1 + n2: (if i < n1: a[i] else b[i - n1]) else (if ...)
+#
+# Where each condition stands within the one before, hundreds of them are deeper than what reads,
+# simplifies and compiles kernels can recurse, and the last part costs hundreds of comparisons.
+
+MANY = 32  # parts; below it TVM's own form, which other passes know
+
+
+def concatenate_many(parts: Sequence[te.Tensor], axis: int) -> te.Tensor:
+    """The concatenation of tensors that differ in one axis only."""
+    begins = [0, *itertools.accumulate(part.shape[axis] for part in parts)]
+    shape = [*parts[0].shape[:axis], begins[-1], *parts[0].shape[axis + 1 :]]
+
+    def at(*index: Expr) -> Expr:
+        def among(first: int, last: int) -> Expr:
+            """The element, which lies in one of the parts from `first` to before `last`."""
+            if last - first == 1:
+                place = index[axis] - begins[first]
+                return parts[first](*index[:axis], place, *index[axis + 1 :])
+            middle = (first + last) // 2
+            halves = among(first, middle), among(middle, last)
+            return tirx.if_then_else(index[axis] < begins[middle], *halves)
+
+        return among(0, len(parts))
+
+    return te.compute(shape, at, name="concatenate")
+
+
+def _legalize_concat(builder: relax.BlockBuilder, call: Call) -> relax.Expr:
+    parts, axis = call.args[0], call.attrs.axis
+    if not isinstance(parts, relax.Tuple) or len(parts.fields) < MANY or axis is None:
+        return Op.get("relax.concat").get_attr("FLegalize")(builder, call)
+    axis = int(axis) % call.ty.ndim
+    return builder.call_te(
+        concatenate_many, list(parts.fields), axis, primfunc_name_hint="concatenate"
+    )
+
+
+LONG_CONCATS: dict[str, Legalizer] = {"relax.concat": _legalize_concat}
+"""For `relax.transform.LegalizeOps`."""
