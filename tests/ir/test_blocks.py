@@ -205,3 +205,11 @@ def test_a_block_that_opens_stands_for_what_is_in_it():
     assert isinstance(stray, Stray)
     assert isinstance(block, BlockDef)
     assert [type(part) for part in root.inner] == [Stray, BlockDef]
+
+
+def test_an_initial_value_behind_a_let_is_that_value():
+    body = SUM.format(
+        init="z: T.let = T.float32(2)\n            B[vi] = z", update="B[vi] = B[vi] + X[vi, vk]"
+    )
+    (stage,) = read_graph(function(body), False).stages
+    assert str(*stage.initial) == "T.float32(2.0)"

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import tvm
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
 
 from ....errors import Unsupported
+from ....ir.access import AxisKind
+from ....ir.blocks import BlockDef, Contents, Stray, read_blocks
 from ...program.expr import HALF_DTYPES, constant, dtype_of, number, same, widened
 from ..contraction.panels import constants_of, read_once
 from .precision import Widen, round_constant
 from .rewrite import Rewriter, Substitute, free_variables, loads, rebuild
 from .stages import Axis, Graph, Kind, Stage, simplified
-
-SPATIAL, REDUCTION = 0, 2
 
 COMBINES = {
     tirx.Add: Kind.SUM,
@@ -40,8 +40,7 @@ def read_graph(func: tirx.PrimFunc, exact: bool) -> Graph:
     for p in params:
         if isinstance(p.ty, tirx.BufferType):
             _check_compact(p)
-    raw: list[Stage] = []
-    _collect(func.body, {}, raw)
+    raw = [_stage(block) for block in read_blocks(func, opens=_holds_blocks)]
     written = [b for s in raw for b in s.buffers]
     if len({b for b in written}) != len(written):
         raise Unsupported("a buffer is written twice")
@@ -65,90 +64,67 @@ def _check_compact(buffer: Var) -> None:
         raise Unsupported(f"{buffer.name} is a strided view")
 
 
-def _collect(stmt: tirx.Stmt, extents: dict[Var, Expr], out: list[Stage]) -> None:
-    """Append the stages of a statement; `extents` are those of the loops around it."""
-    if isinstance(stmt, tirx.SeqStmt):
-        for s in stmt.seq:
-            _collect(s, extents, out)
-    elif isinstance(stmt, tirx.For):
-        if number(stmt.min) != 0 or stmt.thread_binding is not None:
-            raise Unsupported(f"loop {stmt.loop_var} is scheduled already")
-        _collect(stmt.body, {**extents, stmt.loop_var: stmt.extent}, out)
-    elif isinstance(stmt, s_tir.SBlockRealize):
-        if _holds_blocks(stmt.block.body):
-            _collect(stmt.block.body, extents, out)
-        else:
-            out.append(_stage(stmt, extents))
-    else:
-        raise Unsupported(f"a statement of type {type(stmt).__name__} outside of a block")
+def _holds_blocks(block: BlockDef) -> bool:
+    return "For" in block.body.others or "SBlockRealize" in block.body.others
 
 
-def _holds_blocks(stmt: tirx.Stmt) -> bool:
-    if isinstance(stmt, tirx.SeqStmt):
-        return any(_holds_blocks(s) for s in stmt.seq)
-    return isinstance(stmt, tirx.For | s_tir.SBlockRealize)
-
-
-def _stage(realize: s_tir.SBlockRealize, extents: dict[Var, Expr]) -> Stage:
-    block = realize.block
-    if number(realize.predicate) != 1 or block.match_buffers:
-        raise Unsupported(f"block {block.name_hint} has a predicate or matched buffers")
-    _check_bindings(realize, extents)
+def _stage(block: BlockDef | Stray) -> Stage:
+    for loop in block.loops:
+        if number(loop.min) != 0 or loop.thread_binding is not None:
+            raise Unsupported(f"loop {loop.loop_var} is scheduled already")
+    if isinstance(block, Stray):
+        raise Unsupported(f"a statement of type {block.kind} outside of a block")
+    if number(block.predicate) != 1 or block.matches:
+        raise Unsupported(f"block {block.name} has a predicate or matched buffers")
+    _check_bindings(block)
     ones = {}
     reduced: list[Axis] = []
     spatial: dict[Var, Axis] = {}
-    for iv in block.iter_vars:
-        if int(iv.iter_type) not in (SPATIAL, REDUCTION) or number(iv.dom.min) != 0:
-            raise Unsupported(f"axis {iv.var} of block {block.name_hint}")
-        axis = Axis(iv.var, iv.dom.extent)
+    for found in block.axes:
+        if found.kind is AxisKind.OPAQUE or number(found.domain.min) != 0:
+            raise Unsupported(f"axis {found.var} of block {block.name}")
+        axis = Axis(found.var, found.domain.extent)
         if axis.size == 1:
-            ones[iv.var] = constant(0, dtype_of(iv.var))
-        if int(iv.iter_type) == REDUCTION:
+            ones[axis.var] = constant(0, dtype_of(axis.var))
+        if found.kind is AxisKind.REDUCE:
             reduced.append(axis)
         else:
-            spatial[iv.var] = axis
-    stores, binds = _stores(block.body, block.name_hint)
-    units = Substitute(ones)
-    inline = Substitute({**ones, **{v: units(e) for v, e in binds.items()}})
-    axes = _axes_of(stores[0], spatial, block.name_hint)
+            spatial[axis.var] = axis
+    stores = _stores(block.body, block.name)
+    axes = _axes_of(stores[0], spatial, block.name)
     for s in stores:
         if not all(same(a, b) for a, b in zip(s.indices, stores[0].indices, strict=True)):
-            raise Unsupported(f"block {block.name_hint} stores at several places")
+            raise Unsupported(f"block {block.name} stores at several places")
     buffers = tuple(s.buffer for s in stores)
-    values = tuple(inline(s.value) for s in stores)
-    stage = Stage(block.name_hint, buffers, axes, tuple(a for a in reduced if a.size != 1), values)
-    if not reduced:
-        if block.init is not None:
-            raise Unsupported(f"block {block.name_hint} has an initial value and no reduction")
-        return _own_reads_refused(stage)
-    return _reduction(stage, block.init)
+    units = Substitute(ones)
+    values = tuple(units(s.value) for s in stores)
+    stage = Stage(block.name, buffers, axes, tuple(a for a in reduced if a.size != 1), values)
+    if reduced:
+        return _reduction(stage, block.initial)
+    if block.initial is not None:
+        raise Unsupported(f"block {block.name} has an initial value and no reduction")
+    return _own_reads_refused(stage)
 
 
-def _check_bindings(realize: s_tir.SBlockRealize, extents: dict[Var, Expr]) -> None:
+def _stores(contents: Contents, name: str) -> tuple[tirx.BufferStore, ...]:
+    others = contents.others or ("Bind",) * contents.late_lets
+    if others:
+        raise Unsupported(f"a statement of type {others[0]} in block {name}")
+    return contents.stores
+
+
+def _check_bindings(block: BlockDef) -> None:
     """Each axis runs over a loop of its own, from end to end."""
-    free = dict(extents)
-    for iv, value in zip(realize.block.iter_vars, realize.iter_values, strict=True):
-        if number(value) == 0 and number(iv.dom.extent) == 1:
+    free = {loop.loop_var: loop.extent for loop in block.loops}
+    for axis, value in zip(block.axes, block.bindings, strict=True):
+        size = axis.domain.extent
+        if number(value) == 0 and number(size) == 1:
             continue
         extent = free.pop(value, None) if isinstance(value, Var) else None
-        if extent is None or not same(extent, iv.dom.extent):
-            raise Unsupported(f"axis {iv.var} is bound to {value}")
+        if extent is None or not same(extent, size):
+            raise Unsupported(f"axis {axis.var} is bound to {value}")
     if any(number(e) != 1 for e in free.values()):
-        raise Unsupported(f"block {realize.block.name_hint} is repeated by a loop")
-
-
-def _stores(body: tirx.Stmt, name: str) -> tuple[list[tirx.BufferStore], dict[Var, Expr]]:
-    """The stores of a block, and its bindings with earlier ones inlined."""
-    stores: list[tirx.BufferStore] = []
-    binds: dict[Var, Expr] = {}
-    for s in body.seq if isinstance(body, tirx.SeqStmt) else [body]:
-        if isinstance(s, tirx.Bind) and not stores:
-            binds[s.var] = Substitute(dict(binds))(s.value)
-        elif isinstance(s, tirx.BufferStore):
-            stores.append(s)
-        else:
-            raise Unsupported(f"a statement of type {type(s).__name__} in block {name}")
-    return stores, binds
+        raise Unsupported(f"block {block.name} is repeated by a loop")
 
 
 def _axes_of(store: tirx.BufferStore, spatial: dict[Var, Axis], name: str) -> tuple[Axis, ...]:
@@ -177,11 +153,11 @@ def _own_reads_refused(stage: Stage) -> Stage:
     return stage
 
 
-def _reduction(stage: Stage, init: tirx.Stmt | None) -> Stage:
+def _reduction(stage: Stage, start: Contents | None) -> Stage:
     """Fill in the kind of a reduction, with the loads of its own state taken out."""
-    if init is None:
+    if start is None:
         raise Unsupported(f"block {stage.name} reduces without an initial value")
-    starts = {s.buffer: s.value for s in _stores(init, stage.name)[0]}
+    starts = {s.buffer: s.value for s in _stores(start, stage.name)}
     if set(starts) != {b for b in stage.buffers}:
         raise Unsupported(f"block {stage.name} initialises other buffers than it reduces")
     initial = tuple(starts[b] for b in stage.buffers)
