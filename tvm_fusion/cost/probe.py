@@ -23,7 +23,13 @@ from ..config import HardwareProfile, Policy
 from ..errors import BuildError
 from ..host.cores import use_all_cores
 from ..plan.group_view import GroupView
+from ..plan.plan import UNWRITTEN
 from ..plan.refusal import RefusalCode
+from ..runtime.build.cubin_cache import available_cores
+from ..runtime.build.cuda_compiler import cuda_arch, find_compiler
+from ..runtime.build.kernel_code import kernel_sources
+from ..runtime.build.resources import ptxas_resources
+from ..transform.apply.materialize import group_views
 from .traffic import Resources
 
 if TYPE_CHECKING:
@@ -64,9 +70,6 @@ def group_key(view: GroupView) -> GroupKey:
 
 def candidates_of(graph: FusionGraph, plan: FusionPlan) -> list[Candidate]:
     """The groups of a plan that kernels are written for."""
-    from ..plan.plan import UNWRITTEN
-    from ..transform.apply.materialize import group_views
-
     pairs = zip(group_views(graph, plan), plan.groups, strict=True)
     return [Candidate(v, g.kernel_class) for v, g in pairs if g.kernel_class not in UNWRITTEN]
 
@@ -75,8 +78,6 @@ def can_probe(hw: HardwareProfile) -> bool:
     """Whether there is a compiler that tells the registers of kernels for this device."""
     if hw.kind != "cuda":
         return False
-    from ..runtime.build.cuda_compiler import find_compiler
-
     try:
         return find_compiler().kind == "nvcc"
     except BuildError:
@@ -119,8 +120,6 @@ def probe(
     BuildError
         There is no CUDA compiler.
     """
-    from ..runtime.build.cubin_cache import available_cores
-    from ..runtime.build.cuda_compiler import cuda_arch, find_compiler
     from ..runtime.timing.launch_kernels import LaunchWriter
 
     if hw.kind != "cuda":
@@ -173,8 +172,6 @@ def _write(writer: Any, group: Candidate) -> tirx.PrimFunc | ProbeFailure:
 def _start(
     pool: ThreadPoolExecutor, func: tirx.PrimFunc, target: tvm.target.Target, arch: str
 ) -> Future | ProbeFailure:
-    from ..runtime.build.kernel_code import kernel_sources
-
     try:
         sources = kernel_sources(func, target)
     except Exception as error:  # a kernel build
@@ -184,8 +181,6 @@ def _start(
 
 def _compile(sources: tuple, arch: str) -> Resources:
     """Resources of one launch; of several kernels (that only the fallback class has), the most."""
-    from ..runtime.build.resources import ptxas_resources
-
     told = [(s, k) for s in sources for k in ptxas_resources(s.source, arch)]
     return Resources(
         registers_per_thread=max(k.registers for _, k in told),

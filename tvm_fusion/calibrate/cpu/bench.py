@@ -9,8 +9,10 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from ...config import HardwareProfile
+from ...config import HardwareProfile, load_policy
+from ...flow.planned import Planned
 from ...host.threads import kernel_threads
+from ...runtime.calls.compiled_module import CompiledModule
 from ...runtime.timing.timing import wall_times
 
 Emit = Callable[[relax.BlockBuilder, Sequence[relax.Var]], Any]
@@ -41,10 +43,6 @@ class CpuBench:
 
     def written(self, emit: Emit, *inputs: np.ndarray) -> Callable[[], Any]:
         """A Relax graph as one kernel of our CPU writer, with its inputs."""
-        from ...config import load_policy
-        from ...flow.planned import Planned
-        from ...runtime.calls.compiled_module import CompiledModule
-
         policy = load_policy({"min_gain": 0.0, "max_group_ops": 1000})
         planned = Planned.of(graph_of(emit, inputs), self.target, self.hw, policy)
         return CompiledModule.of(planned.build().built).bind(*inputs)

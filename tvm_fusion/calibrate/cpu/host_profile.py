@@ -23,12 +23,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..._version import __version__
 from ...config import HardwareProfile, load_profile
+from ...config.digest import digest
 from ...config.hardware import HOST_NUMBERS
+from ...config.targets import cpu_target
 from ...errors import InputError
 from ...host.atomic_files import replace_file
 from ...host.cores import available_cores
 from ...host.threads import asked_threads, thread_count, use_calibrated_threads
+from ...runtime.build.cubin_cache import cache_dir
 from ..measured_on import cpu_name
 
 # How long the threads of this process ran, and how long they were ready to and waited for a core:
@@ -180,11 +184,6 @@ def _host_profile(asked: int | None) -> HardwareProfile:
 def calibration_file() -> Path:
     """Where the calibration of this machine lies."""
     import tvm
-
-    from ..._version import __version__
-    from ...config.digest import digest
-    from ...config.targets import cpu_target
-    from ...runtime.build.cubin_cache import cache_dir
 
     parts = [FORMAT, __version__, tvm.__version__, cpu_name(), str(cpu_target())]
     return cache_dir() / "hosts" / f"{digest([*parts, available_cores()])}.json"

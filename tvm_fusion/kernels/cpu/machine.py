@@ -8,6 +8,7 @@ import tvm
 from tvm.target import Target, codegen
 
 from ...config import HardwareProfile
+from ...config.targets import cpu_target
 
 # Work (in additions) below which a parallel loop costs more than it gains. On 2 cores of a Zen 4,
 # that wake each other in `WAKE_US`, a chain on 128 x 1024 (524,288) takes 13.5 us on one core and
@@ -67,8 +68,6 @@ def machine_of(hw: HardwareProfile | None) -> Machine:
     the threads that kernels run on here: a profile holds those of the machine that was measured,
     and what it takes to wake them, from which plans say as well what stays on one core.
     """
-    from ...config.targets import cpu_target
-
     target = Target.current(allow_none=True)
     cpu = hw if hw is not None and hw.kind == "llvm" else None
     if target is None or target.kind.name != "llvm":

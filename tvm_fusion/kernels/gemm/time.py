@@ -23,6 +23,7 @@ from .hopper.cost import (
     WELL_FILLED,
     GemmTile,
     GemmWork,
+    gemm_time,
     stripe,
 )
 from .launch import GemmGroup
@@ -238,8 +239,6 @@ def _not_before(time: LaunchTime, name: str, seconds: float) -> LaunchTime:
 
 
 def _hopper(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[LaunchTime]:
-    from .hopper.cost import gemm_time
-
     dtype, rate = tensor_dtype(launch, hw, policy)
     batch, m, columns, k, together = launch.sizes
     maps_fit, outputs_fit = tensor_maps_fit(launch.group, launch.parts, hw)

@@ -8,7 +8,7 @@ from math import prod
 from tvm import tirx
 from tvm.ir import Call, Expr, TensorLoad
 
-from ...program.expr import number
+from ...program.expr import bytes_of, number
 from .rewrite import call_name, children, free_variables, is_conditional
 from .stages import Axis, Stage
 
@@ -79,8 +79,6 @@ def hoisted_points(stage: Stage, used: Expr | Iterable[Expr]) -> int:
 
 def bytes_of_buffer(shape: Iterable[Expr], dtype: str) -> int:
     """Bytes of a buffer, symbolic extents assumed."""
-    from ...program.expr import bytes_of
-
     return bytes_of(dtype) * prod(
         ASSUMED_EXTENT if number(e) is None else int(number(e)) for e in shape
     )
