@@ -14,7 +14,6 @@ from tvm import relax
 
 from ..errors import InputError
 from ..runtime.build import cubin_cache
-from .deployed import onnx_bytes, onnxruntime_call, openvino_call, require_cpu
 from .twin import jax_library, torch_library, twin
 
 Call = Callable[[], Any]
@@ -67,12 +66,16 @@ def _jax(mod: tvm.IRModule, _target: tvm.target.Target, inputs: Sequence[Any]) -
 
 
 def _onnxruntime(mod: tvm.IRModule, target: tvm.target.Target, inputs: Sequence[Any]) -> Call:
+    from .deployed import onnx_bytes, onnxruntime_call, require_cpu
+
     require_cpu(target)
     module, tensors = torch_module(mod, target, inputs)
     return onnxruntime_call(onnx_bytes(module, tensors), tensors)
 
 
 def _openvino(mod: tvm.IRModule, target: tvm.target.Target, inputs: Sequence[Any]) -> Call:
+    from .deployed import onnx_bytes, openvino_call, require_cpu
+
     require_cpu(target)
     module, tensors = torch_module(mod, target, inputs)
     return openvino_call(onnx_bytes(module, tensors), tensors)
