@@ -7,7 +7,7 @@ import tvm
 from tvm.script import tirx as T
 
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.ir.access import AxisKind
+from tvm_fusion.ir.access import AxisKind, Reduction
 from tvm_fusion.ir.blocks import BlockDef, Stray, read_blocks
 from tvm_fusion.ir.reader import read_prim_func
 from tvm_fusion.kernels.cpu.stages.reader import read_graph
@@ -213,3 +213,13 @@ def test_an_initial_value_behind_a_let_is_that_value():
     )
     (stage,) = read_graph(function(body), False).stages
     assert str(*stage.initial) == "T.float32(2.0)"
+
+
+def test_an_index_behind_a_let_is_read_and_a_sum_behind_one_is_a_sum():
+    (gather,) = read_prim_func(function(looped("x: T.let = I[vi]", "B[vi] = A[x]"))).blocks
+    assert [access.tensor for access in gather.reads] == [1, 0]
+    body = SUM.format(
+        init="B[vi] = T.float32(0)", update="x: T.let = B[vi] + X[vi, vk]\n        B[vi] = x"
+    )
+    (total,) = read_prim_func(function(body)).blocks
+    assert total.reduction is Reduction.SUM

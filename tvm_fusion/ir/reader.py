@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import tvm
-from tvm import s_tir, tirx
+from tvm import tirx
 from tvm.ir import Call, TensorLoad, Var
 from tvm.ir.prim.expr import BitwiseAnd, BitwiseNot, BitwiseOr, BitwiseXor, LShift, RShift
 from tvm.relax.transform import AnnotateTIROpPattern
@@ -25,7 +24,7 @@ from .access import (
     Pipe,
     Reduction,
 )
-from .arg_pair import read_arg_pair
+from .blocks import BlockDef, Stray, put_in, read_arg_pair, read_blocks, term_of
 
 OPAQUE_PATTERN = 8  # TVM's OpPatternKind.kOpaque: no pass fuses the function
 
@@ -92,6 +91,8 @@ _BINARY = (
     RShift,
 )
 _UNARY = (tirx.Not, BitwiseNot)
+_ARITHMETIC = (*_BINARY, *_UNARY, tirx.Select, tirx.Cast)
+_LEAVES = (Var, tirx.IntImm, tirx.FloatImm)  # asked first: each class takes a call of abc's
 _ORDERED = (tirx.LT, tirx.LE, tirx.GT, tirx.GE)
 
 
@@ -158,7 +159,8 @@ class _FuncReader:
     def read(self) -> FuncAccess:
         for i, param in enumerate(self.func.params):
             self.buffers[hash(param)] = i
-        blocks = tuple(self._blocks(self.func.body))
+        found = read_blocks(self.func, opens=_is_root)
+        blocks = tuple(self._block(block) for block in found)
         if not blocks:
             raise _Unreadable("the function holds no block")
         return FuncAccess(
@@ -174,34 +176,21 @@ class _FuncReader:
             self.inner.append(buffer)
         return self.buffers[hash(buffer)]
 
-    def _blocks(self, stmt) -> Iterator[Block]:
-        if isinstance(stmt, s_tir.SBlockRealize):
-            block = stmt.block
-            if not block.iter_vars and block.name_hint == "root":
-                yield from self._blocks(block.body)
-            else:
-                yield _BlockReader(self._key, block).read()
-        elif isinstance(stmt, tirx.SeqStmt):
-            for s in stmt:
-                yield from self._blocks(s)
-        elif isinstance(stmt, tirx.For):
-            yield from self._blocks(stmt.body)
-        else:
-            raise _Unreadable(f"a {type(stmt).__name__} outside any block")
+    def _block(self, block: BlockDef | Stray) -> Block:
+        if isinstance(block, Stray):
+            raise _Unreadable(f"a {block.kind} outside any block")
+        return _BlockReader(self._key, block).read()
 
 
-_KINDS = {0: AxisKind.SPATIAL, 2: AxisKind.REDUCE}
+def _is_root(block: BlockDef) -> bool:
+    return not block.axes and block.name == "root"
 
 
 class _BlockReader:
-    def __init__(self, key, block):
+    def __init__(self, key, block: BlockDef):
         self.key, self.block = key, block
-        self.axes = tuple(
-            Axis(extent_of(iv.dom.extent), _KINDS.get(int(iv.iter_type), AxisKind.OPAQUE))
-            for iv in block.iter_vars
-        )
-        self.axis_of = {hash(iv.var): i for i, iv in enumerate(block.iter_vars)}
-        self.lets: dict[int, object] = {}
+        self.axes = tuple(Axis(extent_of(axis.domain.extent), axis.kind) for axis in block.axes)
+        self.axis_of = {hash(axis.var): i for i, axis in enumerate(block.axes)}
         self.reads: dict[Access, None] = {}
         self.counts: dict[Pipe, float] = {}
         self.functions: dict[str, float] = {}
@@ -210,10 +199,16 @@ class _BlockReader:
         self.own: set[int] = set()
 
     def read(self) -> Block:
-        stores = self._stores()
+        name, body = self.block.name, self.block.body
+        stores = body.stores
+        if body.others:
+            raise _Unreadable(f"a {body.others[0]} inside block {name}")
+        if not stores:
+            raise _Unreadable(f"block {name} stores nothing")
         self.own = {hash(s.buffer) for s in stores}
         writes = tuple(
-            Access(self.key(s.buffer), tuple(self.index(i) for i in s.indices)) for s in stores
+            Access(self.key(s.buffer), tuple(self.index(put_in(i, body.lets)) for i in s.indices))
+            for s in stores
         )
         for store in stores:
             self.visit(store.value, guarded=False)
@@ -223,9 +218,9 @@ class _BlockReader:
             kind, body = self._combiner(stores)
             contraction = kind is Reduction.SUM and self._is_product(body)
         if any(a.kind is AxisKind.OPAQUE for a in self.axes):
-            raise _Unreadable(f"block {self.block.name_hint} has an opaque axis")
+            raise _Unreadable(f"block {name} has an opaque axis")
         return Block(
-            self.block.name_hint,
+            name,
             self.axes,
             tuple(self.reads),
             writes,
@@ -238,32 +233,13 @@ class _BlockReader:
             self.compares,
         )
 
-    def _stores(self) -> list:
-        body = self.block.body
-        stores = []
-        for s in body if isinstance(body, tirx.SeqStmt) else [body]:
-            if isinstance(s, tirx.Bind):
-                self.lets[hash(s.var)] = s.value
-            elif isinstance(s, tirx.BufferStore):
-                stores.append(s)
-            else:
-                raise _Unreadable(f"a {type(s).__name__} inside block {self.block.name_hint}")
-        if not stores:
-            raise _Unreadable(f"block {self.block.name_hint} stores nothing")
-        return stores
-
     def _combiner(self, stores) -> tuple[Reduction, object]:
-        pair = read_arg_pair(stores, lambda e: self.lets.get(hash(e), e))
+        pair = read_arg_pair(stores)
         if pair is not None:
             return (Reduction.ARGMAX if pair.largest else Reduction.ARGMIN), None
-        value = stores[0].value
-        kind = _COMMUTING.get(type(value))
-        if len(stores) != 1 or kind is None:
-            return Reduction.OTHER, None
-        for own, body in ((value.a, value.b), (value.b, value.a)):
-            if isinstance(own, TensorLoad) and own.source.same_as(stores[0].buffer):
-                return kind, body
-        return Reduction.OTHER, None
+        kind = _COMMUTING.get(type(stores[0].value))
+        term = term_of(stores[0]) if len(stores) == 1 and kind is not None else None
+        return (Reduction.OTHER, None) if term is None else (kind, term)
 
     def _is_product(self, body) -> bool:
         return (
@@ -284,8 +260,6 @@ class _BlockReader:
                 self.reads.setdefault(access)
             return
         if isinstance(e, Var):
-            if hash(e) in self.lets:
-                self.visit(self.lets[hash(e)], guarded)
             return
         self._count(e)
         if op_name(e) == "if_then_else":
@@ -328,8 +302,6 @@ class _BlockReader:
             if isinstance(x, Var):
                 if hash(x) in self.axis_of:
                     axes.add(self.axis_of[hash(x)])
-                elif hash(x) in self.lets:
-                    stack.append(self.lets[hash(x)])
             elif isinstance(x, TensorLoad):
                 data = True
                 stack.extend(x.indices)
@@ -342,8 +314,6 @@ class _BlockReader:
         if isinstance(e, tirx.IntImm):
             return Affine(zero, int(e.value))
         if isinstance(e, Var):
-            if hash(e) in self.lets:
-                return self._affine(self.lets[hash(e)])
             i = self.axis_of.get(hash(e))
             return None if i is None else Affine((*zero[:i], 1, *zero[i + 1 :]))
         if isinstance(e, tirx.Cast):
@@ -366,6 +336,8 @@ class _BlockReader:
 
 def children(e) -> tuple:
     """The operands of a TIR expression (nothing for leaves and for unknown kinds)."""
+    if isinstance(e, _LEAVES):
+        return ()
     if isinstance(e, _BINARY):
         return (e.a, e.b)
     if isinstance(e, tirx.Select):
@@ -391,7 +363,7 @@ def pipe_of(e) -> Pipe | None:
         return Pipe.DIVISION
     if isinstance(e, _INTEGER):
         return Pipe.INTEGER
-    if isinstance(e, (*_BINARY, *_UNARY, tirx.Select, tirx.Cast)):
+    if isinstance(e, _ARITHMETIC):
         return Pipe.ARITHMETIC
     return None
 
