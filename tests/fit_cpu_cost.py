@@ -20,7 +20,7 @@ from tvm.relax import op
 
 from tests.support.graphs import module
 from tvm_fusion.calibrate.cpu.host_profile import calibrated
-from tvm_fusion.calibrate.measured_on import cpu_name
+from tvm_fusion.calibrate.profile_file import cpu_name
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.flow.planned import Planned
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule

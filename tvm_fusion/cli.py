@@ -25,9 +25,8 @@ from .errors import (
     TvmFusionError,
     VerificationError,
 )
-from .report.function_reports import FunctionReports
 from .report.progress import shown
-from .report.screen import Report
+from .report.screen import FunctionReports, Report
 from .report.why import restrict, why
 
 if TYPE_CHECKING:

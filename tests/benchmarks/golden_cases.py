@@ -35,7 +35,7 @@ from tests.pipelines import modules as pipelines
 from tests.support.graphs import module
 from tvm_fusion.config import resolve_target
 from tvm_fusion.frontends import load
-from tvm_fusion.fuzz.steps import draw_program
+from tvm_fusion.fuzz.campaign import draw_program
 
 from .plans import case_graphs
 from .plans.random_graphs import module_of

@@ -2,7 +2,7 @@
 
 from tvm_fusion.config import load_policy, load_profile, profile_file, resolve_target
 from tvm_fusion.cost.learned.learned import residual_file
-from tvm_fusion.flow.cache_key import surroundings
+from tvm_fusion.flow.plan_cache import surroundings
 
 POLICY = load_policy({"probe": "off"})
 

@@ -15,7 +15,7 @@ from tvm_fusion.config import load_policy
 from tvm_fusion.errors import BuildError, FrontendError, PlanError, VerificationError
 from tvm_fusion.report.facts import Comparison, GroupReport, RefusalReport, Verification
 from tvm_fusion.report.screen import Report
-from tvm_fusion.runtime.timing.times import TimeReport
+from tvm_fusion.runtime.timing.timing import TimeReport
 
 GROUP = GroupReport("fused_add", ("add", "exp"), (), "pointwise", 1, 8, 24, 1.0, 3.0)
 REFUSAL = RefusalReport("CYCLE", ("exp", "sum"), "sum feeds exp through a path outside")

@@ -6,7 +6,8 @@ import pytest
 from tvm import relax
 
 from tvm_fusion.config import load_policy, resolve_target
-from tvm_fusion.flow import cache_key, plan_cache, variants
+from tvm_fusion.flow import plan_cache, variants
+from tvm_fusion.flow import plan_cache as cache_key
 from tvm_fusion.flow.variants import best_plan
 from tvm_fusion.kernels import registry
 from tvm_fusion.kernels.pointwise.kernel_class import Pointwise

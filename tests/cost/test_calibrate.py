@@ -30,15 +30,14 @@ from tvm_fusion.calibrate.cuda import flight as cuda_flight
 from tvm_fusion.calibrate.cuda import launch as cuda_launch
 from tvm_fusion.calibrate.cuda import shared as cuda_shared
 from tvm_fusion.calibrate.cuda import spill as cuda_spill
-from tvm_fusion.calibrate.cuda.bench import FILL, Call
-from tvm_fusion.calibrate.cuda.kernels import inline_kernel
+from tvm_fusion.calibrate.cuda.bench import FILL, Call, inline_kernel
+from tvm_fusion.calibrate.curves import Family, Finding, Measured, NotMeasured
 from tvm_fusion.calibrate.families import families_of
-from tvm_fusion.calibrate.finding import Family, Finding, Measured, NotMeasured
 from tvm_fusion.calibrate.profile_file import notes_of, with_notes, with_values
 from tvm_fusion.config import load_profile, profile_file, profile_names
 from tvm_fusion.config import targets as _targets
 from tvm_fusion.errors import ConfigError, InputError, TargetError
-from tvm_fusion.host.atomic_files import replace_file
+from tvm_fusion.host.appended_files import replace_file
 from tvm_fusion.runtime.build import cubin_cache
 from tvm_fusion.runtime.build.resources import parse_ptxas_log
 from tvm_fusion.tuning.measure.processes import module_command

@@ -17,8 +17,8 @@ from tests.support.learned_cases import BYTES, CLASSES, a_query, some_rows, true
 from tvm_fusion.config import load_policy, load_profile, profile_file
 from tvm_fusion.cost.learned import learned, refit
 from tvm_fusion.cost.learned import refit as training
-from tvm_fusion.cost.learned.conformal import Intervals, quantile
 from tvm_fusion.cost.learned.features import BYTE_FEATURES, FEATURES, features_of
+from tvm_fusion.cost.learned.hull import Intervals, quantile
 from tvm_fusion.cost.learned.learned import Residual, load_residual, unused_residual
 from tvm_fusion.cost.learned.samples import (
     HELD_OUT,

@@ -12,9 +12,8 @@ from tests.support import fuzz_judges
 from tvm_fusion.cli import main
 from tvm_fusion.errors import BuildError
 from tvm_fusion.fuzz import command
-from tvm_fusion.fuzz.campaign import Campaign, Runner, reduced
+from tvm_fusion.fuzz.campaign import STEPS, Campaign, Runner, draw_program, reduced
 from tvm_fusion.fuzz.draw import Draft
-from tvm_fusion.fuzz.steps import STEPS, draw_program
 from tvm_fusion.fuzz.torch_program import Input, Program, Statement
 from tvm_fusion.fuzz.verdict import CRASH, ERROR, REFUSED, RIGHT, WRONG, Verdict, judged, judged_run
 

@@ -16,7 +16,7 @@ import tvm_fusion
 from tvm_fusion.host import team as _team
 from tvm_fusion.host.native import library
 from tvm_fusion.host.threads import kernel_threads, thread_count
-from tvm_fusion.runtime.calls.entry import function_of, load_library
+from tvm_fusion.runtime.calls.signature import function_of, load_library
 
 THREADS = max(2, thread_count())
 Lambda = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)

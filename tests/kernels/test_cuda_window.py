@@ -6,7 +6,7 @@ from tvm.relax import op
 
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.kernels.gpu.combs import combs
+from tvm_fusion.kernels.gpu.vectors import combs
 from tvm_fusion.kernels.pointwise.kernel import emit_pointwise, pointwise_configs
 from tvm_fusion.kernels.program.analysis import analyze
 

@@ -10,9 +10,8 @@ from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.cost.traffic import Resources, Traffic
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels import registry
-from tvm_fusion.kernels.base import Family, Fit, OnCPU, write_on_cpu
+from tvm_fusion.kernels.base import REDUCES, Family, Fit, Needs, OnCPU, write_on_cpu
 from tvm_fusion.kernels.forms import Form, Writer
-from tvm_fusion.kernels.traits import REDUCES, Needs
 from tvm_fusion.plan import structure
 from tvm_fusion.plan.refusal import RefusalCode
 from tvm_fusion.tuning.session.choices import class_choices

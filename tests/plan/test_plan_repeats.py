@@ -6,8 +6,7 @@ from tvm.relax import op
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.ir.graph import FusionGraph
 from tvm_fusion.plan.legality import Evaluator
-from tvm_fusion.plan.regions.repeats import find_repeats
-from tvm_fusion.plan.regions.shorten import LEAST_PERIODS, Shortened, shortened
+from tvm_fusion.plan.regions.repeats import LEAST_PERIODS, Shortened, find_repeats, shortened
 from tvm_fusion.plan.search.search import plan_from, search, solve, solve_whole
 from tvm_fusion.plan.search.solution import check_solution
 from tvm_fusion.plan.structure import Structures

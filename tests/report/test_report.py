@@ -16,7 +16,7 @@ from tvm_fusion.report.facts import Comparison, GroupReport, RefusalReport, Veri
 from tvm_fusion.report.flip import flip
 from tvm_fusion.report.screen import COLUMNS, LINES, Report, screen
 from tvm_fusion.report.why import restrict, why
-from tvm_fusion.runtime.timing.times import TimeReport, Verdict
+from tvm_fusion.runtime.timing.timing import TimeReport, Verdict
 
 from ..benchmarks.plans.random_graphs import graph_of
 

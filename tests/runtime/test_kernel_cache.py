@@ -11,7 +11,8 @@ from tvm import relax, tirx
 
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.errors import Unsupported
-from tvm_fusion.flow import cache_key, kernel_cache
+from tvm_fusion.flow import kernel_cache
+from tvm_fusion.flow import plan_cache as cache_key
 from tvm_fusion.flow.kernels_ahead import KernelsAhead
 from tvm_fusion.flow.planned import Planned
 from tvm_fusion.kernels import registry

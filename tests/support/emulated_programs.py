@@ -27,8 +27,7 @@ from tvm_fusion.config import Policy, load_policy, load_profile
 from tvm_fusion.errors import TvmFusionError
 from tvm_fusion.flow.planned import Planned
 from tvm_fusion.frontends import load
-from tvm_fusion.fuzz.campaign import reduced
-from tvm_fusion.fuzz.steps import draw_program
+from tvm_fusion.fuzz.campaign import draw_program, reduced
 from tvm_fusion.fuzz.torch_program import Program
 from tvm_fusion.fuzz.verdict import REFUSED, Run, Verdict, as_array, as_tensor, judged_run
 from tvm_fusion.transform.functions.functions import with_functions

@@ -15,22 +15,19 @@ from typing import Any
 import tvm
 
 from ..check.checked_sizes import drawn_inputs
-from ..compilation.compiler import graph_policy
+from ..compilation.compiler import TunedParts, graph_policy
 from ..compilation.one_function import Wishes, has_inputs
 from ..compilation.several_functions import compile_functions
-from ..compilation.tuned_parts import TunedParts
 from ..config import load_policy, resolve_target
 from ..errors import TargetError
 from ..flow.functions import planned_functions
 from ..flow.planned import Planned
 from ..host.threads import thread_count
-from ..report.function_reports import FunctionReports
 from ..report.progress import stages
-from ..report.screen import Report
+from ..report.screen import FunctionReports, Report
 from ..runtime.calls.compiled_module import CompiledFunctions, CompiledModule
 from ..runtime.graphs.capture_rules import CudaGraphOptions
-from ..runtime.timing.times import FUSED, UNFUSED, TimeReport
-from ..runtime.timing.timing import kernel_walls, time_calls
+from ..runtime.timing.timing import FUSED, UNFUSED, TimeReport, kernel_walls, time_calls
 from .apart import Call, Failed, Process, in_rounds, reason
 from .patience import within
 from .peers import DEFAULT_PEERS, PEERS

@@ -16,11 +16,10 @@ from .._arguments import INTERRUPTED
 from ..config import HardwareProfile, load_profile, profile_file, resolve_target
 from ..config.toml import nearest, number_fields
 from ..errors import CHECK_FAILED, ConfigError, InputError, TargetError
-from ..host.atomic_files import replace_file
+from ..host.appended_files import replace_file
+from .curves import Family, Finding, Measured, NotMeasured
 from .families import families_of
-from .finding import Family, Finding, Measured, NotMeasured
-from .measured_on import described
-from .profile_file import notes_of, spelled, with_notes, with_values
+from .profile_file import described, notes_of, spelled, with_notes, with_values
 
 # Progress on standard error: a bar where `rich` is installed and someone looks, else lines.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..config import HardwareProfile
-from .finding import Family
+from .curves import Family
 
 
 def families_of(hw: HardwareProfile) -> tuple[Family, ...]:

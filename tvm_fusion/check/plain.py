@@ -29,9 +29,8 @@ from ..runtime.build.build import Built, build
 from ..transform.functions.unique_names import UniqueNames
 from ..transform.lower.drop_empty import DropEmpty
 from ..transform.lower.legalizers import BOTH, FIRST_EXTREMA, UNSIGNED_SIGNS, needs_float32
-from ..transform.lower.open_medians import OpenMedians
 from ..transform.lower.ordered_writes import OrderedWrites
-from ..transform.lower.widen_sorts import WidenSorts
+from ..transform.lower.widen_sorts import OpenMedians, WidenSorts
 from ..transform.pipeline import public
 
 LLVM = tvm.target.Target({"kind": "llvm"})

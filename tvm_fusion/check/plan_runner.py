@@ -24,8 +24,7 @@ from ..ir.graph import FusionGraph
 from ..plan.legality import Evaluator
 from ..plan.plan import FusionPlan
 from ..plan.search.solution import Solution, costed, is_opaque, is_view, members_of
-from ..runtime.calls.entry import function_of, load_library
-from ..runtime.timing.buffers import Buffers
+from ..runtime.calls.signature import function_of, load_library
 from ..runtime.timing.launch_kernels import (
     BuiltLaunches,
     Kernel,
@@ -33,7 +32,7 @@ from ..runtime.timing.launch_kernels import (
     LaunchWriter,
     build_launches,
 )
-from ..runtime.timing.plan_timing import PlanTimes, device_samples
+from ..runtime.timing.plan_timing import Buffers, PlanTimes, device_samples
 from ..transform.apply.materialize import group_views
 from ..transform.apply.write_kernels import Tuned
 from .reference import flatten

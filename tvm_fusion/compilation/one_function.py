@@ -28,8 +28,7 @@ from ..report.assemble import built_report, with_calls
 from ..report.progress import stages
 from ..runtime.build.build import Built
 from ..runtime.calls.compiled_module import CompiledModule
-from ..runtime.timing.times import FUSED, UNFUSED, TimeReport
-from ..runtime.timing.timing import time_modules
+from ..runtime.timing.timing import FUSED, UNFUSED, TimeReport, time_modules
 from ..tuning.session.other_kernels import OtherKernels, configuration
 
 logger = logging.getLogger(__name__)

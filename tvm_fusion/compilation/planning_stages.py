@@ -27,20 +27,20 @@ from ..transform.apply.pack_constants import PackConstants, packable_arguments
 from ..transform.apply.write_kernels import CLASS_ATTR, Tuned, write_kernels
 from ..transform.functions.devices import Device, Part, device_of
 from ..transform.functions.each_function import EachFunction, errors_named
-from ..transform.functions.functions import with_functions
-from ..transform.functions.named_stages import (
+from ..transform.functions.functions import (
     MATERIALIZE,
     PACK_CONSTANTS,
     PLAN,
     WRITE_KERNELS,
     is_enabled,
     result_of,
+    with_functions,
 )
-from .tuned_parts import TunedParts
+from .compiler import TunedParts
 
 if TYPE_CHECKING:
     from ..report.screen import Report
-    from .tuned_parts import DatabaseLike
+    from .compiler import DatabaseLike
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,8 @@ from ..flow.functions import errors_naming
 from ..flow.kernels_ahead import KernelsOfAll, kernels_ahead
 from ..flow.planned import BuiltPlan, Planned, WrittenPlan
 from ..plan.refusal import RefusalCode
-from ..report.function_reports import FunctionReports
 from ..report.progress import stages
-from ..report.screen import Report
+from ..report.screen import FunctionReports, Report
 from ..runtime.build.build import Built, KernelBuildError, build_entries
 from ..runtime.calls.compiled_module import CompiledFunctions, CompiledModule
 from ..transform.apply.pack_constants import PackConstants

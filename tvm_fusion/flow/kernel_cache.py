@@ -29,10 +29,10 @@ from tvm_ffi.serialization import from_json_graph_str, to_json_graph_str
 from ..config import HardwareProfile, Policy
 from ..config.digest import digest
 from ..errors import InputError
-from ..host.atomic_files import replace_file
+from ..host.appended_files import replace_file
 from ..runtime.build.cubin_cache import cache_dir
 from ..runtime.build.kernel_code import CudaUnit, KernelCode
-from .cache_key import all_ours, surroundings
+from .plan_cache import all_ours, surroundings
 
 VARIABLE = "TVM_FUSION_KERNEL_CACHE"
 _FORMAT = 1

@@ -38,14 +38,15 @@ from ..transform.apply.write_kernels import CLASS_ATTR, Ahead, Tuned, Written, w
 from ..transform.functions.devices import Part
 from ..transform.functions.each_function import EachFunction
 from ..transform.functions.function_apart import own_functions
-from ..transform.functions.functions import has_branches, with_functions
-from ..transform.functions.named_stages import (
+from ..transform.functions.functions import (
     FUSE,
     MATERIALIZE,
     PACK_CONSTANTS,
     WRITE_KERNELS,
+    has_branches,
     is_enabled,
     result_of,
+    with_functions,
 )
 from ..transform.pipeline import lower
 from ..transform.rewrites.rewrites import known_rewrites

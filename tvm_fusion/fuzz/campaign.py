@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import datetime
+import random
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -19,10 +20,45 @@ import torch
 
 from ..errors import TargetError
 from ..tuning.measure.processes import LOST, Answer, Worker, stop_all, wait_for
-from .draw import _moderate, _random_code, dtype_name
-from .steps import draw_program
+from .draw import (
+    ATTEMPTS,
+    FLOAT_SHARES,
+    LEAST,
+    MOST,
+    Draft,
+    Step,
+    _moderate,
+    _random_code,
+    dtype_name,
+    first_shape,
+)
+from .steps_layers import STEPS as LAYERS
+from .steps_math import STEPS as MATH
+from .steps_moves import STEPS as MOVES
+from .steps_writes import STEPS as WRITES
 from .torch_program import Input, Program, Statement, in_float64, run_statement, wide
 from .verdict import CRASH, ERROR, REFUSED, RIGHT, WRONG, Verdict, judged
+
+# The operators that programs are drawn from, by groups; and a program of them.
+
+STEPS: tuple[Step, ...] = (*MATH, *MOVES, *LAYERS, *WRITES)
+
+
+def draw_program(seed: int, most: int = MOST) -> Program:
+    """The program of a seed, of `LEAST` to `most` statements."""
+    rng = random.Random(seed)
+    dtype = rng.choices(list(FLOAT_SHARES), list(FLOAT_SHARES.values()))[0]
+    draft = Draft(rng, seed, dtype)
+    for _ in range(rng.randint(1, 3)):
+        draft.input(first_shape(draft), draft.dtype)
+    wanted, failed = rng.randint(LEAST, most), 0
+    weights = [step.weight for step in STEPS]
+    while len(draft.statements) < wanted and failed < ATTEMPTS:
+        statement = rng.choices(STEPS, weights)[0].draw(draft)
+        kept = statement is not None and draft.keep(statement)
+        failed = 0 if kept else failed + 1
+    return draft.program()
+
 
 # Reduces a program that fails to one that fails in the same way and is as short as can be.
 #

@@ -60,7 +60,7 @@ def main(args: argparse.Namespace) -> int:
         )
     if min(args.minutes, args.processes) <= 0 or args.statements < 1:
         raise InputError("fuzz: --minutes, --processes and --statements have to be above 0")
-    from ..calibrate.measured_on import described
+    from ..calibrate.profile_file import described
     from ..config import resolve_target
     from .campaign import Campaign, Runner
 

@@ -17,10 +17,9 @@ from ..cost.probe import GroupKey
 from ..cost.traffic import Resources
 from ..errors import TooDeep
 from ..ir.graph import FusionGraph, OpKind
-from ..kernels.base import Family, Fit
+from ..kernels.base import READABLE, Family, Fit, together
 from ..kernels.fallback import Fallback, Stock
 from ..kernels.registry import families
-from ..kernels.traits import READABLE, together
 from .decide.caution import Caution, is_fused
 from .group_view import GroupView
 from .order import Links

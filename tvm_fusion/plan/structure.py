@@ -21,11 +21,7 @@ from typing import Any
 from ..config import HardwareProfile, Policy
 from ..ir.access import Block
 from ..ir.graph import FusionGraph, Op, OpKind
-from ..kernels.base import Family
-from ..kernels.gemm.product import match_product
-from ..kernels.group.read_order import is_transposing, read_order
-from ..kernels.program.window import is_window_block
-from ..kernels.traits import (
+from ..kernels.base import (
     MULTIPLIES,
     READABLE,
     REDUCES,
@@ -33,8 +29,12 @@ from ..kernels.traits import (
     SUMS_COLUMNS,
     SUMS_ROWS,
     TRANSPOSES,
+    Family,
     together,
 )
+from ..kernels.gemm.product import match_product
+from ..kernels.group.read_order import is_transposing, read_order
+from ..kernels.program.window import is_window_block
 
 MOST_KNOWN = 50_000  # structures of groups, of about a kilobyte each
 

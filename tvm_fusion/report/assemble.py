@@ -17,13 +17,12 @@ from ..flow.planned import BuiltPlan, Planned
 from ..host.threads import thread_count
 from ..ir.graph import FusionGraph
 from ..kernels.cpu.contraction.panels import mark_constants
-from ..plan.explain.layout_changes import layout_changes, refusals_between
+from ..plan.explain.unmerged import layout_changes, refusals_between
 from ..plan.plan import FREE, UNWRITTEN, FusionPlan, PlannedGroup
 from ..plan.refusal import Refusal
 from ..runtime.build.build import Built
 from ..runtime.calls.launch_count import count_launches
-from ..runtime.timing.times import TimeReport
-from ..runtime.timing.timing import wall_times
+from ..runtime.timing.timing import TimeReport, wall_times
 from ..transform.apply.materialize import Materialized, materialize
 from ..transform.apply.pack_constants import packable_arguments
 from .facts import Comparison, GroupReport, LayoutReport, RefusalReport, Verification

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..runtime.timing.times import FUSED, UNFUSED, TimeReport
+from ..runtime.timing.timing import FUSED, UNFUSED, TimeReport
 
 FORMAT_VERSION = 2
 

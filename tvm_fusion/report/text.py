@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
-from ..runtime.timing.times import FUSED, UNFUSED, TimeReport, Verdict
+from ..runtime.timing.timing import FUSED, UNFUSED, TimeReport, Verdict
 from .facts import Comparison, Facts, GroupReport, RefusalReport
 
 _GROUP_COLUMNS = (

@@ -6,8 +6,7 @@ from itertools import permutations
 from ..config.toml import nearest
 from ..errors import InputError
 from .facts import GroupReport, RefusalReport
-from .function_reports import FunctionReports
-from .screen import Report
+from .screen import FunctionReports, Report
 from .text import format_refusal, format_terms, format_time
 
 

@@ -34,9 +34,8 @@ from .lower.legalizers import (
     legalize_permute,
     legalize_where,
 )
-from .lower.open_medians import OpenMedians
 from .lower.ordered_writes import OrderedWrites
-from .lower.widen_sorts import WidenSorts
+from .lower.widen_sorts import OpenMedians, WidenSorts
 from .rewrites.cancel_layouts import CancelLayouts
 from .rewrites.hidden_weights import BindWeights
 from .rewrites.join_pieces import JoinPieces

@@ -12,7 +12,7 @@ from tvm_fusion.bench.deployed import onnx_bytes, onnxruntime_call, openvino_cal
 from tvm_fusion.bench.peers import DEPLOYED, EAGER, default_build
 from tvm_fusion.errors import InputError, Unsupported
 from tvm_fusion.frontends import load
-from tvm_fusion.runtime.calls.entry import entry_of
+from tvm_fusion.runtime.calls.signature import entry_of
 from tvm_fusion.runtime.calls.tensors import to_tvm
 
 from ..workloads.instance import Instance, Product

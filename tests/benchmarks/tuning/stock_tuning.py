@@ -39,7 +39,7 @@ from tvm_fusion.bench.apart import reason
 from tvm_fusion.config import resolve_target
 from tvm_fusion.errors import InputError, TargetError, TvmFusionError
 from tvm_fusion.frontends import load
-from tvm_fusion.runtime.calls.entry import entry_of
+from tvm_fusion.runtime.calls.signature import entry_of
 from tvm_fusion.runtime.calls.tensors import to_tvm
 from tvm_fusion.runtime.timing.timing import device_works, time_calls
 

@@ -29,11 +29,11 @@ from ...config.digest import digest
 from ...config.hardware import HOST_NUMBERS
 from ...config.targets import cpu_target
 from ...errors import InputError
-from ...host.atomic_files import replace_file
+from ...host.appended_files import replace_file
 from ...host.cores import available_cores
 from ...host.threads import asked_threads, thread_count, use_calibrated_threads
 from ...runtime.build.cubin_cache import cache_dir
-from ..measured_on import cpu_name
+from ..profile_file import cpu_name
 
 # How long the threads of this process ran, and how long they were ready to and waited for a core:
 # what other programs took of a measurement. What a signal stopped did neither.

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from ...config import HardwareProfile
-from ..curves import power_of_two
-from ..finding import Family, Finding, Measured
-from .bench import Call, CudaBench
-from .kernels import inline_kernel
+from ..curves import Family, Finding, Measured, power_of_two
+from .bench import Call, CudaBench, inline_kernel
 
 THREADS, BLOCKS_PER_SM = 256, 6
 STRIDES = (1, 2, 4, 8, 16, 32, 64)

@@ -17,9 +17,8 @@ from ...config import HardwareProfile
 from ...kernels.gpu import intrinsics as device
 from ...kernels.gpu.arithmetic import lower_call
 from ...kernels.gpu.intrinsics import device_call
-from ..finding import ARITHMETIC, Family, Finding, Measured
-from .bench import Call, CudaBench
-from .kernels import Shell, micro_kernel
+from ..curves import ARITHMETIC, Family, Finding, Measured
+from .bench import Call, CudaBench, Shell, micro_kernel
 
 THREADS, BLOCKS_PER_SM = 512, 4
 CHAINS, INNER = 4, 8

@@ -8,10 +8,17 @@ large sizes have a block for each such piece, as our pointwise kernels have.
 from __future__ import annotations
 
 from ...config import HardwareProfile
-from ..curves import cache_rate, curve_text, memory_rate, readable, usable_bytes
-from ..finding import Family, Finding, Measured
-from .bench import VECTOR, Call, CudaBench
-from .kernels import inline_kernel
+from ..curves import (
+    Family,
+    Finding,
+    Measured,
+    cache_rate,
+    curve_text,
+    memory_rate,
+    readable,
+    usable_bytes,
+)
+from .bench import VECTOR, Call, CudaBench, inline_kernel
 
 THREADS, BLOCKS_PER_SM, AHEAD = 256, 6, 4
 SMALLEST = 64 << 10

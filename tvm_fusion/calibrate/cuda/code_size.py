@@ -7,10 +7,8 @@ unit is then so busy that the fetching of code would hide behind it.
 from __future__ import annotations
 
 from ...config import HardwareProfile
-from ..curves import cache_knee, readable
-from ..finding import Family, Finding, Measured
-from .bench import Call, CudaBench
-from .kernels import inline_kernel
+from ..curves import Family, Finding, Measured, cache_knee, readable
+from .bench import Call, CudaBench, inline_kernel
 
 THREADS = 256
 SIZES = tuple(kib << 10 for kib in (16, 32, 64, 96, 128, 160, 192, 256, 384, 512))

@@ -6,9 +6,8 @@ The row model holds fitted values of the same resources; these become comments.
 from __future__ import annotations
 
 from ...config import HardwareProfile
-from ..finding import Family, Finding
-from .bench import Call, CudaBench
-from .kernels import inline_kernel
+from ..curves import Family, Finding
+from .bench import Call, CudaBench, inline_kernel
 
 WIDTHS = (128, 256, 512, 1024)
 STEPS = 16

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from ...config import HardwareProfile
-from ..curves import littles_latency
-from ..finding import Family, Finding, Measured
-from .bench import VECTOR, Call, CudaBench
-from .kernels import inline_kernel
+from ..curves import Family, Finding, Measured, littles_latency
+from .bench import VECTOR, Call, CudaBench, inline_kernel
 
 THREADS, AHEAD = 512, 4
 ACTIVE = (32, 64, 128, 256, 384, 512)

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ...config import HardwareProfile
-from ..finding import Family, Finding, Measured, NotMeasured
+from ..curves import Family, Finding, Measured, NotMeasured
 from . import arithmetic as cuda_arithmetic
-from .bench import CHAIN, Call, CudaBench
-from .kernels import inline_kernel
+from .bench import CHAIN, Call, CudaBench, inline_kernel
 
 LAUNCHES = 500
 """Fewer than a stream holds (about 1,000) before a launch waits."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import statistics
 
 from ...config import HardwareProfile
-from ..finding import Family, Finding, Measured
-from .bench import Call, CudaBench
-from .kernels import inline_kernel
+from ..curves import Family, Finding, Measured
+from .bench import Call, CudaBench, inline_kernel
 
 THREADS, BLOCKS_PER_SM = 512, 4
 WORDS = 4096

@@ -10,10 +10,8 @@ in the notes.
 from __future__ import annotations
 
 from ...config import HardwareProfile
-from ..curves import slope
-from ..finding import Family, Finding, Measured
-from .bench import Call, CudaBench
-from .kernels import inline_kernel
+from ..curves import Family, Finding, Measured, slope
+from .bench import Call, CudaBench, inline_kernel
 
 THREADS = 1024
 VALUES = (8, 16, 32, 128)

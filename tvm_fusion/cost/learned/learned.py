@@ -29,9 +29,8 @@ from ...errors import InputError
 from ...kernels.base import Fit
 from ..analytic import Estimate
 from ..traffic import Resources, Traffic
-from .conformal import Intervals, quantile
 from .features import FEATURES, FEATURES_VERSION, Query, anchor_of, features_of
-from .hull import Hull, Place
+from .hull import Hull, Intervals, Place, quantile
 from .trees import Trees
 
 logger = logging.getLogger(__name__)

@@ -15,10 +15,9 @@ import numpy as np
 
 from ...config import HardwareProfile, Policy, load_policy, resolve_target
 from ...errors import InputError
-from ...host.atomic_files import replace_file
-from .conformal import ALL, Intervals
+from ...host.appended_files import replace_file
 from .features import BYTE_FEATURES, FREE_FEATURES
-from .hull import Hull
+from .hull import ALL, Hull, Intervals
 from .learned import CLOSE, CLOSE_RATIO, DEFAULT_COVERAGE, Residual, residual_file
 from .samples import FOLDS, HELD_OUT, SampleSet, read_samples
 from .training_rows import GraphOf, Rows, rows_of

@@ -16,12 +16,11 @@ from ...ir.access import Pipe
 from ...ir.graph import FusionGraph
 from ...plan.group_view import GroupView, dtype_bytes
 from ...plan.refusal import Refusal, RefusalCode
-from ..base import Family, Fit
+from ..base import MULTIPLIES_TWICE, Family, Fit, Needs
 from ..forms import Writer
 from ..group.footprint import evaluations, footprint_bytes, points, refuse_recompute
 from ..group.traffic import memory_traffic
 from ..program.expr import HALF_DTYPES
-from ..traits import MULTIPLIES_TWICE, Needs
 from .roles import (
     AttentionRoles,
     Level,

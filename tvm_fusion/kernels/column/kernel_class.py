@@ -18,13 +18,12 @@ from ...ir.access import Access, Block, Extent, Reduction
 from ...ir.extents import assumed, assumed_product, non_unit, product_key
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
-from ..base import Family, Fit
+from ..base import REDUCES, Family, Fit, Needs
 from ..forms import Writer
 from ..group.footprint import VECTOR_ELEMENTS, evaluations, points, refuse_recompute
 from ..group.read_order import plain_axes, read_order
 from ..group.roles import Role, refuse_other_row, refuse_small_output
 from ..group.traffic import cuda_resources, filled_by_threads, memory_traffic, slowed
-from ..traits import REDUCES, Needs
 from .estimate import ColumnEstimate
 from .planned import column_kernel, column_shape, column_traffic
 

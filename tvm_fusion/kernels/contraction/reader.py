@@ -46,10 +46,13 @@ from .results import (
     inverted,
     partial_of,
     read_result,
+    rounded_dtype,
     run_axis,
+    scaled_dtype,
+    sum_dtype,
     sums_and_partials,
+    two_factors,
 )
-from .sums import rounded_dtype, scaled_dtype, sum_dtype, two_factors
 
 # Finds the segments of a contraction: which products meet in which outputs, and over which axes.
 #

@@ -12,10 +12,9 @@ from ...cost.traffic import Resources, Traffic
 from ...ir.extents import assumed_product, product_key
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
-from ..base import Family, Fit
+from ..base import REDUCES, Family, Fit, Needs
 from ..group.footprint import evaluations, points, refuse_recompute
 from ..group.traffic import filled_by_threads, memory_traffic
-from ..traits import REDUCES, Needs
 
 
 class Nest(Family):

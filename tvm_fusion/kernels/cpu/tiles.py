@@ -9,8 +9,7 @@ from .contraction.task_tiles import NEAR_BYTES, contraction_tile
 from .groups import SMALL_PART, TASKS_PER_CORE, Group
 from .machine import Machine
 from .stages.lanes import best_lane
-from .stages.stage_work import points, size_of, stage_work
-from .stages.stages import analyzer_of, load_stride
+from .stages.stages import analyzer_of, load_stride, points, size_of, stage_work
 
 # Elements of a tile of a pointwise group: enough to hide the loop around it.
 POINTWISE_ELEMENTS = 4096

@@ -15,7 +15,6 @@ from tvm.tirx import ForKind
 
 from ...config import HardwareProfile
 from ..program.expr import convert, dtype_of, number
-from .contraction.accumulators import is_copy_of, with_copies
 from .contraction.bfloat16_pairs import importing
 from .contraction.emit import Contraction
 from .contraction.emit_panels import emit_panels
@@ -23,7 +22,7 @@ from .contraction.operands import blocks, product_of, split_product
 from .contraction.packing import packed_operand
 from .contraction.panels import PANELS_ATTR, Panels, read_once, without_constants
 from .contraction.task_tiles import Problem, packs_ahead, panels_when_compiling
-from .groups import TASKS_PER_CORE, Group, is_small, make_groups, single
+from .groups import TASKS_PER_CORE, Group, is_copy_of, is_small, make_groups, single, with_copies
 from .loops import Loop, Loops, seq
 from .machine import Machine, machine_of
 from .nests.emit_reduction import emit_nest

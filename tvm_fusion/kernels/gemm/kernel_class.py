@@ -22,11 +22,10 @@ from ...cost.traffic import Resources, Traffic
 from ...ir.extents import product_key
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
-from ..base import Family, Fit
+from ..base import MULTIPLIES, Family, Fit, Needs
 from ..forms import Writer
 from ..group.footprint import evaluations, refuse_recompute
 from ..group.traffic import memory_traffic
-from ..traits import MULTIPLIES, Needs
 from .columns import State, columns_behind, is_part, paired_elements, pairs_of
 from .launch import GemmGroup, narrows
 from .partials import refuse_partials

@@ -42,8 +42,8 @@ from ..program.expr import (
 from ..program.program import Element, Level, Program, Value
 from . import intrinsics as device
 from . import math_functions as functions
-from .float8 import round_once
-from .patterns import (
+from .arithmetic import round_once
+from .math_functions import (
     call_of,
     factors_of,
     match_affine,

@@ -9,7 +9,7 @@ from tvm.script import tirx as T
 
 from ..program.expr import FLOAT8_DTYPES, HALF_DTYPES, bytes_of, convert, dtype_of, substitute
 from ..program.program import Output, Tile
-from .float8 import pack_float8
+from .arithmetic import pack_float8
 from .frame import then
 from .intrinsics import pack_halves
 from .memory import Place, copy_in, copy_out

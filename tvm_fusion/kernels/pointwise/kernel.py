@@ -19,9 +19,8 @@ from tvm.script import tirx as T
 from ...errors import Unsupported
 from ..forms import Form, Writer
 from ..gpu.closed_forms import closed_forms
-from ..gpu.combs import combs
 from ..gpu.frame import Frame, kernel_frame
-from ..gpu.vectors import flat_tiles, flat_width, vector_elements, vector_width
+from ..gpu.vectors import combs, flat_tiles, flat_width, vector_elements, vector_width
 from ..program.analysis import analyze
 from ..program.expr import bytes_of, constant, convert, dtype_of, linear_form, number
 from ..program.narrow import narrow_indices

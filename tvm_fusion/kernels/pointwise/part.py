@@ -22,11 +22,10 @@ from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ...errors import Unsupported
-from ..gpu.combs import combs
 from ..gpu.frame import Frame, held, then
 from ..gpu.scope import Local, Point, RowScope
 from ..gpu.transfer import load_element, load_tile, load_values, store_values, store_vector
-from ..gpu.vectors import divides, flat_tiles, flat_width, piece_bytes, vector_elements
+from ..gpu.vectors import combs, divides, flat_tiles, flat_width, piece_bytes, vector_elements
 from ..program.expr import bounds, constant, convert, dtype_of, number, substitute
 from ..program.program import Access, Extent, Output, Program
 

@@ -16,13 +16,12 @@ from ...ir.access import Block, Extent, Reduction, derived
 from ...ir.extents import assumed_product, non_unit, product_key
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
-from ..base import Family, Fit
+from ..base import REDUCES, Family, Fit, Needs
 from ..forms import Writer
 from ..group.footprint import evaluations, refuse_recompute
 from ..group.read_order import plain_axes
 from ..group.roles import Role, refuse_other_row, refuse_small_output
 from ..group.traffic import cuda_resources, cuda_traffic, filled_by_threads, memory_traffic, slowed
-from ..traits import REDUCES, Needs
 from .planned import row_shape, row_streams
 
 # Elements of a row one thread holds; threads of one block (sweep on an H200: 128 threads

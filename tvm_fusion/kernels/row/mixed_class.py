@@ -19,14 +19,13 @@ from ...ir.access import Access, Block, Reduction
 from ...ir.extents import assumed_product, non_unit
 from ...plan.group_view import GroupView, dtype_bytes
 from ...plan.refusal import Refusal, RefusalCode
-from ..base import Family, Fit
+from ..base import SUMS_COLUMNS, SUMS_ROWS, Family, Fit, Needs
 from ..forms import Writer
 from ..group.footprint import evaluations, refuse_recompute
 from ..group.read_order import plain_axes, read_order
 from ..group.roles import Role, refuse_other_row, refuse_small_output
 from ..group.streams import loads_and_stores
 from ..group.traffic import Shape, cuda_resources, cuda_traffic, group_streams
-from ..traits import SUMS_COLUMNS, SUMS_ROWS, Needs
 
 VECTOR_BYTES = 16
 PARTIAL_BYTES = 128

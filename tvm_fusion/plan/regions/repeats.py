@@ -12,9 +12,169 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ...ir.graph import FusionGraph
+from ...errors import PlanError
+from ...ir.graph import FusionGraph, Op
+from ..search.solution import Launch, Solution, check_solution, in_order
+
+# Planning a graph that repeats itself: a few periods are planned, the others follow.
+#
+#     prefix 0 1 2 3 ... 31 suffix     the graph
+#     prefix 0 1           30 31 suffix     the short one: period 30 reads period 1
+#     launches that start in period 1, and the same for 2 ... 29
+#
+# The launches that start in the period before the gap have to be those that start in the period
+# behind it, one period earlier: what lies between is then periodic, too.
+
+
+@dataclass(frozen=True, slots=True)
+class Shortened:
+    """A graph without some periods of a repeat.
+
+    Attributes
+    ----------
+    graph, short : the graph, and the one without the periods
+    repeat : the repeat in the graph
+    head, tail : how many of its first and last periods the short one has
+    """
+
+    graph: FusionGraph
+    short: FusionGraph
+    repeat: Repeat
+    head: int
+    tail: int
+
+    @staticmethod
+    def of(graph: FusionGraph, repeat: Repeat, head: int, tail: int) -> Shortened:
+        short = _without(graph, repeat, repeat.count - head - tail, head)
+        return Shortened(graph, short, repeat, head, tail)
+
+    @property
+    def missing(self) -> int:
+        """Periods taken out."""
+        return self.repeat.count - self.head - self.tail
+
+    def expand(self, launches: Solution) -> Solution | None:
+        """The solution of the whole graph that a solution of the short one stands for; None if that
+        is not periodic.
+        """
+        kept = Repeat(self.repeat.start, self.repeat.period, self.head + self.tail)
+        starts = {launch: self._start(kept, launch) for launch in launches}
+        if None in starts.values():
+            return None
+        before = {x for x, start in starts.items() if start == self.head - 1}
+        behind = {x for x, start in starts.items() if start == self.head}
+        if {_moved(self.short, self.short, x, kept.period) for x in before} != behind:
+            return None
+        whole: list[Launch] = []
+        for launch, start in starts.items():
+            copies = range(self.missing + 1) if start == self.head - 1 else (0,)
+            if start >= self.head:
+                copies = (self.missing,)
+            whole += [_moved(self.short, self.graph, launch, n * kept.period) for n in copies]
+        try:
+            found = in_order(self.graph, whole)
+            check_solution(self.graph, found)
+        except (PlanError, ValueError):
+            return None
+        return found
+
+    def _start(self, kept: Repeat, launch: Launch) -> int | None:
+        """The period in which a launch starts; None if it spans too many to be periodic."""
+        first = (launch.members & -launch.members).bit_length() - 1
+        start, end = kept.period_of(first), kept.period_of(launch.members.bit_length() - 1)
+        if start >= self.head:
+            return start
+        most = self.head - 1 if start < 0 else start + 1
+        return start if end <= most else None
+
+
+def shortened(graph: FusionGraph, repeats: list[Repeat], tries: int = 2) -> Iterator[Shortened]:
+    """Short forms of a graph that are worth planning, the shortest first."""
+    for repeat in repeats[:tries]:
+        for head, tail in KEPT:
+            if repeat.count >= head + tail + LEAST_MISSING:
+                yield Shortened.of(graph, repeat, head, tail)
+
+
+KEPT = ((2, 2), (3, 3))  # first and last periods that are planned
+LEAST_MISSING = 2  # periods; fewer are planned as fast as they are left out
+LEAST_PERIODS = min(map(sum, KEPT)) + LEAST_MISSING
+
+
+def _moved(source: FusionGraph, target: FusionGraph, launch: Launch, by: int) -> Launch:
+    """A launch of the operators so many further on."""
+    stores = []
+    for t in launch.stores:
+        op = source.tensors[t].producer
+        place = source.ops[op].outputs.index(t)
+        if op + by >= len(target.ops):
+            return Launch(0, ())
+        stores.append(target.ops[op + by].outputs[place])
+    return Launch(launch.members << by, tuple(stores))
+
+
+def _without(graph: FusionGraph, repeat: Repeat, periods: int, head: int) -> FusionGraph:
+    """The graph without some periods behind the first `head` ones; what read the last of them reads
+    the last one that is left.
+    """
+    first = repeat.start + head * repeat.period
+    count = periods * repeat.period
+    ops = [op for op in graph.ops if not first <= op.id < first + count]
+    gone = {t for op in graph.ops[first : first + count] for t in _made(op)}
+    kept = [t for t in graph.tensors if t.id not in gone]
+    number = {t.id: n for n, t in enumerate(kept)}
+    for op in graph.ops[max(first, repeat.start + count) : first + count]:
+        for t, like in zip(op.outputs, graph.ops[op.id - count].outputs, strict=True):
+            number[t] = number[like]
+    new = [_renumbered(op, n, number) for n, op in enumerate(ops)]
+    place = {op.id: n for n, op in enumerate(ops)}
+    consumers: dict[int, list[int]] = {}
+    for op in new:
+        for t in op.inputs:
+            consumers.setdefault(t, []).append(op.id)
+    tensors = tuple(
+        replace(
+            t,
+            id=n,
+            producer=None if t.producer is None else place[t.producer],
+            consumers=tuple(consumers.get(n, ())),
+        )
+        for n, t in enumerate(kept)
+    )
+    return with_reach(FusionGraph(graph.function, tuple(new), tensors, (), ()))
+
+
+def _made(op: Op) -> set[int]:
+    return {*op.outputs, *(w.tensor for b in op.blocks for w in b.writes)}
+
+
+def _renumbered(op: Op, number: int, tensors: dict[int, int]) -> Op:
+    blocks = tuple(
+        replace(
+            b,
+            reads=tuple(a.remap(tensors) for a in b.reads),
+            writes=tuple(a.remap(tensors) for a in b.writes),
+        )
+        for b in op.blocks
+    )
+    inputs, outputs = (tuple(tensors[t] for t in ids) for ids in (op.inputs, op.outputs))
+    return replace(op, id=number, inputs=inputs, outputs=outputs, blocks=blocks)
+
+
+def with_reach(graph: FusionGraph) -> FusionGraph:
+    """The graph with its bitsets of ancestors and descendants."""
+    above = [0] * len(graph.ops)
+    for op in graph.ops:
+        for p in graph.producers(op.id):
+            above[op.id] |= above[p] | 1 << p
+    below = [0] * len(graph.ops)
+    for op in reversed(graph.ops):
+        for c in graph.consumers(op.id):
+            below[op.id] |= below[c] | 1 << c
+    return replace(graph, ancestors=tuple(above), descendants=tuple(below))
+
 
 SHORTEST_PERIOD = 4  # operators
 MARKS = (24, 8, 3)  # operators in a row whose next occurrence tells a period

@@ -20,8 +20,7 @@ from ..legality import Costed, Evaluator
 from ..order import topological
 from ..plan import FusionPlan, PlannedGroup
 from ..refusal import Refusal
-from ..regions.repeats import find_repeats
-from ..regions.shorten import LEAST_PERIODS, shortened
+from ..regions.repeats import LEAST_PERIODS, find_repeats, shortened
 from ..structure import Structures
 from .greedy import (
     Merge,

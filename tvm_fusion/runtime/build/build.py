@@ -27,9 +27,8 @@ from ..calls.launch_count import (
     launched_kernels,
     vm_functions,
 )
-from ..calls.own_outputs import own_outputs
 from ..calls.signature import Signature
-from ..calls.written_inputs import written_inputs
+from ..calls.written_inputs import own_outputs, written_inputs
 from . import cubin_cache
 from .cubin_cache import Compiling
 from .cuda_compiler import DeviceCode, cuda_arch, find_compiler, kernel_names

@@ -18,11 +18,10 @@ from ..build.build import Built
 from ..graphs.capture_rules import CudaGraphOptions, refusal_of_executable
 from ..graphs.mode import GraphMode
 from .call_memory import MemoryPlan, measured_call_bytes
-from .entry import function_of, load_library, virtual_machine
 from .launch_count import count_launches
 from .repeated_calls import Repeated, RepeatedCall
 from .sidecar import export_executable, read_sidecar, write_sidecar
-from .signature import Signature
+from .signature import Signature, function_of, load_library, virtual_machine
 from .tensors import Kind, describe, from_tvm, kind_of, result_kind, to_argument, torch_stream
 from .written_inputs import refuse_copies, refuse_lost_writes, write_back
 

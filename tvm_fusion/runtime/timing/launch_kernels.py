@@ -23,8 +23,7 @@ from ...ir.graph import FusionGraph, OpKind
 from ...kernels.cpu.contraction.panels import Panels, wanted_panels
 from ...plan.group_view import GroupView
 from ...plan.plan import FusionPlan
-from ...transform.apply.block_regions import fix_regions
-from ...transform.apply.materialize import Rewriter
+from ...transform.apply.materialize import Rewriter, fix_regions
 from ...transform.apply.pack_constants import packed_constant
 from ...transform.apply.write_kernels import Tuned, write_kernels
 from ..build import cubin_cache

@@ -21,7 +21,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import tvm
-from tvm import relax, tirx
+import tvm_ffi
+from tvm import relax, s_tir, tirx
 
 from ...errors import PlanError
 from ...ir.graph import FusionGraph, OpKind, bits
@@ -29,7 +30,44 @@ from ...plan.differ import in_order
 from ...plan.group_view import GroupView
 from ...plan.plan import FusionPlan, PlannedGroup
 from ..functions.functions import with_functions
-from .block_regions import fix_regions
+
+# Read and write regions of blocks, computed again from their bodies.
+
+
+def fix_regions(func: tirx.PrimFunc) -> tirx.PrimFunc:
+    """Computes the read and write regions of every block again from its body."""
+
+    def rebuild(block):
+        if block.name_hint == "root":
+            return block
+        buffers: dict = {}
+
+        def load(e) -> None:
+            buffers[e.source] = e.source
+
+        def store(s) -> None:
+            buffers[s.buffer] = s.buffer
+
+        both = [(tvm.ir.TensorLoad, load), (tirx.BufferStore, store)]
+        tvm_ffi.structural_walk(block.body, both)
+        if block.init is not None:
+            tvm_ffi.structural_walk(block.init, both)
+        reads, writes = s_tir.analysis.get_sblock_read_write_region(block, buffers)
+        return s_tir.SBlock(
+            block.iter_vars,
+            reads,
+            writes,
+            block.name_hint,
+            block.body,
+            block.init,
+            block.alloc_buffers,
+            block.match_buffers,
+            block.annotations,
+            block.span,
+        )
+
+    return func.with_body(tvm_ffi.structural_map(func.body, [(s_tir.SBlock, rebuild)]))
+
 
 MAX_NAME = 60
 

@@ -21,8 +21,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from ...config import HardwareProfile
 from ...kernels.cpu.contraction.panels import PANELS_ATTR, Panels, wanted_panels
-from ..functions.functions import is_opaque, rewrite_functions, with_functions
-from ..functions.named_stages import PACK_CONSTANTS
+from ..functions.functions import PACK_CONSTANTS, is_opaque, rewrite_functions, with_functions
 from ..rewrites.constant_weights import identity
 from ..rewrites.factors import is_constant
 

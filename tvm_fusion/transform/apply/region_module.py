@@ -22,8 +22,7 @@ from ...ir.graph import FusionGraph, OpKind, bits, build_graph
 from ...plan.differ import exchanged
 from ...plan.group_view import GroupView
 from ...plan.plan import FusionPlan, PlannedGroup
-from .block_regions import fix_regions
-from .materialize import Rewriter, group_views
+from .materialize import Rewriter, fix_regions, group_views
 
 
 @dataclass(frozen=True, slots=True)

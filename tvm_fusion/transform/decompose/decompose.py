@@ -8,8 +8,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from ...config import HardwareProfile
 from ...ir.graph import COMPOSITES_ATTR
-from ..functions.functions import rewrite_functions
-from ..functions.named_stages import DECOMPOSE
+from ..functions.functions import DECOMPOSE, rewrite_functions
 from ..functions.unique_names import FreshNames
 from . import activations, norms, softmax, statistics
 from .opening import Opening, Rule

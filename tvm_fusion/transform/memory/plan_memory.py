@@ -28,8 +28,7 @@ from tvm import relax, tirx
 from tvm.script import tirx as T
 
 from ...plan.group_view import dtype_bytes
-from ..functions.functions import has_branches, with_functions
-from ..functions.named_stages import PLAN_MEMORY
+from ..functions.functions import PLAN_MEMORY, has_branches, with_functions
 from .storage_plan import Life, StoragePlan, plan_storages
 
 SETTLE = "settle_offset"

@@ -26,9 +26,8 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from ..decompose.opening import dtype_of
 from ..functions.functions import is_opaque
 from .factors import is_constant
-from .layout_survey import Source
-from .layout_turns import Turn, Turns, operand_key
-from .parts import Parts
+from .layout_turns import Source, Turn, Turns, operand_key
+from .readers import Parts
 from .relabeling import Relabeling
 
 MOST_ROUNDS = 100  # each takes out a permutation or shortens a chain

@@ -39,7 +39,7 @@ from ..functions.functions import rewrite_functions
 from .constant_weights import constant, identity
 from .factors import Along, Factor, Level, constant_behind, is_constant, is_one, padded_shape
 from .foldable import Product, Survey
-from .parts import BlockwiseMutator, Parts
+from .readers import BlockwiseMutator, Parts
 
 
 @tvm.transform.module_pass(opt_level=0, name="tvm_fusion.FoldFactors")

@@ -27,8 +27,7 @@ from ..functions.functions import rewrite_functions
 from .constant_weights import constant, identity
 from .factors import FLOAT8_DTYPES, Level, is_call, is_constant, swaps_last_axes
 from .lean_weights import VECTOR_BYTES, padded
-from .parts import BlockwiseMutator, Parts
-from .readers import Readers
+from .readers import BlockwiseMutator, Parts, Readers
 
 LEAST_ROWS = 64  # fewer wait for the weights, and a copy is a second launch
 

@@ -26,7 +26,7 @@ from ...config import HardwareProfile
 from ...kernels.gemm.partials import WIDTHS, writes_partials
 from ..decompose.opening import shape_of
 from ..functions.functions import rewrite_functions
-from .parts import Parts
+from .readers import Parts
 from .row_origins import columns_of, row_reductions
 
 _REDUCE = {"relax.sum": op.sum, "relax.max": op.max}

@@ -21,8 +21,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from ..decompose.opening import static_size
 from ..functions.functions import rewrite_functions
 from .factors import is_call
-from .parts import Parts
-from .readers import Readers
+from .readers import Parts, Readers
 
 
 @tvm.transform.module_pass(opt_level=0, name="tvm_fusion.RowSlices")

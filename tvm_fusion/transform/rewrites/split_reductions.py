@@ -28,7 +28,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from ...config import HardwareProfile
 from ..functions.functions import rewrite_functions
-from .parts import Parts
+from .readers import Parts
 from .reduction_stages import Setting, Stage, stages
 
 _REDUCE = {

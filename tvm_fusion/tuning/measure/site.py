@@ -17,7 +17,7 @@ from ...check.plan_runner import wall_samples
 from ...errors import TargetError
 from ...host.threads import kernel_threads
 from ...runtime.build import cubin_cache
-from ...runtime.calls.entry import load_library
+from ...runtime.calls.signature import load_library
 from ...runtime.timing.plan_timing import device_samples
 from ...runtime.timing.timing import device_works, has_torch_cuda
 

@@ -26,7 +26,7 @@ from tvm.target import Target
 from ...config.targets import profile_of_target
 from ...errors import Unsupported
 from ..database.metaschedule import trace_text
-from ..search import replay
+from . import replay
 from .schedule_features import Features, Judge
 from .space_blocks import module_of
 from .spaces import Design, SpaceKind, design

@@ -26,7 +26,7 @@ from tvm.target import Target
 
 from ...errors import Unsupported
 from ...ir.quick_stacks import register_tensor_intrinsics
-from ..search import space_cuda, space_llvm
+from . import space_cuda, space_llvm
 from .space_blocks import Blocks, inline, module_of, refuse_unknown, schedule_of, shared_rows
 
 SpaceKind = Literal["own", "stock"]

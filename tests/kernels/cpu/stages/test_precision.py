@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from tvm import te, tirx
 
-from tvm_fusion.kernels.cpu.stages.precision import round_constant
+from tvm_fusion.kernels.cpu.stages.resolve import round_constant
 from tvm_fusion.kernels.cpu.write import write_cpu
 
 from ....support.helpers_tir import call, compile_cpu, poisoned

@@ -8,7 +8,7 @@ from math import ceil
 from ....errors import Unsupported
 from ...contraction.model import Extent
 from ...cpu.machine import Machine
-from ...cpu.stages.stage_work import ASSUMED_EXTENT
+from ...cpu.stages.stages import ASSUMED_EXTENT
 
 # With fewer queries most lanes of a vector would stand idle.
 LEAST_QUERIES = 8

@@ -19,8 +19,7 @@ from tvm.script import tirx as T
 from ...contraction.reader import Output
 from ...gpu.frame import then
 from ...gpu.intrinsics import cluster_store, cluster_sync, cluster_wait, ex2, rcp
-from ...gpu.product_frame import Frame, coordinates
-from ...gpu.product_math import f32, lower
+from ...gpu.product_frame import Frame, coordinates, f32, lower
 from ...program.expr import constant, convert
 from .config import Layout
 from .problem import DecodeProblem

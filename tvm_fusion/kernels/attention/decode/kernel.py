@@ -26,8 +26,7 @@ from ...gpu.access import is_multiple
 from ...gpu.frame import then
 from ...gpu.intrinsics import cluster_arrive
 from ...gpu.memory import shared_pool
-from ...gpu.product_frame import Frame, open_kernel
-from ...gpu.product_math import lower
+from ...gpu.product_frame import Frame, lower, open_kernel
 from ...program.expr import conjunction, constant, convert
 from ..read.model import Attention
 from ..tiled.source import BYTES, Lines, Source

@@ -14,11 +14,10 @@ from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ...gemm.mma.units import CHUNK, load_matrices, multiply
+from ...gpu.access import half_of
 from ...gpu.frame import then
 from ...gpu.intrinsics import device_call, pack_halves
-from ...gpu.product_frame import Frame, coordinates
-from ...gpu.product_math import f32, lower
-from ...gpu.words import half_of
+from ...gpu.product_frame import Frame, coordinates, f32, lower
 from ...program.expr import HALF_DTYPES, constant, convert
 from .config import MATRIX, Layout, Tile
 from .problem import DecodeProblem

@@ -15,9 +15,8 @@ from tvm.script import tirx as T
 from ...contraction.model import Binding, fresh_var
 from ...gpu.arithmetic import LOG2E
 from ...gpu.intrinsics import ex2
-from ...gpu.patterns import factors_of, product_of, split_constant
-from ...gpu.product_frame import Frame, coordinates
-from ...gpu.product_math import f32, lower
+from ...gpu.math_functions import factors_of, product_of, split_constant
+from ...gpu.product_frame import Frame, coordinates, f32, lower
 from ...program.expr import (
     conjunction,
     constant,

@@ -25,8 +25,7 @@ from ...gpu.access import is_multiple
 from ...gpu.intrinsics import pack_halves
 from ..tiled.online_softmax import ALL_LANES, Softmax
 from ..tiled.points import HIDDEN, Points, read_formulas
-from ..tiled.stores import RowStores
-from ..tiled.tiles import KeyTiles, Tile
+from ..tiled.tiles import KeyTiles, RowStores, Tile
 from .config import BOX, HALF_BYTES, WARPGROUP_ROWS, WGMMA_TERMS
 from .state import Kernel, arrive, slot_of, take_rows
 

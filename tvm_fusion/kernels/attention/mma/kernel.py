@@ -37,8 +37,7 @@ from ..read.model import Attention
 from ..tiled.online_softmax import Softmax
 from ..tiled.points import Points
 from ..tiled.shape import shape_of, sharing
-from ..tiled.stores import RowStores
-from ..tiled.tiles import Tile, TiledKernel, kept
+from ..tiled.tiles import RowStores, Tile, TiledKernel, kept
 from ..time import MmaTile, mma_time
 from .config import WARP, AttentionMmaConfig, candidates, resident_blocks
 from .memory import Fragments, TileCopy

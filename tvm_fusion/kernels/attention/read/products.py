@@ -15,7 +15,7 @@ from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
 
 from ....errors import Unsupported
-from ...contraction.sums import two_factors
+from ...contraction.results import two_factors
 from ...program.definitions import Definition
 from ...program.expr import dtype_of, is_integer, number, variables
 from ...program.program import ReduceKind

@@ -21,8 +21,7 @@ from tvm.ir import Expr, Var
 from ....errors import Unsupported
 from ...contraction.inline import Inliner, collapse
 from ...contraction.model import Axis, Binding, Operand, Simplifier
-from ...contraction.results import Position
-from ...contraction.sums import two_factors
+from ...contraction.results import Position, two_factors
 from ...program.definitions import Definition, read_definitions, read_params
 from ...program.expr import (
     HALF_DTYPES,

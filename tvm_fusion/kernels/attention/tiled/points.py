@@ -19,10 +19,9 @@ from tvm.script import tirx as T
 
 from ...contraction.model import Axis, Binding, Output, fresh_var
 from ...gemm.epilogue import EpilogueLoad, holds_load, take_loads
+from ...gpu.access import half_of, load_word
 from ...gpu.intrinsics import device_call
-from ...gpu.product_frame import coordinates
-from ...gpu.product_math import lower
-from ...gpu.words import half_of, load_word
+from ...gpu.product_frame import coordinates, lower
 from ...program.expr import (
     HALF_DTYPES,
     bytes_of,

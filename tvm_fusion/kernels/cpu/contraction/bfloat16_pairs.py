@@ -21,8 +21,7 @@ from tvm.ir import Expr, StringImm
 
 from ...program.expr import constant, dtype_of
 from ..machine import Machine
-from ..stages.stage_work import points
-from ..stages.stages import Stage, analyzer_of, load_stride
+from ..stages.stages import Stage, analyzer_of, load_stride, points
 from .operands import Product
 from .panels import plain_load
 

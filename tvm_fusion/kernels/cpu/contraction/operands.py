@@ -18,8 +18,7 @@ from ...program.expr import convert, number
 from ..loops import Loops
 from ..nests.scope import Region, Scope
 from ..stages.rewrite import free_variables, loads
-from ..stages.stage_work import points
-from ..stages.stages import Axis, Kind, Stage, analyzer_of, load_stride
+from ..stages.stages import Axis, Kind, Stage, analyzer_of, load_stride, points
 from .panels import Panels, panels_of
 
 # The rows and the columns of a contraction's tile, each flattened into one axis; and blocks.

@@ -21,8 +21,16 @@ from ...program.expr import bytes_of, dtype_of
 from ..groups import Group, is_small
 from ..machine import Machine
 from ..stages.rewrite import loads
-from ..stages.stage_work import bytes_of_buffer, points, size_of, stage_work
-from ..stages.stages import Axis, Stage, analyzer_of, load_stride
+from ..stages.stages import (
+    Axis,
+    Stage,
+    analyzer_of,
+    bytes_of_buffer,
+    load_stride,
+    points,
+    size_of,
+    stage_work,
+)
 from .bfloat16_pairs import lies_in_pairs, takes_pairs
 from .operands import Product, constant_panels, operand_loads
 from .panels import Panels, plain_load

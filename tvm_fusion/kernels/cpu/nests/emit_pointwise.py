@@ -23,8 +23,7 @@ from tvm.tirx import ForKind
 from ...program.expr import bytes_of, constant, dtype_of, number
 from ..loops import Loop, nest, seq
 from ..stages.rewrite import Substitute, branches, free_variables, is_conditional, loads, nodes
-from ..stages.stage_work import stage_work
-from ..stages.stages import analyzer_of, load_stride
+from ..stages.stages import analyzer_of, load_stride, stage_work
 from .nests import Nest
 from .point import LEAST_PIECE, NestEmitter, has_vector_form
 from .space import Slot

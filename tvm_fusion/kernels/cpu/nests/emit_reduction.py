@@ -28,8 +28,7 @@ from ...program.expr import bytes_of, constant, convert, dtype_of, number
 from ..loops import Loop, nest, seq
 from ..machine import Machine
 from ..stages.lanes import lane_axis, transposed_axes
-from ..stages.precision import rounded_by_bits
-from ..stages.resolve import Point, Resolve
+from ..stages.resolve import Point, Resolve, rounded_by_bits
 from ..stages.stages import Kind
 from ..tiles import MANY_TERMS
 from .emit_pointwise import PointwiseEmitter

@@ -16,8 +16,7 @@ from ...program.expr import same
 from ..contraction.operands import split_product
 from ..stages.lanes import best_lane, last_axis, transposed_axes
 from ..stages.rewrite import call_name, is_conditional, nodes
-from ..stages.stage_work import stage_work
-from ..stages.stages import Axis, Stage, analyzer_of, load_stride
+from ..stages.stages import Axis, Stage, analyzer_of, load_stride, stage_work
 
 # Work (in additions) of a stage that is written out for each row of a square.
 MOST_TURNED_WORK = 12

@@ -28,8 +28,7 @@ from .rewrite import (
     nodes,
     with_children,
 )
-from .stage_work import LOAD_COST, hoisted_points, points, stage_work
-from .stages import Graph, Stage, simplified
+from .stages import LOAD_COST, Graph, Stage, hoisted_points, points, simplified, stage_work
 
 # Cost of storing an element and loading it again from a cache, in additions.
 KEEP_COST = 4

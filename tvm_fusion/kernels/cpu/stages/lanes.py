@@ -9,8 +9,7 @@ from tvm.ir.prim.expr import BitwiseAnd, BitwiseNot, BitwiseOr, CmpExpr
 
 from ...program.expr import bounds, constant, convert, dtype_of, is_integer, number
 from .rewrite import free_variables
-from .stage_work import points, size_of
-from .stages import Axis, Stage, analyzer_of, load_stride, stride
+from .stages import Axis, Stage, analyzer_of, load_stride, points, size_of, stride
 
 # Conditions as selections that TVM can turn into vectors.
 #

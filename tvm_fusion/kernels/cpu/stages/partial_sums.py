@@ -30,8 +30,7 @@ from ..nests.scope import new_buffer
 from ..tiles import MANY_TERMS
 from .lanes import best_lane
 from .rewrite import Substitute
-from .stage_work import points, size_of, stage_work
-from .stages import Axis, Graph, Kind, Stage, simplified
+from .stages import Axis, Graph, Kind, Stage, points, simplified, size_of, stage_work
 
 # Results fewer than this leave cores without work; less work than this is done before they wake up
 # (a softmax of 2 x 100,000, whose sums are 200,100: 65 us, cut 50, on 2 cores of a Zen 4).

@@ -13,7 +13,7 @@ from ....ir.access import AxisKind
 from ....ir.blocks import BlockDef, Contents, Stray, read_blocks
 from ...program.expr import HALF_DTYPES, constant, dtype_of, number, same, widened
 from ..contraction.panels import constants_of, read_once
-from .precision import Widen, round_constant
+from .resolve import Widen, round_constant
 from .rewrite import Rewriter, Substitute, free_variables, loads, rebuild
 from .stages import Axis, Graph, Kind, Stage, simplified
 

@@ -33,8 +33,7 @@ from .rewrite import (
     nodes,
     rebuild,
 )
-from .stage_work import points, stage_work
-from .stages import Axis, Graph, Kind, Stage, analyzer_of, simplified
+from .stages import Axis, Graph, Kind, Stage, analyzer_of, points, simplified, stage_work
 
 # Turns conditions into selections where both sides may be evaluated.
 #

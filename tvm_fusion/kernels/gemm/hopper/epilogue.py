@@ -12,11 +12,9 @@ from tvm.ir import Expr
 from tvm.script import tirx as T
 
 from ...contraction.reader import Output
-from ...gpu.access import affine_access
+from ...gpu.access import affine_access, half_of, store_pair
 from ...gpu.intrinsics import device_call, pack_halves
-from ...gpu.product_frame import Frame, Tile
-from ...gpu.product_math import evaluate
-from ...gpu.words import half_of, store_pair
+from ...gpu.product_frame import Frame, Tile, evaluate
 from ...program.expr import FLOAT8_DTYPES, bytes_of, conjunction, convert
 from ..epilogue import partner_vars, reads_in_place, values_by_part
 from .boxes import Boxes

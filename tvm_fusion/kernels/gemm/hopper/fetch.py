@@ -10,8 +10,8 @@ from tvm.ir import Expr
 from tvm.script import tirx as T
 
 from ...contraction.reader import Output
+from ...gpu.access import half_of, load_word
 from ...gpu.product_frame import Frame, Tile
-from ...gpu.words import half_of, load_word
 from ...program.expr import conjunction, convert, dtype_of
 from ...program.program import COMBINE, ReduceKind
 from ..epilogue import EpilogueLoad

@@ -20,7 +20,7 @@ from ....config import HardwareProfile, Policy
 from ....errors import Unsupported
 from ...contraction.reader import Contraction
 from ...gpu.product_frame import Frame, Grid, Tile, open_kernel
-from ..segments import SegmentGrid
+from ..side_by_side import SegmentGrid
 from .configs import rank_configs
 from .consumer import Consumer
 from .model import BOX, STEP_BYTES, HopperProblem

@@ -19,8 +19,7 @@ from ...contraction.reader import Axis
 from ...gpu.access import is_multiple
 from ...gpu.intrinsics import pack_halves
 from ...gpu.memory import WIDEST, copy_in
-from ...gpu.product_frame import Tile, coordinates
-from ...gpu.product_math import evaluate
+from ...gpu.product_frame import Tile, coordinates, evaluate
 from ...program.expr import (
     HALF_DTYPES,
     bytes_of,

@@ -14,12 +14,10 @@ from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
 from ...contraction.reader import Output
-from ...gpu.access import affine_access, is_multiple
+from ...gpu.access import affine_access, is_multiple, store_pair
 from ...gpu.intrinsics import pack_halves
 from ...gpu.memory import copy_out
-from ...gpu.product_frame import Frame, Tile, coordinates
-from ...gpu.product_math import evaluate
-from ...gpu.words import store_pair
+from ...gpu.product_frame import Frame, Tile, coordinates, evaluate
 from ...program.expr import HALF_DTYPES, bytes_of, conjunction, constant, convert
 from ..epilogue import reads_in_place, values_by_part
 from ..hopper.fetch import Fetch, Partials

@@ -21,7 +21,7 @@ from ...contraction.reader import Contraction
 from ...gpu.memory import shared_pool
 from ...gpu.product_frame import Frame, Tile, ceil_div, open_kernel
 from ...program.expr import constant, convert
-from ..segments import grid_of
+from ..side_by_side import grid_of
 from .computed import Compute
 from .epilogue import Epilogue
 from .operand import Copy, Loader, Place, Shift

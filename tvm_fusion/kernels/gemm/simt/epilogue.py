@@ -10,8 +10,7 @@ from tvm.script import tirx as T
 
 from ...contraction.reader import Output, Segment
 from ...gpu.access import affine_access
-from ...gpu.product_frame import Frame, Tile, coordinates
-from ...gpu.product_math import evaluate
+from ...gpu.product_frame import Frame, Tile, coordinates, evaluate
 from ...program.expr import bytes_of, convert
 from ...program.program import Extent
 from ..epilogue import partner_vars, values_by_part

@@ -19,11 +19,10 @@ from ....errors import Unsupported
 from ...contraction.reader import Contraction, Operand, Product, Segment, size_of
 from ...gpu.access import AffineAccess, affine_access
 from ...gpu.memory import shared_pool
-from ...gpu.product_frame import Frame, Tile, assumed, ceil_div, coordinates, open_kernel
-from ...gpu.product_math import evaluate
+from ...gpu.product_frame import Frame, Tile, assumed, ceil_div, coordinates, evaluate, open_kernel
 from ...program.expr import bytes_of, conjunction, constant, convert, dtype_of
 from ..epilogue import in_pairs
-from ..segments import grid_of
+from ..side_by_side import grid_of
 from .config import SimtConfig, simt_seconds
 from .epilogue import GROUP, Share, emit_epilogue
 

@@ -27,17 +27,15 @@ from ....config import HardwareProfile
 from ....errors import Unsupported
 from ...contraction.reader import Contraction, Product, Segment
 from ...gpu.intrinsics import device_call
+from ...gpu.math_functions import product_of
 from ...gpu.memory import WIDEST, copy_registers
-from ...gpu.patterns import product_of
-from ...gpu.product_frame import Frame, coordinates, open_kernel
-from ...gpu.product_math import evaluate
+from ...gpu.product_frame import Frame, coordinates, evaluate, open_kernel
 from ...program.expr import bytes_of, constant, convert
 from .config import STATIC_SMEM, WARP, SkinnyConfig, check_problem, paired
 from .fetch import Env, Fetch
-from .fma import FmaSum
+from .fma import FmaSum, Position, Step
 from .mma import MmaSum
 from .rank import skinny_ranked
-from .sums import Position, Step
 from .values import Loaded, Values
 
 # Weights on their way through shared memory: every thread has a ring of places of its own.

@@ -19,8 +19,8 @@ from ...gpu.intrinsics import device_call
 from ...gpu.product_frame import Frame
 from ...program.expr import constant
 from .config import SkinnyConfig
+from .fma import Factors, Position, Step, shared_operands
 from .halves import Halves, Pair
-from .sums import Factors, Position, Step, shared_operands
 from .values import Values, values_of
 
 LANES = 4  # threads that share a sum

@@ -21,10 +21,9 @@ from tvm.script import tirx as T
 
 from ...contraction.model import INDEX, Binding, Simplifier, fresh_var
 from ...contraction.reader import Axis, Contraction, Operand, Product, Segment
+from ...gpu.math_functions import factors_of, product_of
 from ...gpu.memory import WIDEST
-from ...gpu.patterns import factors_of, product_of
-from ...gpu.product_frame import Frame
-from ...gpu.product_math import lower
+from ...gpu.product_frame import Frame, lower
 from ...program.expr import (
     bits_of,
     bytes_of,
