@@ -21,7 +21,7 @@ from .support.house import (
 
 LARGEST_FOLDER = 25
 IN_CIRCLES = 0  # modules
-INSIDE_FUNCTIONS = 83
+INSIDE_FUNCTIONS = 82
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +37,12 @@ def page() -> str:
 def test_imports_go_downwards_but_for_the_exceptions_on_the_page(found, page):
     upwards = {(i.source, i.target) for i in found.upwards(read_layers(page))}
     assert upwards == read_exceptions(page)
+
+
+def test_rooms_import_each_other_only_where_the_page_has_an_exception(found, page):
+    layers = read_layers(page)
+    excepted = {frozenset(house.room_of(n, layers) for n in e) for e in read_exceptions(page)}
+    assert found.pairs(layers) <= excepted
 
 
 def test_every_room_on_the_page_is_there(found, page):
@@ -79,6 +85,7 @@ def test_what_is_wrong_is_found(tmp_path, monkeypatch):
     assert found.upwards(layers) == [Import("low.second", "high", "types", 4)]
     assert found.circles() == [["high", "low.first", "low.second"]]
     assert found.inside_functions() == 1
+    assert found.pairs(layers) == {frozenset({"high", "low"})}
     assert found.folders() == {"tvm_fusion": 2, str(Path("tvm_fusion/low")): 3}
     with pytest.raises(LookupError, match="no layer for elsewhere"):
         level_of("elsewhere.module", layers)

@@ -60,6 +60,12 @@ class House:
         ]
         return sorted(sorted(c) for c in found if len(c) > 1)
 
+    def pairs(self, layers: Mapping[str, int]) -> set[frozenset[str]]:
+        """Pairs of rooms that import each other."""
+        room = {name: room_of(name, layers) for name in self.files}
+        ways = {(room[i.source], room[i.target]) for i in self.imports}
+        return {frozenset((a, b)) for a, b in ways if a != b and (b, a) in ways}
+
     def inside_functions(self) -> int:
         """Statements within functions that import modules of the package."""
         return len({(i.source, i.line) for i in self.imports if i.when == "function"})
@@ -109,11 +115,16 @@ def read_exceptions(page: str) -> set[tuple[str, str]]:
 
 def level_of(name: str, layers: Mapping[str, int]) -> int:
     """The layer of the longest room that a module lies in."""
+    return layers[room_of(name, layers)]
+
+
+def room_of(name: str, layers: Mapping[str, int]) -> str:
+    """The longest room that a module lies in."""
     parts = name.split(".")
     for length in range(len(parts), 0, -1):
         room = ".".join(parts[:length])
         if room in layers:
-            return layers[room]
+            return room
     raise LookupError(f"{PAGE.name} has no layer for {name}")
 
 
@@ -180,7 +191,10 @@ def main() -> None:
     print(f"{house.inside_functions()} imports inside functions")
     for circle in house.circles():
         print("circle:", ", ".join(circle))
-    upwards = house.upwards(read_layers(page))
+    layers = read_layers(page)
+    for pair in sorted(map(sorted, house.pairs(layers))):
+        print("each other:", ", ".join(pair))
+    upwards = house.upwards(layers)
     by_rooms = defaultdict(list)
     for i in upwards:
         by_rooms[i.source, i.target].append(i)

@@ -17,7 +17,7 @@ from tests.support.helpers_tir import UNOPTIMISED
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.ir.graph import build_graph
 from tvm_fusion.plan.decide.decide import decide
-from tvm_fusion.plan.explain.unmerged import layout_changes, with_layout_reasons
+from tvm_fusion.plan.explain.reasons import layout_changes, with_layout_reasons
 from tvm_fusion.transform.pipeline import lower
 from tvm_fusion.transform.rewrites.cancel_layouts import CancelLayouts
 

@@ -10,7 +10,7 @@ import tvm
 from tvm.relax import op
 
 import tvm_fusion
-from tvm_fusion.transform.lower.widen_sorts import WidenSorts
+from tvm_fusion.transform.lower.sorts import WidenSorts
 
 from ..support import graphs
 

@@ -16,9 +16,9 @@ from .._arguments import INTERRUPTED
 from ..config import HardwareProfile, load_profile, profile_file, resolve_target
 from ..config.toml import nearest, number_fields
 from ..errors import CHECK_FAILED, ConfigError, InputError, TargetError
-from ..host.appended_files import replace_file
-from .curves import Family, Finding, Measured, NotMeasured
+from ..host.files import replace_file
 from .families import families_of
+from .findings import Family, Finding, Measured, NotMeasured
 from .profile_file import described, notes_of, spelled, with_notes, with_values
 
 # Progress on standard error: a bar where `rich` is installed and someone looks, else lines.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..config import HardwareProfile
-from .curves import Family
+from .findings import Family
 
 
 def families_of(hw: HardwareProfile) -> tuple[Family, ...]:

@@ -23,7 +23,7 @@ import tvm
 from ..config import HardwareProfile
 from ..config.toml import number_fields
 from ..errors import ConfigError
-from .curves import Measured, Number
+from .findings import Measured, Number
 
 # What a measurement was made on: date, device, driver, versions.
 

@@ -30,7 +30,7 @@ from ..transform.functions.unique_names import UniqueNames
 from ..transform.lower.drop_empty import DropEmpty
 from ..transform.lower.legalizers import BOTH, FIRST_EXTREMA, UNSIGNED_SIGNS, needs_float32
 from ..transform.lower.ordered_writes import OrderedWrites
-from ..transform.lower.widen_sorts import OpenMedians, WidenSorts
+from ..transform.lower.sorts import OpenMedians, WidenSorts
 from ..transform.pipeline import public
 
 LLVM = tvm.target.Target({"kind": "llvm"})

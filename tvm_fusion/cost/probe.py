@@ -29,6 +29,7 @@ from ..runtime.build.cubin_cache import available_cores
 from ..runtime.build.cuda_compiler import cuda_arch, find_compiler
 from ..runtime.build.kernel_code import kernel_sources
 from ..runtime.build.resources import ptxas_resources
+from ..runtime.timing.launch_kernels import LaunchSpec, LaunchWriter
 from ..transform.apply.materialize import group_views
 from .traffic import Resources
 
@@ -120,8 +121,6 @@ def probe(
     BuildError
         There is no CUDA compiler.
     """
-    from ..runtime.timing.launch_kernels import LaunchWriter
-
     if hw.kind != "cuda":
         return {}
     find_compiler()
@@ -159,8 +158,6 @@ class _Known:
 
 
 def _write(writer: Any, group: Candidate) -> tirx.PrimFunc | ProbeFailure:
-    from ..runtime.timing.launch_kernels import LaunchSpec
-
     view = group.view
     spec = LaunchSpec(view.ops, tuple(sorted(view.outputs)), group.kernel_class)
     try:

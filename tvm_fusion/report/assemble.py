@@ -17,7 +17,7 @@ from ..flow.planned import BuiltPlan, Planned
 from ..host.threads import thread_count
 from ..ir.graph import FusionGraph
 from ..kernels.cpu.contraction.panels import mark_constants
-from ..plan.explain.unmerged import layout_changes, refusals_between
+from ..plan.explain.reasons import layout_changes, refusals_between
 from ..plan.plan import FREE, UNWRITTEN, FusionPlan, PlannedGroup
 from ..plan.refusal import Refusal
 from ..runtime.build.build import Built

@@ -35,7 +35,7 @@ from .lower.legalizers import (
     legalize_where,
 )
 from .lower.ordered_writes import OrderedWrites
-from .lower.widen_sorts import OpenMedians, WidenSorts
+from .lower.sorts import OpenMedians, WidenSorts
 from .rewrites.cancel_layouts import CancelLayouts
 from .rewrites.hidden_weights import BindWeights
 from .rewrites.join_pieces import JoinPieces

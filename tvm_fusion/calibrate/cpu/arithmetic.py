@@ -13,7 +13,7 @@ import numpy as np
 from tvm import relax
 from tvm.relax import op
 
-from ..curves import ARITHMETIC, Family, Finding, Measured
+from ..findings import ARITHMETIC, Family, Finding, Measured
 from .bench import CpuBench, Emit
 
 ELEMENTS = 1 << 17

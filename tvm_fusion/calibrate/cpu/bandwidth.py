@@ -15,7 +15,7 @@ from tvm.script import tirx as T
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script.builder import ir as B
 
-from ..curves import Family, Finding, Measured, cache_rate, curve_text, memory_rate
+from ..findings import Family, Finding, Measured, cache_rate, curve_text, memory_rate
 from .bench import CpuBench
 
 LANES = 16

@@ -14,7 +14,7 @@ from tvm.tirx.script.builder import ir as B
 
 from ...runtime.build.build import build
 from ...runtime.calls.compiled_module import CompiledModule
-from ..curves import Family, Finding, Measured
+from ..findings import Family, Finding, Measured
 from .bench import CpuBench
 
 CHAIN = 32

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...config import HardwareProfile
-from ..curves import Family, Finding, Measured, power_of_two
+from ..findings import Family, Finding, Measured, power_of_two
 from .bench import Call, CudaBench, inline_kernel
 
 THREADS, BLOCKS_PER_SM = 256, 6

@@ -17,7 +17,7 @@ from ...config import HardwareProfile
 from ...kernels.gpu import intrinsics as device
 from ...kernels.gpu.arithmetic import lower_call
 from ...kernels.gpu.intrinsics import device_call
-from ..curves import ARITHMETIC, Family, Finding, Measured
+from ..findings import ARITHMETIC, Family, Finding, Measured
 from .bench import Call, CudaBench, Shell, micro_kernel
 
 THREADS, BLOCKS_PER_SM = 512, 4

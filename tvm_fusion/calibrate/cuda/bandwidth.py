@@ -8,7 +8,7 @@ large sizes have a block for each such piece, as our pointwise kernels have.
 from __future__ import annotations
 
 from ...config import HardwareProfile
-from ..curves import (
+from ..findings import (
     Family,
     Finding,
     Measured,

@@ -27,7 +27,7 @@ from ...kernels.gpu.intrinsics import device_call
 from ...runtime.build.build import Built, KernelBuildError, build
 from ...runtime.calls.compiled_module import CompiledModule
 from ...runtime.timing.timing import has_torch_cuda, kernel_times, l2_cleaner
-from ..curves import NotMeasured
+from ..findings import NotMeasured
 
 # The shell of a micro-benchmark on CUDA: a TIRx kernel of one signature for all of them.
 #

@@ -7,7 +7,7 @@ unit is then so busy that the fetching of code would hide behind it.
 from __future__ import annotations
 
 from ...config import HardwareProfile
-from ..curves import Family, Finding, Measured, cache_knee, readable
+from ..findings import Family, Finding, Measured, cache_knee, readable
 from .bench import Call, CudaBench, inline_kernel
 
 THREADS = 256

@@ -6,7 +6,7 @@ The row model holds fitted values of the same resources; these become comments.
 from __future__ import annotations
 
 from ...config import HardwareProfile
-from ..curves import Family, Finding
+from ..findings import Family, Finding
 from .bench import Call, CudaBench, inline_kernel
 
 WIDTHS = (128, 256, 512, 1024)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ...config import HardwareProfile
-from ..curves import Family, Finding, Measured, littles_latency
+from ..findings import Family, Finding, Measured, littles_latency
 from .bench import VECTOR, Call, CudaBench, inline_kernel
 
 THREADS, AHEAD = 512, 4

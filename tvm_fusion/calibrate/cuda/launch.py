@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...config import HardwareProfile
-from ..curves import Family, Finding, Measured, NotMeasured
+from ..findings import Family, Finding, Measured, NotMeasured
 from . import arithmetic as cuda_arithmetic
 from .bench import CHAIN, Call, CudaBench, inline_kernel
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 
 from ...config import HardwareProfile
-from ..curves import Family, Finding, Measured
+from ..findings import Family, Finding, Measured
 from .bench import Call, CudaBench, inline_kernel
 
 THREADS, BLOCKS_PER_SM = 512, 4

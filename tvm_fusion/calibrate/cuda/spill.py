@@ -10,7 +10,7 @@ in the notes.
 from __future__ import annotations
 
 from ...config import HardwareProfile
-from ..curves import Family, Finding, Measured, slope
+from ..findings import Family, Finding, Measured, slope
 from .bench import Call, CudaBench, inline_kernel
 
 THREADS = 1024

@@ -21,7 +21,7 @@ from ...kernels.contraction.reader import analyze_contraction
 from ...kernels.gemm.forms import WRITER
 from ...kernels.gemm.hopper.plan import HopperConfig
 from ...kernels.gemm.mma.plan import MmaConfig
-from ..curves import Family, Finding, Measured
+from ..findings import Family, Finding, Measured
 from .bench import CudaBench
 
 SIZE = 4096

@@ -33,7 +33,7 @@ from ...cost.probe import GroupKey
 from ...cost.traffic import Resources
 from ...ir.graph import FusionGraph
 from ..differ import clusters, exchanged, regions
-from ..explain.unmerged import with_layout_reasons
+from ..explain.reasons import with_layout_reasons
 from ..plan import Evidence, FusionPlan, PlannedGroup
 from ..refusal import Refusal, RefusalCode
 from ..search.search import search, unfused_plan

@@ -15,7 +15,7 @@ from ...cost.probe import GroupKey
 from ...cost.traffic import Resources
 from ...ir.graph import FusionGraph, OpKind
 from ..decide.caution import Caution
-from ..explain.unmerged import reasons_apart
+from ..explain.reasons import reasons_apart
 from ..legality import Costed, Evaluator
 from ..order import topological
 from ..plan import FusionPlan, PlannedGroup

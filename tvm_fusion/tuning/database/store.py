@@ -23,7 +23,7 @@ from tvm import tirx
 from tvm.s_tir.meta_schedule.database import MemoryDatabase, Workload
 
 from ...errors import InputError
-from ...host.appended_files import (
+from ...host.files import (
     LOCK,
     CannotLock,
     append,

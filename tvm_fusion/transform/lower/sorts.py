@@ -1,6 +1,7 @@
-"""Sorts of narrow types on a CPU, done in wider ones: TVM's runtime takes the two bytes of a
-bfloat16 for the four of a float32, reads and writes beyond the tensors, and orders the wrong
-numbers; it refuses integers of 8 bits.
+"""Medians on a GPU, opened into sorts; and sorts of narrow types on a CPU, done in wider ones.
+
+TVM's runtime takes the two bytes of a bfloat16 for the four of a float32, reads and writes beyond
+the tensors, and orders the wrong numbers; it refuses integers of 8 bits.
 
     Before                                          After
     lv: R.Tensor((n,), "bfloat16") = R.sort(x)      lv_: R.Tensor((n,), "float32") = R.astype(x)

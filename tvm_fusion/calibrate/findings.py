@@ -1,4 +1,7 @@
-"""From measured curves to the numbers of a profile; no device, no clock."""
+"""What a benchmark is and what it finds: from measured curves to the numbers of a profile.
+
+No device, no clock.
+"""
 
 from __future__ import annotations
 

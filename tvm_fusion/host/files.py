@@ -1,4 +1,5 @@
-"""Files that several processes append to: one at a time, under the lock of their folder.
+"""Files that others read or write at the same time: written whole, or appended to by one process at
+a time, under the lock of their folder.
 
 A process that ends in the middle leaves a part of what it appended, and nothing else.
 """
