@@ -14,15 +14,14 @@ from tvm.relax import op
 import tvm_fusion
 from tests.plan.test_search import BIG, siblings, softmax, two_consumers
 from tests.support.graphs import module, plan_of
-from tvm_fusion.check import contest as contest_module
-from tvm_fusion.check import kept_samples, race
-from tvm_fusion.check.contest import contest, measured, settled
+from tvm_fusion.check import compared_module, compared_regions, kept_samples
+from tvm_fusion.check.compared_regions import measured, settle_regions, settled
 from tvm_fusion.check.sequential import (
     ERROR_RATE,
     LOOKS,
     RUNS,
     Budget,
-    Duel,
+    Comparison,
     Winner,
     paired,
     settle,
@@ -377,24 +376,24 @@ def test_noise_passes_for_a_gain_no_oftener_than_stated(kind):
 
 def test_a_clear_difference_is_seen_at_the_first_look():
     for gain, winner in ((5.0, Winner.FIRST), (-5.0, Winner.SECOND)):
-        duel = settle(noisy(1, gain=gain), unlimited())
-        assert (duel.winner, duel.pairs) == (winner, LOOKS[0])
+        comparison = settle(noisy(1, gain=gain), unlimited())
+        assert (comparison.winner, comparison.pairs) == (winner, LOOKS[0])
 
 
 def test_a_small_difference_takes_more_looks():
-    duel = settle(noisy(3, gain=0.8), unlimited())
-    assert duel.winner is Winner.FIRST
-    assert duel.pairs > LOOKS[0]
-    assert duel.difference > 3 * duel.error
+    comparison = settle(noisy(3, gain=0.8), unlimited())
+    assert comparison.winner is Winner.FIRST
+    assert comparison.pairs > LOOKS[0]
+    assert comparison.difference > 3 * comparison.error
 
 
 def test_equal_times_without_any_noise_are_a_tie():
-    duel = settle(lambda n: [(7.0, 7.0)] * n, unlimited())
-    assert (duel.winner, duel.pairs) == (Winner.NEITHER, LOOKS[-1])
+    comparison = settle(lambda n: [(7.0, 7.0)] * n, unlimited())
+    assert (comparison.winner, comparison.pairs) == (Winner.NEITHER, LOOKS[-1])
 
 
 def test_fewer_pairs_than_the_first_look_decide_nothing():
-    assert Duel.of([(1.0, 2.0), (1.0, 2.1), (1.0, 2.0)]).winner is Winner.NEITHER
+    assert Comparison.of([(1.0, 2.0), (1.0, 2.1), (1.0, 2.0)]).winner is Winner.NEITHER
 
 
 class Clock:
@@ -417,9 +416,9 @@ class Clock:
 @pytest.mark.parametrize("seconds", [30.0, 65.0, 1000.0])
 def test_the_budget_is_not_exceeded(seconds):
     clock = Clock(per_pair=1.0)
-    duel = settle(clock.wrap(noisy(2)), Budget(seconds, clock))
+    comparison = settle(clock.wrap(noisy(2)), Budget(seconds, clock))
     assert clock.now <= seconds
-    assert duel.pairs == max(n for n in LOOKS if n + 2 <= seconds)
+    assert comparison.pairs == max(n for n in LOOKS if n + 2 <= seconds)
 
 
 def test_a_budget_that_does_not_reach_for_a_look_decides_nothing():
@@ -456,9 +455,9 @@ def test_one_interruption_is_no_sample():
 # ---- what a measurement decides
 
 
-FASTER = Duel(10.0, 14.0, 4.0, 0.1, 20)
-SLOWER = Duel(14.0, 10.0, -4.0, 0.1, 20)
-TIE = Duel(10.0, 10.1, 0.1, 0.1, 320)
+FASTER = Comparison(10.0, 14.0, 4.0, 0.1, 20)
+SLOWER = Comparison(14.0, 10.0, -4.0, 0.1, 20)
+TIE = Comparison(10.0, 10.1, 0.1, 0.1, 320)
 EQUAL = [(9.0, 10.0), (11.0, 10.0)]  # pairs
 
 
@@ -472,13 +471,15 @@ def contested():
 
 
 @pytest.mark.parametrize(
-    ("duel", "count", "code"),
+    ("comparison", "count", "code"),
     [(FASTER, 1, None), (SLOWER, 2, RefusalCode.SLOWER), (TIE, 2, RefusalCode.UNDECIDED)],
     ids=["faster", "slower", "tie"],
 )
-def test_a_region_is_fused_only_if_that_measures_faster(monkeypatch, contested, duel, count, code):
-    monkeypatch.setattr(contest_module, "duel", lambda *_: duel)
-    plan = contest(contested, Budget(60.0))
+def test_a_region_is_fused_only_if_that_measures_faster(
+    monkeypatch, contested, comparison, count, code
+):
+    monkeypatch.setattr(compared_regions, "compared", lambda *_: comparison)
+    plan = settle_regions(contested, Budget(60.0))
     assert launches(plan) == count
     assert [r.code for r in plan.refusals] == ([] if code is None else [code])
     if code is None:
@@ -487,14 +488,14 @@ def test_a_region_is_fused_only_if_that_measures_faster(monkeypatch, contested, 
 
 
 def test_without_a_measurement_a_region_stays_as_it_is(monkeypatch, contested):
-    monkeypatch.setattr(contest_module, "duel", lambda *_: None)
+    monkeypatch.setattr(compared_regions, "compared", lambda *_: None)
     before = contested.plan
-    assert contest(contested, Budget(60.0)) == before
+    assert settle_regions(contested, Budget(60.0)) == before
 
 
 def test_a_spent_budget_builds_nothing(monkeypatch, contested):
-    monkeypatch.setattr(contest_module, "_prepared", None)
-    assert contest(contested, Budget(0.0)) == contested.plan
+    monkeypatch.setattr(compared_regions, "_prepared", None)
+    assert settle_regions(contested, Budget(0.0)) == contested.plan
 
 
 def two_times_siblings(bb, x, y, z, u, v, w):
@@ -508,9 +509,9 @@ def test_regions_of_equal_structure_are_measured_once(monkeypatch):
     pairs = [PlannedGroup((a, b), "pointwise") for a, b in (names[:2], names[2:])]
     hopeful = exchanged(planned.graph, alone, alone.groups, pairs)
     planned, asked = replace(planned, plan=alone), []
-    monkeypatch.setattr(contest_module, "hopeful_plan", lambda *_: hopeful)
-    monkeypatch.setattr(contest_module, "duel", lambda *a: asked.append(a) or FASTER)
-    assert launches(contest(planned, Budget(60.0))) == 2
+    monkeypatch.setattr(compared_regions, "hopeful_plan", lambda *_: hopeful)
+    monkeypatch.setattr(compared_regions, "compared", lambda *a: asked.append(a) or FASTER)
+    assert launches(settle_regions(planned, Budget(60.0))) == 2
     assert len(asked) == 1
 
 
@@ -525,8 +526,8 @@ def test_a_refusal_of_what_was_measured_faster_is_dropped(contested):
 def test_after_a_contest_the_plan_is_judged_by_what_was_measured(monkeypatch, contested):
     stale = Evidence("model", "sure", 0.9, 0.9, 0.9)
     contested = replace(contested, plan=replace(contested.plan, evidence=stale))
-    monkeypatch.setattr(contest_module, "duel", lambda *_: FASTER)
-    evidence = contest(contested, Budget(60.0)).evidence
+    monkeypatch.setattr(compared_regions, "compared", lambda *_: FASTER)
+    evidence = settle_regions(contested, Budget(60.0)).evidence
     assert (evidence.kind, evidence.verdict) == ("measured", "sure")
     assert evidence.ratio == pytest.approx(10 / 14, abs=1e-3)
 
@@ -545,15 +546,15 @@ def test_measured_groups_beside_predicted_ones_are_judged_together():
     assert evidence.high == pytest.approx((20 * 10.3 / 14 + 15) / 40, abs=1e-3)
 
 
-@pytest.mark.parametrize("duel", [SLOWER, TIE], ids=["slower", "tie"])
-def test_what_was_measured_takes_the_place_of_what_the_model_said(duel):
+@pytest.mark.parametrize("comparison", [SLOWER, TIE], ids=["slower", "tie"])
+def test_what_was_measured_takes_the_place_of_what_the_model_said(comparison):
     planned = planned_function(module(siblings, BIG, BIG, BIG), "h200")
     plan = decide(planned.graph, planned.hw, planned.policy, caution=cautious(2.0))
     planned = replace(planned, plan=plan)
     assert RefusalCode.UNDECIDED in {r.code for r in planned.plan.refusals}
     hopeful = hopeful_plan(planned.graph, planned.hw, planned.policy)
     (region,) = regions(planned.graph, planned.plan, hopeful)
-    plan = settled(planned.graph, planned.plan, region, duel)
+    plan = settled(planned.graph, planned.plan, region, comparison)
     (refusal,) = plan.refusals
     assert refusal.why.startswith("measured together")
     assert "without a measurement" not in refusal.why
@@ -562,7 +563,7 @@ def test_what_was_measured_takes_the_place_of_what_the_model_said(duel):
 def test_a_faster_fusion_that_would_make_a_circle_says_so(monkeypatch, contested):
     hopeful = hopeful_plan(contested.graph, contested.hw, contested.policy)
     (region,) = regions(contested.graph, contested.plan, hopeful)
-    monkeypatch.setattr(contest_module, "exchanged", lambda *_: None)
+    monkeypatch.setattr(compared_regions, "exchanged", lambda *_: None)
     plan = settled(contested.graph, contested.plan, region, FASTER)
     (refusal,) = plan.refusals
     assert refusal.code is RefusalCode.CYCLE
@@ -574,15 +575,15 @@ def test_a_region_that_cannot_be_timed_stays_as_it_is(monkeypatch, contested):
     def fails(*_):
         raise BuildError("on purpose")
 
-    monkeypatch.setattr(contest_module, "_prepared", fails)
-    assert contest(contested, Budget(60.0)) == contested.plan
+    monkeypatch.setattr(compared_regions, "_prepared", fails)
+    assert settle_regions(contested, Budget(60.0)) == contested.plan
 
 
 @pytest.mark.parametrize(
-    ("duel", "said"), [(SLOWER, "less than 9.7 us"), (TIE, "less than 9.8 us")]
+    ("comparison", "said"), [(SLOWER, "less than 9.7 us"), (TIE, "less than 9.8 us")]
 )
-def test_the_number_that_would_turn_a_measurement_is_told(duel, said):
-    r = contest_module.slower(duel, ("a", "b"))
+def test_the_number_that_would_turn_a_measurement_is_told(comparison, said):
+    r = compared_regions.slower(comparison, ("a", "b"))
     assert said in flip(r.code.value, dict(r.numbers))
 
 
@@ -607,7 +608,7 @@ def test_evidence_of_a_duel_has_its_interval():
 
 
 def raced(monkeypatch, planned, slow):
-    """The race of a function whose module is slower than the unfused one while `slow(plan)`."""
+    """A function whose module is slower than the unfused one while `slow(plan)`, compared."""
 
     plans = {}
 
@@ -622,8 +623,8 @@ def raced(monkeypatch, planned, slow):
 
     build = Planned.build
     monkeypatch.setattr(Planned, "build", built)
-    monkeypatch.setattr(race, "sampler", sampler)
-    return race.not_slower(planned.build(), planned.build_unfused(), Budget(600.0))
+    monkeypatch.setattr(compared_module, "sampler", sampler)
+    return compared_module.not_slower(planned.build(), planned.build_unfused(), Budget(600.0))
 
 
 def three_pairs(bb, x, y, z):
@@ -651,9 +652,9 @@ def fused_pairs():
 
 
 def test_a_module_that_is_not_slower_keeps_its_fusions(monkeypatch, fused_pairs):
-    made, duel = raced(monkeypatch, fused_pairs, lambda plan: False)
+    made, comparison = raced(monkeypatch, fused_pairs, lambda plan: False)
     assert launches(made.planned.plan) == 3
-    assert duel.winner is Winner.FIRST
+    assert comparison.winner is Winner.FIRST
     assert made.planned.plan.evidence.kind == "measured"
 
 
@@ -667,9 +668,9 @@ def test_of_a_slower_module_the_least_sure_fusions_are_cut_first(monkeypatch, fu
 
 
 def test_a_module_that_stays_slower_is_run_unfused(monkeypatch, fused_pairs):
-    made, duel = raced(monkeypatch, fused_pairs, lambda plan: True)
+    made, comparison = raced(monkeypatch, fused_pairs, lambda plan: True)
     plan = made.planned.plan
-    assert duel is None
+    assert comparison is None
     assert plan.fingerprint == fused_pairs.whole.alone.fingerprint
     assert all(len(g.ops) == 1 for g in plan.groups)
     assert RefusalCode.SLOWER in {r.code for r in plan.refusals}
@@ -677,9 +678,11 @@ def test_a_module_that_stays_slower_is_run_unfused(monkeypatch, fused_pairs):
 
 def test_a_budget_that_ends_while_the_module_is_slower_leaves_it_unfused(monkeypatch, fused_pairs):
     clock = Clock(per_pair=1.0)
-    monkeypatch.setattr(race, "sampler", lambda *_: clock.wrap(lambda n: [(12.0, 10.0)] * n))
+    monkeypatch.setattr(
+        compared_module, "sampler", lambda *_: clock.wrap(lambda n: [(12.0, 10.0)] * n)
+    )
     unfused = fused_pairs.build_unfused()
-    made, _ = race.not_slower(fused_pairs.build(), unfused, Budget(30.0, clock))
+    made, _ = compared_module.not_slower(fused_pairs.build(), unfused, Budget(30.0, clock))
     assert clock.now <= 30
     assert not made.planned.plan.opened
 
@@ -690,18 +693,20 @@ def test_without_a_verdict_the_interval_of_the_model_decides(
     monkeypatch, fused_pairs, factor, opened, seconds
 ):
     """Unfused is the default: the fused module stays only where the interval excludes a loss."""
-    monkeypatch.setattr(race, "caution_of", lambda *_: cautious(factor))
-    monkeypatch.setattr(race, "sampler", lambda *_: lambda n: (EQUAL * n)[:n])
+    monkeypatch.setattr(compared_module, "caution_of", lambda *_: cautious(factor))
+    monkeypatch.setattr(compared_module, "sampler", lambda *_: lambda n: (EQUAL * n)[:n])
     groups = tuple(halved(g) for g in fused_pairs.plan.groups)
     planned = replace(fused_pairs, plan=replace(fused_pairs.plan, groups=groups))
-    made, duel = race.not_slower(planned.build(), planned.build_unfused(), Budget(seconds))
+    made, comparison = compared_module.not_slower(
+        planned.build(), planned.build_unfused(), Budget(seconds)
+    )
     plan = made.planned.plan
     assert plan.opened is opened
     assert launches(plan) == (3 if opened else 6)
     if not opened:
-        (refusal,) = (r for r in plan.refusals if r.where == race.WHOLE)
+        (refusal,) = (r for r in plan.refusals if r.where == compared_module.WHOLE)
         assert refusal.code is RefusalCode.UNDECIDED
-        assert duel is None
+        assert comparison is None
 
 
 def halved(g):
@@ -710,22 +715,22 @@ def halved(g):
 
 
 def test_a_module_that_lost_once_needs_a_measured_gain(monkeypatch, fused_pairs):
-    monkeypatch.setattr(race, "caution_of", lambda *_: cautious(1.0))
+    monkeypatch.setattr(compared_module, "caution_of", lambda *_: cautious(1.0))
     looks = iter([[(12.0, 10.0)], EQUAL])
 
     def sampler(*_):
         pairs = next(looks)
         return lambda n: (pairs * n)[:n]
 
-    monkeypatch.setattr(race, "sampler", sampler)
+    monkeypatch.setattr(compared_module, "sampler", sampler)
     unfused = fused_pairs.build_unfused()
-    made, _ = race.not_slower(fused_pairs.build(), unfused, Budget(1e6))
+    made, _ = compared_module.not_slower(fused_pairs.build(), unfused, Budget(1e6))
     assert not made.planned.plan.opened
 
 
 def test_the_plan_of_an_unfused_module_can_be_run_again(monkeypatch):
     mod = module(softmax, SMALL)
-    monkeypatch.setattr(race, "sampler", lambda *_: lambda n: [(12.0, 10.0)] * n)
+    monkeypatch.setattr(compared_module, "sampler", lambda *_: lambda n: [(12.0, 10.0)] * n)
     first = tvm_fusion.compile(mod, "llvm", measure=True)
     assert first.report.verify.passed
     assert not first.plan.opened
@@ -736,9 +741,9 @@ def test_the_plan_of_an_unfused_module_can_be_run_again(monkeypatch):
 
 def test_a_given_plan_is_timed_and_left_as_it_is(monkeypatch, fused_pairs):
     given = replace(fused_pairs, given=True)
-    made, duel = raced(monkeypatch, given, lambda plan: True)
+    made, comparison = raced(monkeypatch, given, lambda plan: True)
     plan = made.planned.plan
-    assert duel.winner is Winner.SECOND
+    assert comparison.winner is Winner.SECOND
     assert launches(plan) == 3
     assert plan.evidence.verdict == "losing"
 
@@ -827,7 +832,7 @@ def test_nothing_is_kept_if_the_user_says_so(cache, monkeypatch):
 def test_explain_measures_only_when_asked(cache, monkeypatch):
     mod = module(siblings, SMALL, SMALL, SMALL)
     asked = []
-    monkeypatch.setattr(contest_module, "duel", lambda *a: asked.append(a) or FASTER)
+    monkeypatch.setattr(compared_regions, "compared", lambda *a: asked.append(a) or FASTER)
     assert tvm_fusion.explain(mod, "llvm", policy=doubtful()).launches.fused == 2
     assert not asked
     report = tvm_fusion.explain(mod, "llvm", policy=doubtful(), measure=True)

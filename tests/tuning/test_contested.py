@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import tvm_fusion
-from tvm_fusion.check.sequential import Duel
+from tvm_fusion.check.sequential import Comparison
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.flow.planned import Planned
 from tvm_fusion.plan.differ import exchanged, regions
@@ -30,9 +30,9 @@ TARGET, HW = resolve_target("llvm")
 POLICY = load_policy("aggressive")
 SETTINGS = load_settings({"spaces": ["class"]})
 
-FASTER = Duel(10.0, 14.0, 4.0, 0.1, 20)  # the other way against that of the plan
-SLOWER = Duel(14.0, 10.0, -4.0, 0.1, 20)
-TIE = Duel(10.0, 10.1, 0.1, 0.1, 320)
+FASTER = Comparison(10.0, 14.0, 4.0, 0.1, 20)  # the other way against that of the plan
+SLOWER = Comparison(14.0, 10.0, -4.0, 0.1, 20)
+TIE = Comparison(10.0, 10.1, 0.1, 0.1, 320)
 
 
 def die(request):
@@ -59,7 +59,7 @@ def cuts_of(planned, plan, other, joins):
 
 
 @pytest.fixture(params=[False, True], ids=["apart", "together"])
-def contest(request, monkeypatch):
+def settling(request, monkeypatch):
     """What to tune: a function whose plan is `together` or not, with the other way contested."""
     planned, fused, apart = both_plans()
     joins = not request.param
@@ -113,17 +113,17 @@ def evidence_of(plan):
 
 
 def test_a_joint_run_decides_against_the_sums_and_is_not_repeated(
-    tmp_path, contest, tuned, monkeypatch
+    tmp_path, settling, tuned, monkeypatch
 ):
-    planned, cut = contest
+    planned, cut = settling
     keeper = kept(tmp_path, planned, cut, **SUMS)
     first = tuned(tmp_path)
     evidence = evidence_of(first.plan)
     assert (evidence.kind, evidence.verdict) == ("measured", "sure")
     assert evidence.together_us < evidence.apart_us
     assert evidence.samples >= 20
-    (duel,) = keeper.plan(plan_key(planned.mod, HW, POLICY))[tune_module.JOINT].values()
-    assert duel["pairs"] == evidence.samples
+    (comparison,) = keeper.plan(plan_key(planned.mod, HW, POLICY))[tune_module.JOINT].values()
+    assert comparison["pairs"] == evidence.samples
 
     monkeypatch.setattr(joint, "run_here", fail)
     assert tuned(tmp_path).plan == first.plan
@@ -136,8 +136,8 @@ def test_a_joint_run_decides_against_the_sums_and_is_not_repeated(
     assert len(again.plan.groups) == 1
 
 
-def test_where_the_process_dies_the_sums_decide(tmp_path, contest, tuned, monkeypatch, caplog):
-    planned, cut = contest
+def test_where_the_process_dies_the_sums_decide(tmp_path, settling, tuned, monkeypatch, caplog):
+    planned, cut = settling
     kept(tmp_path, planned, cut, **SUMS)
     monkeypatch.setattr(joint, "run_here", die)
     plan = tuned(tmp_path).plan
@@ -147,8 +147,8 @@ def test_where_the_process_dies_the_sums_decide(tmp_path, contest, tuned, monkey
     assert len(refusals) == (0 if cut.joins else 1)
 
 
-def test_an_interrupt_leaves_the_sums(tmp_path, contest, tuned, monkeypatch):
-    planned, cut = contest
+def test_an_interrupt_leaves_the_sums(tmp_path, settling, tuned, monkeypatch):
+    planned, cut = settling
     kept(tmp_path, planned, cut, **SUMS)
 
     def interrupted(*_):
@@ -183,13 +183,13 @@ def weighed_chain(joins, **times):
 
 
 @pytest.mark.parametrize(
-    ("duel", "count", "code"),
+    ("comparison", "count", "code"),
     [(FASTER, 1, None), (SLOWER, 3, RefusalCode.SLOWER), (TIE, 3, RefusalCode.UNDECIDED)],
     ids=["faster", "slower", "tie"],
 )
-def test_a_fusion_is_taken_only_if_it_is_clearly_faster(duel, count, code):
+def test_a_fusion_is_taken_only_if_it_is_clearly_faster(comparison, count, code):
     planned, plan, one = weighed_chain(joins=True)
-    found = settled(planned.graph, plan, [(one, duel)], 0.01)
+    found = settled(planned.graph, plan, [(one, comparison)], 0.01)
     assert len(found.groups) == count
     said = [r for r in found.refusals if r.why.startswith("measured together")]
     assert [r.code for r in said] == ([] if code is None else [code])
@@ -198,13 +198,13 @@ def test_a_fusion_is_taken_only_if_it_is_clearly_faster(duel, count, code):
 
 
 @pytest.mark.parametrize(
-    ("duel", "verdict"), [(SLOWER, "sure"), (TIE, "undecided")], ids=["slower", "tie"]
+    ("comparison", "verdict"), [(SLOWER, "sure"), (TIE, "undecided")], ids=["slower", "tie"]
 )
-def test_a_fusion_stays_where_its_operators_are_not_clearly_faster(duel, verdict):
+def test_a_fusion_stays_where_its_operators_are_not_clearly_faster(comparison, verdict):
     planned, plan, one = weighed_chain(joins=False, other_us=50.0)
-    evidence = evidence_of(settled(planned.graph, plan, [(one, duel)], 0.01))
+    evidence = evidence_of(settled(planned.graph, plan, [(one, comparison)], 0.01))
     assert (evidence.kind, evidence.verdict) == ("measured", verdict)
-    assert (evidence.together_us, evidence.apart_us) == (duel.second, duel.first)
+    assert (evidence.together_us, evidence.apart_us) == (comparison.second, comparison.first)
 
 
 def test_a_fusion_is_taken_apart_where_that_is_clearly_faster():

@@ -30,8 +30,8 @@ from .test_session import chain_module
 class Answering:
     """In place of a worker: notes requests and answers at once."""
 
-    def __init__(self, duel):
-        self.duel, self.requests = duel, []
+    def __init__(self, comparison):
+        self.comparison, self.requests = comparison, []
 
     def send(self, function, arguments, limit_s):
         assert function is joint.run_here
@@ -39,7 +39,7 @@ class Answering:
         self.requests.append(arguments[0])
 
     def collect(self):
-        return Answer("ok", self.duel)
+        return Answer("ok", self.comparison)
 
 
 class Untuned:
@@ -92,7 +92,7 @@ def test_equal_cuts_run_once_and_the_most_valuable_first():
     assert [runs.found(one) for one in found] == [FASTER] * 3
     again = runs_of(planned)
     again.restore(runs.to_dict(found))
-    assert again.duels == runs.duels
+    assert again.comparisons == runs.comparisons
 
 
 def test_a_run_launches_the_chosen_kernels():

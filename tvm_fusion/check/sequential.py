@@ -41,7 +41,7 @@ class Winner(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Duel:
+class Comparison:
     """What the pairs say, in the unit of their times.
 
     Attributes
@@ -62,7 +62,7 @@ class Duel:
     pairs: int
 
     @classmethod
-    def of(cls, pairs: Sequence[Pair]) -> Duel:
+    def of(cls, pairs: Sequence[Pair]) -> Comparison:
         """Sums up at least two pairs."""
         count = len(pairs)
         saved = [second - first for first, second in pairs]
@@ -131,7 +131,7 @@ def _medians(times: Sequence[float]) -> list[float]:
     return [statistics.median(times[k : k + RUNS]) for k in range(0, len(times), RUNS)]
 
 
-def settle(sample: Callable[[int], Sequence[Pair]], budget: Budget) -> Duel | None:
+def settle(sample: Callable[[int], Sequence[Pair]], budget: Budget) -> Comparison | None:
     """Times two things until one is clearly faster, the looks are over, or the budget is.
 
     Parameters
@@ -143,7 +143,7 @@ def settle(sample: Callable[[int], Sequence[Pair]], budget: Budget) -> Duel | No
 
     Returns
     -------
-    Duel or None
+    Comparison or None
         None if the budget did not reach for the first look.
     """
     pairs: list[Pair] = []
@@ -153,7 +153,7 @@ def settle(sample: Callable[[int], Sequence[Pair]], budget: Budget) -> Duel | No
     start = budget.left_s
     sample(1)  # shows what a pair costs
     per_pair = start - budget.left_s
-    duel = None
+    comparison = None
     for look in LOOKS:
         missing = look - len(pairs)
         before = budget.left_s
@@ -161,7 +161,7 @@ def settle(sample: Callable[[int], Sequence[Pair]], budget: Budget) -> Duel | No
             break
         pairs += sample(missing)
         per_pair = (before - budget.left_s) / missing
-        duel = Duel.of(pairs)
-        if duel.winner is not Winner.NEITHER:
+        comparison = Comparison.of(pairs)
+        if comparison.winner is not Winner.NEITHER:
             break
-    return duel
+    return comparison

@@ -1,7 +1,7 @@
 """compile(): the flow from a model to a verified module, stage by stage; explain(): the same up to
 the plan.
 
-    model -> load -> lower -> build_graph -> decide (search) -> [contest] -> materialize ->
+    model -> load -> lower -> build_graph -> decide (search) -> [settle regions] -> materialize ->
     write_kernels -> build -> [not slower] -> verify -> report
 
 What stands in brackets runs with `measure` only. A group whose kernel cannot be written, does not

@@ -1,7 +1,7 @@
 """One function from its plan to what a caller gets: settled by measurements, built, never slower,
 right, timed, and told of.
 
-    Planned -> [contest] -> build -> [not slower] -> [check] -> [times] -> Finished -> report
+    Planned -> [settle regions] -> build -> [not slower] -> [check] -> [times] -> Finished -> report
 
 What stands in brackets is done where it is wished for and where there is a device for it.
 """
@@ -16,10 +16,10 @@ from typing import Any
 import tvm
 
 from ..check.checked_sizes import drawn_inputs
+from ..check.compared_module import not_slower
+from ..check.compared_regions import settle_regions
 from ..check.compiled import Checked, check_compiled, wrong_numbers
-from ..check.contest import contest
 from ..check.inputs import has_values, objects
-from ..check.race import not_slower
 from ..check.sequential import Budget
 from ..flow.planned import BuiltPlan, Planned
 from ..plan.plan import FREE
@@ -116,7 +116,7 @@ def settled(planned: Planned, wishes: Wishes) -> Settled:
 def contested(planned: Planned, budget: Budget) -> Planned:
     """With the fusions in doubt settled by measurements."""
     stages.info("timing the fusions in doubt")
-    return replace(planned, plan=contest(planned, budget))
+    return replace(planned, plan=settle_regions(planned, budget))
 
 
 def finished(made: BuiltPlan, one: Settled) -> Finished:

@@ -15,7 +15,7 @@ careful search alone is not enough: the charge is due with the first two operato
 and steps that gain little one by one stop there.)
 
 Where the hopeful plan differs from the result, the region stays as the result has it, unless
-`check.contest` measures that the hopeful groups are faster.
+`check.compared_regions` measures that the hopeful groups are faster.
 
 Does not handle: a fusion that pays only together with another one far from it (regions are settled
 one by one), or one that loses although each of its parts was measured to gain; the measurement of

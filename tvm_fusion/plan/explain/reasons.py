@@ -1,4 +1,4 @@
-"""Why neighbouring launches of a solution stayed apart, and which do nothing but change a layout."""
+"""Why launches of a solution stayed apart, and which of them do nothing but change a layout."""
 
 from __future__ import annotations
 

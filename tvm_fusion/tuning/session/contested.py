@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ...check import contest
-from ...check.sequential import Duel, Winner
+from ...check import compared_regions
+from ...check.sequential import Comparison, Winner
 from ...config import HardwareProfile, Policy
 from ...ir.graph import FusionGraph
 from ...plan.decide.decide import hopeful_plan, with_evidence, without
@@ -149,7 +149,7 @@ def _side(
 def settled(
     graph: FusionGraph,
     plan: FusionPlan,
-    cuts: Iterable[tuple[Weighed, Duel | None]],
+    cuts: Iterable[tuple[Weighed, Comparison | None]],
     certain_gain: float,
 ) -> FusionPlan:
     """The plan with those cuts made otherwise that are measured to be faster so.
@@ -159,7 +159,7 @@ def settled(
     Parameters
     ----------
     graph, plan
-    cuts : iterable of (Weighed, Duel or None)
+    cuts : iterable of (Weighed, Comparison or None)
         The other way (first) against that of the plan (second), run with all their launches; None
         where the sums decide.
     certain_gain : float
@@ -169,13 +169,13 @@ def settled(
         if not _covers(plan, one.cut.region.careful):
             continue
         if found is not None:
-            plan = _by_duel(graph, plan, one.cut, found)
+            plan = _by_comparison(graph, plan, one.cut, found)
         elif one.other_us < (1 - certain_gain) * one.now_us:
             plan = _by_sums(graph, plan, one)
     return plan
 
 
-def _saved_us(one: Weighed, found: Duel | None) -> float:
+def _saved_us(one: Weighed, found: Comparison | None) -> float:
     return one.now_us - one.other_us if found is None else found.difference
 
 
@@ -184,19 +184,21 @@ def _covers(plan: FusionPlan, groups: Iterable[PlannedGroup]) -> bool:
     return {g.ops for g in groups} <= {g.ops for g in plan.groups}
 
 
-def _by_duel(graph: FusionGraph, plan: FusionPlan, cut: Contested, found: Duel) -> FusionPlan:
+def _by_comparison(
+    graph: FusionGraph, plan: FusionPlan, cut: Contested, found: Comparison
+) -> FusionPlan:
     """The plan after both ways of a cut were run."""
     region = cut.region
     if cut.joins:
-        return contest.settled(graph, plan, region, found)
-    joint = Duel(found.second, found.first, -found.difference, found.error, found.pairs)
+        return compared_regions.settled(graph, plan, region, found)
+    joint = Comparison(found.second, found.first, -found.difference, found.error, found.pairs)
     if found.winner is not Winner.FIRST:
-        evidence = contest.measured(joint)
+        evidence = compared_regions.measured(joint)
         return with_evidence(plan, dict.fromkeys((g.ops for g in region.careful), evidence))
     apart = exchanged(graph, plan, region.careful, region.hopeful)
     if apart is None:
         return plan
-    reason = contest.slower(joint, _members(region.careful))
+    reason = compared_regions.slower(joint, _members(region.careful))
     return replace(apart, refusals=(*apart.refusals, reason))
 
 

@@ -19,9 +19,9 @@ from typing import Any
 import tvm
 from tvm import tirx
 
-from ...check.contest import PlanSampler, fill, views_held
+from ...check.compared_regions import PlanSampler, fill, views_held
 from ...check.plan_runner import PlanRunner
-from ...check.sequential import Budget, Duel, settle
+from ...check.sequential import Budget, Comparison, settle
 from ...config.digest import digest
 from ...errors import BuildError
 from ...flow.planned import Planned
@@ -88,7 +88,7 @@ class Sent:
         """There are none."""
 
 
-def run_here(request: JointRequest) -> Duel | None:
+def run_here(request: JointRequest) -> Comparison | None:
     """Runs a cut both ways on the device of this process, which ends where an error takes the
     device; None where the time does not reach.
 
@@ -112,7 +112,7 @@ def make_room(target: tvm.target.Target) -> None:
         torch.cuda.empty_cache()
 
 
-def _run(request: JointRequest) -> Duel | None:
+def _run(request: JointRequest) -> Comparison | None:
     budget = Budget(request.seconds)
     target, hw = request.place.resolved()
     mod = tvm.ir.load_json(request.mod)
@@ -139,14 +139,14 @@ class JointRuns:
     planned : Planned
     place : Place
     kernels : TunedKernels
-    duels : dict of str to Duel
+    comparisons : dict of str to Comparison
         What is known by key: of this session and of those before.
     """
 
     planned: Planned
     place: Place
     kernels: TunedKernels
-    duels: dict[str, Duel] = field(default_factory=dict)
+    comparisons: dict[str, Comparison] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._parts: dict[int, tuple[Contested, RegionModule | None]] = {}
@@ -182,22 +182,26 @@ class JointRuns:
             if answer.status != "ok":
                 logger.warning("a cut is not run with its tuned kernels: %s", answer.why)
             elif answer.value is not None:
-                self.duels[key] = answer.value
+                self.comparisons[key] = answer.value
 
-    def found(self, one: Weighed) -> Duel | None:
-        """The duel of a cut: its other way against that of the plan."""
-        known = self._keyed(one) if self.duels else None
-        return known and self.duels.get(known[0])
+    def found(self, one: Weighed) -> Comparison | None:
+        """The comparison of a cut: its other way against that of the plan."""
+        known = self._keyed(one) if self.comparisons else None
+        return known and self.comparisons.get(known[0])
 
     def to_dict(self, cuts: Iterable[Weighed]) -> dict[str, Any]:
-        """The duels of these cuts as JSON has them."""
+        """The comparisons of these cuts as JSON has them."""
         known = {part[0] for one in cuts if (part := self._keyed(one)) is not None}
-        return {key: asdict(duel) for key, duel in sorted(self.duels.items()) if key in known}
+        return {
+            key: asdict(comparison)
+            for key, comparison in sorted(self.comparisons.items())
+            if key in known
+        }
 
     def restore(self, data: Any) -> None:
         """Takes what `to_dict` gave; what is no such thing counts as missing."""
         try:
-            self.duels.update({key: Duel(**value) for key, value in data.items()})
+            self.comparisons.update({key: Comparison(**value) for key, value in data.items()})
         except (AttributeError, TypeError) as why:
             logger.info("no joint runs are known: %s", why)
 
@@ -209,7 +213,7 @@ class JointRuns:
             if (known := self._keyed(one)) is None:
                 continue
             key, part = known
-            if key not in self.duels:
+            if key not in self.comparisons:
                 found.setdefault(key, (one, part))
                 worth[key] = worth.get(key, 0.0) + NEAR * one.now_us - one.other_us
         return [(key, *found[key]) for key in sorted(found, key=lambda k: -worth[k])]

@@ -26,15 +26,17 @@ from ..runtime.build.build import Built
 from ..runtime.calls.compiled_module import CompiledModule
 from ..runtime.timing.timing import time_modules
 from .checked_sizes import drawn_inputs
-from .contest import Sampler, measured, slower
-from .sequential import Budget, Duel, Winner, paired, settle
+from .compared_regions import Sampler, measured, slower
+from .sequential import Budget, Comparison, Winner, paired, settle
 
 logger = logging.getLogger(__name__)
 
 WHOLE = ("the whole module",)
 
 
-def not_slower(made: BuiltPlan, unfused: Built, budget: Budget) -> tuple[BuiltPlan, Duel | None]:
+def not_slower(
+    made: BuiltPlan, unfused: Built, budget: Budget
+) -> tuple[BuiltPlan, Comparison | None]:
     """Times the fused module beside the unfused one, and cuts fusions until it is not slower.
 
     Parameters
@@ -49,7 +51,7 @@ def not_slower(made: BuiltPlan, unfused: Built, budget: Budget) -> tuple[BuiltPl
     Returns
     -------
     tuple
-        What is left, with the last duel as evidence of its plan, and that duel, fused first; None
+        What is left, with the last comparison as evidence of its plan, and that, fused first; None
         for a budget that did not reach, and where the unfused module is left.
     """
     count, lost, inputs = 1, None, drawn_inputs(made.planned.mod)
@@ -71,7 +73,7 @@ def not_slower(made: BuiltPlan, unfused: Built, budget: Budget) -> tuple[BuiltPl
     return made, found
 
 
-def _cut(planned: Planned, worst: Sequence[tuple[PlannedGroup, ...]], found: Duel) -> Planned:
+def _cut(planned: Planned, worst: Sequence[tuple[PlannedGroup, ...]], found: Comparison) -> Planned:
     names = [tuple(dict.fromkeys(op for g in cluster for op in g.ops)) for cluster in worst]
     for ops in names:
         logger.warning("the module is slower than unfused: %s is cut", "+".join(ops))
@@ -81,7 +83,7 @@ def _cut(planned: Planned, worst: Sequence[tuple[PlannedGroup, ...]], found: Due
     return replace(planned, plan=plan)
 
 
-def _may_stay(planned: Planned, found: Duel | None, lost: Duel | None) -> bool:
+def _may_stay(planned: Planned, found: Comparison | None, lost: Comparison | None) -> bool:
     """Whether the fused module is used after the last look (`found`), and an earlier one that it
     lost.
     """
@@ -95,7 +97,7 @@ def _may_stay(planned: Planned, found: Duel | None, lost: Duel | None) -> bool:
     return ratio.verdict is Verdict.SURE
 
 
-def _unfused(planned: Planned, last: Duel | None) -> BuiltPlan:
+def _unfused(planned: Planned, last: Comparison | None) -> BuiltPlan:
     """The module as it is, where the fused one is slower, or not known to be faster."""
     reason = _unmeasured(planned) if last is None else slower(last, WHOLE)
     logger.warning("the unfused module is used: %s", reason.why)

@@ -29,14 +29,14 @@ from ..transform.apply.region_module import RegionModule, region_module
 from .inputs import random_inputs
 from .kept_samples import keep
 from .plan_runner import PlanRunner
-from .sequential import STANDARD_ERRORS, Budget, Duel, Pair, Winner, paired, settle
+from .sequential import STANDARD_ERRORS, Budget, Comparison, Pair, Winner, paired, settle
 
 logger = logging.getLogger(__name__)
 
 Sampler = Callable[[int], Sequence[Pair]]
 
 
-def contest(planned: Planned, budget: Budget) -> FusionPlan:
+def settle_regions(planned: Planned, budget: Budget) -> FusionPlan:
     """A plan with its regions in doubt settled by measurements, the most valuable first.
 
     Parameters
@@ -47,7 +47,7 @@ def contest(planned: Planned, budget: Budget) -> FusionPlan:
     """
     plan = planned.plan
     hopeful = hopeful_plan(planned.graph, planned.hw, planned.policy)
-    known: dict[tuple, Duel | None] = {}
+    known: dict[tuple, Comparison | None] = {}
     for region in regions(planned.graph, plan, hopeful):
         part = region_module(
             planned.low, planned.graph, region.ops, views_held(planned.graph, region)
@@ -56,7 +56,7 @@ def contest(planned: Planned, budget: Budget) -> FusionPlan:
             continue
         key = _structure(part, region)
         if key not in known:
-            known[key] = duel(planned, part, region, budget)
+            known[key] = compared(planned, part, region, budget)
         if known[key] is not None:
             plan = settled(planned.graph, plan, region, known[key])
     if plan.groups == planned.plan.groups:
@@ -65,7 +65,9 @@ def contest(planned: Planned, budget: Budget) -> FusionPlan:
     return measured_whole(planned.graph, plan, unfused_times(planned.alone), caution)
 
 
-def duel(planned: Planned, part: RegionModule, region: Region, budget: Budget) -> Duel | None:
+def compared(
+    planned: Planned, part: RegionModule, region: Region, budget: Budget
+) -> Comparison | None:
     """Times a region's hopeful groups (first) beside its careful ones (second).
 
     None if one of them cannot be built, or the budget does not reach.
@@ -79,7 +81,9 @@ def duel(planned: Planned, part: RegionModule, region: Region, budget: Budget) -
         return None
 
 
-def _timed(planned: Planned, part: RegionModule, region: Region, budget: Budget) -> Duel | None:
+def _timed(
+    planned: Planned, part: RegionModule, region: Region, budget: Budget
+) -> Comparison | None:
     runner, plans = _prepared(planned, part, region)
     if failed := runner.build(plans):
         raise BuildError(next(iter(failed.values())))
@@ -132,7 +136,7 @@ class PlanSampler:
         return first.spans_us, second.spans_us
 
 
-def settled(graph: FusionGraph, plan: FusionPlan, region: Region, found: Duel) -> FusionPlan:
+def settled(graph: FusionGraph, plan: FusionPlan, region: Region, found: Comparison) -> FusionPlan:
     """The plan after a region's two ways were timed, hopeful against careful.
 
     What the model said of the hopeful groups gives way to what was measured.
@@ -148,8 +152,8 @@ def settled(graph: FusionGraph, plan: FusionPlan, region: Region, found: Duel) -
     return with_evidence(taken, dict.fromkeys((g.ops for g in region.hopeful), evidence))
 
 
-def measured(found: Duel) -> Evidence:
-    """A duel of together (first) and apart (second) as evidence."""
+def measured(found: Comparison) -> Evidence:
+    """A comparison of together (first) and apart (second) as evidence."""
     verdict = {Winner.FIRST: "sure", Winner.SECOND: "losing", Winner.NEITHER: "undecided"}
     apart, width = found.second, STANDARD_ERRORS * found.error
     together = apart - found.difference
@@ -165,7 +169,7 @@ def measured(found: Duel) -> Evidence:
     )
 
 
-def slower(found: Duel, where: tuple[str, ...]) -> Refusal:
+def slower(found: Comparison, where: tuple[str, ...]) -> Refusal:
     """Why a fusion that was timed is not taken."""
     lost = found.winner is Winner.SECOND
     return Refusal(
@@ -176,7 +180,7 @@ def slower(found: Duel, where: tuple[str, ...]) -> Refusal:
     )
 
 
-def _circle(found: Duel, where: tuple[str, ...]) -> Refusal:
+def _circle(found: Comparison, where: tuple[str, ...]) -> Refusal:
     """Why a fusion that was measured to be faster is not taken after all."""
     why = (
         f"{_measured_times(found)}: faster, but beside other fusions of the plan groups would wait "
@@ -185,11 +189,11 @@ def _circle(found: Duel, where: tuple[str, ...]) -> Refusal:
     return Refusal(RefusalCode.CYCLE, where, why, _numbers(found))
 
 
-def _measured_times(found: Duel) -> str:
+def _measured_times(found: Comparison) -> str:
     return f"measured together {found.first:.1f} us, apart {found.second:.1f} us"
 
 
-def _numbers(found: Duel) -> tuple[tuple[str, float], ...]:
+def _numbers(found: Comparison) -> tuple[tuple[str, float], ...]:
     return (
         ("apart_us", round(found.second, 3)),
         ("error_us", round(found.error, 4)),
