@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ._arguments import INTERRUPTED, POLICY_HELP, TARGET_HELP, model_of, policy_of
+from ._version import __version__
 from .bench import SUITES_ELSEWHERE
+from .config import load_policy, resolve_target
 from .errors import (
     BAD_INPUT,
     CHECK_FAILED,
@@ -26,7 +28,8 @@ from .errors import (
     VerificationError,
 )
 from .report.progress import shown
-from .report.screen import FunctionReports, Report
+from .report.screen import FunctionReports, Report, screen
+from .report.text import show
 from .report.why import restrict, why
 
 if TYPE_CHECKING:
@@ -105,8 +108,6 @@ class _Elsewhere(argparse.Action):
 
 
 def _parser() -> argparse.ArgumentParser:
-    from ._version import __version__
-
     parser = Parser(prog="tvm_fusion", description="Fuse the operators of a model.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -197,7 +198,6 @@ def _run(args: argparse.Namespace) -> Reported:
     """Do what the command says and return its report."""
     from .bench.peers import peers_of
     from .compilation import compiler
-    from .config import load_policy, resolve_target
 
     # Everything a user may have mistyped is checked before the model is read. The target is passed
     # on as it was given: a profile of the user's own is not the one that its Target would select.
@@ -279,12 +279,8 @@ def _print(report: Reported, args: argparse.Namespace, answer: str | None) -> No
 
 def _print_one(report: Report, args: argparse.Namespace) -> None:
     if args.full or args.command in ("explain", "verify"):
-        from .report.text import show
-
         show(report, sys.stdout)
     else:
-        from .report.screen import screen
-
         print(screen(report, "--demo" if args.demo else args.model))
 
 

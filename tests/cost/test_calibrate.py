@@ -21,6 +21,7 @@ from tests.support.cuda_on_cpu import cuda_source, lower, one_source, run_cuda_o
 from tvm_fusion import cli
 from tvm_fusion.calibrate import command
 from tvm_fusion.calibrate import findings as curves
+from tvm_fusion.calibrate.command import families_of
 from tvm_fusion.calibrate.cpu import bandwidth as cpu_bandwidth
 from tvm_fusion.calibrate.cuda import access as cuda_access
 from tvm_fusion.calibrate.cuda import arithmetic as cuda_arithmetic
@@ -32,7 +33,6 @@ from tvm_fusion.calibrate.cuda import launch as cuda_launch
 from tvm_fusion.calibrate.cuda import shared as cuda_shared
 from tvm_fusion.calibrate.cuda import spill as cuda_spill
 from tvm_fusion.calibrate.cuda.bench import FILL, Call, inline_kernel
-from tvm_fusion.calibrate.families import families_of
 from tvm_fusion.calibrate.findings import Family, Finding, Measured, NotMeasured
 from tvm_fusion.calibrate.profile_file import notes_of, with_notes, with_values
 from tvm_fusion.config import load_profile, profile_file, profile_names

@@ -17,7 +17,6 @@ from ..config import HardwareProfile, load_profile, profile_file, resolve_target
 from ..config.toml import nearest, number_fields
 from ..errors import CHECK_FAILED, ConfigError, InputError, TargetError
 from ..host.files import replace_file
-from .families import families_of
 from .findings import Family, Finding, Measured, NotMeasured
 from .profile_file import described, notes_of, spelled, with_notes, with_values
 
@@ -162,6 +161,16 @@ def main(args: argparse.Namespace) -> int:
         return INTERRUPTED
     _report(known, outcome, out, time.perf_counter() - began)
     return CHECK_FAILED if outcome.failures else 0
+
+
+def families_of(hw: HardwareProfile) -> tuple[Family, ...]:
+    """The families that measure a device."""
+    if hw.kind == "llvm":
+        from .cpu.families import FAMILIES
+    else:
+        from .cuda.families import FAMILIES
+
+    return FAMILIES
 
 
 def run(profile: HardwareProfile, families: Sequence[Family], deadline: float) -> Outcome:

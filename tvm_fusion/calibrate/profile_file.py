@@ -23,6 +23,8 @@ import tvm
 from ..config import HardwareProfile
 from ..config.toml import number_fields
 from ..errors import ConfigError
+from ..host.cores import available_cores
+from ..runtime.build.cuda_compiler import find_compiler
 from .findings import Measured, Number
 
 # What a measurement was made on: date, device, driver, versions.
@@ -49,8 +51,6 @@ def driver_version() -> str:
 
 def cuda_version() -> str:
     """ "CUDA 12.8", as the compiler says, or "CUDA unknown"."""
-    from ..runtime.build.cuda_compiler import find_compiler
-
     compiler = find_compiler()
     found = re.search(r"cuda_([\d.]+)", compiler.version) or re.search(
         r"([\d.]+)", compiler.version
@@ -65,8 +65,6 @@ def cpu_name() -> str:
 
 
 def _device(hw: HardwareProfile) -> str:
-    from ..host.cores import available_cores
-
     if hw.kind == "cuda":
         return str(tvm.cuda(0).device_name)
     name = cpu_name()

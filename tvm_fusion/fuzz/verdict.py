@@ -15,9 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..check.allowance import narrowest
+from ..check.allowance import Reference, narrowest
 from ..check.rules import OutputCheck, check_output
+from ..compilation.compiler import compile as compiled_of
+from ..config import resolve_target
 from ..errors import TvmFusionError
+from ..frontends import load
+from ..transform.pipeline import lower
 from .draw import dtype_name
 from .torch_program import FLOATS, Program
 
@@ -65,8 +69,6 @@ def judged(program: Program, target: Any, inputs: int = 2) -> Verdict:
     target : as `tvm_fusion.compile` takes it
     inputs : int
     """
-    from ..compilation.compiler import compile as compiled_of
-
     arguments = program.arguments()
     device = _device(target)
 
@@ -138,11 +140,6 @@ def _checked(x: Any, own: Any, ref: Any, narrow: str | None, bound: Any) -> Outp
 
 def _bounds(program: Program, arguments: Tensors) -> list[Any]:
     """What roundings do to each output, as tensors; None where that cannot be said."""
-    from ..check.allowance import Reference
-    from ..config import resolve_target
-    from ..frontends import load
-    from ..transform.pipeline import lower
-
     mod = load(program.module(), arguments)
     low = lower(mod, resolve_target("llvm")[0], decompose=False)
     bounds = Reference(low, [as_array(x) for x in arguments]).bounds
@@ -155,8 +152,6 @@ def _mentions(program: Program, dtype: str) -> bool:
 
 
 def _device(target: Any) -> str:
-    from ..config import resolve_target
-
     return "cuda" if resolve_target(target)[0].kind.name == "cuda" else "cpu"
 
 
