@@ -21,7 +21,7 @@ from .support.house import (
 
 LARGEST_FOLDER = 25
 IN_CIRCLES = 0  # modules
-INSIDE_FUNCTIONS = 59
+INSIDE_FUNCTIONS = 60
 
 
 @pytest.fixture(scope="module")

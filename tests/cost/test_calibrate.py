@@ -38,7 +38,7 @@ from tvm_fusion.calibrate.profile_file import notes_of, with_notes, with_values
 from tvm_fusion.config import load_profile, profile_file, profile_names
 from tvm_fusion.config import targets as _targets
 from tvm_fusion.errors import ConfigError, InputError, TargetError
-from tvm_fusion.host.files import replace_file
+from tvm_fusion.host.atomic_files import replace_file
 from tvm_fusion.runtime.build import cubin_cache
 from tvm_fusion.runtime.build.resources import parse_ptxas_log
 from tvm_fusion.tuning.measure.processes import module_command

@@ -7,7 +7,7 @@ import pytest
 from tvm_fusion.calibrate import command
 from tvm_fusion.cost.learned import refit, samples
 from tvm_fusion.errors import InputError
-from tvm_fusion.host.files import replace_file
+from tvm_fusion.host.atomic_files import replace_file
 
 
 def names(folder):

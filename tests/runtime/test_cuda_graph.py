@@ -333,8 +333,6 @@ def test_the_command_line_refuses_graphs_on_a_cpu(command, capsys):
 
     assert main([command, "--demo", "--target", "llvm", "--cuda-graph"]) == 2
     assert "the target is llvm; CUDA graphs need the target cuda" in capsys.readouterr().err
-    assert main(["bench", "--suite", "memory", "--cuda-graph"]) == 2
-    assert "--cuda-graph is for a model" in capsys.readouterr().err
 
 
 def test_kernels_alone_can_be_captured_and_symbolic_shapes_too():

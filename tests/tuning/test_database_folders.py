@@ -226,7 +226,7 @@ def test_several_devices_are_exported_to_one_folder_each(database, tmp_path):
 
 def test_trials_are_read_in_a_few_calls_each(tmp_path, monkeypatch):
     """260 when this was written; an append of a process that shares the folder reads them, too."""
-    monkeypatch.setattr("tvm_fusion.host.files.os.fsync", lambda file: None)
+    monkeypatch.setattr("tvm_fusion.host.appended_files.os.fsync", lambda file: None)
     database = Database.open(tmp_path / "D", DEVICE, target=TARGET)
     calls = {}
     for n in range(300):

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tvm_fusion.errors import InputError
-from tvm_fusion.host import files as appended_files
-from tvm_fusion.host.files import LOCK
+from tvm_fusion.host import appended_files
+from tvm_fusion.host.appended_files import LOCK
 from tvm_fusion.tuning.database import Database, store
 from tvm_fusion.tuning.database.store import TRIALS
 

@@ -7,8 +7,8 @@ import time
 
 import pytest
 
-from tvm_fusion.host import files as appended_files
-from tvm_fusion.host.files import replace_file
+from tvm_fusion.host import appended_files
+from tvm_fusion.host.atomic_files import replace_file
 from tvm_fusion.tuning.database import store, workload_key
 from tvm_fusion.tuning.database.store import DAMAGED, TRIALS
 

@@ -8,7 +8,7 @@ import tvm
 
 import tvm_fusion
 from tvm_fusion.cli import main
-from tvm_fusion.compilation.compiler import TunedParts
+from tvm_fusion.compilation.tuned_parts import TunedParts
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.errors import InputError
 from tvm_fusion.flow.functions import planned_function

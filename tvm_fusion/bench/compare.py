@@ -15,9 +15,10 @@ from typing import Any
 import tvm
 
 from ..check.checked_sizes import drawn_inputs
-from ..compilation.compiler import TunedParts, graph_policy
+from ..compilation.compiler import graph_policy
 from ..compilation.one_function import Wishes, has_inputs
 from ..compilation.several_functions import compile_functions
+from ..compilation.tuned_parts import TunedParts
 from ..config import load_policy, resolve_target
 from ..errors import TargetError
 from ..flow.functions import planned_functions

@@ -16,7 +16,7 @@ from .._arguments import INTERRUPTED
 from ..config import HardwareProfile, load_profile, profile_file, resolve_target
 from ..config.toml import nearest, number_fields
 from ..errors import CHECK_FAILED, ConfigError, InputError, TargetError
-from ..host.files import replace_file
+from ..host.atomic_files import replace_file
 from .findings import Family, Finding, Measured, NotMeasured
 from .profile_file import described, notes_of, spelled, with_notes, with_values
 

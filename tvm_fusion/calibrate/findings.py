@@ -6,11 +6,12 @@ No device, no clock.
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
+
+import numpy as np
 
 from ..errors import TvmFusionError
 
@@ -122,7 +123,7 @@ def memory_rate(curve: Curve, cache_bytes: int) -> float:
     rates = [rate for size, rate in curve.items() if size >= MEMORY_SIZES * cache_bytes]
     if not rates:
         raise ValueError(f"no size of at least {MEMORY_SIZES} x {cache_bytes} bytes was measured")
-    return statistics.median(rates)
+    return float(np.median(rates))
 
 
 def cache_rate(curve: Curve, cache_bytes: int, below: int = 0) -> float:
@@ -187,12 +188,11 @@ def littles_latency(rates: Mapping[int, float]) -> float:
 
 def slope(points: Sequence[tuple[float, float]]) -> float:
     """Slope of the least-squares line through (x, y)."""
-    mean_x = statistics.fmean(x for x, _ in points)
-    mean_y = statistics.fmean(y for _, y in points)
+    if len({x for x, _ in points}) < 2:
+        raise ValueError("a slope needs two different places")
+    mean_x, mean_y = np.mean(points, axis=0)
     above = math.fsum((x - mean_x) * (y - mean_y) for x, y in points)
     below = math.fsum((x - mean_x) ** 2 for x, _ in points)
-    if below == 0:
-        raise ValueError("a slope needs two different places")
     return above / below
 
 

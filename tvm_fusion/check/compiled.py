@@ -19,7 +19,7 @@ from .._version import __version__
 from ..config import HardwareProfile, Policy
 from ..errors import InputError, Unsupported, VerificationError
 from ..flow.planned import BuiltPlan, Planned
-from ..host.files import replace_file
+from ..host.atomic_files import replace_file
 from ..plan.plan import PlannedGroup
 from ..runtime.build.build import Built
 from ..runtime.build.cubin_cache import cache_dir

@@ -24,11 +24,11 @@ from ..transform.apply.kernel_bodies import with_roots
 from ..transform.functions.devices import Part, device_of
 from ..transform.functions.each_function import EachFunction
 from ..transform.functions.functions import FUSE, WRITE_KERNELS, is_enabled
-from .compiler import TunedParts
 from .planning_stages import FusedFunction, planned_stage
+from .tuned_parts import TunedParts
 
 if TYPE_CHECKING:
-    from .compiler import DatabaseLike
+    from .tuned_parts import DatabaseLike
 
 
 @tvm.transform.module_pass(opt_level=0, name=FUSE)

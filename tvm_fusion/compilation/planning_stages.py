@@ -22,7 +22,6 @@ from ..errors import InputError, PlanError
 from ..flow.planned import PlanLike, Planned
 from ..kernels.registry import families
 from ..plan.plan import FusionPlan
-from ..report.assemble import planned_report  # with all that checks: start-up time
 from ..transform.apply.kernel_bodies import with_roots
 from ..transform.apply.pack_constants import PackConstants, packable_arguments
 from ..transform.apply.write_kernels import CLASS_ATTR, Tuned, write_kernels
@@ -37,11 +36,11 @@ from ..transform.functions.functions import (
     result_of,
     with_functions,
 )
-from .compiler import TunedParts
+from .tuned_parts import TunedParts
 
 if TYPE_CHECKING:
     from ..report.screen import Report
-    from .compiler import DatabaseLike
+    from .tuned_parts import DatabaseLike
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +63,8 @@ class FusedFunction:
 
     def report(self) -> Report:
         """The plan as a report."""
+        from ..report.assemble import planned_report  # with all that checks: start-up time
+
         return planned_report(self._planned)
 
 

@@ -29,7 +29,7 @@ from tvm_ffi.serialization import from_json_graph_str, to_json_graph_str
 from ..config import HardwareProfile, Policy
 from ..config.digest import digest
 from ..errors import InputError
-from ..host.files import replace_file
+from ..host.atomic_files import replace_file
 from ..runtime.build.cubin_cache import cache_dir
 from ..runtime.build.kernel_code import CudaUnit, KernelCode
 from .plan_cache import all_ours, surroundings

@@ -28,7 +28,7 @@ from ..config import HardwareProfile, Policy, shipped_file
 from ..config.digest import digest
 from ..cost.learned.learned import residual_file
 from ..errors import BuildError, InputError, PlanError
-from ..host.files import replace_file
+from ..host.atomic_files import replace_file
 from ..ir.graph import FusionGraph
 from ..kernels import registry
 from ..kernels.registry import families

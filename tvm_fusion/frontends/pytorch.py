@@ -13,15 +13,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from tvm.ir import IRModule
 
 from ..errors import FrontendError
-from . import torch_operators, torch_products, torch_slices, torch_writes
-from .finish import checked_module, cleaned, first_line
-from .torch_importer import Importer
-from .torch_slices import merge_equal_splits
-from .torch_writes import refuse_writes_into_repeats, written_inputs
 
 try:
     import torch
@@ -31,6 +25,11 @@ except ImportError as error:
         "pip install 'tvm_fusion[torch]'"
     ) from error
 
+from . import torch_operators, torch_products, torch_slices, torch_writes
+from .finish import checked_module, cleaned, first_line
+from .torch_importer import Importer
+from .torch_slices import merge_equal_splits
+from .torch_writes import refuse_writes_into_repeats, written_inputs
 
 CONVERTERS = {
     **torch_operators.CONVERTERS,

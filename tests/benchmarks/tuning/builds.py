@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from tvm_fusion.bench.apart import reason
-from tvm_fusion.compilation.compiler import TunedParts
 from tvm_fusion.compilation.one_function import Wishes, compile_function
+from tvm_fusion.compilation.tuned_parts import TunedParts
 from tvm_fusion.config import resolve_target
 from tvm_fusion.flow.functions import planned_function
 from tvm_fusion.host.cores import available_cores

@@ -29,8 +29,8 @@ from ...config.digest import digest
 from ...config.hardware import HOST_NUMBERS
 from ...config.targets import cpu_target
 from ...errors import InputError
+from ...host.atomic_files import replace_file
 from ...host.cores import available_cores
-from ...host.files import replace_file
 from ...host.threads import asked_threads, thread_count, use_calibrated_threads
 from ...runtime.build.cubin_cache import cache_dir
 from ..profile_file import cpu_name

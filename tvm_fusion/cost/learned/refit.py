@@ -15,7 +15,7 @@ import numpy as np
 
 from ...config import HardwareProfile, Policy, load_policy, resolve_target
 from ...errors import InputError
-from ...host.files import replace_file
+from ...host.atomic_files import replace_file
 from .features import BYTE_FEATURES, FREE_FEATURES
 from .hull import ALL, Hull, Intervals
 from .learned import CLOSE, CLOSE_RATIO, DEFAULT_COVERAGE, Residual, residual_file

@@ -24,7 +24,7 @@ from typing import Any
 
 from ...config import HardwareProfile
 from ...errors import InputError
-from ...host.files import replace_file
+from ...host.atomic_files import replace_file
 from ...kernels.base import Fit
 from ..analytic import estimate
 from ..traffic import Resources, Traffic

@@ -19,7 +19,7 @@ from tvm.target.codegen import llvm_version_major
 from ..._version import __version__
 from ...config.hardware import HardwareProfile
 from ...errors import InputError, NothingTuned
-from ...host.files import LOCK
+from ...host.appended_files import LOCK
 from ...runtime.build.cuda_compiler import find_compiler
 from .foreign import GUARD
 from .lines import canonical, digest, identity

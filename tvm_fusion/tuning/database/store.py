@@ -23,16 +23,16 @@ from tvm import tirx
 from tvm.s_tir.meta_schedule.database import MemoryDatabase, Workload
 
 from ...errors import InputError
-from ...host.files import (
+from ...host.appended_files import (
     LOCK,
     CannotLock,
     append,
     check_room,
     locked,
     read_from,
-    replace_file,
     signature,
 )
+from ...host.atomic_files import replace_file
 from ..measure.trial_record import LASTING, Trial
 from .foreign import GUARD, OLD, check_version, is_version_1, read_version_1, retire
 from .lines import BadLine, Content, Problem, canonical, identity

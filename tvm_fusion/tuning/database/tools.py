@@ -11,7 +11,7 @@ import tvm
 
 from ...config.hardware import HardwareProfile
 from ...errors import InputError
-from ...host.files import replace_file
+from ...host.atomic_files import replace_file
 from .folders import device_folders, find_database
 from .foreign import read_folder
 from .lines import Content, Problem, canonical

@@ -1,5 +1,4 @@
-"""Files that others read or write at the same time: written whole, or appended to by one process at
-a time, under the lock of their folder.
+"""Files that several processes append to: one at a time, under the lock of their folder.
 
 A process that ends in the middle leaves a part of what it appended, and nothing else.
 """
@@ -9,54 +8,13 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from ..errors import InputError
-
-# Writing files that others may read at the same time.
-
-
-def replace_file(path: Path, text: str, check: Callable[[Path], object] | None = None) -> None:
-    """Write a file so that it is the old one or the new one at any time, never a part.
-
-    Parameters
-    ----------
-    path : Path
-        Its permissions stay; a new file can be read by all.
-    text : str
-    check : callable, optional
-        Gets the new file before it takes the place of the old one; what it raises leaves the old
-        one where it is.
-
-    Raises
-    ------
-    InputError
-        The folder cannot be written.
-    """
-    temporary = None
-    try:
-        with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
-        ) as file:
-            temporary = Path(file.name)
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        if check is not None:
-            check(temporary)
-        temporary.chmod(path.stat().st_mode & 0o777 if path.exists() else 0o644)
-        os.replace(temporary, path)
-    except BaseException as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            raise InputError(f"cannot write {path}: {error.strerror}") from error
-        raise
-
 
 LOCK = "lock"
 LOCK_TIMEOUT_S = 60.0
