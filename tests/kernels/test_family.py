@@ -56,7 +56,7 @@ class Toy(Family):
         return Writer("a toy", OnCPU, (Form("toy", Unrolled, self.rank, self.emit),))
 
     def rank(self, problem, hw, policy):
-        return [(1e-6 * factor, Unrolled(factor)) for factor in (3, 1, 2)]
+        return [(1e-6 * factor, Unrolled(factor)) for factor in (1, 3, 2)]
 
     def emit(self, problem, hw, config):
         if config.factor == 3:
@@ -85,7 +85,7 @@ def test_the_planner_asks_it_and_its_writer_writes(toy):
     compiled = tvm_fusion.compile(module(chain, X), "llvm", verify=True)
     assert [g.kernel_class for g in compiled.report.groups] == ["toy"]
     assert compiled.report.verify.passed
-    assert set(toy.written) == {Unrolled(1)}  # the first that can be written
+    assert set(toy.written) == {Unrolled(1)}  # the best guess
 
 
 def test_it_is_not_asked_about_what_it_cannot_have(toy):
@@ -100,10 +100,10 @@ def test_tuning_has_its_configurations_with_their_predicted_times(toy):
     func = fuse(chain, X).with_attr(CLASS, "toy")
     choices = class_choices(func, LLVM, POLICY)
     assert [(c.text, c.predicted_us) for c, _ in choices[1:]] == [
-        ("Unrolled(factor=1)", 1.0),
+        ("Unrolled(factor=3)", 3.0),
         ("Unrolled(factor=2)", 2.0),
     ]
-    assert choices[0][0].like == "Unrolled(factor=3)"
+    assert choices[0][0].like == "Unrolled(factor=1)"
 
 
 def test_a_configuration_of_another_family_is_refused(toy):
@@ -128,3 +128,15 @@ def test_an_operator_that_all_families_fail_on_keeps_tvms_own_code(monkeypatch):
     structure._RECENT.clear()
     assert [g.kernel_class for g in compiled.report.groups] == ["stock", "stock"]
     assert compiled.report.verify.passed
+
+
+def test_a_family_is_refused_for_a_device_that_it_does_not_write_for():
+    class Loops(Family):
+        name = "loops"
+
+    with pytest.raises(Unsupported, match="loops writes nothing for cuda"):
+        Loops().write(fuse(chain, X), load_profile("nvidia_h200"), POLICY)
+
+
+def test_the_package_lists_what_it_loads_later():
+    assert {"compile", "explain", "TuningDatabase"} <= set(dir(tvm_fusion))

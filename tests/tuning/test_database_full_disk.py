@@ -12,7 +12,7 @@ from tvm_fusion.errors import InputError
 from tvm_fusion.host import appended_files
 from tvm_fusion.host.appended_files import LOCK
 from tvm_fusion.tuning.database import Database, store
-from tvm_fusion.tuning.database.store import TRIALS
+from tvm_fusion.tuning.database.store import DAMAGED, TRIALS
 
 from ..support.tune_database_files import copy_of_sound, open_
 from ..support.tune_database_tools import (
@@ -69,6 +69,30 @@ def test_a_full_disk_leaves_nothing_behind_and_the_trial_in_memory(
     assert content(again) == content(database)
     assert [trial.us for trial in again.trials(new)] == [2.0, 1.0]
     assert exported(again) == records_of(content(again))
+
+
+def test_a_repair_that_cannot_be_written_is_tried_again_and_loses_nothing(folder, monkeypatch):
+    """Another process died in the middle of a line; the disk is full when that is moved away."""
+    database = open_(folder)
+    database.save_plan("k", {})
+    with (folder / TRIALS).open("ab") as file:
+        file.write(b'{"torn')
+    plain = store.append
+
+    def full(path, data):
+        if path.name == DAMAGED:
+            raise InputError("cannot write: No space left")
+        plain(path, data)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "append", full)
+        with pytest.raises(InputError, match="No space left"):
+            database.save_plan("x", {})
+    database.save_plan("y", {})
+    again = open_(folder)
+    assert again.problems == ()
+    assert {key: again.plan(key) for key in "kxy"} == {"k": {}, "x": {}, "y": {}}
+    assert content(again) == content(database)
 
 
 def test_a_limit_of_the_system_on_files_is_a_full_disk(folder):

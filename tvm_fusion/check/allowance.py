@@ -124,7 +124,7 @@ class Reference:
 
     @property
     def computed_in(self) -> list[str | None]:
-        """The narrowest float on the way to each output (`precision.computed_dtypes`)."""
+        """The narrowest float on the way to each output (`computed_dtypes`)."""
         return self._builds.computed_in
 
     @cached_property

@@ -12,8 +12,8 @@ error is
   either, a few units in the last place of the narrowest dtype on the way; and
 - at most 1e-4 (float32), 1e-2 (float16), 2e-2 (bfloat16), two spacings of 1.0 (float8: 0.25 for
   e4m3fn, 0.5 for e5m2), whatever else is said. The dtype is the narrowest in which anything on the
-  way to the output is computed (`precision`): a float32 sum of values that were rounded to float16
-  is no better than these, fused or not.
+  way to the output is computed (`allowance.computed_dtypes`): a float32 sum of values that were
+  rounded to float16 is no better than these, fused or not.
 
 Element by element, outside of those numbers:
 

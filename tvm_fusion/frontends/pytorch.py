@@ -1,7 +1,7 @@
 """PyTorch models to Relax, through `torch.export`.
 
 The exported program is decomposed to core ATen operators, except for those that TVM and the
-compiler handle better whole (torch_decompositions.py), and translated by `torch_importer.Importer`.
+compiler handle better whole (`decompositions`), and translated by `torch_importer.Importer`.
 Parameters and buffers become constants.
 """
 

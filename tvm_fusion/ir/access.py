@@ -90,7 +90,7 @@ class Access:
     guarded: bool = False
 
     @cached_property
-    def derived(self) -> dict[Callable[..., Any], Any]:
+    def derived(self) -> dict[str, Any]:
         """What functions that are `derived` have found."""
         return {}
 
@@ -139,7 +139,7 @@ class Block:
     compares: bool = False
 
     @cached_property
-    def derived(self) -> dict[Callable[..., Any], Any]:
+    def derived(self) -> dict[str, Any]:
         """What functions that are `derived` have found."""
         return {}
 
@@ -192,11 +192,13 @@ def derived(find: Callable[..., Found]) -> Callable[..., Found]:
     What else it takes is the same at each call, such as the block of an access.
     """
 
+    name = f"{find.__module__}.{find.__qualname__}"
+
     @wraps(find)
     def known(item: Block | Access, *context: Any) -> Found:
-        found = item.derived.get(find, _NOT_YET)
+        found = item.derived.get(name, _NOT_YET)
         if found is _NOT_YET:
-            found = item.derived[find] = find(item, *context)
+            found = item.derived[name] = find(item, *context)
         return found
 
     return known

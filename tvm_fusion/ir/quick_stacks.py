@@ -5,8 +5,6 @@ What TVM asks for, for each function that is decorated and each pool of shared m
 stack of calls with the source lines of every frame, for which `inspect` looks through all modules:
 65 ms for a function in a test, a second inside of nested imports. The same stack with lines of
 `linecache` takes less than 1 ms.
-
-Runs by itself as well (`tuning/database/replay_process.py`), so it imports nothing of the package.
 """
 
 from __future__ import annotations

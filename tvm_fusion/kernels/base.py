@@ -122,6 +122,8 @@ class Family:
         """How kernels for the device are written; here, as loops for a CPU. Imported when a kernel
         is written, which planning does not need.
         """
+        if hw.kind != "llvm":
+            raise Unsupported(f"kernel family {self.name} writes nothing for {hw.kind}")
         return ON_CPU
 
     def ranked(self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy) -> Ranked:
@@ -138,8 +140,8 @@ class Family:
     def write(
         self, func: tirx.PrimFunc, hw: HardwareProfile, policy: Policy, config: Any = None
     ) -> tirx.PrimFunc:
-        """The kernel of a fused PrimFunc: of one of the configurations of `ranked`; where that is
-        None, of the first that can be written.
+        """The kernel of a fused PrimFunc: of one of the configurations of `ranked`, None for the
+        best guess.
 
         Raises
         ------

@@ -80,7 +80,8 @@ class Writer:
     def emit(
         self, problem: Any, hw: HardwareProfile, policy: Policy, config: Any = None
     ) -> tirx.PrimFunc:
-        """The kernel of a configuration; where that is None, of the first that can be written.
+        """The kernel of a configuration; where that is None, of the best guess, and where forms
+        compete, of the first that can be written.
 
         Raises
         ------
@@ -89,15 +90,16 @@ class Writer:
         """
         if config is not None:
             return self.form_of(config).emit(problem, hw, config)
+        found = self.ranked(problem, hw, policy)
+        if len(self.forms) == 1:
+            return self.forms[0].emit(problem, hw, found[0][1])
         reasons: dict[str, Unsupported] = {}
-        for _, choice in self.ranked(problem, hw, policy):
+        for _, choice in found:
             form = self.form_of(choice)
             try:
                 return form.emit(problem, hw, choice)
             except Unsupported as why:
                 reasons[form.name] = why
-        if len(self.forms) == 1:
-            raise next(iter(reasons.values()), Unsupported(f"{self.what} has no configuration"))
         raise Unsupported("; ".join(f"{name}: {why}" for name, why in reasons.items()))
 
     def form_of(self, config: Any) -> Form:

@@ -75,8 +75,6 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _session(args: argparse.Namespace) -> int:
-    from .command import shown
-
     try:
         with shown() as watch:
             result = _tuned(args, watch)

@@ -85,9 +85,8 @@ def read_outside(
 # An order in which the groups of a search state can run, kept up to date from merge to merge.
 #
 # A merge of a and b may not leave a group between them that reads one and is read by the other.
-# Such
-# a group has a place between theirs, so the search for it never looks beyond; what has to move is
-# found on the way (Pearce and Kelly, A dynamic topological sort algorithm for directed acyclic
+# Such a group has a place between theirs, so the search for it never looks beyond; what has to move
+# is found on the way (Pearce and Kelly, A dynamic topological sort algorithm for directed acyclic
 # graphs, ACM JEA 11, 2006).
 
 

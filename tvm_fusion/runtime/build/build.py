@@ -140,7 +140,7 @@ def build_entries(
     ahead: CompiledAhead | None = None,
     plan_memory: bool = True,
 ) -> dict[str, Built]:
-    """Build a module whose PrimFuncs are written kernels (see `pipeline.lowering_pipeline`).
+    """Build a module whose PrimFuncs are written kernels (see `lowering.lowering_pipeline`).
 
     Parameters
     ----------

@@ -58,8 +58,8 @@ def lowering_pipeline(
 ) -> tvm.transform.Pass:
     """Return the Relax passes that turn a module of kernels into VM calls.
 
-    `observe` is given the module once its memory is planned (see `memory.planned_memory`): on a GPU
-    by this package, unless `plan_memory` is False, else by TVM.
+    `observe` is given the module once its memory is planned (see `call_memory.planned_memory`): on
+    a GPU by this package, unless `plan_memory` is False, else by TVM.
 
     Nothing is fused here. Operators that are still high-level get TVM's legalisation, and on a GPU
     PrimFuncs without the attribute "tirx.is_scheduled" get DLight's default schedule.

@@ -14,7 +14,7 @@ from ...host import threads as _threads
 from ...host.team import install
 
 # Functions of built modules, ready to be called from any thread: on a CPU their parallel loops run
-# on the threads that `_threads` and `_team` say.
+# on the threads that `host.threads` and `host.team` say.
 
 
 def entry_of(executable: Any, device: tvm.runtime.Device, name: str = "main") -> Callable[..., Any]:

@@ -8,7 +8,7 @@ The inner one says nothing but whom a tuner of TVM is to ask for schedules (`tun
 Kernels that only this package lowers begin with a store to a storage scope that TVM does not know:
 in a process that did not import `tvm_fusion` the build of a saved module then stops with "unknown
 storage scope", and the scope's name says what to do. Those in TIRx lose their layouts meanwhile
-(`script_form`), so that the module reads back from its script as it is.
+(`with_plain_scalars`), so that the module reads back from its script as it is.
 """
 
 from __future__ import annotations

@@ -34,8 +34,6 @@ logger = logging.getLogger(__name__)
 CLASS_ATTR = "tvm_fusion.kernel_class"
 """On fused PrimFuncs between `Materialize` and `WriteKernels`: the class that is to write them."""
 
-# Classes whose kernels take nvcc seconds, where others take it tenths of a second: written first.
-
 
 class Ahead(Protocol):
     """Takes the kernels of a function one by one: see `flow.kernels_ahead`."""

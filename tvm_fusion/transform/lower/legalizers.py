@@ -137,7 +137,7 @@ def _block(rank: int, starts: dict[int, int]) -> tuple[slice, ...]:
 #
 # TVM refuses some of them. Others get a float32 result from it, whatever the operator's type says,
 # and what reads that fails. It divides means of float16 by the number of their elements as float16,
-# which ends at 65,504. The median of bfloat16 it sorts as `widen_sorts` says.
+# which ends at 65,504. The median of bfloat16 it sorts as `sorts` says.
 #
 # Does not handle: group_norm and prelu of bfloat16, which no module can hold: TVM has no type for
 # their results.
@@ -232,13 +232,17 @@ HALF_OPERATORS = {name: _in_float32(name) for name in (*DTYPES, *MEANS)}
 
 
 # ---- argmax and argmin of rows without an element above the least number: the first place, where
-# TVM's own legalization gives -1. #     Before                          After     y[i] = index[i]
-# y[i] = max(index[i], 0) # A row of zeros of uint8 has none, nor has one of masked scores, all of
-# them minus infinity: TVM starts from index -1 and the least finite number, and between equal
-# numbers the lower index wins. (Its schedules find the reduction by that start, so it stays.) #
-# Integers of 8 bits are compared as int32: the last steps of TVM's reduction of them on a GPU go
-# through shared memory without a barrier, those of 32 bits through shuffles. # Does not handle: the
-# least finite float beside minus infinities; the first place is given, not its.
+# TVM's own legalization gives -1.
+#
+#     Before                          After
+#     y[i] = index[i]                 y[i] = max(index[i], 0)
+#
+# A row of zeros of uint8 has none, nor has one of masked scores, all of them minus infinity: TVM
+# starts from index -1 and the least finite number, and between equal numbers the lower index wins.
+# (Its schedules find the reduction by that start, so it stays.) Integers of 8 bits are compared as
+# int32: the last steps of TVM's reduction of them on a GPU go through shared memory without a
+# barrier, those of 32 bits through shuffles. Does not handle: the least finite float beside minus
+# infinities; the first place is given, not its.
 
 EXTREMA = {"relax.argmax": topi.argmax, "relax.argmin": topi.argmin}
 NARROW = ("int8", "uint8", "bool")

@@ -9,7 +9,7 @@ the tensors, and orders the wrong numbers; it refuses integers of 8 bits.
                                                     lv: R.Tensor((n,), "bfloat16") = R.astype(lv1_)
 
 Every bfloat16 is a float32, and every int8 an int32, so order, ties and values stay. Does not
-handle: `median`, which `legalizers` has, and sorts inside of vision operators.
+handle: sorts inside of vision operators.
 """
 
 import math

@@ -121,8 +121,10 @@ def exact_half(array: np.ndarray) -> np.ndarray | None:
 
 
 # ---- Matrices with one value between two diagonals and another one outside: the masks of causal
-# and of local attention. #     element(..., i, j) = inside   where lowest <= j - i <= highest
-# outside  elsewhere
+# and of local attention.
+#
+#     element(..., i, j) = inside   where lowest <= j - i <= highest
+#                          outside  elsewhere
 
 DTYPES = frozenset(("bool", "float16", "bfloat16", "float32", "int8", "int32", "int64"))
 LEAST_SIDE = 2

@@ -78,6 +78,7 @@ class Database:
         self._problems: list[Problem] = []  # of the file
         self._moved: list[Problem] = []  # of files of version 1
         self._signature: tuple[int, int, int] | None = None
+        self._is_read = False
         self._lines, self._end = 0, 0  # that are read
         self._loaded: dict[str, Workload] = {}
         self._kept: dict[str, dict[tuple[str, str], Trial]] = {}
@@ -354,15 +355,17 @@ class Database:
     def _read(self) -> None:
         """Read what is new in the file, and repair it if it may be written; under the lock."""
         before, found = self._signature, signature(self.path / TRIALS)
-        if found is not None and found == before:
+        if self._is_read and found == before:
             return
+        was_read, self._is_read = self._is_read, False  # again from the start if this fails
         self._signature = found
-        grown = before and found and before[0] == found[0] and found[1] > self._end
+        grown = was_read and before and found and before[0] == found[0] and found[1] > self._end
         if not (grown and self._read_from(self._end)):
             self._content = Content(self._given[0], self._content.target or self._given[1])
             self._problems, self._lines = [], 0
             self._read_from(0)
             self._tell([*self._problems, *self._orphans()])
+        self._is_read = True
         self.changes += 1
 
     def _read_from(self, start: int) -> bool:

@@ -5,11 +5,9 @@
 
 Blocks stay and take every (number of blocks)-th tile of queries, so that the producer runs ahead
 into the next tile. Tiles of keys that no query of a tile sees are left out. The parts:
-`problem` (what the TMA can address), `config`,
-`attention.tiled.range`, `match` and `scouts` (which keys),
-`state`, `producer`, `consumer`,
-`attention.tiled.online_softmax`, `attention.tiled.points` and `same` (logits and visibility),
-`attention.tiled.loads`, `epilogue`.
+`problem` (what the TMA can address), `config`, `state`, `attention.tiled.tiles` and `scouts` (which
+keys), `consumer`, `attention.tiled.points` (logits and visibility) and
+`attention.tiled.online_softmax`.
 """
 
 from __future__ import annotations

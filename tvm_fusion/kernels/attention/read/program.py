@@ -4,10 +4,8 @@
     P = softmax_j(where(j <= i, 0.125 * S, -inf))        ->   logit 0.125 * score, visible n <= m
     y[b, i, h, e] = sum_j P[b, h, i, j] * v[b, j, h, e]       y[b, m, h, e] = result
 
-The parts live in `model` (the value), `products` (which reductions are the
-products), `space` (expressions at a point), `softmax` (the weights),
-`conditions` and `split` (visible keys), `operands` and
-`outputs`.
+The parts live in `model` (the value), `products` (which reductions are the products), `space`
+(expressions at a point), `softmax` (the weights), `conditions` (visible keys) and `outputs`.
 """
 
 from __future__ import annotations

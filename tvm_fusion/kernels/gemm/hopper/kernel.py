@@ -6,8 +6,7 @@
 Blocks stay and take every (number of blocks)-th tile, so the producer runs ahead into the next tile
 while an epilogue works. The blocks of a cluster may share a tile's terms (`split`) or the tiles of
 B (`multicast`). The parts: `problem` (what the TMA can address), `config`,
-`plan`, `producer`, `consumer`, `exchange` (sums of
-split terms), `epilogue`.
+`plan`, `consumer` (with the sums of split terms), `epilogue`.
 """
 
 from __future__ import annotations

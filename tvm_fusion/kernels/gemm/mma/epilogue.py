@@ -38,7 +38,7 @@ CHUNK = 16
 class Layout:
     """Coordinates of a thread in its warp's tile; `part` is the number of the 16 rows at work.
 
-    It has what `gemm.hopper.fetch.Fetch` and `gemm.hopper.partials.Partials` ask of a kernel, its
+    It has what `gemm.hopper.fetch.Fetch` and `gemm.hopper.fetch.Partials` ask of a kernel, its
     plan and its problem.
     """
 
