@@ -130,17 +130,17 @@ def _contents(body: tirx.Stmt) -> Contents:
     late = False
     for stmt in body.seq if isinstance(body, tirx.SeqStmt) else (body,):
         if isinstance(stmt, tirx.BufferStore):
-            value = put_in(stmt.value, lets)
+            value = substitute(stmt.value, lets)
             stores.append(tirx.BufferStore(stmt.buffer, value, stmt.indices) if lets else stmt)
         elif isinstance(stmt, tirx.Bind):
-            lets[stmt.var] = put_in(stmt.value, lets)
+            lets[stmt.var] = substitute(stmt.value, lets)
             late = late or bool(stores)
         else:
             others.append(type(stmt).__name__)
     return Contents(tuple(stores), lets, late, tuple(others))
 
 
-def put_in(expr: Expr, lets: Mapping[Var, Expr]) -> Expr:
+def substitute(expr: Expr, lets: Mapping[Var, Expr]) -> Expr:
     """`expr` with the values of variables in their places."""
     return tvm_ffi.structural_map(expr, [(Var, lambda v: lets.get(v, v))]) if lets else expr
 
@@ -158,7 +158,7 @@ def loads_what(store: tirx.BufferStore, expr: Expr) -> bool:
     """Whether `expr` loads what `store` writes."""
     if not isinstance(expr, TensorLoad) or not expr.source.same_as(store.buffer):
         return False
-    return all(map(_same, expr.indices, store.indices))
+    return all(map(same, expr.indices, store.indices))
 
 
 def loads_of(buffers: Sequence[Var], *exprs: Expr) -> bool:
@@ -201,13 +201,12 @@ def _match(index_store: tirx.BufferStore, value_store: tirx.BufferStore) -> ArgP
     if not loads_what(index_store, own_index) or not loads_what(value_store, own_value):
         return None
     tie = tirx.And(tirx.EQ(own_value, x), tirx.LT(own_index, k))
-    fits = _same(better, type(better)(own_value, x)) and _same(
-        index.condition, tirx.Or(better, tie)
-    )
+    fits = same(better, type(better)(own_value, x)) and same(index.condition, tirx.Or(better, tie))
     if not fits or loads_of((index_store.buffer, value_store.buffer), x, k):
         return None
     return ArgPair(index_store, value_store, isinstance(better, tirx.GT), k, x)
 
 
-def _same(a: Expr, b: Expr) -> bool:
+def same(a: Expr, b: Expr) -> bool:
+    """Structural equality; variables are compared by identity (they may print alike)."""
     return a.same_as(b) or tvm_ffi.structural_equal(a, b)

@@ -24,7 +24,7 @@ from .access import (
     Pipe,
     Reduction,
 )
-from .blocks import BlockDef, Stray, put_in, read_arg_pair, read_blocks, term_of
+from .blocks import BlockDef, Stray, read_arg_pair, read_blocks, substitute, term_of
 
 OPAQUE_PATTERN = 8  # TVM's OpPatternKind.kOpaque: no pass fuses the function
 
@@ -207,7 +207,9 @@ class _BlockReader:
             raise _Unreadable(f"block {name} stores nothing")
         self.own = {hash(s.buffer) for s in stores}
         writes = tuple(
-            Access(self.key(s.buffer), tuple(self.index(put_in(i, body.lets)) for i in s.indices))
+            Access(
+                self.key(s.buffer), tuple(self.index(substitute(i, body.lets)) for i in s.indices)
+            )
             for s in stores
         )
         for store in stores:

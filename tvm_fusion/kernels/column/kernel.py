@@ -14,7 +14,7 @@ from tvm.script import tirx as T
 
 from ...errors import Unsupported
 from .. import forms
-from ..gpu.frame import Frame, kernel_frame, then
+from ..gpu.frame import Frame, kernel_frame, launch_bounds, then
 from ..program.analysis import analyze
 from ..program.expr import constant, convert
 from ..program.narrow import narrow_indices
@@ -237,7 +237,7 @@ def emit_column(program: Program, config: ColumnConfig, hw: HardwareProfile) -> 
         program = merge_online(program)
     with (
         kernel_frame(program, _grid(program, config, lanes), config.threads) as frame,
-        _launch_bounds(config),
+        launch_bounds(config.min_blocks),
         _if_rows_exist(program, config, lanes, frame),
     ):
         form = RegisterColumns if config.form is Form.REGISTERS else LoopColumns
@@ -287,13 +287,6 @@ def _if_rows_exist(
     if isinstance(rows, int):
         return contextlib.nullcontext()
     return then(convert(frame.block, program.index_dtype) < rows)
-
-
-def _launch_bounds(config: ColumnConfig) -> contextlib.AbstractContextManager:
-    """Demand on ptxas; in the device region, since on the function it is lost in lowering."""
-    if not config.min_blocks:
-        return contextlib.nullcontext()
-    return T.attr({"tirx.launch_bounds_min_blocks_per_sm": config.min_blocks})
 
 
 WRITER = forms.Writer(

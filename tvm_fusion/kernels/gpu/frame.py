@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -114,3 +115,12 @@ def _finish(func: tirx.PrimFunc, program: Program) -> tirx.PrimFunc:
         }
     )
     return func if program.name is None else func.with_attr("global_symbol", program.name)
+
+
+def launch_bounds(min_blocks: int) -> contextlib.AbstractContextManager:
+    """Demand on ptxas, for so many blocks a multiprocessor; none for 0. In the device region, since
+    on the function it is lost in lowering.
+    """
+    if not min_blocks:
+        return contextlib.nullcontext()
+    return T.attr({"tirx.launch_bounds_min_blocks_per_sm": min_blocks})

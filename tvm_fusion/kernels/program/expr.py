@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import tvm
 import tvm_ffi
@@ -14,6 +14,8 @@ from tvm.ir import Call, Expr, Var
 from tvm.ir.prim.expr import BinaryOpExpr as Binary
 from tvm.ir.prim.expr import BitwiseNot, Let, LogicalExpr
 from tvm.ir.prim.expr import CmpExpr as Comparison
+
+from ...ir.blocks import same, substitute  # noqa: F401
 
 HALF_DTYPES = ("float16", "bfloat16")
 FLOAT8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
@@ -132,16 +134,6 @@ def uses_any(expr: Expr, wanted: Iterable[Var]) -> bool:
     """Whether one of the variables `wanted` occurs in `expr`."""
     wanted = set(wanted)
     return any(var in wanted for var in variables(expr))
-
-
-def substitute(expr: Expr, env: Mapping[Var, Expr]) -> Expr:
-    """`expr` with the variables of `env` replaced."""
-    return tvm_ffi.structural_map(expr, [(Var, lambda var: env.get(var, var))]) if env else expr
-
-
-def same(a: Expr, b: Expr) -> bool:
-    """Structural equality; variables are compared by identity (they may print alike)."""
-    return a.same_as(b) or tvm_ffi.structural_equal(a, b)
 
 
 def conjunction(*conditions: Expr | None) -> Expr | None:

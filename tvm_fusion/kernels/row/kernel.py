@@ -6,12 +6,11 @@ import contextlib
 from typing import TYPE_CHECKING
 
 from tvm import tirx
-from tvm.script import tirx as T
 
 from ...errors import Unsupported
 from .. import forms
 from ..gpu.closed_forms import closed_forms
-from ..gpu.frame import Frame, kernel_frame, then
+from ..gpu.frame import Frame, kernel_frame, launch_bounds, then
 from ..group.traffic import clusters_on_device
 from ..program.analysis import analyze
 from ..program.expr import constant, convert, dtype_of
@@ -52,7 +51,7 @@ def emit_row(program: Program, config: RowConfig, hw: HardwareProfile) -> tirx.P
     threads = config.threads * config.rows
     with (
         kernel_frame(program, clusters, threads, config.cluster) as frame,
-        _launch_bounds(config),
+        launch_bounds(config.min_blocks),
         _if_rows_exist(program, config, frame),
     ):
         if config.form is Form.LOOP:
@@ -104,13 +103,6 @@ def _if_rows_exist(
     if isinstance(rows, int):
         return contextlib.nullcontext()
     return then(convert(frame.block, program.index_dtype) * config.rows < rows)
-
-
-def _launch_bounds(config: RowConfig) -> contextlib.AbstractContextManager:
-    """Demand on ptxas; in the device region, since on the function it is lost in lowering."""
-    if not config.min_blocks:
-        return contextlib.nullcontext()
-    return T.attr({"tirx.launch_bounds_min_blocks_per_sm": config.min_blocks})
 
 
 WRITER = forms.Writer(

@@ -8,7 +8,6 @@ each as a row kernel does, and keeps one partial sum a column in registers.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ from tvm.script import tirx as T
 from ...errors import Unsupported
 from .. import forms
 from ..gpu.closed_forms import closed_forms
-from ..gpu.frame import Frame, kernel_frame
+from ..gpu.frame import Frame, kernel_frame, launch_bounds
 from ..gpu.transfer import store_vector
 from ..gpu.vectors import piece_bytes
 from ..gpu.windows import needs_windows
@@ -66,7 +65,7 @@ def emit_mixed(program: Program, config: RowConfig, hw: HardwareProfile) -> tirx
     groups = program.row_count // turns
     with (
         kernel_frame(shown, groups, config.threads, config.cluster) as frame,
-        _launch_bounds(config),
+        launch_bounds(config.min_blocks),
     ):
         MixedRows(shown, kinds, config, frame).emit_groups(turns)
     return frame.func
@@ -91,12 +90,6 @@ def _check(program: Program, config: RowConfig, hw: HardwareProfile) -> None:
         raise Unsupported("clusters exchange float32 only")
     if any(r.index is not None for r in program.reductions):
         raise Unsupported("argmax beside sums over rows")
-
-
-def _launch_bounds(config: RowConfig) -> contextlib.AbstractContextManager:
-    if not config.min_blocks:
-        return contextlib.nullcontext()
-    return T.attr({"tirx.launch_bounds_min_blocks_per_sm": config.min_blocks})
 
 
 class MixedRows(BulkRows):

@@ -25,7 +25,7 @@ from ...program.expr import dtype_of
 from ..read.bounds import Match
 from ..tiled.online_softmax import ALL_LANES, some_lane
 from ..tiled.tiles import kept
-from .state import END, FIRST, MIXED, WARP, WHOLE_END, WHOLE_FIRST, slot_of
+from .state import END, FIRST, MIXED, WARP, WHOLE_END, WHOLE_FIRST, arrive, slot_of
 
 if TYPE_CHECKING:
     from ..tiled.tiles import Tile
@@ -48,14 +48,10 @@ def emit_scouts(kernel: Kernel) -> None:
             with T.If(tirx.EQ(search.lane, 0)), T.Then():
                 for place in (FIRST, END):
                     T.buffer_store(found.tiles, search.range[place], [slot, place])
-                _arrive(found.tiles_full.ptr_to([slot]))
+                arrive(found.tiles_full.ptr_to([slot]))
             search.find_runs(tile)
             search.store_rows(tile, slot)
-            _arrive(found.rows_full.ptr_to([slot]))
-
-
-def _arrive(barrier: Expr) -> None:
-    T.evaluate(T.ptx.mbarrier.arrive.shared.b64(barrier, T.uint32(1)))
+            arrive(found.rows_full.ptr_to([slot]))
 
 
 def lanes_with(condition: Expr) -> Expr:
