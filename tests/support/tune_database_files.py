@@ -25,7 +25,7 @@ def copy_of_sound(path):
 
 def open_(folder):
     """The database, for writing."""
-    return Database.open(folder, DEVICE, target=TARGET)
+    return Database(folder, DEVICE, target=TARGET)
 
 
 def lines(folder, name=TRIALS):
@@ -59,7 +59,7 @@ def reopened(folder):
     found, modules = content(database), database.modules()
     assert exported(database) == records_of([x for x in _counting(database) if x[0] in modules])
     before = (folder / TRIALS).read_bytes()
-    again = Database.open(folder, DEVICE)
+    again = Database(folder, DEVICE)
     assert content(again) == found
     assert [p for p in again.problems if p.remedy] == []
     assert (folder / TRIALS).read_bytes() == before

@@ -1,6 +1,6 @@
 """Small databases for tests, and what MetaSchedule makes of their files."""
 
-import json
+import faulthandler
 import multiprocessing
 import tempfile
 
@@ -9,8 +9,10 @@ import tvm_ffi
 from tvm import s_tir
 from tvm.script import tirx as T
 
-from tvm_fusion.tuning.database import Database, Trial, export, replay, trace_text, workload_key
+from tvm_fusion.tuning.database import Database, Trial, export, trace_text, workload_key
 from tvm_fusion.tuning.database.metaschedule import choice_of
+from tvm_fusion.tuning.measure.processes import Answer
+from tvm_fusion.tuning.measure.worker import answer
 
 DEVICE = "test_cpu-tvm0-llvm0-fusion0"
 DAY = "2026-01-31"
@@ -70,7 +72,7 @@ def trials_of_all():
 
 def fill(folder, device=DEVICE, target=TARGET):
     """A database with `trials_of_all`."""
-    database = Database.open(folder, device, target=target)
+    database = Database(folder, device, target=target)
     for func, trial in trials_of_all():
         database.add(func, target, trial)
     return database
@@ -102,6 +104,7 @@ def in_child(function, *args):
 
 
 def _send(pipe, function, args):
+    faulthandler.disable()  # a crash here is on purpose
     pipe.send(function(*args))
 
 
@@ -142,19 +145,21 @@ def times(records):
     return [(key, kind, seconds) for key, kind, _, seconds in records]
 
 
-def judge_by_fork(suspects):
-    """`replay.judge` with a copy of this process in place of one that imports TVM first."""
-    return [_judge_by_fork(suspect) for suspect in suspects]
+class ForkedWorker:
+    """A `Worker` that is a copy of this process for each request: it need not import TVM first."""
 
+    def __init__(self, name, torch):
+        self.name = name
 
-def _judge_by_fork(suspect):
-    try:
-        workload, *payloads = in_child(_verdicts, suspect)
-    except AssertionError as error:
-        workload, *payloads = [str(error)] * (1 + len(suspect.payloads))
-    return replay.Verdict(workload, tuple(payloads))
+    def send(self, function, arguments, limit_s):
+        try:
+            status, value = in_child(answer, function, arguments)
+        except AssertionError as error:
+            status, value = "crash", error
+        self._answer = Answer(status, value, "" if status == "ok" else str(value))
 
+    def collect(self):
+        return self._answer
 
-def _verdicts(suspect):
-    line = json.dumps([[suspect.key, suspect.module], suspect.payloads])
-    return list(replay.verdicts_on([line], 0))
+    def stop(self):
+        pass

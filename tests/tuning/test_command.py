@@ -15,7 +15,7 @@ from tvm_fusion.errors import ConfigError, InputError
 from tvm_fusion.kernels import registry
 from tvm_fusion.tuning.command import table, to_json
 from tvm_fusion.tuning.database import check
-from tvm_fusion.tuning.measure.trial_record import Trial
+from tvm_fusion.tuning.database.trial import Trial
 from tvm_fusion.tuning.session import tune as tune_module
 from tvm_fusion.tuning.session.result import TunedTask, TuneResult, failures_of
 from tvm_fusion.tuning.session.settings import load_settings
@@ -216,7 +216,7 @@ def test_an_interrupt_while_the_plan_is_kept_loses_nothing(model, tmp_path, monk
     assert "what was measured is kept, and the same command goes on" in said.err
     assert "all trials are made" in said.out
     (folder,) = check(tmp_path / "d").folders
-    assert folder.plans == 1
+    assert folder.counts["plans"] == 1
 
 
 def test_interrupts_are_held():

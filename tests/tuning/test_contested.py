@@ -14,8 +14,8 @@ from tvm_fusion.plan.differ import exchanged, regions
 from tvm_fusion.plan.refusal import RefusalCode
 from tvm_fusion.plan.search.search import unfused_plan
 from tvm_fusion.tuning.database import find_database
+from tvm_fusion.tuning.database.trial import Trial
 from tvm_fusion.tuning.measure.measuring import LocalMeter
-from tvm_fusion.tuning.measure.trial_record import Trial
 from tvm_fusion.tuning.session import joint
 from tvm_fusion.tuning.session import tune as tune_module
 from tvm_fusion.tuning.session.choices import DEFAULT

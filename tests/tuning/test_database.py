@@ -41,7 +41,7 @@ A, B, C = WORKLOADS
 
 @pytest.fixture
 def database(tmp_path):
-    return Database.open(tmp_path / "D", DEVICE, target=TARGET)
+    return Database(tmp_path / "D", DEVICE, target=TARGET)
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_the_key_of_a_workload_is_the_hash_that_metaschedule_writes():
 
 def test_trials_come_back_from_the_files_as_they_are(database):
     fill(database.path)
-    again = Database.open(database.path, DEVICE)
+    again = Database(database.path, DEVICE)
     assert content(again) == expected()
     assert again.problems == ()
     assert again.keys == tuple(map(workload_key, WORKLOADS))
@@ -143,12 +143,12 @@ def _annotation(folder):
     return str(found["main"].body.block.annotations["tvm_fusion.config"])
 
 
-def test_the_memory_database_holds_one_kind_or_all(database):
+def test_the_memory_database_holds_what_ran(database):
     fill(database.path)
-    again = Database.open(database.path, DEVICE, read_only=True)
-    assert len(again.metaschedule()) == 5
-    (record,) = again.metaschedule("trace").get_all_tuning_records()
-    assert trace_text(record.trace) == split_text(B)
+    again = Database(database.path, DEVICE, read_only=True)
+    records = again.metaschedule().get_all_tuning_records()
+    assert len(records) == 5
+    assert split_text(B) in [trace_text(record.trace) for record in records]
 
 
 def test_of_equally_fast_trials_the_first_by_text_is_the_best(database):
@@ -186,7 +186,7 @@ def test_of_several_trials_of_a_choice_the_latest_that_speaks_of_the_kernel_coun
     for trial in trials:
         database.add(A, TARGET, trial)
     assert len(database) == len(trials)
-    for found in (database, Database.open(database.path, DEVICE)):
+    for found in (database, Database(database.path, DEVICE)):
         assert found.trials(A) == (trials[kept],)
 
 
@@ -216,7 +216,7 @@ def test_a_workload_of_symbolic_shape_has_trials_too(database):
                 B[vi, vj] = A[vi, vj] + T.float32(1.5)
 
     database.add(main, TARGET, ok("default", 2.0))
-    assert Database.open(database.path, DEVICE).best(main).us == 2.0
+    assert Database(database.path, DEVICE).best(main).us == 2.0
     assert len(exported(database)) == 1
 
 
@@ -225,32 +225,30 @@ def test_a_trial_that_does_not_belong_here_is_refused(database, tmp_path):
     other = tvm.target.Target({"kind": "llvm", "num-cores": 4})
     with pytest.raises(InputError, match=r"is of the target .*, not of"):
         database.add(A, other, ok("default", 2.0))
-    with pytest.raises(InputError, match="does not replay"):
-        database.add(A, TARGET, ok(split_text(A).replace('"add"', '"mul"'), 2.0, "trace"))
     bare = tvm.tirx.PrimFunc([], tvm.tirx.Evaluate(0))
     with pytest.raises(InputError, match="with a root block"):
         database.add(bare, TARGET, failed("default"))
-    assert len(Database.open(database.path, DEVICE)) == len(database) == 1
+    assert len(Database(database.path, DEVICE)) == len(database) == 1
 
 
 def test_a_folder_of_another_device_or_target_is_not_opened(database):
     database.add(A, TARGET, ok("default", 2.0))
     with pytest.raises(InputError, match=r"is of test_cpu.*, not of other"):
-        Database.open(database.path, "other")
+        Database(database.path, "other")
     other = tvm.target.Target({"kind": "llvm", "num-cores": 4})
     with pytest.raises(InputError, match="is of the target"):
-        Database.open(database.path, DEVICE, target=other)
+        Database(database.path, DEVICE, target=other)
     file = database.path / "file"
     file.write_text("")
     with pytest.raises(InputError, match="is not a folder"):
-        Database.open(file, DEVICE)
+        Database(file, DEVICE)
     with pytest.raises(InputError, match="cannot make"):
-        Database.open(file / "D", DEVICE)
+        Database(file / "D", DEVICE)
 
 
 def test_what_is_opened_for_reading_is_not_written(database):
     fill(database.path)
-    reader = Database.open(database.path, None)
+    reader = Database(database.path, None)
     assert (reader.device, reader.target) == (DEVICE, json.loads(str(TARGET)))
     for write in (
         lambda: reader.add(A, TARGET, ok("X", 1.0)),
@@ -259,4 +257,4 @@ def test_what_is_opened_for_reading_is_not_written(database):
         with pytest.raises(InputError, match="opened for reading"):
             write()
     assert reader.plan("x") is None
-    assert content(Database.open(database.path, DEVICE)) == expected()
+    assert content(Database(database.path, DEVICE)) == expected()

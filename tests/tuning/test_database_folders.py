@@ -47,7 +47,9 @@ def database(tmp_path):
 
 
 def test_names_of_folders_are_taken_by_any_file_system():
-    name = device_folder("../Tesla V100/µ", "0.27.0.post1", "nvcc 13.0 (r13)", "0.1.0", "12ab")
+    name = device_folder(
+        "../Tesla V100/µ", "tvm0.27.0.post1", "nvcc 13.0 (r13)", "fusion0.1.0", "12ab"
+    )
     assert name == "Tesla_V100-tvm0.27.0.post1-nvcc_13.0_r13-fusion0.1.0-12ab"
     assert len(device_folder(*["x" * 500] * 5)) < 255
 
@@ -88,7 +90,7 @@ def test_a_plan_comes_back_as_it_is(database):
     plan = {"groups": [{"ops": ["a", "b"], "us": 1.25}], "b": None, "a": "é"}
     assert database.plan("0123abcd") is None
     database.save_plan("0123abcd", plan)
-    again = Database.open(database.path, DEVICE, read_only=True)
+    again = Database(database.path, DEVICE, read_only=True)
     assert again.plan("0123abcd") == plan
     assert list(again.plan("0123abcd")) == list(plan)
     assert again.problems == ()
@@ -101,7 +103,7 @@ def test_a_plan_comes_back_as_it_is(database):
 def test_a_plan_is_written_to_a_folder_that_is_gone(database):
     shutil.rmtree(database.path)
     database.save_plan("key", {"function": "main"})
-    assert Database.open(database.path, None).plan("key") == {"function": "main"}
+    assert Database(database.path, None).plan("key") == {"function": "main"}
 
 
 def test_check_counts_what_is_in_all_folders(database, tmp_path):
@@ -110,11 +112,9 @@ def test_check_counts_what_is_in_all_folders(database, tmp_path):
     report = check(tmp_path / "D")
     assert report.ok
     assert [folder.device for folder in report.folders] == ["other", DEVICE]
-    assert [(f.workloads, f.records, f.failures, f.plans) for f in report.folders] == [
-        (3, 5, 2, 1),
-        (3, 5, 2, 0),
-    ]
-    assert f"{other.path}: 3 workloads, 5 records, 2 failures, 1 plans" in str(report)
+    counts = {"workloads": 3, "records": 5, "failures": 2, "unchecked": 0, "quarantined": 0}
+    assert [f.counts for f in report.folders] == [counts | {"plans": n} for n in (1, 0)]
+    assert f"{other.path}: 3 workloads, 5 records, 2 failures, 0 unchecked, 1 plans" in str(report)
     assert json.loads(json.dumps(report.to_json()))["folders"][1]["records"] == 5
     with pytest.raises(InputError, match="there is no folder"):
         check(tmp_path / "nothing")
@@ -134,16 +134,16 @@ def test_check_tells_of_damage_and_leaves_it(database, tmp_path, caplog):
         ]
     assert {path: path.read_bytes() for path in database.path.iterdir()} == before
     assert caplog.messages == []  # the report has them
-    Database.open(database.path, DEVICE)
+    Database(database.path, DEVICE)
     assert [text.rsplit("; ", 1)[1] for text in caplog.messages] == ["taken out", "taken out"]
     report = check(tmp_path / "D")
-    assert (report.ok, report.folders[0].quarantined) == (True, 2)
+    assert (report.ok, report.folders[0].counts["quarantined"]) == (True, 2)
 
 
 def test_who_reads_a_damaged_database_hears_of_it_in_one_line(database, caplog):
     file = database.path / TRIALS
     file.write_bytes(file.read_bytes() + b"garbage\n\n")
-    reader = Database.open(database.path, DEVICE, read_only=True)
+    reader = Database(database.path, DEVICE, read_only=True)
     assert caplog.messages == [
         "2 problems in the database, listed by: python -m tvm_fusion tune --db-check --work-dir "
         f"{database.path}"
@@ -155,7 +155,7 @@ def test_who_reads_a_damaged_database_hears_of_it_in_one_line(database, caplog):
 
 def test_databases_are_merged_and_devices_stay_apart(database, tmp_path):
     fill(tmp_path / "E" / "other", "other", OTHER)
-    second = Database.open(tmp_path / "E" / DEVICE, DEVICE, target=TARGET)
+    second = Database(tmp_path / "E" / DEVICE, DEVICE, target=TARGET)
     added = [(workload(128), ok("default", 1.0)), (A, ok("Config(tile=8)", 2.0))]
     for func, trial in [(A, ok("Config(tile=4)", 3.0)), *added, (B, failed("X"))]:
         second.add(func, TARGET, trial)
@@ -164,9 +164,9 @@ def test_databases_are_merged_and_devices_stay_apart(database, tmp_path):
     second.save_plan("b", {"us": 3.0})
     sources = [tmp_path / "D", tmp_path / "E"]
     found = merge(sources, tmp_path / "F")
-    assert [(m.added, m.present) for m in found.folders] == [(7, 0), (7, 0), (3, 1)]
+    assert _taken(found) == [(7, 0), (7, 0), (3, 1)]
     assert [folder.name for folder in device_folders(tmp_path / "F")] == ["other", DEVICE]
-    merged = Database.open(tmp_path / "F" / DEVICE, DEVICE)
+    merged = Database(tmp_path / "F" / DEVICE, DEVICE)
     assert content(merged)[:7] == expected()
     assert set(content(merged)) == {*expected(), *content(second)}
     assert (merged.plan("a"), merged.plan("b")) == ({"us": 1.0}, {"us": 3.0})
@@ -174,18 +174,22 @@ def test_databases_are_merged_and_devices_stay_apart(database, tmp_path):
     assert exported(merged) == records_of(counted)
     assert [x["added"] for x in json.loads(json.dumps(found.to_json()))["folders"]] == [7, 7, 3]
     again = merge(sources, tmp_path / "F")
-    assert [(m.added, m.present) for m in again.folders] == [(0, 7), (0, 7), (0, 4)]
-    assert merge([tmp_path / "F"], tmp_path / "F").folders[0].added == 0
+    assert _taken(again) == [(0, 7), (0, 7), (0, 4)]
+    assert _taken(merge([tmp_path / "F"], tmp_path / "F")) == [(0, 7), (0, 10)]
+
+
+def _taken(report):
+    return [(folder.counts["added"], folder.counts["present"]) for folder in report.folders]
 
 
 def test_what_is_damaged_in_a_source_is_not_merged(database, tmp_path):
     file = database.path / TRIALS
     file.write_bytes(file.read_bytes().replace(b"signal 11", b"signal 12") + b"garbage\n")
     before = file.read_bytes()
-    (merged,) = merge([tmp_path / "D"], tmp_path / "F").folders
-    assert (merged.added, file.read_bytes()) == (5, before)
+    merged = merge([tmp_path / "D"], tmp_path / "F")
+    assert (_taken(merged), file.read_bytes()) == ([(5, 0)], before)
     assert "trials.jsonl line 12: not JSON" in str(merged)
-    found = Database.open(tmp_path / "F" / DEVICE, DEVICE)
+    found = Database(tmp_path / "F" / DEVICE, DEVICE)
     assert found.problems == ()
     assert found.best(C).us == 16.0
 
@@ -193,8 +197,9 @@ def test_what_is_damaged_in_a_source_is_not_merged(database, tmp_path):
 def test_a_source_that_does_not_say_its_device_is_not_merged(database, tmp_path):
     file = database.path / TRIALS
     file.write_bytes(file.read_bytes().split(b"\n", 1)[1])
-    (merged,) = merge([tmp_path / "D"], tmp_path / "F").folders
-    assert (merged.added, merged.into) == (0, None)
+    merged = merge([tmp_path / "D"], tmp_path / "F")
+    assert (_taken(merged), merged.folders[0].device) == ([(0, 0)], None)
+    assert not (tmp_path / "F").exists()
     assert "nothing says of which device it is" in str(merged)
     with pytest.raises(InputError, match="there is no folder"):
         merge([tmp_path / "nothing"], tmp_path / "F")
@@ -203,7 +208,7 @@ def test_a_source_that_does_not_say_its_device_is_not_merged(database, tmp_path)
 def test_an_export_is_a_folder_for_metaschedule(database, tmp_path):
     database.add(A, TARGET, failed("Config(tile=1)", "wrong"))  # takes its time back
     (found,) = export(tmp_path / "D", tmp_path / "out").folders
-    assert (found.workloads, found.records) == (3, 4)
+    assert found.counts == {"workloads": 3, "records": 4}
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "database_tuning_record.json",
         "database_workload.json",
@@ -221,18 +226,18 @@ def test_several_devices_are_exported_to_one_folder_each(database, tmp_path):
     assert str(tmp_path / "out" / "other") in json.dumps(report.to_json())
     found = report.folders
     assert [x.path.name for x in found] == ["other", DEVICE]
-    assert [x.records for x in found] == [5, 5]
+    assert [x.counts["records"] for x in found] == [5, 5]
 
 
 def test_trials_are_read_in_a_few_calls_each(tmp_path, monkeypatch):
     """260 when this was written; an append of a process that shares the folder reads them, too."""
     monkeypatch.setattr("tvm_fusion.host.appended_files.os.fsync", lambda file: None)
-    database = Database.open(tmp_path / "D", DEVICE, target=TARGET)
+    database = Database(tmp_path / "D", DEVICE, target=TARGET)
     calls = {}
     for n in range(300):
         database.add(WORKLOADS[n % 3], TARGET, ok(f"Config(tile={n})", 1.0 + n))
         if n + 1 in (100, 300):
-            calls[n + 1] = calls_of(lambda: Database.open(tmp_path / "D", DEVICE))
+            calls[n + 1] = calls_of(lambda: Database(tmp_path / "D", DEVICE))
     assert calls[300] < 400 * 300
     assert calls[300] < 3.5 * calls[100]
-    assert len(Database.open(tmp_path / "D", DEVICE)) == 300
+    assert len(Database(tmp_path / "D", DEVICE)) == 300

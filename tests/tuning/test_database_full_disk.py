@@ -139,7 +139,7 @@ def _use_without_rights(folder):
         os.seteuid(65534)
     with pytest.raises(InputError) as caught:
         open_(folder)
-    database = Database.open(folder, DEVICE, read_only=True)
+    database = Database(folder, DEVICE, read_only=True)
     return content(database), database.problems, str(caught.value)
 
 
@@ -173,7 +173,7 @@ def test_a_file_that_cannot_be_read_is_an_error_and_not_written_over(folder, mon
         patch.setattr(Path, "open", refuse)
         for read_only in (True, False):
             with pytest.raises(InputError, match=r"cannot read .*: Permission denied"):
-                Database.open(folder, DEVICE, read_only=read_only)
+                Database(folder, DEVICE, read_only=read_only)
     assert bytes_of(folder) == before
 
 

@@ -1,7 +1,8 @@
 """Lines of unknown origin are tried in a process of their own."""
 
 import json
-import sys
+import os
+import time
 
 import pytest
 import tvm
@@ -9,15 +10,17 @@ from tvm.s_tir.meta_schedule.database import JSONDatabase, TuningRecord
 
 from tvm_fusion.config import resolve_target
 from tvm_fusion.errors import InputError
-from tvm_fusion.tuning.database import check, foreign, import_folders, replay, tools, workload_key
+from tvm_fusion.tuning.database import check, foreign, import_folders, workload_key
+from tvm_fusion.tuning.database.lines import BadLine
 from tvm_fusion.tuning.database.metaschedule import RECORDS, WORKLOADS
+from tvm_fusion.tuning.measure import processes
 
 from ..support.tune_database_files import copy_of_sound, lines, write
 from ..support.tune_database_tools import (
     TARGET,
+    ForkedWorker,
     content,
     in_child,
-    judge_by_fork,
     records_of,
     split_text,
     stock_records,
@@ -60,14 +63,14 @@ def database_of(place):
 def test_records_of_metaschedule_are_imported_as_unchecked(stock, tmp_path):
     before = lines(stock, WORKLOADS), lines(stock, RECORDS)
     (found,) = import_(stock, tmp_path / "D").folders
-    assert (found.added, found.present, found.problems) == (3, 0, ())
+    assert (found.counts, found.problems) == ({"added": 3, "present": 0}, ())
     database = database_of(tmp_path / "D")
     assert times(records_of(content(database))) == times(stock_records(stock))
     assert [trial.checked for _, trial in content(database)] == [False] * 3
     assert database.best(A) is None
-    assert check(tmp_path / "D").folders[0].unchecked == 3
+    assert check(tmp_path / "D").folders[0].counts["unchecked"] == 3
     (again,) = import_(stock, tmp_path / "D").folders
-    assert (again.added, again.present) == (0, 3)
+    assert again.counts == {"added": 0, "present": 3}
     assert (lines(stock, WORKLOADS), lines(stock, RECORDS)) == before
     with pytest.raises(InputError, match="no database of MetaSchedule"):
         import_(tmp_path / "D", tmp_path / "D")
@@ -93,13 +96,13 @@ def test_records_of_metaschedule_are_imported_as_unchecked(stock, tmp_path):
 def test_a_record_that_does_not_replay_or_makes_no_sense_is_left_out(
     stock, tmp_path, monkeypatch, change, why
 ):
-    monkeypatch.setattr(foreign, "judge", judge_by_fork)
+    monkeypatch.setattr(foreign, "Worker", ForkedWorker)
     first, *others = lines(stock, RECORDS)
     payload = json.loads(first)[1]
     change(payload)
     write(stock, [json.dumps([0, payload]).encode() + b"\n", *others], RECORDS)
     (found,) = import_(stock, tmp_path / "D").folders
-    assert found.added == 2
+    assert found.counts["added"] == 2
     (problem,) = found.problems
     assert problem.where == f"{RECORDS} line 1"
     assert why in problem.why
@@ -111,77 +114,106 @@ def test_a_record_that_does_not_replay_or_makes_no_sense_is_left_out(
 
 @pytest.mark.parametrize("index", [-1, 3, 10**30])
 def test_a_record_of_no_line_is_left_out(stock, tmp_path, monkeypatch, index):
-    monkeypatch.setattr(foreign, "judge", judge_by_fork)
+    monkeypatch.setattr(foreign, "Worker", ForkedWorker)
     first, *others = lines(stock, RECORDS)
     write(stock, [json.dumps([index, json.loads(first)[1]]).encode() + b"\n", *others], RECORDS)
     (found,) = import_(stock, tmp_path / "D").folders
-    assert (found.added, len(found.problems)) == (2, 1)
+    assert (found.counts["added"], len(found.problems)) == (2, 1)
     assert "which cannot be used" in found.problems[0].why
 
 
-FAKE = """
-import json, os, sys, time
-suspects, verdicts, done = sys.argv[1:]
-parts = [p for line in open(suspects) for x in [json.loads(line)] for p in (x[0], *x[1])]
-with open(verdicts, "a") as out:
-    def say(why):
-        out.write(json.dumps([why]) + "\\n")
-        out.flush()
-    say("ready")
-    for part in parts[int(done):]:
-        if "crash" in str(part):
-            os.abort()
-        if "hang" in str(part):
-            time.sleep(60)
-        say("bad" if "bad" in str(part) else None)
-"""
+GET = ["GetSBlock", [], ["add", "main"], ["b0"]]
+NODES = [
+    {"type": "None"},
+    {"type": "ir.PrimType", "data": {"span": 0, "dtype": "int64"}},
+    {"type": "ffi.String", "data": "i"},
+    {"type": "ir.Var", "data": {"span": 0, "ty": 1, "name": 2}},
+]
+INDICES = {"initial_indices": 4, "final_indices": 4, "inverse_index_map": 0}
+ROOT = {"type": "tirx.IndexMap", "data": INDICES}
+
+
+def with_index_map(nodes, root):
+    graph = json.dumps({"root_index": root, "nodes": nodes, "metadata": {}})
+    return [[GET, ["TransformBlockLayout", ["b0"], [graph], []]], []]
+
+
+def array(*inner):
+    return {"type": "ffi.Array", "data": list(inner)}
+
+
+MALFORMED = [
+    [[], [None]],
+    {},
+    [[], [], []],
+    [[3], []],
+    [[["Nonsense", [], [], []]], []],
+    [[["GetLoops", ["b7"], [], []]], []],
+    [[["GetSBlock", [], [None], ["b0"]]], []],  # crashes TVM
+    [[["GetLoops", [None], [], []]], []],
+    [[GET], [[900, 1]]],
+    [[["SampleCategorical", [], [[1, 2], [0.5, 0.5]], ["v0"]]], []],
+    [[["SampleCategorical", [], [[1, 2], [0.5, 0.5]], ["v0"]]], [[0, 900]]],
+    [[GET], [["0", 1]]],
+    with_index_map([], 0),
+    with_index_map([*NODES, array(3), ROOT], 4),
+    with_index_map([*NODES, array(3), ROOT], 6),
+    with_index_map([*NODES, array(4), ROOT], 5),  # crashes TVM
+    with_index_map([*NODES, array(99), ROOT], 5),
+    with_index_map([*NODES, array(1), ROOT], 5),
+    with_index_map([*NODES, array(3), {"type": "tirx.PrimFunc", "data": {}}], 5),
+    [[GET, ["TransformBlockLayout", ["b0"], ["{}"], []]], []],
+    [[GET, ["TransformLayout", ["b0", "{"], [0, 0, None, 1], []]], []],
+]
+
+
+def test_a_malformed_trace_ends_no_session_and_is_left_out(stock, tmp_path, monkeypatch):
+    monkeypatch.setattr(foreign, "Worker", ForkedWorker)
+    first = json.loads(lines(stock, RECORDS)[0])[1]
+    records = [json.dumps([0, [trace, *first[1:]]]).encode() + b"\n" for trace in MALFORMED]
+    write(stock, [*records, *lines(stock, RECORDS)], RECORDS)
+    (found,) = import_(stock, tmp_path / "D").folders
+    assert found.counts["added"] == 3
+    assert [problem.where for problem in found.problems] == [
+        f"{RECORDS} line {n}" for n in range(1, len(MALFORMED) + 1)
+    ]
+    assert sum("crash" in problem.why for problem in found.problems) == 2
+
+
+BAD = "BAD"
+
+
+def crash():
+    os.abort()
+
+
+def refuse():
+    raise ValueError(BAD)
 
 
 @pytest.fixture
-def fake(tmp_path, monkeypatch):
-    """In place of TVM a script that crashes, hangs and refuses on demand."""
-    script = tmp_path / "fake.py"
-    script.write_text(FAKE)
-    monkeypatch.setattr(replay, "command", lambda: [sys.executable, str(script)])
-    monkeypatch.setattr(replay, "_START_S", 1)
-    monkeypatch.setattr(replay, "_PART_S", 0)
-    return script
+def judge():
+    with foreign.Judge() as found:
+        yield found
 
 
-def suspect(key, *payloads):
-    return replay.Suspect(str(key), "module", tuple([payload] for payload in payloads))
+def test_a_line_that_ends_the_process_or_hangs_costs_itself(judge, monkeypatch):
+    monkeypatch.setattr(foreign, "MOST_CRASHES", 2)
+    monkeypatch.setattr(foreign, "PART_S", 1.0)
+    with pytest.raises(BadLine, match=BAD):
+        judge(refuse)
+    with pytest.raises(BadLine, match=r"fails on it: crash, .*SIGABRT"):
+        judge(crash)
+    assert judge(len, "abc") == 3
+    with pytest.raises(BadLine, match="fails on it: timeout"):
+        judge(time.sleep, 60)
+    with pytest.raises(BadLine, match="not tried, after other lines that crash TVM"):
+        judge(len, "abc")
 
 
-def test_a_line_at_which_the_process_ends_or_hangs_is_damaged_and_the_next_are_tried(fake):
-    suspects = [suspect(1, "a", "crash", "bad"), suspect(2), suspect(3, "hang", "b")]
-    first, second, third = replay.judge(suspects)
-    assert (first.workload, second, third.workload) == (None, replay.Verdict(None, ()), None)
-    assert (first.payloads[0], first.payloads[2]) == (None, "bad")
-    assert "crashes on it (status -6)" in first.payloads[1]
-    assert "hangs on it" in third.payloads[0]
-    assert third.payloads[1] is None
-
-
-def test_after_some_crashes_what_is_left_is_not_tried(fake, monkeypatch):
-    monkeypatch.setattr(replay, "_MOST_CRASHES", 2)
-    (found,) = replay.judge([suspect(1, "crash", "a", "crash", "b")])
-    assert found.payloads[1] is None
-    assert "crashes" in found.payloads[2]
-    assert found.payloads[3] == "not tried, after other lines that crash TVM"
-
-
-@pytest.mark.parametrize("done", range(6))
-def test_parts_that_were_judged_are_passed_over(done, monkeypatch):
-    monkeypatch.setattr(replay, "check_workload", lambda key, module: key)
-    monkeypatch.setattr(replay, "check_record", lambda payload, key: int(payload))
-    given = [[["1", "m"], ["0", "x"]], [["2", "m"], ["y"]]]
-    found = list(replay.verdicts_on(map(json.dumps, given), done))
-    assert [why is None for why in found] == [True, True, False, True, False][done:]
-
-
-def test_where_no_process_can_be_started_nothing_is_taken_over(stock, tmp_path, fake):
-    fake.write_text("raise SystemExit(3)")
-    with pytest.raises(InputError, match="ends before its first one"):
+def test_where_no_process_can_be_started_nothing_is_taken_over(stock, tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "module_command", lambda module, torch: ["false"])
+    with pytest.raises(InputError, match="does not start"):
         import_(stock, tmp_path / "D")
     assert len(database_of(tmp_path / "D")) == 0
 
@@ -189,14 +221,16 @@ def test_where_no_process_can_be_started_nothing_is_taken_over(stock, tmp_path, 
 def test_check_replays_all_records_on_demand(tmp_path, monkeypatch):
     asked = []
 
-    def judge(suspects):
-        asked.extend(suspects)
-        return [replay.Verdict(None, tuple("no" for _ in s.payloads)) for s in suspects]
+    def judge(judge, function, *arguments):
+        asked.append((function, arguments[0]))
+        raise BadLine("no")
 
-    monkeypatch.setattr(tools, "judge", judge)
+    monkeypatch.setattr(foreign.Judge, "__call__", judge)
     report = check(copy_of_sound(tmp_path / "D"), replay=True)
-    assert sorted(x.key for x in asked) == sorted(map(workload_key, ALL))
-    assert [problem.why for problem in report.folders[0].problems] == ["no"] * 5
+    assert [key for _, key in asked] == [
+        workload_key(func) for func, parts in ((A, 3), (B, 3), (C, 2)) for _ in range(parts)
+    ]
+    assert [problem.why for problem in report.folders[0].problems] == ["no"] * 8
 
 
 def test_sound_records_replay_in_the_process_itself(tmp_path):

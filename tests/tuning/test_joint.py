@@ -14,9 +14,9 @@ from tvm_fusion.plan.differ import exchanged
 from tvm_fusion.plan.plan import PlannedGroup
 from tvm_fusion.plan.search.search import unfused_plan
 from tvm_fusion.runtime.timing.launch_kernels import LaunchWriter, build_launches
+from tvm_fusion.tuning.database.trial import Trial
 from tvm_fusion.tuning.measure.building import BuildRequest, Place, build_choice
 from tvm_fusion.tuning.measure.processes import Answer
-from tvm_fusion.tuning.measure.trial_record import Trial
 from tvm_fusion.tuning.session import joint
 from tvm_fusion.tuning.session.choices import DEFAULT, class_choices
 from tvm_fusion.tuning.session.lookup import TunedKernels

@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import statistics
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tvm
 import tvm_ffi
@@ -25,7 +24,7 @@ from ..errors import InputError, NothingTuned, TargetError
 from .database import Database as Store
 from .database import Folders
 from .database.metaschedule import load_record, payload_of, root_of, target_json
-from .measure.trial_record import Trial
+from .database.trial import Trial
 from .session.choices import TRACE_CHOICE, chosen
 from .session.settings import load_settings
 
@@ -35,22 +34,13 @@ _OPEN: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """By hash of the object of TVM, what stands behind it: TVM hands out databases as its own class."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Content:
-    """What a store holds.
-
-    Attributes
-    ----------
-    changes : int
-        Of the store, when it was read.
-    memory : MemoryDatabase
-        Its records.
-    workloads : dict
-        Its workloads, by the function that they are of (`_function_key`).
+class _Content(NamedTuple):
+    """What a store holds after so many changes: its records, and its workloads by
+    `_function_key`.
     """
 
     changes: int
-    memory: Any
+    memory: Database
     workloads: dict[int, list[tirx.PrimFunc]]
 
     @classmethod

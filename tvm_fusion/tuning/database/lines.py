@@ -12,22 +12,19 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
-from ..measure.trial_record import Trial
+from .trial import Trial
 
 VERSION = 2
 TWICE = "the line is there twice"
 
 
 class BadLine(ValueError):
-    """A line that is not what its file holds; the message says why.
-
-    Attributes
-    ----------
-    version : int or None
-        That of a sound line of another version of the format.
+    """A line that is not what its file holds; the message says why. `version` is that of a sound
+    line of another version of the format.
     """
 
     def __init__(self, why: str, version: int | None = None) -> None:
@@ -68,11 +65,6 @@ def canonical(value: Any) -> str:
 def digest(text: str) -> str:
     """16 hexadecimal digits of a text."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def tag(device: str) -> str:
-    """What lines carry of the name of the device."""
-    return digest(device)[:8]
 
 
 def identity(target: Mapping[str, Any]) -> dict[str, Any]:
@@ -116,11 +108,25 @@ def unpack(raw: bytes, version: int = VERSION) -> dict[str, Any]:
     return body
 
 
+def check_version(folder: Path, error: BadLine) -> None:
+    """InputError for a first line of a version of the format that cannot be read."""
+    if isinstance(error.version, int):
+        raise InputError(
+            f"{folder} has version {error.version} of the format, and this tvm_fusion reads "
+            f"version {VERSION}: use the tvm_fusion that made it, or tune into another folder"
+        )
+
+
 def _pack(kind: str, device: str, /, **body: Any) -> str:
     """The line of `unpack`, with its end; names keep their order."""
     body = {"v": VERSION, "line": kind, "device": device, **body}
     body["checksum"] = digest(canonical(body))
     return json.dumps(body, separators=(",", ":"), allow_nan=False) + "\n"
+
+
+def _tag(device: str) -> str:
+    """What lines carry of the name of the device."""
+    return digest(device)[:8]
 
 
 @dataclass(slots=True)
@@ -150,39 +156,40 @@ class Content:
     entries: dict[tuple[str, Trial], None] = field(default_factory=dict)
     plans: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def take(self, raw: bytes) -> None:
-        """Read a line.
+    def take(self, body: dict[str, Any]) -> None:
+        """Add what a line says (`unpack`).
 
         Raises
         ------
         BadLine
-            It is damaged, is there already, or is a line of another device.
+            It makes no sense, is there already, or is a line of another device.
         InputError
             It is the first of a device, and of another device or target than the store.
         """
-        match unpack(raw):
+        match body:
             case {"line": "device", "device": str(device), "target": dict() | None as target}:
-                self.name((device, target))
-            case {"device": found} if self.device is not None and found != tag(self.device):
+                self._name(device, target)
+            case {"device": found} if self.device is not None and found != _tag(self.device):
                 raise BadLine("of another device")
             case {"line": "workload", "workload": key, "module": str(module)} if is_key(key):
                 if key in self.workloads:
                     raise BadLine(TWICE)
                 self.workloads[key] = module
             case {"line": "trial", "device": _, "workload": key, **fields} if is_key(key):
-                entry = key, trial_of(fields)
+                try:
+                    entry = key, Trial.from_dict(fields)
+                except (ValueError, TypeError) as error:
+                    raise BadLine(f"no trial: {error}") from error
                 if entry in self.entries:
                     raise BadLine(TWICE)
                 self.entries[entry] = None
             case {"line": "plan", "key": str(key), "plan": dict(plan)}:
                 self.plans[key] = plan
-            case body:
+            case _:
                 raise BadLine(f"no line of kind {body.get('line')!r}")
 
-    def name(self, head: tuple[str, dict[str, Any] | None]) -> None:
-        """Take over what a line says of device and target: see `take`."""
-        device, target = head
-        if head == self.head:
+    def _name(self, device: str, target: dict[str, Any] | None) -> None:
+        if (device, target) == self.head:
             raise BadLine(TWICE)
         if self.head is not None and device != self.device:
             raise BadLine("of another device")
@@ -207,31 +214,16 @@ class Content:
 
     def lines(self, more: Content) -> list[str]:
         """The lines, with their ends, of what another content has and this one lacks."""
-        device = self.device or ""
-        mark, head = tag(device), (device, self.target)
-        return [
-            *([_pack("device", device, target=self.target)] if head != self.head else []),
-            *(
-                _pack("workload", mark, workload=key, module=module)
-                for key, module in more.workloads.items()
-                if key not in self.workloads
-            ),
-            *(
-                _pack("trial", mark, workload=key, **trial.as_dict())
-                for key, trial in more.entries
-                if (key, trial) not in self.entries
-            ),
-            *(
-                _pack("plan", mark, key=key, plan=plan)
-                for key, plan in more.plans.items()
-                if self.plans.get(key) != plan
-            ),
-        ]
-
-
-def trial_of(fields: Mapping[str, Any]) -> Trial:
-    """The trial of the fields of a line; BadLine if it is none."""
-    try:
-        return Trial.from_dict(fields)
-    except (ValueError, TypeError) as error:
-        raise BadLine(f"no trial: {error}") from error
+        device, known = self.device or "", self.workloads
+        mark, head = _tag(device), (device, self.target)
+        found = [] if head == self.head else [_pack("device", device, target=self.target)]
+        for key, module in more.workloads.items():
+            if key not in known:
+                found.append(_pack("workload", mark, workload=key, module=module))
+        for key, trial in more.entries:
+            if (key, trial) not in self.entries:
+                found.append(_pack("trial", mark, workload=key, **trial.as_dict()))
+        for key, plan in more.plans.items():
+            if self.plans.get(key) != plan:
+                found.append(_pack("plan", mark, key=key, plan=plan))
+        return found

@@ -28,11 +28,11 @@ from ...flow.planned import Planned
 from ...ir.graph import build_graph
 from ...plan.plan import FusionPlan, PlannedGroup
 from ...transform.apply.region_module import RegionModule, region_module
+from ..database.trial import Trial
 from ..measure.building import Place
 from ..measure.measuring import LocalMeter, forget
 from ..measure.processes import Worker, wait_for
 from ..measure.site import ends_with_device
-from ..measure.trial_record import Trial
 from ..measure.workshop import POLL_S
 from .contested import Contested, Weighed
 from .lookup import TunedKernels

@@ -16,8 +16,8 @@ from ...config import HardwareProfile, Policy
 from ...errors import InputError, NothingTuned, PlanError, Unsupported
 from ...plan.plan import FusionPlan
 from ..database import Database, Folders
+from ..database.trial import Trial
 from ..measure.building import written
-from ..measure.trial_record import Trial
 from ..tuning_database import current_database
 from .choices import CLASS_CHOICE, DEFAULT, chosen
 from .settings import load_settings

@@ -25,10 +25,10 @@ from ...plan.decide.caution import measured_whole, unfused_times
 from ...plan.decide.decide import caution_of
 from ...plan.plan import FusionPlan
 from ..database import Database, check_place, find_database
+from ..database.trial import LASTING
 from ..measure.building import Place
 from ..measure.measuring import LocalMeter, Meter
 from ..measure.processes import Worker, stop_all
-from ..measure.trial_record import LASTING
 from ..measure.workshop import make_builders
 from ..search.task_schedules import evolution_of
 from .choices import DEFAULT, Choice, chosen, class_choices
