@@ -51,6 +51,8 @@ def tune(model, folder, *options):
         (["--trials", "-3"], "tune: trials must be at least 1, not -3"),
         (["--minutes", "-1"], "tune: minutes must be at least 0, not -1.0"),
         (["--key", "k"], "give both"),
+        (["--token-file", "t"], "give both"),
+        (["--rpc", "nowhere:1", "--key", "k", "--token-file", "t"], "--token-file t: "),
         (["--rpc", "nowhere:1"], "--rpc needs --key"),
         (["--policy", "min_gain=a"], "min_gain"),
     ],
