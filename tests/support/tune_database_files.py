@@ -56,18 +56,14 @@ def taken_out(folder):
 def reopened(folder):
     """The database, after it is repaired: sound in itself, for MetaSchedule, and lasting."""
     database = open_(folder)
-    found, modules = content(database), database.modules()
-    assert exported(database) == records_of([x for x in _counting(database) if x[0] in modules])
+    found, modules = content(database), database.content().workloads
+    assert exported(database) == records_of([x for x in database.counted() if x[0] in modules])
     before = (folder / TRIALS).read_bytes()
     again = Database(folder, DEVICE)
     assert content(again) == found
     assert [p for p in again.problems if p.remedy] == []
     assert (folder / TRIALS).read_bytes() == before
     return database
-
-
-def _counting(database):
-    return [(key, trial) for key in database.keys for trial in database.trials(key)]
 
 
 def reasons(database):

@@ -80,7 +80,7 @@ def fill(folder, device=DEVICE, target=TARGET):
 
 def content(database):
     """All trials with the keys of their workloads."""
-    return database.all_trials()
+    return list(database.content().entries)
 
 
 def expected():
@@ -148,7 +148,7 @@ def times(records):
 class ForkedWorker:
     """A `Worker` that is a copy of this process for each request: it need not import TVM first."""
 
-    def __init__(self, name, torch):
+    def __init__(self, name, setup, torch):
         self.name = name
 
     def send(self, function, arguments, limit_s):

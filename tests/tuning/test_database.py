@@ -103,13 +103,11 @@ def test_trials_come_back_from_the_files_as_they_are(database):
     again = Database(database.path, DEVICE)
     assert content(again) == expected()
     assert again.problems == ()
-    assert again.keys == tuple(map(workload_key, WORKLOADS))
-    assert tuple(map(workload_key, again.workloads())) == again.keys
+    assert list(map(workload_key, again.workloads())) == list(map(workload_key, WORKLOADS))
     assert str(again.workloads()[1].attrs["tvm_fusion.class"]) == "pointwise"
     assert [trial.text for trial in again.trials(A)] == [f"Config(tile={n})" for n in (1, 2, 4)]
-    assert again.best(A).text == "Config(tile=4)"
-    assert again.best(B).kind == "trace"
-    assert again.best(workload(128)) is None
+    assert again.trials(workload_key(A)) == again.trials(A)
+    assert again.trials(workload(128)) == ()
 
 
 def test_a_trial_is_one_line_that_is_appended(database):
@@ -143,20 +141,12 @@ def _annotation(folder):
     return str(found["main"].body.block.annotations["tvm_fusion.config"])
 
 
-def test_the_memory_database_holds_what_ran(database):
+def test_what_ran_are_records_of_metaschedule(database):
     fill(database.path)
     again = Database(database.path, DEVICE, read_only=True)
-    records = again.metaschedule().get_all_tuning_records()
+    records = [record for found in again.tuning_records().values() for record in found]
     assert len(records) == 5
     assert split_text(B) in [trace_text(record.trace) for record in records]
-
-
-def test_of_equally_fast_trials_the_first_by_text_is_the_best(database):
-    for text in ("B", "A", "C"):
-        database.add(A, TARGET, ok(text, 2.0))
-    database.add(A, TARGET, failed("0"))
-    assert database.best(A).text == "A"
-    assert database.best(workload_key(A)) == database.best(A)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +206,7 @@ def test_a_workload_of_symbolic_shape_has_trials_too(database):
                 B[vi, vj] = A[vi, vj] + T.float32(1.5)
 
     database.add(main, TARGET, ok("default", 2.0))
-    assert Database(database.path, DEVICE).best(main).us == 2.0
+    assert Database(database.path, DEVICE).trials(main)[0].us == 2.0
     assert len(exported(database)) == 1
 
 

@@ -93,7 +93,7 @@ def test_trials_of_a_lost_workload_count_and_get_their_records_back_with_it(fold
     write(folder, [x for x in lines(folder) if C.encode() not in x or b'"trial"' in x])
     database = reopened(folder)
     assert content(database) == expected()
-    assert database.best(C).text == "default"
+    assert database.trials(C)[0].text == "default"
     assert "2 trials are of 1 workloads without a line" in reasons(database)
     assert len(exported(database)) == 4
     fill(folder)

@@ -76,7 +76,7 @@ def test_a_database_is_found_by_its_device(tmp_path):
     database = find_database(tmp_path / "D", hw, TARGET)
     database.add(A, TARGET, ok("default", 2.0))
     again = find_database(tmp_path / "D", hw, TARGET, read_only=True)
-    assert again.best(A).us == 2.0
+    assert again.trials(A)[0].us == 2.0
     assert again.path == tmp_path / "D" / folder_of(hw, TARGET)
     with pytest.raises(NothingTuned, match=r'holds nothing for .*"num-cores": 4.*"num-cores": 2'):
         find_database(tmp_path / "D", hw, OTHER, read_only=True)
@@ -170,8 +170,7 @@ def test_databases_are_merged_and_devices_stay_apart(database, tmp_path):
     assert content(merged)[:7] == expected()
     assert set(content(merged)) == {*expected(), *content(second)}
     assert (merged.plan("a"), merged.plan("b")) == ({"us": 1.0}, {"us": 3.0})
-    counted = [(key, t) for key in merged.keys for t in merged.trials(key)]
-    assert exported(merged) == records_of(counted)
+    assert exported(merged) == records_of(merged.counted())
     assert [x["added"] for x in json.loads(json.dumps(found.to_json()))["folders"]] == [7, 7, 3]
     again = merge(sources, tmp_path / "F")
     assert _taken(again) == [(0, 7), (0, 7), (0, 4)]
@@ -191,7 +190,7 @@ def test_what_is_damaged_in_a_source_is_not_merged(database, tmp_path):
     assert "trials.jsonl line 12: not JSON" in str(merged)
     found = Database(tmp_path / "F" / DEVICE, DEVICE)
     assert found.problems == ()
-    assert found.best(C).us == 16.0
+    assert found.trials(C)[0].us == 16.0
 
 
 def test_a_source_that_does_not_say_its_device_is_not_merged(database, tmp_path):

@@ -61,8 +61,8 @@ def test_a_full_disk_leaves_nothing_behind_and_the_trial_in_memory(
         with pytest.raises(InputError, match=r"cannot write .*No space left.*free space"):
             database.add(new, TARGET, ok("default", 2.0))
     assert bytes_of(folder) == before
-    assert database.best(new).us == 2.0
-    assert len(database.metaschedule()) == 6
+    assert database.trials(new)[0].us == 2.0
+    assert sum(map(len, database.tuning_records().values())) == 6
     database.add(new, TARGET, ok("Config(tile=2)", 1.0))
     again = open_(folder)
     assert again.problems == ()

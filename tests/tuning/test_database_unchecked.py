@@ -49,7 +49,6 @@ def test_a_trial_that_was_checked_is_not_replaced_by_one_that_was_not(folder):
         assert len(database) == 6
         assert database.trials(A) == FIRST
         assert [t.checked for t in database.trials(B)] == [False, False]
-        assert (database.best(A), database.best(B)) == (FIRST[1], None)
         assert chosen(database.trials(A), 0.01) == FIRST[1]
         assert chosen(database.trials(B), 0.01) is None
 
@@ -60,7 +59,6 @@ def test_what_is_measured_again_counts(folder):
     database.add(B, TARGET, Trial("class", "Way(n=1)", "timeout", why="60 s", date=DAY))
     for found in (database, Database(folder, DEVICE)):
         assert [(t.status, t.checked) for t in found.trials(B)] == [("ok", True), ("timeout", True)]
-        assert found.unchecked() == []
 
 
 def test_check_counts_them_and_they_are_no_problem(folder):

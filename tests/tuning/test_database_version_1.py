@@ -156,7 +156,7 @@ def test_damaged_lines_of_the_other_files_cost_themselves(folder, name):
     database = Database(folder, DEVICE)
     check_all(database)
     assert f"{name} line 1: not JSON" in reasons(database)
-    assert (A in database.modules()) == (name == RECORDS)
+    assert (A in database.content().workloads) == (name == RECORDS)
 
 
 def test_a_workload_under_the_hash_of_another_is_left_out(folder):
@@ -165,7 +165,7 @@ def test_a_workload_under_the_hash_of_another_is_left_out(folder):
     found[0] = json.dumps([json.loads(found[0])[0], json.loads(found[1])[1]]).encode() + b"\n"
     write(folder, found, WORK)
     database = Database(folder, DEVICE)
-    assert set(database.keys) == {B, C, ADDED}
+    assert set(database.content().workloads) == {B, C, ADDED}
     assert "structural hash is" in reasons(database)
 
 

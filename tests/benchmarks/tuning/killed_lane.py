@@ -221,14 +221,14 @@ def trials_of(database: Path) -> set[str]:
     return {
         json.dumps([key, trial.as_dict()])
         for folder in (device_folders(database) if database.exists() else ())
-        for key, trial in Database(folder, None).all_trials()
+        for key, trial in Database(folder, None).content().entries
     }
 
 
 def plans_of(database: Path) -> list[dict[str, Any]]:
     """The plans of a database."""
     stores = [Database(folder, None) for folder in device_folders(database)]
-    return [store.plan(key) for store in stores for key in store.plan_keys()]
+    return [store.plan(key) for store in stores for key in sorted(store.content().plans)]
 
 
 def _like(plan: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:

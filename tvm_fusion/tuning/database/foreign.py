@@ -76,7 +76,8 @@ class Judge(AbstractContextManager):
     def __call__(self, function: Callable, *arguments: Any) -> Any:
         """What a function returns; BadLine where it fails, crashes, hangs, or many did before."""
         if self._worker is None:
-            self._worker = Worker("the process that tries lines", torch=False)
+            setup = begin, ()  # with it the process imports this module, before a line's time runs
+            self._worker = Worker("the process that tries lines", setup, torch=False)
             if (answer := self._ask(ready, (), STARTING_S)).status != "ok":
                 raise CannotJudge(f"{self._worker.name} does not start: {answer.why}")
         if self._crashes == MOST_CRASHES:
@@ -97,6 +98,10 @@ class Judge(AbstractContextManager):
         while (answer := self._worker.collect()) is None:
             wait_for([self._worker], 1.0)
         return answer
+
+
+def begin() -> None:
+    """What a process is asked first."""
 
 
 @lru_cache(maxsize=1)
@@ -132,14 +137,8 @@ def read_record(key: str, module: str, payload: list[Any]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Vouched:
-    """What a guard says of the other two files.
-
-    Attributes
-    ----------
-    workloads, records : set of str
-        Digests of lines that TVM may read.
-    keys : dict of int to str
-        Of workloads, by the number of the line, from 0, to which records refer.
+    """What a guard says of the other two files: digests of lines that TVM may read, and of which
+    workload the lines are, from 0, that records refer to.
     """
 
     workloads: set[str] = field(default_factory=set)
@@ -148,25 +147,11 @@ class Vouched:
 
 
 def read_folder(folder: Path, content: Content, vouched: Vouched | None = None) -> list[Problem]:
-    """Add the workloads and records of a folder of MetaSchedule to a content, as unchecked trials.
+    """Add the workloads and records of a folder of MetaSchedule to a content, as unchecked trials;
+    returns what is left out.
 
-    Parameters
-    ----------
-    folder : Path
-    content : Content
-        Its target is that of the records to take; None takes that of the first. Records of choices
-        that it has are passed over.
-    vouched : Vouched, optional
-
-    Returns
-    -------
-    list of Problem
-        What is left out.
-
-    Raises
-    ------
-    InputError
-        A file cannot be read, or there is no process to try lines in (`CannotJudge`).
+    Records of another target than the content's are, and its own choices are passed over. Raises
+    InputError where a file cannot be read, or as `CannotJudge`.
     """
     vouched, problems, keys = vouched or Vouched(), [], {}
     known = {(key, trial.kind, trial.text) for key, trial in content.entries}
@@ -217,11 +202,7 @@ def read_version_1(
 ) -> tuple[Content, list[Problem]]:
     """What a folder of version 1 holds, and what of it is left out.
 
-    Raises
-    ------
-    InputError
-        As `read_folder`; or the folder is of another device or target than these, or of another
-        version.
+    InputError as `read_folder`, and for a folder of another device, target or version.
     """
     content, vouched, problems = Content(device, target), Vouched(), []
     for number, raw in _lines(folder / GUARD):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,29 +21,21 @@ from .trial import Trial
 
 VERSION = 2
 TWICE = "the line is there twice"
+_NUMBER = re.compile(r"0|[1-9]\d{0,19}", re.ASCII)
 
 
 class BadLine(ValueError):
-    """A line that is not what its file holds; the message says why. `version` is that of a sound
-    line of another version of the format.
+    """A line that is not what its file holds; `version` is that of a sound line of another version
+    of the format.
     """
 
-    def __init__(self, why: str, version: int | None = None) -> None:
-        super().__init__(why)
-        self.version = version
+    version: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong with the files of a database.
-
-    Attributes
-    ----------
-    where, why : str
-    remedy : str
-        What tuning does about it, such as "taken out"; empty where it stays as it is.
-    mended : bool
-        Whether that is done.
+    """Something wrong with the files of a database; the `remedy` is what tuning does about it, such
+    as "taken out", and `mended` whether that is done.
     """
 
     where: str
@@ -74,9 +67,8 @@ def identity(target: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_key(value: Any) -> bool:
     """Whether a value is the decimal text of a structural hash."""
-    if not (isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 20):
-        return False
-    return str(int(value)) == value and int(value) < 1 << 64
+    is_number = isinstance(value, str) and _NUMBER.fullmatch(value)
+    return bool(is_number) and int(value) < 1 << 64
 
 
 def parse(raw: bytes) -> Any:
@@ -104,7 +96,9 @@ def unpack(raw: bytes, version: int = VERSION) -> dict[str, Any]:
     if checksum != digest(canonical(body)):
         raise BadLine("the checksum is missing" if checksum is None else "the checksum is wrong")
     if (found := body.pop("v", None)) != version:
-        raise BadLine("of another version of the format", found)
+        error = BadLine("of another version of the format")
+        error.version = found
+        raise error
     return body
 
 
@@ -131,22 +125,9 @@ def _tag(device: str) -> str:
 
 @dataclass(slots=True)
 class Content:
-    """What lines tell.
-
-    Attributes
-    ----------
-    device : str or None
-        What the store is of; None where nothing says it.
-    target : dict or None
-        The target as JSON.
-    head : tuple or None
-        Device and target as the last line of a device has them.
-    workloads : dict
-        Base64 of modules by the key of the workload, in the order of the lines.
-    entries : dict
-        Keys of workloads and trials, in the order of the lines; the values are None.
-    plans : dict
-        By key.
+    """What lines tell, in their order: base64 of modules by the key of the workload, trials with
+    these keys (as keys of a dict without values), plans by key. `device` and `target` (as JSON) are
+    those of the store, and `head` what the last line of a device says of them; None is unknown.
     """
 
     device: str | None = None

@@ -13,6 +13,7 @@ import json
 import logging
 import shlex
 import threading
+from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 
 import tvm
 from tvm import tirx
-from tvm.s_tir.meta_schedule.database import MemoryDatabase, Workload
+from tvm.s_tir.meta_schedule.database import TuningRecord, Workload
 
 from ...errors import InputError
 from ...host.appended_files import (
@@ -63,12 +64,11 @@ class Database:
     Parameters
     ----------
     folder : path
-        Of one device: see `find_database`. It is made unless `read_only`.
+        Of one device (`find_database`); it is made unless `read_only`.
     device : str or None
-        The name of the device, which all lines carry; None takes what the folder says, and only
-        reads.
+        The device's name, which all lines carry; None takes what the folder says, and only reads.
     target : tvm.target.Target, optional
-        Of all trials; by default what the folder says, else that of the first trial added.
+        By default what the folder says, else that of the first trial added.
     read_only : bool
         Write nothing: what is damaged stays in the file.
     silent : bool
@@ -78,8 +78,7 @@ class Database:
     ------
     InputError
         The path is not a folder, or cannot be made, read or written; the folder is of another
-        device or target, or of another version of the format; another process holds its lock for a
-        minute.
+        device, target or version of the format; another process holds its lock for a minute.
     """
 
     def __init__(
@@ -95,10 +94,8 @@ class Database:
         self.read_only = read_only or device is None
         if self.path.exists() and not self.path.is_dir():
             raise InputError(f"{self.path} is not a folder: a database is a folder of files")
-        self.changes = 0
-        """Grows whenever there are other trials than before."""
-        self.version_1: Problem | None = None
-        """That the folder is, or was when it was opened, one of version 1."""
+        self.changes = 0  # grows whenever there are other trials than before
+        self.version_1: Problem | None = None  # that the folder was one when it was opened
         self._mutex = threading.RLock()
         self._given = device, None if target is None else target_json(target)
         self._content = Content(*self._given)  # of the file
@@ -143,30 +140,13 @@ class Database:
             found.update(self._pending)
             return found
 
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """`workload_key` of all workloads, in the order of the lines."""
-        with self._mutex:
-            found = self.content()
-            return tuple(dict.fromkeys([*found.workloads, *(key for key, _ in found.entries)]))
-
-    def modules(self) -> dict[str, str]:
-        """Base64 of the modules of all workloads whose lines are there, by their keys."""
-        with self._mutex:
-            return dict(self.content().workloads)
-
-    def workloads(self) -> tuple[tirx.PrimFunc, ...]:
-        """The workloads, in the order of the lines, without those whose lines are lost."""
-        return tuple(self._load(key, module).mod[ENTRY] for key, module in self.modules().items())
-
     def __len__(self) -> int:
         """How many trials there are, failures and repeated ones too."""
         return len(self.content().entries)
 
-    def all_trials(self) -> list[tuple[str, Trial]]:
-        """Keys of workloads and trials, repeated ones too, in the order of the lines."""
-        with self._mutex:
-            return list(self.content().entries)
+    def workloads(self) -> tuple[tirx.PrimFunc, ...]:
+        """The workloads, in the order of the lines, without those whose lines are lost."""
+        return tuple(self._load(key).mod[ENTRY] for key in list(self.content().workloads))
 
     def trials(self, workload: tirx.PrimFunc | str) -> tuple[Trial, ...]:
         """The trials of a workload or of its key, one for each choice, in the order of the lines.
@@ -176,46 +156,44 @@ class Database:
         """
         key = workload if isinstance(workload, str) else workload_key(workload)
         with self._mutex:
-            if self._kept_at != self.changes:
-                self._kept, self._kept_at = _kept(self.all_trials()), self.changes
-            return tuple(self._kept.get(key, {}).values())
+            return tuple(self._counting().get(key, {}).values())
 
-    def unchecked(self) -> list[tuple[str, Trial]]:
-        """Keys of workloads and trials that count and are not checked."""
-        return [(key, t) for key in self.keys for t in self.trials(key) if not t.checked]
+    def counted(self) -> list[tuple[str, Trial]]:
+        """The keys of all workloads with their `trials`."""
+        with self._mutex:
+            return [(key, t) for key, kept in self._counting().items() for t in kept.values()]
 
-    def best(self, workload: tirx.PrimFunc | str) -> Trial | None:
-        """The fastest checked trial; of equally fast ones the first by kind and text."""
-        ok = [trial for trial in self.trials(workload) if trial.ok and trial.checked]
-        return min(ok, key=lambda trial: (trial.us, trial.kind, trial.text), default=None)
+    def _counting(self) -> dict[str, dict[tuple[str, str], Trial]]:
+        if self._kept_at != self.changes:
+            self._kept, self._kept_at = {}, self.changes
+            for key, trial in self.content().entries:
+                kept = self._kept.setdefault(key, {})
+                old = kept.get((trial.kind, trial.text))
+                if old is None or _lasts(trial) or not _lasts(old):
+                    kept[trial.kind, trial.text] = trial
+        return self._kept
 
     def plan(self, key: str) -> dict[str, Any] | None:
         """The plan of a key, as the latest process wrote it."""
         self.refresh()
         return self.content().plans.get(key)
 
-    def records(self) -> list[tuple[str, str, list[list[Any]]]]:
-        """Keys and modules of workloads with their records as MetaSchedule has them, one for each
-        choice with a time.
+    def records(self) -> Iterator[tuple[str, list[list[Any]]]]:
+        """Keys of workloads with their records as MetaSchedule has them, one for each choice with a
+        time; none while nothing says the target.
         """
-        found = []
-        with self._mutex:
-            for key, module in self.modules().items():
-                ok = [trial for trial in self.trials(key) if trial.ok]
-                if ok and self.target is not None:
-                    mod = self._load(key, module).mod
-                    found.append((key, module, [payload_of(t, mod, self.target) for t in ok]))
-        return found
+        for key in list(self.content().workloads) if self.target else ():
+            mod = self._load(key).mod
+            found = [payload_of(trial, mod, self.target) for trial in self.trials(key) if trial.ok]
+            if found:
+                yield key, found
 
-    def metaschedule(self, into: Any = None) -> Any:
-        """The `records` in a database of MetaSchedule, by default a new `MemoryDatabase`."""
-        found = MemoryDatabase() if into is None else into
-        with self._mutex:
-            for key, module, payloads in self.records():
-                workload = found.commit_workload(self._load(key, module).mod)
-                for payload in payloads:
-                    found.commit_tuning_record(load_record(payload, workload))
-        return found
+    def tuning_records(self) -> dict[str, list[TuningRecord]]:
+        """The `records` as MetaSchedule's own objects."""
+        return {
+            key: [load_record(payload, self._load(key)) for payload in payloads]
+            for key, payloads in self.records()
+        }
 
     def add(self, workload: tirx.PrimFunc, target: tvm.target.Target, trial: Trial) -> None:
         """Write a trial; when this returns, it is on disk. An equal trial is written once.
@@ -428,9 +406,9 @@ class Database:
             raise InputError(f"{self.path} is of the target {ours}, not of {target}")
         return ours or target
 
-    def _load(self, key: str, module: str) -> Workload:
+    def _load(self, key: str) -> Workload:
         if key not in self._loaded:
-            self._loaded[key] = load(key, module)
+            self._loaded[key] = load(key, self.content().workloads[key])
         return self._loaded[key]
 
 
@@ -441,17 +419,6 @@ def _described(lines: dict[int, bytes], bad: dict[int, str]) -> str:
         for n, why in bad.items()
     ]
     return "".join(canonical(one) + "\n" for one in said)
-
-
-def _kept(entries: list[tuple[str, Trial]]) -> dict[str, dict[tuple[str, str], Trial]]:
-    """By workload and choice, the trial that counts: see `Database.trials`."""
-    found: dict[str, dict[tuple[str, str], Trial]] = {}
-    for key, trial in entries:
-        of_workload = found.setdefault(key, {})
-        old = of_workload.get((trial.kind, trial.text))
-        if old is None or _lasts(trial) or not _lasts(old):
-            of_workload[trial.kind, trial.text] = trial
-    return found
 
 
 def _lasts(trial: Trial) -> bool:

@@ -30,13 +30,10 @@ class FolderReport:
         None where nothing says it.
     counts : mapping of str to int
         Of a check: `workloads`, `records` and `failures` (repeated trials of one choice count),
-        `unchecked` choices, `plans`, and lines that were `quarantined`. Of a merge or an import:
-        trials that were `added`, and that were `present` already. Of an export: `workloads` and
-        `records`.
-    problems : tuple of Problem
-        What is wrong with the files, and what the next tuning session on the folder does about it.
-    notes : tuple of str
-        What is no problem.
+        `unchecked` choices, `plans`, and `quarantined` lines. Of a merge or an import: trials
+        `added`, and `present` already. Of an export: `workloads` and `records`.
+    problems, notes : tuples of Problem, of str
+        What is wrong with the files, and what tuning does about it; what is no problem.
     """
 
     path: Path
@@ -81,25 +78,18 @@ class Report:
 
 
 def check(path: str | Path, *, replay: bool = False) -> Report:
-    """Read all folders at or below a path; nothing is written or repaired.
+    """Read all folders at or below a path, InputError if there is none; nothing is written.
 
-    Parameters
-    ----------
-    path : path
-    replay : bool
-        Load each workload in a process of its own, compare its hash, and replay each record.
-
-    Raises
-    ------
-    InputError
-        There is no such folder.
+    With `replay` each workload is loaded in a process of its own, its hash compared, and each
+    record replayed.
     """
     return Report(tuple(_check(folder, replay) for folder in _folders(path)))
 
 
 def _check(folder: Path, replay: bool) -> FolderReport:
     database = Database(folder, None, silent=True)
-    found, unchecked = database.content(), len(database.unchecked())
+    found = database.content()
+    unchecked = sum(not trial.checked for _, trial in database.counted())
     ok = sum(trial.ok for _, trial in found.entries)
     damaged, notes = folder / DAMAGED, []
     if database.version_1:
@@ -110,7 +100,7 @@ def _check(folder: Path, replay: bool) -> FolderReport:
             "measured, nothing is chosen by them, and tuning measures what it needs of them again"
         )
     counts = {
-        "workloads": len(database.keys),
+        "workloads": len({*found.workloads, *(key for key, _ in found.entries)}),
         "records": ok,
         "failures": len(found.entries) - ok,
         "unchecked": unchecked,
@@ -122,10 +112,11 @@ def _check(folder: Path, replay: bool) -> FolderReport:
 
 
 def _replay(database: Database) -> Iterator[Problem]:
+    modules = database.content().workloads
     with Judge() as judge:
-        for key, module, payloads in database.records():
-            parts = [(check_workload, key, module)]
-            parts += [(read_record, key, module, payload) for payload in payloads]
+        for key, payloads in database.records():
+            parts = [(check_workload, key, modules[key])]
+            parts += [(read_record, key, modules[key], payload) for payload in payloads]
             for part in parts:
                 try:
                     judge(*part)
@@ -134,20 +125,9 @@ def _replay(database: Database) -> Iterator[Problem]:
 
 
 def merge(sources: Iterable[str | Path], into: str | Path) -> Report:
-    """Add the trials and plans of databases to another one; folders of different devices, targets
-    or versions stay apart, and the sources as they are.
-
-    Parameters
-    ----------
-    sources : paths
-        Databases, or folders of one device.
-    into : path
-        A database; it is made.
-
-    Raises
-    ------
-    InputError
-        A source is not there, or `into` cannot be written.
+    """Add the trials and plans of databases, or of folders of one device, to another database; it
+    is made. Folders of different devices, targets or versions stay apart, the sources as they are.
+    InputError if a source is not there, or `into` cannot be written.
     """
     found = [folder for source in sources for folder in _folders(source)]
     return Report(tuple(_merge(folder, Path(into)) for folder in found))
@@ -182,11 +162,7 @@ def export(path: str | Path, out: str | Path) -> Report:
         A database, or the folder of one device in it.
     out : path
         For one device this folder; for several, one folder in it for each, with the same name.
-
-    Raises
-    ------
-    InputError
-        There is no database, or `out` holds one, or cannot be written.
+        InputError if it holds a database, or cannot be written.
     """
     folders = device_folders(path) if Path(path).is_dir() else []
     if not folders:
@@ -201,11 +177,15 @@ def export(path: str | Path, out: str | Path) -> Report:
 
 def _export(folder: Path, out: Path) -> FolderReport:
     database = Database(folder, None)
-    found = database.records()
-    counts = {"workloads": len(found), "records": sum(len(records) for *_, records in found)}
+    found = database.tuning_records()
+    counts = {"workloads": len(found), "records": sum(map(len, found.values()))}
     try:
         out.mkdir(parents=True, exist_ok=True)
-        database.metaschedule(JSONDatabase(work_dir=str(out)))
+        stock = JSONDatabase(work_dir=str(out))
+        for records in found.values():
+            stock.commit_workload(records[0].workload.mod)
+            for record in records:
+                stock.commit_tuning_record(record)
         written = len(JSONDatabase(work_dir=str(out)))  # TVM does not notice a full disk
     except (OSError, RuntimeError, ValueError) as error:
         raise InputError(f"cannot write {out}: {error}") from error
@@ -220,23 +200,10 @@ def import_folders(
     hw: HardwareProfile,
     target: tvm.target.Target,
 ) -> Report:
-    """Add the records of MetaSchedule's own folders (`JSONDatabase`) to a database, as unchecked
-    trials of a device: nothing is chosen by them until tuning measures them.
-
-    Parameters
-    ----------
-    sources : paths
-        Folders with `database_workload.json` and `database_tuning_record.json`; they stay as they
-        are.
-    into : path
-        A database; it is made.
-    hw, target
-        The device that the records are of; those of other targets are left out.
-
-    Raises
-    ------
-    InputError
-        A source is not there, or `into` cannot be written.
+    """Add the records of MetaSchedule's own folders (`JSONDatabase`) to a database as unchecked
+    trials of a device: nothing is chosen by them until tuning measures them. The database is made;
+    records of other targets are left out. InputError if a source is not there, or `into` cannot be
+    written.
     """
     sources = [Path(source) for source in sources]
     for source in sources:

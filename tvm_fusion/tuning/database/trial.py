@@ -32,19 +32,15 @@ class Trial:
         The choice, such as ``RowConfig(form=reg,threads=256)`` or ``default``, in ASCII without
         quotes and backslashes; for a trace the compact JSON of `Trace.as_json()`.
     status : str
-        "ok", or why there is no time: one of `STATUSES`.
-    us : float or None
-        Median microseconds; of an "ok" trial only.
+        "ok", or why there is no time: one of `STATUSES`, with words in `why`.
+    us, samples_us : float or None, tuple of float
+        Microseconds of an "ok" trial: the median, and all.
     spread : float or None
         Of the samples, relative to their median.
-    samples_us : tuple of float
-        Of an "ok" trial only.
     error : float or None
         Largest error relative to max|reference|; None where nothing is compared or an output is
         not finite.
     predicted_us : float or None
-    why : str
-        Of a failure, in words.
     date : str
         ISO day; today by default.
 
@@ -86,9 +82,8 @@ class Trial:
 
     def _check_numbers(self) -> None:
         times = (*self.samples_us, *(() if self.us is None else (self.us,)))
-        for us in times:
-            if not 0 < us < MOST_US:
-                raise ValueError(f"a time of {us} us is not between 0 and {MOST_US:g} us")
+        if strange := [us for us in times if not 0 < us < MOST_US]:
+            raise ValueError(f"a time of {strange[0]} us is not between 0 and {MOST_US:g} us")
         if self.ok and (self.us is None or not self.samples_us):
             raise ValueError("an ok trial has a median and samples")
         if not self.ok and times:
