@@ -11,18 +11,7 @@ from tvm_fusion.tuning.database import Database, workload_key
 from tvm_fusion.tuning.database.lines import Content, unpack
 from tvm_fusion.tuning.database.store import DAMAGED, TRIALS
 
-from ..support.tune_database_files import (
-    copy_of_sound,
-    insert,
-    lines,
-    open_,
-    reasons,
-    reopened,
-    taken_out,
-    without,
-    write,
-)
-from ..support.tune_database_tools import (
+from ..support.tune_database import (
     DEVICE,
     TARGET,
     WORKLOADS,
@@ -31,17 +20,19 @@ from ..support.tune_database_tools import (
     exported,
     failed,
     fill,
+    insert,
+    lines,
     ok,
+    open_,
+    reasons,
+    reopened,
+    taken_out,
+    without,
     workload,
+    write,
 )
 
 A, B, C = (workload_key(func) for func in WORKLOADS)
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A sound database, to be damaged."""
-    return copy_of_sound(tmp_path / "D")
 
 
 @pytest.mark.parametrize("number", [0, 1, 5, 11])
@@ -158,16 +149,6 @@ def test_what_is_no_file_is_an_error(folder, kind):
 def test_carriage_returns_do_no_harm(folder):
     write(folder, [x.replace(b"\n", b"\r\n") for x in lines(folder)])
     assert content(reopened(folder)) == expected()
-
-
-def test_what_is_read_only_is_read_as_well_and_left_as_it_is(folder):
-    insert(folder, 1, b"garbage\n")
-    write(folder, [*lines(folder), b'{"v":2'])
-    before = {path: path.read_bytes() for path in folder.iterdir()}
-    database = Database(folder, DEVICE, read_only=True)
-    assert content(database) == expected()
-    assert len(database.problems) == 2
-    assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
 @pytest.mark.parametrize("seed", range(20))

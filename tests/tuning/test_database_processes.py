@@ -12,8 +12,7 @@ from tvm_fusion.host.atomic_files import replace_file
 from tvm_fusion.tuning.database import store, workload_key
 from tvm_fusion.tuning.database.store import DAMAGED, TRIALS
 
-from ..support.tune_database_files import copy_of_sound, open_
-from ..support.tune_database_tools import (
+from ..support.tune_database import (
     FORK,
     TARGET,
     content,
@@ -22,18 +21,13 @@ from ..support.tune_database_tools import (
     failed,
     in_child,
     ok,
+    open_,
     records_of,
     workload,
 )
 
 MANY = [workload(8 * n) for n in range(1, 13)]
 KILLS = 20
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A sound database."""
-    return copy_of_sound(tmp_path / "D")
 
 
 def test_two_processes_add_to_one_folder(tmp_path):

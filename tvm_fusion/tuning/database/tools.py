@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ from tvm.s_tir.meta_schedule.database import JSONDatabase
 from ...config.hardware import HardwareProfile
 from ...errors import InputError
 from .folders import device_folders, find_database
-from .foreign import CannotJudge, Judge, check_workload, read_folder, read_record
-from .lines import BadLine, Content, Problem
-from .metaschedule import WORKLOADS, short_key
+from .foreign import read_folder
+from .lines import Content, Problem
+from .metaschedule import WORKLOADS
 from .store import DAMAGED, Database
 
 
@@ -77,21 +77,16 @@ class Report:
         return "\n".join(map(str, self.folders)) or "no database"
 
 
-def check(path: str | Path, *, replay: bool = False) -> Report:
-    """Read all folders at or below a path, InputError if there is none; nothing is written.
-
-    With `replay` each workload is loaded in a process of its own, its hash compared, and each
-    record replayed.
-    """
-    return Report(tuple(_check(folder, replay) for folder in _folders(path)))
+def check(path: str | Path) -> Report:
+    """Read all folders at or below a path, InputError if there is none; nothing is written."""
+    return Report(tuple(map(_check, _folders(path))))
 
 
-def _check(folder: Path, replay: bool) -> FolderReport:
+def _check(folder: Path) -> FolderReport:
     database = Database(folder, None, silent=True)
-    found = database.content()
-    unchecked = sum(not trial.checked for _, trial in database.counted())
+    found, damaged, notes = database.content(), folder / DAMAGED, []
     ok = sum(trial.ok for _, trial in found.entries)
-    damaged, notes = folder / DAMAGED, []
+    unchecked = sum(not trial.checked for _, trial in database.counted())
     if database.version_1:
         notes.append(str(database.version_1))
     if unchecked:
@@ -107,21 +102,7 @@ def _check(folder: Path, replay: bool) -> FolderReport:
         "plans": len(found.plans),
         "quarantined": damaged.read_bytes().count(b"\n") if damaged.exists() else 0,
     }
-    problems = (*database.problems, *(_replay(database) if replay else ()))
-    return FolderReport(folder, database.device, counts, problems, tuple(notes))
-
-
-def _replay(database: Database) -> Iterator[Problem]:
-    modules = database.content().workloads
-    with Judge() as judge:
-        for key, payloads in database.records():
-            parts = [(check_workload, key, modules[key])]
-            parts += [(read_record, key, modules[key], payload) for payload in payloads]
-            for part in parts:
-                try:
-                    judge(*part)
-                except (BadLine, CannotJudge) as error:
-                    yield Problem(f"workload {short_key(key)}", str(error))
+    return FolderReport(folder, database.device, counts, database.problems, tuple(notes))
 
 
 def merge(sources: Iterable[str | Path], into: str | Path) -> Report:
