@@ -10,6 +10,7 @@ from ..config import HardwareProfile
 from .attention.kernel_class import AttentionClass
 from .base import Family
 from .column.kernel_class import Column
+from .convolution.kernel_class import ConvolutionClass
 from .cpu.nest_class import Nest
 from .fallback import Fallback
 from .gemm.kernel_class import Gemm
@@ -67,6 +68,7 @@ def family(name: str) -> Family:
 for _builtin, _kinds in (
     (Fallback(), ("cuda", "llvm")),
     (Nest(), ("llvm",)),
+    (ConvolutionClass(), ("llvm",)),
     (Gemm(), ("cuda", "llvm")),
     (AttentionClass(), ("cuda", "llvm")),
     (Mixed(), ("cuda",)),

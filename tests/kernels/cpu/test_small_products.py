@@ -17,8 +17,8 @@ from tvm_fusion.config.targets import cpu_target
 from tvm_fusion.kernels.cpu import write
 from tvm_fusion.kernels.cpu.contraction.operands import MOST_DOT_ROWS, MOST_DOTS
 from tvm_fusion.kernels.cpu.contraction.panels import CONSTANTS_ATTR, PANELS_ATTR, Panels
-from tvm_fusion.kernels.cpu.groups import PRODUCT_WORK
 from tvm_fusion.kernels.cpu.machine import (
+    PRODUCT_WORK,
     SMALL_WORK,
     WAKE_US,
     Machine,

@@ -16,7 +16,7 @@ from tvm.ir import Expr, TensorLoad, Var
 
 from ..program.expr import convert, dtype_of, same
 from .contraction.operands import Product, split_product
-from .machine import Machine
+from .machine import PRODUCT_WORK, Machine
 from .nests.nests import Nest
 from .nests.scope import new_buffer
 from .stages.lanes import best_lane
@@ -96,13 +96,6 @@ class _Redirect(Rewriter):
 
 # What the stages of a group may keep for one tile; more than this gains nothing over main memory.
 MOST_LOCAL_BYTES = 4 << 20
-
-# Additions that a multiply-add of a product counts as in `Machine.small_work`: the cores share its
-# operands, and each fetches little from the other's caches. On the Zen 4 told of there products of
-# 16 x 128 x 128, 8 x 256 x 128 and 4 x 512 x 64 take 6.4, 5.1 and 2.6 us on one core, 4.6, 3.9 and
-# 2.3 on both; of 48 x 48 x 48, 7 x 129 x 65 and 2 x 300 x 100 2.4, 2.4 and 1.7 on one, 2.5, 2.7 and
-# 2.3 on both.
-PRODUCT_WORK = 5
 
 # Tasks a core should get, so that no core waits long for the others.
 TASKS_PER_CORE = 4

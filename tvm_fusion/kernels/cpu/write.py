@@ -238,7 +238,19 @@ def write_cpu(
     )
     if any(p.paired for g in groups for p in _problems(g, machine)):
         body = importing(body)
-    func = _taking_panels(func.with_body(body), panels)
+    return finished(func.with_body(body), panels)
+
+
+def finished(func: tirx.PrimFunc, panels: dict[Var, tuple[Var, Panels]]) -> tirx.PrimFunc:
+    """A function whose loops are written, as a kernel: scheduled, its constants in panels.
+
+    Parameters
+    ----------
+    func : PrimFunc
+    panels : dict
+        Of each constant that it takes as panels, the buffer of these, and how they are made.
+    """
+    func = _taking_panels(func, panels)
     for key, value in (("tirx.is_scheduled", True), ("op_pattern", 8), ("tirx.noalias", True)):
         func = func.with_attr(key, value)
     return func

@@ -94,8 +94,7 @@ def memory_traffic(
 
 def _is_small(moved: _Moved, flops: float, hw: HardwareProfile) -> bool:
     """Whether the CPU writer leaves a launch on one core."""
-    from ..cpu.groups import PRODUCT_WORK
-    from ..cpu.machine import small_work
+    from ..cpu.machine import PRODUCT_WORK, small_work
 
     ops = moved.operations
     work = moved.l2_bytes / WORD_BYTES + ops["arithmetic"] + SPECIAL_WORK * ops["special"]

@@ -1,0 +1,42 @@
+"""The forms of a convolution's kernel."""
+
+from __future__ import annotations
+
+from types import NoneType
+
+from tvm import tirx
+
+from ...config import HardwareProfile
+from ...errors import Unsupported
+from ..base import OnCPU, unranked, write_on_cpu
+from ..cpu.machine import machine_of
+from ..forms import Form, Writer
+from .cpu.kernel import write_convolution
+from .geometry import Convolution, read_convolution
+
+
+def _read_on_cpu(func: tirx.PrimFunc, exact: bool) -> tuple[OnCPU, Convolution | None]:
+    """The function, and the convolution that it is if it can be read as one."""
+    problem = OnCPU(func, exact)
+    try:
+        return problem, read_convolution(func, exact)
+    except Unsupported:
+        return problem, None
+
+
+def _emit_on_cpu(
+    problem: tuple[OnCPU, Convolution | None], hw: HardwareProfile, config: None
+) -> tirx.PrimFunc:
+    """The loops of a convolution; those of any group where no form takes it."""
+    loops, convolution = problem
+    try:
+        if convolution is not None:
+            return write_convolution(loops.func, convolution, machine_of(hw))
+    except Unsupported:
+        pass
+    return write_on_cpu(loops, hw)
+
+
+CPU_WRITER = Writer(
+    "a convolution", _read_on_cpu, (Form("loops", NoneType, unranked, _emit_on_cpu),)
+)

@@ -1,0 +1,634 @@
+"""Convolutions as values: which element of the data meets which of the weights, where zeros are.
+
+    T[n, f, y, x] = sum_{c, r, s} pad(d)[n, c, 2 y + r, 2 x + s] * w[f, c, r, s]
+
+      data       d[n, c, u, v]          zero outside of its windows' bounds
+      windows    n;  u = 2 y + r - 1;  v = 2 x + s - 1
+      channels   c                      filters f, group none
+
+Any rank, any layout of data, weights and results: a dimension of the data is a window (an axis of
+the results slides over it, with or without taps of a filter) or holds the channels. A grouped
+convolution has an axis for its groups, which data and weights share; a transposed one steps over
+less than an element a tap: its windows have an expansion. What is not a plain element of the data,
+such as a function of it, is told as an expression of where it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import tvm_ffi
+from tvm import tirx
+from tvm.ir import Expr, TensorLoad, Var
+
+from ...errors import Unsupported
+from ..contraction.model import (
+    INDEX,
+    Axis,
+    Binding,
+    Contraction,
+    Operand,
+    Product,
+    Segment,
+    Simplifier,
+    fresh_var,
+)
+from ..contraction.reader import analyze_contraction
+from ..program.expr import (
+    conjuncts,
+    constant,
+    convert,
+    dtype_of,
+    is_if_then_else,
+    number,
+    rebuild,
+    same,
+    substitute,
+    variables,
+)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Window:
+    """A dimension of the data that an axis of the results slides over.
+
+    The element ``(stride * axis + dilation * tap - before) / expansion`` is read where that is
+    whole and from `low` on and below `high`; elsewhere there is a zero. A negative `dilation` is a
+    filter that is turned around.
+
+    Attributes
+    ----------
+    dim : int
+        The dimension of the data.
+    axis : Axis or None
+        Of the results; None where they have one position only.
+    tap : Axis or None
+        Of the filter; None where it has one tap only.
+    """
+
+    dim: int
+    axis: Axis | None
+    tap: Axis | None
+    stride: int
+    dilation: int
+    before: int
+    expansion: int
+    low: int
+    high: int
+
+    @property
+    def size(self) -> int:
+        """Positions of the results."""
+        return 1 if self.axis is None else int(self.axis.extent)
+
+    @property
+    def taps(self) -> int:
+        """Taps of the filter."""
+        return 1 if self.tap is None else int(self.tap.extent)
+
+    def phase_taps(self, phase: int) -> list[tuple[int, int]]:
+        """The taps that positions ``phase + expansion * i`` of the results meet an element at, and
+        at which element, less ``stride * i``.
+        """
+        found = []
+        for tap in range(self.taps):
+            at = self.stride * phase + self.dilation * tap - self.before
+            if at % self.expansion == 0:
+                found.append((tap, at // self.expansion))
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Convolution:
+    """A convolution with pointwise work behind it, and maybe on the data before it.
+
+    Attributes
+    ----------
+    contraction : Contraction
+        What it was read from, one segment of one product; a grouped convolution has its filters
+        split: its batch is the group.
+    windows : tuple of Window
+        In the order of the data's dimensions.
+    group, filters, channels : Axis or None
+        None where there is one.
+    channel_dim : int or None
+        The dimension of the data that holds the channels, of all groups.
+    data : Expr
+        An element of the data where it is no padding, over `coordinates`.
+    coordinates : tuple of Var
+        Stand for the dimensions of the data.
+    weights : Operand
+        Read at axes as they are, see `weight_dims`.
+    weight_dims : tuple
+        For each dimension of the weights, the axes that index it, the outer one first.
+    """
+
+    contraction: Contraction
+    windows: tuple[Window, ...]
+    group: Axis | None
+    filters: Axis | None
+    channels: Axis | None
+    channel_dim: int | None
+    data: Expr
+    coordinates: tuple[Var, ...]
+    weights: Operand
+    weight_dims: tuple[tuple[Axis, ...], ...]
+
+    @property
+    def segment(self) -> Segment:
+        """The product and the outputs."""
+        return self.contraction.segments[0]
+
+    @property
+    def product(self) -> Product:
+        """The sum of products."""
+        return self.segment.products[0]
+
+    @property
+    def groups(self) -> int:
+        """Number of groups."""
+        return _size(self.group)
+
+    @property
+    def filters_of_group(self) -> int:
+        """Number of filters of a group."""
+        return _size(self.filters)
+
+    @property
+    def channels_of_group(self) -> int:
+        """Number of channels that a filter sums over."""
+        return _size(self.channels)
+
+    @property
+    def taps(self) -> int:
+        """Taps of a filter."""
+        found = 1
+        for window in self.windows:
+            found *= window.taps
+        return found
+
+    @property
+    def positions(self) -> int:
+        """Results of a filter, of all images."""
+        found = 1
+        for window in self.windows:
+            found *= window.size
+        return found
+
+    @property
+    def multiply_adds(self) -> int:
+        """Of all results, those with padding and with zeros of an expansion left out of none."""
+        terms = self.channels_of_group * self.taps
+        return self.positions * self.groups * self.filters_of_group * terms
+
+
+def _size(axis: Axis | None) -> int:
+    return 1 if axis is None else int(axis.extent)
+
+
+# ---- reading
+
+Linear = tuple[dict[Var, int], int]
+"""Coefficients of variables, and a constant."""
+
+
+def read_convolution(func: tirx.PrimFunc, exact: bool = False) -> Convolution:
+    """Read a fused PrimFunc as a convolution with pointwise work around it.
+
+    Parameters
+    ----------
+    func : tirx.PrimFunc
+        s_tir blocks over buffers that are parameters or local, as FuseTIR leaves them.
+    exact : bool
+        Keep every rounding of the unfused graph.
+
+    Raises
+    ------
+    Unsupported
+        For what is no contraction of one product, symbolic sizes, weights that are computed, and
+        data that is not read by windows with zeros around it.
+    """
+    contraction = analyze_contraction(func, exact)
+    if len(contraction.products) != 1 or contraction.has_partials or contraction.has_partners:
+        raise Unsupported("no convolution: not one product with pointwise work behind it")
+    if not contraction.is_static:
+        raise Unsupported("a convolution of symbolic sizes")
+    contraction = _split_groups(contraction)
+    (product,) = contraction.products
+    reasons = []
+    for data, weights in ((product.a, product.b), (product.b, product.a)):
+        try:
+            return _Reader(contraction, data, weights).read()
+        except Unsupported as why:
+            reasons.append(str(why))
+    raise Unsupported("; ".join(dict.fromkeys(reasons)))
+
+
+def _split_groups(contraction: Contraction) -> Contraction:
+    """The filters of a grouped convolution as two axes: ``f // 4`` and ``f % 4``."""
+    (segment,) = contraction.segments
+    (product,) = segment.products
+    operands = [product.a, product.b]
+    parts: dict[Var, int] = {}
+
+    def look(expr: Expr) -> None:
+        size = number(expr.b)
+        if isinstance(expr.a, Var) and size is not None:
+            parts.setdefault(expr.a, int(size))
+
+    for operand in operands:
+        found: list[TensorLoad] = []
+        tvm_ffi.structural_walk(operand.value, [(TensorLoad, found.append)])
+        for index in (i for load in found for i in load.indices):
+            tvm_ffi.structural_walk(index, [(tirx.FloorDiv, look), (tirx.FloorMod, look)])
+    split = [a for a in segment.batch if a.var in parts and a.extent % parts[a.var] == 0]
+    if len(split) != 1 or parts[split[0].var] in (1, split[0].extent):
+        return contraction
+    (axis,) = split
+    size = parts[axis.var]
+    group = Axis(fresh_var("group", INDEX), axis.extent // size)
+    filters = Axis(fresh_var("filter", INDEX), size)
+    env = {axis.var: group.var * constant(size, INDEX) + filters.var}
+    batch = tuple(group if a is axis else a for a in segment.batch)
+    simplify = Simplifier([*batch, filters, *segment.m, *segment.n, *product.k])
+    put = _Put(env, simplify)
+    product = replace(product, a=put.operand(product.a), b=put.operand(product.b))
+    outputs = tuple(
+        replace(o, indices=tuple(map(put, o.indices)), value=put(o.value)) for o in segment.outputs
+    )
+    bindings = tuple(Binding(b.var, put(b.value)) for b in segment.bindings)
+    m = (filters, *segment.m)
+    segment = Segment(batch, m, segment.n, (product,), bindings, outputs)
+    return replace(contraction, segments=(segment,))
+
+
+class _Put:
+    """Puts values in the place of variables, and simplifies the indices that hold them."""
+
+    def __init__(self, env: Mapping[Var, Expr], simplify: Simplifier) -> None:
+        self.env, self.simplify = env, simplify
+
+    def __call__(self, expr: Expr) -> Expr:
+        if isinstance(expr, TensorLoad):
+            return tirx.BufferLoad(expr.source, [self(i) for i in expr.indices])
+        is_index = dtype_of(expr) in (INDEX, "bool") and not _loads(expr)
+        if is_index and set(variables(expr)) & set(self.env):
+            return self.simplify(substitute(expr, self.env))
+        if isinstance(expr, Var):
+            return self.env.get(expr, expr)
+        return rebuild(expr, self)
+
+    def operand(self, operand: Operand) -> Operand:
+        bindings = tuple(Binding(b.var, self(b.value)) for b in operand.bindings)
+        return Operand(self(operand.value), bindings)
+
+
+def _without_casts(expr: Expr) -> Expr:
+    while isinstance(expr, tirx.Cast):
+        expr = expr.value
+    return expr
+
+
+def _loads(expr: Expr) -> list[TensorLoad]:
+    found: list[TensorLoad] = []
+    tvm_ffi.structural_walk(expr, [(TensorLoad, found.append)])
+    return found
+
+
+class _Reader:
+    """Reads one operand as the data and the other one as the weights."""
+
+    def __init__(self, contraction: Contraction, data: Operand, weights: Operand) -> None:
+        self.contraction = contraction
+        (self.segment,) = contraction.segments
+        (self.product,) = self.segment.products
+        self.data, self.weights = data, weights
+        self.axes = {a.var: a for a in (*self.segment.space, *self.product.k)}
+        self.reduced = {a.var for a in self.product.k}
+
+    def read(self) -> Convolution:
+        self._turn_taps()
+        dims = self._weight_dims()
+        in_weights = {a.var for dim in dims for a in dim}
+        conditions, value = self._without_conditions(self.data.value)
+        if self.data.bindings:
+            raise Unsupported("data that is computed in several steps")
+        load = self._primary(value)
+        coordinates = tuple(fresh_var(f"d{i}", INDEX) for i in range(len(load.indices)))
+        shape = [number(e) for e in load.source.ty.shape]
+        if None in shape:
+            raise Unsupported("data of symbolic size")
+        ranges = _Ranges(conditions, self._linear)
+        windows, channel_dim = [], None
+        group = channels = None
+        for dim, index in enumerate(load.indices):
+            at, expansion = self._expanded(index, ranges)
+            inner = {v for v in at[0] if v in in_weights and v not in self.reduced}
+            plain = [v for v in at[0] if v in self.reduced and len(at[0]) == 1 + len(inner)]
+            if inner or (plain and not self._slides(at, load)):
+                if channel_dim is not None or expansion != 1:
+                    raise Unsupported("two dimensions of channels")
+                group, channels = self._channels(at)
+                channel_dim = dim
+                continue
+            windows.append(self._window(dim, at, expansion, int(shape[dim]), ranges))
+        ranges.check()
+        source = self._over(value, load.indices, coordinates)
+        filters = [a for a in self.segment.space if a.var in in_weights and a is not group]
+        self._check_roles(windows, group, filters, channels)
+        contraction = replace(
+            self.contraction, segments=(replace(self.segment, products=(self.product,)),)
+        )
+        return Convolution(
+            contraction,
+            tuple(windows),
+            group,
+            filters[0] if filters else None,
+            channels,
+            channel_dim,
+            source,
+            coordinates,
+            self.weights,
+            dims,
+        )
+
+    # ---- weights
+
+    def _turn_taps(self) -> None:
+        """Count the taps of a filter that is read backwards from its end."""
+        load = self.weights.load
+        if load is None or self.weights.bindings:
+            raise Unsupported("weights that are computed")
+        env = {}
+        for index in load.indices:
+            coefficients, first = self._linear(index) or ({}, 0)
+            if list(coefficients.values()) == [-1]:
+                (var,) = coefficients
+                if var in self.reduced and first == self.axes[var].extent - 1:
+                    env[var] = constant(first, INDEX) - var
+        if env:
+            put = _Put(env, Simplifier(self.axes.values()))
+            self.data, self.weights = put.operand(self.data), put.operand(self.weights)
+
+    def _weight_dims(self) -> tuple[tuple[Axis, ...], ...]:
+        load = self.weights.load
+        dims = []
+        for index, extent in zip(load.indices, load.source.ty.shape, strict=True):
+            at = self._linear(index)
+            if at is None or at[1] != 0:
+                raise Unsupported("weights that are read at other indices than axes")
+            ordered = sorted(at[0].items(), key=lambda item: -item[1])
+            step, axes = 1, []
+            for var, factor in reversed(ordered):
+                if factor != step:
+                    raise Unsupported("weights that are read at other indices than axes")
+                axes.append(self.axes[var])
+                step *= self.axes[var].extent
+            if step != number(extent):
+                raise Unsupported("weights of which only a part is read")
+            dims.append(tuple(reversed(axes)))
+        return tuple(dims)
+
+    # ---- data
+
+    def _without_conditions(self, value: Expr) -> tuple[list[Expr], Expr]:
+        """The conditions for reading the data, which is zero elsewhere; and what is read."""
+        casts: list[str] = []
+        conditions: list[Expr] = []
+        inner = value
+        while True:
+            if isinstance(inner, tirx.Cast):
+                casts.append(dtype_of(inner))
+                inner = inner.value
+            elif is_if_then_else(inner):
+                test, inner, other = inner.args
+                if number(_without_casts(other)) != 0:
+                    raise Unsupported("data with other padding than zeros")
+                conditions += conjuncts(test)
+            else:
+                break
+        for dtype in reversed(casts):
+            inner = convert(inner, dtype)
+        return conditions, inner
+
+    def _primary(self, value: Expr) -> TensorLoad:
+        """The load that tells the geometry: the one that depends on the most axes."""
+        loads = _loads(value)
+        if not loads:
+            raise Unsupported("data that is no tensor")
+        return max(loads, key=lambda load: len(set(variables(*load.indices)) & set(self.axes)))
+
+    def _over(self, value: Expr, indices: Sequence[Expr], coordinates: Sequence[Var]) -> Expr:
+        """An element of the data over its coordinates."""
+
+        def visit(expr: Expr) -> Expr:
+            for index, at in zip(indices, coordinates, strict=True):
+                if number(index) is None and dtype_of(expr) == INDEX and same(expr, index):
+                    return at
+            if isinstance(expr, TensorLoad):
+                return tirx.BufferLoad(expr.source, [visit(i) for i in expr.indices])
+            return rebuild(expr, visit)
+
+        found = visit(value)
+        if set(variables(found)) & set(self.axes):
+            raise Unsupported("data that is computed from elements beside each other")
+        return found
+
+    def _linear(self, expr: Expr) -> Linear | None:
+        return _linear(expr, self.axes)
+
+    def _expanded(self, index: Expr, ranges: _Ranges) -> tuple[Linear, int]:
+        """An index as a linear form over an expansion."""
+        expansion, offset = 1, 0
+        while isinstance(index, tirx.Add | tirx.Sub) and number(index.b) is not None:
+            offset += int(number(index.b)) * (1 if isinstance(index, tirx.Add) else -1)
+            index = index.a
+        if isinstance(index, tirx.FloorDiv) and number(index.b) is not None:
+            expansion, index = int(number(index.b)), index.a
+        at = self._linear(index)
+        if at is None or expansion < 1:
+            raise Unsupported("data that is read at no window")
+        at = at[0], at[1] + offset * expansion
+        if expansion > 1 and not ranges.divides(at, expansion):
+            raise Unsupported("data that is read several times beside itself")
+        return at, expansion
+
+    def _slides(self, at: Linear, load: TensorLoad) -> bool:
+        """Whether a reduced axis alone is a filter's taps: a window of one position."""
+        (var,) = (v for v in at[0] if v in self.reduced)
+        return at[0][var] != 1 or at[1] != 0 or var in self._tapped(load)
+
+    def _tapped(self, load: TensorLoad) -> set[Var]:
+        """The reduced axes that are taps: if there is none that is left for the channels, all but
+        the longest one.
+        """
+        alone = []
+        for index in load.indices:
+            at = self._linear(index)
+            if at is not None and set(at[0]) <= self.reduced and at[1] == 0:
+                alone += at[0] if list(at[0].values()) == [1] else ()
+        longest = max(alone, key=lambda v: self.axes[v].extent, default=None)
+        return {v for v in alone if v is not longest}
+
+    def _channels(self, at: Linear) -> tuple[Axis | None, Axis | None]:
+        """The group and the channel of ``group * 4 + channel``."""
+        reduced = [v for v in at[0] if v in self.reduced]
+        others = [v for v in at[0] if v not in self.reduced]
+        if at[1] != 0 or len(reduced) > 1 or len(others) > 1:
+            raise Unsupported("channels that are read at no plain index")
+        channels = self.axes[reduced[0]] if reduced else None
+        if channels is not None and at[0][channels.var] != 1:
+            raise Unsupported("channels that are not all read")
+        group = self.axes[others[0]] if others else None
+        if group is not None and at[0][group.var] != _size(channels):
+            raise Unsupported("groups of channels that are not side by side")
+        return group, channels
+
+    def _window(self, dim: int, at: Linear, expansion: int, size: int, ranges: _Ranges) -> Window:
+        taps = [v for v in at[0] if v in self.reduced]
+        axes = [v for v in at[0] if v not in self.reduced]
+        if len(taps) > 1 or len(axes) > 1:
+            raise Unsupported("a window over two axes")
+        axis = self.axes[axes[0]] if axes else None
+        tap = self.axes[taps[0]] if taps else None
+        stride = at[0][axes[0]] if axes else 1
+        if stride < 1:
+            raise Unsupported("a window that slides backwards")
+        low, high = ranges.of(at, expansion)
+        dilation = at[0][taps[0]] if taps else 1
+        return Window(
+            dim,
+            axis,
+            tap,
+            stride,
+            dilation,
+            -at[1],
+            expansion,
+            max(0, low if low is not None else 0),
+            min(size, high if high is not None else size),
+        )
+
+    def _check_roles(
+        self,
+        windows: Sequence[Window],
+        group: Axis | None,
+        filters: Sequence[Axis],
+        channels: Axis | None,
+    ) -> None:
+        """Every axis has one role."""
+        if len(filters) > 1:
+            raise Unsupported("filters of several axes")
+        placed = [a for w in windows for a in (w.axis, w.tap) if a is not None]
+        placed += [a for a in (group, channels, *filters) if a is not None]
+        names = [a.var for a in placed]
+        if len(set(names)) != len(names) or set(names) != set(self.axes):
+            raise Unsupported("axes that are neither windows nor channels nor filters")
+        if not windows:
+            raise Unsupported("no window")
+
+
+class _Ranges:
+    """The conditions under which data is read, as bounds of linear forms."""
+
+    def __init__(self, conditions: Sequence[Expr], linear) -> None:
+        self.bounds: list[Linear] = []  # that are 0 or more
+        self.multiples: list[tuple[Linear, int]] = []
+        self.used: set[int] = set()
+        for condition in conditions:
+            self._add(condition, linear)
+
+    def _add(self, condition: Expr, linear) -> None:
+        if isinstance(condition, tirx.EQ):
+            a, b = condition.a, condition.b
+            if isinstance(a, tirx.FloorMod) and number(a.b) is not None and number(b) is not None:
+                at = linear(a.a)
+                if at is not None:
+                    shifted = at[0], at[1] - int(number(b))
+                    self.multiples.append((shifted, abs(int(number(a.b)))))
+                    return
+        pairs = {
+            tirx.GE: lambda c: (c.a, c.b, 0),
+            tirx.GT: lambda c: (c.a, c.b, 1),
+            tirx.LE: lambda c: (c.b, c.a, 0),
+            tirx.LT: lambda c: (c.b, c.a, 1),
+        }
+        if type(condition) in pairs:
+            more, less, strict = pairs[type(condition)](condition)
+            more, less = linear(more), linear(less)
+            if more is not None and less is not None:
+                coefficients = dict(more[0])
+                for var, factor in less[0].items():
+                    coefficients[var] = coefficients.get(var, 0) - factor
+                coefficients = {v: f for v, f in coefficients.items() if f}
+                self.bounds.append((coefficients, more[1] - less[1] - strict))
+                return
+        raise Unsupported("data that is read under another condition than padding")
+
+    def divides(self, at: Linear, expansion: int) -> bool:
+        """Whether a condition says that the linear form is a multiple."""
+        for i, (form, step) in enumerate(self.multiples):
+            apart = form[1] - at[1]
+            if step == expansion and form[0] == at[0] and apart % expansion == 0:
+                self.used.add(-1 - i)
+                return True
+        return False
+
+    def of(self, at: Linear, expansion: int) -> tuple[int | None, int | None]:
+        """The least index, and the first one beyond the last, that conditions leave."""
+        low: int | None = None
+        high: int | None = None
+        for i, form in enumerate(self.bounds):
+            times = _times(at[0], form[0])
+            if times is None:
+                continue
+            self.used.add(i)
+            if times > 0:  # at = times * form + c, and form >= 0
+                least = -((times * form[1] - at[1]) // expansion)
+                low = least if low is None else max(low, least)
+            else:
+                end = (at[1] - times * form[1]) // expansion + 1
+                high = end if high is None else min(high, end)
+        return low, high
+
+    def check(self) -> None:
+        """Every condition is that of a window."""
+        conditions = {*range(len(self.bounds)), *(-1 - i for i in range(len(self.multiples)))}
+        if conditions - self.used:
+            raise Unsupported("data that is read under another condition than padding")
+
+
+def _times(some: dict[Var, int], form: dict[Var, int]) -> int | None:
+    """How many times coefficients are others, which are not all 0; None where they are not."""
+    if not form or set(some) != set(form):
+        return None
+    found = {some[v] / form[v] for v in form}
+    times = found.pop()
+    return int(times) if not found and times == int(times) else None
+
+
+def _linear(expr: Expr, axes: Mapping[Var, Axis]) -> Linear | None:
+    """An index as a linear form of axes, or None."""
+    value = number(expr)
+    if value is not None:
+        return {}, int(value)
+    if isinstance(expr, Var):
+        return ({expr: 1}, 0) if expr in axes else None
+    if isinstance(expr, tirx.Cast):
+        return _linear(expr.value, axes)
+    if isinstance(expr, tirx.Add | tirx.Sub):
+        a, b = _linear(expr.a, axes), _linear(expr.b, axes)
+        if a is None or b is None:
+            return None
+        sign = 1 if isinstance(expr, tirx.Add) else -1
+        found = dict(a[0])
+        for var, factor in b[0].items():
+            found[var] = found.get(var, 0) + sign * factor
+        return {v: f for v, f in found.items() if f}, a[1] + sign * b[1]
+    if isinstance(expr, tirx.Mul):
+        a, b = _linear(expr.a, axes), _linear(expr.b, axes)
+        if a is None or b is None or (a[0] and b[0]):
+            return None
+        form, factor = (a, b[1]) if a[0] else (b, a[1])
+        return {v: f * factor for v, f in form[0].items() if f * factor}, form[1] * factor
+    return None
