@@ -5,7 +5,7 @@ to all, like a server that is gone; or that are lost in the middle, like a serve
 from tvm_fusion.errors import TargetError
 from tvm_fusion.tuning.measure.measuring import LocalMeter, measure
 from tvm_fusion.tuning.measure.processes import BROKEN, Answer
-from tvm_fusion.tuning.remote.rpc import RemoteWorker
+from tvm_fusion.tuning.remote.client import RemoteWorker
 
 _lost = False
 

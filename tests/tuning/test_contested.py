@@ -14,12 +14,12 @@ from tvm_fusion.plan.differ import exchanged, regions
 from tvm_fusion.plan.refusal import RefusalCode
 from tvm_fusion.plan.search.search import unfused_plan
 from tvm_fusion.tuning.database import find_database
+from tvm_fusion.tuning.database.trial import Trial
 from tvm_fusion.tuning.measure.measuring import LocalMeter
-from tvm_fusion.tuning.measure.trial_record import Trial
-from tvm_fusion.tuning.session import joint
+from tvm_fusion.tuning.session import contested
 from tvm_fusion.tuning.session import tune as tune_module
 from tvm_fusion.tuning.session.choices import DEFAULT
-from tvm_fusion.tuning.session.contested import Contested, settled, weighed
+from tvm_fusion.tuning.session.contested import JOINT, Weighed, cut_of, settled
 from tvm_fusion.tuning.session.lookup import plan_key
 from tvm_fusion.tuning.session.settings import load_settings
 from tvm_fusion.tuning.session.tasks import tasks_of
@@ -52,10 +52,13 @@ def both_plans():
     return planned, planned.plan, apart
 
 
-def cuts_of(planned, plan, other, joins):
+def tasks_in(planned, plan):
+    return tasks_of(planned.low, planned.graph, plan, POLICY)
+
+
+def contested_by(planned, plan, other, joins):
     for region in regions(planned.graph, plan, other):
-        changed = exchanged(planned.graph, plan, region.careful, region.hopeful)
-        yield Contested(region, changed, joins)
+        yield region, exchanged(planned.graph, plan, region.careful, region.hopeful), joins
 
 
 @pytest.fixture(params=[False, True], ids=["apart", "together"])
@@ -65,19 +68,19 @@ def settling(request, monkeypatch):
     joins = not request.param
     plan, other = (apart, fused) if joins else (fused, apart)
     planned = replace(planned, plan=plan)
-    (cut,) = cuts_of(planned, planned.plan, other, joins)
-    monkeypatch.setattr(tune_module, "contested", lambda *_: [cut])
+    cuts = list(contested_by(planned, planned.plan, other, joins))
+    assert len(cuts) == 1
+    monkeypatch.setattr(contested, "contested", lambda _: cuts)
     monkeypatch.setattr(tune_module, "planned_functions", lambda *_: {"main": planned})
-    return planned, cut
+    return planned, other
 
 
-def kept(folder, planned, cut, fused_us, apart_us):
+def kept(folder, planned, other, fused_us, apart_us):
     """A database that says how long the kernels take by themselves."""
     keeper = find_database(folder, HW, TARGET)
-    for plan in (planned.plan, cut.plan):
-        tasks = tasks_of(planned.low, planned.graph, plan, POLICY)
+    for plan in (planned.plan, other):
         us = fused_us if len(plan.groups) == 1 else apart_us / len(plan.groups)
-        for task in tasks:
+        for task in tasks_in(planned, plan):
             trial = Trial("class", DEFAULT, "ok", us, 0.0, (us,) * 45, 0.0)
             keeper.add(task.workload, TARGET, trial)
     return keeper
@@ -115,46 +118,44 @@ def evidence_of(plan):
 def test_a_joint_run_decides_against_the_sums_and_is_not_repeated(
     tmp_path, settling, tuned, monkeypatch
 ):
-    planned, cut = settling
-    keeper = kept(tmp_path, planned, cut, **SUMS)
+    planned, other = settling
+    keeper = kept(tmp_path, planned, other, **SUMS)
     first = tuned(tmp_path)
     evidence = evidence_of(first.plan)
     assert (evidence.kind, evidence.verdict) == ("measured", "sure")
     assert evidence.together_us < evidence.apart_us
     assert evidence.samples >= 20
-    (comparison,) = keeper.plan(plan_key(planned.mod, HW, POLICY))[tune_module.JOINT].values()
+    (comparison,) = keeper.plan(plan_key(planned.mod, HW, POLICY))[JOINT].values()
     assert comparison["pairs"] == evidence.samples
 
-    monkeypatch.setattr(joint, "run_here", fail)
+    monkeypatch.setattr(contested, "run_here", fail)
     assert tuned(tmp_path).plan == first.plan
-    for task in tasks_of(
-        planned.low, planned.graph, first.plan, POLICY
-    ):  # another kernel is chosen
+    for task in tasks_in(planned, first.plan):  # another kernel is chosen
         keeper.add(task.workload, TARGET, Trial("class", "f", "ok", 10.0, 0.0, (10.0,) * 45, 0.0))
     again = tuned(tmp_path)
-    assert keeper.plan(plan_key(planned.mod, HW, POLICY))[tune_module.JOINT] == {}
+    assert keeper.plan(plan_key(planned.mod, HW, POLICY))[JOINT] == {}
     assert len(again.plan.groups) == 1
 
 
 def test_where_the_process_dies_the_sums_decide(tmp_path, settling, tuned, monkeypatch, caplog):
-    planned, cut = settling
-    kept(tmp_path, planned, cut, **SUMS)
-    monkeypatch.setattr(joint, "run_here", die)
+    planned, other = settling
+    kept(tmp_path, planned, other, **SUMS)
+    monkeypatch.setattr(contested, "run_here", die)
     plan = tuned(tmp_path).plan
     assert len(plan.groups) == 3
     assert "SIGSEGV" in caplog.text
     refusals = [r.why for r in plan.refusals if r.why.startswith("tuned kernels take")]
-    assert len(refusals) == (0 if cut.joins else 1)
+    assert len(refusals) == (0 if len(other.groups) == 1 else 1)
 
 
 def test_an_interrupt_leaves_the_sums(tmp_path, settling, tuned, monkeypatch):
-    planned, cut = settling
-    kept(tmp_path, planned, cut, **SUMS)
+    planned, other = settling
+    kept(tmp_path, planned, other, **SUMS)
 
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(joint, "wait_for", interrupted)
+    monkeypatch.setattr(contested, "wait_for", interrupted)
     result = tuned(tmp_path)
     assert result.interrupted
     assert len(result.plan.groups) == 3
@@ -164,15 +165,14 @@ def test_an_interrupt_leaves_the_sums(tmp_path, settling, tuned, monkeypatch):
 
 
 def all_weighed(planned, plan, other, joins=True, now_us=100.0, other_us=101.0):
-    cuts = list(cuts_of(planned, plan, other, joins))
-    tasks = [
-        tasks_of(planned.low, planned.graph, p, POLICY) for p in (plan, *(c.plan for c in cuts))
+    return [
+        Weighed(
+            cut_of(region, joins, tasks_in(planned, plan), tasks_in(planned, changed)),
+            now_us,
+            other_us,
+        )
+        for region, changed, joins in contested_by(planned, plan, other, joins)
     ]
-    found = weighed(cuts, tasks, lambda task: 1.0, 0.0)
-    assert [(one.now_us, one.other_us) for one in found] == [
-        (len(one.now), len(one.other)) for one in found
-    ]
-    return [replace(one, now_us=now_us, other_us=other_us) for one in found]
 
 
 def weighed_chain(joins, **times):

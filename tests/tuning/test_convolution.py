@@ -8,8 +8,8 @@ import tvm
 from tvm.relax import op
 
 from tvm_fusion.runtime.build.build import build_functions
+from tvm_fusion.tuning.database import replay
 from tvm_fusion.tuning.search import evolutionary_search as evolve
-from tvm_fusion.tuning.search import replay
 from tvm_fusion.tuning.search.evolutionary_search import beyond_limits
 
 from ..support.kernel_cases import fuse

@@ -13,8 +13,7 @@ from tvm.relax import op
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.runtime.build.build import build_functions
 from tvm_fusion.runtime.build.lowering import SCHEDULED_ATTR
-from tvm_fusion.tuning.database import trace_text
-from tvm_fusion.tuning.search import replay
+from tvm_fusion.tuning.database import replay, trace_text
 from tvm_fusion.tuning.search.space_blocks import Blocks, inline, schedule_of
 from tvm_fusion.tuning.search.spaces import design
 

@@ -7,7 +7,7 @@ from tvm import tirx
 from tvm.relax import op
 from tvm.s_tir.schedule import Trace
 
-from tvm_fusion.tuning.search import replay
+from tvm_fusion.tuning.database import replay
 from tvm_fusion.tuning.search.nest_walk import launches_of
 from tvm_fusion.tuning.search.schedule_features import COLUMNS, TVM_COLUMNS, columns
 from tvm_fusion.tuning.search.space_blocks import Blocks, schedule_of

@@ -14,10 +14,10 @@ from tvm_fusion.plan.differ import exchanged
 from tvm_fusion.plan.plan import PlannedGroup
 from tvm_fusion.plan.search.search import unfused_plan
 from tvm_fusion.runtime.timing.launch_kernels import LaunchWriter, build_launches
+from tvm_fusion.tuning.database.trial import Trial
 from tvm_fusion.tuning.measure.building import BuildRequest, Place, build_choice
 from tvm_fusion.tuning.measure.processes import Answer
-from tvm_fusion.tuning.measure.trial_record import Trial
-from tvm_fusion.tuning.session import joint
+from tvm_fusion.tuning.session import contested
 from tvm_fusion.tuning.session.choices import DEFAULT, class_choices
 from tvm_fusion.tuning.session.lookup import TunedKernels
 from tvm_fusion.tuning.session.tasks import tasks_of
@@ -34,7 +34,7 @@ class Answering:
         self.comparison, self.requests = comparison, []
 
     def send(self, function, arguments, limit_s):
-        assert function is joint.run_here
+        assert function is contested.run_here
         assert limit_s > arguments[0].seconds
         self.requests.append(arguments[0])
 
@@ -49,22 +49,33 @@ class Untuned:
         return (Trial("class", DEFAULT, "ok", 10.0, 0.0, (10.0,) * 9, 0.0),)
 
 
-def runs_of(planned):
+class Keeper:
+    """In place of a database: its plans."""
+
+    def __init__(self):
+        self.plans = {}
+        self.plan, self.save_plan = self.plans.get, self.plans.__setitem__
+
+
+def function_of(planned, cuts, keeper=None):
     place = Place("llvm", POLICY, registry.added())
-    return joint.JointRuns(planned, place, TunedKernels(Untuned(), 0.01))
+    kernels = TunedKernels(Untuned(), 0.01)
+    function = contested.TunedFunction(planned, keeper or Keeper(), place, kernels)
+    function.weighed = lambda: cuts
+    return function
 
 
 def test_cuts_that_cannot_win_are_not_run():
     planned, _, one = weighed_chain(joins=True, other_us=111.0)
-    worker, runs = Answering(FASTER), runs_of(planned)
-    runs.run([one], worker, 60.0)
-    runs.run([replace(one, other_us=109.0)], worker, 0.0)
-    runs.run([replace(one, other_us=109.0)], None, 60.0)
+    near, worker = replace(one, other_us=109.0), Answering(FASTER)
+    function_of(planned, [one]).run(worker, 60.0)
+    function_of(planned, [near]).run(worker, 0.0)
+    function_of(planned, [near]).run(None, 60.0)
     assert not worker.requests
-    runs.run([replace(one, other_us=109.0)], worker, 60.0)
+    function = function_of(planned, [near])
+    function.run(worker, 60.0)
     assert len(worker.requests) == 1
-    assert runs.found(one) is None
-    assert runs.found(replace(one, other_us=109.0)) == FASTER
+    assert list(function.comparisons.values()) == [FASTER]
 
 
 def test_equal_cuts_run_once_and_the_most_valuable_first():
@@ -84,15 +95,15 @@ def test_equal_cuts_run_once_and_the_most_valuable_first():
     assert len(found) == 3
     small = next(one for one in found if one.cut.region.ops == (2, 3))
     found = [small, *(one for one in found if one is not small)]
-    worker, runs = Answering(FASTER), runs_of(planned)
-    runs.run(found, worker, 60.0)
+    planned, keeper, worker = replace(planned, plan=apart), Keeper(), Answering(FASTER)
+    function = function_of(planned, found, keeper)
+    function.run(worker, 60.0)
     assert [r.trials.keys() for r in worker.requests] == [
-        {t.key for t in one.now + one.other} for one in (found[1], small)
+        {t.key for t in one.cut.now + one.cut.other} for one in (found[1], small)
     ]
-    assert [runs.found(one) for one in found] == [FASTER] * 3
-    again = runs_of(planned)
-    again.restore(runs.to_dict(found))
-    assert again.comparisons == runs.comparisons
+    assert len(function.comparisons) == 2
+    assert len(function.settle(0.01).groups) == 3
+    assert function_of(planned, found, keeper).comparisons == function.comparisons
 
 
 def test_a_run_launches_the_chosen_kernels():
@@ -131,7 +142,7 @@ def test_a_kernel_that_was_compiled_as_a_trial_is_not_compiled_again(tmp_path, m
         Trial("class", t, "ok", us, 0.0, (us,) * 9, 0.0)
         for t, us in ((DEFAULT, 9.0), (choice.text, 1.0))
     )
-    tuned = TunedKernels(joint.Sent({task.key: (plain, fast)}), 0.01)
+    tuned = TunedKernels(contested.Sent({task.key: (plain, fast)}), 0.01)
     writer = LaunchWriter(planned.low, planned.graph, hw, POLICY, tuned)
     (kernel,) = build_launches(writer, specs_of(planned.plan, planned.graph), target).kernels
     assert kernel.symbol == built.symbol

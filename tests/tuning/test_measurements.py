@@ -9,7 +9,7 @@ from tvm_fusion.tuning.measure import measuring
 from tvm_fusion.tuning.measure.measurements import Measurements
 from tvm_fusion.tuning.measure.measuring import LocalMeter
 from tvm_fusion.tuning.measure.processes import BROKEN, LOST, PREPARING_S, Answer
-from tvm_fusion.tuning.remote.rpc import RemoteMeter
+from tvm_fusion.tuning.remote.client import RemoteMeter, Servers
 from tvm_fusion.tuning.session.settings import load_settings
 
 SHOP = SimpleNamespace(text=lambda state: state.task.key, place=None)
@@ -88,7 +88,7 @@ def test_inputs_and_reference_take_none_of_a_trials_time(monkeypatch):
 
 def test_a_server_has_time_for_inputs_and_reference(monkeypatch):
     sent = []
-    meter = RemoteMeter("a server", "host", 1, "key")
+    meter = RemoteMeter("a server", Servers("host", 1, "key"))
     monkeypatch.setattr(meter.worker, "send", lambda *arguments: sent.append(arguments))
     meter.send("request", 5.0)
     ((_, (_, limit_s, *_), most_s),) = sent

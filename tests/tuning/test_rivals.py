@@ -2,7 +2,7 @@
 
 import pytest
 
-from tvm_fusion.tuning.measure.trial_record import Trial
+from tvm_fusion.tuning.database.trial import Trial
 from tvm_fusion.tuning.session.choices import CLASS_CHOICE, DEFAULT, Choice
 from tvm_fusion.tuning.session.settings import load_settings
 from tvm_fusion.tuning.session.task_state import OPEN, Rival, TaskState

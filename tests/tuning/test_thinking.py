@@ -11,9 +11,9 @@ import tvm
 
 from tvm_fusion.config import load_policy
 from tvm_fusion.errors import Unsupported
+from tvm_fusion.tuning.database.trial import Trial
 from tvm_fusion.tuning.measure.building import Place
 from tvm_fusion.tuning.measure.processes import wait_for
-from tvm_fusion.tuning.measure.trial_record import Trial
 from tvm_fusion.tuning.search import evolutionary_search as evolve
 from tvm_fusion.tuning.search import proposing
 from tvm_fusion.tuning.search.proposing import Ask, propose
@@ -349,7 +349,7 @@ def test_a_space_that_holds_no_schedule_is_an_error_of_the_request(few):
 
 
 def scheduled():
-    from tvm_fusion.tuning.search import replay
+    from tvm_fusion.tuning.database import replay
 
     func = fused("chain")
     (text,) = evolve.Evolving(

@@ -61,8 +61,8 @@ def tune(
         What compiles kernels (`tuning.measure.workshop.make_builders`); by default processes on
         this machine that end with the session. What is given stays, for the next session.
     meters : sequence of Meter, optional
-        What measures them (`tuning.remote.rpc.meters_of`: devices of other machines); by default a
-        process on this machine that ends with the session.
+        What measures them (`tuning.remote.client.meters_of`: devices of other machines); by
+        default a process on this machine that ends with the session.
     watch : callable, optional
         Called with the `Session` after each trial.
 

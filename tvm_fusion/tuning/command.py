@@ -51,6 +51,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--rpc", metavar="HOST:PORT", help="measure on the servers of a TVM RPC tracker"
     )
     command.add_argument("--key", help="the key of the tracker's servers to use")
+    command.add_argument(
+        "--token-file", metavar="FILE", help="has their token; by default TVM_FUSION_TOKEN has it"
+    )
     command.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -111,14 +114,16 @@ def _interrupted(what: str) -> int:
 
 def _meters(args: argparse.Namespace) -> Any:
     if args.rpc is None:
-        if args.key is not None:
-            raise InputError("--key names servers of the tracker that --rpc names: give both")
+        if args.key is not None or args.token_file is not None:
+            raise InputError(
+                "--key and --token-file are of the servers that --rpc finds: give both"
+            )
         return None
     if args.key is None:
         raise InputError("--rpc needs --key: the name under which the servers registered")
-    from .remote.rpc import meters_of
+    from .remote.client import meters_of
 
-    return meters_of(args.rpc, args.key)
+    return meters_of(args.rpc, args.key, args.token_file)
 
 
 def to_json(result: TuneResult) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from ...runtime.build.build import build_functions
 from ...runtime.calls.launch_count import launched_kernels
 from ...runtime.timing.launch_kernels import symbol_of
 from ...transform.apply.write_kernels import write_kernel
-from ..search.replay import scheduled
+from ..database.replay import scheduled
 from ..session.choices import TRACE_CHOICE, config_of
 from ..session.tasks import CLASS, without_stamps
 

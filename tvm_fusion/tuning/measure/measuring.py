@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import statistics
 from collections import OrderedDict
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Protocol
 
 import tvm
@@ -49,11 +47,6 @@ class MeasureRequest:
     repeats: int
     place: Place
     seed: int = 0
-
-    def moved(self, path_of: Callable[[Path], str]) -> MeasureRequest:
-        """The request with its libraries at other paths."""
-        choices = [replace(c, path=Path(path_of(c.path))) for c in self.choices]
-        return replace(self, choices=tuple(choices))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,10 +25,9 @@ from tvm.target import Target
 
 from ...config.targets import profile_of_target
 from ...errors import Unsupported
-from ..database.metaschedule import trace_text
-from . import replay
+from ..database import replay
+from ..database.replay import module_of, trace_text
 from .schedule_features import Features, Judge
-from .space_blocks import module_of
 from .spaces import Design, SpaceKind, design
 
 POPULATION = 64

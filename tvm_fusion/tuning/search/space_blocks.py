@@ -10,7 +10,6 @@ from collections.abc import Callable
 from enum import Enum
 from functools import cache
 
-import tvm
 import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.ir import Expr, TensorLoad, Var
@@ -20,6 +19,7 @@ from ...errors import Unsupported
 from ...ir.access import Pipe
 from ...ir.extents import product_key
 from ...ir.reader import extent_of, pipe_of
+from ..database.replay import module_of
 
 _SPATIAL, _REDUCE = 0, 2  # tirx.IterVar.DataPar, CommReduce
 
@@ -205,19 +205,6 @@ def schedule_of(func: tirx.PrimFunc, seed: int = 1) -> s_tir.Schedule:
     """A fresh schedule of a function under the name `main`."""
     mod = module_of(func)
     return s_tir.Schedule(mod, seed=seed, error_render_level="fast")
-
-
-def module_of(func: tirx.PrimFunc) -> tvm.IRModule:
-    """The module that the schedules and traces of a function are of.
-
-    Its body is an object of its own: a schedule changes a body in place that several functions
-    share, as a function and its `with_attr` do.
-    """
-    realize = func.body
-    if not isinstance(realize, s_tir.SBlockRealize):
-        raise Unsupported("the function's body is no block")
-    body = s_tir.SBlockRealize(realize.iter_values, realize.predicate, realize.block)
-    return tvm.IRModule({"main": func.with_body(body).with_attr("global_symbol", "main")})
 
 
 def attempt(primitive: Callable, *arguments) -> bool:

@@ -26,8 +26,9 @@ from tvm.target import Target
 
 from ...errors import Unsupported
 from ...ir.quick_stacks import register_tensor_intrinsics
+from ..database.replay import module_of
 from . import space_cuda, space_llvm
-from .space_blocks import Blocks, inline, module_of, refuse_unknown, schedule_of, shared_rows
+from .space_blocks import Blocks, inline, refuse_unknown, schedule_of, shared_rows
 
 SpaceKind = Literal["own", "stock"]
 Scheduling = Callable[[s_tir.Schedule], None]

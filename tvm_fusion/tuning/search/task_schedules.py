@@ -16,7 +16,7 @@ import tvm
 
 from ...config import HardwareProfile
 from ...kernels.cpu.contraction.panels import without_constants
-from ..measure.trial_record import Trial
+from ..database.trial import Trial
 from ..session.choices import TRACE_CHOICE
 from ..session.settings import Settings
 from ..session.tasks import Task, without_stamps

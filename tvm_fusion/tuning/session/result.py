@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...plan.plan import FusionPlan
-from ..measure.trial_record import Trial
+from ..database.trial import Trial
 from .choices import DEFAULT
 from .lookup import TunedKernels
 from .task_state import TaskState

@@ -24,11 +24,11 @@ from typing import Any, Protocol
 import tvm
 
 from ...errors import TargetError
+from ..database.trial import Trial
 from ..measure.building import Place
 from ..measure.measurements import Measurements
 from ..measure.measuring import Measurement, Meter
 from ..measure.processes import LOST, Answer, Worker, scratch_folder, wait_for
-from ..measure.trial_record import Trial
 from ..measure.workshop import POLL_S, Job, Workshop
 from ..search.thinking import Thinkers
 from .choices import DEFAULT, Choice

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ..measure.trial_record import Trial
+from ..database.trial import Trial
 from ..search.surrogate import Surrogate, expected_gain
 from ..search.task_schedules import Evolution, Search
 from .choices import DEFAULT, TRACE_CHOICE, Choice

@@ -9,7 +9,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -21,32 +21,27 @@ from ...errors import InputError, TargetError
 from ...flow.functions import planned_functions
 from ...flow.planned import Planned
 from ...kernels.registry import added
-from ...plan.decide.caution import measured_whole, unfused_times
-from ...plan.decide.decide import caution_of
-from ...plan.plan import FusionPlan
 from ..database import Database, check_place, find_database
+from ..database.trial import LASTING
 from ..measure.building import Place
 from ..measure.measuring import LocalMeter, Meter
 from ..measure.processes import Worker, stop_all
-from ..measure.trial_record import LASTING
 from ..measure.workshop import make_builders
 from ..search.task_schedules import evolution_of
 from .choices import DEFAULT, Choice, chosen, class_choices
-from .contested import Contested, Weighed, contested, rivals_of, settled, weighed
-from .joint import JointRuns, local_worker
-from .lookup import TunedKernels, plan_key
+from .contested import TunedFunction, local_worker
+from .lookup import TunedKernels
 from .result import TuneResult, failures_of, tuned_task
 from .session import Session, TimeLimit
 from .settings import Settings, load_settings
 from .task_state import TaskState
-from .tasks import CLASS, Task, tasks_of
+from .tasks import CLASS, Task
 
 logger = logging.getLogger(__name__)
 
 JOINT_SHARE = 0.25  # of the minutes, at most, for joint runs
 INTERRUPT = "interrupted"
 FAVOURITES = 2  # of each kernel class, tried early
-JOINT = "joint"  # beside the fields of a kept plan: the joint runs of its contested cuts
 
 
 def tune(
@@ -81,9 +76,7 @@ def tune(
     keeper = find_database(database, first.hw, first.target)
     place = Place(target_text(target, first), first.policy, added())
     kernels = TunedKernels(keeper, settings.certain_gain)
-    functions = {
-        name: TunedFunction.of(one, keeper, place, kernels) for name, one in planned.items()
-    }
+    functions = {name: TunedFunction(one, keeper, place, kernels) for name, one in planned.items()}
     tasks = each_once([function.tasks for function in functions.values()])
     states = [_state(task, first, settings, keeper) for task in tasks]
     states = [s for s in states if s is not None]
@@ -116,7 +109,7 @@ def tune(
             lost = error
         with held_interrupts() as came:
             stop_all(own)
-            plans = {name: one.settle(settings) for name, one in functions.items()}
+            plans = {name: one.settle(settings.certain_gain) for name, one in functions.items()}
             tuned = tuple(tuned_task(state, kernels) for state in states)
     finally:
         stop_all(own)
@@ -134,65 +127,6 @@ def tune(
         tuple(functions),
         database=Path(database),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class TunedFunction:
-    """What is tuned of one function of the model.
-
-    Attributes
-    ----------
-    planned : Planned
-    keeper : Database
-    cuts : list of Contested
-        Of its plan.
-    tasks : list of lists of Task
-        Of the plan, and of each cut's plan.
-    key : str
-        Of its plan in the database.
-    runs : JointRuns
-        Of the cuts.
-    """
-
-    planned: Planned
-    keeper: Database
-    cuts: list[Contested]
-    tasks: list[list[Task]]
-    key: str
-    runs: JointRuns
-
-    @classmethod
-    def of(
-        cls, planned: Planned, keeper: Database, place: Place, kernels: TunedKernels
-    ) -> TunedFunction:
-        """With what the database has of it."""
-        graph, hw, policy = planned.graph, planned.hw, planned.policy
-        cuts = contested(graph, planned.plan, planned.alone, hw, policy)
-        plans = (planned.plan, *(cut.plan for cut in cuts))
-        tasks = [tasks_of(planned.low, graph, plan, policy, hw) for plan in plans]
-        key, runs = plan_key(planned.mod, hw, policy), JointRuns(planned, place, kernels)
-        runs.restore((keeper.plan(key) or {}).get(JOINT))
-        return cls(planned, keeper, cuts, tasks, key, runs)
-
-    def add_rivals(self, states: Sequence[TaskState]) -> None:
-        """Tell the states of its kernels which cuts they are for."""
-        for rival in rivals_of(self.cuts, self.tasks, states, self.planned.hw.queued_launch_us):
-            for state in rival.other:
-                state.rivals.append(rival)
-
-    def run(self, worker: Worker | None, seconds: float) -> None:
-        """Run the cuts both ways with their tuned kernels."""
-        self.runs.run(self._weighed(), worker, seconds)
-
-    def settle(self, settings: Settings) -> FusionPlan:
-        """Keep, and return, the plan as measurements settle it."""
-        measured = self._weighed()
-        plan = settled_plan(self.planned, measured, self.runs, settings)
-        self.keeper.save_plan(self.key, plan.to_dict() | {JOINT: self.runs.to_dict(measured)})
-        return plan
-
-    def _weighed(self) -> list[Weighed]:
-        return weighed_cuts(self.planned, self.cuts, self.tasks, self.runs.kernels)
 
 
 def each_once(functions: Iterable[Sequence[Sequence[Task]]]) -> list[Task]:
@@ -230,35 +164,6 @@ def _state(task: Task, planned: Planned, settings: Settings, keeper: Database) -
     state = TaskState(task, choices, settings, evolution, favourites(task, keeper, choices))
     state.restore(trial for trial in known if trial.checked)
     return state
-
-
-def weighed_cuts(
-    planned: Planned,
-    cuts: Sequence[Contested],
-    tasks: Sequence[Sequence[Task]],
-    kernels: TunedKernels,
-) -> list[Weighed]:
-    """The contested cuts with the times of their tuned kernels; `tasks` are those of the plan and
-    of each cut's.
-    """
-
-    def us_of(task: Task) -> float | None:
-        trial = kernels.trial(task.workload)
-        return trial.us if trial is not None else None
-
-    return weighed(cuts, tasks, us_of, planned.hw.queued_launch_us)
-
-
-def settled_plan(
-    planned: Planned, cuts: Sequence[Weighed], runs: JointRuns, settings: Settings
-) -> FusionPlan:
-    """The plan with its contested cuts decided by joint runs, or by the times of tuned kernels."""
-    found = [(one, runs.found(one)) for one in cuts]
-    plan = settled(planned.graph, planned.plan, found, settings.certain_gain)
-    if plan.groups == planned.plan.groups or plan.evidence is None:
-        return plan
-    caution = caution_of(planned.hw, planned.policy)
-    return measured_whole(planned.graph, plan, unfused_times(planned.alone), caution)
 
 
 def target_text(target: Any, planned: Planned) -> str:
