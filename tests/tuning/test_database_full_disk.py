@@ -12,7 +12,7 @@ import pytest
 from tvm_fusion.errors import InputError
 from tvm_fusion.host import appended_files
 from tvm_fusion.host.appended_files import LOCK
-from tvm_fusion.tuning.database import Database, store
+from tvm_fusion.tuning.database import Database, export, store
 from tvm_fusion.tuning.database.store import TRIALS
 
 from ..support.tune_database import (
@@ -103,9 +103,16 @@ def test_a_folder_that_is_gone_is_made_again(folder):
 
 def test_a_limit_of_the_system_on_files_is_a_full_disk(folder):
     before = bytes_of(folder)
-    message = in_child(_add_beyond_limit, folder)
-    assert "File too large" in message
+    assert "File too large" in in_child(_add_beyond_limit, folder)
+    assert f"cannot write {folder}/out: " in in_child(_export_beyond_limit, folder)
     assert bytes_of(folder) == before
+
+
+def _export_beyond_limit(folder):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    with pytest.raises(InputError) as caught:  # TVM writes a part and says nothing
+        export(folder, folder / "out")
+    return str(caught.value)
 
 
 def _add_beyond_limit(folder):

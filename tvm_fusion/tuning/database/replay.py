@@ -5,8 +5,8 @@ so that replaying needs neither rules nor post-processors:
 
     [[["GetSBlock",[],["matmul","main"],["b0"]], ...], [[4,[8,16]], ...]]
 
-TVM reads beyond its arrays where a trace is malformed. The texts here are TVM's own: from a
-schedule that was made here, or from one that a process of its own replayed (`foreign`).
+TVM crashes on some malformed traces. The texts here are its own: of a schedule that was made here,
+or of one that another process replayed (`foreign`).
 """
 
 from __future__ import annotations

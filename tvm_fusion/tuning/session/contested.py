@@ -61,6 +61,11 @@ class Cut:
     now: tuple[Task, ...]
     other: tuple[Task, ...]
 
+    @property
+    def ways(self) -> tuple[tuple[PlannedGroup, ...], tuple[PlannedGroup, ...]]:
+        """The other groups, and those of the plan."""
+        return self.region.hopeful, self.region.careful
+
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
@@ -164,13 +169,13 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class JointRequest:
-    """A cut to be run both ways: the JSON of the region's module and the constants of the model
-    among its parameters, the groups of the other way and of the plan, and the kernels' trials.
+    """A cut to be run both ways: `mod` is the JSON of the region's module, `constants` are those of
+    the model among its parameters, and `trials` those of the kernels.
     """
 
     mod: str
     constants: Mapping[int, Any]
-    sides: tuple[tuple[PlannedGroup, ...], tuple[PlannedGroup, ...]]
+    ways: tuple[tuple[PlannedGroup, ...], tuple[PlannedGroup, ...]]
     trials: Mapping[str, tuple[Trial, ...]]
     certain_gain: float
     place: Place
@@ -192,7 +197,7 @@ def run_here(request: JointRequest) -> Comparison | None:
         mod = tvm.ir.load_json(request.mod)
         part = RegionModule(mod, build_graph(mod), dict(request.constants))
         tuned = TunedKernels(Sent(request.trials), request.certain_gain)
-        found = timed(part, request.sides, hw, request.place.policy, target, budget, tuned)
+        found = timed(part, request.ways, hw, request.place.policy, target, budget, tuned)
         if missing := request.trials.keys() - tuned.used.keys():
             raise BuildError(f"the chosen kernels of {', '.join(sorted(missing))} are not used")
         return found
@@ -313,7 +318,7 @@ class TunedFunction:
             return None
         number = {op.name: op.id for op in part.graph.ops}
         parts = [part.graph.fingerprint()]
-        for groups, tasks in zip(_groups(one.cut), (one.cut.other, one.cut.now), strict=True):
+        for groups, tasks in zip(one.cut.ways, (one.cut.other, one.cut.now), strict=True):
             for group, task in zip(launched(groups), tasks, strict=True):
                 trial = self._kernels.trial(task.workload)
                 parts.append([[number[n] for n in group.ops], task.key, trial.kind, trial.text])
@@ -327,12 +332,7 @@ class TunedFunction:
             self._kernels.certain_gain,
         )
         trials = {t.key: tuple(source.trials(t.workload)) for t in cut.now + cut.other}
-        return JointRequest(mod, part.constants, _groups(cut), trials, gain, self._place, seconds)
-
-
-def _groups(cut: Cut) -> tuple[tuple[PlannedGroup, ...], tuple[PlannedGroup, ...]]:
-    """Those of the other way, and those of the plan."""
-    return cut.region.hopeful, cut.region.careful
+        return JointRequest(mod, part.constants, cut.ways, trials, gain, self._place, seconds)
 
 
 def local_worker(meters: Iterable[Any]) -> Worker | None:
