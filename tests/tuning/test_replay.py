@@ -11,19 +11,16 @@ from tvm_fusion.tuning.database import Database, replay, trace_text
 from tvm_fusion.tuning.database.trial import Trial
 
 from ..support.kernel_cases import fuse
-from ..support.tune_functions import CUDA, LLVM, evolving, fused, layer_norm, softmax
+from ..support.tune_functions import CUDA, LLVM, evolving, fused, layer_norm, softmax, texts_of
 
 
 @pytest.mark.parametrize("target", [LLVM, CUDA], ids=["llvm", "cuda"])
-@pytest.mark.parametrize("space", ["own", "stock"])
-def test_a_replayed_text_is_the_very_candidate(space, target):
+def test_a_replayed_text_is_the_very_candidate(target):
     func = fused("softmax")
-    search = evolving(func, target, space=space, seed=4, trials=6, batch=4)
-    texts = search.ask(6)
-    assert len(texts) == 6
-    for text in texts:
-        mod = search._candidates[text].sch.mod
-        assert tvm_ffi.structural_equal(replay.schedule(func, text).mod, mod)
+    proposed = evolving(func, target, seed=4).next(6)
+    assert len(proposed) == 6
+    for text, candidate in proposed:
+        assert tvm_ffi.structural_equal(replay.schedule(func, text).mod, candidate.sch.mod)
         assert trace_text(replay.schedule(func, text).trace) == text
 
 
@@ -64,14 +61,13 @@ ON_TENSOR_CORES = ("convolution", "product")
 def test_candidates_of_tvms_rules_for_cuda_come_back_as_they_were(name):
     emit, *inputs = STOCK_CASES[name]
     func = fuse(emit, *inputs)
-    search = evolving(func, CUDA, space="stock", seed=4, trials=3, batch=3)
-    texts = search.ask(3)
-    assert len(texts) == 3
-    assert all(('"Tensorize"' in text) == (name in ON_TENSOR_CORES) for text in texts)
-    for text in texts:
+    proposed = evolving(func, CUDA, seed=4).next(3)
+    assert len(proposed) >= 2
+    assert all(('"Tensorize"' in text) == (name in ON_TENSOR_CORES) for text, _ in proposed)
+    for text, candidate in proposed:
         assert replay.canonical(text) == text
         sch = replay.schedule(func, text)
-        assert tvm_ffi.structural_equal(sch.mod, search._candidates[text].sch.mod)
+        assert tvm_ffi.structural_equal(sch.mod, candidate.sch.mod)
         assert trace_text(sch.trace) == text
 
 
@@ -79,7 +75,7 @@ def test_candidates_for_tensor_cores_compile(tmp_path, monkeypatch):
     """Shared memory of two dtypes: operands in float16, results in float32."""
     monkeypatch.setenv("TVM_FUSION_CACHE", str(tmp_path))
     func = fuse(*STOCK_CASES["convolution"])
-    (text,) = evolving(func, CUDA, space="stock", seed=4, trials=1, batch=1).ask(1)
+    (text,) = texts_of(evolving(func, CUDA, seed=4), 1)
     kernel = replay.scheduled(func, text).with_attr("global_symbol", "kernel")
     _, resources = build_functions(tvm.IRModule({"kernel": kernel}), CUDA)
     assert all(r.registers > 0 for r in resources)
@@ -87,7 +83,7 @@ def test_candidates_for_tensor_cores_compile(tmp_path, monkeypatch):
 
 def test_a_database_keeps_traces_for_tensor_cores(tmp_path):
     func = fuse(*STOCK_CASES["product"])
-    (text,) = evolving(func, CUDA, space="stock", trials=1, batch=1).ask(1)
+    (text,) = texts_of(evolving(func, CUDA), 1)
     trial = Trial("trace", text, "ok", 2.0, 0.0, (2.0,))
     database = Database(tmp_path, "device", target=CUDA)
     database.add(func, CUDA, trial)
@@ -99,14 +95,14 @@ def test_a_database_keeps_traces_for_tensor_cores(tmp_path):
 
 def test_a_replayed_function_keeps_its_name_and_attributes():
     func = fused("chain").with_attr({"global_symbol": "kernel", "of_somebody": 7})
-    (text,) = evolving(func, LLVM, trials=1, batch=1).ask(1)
+    (text,) = texts_of(evolving(func, LLVM), 1)
     kernel = replay.scheduled(func, text)
     assert kernel.attrs["global_symbol"] == "kernel"
     assert int(kernel.attrs["of_somebody"]) == 7
 
 
 def test_a_trace_of_another_function_is_refused():
-    (text,) = evolving(fused("linear"), LLVM, trials=1, batch=1).ask(1)
+    (text,) = texts_of(evolving(fused("linear"), LLVM), 1)
     with pytest.raises(Unsupported, match="does not fit this function"):
         replay.scheduled(fused("softmax"), text)
     with pytest.raises(Unsupported, match="is no JSON"):

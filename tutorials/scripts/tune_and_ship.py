@@ -38,7 +38,7 @@ def model() -> tvm.IRModule:
 
 def tuned_into(folder: Path) -> None:
     """Tune the model for a few seconds; without these settings it takes minutes."""
-    few = {"spaces": ["own"], "builders": 1, "repeats": 3, "final_repeats": 9}
+    few = {"spaces": ["stock"], "builders": 1, "repeats": 3, "final_repeats": 9}
     print(tvm_fusion.tune(model(), TARGET, database=folder, trials=3, settings=few))
 
 

@@ -11,6 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tvm.s_tir.meta_schedule.builder import Builder
+    from tvm.s_tir.meta_schedule.cost_model import CostModel
+    from tvm.s_tir.meta_schedule.database import Database as Records
+    from tvm.s_tir.meta_schedule.runner import Runner
+
     from .measure.measuring import Meter
     from .measure.processes import Worker
     from .session.result import TuneResult
@@ -32,6 +37,10 @@ def tune(
     builders: Sequence[Worker] | None = None,
     meters: Sequence[Meter] | None = None,
     watch: Callable[[Session], None] | None = None,
+    builder: Builder | None = None,
+    runner: Runner | None = None,
+    cost_model: CostModel | None = None,
+    records: Records | None = None,
 ) -> TuneResult:
     """Measures choices for the kernels of a model's plan and keeps them in a database.
 
@@ -65,6 +74,16 @@ def tune(
         default a process on this machine that ends with the session.
     watch : callable, optional
         Called with the `Session` after each trial.
+    builder, runner : Builder and Runner of MetaSchedule, optional
+        In place of this package's; a builder needs a runner, and
+        `LocalBuilder(f_build=tvm_fusion.tuning.build_candidate)` knows this package's candidates.
+        What another runner measures is compared with nothing: its trials are kept as unchecked
+        ones, and nothing is chosen by them until `tune` measures them itself.
+    cost_model : CostModel of MetaSchedule, optional
+        Ranks schedules; by default an `XGBModel` with `PerStoreFeature`. Configurations of kernel
+        classes are ranked by this package's own.
+    records : Database of MetaSchedule, optional
+        Takes a record of each candidate as well.
 
     Returns
     -------
@@ -103,4 +122,17 @@ def tune(
         builders=builders,
         meters=meters,
         watch=watch,
+        builder=builder,
+        runner=runner,
+        cost_model=cost_model,
+        records=records,
     )
+
+
+def build_candidate(mod: Any, target: Any, params: Any = None) -> Any:
+    """What MetaSchedule's `LocalBuilder(f_build=...)` needs to build a session's candidates: see
+    `tune`. A library with a function `main`.
+    """
+    from .measure.building import build_candidate as build
+
+    return build(mod, target, params)

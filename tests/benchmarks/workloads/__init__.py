@@ -31,6 +31,7 @@ ON_CPUS: dict[str, Workload] = CPU | CPU_PRODUCTS | CPU_MODELS
 WORKLOADS: dict[str, Workload] = (
     MEMORY | MODELS | MEMORY_MORE | GEMM | SWEEP | SMALL | ATTENTION | TRANSFORMERS | ON_CPUS
 )
+FOR_TUNING: dict[str, Workload] = UNWRITTEN_GPU | UNWRITTEN_CPU
 SUITES = {
     "memory": tuple(MEMORY),
     "memory_more": tuple(MEMORY_MORE),
@@ -51,8 +52,8 @@ SUITES = {
 def require(names: Iterable[str]) -> None:
     """Raise InputError for a name that is no workload's."""
     for name in names:
-        if name not in WORKLOADS:
-            close = difflib.get_close_matches(name, WORKLOADS, 1)
+        if name not in WORKLOADS and name not in FOR_TUNING:
+            close = difflib.get_close_matches(name, (*WORKLOADS, *FOR_TUNING), 1)
             hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(WORKLOADS)}"
             raise InputError(f"unknown workload {name!r}; {hint}")
 
@@ -67,8 +68,8 @@ def names_of(suite: str, only: str | None) -> tuple[str, ...]:
     """
     names: dict[str, None] = {}
     for word in _words(suite):
-        if word not in SUITES and word not in WORKLOADS:
-            close = difflib.get_close_matches(word, (*SUITES, *WORKLOADS), 1)
+        if not any(word in known for known in (SUITES, WORKLOADS, FOR_TUNING)):
+            close = difflib.get_close_matches(word, (*SUITES, *WORKLOADS, *FOR_TUNING), 1)
             hint = f"did you mean {close[0]!r}?" if close else f"the suites are {', '.join(SUITES)}"
             raise InputError(f"unknown suite or workload {word!r}; {hint}")
         names |= dict.fromkeys(SUITES.get(word, (word,)))
@@ -86,7 +87,7 @@ def names_of(suite: str, only: str | None) -> tuple[str, ...]:
 def dtype_of(name: str, default: str) -> str:
     """Return the dtype that a workload names for itself, or the default."""
     require([name])
-    return WORKLOADS[name].dtype or default
+    return (WORKLOADS | FOR_TUNING)[name].dtype or default
 
 
 def make(name: str, device: str, dtype: str, scale: float = 1.0) -> Instance:
@@ -104,7 +105,7 @@ def make(name: str, device: str, dtype: str, scale: float = 1.0) -> Instance:
         Factor on every large extent, none below 64.
     """
     require([name])
-    return WORKLOADS[name].instance(name, device, dtype, scale)
+    return (WORKLOADS | FOR_TUNING)[name].instance(name, device, dtype, scale)
 
 
 def _words(text: str) -> list[str]:

@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import os
 import resource
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import tvm
-from tvm import tirx
+from tvm import s_tir, tirx
 
-from ...config import HardwareProfile, Policy, resolve_target
+from ...config import HardwareProfile, Policy, load_policy, resolve_target
 from ...kernels import registry
 from ...kernels.cpu.contraction.panels import PANELS_ATTR, Panels, wanted_panels, without_constants
 from ...runtime.build import cubin_cache
 from ...runtime.build.build import build_functions
+from ...runtime.build.lowering import APART_ATTR, SCHEDULED_ATTR
 from ...runtime.calls.launch_count import launched_kernels
 from ...runtime.timing.launch_kernels import symbol_of
 from ...transform.apply.write_kernels import write_kernel
 from ..database.replay import scheduled
-from ..session.choices import TRACE_CHOICE, config_of
-from ..session.tasks import CLASS, without_stamps
+from ..search.space import CONFIGURATION
+from ..session.choices import TRACE_CHOICE, class_choices, config_of
+from ..session.tasks import CLASS, ROUNDING, TF32, without_stamps
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,8 @@ class BuildRequest:
     place : Place
     path : Path
         Where the library goes.
+    symbol : str
+        The name of its function; by default one that no other has.
     """
 
     workload: str
@@ -71,6 +76,7 @@ class BuildRequest:
     text: str
     place: Place
     path: Path
+    symbol: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +124,7 @@ def build_choice(request: BuildRequest) -> BuiltChoice:
         kernel = written(workload, request.kind, request.text, hw, request.place.policy)
     panels = wanted_panels(kernel)
     kernel = kernel.without_attr(PANELS_ATTR) if panels else kernel
-    symbol = symbol_of(kernel)
+    symbol = request.symbol or symbol_of(kernel)
     mod = tvm.IRModule({symbol: kernel.with_attr("global_symbol", symbol)})
     library, resources = build_functions(mod, target)
     launched = launched_kernels(library).get(symbol, ())
@@ -150,3 +156,33 @@ def written(
         return without_constants(without_stamps(workload))
     config = config_of(workload, text, hw, policy)
     return write_kernel(without_stamps(workload), name, hw, policy, config)
+
+
+def build_candidate(
+    mod: tvm.IRModule, target: tvm.target.Target, params: Any = None
+) -> tvm.runtime.Module:
+    """What `LocalBuilder(f_build=...)` of MetaSchedule needs to build candidates of a session: a
+    library with a function `main`, of a configuration that the root block names, or of a schedule.
+
+    Raises
+    ------
+    Unsupported
+        The class does not write that configuration.
+    """
+    hw, func = resolve_target(target)[1], mod["main"]
+    if CONFIGURATION not in func.body.block.annotations:
+        kernel = func.with_attr({SCHEDULED_ATTR: True, APART_ATTR: True})
+    else:
+        number = int(func.body.block.annotations[CONFIGURATION])
+        sch = s_tir.Schedule(mod)
+        sch.unannotate(sch.get_sblock(func.body.block.name_hint), CONFIGURATION)
+        workload = sch.mod["main"]
+        stamps = workload.attrs
+        policy = replace(
+            load_policy(), rounding=str(stamps[ROUNDING]), allow_tf32=bool(stamps[TF32])
+        )
+        choice, _ = class_choices(workload, hw, policy)[number]
+        with target:
+            kernel = written(workload, choice.kind, choice.text, hw, policy)
+    kernel = kernel.with_attr("global_symbol", "main")
+    return build_functions(tvm.IRModule({"main": kernel}), target)[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from ...errors import TargetError
@@ -121,11 +121,11 @@ class Measurements:
         took_s = self._took_s.get(state.task.key)
         return statistics.median(took_s) if took_s else 0.0
 
-    def drop(self) -> list[Job]:
-        """Forgets what waits for a meter; the jobs."""
-        dropped = [job for _, jobs in self._waiting for job in jobs]
-        self._waiting.clear()
-        return dropped
+    def drop(self, is_dropped: Callable[[Job], bool] = lambda job: True) -> list[Job]:
+        """Forgets trials that wait for a meter; the jobs."""
+        lost = [asked for asked in self._waiting if any(map(is_dropped, asked[1]))]
+        self._waiting = [asked for asked in self._waiting if asked not in lost]
+        return [job for _, jobs in lost for job in jobs]
 
     def stop(self) -> None:
         """Ends what is under way."""

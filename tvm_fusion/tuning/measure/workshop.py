@@ -1,13 +1,15 @@
-"""Builders, and the libraries that they made for a session."""
+"""The builders of a session, and the libraries that they made."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import statistics
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import tvm
 
@@ -30,18 +32,33 @@ def make_builders(settings: Settings) -> list[Worker]:
     return [Worker(f"builder {i}", setup, torch=False) for i in range(count)]
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
-    """One choice of a task on its way through a session."""
+    """One choice of a task on its way through a session.
+
+    Attributes
+    ----------
+    state : TaskState
+    choice : Choice
+    path : Path
+        Of its library.
+    trial : bool
+        Whether it is to be measured; else its library alone is wanted.
+    built : BuiltChoice or None
+    result : tvm.s_tir.meta_schedule.runner.RunnerResult or None
+        What came of it; None on the way.
+    """
 
     state: TaskState
     choice: Choice
     path: Path
+    trial: bool = True
     built: BuiltChoice | None = None
+    result: Any = None
 
 
 class Workshop:
-    """Builds choices and keeps the libraries.
+    """Builds choices, in the order in which it is asked, and keeps the libraries.
 
     Parameters
     ----------
@@ -50,23 +67,26 @@ class Workshop:
     settings : Settings
     folder : Path
         Where libraries are written.
+    symbol : str
+        The name of each library's function; by default one that no other has.
     """
 
     def __init__(
-        self, builders: Sequence[Worker], place: Place, settings: Settings, folder: Path
+        self,
+        builders: Sequence[Worker],
+        place: Place,
+        settings: Settings,
+        folder: Path,
+        symbol: str = "",
     ) -> None:
-        self.builders, self.place, self.folder = builders, place, folder
+        self.builders, self.place, self.folder, self._symbol = builders, place, folder, symbol
         self._limit_s = settings.build_timeout_s
+        self._queue: deque[Job] = deque()
         self._building: dict[Worker, Job] = {}
         self._took_s: list[float] = []
         self._libraries: dict[tuple[str, str], BuiltChoice] = {}
         self._texts: dict[str, str] = {}
         self._numbers = itertools.count()
-
-    @property
-    def is_free(self) -> bool:
-        """Whether a builder has nothing to do."""
-        return len(self._building) < len(self.builders)
 
     @property
     def busy(self) -> list[Worker]:
@@ -78,13 +98,32 @@ class Workshop:
         """What building a choice takes, by those so far; 0 where there was none."""
         return statistics.median(self._took_s) if self._took_s else 0.0
 
-    def begin(self, state: TaskState, choice: Choice) -> None:
-        """Has a free builder build a choice."""
-        builder = next(b for b in self.builders if b not in self._building)
-        job = Job(state, choice, self.folder / f"{next(self._numbers)}.so")
-        request = BuildRequest(self.text(state), choice.kind, choice.text, self.place, job.path)
-        self._building[builder] = job
-        builder.send(build_choice, (request,), self._limit_s)
+    def job(self, state: TaskState, choice: Choice, trial: bool = True) -> Job:
+        """A choice on its way."""
+        return Job(state, choice, self.folder / f"{next(self._numbers)}.so", trial)
+
+    def begin(self, job: Job) -> None:
+        """Asks for the library of a choice."""
+        self._queue.append(job)
+        self._go_on()
+
+    def is_asked(self, state: TaskState, text: str) -> bool:
+        """Whether the library of a choice is on its way."""
+        jobs = (*self._queue, *self._building.values())
+        return any(job.state is state and job.choice.text == text for job in jobs)
+
+    def have(self, wanted: Iterable[tuple[TaskState, Choice]]) -> None:
+        """Builds the libraries that are not there; those that cannot be built are logged."""
+        for state, choice in wanted:
+            if self.library(state, choice.text) is None:
+                self.begin(self.job(state, choice, trial=False))
+        while self.busy:
+            wait_for(self.busy, POLL_S)
+            for job, answer in self.collect():
+                if job.built is not None:
+                    self.keep(job)
+                else:
+                    logger.warning("%s %s: %s", job.state.task.name, job.choice.text, answer.why)
 
     def collect(self) -> list[tuple[Job, Answer]]:
         """What was built since the last call, and what was not and why."""
@@ -96,14 +135,17 @@ class Workshop:
                     job.built = answer.value
                     self._took_s.append(answer.seconds)
                 found.append((job, answer))
+        self._go_on()
         return found
 
-    def abandon(self) -> list[Job]:
-        """Ends all that is being built; the jobs that are lost."""
-        lost = list(self._building.values())
-        for builder in self._building:
-            builder.stop()
-        self._building.clear()
+    def drop(self, is_dropped: Callable[[Job], bool] = lambda job: True) -> list[Job]:
+        """Ends what is being built and forgets what is to be; the jobs that are lost."""
+        lost = [job for job in (*self._queue, *self._building.values()) if is_dropped(job)]
+        self._queue = deque(job for job in self._queue if job not in lost)
+        for builder, job in list(self._building.items()):
+            if job in lost:
+                builder.stop()
+                del self._building[builder]
         return lost
 
     def keep(self, job: Job) -> None:
@@ -114,28 +156,21 @@ class Workshop:
         """The library of a choice, if it was built in this session."""
         return self._libraries.get((state.task.key, text))
 
-    def have(
-        self,
-        wanted: Iterable[tuple[TaskState, Choice]],
-        is_late: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """Builds the libraries that are not there, until it is late; those that cannot be built are
-        logged.
-        """
-        left = [(s, choice) for s, choice in wanted if self.library(s, choice.text) is None]
-        while (left and not is_late()) or self._building:
-            while left and self.is_free and not is_late():
-                self.begin(*left.pop(0))
-            wait_for(self.busy, POLL_S)
-            for job, answer in self.collect():
-                if job.built is not None:
-                    self.keep(job)
-                else:
-                    logger.warning("%s %s: %s", job.state.task.name, job.choice.text, answer.why)
-
     def text(self, state: TaskState) -> str:
         """The workload of a task as JSON."""
         key = state.task.key
         if key not in self._texts:
             self._texts[key] = tvm.ir.save_json(state.task.workload)
         return self._texts[key]
+
+    def _go_on(self) -> None:
+        for builder in self.builders:
+            if not self._queue:
+                return
+            if builder not in self._building:
+                job = self._building[builder] = self._queue.popleft()
+                kind, text = job.choice.kind, job.choice.text
+                request = BuildRequest(
+                    self.text(job.state), kind, text, self.place, job.path, self._symbol
+                )
+                builder.send(build_choice, (request,), self._limit_s)

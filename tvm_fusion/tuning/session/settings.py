@@ -10,7 +10,7 @@ from ...config.toml import nearest, number, parse, read_toml
 from ...errors import ConfigError
 from ..search.surrogate import Spread
 
-SPACES = ("class", "own", "stock")
+SPACES = ("class", "stock")
 _LEAST = {
     "trials": 1,
     "trials_per_task": 1,
@@ -44,9 +44,9 @@ class Settings:
     name : str
         For reports.
     spaces : tuple of str
-        "class": the configurations of the kernel classes. "own": MetaSchedule evolves schedules in
-        this package's design spaces, for operators that no class of this package writes (and for
-        every kernel on a CPU). "stock": the same in TVM's own space.
+        "class": the configurations of the kernel classes. "stock": MetaSchedule evolves schedules
+        in its own design space, for operators that no class of this package writes (and for every
+        kernel on a CPU).
     trials : int
         Most trials of the session.
     trials_per_task : int
@@ -66,7 +66,7 @@ class Settings:
         of a task in a process, have a time of their own (`processes.PREPARING_S`; at TVM's own RPC
         servers both count together), and final measurements one for all their samples.
     evolve_timeout_s : float
-        After which a design space of a task is given up, where a batch of its schedules is awaited.
+        Of a batch of schedules: a search that took longer is left.
     joint_s : float
         Most time after the trials, for all contested cuts together, in which these are run both
         ways with their tuned kernels (a quarter of the minutes at most); those it does not reach
@@ -87,7 +87,7 @@ class Settings:
         Differing settings after which one choice says 1/e about another.
     evolved_gain : float
         Share of a kernel's time that a first batch of evolved schedules is expected to save; halved
-        for a design space with every batch of it that is not the best and 1 % faster than before.
+        with every batch that is not 1 % faster than what was best before.
     seed : int
         Of what is drawn.
     """

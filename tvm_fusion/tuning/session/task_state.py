@@ -1,27 +1,19 @@
-"""What is known of one task while it is tuned, and which choice is worth a trial next."""
+"""What is known of one task while it is tuned, and which choices are worth a trial next."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..database.trial import Trial
 from ..search.surrogate import Surrogate, expected_gain
-from ..search.task_schedules import Evolution, Search
 from .choices import DEFAULT, TRACE_CHOICE, Choice
 from .settings import Settings
 from .tasks import Task
 
-URGENT = float("inf")
 OPEN = 1.15  # a cut whose kernels take longer than this many times those of the plan is given up
-
-
-@dataclass(frozen=True, slots=True)
-class Proposal:
-    """A choice of a task, and the microseconds of the whole plan that it is expected to save."""
-
-    choice: Choice
-    gain_us: float
+NOTHING = 0.01  # a batch of schedules that saves less of the time has brought nothing
 
 
 @dataclass
@@ -34,29 +26,42 @@ class TaskState:
     choices : list of Choice
         Of its kernel class, `default` first.
     settings : Settings
-    evolution : Evolution, optional
-        Where schedules are evolved for it.
+    is_evolved : bool
+        Whether schedules of TVM's space compete with its class.
     favourites : tuple of str
-        Texts that were best for kernels like it: tried after `default`.
+        Texts that were best for kernels like it: tried with `default`.
     rivals : list of Rival
         Where it is a kernel of other cuts than the plan's: those cuts.
+    seeds : tuple of (text, us)
+        Schedules that were measured elsewhere, or that nobody checked.
+    trials : dict of str to Trial
+        By text.
+    pending : set of str
+        Texts that are being tried.
+    evolved_share : float
+        Of the kernel's time, that the next batch of schedules is expected to save.
+    is_closed : bool
+        Whether there are no more trials of it in this session.
     """
 
     task: Task
     choices: list[Choice]
     settings: Settings
-    evolution: Evolution | None = None
+    is_evolved: bool = False
     favourites: tuple[str, ...] = ()
     rivals: list[Rival] = field(default_factory=list, repr=False)
+    seeds: tuple[tuple[str, float], ...] = ()
     trials: dict[str, Trial] = field(default_factory=dict)
     pending: set[str] = field(default_factory=set)
+    evolved_share: float = 0.0
+    is_closed: bool = False
 
     def __post_init__(self) -> None:
-        self._position = {choice.text: i for i, choice in enumerate(self.choices)}
         texts = [choice.like or choice.text for choice in self.choices]
         usual = self.choices[0].predicted_us or self.task.predicted_us
         predicted = [choice.predicted_us or usual for choice in self.choices]
         self._surrogate = Surrogate(texts, predicted, self.settings.spread)
+        self.evolved_share = self.settings.evolved_gain if self.is_evolved else 0.0
 
     # ---- results
     @property
@@ -76,20 +81,16 @@ class TaskState:
         return self.best_us or self.task.predicted_us
 
     @property
-    def spent(self) -> int:
-        """Trials, those that run included."""
-        return len(self.trials) + len(self.pending)
+    def left(self) -> int:
+        """Trials that it may still have."""
+        spent = len(self.trials) + len(self.pending)
+        return 0 if self.broken or self.is_closed else max(0, self.settings.trials_per_task - spent)
 
     @property
     def broken(self) -> bool:
         """Whether not even the untuned kernel runs: there is nothing to compare with."""
         trial = self.trials.get(DEFAULT)
         return trial is not None and trial.us is None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether no trial is to follow: all are spent, or there is nothing to compare with."""
-        return self.broken or self.spent >= self.settings.trials_per_task
 
     @property
     def weight(self) -> float:
@@ -100,18 +101,19 @@ class TaskState:
             return self.task.count
         return 0.5 if any(rival.is_open for rival in self.rivals) else 0.0
 
+    @property
+    def total_us(self) -> float:
+        """Of all launches of the plan that use the kernel."""
+        return self.weight * self.current_us
+
     def restore(self, trials: Iterable[Trial]) -> None:
         """Takes what was measured in sessions before."""
         self.trials.update({t.text: t for t in trials})
 
-    def tell(self, trials: Iterable[Trial]) -> None:
-        """Takes results of this session."""
-        trials = list(trials)
-        for trial in trials:
-            self.trials[trial.text] = trial
-            self.pending.discard(trial.text)
-        if self.evolution is not None:
-            self.evolution.tell([t for t in trials if t.kind == TRACE_CHOICE], self.best_us)
+    def tell(self, trial: Trial) -> None:
+        """Takes a result of this session."""
+        self.trials[trial.text] = trial
+        self.pending.discard(trial.text)
 
     def finalists(self) -> list[Trial]:
         """The choices to be timed side by side, the untuned one first."""
@@ -122,68 +124,57 @@ class TaskState:
     @property
     def needs_final(self) -> bool:
         """Whether there are choices to tell apart that were not timed side by side."""
-        if self.untuned_us is None or len(self.trials) < 2:
+        if self.untuned_us is None or len(found := self.finalists()) < 2:
             return False
-        least = self.settings.final_repeats
-        return any(len(t.samples_us) < least for t in self.finalists())
+        return any(len(t.samples_us) < self.settings.final_repeats for t in found)
 
-    # ---- the next trial
-    def propose(self) -> Proposal | None:
-        """The choice that is expected to save most; None where nothing is left or worth it."""
-        if self.is_done:
-            return None
-        if DEFAULT not in self.trials:
-            first = self.choices[0]
-            if DEFAULT in self.pending or not self.weight:
-                return None
-            return Proposal(first, URGENT)
-        if not self.weight:
-            return None
-        found = [p for p in (self._of_class(), self._evolved()) if p is not None]
-        return max(found, key=lambda p: p.gain_us, default=None)
+    # ---- the next trials
+    def next_choices(self, count: int, least_us: float) -> list[Choice]:
+        """Choices of the class to try at once, those that are expected to save most first; none
+        where no trial is expected to save `least_us` of the plan's time.
 
-    def take(self, proposal: Proposal) -> None:
-        """The proposal becomes a trial."""
-        self.pending.add(proposal.choice.text)
-        if proposal.choice.kind == TRACE_CHOICE:
-            self.evolution.take(proposal.choice.text)
-
-    def _of_class(self) -> Proposal | None:
-        tried = self.trials.keys() | self.pending
-        left = [i for i, c in enumerate(self.choices) if c.text not in tried]
-        if not left or "class" not in self.settings.spaces:
-            return None
-        for text in self.favourites:
-            if (i := self._position.get(text)) in left:
-                return Proposal(self.choices[i], URGENT)
-        measured = {
-            i: self.trials[choice.text].us
-            for i, choice in enumerate(self.choices)
-            if choice.text in self.trials and self.trials[choice.text].us is not None
-        }
-        mean, deviation = self._surrogate.beliefs(measured)
-        gains = {i: expected_gain(mean[i], deviation[i], self.best_us) for i in left}
-        best = max(left, key=lambda i: (gains[i], -i))
-        return Proposal(self.choices[best], self.weight * gains[best])
-
-    def promising(self) -> list[tuple[Search, float]]:
-        """The searches that can be asked, and the microseconds of the whole plan that the next
-        schedule of each is expected to save.
+        Each takes for granted that those before it turn out as expected.
         """
-        if self.evolution is None or self.is_done:
+        count, known = min(count, self.left), DEFAULT in self.trials
+        if not self.weight or not count:
             return []
-        return [(s, self._total_us * self.evolution.promise(s)) for s in self.evolution.free]
+        found = [] if known or DEFAULT in self.pending else [self.choices[0]]
+        if "class" not in self.settings.spaces:
+            return found
+        tried = self.trials.keys() | self.pending
+        left = {i: c for i, c in enumerate(self.choices) if c.text not in tried and i}
+        found += [c for c in left.values() if c.text in self.favourites]
+        left = {i: c for i, c in left.items() if c not in found}
+        expected = {
+            i: trial.us
+            for i, choice in enumerate(self.choices)
+            if (trial := self.trials.get(choice.text)) is not None and trial.us is not None
+        }
+        while left and len(found) < count:
+            mean, deviation = self._surrogate.beliefs(expected)
+            best_us = self.best_us or math.exp(mean[0])
+            gains = {i: expected_gain(mean[i], deviation[i], best_us) for i in left}
+            best = max(left, key=lambda i: (gains[i], -i))
+            if self.weight * gains[best] < least_us:
+                break
+            found.append(left.pop(best))
+            expected[best] = math.exp(mean[best])
+        return found[:count]
 
-    def _evolved(self) -> Proposal | None:
-        text = self.evolution.next() if self.evolution is not None else None
-        if text is None:
-            return None
-        return Proposal(Choice(TRACE_CHOICE, text), self._total_us * self.evolution.expected_share)
+    def evolved_gain_us(self, batch: int) -> float:
+        """What a trial of the next batch of schedules is expected to save of the plan's time."""
+        return 0.0 if not self.left else self.total_us * self.evolved_share / batch
+
+    def judge(self, texts: Sequence[str], before_us: float | None) -> None:
+        """All of a batch of schedules was tried; `before_us` was the kernel's best time then."""
+        times = [self.trials[t].us for t in texts if t in self.trials and self.trials[t].us]
+        if before_us is not None and min(times, default=before_us) > (1 - NOTHING) * before_us:
+            self.evolved_share /= 2
 
     @property
-    def _total_us(self) -> float:
-        """Of all launches of the plan that use the kernel."""
-        return self.weight * self.current_us
+    def schedules(self) -> list[tuple[str, float | None]]:
+        """The schedules that were measured, with their microseconds."""
+        return [(t.text, t.us) for t in self.trials.values() if t.kind == TRACE_CHOICE]
 
 
 @dataclass(frozen=True, eq=False)

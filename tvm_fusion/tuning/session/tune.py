@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import tvm
+from tvm.s_tir.meta_schedule.builder import Builder
+from tvm.s_tir.meta_schedule.cost_model import CostModel
+from tvm.s_tir.meta_schedule.database import Database as Records
+from tvm.s_tir.meta_schedule.runner import Runner
 
 from ...check.sequential import Budget
+from ...config import HardwareProfile
 from ...errors import InputError, TargetError
 from ...flow.functions import planned_functions
 from ...flow.planned import Planned
@@ -27,12 +29,11 @@ from ..measure.building import Place
 from ..measure.measuring import LocalMeter, Meter
 from ..measure.processes import Worker, stop_all
 from ..measure.workshop import make_builders
-from ..search.task_schedules import evolution_of
-from .choices import DEFAULT, Choice, chosen, class_choices
+from .choices import DEFAULT, TRACE_CHOICE, Choice, chosen, class_choices
 from .contested import TunedFunction, local_worker
 from .lookup import TunedKernels
 from .result import TuneResult, failures_of, tuned_task
-from .session import Session, TimeLimit
+from .session import BATCH, Session, TimeLimit, held_interrupts
 from .settings import Settings, load_settings
 from .task_state import TaskState
 from .tasks import CLASS, Task
@@ -41,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 JOINT_SHARE = 0.25  # of the minutes, at most, for joint runs
 INTERRUPT = "interrupted"
+LEFT_TO_TVM = ("fallback", "stock")  # classes whose kernels are TVM's own schedules on a GPU
 FAVOURITES = 2  # of each kernel class, tried early
 
 
@@ -58,17 +60,26 @@ def tune(
     builders: Sequence[Worker] | None = None,
     meters: Sequence[Meter] | None = None,
     watch: Callable[[Session], None] | None = None,
+    builder: Builder | None = None,
+    runner: Runner | None = None,
+    cost_model: CostModel | None = None,
+    records: Records | None = None,
 ) -> TuneResult:
     """See `tvm_fusion.tune`."""
     for name, workers in (("builders", builders), ("meters", meters)):
         if workers is not None and not workers:
             raise InputError(f"{name}: none are given; None makes those of this machine")
+    if builder is not None and runner is None:
+        raise InputError(
+            "builder: what another builder made can only be measured by a runner that knows it: "
+            "give one, such as ms.runner.LocalRunner()"
+        )
     settings = load_settings(settings, trials=trials, minutes=minutes)
     limit = TimeLimit(settings.minutes)
     check_place(Path(database))  # before minutes are spent on a plan
     planned = planned_functions(model, target, policy, None, example_inputs, dynamic_shapes)
     first = next(iter(planned.values()))
-    if meters is None and not tvm.runtime.device_from_target(first.target).exist:
+    if meters is None and runner is None and not tvm.runtime.device_from_target(first.target).exist:
         raise TargetError(
             f"this machine has no {first.target.kind.name} device to tune on; "
             "tune on one that has it, or give --rpc HOST:PORT --key KEY"
@@ -88,13 +99,29 @@ def tune(
     if builders is None:
         builders = make_builders(settings)
         own += builders
-    if meters is None:
+    if runner is not None:
+        meters = []
+    elif meters is None:
         meters = [LocalMeter()]
         own += [meter.worker for meter in meters]
     worker = local_worker(meters)
     joint_s = limit.share(JOINT_SHARE, settings.joint_s) if worker is not None else 0.0
     watch = watch or (lambda session: None)
-    session = Session(states, keeper, place, settings, builders, meters, watch, limit, joint_s)
+    session = Session(
+        states,
+        keeper,
+        place,
+        settings,
+        builders,
+        meters,
+        watch,
+        limit,
+        joint_s,
+        builder,
+        runner,
+        cost_model,
+        records,
+    )
     ended, lost = "", None
     try:
         try:
@@ -160,10 +187,25 @@ def _state(task: Task, planned: Planned, settings: Settings, keeper: Database) -
         for trial in keeper.trials(task.workload)
         if trial.text != DEFAULT or trial.status in (*LASTING, "build")
     ]
-    evolution = evolution_of(task, planned.hw, settings, known)
-    state = TaskState(task, choices, settings, evolution, favourites(task, keeper, choices))
+    unchecked = [(t.text, t.us) for t in known if t.kind == TRACE_CHOICE and not t.checked]
+    state = TaskState(
+        task,
+        choices,
+        settings,
+        is_evolved(task, planned.hw, settings),
+        favourites(task, keeper, choices),
+        seeds=tuple(sorted(unchecked, key=lambda one: one[1])[:BATCH]),
+    )
     state.restore(trial for trial in known if trial.checked)
     return state
+
+
+def is_evolved(task: Task, hw: HardwareProfile, settings: Settings) -> bool:
+    """Whether schedules of TVM's space compete with a task's kernel: on a GPU where no class of
+    this package writes it, on a CPU always.
+    """
+    on_gpu = hw.kind == "cuda"
+    return "stock" in settings.spaces and (not on_gpu or task.kernel_class in LEFT_TO_TVM)
 
 
 def target_text(target: Any, planned: Planned) -> str:
@@ -188,19 +230,3 @@ def favourites(task: Task, keeper: Database, choices: Sequence[Choice]) -> tuple
         if trial is not None and trial.text != DEFAULT and trial.text in offered:
             won[trial.text] += 1
     return tuple(text for text, _ in sorted(won.items(), key=lambda x: (-x[1], x[0]))[:FAVOURITES])
-
-
-@contextmanager
-def held_interrupts() -> Iterator[list[int]]:
-    """Within the block, SIGINT adds to the list that is yielded and does nothing else. Of a thread
-    that is not the main one signals are none of its business: nothing is held.
-    """
-    came: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield came
-        return
-    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
-    try:
-        yield came
-    finally:
-        signal.signal(signal.SIGINT, before)
