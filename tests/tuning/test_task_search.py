@@ -234,6 +234,6 @@ def test_objects_of_metaschedule_in_place_of_this_packages(chain, tmp_path, buil
     assert result.trials == len(records) == 2
     assert result.untuned_us == 0  # nobody compared its numbers
     (folder,) = check(database).folders
-    assert (folder.records, folder.unchecked) == (2, 2)
+    assert (folder.counts["records"], folder.counts["unchecked"]) == (2, 2)
     again = tvm_fusion.tune(*chain, database=database, **OPTIONS)
     assert again.untuned_us > again.best_us > 0

@@ -4,7 +4,7 @@
 operators that memory binds too, `gemm` matrix products with what is around them, `gemm_sweep` those
 in sizes of every kind, `small` what the launches bind. `attention` is attention alone,
 `transformers` that and layers of models. `cpu`, `cpu_products` and `cpu_models` are in the sizes of
-a CPU. `unwritten` and `unwritten_cpu` are operators for which schedules are evolved.
+a CPU. What is `FOR_TUNING`, operators for which schedules are evolved, is in no suite.
 """
 
 import difflib
@@ -30,17 +30,7 @@ from .unwritten import UNWRITTEN_CPU, UNWRITTEN_GPU
 MEMORY_MORE: dict[str, Workload] = ROWS | LAYOUT | TRAINING
 ON_CPUS: dict[str, Workload] = CPU | CPU_PRODUCTS | CPU_MODELS
 WORKLOADS: dict[str, Workload] = (
-    MEMORY
-    | MODELS
-    | MEMORY_MORE
-    | GEMM
-    | SWEEP
-    | SMALL
-    | ATTENTION
-    | TRANSFORMERS
-    | ON_CPUS
-    | UNWRITTEN_GPU
-    | UNWRITTEN_CPU
+    MEMORY | MODELS | MEMORY_MORE | GEMM | SWEEP | SMALL | ATTENTION | TRANSFORMERS | ON_CPUS
 )
 FOR_TUNING: dict[str, Workload] = UNWRITTEN_GPU | UNWRITTEN_CPU
 SUITES = {
@@ -56,8 +46,6 @@ SUITES = {
     "cpu": tuple(CPU),
     "cpu_products": tuple(CPU_PRODUCTS),
     "cpu_models": tuple(CPU_MODELS),
-    "unwritten": tuple(UNWRITTEN_GPU),
-    "unwritten_cpu": tuple(UNWRITTEN_CPU),
     "all": (*MEMORY, *MODELS, *MEMORY_MORE),
 }
 

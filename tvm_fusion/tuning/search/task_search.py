@@ -12,9 +12,10 @@ the session ends.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
+import tvm
 from tvm import s_tir, tirx
 from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
@@ -24,15 +25,38 @@ from ...errors import Unsupported
 from ...kernels.cpu.contraction.panels import without_constants
 from ..database.replay import module_of
 from ..session.choices import TRACE_CHOICE, Choice
+from ..session.settings import Settings
+from ..session.task_state import TaskState
 from ..session.tasks import without_stamps
 from .evolve import Evolved, arguments
 from .space import annotate
 
-if TYPE_CHECKING:
-    from ..session.session import Session
-    from ..session.task_state import TaskState
-
 logger = logging.getLogger(__name__)
+
+
+class Session(Protocol):
+    """What a search knows of the session: what a trial has to save, when to end, what came of
+    candidates.
+    """
+
+    settings: Settings
+
+    @property
+    def left(self) -> int: ...
+
+    @property
+    def is_over(self) -> bool: ...
+
+    @property
+    def least_us(self) -> float: ...
+
+    def is_late_for(self, seconds: float) -> bool: ...
+
+    def guarded(self, function: Callable, *arguments: Any) -> Any: ...
+
+    def proposed(self, state: Any, choice: Choice, candidate: MeasureCandidate) -> Any: ...
+
+    def measured(self, mod: tvm.IRModule, result: Any) -> None: ...
 
 
 @derived_object
@@ -43,7 +67,6 @@ class TaskSearch(ms.search_strategy.PySearchStrategy):
     ----------
     state : TaskState
     session : Session
-        Knows what a trial has to save, when to end, and what came of candidates.
     """
 
     def __init__(self, state: TaskState, session: Session) -> None:
