@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from .._arguments import INTERRUPTED, POLICY_HELP, TARGET_HELP, model_of, policy_of
 from ..config import resolve_target
 from ..errors import InputError
+from . import tune
 from .session.result import TuneResult
 
 if TYPE_CHECKING:
@@ -90,8 +91,6 @@ def _session(args: argparse.Namespace) -> int:
 
 
 def _tuned(args: argparse.Namespace, watch: Any) -> TuneResult:
-    from .session.tune import tune
-
     target, _ = resolve_target(args.target)
     return tune(
         model_of(args, target),
