@@ -5,8 +5,8 @@ so that replaying needs neither rules nor post-processors:
 
     [[["GetSBlock",[],["matmul","main"],["b0"]], ...], [[4,[8,16]], ...]]
 
-TVM crashes on some malformed traces. The texts here are its own: of a schedule that was made here,
-or of one that another process replayed (`foreign`).
+TVM crashes on some malformed traces, or reads beyond its arrays. The texts here are its own: of a
+schedule that was made here, or of one that another process replayed (`foreign`).
 """
 
 from __future__ import annotations

@@ -326,13 +326,10 @@ class TunedFunction:
         return digest(parts)[:32], part
 
     def _request(self, cut: Cut, part: RegionModule, seconds: float) -> JointRequest:
-        mod, source, gain = (
-            tvm.ir.save_json(part.mod),
-            self._kernels.source,
-            self._kernels.certain_gain,
-        )
-        trials = {t.key: tuple(source.trials(t.workload)) for t in cut.now + cut.other}
-        return JointRequest(mod, part.constants, cut.ways, trials, gain, self._place, seconds)
+        mod, kernels = tvm.ir.save_json(part.mod), self._kernels
+        trials = {t.key: tuple(kernels.source.trials(t.workload)) for t in cut.now + cut.other}
+        limits = kernels.certain_gain, self._place, seconds
+        return JointRequest(mod, part.constants, cut.ways, trials, *limits)
 
 
 def local_worker(meters: Iterable[Any]) -> Worker | None:
