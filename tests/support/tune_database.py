@@ -17,8 +17,7 @@ from tvm.script import tirx as T
 from tvm_fusion.tuning.database import Database, Trial, export, trace_text, workload_key
 from tvm_fusion.tuning.database.metaschedule import choice_of
 from tvm_fusion.tuning.database.store import DAMAGED, TRIALS
-from tvm_fusion.tuning.measure.processes import Answer
-from tvm_fusion.tuning.measure.worker import answer
+from tvm_fusion.tuning.measure.processes import Answer, answer
 
 DEVICE = "test_cpu-tvm0-llvm0-fusion0"
 DAY = "2026-01-31"

@@ -126,20 +126,24 @@ def test_a_choice_that_is_lost_with_its_server_twice_is_a_crash(tested, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("function", "arguments", "status"),
+    ("function", "arguments", "status", "is_kept"),
     [
-        (Answer, ("crash",), "crash"),  # of the process that measures at the server
-        (Answer, ("timeout",), "timeout"),
-        (os._exit, (1,), BROKEN),  # of the one here, which runs no kernel
+        (Answer, ("crash",), "crash", True),  # of the process that measures at the server
+        (Answer, ("timeout",), "timeout", True),
+        (int, ("no number",), "error", False),  # of the one here: it left its session
+        (os._exit, (1,), BROKEN, False),  # it runs no kernel
     ],
 )
-def test_only_what_ends_at_a_healthy_server_is_said_of_the_kernel(function, arguments, status):
+def test_only_what_ends_at_a_healthy_server_is_said_of_the_kernel(
+    function, arguments, status, is_kept
+):
     worker = client.RemoteWorker("a server", torch=False)
     worker.send(function, arguments, 60.0)
+    worker.linked = client.Linked("there:1", True, 0.0)
     while (answer := worker.collect()) is None:
         wait_for([worker], 1.0)
+    assert (answer.status, worker.linked is not None) == (status, is_kept)
     worker.stop()
-    assert answer.status == status
 
 
 def test_a_server_outlives_the_process_of_a_session(tested, fleet, links, tmp_path):  # noqa: F811

@@ -67,7 +67,7 @@ def tune(
         Most minutes of this call, in place of the settings'; planning and final measurements are
         included, and 0 is no limit.
     builders : sequence of Worker, optional
-        What compiles kernels (`tuning.measure.workshop.make_builders`); by default processes on
+        What compiles kernels (`tuning.measure.building.make_builders`); by default processes on
         this machine that end with the session. What is given stays, for the next session.
     meters : sequence of Meter, optional
         What measures them (`tuning.remote.client.meters_of`: devices of other machines); by

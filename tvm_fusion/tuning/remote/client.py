@@ -286,7 +286,7 @@ class RemoteWorker(Worker):
 
     def collect(self) -> Answer | None:
         """As `Worker.collect`. A process that dies ran no kernel, and a server of ours keeps time
-        itself: where these fail, the session broke off.
+        itself: where these fail, the session broke off. What fails at the server does not end it.
         """
         linked, answer = self.linked, super().collect()
         if answer is None:
@@ -294,11 +294,12 @@ class RemoteWorker(Worker):
         if isinstance(answer.value, Linked):
             self.linked = answer.value
             self.name = f"server {self.linked.address}"
-        elif answer.status == "ok":
+            return answer
+        if answer.status == "ok":
             return replace(answer.value, seconds=answer.seconds)
-        elif answer.status == "crash" or (
-            answer.status == "timeout" and linked is not None and linked.is_ours
-        ):
+        self.stop()
+        ours = linked is not None and linked.is_ours
+        if answer.status == "crash" or (answer.status == "timeout" and ours):
             return replace(answer, status=BROKEN)
         return answer
 

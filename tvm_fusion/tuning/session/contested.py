@@ -33,11 +33,10 @@ from ...plan.refusal import Refusal, RefusalCode
 from ...transform.apply.region_module import RegionModule
 from ..database import Database
 from ..database.trial import Trial
-from ..measure.building import Place
+from ..measure.building import POLL_S, Place
 from ..measure.measuring import LocalMeter, forget
 from ..measure.processes import Worker, wait_for
 from ..measure.site import ends_with_device
-from ..measure.workshop import POLL_S
 from .lookup import TunedKernels, plan_key
 from .task_state import Rival, TaskState
 from .tasks import Task, key_of, tasks_of

@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ..measure.measurements import Measurements
+from ..measure.building import POLL_S, Job, Workshop
+from ..measure.measuring import Measurements
 from ..measure.processes import Answer, wait_for
-from ..measure.workshop import POLL_S, Job, Workshop
 from .choices import DEFAULT, Choice
 from .settings import Settings
 from .task_state import TaskState

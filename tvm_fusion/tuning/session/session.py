@@ -32,11 +32,9 @@ from tvm.s_tir import meta_schedule as ms
 from ...errors import TargetError
 from ..database.replay import module_of
 from ..database.trial import Trial
-from ..measure.building import Place
-from ..measure.measurements import Measurements
-from ..measure.measuring import Measurement, Meter
+from ..measure.building import POLL_S, Job, Place, Workshop
+from ..measure.measuring import Measurement, Measurements, Meter
 from ..measure.processes import LOST, Answer, Worker, scratch_folder, wait_for
-from ..measure.workshop import POLL_S, Job, Workshop
 from ..search.quiet import round_robin, tune_context
 from ..search.space import class_space
 from ..search.task_search import TaskSearch

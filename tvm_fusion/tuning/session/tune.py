@@ -25,10 +25,9 @@ from ...flow.planned import Planned
 from ...kernels.registry import added
 from ..database import Database, check_place, find_database
 from ..database.trial import LASTING
-from ..measure.building import Place
+from ..measure.building import Place, make_builders
 from ..measure.measuring import LocalMeter, Meter
 from ..measure.processes import Worker, stop_all
-from ..measure.workshop import make_builders
 from .choices import DEFAULT, TRACE_CHOICE, Choice, chosen, class_choices
 from .contested import TunedFunction, local_worker
 from .lookup import TunedKernels
