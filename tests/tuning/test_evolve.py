@@ -47,7 +47,6 @@ def test_schedules_on_a_cpu_compute_what_the_function_computes(name):
     assert 1 <= len(set(texts)) == len(texts) <= 4
     values = arrays(func)
     for text in texts[-2:]:
-        assert replay.canonical(text) == text
         kernel = replay.scheduled(func, text)
         assert bool(kernel.attrs[SCHEDULED_ATTR])
         assert "global_symbol" not in kernel.attrs

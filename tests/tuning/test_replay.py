@@ -65,7 +65,6 @@ def test_candidates_of_tvms_rules_for_cuda_come_back_as_they_were(name):
     assert len(proposed) >= 2
     assert all(('"Tensorize"' in text) == (name in ON_TENSOR_CORES) for text, _ in proposed)
     for text, candidate in proposed:
-        assert replay.canonical(text) == text
         sch = replay.schedule(func, text)
         assert tvm_ffi.structural_equal(sch.mod, candidate.sch.mod)
         assert trace_text(sch.trace) == text

@@ -56,19 +56,6 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, str) else value
 
 
-def parse(text: str) -> list[Any]:
-    """A trace's instructions and decisions; Unsupported where its text is no JSON."""
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise Unsupported(f"the trace is no JSON: {error}") from error
-
-
-def canonical(text: str) -> str:
-    """A trace's text without needless blanks; raises as `parse`."""
-    return json.dumps(parse(text), separators=(",", ":"))
-
-
 def schedule(func: tirx.PrimFunc, text: str) -> s_tir.Schedule:
     """Replays a trace on a function before any schedule, of any name.
 
@@ -77,7 +64,10 @@ def schedule(func: tirx.PrimFunc, text: str) -> s_tir.Schedule:
     Unsupported
         The text is no JSON, or the trace is one of another function.
     """
-    parsed = parse(text)
+    try:
+        parsed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise Unsupported(f"the trace is no JSON: {error}") from error
     if "Tensorize" in text:
         register_tensor_intrinsics()
     sch = s_tir.Schedule(module_of(func), seed=SEED, error_render_level="fast")
