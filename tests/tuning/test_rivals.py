@@ -3,9 +3,9 @@
 import pytest
 
 from tvm_fusion.tuning.database.trial import Trial
+from tvm_fusion.tuning.search.task_search import OPEN, Rival, TaskState
 from tvm_fusion.tuning.session.choices import CLASS_CHOICE, DEFAULT, Choice
 from tvm_fusion.tuning.session.settings import load_settings
-from tvm_fusion.tuning.session.task_state import OPEN, Rival, TaskState
 from tvm_fusion.tuning.session.tasks import Task
 
 LAUNCH_US = 2.0

@@ -13,10 +13,10 @@ from tvm_fusion.kernels import registry
 from tvm_fusion.tuning.measure.building import Place, make_builders
 from tvm_fusion.tuning.measure.measuring import LocalMeter
 from tvm_fusion.tuning.measure.processes import Worker, stop_all
+from tvm_fusion.tuning.search.task_search import TaskState
 from tvm_fusion.tuning.session.choices import DEFAULT, chosen, class_choices
 from tvm_fusion.tuning.session.session import Session
 from tvm_fusion.tuning.session.settings import load_settings
-from tvm_fusion.tuning.session.task_state import TaskState
 from tvm_fusion.tuning.session.tasks import tasks_of
 
 from ..support.tune_classes import HUNG, Several

@@ -17,8 +17,8 @@ from tvm_fusion.tuning.database import Trial, check
 from tvm_fusion.tuning.database.replay import module_of
 from tvm_fusion.tuning.search import task_search
 from tvm_fusion.tuning.search.space import CONFIGURATION, annotate, class_space
+from tvm_fusion.tuning.search.task_search import TaskState
 from tvm_fusion.tuning.session.choices import DEFAULT, Choice
-from tvm_fusion.tuning.session.task_state import TaskState
 
 from ..support.graphs import module
 from ..support.tune_classes import Several

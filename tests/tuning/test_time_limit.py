@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from tvm_fusion.tuning.search.task_search import TaskState
 from tvm_fusion.tuning.session import session as session_module
 from tvm_fusion.tuning.session.choices import DEFAULT
 from tvm_fusion.tuning.session.finals import CLEAN_US, Finals
 from tvm_fusion.tuning.session.session import TimeLimit
-from tvm_fusion.tuning.session.task_state import TaskState
 
 from .test_session import SETTINGS, make_session, no_process_stays, no_process_stays_on, tested  # noqa: F401
 

@@ -336,8 +336,7 @@ def test_what_is_given_as_a_database_has_to_be_one():
 # ---- tune
 
 
-def test_the_signature_of_tune_is_that_of_what_it_calls():
-    assert inspect.signature(tvm_fusion.tune) == inspect.signature(session.tune)
+def test_tune_documents_its_parameters():
     documented = inspect.getdoc(tvm_fusion.tune)
     for name in inspect.signature(tvm_fusion.tune).parameters:
         assert name in documented

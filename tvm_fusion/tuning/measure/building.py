@@ -28,9 +28,9 @@ from ...runtime.timing.launch_kernels import symbol_of
 from ...transform.apply.write_kernels import write_kernel
 from ..database.replay import scheduled
 from ..search.space import CONFIGURATION
+from ..search.task_search import TaskState
 from ..session.choices import TRACE_CHOICE, Choice, class_choices, config_of
 from ..session.settings import Settings
-from ..session.task_state import TaskState
 from ..session.tasks import CLASS, ROUNDING, TF32, without_stamps
 from .processes import Answer, Worker, wait_for
 

@@ -28,7 +28,7 @@ from ...errors import Unsupported
 from ...ir.extents import ASSUMED_SYMBOLIC_EXTENT
 from ...runtime.build.build import build_functions
 from .building import BuiltChoice
-from .site import Call, Site, site_bytes
+from .site import Call, Site
 
 OVERFLOWING = ("float16", "float8_e4m3fn", "float8_e5m2")  # what ordinary numbers may overflow
 NEAR = 0.5  # of the largest number
@@ -148,9 +148,8 @@ class Case:
     @property
     def bytes(self) -> int:
         """That its tensors take on the device, the reference included."""
-        sizes = [site_bytes(v) for v in self.values if not isinstance(v, int)]
-        kept = [site_bytes(a) for w in self.wanted or () for a in w.arrays]
-        return sum(sizes) + sum(kept)
+        arrays = [v for v in self.values if not isinstance(v, int)]
+        return sum(a.nbytes for a in (*arrays, *(a for w in self.wanted or () for a in w.arrays)))
 
     # ---- values
     def _extent(self, extent: Any) -> int:
@@ -254,10 +253,10 @@ class Case:
         values = [v if isinstance(v, int) else wide(v) for v in self.values]
         tensors = [v if isinstance(v, int) else self.site.tensor(v) for v in values]
         first = len(values) - self.outputs
-        call = self.site.tensor(self.site.given(call_number(0)))
+        call = self.site.tensor(call_number(0))
 
         def run(draw: Draw) -> list[Any]:
-            drawn = self.site.tensor(self.site.given(draw.array()))
+            drawn = self.site.tensor(draw.array())
             reference(*tensors[:first], drawn, call, *tensors[first:])
             self.site.device.sync()
             written = list(zip(values, tensors, strict=True))[first:]

@@ -12,15 +12,14 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import tvm
 
 from ...errors import TargetError
 from ...kernels.cpu.contraction.panels import without_constants
 from ...runtime.timing.plan_timing import relative_spread
+from ..search.task_search import TaskState
 from ..session.settings import Settings
-from ..session.task_state import TaskState
 from ..session.tasks import without_stamps
 from .building import BuiltChoice, Job, Place, Workshop
 from .case import Case, wrong
@@ -154,24 +153,28 @@ def forget() -> None:
     _kept.clear()
 
 
-class Meter(Protocol):
+class Meter:
     """What measures: a process on this machine, or one for a server elsewhere.
 
-    What is not ready has to connect before it is sent anything. `connect` asks its worker for that;
-    `held` is how many other meters of the session are connected.
+    Attributes
+    ----------
+    worker : Worker
+    is_ready : bool
+        What is not has to connect before it is sent anything.
     """
 
     worker: Worker
+    is_ready = True
 
-    @property
-    def is_ready(self) -> bool: ...
+    def connect(self, held: int) -> None:
+        """Asks the worker to connect; `held` is how many other meters are connected."""
 
-    def connect(self, held: int) -> None: ...
+    def send(self, request: MeasureRequest, limit_s: float) -> None:
+        """Asks for the measurements of a request."""
+        raise NotImplementedError
 
-    def send(self, request: MeasureRequest, limit_s: float) -> None: ...
 
-
-class LocalMeter:
+class LocalMeter(Meter):
     """Measures in a process of its own on this machine.
 
     Parameters
@@ -185,16 +188,7 @@ class LocalMeter:
         on_gpu = bool(tvm.cuda(0).exist)  # whose kernels torch's profiler times
         self.worker = Worker("measurer", (warm_up, ()), environment, torch=on_gpu)
 
-    @property
-    def is_ready(self) -> bool:
-        """Always: there is nothing to connect with."""
-        return True
-
-    def connect(self, held: int) -> None:
-        """Nothing."""
-
     def send(self, request: MeasureRequest, limit_s: float) -> None:
-        """Asks for the measurements of a request."""
         self.worker.send(measure_here, (request,), limit_s, before=(prepare_here, (request,)))
 
 

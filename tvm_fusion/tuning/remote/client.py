@@ -29,9 +29,9 @@ from tvm.rpc.base import TrackerCode
 from ..._version import __version__
 from ...errors import InputError, TargetError
 from ...runtime.timing.timing import L2_CLEANING_BYTES
-from ..measure.measuring import MeasureRequest, forget, measure
+from ..measure.measuring import MeasureRequest, Meter, forget, measure
 from ..measure.processes import BROKEN, PREPARING_S, Answer, Worker
-from ..measure.site import Arrays, Call
+from ..measure.site import Call, Site
 from . import wire
 from .wire import Channel, Measured, ProtocolError, Tracker
 
@@ -53,7 +53,7 @@ class Libraries(dict):
         return self.setdefault(key, last), len(self) > last
 
 
-class Remote(Arrays):
+class Remote(Site):
     """A device behind a session with TVM's own server."""
 
     def __init__(self, session: Any, kind: str) -> None:
@@ -309,7 +309,7 @@ class RemoteWorker(Worker):
         super().stop()
 
 
-class RemoteMeter:
+class RemoteMeter(Meter):
     """Measures on one of some servers."""
 
     def __init__(self, name: str, servers: Servers) -> None:
@@ -321,11 +321,9 @@ class RemoteMeter:
         return self.worker.linked is not None
 
     def connect(self, held: int) -> None:
-        """Asks for a session with a server."""
         self.worker.send(connect, (self._servers, held, time.monotonic()), WAIT_S + GRACE_S)
 
     def send(self, request: MeasureRequest, limit_s: float) -> None:
-        """Asks for the measurements of a request."""
         most_s = PREPARING_S + limit_s + GRACE_S
         self.worker.send(measure_remotely, (request, limit_s, self._servers), most_s)
 

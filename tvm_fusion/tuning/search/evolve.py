@@ -27,8 +27,7 @@ from ...errors import Unsupported
 from ...host.cores import available_cores
 from ..database import replay
 from ..database.replay import module_of, trace_text
-from .quiet import initialized, tune_context
-from .space import schedule_space
+from .space import initialized, schedule_space, tune_context
 
 POPULATION = 64
 GENERATIONS = 3

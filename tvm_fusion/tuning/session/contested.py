@@ -37,8 +37,8 @@ from ..measure.building import POLL_S, Place
 from ..measure.measuring import LocalMeter, forget
 from ..measure.processes import Worker, wait_for
 from ..measure.site import ends_with_device
+from ..search.task_search import Rival, TaskState
 from .lookup import TunedKernels, plan_key
-from .task_state import Rival, TaskState
 from .tasks import Task, key_of, tasks_of
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from ..measure.building import POLL_S, Job, Workshop
 from ..measure.measuring import Measurements
 from ..measure.processes import Answer, wait_for
+from ..search.task_search import TaskState
 from .choices import DEFAULT, Choice
 from .settings import Settings
-from .task_state import TaskState
 
 logger = logging.getLogger(__name__)
 

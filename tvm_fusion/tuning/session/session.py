@@ -35,13 +35,11 @@ from ..database.trial import Trial
 from ..measure.building import POLL_S, Job, Place, Workshop
 from ..measure.measuring import Measurement, Measurements, Meter
 from ..measure.processes import LOST, Answer, Worker, scratch_folder, wait_for
-from ..search.quiet import round_robin, tune_context
-from ..search.space import class_space
-from ..search.task_search import TaskSearch
+from ..search.space import class_space, round_robin, tune_context
+from ..search.task_search import TaskSearch, TaskState
 from .choices import DEFAULT, Choice
 from .finals import Finals
 from .settings import Settings
-from .task_state import TaskState
 
 logger = logging.getLogger(__name__)
 

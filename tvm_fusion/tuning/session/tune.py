@@ -28,13 +28,13 @@ from ..database.trial import LASTING
 from ..measure.building import Place, make_builders
 from ..measure.measuring import LocalMeter, Meter
 from ..measure.processes import Worker, stop_all
+from ..search.task_search import TaskState
 from .choices import DEFAULT, TRACE_CHOICE, Choice, chosen, class_choices
 from .contested import TunedFunction, local_worker
 from .lookup import TunedKernels
 from .result import TuneResult, failures_of, tuned_task
 from .session import BATCH, Session, TimeLimit, held_interrupts
 from .settings import Settings, load_settings
-from .task_state import TaskState
 from .tasks import CLASS, Task
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,71 @@ def tune(
     cost_model: CostModel | None = None,
     records: Records | None = None,
 ) -> TuneResult:
-    """See `tvm_fusion.tune`."""
+    """Measures choices for the kernels of a model's plan and keeps them in a database.
+
+    Of a module of several public functions the kernels of all are tuned, equal ones once, and the
+    plan of each is settled.
+
+    `tvm_fusion.compile(model, target, database=database)` uses them, and so do pipelines: see
+    `tvm_fusion.TuningDatabase` and `tvm_fusion.transform.Fuse`. A session that was interrupted or
+    killed goes on where it was with the same call.
+
+    Parameters
+    ----------
+    model, target, policy, example_inputs, dynamic_shapes
+        As for `tvm_fusion.compile`.
+    database : str or Path
+        A database, an empty folder, or a path where none is yet: a new database is made there. It
+        holds a folder for each device and version.
+    settings : str, Path, mapping, Settings or None
+        A file like `configs/tune_default.toml`, or values by name
+        (`tuning.session.settings.Settings` has them all); what is not named is as in that file.
+    trials : int, optional
+        Most trials of this call, in place of the settings'.
+    minutes : float, optional
+        Most minutes of this call, in place of the settings'; planning and final measurements are
+        included, and 0 is no limit.
+    builders : sequence of Worker, optional
+        What compiles kernels (`tuning.measure.building.make_builders`); by default processes on
+        this machine that end with the session. What is given stays, for the next session.
+    meters : sequence of Meter, optional
+        What measures them (`tuning.remote.client.meters_of`: devices of other machines); by
+        default a process on this machine that ends with the session.
+    watch : callable, optional
+        Called with the `Session` after each trial.
+    builder, runner : Builder and Runner of MetaSchedule, optional
+        In place of this package's; a builder needs a runner, and
+        `LocalBuilder(f_build=tvm_fusion.tuning.build_candidate)` knows this package's candidates.
+        What another runner measures is compared with nothing: its trials are kept as unchecked
+        ones, and nothing is chosen by them until `tune` measures them itself.
+    cost_model : CostModel of MetaSchedule, optional
+        Ranks schedules; by default an `XGBModel` with `PerStoreFeature`. Configurations of kernel
+        classes are ranked by this package's own.
+    records : Database of MetaSchedule, optional
+        Takes a record of each candidate as well.
+
+    Returns
+    -------
+    TuneResult
+        `print` shows what was tuned, the time before and after, and the folder; `.tasks` are the
+        kernels, `.plan` is the plan as measurements settle it, or those of several functions by
+        name.
+
+    Raises
+    ------
+    ConfigError
+        A setting is unknown or has no sense.
+    InputError
+        The model cannot be used, or has no kernel that could be tuned; the path of the database
+        cannot be written, or holds something else.
+    TargetError
+        This machine cannot run what is tuned, and no `meters` are given.
+
+    Examples
+    --------
+    >>> result = tvm_fusion.tune(model, "llvm", database="tuned", minutes=2)   # doctest: +SKIP
+    >>> print(result)                                                          # doctest: +SKIP
+    """
     for name, workers in (("builders", builders), ("meters", meters)):
         if workers is not None and not workers:
             raise InputError(f"{name}: none are given; None makes those of this machine")
