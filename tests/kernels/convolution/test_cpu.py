@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
+from tvm import tirx
 
+import tvm_fusion
 from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.errors import Unsupported
+from tvm_fusion.kernels.convolution.cpu.filter_lanes import FilterLanes
+from tvm_fusion.kernels.convolution.cpu.kernel import choose, write_convolution
+from tvm_fusion.kernels.convolution.cpu.position_lanes import PositionLanes
+from tvm_fusion.kernels.convolution.cpu.tiles import Tiles
+from tvm_fusion.kernels.convolution.geometry import Convolution, read_convolution
 from tvm_fusion.kernels.convolution.kernel_class import ConvolutionClass
 from tvm_fusion.kernels.cpu.contraction.panels import wanted_panels
+from tvm_fusion.kernels.cpu.machine import Machine, machine_of
 
-from ...support.convolutions import Conv, random_convolution
+from ...support.convolutions import Conv, plain, random_convolution
 from ...support.helpers_tir import call, compile_cpu, poisoned
+from ...support.local_bounds import outside
 
 TOLERANCE = {"float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 
 
-def written(conv: Conv):
+def written(conv: Conv) -> tirx.PrimFunc:
     policy = load_policy({"rounding": "exact" if conv.exact else "fast"})
     return ConvolutionClass().write(conv.func(), load_profile("llvm"), policy)
 
 
-def check(conv: Conv) -> None:
-    kernel = written(conv)
+def check(conv: Conv, kernel: tirx.PrimFunc | None = None) -> None:
+    kernel = kernel or written(conv)
     arrays = conv.arrays()
     expected = conv.expected(arrays)
     given = list(arrays)
@@ -38,3 +51,109 @@ def check(conv: Conv) -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_a_random_convolution(seed):
     check(random_convolution(seed))
+
+
+# Of each form, and of each way to take them apart: blocks of channels, several tasks, a last vector
+# that is not full, rows that are transposed together, weights that are packed by squares or not.
+FORMS = {
+    "filters": plain(filters=40, channels=12),
+    "filters_along_filters": plain(filters=40, channels=12, data_layout="NHWC"),
+    "blocks_of_channels": plain(sizes=(20, 30), channels=512, filters=32, epilogue="residual"),
+    "tasks": plain(sizes=(40, 56), channels=16, filters=32),
+    "positions": plain(sizes=(24, 32), channels=12, filters=2, epilogue="two_outputs"),
+    "depthwise": plain(sizes=(30, 40), channels=32, filters=32, groups=32),
+    "depthwise_by_channels": plain(channels=72, filters=72, groups=72, data_layout="NHWC"),
+    "transposed": Conv((6, 7), (3, 3), 16, 20, strides=(2, 2), padding=(1,) * 4, transposed=True),
+    "transposed_one_filter": Conv((9, 7), (4, 4), 32, 1, strides=(2, 2), transposed=True),
+    "merged": plain(sizes=(7, 7), kernel=(1, 1), padding=(0,) * 4, channels=40, filters=48),
+    "packed_squares": plain(channels=20, filters=32, constant=False),
+    "packed_elements": plain(channels=20, filters=32, weight_layout="HWIO", constant=False),
+    "packed_few": plain(sizes=(24, 32), channels=20, filters=6, constant=False),
+}
+
+
+def forms_of(conv: Conv) -> tuple[Convolution, Tiles]:
+    """How a convolution is seen and cut on the CPU of the profile."""
+    read = read_convolution(conv.func(), conv.exact)
+    return choose(read, machine_of(load_profile("llvm")))
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_form(name):
+    seen, tiles = forms_of(FORMS[name])
+    assert tiles.along_filters == (name not in ("positions", "depthwise", "packed_few"))
+    assert seen.is_depthwise == (name == "depthwise_by_channels")
+    assert (tiles.channels < seen.channels_of_group) == (name == "blocks_of_channels")
+    check(FORMS[name])
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_kernels_stay_inside_their_own_buffers(name):
+    """Of whole images: of the last block of others, no bound of a single index says it."""
+    machine, func = machine_of(load_profile("llvm")), FORMS[name].func()
+    seen, tiles = choose(read_convolution(func), machine)
+    sizes = [w.size for w in seen.windows]
+    blocks = (*(1 for _ in sizes[:-2]), *sizes[-2:])
+    form = FilterLanes if tiles.along_filters else PositionLanes
+    body = form(func, seen, replace(tiles, blocks=blocks), machine).run()
+    assert outside(body) == []
+
+
+def test_rows_that_are_transposed_together_stay_inside():
+    """13 rows of 42 positions, six at a time, once read beyond the sums."""
+    conv = Conv((7, 22), (3, 3), 13, 16, strides=(2, 2), padding=(1, 1, 1, 2), transposed=True)
+    assert outside(written(conv).body) == []
+
+
+@pytest.mark.parametrize("machine", [Machine(32, 16, 2), Machine(16, 32, 2)], ids=["AVX2", "NEON"])
+@pytest.mark.parametrize("name", ["filters", "positions", "depthwise_by_channels"])
+def test_other_vectors(name, machine):
+    conv = FORMS[name]
+    func = conv.func()
+    kernel = write_convolution(func, read_convolution(func), machine)
+    check(conv, kernel)
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [
+        plain(kernel=(1, 1), padding=(0,) * 4, channels=8, filters=64, sizes=(40, 40)),
+        plain(sizes=(3, 3), channels=3),
+        plain(sizes=(14, 14), channels=64, filters=64, groups=64),
+    ],
+    ids=["few_terms", "little_work", "short_rows"],
+)
+def test_what_other_loops_do_as_well_is_left_to_them(conv):
+    func = conv.func()
+    with pytest.raises(Unsupported):
+        write_convolution(func, read_convolution(func), machine_of(load_profile("llvm")))
+    check(conv)
+
+
+def test_sums_of_integers_are_left_to_other_loops():
+    conv = plain(sizes=(20, 20), dtype="int32", channels=32)
+    func = conv.func()
+    with pytest.raises(Unsupported, match="int32"):
+        write_convolution(func, read_convolution(func), machine_of(load_profile("llvm")))
+
+
+def test_a_block_of_a_residual_network_is_planned_as_two_kernels():
+    """Both convolutions take batch norm, the residual and the activation with them."""
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.convs = torch.nn.ModuleList(
+                torch.nn.Conv2d(32, 32, 3, padding=1, bias=False) for _ in range(2)
+            )
+            self.norms = torch.nn.ModuleList(torch.nn.BatchNorm2d(32) for _ in range(2))
+
+        def forward(self, x):
+            y = torch.relu(self.norms[0](self.convs[0](x)))
+            return torch.relu(self.norms[1](self.convs[1](y)) + x)
+
+    x = torch.randn(1, 32, 28, 28)
+    block = Block().eval()
+    compiled = tvm_fusion.compile(block, "llvm", example_inputs=(x,))
+    assert [g.kernel_class for g in compiled.report.groups] == ["convolution", "convolution"]
+    np.testing.assert_allclose(compiled(x).numpy(), block(x).detach().numpy(), atol=1e-5)

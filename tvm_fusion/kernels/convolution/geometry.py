@@ -87,6 +87,12 @@ class Window:
         """Taps of the filter."""
         return 1 if self.tap is None else int(self.tap.extent)
 
+    @property
+    def reads_all(self) -> bool:
+        """Whether positions are elements: one for each, none of them padding."""
+        steps = (self.taps, self.stride, self.expansion, self.before, self.low)
+        return steps == (1, 1, 1, 0, 0) and self.high == self.size
+
     def phase_taps(self, phase: int) -> list[tuple[int, int]]:
         """The taps that positions ``phase + expansion * i`` of the results meet an element at, and
         at which element, less ``stride * i``.
@@ -122,6 +128,9 @@ class Convolution:
         Read at axes as they are, see `weight_dims`.
     weight_dims : tuple
         For each dimension of the weights, the axes that index it, the outer one first.
+    is_depthwise : bool
+        Whether each filter has a channel of its own, so that there is no axis of channels or
+        groups: `channel_dim` is indexed by the filter. See `by_channels`.
     """
 
     contraction: Contraction
@@ -134,6 +143,7 @@ class Convolution:
     coordinates: tuple[Var, ...]
     weights: Operand
     weight_dims: tuple[tuple[Axis, ...], ...]
+    is_depthwise: bool = False
 
     @property
     def segment(self) -> Segment:
@@ -185,6 +195,68 @@ class Convolution:
 
 def _size(axis: Axis | None) -> int:
     return 1 if axis is None else int(axis.extent)
+
+
+def by_channels(convolution: Convolution) -> Convolution | None:
+    """A convolution of one filter and one channel a group, told as one with a filter a channel;
+    None for any other.
+    """
+    if convolution.group is None or convolution.filters or convolution.channels:
+        return None
+    return replace(convolution, filters=convolution.group, group=None, is_depthwise=True)
+
+
+def merged(convolution: Convolution) -> Convolution:
+    """The convolution with its last two windows as one, while both read one element a position, all
+    of them in order: x[n, c, y, x] -> x[n, c, yx // W, yx % W].
+    """
+    while (found := _merged(convolution)) is not None:
+        convolution = found
+    return convolution
+
+
+def _merged(convolution: Convolution) -> Convolution | None:
+    if len(convolution.windows) < 2:
+        return None
+    *others, above, last = convolution.windows
+    plain = all(w.axis is not None and w.reads_all for w in (above, last))
+    if not plain or last.dim != above.dim + 1:
+        return None
+    segment, size = convolution.segment, constant(last.size, INDEX)
+    both = Axis(fresh_var("position", INDEX), above.size * last.size)
+    parts = tirx.FloorDiv(both.var, size), tirx.FloorMod(both.var, size)
+    axes = [a for a in segment.space if a is not above.axis and a is not last.axis]
+    env = dict(zip((above.axis.var, last.axis.var), parts, strict=True))
+    put = _Put(env, Simplifier([*axes, both]))
+    outputs = tuple(
+        replace(o, indices=tuple(map(put, o.indices)), value=put(o.value)) for o in segment.outputs
+    )
+    bindings = tuple(Binding(b.var, put(b.value)) for b in segment.bindings)
+
+    def group(some: tuple[Axis, ...]) -> tuple[Axis, ...]:
+        kept = tuple(a for a in some if a is not above.axis and a is not last.axis)
+        return (*kept, both) if any(a is last.axis for a in some) else kept
+
+    segment = replace(
+        segment,
+        batch=group(segment.batch),
+        m=group(segment.m),
+        n=group(segment.n),
+        outputs=outputs,
+        bindings=bindings,
+    )
+    at = convolution.coordinates[last.dim]
+    where = {
+        convolution.coordinates[above.dim]: tirx.FloorDiv(at, size),
+        at: tirx.FloorMod(at, size),
+    }
+    window = replace(last, axis=both, high=both.extent)
+    return replace(
+        convolution,
+        contraction=replace(convolution.contraction, segments=(segment,)),
+        windows=(*others, window),
+        data=_Put(where, Simplifier([Axis(at, both.extent)]))(convolution.data),
+    )
 
 
 # ---- reading

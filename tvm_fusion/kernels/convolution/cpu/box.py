@@ -8,19 +8,24 @@ precision and functions of the data cost a task's copy only, whatever number of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from tvm import tirx
 from tvm.ir import Expr
 from tvm.tirx import ForKind
 
-from ...cpu.loops import Loop, nest, pieces, seq
+from ...cpu.loops import Loop, Loops, nest, pieces, seq
 from ...cpu.nests.point import has_vector_form
 from ...cpu.nests.scope import Scope
 from ...cpu.stages.resolve import Point, Resolve
-from ...program.expr import constant, convert, number
+from ...program.expr import bytes_of, constant, convert, number
 from ..geometry import Convolution, Window
+
+# A first-level cache: bytes of a line, and sets. Three quarters of the sets that can be reached are
+# enough.
+LINE_BYTES, CACHE_SETS, ENOUGH_SETS = 64, 64, 0.75
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +72,14 @@ class Span:
     runs: tuple[Run, ...]
 
     @classmethod
-    def of(cls, window: Window, block: int) -> Span:
-        """The span of blocks of some positions."""
+    def of(cls, window: Window, block: int, packed: bool) -> Span:
+        """The span of blocks of some positions; if `packed`, with no elements that no tap meets,
+        where there is one tap.
+        """
         phases = [window.phase_taps(p) for p in range(min(window.expansion, window.size))]
         offsets = [at for phase in phases for _, at in phase]
         first, last = min(offsets, default=0), max(offsets, default=0)
-        one_tap = window.expansion == 1 and window.taps == 1
+        one_tap = packed and window.expansion == 1 and window.taps == 1
         stride, step = (1, window.stride) if one_tap else (window.stride, 1)
         in_phase = -(-block // window.expansion)
         extent = stride * (in_phase - 1) + last - first + 1
@@ -97,6 +104,8 @@ class Box:
         Of the windows, in order.
     channels : int
         Channels at a time.
+    along_last : bool
+        Whether vectors run along the last window, which comes last then.
     """
 
     def __init__(
@@ -107,6 +116,7 @@ class Box:
         dtype: str,
         lanes: int,
         scope: Scope,
+        along_last: bool = False,
     ) -> None:
         self.convolution, self.spans, self.lanes = convolution, spans, lanes
         self.scope, self.loops, self.dtype = scope, scope.loops, dtype
@@ -114,17 +124,25 @@ class Box:
         if convolution.channel_dim is not None:
             dims[convolution.channel_dim] = channels
         self.order = sorted(dims)
-        self.buffer = scope.allocate("box", [dims[d] for d in self.order], dtype)
+        if along_last:
+            last = spans[-1].window.dim
+            self.order = [*(d for d in self.order if d != last), last]
+        shape = [dims[d] for d in self.order]
+        if channels > 1 and self.order[0] == convolution.channel_dim:
+            shape[-1] += _spread(channels, prod(shape[1:-1]), shape[-1], bytes_of(dtype))
+        self.buffer = scope.allocate("box", shape, dtype)
 
     def imm(self, value: int) -> Expr:
         """An index constant."""
         return self.loops.imm(value)
 
-    def load(self, channel: Expr, at: Sequence[Expr]) -> Expr:
-        """An element: its channel, and where it lies in each window's span."""
-        where = {s.window.dim: i for s, i in zip(self.spans, at, strict=True)}
-        where[self.convolution.channel_dim] = channel
-        return tirx.BufferLoad(self.buffer, [self.loops.simplify(where[d]) for d in self.order])
+    def load(self, channel: Expr, at: Sequence[tuple[Expr, Expr]]) -> Expr:
+        """An element: its channel, and for each window the position and where a tap of it lies."""
+        where: dict[int | None, Expr] = {self.convolution.channel_dim: channel}
+        for span, (position, tap) in zip(self.spans, at, strict=True):
+            where[span.window.dim] = position * self.imm(span.stride) + tap
+        indices = [where[d] for d in self.order]
+        return tirx.BufferLoad(self.buffer, [self.loops.simplify(i) for i in indices])
 
     def fill(self, starts: Sequence[Expr], channel: Expr, count: Expr) -> tirx.Stmt:
         """Copy the box of some positions of the results.
@@ -138,8 +156,11 @@ class Box:
         """
         *outer, inner = self.order
         by_dim = {s.window.dim: (s, i) for s, i in zip(self.spans, starts, strict=True)}
+        together = self._holds_all(count)
+        if together:
+            *outer, inner = outer
         made: list[Loop] = []
-        where: dict[int, Expr] = {}
+        where: list[Expr] = []
         sources: dict[int, Expr] = {}
         inside: list[Expr] = []
         for dim in outer:
@@ -152,28 +173,52 @@ class Box:
                 sources[dim] = self._source(span, start, loop.value)
                 inside += self._bounds(span, sources[dim])
             made.append(loop)
-            where[dim] = loop.value
+            where.append(loop.value)
         if inner == self.convolution.channel_dim:
-            copy = self._copy(where, sources, inner, channel, 1, self.imm(0), count)
-            zeros = self._zeros(where, inner, self.imm(0), count)
+            row = _Row(where, sources, inner, channel, 1, self.imm(0), count, count, 1)
         else:
             span, start = by_dim[inner]
-            base = self._source(span, start, self.imm(0))
-            step, extent = span.source_step, self.imm(span.extent)
-            low = self._least(span.window.low - base, step, extent)
-            high = self._least(span.window.high - base, step, extent)
-            copy = seq(
-                self._zeros(where, inner, self.imm(0), low),
-                self._copy(where, sources, inner, base, step, low, high),
-                self._zeros(where, inner, high, extent),
+            base, step = self._source(span, start, self.imm(0)), span.source_step
+            extent, each = self.imm(span.extent), int(number(count)) if together else 1
+            ends = (
+                self._least(self.imm(end) - base, step, extent) * self.imm(each)
+                for end in (span.window.low, span.window.high)
             )
-            zeros = self._zeros(where, inner, self.imm(0), extent)
+            low, high = map(self.loops.simplify, ends)
+            extent = self.imm(span.extent * each)
+            row = _Row(where, sources, inner, base, step, low, high, extent, each)
+        copy = seq(
+            self._zeros(row, self.imm(0), row.low),
+            self._copy(row),
+            self._zeros(row, row.high, row.extent),
+        )
         body = copy
         if inside:
+            zeros = self._zeros(row, self.imm(0), row.extent)
             body = tirx.IfThenElse(tirx.all(*inside), copy, zeros)
         for loop in reversed(made):
             body = loop.around(body)
         return body
+
+    def _holds_all(self, count: Expr) -> bool:
+        """Whether the channels lie innermost and all of them are in the box, so that elements of
+        rows lie end to end.
+        """
+        *_, before, last = (-1, *self.order)
+        dim = self.convolution.channel_dim
+        if last != dim or before != self.spans[-1].window.dim or before + 1 != dim:
+            return False
+        held = number(count) == int(self.buffer.ty.shape[-1])
+        return (
+            held
+            and self.convolution.groups == 1
+            and self.spans[-1].source_step == 1
+            and (number(count) == self._all_channels())
+        )
+
+    def _all_channels(self) -> int:
+        filters, channels = self.convolution.filters_of_group, self.convolution.channels_of_group
+        return filters if self.convolution.is_depthwise else channels
 
     def _least(self, distance: Expr, step: int, extent: Expr) -> Expr:
         """The first element of a box that is `distance` or further from its start."""
@@ -192,50 +237,82 @@ class Box:
         tests = (tirx.GE(source, low), tirx.LT(source, high))
         return [t for t in tests if not self.loops.analyzer.can_prove(t)]
 
-    def _copy(
-        self,
-        where: dict[int, Expr],
-        sources: dict[int, Expr],
-        inner: int,
-        base: Expr,
-        step: int,
-        low: Expr,
-        high: Expr,
-    ) -> tirx.Stmt:
-        """Elements from `low` on and below `high` along the innermost dimension."""
+    def _copy(self, row: _Row) -> tirx.Stmt:
+        """The elements of a row that are no padding."""
         names = self.convolution.coordinates
 
         def ops(at: Expr, lane: Loop | None) -> list:
             point = Point(lane)
-            here = {**sources, inner: self.loops.simplify(base + at * self.imm(step))}
-            env = {names[d]: value for d, value in here.items()}
-            value = Resolve(self.scope, env, point)(self.convolution.data)
-            store = tirx.BufferStore(
-                self.buffer, convert(value, self.dtype), self._at(where, inner, at)
-            )
-            return [*point.ops, store]
+            here, *inner = row.parts(at, self.loops)
+            source = self.loops.simplify(row.base + here * self.imm(row.step))
+            sources = {**row.sources, row.dim: source}
+            if inner:
+                sources[row.dim + 1] = inner[0]
+            env = {names[d]: i for d, i in sources.items()}
+            value = convert(Resolve(self.scope, env, point)(self.convolution.data), self.dtype)
+            return [*point.ops, tirx.BufferStore(self.buffer, value, [*row.where, here, *inner])]
 
-        return self._along(low, high, ops)
+        return by_vectors(self.loops, self.lanes, row.low, row.high, ops, twice=True)
 
-    def _zeros(self, where: dict[int, Expr], inner: int, low: Expr, high: Expr) -> tirx.Stmt:
+    def _zeros(self, row: _Row, low: Expr, high: Expr) -> tirx.Stmt:
         zero = constant(0, self.dtype)
 
         def ops(at: Expr, lane: Loop | None) -> list:
-            return [tirx.BufferStore(self.buffer, zero, self._at(where, inner, at))]
+            place = [*row.where, *row.parts(at, self.loops)]
+            return [tirx.BufferStore(self.buffer, zero, place)]
 
-        return self._along(low, high, ops)
-
-    def _at(self, where: dict[int, Expr], inner: int, at: Expr) -> list[Expr]:
-        return [self.loops.simplify({**where, inner: at}[d]) for d in self.order]
-
-    def _along(self, low: Expr, high: Expr, ops) -> tirx.Stmt:
-        """Points from `low` on and below `high`, by vectors as far as they go."""
         return by_vectors(self.loops, self.lanes, low, high, ops)
 
 
-def by_vectors(loops, lanes: int, low: Expr, high: Expr, ops) -> tirx.Stmt:
+@dataclass(frozen=True, slots=True, eq=False)
+class _Row:
+    """A row of a box: elements `low` to `high` of `extent` are those of the data from `base` on,
+    `step` apart along `dim`, at `sources` of the other dimensions; or `each` channels of them,
+    which lie in the dimension behind.
+    """
+
+    where: list[Expr]
+    sources: dict[int, Expr]
+    dim: int
+    base: Expr
+    step: int
+    low: Expr
+    high: Expr
+    extent: Expr
+    each: int
+
+    def parts(self, at: Expr, loops: Loops) -> list[Expr]:
+        """Where an element of the row lies along the innermost dimensions."""
+        if self.each == 1:
+            return [at]
+        each = loops.imm(self.each)
+        return [loops.simplify(f(at, each)) for f in (tirx.FloorDiv, tirx.FloorMod)]
+
+
+def _spread(channels: int, rows: int, length: int, size: int) -> int:
+    """Elements to add to each row so that channels, which are read one after the other, do not meet
+    in the same sets of the first-level cache.
+    """
+
+    def sets(more: int) -> int:
+        step = rows * (length + more) * size
+        return len({c * step // LINE_BYTES % CACHE_SETS for c in range(min(channels, CACHE_SETS))})
+
+    options = range(LINE_BYTES // size)
+    enough = max(map(sets, options)) * ENOUGH_SETS
+    return next(more for more in options if sets(more) >= enough)
+
+
+def by_vectors(
+    loops: Loops,
+    lanes: int,
+    low: Expr,
+    high: Expr,
+    ops: Callable[[Expr, Loop | None], list],
+    twice: bool = False,
+) -> tirx.Stmt:
     """``ops(at, lane)`` at each point from `low` on and below `high`, by vectors where they have
-    such a form and as far as these go.
+    such a form and as far as these go; with `twice`, at some points twice if that takes fewer.
     """
     length = loops.simplify(high - low)
     size = number(length)
@@ -260,7 +337,11 @@ def by_vectors(loops, lanes: int, low: Expr, high: Expr, ops) -> tirx.Stmt:
     count, rest = divmod(max(0, int(size)), lanes)
     whole = loops.new("i", count)
     first = loops.simplify(low + loops.imm(count * lanes))
+    parts = pieces(rest, lanes)
+    if twice and len(parts) > 2:
+        width = parts[0][1]
+        parts = [parts[0], (rest - width, width)]
     return seq(
         whole.around(vector(low + whole.value * loops.imm(lanes), lanes)) if count else None,
-        *(vector(first + loops.imm(start), width) for start, width in pieces(rest, lanes)),
+        *(vector(first + loops.imm(start), width) for start, width in parts),
     )

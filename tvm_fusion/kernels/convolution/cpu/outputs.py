@@ -14,7 +14,7 @@ from tvm import tirx
 from tvm.ir import Expr, Var
 from tvm.tirx import ForKind
 
-from ...contraction.model import INDEX, Axis, Simplifier
+from ...contraction.model import INDEX, Simplifier
 from ...cpu.loops import Loop, seq
 from ...cpu.nests.emit_transpose import transposed
 from ...cpu.nests.scope import Scope, allocate, new_buffer
@@ -26,20 +26,19 @@ from ..geometry import Convolution
 Env = Mapping[Var, Expr]
 
 
-def steps(convolution: Convolution, axis: Axis | None) -> int:
-    """Elements by which the first output moves along an axis; 0 where there is none."""
-    if axis is None:
-        return 0
+def along_filters(convolution: Convolution) -> bool:
+    """Whether the first output is contiguous along filters rather than along positions."""
+    if convolution.filters is None:
+        return False
     output = convolution.segment.outputs[0]
     buffer = convolution.contraction.params[output.param].var
     at = offset(buffer, list(output.indices))
     axes = convolution.segment.space
     here = {a.var: constant(0, INDEX) for a in axes}
     simplify = Simplifier(axes)
-    first, second = (
-        number(simplify(substitute(at, {**here, axis.var: constant(n, INDEX)}))) for n in (0, 1)
-    )
-    return int(second - first)
+    ends = ({**here, convolution.filters.var: constant(n, INDEX)} for n in (0, 1))
+    first, second = (number(simplify(substitute(at, end))) for end in ends)
+    return second - first == 1
 
 
 class Outputs:

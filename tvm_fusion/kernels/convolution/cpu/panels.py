@@ -19,6 +19,7 @@ from tvm.tirx import ForKind
 
 from ....errors import Unsupported
 from ...contraction.model import Axis
+from ...cpu.contraction.packing import squares
 from ...cpu.contraction.panels import Panels, constants_of
 from ...cpu.loops import Loops, nest
 from ...cpu.math import bfloat16_to_float32
@@ -76,13 +77,8 @@ class Weights:
                 columns.append(d)
             elif axes:
                 batch.append(d)
-        if len(columns) != 1:
-            raise Unsupported("weights without filters")
-        if (
-            group is not None
-            and any(a is group for a in convolution.weight_dims[columns[0]])
-            and filters.extent % lanes
-        ):
+        joined = [a for d in columns for a in convolution.weight_dims[d] if a is group]
+        if joined and filters.extent % lanes:
             raise Unsupported("groups that end inside of a vector")
         terms.sort(key=lambda t: t[:2])
         how = Panels(tuple(batch), tuple(d for _, d, _ in terms), tuple(columns), lanes)
@@ -107,8 +103,7 @@ class Weights:
         zero = loops.imm(0)
         dims = self.convolution.weight_dims
         at: list[Expr] = [env[dims[d][0].var] for d in self.how.batch]
-        (column,) = (dims[d] for d in self.how.columns)
-        if group is not None and any(a is group for a in column):
+        if any(a is group for d in self.how.columns for a in dims[d]):
             panels = self.convolution.filters.extent // self.lanes
             vector = env[group.var] * loops.imm(panels) + vector
         term = zero
@@ -124,29 +119,74 @@ class Weights:
     def pack(self, scope: Scope) -> tirx.Stmt:
         """Fill the panels; those of filters beyond the last one repeat it."""
         loops = scope.loops
-        source = self.source.ty.shape
         *batch, panels, terms, lanes = (int(e) for e in self.buffer.ty.shape)
-        rows = prod(batch) * panels
-        task = loops.new("task", rows, ForKind.PARALLEL)
+        task = loops.new("task", prod(batch) * panels, ForKind.PARALLEL)
+        *at, panel = unflatten(task.value, [*batch, panels], loops.analyzer)
+        if self._turns(terms):
+            return task.around(self._pack_squares(scope, panel, terms))
         term, lane = loops.new("k", terms), loops.new("v", lanes)
-        at = unflatten(task.value, [*batch, panels], loops.analyzer)
-        column = at[-1] * loops.imm(lanes) + lane.value
-        (d,) = self.how.columns
-        where: dict[int, Expr] = {d: tirx.Min(column, loops.imm(int(source[d]) - 1))}
-        where |= dict(zip(self.how.batch, at[:-1], strict=True))
-        extents = [int(source[t]) for t in self.how.terms]
-        where |= dict(
-            zip(self.how.terms, unflatten(term.value, extents, loops.analyzer), strict=True)
-        )
-        dims = [loops.simplify(where.get(i, loops.imm(0))) for i in range(len(source))]
+        where = dict(zip(self.how.batch, at, strict=True))
+        where |= {d: self._filter(d, panel, lane.value, loops) for d in self.how.columns}
+        extents = [self._extent(d) for d in self.how.terms]
+        parts = unflatten(term.value, extents, loops.analyzer)
+        where |= dict(zip(self.how.terms, parts, strict=True))
+        value = self._value(scope, where)
+        store = tirx.BufferStore(self.buffer, value, [*at, panel, term.value, lane.value])
+        return nest([task, term, lane], [store])
+
+    def _extent(self, dim: int) -> int:
+        return int(self.source.ty.shape[dim])
+
+    def _filter(self, dim: int, panel: Expr, lane: Expr, loops: Loops) -> Expr:
+        """Where the filter of a lane lies in the weights; the last one where there is none."""
+        at = panel * loops.imm(self.lanes) + lane
+        if self._extent(dim) % self.lanes:
+            at = tirx.Min(at, loops.imm(self._extent(dim) - 1))
+        return loops.simplify(at)
+
+    def _value(self, scope: Scope, where: Mapping[int, Expr]) -> Expr:
+        """An element of the weights; dimensions that are left out have length 1."""
+        loops = scope.loops
         env: dict[Var, Expr] = {}
-        for at_dim, axes in zip(dims, self.convolution.weight_dims, strict=True):
-            parts = unflatten(at_dim, [a.extent for a in axes], loops.analyzer)
+        for dim, axes in enumerate(self.convolution.weight_dims):
+            at = where.get(dim, loops.imm(0))
+            parts = unflatten(at, [a.extent for a in axes], loops.analyzer)
             env |= {a.var: i for a, i in zip(axes, parts, strict=True)}
         value = Resolve(scope, env, Point())(self.convolution.weights.value)
-        value = convert(value, self.convolution.product.dtype)
-        store = tirx.BufferStore(self.buffer, value, [*at, term.value, lane.value])
-        return nest([task, term, lane], [store])
+        return convert(value, self.convolution.product.dtype)
+
+    def _turns(self, terms: int) -> bool:
+        """Whether filters are rows of terms, so that squares of them are transposed."""
+        is_plain = dtype_of(self.convolution.weights.load) == self.convolution.product.dtype
+        inner = tuple(range(1, len(self.source.ty.shape)))
+        rest = {d for d in inner if self._extent(d) > 1}
+        rows = self.how.columns == (0,) and rest <= set(self.how.terms) and not self.how.batch
+        is_square = self.lanes > 1 and self.lanes & (self.lanes - 1) == 0 and terms >= self.lanes
+        return is_plain and rows and is_square
+
+    def _pack_squares(self, scope: Scope, panel: Expr, terms: int) -> tirx.Stmt:
+        loops = scope.loops
+        inner = range(1, len(self.source.ty.shape))
+        extents = [self._extent(d) for d in inner]
+
+        def parts(term: Expr) -> dict[int, Expr]:
+            return dict(zip(inner, unflatten(term, extents, loops.analyzer), strict=True))
+
+        def load(r: int, start: Expr, row: Var) -> tirx.Stmt:
+            lane = loops.new("v", self.lanes, ForKind.VECTORIZED)
+            filters = self._filter(0, panel, loops.imm(r), loops)
+            value = self._value(scope, {0: filters, **parts(loops.simplify(start + lane.value))})
+            return lane.around(tirx.BufferStore(row, value, [lane.value]))
+
+        def store(r: int, lane: Expr, value: Expr, start: Expr) -> tirx.Stmt:
+            at = parts(loops.simplify(start + loops.imm(r)))
+            term = loops.imm(0)
+            for d in self.how.terms:
+                term = term * loops.imm(self._extent(d)) + at[d]
+            return tirx.BufferStore(self.buffer, value, [panel, loops.simplify(term), lane])
+
+        dtype = self.convolution.product.dtype
+        return squares(loops, self.lanes, loops.imm(terms), dtype, load, store)
 
 
 def _reads(convolution: Convolution, source: Var) -> int:

@@ -16,8 +16,12 @@ KINDS = ("class", "trace")
 STATUSES = ("ok", "build", "crash", "timeout", "memory", "wrong", "error")
 LASTING = ("ok", "wrong")  # said of the kernel, not of the state of the machine
 MOST_US = 1e9  # no launch takes a quarter of an hour; MetaSchedule writes 1e10 s for a failure
-_CLASS_TEXT = re.compile(r"[ !#-&(-\[\]-~]{1,4096}")
+_CLASS_TEXT = re.compile(r"[\x20-\x7e]{1,4096}")
 _DAY = re.compile(r"\d{4}-\d{2}-\d{2}")
+
+
+def _today() -> str:
+    return datetime.date.today().isoformat()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +36,19 @@ class Trial:
         The choice, such as ``RowConfig(form=reg,threads=256)`` or ``default``, in ASCII without
         quotes and backslashes; for a trace the compact JSON of `Trace.as_json()`.
     status : str
-        "ok", or why there is no time: one of `STATUSES`, with words in `why`.
-    us, samples_us : float or None, tuple of float
-        Microseconds of an "ok" trial: the median, and all.
+        "ok", or why there is no time: one of `STATUSES`.
+    us : float or None
+        Median microseconds; of an "ok" trial only.
     spread : float or None
         Of the samples, relative to their median.
+    samples_us : tuple of float
+        Of an "ok" trial only.
     error : float or None
         Largest error relative to max|reference|; None where nothing is compared or an output is
         not finite.
     predicted_us : float or None
+    why : str
+        Of a failure, in words.
     date : str
         ISO day; today by default.
 
@@ -59,12 +67,11 @@ class Trial:
     error: float | None = None
     predicted_us: float | None = None
     why: str = ""
-    date: str = field(default_factory=lambda: datetime.date.today().isoformat())
+    date: str = field(default_factory=_today)
 
     def __post_init__(self) -> None:
-        for name, allowed in (("kind", KINDS), ("status", STATUSES)):
-            if (value := getattr(self, name)) not in allowed:
-                raise ValueError(f"{name} = {value!r} is none of {', '.join(allowed)}")
+        _one_of("kind", self.kind, KINDS)
+        _one_of("status", self.status, STATUSES)
         check_text(self.kind, self.text)
         for name in ("us", "spread", "error", "predicted_us"):
             if getattr(self, name) is not None:
@@ -73,20 +80,19 @@ class Trial:
         if isinstance(samples, str | bytes) or not isinstance(samples, Iterable):
             raise ValueError(f"samples_us = {samples!r} is no sequence of numbers")
         object.__setattr__(self, "samples_us", tuple(_number("samples_us", x) for x in samples))
-        self._check_numbers()
+        self._check_times()
         if not isinstance(self.why, str):
             raise ValueError(f"why = {self.why!r} is no text")
-        if not isinstance(self.date, str) or not _DAY.fullmatch(self.date):
-            raise ValueError(f"date = {self.date!r} is no ISO day such as 2026-01-31")
-        datetime.date.fromisoformat(self.date)
+        _check_day(self.date)
 
-    def _check_numbers(self) -> None:
+    def _check_times(self) -> None:
         times = (*self.samples_us, *(() if self.us is None else (self.us,)))
-        if strange := [us for us in times if not 0 < us < MOST_US]:
-            raise ValueError(f"a time of {strange[0]} us is not between 0 and {MOST_US:g} us")
-        if self.ok and (self.us is None or not self.samples_us):
+        for us in times:
+            if not 0 < us < MOST_US:
+                raise ValueError(f"a time of {us} us is not between 0 and {MOST_US:g} us")
+        if self.status == "ok" and (self.us is None or not self.samples_us):
             raise ValueError("an ok trial has a median and samples")
-        if not self.ok and times:
+        if self.status != "ok" and times:
             raise ValueError(f"a trial with status {self.status!r} has no times")
         if self.predicted_us is not None and self.predicted_us <= 0:
             raise ValueError(f"predicted_us = {self.predicted_us} is not greater than 0")
@@ -121,20 +127,19 @@ class Trial:
 
 
 def check_text(kind: str, text: str) -> None:
-    """ValueError unless the text of a choice comes back from JSON and from TVM as it is.
-
-    The one check of a trace's form: whether TVM takes it is found by replaying it, in a process of
-    its own where nobody vouches for it (`foreign`).
-    """
+    """ValueError unless the text of a choice comes back from JSON and from TVM as it is."""
     if not isinstance(text, str):
         raise ValueError(f"text = {text!r} is no text")
-    if kind == "class":
-        if not _CLASS_TEXT.fullmatch(text):
-            raise ValueError(
-                f"text = {text[:80]!r}: the text of a class choice is 1 to 4096 ASCII characters "
-                "without quotes and backslashes"
-            )
-        return
+    if kind == "trace":
+        _check_trace(text)
+    elif not _CLASS_TEXT.fullmatch(text) or re.search(r"[\"'\\]", text):
+        raise ValueError(
+            f"text = {text[:80]!r}: the text of a class choice is 1 to 4096 ASCII characters "
+            "without quotes and backslashes"
+        )
+
+
+def _check_trace(text: str) -> None:
     try:
         trace = json.loads(text)
         same = json.dumps(trace, separators=(",", ":"), allow_nan=False) == text
@@ -146,9 +151,20 @@ def check_text(kind: str, text: str) -> None:
         raise ValueError(f"text = {text[:80]!r} is no trace: instructions and decisions")
 
 
+def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} = {value!r} is none of {', '.join(allowed)}")
+
+
 def _number(name: str, value: Any) -> float:
     if isinstance(value, Real) and not isinstance(value, bool):
         with suppress(OverflowError):
             if math.isfinite(number := float(value)):
                 return number
     raise ValueError(f"{name} = {value!r} is not a finite number")
+
+
+def _check_day(day: Any) -> None:
+    if not isinstance(day, str) or not _DAY.fullmatch(day):
+        raise ValueError(f"date = {day!r} is no ISO day such as 2026-01-31")
+    datetime.date.fromisoformat(day)

@@ -1,23 +1,16 @@
-"""Small databases for tests: written, damaged, read again, and what MetaSchedule makes of them."""
+"""Small databases for tests, and what MetaSchedule makes of their files."""
 
-import faulthandler
 import json
 import multiprocessing
-import shutil
 import tempfile
-from functools import cache
-from pathlib import Path
 
 import tvm
 import tvm_ffi
 from tvm import s_tir
-from tvm.s_tir.meta_schedule.database import JSONDatabase
 from tvm.script import tirx as T
 
-from tvm_fusion.tuning.database import Database, Trial, export, trace_text, workload_key
+from tvm_fusion.tuning.database import Database, Trial, export, replay, trace_text, workload_key
 from tvm_fusion.tuning.database.metaschedule import choice_of
-from tvm_fusion.tuning.database.store import DAMAGED, TRIALS
-from tvm_fusion.tuning.measure.processes import Answer, answer
 
 DEVICE = "test_cpu-tvm0-llvm0-fusion0"
 DAY = "2026-01-31"
@@ -77,7 +70,7 @@ def trials_of_all():
 
 def fill(folder, device=DEVICE, target=TARGET):
     """A database with `trials_of_all`."""
-    database = Database(folder, device, target=target)
+    database = Database.open(folder, device, target=target)
     for func, trial in trials_of_all():
         database.add(func, target, trial)
     return database
@@ -85,7 +78,7 @@ def fill(folder, device=DEVICE, target=TARGET):
 
 def content(database):
     """All trials with the keys of their workloads."""
-    return list(database.content().entries)
+    return database.all_trials()
 
 
 def expected():
@@ -109,7 +102,6 @@ def in_child(function, *args):
 
 
 def _send(pipe, function, args):
-    faulthandler.disable()  # a crash here is on purpose
     pipe.send(function(*args))
 
 
@@ -126,6 +118,8 @@ def exported(database):
 
 
 def _stock_records(folder):
+    from tvm.s_tir.meta_schedule.database import JSONDatabase
+
     found = []
     for record in JSONDatabase(work_dir=str(folder)).get_all_tuning_records():
         key = str(tvm_ffi.structural_hash(record.workload.mod) & (2**64 - 1))
@@ -148,88 +142,19 @@ def times(records):
     return [(key, kind, seconds) for key, kind, _, seconds in records]
 
 
-# ---- files
+def judge_by_fork(suspects):
+    """`replay.judge` with a copy of this process in place of one that imports TVM first."""
+    return [_judge_by_fork(suspect) for suspect in suspects]
 
 
-@cache
-def _sound():
-    place = tempfile.TemporaryDirectory()  # removed when the process ends
-    return place, fill(Path(place.name) / "D").path
+def _judge_by_fork(suspect):
+    try:
+        workload, *payloads = in_child(_verdicts, suspect)
+    except AssertionError as error:
+        workload, *payloads = [str(error)] * (1 + len(suspect.payloads))
+    return replay.Verdict(workload, tuple(payloads))
 
 
-def copy_of_sound(path):
-    """A database with `trials_of_all` in a folder that does not exist."""
-    return Path(shutil.copytree(_sound()[1], path))
-
-
-def open_(folder):
-    """The database, for writing."""
-    return Database(folder, DEVICE, target=TARGET)
-
-
-def lines(folder, name=TRIALS):
-    """The lines of a file, with their ends."""
-    return (folder / name).read_bytes().splitlines(keepends=True)
-
-
-def write(folder, found, name=TRIALS):
-    """The inverse of `lines`."""
-    (folder / name).write_bytes(b"".join(found))
-
-
-def insert(folder, number, raw, name=TRIALS):
-    """Put a line into a file."""
-    found = lines(folder, name)
-    found.insert(number, raw)
-    write(folder, found, name)
-
-
-def taken_out(folder):
-    """Reasons of the lines that were damaged."""
-    path = folder / DAMAGED
-    return (
-        [json.loads(line)["why"] for line in path.read_text().splitlines()] if path.exists() else []
-    )
-
-
-def reopened(folder):
-    """The database, after it is repaired: sound in itself, for MetaSchedule, and lasting."""
-    database = open_(folder)
-    found, modules = content(database), database.content().workloads
-    assert exported(database) == records_of([x for x in database.counted() if x[0] in modules])
-    before = (folder / TRIALS).read_bytes()
-    again = Database(folder, DEVICE)
-    assert content(again) == found
-    assert [p for p in again.problems if p.remedy] == []
-    assert (folder / TRIALS).read_bytes() == before
-    return database
-
-
-def reasons(database):
-    """All problems as one text."""
-    return " | ".join(map(str, database.problems))
-
-
-def without(found, *numbers):
-    """A list without some of its elements."""
-    return [x for n, x in enumerate(found) if n not in numbers]
-
-
-class ForkedWorker:
-    """A `Worker` that is a copy of this process for each request: it need not import TVM first."""
-
-    def __init__(self, name, setup, torch):
-        self.name = name
-
-    def send(self, function, arguments, limit_s):
-        try:
-            status, value = in_child(answer, function, arguments)
-        except AssertionError as error:
-            status, value = "crash", error
-        self._answer = Answer(status, value, "" if status == "ok" else str(value))
-
-    def collect(self):
-        return self._answer
-
-    def stop(self):
-        pass
+def _verdicts(suspect):
+    line = json.dumps([[suspect.key, suspect.module], suspect.payloads])
+    return list(replay.verdicts_on([line], 0))

@@ -1,0 +1,103 @@
+"""What a fused function is read as: windows, groups, filters, channels; and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from tvm.relax import op
+
+from tvm_fusion.errors import Unsupported
+from tvm_fusion.kernels.convolution.geometry import by_channels, merged, read_convolution
+
+from ...support.convolutions import Conv, plain
+from ...support.kernel_cases import fuse
+
+F32 = "float32"
+
+
+def windows(conv: Conv) -> list[tuple[int, ...]]:
+    """Of each window that has several positions or taps, the numbers."""
+    return [
+        (w.size, w.taps, w.stride, w.dilation, w.before, w.expansion, w.low, w.high)
+        for w in read_convolution(conv.func()).windows
+        if w.size > 1 or w.taps > 1
+    ]
+
+
+def test_padding_and_strides_are_folded_into_windows():
+    conv = plain(sizes=(9, 11), strides=(1, 2), padding=(1, 0, 2, 1))
+    assert windows(conv) == [(10, 3, 1, 1, 1, 1, 0, 9), (5, 3, 2, 1, 0, 1, 0, 11)]
+
+
+def test_conditions_that_are_divided_by_common_factors_are_the_same_windows():
+    conv = plain(sizes=(9, 11), strides=(2, 2), dilation=(2, 2), padding=(2,) * 4)
+    assert windows(conv) == [(5, 3, 2, 2, 2, 1, 0, 9), (6, 3, 2, 2, 2, 1, 0, 11)]
+
+
+def test_transposed_convolutions_have_expanded_windows_and_turned_filters():
+    conv = Conv((9, 5), (3, 4), 8, 16, strides=(2, 3), padding=(1,) * 4, transposed=True)
+    assert windows(conv) == [(17, 3, 1, -1, -1, 2, 0, 9), (14, 4, 1, -1, -1, 3, 0, 5)]
+
+
+def test_a_phase_meets_some_taps_only():
+    conv = Conv((9,), (3,), 8, 16, strides=(2,), transposed=True)
+    window = read_convolution(conv.func()).windows[-1]
+    assert [window.phase_taps(p) for p in (0, 1)] == [[(0, 0), (2, -1)], [(1, 0)]]
+
+
+@pytest.mark.parametrize("layout", ["NCHW", "NHWC"])
+def test_groups_are_an_axis_of_their_own(layout):
+    conv = plain(channels=12, filters=24, groups=4, data_layout=layout)
+    found = read_convolution(conv.func())
+    assert (found.groups, found.filters_of_group, found.channels_of_group) == (4, 6, 3)
+    assert found.channel_dim == layout.index("C")
+    assert found.multiply_adds == 9 * 11 * 24 * 3 * 9
+
+
+def test_depthwise_is_told_by_channels_as_well():
+    conv = plain(channels=12, filters=12, groups=12)
+    found = read_convolution(conv.func())
+    assert (found.groups, found.filters_of_group, found.channels_of_group) == (12, 1, 1)
+    other = by_channels(found)
+    assert (other.groups, other.filters_of_group, other.is_depthwise) == (1, 12, True)
+    assert by_channels(read_convolution(plain().func())) is None
+
+
+def test_windows_of_one_tap_without_padding_are_merged():
+    found = merged(read_convolution(plain(kernel=(1, 1), padding=(0,) * 4).func()))
+    assert [w.size for w in found.windows] == [1, 99]
+    unmerged = merged(read_convolution(plain().func()))
+    assert [w.size for w in unmerged.windows] == [1, 9, 11]
+
+
+def test_functions_of_the_data_are_told_where_it_lies():
+    found = read_convolution(plain(prologue=True).func())
+    assert "sigmoid" in str(found.data)
+
+
+def refused(emit, *shapes) -> str:
+    with pytest.raises(Unsupported) as error:
+        read_convolution(fuse(emit, *((s, F32) for s in shapes)))
+    return str(error.value)
+
+
+def test_weights_that_are_computed_are_refused():
+    def emit(bb, x, w):
+        return op.nn.conv2d(x, bb.emit(op.exp(w)), padding=1)
+
+    assert "weights that are computed" in refused(emit, (1, 8, 9, 9), (16, 8, 3, 3))
+
+
+def test_other_padding_than_zeros_is_refused():
+    def emit(bb, x, w):
+        return op.nn.conv2d(bb.emit(op.nn.pad(x, [0, 0, 0, 0, 1, 1, 1, 1], pad_value=2.0)), w)
+
+    assert "other padding than zeros" in refused(emit, (1, 8, 9, 9), (16, 8, 3, 3))
+
+
+def test_two_convolutions_are_refused():
+    def emit(bb, x, w, v):
+        first, second = (bb.emit(op.nn.conv2d(x, y, padding=1)) for y in (w, v))
+        return op.add(first, second)
+
+    shape = (16, 8, 3, 3)
+    assert "not one product" in refused(emit, (1, 8, 9, 9), shape, shape)
