@@ -27,10 +27,10 @@ from .errors import (  # noqa: E402
     VerificationError,
 )
 from .plan.plan import FusionPlan  # noqa: E402
-from .tuning import tune  # noqa: E402
 
 if TYPE_CHECKING:
     from .compilation.compiler import compile, explain
+    from .tuning.session.tune import tune
     from .tuning.tuning_database import TuningDatabase
 
 _calibrate_host_by(_host_profile)
@@ -40,6 +40,7 @@ _LATER = {
     "TuningDatabase": "tuning.tuning_database",
     "compile": "compilation.compiler",
     "explain": "compilation.compiler",
+    "tune": "tuning.session.tune",
 }
 
 __all__ = [

@@ -494,7 +494,7 @@ def test_without_a_measurement_a_region_stays_as_it_is(monkeypatch, contested):
 
 
 def test_a_spent_budget_builds_nothing(monkeypatch, contested):
-    monkeypatch.setattr(compared_regions, "_prepared", None)
+    monkeypatch.setattr(compared_regions, "timed", None)
     assert settle_regions(contested, Budget(0.0)) == contested.plan
 
 
@@ -575,7 +575,7 @@ def test_a_region_that_cannot_be_timed_stays_as_it_is(monkeypatch, contested):
     def fails(*_):
         raise BuildError("on purpose")
 
-    monkeypatch.setattr(compared_regions, "_prepared", fails)
+    monkeypatch.setattr(compared_regions, "timed", fails)
     assert settle_regions(contested, Budget(60.0)) == contested.plan
 
 

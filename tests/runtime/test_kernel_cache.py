@@ -20,10 +20,10 @@ from tvm_fusion.kernels.pointwise.kernel_class import Pointwise
 from tvm_fusion.runtime.build.cuda_compiler import Compiler, DeviceCode
 from tvm_fusion.runtime.build.kernel_code import kernel_code
 from tvm_fusion.transform.apply import write_kernels
-from tvm_fusion.tuning.measure.trial_record import Trial
+from tvm_fusion.tuning.database.trial import Trial
 from tvm_fusion.tuning.session import lookup
 from tvm_fusion.tuning.session.choices import DEFAULT, class_choices
-from tvm_fusion.tuning.session.joint import Sent
+from tvm_fusion.tuning.session.contested import Sent
 from tvm_fusion.tuning.session.tasks import tasks_of
 
 TARGET, H200 = resolve_target("nvidia_h200")

@@ -7,12 +7,13 @@ import numpy as np
 import tvm
 from tvm import tirx
 from tvm.relax import op
+from tvm.s_tir import meta_schedule as ms
 
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.flow.planned import Planned
 from tvm_fusion.runtime.build.build import build_functions
 from tvm_fusion.transform.apply.materialize import materialize
-from tvm_fusion.tuning.search.evolutionary_search import Evolving
+from tvm_fusion.tuning.search.evolve import Evolved
 
 from .graphs import module
 from .kernel_cases import assert_close, softmax_of
@@ -85,6 +86,11 @@ def assert_right(name: str, got: np.ndarray, values: list[np.ndarray]) -> None:
     assert_close(got, reference, "float32")
 
 
-def evolving(func: tirx.PrimFunc, target: tvm.target.Target, **options) -> Evolving:
-    """A search that looks at few candidates."""
-    return Evolving(func, target, population=12, **options)
+def evolving(func: tirx.PrimFunc, target: tvm.target.Target, **options) -> Evolved:
+    """A search whose cost model learns from the first batch on."""
+    return Evolved(func, target, ms.cost_model.XGBModel(num_warmup_samples=1), **options)
+
+
+def texts_of(search: Evolved, count: int) -> list[str]:
+    """The next schedules that a search proposes."""
+    return [text for text, _ in search.next(count)]

@@ -15,7 +15,7 @@ from tvm.rpc.tracker import Tracker
 
 from tvm_fusion.errors import TargetError
 from tvm_fusion.tuning.measure.processes import module_command
-from tvm_fusion.tuning.remote.tracker import served_keys
+from tvm_fusion.tuning.remote.wire import Tracker as Known
 
 HOST = "127.0.0.1"
 SERVE, STOCK = "tvm_fusion.tuning.serve", "tvm.exec.rpc_server"
@@ -76,10 +76,16 @@ def await_servers(port: int, count: int) -> None:
         They do not start.
     """
     until = time.monotonic() + STARTING_S
-    while len(served_keys(HOST, port)) < count:
+    while len(served_keys(port)) < count:
         if time.monotonic() > until:
             raise TargetError(f"the RPC servers did not start within {STARTING_S:.0f} s")
         time.sleep(POLL_S)
+
+
+def served_keys(port: int) -> list[str]:
+    """The keys of the servers that the tracker at a port knows, one for each."""
+    with Known(HOST, port) as tracker:
+        return tracker.servers()[0]
 
 
 def kill_server(process: subprocess.Popen) -> None:

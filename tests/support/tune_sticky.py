@@ -2,10 +2,14 @@
 to all, like a server that is gone; or that are lost in the middle, like a server that ends.
 """
 
+import tvm
+
 from tvm_fusion.errors import TargetError
+from tvm_fusion.tuning.measure import site
 from tvm_fusion.tuning.measure.measuring import LocalMeter, measure
 from tvm_fusion.tuning.measure.processes import BROKEN, Answer
-from tvm_fusion.tuning.remote.rpc import RemoteWorker
+from tvm_fusion.tuning.measure.site import ends_with_device
+from tvm_fusion.tuning.remote.client import RemoteWorker
 
 _lost = False
 
@@ -22,11 +26,17 @@ class StickyMeter(LocalMeter):
 
 
 def measure_or_lose(request, counter):
+    with ends_with_device(tvm.target.Target("cuda")):
+        return _measure_or_lose(request, counter)
+
+
+def _measure_or_lose(request, counter):
     global _lost
     with open(counter, "a") as file:
         file.write("x")
         second = file.tell() == 2
     _lost = _lost or second
+    site.device_works = lambda: not _lost
     if _lost:
         raise RuntimeError("the device is lost to this process")
     return measure(request)

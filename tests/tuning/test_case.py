@@ -53,6 +53,15 @@ def test_normal_inputs_where_these_do(tmp_path):
     assert not wrong(case.run(case.call(untuned)), case.wanted)[0]
 
 
+def test_what_roundings_do_is_found_out_only_where_the_verdict_depends_on_it(tmp_path):
+    case, untuned = expected(module((8, 64), "float32", lambda e, x: OP.tanh(x)), tmp_path)
+    (given,) = case.run(case.call(untuned))
+    assert not wrong([given], case.wanted)[0]
+    assert case._bounds is None
+    assert wrong([given + 1e-3], case.wanted)[0]
+    assert case._bounds[0].shape == given.shape
+
+
 def test_smaller_inputs_where_a_result_is_near_the_largest_half(tmp_path):
     def power(emit, x):
         for _ in range(3):
@@ -115,15 +124,16 @@ def test_what_the_check_of_a_module_refuses_a_trial_is_refused(dtype, given, ref
     given, reference = np.array(given, dtype), np.array(reference)
     bound = np.zeros(reference.shape, "bool" if dtype != "float32" else "float64")
     for untuned in (None, reference.astype(dtype)):
-        want = Wanted(dtype, dtype, reference, untuned, bound)
+        want = Wanted(dtype, dtype, reference, untuned, lambda: bound)
         assert wrong([given], [want])[0]
-        tensors = [None if a is None else torch.from_numpy(a) for a in (reference, untuned, bound)]
-        assert wrong([torch.from_numpy(given)], [Wanted(dtype, dtype, *tensors)])[0]
+        tensors = [None if a is None else torch.from_numpy(a) for a in (reference, untuned)]
+        want = Wanted(dtype, dtype, *tensors, lambda: torch.from_numpy(bound))
+        assert wrong([torch.from_numpy(given)], [want])[0]
 
 
 def test_an_argmax_that_a_rounding_decides_may_go_either_way():
     undecided = np.array([True, False])
-    want = Wanted("int64", "float32", np.array([3, 5]), np.array([3, 5]), undecided)
+    want = Wanted("int64", "float32", np.array([3, 5]), np.array([3, 5]), lambda: undecided)
     assert not wrong([np.array([2, 5])], [want])[0]
     assert wrong([np.array([3, 4])], [want])[0]
 

@@ -15,8 +15,8 @@ from tvm_fusion.errors import ConfigError, InputError
 from tvm_fusion.kernels import registry
 from tvm_fusion.tuning.command import table, to_json
 from tvm_fusion.tuning.database import check
-from tvm_fusion.tuning.measure.trial_record import Trial
-from tvm_fusion.tuning.session import tune as tune_module
+from tvm_fusion.tuning.database.trial import Trial
+from tvm_fusion.tuning.session import contested
 from tvm_fusion.tuning.session.result import TunedTask, TuneResult, failures_of
 from tvm_fusion.tuning.session.settings import load_settings
 from tvm_fusion.tuning.session.tune import held_interrupts
@@ -51,6 +51,8 @@ def tune(model, folder, *options):
         (["--trials", "-3"], "tune: trials must be at least 1, not -3"),
         (["--minutes", "-1"], "tune: minutes must be at least 0, not -1.0"),
         (["--key", "k"], "give both"),
+        (["--token-file", "t"], "give both"),
+        (["--rpc", "nowhere:1", "--key", "k", "--token-file", "t"], "--token-file t: "),
         (["--rpc", "nowhere:1"], "--rpc needs --key"),
         (["--policy", "min_gain=a"], "min_gain"),
     ],
@@ -195,7 +197,7 @@ def test_an_interrupt_before_the_first_trial_is_said(model, tmp_path, capsys, mo
     def stop(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(tune_module, "contested", stop)
+    monkeypatch.setattr(contested, "contested", stop)
     monkeypatch.setattr("sys.argv", ["tvm_fusion", "tune", model, "--work-dir", "d"])
     assert tune(model, tmp_path / "d") == 130
     said = capsys.readouterr().err
@@ -204,19 +206,19 @@ def test_an_interrupt_before_the_first_trial_is_said(model, tmp_path, capsys, mo
 
 
 def test_an_interrupt_while_the_plan_is_kept_loses_nothing(model, tmp_path, monkeypatch, capsys):
-    settle = tune_module.settled_plan
+    settle = contested.settled
 
     def interrupted(*arguments):
         os.kill(os.getpid(), signal.SIGINT)
         return settle(*arguments)
 
-    monkeypatch.setattr(tune_module, "settled_plan", interrupted)
+    monkeypatch.setattr(contested, "settled", interrupted)
     assert tune(model, tmp_path / "d", "--trials", "1") == 130
     said = capsys.readouterr()
     assert "what was measured is kept, and the same command goes on" in said.err
     assert "all trials are made" in said.out
     (folder,) = check(tmp_path / "d").folders
-    assert folder.plans == 1
+    assert folder.counts["plans"] == 1
 
 
 def test_interrupts_are_held():

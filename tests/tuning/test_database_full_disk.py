@@ -3,6 +3,7 @@
 import errno
 import os
 import resource
+import shutil
 import tempfile
 from pathlib import Path
 
@@ -11,19 +12,20 @@ import pytest
 from tvm_fusion.errors import InputError
 from tvm_fusion.host import appended_files
 from tvm_fusion.host.appended_files import LOCK
-from tvm_fusion.tuning.database import Database, store
-from tvm_fusion.tuning.database.store import DAMAGED, TRIALS
+from tvm_fusion.tuning.database import Database, export, store
+from tvm_fusion.tuning.database.store import TRIALS
 
-from ..support.tune_database_files import copy_of_sound, open_
-from ..support.tune_database_tools import (
+from ..support.tune_database import (
     DEVICE,
     TARGET,
     WORKLOADS,
     content,
+    copy_of_sound,
     expected,
     exported,
     in_child,
     ok,
+    open_,
     records_of,
     workload,
 )
@@ -34,12 +36,6 @@ NEW = workload(88)
 
 def bytes_of(folder):
     return (folder / TRIALS).read_bytes()
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A sound database."""
-    return copy_of_sound(tmp_path / "D")
 
 
 @pytest.mark.parametrize("short", [False, True])
@@ -61,8 +57,8 @@ def test_a_full_disk_leaves_nothing_behind_and_the_trial_in_memory(
         with pytest.raises(InputError, match=r"cannot write .*No space left.*free space"):
             database.add(new, TARGET, ok("default", 2.0))
     assert bytes_of(folder) == before
-    assert database.best(new).us == 2.0
-    assert len(database.metaschedule()) == 6
+    assert database.trials(new)[0].us == 2.0
+    assert sum(map(len, database.tuning_records().values())) == 6
     database.add(new, TARGET, ok("Config(tile=2)", 1.0))
     again = open_(folder)
     assert again.problems == ()
@@ -71,35 +67,52 @@ def test_a_full_disk_leaves_nothing_behind_and_the_trial_in_memory(
     assert exported(again) == records_of(content(again))
 
 
-def test_a_repair_that_cannot_be_written_is_tried_again_and_loses_nothing(folder, monkeypatch):
+@pytest.mark.parametrize("step", ["append", "replace_file"])
+def test_a_repair_that_cannot_be_written_is_tried_again_and_loses_nothing(
+    folder, monkeypatch, step
+):
     """Another process died in the middle of a line; the disk is full when that is moved away."""
     database = open_(folder)
     database.save_plan("k", {})
     with (folder / TRIALS).open("ab") as file:
         file.write(b'{"torn')
-    plain = store.append
+    before = bytes_of(folder)
 
     def full(path, data):
-        if path.name == DAMAGED:
-            raise InputError("cannot write: No space left")
-        plain(path, data)
+        raise InputError("cannot write: No space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "append", full)
-        with pytest.raises(InputError, match="No space left"):
-            database.save_plan("x", {})
+        patch.setattr(store, step, full)
+        for use in (lambda: database.save_plan("x", {}), lambda: open_(folder)):
+            with pytest.raises(InputError, match="No space left"):
+                use()
+    assert bytes_of(folder) == before
     database.save_plan("y", {})
     again = open_(folder)
     assert again.problems == ()
     assert {key: again.plan(key) for key in "kxy"} == {"k": {}, "x": {}, "y": {}}
-    assert content(again) == content(database)
+    assert content(again) == content(database) == expected()
+
+
+def test_a_folder_that_is_gone_is_made_again(folder):
+    database = open_(folder)
+    shutil.rmtree(folder)
+    database.save_plan("key", {"function": "main"})
+    assert Database(folder, None).plan("key") == {"function": "main"}
 
 
 def test_a_limit_of_the_system_on_files_is_a_full_disk(folder):
     before = bytes_of(folder)
-    message = in_child(_add_beyond_limit, folder)
-    assert "File too large" in message
+    assert "File too large" in in_child(_add_beyond_limit, folder)
+    assert f"cannot write {folder}/out: " in in_child(_export_beyond_limit, folder)
     assert bytes_of(folder) == before
+
+
+def _export_beyond_limit(folder):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    with pytest.raises(InputError) as caught:  # TVM writes a part and says nothing
+        export(folder, folder / "out")
+    return str(caught.value)
 
 
 def _add_beyond_limit(folder):
@@ -139,7 +152,7 @@ def _use_without_rights(folder):
         os.seteuid(65534)
     with pytest.raises(InputError) as caught:
         open_(folder)
-    database = Database.open(folder, DEVICE, read_only=True)
+    database = Database(folder, DEVICE, read_only=True)
     return content(database), database.problems, str(caught.value)
 
 
@@ -173,23 +186,8 @@ def test_a_file_that_cannot_be_read_is_an_error_and_not_written_over(folder, mon
         patch.setattr(Path, "open", refuse)
         for read_only in (True, False):
             with pytest.raises(InputError, match=r"cannot read .*: Permission denied"):
-                Database.open(folder, DEVICE, read_only=read_only)
+                Database(folder, DEVICE, read_only=read_only)
     assert bytes_of(folder) == before
-
-
-def test_a_repair_that_cannot_be_written_is_an_error_and_loses_nothing(folder, monkeypatch):
-    (folder / TRIALS).write_bytes(b"garbage\n" + bytes_of(folder))
-    before = bytes_of(folder)
-
-    def refuse(path, text):
-        raise InputError(f"cannot write {path}: No space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(store, "replace_file", refuse)
-        with pytest.raises(InputError, match="No space left"):
-            open_(folder)
-    assert bytes_of(folder) == before
-    assert content(open_(folder)) == expected()
 
 
 def test_a_lock_that_another_process_keeps_is_an_error_that_says_so(folder, monkeypatch):

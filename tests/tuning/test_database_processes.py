@@ -12,8 +12,7 @@ from tvm_fusion.host.atomic_files import replace_file
 from tvm_fusion.tuning.database import store, workload_key
 from tvm_fusion.tuning.database.store import DAMAGED, TRIALS
 
-from ..support.tune_database_files import copy_of_sound, open_
-from ..support.tune_database_tools import (
+from ..support.tune_database import (
     FORK,
     TARGET,
     content,
@@ -22,18 +21,13 @@ from ..support.tune_database_tools import (
     failed,
     in_child,
     ok,
+    open_,
     records_of,
     workload,
 )
 
 MANY = [workload(8 * n) for n in range(1, 13)]
 KILLS = 20
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A sound database."""
-    return copy_of_sound(tmp_path / "D")
 
 
 def test_two_processes_add_to_one_folder(tmp_path):
@@ -68,9 +62,9 @@ def _add_some(folder, n):
 def test_what_others_wrote_is_seen_by_the_next_call(folder):
     one, two = open_(folder), open_(folder)
     one.add(MANY[6], TARGET, ok("one", 1.0))
-    assert two.best(MANY[6]) is None
+    assert two.trials(MANY[6]) == ()
     two.refresh()
-    assert two.best(MANY[6]).text == "one"
+    assert two.trials(MANY[6])[0].text == "one"
     two.add(MANY[8], TARGET, ok("two", 1.0))
     one.add(MANY[10], TARGET, ok("three", 1.0))
     assert content(one) == content(open_(folder))
@@ -164,6 +158,6 @@ def _end_in_repair(folder, moment):
         os._exit(9)
 
     if moment == "before":
-        store._described = lambda rejected: os._exit(9)
+        store._described = lambda *_: os._exit(9)
     store.replace_file = replacing
     open_(folder)

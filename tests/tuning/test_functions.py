@@ -1,6 +1,7 @@
 """tune() of a module of several functions, and what uses its database."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -54,10 +55,10 @@ def settled(monkeypatch):
 def test_kernels_of_all_functions_are_tuned_and_equal_ones_once(tuned):
     _, result = tuned
     assert result.functions == ("again", "decode", "prefill")
-    launched = [task for task in result.tasks if task.count]
-    assert sorted((task.count, task.choice) for task in launched) == [(1, FAST), (2, FAST)]
+    launched = [task for task in result.tasks if task.launches]
+    assert sorted((task.launches, task.choice) for task in launched) == [(1, FAST), (2, FAST)]
     assert result.trials == sum(task.trials for task in result.tasks)
-    assert result.best_us == pytest.approx(sum(t.count * t.best_us for t in launched))
+    assert result.best_us == pytest.approx(sum(t.launches * t.best_us for t in launched))
     assert {name: len(plan.groups) for name, plan in result.plan.items()} == dict.fromkeys(SIZES, 1)
 
 
@@ -115,7 +116,7 @@ def test_fuse_uses_it_for_every_function(tuned, settled, around):
 
 @pytest.mark.long
 def test_the_command_line_tunes_all_functions(tuned, tmp_path, capsys):
-    folder, result = tuned
+    folder, result = shutil.copytree(tuned[0], tmp_path / "tuned"), tuned[1]
     model = tmp_path / "chains.json"
     model.write_text(tvm.ir.save_json(chains()))
     how = ["--target", "llvm", "--policy", "aggressive"]

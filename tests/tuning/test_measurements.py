@@ -6,10 +6,9 @@ import pytest
 
 from tvm_fusion.errors import TargetError
 from tvm_fusion.tuning.measure import measuring
-from tvm_fusion.tuning.measure.measurements import Measurements
-from tvm_fusion.tuning.measure.measuring import LocalMeter
+from tvm_fusion.tuning.measure.measuring import LocalMeter, Measurements
 from tvm_fusion.tuning.measure.processes import BROKEN, LOST, PREPARING_S, Answer
-from tvm_fusion.tuning.remote.rpc import RemoteMeter
+from tvm_fusion.tuning.remote.client import RemoteMeter, Servers
 from tvm_fusion.tuning.session.settings import load_settings
 
 SHOP = SimpleNamespace(text=lambda state: state.task.key, place=None)
@@ -88,7 +87,7 @@ def test_inputs_and_reference_take_none_of_a_trials_time(monkeypatch):
 
 def test_a_server_has_time_for_inputs_and_reference(monkeypatch):
     sent = []
-    meter = RemoteMeter("a server", "host", 1, "key")
+    meter = RemoteMeter("a server", Servers("host", 1, "key"))
     monkeypatch.setattr(meter.worker, "send", lambda *arguments: sent.append(arguments))
     meter.send("request", 5.0)
     ((_, (_, limit_s, *_), most_s),) = sent
@@ -105,6 +104,16 @@ def test_what_is_lost_goes_to_a_meter_that_is_free(status):
     second.answers.append(OK)
     assert collected(measurements) == [("a", "ok")]
     assert measurements.busy == []
+
+
+@pytest.mark.parametrize("status", ["error", "crash", "timeout", "memory"])
+def test_what_ends_a_measurement_alone_costs_no_server(status):
+    server = Server("server", Answer(status), OK)
+    measurements = begun([server], "a")
+    assert collected(measurements) == [("a", status)]
+    measurements.begin(server, [], [job_of("b")], 9)
+    assert collected(measurements) == [("b", "ok")]
+    assert server.requests == 2
 
 
 def test_what_is_lost_comes_before_what_waits_and_connects_where_nothing_is_free():

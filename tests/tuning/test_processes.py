@@ -242,7 +242,13 @@ def test_what_a_killed_session_started_ends(tmp_path):
 
 @pytest.mark.usefixtures("no_torch")
 def test_a_worker_whose_parent_ended_before_it_began_ends():
-    command = [sys.executable, "-m", "tvm_fusion.tuning.measure.worker", "0", str(os.getpid() + 1)]
+    command = [
+        sys.executable,
+        "-m",
+        "tvm_fusion.tuning.measure.processes",
+        "0",
+        str(os.getpid() + 1),
+    ]
     assert subprocess.run(command, stdin=subprocess.DEVNULL).returncode == 1
 
 

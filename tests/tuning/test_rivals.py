@@ -2,10 +2,10 @@
 
 import pytest
 
-from tvm_fusion.tuning.measure.trial_record import Trial
+from tvm_fusion.tuning.database.trial import Trial
+from tvm_fusion.tuning.search.task_search import OPEN, Rival, TaskState
 from tvm_fusion.tuning.session.choices import CLASS_CHOICE, DEFAULT, Choice
 from tvm_fusion.tuning.session.settings import load_settings
-from tvm_fusion.tuning.session.task_state import OPEN, Rival, TaskState
 from tvm_fusion.tuning.session.tasks import Task
 
 LAUNCH_US = 2.0
@@ -38,24 +38,24 @@ def test_a_cut_is_open_while_it_is_about_as_fast(times, is_open):
     other = [make_state(0, us) for us in times]
     rival = make_rival(make_state(1, 10.0), other)
     assert rival.is_open == is_open
-    assert [s.propose() is not None for s in other] == [is_open] * 2
+    assert [bool(s.next_choices(1, 0.0)) for s in other] == [is_open] * 2
 
 
 def test_what_was_not_measured_is_measured_once():
     slow, unknown = make_state(0, 50.0), make_state(0)
     rival = make_rival(make_state(1, 10.0), [slow, unknown])
     assert rival.is_open
-    assert unknown.propose().choice.text == DEFAULT
+    assert unknown.next_choices(1, 0.0)[0].text == DEFAULT
 
 
 def test_a_cut_with_a_kernel_that_does_not_run_is_given_up():
     broken, fine = make_state(0, None, "build"), make_state(0, 1.0)
     assert not make_rival(make_state(1, 10.0), [broken, fine]).is_open
-    assert fine.propose() is None
+    assert fine.next_choices(1, 0.0) == []
 
 
 def test_kernels_of_the_plan_are_tried_whatever_their_rivals():
     now = make_state(2, 10.0)
     make_rival(now, [make_state(0, 100.0)])
     assert now.weight == 2
-    assert now.propose() is not None
+    assert now.next_choices(1, 0.0)

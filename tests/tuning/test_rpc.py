@@ -1,8 +1,10 @@
 """Measurements through TVM's RPC tracker, with servers on this machine."""
 
+import os
 import socket
 import subprocess
 import sys
+import time
 
 import pytest
 import tvm
@@ -14,22 +16,26 @@ from tvm_fusion.tuning import serve
 from tvm_fusion.tuning.measure.building import BuildRequest, Place, build_choice
 from tvm_fusion.tuning.measure.measuring import MeasureRequest
 from tvm_fusion.tuning.measure.processes import BROKEN, Answer, stop_all
-from tvm_fusion.tuning.remote import rpc
-from tvm_fusion.tuning.remote.rpc import Libraries, Stock
+from tvm_fusion.tuning.remote import client
+from tvm_fusion.tuning.remote.client import Libraries, Servers, Stock
+from tvm_fusion.tuning.remote.wire import TOKEN_VARIABLE
 from tvm_fusion.tuning.session.choices import DEFAULT
 
 from .test_session import SETTINGS, make_session, no_process_stays, no_process_stays_on, tested  # noqa: F401  # noqa: F401  # noqa: F401
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("no_torch_in_module")]
 
-KEY, STOCK_KEY = "tested", "stock"
+KEY, STOCK_KEY, TOKEN = "tested", "stock", b"nobody knows this"
 SERVERS = 2
 
 
 @pytest.fixture(scope="module")
-def tracker(no_torch_in_module):
+def tracker(no_torch_in_module, tmp_path_factory):
     """The address of a tracker with two servers of this package and one of TVM's own."""
-    ours, theirs = (SERVE, "--key", KEY), (STOCK, "--key", STOCK_KEY)
+    file = tmp_path_factory.mktemp("token") / "token"
+    file.write_bytes(TOKEN + b"\n")
+    ours = (SERVE, "--key", KEY, "--token-file", str(file))
+    theirs = (STOCK, "--key", STOCK_KEY)
     with servers([ours] * SERVERS + [theirs]) as address:
         yield address
 
@@ -37,10 +43,10 @@ def tracker(no_torch_in_module):
 @pytest.fixture
 def links(monkeypatch):
     """The sessions of this process, none at first."""
-    monkeypatch.setattr(rpc, "_links", {})
-    yield rpc._links
-    for place in list(rpc._links):
-        rpc._leave(place)
+    monkeypatch.setattr(client, "_links", {})
+    yield client._links
+    for linked in list(client._links):
+        client._leave(linked)
 
 
 def request_of(tmp_path):
@@ -52,9 +58,10 @@ def request_of(tmp_path):
     return MeasureRequest(text, state.task.outputs, (built,), 5, place)
 
 
-def test_a_session_measures_on_all_servers(tracker, tested):  # noqa: F811
+def test_a_session_measures_on_all_servers(tracker, tested, monkeypatch):  # noqa: F811
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN.decode())
     session, kept, state = make_session(SETTINGS, choices=(DEFAULT, "plain", "fast", "wrong"))
-    session.meters = rpc.meters_of(tracker, KEY)
+    session.meters = client.meters_of(tracker, KEY)
     assert len(session.meters) == SERVERS
     run(session)
     assert_all_measured(kept, state)
@@ -102,9 +109,14 @@ def test_a_server_says_that_it_is_registered(tracker):
         (["--port", "0"], "--port: 0 is no port"),
         (["--port", "9410", "--port-end", "9199"], "--port-end: 9199 is the port after the last"),
         (["--port", "9410", "--port-end", "9410"], "give 9411 for --port 9410 alone"),
+        (["--host", "0.0.0.0"], "--host: 0.0.0.0 lets others in, and so needs a token"),
+        (["--host", "nowhere.invalid"], "'nowhere.invalid' is no address"),
+        (["--tracker", "192.0.2.1:9190"], "--host: the tracker would send others to 127.0.0.1"),
+        (["--token-file", "/nowhere/token"], "--token-file /nowhere/token: "),
     ],
 )
-def test_a_server_refuses_what_it_cannot_listen_at(capsys, options, why):
+def test_a_server_refuses_what_it_cannot_listen_at(capsys, monkeypatch, options, why):
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
     with pytest.raises(SystemExit) as ended:
         serve.main(["--tracker", f"{HOST}:1", "--key", KEY, *options])
     assert ended.value.code == 2
@@ -124,15 +136,15 @@ def test_a_port_that_is_taken_is_one_line(capfd):
 
 
 def test_the_last_port_to_try_follows_the_first():
-    assert serve._port_end(9410, None) == 9410 + serve.PORTS
-    assert serve._port_end(65535, None) == 65536
-    assert serve._port_end(9410, 9411) == 9411
+    assert serve._ports(9410, None) == range(9410, 9410 + serve.PORTS)
+    assert serve._ports(65535, None) == range(65535, 65536)
+    assert serve._ports(9410, 9411) == range(9410, 9411)
 
 
 def test_servers_of_tvm_measure_too(tracker, tested, links, tmp_path):  # noqa: F811
-    place = (*address_of(tracker), STOCK_KEY)
-    answer = rpc.measure_remotely(request_of(tmp_path), 60.0, *place)
-    assert isinstance(links[place][0], Stock)
+    theirs = Servers(*address_of(tracker), STOCK_KEY)
+    answer = client.measure_remotely(request_of(tmp_path), 60.0, theirs)
+    assert isinstance(links[theirs][0], Stock)
     assert_measured(answer)
 
 
@@ -146,13 +158,13 @@ def assert_measured(answer):
 
 
 def test_what_takes_too_long_is_ended_at_the_server(tracker, tested, links, tmp_path):  # noqa: F811
-    request, place = request_of(tmp_path), (*address_of(tracker), KEY)
-    assert_measured(rpc.measure_remotely(request, 60.0, *place))
-    late = rpc.measure_remotely(request, 0.0, *place)  # its process is there by now
+    request, ours = request_of(tmp_path), Servers(*address_of(tracker), KEY, TOKEN)
+    assert_measured(client.measure_remotely(request, 60.0, ours))
+    late = client.measure_remotely(request, 0.0, ours)  # its process is there by now
     assert late.status == "timeout"
-    link = links[place][0]
-    answer = rpc.measure_remotely(request, 60.0, *place)
-    assert links[place][0] is link
+    link = links[ours][0]
+    answer = client.measure_remotely(request, 60.0, ours)
+    assert links[ours][0] is link
     assert_measured(answer)
 
 
@@ -163,12 +175,10 @@ def test_a_session_is_kept_until_it_is_old_or_fails(links, monkeypatch):
         lasts_s, is_ours, lives = 3600.0, True, True
 
         def __init__(self):
-            self.session = self
             made.append(self)
 
-        def get_function(self, name):
-            if not self.lives:
-                raise OSError("broken pipe")
+        def close(self):
+            pass
 
         def measure(self, request, limit_s):
             self.lives = limit_s != BREAKS
@@ -177,41 +187,47 @@ def test_a_session_is_kept_until_it_is_old_or_fails(links, monkeypatch):
             return Answer("ok", len(made))
 
     FAILS, BREAKS = -1.0, -2.0
-    monkeypatch.setattr(rpc, "_link", lambda *place: (Link(), "there:1"))
-    place, request = ("host", 1, KEY), MeasureRequest("", 1, (), 1, Place("llvm", load_policy()))
-    assert [rpc.measure_remotely(request, 1.0, *place).value for _ in range(2)] == [1, 1]
+    monkeypatch.setattr(client, "_link", lambda *_: (Link(), "there:1"))
+    servers, request = (
+        Servers("host", 1, KEY),
+        MeasureRequest("", 1, (), 1, Place("llvm", load_policy())),
+    )
+    assert [client.measure_remotely(request, 1.0, servers).value for _ in range(2)] == [1, 1]
     with pytest.raises(OSError, match="gone"):  # said of the request: the server still answers
-        rpc.measure_remotely(request, FAILS, *place)
-    assert rpc.measure_remotely(request, 1.0, *place).value == 2
-    answer = rpc.measure_remotely(request, BREAKS, *place)
+        client.measure_remotely(request, FAILS, servers)
+    assert client.measure_remotely(request, 1.0, servers).value == 2
+    answer = client.measure_remotely(request, BREAKS, servers)
     assert answer == Answer(BROKEN, why="the session with there:1 broke off: gone")
-    assert rpc.measure_remotely(request, 1.0, *place).value == 3
+    assert client.measure_remotely(request, 1.0, servers).value == 3
     made[-1].lives = False
     with pytest.raises(TargetError, match="there:1 does not answer any more"):
-        rpc.measure_remotely(request, 1.0, *place)
-    assert rpc.measure_remotely(request, 1.0, *place).value == 4
+        client.measure_remotely(request, 1.0, servers)
+    assert client.measure_remotely(request, 1.0, servers).value == 4
     Link.lasts_s = 0.0
-    assert rpc.measure_remotely(request, 1.0, *place).value == 5
+    assert client.measure_remotely(request, 1.0, servers).value == 5
 
 
 def test_a_server_of_another_version_is_refused(tracker, tested, links, tmp_path, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(rpc, "__version__", "0")
+    monkeypatch.setattr(client, "__version__", "0")
+    ours = Servers(*address_of(tracker), KEY, TOKEN)
     with pytest.raises(TargetError, match=r"RPC server .*:\d+ has tvm_fusion .*, this is 0"):
-        rpc.measure_remotely(request_of(tmp_path), 60.0, *address_of(tracker), KEY)
+        client.measure_remotely(request_of(tmp_path), 60.0, ours)
 
 
-def test_a_library_is_sent_once(tmp_path):
-    class Session:
-        sent = ()
+def test_a_server_refuses_who_does_not_know_its_token(tracker, links):
+    ours = Servers(*address_of(tracker), KEY, b"what nobody knows")
+    with pytest.raises(TargetError, match=r"RPC server .*: a token is missing or wrong"):
+        client.connect(ours, 0, time.monotonic())
 
-        def upload(self, path, name):
-            self.sent += ((path, name),)
 
-    session, path = Session(), tmp_path / "a.so"
-    libraries = Libraries(session)
+def test_a_library_is_new_once_and_again_when_it_was_written_again(tmp_path):
+    libraries, path, other = Libraries(), tmp_path / "a.so", tmp_path / "b.so"
     path.write_bytes(b"1")
-    assert libraries.name(path) == libraries.name(path) == "0-a.so"
-    assert session.sent == ((str(path), "0-a.so"),)
+    other.write_bytes(b"1")
+    os.utime(path, ns=(1, 1))
+    numbers = [libraries.number(path), libraries.number(other), libraries.number(path)]
+    os.utime(path, ns=(2, 2))
+    assert [*numbers, libraries.number(path)] == [(0, True), (1, True), (0, False), (2, True)]
 
 
 def address_of(tracker):
@@ -230,4 +246,4 @@ def address_of(tracker):
 def test_a_wrong_address_or_key_is_told(tracker, address, key, why):
     address = address.format(closed=free_port(), open=tracker)
     with pytest.raises(InputError, match=why):
-        rpc.meters_of(address, key)
+        client.meters_of(address, key)

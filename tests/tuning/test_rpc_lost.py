@@ -13,13 +13,14 @@ from tests.support.tune_servers import (
     SERVE,
     await_servers,
     kill_server,
+    served_keys,
     servers,
     start_server,
 )
 from tvm_fusion.errors import TargetError
 from tvm_fusion.tuning.measure.processes import BROKEN, Answer, wait_for
-from tvm_fusion.tuning.remote import rpc
-from tvm_fusion.tuning.remote.tracker import served_keys
+from tvm_fusion.tuning.remote import client
+from tvm_fusion.tuning.remote.client import Servers
 from tvm_fusion.tuning.session.choices import DEFAULT
 
 from ..support.tune_sticky import BreakingMeter
@@ -32,9 +33,9 @@ pytestmark = pytest.mark.usefixtures("no_torch_in_module")
 @pytest.fixture
 def impatient(monkeypatch):
     """Sessions have waited for most of the time that they wait for a server."""
-    late_s = rpc.GONE_S - 3.0
+    late_s = client.GONE_S - 3.0
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() - late_s)
-    monkeypatch.setattr(rpc, "time", clock)
+    monkeypatch.setattr(client, "time", clock)
 
 
 class Fleet:
@@ -81,21 +82,21 @@ def test_a_server_that_dies_in_the_middle_costs_no_trial(tested, fleet, caplog):
     choices = (DEFAULT, "plain", "fast", "wrong")
     session, kept, state = make_session(SETTINGS, choices=choices)
     servers = fleet(2)
-    session.meters = rpc.meters_of(servers.address, KEY)
+    session.meters = client.meters_of(servers.address, KEY)
     servers.kill_while(session.meters[0])
     run(session)
     assert_all_measured(kept, state)
     (text,) = [m for m in caplog.messages if "is lost" in m]
     assert text.startswith(f"server {HOST}:")
     assert "its trial is made again" in text
-    assert served_keys(HOST, servers.port) == [KEY]
+    assert served_keys(servers.port) == [KEY]
 
 
 @pytest.mark.usefixtures("impatient")
 def test_a_session_ends_after_its_last_server(tested, fleet):  # noqa: F811
     session, kept, _ = make_session(SETTINGS, choices=(DEFAULT, "plain", "fast"))
     servers = fleet(1)
-    session.meters = rpc.meters_of(servers.address, KEY)
+    session.meters = client.meters_of(servers.address, KEY)
 
     def watch(session):
         if len(kept.found) == 1:
@@ -125,35 +126,36 @@ def test_a_choice_that_is_lost_with_its_server_twice_is_a_crash(tested, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("function", "arguments", "status"),
+    ("function", "arguments", "status", "is_kept"),
     [
-        (Answer, ("crash",), "crash"),  # of the process that measures at the server
-        (Answer, ("timeout",), "timeout"),
-        (os._exit, (1,), BROKEN),  # of the one here, which runs no kernel
+        (Answer, ("crash",), "crash", True),  # of the process that measures at the server
+        (Answer, ("timeout",), "timeout", True),
+        (int, ("no number",), "error", False),  # of the one here: it left its session
+        (os._exit, (1,), BROKEN, False),  # it runs no kernel
     ],
 )
-def test_only_what_ends_at_a_healthy_server_is_said_of_the_kernel(function, arguments, status):
-    worker = rpc.RemoteWorker("a server", torch=False)
+def test_only_what_ends_at_a_healthy_server_is_said_of_the_kernel(
+    function, arguments, status, is_kept
+):
+    worker = client.RemoteWorker("a server", torch=False)
     worker.send(function, arguments, 60.0)
+    worker.linked = client.Linked("there:1", True, 0.0)
     while (answer := worker.collect()) is None:
         wait_for([worker], 1.0)
+    assert (answer.status, worker.linked is not None) == (status, is_kept)
     worker.stop()
-    assert answer.status == status
-
-
-class Ending:
-    """Ends the process that unpickles it."""
-
-    def __reduce__(self):
-        return os._exit, (1,)
 
 
 def test_a_server_outlives_the_process_of_a_session(tested, fleet, links, tmp_path):  # noqa: F811
     servers = fleet(1)
-    place = (*address_of(servers.address), KEY)
     request = request_of(tmp_path)
-    rpc.connect(*place, 0, time.monotonic())
-    answer = rpc.measure_remotely(request, Ending(), *place)
-    assert answer.status == BROKEN
-    assert f"the session with {HOST}:" in answer.why
-    assert_measured(rpc.measure_remotely(request, 60.0, *place))
+    (meter,) = client.meters_of(servers.address, KEY)
+    meter.connect(0)
+    while meter.worker.collect() is None:
+        wait_for([meter.worker], 1.0)
+    meter.send(replace(request, repeats=1_000_000), 3600.0)
+    time.sleep(1.0)
+    assert meter.worker.collect() is None
+    meter.worker.stop()
+    there = Servers(*address_of(servers.address), KEY)
+    assert_measured(client.measure_remotely(request, 60.0, there))

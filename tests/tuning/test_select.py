@@ -5,7 +5,7 @@ from statistics import median
 
 import pytest
 
-from tvm_fusion.tuning.measure.trial_record import Trial
+from tvm_fusion.tuning.database.trial import Trial
 from tvm_fusion.tuning.session.choices import CLASS_CHOICE, DEFAULT, chosen
 
 FAST = "Way(way=fast)"

@@ -10,14 +10,13 @@ from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.errors import TargetError
 from tvm_fusion.flow.planned import Planned
 from tvm_fusion.kernels import registry
-from tvm_fusion.tuning.measure.building import Place
+from tvm_fusion.tuning.measure.building import Place, make_builders
 from tvm_fusion.tuning.measure.measuring import LocalMeter
 from tvm_fusion.tuning.measure.processes import Worker, stop_all
-from tvm_fusion.tuning.measure.workshop import make_builders
+from tvm_fusion.tuning.search.task_search import TaskState
 from tvm_fusion.tuning.session.choices import DEFAULT, chosen, class_choices
 from tvm_fusion.tuning.session.session import Session
 from tvm_fusion.tuning.session.settings import load_settings
-from tvm_fusion.tuning.session.task_state import TaskState
 from tvm_fusion.tuning.session.tasks import tasks_of
 
 from ..support.tune_classes import HUNG, Several
@@ -111,13 +110,13 @@ def chain_module(**sizes: tuple[int, int]) -> tvm.IRModule:
     return builder.get()
 
 
-def make_session(settings=SETTINGS, trials=(), choices=None, meter=None):
+def make_session(settings=SETTINGS, trials=(), choices=None, meter=None, mod=None):
     """A session over one task; `choices` are those of its choices that are offered."""
     target, hw = resolve_target("llvm")
     policy = load_policy("aggressive")
-    planned = Planned.of(chain_module(), target, hw, policy)
+    planned = Planned.of(mod or chain_module(), target, hw, policy)
     (task,) = tasks_of(planned.low, planned.graph, planned.plan, policy)
-    assert task.kernel_class == "tested"
+    assert mod is not None or task.kernel_class == "tested"
     offered = [c for c, _ in class_choices(task.workload, hw, policy)]
     if choices is not None:
         offered = [
@@ -160,7 +159,7 @@ def test_a_process_that_lost_its_device_is_not_used_again(tested, tmp_path):
     choices = (DEFAULT, "plain", "fast", "wrong")
     session, kept, _ = make_session(choices=choices, meter=StickyMeter(tmp_path / "count"))
     session.run()
-    assert sorted(t.status for t in kept.found[1:3]) == ["error", "wrong"]
+    assert sorted(t.status for t in kept.found[1:3]) == ["crash", "wrong"]
     assert "lost" in kept.found[1].why
 
 
@@ -232,7 +231,7 @@ def test_a_task_whose_untuned_kernel_fails_is_left(monkeypatch, tmp_path_factory
         state.choices[0] = replace(state.choices[0])
         kept_text = state.choices[1].text
         monkeypatch.setattr(
-            "tvm_fusion.tuning.measure.workshop.build_choice", tvm.ir.load_json
+            "tvm_fusion.tuning.measure.building.build_choice", tvm.ir.load_json
         )  # fails in the worker for any request
         session.run()
     finally:

@@ -6,10 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from tvm_fusion.tuning.search.task_search import TaskState
 from tvm_fusion.tuning.session import session as session_module
 from tvm_fusion.tuning.session.choices import DEFAULT
-from tvm_fusion.tuning.session.session import CLEAN_US, Finals, TimeLimit
-from tvm_fusion.tuning.session.task_state import TaskState
+from tvm_fusion.tuning.session.finals import CLEAN_US, Finals
+from tvm_fusion.tuning.session.session import TimeLimit
 
 from .test_session import SETTINGS, make_session, no_process_stays, no_process_stays_on, tested  # noqa: F401
 
@@ -17,7 +18,9 @@ from .test_session import SETTINGS, make_session, no_process_stays, no_process_s
 @pytest.mark.long
 @pytest.mark.usefixtures("tested")
 def test_the_trials_leave_time_for_the_finals(monkeypatch):
-    session, _, state = make_session(replace(SETTINGS, minutes=500.0))
+    settings = replace(SETTINGS, minutes=500.0)
+    session, _, state = make_session(settings, choices=(DEFAULT, "fast", "plain", "wrong"))
+    monkeypatch.setattr(session_module, "BATCH", 1)
     seen = []
 
     def needed(finals):
@@ -27,7 +30,7 @@ def test_the_trials_leave_time_for_the_finals(monkeypatch):
     monkeypatch.setattr(Finals, "seconds", needed)
     session.run()
     assert seen[:2] == [1, 2]
-    assert 2 <= len(state.trials) < len(state.choices)  # what was measured together with the second
+    assert 2 <= len(state.trials) < len(state.choices)
     assert not state.needs_final
     assert session.limit.left_s > 60
     assert not state.pending
@@ -35,7 +38,8 @@ def test_the_trials_leave_time_for_the_finals(monkeypatch):
 
 @pytest.mark.usefixtures("tested")
 def test_contested_cuts_keep_their_time():
-    session, kept, state = make_session(replace(SETTINGS, minutes=5.0))
+    settings = replace(SETTINGS, minutes=5.0)
+    session, kept, state = make_session(settings, choices=(DEFAULT, "plain", "fast"))
     session.joint_s = 300.0
     state.rivals.append(SimpleNamespace(is_open=True))
     session.run()

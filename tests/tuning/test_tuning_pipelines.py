@@ -74,10 +74,25 @@ def test_the_tuned_kernel_is_written(tuned):
     check_numbers(tvm.compile(tuned, TARGET))
 
 
-def test_the_report_of_a_pass_says_what_was_chosen(folder):
+def _of_pass(mod, **given):
     fused = []
-    Fuse(TARGET, database=folder, on_plan=fused.append)(block())
-    said = [group["tuned"] for group in fused[0].report().to_json()["groups"]]
+    Fuse(TARGET, on_plan=fused.append, **given)(mod)
+    return fused[0].report()
+
+
+REPORTS = {
+    "pass": _of_pass,
+    "compile": lambda mod, **given: tvm_fusion.compile(mod, TARGET, verify=False, **given).report,
+    "explain": lambda mod, **given: tvm_fusion.explain(mod, TARGET, **given),
+}
+
+
+@pytest.mark.parametrize("around", [False, True], ids=["argument", "with"])
+@pytest.mark.parametrize("way", REPORTS)
+def test_reports_say_what_was_chosen(folder, way, around):
+    with tvm_fusion.TuningDatabase(folder) if around else nullcontext():
+        report = REPORTS[way](block(), **({} if around else {"database": folder}))
+    said = [group.get("tuned") for group in report.to_json()["groups"]]
     assert [(s["choice"], s["us"], s["untuned_us"]) for s in said] == [
         ("trace", BEST_US, UNTUNED_US),
         ("default", UNTUNED_US, UNTUNED_US),
@@ -128,25 +143,6 @@ def test_the_registered_pipeline_takes_it_in_both_ways(folder):
     check_numbers(executable)
 
 
-def test_compile_takes_the_current_one(folder):
-    with tvm_fusion.TuningDatabase(folder):
-        compiled = tvm_fusion.compile(block(), TARGET, verify=False)
-    said = [group.get("tuned") for group in compiled.report.to_json()["groups"]]
-    assert [(s["us"], s["untuned_us"]) for s in said] == [
-        (BEST_US, UNTUNED_US),
-        (UNTUNED_US, UNTUNED_US),
-    ]
-
-
-@pytest.mark.parametrize("around", [False, True], ids=["argument", "with"])
-def test_explain_says_what_compile_would_use(folder, around):
-    given = {} if around else {"database": folder}
-    with tvm_fusion.TuningDatabase(folder) if around else nullcontext():
-        report = tvm_fusion.explain(block(), TARGET, **given)
-    said = [group.get("tuned") for group in report.to_json()["groups"]]
-    assert [(s["choice"], s["us"]) for s in said] == [("trace", BEST_US), ("default", UNTUNED_US)]
-
-
 def test_databases_of_metaschedule_change_nothing():
     wanted = Fuse(TARGET)(block())
     empty = ms.database.MemoryDatabase()
@@ -169,16 +165,11 @@ def test_it_answers_as_a_database_of_metaschedule(folder):
     assert len(database.get_top_k(product, 1)) == 1
     unknown = ms.database.Workload(_main(_other_function()))
     assert list(database.get_top_k(unknown, 1)) == []
-
-
-def test_it_knows_functions_with_its_stamps_and_without(folder):
-    database = tvm_fusion.TuningDatabase(folder)
-    for record in database.get_all_tuning_records():
-        assert database.has_workload(record.workload.mod)
-    for func in kernels(Fuse(TARGET, write=False)(block())).values():
-        assert database.has_workload(_main(func))
-    assert not database.has_workload(_main(_other_function()))
-    assert not database.has_workload(tvm.IRModule({}))
+    stamped = [_main(func) for func in kernels(Fuse(TARGET, write=False)(block())).values()]
+    for mod in (*(record.workload.mod for record in records), *stamped):
+        assert database.has_workload(mod)
+    for mod in (unknown.mod, tvm.IRModule({})):
+        assert not database.has_workload(mod)
 
 
 def test_a_query_gets_a_schedule_or_nothing(folder):
@@ -238,16 +229,12 @@ def test_a_database_of_another_target_is_an_error_where_it_is_given(folder):
 def test_a_database_of_another_target_around_a_compilation_is_said_to_be_unused(folder, caplog):
     with tvm_fusion.TuningDatabase(folder), caplog.at_level(logging.WARNING):
         compiled = tvm_fusion.compile(block(), OTHER, verify=False)
-    assert any("nothing tuned is used" in message for message in caplog.messages)
-    assert not any(group.get("tuned") for group in compiled.report.to_json()["groups"])
-
-
-def test_a_database_of_another_target_around_a_pipeline_is_said_to_be_unused(folder, caplog):
-    with tvm_fusion.TuningDatabase(folder), caplog.at_level(logging.WARNING):
         found = Fuse(OTHER)(block())
     tvm.ir.assert_structural_equal(found, Fuse(OTHER)(block()))
-    [said] = [m for m in caplog.messages if "nothing tuned is used" in m]
-    assert "holds nothing for" in said
+    assert not any(group.get("tuned") for group in compiled.report.to_json()["groups"])
+    said = [m for m in caplog.messages if "nothing tuned is used" in m]
+    assert len(said) == 2
+    assert all("holds nothing for" in message for message in said)
 
 
 def test_a_database_of_another_device_of_the_module_is_said_to_be_unused(folder, caplog):
@@ -287,15 +274,18 @@ def _another_format(path):
     file.write_text("".join([*first, *file.read_text().splitlines(keepends=True)[1:]]))
 
 
+def _one_device(path):
+    (path / TRIALS).write_text("")
+
+
 WRONG = {
     "missing": (lambda path: path.rmdir(), "there is no database"),
     "empty": (lambda path: None, "is no database of tvm_fusion: it is empty"),
     "other files": (_other_files, r"is no database of tvm_fusion.*it holds notes\.txt"),
     "MetaSchedule's": (_json_database, r"of MetaSchedule, not of tvm_fusion.*JSONDatabase"),
     "another format": (_another_format, "has version 3 of the format.* reads version 2"),
+    "one device's": (_one_device, "is the folder of one device in a database: name the"),
 }
-
-
 OPENED = {
     "database": lambda path: len(tvm_fusion.TuningDatabase(path)),
     "pass": lambda path: Fuse(TARGET, database=path)(block()),
@@ -336,12 +326,6 @@ def test_a_place_that_cannot_be_written_is_said_before_anything_is_planned(tmp_p
         tvm_fusion.tune(block(), TARGET, database=tmp_path / "tuned")
 
 
-def test_the_folder_of_one_device_names_its_database(folder):
-    [device] = folder.iterdir()
-    with pytest.raises(InputError, match="is the folder of one device in a database: name the"):
-        tvm_fusion.TuningDatabase(device)
-
-
 def test_what_is_given_as_a_database_has_to_be_one():
     with pytest.raises(InputError, match=r"a folder or a tvm_fusion\.TuningDatabase, not a Mem"):
         Fuse(TARGET, database=ms.database.MemoryDatabase())(block())
@@ -352,8 +336,7 @@ def test_what_is_given_as_a_database_has_to_be_one():
 # ---- tune
 
 
-def test_the_signature_of_tune_is_that_of_what_it_calls():
-    assert inspect.signature(tvm_fusion.tune) == inspect.signature(session.tune)
+def test_tune_documents_its_parameters():
     documented = inspect.getdoc(tvm_fusion.tune)
     for name in inspect.signature(tvm_fusion.tune).parameters:
         assert name in documented

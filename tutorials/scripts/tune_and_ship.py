@@ -24,21 +24,21 @@ TARGET = tvm.target.Target({"kind": "llvm", "num-cores": 2})
 
 
 def model() -> tvm.IRModule:
-    """tanh(x * y + x): one kernel."""
+    """softmax(x * y + x): one kernel."""
     builder = relax.BlockBuilder()
     x, y = (relax.Var(name, relax.TensorType((ROWS, COLUMNS), "float32")) for name in "xy")
     with builder.function("main", [x, y]):
         with builder.dataflow():
             product = builder.emit(relax.op.multiply(x, y))
             total = builder.emit(relax.op.add(product, x))
-            out = builder.emit_output(relax.op.tanh(total))
+            out = builder.emit_output(relax.op.nn.softmax(total, axis=-1))
         builder.emit_func_output(out)
     return builder.get()
 
 
 def tuned_into(folder: Path) -> None:
     """Tune the model for a few seconds; without these settings it takes minutes."""
-    few = {"spaces": ["own"], "builders": 1, "repeats": 3, "final_repeats": 9}
+    few = {"spaces": ["stock"], "builders": 1, "repeats": 3, "final_repeats": 9}
     print(tvm_fusion.tune(model(), TARGET, database=folder, trials=3, settings=few))
 
 
@@ -72,7 +72,8 @@ def main() -> None:
     x, y = (random.standard_normal((ROWS, COLUMNS)).astype("float32") for _ in "xy")
     main = relax.VirtualMachine(executable, tvm.cpu())["main"]
     result = main(tvm.runtime.tensor(x), tvm.runtime.tensor(y)).numpy()
-    np.testing.assert_allclose(result, np.tanh(x * y + x), rtol=1e-5, atol=1e-6)
+    powers = np.exp(x * y + x)
+    np.testing.assert_allclose(result, powers / powers.sum(-1, keepdims=True), rtol=1e-5)
     print("the numbers are right")
 
 

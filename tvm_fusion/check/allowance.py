@@ -130,7 +130,7 @@ class Reference:
     @cached_property
     def no_bounds(self) -> list[np.ndarray]:
         """Bounds of outputs that roundings leave as they are."""
-        return [_change(output, output) for output in self.outputs]
+        return no_bounds(self.outputs)
 
 
 class _Builds:
@@ -182,12 +182,17 @@ def _built(
         return None
 
 
+def no_bounds(outputs: Iterable[Any]) -> list[Any]:
+    """Bounds of outputs that roundings leave as they are."""
+    return [_change(output, output) for output in outputs]
+
+
 def bounds_of(run: Run, rounds: bool = True) -> tuple[list[Any], list[Any]]:
     """The undisturbed outputs of a run, and how much draws change each of their elements; without
     draws where nothing is rounded.
     """
     reference = list(run(NONE))
-    bounds = [_change(ref, ref) for ref in reference]
+    bounds = no_bounds(reference)
     for draw in DRAWS if rounds else ():
         bounds = _larger(bounds, map(_change, run(draw), reference))
     steps = bounds

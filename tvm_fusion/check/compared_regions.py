@@ -11,21 +11,24 @@ Does not handle: regions with symbolic extents or opaque operators, which stay a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
+import tvm
+
+from ..config import HardwareProfile, Policy
 from ..errors import BuildError, TargetError, TvmFusionError
 from ..flow.planned import Planned
 from ..ir.graph import FusionGraph
 from ..plan.decide.caution import measured_whole, unfused_times
 from ..plan.decide.decide import caution_of, hopeful_plan, with_evidence
 from ..plan.differ import Region, exchanged, regions
-from ..plan.plan import Evidence, FusionPlan
+from ..plan.plan import Evidence, FusionPlan, PlannedGroup
 from ..plan.refusal import Refusal, RefusalCode
 from ..runtime.timing.plan_timing import PlanTimes
 from ..runtime.timing.timing import has_torch_cuda
 from ..transform.apply.region_module import RegionModule, region_module
+from ..transform.apply.write_kernels import Tuned
 from .inputs import random_inputs
 from .kept_samples import keep
 from .plan_runner import PlanRunner
@@ -49,20 +52,31 @@ def settle_regions(planned: Planned, budget: Budget) -> FusionPlan:
     hopeful = hopeful_plan(planned.graph, planned.hw, planned.policy)
     known: dict[tuple, Comparison | None] = {}
     for region in regions(planned.graph, plan, hopeful):
-        part = region_module(
-            planned.low, planned.graph, region.ops, views_held(planned.graph, region)
-        )
-        if part is None:
+        if (part := part_of(planned, region)) is None:
             continue
         key = _structure(part, region)
         if key not in known:
             known[key] = compared(planned, part, region, budget)
         if known[key] is not None:
             plan = settled(planned.graph, plan, region, known[key])
+    return whole(planned, plan)
+
+
+def whole(planned: Planned, plan: FusionPlan) -> FusionPlan:
+    """A plan with what was measured of its parts in its evidence, if its groups are others now."""
     if plan.groups == planned.plan.groups:
         return plan
     caution = caution_of(planned.hw, planned.policy)
     return measured_whole(planned.graph, plan, unfused_times(planned.alone), caution)
+
+
+def part_of(planned: Planned, region: Region) -> RegionModule | None:
+    """A region as a module of its own, with the views that its groups hold; None where it has none
+    (see `region_module`).
+    """
+    number = {op.name: op.id for op in planned.graph.ops}
+    held = {number[n] for g in (*region.careful, *region.hopeful) for n in g.ops}
+    return region_module(planned.low, planned.graph, region.ops, held - set(region.ops))
 
 
 def compared(
@@ -74,46 +88,63 @@ def compared(
     """
     if budget.left_s <= 0:
         return None
+    sides = (region.hopeful, region.careful)
     try:
-        return _timed(planned, part, region, budget)
+        return timed(part, sides, planned.hw, planned.policy, planned.target, budget)
     except TvmFusionError as error:  # of one candidate: its region stays as it is
         logger.warning("a region in doubt cannot be timed: %s", error)
         return None
 
 
-def _timed(
-    planned: Planned, part: RegionModule, region: Region, budget: Budget
+def timed(
+    part: RegionModule,
+    sides: Sequence[Sequence[PlannedGroup]],
+    hw: HardwareProfile,
+    policy: Policy,
+    target: tvm.target.Target,
+    budget: Budget,
+    tuned: Tuned | None = None,
 ) -> Comparison | None:
-    runner, plans = _prepared(planned, part, region)
+    """Times two ways to group a part of a model, on random inputs and the constants of the model.
+
+    Parameters
+    ----------
+    part : RegionModule
+    sides : two sequences of PlannedGroup
+    hw, policy, target
+    budget : Budget
+    tuned : Tuned, optional
+        Has kernels that tuning chose; without it the times are kept (`kept_samples`).
+
+    Returns
+    -------
+    Comparison or None
+        None where the budget does not reach.
+
+    Raises
+    ------
+    BuildError
+        A kernel cannot be built.
+    TargetError
+        There is no such device, or no torch to time kernels with.
+    """
+    if hw.kind == "cuda" and not has_torch_cuda():
+        raise TargetError("kernels are timed through torch's profiler, and there is no such torch")
+    if hw.kind == "llvm":
+        part = part.with_constants()
+    runner = PlanRunner(part.mod, part.graph, hw, policy, target, tuned)
+    plans = [part.plan(groups, hw.name, policy.name) for groups in sides]
     if failed := runner.build(plans):
         raise BuildError(next(iter(failed.values())))
-    sample = PlanSampler(runner, plans)
-    found = settle(sample, budget)
-    if found is not None:
-        keep(runner, plans, sample.latest)
-    return found
-
-
-def _prepared(
-    planned: Planned, part: RegionModule, region: Region
-) -> tuple[PlanRunner, list[FusionPlan]]:
-    """A runner with the region's inputs, and its two plans: hopeful, careful."""
-    if planned.hw.kind == "cuda" and not has_torch_cuda():
-        raise TargetError("kernels are timed through torch's profiler, and there is no such torch")
-    if planned.hw.kind == "llvm":
-        part = part.with_constants()
-    runner = PlanRunner(part.mod, part.graph, planned.hw, planned.policy, planned.target)
-    fill(runner, part.constants)
-    sides = (region.hopeful, region.careful)
-    return runner, [part.plan(groups, planned.hw.name, planned.policy.name) for groups in sides]
-
-
-def fill(runner: PlanRunner, constants: Mapping[int, Any]) -> None:
-    """Gives a runner random inputs, and by position those that are constants of the model."""
     inputs = random_inputs(runner.low["main"])
-    for position, value in constants.items():
+    for position, value in part.constants.items():
         inputs[position] = value
     runner.set_inputs(inputs)
+    sample = PlanSampler(runner, plans)
+    found = settle(sample, budget)
+    if found is not None and tuned is None:
+        keep(runner, plans, sample.latest)
+    return found
 
 
 class PlanSampler:
@@ -150,6 +181,21 @@ def settled(graph: FusionGraph, plan: FusionPlan, region: Region, found: Compari
         return replace(plan, refusals=(*plan.refusals, _circle(found, fused)))
     evidence = measured(found)
     return with_evidence(taken, dict.fromkeys((g.ops for g in region.hopeful), evidence))
+
+
+def settled_apart(
+    graph: FusionGraph, plan: FusionPlan, region: Region, found: Comparison
+) -> FusionPlan:
+    """The plan after fusions of it (careful) were timed beside their operators (hopeful, first)."""
+    together = Comparison(found.second, found.first, -found.difference, found.error, found.pairs)
+    if found.winner is not Winner.FIRST:
+        evidence = measured(together)
+        return with_evidence(plan, dict.fromkeys((g.ops for g in region.careful), evidence))
+    apart = exchanged(graph, plan, region.careful, region.hopeful)
+    if apart is None:
+        return plan
+    reason = slower(together, tuple(dict.fromkeys(op for g in region.careful for op in g.ops)))
+    return replace(apart, refusals=(*apart.refusals, reason))
 
 
 def measured(found: Comparison) -> Evidence:
@@ -210,13 +256,6 @@ def _structure(part: RegionModule, region: Region) -> tuple:
         for side in (region.careful, region.hopeful)
     )
     return part.graph.fingerprint(), *sides
-
-
-def views_held(graph: FusionGraph, region: Region) -> set[int]:
-    """Views that groups of a region hold."""
-    number = {op.name: op.id for op in graph.ops}
-    held = {number[n] for g in (*region.careful, *region.hopeful) for n in g.ops}
-    return held - set(region.ops)
 
 
 def _outside(refusals: tuple[Refusal, ...], region: Region) -> tuple[Refusal, ...]:

@@ -3,6 +3,7 @@
 import difflib
 import hashlib
 import json
+import math
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, field, fields
@@ -13,9 +14,11 @@ from typing import Any
 from ..errors import ConfigError
 
 
-def number(unit: str) -> Any:
-    """Field of a number that a TOML file gives as {value, unit, source}."""
-    return field(metadata={"unit": unit})
+def number(unit: str, least: float = -math.inf) -> Any:
+    """Field of a number that a TOML file gives as {value, unit, source}; who reads it checks that
+    it is not below `least`.
+    """
+    return field(metadata={"unit": unit, "least": least})
 
 
 def table(unit: str) -> Any:

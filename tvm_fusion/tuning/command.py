@@ -8,7 +8,8 @@ import math
 import shlex
 import sys
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ from .._arguments import INTERRUPTED, POLICY_HELP, TARGET_HELP, model_of, policy
 from ..config import resolve_target
 from ..errors import InputError
 from .session.result import TuneResult
+from .session.tune import tune
 
 if TYPE_CHECKING:
     from .session.session import Session
@@ -51,6 +53,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--rpc", metavar="HOST:PORT", help="measure on the servers of a TVM RPC tracker"
     )
     command.add_argument("--key", help="the key of the tracker's servers to use")
+    command.add_argument(
+        "--token-file", metavar="FILE", help="has their token; by default TVM_FUSION_TOKEN has it"
+    )
     command.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -87,8 +92,6 @@ def _session(args: argparse.Namespace) -> int:
 
 
 def _tuned(args: argparse.Namespace, watch: Any) -> TuneResult:
-    from .session.tune import tune
-
     target, _ = resolve_target(args.target)
     return tune(
         model_of(args, target),
@@ -111,14 +114,16 @@ def _interrupted(what: str) -> int:
 
 def _meters(args: argparse.Namespace) -> Any:
     if args.rpc is None:
-        if args.key is not None:
-            raise InputError("--key names servers of the tracker that --rpc names: give both")
+        if args.key is not None or args.token_file is not None:
+            raise InputError(
+                "--key and --token-file are of the servers that --rpc finds: give both"
+            )
         return None
     if args.key is None:
         raise InputError("--rpc needs --key: the name under which the servers registered")
-    from .remote.rpc import meters_of
+    from .remote.client import meters_of
 
-    return meters_of(args.rpc, args.key)
+    return meters_of(args.rpc, args.key, args.token_file)
 
 
 def to_json(result: TuneResult) -> dict[str, Any]:
@@ -135,18 +140,7 @@ def to_json(result: TuneResult) -> dict[str, Any]:
         "untimed": [task.name for task in result.untimed],
         "untuned_us": round(result.untuned_us, 3),
         "best_us": round(result.best_us, 3),
-        "tasks": [
-            {
-                "name": t.name,
-                "launches": t.count,
-                "trials": t.trials,
-                "failed": t.failed,
-                "untuned_us": t.untuned_us,
-                "best_us": t.best_us,
-                "choice": t.choice,
-            }
-            for t in result.tasks
-        ],
+        "tasks": [asdict(task) for task in result.tasks],
     }
 
 
@@ -154,9 +148,9 @@ def table(result: TuneResult) -> str:
     """What a session did, as lines of text."""
     lines = [f"{'kernel':44} launches  trials  failed   untuned      best"]
     for t in result.tasks:
-        name = t.name if t.count else f"({t.name})"
+        name = t.name if t.launches else f"({t.name})"
         lines.append(
-            f"{name[:44]:44} {t.count:8d} {t.trials:7d} {t.failed:7d} "
+            f"{name[:44]:44} {t.launches:8d} {t.trials:7d} {t.failed:7d} "
             f"{_us(t.untuned_us):>9} {_us(t.best_us):>9}"
         )
     lines.append(f"this session: {result.trials} trials in {result.seconds:.0f} s; {result.ended}")
@@ -164,7 +158,7 @@ def table(result: TuneResult) -> str:
         lines.append(str(result.failures))
     missing = f" (without {len(result.untimed)} not measured)" if result.untimed else ""
     lines.append(f"kernels {result.untuned_us:.1f} -> {result.best_us:.1f} us{missing}")
-    if any(not t.count for t in result.tasks):
+    if any(not t.launches for t in result.tasks):
         lines.append("(in brackets: kernels of other ways to cut the plan)")
     return "\n".join(lines)
 
@@ -176,45 +170,44 @@ def _us(us: float | None) -> str:
 LINE_EVERY_S = 10.0
 
 
-class Lines(AbstractContextManager):
-    """A line every few seconds."""
-
-    def __init__(self) -> None:
-        self._said = 0.0
-
-    def __exit__(self, *exception) -> None:
-        return None
-
-    def __call__(self, session: Session) -> None:
-        if time.monotonic() - self._said >= LINE_EVERY_S:
-            self._said = time.monotonic()
-            print(status(session), file=sys.stderr, flush=True)
-
-
-class Bar(AbstractContextManager):
-    """A bar of `rich`."""
-
-    def __init__(self) -> None:
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        self._bar = Progress(*columns, transient=True)
-        self._task = self._bar.add_task("tuning")
-
-    def __enter__(self) -> Bar:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exception) -> None:
-        self._bar.stop()
-
-    def __call__(self, session: Session) -> None:
-        self._bar.update(
-            self._task,
+@contextmanager
+def shown() -> Iterator[Callable[[Session], None]]:
+    """What a session is shown by on standard error: a bar of `rich`, or a line every few seconds
+    where there is no terminal or no `rich`.
+    """
+    bar = _bar() if sys.stderr.isatty() else None
+    if bar is None:
+        yield _lines()
+        return
+    with bar:
+        number = bar.add_task("tuning")
+        yield lambda session: bar.update(
+            number,
             total=session.settings.trials,
             completed=session.trials,
             description=status(session),
         )
+
+
+def _bar() -> Any:
+    try:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    except ImportError:
+        return None
+    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    return Progress(*columns, transient=True)
+
+
+def _lines() -> Callable[[Session], None]:
+    said = -math.inf
+
+    def watch(session: Session) -> None:
+        nonlocal said
+        if time.monotonic() - said >= LINE_EVERY_S:
+            said = time.monotonic()
+            print(status(session), file=sys.stderr, flush=True)
+
+    return watch
 
 
 def status(session: Session) -> str:
@@ -226,13 +219,3 @@ def status(session: Session) -> str:
     partly = " (partly predicted)" if session.is_partly_predicted else ""
     trials = f"{session.trials} of {session.settings.trials} trials"
     return f"{trials}, kernels {best:.1f} us{partly}{gain}{left}"
-
-
-def shown() -> Lines | Bar:
-    """What fits standard error."""
-    if sys.stderr.isatty():
-        try:
-            return Bar()
-        except ImportError:
-            pass
-    return Lines()

@@ -9,9 +9,8 @@ from __future__ import annotations
 import logging
 import statistics
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tvm
 import tvm_ffi
@@ -24,8 +23,8 @@ from ..config import resolve_target
 from ..errors import InputError, NothingTuned, TargetError
 from .database import Database as Store
 from .database import Folders
-from .database.metaschedule import load_record, payload_of, root_of, target_json
-from .measure.trial_record import Trial
+from .database.metaschedule import hash_of, load_record, payload_of, root_of, target_json
+from .database.trial import Trial
 from .session.choices import TRACE_CHOICE, chosen
 from .session.settings import load_settings
 
@@ -35,22 +34,13 @@ _OPEN: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 """By hash of the object of TVM, what stands behind it: TVM hands out databases as its own class."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Content:
-    """What a store holds.
-
-    Attributes
-    ----------
-    changes : int
-        Of the store, when it was read.
-    memory : MemoryDatabase
-        Its records.
-    workloads : dict
-        Its workloads, by the function that they are of (`_function_key`).
+class _Content(NamedTuple):
+    """What a store holds after so many changes: records by `workload_key`, and workloads by
+    `_function_key`.
     """
 
     changes: int
-    memory: Any
+    records: dict[str, list[TuningRecord]]
     workloads: dict[int, list[tirx.PrimFunc]]
 
     @classmethod
@@ -58,7 +48,7 @@ class _Content:
         workloads: dict[int, list[tirx.PrimFunc]] = {}
         for workload in store.workloads():
             workloads.setdefault(_function_key(workload), []).append(workload)
-        return cls(store.changes, store.metaschedule(), workloads)
+        return cls(store.changes, store.tuning_records(), workloads)
 
 
 @derived_object
@@ -134,19 +124,13 @@ class TuningDatabase(PyDatabase):
 
     def get_all_tuning_records(self) -> list[TuningRecord]:
         """One record for each choice that ran, of all devices."""
-        return [r for content in self._all() for r in content.memory.get_all_tuning_records()]
+        return [r for content in self._all() for found in content.records.values() for r in found]
 
     def get_top_k(self, workload: Workload, top_k: int) -> list[TuningRecord]:
         """The fastest records of a workload, which is one of a record here."""
-        found = [
-            record
-            for content in self._all()
-            if content.memory.has_workload(workload.mod)
-            for record in content.memory.get_top_k(
-                content.memory.commit_workload(workload.mod), top_k
-            )
-        ]
-        return sorted(found, key=_seconds)[:top_k]
+        key = hash_of(workload.mod)
+        found = [record for content in self._all() for record in content.records.get(key, ())]
+        return sorted(found, key=lambda r: statistics.mean(map(float, r.run_secs)))[:top_k]
 
     def query_tuning_record(
         self, mod: tvm.IRModule, target: tvm.target.Target, workload_name: str | None = None
@@ -167,7 +151,7 @@ class TuningDatabase(PyDatabase):
 
     def __len__(self) -> int:
         """How many records there are, of all devices."""
-        return sum(len(content.memory) for content in self._all())
+        return len(self.get_all_tuning_records())
 
 
 def current_database() -> TuningDatabase | None:
@@ -210,10 +194,6 @@ def _function_key(func: tirx.PrimFunc) -> int:
     for name in dict(func.attrs or {}):
         func = func.without_attr(name)
     return tvm_ffi.structural_hash(func)
-
-
-def _seconds(record: TuningRecord) -> float:
-    return statistics.mean(float(second) for second in record.run_secs)
 
 
 def _read_only() -> InputError:

@@ -25,9 +25,9 @@ from tvm_fusion.config import resolve_target
 from tvm_fusion.errors import InputError, TargetError, TvmFusionError
 from tvm_fusion.host.cores import available_cores
 from tvm_fusion.tuning.command import to_json
+from tvm_fusion.tuning.measure.building import make_builders
 from tvm_fusion.tuning.measure.measuring import LocalMeter
 from tvm_fusion.tuning.measure.processes import start_all, stop_all
-from tvm_fusion.tuning.measure.workshop import make_builders
 from tvm_fusion.tuning.session.result import TuneResult
 from tvm_fusion.tuning.session.settings import load_settings
 from tvm_fusion.tuning.session.tune import tune

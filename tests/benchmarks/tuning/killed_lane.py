@@ -187,7 +187,7 @@ class Lane:
             copy = Path(place) / "copy"
             shutil.copytree(self.database, copy)
             for folder in device_folders(copy):
-                Database.open(folder, Database.open(folder, None).device or folder.name)
+                Database(folder, Database(folder, None).device or folder.name)
             left = [p for p in copy.rglob(".*") if p.is_file()]
             return check(copy).ok and trials_of(copy) == found and not left
 
@@ -221,14 +221,14 @@ def trials_of(database: Path) -> set[str]:
     return {
         json.dumps([key, trial.as_dict()])
         for folder in (device_folders(database) if database.exists() else ())
-        for key, trial in Database.open(folder, None).all_trials()
+        for key, trial in Database(folder, None).content().entries
     }
 
 
 def plans_of(database: Path) -> list[dict[str, Any]]:
     """The plans of a database."""
-    stores = [Database.open(folder, None) for folder in device_folders(database)]
-    return [store.plan(key) for store in stores for key in store.plan_keys()]
+    stores = [Database(folder, None) for folder in device_folders(database)]
+    return [store.plan(key) for store in stores for key in sorted(store.content().plans)]
 
 
 def _like(plan: dict[str, Any], saved: dict[str, Any]) -> dict[str, Any]:

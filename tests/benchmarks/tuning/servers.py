@@ -31,9 +31,9 @@ from tvm_fusion.config import resolve_target
 from tvm_fusion.errors import InputError
 from tvm_fusion.host.cores import available_cores
 from tvm_fusion.runtime.build.cubin_cache import CACHE_VARIABLE
+from tvm_fusion.tuning.measure.building import make_builders
 from tvm_fusion.tuning.measure.processes import Worker, stop_all
-from tvm_fusion.tuning.measure.workshop import make_builders
-from tvm_fusion.tuning.remote.rpc import meters_of
+from tvm_fusion.tuning.remote.client import meters_of
 from tvm_fusion.tuning.session.session import Session
 from tvm_fusion.tuning.session.settings import load_settings
 from tvm_fusion.tuning.session.tune import tune

@@ -49,6 +49,7 @@ from ..rows.accuracy import CEILINGS, checked_error, reference
 from ..rows.setup import Setup
 from ..workloads import names_of
 from ..workloads.instance import Instance
+from ..workloads.unwritten import UNWRITTEN_CPU, UNWRITTEN_GPU
 from . import metaschedule
 from .stock_compare import DEFAULT, FORMAT, STOCK, UNTUNED, compare, merge, table
 
@@ -262,7 +263,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--target", help=TARGET_HELP)
     parser.add_argument("--trials", type=int, default=64, help="most of each tuner in a row")
     parser.add_argument("--minutes-per-row", type=float, default=1.5, help="most of each tuner")
+    known = {"gpu": UNWRITTEN_GPU, "cpu": UNWRITTEN_CPU}
     parser.add_argument("--only", metavar="ROW,...", help=f"default: {','.join(ROWS)}")
+    parser.add_argument("--unwritten", choices=known, help="what no class of ours wrote there")
     parser.add_argument("--scale", type=float, default=1.0, help="factor on the extents")
     parser.add_argument("--repeats", type=int, default=20, help="samples of each final time")
     parser.add_argument("--out", type=Path, required=True)
@@ -276,7 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             write(result, given.out)
         else:
             result = run(
-                names_of(given.only or ",".join(ROWS), None),
+                names_of(given.only or ",".join(known.get(given.unwritten, ROWS)), None),
                 given.target,
                 given.out,
                 given.trials,

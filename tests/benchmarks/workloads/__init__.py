@@ -4,7 +4,7 @@
 operators that memory binds too, `gemm` matrix products with what is around them, `gemm_sweep` those
 in sizes of every kind, `small` what the launches bind. `attention` is attention alone,
 `transformers` that and layers of models. `cpu`, `cpu_products` and `cpu_models` are in the sizes of
-a CPU.
+a CPU. What is `FOR_TUNING`, operators for which schedules are evolved, is in no suite.
 """
 
 import difflib
@@ -25,12 +25,14 @@ from .rows import ROWS
 from .small import SMALL
 from .training import TRAINING
 from .transformers import TRANSFORMERS
+from .unwritten import UNWRITTEN_CPU, UNWRITTEN_GPU
 
 MEMORY_MORE: dict[str, Workload] = ROWS | LAYOUT | TRAINING
 ON_CPUS: dict[str, Workload] = CPU | CPU_PRODUCTS | CPU_MODELS
 WORKLOADS: dict[str, Workload] = (
     MEMORY | MODELS | MEMORY_MORE | GEMM | SWEEP | SMALL | ATTENTION | TRANSFORMERS | ON_CPUS
 )
+FOR_TUNING: dict[str, Workload] = UNWRITTEN_GPU | UNWRITTEN_CPU
 SUITES = {
     "memory": tuple(MEMORY),
     "memory_more": tuple(MEMORY_MORE),
@@ -51,8 +53,8 @@ SUITES = {
 def require(names: Iterable[str]) -> None:
     """Raise InputError for a name that is no workload's."""
     for name in names:
-        if name not in WORKLOADS:
-            close = difflib.get_close_matches(name, WORKLOADS, 1)
+        if name not in WORKLOADS and name not in FOR_TUNING:
+            close = difflib.get_close_matches(name, (*WORKLOADS, *FOR_TUNING), 1)
             hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(WORKLOADS)}"
             raise InputError(f"unknown workload {name!r}; {hint}")
 
@@ -67,8 +69,8 @@ def names_of(suite: str, only: str | None) -> tuple[str, ...]:
     """
     names: dict[str, None] = {}
     for word in _words(suite):
-        if word not in SUITES and word not in WORKLOADS:
-            close = difflib.get_close_matches(word, (*SUITES, *WORKLOADS), 1)
+        if not any(word in known for known in (SUITES, WORKLOADS, FOR_TUNING)):
+            close = difflib.get_close_matches(word, (*SUITES, *WORKLOADS, *FOR_TUNING), 1)
             hint = f"did you mean {close[0]!r}?" if close else f"the suites are {', '.join(SUITES)}"
             raise InputError(f"unknown suite or workload {word!r}; {hint}")
         names |= dict.fromkeys(SUITES.get(word, (word,)))
@@ -86,7 +88,7 @@ def names_of(suite: str, only: str | None) -> tuple[str, ...]:
 def dtype_of(name: str, default: str) -> str:
     """Return the dtype that a workload names for itself, or the default."""
     require([name])
-    return WORKLOADS[name].dtype or default
+    return (WORKLOADS | FOR_TUNING)[name].dtype or default
 
 
 def make(name: str, device: str, dtype: str, scale: float = 1.0) -> Instance:
@@ -104,7 +106,7 @@ def make(name: str, device: str, dtype: str, scale: float = 1.0) -> Instance:
         Factor on every large extent, none below 64.
     """
     require([name])
-    return WORKLOADS[name].instance(name, device, dtype, scale)
+    return (WORKLOADS | FOR_TUNING)[name].instance(name, device, dtype, scale)
 
 
 def _words(text: str) -> list[str]:

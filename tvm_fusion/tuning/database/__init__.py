@@ -6,11 +6,12 @@ The file is only appended to, one line a trial. `TuningDatabase` shows it to Met
 writes MetaSchedule's own folder, and `import_folders` reads one.
 """
 
-from ..measure.trial_record import Trial
 from .folders import Folders, check_place, device_folder, device_folders, find_database, folder_of
-from .metaschedule import short_key, trace_text, workload_key
+from .metaschedule import short_key, workload_key
+from .replay import trace_text
 from .store import Database
 from .tools import check, export, import_folders, merge
+from .trial import Trial
 
 __all__ = [
     "Database",

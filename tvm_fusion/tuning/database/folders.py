@@ -28,39 +28,36 @@ from .store import TRIALS, Database
 
 _LONGEST = 45  # of a part of a name; five of them fit in what file systems take
 _SHOWN = 5  # folders, or files, that a message names
-_FILES = (TRIALS, GUARD, WORKLOADS, RECORDS)
+_OURS, _STOCK = (TRIALS, GUARD), (WORKLOADS, RECORDS)
 
 
-def device_folder(
-    device: str, tvm_version: str, compiler: str, package_version: str, key: str = ""
-) -> str:
+def device_folder(*parts: str) -> str:
     """The name of a folder, of characters that any file system takes.
 
-    >>> device_folder("nvidia_h200", "0.27.0", "nvcc 13.0", "0.1.0")
+    >>> device_folder("nvidia_h200", "tvm0.27.0", "nvcc 13.0", "fusion0.1.0")
     'nvidia_h200-tvm0.27.0-nvcc_13.0-fusion0.1.0'
     """
-    parts = [device, f"tvm{tvm_version}", compiler, f"fusion{package_version}", key]
-    return "-".join(_safe(part) for part in parts if part)
+    return "-".join(re.sub(r"[^A-Za-z0-9._+]+", "_", part).strip("._")[:_LONGEST] for part in parts)
 
 
-def _safe(part: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._+]+", "_", part).strip("._")[:_LONGEST]
-
-
-def compiler_version(target: tvm.target.Target) -> str:
-    """What makes machine code for a target: `nvcc 13.0...`, `llvm 22`; BuildError without any."""
-    if target.kind.name == "llvm":
-        return f"llvm{llvm_version_major()}"
-    compiler = find_compiler()
-    return f"{compiler.kind}{compiler.version.removeprefix('Build cuda_').removeprefix('NVRTC ')}"
+_VERSIONS = tuple(map(device_folder, (f"tvm{tvm.__version__}", f"fusion{__version__}")))
 
 
 def folder_of(hw: HardwareProfile, target: tvm.target.Target) -> str:
     """The name of the folder of a device; its digest is of the target and of the multiprocessors,
-    by which devices of one profile differ.
+    by which devices of one profile differ. BuildError without a compiler, whose version is in it.
     """
     key = digest(canonical([identity(target_json(target)), hw.num_sms]))[:8]
-    return device_folder(hw.name, tvm.__version__, compiler_version(target), __version__, key)
+    of_tvm, of_fusion = _VERSIONS
+    return device_folder(hw.name, of_tvm, _compiler_version(target), of_fusion, key)
+
+
+def _compiler_version(target: tvm.target.Target) -> str:
+    """What makes machine code for a target: `nvcc 13.0...`, `llvm 22`."""
+    if target.kind.name == "llvm":
+        return f"llvm{llvm_version_major()}"
+    compiler = find_compiler()
+    return f"{compiler.kind}{compiler.version.removeprefix('Build cuda_').removeprefix('NVRTC ')}"
 
 
 def find_database(
@@ -70,22 +67,13 @@ def find_database(
     *,
     read_only: bool = False,
 ) -> Database:
-    """Open the folder of a device in a database.
-
-    Parameters
-    ----------
-    path : path
-        Of the database; it and the device's folder in it are made unless `read_only`.
-    hw : HardwareProfile
-    target : tvm.target.Target
-    read_only : bool
-        Write nothing.
+    """Open the folder of a device in a database; both are made unless `read_only`.
 
     Raises
     ------
     InputError
-        See `Database.open`; or the path is no database: it does not exist or is empty and is to be
-        read, it has nothing of the device and is to be read, or it holds something else.
+        See `Database`; or the path is no database: it does not exist or is empty and is to be read,
+        it has nothing of the device and is to be read (`NothingTuned`), or it holds something else.
     BuildError
         There is no CUDA compiler, whose version is a part of the folder's name.
     """
@@ -93,10 +81,14 @@ def find_database(
     if not read_only:
         check_place(path)
     else:
-        check_database(path)
+        _check_database(path)
         if not (path / name).is_dir():
-            raise nothing_for(path, name, target)
-    return Database.open(path / name, name, target=target, read_only=read_only)
+            others = [f"{folder.name} ({_target_of(folder)})" for folder in _folders_in(path)]
+            raise NothingTuned(
+                f"{path} holds nothing for {name} ({_text(target_json(target))}), but for "
+                f"{_some(others)}: give the target that it was tuned for, or tune for this one"
+            )
+    return Database(path / name, name, target=target, read_only=read_only)
 
 
 class Folders:
@@ -104,7 +96,7 @@ class Folders:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        check_database(self.path)
+        _check_database(self.path)
         self._opened: dict[str, Database] = {}
 
     def __str__(self) -> str:
@@ -119,14 +111,12 @@ class Folders:
 
     def all(self) -> list[Database]:
         """Those that this version of TVM and of this package wrote."""
-        mine = {_safe(f"tvm{tvm.__version__}"), _safe(f"fusion{__version__}")}
-        names = [x.name for x in folders_in(self.path) if mine <= set(x.name.split("-"))]
-        for name in names:
-            if name not in self._opened:
-                self._opened[name] = Database.open(self.path / name, None)
-        return [self._read(name) for name in names]
+        found = [x.name for x in _folders_in(self.path) if {*_VERSIONS} <= {*x.name.split("-")}]
+        return [self._read(name) for name in found]
 
     def _read(self, name: str) -> Database:
+        if name not in self._opened:
+            self._opened[name] = Database(self.path / name, None)
         self._opened[name].refresh()
         return self._opened[name]
 
@@ -136,28 +126,10 @@ def device_folders(path: str | Path) -> list[Path]:
     found = []
     for folder, inner, names in os.walk(path):
         inner.sort()
-        if set(_FILES) & {*inner, *names}:
+        if {*_OURS, *_STOCK} & {*inner, *names}:
             found.append(Path(folder))
             inner.clear()
     return sorted(found)
-
-
-def folders_in(path: Path) -> list[Path]:
-    """The folders of devices in a database, sorted."""
-    names = (*_FILES, LOCK)
-    return [x for x in _visible(path) if x.is_dir() and any((x / name).exists() for name in names)]
-
-
-def check_database(path: Path) -> None:
-    """InputError for a path that is to be read and is no database, with what it is."""
-    if not path.exists():
-        raise InputError(f"there is no database {path}: `python -m tvm_fusion tune` makes one")
-    _check_folder(path)
-    if not folders_in(path):
-        raise InputError(
-            f"{path} is no database of tvm_fusion: {_held(path)}. Name the folder that "
-            "`tvm_fusion.tune` was given"
-        )
 
 
 def check_place(path: Path) -> None:
@@ -172,35 +144,44 @@ def check_place(path: Path) -> None:
     if not path.exists():
         return
     _check_folder(path)
-    if _visible(path) and not folders_in(path):
+    if _visible(path) and not _folders_in(path):
         raise InputError(
             f"{path} is no database of tvm_fusion, and not empty: {_held(path)}. Name another "
             "folder for the database; it is made if it is not there"
         )
 
 
-def nothing_for(path: Path, name: str, target: tvm.target.Target) -> NothingTuned:
-    """What to raise where a database has no folder of a device, but of others."""
-    others = [f"{folder.name} ({_target_of(folder)})" for folder in folders_in(path)]
-    return NothingTuned(
-        f"{path} holds nothing for {name} ({_text(target_json(target))}), but for {_some(others)}: "
-        "give the target that it was tuned for, or tune for this one"
-    )
+def _check_database(path: Path) -> None:
+    """InputError for a path that is to be read and is no database, with what it is."""
+    if not path.exists():
+        raise InputError(f"there is no database {path}: `python -m tvm_fusion tune` makes one")
+    _check_folder(path)
+    if not _folders_in(path):
+        raise InputError(
+            f"{path} is no database of tvm_fusion: {_held(path)}. Name the folder that "
+            "`tvm_fusion.tune` was given"
+        )
 
 
 def _check_folder(path: Path) -> None:
     if not path.is_dir():
         raise InputError(f"{path} is not a folder: a database is a folder of files")
-    if any((path / name).exists() for name in (TRIALS, GUARD)):
+    if any((path / name).exists() for name in _OURS):
         raise InputError(
             f"{path} is the folder of one device in a database: name the database, {path.parent}"
         )
-    if any((path / name).exists() for name in (WORKLOADS, RECORDS)):
+    if any((path / name).exists() for name in _STOCK):
         raise InputError(
             f"{path} is a database of MetaSchedule, not of tvm_fusion: open it with "
             "ms.database.JSONDatabase(work_dir=...), or take it over with `python -m tvm_fusion "
             "tune --db-import`, and name another folder here"
         )
+
+
+def _folders_in(path: Path) -> list[Path]:
+    """The folders of devices in a database, sorted."""
+    names = (*_OURS, *_STOCK, LOCK)
+    return [x for x in _visible(path) if x.is_dir() and any((x / name).exists() for name in names)]
 
 
 def _visible(path: Path) -> list[Path]:
@@ -221,7 +202,7 @@ def _some(names: list[str]) -> str:
 
 
 def _target_of(folder: Path) -> str:
-    target = Database.open(folder, None, silent=True).target
+    target = Database(folder, None, silent=True).target
     return "of an unknown target" if target is None else _text(target)
 
 

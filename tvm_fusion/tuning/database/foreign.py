@@ -3,94 +3,197 @@
     database_workload.json, database_tuning_record.json    as MetaSchedule writes them
     guard.jsonl, plans/<key>.json                          beside them, in version 1 of our format
 
-In version 1 a line of the guard, with a checksum, had each trial, and the digests of the lines of
-workloads. What nothing vouches for is tried by `replay.judge`, and what TVM replays is taken over
-as unchecked.
+In version 1 a line of the guard, with a checksum, has each trial, and vouches for lines of the
+other two. What nothing vouches for is read by TVM in a process of its own (`Judge`), and what it
+replays there is taken over as unchecked, its trace as TVM wrote it again.
 """
 
 from __future__ import annotations
 
 import datetime
+import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from tvm import tirx
+from tvm.s_tir.meta_schedule.database import Workload
+
 from ...errors import InputError
-from ..measure.trial_record import Trial
+from ...host.appended_files import signature
+from ..measure.processes import STARTING_S, Answer, Worker, ready, wait_for
 from .lines import (
-    VERSION,
     BadLine,
     Content,
     Problem,
     canonical,
+    check_version,
     digest,
     identity,
     is_key,
     parse,
-    tag,
-    trial_of,
     unpack,
 )
-from .metaschedule import RECORDS, WORKLOADS, foreign_trial
-from .replay import Suspect, judge
+from .metaschedule import (
+    ENTRY,
+    RECORDS,
+    WORKLOADS,
+    arguments_of,
+    foreign_trial,
+    hash_of,
+    load,
+    load_record,
+)
+from .replay import trace_text
 
 GUARD, PLANS = "guard.jsonl", "plans"
 OLD = "old"  # and a number: where the files of version 1 go
+MOST_CRASHES = 5  # each costs the start of another process
+PART_S = 5.0
 
-Stray = tuple[int, str, Trial, list[Any]]
-"""Number of the line, key of the workload, trial and record."""
+
+class CannotJudge(InputError):
+    """There is no process to try lines in: nothing is known of them."""
 
 
-def read_folder(
-    folder: Path,
-    content: Content,
-    places: Mapping[str, tuple[str, int]] | None = None,
-    records: Collection[str] = (),
-) -> list[Problem]:
-    """Add the workloads and records of a folder of MetaSchedule to a content, as unchecked trials.
-
-    Parameters
-    ----------
-    folder : Path
-    content : Content
-        Its target is that of the records to take; None takes that of the first.
-    places : mapping, optional
-        By digest of a line of workloads that can be trusted: key and number from 0.
-    records : collection of str
-        Digests of records that the content has.
-
-    Returns
-    -------
-    list of Problem
-        What is left out.
-
-    Raises
-    ------
-    InputError
-        A file cannot be read, or there is no process to try lines in (`CannotJudge`).
+class Judge(AbstractContextManager):
+    """Calls of functions in a process of its own, which a malformed line may end; it is started
+    when it is first needed.
     """
-    problems: list[Problem] = []
-    keys, unknown = _workloads(folder, content, places or {}, problems)
-    strays = _strays(folder, content, keys, records, problems)
-    wanted = dict.fromkeys([*(key for key, _ in unknown.values()), *(key for _, key, *_ in strays)])
-    modules = content.workloads | dict(unknown.values())
-    of_key = {key: [stray for stray in strays if stray[1] == key] for key in wanted}
-    suspects = [
-        Suspect(key, modules[key], tuple(payload for *_, payload in found))
-        for key, found in of_key.items()
-    ]
-    number_of = {key: number for number, (key, _) in unknown.items()}
-    for suspect, verdict in zip(suspects, judge(suspects) if suspects else (), strict=True):
-        if verdict.workload is None:
-            content.workloads[suspect.key] = suspect.module
-        elif suspect.key in number_of:
-            problems.append(_left_out(WORKLOADS, number_of[suspect.key], verdict.workload))
-        for (number, key, trial, _), why in zip(of_key[suspect.key], verdict.payloads, strict=True):
-            if why is None:
-                content.entries[key, trial] = None
-            else:
-                problems.append(_left_out(RECORDS, number, why))
+
+    def __init__(self) -> None:
+        self._worker: Worker | None = None
+        self._crashes = 0
+
+    def __exit__(self, *exception: object) -> None:
+        if self._worker is not None:
+            self._worker.stop()
+
+    def __call__(self, function: Callable, *arguments: Any) -> Any:
+        """What a function returns; BadLine where it fails, crashes, hangs, or many did before."""
+        if self._worker is None:
+            setup = begin, ()  # with it the process imports this module, before a line's time runs
+            self._worker = Worker("the process that tries lines", setup, torch=False)
+            if (answer := self._ask(ready, (), STARTING_S)).status != "ok":
+                raise CannotJudge(f"{self._worker.name} does not start: {answer.why}")
+        if self._crashes == MOST_CRASHES:
+            raise BadLine("not tried, after other lines that crash TVM")
+        answer = self._ask(function, arguments, PART_S)
+        if answer.status == "ok":
+            return answer.value
+        if answer.status == "error":
+            raise BadLine(answer.why)
+        self._crashes += 1
+        raise BadLine(f"TVM fails on it: {answer.status}, {answer.why}")
+
+    def _ask(self, function: Callable, arguments: tuple, limit_s: float) -> Answer:
+        try:
+            self._worker.send(function, arguments, limit_s)
+        except OSError as error:
+            raise CannotJudge(f"{self._worker.name} does not start: {error}") from error
+        while (answer := self._worker.collect()) is None:
+            wait_for([self._worker], 1.0)
+        return answer
+
+
+def begin() -> None:
+    """What a process is asked first."""
+
+
+@lru_cache(maxsize=1)
+def read_workload(key: str, module: str) -> Workload:
+    """The workload, if its module is one PrimFunc with the hash that the line names; ValueError, or
+    what TVM raises, else.
+    """
+    workload = load(key, module)
+    names = [var.name_hint for var in workload.mod.functions]
+    if names != [ENTRY] or not isinstance(workload.mod[ENTRY], tirx.PrimFunc):
+        raise ValueError(f"the module holds {names}, not one PrimFunc called {ENTRY}")
+    if (found := hash_of(workload.mod)) != key:
+        raise ValueError(f"the module's structural hash is {found}, not {key}")
+    return workload
+
+
+def check_workload(key: str, module: str) -> None:
+    """Raises as `read_workload`."""
+    read_workload(key, module)
+
+
+def read_record(key: str, module: str, payload: list[Any]) -> str:
+    """The text of a record's trace as TVM writes it after it is replayed on its workload."""
+    workload = read_workload(key, module)
+    record = load_record(payload, workload)
+    if payload[3] is not None and payload[3] != arguments_of(workload.mod):
+        raise ValueError("the arguments are not those of the workload")
+    text = trace_text(record.trace)
+    if json.loads(text)[1] != payload[0][1]:  # TVM samples what is missing
+        raise ValueError("the decisions of the trace are not those of its choices")
+    return text
+
+
+@dataclass(frozen=True, slots=True)
+class Vouched:
+    """What a guard says of the other two files: digests of lines that TVM may read, and of which
+    workload the lines are, from 0, that records refer to.
+    """
+
+    workloads: set[str] = field(default_factory=set)
+    records: set[str] = field(default_factory=set)
+    keys: dict[int, str] = field(default_factory=dict)
+
+
+def read_folder(folder: Path, content: Content, vouched: Vouched | None = None) -> list[Problem]:
+    """Add the workloads and records of a folder of MetaSchedule to a content, as unchecked trials;
+    returns what is left out.
+
+    Records of another target than the content's are, and its own choices are passed over. Raises
+    InputError where a file cannot be read, or as `CannotJudge`.
+    """
+    vouched, problems, keys = vouched or Vouched(), [], {}
+    known = {(key, trial.kind, trial.text) for key, trial in content.entries}
+    day = _day(folder / RECORDS)
+
+    def take_workload(number: int, raw: bytes) -> None:
+        match parse(raw):
+            case [key, str(module)] if is_key(key):
+                if digest(canonical([key, module])) not in vouched.workloads:
+                    judge(check_workload, key, module)
+                keys[number] = key
+                content.workloads.setdefault(key, module)
+            case _:
+                raise BadLine("not a pair of a structural hash and a module")
+
+    def take_record(number: int, raw: bytes) -> None:
+        match parse(raw):
+            case [int(index), [_, [_, *_], {"kind": str()}, list() | None] as payload]:
+                if digest(canonical(payload)) in vouched.records:
+                    return
+            case _:
+                why = "not a workload's line and a record of trace, times, target and arguments"
+                raise BadLine(why)
+        trial = foreign_trial(payload, day)
+        key = vouched.keys.get(index, keys.get(index))
+        if key not in content.workloads:
+            raise BadLine(f"of line {index + 1} of the workloads, which cannot be used")
+        if content.target and identity(payload[2]) != identity(content.target):
+            raise BadLine("of another target")
+        content.target = content.target or payload[2]
+        if (key, trial.kind, trial.text) not in known:
+            text = judge(read_record, key, content.workloads[key], payload)
+            trial = replace(trial, text=text) if trial.kind == "trace" else trial
+            content.entries[key, trial] = None
+
+    with Judge() as judge:
+        for name, take in ((WORKLOADS, take_workload), (RECORDS, take_record)):
+            for number, raw in _lines(folder / name):
+                try:
+                    take(number, raw)
+                except (ValueError, TypeError, RecursionError) as error:
+                    problems.append(_left_out(name, number, error))
     return problems
 
 
@@ -99,60 +202,43 @@ def read_version_1(
 ) -> tuple[Content, list[Problem]]:
     """What a folder of version 1 holds, and what of it is left out.
 
-    Raises
-    ------
-    InputError
-        As `read_folder`; or the folder is of another device or target than these, or of another
-        version.
+    InputError as `read_folder`, and for a folder of another device, target or version.
     """
-    content, problems = Content(device, target), []
-    places: dict[str, tuple[str, int]] = {}
-    records: set[str] = set()
-    for number, raw in enumerate(_lines(folder / GUARD)):
+    content, vouched, problems = Content(device, target), Vouched(), []
+    for number, raw in _lines(folder / GUARD):
         try:
-            match unpack(raw, 1):
-                case {"line": "device", "device": str(name), "target": dict() | None as found}:
-                    content.name((name, found))
-                case {"device": found} if content.device and found != tag(content.device):
-                    raise BadLine("of another device")
+            body = unpack(raw, 1)
+            record = body.pop("record", None)
+            match body:
                 case {"line": "workload", "workload": key, "digest": str(text), "index": int(n)}:
-                    places[text] = key, n
-                case {
-                    "line": "trial",
-                    "device": _,
-                    "workload": key,
-                    "record": record,
-                    **fields,
-                } if is_key(key):
-                    content.entries[key, trial_of(fields)] = None
-                    records.add(record)
-                case body:
-                    raise BadLine(f"no line of kind {body.get('line')!r}")
+                    vouched.workloads.add(text)
+                    vouched.keys[n] = key
+                case _:
+                    content.take(body)
+                    vouched.records.add(record)
         except BadLine as error:
             if number == 0:
-                check_version(folder, error.version)
-            problems.append(_left_out(GUARD, number, str(error)))
+                check_version(folder, error)
+            problems.append(_left_out(GUARD, number, error))
     for path in sorted((folder / PLANS).glob("*.json")):
         try:
             body = unpack(path.read_bytes(), 1)
-            content.plans[str(body["key"])] = dict(body["plan"])
-        except (BadLine, KeyError, TypeError, ValueError, OSError) as error:
+            content.take({"line": "plan", **body})
+        except (BadLine, OSError) as error:
             problems.append(Problem(f"{PLANS}/{path.name}", str(error), "left out"))
-    return content, problems + read_folder(folder, content, places, records)
+    return content, problems + read_folder(folder, content, vouched)
 
 
-def is_version_1(folder: Path) -> bool:
-    """Whether a folder has files of version 1."""
-    return any((folder / name).exists() for name in (GUARD, WORKLOADS, RECORDS))
+def version_1_files(folder: Path) -> dict[str, Any]:
+    """The files of version 1 that a folder has, each with what changes whenever it does."""
+    names = (GUARD, WORKLOADS, RECORDS)
+    return {name: found for name in names if (found := signature(folder / name)) is not None}
 
 
-def retire(folder: Path) -> Path:
+def retire(folder: Path) -> None:
     """Move the files of version 1 to a folder in it; the guard last, which vouches for the others.
 
-    Raises
-    ------
-    InputError
-        The folder cannot be written.
+    InputError if the folder cannot be written.
     """
     number = 1
     while (place := folder / f"{OLD}.{number}").exists():
@@ -164,101 +250,13 @@ def retire(folder: Path) -> Path:
                 os.replace(folder / name, place / name)
     except OSError as error:
         raise InputError(f"cannot move the old files in {folder}: {error.strerror}") from error
-    return place
 
 
-def check_version(folder: Path, version: Any) -> None:
-    """InputError for a version of the format that cannot be read; None is no version."""
-    if isinstance(version, int):
-        raise InputError(
-            f"{folder} has version {version} of the format, and this tvm_fusion reads version "
-            f"{VERSION}: use the tvm_fusion that made it, or tune into another folder"
-        )
-
-
-def _workloads(
-    folder: Path,
-    content: Content,
-    places: Mapping[str, tuple[str, int]],
-    problems: list[Problem],
-) -> tuple[list[str | None], dict[int, tuple[str, str]]]:
-    """Keys by line, None where a line is damaged or not where it was written; and by number of the
-    line those workloads that nothing vouches for. The others go to the content.
-    """
-    keys: list[str | None] = []
-    unknown: dict[int, tuple[str, str]] = {}
-    for number, raw in enumerate(_lines(folder / WORKLOADS)):
-        try:
-            key, module = _workload(raw)
-        except BadLine as error:
-            keys.append(None)
-            problems.append(_left_out(WORKLOADS, number, str(error)))
-            continue
-        place = places.get(digest(canonical([key, module])))
-        if place is None or place[0] != key:
-            unknown[number] = key, module
-            keys.append(key)
-        else:
-            content.workloads.setdefault(key, module)
-            keys.append(key if place[1] == number else None)
-    for number, (key, _) in list(unknown.items()):
-        if key in content.workloads or keys.index(key) != number:
-            keys[number] = None
-            del unknown[number]
-            problems.append(_left_out(WORKLOADS, number, "the workload is there twice"))
-    return keys, unknown
-
-
-def _strays(
-    folder: Path,
-    content: Content,
-    keys: list[str | None],
-    records: Collection[str],
-    problems: list[Problem],
-) -> list[Stray]:
-    """The records of choices that the content does not have, as far as they are sound."""
-    known = {(key, trial.kind, trial.text) for key, trial in content.entries}
-    found: dict[tuple[str, Trial], Stray] = {}
-    day = _day(folder / RECORDS)
-    for number, raw in enumerate(_lines(folder / RECORDS)):
-        try:
-            index, payload = _record(raw)
-            if digest(canonical(payload)) in records:
-                continue
-            trial = foreign_trial(payload, day)
-            key = keys[index] if 0 <= index < len(keys) else None
-            if key is None:
-                raise BadLine(f"of line {index + 1} of the workloads, which cannot be used")
-            if content.target and identity(payload[2]) != identity(content.target):
-                raise BadLine("of another target")
-        except (ValueError, TypeError) as error:
-            problems.append(_left_out(RECORDS, number, str(error)))
-            continue
-        content.target = content.target or payload[2]
-        if (key, trial.kind, trial.text) not in known:
-            found.setdefault((key, trial), (number, key, trial, payload))
-    return list(found.values())
-
-
-def _workload(raw: bytes) -> tuple[str, str]:
-    match parse(raw):
-        case [key, str(module)] if is_key(key):
-            return key, module
-    raise BadLine("not a pair of a structural hash and a module")
-
-
-def _record(raw: bytes) -> tuple[int, list[Any]]:
-    match parse(raw):
-        case [int(index), [_, [_, *_], {"kind": str()}, list() | None] as payload]:
-            return index, payload
-    raise BadLine("not a workload's line and a record of trace, times, target and arguments")
-
-
-def _lines(path: Path) -> list[bytes]:
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     try:
-        return path.read_bytes().splitlines()
+        return enumerate(path.read_bytes().splitlines())
     except FileNotFoundError:
-        return []
+        return enumerate(())
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
 
@@ -269,6 +267,6 @@ def _day(path: Path) -> str:
     return datetime.date.fromtimestamp(seconds).isoformat()
 
 
-def _left_out(file: str, number: int, why: str) -> Problem:
+def _left_out(file: str, number: int, why: Exception) -> Problem:
     """Of a line; `number` counts from 0."""
-    return Problem(f"{file} line {number + 1}", why, "left out")
+    return Problem(f"{file} line {number + 1}", str(why), "left out")

@@ -10,42 +10,32 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ...errors import InputError
-from ..measure.trial_record import Trial
+from .trial import Trial
 
 VERSION = 2
 TWICE = "the line is there twice"
+_NUMBER = re.compile(r"0|[1-9]\d{0,19}", re.ASCII)
 
 
 class BadLine(ValueError):
-    """A line that is not what its file holds; the message says why.
-
-    Attributes
-    ----------
-    version : int or None
-        That of a sound line of another version of the format.
+    """A line that is not what its file holds; `version` is that of a sound line of another version
+    of the format.
     """
 
-    def __init__(self, why: str, version: int | None = None) -> None:
-        super().__init__(why)
-        self.version = version
+    version: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Something wrong with the files of a database.
-
-    Attributes
-    ----------
-    where, why : str
-    remedy : str
-        What tuning does about it, such as "taken out"; empty where it stays as it is.
-    mended : bool
-        Whether that is done.
+    """Something wrong with the files of a database; the `remedy` is what tuning does about it, such
+    as "taken out", and `mended` whether that is done.
     """
 
     where: str
@@ -70,11 +60,6 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def tag(device: str) -> str:
-    """What lines carry of the name of the device."""
-    return digest(device)[:8]
-
-
 def identity(target: Mapping[str, Any]) -> dict[str, Any]:
     """What of a target decides which kernels are fast: all but its host and its tag."""
     return {name: value for name, value in target.items() if name not in ("host", "tag")}
@@ -82,9 +67,8 @@ def identity(target: Mapping[str, Any]) -> dict[str, Any]:
 
 def is_key(value: Any) -> bool:
     """Whether a value is the decimal text of a structural hash."""
-    if not (isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 20):
-        return False
-    return str(int(value)) == value and int(value) < 1 << 64
+    is_number = isinstance(value, str) and _NUMBER.fullmatch(value)
+    return bool(is_number) and int(value) < 1 << 64
 
 
 def parse(raw: bytes) -> Any:
@@ -112,8 +96,19 @@ def unpack(raw: bytes, version: int = VERSION) -> dict[str, Any]:
     if checksum != digest(canonical(body)):
         raise BadLine("the checksum is missing" if checksum is None else "the checksum is wrong")
     if (found := body.pop("v", None)) != version:
-        raise BadLine("of another version of the format", found)
+        error = BadLine("of another version of the format")
+        error.version = found
+        raise error
     return body
+
+
+def check_version(folder: Path, error: BadLine) -> None:
+    """InputError for a first line of a version of the format that cannot be read."""
+    if isinstance(error.version, int):
+        raise InputError(
+            f"{folder} has version {error.version} of the format, and this tvm_fusion reads "
+            f"version {VERSION}: use the tvm_fusion that made it, or tune into another folder"
+        )
 
 
 def _pack(kind: str, device: str, /, **body: Any) -> str:
@@ -123,24 +118,16 @@ def _pack(kind: str, device: str, /, **body: Any) -> str:
     return json.dumps(body, separators=(",", ":"), allow_nan=False) + "\n"
 
 
+def _tag(device: str) -> str:
+    """What lines carry of the name of the device."""
+    return digest(device)[:8]
+
+
 @dataclass(slots=True)
 class Content:
-    """What lines tell.
-
-    Attributes
-    ----------
-    device : str or None
-        What the store is of; None where nothing says it.
-    target : dict or None
-        The target as JSON.
-    head : tuple or None
-        Device and target as the last line of a device has them.
-    workloads : dict
-        Base64 of modules by the key of the workload, in the order of the lines.
-    entries : dict
-        Keys of workloads and trials, in the order of the lines; the values are None.
-    plans : dict
-        By key.
+    """What lines tell, in their order: base64 of modules by the key of the workload, trials with
+    these keys (as keys of a dict without values), plans by key. `device` and `target` (as JSON) are
+    those of the store, and `head` what the last line of a device says of them; None is unknown.
     """
 
     device: str | None = None
@@ -150,39 +137,40 @@ class Content:
     entries: dict[tuple[str, Trial], None] = field(default_factory=dict)
     plans: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def take(self, raw: bytes) -> None:
-        """Read a line.
+    def take(self, body: dict[str, Any]) -> None:
+        """Add what a line says (`unpack`).
 
         Raises
         ------
         BadLine
-            It is damaged, is there already, or is a line of another device.
+            It makes no sense, is there already, or is a line of another device.
         InputError
             It is the first of a device, and of another device or target than the store.
         """
-        match unpack(raw):
+        match body:
             case {"line": "device", "device": str(device), "target": dict() | None as target}:
-                self.name((device, target))
-            case {"device": found} if self.device is not None and found != tag(self.device):
+                self._name(device, target)
+            case {"device": found} if self.device is not None and found != _tag(self.device):
                 raise BadLine("of another device")
             case {"line": "workload", "workload": key, "module": str(module)} if is_key(key):
                 if key in self.workloads:
                     raise BadLine(TWICE)
                 self.workloads[key] = module
             case {"line": "trial", "device": _, "workload": key, **fields} if is_key(key):
-                entry = key, trial_of(fields)
+                try:
+                    entry = key, Trial.from_dict(fields)
+                except (ValueError, TypeError) as error:
+                    raise BadLine(f"no trial: {error}") from error
                 if entry in self.entries:
                     raise BadLine(TWICE)
                 self.entries[entry] = None
             case {"line": "plan", "key": str(key), "plan": dict(plan)}:
                 self.plans[key] = plan
-            case body:
+            case _:
                 raise BadLine(f"no line of kind {body.get('line')!r}")
 
-    def name(self, head: tuple[str, dict[str, Any] | None]) -> None:
-        """Take over what a line says of device and target: see `take`."""
-        device, target = head
-        if head == self.head:
+    def _name(self, device: str, target: dict[str, Any] | None) -> None:
+        if (device, target) == self.head:
             raise BadLine(TWICE)
         if self.head is not None and device != self.device:
             raise BadLine("of another device")
@@ -207,31 +195,16 @@ class Content:
 
     def lines(self, more: Content) -> list[str]:
         """The lines, with their ends, of what another content has and this one lacks."""
-        device = self.device or ""
-        mark, head = tag(device), (device, self.target)
-        return [
-            *([_pack("device", device, target=self.target)] if head != self.head else []),
-            *(
-                _pack("workload", mark, workload=key, module=module)
-                for key, module in more.workloads.items()
-                if key not in self.workloads
-            ),
-            *(
-                _pack("trial", mark, workload=key, **trial.as_dict())
-                for key, trial in more.entries
-                if (key, trial) not in self.entries
-            ),
-            *(
-                _pack("plan", mark, key=key, plan=plan)
-                for key, plan in more.plans.items()
-                if self.plans.get(key) != plan
-            ),
-        ]
-
-
-def trial_of(fields: Mapping[str, Any]) -> Trial:
-    """The trial of the fields of a line; BadLine if it is none."""
-    try:
-        return Trial.from_dict(fields)
-    except (ValueError, TypeError) as error:
-        raise BadLine(f"no trial: {error}") from error
+        device, known = self.device or "", self.workloads
+        mark, head = _tag(device), (device, self.target)
+        found = [] if head == self.head else [_pack("device", device, target=self.target)]
+        for key, module in more.workloads.items():
+            if key not in known:
+                found.append(_pack("workload", mark, workload=key, module=module))
+        for key, trial in more.entries:
+            if (key, trial) not in self.entries:
+                found.append(_pack("trial", mark, workload=key, **trial.as_dict()))
+        for key, plan in more.plans.items():
+            if self.plans.get(key) != plan:
+                found.append(_pack("plan", mark, key=key, plan=plan))
+        return found

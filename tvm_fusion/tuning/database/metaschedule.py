@@ -1,4 +1,4 @@
-"""Between trials and MetaSchedule: workloads, records and traces, as its JSON has them.
+"""Between trials and MetaSchedule: workloads and records, as its JSON has them.
 
     workload   ["<structural hash>", "<base64 of the module's JSON>"]
     record     [<trace>, <seconds>, <target>, <arguments>]
@@ -24,7 +24,7 @@ from tvm.s_tir.meta_schedule.database import TuningRecord, Workload
 
 from ...errors import InputError
 from ...ir.quick_stacks import register_tensor_intrinsics
-from ..measure.trial_record import Trial, check_text
+from .trial import Trial, check_text
 
 ENTRY = "main"
 ANNOTATION = "tvm_fusion.config"
@@ -32,19 +32,18 @@ WORKLOADS, RECORDS = "database_workload.json", "database_tuning_record.json"
 _BLOCK = "b0"
 
 
-def module_of(workload: tirx.PrimFunc) -> tvm.IRModule:
-    """The module by which MetaSchedule knows a PrimFunc: with the name `main`."""
-    return tvm.IRModule({ENTRY: workload.with_attr("global_symbol", ENTRY)})
+def workload_key(workload: tirx.PrimFunc) -> str:
+    """The structural hash of a PrimFunc's module as MetaSchedule writes it, in decimal digits."""
+    return hash_of(_module_of(workload))
 
 
 def hash_of(mod: tvm.IRModule) -> str:
-    """The structural hash of a module in decimal digits, as MetaSchedule writes it."""
+    """`workload_key` of a module of one function `main`."""
     return str(tvm_ffi.structural_hash(mod) & (2**64 - 1))
 
 
-def workload_key(workload: tirx.PrimFunc) -> str:
-    """`hash_of(module_of(workload))`."""
-    return hash_of(module_of(workload))
+def _module_of(workload: tirx.PrimFunc) -> tvm.IRModule:
+    return tvm.IRModule({ENTRY: workload.with_attr("global_symbol", ENTRY)})
 
 
 def short_key(key: str) -> str:
@@ -65,7 +64,7 @@ def workload_text(workload: tirx.PrimFunc) -> str:
             "a workload is the PrimFunc of a group before any schedule, with a root block; this "
             f"one has none:\n{str(workload)[:400]}"
         )
-    return str(Workload(module_of(workload)).as_json()[1])
+    return str(Workload(_module_of(workload)).as_json()[1])
 
 
 def load(key: str, module: str) -> Workload:
@@ -91,22 +90,6 @@ def arguments_of(mod: tvm.IRModule) -> list[Any] | None:
 def target_json(target: tvm.target.Target) -> dict[str, Any]:
     """A target as records hold it."""
     return json.loads(str(target))
-
-
-def trace_text(trace: Any) -> str:
-    """The text of a choice of kind "trace": a `tvm.s_tir.schedule.Trace` as compact JSON."""
-    return json.dumps(_plain(trace.as_json()), separators=(",", ":"), allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
-    """JSON with the numbers that TVM wraps."""
-    if isinstance(value, list | tuple | tvm_ffi.Array):
-        return [_plain(x) for x in value]
-    if isinstance(value, dict | tvm_ffi.Map):
-        return {str(key): _plain(x) for key, x in value.items()}
-    if isinstance(value, tirx.IntImm | tirx.FloatImm):
-        return value.value
-    return str(value) if isinstance(value, str) else value
 
 
 def payload_of(trial: Trial, mod: tvm.IRModule, target: dict[str, Any]) -> list[Any]:
@@ -153,12 +136,3 @@ def load_record(payload: list[Any], workload: Workload) -> TuningRecord:
     if any(instruction[0] == "Tensorize" for instruction in payload[0][0]):
         register_tensor_intrinsics()
     return TuningRecord.from_json(payload, workload)
-
-
-def check_replay(payload: list[Any], workload: Workload) -> None:
-    """InputError unless the trace of a record replays on its `Workload`."""
-    try:
-        load_record(payload, workload)
-    except (RuntimeError, ValueError, TypeError) as error:
-        last = (str(error).strip().splitlines() or [""])[-1]
-        raise InputError(f"the trace does not replay on the workload: {last[:300]}") from error

@@ -11,7 +11,7 @@ files (`scratch_folder`).
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import fcntl
 import os
 import shutil
@@ -23,12 +23,13 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from ...errors import TargetError
 from ...host import no_torch
 from ...host.cores import on_all_cores
 from ...host.threads import kernel_threads
@@ -134,12 +135,12 @@ class Worker:
         torch: bool = True,
     ) -> None:
         self.name = name
-        self._command = module_command(__package__ + ".worker", torch)
+        self._command = module_command(__name__, torch)
         self._setup, self._environment = setup or (ready, ()), environment or {}
         self._process: subprocess.Popen | None = None
         self._connection: Connection | None = None
         self._said: Any = None
-        self._held = contextlib.ExitStack()  # the folder of temporary files of the process
+        self._held = ExitStack()  # the folder of temporary files of the process
         self._begun = self._since = 0.0  # the request, and the phase that it is in
         self._phases: deque[tuple[str, float]] = deque()  # that are left, with their limits
         self.busy = False
@@ -202,9 +203,7 @@ class Worker:
     def stop(self) -> None:
         """Ends the process and all that it started."""
         if self._process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            self._kill()
             self._connection.close()
             self._said.close()
             self._held.close()
@@ -235,9 +234,12 @@ class Worker:
         try:
             return self._process.wait(ENDING_S)
         except subprocess.TimeoutExpired:  # it hangs on its way out
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            return self._process.wait()
+            return self._kill()
+
+    def _kill(self) -> int:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        return self._process.wait()
 
     def _answer(self, status: str, value: Any = None, why: str = "") -> Answer:
         self.busy = False
@@ -315,3 +317,66 @@ def wait_for(workers: Sequence[Worker], seconds: float) -> None:
         wait(connections, limit)
     elif limit > 0:
         time.sleep(limit)
+
+
+# ---- the process itself: `python -m tvm_fusion.tuning.measure.processes FD PARENT`
+
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+EXCERPT = 600  # characters of an error's text
+LEASH = "read _; kill -9 0"  # `read` returns when the worker's end of the pipe is closed
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Answers what comes through a socket, lists of calls of functions of modules, until its other
+    end is closed: each with ("ok", value) or ("error" | "memory" | "lost", text), up to the first
+    of a list that fails.
+    """
+    end_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the session decides what an interrupt means
+    sys.stdout = sys.stderr
+    with Connection(descriptor) as connection:
+        while True:
+            try:
+                calls = connection.recv()
+            except EOFError:
+                return
+            for function, arguments in calls:
+                status, value = answer(function, arguments)
+                connection.send((status, value))
+                if status != "ok":
+                    break
+
+
+def end_with(parent: int) -> None:
+    """Makes this process end with its parent, and its process group with this process.
+
+    The signal of the kernel reaches this process only; a shell in the group, which reads from a
+    pipe that nobody writes to, ends the compilers that are left.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the call
+        os._exit(1)
+    if os.getpgid(0) == os.getpid():
+        reading, _ = os.pipe()  # the other end stays open as long as this process lives
+        subprocess.Popen(["sh", "-c", LEASH], stdin=reading)
+        os.close(reading)
+
+
+def answer(function, arguments: tuple) -> tuple[str, object]:
+    """The value of a call, or what went wrong."""
+    try:
+        return "ok", function(*arguments)
+    except TargetError as error:  # of the machine, whatever was asked for
+        return "lost", str(error)
+    except MemoryError:
+        return "memory", "the process reached its memory limit"
+    except Exception as error:  # of one trial: it must not end the process
+        text = " ".join(str(error).split())
+        if "std::bad_alloc" in text:
+            return "memory", "the process reached its memory limit"
+        return "error", f"{type(error).__name__}: {text[-EXCERPT:]}"
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import tvm
@@ -39,31 +39,16 @@ class Call:
         self._function(*self.tensors)
 
 
-class Site(Protocol):
-    """A device, and how values get there and back. A value is an array of NumPy or of torch."""
+class Site:
+    """A device, and how values get there and back. A value is an array of NumPy, which is copied;
+    at a GPU of this process one of torch.
 
-    device: Any
-    room_bytes: float
-
-    def draw(self, shape: tuple[int, ...], dtype: str, seed: Seed) -> Any: ...
-
-    def given(self, array: np.ndarray) -> Any: ...
-
-    def tensor(self, value: Any) -> Any: ...
-
-    def value(self, value: Any, tensor: Any) -> Any: ...
-
-    def poison(self, value: Any, tensor: Any) -> None: ...
-
-    def load(self, path: Path) -> Any: ...
-
-    def samples(
-        self, calls: Sequence[Call], kernels: Sequence[int], repeats: int
-    ) -> list[list[float]]: ...
-
-
-class Arrays:
-    """Values are NumPy arrays, copied to and from a device."""
+    Attributes
+    ----------
+    device : Device
+    room_bytes : float
+        That tensors of former tasks may keep.
+    """
 
     def __init__(self, device: Any) -> None:
         self.device = device
@@ -76,12 +61,8 @@ class Arrays:
             return rng.standard_normal(shape, "float32").astype(numpy_dtype(dtype))
         return rng.integers(0, 2, shape).astype(dtype)
 
-    def given(self, array: np.ndarray) -> np.ndarray:
-        """These very numbers as a value."""
-        return array
-
-    def tensor(self, value: np.ndarray) -> Any:
-        """A tensor on the device with these values."""
+    def tensor(self, value: Any) -> Any:
+        """A tensor on the device with the numbers of a value, or of a NumPy array."""
         return tvm.runtime.tensor(value, self.device)
 
     def value(self, value: np.ndarray, tensor: Any) -> np.ndarray:
@@ -97,8 +78,14 @@ class Arrays:
         """A library."""
         return load_library(path)
 
+    def samples(
+        self, calls: Sequence[Call], kernels: Sequence[int], repeats: int
+    ) -> list[list[float]]:
+        """Microseconds of each call, interleaved; `kernels` are how many each launches."""
+        raise NotImplementedError
 
-class Here(Arrays):
+
+class Here(Site):
     """The CPU of this process."""
 
     @classmethod
@@ -120,7 +107,6 @@ class Here(Arrays):
     def samples(
         self, calls: Sequence[Call], kernels: Sequence[int], repeats: int
     ) -> list[list[float]]:
-        """Microseconds of each call, interleaved."""
         for call in calls:
             for _ in range(WARMUP):
                 call()
@@ -154,13 +140,10 @@ class HereOnGpu(Here):
         drawn = kind if kind.itemsize > 1 else torch.float32
         return torch.randn(shape, dtype=drawn, **options).to(kind)
 
-    def given(self, array: np.ndarray) -> Any:
+    def tensor(self, value: Any) -> Any:
         import torch
 
-        return torch.from_numpy(array).cuda()
-
-    def tensor(self, value: Any) -> Any:
-        return tvm.runtime.from_dlpack(value)
+        return tvm.runtime.from_dlpack(torch.as_tensor(value, device="cuda"))
 
     def value(self, value: Any, tensor: Any) -> Any:
         return value.clone()
@@ -181,11 +164,6 @@ class HereOnGpu(Here):
 
 def _spans(timed: Sequence[Sequence[Sequence[tuple[float, float]]]]) -> list[list[float]]:
     return [[sample[-1][1] - sample[0][0] for sample in samples] for samples in timed]
-
-
-def site_bytes(value: Any) -> int:
-    """The bytes of an array."""
-    return int(value.nbytes)
 
 
 @contextmanager

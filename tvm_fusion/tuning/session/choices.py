@@ -22,7 +22,7 @@ from ...check.sequential import STANDARD_ERRORS
 from ...config import HardwareProfile, Policy
 from ...errors import Unsupported
 from ...kernels.registry import family
-from ..measure.trial_record import Trial
+from ..database.trial import Trial
 from .tasks import CLASS, without_stamps
 
 CLASS_CHOICE, TRACE_CHOICE = "class", "trace"

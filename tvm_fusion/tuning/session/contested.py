@@ -1,149 +1,112 @@
 """Cuts of a plan that tuning may decide otherwise: their kernels are tuned, too.
 
 A fusion is contested where the plan of least predicted time differs from the plan, and where the
-interval of a fusion's gain comes near a loss: a tuned kernel of one operator may win then. After
-tuning both ways of each are run with their tuned kernels (`joint`), and the other way is taken if
-it is clearly faster. Where they are not run, the sums of the times of single kernels decide.
+interval of a fusion's gain comes near a loss: a tuned kernel of one operator may win then. A kernel
+that is measured by itself finds a clean L2, in a plan what the launch before it wrote; so both ways
+of a cut are compared as `check.compared_regions` compares a region, with their tuned kernels and in
+a measuring process. Cuts of equal structure with the same kernels run once; what was found is kept
+with the plan, and is not run again. Where nothing can be run (symbolic extents, opaque operators,
+devices behind RPC), the sums of the times of single kernels decide.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from ...check import compared_regions
-from ...check.sequential import Comparison, Winner
-from ...config import HardwareProfile, Policy
-from ...ir.graph import FusionGraph
+import tvm
+from tvm import tirx
+
+from ...check.compared_regions import part_of, settled_apart, timed, whole
+from ...check.compared_regions import settled as settled_together
+from ...check.sequential import Budget, Comparison
+from ...config.digest import digest
+from ...errors import BuildError
+from ...flow.planned import Planned
+from ...ir.graph import FusionGraph, build_graph
 from ...plan.decide.decide import hopeful_plan, with_evidence, without
 from ...plan.differ import Region, exchanged, regions
 from ...plan.plan import Evidence, FusionPlan, PlannedGroup
 from ...plan.refusal import Refusal, RefusalCode
-from .task_state import Rival, TaskState
-from .tasks import Task
+from ...transform.apply.region_module import RegionModule
+from ..database import Database
+from ..database.trial import Trial
+from ..measure.building import POLL_S, Place
+from ..measure.measuring import LocalMeter, forget
+from ..measure.processes import Worker, wait_for
+from ..measure.site import ends_with_device
+from ..search.task_search import Rival, TaskState
+from .lookup import TunedKernels, plan_key
+from .tasks import Task, key_of, tasks_of
+
+logger = logging.getLogger(__name__)
 
 CLOSE = 0.85  # fusions whose time may be more than this share of their operators' are contested
+NEAR = 1.1  # cuts whose other way takes longer than this many times the plan's are not run
+GRACE_S = 30.0  # a request looks at its time between builds and between batches of samples
+JOINT = "joint"  # beside the fields of a kept plan: the comparisons of its cuts
 
 
-@dataclass(frozen=True, slots=True)
-class Contested:
-    """One cut that may be made otherwise.
-
-    Attributes
-    ----------
-    region : Region
-        `careful` are the groups of the plan, `hopeful` the others.
-    plan : FusionPlan
-        The plan with the other groups.
-    joins : bool
-        Whether the other way fuses more; else it takes a fusion apart.
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """Groups of the plan (`region.careful`) and others (`region.hopeful`), with the tasks of their
+    launches (`now`, `other`). It `joins` where the others fuse more; else they are a fusion apart.
     """
 
     region: Region
-    plan: FusionPlan
     joins: bool
+    now: tuple[Task, ...]
+    other: tuple[Task, ...]
 
-
-def contested(
-    graph: FusionGraph,
-    plan: FusionPlan,
-    alone: FusionPlan,
-    hw: HardwareProfile,
-    policy: Policy,
-) -> list[Contested]:
-    """The contested cuts of a plan, each as another plan of the same graph."""
-    return list(_joined(graph, plan, hw, policy)) + list(_apart(graph, plan, alone))
-
-
-def _joined(
-    graph: FusionGraph, plan: FusionPlan, hw: HardwareProfile, policy: Policy
-) -> Iterator[Contested]:
-    """Regions where the prediction would fuse more."""
-    for region in regions(graph, plan, hopeful_plan(graph, hw, policy)):
-        other = exchanged(graph, plan, region.careful, region.hopeful)
-        if other is not None:
-            yield Contested(region, other, joins=True)
-
-
-def _apart(graph: FusionGraph, plan: FusionPlan, alone: FusionPlan) -> Iterator[Contested]:
-    """Fusions whose gain is small, taken apart."""
-    reason = Refusal(RefusalCode.SLOWER, (), "measured apart")
-    for group in plan.groups:
-        if group.evidence is None or group.evidence.high < CLOSE:
-            continue
-        other = without(graph, plan, group, alone, reason)
-        for region in regions(graph, plan, other):
-            yield Contested(region, replace(other, refusals=plan.refusals), joins=False)
+    @property
+    def ways(self) -> tuple[tuple[PlannedGroup, ...], tuple[PlannedGroup, ...]]:
+        """The other groups, and those of the plan."""
+        return self.region.hopeful, self.region.careful
 
 
 @dataclass(frozen=True, slots=True)
 class Weighed:
-    """A contested cut whose kernels were all measured.
-
-    Attributes
-    ----------
-    cut : Contested
-    now, other : tuple of Task
-        Of each launch of the plan's groups, and of the other ones.
-    now_us, other_us : float
-        Times of their kernels, each measured by itself, and of their launches.
+    """A cut whose kernels were all measured: the times of both ways, each kernel measured by
+    itself, and of their launches.
     """
 
-    cut: Contested
-    now: tuple[Task, ...]
-    other: tuple[Task, ...]
+    cut: Cut
     now_us: float
     other_us: float
 
 
-def weighed(
-    cuts: Iterable[Contested],
-    tasks: Sequence[Sequence[Task]],
-    us_of: Callable[[Task], float | None],
-    launch_us: float,
-) -> list[Weighed]:
-    """The cuts whose kernels were all measured.
-
-    Parameters
-    ----------
-    cuts : iterable of Contested
-    tasks : sequence of sequences of Task
-        Of the plan, and of each cut's plan.
-    us_of : callable
-        Measured time of a task's kernel; None where it was not measured.
-    launch_us : float
-        What a launch costs beside its kernel.
+def contested(planned: Planned) -> Iterator[tuple[Region, FusionPlan, bool]]:
+    """The contested cuts of a plan: the region, the plan with its other groups, and whether these
+    fuse more.
     """
-    found = []
-    for cut, now, other in sides_of(cuts, tasks):
-        times = [[us_of(task) for task in side] for side in (now, other)]
-        if None not in times[0] and None not in times[1]:
-            found.append(Weighed(cut, now, other, *(sum(t) + launch_us * len(t) for t in times)))
-    return found
+    graph, plan = planned.graph, planned.plan
+    for region in regions(graph, plan, hopeful_plan(graph, planned.hw, planned.policy)):
+        other = exchanged(graph, plan, region.careful, region.hopeful)
+        if other is not None:
+            yield region, other, True
+    reason = Refusal(RefusalCode.SLOWER, (), "measured apart")
+    for group in plan.groups:
+        if group.evidence is not None and group.evidence.high >= CLOSE:
+            other = without(graph, plan, group, planned.alone, reason)
+            yield from ((region, other, False) for region in regions(graph, plan, other))
 
 
-def sides_of(
-    cuts: Iterable[Contested], tasks: Sequence[Sequence[Task]]
-) -> Iterator[tuple[Contested, tuple[Task, ...], tuple[Task, ...]]]:
-    """The cuts with the tasks of the plan's launches and of the other ones; those with a launch
-    that is no task are left out. `tasks` are those of the plan, and of each cut's plan.
+def cut_of(region: Region, joins: bool, *tasks: Sequence[Task]) -> Cut | None:
+    """A cut, with its tasks among those of the plan and of the other one; None where a launch is no
+    task.
     """
-    first, *others = (_by_group(found) for found in tasks)
-    for cut, of_cut in zip(cuts, others, strict=True):
-        now, other = _side(cut.region.careful, first), _side(cut.region.hopeful, of_cut)
-        if now is not None and other is not None:
-            yield cut, now, other
+    sides = []
+    for groups, every in zip((region.careful, region.hopeful), tasks, strict=True):
+        by_group = {ops: task for task in every for ops in task.groups}
+        sides.append(tuple(by_group.get(group.ops) for group in launched(groups)))
+    return None if None in sides[0] + sides[1] else Cut(region, joins, *sides)
 
 
-def _by_group(tasks: Iterable[Task]) -> dict[tuple[str, ...], Task]:
-    return {ops: task for task in tasks for ops in task.groups}
-
-
-def _side(
-    groups: Iterable[PlannedGroup], tasks: Mapping[tuple[str, ...], Task]
-) -> tuple[Task, ...] | None:
-    found = [tasks.get(g.ops) for g in groups if g.kernel_class != "view"]
-    return None if None in found else tuple(found)
+def launched(groups: Iterable[PlannedGroup]) -> Iterator[PlannedGroup]:
+    """Without views."""
+    return (group for group in groups if group.kernel_class != "view")
 
 
 def settled(
@@ -152,54 +115,26 @@ def settled(
     cuts: Iterable[tuple[Weighed, Comparison | None]],
     certain_gain: float,
 ) -> FusionPlan:
-    """The plan with those cuts made otherwise that are measured to be faster so.
+    """The plan with those cuts made otherwise that are measured to be faster so; of cuts that
+    exclude each other the one that saves most.
 
-    Of cuts that exclude each other the one that saves most is taken.
-
-    Parameters
-    ----------
-    graph, plan
-    cuts : iterable of (Weighed, Comparison or None)
-        The other way (first) against that of the plan (second), run with all their launches; None
-        where the sums decide.
-    certain_gain : float
-        Share by which the other way must be faster by the sums.
+    A comparison is of the other way (first) with that of the plan; where there is none, the other
+    way has to be faster by a share of `certain_gain` in the sums.
     """
-    for one, found in sorted(cuts, key=lambda c: -_saved_us(*c)):
-        if not _covers(plan, one.cut.region.careful):
-            continue
+
+    def saved_us(pair: tuple[Weighed, Comparison | None]) -> float:
+        return pair[1].difference if pair[1] else pair[0].now_us - pair[0].other_us
+
+    for one, found in sorted(cuts, key=saved_us, reverse=True):
+        region = one.cut.region
+        if not {g.ops for g in region.careful} <= {g.ops for g in plan.groups}:
+            continue  # another cut has changed them
         if found is not None:
-            plan = _by_comparison(graph, plan, one.cut, found)
+            settle = settled_together if one.cut.joins else settled_apart
+            plan = settle(graph, plan, region, found)
         elif one.other_us < (1 - certain_gain) * one.now_us:
             plan = _by_sums(graph, plan, one)
     return plan
-
-
-def _saved_us(one: Weighed, found: Comparison | None) -> float:
-    return one.now_us - one.other_us if found is None else found.difference
-
-
-def _covers(plan: FusionPlan, groups: Iterable[PlannedGroup]) -> bool:
-    """Whether the groups are still those of the plan: another cut may have changed them."""
-    return {g.ops for g in groups} <= {g.ops for g in plan.groups}
-
-
-def _by_comparison(
-    graph: FusionGraph, plan: FusionPlan, cut: Contested, found: Comparison
-) -> FusionPlan:
-    """The plan after both ways of a cut were run."""
-    region = cut.region
-    if cut.joins:
-        return compared_regions.settled(graph, plan, region, found)
-    joint = Comparison(found.second, found.first, -found.difference, found.error, found.pairs)
-    if found.winner is not Winner.FIRST:
-        evidence = compared_regions.measured(joint)
-        return with_evidence(plan, dict.fromkeys((g.ops for g in region.careful), evidence))
-    apart = exchanged(graph, plan, region.careful, region.hopeful)
-    if apart is None:
-        return plan
-    reason = compared_regions.slower(joint, _members(region.careful))
-    return replace(apart, refusals=(*apart.refusals, reason))
 
 
 def _by_sums(graph: FusionGraph, plan: FusionPlan, one: Weighed) -> FusionPlan:
@@ -213,40 +148,189 @@ def _by_sums(graph: FusionGraph, plan: FusionPlan, one: Weighed) -> FusionPlan:
         times = {"together_us": round(other, 3), "apart_us": round(now, 3)}
         evidence = Evidence("measured", "sure", *ratios, **times)
         return with_evidence(changed, dict.fromkeys((g.ops for g in region.hopeful), evidence))
-    reason = Refusal(
-        RefusalCode.SLOWER,
-        _members(region.careful),
-        f"tuned kernels take {now:.1f} us together and {other:.1f} us apart",
-        (("apart_us", round(other, 3)), ("together_us", round(now, 3))),
-    )
+    why = f"tuned kernels take {now:.1f} us together and {other:.1f} us apart"
+    numbers = (("apart_us", round(other, 3)), ("together_us", round(now, 3)))
+    members = tuple(dict.fromkeys(op for g in region.careful for op in g.ops))
+    reason = Refusal(RefusalCode.SLOWER, members, why, numbers)
     return replace(changed, refusals=(*changed.refusals, reason))
 
 
-def _members(groups: Iterable[PlannedGroup]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(op for g in groups for op in g.ops))
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Trials by the keys of their tasks, as a source of tuned kernels without a plan."""
+
+    found: Mapping[str, tuple[Trial, ...]]
+
+    def trials(self, workload: tirx.PrimFunc) -> tuple[Trial, ...]:
+        """The trials of a workload."""
+        return self.found.get(key_of(workload), ())
 
 
-def rivals_of(
-    cuts: Iterable[Contested],
-    tasks: Sequence[Sequence[Task]],
-    states: Iterable[TaskState],
-    launch_us: float,
-) -> list[Rival]:
-    """The rivals of contested cuts, but those with a kernel that nothing can write.
-
-    Parameters
-    ----------
-    cuts : iterable of Contested
-    tasks : sequence of sequences of Task
-        Of the plan, and of each cut's plan.
-    states : iterable of TaskState
-        Of these tasks, each once.
-    launch_us : float
+@dataclass(frozen=True, slots=True)
+class JointRequest:
+    """A cut to be run both ways: `mod` is the JSON of the region's module, `constants` are those of
+    the model among its parameters, and `trials` those of the kernels.
     """
-    by_key = {state.task.key: state for state in states}
-    rivals = []
-    for _, now, other in sides_of(cuts, tasks):
-        sides = [tuple(by_key.get(task.key) for task in side) for side in (now, other)]
-        if None not in sides[0] and None not in sides[1]:
-            rivals.append(Rival(*sides, launch_us))
-    return rivals
+
+    mod: str
+    constants: Mapping[int, Any]
+    ways: tuple[tuple[PlannedGroup, ...], tuple[PlannedGroup, ...]]
+    trials: Mapping[str, tuple[Trial, ...]]
+    certain_gain: float
+    place: Place
+    seconds: float
+
+
+def run_here(request: JointRequest) -> Comparison | None:
+    """Runs a cut both ways on the device of this process, which ends where an error takes the
+    device; None where the time does not reach, BuildError where a kernel cannot be built.
+    """
+    budget = Budget(request.seconds)
+    target, hw = request.place.resolved()
+    forget()  # the memory of the tasks that were measured in this process
+    if target.kind.name == "cuda":
+        import torch
+
+        torch.cuda.empty_cache()
+    with ends_with_device(target):
+        mod = tvm.ir.load_json(request.mod)
+        part = RegionModule(mod, build_graph(mod), dict(request.constants))
+        tuned = TunedKernels(Sent(request.trials), request.certain_gain)
+        found = timed(part, request.ways, hw, request.place.policy, target, budget, tuned)
+        if missing := request.trials.keys() - tuned.used.keys():
+            raise BuildError(f"the chosen kernels of {', '.join(sorted(missing))} are not used")
+        return found
+
+
+class TunedFunction:
+    """What is tuned of one function of the model.
+
+    Attributes
+    ----------
+    planned : Planned
+    tasks : list of lists of Task
+        Of the plan, and of each contested cut's plan.
+    cuts : list of Cut
+    comparisons : dict of str to Comparison
+        Of the cuts that were run, in this session and in those before, by `_keyed`.
+    """
+
+    def __init__(
+        self, planned: Planned, keeper: Database, place: Place, kernels: TunedKernels
+    ) -> None:
+        self.planned, self._keeper, self._place, self._kernels = planned, keeper, place, kernels
+        graph, hw, policy = planned.graph, planned.hw, planned.policy
+        found = list(contested(planned))
+        plans = (planned.plan, *(plan for _, plan, _ in found))
+        self.tasks = [tasks_of(planned.low, graph, plan, policy, hw) for plan in plans]
+        first, *others = self.tasks
+        cuts = [
+            cut_of(region, joins, first, tasks)
+            for (region, _, joins), tasks in zip(found, others, strict=True)
+        ]
+        self.cuts = [cut for cut in cuts if cut is not None]
+        self._key, self._parts = plan_key(planned.mod, hw, policy), {}
+        self.comparisons: dict[str, Comparison] = {}
+        kept = (keeper.plan(self._key) or {}).get(JOINT)
+        try:
+            self.comparisons.update({key: Comparison(**value) for key, value in kept.items()})
+        except (AttributeError, TypeError) as why:
+            logger.info("no joint runs are known: %s", why)
+
+    def add_rivals(self, states: Iterable[TaskState]) -> None:
+        """Tell the states of its kernels which cuts they are for, but for cuts with a kernel that
+        nothing can write.
+        """
+        states = {state.task.key: state for state in states}
+        for cut in self.cuts:
+            if all(task.key in states for task in cut.now + cut.other):
+                now, other = (tuple(states[t.key] for t in side) for side in (cut.now, cut.other))
+                for state in other:
+                    state.rivals.append(Rival(now, other, self.planned.hw.queued_launch_us))
+
+    def run(self, worker: Worker | None, seconds: float) -> None:
+        """Run the cuts that may be made otherwise, with their tuned kernels, in a process that
+        measures on this machine, until the time is up; without such a process nothing is run.
+        """
+        budget = Budget(seconds)
+        for key, one, part in self._left() if worker is not None else ():
+            if budget.left_s <= 0:
+                logger.info("no time is left for the joint run of a cut")
+                return
+            request = self._request(one.cut, part, budget.left_s)
+            try:
+                worker.send(run_here, (request,), request.seconds + GRACE_S)
+                while (answer := worker.collect()) is None:
+                    wait_for([worker], POLL_S)
+            except KeyboardInterrupt:
+                worker.stop()
+                raise
+            if answer.status != "ok":
+                logger.warning("a cut is not run with its tuned kernels: %s", answer.why)
+            elif answer.value is not None:
+                self.comparisons[key] = answer.value
+
+    def settle(self, certain_gain: float) -> FusionPlan:
+        """Keep, and return, the plan as joint runs or the times of tuned kernels settle it."""
+        cuts = self.weighed()
+        keys = [known and known[0] for known in map(self._keyed, cuts)]
+        pairs = zip(cuts, map(self.comparisons.get, keys), strict=True)
+        plan = settled(self.planned.graph, self.planned.plan, pairs, certain_gain)
+        if plan.evidence is not None:
+            plan = whole(self.planned, plan)
+        kept = {k: asdict(one) for k, one in sorted(self.comparisons.items()) if k in keys}
+        self._keeper.save_plan(self._key, plan.to_dict() | {JOINT: kept})
+        return plan
+
+    def weighed(self) -> list[Weighed]:
+        """The cuts whose kernels were all measured."""
+        found, launch_us = [], self.planned.hw.queued_launch_us
+        for cut in self.cuts:
+            sides = [[self._kernels.trial(t.workload) for t in x] for x in (cut.now, cut.other)]
+            if None not in sides[0] + sides[1]:
+                sums = (sum(t.us + launch_us for t in trials) for trials in sides)
+                found.append(Weighed(cut, *sums))
+        return found
+
+    def _left(self) -> list[tuple[str, Weighed, RegionModule]]:
+        """A cut of each structure that is not known and may win, those first that may save most
+        over all cuts of their structure.
+        """
+        found: dict[str, tuple[Weighed, RegionModule]] = {}
+        worth: dict[str, float] = {}
+        for one in self.weighed():
+            key, part = self._keyed(one) or (None, None)
+            if key is not None and key not in self.comparisons:
+                found.setdefault(key, (one, part))
+                worth[key] = worth.get(key, 0.0) + NEAR * one.now_us - one.other_us
+        return [(key, *found[key]) for key in sorted(found, key=lambda k: -worth[k])]
+
+    def _keyed(self, one: Weighed) -> tuple[str, RegionModule] | None:
+        """A key that is equal for cuts whose two ways launch the same kernels on tensors of the
+        same shapes, and the region's module; None where the cut is not to be run.
+        """
+        if one.other_us > NEAR * one.now_us:
+            return None
+        if one.cut not in self._parts:
+            self._parts[one.cut] = part_of(self.planned, one.cut.region)
+        if (part := self._parts[one.cut]) is None:
+            return None
+        number = {op.name: op.id for op in part.graph.ops}
+        parts = [part.graph.fingerprint()]
+        for groups, tasks in zip(one.cut.ways, (one.cut.other, one.cut.now), strict=True):
+            for group, task in zip(launched(groups), tasks, strict=True):
+                trial = self._kernels.trial(task.workload)
+                parts.append([[number[n] for n in group.ops], task.key, trial.kind, trial.text])
+            parts.append("against")
+        return digest(parts)[:32], part
+
+    def _request(self, cut: Cut, part: RegionModule, seconds: float) -> JointRequest:
+        mod, kernels = tvm.ir.save_json(part.mod), self._kernels
+        trials = {t.key: tuple(kernels.source.trials(t.workload)) for t in cut.now + cut.other}
+        limits = kernels.certain_gain, self._place, seconds
+        return JointRequest(mod, part.constants, cut.ways, trials, *limits)
+
+
+def local_worker(meters: Iterable[Any]) -> Worker | None:
+    """The process of the first meter that measures on this machine."""
+    return next((meter.worker for meter in meters if isinstance(meter, LocalMeter)), None)

@@ -16,8 +16,8 @@ from ...config import HardwareProfile, Policy
 from ...errors import InputError, NothingTuned, PlanError, Unsupported
 from ...plan.plan import FusionPlan
 from ..database import Database, Folders
+from ..database.trial import Trial
 from ..measure.building import written
-from ..measure.trial_record import Trial
 from ..tuning_database import current_database
 from .choices import CLASS_CHOICE, DEFAULT, chosen
 from .settings import load_settings
@@ -177,7 +177,7 @@ def _stores(database: Any) -> Folders:
 
 
 def _of_store(store: Database) -> TunedKernels:
-    if count := sum(trial.text == DEFAULT for _, trial in store.unchecked()):
+    if count := sum(t.text == DEFAULT and not t.checked for _, t in store.counted()):
         logger.warning(
             "%s: the times of %d untuned kernels are unchecked, and what was tuned of these is not "
             "used until `tune` measures them again",

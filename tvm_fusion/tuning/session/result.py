@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...plan.plan import FusionPlan
-from ..measure.trial_record import Trial
+from ..database.trial import Trial
+from ..search.task_search import TaskState
 from .choices import DEFAULT
 from .lookup import TunedKernels
-from .task_state import TaskState
 
 _SHOWN = 3  # kernels that a result prints, those that gained most
 _WIDEST = 60  # characters of a choice there; traces are long
@@ -25,8 +25,8 @@ class TunedTask:
     Attributes
     ----------
     name : str
-    count : int
-        Launches of the plan; 0 for a kernel of a cut that could be made otherwise.
+    launches : int
+        Of the plan; 0 for a kernel of a cut that could be made otherwise.
     trials, failed : int
         All that the database has, and those of them that did not give a time.
     untuned_us, best_us : float or None
@@ -36,7 +36,7 @@ class TunedTask:
     """
 
     name: str
-    count: int
+    launches: int
     trials: int
     failed: int
     untuned_us: float | None
@@ -51,8 +51,8 @@ class TunedTask:
     def __str__(self) -> str:
         if not self.is_timed:
             return f"  {self.name}: not measured"
-        launches = f"{self.count} x " if self.count > 1 else ""
-        times = f"{launches}{self.untuned_us:.1f} -> {self.best_us:.1f} us"
+        times_of = f"{self.launches} x " if self.launches > 1 else ""
+        times = f"{times_of}{self.untuned_us:.1f} -> {self.best_us:.1f} us"
         choice = self.choice if len(self.choice) <= _WIDEST else self.choice[:_WIDEST] + "..."
         return f"  {self.name}: {times}, {self.trials} trials: {choice}"
 
@@ -119,8 +119,8 @@ class TuneResult:
 
     def __str__(self) -> str:
         """What was tuned, before and after, and how to use it, in ten lines at most."""
-        timed = [t for t in self.tasks if t.count and t.is_timed]
-        best = sorted(timed, key=lambda t: t.count * (t.best_us - t.untuned_us))
+        timed = [t for t in self.tasks if t.launches and t.is_timed]
+        best = sorted(timed, key=lambda t: t.launches * (t.best_us - t.untuned_us))
         done = f"{self.trials} trials in {self.seconds:.0f} s{self._of_functions()}; {self.ended}"
         lines = [done, self._times()]
         lines += [str(task) for task in best[:_SHOWN]]
@@ -154,17 +154,17 @@ class TuneResult:
     @property
     def untimed(self) -> tuple[TunedTask, ...]:
         """The plan's kernels that were not measured."""
-        return tuple(t for t in self.tasks if t.count and not t.is_timed)
+        return tuple(t for t in self.tasks if t.launches and not t.is_timed)
 
     @property
     def untuned_us(self) -> float:
         """Time of the plan's kernels untuned, without those that were not measured."""
-        return sum(t.count * t.untuned_us for t in self.tasks if t.is_timed)
+        return sum(t.launches * t.untuned_us for t in self.tasks if t.is_timed)
 
     @property
     def best_us(self) -> float:
         """Time of the same kernels tuned."""
-        return sum(t.count * t.best_us for t in self.tasks if t.is_timed)
+        return sum(t.launches * t.best_us for t in self.tasks if t.is_timed)
 
 
 def tuned_task(state: TaskState, kernels: TunedKernels) -> TunedTask:

@@ -1,14 +1,14 @@
-"""A tuning session: which trial next, until the trials, the time or the gains are used up.
+"""A tuning session: MetaSchedule's task scheduler over the tasks of a plan, until the trials, the
+time or the gains are used up.
 
-    states (one a task) -- the most valuable proposal --> builders --> measurer(s) --> database
-       ^  ^      |                                                                       |
-       |  |      +---- what is evolved ----> thinkers                                    |
-       |  +------------- schedules --------------+                                       |
-       +---------------------------------- results --------------------------------------+
+    RoundRobin -- each task in turn --> TaskSearch (a PySearchStrategy): a batch of candidates
+        |                                                     ^
+        +--> Builder --> Runner --> a future of each candidate+     database: each trial at once
 
-Builders work ahead of the measurements, and thinkers while these go on; a search is asked for more
-when all that it proposed was measured. An interrupt or a kill loses no more than the trials that
-run.
+Builder and runner only ask for work and hand out promises: processes build and measure while the
+scheduler goes on to other tasks, and all is driven by whoever waits (`step`). An interrupt, a limit
+of time or an error is "no more candidates"; an interrupt or a kill loses no more than the trials
+that run.
 """
 
 from __future__ import annotations
@@ -16,24 +16,37 @@ from __future__ import annotations
 import datetime
 import logging
 import math
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import tvm
+import tvm_ffi
+from tvm.ir.utils import derived_object
+from tvm.s_tir import meta_schedule as ms
 
 from ...errors import TargetError
-from ..measure.building import Place
-from ..measure.measurements import Measurements
-from ..measure.measuring import Measurement, Meter
+from ..database.replay import module_of
+from ..database.trial import Trial
+from ..measure.building import POLL_S, Job, Place, Workshop
+from ..measure.measuring import Measurement, Measurements, Meter
 from ..measure.processes import LOST, Answer, Worker, scratch_folder, wait_for
-from ..measure.trial_record import Trial
-from ..measure.workshop import POLL_S, Job, Workshop
-from ..search.thinking import Thinkers
+from ..search.space import class_space, round_robin, tune_context
+from ..search.task_search import TaskSearch, TaskState
 from .choices import DEFAULT, Choice
+from .finals import Finals
 from .settings import Settings
-from .task_state import TaskState
+
+logger = logging.getLogger(__name__)
+
+BATCH = 8  # candidates of a task at once
+WARM_UP = 16  # measured schedules after which xgboost ranks others
+EXCERPT = 600  # characters of an error of a runner that is not ours
+DROPPED = ms.runner.RunnerResult(None, "dropped")
 
 
 @dataclass
@@ -72,11 +85,6 @@ class TimeLimit:
         return min(most_s, part * self.minutes * 60) if self.minutes else most_s
 
 
-logger = logging.getLogger(__name__)
-
-AHEAD = 2  # built choices that wait for each measurer
-
-
 class Keeper(Protocol):
     """Where trials are kept: `database.Database`."""
 
@@ -102,12 +110,17 @@ class Session:
         By default the minutes of the settings, from now on; the session leaves `joint_s` of it.
     joint_s : float
         To be left for runs of contested cuts, while there are any that may win.
+    builder, runner : ms.builder.Builder and ms.runner.Runner, optional
+        In place of this package's. What a runner of MetaSchedule measures is checked by nobody: its
+        trials are kept as unchecked ones.
+    cost_model : ms.cost_model.CostModel, optional
+        Ranks schedules; by default an `XGBModel`.
+    records : ms.database.Database, optional
+        Takes the record of each candidate as well.
     trials : int
         So far.
     failed : list of Trial
         Those of this session that gave no time.
-    started : float
-        When trials could begin (`time.monotonic`).
     ended : str
         Why there were no more trials.
     """
@@ -121,38 +134,72 @@ class Session:
     watch: Callable[[Session], None] = lambda session: None
     limit: TimeLimit | None = None
     joint_s: float = 0.0
+    builder: Any = None
+    runner: Any = None
+    cost_model: Any = None
+    records: Any = None
     trials: int = 0
     failed: list[Trial] = field(default_factory=list)
-    started: float = 0.0
     ended: str = ""
 
     def __post_init__(self) -> None:
         self.limit = self.limit or TimeLimit(self.settings.minutes)
+        self._jobs: dict[int, Job] = {}  # by hash of the candidate's module
+        self._paths: dict[str, Job] = {}
+        self._waiting: list[Job] = []  # built, to be measured
+        self._error: BaseException | None = None
+        self._interrupts: list[int] = []
 
     def run(self) -> None:
         """Runs until trials, time or gains are used up; then the finals.
 
         What is under way when it ends, by a KeyboardInterrupt too, is dropped; the processes stay.
         """
-        self.started = time.monotonic()
         self.target = self.place.resolved()[0]
-        self._waiting: list[Job] = []
-        self._thinkers = Thinkers(self.place, self.settings)
         with scratch_folder() as folder:
-            self._shop = Workshop(self.builders, self.place, self.settings, folder)
+            symbol = "main" if self.runner is not None else ""  # what runners of TVM call
+            self._shop = Workshop(self.builders, self.place, self.settings, folder, symbol)
             self._measurements = Measurements(self.meters, self._shop, self.settings)
             self._finals = Finals(self.states, self._shop, self._measurements, self.settings)
             try:
-                self._restore_untuned()
-                while self._step():
-                    pass
+                with held_interrupts() as self._interrupts:
+                    self._schedule()
+                if self._error is not None:
+                    raise self._error
+                if self._interrupts:
+                    raise KeyboardInterrupt
                 self.ended = self._why_over()
-                self._thinkers.stop()
-                self._finals.run(self._has_measured)
+                if self.runner is None:
+                    self._finals.run(self._has_measured)
             finally:
-                self._thinkers.stop()
-                self._shop.abandon()
+                self._shop.drop()
                 self._measurements.stop()
+                self._drop(self._jobs.values())
+
+    def _schedule(self) -> None:
+        states = sorted(self.states, key=lambda s: -s.total_us)
+        round_robin().tune(
+            [self._context(state) for state in states],
+            [max(state.weight, 0.5) for state in states],
+            max_trials_global=max(1, self.settings.trials),
+            max_trials_per_task=max(1, self.settings.trials_per_task),
+            num_trials_per_iter=BATCH,
+            builder=self.builder or KernelBuilder(self),
+            runner=self.runner or CheckingRunner(self),
+            measure_callbacks=[] if self.records is None else [ms.measure_callback.AddToDatabase()],
+            database=self.records,
+            cost_model=self.cost_model or ms.cost_model.XGBModel(num_warmup_samples=WARM_UP),
+        )
+
+    def _context(self, state: TaskState) -> ms.TuneContext:
+        return tune_context(
+            module_of(state.task.workload),
+            self.target,
+            class_space(len(state.choices)),
+            TaskSearch(state, self),
+            name=state.task.name,
+            seed=self.settings.seed,
+        )
 
     # ---- what a watcher may ask
     @property
@@ -171,11 +218,6 @@ class Session:
         return sum(s.task.count * (s.untuned_us or s.task.predicted_us) for s in self.states)
 
     @property
-    def is_over(self) -> bool:
-        """Whether no trial is to begin."""
-        return self.limit.is_near or self.trials >= self.settings.trials
-
-    @property
     def is_partly_predicted(self) -> bool:
         """Whether `total_us` has kernels that were not measured yet."""
         return any(s.task.count and s.best_us is None for s in self.states)
@@ -184,148 +226,194 @@ class Session:
         """Why no trial begins any more."""
         if self.limit.is_near:
             return "the time is up"
-        if self.trials >= self.settings.trials:
+        if not self.left:
             return "all trials are made"
-        if any(s.propose() is not None for s in self._open):
+        if any(s.next_choices(1, 0.0) or s.evolved_gain_us(1) for s in self.states):
             return f"no trial is expected to save {100 * self.settings.least_gain:g} % of the time"
         return "nothing is left to try"
 
-    # ---- steps
-    def _step(self) -> bool:
-        """Collects what is done and begins what can be; whether there is something to wait for."""
+    # ---- what a search asks
+    @property
+    def left(self) -> int:
+        """Trials that may still begin."""
+        return max(0, self.settings.trials - self.trials)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no trial is to begin."""
+        return self.limit.is_near or not self.left or self.is_ending
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it was interrupted, or failed."""
+        return bool(self._interrupts) or self._error is not None
+
+    @property
+    def least_us(self) -> float:
+        """What a trial must be expected to save."""
+        return self.settings.least_gain * self.total_us
+
+    def is_late_for(self, seconds: float) -> bool:
+        """Whether something that takes so long would end too late."""
+        return self.limit.left_s < self.limit.kept_s + seconds
+
+    def guarded(self, function: Callable, *arguments: Any) -> Any:
+        """`function(*arguments)`. What it raises ends the session, behind TVM's scheduler: an
+        exception that passes through it may lose its type.
+        """
+        if self.is_ending:
+            return None
+        try:
+            return function(*arguments)
+        except BaseException as error:
+            self._error = error
+            return None
+
+    def proposed(self, state: TaskState, choice: Choice, candidate: Any) -> Any:
+        """The candidate of a choice becomes a trial."""
+        self.trials += 1
+        state.pending.add(choice.text)
+        job = self._shop.job(state, choice)
+        self._jobs[tvm_ffi.structural_hash(candidate.sch.mod)] = job
+        self._paths[str(job.path)] = job
+        return candidate
+
+    # ---- what builder and runner ask
+    def job(self, mod: tvm.IRModule) -> Job:
+        """The trial of a candidate."""
+        return self._jobs[tvm_ffi.structural_hash(mod)]
+
+    def job_at(self, path: str) -> Job:
+        """The trial whose library is, or will be, at a path."""
+        return self._paths[path]
+
+    def begin(self, job: Job) -> None:
+        """Has a trial's library built; before it that of the untuned kernel beside which it is
+        measured, if that is of a session before.
+        """
+        state = job.state
+        if not (
+            DEFAULT in (job.choice.text, *state.pending)
+            or self._shop.library(state, DEFAULT) is not None
+            or self._shop.is_asked(state, DEFAULT)
+        ):
+            self._shop.begin(self._shop.job(state, state.choices[0], trial=False))
+        self._shop.begin(job)
+
+    def measured(self, mod: tvm.IRModule, result: Any) -> None:
+        """Takes the result of a candidate; that of a runner which is not ours makes a trial."""
+        job = self._jobs.pop(tvm_ffi.structural_hash(mod))
+        if job.result is not None:
+            return
+        job.result = result
+        if result.error_msg is not None:
+            self._note(job, "error", why=str(result.error_msg)[-EXCERPT:])
+        else:
+            self._note(job, "ok", Measurement(tuple(float(s) * 1e6 for s in result.run_secs)))
+
+    def step(self, seconds: float = POLL_S) -> None:
+        """Collects what is done, begins what can be, and waits for something at most so long."""
         for job, answer in self._shop.collect():
             self._has_built(job, answer)
         for jobs, answer in self._measurements.collect():
             self._has_measured(jobs, answer)
-        self._thinkers.collect()
         if self.limit.is_near:
-            self._drop()
-        if self.is_over:
-            self._thinkers.stop()
-        else:
-            self._thinkers.begin(self._open, self._least_us)
+            self._drop(self._lost())
         self._measure_next()
-        self._build_next()
-        busy = [*self._shop.busy, *self._measurements.busy, *self._thinkers.busy]
-        if busy:
-            wait_for(busy, POLL_S)
-        return bool(busy)
+        busy = [*self._shop.busy, *self._measurements.busy]
+        if busy and seconds:
+            wait_for(busy, seconds)
 
-    def _drop(self) -> None:
-        """Forgets the trials that nothing was measured of."""
-        for job in (*self._shop.abandon(), *self._measurements.drop(), *self._waiting):
-            job.state.pending.discard(job.choice.text)
-            self.trials -= 1
-        self._waiting.clear()
+    def build_all(self, jobs: Sequence[Job]) -> None:
+        """Waits until libraries are there, or never will be."""
+        while any(job.built is None and job.result is None for job in jobs):
+            self.step()
 
-    def _build_next(self) -> None:
-        while self._shop.is_free and not self.is_over:
-            ahead = len(self._waiting) + len(self._shop.busy)
-            if ahead >= len(self.builders) + AHEAD * len(self.meters):
-                return
-            found = self._most_valuable()
-            if found is None:
-                return
-            self.trials += 1
-            self._shop.begin(*found)
+    # ---- on the way
+    def _lost(self, is_lost: Callable[[Job], bool] = lambda job: True) -> list[Job]:
+        """The trials that nothing was measured of, which are forgotten."""
+        lost = [*self._shop.drop(is_lost), *self._measurements.drop(is_lost)]
+        lost += filter(is_lost, self._waiting)
+        self._waiting = [job for job in self._waiting if job not in lost]
+        return lost
 
-    def _most_valuable(self) -> tuple[TaskState, Choice] | None:
-        """The proposal that is expected to save most, if that is worth a trial."""
-        found = [(s.propose(), s) for s in self._open]
-        found = [(p, s) for p, s in found if p is not None]
-        if not found:
-            return None
-        proposal, state = max(found, key=lambda f: (f[0].gain_us, f[1].task.predicted_us))
-        if proposal.gain_us < self._least_us:
-            return None
-        state.take(proposal)
-        return state, proposal.choice
-
-    @property
-    def _open(self) -> list[TaskState]:
-        """The tasks whose trials have an untuned kernel beside them."""
-        return [
-            s
-            for s in self.states
-            if s.untuned_us is None or self._shop.library(s, DEFAULT) is not None
-        ]
-
-    @property
-    def _least_us(self) -> float:
-        """What a trial must be expected to save."""
-        return self.settings.least_gain * self.total_us
+    def _drop(self, jobs: Iterable[Job]) -> None:
+        for job in jobs:
+            if job.trial and job.result is None:
+                job.result = DROPPED
+                job.state.pending.discard(job.choice.text)
+                self.trials -= 1
 
     def _has_built(self, job: Job, answer: Answer) -> None:
-        if answer.status == "ok":
-            self._waiting.append(job)
-        elif answer.status == LOST:
+        if answer.status == LOST:
             raise TargetError(f"nothing can be built: {answer.why}")
-        else:
+        if answer.status != "ok":
             status = "build" if answer.status == "error" else answer.status
-            self._note(job, status, why=answer.why)
+            if job.trial:
+                self._note(job, status, why=answer.why)
+            else:
+                logger.warning("%s is left: %s", job.state.task.name, answer.why)
+                job.state.is_closed = True
+                self._drop(self._lost(lambda one: one.state is job.state))
+        elif job.trial:
+            self._waiting.append(job)
+        else:
+            self._shop.keep(job)
 
     def _measure_next(self) -> None:
         for meter in self._measurements.free:
-            position = self._next_waiting()
-            if position is None:
+            job = next(filter(self._can_be_measured, self._waiting), None)
+            if job is None:
                 return
-            job = self._waiting.pop(position)
+            self._waiting.remove(job)
             choices = [job.built]
             if job.choice.text != DEFAULT:
                 choices = [self._shop.library(job.state, DEFAULT), job.built]
             self._measurements.begin(meter, choices, [job], self.settings.repeats)
 
-    def _next_waiting(self) -> int | None:
-        """What can be measured: the untuned kernel of a task comes first."""
-        for position, job in enumerate(self._waiting):
-            if job.choice.text == DEFAULT or job.state.untuned_us is not None:
-                return position
-        return None
+    def _can_be_measured(self, job: Job) -> bool:
+        """The untuned kernel of a task comes first."""
+        state = job.state
+        known = state.untuned_us is not None and self._shop.library(state, DEFAULT) is not None
+        return known or job.choice.text == DEFAULT
 
     def _has_measured(self, jobs: list[Job], answer: Answer) -> None:
-        if answer.status != "ok":
-            for job in jobs:
+        for position, job in enumerate(jobs):
+            if answer.status != "ok":
                 self._note(job, answer.status, why=answer.why)
-            return
-        for job, found in zip(jobs, answer.value[-len(jobs) :], strict=True):
-            self._note_measured(job, found)
+                continue
+            found = answer.value[position - len(jobs)]
+            if not found.why:
+                self._shop.keep(job)
+            self._note(job, "wrong" if found.why else "ok", found, found.why)
 
-    def _note_measured(self, job: Job, found: Measurement) -> None:
-        if found.why:
-            self._note(job, "wrong", why=found.why, error=found.error)
-        else:
-            self._shop.keep(job)
-            self._note(job, "ok", found.samples_us, found.spread, found.error, found.us)
-
-    def _note(
-        self,
-        job: Job,
-        status: str,
-        samples_us: Iterable[float] = (),
-        spread: float | None = None,
-        error: float | None = None,
-        us: float | None = None,
-        why: str = "",
-    ) -> None:
+    def _note(self, job: Job, status: str, found: Measurement | None = None, why: str = "") -> None:
+        """Keeps a trial."""
+        ok = status == "ok"
         trial = Trial(
             kind=job.choice.kind,
             text=job.choice.text,
             status=status,
-            us=us,
-            spread=spread,
-            samples_us=tuple(samples_us),
-            error=error,
+            us=found.us if ok else None,
+            spread=found.spread if ok else None,
+            samples_us=tuple(found.samples_us) if ok else (),
+            error=found.error if found is not None else None,
             predicted_us=job.choice.predicted_us,
             why=why,
             date=datetime.date.today().isoformat(),
         )
-        if status != "ok":
+        state = job.state
+        self.keeper.add(state.task.workload, self.target, trial)
+        state.tell(trial)
+        job.result = job.result or ms.runner.RunnerResult(
+            [us * 1e-6 for us in trial.samples_us] if ok else None, None if ok else why or status
+        )
+        if not ok:
             self.failed.append(trial)
-            logger.info("%s %s: %s: %s", job.state.task.name, trial.text[:80], status, why)
-        self.keeper.add(job.state.task.workload, self.target, trial)
-        job.state.tell([trial])
-        if status != "ok":
+            logger.info("%s %s: %s: %s", state.task.name, trial.text[:80], status, why)
             job.path.unlink(missing_ok=True)
+        if state.broken:
+            self._drop(self._lost(lambda one: one.state is state))
         if not self.limit.is_near:  # what was dropped then is not taken up again
             self.limit.kept_s = self._finals.seconds() + self._wanted_joint_s
         self.watch(self)
@@ -335,69 +423,86 @@ class Session:
         contested = any(rival.is_open for state in self.states for rival in state.rivals)
         return self.joint_s if contested else 0.0
 
-    # ---- the untuned kernels of a session before
-    def _restore_untuned(self) -> None:
-        """Builds the untuned kernels that were measured before: each trial runs beside one."""
-        known = [s for s in self.states if s.untuned_us is not None]
-        self._shop.have(((s, s.choices[0]) for s in known), lambda: self.limit.is_near)
 
+@derived_object
+class KernelBuilder(ms.builder.PyBuilder):
+    """Has the kernels of candidates written and compiled in processes, each in a limit of time and
+    memory. A result is the path where the library will be: `CheckingRunner` waits for it; another
+    runner wants it there.
 
-CLEAN_US = 500.0  # beside each sample: the caches are cleaned (256 MB on an H200 take 100 us)
-
-
-@dataclass(frozen=True)
-class Finals:
-    """Those of a session.
-
-    Attributes
-    ----------
-    states : sequence of TaskState
-    shop : Workshop
-    measurements : Measurements
-    settings : Settings
+    TVM's `LocalBuilder` makes a new pool of processes for each batch, and waits for all of it.
     """
 
-    states: Sequence[TaskState]
-    shop: Workshop
-    measurements: Measurements
-    settings: Settings
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.session = session
 
-    def seconds(self) -> float:
-        """About how long they would take now, by what building and measuring took so far."""
-        builds, spent = 0, 0.0
-        for state in self._due():
-            texts = [trial.text for trial in state.finalists()]
-            builds += sum(self.shop.library(state, text) is None for text in texts)
-            samples = len(texts) * self.settings.final_repeats
-            spent += self.measurements.usual_s(state)
-            spent += samples * (state.untuned_us + CLEAN_US) * 1e-6
-        rounds = math.ceil(builds / max(1, len(self.shop.builders)))
-        return rounds * self.shop.usual_s + spent / max(1, len(self.measurements.meters))
-
-    def run(self, has_measured: Callable[[list[Job], Answer], None]) -> None:
-        """Builds what is missing and measures all; `has_measured` takes each answer."""
-        finals = [
-            (s, [Choice(t.kind, t.text, t.predicted_us) for t in s.finalists()])
-            for s in self._due()
+    def build(self, build_inputs: Sequence[ms.builder.BuilderInput]) -> list[Any]:
+        """Paths, or why there is none."""
+        jobs = [self.session.job(one.mod) for one in build_inputs]
+        self.session.guarded(self._begin, jobs)
+        failed = [job.result and job.result.error_msg for job in jobs]
+        return [
+            ms.builder.BuilderResult(None if why else str(job.path), why)
+            for job, why in zip(jobs, failed, strict=True)
         ]
-        self.shop.have((s, choice) for s, choices in finals for choice in choices)
-        left = []
-        for state, choices in finals:
-            found = [(c, self.shop.library(state, c.text)) for c in choices]
-            jobs = [Job(state, c, built.path, built) for c, built in found if built is not None]
-            if len(jobs) > 1 and jobs[0].choice.text == DEFAULT:
-                left.append(jobs)
-        while left or self.measurements.busy:
-            for meter in self.measurements.free[: len(left)]:
-                jobs = left.pop(0)
-                built = [job.built for job in jobs]
-                self.measurements.begin(meter, built, jobs, self.settings.final_repeats)
-            wait_for(self.measurements.busy, POLL_S)
-            for jobs, answer in self.measurements.collect():
-                if answer.status == "ok":
-                    has_measured(jobs, answer)
-                else:  # what was measured of each by itself stays
-                    logger.warning("%s: no final: %s", jobs[0].state.task.name, answer.why)
 
-    def _due(self) -> list[TaskState]:
-        return [state for state in self.states if state.needs_final]
+    def _begin(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            self.session.begin(job)
+        if self.session.runner is not None:
+            self.session.build_all(jobs)
+
+
+@derived_object
+class CheckingRunner(ms.runner.PyRunner):
+    """Has libraries checked against a float64 reference and timed beside the untuned kernel, in
+    processes here or at servers.
+
+    TVM's `LocalRunner` and `RPCRunner` time only: these know neither what a candidate should
+    compute nor what ended a process.
+    """
+
+    def __init__(self, session: Session) -> None:
+        super().__init__()
+        self.session = session
+
+    def run(self, runner_inputs: Sequence[ms.runner.RunnerInput]) -> list[Any]:
+        """Promises of results."""
+        return [Promised(self.session, self.session.job_at(i.artifact_path)) for i in runner_inputs]
+
+
+@derived_object
+class Promised(ms.runner.PyRunnerFuture):
+    """The result of a trial: whoever waits for it drives the session."""
+
+    def __init__(self, session: Session, job: Job) -> None:
+        super().__init__()
+        self.session, self.job = session, job
+
+    def done(self) -> bool:
+        """Whether it is there."""
+        self.session.guarded(self.session.step, 0.0)
+        return self.job.result is not None or self.session.is_ending
+
+    def result(self) -> Any:
+        """Waits for it; at an end of the session it is that the trial was dropped."""
+        while self.job.result is None and not self.session.is_ending:
+            self.session.guarded(self.session.step)
+        return self.job.result or DROPPED
+
+
+@contextmanager
+def held_interrupts() -> Iterator[list[int]]:
+    """Within the block, SIGINT adds to the list that is yielded and does nothing else. Of a thread
+    that is not the main one signals are none of its business: nothing is held.
+    """
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield came
+    finally:
+        signal.signal(signal.SIGINT, before)

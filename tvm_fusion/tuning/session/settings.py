@@ -1,38 +1,17 @@
 """Settings of a tuning session, read from ``configs/tune_*.toml``."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from ...config import shipped_file
-from ...config.toml import nearest, number, parse, read_toml
+from ...config.toml import nearest, number, number_fields, parse, read_toml
 from ...errors import ConfigError
 from ..search.surrogate import Spread
 
-SPACES = ("class", "own", "stock")
-_LEAST = {
-    "trials": 1,
-    "trials_per_task": 1,
-    "minutes": 0,
-    "builders": 0,
-    "repeats": 3,
-    "final_repeats": 3,
-    "finalists": 1,
-    "build_timeout_s": 1,
-    "run_timeout_s": 1,
-    "evolve_timeout_s": 1,
-    "joint_s": 0,
-    "build_memory_bytes": 1 << 28,
-    "least_gain": 0,
-    "certain_gain": 0,
-    "rank_spread": 0.001,
-    "task_spread": 0.001,
-    "noise": 0.0001,
-    "likeness": 0.1,
-    "evolved_gain": 0,
-    "seed": 1,
-}
+SPACES = ("class", "stock")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +23,9 @@ class Settings:
     name : str
         For reports.
     spaces : tuple of str
-        "class": the configurations of the kernel classes. "own": MetaSchedule evolves schedules in
-        this package's design spaces, for operators that no class of this package writes (and for
-        every kernel on a CPU). "stock": the same in TVM's own space.
+        "class": the configurations of the kernel classes. "stock": MetaSchedule evolves schedules
+        in its own design space, for operators that no class of this package writes (and for every
+        kernel on a CPU).
     trials : int
         Most trials of the session.
     trials_per_task : int
@@ -66,7 +45,7 @@ class Settings:
         of a task in a process, have a time of their own (`processes.PREPARING_S`; at TVM's own RPC
         servers both count together), and final measurements one for all their samples.
     evolve_timeout_s : float
-        After which a design space of a task is given up, where a batch of its schedules is awaited.
+        Of a batch of schedules: a search that took longer is left.
     joint_s : float
         Most time after the trials, for all contested cuts together, in which these are run both
         ways with their tuned kernels (a quarter of the minutes at most); those it does not reach
@@ -87,33 +66,33 @@ class Settings:
         Differing settings after which one choice says 1/e about another.
     evolved_gain : float
         Share of a kernel's time that a first batch of evolved schedules is expected to save; halved
-        for a design space with every batch of it that is not the best and 1 % faster than before.
+        with every batch that is not 1 % faster than what was best before.
     seed : int
         Of what is drawn.
     """
 
     name: str
     spaces: tuple[str, ...]
-    trials: int = number("count")
-    trials_per_task: int = number("count")
-    minutes: float = number("min")
-    builders: int = number("count")
-    repeats: int = number("count")
-    final_repeats: int = number("count")
-    finalists: int = number("count")
-    build_timeout_s: float = number("s")
-    run_timeout_s: float = number("s")
-    evolve_timeout_s: float = number("s")
-    joint_s: float = number("s")
-    build_memory_bytes: int = number("byte")
-    least_gain: float = number("1")
-    certain_gain: float = number("1")
-    rank_spread: float = number("1")
-    task_spread: float = number("1")
-    noise: float = number("1")
-    likeness: float = number("1")
-    evolved_gain: float = number("1")
-    seed: int = number("1")
+    trials: int = number("count", least=1)
+    trials_per_task: int = number("count", least=1)
+    minutes: float = number("min", least=0)
+    builders: int = number("count", least=0)
+    repeats: int = number("count", least=3)
+    final_repeats: int = number("count", least=3)
+    finalists: int = number("count", least=1)
+    build_timeout_s: float = number("s", least=1)
+    run_timeout_s: float = number("s", least=1)
+    evolve_timeout_s: float = number("s", least=1)
+    joint_s: float = number("s", least=0)
+    build_memory_bytes: int = number("byte", least=1 << 28)
+    least_gain: float = number("1", least=0)
+    certain_gain: float = number("1", least=0)
+    rank_spread: float = number("1", least=0.001)
+    task_spread: float = number("1", least=0.001)
+    noise: float = number("1", least=0.0001)
+    likeness: float = number("1", least=0.1)
+    evolved_gain: float = number("1", least=0)
+    seed: int = number("1", least=1)
 
     def __post_init__(self) -> None:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -183,6 +162,7 @@ def _check(values: Mapping[str, Any], where: str) -> None:
             known = ", ".join(SPACES)
             near = nearest(space, SPACES)
             raise ConfigError(f"{where}: spaces names {space!r}{near}; there is {known}")
-    for key, low in _LEAST.items():
-        if key in values and not values[key] >= low:
-            raise ConfigError(f"{where}: {key} must be at least {low}, not {values[key]}")
+    for field in number_fields(Settings):
+        value, least = values.get(field.name, math.inf), field.metadata["least"]
+        if not value >= least:
+            raise ConfigError(f"{where}: {field.name} must be at least {least}, not {value}")

@@ -4,49 +4,45 @@ from __future__ import annotations
 
 import json
 import logging
-import signal
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import tvm
+from tvm.s_tir.meta_schedule.builder import Builder
+from tvm.s_tir.meta_schedule.cost_model import CostModel
+from tvm.s_tir.meta_schedule.database import Database as Records
+from tvm.s_tir.meta_schedule.runner import Runner
 
 from ...check.sequential import Budget
+from ...config import HardwareProfile
 from ...errors import InputError, TargetError
 from ...flow.functions import planned_functions
 from ...flow.planned import Planned
 from ...kernels.registry import added
-from ...plan.decide.caution import measured_whole, unfused_times
-from ...plan.decide.decide import caution_of
-from ...plan.plan import FusionPlan
 from ..database import Database, check_place, find_database
-from ..measure.building import Place
+from ..database.trial import LASTING
+from ..measure.building import Place, make_builders
 from ..measure.measuring import LocalMeter, Meter
 from ..measure.processes import Worker, stop_all
-from ..measure.trial_record import LASTING
-from ..measure.workshop import make_builders
-from ..search.task_schedules import evolution_of
-from .choices import DEFAULT, Choice, chosen, class_choices
-from .contested import Contested, Weighed, contested, rivals_of, settled, weighed
-from .joint import JointRuns, local_worker
-from .lookup import TunedKernels, plan_key
+from ..search.task_search import TaskState
+from .choices import DEFAULT, TRACE_CHOICE, Choice, chosen, class_choices
+from .contested import TunedFunction, local_worker
+from .lookup import TunedKernels
 from .result import TuneResult, failures_of, tuned_task
-from .session import Session, TimeLimit
+from .session import BATCH, Session, TimeLimit, held_interrupts
 from .settings import Settings, load_settings
-from .task_state import TaskState
-from .tasks import CLASS, Task, tasks_of
+from .tasks import CLASS, Task
 
 logger = logging.getLogger(__name__)
 
 JOINT_SHARE = 0.25  # of the minutes, at most, for joint runs
 INTERRUPT = "interrupted"
+LEFT_TO_TVM = ("fallback", "stock")  # classes whose kernels are TVM's own schedules on a GPU
 FAVOURITES = 2  # of each kernel class, tried early
-JOINT = "joint"  # beside the fields of a kept plan: the joint runs of its contested cuts
 
 
 def tune(
@@ -63,17 +59,90 @@ def tune(
     builders: Sequence[Worker] | None = None,
     meters: Sequence[Meter] | None = None,
     watch: Callable[[Session], None] | None = None,
+    builder: Builder | None = None,
+    runner: Runner | None = None,
+    cost_model: CostModel | None = None,
+    records: Records | None = None,
 ) -> TuneResult:
-    """See `tvm_fusion.tune`."""
+    """Measures choices for the kernels of a model's plan and keeps them in a database.
+
+    Of a module of several public functions the kernels of all are tuned, equal ones once, and the
+    plan of each is settled.
+
+    `tvm_fusion.compile(model, target, database=database)` uses them, and so do pipelines: see
+    `tvm_fusion.TuningDatabase` and `tvm_fusion.transform.Fuse`. A session that was interrupted or
+    killed goes on where it was with the same call.
+
+    Parameters
+    ----------
+    model, target, policy, example_inputs, dynamic_shapes
+        As for `tvm_fusion.compile`.
+    database : str or Path
+        A database, an empty folder, or a path where none is yet: a new database is made there. It
+        holds a folder for each device and version.
+    settings : str, Path, mapping, Settings or None
+        A file like `configs/tune_default.toml`, or values by name
+        (`tuning.session.settings.Settings` has them all); what is not named is as in that file.
+    trials : int, optional
+        Most trials of this call, in place of the settings'.
+    minutes : float, optional
+        Most minutes of this call, in place of the settings'; planning and final measurements are
+        included, and 0 is no limit.
+    builders : sequence of Worker, optional
+        What compiles kernels (`tuning.measure.building.make_builders`); by default processes on
+        this machine that end with the session. What is given stays, for the next session.
+    meters : sequence of Meter, optional
+        What measures them (`tuning.remote.client.meters_of`: devices of other machines); by
+        default a process on this machine that ends with the session.
+    watch : callable, optional
+        Called with the `Session` after each trial.
+    builder, runner : Builder and Runner of MetaSchedule, optional
+        In place of this package's; a builder needs a runner, and
+        `LocalBuilder(f_build=tvm_fusion.tuning.build_candidate)` knows this package's candidates.
+        What another runner measures is compared with nothing: its trials are kept as unchecked
+        ones, and nothing is chosen by them until `tune` measures them itself.
+    cost_model : CostModel of MetaSchedule, optional
+        Ranks schedules; by default an `XGBModel` with `PerStoreFeature`. Configurations of kernel
+        classes are ranked by this package's own.
+    records : Database of MetaSchedule, optional
+        Takes a record of each candidate as well.
+
+    Returns
+    -------
+    TuneResult
+        `print` shows what was tuned, the time before and after, and the folder; `.tasks` are the
+        kernels, `.plan` is the plan as measurements settle it, or those of several functions by
+        name.
+
+    Raises
+    ------
+    ConfigError
+        A setting is unknown or has no sense.
+    InputError
+        The model cannot be used, or has no kernel that could be tuned; the path of the database
+        cannot be written, or holds something else.
+    TargetError
+        This machine cannot run what is tuned, and no `meters` are given.
+
+    Examples
+    --------
+    >>> result = tvm_fusion.tune(model, "llvm", database="tuned", minutes=2)   # doctest: +SKIP
+    >>> print(result)                                                          # doctest: +SKIP
+    """
     for name, workers in (("builders", builders), ("meters", meters)):
         if workers is not None and not workers:
             raise InputError(f"{name}: none are given; None makes those of this machine")
+    if builder is not None and runner is None:
+        raise InputError(
+            "builder: what another builder made can only be measured by a runner that knows it: "
+            "give one, such as ms.runner.LocalRunner()"
+        )
     settings = load_settings(settings, trials=trials, minutes=minutes)
     limit = TimeLimit(settings.minutes)
     check_place(Path(database))  # before minutes are spent on a plan
     planned = planned_functions(model, target, policy, None, example_inputs, dynamic_shapes)
     first = next(iter(planned.values()))
-    if meters is None and not tvm.runtime.device_from_target(first.target).exist:
+    if meters is None and runner is None and not tvm.runtime.device_from_target(first.target).exist:
         raise TargetError(
             f"this machine has no {first.target.kind.name} device to tune on; "
             "tune on one that has it, or give --rpc HOST:PORT --key KEY"
@@ -81,9 +150,7 @@ def tune(
     keeper = find_database(database, first.hw, first.target)
     place = Place(target_text(target, first), first.policy, added())
     kernels = TunedKernels(keeper, settings.certain_gain)
-    functions = {
-        name: TunedFunction.of(one, keeper, place, kernels) for name, one in planned.items()
-    }
+    functions = {name: TunedFunction(one, keeper, place, kernels) for name, one in planned.items()}
     tasks = each_once([function.tasks for function in functions.values()])
     states = [_state(task, first, settings, keeper) for task in tasks]
     states = [s for s in states if s is not None]
@@ -95,13 +162,29 @@ def tune(
     if builders is None:
         builders = make_builders(settings)
         own += builders
-    if meters is None:
+    if runner is not None:
+        meters = []
+    elif meters is None:
         meters = [LocalMeter()]
         own += [meter.worker for meter in meters]
     worker = local_worker(meters)
     joint_s = limit.share(JOINT_SHARE, settings.joint_s) if worker is not None else 0.0
     watch = watch or (lambda session: None)
-    session = Session(states, keeper, place, settings, builders, meters, watch, limit, joint_s)
+    session = Session(
+        states,
+        keeper,
+        place,
+        settings,
+        builders,
+        meters,
+        watch,
+        limit,
+        joint_s,
+        builder,
+        runner,
+        cost_model,
+        records,
+    )
     ended, lost = "", None
     try:
         try:
@@ -116,7 +199,7 @@ def tune(
             lost = error
         with held_interrupts() as came:
             stop_all(own)
-            plans = {name: one.settle(settings) for name, one in functions.items()}
+            plans = {name: one.settle(settings.certain_gain) for name, one in functions.items()}
             tuned = tuple(tuned_task(state, kernels) for state in states)
     finally:
         stop_all(own)
@@ -134,65 +217,6 @@ def tune(
         tuple(functions),
         database=Path(database),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class TunedFunction:
-    """What is tuned of one function of the model.
-
-    Attributes
-    ----------
-    planned : Planned
-    keeper : Database
-    cuts : list of Contested
-        Of its plan.
-    tasks : list of lists of Task
-        Of the plan, and of each cut's plan.
-    key : str
-        Of its plan in the database.
-    runs : JointRuns
-        Of the cuts.
-    """
-
-    planned: Planned
-    keeper: Database
-    cuts: list[Contested]
-    tasks: list[list[Task]]
-    key: str
-    runs: JointRuns
-
-    @classmethod
-    def of(
-        cls, planned: Planned, keeper: Database, place: Place, kernels: TunedKernels
-    ) -> TunedFunction:
-        """With what the database has of it."""
-        graph, hw, policy = planned.graph, planned.hw, planned.policy
-        cuts = contested(graph, planned.plan, planned.alone, hw, policy)
-        plans = (planned.plan, *(cut.plan for cut in cuts))
-        tasks = [tasks_of(planned.low, graph, plan, policy, hw) for plan in plans]
-        key, runs = plan_key(planned.mod, hw, policy), JointRuns(planned, place, kernels)
-        runs.restore((keeper.plan(key) or {}).get(JOINT))
-        return cls(planned, keeper, cuts, tasks, key, runs)
-
-    def add_rivals(self, states: Sequence[TaskState]) -> None:
-        """Tell the states of its kernels which cuts they are for."""
-        for rival in rivals_of(self.cuts, self.tasks, states, self.planned.hw.queued_launch_us):
-            for state in rival.other:
-                state.rivals.append(rival)
-
-    def run(self, worker: Worker | None, seconds: float) -> None:
-        """Run the cuts both ways with their tuned kernels."""
-        self.runs.run(self._weighed(), worker, seconds)
-
-    def settle(self, settings: Settings) -> FusionPlan:
-        """Keep, and return, the plan as measurements settle it."""
-        measured = self._weighed()
-        plan = settled_plan(self.planned, measured, self.runs, settings)
-        self.keeper.save_plan(self.key, plan.to_dict() | {JOINT: self.runs.to_dict(measured)})
-        return plan
-
-    def _weighed(self) -> list[Weighed]:
-        return weighed_cuts(self.planned, self.cuts, self.tasks, self.runs.kernels)
 
 
 def each_once(functions: Iterable[Sequence[Sequence[Task]]]) -> list[Task]:
@@ -226,39 +250,25 @@ def _state(task: Task, planned: Planned, settings: Settings, keeper: Database) -
         for trial in keeper.trials(task.workload)
         if trial.text != DEFAULT or trial.status in (*LASTING, "build")
     ]
-    evolution = evolution_of(task, planned.hw, settings, known)
-    state = TaskState(task, choices, settings, evolution, favourites(task, keeper, choices))
+    unchecked = [(t.text, t.us) for t in known if t.kind == TRACE_CHOICE and not t.checked]
+    state = TaskState(
+        task,
+        choices,
+        settings,
+        is_evolved(task, planned.hw, settings),
+        favourites(task, keeper, choices),
+        seeds=tuple(sorted(unchecked, key=lambda one: one[1])[:BATCH]),
+    )
     state.restore(trial for trial in known if trial.checked)
     return state
 
 
-def weighed_cuts(
-    planned: Planned,
-    cuts: Sequence[Contested],
-    tasks: Sequence[Sequence[Task]],
-    kernels: TunedKernels,
-) -> list[Weighed]:
-    """The contested cuts with the times of their tuned kernels; `tasks` are those of the plan and
-    of each cut's.
+def is_evolved(task: Task, hw: HardwareProfile, settings: Settings) -> bool:
+    """Whether schedules of TVM's space compete with a task's kernel: on a GPU where no class of
+    this package writes it, on a CPU always.
     """
-
-    def us_of(task: Task) -> float | None:
-        trial = kernels.trial(task.workload)
-        return trial.us if trial is not None else None
-
-    return weighed(cuts, tasks, us_of, planned.hw.queued_launch_us)
-
-
-def settled_plan(
-    planned: Planned, cuts: Sequence[Weighed], runs: JointRuns, settings: Settings
-) -> FusionPlan:
-    """The plan with its contested cuts decided by joint runs, or by the times of tuned kernels."""
-    found = [(one, runs.found(one)) for one in cuts]
-    plan = settled(planned.graph, planned.plan, found, settings.certain_gain)
-    if plan.groups == planned.plan.groups or plan.evidence is None:
-        return plan
-    caution = caution_of(planned.hw, planned.policy)
-    return measured_whole(planned.graph, plan, unfused_times(planned.alone), caution)
+    on_gpu = hw.kind == "cuda"
+    return "stock" in settings.spaces and (not on_gpu or task.kernel_class in LEFT_TO_TVM)
 
 
 def target_text(target: Any, planned: Planned) -> str:
@@ -283,19 +293,3 @@ def favourites(task: Task, keeper: Database, choices: Sequence[Choice]) -> tuple
         if trial is not None and trial.text != DEFAULT and trial.text in offered:
             won[trial.text] += 1
     return tuple(text for text, _ in sorted(won.items(), key=lambda x: (-x[1], x[0]))[:FAVOURITES])
-
-
-@contextmanager
-def held_interrupts() -> Iterator[list[int]]:
-    """Within the block, SIGINT adds to the list that is yielded and does nothing else. Of a thread
-    that is not the main one signals are none of its business: nothing is held.
-    """
-    came: list[int] = []
-    if threading.current_thread() is not threading.main_thread():
-        yield came
-        return
-    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
-    try:
-        yield came
-    finally:
-        signal.signal(signal.SIGINT, before)
