@@ -29,7 +29,7 @@ from tvm_fusion.check.checked_sizes import drawn_inputs
 from tvm_fusion.check.compiled import check_compiled
 from tvm_fusion.check.reference import run_built
 from tvm_fusion.flow.functions import planned_function
-from tvm_fusion.tuning.session.other_kernels import OtherKernels
+from tvm_fusion.tuning.session.lookup import OtherKernels
 
 NEAR = 16.0
 LAST_PLACES = 16  # units that pass beside an exact eager result

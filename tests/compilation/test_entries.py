@@ -44,7 +44,7 @@ from tvm_fusion.runtime.calls.signature import Signature
 from tvm_fusion.transform.apply.write_kernels import KernelWriter
 from tvm_fusion.transform.functions.entries import entry_alone, entry_functions, inlined, joined
 from tvm_fusion.transform.functions.function_apart import renamed
-from tvm_fusion.tuning.session.other_kernels import OtherKernels
+from tvm_fusion.tuning.session.lookup import OtherKernels
 
 from ..pipelines import llm
 from ..pipelines.modules import cases

@@ -17,7 +17,7 @@ from tvm_fusion.fuzz.draw import Draft
 from tvm_fusion.fuzz.torch_program import Input, Program, Statement
 from tvm_fusion.fuzz.verdict import CRASH, ERROR, REFUSED, RIGHT, WRONG, Verdict, judged, judged_run
 
-from ..tuning.test_session import end_time_of_what_hangs
+from ..support.tune_sessions import end_time_of_what_hangs
 
 SOFTMAX = Program(
     (

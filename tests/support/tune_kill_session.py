@@ -10,8 +10,8 @@ from pathlib import Path
 from tvm_fusion.kernels import registry
 
 from ..benchmarks.tuning.session import run
-from ..tuning.test_session import chain_module
 from .tune_classes import Several
+from .tune_sessions import chain_module
 
 WAYS = ("plain", "fast", "wrong", "refused", *(f"plain{number}" for number in range(200)))
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import tvm
-from tvm import s_tir
+from tvm import relax, s_tir, tirx
 
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.flow.planned import Planned
@@ -17,6 +18,7 @@ from ..pipelines.cells import LLVM
 from ..pipelines.modules import cases
 
 TARGET = tvm.target.Target(LLVM)
+PRODUCT = "fused_matmul_add_relu_add1"  # its kernel that is tuned
 OTHER = tvm.target.Target({**LLVM, "num-cores": 4})
 UNTUNED_US, BEST_US = 20.0, 10.0
 
@@ -56,3 +58,13 @@ def _parallel(task: Task) -> str:
     for name in ("matmul", "T_add"):
         schedule.parallel(schedule.get_loops(schedule.get_sblock(name))[0])
     return trace_text(schedule.trace)
+
+
+def kernels(mod: tvm.IRModule) -> dict[str, tirx.PrimFunc]:
+    return {g.name_hint: f for g, f in mod.functions_items() if isinstance(f, tirx.PrimFunc)}
+
+
+def check_numbers(executable) -> None:
+    inputs, [wanted] = cases(LLVM)["block"].calls["main"](np.random.default_rng(0))
+    result = relax.VirtualMachine(executable, tvm.cpu())["main"](*map(tvm.runtime.tensor, inputs))
+    np.testing.assert_allclose(result.numpy(), wanted, rtol=1e-4, atol=1e-5)

@@ -12,7 +12,6 @@ import tvm
 import tvm_fusion
 from tvm_fusion.cli import main
 from tvm_fusion.errors import ConfigError, InputError
-from tvm_fusion.kernels import registry
 from tvm_fusion.tuning.command import table, to_json
 from tvm_fusion.tuning.database import check
 from tvm_fusion.tuning.database.trial import Trial
@@ -22,20 +21,17 @@ from tvm_fusion.tuning.session.settings import load_settings
 from tvm_fusion.tuning.session.tune import held_interrupts
 
 from ..support import graphs
-from ..support.tune_classes import Several
-from .test_session import SETTINGS, chain_module, make_session, tested  # noqa: F401
+from ..support.tune_sessions import SETTINGS, chain_module, make_session
 
 KEPT = Path("tuned")
 
 
 @pytest.fixture
-def model(tmp_path):
-    """A chain's file, whose kernel has several choices."""
+def model(tmp_path, two_ways):
+    """A chain's file, whose kernel has two choices."""
     path = tmp_path / "chain's model.json"
     path.write_text(tvm.ir.save_json(chain_module()))
-    registry.register(Several(("plain", "fast")), ("llvm",))
-    yield str(path)
-    registry.unregister("tested")
+    return str(path)
 
 
 def tune(model, folder, *options):

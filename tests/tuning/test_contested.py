@@ -32,8 +32,7 @@ from tvm_fusion.tuning.session.lookup import TunedKernels, plan_key
 from tvm_fusion.tuning.session.settings import load_settings
 from tvm_fusion.tuning.session.tasks import tasks_of
 
-from ..support.tune_classes import Several
-from .test_session import chain_module
+from ..support.tune_sessions import chain_module
 
 TARGET, HW = resolve_target("llvm")
 POLICY = load_policy("aggressive")
@@ -296,23 +295,20 @@ def test_equal_cuts_run_once_and_the_most_valuable_first(function_of):
     assert function_of(planned, found).comparisons == function.comparisons
 
 
+@pytest.mark.usefixtures("two_ways")
 def test_a_run_launches_the_chosen_kernels():
-    registry.register(Several(("plain", "fast")), ("llvm",))
-    try:
-        planned = Planned.of(chain_module(), TARGET, HW, POLICY)
-        fast = Trial("class", "Way(way=fast)", "ok", 1.0, 0.0, (1.0,) * 9, 0.0)
-        source = Untuned()
-        plain = source.trials(None)
-        tuned = TunedKernels(source, 0.01)
-        source.trials = lambda workload: (*plain, fast)
-        (spec,) = specs_of(planned.plan, planned.graph)
-        writers = [LaunchWriter(planned.low, planned.graph, HW, POLICY, t) for t in (tuned, None)]
-        kernels = [writer.write(spec)[0] for writer in writers]
-        (task,) = tasks_of(planned.low, planned.graph, planned.plan, POLICY)
-        assert tuned.used[task.key] is fast
-        assert not tvm_ffi.structural_equal(*kernels)
-    finally:
-        registry.unregister("tested")
+    planned = Planned.of(chain_module(), TARGET, HW, POLICY)
+    fast = Trial("class", "Way(way=fast)", "ok", 1.0, 0.0, (1.0,) * 9, 0.0)
+    source = Untuned()
+    plain = source.trials(None)
+    tuned = TunedKernels(source, 0.01)
+    source.trials = lambda workload: (*plain, fast)
+    (spec,) = specs_of(planned.plan, planned.graph)
+    writers = [LaunchWriter(planned.low, planned.graph, HW, POLICY, t) for t in (tuned, None)]
+    kernels = [writer.write(spec)[0] for writer in writers]
+    (task,) = tasks_of(planned.low, planned.graph, planned.plan, POLICY)
+    assert tuned.used[task.key] is fast
+    assert not tvm_ffi.structural_equal(*kernels)
 
 
 def test_a_kernel_that_was_compiled_as_a_trial_is_not_compiled_again(tmp_path, monkeypatch):

@@ -9,15 +9,12 @@ import tvm
 
 import tvm_fusion
 from tvm_fusion.cli import main
-from tvm_fusion.kernels import registry
 from tvm_fusion.transform import Fuse
 from tvm_fusion.tuning.session.lookup import TunedKernels
 
-from ..support.tune_classes import Several
-from .test_session import SETTINGS, chain_module
+from ..support.tune_sessions import OPTIONS, chain_module, several
 
 SIZES = {"again": (256, 1024), "decode": (256, 1024), "prefill": (320, 1000)}
-OPTIONS = {"settings": SETTINGS, "policy": "aggressive"}
 FAST = "Way(way=fast)"
 
 
@@ -29,12 +26,9 @@ def chains() -> tvm.IRModule:
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory):
     """The database of a session, and what it returned."""
-    registry.register(Several(("plain", "fast")), ("llvm",))
     folder = tmp_path_factory.mktemp("tuned")
-    try:
+    with several(("plain", "fast")):
         yield folder, tvm_fusion.tune(chains(), "llvm", database=folder, **OPTIONS)
-    finally:
-        registry.unregister("tested")
 
 
 @pytest.fixture

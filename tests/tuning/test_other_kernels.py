@@ -16,7 +16,7 @@ from tvm_fusion.kernels.registry import register, unregister
 from tvm_fusion.kernels.row.kernel_class import Row
 from tvm_fusion.plan.refusal import RefusalCode
 from tvm_fusion.tuning.session.choices import ranked_configs, text_of
-from tvm_fusion.tuning.session.other_kernels import MOST_CONFIGURATIONS, OtherKernels
+from tvm_fusion.tuning.session.lookup import MOST_CONFIGURATIONS, OtherKernels
 
 from ..planted import mutated
 from ..right_programs import FunctionModule

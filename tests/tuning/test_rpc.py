@@ -1,6 +1,5 @@
 """Measurements through TVM's RPC tracker, with servers on this machine."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -17,11 +16,11 @@ from tvm_fusion.tuning.measure.building import BuildRequest, Place, build_choice
 from tvm_fusion.tuning.measure.measuring import MeasureRequest
 from tvm_fusion.tuning.measure.processes import BROKEN, Answer, stop_all
 from tvm_fusion.tuning.remote import client
-from tvm_fusion.tuning.remote.client import Libraries, Servers, Stock
+from tvm_fusion.tuning.remote.client import Servers, Stock
 from tvm_fusion.tuning.remote.wire import TOKEN_VARIABLE
 from tvm_fusion.tuning.session.choices import DEFAULT
 
-from .test_session import SETTINGS, make_session, no_process_stays, no_process_stays_on, tested  # noqa: F401  # noqa: F401  # noqa: F401
+from ..support.tune_sessions import SETTINGS, make_session
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("no_torch_in_module")]
 
@@ -58,7 +57,7 @@ def request_of(tmp_path):
     return MeasureRequest(text, state.task.outputs, (built,), 5, place)
 
 
-def test_a_session_measures_on_all_servers(tracker, tested, monkeypatch):  # noqa: F811
+def test_a_session_measures_on_all_servers(tracker, tested, monkeypatch):
     monkeypatch.setenv(TOKEN_VARIABLE, TOKEN.decode())
     session, kept, state = make_session(SETTINGS, choices=(DEFAULT, "plain", "fast", "wrong"))
     session.meters = client.meters_of(tracker, KEY)
@@ -141,7 +140,7 @@ def test_the_last_port_to_try_follows_the_first():
     assert serve._ports(9410, 9411) == range(9410, 9411)
 
 
-def test_servers_of_tvm_measure_too(tracker, tested, links, tmp_path):  # noqa: F811
+def test_servers_of_tvm_measure_too(tracker, tested, links, tmp_path):
     theirs = Servers(*address_of(tracker), STOCK_KEY)
     answer = client.measure_remotely(request_of(tmp_path), 60.0, theirs)
     assert isinstance(links[theirs][0], Stock)
@@ -157,7 +156,7 @@ def assert_measured(answer):
     assert min(found.samples_us) > 0
 
 
-def test_what_takes_too_long_is_ended_at_the_server(tracker, tested, links, tmp_path):  # noqa: F811
+def test_what_takes_too_long_is_ended_at_the_server(tracker, tested, links, tmp_path):
     request, ours = request_of(tmp_path), Servers(*address_of(tracker), KEY, TOKEN)
     assert_measured(client.measure_remotely(request, 60.0, ours))
     late = client.measure_remotely(request, 0.0, ours)  # its process is there by now
@@ -207,7 +206,7 @@ def test_a_session_is_kept_until_it_is_old_or_fails(links, monkeypatch):
     assert client.measure_remotely(request, 1.0, servers).value == 5
 
 
-def test_a_server_of_another_version_is_refused(tracker, tested, links, tmp_path, monkeypatch):  # noqa: F811
+def test_a_server_of_another_version_is_refused(tracker, tested, links, tmp_path, monkeypatch):
     monkeypatch.setattr(client, "__version__", "0")
     ours = Servers(*address_of(tracker), KEY, TOKEN)
     with pytest.raises(TargetError, match=r"RPC server .*:\d+ has tvm_fusion .*, this is 0"):
@@ -218,16 +217,6 @@ def test_a_server_refuses_who_does_not_know_its_token(tracker, links):
     ours = Servers(*address_of(tracker), KEY, b"what nobody knows")
     with pytest.raises(TargetError, match=r"RPC server .*: a token is missing or wrong"):
         client.connect(ours, 0, time.monotonic())
-
-
-def test_a_library_is_new_once_and_again_when_it_was_written_again(tmp_path):
-    libraries, path, other = Libraries(), tmp_path / "a.so", tmp_path / "b.so"
-    path.write_bytes(b"1")
-    other.write_bytes(b"1")
-    os.utime(path, ns=(1, 1))
-    numbers = [libraries.number(path), libraries.number(other), libraries.number(path)]
-    os.utime(path, ns=(2, 2))
-    assert [*numbers, libraries.number(path)] == [(0, True), (1, True), (0, False), (2, True)]
 
 
 def address_of(tracker):

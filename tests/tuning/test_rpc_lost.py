@@ -23,9 +23,9 @@ from tvm_fusion.tuning.remote import client
 from tvm_fusion.tuning.remote.client import Servers
 from tvm_fusion.tuning.session.choices import DEFAULT
 
+from ..support.tune_sessions import SETTINGS, make_session
 from ..support.tune_sticky import BreakingMeter
 from .test_rpc import KEY, address_of, assert_all_measured, assert_measured, links, request_of, run  # noqa: F401
-from .test_session import SETTINGS, make_session, no_process_stays, no_process_stays_on, tested  # noqa: F401  # noqa: F401  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("no_torch_in_module")
 
@@ -78,7 +78,7 @@ def fleet():
 
 
 @pytest.mark.long
-def test_a_server_that_dies_in_the_middle_costs_no_trial(tested, fleet, caplog):  # noqa: F811
+def test_a_server_that_dies_in_the_middle_costs_no_trial(tested, fleet, caplog):
     choices = (DEFAULT, "plain", "fast", "wrong")
     session, kept, state = make_session(SETTINGS, choices=choices)
     servers = fleet(2)
@@ -93,7 +93,7 @@ def test_a_server_that_dies_in_the_middle_costs_no_trial(tested, fleet, caplog):
 
 
 @pytest.mark.usefixtures("impatient")
-def test_a_session_ends_after_its_last_server(tested, fleet):  # noqa: F811
+def test_a_session_ends_after_its_last_server(tested, fleet):
     session, kept, _ = make_session(SETTINGS, choices=(DEFAULT, "plain", "fast"))
     servers = fleet(1)
     session.meters = client.meters_of(servers.address, KEY)
@@ -113,7 +113,7 @@ def test_a_session_ends_after_its_last_server(tested, fleet):  # noqa: F811
     assert [(t.text, t.status) for t in kept.found] == [(DEFAULT, "ok")]
 
 
-def test_a_choice_that_is_lost_with_its_server_twice_is_a_crash(tested, tmp_path):  # noqa: F811
+def test_a_choice_that_is_lost_with_its_server_twice_is_a_crash(tested, tmp_path):
     meter = BreakingMeter(tmp_path / "count", 1, 3, 4)
     session, kept, state = make_session(choices=(DEFAULT, "plain", "fast"), meter=meter)
     session.run()

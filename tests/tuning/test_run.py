@@ -17,21 +17,15 @@ from tvm_fusion.flow.planned import Planned
 from tvm_fusion.kernels import registry
 from tvm_fusion.tuning.session.choices import DEFAULT
 
-from ..support.tune_classes import Several
-from .test_session import SETTINGS, SIZE, chain_module
-
-OPTIONS = {"settings": SETTINGS, "policy": "aggressive"}
+from ..support.tune_sessions import OPTIONS, SIZE, chain_module, several
 
 
 @pytest.fixture(scope="module")
 def tuned(tmp_path_factory):
     """A database of the chain's kernel, whose `fast` way won, and what tuning returned."""
-    registry.register(Several(("plain", "fast", "wrong")), ("llvm",))
     folder = tmp_path_factory.mktemp("tuned")
-    try:
+    with several(("plain", "fast", "wrong")):
         yield folder, tvm_fusion.tune(chain_module(), "llvm", database=folder, **OPTIONS)
-    finally:
-        registry.unregister("tested")
 
 
 def test_the_best_right_choice_is_taken(tuned):

@@ -1,136 +1,28 @@
 """Sessions: which trials run, what they cost when they go wrong, and what is measured only once."""
 
+import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import tvm
-from tvm import relax
 
-from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.errors import TargetError
-from tvm_fusion.flow.planned import Planned
-from tvm_fusion.kernels import registry
-from tvm_fusion.tuning.measure.building import Place, make_builders
-from tvm_fusion.tuning.measure.measuring import LocalMeter
-from tvm_fusion.tuning.measure.processes import Worker, stop_all
 from tvm_fusion.tuning.search.task_search import TaskState
-from tvm_fusion.tuning.session.choices import DEFAULT, chosen, class_choices
-from tvm_fusion.tuning.session.session import Session
-from tvm_fusion.tuning.session.settings import load_settings
-from tvm_fusion.tuning.session.tasks import tasks_of
+from tvm_fusion.tuning.session import session as session_module
+from tvm_fusion.tuning.session import settings as settings_module
+from tvm_fusion.tuning.session.choices import DEFAULT, chosen
+from tvm_fusion.tuning.session.finals import CLEAN_US, Finals
+from tvm_fusion.tuning.session.settings import TimeLimit
 
-from ..support.tune_classes import HUNG, Several
-from ..support.tune_sticky import GoneMeter, StickyMeter
-
-SIZE = (128, 1024)
-SETTINGS = load_settings(
-    {
-        "spaces": ["class"],
-        "trials": 20,
-        "repeats": 5,
-        "final_repeats": 11,
-        "builders": 1,
-        "build_memory_bytes": 4 << 30,
-        "least_gain": 0.0,
-    }
+from ..support.tune_sessions import (
+    MEASURER,
+    SETTINGS,
+    end_time_of_what_hangs,
+    make_session,
+    several,
 )
-
-
-# A new process takes seconds to import TVM: the sessions of all tests build and measure in the same
-# ones, and what a session ends or loses is started again.
-BUILDERS = make_builders(SETTINGS)
-MEASURER = LocalMeter().worker
-_started = [*BUILDERS, MEASURER]
-
-
-@pytest.fixture(autouse=True)
-def no_process_stays():
-    yield
-    shared = (*BUILDERS, MEASURER)
-    stop_all([w for w in _started if w.busy or w not in shared])
-    _started[:] = shared
-
-
-@pytest.fixture(autouse=True, scope="session")
-def no_process_stays_on():
-    yield
-    stop_all([*BUILDERS, MEASURER])
-
-
-@pytest.fixture
-def tested(monkeypatch, tmp_path_factory):
-    end_time_of_what_hangs(monkeypatch, tmp_path_factory)
-    registry.register(Several(), ("llvm",))
-    yield
-    registry.unregister("tested")
-
-
-def end_time_of_what_hangs(monkeypatch, folders):
-    """The time of a process that says that it hangs is over; others have all that they need, on a
-    machine that is busy too.
-    """
-    hung = folders.getbasetemp() / "hung"  # the same in all tests that share a process
-    hung.unlink(missing_ok=True)
-    left = Worker.left_s.fget
-
-    def left_s(worker):
-        process = hung.read_text() if hung.exists() else ""
-        if worker._process is not None and process == str(worker._process.pid):
-            return 0.0
-        return left(worker)
-
-    monkeypatch.setenv(HUNG, str(hung))
-    monkeypatch.setattr(Worker, "left_s", property(left_s))
-
-
-class Kept:
-    """Trials in memory."""
-
-    def __init__(self):
-        self.found = []
-
-    def add(self, workload, target, trial):
-        self.found.append(trial)
-
-    def of(self, text):
-        return [t for t in self.found if f"way={text}" in t.text or t.text == text]
-
-
-def chain_module(**sizes: tuple[int, int]) -> tvm.IRModule:
-    """Functions y = tanh(x / 4) + 3 / 4 by name, of tensors of these sizes; a `main` by default."""
-    builder = relax.BlockBuilder()
-    for name, size in (sizes or {"main": SIZE}).items():
-        x = relax.Var("x", relax.TensorType(size, "float32"))
-        with builder.function(name, [x]):
-            with builder.dataflow():
-                scaled = builder.emit(relax.op.multiply(x, relax.const(0.25, "float32")))
-                bent = builder.emit(relax.op.tanh(scaled))
-                out = builder.emit_output(relax.op.add(bent, relax.const(0.75, "float32")))
-            builder.emit_func_output(out)
-    return builder.get()
-
-
-def make_session(settings=SETTINGS, trials=(), choices=None, meter=None, mod=None):
-    """A session over one task; `choices` are those of its choices that are offered."""
-    target, hw = resolve_target("llvm")
-    policy = load_policy("aggressive")
-    planned = Planned.of(mod or chain_module(), target, hw, policy)
-    (task,) = tasks_of(planned.low, planned.graph, planned.plan, policy)
-    assert mod is not None or task.kernel_class == "tested"
-    offered = [c for c, _ in class_choices(task.workload, hw, policy)]
-    if choices is not None:
-        offered = [
-            c for c in offered if c.text.partition("=")[2][:-1] in choices or c.text in choices
-        ]
-    state = TaskState(task, offered, settings)
-    state.restore(trials)
-    kept = Kept()
-    place = Place("llvm", policy, registry.added())
-    if meter is None:
-        meter = LocalMeter()
-        meter.worker = MEASURER
-    _started.append(meter.worker)
-    return Session([state], kept, place, settings, BUILDERS, [meter]), kept, state
+from ..support.tune_sticky import GoneMeter, StickyMeter
 
 
 @pytest.mark.long
@@ -225,17 +117,78 @@ def test_a_session_ends_where_nothing_is_worth_a_trial(tested):
 
 def test_a_task_whose_untuned_kernel_fails_is_left(monkeypatch, tmp_path_factory):
     end_time_of_what_hangs(monkeypatch, tmp_path_factory)
-    registry.register(Several(("refused", "fast")), ("llvm",))
-    try:
+    with several(("refused", "fast")):
         session, kept, state = make_session()
-        state.choices[0] = replace(state.choices[0])
         kept_text = state.choices[1].text
         monkeypatch.setattr(
             "tvm_fusion.tuning.measure.building.build_choice", tvm.ir.load_json
         )  # fails in the worker for any request
         session.run()
-    finally:
-        registry.unregister("tested")
     assert [t.text for t in kept.found] == [DEFAULT]
     assert state.broken
     assert kept_text not in state.trials
+
+
+# ---- trials end while there is time for what comes after them
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("tested")
+def test_the_trials_leave_time_for_the_finals(monkeypatch):
+    settings = replace(SETTINGS, minutes=500.0)
+    session, _, state = make_session(settings, choices=(DEFAULT, "fast", "plain", "wrong"))
+    monkeypatch.setattr(session_module, "BATCH", 1)
+    seen = []
+
+    def needed(finals):
+        seen.append(len(state.trials))
+        return 30_000.0 if state.needs_final else 0.0
+
+    monkeypatch.setattr(Finals, "seconds", needed)
+    session.run()
+    assert seen[:2] == [1, 2]
+    assert 2 <= len(state.trials) < len(state.choices)
+    assert not state.needs_final
+    assert session.limit.left_s > 60
+    assert not state.pending
+
+
+@pytest.mark.usefixtures("tested")
+def test_contested_cuts_keep_their_time():
+    settings = replace(SETTINGS, minutes=5.0)
+    session, kept, state = make_session(settings, choices=(DEFAULT, "plain", "fast"))
+    session.joint_s = 300.0
+    state.rivals.append(SimpleNamespace(is_open=True))
+    session.run()
+    assert [t.text for t in kept.found] == [DEFAULT]
+
+
+@pytest.mark.usefixtures("tested")
+def test_finals_take_what_builds_and_measurements_took():
+    session, kept, state = make_session(replace(SETTINGS, trials=3))
+    session.run()
+    shop = SimpleNamespace(builders=[0, 1], usual_s=7.0, library=lambda *_: None)
+    measurements = SimpleNamespace(meters=[0], usual_s=lambda state: 3.0)
+    settings = replace(SETTINGS, final_repeats=1000)
+    again = TaskState(state.task, state.choices, settings)
+    again.restore(kept.found)
+    count = len(again.finalists())
+    assert 2 <= count <= 3
+    wanted = 7.0 * math.ceil(count / 2) + 3.0 + count * 1000 * (again.untuned_us + CLEAN_US) * 1e-6
+    found = Finals([again], shop, measurements, settings).seconds()
+    assert found == pytest.approx(wanted)
+    assert Finals([state], shop, measurements, SETTINGS).seconds() == 0.0
+
+
+def test_limits_of_time(monkeypatch):
+    monkeypatch.setattr(settings_module, "time", SimpleNamespace(monotonic=lambda: 1060.0))
+    limit = TimeLimit(2.0, kept_s=30.0, began=1000.0)
+    assert limit.seconds == limit.left_s == 60.0
+    assert not limit.is_near
+    assert TimeLimit(1.2, kept_s=30.0, began=limit.began).is_near
+    assert TimeLimit(0.5, began=limit.began).left_s == 0.0
+    assert limit.share(0.25, 60.0) == 30.0
+    assert limit.share(0.75, 60.0) == 60.0
+    endless = TimeLimit(0.0, kept_s=1e9)
+    assert not endless.is_near
+    assert endless.share(0.25, 60.0) == 60.0

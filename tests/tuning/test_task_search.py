@@ -11,26 +11,17 @@ from tvm.s_tir import meta_schedule as ms
 
 import tvm_fusion
 from tvm_fusion.errors import InputError, Unsupported
-from tvm_fusion.kernels import registry
 from tvm_fusion.tuning import build_candidate
 from tvm_fusion.tuning.database import Trial, check
 from tvm_fusion.tuning.database.replay import module_of
 from tvm_fusion.tuning.search import task_search
 from tvm_fusion.tuning.search.space import CONFIGURATION, annotate, class_space
-from tvm_fusion.tuning.search.task_search import TaskState
+from tvm_fusion.tuning.search.task_search import OPEN, Rival, TaskState
 from tvm_fusion.tuning.session.choices import DEFAULT, Choice
 
 from ..support.graphs import module
-from ..support.tune_classes import Several
 from ..support.tune_functions import fused, softmax
-from .test_session import (  # noqa: F401
-    SETTINGS,
-    chain_module,
-    make_session,
-    no_process_stays,
-    no_process_stays_on,
-    tested,
-)
+from ..support.tune_sessions import OPTIONS, SETTINGS, chain_module, make_session
 
 EVOLVED = replace(SETTINGS, spaces=("class", "stock"), final_repeats=5)
 
@@ -90,6 +81,48 @@ def test_schedules_promise_less_with_every_batch_that_brings_nothing():
     state.judge([], 5.0)
     assert state.evolved_share == EVOLVED.evolved_gain / 4
     assert a_state(10.0).evolved_gain_us(2) == 0.0
+
+
+# ---- kernels of other cuts get trials only while their cut may win
+
+
+def make_rival(now, other):
+    rival = Rival((now,), tuple(other), 2.0)
+    for state in other:
+        state.rivals.append(rival)
+    return rival
+
+
+@pytest.mark.parametrize(
+    ("times", "is_open"),
+    [((5.0, 4.0), True), ((20.0, 20.0), False), ((5.0, OPEN * 12.0 - 9.0), True)],
+)
+def test_a_cut_is_open_while_it_is_about_as_fast(times, is_open):
+    other = [a_state(us, count=0) for us in times]
+    rival = make_rival(a_state(10.0), other)
+    assert rival.is_open == is_open
+    assert [bool(s.next_choices(1, 0.0)) for s in other] == [is_open] * 2
+
+
+def test_what_was_not_measured_is_measured_once():
+    slow, unknown = a_state(50.0, count=0), a_state(count=0)
+    rival = make_rival(a_state(10.0), [slow, unknown])
+    assert rival.is_open
+    assert unknown.next_choices(1, 0.0)[0].text == DEFAULT
+
+
+def test_a_cut_with_a_kernel_that_does_not_run_is_given_up():
+    broken, fine = a_state(count=0), a_state(1.0, count=0)
+    broken.restore([Trial("class", DEFAULT, "build", why="does not compile")])
+    assert not make_rival(a_state(10.0), [broken, fine]).is_open
+    assert fine.next_choices(1, 0.0) == []
+
+
+def test_kernels_of_the_plan_are_tried_whatever_their_rivals():
+    now = a_state(10.0, count=2)
+    make_rival(now, [a_state(100.0, count=0)])
+    assert now.weight == 2
+    assert now.next_choices(1, 0.0)
 
 
 # ---- the space of a class
@@ -166,19 +199,11 @@ def test_no_batch_begins_that_would_end_too_late(monkeypatch):
 # ---- objects of MetaSchedule
 
 
-@pytest.fixture
-def chain():
-    registry.register(Several(("plain", "fast")), ("llvm",))
-    yield chain_module(), "llvm"
-    registry.unregister("tested")
-
-
-OPTIONS = {"settings": SETTINGS, "policy": "aggressive"}
-
-
-def test_a_builder_without_a_runner_is_refused(chain, tmp_path):
+def test_a_builder_without_a_runner_is_refused(tmp_path):
     with pytest.raises(InputError, match=r"ms\.runner\.LocalRunner"):
-        tvm_fusion.tune(*chain, database=tmp_path, builder=ms.builder.LocalBuilder())
+        tvm_fusion.tune(
+            chain_module(), "llvm", database=tmp_path, builder=ms.builder.LocalBuilder()
+        )
 
 
 @derived_object
@@ -223,17 +248,18 @@ class Loaded(ms.runner.PyRunnerFuture):
         return ms.runner.RunnerResult([1e-3] * 3, None)
 
 
+@pytest.mark.usefixtures("two_ways")
 @pytest.mark.parametrize("builds", [False, True], ids=["their runner", "their builder"])
-def test_objects_of_metaschedule_in_place_of_this_packages(chain, tmp_path, builds):
+def test_objects_of_metaschedule_in_place_of_this_packages(tmp_path, builds):
     records = ms.database.MemoryDatabase()
     theirs = {"runner": LoadingRunner(), "records": records}
     theirs |= {"builder": LocalBuilds(tmp_path)} if builds else {}
     theirs |= {"cost_model": ms.cost_model.RandomModel()}
     database = tmp_path / "tuned"
-    result = tvm_fusion.tune(*chain, database=database, **OPTIONS, **theirs)
+    result = tvm_fusion.tune(chain_module(), "llvm", database=database, **OPTIONS, **theirs)
     assert result.trials == len(records) == 2
     assert result.untuned_us == 0  # nobody compared its numbers
     (folder,) = check(database).folders
     assert (folder.counts["records"], folder.counts["unchecked"]) == (2, 2)
-    again = tvm_fusion.tune(*chain, database=database, **OPTIONS)
+    again = tvm_fusion.tune(chain_module(), "llvm", database=database, **OPTIONS)
     assert again.untuned_us > again.best_us > 0

@@ -167,8 +167,7 @@ class _Draw:
             raise InputError(
                 f"parameter {parameter} has the symbolic dimension {missing[0]!r}: give its size"
             )
-        number = (tirx.Var, lambda var: tirx.IntImm("int64", self.sizes[var.name]))
-        return int(tvm.sym.Analyzer().simplify(tvm_ffi.structural_map(value, number)))
+        return extent_of(value, self.sizes)
 
     def array(self, shape: tuple[int, ...], dtype: str, name: str, integers: range) -> np.ndarray:
         places = integers == _PLACES and "float" in dtype
@@ -186,6 +185,12 @@ class _Draw:
         if self.extreme and integers == _NUMBERS:
             _spike(values, rng, _FAR)
         return values.astype(numpy_dtype(dtype))
+
+
+def extent_of(value: tvm.ir.Expr, sizes: Mapping[str, int]) -> int:
+    """A dimension as an int; `sizes` are those of its variables by name."""
+    number = (tirx.Var, lambda var: tirx.IntImm(str(var.ty.dtype), sizes[var.name]))
+    return int(tvm.sym.Analyzer().simplify(tvm_ffi.structural_map(value, number)))
 
 
 def _spike(

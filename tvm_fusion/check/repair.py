@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class Others(Tuned, Protocol):
-    """What may compute functions whose kernels are wrong: `tuning.session.other_kernels`."""
+    """What may compute functions whose kernels are wrong: `tuning.session.lookup`."""
 
     def reject(self, func: tirx.PrimFunc, class_name: str) -> str | None: ...
 

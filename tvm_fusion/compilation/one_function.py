@@ -29,7 +29,7 @@ from ..report.progress import stages
 from ..runtime.build.build import Built
 from ..runtime.calls.compiled_module import CompiledModule
 from ..runtime.timing.timing import FUSED, UNFUSED, TimeReport, time_modules
-from ..tuning.session.other_kernels import OtherKernels, configuration
+from ..tuning.session.lookup import OtherKernels, configuration
 
 logger = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from tvm_fusion.host.cores import available_cores
 from tvm_fusion.tuning.command import to_json
 from tvm_fusion.tuning.measure.building import make_builders
 from tvm_fusion.tuning.measure.measuring import LocalMeter
-from tvm_fusion.tuning.measure.processes import start_all, stop_all
+from tvm_fusion.tuning.measure.processes import STARTING_S, Worker, ready, stop_all, wait_for
 from tvm_fusion.tuning.session.result import TuneResult
 from tvm_fusion.tuning.session.settings import load_settings
 from tvm_fusion.tuning.session.tune import tune
@@ -69,7 +69,7 @@ def tune_rows(
     builders, meters = make_builders(loaded), [LocalMeter()]
     rows = []
     try:
-        start_all([*builders, *(m.worker for m in meters)])
+        _start([*builders, *(m.worker for m in meters)])
         for position, name in enumerate(names):
             began = time.monotonic()
             share = max(0.0, end - began) / (len(names) - position)
@@ -87,6 +87,16 @@ def tune_rows(
     finally:
         stop_all([*builders, *(m.worker for m in meters)])
     return rows
+
+
+def _start(workers: Sequence[Worker]) -> None:
+    """Starts the processes and waits until they answer; those that fail start with a request."""
+    for worker in workers:
+        worker.send(ready, (), STARTING_S)
+    busy = list(workers)
+    while busy:
+        wait_for(busy, 1.0)
+        busy = [worker for worker in busy if worker.collect() is None]
 
 
 def _tune(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import tvm
-import tvm_ffi
-from tvm import relax, tirx
+from tvm import tirx
 
 from ...check.allowance import bounds_of, no_bounds
 from ...check.checked_sizes import order_loops
+from ...check.inputs import extent_of
 from ...check.noise import Draw, call_number, disturbed
 from ...check.reference import to_float64
 from ...check.rules import TOLERANCES, OutputCheck, check_output, namespace, wide
@@ -30,6 +31,8 @@ from ...ir.extents import ASSUMED_SYMBOLIC_EXTENT
 from ...runtime.build.build import build_functions
 from .building import BuiltChoice
 from .site import Call, Site
+
+logger = logging.getLogger(__name__)
 
 OVERFLOWING = ("float16", "float8_e4m3fn", "float8_e5m2")  # what ordinary numbers may overflow
 NEAR = 0.5  # of the largest number
@@ -107,8 +110,6 @@ def wrong(given: Sequence[Any], wanted: Sequence[Wanted]) -> tuple[str, float]:
     return "", worst
 
 
-logger = logging.getLogger(__name__)
-
 NARROWEST_FIRST = ("float8_e5m2", "float8_e4m3fn", "bfloat16", "float16", "float32", "float64")
 DRAWS = ("normal", "small", "positive")  # kinds of inputs, in the order in which they are tried
 CHANGEABLE = ("float16", "bfloat16", "float32", "float64")
@@ -153,7 +154,7 @@ class Case:
         self._bounds: list[Any] | None = None
         self.reference = "float64"
         self._seed = seed
-        self._sizes: dict[str, int] = {}
+        self._sizes = defaultdict(lambda: ASSUMED_SYMBOLIC_EXTENT)  # by name
         self._draw(DRAWS[0])
 
     @property
@@ -165,16 +166,6 @@ class Case:
         return sum(a.nbytes for a in arrays)
 
     # ---- values
-    def _extent(self, extent: Any) -> int:
-        if isinstance(extent, tirx.IntImm):
-            return int(extent)
-        tvm_ffi.structural_walk(
-            extent,
-            (tirx.Var, lambda v: self._sizes.setdefault(v.name, ASSUMED_SYMBOLIC_EXTENT)),
-        )
-        number = (tirx.Var, lambda v: tirx.IntImm(str(v.ty.dtype), self._sizes[v.name]))
-        return int(tvm.sym.Analyzer().simplify(tvm_ffi.structural_map(extent, number)))
-
     def _draw(self, kind: str) -> None:
         self.values = [self._drawn(n, p, kind) for n, p in enumerate(self.func.params)]
         tensors = [v if isinstance(v, int) else self.site.tensor(v) for v in self.values]
@@ -182,8 +173,8 @@ class Case:
 
     def _drawn(self, number: int, param: Any, kind: str) -> Any:
         if not isinstance(param.ty, tirx.BufferType):
-            return self._sizes.setdefault(param.name, ASSUMED_SYMBOLIC_EXTENT)
-        shape = tuple(self._extent(e) for e in param.ty.shape)
+            return self._sizes[param.name]
+        shape = tuple(extent_of(e, self._sizes) for e in param.ty.shape)
         dtype = str(param.ty.dtype)
         value = self.site.draw(shape, dtype, (self._seed, number))
         return changed(value, kind) if dtype in CHANGEABLE else value
@@ -274,7 +265,7 @@ class Case:
         """
         if func is None or "tirx.is_scheduled" in (func.attrs or {}):
             raise Unsupported("the function is scheduled")
-        function = widened(func, self.outputs).with_attr("global_symbol", "reference")
+        function = widened(func).with_attr("global_symbol", "reference")
         library, _ = build_functions(tvm.IRModule({"reference": function}), self.target)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "reference.so"
@@ -299,7 +290,7 @@ def changed(value: Any, kind: str) -> Any:
     return abs(value) + LEAST if kind == "positive" else value
 
 
-def widened(func: tirx.PrimFunc, outputs: int) -> tirx.PrimFunc:
+def widened(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """The PrimFunc with every float in float64 (`check.reference`).
 
     Raises
@@ -309,14 +300,5 @@ def widened(func: tirx.PrimFunc, outputs: int) -> tirx.PrimFunc:
     """
     if not all(isinstance(p.ty, tirx.BufferType) for p in func.params):
         raise Unsupported("a parameter is no tensor")
-    types = [relax.TensorType(list(p.ty.shape), str(p.ty.dtype)) for p in func.params]
-    builder = relax.BlockBuilder()
-    gvar = builder.add_func(func.with_attr("global_symbol", "kernel"), "kernel")
-    params = [relax.Var(f"p{i}", ty) for i, ty in enumerate(types[:-outputs])]
-    with builder.function("main", params):
-        with builder.dataflow():
-            out = types[-outputs:]
-            call = relax.op.call_tir(gvar, params, out if outputs > 1 else out[0])
-            result = builder.emit_output(call)
-        builder.emit_func_output(result)
-    return order_loops(to_float64(builder.get()))["kernel"]
+    mod = tvm.IRModule({"kernel": func.with_attr("global_symbol", "kernel")})
+    return order_loops(to_float64(mod))["kernel"]

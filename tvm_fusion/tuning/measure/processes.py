@@ -293,16 +293,6 @@ def ready() -> None:
     """What a process without a setup is asked first."""
 
 
-def start_all(workers: Sequence[Worker]) -> None:
-    """Starts the processes and waits until they answer; those that fail start with a request."""
-    for worker in workers:
-        worker.send(ready, (), STARTING_S)
-    busy = list(workers)
-    while busy:
-        wait_for(busy, 1.0)
-        busy = [worker for worker in busy if worker.collect() is None]
-
-
 def stop_all(workers: Sequence[Worker]) -> None:
     """Ends all processes."""
     for worker in workers:

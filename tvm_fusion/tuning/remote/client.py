@@ -49,8 +49,8 @@ class Libraries(dict):
 
     def number(self, path: Path) -> tuple[int, bool]:
         """That of a library, and whether it is new, and to be sent."""
-        key, last = (path, path.stat().st_mtime_ns), len(self)
-        return self.setdefault(key, last), len(self) > last
+        count = len(self)  # sessions write no library twice to a path
+        return self.setdefault(path, count), len(self) > count
 
 
 class Remote(Site):

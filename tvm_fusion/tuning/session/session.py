@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import datetime
 import logging
-import math
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,7 +37,7 @@ from ..search.space import class_space, round_robin, tune_context
 from ..search.task_search import TaskSearch, TaskState
 from .choices import DEFAULT, Choice
 from .finals import Finals
-from .settings import Settings
+from .settings import Settings, TimeLimit
 
 logger = logging.getLogger(__name__)
 
@@ -47,42 +45,6 @@ BATCH = 8  # candidates of a task at once
 WARM_UP = 16  # measured schedules after which xgboost ranks others
 EXCERPT = 600  # characters of an error of a runner that is not ours
 DROPPED = ms.runner.RunnerResult(None, "dropped")
-
-
-@dataclass
-class TimeLimit:
-    """The time of a call of `tune`, from its beginning.
-
-    Attributes
-    ----------
-    minutes : float
-        0 is no limit.
-    kept_s : float
-        What is to be left when the trials end.
-    """
-
-    minutes: float
-    kept_s: float = 0.0
-    began: float = field(default_factory=time.monotonic)
-
-    @property
-    def seconds(self) -> float:
-        """Since the beginning."""
-        return time.monotonic() - self.began
-
-    @property
-    def left_s(self) -> float:
-        """Of all, 0 at least; infinite without a limit."""
-        return max(0.0, self.minutes * 60 - self.seconds) if self.minutes else math.inf
-
-    @property
-    def is_near(self) -> bool:
-        """Whether the trials have to end."""
-        return self.left_s <= self.kept_s
-
-    def share(self, part: float, most_s: float) -> float:
-        """A part of the minutes, in seconds; `most_s` at most, and without a limit."""
-        return min(most_s, part * self.minutes * 60) if self.minutes else most_s
 
 
 class Keeper(Protocol):

@@ -1,8 +1,9 @@
-"""Settings of a tuning session, read from ``configs/tune_*.toml``."""
+"""Settings of a tuning session, read from ``configs/tune_*.toml``, and its time."""
 
 import math
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,7 @@ class Settings:
     seed: int = number("1", least=1)
 
     def __post_init__(self) -> None:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
         _check(values, f"tuning settings {self.name}")
 
     @property
@@ -162,7 +163,43 @@ def _check(values: Mapping[str, Any], where: str) -> None:
             known = ", ".join(SPACES)
             near = nearest(space, SPACES)
             raise ConfigError(f"{where}: spaces names {space!r}{near}; there is {known}")
-    for field in number_fields(Settings):
-        value, least = values.get(field.name, math.inf), field.metadata["least"]
+    for spec in number_fields(Settings):
+        value, least = values.get(spec.name, math.inf), spec.metadata["least"]
         if not value >= least:
-            raise ConfigError(f"{where}: {field.name} must be at least {least}, not {value}")
+            raise ConfigError(f"{where}: {spec.name} must be at least {least}, not {value}")
+
+
+@dataclass
+class TimeLimit:
+    """The time of a call of `tune`, from its beginning.
+
+    Attributes
+    ----------
+    minutes : float
+        0 is no limit.
+    kept_s : float
+        What is to be left when the trials end.
+    """
+
+    minutes: float
+    kept_s: float = 0.0
+    began: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        """Since the beginning."""
+        return time.monotonic() - self.began
+
+    @property
+    def left_s(self) -> float:
+        """Of all, 0 at least; infinite without a limit."""
+        return max(0.0, self.minutes * 60 - self.seconds) if self.minutes else math.inf
+
+    @property
+    def is_near(self) -> bool:
+        """Whether the trials have to end."""
+        return self.left_s <= self.kept_s
+
+    def share(self, part: float, most_s: float) -> float:
+        """A part of the minutes, in seconds; `most_s` at most, and without a limit."""
+        return min(most_s, part * self.minutes * 60) if self.minutes else most_s

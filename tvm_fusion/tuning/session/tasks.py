@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import tvm
 import tvm_ffi
@@ -22,6 +21,7 @@ from ...kernels.cpu.contraction.panels import mark_constants
 from ...plan.plan import FusionPlan, PlannedGroup
 from ...transform.apply.materialize import materialize
 from ...transform.apply.pack_constants import packable_arguments
+from ...transform.functions.functions import operator_name
 from ..database.metaschedule import short_key, workload_key
 
 CLASS, ROUNDING, TF32 = "tvm_fusion.class", "tvm_fusion.rounding", "tvm_fusion.tf32"
@@ -145,13 +145,6 @@ def _calls(func: relax.Function) -> Iterator[tuple[str, int]]:
     for block in func.body.blocks:
         for binding in block.bindings:
             call = getattr(binding, "value", None)
-            if isinstance(call, relax.Call) and _is_call_tir(call):
-                yield call.args[0].name_hint, _tensors(call.ty)
-
-
-def _is_call_tir(call: relax.Call) -> bool:
-    return isinstance(call.op, tvm.ir.Op) and call.op.name == "relax.call_tir"
-
-
-def _tensors(ty: Any) -> int:
-    return len(ty.fields) if isinstance(ty, relax.TupleType) else 1
+            if operator_name(call) == "relax.call_tir":
+                several = isinstance(call.ty, relax.TupleType)
+                yield call.args[0].name_hint, len(call.ty.fields) if several else 1

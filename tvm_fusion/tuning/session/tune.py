@@ -33,8 +33,8 @@ from .choices import DEFAULT, TRACE_CHOICE, Choice, chosen, class_choices
 from .contested import TunedFunction, local_worker
 from .lookup import TunedKernels
 from .result import TuneResult, failures_of, tuned_task
-from .session import BATCH, Session, TimeLimit, held_interrupts
-from .settings import Settings, load_settings
+from .session import BATCH, Session, held_interrupts
+from .settings import Settings, TimeLimit, load_settings
 from .tasks import CLASS, Task
 
 logger = logging.getLogger(__name__)
