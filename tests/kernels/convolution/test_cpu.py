@@ -13,13 +13,15 @@ import tvm_fusion
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.convolution.cpu.filter_lanes import FilterLanes
-from tvm_fusion.kernels.convolution.cpu.kernel import choose, write_convolution
-from tvm_fusion.kernels.convolution.cpu.position_lanes import PositionLanes
+from tvm_fusion.kernels.convolution.cpu.kernel import ways, write_convolution
 from tvm_fusion.kernels.convolution.cpu.tiles import Tiles
+from tvm_fusion.kernels.convolution.cpu.winograd import Winograd
+from tvm_fusion.kernels.convolution.cpu.writer import Writer
 from tvm_fusion.kernels.convolution.geometry import Convolution, read_convolution
 from tvm_fusion.kernels.convolution.kernel_class import ConvolutionClass
-from tvm_fusion.kernels.cpu.contraction.panels import wanted_panels
+from tvm_fusion.kernels.cpu.contraction.panels import Panels, wanted_panels
 from tvm_fusion.kernels.cpu.machine import Machine, machine_of
+from tvm_fusion.kernels.cpu.write import finished
 
 from ...support.convolutions import Conv, plain, random_convolution
 from ...support.helpers_tir import call, compile_cpu, poisoned
@@ -58,13 +60,19 @@ def test_a_random_convolution(seed):
 FORMS = {
     "filters": plain(filters=40, channels=12),
     "filters_along_filters": plain(filters=40, channels=12, data_layout="NHWC"),
-    "blocks_of_channels": plain(sizes=(20, 30), channels=512, filters=32, epilogue="residual"),
+    "blocks_of_channels": plain(
+        sizes=(20, 30), channels=512, filters=32, dilation=(2, 2), epilogue="residual"
+    ),
     "tasks": plain(sizes=(40, 56), channels=16, filters=32),
     "positions": plain(sizes=(24, 32), channels=12, filters=2, epilogue="two_outputs"),
     "depthwise": plain(sizes=(30, 40), channels=32, filters=32, groups=32),
     "depthwise_by_channels": plain(channels=72, filters=72, groups=72, data_layout="NHWC"),
     "transposed": Conv((6, 7), (3, 3), 16, 20, strides=(2, 2), padding=(1,) * 4, transposed=True),
     "transposed_one_filter": Conv((9, 7), (4, 4), 32, 1, strides=(2, 2), transposed=True),
+    "winograd": plain(sizes=(27, 19), channels=33, filters=40, epilogue="residual"),
+    "winograd_along_filters": plain(channels=48, filters=68, epilogue="channels_moved"),
+    "winograd_images": plain(batch=3, channels=48, filters=64, padding=(0, 2, 1, 0)),
+    "winograd_groups": plain(channels=64, filters=64, groups=2, epilogue="two_outputs"),
     "merged": plain(sizes=(7, 7), kernel=(1, 1), padding=(0,) * 4, channels=40, filters=48),
     "packed_squares": plain(channels=20, filters=32, constant=False),
     "packed_elements": plain(channels=20, filters=32, weight_layout="HWIO", constant=False),
@@ -72,15 +80,16 @@ FORMS = {
 }
 
 
-def forms_of(conv: Conv) -> tuple[Convolution, Tiles]:
-    """How a convolution is seen and cut on the CPU of the profile."""
+def form_of(conv: Conv) -> tuple[type[Writer], Convolution, Tiles]:
+    """How a convolution is written, seen and cut on the CPU of the profile."""
     read = read_convolution(conv.func(), conv.exact)
-    return choose(read, machine_of(load_profile("llvm")))
+    return ways(read, machine_of(load_profile("llvm")))[0]
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_a_form(name):
-    seen, tiles = forms_of(FORMS[name])
+    form, seen, tiles = form_of(FORMS[name])
+    assert (form is Winograd) == name.startswith("winograd")
     assert tiles.along_filters == (name not in ("positions", "depthwise", "packed_few"))
     assert seen.is_depthwise == (name == "depthwise_by_channels")
     assert (tiles.channels < seen.channels_of_group) == (name == "blocks_of_channels")
@@ -91,10 +100,9 @@ def test_a_form(name):
 def test_kernels_stay_inside_their_own_buffers(name):
     """Of whole images: of the last block of others, no bound of a single index says it."""
     machine, func = machine_of(load_profile("llvm")), FORMS[name].func()
-    seen, tiles = choose(read_convolution(func), machine)
+    (form, seen, tiles), *_ = ways(read_convolution(func), machine)
     sizes = [w.size for w in seen.windows]
     blocks = (*(1 for _ in sizes[:-2]), *sizes[-2:])
-    form = FilterLanes if tiles.along_filters else PositionLanes
     body = form(func, seen, replace(tiles, blocks=blocks), machine).run()
     assert outside(body) == []
 
@@ -105,8 +113,60 @@ def test_rows_that_are_transposed_together_stay_inside():
     assert outside(written(conv).body) == []
 
 
+def test_transforms_keep_the_error_of_direct_sums():
+    """Of the largest result, in the mean square: F(2, 3) sums up nine times fewer terms."""
+    conv = plain(sizes=(28, 28), channels=64, filters=64)
+    func, arrays = conv.func(), conv.arrays()
+    (expected,) = conv.expected(arrays)
+    errors = {}
+    for form, seen, tiles in ways(read_convolution(func), machine_of(load_profile("llvm"))):
+        writer = form(func, seen, tiles, machine_of(load_profile("llvm")))
+        panels = {writer.weights.source: (writer.weights.buffer, writer.weights.how)}
+        kernel = finished(func.with_body(writer.run()), panels)
+        given = [arrays[0], writer.weights.how.of(arrays[1])]
+        (got,) = call(compile_cpu(kernel), given, [poisoned(expected.shape, conv.dtype)])
+        errors[form] = np.sqrt(np.square(got - expected).mean()) / np.abs(expected).max()
+    assert set(errors) == {Winograd, FilterLanes}
+    assert errors[Winograd] <= 2 * errors[FilterLanes]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"exact": True},
+        {"constant": False},
+        {"strides": (2, 2)},
+        {"dilation": (2, 2)},
+        {"data_layout": "NHWC"},
+        {"channels": 8},
+        {"channels": 256, "filters": 1024},
+    ],
+    ids=lambda change: "_".join(change),
+)
+def test_transforms_are_for_constant_taps_of_neighbours_and_policies_that_let_them_round(change):
+    conv = plain(sizes=(14, 14), channels=64, filters=64)
+    assert is_transformed(written(conv))
+    assert not is_transformed(written(replace(conv, **change, shapes={})))
+
+
+def test_transformed_panels_are_told_by_numbers():
+    how = Panels((), (2, 3, 1), (0,), 16, widened=(2, 3))
+    assert Panels.read(how.numbers()) == how
+    weights = np.random.default_rng(0).standard_normal((20, 5, 3, 3)).astype("float32")
+    panels = how.of(weights)
+    assert panels.shape == how.shape(weights.shape) == (2, 4 * 4 * 5, 16)
+    np.testing.assert_array_equal(panels[1, :5, 3], weights[19, :, 0, 0])
+    middle = panels[0].reshape(4, 4, 5, 16)[1, 1, 2, 7]
+    np.testing.assert_allclose(middle, weights[7, 2].sum() / 4, rtol=1e-5)
+
+
+def is_transformed(kernel: tirx.PrimFunc) -> bool:
+    """Whether a kernel takes transformed weights."""
+    return any(how.widened for how in wanted_panels(kernel).values())
+
+
 @pytest.mark.parametrize("machine", [Machine(32, 16, 2), Machine(16, 32, 2)], ids=["AVX2", "NEON"])
-@pytest.mark.parametrize("name", ["filters", "positions", "depthwise_by_channels"])
+@pytest.mark.parametrize("name", ["filters", "positions", "depthwise_by_channels", "winograd"])
 def test_other_vectors(name, machine):
     conv = FORMS[name]
     func = conv.func()

@@ -11,6 +11,8 @@ from ..geometry import Convolution, by_channels, merged
 from .filter_lanes import FilterLanes
 from .position_lanes import PositionLanes
 from .tiles import Tiles, fastest_tiles
+from .winograd import Winograd, winograd_tiles
+from .writer import Writer
 
 SUMS = ("float32", "float64")
 
@@ -48,25 +50,44 @@ def write_convolution(
     least = LEAST_TAPS if convolution.channels is None and convolution.group else LEAST_TERMS
     if terms < least or convolution.multiply_adds < LEAST_WORK:
         raise Unsupported(f"{convolution.multiply_adds} multiply-adds, {terms} a result")
-    chosen, tiles = choose(convolution, machine)
-    form = FilterLanes if tiles.along_filters else PositionLanes
-    writer = form(func, chosen, tiles, machine)
-    body, weights = writer.run(), writer.weights
-    panels = {weights.source: (weights.buffer, weights.how)} if weights.is_constant else {}
-    return finished(func.with_body(body), panels)
-
-
-def choose(convolution: Convolution, machine: Machine) -> tuple[Convolution, Tiles]:
-    """The way to see a convolution that is predicted to be the fastest, and its tiles."""
-    convolution = merged(convolution)
-    ways = [way for way in (convolution, by_channels(convolution)) if way is not None]
-    found, reasons = [], []
-    for way in ways:
+    for form, chosen, tiles in ways(convolution, machine):
         try:
-            found.append((*fastest_tiles(way, machine), way))
+            writer = form(func, chosen, tiles, machine)
+            body, weights = writer.run(), writer.weights
+        except Unsupported as why:
+            refusal = why
+            continue
+        panels = {weights.source: (weights.buffer, weights.how)} if weights.is_constant else {}
+        return finished(func.with_body(body), panels)
+    raise refusal
+
+
+def ways(
+    convolution: Convolution, machine: Machine
+) -> list[tuple[type[Writer], Convolution, Tiles]]:
+    """The ways to write a convolution: a form, how it sees the convolution, and its tiles; the one
+    that is predicted to be the fastest first.
+
+    Raises
+    ------
+    Unsupported
+        No form takes it.
+    """
+    convolution = merged(convolution)
+    found, reasons = [], []
+    for way, search in (
+        (convolution, fastest_tiles),
+        (by_channels(convolution), fastest_tiles),
+        (convolution, winograd_tiles),
+    ):
+        try:
+            if way is not None:
+                cycles, tiles = search(way, machine)
+                form = FilterLanes if tiles.along_filters else PositionLanes
+                form = Winograd if search is winograd_tiles else form
+                found.append((cycles, form, way, tiles))
         except Unsupported as why:
             reasons.append(str(why))
     if not found:
         raise Unsupported("; ".join(reasons))
-    _, tiles, way = min(found, key=lambda entry: entry[0])
-    return way, tiles
+    return [entry[1:] for entry in sorted(found, key=lambda entry: entry[0])]

@@ -20,7 +20,7 @@ from tvm.tirx import ForKind
 from ....errors import Unsupported
 from ...contraction.model import Axis
 from ...cpu.contraction.packing import squares
-from ...cpu.contraction.panels import Panels, constants_of
+from ...cpu.contraction.panels import WINOGRAD_POINTS, Panels, constants_of
 from ...cpu.loops import Loops, nest
 from ...cpu.math import bfloat16_to_float32
 from ...cpu.nests.scope import Scope, new_buffer
@@ -55,8 +55,11 @@ class Weights:
     is_constant: bool
 
     @classmethod
-    def of(cls, convolution: Convolution, lanes: int, order: list[Axis], func) -> Weights:
-        """The panels whose terms are read in an order of the axes, the outermost one first.
+    def of(
+        cls, convolution: Convolution, lanes: int, order: list[Axis], func, transformed: bool
+    ) -> Weights:
+        """The panels whose terms are read in an order of the axes, the outermost one first; with
+        three taps of the last two windows `transformed` to four points.
 
         Raises
         ------
@@ -81,12 +84,19 @@ class Weights:
         if joined and filters.extent % lanes:
             raise Unsupported("groups that end inside of a vector")
         terms.sort(key=lambda t: t[:2])
-        how = Panels(tuple(batch), tuple(d for _, d, _ in terms), tuple(columns), lanes)
+        widened: list[int] = []
+        if transformed:
+            taps = [w.tap for w in convolution.windows[-2:]]
+            widened = [d for _, d, axes in terms if any(a is tap for a in axes for tap in taps)]
+            wide = {tap.var: Axis(tap.var, WINOGRAD_POINTS) for tap in taps}
+            terms = [(n, d, tuple(wide.get(a.var, a) for a in axes)) for n, d, axes in terms]
+        dims = tuple(d for _, d, _ in terms)
+        how = Panels(tuple(batch), dims, tuple(columns), lanes, widened=tuple(widened))
         load = convolution.weights.load
         shape = how.shape([int(e) for e in load.source.ty.shape])
         constant = any(load.source.same_as(c) for c in constants_of(func))
         is_constant = constant and _reads(convolution, load.source) == 1
-        dtype = dtype_of(load) if is_constant else convolution.product.dtype
+        dtype = how.dtype(dtype_of(load)) if is_constant else convolution.product.dtype
         buffer = new_buffer(f"{load.source.name}_panels", [*shape], dtype)
         return cls(convolution, lanes, tuple(t[2] for t in terms), how, buffer, is_constant)
 

@@ -171,7 +171,7 @@ def _filter_tiles(convolution: Convolution, machine: Machine) -> Iterator[Tiles]
     vectors = ceil(filters / lanes)
     if convolution.is_depthwise:
         registers, vectors = registers // 2, 1  # the others hold data that several taps meet
-    for rows, columns, number in _register_tiles(registers, height, width, vectors):
+    for rows, columns, number in register_tiles(registers, height, width, vectors):
         yield from _cut(convolution, Tiles(lanes, True, rows, columns, number * lanes, (), 1, 1, 1))
 
 
@@ -245,7 +245,7 @@ def _lengths(window: Window, tile: int, parts: Iterable[int]) -> list[int]:
 
 
 @lru_cache(maxsize=1024)
-def _register_tiles(
+def register_tiles(
     registers: int, height: int, width: int, vectors: int
 ) -> list[tuple[int, int, int]]:
     """Register tiles of rows, columns and vectors of filters, the fastest for each number of
@@ -258,7 +258,7 @@ def _register_tiles(
         for rows in range(1, min(height, most) + 1):
             columns = max(n for _, n in even_parts(width, most // rows))
             cycles = sum(
-                n * m * _filter_cycles(r * c, number)
+                n * m * filter_cycles(r * c, number)
                 for (n, r), (m, c) in combinations(
                     even_parts(height, rows), even_parts(width, columns)
                 )
@@ -269,7 +269,7 @@ def _register_tiles(
     return found
 
 
-def _filter_cycles(positions: int, vectors: int) -> float:
+def filter_cycles(positions: int, vectors: int) -> float:
     """Cycles of a term: an element of the data for each position, some vectors of filters."""
     arithmetic = positions * vectors + LOAD_CYCLES * (positions + vectors)
     return max(arithmetic, NEAR_CYCLES * vectors, LEAST_CYCLES)
@@ -344,7 +344,7 @@ def _sums(convolution: Convolution, tiles: Tiles) -> float:
         across = even_parts(columns, tiles.columns)
         vectors = tiles.filters // tiles.lanes
         return sum(
-            n * m * _filter_cycles(r * c, vectors) for (n, r), (m, c) in combinations(down, across)
+            n * m * filter_cycles(r * c, vectors) for (n, r), (m, c) in combinations(down, across)
         )
     across = even_parts(ceil(columns / tiles.lanes), tiles.columns // tiles.lanes)
     return sum(

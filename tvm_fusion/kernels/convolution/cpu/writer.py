@@ -91,6 +91,8 @@ class Writer:
         The weights have no panels.
     """
 
+    transformed = False  # whether panels hold points of a transform
+
     def __init__(
         self, func: tirx.PrimFunc, convolution: Convolution, tiles: Tiles, machine: Machine
     ) -> None:
@@ -106,7 +108,7 @@ class Writer:
         ]
         axes = (*(w.tap for w in convolution.windows), convolution.channels)
         order = [axis for axis in axes if axis is not None]
-        self.weights = Weights.of(convolution, self._panel_lanes(), order, func)
+        self.weights = Weights.of(convolution, self._panel_lanes(), order, func, self.transformed)
         self.outputs = Outputs(convolution, self.scope)
         self.along_filters = along_filters(convolution)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from math import ceil, prod
 
 import numpy as np
@@ -23,6 +24,9 @@ from ..stages.stages import Axis, Graph, Stage
 # Attribute of a PrimFunc to write: its parameters that are constants of the module, by position.
 CONSTANTS_ATTR = "tvm_fusion.constants"
 
+# Points of Winograd's transform F(2, 3).
+WINOGRAD_POINTS = 4
+
 # Attribute of a kernel: lists of numbers, one for each parameter that it takes as panels.
 PANELS_ATTR = "tvm_fusion.panels"
 
@@ -30,8 +34,9 @@ PANELS_ATTR = "tvm_fusion.panels"
 @dataclass(frozen=True, slots=True)
 class Panels:
     """How a constant becomes panels: which of its dimensions are batch, terms and columns, each in
-    order, the columns of a panel, and whether two terms of bfloat16 are paired in one number (see
-    `pairs`). Dimensions of length 1 may be left out.
+    order, the columns of a panel, whether two terms of bfloat16 are paired in one number (see
+    `pairs`), and which dimensions of three taps are widened to four points of Winograd's transform.
+    Dimensions of length 1 may be left out.
     """
 
     batch: tuple[int, ...]
@@ -39,14 +44,15 @@ class Panels:
     columns: tuple[int, ...]
     lanes: int
     paired: bool = False
+    widened: tuple[int, ...] = ()
 
     def dtype(self, dtype: str) -> str:
         """The type of the panels of a constant of a type."""
-        return "uint32" if self.paired else dtype
+        return "uint32" if self.paired else "float32" if self.widened else dtype
 
     def shape(self, shape: Iterable[int]) -> tuple[int, ...]:
         """The shape of the panels of a constant of a shape."""
-        shape = tuple(shape)
+        shape = tuple(WINOGRAD_POINTS if d in self.widened else n for d, n in enumerate(shape))
         terms, columns = (prod(shape[d] for d in dims) for dims in (self.terms, self.columns))
         batch = (shape[d] for d in self.batch)
         terms = ceil(terms / 2) if self.paired else terms
@@ -55,6 +61,8 @@ class Panels:
     def of(self, constant: np.ndarray) -> np.ndarray:
         """The panels of a constant."""
         *batch, panels, terms, lanes = self.shape(constant.shape)
+        if self.widened:
+            constant = _widened(constant, self.widened)
         order = (*self.batch, *self.terms, *self.columns)
         rest = (d for d in range(constant.ndim) if d not in order)
         all_terms = prod(constant.shape[d] for d in self.terms)
@@ -70,14 +78,15 @@ class Panels:
         """As a list for an attribute; see `read`."""
         sides = (self.batch, self.terms, self.columns)
         dims = (d for side in sides for d in side)
-        return [self.lanes, int(self.paired), *map(len, sides), *dims]
+        return [self.lanes, int(self.paired), *map(len, sides), *dims, *self.widened]
 
     @classmethod
     def read(cls, numbers: Iterable[int]) -> Panels:
         """The panels of a list."""
-        lanes, paired, batch, terms, _, *dims = (int(n) for n in numbers)
-        sides = (dims[:batch], dims[batch : batch + terms], dims[batch + terms :])
-        return cls(*map(tuple, sides), lanes, bool(paired))
+        lanes, paired, batch, terms, columns, *dims = (int(n) for n in numbers)
+        ends = (0, batch, batch + terms, batch + terms + columns, len(dims))
+        *sides, widened = (tuple(dims[a:b]) for a, b in pairwise(ends))
+        return cls(*sides, lanes, bool(paired), widened)
 
 
 def _paired(matrix: np.ndarray) -> np.ndarray:
@@ -87,6 +96,17 @@ def _paired(matrix: np.ndarray) -> np.ndarray:
         numbers = np.pad(numbers, [*[(0, 0)] * (numbers.ndim - 2), (0, 1), (0, 0)])
     numbers = numbers.astype(np.uint32)
     return numbers[..., 0::2, :] | numbers[..., 1::2, :] << 16
+
+
+def _widened(weights: np.ndarray, dims: tuple[int, ...]) -> np.ndarray:
+    """G w along some dimensions, for F(2, 3) of S. Winograd (Arithmetic Complexity of Computations,
+    1980).
+    """
+    matrix = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]])
+    found = weights.astype("float64")
+    for d in dims:
+        found = np.moveaxis(np.tensordot(matrix, found, (1, d)), 0, d)
+    return found.astype("float32")
 
 
 def mark_constants(func: tirx.PrimFunc, positions: Iterable[int]) -> tirx.PrimFunc:
