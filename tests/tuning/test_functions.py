@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -65,25 +66,16 @@ def test_the_result_names_functions_and_folder_in_ten_lines(tuned):
     assert str(folder) in lines[-1]
 
 
-def test_a_second_session_has_nothing_left_to_do(tuned):
-    folder, first = tuned
-    again = tvm_fusion.tune(chains(), "llvm", database=folder, **OPTIONS)
-    assert again.trials == 0
-    assert {t.name: t.choice for t in again.tasks} == {t.name: t.choice for t in first.tasks}
-    assert again.plan == first.plan
-
-
 @pytest.mark.parametrize("around", [False, True], ids=["argument", "with"])
 def test_compile_uses_it_for_every_function(tuned, settled, around):
     folder, result = tuned
-    given = {"policy": "aggressive"}
-    if around:
-        with tvm_fusion.TuningDatabase(folder):
-            compiled = tvm_fusion.compile(chains(), "llvm", **given)
-    else:
-        compiled = tvm_fusion.compile(chains(), "llvm", database=folder, **given)
+    given = {"policy": "aggressive", "verify": "groups"}
+    with tvm_fusion.TuningDatabase(folder) if around else nullcontext():
+        given |= {} if around else {"database": folder}
+        compiled = tvm_fusion.compile(chains(), "llvm", **given)
     assert settled == [True] * len(SIZES)
     for name, size in SIZES.items():
+        assert compiled.report[name].verify.passed
         [group] = compiled.report[name].to_json()["groups"]
         assert group["tuned"]["choice"] == FAST
         assert compiled.plan[name].groups == result.plan[name].groups
@@ -95,12 +87,9 @@ def test_compile_uses_it_for_every_function(tuned, settled, around):
 def test_fuse_uses_it_for_every_function(tuned, settled, around):
     folder, _ = tuned
     fused = []
-    how = {"policy": "aggressive", "on_plan": fused.append}
-    if around:
-        with tvm_fusion.TuningDatabase(folder):
-            mod = Fuse("llvm", **how)(chains())
-    else:
-        mod = Fuse("llvm", database=folder, **how)(chains())
+    how = {} if around else {"database": folder}
+    with tvm_fusion.TuningDatabase(folder) if around else nullcontext():
+        mod = Fuse("llvm", policy="aggressive", on_plan=fused.append, **how)(chains())
     assert settled == [True] * len(SIZES)
     said = [group["tuned"]["choice"] for f in fused for group in f.report().to_json()["groups"]]
     assert said == [FAST] * len(SIZES)

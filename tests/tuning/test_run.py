@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import numpy as np
 import pytest
 import tvm
 
@@ -17,7 +16,7 @@ from tvm_fusion.flow.planned import Planned
 from tvm_fusion.kernels import registry
 from tvm_fusion.tuning.session.choices import DEFAULT
 
-from ..support.tune_sessions import OPTIONS, SIZE, chain_module, several
+from ..support.tune_sessions import OPTIONS, chain_module, several
 
 
 @pytest.fixture(scope="module")
@@ -43,17 +42,6 @@ def test_a_second_session_has_nothing_left_to_do(tuned):
     assert again.trials == 0
     assert [(t.name, t.choice) for t in again.tasks] == [(t.name, t.choice) for t in first.tasks]
     assert again.plan.to_dict() == first.plan.to_dict()
-
-
-def test_compile_uses_what_was_found(tuned):
-    folder, result = tuned
-    compiled = tvm_fusion.compile(
-        chain_module(), "llvm", policy="aggressive", database=folder, verify="groups"
-    )
-    assert compiled.plan.groups == result.plan.groups
-    assert compiled.report.verify.passed
-    x = np.random.default_rng(0).standard_normal(SIZE).astype("float32")
-    assert np.allclose(compiled(x), np.tanh(0.25 * x) + 0.75, atol=1e-5)
 
 
 def test_the_report_says_what_was_chosen(tuned, monkeypatch):
