@@ -25,7 +25,6 @@ class FolderReport:
 
     Attributes
     ----------
-    path : Path
     device : str or None
         None where nothing says it.
     counts : mapping of str to int

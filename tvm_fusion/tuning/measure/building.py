@@ -47,7 +47,6 @@ class Place:
     ----------
     target : str
         The name or path of a device, or the JSON of a `tvm.target.Target`.
-    policy : Policy
     classes : tuple
         Kernel classes that were registered beside this package's own (`registry.added`).
     """
@@ -77,7 +76,6 @@ class BuildRequest:
     workload : str
         JSON of the PrimFunc (`tvm.ir.save_json`).
     kind, text : of the choice
-    place : Place
     path : Path
         Where the library goes.
     symbol : str
@@ -98,8 +96,6 @@ class BuiltChoice:
 
     Attributes
     ----------
-    path : Path
-    symbol : str
     kernels : int
         That one call launches; 0 on a CPU.
     spill_bytes, registers : of its kernels, at most; None where not known
@@ -217,13 +213,10 @@ class Job:
 
     Attributes
     ----------
-    state : TaskState
-    choice : Choice
     path : Path
         Of its library.
     trial : bool
         Whether it is to be measured; else its library alone is wanted.
-    built : BuiltChoice or None
     result : tvm.s_tir.meta_schedule.runner.RunnerResult or None
         What came of it; None on the way.
     """
@@ -241,9 +234,6 @@ class Workshop:
 
     Parameters
     ----------
-    builders : sequence of Worker
-    place : Place
-    settings : Settings
     folder : Path
         Where libraries are written.
     symbol : str

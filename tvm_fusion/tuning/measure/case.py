@@ -44,7 +44,6 @@ class Wanted:
 
     Attributes
     ----------
-    dtype : str
     narrowest : str
         The narrowest float that the kernel reads, keeps or writes.
     reference : array
@@ -128,8 +127,6 @@ class Case:
         How many of its last parameters it writes.
     seed : int
         Of the inputs.
-    target : Target
-    site : Site
 
     Attributes
     ----------

@@ -45,8 +45,6 @@ class MeasureRequest:
         How many of its last parameters it writes.
     choices : tuple of BuiltChoice
         The first is the untuned one.
-    repeats : int
-    place : Place
     seed : int
         Of the inputs.
     """
@@ -207,10 +205,8 @@ class Measurements:
 
     Parameters
     ----------
-    meters : sequence of Meter
     shop : Workshop
         Knows the workloads as texts.
-    settings : Settings
     """
 
     def __init__(self, meters: Sequence[Meter], shop: Workshop, settings: Settings) -> None:

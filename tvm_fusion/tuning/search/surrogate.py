@@ -46,8 +46,6 @@ class Surrogate:
     ----------
     texts : sequence of str
         The choices.
-    predicted_us : sequence of float
-    spread : Spread
     """
 
     def __init__(self, texts: Sequence[str], predicted_us: Sequence[float], spread: Spread) -> None:

@@ -47,10 +47,8 @@ class TaskState:
 
     Attributes
     ----------
-    task : Task
     choices : list of Choice
         Of its kernel class, `default` first.
-    settings : Settings
     is_evolved : bool
         Whether schedules of TVM's space compete with its class.
     favourites : tuple of str
@@ -259,13 +257,7 @@ class Session(Protocol):
 
 @derived_object
 class TaskSearch(ms.search_strategy.PySearchStrategy):
-    """See the module docstring.
-
-    Parameters
-    ----------
-    state : TaskState
-    session : Session
-    """
+    """See the module docstring."""
 
     def __init__(self, state: TaskState, session: Session) -> None:
         super().__init__()

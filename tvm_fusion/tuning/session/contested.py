@@ -207,10 +207,8 @@ class TunedFunction:
 
     Attributes
     ----------
-    planned : Planned
     tasks : list of lists of Task
         Of the plan, and of each contested cut's plan.
-    cuts : list of Cut
     comparisons : dict of str to Comparison
         Of the cuts that were run, in this session and in those before, by `_keyed`.
     """

@@ -21,15 +21,7 @@ CLEAN_US = 500.0  # beside each sample: the caches are cleaned (256 MB on an H20
 
 @dataclass(frozen=True)
 class Finals:
-    """Those of a session.
-
-    Attributes
-    ----------
-    states : sequence of TaskState
-    shop : Workshop
-    measurements : Measurements
-    settings : Settings
-    """
+    """Those of a session."""
 
     states: Sequence[TaskState]
     shop: Workshop

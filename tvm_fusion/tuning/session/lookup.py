@@ -54,7 +54,6 @@ class TunedKernels:
 
     Parameters
     ----------
-    source : Source
     certain_gain : float
         See `choices.chosen`.
 

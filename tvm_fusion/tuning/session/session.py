@@ -59,13 +59,8 @@ class Session:
 
     Attributes
     ----------
-    states : sequence of TaskState
-    keeper : Keeper
-    place : Place
-    settings : Settings
     builders : sequence of Worker
         See `make_builders`.
-    meters : sequence of Meter
     watch : callable
         Called with the session after each trial (`command.shown`).
     limit : TimeLimit, optional
