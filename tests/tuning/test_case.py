@@ -7,12 +7,13 @@ import pytest
 import torch
 import tvm
 from tvm import relax
+from tvm.s_tir import dlight
 
 from tvm_fusion.config import load_policy, resolve_target
 from tvm_fusion.flow.planned import Planned
 from tvm_fusion.kernels.cpu.contraction.panels import PANELS_ATTR, without_constants
 from tvm_fusion.tuning.measure.building import BuildRequest, Place, build_choice, written
-from tvm_fusion.tuning.measure.case import DRAWS, Case, Wanted, wrong
+from tvm_fusion.tuning.measure.case import DRAWS, Case, Wanted, widened, wrong
 from tvm_fusion.tuning.measure.site import Here
 from tvm_fusion.tuning.session.choices import CLASS_CHOICE, DEFAULT, TRACE_CHOICE
 from tvm_fusion.tuning.session.tasks import tasks_of, without_stamps
@@ -204,3 +205,13 @@ def test_a_schedule_takes_a_constant_as_it_is_stored():
     kernel = written(task.workload, TRACE_CHOICE, "[[],[]]", hw, planned.policy)
     assert PANELS_ATTR not in kernel.attrs
     assert tuple(int(n) for n in kernel.params[1].ty.shape) == WEIGHT.shape
+
+
+def test_tvms_rule_for_products_takes_a_reference_on_a_gpu():
+    """Its own loops take 500 times as long as that rule's."""
+    cuda, hw = resolve_target("nvidia_h200")
+    planned = Planned.of(linear(WEIGHT), cuda, hw, load_policy("aggressive"))
+    (task,) = tasks_of(planned.low, planned.graph, planned.plan, planned.policy, hw)
+    func = without_constants(without_stamps(task.workload))
+    reference = widened(func, on_cpu=False)
+    assert dlight.gpu.Matmul().apply(reference, cuda, False) is not None

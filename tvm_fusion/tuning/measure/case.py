@@ -262,7 +262,8 @@ class Case:
         """
         if func is None or "tirx.is_scheduled" in (func.attrs or {}):
             raise Unsupported("the function is scheduled")
-        function = widened(func).with_attr("global_symbol", "reference")
+        on_cpu = self.target.kind.name == "llvm"
+        function = widened(func, on_cpu).with_attr("global_symbol", "reference")
         library, _ = build_functions(tvm.IRModule({"reference": function}), self.target)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "reference.so"
@@ -287,8 +288,14 @@ def changed(value: Any, kind: str) -> Any:
     return abs(value) + LEAST if kind == "positive" else value
 
 
-def widened(func: tirx.PrimFunc) -> tirx.PrimFunc:
+def widened(func: tirx.PrimFunc, on_cpu: bool) -> tirx.PrimFunc:
     """The PrimFunc with every float in float64 (`check.reference`).
+
+    Parameters
+    ----------
+    func : tirx.PrimFunc
+    on_cpu : bool
+        Whether loops are put in an order that caches take; TVM's rules for GPUs want them plain.
 
     Raises
     ------
@@ -297,5 +304,5 @@ def widened(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """
     if not all(isinstance(p.ty, tirx.BufferType) for p in func.params):
         raise Unsupported("a parameter is no tensor")
-    mod = tvm.IRModule({"kernel": func.with_attr("global_symbol", "kernel")})
-    return order_loops(to_float64(mod))["kernel"]
+    mod = to_float64(tvm.IRModule({"kernel": func.with_attr("global_symbol", "kernel")}))
+    return (order_loops(mod) if on_cpu else mod)["kernel"]
