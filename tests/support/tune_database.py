@@ -228,7 +228,7 @@ class ForkedWorker:
             status, value = "crash", error
         self._answer = Answer(status, value, "" if status == "ok" else str(value))
 
-    def collect(self):
+    def wait(self):
         return self._answer
 
     def stop(self):

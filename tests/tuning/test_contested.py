@@ -21,6 +21,7 @@ from tvm_fusion.plan.refusal import RefusalCode
 from tvm_fusion.plan.search.search import unfused_plan
 from tvm_fusion.runtime.timing.launch_kernels import LaunchWriter, build_launches
 from tvm_fusion.tuning.database import Trial, find_database
+from tvm_fusion.tuning.measure import processes
 from tvm_fusion.tuning.measure.building import BuildRequest, Place, build_choice
 from tvm_fusion.tuning.measure.measuring import LocalMeter
 from tvm_fusion.tuning.measure.processes import Answer
@@ -149,13 +150,15 @@ def interrupted(*_):
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(("at", "how"), [("run_here", die), ("wait_for", interrupted)])
+@pytest.mark.parametrize(
+    ("of", "at", "how"), [(contested, "run_here", die), (processes, "wait_for", interrupted)]
+)
 def test_where_nothing_can_be_run_the_sums_decide(
-    tmp_path, settling, tuned, monkeypatch, caplog, at, how
+    tmp_path, settling, tuned, monkeypatch, caplog, of, at, how
 ):
     planned, other = settling
     kept(tmp_path, planned, other, **SUMS)
-    monkeypatch.setattr(contested, at, how)
+    monkeypatch.setattr(of, at, how)
     result = tuned(tmp_path)
     assert len(result.plan.groups) == 3
     assert ("SIGSEGV" in caplog.text) == (how is die)
@@ -229,7 +232,7 @@ class Answering:
         assert limit_s > arguments[0].seconds
         self.requests.append(arguments[0])
 
-    def collect(self):
+    def wait(self):
         return Answer("ok", self.comparison)
 
 

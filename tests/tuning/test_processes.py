@@ -88,8 +88,7 @@ def ask(worker, function, *arguments, limit_s=60.0, before=None):
 
 
 def answer_of(worker):
-    while (answer := worker.collect()) is None:
-        wait_for([worker], 1.0)
+    answer = worker.wait()
     assert not worker.busy
     return answer
 

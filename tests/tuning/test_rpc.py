@@ -28,7 +28,7 @@ from tvm_fusion.errors import InputError, TargetError
 from tvm_fusion.tuning import serve
 from tvm_fusion.tuning.measure.building import BuildRequest, Place, build_choice
 from tvm_fusion.tuning.measure.measuring import MeasureRequest
-from tvm_fusion.tuning.measure.processes import BROKEN, Answer, stop_all, wait_for
+from tvm_fusion.tuning.measure.processes import BROKEN, Answer, stop_all
 from tvm_fusion.tuning.remote import client
 from tvm_fusion.tuning.remote.client import Servers, Stock
 from tvm_fusion.tuning.remote.wire import TOKEN_VARIABLE
@@ -365,8 +365,7 @@ def test_only_what_ends_at_a_healthy_server_is_said_of_the_kernel(
     worker = client.RemoteWorker("a server", torch=False)
     worker.send(function, arguments, 60.0)
     worker.linked = client.Linked("there:1", True, 0.0)
-    while (answer := worker.collect()) is None:
-        wait_for([worker], 1.0)
+    answer = worker.wait()
     assert (answer.status, worker.linked is not None) == (status, is_kept)
     worker.stop()
 
@@ -376,8 +375,7 @@ def test_a_server_outlives_the_process_of_a_session(tested, fleet, links, tmp_pa
     request = request_of(tmp_path)
     (meter,) = client.meters_of(servers.address, KEY)
     meter.connect(0)
-    while meter.worker.collect() is None:
-        wait_for([meter.worker], 1.0)
+    meter.worker.wait()
     meter.send(replace(request, repeats=1_000_000), 3600.0)
     time.sleep(1.0)
     assert meter.worker.collect() is None

@@ -364,9 +364,7 @@ class Runner:
         """The verdict on one program, of a process that is free."""
         worker = self._workers[0]
         self._ask(worker, judge_program, (self.judge, program, self.target))
-        while (answer := worker.collect()) is None:
-            wait_for([worker], 1.0)
-        return _verdict(answer)
+        return _verdict(worker.wait())
 
     def reduced(self, program: Program, verdict: Verdict, seconds: float) -> Program:
         """A shorter program that fails in the same way."""

@@ -25,7 +25,7 @@ from tvm.s_tir.meta_schedule.database import Workload
 
 from ...errors import InputError
 from ...host.appended_files import signature
-from ..measure.processes import STARTING_S, Answer, Worker, ready, wait_for
+from ..measure.processes import STARTING_S, Answer, Worker, ready
 from .lines import (
     BadLine,
     Content,
@@ -95,9 +95,7 @@ class Judge(AbstractContextManager):
             self._worker.send(function, arguments, limit_s)
         except OSError as error:
             raise CannotJudge(f"{self._worker.name} does not start: {error}") from error
-        while (answer := self._worker.collect()) is None:
-            wait_for([self._worker], 1.0)
-        return answer
+        return self._worker.wait()
 
 
 def begin() -> None:

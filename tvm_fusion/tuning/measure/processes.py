@@ -190,6 +190,16 @@ class Worker:
             return answer
         return None
 
+    def wait(self) -> Answer:
+        """Waits for the answer; an interrupt ends the process."""
+        try:
+            while (answer := self.collect()) is None:
+                wait_for([self], 1.0)
+        except KeyboardInterrupt:
+            self.stop()
+            raise
+        return answer
+
     @property
     def connection(self) -> Connection | None:
         """What becomes readable when there is something to collect."""

@@ -33,9 +33,9 @@ from ...plan.refusal import Refusal, RefusalCode
 from ...transform.apply.region_module import RegionModule
 from ..database import Database
 from ..database.trial import Trial
-from ..measure.building import POLL_S, Place
+from ..measure.building import Place
 from ..measure.measuring import LocalMeter, forget
-from ..measure.processes import Worker, wait_for
+from ..measure.processes import Worker
 from ..measure.site import ends_with_device
 from ..search.task_search import Rival, TaskState
 from .lookup import TunedKernels, plan_key
@@ -256,13 +256,8 @@ class TunedFunction:
                 logger.info("no time is left for the joint run of a cut")
                 return
             request = self._request(one.cut, part, budget.left_s)
-            try:
-                worker.send(run_here, (request,), request.seconds + GRACE_S)
-                while (answer := worker.collect()) is None:
-                    wait_for([worker], POLL_S)
-            except KeyboardInterrupt:
-                worker.stop()
-                raise
+            worker.send(run_here, (request,), request.seconds + GRACE_S)
+            answer = worker.wait()
             if answer.status != "ok":
                 logger.warning("a cut is not run with its tuned kernels: %s", answer.why)
             elif answer.value is not None:
