@@ -136,7 +136,7 @@ def test_kernels_without_a_time_are_counted():
     )
     assert (result.untuned_us, result.best_us) == (20.0, 16.0)
     assert result.untimed == (untimed,)
-    assert "kernels 20.0 -> 16.0 us (without 1 not measured)" in table(result)
+    assert "kernels: 20.0 -> 16.0 us, 1.25x, without 1 not measured" in table(result)
     assert "this session: 4 trials in 12 s; all trials are made" in table(result)
     assert to_json(result)["untimed"] == ["row:b"]
 

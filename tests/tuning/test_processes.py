@@ -110,6 +110,7 @@ def test_an_exception_is_an_answer(worker):
         (requests.die, (), "crash", "SIGSEGV"),
         (requests.leave, (), "crash", "exit status 3): the driver is gone"),
         (requests.hang, (), "timeout", "no answer within 1 s"),
+        (requests.fail, ("CUDA: out of memory",), "memory", "ValueError: CUDA: out of memory"),
     ],
 )
 def test_a_lost_process_is_replaced(worker, function, arguments, status, why):

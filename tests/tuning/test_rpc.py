@@ -31,7 +31,7 @@ from tvm_fusion.tuning.measure.measuring import MeasureRequest
 from tvm_fusion.tuning.measure.processes import BROKEN, Answer, stop_all
 from tvm_fusion.tuning.remote import client
 from tvm_fusion.tuning.remote.client import Servers, Stock
-from tvm_fusion.tuning.remote.wire import TOKEN_VARIABLE
+from tvm_fusion.tuning.remote.wire import TOKEN_VARIABLE, address_of
 from tvm_fusion.tuning.session.choices import DEFAULT
 
 from ..support.tune_sessions import SETTINGS, make_session
@@ -156,7 +156,7 @@ def test_the_last_port_to_try_follows_the_first():
 
 
 def test_servers_of_tvm_measure_too(tracker, tested, links, tmp_path):
-    theirs = Servers(*address_of(tracker), STOCK_KEY)
+    theirs = Servers(*address_of(tracker, ""), STOCK_KEY)
     answer = client.measure_remotely(request_of(tmp_path), 60.0, theirs)
     assert isinstance(links[theirs][0], Stock)
     assert_measured(answer)
@@ -172,7 +172,7 @@ def assert_measured(answer):
 
 
 def test_what_takes_too_long_is_ended_at_the_server(tracker, tested, links, tmp_path):
-    request, ours = request_of(tmp_path), Servers(*address_of(tracker), KEY, TOKEN)
+    request, ours = request_of(tmp_path), Servers(*address_of(tracker, ""), KEY, TOKEN)
     assert_measured(client.measure_remotely(request, 60.0, ours))
     late = client.measure_remotely(request, 0.0, ours)  # its process is there by now
     assert late.status == "timeout"
@@ -223,20 +223,15 @@ def test_a_session_is_kept_until_it_is_old_or_fails(links, monkeypatch):
 
 def test_a_server_of_another_version_is_refused(tracker, tested, links, tmp_path, monkeypatch):
     monkeypatch.setattr(client, "__version__", "0")
-    ours = Servers(*address_of(tracker), KEY, TOKEN)
+    ours = Servers(*address_of(tracker, ""), KEY, TOKEN)
     with pytest.raises(TargetError, match=r"RPC server .*:\d+ has tvm_fusion .*, this is 0"):
         client.measure_remotely(request_of(tmp_path), 60.0, ours)
 
 
 def test_a_server_refuses_who_does_not_know_its_token(tracker, links):
-    ours = Servers(*address_of(tracker), KEY, b"what nobody knows")
+    ours = Servers(*address_of(tracker, ""), KEY, b"what nobody knows")
     with pytest.raises(TargetError, match=r"RPC server .*: a token is missing or wrong"):
         client.connect(ours, 0, time.monotonic())
-
-
-def address_of(tracker):
-    host, _, port = tracker.rpartition(":")
-    return host, int(port)
 
 
 @pytest.mark.parametrize(
@@ -268,7 +263,7 @@ class Fleet:
     """Servers of a tracker, by their addresses."""
 
     def __init__(self, address, count):
-        self.address, (_, self.port) = address, address_of(address)
+        self.address, (_, self.port) = address, address_of(address, "")
         self.processes = [start_server(SERVE, address, "--key", KEY) for _ in range(count)]
         await_servers(self.port, count)
 
@@ -380,5 +375,5 @@ def test_a_server_outlives_the_process_of_a_session(tested, fleet, links, tmp_pa
     time.sleep(1.0)
     assert meter.worker.collect() is None
     meter.worker.stop()
-    there = Servers(*address_of(servers.address), KEY)
+    there = Servers(*address_of(servers.address, ""), KEY)
     assert_measured(client.measure_remotely(request, 60.0, there))

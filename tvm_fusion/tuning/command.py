@@ -153,11 +153,10 @@ def table(result: TuneResult) -> str:
             f"{name[:44]:44} {t.launches:8d} {t.trials:7d} {t.failed:7d} "
             f"{_us(t.untuned_us):>9} {_us(t.best_us):>9}"
         )
-    lines.append(f"this session: {result.trials} trials in {result.seconds:.0f} s; {result.ended}")
+    lines.append(f"this session: {result.done}")
     if result.failures is not None:
         lines.append(str(result.failures))
-    missing = f" (without {len(result.untimed)} not measured)" if result.untimed else ""
-    lines.append(f"kernels {result.untuned_us:.1f} -> {result.best_us:.1f} us{missing}")
+    lines.append(result.times)
     if any(not t.launches for t in result.tasks):
         lines.append("(in brackets: kernels of other ways to cut the plan)")
     return "\n".join(lines)

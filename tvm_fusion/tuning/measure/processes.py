@@ -323,6 +323,7 @@ def wait_for(workers: Sequence[Worker], seconds: float) -> None:
 
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 EXCERPT = 600  # characters of an error's text
+LIMIT = "the process reached its memory limit"
 LEASH = "read _; kill -9 0"  # `read` returns when the worker's end of the pipe is closed
 
 
@@ -369,12 +370,13 @@ def answer(function, arguments: tuple) -> tuple[str, object]:
     except TargetError as error:  # of the machine, whatever was asked for
         return "lost", str(error)
     except MemoryError:
-        return "memory", "the process reached its memory limit"
+        return "memory", LIMIT
     except Exception as error:  # of one trial: it must not end the process
         text = " ".join(str(error).split())
         if "std::bad_alloc" in text:
-            return "memory", "the process reached its memory limit"
-        return "error", f"{type(error).__name__}: {text[-EXCERPT:]}"
+            return "memory", LIMIT
+        status = "memory" if "out of memory" in text else "error"  # of a GPU
+        return status, f"{type(error).__name__}: {text[-EXCERPT:]}"
 
 
 if __name__ == "__main__":

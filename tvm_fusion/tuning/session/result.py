@@ -121,8 +121,7 @@ class TuneResult:
         """What was tuned, before and after, and how to use it, in ten lines at most."""
         timed = [t for t in self.tasks if t.launches and t.is_timed]
         best = sorted(timed, key=lambda t: t.launches * (t.best_us - t.untuned_us))
-        done = f"{self.trials} trials in {self.seconds:.0f} s{self._of_functions()}; {self.ended}"
-        lines = [done, self._times()]
+        lines = [self.done, self.times]
         lines += [str(task) for task in best[:_SHOWN]]
         if len(best) > _SHOWN:
             lines.append(f"  and {len(best) - _SHOWN} more: see .tasks")
@@ -135,15 +134,16 @@ class TuneResult:
         lines.append(f"with tvm_fusion.TuningDatabase({folder}): around a pipeline")
         return "\n".join(lines)
 
-    def _of_functions(self) -> str:
-        """Which functions were tuned, where there are several."""
-        if len(self.functions) < 2:
-            return ""
+    @property
+    def done(self) -> str:
+        """The trials of this session, of which functions, where there are several, and its end."""
         names = ", ".join(self.functions)
-        few = len(names) <= _WIDEST
-        return f" for {names}" if few else f" for {len(self.functions)} functions"
+        names = names if len(names) <= _WIDEST else f"{len(self.functions)} functions"
+        of = f" for {names}" if len(self.functions) > 1 else ""
+        return f"{self.trials} trials in {self.seconds:.0f} s{of}; {self.ended}"
 
-    def _times(self) -> str:
+    @property
+    def times(self) -> str:
         """The time of the plan's kernels, before and after."""
         if not self.untuned_us:
             return "no kernel was measured"
