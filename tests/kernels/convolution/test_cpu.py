@@ -139,7 +139,7 @@ def test_transforms_keep_the_error_of_direct_sums():
         {"dilation": (2, 2)},
         {"data_layout": "NHWC"},
         {"channels": 8},
-        {"channels": 256, "filters": 1024},
+        {"channels": 1024, "filters": 1024},
     ],
     ids=lambda change: "_".join(change),
 )
