@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from tvm import tirx
@@ -43,7 +43,6 @@ class Conv:
     prologue: bool = False
     constant: bool = True
     exact: bool = False
-    shapes: dict = field(default_factory=dict, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         rank = len(self.sizes)

@@ -146,7 +146,7 @@ def test_transforms_keep_the_error_of_direct_sums():
 def test_transforms_are_for_constant_taps_of_neighbours_and_policies_that_let_them_round(change):
     conv = plain(sizes=(14, 14), channels=64, filters=64)
     assert is_transformed(written(conv))
-    assert not is_transformed(written(replace(conv, **change, shapes={})))
+    assert not is_transformed(written(replace(conv, **change)))
 
 
 def test_transformed_panels_are_told_by_numbers():
