@@ -149,6 +149,13 @@ def test_sources_are_compiled_side_by_side(nvcc, monkeypatch):
     assert sorted(code.binary for code in codes) == [b"0", b"1"]
 
 
+def test_a_process_may_run_one_compiler_at_a_time(monkeypatch):
+    monkeypatch.setattr(cubin_cache, "_jobs", None)
+    cubin_cache.compile_by(1)
+    with cubin_cache.Compiling("sm_90a") as one, cubin_cache.Compiling("sm_90a", 3) as asked:
+        assert (one._pool._max_workers, asked._pool._max_workers) == (1, 3)
+
+
 def test_tvm_compiles_through_the_cache_but_not_where_code_is_given_or_not_wanted(nvcc):
     cubin_cache.install()
     callback = tvm_ffi.get_global_func("tvm_callback_cuda_compile")

@@ -1,5 +1,5 @@
 """The callers of TVMScript's parsers and builder, found quickly; TVM's tensor intrinsics, which
-traces for tensor cores name, are registered in a few seconds by that.
+traces for tensor cores name, are registered in a few seconds by that. TVM 0.27 needs it.
 
 What TVM asks for, for each function that is decorated and each pool of shared memory, is the whole
 stack of calls with the source lines of every frame, for which `inspect` looks through all modules:

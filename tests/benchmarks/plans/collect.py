@@ -185,7 +185,7 @@ def _note(output: Output, measured: Measured, prepared: PreparedGraph) -> None:
 # ---- processes
 def _enter() -> None:
     """A worker compiles one kernel at a time, and gives way to the measuring process."""
-    cubin_cache.available_cores = lambda: 1
+    cubin_cache.compile_by(1)
     os.nice(10)
 
 

@@ -90,6 +90,15 @@ def compile_source(source: str, arch: str | None = None) -> DeviceCode:
     return code
 
 
+_jobs: int | None = None
+
+
+def compile_by(jobs: int) -> None:
+    """Has this process run so many compilers at a time, where nothing else is asked for."""
+    global _jobs
+    _jobs = jobs
+
+
 class Compiling:
     """CUDA sources that are compiled side by side, each from the moment on that it is given.
 
@@ -100,13 +109,15 @@ class Compiling:
     arch : str
         Such as "sm_90a".
     jobs : int, optional
-        Compilers at a time; one a core by default.
+        Compilers at a time; one a core by default (`compile_by`).
     """
 
     def __init__(self, arch: str, jobs: int | None = None) -> None:
         self._arch = arch
         self._begun: dict[str, Future[DeviceCode | BuildError]] = {}
-        self._pool = ThreadPoolExecutor(jobs or available_cores(), initializer=use_all_cores)
+        self._pool = ThreadPoolExecutor(
+            jobs or _jobs or available_cores(), initializer=use_all_cores
+        )
 
     def __enter__(self) -> Self:
         return self
