@@ -234,6 +234,13 @@ def test_a_server_refuses_who_does_not_know_its_token(tracker, links):
         client.connect(ours, 0, time.monotonic())
 
 
+def test_a_server_of_tvms_own_is_not_used_where_a_token_is_given(tracker, links):
+    """Who reaches the tracker may register one under any key."""
+    theirs = Servers(*address_of(tracker, ""), STOCK_KEY, TOKEN)
+    with pytest.raises(TargetError, match="does not ask for the token"):
+        client.connect(theirs, 0, time.monotonic())
+
+
 @pytest.mark.parametrize(
     ("address", "key", "why"),
     [

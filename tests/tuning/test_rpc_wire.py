@@ -181,6 +181,7 @@ def test_who_comes_too_late_is_sent_away(caplog):
         (measure_with(seed="1"), "Measure.seed: expected <class 'int'>, got '1'"),
         (measure_with(repeats=True), "Measure.repeats"),
         (measure_with(limit_s=float("inf")), "Measure.limit_s"),
+        (measure_with(limit_s=10**400), "Measure.limit_s"),
         (measure_with(target="/etc/passwd"), "Measure.target"),
         (measure_with(choices=[{"library": 0}]), "Measure.choices: expected the fields library"),
         (measure_with(libraries=[LARGE]), f"a library of {LARGE} bytes, of {1 << 30} at most"),

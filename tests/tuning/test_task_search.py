@@ -3,14 +3,17 @@
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import tvm
-from tvm import s_tir
+from tvm import relax, s_tir
 from tvm.ir.utils import derived_object
+from tvm.relax import op
 from tvm.s_tir import meta_schedule as ms
 
 import tvm_fusion
 from tvm_fusion.errors import InputError, Unsupported
+from tvm_fusion.kernels import registry
 from tvm_fusion.tuning import build_candidate
 from tvm_fusion.tuning.database import Trial, check
 from tvm_fusion.tuning.database.replay import module_of
@@ -248,6 +251,32 @@ class Loaded(ms.runner.PyRunnerFuture):
         return ms.runner.RunnerResult([1e-3] * 3, None)
 
 
+@derived_object
+class FailingRunner(ms.runner.PyRunner):
+    """Says of everything but the first that the time was up, or what MetaSchedule writes then."""
+
+    def __init__(self, said):
+        super().__init__()
+        self.said = [ms.runner.RunnerResult([1e-3] * 3, None)], said
+
+    def run(self, runner_inputs):
+        first, said = self.said
+        return [Said(first.pop() if first else said) for _ in runner_inputs]
+
+
+@derived_object
+class Said(ms.runner.PyRunnerFuture):
+    def __init__(self, result):
+        super().__init__()
+        self.found = result
+
+    def done(self):
+        return True
+
+    def result(self):
+        return self.found
+
+
 @pytest.mark.usefixtures("two_ways")
 @pytest.mark.parametrize("builds", [False, True], ids=["their runner", "their builder"])
 def test_objects_of_metaschedule_in_place_of_this_packages(tmp_path, builds):
@@ -263,3 +292,55 @@ def test_objects_of_metaschedule_in_place_of_this_packages(tmp_path, builds):
     assert (folder.counts["records"], folder.counts["unchecked"]) == (2, 2)
     again = tvm_fusion.tune(chain_module(), "llvm", database=database, **OPTIONS)
     assert again.untuned_us > again.best_us > 0
+
+
+TIMEOUT = ms.runner.RunnerResult(None, "RPC timeout")
+NO_TIME = ms.runner.RunnerResult([1e10], None)
+
+
+@pytest.mark.usefixtures("tested")
+@pytest.mark.parametrize("said", [TIMEOUT, NO_TIME], ids=["error", "no time"])
+def test_failures_of_another_runner_are_not_kept(tmp_path, said):
+    """They may be of the runner: the next session tries again."""
+    records = ms.database.MemoryDatabase()
+    theirs = {"runner": FailingRunner(said), "records": records}
+    registry.family("tested").ways = ("plain", "fast", "wrong")
+    result = tvm_fusion.tune(chain_module(), "llvm", database=tmp_path, **OPTIONS, **theirs)
+    assert (result.trials, result.failures.count, len(records)) == (3, 2, 1)
+    again = tvm_fusion.tune(chain_module(), "llvm", database=tmp_path, **OPTIONS)
+    assert again.trials == 3
+    assert again.best_us < again.untuned_us
+
+
+@pytest.mark.usefixtures("tested")
+def test_what_was_dropped_is_no_record():
+    session, kept, _ = make_session(choices=(DEFAULT, "plain", "fast"))
+    session.records = ms.database.MemoryDatabase()
+
+    def interrupt(session):
+        raise KeyboardInterrupt
+
+    session.watch = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        session.run()
+    assert session.trials == len(kept.found) == len(session.records) == 1
+
+
+def test_tasks_of_one_schedule_space_are_told_apart(tmp_path):
+    """Kernels of a constant and of an input: their schedules are of equal functions."""
+    weight = np.random.default_rng(0).standard_normal((48, 40)).astype("float32")
+    builder = relax.BlockBuilder()
+    for name in ("constant", "given"):
+        x = relax.Var("x", relax.TensorType((32, 48), "float32"))
+        w = relax.Var("w", relax.TensorType((48, 40), "float32"))
+        with builder.function(name, [x] if name == "constant" else [x, w]):
+            with builder.dataflow():
+                other = relax.const(weight) if name == "constant" else w
+                out = builder.emit_output(op.matmul(x, other))
+            builder.emit_func_output(out)
+    settings = replace(EVOLVED, trials=10, repeats=3)
+    result = tvm_fusion.tune(builder.get(), "llvm", database=tmp_path, settings=settings)
+    assert len(result.tasks) == 2
+    assert sum(task.trials for task in result.tasks) == result.trials == 10
+    (folder,) = check(tmp_path).folders
+    assert folder.counts["unchecked"] == 0

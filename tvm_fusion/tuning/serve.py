@@ -97,8 +97,13 @@ class Server:
 
     def _attend(self) -> None:
         """Serves who connects, whatever becomes of that."""
-        connected, (host, port, *_) = self.listener.accept()
-        with Channel(connected, wire.ANSWER_S) as channel:
+        try:
+            connected, (host, port, *_) = self.listener.accept()
+            opened = Channel(connected, wire.ANSWER_S)
+        except OSError as error:  # it is gone already, or there are too many files
+            logger.warning("nobody connects: %s", error)
+            return
+        with opened as channel:
             try:
                 wire.admit(channel, self.token, self._match)
                 self._match = ""

@@ -27,9 +27,9 @@ from ...runtime.calls.launch_count import launched_kernels
 from ...runtime.timing.launch_kernels import symbol_of
 from ...transform.apply.write_kernels import write_kernel
 from ..database.replay import scheduled
-from ..search.space import CONFIGURATION
+from ..search.space import CONFIGURATION, TEXT
 from ..search.task_search import TaskState
-from ..session.choices import TRACE_CHOICE, Choice, class_choices, config_of
+from ..session.choices import CLASS_CHOICE, TRACE_CHOICE, Choice, config_of
 from ..session.settings import Settings
 from ..session.tasks import CLASS, ROUNDING, TF32, without_stamps
 from .processes import Answer, Worker, wait_for
@@ -179,20 +179,20 @@ def build_candidate(
         The class does not write that configuration.
     """
     hw, func = resolve_target(target)[1], mod["main"]
-    if CONFIGURATION not in func.body.block.annotations:
+    if TEXT not in func.body.block.annotations:
         kernel = func.with_attr({SCHEDULED_ATTR: True, APART_ATTR: True})
     else:
-        number = int(func.body.block.annotations[CONFIGURATION])
+        text = str(func.body.block.annotations[TEXT])
         sch = s_tir.Schedule(mod)
-        sch.unannotate(sch.get_sblock(func.body.block.name_hint), CONFIGURATION)
+        for name in (TEXT, CONFIGURATION):
+            sch.unannotate(sch.get_sblock(func.body.block.name_hint), name)
         workload = sch.mod["main"]
         stamps = workload.attrs
         policy = replace(
             load_policy(), rounding=str(stamps[ROUNDING]), allow_tf32=bool(stamps[TF32])
         )
-        choice, _ = class_choices(workload, hw, policy)[number]
         with target:
-            kernel = written(workload, choice.kind, choice.text, hw, policy)
+            kernel = written(workload, CLASS_CHOICE, text, hw, policy)
     kernel = kernel.with_attr("global_symbol", "main")
     return build_functions(tvm.IRModule({"main": kernel}), target)[0]
 

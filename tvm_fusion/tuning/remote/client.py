@@ -253,7 +253,13 @@ def _link(servers: Servers, held: int, since: float) -> tuple[Served | Stock, st
                 keys, free = tracker.servers(key)
                 if free:
                     _, (host, port, match) = tracker.ask(TrackerCode.REQUEST, key, "", 1)
-                    ours = wire.OURS in match
+                    # what is before the last colon is the key
+                    ours = match.rpartition(":")[2].startswith(wire.OURS)
+                    if servers.token and not ours:
+                        raise TargetError(
+                            f"the server {host}:{port} of {name} does not ask for the token: it "
+                            "is TVM's own, which anybody may use and imitate; give no token for it"
+                        )
                     token = (servers.token,) if ours else ()
                     return (Served if ours else Stock)(host, port, match, *token), f"{host}:{port}"
             there = keys.count(key)

@@ -24,6 +24,7 @@ import select
 import socket
 import struct
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from types import UnionType
@@ -124,8 +125,9 @@ def decoded(kind: Any, value: Any, name: str) -> Any:
     elif origin is UnionType:
         return None if value is None else decoded(inner[0], value, name)
     elif kind is float:
-        if type(value) in (int, float) and math.isfinite(value):
-            return float(value)
+        with suppress(OverflowError):
+            if type(value) in (int, float) and math.isfinite(value):
+                return float(value)
     elif value in inner if origin is Literal else type(value) is kind:
         return value
     raise ProtocolError(f"{name}: expected {kind}, got {str(value)[:80]!r}")

@@ -25,14 +25,19 @@ from ...ir.quick_stacks import register_tensor_intrinsics
 
 _log = logging.getLogger(__name__)
 
+TEXT = "tvm_fusion.text"
 CONFIGURATION = "tvm_fusion.configuration"  # number of a choice (`choices.class_choices`)
 
 
-def annotate(sch: s_tir.Schedule, count: int, number: int | None = None) -> None:
-    """Chooses one of `count` configurations: `number`, or one that is sampled."""
+def annotate(sch: s_tir.Schedule, count: int, number: int | None = None, text: str = "") -> None:
+    """Chooses one of `count` configurations: `number`, or one that is sampled. A builder goes by
+    its text: at another place the list may be another.
+    """
     chosen = sch.sample_categorical(list(range(count)), [1 / count] * count, decision=number)
     root = sch.get_sblock(sch.mod["main"].body.block.name_hint)
     sch.annotate(root, CONFIGURATION, chosen)
+    if text:
+        sch.annotate(root, TEXT, text)
 
 
 def class_space(count: int) -> ms.space_generator.ScheduleFn:

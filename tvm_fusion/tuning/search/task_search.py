@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import tvm
 from tvm import s_tir, tirx
 from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
@@ -248,11 +247,11 @@ class Session(Protocol):
 
     def is_late_for(self, seconds: float) -> bool: ...
 
-    def guarded(self, function: Callable, *arguments: Any) -> Any: ...
+    def guarded(self, function: Callable, *arguments: Any, at_the_end: bool = False) -> Any: ...
 
-    def proposed(self, state: Any, choice: Choice, candidate: MeasureCandidate) -> Any: ...
+    def proposed(self, state: Any, choices: Sequence[Choice]) -> list[Any]: ...
 
-    def measured(self, mod: tvm.IRModule, result: Any) -> None: ...
+    def measured(self, trial: Any, candidate: MeasureCandidate, result: Any) -> None: ...
 
 
 @derived_object
@@ -265,6 +264,7 @@ class TaskSearch(ms.search_strategy.PySearchStrategy):
         self._evolved: Evolved | None = None
         self._batch = 1
         self._model: Any = None
+        self._trials: list[Any] = []  # of the last batch, as the session has them
         self._schedules: list[str] = []  # of the last batch, and the best time before it
         self._before_us: float | None = None
 
@@ -293,7 +293,7 @@ class TaskSearch(ms.search_strategy.PySearchStrategy):
         self, candidates: Sequence[MeasureCandidate], results: Sequence[Any]
     ) -> None:
         """Takes what came of a batch."""
-        self.session.guarded(self._tell, candidates, results)
+        self.session.guarded(self._tell, candidates, results, at_the_end=True)
 
     def clone(self) -> TaskSearch:
         """Another search of the same task."""
@@ -305,11 +305,13 @@ class TaskSearch(ms.search_strategy.PySearchStrategy):
             return []
         choices = self.state.next_choices(count, session.least_us)
         found = [(choice, self._configuration(choice)) for choice in choices]
-        return [session.proposed(self.state, *one) for one in found or self._evolve(count)]
+        found = found or self._evolve(count)
+        self._trials = session.proposed(self.state, [choice for choice, _ in found])
+        return [candidate for _, candidate in found]
 
     def _configuration(self, choice: Choice) -> MeasureCandidate:
         sch = s_tir.Schedule(module_of(self.state.task.workload))
-        annotate(sch, len(self.state.choices), self.state.choices.index(choice))
+        annotate(sch, len(self.state.choices), self.state.choices.index(choice), choice.text)
         return MeasureCandidate(sch, arguments(sch))
 
     def _evolve(self, count: int) -> list[tuple[Choice, MeasureCandidate]]:
@@ -350,8 +352,9 @@ class TaskSearch(ms.search_strategy.PySearchStrategy):
         )
 
     def _tell(self, candidates: Sequence[MeasureCandidate], results: Sequence[Any]) -> None:
-        for candidate, result in zip(candidates, results, strict=True):
-            self.session.measured(candidate.sch.mod, result)
+        for trial, candidate, result in zip(self._trials, candidates, results, strict=True):
+            self.session.measured(trial, candidate, result)
+        self._trials = []
         if self._schedules and self._evolved is not None:
             self._evolved.tell([(t, us) for t, us in self.state.schedules if t in self._schedules])
             self.state.judge(self._schedules, self._before_us)

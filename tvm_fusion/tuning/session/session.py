@@ -23,24 +23,24 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import tvm
-import tvm_ffi
 from tvm.ir.utils import derived_object
 from tvm.s_tir import meta_schedule as ms
 
 from ...errors import TargetError
 from ..database.replay import module_of
-from ..database.trial import Trial
+from ..database.trial import MOST_US, Trial
 from ..measure.building import POLL_S, Job, Place, Workshop
 from ..measure.measuring import Measurement, Measurements, Meter
 from ..measure.processes import LOST, Answer, Worker, scratch_folder, wait_for
 from ..search.space import class_space, round_robin, tune_context
-from ..search.task_search import TaskSearch, TaskState
-from .choices import DEFAULT, Choice
+from ..search.task_search import TaskSearch, TaskState, function_of
+from .choices import DEFAULT, TRACE_CHOICE, Choice
 from .finals import Finals
 from .settings import Settings, TimeLimit
 
 logger = logging.getLogger(__name__)
 
+MOST_TRIALS = 1 << 30
 BATCH = 8  # candidates of a task at once
 WARM_UP = 16  # measured schedules after which xgboost ranks others
 EXCERPT = 600  # characters of an error of a runner that is not ours
@@ -101,8 +101,8 @@ class Session:
 
     def __post_init__(self) -> None:
         self.limit = self.limit or TimeLimit(self.settings.minutes)
-        self._jobs: dict[int, Job] = {}  # by hash of the candidate's module
-        self._paths: dict[str, Job] = {}
+        self._batch: list[Job] = []  # proposed last: TVM hands it to the builder at once
+        self._paths: dict[str, Job] = {}  # trials that are under way
         self._waiting: list[Job] = []  # built, to be measured
         self._error: BaseException | None = None
         self._interrupts: list[int] = []
@@ -120,9 +120,11 @@ class Session:
             self._finals = Finals(self.states, self._shop, self._measurements, self.settings)
             try:
                 with held_interrupts() as self._interrupts:
-                    self._schedule()
-                if self._error is not None:
-                    raise self._error
+                    try:
+                        self._schedule()
+                    finally:
+                        if self._error is not None:
+                            raise self._error
                 if self._interrupts:
                     raise KeyboardInterrupt
                 self.ended = self._why_over()
@@ -131,20 +133,20 @@ class Session:
             finally:
                 self._shop.drop()
                 self._measurements.stop()
-                self._drop(self._jobs.values())
+                self._drop(self._paths.values())
 
     def _schedule(self) -> None:
         states = sorted(self.states, key=lambda s: -s.total_us)
         round_robin().tune(
             [self._context(state) for state in states],
             [max(state.weight, 0.5) for state in states],
-            max_trials_global=max(1, self.settings.trials),
-            max_trials_per_task=max(1, self.settings.trials_per_task),
+            max_trials_global=MOST_TRIALS,  # what is dropped is none, which TVM does not know
+            max_trials_per_task=MOST_TRIALS,
             num_trials_per_iter=BATCH,
             builder=self.builder or KernelBuilder(self),
             runner=self.runner or CheckingRunner(self),
-            measure_callbacks=[] if self.records is None else [ms.measure_callback.AddToDatabase()],
-            database=self.records,
+            measure_callbacks=[],
+            database=None,
             cost_model=self.cost_model or ms.cost_model.XGBModel(num_warmup_samples=WARM_UP),
         )
 
@@ -214,31 +216,32 @@ class Session:
         """Whether something that takes so long would end too late."""
         return self.limit.left_s < self.limit.kept_s + seconds
 
-    def guarded(self, function: Callable, *arguments: Any) -> Any:
-        """`function(*arguments)`. What it raises ends the session, behind TVM's scheduler: an
-        exception that passes through it may lose its type.
+    def guarded(self, function: Callable, *arguments: Any, at_the_end: bool = False) -> Any:
+        """`function(*arguments)`, `at_the_end` too. What it raises ends the session, behind TVM's
+        scheduler: an exception that passes through it may lose its type.
         """
-        if self.is_ending:
+        if self.is_ending and not at_the_end:
             return None
         try:
             return function(*arguments)
         except BaseException as error:
-            self._error = error
+            self._error = self._error or error
             return None
 
-    def proposed(self, state: TaskState, choice: Choice, candidate: Any) -> Any:
-        """The candidate of a choice becomes a trial."""
-        self.trials += 1
-        state.pending.add(choice.text)
-        job = self._shop.job(state, choice)
-        self._jobs[tvm_ffi.structural_hash(candidate.sch.mod)] = job
-        self._paths[str(job.path)] = job
-        return candidate
+    def proposed(self, state: TaskState, choices: Sequence[Choice]) -> list[Job]:
+        """Choices of a task become trials, which TVM hands to the builder next."""
+        self._batch = [self._shop.job(state, choice) for choice in choices]
+        for job in self._batch:
+            self.trials += 1
+            state.pending.add(job.choice.text)
+            self._paths[str(job.path)] = job
+        return self._batch
 
     # ---- what builder and runner ask
-    def job(self, mod: tvm.IRModule) -> Job:
-        """The trial of a candidate."""
-        return self._jobs[tvm_ffi.structural_hash(mod)]
+    @property
+    def batch(self) -> list[Job]:
+        """The trials that were proposed last."""
+        return self._batch
 
     def job_at(self, path: str) -> Job:
         """The trial whose library is, or will be, at a path."""
@@ -249,7 +252,7 @@ class Session:
         measured, if that is of a session before.
         """
         state = job.state
-        if not (
+        if self.runner is None and not (
             DEFAULT in (job.choice.text, *state.pending)
             or self._shop.library(state, DEFAULT) is not None
             or self._shop.is_asked(state, DEFAULT)
@@ -257,16 +260,38 @@ class Session:
             self._shop.begin(self._shop.job(state, state.choices[0], trial=False))
         self._shop.begin(job)
 
-    def measured(self, mod: tvm.IRModule, result: Any) -> None:
-        """Takes the result of a candidate; that of a runner which is not ours makes a trial."""
-        job = self._jobs.pop(tvm_ffi.structural_hash(mod))
-        if job.result is not None:
-            return
-        job.result = result
-        if result.error_msg is not None:
-            self._note(job, "error", why=str(result.error_msg)[-EXCERPT:])
-        else:
-            self._note(job, "ok", Measurement(tuple(float(s) * 1e6 for s in result.run_secs)))
+    def measured(self, job: Job, candidate: Any, result: Any) -> None:
+        """Takes the result of a trial; what a runner that is not ours measured makes one. Its
+        failures are not kept: they may be of the runner.
+        """
+        if job.result is None and self.runner is None:
+            return  # the session ends: it is dropped
+        self._paths.pop(str(job.path), None)
+        if job.result is None:
+            job.result = result
+            samples = tuple(float(s) * 1e6 for s in result.run_secs or ())
+            if result.error_msg is None and samples and all(0 < us < MOST_US for us in samples):
+                self._note(job, "ok", Measurement(samples))
+            else:
+                why = result.error_msg or f"no time: {[float(s) for s in result.run_secs or ()]} s"
+                self._note(job, "error", why=str(why)[-EXCERPT:], is_kept=False)
+        trial = job.state.trials.get(job.choice.text)
+        if self.records is not None and trial is not None and trial.ok:
+            self._record(job, candidate, trial)
+
+    def _record(self, job: Job, candidate: Any, trial: Trial) -> None:
+        """Puts a trial into a database of MetaSchedule."""
+        workload = job.state.task.workload
+        func = function_of(workload) if job.choice.kind == TRACE_CHOICE else workload
+        self.records.commit_tuning_record(
+            ms.database.TuningRecord(
+                candidate.sch.trace,
+                self.records.commit_workload(module_of(func)),
+                [us * 1e-6 for us in trial.samples_us],
+                self.target,
+                candidate.args_info,
+            )
+        )
 
     def step(self, seconds: float = POLL_S) -> None:
         """Collects what is done, begins what can be, and waits for something at most so long."""
@@ -277,13 +302,12 @@ class Session:
         if self.limit.is_near:
             self._drop(self._lost())
         self._measure_next()
-        busy = [*self._shop.busy, *self._measurements.busy]
-        if busy and seconds:
-            wait_for(busy, seconds)
+        if seconds:
+            wait_for([*self._shop.busy, *self._measurements.busy], seconds)
 
     def build_all(self, jobs: Sequence[Job]) -> None:
         """Waits until libraries are there, or never will be."""
-        while any(job.built is None and job.result is None for job in jobs):
+        while not self.is_ending and any(job.built is None and job.result is None for job in jobs):
             self.step()
 
     # ---- on the way
@@ -313,7 +337,7 @@ class Session:
                 job.state.is_closed = True
                 self._drop(self._lost(lambda one: one.state is job.state))
         elif job.trial:
-            self._waiting.append(job)
+            self._waiting += [job] if self.runner is None else []
         else:
             self._shop.keep(job)
 
@@ -344,8 +368,15 @@ class Session:
                 self._shop.keep(job)
             self._note(job, "wrong" if found.why else "ok", found, found.why)
 
-    def _note(self, job: Job, status: str, found: Measurement | None = None, why: str = "") -> None:
-        """Keeps a trial."""
+    def _note(
+        self,
+        job: Job,
+        status: str,
+        found: Measurement | None = None,
+        why: str = "",
+        is_kept: bool = True,
+    ) -> None:
+        """Takes what came of a trial, and keeps it in the database."""
         ok = status == "ok"
         trial = Trial(
             kind=job.choice.kind,
@@ -360,7 +391,8 @@ class Session:
             date=datetime.date.today().isoformat(),
         )
         state = job.state
-        self.keeper.add(state.task.workload, self.target, trial)
+        if is_kept:
+            self.keeper.add(state.task.workload, self.target, trial)
         state.tell(trial)
         job.result = job.result or ms.runner.RunnerResult(
             [us * 1e-6 for us in trial.samples_us] if ok else None, None if ok else why or status
@@ -396,13 +428,15 @@ class KernelBuilder(ms.builder.PyBuilder):
 
     def build(self, build_inputs: Sequence[ms.builder.BuilderInput]) -> list[Any]:
         """Paths, or why there is none."""
-        jobs = [self.session.job(one.mod) for one in build_inputs]
+        jobs = self.session.batch[: len(build_inputs)]
         self.session.guarded(self._begin, jobs)
-        failed = [job.result and job.result.error_msg for job in jobs]
-        return [
-            ms.builder.BuilderResult(None if why else str(job.path), why)
-            for job, why in zip(jobs, failed, strict=True)
-        ]
+        return [self._result(job) for job in jobs]
+
+    def _result(self, job: Job) -> Any:
+        why = job.result and job.result.error_msg
+        if not why and self.session.runner is not None and job.built is None:
+            why = DROPPED.error_msg
+        return ms.builder.BuilderResult(None if why else str(job.path), why)
 
     def _begin(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
@@ -426,7 +460,8 @@ class CheckingRunner(ms.runner.PyRunner):
 
     def run(self, runner_inputs: Sequence[ms.runner.RunnerInput]) -> list[Any]:
         """Promises of results."""
-        return [Promised(self.session, self.session.job_at(i.artifact_path)) for i in runner_inputs]
+        jobs = [self.session.job_at(one.artifact_path) for one in runner_inputs]
+        return [Promised(self.session, job) for job in jobs]
 
 
 @derived_object

@@ -24,6 +24,7 @@ from ...flow.functions import planned_functions
 from ...flow.planned import Planned
 from ...kernels.registry import added
 from ..database import Database, check_place, find_database
+from ..database.replay import module_of
 from ..database.trial import LASTING
 from ..measure.building import Place, make_builders
 from ..measure.measuring import LocalMeter, Meter
@@ -241,6 +242,7 @@ def each_once(functions: Iterable[Sequence[Sequence[Task]]]) -> list[Task]:
 def _state(task: Task, planned: Planned, settings: Settings, keeper: Database) -> TaskState | None:
     """The state of a task with what the database has; None where it cannot be written."""
     try:
+        module_of(task.workload)  # MetaSchedule wants a root block
         choices = [c for c, _ in class_choices(task.workload, planned.hw, planned.policy)]
     except Exception as why:  # of one kernel: compile falls back, too
         logger.warning("%s is not tuned: %s", task.name, why)
