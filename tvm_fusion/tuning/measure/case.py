@@ -67,8 +67,12 @@ class Wanted:
         """
         if self.bound is None:
             return self._check(given, None)
-        close = self._check(given, no_bounds([self.reference])[0])
+        close = self._close(given)
         return close if close.passed else self._check(given, self.bound())
+
+    def _close(self, given: Any) -> OutputCheck:
+        """The verdict if no rounding made anything of itself."""
+        return self._check(given, no_bounds([self.reference])[0])
 
     def _check(self, given: Any, bound: Any) -> OutputCheck:
         return check_output(given, self.untuned, self.reference, self.dtype, self.narrowest, bound)
@@ -83,7 +87,7 @@ class Wanted:
         """Whether roundings make so much of themselves that an error above the ceiling passes."""
         if self.bound is None or self.dtype not in TOLERANCES:
             return False
-        if self._check(self.untuned, no_bounds([self.reference])[0]).passed:
+        if self._close(self.untuned).passed:
             return False
         ceiling = max(TOLERANCES[name].ceiling for name in (self.dtype, self.narrowest))
         return self.check(self.untuned).limit > ceiling

@@ -1,7 +1,7 @@
 """Schedules of one function by TVM's `EvolutionarySearch`, with what it leaves out around it:
 
-- it proposes what was measured in a session before: known schedules are filtered out, by text and
-  by the module that they make;
+- it proposes what was measured in a session before: known schedules are filtered out, by the
+  module that they make;
 - it starts from nothing: measured schedules of elsewhere are proposed first and are parents;
 - it proposes grids that no GPU launches: `beyond_limits`.
 
@@ -84,7 +84,7 @@ class Evolved:
     ) -> None:
         _refuse_symbolic(func)
         self.seconds = 0.0
-        self._func, self._target, self._model, self._batch = func, target, model, batch
+        self._func, self._target, self._model = func, target, model
         self._mod = module_of(func)
         strategy = ms.search_strategy.EvolutionarySearch(
             population_size=POPULATION,

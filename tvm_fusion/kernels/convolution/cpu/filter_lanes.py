@@ -14,7 +14,6 @@ from tvm.ir import Expr, Var
 
 from ...cpu.loops import seq
 from ...program.expr import number
-from .box import Box
 from .outputs import transpose_sums
 from .writer import Element, Tile, Writer
 
@@ -33,11 +32,9 @@ class FilterLanes(Writer):
     def _panel_lanes(self) -> int:
         return self.lanes
 
-    def _box(self) -> Box:
-        if not self.convolution.is_depthwise:
-            return super()._box()
-        channels = self.tiles.filters
-        return Box(self.convolution, self.spans, channels, self.dtype, self.lanes, self.scope)
+    @property
+    def _box_channels(self) -> int:
+        return self.tiles.filters if self.convolution.is_depthwise else super()._box_channels
 
     def _fill(self, start: Expr, count: Expr) -> tirx.Stmt | None:
         return None if self.convolution.is_depthwise else super()._fill(start, count)

@@ -14,12 +14,13 @@ from tvm import tirx
 from tvm.ir import Expr, Var
 
 from ...cpu.contraction.task_tiles import even_parts
-from .box import Box
 from .writer import Element, Tile, Writer
 
 
 class PositionLanes(Writer):
     """See the module docstring."""
+
+    along_last = True
 
     def _held(self) -> Sequence[int]:
         *others, last = self.tiles.blocks
@@ -27,17 +28,6 @@ class PositionLanes(Writer):
 
     def _panel_lanes(self) -> int:
         return self.tiles.filters
-
-    def _box(self) -> Box:
-        return Box(
-            self.convolution,
-            self.spans,
-            self.tiles.channels,
-            self.dtype,
-            self.lanes,
-            self.scope,
-            along_last=True,
-        )
 
     def _padded(self, which: int) -> int:
         found = super()._padded(which)

@@ -38,7 +38,6 @@ from ...cpu.nests.scope import allocate, new_buffer
 from ...program.expr import constant
 from ..geometry import Convolution
 from ..transform import EDGE, LEAST_CHANNELS, LEAST_FILTERS, POINTS, TAPS
-from .box import Box
 from .filter_lanes import FilterLanes
 from .outputs import along_filters
 from .tiles import RESULT_CYCLES, TURN_CYCLES, Tiles, filter_cycles, register_tiles
@@ -154,6 +153,7 @@ class Winograd(FilterLanes):
     """See the module docstring."""
 
     transformed = True
+    along_last = True
 
     def _allocate(self) -> None:
         if not self.weights.is_constant:
@@ -177,17 +177,6 @@ class Winograd(FilterLanes):
 
     def _padded(self, which: int) -> int:
         return ceil(self.tiles.blocks[which] / EDGE) * EDGE
-
-    def _box(self) -> Box:
-        return Box(
-            self.convolution,
-            self.spans,
-            self.tiles.channels,
-            self.dtype,
-            self.lanes,
-            self.scope,
-            along_last=True,
-        )
 
     # ---- data
 

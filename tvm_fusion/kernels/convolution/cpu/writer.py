@@ -92,6 +92,7 @@ class Writer:
     """
 
     transformed = False  # whether panels hold points of a transform
+    along_last = False  # whether vectors of data run along the last window
 
     def __init__(
         self, func: tirx.PrimFunc, convolution: Convolution, tiles: Tiles, machine: Machine
@@ -200,14 +201,23 @@ class Writer:
         return var
 
     def _allocate(self) -> None:
-        self.box = self._box()
+        self.box = Box(
+            self.convolution,
+            self.spans,
+            self._box_channels,
+            self.dtype,
+            self.lanes,
+            self.scope,
+            along_last=self.along_last,
+        )
         self.pitch = self._padded(-1)
         self.height = self._padded(-2) if len(self.spans) > 1 else 1
         self._allocate_sums(self.tiles.groups_of_task if self.several else 1)
 
-    def _box(self) -> Box:
-        channels = self.tiles.channels
-        return Box(self.convolution, self.spans, channels, self.dtype, self.lanes, self.scope)
+    @property
+    def _box_channels(self) -> int:
+        """Channels of the data that a block keeps."""
+        return self.tiles.channels
 
     @property
     def several(self) -> bool:
