@@ -68,7 +68,6 @@ def family(name: str) -> Family:
 for _builtin, _kinds in (
     (Fallback(), ("cuda", "llvm")),
     (Nest(), ("llvm",)),
-    (ConvolutionClass(), ("llvm",)),
     (Gemm(), ("cuda", "llvm")),
     (AttentionClass(), ("cuda", "llvm")),
     (Mixed(), ("cuda",)),
@@ -76,5 +75,6 @@ for _builtin, _kinds in (
     (Row(), ("cuda", "llvm")),
     (Pointwise(), ("cuda", "llvm")),
     (Transpose(), ("cuda",)),
+    (ConvolutionClass(), ("cuda", "llvm")),
 ):
     register(_builtin, _kinds)

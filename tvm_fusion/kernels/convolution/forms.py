@@ -6,11 +6,13 @@ from types import NoneType
 
 from tvm import tirx
 
-from ...config import HardwareProfile
+from ...config import HardwareProfile, Policy
 from ...errors import Unsupported
 from ..base import OnCPU, unranked, write_on_cpu
 from ..cpu.machine import machine_of
-from ..forms import Form, Writer
+from ..forms import Form, Ranked, Writer
+from ..gemm.simt.config import SimtConfig
+from ..gemm.simt.kernel import emit_gemm_simt, simt_ranked
 from .cpu.kernel import write_convolution
 from .geometry import Convolution, read_convolution
 
@@ -36,6 +38,20 @@ def _emit_on_cpu(
         pass
     return write_on_cpu(loops, hw)
 
+
+def _simt_ranked(convolution: Convolution, hw: HardwareProfile, policy: Policy) -> Ranked:
+    return simt_ranked(convolution.contraction, hw, policy)
+
+
+def _emit_simt(convolution: Convolution, hw: HardwareProfile, config: SimtConfig) -> tirx.PrimFunc:
+    return emit_gemm_simt(convolution.contraction, hw, config)
+
+
+CUDA_WRITER = Writer(
+    "a convolution",
+    read_convolution,
+    (Form("simt", SimtConfig, _simt_ranked, _emit_simt),),
+)
 
 CPU_WRITER = Writer(
     "a convolution", _read_on_cpu, (Form("loops", NoneType, unranked, _emit_on_cpu),)

@@ -8,9 +8,10 @@ of access maps: data that is read at a window, where an axis of the sum is a fil
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from ...config import HardwareProfile, Policy
-from ...cost.traffic import Traffic
+from ...cost.traffic import Resources, Traffic
 from ...ir.access import Affine, Block
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
@@ -19,26 +20,12 @@ from ..cpu.nest_class import Nest
 from ..forms import Writer
 from ..group.footprint import points
 from ..group.traffic import filled_by_threads, memory_traffic
+from .launch import is_convolution, predict, sizes_of
 from .transform import LEAST_CHANNELS, LEAST_FILTERS, RATE, TAPS
 
 SHARE_OF_FEW_FILTERS = 0.4
 """Of the rate of other convolutions, that of depthwise ones: each element of the data is loaded for
 one or few filters."""
-
-
-def is_convolution(block: Block) -> bool:
-    """Whether a block sums products of data that is read at windows with weights."""
-    if not block.is_contraction or len(block.reads) != 2:
-        return False
-    spatial, reduced = set(block.spatial), set(block.reduced)
-    windows = [
-        any(
-            isinstance(i, Affine) and i.axes & spatial and len(i.axes & reduced) == 1
-            for i in read.index
-        )
-        for read in block.reads
-    ]
-    return windows.count(True) == 1
 
 
 def has_few_filters(block: Block) -> bool:
@@ -69,14 +56,25 @@ class ConvolutionClass(Nest):
     """See the module docstring."""
 
     name = "convolution"
+    slow_to_compile = True
 
     def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
         if not any(is_convolution(b) for b in group.blocks):
             return group.refuse(RefusalCode.REDUCTION, "the group holds no convolution")
-        return super().accepts(group, hw, policy)
+        fit = super().accepts(group, hw, policy)
+        if isinstance(fit, Refusal) or hw.kind != "cuda":
+            return fit
+        block = next(b for b in group.blocks if is_convolution(b))
+        seconds, terms = predict(group, fit, sizes_of(group, block), hw, policy)
+        return replace(fit, seconds=seconds, terms=tuple(sorted(terms.items())))
 
     def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
         found = [b for b in group.blocks if is_convolution(b)]
+        if hw.kind == "cuda":
+            flops = sum(2.0 * points(b) for b in found)
+            return memory_traffic(
+                group, fit, hw, tensor_flops=flops, seconds=fit.seconds, terms=dict(fit.terms)
+            )
         share = SHARE_OF_FEW_FILTERS if any(map(has_few_filters, found)) else 1.0
         if all(is_transformed(group, b) for b in found):
             share = RATE
@@ -89,7 +87,12 @@ class ConvolutionClass(Nest):
             tensor_efficiency=share,
         )
 
-    def writer(self, hw: HardwareProfile) -> Writer:
-        from .forms import CPU_WRITER
+    def resources(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Resources:
+        if hw.kind != "cuda":
+            return super().resources(group, fit, hw)
+        return Resources(168, hw.smem_per_block_bytes)
 
-        return CPU_WRITER
+    def writer(self, hw: HardwareProfile) -> Writer:
+        from .forms import CPU_WRITER, CUDA_WRITER
+
+        return CUDA_WRITER if hw.kind == "cuda" else CPU_WRITER
