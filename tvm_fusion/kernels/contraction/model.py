@@ -24,6 +24,8 @@ from tvm.ir import Expr, TensorLoad, Var
 
 from ..program.expr import constant, dtype_of, keeps_value, number, rebuild, variables
 from ..program.program import Extent, Param
+from .axis import INDEX, Axis  # noqa: F401
+from .windows import Windows
 
 # Simplifies indices whose sizes are symbolic: what is left of a reshape whose ranges are known.
 #
@@ -88,9 +90,6 @@ def _divides(expr: Expr) -> bool:
     )
 
 
-INDEX = "int64"
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Binding:
     """Temporary ``var = value``, to be computed once before it is read."""
@@ -105,27 +104,31 @@ def fresh_var(name: str, dtype: str) -> Var:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Axis:
-    """A coordinate: `var` runs over 0 ... extent - 1. Axes of extent 1 are left out."""
-
-    var: Var
-    extent: Extent
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Operand:
-    """One factor of a product: `value` over axis variables and `bindings`, computed in order."""
+    """One factor of a product: `value` over axis variables and `bindings`, computed in order.
+
+    `windows` tell how it is read where that is at windows with zeros around them.
+    """
 
     value: Expr
     bindings: tuple[Binding, ...] = ()
+    windows: Windows | None = None
 
     @property
     def load(self) -> TensorLoad | None:
         """The load of an operand that is nothing else: elements of a parameter, at most widened."""
-        expr = self.value
-        while isinstance(expr, tirx.Cast) and keeps_value(dtype_of(expr.value), dtype_of(expr)):
-            expr = expr.value
-        return expr if isinstance(expr, TensorLoad) else None
+        return _plain_load(self.value)
+
+    @property
+    def stored(self) -> TensorLoad | None:
+        """The same; of what is read at windows, the load of an element of the data."""
+        return self.load if self.windows is None else _plain_load(self.windows.data)
+
+
+def _plain_load(expr: Expr) -> TensorLoad | None:
+    while isinstance(expr, tirx.Cast) and keeps_value(dtype_of(expr.value), dtype_of(expr)):
+        expr = expr.value
+    return expr if isinstance(expr, TensorLoad) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -11,10 +11,14 @@ from ...errors import Unsupported
 from ..base import OnCPU, unranked, write_on_cpu
 from ..cpu.machine import machine_of
 from ..forms import Form, Ranked, Writer
+from ..gemm.mma.kernel import emit_gemm_mma
+from ..gemm.mma.plan import MmaConfig
+from ..gemm.mma.rank import mma_ranked
 from ..gemm.simt.config import SimtConfig
 from ..gemm.simt.kernel import emit_gemm_simt, simt_ranked
 from .cpu.kernel import write_convolution
 from .geometry import Convolution, read_convolution
+from .products import as_products
 
 
 def _read_on_cpu(func: tirx.PrimFunc, exact: bool) -> tuple[OnCPU, Convolution | None]:
@@ -39,18 +43,29 @@ def _emit_on_cpu(
     return write_on_cpu(loops, hw)
 
 
+def _mma_ranked(convolution: Convolution, hw: HardwareProfile, policy: Policy) -> Ranked:
+    return mma_ranked(as_products(convolution), hw, policy)
+
+
+def _emit_mma(convolution: Convolution, hw: HardwareProfile, config: MmaConfig) -> tirx.PrimFunc:
+    return emit_gemm_mma(as_products(convolution), hw, config)
+
+
 def _simt_ranked(convolution: Convolution, hw: HardwareProfile, policy: Policy) -> Ranked:
-    return simt_ranked(convolution.contraction, hw, policy)
+    return simt_ranked(as_products(convolution), hw, policy)
 
 
 def _emit_simt(convolution: Convolution, hw: HardwareProfile, config: SimtConfig) -> tirx.PrimFunc:
-    return emit_gemm_simt(convolution.contraction, hw, config)
+    return emit_gemm_simt(as_products(convolution), hw, config)
 
 
 CUDA_WRITER = Writer(
     "a convolution",
     read_convolution,
-    (Form("simt", SimtConfig, _simt_ranked, _emit_simt),),
+    (
+        Form("mma", MmaConfig, _mma_ranked, _emit_mma),
+        Form("simt", SimtConfig, _simt_ranked, _emit_simt),
+    ),
 )
 
 CPU_WRITER = Writer(

@@ -35,6 +35,7 @@ from ..contraction.model import (
     fresh_var,
 )
 from ..contraction.reader import analyze_contraction
+from ..contraction.windows import Window
 from ..program.expr import (
     conjuncts,
     constant,
@@ -47,62 +48,6 @@ from ..program.expr import (
     substitute,
     variables,
 )
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Window:
-    """A dimension of the data that an axis of the results slides over.
-
-    The element ``(stride * axis + dilation * tap - before) / expansion`` is read where that is
-    whole and from `low` on and below `high`; elsewhere there is a zero. A negative `dilation` is a
-    filter that is turned around.
-
-    Attributes
-    ----------
-    dim : int
-        The dimension of the data.
-    axis : Axis or None
-        Of the results; None where they have one position only.
-    tap : Axis or None
-        Of the filter; None where it has one tap only.
-    """
-
-    dim: int
-    axis: Axis | None
-    tap: Axis | None
-    stride: int
-    dilation: int
-    before: int
-    expansion: int
-    low: int
-    high: int
-
-    @property
-    def size(self) -> int:
-        """Positions of the results."""
-        return 1 if self.axis is None else int(self.axis.extent)
-
-    @property
-    def taps(self) -> int:
-        """Taps of the filter."""
-        return 1 if self.tap is None else int(self.tap.extent)
-
-    @property
-    def reads_all(self) -> bool:
-        """Whether positions are elements: one for each, none of them padding."""
-        steps = (self.taps, self.stride, self.expansion, self.before, self.low)
-        return steps == (1, 1, 1, 0, 0) and self.high == self.size
-
-    def phase_taps(self, phase: int) -> list[tuple[int, int]]:
-        """The taps that positions ``phase + expansion * i`` of the results meet an element at, and
-        at which element, less ``stride * i``.
-        """
-        found = []
-        for tap in range(self.taps):
-            at = self.stride * phase + self.dilation * tap - self.before
-            if at % self.expansion == 0:
-                found.append((tap, at // self.expansion))
-        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -227,7 +172,7 @@ def _merged(convolution: Convolution) -> Convolution | None:
     parts = tirx.FloorDiv(both.var, size), tirx.FloorMod(both.var, size)
     axes = [a for a in segment.space if a is not above.axis and a is not last.axis]
     env = dict(zip((above.axis.var, last.axis.var), parts, strict=True))
-    put = _Put(env, Simplifier([*axes, both]))
+    put = Put(env, Simplifier([*axes, both]))
     outputs = tuple(
         replace(o, indices=tuple(map(put, o.indices)), value=put(o.value)) for o in segment.outputs
     )
@@ -255,7 +200,7 @@ def _merged(convolution: Convolution) -> Convolution | None:
         convolution,
         contraction=replace(convolution.contraction, segments=(segment,)),
         windows=(*others, window),
-        data=_Put(where, Simplifier([Axis(at, both.extent)]))(convolution.data),
+        data=Put(where, Simplifier([Axis(at, both.extent)]))(convolution.data),
     )
 
 
@@ -324,7 +269,7 @@ def _split_groups(contraction: Contraction) -> Contraction:
     env = {axis.var: group.var * constant(size, INDEX) + filters.var}
     batch = tuple(group if a is axis else a for a in segment.batch)
     simplify = Simplifier([*batch, filters, *segment.m, *segment.n, *product.k])
-    put = _Put(env, simplify)
+    put = Put(env, simplify)
     product = replace(product, a=put.operand(product.a), b=put.operand(product.b))
     outputs = tuple(
         replace(o, indices=tuple(map(put, o.indices)), value=put(o.value)) for o in segment.outputs
@@ -335,7 +280,7 @@ def _split_groups(contraction: Contraction) -> Contraction:
     return replace(contraction, segments=(segment,))
 
 
-class _Put:
+class Put:
     """Puts values in the place of variables, and simplifies the indices that hold them."""
 
     def __init__(self, env: Mapping[Var, Expr], simplify: Simplifier) -> None:
@@ -440,7 +385,7 @@ class _Reader:
                 if var in self.reduced and first == self.axes[var].extent - 1:
                     env[var] = constant(first, INDEX) - var
         if env:
-            put = _Put(env, Simplifier(self.axes.values()))
+            put = Put(env, Simplifier(self.axes.values()))
             self.data, self.weights = put.operand(self.data), put.operand(self.weights)
 
     def _weight_dims(self) -> tuple[tuple[Axis, ...], ...]:

@@ -8,6 +8,7 @@ x[b, s, h, d] with batch (b, h), rows (s), columns (d):    offset = f(batch) + f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,8 +17,9 @@ from tvm import tirx
 from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
-from ..contraction.model import INDEX, Simplifier
+from ..contraction.model import INDEX, Operand, Simplifier
 from ..contraction.reader import Axis, equal_sizes, size_of
+from ..contraction.windows import Windows
 from ..program.expr import (
     FLOAT8_DTYPES,
     constant,
@@ -169,6 +171,46 @@ def affine_access(
         start, digits[name] = found
         base += start
     return AffineAccess(base, digits)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WindowAccess:
+    """``offset = base + sum of strides * places`` of data that is read at windows, in elements.
+
+    `strides` has a number for each dimension of the data; `channel` is that of the channels, 0
+    where there are none.
+    """
+
+    base: int
+    strides: tuple[int, ...]
+    channel: int
+
+    def aligned(self, elements: int, windows: Windows) -> bool:
+        """Whether runs of `elements` channels are contiguous, at multiples of that."""
+        if windows.channels is None or windows.channel_dim is None or self.channel != 1:
+            return False
+        others = (s for d, s in enumerate(self.strides) if d != windows.channel_dim)
+        return all(n % elements == 0 for n in (windows.channels.extent, self.base, *others))
+
+
+def window_access(windows: Windows) -> WindowAccess | None:
+    """How plain data that is read at windows lies in memory; None where it is no plain data, or
+    is not affine in its coordinates.
+    """
+    load = Operand(windows.data).load
+    if load is None:
+        return None
+    shape = [number(extent) for extent in load.source.ty.shape]
+    ends = {w.dim: max(1, w.high) for w in windows.dims}
+    sizes = (1 if a is None else a.extent for a in (windows.group, windows.channels))
+    ends[windows.channel_dim] = math.prod(sizes)
+    axes = [Axis(var, ends[d]) for d, var in enumerate(windows.coordinates)]
+    found = affine_access(load.indices, shape, {str(d): (a,) for d, a in enumerate(axes)})
+    if found is None or any(len(digits) > 1 for digits in found.digits.values()):
+        return None
+    strides = tuple(found.inner(str(d)).stride for d in range(len(axes)))
+    channel = 0 if windows.channel_dim is None else strides[windows.channel_dim]
+    return WindowAccess(found.base, strides, channel)
 
 
 def _terms(expr: Expr, sign: int) -> Iterator[Expr]:

@@ -29,8 +29,15 @@ from .plan import Fragments, MmaConfig
 from .problem import Loop, MmaSegment, Way, read_mma
 from .rank import check_config, mma_ranked, ring_bytes
 from .units import commit_async, load_matrices, multiply, round_tf32, wait_async
+from .windows import Gather, WindowCopy
 
-LOADERS = {Way.COPY: Copy, Way.SHIFT: Shift, Way.COMPUTE: Compute}
+LOADERS = {
+    Way.COPY: Copy,
+    Way.SHIFT: Shift,
+    Way.WINDOW: WindowCopy,
+    Way.GATHER: Gather,
+    Way.COMPUTE: Compute,
+}
 
 
 def emit_gemm_mma(

@@ -131,12 +131,12 @@ class Loader:
     @property
     def parameter(self) -> Expr:
         """Address of a plain operand's parameter."""
-        buffer = self.frame.buffers[self.source.operand.load.source]
+        buffer = self.frame.buffers[self.source.operand.stored.source]
         return buffer.ptr_to([0] * len(self._param.shape))
 
     @property
     def _param(self) -> Param:
-        source = self.source.operand.load.source
+        source = self.source.operand.stored.source
         return next(p for p in self.frame.contraction.params if p.var.same_as(source))
 
 

@@ -8,6 +8,7 @@ x w + y u                          one segment, two loops that add to accumulato
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tvm_ffi
@@ -26,7 +27,7 @@ from ...contraction.reader import (
     equal_sizes,
     size_of,
 )
-from ...gpu.access import AffineAccess, affine_access
+from ...gpu.access import AffineAccess, WindowAccess, affine_access, window_access
 from ...program.expr import (
     FLOAT8_DTYPES,
     HALF_DTYPES,
@@ -55,6 +56,8 @@ class Way(enum.Enum):
 
     COPY = "cp.async"
     SHIFT = "registers, from addresses that cp.async cannot take"
+    WINDOW = "cp.async at windows, zeros around them"
+    GATHER = "registers, element by element at windows"
     COMPUTE = "registers, evaluated element by element"
 
 
@@ -69,6 +72,7 @@ class Source:
     along_k : terms are neighbours in memory (else rows are).
     k_major : terms are neighbours in shared memory.
     piece : bytes of a copy.
+    window : how data that is read at windows lies in memory; None where it is computed.
     """
 
     operand: Operand
@@ -81,6 +85,7 @@ class Source:
     k_major: bool
     way: Way
     piece: int
+    window: WindowAccess | None = None
 
     @property
     def element(self) -> int:
@@ -206,7 +211,8 @@ def _loop(
 
 def _dtypes(product: Product, hw: HardwareProfile, tf32: bool) -> tuple[str, str]:
     """The dtypes in which the tensor cores take A and B."""
-    plain = [None if x.load is None else dtype_of(x.load) for x in (product.a, product.b)]
+    stored = [x.stored for x in (product.a, product.b)]
+    plain = [None if load is None else dtype_of(load) for load in stored]
     if product.dtype == "int32":
         if all(dtype in INT8_DTYPES for dtype in plain):
             return plain[0], plain[1]
@@ -248,6 +254,8 @@ def _source(
 ) -> Source:
     operand = product.a if side == "m" else product.b
     rows = segment.m if side == "m" else segment.n
+    if operand.windows is not None:
+        return _window_source(product, operand, side, rows, dtype)
     access, load = None, operand.load
     if load is not None:
         shape = next(p.shape for p in contraction.params if p.var.same_as(load.source))
@@ -271,6 +279,23 @@ def _source(
     return Source(
         operand, side, tuple(rows), tuple(product.k), dtype, access, along_k, k_major, way, piece
     )
+
+
+def _window_source(
+    product: Product, operand: Operand, side: str, rows: Sequence[Axis], dtype: str
+) -> Source:
+    """An operand that is read at windows: by copies where channels are neighbours."""
+    windows, load, k = operand.windows, operand.stored, tuple(product.k)
+    way, piece, window, element = Way.GATHER, CHUNK, None, bytes_of(dtype)
+    if load is not None and dtype_of(load) == dtype:
+        window = window_access(windows)
+    if window is not None and k and k[-1] is windows.channels:
+        unexpanded = all(w.expansion == 1 for w in windows.dims)
+        sizes = (w for w in COPY_BYTES if w >= element)
+        widths = [w for w in sizes if window.aligned(w // element, windows)]
+        if widths and unexpanded:
+            way, piece = Way.WINDOW, widths[0]
+    return Source(operand, side, tuple(rows), k, dtype, None, True, True, way, piece, window)
 
 
 def _reads_along_k(

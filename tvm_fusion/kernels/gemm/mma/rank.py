@@ -42,7 +42,8 @@ OTHER_REGISTERS = 40
 EVALUATION_REGISTERS = 8
 
 # Registers that hold 16 bytes on their way: two aligned vectors where they start anywhere.
-HELD_REGISTERS = {Way.COPY: 0, Way.SHIFT: 11, Way.COMPUTE: 4}
+# At windows, each has an offset and places beside them.
+HELD_REGISTERS = {Way.COPY: 0, Way.SHIFT: 11, Way.WINDOW: 3, Way.GATHER: 11, Way.COMPUTE: 4}
 MAX_SHIFTS = 8
 
 # What follows is fitted to 18 shapes on an H200 (2026-11-20, 220 kernels; predictions are off by 7
@@ -56,7 +57,13 @@ PEAK_SHARE = 0.85
 # Seconds of a block: start and first slices; what a step waits for (barrier, latency of its loads),
 # more where they pass through registers; the epilogue of 128 x 128 elements.
 START_SECONDS = 4.2e-6
-STEP_SECONDS = {Way.COPY: 7e-8, Way.SHIFT: 1.7e-7, Way.COMPUTE: 2.2e-7}
+STEP_SECONDS = {
+    Way.COPY: 7e-8,
+    Way.SHIFT: 1.7e-7,
+    Way.WINDOW: 9e-8,
+    Way.GATHER: 2.2e-7,
+    Way.COMPUTE: 2.2e-7,
+}
 # A step of a tile of less than 64 rows waits this much longer for an operand that is computed.
 THIN_COMPUTED = 4.0
 EPILOGUE_SECONDS = 2.8e-6
@@ -69,6 +76,9 @@ PORT_BYTES = 33
 # Cycles of a multiprocessor for what each warp does beyond 16-byte copies to 16 bytes a thread.
 SMALL_PIECE_CYCLES = 3.9
 CHUNK_CYCLES = {Way.COPY: 0.0, Way.SHIFT: 44.0, Way.COMPUTE: 26.0}
+# Estimate: instructions of an element that is read at a window, and of a copy there, of which a
+# multiprocessor issues four a cycle.
+WINDOW_INSTRUCTIONS = {Way.WINDOW: 10, Way.GATHER: 14}
 
 
 def mma_ranked(
@@ -209,7 +219,7 @@ def _seconds(
 
 def _residuals(contraction: Contraction, segments: Sequence[MmaSegment]) -> float:
     """Bytes of matrices of an output's size that the epilogue reads, for each that it writes."""
-    loads = [x.operand.load for s in segments for loop in s.loops for x in (loop.a, *loop.b)]
+    loads = [x.operand.stored for s in segments for loop in s.loops for x in (loop.a, *loop.b)]
     operands = [load.source for load in loads if load is not None]
     outputs = {o.param for s in segments for o in s.segment.outputs}
     params = [(i, p) for i, p in enumerate(contraction.params) if _static(p)]
@@ -252,6 +262,9 @@ def _waiting_seconds(loop: Loop, c: MmaConfig) -> float:
 def _loading_cycles(source: Source, c: MmaConfig) -> float:
     """Cycles of the load/store units beyond those of 16-byte copies."""
     chunks = (c.block_m if source.side == "m" else c.block_n) * c.step_bytes / 16 / 32
+    if source.way in WINDOW_INSTRUCTIONS:
+        size = source.piece if source.way is Way.WINDOW else source.element
+        return chunks * 16 / size * WINDOW_INSTRUCTIONS[source.way] / 4
     if source.way is Way.COPY:
         return chunks * 16 / source.piece * SMALL_PIECE_CYCLES if source.piece < 16 else 0.0
     return chunks * CHUNK_CYCLES[source.way]

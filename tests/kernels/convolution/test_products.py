@@ -1,0 +1,221 @@
+"""Convolutions as matrix products on CUDA: numbers on the emulator, ways of data, resources."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tvm.relax import op
+
+from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.errors import Unsupported
+from tvm_fusion.kernels.convolution.forms import CUDA_WRITER
+from tvm_fusion.kernels.convolution.geometry import read_convolution
+from tvm_fusion.kernels.convolution.products import MAX_PHASES, as_products
+from tvm_fusion.kernels.gemm.mma.plan import MmaConfig
+from tvm_fusion.kernels.gemm.mma.problem import Way, read_mma
+
+from ...support.convolutions import Conv, plain, random_convolution
+from ...support.cuda_on_cpu import compile_cubins, run_cuda_on_cpu
+from ...support.kernel_cases import fuse, numpy_dtype, outputs_of
+
+H200, A100 = (load_profile(name) for name in ("nvidia_h200", "nvidia_a100"))
+POLICY = load_policy(None)
+MMA, SIMT = CUDA_WRITER.form_of(MmaConfig(64, 64, 32, 32)), CUDA_WRITER.forms[-1]
+TILES = (
+    MmaConfig(32, 64, 16, 32, 64, 3),
+    MmaConfig(16, 64, 16, 16, 128, 3),
+    MmaConfig(64, 32, 32, 16, 64, 4),
+)
+TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.2e-2}
+
+
+def check(conv: Conv, kernel, tolerance: float | None = None) -> None:
+    """Every output is poisoned before, and close to float64 after one launch."""
+    inputs = conv.arrays()
+    outputs = outputs_of(conv.func(), len(inputs))
+    assert run_cuda_on_cpu(kernel, [*inputs, *outputs]) == 1
+    for got, expected in zip(outputs, conv.expected(inputs), strict=True):
+        error = np.abs(got.astype("float64") - expected).max()
+        allowed = tolerance or TOLERANCE[conv.dtype]
+        assert error <= allowed * max(1.0, np.abs(expected).max())
+
+
+def read(conv: Conv):
+    return read_convolution(conv.func(), conv.exact)
+
+
+def ways(conv: Conv, tf32: bool = False) -> list[tuple[Way, Way]]:
+    """How A and B of each segment come into shared memory."""
+    segments = read_mma(as_products(read(conv)), H200, tf32)
+    return [(loop.a.way, loop.b[0].way) for s in segments for loop in s.loops]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_random_convolution(seed):
+    """Of every kind, at odd sizes, of few positions; in turns on tensor cores and CUDA cores."""
+    conv = random_convolution(seed)
+    reach = [k * d for k, d in zip(conv.kernel, conv.dilation, strict=True)]
+    sizes = tuple(min(n, r + 9) for n, r in zip(conv.sizes, reach, strict=True))
+    on_tensor_cores = seed % 3 < 2
+    dtype = ("float16", "bfloat16", "float32")[seed % 3]
+    conv = replace(conv, sizes=sizes, dtype=dtype)
+    if on_tensor_cores:
+        check(conv, MMA.emit(read(conv), H200, TILES[seed // 3 % 3]))
+    else:
+        found = SIMT.rank(read(conv), H200, POLICY)
+        check(conv, SIMT.emit(read(conv), H200, found[seed // 3 % len(found)][1]))
+
+
+LAST = plain(dtype="float16", data_layout="NHWC", weight_layout="OHWI", channels=16)
+FIRST = plain(dtype="float16", channels=16)
+UP = Conv((6, 5), (4, 3), 16, 24, strides=(2, 3), padding=(1,) * 4, transposed=True)
+KINDS = {
+    "vectors": (LAST, Way.WINDOW),
+    "a tap a step": (replace(LAST, channels=64), Way.WINDOW),
+    "vectors of 8 bytes": (replace(LAST, channels=12, groups=3, filters=24), Way.WINDOW),
+    "vectors of 4 bytes": (replace(LAST, channels=10), Way.WINDOW),
+    "weights beside filters": (replace(LAST, weight_layout="HWIO"), Way.WINDOW),
+    "weights beside taps": (replace(LAST, weight_layout="OIHW"), Way.WINDOW),
+    "strided and dilated": (replace(LAST, strides=(2, 1), dilation=(1, 2)), Way.WINDOW),
+    "three channels": (replace(LAST, channels=3, kernel=(7, 7), strides=(2, 2)), Way.GATHER),
+    "computed": (replace(LAST, prologue=True), Way.GATHER),
+    "channels first": (FIRST, Way.GATHER),
+    "channels first, groups": (replace(FIRST, groups=2), Way.GATHER),
+    "one tap": (replace(LAST, kernel=(1, 1), padding=(0,) * 4), Way.COPY),
+    "one tap, strided": (
+        replace(LAST, kernel=(1, 1), padding=(0,) * 4, strides=(2, 2)),
+        Way.COPY,
+    ),
+    "one tap, padded": (replace(LAST, kernel=(1, 1)), Way.WINDOW),
+    "images": (replace(LAST, batch=3, epilogue="two_outputs"), Way.WINDOW),
+    "results turned": (replace(LAST, epilogue="channels_moved"), Way.WINDOW),
+    "steps of less than an element": (replace(UP, dtype="float16"), Way.GATHER),
+    "three dimensions": (
+        Conv((4, 5, 3), (3, 2, 3), 16, 8, padding=(1,) * 6, data_layout="NDHWC", dtype="float16"),
+        Way.WINDOW,
+    ),
+    "one dimension": (
+        Conv((40,), (5,), 16, 24, strides=(2,), padding=(2, 2), data_layout="NWC", dtype="float16"),
+        Way.WINDOW,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_of_data_comes_in_by_its_way(kind):
+    conv, way = KINDS[kind]
+    assert {way in pair for pair in ways(conv)} == {True}
+    check(conv, MMA.emit(read(conv), A100, TILES[0]))
+
+
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
+@pytest.mark.parametrize("channels", [16, 3])
+@pytest.mark.parametrize(("dtype", "out"), [("int8", "int32"), ("float8_e4m3fn", "float32")])
+def test_eight_bits_are_summed_up_exactly(dtype, out, channels, layout):
+    weights = "OHWI" if layout == "NHWC" else "OIHW"
+    conv = plain(channels=channels, data_layout=layout, weight_layout=weights, dtype=dtype)
+
+    def emit(bb, x, w):
+        options = {"data_layout": layout, "kernel_layout": weights, "out_dtype": out}
+        return op.nn.conv2d(x, w, padding=1, **options)
+
+    func = fuse(emit, (conv.data_shape, dtype), (conv.weight_shape, dtype))
+    rng = np.random.default_rng(0)
+    inputs = [
+        rng.integers(-8, 9, s).astype(numpy_dtype(dtype))
+        for s in (conv.data_shape, conv.weight_shape)
+    ]
+    (expected,) = conv.expected(inputs)
+    for form in (MMA, SIMT):
+        problem = read_convolution(func)
+        (output,) = outputs_of(func, 2)
+        config = form.rank(problem, H200, POLICY)[0][1]
+        run_cuda_on_cpu(form.emit(problem, H200, config), [*inputs, output])
+        np.testing.assert_array_equal(output, expected)
+
+
+@pytest.mark.parametrize("conv", [plain(data_layout="NHWC", weight_layout="OHWI"), plain()])
+def test_float32_is_rounded_to_tf32_only_if_the_policy_allows_it(conv):
+    with pytest.raises(Unsupported, match="float32"):
+        MMA.rank(read(conv), H200, POLICY)
+    allowed = dataclasses.replace(POLICY, allow_tf32=True)
+    config = MMA.rank(read(conv), H200, allowed)[0][1]
+    check(conv, MMA.emit(read(conv), H200, config), tolerance=2e-3)
+
+
+def test_each_phase_of_a_transposed_convolution_has_its_own_taps():
+    """4 taps at steps of 1 / 2 are 2 and 2; 3 taps at steps of 1 / 3 are one each."""
+    found = as_products(read(UP))
+    assert [[a.extent for a in p.k] for p in found.products] == [[16, 2]] * 6
+    assert sum(s.M * s.N for s in found.segments) == np.prod(UP.output_shape)
+
+
+def test_phases_that_meet_no_tap_are_zeros_behind_which_the_epilogue_runs():
+    conv = Conv((5, 4), (1, 1), 8, 16, strides=(2, 2), transposed=True, epilogue="scale_shift")
+    check(conv, SIMT.emit(read(conv), H200, SIMT.rank(read(conv), H200, POLICY)[0][1]))
+
+
+def test_many_phases_are_one_product_that_meets_zeros():
+    conv = Conv((3, 4), (6, 5), 8, 16, strides=(6, 5), transposed=True, dtype="float16")
+    assert np.prod(conv.strides) > MAX_PHASES
+    assert len(as_products(read(conv)).segments) == 1
+    check(conv, MMA.emit(read(conv), H200, TILES[0]))
+
+
+def test_padding_is_zero_beside_infinite_data():
+    """What lies in memory where an image ends is another image."""
+    conv = replace(LAST, channels=24, batch=2)
+    inputs = conv.arrays()
+    (clean,), (got,) = conv.expected(inputs), outputs_of(conv.func(), 2)
+    inputs[0][1] = np.inf
+    run_cuda_on_cpu(MMA.emit(read(conv), H200, TILES[0]), [*inputs, got])
+    assert np.abs(got[0].astype("float64") - clean[0]).max() <= 2e-3 * np.abs(clean[0]).max()
+
+
+# ---- resources, refusals
+
+LARGE = dict(batch=32, dtype="float16", epilogue="scale_shift")
+LARGE_LAST = dict(LARGE, data_layout="NHWC", weight_layout="OHWI")
+RESOURCES = {
+    "middle": plain(sizes=(56, 56), channels=256, filters=256, **LARGE_LAST),
+    "strided": plain(sizes=(56, 56), channels=64, filters=64, strides=(2, 2), **LARGE_LAST),
+    "stem": Conv((224, 224), (7, 7), 3, 64, strides=(2, 2), padding=(3,) * 4, **LARGE_LAST),
+    "first": plain(sizes=(56, 56), channels=256, filters=256, **LARGE),
+    "up": Conv(
+        (28, 28), (4, 4), 128, 64, strides=(2, 2), padding=(1,) * 4, transposed=True, **LARGE
+    ),
+}
+
+
+@pytest.mark.parametrize(("arch", "hw"), [("sm_80", A100), ("sm_90a", H200)])
+def test_the_first_configurations_compile_without_spills(arch, hw):
+    kernels = {}
+    for name, conv in RESOURCES.items():
+        problem = read(conv)
+        kernels[name] = MMA.emit(problem, hw, MMA.rank(problem, hw, POLICY)[0][1])
+    found = compile_cubins(kernels, arch)
+    assert len(found) == len(kernels)
+    assert [r.kernel for r in found if r.spill_bytes] == []
+
+
+def test_copies_at_windows_are_predicted_to_be_faster_than_single_elements():
+    last, first = (RESOURCES[name] for name in ("middle", "first"))
+    seconds = [MMA.rank(read(conv), H200, POLICY)[0][0] for conv in (last, first)]
+    assert seconds[0] < seconds[1]
+
+
+def test_devices_without_asynchronous_copies_take_the_cuda_cores():
+    old = dataclasses.replace(A100, arch="sm_75")
+    with pytest.raises(Unsupported, match=r"cp\.async"):
+        MMA.rank(read(LAST), old, POLICY)
+    check(LAST, CUDA_WRITER.emit(read(LAST), old, POLICY))
+
+
+def test_sums_in_double_precision_are_left_to_the_cuda_cores():
+    conv = plain(dtype="float64")
+    with pytest.raises(Unsupported, match="float64"):
+        MMA.rank(read(conv), H200, POLICY)
+    check(conv, CUDA_WRITER.emit(read(conv), H200, POLICY), tolerance=1e-12)

@@ -1,0 +1,147 @@
+"""Operands that are read at windows: which element each row and term meets, and where zeros are.
+
+    x[n, 2 p + r - 1, 2 q + s - 1, c]      rows (n, p, q), terms (r, s, c)
+      windows    n;  2 p + r - 1;  2 q + s - 1          channels c
+
+An operand of a convolution: its rows are positions, its terms the taps of a filter and channels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.ir import Expr, Var
+
+from ..program.expr import conjunction, constant, dtype_of, substitute
+from .axis import INDEX, Axis
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Window:
+    """A dimension of the data that an axis of the results slides over.
+
+    The element ``(stride * axis + dilation * tap - before) / expansion`` is read where that is
+    whole and from `low` on and below `high`; elsewhere there is a zero. A negative `dilation` is a
+    filter that is turned around.
+
+    Attributes
+    ----------
+    dim : int
+        The dimension of the data.
+    axis : Axis or None
+        Of the results; None where they have one position only.
+    tap : Axis or None
+        Of the filter; None where it has one tap only.
+    """
+
+    dim: int
+    axis: Axis | None
+    tap: Axis | None
+    stride: int
+    dilation: int
+    before: int
+    expansion: int
+    low: int
+    high: int
+
+    @property
+    def size(self) -> int:
+        """Positions of the results."""
+        return 1 if self.axis is None else int(self.axis.extent)
+
+    @property
+    def taps(self) -> int:
+        """Taps of the filter."""
+        return 1 if self.tap is None else int(self.tap.extent)
+
+    @property
+    def reads_all(self) -> bool:
+        """Whether positions are elements: one for each, none of them padding."""
+        steps = (self.taps, self.stride, self.expansion, self.before, self.low)
+        return steps == (1, 1, 1, 0, 0) and self.high == self.size
+
+    @property
+    def has_zeros(self) -> bool:
+        """Whether some position and tap meet no element."""
+        reach = self.dilation * (self.taps - 1)
+        first = min(0, reach) - self.before
+        last = self.stride * (self.size - 1) + max(0, reach) - self.before
+        return self.expansion > 1 or first < self.low or last >= self.high
+
+    def phase_taps(self, phase: int) -> list[tuple[int, int]]:
+        """The taps that positions ``phase + expansion * i`` of the results meet an element at, and
+        at which element, less ``stride * i``.
+        """
+        found = []
+        for tap in range(self.taps):
+            at = self.stride * phase + self.dilation * tap - self.before
+            if at % self.expansion == 0:
+                found.append((tap, at // self.expansion))
+        return found
+
+    def place(self) -> Expr:
+        """The element that is read, times the expansion."""
+        found = constant(-self.before, INDEX)
+        for axis, factor in ((self.axis, self.stride), (self.tap, self.dilation)):
+            if axis is not None:
+                found = found + axis.var * constant(factor, INDEX)
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Windows:
+    """What an operand reads at windows, zeros around it.
+
+    Attributes
+    ----------
+    dims : tuple of Window
+        Of all dimensions of the data but that of the channels.
+    channel_dim : int or None
+    group, channels : Axis or None
+        The dimension of the channels is read at ``group * (number of channels) + channel``.
+    data : Expr
+        An element of the data over `coordinates`.
+    coordinates : tuple of Var
+        Stand for the dimensions of the data.
+    """
+
+    dims: tuple[Window, ...]
+    channel_dim: int | None
+    group: Axis | None
+    channels: Axis | None
+    data: Expr
+    coordinates: tuple[Var, ...]
+
+    @property
+    def channel(self) -> Expr | None:
+        """Where the dimension of the channels is read."""
+        if self.channel_dim is None:
+            return None
+        found = constant(0, INDEX)
+        if self.channels is not None:
+            found = found + self.channels.var
+        if self.group is not None:
+            size = 1 if self.channels is None else self.channels.extent
+            found = found + self.group.var * constant(size, INDEX)
+        return found
+
+    @property
+    def value(self) -> Expr:
+        """What the operand is at its axes."""
+        places, conditions = {}, []
+        for window in self.dims:
+            at = window.place()
+            if window.expansion > 1:
+                size = constant(window.expansion, INDEX)
+                conditions.append(tirx.FloorMod(at, size).equal(0))
+                at = tirx.FloorDiv(at, size)
+            places[self.coordinates[window.dim]] = at
+            if window.has_zeros:
+                conditions += [at >= constant(window.low, INDEX), at < constant(window.high, INDEX)]
+        if self.channel_dim is not None:
+            places[self.coordinates[self.channel_dim]] = self.channel
+        found = substitute(self.data, places)
+        if not conditions:
+            return found
+        return tirx.if_then_else(conjunction(*conditions), found, constant(0, dtype_of(found)))

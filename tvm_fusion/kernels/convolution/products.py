@@ -1,0 +1,127 @@
+"""A convolution as the matrix product that the forms of a GEMM write.
+
+    T[n, p, q, f] = sum_{r, s, c} pad(x)[n, 2 p + r, 2 q + s, c] * w[f, r, s, c]
+
+      rows (n, p, q)   columns f   terms (r, s, c)   batch: the group
+
+Rows and columns change places where positions lie side by side in the results. A transposed
+convolution is a product for each phase of its steps, all of them segments of one launch:
+
+    T[2 i + phase, f] = sum over the taps that meet an element there
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+from tvm.ir import Var
+
+from ..contraction.model import (
+    INDEX,
+    Axis,
+    Binding,
+    Contraction,
+    Operand,
+    Segment,
+    Simplifier,
+    fresh_var,
+)
+from ..contraction.windows import Window, Windows
+from ..gpu.access import window_access
+from ..program.expr import constant, number, variables
+from .geometry import Convolution, Put
+
+# Products of one launch, each with code of its own; a convolution of more phases is one product
+# whose sums meet zeros.
+MAX_PHASES = 16
+
+
+def as_products(convolution: Convolution) -> Contraction:
+    """The convolution as a contraction: a segment, or one for each phase of a transposed one.
+
+    The operand that reads the data is told as `Windows`, unless it is read at the positions
+    themselves, without padding.
+    """
+    expanded = [w for w in convolution.windows if w.expansion > 1 and w.axis is not None]
+    phases = list(itertools.product(*(range(min(w.expansion, w.size)) for w in expanded)))
+    if len(phases) > MAX_PHASES:
+        expanded, phases = [], [()]
+    segments = []
+    for phase in phases:
+        windows, env = list(convolution.windows), {}
+        for window, start in zip(expanded, phase, strict=True):
+            windows[windows.index(window)] = _phase(window, start, env)
+        segments.append(_segment(convolution, windows, env))
+    return replace(convolution.contraction, segments=tuple(segments))
+
+
+def _phase(window: Window, start: int, env: dict[Var, object]) -> Window:
+    """The window of the positions from `start` on, as far apart as it is expanded; what its axes
+    are there is added to `env`.
+    """
+    size = -(-(window.size - start) // window.expansion)
+    axis = Axis(fresh_var("step", INDEX), size) if size > 1 else None
+    env[window.axis.var] = constant(start, INDEX) + (
+        axis.var * constant(window.expansion, INDEX) if axis else constant(0, INDEX)
+    )
+    found = window.phase_taps(start)
+    first, at = found[0] if found else (0, 0)
+    step, dilation = (found[1][0] - first, found[1][1] - at) if len(found) > 1 else (1, 1)
+    tap = Axis(fresh_var("tap", INDEX), len(found)) if len(found) > 1 else None
+    if window.tap is not None:
+        env[window.tap.var] = constant(first, INDEX) + (
+            tap.var * constant(step, INDEX) if tap else constant(0, INDEX)
+        )
+    # Where no tap meets an element there are zeros only.
+    high = window.high if found else window.low
+    return Window(window.dim, axis, tap, window.stride, dilation, -at, 1, window.low, high)
+
+
+def _segment(convolution: Convolution, windows: list[Window], env: dict[Var, object]) -> Segment:
+    group, filters, channels = convolution.group, convolution.filters, convolution.channels
+    source = convolution.segment
+    positions = tuple(w.axis for w in windows if w.axis is not None)
+    taps = tuple(w.tap for w in windows if w.tap is not None)
+    own = [a for a in (group, filters, channels, *positions, *taps) if a is not None]
+    put = Put(env, Simplifier(own))
+    weights = put.operand(convolution.weights)
+    read = Windows(
+        tuple(windows),
+        convolution.channel_dim,
+        group,
+        channels,
+        convolution.data,
+        convolution.coordinates,
+    )
+    simplify = Put({a.var: a.var for a in own}, Simplifier(own))
+    plain = all(w.taps == 1 and not w.has_zeros for w in windows)
+    data = Operand(simplify(read.value), (), None if plain else read)
+    outputs = tuple(
+        replace(o, indices=tuple(map(put, o.indices)), value=put(o.value)) for o in source.outputs
+    )
+    bindings = tuple(Binding(b.var, put(b.value)) for b in source.bindings)
+    columns = (filters,) if filters is not None else ()
+    inner = next((i for i in reversed(outputs[0].indices) if number(i) is None), None)
+    by_filter = filters is not None and inner is not None and filters.var in variables(inner)
+    k = _terms(read, weights, taps)
+    a, b, m, n = data, weights, positions, columns
+    if not by_filter:
+        a, b, m, n = weights, data, columns, positions
+    product = replace(convolution.product, a=a, b=b, k=k)
+    batch = (group,) if group is not None else ()
+    return Segment(batch, m, n, (product,), bindings, outputs)
+
+
+def _terms(read: Windows, weights: Operand, taps: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    """The axes of the sum: channels last where they are neighbours in the data, which then comes
+    in by vectors; else as the weights have them.
+    """
+    if read.channels is None:
+        return taps
+    access = window_access(read)
+    if access is not None and access.aligned(2, read):
+        return (*taps, read.channels)
+    owner = {a.var: a for a in (*taps, read.channels)}
+    found = [owner[v] for i in weights.load.indices for v in variables(i) if v in owner]
+    return tuple(dict.fromkeys(found))
