@@ -27,6 +27,18 @@ static void tvmf_load_pair_far(void* d, const void* s, long long at, long long e
   tvmf_load_pair(d, s, at, end, valid);
 }
 
+#define LOAD_IF(N, T) \
+  static void tvmf_load_if##N##_far(void* d, const void* s, long long at, int mask, int bits) { \
+    memset(d, 0, N); \
+    if ((mask & bits) != bits) return; \
+    check((const T*)s + at, N, N); \
+    memcpy(d, (const T*)s + at, N); \
+  } \
+  static void tvmf_load_if##N(void* d, const void* s, int at, int mask, int bits) { \
+    tvmf_load_if##N##_far(d, s, at, mask, bits); \
+  }
+LOAD_IF(1, uint8_t) LOAD_IF(2, uint16_t) LOAD_IF(4, uint32_t)
+
 // What each thread of a warp shows to the others; two tables take turns, so one barrier an exchange is enough.
 struct Shown { const void* place; uint32_t words[6]; };
 Shown* show(const Shown& own);

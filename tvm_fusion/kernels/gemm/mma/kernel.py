@@ -27,15 +27,16 @@ from .epilogue import Epilogue
 from .operand import Copy, Loader, Place, Shift
 from .plan import Fragments, MmaConfig
 from .problem import Loop, MmaSegment, Way, read_mma
-from .rank import check_config, mma_ranked, ring_bytes
+from .rank import check_config, mma_ranked, ring_bytes, table_bytes
 from .units import commit_async, load_matrices, multiply, round_tf32, wait_async
-from .windows import Gather, WindowCopy
+from .windows import Evaluate, Gather, WindowCopy
 
 LOADERS = {
     Way.COPY: Copy,
     Way.SHIFT: Shift,
     Way.WINDOW: WindowCopy,
     Way.GATHER: Gather,
+    Way.EVALUATE: Evaluate,
     Way.COMPUTE: Compute,
 }
 
@@ -90,6 +91,8 @@ class _Kernel:
         self.thread = T.thread_id([c.threads])
         pool = shared_pool()
         self.ring = pool.alloc((ring_bytes(self.segments, c),), "uint8", align=1024, layout=None)
+        words = table_bytes(self.segments, c) // 4
+        self.table = pool.alloc((words,), "int32", align=16, layout=None) if words else None
         pool.commit()
         self.lane = T.Bind(self.thread % 32)
         warp = T.Bind(self.thread // 32)
@@ -138,6 +141,9 @@ class _MainLoop:
             start += loader.panel.size
         self.copies = [x for x in self.loaders if x.is_async]
         self.others = [x for x in self.loaders if not x.is_async]
+        self.tabled = [x for x in self.loaders if isinstance(x, Gather)]
+        for loader in self.tabled:
+            loader.table = kernel.table
         self.fragments = [
             Fragments(
                 x.panel,
@@ -171,6 +177,10 @@ class _MainLoop:
     def _fill(self) -> None:
         """The first steps' slices, and the first fragments."""
         whole = self.config.stages - 2
+        if self.tabled:
+            for step in range(self.config.stages):
+                self._tabulate(T.int32(step))
+            T.evaluate(T.cuda.cta_sync())
         if self.others:
             with T.serial(0, whole, unroll=False) as step:
                 self._bring(step, stored=True)
@@ -193,6 +203,12 @@ class _MainLoop:
                     loader.store(step, step)
         T.evaluate(commit_async())
 
+    def _tabulate(self, step: Expr) -> None:
+        """What the terms of a step give, a barrier before they are loaded."""
+        with T.If(self._exists(step)), T.Then():
+            for loader in self.tabled:
+                loader.tabulate(step)
+
     def _exists(self, step: Expr) -> Expr:
         return step < self.steps
 
@@ -210,6 +226,8 @@ class _MainLoop:
                 loader.copy(ahead, ahead % c.stages)
             for loader in self.others:
                 loader.load(ahead)
+        if self.tabled:
+            self._tabulate(T.Bind(step + c.stages))
         T.evaluate(commit_async())
 
     def _read(self, stage: Expr, turn: int) -> None:

@@ -8,6 +8,7 @@ x w + y u                          one segment, two loops that add to accumulato
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ from ...contraction.reader import (
     equal_sizes,
     size_of,
 )
+from ...contraction.windows import Windows
 from ...gpu.access import AffineAccess, WindowAccess, affine_access, window_access
 from ...program.expr import (
     FLOAT8_DTYPES,
@@ -50,6 +52,10 @@ GROUP = 8
 
 INT8_DTYPES = ("int8", "uint8")
 
+# The bit, in a table of terms, that those and rows have that exist.
+EXISTS = 1 << 30
+ENTRY_BYTES = 8
+
 
 class Way(enum.Enum):
     """How an operand comes into shared memory."""
@@ -57,7 +63,8 @@ class Way(enum.Enum):
     COPY = "cp.async"
     SHIFT = "registers, from addresses that cp.async cannot take"
     WINDOW = "cp.async at windows, zeros around them"
-    GATHER = "registers, element by element at windows"
+    GATHER = "registers, element by element at windows, terms from a table"
+    EVALUATE = "registers, evaluated element by element at windows"
     COMPUTE = "registers, evaluated element by element"
 
 
@@ -286,16 +293,24 @@ def _window_source(
 ) -> Source:
     """An operand that is read at windows: by copies where channels are neighbours."""
     windows, load, k = operand.windows, operand.stored, tuple(product.k)
-    way, piece, window, element = Way.GATHER, CHUNK, None, bytes_of(dtype)
-    if load is not None and dtype_of(load) == dtype:
+    way, piece, window, element = Way.EVALUATE, CHUNK, None, bytes_of(dtype)
+    plain = load is not None and dtype_of(load) == dtype
+    if plain and all(w.expansion == 1 for w in windows.dims):
         window = window_access(windows)
-    if window is not None and k and k[-1] is windows.channels:
-        unexpanded = all(w.expansion == 1 for w in windows.dims)
-        sizes = (w for w in COPY_BYTES if w >= element)
+    if window is not None:
+        way = Way.GATHER if _fits_table(windows, load) else Way.EVALUATE
+        sizes = (w for w in COPY_BYTES if w >= element and k and k[-1] is windows.channels)
         widths = [w for w in sizes if window.aligned(w // element, windows)]
-        if widths and unexpanded:
+        if widths:
             way, piece = Way.WINDOW, widths[0]
     return Source(operand, side, tuple(rows), k, dtype, None, True, True, way, piece, window)
+
+
+def _fits_table(windows: Windows, load: TensorLoad) -> bool:
+    """Whether all taps of windows have a bit, and all offsets 32 bits."""
+    taps = sum(w.taps for w in windows.dims if w.has_zeros)
+    elements = math.prod(int(extent) for extent in load.source.ty.shape)
+    return 1 << taps <= EXISTS and elements < 1 << 31
 
 
 def _reads_along_k(

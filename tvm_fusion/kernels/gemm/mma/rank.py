@@ -13,7 +13,7 @@ from ...program.expr import bytes_of
 from ...program.program import Param
 from ..epilogue import operation_s
 from .plan import MmaConfig
-from .problem import Loop, MmaSegment, Source, Way, read_mma, rows_of
+from .problem import ENTRY_BYTES, Loop, MmaSegment, Source, Way, read_mma, rows_of
 
 # (block_m, block_n, warp_m, warp_n)
 TILES = (
@@ -43,7 +43,14 @@ EVALUATION_REGISTERS = 8
 
 # Registers that hold 16 bytes on their way: two aligned vectors where they start anywhere.
 # At windows, each has an offset and places beside them.
-HELD_REGISTERS = {Way.COPY: 0, Way.SHIFT: 11, Way.WINDOW: 3, Way.GATHER: 11, Way.COMPUTE: 4}
+HELD_REGISTERS = {
+    Way.COPY: 0,
+    Way.SHIFT: 11,
+    Way.WINDOW: 3,
+    Way.GATHER: 10,
+    Way.EVALUATE: 11,
+    Way.COMPUTE: 4,
+}
 MAX_SHIFTS = 8
 
 # What follows is fitted to 18 shapes on an H200 (2026-11-20, 220 kernels; predictions are off by 7
@@ -62,6 +69,7 @@ STEP_SECONDS = {
     Way.SHIFT: 1.7e-7,
     Way.WINDOW: 9e-8,
     Way.GATHER: 2.2e-7,
+    Way.EVALUATE: 2.2e-7,
     Way.COMPUTE: 2.2e-7,
 }
 # A step of a tile of less than 64 rows waits this much longer for an operand that is computed.
@@ -78,7 +86,7 @@ SMALL_PIECE_CYCLES = 3.9
 CHUNK_CYCLES = {Way.COPY: 0.0, Way.SHIFT: 44.0, Way.COMPUTE: 26.0}
 # Estimate: instructions of an element that is read at a window, and of a copy there, of which a
 # multiprocessor issues four a cycle.
-WINDOW_INSTRUCTIONS = {Way.WINDOW: 10, Way.GATHER: 14}
+WINDOW_INSTRUCTIONS = {Way.WINDOW: 10, Way.GATHER: 8, Way.EVALUATE: 40}
 
 
 def mma_ranked(
@@ -134,7 +142,7 @@ def check_config(segments: Sequence[MmaSegment], config: MmaConfig, hw: Hardware
         raise Unsupported(f"a ring of less than {MIN_STAGES} stages")
     if c.threads > hw.max_threads_per_block:
         raise Unsupported("more threads than a block has")
-    if ring_bytes(segments, c) > hw.smem_per_block_bytes:
+    if ring_bytes(segments, c) + table_bytes(segments, c) > hw.smem_per_block_bytes:
         raise Unsupported("more shared memory than a block has")
     most = max(_shifts(loop, c) for s in segments for loop in s.loops)
     if most > (MAX_SHIFTS if c.warp_n <= 64 else 0):
@@ -148,6 +156,15 @@ def ring_bytes(segments: Sequence[MmaSegment], config: MmaConfig) -> int:
     """Shared memory of the ring."""
     widest = max(len(loop.b) for s in segments for loop in s.loops)
     return config.stages * config.stage_bytes(widest)
+
+
+def table_bytes(segments: Sequence[MmaSegment], config: MmaConfig) -> int:
+    """Shared memory of the tables of terms, one for each stage."""
+    sources = [x for s in segments for loop in s.loops for x in (loop.a, *loop.b)]
+    elements = [x.element for x in sources if x.way is Way.GATHER]
+    if not elements:
+        return 0
+    return config.stages * config.step_bytes // min(elements) * ENTRY_BYTES
 
 
 def _registers(segment: MmaSegment, c: MmaConfig) -> int:
@@ -177,7 +194,7 @@ def _held(loop: Loop, c: MmaConfig) -> int:
 
 def _resident(segments: Sequence[MmaSegment], c: MmaConfig, hw: HardwareProfile) -> int:
     """Blocks of a multiprocessor."""
-    memory = ring_bytes(segments, c) + hw.smem_reserved_per_block_bytes
+    memory = ring_bytes(segments, c) + table_bytes(segments, c) + hw.smem_reserved_per_block_bytes
     registers = 8 * math.ceil(max(_registers(s, c) for s in segments) / 8)
     return max(
         1,

@@ -168,6 +168,26 @@ def shift_pair(
     return device_call("void", name, arguments, body, words, registers, source, at, end, valid)
 
 
+_ELEMENTS = {1: ("u8", "h", "char"), 2: ("u16", "h", "short"), 4: ("u32", "r", "int")}
+
+
+def load_if(size: int, register: Expr, source: Expr, at: Expr, mask: Expr, bits: Expr) -> Expr:
+    """Loads element number `at` of `size` bytes, or 0 unless the mask has all `bits`."""
+    kind, code, name = _ELEMENTS[size]
+    own = f"unsigned {name}"
+    wide = "unsigned short" if size == 1 else own
+    ctype, suffix = _offsets(at)
+    body = (
+        f"{wide} v; "
+        'asm volatile("{ .reg .pred q; .reg .b32 t; and.b32 t, %2, %3; setp.eq.s32 q, t, %3; '
+        f'mov.b{max(16, 8 * size)} %0, 0; @q ld.global.nc.{kind} %0, [%1]; }}" : "=&{code}"(v) '
+        f': "l"((const {own}*)s + at), "r"(mask), "r"(bits)); *({own}*)d = ({own})v;'
+    )
+    arguments = f"void* d, const void* s, {ctype} at, int mask, int bits"
+    name = f"load_if{size}{suffix}"
+    return device_call("void", name, arguments, body, register, source, at, mask, bits)
+
+
 def store_integers(place: Expr, low: Expr, high: Expr) -> Expr:
     """Stores two neighbouring int32 at the aligned `place`."""
     body = "*(int2*)p = make_int2(low, high);"

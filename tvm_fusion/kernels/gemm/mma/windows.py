@@ -19,10 +19,12 @@ from tvm.script import tirx as T
 from ...contraction.model import fresh_var
 from ...contraction.windows import Window
 from ...gpu.access import is_multiple
+from ...gpu.memory import copy_words
 from ...gpu.product_frame import Tile, coordinates, evaluate
 from ...program.expr import HALF_DTYPES, conjunction, constant, convert, dtype_of
 from .operand import Loader, Unit, always, store_chunk
-from .units import CHUNK, copy_async
+from .problem import ENTRY_BYTES, EXISTS, rows_of
+from .units import CHUNK, copy_async, load_if
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +64,7 @@ class AtWindows(Loader):
             if window.axis is not None:
                 start = env[window.axis.var] * self._number(window.stride) + start
             starts.append(T.Bind(start))
-            if access is not None and window.expansion == 1:
+            if access is not None:
                 offset = offset + starts[-1] * self._number(access.strides[window.dim])
         if access is not None and windows.group is not None and windows.channel_dim is not None:
             offset = offset + self._first_channel() * self._number(access.channel)
@@ -98,7 +100,7 @@ class AtWindows(Loader):
                 continue
             distance = env[window.tap.var] * self._number(window.dilation)
             distances.append(T.Bind(distance))
-            if access is not None and window.expansion == 1:
+            if access is not None:
                 offset = offset + distances[-1] * self._number(access.strides[window.dim])
         channel = self._number(0)
         if windows.channels is not None:
@@ -170,9 +172,95 @@ class WindowCopy(AtWindows):
 
 
 class Gather(AtWindows):
-    """Single elements, of any layout, computed ones too; neighbouring threads have neighbouring
-    rows.
+    """Single elements of any layout; neighbouring threads have neighbouring rows.
+
+    What the terms of a step give stands in a table in shared memory: the offset of each, and a bit
+    for each window, that of its tap. A row has the bits of all taps that meet an element.
     """
+
+    is_async = False
+
+    def prepare(self, tile: Tile, thread: Expr) -> None:
+        super().prepare(tile, thread)
+        self.thread = thread
+        self.length = CHUNK // self.source.element
+        self.masks = [
+            T.Bind(self._mask(unit, row)) for unit, row in zip(self.units, self.rows, strict=True)
+        ]
+        self.kept = T.alloc_local((len(self.units) * self.length,), self.source.dtype)
+        self.entries = T.alloc_local((2 * self.length,), "int32")
+
+    def _threads_along_lines(self) -> bool:
+        return False
+
+    def _mask(self, unit: Unit, row: Row) -> Expr:
+        found, first = T.int32(EXISTS), 0
+        for window, start in zip(self.windows.dims, row.starts, strict=True):
+            if not window.has_zeros:
+                continue
+            for tap in range(window.taps):
+                place = start + self._number(window.dilation * tap)
+                bit = T.int32(1 << (first + tap))
+                met = T.Select(self._is_read(window, place), bit, T.int32(0))
+                found = T.bitwise_or(found, met)
+            first += window.taps
+        if self.ragged_rows:
+            exists = unit.row < self.frame.size(rows_of(self.source))
+            found = T.Select(exists, found, T.int32(0))
+        return found
+
+    def tabulate(self, step: Expr) -> None:
+        """Emits the table of a step, which is there for all threads behind their next barrier."""
+        terms, threads = self.panel.terms, self.config.threads
+        for start in range(0, terms, threads):
+            number = T.Bind(self.thread + start)
+            with T.If(always(number < terms if start + threads > terms else None)), T.Then():
+                flat = T.Bind(convert(step * terms + number, self.frame.index))
+                env = self._digits(flat, self.source.k)
+                bits, first = T.int32(EXISTS), 0
+                for window in self.windows.dims:
+                    if window.has_zeros:
+                        tap = 0 if window.tap is None else convert(env[window.tap.var], "int32")
+                        bits = T.bitwise_or(bits, T.shift_left(T.int32(1), tap + first))
+                        first += window.taps
+                if self.ragged_terms:
+                    # No row has all bits.
+                    bits = T.Select(flat < self.frame.size(self.extent), bits, T.int32(-1))
+                at = self._entry(step, number)
+                T.buffer_store(self.table, convert(self._term(env).offset, "int32"), [at])
+                T.buffer_store(self.table, bits, [at + 1])
+
+    def _entry(self, step: Expr, number: Expr) -> Expr:
+        """Where the table has a term of a step."""
+        return T.Bind((step % self.config.stages * self.panel.terms + number) * 2)
+
+    def load(self, step: Expr) -> None:
+        """Emits the loads of a step's slice into registers."""
+        for i, (unit, row) in enumerate(zip(self.units, self.rows, strict=True)):
+            with T.If(always(unit.exists)), T.Then():
+                self._take_entries(self._entry(step, unit.term))
+                for v in range(self.length):
+                    at = row.offset + convert(self.entries[2 * v], self.frame.index)
+                    target = self.kept.ptr_to([i * self.length + v])
+                    bits = self.masks[i], self.entries[2 * v + 1]
+                    call = load_if(self.source.element, target, self.parameter, at, *bits)
+                    T.evaluate(call)
+
+    def _take_entries(self, first: Expr) -> None:
+        """Emits the loads of the entries of a chunk."""
+        own, table = self.entries.ptr_to([0]), self.table.ptr_to([first])
+        copy_words(lambda _: own, lambda _: table, ENTRY_BYTES * self.length, CHUNK)
+
+    def store(self, step: Expr, stage: Expr) -> None:
+        """Emits the stores of the registers to shared memory."""
+        for i, unit in enumerate(self.units):
+            with T.If(always(unit.exists)), T.Then():
+                registers = self.kept.ptr_to([i * self.length])
+                store_chunk(self.place.at(stage, unit.offset), registers)
+
+
+class Evaluate(AtWindows):
+    """Single elements that are computed, or read at steps of less than an element."""
 
     is_async = False
 
@@ -180,10 +268,6 @@ class Gather(AtWindows):
         super().prepare(tile, thread)
         self.length = CHUNK // self.source.element
         self.kept = T.alloc_local((len(self.units) * self.length,), self.source.dtype)
-        if self.source.window is not None:
-            elements = self._param.elements
-            data = self.frame.buffers[self.source.operand.stored.source].data
-            self.flat = T.decl_buffer((elements,), self.source.dtype, data=data)
 
     def _threads_along_lines(self) -> bool:
         return False
@@ -201,7 +285,7 @@ class Gather(AtWindows):
                     last = at < self.frame.size(self.extent)
                 condition = conjunction(inside, last, self._within(row, term))
                 value = self._element(row, term, condition)
-                T.buffer_store(self.kept, value, [i * self.length + v])
+                T.buffer_store(self.kept, convert(value, self.source.dtype), [i * self.length + v])
 
     def _terms(self, flat: Expr):
         """The flat coordinate and the axes of each term of a chunk; what lies within one run of
@@ -218,26 +302,7 @@ class Gather(AtWindows):
             yield at, self._digits(at, k)
 
     def _element(self, row: Row, term: Term, condition: Expr | None) -> Expr:
-        dtype = self.source.dtype
-        if self.source.window is not None:
-            value = self.flat[self._offset(row, term)]
-            if condition is None:
-                return value
-            return tirx.if_then_else(condition, value, constant(0, dtype))
-        found = self._computed(row, term, condition)
-        return convert(found, dtype)
-
-    def _offset(self, row: Row, term: Term) -> Expr:
-        """Of a plain element."""
-        access, found = self.source.window, row.offset + term.offset
-        for position, window in enumerate(self.windows.dims):
-            if window.expansion > 1:
-                at = T.truncdiv(self._place(row, term, position), self._number(window.expansion))
-                found = found + at * self._number(access.strides[window.dim])
-        return found
-
-    def _computed(self, row: Row, term: Term, condition: Expr | None) -> Expr:
-        """The value of an element that is computed, or 0."""
+        """The value of an element, or 0."""
         windows, env = self.windows, {}
         for position, window in enumerate(windows.dims):
             at = self._place(row, term, position)
