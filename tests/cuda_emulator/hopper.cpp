@@ -49,13 +49,14 @@ void named_barrier_arrive(int id, int threads) {
 
 template <class F> static void each_element(const TensorMap& map, const int* at, F visit) {
   long long total = 1;
-  for (int d = 0; d < map.rank; d++) total *= map.box[d];
+  int count[5];
+  for (int d = 0; d < map.rank; d++) total *= count[d] = (map.box[d] + map.step[d] - 1) / map.step[d];
   for (long long i = 0; i < total; i++) {
     long long rest = i, offset = 0;
     bool inside = true;
     for (int d = 0; d < map.rank; d++) {
-      long long c = at[d] + rest % map.box[d];
-      rest /= map.box[d];
+      long long c = at[d] + rest % count[d] * map.step[d];
+      rest /= count[d];
       inside &= c >= 0 && c < map.extent[d];
       offset += c * map.stride[d];
     }

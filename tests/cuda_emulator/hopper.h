@@ -9,7 +9,7 @@ struct CUtensorMap {
   int32_t rank, bytes;  // dimensions, bytes of an element
   char* data;
   int64_t extent[5], stride[5];  // stride in bytes
-  int32_t box[5];
+  int16_t box[5], step[5];  // the box holds every `step`-th element
   int32_t tf32;  // elements are rounded to 10 bits of mantissa
 };
 typedef CUtensorMap TensorMap;

@@ -21,7 +21,7 @@ from .cuda_on_cpu import EMULATOR, cuda_source, ptxas_report
 ENCODE = "runtime.cuTensorMapEncodeTiled"
 
 # `CUtensorMap` in hopper.h.
-MAP_LAYOUT = "=2iQ5q5q6i"
+MAP_LAYOUT = "=2iQ5q5q10hi"
 
 BYTES = {"float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "float32": 4}
 TFLOAT32 = 11
@@ -62,12 +62,13 @@ def encode_map(target: object, dtype: str, rank: int, data: object, *numbers: in
     assert all(0 < s < 2**40 and s % 16 == 0 for s in strides), strides
     assert all(0 < e <= 2**32 for e in extents), extents
     assert all(0 < b <= 256 for b in box), box
-    assert all(s == 1 for s in steps)
+    assert all(1 <= s <= 8 for s in steps), steps
     assert (interleave, swizzle, fill) == (0, 3, 0)
     assert box[0] * size <= 128
     assert forced == ([TFLOAT32] if dtype == "float32" else [])
     pad = [0] * (5 - rank)
-    fields = [rank, size, _address(data), *extents, *pad, size, *strides, *pad, *box, *pad]
+    fields = [rank, size, _address(data), *extents, *pad, size, *strides, *pad]
+    fields += [*box, *pad, *steps, *pad]
     fields.append(len(forced))
     packed = struct.pack(MAP_LAYOUT, *fields)
     ctypes.memmove(_address(target), packed, len(packed))

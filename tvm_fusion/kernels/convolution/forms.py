@@ -11,6 +11,7 @@ from ...errors import Unsupported
 from ..base import OnCPU, unranked, write_on_cpu
 from ..cpu.machine import machine_of
 from ..forms import Form, Ranked, Writer
+from ..gemm.hopper.config import HopperConfig
 from ..gemm.mma.kernel import emit_gemm_mma
 from ..gemm.mma.plan import MmaConfig
 from ..gemm.mma.rank import mma_ranked
@@ -18,6 +19,7 @@ from ..gemm.simt.config import SimtConfig
 from ..gemm.simt.kernel import emit_gemm_simt, simt_ranked
 from .cpu.kernel import write_convolution
 from .geometry import Convolution, read_convolution
+from .hopper import emit_hopper, hopper_ranked
 from .products import as_products
 
 
@@ -63,6 +65,7 @@ CUDA_WRITER = Writer(
     "a convolution",
     read_convolution,
     (
+        Form("hopper", HopperConfig, hopper_ranked, emit_hopper),
         Form("mma", MmaConfig, _mma_ranked, _emit_mma),
         Form("simt", SimtConfig, _simt_ranked, _emit_simt),
     ),

@@ -42,6 +42,7 @@ from ..program.expr import (
     convert,
     dtype_of,
     is_if_then_else,
+    keeps_value,
     number,
     rebuild,
     same,
@@ -426,7 +427,11 @@ class _Reader:
             else:
                 break
         for dtype in reversed(casts):
-            inner = convert(inner, dtype)
+            back = isinstance(inner, tirx.Cast) and dtype_of(inner.value) == dtype
+            if back and keeps_value(dtype, dtype_of(inner)):
+                inner = inner.value
+            else:
+                inner = convert(inner, dtype)
         return conditions, inner
 
     def _primary(self, value: Expr) -> TensorLoad:

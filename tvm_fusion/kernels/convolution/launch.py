@@ -112,8 +112,11 @@ def sizes_of(group: GroupView, block: Block) -> Sizes:
 
 START_SECONDS = 3e-6
 """Of a launch: its first loads, its last stores."""
-TENSOR_SHARE, FMA_SHARE = 0.45, 0.4
-"""Of the rates of tensor cores and of multipliers, those of a form that gathers its operands."""
+TENSOR_SHARE, FMA_SHARE, WGMMA_SHARE = 0.45, 0.4, 0.8
+"""Of the rates of tensor cores and of multipliers, those of forms that gather their operands, and
+that of the form that the TMA serves (H100, 2026-11-26: 3 x 3 convolutions of ResNet-50, 32 images)."""
+TMA_CHANNELS, STEP_CHANNELS = 8, 64
+"""Channels of halves that a box starts at multiples of, and those of a step."""
 
 
 def predict(
@@ -145,3 +148,6 @@ def _bodies(sizes: Sizes, hw: HardwareProfile, policy: Policy) -> Iterator[tuple
         few = sizes.filters // sizes.groups
         padded = math.ceil(few / 16) * 16 / few
         yield "tensor", flops * padded / (hw.tensor_flop_per_s[rate] * TENSOR_SHARE)
+        if hw.arch == "sm_90a" and sizes.channels_last and sizes.channels % TMA_CHANNELS == 0:
+            steps = math.ceil(sizes.channels / STEP_CHANNELS) * STEP_CHANNELS / sizes.channels
+            yield "wgmma", flops * padded * steps / (hw.tensor_flop_per_s[rate] * WGMMA_SHARE)

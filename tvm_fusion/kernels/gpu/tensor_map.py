@@ -8,7 +8,7 @@ x[b, s, h, d] with batch (b, h), rows s, terms d, a box of 128 rows and 64 terms
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm import tirx
 from tvm.ir import Expr, Var
@@ -22,6 +22,7 @@ from .access import AffineAccess, Digit, is_multiple
 # What cuTensorMapEncodeTiled accepts.
 MAX_DIMENSIONS = 5
 MAX_BOX = 256
+MAX_STEP = 8
 STRIDE_BYTES = 16
 
 # Width of a box in bytes: one row of the 128-byte swizzle that wgmma and ldmatrix read.
@@ -38,7 +39,8 @@ TFLOAT32 = 11
 class Dimension:
     """One dimension: a digit of the flat coordinate of `group`, (coordinate // divisor) % extent.
 
-    The outermost digit of a group needs no modulo.
+    The outermost digit of a group needs no modulo. The box takes every `step`-th element, `box` of
+    them.
     """
 
     group: str
@@ -47,6 +49,7 @@ class Dimension:
     box: int
     divisor: Extent
     outermost: bool
+    step: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +80,7 @@ class TensorMap:
         rank = len(self.dimensions)
         numbers = [d.extent for d in self.dimensions]
         numbers += [d.stride * bytes_of(self.dtype) for d in self.dimensions[1:]]
-        numbers += [d.box for d in self.dimensions] + [1] * rank
+        numbers += [d.box * d.step for d in self.dimensions] + [d.step for d in self.dimensions]
         flags = (0, SWIZZLE_128B, L2_PROMOTION_128B, 0)
         if self.dtype == "float32":
             flags = (*flags, TFLOAT32)
@@ -144,6 +147,23 @@ def tensor_map(
     if len(found) > MAX_DIMENSIONS or max(d.box for d in found) > MAX_BOX:
         raise Unsupported("more dimensions or a larger box than a tensor map has")
     return TensorMap(param, dtype, access.base, tuple(found))
+
+
+def with_steps(found: TensorMap, steps: Mapping[str, int]) -> TensorMap:
+    """The map with boxes of every so-many-th point along some groups.
+
+    Raises
+    ------
+    Unsupported
+        Where the TMA takes no such steps.
+    """
+    dimensions = []
+    for d in found.dimensions:
+        step = steps.get(d.group, 1)
+        if step > MAX_STEP or d.box * step > MAX_BOX:
+            raise Unsupported(f"every {step}th of {d.box * step} points in a box")
+        dimensions.append(replace(d, step=step))
+    return replace(found, dimensions=tuple(dimensions))
 
 
 def _dimensions(group: str, digits: tuple[Digit, ...], box: int) -> list[Dimension]:

@@ -81,10 +81,10 @@ class Boxes:
         warpgroup_sync(self.layout.number)
         with T.If(self.layout.thread == 0), T.Then():
             for number, own in self.kernel.grid.each_segment(tile):
-                found = self.problem.segments[number].staged_map
+                segment = self.problem.segments[number]
                 source = self.kernel.shared.boxes.ptr_to([buffer, 0])
-                place = self.layout.box_place(box, own)
-                found.store(source, self.kernel.maps.staged[number], place)
+                place = self.layout.box_place(box, own, segment.windows)
+                segment.staged_map.store(source, self.kernel.maps.staged[number], place)
             T.evaluate(T.ptx.cp.async_.bulk.commit_group())
 
     def request(self, boxes: Iterable[int], tile: Tile) -> None:
@@ -115,9 +115,10 @@ class Boxes:
         """One box of the residual of a tile."""
         target = self.kernel.shared.boxes.ptr_to([buffer, 0])
         for number, own in self.kernel.grid.each_segment(tile):
-            found = self.problem.segments[number].residual_map
+            segment = self.problem.segments[number]
             handle = self.kernel.maps.residual[number]
-            found.load(target, handle, self.layout.box_place(box, own), barrier)
+            place = self.layout.box_place(box, own, segment.windows)
+            segment.residual_map.load(target, handle, place, barrier)
 
     def _first_box(self, turn: Expr) -> Expr | int:
         """The first box of a tile, where boxes are for two tiles."""

@@ -32,6 +32,9 @@ MAX_STAGES = 16
 # Names of rates in the profile that are not those of the operands' dtype.
 RATE_OF = {"float32": "tfloat32"}
 
+# Tiles of windows with three or four consumers: positions are many, filters often few.
+TALL_TILES = ((192, 128), (192, 64), (256, 128), (256, 64))
+
 # Columns of tiles whose terms the blocks of a cluster share.
 SPLIT_WIDTHS = (64, 96, 128, 160, 192, 224, 256)
 
@@ -87,7 +90,17 @@ def hopper_work(problem: HopperProblem, hw: HardwareProfile, block_m: int = 1) -
         operation_s=operation_s(problem.segments, hw),
         residual=moved[False] >= moved[True] > 0,
         wide_stores=all(bytes_of(o.dtype) >= 4 for s in problem.segments for o in s.outputs),
+        a_bytes=_bytes_of_data(problem),
     )
+
+
+def _bytes_of_data(problem: HopperProblem) -> float | None:
+    """Bytes of A where its rows lie over each other."""
+    if not problem.has_windows:
+        return None
+    params = problem.contraction.params
+    shape = next(p.shape for p in params if p.var.same_as(problem.a.param))
+    return float(math.prod(map(assumed, shape)) * bytes_of(problem.dtype))
 
 
 def _sizes(
@@ -129,6 +142,8 @@ def _whole_lines(view: OperandView) -> bool:
 def _candidates(problem: HopperProblem, hw: HardwareProfile) -> Iterator[HopperConfig]:
     """All configurations worth a look; the deepest ring that fits for each tile."""
     shapes = [(m, n, True) for m, n in STAGED_TILES] if problem.staged else []
+    if problem.has_windows and problem.staged:
+        shapes += [(m, n, True) for m, n in TALL_TILES]
     if problem.residual is None or not problem.shared:
         widths = range(16, 264, 8) if not problem.dual else range(32, 264, 16)
         ragged = _tiles(problem, 128, 256) <= FEW_WAVES * hw.num_sms

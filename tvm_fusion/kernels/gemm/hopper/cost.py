@@ -72,6 +72,7 @@ class GemmWork:
     residual : the epilogue reads a matrix of the output's shape.
     wide_stores : outputs have elements of 4 bytes.
     more_b_bytes : of B, where row tiles do not share one B.
+    a_bytes : of A, where its rows lie over each other (a convolution's); None: they do not.
     """
 
     batch: int
@@ -91,6 +92,7 @@ class GemmWork:
     single_stores: bool = False
     residual: bool = False
     wide_stores: bool = False
+    a_bytes: float | None = None
 
     @property
     def cells(self) -> int:
@@ -312,7 +314,9 @@ class _Model:
         b = work.batch * sum(work.columns) * work.products * work.k * work.element_bytes
         if b / work.batch > self.fitted.cached_columns * self.hw.l2_bytes:
             b *= -(-self.rows // self.tile.group_m)
-        a = work.batch * work.m * work.k * work.element_bytes
+        a = work.a_bytes
+        if a is None:
+            a = work.batch * work.m * work.k * work.element_bytes
         b += work.more_b_bytes
         read = max(0.0, a + b + work.extra_bytes - work.resident_bytes)
         return read + work.written_bytes

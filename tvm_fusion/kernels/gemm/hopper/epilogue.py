@@ -125,10 +125,8 @@ def store_rows(
             ]
             T.evaluate(device_call("void", "words_read", "", "__syncwarp();"))
             for place, own, word in zip(places, rows, words, strict=True):
-                exists = tirx.IntImm("bool", 1)
-                if layout.ragged_rows(segment):
-                    exists = top + own < layout.rows(segment)
-                with T.If(exists), T.Then():
+                exists = layout.exists(segment, top + own)
+                with T.If(tirx.IntImm("bool", 1) if exists is None else exists), T.Then():
                     T.evaluate(_store_word(place, word, layout.lane, count))
     warpgroup_sync(layout.number)
 
@@ -349,7 +347,7 @@ class Epilogue:
         """Stores two neighbouring columns of an output from registers, those that exist."""
         row, column = at
         target = self.frame.output(output.param)
-        above = row < self.layout.rows(segment) if self.layout.ragged_rows(segment) else None
+        above = self.layout.exists(segment, row)
         ragged = self.layout.ragged_columns(segment)
         paired = self._is_paired(segment, output)
         for v in range(1 if paired else 2):

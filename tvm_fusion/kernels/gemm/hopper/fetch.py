@@ -77,7 +77,7 @@ class Partials:
             row = layout.row(tile, half)
             inside = conjunction(
                 tirx.EQ(layout.lane % QUAD, 0),
-                row < layout.rows(segment) if layout.ragged_rows(segment) else None,
+                layout.exists(segment, row),
                 column < segment.N if layout.ragged_columns(segment) else None,
             )
             with T.If(inside), T.Then():

@@ -11,6 +11,8 @@ B (`multicast`). The parts: `problem` (what the TMA can address), `config`,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tvm import tirx
 from tvm.ir import Expr
 from tvm.script import tirx as T
@@ -18,102 +20,15 @@ from tvm.script import tirx as T
 from ....config import HardwareProfile, Policy
 from ....errors import Unsupported
 from ...contraction.reader import Contraction
-from ...gpu.product_frame import Frame, Grid, Tile, open_kernel
+from ...gpu.product_frame import Frame, Grid, open_kernel
 from ..side_by_side import SegmentGrid
 from .configs import rank_configs
 from .consumer import Consumer
-from .model import BOX, STEP_BYTES, HopperProblem
-from .plan import PRODUCER_REGISTERS, HopperConfig, Plan, make_plan
+from .model import HopperProblem
+from .plan import HopperConfig, Plan, make_plan
 from .problem import read_problems
-from .state import (
-    Hopper,
-    Ring,
-    allocate,
-    encode_maps,
-    expect,
-    initialise_barriers,
-    set_registers,
-    wait,
-)
-
-# The producer: one thread that keeps the ring of A and B tiles full, ahead into coming tiles.
-
-
-def emit_producer(kernel: Hopper) -> None:
-    """Emits the loop of the producer thread."""
-    ring = Ring(kernel.plan.config.stages, 1)
-    with T.serial(0, kernel.turns) as turn:
-        tile = kernel.tile(turn)
-        if kernel.shared.resume is not None:
-            # The stages hold partial sums of other blocks until the consumers have read them.
-            with T.If(turn > 0), T.Then():
-                wait(kernel.shared.resume.ptr_to([0]), (turn + 1) % 2)
-        with T.serial(0, kernel.steps_of(tile), unroll=False) as step:
-            barrier = kernel.shared.full.ptr_to([ring.stage])
-            _wait_until_empty(kernel, ring)
-            expect(barrier, kernel.plan.transaction_bytes)
-            term = T.Bind((kernel.first_step + step) * kernel.problem.block_k)
-            if kernel.problem.shared:
-                _load_a(kernel, 0, tile, term, ring.stage, barrier)
-            for number, own in kernel.grid.each_segment(tile):
-                if not kernel.problem.shared:
-                    _load_a(kernel, number, own, term, ring.stage, barrier)
-                _load_b(kernel, number, own, term, ring.stage, barrier)
-            ring.advance()
-    if kernel.plan.config.multicast > 1:
-        # The block lives until the others have handed back its last stages.
-        with T.serial(0, kernel.plan.config.stages, unroll=False):
-            _wait_until_empty(kernel, ring)
-            ring.advance()
-
-
-def _wait_until_empty(kernel: Hopper, ring: Ring) -> None:
-    """Waits until all blocks that read the present stage are through with it."""
-    wait(kernel.shared.empty.ptr_to([ring.stage]), ring.phase)
-
-
-def _load_a(
-    kernel: Hopper, number: int, tile: Tile, term: Expr, stage: Expr, barrier: Expr
-) -> None:
-    """The tile of A, of map `number`."""
-    plan = kernel.plan
-    at = {"batch": tile.batch, "m": tile.m * plan.config.block_m, "k": term}
-    panels = 1 if kernel.problem.a.k_major else plan.config.block_m // BOX
-    for panel in range(panels):
-        target = kernel.shared.a.ptr_to([stage, panel * BOX * STEP_BYTES])
-        place = at | {"m": at["m"] + panel * BOX}
-        plan.a_maps[number].load(target, kernel.maps.a[number], place, barrier)
-
-
-def _load_b(
-    kernel: Hopper, number: int, tile: Tile, term: Expr, stage: Expr, barrier: Expr
-) -> None:
-    """The tiles of B of one segment; those of a pair are one operand of wgmma.
-
-    Blocks that share them take turns in loading their pieces for all.
-    """
-    plan, blocks = kernel.plan, kernel.plan.config.multicast
-    at = {"batch": tile.batch, "n": tile.n * plan.out_n, "k": term}
-    k_major = kernel.problem.segments[number].b[0].k_major
-    width = plan.out_n // blocks if k_major else BOX
-    pieces = plan.out_n // width  # of each product
-    for piece in range(len(plan.b_maps[number]) * pieces):
-        product, first = divmod(piece, pieces)
-        mine = tirx.IntImm("bool", 1)
-        if blocks > 1 and pieces % blocks:
-            mine = tirx.EQ(kernel.rank, piece % blocks)
-        elif blocks > 1:
-            # Without branches, which take registers: one of as many neighbours as there are blocks.
-            if first % blocks:
-                continue
-            first = first + kernel.rank
-        with T.If(mine), T.Then():
-            column = first * width
-            target = kernel.shared.b.ptr_to([stage, (product * plan.out_n + column) * STEP_BYTES])
-            place = at | {"n": at["n"] + column}
-            handle = kernel.maps.b[number][product]
-            plan.b_maps[number][product].load(target, handle, place, barrier, blocks)
-
+from .producer import emit_producer
+from .state import Hopper, allocate, encode_maps, initialise_barriers, set_registers
 
 ARCHITECTURE = "sm_90a"
 
@@ -128,7 +43,19 @@ def hopper_ranked(
     Unsupported
         Where the kernel cannot compute the contraction; see `emit_gemm_hopper`.
     """
-    problems = _problems(contraction, hw)
+    return ranked_problems(_problems(contraction, hw), hw, policy)
+
+
+def ranked_problems(
+    problems: Mapping[int, HopperProblem], hw: HardwareProfile, policy: Policy | None
+) -> list[tuple[float, HopperConfig]]:
+    """Predicted seconds and configurations of the ways to see a product, best first.
+
+    Raises
+    ------
+    Unsupported
+        Operands may not be rounded, or no tile fits.
+    """
     allowed = policy is not None and policy.allow_tf32
     if any(problem.rounds_operands for problem in problems.values()) and not allowed:
         raise Unsupported("float32 operands, which may not be rounded to tfloat32")
@@ -177,17 +104,34 @@ def emit_gemm_hopper(
         config = hopper_configs(contraction, hw)[0]
     if config.batched not in problems:
         raise Unsupported(f"the first {config.batched} row axes cannot be batch")
-    problem = problems[config.batched]
+    return emit_problem(problems[config.batched], config, hw)
+
+
+def emit_problem(
+    problem: HopperProblem, config: HopperConfig, hw: HardwareProfile
+) -> tirx.PrimFunc:
+    """The kernel of a problem.
+
+    Raises
+    ------
+    Unsupported
+        The kernel has no form for the configuration.
+    """
     plan = make_plan(problem, config, hw)
-    with open_kernel(contraction) as frame:
+    with open_kernel(problem.contraction) as frame:
         _emit(frame, problem, plan)
     return frame.func
 
 
 def _problems(contraction: Contraction, hw: HardwareProfile) -> dict[int, HopperProblem]:
+    check_architecture(hw)
+    return read_problems(contraction)
+
+
+def check_architecture(hw: HardwareProfile) -> None:
+    """Raises Unsupported for a device without wgmma."""
     if hw.arch != ARCHITECTURE:
         raise Unsupported(f"{hw.arch} has no wgmma")
-    return read_problems(contraction)
 
 
 def _grid(problem: HopperProblem, plan: Plan) -> Grid | SegmentGrid:
@@ -218,7 +162,7 @@ def _emit(frame: Frame, problem: HopperProblem, plan: Plan) -> None:
     with T.If(warpgroup[0] == 0):
         with T.Then():
             if plan.moves_registers:
-                set_registers(PRODUCER_REGISTERS, more=False)
+                set_registers(plan.producer_registers, more=False)
             with T.If(kernel.thread == 0), T.Then():
                 if plan.cluster > 1:
                     # In a register: each use of the index itself would read the special one again.

@@ -13,8 +13,8 @@ from tvm.script import tirx as T
 
 from ...gpu.access import is_multiple
 from ...gpu.product_frame import Tile, coordinates
-from ...program.expr import convert
-from .model import BOX, HopperSegment
+from ...program.expr import conjunction, convert
+from .model import BOX, HopperSegment, Windows
 from .plan import CHUNK
 from .state import Hopper
 
@@ -68,8 +68,19 @@ class Layout:
         """Whether the last column tile of a segment reaches beyond its matrix."""
         return segment.N % self.plan.out_n != 0
 
+    def exists(self, segment: HopperSegment, row: Expr) -> Expr | None:
+        """Whether a row is one of the matrix; None where all are."""
+        above = row < self.rows(segment) if self.ragged_rows(segment) else None
+        windows = segment.windows
+        if windows is None or not windows.is_ragged:
+            return above
+        return conjunction(above, windows.exists(row))
+
     def existing_row(self, segment: HopperSegment, row: Expr) -> Expr:
         """A row to read from: what is read for one beyond the matrix is never stored."""
+        windows = segment.windows
+        if windows is not None and windows.is_ragged:
+            return T.Select(self.exists(segment, row), row, tirx.IntImm("int32", 0))
         return tirx.Min(row, self.rows(segment) - 1) if self.ragged_rows(segment) else row
 
     def existing_column(self, segment: HopperSegment, column: Expr, width: int) -> Expr:
@@ -85,7 +96,10 @@ class Layout:
         env |= coordinates(segment.m, row, frame)
         return env | coordinates(segment.n, column, frame)
 
-    def box_place(self, box: int, tile: Tile) -> dict[str, Expr]:
+    def box_place(self, box: int, tile: Tile, windows: Windows | None) -> dict[str, Expr]:
         """Flat coordinates of box number `box` of this warpgroup's part of a tile."""
         row = tile.m * self.plan.config.block_m + self.number * BOX
-        return {"batch": tile.batch, "m": row, "n": self.first_column(tile) + box * BOX}
+        place = {"batch": tile.batch, "n": self.first_column(tile) + box * BOX}
+        if windows is None:
+            return place | {"m": row}
+        return place | dict(zip(windows.names, windows.first(row // BOX), strict=True))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import tvm_ffi
+from tvm import tirx
 from tvm.ir import Call, Expr, Var
 
 from ...contraction.model import Binding, Space
@@ -59,13 +60,90 @@ class OperandView:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Windows:
+    """Rows that are positions of windows, taps that are terms: a convolution's A.
+
+        row      box number, place in a box of 64       box (n, p, q) of 1 x 8 x 8 positions
+        step     tap, 128 bytes of channels             tap (r, s)
+        reads    a[n, stride p + dilation r - before, stride q + dilation s - before, channel]
+                 w[filter, tap number first_tap + r * tap_step + s * tap_step, channel]
+
+    What the TMA reads outside of the data is zero, which is the padding. The axes of rows are the
+    boxes along each window, then the positions in one along each of them; there are `sizes`
+    positions, and boxes at the end may reach beyond them.
+
+    Attributes
+    ----------
+    sizes, shape : positions along each window, and those of a box.
+    strides, dilations, before, taps : of each window.
+    tap_steps, first_tap : from tap to tap of each window in the weights, and the first one.
+    channels : terms of a tap, whole steps.
+    group_channels : from a group's channels to the next one's, which are whole steps and lie behind
+        each other; 0 where groups are a dimension of their own.
+    """
+
+    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilations: tuple[int, ...]
+    before: tuple[int, ...]
+    taps: tuple[int, ...]
+    tap_steps: tuple[int, ...]
+    first_tap: int
+    channels: int
+    group_channels: int = 0
+
+    @property
+    def sliding(self) -> tuple[int, ...]:
+        """The windows with several taps."""
+        return tuple(i for i, taps in enumerate(self.taps) if taps > 1)
+
+    @property
+    def boxes(self) -> tuple[int, ...]:
+        """Boxes along each window."""
+        return tuple(-(-n // size) for n, size in zip(self.sizes, self.shape, strict=True))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What tensor maps call the windows."""
+        return tuple(f"w{i}" for i in range(len(self.sizes)))
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether some rows are no position."""
+        return any(n % size for n, size in zip(self.sizes, self.shape, strict=True))
+
+    def first(self, box: Expr) -> list[Expr]:
+        """The first position of a box along each window."""
+        found, rest = [], box
+        counts = list(zip(self.boxes, self.shape, strict=True))
+        for position in range(len(counts) - 1, -1, -1):
+            count, size = counts[position]
+            number = rest if position == 0 else rest % count
+            found.append(number * size)
+            rest = rest // count
+        return found[::-1]
+
+    def exists(self, row: Expr) -> Expr:
+        """Whether a row is a position."""
+        place, firsts = row % BOX, self.first(row // BOX)
+        inside = []
+        for position in range(len(self.shape) - 1, -1, -1):
+            size = self.shape[position]
+            if self.sizes[position] % size:
+                inside.append(firsts[position] + place % size < self.sizes[position])
+            place = place // size
+        return tirx.all(*inside) if len(inside) > 1 else inside[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class HopperSegment(Space):
     """A segment over its batch, M and N axes; `loads` are what its epilogue reads ahead of use.
 
     `staged` is the position of the output that leaves through shared memory and the TMA, by the map
     `staged_map`; the others are stored from registers. With `factors`, one a product, the epilogue
     starts from accumulators that are multiplied by them; they are the same for all columns. With
-    `partners` it reads those of two columns.
+    `partners` it reads those of two columns. With `windows` its rows are positions of them.
     """
 
     products: tuple[Product, ...]
@@ -80,6 +158,7 @@ class HopperSegment(Space):
     residual_map: TensorMap | None
     factors: tuple[Expr, ...] = ()
     partners: Partners | None = None
+    windows: Windows | None = None
 
     @property
     def K(self) -> int:
@@ -103,6 +182,11 @@ class HopperProblem:
     a: OperandView
     segments: tuple[HopperSegment, ...]
     shared: bool
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether rows of A are positions of windows, not rows of a matrix."""
+        return self.segments[0].windows is not None
 
     @property
     def kinds(self) -> tuple[str, str]:

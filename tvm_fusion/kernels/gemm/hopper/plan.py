@@ -135,13 +135,18 @@ POINTER_BYTES = 8
 # Shared memory for barriers and for aligning the buffers in front of them.
 BARRIER_BYTES = 512
 
-# Registers of a producer's thread, and the most a consumer takes of what the launch has left.
+# Registers of a producer's thread, that of one that counts taps of windows, and the most a consumer
+# takes of what the launch has left.
 PRODUCER_REGISTERS = 24
+WINDOW_REGISTERS = 40
 CONSUMER_REGISTERS = 240
 
 # Accumulators of a thread beside functions that are not lowered to a few instructions: with the
 # branches of erff ptxas spills up to 248 bytes at 128 accumulators, up to 64 at 96, none at 64.
 FUNCTION_ACCUMULATORS = 64
+
+# Consumers up to which there are registers to keep a tile of any size; more may keep so many sums.
+MOST_THAT_KEEP, KEPT_BY_MANY = 3, 32
 
 # The most sums that a thread can hold and still compute an epilogue.
 MAX_ACCUMULATORS = 192
@@ -178,6 +183,7 @@ class Plan:
     a_maps: tuple[TensorMap, ...]
     b_maps: tuple[tuple[TensorMap, ...], ...]
     by_rows: tuple[int | None, ...]
+    producer_registers: int = PRODUCER_REGISTERS
 
     @property
     def cluster(self) -> int:
@@ -243,7 +249,7 @@ class Plan:
         """Registers a consumer thread may take once the producers gave theirs back."""
         groups = self.consumers + 1
         pool = groups * (65536 // (128 * groups) // 8 * 8)
-        return min(CONSUMER_REGISTERS, (pool - PRODUCER_REGISTERS) // self.consumers // 8 * 8)
+        return min(CONSUMER_REGISTERS, (pool - self.producer_registers) // self.consumers // 8 * 8)
 
 
 def make_plan(problem: HopperProblem, config: HopperConfig, hw: HardwareProfile) -> Plan:
@@ -293,6 +299,7 @@ def make_plan(problem: HopperProblem, config: HopperConfig, hw: HardwareProfile)
             tuple(view.boxes(out_n // c.multicast) for view in s.b) for s in problem.segments
         ),
         by_rows=tuple(None if c.staged else _by_rows(problem, s) for s in problem.segments),
+        producer_registers=WINDOW_REGISTERS if problem.has_windows else PRODUCER_REGISTERS,
     )
     if plan.smem_bytes > hw.smem_per_block_bytes:
         plan = replace(plan, by_rows=(None,) * len(problem.segments))
@@ -301,6 +308,8 @@ def make_plan(problem: HopperProblem, config: HopperConfig, hw: HardwareProfile)
     crowded = plan.consumers > 1 and plan.live_accumulators > FUNCTION_ACCUMULATORS
     if crowded and problem.unlowered_functions:
         raise Unsupported("accumulators that leave no registers for the epilogue's functions")
+    if c.deferred and plan.consumers > MOST_THAT_KEEP and plan.accumulators > KEPT_BY_MANY:
+        raise Unsupported(f"{plan.consumers} consumers, which have no registers for a kept tile")
     if crowded and c.deferred and problem.pairs_with_wide_loads:
         raise Unsupported("kept pairs of columns that leave no registers for wide loads")
     if plan.exchange_bytes > c.stages * plan.stage_bytes:

@@ -163,7 +163,7 @@ def _read(contraction: Contraction, moved: int) -> HopperProblem:
         raise Unsupported("more products than accumulators fit, or pairs beside single ones")
     shared = all(_same_sizes(s, first) and _same_view(s.a, first.a) for s in segments)
     if not all(s.residual for s in segments):
-        segments = [_without_residual(s) for s in segments]
+        segments = [without_residual(s) for s in segments]
     K = max(s.K for s in segments)
     batch, rows = (_largest([f(s) for s in segments]) for f in (lambda s: s.B, lambda s: s.M))
     a = first.a
@@ -262,7 +262,7 @@ def _segment(
     )
 
 
-def _without_residual(segment: HopperSegment) -> HopperSegment:
+def without_residual(segment: HopperSegment) -> HopperSegment:
     """The segment with its residual among its other loads."""
     if segment.residual is None:
         return segment

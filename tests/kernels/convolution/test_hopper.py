@@ -1,0 +1,158 @@
+"""Convolutions on Hopper's tensor cores: numbers on the emulator, boxes, refusals."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.errors import Unsupported
+from tvm_fusion.kernels.convolution.geometry import read_convolution
+from tvm_fusion.kernels.convolution.hopper import (
+    box_shape,
+    emit_hopper,
+    hopper_ranked,
+    read_windows,
+)
+
+from ...support.conv_suites import CHANNELS_LAST_WEIGHTS, last, square
+from ...support.convolutions import DATA_LAYOUTS, WEIGHT_LAYOUTS, Conv, random_convolution
+from ...support.cuda_on_cpu import cuda_source, ptxas_report
+from ...support.hopper_on_cpu import run_hopper_on_cpu
+from ...support.kernel_cases import outputs_of
+
+H200, A100 = load_profile("nvidia_h200"), load_profile("nvidia_a100")
+POLICY = load_policy(None)
+TF32 = load_policy({"allow_tf32": True})
+TOLERANCE = {"float16": 2e-3, "bfloat16": 1.6e-2, "float32": 2e-3}
+
+
+def drawn(seed: int) -> Conv:
+    """A convolution that the TMA can read, of a kind and with sizes that the seed decides on."""
+    rng, case = random.Random(seed), random_convolution(seed)
+    rank = case.rank
+    groups = rng.choice((1, 1, 1, 2, 3)) if rank < 3 else 1
+    channels, filters = (groups * rng.choice(n) for n in ((8, 16, 40, 64, 96), (8, 24, 64, 72)))
+    weights = rng.choice((CHANNELS_LAST_WEIGHTS[rank], WEIGHT_LAYOUTS[rank][1]))
+    if case.transposed:
+        weights = case.weight_layout
+    dtype = rng.choice(("float16", "bfloat16"))
+    layout = "" if case.transposed else DATA_LAYOUTS[rank][1]
+    return replace(
+        case,
+        channels=channels,
+        filters=filters,
+        groups=groups,
+        data_layout=layout or case.data_layout,
+        weight_layout=weights,
+        dtype=dtype,
+        prologue=False,
+        constant=False,
+    )
+
+
+def check(case: Conv, policy=POLICY, sample: int = 2, seed: int = 0) -> int:
+    """Runs some configurations; each output is poisoned before and close to float64 after."""
+    func = case.func()
+    problem = read_convolution(func, case.exact)
+    ranked = [config for _, config in hopper_ranked(problem, H200, policy)]
+    chosen = [ranked[0], *random.Random(seed).sample(ranked, min(sample - 1, len(ranked)))]
+    inputs = case.arrays(seed)
+    wanted = case.expected(inputs)
+    for config in chosen:
+        outputs = outputs_of(func, len(inputs))
+        assert run_hopper_on_cpu(emit_hopper(problem, H200, config), [*inputs, *outputs]) == 1
+        for got, expected in zip(outputs, wanted, strict=True):
+            error = np.abs(got.astype(np.float64) - expected).max() / np.abs(expected).max()
+            assert error <= TOLERANCE[case.dtype], config
+    return len(ranked)
+
+
+TAKEN = [seed for seed in range(40) if not drawn(seed).transposed]
+
+
+@pytest.mark.parametrize("seed", TAKEN)
+def test_random_convolutions_are_close_to_float64(seed):
+    check(drawn(seed), seed=seed)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        last((9, 7), (3, 3), 64, 64, batch=2, epilogue="residual"),
+        last((9, 7), (3, 3), 64, 72, batch=2, epilogue="two_outputs"),
+        last((14, 14), (3, 3), 512, 64, batch=1, epilogue="residual"),  # split terms
+        last((8, 8), (1, 1), 64, 128, batch=3, stride=2),
+        last((40,), (7,), 96, 32, batch=2, dilation=3),
+        last((3, 6, 5), (3, 1, 3), 64, 64, batch=2),
+        last((9, 9), (3, 3), 32, 32, batch=1, groups=2),
+        last((6, 6), (3, 3), 64, 64, batch=1, dtype="bfloat16", epilogue="silu"),
+    ],
+    ids=repr,
+)
+def test_kinds_are_close_to_float64(case):
+    assert check(case, sample=4) > 1
+
+
+def test_float32_is_rounded_only_where_the_policy_allows():
+    case = last((8, 8), (3, 3), 32, 32, batch=1, dtype="float32", epilogue="scale_shift")
+    assert check(case, TF32)
+    with pytest.raises(Unsupported, match="may not be rounded"):
+        hopper_ranked(read_convolution(case.func()), H200, POLICY)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "strides", "boxes"),
+    [
+        ((32, 56, 56), (1, 1, 1), 32 * 49),
+        ((32, 28, 28), (1, 1, 1), 8 * 49),
+        ((32, 14, 14), (1, 2, 2), 2 * 49),
+        ((32, 7, 7), (1, 1, 1), 28),
+        ((1, 1500), (1, 2), 24),
+        ((2, 8, 28, 28), (1, 1, 1, 1), 2 * 2 * 49),
+    ],
+)
+def test_boxes_waste_as_few_rows_as_there_are_boxes(sizes, strides, boxes):
+    shape = box_shape(sizes, strides, (0,) * len(sizes))
+    assert int(np.prod(shape)) == 64
+    counts = [-(-n // size) for n, size in zip(sizes, shape, strict=True)]
+    assert int(np.prod(counts)) == boxes
+
+
+def test_steps_that_the_tma_does_not_take_are_refused():
+    with pytest.raises(Unsupported, match="16 elements"):
+        read_windows(read_convolution(square(32, 16, 8, 64, stride=16, batch=1).func()))
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        (square(9, 3, 12, 64, batch=1), "multiple of 16 bytes"),
+        (square(9, 3, 32, 32, batch=1, groups=32), "one filter or one channel"),
+        (square(9, 3, 64, 64, batch=1, data_layout="NCHW"), "not contiguous"),
+        (square(9, 3, 64, 64, batch=1, weight_layout="OIHW"), "not contiguous|16 bytes"),
+        (square(9, 3, 64, 64, batch=1, prologue=True), "computed"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_cannot_be_addressed_is_refused_with_its_reason(case, why):
+    with pytest.raises(Unsupported, match=why):
+        read_windows(read_convolution(case.func()))
+
+
+def test_other_devices_are_refused():
+    with pytest.raises(Unsupported, match="no wgmma"):
+        hopper_ranked(read_convolution(square(9, 3, 64, 64).func()), A100, POLICY)
+
+
+def test_tall_tiles_do_not_spill():
+    problem = read_convolution(square(56, 3, 128, 128, epilogue="residual").func())
+    shapes = {}
+    for _, config in hopper_ranked(problem, H200, POLICY):
+        if config.staged and config.split == 1 and config.multicast == 1:
+            shapes.setdefault((config.block_m, config.block_n, config.deferred), config)
+    assert {(192, 128), (256, 128), (256, 64)} <= {key[:2] for key in shapes}
+    for config in shapes.values():
+        report = ptxas_report(cuda_source(emit_hopper(problem, H200, config)), "sm_90a")
+        assert " 0 bytes spill stores" in report, config

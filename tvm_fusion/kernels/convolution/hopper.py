@@ -1,0 +1,368 @@
+"""A convolution as the Hopper GEMM sees it: A's rows are positions of windows, in boxes of 64.
+
+    y[n, p, q, f] = sum over r, s, c of x[n, 2 p + r - 1, 2 q + s - 1, c] * w[f, r, s, c]
+
+      rows       boxes of 1 x 8 x 8 positions (n, p, q); the TMA takes every 2nd element
+      terms      64 channels of a tap (r, s) a step; zeros outside of the data are the padding
+      columns    filters
+      batch      groups
+
+A transposed convolution of stride 2 is four of stride 1, side by side in one launch: one for every
+other position along each window, with the taps that meet an element there. Everything behind the
+sums is the GEMM's own. See `gemm.hopper.model.Windows`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tvm import tirx
+from tvm.ir import Expr, TensorLoad, Var
+
+from ...config import HardwareProfile, Policy
+from ...errors import Unsupported
+from ..contraction.model import INDEX, Axis, Binding, Operand, Simplifier, fresh_var
+from ..contraction.reader import Segment
+from ..forms import Ranked
+from ..gemm.epilogue import take_loads
+from ..gemm.hopper.config import HopperConfig
+from ..gemm.hopper.kernel import check_architecture, emit_problem, ranked_problems
+from ..gemm.hopper.model import (
+    BOX,
+    OPERAND_KINDS,
+    STEP_BYTES,
+    HopperProblem,
+    HopperSegment,
+    OperandView,
+    Windows,
+)
+from ..gemm.hopper.problem import without_residual
+from ..gpu.access import Groups, affine_access
+from ..gpu.tensor_map import MAX_BOX, MAX_STEP, TensorMap, tensor_map, with_steps
+from ..program.expr import HALF_DTYPES, bytes_of, constant, dtype_of
+from .geometry import Convolution, Put
+
+
+def hopper_ranked(convolution: Convolution, hw: HardwareProfile, policy: Policy) -> Ranked:
+    """Predicted seconds and configurations that fit the convolution and the device, best first.
+
+    Raises
+    ------
+    Unsupported
+        Where the kernel cannot compute the convolution; see `emit_hopper`.
+    """
+    check_architecture(hw)
+    return ranked_problems({0: read_windows(convolution)}, hw, policy)
+
+
+def emit_hopper(
+    convolution: Convolution, hw: HardwareProfile, config: HopperConfig
+) -> tirx.PrimFunc:
+    """Write a convolution as one TIRx kernel for Hopper's tensor cores.
+
+    Raises
+    ------
+    Unsupported
+        For another architecture or dtype, data that is computed, whose channels are not contiguous
+        or no multiples of 16 bytes, steps of more than 8 elements, one filter or channel a group,
+        and what tensor maps of 5 dimensions cannot address.
+    """
+    check_architecture(hw)
+    return emit_problem(read_windows(convolution), config, hw)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WindowView(OperandView):
+    """Data that is read at windows; `boxes_of_64` are those of 64 positions."""
+
+    boxes_of_64: TensorMap
+
+    def boxes(self, rows: int) -> TensorMap:
+        """Boxes of 64 rows, whatever the rows of a tile."""
+        return self.boxes_of_64
+
+
+def read_windows(convolution: Convolution) -> HopperProblem:
+    """The convolution as the TMA and wgmma can compute it.
+
+    Raises
+    ------
+    Unsupported
+        See `emit_hopper`.
+    """
+    if convolution.filters is None or convolution.channels is None:
+        raise Unsupported("a convolution of one filter or one channel a group")
+    dtype = _dtype(convolution)
+    starts = (range(min(w.expansion, w.size)) for w in convolution.windows)
+    parts = [_Part(convolution, at, dtype).segment() for at in itertools.product(*starts)]
+    if not all(part.residual for part in parts):
+        parts = list(map(without_residual, parts))
+    first = parts[0]
+    return HopperProblem(
+        convolution.contraction,
+        dtype,
+        first.B,
+        max(part.M for part in parts),
+        max(part.K for part in parts),
+        first.a,
+        tuple(parts),
+        len(parts) == 1,
+    )
+
+
+def _dtype(convolution: Convolution) -> str:
+    """The dtype of data and weights."""
+    data = Operand(convolution.data).load
+    if data is None:
+        raise Unsupported("data that is computed, not loaded")
+    dtype = dtype_of(data)
+    dtypes = {dtype, dtype_of(convolution.weights.load)}
+    if len(dtypes) != 1 or dtype not in OPERAND_KINDS or convolution.product.dtype != "float32":
+        names = ", ".join(OPERAND_KINDS)
+        raise Unsupported(f"tensor cores of this kernel take {names}, not {', '.join(dtypes)}")
+    return dtype
+
+
+def box_shape(
+    sizes: Sequence[int], strides: Sequence[int], reach: Sequence[int]
+) -> tuple[int, ...]:
+    """Positions of a box of 64 along each window: the fewest boxes; of these, what reads the least
+    data with all taps.
+
+    Only waste counts: on an H200, 2026-11-23, boxes of 8 x 8, 4 x 4 x 4, 2 x 2 x 16 and 1 x 2 x 32
+    take 155.4 to 155.9 us for 56 x 56 positions of 32 images, all without waste.
+
+    Raises
+    ------
+    Unsupported
+        Steps that the TMA does not take.
+    """
+    if max(strides) > MAX_STEP:
+        raise Unsupported(f"steps of {max(strides)} elements")
+    best = None
+    for exponents in itertools.product(range(BOX.bit_length()), repeat=len(sizes)):
+        if sum(exponents) != BOX.bit_length() - 1:
+            continue
+        shape = tuple(1 << e for e in exponents)
+        if any(n * step > MAX_BOX for n, step in zip(shape, strides, strict=True)):
+            continue
+        count = math.prod(-(-n // size) for n, size in zip(sizes, shape, strict=True))
+        held = math.prod(
+            (n - 1) * step + more + 1 for n, step, more in zip(shape, strides, reach, strict=True)
+        )
+        if best is None or (count, held, shape) < best:
+            best = count, held, shape
+    return best[2]
+
+
+BEYOND = 1 << 20
+"""A position where there is no data: that of the one tap of positions that meet no element."""
+
+
+class _Part:
+    """The positions from each of `starts` on, in steps of the windows' expansions.
+
+    Attributes
+    ----------
+    windows : Windows
+    positions : list of Axis
+        Along each window.
+    """
+
+    def __init__(self, convolution: Convolution, starts: Sequence[int], dtype: str) -> None:
+        self.convolution, self.starts, self.dtype = convolution, starts, dtype
+        self.batch = () if convolution.group is None else (convolution.group,)
+        self.n = (convolution.filters,)
+        block_k = STEP_BYTES // bytes_of(dtype)
+        channels = -(-convolution.channels_of_group // block_k) * block_k
+        self.windows = self._windows(channels)
+        self.positions = [Axis(fresh_var("position", INDEX), n) for n in self.windows.sizes]
+
+    def _windows(self, channels: int) -> Windows:
+        convolution = self.convolution
+        sizes, strides, taps, dilations, before, steps, first, step = [], [], [], [], [], [], 0, 1
+        for window, start in reversed(
+            list(zip(self.convolution.windows, self.starts, strict=True))
+        ):
+            met = window.phase_taps(start) or [(0, -BEYOND)]
+            sizes.append(-(-(window.size - start) // window.expansion))
+            strides.append(1 if window.axis is None else window.stride)
+            taps.append(len(met))
+            (tap, at), (next_tap, next_at) = met[0], met[min(1, len(met) - 1)]
+            dilations.append(next_at - at)
+            before.append(window.low - at)
+            steps.append((next_tap - tap) * step)
+            first += tap * step
+            step *= window.taps
+        known = (sizes, strides, taps, dilations, before, steps)
+        sizes, strides, taps, dilations, before, steps = (tuple(x[::-1]) for x in known)
+        reach = [abs(d) * (n - 1) for d, n in zip(dilations, taps, strict=True)]
+        shape = box_shape(sizes, strides, reach)
+        whole = self.batch and channels == convolution.channels_of_group
+        return Windows(
+            sizes,
+            shape,
+            strides,
+            dilations,
+            before,
+            taps,
+            steps,
+            first,
+            channels,
+            channels if whole else 0,
+        )
+
+    def segment(self) -> HopperSegment:
+        """The segment over boxes, and places in them."""
+        convolution, whole = self.convolution, self.convolution.segment
+        terms = Axis(fresh_var("term", INDEX), math.prod(self.windows.taps) * self.windows.channels)
+        env = {}
+        for window, start, axis in zip(
+            convolution.windows, self.starts, self.positions, strict=True
+        ):
+            if window.axis is not None:
+                step, first = (constant(n, INDEX) for n in (window.expansion, start))
+                env[window.axis.var] = axis.var * step + first
+        plain = _moved(whole, env, [*self.batch, *self.positions, *self.n])
+        m, env = self._rows()
+        boxed = replace(
+            _moved(plain, env, [*self.batch, *m, *self.n]), batch=self.batch, m=m, n=self.n
+        )
+        groups = {"batch": self.batch, "m": m, "n": self.n}
+        bindings, outputs, loads = take_loads(convolution.contraction, boxed, groups)
+        staged = staged_map = residual = residual_map = None
+        for position, output in enumerate(plain.outputs):
+            param = convolution.contraction.params[output.param].var
+            staged_map = self._boxes_of(param, output.dtype, output.indices)
+            if staged_map is not None:
+                staged = position
+                break
+        if staged is not None:
+            *_, before = take_loads(convolution.contraction, plain, self._by_window)
+            for load, unboxed in zip(loads, before, strict=True):
+                if load.per_row and load.per_column:
+                    residual_map = self._boxes_of(load.param, load.dtype, unboxed.indices)
+                if residual_map is not None:
+                    residual = load
+                    break
+        return HopperSegment(
+            self.batch,
+            m,
+            self.n,
+            (replace(convolution.product, k=(terms,)),),
+            _data(convolution, self.windows, self.batch),
+            (_weights(convolution, self.dtype, self.batch),),
+            bindings,
+            outputs,
+            tuple(x for x in loads if x is not residual),
+            staged,
+            staged_map,
+            residual,
+            residual_map,
+            windows=self.windows,
+        )
+
+    def _rows(self) -> tuple[tuple[Axis, ...], dict[Var, Expr]]:
+        """The axes of rows, and what positions are of them."""
+        outer, inner, env = [], [], {}
+        windows = self.windows
+        for axis, boxes, size in zip(self.positions, windows.boxes, windows.shape, strict=True):
+            place = constant(0, INDEX)
+            if boxes > 1:
+                outer.append(Axis(fresh_var("box", INDEX), boxes))
+                place = outer[-1].var * constant(size, INDEX)
+            if size > 1:
+                inner.append(Axis(fresh_var("place", INDEX), size))
+                place = place + inner[-1].var
+            env[axis.var] = place
+        return (*outer, *inner), env
+
+    @property
+    def _by_window(self) -> Groups:
+        names = zip(self.windows.names, self.positions, strict=True)
+        positions = {name: (axis,) if axis.extent > 1 else () for name, axis in names}
+        return {"batch": self.batch, "n": self.n, **positions}
+
+    def _boxes_of(self, param: Var, dtype: str, indices: Sequence[Expr]) -> TensorMap | None:
+        """The map of a matrix in boxes of 64 positions by 64 filters, if the TMA moves it."""
+        shape = next(p.shape for p in self.convolution.contraction.params if p.var.same_as(param))
+        access = affine_access(indices, shape, self._by_window)
+        if access is None or dtype not in HALF_DTYPES or not access.contiguous("n"):
+            return None
+        boxes = dict(zip(self.windows.names, self.windows.shape, strict=True))
+        try:
+            return tensor_map(param, dtype, access, "n", {**boxes, "n": BOX})
+        except Unsupported:
+            return None
+
+
+def _moved(segment: Segment, env: dict[Var, Expr], axes: Sequence[Axis]) -> Segment:
+    """The segment's outputs over other axes."""
+    put = Put(env, Simplifier(axes))
+    outputs = tuple(
+        replace(o, indices=tuple(map(put, o.indices)), value=put(o.value)) for o in segment.outputs
+    )
+    bindings = tuple(Binding(x.var, put(x.value)) for x in segment.bindings)
+    return replace(segment, bindings=bindings, outputs=outputs)
+
+
+# ---- operands
+
+
+def _shape_of(convolution: Convolution, load: TensorLoad) -> tuple:
+    params = convolution.contraction.params
+    return next(p.shape for p in params if p.var.same_as(load.source))
+
+
+def _data(convolution: Convolution, windows: Windows, batch: tuple[Axis, ...]) -> WindowView:
+    load = Operand(convolution.data).load
+    env, groups = {}, {"batch": batch, "k": (convolution.channels,)}
+    for name, window in zip(windows.names, convolution.windows, strict=True):
+        place = constant(window.low, INDEX)
+        groups[name] = ()
+        if window.high - window.low > 1:
+            axis = Axis(fresh_var(name, INDEX), window.high - window.low)
+            place = axis.var + place
+            groups[name] = (axis,)
+        env[convolution.coordinates[window.dim]] = place
+    channel = convolution.channels.var
+    if windows.group_channels:
+        channels = Axis(fresh_var("channel", INDEX), convolution.groups * windows.channels)
+        channel, groups["k"], groups["batch"] = channels.var, (channels,), ()
+    elif convolution.group is not None:
+        size = constant(convolution.channels_of_group, INDEX)
+        channel = convolution.group.var * size + channel
+    env[convolution.coordinates[convolution.channel_dim]] = channel
+    put = Put(env, Simplifier([axis for group in groups.values() for axis in group]))
+    access = affine_access([put(i) for i in load.indices], _shape_of(convolution, load), groups)
+    if access is None or not access.contiguous("k"):
+        raise Unsupported("data whose channels are not contiguous")
+    dtype = dtype_of(load)
+    boxes = dict(zip(windows.names, windows.shape, strict=True))
+    boxes["k"] = STEP_BYTES // bytes_of(dtype)
+    found = tensor_map(load.source, dtype, access, "k", boxes)
+    found = with_steps(found, dict(zip(windows.names, windows.strides, strict=True)))
+    return WindowView(load.source, dtype, access, "m", "k", found)
+
+
+def _weights(convolution: Convolution, dtype: str, batch: tuple[Axis, ...]) -> OperandView:
+    load = convolution.weights.load
+    taps = tuple(w.tap for w in convolution.windows if w.tap is not None)
+    groups = {
+        "batch": batch,
+        "n": (convolution.filters,),
+        "k": (convolution.channels,),
+        "tap": taps,
+    }
+    access = affine_access(load.indices, _shape_of(convolution, load), groups)
+    if access is None:
+        raise Unsupported("weights whose index is not affine")
+    inner = "k" if access.contiguous("k") else "n"
+    if inner != "k" and dtype not in HALF_DTYPES:
+        raise Unsupported(f"weights of {dtype} that are not contiguous along channels")
+    view = OperandView(load.source, dtype, access, "n", inner)
+    view.boxes(BOX)  # raises where no tile of any size is a box
+    return view

@@ -1,0 +1,210 @@
+"""The producer: one thread that keeps the ring of A and B tiles full, ahead into coming tiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm import tirx
+from tvm.ir import Expr
+from tvm.script import tirx as T
+
+from ...gpu.product_frame import Tile
+from .model import BOX, STEP_BYTES, Windows
+from .state import Hopper, Ring, expect, wait
+
+
+def emit_producer(kernel: Hopper) -> None:
+    """Emits the loop of the producer thread."""
+    ring = Ring(kernel.plan.config.stages, 1)
+    terms = Taps(kernel) if kernel.problem.has_windows else Terms(kernel)
+    with T.serial(0, kernel.turns) as turn:
+        tile = kernel.tile(turn)
+        if kernel.shared.resume is not None:
+            # The stages hold partial sums of other blocks until the consumers have read them.
+            with T.If(turn > 0), T.Then():
+                wait(kernel.shared.resume.ptr_to([0]), (turn + 1) % 2)
+        terms.begin(tile)
+        with T.serial(0, kernel.steps_of(tile), unroll=False) as step:
+            barrier = kernel.shared.full.ptr_to([ring.stage])
+            _wait_until_empty(kernel, ring)
+            expect(barrier, kernel.plan.transaction_bytes)
+            term = terms.at(step)
+            if kernel.problem.shared:
+                terms.load_a(0, tile, term, ring.stage, barrier)
+            for number, own in kernel.grid.each_segment(tile):
+                if not kernel.problem.shared:
+                    terms.load_a(number, own, term, ring.stage, barrier)
+                _load_b(kernel, number, own, term | terms.tap(number), ring.stage, barrier)
+                terms.advance(number)
+            ring.advance()
+    if kernel.plan.config.multicast > 1:
+        # The block lives until the others have handed back its last stages.
+        with T.serial(0, kernel.plan.config.stages, unroll=False):
+            _wait_until_empty(kernel, ring)
+            ring.advance()
+
+
+def _wait_until_empty(kernel: Hopper, ring: Ring) -> None:
+    """Waits until all blocks that read the present stage are through with it."""
+    wait(kernel.shared.empty.ptr_to([ring.stage]), ring.phase)
+
+
+class Terms:
+    """A's tiles are rows of a matrix, and a step's terms lie behind each other."""
+
+    def __init__(self, kernel: Hopper) -> None:
+        self.kernel = kernel
+
+    def begin(self, tile: Tile) -> None:
+        """Emits what comes before the steps of a tile."""
+
+    def at(self, step: Expr) -> dict[str, Expr]:
+        """Where the terms of a step start."""
+        kernel = self.kernel
+        return {"k": T.Bind((kernel.first_step + step) * kernel.problem.block_k)}
+
+    def load_a(
+        self, number: int, tile: Tile, term: dict[str, Expr], stage: Expr, barrier: Expr
+    ) -> None:
+        """The tile of A, of map `number`."""
+        kernel, plan = self.kernel, self.kernel.plan
+        at = {"batch": tile.batch, "m": tile.m * plan.config.block_m} | term
+        panels = 1 if kernel.problem.a.k_major else plan.config.block_m // BOX
+        for panel in range(panels):
+            target = kernel.shared.a.ptr_to([stage, panel * BOX * STEP_BYTES])
+            place = at | {"m": at["m"] + panel * BOX}
+            plan.a_maps[number].load(target, kernel.maps.a[number], place, barrier)
+
+    def tap(self, number: int) -> dict[str, Expr]:
+        """Where a segment's weights of a step are, beside its terms."""
+        return {}
+
+    def advance(self, number: int) -> None:
+        """Emits the way to a segment's next step."""
+
+
+class Taps:
+    """A's tiles are boxes of windows (see `Windows`), and a step is a tap and some channels.
+
+    Where each box starts is kept for a tile, and taps and channels are counted: a division in each
+    step costs small tiles 5 to 24 % (measured on a prototype in CUDA on an H200, 2026-11-23).
+    """
+
+    def __init__(self, kernel: Hopper) -> None:
+        self.kernel = kernel
+        self.windows = [segment.windows for segment in kernel.problem.segments]
+        # the first channel, then the tap along each window
+        most = max(len(windows.sliding) for windows in self.windows)
+        self.state = T.alloc_local((1 + most,), "int32")
+        self.boxes = kernel.plan.a_rows // BOX
+        self.starts = T.alloc_local((self.boxes * len(self.windows[0].names),), "int32")
+
+    def begin(self, tile: Tile) -> None:
+        """Emits the first positions of a tile's boxes, and its first tap."""
+        for number, own in self.kernel.grid.each_segment(tile):
+            self._begin(self.windows[number], own)
+        first = self.kernel.first_step
+        if isinstance(first, int):
+            places = [T.int32(0)] * int(self.state.shape[0])
+        else:
+            places = self._places(self.windows[0], first)
+        for i, place in enumerate(places):
+            T.buffer_store(self.state, place, [i])
+
+    def _begin(self, windows: Windows, tile: Tile) -> None:
+        plan, count = self.kernel.plan, len(windows.names)
+        for box in range(self.boxes):
+            firsts = windows.first(tile.m * (plan.config.block_m // BOX) + box)
+            for i, first in enumerate(firsts):
+                start = first * windows.strides[i] - windows.before[i]
+                T.buffer_store(self.starts, start, [box * count + i])
+
+    def _places(self, windows: Windows, step: Expr) -> list[Expr]:
+        """Channel and taps of a step."""
+        per_tap = windows.channels // self.kernel.problem.block_k
+        rest = T.Bind(step // per_tap)
+        taps = []
+        for position in reversed(windows.sliding):
+            taps.append(rest % windows.taps[position])
+            rest = rest // windows.taps[position]
+        return [step % per_tap * self.kernel.problem.block_k, *taps[::-1]]
+
+    def at(self, step: Expr) -> dict[str, Expr]:
+        """Where the terms of a step start."""
+        return {"k": self.state[0]}
+
+    def tap(self, number: int) -> dict[str, Expr]:
+        """Where a segment's weights of a step are, beside its terms."""
+        windows = self.windows[number]
+        found = T.int32(windows.first_tap)
+        for place, position in enumerate(windows.sliding):
+            found = found + self.state[1 + place] * windows.tap_steps[position]
+        return {"tap": found}
+
+    def load_a(
+        self, number: int, tile: Tile, term: dict[str, Expr], stage: Expr, barrier: Expr
+    ) -> None:
+        """The boxes of a tile of A."""
+        kernel, plan, windows = self.kernel, self.kernel.plan, self.windows[number]
+        count = len(windows.names)
+        for box in range(self.boxes):
+            place = {"batch": tile.batch} | term
+            if windows.group_channels:
+                place["k"] = term["k"] + tile.batch * windows.group_channels
+            for i, name in enumerate(windows.names):
+                place[name] = self.starts[box * count + i]
+            for tap, i in enumerate(windows.sliding):
+                name = windows.names[i]
+                place[name] = place[name] + self.state[1 + tap] * windows.dilations[i]
+            target = kernel.shared.a.ptr_to([stage, box * BOX * STEP_BYTES])
+            plan.a_maps[number].load(target, kernel.maps.a[number], place, barrier)
+
+    def advance(self, number: int) -> None:
+        """Emits the way to the next channels, or to the first ones of the next tap."""
+        windows = self.windows[number]
+        last = len(windows.sliding) - 1
+        self._count(
+            0, self.kernel.problem.block_k, windows.channels, lambda: self._next(windows, last)
+        )
+
+    def _next(self, windows: Windows, place: int) -> None:
+        if place >= 0:
+            taps = windows.taps[windows.sliding[place]]
+            self._count(1 + place, 1, taps, lambda: self._next(windows, place - 1))
+
+    def _count(self, place: int, step: int, end: int, carry: Callable[[], None]) -> None:
+        """Emits a counter's step; at its end it starts again, and the next one is counted."""
+        T.buffer_store(self.state, self.state[place] + step, [place])
+        with T.If(self.state[place] == end), T.Then():
+            T.buffer_store(self.state, T.int32(0), [place])
+            carry()
+
+
+def _load_b(
+    kernel: Hopper, number: int, tile: Tile, term: dict[str, Expr], stage: Expr, barrier: Expr
+) -> None:
+    """The tiles of B of one segment; those of a pair are one operand of wgmma.
+
+    Blocks that share them take turns in loading their pieces for all.
+    """
+    plan, blocks = kernel.plan, kernel.plan.config.multicast
+    at = {"batch": tile.batch, "n": tile.n * plan.out_n} | term
+    k_major = kernel.problem.segments[number].b[0].k_major
+    width = plan.out_n // blocks if k_major else BOX
+    pieces = plan.out_n // width  # of each product
+    for piece in range(len(plan.b_maps[number]) * pieces):
+        product, first = divmod(piece, pieces)
+        mine = tirx.IntImm("bool", 1)
+        if blocks > 1 and pieces % blocks:
+            mine = tirx.EQ(kernel.rank, piece % blocks)
+        elif blocks > 1:
+            # Without branches, which take registers: one of as many neighbours as there are blocks.
+            if first % blocks:
+                continue
+            first = first + kernel.rank
+        with T.If(mine), T.Then():
+            column = first * width
+            target = kernel.shared.b.ptr_to([stage, (product * plan.out_n + column) * STEP_BYTES])
+            place = at | {"n": at["n"] + column}
+            handle = kernel.maps.b[number][product]
+            plan.b_maps[number][product].load(target, handle, place, barrier, blocks)
