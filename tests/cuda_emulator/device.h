@@ -189,6 +189,7 @@ template <int N> static void copy(void* d, const void* s, bool global_source, bo
   static void tvmf_load##N##_cs(void* d, const void* s) { copy<N>(d, s, true, false); } \
   static void tvmf_load##N##_na(void* d, const void* s) { copy<N>(d, s, true, false); } \
   static void tvmf_load##N##_again(void* d, const void* s) { copy<N>(d, s, true, false); } \
+  static void tvmf_load##N##_behind(void* d, const void* s, int offset) { copy<N>(d, (const char*)s + offset, true, false); } \
   static void tvmf_store##N##_wb(void* d, const void* s) { copy<N>(d, s, false, true); } \
   static void tvmf_store##N##_cs(void* d, const void* s) { copy<N>(d, s, false, true); } \
   static void tvmf_move##N(void* d, const void* s) { copy<N>(d, s, false, false); }

@@ -53,6 +53,14 @@ def test_groups_are_an_axis_of_their_own(layout):
     assert found.multiply_adds == 9 * 11 * 24 * 3 * 9
 
 
+@pytest.mark.parametrize("per", [1, 3])
+def test_one_position_of_a_grouped_convolution_is_a_window(per):
+    conv = Conv((3, 9), (2, 3), 4 * per, 8, groups=4, strides=(2, 1))
+    found = read_convolution(conv.func())
+    assert [(w.size, w.taps) for w in found.windows[-2:]] == [(1, 2), (7, 3)]
+    assert (found.groups, found.channels_of_group, found.channel_dim) == (4, per, 1)
+
+
 def test_depthwise_is_told_by_channels_as_well():
     conv = plain(channels=12, filters=12, groups=12)
     found = read_convolution(conv.func())

@@ -18,6 +18,9 @@ from ..gemm.mma.rank import mma_ranked
 from ..gemm.simt.config import SimtConfig
 from ..gemm.simt.kernel import emit_gemm_simt, simt_ranked
 from .cpu.kernel import write_convolution
+from .depthwise.config import DepthwiseConfig
+from .depthwise.kernel import emit_depthwise
+from .depthwise.rank import depthwise_ranked
 from .geometry import Convolution, read_convolution
 from .hopper import emit_hopper, hopper_ranked
 from .products import as_products
@@ -66,6 +69,7 @@ CUDA_WRITER = Writer(
     read_convolution,
     (
         Form("hopper", HopperConfig, hopper_ranked, emit_hopper),
+        Form("depthwise", DepthwiseConfig, depthwise_ranked, emit_depthwise),
         Form("mma", MmaConfig, _mma_ranked, _emit_mma),
         Form("simt", SimtConfig, _simt_ranked, _emit_simt),
     ),

@@ -340,11 +340,12 @@ class _Reader:
         ranges = _Ranges(conditions, self._linear)
         windows, channel_dim = [], None
         group = channels = None
-        for dim, index in enumerate(load.indices):
-            at, expansion = self._expanded(index, ranges)
-            inner = {v for v in at[0] if v in in_weights and v not in self.reduced}
-            plain = [v for v in at[0] if v in self.reduced and len(at[0]) == 1 + len(inner)]
-            if inner or (plain and not self._slides(at, load)):
+        forms = [self._expanded(index, ranges) for index in load.indices]
+        shared = [{v for v in at if v in in_weights - self.reduced} for (at, _), _ in forms]
+        for dim, (at, expansion) in enumerate(forms):
+            # Beside a dimension of groups, taps alone are a window of one position.
+            plain = not any(shared) and len(at[0]) == 1 and set(at[0]) <= self.reduced
+            if shared[dim] or (plain and not self._slides(at, load)):
                 if channel_dim is not None or expansion != 1:
                     raise Unsupported("two dimensions of channels")
                 group, channels = self._channels(at)

@@ -65,6 +65,20 @@ def copy_in(target: Place, source: Place, size: int, piece: int, hint: str = "nc
         T.evaluate(device_call("void", name, arguments, body, target(start), source(start)))
 
 
+def copy_behind(target: Expr, source: Expr, offset: int, size: int) -> None:
+    """`size` bytes, one access, to registers from `offset` bytes behind an address that loads have
+    in common: sums of indices of 32 bits are not always told apart from their constants.
+    """
+    ctype, suffix, outputs, names, address = _PTX[size]
+    body = (
+        f'{ctype} r; asm("ld.global.nc.{suffix} {names}, [{address}];" '
+        f': {outputs} : "l"((const char*)s + offset)); *({_WORD[size]}*)d = ({_WORD[size]})r;'
+    )
+    arguments = "void* d, const void* s, int offset"
+    call = device_call("void", f"load{size}_behind", arguments, body, target, source, offset)
+    T.evaluate(call)
+
+
 def copy_out(target: Place, source: Place, size: int, piece: int, hint: str = "wb") -> None:
     """`size` bytes from registers to global memory, `piece` bytes an access."""
     word = _WORD[piece]

@@ -1,0 +1,486 @@
+"""Convolutions of few channels a group on the CUDA cores, each element of the data read about once.
+
+    for each row of the data that the positions of a thread meet:
+        read the row after it; what lies outside of the data stays zero
+        each element of the row goes to the sums of all rows of results that have it under a tap
+        the oldest row of results is complete: epilogue, store; the others move up
+
+A thread has a strip of neighbouring positions of a row of results, and a few filters: neighbouring
+threads have neighbouring filters where channels lie side by side in memory, else neighbouring
+strips. Rows of dilated filters are taken in phases, in which their taps are neighbours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from tvm import tirx
+from tvm.ir import Expr, Var
+from tvm.script import tirx as T
+
+from ....config import HardwareProfile
+from ...gpu.frame import launch_bounds
+from ...gpu.memory import shared_pool
+from ...gpu.product_frame import Frame, evaluate, open_kernel
+from ...program.expr import conjunction, constant, convert
+from ..geometry import Convolution
+from .config import DepthwiseConfig
+from .epilogue import Epilogue
+from .problem import Direct, Slide, direct_problem
+from .reads import Row, guard
+from .shape import Shape
+from .time import resident_blocks
+
+GROUP = 8
+"""Columns of an access to what lies along them, at most."""
+
+
+def emit_depthwise(
+    convolution: Convolution, hw: HardwareProfile, config: DepthwiseConfig
+) -> tirx.PrimFunc:
+    """Write a convolution of few channels a group as one TIRx kernel.
+
+    Parameters
+    ----------
+    convolution : Convolution
+        Depthwise, or of at most 32 channels a group; any number of windows, taps, strides and
+        dilations, any layout and epilogue.
+    hw : HardwareProfile
+        The CUDA device.
+    config : DepthwiseConfig
+        One of `depthwise_ranked`.
+
+    Returns
+    -------
+    func : tirx.PrimFunc
+        With the parameters of the PrimFunc that the convolution was read from.
+
+    Raises
+    ------
+    Unsupported
+        Where the convolution, or the configuration for it, cannot be written.
+    """
+    problem = direct_problem(convolution)
+    shape = Shape(problem.numbers, config)
+    shape.check(hw)
+    with open_kernel(convolution.contraction) as frame:
+        _Kernel(frame, problem, shape).emit(resident_blocks(shape, hw))
+    return frame.func
+
+
+class _Kernel:
+    def __init__(self, frame: Frame, problem: Direct, shape: Shape) -> None:
+        self.frame, self.problem, self.shape = frame, problem, shape
+        self.config, self.numbers = shape.config, shape.numbers
+        self.convolution = problem.convolution
+
+    def emit(self, resident: int) -> None:
+        s, c = self.shape, self.config
+        chunks = -(-s.lanes // c.lanes)
+        blocks = chunks * -(-s.tasks // c.tasks)
+        T.device_entry()
+        block = T.cta_id([blocks])
+        thread = T.thread_id([c.threads])
+        if self.numbers.along_channels:
+            lane, task = thread % c.lanes, thread // c.lanes
+        else:
+            lane, task = thread // c.tasks, thread % c.tasks
+        lane, task = T.Bind(lane), T.Bind(task)
+        first = T.Bind(self._index(block % chunks) * c.lanes)
+        self.own = T.Bind(self._index(lane) * c.filters)  # among the filters of the block
+        self.lane = T.Bind(first + lane)
+        self.task = T.Bind(self._index(block // chunks) * c.tasks + task)
+        if c.shared:
+            self._fill(first, thread)
+        inside = guard(
+            conjunction(
+                None if s.lanes % c.lanes == 0 else self.lane < s.lanes,
+                None if s.tasks % c.tasks == 0 else self.task < s.tasks,
+            )
+        )
+        with launch_bounds(resident), inside:
+            self._thread()
+
+    def _index(self, value: Expr) -> Expr:
+        return convert(value, self.frame.index)
+
+    # ---- weights
+
+    def _weight(self, filter: Expr, entry: Expr | int) -> Expr:
+        """The weight of a filter of all groups, number `entry` of its channels and taps."""
+        numbers, c = self.numbers, self.convolution
+        env = self._filter(filter)
+        places = [*self.shape.outer, self.shape.row_window, numbers.columns]
+        for number in reversed([i for i in places if i is not None]):
+            slide, window = numbers.windows[number], c.windows[number]
+            if window.tap is not None:
+                tap = entry % slide.taps
+                env[window.tap.var] = slide.taps - 1 - tap if slide.turned else tap
+                entry = entry // slide.taps
+        if c.channels is not None:
+            env[c.channels.var] = entry
+        env = {var: self._as_index(value) for var, value in env.items()}
+        weights = c.weights
+        (value,) = evaluate(self.frame, weights.bindings, [weights.value], env, False)
+        return convert(value, "float32")
+
+    def _as_index(self, value: Expr | int) -> Expr:
+        return constant(value, self.frame.index) if isinstance(value, int) else value
+
+    def _filter(self, filter: Expr) -> dict[Var, Expr]:
+        """Group and filter of a filter of all groups."""
+        c, size = self.convolution, self.numbers.filters
+        env = {}
+        if c.filters is not None:
+            env[c.filters.var] = filter % size
+        if c.group is not None:
+            env[c.group.var] = filter // size
+        return env
+
+    def _fill(self, first: Expr, thread: Expr) -> None:
+        """All weights of the block into shared memory, in the order in which they lie."""
+        s, c = self.shape, self.config
+        pool = shared_pool()
+        self.shared = pool.alloc((s.taps, s.pitch), "float32", align=16)
+        pool.commit()
+        width = c.lanes * c.filters
+        total = s.taps * width
+        dims = [dim for dim in self.convolution.weight_dims if dim]
+        last = dims[-1][-1] if dims else None
+        by_filter = any(last is a for a in self.problem.filter_axes)
+        with T.serial(-(-total // c.threads), unroll=False) as i:
+            flat = T.Bind(i * c.threads + thread)
+            entry, own = (
+                (flat // width, flat % width) if by_filter else (flat % s.taps, flat // s.taps)
+            )
+            entry, own = T.Bind(entry), T.Bind(own)
+            filter = T.Bind(first * c.filters + own)
+            inside = conjunction(
+                None if total % c.threads == 0 else flat < total,
+                None if s.lanes % c.lanes == 0 else filter < s.filters,
+            )
+            with guard(inside):
+                value = self._weight(filter, self._index(entry))
+                T.buffer_store(self.shared, value, [entry, own])
+        T.evaluate(T.cuda.cta_sync())
+
+    def _hold(self) -> None:
+        """All weights of the thread into registers."""
+        s, c = self.shape, self.config
+        self.registers = T.alloc_local((s.taps * c.filters,), "float32")
+        for f in range(c.filters):
+            filter = T.Bind(self.lane * c.filters + f)
+            with T.serial(s.taps, unroll=True) as entry:
+                value = self._weight(filter, self._index(entry))
+                T.buffer_store(self.registers, value, [entry * c.filters + f])
+
+    def _weights(self, entry: Expr) -> Expr:
+        """The weights of the thread's filters for a tap."""
+        c = self.config
+        found = T.alloc_local((c.filters,), "float32")
+        if not c.shared:
+            for f in range(c.filters):
+                T.buffer_store(found, self.registers[entry * c.filters + f], [f])
+            return found
+        width = math.gcd(c.filters, 4)
+        for start in range(0, c.filters, width):
+            with T.vectorized(width) as v:
+                T.buffer_store(found, self.shared[entry, self.own + start + v], [start + v])
+        return found
+
+    # ---- a thread
+
+    def _thread(self) -> None:
+        s, c = self.shape, self.config
+        rest = self.task
+        self.strip, rest = T.Bind(rest % s.strips), T.Bind(rest // s.strips)
+        self.column_phase, rest = self._digit(rest, s.columns.phases)
+        self.band, rest = self._digit(rest, s.bands)
+        self.row_phase, rest = self._digit(rest, s.rows.phases)
+        self.places: list[Expr] = []
+        for size in reversed(s.places):
+            place, rest = self._digit(rest, size)
+            self.places.insert(0, place)
+        self.first_column = T.Bind(
+            s.columns.step * self.column_phase
+            - s.columns.before
+            + self.strip * (s.columns.unit * s.columns.stride * c.columns)
+        )
+        self.first_row = T.Bind(
+            s.rows.step * self.row_phase
+            - s.rows.before
+            + self.band * (s.rows.unit * s.rows.stride * c.rows)
+        )
+        if not c.shared:
+            self._hold()
+        group = math.gcd(GROUP, c.columns, s.columns.size) if s.columns.phases == 1 else 1
+        self.epilogue = Epilogue(self.frame, self.problem, c.filters, c.columns, group)
+        self.epilogue.prepare(lambda f: self._filter_point(f))
+        self._walk()
+
+    def _digit(self, number: Expr, size: int) -> tuple[Expr, Expr]:
+        if size == 1:
+            return constant(0, self.frame.index), number
+        return T.Bind(number % size), T.Bind(number // size)
+
+    def _filter_point(self, f: int) -> dict[Var, Expr]:
+        return self._filter(self.lane * self.config.filters + f)
+
+    def _walk(self) -> None:
+        s, c = self.shape, self.config
+        count = c.columns * c.filters
+        self.sums = T.alloc_local((s.alive * count,), "float32")
+        self._clear(0, s.alive * count)
+        rows: Expr | int = c.rows
+        if s.rows.positions % c.rows:
+            left = s.rows.positions - self.band * c.rows
+            rows = T.Bind(tirx.Min(self._index(left), self._as_index(c.rows)))
+        self.steps = rows + s.alive - 1
+        parts = s.chunks * s.outer_taps if s.unrolled else 1
+        self.rows = [
+            [Row(self.frame, self.problem, c.channels, c.columns) for _ in range(s.units)]
+            for _ in range(parts)
+        ]
+        first, end = self._steps_with_rows()
+        for part, units in enumerate(self.rows):
+            for unit, row in enumerate(units):
+                self._read(row, first, self._as_index(part), unit, end)
+        with T.serial(first * s.turns, end * s.turns, unroll=False) as number:
+            step, turn = number, self._as_index(0)
+            if s.turns > 1:
+                step, turn = T.Bind(number // s.turns), T.Bind(number % s.turns)
+            starts = None if s.turns == 1 else turn == 0
+            last = None if s.turns == 1 else turn == s.turns - 1
+            with guard(starts):
+                self._move(count)
+                with guard(self._completes(step)):
+                    self.epilogue.request(self._point(step), self._inside)
+            for part, units in enumerate(self.rows):
+                for unit, row in enumerate(units):
+                    self._add(row, number, turn + part, part, unit, end)
+            with guard(conjunction(last, self._completes(step))):
+                self.epilogue.finish(self._sum, self._point(step), self._inside)
+        if not self._ends_inside():
+            with T.serial(tirx.Max(end, first), self.steps, unroll=False) as step:
+                self._move(count)
+                with guard(self._completes(step)):
+                    self.epilogue.request(self._point(step), self._inside)
+                    self.epilogue.finish(self._sum, self._point(step), self._inside)
+
+    def _steps_with_rows(self) -> tuple[Expr, Expr]:
+        """The first step that a row of the data may be added in, and the first one beyond the last.
+
+        Steps before the first one add and complete nothing.
+        """
+        s = self.shape
+        slide, pace = s.rows, s.rows.stride * s.rows.unit
+        first: Expr | int = 0
+        if s.alive > 1 and slide.before + slide.low > 0:
+            above = slide.low - (s.units - 1) * slide.unit + pace - 1 - self.first_row
+            first = tirx.Min(
+                tirx.Max(above // pace, self._as_index(0)), self._as_index(s.alive - 1)
+            )
+        end: Expr | int = self.steps
+        if not self._ends_inside():
+            below = (slide.high + pace - 1 - self.first_row) // pace
+            end = tirx.Min(below, self._as_index(self.steps))
+        return (T.Bind(self._index(self._as_index(x))) for x in (first, end))
+
+    def _ends_inside(self) -> bool:
+        """Whether the last step of a thread always has a row of the data."""
+        slide = self.shape.rows
+        pace, c = slide.stride * slide.unit, self.config
+        steps = -(-slide.positions // c.rows) * c.rows + self.shape.alive - 1
+        return slide.step * (slide.phases - 1) - slide.before + pace * (steps - 1) < slide.high
+
+    def _completes(self, step: Expr) -> Expr | None:
+        """Condition under which a step completes a row of results."""
+        s = self.shape
+        return conjunction(
+            None if s.alive == 1 else step >= s.alive - 1,
+            None if s.rows.size % s.rows.phases == 0 else self._result_row(step) < s.rows.size,
+        )
+
+    def _add(self, row: Row, number: Expr, part: Expr, place: int, unit: int, end: Expr) -> None:
+        """One row of the data: the next one is read, then all sums that have this one."""
+        s = self.shape
+        x = row.numbers()
+        step, turn = T.Bind(number + 1), self._as_index(place)
+        if s.turns > 1:
+            step, turn = T.Bind(step // s.turns), T.Bind(step % s.turns)
+        self._read(row, step, turn, unit, end)
+        for k in reversed(range(s.alive)):
+            tap = k * s.rows.stride + unit
+            if tap < s.rows.taps:
+                self._multiply(x, k, part, tap)
+
+    def _multiply(self, x: Expr, k: int, part: Expr, tap: int) -> None:
+        """Adds a row of the data under a row of taps to the sums of a row of results."""
+        s, c = self.shape, self.config
+        chunk, outer = self._parts(part)
+        depthwise = self.numbers.is_depthwise
+        pitch = row_pitch(self.rows[0][0])
+        with T.serial(s.columns.taps, unroll=True) as t:
+            for v in range(1 if depthwise else c.channels):
+                channel = self._as_index(0) if depthwise else chunk * c.channels + v
+                entry = (channel * s.outer_taps + outer) * s.rows.taps + tap
+                weights = self._weights(entry * s.columns.taps + t)
+                with T.serial(c.columns, unroll=True) as q:
+                    at = (q * s.columns.stride + t * pitch) * c.channels
+                    for f in range(c.filters):
+                        element = x[at + (f // s.each if depthwise else v)]
+                        place = (k * c.columns + q) * c.filters + f
+                        T.buffer_store(self.sums, self.sums[place] + element * weights[f], [place])
+
+    def _parts(self, part: Expr) -> tuple[Expr, Expr]:
+        """Which channels of a group, and which outer taps."""
+        outer = self.shape.outer_taps
+        if outer == 1:
+            return part, constant(0, self.frame.index)
+        return part // outer, part % outer
+
+    # ---- where things are
+
+    def _row_element(self, step: Expr, unit: int) -> Expr:
+        s = self.shape
+        return self.first_row + (step * s.rows.stride + unit) * s.rows.unit
+
+    def _outer_elements(self, part: Expr) -> list[Expr]:
+        """The element of each outer window under a tap."""
+        _, rest = self._parts(part)
+        found: list[Expr] = []
+        for i, place in zip(reversed(self.shape.outer), reversed(self.places), strict=True):
+            slide = self.numbers.windows[i]
+            tap: Expr | int = 0
+            if slide.taps > 1:
+                tap, rest = rest % slide.taps, rest // slide.taps
+            reach = dilation_of(slide)
+            found.insert(0, place * slide.step + tap * reach - slide.before)
+        return found
+
+    def _meets(self, step: Expr, part: Expr, unit: int) -> Expr | None:
+        """Condition under which a row of the data, of a step that has one, is no padding."""
+        s = self.shape
+        conditions = []
+        slide = s.rows
+        element = self._row_element(step, unit)
+        starts = slide.before + slide.low <= 0
+        early = s.alive == 1 or slide.before + slide.low > (s.alive - 1) * slide.unit * slide.stride
+        conditions.append(None if starts or (not early and s.units == 1) else element >= slide.low)
+        conditions.append(None if s.units == 1 else element < slide.high)
+        elements = self._outer_elements(part)
+        for i, at in zip(s.outer, elements, strict=True):
+            slide = self.numbers.windows[i]
+            reach = dilation_of(slide) * (slide.taps - 1)
+            most = slide.step * (slide.size - 1) + reach - slide.before
+            conditions.append(None if -slide.before >= slide.low else at >= slide.low)
+            conditions.append(None if most < slide.high else at < slide.high)
+        return conjunction(*conditions)
+
+    def _leaves(self, step: Expr, exists: Expr | None, unit: int) -> Expr | None:
+        """Condition under which a row of padding takes the place of another one, and is needed:
+        those above the data, and of outer windows that each row is in, come before all others.
+        """
+        slide = self.shape.rows
+        if self.shape.turns > 1:
+            return None if exists is None else tirx.Not(exists)
+        last = slide.step * (slide.size - 1) - slide.before
+        last += dilation_of(slide) * (slide.taps - 1)
+        if self.shape.units == 1 or last < slide.high:
+            return None
+        return self._row_element(step, unit) >= slide.high
+
+    def _read(self, row: Row, step: Expr, part: Expr, unit: int, end: Expr) -> None:
+        """Reads a row of the data where the thread has such a step; padding is zero."""
+        s = self.shape
+        exists = self._meets(step, part, unit)
+        if (leaves := self._leaves(step, exists, unit)) is not None:
+            with T.If(leaves), T.Then():
+                row.clear()
+        with guard(conjunction(step < end, exists)):
+            chunk, _ = self._parts(part)
+            element = self._row_element(step, unit)
+            outer = dict(zip(s.outer, self._outer_elements(part), strict=True))
+            channel = self._channel(chunk)
+
+            def place(column: Expr, v: int) -> Sequence[Expr]:
+                found: list[Expr] = []
+                at = {self.numbers.columns: column, s.row_window: element, **outer}
+                by_dim = {w.dim: at[i] for i, w in enumerate(self.convolution.windows)}
+                for dim in range(len(self.convolution.coordinates)):
+                    found.append(by_dim[dim] if dim in by_dim else channel + v)
+                return [self._index(x) for x in found]
+
+            row.read(self.first_column, place)
+
+    def _channel(self, chunk: Expr) -> Expr:
+        """The thread's first channel, of all groups."""
+        c, n = self.config, self.numbers
+        group = T.Bind(self.lane * c.filters // n.filters)
+        return group if n.is_depthwise else T.Bind(group * n.channels + chunk * c.channels)
+
+    def _column(self, start: Expr | int, i: int) -> Expr:
+        s = self.shape
+        inner = self.strip * self.config.columns + start + i
+        return self.column_phase + inner * s.columns.phases
+
+    def _inside(self, first: Expr):
+        """Guard of a group of columns."""
+        s, c = self.shape, self.config
+        whole = s.columns.size % (c.columns * s.columns.phases) == 0
+        return guard(None if whole else self._column(first, 0) < s.columns.size)
+
+    def _result_row(self, step: Expr) -> Expr:
+        s = self.shape
+        inner = self.band * self.config.rows + step - (s.alive - 1)
+        return self.row_phase + inner * s.rows.phases
+
+    def _point(self, step: Expr):
+        """Axes of the results at a column and a filter."""
+        s, row = self.shape, self._result_row(step)
+
+        def point(start: Expr | int, i: int):
+            places = {self.numbers.columns: self._index(self._column(start, i)), s.row_window: row}
+            places |= dict(zip(s.outer, self.places, strict=True))
+            axes = ((self.problem.axis(window), at) for window, at in places.items())
+            env = {axis.var: at for axis, at in axes if axis is not None}
+
+            def at(f: int) -> Mapping[Var, Expr]:
+                return {**env, **self._filter_point(f)}
+
+            return at
+
+        return point
+
+    # ---- sums
+
+    def _sum(self, start: Expr | int, i: int):
+        s, c = self.shape, self.config
+
+        def of(f: int) -> Expr:
+            place = ((s.alive - 1) * c.columns + start + i) * c.filters + f
+            return self.sums[place]
+
+        return of
+
+    def _move(self, count: int) -> None:
+        """The sums of each row of results take the place of those of the one before it."""
+        for k in reversed(range(1, self.shape.alive)):
+            with T.serial(count, unroll=True) as i:
+                T.buffer_store(self.sums, self.sums[(k - 1) * count + i], [k * count + i])
+        self._clear(0, count)
+
+    def _clear(self, first: int, count: int) -> None:
+        with T.serial(count, unroll=True) as i:
+            T.buffer_store(self.sums, constant(0, "float32"), [first + i])
+
+
+def dilation_of(slide: Slide) -> int:
+    """Elements between the taps of a window."""
+    return slide.unit * slide.pitch
+
+
+def row_pitch(row: Row) -> int:
+    """Numbers between the taps of a position of a row."""
+    return row.reach.pitch

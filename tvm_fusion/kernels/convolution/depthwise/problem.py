@@ -1,0 +1,263 @@
+"""What the direct kernel knows of a convolution: which window is which, in plain numbers.
+
+A thread's positions are a strip of neighbours along one window (the columns), and walk down another
+one (the rows). All other windows are outer ones: a thread has one position of them, and sums over
+their taps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import tvm_ffi
+from tvm.ir import TensorLoad
+
+from ....errors import Unsupported
+from ...contraction.model import Axis
+from ...contraction.reader import Operand
+from ...program.expr import HALF_DTYPES, dtype_of, number, same
+from ..geometry import Convolution, Window
+
+DTYPES = (*HALF_DTYPES, "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class Slide:
+    """A window as plain numbers, its taps in the order of the elements that they meet.
+
+    Position ``phases * p + phase`` meets tap `t` at element
+    ``step * phase - before + unit * (stride * p + pitch * t)``. With phases, dilated taps are
+    neighbours: `pitch` is 1.
+
+    Attributes
+    ----------
+    size : int
+        Positions.
+    step : int
+        Elements between positions.
+    low, high : int
+        Elements outside of ``low ... high - 1`` are zeros.
+    turned : bool
+        Whether the filter's last tap is the first one here.
+    """
+
+    size: int
+    taps: int
+    step: int
+    before: int
+    low: int
+    high: int
+    phases: int
+    unit: int
+    stride: int
+    pitch: int
+    turned: bool = False
+
+    @classmethod
+    def of(cls, window: Window, in_phases: bool) -> Slide:
+        """The numbers of a window.
+
+        Raises
+        ------
+        Unsupported
+            A window that steps over parts of elements.
+        """
+        if window.expansion != 1:
+            raise Unsupported("a transposed convolution with a stride")
+        dilation = abs(window.dilation) if window.taps > 1 else 1
+        turned = window.taps > 1 and window.dilation < 0
+        before = window.before + (dilation * (window.taps - 1) if turned else 0)
+        common = math.gcd(window.stride, dilation)
+        phases, unit, stride, pitch = 1, 1, window.stride, dilation
+        if in_phases:
+            phases, unit, stride, pitch = dilation // common, dilation, window.stride // common, 1
+        bounds = window.low, window.high
+        return cls(
+            window.size,
+            window.taps,
+            window.stride,
+            before,
+            *bounds,
+            phases,
+            unit,
+            stride,
+            pitch,
+            turned,
+        )
+
+    @property
+    def positions(self) -> int:
+        """Positions of a phase, of the first one, which has the most."""
+        return -(-self.size // self.phases)
+
+    @property
+    def alive(self) -> int:
+        """Positions whose sums an element goes to, if taps are neighbours."""
+        return -(-self.taps // self.stride)
+
+    def tap(self, number: int) -> int:
+        """The filter's tap that is number `number` here."""
+        return self.taps - 1 - number if self.turned else number
+
+
+POINT = Slide(1, 1, 1, 0, 0, 1, 1, 1, 1, 1)
+"""A window of one position and one tap, where there is no other one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """A convolution of few channels a group as plain numbers.
+
+    Attributes
+    ----------
+    groups, channels, filters : int
+        Groups, and channels and filters of each.
+    windows : tuple of Slide
+        In the order of the data's dimensions.
+    width : int
+        Elements that data may be read at once: its channels lie side by side, or its innermost
+        window's elements, and this is what rows of them are a multiple of.
+    along_channels : bool
+        Whether neighbouring channels are neighbours in memory.
+    bytes : int
+        Of an element of the data.
+    """
+
+    groups: int
+    channels: int
+    filters: int
+    windows: tuple[Slide, ...]
+    width: int
+    along_channels: bool
+    bytes: int
+
+    @property
+    def is_depthwise(self) -> bool:
+        """Whether a filter has one channel."""
+        return self.channels == 1
+
+    def window(self, number: int | None) -> Slide:
+        """The window of a number; None is for none."""
+        return POINT if number is None else self.windows[number]
+
+    @property
+    def columns(self) -> int | None:
+        """The window of neighbouring positions: the innermost one that has several, else the
+        innermost one. Where it has many taps, whose code would be long, it is an outer one.
+        """
+        found = [i for i, w in enumerate(self.windows) if w.size > 1]
+        last = found[-1] if found and self.along_channels else len(self.windows) - 1
+        return last if self.windows[last].taps <= MOST_TAPS else None
+
+    def rows(self, rolls: bool) -> int | None:
+        """The window that threads walk down: if rows roll, the next one with taps; else the longest
+        one without, so that weights serve many positions.
+        """
+        others = [i for i in range(len(self.windows)) if i != self.columns]
+        tapped = [i for i in others if self.windows[i].taps > 1]
+        if rolls and tapped:
+            return tapped[-1]
+        plain = [i for i in others if self.windows[i].taps == 1 and self.windows[i].size > 1]
+        return max(plain, key=lambda i: self.windows[i].size, default=None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Direct:
+    """A convolution, and its numbers.
+
+    Attributes
+    ----------
+    load : TensorLoad or None
+        The data where it is nothing but a tensor.
+    """
+
+    convolution: Convolution
+    numbers: Numbers
+    load: TensorLoad | None
+
+    @property
+    def filter_axes(self) -> tuple[Axis, ...]:
+        """The axes of all filters, the outer one first."""
+        return tuple(a for a in (self.convolution.group, self.convolution.filters) if a is not None)
+
+    def axis(self, window: int | None) -> Axis | None:
+        """The axis of the results that slides along a window."""
+        return None if window is None else self.convolution.windows[window].axis
+
+    def window_axes(self, windows: Sequence[int | None]) -> tuple[Axis, ...]:
+        """The axes of some windows."""
+        return tuple(a for a in map(self.axis, windows) if a is not None)
+
+
+MOST_TAPS = 64
+"""Of a row of a filter, that a thread's code has side by side."""
+
+MOST_CHANNELS = 32
+"""Channels of a group that a thread sums over; more of them are matrix products."""
+
+
+def direct_problem(convolution: Convolution) -> Direct:
+    """What the direct kernel takes.
+
+    Raises
+    ------
+    Unsupported
+        Many channels a group, other dtypes than float16, bfloat16 and float32, and strides of a
+        transposed convolution.
+    """
+    c = convolution
+    if c.channels_of_group > MOST_CHANNELS:
+        raise Unsupported(f"sums over {c.channels_of_group} channels are matrix products")
+    load = Operand(c.data).load
+    whole = next((x for x in _loads(c) if _is_whole(x, c)), None)
+    if whole is None:
+        raise Unsupported("data that is no tensor")
+    plain = load is not None and _is_whole(load, c)
+    read = dtype_of(load) if plain else dtype_of(c.data)
+    weights = c.weights.load
+    for dtype in (read, dtype_of(weights)):
+        if dtype not in DTYPES:
+            raise Unsupported(f"data or weights of {dtype}")
+    if c.product.dtype != "float32":
+        raise Unsupported(f"sums of {c.product.dtype}")
+    shape = [int(n) for n in whole.source.ty.shape]
+    inner = shape[c.channel_dim + 1 :] if c.channel_dim is not None else [2]
+    along_channels = max(inner, default=1) == 1
+    windows = tuple(Slide.of(w, True) for w in c.windows)
+    last = c.windows[-1]
+    if not along_channels:
+        windows = (*windows[:-1], Slide.of(last, False))
+    if not plain:
+        width = 1
+    elif along_channels:
+        width = shape[c.channel_dim]
+    else:
+        width = 1
+        if last.dim == len(shape) - 1:
+            width = math.gcd(shape[-1], last.low, last.high)
+    numbers = Numbers(
+        c.groups,
+        c.channels_of_group,
+        c.filters_of_group,
+        windows,
+        width,
+        along_channels,
+        {"float32": 4}.get(read, 2),
+    )
+    return Direct(c, numbers, load if plain else None)
+
+
+def _loads(convolution: Convolution) -> list[TensorLoad]:
+    found: list[TensorLoad] = []
+    tvm_ffi.structural_walk(convolution.data, [(TensorLoad, found.append)])
+    return found
+
+
+def _is_whole(load: TensorLoad, convolution: Convolution) -> bool:
+    """Whether a load is of the element at the data's coordinates."""
+    if len(load.indices) != len(convolution.coordinates):
+        return False
+    places = zip(load.indices, convolution.coordinates, load.source.ty.shape, strict=True)
+    return all((number(i) == 0 and int(n) == 1) or same(i, at) for i, at, n in places)

@@ -1,0 +1,124 @@
+"""Time of the direct convolution kernel, from plain numbers."""
+
+from __future__ import annotations
+
+import math
+
+from ....config import HardwareProfile
+from ...gemm.simt.config import rounded_waves
+from .config import DepthwiseConfig
+from .problem import Numbers
+from .reads import reach_of
+from .shape import Shape
+
+# Estimates, none of them measured on a device: the cycles that a warp waits for a row of the data
+# that it asked for a row ago, under load; issue slots of a thread's start and of the loop of a row;
+# the share of issue slots that are used where warps are enough.
+LATENCY_CYCLES = 1400.0
+START_SLOTS = 90
+ROW_SLOTS = 14
+ISSUE_SHARE = 0.8
+START_SECONDS = 2.5e-6
+# Beside sums, elements and weights: addresses, bounds and counters. nvcc 13.0 takes 92 to 168
+# registers for eight kernels, within 24 of what this says without them.
+OTHER_REGISTERS = 24
+# The greater of time at the memory and in the multiprocessors hides most of the lesser one.
+OVERLAP_EXPONENT = 4
+
+
+def registers_of(shape: Shape) -> int:
+    """Estimate of a thread's registers."""
+    c, numbers = shape.config, shape.numbers
+    reach = reach_of(numbers, c.columns)
+    parts = 1 if shape.turns > 1 else shape.chunks * shape.outer_taps
+    width = reach.pieces[0].width
+    words = -(-c.channels * width * min(numbers.bytes, 4) // 4)
+    held = len(reach.pieces) * words * parts * shape.units
+    sums = shape.alive * c.columns * c.filters
+    weights = 2 * c.filters if c.shared else shape.taps * c.filters
+    elements = len(reach.offsets) * c.channels
+    return sums + elements + held + weights + 2 * c.filters + OTHER_REGISTERS
+
+
+def resident_blocks(shape: Shape, hw: HardwareProfile) -> int:
+    """Blocks of a multiprocessor."""
+    warps = -(-shape.config.threads // hw.warp_size)
+    registers = -(-min(registers_of(shape), hw.max_registers_per_thread) // 8) * 8
+    smem = shape.shared_bytes + hw.smem_reserved_per_block_bytes
+    return min(
+        hw.registers_per_sm // (registers * warps * hw.warp_size),
+        hw.max_threads_per_sm // (warps * hw.warp_size),
+        hw.smem_per_sm_bytes // smem,
+        hw.max_blocks_per_sm,
+    )
+
+
+def row_slots(shape: Shape, operations: float) -> tuple[float, float]:
+    """Issue slots of a thread for a row of the data, and for a row of results.
+
+    `operations` are those behind a sum.
+    """
+    c, numbers = shape.config, shape.numbers
+    reach = reach_of(numbers, c.columns)
+    rows = shape.units * shape.chunks * shape.outer_taps
+    multiplied = shape.fmas * shape.chunks * shape.outer_taps
+    accesses = len(reach.pieces) * (1 if numbers.along_channels else c.channels)
+    converted = len(reach.offsets) * c.channels if numbers.bytes < 4 else 0
+    weights = 0.0
+    if c.shared:
+        vectors = c.filters / math.gcd(c.filters, 4)
+        weights = multiplied / (c.columns * c.filters) * vectors
+    turns = 12 * shape.turns if shape.turns > 1 else 0
+    data = multiplied + weights + rows * (1.2 * accesses + converted) + ROW_SLOTS + turns
+    results = c.columns * c.filters
+    width = c.filters if numbers.along_channels else math.gcd(c.columns, numbers.width, 8)
+    stores = results / max(1, math.gcd(width, 16 // numbers.bytes))
+    return data, results * (operations + 0.5) + 1.3 * stores
+
+
+def direct_seconds(
+    numbers: Numbers,
+    config: DepthwiseConfig,
+    hw: HardwareProfile,
+    moved_bytes: float,
+    operations: float = 3.0,
+) -> float:
+    """Predicted seconds of one launch: waves of blocks at the rate of their instructions, or of the
+    latency of their loads; beside them the time of `moved_bytes`. `operations` are the
+    instructions behind each sum.
+    """
+    shape = Shape(numbers, config)
+    warps = -(-config.threads // hw.warp_size)
+    resident = max(1, resident_blocks(shape, hw))
+    blocks = -(-shape.lanes // config.lanes) * -(-shape.tasks // config.tasks)
+    data, results = row_slots(shape, operations)
+    rows = min(config.rows, shape.rows.positions)
+    steps = rows + shape.alive - 1
+    slide = shape.rows
+    if shape.bands == 1:  # rows of padding are not walked over
+        steps = min(steps, -(-slide.high // (slide.stride * slide.unit)))
+    start = START_SLOTS + shape.taps * config.filters * (0.0 if config.shared else 2.5)
+    if config.shared:
+        start += 14 * shape.taps * config.filters * config.lanes / config.threads
+    slots = start + steps * data + rows * results
+    issue_per_s = hw.fma_per_s_f32 / 2 / hw.warp_size  # of all multiprocessors, warp instructions
+    clock = issue_per_s / hw.num_sms / 4
+    here = min(resident, -(-blocks // hw.num_sms))
+    issue = slots * warps * here / 4 / ISSUE_SHARE / clock
+    latency = ((steps + 1) * LATENCY_CYCLES * max(1, shape.turns) + slots * 2) / clock
+    wave = max(issue, latency)
+    waves = rounded_waves(blocks / (hw.num_sms * here), hw)
+    busy = max(waves * wave, slots * warps * blocks / (issue_per_s * ISSUE_SHARE))
+    # Rows of other bands come from the L2 once more.
+    again = (rows + slide.taps / slide.stride - 1) / rows
+    memory = max(moved_bytes / hw.hbm_bytes_per_s, moved_bytes * again / hw.l2_bytes_per_s)
+    p = OVERLAP_EXPONENT
+    return START_SECONDS + (busy**p + memory**p) ** (1 / p)
+
+
+def sums_seconds(results: float, terms: int, hw: HardwareProfile, element_bytes: int = 2) -> float:
+    """Seconds of the sums of a convolution of which nothing but sizes is known: `results` of all
+    filters, each a sum of `terms` (taps times channels); for the planner.
+    """
+    slots = 1.15 * terms + (7 if element_bytes == 2 else 6)
+    return results * slots / (hw.fma_per_s_f32 / 2) / ISSUE_SHARE
