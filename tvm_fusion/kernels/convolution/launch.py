@@ -114,7 +114,7 @@ START_SECONDS = 3e-6
 """Of a launch: its first loads, its last stores."""
 TENSOR_SHARE, FMA_SHARE, WGMMA_SHARE = 0.45, 0.4, 0.8
 """Of the rates of tensor cores and of multipliers, those of forms that gather their operands, and
-that of the form that the TMA serves (H100, 2026-11-26: 3 x 3 convolutions of ResNet-50, 32 images)."""
+that of the form that the TMA serves (H100, 2026-11-26: 3 x 3 layers of ResNet-50, 32 images)."""
 TMA_CHANNELS, STEP_CHANNELS = 8, 64
 """Channels of halves that a box starts at multiples of, and those of a step."""
 
