@@ -10,47 +10,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from ...config import HardwareProfile, Policy
-from ...ir.access import Access, Affine, Block
+from ...ir.access import Access, Affine, Block, Irregular
 from ...ir.extents import assumed_product
 from ...plan.group_view import GroupView
 from ..base import Fit
 from ..gemm.launch import operation_seconds
 from ..group.footprint import footprint_bytes
 from ..program.expr import HALF_DTYPES
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """A convolution as plain numbers.
-
-    Attributes
-    ----------
-    positions : of the results of one filter, of all images.
-    filters : of all groups.
-    channels : that a filter sums over.
-    taps : of a filter.
-    groups
-    dtype : of the data, as it is multiplied.
-    channels_last : whether the data is contiguous along channels.
-    sliding : windows with taps.
-    """
-
-    positions: int
-    filters: int
-    channels: int
-    taps: int
-    groups: int
-    dtype: str
-    channels_last: bool
-    sliding: int
-
-    @property
-    def multiply_adds(self) -> float:
-        """Of all results."""
-        return float(self.positions) * self.filters * self.channels * self.taps
+from .product_time import cuda_core_seconds, mma_seconds
+from .sizes import Sizes
 
 
 def is_convolution(block: Block) -> bool:
@@ -102,7 +72,7 @@ def sizes_of(group: GroupView, block: Block) -> Sizes:
         size(spatial - weights.axes),
         filters,
         size(channels),
-        size(taps),
+        -(-size(taps) // _expansion(group, data.tensor)),
         groups,
         tensors[data.tensor].dtype,
         bool(last) and not last & (taps | (spatial - weights.axes)),
@@ -110,11 +80,28 @@ def sizes_of(group: GroupView, block: Block) -> Sizes:
     )
 
 
+def _expansion(group: GroupView, tensor: int) -> int:
+    """How many positions of data of a transposed convolution hold one element, the others zeros:
+    x[i // 2, j // 2] where both are even.
+    """
+    found = 1
+    while (block := group.writer_of.get(tensor)) is not None and len(block.reads) == 1:
+        (read,) = block.reads
+        shape = group.graph.tensors[read.tensor].shape
+        for index, size in zip(read.index, shape, strict=True):
+            if isinstance(index, Irregular) and read.guarded and len(index.axes) == 1:
+                (extent,) = block.extents(tuple(index.axes))
+                if isinstance(extent, int) and isinstance(size, int) and size > 1:
+                    found *= max(1, (extent - 1) // (size - 1))
+        tensor = read.tensor
+    return found
+
+
 START_SECONDS = 3e-6
 """Of a launch: its first loads, its last stores."""
-TENSOR_SHARE, FMA_SHARE, WGMMA_SHARE = 0.45, 0.4, 0.8
-"""Of the rates of tensor cores and of multipliers, those of forms that gather their operands, and
-that of the form that the TMA serves (H100, 2026-11-26: 3 x 3 layers of ResNet-50, 32 images)."""
+WGMMA_SHARE = 0.8
+"""Of the rate of tensor cores, that of the form that the TMA serves (H100, 2026-11-26: 3 x 3
+convolutions of ResNet-50, 32 images)."""
 TMA_CHANNELS, STEP_CHANNELS = 8, 64
 """Channels of halves that a box starts at multiples of, and those of a step."""
 
@@ -140,14 +127,16 @@ def predict(
 
 def _bodies(sizes: Sizes, hw: HardwareProfile, policy: Policy) -> Iterator[tuple[str, float]]:
     """What limits each form, and the seconds of its sums."""
-    flops = 2.0 * sizes.multiply_adds
-    yield "fma", flops / (hw.fma_per_s_f32 * FMA_SHARE)
+    yield "fma", cuda_core_seconds(sizes, hw)
+    seconds = mma_seconds(sizes, hw, policy)
+    if seconds is not None:
+        yield "tensor", seconds
     rate = "tfloat32" if sizes.dtype == "float32" else sizes.dtype
-    allowed = sizes.dtype in HALF_DTYPES or (sizes.dtype == "float32" and policy.allow_tf32)
-    if hw.arch >= "sm_80" and allowed and rate in hw.tensor_flop_per_s:
+    boxes = sizes.channels_last and sizes.channels % TMA_CHANNELS == 0
+    taken = seconds is not None and sizes.dtype in (*HALF_DTYPES, "float32")
+    if taken and boxes and hw.arch == "sm_90a":
         few = sizes.filters // sizes.groups
         padded = math.ceil(few / 16) * 16 / few
-        yield "tensor", flops * padded / (hw.tensor_flop_per_s[rate] * TENSOR_SHARE)
-        if hw.arch == "sm_90a" and sizes.channels_last and sizes.channels % TMA_CHANNELS == 0:
-            steps = math.ceil(sizes.channels / STEP_CHANNELS) * STEP_CHANNELS / sizes.channels
-            yield "wgmma", flops * padded * steps / (hw.tensor_flop_per_s[rate] * WGMMA_SHARE)
+        steps = math.ceil(sizes.channels / STEP_CHANNELS) * STEP_CHANNELS / sizes.channels
+        flops = 2.0 * sizes.multiply_adds * padded * steps
+        yield "wgmma", flops / (hw.tensor_flop_per_s[rate] * WGMMA_SHARE)

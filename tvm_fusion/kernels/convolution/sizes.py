@@ -1,0 +1,36 @@
+"""Convolutions as plain numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """A convolution as plain numbers.
+
+    Attributes
+    ----------
+    positions : of the results of one filter, of all images.
+    filters : of all groups.
+    channels : that a filter sums over.
+    taps : of a filter; of a transposed convolution, those that a position meets.
+    groups
+    dtype : of the data, as it is multiplied.
+    channels_last : whether the data is contiguous along channels.
+    sliding : windows with taps.
+    """
+
+    positions: int
+    filters: int
+    channels: int
+    taps: int
+    groups: int
+    dtype: str
+    channels_last: bool
+    sliding: int
+
+    @property
+    def multiply_adds(self) -> float:
+        """Of all results."""
+        return float(self.positions) * self.filters * self.channels * self.taps
