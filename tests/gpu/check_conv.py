@@ -1,7 +1,7 @@
 """Convolution kernels on a GPU: error against float64, and time beside cuDNN.
 
     python tests/gpu/check_conv.py [--suite NAME ...] [--only TEXT] [--form NAME] [--configs N]
-                                   [--workers N] [--json F]
+                                   [--apart] [--workers N] [--json F]
 
 Kernels are those the package would choose, or the best of one form; a case that a form does not
 take is listed with its reason. They are written and compiled in several processes first. Data and
@@ -47,9 +47,11 @@ TRANSPOSED = {1: F.conv_transpose1d, 2: F.conv_transpose2d, 3: F.conv_transpose3
 ENTRY = "convolution"
 
 
-def written(case: Conv, form: str | None, count: int, folder: Path, profile: str) -> dict[str, Any]:
+def written(
+    case: Conv, form: str | None, count: int, folder: Path, profile: str, apart: bool = False
+) -> dict[str, Any]:
     """Libraries of the first `count` configurations that can be written: path, configuration, form,
-    predicted microseconds; or why there is none.
+    predicted microseconds; or why there is none. With `apart`, of the first of each tile only.
     """
     hw, policy, found, reasons = load_profile(profile), load_policy(None), [], []
     target = hw.to_target()
@@ -59,8 +61,13 @@ def written(case: Conv, form: str | None, count: int, folder: Path, profile: str
         ranked = rank(problem, hw, policy) if rank else WRITER.ranked(problem, hw, policy)
     except Unsupported as why:
         return {"kernels": [], "refused": [str(why)]}
+    tiles = set()
     for seconds, config in ranked:
         own = WRITER.form_of(config)
+        if apart and (tile := _tile(config)) in tiles:
+            continue
+        if apart:
+            tiles.add(tile)
         try:
             kernel = own.emit(problem, hw, config)
             mod = tvm.IRModule({ENTRY: kernel.with_attr("global_symbol", ENTRY)})
@@ -75,6 +82,11 @@ def written(case: Conv, form: str | None, count: int, folder: Path, profile: str
         if len(found) == count:
             break
     return {"kernels": found, "refused": reasons}
+
+
+def _tile(config: Any) -> tuple:
+    fields = ("block_m", "block_n", "split", "staged", "deferred")
+    return type(config).__name__, *(getattr(config, name, None) for name in fields)
 
 
 def tensors_of(case: Conv) -> list[Tensor]:
@@ -171,6 +183,7 @@ def main() -> int:
     parser.add_argument("--form")
     parser.add_argument("--profile", default="nvidia_h200")
     parser.add_argument("--configs", type=int, default=1)
+    parser.add_argument("--apart", action="store_true", help="one configuration of each tile")
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--batch", type=int)
@@ -185,7 +198,13 @@ def main() -> int:
         with ProcessPoolExecutor(args.workers, mp_context=spawn) as pool:
             begun = {
                 n: pool.submit(
-                    written, c, args.form, args.configs, _own_folder(folder, i), args.profile
+                    written,
+                    c,
+                    args.form,
+                    args.configs,
+                    _own_folder(folder, i),
+                    args.profile,
+                    args.apart,
                 )
                 for i, (n, c) in enumerate(cases.items())
             }
