@@ -2,6 +2,8 @@
 
     python -m tests.fit_gemm_cost freeze SWEEP.jsonl ...   writes data/gemm_sweep_h200.json
     python -m tests.fit_gemm_cost fit                      prints the constants and what they reach
+    python -m tests.fit_gemm_cost windows [SWEEP.json ...]  the same of convolutions; writes
+                                                           data/conv_sweep_h100.json first
 
 The data's "layers" are kernels with epilogues and other operands, next to the `GemmWork` of each.
 
@@ -11,7 +13,9 @@ cuBLAS; lines of another "kind" than "split" or "multicast" are left out; the fi
 kernel counts.
 """
 
+import ast
 import dataclasses
+import datetime
 import itertools
 import json
 import math
@@ -19,16 +23,25 @@ import statistics
 import sys
 from pathlib import Path
 
+from tests.support.convolutions import Conv
 from tvm_fusion.config import load_profile
+from tvm_fusion.errors import Unsupported
+from tvm_fusion.kernels.convolution.geometry import read_convolution
+from tvm_fusion.kernels.convolution.hopper import read_windows
+from tvm_fusion.kernels.gemm.hopper.config import HopperConfig
+from tvm_fusion.kernels.gemm.hopper.configs import hopper_work, tile_of
 from tvm_fusion.kernels.gemm.hopper.cost import (
     FITTED,
     LINE_BYTES,
+    WINDOWS,
     Coefficients,
     GemmTile,
     GemmWork,
     gemm_time,
 )
+from tvm_fusion.kernels.gemm.hopper.plan import make_plan
 
+CONVOLUTIONS = Path(__file__).parent / "data" / "conv_sweep_h100.json"
 DATA = Path(__file__).parent / "data" / "gemm_sweep_h200.json"
 H200 = load_profile("nvidia_h200")
 FIELDS = [f.name for f in dataclasses.fields(GemmTile) if f.name != "ahead"]
@@ -71,13 +84,13 @@ def _kernels(data, entry):
     }
 
 
-def predicted_us(shape, tile, fitted=FITTED):
+def predicted_us(shape, tile, fitted=None):
     """Of a plain product by its (M, N, K), or of a `GemmWork`."""
     work = shape if isinstance(shape, GemmWork) else work_of(*shape)
     return gemm_time(work, tile, H200, fitted).seconds * 1e6
 
 
-def accuracy(kernels, fitted=FITTED):
+def accuracy(kernels, fitted=None):
     """Regret of the choice, relative error of the time and rank correlation over configurations, by
     shape.
     """
@@ -103,7 +116,7 @@ def _sign(x):
     return (x > 0) - (x < 0)
 
 
-def summary(kernels, fitted=FITTED):
+def summary(kernels, fitted=None):
     found = accuracy(kernels, fitted).values()
     errors = [e for _, all_errors, _ in found for e in all_errors]
     regrets = [r for r, _, _ in found]
@@ -115,17 +128,18 @@ def summary(kernels, fitted=FITTED):
     )
 
 
-def fit(kernels):
+def fit(kernels, known=FITTED):
     """Constants with the least squared logarithmic errors; kernels near the best count most."""
     from scipy.optimize import least_squares
 
     names = [f.name for f in dataclasses.fields(Coefficients) if f.name not in GUESSED]
-    start = [getattr(FITTED, name) for name in names]
+    names = [name for name in names if math.isfinite(getattr(known, name))]
+    start = [getattr(known, name) for name in names]
     weights = {s: min(t.values()) for s, t in kernels.items()}
 
     def of(factors):
         values = {n: float(x * f) for n, x, f in zip(names, start, factors, strict=True)}
-        return dataclasses.replace(FITTED, **values)
+        return dataclasses.replace(known, **values)
 
     def errors(factors):
         fitted = of(factors)
@@ -141,6 +155,54 @@ def fit(kernels):
         errors, [1.0] * len(names), bounds=bounds, loss="soft_l1", f_scale=0.05, diff_step=1e-3
     )
     return of(found.x)
+
+
+def freeze_convolutions(paths):
+    """Writes what `tests/gpu/check_conv.py --apart --json` measured of the Hopper form."""
+    layers, device = {}, None
+    for path in paths:
+        sweep = json.loads(Path(path).read_text())
+        device = sweep["device"]
+        for row in sweep["rows"]:
+            known = layers.setdefault(json.dumps(row.get("case")), (row, {}))[1]
+            for kernel in row.get("kernels", ()):
+                if kernel["form"] == "hopper":
+                    known.setdefault(kernel["config"], round(kernel["us"], 2))
+    lines = []
+    for row, configs in layers.values():
+        if not configs:
+            continue
+        case = {k: tuple(v) if isinstance(v, list) else v for k, v in row["case"].items()}
+        problem = read_windows(read_convolution(Conv(**case).func()))
+        work, kernels = hopper_work(problem, H200), []
+        for text, us in configs.items():
+            config = parsed(text, HopperConfig)
+            try:
+                plan = make_plan(problem, config, H200)
+            except Unsupported:
+                continue  # what was offered when the sweep was made, and is not any more
+            tile = dataclasses.asdict(tile_of(config, plan.ahead))
+            kernels.append([us, *(tile[f] for f in [*FIELDS, "ahead"])])
+        entry = {"name": row["name"], "work": dataclasses.asdict(work), "kernels": kernels}
+        lines.append(json.dumps(entry))
+    head = {
+        "device": device,
+        "date": str(datetime.date.today()),
+        "versions": "TVM 0.27.0, torch 2.11.0, CUDA 13.0",
+        "command": "tests/gpu/check_conv.py --form hopper --apart --configs 18 --suite resnet50 "
+        "(also --batch 1) and --suite kinds",
+        "clock": "median kernel time in us (CUPTI), the L2 cleaned before each launch",
+        "columns": ["time_us", *FIELDS, "ahead"],
+    }
+    text = json.dumps(head)[:-1] + ', "layers": [\n' + ",\n".join(lines) + "\n]}\n"
+    CONVOLUTIONS.write_text(text)
+
+
+def parsed(text, kind):
+    """A configuration from what it prints."""
+    inside = text[text.index("(") + 1 : -1]
+    pairs = (part.split("=") for part in inside.split(", "))
+    return kind(**{name: ast.literal_eval(value) for name, value in pairs})
 
 
 def _stripe(m, block_m, staged):
@@ -181,14 +243,24 @@ def freeze(paths):
     DATA.write_text(text)
 
 
-if __name__ == "__main__":
-    if sys.argv[1] == "freeze":
-        freeze(sys.argv[2:])
-    kernels, _ = load()
-    kernels |= dict(load_layers().values())
+def main(command, paths):
+    known = FITTED
+    if command == "windows":
+        if paths:
+            freeze_convolutions(paths)
+        known, kernels = WINDOWS, dict(load_layers(CONVOLUTIONS).values())
+    else:
+        if command == "freeze":
+            freeze(paths)
+        kernels, _ = load()
+        kernels |= dict(load_layers().values())
     print(summary(kernels))
-    if sys.argv[1] == "fit":
-        better = fit(kernels)
+    if command != "freeze":
+        better = fit(kernels, known)
         for f in dataclasses.fields(better):
             print(f.name, f"{getattr(better, f.name):.4g}")
         print(summary(kernels, better))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

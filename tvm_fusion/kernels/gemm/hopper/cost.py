@@ -15,6 +15,7 @@ tests/fit_gemm_cost.py; rates of the device come from its profile.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -168,10 +169,37 @@ class Coefficients:
     exchange_bytes_per_s: float = 1.55e10  # from each block of a larger cluster
     exchange_s: float = 5.33e-9  # for each block of the cluster, beside that
     multicast_s: float = 3.5e-7  # start and end of blocks that wait for one another
+    smem_bytes_per_cycle: float = math.inf  # of a multiprocessor; the sweep of GEMMs shows no limit
     cached_columns: float = 0.75  # of the L2 that keeps B while stripes of row tiles pass
 
 
 FITTED = Coefficients()
+
+WINDOWS = Coefficients(
+    start_s=3.06e-6,
+    step_s=1.29e-7,
+    single_step_s=1.39e-7,
+    port_bytes_per_s=1.62e11,
+    same_rows=1.125,
+    near_columns=0.363,
+    tensor_clock=1.024,
+    epilogue_bytes_per_s=3.7e10,
+    element_s=1.38e-9,
+    operation_latency=1.09,
+    deferred_epilogue=2.256,
+    hidden=0.037,
+    lasting_flops=1.092,
+    direct_store=3.87,
+    exchange_s=3.93e-9,
+    pair_bytes_per_s=3.84e10,
+    exchange_bytes_per_s=6.15e10,
+    residual_s=1.12e-7,
+    split_terms=0.749,
+    hbm_share=0.957,
+    smem_bytes_per_cycle=128,
+)
+"""Of convolutions, whose A comes in boxes of windows: fitted to tests/data/conv_sweep_h100.json. What
+tall tiles of few columns wait for is shared memory."""
 
 ROWS_IN_STEP = (1, 2, 4, 8)
 
@@ -194,7 +222,7 @@ class GemmTime:
 
 
 def gemm_time(
-    work: GemmWork, tile: GemmTile, hw: HardwareProfile, fitted: Coefficients = FITTED
+    work: GemmWork, tile: GemmTile, hw: HardwareProfile, fitted: Coefficients | None = None
 ) -> GemmTime:
     """Predicted time of one launch.
 
@@ -204,8 +232,11 @@ def gemm_time(
     tile : GemmTile
     hw : HardwareProfile
         A Hopper device.
-    fitted : Coefficients
+    fitted : Coefficients, optional
+        By default those of the kind of A.
     """
+    if fitted is None:
+        fitted = FITTED if work.a_bytes is None else WINDOWS
     return _Model(work, tile, hw, fitted).time()
 
 
@@ -267,8 +298,15 @@ class _Model:
             "step": max(f.single_step_s if single else f.step_s, self.hw.l2_latency_s / t.stages),
             "tensor": t.block_m * t.block_n / TENSOR_CELLS / clock,
             "port": port,
+            "smem": self._shared_memory() / (clock * f.smem_bytes_per_cycle),
             "l2": tiles * t.split * (a * from_a + b * from_b) / self.hw.l2_bytes_per_s,
         }
+
+    def _shared_memory(self) -> float:
+        """Bytes that pass shared memory in a step: each consumer reads its rows and all columns."""
+        t = self.tile
+        read = t.block_m // CONSUMER_ROWS * (CONSUMER_ROWS + t.block_n)
+        return float((read + t.block_m + t.block_n) * STEP_BYTES)
 
     def _rows_of_box(self) -> int:
         return min(self.tile.block_m, -(-self.work.m // 8) * 8)
