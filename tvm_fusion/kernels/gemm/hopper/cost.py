@@ -198,8 +198,8 @@ WINDOWS = Coefficients(
     hbm_share=0.957,
     smem_bytes_per_cycle=128,
 )
-"""Of convolutions, whose A comes in boxes of windows: fitted to tests/data/conv_sweep_h100.json. What
-tall tiles of few columns wait for is shared memory."""
+"""Of convolutions, whose A comes in boxes of windows: fitted to tests/data/conv_sweep_h100.json.
+What tall tiles of few columns wait for is shared memory."""
 
 ROWS_IN_STEP = (1, 2, 4, 8)
 
