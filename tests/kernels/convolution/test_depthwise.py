@@ -142,6 +142,9 @@ CASES = {
     ),
     "grouped": plain(channels=16, filters=32, groups=4, data_layout="NHWC", dtype="float16"),
     "grouped_channels_first": plain(channels=12, filters=12, groups=4, strides=(2, 1)),
+    "one_row_of_several": plain(
+        sizes=(4, 22), kernel=(1, 1), padding=(0,) * 4, channels=3, filters=4, strides=(4, 1)
+    ),
     "few_channels": plain(channels=3, data_layout="NHWC", strides=(2, 2), kernel=(7, 7)),
     "function_of_the_data": dataclasses.replace(DEPTHWISE, prologue=True),
     "exact": dataclasses.replace(DEPTHWISE, epilogue="residual", exact=True),

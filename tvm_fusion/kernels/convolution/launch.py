@@ -19,6 +19,8 @@ from ..base import Fit
 from ..gemm.launch import operation_seconds
 from ..group.footprint import footprint_bytes
 from ..program.expr import HALF_DTYPES
+from .depthwise.problem import MOST_CHANNELS
+from .depthwise.time import sums_seconds
 from .product_time import cuda_core_seconds, mma_seconds
 from .sizes import Sizes
 
@@ -128,6 +130,9 @@ def predict(
 def _bodies(sizes: Sizes, hw: HardwareProfile, policy: Policy) -> Iterator[tuple[str, float]]:
     """What limits each form, and the seconds of its sums."""
     yield "fma", cuda_core_seconds(sizes, hw)
+    if sizes.channels <= MOST_CHANNELS:
+        results, terms = float(sizes.positions) * sizes.filters, sizes.channels * sizes.taps
+        yield "direct", sums_seconds(results, terms, hw)
     seconds = mma_seconds(sizes, hw, policy)
     if seconds is not None:
         yield "tensor", seconds

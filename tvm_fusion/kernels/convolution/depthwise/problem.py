@@ -256,8 +256,12 @@ def _loads(convolution: Convolution) -> list[TensorLoad]:
 
 
 def _is_whole(load: TensorLoad, convolution: Convolution) -> bool:
-    """Whether a load is of the element at the data's coordinates."""
+    """Whether a load is of the element at the data's coordinates, of which some are one number."""
     if len(load.indices) != len(convolution.coordinates):
         return False
-    places = zip(load.indices, convolution.coordinates, load.source.ty.shape, strict=True)
-    return all((number(i) == 0 and int(n) == 1) or same(i, at) for i, at, n in places)
+    fixed = {w.dim: -w.before for w in convolution.windows if w.axis is None and w.tap is None}
+    places = enumerate(zip(load.indices, convolution.coordinates, strict=True))
+    return all(
+        same(i, at) or (number(i) is not None and number(i) == fixed.get(dim))
+        for dim, (i, at) in places
+    )

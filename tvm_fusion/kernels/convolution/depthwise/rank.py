@@ -20,17 +20,19 @@ from .problem import Numbers, direct_problem
 from .shape import Shape
 from .time import direct_seconds, registers_of
 
-THREADS = (64, 128, 256)
+THREADS = (64, 128)
 COLUMNS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 14, 16)
 BANDS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32)
 """In how many parts threads walk down the rows."""
+MOST_WASTE = 1.25
+"""Columns of all strips over those that there are."""
 MOST_REGISTERS = 224
 MOST_HELD = 64
 """Weights of a thread in registers."""
 MOST_MULTIPLIED = 3000
 """Multiplications that a row's code holds."""
-KEPT = 2
-"""Configurations that differ in rows and threads only."""
+KEPT, KEPT_ALIKE = 64, 2
+"""Configurations in all, and of those that differ in rows and threads only."""
 
 
 def depthwise_ranked(
@@ -89,9 +91,9 @@ def ranked(
         config = entry[1]
         kind = (config.channels, config.filters, config.columns, config.rolls, config.shared)
         alike[kind] += 1
-        if alike[kind] <= KEPT:
+        if alike[kind] <= KEPT_ALIKE:
             kept.append(entry)
-    return kept
+    return kept[:KEPT]
 
 
 def configs(numbers: Numbers) -> Iterator[DepthwiseConfig]:
@@ -138,8 +140,8 @@ def _vectors(numbers: Numbers) -> Iterator[tuple[int, int]]:
 
 
 def _columns(size: int) -> Sequence[int]:
-    """Columns of a thread: not more than there are."""
-    return [c for c in COLUMNS if c <= size] or [1]
+    """Columns of a thread: not more than there are, and few strips that reach beyond the last."""
+    return [c for c in COLUMNS if c <= size and -(-size // c) * c <= MOST_WASTE * size]
 
 
 def _blocks(shape: Shape) -> Iterator[tuple[int, int]]:

@@ -76,7 +76,8 @@ def reach_of(numbers: Numbers, columns: int) -> Reach:
             first = -slide.before % width
             starts = sorted({(o + first) // width * width - first for o in offsets})
             words = len(starts) * width * numbers.bytes / 4
-            found.append((len(starts) + words / 2, width, starts))
+            lines = slide.step * columns * numbers.bytes / 4  # that a warp's access touches
+            found.append((len(starts) * (1.2 + 0.5 * lines) + 0.3 * words, width, starts))
         width *= 2
     _, width, starts = min(found)
     return Reach(tuple(Piece(s, width) for s in starts), pitch, offsets)

@@ -6,17 +6,19 @@ import math
 
 from ....config import HardwareProfile
 from ...gemm.simt.config import rounded_waves
+from ...gpu.memory import WIDEST
 from .config import DepthwiseConfig
 from .problem import Numbers
 from .reads import reach_of
 from .shape import Shape
 
 # Estimates, none of them measured on a device: the cycles that a warp waits for a row of the data
-# that it asked for a row ago, under load; issue slots of a thread's start and of the loop of a row;
-# the share of issue slots that are used where warps are enough.
-LATENCY_CYCLES = 1400.0
+# that it asked for a row ago, under load; issue slots of a thread's start, of the loop of a row and
+# of a result's elements and store; the share of issue slots that are used where warps are enough.
+LATENCY_CYCLES = 900.0
 START_SLOTS = 90
 ROW_SLOTS = 14
+RESULT_SLOTS = 5
 ISSUE_SHARE = 0.8
 START_SECONDS = 2.5e-6
 # Beside sums, elements and weights: addresses, bounds and counters. nvcc 13.0 takes 92 to 168
@@ -24,6 +26,7 @@ START_SECONDS = 2.5e-6
 OTHER_REGISTERS = 24
 # The greater of time at the memory and in the multiprocessors hides most of the lesser one.
 OVERLAP_EXPONENT = 4
+LINE_BYTES = 128
 
 
 def registers_of(shape: Shape) -> int:
@@ -36,8 +39,8 @@ def registers_of(shape: Shape) -> int:
     held = len(reach.pieces) * words * parts * shape.units
     sums = shape.alive * c.columns * c.filters
     weights = 2 * c.filters if c.shared else shape.taps * c.filters
-    elements = len(reach.offsets) * c.channels
-    return sums + elements + held + weights + 2 * c.filters + OTHER_REGISTERS
+    elements = len(reach.offsets) * c.channels * (1 if parts == 1 else 1.5)
+    return int(sums + elements + held + weights + 2 * c.filters + OTHER_REGISTERS)
 
 
 def resident_blocks(shape: Shape, hw: HardwareProfile) -> int:
@@ -71,9 +74,35 @@ def row_slots(shape: Shape, operations: float) -> tuple[float, float]:
     turns = 12 * shape.turns if shape.turns > 1 else 0
     data = multiplied + weights + rows * (1.2 * accesses + converted) + ROW_SLOTS + turns
     results = c.columns * c.filters
-    width = c.filters if numbers.along_channels else math.gcd(c.columns, numbers.width, 8)
-    stores = results / max(1, math.gcd(width, 16 // numbers.bytes))
+    width = c.filters if numbers.along_channels else math.gcd(c.columns, shape.columns.size)
+    stores = results / math.gcd(width, WIDEST // numbers.bytes)
     return data, results * (operations + 0.5) + 1.3 * stores
+
+
+def wavefronts(shape: Shape, hw: HardwareProfile) -> tuple[float, float]:
+    """Passes of a warp's accesses through the load units, for a row of data and one of results."""
+    c, numbers = shape.config, shape.numbers
+    reach = reach_of(numbers, c.columns)
+    rows = shape.units * shape.chunks * shape.outer_taps
+    accesses = len(reach.pieces) * (1 if numbers.along_channels else c.channels) * rows
+    stored = c.columns * c.filters
+    if numbers.along_channels:
+        lanes = min(c.lanes, hw.warp_size)
+        apart = -(-hw.warp_size // lanes)  # strips of a warp
+        read = max(1.0, lanes * c.channels * numbers.bytes / LINE_BYTES) * apart
+        width = math.gcd(c.filters, WIDEST // numbers.bytes)
+        wrote = max(1.0, lanes * c.filters * numbers.bytes / LINE_BYTES) * apart
+        shared = lanes * math.gcd(c.filters, 4) * 4 / LINE_BYTES
+    else:
+        pitch = c.columns * numbers.bytes * hw.warp_size / LINE_BYTES
+        read, wrote = (min(hw.warp_size, max(1.0, p)) for p in (pitch * shape.columns.step, pitch))
+        width = math.gcd(c.columns, shape.columns.size, WIDEST // numbers.bytes)
+        shared = 1.0
+    found = accesses * read
+    if c.shared:
+        terms = shape.fmas * shape.chunks * shape.outer_taps / (c.columns * c.filters)
+        found += max(1.0, shared) * terms * c.filters / math.gcd(c.filters, 4)
+    return found, stored / width * wrote
 
 
 def direct_seconds(
@@ -105,10 +134,12 @@ def direct_seconds(
     clock = issue_per_s / hw.num_sms / 4
     here = min(resident, -(-blocks // hw.num_sms))
     issue = slots * warps * here / 4 / ISSUE_SHARE / clock
-    latency = ((steps + 1) * LATENCY_CYCLES * max(1, shape.turns) + slots * 2) / clock
+    latency = ((steps + 2) * LATENCY_CYCLES * max(1, shape.turns) + slots * 2) / clock
     wave = max(issue, latency)
     waves = rounded_waves(blocks / (hw.num_sms * here), hw)
     busy = max(waves * wave, slots * warps * blocks / (issue_per_s * ISSUE_SHARE))
+    read, written = wavefronts(shape, hw)
+    busy = max(busy, (steps * read + rows * written) * warps * blocks / hw.wavefronts_per_s)
     # Rows of other bands come from the L2 once more.
     again = (rows + slide.taps / slide.stride - 1) / rows
     memory = max(moved_bytes / hw.hbm_bytes_per_s, moved_bytes * again / hw.l2_bytes_per_s)
@@ -116,9 +147,9 @@ def direct_seconds(
     return START_SECONDS + (busy**p + memory**p) ** (1 / p)
 
 
-def sums_seconds(results: float, terms: int, hw: HardwareProfile, element_bytes: int = 2) -> float:
+def sums_seconds(results: float, terms: int, hw: HardwareProfile) -> float:
     """Seconds of the sums of a convolution of which nothing but sizes is known: `results` of all
     filters, each a sum of `terms` (taps times channels); for the planner.
     """
-    slots = 1.15 * terms + (7 if element_bytes == 2 else 6)
+    slots = 1.15 * terms + RESULT_SLOTS
     return results * slots / (hw.fma_per_s_f32 / 2) / ISSUE_SHARE
