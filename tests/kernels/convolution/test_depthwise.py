@@ -21,7 +21,7 @@ from tvm_fusion.kernels.convolution.forms import CUDA_WRITER
 from tvm_fusion.kernels.convolution.geometry import read_convolution
 
 from ...support.convolutions import Conv, plain, random_convolution
-from ...support.cuda_on_cpu import Watch, compile_cubins, run_cuda_on_cpu
+from ...support.cuda_on_cpu import Watch, compile_cubins, cuda_source, run_cuda_on_cpu
 from ...support.helpers_tir import poisoned
 
 H200 = load_profile("nvidia_h200")
@@ -217,6 +217,15 @@ def test_predictions_are_not_below_the_time_of_the_bytes(layer):
     seconds = [s for s, _ in depthwise_ranked(problem, H200)]
     assert seconds == sorted(seconds)
     assert seconds[0] > moved / H200.hbm_bytes_per_s
+
+
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
+def test_tensors_may_have_more_elements_than_32_bits_count(layout):
+    """Of 2**32 elements; their number was once taken in 32 bits, as 0."""
+    conv = dataclasses.replace(network(1024, 64, 3, 1, layout), batch=64)
+    problem = read_convolution(conv.func())
+    kernel = emit_depthwise(problem, H200, depthwise_ranked(problem, H200)[0][1])
+    assert "(int64_t)" in cuda_source(kernel)
 
 
 def test_predictions_need_numbers_only():

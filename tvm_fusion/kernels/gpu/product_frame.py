@@ -271,7 +271,9 @@ def open_kernel(contraction: Contraction) -> Iterator[Frame]:
             if param.shape is None:
                 frame.buffers[param.var] = T.arg(param.name, param.var)
                 continue
-            buffer = T.buffer(list(param.shape), param.dtype)
+            # The product of extents of 32 bits is taken in 32 bits.
+            shape = [constant(n, frame.index) if isinstance(n, int) else n for n in param.shape]
+            buffer = T.buffer(shape, param.dtype)
             frame.buffers[param.var] = T.arg(param.name, buffer)
         attrs = {"tirx.noalias": True, "tirx.is_scheduled": True, "op_pattern": 8}
         T.func_attr({**attrs, "tvm_fusion.tirx": True})

@@ -21,16 +21,16 @@ from tvm.script import tirx as T
 
 from ....config import HardwareProfile
 from ...gpu.frame import launch_bounds
-from ...gpu.memory import shared_pool
-from ...gpu.product_frame import Frame, evaluate, open_kernel
+from ...gpu.product_frame import Frame, open_kernel
 from ...program.expr import conjunction, constant, convert
 from ..geometry import Convolution
 from .config import DepthwiseConfig
 from .epilogue import Epilogue
-from .problem import Direct, Slide, direct_problem
+from .problem import Direct, direct_problem
 from .reads import Row, guard
 from .shape import Shape
 from .time import resident_blocks
+from .weights import Weights
 
 GROUP = 8
 """Columns of an access to what lies along them, at most."""
@@ -88,11 +88,11 @@ class _Kernel:
             lane, task = thread // c.tasks, thread % c.tasks
         lane, task = T.Bind(lane), T.Bind(task)
         first = T.Bind(self._index(block % chunks) * c.lanes)
-        self.own = T.Bind(self._index(lane) * c.filters)  # among the filters of the block
-        self.lane = T.Bind(first + lane)
-        self.task = T.Bind(self._index(block // chunks) * c.tasks + task)
+        self.lane = T.Bind(first + self._index(lane))
+        self.task = T.Bind(self._index(block // chunks) * c.tasks + self._index(task))
+        self.weights = Weights(self.frame, self.problem, s)
         if c.shared:
-            self._fill(first, thread)
+            self.weights.fill(first, lane, thread)
         inside = guard(
             conjunction(
                 None if s.lanes % c.lanes == 0 else self.lane < s.lanes,
@@ -102,92 +102,10 @@ class _Kernel:
         with launch_bounds(resident), inside:
             self._thread()
 
-    def _index(self, value: Expr) -> Expr:
+    def _index(self, value: Expr | int) -> Expr:
+        if isinstance(value, int):
+            return constant(value, self.frame.index)
         return convert(value, self.frame.index)
-
-    # ---- weights
-
-    def _weight(self, filter: Expr, entry: Expr | int) -> Expr:
-        """The weight of a filter of all groups, number `entry` of its channels and taps."""
-        numbers, c = self.numbers, self.convolution
-        env = self._filter(filter)
-        places = [*self.shape.outer, self.shape.row_window, numbers.columns]
-        for number in reversed([i for i in places if i is not None]):
-            slide, window = numbers.windows[number], c.windows[number]
-            if window.tap is not None:
-                tap = entry % slide.taps
-                env[window.tap.var] = slide.taps - 1 - tap if slide.turned else tap
-                entry = entry // slide.taps
-        if c.channels is not None:
-            env[c.channels.var] = entry
-        env = {var: self._as_index(value) for var, value in env.items()}
-        weights = c.weights
-        (value,) = evaluate(self.frame, weights.bindings, [weights.value], env, False)
-        return convert(value, "float32")
-
-    def _as_index(self, value: Expr | int) -> Expr:
-        return constant(value, self.frame.index) if isinstance(value, int) else value
-
-    def _filter(self, filter: Expr) -> dict[Var, Expr]:
-        """Group and filter of a filter of all groups."""
-        c, size = self.convolution, self.numbers.filters
-        env = {}
-        if c.filters is not None:
-            env[c.filters.var] = filter % size
-        if c.group is not None:
-            env[c.group.var] = filter // size
-        return env
-
-    def _fill(self, first: Expr, thread: Expr) -> None:
-        """All weights of the block into shared memory, in the order in which they lie."""
-        s, c = self.shape, self.config
-        pool = shared_pool()
-        self.shared = pool.alloc((s.taps, s.pitch), "float32", align=16)
-        pool.commit()
-        width = c.lanes * c.filters
-        total = s.taps * width
-        dims = [dim for dim in self.convolution.weight_dims if dim]
-        last = dims[-1][-1] if dims else None
-        by_filter = any(last is a for a in self.problem.filter_axes)
-        with T.serial(-(-total // c.threads), unroll=False) as i:
-            flat = T.Bind(i * c.threads + thread)
-            entry, own = (
-                (flat // width, flat % width) if by_filter else (flat % s.taps, flat // s.taps)
-            )
-            entry, own = T.Bind(entry), T.Bind(own)
-            filter = T.Bind(first * c.filters + own)
-            inside = conjunction(
-                None if total % c.threads == 0 else flat < total,
-                None if s.lanes % c.lanes == 0 else filter < s.filters,
-            )
-            with guard(inside):
-                value = self._weight(filter, self._index(entry))
-                T.buffer_store(self.shared, value, [entry, own])
-        T.evaluate(T.cuda.cta_sync())
-
-    def _hold(self) -> None:
-        """All weights of the thread into registers."""
-        s, c = self.shape, self.config
-        self.registers = T.alloc_local((s.taps * c.filters,), "float32")
-        for f in range(c.filters):
-            filter = T.Bind(self.lane * c.filters + f)
-            with T.serial(s.taps, unroll=True) as entry:
-                value = self._weight(filter, self._index(entry))
-                T.buffer_store(self.registers, value, [entry * c.filters + f])
-
-    def _weights(self, entry: Expr) -> Expr:
-        """The weights of the thread's filters for a tap."""
-        c = self.config
-        found = T.alloc_local((c.filters,), "float32")
-        if not c.shared:
-            for f in range(c.filters):
-                T.buffer_store(found, self.registers[entry * c.filters + f], [f])
-            return found
-        width = math.gcd(c.filters, 4)
-        for start in range(0, c.filters, width):
-            with T.vectorized(width) as v:
-                T.buffer_store(found, self.shared[entry, self.own + start + v], [start + v])
-        return found
 
     # ---- a thread
 
@@ -213,10 +131,10 @@ class _Kernel:
             + self.band * (s.rows.unit * s.rows.stride * c.rows)
         )
         if not c.shared:
-            self._hold()
+            self.weights.hold(self.lane)
         group = math.gcd(GROUP, c.columns, s.columns.size) if s.columns.phases == 1 else 1
         self.epilogue = Epilogue(self.frame, self.problem, c.filters, c.columns, group)
-        self.epilogue.prepare(lambda f: self._filter_point(f))
+        self.epilogue.prepare(self._filter)
         self._walk()
 
     def _digit(self, number: Expr, size: int) -> tuple[Expr, Expr]:
@@ -224,8 +142,8 @@ class _Kernel:
             return constant(0, self.frame.index), number
         return T.Bind(number % size), T.Bind(number // size)
 
-    def _filter_point(self, f: int) -> dict[Var, Expr]:
-        return self._filter(self.lane * self.config.filters + f)
+    def _filter(self, f: int) -> dict[Var, Expr]:
+        return self.problem.filter(self.lane * self.config.filters + f)
 
     def _walk(self) -> None:
         s, c = self.shape, self.config
@@ -235,7 +153,7 @@ class _Kernel:
         rows: Expr | int = c.rows
         if s.rows.positions % c.rows:
             left = s.rows.positions - self.band * c.rows
-            rows = T.Bind(tirx.Min(self._index(left), self._as_index(c.rows)))
+            rows = T.Bind(tirx.Min(self._index(left), self._index(c.rows)))
         self.steps = rows + s.alive - 1
         parts = s.chunks * s.outer_taps if s.unrolled else 1
         self.rows = [
@@ -245,9 +163,9 @@ class _Kernel:
         first, end = self._steps_with_rows()
         for part, units in enumerate(self.rows):
             for unit, row in enumerate(units):
-                self._read(row, first, self._as_index(part), unit, end)
+                self._read(row, first, self._index(part), unit, end)
         with T.serial(first * s.turns, end * s.turns, unroll=False) as number:
-            step, turn = number, self._as_index(0)
+            step, turn = number, self._index(0)
             if s.turns > 1:
                 step, turn = T.Bind(number // s.turns), T.Bind(number % s.turns)
             starts = None if s.turns == 1 else turn == 0
@@ -278,14 +196,12 @@ class _Kernel:
         first: Expr | int = 0
         if s.alive > 1 and slide.before + slide.low > 0:
             above = slide.low - (s.units - 1) * slide.unit + pace - 1 - self.first_row
-            first = tirx.Min(
-                tirx.Max(above // pace, self._as_index(0)), self._as_index(s.alive - 1)
-            )
+            first = tirx.Min(tirx.Max(above // pace, self._index(0)), self._index(s.alive - 1))
         end: Expr | int = self.steps
         if not self._ends_inside():
             below = (slide.high + pace - 1 - self.first_row) // pace
-            end = tirx.Min(below, self._as_index(self.steps))
-        return (T.Bind(self._index(self._as_index(x))) for x in (first, end))
+            end = tirx.Min(below, self._index(self.steps))
+        return (T.Bind(self._index(x)) for x in (first, end))
 
     def _ends_inside(self) -> bool:
         """Whether the last step of a thread always has a row of the data."""
@@ -306,7 +222,7 @@ class _Kernel:
         """One row of the data: the next one is read, then all sums that have this one."""
         s = self.shape
         x = row.numbers()
-        step, turn = T.Bind(number + 1), self._as_index(place)
+        step, turn = T.Bind(number + 1), self._index(place)
         if s.turns > 1:
             step, turn = T.Bind(step // s.turns), T.Bind(step % s.turns)
         self._read(row, step, turn, unit, end)
@@ -320,12 +236,12 @@ class _Kernel:
         s, c = self.shape, self.config
         chunk, outer = self._parts(part)
         depthwise = self.numbers.is_depthwise
-        pitch = row_pitch(self.rows[0][0])
+        pitch = self.rows[0][0].reach.pitch
         with T.serial(s.columns.taps, unroll=True) as t:
             for v in range(1 if depthwise else c.channels):
-                channel = self._as_index(0) if depthwise else chunk * c.channels + v
+                channel = self._index(0) if depthwise else chunk * c.channels + v
                 entry = (channel * s.outer_taps + outer) * s.rows.taps + tap
-                weights = self._weights(entry * s.columns.taps + t)
+                weights = self.weights.at(entry * s.columns.taps + t)
                 with T.serial(c.columns, unroll=True) as q:
                     at = (q * s.columns.stride + t * pitch) * c.channels
                     for f in range(c.filters):
@@ -355,7 +271,7 @@ class _Kernel:
             tap: Expr | int = 0
             if slide.taps > 1:
                 tap, rest = rest % slide.taps, rest // slide.taps
-            reach = dilation_of(slide)
+            reach = slide.dilation
             found.insert(0, place * slide.step + tap * reach - slide.before)
         return found
 
@@ -365,14 +281,14 @@ class _Kernel:
         conditions = []
         slide = s.rows
         element = self._row_element(step, unit)
-        starts = slide.before + slide.low <= 0
-        early = s.alive == 1 or slide.before + slide.low > (s.alive - 1) * slide.unit * slide.stride
-        conditions.append(None if starts or (not early and s.units == 1) else element >= slide.low)
+        above = slide.before + slide.low
+        skipped = s.units == 1 and above <= (s.alive - 1) * slide.unit * slide.stride
+        conditions.append(None if above <= 0 or skipped else element >= slide.low)
         conditions.append(None if s.units == 1 else element < slide.high)
         elements = self._outer_elements(part)
         for i, at in zip(s.outer, elements, strict=True):
             slide = self.numbers.windows[i]
-            reach = dilation_of(slide) * (slide.taps - 1)
+            reach = slide.dilation * (slide.taps - 1)
             most = slide.step * (slide.size - 1) + reach - slide.before
             conditions.append(None if -slide.before >= slide.low else at >= slide.low)
             conditions.append(None if most < slide.high else at < slide.high)
@@ -386,7 +302,7 @@ class _Kernel:
         if self.shape.turns > 1:
             return None if exists is None else tirx.Not(exists)
         last = slide.step * (slide.size - 1) - slide.before
-        last += dilation_of(slide) * (slide.taps - 1)
+        last += slide.dilation * (slide.taps - 1)
         if self.shape.units == 1 or last < slide.high:
             return None
         return self._row_element(step, unit) >= slide.high
@@ -405,12 +321,10 @@ class _Kernel:
             channel = self._channel(chunk)
 
             def place(column: Expr, v: int) -> Sequence[Expr]:
-                found: list[Expr] = []
                 at = {self.numbers.columns: column, s.row_window: element, **outer}
                 by_dim = {w.dim: at[i] for i, w in enumerate(self.convolution.windows)}
-                for dim in range(len(self.convolution.coordinates)):
-                    found.append(by_dim[dim] if dim in by_dim else channel + v)
-                return [self._index(x) for x in found]
+                dims = range(len(self.convolution.coordinates))
+                return [self._index(by_dim.get(dim, channel + v)) for dim in dims]
 
             row.read(self.first_column, place)
 
@@ -447,7 +361,7 @@ class _Kernel:
             env = {axis.var: at for axis, at in axes if axis is not None}
 
             def at(f: int) -> Mapping[Var, Expr]:
-                return {**env, **self._filter_point(f)}
+                return {**env, **self._filter(f)}
 
             return at
 
@@ -474,13 +388,3 @@ class _Kernel:
     def _clear(self, first: int, count: int) -> None:
         with T.serial(count, unroll=True) as i:
             T.buffer_store(self.sums, constant(0, "float32"), [first + i])
-
-
-def dilation_of(slide: Slide) -> int:
-    """Elements between the taps of a window."""
-    return slide.unit * slide.pitch
-
-
-def row_pitch(row: Row) -> int:
-    """Numbers between the taps of a position of a row."""
-    return row.reach.pitch

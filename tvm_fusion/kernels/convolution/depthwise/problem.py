@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import tvm_ffi
-from tvm.ir import TensorLoad
+from tvm.ir import Expr, TensorLoad, Var
 
 from ....errors import Unsupported
 from ...contraction.model import Axis
 from ...contraction.reader import Operand
-from ...program.expr import HALF_DTYPES, dtype_of, number, same
+from ...program.expr import HALF_DTYPES, bytes_of, dtype_of, number, same, variables
 from ..geometry import Convolution, Window
 
 DTYPES = (*HALF_DTYPES, "float32")
@@ -97,9 +97,10 @@ class Slide:
         """Positions whose sums an element goes to, if taps are neighbours."""
         return -(-self.taps // self.stride)
 
-    def tap(self, number: int) -> int:
-        """The filter's tap that is number `number` here."""
-        return self.taps - 1 - number if self.turned else number
+    @property
+    def dilation(self) -> int:
+        """Elements between taps."""
+        return self.unit * self.pitch
 
 
 POINT = Slide(1, 1, 1, 0, 0, 1, 1, 1, 1, 1)
@@ -123,6 +124,8 @@ class Numbers:
         Whether neighbouring channels are neighbours in memory.
     bytes : int
         Of an element of the data.
+    beside : int
+        Bytes that are read for each result behind its sum.
     """
 
     groups: int
@@ -132,6 +135,7 @@ class Numbers:
     width: int
     along_channels: bool
     bytes: int
+    beside: int = 0
 
     @property
     def is_depthwise(self) -> bool:
@@ -182,6 +186,16 @@ class Direct:
         """The axes of all filters, the outer one first."""
         return tuple(a for a in (self.convolution.group, self.convolution.filters) if a is not None)
 
+    def filter(self, number: Expr) -> dict[Var, Expr]:
+        """Group and filter, of a filter of all groups."""
+        c, size = self.convolution, self.numbers.filters
+        found = {}
+        if c.filters is not None:
+            found[c.filters.var] = number % size
+        if c.group is not None:
+            found[c.group.var] = number // size
+        return found
+
     def axis(self, window: int | None) -> Axis | None:
         """The axis of the results that slides along a window."""
         return None if window is None else self.convolution.windows[window].axis
@@ -211,7 +225,7 @@ def direct_problem(convolution: Convolution) -> Direct:
     if c.channels_of_group > MOST_CHANNELS:
         raise Unsupported(f"sums over {c.channels_of_group} channels are matrix products")
     load = Operand(c.data).load
-    whole = next((x for x in _loads(c) if _is_whole(x, c)), None)
+    whole = next((x for x in _loads(c.data) if _is_whole(x, c)), None)
     if whole is None:
         raise Unsupported("data that is no tensor")
     plain = load is not None and _is_whole(load, c)
@@ -244,15 +258,26 @@ def direct_problem(convolution: Convolution) -> Direct:
         windows,
         width,
         along_channels,
-        {"float32": 4}.get(read, 2),
+        bytes_of(read),
+        _beside(c),
     )
     return Direct(c, numbers, load if plain else None)
 
 
-def _loads(convolution: Convolution) -> list[TensorLoad]:
+def _loads(*values: Expr) -> list[TensorLoad]:
     found: list[TensorLoad] = []
-    tvm_ffi.structural_walk(convolution.data, [(TensorLoad, found.append)])
+    for value in values:
+        tvm_ffi.structural_walk(value, [(TensorLoad, found.append)])
     return found
+
+
+def _beside(convolution: Convolution) -> int:
+    """Bytes of the tensors that an element of the results is computed with, as they lie."""
+    segment = convolution.segment
+    places = {w.axis.var for w in convolution.windows if w.axis is not None}
+    values = [item.value for item in (*segment.bindings, *segment.outputs)]
+    read = {x.source: dtype_of(x) for x in _loads(*values) if places & set(variables(*x.indices))}
+    return sum(map(bytes_of, read.values()))
 
 
 def _is_whole(load: TensorLoad, convolution: Convolution) -> bool:

@@ -40,7 +40,8 @@ def registers_of(shape: Shape) -> int:
     sums = shape.alive * c.columns * c.filters
     weights = 2 * c.filters if c.shared else shape.taps * c.filters
     elements = len(reach.offsets) * c.channels * (1 if parts == 1 else 1.5)
-    return int(sums + elements + held + weights + 2 * c.filters + OTHER_REGISTERS)
+    beside = -(-c.columns * c.filters * numbers.beside // 4)
+    return int(beside + sums + elements + held + weights + 2 * c.filters + OTHER_REGISTERS)
 
 
 def resident_blocks(shape: Shape, hw: HardwareProfile) -> int:
