@@ -3,8 +3,9 @@
 `memory` is the twelve that the figures of the project name, `memory_more` other shapes and
 operators that memory binds too, `gemm` matrix products with what is around them, `gemm_sweep` those
 in sizes of every kind, `small` what the launches bind. `attention` is attention alone,
-`transformers` that and layers of models. `cpu`, `cpu_products` and `cpu_models` are in the sizes of
-a CPU. What is `FOR_TUNING`, operators for which schedules are evolved, is in no suite.
+`transformers` that and layers of models. `conv` is convolutions of every kind with what stands
+behind them, `vision` whole convolutional networks. `cpu`, `cpu_products` and `cpu_models` are in
+the sizes of a CPU. What is `FOR_TUNING`, operators for which schedules are evolved, is in no suite.
 """
 
 import difflib
@@ -13,6 +14,7 @@ from collections.abc import Iterable
 from tvm_fusion.errors import InputError
 
 from .attention import ATTENTION
+from .conv import CONV
 from .cpu import CPU, CPU_PRODUCTS
 from .cpu_models import CPU_MODELS
 from .gemm import GEMM
@@ -26,12 +28,14 @@ from .small import SMALL
 from .training import TRAINING
 from .transformers import TRANSFORMERS
 from .unwritten import UNWRITTEN_CPU, UNWRITTEN_GPU
+from .vision import VISION
 
 MEMORY_MORE: dict[str, Workload] = ROWS | LAYOUT | TRAINING
 ON_CPUS: dict[str, Workload] = CPU | CPU_PRODUCTS | CPU_MODELS
 WORKLOADS: dict[str, Workload] = (
     MEMORY | MODELS | MEMORY_MORE | GEMM | SWEEP | SMALL | ATTENTION | TRANSFORMERS | ON_CPUS
 )
+WORKLOADS |= CONV | VISION
 FOR_TUNING: dict[str, Workload] = UNWRITTEN_GPU | UNWRITTEN_CPU
 SUITES = {
     "memory": tuple(MEMORY),
@@ -43,6 +47,8 @@ SUITES = {
     "small": tuple(SMALL),
     "attention": tuple(ATTENTION),
     "transformers": (*ATTENTION, "attention", "block", "demo_block", *TRANSFORMERS),
+    "conv": (*CONV, "conv_bn_relu"),
+    "vision": tuple(VISION),
     "cpu": tuple(CPU),
     "cpu_products": tuple(CPU_PRODUCTS),
     "cpu_models": tuple(CPU_MODELS),
