@@ -138,7 +138,11 @@ def _jitted(instance: Instance) -> tuple[Any, Callable[..., Any], Sequence[Any]]
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # leave memory to the others
     import jax
 
+    from .jax.exported import function_of
     from .jax.functions import FUNCTIONS
     from .jax.layers import arguments
 
-    return jax, jax.jit(FUNCTIONS[instance.name]), arguments(instance)
+    if instance.name in FUNCTIONS:
+        return jax, jax.jit(FUNCTIONS[instance.name]), arguments(instance)
+    function, inputs = function_of(instance)
+    return jax, jax.jit(function), inputs

@@ -47,7 +47,21 @@ def twins(monkeypatch):
 
 
 def test_every_workload_for_a_gpu_has_a_twin_in_jax(twins):
-    assert set(workloads.WORKLOADS) - set(workloads.ON_CPUS) - set(twins) == set()
+    translated = {*workloads.CONV, *workloads.VISION}
+    others = set(workloads.WORKLOADS) - set(workloads.ON_CPUS) - translated
+    assert others - set(twins) == set()
+
+
+TRANSLATED = [n for n in workloads.VISION if n.endswith("_b1")]
+TRANSLATED += ["resnet_b1_stem", "up_8_4_512_512", "up3_8_2_128_64", "audio_3001_3_96_100"]
+
+
+@pytest.mark.parametrize("name", TRANSLATED)
+def test_every_operator_of_a_network_is_translated_to_jax(twins, name):
+    exported = importlib.import_module(f"{peers.__name__}.jax.exported")
+    function, arrays = exported.function_of(workloads.make(name, "cpu", "float32", 0.1))
+    assert callable(function)
+    assert len(arrays) > 1
 
 
 @pytest.mark.one_in(4)

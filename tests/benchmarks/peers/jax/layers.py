@@ -17,10 +17,11 @@ def arguments(instance: Instance) -> list[Array]:
     """Return inputs, parameters and buffers of a workload as JAX arrays on the same memory."""
     module = instance.module
     buffers = [b for n, b in module.named_buffers() if n.endswith(_BUFFERS)]
-    return [_shared(t) for t in (*instance.inputs, *module.parameters(), *buffers)]
+    return [shared(t) for t in (*instance.inputs, *module.parameters(), *buffers)]
 
 
-def _shared(tensor: torch.Tensor) -> Array:
+def shared(tensor: torch.Tensor) -> Array:
+    """A tensor as a JAX array on the same memory, if it is contiguous."""
     tensor = tensor.detach().contiguous()
     if not str(tensor.dtype).startswith("torch.float8"):
         return jnp.from_dlpack(tensor)
