@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -16,9 +17,11 @@ from tvm_fusion.kernels.convolution.geometry import read_convolution
 from tvm_fusion.kernels.convolution.products import MAX_PHASES, as_products
 from tvm_fusion.kernels.gemm.mma.plan import MmaConfig
 from tvm_fusion.kernels.gemm.mma.problem import Way, read_mma
+from tvm_fusion.kernels.gemm.simt.config import SimtConfig
+from tvm_fusion.kernels.gpu import product_frame
 
 from ...support.convolutions import Conv, plain, random_convolution
-from ...support.cuda_on_cpu import compile_cubins, run_cuda_on_cpu
+from ...support.cuda_on_cpu import compile_cubins, cuda_source, run_cuda_on_cpu
 from ...support.kernel_cases import fuse, numpy_dtype, outputs_of
 
 H200, A100 = (load_profile(name) for name in ("nvidia_h200", "nvidia_a100"))
@@ -119,6 +122,32 @@ def test_a_kind_of_data_comes_in_by_its_way(kind):
     conv, way = KINDS[kind]
     assert {way in pair for pair in ways(conv)} == {True}
     check(conv, MMA.emit(read(conv), A100, TILES[0]))
+
+
+@pytest.mark.parametrize(
+    ("conv", "vectors"),
+    [
+        (replace(LAST, dtype="float32"), True),
+        (replace(LAST, dtype="float32", channels=24, groups=3, filters=24, strides=(2, 2)), True),
+        (replace(LAST, dtype="float32", channels=10), True),
+        (replace(LAST, dtype="float32", channels=5), False),
+        (replace(LAST, dtype="float32", padding=(0,) * 4), True),
+        (replace(LAST, dtype="float32", prologue=True), False),
+    ],
+)
+def test_cuda_cores_read_channels_in_vectors_where_they_are_aligned(conv, vectors):
+    kernel = SIMT.emit(read(conv), H200, SimtConfig(32, 64, 16, 4, 4))
+    assert bool(re.search(r"\*\(float[24]\*\)\(p0_ptr", cuda_source(kernel))) is vectors
+    check(conv, kernel)
+
+
+@pytest.mark.parametrize("name", ["vectors", "channels first", "computed"])
+def test_indices_may_take_64_bits(name, monkeypatch):
+    monkeypatch.setattr(product_frame, "INT32_ELEMENTS", 100)
+    conv, _ = KINDS[name]
+    kernel = MMA.emit(read(conv), H200, TILES[0])
+    assert "int64_t" in cuda_source(kernel)
+    check(conv, kernel)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -126,9 +126,10 @@ class Windows:
             found = found + self.group.var * constant(size, INDEX)
         return found
 
-    @property
-    def value(self) -> Expr:
-        """What the operand is at its axes."""
+    def places(self) -> tuple[dict[Var, Expr], Expr | None]:
+        """What the coordinates of the data are at the operand's axes, and the condition that there
+        is an element; None where there is one everywhere.
+        """
         places, conditions = {}, []
         for window in self.dims:
             at = window.place()
@@ -141,7 +142,13 @@ class Windows:
                 conditions += [at >= constant(window.low, INDEX), at < constant(window.high, INDEX)]
         if self.channel_dim is not None:
             places[self.coordinates[self.channel_dim]] = self.channel
+        return places, conjunction(*conditions)
+
+    @property
+    def value(self) -> Expr:
+        """What the operand is at its axes."""
+        places, condition = self.places()
         found = substitute(self.data, places)
-        if not conditions:
+        if condition is None:
             return found
-        return tirx.if_then_else(conjunction(*conditions), found, constant(0, dtype_of(found)))
+        return tirx.if_then_else(condition, found, constant(0, dtype_of(found)))

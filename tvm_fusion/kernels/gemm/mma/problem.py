@@ -8,7 +8,6 @@ x w + y u                          one segment, two loops that add to accumulato
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -298,7 +297,7 @@ def _window_source(
     if plain and all(w.expansion == 1 for w in windows.dims):
         window = window_access(windows)
     if window is not None:
-        way = Way.GATHER if _fits_table(windows, load) else Way.EVALUATE
+        way = Way.GATHER if _fits_table(windows, window) else Way.EVALUATE
         sizes = (w for w in COPY_BYTES if w >= element and k and k[-1] is windows.channels)
         widths = [w for w in sizes if window.aligned(w // element, windows)]
         if widths:
@@ -306,11 +305,12 @@ def _window_source(
     return Source(operand, side, tuple(rows), k, dtype, None, True, True, way, piece, window)
 
 
-def _fits_table(windows: Windows, load: TensorLoad) -> bool:
-    """Whether all taps of windows have a bit, and all offsets 32 bits."""
+def _fits_table(windows: Windows, window: WindowAccess) -> bool:
+    """Whether all taps of windows have a bit, and all offsets of terms 32 bits."""
     taps = sum(w.taps for w in windows.dims if w.has_zeros)
-    elements = math.prod(int(extent) for extent in load.source.ty.shape)
-    return 1 << taps <= EXISTS and elements < 1 << 31
+    far = sum(abs(w.dilation) * w.taps * window.strides[w.dim] for w in windows.dims)
+    far += window.channel * (1 if windows.channels is None else windows.channels.extent)
+    return 1 << taps <= EXISTS and far < 1 << 31
 
 
 def _reads_along_k(

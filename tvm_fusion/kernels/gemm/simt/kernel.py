@@ -17,10 +17,10 @@ from tvm.script import tirx as T
 from ....config import HardwareProfile, Policy
 from ....errors import Unsupported
 from ...contraction.reader import Contraction, Operand, Product, Segment, size_of
-from ...gpu.access import AffineAccess, affine_access
+from ...gpu.access import AffineAccess, WindowAccess, affine_access, window_access
 from ...gpu.memory import shared_pool
 from ...gpu.product_frame import Frame, Tile, assumed, ceil_div, coordinates, evaluate, open_kernel
-from ...program.expr import bytes_of, conjunction, constant, convert, dtype_of
+from ...program.expr import bytes_of, conjunction, constant, convert, dtype_of, substitute
 from ..epilogue import in_pairs
 from ..side_by_side import grid_of
 from .config import SimtConfig, simt_seconds
@@ -54,8 +54,9 @@ class Slice:
         self.product, self.segment = product, segment
         self.axes = segment.m if side == "m" else segment.n
         self.side, self.width, self.depth, self.threads = side, width, depth, threads
-        self.access = self._affine()
-        self.along_k = self.access is not None and self.access.contiguous("k")
+        self.access, self.window = self._affine(), self._window()
+        along_k = self.access is not None and self.access.contiguous("k")
+        self.along_k = along_k or self.window is not None
         self.vector = self._vector()
         self.count = -(-width * depth // (threads * self.vector))
 
@@ -67,27 +68,42 @@ class Slice:
         groups = {"batch": self.segment.batch, self.side: self.axes, "k": self.product.k}
         return affine_access(load.indices, shape, groups)
 
+    def _window(self) -> WindowAccess | None:
+        """How what is read at windows lies in memory, if channels are neighbours there."""
+        windows, k = self.operand.windows, self.product.k
+        if windows is None or not k or k[-1] is not windows.channels:
+            return None
+        window = window_access(windows)
+        return window if window is not None and window.aligned(2, windows) else None
+
     def _shape(self, source: Var):
         return next(p.shape for p in self.frame.contraction.params if p.var.same_as(source))
 
     def _vector(self) -> int:
         """Elements a thread loads at once."""
-        along = "k" if self.along_k else self.side
-        if self.access is None or not self.access.contiguous(along):
+        if self.operand.stored is None:
             return 1
-        vector = VECTOR_BYTES // bytes_of(dtype_of(self.operand.load))
+        vector = VECTOR_BYTES // bytes_of(dtype_of(self.operand.stored))
         run = self.depth if self.along_k else self.width
         while vector > 1 and (
             run % vector
             or self.width * self.depth % (self.threads * vector)
-            or not self.access.aligned(vector, along)
+            or not self._aligned(vector)
         ):
             vector //= 2
         return max(vector, 1)
 
+    def _aligned(self, elements: int) -> bool:
+        """Whether so many elements are one access."""
+        if self.window is not None:
+            return self.window.aligned(elements, self.operand.windows)
+        along = "k" if self.along_k else self.side
+        return self.access is not None and self.access.aligned(elements, along)
+
     def prepare(self, tile, thread: Expr) -> None:
         """Where in the slice this thread's elements lie, and the row each belongs to."""
-        dtype = dtype_of(self.operand.load) if self.vector > 1 else dtype_of(self.operand.value)
+        value = self.operand.stored if self.vector > 1 else self.operand.value
+        dtype = dtype_of(value)
         self.registers = T.alloc_local((self.count * self.vector,), dtype)
         self.batch = coordinates(self.segment.batch, tile.batch, self.frame)
         first = (tile.m if self.side == "m" else tile.n) * self.width
@@ -104,7 +120,7 @@ class Slice:
         """Global memory -> registers; what lies outside the operand is 0."""
         for i, (row, k, flat) in enumerate(self.places):
             term = T.Bind(convert(step * self.depth + k, self.frame.index))
-            inside = self._inside(row, k, flat, term)
+            inside = conjunction(self._inside(row, k, flat, term), self._is_element(flat, term))
             if inside is None:
                 self._read(i, flat, term)
                 continue
@@ -129,16 +145,29 @@ class Slice:
             conditions.append(edge < (self.width if self.along_k else self.depth))
         return conjunction(*conditions)
 
-    def _read(self, i: int, flat: Expr, term: Expr) -> None:
+    def _env(self, flat: Expr, term: Expr) -> dict[Var, Expr]:
         env = self.batch | coordinates(self.axes, flat, self.frame)
-        env |= coordinates(self.product.k, term, self.frame)
+        return env | coordinates(self.product.k, term, self.frame)
+
+    def _is_element(self, flat: Expr, term: Expr) -> Expr | None:
+        """Whether a vector at a window is no padding."""
+        if self.vector == 1 or self.operand.windows is None:
+            return None
+        _, condition = self.operand.windows.places()
+        return None if condition is None else self.frame.rewrite(condition, self._env(flat, term))
+
+    def _read(self, i: int, flat: Expr, term: Expr) -> None:
+        env = self._env(flat, term)
         if self.vector == 1:
             operand = self.operand
             (value,) = evaluate(self.frame, operand.bindings, [operand.value], env, False)
             T.buffer_store(self.registers, value, [i])
             return
-        load = self.operand.load
-        *lead, last = self.frame.place(load.indices, env)
+        load, indices = self.operand.stored, self.operand.stored.indices
+        if self.operand.windows is not None:
+            places, _ = self.operand.windows.places()
+            indices = [substitute(index, places) for index in indices]
+        *lead, last = self.frame.place(indices, env)
         source = self.frame.buffers[load.source]
         with T.vectorized(self.vector) as v:
             T.buffer_store(self.registers, source[(*lead, last + v)], [i * self.vector + v])
