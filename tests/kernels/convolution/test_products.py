@@ -91,8 +91,8 @@ KINDS = {
         Conv((60,), (37,), 3, 24, padding=(18, 18), data_layout="NWC", dtype="float16"),
         Way.EVALUATE,
     ),
-    "more phases than products": (
-        Conv((3, 4), (6, 5), 8, 16, strides=(6, 5), transposed=True, dtype="float16"),
+    "more phases than segments": (
+        Conv((3, 4), (7, 6), 8, 16, strides=(6, 5), transposed=True, dtype="float16"),
         Way.EVALUATE,
     ),
     "channels first": (FIRST, Way.GATHER),
@@ -192,11 +192,38 @@ def test_float32_is_rounded_to_tf32_only_if_the_policy_allows_it(conv):
     check(conv, MMA.emit(read(conv), H200, config), tolerance=2e-3)
 
 
-def test_each_phase_of_a_transposed_convolution_has_its_own_taps():
-    """4 taps at steps of 1 / 2 are 2 and 2; 3 taps at steps of 1 / 3 are one each."""
-    found = as_products(read(UP))
-    assert [[a.extent for a in p.k] for p in found.products] == [[16, 2]] * 6
-    assert sum(s.M * s.N for s in found.segments) == np.prod(UP.output_shape)
+def test_phases_of_as_many_taps_and_positions_are_a_batch():
+    """4 taps at steps of 1 / 2, 3 taps at steps of 1 / 3; 12 and 15 positions."""
+    (segment,) = as_products(read(replace(UP, sizes=(6, 5), padding=(1, 0, 1, 0)))).segments
+    assert [a.extent for a in segment.batch] == [2, 3]
+    assert [a.extent for a in segment.products[0].k] == [16, 2]
+
+
+def test_each_other_phase_has_its_own_taps():
+    """5 taps at steps of 1 / 2 are 3 and 2, for 8 and 7 of 15 positions."""
+    conv = Conv((7,), (5,), 16, 24, strides=(2,), padding=(1, 1), transposed=True)
+    found = as_products(read(conv))
+    assert sorted(s.products[0].k[-1].extent for s in found.segments) == [2, 3]
+    assert sorted(s.M * s.N // 24 for s in found.segments) == [7, 8]
+
+
+PHASES = [
+    Conv((6, 5), (4, 3), 16, 24, strides=(2, 3), padding=(1, 0, 1, 0), transposed=True),
+    Conv((5, 3), (4, 4), 16, 8, 2, 2, strides=(4, 4), padding=(0, 3, 0, 1), transposed=True),
+    Conv((5,), (9,), 16, 8, strides=(3,), padding=(4, 2), transposed=True, output_padding=(0,)),
+    Conv((3, 4, 3), (2, 2, 2), 8, 16, strides=(2, 2, 2), transposed=True, epilogue="residual"),
+    Conv((3, 2, 3), (3, 3, 3), 8, 16, strides=(2, 2, 2), padding=(1,) * 6, transposed=True),
+]
+
+
+@pytest.mark.parametrize("form", ["mma", "simt"])
+@pytest.mark.parametrize("conv", PHASES, ids=range(len(PHASES)))
+def test_phases_are_put_together(conv, form):
+    if form == "mma":
+        conv = replace(conv, dtype="float16")
+        check(conv, MMA.emit(read(conv), H200, TILES[0]))
+    else:
+        check(conv, SIMT.emit(read(conv), H200, SIMT.rank(read(conv), H200, POLICY)[0][1]))
 
 
 def test_phases_that_meet_no_tap_are_zeros_behind_which_the_epilogue_runs():
@@ -204,10 +231,12 @@ def test_phases_that_meet_no_tap_are_zeros_behind_which_the_epilogue_runs():
     check(conv, SIMT.emit(read(conv), H200, SIMT.rank(read(conv), H200, POLICY)[0][1]))
 
 
-def test_many_phases_are_one_product_that_meets_zeros():
-    conv, _ = KINDS["more phases than products"]
-    assert np.prod(conv.strides) > MAX_PHASES
-    assert len(as_products(read(conv)).segments) == 1
+def test_more_phases_than_segments_meet_zeros():
+    """7 x 6 taps at steps of 1 / 6 and 1 / 5: the phases of one window are enough."""
+    conv, _ = KINDS["more phases than segments"]
+    found = as_products(read(conv))
+    assert len(found.segments) == 6 <= MAX_PHASES < np.prod(conv.strides)
+    assert [a.extent for a in found.products[0].k] == [8, 2, 6]
 
 
 def test_padding_is_zero_beside_infinite_data():

@@ -33,6 +33,9 @@ class Window:
         Of the results; None where they have one position only.
     tap : Axis or None
         Of the filter; None where it has one tap only.
+    phase, offset : Axis or None, int
+        An axis of the batch whose extent is the number of phases of a transposed convolution:
+        ``(phase + offset) // extent`` comes to the element.
     """
 
     dim: int
@@ -44,6 +47,8 @@ class Window:
     expansion: int
     low: int
     high: int
+    phase: Axis | None = None
+    offset: int = 0
 
     @property
     def size(self) -> int:
@@ -67,6 +72,9 @@ class Window:
         reach = self.dilation * (self.taps - 1)
         first = min(0, reach) - self.before
         last = self.stride * (self.size - 1) + max(0, reach) - self.before
+        if self.phase is not None:
+            first += self.offset // self.phase.extent
+            last += (self.phase.extent - 1 + self.offset) // self.phase.extent
         return self.expansion > 1 or first < self.low or last >= self.high
 
     def phase_taps(self, phase: int) -> list[tuple[int, int]]:
@@ -80,13 +88,23 @@ class Window:
                 found.append((tap, at // self.expansion))
         return found
 
+    @property
+    def start(self) -> Expr:
+        """The element that is read at the first tap, times the expansion."""
+        found = constant(-self.before, INDEX)
+        if self.axis is not None:
+            found = found + self.axis.var * constant(self.stride, INDEX)
+        if self.phase is not None:
+            shifted = self.phase.var + constant(self.offset, INDEX)
+            found = found + tirx.FloorDiv(shifted, constant(self.phase.extent, INDEX))
+        return found
+
+    @property
     def place(self) -> Expr:
         """The element that is read, times the expansion."""
-        found = constant(-self.before, INDEX)
-        for axis, factor in ((self.axis, self.stride), (self.tap, self.dilation)):
-            if axis is not None:
-                found = found + axis.var * constant(factor, INDEX)
-        return found
+        if self.tap is None:
+            return self.start
+        return self.start + self.tap.var * constant(self.dilation, INDEX)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,7 +150,7 @@ class Windows:
         """
         places, conditions = {}, []
         for window in self.dims:
-            at = window.place()
+            at = window.place
             if window.expansion > 1:
                 size = constant(window.expansion, INDEX)
                 conditions.append(tirx.FloorMod(at, size).equal(0))

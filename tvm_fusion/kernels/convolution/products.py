@@ -5,9 +5,11 @@
       rows (n, p, q)   columns f   terms (r, s, c)   batch: the group
 
 Rows and columns change places where positions lie side by side in the results. A transposed
-convolution is a product for each phase of its steps, all of them segments of one launch:
+convolution is a product for each phase of its steps, of the taps that meet an element there:
 
-    T[2 i + phase, f] = sum over the taps that meet an element there
+    T[2 i + phase, f] = sum_{j, c} x[i + j + shift of the phase, c] * w[first tap + 2 j, c, f]
+
+Phases of one size and number of taps are an axis of the batch, others segments of one launch.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from tvm.ir import Var
+from tvm import tirx
+from tvm.ir import Expr, Var
 
 from ..contraction.model import (
     INDEX,
@@ -32,31 +35,65 @@ from ..gpu.access import window_access
 from ..program.expr import constant, number, variables
 from .geometry import Convolution, Put
 
-# Products of one launch, each with code of its own; a convolution of more phases is one product
-# whose sums meet zeros.
-MAX_PHASES = 16
+# Segments of one launch, each with code of its own; steps beyond meet zeros between elements.
+MAX_PHASES = 8
 
 
 def as_products(convolution: Convolution) -> Contraction:
-    """The convolution as a contraction: a segment, or one for each phase of a transposed one.
+    """The convolution as a contraction: a segment, or several for one that is transposed.
 
     The operand that reads the data is told as `Windows`, unless it is read at the positions
     themselves, without padding.
     """
-    expanded = [w for w in convolution.windows if w.expansion > 1 and w.axis is not None]
-    phases = list(itertools.product(*(range(min(w.expansion, w.size)) for w in expanded)))
-    if len(phases) > MAX_PHASES:
-        expanded, phases = [], [()]
+    windows, env, apart, count = list(convolution.windows), {}, [], 1
+    for i, window in enumerate(windows):
+        phases = min(window.expansion, window.size)
+        if _is_even(window):
+            windows[i] = _phases(window, env)
+        elif phases > 1 and count * phases <= MAX_PHASES:
+            apart.append((i, phases))
+            count *= phases
     segments = []
-    for phase in phases:
-        windows, env = list(convolution.windows), {}
-        for window, start in zip(expanded, phase, strict=True):
-            windows[windows.index(window)] = _phase(window, start, env)
-        segments.append(_segment(convolution, windows, env))
+    for starts in itertools.product(*(range(phases) for _, phases in apart)):
+        own, own_env = list(windows), dict(env)
+        for (i, _), start in zip(apart, starts, strict=True):
+            own[i] = _phase(windows[i], start, own_env)
+        segments.append(_segment(convolution, own, own_env))
     return replace(convolution.contraction, segments=tuple(segments))
 
 
-def _phase(window: Window, start: int, env: dict[Var, object]) -> Window:
+def _is_even(window: Window) -> bool:
+    """Whether all phases have the same number of positions and of taps."""
+    steps = window.expansion
+    neighbours = window.stride == 1 and abs(window.dilation) == 1
+    return steps > 1 and neighbours and window.size % steps == window.taps % steps == 0
+
+
+def _phases(window: Window, env: dict[Var, Expr]) -> Window:
+    """The window with its phases as an axis of the batch; what its axes are then is added to
+    `env`.
+    """
+    steps = window.expansion
+    phase = Axis(fresh_var("phase", INDEX), steps)
+    axis, tap = _every(window.axis, "step", steps), _every(window.tap, "tap", steps)
+    size = constant(steps, INDEX)
+    env[window.axis.var] = phase.var + (axis.var * size if axis else constant(0, INDEX))
+    # The first tap of a phase: phase + dilation * tap - before is a multiple of the steps.
+    before = constant(window.before, INDEX)
+    apart = before - phase.var if window.dilation == 1 else phase.var - before
+    first = tirx.FloorMod(apart, size)
+    env[window.tap.var] = first + (tap.var * size if tap else constant(0, INDEX))
+    offset = (steps - 1 if window.dilation == 1 else 0) - window.before
+    low, high = window.low, window.high
+    return Window(window.dim, axis, tap, 1, window.dilation, 0, 1, low, high, phase, offset)
+
+
+def _every(axis: Axis, name: str, steps: int) -> Axis | None:
+    size = axis.extent // steps
+    return Axis(fresh_var(name, INDEX), size) if size > 1 else None
+
+
+def _phase(window: Window, start: int, env: dict[Var, Expr]) -> Window:
     """The window of the positions from `start` on, as far apart as it is expanded; what its axes
     are there is added to `env`.
     """
@@ -78,12 +115,13 @@ def _phase(window: Window, start: int, env: dict[Var, object]) -> Window:
     return Window(window.dim, axis, tap, window.stride, dilation, -at, 1, window.low, high)
 
 
-def _segment(convolution: Convolution, windows: list[Window], env: dict[Var, object]) -> Segment:
+def _segment(convolution: Convolution, windows: list[Window], env: dict[Var, Expr]) -> Segment:
     group, filters, channels = convolution.group, convolution.filters, convolution.channels
     source = convolution.segment
     positions = tuple(w.axis for w in windows if w.axis is not None)
     taps = tuple(w.tap for w in windows if w.tap is not None)
-    own = [a for a in (group, filters, channels, *positions, *taps) if a is not None]
+    phases = tuple(w.phase for w in windows if w.phase is not None)
+    own = [a for a in (group, *phases, filters, channels, *positions, *taps) if a is not None]
     put = Put(env, Simplifier(own))
     weights = put.operand(convolution.weights)
     read = Windows(
@@ -109,7 +147,7 @@ def _segment(convolution: Convolution, windows: list[Window], env: dict[Var, obj
     if not by_filter:
         a, b, m, n = weights, data, columns, positions
     product = replace(convolution.product, a=a, b=b, k=k)
-    batch = (group,) if group is not None else ()
+    batch = (group, *phases) if group is not None else phases
     return Segment(batch, m, n, (product,), bindings, outputs)
 
 

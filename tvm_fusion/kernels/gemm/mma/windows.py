@@ -60,10 +60,7 @@ class AtWindows(Loader):
         env = self.batch | coordinates(self.source.rows, unit.row, self.frame)
         offset, starts = self._number(0 if access is None else access.base), []
         for window in windows.dims:
-            start = self._number(-window.before)
-            if window.axis is not None:
-                start = env[window.axis.var] * self._number(window.stride) + start
-            starts.append(T.Bind(start))
+            starts.append(T.Bind(self.frame.place([window.start], env)[0]))
             if access is not None:
                 offset = offset + starts[-1] * self._number(access.strides[window.dim])
         if access is not None and windows.group is not None and windows.channel_dim is not None:
