@@ -56,6 +56,10 @@ def attention(causal=None):
     return lambda bb, q, k, v: op.nn.attention(q, k, v, causal_mask=causal)
 
 
+def depthwise(bb, x, w):
+    return op.nn.conv2d(x, w, padding=1, groups=24, data_layout="NHWC")
+
+
 # Kernel class, operators, inputs
 CASES = {
     "pointwise": ("pointwise", chain, ((128, 1024), HALF), ((128, 1024), HALF)),
@@ -69,6 +73,7 @@ CASES = {
     "odd_gemm": ("gemm", product, ((200, 136), HALF), ((136, 72), HALF)),
     "skinny_gemm": ("gemm", skinny, ((1, 4096), HALF), ((4096, 4096), HALF)),
     "float32_gemm": ("gemm", product, ((512, 512), SINGLE), ((512, 512), SINGLE)),
+    "depthwise": ("convolution", depthwise, ((8, 56, 56, 24), HALF), ((24, 1, 3, 3), HALF)),
     "attention": ("attention", attention("TopLeft"), *[((2, 512, 8, 64), HALF)] * 3),
     "decode": (
         "attention",

@@ -14,8 +14,8 @@ from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.convolution.depthwise.config import DepthwiseConfig
 from tvm_fusion.kernels.convolution.depthwise.kernel import emit_depthwise
 from tvm_fusion.kernels.convolution.depthwise.problem import direct_problem
-from tvm_fusion.kernels.convolution.depthwise.rank import configs, depthwise_ranked, ranked
-from tvm_fusion.kernels.convolution.depthwise.shape import Shape
+from tvm_fusion.kernels.convolution.depthwise.rank import depthwise_ranked, ranked, shapes
+from tvm_fusion.kernels.convolution.depthwise.shape import Roles, Shape
 from tvm_fusion.kernels.convolution.depthwise.time import registers_of
 from tvm_fusion.kernels.convolution.forms import CUDA_WRITER
 from tvm_fusion.kernels.convolution.geometry import read_convolution
@@ -66,11 +66,11 @@ def any_config(conv: Conv, seed: int) -> DepthwiseConfig:
     """One of all that can be written, rolling or not, in registers or not, of any block."""
     rng = random.Random(seed)
     numbers = direct_problem(read_convolution(conv.func(), conv.exact)).numbers
-    found = list(configs(numbers))
-    for config in rng.sample(found, len(found)):
+    found = list(shapes(numbers))
+    for some in rng.sample(found, len(found)):
         block = {"lanes": rng.choice((1, 3, 8)), "tasks": rng.choice((2, 5, 8))}
-        config = dataclasses.replace(config, **block)
-        shape = Shape(numbers, config)
+        config = dataclasses.replace(some.config, **block)
+        shape = Shape(Roles(numbers, config.rolls), config)
         try:
             shape.check(H200)
         except Unsupported:

@@ -28,7 +28,7 @@ from .config import DepthwiseConfig
 from .epilogue import Epilogue
 from .problem import Direct, direct_problem
 from .reads import Row, guard
-from .shape import Shape
+from .shape import Roles, Shape
 from .time import resident_blocks
 from .weights import Weights
 
@@ -62,7 +62,7 @@ def emit_depthwise(
         Where the convolution, or the configuration for it, cannot be written.
     """
     problem = direct_problem(convolution)
-    shape = Shape(problem.numbers, config)
+    shape = Shape(Roles(problem.numbers, config.rolls), config)
     shape.check(hw)
     with open_kernel(convolution.contraction) as frame:
         _Kernel(frame, problem, shape).emit(resident_blocks(shape, hw))
@@ -91,7 +91,7 @@ class _Kernel:
         self.lane = T.Bind(first + self._index(lane))
         self.task = T.Bind(self._index(block // chunks) * c.tasks + self._index(task))
         self.weights = Weights(self.frame, self.problem, s)
-        if c.shared:
+        if s.is_staged:
             self.weights.fill(first, lane, thread)
         inside = guard(
             conjunction(
@@ -153,7 +153,7 @@ class _Kernel:
         rows: Expr | int = c.rows
         if s.rows.positions % c.rows:
             left = s.rows.positions - self.band * c.rows
-            rows = T.Bind(tirx.Min(self._index(left), self._index(c.rows)))
+            rows = T.Bind(T.min(self._index(left), self._index(c.rows)))
         self.steps = rows + s.alive - 1
         parts = s.chunks * s.outer_taps if s.unrolled else 1
         self.rows = [
@@ -180,7 +180,7 @@ class _Kernel:
             with guard(conjunction(last, self._completes(step))):
                 self.epilogue.finish(self._sum, self._point(step), self._inside)
         if not self._ends_inside():
-            with T.serial(tirx.Max(end, first), self.steps, unroll=False) as step:
+            with T.serial(T.max(end, first), self.steps, unroll=False) as step:
                 self._move(count)
                 with guard(self._completes(step)):
                     self.epilogue.request(self._point(step), self._inside)
@@ -196,11 +196,11 @@ class _Kernel:
         first: Expr | int = 0
         if s.alive > 1 and slide.before + slide.low > 0:
             above = slide.low - (s.units - 1) * slide.unit + pace - 1 - self.first_row
-            first = tirx.Min(tirx.Max(above // pace, self._index(0)), self._index(s.alive - 1))
+            first = T.min(T.max(above // pace, self._index(0)), self._index(s.alive - 1))
         end: Expr | int = self.steps
         if not self._ends_inside():
             below = (slide.high + pace - 1 - self.first_row) // pace
-            end = tirx.Min(below, self._index(self.steps))
+            end = T.min(below, self._index(self.steps))
         return (T.Bind(self._index(x)) for x in (first, end))
 
     def _ends_inside(self) -> bool:
@@ -236,7 +236,7 @@ class _Kernel:
         s, c = self.shape, self.config
         chunk, outer = self._parts(part)
         depthwise = self.numbers.is_depthwise
-        pitch = self.rows[0][0].reach.pitch
+        pitch = s.reach.pitch
         with T.serial(s.columns.taps, unroll=True) as t:
             for v in range(1 if depthwise else c.channels):
                 channel = self._index(0) if depthwise else chunk * c.channels + v

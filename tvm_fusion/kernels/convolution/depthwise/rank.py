@@ -6,6 +6,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from tvm.ir import TensorLoad
 
@@ -17,7 +18,7 @@ from ...program.expr import bytes_of
 from ..geometry import Convolution
 from .config import DepthwiseConfig
 from .problem import Numbers, direct_problem
-from .shape import Shape
+from .shape import Roles, Shape
 from .time import direct_seconds, registers_of
 
 THREADS = (64, 128)
@@ -73,8 +74,7 @@ def ranked(
 ) -> list[tuple[float, DepthwiseConfig]]:
     """The same of plain numbers."""
     found, reasons = [], {}
-    for config in configs(numbers):
-        shape = Shape(numbers, config)
+    for shape in shapes(numbers):
         try:
             shape.check(hw)
         except Unsupported as why:
@@ -83,7 +83,7 @@ def ranked(
         if registers_of(shape) > MOST_REGISTERS or shape.fmas > MOST_MULTIPLIED:
             reasons["sums or weights of a thread in more registers than there are"] = None
             continue
-        found.append((direct_seconds(numbers, config, hw, moved_bytes, operations), config))
+        found.append((direct_seconds(shape, hw, moved_bytes, operations), shape.config))
     if not found:
         raise Unsupported("; ".join(reasons) or "no configuration")
     kept, alike = [], Counter()
@@ -96,21 +96,20 @@ def ranked(
     return kept[:KEPT]
 
 
-def configs(numbers: Numbers) -> Iterator[DepthwiseConfig]:
+def shapes(numbers: Numbers) -> Iterator[Shape]:
     """Configurations of a convolution, whether they can be written or not."""
-    for (channels, filters), rolls in itertools.product(_vectors(numbers), _ways(numbers)):
-        whole = DepthwiseConfig(channels, filters, 1, 1, 1, 1, rolls, True)
-        shape = Shape(numbers, whole)
-        rows = {-(-shape.rows.positions // parts) for parts in BANDS}
-        for columns, height in itertools.product(_columns(shape.columns.positions), sorted(rows)):
-            each = DepthwiseConfig(channels, filters, columns, height, 1, 1, rolls, True)
-            shape = Shape(numbers, each)
-            for lanes, tasks in _blocks(shape):
-                for shared in (False, True):
-                    if shape.taps * filters <= MOST_HELD or shared:
-                        yield DepthwiseConfig(
-                            channels, filters, columns, height, lanes, tasks, rolls, shared
-                        )
+    for rolls, (channels, filters) in itertools.product(_ways(numbers), _vectors(numbers)):
+        roles = Roles(numbers, rolls)
+        heights = sorted({-(-roles.rows.positions // parts) for parts in BANDS})
+        for columns, rows in itertools.product(_columns(roles.columns.positions), heights):
+            alone = Shape(
+                roles, DepthwiseConfig(channels, filters, columns, rows, 1, 1, rolls, True)
+            )
+            for (lanes, tasks), shared in itertools.product(_blocks(alone), (False, True)):
+                if shared or alone.taps * filters <= MOST_HELD:
+                    yield Shape(
+                        roles, replace(alone.config, lanes=lanes, tasks=tasks, shared=shared)
+                    )
 
 
 def _ways(numbers: Numbers) -> Sequence[bool]:

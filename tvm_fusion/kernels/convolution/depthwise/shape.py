@@ -3,32 +3,46 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 from ....config import HardwareProfile
 from ....errors import Unsupported
 from .config import DepthwiseConfig
 from .problem import Numbers
+from .reads import reach_of
 
 MOST_UNROLLED = 1600
 """Multiplications of a row's code; with more of them outer taps and channels are a loop."""
 
 
+class Roles:
+    """Which window of a convolution is which, where rows roll or not."""
+
+    def __init__(self, numbers: Numbers, rolls: bool) -> None:
+        self.numbers, self.rolls = numbers, rolls
+        self.columns = numbers.window(numbers.columns)
+        self.row_window = numbers.rows(rolls)
+        self.rows = numbers.window(self.row_window)
+        all_windows = range(len(numbers.windows))
+        self.outer = [i for i in all_windows if i not in (numbers.columns, self.row_window)]
+        self.places = [numbers.windows[i].size for i in self.outer]
+        self.outer_taps = math.prod(numbers.windows[i].taps for i in self.outer)
+        self.reach = cache(lambda columns: reach_of(numbers, columns))
+
+
 class Shape:
     """A configuration for a convolution: what there is of everything."""
 
-    def __init__(self, numbers: Numbers, config: DepthwiseConfig) -> None:
+    def __init__(self, roles: Roles, config: DepthwiseConfig) -> None:
+        numbers = roles.numbers
         self.numbers, self.config = numbers, config
-        self.columns = numbers.window(numbers.columns)
-        self.row_window = numbers.rows(config.rolls)
-        self.rows = numbers.window(self.row_window)
-        self.outer = [
-            i for i in range(len(numbers.windows)) if i not in (numbers.columns, self.row_window)
-        ]
+        self.columns, self.rows, self.row_window = roles.columns, roles.rows, roles.row_window
+        self.outer, self.places, self.outer_taps = roles.outer, roles.places, roles.outer_taps
+        self.reach = roles.reach(config.columns)
         # Filters of each of a thread's channels.
         self.each = config.filters // config.channels if numbers.is_depthwise else config.filters
         self.alive = self.rows.alive
         self.units = min(self.rows.stride, self.rows.taps)
-        self.outer_taps = math.prod(numbers.windows[i].taps for i in self.outer)
         self.chunks = 1 if numbers.is_depthwise else numbers.channels // config.channels
         terms = config.filters * (1 if numbers.is_depthwise else config.channels)
         self.fmas = self.rows.taps * self.columns.taps * config.columns * terms
@@ -39,7 +53,6 @@ class Shape:
         self.turns = 1 if self.unrolled else parts
         self.strips = -(-self.columns.positions // config.columns)
         self.bands = -(-self.rows.positions // config.rows)
-        self.places = [numbers.windows[i].size for i in self.outer]
         self.tasks = (
             self.strips
             * self.columns.phases
@@ -57,8 +70,16 @@ class Shape:
         return self.config.lanes * self.config.filters + 4
 
     @property
+    def is_staged(self) -> bool:
+        """Whether weights go through shared memory: those of neighbouring filters, whose taps may
+        lie side by side, are read in the order in which they lie.
+        """
+        return self.config.shared or (self.numbers.along_channels and self.config.lanes > 1)
+
+    @property
     def shared_bytes(self) -> int:
-        return 4 * self.taps * self.pitch if self.config.shared else 0
+        """Of a block's weights."""
+        return 4 * self.taps * self.pitch if self.is_staged else 0
 
     def check(self, hw: HardwareProfile) -> None:
         """Raises `Unsupported` where the configuration does not suit the convolution."""

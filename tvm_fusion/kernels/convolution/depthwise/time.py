@@ -7,20 +7,20 @@ import math
 from ....config import HardwareProfile
 from ...gemm.simt.config import rounded_waves
 from ...gpu.memory import WIDEST
-from .config import DepthwiseConfig
-from .problem import Numbers
-from .reads import reach_of
 from .shape import Shape
 
 # Estimates, none of them measured on a device: the cycles that a warp waits for a row of the data
-# that it asked for a row ago, under load; issue slots of a thread's start, of the loop of a row and
-# of a result's elements and store; the share of issue slots that are used where warps are enough.
+# where so many warps share a multiprocessor; issue slots of a thread's start, of the loop of a row,
+# of a result's elements and store, of a weight that goes to shared memory and of one that goes
+# to a register; how many slots a warp misses for each that it takes.
 LATENCY_CYCLES = 900.0
+BUSY_WARPS = 8
 START_SLOTS = 90
 ROW_SLOTS = 14
 RESULT_SLOTS = 5
-ISSUE_SHARE = 0.8
-START_SECONDS = 2.5e-6
+FILL_SLOTS, HOLD_SLOTS = 14, 2.0
+MISSED_SLOTS = 0.8
+START_SECONDS = 1.3e-6
 # Beside sums, elements and weights: addresses, bounds and counters. nvcc 13.0 takes 92 to 168
 # registers for eight kernels, within 24 of what this says without them.
 OTHER_REGISTERS = 24
@@ -32,7 +32,7 @@ LINE_BYTES = 128
 def registers_of(shape: Shape) -> int:
     """Estimate of a thread's registers."""
     c, numbers = shape.config, shape.numbers
-    reach = reach_of(numbers, c.columns)
+    reach = shape.reach
     parts = 1 if shape.turns > 1 else shape.chunks * shape.outer_taps
     width = reach.pieces[0].width
     words = -(-c.channels * width * min(numbers.bytes, 4) // 4)
@@ -63,7 +63,7 @@ def row_slots(shape: Shape, operations: float) -> tuple[float, float]:
     `operations` are those behind a sum.
     """
     c, numbers = shape.config, shape.numbers
-    reach = reach_of(numbers, c.columns)
+    reach = shape.reach
     rows = shape.units * shape.chunks * shape.outer_taps
     multiplied = shape.fmas * shape.chunks * shape.outer_taps
     accesses = len(reach.pieces) * (1 if numbers.along_channels else c.channels)
@@ -83,7 +83,7 @@ def row_slots(shape: Shape, operations: float) -> tuple[float, float]:
 def wavefronts(shape: Shape, hw: HardwareProfile) -> tuple[float, float]:
     """Passes of a warp's accesses through the load units, for a row of data and one of results."""
     c, numbers = shape.config, shape.numbers
-    reach = reach_of(numbers, c.columns)
+    reach = shape.reach
     rows = shape.units * shape.chunks * shape.outer_taps
     accesses = len(reach.pieces) * (1 if numbers.along_channels else c.channels) * rows
     stored = c.columns * c.filters
@@ -107,17 +107,13 @@ def wavefronts(shape: Shape, hw: HardwareProfile) -> tuple[float, float]:
 
 
 def direct_seconds(
-    numbers: Numbers,
-    config: DepthwiseConfig,
-    hw: HardwareProfile,
-    moved_bytes: float,
-    operations: float = 3.0,
+    shape: Shape, hw: HardwareProfile, moved_bytes: float, operations: float = 3.0
 ) -> float:
     """Predicted seconds of one launch: waves of blocks at the rate of their instructions, or of the
     latency of their loads; beside them the time of `moved_bytes`. `operations` are the
     instructions behind each sum.
     """
-    shape = Shape(numbers, config)
+    config = shape.config
     warps = -(-config.threads // hw.warp_size)
     resident = max(1, resident_blocks(shape, hw))
     blocks = -(-shape.lanes // config.lanes) * -(-shape.tasks // config.tasks)
@@ -127,18 +123,25 @@ def direct_seconds(
     slide = shape.rows
     if shape.bands == 1:  # rows of padding are not walked over
         steps = min(steps, -(-slide.high // (slide.stride * slide.unit)))
-    start = START_SLOTS + shape.taps * config.filters * (0.0 if config.shared else 2.5)
-    if config.shared:
-        start += 14 * shape.taps * config.filters * config.lanes / config.threads
+    start = START_SLOTS
+    if shape.is_staged:
+        start += FILL_SLOTS * shape.taps * config.filters * config.lanes / config.threads
+    if not config.shared:
+        start += HOLD_SLOTS * shape.taps * config.filters
     slots = start + steps * data + rows * results
     issue_per_s = hw.fma_per_s_f32 / 2 / hw.warp_size  # of all multiprocessors, warp instructions
     clock = issue_per_s / hw.num_sms / 4
     here = min(resident, -(-blocks // hw.num_sms))
-    issue = slots * warps * here / 4 / ISSUE_SHARE / clock
-    latency = ((steps + 2) * LATENCY_CYCLES * max(1, shape.turns) + slots * 2) / clock
+    each = max(1.0, here * warps / 4)  # warps of a scheduler
+    share = each / (each + MISSED_SLOTS)
+    issue = slots * each / share / clock
+    # From a warp's view a load takes longer the more others there are.
+    wait = hw.memory_latency_s * clock
+    wait += (LATENCY_CYCLES - wait) * min(1.0, here * warps / BUSY_WARPS)
+    latency = ((steps + 2) * wait * shape.turns + slots * 2) / clock
     wave = max(issue, latency)
     waves = rounded_waves(blocks / (hw.num_sms * here), hw)
-    busy = max(waves * wave, slots * warps * blocks / (issue_per_s * ISSUE_SHARE))
+    busy = max(waves * wave, slots * warps * blocks / (issue_per_s * share))
     read, written = wavefronts(shape, hw)
     busy = max(busy, (steps * read + rows * written) * warps * blocks / hw.wavefronts_per_s)
     # Rows of other bands come from the L2 once more.
@@ -153,4 +156,4 @@ def sums_seconds(results: float, terms: int, hw: HardwareProfile) -> float:
     filters, each a sum of `terms` (taps times channels); for the planner.
     """
     slots = 1.15 * terms + RESULT_SLOTS
-    return results * slots / (hw.fma_per_s_f32 / 2) / ISSUE_SHARE
+    return results * slots / (hw.fma_per_s_f32 / 2) * (1 + MISSED_SLOTS / 4)

@@ -60,25 +60,33 @@ class Weights:
         """All weights of the thread into registers."""
         s, c = self.shape, self.config
         self.registers = T.alloc_local((s.taps * c.filters,), "float32")
-        for f in range(c.filters):
-            filter = T.Bind(lane * c.filters + f)
-            with T.serial(s.taps, unroll=True) as entry:
-                value = self._weight(filter, entry)
+        with T.serial(s.taps, unroll=True) as entry:
+            if s.is_staged:
+                self._copy(entry, self.registers, entry * c.filters)
+                return
+            for f in range(c.filters):
+                value = self._weight(lane * c.filters + f, entry)
                 T.buffer_store(self.registers, value, [entry * c.filters + f])
 
     def at(self, entry: Expr) -> Expr:
         """The weights of the thread's filters for one channel and tap."""
         c = self.config
         found = T.alloc_local((c.filters,), "float32")
-        if not c.shared:
+        if c.shared:
+            self._copy(entry, found, 0)
+        else:
             for f in range(c.filters):
                 T.buffer_store(found, self.registers[entry * c.filters + f], [f])
-            return found
-        width = math.gcd(c.filters, WIDTH)
-        for start in range(0, c.filters, width):
-            with T.vectorized(width) as v:
-                T.buffer_store(found, self.shared[entry, self.own + start + v], [start + v])
         return found
+
+    def _copy(self, entry: Expr, target: Expr, start: Expr | int) -> None:
+        """Those of a tap from shared memory to registers."""
+        filters = self.config.filters
+        width = math.gcd(filters, WIDTH)
+        for first in range(0, filters, width):
+            with T.vectorized(width) as v:
+                value = self.shared[entry, self.own + first + v]
+                T.buffer_store(target, value, [start + first + v])
 
     def _weight(self, filter: Expr, entry: Expr) -> Expr:
         """A weight of a filter of all groups."""
