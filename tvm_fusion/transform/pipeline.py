@@ -24,6 +24,7 @@ from tvm import relax
 from ..config import HardwareProfile
 from .decompose import Decompose
 from .functions.unique_names import UniqueNames
+from .lower.constant_arithmetic import folding
 from .lower.drop_empty import DropEmpty, check_defined
 from .lower.fix_bool_arithmetic import FixBoolArithmetic
 from .lower.legalizers import (
@@ -111,7 +112,7 @@ def legalize(
 ) -> tvm.IRModule:
     """The last part of `lower`: `call_tir` in place of the operators of an opened module."""
     gpu = _gpu(hw)
-    operators = relax.transform.LegalizeOps(
+    table = folding(
         {
             **HALF_OPERATORS,
             **FIRST_EXTREMA,
@@ -121,6 +122,7 @@ def legalize(
             "relax.where": legalize_where,
         }
     )
+    operators = relax.transform.LegalizeOps(table)
     passes = [
         *([SplitReductions(gpu)] if gpu is not None else []),
         WidenSorts() if target.kind.name == "llvm" else OpenMedians(),
