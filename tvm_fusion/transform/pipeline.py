@@ -1,6 +1,7 @@
 """All passes that a function goes through, in order; each phase takes a module and returns one.
 
-    open_composites   high-level Relax; composites (softmax, norms, attention, ...) are opened
+    open_composites   high-level Relax; on a GPU convolutions get channels last (`layouts`);
+                      composites (softmax, norms, attention, ...) are opened
     rewrite           what pays in some models only, one by one (`flow.variants` says which)
     legalize          primitive operators as `call_tir`, ready to be read as a fusion graph
 
@@ -24,6 +25,7 @@ from tvm import relax
 from ..config import HardwareProfile
 from .decompose import Decompose
 from .functions.unique_names import UniqueNames
+from .layouts import AssignLayouts
 from .lower.constant_arithmetic import folding
 from .lower.drop_empty import DropEmpty, check_defined
 from .lower.fix_bool_arithmetic import FixBoolArithmetic
@@ -31,6 +33,7 @@ from .lower.legalizers import (
     FIRST_EXTREMA,
     HALF_OPERATORS,
     LONG_CONCATS,
+    TRANSPOSED_CONVOLUTIONS,
     UNSIGNED_SIGNS,
     legalize_permute,
     legalize_where,
@@ -89,6 +92,7 @@ def open_composites(
         relax.transform.CanonicalizeBindings(),
         DropEmpty(),
         JoinPieces(),
+        *([AssignLayouts()] if decompose and _gpu(hw) is not None else []),
         Decompose(_gpu(hw), keep_all=not decompose),
         *([CancelLayouts()] if decompose else []),
         *([UnpackStacks()] if _gpu(hw) is not None else []),
@@ -118,6 +122,7 @@ def legalize(
             **FIRST_EXTREMA,
             **UNSIGNED_SIGNS,
             **LONG_CONCATS,
+            **TRANSPOSED_CONVOLUTIONS,
             "relax.permute_dims": legalize_permute,
             "relax.where": legalize_where,
         }

@@ -27,8 +27,9 @@ CASES = {
     "stem": Conv((224, 224), (7, 7), 3, 64, strides=(2, 2), padding=(3,) * 4, **LAST),
     "channels first": plain(sizes=(28, 28), channels=128, filters=128, batch=32, dtype="float16"),
     "groups": plain(sizes=(28, 28), channels=512, filters=512, groups=8, **LAST),
-    "one tap": plain(
-        sizes=(28, 28), kernel=(1, 1), padding=(0,) * 4, channels=512, filters=256, **LAST
+    "one tap of groups": plain(
+        **dict(sizes=(28, 28), kernel=(1, 1), padding=(0,) * 4),
+        **dict(channels=512, filters=256, groups=2, **LAST),
     ),
     "up": UP,
 }

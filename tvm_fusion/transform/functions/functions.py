@@ -15,6 +15,7 @@ from tvm.ir import IRModule
 # Within `Fuse` and `tvm_fusion.compile` a stage runs on one function at a time.
 
 FUSE = "tvm_fusion.Fuse"
+ASSIGN_LAYOUTS = "tvm_fusion.AssignLayouts"
 DECOMPOSE = "tvm_fusion.Decompose"
 PLAN = "tvm_fusion.Plan"
 MATERIALIZE = "tvm_fusion.Materialize"

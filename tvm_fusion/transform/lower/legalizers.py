@@ -355,3 +355,63 @@ def _legalize_concat(builder: relax.BlockBuilder, call: Call) -> relax.Expr:
 
 LONG_CONCATS: dict[str, Legalizer] = {"relax.concat": _legalize_concat}
 """For `relax.transform.LegalizeOps`."""
+
+
+# ---- Transposed convolutions with channels last, which TVM leaves as they are.
+#
+#     x: [N, W, C], w: [F, R, C]        y[n, v, f] = sum_{r, c} s[n, v + r, c] * w[f, R - 1 - r, c]
+#
+# s are the elements of x at a distance of the stride from each other, with zeros between and around
+# them, as in TVM's own legalizations for channels first. Of groups, w holds the filters of one, and
+# the channels of all: [F / groups, R, C].
+
+
+def _transposed(x: te.Tensor, w: te.Tensor, shape: Sequence[Expr], attrs: Any) -> te.Tensor:
+    count = len(attrs.strides)
+    ones, taps = [1], [int(extent) for extent in w.shape[1:-1]]
+    reach = [int(d) * (t - 1) for d, t in zip(attrs.dilation, taps, strict=True)]
+    padding, more = [int(p) for p in attrs.padding], [int(p) for p in attrs.output_padding]
+    before = [r - p for r, p in zip(reach, padding[:count], strict=True)]
+    after = [r - p + m for r, p, m in zip(reach, padding[count:], more, strict=True)]
+    stretched = topi.nn.dilate(x, ones + [int(s) for s in attrs.strides] + ones)
+    padded = topi.nn.pad(
+        stretched, [0, *(max(b, 0) for b in before), 0], [0, *(max(a, 0) for a in after), 0]
+    )
+    filters, channels = int(w.shape[0]), int(w.shape[-1]) // int(attrs.groups)
+    dtype = attrs.out_dtype or x.dtype
+    axes = [te.reduce_axis((0, extent), name="tap") for extent in taps]
+    channel = te.reduce_axis((0, channels), name="channel")
+
+    def at(n: Expr, *index: Expr) -> Expr:
+        *places, f = index
+        own = tirx.floordiv(f, filters) * channels + channel
+        read = [
+            place + max(-b, 0) + axis * int(d)
+            for place, axis, b, d in zip(places, axes, before, attrs.dilation, strict=True)
+        ]
+        back = [t - 1 - axis for t, axis in zip(taps, axes, strict=True)]
+        weight = w(tirx.floormod(f, filters), *back, own)
+        product = padded(n, *read, own).astype(dtype) * weight.astype(dtype)
+        return te.sum(product, axis=[*axes, channel])
+
+    return te.compute(shape, at, name="conv_transpose")
+
+
+def _legalize_transposed(name: str, builder: relax.BlockBuilder, call: Call) -> relax.Expr:
+    attrs, (x, w) = call.attrs, call.args
+    rank = x.ty.ndim
+    last = {3: ("NWC", "OWI"), 4: ("NHWC", "OHWI"), 5: ("NDHWC", "ODHWI")}[rank]
+    layouts = str(attrs.data_layout), str(attrs.kernel_layout), str(attrs.out_layout)
+    static = isinstance(w.ty.shape, relax.ShapeExpr) and isinstance(call.ty.shape, relax.ShapeExpr)
+    if layouts != (*last, last[0]) or not static:
+        return Op.get(name).get_attr("FLegalize")(builder, call)
+    shape = list(call.ty.shape)
+    hint = name.removeprefix("relax.nn.")
+    return builder.call_te(_transposed, x, w, shape, attrs, primfunc_name_hint=hint)
+
+
+TRANSPOSED_CONVOLUTIONS: dict[str, Legalizer] = {
+    name: partial(_legalize_transposed, name)
+    for name in (f"relax.nn.conv{n}d_transpose" for n in (1, 2, 3))
+}
+"""For `relax.transform.LegalizeOps`."""

@@ -17,18 +17,15 @@ pointwise operators of which a part would rather have another order than the res
 
 from __future__ import annotations
 
-import numpy as np
 import tvm
 from tvm import relax
-from tvm.relax import Expr, Var, op
+from tvm.relax import Expr, Var
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from ..decompose.opening import dtype_of
 from ..functions.functions import is_opaque
 from .factors import is_constant
 from .layout_turns import Source, Turn, Turns, operand_key
 from .readers import Parts
-from .relabeling import Relabeling
 
 MOST_ROUNDS = 100  # each takes out a permutation or shortens a chain
 
@@ -87,7 +84,7 @@ class _Rewriter(PyExprMutator):
         if var in self.sources:
             source = self.sources[var]
             base = self.turned[source.base] if source.turned else self.visit_expr(source.base)
-            value = self._relabeled(base, source.relabeling, var.name)
+            value = self.parts.relabeled(base, source.relabeling, var.name)
             self.parts.finish(self.visit_var_def(var), value)
         elif var in self.turns:
             self._turn(var, binding.value, self.turns[var])
@@ -103,7 +100,7 @@ class _Rewriter(PyExprMutator):
             self.parts.finish(self.turned[var], call)
             return
         self.turned[var] = self.parts.bind(var.name, "turned", call)
-        value = self._relabeled(self.turned[var], turn.order.inverse(), var.name)
+        value = self.parts.relabeled(self.turned[var], turn.order.inverse(), var.name)
         self.parts.finish(self.visit_var_def(var), value)
 
     def _operand(self, arg: Expr, turn: Turn, name: str) -> Expr:
@@ -115,24 +112,8 @@ class _Rewriter(PyExprMutator):
         if (id(turn), key) not in self.made:
             source = turn.operands[key]
             base = self.visit_expr(source.base)
-            value = self._relabeled(base, source.relabeling, name)
+            value = self.parts.relabeled(base, source.relabeling, name)
             if not isinstance(value, Var) and not is_constant(value):
                 value = self.parts.bind(name, "operand", value)
             self.made[id(turn), key] = value
         return self.made[id(turn), key]
-
-    def _relabeled(self, base: Expr, relabeling: Relabeling, name: str) -> Expr:
-        """`base` relabeled: bindings for all but the last of the operators it takes."""
-        steps = relabeling.steps()
-        if is_constant(base):
-            array = base.value.numpy()
-            for step, how in steps:
-                how = [int(number) for number in how]
-                array = array.reshape(how) if step == "reshape" else array.transpose(how)
-            return relax.const(np.ascontiguousarray(array), dtype_of(base)) if steps else base
-        value = base
-        for number, (step, how) in enumerate(steps):
-            value = getattr(op, step)(value, list(how))
-            if number + 1 < len(steps):
-                value = self.parts.bind(name, "layout", value)
-        return value

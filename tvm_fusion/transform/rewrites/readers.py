@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import tvm
 from tvm import relax
 from tvm.ir import Call
-from tvm.relax import Expr, Var
+from tvm.relax import Expr, Var, op
 from tvm.relax.expr_functor import PyExprMutator
 
 from ...ir.graph import COMPOSITES_ATTR
+from ..decompose.opening import dtype_of
 from ..functions.unique_names import FreshNames
 from .constant_weights import identity
 from .factors import is_constant
+from .relabeling import Relabeling
 
 # Bindings for the parts that an operator is taken into: named after it, of the same composite; and
 # what was made of them, block by block.
@@ -43,6 +46,24 @@ class Parts:
         """Binds the whole, in terms of its parts, to its own variable."""
         value = self._builder.normalize(value)
         self._builder.emit_normalized(relax.VarBinding(var, value))
+
+    def relabeled(self, base: Expr, relabeling: Relabeling, name: str) -> Expr:
+        """`base` relabeled: bindings for all but the last of the operators it takes; a constant at
+        once.
+        """
+        steps = relabeling.steps()
+        if is_constant(base):
+            array = base.value.numpy()
+            for step, how in steps:
+                how = [int(number) for number in how]
+                array = array.reshape(how) if step == "reshape" else array.transpose(how)
+            return relax.const(np.ascontiguousarray(array), dtype_of(base)) if steps else base
+        value = base
+        for number, (step, how) in enumerate(steps):
+            value = getattr(op, step)(value, list(how))
+            if number + 1 < len(steps):
+                value = self.bind(name, "layout", value)
+        return value
 
     def tagged(self, func: relax.Function) -> relax.Function:
         """The function with the tags of all parts."""
