@@ -21,7 +21,13 @@ from tvm_fusion.kernels.convolution.forms import CUDA_WRITER
 from tvm_fusion.kernels.convolution.geometry import read_convolution
 
 from ...support.convolutions import Conv, plain, random_convolution
-from ...support.cuda_on_cpu import Watch, compile_cubins, cuda_source, run_cuda_on_cpu
+from ...support.cuda_on_cpu import (
+    Watch,
+    compile_cubins,
+    cuda_source,
+    run_cuda_on_cpu,
+    without_each_barrier,
+)
 from ...support.helpers_tir import poisoned
 
 H200 = load_profile("nvidia_h200")
@@ -157,6 +163,36 @@ def test_the_first_configuration_is_close_to_float64(name):
     problem = read_convolution(conv.func(), conv.exact)
     (_, config), *_ = depthwise_ranked(problem, H200, FAST)
     check(conv, emit_depthwise(problem, H200, config))
+
+
+@pytest.mark.parametrize("taps", [5, 7])
+@pytest.mark.parametrize("rows", [1, 3, 6, 9, 14])
+def test_rows_at_both_ends_of_a_walk_go_to_some_sums_only(taps, rows):
+    """Walks that are shorter than a filter, that end with the data, that have all of it."""
+    conv = plain(
+        sizes=(14, 5),
+        kernel=(taps, 3),
+        padding=(taps // 2, 1) * 2,
+        channels=4,
+        filters=4,
+        groups=4,
+        data_layout="NHWC",
+    )
+    check(conv, kernel_of(conv, DepthwiseConfig(2, 2, 5, rows, 2, 3, True, True)))
+
+
+def test_weights_in_shared_memory_wait_for_all_warps():
+    conv = CASES["channels_last"]
+    kernel = kernel_of(conv, DepthwiseConfig(2, 2, 4, 3, 12, 8, True, True))
+    (without,) = without_each_barrier(kernel)
+    inputs = conv.arrays()
+    (expected,) = conv.expected(inputs)
+    for seed in range(4):
+        got, wrong = (poisoned(expected.shape, conv.dtype) for _ in range(2))
+        run_cuda_on_cpu(kernel, [*inputs, got], seed=seed)
+        run_cuda_on_cpu(without, [*inputs, wrong], seed=seed)
+        assert np.abs(got - expected).max() <= TOLERANCE["float16"] * np.abs(expected).max()
+        assert np.isnan(wrong).any()
 
 
 def test_exact_rounding_keeps_the_halves_between_operators():

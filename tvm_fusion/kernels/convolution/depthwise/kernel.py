@@ -13,7 +13,7 @@ strips. Rows of dilated filters are taken in phases, in which their taps are nei
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tvm import tirx
 from tvm.ir import Expr, Var
@@ -164,26 +164,57 @@ class _Kernel:
         for part, units in enumerate(self.rows):
             for unit, row in enumerate(units):
                 self._read(row, first, self._index(part), unit, end)
-        with T.serial(first * s.turns, end * s.turns, unroll=False) as number:
-            step, turn = number, self._index(0)
-            if s.turns > 1:
-                step, turn = T.Bind(number // s.turns), T.Bind(number % s.turns)
-            starts = None if s.turns == 1 else turn == 0
-            last = None if s.turns == 1 else turn == s.turns - 1
-            with guard(starts):
-                self._move(count)
-                with guard(self._completes(step)):
-                    self.epilogue.request(self._point(step), self._inside)
-            for part, units in enumerate(self.rows):
-                for unit, row in enumerate(units):
-                    self._add(row, number, turn + part, part, unit, end)
-            with guard(conjunction(last, self._completes(step))):
-                self.epilogue.finish(self._sum, self._point(step), self._inside)
+        if not s.ramps:
+            self._steps(first, end, end)
+        else:
+            # Rows above the results of the thread's first row, and below those of its last one, go
+            # to the sums of some rows only.
+            held = self._index(s.alive - 1)
+            self._steps(first, T.min(held, end), end, lambda step, k: step >= k, completes=False)
+            self._steps(held, T.min(end, self._index(rows)), end)
+            behind = T.max(held, self._index(rows))
+            self._steps(behind, end, end, lambda step, k: step < rows + k)
         if not self._ends_inside():
             with T.serial(T.max(end, first), self.steps, unroll=False) as step:
                 self._move(count)
                 with guard(self._completes(step)):
                     self.epilogue.request(self._point(step), self._inside)
+                    self.epilogue.finish(self._sum, self._point(step), self._inside)
+
+    def _steps(
+        self,
+        first: Expr,
+        last: Expr,
+        end: Expr,
+        meets: Callable[[Expr, int], Expr | None] = lambda step, k: None,
+        completes: bool = True,
+    ) -> None:
+        """Steps from one on and below another, of those below `end` that have rows of the data.
+
+        `meets` is the condition under which a step's rows go to the sums of the row of results that
+        is the k-th youngest.
+        """
+        s, count = self.shape, self.config.columns * self.config.filters
+        with T.serial(first * s.turns, last * s.turns, unroll=False) as number:
+            step, turn = number, self._index(0)
+            if s.turns > 1:
+                step, turn = T.Bind(number // s.turns), T.Bind(number % s.turns)
+            done = self._completes(step)
+            with guard(None if s.turns == 1 else turn == 0):
+                self._move(count)
+                if completes:
+                    with guard(done):
+                        self.epilogue.request(self._point(step), self._inside)
+            for part, units in enumerate(self.rows):
+                for unit, row in enumerate(units):
+                    x = self._next(row, number, part, unit, end)
+                    for k in reversed(range(s.alive)):
+                        if (tap := k * s.rows.stride + unit) < s.rows.taps:
+                            with guard(meets(step, k)):
+                                self._multiply(x, k, turn + part, tap)
+            if completes:
+                last_turn = None if s.turns == 1 else turn == s.turns - 1
+                with guard(conjunction(last_turn, done)):
                     self.epilogue.finish(self._sum, self._point(step), self._inside)
 
     def _steps_with_rows(self) -> tuple[Expr, Expr]:
@@ -218,18 +249,15 @@ class _Kernel:
             None if s.rows.size % s.rows.phases == 0 else self._result_row(step) < s.rows.size,
         )
 
-    def _add(self, row: Row, number: Expr, part: Expr, place: int, unit: int, end: Expr) -> None:
-        """One row of the data: the next one is read, then all sums that have this one."""
+    def _next(self, row: Row, number: Expr, part: int, unit: int, end: Expr) -> Expr:
+        """A row of the data as numbers; the next one is read."""
         s = self.shape
         x = row.numbers()
-        step, turn = T.Bind(number + 1), self._index(place)
+        step, turn = T.Bind(number + 1), self._index(part)
         if s.turns > 1:
             step, turn = T.Bind(step // s.turns), T.Bind(step % s.turns)
         self._read(row, step, turn, unit, end)
-        for k in reversed(range(s.alive)):
-            tap = k * s.rows.stride + unit
-            if tap < s.rows.taps:
-                self._multiply(x, k, part, tap)
+        return x
 
     def _multiply(self, x: Expr, k: int, part: Expr, tap: int) -> None:
         """Adds a row of the data under a row of taps to the sums of a row of results."""

@@ -14,6 +14,9 @@ from .reads import reach_of
 MOST_UNROLLED = 1600
 """Multiplications of a row's code; with more of them outer taps and channels are a loop."""
 
+MOST_RAMPED = 7
+"""Rows of results in whose ramps sums stay in registers: with 11, nvcc spills 3 KB of them."""
+
 
 class Roles:
     """Which window of a convolution is which, where rows roll or not."""
@@ -63,6 +66,11 @@ class Shape:
         self.filters = numbers.groups * numbers.filters
         self.lanes = self.filters // config.filters
         self.taps = numbers.channels * self.outer_taps * self.rows.taps * self.columns.taps
+
+    @property
+    def ramps(self) -> bool:
+        """Whether the first and the last rows of the data have code of their own."""
+        return self.numbers.is_depthwise and 1 < self.alive <= MOST_RAMPED and self.turns == 1
 
     @property
     def pitch(self) -> int:

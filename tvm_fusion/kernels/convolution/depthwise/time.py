@@ -12,7 +12,8 @@ from .shape import Shape
 # Estimates, none of them measured on a device: the cycles that a warp waits for a row of the data
 # where so many warps share a multiprocessor; issue slots of a thread's start, of the loop of a row,
 # of a result's elements and store, of a weight that goes to shared memory and of one that goes
-# to a register; how many slots a warp misses for each that it takes.
+# to a register; how many slots a warp misses for each that it takes; and what sums that are moved
+# cost rows that go to some of them only, of their multiplications.
 LATENCY_CYCLES = 900.0
 BUSY_WARPS = 8
 START_SLOTS = 90
@@ -20,10 +21,14 @@ ROW_SLOTS = 14
 RESULT_SLOTS = 5
 FILL_SLOTS, HOLD_SLOTS = 14, 2.0
 MISSED_SLOTS = 0.8
+MOVED_SHARE = 0.15
 START_SECONDS = 1.3e-6
-# Beside sums, elements and weights: addresses, bounds and counters. nvcc 13.0 takes 92 to 168
-# registers for eight kernels, within 24 of what this says without them.
-OTHER_REGISTERS = 24
+# Registers beside sums, elements and weights: addresses, bounds and counters; of each further row
+# that is read ahead, the share of its elements that nvcc converts ahead, too; of the sums, those of
+# which there are two where rows go to some only, for each row of results beyond three. Held to the
+# registers and the spills of 70 kernels (nvcc 13.0).
+OTHER_REGISTERS, AHEAD_SHARE, MOST_AHEAD, RAMP_SHARE = 16, 0.25, 7, 0.125
+SCHEDULERS = 4
 # The greater of time at the memory and in the multiprocessors hides most of the lesser one.
 OVERLAP_EXPONENT = 4
 LINE_BYTES = 128
@@ -33,15 +38,17 @@ def registers_of(shape: Shape) -> int:
     """Estimate of a thread's registers."""
     c, numbers = shape.config, shape.numbers
     reach = shape.reach
-    parts = 1 if shape.turns > 1 else shape.chunks * shape.outer_taps
-    width = reach.pieces[0].width
-    words = -(-c.channels * width * min(numbers.bytes, 4) // 4)
-    held = len(reach.pieces) * words * parts * shape.units
+    rows = shape.units * (1 if shape.turns > 1 else shape.chunks * shape.outer_taps)
+    words = -(-c.channels * reach.pieces[0].width * min(numbers.bytes, 4) // 4)
+    held = len(reach.pieces) * words * rows
+    elements = len(reach.offsets) * c.channels * (1 + AHEAD_SHARE * (min(rows, MOST_AHEAD) - 1))
+    read = 1 if numbers.is_depthwise else c.channels
+    weights = 2 * c.filters * read if c.shared else shape.taps * c.filters
     sums = shape.alive * c.columns * c.filters
-    weights = 2 * c.filters if c.shared else shape.taps * c.filters
-    elements = len(reach.offsets) * c.channels * (1 if parts == 1 else 1.5)
+    if shape.ramps:
+        sums *= 1 + RAMP_SHARE * max(0, shape.alive - 3)
     beside = -(-c.columns * c.filters * numbers.beside // 4)
-    return int(beside + sums + elements + held + weights + 2 * c.filters + OTHER_REGISTERS)
+    return int(sums + elements + held + weights + beside + 2 * c.filters + OTHER_REGISTERS)
 
 
 def resident_blocks(shape: Shape, hw: HardwareProfile) -> int:
@@ -49,16 +56,19 @@ def resident_blocks(shape: Shape, hw: HardwareProfile) -> int:
     warps = -(-shape.config.threads // hw.warp_size)
     registers = -(-min(registers_of(shape), hw.max_registers_per_thread) // 8) * 8
     smem = shape.shared_bytes + hw.smem_reserved_per_block_bytes
+    # Each of four schedulers has registers of its own.
+    held = hw.registers_per_sm // SCHEDULERS // (registers * hw.warp_size) * SCHEDULERS
     return min(
-        hw.registers_per_sm // (registers * warps * hw.warp_size),
+        held // warps,
         hw.max_threads_per_sm // (warps * hw.warp_size),
         hw.smem_per_sm_bytes // smem,
         hw.max_blocks_per_sm,
     )
 
 
-def row_slots(shape: Shape, operations: float) -> tuple[float, float]:
-    """Issue slots of a thread for a row of the data, and for a row of results.
+def row_slots(shape: Shape, operations: float) -> tuple[float, float, float]:
+    """Issue slots of a thread for a row of the data, for its multiplications, and for a row of
+    results.
 
     `operations` are those behind a sum.
     """
@@ -73,11 +83,11 @@ def row_slots(shape: Shape, operations: float) -> tuple[float, float]:
         vectors = c.filters / math.gcd(c.filters, 4)
         weights = multiplied / (c.columns * c.filters) * vectors
     turns = 12 * shape.turns if shape.turns > 1 else 0
-    data = multiplied + weights + rows * (1.2 * accesses + converted) + ROW_SLOTS + turns
+    data = rows * (1.2 * accesses + converted) + ROW_SLOTS + turns
     results = c.columns * c.filters
     width = c.filters if numbers.along_channels else math.gcd(c.columns, shape.columns.size)
     stores = results / math.gcd(width, WIDEST // numbers.bytes)
-    return data, results * (operations + 0.5) + 1.3 * stores
+    return data, multiplied + weights, results * (operations + 0.5) + 1.3 * stores
 
 
 def wavefronts(shape: Shape, hw: HardwareProfile) -> tuple[float, float]:
@@ -117,7 +127,7 @@ def direct_seconds(
     warps = -(-config.threads // hw.warp_size)
     resident = max(1, resident_blocks(shape, hw))
     blocks = -(-shape.lanes // config.lanes) * -(-shape.tasks // config.tasks)
-    data, results = row_slots(shape, operations)
+    data, multiplied, results = row_slots(shape, operations)
     rows = min(config.rows, shape.rows.positions)
     steps = rows + shape.alive - 1
     slide = shape.rows
@@ -128,11 +138,12 @@ def direct_seconds(
         start += FILL_SLOTS * shape.taps * config.filters * config.lanes / config.threads
     if not config.shared:
         start += HOLD_SLOTS * shape.taps * config.filters
-    slots = start + steps * data + rows * results
+    sums = rows + MOVED_SHARE * (shape.alive - 1) if shape.ramps else steps
+    slots = start + steps * data + sums * multiplied + rows * results
     issue_per_s = hw.fma_per_s_f32 / 2 / hw.warp_size  # of all multiprocessors, warp instructions
-    clock = issue_per_s / hw.num_sms / 4
+    clock = issue_per_s / hw.num_sms / SCHEDULERS
     here = min(resident, -(-blocks // hw.num_sms))
-    each = max(1.0, here * warps / 4)  # warps of a scheduler
+    each = max(1.0, here * warps / SCHEDULERS)  # warps of a scheduler
     share = each / (each + MISSED_SLOTS)
     issue = slots * each / share / clock
     # From a warp's view a load takes longer the more others there are.
@@ -156,4 +167,4 @@ def sums_seconds(results: float, terms: int, hw: HardwareProfile) -> float:
     filters, each a sum of `terms` (taps times channels); for the planner.
     """
     slots = 1.15 * terms + RESULT_SLOTS
-    return results * slots / (hw.fma_per_s_f32 / 2) * (1 + MISSED_SLOTS / 4)
+    return results * slots / (hw.fma_per_s_f32 / 2) * (1 + MISSED_SLOTS / SCHEDULERS)
