@@ -42,13 +42,13 @@ OTHER_REGISTERS = 40
 EVALUATION_REGISTERS = 8
 
 # Registers that hold 16 bytes on their way: two aligned vectors where they start anywhere.
-# At windows, each has an offset and places beside them.
+# At windows, rows have an offset and places beside them, and each element a register of its own.
 HELD_REGISTERS = {
     Way.COPY: 0,
     Way.SHIFT: 11,
     Way.WINDOW: 3,
-    Way.GATHER: 10,
-    Way.EVALUATE: 11,
+    Way.GATHER: 2,
+    Way.EVALUATE: 3,
     Way.COMPUTE: 4,
 }
 MAX_SHIFTS = 8
@@ -187,9 +187,14 @@ def _shifts(loop: Loop, c: MmaConfig) -> int:
 
 def _held(loop: Loop, c: MmaConfig) -> int:
     """Registers that hold slices on their way, and what their evaluation takes."""
-    held = sum(HELD_REGISTERS[x.way] * _chunks(x, c) for x in (loop.a, *loop.b))
+    held = sum(_held_of(x) * _chunks(x, c) for x in (loop.a, *loop.b))
     computed = any(source.way is Way.COMPUTE for source in (loop.a, *loop.b))
     return held + (EVALUATION_REGISTERS if computed else 0)
+
+
+def _held_of(source: Source) -> int:
+    single = source.way in (Way.GATHER, Way.EVALUATE)
+    return HELD_REGISTERS[source.way] + (16 // source.element if single else 0)
 
 
 def _resident(segments: Sequence[MmaSegment], c: MmaConfig, hw: HardwareProfile) -> int:
