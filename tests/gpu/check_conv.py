@@ -85,7 +85,10 @@ def written(
 
 
 def _tile(config: Any) -> tuple:
-    fields = ("block_m", "block_n", "split", "staged", "deferred")
+    fields = (
+        *("block_m", "block_n", "split", "staged", "deferred"),
+        *("channels", "filters", "columns", "rolls", "shared"),
+    )
     return type(config).__name__, *(getattr(config, name, None) for name in fields)
 
 
