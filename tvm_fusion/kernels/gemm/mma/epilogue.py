@@ -87,6 +87,10 @@ class Layout:
             return constant(extent, self.frame.index)
         return convert(extent, self.frame.index)
 
+    def exists(self, segment: MmaSegment, row: Expr) -> Expr | None:
+        """Whether a row is one of the matrix; None where all are."""
+        return row < self.rows(segment) if self.ragged_rows(segment) else None
+
     def existing_row(self, segment: MmaSegment, row: Expr) -> Expr:
         """A row to read from: what is read for one beyond the matrix is never stored."""
         return tirx.Min(row, self.rows(segment) - 1) if self.ragged_rows(segment) else row
@@ -259,8 +263,7 @@ class Epilogue:
     def _inside(self, row: Expr, column: Expr) -> tuple[Expr | None, Expr | None]:
         """Whether a row and a column exist; None where all do."""
         layout, segment = self.layout, self.segment
-        above = row < layout.rows(segment) if layout.ragged_rows(segment) else None
-        ragged = layout.ragged_columns(segment)
+        above, ragged = layout.exists(segment, row), layout.ragged_columns(segment)
         return above, column < layout.size(segment.N) if ragged else None
 
     def _run(self, output: Output, elements: int, dtypes: tuple[str, ...]) -> bool:
