@@ -1,0 +1,80 @@
+"""Torch tensors with channels last are taken and returned as they lie."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+
+from tests.support.convolutional_blocks import BLOCKS
+from tests.transform.test_assign_layouts import moving, run
+from tvm_fusion.frontends.memory_formats import FORMATS, MemoryFormats, with_formats
+from tvm_fusion.frontends.pytorch import from_exported_program
+from tvm_fusion.torch_backend import graph_calls
+from tvm_fusion.transform import AssignLayouts
+from tvm_fusion.transform.functions.unique_names import UniqueNames
+
+
+def last(tensor: torch.Tensor) -> torch.Tensor:
+    has_format = tensor.ndim in FORMATS
+    return tensor.to(memory_format=FORMATS[tensor.ndim]) if has_format else tensor
+
+
+@pytest.mark.parametrize(
+    ("name", "formats", "stay"),
+    [
+        ("squeeze_excite", MemoryFormats((True,), (True,)), 0),
+        ("transposed_unet", MemoryFormats((True,), (True,)), 0),
+        ("resnet", MemoryFormats((True,), (False,)), 0),
+        ("whisper_front", MemoryFormats((False,), (False,)), 1),
+    ],
+)
+def test_nothing_moves_at_borders_that_have_channels_last(name, formats, stay):
+    make, shapes, _ = BLOCKS[name]
+    torch.manual_seed(0)
+    model, inputs = make().eval(), [last(torch.randn(shape)) for shape in shapes]
+    with torch.no_grad():
+        program, expected = torch.export.export(model, tuple(inputs)), model(*inputs)
+    assert MemoryFormats.of(program) == formats
+    mod = from_exported_program(program, "a test")
+    assert formats.fits(mod) == (name != "whisper_front")
+    assigned = AssignLayouts()(UniqueNames()(with_formats(mod, formats)))
+    assert len(moving(assigned)) == stay
+    taken = formats.taken(inputs)
+    assert all(
+        t.is_contiguous() and t.data_ptr() == x.data_ptr()
+        for t, x in zip(taken, inputs, strict=True)
+    )
+    (found,) = formats.returned([torch.from_numpy(x) for x in run(assigned, taken)])
+    if formats.outputs[0]:
+        assert found.stride() == expected.stride()
+    np.testing.assert_allclose(found.numpy(), expected.numpy(), atol=2e-5)
+
+
+def test_formats_of_another_number_of_tensors_do_not_fit():
+    model = nn.Conv2d(4, 4, 3)
+    program = torch.export.export(model.eval(), (torch.zeros(1, 4, 8, 8),))
+    mod = from_exported_program(program, "a test")
+    assert MemoryFormats((True,), (True,)).fits(mod)
+    assert not MemoryFormats((True, False), (True,)).fits(mod)
+    assert not MemoryFormats((False,), (False,)).fits(mod)
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_the_backend_keeps_formats_where_convolutions_have_channels_last(takes, monkeypatch):
+    assert graph_calls.takes_formats("nvidia_h200")
+    assert not graph_calls.takes_formats("llvm")
+    monkeypatch.setattr(graph_calls, "takes_formats", lambda _target: takes)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)).eval()
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="tvm_fusion", options={"verify": False})
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for x in (last(torch.randn(2, 4, 8, 8)), torch.randn(2, 4, 8, 8)):
+            found, expected = compiled(x), model(x)
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+            keeps = takes and not x.is_contiguous()
+            assert found.is_contiguous(memory_format=torch.channels_last) == keeps
+            assert found.is_contiguous() != keeps
