@@ -347,3 +347,23 @@ def test_pipelines_for_gpus_assign_layouts(target, changes):
 
     assert has_channels_last(lower(mod, target, hw=hw)) == changes
     assert not has_channels_last(lower(mod, target, decompose=False))
+
+
+class LongConcat(nn.Module):
+    """The input, and what layers make of all before them, as one result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        widths = range(8, 40, 4)
+        self.layers = nn.ModuleList(nn.Conv2d(width, 4, 3, padding=1) for width in widths)
+
+    def forward(self, x):
+        found = [x]
+        for layer in self.layers:
+            found.append(layer(torch.cat(found, 1)))
+        return torch.cat(found, 1)
+
+
+def test_one_change_is_made_in_place_of_many_small_ones():
+    _, _, mod = torch_module(LongConcat(), [(1, 8, 16, 16)])
+    assert len(moving(AssignLayouts()(mod))) == 2
