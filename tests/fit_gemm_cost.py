@@ -44,7 +44,7 @@ from tvm_fusion.kernels.gemm.hopper.plan import make_plan
 CONVOLUTIONS = Path(__file__).parent / "data" / "conv_sweep_h100.json"
 DATA = Path(__file__).parent / "data" / "gemm_sweep_h200.json"
 H200 = load_profile("nvidia_h200")
-FIELDS = [f.name for f in dataclasses.fields(GemmTile) if f.name != "ahead"]
+FIELDS = [f.name for f in dataclasses.fields(GemmTile) if f.name not in ("ahead", "taps", "rim")]
 GUESSED = ("cached_columns",)
 
 

@@ -112,6 +112,18 @@ def kinds() -> dict[str, Conv]:
     }
 
 
+def thin() -> dict[str, Conv]:
+    """3 x 3 convolutions of few filters: of DenseNet, and first layers of others."""
+    found = {f"dense {n} 3x3 128-32": square(n, 3, 128, 32) for n in (56, 28, 14, 7)}
+    found["dense 56 3x3 128-32 plain"] = square(56, 3, 128, 32, epilogue="none")
+    for n, channels, filters in ((56, 64, 64), (112, 32, 32), (112, 64, 32), (224, 16, 16)):
+        found[f"thin {n} 3x3 {channels}-{filters}"] = square(n, 3, channels, filters, batch=16)
+    found["thin 56 3x3 64-64 residual"] = square(56, 3, 64, 64, epilogue="residual")
+    found["thin 28 5x5 64-24"] = square(28, 5, 64, 24)
+    found["thin 16000 7 64-64"] = last((16000,), (7,), 64, 64, batch=4)
+    return found
+
+
 def depthwise() -> dict[str, Conv]:
     """Depthwise convolutions of MobileNet, EfficientNet and ConvNeXt."""
     shapes = (
@@ -162,6 +174,7 @@ def random_ones() -> dict[str, Conv]:
 SUITES: dict[str, Callable[[], dict[str, Conv]]] = {
     "resnet50": resnet50,
     "kinds": kinds,
+    "thin": thin,
     "depthwise": depthwise,
     "transposed": transposed,
     "random": random_ones,

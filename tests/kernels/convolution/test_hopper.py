@@ -13,8 +13,10 @@ from tvm_fusion.kernels.convolution.geometry import read_convolution
 from tvm_fusion.kernels.convolution.hopper import (
     box_shape,
     emit_hopper,
+    emit_rims,
     hopper_ranked,
     read_windows,
+    rims_ranked,
 )
 
 from ...fit_gemm_cost import CONVOLUTIONS, accuracy, load_layers
@@ -95,6 +97,44 @@ def test_random_convolutions_are_close_to_float64(seed):
 )
 def test_kinds_are_close_to_float64(case):
     assert check(case, sample=4) > 1
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        last((9, 11), (3, 3), 64, 64, batch=2, epilogue="residual"),
+        last((16, 8), (3, 3), 128, 32, batch=2, epilogue="two_outputs"),
+        last((12, 12), (3, 5), 48, 32, batch=1, groups=2),
+        last((8, 9), (3, 3), 64, 64, batch=1, weight_layout="HWIO"),
+        last((12, 13), (3, 3), 64, 24, batch=1, dilation=2, padding=(1, 2, 0, 3)),
+        last((150,), (5,), 72, 24, batch=2, dtype="bfloat16", epilogue="silu"),
+        last((8, 5, 9), (3, 1, 3), 64, 32, batch=1),
+    ],
+    ids=repr,
+)
+def test_boxes_with_rims_are_close_to_float64(case):
+    func = case.func()
+    problem = read_convolution(func)
+    ranked = [config for _, config in rims_ranked(problem, H200, POLICY)]
+    inputs = case.arrays()
+    for config in {ranked[0], ranked[-1]}:
+        outputs = outputs_of(func, len(inputs))
+        run_hopper_on_cpu(emit_rims(problem, H200, config), [*inputs, *outputs])
+        for got, expected in zip(outputs, case.expected(inputs), strict=True):
+            error = np.abs(got.astype(np.float64) - expected).max() / np.abs(expected).max()
+            assert error <= TOLERANCE[case.dtype], config
+
+
+@pytest.mark.parametrize(
+    ("case", "why"),
+    [
+        (square(9, 3, 64, 64, batch=1, stride=2), "same elements"),
+        (square(9, 1, 64, 64, batch=1), "same elements"),
+    ],
+)
+def test_rims_are_for_taps_of_the_same_elements(case, why):
+    with pytest.raises(Unsupported, match=why):
+        rims_ranked(read_convolution(case.func()), H200, POLICY)
 
 
 def test_float32_is_rounded_only_where_the_policy_allows():

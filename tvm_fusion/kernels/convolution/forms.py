@@ -22,7 +22,7 @@ from .depthwise.config import DepthwiseConfig
 from .depthwise.kernel import emit_depthwise
 from .depthwise.rank import depthwise_ranked
 from .geometry import Convolution, read_convolution
-from .hopper import emit_hopper, hopper_ranked
+from .hopper import RimConfig, emit_hopper, emit_rims, hopper_ranked, rims_ranked
 from .products import as_products
 
 
@@ -68,6 +68,7 @@ CUDA_WRITER = Writer(
     "a convolution",
     read_convolution,
     (
+        Form("rims", RimConfig, rims_ranked, emit_rims),
         Form("hopper", HopperConfig, hopper_ranked, emit_hopper),
         Form("depthwise", DepthwiseConfig, depthwise_ranked, emit_depthwise),
         Form("mma", MmaConfig, _mma_ranked, _emit_mma),

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from tvm import tirx
 from tvm.ir import Expr, TensorLoad, Var
@@ -42,8 +42,40 @@ from ..gemm.hopper.model import (
 from ..gemm.hopper.problem import without_residual
 from ..gpu.access import Groups, affine_access
 from ..gpu.tensor_map import MAX_BOX, MAX_STEP, TensorMap, tensor_map, with_steps
-from ..program.expr import HALF_DTYPES, bytes_of, constant, dtype_of
+from ..program.expr import FLOAT8_DTYPES, HALF_DTYPES, bytes_of, constant, dtype_of
 from .geometry import Convolution, Put
+
+
+class RimConfig(HopperConfig):
+    """As `HopperConfig`, of kernels that bring in boxes with their rims."""
+
+    __slots__ = ()
+
+
+def rims_ranked(convolution: Convolution, hw: HardwareProfile, policy: Policy) -> Ranked:
+    """As `hopper_ranked`, of kernels whose boxes of data hold what all taps read.
+
+    Raises
+    ------
+    Unsupported
+        As `emit_rims`.
+    """
+    check_architecture(hw)
+    ranked = ranked_problems({0: read_windows(convolution, rims=True)}, hw, policy)
+    return [(s, RimConfig(**asdict(c))) for s, c in ranked if c.split == 1 and not c.deferred]
+
+
+def emit_rims(convolution: Convolution, hw: HardwareProfile, config: RimConfig) -> tirx.PrimFunc:
+    """As `emit_hopper`, with all taps in a step: data comes in once, with its rim, and each tap
+    reads it from another row on. For few filters, whose weights of all taps fit beside it.
+
+    Raises
+    ------
+    Unsupported
+        As `emit_hopper`; also for strides, expansions, one tap, and 8-bit floats.
+    """
+    check_architecture(hw)
+    return emit_problem(read_windows(convolution, rims=True), config, hw)
 
 
 def hopper_ranked(convolution: Convolution, hw: HardwareProfile, policy: Policy) -> Ranked:
@@ -85,8 +117,8 @@ class WindowView(OperandView):
         return self.boxes_of_64
 
 
-def read_windows(convolution: Convolution) -> HopperProblem:
-    """The convolution as the TMA and wgmma can compute it.
+def read_windows(convolution: Convolution, rims: bool = False) -> HopperProblem:
+    """The convolution as the TMA and wgmma can compute it; with `rims`, all taps in a step.
 
     Raises
     ------
@@ -97,7 +129,9 @@ def read_windows(convolution: Convolution) -> HopperProblem:
         raise Unsupported("a convolution of one filter or one channel a group")
     dtype = _dtype(convolution)
     starts = (range(min(w.expansion, w.size)) for w in convolution.windows)
-    parts = [_Part(convolution, at, dtype).segment() for at in itertools.product(*starts)]
+    if rims:
+        _check_rims(convolution, dtype)
+    parts = [_Part(convolution, at, dtype, rims).segment() for at in itertools.product(*starts)]
     if not all(part.residual for part in parts):
         parts = list(map(without_residual, parts))
     first = parts[0]
@@ -126,8 +160,16 @@ def _dtype(convolution: Convolution) -> str:
     return dtype
 
 
+def _check_rims(convolution: Convolution, dtype: str) -> None:
+    windows = convolution.windows
+    if any((w.stride, w.expansion) != (1, 1) for w in windows) or convolution.taps == 1:
+        raise Unsupported("taps that do not read the same elements")
+    if dtype in FLOAT8_DTYPES:
+        raise Unsupported("8-bit floats, whose sums are promoted between steps")
+
+
 def box_shape(
-    sizes: Sequence[int], strides: Sequence[int], reach: Sequence[int]
+    sizes: Sequence[int], strides: Sequence[int], reach: Sequence[int], rims: bool = False
 ) -> tuple[int, ...]:
     """Positions of a box of 64 along each window: the fewest boxes; of these, what reads the least
     data with all taps.
@@ -149,12 +191,16 @@ def box_shape(
         shape = tuple(1 << e for e in exponents)
         if any(n * step > MAX_BOX for n, step in zip(shape, strides, strict=True)):
             continue
+        if rims and not (shape[-1] == BOX or (shape[-1] == 8 and max(shape[:-1], default=0) == 8)):
+            continue  # 8 positions side by side, and such groups at equal distances
         count = math.prod(-(-n // size) for n, size in zip(sizes, shape, strict=True))
         held = math.prod(
             (n - 1) * step + more + 1 for n, step, more in zip(shape, strides, reach, strict=True)
         )
         if best is None or (count, held, shape) < best:
             best = count, held, shape
+    if best is None:
+        raise Unsupported("no box of these positions with its rim")
     return best[2]
 
 
@@ -172,8 +218,11 @@ class _Part:
         Along each window.
     """
 
-    def __init__(self, convolution: Convolution, starts: Sequence[int], dtype: str) -> None:
+    def __init__(
+        self, convolution: Convolution, starts: Sequence[int], dtype: str, rims: bool
+    ) -> None:
         self.convolution, self.starts, self.dtype = convolution, starts, dtype
+        self.rims = rims
         self.batch = () if convolution.group is None else (convolution.group,)
         self.n = (convolution.filters,)
         block_k = STEP_BYTES // bytes_of(dtype)
@@ -200,7 +249,7 @@ class _Part:
         known = (sizes, strides, taps, dilations, before, steps)
         sizes, strides, taps, dilations, before, steps = (tuple(x[::-1]) for x in known)
         reach = [abs(d) * (n - 1) for d, n in zip(dilations, taps, strict=True)]
-        shape = box_shape(sizes, strides, reach)
+        shape = box_shape(sizes, strides, reach, self.rims)
         whole = self.batch and channels == convolution.channels_of_group
         return Windows(
             sizes,
@@ -213,12 +262,14 @@ class _Part:
             first,
             channels,
             channels if whole else 0,
+            self.rims,
         )
 
     def segment(self) -> HopperSegment:
         """The segment over boxes, and places in them."""
         convolution, whole = self.convolution, self.convolution.segment
-        terms = Axis(fresh_var("term", INDEX), math.prod(self.windows.taps) * self.windows.channels)
+        steps = 1 if self.rims else math.prod(self.windows.taps)
+        terms = Axis(fresh_var("term", INDEX), steps * self.windows.channels)
         env = {}
         for window, start, axis in zip(
             convolution.windows, self.starts, self.positions, strict=True
@@ -341,7 +392,7 @@ def _data(convolution: Convolution, windows: Windows, batch: tuple[Axis, ...]) -
     if access is None or not access.contiguous("k"):
         raise Unsupported("data whose channels are not contiguous")
     dtype = dtype_of(load)
-    boxes = dict(zip(windows.names, windows.shape, strict=True))
+    boxes = dict(zip(windows.names, windows.held, strict=True))
     boxes["k"] = STEP_BYTES // bytes_of(dtype)
     found = tensor_map(load.source, dtype, access, "k", boxes)
     found = with_steps(found, dict(zip(windows.names, windows.strides, strict=True)))

@@ -54,7 +54,7 @@ def rank_configs(
                 continue
             if not problem.shared:
                 work = hopper_work(problem, hw, config.block_m)
-            seconds = gemm_time(work, tile_of(config, plan.ahead), hw).seconds
+            seconds = gemm_time(work, tile_of(config, plan.ahead, problem), hw).seconds
             found.append((seconds, len(found), config))
     return [(time, config) for time, _, config in sorted(found, key=lambda item: item[:2])]
 
@@ -78,7 +78,7 @@ def hopper_work(problem: HopperProblem, hw: HardwareProfile, block_m: int = 1) -
     sizes, more = _sizes(problem, block_m)
     return GemmWork(
         *sizes,
-        more_b_bytes=more * bytes_of(problem.dtype),
+        more_b_bytes=(more + _more_taps(problem)) * bytes_of(problem.dtype),
         dtype=RATE_OF.get(problem.dtype, problem.dtype),
         element_bytes=bytes_of(problem.dtype),
         products=2 if problem.dual else 1,
@@ -92,6 +92,11 @@ def hopper_work(problem: HopperProblem, hw: HardwareProfile, block_m: int = 1) -
         wide_stores=all(bytes_of(o.dtype) >= 4 for s in problem.segments for o in s.outputs),
         a_bytes=_bytes_of_data(problem),
     )
+
+
+def _more_taps(problem: HopperProblem) -> int:
+    """Elements of B beyond those of one tap."""
+    return (problem.taps - 1) * sum(s.N * s.K for s in problem.segments)
 
 
 def _bytes_of_data(problem: HopperProblem) -> float | None:
@@ -124,10 +129,15 @@ def _sizes(
     return (1, rows, (columns,), k), max(0, weights) * len(problem.segments[0].products)
 
 
-def tile_of(config: HopperConfig, ahead: bool = False) -> GemmTile:
+def tile_of(
+    config: HopperConfig, ahead: bool = False, problem: HopperProblem | None = None
+) -> GemmTile:
     """What the cost model sees of a configuration; `ahead` is that of its plan."""
-    shared = {f.name for f in fields(GemmTile)} - {"ahead"}
-    return GemmTile(**{name: getattr(config, name) for name in shared}, ahead=ahead)
+    shared = {f.name for f in fields(GemmTile)} & {f.name for f in fields(HopperConfig)}
+    tile = GemmTile(**{name: getattr(config, name) for name in shared}, ahead=ahead)
+    if problem is None or problem.taps == 1:
+        return tile
+    return replace(tile, taps=problem.taps, rim=problem.box_bytes / (BOX * STEP_BYTES))
 
 
 def _whole_lines(view: OperandView) -> bool:
@@ -233,7 +243,8 @@ def _deepest(
             short = _least_steps(problem) < DEFERRED_STEPS
             boxes = 2 * count if short and split == 1 else count
     free = hw.smem_per_block_bytes - BARRIER_BYTES - block_m // BOX * boxes * BOX_BYTES
-    stages = min(MAX_STAGES, free // ((block_m + block_n) * STEP_BYTES))
+    stage = block_m // BOX * problem.box_bytes + block_n * problem.taps * STEP_BYTES
+    stages = min(MAX_STAGES, free // stage)
     if stages < 2:
         return None
     group_m = stripe(assumed(problem.M), block_m, staged and split == 1)

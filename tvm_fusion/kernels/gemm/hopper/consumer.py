@@ -116,8 +116,8 @@ class Exchange:
             T.evaluate(T.ptx.mbarrier.arrive.shared.b64(barrier, T.uint32(1)))
 
 
-# Descriptor fields for the 128-byte swizzle: stride between groups of 8 rows, in units of 16 bytes.
-GROUP_STRIDE = 8 * STEP_BYTES // 16
+# Descriptor fields: strides between groups of 8 rows are in units of 16 bytes, and the swizzle is
+# that of 128 bytes, taken of addresses, so that a tile may start at any row.
 SWIZZLE_128B = 3
 
 
@@ -132,8 +132,12 @@ class Consumer:
         if self.promote:
             self.partial = T.alloc_local((self.plan.accumulators,), "float32")
         a, b = kernel.problem.a, kernel.problem.segments[0].b[0]
-        self.a_start = self._descriptor(kernel.shared.a, a.k_major, number * BOX * STEP_BYTES)
+        windows = kernel.problem.segments[0].windows
+        rows = 8 if windows is None else windows.group_rows
+        place = number * kernel.problem.box_bytes
+        self.a_start = self._descriptor(kernel.shared.a, a.k_major, place, rows)
         self.b_start = self._descriptor(kernel.shared.b, b.k_major, 0)
+        self.taps = [(0, 0)] if kernel.problem.taps == 1 else windows.taps_of_step
         self.a_step = self._step(a.k_major)
         self.b_step = self._step(b.k_major)
         self.steps = self.kernel.steps
@@ -142,8 +146,8 @@ class Consumer:
         split = self.plan.config.split > 1
         self.exchange = Exchange(kernel, self.epilogue.layout, self.sums) if split else None
 
-    def _descriptor(self, buffer: Expr, k_major: bool, offset: Expr | int) -> Expr:
-        """The matrix descriptor of a tile in stage 0.
+    def _descriptor(self, buffer: Expr, k_major: bool, offset: Expr | int, rows: int = 8) -> Expr:
+        """The matrix descriptor of a tile in stage 0, its groups of 8 rows so many rows apart.
 
         The leading offset is the distance of panels of 64 contiguous rows; not used where terms are
         contiguous, since one row of the swizzle is a whole step then.
@@ -152,7 +156,11 @@ class Consumer:
         leading = 1 if k_major else BOX * STEP_BYTES // 16
         T.evaluate(
             T.cuda.wgmma.encode_matrix_descriptor(
-                found.ptr_to([0]), buffer.ptr_to([0, offset]), leading, GROUP_STRIDE, SWIZZLE_128B
+                found.ptr_to([0]),
+                buffer.ptr_to([0, offset]),
+                leading,
+                rows * STEP_BYTES // 16,
+                SWIZZLE_128B,
             )
         )
         return found
@@ -215,9 +223,9 @@ class Consumer:
         adds = step > 0 if place is None else place > 0
         ring, kernel, plan = self.ring, self.kernel, self.plan
         wait(kernel.shared.full.ptr_to([ring.stage]), ring.phase)
-        size = plan.config.block_m * STEP_BYTES // 16
+        size = plan.a_bytes // 16
         a = T.Bind(self.a_start[0] + T.cast(ring.stage * size, "uint64"))
-        size = plan.config.block_n * STEP_BYTES // 16
+        size = plan.b_bytes // 16
         b = T.Bind(self.b_start[0] + T.cast(ring.stage * size, "uint64"))
         T.evaluate(T.ptx.wgmma.fence.sync.aligned())
         terms = WGMMA_BYTES // bytes_of(kernel.problem.dtype)
@@ -226,11 +234,13 @@ class Consumer:
             f".f32.{'.'.join(kernel.problem.kinds)}"
         )
         sums = [self.partial[i] for i in range(plan.accumulators)]
-        for part in range(STEP_BYTES // WGMMA_BYTES):
-            later = T.ptx.pred(True if part else adds)
-            at_a = a + T.uint64(part * self.a_step)
-            at_b = b + T.uint64(part * self.b_step)
-            T.evaluate(T.ptx[name](*sums, at_a, at_b, later, 1, 1, *self._transposed()))
+        next_tap = plan.config.block_n * STEP_BYTES // 16
+        for tap, (_, row) in enumerate(self.taps):
+            for part in range(STEP_BYTES // WGMMA_BYTES):
+                later = T.ptx.pred(True if part or tap else adds)
+                at_a = a + T.uint64(row * STEP_BYTES // 16 + part * self.a_step)
+                at_b = b + T.uint64(tap * next_tap + part * self.b_step)
+                T.evaluate(T.ptx[name](*sums, at_a, at_b, later, 1, 1, *self._transposed()))
         T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
         if self.promote:
             self._promote(place)

@@ -109,7 +109,7 @@ class GemmWork:
 @dataclass(frozen=True, slots=True)
 class GemmTile:
     """How it is computed; see `HopperConfig`. `ahead`: a residual travels while the tile before is
-    computed.
+    computed. `taps`: tiles of B in a step, `rim`: rows of A that come for each row of a tile.
     """
 
     block_m: int
@@ -121,6 +121,8 @@ class GemmTile:
     split: int = 1
     multicast: int = 1
     ahead: bool = False
+    taps: int = 1
+    rim: float = 1.0
 
 
 TENSOR_CELLS = 32
@@ -282,7 +284,7 @@ class _Model:
     def _step(self, tiles: int) -> dict[str, float]:
         """Seconds of one step while so many tiles are under way, by what limits it."""
         f, t, work = self.fitted, self.tile, self.work
-        a, b = self._rows_of_box() * STEP_BYTES, t.block_n * STEP_BYTES
+        a, b = self._rows_of_box() * STEP_BYTES * t.rim, t.block_n * STEP_BYTES * t.taps
         port = 0.0
         for size, whole, shared in (
             (a, work.a_whole_lines, 1),
@@ -296,7 +298,7 @@ class _Model:
         from_a, from_b = self._shared()
         return {
             "step": max(f.single_step_s if single else f.step_s, self.hw.l2_latency_s / t.stages),
-            "tensor": t.block_m * t.block_n / TENSOR_CELLS / clock,
+            "tensor": t.block_m * t.block_n * t.taps / TENSOR_CELLS / clock,
             "port": port,
             "smem": self._shared_memory() / (clock * f.smem_bytes_per_cycle),
             "l2": tiles * t.split * (a * from_a + b * from_b) / self.hw.l2_bytes_per_s,
@@ -305,8 +307,8 @@ class _Model:
     def _shared_memory(self) -> float:
         """Bytes that pass shared memory in a step: each consumer reads its rows and all columns."""
         t = self.tile
-        read = t.block_m // CONSUMER_ROWS * (CONSUMER_ROWS + t.block_n)
-        return float((read + t.block_m + t.block_n) * STEP_BYTES)
+        read = t.block_m // CONSUMER_ROWS * (CONSUMER_ROWS + t.block_n) * t.taps
+        return float((read + t.block_m * t.rim + t.block_n * t.taps) * STEP_BYTES)
 
     def _rows_of_box(self) -> int:
         return min(self.tile.block_m, -(-self.work.m // 8) * 8)
@@ -361,7 +363,7 @@ class _Model:
 
     def _power(self) -> float:
         f, t = self.fitted, self.tile
-        terms = self.steps * t.split * STEP_BYTES / self.work.element_bytes
+        terms = self.steps * t.split * t.taps * STEP_BYTES / self.work.element_bytes
         flops = 2.0 * self.tiles * t.block_m * t.block_n * terms
         rate = self.hw.tensor_flop_per_s[self.work.dtype]
         if t.multicast > 1:

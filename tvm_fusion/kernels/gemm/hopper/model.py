@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass
 
 import tvm_ffi
 from tvm import tirx
 from tvm.ir import Call, Expr, Var
 
+from ....errors import Unsupported
 from ...contraction.model import Binding, Space
 from ...contraction.reader import Contraction, Output, Partners, Product
 from ...gpu.access import AffineAccess
@@ -21,6 +24,7 @@ BOX = 64
 
 # Bytes of one row of the swizzle, which are the terms of one step, and terms of one wgmma in bytes.
 STEP_BYTES = 128
+BOX_ALIGNMENT = 1024
 WGMMA_BYTES = 32
 
 # Steps after which sums of 8-bit floats are added up in full precision. Error relative to the
@@ -68,9 +72,10 @@ class Windows:
         reads    a[n, stride p + dilation r - before, stride q + dilation s - before, channel]
                  w[filter, tap number first_tap + r * tap_step + s * tap_step, channel]
 
-    What the TMA reads outside of the data is zero, which is the padding. The axes of rows are the
-    boxes along each window, then the positions in one along each of them; there are `sizes`
-    positions, and boxes at the end may reach beyond them.
+    With `rims` a step has all taps: a box is brought in with its rim once, and each tap reads it
+    from another row on. What the TMA reads outside of the data is zero, which is the padding. The
+    axes of rows are the boxes along each window, then the positions in one along each of them;
+    there are `sizes` positions, and boxes at the end may reach beyond them.
 
     Attributes
     ----------
@@ -80,6 +85,7 @@ class Windows:
     channels : terms of a tap, whole steps.
     group_channels : from a group's channels to the next one's, which are whole steps and lie behind
         each other; 0 where groups are a dimension of their own.
+    rims : a box of A holds what all taps of its positions read.
     """
 
     sizes: tuple[int, ...]
@@ -92,6 +98,7 @@ class Windows:
     first_tap: int
     channels: int
     group_channels: int = 0
+    rims: bool = False
 
     @property
     def sliding(self) -> tuple[int, ...]:
@@ -112,6 +119,52 @@ class Windows:
     def is_ragged(self) -> bool:
         """Whether some rows are no position."""
         return any(n % size for n, size in zip(self.sizes, self.shape, strict=True))
+
+    @property
+    def reach(self) -> tuple[int, ...]:
+        """Elements from the first tap to the last one, along each window."""
+        return tuple(abs(d) * (n - 1) for d, n in zip(self.dilations, self.taps, strict=True))
+
+    @property
+    def held(self) -> tuple[int, ...]:
+        """Elements of a box along each window."""
+        if not self.rims:
+            return self.shape
+        return tuple(n + more for n, more in zip(self.shape, self.reach, strict=True))
+
+    @property
+    def box_bytes(self) -> int:
+        """Shared memory of a box; swizzled ones start at multiples of 1 KB."""
+        return -(-math.prod(self.held) * STEP_BYTES // BOX_ALIGNMENT) * BOX_ALIGNMENT
+
+    @property
+    def taps_of_step(self) -> list[tuple[int, int]]:
+        """Of each tap of a step with rims: its number, and the row of a box that it starts at."""
+        found = []
+        for tap in itertools.product(*map(range, self.taps)):
+            number, row = self.first_tap, 0
+            for i, t in enumerate(tap):
+                place = t if self.dilations[i] >= 0 else self.taps[i] - 1 - t
+                number += t * self.tap_steps[i]
+                row = row * self.held[i] + place * abs(self.dilations[i])
+            found.append((number, row))
+        return found
+
+    @property
+    def group_rows(self) -> int:
+        """Rows of a box from 8 positions side by side to the next 8.
+
+        Raises
+        ------
+        Unsupported
+            They are not all that far apart.
+        """
+        if not self.rims or self.shape[-1] == BOX:
+            return 8
+        long = [i for i, n in enumerate(self.shape) if n > 1]
+        if self.shape[-1] != 8 or len(long) != 2:
+            raise Unsupported(f"boxes of {self.shape} with their rims")
+        return math.prod(self.held[long[0] + 1 :])
 
     def first(self, box: Expr) -> list[Expr]:
         """The first position of a box along each window."""
@@ -218,6 +271,18 @@ class HopperProblem:
         }
         kept = found.pop()
         return kept if not found and kept in HALF_DTYPES else None
+
+    @property
+    def box_bytes(self) -> int:
+        """Shared memory of 64 rows of A in a step."""
+        windows = self.segments[0].windows
+        return BOX * STEP_BYTES if windows is None else windows.box_bytes
+
+    @property
+    def taps(self) -> int:
+        """Taps of a step: tiles of B in a stage."""
+        windows = self.segments[0].windows
+        return 1 if windows is None or not windows.rims else math.prod(windows.taps)
 
     @property
     def block_k(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from ....config import HardwareProfile
@@ -171,7 +172,8 @@ class Plan:
     share_n: int
     steps: int
     a_rows: int
-    stage_bytes: int
+    a_bytes: int
+    b_bytes: int
     transaction_bytes: int
     tiles: Extent
     clusters: int
@@ -211,6 +213,11 @@ class Plan:
         while a tile is computed.
         """
         return not self.config.deferred and self.config.boxes > self.share_n // BOX
+
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a stage."""
+        return self.a_bytes + self.b_bytes
 
     @property
     def exchange_bytes(self) -> int:
@@ -285,8 +292,9 @@ def make_plan(problem: HopperProblem, config: HopperConfig, hw: HardwareProfile)
         share_n=share_n,
         steps=steps,
         a_rows=a_rows,
-        stage_bytes=(c.block_m + c.block_n) * STEP_BYTES,
-        transaction_bytes=(a_rows + c.block_n) * STEP_BYTES,
+        a_bytes=c.block_m // BOX * problem.box_bytes,
+        b_bytes=c.block_n * problem.taps * STEP_BYTES,
+        transaction_bytes=_arriving(problem, a_rows) + c.block_n * problem.taps * STEP_BYTES,
         tiles=tiles,
         clusters=min(tiles, clusters) if isinstance(tiles, int) else clusters,
         accumulators=c.block_n // 2,
@@ -319,6 +327,14 @@ def make_plan(problem: HopperProblem, config: HopperConfig, hw: HardwareProfile)
     if _parameter_bytes(problem, plan) > hw.kernel_param_bytes:
         raise Unsupported(f"{_parameter_bytes(problem, plan)} bytes of kernel parameters")
     return plan
+
+
+def _arriving(problem: HopperProblem, rows: int) -> int:
+    """Bytes of A that arrive in a step; a box's last ones may be left as they are."""
+    windows = problem.segments[0].windows
+    if windows is None:
+        return rows * STEP_BYTES
+    return rows // BOX * math.prod(windows.held) * STEP_BYTES
 
 
 def _by_rows(problem: HopperProblem, segment: HopperSegment) -> int | None:

@@ -16,7 +16,7 @@ from .state import Hopper, Ring, expect, wait
 def emit_producer(kernel: Hopper) -> None:
     """Emits the loop of the producer thread."""
     ring = Ring(kernel.plan.config.stages, 1)
-    terms = Taps(kernel) if kernel.problem.has_windows else Terms(kernel)
+    terms = _terms(kernel)
     with T.serial(0, kernel.turns) as turn:
         tile = kernel.tile(turn)
         if kernel.shared.resume is not None:
@@ -34,7 +34,8 @@ def emit_producer(kernel: Hopper) -> None:
             for number, own in kernel.grid.each_segment(tile):
                 if not kernel.problem.shared:
                     terms.load_a(number, own, term, ring.stage, barrier)
-                _load_b(kernel, number, own, term | terms.tap(number), ring.stage, barrier)
+                for place, tap in enumerate(terms.taps(number)):
+                    _load_b(kernel, number, own, term | tap, ring.stage, barrier, place)
                 terms.advance(number)
             ring.advance()
     if kernel.plan.config.multicast > 1:
@@ -75,9 +76,9 @@ class Terms:
             place = at | {"m": at["m"] + panel * BOX}
             plan.a_maps[number].load(target, kernel.maps.a[number], place, barrier)
 
-    def tap(self, number: int) -> dict[str, Expr]:
-        """Where a segment's weights of a step are, beside its terms."""
-        return {}
+    def taps(self, number: int) -> list[dict[str, Expr]]:
+        """Where a segment's weights of a step are, beside its terms: one place for each tile."""
+        return [{}]
 
     def advance(self, number: int) -> None:
         """Emits the way to a segment's next step."""
@@ -117,6 +118,8 @@ class Taps:
             firsts = windows.first(tile.m * (plan.config.block_m // BOX) + box)
             for i, first in enumerate(firsts):
                 start = first * windows.strides[i] - windows.before[i]
+                if windows.rims and windows.dilations[i] < 0:
+                    start = start - windows.reach[i]
                 T.buffer_store(self.starts, start, [box * count + i])
 
     def _places(self, windows: Windows, step: Expr) -> list[Expr]:
@@ -133,13 +136,13 @@ class Taps:
         """Where the terms of a step start."""
         return {"k": self.state[0]}
 
-    def tap(self, number: int) -> dict[str, Expr]:
+    def taps(self, number: int) -> list[dict[str, Expr]]:
         """Where a segment's weights of a step are, beside its terms."""
         windows = self.windows[number]
         found = T.int32(windows.first_tap)
         for place, position in enumerate(windows.sliding):
             found = found + self.state[1 + place] * windows.tap_steps[position]
-        return {"tap": found}
+        return [{"tap": found}]
 
     def load_a(
         self, number: int, tile: Tile, term: dict[str, Expr], stage: Expr, barrier: Expr
@@ -153,11 +156,15 @@ class Taps:
                 place["k"] = term["k"] + tile.batch * windows.group_channels
             for i, name in enumerate(windows.names):
                 place[name] = self.starts[box * count + i]
-            for tap, i in enumerate(windows.sliding):
+            for tap, i in enumerate(self._sliding(windows)):
                 name = windows.names[i]
                 place[name] = place[name] + self.state[1 + tap] * windows.dilations[i]
-            target = kernel.shared.a.ptr_to([stage, box * BOX * STEP_BYTES])
+            target = kernel.shared.a.ptr_to([stage, box * kernel.problem.box_bytes])
             plan.a_maps[number].load(target, kernel.maps.a[number], place, barrier)
+
+    def _sliding(self, windows: Windows) -> tuple[int, ...]:
+        """The windows whose tap tells where a box starts."""
+        return windows.sliding
 
     def advance(self, number: int) -> None:
         """Emits the way to the next channels, or to the first ones of the next tap."""
@@ -180,8 +187,43 @@ class Taps:
             carry()
 
 
+class Rims(Taps):
+    """A's tiles are boxes of windows with their rims, and a step is some channels of all taps."""
+
+    def begin(self, tile: Tile) -> None:
+        """Emits the first elements of a tile's boxes, and its first channel."""
+        for number, own in self.kernel.grid.each_segment(tile):
+            self._begin(self.windows[number], own)
+        first = self.kernel.first_step
+        start = T.int32(first) if isinstance(first, int) else first
+        T.buffer_store(self.state, start * self.kernel.problem.block_k, [0])
+
+    def taps(self, number: int) -> list[dict[str, Expr]]:
+        """Where a segment's weights of a step are, beside its terms."""
+        return [{"tap": T.int32(tap)} for tap, _ in self.windows[number].taps_of_step]
+
+    def advance(self, number: int) -> None:
+        """Emits the way to the next channels."""
+        T.buffer_store(self.state, self.state[0] + self.kernel.problem.block_k, [0])
+
+    def _sliding(self, windows: Windows) -> tuple[int, ...]:
+        return ()
+
+
+def _terms(kernel: Hopper) -> Terms | Taps:
+    if not kernel.problem.has_windows:
+        return Terms(kernel)
+    return Rims(kernel) if kernel.problem.taps > 1 else Taps(kernel)
+
+
 def _load_b(
-    kernel: Hopper, number: int, tile: Tile, term: dict[str, Expr], stage: Expr, barrier: Expr
+    kernel: Hopper,
+    number: int,
+    tile: Tile,
+    term: dict[str, Expr],
+    stage: Expr,
+    barrier: Expr,
+    place_in_stage: int = 0,
 ) -> None:
     """The tiles of B of one segment; those of a pair are one operand of wgmma.
 
@@ -204,7 +246,8 @@ def _load_b(
             first = first + kernel.rank
         with T.If(mine), T.Then():
             column = first * width
-            target = kernel.shared.b.ptr_to([stage, (product * plan.out_n + column) * STEP_BYTES])
+            row = place_in_stage * plan.config.block_n + product * plan.out_n + column
+            target = kernel.shared.b.ptr_to([stage, row * STEP_BYTES])
             place = at | {"n": at["n"] + column}
             handle = kernel.maps.b[number][product]
             plan.b_maps[number][product].load(target, handle, place, barrier, blocks)

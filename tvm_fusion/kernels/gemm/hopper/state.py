@@ -13,7 +13,7 @@ from ...gpu.intrinsics import cluster_arrive, cluster_wait, device_call
 from ...gpu.memory import shared_pool
 from ...gpu.product_frame import Frame, Grid, Tile
 from ...program.expr import convert
-from .model import BOX, STEP_BYTES, HopperProblem
+from .model import BOX, HopperProblem
 from .plan import Plan
 
 # Device functions for blocks of a cluster that write to each other's shared memory.
@@ -197,8 +197,8 @@ def allocate(problem: HopperProblem, plan: Plan) -> Shared:
         return pool.alloc((count, size), dtype, align=1024, layout=None)
 
     shared = Shared(
-        a=tiles(c.stages, c.block_m * STEP_BYTES),
-        b=tiles(c.stages, c.block_n * STEP_BYTES),
+        a=tiles(c.stages, plan.a_bytes),
+        b=tiles(c.stages, plan.b_bytes),
         boxes=tiles(plan.consumers * plan.boxes, BOX * BOX, "float16") if plan.boxes else None,
         full=pool.alloc((c.stages,), "uint64", align=8),
         empty=pool.alloc((c.stages,), "uint64", align=8),
