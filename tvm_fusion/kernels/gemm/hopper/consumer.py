@@ -116,8 +116,9 @@ class Exchange:
             T.evaluate(T.ptx.mbarrier.arrive.shared.b64(barrier, T.uint32(1)))
 
 
-# Descriptor fields: strides between groups of 8 rows are in units of 16 bytes, and the swizzle is
-# that of 128 bytes, taken of addresses, so that a tile may start at any row.
+# Descriptor fields for the 128-byte swizzle, which is taken of addresses, so that a tile may start
+# at any row; the stride between groups of 8 rows is in units of 16 bytes.
+GROUP_STRIDE = 8 * STEP_BYTES // 16
 SWIZZLE_128B = 3
 
 
@@ -159,7 +160,7 @@ class Consumer:
                 found.ptr_to([0]),
                 buffer.ptr_to([0, offset]),
                 leading,
-                rows * STEP_BYTES // 16,
+                rows * GROUP_STRIDE // 8,
                 SWIZZLE_128B,
             )
         )
