@@ -1,9 +1,12 @@
-"""Fits the constants of `kernels.gemm.hopper.cost` to kernels measured on a device.
+"""Fits the constants of models of a kernel's time to kernels measured on a device: those of
+`kernels.gemm.hopper.cost`, and of `kernels.convolution.depthwise.time`.
 
     python -m tests.fit_gemm_cost freeze SWEEP.jsonl ...   writes data/gemm_sweep_h200.json
     python -m tests.fit_gemm_cost fit                      prints the constants and what they reach
     python -m tests.fit_gemm_cost windows [SWEEP.json ...]  the same of convolutions; writes
                                                            data/conv_sweep_h100.json first
+    python -m tests.fit_gemm_cost depthwise [SWEEP.json ...]  the same of direct convolutions;
+                                                           writes data/depthwise_sweep_h100.json
 
 The data's "layers" are kernels with epilogues and other operands, next to the `GemmWork` of each.
 
@@ -26,6 +29,11 @@ from pathlib import Path
 from tests.support.convolutions import Conv
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import Unsupported
+from tvm_fusion.kernels.convolution.depthwise import time as direct
+from tvm_fusion.kernels.convolution.depthwise.config import DepthwiseConfig
+from tvm_fusion.kernels.convolution.depthwise.problem import Numbers, direct_problem
+from tvm_fusion.kernels.convolution.depthwise.rank import moved_bytes, operations_of
+from tvm_fusion.kernels.convolution.depthwise.shape import Roles, Shape
 from tvm_fusion.kernels.convolution.geometry import read_convolution
 from tvm_fusion.kernels.convolution.hopper import read_windows
 from tvm_fusion.kernels.gemm.hopper.config import HopperConfig
@@ -34,7 +42,6 @@ from tvm_fusion.kernels.gemm.hopper.cost import (
     FITTED,
     LINE_BYTES,
     WINDOWS,
-    Coefficients,
     GemmTile,
     GemmWork,
     gemm_time,
@@ -42,10 +49,15 @@ from tvm_fusion.kernels.gemm.hopper.cost import (
 from tvm_fusion.kernels.gemm.hopper.plan import make_plan
 
 CONVOLUTIONS = Path(__file__).parent / "data" / "conv_sweep_h100.json"
+DEPTHWISE = Path(__file__).parent / "data" / "depthwise_sweep_h100.json"
 DATA = Path(__file__).parent / "data" / "gemm_sweep_h200.json"
 H200 = load_profile("nvidia_h200")
+# The same but for its memory, of which the data sheets say 3.35 and 4.8 TB/s.
+H100 = dataclasses.replace(H200, hbm_bytes_per_s=H200.hbm_bytes_per_s * 3.35 / 4.8)
 FIELDS = [f.name for f in dataclasses.fields(GemmTile) if f.name not in ("ahead", "taps", "rim")]
 GUESSED = ("cached_columns",)
+MANY = 10
+"""Kernels of a shape among which there is a choice."""
 
 
 def work_of(m, n, k):
@@ -90,7 +102,41 @@ def predicted_us(shape, tile, fitted=None):
     return gemm_time(work, tile, H200, fitted).seconds * 1e6
 
 
-def accuracy(kernels, fitted=None):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Direct:
+    """A convolution for the direct form: what its time depends on, beside the configuration."""
+
+    name: str
+    numbers: Numbers
+    moved: float
+    operations: float
+
+
+def load_direct(path=DEPTHWISE):
+    """{Direct: {Shape: microseconds}}."""
+    data, found = json.loads(Path(path).read_text()), {}
+    for entry in data["layers"]:
+        problem = read_convolution(_case(entry).func(), entry["case"].get("exact", False))
+        numbers = direct_problem(problem).numbers
+        work = Direct(entry["name"], numbers, moved_bytes(problem), operations_of(problem))
+        found[work] = {}
+        for us, *values in entry["kernels"]:
+            config = DepthwiseConfig(*values)
+            found[work][Shape(Roles(numbers, config.rolls), config)] = us
+    return found
+
+
+def direct_us(work, shape, fitted=None):
+    """Of the direct form on an H100."""
+    known = fitted or direct.FITTED
+    return direct.direct_seconds(shape, H100, work.moved, work.operations, known) * 1e6
+
+
+def _case(row):
+    return Conv(**{k: tuple(v) if isinstance(v, list) else v for k, v in row["case"].items()})
+
+
+def accuracy(kernels, fitted=None, predicted_us=predicted_us):
     """Regret of the choice, relative error of the time and rank correlation over configurations, by
     shape.
     """
@@ -116,8 +162,8 @@ def _sign(x):
     return (x > 0) - (x < 0)
 
 
-def summary(kernels, fitted=None):
-    found = accuracy(kernels, fitted).values()
+def summary(kernels, fitted=None, predicted_us=predicted_us):
+    found = accuracy(kernels, fitted, predicted_us).values()
     errors = [e for _, all_errors, _ in found for e in all_errors]
     regrets = [r for r, _, _ in found]
     return (
@@ -128,14 +174,31 @@ def summary(kernels, fitted=None):
     )
 
 
-def fit(kernels, known=FITTED):
+def with_choice(kernels):
+    """The shapes of which many kernels were measured."""
+    return {shape: times for shape, times in kernels.items() if len(times) >= MANY}
+
+
+def _near(slower, kernels):
+    """Weight of a kernel's error, by how much slower it is than the best of its shape's."""
+    return 1.0 if slower < 1.5 else 0.5
+
+
+def _near_and_many(slower, kernels):
+    """The same where some layers have one or two kernels, and many of others are as fast."""
+    if kernels < MANY:
+        return 0.3
+    return 2.0 if slower < 1.1 else 1.0 if slower < 1.5 else 0.4
+
+
+def fit(kernels, known=FITTED, predicted_us=predicted_us, weight=_near):
     """Constants with the least squared logarithmic errors; kernels near the best count most."""
     from scipy.optimize import least_squares
 
-    names = [f.name for f in dataclasses.fields(Coefficients) if f.name not in GUESSED]
+    names = [f.name for f in dataclasses.fields(known) if f.name not in GUESSED]
     names = [name for name in names if math.isfinite(getattr(known, name))]
     start = [getattr(known, name) for name in names]
-    weights = {s: min(t.values()) for s, t in kernels.items()}
+    best = {s: min(t.values()) for s, t in kernels.items()}
 
     def of(factors):
         values = {n: float(x * f) for n, x, f in zip(names, start, factors, strict=True)}
@@ -144,8 +207,7 @@ def fit(kernels, known=FITTED):
     def errors(factors):
         fitted = of(factors)
         return [
-            math.log(predicted_us(shape, tile, fitted) / us)
-            * (1.0 if us < 1.5 * weights[shape] else 0.5)
+            math.log(predicted_us(shape, tile, fitted) / us) * weight(us / best[shape], len(times))
             for shape, times in kernels.items()
             for tile, us in times.items()
         ]
@@ -157,8 +219,10 @@ def fit(kernels, known=FITTED):
     return of(found.x)
 
 
-def freeze_convolutions(paths):
-    """Writes what `tests/gpu/check_conv.py --apart --json` measured of the Hopper form."""
+def _measured(paths, form):
+    """The device of sweeps of `tests/gpu/check_conv.py --json`, and [(row, {text of a
+    configuration: microseconds})] of the kernels of one form.
+    """
     layers, device = {}, None
     for path in paths:
         sweep = json.loads(Path(path).read_text())
@@ -166,14 +230,30 @@ def freeze_convolutions(paths):
         for row in sweep["rows"]:
             known = layers.setdefault(json.dumps(row.get("case")), (row, {}))[1]
             for kernel in row.get("kernels", ()):
-                if kernel["form"] == "hopper":
+                if kernel["form"] == form and kernel.get("us"):
                     known.setdefault(kernel["config"], round(kernel["us"], 2))
+    return device, [(row, configs) for row, configs in layers.values() if configs]
+
+
+def _write(path, device, command, columns, lines):
+    head = {
+        "device": device,
+        "date": str(datetime.date.today()),
+        "versions": "TVM 0.27.0, torch 2.11.0, CUDA 13.0",
+        "command": command,
+        "clock": "median kernel time in us (CUPTI), the L2 cleaned before each launch",
+        "columns": ["time_us", *columns],
+    }
+    text = json.dumps(head)[:-1] + ', "layers": [\n' + ",\n".join(map(json.dumps, lines)) + "\n]}\n"
+    path.write_text(text)
+
+
+def freeze_convolutions(paths):
+    """Writes what was measured of the Hopper form."""
+    device, rows = _measured(paths, "hopper")
     lines = []
-    for row, configs in layers.values():
-        if not configs:
-            continue
-        case = {k: tuple(v) if isinstance(v, list) else v for k, v in row["case"].items()}
-        problem = read_windows(read_convolution(Conv(**case).func()))
+    for row, configs in rows:
+        problem = read_windows(read_convolution(_case(row).func()))
         work, kernels = hopper_work(problem, H200), []
         for text, us in configs.items():
             config = parsed(text, HopperConfig)
@@ -183,19 +263,26 @@ def freeze_convolutions(paths):
                 continue  # what was offered when the sweep was made, and is not any more
             tile = dataclasses.asdict(tile_of(config, plan.ahead))
             kernels.append([us, *(tile[f] for f in [*FIELDS, "ahead"])])
-        entry = {"name": row["name"], "work": dataclasses.asdict(work), "kernels": kernels}
-        lines.append(json.dumps(entry))
-    head = {
-        "device": device,
-        "date": str(datetime.date.today()),
-        "versions": "TVM 0.27.0, torch 2.11.0, CUDA 13.0",
-        "command": "tests/gpu/check_conv.py --form hopper --apart --configs 18 --suite resnet50 "
-        "(also --batch 1) and --suite kinds",
-        "clock": "median kernel time in us (CUPTI), the L2 cleaned before each launch",
-        "columns": ["time_us", *FIELDS, "ahead"],
-    }
-    text = json.dumps(head)[:-1] + ', "layers": [\n' + ",\n".join(lines) + "\n]}\n"
-    CONVOLUTIONS.write_text(text)
+        lines.append({"name": row["name"], "work": dataclasses.asdict(work), "kernels": kernels})
+    command = "tests/gpu/check_conv.py --form hopper --apart --configs 18 --suite resnet50 "
+    command += "(also --batch 1) and --suite kinds"
+    _write(CONVOLUTIONS, device, command, [*FIELDS, "ahead"], lines)
+
+
+def freeze_direct(paths):
+    """Writes what was measured of the direct form."""
+    device, rows = _measured(paths, "depthwise")
+    lines = []
+    for row, configs in rows:
+        kernels = [
+            [us, *dataclasses.astuple(parsed(text, DepthwiseConfig))]
+            for text, us in configs.items()
+        ]
+        lines.append({"name": row["name"], "case": row["case"], "kernels": kernels})
+    command = "tests/gpu/check_conv.py --form depthwise --apart --configs 30 --suite depthwise, "
+    command += "and --configs 2 --suite random"
+    columns = [f.name for f in dataclasses.fields(DepthwiseConfig)]
+    _write(DEPTHWISE, device, command, columns, lines)
 
 
 def parsed(text, kind):
@@ -244,22 +331,29 @@ def freeze(paths):
 
 
 def main(command, paths):
-    known = FITTED
+    known, predict, weight, chosen = FITTED, predicted_us, _near, None
     if command == "windows":
         if paths:
             freeze_convolutions(paths)
         known, kernels = WINDOWS, dict(load_layers(CONVOLUTIONS).values())
+    elif command == "depthwise":
+        if paths:
+            freeze_direct(paths)
+        known, predict, weight = direct.FITTED, direct_us, _near_and_many
+        kernels = load_direct()
+        chosen = with_choice(kernels)
     else:
         if command == "freeze":
             freeze(paths)
         kernels, _ = load()
         kernels |= dict(load_layers().values())
-    print(summary(kernels))
+    chosen = chosen or kernels
+    print(summary(chosen, None, predict))
     if command != "freeze":
-        better = fit(kernels, known)
+        better = fit(kernels, known, predict, weight)
         for f in dataclasses.fields(better):
             print(f.name, f"{getattr(better, f.name):.4g}")
-        print(summary(kernels, better))
+        print(summary(chosen, better, predict))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
+import statistics
 
 import numpy as np
 import pytest
@@ -16,10 +18,12 @@ from tvm_fusion.kernels.convolution.depthwise.kernel import emit_depthwise
 from tvm_fusion.kernels.convolution.depthwise.problem import direct_problem
 from tvm_fusion.kernels.convolution.depthwise.rank import depthwise_ranked, ranked, shapes
 from tvm_fusion.kernels.convolution.depthwise.shape import Roles, Shape
-from tvm_fusion.kernels.convolution.depthwise.time import registers_of
+from tvm_fusion.kernels.convolution.depthwise.time import registers_of, sums_seconds
 from tvm_fusion.kernels.convolution.forms import CUDA_WRITER
 from tvm_fusion.kernels.convolution.geometry import read_convolution
+from tvm_fusion.kernels.convolution.launch import START_SECONDS
 
+from ...fit_gemm_cost import H100, accuracy, direct_us, load_direct, with_choice
 from ...support.convolutions import Conv, plain, random_convolution
 from ...support.cuda_on_cpu import (
     Watch,
@@ -262,6 +266,33 @@ def test_tensors_may_have_more_elements_than_32_bits_count(layout):
     problem = read_convolution(conv.func())
     kernel = emit_depthwise(problem, H200, depthwise_ranked(problem, H200)[0][1])
     assert "(int64_t)" in cuda_source(kernel)
+
+
+def test_predicted_times_are_near_those_of_a_sweep_and_choices_near_the_best():
+    kernels = load_direct()
+    layers = with_choice(kernels)
+    assert len(layers) == 14
+    found = accuracy(layers, predicted_us=direct_us).values()
+    assert statistics.median(error for _, every, _ in found for error in every) <= 0.08
+    regrets = [regret for regret, _, _ in found]
+    assert statistics.median(regrets) <= 1.03
+    assert max(regrets) <= 1.15
+    others = {work: kernels[work] for work in kernels.keys() - layers.keys()}
+    found = accuracy(others, predicted_us=direct_us).values()
+    assert statistics.median(error for _, every, _ in found for error in every) <= 0.18
+
+
+def test_what_the_planner_takes_is_near_the_fastest_kernel():
+    errors = []
+    for work, times in with_choice(load_direct()).items():
+        numbers = work.numbers
+        results = math.prod(w.size for w in numbers.windows) * numbers.groups * numbers.filters
+        terms = numbers.channels * math.prod(w.taps for w in numbers.windows)
+        body = sums_seconds(results, terms, H100)
+        seconds = START_SECONDS + max(body, work.moved / H100.hbm_bytes_per_s)
+        errors.append(abs(seconds * 1e6 / min(times.values()) - 1))
+    assert statistics.median(errors) <= 0.1
+    assert max(errors) <= 0.25
 
 
 def test_predictions_need_numbers_only():

@@ -48,12 +48,16 @@ def depthwise_ranked(
         transposed convolution, or filters so large that no block can hold the weights.
     """
     numbers = direct_problem(convolution).numbers
-    moved = sum(
+    return ranked(numbers, hw, moved_bytes(convolution), operations_of(convolution))
+
+
+def moved_bytes(convolution: Convolution) -> int:
+    """Bytes of all tensors."""
+    return sum(
         math.prod(map(int, p.shape)) * bytes_of(p.dtype)
         for p in convolution.contraction.params
         if p.shape is not None
     )
-    return ranked(numbers, hw, moved, operations_of(convolution))
 
 
 def operations_of(convolution: Convolution) -> float:
