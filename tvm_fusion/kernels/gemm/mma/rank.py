@@ -85,7 +85,9 @@ PORT_BYTES = 33
 SMALL_PIECE_CYCLES = 3.9
 CHUNK_CYCLES = {Way.COPY: 0.0, Way.SHIFT: 44.0, Way.COMPUTE: 26.0}
 # Estimate: instructions of an element that is read at a window, and of a copy there, of which a
-# multiprocessor issues four a cycle.
+# multiprocessor issues four a cycle. Of ten layers on an H100 (2026-11-26) seven come within 19 %;
+# patches of 16 x 16 x 3 and groups of four channels take twice the time, a stem of 3 x 3 x 3 takes
+# three quarters. EVALUATE was not measured.
 WINDOW_INSTRUCTIONS = {Way.WINDOW: 10, Way.GATHER: 8, Way.EVALUATE: 40}
 
 
