@@ -139,6 +139,7 @@ FOLLOWERS = {
     "flip": lambda y: y.flip(1),
     "stack": lambda y: torch.stack([y, y * 2], 1),
     "repeat": lambda y: y.repeat(1, 2, 1, 3),
+    "repeat to more axes": lambda y: y.repeat(2, 1, 2, 1, 3),
     "split": lambda y: sum(y.split([2, 2, 4], 1)[:2]),
     "unsqueeze": lambda y: y.unsqueeze(2) * 2,
     "expand": lambda y: y.mean((2, 3), keepdim=True).expand(2, 8, 8, 8) * 2 + y,
@@ -367,3 +368,15 @@ class LongConcat(nn.Module):
 def test_one_change_is_made_in_place_of_many_small_ones():
     _, _, mod = torch_module(LongConcat(), [(1, 8, 16, 16)])
     assert len(moving(AssignLayouts()(mod))) == 2
+
+
+def test_a_function_with_an_empty_tensor_stays_as_it_is():
+    bb = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((0, 8, 6, 6), "float32"))
+    w = relax.Var("w", relax.TensorType((4, 8, 3, 3), "float32"))
+    with bb.function("main", [x, w]):
+        with bb.dataflow():
+            out = bb.emit_output(bb.emit(relax.op.nn.relu(bb.emit(relax.op.nn.conv2d(x, w)))))
+        bb.emit_func_output(out)
+    mod = bb.get()
+    assert AssignLayouts()(mod)["main"].same_as(mod["main"])

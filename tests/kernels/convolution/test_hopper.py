@@ -101,6 +101,33 @@ def test_kinds_are_close_to_float64(case):
 
 @pytest.mark.parametrize(
     "case",
+    [  # windows of one element or one position
+        last((6, 1), (3, 3), 64, 64, batch=1),
+        last((12, 3), (3, 3), 64, 64, batch=1, epilogue="residual", padding=(1, 0, 1, 0)),
+        last((2, 2), (3, 3), 64, 64, batch=8, stride=2, epilogue="residual"),
+        last((1, 6), (3, 3), 64, 64, batch=4),
+        last((32, 1), (3, 3), 64, 64, batch=1, epilogue="two_outputs"),
+        last((1, 1, 9), (1, 3, 3), 64, 64, batch=3),
+    ],
+    ids=repr,
+)
+def test_windows_of_one_element_keep_rows_in_order(case):
+    check(case, sample=5)
+
+
+def test_an_element_that_several_positions_slide_over_is_refused():
+    case = last((1,), (3,), 64, 64, batch=5, padding=(2, 2))
+    with pytest.raises(Unsupported, match="another order"):
+        read_windows(read_convolution(case.func()))
+
+
+def test_boxes_leave_windows_of_one_position_alone():
+    assert box_shape((8, 1, 1), (1, 1, 1), (0, 2, 2)) == (64, 1, 1)
+    assert box_shape((4, 1, 6), (1, 1, 1), (0, 2, 2))[1] == 1
+
+
+@pytest.mark.parametrize(
+    "case",
     [
         last((9, 11), (3, 3), 64, 64, batch=2, epilogue="residual"),
         last((16, 8), (3, 3), 128, 32, batch=2, epilogue="two_outputs"),

@@ -171,8 +171,8 @@ def _check_rims(convolution: Convolution, dtype: str) -> None:
 def box_shape(
     sizes: Sequence[int], strides: Sequence[int], reach: Sequence[int], rims: bool = False
 ) -> tuple[int, ...]:
-    """Positions of a box of 64 along each window: the fewest boxes; of these, what reads the least
-    data with all taps.
+    """Positions of a box of 64 along each window: the fewest boxes; of these, none that reaches
+    beyond a window of one position, if that can be, and what reads the least data with all taps.
 
     Only waste counts: on an H200, 2026-11-23, boxes of 8 x 8, 4 x 4 x 4, 2 x 2 x 16 and 1 x 2 x 32
     take 155.4 to 155.9 us for 56 x 56 positions of 32 images, all without waste.
@@ -197,11 +197,12 @@ def box_shape(
         held = math.prod(
             (n - 1) * step + more + 1 for n, step, more in zip(shape, strides, reach, strict=True)
         )
-        if best is None or (count, held, shape) < best:
-            best = count, held, shape
+        beyond = sum(n == 1 and size > 1 for n, size in zip(sizes, shape, strict=True))
+        if best is None or (count, beyond, held, shape) < best:
+            best = count, beyond, held, shape
     if best is None:
-        raise Unsupported("no box of these positions with its rim")
-    return best[2]
+        raise Unsupported("no box of these positions")
+    return best[3]
 
 
 BEYOND = 1 << 20
@@ -345,9 +346,10 @@ class _Part:
             return None
         boxes = dict(zip(self.windows.names, self.windows.shape, strict=True))
         try:
-            return tensor_map(param, dtype, access, "n", {**boxes, "n": BOX})
+            found = tensor_map(param, dtype, access, "n", {**boxes, "n": BOX})
         except Unsupported:
             return None
+        return found if _is_ordered(found, self.windows) else None
 
 
 def _moved(segment: Segment, env: dict[Var, Expr], axes: Sequence[Axis]) -> Segment:
@@ -373,6 +375,8 @@ def _data(convolution: Convolution, windows: Windows, batch: tuple[Axis, ...]) -
     env, groups = {}, {"batch": batch, "k": (convolution.channels,)}
     for name, window in zip(windows.names, convolution.windows, strict=True):
         place = constant(window.low, INDEX)
+        if window.high <= window.low:
+            raise Unsupported("data of which nothing is read")
         groups[name] = ()
         if window.high - window.low > 1:
             axis = Axis(fresh_var(name, INDEX), window.high - window.low)
@@ -395,8 +399,18 @@ def _data(convolution: Convolution, windows: Windows, batch: tuple[Axis, ...]) -
     boxes = dict(zip(windows.names, windows.held, strict=True))
     boxes["k"] = STEP_BYTES // bytes_of(dtype)
     found = tensor_map(load.source, dtype, access, "k", boxes)
+    if not _is_ordered(found, windows):
+        raise Unsupported("data whose windows lie in another order")
     found = with_steps(found, dict(zip(windows.names, windows.strides, strict=True)))
     return WindowView(load.source, dtype, access, "m", "k", found)
+
+
+def _is_ordered(found: TensorMap, windows: Windows) -> bool:
+    """Whether the rows of a box stand in shared memory in the order of rows: along the last window
+    first. (A window of one element is a dimension at the end of a map.)
+    """
+    long = [d.group for d in found.dimensions if d.group in windows.names and d.box > 1]
+    return long == sorted(long, key=windows.names.index, reverse=True)
 
 
 def _weights(convolution: Convolution, dtype: str, batch: tuple[Axis, ...]) -> OperandView:

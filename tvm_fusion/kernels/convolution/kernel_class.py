@@ -65,6 +65,8 @@ class ConvolutionClass(Nest):
         if isinstance(fit, Refusal) or hw.kind != "cuda":
             return fit
         block = next(b for b in group.blocks if is_convolution(b))
+        if not all(isinstance(axis.extent, int) for axis in block.axes):
+            return group.refuse(RefusalCode.REDUCTION, "a convolution of symbolic sizes")
         seconds, terms = predict(group, fit, sizes_of(group, block), hw, policy)
         return replace(fit, seconds=seconds, terms=tuple(sorted(terms.items())))
 

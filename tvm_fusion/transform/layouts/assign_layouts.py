@@ -83,7 +83,7 @@ class AssignLayouts:
         """The module with its functions rewritten; itself where none has convolutions."""
         changed = {}
         for gvar, func in mod.functions_items():
-            if not isinstance(func, relax.Function) or is_opaque(func):
+            if not isinstance(func, relax.Function) or is_opaque(func) or _has_empty(func):
                 continue
             if isinstance(func.body, relax.SeqExpr) and (survey := Survey(func)).convolutions:
                 survey.assignment.solve()
@@ -94,6 +94,13 @@ class AssignLayouts:
         for gvar, func in changed.items():
             mod.update_func(gvar, func)
         return relax.transform.CanonicalizeBindings()(mod)
+
+
+def _has_empty(func: relax.Function) -> bool:
+    """Whether a tensor has no elements, and so no order."""
+    shapes = (getattr(var.ty, "shape", None) for var in relax.analysis.all_vars(func))
+    sizes = (n for shape in shapes if isinstance(shape, relax.ShapeExpr) for n in shape.values)
+    return any(isinstance(n, tvm.tirx.IntImm) and int(n) == 0 for n in sizes)
 
 
 class Survey:

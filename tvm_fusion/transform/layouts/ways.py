@@ -297,7 +297,8 @@ def _pad(call: Call, order: Order) -> list[Way]:
 
 def _tile(call: Call, order: Order) -> list[Way]:
     repeats = call.attrs.repeats
-    if len(repeats) != len(order) or call.ty.ndim != len(order):
+    ranks = {len(repeats), call.ty.ndim, call.args[0].ty.ndim}
+    if ranks != {len(order)}:
         return [_as_it_is(call)] if order == plain(len(order)) else []
     return _alike(call, order, repeats=ordered(repeats, order))
 
