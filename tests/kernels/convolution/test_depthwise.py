@@ -169,6 +169,36 @@ def test_the_first_configuration_is_close_to_float64(name):
     check(conv, emit_depthwise(problem, H200, config))
 
 
+# Taps of a window three rows apart and strides of two: a walk goes down the rows of one phase.
+DILATED_IN_PHASES = {
+    "channels_last": Conv(
+        *((9, 9), (3, 3), 8, 1, 2, 1, (2, 2), (4, 1, 3, 1), (3, 1)),
+        data_layout="NHWC",
+        weight_layout="OHWI",
+    ),
+    "three_dimensions_moved": Conv(
+        *((3, 5, 5), (1, 1, 2), 1, 8, 1, 1, (9, 1, 2), (0, 2, 2, 2, 1, 5), (1, 3, 3)),
+        data_layout="NDHWC",
+        weight_layout="ODHWI",
+        epilogue="channels_moved",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DILATED_IN_PHASES)
+def test_every_configuration_of_rows_in_phases_compiles(name):
+    conv = DILATED_IN_PHASES[name]
+    problem = read_convolution(conv.func())
+    configs = [config for _, config in depthwise_ranked(problem, H200, FAST)]
+    assert any(config.rolls for config in configs)
+    for number, config in enumerate(configs):
+        kernel = emit_depthwise(problem, H200, config)
+        if number % 8 == 0:
+            check(conv, kernel)
+        else:
+            cuda_source(kernel)
+
+
 @pytest.mark.parametrize("taps", [5, 7])
 @pytest.mark.parametrize("rows", [1, 3, 6, 9, 14])
 def test_rows_at_both_ends_of_a_walk_go_to_some_sums_only(taps, rows):

@@ -223,16 +223,24 @@ class _Kernel:
         Steps before the first one add and complete nothing.
         """
         s = self.shape
-        slide, pace = s.rows, s.rows.stride * s.rows.unit
+        slide = s.rows
         first: Expr | int = 0
         if s.alive > 1 and slide.before + slide.low > 0:
-            above = slide.low - (s.units - 1) * slide.unit + pace - 1 - self.first_row
-            first = T.min(T.max(above // pace, self._index(0)), self._index(s.alive - 1))
+            above = self._paces(slide.low - (s.units - 1) * slide.unit)
+            first = T.min(T.max(above, self._index(0)), self._index(s.alive - 1))
         end: Expr | int = self.steps
         if not self._ends_inside():
-            below = (slide.high + pace - 1 - self.first_row) // pace
-            end = T.min(below, self._index(self.steps))
+            end = T.min(self._paces(slide.high), self._index(self.steps))
         return (T.Bind(self._index(x)) for x in (first, end))
+
+    def _paces(self, element: int) -> Expr:
+        """Steps from the thread's first row on until one is at `element` or beyond.
+
+        ``ceil((element - first_row) / pace)``, divided as a number that rises with the thread: TVM
+        divides a falling one by a negative number, which CUDA's code generator refuses in bounds.
+        """
+        slide = self.shape.rows
+        return self._index(0) - (self.first_row - element) // (slide.stride * slide.unit)
 
     def _ends_inside(self) -> bool:
         """Whether the last step of a thread always has a row of the data."""
