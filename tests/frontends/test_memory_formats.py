@@ -9,11 +9,15 @@ import torch.nn as nn
 
 from tests.support.convolutional_blocks import BLOCKS
 from tests.transform.test_assign_layouts import moving, run
-from tvm_fusion.frontends.memory_formats import FORMATS, MemoryFormats, with_formats
+from tvm_fusion.config import resolve_target
+from tvm_fusion.frontends.memory_formats import FORMATS, formats_of
 from tvm_fusion.frontends.pytorch import from_exported_program
+from tvm_fusion.runtime.calls.channels_last import returned, taken
+from tvm_fusion.runtime.calls.signature import Signature
 from tvm_fusion.torch_backend import graph_calls
 from tvm_fusion.transform import AssignLayouts
 from tvm_fusion.transform.functions.unique_names import UniqueNames
+from tvm_fusion.transform.layouts.memory_formats import MemoryFormats, takes_formats, with_formats
 
 
 def last(tensor: torch.Tensor) -> torch.Tensor:
@@ -36,17 +40,18 @@ def test_nothing_moves_at_borders_that_have_channels_last(name, formats, stay):
     model, inputs = make().eval(), [last(torch.randn(shape)) for shape in shapes]
     with torch.no_grad():
         program, expected = torch.export.export(model, tuple(inputs)), model(*inputs)
-    assert MemoryFormats.of(program) == formats
+    assert formats_of(program) == formats
     mod = from_exported_program(program, "a test")
     assert formats.fits(mod) == (name != "whisper_front")
-    assigned = AssignLayouts()(UniqueNames()(with_formats(mod, formats)))
+    made = with_formats(mod, formats)
+    assigned = AssignLayouts()(UniqueNames()(made))
     assert len(moving(assigned)) == stay
-    taken = formats.taken(inputs)
+    given = taken(Signature.of(made).in_formats(formats), inputs)
     assert all(
         t.is_contiguous() and t.data_ptr() == x.data_ptr()
-        for t, x in zip(taken, inputs, strict=True)
+        for t, x in zip(given, inputs, strict=True)
     )
-    (found,) = formats.returned([torch.from_numpy(x) for x in run(assigned, taken)])
+    (found,) = returned(formats, tuple(torch.from_numpy(x) for x in run(assigned, given)))
     if formats.outputs[0]:
         assert found.stride() == expected.stride()
     np.testing.assert_allclose(found.numpy(), expected.numpy(), atol=2e-5)
@@ -63,8 +68,8 @@ def test_formats_of_another_number_of_tensors_do_not_fit():
 
 @pytest.mark.parametrize("takes", [True, False])
 def test_the_backend_keeps_formats_where_convolutions_have_channels_last(takes, monkeypatch):
-    assert graph_calls.takes_formats("nvidia_h200")
-    assert not graph_calls.takes_formats("llvm")
+    assert takes_formats(resolve_target("nvidia_h200")[0])
+    assert not takes_formats(resolve_target("llvm")[0])
     monkeypatch.setattr(graph_calls, "takes_formats", lambda _target: takes)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)).eval()

@@ -123,7 +123,9 @@ def _together(
     planned: Planned, compiled: CompiledModule, unfused: CompiledModule, peers: Sequence[str]
 ) -> dict[str, TimeReport]:
     inputs = drawn_inputs(planned.mod)
-    calls = {FUSED: compiled.bind(*inputs), UNFUSED: unfused.bind(*inputs)}
+    fused = CompiledModule.of(compiled.built, beside=compiled)  # takes them as `planned.mod` does
+    fused.cuda_graph = compiled.cuda_graph
+    calls = {FUSED: fused.bind(*inputs), UNFUSED: unfused.bind(*inputs)}
     failed = {}
     for name in peers:
         try:

@@ -153,13 +153,16 @@ def refuse_wrong(checked: Checked, wishes: Wishes) -> None:
 
 
 def tell(compiled: CompiledModule, done: Finished) -> None:
-    """Gives the function that was compiled its CUDA graphs and its report."""
+    """Gives the function that was compiled its CUDA graphs, its report, and the signature that
+    callers see.
+    """
     wishes, unfused, planned = done.wishes, done.unfused, done.made.planned
     compiled.cuda_graph = wishes.cuda_graph
     report = built_report(done.made, unfused, done.checked, done.times)
     inputs = drawn_inputs(planned.mod) if wishes.verify or wishes.timed else None
     memory = unfused.memory if unfused is not None else planned.unfused_memory()
     compiled.report = with_calls(report, compiled, memory, inputs, wishes.timed)
+    compiled.signature = compiled.signature.in_formats(planned.formats)
 
 
 def has_device(planned: Planned) -> bool:

@@ -13,6 +13,7 @@ from ..errors import InputError, PlanError
 from ..frontends import load_functions
 from ..plan.plan import FusionPlan
 from ..transform.apply.write_kernels import Tuned
+from ..transform.layouts.memory_formats import takes_formats
 from .planned import PlanLike, Planned, read_plan, stages
 
 Plans = PlanLike | Mapping[str, PlanLike]
@@ -36,7 +37,8 @@ def planned_functions(
     policy, given = load_policy(policy), _read_plans(plan)
     stages.info("reading the model")
     chosen = tuned(tvm_target, hw) if tuned is not None else None
-    mods = load_functions(model, example_inputs, dynamic_shapes=dynamic_shapes)
+    keep = takes_formats(tvm_target)
+    mods = load_functions(model, example_inputs, dynamic_shapes=dynamic_shapes, keep_formats=keep)
     plans = _plan_of_each(given, list(mods))
     found = {}
     for name, mod in mods.items():

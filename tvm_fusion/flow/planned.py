@@ -48,6 +48,7 @@ from ..transform.functions.functions import (
     result_of,
     with_functions,
 )
+from ..transform.layouts.memory_formats import MemoryFormats
 from ..transform.pipeline import lower
 from ..transform.rewrites.rewrites import known_rewrites
 from .kernels_ahead import kernels_ahead
@@ -157,6 +158,13 @@ class Planned:
     def mod(self) -> tvm.IRModule:
         """The module that was planned."""
         return self.source.mod
+
+    @property
+    def formats(self) -> MemoryFormats | None:
+        """What it takes and gives with channels last, None where nothing: for signatures as callers
+        see them.
+        """
+        return MemoryFormats.of_module(self.mod)
 
     @property
     def target(self) -> tvm.target.Target:

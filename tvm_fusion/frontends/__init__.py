@@ -60,32 +60,39 @@ def load(model: Any, example_inputs: Any = None, *, dynamic_shapes: Any = None) 
     >>> load("model.onnx")                                                        # doctest: +SKIP
     >>> load(torch.nn.Linear(8, 4), (torch.ones(2, 8),))                          # doctest: +SKIP
     """
-    return _read(model, example_inputs, dynamic_shapes, checked_module)
+    return _read(model, example_inputs, dynamic_shapes, checked_module, False)
 
 
 def load_functions(
-    model: Any, example_inputs: Any = None, *, dynamic_shapes: Any = None
+    model: Any,
+    example_inputs: Any = None,
+    *,
+    dynamic_shapes: Any = None,
+    keep_formats: bool = False,
 ) -> dict[str, IRModule]:
     """Read a model, and return each public function of it as a module; parameters and errors as for
-    `load`.
+    `load`. With `keep_formats` a torch model takes and gives tensors in channels_last as they lie
+    (`transform.layouts.memory_formats`).
 
     Returns
     -------
     dict of str to IRModule
         As `load` returns a model, by the function's name; a model of one function is called `main`.
     """
-    found = _read(model, example_inputs, dynamic_shapes, checked_functions)
+    found = _read(model, example_inputs, dynamic_shapes, checked_functions, keep_formats)
     return found if isinstance(found, dict) else {"main": found}
 
 
-def _read(model: Any, example_inputs: Any, dynamic_shapes: Any, check: Any) -> Any:
+def _read(
+    model: Any, example_inputs: Any, dynamic_shapes: Any, check: Any, keep_formats: bool
+) -> Any:
     """Read a model, and check it if it is of Relax."""
     if isinstance(model, tuple) and len(model) == 2 and example_inputs is None:
         model, example_inputs = model
     if _is_torch(model, "nn", "Module"):
         from tvm_fusion.frontends.pytorch import from_module
 
-        return from_module(model, example_inputs, dynamic_shapes)
+        return from_module(model, example_inputs, dynamic_shapes, keep_formats)
     if example_inputs is not None or dynamic_shapes is not None:
         raise FrontendError(
             f"example inputs and dynamic shapes only go with a torch.nn.Module, not with "
@@ -94,11 +101,12 @@ def _read(model: Any, example_inputs: Any, dynamic_shapes: Any, check: Any) -> A
     if isinstance(model, IRModule):
         return check(model, "the given IRModule")
     if isinstance(model, str | os.PathLike):
-        return _from_file(Path(model), check)
+        return _from_file(Path(model), check, keep_formats)
     if _is_torch(model, "export", "ExportedProgram"):
         from tvm_fusion.frontends.pytorch import from_exported_program
 
-        return from_exported_program(model, "the given ExportedProgram")
+        where = "the given ExportedProgram"
+        return from_exported_program(model, where, keep_formats=keep_formats)
     if type(model).__name__ == "ModelProto":
         from tvm_fusion.frontends.onnx_model import from_model
 
@@ -109,7 +117,7 @@ def _read(model: Any, example_inputs: Any, dynamic_shapes: Any, check: Any) -> A
     )
 
 
-def _from_file(path: Path, check: Any) -> Any:
+def _from_file(path: Path, check: Any, keep_formats: bool) -> Any:
     """Read a model file; its suffix says how."""
     if not path.exists():
         raise FrontendError(f"{path}: no such file; check the path")
@@ -119,7 +127,7 @@ def _from_file(path: Path, check: Any) -> Any:
     if suffix == ".pt2":
         from tvm_fusion.frontends.pytorch import from_pt2
 
-        return from_pt2(path)
+        return from_pt2(path, keep_formats)
     if suffix == ".onnx":
         from tvm_fusion.frontends.onnx_model import from_onnx_file
 

@@ -1,71 +1,21 @@
-"""Memory formats: torch tensors that lie with channels last are taken and returned as they lie.
-
-    Before    def main(x: [N, C, H, W]): ...                      x.contiguous() is given
-    After     def main(x: [N, H, W, C]):
-                  x1 = permute_dims(x, (0, 3, 1, 2)); ...          x.permute(0, 2, 3, 1) is given
-
-The permutations at the border vanish where convolutions are computed with channels last
-(`AssignLayouts`), so that nothing is copied.
-"""
-
-from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
+"""How the tensors of an exported program lie: see `transform.layouts.memory_formats`."""
 
 import torch
-import tvm
 from torch import fx
-from tvm import relax
-from tvm.relax import op
 
-from ..transform.layouts.orders import channels_last, ordered
+from ..transform.layouts.memory_formats import MemoryFormats
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryFormats:
-    """Which tensors of a program lie with channels last.
-
-    Attributes
-    ----------
-    inputs, outputs : tuple of bool
-        Of each, in order.
+def formats_of(program: torch.export.ExportedProgram) -> MemoryFormats:
+    """How the example inputs of a program lie, and its outputs in eager execution, as torch.export
+    tells: it has contiguous outputs of 3-D convolutions (2.11), whatever those of eager mode are.
     """
-
-    inputs: tuple[bool, ...] = ()
-    outputs: tuple[bool, ...] = ()
-
-    @classmethod
-    def of(cls, program: torch.export.ExportedProgram) -> MemoryFormats:
-        """What the example inputs of a program lie like, and what its outputs would in eager
-        execution.
-        """
-        nodes = {node.name: node for node in program.graph.nodes}
-        signature = program.graph_signature
-        sides = signature.user_inputs, signature.user_outputs
-        return cls(*(tuple(_lies_last(nodes.get(str(name))) for name in side) for side in sides))
-
-    def fits(self, mod: tvm.IRModule) -> bool:
-        """Whether some tensor lies so, and `main` of a module takes and gives as many."""
-        main = mod["main"]
-        is_tuple = isinstance(main.ret_ty, relax.TupleType)
-        results = main.ret_ty.fields if is_tuple else [main.ret_ty]
-        counts = len(main.params), len(results)
-        known = all(isinstance(t, relax.TensorType) for t in results)
-        same = counts == (len(self.inputs), len(self.outputs))
-        return known and same and any((*self.inputs, *self.outputs))
-
-    def taken(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Views of inputs as the module of `with_formats` takes them."""
-        pairs = zip(tensors, self.inputs, strict=True)
-        return [t.permute(channels_last(t.ndim)) if last else t for t, last in pairs]
-
-    def returned(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Views of that module's outputs as the model gives them."""
-        pairs = zip(tensors, self.outputs, strict=True)
-        return tuple(t.permute(_first(t.ndim)) if last else t for t, last in pairs)
+    nodes = {node.name: node for node in program.graph.nodes}
+    signature = program.graph_signature
+    sides = signature.user_inputs, signature.user_outputs
+    return MemoryFormats(*(tuple(_lies_last(nodes.get(str(n))) for n in side) for side in sides))
 
 
 def _lies_last(node: fx.Node | None) -> bool:
@@ -73,54 +23,3 @@ def _lies_last(node: fx.Node | None) -> bool:
     if not isinstance(value, torch.Tensor) or value.ndim not in FORMATS:
         return False
     return not value.is_contiguous() and value.is_contiguous(memory_format=FORMATS[value.ndim])
-
-
-def _first(rank: int) -> tuple[int, ...]:
-    """From channels last to the order of the model."""
-    return (0, rank - 1, *range(1, rank - 1))
-
-
-def with_formats(mod: tvm.IRModule, formats: MemoryFormats) -> tvm.IRModule:
-    """The module with permutations at its borders, for tensors in these formats.
-
-    Parameters
-    ----------
-    mod : IRModule
-    formats : MemoryFormats
-        They fit the module.
-    """
-    main, builder = mod["main"], relax.BlockBuilder(mod)
-    params, taken = [], []
-    for param, last in zip(main.params, formats.inputs, strict=True):
-        params.append(param)
-        if last:
-            shape = ordered(list(param.ty.shape), channels_last(param.ty.ndim))
-            params[-1] = relax.Var(param.name, relax.TensorType(shape, param.ty.dtype))
-            value = op.permute_dims(params[-1], list(_first(len(shape))))
-            taken.append(relax.VarBinding(param, builder.normalize(value)))
-    is_tuple = isinstance(main.ret_ty, relax.TupleType)
-    types = list(main.ret_ty.fields) if is_tuple else [main.ret_ty]
-    results, given = [], []
-    for number, (type_, last) in enumerate(zip(types, formats.outputs, strict=True)):
-        result = main.body.body
-        if is_tuple:
-            result = relax.Var(f"result{number}", type_)
-            given.append(relax.VarBinding(result, relax.TupleGetItem(main.body.body, number)))
-        if last:
-            value = builder.normalize(op.permute_dims(result, list(channels_last(type_.ndim))))
-            result = relax.Var(f"result{number}_last", value.ty)
-            given.append(relax.VarBinding(result, value))
-        results.append(result)
-    blocks = [relax.BindingBlock(taken), *main.body.blocks, relax.BindingBlock(given)]
-    output = relax.Tuple(results) if is_tuple else results[0]
-    type_ = relax.TupleType([r.ty for r in results]) if is_tuple else results[0].ty
-    body = relax.SeqExpr([block for block in blocks if block.bindings], output)
-    found = mod.clone()
-    func = relax.Function(params, body, type_, main.is_pure, main.attrs)
-    found.update_func(mod.get_global_var("main"), func)
-    passes = [
-        relax.transform.Normalize(),
-        relax.transform.ConvertToDataflow(min_size=1),
-        relax.transform.CanonicalizeBindings(),
-    ]
-    return tvm.transform.Sequential(passes)(found)

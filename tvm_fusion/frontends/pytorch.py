@@ -25,8 +25,10 @@ except ImportError as error:
         "pip install 'tvm_fusion[torch]'"
     ) from error
 
+from ..transform.layouts.memory_formats import with_formats
 from . import torch_operators, torch_products, torch_slices, torch_writes
 from .finish import checked_module, cleaned, first_line
+from .memory_formats import formats_of
 from .torch_importer import Importer
 from .torch_slices import merge_equal_splits
 from .torch_writes import refuse_writes_into_repeats, written_inputs
@@ -40,7 +42,10 @@ CONVERTERS = {
 
 
 def from_module(
-    model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any = None
+    model: torch.nn.Module,
+    example_inputs: Any,
+    dynamic_shapes: Any = None,
+    keep_formats: bool = False,
 ) -> IRModule:
     """Export a module for inference and translate it.
 
@@ -51,6 +56,8 @@ def from_module(
     example_inputs : tuple of torch.Tensor, or mapping of names to torch.Tensor
     dynamic_shapes : optional
         As `torch.export.export` takes it.
+    keep_formats : bool
+        As for `from_exported_program`.
     """
     where = f"torch module {type(model).__name__}"
     args, kwargs = _split_inputs(where, example_inputs)
@@ -61,10 +68,10 @@ def from_module(
         raise FrontendError(
             f"{where}: torch.export cannot trace it with these example inputs: {first_line(error)}"
         ) from error
-    return from_exported_program(program, where)
+    return from_exported_program(program, where, keep_formats=keep_formats)
 
 
-def from_pt2(path: Path) -> IRModule:
+def from_pt2(path: Path, keep_formats: bool = False) -> IRModule:
     """Read a file written by `torch.export.save`."""
     try:
         with _quiet():
@@ -74,16 +81,19 @@ def from_pt2(path: Path) -> IRModule:
             f"{path}: torch.export.load cannot read it: {first_line(error)}; "
             f"write it with torch.export.save(torch.export.export(model, inputs), path)"
         ) from error
-    return from_exported_program(program, str(path))
+    return from_exported_program(program, str(path), keep_formats=keep_formats)
 
 
 def from_exported_program(
     program: torch.export.ExportedProgram,
     where: str,
     inspect: Callable[[torch.export.ExportedProgram], None] | None = None,
+    keep_formats: bool = False,
 ) -> IRModule:
     """Translate an exported program; `main` takes its user inputs. `inspect` is given the
-    decomposed program, in which nothing writes into a tensor, and may refuse it.
+    decomposed program, in which nothing writes into a tensor, and may refuse it. With
+    `keep_formats` tensors in channels_last are taken and given as they lie (`with_formats`), unless
+    `main` writes into its inputs.
 
     Raises
     ------
@@ -92,6 +102,7 @@ def from_exported_program(
     """
     _refuse_inputs_that_are_no_tensors(program, where)
     refuse_writes_into_repeats(program, where)
+    formats = formats_of(program) if keep_formats else None
     importer = Importer(CONVERTERS)
     try:
         with _quiet():
@@ -111,7 +122,10 @@ def from_exported_program(
         raise FrontendError(
             f"{where}: cannot be converted to Relax{importer.stopped_at()}: {first_line(error)}"
         ) from error
-    return checked_module(cleaned(mod), where)
+    mod = checked_module(cleaned(mod), where)
+    if formats is None or importer.in_place or not formats.fits(mod):
+        return mod
+    return with_formats(mod, formats)
 
 
 def _split_inputs(where: str, inputs: Any) -> tuple[tuple, dict[str, Any]]:

@@ -12,11 +12,11 @@ from torch import fx
 
 from tvm_fusion.config import resolve_target
 from tvm_fusion.errors import ConfigError, TargetError
-from tvm_fusion.frontends.memory_formats import MemoryFormats, with_formats
 from tvm_fusion.frontends.pytorch import from_exported_program
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
 from tvm_fusion.torch_backend.dynamo_graph import Parts, exported, plain_number, refuse_writes
 from tvm_fusion.torch_backend.options import BackendOptions
+from tvm_fusion.transform.layouts.memory_formats import takes_formats
 
 _log = logging.getLogger(__name__)
 
@@ -59,11 +59,7 @@ class GraphCalls:
         tensors = [inputs[i] for i in self._parts.tensors]
         if build.lies_elsewhere:
             tensors = [t.to(build.device) for t in tensors]
-        if build.formats is not None:
-            tensors = build.formats.taken(tensors)
         results = build.module(*tensors)
-        if build.formats is not None:
-            results = build.formats.returned(results)
         if self._parts.rest is None:
             return results
         computed, rest = iter(results), iter(self._parts.rest(*inputs))
@@ -137,13 +133,9 @@ class GraphCalls:
 
         options, device = self._options, _device(inputs)
         program = exported(self._parts, inputs, keep_symbols)
-        mod = from_exported_program(program, "torch.compile", refuse_writes)
         target = device.type.replace("cpu", "llvm") if options.target is None else options.target
-        formats = MemoryFormats.of(program) if takes_formats(target) else None
-        if formats is not None and formats.fits(mod):
-            mod = with_formats(mod, formats)
-        else:
-            formats = None
+        keep = takes_formats(resolve_target(target)[0])
+        mod = from_exported_program(program, "torch.compile", refuse_writes, keep)
         graphs = options.cuda_graph or (options.graph_where_possible and device.type == "cuda")
         module = compile(
             mod,
@@ -154,14 +146,10 @@ class GraphCalls:
             cuda_graph=graphs,
         )
         module.device  # noqa: B018 - a target that this machine lacks is named now
-        return self._described(inputs, module, keep_symbols, formats)
+        return self._described(inputs, module, keep_symbols)
 
     def _described(
-        self,
-        inputs: Sequence[Any],
-        module: CompiledModule | None,
-        keep_symbols: bool,
-        formats: MemoryFormats | None = None,
+        self, inputs: Sequence[Any], module: CompiledModule | None, keep_symbols: bool
     ) -> "_Build":
         parts, device = self._parts, _device(inputs)
         return _Build(
@@ -171,7 +159,6 @@ class GraphCalls:
             self._shapes(inputs) if parts.has_symbols and not keep_symbols else None,
             device,
             any(inputs[i].device != device for i in parts.tensors),
-            formats,
         )
 
 
@@ -190,8 +177,6 @@ class _Build:
     device : torch.device
     lies_elsewhere : bool
         Whether a tensor is on another device.
-    formats : MemoryFormats or None
-        Of the tensors that it takes and gives; None where all are contiguous.
     """
 
     module: CompiledModule | None
@@ -200,12 +185,6 @@ class _Build:
     shapes: list[torch.Size] | None
     device: torch.device
     lies_elsewhere: bool
-    formats: MemoryFormats | None = None
-
-
-def takes_formats(target: Any) -> bool:
-    """Whether tensors are taken and given as they lie: where convolutions have channels last."""
-    return resolve_target(target)[0].kind.name != "llvm"
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -40,7 +40,11 @@ class Ours:
     @cached_property
     def unfused(self) -> CompiledModule:
         """The module that fusion is compared with."""
-        return self._loaded(UNFUSED) or CompiledModule.of(self._planned.build_unfused())
+        found = self._loaded(UNFUSED)
+        if found is None:
+            found = CompiledModule.of(self._planned.build_unfused())
+            found.signature = found.signature.in_formats(self._planned.formats)
+        return found
 
     @cached_property
     def facts(self) -> dict[str, Any]:

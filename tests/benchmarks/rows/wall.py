@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from tvm_fusion.bench.apart import reason
+from tvm_fusion.runtime.calls.channels_last import returned
 from tvm_fusion.runtime.calls.tensors import Kind, raw_stream
 
 from ..peers.registry import xla_unawaited
@@ -153,10 +154,11 @@ def _graph_of_ours(ours: Ours, instance: Instance) -> Call:
     arguments = compiled.arguments(instance.inputs)
     compiled.run(arguments)  # loads the kernels
     captured = CapturedCall(compiled.vm, arguments, device, CudaDriver(device.index))
+    outputs = returned(compiled.signature.formats, captured.outputs)
 
     def replay(_kept: Any = arguments) -> Any:
         captured.launch(raw_stream(device, Kind.TORCH))
-        return captured.outputs
+        return outputs
 
     return replay
 

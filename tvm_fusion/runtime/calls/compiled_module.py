@@ -18,6 +18,7 @@ from ..build.build import Built
 from ..graphs.capture_rules import CudaGraphOptions, refusal_of_executable
 from ..graphs.mode import GraphMode
 from .call_memory import MemoryPlan, measured_call_bytes
+from .channels_last import returned, taken
 from .launch_count import count_launches
 from .repeated_calls import Repeated, RepeatedCall
 from .sidecar import export_executable, read_sidecar, write_sidecar
@@ -33,7 +34,9 @@ class CompiledModule:
     Calling it runs the function, `main` unless it has another name. NumPy arrays in give NumPy
     arrays out, torch tensors give torch tensors (by DLPack, without a copy), anything else TVM
     tensors; tuples stay tuples. Inputs are checked first, and copied only where they are not
-    contiguous, not aligned, or on another device.
+    contiguous, not aligned, or on another device. Those whose examples lay in torch's
+    channels_last when the model was compiled for a GPU are taken so without a copy, and outputs
+    that eager execution would give so are (`signature.formats`); NumPy arrays are contiguous.
 
     Calls from several threads are safe and run one after the other. On CUDA, kernels are launched
     on torch's current stream when torch tensors are given, else on TVM's, and a call returns
@@ -204,38 +207,42 @@ class CompiledModule:
         TargetError
             If this machine lacks the device.
         """
+        formats = self.signature.formats
+        given = inputs if formats is None else taken(self.signature, inputs)
         again = self._again
         if again is not None:
-            result = again(inputs)
+            result = again(given)
             if result is not None:
-                return result
+                return result if formats is None else returned(formats, result)
         elif self._graph_mode.options is not None:
             result = self._graph_mode.call(self, inputs)
             if result is not NotImplemented:
-                return result
+                return returned(formats, result)
         kind, torch_device = self.check(inputs)
         with self.lock, torch_stream(self.device, kind):
             arguments = self.arguments(inputs)
             result = from_tvm(self.run(arguments), kind, torch_device, self.own)
             write_back(self.writes, inputs, arguments)
             if self._graph_mode.options is None:
-                self._again = self._repeated.call(inputs, arguments, kind)
-            return result
+                self._again = self._repeated.call(given, arguments, kind)
+            return returned(formats, result)
 
     def bind(self, *inputs: Any) -> Callable[[], Any]:
         """Check and convert inputs once, and return a function that runs this one on them.
 
         It neither checks nor converts nor locks: for timing, and for loops over fixed buffers. Its
-        outputs are TVM tensors. With `cuda_graph` it launches a graph of its own over these very
-        inputs, on TVM's current stream, and every call overwrites the outputs of the one before.
-        An input that it writes to must need no copy, or InputError is raised.
+        outputs are TVM tensors, those in channels_last with strides. With `cuda_graph` it launches
+        a graph of its own over these very inputs, on TVM's current stream, and every call
+        overwrites the outputs of the one before. An input that it writes to must need no copy, or
+        InputError is raised.
         """
         kind, _ = self.check(inputs)
         with torch_stream(self.device, kind):
             arguments = self.arguments(inputs)
         refuse_copies(self.signature, self.writes, inputs, arguments)
-        main = self._main
-        return self._graph_mode.bound(self, arguments) or (lambda: main(*arguments))
+        main, formats = self._main, self.signature.formats
+        call = self._graph_mode.bound(self, arguments) or (lambda: main(*arguments))
+        return call if formats is None else lambda: returned(formats, call())
 
     def check(self, inputs: Sequence[Any]) -> tuple[Kind, Any]:
         """Check inputs, and return whose tensors they are, and torch's device if torch's."""
@@ -250,7 +257,8 @@ class CompiledModule:
         """Return inputs as the VM takes them, on the module's device."""
         specs = self.signature.inputs
         refuse_lost_writes(self.signature, self.writes, inputs)
-        return [to_argument(x, self.device, s) for x, s in zip(inputs, specs, strict=True)]
+        given = taken(self.signature, inputs)
+        return [to_argument(x, self.device, s) for x, s in zip(given, specs, strict=True)]
 
     def run(self, arguments: Sequence[Any]) -> Any:
         """Run it on what `arguments` returned, on TVM's current stream, without the lock."""
@@ -283,6 +291,7 @@ class CompiledModule:
         return {
             "function": self.function,
             "signature": self.signature.to_json(),
+            "formats": self.signature.formats and self.signature.formats.to_json(),
             "launches": self.launches,
             "plan": self.plan and self.plan.to_dict(),
             "report": self.report
@@ -339,7 +348,9 @@ class CompiledModule:
         module = cls(
             library,
             target,
-            Signature.from_json(meta["signature"], meta.get("function", "main")),
+            Signature.from_json(
+                meta["signature"], meta.get("function", "main"), meta.get("formats")
+            ),
             plan=None if meta["plan"] is None else FusionPlan.from_dict(meta["plan"], str(path)),
             report=meta["report"],
             beside=beside,

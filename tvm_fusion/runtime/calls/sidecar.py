@@ -39,6 +39,8 @@ def without_lines(containing: str) -> Iterator[None]:
 # ----
 _FORMAT = 1
 _OF_SEVERAL = 2  # of several functions, which versions that know of none refuse
+_WITH_FORMATS = 3  # of tensors with channels last, which versions that know of none refuse
+_FORMATS = (_FORMAT, _OF_SEVERAL, _WITH_FORMATS)
 
 # A warning for each constant of a module that has run: its virtual machine asked for their memory
 # scopes by the operator [] of a map, which made an empty entry for each
@@ -62,6 +64,8 @@ def export_executable(executable: Any, path: Path) -> None:
 def write_sidecar(library: Path, facts: Mapping[str, Any]) -> None:
     """Write facts beside a library; TVM's containers become plain ones."""
     number = _OF_SEVERAL if "functions" in facts else _FORMAT
+    if any(one.get("formats") for one in facts.get("functions", {"main": facts}).values()):
+        number = _WITH_FORMATS
     facts = {"format": number, "tvm": tvm.__version__, **facts}
     _sidecar(library).write_text(json.dumps(facts, indent=1, default=_plain) + "\n")
 
@@ -82,7 +86,7 @@ def read_sidecar(path: Path) -> dict[str, Any]:
         meta = json.loads(sidecar.read_text())
     except ValueError as error:
         raise InputError(f"{sidecar} is no JSON: {error}") from error
-    if not isinstance(meta, dict) or meta.get("format") not in (_FORMAT, _OF_SEVERAL):
+    if not isinstance(meta, dict) or meta.get("format") not in _FORMATS:
         raise InputError(f"{sidecar} has not the format {_FORMAT}: compile and save again")
     if meta["tvm"] != tvm.__version__:
         raise InputError(

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ from tvm import relax, tirx
 from ...errors import InputError
 from ...host import threads as _threads
 from ...host.team import install
+from ...transform.layouts.memory_formats import MemoryFormats, channels_first
+from ...transform.layouts.orders import ordered
 
 # Functions of built modules, ready to be called from any thread: on a CPU their parallel loops run
 # on the threads that `host.threads` and `host.team` say.
@@ -71,6 +73,10 @@ class InputSpec:
     dtype: str | None
     shape: tuple[int | str, ...] | None
 
+    def with_channels_first(self) -> "InputSpec":
+        """The same with the last axis as axis 1."""
+        return replace(self, shape=tuple(ordered(self.shape, channels_first(len(self.shape)))))
+
     def __str__(self) -> str:
         if self.dtype is None:
             return f"{self.name}: no tensor"
@@ -81,16 +87,38 @@ class InputSpec:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """The inputs of a function, in order, and its name in the executable."""
+    """What a function takes.
+
+    Attributes
+    ----------
+    inputs : tuple of InputSpec
+        In order; shapes are those of the model.
+    function : str
+        Its name in the executable.
+    formats : MemoryFormats or None
+        What it takes and gives with the channels as last axis: torch tensors in channels_last as
+        they lie (see `channels_last`). None where all are contiguous.
+    """
 
     inputs: tuple[InputSpec, ...]
     function: str = "main"
+    formats: MemoryFormats | None = None
 
     @classmethod
     def of(cls, mod: tvm.IRModule, function: str = "main") -> "Signature":
         """Return the signature of a Relax function, its symbolic extents named apart."""
         names = _ExtentNames()
         return cls(tuple(_input_spec(param, names) for param in mod[function].params), function)
+
+    def in_formats(self, formats: MemoryFormats | None) -> "Signature":
+        """The signature of a function with channels last as callers see it, with the shapes of the
+        model.
+        """
+        if formats is None:
+            return self
+        pairs = zip(self.inputs, formats.inputs, strict=True)
+        inputs = tuple(spec.with_channels_first() if last else spec for spec, last in pairs)
+        return replace(self, inputs=inputs, formats=formats)
 
     def check(self, given: Sequence[tuple[str, Sequence[int]] | None]) -> dict[str, int]:
         """Check (dtype, shape) of every tensor, and return the values of the symbolic extents.
@@ -138,10 +166,15 @@ class Signature:
         return [{"name": s.name, "dtype": s.dtype, "shape": s.shape} for s in self.inputs]
 
     @classmethod
-    def from_json(cls, values: Sequence[Mapping[str, Any]], function: str = "main") -> "Signature":
-        """Inverse of `to_json`, for the function of that name."""
+    def from_json(
+        cls,
+        values: Sequence[Mapping[str, Any]],
+        function: str = "main",
+        formats: Mapping[str, Any] | None = None,
+    ) -> "Signature":
+        """Inverse of `to_json`, for the function of that name and `MemoryFormats.to_json`."""
         specs = (InputSpec(v["name"], v["dtype"], v["shape"] and tuple(v["shape"])) for v in values)
-        return cls(tuple(specs), function)
+        return cls(tuple(specs), function, formats and MemoryFormats.from_json(formats))
 
 
 class _ExtentNames:

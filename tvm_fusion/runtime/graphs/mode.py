@@ -12,6 +12,7 @@ import tvm
 from tvm import relax
 
 from ...errors import TargetError
+from ..calls.channels_last import taken
 from ..calls.signature import Signature
 from ..calls.tensors import Kind, from_tvm, torch_stream
 from ..calls.written_inputs import write_back
@@ -73,7 +74,8 @@ class GraphMode:
         return module.uncapturable or (self._graphs and self._graphs.refusal)
 
     def call(self, module: Module, inputs: Sequence[Any]) -> Any:
-        """Run a call as one launch; NotImplemented where that cannot be.
+        """Run a call as one launch; NotImplemented where that cannot be. The result is as the
+        function gives it (see `calls.channels_last`).
 
         The first call with inputs of its shapes runs launch by launch, and is captured afterwards.
         """
@@ -81,7 +83,8 @@ class GraphMode:
             graphs = self._graphs or self._active(module)
             if graphs is None or graphs.refusal is not None:
                 return NotImplemented
-            result = graphs.again(inputs)
+            given = taken(module.signature, inputs)
+            result = graphs.again(given)
             if result is not NotImplemented:
                 return result
             kind, like = module.check(inputs)
@@ -95,7 +98,7 @@ class GraphMode:
                 else:
                     outputs = module.run(arguments)
                     with contextlib.suppress(CudaGraphError):  # the refusal is noted
-                        outputs = graphs.add(arguments, inputs, outputs)
+                        outputs = graphs.add(arguments, given, outputs)
                     result = from_tvm(outputs, kind, like)
                 write_back(module.writes, inputs, arguments)
             return result
