@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 import re
 from dataclasses import replace
 
@@ -224,6 +225,57 @@ def test_phases_are_put_together(conv, form):
         check(conv, MMA.emit(read(conv), H200, TILES[0]))
     else:
         check(conv, SIMT.emit(read(conv), H200, SIMT.rank(read(conv), H200, POLICY)[0][1]))
+
+
+DEPTHWISE_UP = [
+    Conv((8, 2), (2, 3), 2, 2, 1, 2, (2, 2), (1, 1, 0, 0), transposed=True, output_padding=(1, 1)),
+    Conv((5, 3), (4, 4), 8, 8, 1, 8, (4, 4), (1, 1, 0, 0), transposed=True),
+    Conv((5, 3), (4, 3), 8, 8, 1, 8, (4, 2), (1,) * 4, transposed=True, output_padding=(2, 1)),
+    Conv((8, 2), (4, 7), 8, 8, 1, 8, (4, 5), (1,) * 4, transposed=True, output_padding=(2, 3)),
+]
+
+
+@pytest.mark.parametrize("form", ["mma", "simt"])
+@pytest.mark.parametrize("conv", DEPTHWISE_UP, ids=range(len(DEPTHWISE_UP)))
+def test_groups_of_one_channel_read_the_taps_of_their_phases(conv, form):
+    """The first tap of a phase, (phase + a constant) % steps, stands beside the group, of which
+    the phase is the rest.
+    """
+    if form == "mma":
+        conv = replace(conv, dtype="float16")
+        check(conv, MMA.emit(read(conv), H200, TILES[0]))
+    else:
+        check(conv, SIMT.emit(read(conv), H200, SIMT.rank(read(conv), H200, POLICY)[0][1]))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_a_random_transposed_convolution_in_groups(seed):
+    """Of one or more channels a group; in turns on tensor cores and CUDA cores."""
+    rng = random.Random(seed)
+    groups, per, out = rng.randint(2, 8), rng.choice((1, 1, 3)), rng.choice((1, 1, 2))
+    strides = tuple(rng.randint(1, 4) for _ in range(2))
+    kernel = tuple(s * rng.randint(1, 2) if rng.random() < 0.7 else s + 1 for s in strides)
+    conv = Conv(
+        tuple(rng.randint(2, 6) for _ in range(2)),
+        kernel,
+        groups * per,
+        groups * out,
+        rng.randint(1, 2),
+        groups,
+        strides,
+        tuple(rng.randint(0, k - 1) for k in (*kernel, *kernel)),
+        transposed=True,
+        output_padding=tuple(rng.randrange(s) for s in strides),
+        epilogue=rng.choice(("none", "residual")),
+    )
+    if min(conv.output_sizes) < 1:
+        conv = replace(conv, padding=(0,) * 4)
+    if seed % 2:
+        conv = replace(conv, dtype="float16")
+        check(conv, MMA.emit(read(conv), H200, TILES[seed // 2 % 3]))
+    else:
+        found = SIMT.rank(read(conv), H200, POLICY)
+        check(conv, SIMT.emit(read(conv), H200, found[seed // 2 % len(found)][1]))
 
 
 def test_phases_that_meet_no_tap_are_zeros_behind_which_the_epilogue_runs():

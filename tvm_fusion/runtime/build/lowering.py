@@ -15,14 +15,13 @@ from __future__ import annotations
 import logging
 import math
 import struct
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 import tvm
 import tvm_ffi
 from tvm import relax, s_tir, tirx
-from tvm.ir import Expr
 from tvm.tirx import compilation_pipeline
 from tvm.tirx.script.parser import entry
 
@@ -42,6 +41,7 @@ from ...transform.functions.functions import rewritten, target_kind, with_functi
 from ...transform.lower import decode_float8, wrap_integers
 from ...transform.lower.ordered_writes import meeting_loops
 from ...transform.memory.plan_memory import PlanMemory, PlanMemoryByTVM
+from .hidden_divisions import with_hidden_divisions
 from .plain_schedule import PLAIN_ATTR, calls_host, plain_schedule
 
 TIR_PIPELINE = "tvm_fusion"
@@ -316,72 +316,6 @@ def register_tir_pipelines() -> None:
     """
     compilation_pipeline.register_tir_pipeline(TIR_PIPELINE, mixed_tir_pipeline)
     compilation_pipeline.register_tir_pipeline("s_tir", _in_place_of_stock)
-
-
-# ---- Divisions of what counts downwards, hidden from TVM's simplification of iterators.
-#
-#     x[(5 - i) // 2 * 2 + (5 - i) % 2]      x[((5 - i) // 2 | 0) * 2 + ((5 - i) % 2 | 0)]
-#
-# `IterMapSimplify` splits ``5 - i`` over `i` in [0, 6) into ``i // -2 + 2`` and ``-(i % -2)``,
-# wrong for every second `i`; `FlattenBuffer` puts that into the indices of loads and stores. It
-# leaves alone what it cannot read, and a compiler drops an or with 0.
-
-_DIVISIONS = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
-
-
-def with_hidden_divisions(mod: tvm.IRModule) -> tvm.IRModule:
-    """A module in whose PrimFuncs no division of a descending number is open to `IterMapSimplify`;
-    those in which nothing descends stay as they are.
-    """
-    functions = {}
-    for gvar, func in mod.functions_items():
-        functions[gvar] = _hidden(func) if isinstance(func, tirx.PrimFunc) else func
-    return with_functions(mod, functions)
-
-
-def _hidden(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    falling = _falling_names(func)
-
-    def hide(division: Expr) -> Expr:
-        dtype = dtype_of(division)
-        if not dtype.startswith(("int", "uint")) or not _falls(division.a, falling):
-            return division
-        return tirx.bitwise_or(division, tirx.IntImm(dtype, 0))
-
-    body = tvm_ffi.structural_map(func.body, [(kind, hide) for kind in _DIVISIONS])
-    return func if body.same_as(func.body) else func.with_body(body)
-
-
-def _falling_names(func: tirx.PrimFunc) -> set[tirx.Var]:
-    """The variables that are bound to something descending: simplification puts it in for them."""
-    falling: set[tirx.Var] = set()
-
-    def see(binding: tirx.Bind) -> None:
-        if _falls(binding.value, falling):
-            falling.add(binding.var)
-
-    tvm_ffi.structural_walk(func.body, [(tirx.Bind, see)])
-    return falling
-
-
-def _falls(expr: Expr, falling: Collection[tirx.Var], sign: int = 1) -> bool:
-    """Whether a variable counts downwards in an integer expression that stands `sign` times."""
-    if isinstance(expr, tirx.Var):
-        return sign < 0 or expr in falling
-    if isinstance(expr, tirx.Add):
-        return _falls(expr.a, falling, sign) or _falls(expr.b, falling, sign)
-    if isinstance(expr, tirx.Sub):
-        return _falls(expr.a, falling, sign) or _falls(expr.b, falling, -sign)
-    if isinstance(expr, tirx.Mul):
-        factor = next((x for x in (expr.a, expr.b) if isinstance(x, tirx.IntImm)), None)
-        if factor is not None:
-            other = expr.b if expr.a.same_as(factor) else expr.a
-            return _falls(other, falling, sign if factor.value >= 0 else -sign)
-    if isinstance(expr, tirx.Cast):
-        return _falls(expr.value, falling, sign)
-    if isinstance(expr, _DIVISIONS):
-        return _falls(expr.a, falling, sign)
-    return sign < 0 and not isinstance(expr, tirx.IntImm)
 
 
 # ---- Constants of float64 in CUDA kernels, by their bits where TVM would round them.
