@@ -455,6 +455,21 @@ def test_outputs_leave_from_registers_where_rows_are_even_or_shared_memory_is_fu
     assert (plan.by_rows, plan.boxes) == ((None,), 0)
 
 
+@pytest.mark.parametrize("config", [direct(64, 24), direct(128, 40), direct(64, 80)], ids=str)
+def test_rows_in_several_pieces_leave_element_by_element(config):
+    def emit(bb, x, w):
+        y = bb.emit(op.matmul(x, bb.emit(op.permute_dims(w, (1, 0)))))
+        return bb.emit(op.permute_dims(y, (0, 2, 1)))
+
+    def reference(x, w):
+        return [(x @ w.T).transpose(0, 2, 1)]
+
+    example = case("pieces", emit, [(8, 49, 64), (128, 64)], reference)
+    problem = read_problems(analyze_contraction(example.func()))[0]
+    assert make_plan(problem, config, H200).by_rows == (None,)
+    check(example, config)
+
+
 def test_kernels_that_store_by_rows_compile_without_spills_or_serialised_wgmma():
     contraction = contraction_of(graphs.linear, (2048, 768), (50257, 768))
     compiled = compile_hopper(emit_gemm_hopper(contraction, H200, direct(128, 256)))

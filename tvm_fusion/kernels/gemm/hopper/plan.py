@@ -338,13 +338,14 @@ def _arriving(problem: HopperProblem, rows: int) -> int:
 
 
 def _by_rows(problem: HopperProblem, segment: HopperSegment) -> int | None:
-    """An output of halves whose rows are contiguous, but start off 4 bytes."""
+    """An output of halves whose rows are contiguous as a whole, but start off 4 bytes."""
     for position, output in enumerate(segment.outputs):
         if output.partial is not None or output.dtype not in HALF_DTYPES:
             continue
         shape = problem.contraction.params[output.param].shape
         access = affine_access(output.indices, shape, segment.groups)
-        if access is not None and access.contiguous("n") and not access.aligned(2, "n"):
+        whole = access is not None and len(access.digits["n"]) == 1
+        if whole and access.contiguous("n") and not access.aligned(2, "n"):
             return position
     return None
 
