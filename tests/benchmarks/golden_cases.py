@@ -73,6 +73,15 @@ class Case:
         return not self.devices or device in self.devices
 
 
+MANY = ("conv", "vision")
+OF_MANY = (
+    *("resnet_b1_stem", "resnet_b1_56_3x3_64_64", "resnet_b1_28_3x3s2_256_256"),
+    *("resnet_b1_14_1x1_256_1024", "depthwise_28_5x5_240", "audio_1000_9s2_256_512"),
+    *("up_8_4_512_512", "up3_10_3_64_64", "grouped_56_3_128_128_g32", "unet_block_b1"),
+)
+"""Of suites of many alike, those that are cases: one of each kind."""
+
+
 def kind_of(name: str) -> str:
     """The kind of a case, by its name."""
     group = name.partition("/")[0]
@@ -82,6 +91,7 @@ def kind_of(name: str) -> str:
 def cases() -> dict[str, Case]:
     """All cases by name, `<suite or kind>/<name>`."""
     first = {name: suite for suite in reversed(SUITES) for name in SUITES[suite]}
+    first = {n: suite for n, suite in first.items() if suite not in MANY or n in OF_MANY}
     keys = {name: f"{suite}/{name}" for name, suite in first.items()}
     workload = {name: partial(module_of, f"suite:{key}") for name, key in keys.items()}
     found = {keys[name]: Case(make, needs="torch") for name, make in workload.items()}

@@ -7,7 +7,10 @@ import tvm
 from tvm import relax
 from tvm.relax import op
 
+from tvm_fusion.config import load_profile
 from tvm_fusion.transform.lower.constant_arithmetic import MOST_ELEMENTS, folding
+from tvm_fusion.transform.pipeline import lower
+from tvm_fusion.transform.rewrites.factors import is_constant
 
 TARGET = tvm.target.Target("llvm")
 KINDS = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
@@ -83,3 +86,23 @@ def test_a_legalization_of_ours_is_kept_for_what_is_no_constant():
 
     legalized(batch_norm("float32"), folding({"relax.add": ours}), False)
     assert len(asked) == 2
+
+
+def test_lean_constants_stay_lean():
+    """What LeanConstants narrows is widened in kernels, not here."""
+    rng = np.random.default_rng(1)
+    gamma = relax.const(rng.uniform(0.5, 2.0, 4096).astype("float16"))
+    bb = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((64, 4096), "float32"))
+    with bb.function("main", [x]):
+        with bb.dataflow():
+            wide = bb.emit(op.astype(gamma, "float32"))
+            out = bb.emit_output(bb.emit(op.multiply(x, wide)))
+        bb.emit_func_output(out)
+    hw = load_profile("nvidia_h200")
+    low = lower(bb.get(), hw.to_target(), hw=hw)
+    constants = []
+    relax.analysis.post_order_visit(
+        low["main"], lambda e: constants.append(e) if is_constant(e) else None
+    )
+    assert {str(c.value.dtype) for c in constants} == {"float16"}

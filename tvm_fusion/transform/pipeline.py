@@ -116,28 +116,27 @@ def legalize(
 ) -> tvm.IRModule:
     """The last part of `lower`: `call_tir` in place of the operators of an opened module."""
     gpu = _gpu(hw)
-    table = folding(
-        {
-            **HALF_OPERATORS,
-            **FIRST_EXTREMA,
-            **UNSIGNED_SIGNS,
-            **LONG_CONCATS,
-            **TRANSPOSED_CONVOLUTIONS,
-            "relax.permute_dims": legalize_permute,
-            "relax.where": legalize_where,
-        }
-    )
-    operators = relax.transform.LegalizeOps(table)
+    table = {
+        **HALF_OPERATORS,
+        **FIRST_EXTREMA,
+        **UNSIGNED_SIGNS,
+        **LONG_CONCATS,
+        **TRANSPOSED_CONVOLUTIONS,
+        "relax.permute_dims": legalize_permute,
+        "relax.where": legalize_where,
+    }
+    # Constants that are lean stay so: what widens them again is for kernels to evaluate.
+    widening = [LeanConstants(), relax.transform.LegalizeOps(table)]
     passes = [
         *([SplitReductions(gpu)] if gpu is not None else []),
         WidenSorts() if target.kind.name == "llvm" else OpenMedians(),
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),
-        operators,
+        relax.transform.LegalizeOps(folding(table)),
         OrderedWrites(),
         relax.transform.FoldConstant(),
         BindWeights(),
-        *([LeanConstants(), operators] if gpu is not None else []),
+        *(widening if gpu is not None else []),
         relax.transform.ConvertToDataflow(min_size=1),
         relax.transform.DeadCodeElimination(["main"]),
         UniqueNames(),
