@@ -174,22 +174,16 @@ def _merged(convolution: Convolution) -> Convolution | None:
     axes = [a for a in segment.space if a is not above.axis and a is not last.axis]
     env = dict(zip((above.axis.var, last.axis.var), parts, strict=True))
     put = Put(env, Simplifier([*axes, both]))
-    outputs = tuple(
-        replace(o, indices=tuple(map(put, o.indices)), value=put(o.value)) for o in segment.outputs
-    )
-    bindings = tuple(Binding(b.var, put(b.value)) for b in segment.bindings)
 
     def group(some: tuple[Axis, ...]) -> tuple[Axis, ...]:
         kept = tuple(a for a in some if a is not above.axis and a is not last.axis)
         return (*kept, both) if any(a is last.axis for a in some) else kept
 
     segment = replace(
-        segment,
+        put.segment(segment),
         batch=group(segment.batch),
         m=group(segment.m),
         n=group(segment.n),
-        outputs=outputs,
-        bindings=bindings,
     )
     at = convolution.coordinates[last.dim]
     where = {
@@ -272,12 +266,9 @@ def _split_groups(contraction: Contraction) -> Contraction:
     simplify = Simplifier([*batch, filters, *segment.m, *segment.n, *product.k])
     put = Put(env, simplify)
     product = replace(product, a=put.operand(product.a), b=put.operand(product.b))
-    outputs = tuple(
-        replace(o, indices=tuple(map(put, o.indices)), value=put(o.value)) for o in segment.outputs
-    )
-    bindings = tuple(Binding(b.var, put(b.value)) for b in segment.bindings)
+    moved = put.segment(segment)
     m = (filters, *segment.m)
-    segment = Segment(batch, m, segment.n, (product,), bindings, outputs)
+    segment = replace(moved, batch=batch, m=m, products=(product,))
     return replace(contraction, segments=(segment,))
 
 
@@ -298,8 +289,18 @@ class Put:
         return rebuild(expr, self)
 
     def operand(self, operand: Operand) -> Operand:
-        bindings = tuple(Binding(b.var, self(b.value)) for b in operand.bindings)
-        return Operand(self(operand.value), bindings)
+        return Operand(self(operand.value), self._bindings(operand.bindings))
+
+    def segment(self, segment: Segment) -> Segment:
+        """The segment with what stands behind its products over other axes."""
+        outputs = tuple(
+            replace(o, indices=tuple(map(self, o.indices)), value=self(o.value))
+            for o in segment.outputs
+        )
+        return replace(segment, bindings=self._bindings(segment.bindings), outputs=outputs)
+
+    def _bindings(self, bindings: Sequence[Binding]) -> tuple[Binding, ...]:
+        return tuple(Binding(b.var, self(b.value)) for b in bindings)
 
 
 def _without_casts(expr: Expr) -> Expr:

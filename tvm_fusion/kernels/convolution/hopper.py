@@ -24,10 +24,9 @@ from tvm.ir import Expr, TensorLoad, Var
 
 from ...config import HardwareProfile, Policy
 from ...errors import Unsupported
-from ..contraction.model import INDEX, Axis, Binding, Operand, Simplifier, fresh_var
-from ..contraction.reader import Segment
+from ..contraction.model import INDEX, Axis, Operand, Simplifier, fresh_var
 from ..forms import Ranked
-from ..gemm.epilogue import take_loads
+from ..gemm.epilogue import EpilogueLoad, take_loads
 from ..gemm.hopper.config import HopperConfig
 from ..gemm.hopper.kernel import check_architecture, emit_problem, ranked_problems
 from ..gemm.hopper.model import (
@@ -39,7 +38,7 @@ from ..gemm.hopper.model import (
     OperandView,
     Windows,
 )
-from ..gemm.hopper.problem import without_residual
+from ..gemm.hopper.problem import in_boxes, without_residual
 from ..gpu.access import Groups, affine_access
 from ..gpu.tensor_map import MAX_BOX, MAX_STEP, TensorMap, tensor_map, with_steps
 from ..program.expr import FLOAT8_DTYPES, HALF_DTYPES, bytes_of, constant, dtype_of
@@ -232,26 +231,21 @@ class _Part:
         self.positions = [Axis(fresh_var("position", INDEX), n) for n in self.windows.sizes]
 
     def _windows(self, channels: int) -> Windows:
-        convolution = self.convolution
-        sizes, strides, taps, dilations, before, steps, first, step = [], [], [], [], [], [], 0, 1
-        for window, start in reversed(
-            list(zip(self.convolution.windows, self.starts, strict=True))
-        ):
+        found, first, step = [], 0, 1
+        pairs = list(zip(self.convolution.windows, self.starts, strict=True))
+        for window, start in reversed(pairs):
             met = window.phase_taps(start) or [(0, -BEYOND)]
-            sizes.append(-(-(window.size - start) // window.expansion))
-            strides.append(1 if window.axis is None else window.stride)
-            taps.append(len(met))
             (tap, at), (next_tap, next_at) = met[0], met[min(1, len(met) - 1)]
-            dilations.append(next_at - at)
-            before.append(window.low - at)
-            steps.append((next_tap - tap) * step)
+            size = -(-(window.size - start) // window.expansion)
+            stride = 1 if window.axis is None else window.stride
+            walk = next_at - at, window.low - at, len(met), (next_tap - tap) * step
+            found.append((size, stride, *walk))
             first += tap * step
             step *= window.taps
-        known = (sizes, strides, taps, dilations, before, steps)
-        sizes, strides, taps, dilations, before, steps = (tuple(x[::-1]) for x in known)
+        sizes, strides, dilations, before, taps, steps = zip(*reversed(found), strict=True)
         reach = [abs(d) * (n - 1) for d, n in zip(dilations, taps, strict=True)]
         shape = box_shape(sizes, strides, reach, self.rims)
-        whole = self.batch and channels == convolution.channels_of_group
+        whole = self.batch and channels == self.convolution.channels_of_group
         return Windows(
             sizes,
             shape,
@@ -268,7 +262,7 @@ class _Part:
 
     def segment(self) -> HopperSegment:
         """The segment over boxes, and places in them."""
-        convolution, whole = self.convolution, self.convolution.segment
+        convolution = self.convolution
         steps = 1 if self.rims else math.prod(self.windows.taps)
         terms = Axis(fresh_var("term", INDEX), steps * self.windows.channels)
         env = {}
@@ -278,29 +272,13 @@ class _Part:
             if window.axis is not None:
                 step, first = (constant(n, INDEX) for n in (window.expansion, start))
                 env[window.axis.var] = axis.var * step + first
-        plain = _moved(whole, env, [*self.batch, *self.positions, *self.n])
+        axes = Simplifier([*self.batch, *self.positions, *self.n])
+        plain = Put(env, axes).segment(convolution.segment)
         m, env = self._rows()
-        boxed = replace(
-            _moved(plain, env, [*self.batch, *m, *self.n]), batch=self.batch, m=m, n=self.n
-        )
+        boxed = Put(env, Simplifier([*self.batch, *m, *self.n])).segment(plain)
         groups = {"batch": self.batch, "m": m, "n": self.n}
         bindings, outputs, loads = take_loads(convolution.contraction, boxed, groups)
-        staged = staged_map = residual = residual_map = None
-        for position, output in enumerate(plain.outputs):
-            param = convolution.contraction.params[output.param].var
-            staged_map = self._boxes_of(param, output.dtype, output.indices)
-            if staged_map is not None:
-                staged = position
-                break
-        if staged is not None:
-            *_, before = take_loads(convolution.contraction, plain, self._by_window)
-            for load, unboxed in zip(loads, before, strict=True):
-                if load.per_row and load.per_column:
-                    residual_map = self._boxes_of(load.param, load.dtype, unboxed.indices)
-                if residual_map is not None:
-                    residual = load
-                    break
-        return HopperSegment(
+        found = HopperSegment(
             self.batch,
             m,
             self.n,
@@ -309,13 +287,23 @@ class _Part:
             (_weights(convolution, self.dtype, self.batch),),
             bindings,
             outputs,
-            tuple(x for x in loads if x is not residual),
-            staged,
-            staged_map,
-            residual,
-            residual_map,
+            loads,
             windows=self.windows,
         )
+        *_, before = take_loads(convolution.contraction, plain, self._by_window)
+        unboxed = {id(load): other for load, other in zip(loads, before, strict=True)}
+
+        def of_load(load: EpilogueLoad) -> TensorMap | None:
+            if not (load.per_row and load.per_column):
+                return None
+            return self._boxes_of(load.param, load.dtype, unboxed[id(load)].indices)
+
+        def of_output(position: int) -> TensorMap | None:
+            output = plain.outputs[position]
+            param = convolution.contraction.params[output.param].var
+            return self._boxes_of(param, output.dtype, output.indices)
+
+        return in_boxes(found, of_output, of_load)
 
     def _rows(self) -> tuple[tuple[Axis, ...], dict[Var, Expr]]:
         """The axes of rows, and what positions are of them."""
@@ -350,16 +338,6 @@ class _Part:
         except Unsupported:
             return None
         return found if _is_ordered(found, self.windows) else None
-
-
-def _moved(segment: Segment, env: dict[Var, Expr], axes: Sequence[Axis]) -> Segment:
-    """The segment's outputs over other axes."""
-    put = Put(env, Simplifier(axes))
-    outputs = tuple(
-        replace(o, indices=tuple(map(put, o.indices)), value=put(o.value)) for o in segment.outputs
-    )
-    bindings = tuple(Binding(x.var, put(x.value)) for x in segment.bindings)
-    return replace(segment, bindings=bindings, outputs=outputs)
 
 
 # ---- operands

@@ -23,7 +23,6 @@ from tvm.ir import Expr, Var
 from ..contraction.model import (
     INDEX,
     Axis,
-    Binding,
     Contraction,
     Operand,
     Segment,
@@ -117,7 +116,6 @@ def _phase(window: Window, start: int, env: dict[Var, Expr]) -> Window:
 
 def _segment(convolution: Convolution, windows: list[Window], env: dict[Var, Expr]) -> Segment:
     group, filters, channels = convolution.group, convolution.filters, convolution.channels
-    source = convolution.segment
     positions = tuple(w.axis for w in windows if w.axis is not None)
     taps = tuple(w.tap for w in windows if w.tap is not None)
     phases = tuple(w.phase for w in windows if w.phase is not None)
@@ -135,12 +133,9 @@ def _segment(convolution: Convolution, windows: list[Window], env: dict[Var, Exp
     simplify = Put({a.var: a.var for a in own}, Simplifier(own))
     plain = all(w.taps == 1 and not w.has_zeros for w in windows)
     data = Operand(simplify(read.value), (), None if plain else read)
-    outputs = tuple(
-        replace(o, indices=tuple(map(put, o.indices)), value=put(o.value)) for o in source.outputs
-    )
-    bindings = tuple(Binding(b.var, put(b.value)) for b in source.bindings)
+    moved = put.segment(convolution.segment)
     columns = (filters,) if filters is not None else ()
-    inner = next((i for i in reversed(outputs[0].indices) if number(i) is None), None)
+    inner = next((i for i in reversed(moved.outputs[0].indices) if number(i) is None), None)
     by_filter = filters is not None and inner is not None and filters.var in variables(inner)
     k = _terms(read, weights, taps)
     a, b, m, n = data, weights, positions, columns
@@ -148,7 +143,7 @@ def _segment(convolution: Convolution, windows: list[Window], env: dict[Var, Exp
         a, b, m, n = weights, data, columns, positions
     product = replace(convolution.product, a=a, b=b, k=k)
     batch = (group, *phases) if group is not None else phases
-    return Segment(batch, m, n, (product,), bindings, outputs)
+    return replace(moved, batch=batch, m=m, n=n, products=(product,))
 
 
 def _terms(read: Windows, weights: Operand, taps: tuple[Axis, ...]) -> tuple[Axis, ...]:

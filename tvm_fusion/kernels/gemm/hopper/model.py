@@ -7,7 +7,6 @@ import math
 from dataclasses import dataclass
 
 import tvm_ffi
-from tvm import tirx
 from tvm.ir import Call, Expr, Var
 
 from ....errors import Unsupported
@@ -15,7 +14,7 @@ from ...contraction.model import Binding, Space
 from ...contraction.reader import Contraction, Output, Partners, Product
 from ...gpu.access import AffineAccess
 from ...gpu.tensor_map import TensorMap, tensor_map
-from ...program.expr import FLOAT8_DTYPES, HALF_DTYPES, bytes_of
+from ...program.expr import FLOAT8_DTYPES, HALF_DTYPES, bytes_of, conjunction
 from ...program.program import Extent
 from ..epilogue import EpilogueLoad
 
@@ -186,7 +185,7 @@ class Windows:
             if self.sizes[position] % size:
                 inside.append(firsts[position] + place % size < self.sizes[position])
             place = place // size
-        return tirx.all(*inside) if len(inside) > 1 else inside[0]
+        return conjunction(*inside)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -205,10 +204,10 @@ class HopperSegment(Space):
     bindings: tuple[Binding, ...]
     outputs: tuple[Output, ...]
     loads: tuple[EpilogueLoad, ...]
-    staged: int | None
-    staged_map: TensorMap | None
-    residual: EpilogueLoad | None
-    residual_map: TensorMap | None
+    staged: int | None = None
+    staged_map: TensorMap | None = None
+    residual: EpilogueLoad | None = None
+    residual_map: TensorMap | None = None
     factors: tuple[Expr, ...] = ()
     partners: Partners | None = None
     windows: Windows | None = None

@@ -6,7 +6,7 @@ fit (attention heads, images) become part of the batch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from tvm import tirx
@@ -27,7 +27,7 @@ from ...program.expr import (
     variables,
 )
 from ...program.program import Extent
-from ..epilogue import partner_vars, take_loads
+from ..epilogue import EpilogueLoad, partner_vars, take_loads
 from .model import BOX, OPERAND_KINDS, HopperProblem, HopperSegment, OperandView
 
 # Factors of rows that come first in an epilogue are put into the accumulators.
@@ -228,23 +228,7 @@ def _segment(
 ) -> HopperSegment:
     groups = {"batch": batch, "m": m, "n": segment.n}
     bindings, outputs, loads = take_loads(contraction, segment, groups)
-    staged = staged_map = residual = residual_map = None
-    for position, output in enumerate(outputs):
-        if output.partial is not None:
-            continue
-        param = contraction.params[output.param]
-        access = affine_access(output.indices, param.shape, groups)
-        staged_map = _box_map(param.var, output.dtype, access)
-        if staged_map is not None:
-            staged = position
-            break
-    if staged is not None:
-        for load in loads:
-            residual_map = _box_map(load.param, load.dtype, load.access)
-            if residual_map is not None:
-                residual = load
-                break
-    return HopperSegment(
+    found = HopperSegment(
         batch,
         m,
         segment.n,
@@ -253,13 +237,38 @@ def _segment(
         b,
         bindings,
         outputs,
-        tuple(x for x in loads if x is not residual),
-        staged,
-        staged_map,
-        residual,
-        residual_map,
+        loads,
         partners=segment.partners,
     )
+
+    def of_output(position: int) -> TensorMap | None:
+        output = outputs[position]
+        param = contraction.params[output.param]
+        access = affine_access(output.indices, param.shape, groups)
+        return _box_map(param.var, output.dtype, access)
+
+    return in_boxes(found, of_output, lambda load: _box_map(load.param, load.dtype, load.access))
+
+
+def in_boxes(
+    segment: HopperSegment,
+    of_output: Callable[[int], TensorMap | None],
+    of_load: Callable[[EpilogueLoad], TensorMap | None],
+) -> HopperSegment:
+    """The segment with its first output that the TMA can store, whose map `of_output` gives, and
+    the first load that it can bring in beside that, which is then its residual.
+    """
+    for position, output in enumerate(segment.outputs):
+        if output.partial is None and (found := of_output(position)) is not None:
+            segment = replace(segment, staged=position, staged_map=found)
+            break
+    else:
+        return segment
+    for load in segment.loads:
+        if (found := of_load(load)) is not None:
+            others = tuple(x for x in segment.loads if x is not load)
+            return replace(segment, loads=others, residual=load, residual_map=found)
+    return segment
 
 
 def without_residual(segment: HopperSegment) -> HopperSegment:

@@ -168,27 +168,46 @@ class WindowCopy(AtWindows):
                 T.evaluate(call)
 
 
-class Gather(AtWindows):
-    """Single elements of any layout; neighbouring threads have neighbouring rows.
+class Elements(AtWindows):
+    """Single elements, which pass registers; neighbouring threads have neighbouring rows."""
+
+    is_async = False
+
+    @property
+    def length(self) -> int:
+        """Elements of a chunk."""
+        return CHUNK // self.source.element
+
+    def _threads_along_lines(self) -> bool:
+        return False
+
+    def _allocate(self) -> None:
+        """Emits the registers of this thread's chunks."""
+        self.kept = T.alloc_local((len(self.units) * self.length,), self.source.dtype)
+
+    def store(self, step: Expr, stage: Expr) -> None:
+        """Emits the stores of the registers to shared memory."""
+        for i, unit in enumerate(self.units):
+            with T.If(always(unit.exists)), T.Then():
+                registers = self.kept.ptr_to([i * self.length])
+                store_chunk(self.place.at(stage, unit.offset), registers)
+
+
+class Gather(Elements):
+    """Single elements of any layout.
 
     What the terms of a step give stands in a table in shared memory: the offset of each, and a bit
     for each window, that of its tap. A row has the bits of all taps that meet an element.
     """
 
-    is_async = False
-
     def prepare(self, tile: Tile, thread: Expr) -> None:
         super().prepare(tile, thread)
         self.thread = thread
-        self.length = CHUNK // self.source.element
         self.masks = [
             T.Bind(self._mask(unit, row)) for unit, row in zip(self.units, self.rows, strict=True)
         ]
-        self.kept = T.alloc_local((len(self.units) * self.length,), self.source.dtype)
+        self._allocate()
         self.entries = T.alloc_local((2 * self.length,), "int32")
-
-    def _threads_along_lines(self) -> bool:
-        return False
 
     def _mask(self, unit: Unit, row: Row) -> Expr:
         found, first = T.int32(EXISTS), 0
@@ -248,26 +267,13 @@ class Gather(AtWindows):
         own, table = self.entries.ptr_to([0]), self.table.ptr_to([first])
         copy_words(lambda _: own, lambda _: table, ENTRY_BYTES * self.length, CHUNK)
 
-    def store(self, step: Expr, stage: Expr) -> None:
-        """Emits the stores of the registers to shared memory."""
-        for i, unit in enumerate(self.units):
-            with T.If(always(unit.exists)), T.Then():
-                registers = self.kept.ptr_to([i * self.length])
-                store_chunk(self.place.at(stage, unit.offset), registers)
 
-
-class Evaluate(AtWindows):
+class Evaluate(Elements):
     """Single elements that are computed, or read at steps of less than an element."""
-
-    is_async = False
 
     def prepare(self, tile: Tile, thread: Expr) -> None:
         super().prepare(tile, thread)
-        self.length = CHUNK // self.source.element
-        self.kept = T.alloc_local((len(self.units) * self.length,), self.source.dtype)
-
-    def _threads_along_lines(self) -> bool:
-        return False
+        self._allocate()
 
     def load(self, step: Expr) -> None:
         """Emits the loads of a step's slice into registers."""
@@ -316,10 +322,3 @@ class Evaluate(AtWindows):
             value = tirx.if_then_else(inside, value, constant(0, dtype_of(value)))
         (found,) = evaluate(self.frame, (), [value], env, self.source.dtype in HALF_DTYPES)
         return found
-
-    def store(self, step: Expr, stage: Expr) -> None:
-        """Emits the stores of the registers to shared memory."""
-        for i, unit in enumerate(self.units):
-            with T.If(always(unit.exists)), T.Then():
-                registers = self.kept.ptr_to([i * self.length])
-                store_chunk(self.place.at(stage, unit.offset), registers)
