@@ -32,10 +32,11 @@ from tvm_fusion.errors import Unsupported
 from tvm_fusion.kernels.convolution.depthwise import time as direct
 from tvm_fusion.kernels.convolution.depthwise.config import DepthwiseConfig
 from tvm_fusion.kernels.convolution.depthwise.problem import Numbers, direct_problem
-from tvm_fusion.kernels.convolution.depthwise.rank import moved_bytes, operations_of
+from tvm_fusion.kernels.convolution.depthwise.rank import moved_bytes
 from tvm_fusion.kernels.convolution.depthwise.shape import Roles, Shape
 from tvm_fusion.kernels.convolution.geometry import read_convolution
 from tvm_fusion.kernels.convolution.hopper import read_windows
+from tvm_fusion.kernels.gemm.epilogue import operations_of
 from tvm_fusion.kernels.gemm.hopper.config import HopperConfig
 from tvm_fusion.kernels.gemm.hopper.configs import hopper_work, tile_of
 from tvm_fusion.kernels.gemm.hopper.cost import (
@@ -118,7 +119,12 @@ def load_direct(path=DEPTHWISE):
     for entry in data["layers"]:
         problem = read_convolution(_case(entry).func(), entry["case"].get("exact", False))
         numbers = direct_problem(problem).numbers
-        work = Direct(entry["name"], numbers, moved_bytes(problem), operations_of(problem))
+        work = Direct(
+            entry["name"],
+            numbers,
+            moved_bytes(problem),
+            float(operations_of(problem.segment).total()),
+        )
         found[work] = {}
         for us, *values in entry["kernels"]:
             config = DepthwiseConfig(*values)

@@ -57,6 +57,30 @@ def test_nothing_moves_at_borders_that_have_channels_last(name, formats, stay):
     np.testing.assert_allclose(found.numpy(), expected.numpy(), atol=2e-5)
 
 
+class Contiguous(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.contiguous()
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "outputs"),
+    [
+        (lambda: nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU()), (2, 4, 9, 9), 1),
+        (lambda: nn.Sequential(nn.Conv3d(4, 8, 3), nn.ReLU()), (2, 4, 5, 9, 9), 1),
+        (lambda: nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), Contiguous()), None, 0),
+        (lambda: nn.Sequential(nn.Conv2d(4, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten()), None, 0),
+    ],
+)
+def test_outputs_lie_as_those_of_eager_mode(make, shape, outputs):
+    torch.manual_seed(0)
+    model, x = make().eval(), last(torch.randn(shape or (2, 4, 9, 9)))
+    with torch.no_grad():
+        eager = model(x)
+    assert formats_of(torch.export.export(model, (x,))) == MemoryFormats((True,), (bool(outputs),))
+    if eager.ndim in FORMATS:
+        assert eager.is_contiguous(memory_format=FORMATS[eager.ndim]) == bool(outputs)
+
+
 def test_formats_of_another_number_of_tensors_do_not_fit():
     model = nn.Conv2d(4, 4, 3)
     program = torch.export.export(model.eval(), (torch.zeros(1, 4, 8, 8),))

@@ -130,13 +130,17 @@ def by_torch(case: Conv, tensors: list[Tensor], behind: bool = True) -> Tensor:
     return torch.relu(y) if case.epilogue != "none" else y
 
 
+def is_even(case: Conv) -> bool:
+    """Whether there is as much padding before the data as behind it."""
+    return case.padding[: case.rank] == case.padding[case.rank :]
+
+
 BY_TORCH = ("none", "relu", "scale_shift", "residual")
 
 
 def references(case: Conv, tensors: list[Tensor]) -> list[Tensor]:
     """The results in float64: of large convolutions by torch, of any other kind by numpy."""
-    even = case.padding[: case.rank] == case.padding[case.rank :]
-    if case.epilogue in BY_TORCH and not case.prologue and even:
+    if case.epilogue in BY_TORCH and not case.prologue and is_even(case):
         return [by_torch(case, [t.double() for t in tensors])]
     found = case.expected([t.double().cpu().numpy() for t in tensors])
     return [torch.from_numpy(x).cuda() for x in found]
@@ -166,8 +170,7 @@ def check(name: str, case: Conv, kernels: dict[str, Any], repeats: int) -> dict[
             print(f"WRONG {name} {form} {config}: {error}", flush=True)
         calls[str(len(rows) - 1)] = lambda main=main: main(*arguments)
     torch.backends.cudnn.benchmark = True
-    even = case.padding[: case.rank] == case.padding[case.rank :]
-    if even or not case.transposed:  # torch crops transposed ones evenly
+    if is_even(case) or not case.transposed:  # torch crops transposed ones evenly
         calls["cudnn"] = lambda: by_torch(case, tensors, behind=False)
         calls["eager"] = lambda: by_torch(case, tensors)
     times = kernel_times(calls, repeats)

@@ -43,36 +43,36 @@ def square(size: int, kernel: int, channels: int, filters: int, **more) -> Conv:
     return last((size, size), (kernel, kernel), channels, filters, **more)
 
 
-RESNET50 = (  # size of the data, taps, channels, filters, stride; how often
-    ((56, 1, 64, 64, 1), 1),
-    ((56, 3, 64, 64, 1), 3),
-    ((56, 1, 64, 256, 1), 4),
-    ((56, 1, 256, 64, 1), 2),
-    ((56, 1, 256, 128, 1), 1),
-    ((56, 3, 128, 128, 2), 1),
-    ((56, 1, 256, 512, 2), 1),
-    ((28, 1, 128, 512, 1), 4),
-    ((28, 1, 512, 128, 1), 3),
-    ((28, 3, 128, 128, 1), 3),
-    ((28, 1, 512, 256, 1), 1),
-    ((28, 3, 256, 256, 2), 1),
-    ((28, 1, 512, 1024, 2), 1),
-    ((14, 1, 256, 1024, 1), 6),
-    ((14, 1, 1024, 256, 1), 5),
-    ((14, 3, 256, 256, 1), 5),
-    ((14, 1, 1024, 512, 1), 1),
-    ((14, 3, 512, 512, 2), 1),
-    ((14, 1, 1024, 2048, 2), 1),
-    ((7, 1, 512, 2048, 1), 3),
-    ((7, 1, 2048, 512, 1), 2),
-    ((7, 3, 512, 512, 1), 2),
+RESNET50 = (  # size of the data, taps, channels, filters, stride
+    (56, 1, 64, 64, 1),
+    (56, 3, 64, 64, 1),
+    (56, 1, 64, 256, 1),
+    (56, 1, 256, 64, 1),
+    (56, 1, 256, 128, 1),
+    (56, 3, 128, 128, 2),
+    (56, 1, 256, 512, 2),
+    (28, 1, 128, 512, 1),
+    (28, 1, 512, 128, 1),
+    (28, 3, 128, 128, 1),
+    (28, 1, 512, 256, 1),
+    (28, 3, 256, 256, 2),
+    (28, 1, 512, 1024, 2),
+    (14, 1, 256, 1024, 1),
+    (14, 1, 1024, 256, 1),
+    (14, 3, 256, 256, 1),
+    (14, 1, 1024, 512, 1),
+    (14, 3, 512, 512, 2),
+    (14, 1, 1024, 2048, 2),
+    (7, 1, 512, 2048, 1),
+    (7, 1, 2048, 512, 1),
+    (7, 3, 512, 512, 1),
 )
 
 
 def resnet50() -> dict[str, Conv]:
     """The distinct convolutions of ResNet-50 behind its stem."""
     found = {}
-    for (size, kernel, channels, filters, stride), _ in RESNET50:
+    for size, kernel, channels, filters, stride in RESNET50:
         step = f"s{stride}" if stride > 1 else ""
         name = f"{size} {kernel}x{kernel}{step} {channels}-{filters}"
         found[name] = square(size, kernel, channels, filters, stride=stride)

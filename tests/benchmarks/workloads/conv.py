@@ -11,12 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.support.conv_suites import RESNET50
+from tvm_fusion.frontends.memory_formats import FORMATS
+
 from .instance import Made, Sizes, Workload
 
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 TRANSPOSED = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 NORMS = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def channels_last(x: torch.Tensor) -> torch.Tensor:
@@ -104,35 +106,10 @@ def with_format(module: nn.Module) -> nn.Module:
     return module
 
 
-RESNET50 = (  # size of the data, taps, channels, filters, stride, residual; how often
-    ((56, 1, 64, 64, 1, False), 1),
-    ((56, 3, 64, 64, 1, False), 3),
-    ((56, 1, 64, 256, 1, True), 4),
-    ((56, 1, 256, 64, 1, False), 2),
-    ((56, 1, 256, 128, 1, False), 1),
-    ((56, 3, 128, 128, 2, False), 1),
-    ((56, 1, 256, 512, 2, False), 1),
-    ((28, 1, 128, 512, 1, True), 4),
-    ((28, 1, 512, 128, 1, False), 3),
-    ((28, 3, 128, 128, 1, False), 3),
-    ((28, 1, 512, 256, 1, False), 1),
-    ((28, 3, 256, 256, 2, False), 1),
-    ((28, 1, 512, 1024, 2, False), 1),
-    ((14, 1, 256, 1024, 1, True), 6),
-    ((14, 1, 1024, 256, 1, False), 5),
-    ((14, 3, 256, 256, 1, False), 5),
-    ((14, 1, 1024, 512, 1, False), 1),
-    ((14, 3, 512, 512, 2, False), 1),
-    ((14, 1, 1024, 2048, 2, False), 1),
-    ((7, 1, 512, 2048, 1, True), 3),
-    ((7, 1, 2048, 512, 1, False), 2),
-    ((7, 3, 512, 512, 1, False), 2),
-)
-
-
 def _resnet(batch: int) -> dict[str, Workload]:
     found = {"stem": layer((224, 224), 3, 64, 7, 2, batch)}
-    for (size, kernel, channels, filters, stride, residual), _ in RESNET50:
+    for size, kernel, channels, filters, stride in RESNET50:
+        residual = stride == 1 and filters == 4 * channels  # the last of a block
         step = f"s{stride}" if stride > 1 else ""
         name = f"{size}_{kernel}x{kernel}{step}_{channels}_{filters}"
         found[name] = layer(

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import NoneType
 
 from tvm import tirx
 
-from ...config import HardwareProfile, Policy
+from ...config import HardwareProfile
 from ...errors import Unsupported
 from ..base import OnCPU, unranked, write_on_cpu
 from ..cpu.machine import machine_of
-from ..forms import Form, Ranked, Writer
+from ..forms import Form, Writer
 from ..gemm.hopper.config import HopperConfig
 from ..gemm.mma.kernel import emit_gemm_mma
 from ..gemm.mma.plan import MmaConfig
@@ -48,20 +49,13 @@ def _emit_on_cpu(
     return write_on_cpu(loops, hw)
 
 
-def _mma_ranked(convolution: Convolution, hw: HardwareProfile, policy: Policy) -> Ranked:
-    return mma_ranked(as_products(convolution), hw, policy)
-
-
-def _emit_mma(convolution: Convolution, hw: HardwareProfile, config: MmaConfig) -> tirx.PrimFunc:
-    return emit_gemm_mma(as_products(convolution), hw, config)
-
-
-def _simt_ranked(convolution: Convolution, hw: HardwareProfile, policy: Policy) -> Ranked:
-    return simt_ranked(as_products(convolution), hw, policy)
-
-
-def _emit_simt(convolution: Convolution, hw: HardwareProfile, config: SimtConfig) -> tirx.PrimFunc:
-    return emit_gemm_simt(as_products(convolution), hw, config)
+def _of_products(form: Form) -> Form:
+    """A form of matrix products, for convolutions as such."""
+    return replace(
+        form,
+        rank=lambda convolution, hw, policy: form.rank(as_products(convolution), hw, policy),
+        emit=lambda convolution, hw, config: form.emit(as_products(convolution), hw, config),
+    )
 
 
 CUDA_WRITER = Writer(
@@ -71,8 +65,8 @@ CUDA_WRITER = Writer(
         Form("rims", RimConfig, rims_ranked, emit_rims),
         Form("hopper", HopperConfig, hopper_ranked, emit_hopper),
         Form("depthwise", DepthwiseConfig, depthwise_ranked, emit_depthwise),
-        Form("mma", MmaConfig, _mma_ranked, _emit_mma),
-        Form("simt", SimtConfig, _simt_ranked, _emit_simt),
+        _of_products(Form("mma", MmaConfig, mma_ranked, emit_gemm_mma)),
+        _of_products(Form("simt", SimtConfig, simt_ranked, emit_gemm_simt)),
     ),
 )
 

@@ -59,12 +59,12 @@ class ConvolutionClass(Nest):
     slow_to_compile = True
 
     def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
-        if not any(is_convolution(b) for b in group.blocks):
+        block = next(filter(is_convolution, group.blocks), None)
+        if block is None:
             return group.refuse(RefusalCode.REDUCTION, "the group holds no convolution")
         fit = super().accepts(group, hw, policy)
         if isinstance(fit, Refusal) or hw.kind != "cuda":
             return fit
-        block = next(b for b in group.blocks if is_convolution(b))
         if not all(isinstance(axis.extent, int) for axis in block.axes):
             return group.refuse(RefusalCode.REDUCTION, "a convolution of symbolic sizes")
         seconds, terms = predict(group, fit, sizes_of(group, block), hw, policy)
@@ -72,8 +72,8 @@ class ConvolutionClass(Nest):
 
     def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
         found = [b for b in group.blocks if is_convolution(b)]
+        flops = sum(2.0 * points(b) for b in found)
         if hw.kind == "cuda":
-            flops = sum(2.0 * points(b) for b in found)
             return memory_traffic(
                 group, fit, hw, tensor_flops=flops, seconds=fit.seconds, terms=dict(fit.terms)
             )
@@ -85,7 +85,7 @@ class ConvolutionClass(Nest):
             fit,
             hw,
             parallel=filled_by_threads(fit.rows, hw),
-            tensor_flops=sum(2.0 * points(b) for b in found),
+            tensor_flops=flops,
             tensor_efficiency=share,
         )
 

@@ -78,7 +78,6 @@ def sizes_of(group: GroupView, block: Block) -> Sizes:
         groups,
         tensors[data.tensor].dtype,
         bool(last) and not last & (taps | (spatial - weights.axes)),
-        len(taps),
     )
 
 

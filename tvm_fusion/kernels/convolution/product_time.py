@@ -42,13 +42,12 @@ def mma_seconds(sizes: Sizes, hw: HardwareProfile, policy: Policy) -> float | No
         turns = -(-tiles // hw.num_sms)
         chunks = [block * step / 16 / WARP for block in (block_m, block_n)]
         units = sum(
-            count * _cycles(way, piece, size)
+            count * rank.chunk_cycles(way, piece)
             for count, (way, piece) in zip(chunks, ways, strict=True)
         )
-        arithmetic = 2.0 * block_m * block_n * step / size / flops
-        shared = ((reads + 1) * (block_m + block_n) * step / 128 + units) / clock
-        port = (block_m + block_n) * step / rank.PORT_BYTES / clock
-        body = -(-depth // step) * (max(arithmetic, shared, port) + waiting / min(turns, 2))
+        tile = block_m, block_n, reads
+        each = rank.tile_step_seconds(tile, step, size, units, flops, clock)
+        body = -(-depth // step) * (each + waiting / min(turns, 2))
         body += stored * block_m * block_n / min(turns, 2)
         best = min(best, turns * body)
     return best
@@ -89,12 +88,3 @@ def _data_way(sizes: Sizes, size: int) -> tuple[Way, int]:
 def _weights_way(depth: int) -> tuple[Way, int]:
     piece = math.gcd(16, depth)
     return (Way.COPY, piece) if piece >= COPY_BYTES[-1] else (Way.SHIFT, 16)
-
-
-def _cycles(way: Way, piece: int, element: int) -> float:
-    """Cycles of the load/store units, and of instructions, for 16 bytes of each of 32 threads."""
-    if way in rank.WINDOW_INSTRUCTIONS:
-        return 16 / piece * rank.WINDOW_INSTRUCTIONS[way] / 4
-    if way is Way.COPY:
-        return 16 / piece * rank.SMALL_PIECE_CYCLES if piece < 16 else 0.0
-    return rank.CHUNK_CYCLES[way]

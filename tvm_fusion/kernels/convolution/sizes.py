@@ -18,7 +18,6 @@ class Sizes:
     groups
     dtype : of the data, as it is multiplied.
     channels_last : whether the data is contiguous along channels.
-    sliding : windows with taps.
     """
 
     positions: int
@@ -28,7 +27,6 @@ class Sizes:
     groups: int
     dtype: str
     channels_last: bool
-    sliding: int
 
     @property
     def multiply_adds(self) -> float:

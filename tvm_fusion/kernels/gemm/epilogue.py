@@ -184,14 +184,22 @@ def operation_s(segments: Sequence[HasEpilogue], hw: HardwareProfile) -> float:
     counts: Counter[Pipe] = Counter()
     for segment in segments:
         columns = assumed(segment.N)
-        values = [item.value for item in (*segment.bindings, *segment.outputs)]
-        while values:
-            value = values.pop()
-            if (pipe := pipe_of(value)) is not None:
-                counts[pipe] += columns
-            if not isinstance(value, TensorLoad):
-                values.extend(children(value))
+        for pipe, number_of in operations_of(segment).items():
+            counts[pipe] += columns * number_of
     return operation_seconds(counts.items(), hw) / sum(assumed(s.N) for s in segments)
+
+
+def operations_of(segment: Segment | HasEpilogue) -> Counter[Pipe]:
+    """Operations on one element of the products, by what executes them."""
+    counts: Counter[Pipe] = Counter()
+    values = [item.value for item in (*segment.bindings, *segment.outputs)]
+    while values:
+        value = values.pop()
+        if (pipe := pipe_of(value)) is not None:
+            counts[pipe] += 1
+        if not isinstance(value, TensorLoad):
+            values.extend(children(value))
+    return counts
 
 
 @dataclass(frozen=True, slots=True, eq=False)

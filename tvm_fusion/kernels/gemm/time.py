@@ -95,16 +95,13 @@ def mma_times(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterato
         turns = -(-launch.tiles(block_m, block_n) // hw.num_sms)
         chunks = [n * step / 16 / WARP for n in (block_m, block_n)]
         units = sum(
-            c * (16 / piece * rank.SMALL_PIECE_CYCLES if piece < 16 else rank.CHUNK_CYCLES[way])
-            for c, (way, piece) in zip(chunks, ways, strict=True)
+            c * rank.chunk_cycles(way, piece) for c, (way, piece) in zip(chunks, ways, strict=True)
         )
-        arithmetic = 2.0 * block_m * block_n * step / size / flops
-        shared = ((warps + 1) * (block_m + block_n) * step / 128 + units) / clock
-        port = (block_m + block_n) * step / rank.PORT_BYTES / clock
         slow = rank.THIN_COMPUTED if launch.computed(1) and block_m < 64 else 1.0
         alone = waiting * slow / min(turns, 2)
         steps = -(-depth // step)
-        body = steps * (max(arithmetic, shared, port) + alone)
+        tile = block_m, block_n, warps
+        body = steps * (rank.tile_step_seconds(tile, step, size, units, flops, clock) + alone)
         body += stored * block_m * block_n / min(turns, 2)
         runs = launch.runs(block_m, block_n)
         yield _other(launch, hw, "mma", "tensor", turns * body, rank.START_SECONDS, runs, 4.0)

@@ -8,11 +8,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from tvm.ir import TensorLoad
-
 from ....config import HardwareProfile, Policy
 from ....errors import Unsupported
-from ....ir.reader import children, pipe_of
+from ...gemm.epilogue import operations_of
 from ...gpu.memory import WIDEST
 from ...program.expr import bytes_of
 from ..geometry import Convolution
@@ -48,7 +46,8 @@ def depthwise_ranked(
         transposed convolution, or filters so large that no block can hold the weights.
     """
     numbers = direct_problem(convolution).numbers
-    return ranked(numbers, hw, moved_bytes(convolution), operations_of(convolution))
+    operations = float(operations_of(convolution.segment).total())
+    return ranked(numbers, hw, moved_bytes(convolution), operations)
 
 
 def moved_bytes(convolution: Convolution) -> int:
@@ -58,19 +57,6 @@ def moved_bytes(convolution: Convolution) -> int:
         for p in convolution.contraction.params
         if p.shape is not None
     )
-
-
-def operations_of(convolution: Convolution) -> float:
-    """Instructions behind each sum, about."""
-    segment, count = convolution.segment, 0
-    values = [item.value for item in (*segment.bindings, *segment.outputs)]
-    while values:
-        value = values.pop()
-        if isinstance(value, TensorLoad):
-            continue
-        count += pipe_of(value) is not None
-        values.extend(children(value))
-    return float(count)
 
 
 def ranked(

@@ -276,6 +276,20 @@ def _step_seconds(loop: Loop, c: MmaConfig, hw: HardwareProfile) -> float:
     return max(arithmetic, shared, port)
 
 
+def tile_step_seconds(
+    tile: tuple[int, int, int], step: int, size: int, units: float, flops: float, clock: float
+) -> float:
+    """The same as the planner sees it: of a tile of `gemm.time.MMA_TILES`, for so many bytes of
+    terms of `size` each; `units` are cycles of the load units, `flops` and `clock` the rates of a
+    multiprocessor.
+    """
+    block_m, block_n, reads = tile
+    arithmetic = 2.0 * block_m * block_n * step / size / flops
+    shared = ((reads + 1) * (block_m + block_n) * step / 128 + units) / clock
+    port = (block_m + block_n) * step / PORT_BYTES / clock
+    return max(arithmetic, shared, port)
+
+
 def _waiting_seconds(loop: Loop, c: MmaConfig) -> float:
     """What a step waits for where no other block works meanwhile."""
     ways = {x.way for x in (loop.a, *loop.b)}
@@ -286,12 +300,17 @@ def _waiting_seconds(loop: Loop, c: MmaConfig) -> float:
 def _loading_cycles(source: Source, c: MmaConfig) -> float:
     """Cycles of the load/store units beyond those of 16-byte copies."""
     chunks = (c.block_m if source.side == "m" else c.block_n) * c.step_bytes / 16 / 32
-    if source.way in WINDOW_INSTRUCTIONS:
-        size = source.piece if source.way is Way.WINDOW else source.element
-        return chunks * 16 / size * WINDOW_INSTRUCTIONS[source.way] / 4
-    if source.way is Way.COPY:
-        return chunks * 16 / source.piece * SMALL_PIECE_CYCLES if source.piece < 16 else 0.0
-    return chunks * CHUNK_CYCLES[source.way]
+    size = source.element if source.way in (Way.GATHER, Way.EVALUATE) else source.piece
+    return chunks * chunk_cycles(source.way, size)
+
+
+def chunk_cycles(way: Way, piece: int) -> float:
+    """The same for 16 bytes of each of 32 threads, which come in by so many bytes."""
+    if way in WINDOW_INSTRUCTIONS:
+        return 16 / piece * WINDOW_INSTRUCTIONS[way] / 4
+    if way is Way.COPY:
+        return 16 / piece * SMALL_PIECE_CYCLES if piece < 16 else 0.0
+    return CHUNK_CYCLES[way]
 
 
 def _static(param: Param) -> bool:
