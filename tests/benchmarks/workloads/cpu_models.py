@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .conv import settle
 from .instance import Made, Sizes, Workload
 from .transformers import library
+from .vision import calm, convnext_t, mobilenet_v3
 
 WORDS = 5000
 
@@ -104,10 +106,22 @@ def _resnet18(sizes: Sizes) -> Made:
     return Model(model, "logits"), (sizes.normal(1, 3, side, side),)
 
 
+def _network(make: Callable[[], nn.Module]) -> Workload:
+    """A network of the suite of convolutional networks, on one contiguous image."""
+
+    def made(sizes: Sizes) -> Made:
+        side = sizes.multiple(224, 32)
+        return calm(settle(make())), (sizes.normal(1, 3, side, side),)
+
+    return Workload(made)
+
+
 CPU_MODELS: dict[str, Workload] = {
     "bert_4x256_128": _text(_bert, 128),
     "gpt2_4x384_64": _text(_gpt2, 64),
     "llama_4x256_128": _text(_llama, 128),
     "vit_4x192": Workload(_vit),
     "resnet18": Workload(_resnet18),
+    "mobilenet_v3_large": _network(mobilenet_v3),
+    "convnext_t": _network(convnext_t),
 }

@@ -309,12 +309,12 @@ def _network(make: Callable[[], nn.Module], batch: int, side: int = 224) -> Work
         full = sizes.scale >= 1
         images, edge = (batch, side) if full else (min(batch, 2), 64)
         x = channels_last(sizes.normal(images, 3, edge, edge))
-        return with_format(_calm(settle(make()))), (x,)
+        return with_format(calm(settle(make()))), (x,)
 
     return Workload(made, "float16", wall=True)
 
 
-def _calm(module: nn.Module) -> nn.Module:
+def calm(module: nn.Module) -> nn.Module:
     """Weights that keep values of the order of one through many layers, also in float16."""
     for part in module.modules():
         if isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Linear)):
