@@ -30,6 +30,16 @@ from .plan.plan import FusionPlan  # noqa: E402
 
 if TYPE_CHECKING:
     from .compilation.compiler import compile, explain
+    from .extend import (
+        register_family,
+        register_profile,
+        register_rewrite,
+        unregister_family,
+        unregister_profile,
+        unregister_rewrite,
+    )
+    from .report.screen import FunctionReports, Report
+    from .runtime.calls.compiled_module import CompiledFunctions, CompiledModule
     from .tuning.session.tune import tune
     from .tuning.tuning_database import TuningDatabase
 
@@ -37,19 +47,33 @@ _calibrate_host_by(_host_profile)
 transform.register()
 
 _LATER = {
+    "CompiledFunctions": "runtime.calls.compiled_module",
+    "CompiledModule": "runtime.calls.compiled_module",
+    "FunctionReports": "report.screen",
+    "Report": "report.screen",
     "TuningDatabase": "tuning.tuning_database",
     "compile": "compilation.compiler",
     "explain": "compilation.compiler",
+    "register_family": "extend",
+    "register_profile": "extend",
+    "register_rewrite": "extend",
     "tune": "tuning.session.tune",
+    "unregister_family": "extend",
+    "unregister_profile": "extend",
+    "unregister_rewrite": "extend",
 }
 
 __all__ = [
     "BuildError",
+    "CompiledFunctions",
+    "CompiledModule",
     "ConfigError",
     "FrontendError",
+    "FunctionReports",
     "FusionPlan",
     "InputError",
     "PlanError",
+    "Report",
     "TargetError",
     "TuningDatabase",
     "TvmFusionError",
@@ -57,8 +81,14 @@ __all__ = [
     "__version__",
     "compile",
     "explain",
+    "register_family",
+    "register_profile",
+    "register_rewrite",
     "transform",
     "tune",
+    "unregister_family",
+    "unregister_profile",
+    "unregister_rewrite",
 ]
 
 

@@ -6,12 +6,15 @@ its date, an estimate with its reasoning. No other code has a hardware number of
 """
 
 from .files import (
+    add_profile,
+    added_profiles,
     file_of,
     load_policy,
     load_profile,
     policy_names,
     profile_file,
     profile_names,
+    remove_profile,
     shipped_file,
 )
 from .hardware import HardwareProfile
@@ -21,12 +24,15 @@ from .targets import resolve_target
 __all__ = [
     "HardwareProfile",
     "Policy",
+    "add_profile",
+    "added_profiles",
     "file_of",
     "load_policy",
     "load_profile",
     "policy_names",
     "profile_file",
     "profile_names",
+    "remove_profile",
     "resolve_target",
     "shipped_file",
 ]

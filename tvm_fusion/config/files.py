@@ -5,7 +5,7 @@ the code computes with; the source says where the number is from: a datasheet, a
 its date, an estimate with its reasoning. No other code has a hardware number of its own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from importlib import resources
@@ -18,7 +18,10 @@ from .hardware import HOST_NUMBERS, HardwareProfile
 from .policy import Policy
 from .toml import nearest, parse, read_toml
 
+_RESERVED = ("cuda", "cpu")  # targets that mean a device of this machine
+
 _files: dict[str, Path] = {}  # where profiles of the user's own were read, by fingerprint
+_added: dict[str, HardwareProfile] = {}  # those that `add_profile` made known, by name
 
 
 def profile_names() -> list[str]:
@@ -57,15 +60,48 @@ def load_profile(name_or_path: str | Path) -> HardwareProfile:
             profile = replace(profile, guessed=_is_guessed(read_toml(file)))
         _files[profile.fingerprint()] = file
         return profile
-    known = _shipped_profiles()
+    known = {**_shipped_profiles(), **_by_alias(_added.values())}
     name = name_or_path.lower()
     if name not in known:
-        names = ", ".join(["cuda", *profile_names()])
+        names = ", ".join(["cuda", *profile_names(), *_added])
         raise TargetError(
             f"unknown target {name_or_path!r}{nearest(name, known)}; known: {names}, "
             "or a path to a profile's .toml"
         )
     return known[name]
+
+
+def add_profile(profile: HardwareProfile) -> None:
+    """Makes a profile known by its name and aliases, until `remove_profile`.
+
+    Raises
+    ------
+    TypeError
+        It is no `HardwareProfile`.
+    ValueError
+        The name or an alias is taken, or none that `load_profile` could find.
+    """
+    if not isinstance(profile, HardwareProfile):
+        raise TypeError(f"a profile is a HardwareProfile or a path to its .toml, not {profile!r}")
+    known = {**_shipped_profiles(), **_by_alias(_added.values())}
+    for name in (profile.name, *profile.aliases):
+        if name != name.lower() or not name or _is_path(name) or name in _RESERVED:
+            raise ValueError(f"profile {profile.name!r}: {name!r} cannot be the name of a device")
+        if name in known:
+            raise ValueError(
+                f"profile {profile.name!r}: the name {name!r} is taken by {known[name].name}; "
+                "give the profile another name and other aliases"
+            )
+    _added[profile.name] = profile
+
+
+def remove_profile(name: str) -> None:
+    del _added[name]
+
+
+def added_profiles() -> tuple[HardwareProfile, ...]:
+    """The profiles that `add_profile` made known, the last one first."""
+    return tuple(reversed(_added.values()))
 
 
 def file_of(profile: HardwareProfile) -> Traversable:
@@ -143,7 +179,10 @@ def _shipped() -> list[str]:
 @cache
 def _shipped_profiles() -> dict[str, HardwareProfile]:
     """Profiles by name and by alias."""
-    profiles = [_read_profile(_config_dir() / f"{name}.toml") for name in profile_names()]
+    return _by_alias(_read_profile(_config_dir() / f"{name}.toml") for name in profile_names())
+
+
+def _by_alias(profiles: Iterable[HardwareProfile]) -> dict[str, HardwareProfile]:
     return {alias: p for p in profiles for alias in (p.name, *p.aliases)}
 
 

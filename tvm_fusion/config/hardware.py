@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
@@ -116,6 +116,11 @@ class HardwareProfile:
             for x in value.values() if isinstance(value, Mapping) else (value,):
                 if not x >= 0:
                     raise ConfigError(f"profile {self.name}: {f.name} = {x} must be at least 0")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """To other processes: read-only mappings cannot go there."""
+        values = (getattr(self, f.name) for f in fields(self))
+        return type(self), tuple(dict(v) if isinstance(v, Mapping) else v for v in values)
 
     def to_target(self) -> Any:
         """Return the `tvm.target.Target` of this device."""

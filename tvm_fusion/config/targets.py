@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import TargetError
-from .files import load_profile, profile_names
+from .files import added_profiles, load_profile, profile_names
 from .hardware import HardwareProfile, cpu_target
 
 _logger = logging.getLogger(__name__)
@@ -133,7 +133,8 @@ def profile_of_target(target: Any) -> HardwareProfile:
     name, _ = present_gpu()
     by_tag = [p for p in candidates if tag in p.aliases]
     by_gpu = [p for p in candidates if name is not None and names_gpu(p, name)]
-    return (by_tag or by_gpu or candidates)[0]
+    shipped = [p for p in candidates if p not in added_profiles()]
+    return (by_tag or by_gpu or shipped or candidates)[0]
 
 
 def _profile_of_gpu(name: str) -> HardwareProfile | None:
@@ -152,8 +153,13 @@ def names_gpu(profile: HardwareProfile, device_name: str) -> bool:
     return any(f" {alias} " in f" {words} " for alias in profile.aliases)
 
 
-@cache
 def _cuda_profiles() -> tuple[HardwareProfile, ...]:
+    """Those that were added first: they name a device closer than those that ship."""
+    return (*(p for p in added_profiles() if p.kind == "cuda"), *_shipped_cuda_profiles())
+
+
+@cache
+def _shipped_cuda_profiles() -> tuple[HardwareProfile, ...]:
     return tuple(p for p in map(load_profile, profile_names()) if p.kind == "cuda")
 
 

@@ -5,8 +5,8 @@
 The key holds all that decides a plan: the module with its constants, the target, the numbers of the
 device and of its residual, the policy, this package (each of its files by size and time), TVM and
 the compiler that probes. The names of operators, tensors and their wiring are compared when a plan
-is read. Nothing is kept while a kernel class of the user's is registered: its code is not in the
-key. `TVM_FUSION_PLAN_CACHE=0` searches each time.
+is read. Nothing is kept while a kernel class or a rewrite of the user's is registered: its code is
+not in the key. `TVM_FUSION_PLAN_CACHE=0` searches each time.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from ..kernels.registry import families
 from ..plan.plan import FusionPlan
 from ..runtime.build.cubin_cache import cache_dir
 from ..runtime.build.cuda_compiler import find_compiler
+from ..transform.rewrites import rewrites
 
 # What plans and kernels depend on beside the model: a part of the key of all that is kept.
 
@@ -119,7 +120,7 @@ class Kept:
         cls, mod: tvm.IRModule, target: tvm.target.Target, hw: HardwareProfile, policy: Policy
     ) -> Kept | None:
         """The place for a module's plan and what lies there; None where plans are not kept."""
-        if os.environ.get(VARIABLE) == "0" or not all_ours(hw):
+        if os.environ.get(VARIABLE) == "0" or not (all_ours(hw) and rewrites.all_ours(hw)):
             return None
         path = cache_dir() / "plans" / f"{_key(mod, target, hw, policy)}.json"
         try:

@@ -3,7 +3,7 @@
 A family answers for a group of operators: can one launch compute it (`accepts`), what does that
 move and execute (`traffic`, `resources`), and how is it written (`writer`). Adding a kind of kernel
 is one folder with such a class and one line in `registry.py`; users add theirs by
-`registry.register`.
+`tvm_fusion.register_family`.
 """
 
 from __future__ import annotations

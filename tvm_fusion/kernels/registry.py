@@ -19,24 +19,42 @@ from .row.kernel_class import Row
 from .row.mixed_class import Mixed
 from .transpose.kernel_class import Transpose
 
+KINDS = ("cuda", "llvm")
+REQUIRED = ("accepts", "traffic", "resources")
+
 _FAMILIES: dict[str, tuple[Family, tuple[str, ...]]] = {}
 
 
-def register(family: Family, kinds: tuple[str, ...] = ("cuda", "llvm")) -> None:
+def register(family: Family, kinds: tuple[str, ...] = KINDS) -> None:
     """Adds a kernel family for the given kinds of device; asked before those registered earlier.
 
     Raises
     ------
     TypeError
-        It is no `Family`.
+        It is no `Family`, or lacks a name or a method.
     ValueError
-        The name is taken.
+        The name is taken, or a kind does not exist.
     """
     if not isinstance(family, Family):
         raise TypeError(f"register takes an instance of a Family, got {family!r}")
+    missing = _missing(type(family), kinds)
+    if missing:
+        raise TypeError(f"kernel family {type(family).__name__} lacks {', '.join(missing)}")
     if family.name in _FAMILIES:
         raise ValueError(f"kernel family {family.name!r} is already registered")
+    if not kinds or not set(kinds) <= set(KINDS):
+        raise ValueError(f"kernel family {family.name!r}: kinds={kinds!r}, not of {KINDS}")
     _FAMILIES[family.name] = (family, kinds)
+
+
+def _missing(cls: type[Family], kinds: tuple[str, ...]) -> list[str]:
+    """What a family has to define, and does not."""
+    missing = [name for name in REQUIRED if getattr(cls, name) is getattr(Family, name)]
+    if not isinstance(getattr(cls, "name", None), str):
+        missing.insert(0, "name")
+    if "cuda" in kinds and (cls.writer, cls.write) == (Family.writer, Family.write):
+        missing.append("writer (needed for cuda: kinds=('llvm',) does without)")
+    return missing
 
 
 def unregister(name: str) -> None:

@@ -7,7 +7,7 @@ returns the very module it was given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import tvm
@@ -23,20 +23,31 @@ from .row_slices import RowSlices
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """The pass for a device, and the policies under which it may be tried."""
+    """A rewrite of the opened graph.
+
+    Attributes
+    ----------
+    make : the pass for a device.
+    allowed : the policies under which it may be tried.
+    kinds : of devices that it is tried for.
+    ours : whether it is this package's own.
+    """
 
     make: Callable[[HardwareProfile], tvm.transform.Pass]
     allowed: Callable[[Policy], bool] = lambda _policy: True
+    kinds: tuple[str, ...] = ("cuda",)
+    ours: bool = True
 
 
-def _may_round(policy: Policy) -> bool:
+def may_round(policy: Policy) -> bool:
+    """Whether roundings may move."""
     return policy.rounding != "exact"
 
 
-# By name, in the order in which they are applied.
-REWRITES: Mapping[str, Rewrite] = {
-    "fold_factors": Rewrite(lambda _hw: FoldFactors(), _may_round),
-    "partial_rows": Rewrite(PartialRows, _may_round),
+# By name, in the order in which they are applied. The kernels of CPUs gain by the first only.
+REWRITES: dict[str, Rewrite] = {
+    "fold_factors": Rewrite(lambda _hw: FoldFactors(), may_round, ("cuda", "llvm")),
+    "partial_rows": Rewrite(PartialRows, may_round),
     "row_slices": Rewrite(lambda _hw: RowSlices()),
     "pad_depth": Rewrite(PadDepth),
     # After those that look at constants: these hide them.
@@ -44,18 +55,19 @@ REWRITES: Mapping[str, Rewrite] = {
     "lean_weights_tf32": Rewrite(
         lambda hw: LeanWeights(hw, allow_tf32=True), lambda policy: policy.allow_tf32
     ),
-    "packed_weights": Rewrite(PackedWeights, _may_round),
+    "packed_weights": Rewrite(PackedWeights, may_round),
 }
-
-
-ON_CPUS = ("fold_factors",)
-"""The kernels of CPUs gain nothing by the others."""
 
 
 def candidates(hw: HardwareProfile, policy: Policy) -> tuple[str, ...]:
     """Names of the rewrites to try."""
-    names = ON_CPUS if hw.kind == "llvm" else REWRITES
-    return tuple(name for name in names if REWRITES[name].allowed(policy))
+    found = REWRITES.items()
+    return tuple(name for name, r in found if hw.kind in r.kinds and r.allowed(policy))
+
+
+def all_ours(hw: HardwareProfile) -> bool:
+    """Whether all that are tried are this package's: the code of others is in no key."""
+    return all(r.ours for r in REWRITES.values() if hw.kind in r.kinds)
 
 
 def known_rewrites(names: Collection[str], policy: Policy) -> Collection[str]:
@@ -72,8 +84,8 @@ def known_rewrites(names: Collection[str], policy: Policy) -> Collection[str]:
             f"the plan needs the rewrites {', '.join(unknown)}, which do not exist here "
             f"(known: {', '.join(REWRITES) or 'none'}); plan again with `explain`"
         )
-    rounding = sorted(n for n in set(names) if REWRITES[n].allowed is _may_round)
-    if rounding and not _may_round(policy):
+    rounding = sorted(n for n in set(names) if REWRITES[n].allowed is may_round)
+    if rounding and not may_round(policy):
         raise PlanError(
             f"the plan was made with the rewrites {', '.join(rounding)}, which round in other "
             "places than the model; exact rounding needs a plan of its own, made by `explain`"

@@ -16,7 +16,14 @@ from typing import Any
 import tvm
 from tvm import s_tir, tirx
 
-from ...config import HardwareProfile, Policy, load_policy, resolve_target
+from ...config import (
+    HardwareProfile,
+    Policy,
+    add_profile,
+    added_profiles,
+    load_policy,
+    resolve_target,
+)
 from ...host.cores import available_cores
 from ...kernels import registry
 from ...kernels.cpu.contraction.panels import PANELS_ATTR, Panels, wanted_panels, without_constants
@@ -49,17 +56,23 @@ class Place:
         The name or path of a device, or the JSON of a `tvm.target.Target`.
     classes : tuple
         Kernel classes that were registered beside this package's own (`registry.added`).
+    profiles : tuple of HardwareProfile
+        Devices that were registered (`config.added_profiles`).
     """
 
     target: str
     policy: Policy
     classes: tuple = ()
+    profiles: tuple[HardwareProfile, ...] = ()
 
     def resolved(self) -> tuple[tvm.target.Target, HardwareProfile]:
-        """The target and its profile; registers the classes where they are not known."""
+        """The target and its profile; registers classes and profiles where they are not known."""
         for cls, kinds in self.classes:
             if cls.name not in registry.names():
                 registry.register(cls, kinds)
+        for profile in reversed(self.profiles):
+            if profile not in added_profiles():
+                add_profile(profile)
         if self.target.startswith("{"):
             import json
 

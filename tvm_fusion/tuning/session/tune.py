@@ -18,7 +18,7 @@ from tvm.s_tir.meta_schedule.database import Database as Records
 from tvm.s_tir.meta_schedule.runner import Runner
 
 from ...check.sequential import Budget
-from ...config import HardwareProfile
+from ...config import HardwareProfile, added_profiles
 from ...errors import InputError, TargetError
 from ...flow.functions import planned_functions
 from ...flow.planned import Planned
@@ -149,7 +149,7 @@ def tune(
             "tune on one that has it, or give --rpc HOST:PORT --key KEY"
         )
     keeper = find_database(database, first.hw, first.target)
-    place = Place(target_text(target, first), first.policy, added())
+    place = Place(target_text(target, first), first.policy, added(), added_profiles())
     kernels = TunedKernels(keeper, settings.certain_gain)
     functions = {name: TunedFunction(one, keeper, place, kernels) for name, one in planned.items()}
     tasks = each_once([function.tasks for function in functions.values()])
