@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tvm_fusion import _pins
+from tvm_fusion import _pins, _start
 from tvm_fusion._version import __version__
 from tvm_fusion.config import load_policy, load_profile
 
@@ -144,6 +144,56 @@ def test_every_ffi_within_the_pins_is_accepted(monkeypatch, ffi):
     versions = {"apache-tvm": _pins.TVM_VERSION, "apache-tvm-ffi": ffi}
     monkeypatch.setattr(_pins, "_installed", versions.get)
     _pins.check()
+
+
+def without_packages(*arguments: str) -> subprocess.CompletedProcess:
+    """The command line in a Python that has the standard library only."""
+    command = [sys.executable, "-S", "-m", "tvm_fusion", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+@pytest.mark.parametrize("arguments", ["--version", "--help", "compile --help", "tune --help"])
+def test_help_and_version_need_no_tvm(arguments):
+    done = without_packages(*arguments.split())
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == f"{__version__}\n" or done.stdout.startswith("usage: tvm_fusion")
+
+
+@pytest.mark.parametrize("command", ["compile --demo", "tune --demo --work-dir none", "calibrate"])
+def test_without_tvm_a_command_says_in_a_line_what_to_install(command):
+    done = without_packages(*command.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(
+        r"tvm_fusion: error: .*found apache-tvm not installed.* "
+        r"Repair: python -m pip install 'apache-tvm\[popen-pool\]==.*\n",
+        done.stderr,
+    )
+
+
+def test_without_tvm_the_import_fails_with_the_same_words():
+    command = [sys.executable, "-S", "-c", "import tvm_fusion"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.stderr.splitlines()[-1].startswith("ImportError: tvm_fusion needs apache-tvm ")
+
+
+@pytest.mark.parametrize(
+    ("original", "arguments", "command"),
+    [
+        ("python -m tvm_fusion compile x", "-m compile x", True),
+        ("python -Im tvm_fusion compile x", "-m compile x", True),
+        ("python -mtvm_fusion compile x", "-m compile x", True),
+        ("python -m pytest tvm_fusion", "-m tvm_fusion", False),
+        ("python -m tvm_fusion.other x", "-m x", False),
+        ("python /bin/tvm-fusion x", "/bin/tvm-fusion x", True),
+        ("python tvm_fusion.py", "tvm_fusion.py", False),
+        ("python -c pass --multiprocessing-fork", "/bin/tvm-fusion x", False),  # its child
+        ("python", "a b c", False),
+    ],
+)
+def test_the_command_line_knows_itself(monkeypatch, original, arguments, command):
+    monkeypatch.setattr(sys, "orig_argv", original.split())
+    monkeypatch.setattr(sys, "argv", arguments.split())
+    assert _start.is_command() is command
 
 
 def test_importing_the_package_imports_little_beside_tvm():

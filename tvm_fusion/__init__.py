@@ -8,15 +8,9 @@ print(compiled.report)
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import _pins
-
-_pins.check()
-
-from . import transform  # noqa: E402
-from ._version import __version__  # noqa: E402
-from .calibrate.cpu.host_profile import host_profile as _host_profile  # noqa: E402
-from .config.targets import calibrate_host_by as _calibrate_host_by  # noqa: E402
-from .errors import (  # noqa: E402
+from . import _start
+from ._version import __version__
+from .errors import (
     BuildError,
     ConfigError,
     FrontendError,
@@ -26,9 +20,9 @@ from .errors import (  # noqa: E402
     TvmFusionError,
     VerificationError,
 )
-from .plan.plan import FusionPlan  # noqa: E402
 
 if TYPE_CHECKING:
+    from . import transform
     from .compilation.compiler import compile, explain
     from .extend import (
         register_family,
@@ -38,18 +32,17 @@ if TYPE_CHECKING:
         unregister_profile,
         unregister_rewrite,
     )
+    from .plan.plan import FusionPlan
     from .report.screen import FunctionReports, Report
     from .runtime.calls.compiled_module import CompiledFunctions, CompiledModule
     from .tuning.session.tune import tune
     from .tuning.tuning_database import TuningDatabase
 
-_calibrate_host_by(_host_profile)
-transform.register()
-
 _LATER = {
     "CompiledFunctions": "runtime.calls.compiled_module",
     "CompiledModule": "runtime.calls.compiled_module",
     "FunctionReports": "report.screen",
+    "FusionPlan": "plan.plan",
     "Report": "report.screen",
     "TuningDatabase": "tuning.tuning_database",
     "compile": "compilation.compiler",
@@ -101,3 +94,7 @@ def __getattr__(name: str) -> Any:
     if name in _LATER:
         return getattr(import_module(f".{_LATER[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+if not _start.is_command():
+    _start.begin()

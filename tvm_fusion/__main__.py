@@ -1,4 +1,4 @@
-"""Entry point of ``python -m tvm_fusion``."""
+"""Entry point of ``python -m tvm_fusion`` and of the script ``tvm-fusion``."""
 
 from .cli import main
 

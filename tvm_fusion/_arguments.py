@@ -1,4 +1,7 @@
-"""What commands of the command line have in common."""
+"""The arguments of commands that have rooms of their own, and what all commands have in common.
+
+Nothing here imports TVM: `--help` is answered at once.
+"""
 
 import argparse
 import tomllib
@@ -8,6 +11,7 @@ from typing import Any
 from .errors import ConfigError, InputError
 
 INTERRUPTED = 130  # the exit status
+CALIBRATION_S = 160.0  # all families of benchmarks fit into it on 16 cores
 TARGET_HELP = "llvm, cuda, a device like nvidia_h200, or a profile"
 POLICY_HELP = "default, conservative, aggressive, a .toml file, or KEY=VALUE[,KEY=VALUE]"
 
@@ -42,3 +46,83 @@ def model_of(args: argparse.Namespace, target: Any) -> Any:
     if not Path(args.model).is_file():
         raise InputError(f"no such model file: {args.model}")
     return args.model
+
+
+def calibrate_arguments(command: argparse.ArgumentParser) -> None:
+    """Declares the options of `calibrate`."""
+    command.add_argument(
+        "--target", help="cuda, llvm, or a profile's .toml that measured values go on top of"
+    )
+    command.add_argument(
+        "--out",
+        metavar="FILE",
+        help="the profile to write (default: ./<device>.toml); with --refit, the residual",
+    )
+    command.add_argument("--only", metavar="NAME,...", help="run these families of benchmarks")
+    command.add_argument(
+        "--budget",
+        metavar="S",
+        type=float,
+        default=CALIBRATION_S,
+        help="seconds (default: %(default)s)",
+    )
+    command.add_argument(
+        "--refit", metavar="FILE", nargs="+", help="fit the learned residual to these samples"
+    )
+
+
+def tune_arguments(command: argparse.ArgumentParser) -> None:
+    """Declares the options of `tune`."""
+    work = command.add_mutually_exclusive_group(required=True)
+    work.add_argument("model", nargs="?", help="a .pt2, .onnx, Relax .py or Relax .json file")
+    work.add_argument("--demo", action="store_true", help="a pre-norm transformer block")
+    work.add_argument("--db-check", action="store_true", help="check a database, line by line")
+    work.add_argument(
+        "--db-merge", nargs="+", metavar="DIR", help="put databases together, into --work-dir"
+    )
+    work.add_argument(
+        "--db-export", metavar="DIR", help="write plain MetaSchedule databases, without our checks"
+    )
+    work.add_argument(
+        "--db-import", nargs="+", metavar="DIR", help="take MetaSchedule databases over, unchecked"
+    )
+    command.add_argument(
+        "--work-dir", metavar="DIR", type=Path, required=True, help="the folder of the database"
+    )
+    command.add_argument("--target", help=TARGET_HELP)
+    command.add_argument("--policy", help=POLICY_HELP)
+    command.add_argument("--trials", type=int, metavar="N", help="most trials of this session")
+    command.add_argument(
+        "--minutes", type=float, metavar="M", help="most minutes of this session; 0 is no limit"
+    )
+    command.add_argument("--settings", metavar="FILE", help="a .toml file like configs/tune_*.toml")
+    command.add_argument(
+        "--rpc", metavar="HOST:PORT", help="measure on the servers of a TVM RPC tracker"
+    )
+    command.add_argument("--key", help="the key of the tracker's servers to use")
+    command.add_argument(
+        "--token-file", metavar="FILE", help="has their token; by default TVM_FUSION_TOKEN has it"
+    )
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def fuzz_arguments(command: argparse.ArgumentParser) -> None:
+    """Declares the options of `fuzz`."""
+    command.add_argument("--target", required=True, help=TARGET_HELP)
+    command.add_argument(
+        "--minutes", type=float, required=True, metavar="M", help="how long to draw programs"
+    )
+    command.add_argument("--seed", type=int, default=0, metavar="S", help="that of the first")
+    command.add_argument(
+        "--statements", type=int, default=40, metavar="N", help="most statements of a program"
+    )
+    command.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="programs at the same time"
+    )
+    command.add_argument(
+        "--reduce", type=float, default=120.0, metavar="S", help="seconds to reduce a failure in"
+    )
+    command.add_argument(
+        "--out", type=Path, metavar="DIR", help="for fuzz.json, and a test for each failure"
+    )
+    command.add_argument("--json", action="store_true", help="print one JSON object")

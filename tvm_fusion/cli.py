@@ -11,10 +11,21 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from ._arguments import INTERRUPTED, POLICY_HELP, TARGET_HELP, model_of, policy_of
+from . import _start
+from ._arguments import (
+    INTERRUPTED,
+    POLICY_HELP,
+    TARGET_HELP,
+    calibrate_arguments,
+    fuzz_arguments,
+    model_of,
+    policy_of,
+    tune_arguments,
+)
 from ._version import __version__
 from .bench import SUITES_ELSEWHERE
 from .config import load_policy, resolve_target
@@ -28,14 +39,12 @@ from .errors import (
     VerificationError,
 )
 from .report.progress import shown
-from .report.screen import FunctionReports, Report, screen
-from .report.text import show
-from .report.why import restrict, why
 
 if TYPE_CHECKING:
     from .config import Policy
+    from .report.screen import FunctionReports, Report
 
-Reported = Report | FunctionReports
+    Reported = Report | FunctionReports
 
 
 _COMMANDS = {
@@ -43,6 +52,25 @@ _COMMANDS = {
     "explain": "show the plan and the reasons without building anything",
     "verify": "check the fused model against float64, output by output and group by group",
     "bench": "time a model beside other compilers",
+}
+
+# Commands with a room of their own: their `main`, their arguments, and what they do.
+_ELSEWHERE = {
+    "calibrate": (
+        "calibrate.command",
+        calibrate_arguments,
+        "measure the device, and write its profile",
+    ),
+    "tune": (
+        "tuning.command",
+        tune_arguments,
+        "measure choices for the kernels of a model, and keep them in a database",
+    ),
+    "fuzz": (
+        "fuzz.command",
+        fuzz_arguments,
+        "run random torch programs unchecked, and compare them with torch in float64",
+    ),
 }
 
 
@@ -67,6 +95,9 @@ def exit_status(command: Callable[[], int]) -> int:
         return _fail(str(error), BAD_INPUT)
     except TvmFusionError as error:
         return _fail(str(error), CHECK_FAILED)
+    except MemoryError:
+        why = "memory ran out: end other programs, or take a smaller model or a larger machine"
+        return _fail(why, CHECK_FAILED)
     except Exception as error:
         hint = "set TVM_FUSION_DEBUG=1 for the traceback"
         return _fail(f"{type(error).__name__}: {error} ({hint})", CHECK_FAILED)
@@ -74,23 +105,24 @@ def exit_status(command: Callable[[], int]) -> int:
 
 def _main(argv: Sequence[str] | None) -> int:
     args = _parser().parse_args(argv)
-    if args.command == "calibrate":
-        from .calibrate.command import main as calibrate
+    _begin()
+    if args.command in _ELSEWHERE:
+        return import_module(f".{_ELSEWHERE[args.command][0]}", __package__).main(args)
+    from .report.why import why
 
-        return calibrate(args)
-    if args.command == "tune":
-        from .tuning.command import main as tune
-
-        return tune(args)
-    if args.command == "fuzz":
-        from .fuzz.command import main as fuzz
-
-        return fuzz(args)
     with only_results_on_stdout(), shown():
         report = _run(args)
         answer = why(report, args.why) if args.why and not args.json else None
     _print(report, args, answer)
     return _status(report)
+
+
+def _begin() -> None:
+    """Imports TVM; raises InputError where it is not installed, or of another version."""
+    try:
+        _start.begin()
+    except ImportError as error:
+        raise InputError(str(error)) from error
 
 
 class Parser(argparse.ArgumentParser):
@@ -130,9 +162,8 @@ def _parser() -> argparse.ArgumentParser:
         )
         help_text = "capture whole calls into CUDA graphs"
         command.add_argument("--cuda-graph", action="store_true", default=None, help=help_text)
-    _add_calibrate(commands)
-    _add_tune(commands)
-    _add_fuzz(commands)
+    for name, (_, add_arguments, what) in _ELSEWHERE.items():
+        add_arguments(commands.add_parser(name, help=what, description=what))
     explain = commands.choices["explain"]
     explain.add_argument("--why", metavar="A,B", help="why are these two operations (not) fused?")
     explain.add_argument(
@@ -159,27 +190,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_calibrate(commands: Any) -> None:
-    from .calibrate.command import add_arguments
-
-    what = "measure the device, and write its profile"
-    add_arguments(commands.add_parser("calibrate", help=what, description=what))
-
-
-def _add_tune(commands: Any) -> None:
-    from .tuning.command import add_arguments
-
-    what = "measure choices for the kernels of a model, and keep them in a database"
-    add_arguments(commands.add_parser("tune", help=what, description=what))
-
-
-def _add_fuzz(commands: Any) -> None:
-    from .fuzz.command import add_arguments
-
-    what = "run random torch programs unchecked, and compare them with torch in float64"
-    add_arguments(commands.add_parser("fuzz", help=what, description=what))
-
-
 def _add_common_arguments(command: argparse.ArgumentParser) -> None:
     model = command.add_mutually_exclusive_group(required=True)
     model.add_argument("model", nargs="?", help="a .pt2, .onnx, Relax .py or Relax .json file")
@@ -194,7 +204,7 @@ def _add_common_arguments(command: argparse.ArgumentParser) -> None:
     command.set_defaults(output=None, why=None, peers="none")
 
 
-def _run(args: argparse.Namespace) -> Reported:
+def _run(args: argparse.Namespace) -> "Reported":
     """Do what the command says and return its report."""
     from .bench.peers import peers_of
     from .compilation import compiler
@@ -232,7 +242,7 @@ def _run(args: argparse.Namespace) -> Reported:
     return compiled.report
 
 
-def _verified(report: Reported) -> Reported:
+def _verified(report: "Reported") -> "Reported":
     reports = [one for _, one in _each(report)]
     if all(one.verify is None for one in reports):
         target = reports[0].target
@@ -240,8 +250,10 @@ def _verified(report: Reported) -> Reported:
     return report
 
 
-def _each(report: Reported) -> list[tuple[str, Report]]:
+def _each(report: "Reported") -> list[tuple[str, "Report"]]:
     """The reports of a model's functions; one without a name for a model of one."""
+    from .report.screen import FunctionReports
+
     return report.items() if isinstance(report, FunctionReports) else [("", report)]
 
 
@@ -263,7 +275,9 @@ def _plan_file(path: str | None) -> Path | None:
     return Path(path)
 
 
-def _print(report: Reported, args: argparse.Namespace, answer: str | None) -> None:
+def _print(report: "Reported", args: argparse.Namespace, answer: str | None) -> None:
+    from .report.why import restrict
+
     if args.json:
         shown = restrict(report, args.why) if args.why else report
         print(json.dumps(shown.to_json(), allow_nan=False))
@@ -277,14 +291,17 @@ def _print(report: Reported, args: argparse.Namespace, answer: str | None) -> No
     sys.stdout.flush()
 
 
-def _print_one(report: Report, args: argparse.Namespace) -> None:
+def _print_one(report: "Report", args: argparse.Namespace) -> None:
+    from .report.screen import screen
+    from .report.text import show
+
     if args.full or args.command in ("explain", "verify"):
         show(report, sys.stdout)
     else:
         print(screen(report, "--demo" if args.demo else args.model))
 
 
-def _status(report: Reported) -> int:
+def _status(report: "Reported") -> int:
     checks = [one.verify for _, one in _each(report) if one.verify is not None]
     return 0 if all(check.passed for check in checks) else CHECK_FAILED
 

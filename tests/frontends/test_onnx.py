@@ -6,6 +6,7 @@ import numpy as np
 import onnx
 import pytest
 import tvm
+from google.protobuf.message import EncodeError
 from onnx import TensorProto, helper
 from tvm import relax
 
@@ -169,6 +170,33 @@ def test_a_truncated_file_is_refused(tmp_path):
     path.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(FrontendError, match=r"truncated\.onnx: "):
         load(path)
+
+
+def test_a_model_of_more_than_a_message_holds_is_read_from_its_file(tmp_path, monkeypatch):
+    def check(model):
+        if isinstance(model, onnx.ModelProto):
+            raise EncodeError("Failed to serialize proto")  # what protobuf says above 2 GB
+        return checked(model)
+
+    checked = onnx.checker.check_model
+    path = tmp_path / "dense.onnx"
+    onnx.save(dense(), path, save_as_external_data=True, location="dense.bin", size_threshold=0)
+    monkeypatch.setattr(onnx.checker, "check_model", check)
+    tvm.ir.assert_structural_equal(load(path), load(path))
+    with pytest.raises(FrontendError, match=r"more than the 2 GB .*save_as_external_data=True"):
+        load(dense())
+
+
+@pytest.mark.parametrize("place", ["onnx.load", "tvm_fusion.frontends.onnx_model.from_onnx"])
+def test_a_model_that_is_too_large_for_memory_is_said_to_be(tmp_path, monkeypatch, place):
+    def fails(*_, **__):
+        raise MemoryError
+
+    onnx.save(dense(), tmp_path / "dense.onnx")
+    load(tmp_path / "dense.onnx")
+    monkeypatch.setattr(place, fails)
+    with pytest.raises(FrontendError, match=r"dense\.onnx: memory ran out while it was read; "):
+        load(tmp_path / "dense.onnx")
 
 
 def test_what_the_checker_finds_is_reported():

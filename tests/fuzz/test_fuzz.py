@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support import fuzz_judges
+from tvm_fusion._arguments import fuzz_arguments
 from tvm_fusion.cli import main
 from tvm_fusion.errors import BuildError
 from tvm_fusion.fuzz import command
@@ -231,7 +232,7 @@ def test_what_is_known_is_written_while_the_command_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(Runner, "reduce", stopped)
     options = ["--minutes", "0.001", "--statements", "5", "--out", str(tmp_path)]
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    fuzz_arguments(parser)
     with pytest.raises(KeyboardInterrupt):
         command.main(parser.parse_args(["--target", "llvm", *options]))
     assert json.loads((tmp_path / "fuzz.json").read_text())["programs"] == 1

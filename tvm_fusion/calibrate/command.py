@@ -87,9 +87,6 @@ def progress(steps: int) -> Iterator[Progress]:
         yield Bar(steps, bar)
 
 
-BUDGET_S = 160.0
-"""Families that would start later than this are left out; all of them fit on 16 cores."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -101,25 +98,6 @@ class Outcome:
     notes: dict[str, Sequence[str]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
-
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """Declare the options of `calibrate`."""
-    command.add_argument(
-        "--target", help="cuda, llvm, or a profile's .toml that measured values go on top of"
-    )
-    command.add_argument(
-        "--out",
-        metavar="FILE",
-        help="the profile to write (default: ./<device>.toml); with --refit, the residual",
-    )
-    command.add_argument("--only", metavar="NAME,...", help="run these families of benchmarks")
-    command.add_argument(
-        "--budget", metavar="S", type=float, default=BUDGET_S, help="seconds (default: %(default)s)"
-    )
-    command.add_argument(
-        "--refit", metavar="FILE", nargs="+", help="fit the learned residual to these samples"
-    )
 
 
 def main(args: argparse.Namespace) -> int:

@@ -83,10 +83,20 @@ def load_functions(
     return found if isinstance(found, dict) else {"main": found}
 
 
-def _read(
+def _read(model: Any, *how: Any) -> Any:
+    """Read a model, and check it if it is of Relax; what ends for want of memory says so."""
+    try:
+        return _read_by_kind(model, *how)
+    except MemoryError as error:
+        raise FrontendError(
+            f"{_describe(model)}: memory ran out while it was read; a model's weights are held "
+            "about three times meanwhile: end other programs, or take a machine with more memory"
+        ) from error
+
+
+def _read_by_kind(
     model: Any, example_inputs: Any, dynamic_shapes: Any, check: Any, keep_formats: bool
 ) -> Any:
-    """Read a model, and check it if it is of Relax."""
     if isinstance(model, tuple) and len(model) == 2 and example_inputs is None:
         model, example_inputs = model
     if _is_torch(model, "nn", "Module"):

@@ -19,6 +19,7 @@ except ImportError as error:
         "reading an ONNX model needs onnx, which is not installed: pip install 'tvm_fusion[onnx]'"
     ) from error
 
+from google.protobuf.message import EncodeError
 from tvm.relax.frontend.onnx import from_onnx
 
 # Operators with a weight that their kernels read as an array.
@@ -35,14 +36,16 @@ def from_onnx_file(path: Path) -> IRModule:
     """
     try:
         model = onnx.load(path)
+    except MemoryError:  # `frontends` has words for it
+        raise
     except Exception as error:
         raise FrontendError(
             f"{path}: is no ONNX model or is damaged: {first_line(error)}; export it again"
         ) from error
-    return from_model(model, str(path))
+    return from_model(model, str(path), path)
 
 
-def from_model(model: onnx.ModelProto, where: str) -> IRModule:
+def from_model(model: onnx.ModelProto, where: str, file: Path | None = None) -> IRModule:
     """Translate a model; dimensions without a number stay symbolic.
 
     Parameters
@@ -51,12 +54,16 @@ def from_model(model: onnx.ModelProto, where: str) -> IRModule:
         Left as it is.
     where : str
         Where it came from, for messages.
+    file : Path, optional
+        What it was read from: a message of Protocol Buffers holds 2 GB at most, a file more.
     """
-    _check(model, where)
+    _check(model, where, file)
     model = _with_arrays_for_weights(_without_local_functions(model))
     with _captured_output() as printed:
         try:
             mod = from_onnx(model, keep_params_in_input=False)
+        except MemoryError:
+            raise
         except Exception as error:
             raise FrontendError(
                 f"{where}: cannot be converted to Relax{_at_operator(printed.getvalue())}: "
@@ -65,11 +72,16 @@ def from_model(model: onnx.ModelProto, where: str) -> IRModule:
     return checked_module(cleaned(mod), where)
 
 
-def _check(model: onnx.ModelProto, where: str) -> None:
+def _check(model: onnx.ModelProto, where: str, file: Path | None) -> None:
     if not model.HasField("graph") or not model.graph.output:
         raise FrontendError(f"{where}: holds no graph with an output; export the model again")
     try:
-        onnx.checker.check_model(model)
+        onnx.checker.check_model(model if file is None else file)
+    except EncodeError as error:
+        raise FrontendError(
+            f"{where}: has more than the 2 GB that ONNX can check in memory; write it with "
+            "onnx.save(..., save_as_external_data=True), and give the path of the file"
+        ) from error
     except (onnx.checker.ValidationError, ValueError, RuntimeError) as error:
         raise FrontendError(
             f"{where}: onnx.checker finds it invalid: {first_line(error)}; export it again"

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .._arguments import TARGET_HELP
 from ..errors import InputError
 
 if TYPE_CHECKING:
@@ -19,28 +18,6 @@ if TYPE_CHECKING:
 
 FAILED = 1
 WRITE_EVERY_S = 20.0  # what is known so far, for a run that is stopped
-
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
-    command.add_argument("--target", required=True, help=TARGET_HELP)
-    command.add_argument(
-        "--minutes", type=float, required=True, metavar="M", help="how long to draw programs"
-    )
-    command.add_argument("--seed", type=int, default=0, metavar="S", help="that of the first")
-    command.add_argument(
-        "--statements", type=int, default=40, metavar="N", help="most statements of a program"
-    )
-    command.add_argument(
-        "--processes", type=int, default=1, metavar="N", help="programs at the same time"
-    )
-    command.add_argument(
-        "--reduce", type=float, default=120.0, metavar="S", help="seconds to reduce a failure in"
-    )
-    command.add_argument(
-        "--out", type=Path, metavar="DIR", help="for fuzz.json, and a test for each failure"
-    )
-    command.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def main(args: argparse.Namespace) -> int:

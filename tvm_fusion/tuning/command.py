@@ -11,10 +11,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .._arguments import INTERRUPTED, POLICY_HELP, TARGET_HELP, model_of, policy_of
+from .._arguments import INTERRUPTED, model_of, policy_of
 from ..config import resolve_target
 from ..errors import InputError
 from .session.result import TuneResult
@@ -22,41 +21,6 @@ from .session.tune import tune
 
 if TYPE_CHECKING:
     from .session.session import Session
-
-
-def add_arguments(command: argparse.ArgumentParser) -> None:
-    """The arguments of the command."""
-    work = command.add_mutually_exclusive_group(required=True)
-    work.add_argument("model", nargs="?", help="a .pt2, .onnx, Relax .py or Relax .json file")
-    work.add_argument("--demo", action="store_true", help="a pre-norm transformer block")
-    work.add_argument("--db-check", action="store_true", help="check a database, line by line")
-    work.add_argument(
-        "--db-merge", nargs="+", metavar="DIR", help="put databases together, into --work-dir"
-    )
-    work.add_argument(
-        "--db-export", metavar="DIR", help="write plain MetaSchedule databases, without our checks"
-    )
-    work.add_argument(
-        "--db-import", nargs="+", metavar="DIR", help="take MetaSchedule databases over, unchecked"
-    )
-    command.add_argument(
-        "--work-dir", metavar="DIR", type=Path, required=True, help="the folder of the database"
-    )
-    command.add_argument("--target", help=TARGET_HELP)
-    command.add_argument("--policy", help=POLICY_HELP)
-    command.add_argument("--trials", type=int, metavar="N", help="most trials of this session")
-    command.add_argument(
-        "--minutes", type=float, metavar="M", help="most minutes of this session; 0 is no limit"
-    )
-    command.add_argument("--settings", metavar="FILE", help="a .toml file like configs/tune_*.toml")
-    command.add_argument(
-        "--rpc", metavar="HOST:PORT", help="measure on the servers of a TVM RPC tracker"
-    )
-    command.add_argument("--key", help="the key of the tracker's servers to use")
-    command.add_argument(
-        "--token-file", metavar="FILE", help="has their token; by default TVM_FUSION_TOKEN has it"
-    )
-    command.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def main(args: argparse.Namespace) -> int:

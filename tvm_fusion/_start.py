@@ -1,0 +1,33 @@
+"""What the package does when it begins: it checks the versions of TVM, and tells TVM of its passes.
+
+`import tvm_fusion` begins at once. A process that is the command line begins when it has read its
+arguments: `--version` and `--help` need no TVM, whose import takes seconds, and who has no TVM, or
+interrupts its import, is told so in a line.
+"""
+
+import re
+import sys
+from pathlib import PurePath
+
+from . import _pins
+from .config.targets import calibrate_host_by
+
+
+def is_command() -> bool:
+    """Whether this process is `python -m tvm_fusion` or the script `tvm-fusion`."""
+    if len(sys.argv) not in range(1, len(sys.orig_argv) + 1):
+        return False
+    word = sys.orig_argv[-len(sys.argv)]  # the script, or what follows -m
+    if sys.argv[0] == "-m":  # a module that is being looked for, its package imported
+        return re.fullmatch(r"(-\w*m)?tvm_fusion", word) is not None
+    return PurePath(word).stem == "tvm-fusion"
+
+
+def begin() -> None:
+    """Raises ImportError for other versions than those of `_pins`."""
+    _pins.check()
+    from . import transform
+    from .calibrate.cpu.host_profile import host_profile
+
+    calibrate_host_by(host_profile)
+    transform.register()
