@@ -25,6 +25,7 @@ EXTRAS["test"] = [
     "pytest",
     "pytest-xdist",
     "nbclient",
+    "mypy",
     "ipykernel",
     "setuptools",
     "wheel",

@@ -89,11 +89,13 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def __getattr__(name: str) -> Any:
-    """What needs more than the passes do is imported with all that when it is asked for."""
-    if name in _LATER:
-        return getattr(import_module(f".{_LATER[name]}", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # a type checker would take any name for one of the package
+
+    def __getattr__(name: str) -> Any:
+        """What needs more than the passes do is imported with all that when it is asked for."""
+        if name in _LATER:
+            return getattr(import_module(f".{_LATER[name]}", __name__), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 if not _start.is_command():

@@ -68,6 +68,7 @@ __all__ = [
     "Form",
     "GroupView",
     "HardwareProfile",
+    "MakePass",
     "Needs",
     "OnCPU",
     "Policy",

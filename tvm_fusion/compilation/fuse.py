@@ -23,7 +23,7 @@ from ..transform.apply import tuner_warning
 from ..transform.apply.kernel_bodies import with_roots
 from ..transform.functions.devices import Part, device_of
 from ..transform.functions.each_function import EachFunction
-from ..transform.functions.functions import FUSE, WRITE_KERNELS, is_enabled
+from ..transform.functions.functions import FUSE, WRITE_KERNELS, ModulePass, is_enabled
 from .planning_stages import FusedFunction, planned_stage
 from .tuned_parts import TunedParts
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @tvm.transform.module_pass(opt_level=0, name=FUSE)
-class Fuse:
+class Fuse(ModulePass):
     """Lowers, plans, fuses and writes kernels: the module afterwards holds one PrimFunc a launch.
 
     Every Relax function is planned by itself, private and nested ones too, and so are the branches

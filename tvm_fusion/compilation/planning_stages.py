@@ -32,6 +32,7 @@ from ..transform.functions.functions import (
     PACK_CONSTANTS,
     PLAN,
     WRITE_KERNELS,
+    ModulePass,
     is_enabled,
     result_of,
     with_functions,
@@ -80,7 +81,7 @@ def planned_stage(
 
 
 @tvm.transform.module_pass(opt_level=0, name=PLAN)
-class Plan:
+class Plan(ModulePass):
     """Plans each function of a module and hands out the plans; the module stays as it is.
 
     Parameters
@@ -182,7 +183,7 @@ def plan(
 
 
 @tvm.transform.module_pass(opt_level=0, name=MATERIALIZE)
-class Materialize:
+class Materialize(ModulePass):
     """Makes one PrimFunc, without a schedule, of each group of a plan.
 
     Functions are lowered as they were for planning. The PrimFuncs carry the kernel class that the
@@ -291,7 +292,7 @@ class Materialize:
 
 
 @tvm.transform.module_pass(opt_level=0, name=WRITE_KERNELS)
-class WriteKernels:
+class WriteKernels(ModulePass):
     """Writes the kernels of the PrimFuncs that `Materialize` made.
 
     A PrimFunc that its class cannot write stays without a schedule, for TVM's own, and is logged as

@@ -21,7 +21,13 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from ...config import HardwareProfile
 from ...kernels.cpu.contraction.panels import PANELS_ATTR, Panels, wanted_panels
-from ..functions.functions import PACK_CONSTANTS, is_opaque, rewrite_functions, with_functions
+from ..functions.functions import (
+    PACK_CONSTANTS,
+    ModulePass,
+    is_opaque,
+    rewrite_functions,
+    with_functions,
+)
 from ..rewrites.constant_weights import identity
 from ..rewrites.factors import is_constant
 
@@ -56,7 +62,7 @@ def packable_arguments(mod: tvm.IRModule, hw: HardwareProfile) -> dict[str, tupl
 
 
 @tvm.transform.module_pass(opt_level=0, name=PACK_CONSTANTS)
-class PackConstants:
+class PackConstants(ModulePass):
     """Constants in the panels that kernels read, for which see the module docstring.
 
     Runs after `WriteKernels`, which says in attribute "tvm_fusion.panels" which arguments of a

@@ -8,7 +8,7 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from ...config import HardwareProfile
 from ...ir.graph import COMPOSITES_ATTR
-from ..functions.functions import DECOMPOSE, rewrite_functions
+from ..functions.functions import DECOMPOSE, ModulePass, rewrite_functions
 from ..functions.unique_names import FreshNames
 from . import activations, norms, softmax, statistics
 from .opening import Opening, Rule
@@ -23,7 +23,7 @@ RULES: dict[str, Rule] = {
 
 
 @tvm.transform.module_pass(opt_level=0, name=DECOMPOSE)
-class Decompose:
+class Decompose(ModulePass):
     """Opens composite Relax operators into primitives and remembers which came from which.
 
     The function attribute `tvm_fusion.composites` maps the name of every variable bound to a part

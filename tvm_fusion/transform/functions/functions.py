@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import tvm
 import tvm_ffi
@@ -22,6 +22,16 @@ MATERIALIZE = "tvm_fusion.Materialize"
 WRITE_KERNELS = "tvm_fusion.WriteKernels"
 PACK_CONSTANTS = "tvm_fusion.PackConstants"
 PLAN_MEMORY = "tvm_fusion.PlanMemory"
+
+if TYPE_CHECKING:
+
+    class ModulePass(tvm.transform.Pass):
+        """What `module_pass` makes of a class, which type checkers cannot see: a pass."""
+
+        def __call__(self, mod: tvm.IRModule) -> tvm.IRModule: ...
+
+else:
+    ModulePass = object
 
 Result = TypeVar("Result")
 

@@ -17,7 +17,7 @@ from tvm.relax import Expr, Var
 from tvm.relax.expr_functor import mutator
 
 from ..decompose.opening import shape_of
-from ..functions.functions import ASSIGN_LAYOUTS, is_opaque
+from ..functions.functions import ASSIGN_LAYOUTS, ModulePass, is_opaque
 from ..rewrites.factors import is_constant
 from ..rewrites.readers import BlockwiseMutator, Parts
 from .assignment import Assignment, Operator, Tensor
@@ -26,7 +26,7 @@ from .ways import is_known, is_to_change, operands, results, ways_of
 
 
 @tvm.transform.module_pass(opt_level=0, name=ASSIGN_LAYOUTS)
-class AssignLayouts:
+class AssignLayouts(ModulePass):
     """Computes convolutions with channels last, on data that lies so for as long as it pays.
 
     Each operator is given the orders of axes of its tensors, so that in all the fewest bytes are

@@ -28,7 +28,7 @@ from tvm import relax, tirx
 from tvm.script import tirx as T
 
 from ...plan.group_view import dtype_bytes
-from ..functions.functions import PLAN_MEMORY, has_branches, with_functions
+from ..functions.functions import PLAN_MEMORY, ModulePass, has_branches, with_functions
 from .storage_plan import Life, StoragePlan, plan_storages
 
 SETTLE = "settle_offset"
@@ -41,7 +41,7 @@ _Tensors = frozenset[int]  # numbers of allocations
 
 
 @tvm.transform.module_pass(opt_level=0, name=PLAN_MEMORY)
-class PlanMemory:
+class PlanMemory(ModulePass):
     """Give the intermediates of a function their storages; outputs keep allocations of their own.
 
     Examples
