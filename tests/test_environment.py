@@ -1,4 +1,4 @@
-"""`tutorials/environment.md` has the variables that the package reads, and no others."""
+"""`tutorials/pages/environment.md` has the variables that the package reads, and no others."""
 
 import ast
 import re
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "tutorials" / "environment.md"
+PAGE = ROOT / "tutorials" / "pages" / "environment.md"
 READERS = ("get", "setdefault", "pop")
 SAVED = {"bench/apart.py"}  # sets variables of its own for a process, and puts back what was there
 
