@@ -55,8 +55,8 @@ def test_a_fusion_that_saves_too_little_says_from_which_share_on_it_is_taken(sav
     assert refusal.code is RefusalCode.NOT_PROFITABLE
     assert f"saves less than {share + 0.01:.1%}" in refusal.why
     told = flip(refusal.code.value, dict(refusal.numbers))
-    assert told.startswith("taken with min_gain = ")
-    assert float(told.split()[4]) == pytest.approx(share, abs=2e-3)
+    assert told.startswith("policy: taken with min_gain = ")
+    assert float(told.split()[5]) == pytest.approx(share, abs=2e-3)
 
 
 def test_the_charge_is_the_larger_of_doubt_and_least_share():

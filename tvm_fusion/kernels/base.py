@@ -53,6 +53,9 @@ def together(some: int, more: int) -> int:
 # With more, TVM's simplifier takes minutes over the index arithmetic of a tiled loop (seen with 6).
 MAX_SYMBOLIC_EXTENTS = 3
 
+FIXED_SIZES = "size: give fixed sizes when the model is exported (no `dynamic_shapes`)"
+"""The action of classes that take no symbolic extents (`Refusal.action`)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Fit:

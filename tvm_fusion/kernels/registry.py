@@ -70,8 +70,12 @@ def added() -> tuple[tuple[Family, tuple[str, ...]], ...]:
     """The families that are not this package's own, with their kinds: for `register` in another
     process.
     """
-    own = f"{__package__}."
-    return tuple(e for e in _FAMILIES.values() if not type(e[0]).__module__.startswith(own))
+    return tuple(e for e in _FAMILIES.values() if not is_ours(e[0]))
+
+
+def is_ours(family: Family) -> bool:
+    """Whether a family is this package's own."""
+    return type(family).__module__.startswith(f"{__package__}.")
 
 
 def names(such: Callable[[Family], bool] = lambda family: True) -> frozenset[str]:

@@ -103,5 +103,8 @@ class GroupView:
         t = self.graph.tensors[tensor]
         return _bytes(t.shape, t.dtype)
 
-    def refuse(self, code: RefusalCode, why: str, **numbers: float) -> Refusal:
-        return Refusal(code, self.names, why, tuple(sorted(numbers.items())))
+    def refuse(
+        self, code: RefusalCode, why: str, action: str | None = None, **numbers: float
+    ) -> Refusal:
+        """A refusal of this group; `action` is the one thing that would turn it (`Refusal`)."""
+        return Refusal(code, self.names, why, tuple(sorted(numbers.items())), action)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import NamedTuple
 
 from ..config import HardwareProfile, Policy
@@ -19,7 +19,7 @@ from ..errors import TooDeep
 from ..ir.graph import FusionGraph, OpKind
 from ..kernels.base import READABLE, Family, Fit, together
 from ..kernels.fallback import Fallback, Stock
-from ..kernels.registry import families
+from ..kernels.registry import families, is_ours
 from .decide.caution import Caution, is_fused
 from .group_view import GroupView
 from .order import Links
@@ -178,6 +178,38 @@ class Evaluator:
             raise ValueError(f"{', '.join(refused.names)} can be one launch")
         return most_telling(found)
 
+    def reasons(self, refused: GroupView) -> list[Refusal]:
+        """Why each kernel class refuses a group, the class that came closest first; empty if one
+        takes it.
+
+        A class came close that asks for operators such as the group has (`Family.needs`), and
+        closest where it lacks one thing only (`Refusal.action`). Of equals this package's classes
+        come before those of users, the more telling code before others, and the class that asks for
+        more before one that asks for less.
+        """
+        if refusal := self._refuse(refused):
+            return [refusal]
+        traits, found = self.traits(refused), []
+        for kernel in self.classes:
+            if kernel.name == Fallback.name and len(refused.ops) > 1:
+                continue
+            answer = self._answer(kernel, refused)
+            if not isinstance(answer, Refusal):
+                return []
+            near = (
+                not kernel.needs.allow(traits),
+                answer.action is None,
+                not is_ours(kernel),
+                _TELLING.index(answer.code) if answer.code in _TELLING else len(_TELLING),
+                -kernel.needs.present.bit_count(),
+            )
+            found.append((near, replace(answer, kernel_class=kernel.name)))
+        return [answer for _, answer in sorted(found, key=lambda entry: entry[0])]
+
+    def traits(self, view: GroupView) -> int:
+        """The traits of a group's operators (`kernels.base`)."""
+        return reduce(together, map(self.wiring.traits.__getitem__, view.ops), 0)
+
     def _answer(
         self, kernel: Family, view: GroupView, needed: Resources | None = None
     ) -> _Shared | Refusal:
@@ -249,9 +281,7 @@ class Evaluator:
 
     def _askable(self, view: GroupView) -> Iterator[Family]:
         """The classes that may take the group, in order."""
-        known, traits = self.wiring.traits, 0
-        for i in view.ops:
-            traits = together(traits, known[i])
+        traits = self.traits(view)
         if not traits & READABLE:  # what cannot be read falls back
             yield self.classes[-1]
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -33,9 +33,31 @@ class RefusalCode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """A reason a user may wonder at: `where` names the operators, `numbers` what was compared."""
+    """A reason a user may wonder at.
+
+    Attributes
+    ----------
+    code : RefusalCode
+    where : tuple of str
+        The operators, or the launches as "first..last", that stay apart.
+    why : str
+        The reason in one sentence.
+    numbers : tuple of (str, float)
+        What was compared.
+    action : str or None
+        What would turn it, where the kernel class that refuses knows the group as its kind and
+        lacks one thing: "dtype: ...", "layout: ...", "policy: ...", "size: ..." or "model: ...".
+        Plans do not keep it, nor what follows: `plan.explain.true_reasons` finds them again.
+    kernel_class : str or None
+        The class that refuses.
+    cost_us : float or None
+        What the refusal costs by the cost model.
+    """
 
     code: RefusalCode
     where: tuple[str, ...]
     why: str
     numbers: tuple[tuple[str, float], ...] = ()
+    action: str | None = field(default=None, compare=False)
+    kernel_class: str | None = field(default=None, compare=False)
+    cost_us: float | None = field(default=None, compare=False)

@@ -18,6 +18,7 @@ from ..host.threads import thread_count
 from ..ir.graph import FusionGraph
 from ..kernels.cpu.contraction.panels import mark_constants
 from ..plan.explain.reasons import layout_changes, refusals_between
+from ..plan.explain.true_reasons import true_reasons
 from ..plan.plan import FREE, UNWRITTEN, FusionPlan, PlannedGroup
 from ..plan.refusal import Refusal
 from ..runtime.build.build import Built
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 def planned_report(planned: Planned, probed: Probed | None = None) -> Report:
     """The report of a plan that was not built; `probed` is what is known of its kernels."""
     graph, plan, whole = planned.graph, planned.plan, planned.whole.alone
+    told = with_true_reasons(planned)
     tuned = tuned_groups(planned)
     by_ops = {ops: found for (ops, _), found in (probed or {}).items()}
     groups = tuple(
@@ -57,8 +59,8 @@ def planned_report(planned: Planned, probed: Probed | None = None) -> Report:
         bytes=Comparison(_bytes(plan), _bytes(whole)),
         plan=plan.to_dict(),
         groups=groups,
-        refusals=_refusals(plan),
-        layouts=layout_reports(graph, plan, {}),
+        refusals=tuple(map(refusal_report, told.refusals)),
+        layouts=layout_reports(graph, told, {}),
         unlearned=_unlearned(planned),
     )
 
@@ -71,7 +73,7 @@ def built_report(
 ) -> Report:
     """The report of a built module; launches are read off the built modules."""
     planned, built, materialized = made.planned, made.built, made.materialized
-    plan, whole = planned.plan, planned.whole.alone
+    plan, whole, told = planned.plan, planned.whole.alone, with_true_reasons(planned)
     groups = []
     for g in plan.groups:
         if g.kernel_class in FREE:
@@ -101,8 +103,8 @@ def built_report(
         times=times,
         plan=plan.to_dict(),
         groups=tuple(groups),
-        refusals=_refusals(plan),
-        layouts=layout_reports(planned.graph, plan, materialized.functions),
+        refusals=tuple(map(refusal_report, told.refusals)),
+        layouts=layout_reports(planned.graph, told, materialized.functions),
         threads=thread_count() if built.target.kind.name == "llvm" else None,
         plain=built.plain,
         unlearned=_unlearned(planned),
@@ -182,8 +184,11 @@ def _group(graph: FusionGraph, g: PlannedGroup, name: str, **more) -> GroupRepor
     )
 
 
-def _refusals(plan: FusionPlan) -> tuple[RefusalReport, ...]:
-    return tuple(map(refusal_report, plan.refusals))
+def with_true_reasons(planned: Planned) -> FusionPlan:
+    """The plan with its refusals as users see them."""
+    plan = planned.plan
+    refusals = true_reasons(planned.graph, planned.hw, planned.policy, plan)
+    return replace(plan, refusals=refusals)
 
 
 def _launches(plan: FusionPlan) -> int:
@@ -222,7 +227,8 @@ def layout_reports(
 def refusal_report(refusal: Refusal) -> RefusalReport:
     """A refusal of the plan, with what would turn it."""
     code, numbers = refusal.code.value, dict(refusal.numbers)
-    return RefusalReport(code, refusal.where, refusal.why, numbers, flip(code, numbers))
+    action = refusal.action or flip(code, numbers)
+    return RefusalReport(code, refusal.where, refusal.why, numbers, action, refusal.cost_us)
 
 
 def _reasons(plan: FusionPlan, first: PlannedGroup, second: PlannedGroup) -> list[RefusalReport]:

@@ -126,7 +126,10 @@ class RefusalReport:
     numbers : Mapping of str to float
         What the decision was based on.
     flip : str or None
-        What would have to change for the fusion to be done: a number, or a fact (`report.flip`).
+        The one action that would turn it, after its kind: "dtype: ..." (`report.flip`).
+    cost_us : float or None
+        What the refusal costs by the cost model, in microseconds: the time apart less that
+        together, where that is known, else what the launches take beyond the limit of one.
     """
 
     code: str
@@ -134,6 +137,7 @@ class RefusalReport:
     why: str
     numbers: Mapping[str, Any] = field(default_factory=dict, hash=False)
     flip: str | None = None
+    cost_us: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

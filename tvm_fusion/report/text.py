@@ -99,7 +99,8 @@ def format_refusal(refusal: RefusalReport) -> str:
     numbers = ", ".join(f"{k} = {_short(v)}" for k, v in refusal.numbers.items())
     where = ", ".join(refusal.where)
     said = f"{refusal.code}: {where}: {refusal.why}" + (f" ({numbers})" if numbers else "")
-    return f"{said}; {refusal.flip}" if refusal.flip else said
+    cost = f"; costs {format_time(refusal.cost_us)}" if refusal.cost_us else ""
+    return said + cost + (f"; {refusal.flip}" if refusal.flip else "")
 
 
 def summary_lines(report: Facts) -> str:

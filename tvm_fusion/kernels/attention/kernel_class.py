@@ -60,6 +60,7 @@ class AttentionClass(Family):
                 RefusalCode.EPILOGUE,
                 "scores that stay in the kernel are not rounded as the unfused graph rounds them, "
                 "which the policy asks for",
+                'policy: rounding = "fast"',
             )
         if roles.keys == 1:
             return group.refuse(
@@ -74,7 +75,9 @@ class AttentionClass(Family):
         time = _time(group, roles, hw, policy)
         if time is None:
             return group.refuse(
-                RefusalCode.WRITER, f"no attention kernel of {hw.name} has these sizes"
+                RefusalCode.WRITER,
+                f"no attention kernel of {hw.name} has these sizes",
+                f"size: use heads of fewer than {max(roles.score.k, roles.features)} elements",
             )
         sizes = tuple((p.batch, p.m, p.n, p.k) for p in (roles.score, roles.value))
         return Fit(
@@ -140,6 +143,7 @@ def _check_dtypes(group: GroupView, roles: AttentionRoles) -> Refusal | None:
             RefusalCode.PROLOGUE,
             f"queries, keys and values are stored as {', '.join(sorted(dtypes))}: tensor cores "
             "take one half precision",
+            "dtype: store queries, keys and values as float16 or bfloat16 (`model.half()`)",
         )
     weights = {tensors[a.tensor].dtype for a in (roles.value.left, roles.value.right)}
     results = {tensors[t].dtype for t in group.outputs}
@@ -148,6 +152,7 @@ def _check_dtypes(group: GroupView, roles: AttentionRoles) -> Refusal | None:
             RefusalCode.EPILOGUE,
             f"weights of {', '.join(sorted(weights - dtypes))} would be rounded for tensor cores, "
             f"for a result of {', '.join(sorted(results - dtypes))}",
+            f"dtype: keep the weights in {', '.join(sorted(dtypes))}, as queries and keys are",
         )
     return None
 
@@ -163,6 +168,8 @@ def _check_layouts(group: GroupView, roles: AttentionRoles, hw: HardwareProfile)
                 RefusalCode.PROLOGUE,
                 f"{name} are stored turned, neighbours in memory are of different rows of a head: "
                 f"that takes wgmma and runs of a known multiple of {TMA_UNIT}",
+                f"layout: store {name} with the elements of a head side by side "
+                "(`x.transpose(-1, -2).contiguous()`)",
             )
     return None
 

@@ -285,6 +285,7 @@ class _Matching:
             return self.group.refuse(
                 RefusalCode.PROLOGUE,
                 f"{block.name} computes on an operand of attention, once per tile of the other",
+                f"model: let the launch before write what {block.name} computes",
             )
         return Level.OPERAND
 
@@ -356,6 +357,7 @@ class _Matching:
                 return group.refuse(
                     RefusalCode.SPACE_MISMATCH,
                     f"{name} is read by others as well, and an attention kernel keeps it to itself",
+                    f"model: drop what else reads {name} (`need_weights=False`)",
                 )
         return None
 

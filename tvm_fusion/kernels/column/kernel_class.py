@@ -18,7 +18,7 @@ from ...ir.access import Access, Block, Extent, Reduction
 from ...ir.extents import assumed, assumed_product, non_unit, product_key
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
-from ..base import REDUCES, Family, Fit, Needs
+from ..base import FIXED_SIZES, REDUCES, Family, Fit, Needs
 from ..forms import Writer
 from ..group.footprint import VECTOR_ELEMENTS, evaluations, points, refuse_recompute
 from ..group.read_order import plain_axes, read_order
@@ -177,7 +177,9 @@ def _space(group: GroupView) -> _Space | Refusal:
             RefusalCode.REDUCTION, f"{anchor.name} reduces the last axes: whole rows"
         )
     if any(not isinstance(extent, int) for extent in space.columns):
-        return group.refuse(RefusalCode.REDUCTION, f"{anchor.name} reduces a symbolic extent")
+        return group.refuse(
+            RefusalCode.REDUCTION, f"{anchor.name} reduces a symbolic extent", FIXED_SIZES
+        )
     return space
 
 

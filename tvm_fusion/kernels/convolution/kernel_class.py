@@ -15,7 +15,7 @@ from ...cost.traffic import Resources, Traffic
 from ...ir.access import Affine, Block
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
-from ..base import Fit
+from ..base import FIXED_SIZES, Fit
 from ..cpu.nest_class import Nest
 from ..forms import Writer
 from ..group.footprint import points
@@ -66,7 +66,9 @@ class ConvolutionClass(Nest):
         if isinstance(fit, Refusal) or hw.kind != "cuda":
             return fit
         if not all(isinstance(axis.extent, int) for axis in block.axes):
-            return group.refuse(RefusalCode.REDUCTION, "a convolution of symbolic sizes")
+            return group.refuse(
+                RefusalCode.REDUCTION, "a convolution of symbolic sizes", FIXED_SIZES
+            )
         seconds, terms = predict(group, fit, sizes_of(group, block), hw, policy)
         return replace(fit, seconds=seconds, terms=tuple(sorted(terms.items())))
 

@@ -51,6 +51,7 @@ def check_siblings(
         return group.refuse(
             RefusalCode.SEVERAL_CONTRACTIONS,
             "on a CPU products with outputs of their own share nothing but the call",
+            "model: multiply once by the weights side by side, and split the result",
             outputs=len(group.outputs),
         )
     if source := depends_on_another(products, _upstream(group, products)):
@@ -119,7 +120,11 @@ def check_neighbours(
                     f"{block.name} computes on an operand, once per tile of the other operand",
                 )
             if written in group.outputs:
-                return group.refuse(RefusalCode.PROLOGUE, f"{block.name} is read by others as well")
+                return group.refuse(
+                    RefusalCode.PROLOGUE,
+                    f"{block.name} is read by others as well",
+                    f"model: drop what else reads {block.name}",
+                )
         elif written in group.outputs or not group.readers_of.get(written):
             return group.refuse(
                 RefusalCode.SPACE_MISMATCH, f"{block.name} neither feeds nor follows the product"
@@ -232,8 +237,11 @@ class Gemm(Family):
                 RefusalCode.EPILOGUE, "no kernel of the products has both columns of all pairs"
             )
         if time is None:
+            wide = self._operand_dtype(group) == "float32"
             return group.refuse(
-                RefusalCode.EPILOGUE, f"{others[0].name} reduces a row of no tensor-core product"
+                RefusalCode.EPILOGUE,
+                f"{others[0].name} reduces a row of no tensor-core product",
+                "dtype: store the product's operands as float16 or bfloat16" if wide else None,
             )
         terms = tuple(sorted(time.terms.items()))
         return replace(fit, evaluations=time.counts, seconds=time.seconds, terms=terms)

@@ -143,8 +143,8 @@ def refuse_side_by_side(
     `components`.
     """
 
-    def refuse(why: str, **numbers: float) -> Refusal:
-        return group.refuse(RefusalCode.SEVERAL_CONTRACTIONS, why, **numbers)
+    def refuse(why: str, action: str | None = None, **numbers: float) -> Refusal:
+        return group.refuse(RefusalCode.SEVERAL_CONTRACTIONS, why, action, **numbers)
 
     products = [p for part in parts for p in part]
     if not all(are_siblings(part) for part in parts) or len(parts) == 1:
@@ -157,7 +157,10 @@ def refuse_side_by_side(
         )
     graph = group.graph
     if len({graph.tensors[a.tensor].dtype for p in products for a in (p.left, p.right)}) > 1:
-        return refuse("the operands of independent matrix products have different dtypes")
+        return refuse(
+            "the operands of independent matrix products have different dtypes",
+            "dtype: store the operands of both in one dtype",
+        )
     depths = sorted(p.k for p in products)
     if depths[-1] > MAX_DEPTH_RATIO * depths[0]:
         return refuse(

@@ -19,7 +19,7 @@ from ...ir.access import Access, Block, Reduction
 from ...ir.extents import assumed_product, non_unit
 from ...plan.group_view import GroupView, dtype_bytes
 from ...plan.refusal import Refusal, RefusalCode
-from ..base import SUMS_COLUMNS, SUMS_ROWS, Family, Fit, Needs
+from ..base import FIXED_SIZES, SUMS_COLUMNS, SUMS_ROWS, Family, Fit, Needs
 from ..forms import Writer
 from ..group.footprint import evaluations, refuse_recompute
 from ..group.read_order import plain_axes, read_order
@@ -170,7 +170,7 @@ def _read_space(group: GroupView) -> _Space | Refusal:
             RefusalCode.REDUCTION, "the group does not reduce over both rows and columns"
         )
     if any(not isinstance(axis.extent, int) for b in group.blocks for axis in b.axes):
-        return group.refuse(RefusalCode.REDUCTION, "the group has symbolic extents")
+        return group.refuse(RefusalCode.REDUCTION, "the group has symbolic extents", FIXED_SIZES)
     anchor = rows[0]
     columns = math.prod(anchor.extents(anchor.reduced))
     space = _Space(non_unit(anchor.extents(anchor.spatial)), columns)

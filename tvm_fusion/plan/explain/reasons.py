@@ -113,8 +113,8 @@ def _asked(evaluator: Evaluator, first: PlannedGroup, second: PlannedGroup) -> R
     graph = evaluator.graph
     numbers = {op.name: op.id for op in graph.ops}
     names = {*first.ops, *second.ops}
-    below = _reached(graph, {numbers[name] for name in first.ops})
-    above = _reached(graph, {numbers[name] for name in second.ops}, up=True)
+    below = reached(graph, {numbers[name] for name in first.ops})
+    above = reached(graph, {numbers[name] for name in second.ops}, up=True)
     views = {i for i in below & above if graph.ops[i].kind is OpKind.VIEW}
     members = tuple(sorted({numbers[name] for name in names} | views))
     where = tuple(group.ops[-1] for group in (first, second))
@@ -141,9 +141,13 @@ def _asked(evaluator: Evaluator, first: PlannedGroup, second: PlannedGroup) -> R
     return Refusal(code, where, said, times)
 
 
-def _reached(graph: FusionGraph, ops: set[int], up: bool = False) -> set[int]:
+def reached(graph: FusionGraph, ops: set[int], up: bool = False) -> set[int]:
+    """The operators below some, or above them."""
     bitsets = graph.ancestors if up else graph.descendants
-    return {i for i in range(len(graph.ops)) if any(bitsets[op] >> i & 1 for op in ops)}
+    every = 0
+    for op in ops:
+        every |= bitsets[op]
+    return {i for i in range(every.bit_length()) if every >> i & 1}
 
 
 def _surrounded(
