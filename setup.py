@@ -16,6 +16,7 @@ EXTRAS = {
     "onnx": ["onnx>=1.17"],
     "report": ["rich", "matplotlib"],
     "bound": ["scipy"],
+    "profile": ["nvtx"],
 }
 EXTRAS["test"] = [
     *EXTRAS["torch"],

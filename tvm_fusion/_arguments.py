@@ -48,6 +48,36 @@ def model_of(args: argparse.Namespace, target: Any) -> Any:
     return args.model
 
 
+def profile_arguments(command: argparse.ArgumentParser) -> None:
+    """Declares the options of `profile`."""
+    model = command.add_mutually_exclusive_group(required=True)
+    model.add_argument("model", nargs="?", help="a .pt2, .onnx, Relax .py or Relax .json file")
+    model.add_argument("--demo", action="store_true", help="a pre-norm transformer block")
+    command.add_argument("--target", help=TARGET_HELP)
+    command.add_argument("--policy", help=POLICY_HELP)
+    command.add_argument("--plan", metavar="FILE", help="run this plan instead of searching one")
+    command.add_argument("--database", metavar="DIR", help="use the kernels that `tune` kept here")
+    command.add_argument(
+        "--calls", type=int, default=20, metavar="N", help="calls to record (default: %(default)s)"
+    )
+    command.add_argument(
+        "--trace", metavar="FILE", type=Path, help="write the calls for Perfetto (ui.perfetto.dev)"
+    )
+    command.add_argument(
+        "--ncu",
+        action="store_true",
+        help="print the command that measures the DRAM bytes of each kernel, and run nothing",
+    )
+    command.add_argument(
+        "--once",
+        action="store_true",
+        help="call the fused model once, for a profiler that waits for cuProfilerStart; launches "
+        "stand in NVTX ranges",
+    )
+    command.add_argument("--full", action="store_true", help="print all kernels, not the first ten")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+
+
 def calibrate_arguments(command: argparse.ArgumentParser) -> None:
     """Declares the options of `calibrate`."""
     command.add_argument(

@@ -24,6 +24,7 @@ from ._arguments import (
     fuzz_arguments,
     model_of,
     policy_of,
+    profile_arguments,
     tune_arguments,
 )
 from ._version import __version__
@@ -56,6 +57,11 @@ _COMMANDS = {
 
 # Commands with a room of their own: their `main`, their arguments, and what they do.
 _ELSEWHERE = {
+    "profile": (
+        "profile.command",
+        profile_arguments,
+        "record calls before and after fusion: time, bytes, bandwidth, gaps, memory, by kernel",
+    ),
     "calibrate": (
         "calibrate.command",
         calibrate_arguments,

@@ -12,7 +12,7 @@ import tvm_fusion
 from tvm_fusion.report import progress
 from tvm_fusion.report.progress import shown, stages
 from tvm_fusion.runtime.calls.sidecar import without_lines
-from tvm_fusion.runtime.timing.timing import kernel_walls
+from tvm_fusion.runtime.timing.spans import kernel_walls
 
 from ..support.runtime_cases import LLVM, relax_module
 from .test_report import Terminal

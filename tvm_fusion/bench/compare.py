@@ -28,7 +28,8 @@ from ..report.progress import stages
 from ..report.screen import FunctionReports, Report
 from ..runtime.calls.compiled_module import CompiledFunctions, CompiledModule
 from ..runtime.graphs.capture_rules import CudaGraphOptions
-from ..runtime.timing.timing import FUSED, UNFUSED, TimeReport, kernel_walls, time_calls
+from ..runtime.timing.spans import kernel_walls
+from ..runtime.timing.timing import FUSED, UNFUSED, TimeReport, time_calls
 from .apart import Call, Failed, Process, in_rounds, reason
 from .patience import within
 from .peers import DEFAULT_PEERS, PEERS

@@ -50,6 +50,14 @@ def drawn_inputs(
     return random_inputs(mod["main"], number, sizes, extreme=is_extreme(number))
 
 
+def assumed_inputs(mod: tvm.IRModule, size: int) -> tuple[list[Any], dict[str, int]]:
+    """Random inputs of `main` with all symbolic sizes at one value, as far as the module allows it,
+    and the sizes by symbol.
+    """
+    sizes = _sizes(mod["main"], symbols_of(mod["main"]), (size,), 0)
+    return random_inputs(mod["main"], 0, sizes), sizes
+
+
 def symbols_of(func: relax.Function) -> list[str]:
     """The names of the symbolic sizes in the parameters of a function, in order."""
     names = (v.name for p in func.params for v in relax.analysis.tir_vars_in_type(p.ty))
@@ -82,7 +90,7 @@ def _sizes(
     func: relax.Function, symbols: list[str], sizes: tuple[int, ...], number: int
 ) -> dict[str, int]:
     lower, upper = (_bounds(func, f"tir_var_{which}_bound") for which in ("lower", "upper"))
-    most = min(_rows_read_by_place(func), default=max(SIZES))
+    most = min(_rows_read_by_place(func), default=max(sizes))
     found = {}
     for i, name in enumerate(symbols):
         size = sizes[(number + (i if number % 2 else 0)) % len(sizes)]

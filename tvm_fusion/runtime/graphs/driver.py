@@ -9,7 +9,7 @@ device's primary context, which torch and TVM use, and leave the caller's contex
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterator
-from ctypes import byref, c_char, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
+from ctypes import byref, c_char, c_float, c_int, c_size_t, c_uint, c_ulonglong, c_void_p
 from dataclasses import dataclass
 from functools import cache
 
@@ -53,6 +53,9 @@ _SIGNATURES = {
     "cuEventCreate": (c_void_p, c_uint),
     "cuEventRecord": (c_void_p, c_void_p),
     "cuEventDestroy_v2": (c_void_p,),
+    "cuEventElapsedTime": (c_void_p, c_void_p, c_void_p),
+    "cuProfilerStart": (),
+    "cuProfilerStop": (),
     "cuMemGetInfo_v2": (c_void_p, c_void_p),
 }
 
@@ -169,11 +172,17 @@ class CudaDriver:
         if graph.value:
             self._cuda.cuGraphDestroy(graph)
 
-    def new_event(self) -> int:
+    def new_event(self, timed: bool = False) -> int:
         """An event, which counts as past until it is recorded."""
         event = c_void_p()
-        self.call("cuEventCreate", byref(event), _NO_TIMING)
+        self.call("cuEventCreate", byref(event), 0 if timed else _NO_TIMING)
         return event.value
+
+    def elapsed_us(self, first: int, second: int) -> float:
+        """Microseconds between two timed events that are past."""
+        found = c_float()
+        self.call("cuEventElapsedTime", byref(found), first, second)
+        return found.value * 1e3
 
     def record(self, event: int, stream: int) -> None:
         """Let an event stand for all work given to a stream so far."""
