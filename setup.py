@@ -26,6 +26,7 @@ EXTRAS["test"] = [
     "pytest",
     "pytest-xdist",
     "nbclient",
+    "playwright",  # drives the Chromium that is installed
     "mypy",
     "ipykernel",
     "setuptools",
@@ -43,7 +44,11 @@ setup(
     python_requires=">=3.11",
     packages=[*find_packages(include=["tvm_fusion", "tvm_fusion.*"]), "tvm_fusion.configs"],
     package_dir={"tvm_fusion.configs": "configs"},
-    package_data={"tvm_fusion": ["py.typed"], "tvm_fusion.configs": ["*.toml", "*.json"]},
+    package_data={
+        "tvm_fusion": ["py.typed"],
+        "tvm_fusion.configs": ["*.toml", "*.json"],
+        "tvm_fusion.report.html": ["page/*", "vendor/*"],
+    },
     install_requires=[
         *PINS["TVM_REQUIREMENTS"],
         "numpy",

@@ -76,6 +76,13 @@ def test_the_wheel_holds_configs_typing_marker_and_licence(installed):
     assert "Apache License" in licence.read_text()
 
 
+def test_the_wheel_holds_the_page_of_reports_and_the_licence_of_what_it_uses(installed):
+    pages = Path("tvm_fusion/report/html")
+    data = {p.relative_to(ROOT) for p in (ROOT / pages).rglob("*.*") if p.suffix != ".pyc"}
+    assert {pages / "page" / "app.js", pages / "vendor" / "dagre.LICENSE.txt"} < data
+    assert {p.relative_to(installed) for p in (installed / pages).rglob("*.*")} == data
+
+
 @pytest.mark.usefixtures("no_torch")
 def test_the_installed_package_finds_its_configs(installed):
     code = "from tvm_fusion.config import load_profile as f; import tvm_fusion.config as c;"

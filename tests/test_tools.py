@@ -2,7 +2,7 @@
 
 import pytest
 
-from .support.tools import require
+from .support.tools import require, require_module
 
 
 def test_a_program_that_is_there_is_found(tmp_path, monkeypatch):
@@ -26,6 +26,8 @@ def test_without_it_a_test_is_skipped_and_fails_in_ci(tmp_path, monkeypatch, var
     monkeypatch.setenv("CI", variable)
     with pytest.raises(outcome, match="there is no nvcc on PATH"):
         require("nvcc")
+    with pytest.raises(outcome, match="there is no module no_such_module"):
+        require_module("no_such_module")
 
 
 @pytest.mark.one_in(3)
