@@ -86,5 +86,7 @@ def test_each_kernel_of_a_call_has_a_time_and_calls_go_on_as_before(compiled):
     before = compiled(x)
     found = kernel_walls(compiled, [x], repeats=3)
     assert len(found) == compiled.launches
-    assert all(us > 0 for _, us in found)
+    for _, timing in found:
+        assert 0 < timing.low_us <= timing.median_us <= timing.high_us
+        assert timing.samples == 3
     np.testing.assert_array_equal(compiled(x), before)

@@ -29,7 +29,7 @@ from ..report.screen import FunctionReports, Report
 from ..runtime.calls.compiled_module import CompiledFunctions, CompiledModule
 from ..runtime.graphs.capture_rules import CudaGraphOptions
 from ..runtime.timing.spans import kernel_walls
-from ..runtime.timing.timing import FUSED, UNFUSED, TimeReport, time_calls
+from ..runtime.timing.timing import FUSED, UNFUSED, TimeReport, Timing, time_calls
 from .apart import Call, Failed, Process, in_rounds, reason
 from .patience import within
 from .peers import DEFAULT_PEERS, PEERS
@@ -146,7 +146,7 @@ def _apart(
     unfused: CompiledModule,
     peers: Sequence[str],
     folder: Path,
-) -> tuple[dict[str, TimeReport], list[tuple[str, float]]]:
+) -> tuple[dict[str, TimeReport], list[tuple[str, Timing]]]:
     threads = thread_count()
     given = folder / "model.json"
     given.write_text(tvm.ir.save_json(planned.mod))
@@ -202,18 +202,21 @@ def make_peer(name: str, path: str, target: str, inputs: Sequence[Any]) -> tuple
     return call, None
 
 
-def _with_kernels(report: Report, kernels: Sequence[tuple[str, float]]) -> Report:
+def _with_kernels(report: Report, kernels: Sequence[tuple[str, Timing]]) -> Report:
     """The report with the time of each group; groups of one name run in the plan's order."""
-    found: dict[str, list[float]] = {}
-    for name, us in kernels:
-        found.setdefault(name, []).append(us)
+    found: dict[str, list[Timing]] = {}
+    for name, timing in kernels:
+        found.setdefault(name, []).append(timing)
     counts: dict[str, int] = {}
     for group in report.groups:
         counts[group.name] = counts.get(group.name, 0) + 1
     groups = []
     for group in report.groups:
         calls = found.get(group.name, [])
-        us = calls.pop(0) if counts[group.name] <= len(calls) else None
+        timing = calls.pop(0) if counts[group.name] <= len(calls) else None
         counts[group.name] -= 1
-        groups.append(dataclasses.replace(group, measured_us=us))
+        if timing is not None:
+            measured = TimeReport.of(timing)
+            group = dataclasses.replace(group, measured_us=timing.median_us, measured=measured)
+        groups.append(group)
     return dataclasses.replace(report, groups=tuple(groups))

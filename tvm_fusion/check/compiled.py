@@ -128,15 +128,16 @@ def _runs(reference: Reference) -> bool:
 
 def _judged(built: Built, references: Sequence[Reference]) -> tuple[Verification, Sequence[Any]]:
     """The verdict on a build on the inputs of all references, or on the first that it fails on, and
-    these inputs.
+    these inputs. What is not finite is told of the first ones, which are ordinary.
     """
-    run, worst = runner(built), 0.0
+    run, worst, not_finite = runner(built), 0.0, None
     for reference in references:
         found = judge_outputs(run(reference.inputs), reference)
         worst = max(worst, found.worst_error)
+        not_finite = found.not_finite if not_finite is None else not_finite
         if not found.passed:
             break
-    return replace(found, worst_error=worst), reference.inputs
+    return replace(found, worst_error=worst, not_finite=not_finite), reference.inputs
 
 
 def _lowered(planned: Planned) -> tvm.IRModule:

@@ -77,7 +77,8 @@ class OutputCheck:
 
     Errors and `limit` are relative to max|ref|; an error is inf where an element breaks a rule of
     its own. `worst_index` is the element that decides; None where the shape or the dtype is wrong
-    and where nothing differs. `why` is empty where `passed`.
+    and where nothing differs. `why` is empty where `passed`. `not_finite` is the share of elements
+    that are NaN or infinite in the reference, so that no error can be told of them.
     """
 
     passed: bool
@@ -86,6 +87,7 @@ class OutputCheck:
     limit: float
     worst_index: tuple[int, ...] | None
     why: str = ""
+    not_finite: float = 0.0
 
 
 def check_output(
@@ -222,7 +224,8 @@ def _check_floats(
     if not passed:
         beside = "" if is_alone else f", plain {plain[worst]:.9g} ({plain_error:.2e})"
         why += f"; at {list(worst)}: {given[worst]:.9g}{beside}, float64 {ref[worst]:.9g}"
-    return OutputCheck(passed, error, plain_error, limit, worst, why)
+    not_finite = int((~xp.isfinite(ref)).sum()) / max(1, len(ref.reshape(-1)))
+    return OutputCheck(passed, error, plain_error, limit, worst, why, not_finite)
 
 
 def _accepted(given: Any, same: Any, ref: Any, ordinary: Any, tolerance: Tolerance) -> Any:

@@ -35,12 +35,15 @@ class Verification:
         In order, tuples flattened.
     worst_error : float
         The largest error of an output, relative to the largest number of its reference.
+    not_finite : float
+        The largest share of an output that is NaN or infinite in the reference.
     """
 
     name: str
     passed: bool
     outputs: tuple[OutputCheck, ...]
     worst_error: float
+    not_finite: float = 0.0
 
     @property
     def why(self) -> str:
@@ -104,7 +107,8 @@ def compare_outputs(
         )
     )
     worst = max((check.error for check in checks), default=0.0)
-    return Verification(name, all(check.passed for check in checks), checks, worst)
+    not_finite = max((check.not_finite for check in checks), default=0.0)
+    return Verification(name, all(check.passed for check in checks), checks, worst, not_finite)
 
 
 def judge_outputs(

@@ -24,6 +24,7 @@ import tvm
 from ..config import HardwareProfile, Policy
 from ..errors import PlanError
 from ..ir.graph import FusionGraph, build_graph
+from ..ir.origins import Origins, taken_from
 from ..kernels import registry
 from ..plan.decide.caution import measured_whole, unfused_times
 from ..plan.decide.decide import caution_of, without
@@ -63,7 +64,7 @@ PlanLike = FusionPlan | str | Path | dict[str, Any] | None
 @dataclass(frozen=True, eq=False)
 class Source:
     """A function of a model as `main` of a module, and what it is compiled for; `function` is its
-    name in the model.
+    name in the model, `origins` is what is known of its variables there.
     """
 
     mod: tvm.IRModule
@@ -71,6 +72,7 @@ class Source:
     hw: HardwareProfile
     policy: Policy
     function: str = "main"
+    origins: Origins = field(default_factory=dict)
 
     @cached_property
     def whole(self) -> Lowered:
@@ -138,7 +140,8 @@ class Planned:
         """The function `main` of a module with the plan that is given, else the one that tuning
         settled, else the best that is found.
         """
-        source, given = Source(mod, target, hw, policy, function), read_plan(plan)
+        mod, origins = taken_from(mod)
+        source, given = Source(mod, target, hw, policy, function, origins), read_plan(plan)
         if given is None and tuned is not None:
             given = tuned.plan(mod, hw, policy)
         if given is None:

@@ -5,12 +5,16 @@ import io
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import tvm
+from tvm import relax
 from tvm.ir import IRModule
 
 from tvm_fusion.errors import FrontendError
 from tvm_fusion.frontends.finish import checked_module, cleaned, first_line
+from tvm_fusion.ir.origins import Origin, with_origins
 
 try:
     import onnx
@@ -20,7 +24,7 @@ except ImportError as error:
     ) from error
 
 from google.protobuf.message import EncodeError
-from tvm.relax.frontend.onnx import from_onnx
+from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
 
 # Operators with a weight that their kernels read as an array.
 WEIGHT_READERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
@@ -61,7 +65,8 @@ def from_model(model: onnx.ModelProto, where: str, file: Path | None = None) -> 
     model = _with_arrays_for_weights(_without_local_functions(model))
     with _captured_output() as printed:
         try:
-            mod = from_onnx(model, keep_params_in_input=False)
+            importer = _Importer(None, "float32", keep_params_in_input=False)
+            mod = importer.from_onnx(model.graph, _opset(model))
         except MemoryError:
             raise
         except Exception as error:
@@ -69,7 +74,60 @@ def from_model(model: onnx.ModelProto, where: str, file: Path | None = None) -> 
                 f"{where}: cannot be converted to Relax{_at_operator(printed.getvalue())}: "
                 f"{first_line(error)}"
             ) from error
-    return checked_module(cleaned(mod), where)
+    mod = checked_module(cleaned(mod), where)
+    return with_origins(mod, {**importer.origins, **_spans(mod)})
+
+
+class _Importer(ONNXGraphImporter):
+    """TVM's importer; what it emits tells the node that it comes from.
+
+    Attributes
+    ----------
+    origins : dict of str to Origin
+        By the names of variables; expressions that are no variables yet have a span instead.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.origins: dict[str, Origin] = {}
+
+    def _convert_operator(self, op_name: str, inputs: list, attrs: dict, opset: int) -> Any:
+        result = super()._convert_operator(op_name, inputs, attrs, opset)
+        node = str(attrs["tvm_custom"]["name"])
+        return self._told(result, node) if node else result
+
+    def _told(self, value: Any, node: str) -> Any:
+        """A value, or each of several, that tells its node."""
+        if isinstance(value, relax.Tuple):
+            return self.bb.normalize(relax.Tuple([self._told(v, node) for v in value.fields]))
+        if isinstance(value, relax.Var):
+            self.origins.setdefault(value.name, _origin(node))
+        if not isinstance(value, tvm.ir.Call) or value.span is not None:
+            return value
+        span = tvm.ir.Span(tvm.ir.SourceName(node), 0, 0, 0, 0)
+        return self.bb.normalize(relax.Call(value.op, value.args, value.attrs, value.ty_args, span))
+
+
+def _opset(model: onnx.ModelProto) -> int:
+    """The version of the standard operators that a model is written in."""
+    return next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 1)
+
+
+def _origin(node: str) -> Origin:
+    """A node's module: exporters call it after the path, "/layers.3/mlp/Gemm"."""
+    path = node.strip("/").split("/")
+    return Origin(".".join(path[:-1]) if node.startswith("/") else node)
+
+
+def _spans(mod: IRModule) -> dict[str, Origin]:
+    """The origins of the variables whose values have a span."""
+    found = {}
+    for block in mod["main"].body.blocks:
+        for binding in block.bindings:
+            span = getattr(getattr(binding, "value", None), "span", None)
+            if span is not None:
+                found[binding.var.name] = _origin(span.source_name.name)
+    return found
 
 
 def _check(model: onnx.ModelProto, where: str, file: Path | None) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tvm import relax
 from tvm.ir import IRModule
 
 from ..errors import FrontendError
@@ -25,11 +26,12 @@ except ImportError as error:
         "pip install 'tvm_fusion[torch]'"
     ) from error
 
+from ..ir.origins import Origin, with_origins
 from ..transform.layouts.memory_formats import with_formats
 from . import torch_operators, torch_products, torch_slices, torch_writes
 from .finish import checked_module, cleaned, first_line
 from .memory_formats import formats_of
-from .torch_importer import Importer
+from .torch_importer import Importer, origin_of
 from .torch_slices import merge_equal_splits
 from .torch_writes import refuse_writes_into_repeats, written_inputs
 
@@ -123,9 +125,18 @@ def from_exported_program(
             f"{where}: cannot be converted to Relax{importer.stopped_at()}: {first_line(error)}"
         ) from error
     mod = checked_module(cleaned(mod), where)
+    mod = with_origins(mod, {**importer.origins, **_origin_of_result(mod, program)})
     if formats is None or importer.in_place or not formats.fits(mod):
         return mod
     return with_formats(mod, formats)
+
+
+def _origin_of_result(mod: IRModule, program: torch.export.ExportedProgram) -> dict[str, Origin]:
+    """Where a bare result comes from: its variable has another name than that of its node."""
+    result = mod["main"].body.body
+    (nodes,) = program.graph.output_node().args
+    named = isinstance(result, relax.Var) and isinstance(nodes[-1], torch.fx.Node)
+    return {result.name: origin_of(nodes[-1])} if named else {}
 
 
 def _split_inputs(where: str, inputs: Any) -> tuple[tuple, dict[str, Any]]:

@@ -11,7 +11,9 @@ torch_slices.py and torch_writes.py:
 import functools
 import math
 import operator
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import sympy
@@ -22,6 +24,8 @@ from torch.utils._sympy import functions as torch_functions
 from tvm import relax, tirx
 from tvm.ir import Op
 from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
+
+from ..ir.origins import Origin
 
 FLOAT8_TYPES = ("float8_e4m3fn", "float8_e5m2")
 
@@ -39,6 +43,8 @@ class Importer(ExportedProgramImporter):
         Attention masks that are translated already; the layers of a model share theirs.
     in_place : set of fx.Node
         The writes that change an input of the model.
+    origins : dict of str to Origin
+        Where the results of nodes come from in the model, by the names of their variables.
     """
 
     def __init__(self, converters: Mapping[str, Callable[[Any, fx.Node], relax.Expr]]) -> None:
@@ -48,6 +54,7 @@ class Importer(ExportedProgramImporter):
         self.symbols: dict[str, tirx.Var] = {}
         self.masks: dict[tuple[fx.Node, str], tuple[relax.Expr, relax.Expr]] = {}
         self.in_place: set[fx.Node] = set()
+        self.origins: dict[str, Origin] = {}
         super().__init__()
 
     def from_exported_program(self, program: torch.export.ExportedProgram, **options: Any) -> Any:
@@ -94,6 +101,8 @@ class Importer(ExportedProgramImporter):
             expected = node.meta.get("val")
             if isinstance(expected, torch.Tensor) and is_tensor(result):
                 result = self._shaped(self.cast(result, self.dtype_of(node)), expected)
+            if isinstance(result, relax.Var):
+                self.origins.setdefault(result.name, origin_of(node))
             self.current = None
             return result
 
@@ -154,6 +163,22 @@ def _is_permutation(expression: relax.Expr | None) -> bool:
         and expression.op == Op.get("relax.permute_dims")
         and expression.attrs.axes is not None
     )
+
+
+# ---- Where a node comes from in the model.
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_TORCH = str(Path(torch.__file__).parent)
+
+
+def origin_of(node: fx.Node) -> Origin:
+    """The submodule that a node was traced in, and the last line of its trace outside of torch."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    path = str(stack[-1][0]) if stack else ""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
+    source = f"{Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
+    return Origin(path.removeprefix("L['self']").lstrip("."), source)
 
 
 # ---- Symbolic sizes of PyTorch as expressions of TVM.

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tvm import tirx
 
+from ..check.checked_sizes import symbols_of
 from ..check.compiled import Checked
 from ..cost.learned.learned import unused_residual
 from ..cost.probe import Probed, ProbeFailure
 from ..cost.traffic import Resources
 from ..flow.planned import BuiltPlan, Planned
 from ..host.threads import thread_count
+from ..ir.extents import ASSUMED_SYMBOLIC_EXTENT
 from ..ir.graph import FusionGraph
 from ..kernels.cpu.contraction.panels import mark_constants
 from ..plan.explain.reasons import layout_changes, refusals_between
@@ -28,7 +31,9 @@ from ..transform.apply.materialize import Materialized, materialize
 from ..transform.apply.pack_constants import packable_arguments
 from .facts import Comparison, GroupReport, LayoutReport, RefusalReport, Verification
 from .flip import flip
+from .network import DeviceReport, Network, bytes_apart
 from .screen import Report
+from .sources import SourceReport, sources_of
 
 if TYPE_CHECKING:
     from ..runtime.calls.call_memory import MemoryPlan
@@ -53,13 +58,19 @@ def planned_report(planned: Planned, probed: Probed | None = None) -> Report:
         for g in plan.groups
         if g.kernel_class not in FREE
     )
+
+    def sources() -> dict[str, SourceReport]:
+        materialized = materialize(planned.low, graph, plan)
+        found = sources_of(planned, materialized)
+        names = {g.ops[-1]: materialized.functions.get(g.ops) for g in plan.groups}
+        return {last: found[name] for last, name in names.items() if name in found}
+
     return Report(
+        **_of_model(planned, told, groups, sources),
         target=plan.device,
         launches=Comparison(_launches(plan), _launches(whole)),
         bytes=Comparison(_bytes(plan), _bytes(whole)),
         plan=plan.to_dict(),
-        groups=groups,
-        refusals=tuple(map(refusal_report, told.refusals)),
         layouts=layout_reports(graph, told, {}),
         unlearned=_unlearned(planned),
     )
@@ -94,7 +105,9 @@ def built_report(
                 tuned=_tuned(planned, materialized, g, name),
             )
         )
+    sources = partial(sources_of, planned, materialized, built)
     return Report(
+        **_of_model(planned, told, groups, sources),
         target=plan.device,
         launches=Comparison(
             count_launches(built), count_launches(unfused) if unfused else _launches(whole)
@@ -102,15 +115,62 @@ def built_report(
         bytes=Comparison(_bytes(plan), _bytes(whole)),
         times=times,
         plan=plan.to_dict(),
-        groups=tuple(groups),
-        refusals=tuple(map(refusal_report, told.refusals)),
         layouts=layout_reports(planned.graph, told, materialized.functions),
         threads=thread_count() if built.target.kind.name == "llvm" else None,
         plain=built.plain,
         unlearned=_unlearned(planned),
         verify=checked
-        and Verification(checked.verification.passed, checked.verification.worst_error),
+        and Verification(
+            checked.verification.passed,
+            checked.verification.worst_error,
+            checked.verification.not_finite,
+        ),
     )
+
+
+def _of_model(
+    planned: Planned,
+    told: FusionPlan,
+    groups: Sequence[GroupReport],
+    sources: Callable[[], dict[str, SourceReport]],
+) -> dict[str, Any]:
+    """What a report says of the model: its graph, and the groups' places in it. `told` is the plan
+    with the reasons that are told.
+    """
+    network = Network(planned.graph, planned.plan, planned.source.origins)
+    whole = planned.whole
+    apart, elsewhere = bytes_apart(network, whole.graph, whole.alone)
+    refusals = tuple(map(refusal_report, told.refusals))
+    placed = zip(groups, network.launched, network.same_as(), apart, strict=True)
+    return {
+        "groups": tuple(
+            replace(
+                group,
+                bytes_unfused=size,
+                same_as=same,
+                rejected=_rejected(group, refusals),
+                **network.facts(planned_group),
+            )
+            for group, planned_group, same, size in placed
+        ),
+        "refusals": refusals,
+        "device": DeviceReport.of(planned.hw),
+        "graph": network.report(),
+        "repeats": network.repeats(),
+        "timeline": {
+            "fused": network.timeline(),
+            "unfused": Network(whole.graph, whole.alone, {}).timeline(),
+        },
+        "bytes_elsewhere": elsewhere,
+        "assumed": dict.fromkeys(symbols_of(planned.mod["main"]), ASSUMED_SYMBOLIC_EXTENT),
+        "sources": sources,
+    }
+
+
+def _rejected(group: GroupReport, refusals: Sequence[RefusalReport]) -> int | None:
+    """The first refusal that names an operator of a group, or the group by its ends."""
+    names = {group.name, *group.ops, f"{group.ops[0]}..{group.ops[-1]}"}
+    return next((i for i, r in enumerate(refusals) if names & set(r.where)), None)
 
 
 def _unlearned(planned: Planned) -> str | None:
@@ -173,7 +233,7 @@ def _group(graph: FusionGraph, g: PlannedGroup, name: str, **more) -> GroupRepor
         composites=tuple(dict.fromkeys(tags)),
         kernel_class=g.kernel_class,
         bytes_fused=int(g.bytes),
-        bytes_unfused=int(g.unfused_bytes),
+        bytes_unfused=int(g.unfused_bytes),  # until it is known what the model has in its place
         predicted_us=g.predicted_us,
         unfused_predicted_us=g.unfused_us,
         terms=g.terms,

@@ -1,13 +1,14 @@
 """What a compilation did, as values: the source of the terminal text and of the JSON object."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..runtime.timing.timing import FUSED, UNFUSED, TimeReport
+from .network import DeviceReport, GraphReport, Repeat
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +36,14 @@ class Verification:
         Whether every output is as exact as the error rule asks.
     worst_error : float
         Largest error of an output relative to the largest magnitude of its reference.
+    not_finite : float
+        Largest share of an output that is NaN or infinite in the reference: of those elements it
+        is only known that they are so in ours, too.
     """
 
     passed: bool
     worst_error: float
+    not_finite: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,9 @@ class GroupReport:
     launches : int
         Device launches of one call.
     bytes_fused, bytes_unfused : int
-        Memory traffic of the group, and of its operations one by one.
+        Memory traffic of the group, and of those operators of the model, one by one, that it
+        computes: over all groups, and what was rewritten away (`Facts.bytes_elsewhere`), the sums
+        are the report's `bytes`.
     predicted_us, unfused_predicted_us : float
         Times from the cost model.
     terms : Mapping of str to float
@@ -87,6 +94,21 @@ class GroupReport:
         "trace" a schedule of MetaSchedule), its time `us` and that of the untuned kernel
         `untuned_us` by themselves, and the key of the `workload` in the database; or why the choice
         is `stale`.
+    label : str
+        What a model's author knows it by: "layers.3.mlp: matmul, gelu", without the module where
+        that is not known.
+    modules, lines : tuple of str
+        Paths of the modules whose operators it computes, and lines of their source.
+    reads, writes : tuple of int
+        The tensors of the graph that it reads from and leaves in memory.
+    flops : float or None
+        Operations of one call; None where that depends on symbolic extents.
+    same_as : int or None
+        Index of the first group with the same kernel and shapes, if this is not it.
+    rejected : int or None
+        Index of the first refusal that it is named in.
+    measured : TimeReport or None
+        Time of its launches in one call with its quartiles, if it ran by itself on a clock.
     """
 
     name: str
@@ -109,6 +131,20 @@ class GroupReport:
     evidence: Mapping[str, Any] | None = field(default=None, hash=False)
     assumed_l2: Mapping[str, float] = field(default_factory=dict, hash=False)
     tuned: Mapping[str, Any] | None = field(default=None, hash=False)
+    label: str = ""
+    modules: tuple[str, ...] = ()
+    lines: tuple[str, ...] = ()
+    reads: tuple[int, ...] = ()
+    writes: tuple[int, ...] = ()
+    flops: float | None = None
+    same_as: int | None = None
+    rejected: int | None = None
+    measured: TimeReport | None = None
+
+    @property
+    def time_us(self) -> float:
+        """Measured, where that was done, else predicted."""
+        return self.predicted_us if self.measured_us is None else self.measured_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +251,22 @@ class Facts:
     plain : Mapping of str to str
         The PrimFuncs that no rule could schedule, and how they run: right, but slow
         (`runtime.build.plain_schedule`).
+    device : DeviceReport or None
+        The rates that the plan was made by.
+    graph : GraphReport or None
+        The lowered model: operators, tensors, and where they come from.
+    repeats : tuple of Repeat
+        Runs of equal groups, as the layers of a model are.
+    timeline : mapping of str to (tuple of int or None)
+        "fused" and "unfused": bytes of intermediates and results that are in memory while each
+        launch runs; None where extents are symbolic.
+    bytes_elsewhere : int
+        Traffic of the unfused model's operators that no group computes, since they were rewritten.
+    assumed : mapping of str to int
+        The sizes that predictions take symbolic extents for.
+    sources : Callable or None
+        Gives the text of each kernel (`report.sources.SourceReport`), by the name of its group;
+        asked for by `to_json(sources=True)`.
     """
 
     target: str
@@ -235,6 +287,15 @@ class Facts:
     threads: int | None = None
     plain: Mapping[str, str] = field(default_factory=dict, hash=False)
     unlearned: str | None = None
+    device: DeviceReport | None = None
+    graph: GraphReport | None = None
+    repeats: tuple[Repeat, ...] = ()
+    timeline: Mapping[str, tuple[int, ...] | None] = field(default_factory=dict, hash=False)
+    bytes_elsewhere: int = 0
+    assumed: Mapping[str, int] = field(default_factory=dict, hash=False)
+    sources: Callable[[], Mapping[str, Any]] | None = field(
+        default=None, hash=False, compare=False, repr=False
+    )
 
     @property
     def time_us(self) -> Comparison:
@@ -242,14 +303,17 @@ class Facts:
         medians = (self.times.get(name, TimeReport()).median_us for name in (FUSED, UNFUSED))
         return Comparison(*medians)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, sources: bool = False) -> dict[str, Any]:
         """Return the report as a JSON-able dict; numbers that JSON has no form for become None.
+        With `sources` the text of the kernels is in it.
 
         Each entry of `times` also says what its quartiles allow: whether the fused module is
         "faster", "slower" or makes "no difference", and by which `ratio` of the medians if it does.
         """
         order = ("version", "target", "launches", "bytes", "time_us", "verify", "plan", "groups")
-        data = {f.name: _jsonable(getattr(self, f.name)) for f in fields(self)}
+        named = (f.name for f in fields(self) if f.name != "sources")
+        data = {name: _jsonable(getattr(self, name)) for name in named}
+        data["sources"] = _jsonable(self.sources()) if sources and self.sources else {}
         data["time_us"] = _jsonable(self.time_us)
         ours = self.times.get(FUSED)
         for name, found in self.times.items():

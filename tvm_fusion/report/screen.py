@@ -1,6 +1,6 @@
 """The first screen: what was saved, how sure that is, what takes most, and what to try next.
 
-At most 40 lines of 100 columns, whatever the model; `text.render` has the rest.
+At most 50 lines of 100 columns, whatever the model; `text.render` has the rest.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 from ..errors import InputError
 from ..runtime.timing.timing import FUSED, TimeReport, Verdict
 from .facts import FORMAT_VERSION, Facts, GroupReport
+from .network import common_module, common_pattern
 from .text import align, clip, format_time, render, summary_lines
 
 # The reports of a module of several functions, one for each.
@@ -71,9 +72,9 @@ class FunctionReports:
         return "\n\n".join(part.rstrip("\n") for part in parts)
 
 
-COLUMNS, LINES = 100, 40
-TOP = 3  # groups
-LONGEST = 30  # of the name of a group, and of what it computes
+COLUMNS, LINES = 100, 50
+TOP = 10  # groups
+LONGEST = 22  # of the name of a group, and of what it computes
 NAMES = {"tvm": "TVM's default pipeline", "torch": "torch eager"}
 
 
@@ -110,7 +111,7 @@ def screen(report: Facts, model: str | None = None) -> str:
 
 
 def _times(report: Facts) -> str:
-    """A row for each compiler, and the verdict."""
+    """A row for each compiler, why some have no time, and the verdict."""
     if not report.times:
         return ""
     ours = report.times.get(FUSED, TimeReport())
@@ -128,7 +129,12 @@ def _times(report: Facts) -> str:
                 verdict.value if verdict else "",
             )
         )
-    return "\n".join([align(rows, left=1), *_verdict(report.times)])
+    failed = [
+        f"  {NAMES.get(n, n)} has no time: {t.failure}"
+        for n, t in report.times.items()
+        if t.failure
+    ]
+    return "\n".join([align(rows, left=1), *failed, *_verdict(report.times)])
 
 
 def _verdict(times: dict[str, TimeReport]) -> list[str]:
@@ -149,24 +155,59 @@ def _verdict(times: dict[str, TimeReport]) -> list[str]:
 
 
 def _top(report: Facts) -> str:
-    """The groups that take most: by the clock where they ran, else as predicted."""
+    """The groups that take most, those with the same kernel in one row: by the clock where all ran,
+    else as predicted.
+    """
     if not report.groups:
         return ""
-    measured = all(group.measured_us is not None for group in report.groups)
-    total = sum(map(_time_us, report.groups))
-    kind = "measured" if measured else "predicted"
-    rows = [("what takes most", "class", "computes", kind, "of all")]
-    for group in sorted(report.groups, key=_time_us, reverse=True)[:TOP]:
-        share = f"{_time_us(group) / total:.0%}" if total else "-"
-        computes = clip(", ".join(group.composites or group.ops), LONGEST)
-        written = "unfused" if group.fallback else group.kernel_class
-        name = f"  {clip(group.name, LONGEST)}"
-        rows.append((name, written, computes, format_time(_time_us(group)), share))
-    return align(rows, left=3)
+    measured = all(group.measured is not None for group in report.groups)
+    total = sum(group.time_us for group in report.groups)
+    equal: dict[int, list[GroupReport]] = {}
+    for i, group in enumerate(report.groups):
+        equal.setdefault(i if group.same_as is None else group.same_as, []).append(group)
+    taken = sorted(equal.values(), key=lambda groups: -sum(g.time_us for g in groups))
+    rows = [_top_row(groups, total, measured) for groups in taken[:TOP]]
+    kind = ("measured", "quartiles") if measured else ("predicted", "")
+    lines = [align([("what takes most", "", "class", "computes", *kind, "of all"), *rows], left=4)]
+    if len(taken) > TOP:
+        rest = sum(group.time_us for groups in taken[TOP:] for group in groups)
+        lines.append(f"  {len(taken) - TOP} other kernels: {rest / total:.0%}" if total else "")
+    if measured:
+        runs = min(group.measured.samples for group in report.groups)
+        lines.append(f"  medians of {runs} calls, each launch by itself")
+    return "\n".join(lines)
 
 
-def _time_us(group: GroupReport) -> float:
-    return group.predicted_us if group.measured_us is None else group.measured_us
+def _top_row(groups: Sequence[GroupReport], total: float, measured: bool) -> tuple[str, ...]:
+    """Groups with the same kernel: the sums of their medians and of their quartiles."""
+    first, time_us = groups[0], sum(group.time_us for group in groups)
+    quartiles = ""
+    if measured:
+        low = sum(group.measured.low_us for group in groups)
+        high = sum(group.measured.high_us for group in groups)
+        quartiles = f"{format_time(low)} - {format_time(high)}"
+    return (
+        f"  {clip(title(groups), LONGEST)}",
+        f"x{len(groups)}" if len(groups) > 1 else "",
+        "unfused" if first.fallback else first.kernel_class,
+        clip(computes(first), LONGEST),
+        format_time(time_us),
+        quartiles,
+        f"{time_us / total:.0%}" if total else "-",
+    )
+
+
+def title(groups: Sequence[GroupReport]) -> str:
+    """What groups with the same kernel are called: by the modules of the model ("layers.*.mlp"),
+    else by the name of their result.
+    """
+    places = [common_module(group.modules) for group in groups]
+    return common_pattern(places) if all(places) else groups[0].ops[-1]
+
+
+def computes(group: GroupReport) -> str:
+    """What a group computes in a few words."""
+    return group.label.rpartition(": ")[2] or ", ".join(group.composites or group.ops)
 
 
 def _hints(report: Facts, model: str | None) -> Sequence[str]:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
 from ..runtime.timing.timing import FUSED, UNFUSED, TimeReport, Verdict
-from .facts import Comparison, Facts, GroupReport, RefusalReport
+from .facts import Comparison, Facts, GroupReport, RefusalReport, Verification
 
 _GROUP_COLUMNS = (
     "group",
@@ -125,15 +125,28 @@ def summary_lines(report: Facts) -> str:
         lines.append(f"graph     {report.cuda_graph}{_call_times(report.call_us)}")
     if report.verify is not None:
         outcome = "passed" if report.verify.passed else "FAILED"
-        lines.append(f"verify    {outcome}, worst error {_short(report.verify.worst_error)}")
+        lines.append(f"verify    {outcome}, {_compared(report.verify)}")
     if report.bound is not None:
         least, share = format_time(report.bound.least_us), report.bound.within
         lines.append(f"bound     no plan is predicted below {least}: within {share:.1%} of optimal")
+    if report.assumed:
+        sizes = ", ".join(f"{name} = {size}" for name, size in report.assumed.items())
+        lines.append(f"assumed   {sizes}, for predictions: the extents are symbolic")
     if report.unlearned is not None:
         lines.append(f"model     analytic, the learned correction is not used: {report.unlearned}")
     if rewrites := report.plan.get("rewrites"):
         lines.append(f"rewritten {', '.join(rewrites)}")
     return "\n".join(lines)
+
+
+def _compared(verify: Verification) -> str:
+    """What the check saw of the numbers."""
+    if verify.not_finite >= 1:
+        return "but no number was compared: all of an output is NaN or infinite, in float64 too"
+    said = f"worst error {_short(verify.worst_error)}"
+    if verify.not_finite:
+        said += f"; {verify.not_finite:.2%} of an output is NaN or infinite, in float64 too"
+    return said
 
 
 def _threads(count: int | None) -> str:
@@ -182,7 +195,7 @@ def _group_row(group: GroupReport) -> tuple[str, ...]:
         format_bytes(group.bytes_fused),
         "-" if saved is None else f"{saved:.1f}x",
         format_time(group.predicted_us),
-        format_time(group.measured_us),
+        _measured(group),
         _evidence(group.evidence),
         "-" if group.roofline_share is None else f"{group.roofline_share:.0%}",
         _count(group.registers),
@@ -190,6 +203,14 @@ def _group_row(group: GroupReport) -> tuple[str, ...]:
         format_bytes(group.code_bytes) if group.code_bytes else "-",
         "-" if group.error is None else _short(group.error),
     )
+
+
+def _measured(group: GroupReport) -> str:
+    """Median and quartiles, where there are samples."""
+    if group.measured is None:
+        return format_time(group.measured_us)
+    low, high = format_time(group.measured.low_us), format_time(group.measured.high_us)
+    return f"{format_time(group.measured_us)} ({low} - {high})"
 
 
 def _evidence(evidence: Mapping[str, Any] | None) -> str:

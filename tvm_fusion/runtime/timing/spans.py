@@ -8,7 +8,6 @@ each function where there is no torch with CUDA.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from ...errors import BuildError
 from ..calls.compiled_module import CompiledModule
 from ..graphs.driver import CudaDriver
 from .plan_timing import device_events
-from .timing import L2_CLEANING_BYTES, has_torch_cuda, l2_cleaner
+from .timing import L2_CLEANING_BYTES, Timing, has_torch_cuda, l2_cleaner
 
 WARM_CALLS = 2
 ATTEMPTS = 3  # CUPTI loses events now and then
@@ -123,13 +122,11 @@ def wall_spans(module: CompiledModule, inputs: Sequence[Any], repeats: int = 20)
 
 def kernel_walls(
     module: CompiledModule, inputs: Sequence[Any], repeats: int = 20
-) -> list[tuple[str, float]]:
-    """The functions of a call on a CPU in the order in which they run, and their median
-    microseconds.
-    """
+) -> list[tuple[str, Timing]]:
+    """The functions of a call on a CPU in the order in which they run, and how long each takes."""
     calls = wall_spans(module, inputs, repeats)
     return [
-        (spans[0].name, statistics.median(one.busy_us for one in spans))
+        (spans[0].name, Timing.of([one.busy_us for one in spans], "wall"))
         for spans in zip(*calls, strict=True)
     ]
 
