@@ -12,8 +12,16 @@ from typing import Any
 from ..errors import InputError
 from ..runtime.timing.timing import FUSED, TimeReport, Verdict
 from .facts import FORMAT_VERSION, Facts, GroupReport
-from .network import common_module, common_pattern
-from .text import align, clip, format_time, render, summary_lines
+from .text import (
+    align,
+    clip,
+    computes,
+    format_time,
+    render,
+    summary_lines,
+    title,
+    with_one_kernel,
+)
 
 # The reports of a module of several functions, one for each.
 
@@ -162,10 +170,9 @@ def _top(report: Facts) -> str:
         return ""
     measured = all(group.measured is not None for group in report.groups)
     total = sum(group.time_us for group in report.groups)
-    equal: dict[int, list[GroupReport]] = {}
-    for i, group in enumerate(report.groups):
-        equal.setdefault(i if group.same_as is None else group.same_as, []).append(group)
-    taken = sorted(equal.values(), key=lambda groups: -sum(g.time_us for g in groups))
+    taken = sorted(
+        with_one_kernel(report.groups), key=lambda groups: -sum(g.time_us for g in groups)
+    )
     rows = [_top_row(groups, total, measured) for groups in taken[:TOP]]
     kind = ("measured", "quartiles") if measured else ("predicted", "")
     lines = [align([("what takes most", "", "class", "computes", *kind, "of all"), *rows], left=4)]
@@ -195,19 +202,6 @@ def _top_row(groups: Sequence[GroupReport], total: float, measured: bool) -> tup
         quartiles,
         f"{time_us / total:.0%}" if total else "-",
     )
-
-
-def title(groups: Sequence[GroupReport]) -> str:
-    """What groups with the same kernel are called: by the modules of the model ("layers.*.mlp"),
-    else by the name of their result.
-    """
-    places = [common_module(group.modules) for group in groups]
-    return common_pattern(places) if all(places) else groups[0].ops[-1]
-
-
-def computes(group: GroupReport) -> str:
-    """What a group computes in a few words."""
-    return group.label.rpartition(": ")[2] or ", ".join(group.composites or group.ops)
 
 
 def _hints(report: Facts, model: str | None) -> Sequence[str]:

@@ -18,9 +18,11 @@ from typing import Any, TextIO
 
 from ..runtime.timing.timing import FUSED, UNFUSED, TimeReport, Verdict
 from .facts import Comparison, Facts, GroupReport, RefusalReport, Verification
+from .network import common_module, common_pattern
 
 _GROUP_COLUMNS = (
     "group",
+    "times",
     "class",
     "computes",
     "launches",
@@ -35,7 +37,7 @@ _GROUP_COLUMNS = (
     "code",
     "error",
 )
-_LEFT_ALIGNED = 3  # the leading columns that hold words
+_LEFT_ALIGNED = 4  # the leading columns that hold words
 _WIDEST_CELL = 40
 _SHOWN_REFUSALS = 8
 _SHOWN_TERMS = 5
@@ -63,10 +65,10 @@ def show(report: Facts, file: TextIO) -> None:
     columns, *rows = _group_table(report)
     table = Table(box=box.SIMPLE_HEAD, padding=0)
     for i, column in enumerate(columns):
-        words = i < _LEFT_ALIGNED
+        words = i < _LEFT_ALIGNED and column != "times"
         table.add_column(column, justify="left" if words else "right", no_wrap=not words)
-    for group, row in zip(report.groups, rows, strict=True):
-        table.add_row(*row, style="yellow" if group.fallback else None)
+    for groups, row in zip(with_one_kernel(report.groups), rows, strict=True):
+        table.add_row(*row, style="yellow" if groups[0].fallback else None)
     for part in (summary_lines(report), _times(report)):
         console.print(part, markup=False, highlight=False)
     console.print(table)
@@ -178,39 +180,67 @@ def _comparison_row(
     return (name, form(pair.unfused), form(pair.fused), ratio)
 
 
+def title(groups: Sequence[GroupReport]) -> str:
+    """What groups with the same kernel are called: by the modules of the model ("layers.*.mlp"),
+    else by the name of the first.
+    """
+    places = [common_module(group.modules) for group in groups]
+    return common_pattern(places) if all(places) else groups[0].name
+
+
+def computes(group: GroupReport) -> str:
+    """What a group computes in a few words."""
+    return group.label.rpartition(": ")[2] or ", ".join(group.composites or group.ops)
+
+
+def with_one_kernel(groups: Sequence[GroupReport]) -> list[list[GroupReport]]:
+    """The groups, those with the same kernel together, in the order of the first of each."""
+    found: dict[int, list[GroupReport]] = {}
+    for i, group in enumerate(groups):
+        found.setdefault(i if group.same_as is None else group.same_as, []).append(group)
+    return list(found.values())
+
+
 def _group_table(report: Facts) -> list[tuple[str, ...]]:
-    """Header and one row a group, without the columns that are empty in every row."""
-    rows = [_group_row(group) for group in report.groups]
+    """Header and one row a kernel, without the columns that are empty in every row."""
+    rows = [_group_row(groups) for groups in with_one_kernel(report.groups)]
     columns = zip(_GROUP_COLUMNS, *rows, strict=True)
     return list(zip(*(c for c in columns if set(c[1:]) != {"-"}), strict=True))
 
 
-def _group_row(group: GroupReport) -> tuple[str, ...]:
-    saved = Comparison(group.bytes_fused, group.bytes_unfused).ratio
+def _group_row(groups: Sequence[GroupReport]) -> tuple[str, ...]:
+    """The numbers of groups with the same kernel, all together; what is of one kernel, once."""
+    group, count = groups[0], len(groups)
+    moved = sum(g.bytes_fused for g in groups)
+    saved = Comparison(moved, sum(g.bytes_unfused for g in groups)).ratio
+    errors = [g.error for g in groups if g.error is not None]
     return (
-        clip(group.name),
+        clip(title(groups)),
+        f"x{count}" if count > 1 else "-",
         "unfused" if group.fallback else group.kernel_class,
         clip(", ".join(group.composites or group.ops)),
-        str(group.launches),
-        format_bytes(group.bytes_fused),
+        str(sum(g.launches for g in groups)),
+        format_bytes(moved),
         "-" if saved is None else f"{saved:.1f}x",
-        format_time(group.predicted_us),
-        _measured(group),
+        format_time(sum(g.predicted_us for g in groups)),
+        _measured(groups),
         _evidence(group.evidence),
         "-" if group.roofline_share is None else f"{group.roofline_share:.0%}",
         _count(group.registers),
         format_bytes(group.spill_bytes) if group.spill_bytes else "-",
         format_bytes(group.code_bytes) if group.code_bytes else "-",
-        "-" if group.error is None else _short(group.error),
+        _short(max(errors)) if errors else "-",
     )
 
 
-def _measured(group: GroupReport) -> str:
-    """Median and quartiles, where there are samples."""
-    if group.measured is None:
-        return format_time(group.measured_us)
-    low, high = format_time(group.measured.low_us), format_time(group.measured.high_us)
-    return f"{format_time(group.measured_us)} ({low} - {high})"
+def _measured(groups: Sequence[GroupReport]) -> str:
+    """Median and quartiles, where there are samples; the sums of those of several."""
+    times = [group.measured for group in groups]
+    if None in times:
+        return "-"
+    low, high = (sum(getattr(t, side) for t in times) for side in ("low_us", "high_us"))
+    median = sum(time.median_us for time in times)
+    return f"{format_time(median)} ({format_time(low)} - {format_time(high)})"
 
 
 def _evidence(evidence: Mapping[str, Any] | None) -> str:
@@ -225,9 +255,10 @@ def _evidence(evidence: Mapping[str, Any] | None) -> str:
 def _terms(report: Facts) -> str:
     """What the prediction of each group is made of, and what it takes to lie in the L2."""
     lines = []
-    for group in report.groups:
+    for groups in with_one_kernel(report.groups):
+        group = groups[0]
         if group.terms:
-            lines.append(f"  {clip(group.name)}: {format_terms(group.terms)}")
+            lines.append(f"  {clip(title(groups))}: {format_terms(group.terms)}")
         if group.assumed_l2:
             names = ", ".join(f"{n} ({format_bytes(b)})" for n, b in group.assumed_l2.items())
             lines.append(f"    from the L2: {names}")
@@ -248,7 +279,7 @@ def _tuned(report: Facts) -> str:
         else:
             times = f"{format_time(said['us'])}, untuned {format_time(said['untuned_us'])}"
             outcome = f"{said['choice']}: {times}"
-        lines.append(f"  {clip(group.name)}: {outcome}")
+        lines.append(f"  {clip(title([group]))}: {outcome}")
     return "\n".join(["tuned, each kernel by itself:", *lines]) if lines else ""
 
 
@@ -277,7 +308,7 @@ def _fallbacks(report: Facts) -> str:
     by_reason: dict[str, list[str]] = {}
     for group in report.groups:
         if group.fallback:
-            by_reason.setdefault(group.fallback, []).append(group.name)
+            by_reason.setdefault(group.fallback, []).append(title([group]))
     lines = [f"  {', '.join(names)}: {reason}" for reason, names in by_reason.items()]
     return "\n".join(["run unfused:", *lines]) if lines else ""
 
