@@ -37,6 +37,14 @@ def _literal(text: str) -> Any:
         return text
 
 
+def pair_of(text: str) -> tuple[str, str]:
+    """The two names that `--why` asks about."""
+    names = [name.strip() for name in text.split(",")]
+    if len(names) != 2 or not all(names):
+        raise InputError(f"--why takes two names with a comma between them, got {text!r}")
+    return names[0], names[1]
+
+
 def model_of(args: argparse.Namespace, target: Any) -> Any:
     """The model file's path, or the module of the demo for a resolved target."""
     if args.demo:

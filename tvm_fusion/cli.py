@@ -23,6 +23,7 @@ from ._arguments import (
     calibrate_arguments,
     fuzz_arguments,
     model_of,
+    pair_of,
     policy_of,
     profile_arguments,
     tune_arguments,
@@ -114,12 +115,9 @@ def _main(argv: Sequence[str] | None) -> int:
     _begin()
     if args.command in _ELSEWHERE:
         return import_module(f".{_ELSEWHERE[args.command][0]}", __package__).main(args)
-    from .report.why import why
-
     with only_results_on_stdout(), shown():
         report = _run(args)
-        answer = why(report, args.why) if args.why and not args.json else None
-    _print(report, args, answer)
+    _print(report, args)
     return _status(report)
 
 
@@ -171,7 +169,12 @@ def _parser() -> argparse.ArgumentParser:
     for name, (_, add_arguments, what) in _ELSEWHERE.items():
         add_arguments(commands.add_parser(name, help=what, description=what))
     explain = commands.choices["explain"]
-    explain.add_argument("--why", metavar="A,B", help="why are these two operations (not) fused?")
+    explain.add_argument(
+        "--why",
+        metavar="A,B",
+        help="why are these two (operators, groups, composites, modules) not one kernel, and what "
+        "would that save?",
+    )
     explain.add_argument(
         "--probe",
         action="store_true",
@@ -224,11 +227,14 @@ def _run(args: argparse.Namespace) -> "Reported":
         "plan": _plan_file(args.plan),
     }
     peers = peers_of(args.peers)
+    if args.why is not None:
+        pair_of(args.why)
     if args.output is not None and not Path(args.output).absolute().parent.is_dir():
         raise InputError(f"cannot write {args.output}: there is no such directory")
     model = model_of(args, target)
     if args.command == "explain":
-        asked = {name: getattr(args, name) for name in ("probe", "measure", "bound", "database")}
+        names = ("probe", "measure", "bound", "database", "why")
+        asked = {name: getattr(args, name) for name in names}
         return compiler.explain(model, **options, **asked)
     if args.command == "bench":
         from .bench.compare import bench
@@ -281,14 +287,9 @@ def _plan_file(path: str | None) -> Path | None:
     return Path(path)
 
 
-def _print(report: "Reported", args: argparse.Namespace, answer: str | None) -> None:
-    from .report.why import restrict
-
+def _print(report: "Reported", args: argparse.Namespace) -> None:
     if args.json:
-        shown = restrict(report, args.why) if args.why else report
-        print(json.dumps(shown.to_json(), allow_nan=False))
-    elif answer is not None:
-        print(answer)
+        print(json.dumps(report.to_json(), allow_nan=False))
     else:
         for name, one in _each(report):
             if name:
@@ -300,8 +301,11 @@ def _print(report: "Reported", args: argparse.Namespace, answer: str | None) -> 
 def _print_one(report: "Report", args: argparse.Namespace) -> None:
     from .report.screen import screen
     from .report.text import show
+    from .report.why import why
 
-    if args.full or args.command in ("explain", "verify"):
+    if args.why:
+        print(why(report))
+    elif args.full or args.command in ("explain", "verify"):
         show(report, sys.stdout)
     else:
         print(screen(report, "--demo" if args.demo else args.model))

@@ -569,7 +569,7 @@ def test_the_command_line_knows_which_functions_have_a_pair(tmp_path, capsys):
     model.write_text(tvm.ir.save_json(SEVERAL.make()))
     assert cli.main(["explain", str(model), "--target", "llvm", "--why", "p,gelu#1"]) == 0
     text = capsys.readouterr().out
-    assert text.startswith("function prefill: one kernel computes both")
+    assert text.startswith("function prefill\np and gelu#1: one kernel computes both")
     assert "function decode" not in text
     assert cli.main(["explain", str(model), "--target", "llvm", "--why", "p,nothing"]) == 2
 

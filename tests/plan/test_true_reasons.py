@@ -7,13 +7,11 @@ from tvm.relax import op
 
 from tvm_fusion.config import load_policy
 from tvm_fusion.kernels import registry
-from tvm_fusion.kernels.base import Family
 from tvm_fusion.plan.explain.true_reasons import Apart, true_reasons
 from tvm_fusion.plan.legality import Evaluator
-from tvm_fusion.plan.refusal import RefusalCode
 from tvm_fusion.report.flip import KINDS, flip
 
-from ..support.graphs import module, plan_of
+from ..support.graphs import Refuses, module, plan_of
 
 
 def attention(bb, q, k, v):
@@ -64,31 +62,22 @@ def test_the_action_turns_the_refusal(dtype, policy, action):
     assert told(done) == ()
 
 
-class Eager(Family):
-    """A class of a user's that refuses everything, and says of all that one thing is missing."""
-
-    name = "eager"
-
-    def accepts(self, group, hw, policy):
-        return group.refuse(RefusalCode.RECOMPUTE, "eager kernels compute nothing twice")
-
-
 def test_a_class_of_the_users_does_not_hide_the_reasons_of_the_others():
     models = (
         module(attention, *heads("float32")),
         module(gelu_between, *[((64, 64), "float16")] * 3),
     )
     alone = [told(plan_of(mod)) for mod in models]
-    registry.register(Eager())
+    registry.register(Refuses())
     try:
         beside = [plan_of(mod) for mod in models]
         assert [told(planned) for planned in beside] == alone
         evaluator = Evaluator(beside[1].graph, beside[1].hw, load_policy())
         apart = Apart(evaluator, beside[1].plan)
         reasons = apart.reasons(apart.together(range(len(beside[1].plan.groups))))
-        assert {r.kernel_class for r in reasons} > {"eager", "gemm", "row", "pointwise"}
+        assert {r.kernel_class for r in reasons} > {"refuses", "gemm", "row", "pointwise"}
     finally:
-        registry.unregister("eager")
+        registry.unregister("refuses")
 
 
 @pytest.mark.parametrize("device", ["h200", "llvm_cpu"])

@@ -8,14 +8,12 @@ from dataclasses import replace
 import pytest
 
 from tvm_fusion.config import load_policy, load_profile
-from tvm_fusion.errors import InputError
 from tvm_fusion.plan.decide.decide import decide
 from tvm_fusion.plan.refusal import RefusalCode
 from tvm_fusion.report import text
 from tvm_fusion.report.facts import Comparison, GroupReport, RefusalReport, Verification
 from tvm_fusion.report.flip import KINDS, flip
 from tvm_fusion.report.screen import COLUMNS, LINES, Report, screen
-from tvm_fusion.report.why import restrict, why
 from tvm_fusion.runtime.timing.timing import TimeReport, Verdict
 
 from ..benchmarks.plans.random_graphs import graph_of
@@ -378,61 +376,6 @@ def test_a_terminal_without_rich_gets_plain_text(monkeypatch):
     file = Terminal()
     text.show(REPORT, file)
     assert file.getvalue() == REPORT.full() + "\n"
-
-
-def test_why_names_the_kernel_that_computes_both():
-    assert why(REPORT, "add, rsqrt") == (
-        "one kernel computes both: fused_add_rms_norm (row); predicted 25 us, its operators one by "
-        "one 90 us; by model 0.25 to 0.31 of the time apart; hbm 24 us, l2 9.5 us"
-    )
-
-
-@pytest.mark.parametrize("pair", ["exp,matmul", "matmul,exp"])
-def test_why_gives_the_refusal_between_two_in_either_order(pair):
-    assert why(REPORT, pair).startswith("RECOMPUTE: exp, matmul: exp would be computed")
-
-
-def test_why_finds_a_refusal_between_the_groups_of_two_operations():
-    refusal = RefusalReport("NO_GAIN", ("fused_add_rms_norm", "matmul"), "0.1 us slower")
-    report = replace(REPORT, refusals=(refusal,))
-    assert why(report, "mean,matmul") == "NO_GAIN: fused_add_rms_norm, matmul: 0.1 us slower"
-
-
-@pytest.mark.parametrize("pair", ["mean,matmul", "add,exp", "rms_norm,matmul"])
-def test_why_understands_a_place_that_names_a_group_by_its_ends(pair):
-    refusal = RefusalReport("EPILOGUE", ("add..rsqrt", "exp..matmul"), "a tile holds part of a row")
-    report = replace(REPORT, refusals=(refusal,))
-    assert why(report, pair) == "EPILOGUE: add..rsqrt, exp..matmul: a tile holds part of a row"
-
-
-def test_why_gives_no_refusal_between_a_group_and_a_third():
-    refusal = RefusalReport("EPILOGUE", ("add..rsqrt", "exp"), "a tile holds part of a row")
-    assert "were no candidate" in why(replace(REPORT, refusals=(refusal,)), "mean,matmul")
-
-
-def test_why_says_so_when_two_were_no_candidates():
-    assert "were no candidate" in why(REPORT, "add,matmul")
-
-
-@pytest.mark.parametrize(
-    ("pair", "message"),
-    [
-        ("matmull,add", r"no operation 'matmull' in this model \(did you mean 'matmul'\?\)"),
-        ("add", "takes two names"),
-        ("add,", "takes two names"),
-        ("add,mean,exp", "takes two names"),
-    ],
-)
-def test_why_refuses_what_is_not_a_pair_of_known_names(pair, message):
-    with pytest.raises(InputError, match=message):
-        why(REPORT, pair)
-
-
-def test_restrict_keeps_what_concerns_the_pair():
-    other = RefusalReport("CYCLE", ("add", "mean"), "a cycle")
-    report = restrict(replace(REPORT, refusals=(REFUSAL, other)), "exp,matmul")
-    assert report.groups == (MATMUL,)
-    assert report.refusals == (REFUSAL,)
 
 
 def test_the_text_names_the_rewrites_of_the_graph():

@@ -9,7 +9,9 @@ from tvm import relax
 
 from tvm_fusion.config import HardwareProfile, load_policy, load_profile
 from tvm_fusion.ir.graph import FusionGraph, build_graph
+from tvm_fusion.kernels.base import Family
 from tvm_fusion.plan.plan import FusionPlan
+from tvm_fusion.plan.refusal import RefusalCode
 from tvm_fusion.plan.search.search import search
 from tvm_fusion.transform.pipeline import lower
 
@@ -30,6 +32,20 @@ def module(emit: Callable, *inputs: tuple) -> tvm.IRModule:
             out = bb.emit_output(result)
         bb.emit_func_output(out)
     return bb.get()
+
+
+class Refuses(Family):
+    """A kernel family of a user that takes nothing."""
+
+    name = "refuses"
+
+    def accepts(self, group, hw, policy):
+        return group.refuse(RefusalCode.RECOMPUTE, "nothing is computed twice")
+
+    def traffic(self, group, fit, hw):
+        raise NotImplementedError
+
+    resources = writer = traffic
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from ..flow.planned import Planned
 from ..plan.search.bound import bound_of_plan
 from ..report.assemble import planned_report
 from ..report.screen import FunctionReports, Report
+from ..report.why import asked
 from ..runtime.calls.compiled_module import CompiledFunctions, CompiledModule
 from ..runtime.graphs.capture_rules import CudaGraphOptions
 from .one_function import Wishes, contested, has_device
@@ -155,6 +156,7 @@ def explain(
     probe: bool = False,
     bound: bool = False,
     database: DatabaseLike = None,
+    why: str | None = None,
 ) -> Report | FunctionReports:
     """Plans a model and reports the plan, or that of each function by its name; parameters as for
     `compile`.
@@ -165,18 +167,30 @@ def explain(
     With `probe` the kernels of all groups are compiled (by nvcc; no GPU is needed) and the report
     has their registers, spills and code. With `bound` (needs SciPy) the report says how far the
     plan can be from the cheapest one, by the cost model, where the graph is small enough to tell.
+    With `why`, two names with a comma between them, the report has what concerns these two, and
+    says what fusing them saves or costs, and what would turn it (`report.why`).
     """
     tuned = TunedParts(database).of
     functions = planned_functions(
         model, target, policy, plan, example_inputs, dynamic_shapes, tuned
     )
     how = {"measure": measure, "probe": probe, "bound": bound}
-    found = {n: _explained(one, 1 / len(functions), **how) for n, one in functions.items()}
-    return FunctionReports(found) if len(found) > 1 else next(iter(found.values()))
+    found: dict[str, Report] = {}
+    unknown: InputError | None = None
+    for name, one in functions.items():
+        try:
+            found[name] = _explained(one, 1 / len(functions), why=why, **how)
+        except InputError as error:
+            if why is None:
+                raise
+            unknown = unknown or error  # another function may have both
+    if not found:
+        raise unknown
+    return FunctionReports(found) if len(functions) > 1 else next(iter(found.values()))
 
 
 def _explained(
-    planned: Planned, share: float, *, measure: bool, probe: bool, bound: bool
+    planned: Planned, share: float, *, measure: bool, probe: bool, bound: bool, why: str | None
 ) -> Report:
     """The report of one function, which has a share of the budget for measurements."""
     graph, hw, policy = planned.graph, planned.hw, planned.policy
@@ -187,6 +201,8 @@ def _explained(
     groups = candidates_of(graph, planned.plan) if probe else []
     found = compiled_kernels(planned.low, graph, groups, hw, policy, planned.target)
     report = planned_report(planned, found)
+    if why is not None:
+        report = asked(planned, report, why)
     if not bound:
         return report
     return replace(report, bound=bound_of_plan(graph, hw, policy, planned.plan))

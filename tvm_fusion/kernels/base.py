@@ -44,6 +44,11 @@ class Needs(NamedTuple):
     def allow(self, traits: int) -> bool:
         return traits & self.present == self.present and not traits & self.absent
 
+    @property
+    def count(self) -> int:
+        """How much is asked for: two products are one and another."""
+        return self.present.bit_count() + bool(self.present & MULTIPLIES_TWICE)
+
 
 def together(some: int, more: int) -> int:
     """The traits of some operators and of more of them."""

@@ -182,10 +182,10 @@ class Evaluator:
         """Why each kernel class refuses a group, the class that came closest first; empty if one
         takes it.
 
-        A class came close that asks for operators such as the group has (`Family.needs`), and
-        closest where it lacks one thing only (`Refusal.action`). Of equals this package's classes
-        come before those of users, the more telling code before others, and the class that asks for
-        more before one that asks for less.
+        A class came closest where it lacks one thing only (`Refusal.action`). Of the others this
+        package's come before those of users, those that ask for operators such as the group has
+        (`Family.needs`) and know it as their kind before others, and one that asks for more before
+        one that asks for less.
         """
         if refusal := self._refuse(refused):
             return [refusal]
@@ -197,11 +197,12 @@ class Evaluator:
             if not isinstance(answer, Refusal):
                 return []
             near = (
-                not kernel.needs.allow(traits),
                 answer.action is None,
                 not is_ours(kernel),
-                _TELLING.index(answer.code) if answer.code in _TELLING else len(_TELLING),
-                -kernel.needs.present.bit_count(),
+                not kernel.needs.allow(traits),
+                answer.code not in _TELLING,
+                -kernel.needs.count,
+                _TELLING.index(answer.code) if answer.code in _TELLING else 0,
             )
             found.append((near, replace(answer, kernel_class=kernel.name)))
         return [answer for _, answer in sorted(found, key=lambda entry: entry[0])]

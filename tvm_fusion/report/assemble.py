@@ -288,7 +288,15 @@ def refusal_report(refusal: Refusal) -> RefusalReport:
     """A refusal of the plan, with what would turn it."""
     code, numbers = refusal.code.value, dict(refusal.numbers)
     action = refusal.action or flip(code, numbers)
-    return RefusalReport(code, refusal.where, refusal.why, numbers, action, refusal.cost_us)
+    return RefusalReport(
+        code,
+        refusal.where,
+        refusal.why,
+        numbers,
+        action,
+        refusal.cost_us,
+        refusal.kernel_class,
+    )
 
 
 def _reasons(plan: FusionPlan, first: PlannedGroup, second: PlannedGroup) -> list[RefusalReport]:

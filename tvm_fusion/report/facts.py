@@ -166,6 +166,8 @@ class RefusalReport:
     cost_us : float or None
         What the refusal costs by the cost model, in microseconds: the time apart less that
         together, where that is known, else what the launches take beyond the limit of one.
+    kernel_class : str or None
+        The class that refuses, of those asked the one that came closest.
     """
 
     code: str
@@ -174,6 +176,48 @@ class RefusalReport:
     numbers: Mapping[str, Any] = field(default_factory=dict, hash=False)
     flip: str | None = None
     cost_us: float | None = None
+    kernel_class: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PairReport:
+    """Why two parts of a model are, or are not, one kernel.
+
+    Attributes
+    ----------
+    launches : tuple of str
+        The launches of the two, by the first and the last operator of each.
+    relation : str
+        How they stand to each other: one kernel, tensors between them, operands in common, or not
+        neighbours, with what lies between.
+    price : str
+        What fusing them saves or costs by the cost model.
+    between : tuple of str
+        Launches on paths between them: fusing the two means fusing these, too.
+    saves_us : float or None
+        Microseconds that one kernel saves (less than 0: costs); None where no class can.
+    apart_us, together_us, limit_us : float or None
+        Predicted times of all these launches apart and of one kernel, and the least that one could
+        take.
+    kernel_class : str or None
+        The class that computes both, or could.
+    refusals : tuple of RefusalReport
+        Why they are apart, the most telling reason first, then those of the other kernel classes.
+    names : tuple of str
+        As they were asked for.
+    """
+
+    launches: tuple[str, ...]
+    relation: str
+    price: str
+    between: tuple[str, ...] = ()
+    saves_us: float | None = None
+    apart_us: float | None = None
+    together_us: float | None = None
+    limit_us: float | None = None
+    kernel_class: str | None = None
+    refusals: tuple[RefusalReport, ...] = ()
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +290,8 @@ class Facts:
         Threads that kernels run on; None on a GPU, and for a plan that was not built.
     call_us : Comparison
         Wall-clock time of a call in microseconds, as one graph (`fused`) and launch by launch.
+    pair : PairReport or None
+        The answer about two parts of the model, where it was asked for (`explain --why`).
     unlearned : str or None
         Why the learned correction of the device's times is not used, if it has one that is not.
     plain : Mapping of str to str
@@ -296,6 +342,7 @@ class Facts:
     sources: Callable[[], Mapping[str, Any]] | None = field(
         default=None, hash=False, compare=False, repr=False
     )
+    pair: PairReport | None = None
 
     @property
     def time_us(self) -> Comparison:

@@ -285,7 +285,6 @@ class _Matching:
             return self.group.refuse(
                 RefusalCode.PROLOGUE,
                 f"{block.name} computes on an operand of attention, once per tile of the other",
-                f"model: let the launch before write what {block.name} computes",
             )
         return Level.OPERAND
 
