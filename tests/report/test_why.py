@@ -34,6 +34,7 @@ def answer(pair, target="llvm", mod=MODEL, **options):
     report = tvm_fusion.explain(mod, target, why=pair, **options)
     text = why(report)
     assert report.pair.names == tuple(pair.split(","))
+    assert all(f"({group.kernel_class}" in text for group in report.groups)
     assert PRICED.search(text), text
     assert all(r.flip.split(": ")[0] in KINDS for r in report.pair.refusals)
     assert report.to_json()["pair"]["price"] == report.pair.price

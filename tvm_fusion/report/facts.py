@@ -192,6 +192,8 @@ class PairReport:
         neighbours, with what lies between.
     price : str
         What fusing them saves or costs by the cost model.
+    kernels : str
+        The two launches in words: their places in the model where these are known, and classes.
     between : tuple of str
         Launches on paths between them: fusing the two means fusing these, too.
     saves_us : float or None
@@ -210,6 +212,7 @@ class PairReport:
     launches: tuple[str, ...]
     relation: str
     price: str
+    kernels: str = ""
     between: tuple[str, ...] = ()
     saves_us: float | None = None
     apart_us: float | None = None

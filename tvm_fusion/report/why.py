@@ -19,7 +19,7 @@ from ..plan.group_view import GroupView
 from ..plan.legality import Costed, Evaluator
 from ..plan.plan import FREE
 from ..plan.refusal import Refusal, RefusalCode
-from .facts import Facts, PairReport, RefusalReport
+from .facts import Facts, GroupReport, PairReport, RefusalReport
 from .flip import flip
 from .text import format_bytes, format_refusal, format_terms, format_time
 
@@ -53,7 +53,8 @@ def asked(planned: Planned, report: Facts, pair: str) -> Facts:
     """
     members = _known(planned, report)
     first, second = _names(members, pair)
-    found = _Pair.of(planned, {first: members[first], second: members[second]})
+    shown = {group.ops: group for group in report.groups}
+    found = _Pair.of(planned, {first: members[first], second: members[second]}, shown)
     both = members[first] | members[second]
     groups = tuple(g for g in report.groups if both & set(g.ops))
     answer = found.answer()
@@ -95,16 +96,21 @@ class _Pair:
 
     planned: Planned
     apart: Apart
-    names: dict[str, frozenset[str]]
+    shown: Mapping[tuple[str, ...], GroupReport]
     sides: tuple[frozenset[int], frozenset[int]]
 
     @classmethod
-    def of(cls, planned: Planned, names: dict[str, frozenset[str]]) -> _Pair:
+    def of(
+        cls,
+        planned: Planned,
+        names: Mapping[str, frozenset[str]],
+        shown: Mapping[tuple[str, ...], GroupReport],
+    ) -> _Pair:
         caution = caution_of(planned.hw, planned.policy)
         evaluator = Evaluator(planned.graph, planned.hw, planned.policy, caution=caution)
         apart = Apart(evaluator, planned.plan)
         one, *others = (frozenset(apart.groups_at(sorted(ops))) for ops in names.values())
-        return cls(planned, apart, names, (one, others[0] if others else one))
+        return cls(planned, apart, shown, (one, others[0] if others else one))
 
     def answer(self) -> PairReport:
         free = {i for side in self.sides for i in side if self._class(i) in FREE}
@@ -122,7 +128,7 @@ class _Pair:
         group = self.planned.plan.groups[place]
         if group.kernel_class in FREE:
             return self._free(place)
-        said = f"one kernel computes both: {self.apart.label(place)} ({group.kernel_class})"
+        said = f"one kernel computes both: {self._launches([place])}"
         saved = group.unfused_us - group.predicted_us
         one, apart = format_time(group.predicted_us), format_time(group.unfused_us)
         price = f"{_saving(saved)}: {one} predicted, its operators one by one {apart}"
@@ -163,6 +169,7 @@ class _Pair:
         reasons = self.apart.reasons(view) if isinstance(found, Refusal) else []
         common = dict(
             launches=tuple(map(self.apart.label, places)),
+            kernels=self._launches(places),
             relation=self._relation(places, between),
             between=tuple(map(self.apart.label, between)),
             apart_us=apart_us,
@@ -286,7 +293,15 @@ class _Pair:
         return _listed(names)
 
     def _launches(self, places: Iterable[int]) -> str:
-        return _listed([f"{self.apart.label(i)} ({self._class(i)})" for i in places])
+        return _listed([self._kernel(place) for place in places])
+
+    def _kernel(self, place: int) -> str:
+        """A kernel by its place in the model, where that is known, and its class."""
+        group, name = self.planned.plan.groups[place], self.apart.label(place)
+        found = self.shown.get(group.ops)
+        lines = found.lines[:2] if found else ()
+        name = found.label if found and any(found.modules) else name
+        return f"{name} ({', '.join((group.kernel_class, *lines))})"
 
 
 def _all(places: Sequence[int]) -> str:
@@ -321,7 +336,9 @@ def why(report: Facts) -> str:
     the other kernel classes.
     """
     pair = report.pair
-    lines = [f"{' and '.join(pair.names)}: {pair.relation}", f"price: {pair.price}"]
+    lines = [f"{' and '.join(pair.names)}: {pair.relation}"]
+    lines += [f"kernels: {pair.kernels}"] if pair.kernels else []
+    lines.append(f"price: {pair.price}")
     if pair.refusals:
         first, *others = pair.refusals
         by = f"{first.kernel_class}: " if first.kernel_class else ""
