@@ -56,6 +56,13 @@ def model_of(args: argparse.Namespace, target: Any) -> Any:
     return args.model
 
 
+def report_arguments(command: argparse.ArgumentParser) -> None:
+    """Declares the options of `report`."""
+    command.add_argument("report", metavar="REPORT.json", help="what --json printed")
+    command.add_argument("--html", metavar="FILE", help="write it as one page for a browser")
+    command.add_argument("--full", action="store_true", help="print everything, not one screen")
+
+
 def profile_arguments(command: argparse.ArgumentParser) -> None:
     """Declares the options of `profile`."""
     model = command.add_mutually_exclusive_group(required=True)

@@ -1,4 +1,4 @@
-"""Command line: ``python -m tvm_fusion {compile,explain,verify,bench,calibrate,tune,fuzz}``.
+"""Command line: ``python -m tvm_fusion {compile,explain,verify,bench,report,...}``.
 
 Exit status: 0, or 1 if a check failed, or 2 for bad input, or 130 if interrupted. The report goes
 to standard output, and with ``--json`` nothing but one JSON object does.
@@ -26,6 +26,7 @@ from ._arguments import (
     pair_of,
     policy_of,
     profile_arguments,
+    report_arguments,
     tune_arguments,
 )
 from ._version import __version__
@@ -40,6 +41,7 @@ from .errors import (
     TvmFusionError,
     VerificationError,
 )
+from .report.html.write import write_html
 from .report.progress import shown
 
 if TYPE_CHECKING:
@@ -58,6 +60,11 @@ _COMMANDS = {
 
 # Commands with a room of their own: their `main`, their arguments, and what they do.
 _ELSEWHERE = {
+    "report": (
+        "report.command",
+        report_arguments,
+        "show what --json printed again, or write it as a page for a browser",
+    ),
     "profile": (
         "profile.command",
         profile_arguments,
@@ -117,6 +124,8 @@ def _main(argv: Sequence[str] | None) -> int:
         return import_module(f".{_ELSEWHERE[args.command][0]}", __package__).main(args)
     with only_results_on_stdout(), shown():
         report = _run(args)
+        if args.html is not None:
+            write_html(report.to_json(sources=True), args.html)
     _print(report, args)
     return _status(report)
 
@@ -166,6 +175,9 @@ def _parser() -> argparse.ArgumentParser:
         )
         help_text = "capture whole calls into CUDA graphs"
         command.add_argument("--cuda-graph", action="store_true", default=None, help=help_text)
+    for name in ("compile", "explain", "bench"):
+        help_text = "write the report as one page for a browser, too"
+        commands.choices[name].add_argument("--html", metavar="FILE", help=help_text)
     for name, (_, add_arguments, what) in _ELSEWHERE.items():
         add_arguments(commands.add_parser(name, help=what, description=what))
     explain = commands.choices["explain"]
@@ -210,7 +222,7 @@ def _add_common_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--full", action="store_true", default=None, help="print everything, not one screen of it"
     )
-    command.set_defaults(output=None, why=None, peers="none")
+    command.set_defaults(output=None, html=None, why=None, peers="none")
 
 
 def _run(args: argparse.Namespace) -> "Reported":
@@ -229,8 +241,9 @@ def _run(args: argparse.Namespace) -> "Reported":
     peers = peers_of(args.peers)
     if args.why is not None:
         pair_of(args.why)
-    if args.output is not None and not Path(args.output).absolute().parent.is_dir():
-        raise InputError(f"cannot write {args.output}: there is no such directory")
+    for path in (args.output, args.html):
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise InputError(f"cannot write {path}: there is no such directory")
     model = model_of(args, target)
     if args.command == "explain":
         names = ("probe", "measure", "bound", "database", "why")

@@ -175,6 +175,17 @@ def test_the_compiled_module_is_saved_where_output_says(compiler, tmp_path):
     assert compiler.saved == [str(tmp_path / "model.so")]
 
 
+@pytest.mark.parametrize("command", ["compile", "explain", "bench"])
+def test_the_report_is_written_as_a_page_where_html_says(compiler, tmp_path, capsys, command):
+    page = tmp_path / "page.html"
+    assert cli.main([command, "--demo", "--json", "--html", str(page)]) == 0
+    assert '"name":"fused_add"' in page.read_text()
+    assert json.loads(capsys.readouterr().out)["groups"]
+    assert cli.main([command, "--demo", "--html", str(tmp_path / "no" / "page.html")]) == 2
+    assert "no such directory" in capsys.readouterr().err
+    assert len(compiler.calls) == 1  # refused before the work
+
+
 def test_a_plan_file_is_passed_on(compiler, tmp_path):
     plan = tmp_path / "plan.json"
     plan.write_text("{}")

@@ -49,6 +49,7 @@ def layered_report(layers: int, repeated: bool = True) -> dict[str, Any]:
             groups.append(group)
             sources[group["name"]] = {
                 "kernel": f"__global__ void {group['name']}() {{ /* {AWKWARD} */ }}\n" * 20,
+                "config": f"tile 128x{64 + len(groups)}" if family == "gemm" else None,
                 "tensor_ir": f"@T.prim_func\ndef {group['name']}():\n    ...\n",
             }
         last = made["permute"]
@@ -68,6 +69,8 @@ def layered_report(layers: int, repeated: bool = True) -> dict[str, Any]:
         "refusals": _refusals(groups),
         "times": _times(layers),
         "device": DEVICE,
+        "bytes_elsewhere": 0,
+        "assumed": {},
         "graph": {"ops": graph.ops, "tensors": graph.tensors},
         "sources": sources,
         "timeline": {"fused": live, "unfused": [2 * v for v in live for _ in range(2)]},
@@ -112,6 +115,7 @@ class _Graph:
             "name": f"fused_{prefix}",
             "label": f"{module}: {', '.join(names)}" + (AWKWARD if kernel == "permute" else ""),
             "modules": [module],
+            "lines": [self.ops[-1]["source"]],
             "ops": [op["name"] for op in self.ops[-len(names) :]],
             "composites": ["rms_norm"] if "norm" in kernel else [],
             "reads": reads,
@@ -141,6 +145,8 @@ def _numbers(index: int, layer: int, family: str, flops: int) -> dict[str, Any]:
             "low_us": 0.97 * median,
             "high_us": 1.05 * median,
             "samples": 20 + index,
+            "clock": "event",
+            "failure": None,
         },
         "roofline_share": 0.5 + 0.4 * (index % 7) / 7,
         "registers": 32 + index % 200,
@@ -157,7 +163,6 @@ def _numbers(index: int, layer: int, family: str, flops: int) -> dict[str, Any]:
         },
         "assumed_l2": {f"tensor{index}": ACTIVATION} if index % 2 else {},
         "tuned": {"choice": "trace", "us": median, "untuned_us": 1.2 * median},
-        "config": f"tile 128x{64 + index}, 4 stages" if family == "gemm" else None,
         "same_as": index % len(LAYER) if layer else None,
         "rejected": index if index % 3 == 0 else None,
     }
@@ -172,6 +177,7 @@ def _refusals(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "numbers": {"factor": k + 2, "share": 0.125},
             "flip": f"a factor below {k + 1}",
             "cost_us": 0.5 * (k + 1) if k % 4 else None,
+            "kernel_class": group["kernel_class"],
         }
         for k, group in enumerate(groups)
     ]

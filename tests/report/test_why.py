@@ -36,6 +36,8 @@ def answer(pair, target="llvm", mod=MODEL, **options):
     assert report.pair.names == tuple(pair.split(","))
     assert all(f"({group.kernel_class}" in text for group in report.groups)
     assert PRICED.search(text), text
+    assert report.repeats == ()
+    assert {(group.same_as, group.rejected) for group in report.groups} <= {(None, None)}
     assert all(r.flip.split(": ")[0] in KINDS for r in report.pair.refusals)
     assert report.to_json()["pair"]["price"] == report.pair.price
     return report.pair, text

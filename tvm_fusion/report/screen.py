@@ -65,12 +65,12 @@ class FunctionReports:
         """Return everything as text; `str` gives one screen of each."""
         return self._joined(lambda found: found if isinstance(found, str) else found.full())
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self, sources: bool = False) -> dict[str, Any]:
         """Return the reports as a JSON-able dict: `version`, and `functions` by name (see
         `Report.to_json`; text of a loaded module stays text).
         """
         functions = {
-            name: found if isinstance(found, str) else found and found.to_json()
+            name: found if isinstance(found, str) else found and found.to_json(sources)
             for name, found in self.functions.items()
         }
         return {"version": self.version, "functions": functions}

@@ -56,11 +56,12 @@ def asked(planned: Planned, report: Facts, pair: str) -> Facts:
     shown = {group.ops: group for group in report.groups}
     found = _Pair.of(planned, {first: members[first], second: members[second]}, shown)
     both = members[first] | members[second]
-    groups = tuple(g for g in report.groups if both & set(g.ops))
+    # Indexes of the whole report's groups and refusals mean others, or none, in this one.
+    kept = (g for g in report.groups if both & set(g.ops))
+    groups = tuple(replace(g, same_as=None, rejected=None) for g in kept)
     answer = found.answer()
-    return replace(
-        report, groups=groups, refusals=answer.refusals, pair=replace(answer, names=(first, second))
-    )
+    pair = replace(answer, names=(first, second))
+    return replace(report, groups=groups, repeats=(), refusals=answer.refusals, pair=pair)
 
 
 def _names(known: Mapping[str, frozenset[str]], pair: str) -> tuple[str, str]:

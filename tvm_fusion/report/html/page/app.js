@@ -218,6 +218,22 @@ function refusals(report) {
   );
 }
 
+/** Why two parts of the model are one kernel or are not, where that was asked. */
+function pairAnswer({ pair }) {
+  if (!pair) return null;
+  return el(
+    "section",
+    { id: "pair", "aria-labelledby": "pair-title" },
+    el("h2", { id: "pair-title" }, (pair.names ?? []).join(" and ")),
+    rows([
+      pair.kernels ? ["kernels", said("pair.kernels", pair.kernels)] : null,
+      ["relation", said("pair.relation", pair.relation)],
+      ["price", said("pair.price", pair.price)],
+    ]),
+    el("div", { class: "refusals" }, (pair.refusals ?? []).map(refusalCard)),
+  );
+}
+
 function notes(report) {
   const { bound, call_us: call } = report;
   const sizes = Object.entries(report.assumed ?? {}).map(([name, size]) => `${name} = ${size}`).join(", ");
@@ -254,6 +270,7 @@ class Page {
       this.head(report, name),
       totals(report),
       times(report),
+      pairAnswer(report),
       this.graph.element,
       kernels(this.model, open),
       this.figures.element,

@@ -118,8 +118,9 @@ function roofline(model, size, open) {
     "Roofline: arithmetic per second over arithmetic per byte",
     frame(size, x, y, ["FLOP per byte of memory traffic", "FLOP/s"], [formatNumber, (v) => formatRate(v).replace("FLOP/s", "")]),
     slopes.map((slope) => slopedLimit(slope, xs, ys, peak, x, y)),
-    flatLimits(rates, device.memory_bytes_per_s, xs, x, y, size),
+    flatLimits(rates, device.memory_bytes_per_s, xs, x, y),
     points,
+    flatNames(rates, y, size),
   );
 }
 
@@ -138,15 +139,19 @@ function slopedLimit([name, rate, style], xs, ys, peak, x, y) {
   ];
 }
 
-function flatLimits(rates, memory, xs, x, y, size) {
-  let last = -Infinity;
-  return rates.map(([name, rate]) => {
-    const height = y.at(rate);
-    const line = svg("line", { class: "limit", x1: x.at(Math.max(xs[0], rate / memory)), x2: x.at(xs[1]), y1: height, y2: height });
-    if (height - last < 13) return line;
-    last = height;
-    const place = { x: size.width - MARGIN.right - 2, y: height - 4, "text-anchor": "end" };
-    return [line, svg("text", { class: "note", ...place }, `${name} ${formatRate(rate)}`)];
+function flatLimits(rates, memory, xs, x, y) {
+  return rates.map(([, rate]) => {
+    const ends = { x1: x.at(Math.max(xs[0], rate / memory)), x2: x.at(xs[1]) };
+    return svg("line", { class: "limit", ...ends, y1: y.at(rate), y2: y.at(rate) });
+  });
+}
+
+/** What the limits are, above them; one that stands too near the one above is not named. */
+function flatNames(rates, y, size) {
+  const named = spaced(rates, ([, rate]) => y.at(rate), 13);
+  return named.map(([name, rate]) => {
+    const place = { x: size.width - MARGIN.right - 2, y: y.at(rate) - 4, "text-anchor": "end" };
+    return svg("text", { class: "note", ...place }, `${name} ${formatRate(rate)}`);
   });
 }
 
@@ -293,7 +298,7 @@ const FIGURES = [
     title: "Predicted and measured",
     draw: predictedMeasured,
     words: () => "Medians, the bars are quartiles; dashed: 25% more and 20% less than predicted.",
-    none: "No kernel was measured: explain builds nothing, compile and bench do on the device.",
+    none: "No kernel was timed by itself: bench does that, where there is the device.",
   },
   {
     title: "Bytes saved",

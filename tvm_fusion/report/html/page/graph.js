@@ -101,7 +101,8 @@ class GraphView {
     const groups = part.groups.map((index) => this.model.groups[index]);
     const copies = part.repeat && !open ? part.repeat.count : 1;
     const time = sum(groups.map((group) => timeOf(group) ?? 0)) * copies;
-    const words = [plural(groups.length, "kernel"), formatTime(time)];
+    const clock = groups.every(isMeasured) ? "measured" : "predicted";
+    const words = [plural(groups.length, "kernel"), `${formatTime(time)} ${clock}`];
     if (copies > 1) words.push("all together");
     const act = open ? `Collapse ${part.repeat?.count}` : `Show all ${part.repeat?.count}`;
     return el(

@@ -52,13 +52,14 @@ class Panel {
 
   what(group) {
     const { repeat } = representative(this.model, group.index);
+    const config = this.sources()[group.name]?.config;
     const same = this.model.groups[group.same_as];
     const copies = repeat ? `one of ${repeat.count} equal kernels in repeated layers` : null;
     return rows([
       ["family", tag(group)],
       group.label ? ["computes", said("label", group.label)] : null,
       ["function", el("code", {}, said("name", group.name))],
-      group.config ? ["configuration", said("config", group.config)] : null,
+      config ? ["configuration", said("config", config)] : null,
       group.modules.length ? ["module", said("modules", group.modules.join(", "))] : null,
       group.lines?.length ? ["source", said("lines", group.lines.join(", "))] : null,
       ["launches", said("launches", formatCount(group.launches))],
@@ -256,7 +257,8 @@ function refusalCard(refusal) {
       "header",
       {},
       el("b", {}, said("refusal.code", refusal.code)),
-      Number.isFinite(refusal.cost_us)
+      refusal.kernel_class ? quiet(["of ", said("refusal.kernel_class", refusal.kernel_class)]) : null,
+      refusal.cost_us
         ? el("span", { class: "cost" }, "costs ", said("refusal.cost_us", formatTime(refusal.cost_us)))
         : null,
     ),
