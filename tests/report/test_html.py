@@ -221,7 +221,7 @@ def _expected_reasons(report: Mapping[str, Any], group: Mapping[str, Any]) -> di
 
 def title(group: Mapping[str, Any]) -> str:
     """The label, after the name of the result where the model has no name for the place."""
-    return group["label"] if group["modules"] else f"{group['ops'][-1]}: {group['label']}"
+    return group["label"] if ": " in group["label"] else f"{group['ops'][-1]}: {group['label']}"
 
 
 def flops_text(count: float) -> str:

@@ -74,7 +74,16 @@ function times(report) {
       el(
         "table",
         { class: "times-table" },
-        el("thead", {}, el("tr", {}, head.map((text) => el("th", { scope: "col" }, text)), el("th", { class: "range" }))),
+        el(
+          "thead",
+          {},
+          el(
+            "tr",
+            {},
+            head.map((text) => el("th", { scope: "col" }, text)),
+            el("th", { class: "range" }),
+          ),
+        ),
         el("tbody", {}, lines),
       ),
     ),
@@ -85,7 +94,12 @@ function timeRow(name, time, most) {
   const title = el("th", { scope: "row" }, PEERS[name] ?? name);
   if (!Number.isFinite(time.median_us)) {
     const why = time.failure ?? "not timed";
-    return el("tr", { "data-peer": name }, title, el("td", { colspan: 6, class: "failure" }, said("failure", why)));
+    return el(
+      "tr",
+      { "data-peer": name },
+      title,
+      el("td", { colspan: 6, class: "failure" }, said("failure", why)),
+    );
   }
   const share = (us) => `${((us / most) * 100).toFixed(2)}%`;
   const range = el(
@@ -146,7 +160,11 @@ function kernels(model, open) {
       state.column = k;
       fill();
     };
-    return el("th", { scope: "col", class: k > 1 ? "number" : null }, el("button", { type: "button", onclick: sort }, name));
+    return el(
+      "th",
+      { scope: "col", class: k > 1 ? "number" : null },
+      el("button", { type: "button", onclick: sort }, name),
+    );
   });
   const more = el("button", { type: "button", class: "more" });
   more.addEventListener("click", () => {
@@ -161,7 +179,10 @@ function kernels(model, open) {
     const shown = state.full ? sorted : sorted.slice(0, FIRST_ROWS.kernels);
     body.replaceChildren(...shown.map((row) => kernelRow(model, row, open)));
     heads.forEach((head, k) => {
-      head.setAttribute("aria-sort", k !== state.column ? "none" : state.down ? "descending" : "ascending");
+      head.setAttribute(
+        "aria-sort",
+        k !== state.column ? "none" : state.down ? "descending" : "ascending",
+      );
     });
     more.hidden = rows.length <= FIRST_ROWS.kernels;
     more.textContent = state.full ? `Show ${FIRST_ROWS.kernels}` : `Show all ${rows.length}`;
@@ -171,19 +192,34 @@ function kernels(model, open) {
     "section",
     { id: "kernels", "aria-labelledby": "kernels-title" },
     el("h2", { id: "kernels-title" }, "Kernels"),
-    el("div", { class: "scroll" }, el("table", { class: "kernels" }, el("thead", {}, el("tr", {}, heads)), body)),
+    el(
+      "div",
+      { class: "scroll" },
+      el("table", { class: "kernels" }, el("thead", {}, el("tr", {}, heads)), body),
+    ),
     more,
   );
 }
 
 function kernelRow(model, row, open) {
   const { group, count } = row;
-  const name = el("button", { type: "button", class: "link", onclick: () => open(group.index) }, row.title);
-  const cells = COLUMNS.slice(2).map(({ value, text }) => el("td", { class: "number" }, text(value(row))));
+  const name = el(
+    "button",
+    { type: "button", class: "link", onclick: () => open(group.index) },
+    row.title,
+  );
+  const cells = COLUMNS.slice(2).map(({ value, text }) =>
+    el("td", { class: "number" }, text(value(row))),
+  );
   return el(
     "tr",
     { "data-group": group.index, style: `--colour: ${colourOf(model, group.kernel_class)}` },
-    el("th", { scope: "row" }, name, count > 1 ? el("span", { class: "times" }, `x${count}`) : null),
+    el(
+      "th",
+      { scope: "row" },
+      name,
+      count > 1 ? el("span", { class: "times" }, `x${count}`) : null,
+    ),
     el("td", {}, el("span", { class: "tag" }, el("i"), group.kernel_class)),
     cells,
   );
@@ -236,21 +272,31 @@ function pairAnswer({ pair }) {
 
 function notes(report) {
   const { bound, call_us: call } = report;
-  const sizes = Object.entries(report.assumed ?? {}).map(([name, size]) => `${name} = ${size}`).join(", ");
+  const sizes = Object.entries(report.assumed ?? {})
+    .map(([name, size]) => `${name} = ${size}`)
+    .join(", ");
   const found = rows([
     report.threads ? ["threads", formatCount(report.threads)] : null,
     report.cuda_graph ? ["CUDA graph", report.cuda_graph] : null,
-    call?.fused ? ["a call on the clock", `${formatTime(call.fused)}, launch by launch ${formatTime(call.unfused)}`] : null,
-    report.measured_memory_bytes ? ["memory measured", `${formatBytes(report.measured_memory_bytes)} at the peak`] : null,
+    call?.fused
+      ? [
+          "a call on the clock",
+          `${formatTime(call.fused)}, launch by launch ${formatTime(call.unfused)}`,
+        ]
+      : null,
+    report.measured_memory_bytes
+      ? ["memory measured", `${formatBytes(report.measured_memory_bytes)} at the peak`]
+      : null,
     sizes ? ["assumed", `${sizes}, for predictions: the extents are symbolic`] : null,
     bound ? ["bound", `no plan is predicted below ${formatTime(bound.least_us)}`] : null,
     report.unlearned ? ["learned correction", `not used: ${report.unlearned}`] : null,
     report.plan?.rewrites?.length ? ["rewritten", shown(report.plan.rewrites)] : null,
     ...Object.entries(report.plain ?? {}).map(([name, how]) => [`${name} is slow`, how]),
-    ...(report.layouts ?? []).map((change) => [
-      `${change.name} only changes a layout`,
-      `${formatTime(change.predicted_us)}, ${formatBytes(change.bytes)}. ${(change.neighbours ?? []).map((refusal) => refusal.why).join(". ")}`,
-    ]),
+    ...(report.layouts ?? []).map((change) => {
+      const cost = `${formatTime(change.predicted_us)}, ${formatBytes(change.bytes)}`;
+      const reasons = (change.neighbours ?? []).map((refusal) => refusal.why);
+      return [`${change.name} only changes a layout`, [cost, ...reasons].join(". ")];
+    }),
   ]);
   return found && el("section", { id: "notes" }, el("h2", {}, "Notes"), found);
 }
@@ -282,12 +328,21 @@ class Page {
 
   head(report, name) {
     const { device } = report;
-    const where = [name && `function ${name}`, device?.name ?? report.target, report.plan?.policy && `policy ${report.plan.policy}`];
+    const where = [
+      name && `function ${name}`,
+      device?.name ?? report.target,
+      report.plan?.policy && `policy ${report.plan.policy}`,
+    ];
     const { unfused, fused } = report.launches ?? {};
     const headline = Number.isFinite(unfused)
       ? `${plural(fused, "launch", "launches")} instead of ${formatCount(unfused)}`
       : "Fusion report";
-    return el("header", { class: "top" }, el("p", { class: "quiet" }, where.filter(Boolean).join(" · ")), el("h1", {}, headline));
+    return el(
+      "header",
+      { class: "top" },
+      el("p", { class: "quiet" }, where.filter(Boolean).join(" · ")),
+      el("h1", {}, headline),
+    );
   }
 
   open(index) {
@@ -343,7 +398,9 @@ function start() {
     document.body.classList.remove("with-panel");
     if (report === null || typeof report !== "object") {
       page = null;
-      holder.replaceChildren(el("main", {}, el("pre", {}, report ?? "There is no report of this function.")));
+      holder.replaceChildren(
+        el("main", {}, el("pre", {}, report ?? "There is no report of this function.")),
+      );
       return;
     }
     const sources = () => (texts ??= read("sources"))[name] ?? {};
@@ -351,15 +408,24 @@ function start() {
     holder.replaceChildren(page.element);
     page.graph.fit();
     const { figures } = page;
-    requestAnimationFrame(() => setTimeout(() => {
-      figures.draw();
-      performance.mark("report-ready");
-    }));
+    requestAnimationFrame(() =>
+      setTimeout(() => {
+        figures.draw();
+        performance.mark("report-ready");
+      }),
+    );
   };
   const options = names.map((name) => el("option", { value: name }, name));
-  const choice = el("select", { "aria-label": "Function", onchange: (event) => show(event.target.value) }, options);
+  const choice = el(
+    "select",
+    { "aria-label": "Function", onchange: (event) => show(event.target.value) },
+    options,
+  );
   const holder = el("div");
-  app.append(...(names.length > 1 ? [el("nav", {}, el("label", {}, "Function ", choice))] : []), holder);
+  app.append(
+    ...(names.length > 1 ? [el("nav", {}, el("label", {}, "Function ", choice))] : []),
+    holder,
+  );
   show(names[0]);
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") page?.panel.close();
@@ -369,6 +435,7 @@ function start() {
     if (innerWidth === width) return;
     width = innerWidth;
     requestAnimationFrame(() => page?.fit());
-  });}
+  });
+}
 
 start();

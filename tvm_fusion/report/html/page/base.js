@@ -64,13 +64,16 @@ function shown(value) {
   if (value === null || value === undefined) return NONE;
   if (Array.isArray(value)) return value.map(shown).join(", ");
   if (typeof value !== "object") return String(value);
-  return Object.entries(value).map(([key, item]) => `${key} ${formatNumber(item)}`).join(", ");
+  return Object.entries(value)
+    .map(([key, item]) => `${key} ${formatNumber(item)}`)
+    .join(", ");
 }
 
 /** Numbers without a unit, for people: 0.125, 12.5, 1,250. */
 const formatPlain = (value) => (Math.abs(value) >= 100 ? formatCount(value) : significant(value));
 
-const plural = (count, one, many = `${one}s`) => `${formatCount(count)} ${count === 1 ? one : many}`;
+const plural = (count, one, many = `${one}s`) =>
+  `${formatCount(count)} ${count === 1 ? one : many}`;
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 
 /* ---- Measures of text, for boxes that are drawn around it. */

@@ -46,22 +46,48 @@ function frame(size, x, y, names, forms) {
   const lines = [
     ...x.ticks.map((tick) => [
       svg("line", { class: "grid", x1: x.at(tick), x2: x.at(tick), y1: MARGIN.top, y2: bottom }),
-      svg("text", { class: "tick", x: x.at(tick), y: bottom + 15, "text-anchor": "middle" }, forms[0](tick)),
+      svg(
+        "text",
+        { class: "tick", x: x.at(tick), y: bottom + 15, "text-anchor": "middle" },
+        forms[0](tick),
+      ),
     ]),
     ...y.ticks.map((tick) => [
       svg("line", { class: "grid", x1: MARGIN.left, x2: right, y1: y.at(tick), y2: y.at(tick) }),
-      svg("text", { class: "tick", x: MARGIN.left - 6, y: y.at(tick) + 4, "text-anchor": "end" }, forms[1](tick)),
+      svg(
+        "text",
+        { class: "tick", x: MARGIN.left - 6, y: y.at(tick) + 4, "text-anchor": "end" },
+        forms[1](tick),
+      ),
     ]),
   ];
   return [
     lines,
-    svg("text", { class: "axis", x: (MARGIN.left + right) / 2, y: height - 6, "text-anchor": "middle" }, names[0]),
-    svg("text", { class: "axis", x: 0, y: 0, "text-anchor": "middle", transform: `translate(11 ${(MARGIN.top + bottom) / 2}) rotate(-90)` }, names[1]),
+    svg(
+      "text",
+      { class: "axis", x: (MARGIN.left + right) / 2, y: height - 6, "text-anchor": "middle" },
+      names[0],
+    ),
+    svg(
+      "text",
+      {
+        class: "axis",
+        x: 0,
+        y: 0,
+        "text-anchor": "middle",
+        transform: `translate(11 ${(MARGIN.top + bottom) / 2}) rotate(-90)`,
+      },
+      names[1],
+    ),
   ];
 }
 
 const drawing = (size, label, ...children) =>
-  svg("svg", { class: "chart", width: size.width, height: size.height, role: "group", "aria-label": label }, children);
+  svg(
+    "svg",
+    { class: "chart", width: size.width, height: size.height, role: "group", "aria-label": label },
+    children,
+  );
 
 /** The range of values, a little wider; whole decades are not forced on a narrow one. */
 function around(values, factor = 1.6) {
@@ -108,15 +134,27 @@ function roofline(model, size, open) {
     ["L2", device.l2_bytes_per_s, "limit l2"],
   ].filter(([, rate]) => rate > 0);
   const total = sum(model.groups.map((group) => timeOf(group) ?? 0));
-  const points = shown.toSorted((a, b) => timeOf(b) - timeOf(a)).map((group) => {
-    const radius = 3.5 + 9 * Math.sqrt(timeOf(group) / total);
-    const text = `${formatPlain(intensity(group))} FLOP/B, ${formatRate(speed(group))}, ${formatTime(timeOf(group))}`;
-    return point(model, group, [x.at(intensity(group)), y.at(speed(group))], radius, open, text);
-  });
+  const points = shown
+    .toSorted((a, b) => timeOf(b) - timeOf(a))
+    .map((group) => {
+      const radius = 3.5 + 9 * Math.sqrt(timeOf(group) / total);
+      const text = [
+        `${formatPlain(intensity(group))} FLOP/B`,
+        formatRate(speed(group)),
+        formatTime(timeOf(group)),
+      ].join(", ");
+      return point(model, group, [x.at(intensity(group)), y.at(speed(group))], radius, open, text);
+    });
   return drawing(
     size,
     "Roofline: arithmetic per second over arithmetic per byte",
-    frame(size, x, y, ["FLOP per byte of memory traffic", "FLOP/s"], [formatNumber, (v) => formatRate(v).replace("FLOP/s", "")]),
+    frame(
+      size,
+      x,
+      y,
+      ["FLOP per byte of memory traffic", "FLOP/s"],
+      [formatNumber, (v) => formatRate(v).replace("FLOP/s", "")],
+    ),
     slopes.map((slope) => slopedLimit(slope, xs, ys, peak, x, y)),
     flatLimits(rates, device.memory_bytes_per_s, xs, x, y),
     points,
@@ -135,7 +173,18 @@ function slopedLimit([name, rate, style], xs, ys, peak, x, y) {
   const label = widthOf(text, "small") + 20 < long;
   return [
     svg("line", { class: style, x1, y1, x2, y2 }),
-    label ? svg("text", { class: "note", transform: `translate(${x1} ${y1}) rotate(${angle})`, x: 10, y: name === "memory" ? 13 : -5 }, text) : null,
+    label
+      ? svg(
+          "text",
+          {
+            class: "note",
+            transform: `translate(${x1} ${y1}) rotate(${angle})`,
+            x: 10,
+            y: name === "memory" ? 13 : -5,
+          },
+          text,
+        )
+      : null,
   ];
 }
 
@@ -165,15 +214,28 @@ function predictedMeasured(model, size, open) {
   const y = logScale(range, [size.height - MARGIN.bottom, MARGIN.top]);
   const line = (factor, style) => {
     const [from, to] = factor > 1 ? [range[0], range[1] / factor] : [range[0] / factor, range[1]];
-    return svg("line", { class: style, x1: x.at(from), y1: y.at(from * factor), x2: x.at(to), y2: y.at(to * factor) });
+    return svg("line", {
+      class: style,
+      x1: x.at(from),
+      y1: y.at(from * factor),
+      x2: x.at(to),
+      y2: y.at(to * factor),
+    });
   };
   const points = shown.map((group) => {
     const { low_us: low, high_us: high } = group.measured ?? {};
     const at = [x.at(group.predicted_us), y.at(timeOf(group))];
-    const text = `predicted ${formatTime(group.predicted_us)}, measured ${formatTime(timeOf(group))}`;
+    const times = [formatTime(group.predicted_us), formatTime(timeOf(group))];
+    const text = `predicted ${times[0]}, measured ${times[1]}`;
     return [
       low > 0 && high > low
-        ? svg("line", { class: "whisker", x1: at[0], x2: at[0], y1: y.at(low), y2: y.at(high) })
+        ? svg("line", {
+            class: "whisker",
+            x1: at[0],
+            x2: at[0],
+            y1: y.at(Math.max(low, range[0])),
+            y2: y.at(Math.min(high, range[1])),
+          })
         : null,
       point(model, group, at, 4.5, open, text),
     ];
@@ -222,7 +284,8 @@ function waterfall(model, size, open) {
     level -= step.bytes;
     return waterfallRow(model, bar, k + 1, row, x, left, open);
   });
-  const total = (text, bytes, k, style) => waterfallRow(model, { text, from: 0, to: bytes, style }, k, row, x, left, open);
+  const total = (text, bytes, k, style) =>
+    waterfallRow(model, { text, from: 0, to: bytes, style }, k, row, x, left, open);
   return drawing(
     { ...size, height: (steps.length + 2) * row + 6 },
     `Memory traffic: ${formatBytes(unfused)} one by one, ${formatBytes(fused)} fused`,
@@ -236,7 +299,9 @@ function waterfallRow(model, bar, k, row, x, left, open) {
   const { group, from, to } = bar;
   const [start, end] = [x.at(Math.min(from, to)), x.at(Math.max(from, to))];
   const saved = group || !bar.style;
-  const value = saved ? `${to >= from ? "−" : "+"}${formatBytes(Math.abs(to - from))}` : formatBytes(to);
+  const value = saved
+    ? `${to >= from ? "−" : "+"}${formatBytes(Math.abs(to - from))}`
+    : formatBytes(to);
   const times = bar.count > 1 ? ` x${bar.count}` : "";
   const text = fitted(bar.text, "small", left - 14 - widthOf(times, "small")) + times;
   return svg(
@@ -250,7 +315,14 @@ function waterfallRow(model, bar, k, row, x, left, open) {
     },
     svg("title", {}, `${bar.text}${times}: ${value}`),
     svg("text", { class: "small", x: left - 8, y: 16, "text-anchor": "end" }, text),
-    svg("rect", { class: `bar ${bar.style ?? "saved"}`, x: start, y: 4, width: Math.max(1, end - start), height: row - 8, rx: 2 }),
+    svg("rect", {
+      class: `bar ${bar.style ?? "saved"}`,
+      x: start,
+      y: 4,
+      width: Math.max(1, end - start),
+      height: row - 8,
+      rx: 2,
+    }),
     svg("text", { class: "small", x: end + 6, y: 16 }, value),
   );
 }
@@ -271,7 +343,7 @@ function memoryOverTime(model, size) {
   const area = `${path(fused)}V${y.at(0)}H${x.at(0)}Z`;
   return drawing(
     size,
-    `Memory live after each launch: at most ${formatBytes(Math.max(...unfused))} one by one, ${formatBytes(Math.max(...fused))} fused`,
+    `Memory in use, at most ${peak(unfused)} one by one and ${peak(fused)} fused`,
     frame(size, x, y, ["launches of a call, in percent", "bytes live"], [String, formatBytes]),
     svg("path", { class: "area", d: area }),
     svg("path", { class: "line unfused", d: path(unfused) }),
@@ -289,8 +361,11 @@ const FIGURES = [
     draw: roofline,
     words: (model) => {
       const still = model.groups.filter((group) => group.flops === 0).length;
-      const hollow = model.groups.some(isMeasured) ? "; hollow: predicted, not measured" : ", as predicted";
-      return `Size: share of the time${hollow}.${still ? ` ${plural(still, "kernel")} without arithmetic: not shown.` : ""}`;
+      const hollow = model.groups.some(isMeasured)
+        ? "; hollow: predicted, not measured"
+        : ", as predicted";
+      const without = still ? ` ${plural(still, "kernel")} without arithmetic: not shown.` : "";
+      return `Size: share of the time${hollow}.${without}`;
     },
     none: "No figure: neither the device's rates nor the arithmetic of a kernel is in this report.",
   },
@@ -303,14 +378,16 @@ const FIGURES = [
   {
     title: "Bytes saved",
     draw: waterfall,
-    words: (model) => `Of ${formatBytes(model.report.bytes.unfused)} that operators one by one move, by kernel.`,
+    words: (model) =>
+      `Of ${formatBytes(model.report.bytes.unfused)} that operators one by one move, by kernel.`,
     none: "No figure: memory traffic was not counted.",
   },
   {
     title: "Memory over time",
     draw: memoryOverTime,
     words: ({ report: { timeline } }) =>
-      `Bytes live after each launch. Grey: one by one, at most ${peak(timeline.unfused)}; filled: fused, at most ${peak(timeline.fused)}.`,
+      `Intermediates and results in memory at each launch. Grey: one by one, at most ` +
+      `${peak(timeline.unfused)}; filled: fused, at most ${peak(timeline.fused)}.`,
     none: "No figure: sizes are symbolic, or memory was not planned.",
   },
 ];
@@ -322,14 +399,27 @@ function figures(model, open) {
     const node = el("figure", {}, el("h3", {}, figure.title), holder, caption);
     const draw = () => {
       const width = Math.max(260, holder.clientWidth);
-      const drawn = figure.draw(model, { width, height: Math.min(340, Math.max(250, width * 0.62)) }, open);
+      const drawn = figure.draw(
+        model,
+        { width, height: Math.min(340, Math.max(250, width * 0.62)) },
+        open,
+      );
       holder.replaceChildren(drawn ?? el("p", { class: "empty" }, figure.none));
       caption.textContent = drawn ? figure.words(model) : "";
     };
     return { node, draw };
   });
   return {
-    element: el("section", { id: "figures", "aria-labelledby": "figures-title" }, el("h2", { id: "figures-title" }, "Figures"), el("div", { class: "figures" }, parts.map(({ node }) => node))),
+    element: el(
+      "section",
+      { id: "figures", "aria-labelledby": "figures-title" },
+      el("h2", { id: "figures-title" }, "Figures"),
+      el(
+        "div",
+        { class: "figures" },
+        parts.map(({ node }) => node),
+      ),
+    ),
     draw: () => parts.forEach(({ draw }) => draw()),
   };
 }

@@ -1,4 +1,4 @@
-/* The graph before and after fusion, part by part; a part is laid out when it comes near the screen. */
+/* The graph before and after fusion, in parts; each is laid out when it comes near the screen. */
 
 const VIEWS = { both: "Both", before: "Before fusion", after: "After fusion" };
 
@@ -10,12 +10,20 @@ class GraphView {
     this.opened = new Set();
     this.selected = null;
     this.seen = new IntersectionObserver(
-      (entries) => entries.filter((e) => e.isIntersecting).forEach((e) => this.render(this.parts[e.target.dataset.part])),
+      (entries) =>
+        entries
+          .filter((e) => e.isIntersecting)
+          .forEach((e) => this.render(this.parts[e.target.dataset.part])),
       { rootMargin: "400px" },
     );
     this.body = el("div", { class: "parts" });
     this.choice = matchMedia("(min-width: 1000px)").matches && model.hasGraph ? "both" : "after";
-    this.element = el("section", { id: "graph", "aria-labelledby": "graph-title" }, this.head(), this.body);
+    this.element = el(
+      "section",
+      { id: "graph", "aria-labelledby": "graph-title" },
+      this.head(),
+      this.body,
+    );
     this.element.addEventListener("keydown", (event) => this.arrow(event));
     for (const kind of ["focusin", "pointerover"]) {
       this.element.addEventListener(kind, (event) => this.trace(event.target.closest(".node")));
@@ -39,7 +47,12 @@ class GraphView {
       { class: "section-head" },
       el("h2", { id: "graph-title" }, "Graph"),
       this.model.hasGraph
-        ? el("fieldset", { class: "choices" }, el("legend", { class: "hidden" }, "What is drawn"), choices)
+        ? el(
+            "fieldset",
+            { class: "choices" },
+            el("legend", { class: "hidden" }, "What is drawn"),
+            choices,
+          )
         : null,
       el("div", { class: "legend" }, this.legend()),
     );
@@ -47,11 +60,18 @@ class GraphView {
 
   legend() {
     const families = this.model.families.map((family) =>
-      el("span", { class: "key", style: `--colour: ${colourOf(this.model, family)}` }, el("i"), family),
+      el(
+        "span",
+        { class: "key", style: `--colour: ${colourOf(this.model, family)}` },
+        el("i"),
+        family,
+      ),
     );
     const edges = [
       el("span", { class: "key line" }, el("i"), "bytes through memory"),
-      this.model.hasGraph ? el("span", { class: "key line kept" }, el("i"), "kept inside a kernel") : null,
+      this.model.hasGraph
+        ? el("span", { class: "key line kept" }, el("i"), "kept inside a kernel")
+        : null,
     ];
     return [...families, ...edges];
   }
@@ -112,7 +132,15 @@ class GraphView {
       copies > 1 ? el("span", { class: "times" }, `x${copies}`) : null,
       el("span", { class: "quiet" }, words.join(" · ")),
       part.repeat && !part.continued && (!open || part.copy === 0)
-        ? el("button", { type: "button", "aria-expanded": String(open), onclick: () => this.toggle(part.repeat) }, act)
+        ? el(
+            "button",
+            {
+              type: "button",
+              "aria-expanded": String(open),
+              onclick: () => this.toggle(part.repeat),
+            },
+            act,
+          )
         : null,
     );
   }
@@ -137,7 +165,12 @@ class GraphView {
       onopen: (index) => this.open(index),
       onport: (index) => this.goTo(`g${index}`),
     });
-    return el("div", { class: `canvas ${view}` }, el("h4", {}, words), el("div", { class: "frame" }, drawn));
+    return el(
+      "div",
+      { class: `canvas ${view}` },
+      el("h4", {}, words),
+      el("div", { class: "frame" }, drawn),
+    );
   }
 
   /** Focus a box, its part drawn if it is not yet; a collapsed copy's box is that of the first. */
@@ -179,7 +212,9 @@ class GraphView {
   along(key, end) {
     const edges = key.startsWith("o") ? this.model.opEdges : this.model.groupEdges;
     const start = end === "to" ? "from" : "to";
-    const found = edges.find((edge) => nodeKey(edge[start]) === key && edge[end].tensor === undefined);
+    const found = edges.find(
+      (edge) => nodeKey(edge[start]) === key && edge[end].tensor === undefined,
+    );
     return found && nodeKey(found[end]);
   }
 
@@ -199,7 +234,9 @@ class GraphView {
     this.element.querySelectorAll(".near").forEach((edge) => edge.classList.remove("near"));
     if (!node) return;
     const graph = node.closest("svg");
-    graph.querySelectorAll(`[data-edge~="${node.dataset.key}"]`).forEach((edge) => edge.classList.add("near"));
+    graph
+      .querySelectorAll(`[data-edge~="${node.dataset.key}"]`)
+      .forEach((edge) => edge.classList.add("near"));
     const part = Number(node.closest(".part").dataset.part);
     this.render(this.parts[part + 1]);
     this.render(this.parts[part - 1]);

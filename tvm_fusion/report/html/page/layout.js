@@ -2,7 +2,7 @@
 
 const MOST_PORTS = 8; // on each side of a part; the smaller ones are drawn as one
 const MOST_LINES = 6; // of operators in a group's box
-const BOX = { least: 132, most: 300, pad: 12 };
+const BOX = { least: 132, most: innerWidth < 700 ? 210 : 300, pad: 12 };
 
 /** What a group's box says of its operators: those of one composite are one line. */
 function operatorLines(group) {
@@ -26,11 +26,19 @@ function box(key, texts, more) {
   return { key, lines, width, height, ...more };
 }
 
-function groupBox(model, group, all) {
+/** What a box is called in a part that is named after the module around it. */
+function shortTitle(model, group, part) {
+  const around = part.repeat ? mainModule(part.groups.map((index) => model.groups[index])) : "";
+  if (around && group.place === around) return group.label.slice(around.length + 2);
+  if (around && group.place?.startsWith(`${around}.`)) return group.title.slice(around.length + 1);
+  return part.stands ? commonTitle(model, group.index) : group.title;
+}
+
+function groupBox(model, group, part) {
   const time = timeOf(group);
   const said = [group.kernel_class, formatTime(time), isMeasured(group) ? "measured" : "predicted"];
   const texts = [
-    { text: all ? commonTitle(model, group.index) : group.title, font: "title", style: "name" },
+    { text: shortTitle(model, group, part), font: "title", style: "name" },
     { text: said.slice(0, 2).join(" · "), font: "small", style: "meta" },
     ...operatorLines(group).map((text) => ({ text, font: "small", style: "op" })),
   ];
@@ -45,7 +53,9 @@ function groupBox(model, group, all) {
 
 function opBox(model, op) {
   const group = model.groups[op.groups[0]];
-  const texts = [{ text: op.name, font: "small", style: "name" }];
+  const { operator, name } = op;
+  const plain = operator && !operator.includes("#") && !name.includes(operator);
+  const texts = [{ text: plain ? `${operator} ${name}` : name, font: "small", style: "name" }];
   return box(`o${op.index}`, texts, {
     kind: group ? "op" : "free",
     group: group?.index,
@@ -59,7 +69,10 @@ function opBox(model, op) {
 
 function portBox(key, text, more) {
   const texts = [{ text, font: "small", style: "meta" }];
-  return { ...box(key, texts, { kind: "port", least: 40, most: 220, label: text, ...more }), height: 22 };
+  return {
+    ...box(key, texts, { kind: "port", least: 40, most: 220, label: text, ...more }),
+    height: 22,
+  };
 }
 
 /* ---- What a part shows. `end` of an edge is {group}, {op} or {tensor}. */
@@ -70,7 +83,7 @@ function contents(model, part, before) {
   const key = (end) => (before ? end.op : end.group);
   const boxes = before
     ? part.ops.map((index) => opBox(model, model.ops[index]))
-    : part.groups.map((index) => groupBox(model, model.groups[index], part.stands));
+    : part.groups.map((index) => groupBox(model, model.groups[index], part));
   const edges = [];
   const crossing = { in: new Map(), out: new Map() };
   for (const edge of before ? model.opEdges : model.groupEdges) {
@@ -88,7 +101,11 @@ function contents(model, part, before) {
 }
 
 const nodeKey = (end) =>
-  end.op !== undefined ? `o${end.op}` : end.group !== undefined ? `g${end.group}` : `t${end.tensor}`;
+  end.op !== undefined
+    ? `o${end.op}`
+    : end.group !== undefined
+      ? `g${end.group}`
+      : `t${end.tensor}`;
 
 const drawnEdge = (from, to, edge) => ({
   from,
@@ -135,7 +152,8 @@ function addPorts(model, boxes, edges, ports, side) {
 
 function portText(model, port, side) {
   if (port.group !== undefined) {
-    return `${side === "in" ? "from" : "to"} ${model.groups[port.group].title}`;
+    const { place, title } = model.groups[port.group];
+    return `${side === "in" ? "from" : "to"} ${place ?? title}`;
   }
   if (port.op !== undefined) return model.ops[port.op].name;
   const tensor = model.tensors.get(port.tensor);
@@ -170,7 +188,14 @@ function drawGraph(content, { label, gap, onopen, onport }) {
   );
   return svg(
     "svg",
-    { class: "graph", role: "group", "aria-label": label, width, height, viewBox: `0 0 ${width} ${height}` },
+    {
+      class: "graph",
+      role: "group",
+      "aria-label": label,
+      width,
+      height,
+      viewBox: `0 0 ${width} ${height}`,
+    },
     edges,
     labels,
     boxes,
@@ -198,12 +223,17 @@ function drawBox(item, place, act) {
     svg("rect", { class: "box", width: item.width, height: item.height, rx: corner }),
   );
   if (item.kind !== "port") {
-    node.append(svg("rect", { class: "stripe", y: 5, x: 5, width: 3, height: item.height - 10, rx: 1.5 }));
+    node.append(
+      svg("rect", { class: "stripe", y: 5, x: 5, width: 3, height: item.height - 10, rx: 1.5 }),
+    );
   }
   let y = item.kind === "port" ? 0 : 6;
   for (const line of item.lines) {
     const step = line.font === "title" ? 19 : 15;
-    const middle = item.kind === "port" ? { x: item.width / 2, y: 15, "text-anchor": "middle" } : { x: 15, y: y + step - 4 };
+    const middle =
+      item.kind === "port"
+        ? { x: item.width / 2, y: 15, "text-anchor": "middle" }
+        : { x: 15, y: y + step - 4 };
     node.append(svg("text", { class: `${line.font} ${line.style}`, ...middle }, line.text));
     y += step;
   }
@@ -227,7 +257,11 @@ function drawEdge(edge, place) {
     "g",
     { class: kind, "data-edge": edgeEnds(edge) },
     svg("path", { d: smooth(points) }),
-    svg("path", { class: "head", d: "M0 0 L-7 -3.5 L-7 3.5 Z", transform: `translate(${end.x} ${end.y}) rotate(${angle})` }),
+    svg("path", {
+      class: "head",
+      d: "M0 0 L-7 -3.5 L-7 3.5 Z",
+      transform: `translate(${end.x} ${end.y}) rotate(${angle})`,
+    }),
   );
 }
 
@@ -247,7 +281,13 @@ function drawLabel(edge, place) {
   const names = edge.tensors.map((tensor) => `${tensor.name ?? tensor.id}: ${shapeOf(tensor)}`);
   return svg(
     "text",
-    { class: edge.kept ? "bytes kept" : "bytes", x: place.x, y: place.y + 4, "text-anchor": "middle", "data-edge": edgeEnds(edge) },
+    {
+      class: edge.kept ? "bytes kept" : "bytes",
+      x: place.x,
+      y: place.y + 4,
+      "text-anchor": "middle",
+      "data-edge": edgeEnds(edge),
+    },
     svg("title", {}, names.join("\n")),
     edge.text,
   );

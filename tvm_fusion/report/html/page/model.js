@@ -2,7 +2,8 @@
    it, and which parts the graph is drawn in. What a report lacks is empty. */
 
 const FEWEST_HIDDEN = 6; // kernels that a repetition has to save the reader
-const LARGEST_PART = { groups: 24, ops: 60 };
+const LARGEST_PART = { groups: 24, ops: 90 };
+const MOST_OF = 0.7;
 
 function readReport(report) {
   const groups = (report.groups ?? []).map((group, index) => ({ ...group, index }));
@@ -15,6 +16,7 @@ function readReport(report) {
     group.reads ??= [];
     group.writes ??= [];
     group.modules = (group.modules ?? []).filter(Boolean);
+    group.place = group.label?.includes(": ") ? group.label.split(": ")[0] : null;
     group.title = titleOf(group);
   }
   const model = {
@@ -38,7 +40,7 @@ function readReport(report) {
 
 /** The label, with the name of the result where the model has no name for the place. */
 function titleOf(group) {
-  if (group.label && group.modules.length) return group.label;
+  if (group.place) return group.label;
   const result = group.ops?.at(-1) ?? group.name;
   return group.label ? `${result}: ${group.label}` : group.name;
 }
@@ -126,7 +128,7 @@ function bytesOf(tensors) {
     : sum(tensors.map((tensor) => tensor.bytes));
 }
 
-const shapeOf = (tensor) => `${(tensor.shape ?? []).join(" × ") || "scalar"} ${tensor.dtype ?? ""}`;
+const shapeOf = ({ shape, dtype }) => `${(shape ?? []).join(" × ") || "scalar"} ${dtype ?? ""}`;
 
 /** "4.2 MB", or shapes where the sizes are symbolic. */
 function edgeLabel(edge) {
@@ -158,7 +160,7 @@ function partsOf(model, opened) {
   const ends = new Map(model.repeats.map((repeat) => [repeat.first, repeat]));
   let run = [];
   const close = () => {
-    for (const groups of chunks(run, LARGEST_PART.groups, (index) => opCount(model, index))) {
+    for (const groups of chunks(run, (index) => opCount(model, index))) {
       parts.push({ groups });
     }
     run = [];
@@ -174,8 +176,10 @@ function partsOf(model, opened) {
     for (let copy = 0; copy < copies; copy += 1) {
       const first = repeat.first + copy * repeat.groups;
       const groups = Array.from({ length: repeat.groups }, (_, k) => first + k);
-      const pieces = chunks(groups, LARGEST_PART.groups, (k) => opCount(model, k));
-      pieces.forEach((piece, k) => parts.push({ groups: piece, repeat, copy, continued: k > 0, stands: copies === 1 }));
+      const pieces = chunks(groups, (k) => opCount(model, k));
+      pieces.forEach((piece, k) =>
+        parts.push({ groups: piece, repeat, copy, continued: k > 0, stands: copies === 1 }),
+      );
     }
     index += repeat.groups * repeat.count - 1;
   }
@@ -191,18 +195,17 @@ function partsOf(model, opened) {
 
 const opCount = (model, index) => model.groups[index].members.length;
 
-function chunks(items, most, weight) {
-  const found = [];
-  let [piece, total] = [[], 0];
+/** Items in order, in pieces of about the same weight. */
+function chunks(items, weight) {
+  const total = sum(items.map(weight));
+  const count = Math.ceil(Math.max(items.length / LARGEST_PART.groups, total / LARGEST_PART.ops));
+  const pieces = Array.from({ length: count }, () => []);
+  let before = 0;
   for (const item of items) {
-    if (piece.length >= most || (piece.length && total + weight(item) > LARGEST_PART.ops)) {
-      found.push(piece);
-      [piece, total] = [[], 0];
-    }
-    piece.push(item);
-    total += weight(item);
+    pieces[Math.min(count - 1, Math.floor((before / total) * count))].push(item);
+    before += weight(item);
   }
-  return piece.length ? [...found, piece] : found;
+  return pieces.filter((piece) => piece.length);
 }
 
 /** The same group in the first repetition, and how often it is there. */
@@ -244,12 +247,18 @@ function equalGroups(model) {
   return [...found.values()];
 }
 
-/** The longest module path that all groups share. */
-function commonModule(groups) {
-  const paths = groups.flatMap((group) => group.modules).map((path) => path.split("."));
-  if (!paths.length) return "";
-  const shared = paths[0].findIndex((word, k) => paths.some((path) => path[k] !== word));
-  return paths[0].slice(0, shared < 0 ? undefined : shared).join(".");
+/** The innermost module that most of the groups are in. */
+function mainModule(groups) {
+  const counts = new Map();
+  for (const { place } of groups) {
+    const words = place ? place.split(".") : [];
+    words.forEach((_, k) => {
+      const path = words.slice(0, k + 1).join(".");
+      counts.set(path, (counts.get(path) ?? 0) + 1);
+    });
+  }
+  const main = [...counts].filter(([, count]) => count >= MOST_OF * groups.length);
+  return main.reduce((longest, [path]) => (path.length > longest.length ? path : longest), "");
 }
 
 /** What a part is called: "layers.0 … layers.11", "kernels 3 to 9". */
@@ -259,7 +268,7 @@ function partTitle(model, part, opened) {
   if (!part.repeat) return kernels;
   const named = (copy) => {
     const first = part.repeat.first + copy * part.repeat.groups;
-    return commonModule(model.groups.slice(first, first + part.repeat.groups));
+    return mainModule(model.groups.slice(first, first + part.repeat.groups));
   };
   const name = named(part.copy);
   if (opened) return name || `repetition ${part.copy + 1}, ${kernels}`;

@@ -6,7 +6,11 @@ class Panel {
     Object.assign(this, { model, sources, open, onclose });
     this.body = el("div", { class: "panel-body" });
     this.heading = el("h2", { id: "panel-title", tabindex: -1 });
-    const close = el("button", { type: "button", class: "close", "aria-label": "Close", onclick: () => this.close() }, "×");
+    const close = el(
+      "button",
+      { type: "button", class: "close", "aria-label": "Close", onclick: () => this.close() },
+      "×",
+    );
     this.element = el(
       "aside",
       { id: "panel", role: "dialog", "aria-labelledby": "panel-title", hidden: true },
@@ -71,7 +75,11 @@ class Panel {
 
   link(group) {
     const act = () => this.open(group.index);
-    return el("button", { type: "button", class: "link", onclick: act }, said("same_as", group.title));
+    return el(
+      "button",
+      { type: "button", class: "link", onclick: act },
+      said("same_as", group.title),
+    );
   }
 
   rejected(group) {
@@ -89,7 +97,9 @@ class Panel {
         el("span", { class: "quiet" }, [op.module, op.source].filter(Boolean).join(" · ")),
       ),
     );
-    return section(`Operators (${items.length})`, [el("ol", { class: "ops", "data-field": "ops" }, items)]);
+    return section(`Operators (${items.length})`, [
+      el("ol", { class: "ops", "data-field": "ops" }, items),
+    ]);
   }
 
   tensors(title, ids) {
@@ -124,14 +134,17 @@ const said = (field, text) => el("span", { "data-field": field }, text);
 
 const quiet = (text) => el("span", { class: "quiet" }, text);
 
-const tag = (group) => el("span", { class: "tag" }, el("i"), said("kernel_class", group.kernel_class));
+const tag = (group) =>
+  el("span", { class: "tag" }, el("i"), said("kernel_class", group.kernel_class));
 
 const section = (title, children) =>
   children?.length ? el("section", {}, el("h3", {}, title), children) : null;
 
 /** Pairs of a name and what is said of it; null is left out. */
 function rows(pairs) {
-  const lines = pairs.filter(Boolean).map(([name, ...value]) => [el("dt", {}, name), el("dd", {}, value)]);
+  const lines = pairs
+    .filter(Boolean)
+    .map(([name, ...value]) => [el("dt", {}, name), el("dd", {}, value)]);
   return lines.length ? el("dl", {}, lines) : null;
 }
 
@@ -168,7 +181,12 @@ function termBars(group) {
   if (!most) return null;
   const bars = terms.map(([name, us]) => [
     el("dt", {}, name),
-    el("dd", {}, el("i", { style: `width: ${(us / most) * 100}%` }), said(`terms.${name}`, formatTime(us))),
+    el(
+      "dd",
+      {},
+      el("i", { style: `width: ${(us / most) * 100}%` }),
+      said(`terms.${name}`, formatTime(us)),
+    ),
   ]);
   return el("dl", { class: "bars", "aria-label": "Predicted time by resource" }, bars);
 }
@@ -199,7 +217,8 @@ function trafficRows(group) {
 }
 
 function codeRows(group) {
-  const known = (field, text) => (Number.isFinite(group[field]) ? said(field, text(group[field])) : null);
+  const known = (field, text) =>
+    Number.isFinite(group[field]) ? said(field, text(group[field])) : null;
   const found = [
     ["registers a thread", known("registers", formatCount)],
     ["spilled a thread", known("spill_bytes", formatBytes)],
@@ -209,7 +228,11 @@ function codeRows(group) {
   return found.length ? [rows(found)] : null;
 }
 
-const EVIDENCE = { model: "by the model, at most", prediction: "predicted, about", measured: "timed, about" };
+const EVIDENCE = {
+  model: "by the model, at most",
+  prediction: "predicted, about",
+  measured: "timed, about",
+};
 
 function reasonRows(group) {
   const { evidence, tuned } = group;
@@ -242,7 +265,8 @@ function reasonRows(group) {
 
 function tunedText(tuned) {
   if (tuned.stale) return `the choice is stale: ${tuned.stale}`;
-  if (tuned.choice === "default") return `the untuned kernel is the fastest, ${formatTime(tuned.us)}`;
+  if (tuned.choice === "default")
+    return `the untuned kernel is the fastest, ${formatTime(tuned.us)}`;
   return `${tuned.choice}: ${formatTime(tuned.us)}, untuned ${formatTime(tuned.untuned_us)}`;
 }
 
@@ -257,9 +281,16 @@ function refusalCard(refusal) {
       "header",
       {},
       el("b", {}, said("refusal.code", refusal.code)),
-      refusal.kernel_class ? quiet(["of ", said("refusal.kernel_class", refusal.kernel_class)]) : null,
+      refusal.kernel_class
+        ? quiet(["of ", said("refusal.kernel_class", refusal.kernel_class)])
+        : null,
       refusal.cost_us
-        ? el("span", { class: "cost" }, "costs ", said("refusal.cost_us", formatTime(refusal.cost_us)))
+        ? el(
+            "span",
+            { class: "cost" },
+            "costs ",
+            said("refusal.cost_us", formatTime(refusal.cost_us)),
+          )
         : null,
     ),
     el("p", { class: "where" }, said("refusal.where", (refusal.where ?? []).join(", "))),
@@ -273,7 +304,12 @@ function sourceText(title, field, text) {
   if (!text) return null;
   const lines = text.split("\n").length;
   const code = el("pre", { tabindex: 0, "data-field": field });
-  const details = el("details", {}, el("summary", {}, title, quiet(` ${plural(lines, "line")}`)), code);
+  const details = el(
+    "details",
+    {},
+    el("summary", {}, title, quiet(` ${plural(lines, "line")}`)),
+    code,
+  );
   details.addEventListener("toggle", () => {
     if (details.open && !code.textContent) code.textContent = text;
   });
