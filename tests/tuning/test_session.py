@@ -1,6 +1,8 @@
 """Sessions: which trials run, what they cost when they go wrong, and what is measured only once."""
 
+import builtins
 import math
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -8,6 +10,7 @@ import pytest
 import tvm
 
 from tvm_fusion.errors import TargetError
+from tvm_fusion.tuning.search.space import USING_IPYTHON
 from tvm_fusion.tuning.search.task_search import TaskState
 from tvm_fusion.tuning.session import session as session_module
 from tvm_fusion.tuning.session import settings as settings_module
@@ -64,6 +67,18 @@ def test_a_server_that_is_gone_for_a_while_costs_no_trial(tested, tmp_path):
         (DEFAULT, "ok"),
         ("Way(way=fast)", "ok"),
     ]
+
+
+def test_a_session_in_a_notebook_needs_no_pandas(tested, monkeypatch):
+    class ZMQInteractiveShell:
+        """What MetaSchedule looks for."""
+
+    monkeypatch.setattr(builtins, "get_ipython", ZMQInteractiveShell, raising=False)
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    session, kept, _ = make_session(choices=(DEFAULT,))
+    session.run()
+    assert [t.status for t in kept.found] == ["ok"]
+    assert tvm.get_global_func(USING_IPYTHON)()
 
 
 def test_a_session_ends_where_nothing_is_left_to_measure_on(tested, tmp_path):

@@ -13,6 +13,8 @@ clear what a notebook shows.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import tvm
 import tvm_ffi
@@ -25,6 +27,7 @@ from ...ir.quick_stacks import register_tensor_intrinsics
 
 _log = logging.getLogger(__name__)
 
+USING_IPYTHON = "s_tir.meta_schedule.using_ipython"
 TEXT = "tvm_fusion.text"
 CONFIGURATION = "tvm_fusion.configuration"  # number of a choice (`choices.class_choices`)
 
@@ -97,6 +100,19 @@ def round_robin() -> ms.task_scheduler.RoundRobin:
     scheduler = ms.task_scheduler.RoundRobin.__new__(ms.task_scheduler.RoundRobin)
     scheduler.__init_handle_by_constructor__(_ffi_api.TaskSchedulerRoundRobin, _write_log)
     return scheduler
+
+
+@contextmanager
+def as_in_a_program() -> Iterator[None]:
+    """In a notebook MetaSchedule shows tables of pandas, which need not be installed; meanwhile it
+    logs, as everywhere else.
+    """
+    notebook = tvm_ffi.get_global_func(USING_IPYTHON)
+    tvm_ffi.register_global_func(USING_IPYTHON, lambda: False, override=True)
+    try:
+        yield
+    finally:
+        tvm_ffi.register_global_func(USING_IPYTHON, notebook, override=True)
 
 
 def _write_log(_level: int, _file: str, _line: int, message: str) -> None:

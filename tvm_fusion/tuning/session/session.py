@@ -32,7 +32,7 @@ from ..database.trial import MOST_US, Trial
 from ..measure.building import POLL_S, Job, Place, Workshop
 from ..measure.measuring import Measurement, Measurements, Meter
 from ..measure.processes import LOST, Answer, Worker, scratch_folder, wait_for
-from ..search.space import class_space, round_robin, tune_context
+from ..search.space import as_in_a_program, class_space, round_robin, tune_context
 from ..search.task_search import TaskSearch, TaskState, function_of
 from .choices import DEFAULT, TRACE_CHOICE, Choice
 from .finals import Finals
@@ -137,18 +137,19 @@ class Session:
 
     def _schedule(self) -> None:
         states = sorted(self.states, key=lambda s: -s.total_us)
-        round_robin().tune(
-            [self._context(state) for state in states],
-            [max(state.weight, 0.5) for state in states],
-            max_trials_global=MOST_TRIALS,  # what is dropped is none, which TVM does not know
-            max_trials_per_task=MOST_TRIALS,
-            num_trials_per_iter=BATCH,
-            builder=self.builder or KernelBuilder(self),
-            runner=self.runner or CheckingRunner(self),
-            measure_callbacks=[],
-            database=None,
-            cost_model=self.cost_model or ms.cost_model.XGBModel(num_warmup_samples=WARM_UP),
-        )
+        with as_in_a_program():
+            round_robin().tune(
+                [self._context(state) for state in states],
+                [max(state.weight, 0.5) for state in states],
+                max_trials_global=MOST_TRIALS,  # what is dropped is none, which TVM does not know
+                max_trials_per_task=MOST_TRIALS,
+                num_trials_per_iter=BATCH,
+                builder=self.builder or KernelBuilder(self),
+                runner=self.runner or CheckingRunner(self),
+                measure_callbacks=[],
+                database=None,
+                cost_model=self.cost_model or ms.cost_model.XGBModel(num_warmup_samples=WARM_UP),
+            )
 
     def _context(self, state: TaskState) -> ms.TuneContext:
         return tune_context(
