@@ -22,7 +22,7 @@ from .errors import (
 )
 
 if TYPE_CHECKING:
-    from . import transform
+    from . import extend, transform
     from .compilation.compiler import compile, explain
     from .extend import (
         register_family,
@@ -74,6 +74,7 @@ __all__ = [
     "__version__",
     "compile",
     "explain",
+    "extend",
     "register_family",
     "register_profile",
     "register_rewrite",
@@ -93,6 +94,8 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of the packa
 
     def __getattr__(name: str) -> Any:
         """What needs more than the passes do is imported with all that when it is asked for."""
+        if name == "extend":
+            return import_module(".extend", __name__)
         if name in _LATER:
             return getattr(import_module(f".{_LATER[name]}", __name__), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
