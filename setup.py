@@ -21,11 +21,12 @@ EXTRAS = {
 EXTRAS["test"] = [
     *EXTRAS["torch"],
     "onnx==1.23.*",  # the list of conformance tests is that of one release
-    "rich",
+    *EXTRAS["report"],
     "transformers",
     "pytest",
     "pytest-xdist",
     "nbclient",
+    "jupytext",
     "playwright",  # drives the Chromium that is installed
     "mypy",
     "ipykernel",

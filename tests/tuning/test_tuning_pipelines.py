@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import inspect
 import logging
-import runpy
 import shutil
 from contextlib import nullcontext
-from pathlib import Path
 
 import pytest
 import tvm
@@ -328,15 +326,3 @@ def test_tune_documents_its_parameters():
     documented = inspect.getdoc(tvm_fusion.tune)
     for name in inspect.signature(tvm_fusion.tune).parameters:
         assert name in documented
-
-
-@pytest.mark.long
-def test_the_script_that_ships_a_database_runs(capsys):
-    script = Path(__file__).parents[2] / "tutorials" / "scripts" / "tune_and_ship.py"
-    runpy.run_path(str(script), run_name="__main__")
-    printed = capsys.readouterr().out.splitlines()
-    assert printed[0].startswith("3 trials in ")
-    assert sum("trials in" in line for line in printed) == 1  # tuned once
-    assert "3 records in the folder that was shipped" in printed
-    assert [line for line in printed if line.startswith("main: ")]
-    assert printed[-1] == "the numbers are right"
