@@ -63,7 +63,7 @@ setup(
     # No entry point in the group "tvm.backends": TVM would load it, and with it this package, in
     # every process that imports TVM. `import tvm_fusion` registers the pipeline.
     entry_points={
-        "console_scripts": ["tvm-fusion = tvm_fusion.cli:main"],
+        "console_scripts": ["tvm-fusion = tvm_fusion.__main__:main"],
         "torch_dynamo_backends": ["tvm_fusion = tvm_fusion.torch_backend:backend"],
     },
     zip_safe=False,

@@ -99,7 +99,7 @@ def test_the_metadata_names_licence_python_and_entry_point(installed):
     licence = dist.metadata["License-Expression"] or dist.metadata["License"]
     assert licence == "Apache-2.0"
     (script,) = dist.entry_points.select(group="console_scripts")
-    assert (script.name, script.value) == ("tvm-fusion", "tvm_fusion.cli:main")
+    assert (script.name, script.value) == ("tvm-fusion", "tvm_fusion.__main__:main")
     assert {"torch", "onnx", "report", "test"} <= set(dist.metadata.get_all("Provides-Extra"))
 
 

@@ -5,10 +5,11 @@ outputs = compiled(*inputs)
 print(compiled.report)
 """
 
+from . import _start  # isort: skip, an interrupt from here on is a line
+
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import _start
 from ._version import __version__
 from .errors import (
     BuildError,
@@ -101,5 +102,5 @@ if not TYPE_CHECKING:  # a type checker would take any name for one of the packa
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-if not _start.is_command():
+if not _start.COMMAND:
     _start.begin()

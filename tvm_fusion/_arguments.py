@@ -10,7 +10,6 @@ from typing import Any
 
 from .errors import ConfigError, InputError
 
-INTERRUPTED = 130  # the exit status
 CALIBRATION_S = 160.0  # all families of benchmarks fit into it on 16 cores
 TARGET_HELP = "llvm, cuda, a device like nvidia_h200, or a profile"
 POLICY_HELP = "default, conservative, aggressive, a .toml file, or KEY=VALUE[,KEY=VALUE]"
@@ -58,13 +57,20 @@ def model_of(args: argparse.Namespace, target: Any) -> Any:
 
 def report_arguments(command: argparse.ArgumentParser) -> None:
     """Declares the options of `report`."""
+    quiet_argument(command)
     command.add_argument("report", metavar="REPORT.json", help="what --json printed")
     command.add_argument("--html", metavar="FILE", help="write it as one page for a browser")
     command.add_argument("--full", action="store_true", help="print everything, not one screen")
 
 
+def quiet_argument(command: argparse.ArgumentParser) -> None:
+    """Declares `--quiet`."""
+    command.add_argument("--quiet", action="store_true", help="show no progress")
+
+
 def profile_arguments(command: argparse.ArgumentParser) -> None:
     """Declares the options of `profile`."""
+    quiet_argument(command)
     model = command.add_mutually_exclusive_group(required=True)
     model.add_argument("model", nargs="?", help="a .pt2, .onnx, Relax .py or Relax .json file")
     model.add_argument("--demo", action="store_true", help="a pre-norm transformer block")
@@ -95,6 +101,7 @@ def profile_arguments(command: argparse.ArgumentParser) -> None:
 
 def calibrate_arguments(command: argparse.ArgumentParser) -> None:
     """Declares the options of `calibrate`."""
+    quiet_argument(command)
     command.add_argument(
         "--target", help="cuda, llvm, or a profile's .toml that measured values go on top of"
     )
@@ -118,6 +125,7 @@ def calibrate_arguments(command: argparse.ArgumentParser) -> None:
 
 def tune_arguments(command: argparse.ArgumentParser) -> None:
     """Declares the options of `tune`."""
+    quiet_argument(command)
     work = command.add_mutually_exclusive_group(required=True)
     work.add_argument("model", nargs="?", help="a .pt2, .onnx, Relax .py or Relax .json file")
     work.add_argument("--demo", action="store_true", help="a pre-norm transformer block")
@@ -153,6 +161,7 @@ def tune_arguments(command: argparse.ArgumentParser) -> None:
 
 def fuzz_arguments(command: argparse.ArgumentParser) -> None:
     """Declares the options of `fuzz`."""
+    quiet_argument(command)
     command.add_argument("--target", required=True, help=TARGET_HELP)
     command.add_argument(
         "--minutes", type=float, required=True, metavar="M", help="how long to draw programs"

@@ -8,7 +8,6 @@ Neither may surface as a puzzle somewhere in a compilation.
 """
 
 import re
-from importlib import metadata
 
 TVM_VERSION = "0.27.0.post1"
 TVM_FFI_LOWEST = "0.1.14.post0"
@@ -34,6 +33,8 @@ def check() -> None:
 
 
 def _installed(distribution: str) -> str | None:
+    from importlib import metadata  # takes longer than all else that `--version` needs
+
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

@@ -5,12 +5,12 @@ arguments: `--version` and `--help` need no TVM, whose import takes seconds, and
 interrupts its import, is told so in a line.
 """
 
-import re
+import os
 import sys
-from pathlib import PurePath
 
-from . import _pins
-from .config.targets import calibrate_host_by
+from .host import interrupts
+
+NAME = "tvm_fusion"
 
 
 def is_command() -> bool:
@@ -19,15 +19,17 @@ def is_command() -> bool:
         return False
     word = sys.orig_argv[-len(sys.argv)]  # the script, or what follows -m
     if sys.argv[0] == "-m":  # a module that is being looked for, its package imported
-        return re.fullmatch(r"(-\w*m)?tvm_fusion", word) is not None
-    return PurePath(word).stem == "tvm-fusion"
+        return word == NAME or (word[0] == "-" and word.endswith(f"m{NAME}"))
+    return os.path.basename(word).partition(".")[0] == "tvm-fusion"
+
+
+COMMAND = is_command()
+if COMMAND:
+    interrupts.leave_at_once()
 
 
 def begin() -> None:
     """Raises ImportError for other versions than those of `_pins`."""
-    _pins.check()
-    from . import transform
-    from .calibrate.cpu.host_profile import host_profile
+    from ._registration import register
 
-    calibrate_host_by(host_profile)
-    transform.register()
+    register()

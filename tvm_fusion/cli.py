@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import _start
 from ._arguments import (
-    INTERRUPTED,
     POLICY_HELP,
     TARGET_HELP,
     calibrate_arguments,
@@ -26,6 +26,7 @@ from ._arguments import (
     pair_of,
     policy_of,
     profile_arguments,
+    quiet_argument,
     report_arguments,
     tune_arguments,
 )
@@ -41,6 +42,7 @@ from .errors import (
     TvmFusionError,
     VerificationError,
 )
+from .host import interrupts
 from .report.html.write import write_html
 from .report.progress import shown
 
@@ -96,25 +98,41 @@ def main(argv: Sequence[str] | None = None) -> int:
 def exit_status(command: Callable[[], int]) -> int:
     """Run a command and return its exit status; what it raises is a line on standard error."""
     try:
-        return command()
+        status = command()
+        if status != interrupts.INTERRUPTED:
+            interrupts.check()
+        return status
     except SystemExit as stop:
         return int(stop.code or 0)
     except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:
+        return _interrupted()
+    except Exception as error:
+        return _interrupted() if interrupts.received() else _failed(error)
+
+
+def _failed(error: Exception) -> int:
+    """The line and the exit status of an error."""
+    if isinstance(error, BrokenPipeError):
         # The reader of the output left; Python would complain once more when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except InputError as error:
-        return _fail(str(error), BAD_INPUT)
-    except TvmFusionError as error:
-        return _fail(str(error), CHECK_FAILED)
-    except MemoryError:
+    if isinstance(error, TvmFusionError):
+        return _fail(str(error), BAD_INPUT if isinstance(error, InputError) else CHECK_FAILED)
+    if isinstance(error, MemoryError):
         why = "memory ran out: end other programs, or take a smaller model or a larger machine"
         return _fail(why, CHECK_FAILED)
-    except Exception as error:
-        hint = "set TVM_FUSION_DEBUG=1 for the traceback"
-        return _fail(f"{type(error).__name__}: {error} ({hint})", CHECK_FAILED)
+    hint = "set TVM_FUSION_DEBUG=1 for the traceback"
+    return _fail(f"{type(error).__name__}: {error} ({hint})", CHECK_FAILED)
+
+
+def _interrupted() -> int:
+    """Says what is kept, and how to go on; the exit status."""
+    from .runtime.build.cubin_cache import cache_dir
+
+    command = shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]])
+    kept = f"plans and kernels that were ready are kept in {cache_dir()}"
+    print(f"tvm_fusion: interrupted; {kept}, and this goes on: {command}", file=sys.stderr)
+    return interrupts.INTERRUPTED
 
 
 def _main(argv: Sequence[str] | None) -> int:
@@ -122,7 +140,7 @@ def _main(argv: Sequence[str] | None) -> int:
     _begin()
     if args.command in _ELSEWHERE:
         return import_module(f".{_ELSEWHERE[args.command][0]}", __package__).main(args)
-    with only_results_on_stdout(), shown():
+    with only_results_on_stdout(), shown(quiet=args.quiet):
         report = _run(args)
         if args.html is not None:
             write_html(report.to_json(sources=True), args.html)
@@ -136,6 +154,8 @@ def _begin() -> None:
         _start.begin()
     except ImportError as error:
         raise InputError(str(error)) from error
+    if _start.COMMAND:
+        interrupts.note()
 
 
 class Parser(argparse.ArgumentParser):
@@ -218,6 +238,7 @@ def _add_common_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--target", help=TARGET_HELP)
     command.add_argument("--policy", help=POLICY_HELP)
     command.add_argument("--plan", metavar="FILE", help="run this plan instead of searching one")
+    quiet_argument(command)
     command.add_argument("--json", action="store_true", help="print one JSON object")
     command.add_argument(
         "--full", action="store_true", default=None, help="print everything, not one screen of it"

@@ -13,6 +13,9 @@ import pytest
 from tvm_fusion import cli, compilation
 from tvm_fusion.config import load_policy
 from tvm_fusion.errors import BuildError, FrontendError, PlanError, VerificationError
+from tvm_fusion.host import interrupts
+from tvm_fusion.host.interrupts import INTERRUPTED
+from tvm_fusion.host.stages import stepped
 from tvm_fusion.report.facts import (
     Comparison,
     GroupReport,
@@ -286,10 +289,26 @@ def test_debugging_raises_the_error(compiler, monkeypatch):
         cli.main(["compile", "--demo"])
 
 
-def test_an_interrupt_is_silent(compiler, capsys):
+def test_an_interrupt_is_a_line_that_says_what_is_kept_and_how_to_go_on(compiler, capsys):
     compiler.error = KeyboardInterrupt()
-    assert cli.main(["compile", "--demo"]) == cli.INTERRUPTED
-    assert capsys.readouterr() == ("", "")
+    assert "interrupted; plans and kernels that were ready are kept in" in fails(
+        capsys, ["compile", "--demo"], INTERRUPTED
+    )
+
+
+def test_an_interrupt_that_arrives_as_another_error_is_an_interrupt(compiler, capsys, monkeypatch):
+    compiler.error = RuntimeError("KeyboardInterrupt")  # as callbacks of TVM's pass it on
+    monkeypatch.setattr(interrupts, "_received", True)
+    assert "tvm_fusion: interrupted; " in fails(capsys, ["compile", "--demo"], INTERRUPTED)
+
+
+def test_an_interrupt_that_got_lost_ends_the_next_step(monkeypatch):
+    seen = []
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        for item in stepped("kernels written", range(4), 4):
+            seen.append(item)
+            monkeypatch.setattr(interrupts, "_received", item == 2)
+    assert seen == [0, 1, 2]
 
 
 def test_stdout_is_restored_after_an_error(compiler, capfd):

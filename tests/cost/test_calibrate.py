@@ -39,6 +39,7 @@ from tvm_fusion.config import load_profile, profile_file, profile_names
 from tvm_fusion.config import targets as _targets
 from tvm_fusion.errors import ConfigError, InputError, TargetError
 from tvm_fusion.host.atomic_files import replace_file
+from tvm_fusion.host.interrupts import INTERRUPTED
 from tvm_fusion.runtime.build import cubin_cache
 from tvm_fusion.runtime.build.resources import parse_ptxas_log
 from tvm_fusion.tuning.measure.processes import module_command
@@ -335,7 +336,7 @@ def test_an_interrupted_run_says_so_and_writes_nothing(tmp_path, monkeypatch, ca
         raise KeyboardInterrupt
 
     fake_families(monkeypatch, family("ok", good), family("long", interrupted))
-    assert run_command(tmp_path) == cli.INTERRUPTED
+    assert run_command(tmp_path) == INTERRUPTED
     assert not (tmp_path / "c.toml").exists()
     assert "interrupted" in capsys.readouterr().err
 

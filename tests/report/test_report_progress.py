@@ -2,15 +2,19 @@
 
 import io
 import os
+import re
 import threading
+import time
 
 import numpy as np
 import pytest
 from tvm import relax
 
 import tvm_fusion
+from tvm_fusion.host.stages import Stage, stage, stepped
+from tvm_fusion.host.stages import progress as stages
 from tvm_fusion.report import progress
-from tvm_fusion.report.progress import shown, stages
+from tvm_fusion.report.progress import shown
 from tvm_fusion.runtime.calls.sidecar import without_lines
 from tvm_fusion.runtime.timing.spans import kernel_walls
 
@@ -35,25 +39,86 @@ def test_a_stage_that_lasts_is_a_line_and_a_short_one_is_none(monkeypatch):
     file = Announced()
     with shown(file):
         monkeypatch.setattr(progress, "PATIENCE_S", 1e6)
-        stages.info("short")
+        with stage("short"):
+            pass
         monkeypatch.setattr(progress, "PATIENCE_S", 0.0)
-        stages.info("timing %d kernels", 3)
-        assert file.written.wait(60)
-    assert file.getvalue() == "tvm_fusion: timing 3 kernels ...\n"
+        with stage("kernels compiled", 3) as one:
+            one.step()
+            assert file.written.wait(60)
+    assert file.getvalue().splitlines()[0] == "tvm_fusion: kernels compiled: 1 of 3 ..."
+
+
+def test_a_count_that_grows_is_said_again_and_one_that_stands_is_not(monkeypatch):
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(progress, "AGAIN_S", 0.0)
+    file = Announced()
+    with shown(file), stage("building"), stage("kernels compiled", 3) as one:
+        for _ in range(3):
+            file.written.clear()
+            one.step()
+            assert file.written.wait(60)
+        time.sleep(5 * progress.LEAST_S)
+    lines = [line for line in file.getvalue().splitlines() if "compiled" in line]
+    assert lines[-3:] == [f"tvm_fusion: kernels compiled: {n} of 3 ..." for n in (1, 2, 3)]
+
+
+def test_a_stage_of_many_short_ones_is_said(monkeypatch):
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.05)
+    file = Announced()
+    with shown(file), stage("outer", 2) as one:
+        one.step()
+        while not file.written.is_set():
+            with stage("inner"):
+                time.sleep(0.001)
+    assert file.getvalue() == "tvm_fusion: outer: 1 of 2 ...\n"
 
 
 def test_a_terminal_shows_the_running_stage_and_clears_it():
     pytest.importorskip("rich")
     file = Terminal()
     with shown(file):
-        stages.info("planning")
-        stages.info("building")
-    assert "building" in file.getvalue()
+        for _ in stepped("kernels compiled", range(7), 7):
+            pass
+        with stage("building"), stage("kernels written", 3) as one:
+            one.step(2)
+            until = time.monotonic() + 60
+            while "2 of 3" not in file.getvalue() and time.monotonic() < until:
+                time.sleep(0.02)
+    for text in ("building", "kernels written", "2 of 3"):
+        assert text in file.getvalue()
     assert not stages.handlers
 
 
+@pytest.mark.parametrize("variable", [("NO_COLOR", "1"), ("TERM", "dumb")])
+def test_a_terminal_that_wants_no_colours_gets_plain_lines(monkeypatch, variable):
+    monkeypatch.setenv(*variable)
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.0)
+    file = Announced()
+    file.isatty = lambda: True
+    with shown(file), stage("planning"):
+        assert file.written.wait(60)
+    assert file.getvalue() == "tvm_fusion: planning ...\n"
+
+
+def test_a_quiet_command_shows_nothing(monkeypatch):
+    monkeypatch.setattr(progress, "PATIENCE_S", 0.0)
+    file = Announced()
+    with shown(file, quiet=True), stage("planning"):
+        time.sleep(5 * progress.LEAST_S)
+    assert file.getvalue() == ""
+    assert not stages.handlers
+
+
+def test_what_a_stage_took_is_logged(caplog):
+    with caplog.at_level("INFO", logger="tvm_fusion.time"), stage("kernels written", 2) as one:
+        one.step()
+    assert re.fullmatch(r"kernels written: 1 of 2: 0\.\d+ s", caplog.messages[-1])
+    assert str(Stage("programs run", done=5)) == "programs run: 5"
+
+
 def test_nobody_who_does_not_listen_hears_of_stages(capfd):
-    stages.info("planning")
+    with stage("planning"):
+        pass
     assert capfd.readouterr() == ("", "")
 
 

@@ -23,8 +23,8 @@ from ..config import load_policy, resolve_target
 from ..errors import TargetError
 from ..flow.functions import planned_functions
 from ..flow.planned import Planned
+from ..host.stages import stage, stepped
 from ..host.threads import thread_count
-from ..report.progress import stages
 from ..report.screen import FunctionReports, Report
 from ..runtime.calls.compiled_module import CompiledFunctions, CompiledModule
 from ..runtime.graphs.capture_rules import CudaGraphOptions
@@ -107,14 +107,11 @@ def beside(planned: Planned, compiled: CompiledModule, peers: Sequence[str]) -> 
     """Return the report of a compiled function with the times of the unfused module and of peers,
     and on a CPU of each of our kernels.
     """
-    stages.info("building the unfused module")
-    unfused = CompiledModule.of(planned.build_unfused())
-    shown = ", ".join(("fused", "unfused", *peers))
-    stages.info("timing %s", shown)
+    with stage("building the unfused module"):
+        unfused = CompiledModule.of(planned.build_unfused())
     if planned.target.kind.name != "llvm":
-        return dataclasses.replace(
-            compiled.report, times=_together(planned, compiled, unfused, peers)
-        )
+        times = _together(planned, compiled, unfused, peers)
+        return dataclasses.replace(compiled.report, times=times)
     with tempfile.TemporaryDirectory(prefix="tvm_fusion_bench_") as folder:
         times, kernels = _apart(planned, compiled, unfused, peers, Path(folder))
     return _with_kernels(dataclasses.replace(compiled.report, times=times), kernels)
@@ -128,7 +125,7 @@ def _together(
     fused.cuda_graph = compiled.cuda_graph
     calls = {FUSED: fused.bind(*inputs), UNFUSED: unfused.bind(*inputs)}
     failed = {}
-    for name in peers:
+    for name in stepped("peers made ready", peers, len(peers)):
         try:
             with within(MAKING_S):
                 call = PEERS[name](planned.mod, planned.target, inputs)
@@ -157,7 +154,7 @@ def _apart(
         for name in peers:
             processes[name].begin(str(given), target, inputs)
         failed = {}
-        for name, process in processes.items():
+        for name, process in stepped("compilers ready", processes.items(), len(processes)):
             try:
                 process.finish(MAKING_S)
             except Failed as failure:

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from .._arguments import INTERRUPTED
 from ..config import HardwareProfile, load_profile, profile_file, resolve_target
 from ..config.toml import nearest, number_fields
 from ..errors import CHECK_FAILED, ConfigError, InputError, TargetError
 from ..host.atomic_files import replace_file
+from ..host.interrupts import INTERRUPTED
+from ..host.terminal import is_plain
 from .findings import Family, Finding, Measured, NotMeasured
 from .profile_file import described, notes_of, spelled, with_notes, with_values
 
@@ -31,6 +32,14 @@ class Progress(Protocol):
 
     def done(self, result: str) -> None:
         """The step ended; one line about it."""
+
+
+class Quiet:
+    """Nothing."""
+
+    def start(self, title: str) -> None: ...
+
+    def done(self, result: str) -> None: ...
 
 
 class Lines:
@@ -69,8 +78,14 @@ class Bar(Lines):
 
 
 @contextmanager
-def progress(steps: int) -> Iterator[Progress]:
+def progress(steps: int, quiet: bool = False) -> Iterator[Progress]:
     """Progress over a number of steps."""
+    if quiet:
+        yield Quiet()
+        return
+    if is_plain(sys.stderr):
+        yield Lines(steps)
+        return
     try:
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
@@ -79,9 +94,6 @@ def progress(steps: int) -> Iterator[Progress]:
         yield Lines(steps)
         return
     console = Console(file=sys.stderr)
-    if not console.is_terminal:
-        yield Lines(steps)
-        return
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with RichProgress(*columns, console=console, transient=True) as bar:
         yield Bar(steps, bar)
@@ -126,7 +138,7 @@ def main(args: argparse.Namespace) -> int:
     variant = hw.kind == "cuda" and hw.num_sms != known.num_sms
     profile = replace(known, num_sms=hw.num_sms) if variant else known
     try:
-        outcome = run(profile, families, began + args.budget)
+        outcome = run(profile, families, began + args.budget, args.quiet)
         if not outcome.values and not outcome.notes:
             _report_gaps(outcome)
             print(f"calibrate: nothing was measured; {out} is as it was", file=sys.stderr)
@@ -151,13 +163,15 @@ def families_of(hw: HardwareProfile) -> tuple[Family, ...]:
     return FAMILIES
 
 
-def run(profile: HardwareProfile, families: Sequence[Family], deadline: float) -> Outcome:
+def run(
+    profile: HardwareProfile, families: Sequence[Family], deadline: float, quiet: bool = False
+) -> Outcome:
     """Run families of benchmarks; the error of one leaves the others alone.
 
     `deadline` is a time of `time.perf_counter`; families are not started after it.
     """
     outcome = Outcome()
-    with progress(len(families) + 1) as shown:
+    with progress(len(families) + 1, quiet) as shown:
         shown.start("building")
         bench = _bench(profile, families, deadline)
         failures = getattr(bench, "failures", {})

@@ -19,6 +19,7 @@ import tvm
 from ..config import HardwareProfile, Policy
 from ..errors import BuildError, TargetError, TvmFusionError
 from ..flow.planned import Planned
+from ..host.stages import stepped
 from ..ir.graph import FusionGraph
 from ..plan.decide.caution import measured_whole, unfused_times
 from ..plan.decide.decide import caution_of, hopeful_plan, with_evidence
@@ -51,7 +52,8 @@ def settle_regions(planned: Planned, budget: Budget) -> FusionPlan:
     plan = planned.plan
     hopeful = hopeful_plan(planned.graph, planned.hw, planned.policy)
     known: dict[tuple, Comparison | None] = {}
-    for region in regions(planned.graph, plan, hopeful):
+    found = list(regions(planned.graph, plan, hopeful))
+    for region in stepped("fusions in doubt timed", found, len(found)):
         if (part := part_of(planned, region)) is None:
             continue
         key = _structure(part, region)

@@ -20,6 +20,7 @@ from ..config import HardwareProfile, Policy
 from ..errors import InputError, Unsupported, VerificationError
 from ..flow.planned import BuiltPlan, Planned
 from ..host.atomic_files import replace_file
+from ..host.stages import stepped
 from ..plan.plan import PlannedGroup
 from ..runtime.build.build import Built
 from ..runtime.build.cubin_cache import cache_dir
@@ -131,7 +132,7 @@ def _judged(built: Built, references: Sequence[Reference]) -> tuple[Verification
     these inputs. What is not finite is told of the first ones, which are ordinary.
     """
     run, worst, not_finite = runner(built), 0.0, None
-    for reference in references:
+    for reference in stepped("inputs checked", references, len(references)):
         found = judge_outputs(run(reference.inputs), reference)
         worst = max(worst, found.worst_error)
         not_finite = found.not_finite if not_finite is None else not_finite

@@ -22,10 +22,10 @@ from ..check.compiled import Checked, check_compiled, wrong_numbers
 from ..check.inputs import has_values, objects
 from ..check.sequential import Budget
 from ..flow.planned import BuiltPlan, Planned
+from ..host.stages import stage
 from ..plan.plan import FREE
 from ..plan.refusal import RefusalCode
 from ..report.assemble import built_report, with_calls
-from ..report.progress import stages
 from ..runtime.build.build import Built
 from ..runtime.calls.compiled_module import CompiledModule
 from ..runtime.timing.timing import FUSED, UNFUSED, TimeReport, time_modules
@@ -91,8 +91,9 @@ class Finished:
 def compile_function(planned: Planned, wishes: Wishes) -> CompiledModule:
     """Builds, settles, checks and times a function."""
     one = settled(planned, wishes)
-    stages.info("building the kernels")
-    done = finished(one.planned.build(), one)
+    with stage("building the kernels"):
+        made = one.planned.build()
+    done = finished(made, one)
     compiled = CompiledModule.of(done.made.built, done.made.planned.plan)
     tell(compiled, done)
     return compiled
@@ -115,7 +116,6 @@ def settled(planned: Planned, wishes: Wishes) -> Settled:
 
 def contested(planned: Planned, budget: Budget) -> Planned:
     """With the fusions in doubt settled by measurements."""
-    stages.info("timing the fusions in doubt")
     return replace(planned, plan=settle_regions(planned, budget))
 
 
@@ -129,19 +129,18 @@ def finished(made: BuiltPlan, one: Settled) -> Finished:
     """
     wishes, checked, unfused = one.wishes, None, None
     if wishes.timed:
-        stages.info("building the unfused module")
-        unfused = made.planned.build_unfused()
+        with stage("building the unfused module"):
+            unfused = made.planned.build_unfused()
     if wishes.measure:
-        stages.info("timing the fused module beside the unfused one")
-        made, _ = not_slower(made, unfused, one.budget)
+        with stage("timing the fused module beside the unfused one"):
+            made, _ = not_slower(made, unfused, one.budget)
     if wishes.verify:
-        stages.info("checking the results against float64")
-        checked = check_compiled(made, OtherKernels, wishes.verify in ("groups", "report"))
+        with stage("checking the results against float64"):
+            checked = check_compiled(made, OtherKernels, wishes.verify in ("groups", "report"))
         refuse_wrong(checked, wishes)
         made = checked.made
     times = {}
     if wishes.timed:
-        stages.info("timing the fused module beside the unfused one")
         times = _timed(made.built, unfused, drawn_inputs(made.planned.mod))
     return Finished(made, unfused, checked, times, wishes)
 

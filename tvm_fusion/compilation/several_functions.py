@@ -19,8 +19,8 @@ from ..check.compiled import checked_again
 from ..flow.functions import errors_naming
 from ..flow.kernels_ahead import KernelsOfAll, kernels_ahead
 from ..flow.planned import BuiltPlan, Planned, WrittenPlan
+from ..host.stages import stage
 from ..plan.refusal import RefusalCode
-from ..report.progress import stages
 from ..report.screen import FunctionReports, Report
 from ..runtime.build.build import Built, KernelBuildError, build_entries
 from ..runtime.calls.compiled_module import CompiledFunctions, CompiledModule
@@ -51,8 +51,8 @@ def compile_functions(
     for name, planned in functions.items():
         with errors_naming(name):
             each[name] = settled(planned, replace(wishes, share=1 / len(functions)))
-    stages.info("building the kernels")
-    built = build_together({name: one.planned for name, one in each.items()})
+    with stage("building the kernels"):
+        built = build_together({name: one.planned for name, one in each.items()})
     found = {name: finished(made, each[name]) for name, made in built.functions.items()}
     if any(found[name].made.built is not made.built for name, made in built.functions.items()):
         built, found = _finished_again(found)

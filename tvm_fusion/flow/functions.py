@@ -11,10 +11,11 @@ import tvm
 from ..config import HardwareProfile, load_policy, resolve_target
 from ..errors import InputError, PlanError
 from ..frontends import load_functions
+from ..host.stages import stage
 from ..plan.plan import FusionPlan
 from ..transform.apply.write_kernels import Tuned
 from ..transform.layouts.memory_formats import takes_formats
-from .planned import PlanLike, Planned, read_plan, stages
+from .planned import PlanLike, Planned, read_plan
 
 Plans = PlanLike | Mapping[str, PlanLike]
 TunedOf = Callable[[tvm.target.Target, HardwareProfile], Tuned | None]
@@ -35,10 +36,10 @@ def planned_functions(
     """
     tvm_target, hw = resolve_target(target)
     policy, given = load_policy(policy), _read_plans(plan)
-    stages.info("reading the model")
     chosen = tuned(tvm_target, hw) if tuned is not None else None
-    keep = takes_formats(tvm_target)
-    mods = load_functions(model, example_inputs, dynamic_shapes=dynamic_shapes, keep_formats=keep)
+    how = {"dynamic_shapes": dynamic_shapes, "keep_formats": takes_formats(tvm_target)}
+    with stage("reading the model"):
+        mods = load_functions(model, example_inputs, **how)
     plans = _plan_of_each(given, list(mods))
     found = {}
     for name, mod in mods.items():

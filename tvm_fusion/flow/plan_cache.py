@@ -28,6 +28,7 @@ from ..config import HardwareProfile, Policy, shipped_file
 from ..config.digest import digest
 from ..cost.learned.learned import residual_file
 from ..errors import BuildError, InputError, PlanError
+from ..host import interrupts
 from ..host.atomic_files import replace_file
 from ..ir.graph import FusionGraph
 from ..kernels import registry
@@ -146,6 +147,7 @@ class Kept:
         """Write a plan, if it can be read back as it is; a folder that cannot be written is left
         alone.
         """
+        interrupts.check()  # of what an interrupt left out nothing is kept
         text = json.dumps({"plan": plan.to_dict(), "names": _names(graph)})
         try:
             if FusionPlan.from_dict(json.loads(text)["plan"]) != plan:

@@ -23,6 +23,7 @@ import tvm
 
 from ..config import HardwareProfile, Policy
 from ..errors import PlanError
+from ..host.stages import stage
 from ..ir.graph import FusionGraph, build_graph
 from ..ir.origins import Origins, taken_from
 from ..kernels import registry
@@ -56,7 +57,6 @@ from .kernels_ahead import kernels_ahead
 from .variants import best_plan
 
 logger = logging.getLogger(__name__)
-stages = logging.getLogger("tvm_fusion.progress")  # see `report.progress`
 
 PlanLike = FusionPlan | str | Path | dict[str, Any] | None
 
@@ -145,8 +145,8 @@ class Planned:
         if given is None and tuned is not None:
             given = tuned.plan(mod, hw, policy)
         if given is None:
-            stages.info("planning")
-            low, graph, plan = best_plan(mod, target, hw, policy)
+            with stage("planning"):
+                low, graph, plan = best_plan(mod, target, hw, policy)
             return cls(source, Lowered(low, graph, hw, policy), plan, tuned=tuned)
         if given.opened:
             low = lower(mod, target, hw=hw, rewrites=known_rewrites(given.rewrites, policy))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import tvm
 
 from ..config import HardwareProfile, Policy
+from ..host.stages import stepped
 from ..ir.graph import FusionGraph, build_graph
 from ..plan.decide.decide import decide
 from ..plan.decide.probing import probed_plan
@@ -71,7 +72,8 @@ def searched_plan(
     """As `best_plan`, searched for."""
     best = _Variant.of(open_composites(mod, target, hw=hw), (), target, hw, policy)
     passed_over = None
-    for name in candidates(hw, policy):
+    names = candidates(hw, policy)
+    for name in stepped("rewrites tried", names, len(names)):
         bases = [base for base in (best, passed_over) if base is not None]
         tried = [base.rewritten(name, target, hw, policy) for base in bases]
         tried = [variant for variant in tried if variant is not None]

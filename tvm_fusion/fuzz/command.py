@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import InputError
+from ..host.stages import stage
+from ..report.progress import shown
 
 if TYPE_CHECKING:
     from .verdict import Verdict
@@ -48,14 +50,16 @@ def main(args: argparse.Namespace) -> int:
 
     def told(seed: int, verdict: Verdict) -> None:
         nonlocal written
+        programs.step()
         if verdict.failed:
             print(f"seed {seed}: {verdict.kind}: {verdict.why}", file=sys.stderr, flush=True)
         if args.out is not None and time.monotonic() > written + WRITE_EVERY_S:
             _write(args.out, campaign, campaign.to_json(command))
             written = time.monotonic()
 
-    with Runner(args.target, args.processes) as runner:
-        runner.run(campaign, args.seed, args.minutes * 60, told)
+    with shown(quiet=args.quiet), Runner(args.target, args.processes) as runner:
+        with stage("programs run") as programs:
+            runner.run(campaign, args.seed, args.minutes * 60, told)
         runner.reduce(campaign, args.reduce)
     result = campaign.to_json(command)
     if args.out is not None:

@@ -37,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
             )
         print(shown_command(*_again(args)))
         return 0
-    with shown():
+    with shown(quiet=args.quiet):
         model = model_of(args, target)
         if args.once:
             called = call_once(model, args.target, **options)

@@ -20,11 +20,11 @@ from ..config import HardwareProfile, load_policy, resolve_target
 from ..errors import InputError, TargetError
 from ..flow.functions import Plans, planned_functions
 from ..flow.planned import BuiltPlan, Planned
+from ..host.stages import stage
 from ..host.threads import thread_count
 from ..ir.extents import ASSUMED_SYMBOLIC_EXTENT
 from ..report.assemble import built_report
 from ..report.facts import GroupReport
-from ..report.progress import stages
 from ..runtime.calls.compiled_module import CompiledModule
 from ..runtime.graphs.driver import CudaDriver
 from ..runtime.timing.spans import Call, called, names_called, recorded_calls
@@ -151,17 +151,17 @@ class Ready:
 def _fused(planned: Planned) -> BuiltPlan:
     """What `compile` builds: settled and checked as the policy wishes."""
     one = settled(planned, Wishes(load_policy(planned.policy).verify))
-    stages.info("building the kernels")
-    return finished(one.planned.build(), one).made
+    with stage("building the kernels"):
+        made = one.planned.build()
+    return finished(made, one).made
 
 
 def _profiled(name: str, planned: Planned, calls: int) -> Profile:
     made = {FUSED: _fused(planned)}
-    stages.info("building the unfused module")
-    made[UNFUSED] = replace(planned.as_it_is(), fuses_beside=False).build()
+    with stage("building the unfused module"):
+        made[UNFUSED] = replace(planned.as_it_is(), fuses_beside=False).build()
     ready = {which: Ready.of(made[which], planned.hw) for which in BEFORE_AND_AFTER}
     inputs, sizes = assumed_inputs(planned.mod, ASSUMED_SYMBOLIC_EXTENT)
-    stages.info("timing calls")
     modules = {which: one.module for which, one in ready.items()}
     times = {n: TimeReport.of(t) for n, t in time_modules(modules, inputs, calls).items()}
     counted = all(size == ASSUMED_SYMBOLIC_EXTENT for size in sizes.values())
@@ -184,8 +184,8 @@ def _recorded(
 ) -> ModuleProfile:
     """A module with its calls recorded; `counted`: the ledger is of the sizes of the inputs."""
     built, module = one.made.built, one.module
-    stages.info("recording calls")
-    clock, recorded = recorded_calls(module, inputs, built.kernels, calls)
+    with stage("recording calls"):
+        clock, recorded = recorded_calls(module, inputs, built.kernels, calls)
     span, busy, gaps, example = of_calls(recorded, clock)
     kernels = _kernels(one, recorded, clock, counted)
     sizes = [kernel.bytes for kernel in kernels if kernel.bytes is not None]
@@ -249,7 +249,7 @@ def labelled(names: Sequence[str], groups: Sequence[GroupReport]) -> list[tuple[
 
 def label_of(group: GroupReport) -> str:
     """What a group computes."""
-    return ", ".join(group.composites or group.ops)
+    return group.label or ", ".join(group.composites or group.ops)
 
 
 @contextmanager

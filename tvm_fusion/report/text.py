@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
 
+from ..host.terminal import is_plain
 from ..runtime.timing.timing import FUSED, UNFUSED, TimeReport, Verdict
 from .facts import Comparison, Facts, GroupReport, RefusalReport, Verification
 from .network import common_module, common_pattern
@@ -383,7 +384,7 @@ def clip(text: str, widest: int = _WIDEST_CELL) -> str:
 
 
 def _rich_console(file: TextIO) -> Any | None:
-    if not file.isatty():
+    if is_plain(file):
         return None
     try:
         from rich.console import Console

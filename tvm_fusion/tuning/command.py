@@ -13,9 +13,11 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from .._arguments import INTERRUPTED, model_of, policy_of
+from .._arguments import model_of, policy_of
 from ..config import resolve_target
 from ..errors import InputError
+from ..host.interrupts import INTERRUPTED
+from ..host.terminal import is_plain
 from .session.result import TuneResult
 from .session.tune import tune
 
@@ -45,7 +47,7 @@ def main(args: argparse.Namespace) -> int:
 
 def _session(args: argparse.Namespace) -> int:
     try:
-        with shown() as watch:
+        with shown(args.quiet) as watch:
             result = _tuned(args, watch)
     except KeyboardInterrupt:
         return _interrupted("before the first trial; the same command begins again")
@@ -134,11 +136,14 @@ LINE_EVERY_S = 10.0
 
 
 @contextmanager
-def shown() -> Iterator[Callable[[Session], None]]:
+def shown(quiet: bool) -> Iterator[Callable[[Session], None]]:
     """What a session is shown by on standard error: a bar of `rich`, or a line every few seconds
-    where there is no terminal or no `rich`.
+    where there is no terminal or no `rich`; nothing if it is to be quiet.
     """
-    bar = _bar() if sys.stderr.isatty() else None
+    if quiet:
+        yield lambda session: None
+        return
+    bar = None if is_plain(sys.stderr) else _bar()
     if bar is None:
         yield _lines()
         return
@@ -154,11 +159,12 @@ def shown() -> Iterator[Callable[[Session], None]]:
 
 def _bar() -> Any:
     try:
+        from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
     except ImportError:
         return None
-    columns = (BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    return Progress(*columns, transient=True)
+    columns = (BarColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    return Progress(*columns, console=Console(file=sys.stderr), transient=True)
 
 
 def _lines() -> Callable[[Session], None]:

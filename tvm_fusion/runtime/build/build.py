@@ -17,6 +17,7 @@ from tvm.relax import vm_build
 from tvm.tirx.build import codegen_build
 
 from ...errors import BuildError
+from ...host.stages import stepped
 from ...transform.functions.functions import with_functions
 from ...transform.memory.plan_memory import SETTLE
 from ..calls.call_memory import MemoryPlan, planned_memory
@@ -280,7 +281,8 @@ def _build_tir(
             units.append(unit)
             begun.append(compiling.begin(unit.source))
         library = _host_library(host, target)
-        codes = [code.result() for code in begun]
+        finished = stepped("kernels compiled", begun, len(begun))
+        codes = [code.result() for code in finished]
     _refuse_failed(units, codes, library)
     for unit, code in sorted(zip(units, codes, strict=True), key=lambda pair: pair[0].name):
         library.import_module(unit.module(code.binary))

@@ -19,6 +19,7 @@ from typing import Any
 import tvm
 import tvm_ffi
 
+from ...host.stages import stepped
 from ..calls.compiled_module import CompiledModule
 
 # Times with their spread, and what they allow to say of two of them.
@@ -199,7 +200,7 @@ def wall_times(
     round_s = sum(_SETTLE_S + once[name] * (1 + numbers[name]) for name in calls)
     rounds = max(_MIN_REPEATS, int(min(repeats, budget_s / round_s)))
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
+    for _ in stepped("calls timed", range(rounds), rounds):
         for name, call in calls.items():
             samples[name].append(sample(call, numbers[name]) * 1e6)
     return {name: Timing.of(values, "wall") for name, values in samples.items()}

@@ -22,10 +22,11 @@ from tvm import tirx
 
 from ...config import HardwareProfile, Policy
 from ...errors import TooDeep, Unsupported
+from ...host.stages import stepped
 from ...ir.reader import OPAQUE_PATTERN
 from ...kernels.cpu.contraction.panels import mark_constants
 from ...kernels.registry import family, names
-from ...plan.plan import UNWRITTEN, FusionPlan
+from ...plan.plan import STOCK, UNWRITTEN, FusionPlan
 from ..functions.functions import with_functions
 from .kernel_bodies import TIRX_ATTR, with_plain_scalars
 
@@ -112,10 +113,13 @@ def write_kernels(
     def turn(item: tuple[tvm.ir.GlobalVar, Any]) -> tuple[bool, str]:
         return classes.get(item[0].name_hint) not in slow, item[0].name_hint
 
-    for gvar, func in sorted(functions.items(), key=turn):
-        symbol, name = gvar.name_hint, classes.get(gvar.name_hint)
-        if name is None or name in UNWRITTEN or not isinstance(func, tirx.PrimFunc):
-            continue
+    written = [
+        (gvar, func)
+        for gvar, func in sorted(functions.items(), key=turn)
+        if classes.get(gvar.name_hint, STOCK) not in UNWRITTEN and isinstance(func, tirx.PrimFunc)
+    ]
+    for gvar, func in stepped("kernels written", written, len(written)):
+        symbol, name = gvar.name_hint, classes[gvar.name_hint]
         func = mark_constants(func, constants.get(symbol, ()))
         choice = tuned.choice(func, name, policy) if tuned is not None else ""
         kernel = None

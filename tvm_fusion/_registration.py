@@ -1,0 +1,17 @@
+"""What begins with `import tvm_fusion`: versions are checked, and TVM and the rooms below get to
+know of this package.
+"""
+
+from . import _pins
+
+_pins.check()
+
+from . import transform  # noqa: E402
+from .calibrate.cpu.host_profile import host_profile  # noqa: E402
+from .config.targets import calibrate_host_by  # noqa: E402
+
+
+def register() -> None:
+    """Registers the passes with TVM, and what measures this machine's CPU."""
+    calibrate_host_by(host_profile)
+    transform.register()
