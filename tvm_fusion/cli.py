@@ -43,7 +43,6 @@ from .errors import (
     VerificationError,
 )
 from .host import interrupts
-from .report.html.write import write_html
 from .report.progress import shown
 
 if TYPE_CHECKING:
@@ -143,7 +142,7 @@ def _main(argv: Sequence[str] | None) -> int:
     with only_results_on_stdout(), shown(quiet=args.quiet):
         report = _run(args)
         if args.html is not None:
-            write_html(report.to_json(sources=True), args.html)
+            report.write_html(args.html)
     _print(report, args)
     return _status(report)
 

@@ -470,6 +470,23 @@ def test_what_a_report_lacks_is_left_out(opened, reports, tmp_path):
     assert opened(tmp_path / "empty.html").locator("h1").is_visible()
 
 
+def test_sizes_that_are_not_known_are_shapes_and_what_is_assumed_is_said(opened, reports, tmp_path):
+    report = json.loads(json.dumps(reports["16"]))
+    for tensor in report["graph"]["tensors"]:
+        tensor |= {"bytes": None, "shape": ["n", 768]}
+    for group in report["groups"]:
+        group["flops"] = None
+    report |= {"timeline": {"fused": None, "unfused": None}, "assumed": {"n": 512}}
+    write_html(report, tmp_path / "symbolic.html")
+    page = opened(tmp_path / "symbolic.html")
+    assert "predicted for n = 512" in page.locator("header.top").inner_text()
+    labels = page.locator(".bytes")
+    shown = labels.evaluate_all("(found) => found.map((label) => label.lastChild.textContent)")
+    assert set(shown) == {"n \N{MULTIPLICATION SIGN} 768 float16"}
+    assert overlaps(page) == []
+    assert page.locator("figure .empty").count() == 2
+
+
 def test_the_answer_about_a_pair_is_shown(opened, reports, tmp_path):
     pair = {"names": ["q", "k"], "relation": "both read x", "price": "costs 3 us", "kernels": "two"}
     report = dict(reports["16"])

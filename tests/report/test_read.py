@@ -83,6 +83,13 @@ def test_the_command_shows_a_report_and_writes_its_page(tmp_path, capsys):
     assert "cannot read" in capsys.readouterr().err
 
 
+def test_a_report_writes_its_page_with_the_kernels_text(made, tmp_path):
+    text = made.sources()["fused_layer0_qkv"]["tensor_ir"].splitlines()[1]
+    for report in (made, FunctionReports({"main": made})):
+        report.write_html(tmp_path / "page.html")
+        assert text in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
 def test_functions_are_shown_one_after_another(tmp_path, capsys):
     file = tmp_path / "report.json"
     functions = {"prefill": layered_report(1), "loaded": "as text", "plain": None}

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
 from ..runtime.timing.timing import FUSED, TimeReport, Verdict
 from .facts import FORMAT_VERSION, Facts, GroupReport
+from .html.write import write_html
 from .text import (
     align,
     clip,
@@ -61,6 +63,12 @@ class FunctionReports:
     def __str__(self) -> str:
         return self._joined(str)
 
+    def write_html(self, path: str | Path) -> None:
+        """Write one page for a browser, which needs nothing else; raises InputError where the file
+        cannot be written.
+        """
+        write_html(self.to_json(sources=True), path)
+
     def full(self) -> str:
         """Return everything as text; `str` gives one screen of each."""
         return self._joined(lambda found: found if isinstance(found, str) else found.full())
@@ -92,6 +100,12 @@ class Report(Facts):
 
     def __str__(self) -> str:
         return screen(self)
+
+    def write_html(self, path: str | Path) -> None:
+        """Write one page for a browser, which needs nothing else; raises InputError where the file
+        cannot be written.
+        """
+        write_html(self.to_json(sources=True), path)
 
     def full(self) -> str:
         """Return everything as text; `str` gives one screen of it."""

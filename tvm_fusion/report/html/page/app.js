@@ -272,9 +272,6 @@ function pairAnswer({ pair }) {
 
 function notes(report) {
   const { bound, call_us: call } = report;
-  const sizes = Object.entries(report.assumed ?? {})
-    .map(([name, size]) => `${name} = ${size}`)
-    .join(", ");
   const found = rows([
     report.threads ? ["threads", formatCount(report.threads)] : null,
     report.cuda_graph ? ["CUDA graph", report.cuda_graph] : null,
@@ -287,7 +284,6 @@ function notes(report) {
     report.measured_memory_bytes
       ? ["memory measured", `${formatBytes(report.measured_memory_bytes)} at the peak`]
       : null,
-    sizes ? ["assumed", `${sizes}, for predictions: the extents are symbolic`] : null,
     bound ? ["bound", `no plan is predicted below ${formatTime(bound.least_us)}`] : null,
     report.unlearned ? ["learned correction", `not used: ${report.unlearned}`] : null,
     report.plan?.rewrites?.length ? ["rewritten", shown(report.plan.rewrites)] : null,
@@ -328,10 +324,13 @@ class Page {
 
   head(report, name) {
     const { device } = report;
+    const assumed = Object.entries(report.assumed ?? {});
+    const sizes = assumed.map(([extent, size]) => `${extent} = ${size}`);
     const where = [
       name && `function ${name}`,
       device?.name ?? report.target,
       report.plan?.policy && `policy ${report.plan.policy}`,
+      sizes.length && `predicted for ${sizes.join(", ")}`,
     ];
     const { unfused, fused } = report.launches ?? {};
     const headline = Number.isFinite(unfused)

@@ -367,7 +367,7 @@ const FIGURES = [
       const without = still ? ` ${plural(still, "kernel")} without arithmetic: not shown.` : "";
       return `Size: share of the time${hollow}.${without}`;
     },
-    none: "No figure: neither the device's rates nor the arithmetic of a kernel is in this report.",
+    none: "No figure: the device's rates or the kernels' arithmetic are not known.",
   },
   {
     title: "Predicted and measured",
