@@ -9,9 +9,11 @@ _pins.check()
 from . import transform  # noqa: E402
 from .calibrate.cpu.host_profile import host_profile  # noqa: E402
 from .config.targets import calibrate_host_by  # noqa: E402
+from .host.logs import configure  # noqa: E402
 
 
 def register() -> None:
-    """Registers the passes with TVM, and what measures this machine's CPU."""
+    """Registers the passes with TVM and what measures this machine's CPU, and begins to log."""
+    configure()
     calibrate_host_by(host_profile)
     transform.register()

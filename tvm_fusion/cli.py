@@ -43,6 +43,7 @@ from .errors import (
     VerificationError,
 )
 from .host import interrupts
+from .host.logs import TOPICS
 from .report.progress import shown
 
 if TYPE_CHECKING:
@@ -51,6 +52,14 @@ if TYPE_CHECKING:
 
     Reported = Report | FunctionReports
 
+
+ENVIRONMENT = f"""environment:
+  TVM_FUSION_DUMP=FOLDER     write each stage of a compilation: scripts that run, plan, kernels
+  TVM_FUSION_LOG=TOPIC,...   log topics to standard error: {", ".join(TOPICS)}
+  TVM_FUSION_CACHE=FOLDER    keep plans, kernels and measurements there
+  TVM_FUSION_DEBUG=1         show tracebacks
+  NO_COLOR=1                 write neither colours nor moving bars
+"""
 
 _COMMANDS = {
     "compile": "plan, fuse, build, verify and time a model",
@@ -172,7 +181,12 @@ class _Elsewhere(argparse.Action):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="tvm_fusion", description="Fuse the operators of a model.")
+    parser = Parser(
+        prog="tvm_fusion",
+        description="Fuse the operators of a model.",
+        epilog=ENVIRONMENT,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, help_text in _COMMANDS.items():

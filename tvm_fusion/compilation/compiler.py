@@ -27,6 +27,7 @@ from ..report.screen import FunctionReports, Report
 from ..report.why import asked
 from ..runtime.calls.compiled_module import CompiledFunctions, CompiledModule
 from ..runtime.graphs.capture_rules import CudaGraphOptions
+from .observed import observe_plan, observe_report
 from .one_function import Wishes, contested, has_device
 from .several_functions import compile_functions
 from .tuned_parts import TunedParts
@@ -198,11 +199,13 @@ def _explained(
         planned = contested(planned, Budget(policy.measure_budget_s).share(share))
     if probe and hw.kind != "cuda":
         raise TargetError(f"{hw.name} is no GPU: there are no registers to probe")
+    observe_plan(planned)
     groups = candidates_of(graph, planned.plan) if probe else []
     found = compiled_kernels(planned.low, graph, groups, hw, policy, planned.target)
     report = planned_report(planned, found)
     if why is not None:
         report = asked(planned, report, why)
-    if not bound:
-        return report
-    return replace(report, bound=bound_of_plan(graph, hw, policy, planned.plan))
+    if bound:
+        report = replace(report, bound=bound_of_plan(graph, hw, policy, planned.plan))
+    observe_report(planned, report)
+    return report

@@ -17,6 +17,7 @@ from tvm import relax, tirx
 from ..config import load_policy
 from ..errors import PlanError
 from ..flow.planned import PlanLike
+from ..host.logs import is_observed
 from ..ir.reader import has_opaque_pattern
 from ..runtime.build.lowering import lowering_pipeline, register_tir_pipelines
 from ..transform.apply import tuner_warning
@@ -154,6 +155,10 @@ class Fuse(ModulePass):
         planned = planned_stage(mod, part, self.policy, self.plan, own)
         if planned is None:
             return None
+        if is_observed():
+            from .observed import observe_plan  # takes more than passes need
+
+            observe_plan(planned)
         write = self.write and is_enabled(WRITE_KERNELS)
         changed = planned.fuse() if write else planned.fused_functions()
         if not _new_functions(changed, mod, write):

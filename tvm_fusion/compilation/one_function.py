@@ -30,6 +30,7 @@ from ..runtime.build.build import Built
 from ..runtime.calls.compiled_module import CompiledModule
 from ..runtime.timing.timing import FUSED, UNFUSED, TimeReport, time_modules
 from ..tuning.session.lookup import OtherKernels, configuration
+from .observed import observe_built, observe_plan
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,7 @@ class Finished:
 def compile_function(planned: Planned, wishes: Wishes) -> CompiledModule:
     """Builds, settles, checks and times a function."""
     one = settled(planned, wishes)
+    observe_plan(one.planned)
     with stage("building the kernels"):
         made = one.planned.build()
     done = finished(made, one)
@@ -162,6 +164,7 @@ def tell(compiled: CompiledModule, done: Finished) -> None:
     memory = unfused.memory if unfused is not None else planned.unfused_memory()
     compiled.report = with_calls(report, compiled, memory, inputs, wishes.timed)
     compiled.signature = compiled.signature.in_formats(planned.formats)
+    observe_built(done.made, compiled.report)
 
 
 def has_device(planned: Planned) -> bool:

@@ -27,6 +27,7 @@ from ..runtime.calls.compiled_module import CompiledFunctions, CompiledModule
 from ..transform.apply.pack_constants import PackConstants
 from ..transform.functions.entries import Names, joined
 from ..transform.functions.unique_names import FreshNames
+from .observed import observe_plan
 from .one_function import Finished, Wishes, compile_function, finished, refuse_wrong, settled, tell
 
 
@@ -51,6 +52,7 @@ def compile_functions(
     for name, planned in functions.items():
         with errors_naming(name):
             each[name] = settled(planned, replace(wishes, share=1 / len(functions)))
+            observe_plan(each[name].planned)
     with stage("building the kernels"):
         built = build_together({name: one.planned for name, one in each.items()})
     found = {name: finished(made, each[name]) for name, made in built.functions.items()}

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import tvm
 
 from ..config import HardwareProfile, Policy
+from ..host.logs import topic
 from ..host.stages import stepped
 from ..ir.graph import FusionGraph, build_graph
 from ..plan.decide.decide import decide
@@ -15,6 +16,8 @@ from ..plan.plan import FusionPlan
 from ..transform.pipeline import legalize, lower, open_composites, rewrite
 from ..transform.rewrites.rewrites import candidates
 from .plan_cache import Kept
+
+logger = topic("plan")
 
 # Share of a module's predicted time that a rewrite of its graph has to save; what the same
 # instructions take before and after (`PlannedGroup.common_us`) does not count.
@@ -80,10 +83,10 @@ def searched_plan(
         if not tried:
             continue
         found = min(tried, key=lambda variant: variant.plan.predicted_us)
-        if found.plan.predicted_us < best.plan.predicted_us - _least_gain_us(best.plan):
-            best, passed_over = found, None
-        else:
-            passed_over = tried[0]
+        gains = found.plan.predicted_us < best.plan.predicted_us - _least_gain_us(best.plan)
+        before, after = best.plan.predicted_us, found.plan.predicted_us
+        logger.info("%s: %.1f us -> %.1f us, %s", name, before, after, "kept" if gains else "left")
+        best, passed_over = (found, None) if gains else (best, tried[0])
     plan, _ = probed_plan(best.low, best.graph, best.plan, hw, policy, target)
     return best.low, best.graph, replace(plan, rewrites=best.plan.rewrites)
 

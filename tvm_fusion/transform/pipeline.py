@@ -71,11 +71,21 @@ def lower(
     rewrites : collection of str
         Names of `rewrites.REWRITES` to apply to the opened graph.
     """
-    gpu = hw if decompose else None
-    opened = open_composites(mod, target, decompose, gpu)
+    return legalize(opened(mod, target, decompose, hw, rewrites), target, hw if decompose else None)
+
+
+def opened(
+    mod: tvm.IRModule,
+    target: tvm.target.Target,
+    decompose: bool = True,
+    hw: HardwareProfile | None = None,
+    rewrites: Collection[str] = (),
+) -> tvm.IRModule:
+    """`lower` before it legalizes."""
+    found = open_composites(mod, target, decompose, hw if decompose else None)
     for name in (name for name in REWRITES if name in rewrites):
-        opened = rewrite(opened, name, target, hw)
-    return legalize(opened, target, gpu)
+        found = rewrite(found, name, target, hw)
+    return found
 
 
 def open_composites(

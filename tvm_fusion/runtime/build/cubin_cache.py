@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
@@ -25,7 +26,8 @@ import tvm_ffi
 
 from ...errors import BuildError
 from ...host.cores import available_cores, use_all_cores
-from .cuda_compiler import Compiler, DeviceCode, cuda_arch, find_compiler
+from ...host.logs import topic
+from .cuda_compiler import Compiler, DeviceCode, cuda_arch, find_compiler, kernel_names
 
 CACHE_VARIABLE = "TVM_FUSION_CACHE"
 _COMPILE = "tvm_callback_cuda_compile"
@@ -34,6 +36,7 @@ _MAGIC = b"tvm_fusion cubin 1\n"
 _LOCK_TIMEOUT_S = 600  # the slowest kernel known takes ptxas about a minute
 _NO_CODE = b"\x7fELF"
 _log = logging.getLogger(__name__)
+kernel_log = topic("kernels")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,10 @@ def compile_source(source: str, arch: str | None = None) -> DeviceCode:
     with _lock(path):
         if (found := _read(path)) is not None:
             return found
+        began = time.monotonic()
         code = compiler.compile(source, arch)
+        took = time.monotonic() - began
+        kernel_log.info("%s: %s took %.2f s", kernel_names(source)[:1], compiler.kind, took)
         _write(path, code)
     return code
 
