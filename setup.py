@@ -16,12 +16,14 @@ EXTRAS = {
     "onnx": ["onnx>=1.17"],
     "report": ["rich", "matplotlib"],
     "bound": ["scipy"],
+    "docs": ["mkdocs-material", "mkdocs-jupyter"],
     "profile": ["nvtx"],
 }
 EXTRAS["test"] = [
     *EXTRAS["torch"],
     "onnx==1.23.*",  # the list of conformance tests is that of one release
     *EXTRAS["report"],
+    *EXTRAS["docs"],
     "transformers",
     "pytest",
     "pytest-xdist",

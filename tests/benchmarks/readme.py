@@ -4,7 +4,9 @@
     ... replaced: a table of a suite's result, or the text of a .txt file
     <!-- end -->
 
-`python -m tests.benchmarks.readme README.md` remakes them all; run it in the root of the checkout.
+Of several files, with spaces between them, the table has a line for each. `python -m
+tests.benchmarks.readme README.md tutorials/pages/figures.md` remakes them all; run it in the root
+of the checkout.
 """
 
 import json
@@ -15,7 +17,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_BLOCK = re.compile(r"(<!-- from (\S+) -->\n).*?(<!-- end -->)", re.S)
+_BLOCK = re.compile(r"(<!-- from (\S+(?: \S+)*) -->\n).*?(<!-- end -->)", re.S)
+WHAT = {
+    "memory": "norms, softmax, chains, float16",
+    "memory_more": "the same, other shapes and types",
+    "gemm": "products with what stands around them, float16",
+    "transformers": "attention and layers of transformers, float16",
+    "vision_h100": "convolutional networks, float16",
+    "conv_h100": "single convolutions, float16",
+    "cpu": "operators and layers, float32",
+    "cpu_models": "transformers and ResNet-18, float32",
+    "cpu_networks": "convolutional networks, float32",
+}
+"""What the results of an overview are of, by the names of their files."""
 MOST_ROWS = 16  # of a table; the programs of SHOWN where a result has more
 SHOWN = (  # one or two of each family
     "chain_1024x1024",
@@ -39,14 +53,42 @@ def filled(text: str, root: Path) -> str:
     """Return a text with its blocks made anew of the files below `root`."""
 
     def block(found: re.Match[str]) -> str:
-        path = root / found[2]
-        if path.suffix == ".txt":
+        path, *more = (root / name for name in found[2].split())
+        if more:
+            content = overview([path, *more])
+        elif path.suffix == ".txt":
             content = "```\n" + path.read_text().rstrip() + "\n```"
         else:
             content = table(json.loads(path.read_text()))
         return f"{found[1]}{content}\n{found[3]}"
 
     return _BLOCK.sub(block, text)
+
+
+def overview(paths: Sequence[Path]) -> str:
+    """Return a table with a line for each result: how many programs, and beside the best peer."""
+    lines = [
+        "| what | on | programs | beside the best of | in the mean | least | below 1 |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for path in paths:
+        result = json.loads(path.read_text())
+        rows = [row for row in result["rows"] if row["best_peer_ratio"]]
+        ratios = [row["best_peer_ratio"] for row in rows]
+        peers = dict.fromkeys(name for row in rows for name in row["peers_us"])
+        device = result["device"].removesuffix(" 80GB HBM3")
+        threads = f", {_threads(result)}" if result.get("threads") else ""
+        cells = (
+            f"[{WHAT[path.stem]}](tutorials/pages/figures.md)",
+            f"{device}{threads}, {result['date']}",
+            str(len(rows)),
+            ", ".join(peers),
+            f"{statistics.geometric_mean(ratios):.2f}x",
+            f"{min(ratios):.2f}x",
+            str(sum(ratio < 1 for ratio in ratios)),
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def table(result: dict[str, Any]) -> str:

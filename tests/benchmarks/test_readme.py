@@ -72,8 +72,21 @@ def test_blocks_are_made_anew_and_the_rest_stays(tmp_path):
     assert filled(made, tmp_path) == made
 
 
-@pytest.mark.parametrize("name", ["README.md"])
-def test_what_is_committed_is_what_the_files_hold(name):
+def test_an_overview_has_a_line_for_each_result(tmp_path):
+    rows = [row_of("a", 1.0, torch=2.0), row_of("b", 1.0, torch=0.5), row_of("c", None, torch=1.0)]
+    for name in ("cpu", "memory"):
+        (tmp_path / f"{name}.json").write_text(json.dumps(result_of(*rows)))
+    made = filled("<!-- from cpu.json memory.json -->\n<!-- end -->\n", tmp_path)
+    line = "A CPU, 2 threads, 2026-11-24 | 2 | torch | 1.00x | 0.50x | 1 |"
+    assert made.count(line) == 2
+    assert f"| [{readme.WHAT['cpu']}](tutorials/pages/figures.md) | {line}" in made
+
+
+@pytest.mark.parametrize(
+    ("name", "result"),
+    [("README.md", "gemm.json"), ("tutorials/pages/figures.md", "cpu.json -->")],
+)
+def test_what_is_committed_is_what_the_files_hold(name, result):
     text = (ROOT / name).read_text()
-    assert "<!-- from tests/results/cpu.json -->" in text
+    assert f"tests/results/{result}" in text
     assert filled(text, ROOT) == text

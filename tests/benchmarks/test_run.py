@@ -198,13 +198,17 @@ def test_a_run_on_the_gpu_times_kernels_and_reports_registers():
     assert row["ours_us"] > row["limit_us"] / 2
 
 
+def _figures(root):
+    return (root / "tutorials/pages/figures.md").read_text().splitlines()
+
+
 @pytest.mark.parametrize(("suite", "count"), [("memory", 12), ("gemm", 12)])
-def test_the_tables_of_the_readme_are_what_the_files_hold(suite, count):
+def test_the_tables_of_figures_are_what_the_files_hold(suite, count):
     root = Path(__file__).resolve().parents[2]
     rows = {
         r["name"]: r for r in json.loads((root / f"tests/results/{suite}.json").read_text())["rows"]
     }
-    lines = [line for line in (root / "README.md").read_text().splitlines() if "x |" in line]
+    lines = [line for line in _figures(root) if "x |" in line]
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     found = [cells for cells in table if cells[0].split()[0] in rows]
     assert len(found) == count

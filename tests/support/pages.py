@@ -1,0 +1,96 @@
+"""Puts into the pages what the package says of itself, between lines that name it.
+
+    <!-- made of commands -->    every sub-command and option of the command line
+    <!-- made of tvm_fusion -->  the names of a module, each with the first line of its docstring
+    <!-- end -->
+
+`python -m tests.support.pages` remakes them all, and the results of `tests.benchmarks.readme`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+from ..benchmarks.readme import filled
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "tutorials").rglob("*.md"))]
+_BLOCK = re.compile(r"(<!-- made of (\S+) -->\n).*?(<!-- end -->)", re.S)
+
+
+def made(text: str) -> str:
+    """A page's text with its blocks made anew."""
+
+    def block(found: re.Match[str]) -> str:
+        content = commands() if found[2] == "commands" else names(found[2])
+        return f"{found[1]}\n{content}\n\n{found[3]}"
+
+    return filled(_BLOCK.sub(block, text), ROOT)
+
+
+def commands() -> str:
+    """A heading and a table for each sub-command."""
+    from tvm_fusion.cli import _parser
+
+    (subparsers,) = (
+        action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction)
+    )
+    return "\n\n".join(
+        f"## {name}\n\n{command.description[0].upper()}{command.description[1:]}.\n\n"
+        + "\n".join(_options(command))
+        for name, command in subparsers.choices.items()
+    )
+
+
+def _options(command: argparse.ArgumentParser) -> Iterator[str]:
+    yield "| argument | meaning |"
+    yield "|---|---|"
+    for action in command._actions:
+        if action.help is argparse.SUPPRESS or isinstance(action, argparse._HelpAction):
+            continue
+        formatter = command._get_formatter()
+        value = formatter._format_args(action, formatter._get_default_metavar_for_optional(action))
+        name = ", ".join(action.option_strings) or action.dest.upper()
+        shown = f"{name} {value}".strip() if action.option_strings else name
+        required = " Required." if action.required and action.option_strings else ""
+        meaning = formatter._expand_help(action) if action.help else ""
+        yield f"| `{_cell(shown)}` | {_cell(meaning)}{required} |"
+
+
+def names(module: str) -> str:
+    """A table of what `__all__` of a module has; plain values without a docstring in one line."""
+    found = import_module(module)
+    told, plain = [], []
+    for name in found.__all__:
+        value = getattr(found, name)
+        if inspect.ismodule(value) or inspect.isclass(value) or inspect.isroutine(value):
+            told.append(f"| `{name}` | {_cell(_first_sentence(value))} |")
+        else:
+            plain.append(f"`{name}`")
+    lines = ["| name | what it is |", "|---|---|", *told]
+    return "\n".join([*lines, *(["", f"Values: {', '.join(plain)}."] if plain else [])])
+
+
+def _first_sentence(value: object) -> str:
+    text = inspect.getdoc(value)
+    assert text, f"{value} has no docstring"
+    paragraph = " ".join(text.split("\n\n")[0].split())
+    return re.split(r"(?<=[.;])\s", paragraph)[0].rstrip(".;:")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", r"\|")
+
+
+def main() -> None:
+    for page in PAGES:
+        page.write_text(made(page.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
