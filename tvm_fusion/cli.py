@@ -44,6 +44,7 @@ from .errors import (
 )
 from .host import interrupts
 from .host.logs import TOPICS
+from .host.text_files import read_json, refuse_unwritable
 from .report.progress import shown
 
 if TYPE_CHECKING:
@@ -276,8 +277,8 @@ def _run(args: argparse.Namespace) -> "Reported":
     if args.why is not None:
         pair_of(args.why)
     for path in (args.output, args.html):
-        if path is not None and not Path(path).absolute().parent.is_dir():
-            raise InputError(f"cannot write {path}: there is no such directory")
+        if path is not None:
+            refuse_unwritable(path, "file")
     model = model_of(args, target)
     if args.command == "explain":
         names = ("probe", "measure", "bound", "database", "why")
@@ -329,8 +330,7 @@ def _with_budget(policy: "Policy", args: argparse.Namespace) -> "Policy":
 def _plan_file(path: str | None) -> Path | None:
     if path is None:
         return None
-    if not Path(path).is_file():
-        raise PlanError(f"no such plan file: {path}")
+    read_json(path, "plan", PlanError)
     return Path(path)
 
 

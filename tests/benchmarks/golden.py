@@ -27,6 +27,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from fnmatch import fnmatch
 from functools import cache
 from importlib import metadata
@@ -83,7 +84,7 @@ def digests(mod: tvm.IRModule, device: str, policy: Mapping[str, Any]) -> Digest
         planned, sources = texts(planned)
         for name, (kind, text) in sources.items():
             found[kind][prefix + name] = digest(text)
-        found["plan"][function] = digest(planned.plan.to_json())
+        found["plan"][function] = digest(replace(planned.plan, versions={}).to_json())
     return found
 
 

@@ -16,6 +16,7 @@ from tvm_fusion.errors import BuildError, FrontendError, PlanError, Verification
 from tvm_fusion.host import interrupts
 from tvm_fusion.host.interrupts import INTERRUPTED
 from tvm_fusion.host.stages import stepped
+from tvm_fusion.plan.plan import FusionPlan
 from tvm_fusion.report.facts import (
     Comparison,
     GroupReport,
@@ -191,7 +192,7 @@ def test_the_report_is_written_as_a_page_where_html_says(compiler, tmp_path, cap
 
 def test_a_plan_file_is_passed_on(compiler, tmp_path):
     plan = tmp_path / "plan.json"
-    plan.write_text("{}")
+    FusionPlan("main", "", "llvm_cpu", "default", ()).save(plan)
     cli.main(["compile", "--demo", "--plan", str(plan)])
     assert compiler.calls[0][2]["plan"] == plan
 
@@ -255,7 +256,10 @@ def test_why_with_json_has_the_answer(compiler, capsys):
         (["compile", "--demo", "--policy", "agressive"], "did you mean 'aggressive'?"),
         (["compile", "--demo", "--policy", "min_gain=1,exact"], "expected KEY=VALUE, got 'exact'"),
         (["compile", "--demo", "--policy", "nowhere.toml"], "no such file: nowhere.toml"),
-        (["compile", "--demo", "--plan", "nowhere.json"], "no such plan file: nowhere.json"),
+        (
+            ["compile", "--demo", "--plan", "nowhere.json"],
+            "nowhere.json: there is no such plan file",
+        ),
         (["compile", "--demo", "-o", "nowhere/model.so"], "there is no such directory"),
         (["explain", "--demo", "--why", "exp"], "takes two names"),
     ],

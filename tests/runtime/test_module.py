@@ -8,6 +8,7 @@ import pytest
 import torch
 import tvm
 from tvm import relax, tirx
+from tvm.support import cc
 
 from tvm_fusion.errors import BuildError, InputError, TargetError
 from tvm_fusion.plan.plan import FusionPlan, PlannedGroup
@@ -208,7 +209,7 @@ def test_a_saved_module_loads_with_everything_it_knew(compiled, tmp_path):
         (lambda so, meta: so.unlink(), "there is no file"),
         (lambda so, meta: meta.unlink(), "there is no file"),
         (lambda so, meta: so.write_bytes(b"no library"), "cannot load"),
-        (lambda so, meta: meta.write_text("{"), "is no JSON"),
+        (lambda so, meta: meta.write_text("{"), "not JSON"),
         (lambda so, meta: meta.write_text('{"format": 0}'), "has not the format"),
         (
             lambda so, meta: meta.write_text(meta.read_text().replace(tvm.__version__, "0.1")),
@@ -224,9 +225,12 @@ def test_a_spoilt_file_is_an_input_error(compiled, tmp_path, spoil, message):
         CompiledModule.load(path)
 
 
-def test_a_library_that_cannot_be_written_is_a_build_error(compiled, tmp_path):
-    with pytest.raises(BuildError, match="cannot write"):
+def test_a_library_that_cannot_be_written_is_an_error(compiled, tmp_path, monkeypatch):
+    with pytest.raises(InputError, match=r"cannot write the module .*: there is no such directory"):
         compiled.save(tmp_path / "no" / "such" / "folder" / "model.so")
+    monkeypatch.setattr(cc, "get_cc", lambda: None)
+    with pytest.raises(BuildError, match=r"cannot write the library .*no C\+\+ compiler"):
+        compiled.save(tmp_path / "model.so")
 
 
 def test_a_cuda_module_is_made_and_counted_and_saved_without_a_gpu(tmp_path, monkeypatch):

@@ -192,7 +192,7 @@ def _is_path(name: str | Path) -> bool:
 
 def _existing(path: str | Path) -> Path:
     path = Path(path)
-    if not path.is_file():
+    if not path.exists():
         raise ConfigError(f"no such file: {path}")
     return path
 

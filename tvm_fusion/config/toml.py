@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ..errors import ConfigError
+from ..host.text_files import read_text
 
 
 def number(unit: str, least: float = -math.inf) -> Any:
@@ -29,8 +30,8 @@ def table(unit: str) -> Any:
 def read_toml(file: Traversable) -> dict[str, Any]:
     """Read a TOML file, or raise ConfigError."""
     try:
-        return tomllib.loads(file.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        return tomllib.loads(read_text(file, "TOML", ConfigError))
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{file}: not a TOML file: {error}") from error
 
 

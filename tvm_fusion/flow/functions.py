@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import tvm
@@ -12,7 +13,7 @@ from ..config import HardwareProfile, load_policy, resolve_target
 from ..errors import InputError, PlanError
 from ..frontends import load_functions
 from ..host.stages import stage
-from ..plan.plan import FusionPlan
+from ..plan.plan import FusionPlan, load_plans
 from ..transform.apply.write_kernels import Tuned
 from ..transform.layouts.memory_formats import takes_formats
 from .planned import PlanLike, Planned, read_plan
@@ -75,6 +76,8 @@ def errors_naming(function: str) -> Iterator[None]:
 
 def _read_plans(plan: Plans) -> FusionPlan | dict[str, FusionPlan | None] | None:
     """A plan, or plans by function, of any form that callers may give."""
+    if isinstance(plan, str | Path):
+        return load_plans(plan)
     if not isinstance(plan, Mapping) or "groups" in plan:
         return read_plan(plan)
     return {str(name): read_plan(one) for name, one in plan.items()}

@@ -22,6 +22,7 @@ from typing import Any
 import tvm
 
 from ..config import HardwareProfile, Policy
+from ..cost.probe import can_probe, probe
 from ..errors import PlanError
 from ..host.stages import stage
 from ..ir.graph import FusionGraph, build_graph
@@ -29,6 +30,9 @@ from ..ir.origins import Origins, taken_from
 from ..kernels import registry
 from ..plan.decide.caution import measured_whole, unfused_times
 from ..plan.decide.decide import caution_of, without
+from ..plan.decide.predicted_again import predicted_again
+from ..plan.decide.probing import facts, in_doubt
+from ..plan.legality import Evaluator
 from ..plan.plan import FALLBACK, STOCK, UNWRITTEN, FusionPlan, PlannedGroup
 from ..plan.refusal import Refusal, RefusalCode
 from ..plan.search.search import unfused_plan
@@ -142,7 +146,10 @@ class Planned:
         """
         mod, origins = taken_from(mod)
         source, given = Source(mod, target, hw, policy, function, origins), read_plan(plan)
-        if given is None and tuned is not None:
+        of_caller = given is not None
+        if of_caller:
+            given.check_made_for(hw.name, policy.name)
+        elif tuned is not None:
             given = tuned.plan(mod, hw, policy)
         if given is None:
             with stage("planning"):
@@ -154,7 +161,23 @@ class Planned:
             low = lower(mod, target, decompose=False)
         graph = build_graph(low)
         given.check(graph, registry.names())
-        return cls(source, Lowered(low, graph, hw, policy), given, given=True, tuned=tuned)
+        lowered = Lowered(low, graph, hw, policy, given.opened)
+        found = cls(source, lowered, given, given=True, tuned=tuned)
+        return found._predicted_again() if of_caller else found
+
+    def _predicted_again(self) -> Planned:
+        """With predictions that are the cost model's; says which were others."""
+        graph, hw, policy = self.graph, self.hw, self.policy
+        parts = lambda: self.alone, caution_of(hw, policy)
+        again = predicted_again(graph, Evaluator(graph, hw, policy), self.plan, *parts)
+        if again.changed and policy.probe != "off" and can_probe(hw):
+            # what was compiled for the plan changed what it predicts
+            near = in_doubt(graph, self.plan, hw, policy)
+            probed = facts(probe(self.low, graph, near, hw, policy, self.target))
+            evaluator = Evaluator(graph, hw, policy, probed=probed)
+            again = predicted_again(graph, evaluator, self.plan, *parts)
+        again.tell()
+        return replace(self, plan=again.plan)
 
     # ---- what it is made of
     @property

@@ -163,6 +163,15 @@ class Evaluator:
         """One operator as its own kernel."""
         return self.group((op,), self.graph.ops[op].outputs)
 
+    def as_class(self, view: GroupView, kernel_class: str) -> Costed | Refusal:
+        """A group as a launch of one kernel class, whatever the others say."""
+        if kernel_class == STOCK.name:
+            kernel: Family = STOCK
+        else:
+            kernel = next(k for k in self.classes if k.name == kernel_class)
+        needed = self.facts.get(self.wiring.key(view.ops, view.outputs))
+        return self._rebound(view, self._answer(kernel, view, needed))
+
     def explain(self, refused: GroupView) -> Refusal:
         """Why no kernel class takes a group: of all their reasons, the most telling one.
 

@@ -8,15 +8,23 @@ module (`fingerprint`) and one device.
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Container
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import tvm
+
+from .._version import __version__
 from ..errors import PlanError
+from ..host.atomic_files import replace_file
+from ..host.text_files import read_json, refuse_unwritable
 from ..ir.graph import FusionGraph, OpKind
 from .refusal import Refusal, RefusalCode
+
+logger = logging.getLogger(__name__)
 
 PLAN_VERSION = 2
 READABLE_VERSIONS = (1, 2)  # version 1 had no evidence
@@ -114,7 +122,8 @@ class FusionPlan:
     `opened` says whether composite operators (softmax, norms ...) were opened up before. `evidence`
     is that of all groups together against their operators apart; after `compile --measure`, of the
     whole module against the unfused one. `measured` names the CPU whose own rates it was made with,
-    and these; it is empty where the profile's were used.
+    and these; it is empty where the profile's were used. `versions` are those of this package and
+    of TVM that it was made by; empty in plans before these were kept.
     """
 
     function: str
@@ -128,6 +137,7 @@ class FusionPlan:
     evidence: Evidence | None = None
     measured: dict[str, Any] = field(default_factory=dict, hash=False)
     version: int = PLAN_VERSION
+    versions: dict[str, str] = field(default_factory=dict, hash=False)
 
     @property
     def predicted_us(self) -> float:
@@ -164,6 +174,8 @@ class FusionPlan:
             group["ops"], group["recomputed"] = list(group["ops"]), list(group["recomputed"])
         data["groups"] = list(data["groups"])
         data["rewrites"] = list(data["rewrites"])
+        if not self.versions:
+            del data["versions"]
         return data
 
     def to_json(self) -> str:
@@ -171,7 +183,9 @@ class FusionPlan:
         return json.dumps(self.to_dict(), indent=1, sort_keys=True)
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json() + "\n")
+        """Writes the plan as JSON; raises InputError where the file cannot be written."""
+        refuse_unwritable(path, "plan")
+        replace_file(Path(path), self.to_json() + "\n")
 
     @staticmethod
     def from_dict(data: dict[str, Any], source: str = "plan") -> FusionPlan:
@@ -209,22 +223,62 @@ class FusionPlan:
                 opened=bool(data.get("opened", True)),
                 evidence=_evidence_from(data.get("evidence")),
                 measured=dict(data.get("measured", {})),
+                versions={k: str(v) for k, v in data.get("versions", {}).items()},
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(f"{source}: broken plan: {error}") from error
 
     @staticmethod
     def load(path: str | Path) -> FusionPlan:
-        """Reads a plan from a JSON file."""
-        try:
-            data = json.loads(Path(path).read_text())
-        except OSError as error:
-            raise PlanError(f"{path}: cannot read the plan: {error.strerror}") from error
-        except ValueError as error:
-            raise PlanError(f"{path}: not JSON: {error}") from error
-        if isinstance(data, dict) and isinstance(data.get("plan"), dict):
-            data = data["plan"]  # the output of `--json`
-        return FusionPlan.from_dict(data, str(path))
+        """Reads a plan from a JSON file, or the plan of a report.
+
+        Raises
+        ------
+        PlanError
+            The file cannot be read, or holds none, or those of several functions.
+        """
+        found = load_plans(path)
+        if isinstance(found, dict):
+            names = ", ".join(found)
+            raise PlanError(f"{path}: the plans of several functions ({names}), not one plan")
+        return found
+
+    def check_made_for(self, device: str, policy: str) -> None:
+        """Raises PlanError where the plan was made for another device or by other versions, naming
+        both; another policy is a warning.
+        """
+        if self.device != device:
+            raise PlanError(
+                f"the plan was made for {self.device}, this is {device}: compile for {self.device} "
+                f"(`--target {self.device}`), or plan again (`explain --target {device} --json`)"
+            )
+        others = {k: v for k, v in versions().items() if self.versions.get(k, v) != v}
+        if others:
+            made = " and ".join(f"{name} {self.versions[name]}" for name in others)
+            here = " and ".join(f"{name} {version}" for name, version in others.items())
+            raise PlanError(
+                f"the plan was made by {made}, this is {here}: plan again with `explain --json`"
+            )
+        if self.policy != policy:
+            logger.warning(
+                "the plan was made with the policy %s, not %s: its groups stay as they are",
+                self.policy,
+                policy,
+            )
+
+    def _other_module(self, graph: FusionGraph) -> str:
+        """What tells the module of the plan from a graph."""
+        if self.function != graph.function:
+            return f"its function is {self.function}, this one {graph.function}"
+        own, others = {op for g in self.groups for op in g.ops}, {op.name for op in graph.ops}
+        said = [
+            f"{what} {_some(sorted(names))}"
+            for what, names in (("it has", own - others), ("this one has", others - own))
+            if names
+        ]
+        of_same = "operators of the same names, with other shapes, dtypes or wiring"
+        print_of = f"fingerprint {self.fingerprint}, here {graph.fingerprint()}"
+        return f"{', '.join(said) or of_same} ({print_of})"
 
     def check(self, graph: FusionGraph, kernel_classes: Container[str] | None = None) -> None:
         """Raises PlanError unless the plan was made for this graph, each of its operators is owned
@@ -232,8 +286,8 @@ class FusionPlan:
         """
         if self.fingerprint != graph.fingerprint() or self.function != graph.function:
             raise PlanError(
-                f"the plan was made for another module (fingerprint {self.fingerprint}, this one "
-                f"has {graph.fingerprint()}); plan again with `explain`"
+                f"the plan was made for another module: {self._other_module(graph)}; plan again "
+                "with `explain --json`"
             )
         if any(not g.ops for g in self.groups):
             raise PlanError("a group of the plan has no operators")
@@ -258,6 +312,33 @@ class FusionPlan:
         missing = sorted(needed - set(owned))
         if missing:
             raise PlanError(f"operators in no group of the plan: {', '.join(missing[:5])}")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def load_plans(path: str | Path) -> FusionPlan | dict[str, FusionPlan]:
+    """Reads a plan from a JSON file, the plan of a report (`explain --json`), or those of a report
+    of several functions by their names; raises PlanError.
+    """
+    data = read_json(path, "plan", PlanError)
+    functions = data.get("functions") if isinstance(data, dict) else None
+    if isinstance(functions, dict):
+        named = {name: _plan_of(one) for name, one in functions.items()}
+        return {name: FusionPlan.from_dict(d, f"{path}: {name}") for name, d in named.items()}
+    return FusionPlan.from_dict(_plan_of(data), str(path))
+
+
+def _plan_of(data: Any) -> Any:
+    """The plan of a report, or what is none."""
+    is_report = isinstance(data, dict) and isinstance(data.get("plan"), dict)
+    return data["plan"] if is_report else data
+
+
+def versions() -> dict[str, str]:
+    """The versions that plans are made by."""
+    return {"tvm_fusion": __version__, "tvm": tvm.__version__}
 
 
 def _group_from(data: dict[str, Any]) -> PlannedGroup:

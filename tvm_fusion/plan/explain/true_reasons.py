@@ -52,7 +52,8 @@ def true_reasons(
     found = cores + [
         replace(refusal, cost_us=asked.cost_us(refusal))
         for refusal in plan.refusals
-        if not any(asked.is_within(refusal, groups) for groups in whole)
+        if not asked.is_stale(refusal)
+        and not any(asked.is_within(refusal, groups) for groups in whole)
     ]
     found.sort(
         key=lambda refusal: -1.0 if refusal.cost_us is None else refusal.cost_us, reverse=True
@@ -180,6 +181,12 @@ class Apart:
                     view.refuse(RefusalCode.OPAQUE, f"{op.name} cannot be read: {op.why_opaque}")
                 ]
         return self.evaluator.reasons(view)
+
+    def is_stale(self, refusal: Refusal) -> bool:
+        """Whether what it keeps apart is one launch by now, in a plan that was edited."""
+        names = [name for place in refusal.where for name in place.split("..")]
+        owners = {self.owner.get(name) for name in names}
+        return len(names) > 1 and len(owners) == 1 and None not in owners
 
     def is_within(self, refusal: Refusal, groups: tuple[int, ...]) -> bool:
         """Whether a refusal by a class keeps only launches of a refused core apart."""

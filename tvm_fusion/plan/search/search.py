@@ -18,7 +18,7 @@ from ..decide.caution import Caution
 from ..explain.reasons import reasons_apart
 from ..legality import Costed, Evaluator
 from ..order import topological
-from ..plan import FusionPlan, PlannedGroup
+from ..plan import FusionPlan, PlannedGroup, versions
 from ..refusal import Refusal
 from ..regions.repeats import LEAST_PERIODS, find_repeats, shortened
 from ..structure import Structures
@@ -67,7 +67,7 @@ def plan_from(evaluator: Evaluator, launches: Solution, explain: bool = True) ->
     )
     refusals = tuple(reasons_apart(evaluator, launches, recomputed)) if explain else ()
     names = (graph.function, graph.fingerprint(), evaluator.hw.name, evaluator.policy.name)
-    return FusionPlan(*names, groups, refusals, measured=evaluator.hw.measured)
+    return FusionPlan(*names, groups, refusals, measured=evaluator.hw.measured, versions=versions())
 
 
 def _planned(evaluator: Evaluator, launch: Launch, recomputed: int) -> PlannedGroup:
@@ -82,7 +82,15 @@ def _planned(evaluator: Evaluator, launch: Launch, recomputed: int) -> PlannedGr
     found = costed(evaluator, launch, recomputed)
     if isinstance(found, Refusal):
         raise AssertionError(f"{', '.join(names)} of the final plan are refused: {found.why}")
-    alone = [_alone(evaluator, i) for i in members if not recomputed >> i & 1]
+    return predicted_group(evaluator, found, names, copied)
+
+
+def predicted_group(
+    evaluator: Evaluator, found: Costed, names: tuple[str, ...], copied: tuple[str, ...]
+) -> PlannedGroup:
+    """The group of some operators, of which it recomputes some, with what the model predicts."""
+    ops = dict(zip(names, found.view.ops, strict=True))
+    alone = [_alone(evaluator, i) for name, i in ops.items() if name not in copied]
     return PlannedGroup(
         names,
         found.kernel.name,

@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import tvm
+from tvm.support import cc
 
 from ...errors import BuildError, InputError
+from ...host.atomic_files import replace_file
+from ...host.text_files import read_json, refuse_unwritable
 
 # ---- Lines of TVM's C++ on standard error that say nothing to a user.
 
@@ -48,7 +51,15 @@ _SCOPES = "Warning: Scope Saving:"
 
 
 def export_executable(executable: Any, path: Path) -> None:
-    """Write an executable as a shared library; raises BuildError where that cannot be."""
+    """Write an executable as a shared library; raises InputError where the file cannot be written,
+    BuildError where there is no compiler.
+    """
+    refuse_unwritable(path, "module")
+    if cc.get_cc() is None:
+        raise BuildError(
+            f"cannot write the library {path}: no C++ compiler (g++ or clang++) on PATH; install "
+            "one, or name one in CXX"
+        )
     if not isinstance(executable, tvm.runtime.Executable):
         raise BuildError("a loaded module cannot be saved again: copy its file and its .json")
     try:
@@ -67,7 +78,7 @@ def write_sidecar(library: Path, facts: Mapping[str, Any]) -> None:
     if any(one.get("formats") for one in facts.get("functions", {"main": facts}).values()):
         number = _WITH_FORMATS
     facts = {"format": number, "tvm": tvm.__version__, **facts}
-    _sidecar(library).write_text(json.dumps(facts, indent=1, default=_plain) + "\n")
+    replace_file(_sidecar(library), json.dumps(facts, indent=1, default=_plain) + "\n")
 
 
 def read_sidecar(path: Path) -> dict[str, Any]:
@@ -82,10 +93,7 @@ def read_sidecar(path: Path) -> dict[str, Any]:
     for file in (path, sidecar):
         if not file.is_file():
             raise InputError(f"there is no file {file}; CompiledModule.save writes both")
-    try:
-        meta = json.loads(sidecar.read_text())
-    except ValueError as error:
-        raise InputError(f"{sidecar} is no JSON: {error}") from error
+    meta = read_json(sidecar, "description of a module")
     if not isinstance(meta, dict) or meta.get("format") not in _FORMATS:
         raise InputError(f"{sidecar} has not the format {_FORMAT}: compile and save again")
     if meta["tvm"] != tvm.__version__:
