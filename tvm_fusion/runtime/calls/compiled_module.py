@@ -274,12 +274,12 @@ class CompiledModule:
         CUDA kernels are stored as machine code where they were built on a machine with a GPU, else
         as source, compiled (through the cubin cache) where the library is loaded.
 
-        The library also runs with TVM alone: `tvm.runtime.load_module(path)` and a
-        `relax.VirtualMachine`. There it is the caller's task to say on how many threads: TVM takes
-        half of the cores of an x86 machine, unless `TVM_NUM_THREADS` is set before its first
-        kernel, or each thread that calls begins with
-        `tvm_ffi.get_global_func("runtime.config_threadpool")(-3, n, ["0", ..., "n-1"])`, the cores
-        by number. `load` needs neither.
+        The library also runs without this package, with tvm-ffi and TVM's runtime alone, from
+        Python and from C++ (`tutorials/pages/deploying.md`, `tutorials/deploy`). There it is the
+        caller's task to say on how many threads: TVM takes half of the cores of an x86 machine,
+        unless `TVM_NUM_THREADS` is set before its first kernel, or each thread that calls begins
+        with `tvm_ffi.get_global_func("runtime.config_threadpool")(-3, n, ["0", ..., "n-1"])`, the
+        cores by number. `load` needs neither.
         """
         path = Path(path)
         export_executable(self.executable, path)
