@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -281,6 +282,20 @@ def test_processes_of_tuning_know_what_was_registered():
         assert pickle.loads(place).resolved()[1] == mine
     finally:
         tvm_fusion.unregister_profile("my_cpu")
+
+
+def test_a_family_of_a_notebook_goes_to_processes_of_tuning_by_value():
+    """They cannot import what stands in the notebook's `__main__`."""
+    made = {"Pointwise": Pointwise, "__name__": "__main__"}
+    exec("class Noted(Pointwise):\n    name = 'noted'", made)
+    with tvm_fusion.register_family(made["Noted"](), **ON_CPU):
+        sent = pickle.dumps(Place("llvm", extend.load_policy(None), registry.added()))
+    assert not hasattr(sys.modules["__main__"], "Noted")
+    try:
+        pickle.loads(sent).resolved()
+        assert type(registry.family("noted")).mro()[1] is Pointwise
+    finally:
+        tvm_fusion.unregister_family("noted")
 
 
 @pytest.mark.parametrize(

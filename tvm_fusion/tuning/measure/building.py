@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import cloudpickle
 import tvm
 from tvm import s_tir, tirx
 
@@ -65,6 +66,12 @@ class Place:
     classes: tuple = ()
     profiles: tuple[HardwareProfile, ...] = ()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Classes go by value if they are those of a notebook or a script: no other process can
+        import them from there.
+        """
+        return _received, (self.target, self.policy, cloudpickle.dumps(self.classes), self.profiles)
+
     def resolved(self) -> tuple[tvm.target.Target, HardwareProfile]:
         """The target and its profile; registers classes and profiles where they are not known."""
         for cls, kinds in self.classes:
@@ -78,6 +85,10 @@ class Place:
 
             return resolve_target(tvm.target.Target(json.loads(self.target)))
         return resolve_target(self.target)
+
+
+def _received(target: str, policy: Policy, classes: bytes, profiles: tuple) -> Place:
+    return Place(target, policy, cloudpickle.loads(classes), profiles)
 
 
 @dataclass(frozen=True, slots=True)
