@@ -150,6 +150,8 @@ print("bytes of all groups:", sum(group["bytes_fused"] for group in data["groups
 # %% [markdown]
 # ## What to try
 #
+# - `report.write_html("report.html")`, or `--html` on the command line: the same as a page, with
+#   the graph before and after fusion, the bytes on each edge, and a panel for each kernel.
 # - `print(report.full())`: every group, term and refusal. On the command line that is `--full`.
 # - `compile(..., time=True)` on a machine that has the device: the header then has times with
 #   their quartiles, and says "no difference" where they overlap.
@@ -158,4 +160,4 @@ print("bytes of all groups:", sum(group["bytes_fused"] for group in data["groups
 
 # %%
 single = tvm_fusion.explain(Layer, "nvidia_a100")
-print("the same on an A100:", [f"{g.kernel_class} {g.predicted_us:.1f} us" for g in single.groups])
+print("on an A100:", [f"{g.kernel_class} {g.predicted_us:.1f} us" for g in single.groups])

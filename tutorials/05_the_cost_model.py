@@ -26,7 +26,7 @@ root = next(p for p in (Path.cwd(), *Path.cwd().parents) if (p / "tests/results"
 # the rate at which the device does them. The rates are in the device's profile, each with its
 # unit and where it is from. Of the terms it makes
 #
-# $$T = T_{launch} + T_{gap} + \Big(\sum_i T_i^p\Big)^{1/p}$$
+# T = launch + gap + (sum_i T_i^p)^(1/p)
 #
 # With p = 1 the terms would be added up, as if nothing overlapped; with a large p the largest
 # decides alone, as on a roofline. Kernels lie between, near the roof.

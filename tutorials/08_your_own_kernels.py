@@ -229,7 +229,8 @@ assert 1.5 < times["half_an_h100"] / times["nvidia_h100"] < 2.5
 #
 # - As a decorator: `@tvm_fusion.register_family(kinds=("llvm",))` above the class, undone by
 #   `tvm_fusion.unregister_family("strips")`.
-# - Return `[(1e-6, Lanes(16)), (2e-6, Lanes(8))]` from `rank` and tune: the tuner measures both.
+# - Return `[(1e-6, Lanes(16)), (1e-6, Lanes(8))]` from `rank` and tune: of what is predicted
+#   alike the tuner measures both.
 # - All names, and what may change between versions: [API](pages/api.md).
 
 # %%
