@@ -71,8 +71,9 @@ print(report)
 #   the whole. The report says that, too. A *refusal* is a reason, with the operators it is about.
 
 # %%
-assert report.launches.fused < report.launches.unfused
+assert (report.launches.unfused, report.launches.fused) == (5, 2)
 assert report.bytes.fused < report.bytes.unfused
+assert [refusal.code for refusal in report.refusals] == ["epilogue"]
 
 for refusal in report.refusals:
     print(f"{refusal.code}: {' and '.join(refusal.where)}")

@@ -54,6 +54,7 @@ def explain(**policy):
 
 free = explain()
 show(free)
+assert any("scaled" in group["recomputed"] for group in free.plan["groups"])
 
 # %% [markdown]
 # The scaling is part of both kernels. Forbid that, and the plan has to store the tensor:
@@ -69,6 +70,7 @@ def predicted(report):
 
 print(f"\ncomputed in both: {predicted(free):6.1f} us, {free.bytes.fused / 1e6:.0f} MB")
 print(f"stored:           {predicted(stored):6.1f} us, {stored.bytes.fused / 1e6:.0f} MB")
+assert not any(group["recomputed"] for group in stored.plan["groups"])
 assert free.bytes.fused < stored.bytes.fused
 assert predicted(free) < predicted(stored)
 
@@ -100,6 +102,8 @@ plt.show()
 
 chosen = {row["case"]: row["measured_us"] for row in rows if row["plan"] == "chosen"}
 assert all(row["measured_us"] >= chosen[row["case"]] for row in rows)
+(apart,) = (r["measured_us"] for r in rows if (r["case"], r["launches"]) == ("broadcast", 1))
+assert apart > 2 * chosen["broadcast"]
 
 # %% [markdown]
 # The gain is real in each, and smaller than predicted in `remat_all`: the model does not know
