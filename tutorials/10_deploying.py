@@ -184,6 +184,8 @@ else:
 #
 # ## What to try
 #
+# - `deploy/main.cc` is a whole program: it reads the signature, takes symbolic sizes and several
+#   functions, and `make` builds it. [Deploying](pages/deploying.md) says what a loader has to do.
 # - Several functions: `save` writes one file, `vm["decode"]` and `vm["prefill"]` call them.
 # - The size of a library is that of the weights and a few kB a kernel. Weights that should lie in
 #   a file of their own are parameters of the function in place of constants.
