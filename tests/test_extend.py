@@ -1,5 +1,6 @@
 """What users register takes effect at once, is undone, and is refused where it cannot be used."""
 
+import doctest
 import pickle
 import re
 import sys
@@ -12,7 +13,7 @@ from tvm.relax import op
 
 import tvm_fusion
 from tvm_fusion import extend
-from tvm_fusion.config import load_profile, profile_file, resolve_target
+from tvm_fusion.config import files, load_profile, profile_file, resolve_target
 from tvm_fusion.errors import InputError
 from tvm_fusion.kernels import registry
 from tvm_fusion.kernels.pointwise.kernel_class import Pointwise
@@ -54,6 +55,12 @@ def test_a_decorated_family_stays_until_its_name_is_taken_out():
     assert tvm_fusion.register_family(Mine) is Mine
     tvm_fusion.unregister_family("mine")
     assert not registry.added()
+
+
+@pytest.mark.parametrize("module", [extend, files], ids=["extend", "files"])
+def test_the_examples_of_docstrings_run(module):
+    failed, attempted = doctest.testmod(module)
+    assert (failed, attempted > 0) == (0, True)
 
 
 def test_what_is_undone_stays_so_and_undoing_twice_takes_out_nothing_else():

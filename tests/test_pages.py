@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tvm_fusion._version import __version__
 from tvm_fusion.cli import _parser
 from tvm_fusion.plan.refusal import RefusalCode
 
@@ -120,6 +121,11 @@ def test_the_site_is_built_and_no_link_in_it_leads_nowhere(tmp_path):
     for source in [*TUTORIALS.glob("*.ipynb"), *TUTORIALS.rglob("*.md")]:
         page = tmp_path / source.relative_to(TUTORIALS).with_suffix(".html")
         assert "</html>" in page.read_text()
+
+
+def test_the_changelog_begins_with_this_version():
+    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)
+    assert versions[0] == __version__
 
 
 def test_the_readme_begins_with_what_it_is_two_commands_a_picture_and_a_table():
