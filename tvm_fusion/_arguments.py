@@ -55,6 +55,16 @@ def model_of(args: argparse.Namespace, target: Any) -> Any:
     return args.model
 
 
+def diff_arguments(command: argparse.ArgumentParser) -> None:
+    """Declares the options of `diff`."""
+    quiet_argument(command)
+    what = "a plan or report: what `--json` printed, or `plan.save` wrote"
+    command.add_argument("before", metavar="A", help=what)
+    command.add_argument("after", metavar="B", help="what it is compared with")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    command.add_argument("--full", action="store_true", help="print all, and whole lines")
+
+
 def report_arguments(command: argparse.ArgumentParser) -> None:
     """Declares the options of `report`."""
     quiet_argument(command)

@@ -21,6 +21,7 @@ from ._arguments import (
     POLICY_HELP,
     TARGET_HELP,
     calibrate_arguments,
+    diff_arguments,
     fuzz_arguments,
     model_of,
     pair_of,
@@ -75,6 +76,11 @@ _ELSEWHERE = {
         "report.command",
         report_arguments,
         "show what --json printed again, or write it as a page for a browser",
+    ),
+    "diff": (
+        "report.diff.command",
+        diff_arguments,
+        "show what differs between two plans or reports: kernels, bytes, times, refusals",
     ),
     "profile": (
         "profile.command",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from types import NoneType, UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from ..errors import InputError
+from ..host.text_files import read_json as read_file
 from ..plan.search.bound import Bound
 from .facts import FORMAT_VERSION
 from .screen import FunctionReports, Report
@@ -23,12 +23,11 @@ def read_json(path: str | Path) -> Mapping[str, Any]:
     InputError
         The file cannot be read, or holds no report of this version.
     """
-    try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise InputError(f"{path} is no JSON: {error}") from error
+    return require_report(read_file(path, "report"), path)
+
+
+def require_report(data: Any, path: str | Path) -> Mapping[str, Any]:
+    """What a file holds, where it is a report of this version; raises InputError."""
     if not isinstance(data, dict) or not {"groups", "functions"} & data.keys():
         raise InputError(f"{path} is no report: `explain --json` and `compile --json` print one")
     if data.get("version") != FORMAT_VERSION:
