@@ -73,14 +73,18 @@ assert report.launches.fused < report.launches.unfused
 # ## Groups: one kernel each
 #
 # A group has the operators of one kernel. Its *class* is the family that writes it (a matrix
-# product, a reduction of rows, ...), `computes` are the operators of the model that were opened
-# into its parts. Operators may stand in two groups: then they are computed twice, which is
-# tutorial 3.
+# product, a reduction of rows, ...), its *label* says what a model's author knows it by: the
+# operators of the model, and the module's path where the model came from PyTorch. Equal kernels
+# are one line with a count. Operators may stand in two groups: then they are computed twice,
+# which is tutorial 3.
 
 # %%
 for group in report.groups:
-    computes = ", ".join(group.composites) or ", ".join(group.ops)
-    print(f"{group.kernel_class:10} {group.predicted_us:6.2f} us  {computes}")
+    saved = 1 - group.bytes_fused / group.bytes_unfused
+    times = f"{group.predicted_us:6.2f} us, {saved:4.0%} fewer bytes"
+    print(f"{group.kernel_class:5} {times}  {group.label}")
+moved = sum(group.bytes_fused for group in report.groups)
+assert moved == report.bytes.fused  # the header adds up
 
 # %% [markdown]
 # ## Terms: why a kernel takes what it takes
@@ -118,14 +122,19 @@ for group in report.groups:
 # %% [markdown]
 # ## Refusals: what stayed apart, and why
 #
-# Each is a code, the operators, and a reason. Codes are a closed list (see
-# [refusals](pages/refusals.md)), so programs can count them. `flip` says which number would turn
-# it, or which fact it is that no number turns.
+# Each is a code, the operators, and a reason, told by the family that came closest. Codes are a
+# closed list (see [refusals](pages/refusals.md)), so programs can count them. They are ranked by
+# what they cost by the cost model, and `flip` is one action that would turn it, behind its kind:
+# the model's author can change a `dtype`, a `layout`, a `size` or the `model`, who compiles it a
+# `policy`, or `measure`.
 
 # %%
 print(Counter(refusal.code for refusal in report.refusals))
 for refusal in report.refusals[:3]:
-    print(f"\n{refusal.code}: {' | '.join(refusal.where)}\n  {refusal.why}\n  {refusal.flip}")
+    print(f"\n{refusal.code}, costs {refusal.cost_us:.1f} us: {' | '.join(refusal.where)}")
+    print(f"  {refusal.why}\n  {refusal.flip}")
+costs = [refusal.cost_us or 0.0 for refusal in report.refusals]
+assert costs == sorted(costs, reverse=True)
 assert {r.code for r in report.refusals} <= {c.value for c in tvm_fusion.extend.RefusalCode}
 
 # %% [markdown]
@@ -145,13 +154,15 @@ print(why(answer))
 data = report.to_json()
 assert json.loads(json.dumps(data)) == data
 print("version", data["version"], "with", ", ".join(data))
-print("bytes of all groups:", sum(group["bytes_fused"] for group in data["groups"]))
+print(len(data["graph"]["ops"]), "operators and", len(data["graph"]["tensors"]), "tensors")
 
 # %% [markdown]
 # ## What to try
 #
 # - `report.write_html("report.html")`, or `--html` on the command line: the same as a page, with
 #   the graph before and after fusion, the bytes on each edge, and a panel for each kernel.
+# - Keep the JSON of two versions of a model: `python -m tvm_fusion diff OLD.json NEW.json` says
+#   what became of each kernel.
 # - `print(report.full())`: every group, term and refusal. On the command line that is `--full`.
 # - `compile(..., time=True)` on a machine that has the device: the header then has times with
 #   their quartiles, and says "no difference" where they overlap.
