@@ -19,7 +19,7 @@ from tvm_fusion.report.html.write import write_html
 from .tools import require
 
 PICTURE = Path(__file__).parents[2] / "tutorials" / "images" / "report.png"
-SIZE = {"width": 1280, "height": 860}
+SIZE = {"width": 1280, "height": 640}
 
 
 def main() -> None:
