@@ -51,7 +51,7 @@ def model_of(args: argparse.Namespace, target: Any) -> Any:
 
         return demo_module(target.kind.name)
     if not Path(args.model).is_file():
-        raise InputError(f"no such model file: {args.model}")
+        raise InputError(f"no such model file: {args.model}; check the path")
     return args.model
 
 

@@ -312,7 +312,10 @@ def _verified(report: "Reported") -> "Reported":
     reports = [one for _, one in _each(report)]
     if all(one.verify is None for one in reports):
         target = reports[0].target
-        raise VerificationError(f"nothing was verified: this machine cannot run {target}")
+        raise VerificationError(
+            f"nothing was verified: this machine cannot run {target}"
+            "; run it where there is one, or with --target llvm"
+        )
     return report
 
 
@@ -329,7 +332,10 @@ def _with_budget(policy: "Policy", args: argparse.Namespace) -> "Policy":
     if budget is None:
         return policy
     if not args.measure:
-        raise ConfigError("--budget: the seconds of --measure, which is not asked for")
+        raise ConfigError(
+            "--budget: the seconds of --measure, which is not asked for"
+            "; add --measure, or leave --budget out"
+        )
     return replace(policy, measure_budget_s=budget)
 
 

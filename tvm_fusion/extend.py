@@ -300,11 +300,20 @@ def checked_pass(name: str, make: MakePass, hw: HardwareProfile) -> tvm.transfor
             found = make(hw)(mod)
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            raise InputError(f"rewrite {name!r} failed on a module of the model: {why}") from error
+            raise InputError(
+                f"rewrite {name!r} failed on a module of the model: {why}"
+                "; mend it, or take it out with unregister_rewrite"
+            ) from error
         if not isinstance(found, tvm.IRModule):
-            raise InputError(f"rewrite {name!r} returned {found!r} in place of an IRModule")
+            raise InputError(
+                f"rewrite {name!r} returned {found!r} in place of an IRModule"
+                "; return the module, changed or not"
+            )
         if not tvm.relax.analysis.check_well_formed(found):
-            raise InputError(f"rewrite {name!r} returned a module that is not well formed")
+            raise InputError(
+                f"rewrite {name!r} returned a module that is not well formed"
+                "; look at it with relax.analysis.well_formed"
+            )
         return mod if tvm_ffi.structural_equal(found, mod) else found
 
     return run

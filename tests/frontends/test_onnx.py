@@ -187,7 +187,7 @@ def test_a_model_of_more_than_a_message_holds_is_read_from_its_file(tmp_path, mo
         load(dense())
 
 
-@pytest.mark.parametrize("place", ["onnx.load", "tvm_fusion.frontends.onnx_model.from_onnx"])
+@pytest.mark.parametrize("place", ["onnx.load", "tvm_fusion.frontends.onnx_model._Importer"])
 def test_a_model_that_is_too_large_for_memory_is_said_to_be(tmp_path, monkeypatch, place):
     def fails(*_, **__):
         raise MemoryError

@@ -47,7 +47,7 @@ def test_parts_of_a_report_are_values_again(made):
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("{", "is no JSON"),
+        ("{", "not JSON, so no report"),
         ("[]", "is no report"),
         ('{"plan": {}}', "is no report"),
         ('{"groups": [], "version": 2}', "of version 2, and this package reads version 3"),
@@ -58,7 +58,7 @@ def test_other_files_are_refused(tmp_path, text, why):
     path.write_text(text)
     with pytest.raises(InputError, match=why):
         read_json(path)
-    with pytest.raises(InputError, match="cannot read"):
+    with pytest.raises(InputError, match="there is no such report file"):
         read_json(tmp_path / "nothing.json")
 
 
@@ -80,7 +80,7 @@ def test_the_command_shows_a_report_and_writes_its_page(tmp_path, capsys):
     assert capsys.readouterr().out == ""
     assert page.read_text().startswith("<!doctype html>")
     assert cli.main(["report", str(tmp_path / "none.json")]) == 2
-    assert "cannot read" in capsys.readouterr().err
+    assert "there is no such report file" in capsys.readouterr().err
 
 
 def test_a_report_writes_its_page_with_the_kernels_text(made, tmp_path):

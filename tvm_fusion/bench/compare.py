@@ -64,7 +64,10 @@ def bench(
     """
     found = resolve_target(target)[0]
     if not tvm.runtime.device_from_target(found).exist:
-        raise TargetError(f"this machine has no {found.kind.name} device to measure on")
+        raise TargetError(
+            f"this machine has no {found.kind.name} device to measure on"
+            "; run it where there is one, or with --target llvm"
+        )
     how = {"target": target, "policy": policy, "plan": plan, "cuda_graph": cuda_graph}
     return compile_beside(model, peers, **how).report
 

@@ -234,9 +234,12 @@ def _device(target: str | None) -> HardwareProfile:
         return hw
     name, _ = present_gpu()
     if name is None:
-        raise TargetError(f"this machine has no {hw.name} to measure")
+        raise TargetError(f"this machine has no {hw.name} to measure; run it where there is one")
     if not names_gpu(hw, name) and not str(target).endswith(".toml"):
-        raise TargetError(f"the GPU of this machine is {name}, not {hw.name}")
+        raise TargetError(
+            f"the GPU of this machine is {name}, not {hw.name}"
+            "; name that one, or a profile of your own"
+        )
     return hw
 
 
@@ -263,7 +266,7 @@ def _files(args: argparse.Namespace, hw: HardwareProfile) -> tuple[Path, Any]:
     """
     out = Path(args.out or f"{hw.name}.toml")
     if not out.absolute().parent.is_dir():
-        raise InputError(f"cannot write {out}: there is no such directory")
+        raise InputError(f"cannot write {out}: there is no such directory; make it first")
     if not out.exists():
         return out, profile_file(args.target if str(args.target).endswith(".toml") else hw.name)
     try:

@@ -149,7 +149,9 @@ def _tables(text: str, field: str) -> Iterator[re.Match[str]]:
 def _table(text: str, field: str) -> re.Match[str]:
     found = next(_tables(text, field), None)
     if found is None:
-        raise ConfigError(f"calibrate: the profile has no table [{field}]")
+        raise ConfigError(
+            f"calibrate: the profile has no table [{field}]; copy it from a profile of configs/"
+        )
     return found
 
 
@@ -165,6 +167,9 @@ def _replaced(text: str, field: str, value: str, source: str) -> str:
     for key, entry in (("value", value), ("source", f'"{quoted}"')):
         line = re.compile(rf"^{key} *=.*$", re.MULTILINE)
         if not line.search(new):
-            raise ConfigError(f"calibrate: [{field}] has no line that starts with `{key} =`")
+            raise ConfigError(
+                f"calibrate: [{field}] has no line that starts with `{key} =`"
+                "; write the table a key a line, as in configs/"
+            )
         new = line.sub(lambda _, key=key, entry=entry: f"{key} = {entry}", new, count=1)
     return text[: table.start()] + new + text[table.end() :]

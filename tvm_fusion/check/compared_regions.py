@@ -131,7 +131,10 @@ def timed(
         There is no such device, or no torch to time kernels with.
     """
     if hw.kind == "cuda" and not has_torch_cuda():
-        raise TargetError("kernels are timed through torch's profiler, and there is no such torch")
+        raise TargetError(
+            "kernels are timed through torch's profiler, and there is no such torch"
+            "; install torch for CUDA"
+        )
     if hw.kind == "llvm":
         part = part.with_constants()
     runner = PlanRunner(part.mod, part.graph, hw, policy, target, tuned)

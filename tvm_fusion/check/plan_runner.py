@@ -70,14 +70,14 @@ def specs_of(
             if group.kernel_class not in none
         )
     if evaluator is None:
-        raise PlanError("the launches of a solution need an evaluator")
+        raise PlanError("the launches of a solution need an evaluator; give one")
     found = []
     for launch in plan:
         if is_view(graph, launch) or is_opaque(graph, launch):
             continue
         cost = costed(evaluator, launch)
         if not hasattr(cost, "kernel"):
-            raise PlanError(f"a launch of the solution is refused: {cost.why}")
+            raise PlanError(f"a launch of the solution is refused: {cost.why}; leave it out")
         found.append(LaunchSpec(members_of(launch.members), launch.stores, cost.kernel.name))
     return tuple(found)
 
@@ -116,7 +116,10 @@ class PlanRunner:
         self.hw, self.policy = hw, policy
         self.device = tvm.runtime.device_from_target(target)
         if not self.device.exist:
-            raise TargetError(f"this machine has no {target.kind.name} device to run plans on")
+            raise TargetError(
+                f"this machine has no {target.kind.name} device to run plans on"
+                "; run it where there is one"
+            )
         self.writer = LaunchWriter(low, graph, hw, policy, tuned)
         self.buffers = Buffers(graph, self.writer, self.device)
         self.failures: dict[LaunchSpec, str] = {}
@@ -192,7 +195,10 @@ class PlanRunner:
         specs = self.specs(plan)
         why = self.build([specs])
         if why:
-            raise BuildError(f"launches of the plan have no kernel: {next(iter(why.values()))}")
+            raise BuildError(
+                f"launches of the plan have no kernel: {next(iter(why.values()))}"
+                "; take the group apart, or give another plan"
+            )
         if inputs is not None:
             self.set_inputs(inputs)
         for spec in specs:
@@ -227,7 +233,9 @@ class PlanRunner:
                     call()
         self.device.sync()
         if not all(calls):
-            raise PlanError("a plan without any launch cannot be timed")
+            raise PlanError(
+                "a plan without any launch cannot be timed; give one that computes something"
+            )
         if self.device.type == "cuda":
             kernels = [[len(self._kernels[s].device_kernels) for s in specs] for specs in every]
             return [PlanTimes.of(s, "kernel") for s in device_samples(calls, kernels, repeats)]

@@ -250,7 +250,9 @@ def with_intermediates(mod: tvm.IRModule, entry: str, names: Sequence[str]) -> t
     func = mod[entry]
     bound = {b.var.name: b.var for block in func.body.blocks for b in block.bindings}
     if missing := [name for name in names if name not in bound]:
-        raise InputError(f"{entry} has no binding called {missing[0]!r}; it cannot be captured")
+        raise InputError(
+            f"{entry} has no binding called {missing[0]!r}; it cannot be captured; name one of it"
+        )
     shown = {
         bound[name]: relax.Var(name, bound[name].ty)
         for name in names

@@ -143,6 +143,7 @@ def check_output(
     if plain is not None and tuple(plain.shape) != shape:
         raise InputError(
             f"the plain output {tuple(plain.shape)} and the reference {shape} are not of one shape"
+            "; give what the same model gives"
         )
     if tuple(given.shape) != shape or name_of(given.dtype) != dtype:
         why = f"is {name_of(given.dtype)}{list(given.shape)}, not {dtype}{list(shape)}"

@@ -90,6 +90,7 @@ def compare_outputs(
         raise InputError(
             f"{name}: {len(given)} outputs and {len(outputs)} of the reference do not belong "
             "together"
+            "; give those of the same function"
         )
     missing = [None] * len(outputs)
     checks = tuple(

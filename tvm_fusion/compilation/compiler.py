@@ -141,6 +141,7 @@ def graph_policy(target: Any, policy: Any) -> Policy:
     if kind != "cuda":
         raise TargetError(
             f"cuda_graph: the target is {kind}; CUDA graphs need the target cuda or a GPU's name"
+            "; give one, or leave cuda_graph out"
         )
     return replace(load_policy(policy), launch="graph")
 
@@ -198,7 +199,10 @@ def _explained(
     if measure and not planned.given and has_device(planned):
         planned = contested(planned, Budget(policy.measure_budget_s).share(share))
     if probe and hw.kind != "cuda":
-        raise TargetError(f"{hw.name} is no GPU: there are no registers to probe")
+        raise TargetError(
+            f"{hw.name} is no GPU: there are no registers to probe"
+            "; leave --probe out, or name a GPU"
+        )
     observe_plan(planned)
     groups = candidates_of(graph, planned.plan) if probe else []
     found = compiled_kernels(planned.low, graph, groups, hw, policy, planned.target)

@@ -143,7 +143,10 @@ class Fuse(ModulePass):
         functions = EachFunction.of(FUSE, mod, self.target)
         if self.plan is not None and len(functions.pieces) > 1:
             names = ", ".join(functions.pieces)
-            raise PlanError(f"Fuse was given one plan for a module of several functions: {names}")
+            raise PlanError(
+                f"Fuse was given one plan for a module of several functions: {names}"
+                "; give none, or `Materialize` one for each"
+            )
         fused = functions.changed(partial(self._fused, tuned))
         return mod if fused.same_as(mod) else with_roots(fused)
 

@@ -257,7 +257,7 @@ class Materialize(ModulePass):
         if not isinstance(plans, FusionPlan | Mapping):
             raise PlanError(
                 f"{MATERIALIZE}: plans are a FusionPlan, or one for each function by name (see "
-                f"`plan`), not a {type(plans).__name__}"
+                f"`plan`), not a {type(plans).__name__}; give one of these"
             )
         self.plans, self.target, self.policy = plans, target, load_policy(policy)
 
@@ -287,6 +287,7 @@ class Materialize(ModulePass):
             raise PlanError(
                 f"{MATERIALIZE}: a plan for {', '.join(strange)}, but the functions of the module "
                 f"are {', '.join(names) or 'none'}"
+                "; give plans of this module"
             )
         return self.plans
 
@@ -409,7 +410,7 @@ class WriteKernels(ModulePass):
             if class_name not in here:
                 raise InputError(
                     f"{WRITE_KERNELS}: {name} is to be a kernel of class {class_name}, which "
-                    f"{hw.name} does not have: materialize a plan that was made for it"
+                    f"{hw.name} does not have: give a plan that was made for it"
                 )
         constants = packable_arguments(mod, hw) if is_enabled(PACK_CONSTANTS) else {}
         with target:

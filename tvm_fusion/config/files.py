@@ -193,7 +193,7 @@ def _is_path(name: str | Path) -> bool:
 def _existing(path: str | Path) -> Path:
     path = Path(path)
     if not path.exists():
-        raise ConfigError(f"no such file: {path}")
+        raise ConfigError(f"no such file: {path}; check the path")
     return path
 
 

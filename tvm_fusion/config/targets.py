@@ -107,7 +107,10 @@ def target_of(config: dict[str, Any] | str) -> Any:
         return Target(config)
     except Exception as why:
         reason = str(why).strip().splitlines()[-1]
-        raise TargetError(f"{config!r} is no target of TVM: {reason}") from why
+        raise TargetError(
+            f"{config!r} is no target of TVM: {reason}"
+            "; give a name, a profile, or what `tvm.target.Target` takes"
+        ) from why
 
 
 def profile_of_target(target: Any) -> HardwareProfile:
@@ -117,6 +120,7 @@ def profile_of_target(target: Any) -> HardwareProfile:
     if not isinstance(target, Target):
         raise TargetError(
             f"a target is a name, a path or a tvm.target.Target, not {type(target).__name__}"
+            "; give one of these"
         )
     if target.kind.name == "llvm":
         return host_profile() if str(target) == str(cpu_target()) else load_profile("llvm_cpu")

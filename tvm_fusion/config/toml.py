@@ -32,7 +32,7 @@ def read_toml(file: Traversable) -> dict[str, Any]:
     try:
         return tomllib.loads(read_text(file, "TOML", ConfigError))
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{file}: not a TOML file: {error}") from error
+        raise ConfigError(f"{file}: not a TOML file: {error}; mend that line") from error
 
 
 def parse(cls: type, data: dict[str, Any], where: str, strict: bool, partial: bool) -> dict:
@@ -43,7 +43,7 @@ def parse(cls: type, data: dict[str, Any], where: str, strict: bool, partial: bo
             raise ConfigError(f"{where}: unknown key {key!r}{nearest(key, known)}")
     missing = [k for k in known if k not in data and known[k].default is MISSING]
     if missing and not partial:
-        raise ConfigError(f"{where}: missing {', '.join(missing)}")
+        raise ConfigError(f"{where}: missing {', '.join(missing)}; add what is missing")
     return {k: _value(known[k], v, f"{where}: {k}", strict) for k, v in data.items()}
 
 
@@ -69,11 +69,14 @@ def _unwrap(raw: Mapping[str, Any], unit: str, where: str) -> Any:
             raise ConfigError(f"{where}: unknown key {key!r}{nearest(key, parts)}")
     for key in parts:
         if key not in raw:
-            raise ConfigError(f"{where}: {key} is missing")
+            raise ConfigError(f"{where}: {key} is missing; add it")
     if raw["unit"] != unit:
         raise ConfigError(f"{where}: unit must be {unit!r}, not {raw['unit']!r}")
     if not isinstance(raw["source"], str) or not raw["source"].strip():
-        raise ConfigError(f"{where}: source must say where the number is from")
+        raise ConfigError(
+            f"{where}: source must say where the number is from"
+            "; write a datasheet, or a measurement with its date"
+        )
     return raw["value"]
 
 

@@ -59,7 +59,9 @@ def planned_function(model: Any, target: Any = None, *options: Any, **more: Any)
     """
     found = planned_functions(model, target, *options, **more)
     if len(found) > 1:
-        raise InputError(f"the model has several functions: {', '.join(found)}")
+        raise InputError(
+            f"the model has several functions: {', '.join(found)}; give one of them as a model"
+        )
     return next(iter(found.values()))
 
 
@@ -96,5 +98,6 @@ def _plan_of_each(given: Any, functions: list[str]) -> dict[str, FusionPlan | No
         raise PlanError(
             f"a plan for {', '.join(strange)}, but the functions of the model are "
             f"{', '.join(functions)}"
+            "; give plans of this model"
         )
     return {name: given.get(name) for name in functions}

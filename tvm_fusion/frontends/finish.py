@@ -72,6 +72,7 @@ def _normalised(mod: IRModule, where: str) -> IRModule:
     except Exception as error:
         raise FrontendError(
             f"{where}: is not a well-formed Relax module: {first_line(error)}"
+            "; look at it with relax.analysis.well_formed"
         ) from error
     return mod
 

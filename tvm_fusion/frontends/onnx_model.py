@@ -73,6 +73,7 @@ def from_model(model: onnx.ModelProto, where: str, file: Path | None = None) -> 
             raise FrontendError(
                 f"{where}: cannot be converted to Relax{_at_operator(printed.getvalue())}: "
                 f"{first_line(error)}"
+                "; export the model without that operator"
             ) from error
     mod = checked_module(cleaned(mod), where)
     return with_origins(mod, {**importer.origins, **_spans(mod)})

@@ -8,6 +8,7 @@ Parameters and buffers become constants.
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -69,6 +70,7 @@ def from_module(
     except Exception as error:
         raise FrontendError(
             f"{where}: torch.export cannot trace it with these example inputs: {first_line(error)}"
+            "; give others, or change the model as torch says"
         ) from error
     return from_exported_program(program, where, keep_formats=keep_formats)
 
@@ -123,6 +125,7 @@ def from_exported_program(
     except Exception as error:
         raise FrontendError(
             f"{where}: cannot be converted to Relax{importer.stopped_at()}: {first_line(error)}"
+            "; write the model without that operator"
         ) from error
     mod = checked_module(cleaned(mod), where)
     mod = with_origins(mod, {**importer.origins, **_origin_of_result(mod, program)})
@@ -154,6 +157,7 @@ def _split_inputs(where: str, inputs: Any) -> tuple[tuple, dict[str, Any]]:
     raise FrontendError(
         f"{where}: example inputs are a tuple of tensors or a mapping of names to tensors, "
         f"not a {type(inputs).__name__}"
+        "; give one of the two"
     )
 
 
@@ -200,10 +204,17 @@ def _evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Hide deprecation warnings inside PyTorch and TVM, which no user can act on."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """Hide deprecation warnings inside PyTorch and TVM, which no user can act on, and what torch
+    logs of errors that it raises as well.
+    """
+    log = logging.getLogger("torch.export")
+    before, log.disabled = log.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.disabled = before
 
 
 # ---- What an exported program is decomposed to: core ATen operators, but for those kept whole, and

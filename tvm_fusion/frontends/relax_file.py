@@ -92,6 +92,7 @@ def _run(path: Path) -> ModuleType:
             raise FrontendError(
                 f"{path}{_line_of(error, path)}: running the script raised "
                 f"{type(error).__name__}: {first_line(error)}"
+                "; mend the script until `python` runs it"
             ) from error
     return namespace
 
@@ -112,7 +113,7 @@ def _line_of(error: BaseException, path: Path) -> str:
         return f":{error.lineno}"
     lines, trace = [], error.__traceback__
     while trace is not None:
-        if trace.tb_frame.f_code.co_filename == str(path):
+        if trace.tb_frame.f_code.co_filename in (str(path), str(path.absolute())):
             lines.append(trace.tb_lineno)
         trace = trace.tb_next
     return f":{lines[-1]}" if lines else ""

@@ -100,7 +100,9 @@ def read_from(path: Path, start: int) -> bytes:
     except FileNotFoundError:
         return b""
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+        raise InputError(
+            f"cannot read {path}: {error.strerror or error}; make it readable"
+        ) from error
 
 
 def signature(path: Path) -> tuple[int, int, int] | None:

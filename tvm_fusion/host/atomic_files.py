@@ -44,5 +44,7 @@ def replace_file(path: Path, text: str, check: Callable[[Path], object] | None =
         if temporary is not None:
             temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise InputError(f"cannot write {path}: {error.strerror}") from error
+            raise InputError(
+                f"cannot write {path}: {error.strerror}; make the folder writable, or name another"
+            ) from error
         raise

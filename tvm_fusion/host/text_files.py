@@ -35,10 +35,12 @@ def read_text(path: str | Path, what: str, error: type[InputError] = InputError)
     except UnicodeDecodeError as found:
         raise error(
             f"{path}: no {what}, and no text in UTF-8: byte {found.start} is "
-            f"{found.object[found.start]:#04x}"
+            f"{found.object[found.start]:#04x}; name another file"
         ) from None
     except OSError as found:
-        raise error(f"{path}: the {what} cannot be read: {found.strerror}") from found
+        raise error(
+            f"{path}: the {what} cannot be read: {found.strerror}; make it readable"
+        ) from found
 
 
 def read_json(path: str | Path, what: str, error: type[InputError] = InputError) -> Any:
@@ -50,9 +52,13 @@ def read_json(path: str | Path, what: str, error: type[InputError] = InputError)
         return json.loads(text)
     except json.JSONDecodeError as found:
         where = f"line {found.lineno}, column {found.colno}"
-        raise error(f"{path}: not JSON, so no {what}: {found.msg} at {where}") from found
+        raise error(
+            f"{path}: not JSON, so no {what}: {found.msg} at {where}; mend it, or write it again"
+        ) from found
     except RecursionError:
-        raise error(f"{path}: no {what}: its lists are nested too deep") from None
+        raise error(
+            f"{path}: no {what}: its lists are nested too deep; name another file"
+        ) from None
 
 
 def refuse_unwritable(path: str | Path, what: str) -> None:

@@ -226,7 +226,9 @@ class FusionPlan:
                 versions={k: str(v) for k, v in data.get("versions", {}).items()},
             )
         except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise PlanError(f"{source}: broken plan: {error}") from error
+            raise PlanError(
+                f"{source}: broken plan: {error}; make it again with `explain --json`"
+            ) from error
 
     @staticmethod
     def load(path: str | Path) -> FusionPlan:
@@ -240,7 +242,10 @@ class FusionPlan:
         found = load_plans(path)
         if isinstance(found, dict):
             names = ", ".join(found)
-            raise PlanError(f"{path}: the plans of several functions ({names}), not one plan")
+            raise PlanError(
+                f"{path}: the plans of several functions ({names}), not one plan"
+                "; give each function its own"
+            )
         return found
 
     def check_made_for(self, device: str, policy: str) -> None:
@@ -290,28 +295,35 @@ class FusionPlan:
                 "with `explain --json`"
             )
         if any(not g.ops for g in self.groups):
-            raise PlanError("a group of the plan has no operators")
+            raise PlanError("a group of the plan has no operators; take it out")
         owned = Counter(op for g in self.groups for op in g.ops if op not in g.recomputed)
         names = {op.name for op in graph.ops}
         unknown = sorted({op for g in self.groups for op in g.ops} - names)
         if unknown:
             raise PlanError(
                 f"the plan names operators the module does not have: {', '.join(unknown[:5])}"
+                "; make it again with `explain --json`"
             )
         classes = {g.kernel_class for g in self.groups} - set(UNWRITTEN)
         known = classes if kernel_classes is None else kernel_classes
         strange = sorted(str(name) for name in classes if name not in known)
         if strange:
-            raise PlanError(f"no kernel class is called {', '.join(strange[:5])}")
+            raise PlanError(
+                f"no kernel class is called {', '.join(strange[:5])}"
+                "; register it, or make the plan again with `explain --json`"
+            )
         twice = sorted(op for op, owners in owned.items() if owners > 1)
         if twice:
             raise PlanError(
                 f"operators owned by several groups of the plan: {', '.join(twice[:5])}"
+                "; leave each in one of `ops`, and name it in `recomputed` of the others"
             )
         needed = {op.name for op in graph.ops if op.kind is not OpKind.VIEW}
         missing = sorted(needed - set(owned))
         if missing:
-            raise PlanError(f"operators in no group of the plan: {', '.join(missing[:5])}")
+            raise PlanError(
+                f"operators in no group of the plan: {', '.join(missing[:5])}; put each into one"
+            )
 
 
 def _some(names: list[str]) -> str:

@@ -81,7 +81,7 @@ def counted(output: str) -> list[Counted]:
     start = output.find('"ID"')
     if start < 0:
         last = output.strip().splitlines()[-1:] or ["it printed nothing"]
-        raise InputError(f"ncu: no table of kernels: {last[0]}")
+        raise InputError(f"ncu: no table of kernels: {last[0]}; look at its whole output")
     return list(_launches(list(csv.DictReader(io.StringIO(output[start:])))))
 
 

@@ -54,7 +54,7 @@ def report_of(data: Mapping[str, Any]) -> Report | FunctionReports:
             {n: f if isinstance(f, str) else f and _report(f) for n, f in functions}
         )
     except (AttributeError, KeyError, TypeError) as error:
-        raise InputError(f"no whole report: {error}") from error
+        raise InputError(f"no whole report: {error}; give what --json printed") from error
 
 
 def _report(data: Mapping[str, Any]) -> Report:

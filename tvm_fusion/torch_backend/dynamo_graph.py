@@ -161,7 +161,7 @@ def exported(
     tensors = tuple(inputs[i].detach() for i in parts.tensors)
     axes = parts.symbols() if keep_symbols else {}
     if axes is None:
-        raise FrontendError("torch.compile: a size is an expression of others")
+        raise FrontendError("torch.compile: a size is an expression of others; leave it to torch")
     dims: dict[str, Any] = {}
     shapes = tuple(
         {
@@ -176,10 +176,14 @@ def exported(
                 _Closed(parts, inputs), tensors, dynamic_shapes=(shapes,) if dims else None
             )
     except Exception as error:
-        raise FrontendError(f"torch.compile: it cannot be traced: {_first(error)}") from error
+        raise FrontendError(
+            f"torch.compile: it cannot be traced: {_first(error)}; leave it to torch"
+        ) from error
     for node in program.graph.nodes:
         if _is_random(node):
-            raise FrontendError(f"torch.compile: {node.target} gives random numbers")
+            raise FrontendError(
+                f"torch.compile: {node.target} gives random numbers; leave it to torch"
+            )
     return program
 
 
@@ -187,7 +191,7 @@ def refuse_writes(program: torch.export.ExportedProgram) -> None:
     """Raise FrontendError if a decomposed program changes what it is given."""
     signature = program.graph_signature
     if signature.user_inputs_to_mutate or signature.buffers_to_mutate:
-        raise FrontendError("it writes into its inputs or buffers")
+        raise FrontendError("it writes into its inputs or buffers; leave it to torch")
 
 
 @dataclass(frozen=True, slots=True)

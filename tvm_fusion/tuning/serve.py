@@ -224,14 +224,16 @@ def _is_loopback(host: str) -> bool:
     try:
         found = socket.getaddrinfo(host, None)
     except OSError as error:
-        raise InputError(f"{host!r} is no address: {error}") from error
+        raise InputError(
+            f"{host!r} is no address: {error}; give a name or a number of this machine"
+        ) from error
     return all(ipaddress.ip_address(one[4][0].partition("%")[0]).is_loopback for one in found)
 
 
 def _ports(port: int, end: int | None) -> range:
     """Those to try; InputError where there is none."""
     if not 0 < port < MOST_PORTS:
-        raise InputError(f"--port: {port} is no port")
+        raise InputError(f"--port: {port} is no port; give one from 1 to 65535")
     if end is not None and not port < end <= MOST_PORTS:
         raise InputError(
             f"--port-end: {end} is the port after the last to try: give {port + 1} "

@@ -86,7 +86,8 @@ class TuningDatabase(PyDatabase):
         self.stores = Folders(path) if isinstance(path, str | Path) else path
         if not callable(getattr(self.stores, "of", None)):
             raise InputError(
-                f"TuningDatabase: a folder that `tvm_fusion.tune` made, not a {type(path).__name__}"
+                f"TuningDatabase: give a folder that `tvm_fusion.tune` made, not a "
+                f"{type(path).__name__}"
             )
         self._content: weakref.WeakKeyDictionary[Store, _Content] = weakref.WeakKeyDictionary()
 

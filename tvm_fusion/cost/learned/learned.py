@@ -232,7 +232,9 @@ class Residual:
                 data["source"],
             )
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"{where}: no residual: {error!r}") from error
+            raise InputError(
+                f"{where}: no residual: {error!r}; make it again with `calibrate --refit`"
+            ) from error
 
 
 def residual_file(hw: HardwareProfile) -> Traversable:

@@ -240,7 +240,7 @@ def main(args: argparse.Namespace, graph_of: GraphOf | None = None) -> int:
     samples = _samples(args.refit, hw)
     out = Path(args.out) if getattr(args, "out", None) else Path(str(residual_file(hw)))
     if not out.absolute().parent.is_dir():
-        raise InputError(f"cannot write {out}: there is no such directory")
+        raise InputError(f"cannot write {out}: there is no such directory; make it first")
     print(f"{len(samples.launches)} launches", file=sys.stderr)
     rows = rows_of(samples, hw, load_policy(), graph_of)
     problems = [*samples.problems, *rows.problems]

@@ -182,7 +182,7 @@ def read_samples(*files: str | Path) -> SampleSet:
         raises nothing: it is among the problems.
     """
     if not files:
-        raise InputError("no sample files were given")
+        raise InputError("no sample files were given; name what `--measure` kept")
     read = [_read(Path(file)) for file in files]
     devices = list(dict.fromkeys(s.device for s in read))
     if len(devices) > 1:
@@ -218,9 +218,13 @@ def _read(file: Path) -> SampleSet:
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise InputError(f"{file}: cannot read the samples: {error.strerror}") from error
+        raise InputError(
+            f"{file}: cannot read the samples: {error.strerror}; check the path"
+        ) from error
     except UnicodeDecodeError as error:
-        raise InputError(f"{file}: not a text file: {error}") from error
+        raise InputError(
+            f"{file}: not a text file: {error}; name a file that `--measure` kept"
+        ) from error
     header = _header(file, lines[0] if lines else "")
     launches, plans, problems = [], [], []
     for number, line in enumerate(lines[1:], start=2):
@@ -241,17 +245,23 @@ def _header(file: Path, line: str) -> Mapping[str, Any]:
     except ValueError:
         header = None
     if not isinstance(header, dict) or "version" not in header:
-        raise InputError(f"{file}: the first line is no header of a sample file")
+        raise InputError(
+            f"{file}: the first line is no header of a sample file"
+            "; name a file that `--measure` kept"
+        )
     if header["version"] != SAMPLES_VERSION:
         raise InputError(
             f"{file}: samples of version {header['version']!r}, this program reads version "
             f"{SAMPLES_VERSION}"
+            "; measure them again"
         )
     missing = [key for key in HEADER_KEYS if key not in header]
     if missing:
-        raise InputError(f"{file}: the header does not give {', '.join(missing)}")
+        raise InputError(
+            f"{file}: the header does not give {', '.join(missing)}; measure them again"
+        )
     if not isinstance(header["device"], str) or not header["device"]:
-        raise InputError(f"{file}: the header names no device")
+        raise InputError(f"{file}: the header names no device; measure them again")
     return header
 
 

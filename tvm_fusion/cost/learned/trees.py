@@ -90,7 +90,9 @@ class Trees:
             leaf = np.array(data["leaf"], np.float32).reshape(count, nodes + 1)
             return Trees(feature, threshold, leaf, float(data["base"]))
         except (KeyError, TypeError, ValueError) as error:
-            raise InputError(f"broken trees: {error}") from error
+            raise InputError(
+                f"broken trees: {error}; make them again with `calibrate --refit`"
+            ) from error
 
     # ---- tables over the inner nodes of all trees, and over all leaves
     @cached_property

@@ -196,5 +196,5 @@ def _solve(optimize: Any, region: Region, rows: list[tuple[int, int, float]]) ->
         integrality=np.ones(count + tensors),
     )
     if not found.success:
-        raise PlanError(f"no lower bound of the plan: {found.message}")
+        raise PlanError(f"no lower bound of the plan: {found.message}; leave --bound out")
     return float(found.fun)

@@ -131,13 +131,13 @@ def check_solution(
         done.update(launch.stores)
         if evaluator is not None and time_us(evaluator, launch) is None:
             refusal = costed(evaluator, launch)
-            raise PlanError(f"{_names(graph, launch)} is refused: {refusal.why}")
+            raise PlanError(f"{_names(graph, launch)} is refused: {refusal.why}; leave it out")
     if missing := sorted(wanted - done):
-        raise PlanError(f"{graph.tensors[missing[0]].name} is written by no launch")
+        raise PlanError(f"{graph.tensors[missing[0]].name} is written by no launch; add one")
     opaque = {op.id for op in graph.ops if op.kind is OpKind.OPAQUE}
     computed = {op for launch in launches for op in members_of(launch.members)}
     if missing := sorted(opaque - computed):
-        raise PlanError(f"{graph.ops[missing[0]].name} is in no launch")
+        raise PlanError(f"{graph.ops[missing[0]].name} is in no launch; add one")
     _check_owners(graph, launches)
 
 
@@ -146,24 +146,26 @@ def _check_launch(graph: FusionGraph, launch: Launch, done: set[int], wanted: se
     ops = [graph.ops[i] for i in members_of(launch.members)]
     if len(ops) > 1:
         if any(op.kind is OpKind.OPAQUE for op in ops):
-            raise PlanError(f"{where} holds an operator that cannot be read")
+            raise PlanError(f"{where} holds an operator that cannot be read; leave it out")
         if len({op.region for op in ops}) > 1:
-            raise PlanError(f"{where} spans several dataflow blocks")
+            raise PlanError(f"{where} spans several dataflow blocks; take it apart")
     for t in produced_reads(graph, launch):
         if t not in done:
-            raise PlanError(f"{where} reads {graph.tensors[t].name} before it is written")
+            raise PlanError(
+                f"{where} reads {graph.tensors[t].name} before it is written; put its writer first"
+            )
     if not launch.stores and not is_opaque(graph, launch):
-        raise PlanError(f"{where} writes nothing")
+        raise PlanError(f"{where} writes nothing; leave it out")
     for t in launch.stores:
         producer, name = graph.tensors[t].producer, graph.tensors[t].name
         if producer is None or not launch.members >> producer & 1:
-            raise PlanError(f"{where} writes {name}, which it does not compute")
+            raise PlanError(f"{where} writes {name}, which it does not compute; leave it out")
         if t in done:
-            raise PlanError(f"{name} is written twice")
+            raise PlanError(f"{name} is written twice; leave one out")
         if t not in wanted:
-            raise PlanError(f"{where} writes {name}, which nobody reads")
+            raise PlanError(f"{where} writes {name}, which nobody reads; leave it out")
         if len(ops) > 1 and graph.ops[producer].kind is OpKind.VIEW:
-            raise PlanError(f"{where} writes {name}, which is a view")
+            raise PlanError(f"{where} writes {name}, which is a view; leave it out")
 
 
 def _check_owners(graph: FusionGraph, launches: Solution) -> None:
@@ -172,7 +174,9 @@ def _check_owners(graph: FusionGraph, launches: Solution) -> None:
         for t in launch.stores:
             producer = graph.tensors[t].producer
             if home.setdefault(producer, place) != place:
-                raise PlanError(f"the results of {graph.ops[producer].name} have two writers")
+                raise PlanError(
+                    f"the results of {graph.ops[producer].name} have two writers; leave one out"
+                )
 
 
 def _names(graph: FusionGraph, launch: Launch) -> str:
@@ -349,7 +353,7 @@ def complete(
         if graph.ops[producer].kind is OpKind.VIEW:
             continue
         if producer not in home:
-            raise PlanError(f"{graph.tensors[t].name} is read and no launch computes it")
+            raise PlanError(f"{graph.tensors[t].name} is read and no launch computes it; add one")
         stores[home[producer]].append(t)
     kernels = [Launch(m, tuple(s)) for m, s in zip(sets, stores, strict=True)]
     return in_order(graph, [*kernels, *views])

@@ -27,7 +27,8 @@ def main(args: argparse.Namespace) -> int:
     if not pairs:
         names = [", ".join(side) for side in (before, after)]
         raise InputError(
-            f"no function in common: {names[0]} in {args.before}, {names[1]} in {args.after}"
+            f"no function in common: {names[0]} in {args.before}, {names[1]} in {args.after}; "
+            "give two of one model"
         )
     found = {name: difference(*pair) for name, pair in pairs.items()}
     if args.json:

@@ -157,7 +157,7 @@ def read_sides(path: str | Path) -> dict[str, Side]:
     """
     name, data = str(path), read_json(path, "plan or report")
     if not isinstance(data, dict) or not {"groups", "functions"} & data.keys():
-        raise InputError(f"{path} is no plan and no report: `explain --json` prints one")
+        raise InputError(f"{path} is no plan and no report: give what `explain --json` prints")
     if "fingerprint" in data:
         return {"main": Side.of_plan(name, FusionPlan.from_dict(data, name))}
     report = report_of(require_report(data, path))

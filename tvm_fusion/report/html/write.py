@@ -46,7 +46,9 @@ def page_text(report: Mapping[str, Any], title: str = "Fusion report") -> str:
     functions = report.get("functions", {"": report})
     one_of_several = isinstance(functions, Mapping) and "functions" in report
     if not one_of_several and not isinstance(report.get("groups"), list):
-        raise InputError("no report: its JSON has neither groups nor functions")
+        raise InputError(
+            "no report: its JSON has neither groups nor functions; give what --json printed"
+        )
     sources = {
         name: found.get("sources") or {}
         for name, found in functions.items()

@@ -363,7 +363,10 @@ def link(
     external = list(attrs.get("external_mods", []))
     for module in filter(vm_build._is_device_module, external):
         if library is None:
-            raise BuildError("external device modules without a PrimFunc that calls them")
+            raise BuildError(
+                "external device modules without a PrimFunc that calls them"
+                "; keep a PrimFunc in the module"
+            )
         library.import_module(module)
     hosts = [module for module in external if not vm_build._is_device_module(module)]
     params = dict(attrs.get("const_name_to_constant", {}))

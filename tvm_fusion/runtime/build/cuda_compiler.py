@@ -73,9 +73,10 @@ class Compiler:
             run = subprocess.run(command, capture_output=True, text=True, errors="replace")
             log = (run.stdout + run.stderr).replace(f"{folder}{os.sep}", "")
             if run.returncode != 0 or not binary.exists():
+                names = ", ".join(kernel_names(source)) or "(none)"
                 raise BuildError(
-                    f"nvcc ({self.path}, {arch}) refuses the kernels "
-                    f"{', '.join(kernel_names(source)) or '(none)'}:\n{_errors_of(log)}"
+                    f"nvcc ({self.path}, {arch}) refuses the kernels {names}; look at their source "
+                    f"(TVM_FUSION_DUMP), or use another nvcc:\n{_errors_of(log)}"
                 )
             return DeviceCode(binary.read_bytes(), log)
 

@@ -152,7 +152,10 @@ def attempt(step: Callable[[tvm.IRModule], Any], mod: tvm.IRModule) -> Any:
                 failures[gv.name_hint] = _summary(alone)
         if failures:
             raise KernelBuildError(failures) from error
-        raise BuildError(f"the module does not build: {_summary(error)}") from error
+        raise BuildError(
+            f"the module does not build: {_summary(error)}"
+            "; set TVM_FUSION_DEBUG=1 for the traceback"
+        ) from error
 
 
 def host_of(target: tvm.target.Target) -> tvm.target.Target:

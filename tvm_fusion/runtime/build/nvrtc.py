@@ -139,7 +139,9 @@ def _text(program: object, size_of: object, content_of: object) -> bytes:
 
 def _check(status: object, arch: str, log: str = "") -> None:
     if int(status) != 0:
-        raise BuildError(f"NVRTC ({arch}) refuses a kernel: {status.name}\n{log}".rstrip())
+        raise BuildError(
+            f"NVRTC ({arch}) refuses a kernel ({status.name}); put nvcc on PATH:\n{log}"
+        )
 
 
 @cache

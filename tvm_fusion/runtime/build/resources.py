@@ -67,7 +67,10 @@ def parse_ptxas_log(log: str) -> tuple[KernelResources, ...]:
 def _kernel(name: str, text: str, notes: tuple[str, ...]) -> KernelResources:
     used = re.search(r"Used (\d+) registers[^\n]*", text)
     if used is None:
-        raise BuildError(f"ptxas reports no registers for the kernel {name}:\n{text.strip()}")
+        raise BuildError(
+            f"ptxas reports no registers for the kernel {name}; use nvcc 12.0 or later:\n"
+            f"{text.strip()}"
+        )
     smem = re.search(r"(\d+) bytes smem", used[0])
     spills = r"(\d+) bytes spill stores, (\d+) bytes spill loads"
     properties = re.search(rf"Function properties for {name}\n[^\n]*?{spills}", text)

@@ -287,4 +287,4 @@ def _number(node: ast.expr, extents: Mapping[str, int]) -> int:
         function = _FUNCTIONS.get(node.func.attr)
         if function is not None:
             return function(*(_number(a, extents) for a in node.args))
-    raise InputError(f"memory plan: cannot evaluate {ast.unparse(node)!r}")
+    raise InputError(f"memory plan: cannot evaluate {ast.unparse(node)!r}; compile and save again")

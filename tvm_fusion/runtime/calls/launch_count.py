@@ -45,7 +45,9 @@ def call_sites(built: Any, function: str = "main") -> Counter[str]:
     """
     code = _bytecode(_executable(built).as_text())
     if function not in code:
-        raise BuildError(f"the module has no VM function {function!r}; it has {sorted(code)}")
+        raise BuildError(
+            f"the module has no VM function {function!r}; it has {sorted(code)}; name one of these"
+        )
     sites: Counter[str] = Counter()
     pending = [(function,)]
     while pending:
@@ -97,7 +99,7 @@ def launched_kernels(module: tvm.runtime.Module) -> dict[str, list[str]]:
         return {}
     hosts = [m for m in _import_tree(module) if m.kind == "llvm"]
     if not hosts:
-        raise BuildError("a loaded library does not carry its host code; count before it is saved")
+        raise BuildError("a loaded library does not carry its host code; ask before it is saved")
     launched: dict[str, list[str]] = {}
     for host in hosts:
         launched.update(host_launches(host.inspect_source("ll"), kernels))
@@ -144,7 +146,9 @@ def _bytecode(text: str) -> dict[str, list[str]]:
         if name == "vm.builtin.alloc_shape_heap":
             heap = destination
         if name == "vm.builtin.call_tir_dyn":
-            raise BuildError("vm.builtin.call_tir_dyn hides the function that it calls")
+            raise BuildError(
+                "vm.builtin.call_tir_dyn hides the function that it calls; build it without"
+            )
         if not name.startswith("vm.builtin.") and arguments != heap:
             code[current].append(name)
     return code

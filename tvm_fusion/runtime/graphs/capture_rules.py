@@ -67,7 +67,10 @@ class CudaGraphOptions:
 
     def __post_init__(self) -> None:
         if type(self.static_outputs) is not bool:
-            raise ConfigError(f"cuda_graph: static_outputs is no bool: {self.static_outputs!r}")
+            raise ConfigError(
+                f"cuda_graph: static_outputs is no bool: {self.static_outputs!r}"
+                "; give True or False"
+            )
         if type(self.max_shapes) is not int or self.max_shapes < 1:
             raise ConfigError(f"cuda_graph: max_shapes must be 1 or more, got {self.max_shapes!r}")
 

@@ -217,7 +217,9 @@ def device_samples(
                     found[plan].append(by_launch(run, kernels[plan]))
         attempts += 1
         if attempts > 3 * -(-repeats // share) + 3:
-            raise BuildError("the profiler does not report all kernels of the plans")
+            raise BuildError(
+                "the profiler does not report all kernels of the plans; end other profilers"
+            )
     return found
 
 

@@ -151,7 +151,9 @@ def _ordered(graph: FusionGraph, plan: FusionPlan) -> list[tuple[GroupView, Plan
     """
     groups = in_order(graph, plan.groups)
     if groups is None:
-        raise PlanError("the plan cannot run: groups depend on each other in a circle")
+        raise PlanError(
+            "the plan cannot run: groups depend on each other in a circle; take one of them apart"
+        )
     views = group_views(graph, replace(plan, groups=groups))
     return list(zip(views, groups, strict=True))
 

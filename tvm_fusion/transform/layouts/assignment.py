@@ -215,5 +215,5 @@ class _Program:
             options={"mip_rel_gap": 0.0},
         )
         if not found.success:
-            raise PlanError(f"no assignment of layouts: {found.message}")
+            raise PlanError(f"no assignment of layouts: {found.message}; leave the rewrite out")
         return found.x

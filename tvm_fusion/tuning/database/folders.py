@@ -138,7 +138,7 @@ def check_place(path: Path) -> None:
     """
     there = next(place for place in (path, *path.absolute().parents) if place.exists())
     if there != path and not there.is_dir():
-        raise InputError(f"cannot make {path}: {there} is not a folder")
+        raise InputError(f"cannot make {path}: {there} is not a folder; name another folder")
     if not os.access(there, os.W_OK):
         raise InputError(f"cannot write to {there}: make it writable, or use another folder")
     if not path.exists():
@@ -165,7 +165,7 @@ def _check_database(path: Path) -> None:
 
 def _check_folder(path: Path) -> None:
     if not path.is_dir():
-        raise InputError(f"{path} is not a folder: a database is a folder of files")
+        raise InputError(f"{path} is not a folder: a database is a folder of files; name a folder")
     if any((path / name).exists() for name in _OURS):
         raise InputError(
             f"{path} is the folder of one device in a database: name the database, {path.parent}"
@@ -188,7 +188,9 @@ def _visible(path: Path) -> list[Path]:
     try:
         return sorted(inner for inner in path.iterdir() if not inner.name.startswith("."))
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+        raise InputError(
+            f"cannot read {path}: {error.strerror or error}; make it readable"
+        ) from error
 
 
 def _held(path: Path) -> str:

@@ -247,7 +247,9 @@ def retire(folder: Path) -> None:
             if (folder / name).exists():
                 os.replace(folder / name, place / name)
     except OSError as error:
-        raise InputError(f"cannot move the old files in {folder}: {error.strerror}") from error
+        raise InputError(
+            f"cannot move the old files in {folder}: {error.strerror}; make the folder writable"
+        ) from error
 
 
 def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
@@ -256,7 +258,9 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     except FileNotFoundError:
         return enumerate(())
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+        raise InputError(
+            f"cannot read {path}: {error.strerror or error}; check the path"
+        ) from error
 
 
 def _day(path: Path) -> str:

@@ -62,7 +62,7 @@ def workload_text(workload: tirx.PrimFunc) -> str:
     if root_of(workload) is None:
         raise InputError(
             "a workload is the PrimFunc of a group before any schedule, with a root block; this "
-            f"one has none:\n{str(workload)[:400]}"
+            f"one has none; take it from a module after Materialize:\n{str(workload)[:400]}"
         )
     return str(Workload(_module_of(workload)).as_json()[1])
 

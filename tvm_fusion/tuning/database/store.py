@@ -93,7 +93,9 @@ class Database:
         self.path, self.silent = Path(folder), silent
         self.read_only = read_only or device is None
         if self.path.exists() and not self.path.is_dir():
-            raise InputError(f"{self.path} is not a folder: a database is a folder of files")
+            raise InputError(
+                f"{self.path} is not a folder: a database is a folder of files; name a folder"
+            )
         self.changes = 0  # grows whenever there are other trials than before
         self.version_1: Problem | None = None  # that the folder was one when it was opened
         self._mutex = threading.RLock()
@@ -228,7 +230,10 @@ class Database:
         """
         with self._writing():
             if other.device is None or other.device != self.device:
-                raise InputError(f"trials of {other.device} are none of {self.path}, {self.device}")
+                raise InputError(
+                    f"trials of {other.device} are none of {self.path}, {self.device}"
+                    "; merge databases of one device"
+                )
             if other.target is not None:
                 self._content.target = self._same_target(other.target)
             before, known = len(self), self.content().plans
@@ -255,7 +260,9 @@ class Database:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f"cannot make {self.path}: {error.strerror or error}") from error
+            raise InputError(
+                f"cannot make {self.path}: {error.strerror or error}; name another folder"
+            ) from error
         try:
             with locked(self.path):
                 check_room(self.path, (TRIALS, DAMAGED))
@@ -403,7 +410,10 @@ class Database:
     def _same_target(self, target: dict[str, Any]) -> dict[str, Any]:
         ours = self.target
         if ours is not None and identity(ours) != identity(target):
-            raise InputError(f"{self.path} is of the target {ours}, not of {target}")
+            raise InputError(
+                f"{self.path} is of the target {ours}, not of {target}"
+                "; give that target, or another folder"
+            )
         return ours or target
 
     def _load(self, key: str) -> Workload:

@@ -146,7 +146,7 @@ def export(path: str | Path, out: str | Path) -> Report:
     """
     folders = device_folders(path) if Path(path).is_dir() else []
     if not folders:
-        raise InputError(f"there is no database {path}")
+        raise InputError(f"there is no database {path}; check the path")
     out = Path(out)
     places = [out if len(folders) == 1 else out / folder.name for folder in folders]
     for place in places:
@@ -168,9 +168,12 @@ def _export(folder: Path, out: Path) -> FolderReport:
                 stock.commit_tuning_record(record)
         written = len(JSONDatabase(work_dir=str(out)))  # TVM does not notice a full disk
     except (OSError, RuntimeError, ValueError) as error:
-        raise InputError(f"cannot write {out}: {error}") from error
+        raise InputError(f"cannot write {out}: {error}; name another folder") from error
     if written != counts["records"]:
-        raise InputError(f"cannot write {out}: it has {written} of {counts['records']} records")
+        raise InputError(
+            f"cannot write {out}: it has {written} of {counts['records']} records"
+            "; free space on the disk"
+        )
     return FolderReport(out, database.device, counts)
 
 
@@ -188,7 +191,10 @@ def import_folders(
     sources = [Path(source) for source in sources]
     for source in sources:
         if not (source / WORKLOADS).is_file():
-            raise InputError(f"there is no database of MetaSchedule in {source}: no {WORKLOADS}")
+            raise InputError(
+                f"there is no database of MetaSchedule in {source}: no {WORKLOADS}"
+                "; name the folder of one"
+            )
     database = find_database(into, hw, target)
     return Report(tuple(_import(source, database) for source in sources))
 
@@ -201,5 +207,5 @@ def _import(source: Path, into: Database) -> FolderReport:
 
 def _folders(path: str | Path) -> list[Path]:
     if not Path(path).is_dir():
-        raise InputError(f"there is no folder {path}")
+        raise InputError(f"there is no folder {path}; check the path")
     return device_folders(path)

@@ -99,7 +99,10 @@ class Here(Site):
         """
         device = tvm.runtime.device_from_target(target)
         if not device.exist:
-            raise TargetError(f"this machine has no {target.kind.name} device to tune on")
+            raise TargetError(
+                f"this machine has no {target.kind.name} device to tune on"
+                "; tune where there is one, or with --rpc"
+            )
         if device.type == "cpu":
             kernel_threads()
         return HereOnGpu(device) if device.type == "cuda" else cls(device)

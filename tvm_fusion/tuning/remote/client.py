@@ -109,9 +109,15 @@ class Served:
             try:
                 version = wire.enter(self._channel, token, match)
             except ProtocolError as error:
-                raise TargetError(f"{where} and this session do not agree: {error}") from error
+                raise TargetError(
+                    f"{where} and this session do not agree: {error}"
+                    "; install the same version there"
+                ) from error
             if version != __version__:
-                raise TargetError(f"{where} has tvm_fusion {version}, this is {__version__}")
+                raise TargetError(
+                    f"{where} has tvm_fusion {version}, this is {__version__}"
+                    "; install the same version there"
+                )
             given_up.pop_all()
         self._channel.last(wire.SESSION_S)
 
@@ -226,7 +232,10 @@ def measure_remotely(request: MeasureRequest, limit_s: float, servers: Servers) 
             _leave(servers)
         elif not link.lives:
             _leave(servers)
-            raise TargetError(f"{linked.address} does not answer any more")
+            raise TargetError(
+                f"{linked.address} does not answer any more"
+                "; look at the server; the same command goes on"
+            )
     linked = connect(servers, 0, time.monotonic())
     link = _links[servers][0]
     try:
@@ -267,7 +276,7 @@ def _link(servers: Servers, held: int, since: float) -> tuple[Served | Stock, st
             why = _missing(name, key, there, held)
         except (RuntimeError, OSError) as error:
             patience_s = GONE_S
-            why = f"no server {key!r} of {name} answers: {error}"
+            why = f"no server {key!r} of {name} answers: {error}; look at it, and try again"
         if time.monotonic() - since > patience_s:
             raise TargetError(why)
         time.sleep(POLL_S)
@@ -357,7 +366,10 @@ def meters_of(tracker: str, key: str, token: str | Path | None = None) -> list[R
         with Tracker(host, port) as known:
             keys, _ = known.servers()
     except OSError as error:
-        raise InputError(f"no RPC tracker answers at {tracker}: {error}") from error
+        raise InputError(
+            f"no RPC tracker answers at {tracker}: {error}"
+            "; begin one with python -m tvm.exec.rpc_tracker, or give its address"
+        ) from error
     if key not in keys:
         there = f"there is {', '.join(sorted(set(keys)))}" if keys else "no server is registered"
         raise InputError(f"the tracker {tracker} has no server with the key {key!r}; {there}")

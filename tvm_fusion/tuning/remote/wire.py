@@ -258,10 +258,10 @@ def token_of(file: str | Path | None = None) -> bytes:
     try:
         text = os.environ.get(TOKEN_VARIABLE, "") if file is None else Path(file).read_text()
     except (OSError, ValueError) as error:
-        raise InputError(f"{where}: {error}") from error
+        raise InputError(f"{where}: {error}; check the path") from error
     token = text.strip().encode()
     if len(token) < TOKEN_BYTES and (token or file is not None):
-        raise InputError(f"{where}: a token has {TOKEN_BYTES} bytes at least")
+        raise InputError(f"{where}: a token has {TOKEN_BYTES} bytes at least; make a longer one")
     return token
 
 

@@ -198,7 +198,9 @@ def run_here(request: JointRequest) -> Comparison | None:
         tuned = TunedKernels(Sent(request.trials), request.certain_gain)
         found = timed(part, request.ways, hw, request.place.policy, target, budget, tuned)
         if missing := request.trials.keys() - tuned.used.keys():
-            raise BuildError(f"the chosen kernels of {', '.join(sorted(missing))} are not used")
+            raise BuildError(
+                f"the chosen kernels of {', '.join(sorted(missing))} are not used; tune them again"
+            )
         return found
 
 

@@ -186,6 +186,7 @@ def _stores(database: Any) -> Folders:
     if stores is None:
         raise InputError(
             f"database: a folder or a tvm_fusion.TuningDatabase, not a {type(database).__name__}"
+            "; give one of these"
         )
     return stores
 

@@ -328,7 +328,7 @@ class Session:
 
     def _has_built(self, job: Job, answer: Answer) -> None:
         if answer.status == LOST:
-            raise TargetError(f"nothing can be built: {answer.why}")
+            raise TargetError(f"nothing can be built: {answer.why}; try the same command again")
         if answer.status != "ok":
             status = "build" if answer.status == "error" else answer.status
             if job.trial:

@@ -144,7 +144,7 @@ def _read(settings: Any) -> Settings:
         raise ConfigError(f"tuning settings: expected a file or a mapping, got {settings!r}")
     path = Path(settings)
     if not path.is_file():
-        raise ConfigError(f"no such file: {path}")
+        raise ConfigError(f"no such file: {path}; check the path")
     changes = _changes(read_toml(path), str(path), strict=True)
     return Settings(**base | {"name": path.stem} | changes)
 

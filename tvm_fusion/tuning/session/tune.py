@@ -132,7 +132,9 @@ def tune(
     """
     for name, workers in (("builders", builders), ("meters", meters)):
         if workers is not None and not workers:
-            raise InputError(f"{name}: none are given; None makes those of this machine")
+            raise InputError(
+                f"{name}: none are given; None makes those of this machine; give some, or None"
+            )
     if builder is not None and runner is None:
         raise InputError(
             "builder: what another builder made can only be measured by a runner that knows it: "
@@ -158,7 +160,9 @@ def tune(
     for function in functions.values():
         function.add_rivals(states)
     if not states:
-        raise InputError("there is nothing to tune: the plan has no kernel with choices")
+        raise InputError(
+            "there is nothing to tune: the plan has no kernel with choices; compile it as it is"
+        )
     own: list[Worker] = []  # processes that end with the session
     if builders is None:
         builders = make_builders(settings)
