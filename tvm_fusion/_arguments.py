@@ -55,6 +55,34 @@ def model_of(args: argparse.Namespace, target: Any) -> Any:
     return args.model
 
 
+def bisect_arguments(command: argparse.ArgumentParser) -> None:
+    """Declares the options of `bisect`."""
+    quiet_argument(command)
+    model = command.add_mutually_exclusive_group(required=True)
+    model.add_argument("model", nargs="?", help="a .pt2, .onnx, Relax .py or Relax .json file")
+    model.add_argument("--demo", action="store_true", help="a pre-norm transformer block")
+    command.add_argument("--target", help=TARGET_HELP)
+    command.add_argument("--policy", help=POLICY_HELP)
+    command.add_argument("--plan", metavar="FILE", help="look at this plan, not a searched one")
+    command.add_argument("--database", metavar="DIR", help="use the kernels that `tune` kept here")
+    command.add_argument(
+        "--tolerance",
+        metavar="X",
+        type=float,
+        help="take errors up to this share of an output's largest number as right",
+    )
+    command.add_argument(
+        "--slower", action="store_true", help="look for slow kernels instead of wrong numbers"
+    )
+    command.add_argument(
+        "--out",
+        metavar="FOLDER",
+        default="bisected",
+        help="where the program that shows it again is written (default: %(default)s)",
+    )
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+
+
 def diff_arguments(command: argparse.ArgumentParser) -> None:
     """Declares the options of `diff`."""
     quiet_argument(command)

@@ -20,6 +20,7 @@ from . import _start
 from ._arguments import (
     POLICY_HELP,
     TARGET_HELP,
+    bisect_arguments,
     calibrate_arguments,
     diff_arguments,
     fuzz_arguments,
@@ -76,6 +77,11 @@ _ELSEWHERE = {
         "report.command",
         report_arguments,
         "show what --json printed again, or write it as a page for a browser",
+    ),
+    "bisect": (
+        "bisect.command",
+        bisect_arguments,
+        "find the kernel that gives wrong numbers or is slow, and write a program that shows it",
     ),
     "diff": (
         "report.diff.command",

@@ -85,13 +85,13 @@ def check_compiled(made: BuiltPlan, others: OthersOf, every_group: bool = False)
     Checked
         Its `verification` has passed unless TVM's own code is wrong, too.
     """
-    mod = _lowered(made.planned)
-    references = _references(made.planned, mod)
+    mod = plainly_lowered(made.planned)
+    references = references_of(made.planned, mod)
     repair, goes_on = Repair(mod, others), every_group
     while goes_on:
         made, goes_on = repair.without_wrong_groups(made, drawn_inputs(made.planned.mod))
     while True:
-        (verification, inputs), goes_on = _judged(made.built, references), False
+        (verification, inputs), goes_on = judged(made.built, references), False
         if not verification.passed:
             made, goes_on = repair.step(made, verification, inputs)
         if not goes_on:
@@ -101,11 +101,11 @@ def check_compiled(made: BuiltPlan, others: OthersOf, every_group: bool = False)
 
 def checked_again(checked: Checked, made: BuiltPlan) -> Checked:
     """What a check ended with, of the same function in another build."""
-    verification, _ = _judged(made.built, checked.references)
+    verification, _ = judged(made.built, checked.references)
     return replace(checked, made=made, verification=verification)
 
 
-def _references(planned: Planned, mod: tvm.IRModule) -> list[Reference]:
+def references_of(planned: Planned, mod: tvm.IRModule) -> list[Reference]:
     """What TVM's lowering of the model gives on each draw of inputs; sizes that it cannot run at
     are left out.
     """
@@ -127,7 +127,7 @@ def _runs(reference: Reference) -> bool:
         return False
 
 
-def _judged(built: Built, references: Sequence[Reference]) -> tuple[Verification, Sequence[Any]]:
+def judged(built: Built, references: Sequence[Reference]) -> tuple[Verification, Sequence[Any]]:
     """The verdict on a build on the inputs of all references, or on the first that it fails on, and
     these inputs. What is not finite is told of the first ones, which are ordinary.
     """
@@ -141,7 +141,7 @@ def _judged(built: Built, references: Sequence[Reference]) -> tuple[Verification
     return replace(found, worst_error=worst, not_finite=not_finite), reference.inputs
 
 
-def _lowered(planned: Planned) -> tvm.IRModule:
+def plainly_lowered(planned: Planned) -> tvm.IRModule:
     """What the reference is made from: the model as TVM lowers it, where TVM can."""
     try:
         return plain_module(planned.mod, planned.target)

@@ -182,7 +182,7 @@ def wrong_groups(
     cases = {
         n: group_modules(planned.low, planned.graph, planned.plan, g) for n, g in groups.items()
     }
-    values = _captured(planned, cases.values(), inputs)
+    values = captured_values(planned, cases.values(), inputs)
     wrong, errors = {}, {}
     for name, case in cases.items():
         found = _verified(planned, groups[name], case, values)
@@ -207,7 +207,7 @@ def _verified(
     )
 
 
-def _captured(
+def captured_values(
     planned: Planned, cases: Iterable[GroupModules], inputs: Sequence[Any]
 ) -> Callable[[Any], Any]:
     """A function from an input of a group to its value in the float64 reference run."""

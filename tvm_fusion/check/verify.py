@@ -165,7 +165,7 @@ def verify_group(
         return run_module(mod, inputs, target)
 
     params = case.unfused_mod["main"].params
-    inputs = [_round(value, p.ty) for p, value in zip(params, case.inputs, strict=True)]
+    inputs = [rounded_to(value, p.ty) for p, value in zip(params, case.inputs, strict=True)]
     reference = Reference(case.unfused_mod, inputs, target)
     return judge_outputs((run_fused or run)(case.fused_mod, inputs), reference, case.name)
 
@@ -180,10 +180,10 @@ def run_module(
     return run_built(build(mod, target or LLVM), inputs, entry)
 
 
-def _round(value: Any, ty: Any) -> Any:
-    """Round arrays to the dtype of the parameter that takes them."""
+def rounded_to(value: Any, ty: Any) -> Any:
+    """A value with its arrays rounded to the dtype of the parameter that takes them."""
     if isinstance(ty, relax.TupleType):
-        return [_round(v, f) for v, f in zip(value, ty.fields, strict=True)]
+        return [rounded_to(v, f) for v, f in zip(value, ty.fields, strict=True)]
     if isinstance(value, np.ndarray | np.generic) and isinstance(ty, relax.TensorType):
         with np.errstate(over="ignore"):
             return np.asarray(value).astype(numpy_dtype(str(ty.dtype)))

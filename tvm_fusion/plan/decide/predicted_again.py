@@ -61,7 +61,11 @@ class Again:
                 refusal.why,
             )
         refused = {refusal.where for refusal in self.refused}
-        others = [(old, new) for old, new in self.changed if new.ops not in refused]
+        others = [
+            (old, new)
+            for old, new in self.changed
+            if new.ops not in refused and old.predicted_us  # 0: nothing was said
+        ]
         if not others:
             return
         said = ", ".join(
