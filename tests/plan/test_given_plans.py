@@ -69,6 +69,15 @@ def test_another_policy_is_told(caplog):
     assert caplog.text.count("policy") == 0
 
 
+def test_rates_of_another_cpu_are_told(caplog):
+    plan = plan_for()
+    if not plan.measured:
+        pytest.skip("no CPU's own rates are used here")
+    elsewhere = dataclasses.replace(plan, measured=plan.measured | {"host": "Another CPU"})
+    assert given(elsewhere).groups == plan.groups
+    assert "made with the rates of Another CPU, this is " in caplog.text
+
+
 @pytest.mark.parametrize("target", ["llvm", "nvidia_h200"])
 def test_a_plan_that_nobody_edited_is_as_it_was(target, caplog):
     plan = plan_for(target)

@@ -148,7 +148,7 @@ class Planned:
         source, given = Source(mod, target, hw, policy, function, origins), read_plan(plan)
         of_caller = given is not None
         if of_caller:
-            given.check_made_for(hw.name, policy.name)
+            given.check_made_for(hw.name, policy.name, hw.host)
         elif tuned is not None:
             given = tuned.plan(mod, hw, policy)
         if given is None:

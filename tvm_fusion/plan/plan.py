@@ -248,9 +248,9 @@ class FusionPlan:
             )
         return found
 
-    def check_made_for(self, device: str, policy: str) -> None:
+    def check_made_for(self, device: str, policy: str, host: str = "") -> None:
         """Raises PlanError where the plan was made for another device or by other versions, naming
-        both; another policy is a warning.
+        both; another policy, or another CPU's rates than those of `host`, is a warning.
         """
         if self.device != device:
             raise PlanError(
@@ -269,6 +269,14 @@ class FusionPlan:
                 "the plan was made with the policy %s, not %s: its groups stay as they are",
                 self.policy,
                 policy,
+            )
+        made_on = str(self.measured.get("host", ""))
+        if made_on and host and made_on != host:
+            logger.warning(
+                "the plan was made with the rates of %s, this is %s: its groups stay as they are, "
+                "its times are made again",
+                made_on,
+                host,
             )
 
     def _other_module(self, graph: FusionGraph) -> str:
