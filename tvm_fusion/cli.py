@@ -46,8 +46,8 @@ from .errors import (
 )
 from .host import interrupts
 from .host.logs import TOPICS
+from .host.progress import shown
 from .host.text_files import read_json, refuse_unwritable
-from .report.progress import shown
 
 if TYPE_CHECKING:
     from .config import Policy

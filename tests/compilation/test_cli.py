@@ -293,6 +293,13 @@ def test_debugging_raises_the_error(compiler, monkeypatch):
         cli.main(["compile", "--demo"])
 
 
+def test_every_command_can_be_quiet():
+    (commands,) = (a for a in cli._parser()._actions if isinstance(a.choices, dict))
+    assert len(commands.choices) >= 10
+    for name, command in commands.choices.items():
+        assert "--quiet" in command._option_string_actions, name
+
+
 def test_an_interrupt_is_a_line_that_says_what_is_kept_and_how_to_go_on(compiler, capsys):
     compiler.error = KeyboardInterrupt()
     assert "interrupted; plans and kernels that were ready are kept in" in fails(

@@ -15,7 +15,7 @@ from tests.support.graphs import module
 from tests.support.runtime_cases import LLVM, symbolic_sum
 from tvm_fusion import cli
 from tvm_fusion.config import load_profile
-from tvm_fusion.errors import InputError, TargetError
+from tvm_fusion.errors import BuildError, InputError, TargetError
 from tvm_fusion.profile import measured, ncu, ranges
 from tvm_fusion.profile.facts import of_calls
 from tvm_fusion.profile.measured import call_once, labelled, profile
@@ -156,6 +156,38 @@ def test_kernels_of_a_gpu_are_those_of_the_functions_in_their_order():
     assert first == [Span("f", 0, 4, 3), Span("g", 10, 15, 5)]
     assert second == [Span("f", 0, 3, 2), Span("g", 3, 4, 1)]
     assert by_function(events, ["f", "g"], kernels, 2) is None  # one was lost
+
+
+@pytest.mark.parametrize("lost", [0, 1, 9])
+def test_kernels_are_read_from_cupti_and_asked_for_again_where_some_are_lost(monkeypatch, lost):
+    """`lost`: how many times the profiler leaves out an event."""
+    torch = pytest.importorskip("torch")
+    (planned,) = measured._functions(two_layers(), LLVM, QUICK).values()
+    built = planned.build().built
+    one, inputs = CompiledModule.of(built), [np.ones((8, 32), "float32")]
+    names = spans.names_called(one, inputs)
+    kernels = {name: (f"{name}_first", f"{name}_second") for name in names}
+    call = [kernel for name in names for kernel in kernels[name]]
+    profiles = []
+
+    def events(profiler):
+        profiles.append(profiler)
+        found = [(k, 10.0 * i, 10.0 * i + 4) for i, k in enumerate(["filler", *call] * 2)]
+        return found[: -1 if len(profiles) <= lost else None]
+
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: zeros(1))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.profiler, "profile", lambda **_: contextlib.nullcontext())
+    monkeypatch.setattr(spans, "device_events", events)
+    if lost > spans.ATTEMPTS:
+        with pytest.raises(BuildError, match=r"CUPTI reports 11 kernels of 2 calls"):
+            spans._cupti_spans(one, inputs, kernels, 2)
+        return
+    calls = spans._cupti_spans(one, inputs, kernels, 2)
+    assert len(profiles) == lost + 1
+    assert [[span.begin_us for span in found] for found in calls] == [[0, 20, 40]] * 2
+    assert {(span.end_us - span.begin_us, span.busy_us) for span in calls[0]} == {(14, 8)}
 
 
 class FakeDriver:

@@ -11,10 +11,10 @@ import pytest
 from tvm import relax
 
 import tvm_fusion
+from tvm_fusion.host import progress
+from tvm_fusion.host.progress import shown
 from tvm_fusion.host.stages import Stage, stage, stepped
 from tvm_fusion.host.stages import progress as stages
-from tvm_fusion.report import progress
-from tvm_fusion.report.progress import shown
 from tvm_fusion.runtime.calls.sidecar import without_lines
 from tvm_fusion.runtime.timing.spans import kernel_walls
 

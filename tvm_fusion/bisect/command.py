@@ -17,8 +17,8 @@ from ..config import load_policy, resolve_target
 from ..errors import CHECK_FAILED, InputError, TargetError
 from ..flow.functions import planned_functions
 from ..flow.planned import Planned
+from ..host.progress import shown
 from ..host.text_files import refuse_unwritable
-from ..report.progress import shown
 from .parts import Parts
 from .reproducer import slow_case, told_slow, write, wrong_case
 from .slow import slow_parts
@@ -36,7 +36,7 @@ def main(args: argparse.Namespace) -> int:
     if args.slower and args.tolerance is not None:
         raise InputError("--tolerance is of wrong numbers: leave it, or --slower")
     if args.tolerance is not None and not args.tolerance >= 0:
-        raise InputError(f"--tolerance {args.tolerance}: a share of the largest number, at least 0")
+        raise InputError(f"--tolerance {args.tolerance}: give a share of the largest value")
     target, _ = resolve_target(args.target)
     policy, folder = load_policy(policy_of(args.policy)), Path(args.out)
     refuse_unwritable(folder / "reproduce.py" if folder.is_dir() else folder, "reproducer")
@@ -61,9 +61,13 @@ def main(args: argparse.Namespace) -> int:
 def _runnable(planned: Planned) -> None:
     if not has_device(planned):
         name = planned.hw.name
-        raise TargetError(f"bisect runs what it compiles, and this machine has no {name}")
+        raise TargetError(
+            f"bisect runs what it compiles, and this machine has no {name}; name another target"
+        )
     if not has_inputs(planned):
-        raise InputError("no inputs can be drawn for this model, so nothing can be run")
+        raise InputError(
+            "no inputs can be drawn for this model, so nothing can be run; give one of tensors only"
+        )
 
 
 def _wrong(planned: Planned, args: argparse.Namespace, folder: Path) -> dict[str, Any]:

@@ -173,7 +173,9 @@ def write(folder: Path, case: Case, why: str, slow: bool = False) -> Path:
     arrays, kinds = _packed(case.inputs)
     size = len(text) + sum(array.nbytes for array in arrays.values())
     if size > MOST_BYTES:
-        raise InputError(f"no reproducer in {folder}: the model has {size / 1e9:.1f} GB")
+        raise InputError(
+            f"no reproducer in {folder}: the model has {size / 1e9:.1f} GB; take a smaller one"
+        )
     script = SCRIPT.format(
         title="A slow kernel" if slow else "Wrong numbers",
         version=__version__,
@@ -187,7 +189,9 @@ def write(folder: Path, case: Case, why: str, slow: bool = False) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         np.savez(folder / "inputs.npz", **arrays)
     except OSError as error:
-        raise InputError(f"cannot write the reproducer {folder}: {error.strerror}") from error
+        raise InputError(
+            f"cannot write the reproducer {folder}: {error.strerror}; name another --out"
+        ) from error
     for name, content in (
         ("module.json", text),
         ("module.py", planned.mod.script(show_meta=False)),

@@ -87,7 +87,9 @@ def slow_parts(parts: Parts, repeats: int = 15) -> SlowParts:
         runner.build([whole, *(specs for side in sides.values() for specs in side)])
     if not runner.can_run(whole):
         why = next(iter(runner.failures.values()), "operators that cannot be read")
-        raise InputError(f"some launches of the plan cannot be run by themselves: {why}")
+        raise InputError(
+            f"some launches of the plan cannot be run by themselves: {why}; give another plan"
+        )
     runner.run(whole, drawn_inputs(planned.mod))
     timed = {
         part: [own, *(s for s in others if s != own and runner.can_run(s))]

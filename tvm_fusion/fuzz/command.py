@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import InputError
+from ..host.progress import shown
 from ..host.stages import stage
-from ..report.progress import shown
 
 if TYPE_CHECKING:
     from .verdict import Verdict

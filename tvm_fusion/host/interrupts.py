@@ -47,6 +47,12 @@ def check() -> None:
         raise KeyboardInterrupt
 
 
+def handled() -> None:
+    """What was interrupted goes on to put things in order; `check` is quiet until the next one."""
+    global _received
+    _received = False
+
+
 def _handle(handler: Any) -> None:
     if threading.current_thread() is threading.main_thread():  # others may set none
         signal.signal(signal.SIGINT, handler)

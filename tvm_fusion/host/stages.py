@@ -4,7 +4,7 @@
         one.step()
 
 Stages are records of the logger `tvm_fusion.progress`, which says nothing unless someone listens
-(`report.progress`); a stage that has ended is a line of the logger `tvm_fusion.time`.
+(`host.progress`); a stage that has ended is a line of the logger `tvm_fusion.time`.
 """
 
 from __future__ import annotations

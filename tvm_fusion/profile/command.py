@@ -11,7 +11,7 @@ from typing import Any
 from .._arguments import model_of, policy_of
 from ..config import load_policy, resolve_target
 from ..errors import InputError, PlanError
-from ..report.progress import shown
+from ..host.progress import shown
 from ..report.text import format_bytes
 from .measured import call_once, profile
 from .ncu import shown_command

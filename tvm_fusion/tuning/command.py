@@ -7,17 +7,16 @@ import json
 import math
 import shlex
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .._arguments import model_of, policy_of
 from ..config import resolve_target
 from ..errors import InputError
 from ..host.interrupts import INTERRUPTED
-from ..host.terminal import is_plain
+from ..host.progress import shown
+from ..host.stages import Stage, stage
 from .session.result import TuneResult
 from .session.tune import tune
 
@@ -47,8 +46,8 @@ def main(args: argparse.Namespace) -> int:
 
 def _session(args: argparse.Namespace) -> int:
     try:
-        with shown(args.quiet) as watch:
-            result = _tuned(args, watch)
+        with shown(quiet=args.quiet), stage("preparing the session") as one:
+            result = _tuned(args, partial(_watch, one))
     except KeyboardInterrupt:
         return _interrupted("before the first trial; the same command begins again")
     print(json.dumps(to_json(result)) if args.json else table(result))
@@ -132,59 +131,17 @@ def _us(us: float | None) -> str:
     return "-" if us is None else f"{us:.1f}"
 
 
-LINE_EVERY_S = 10.0
-
-
-@contextmanager
-def shown(quiet: bool) -> Iterator[Callable[[Session], None]]:
-    """What a session is shown by on standard error: a bar of `rich`, or a line every few seconds
-    where there is no terminal or no `rich`; nothing if it is to be quiet.
-    """
-    if quiet:
-        yield lambda session: None
-        return
-    bar = None if is_plain(sys.stderr) else _bar()
-    if bar is None:
-        yield _lines()
-        return
-    with bar:
-        number = bar.add_task("tuning")
-        yield lambda session: bar.update(
-            number,
-            total=session.settings.trials,
-            completed=session.trials,
-            description=status(session),
-        )
-
-
-def _bar() -> Any:
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-    except ImportError:
-        return None
-    columns = (BarColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
-    return Progress(*columns, console=Console(file=sys.stderr), transient=True)
-
-
-def _lines() -> Callable[[Session], None]:
-    said = -math.inf
-
-    def watch(session: Session) -> None:
-        nonlocal said
-        if time.monotonic() - said >= LINE_EVERY_S:
-            said = time.monotonic()
-            print(status(session), file=sys.stderr, flush=True)
-
-    return watch
+def _watch(one: Stage, session: Session) -> None:
+    """Shows how far a session is."""
+    one.title, one.total, one.done = status(session), session.settings.trials, session.trials
+    one.tell()
 
 
 def status(session: Session) -> str:
-    """Trials, best time, gain so far and time left, in a line."""
+    """Best time, gain so far and time left, in a line."""
     best, untuned = session.total_us, session.untuned_us
     gain = f", {100 * (1 - best / untuned):.1f} % less than untuned" if untuned > best else ""
     left_s = session.limit.left_s
     left = f", {left_s / 60:.1f} min left" if math.isfinite(left_s) else ""
     partly = " (partly predicted)" if session.is_partly_predicted else ""
-    trials = f"{session.trials} of {session.settings.trials} trials"
-    return f"{trials}, kernels {best:.1f} us{partly}{gain}{left}"
+    return f"tuning: kernels {best:.1f} us{partly}{gain}{left}; trials"

@@ -29,6 +29,7 @@ from ...config.digest import digest
 from ...config.hardware import HOST_NUMBERS
 from ...config.targets import cpu_target
 from ...errors import InputError
+from ...host import interrupts
 from ...host.atomic_files import replace_file
 from ...host.cores import available_cores
 from ...host.threads import asked_threads, thread_count, use_calibrated_threads
@@ -171,6 +172,7 @@ def _host_profile(asked: int | None) -> HardwareProfile:
         )
         return base
     except KeyboardInterrupt:
+        interrupts.check()  # a command ends; a program of its own goes on
         _log.warning(
             "the calibration of this CPU was interrupted: plans are made with the shipped "
             "profile; the next run calibrates again"

@@ -22,6 +22,7 @@ from ...config import HardwareProfile, added_profiles
 from ...errors import InputError, TargetError
 from ...flow.functions import planned_functions
 from ...flow.planned import Planned
+from ...host import interrupts
 from ...kernels.registry import added
 from ..database import Database, check_place, find_database
 from ..database.replay import module_of
@@ -199,7 +200,7 @@ def tune(
                 function.run(worker, left.left_s / (len(functions) - number))
             ended = session.ended
         except KeyboardInterrupt:
-            pass
+            interrupts.handled()  # what was measured is settled, which takes stages of its own
         except TargetError as error:  # nothing is left to build or to measure on
             lost = error
         with held_interrupts() as came:

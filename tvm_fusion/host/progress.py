@@ -15,8 +15,8 @@ import time
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-from ..host.stages import Stage, progress
-from ..host.terminal import is_plain
+from .stages import Stage, progress
+from .terminal import is_plain
 
 PATIENCE_S = 2.0
 AGAIN_S = 10.0
