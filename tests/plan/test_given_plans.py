@@ -70,12 +70,11 @@ def test_another_policy_is_told(caplog):
 
 
 def test_rates_of_another_cpu_are_told(caplog):
-    plan = plan_for()
-    if not plan.measured:
-        pytest.skip("no CPU's own rates are used here")
-    elsewhere = dataclasses.replace(plan, measured=plan.measured | {"host": "Another CPU"})
-    assert given(elsewhere).groups == plan.groups
-    assert "made with the rates of Another CPU, this is " in caplog.text
+    plan = dataclasses.replace(plan_for(), measured={"host": "Another CPU"})
+    plan.check_made_for(plan.device, plan.policy, host="Another CPU")
+    assert caplog.text.count("rates") == 0
+    plan.check_made_for(plan.device, plan.policy, host="This CPU")
+    assert "made with the rates of Another CPU, this is This CPU" in caplog.text
 
 
 @pytest.mark.parametrize("target", ["llvm", "nvidia_h200"])
