@@ -167,10 +167,21 @@ def test_a_refusal_shows_its_code_place_reason_and_numbers(lines):
 
 
 def test_many_refusals_are_counted_and_the_rest_is_announced():
-    shown = replace(REPORT, refusals=(REFUSAL,) * 11).full()
+    each = [replace(REFUSAL, why=f"{chr(ord('a') + n)} would be computed") for n in range(11)]
+    shown = replace(REPORT, refusals=tuple(each)).full()
     assert "not fused (11 RECOMPUTE):" in shown
-    assert shown.count("exp would be computed") == 8
+    assert shown.count("would be computed") == 8
     assert "and 3 more" in shown
+
+
+def test_refusals_of_equal_layers_are_one_line_and_count_together():
+    layers = [replace(REFUSAL, where=(f"exp{n}", f"lv{n}"), cost_us=2.0) for n in range(12)]
+    dear = replace(REFUSAL, why="dear", cost_us=20.0)
+    shown = replace(REPORT, refusals=(dear, *layers)).full().splitlines()
+    at = shown.index("not fused (13 RECOMPUTE):")
+    assert shown[at + 1].startswith("  x12, 24 us in all: RECOMPUTE: exp0, lv0: ")
+    assert "dear" in shown[at + 2]
+    assert len(shown) == at + 3
 
 
 def test_a_fallback_is_marked_in_its_row_and_explained():

@@ -12,6 +12,7 @@ fused_rms_norm   row        add, rms_norm              1  ...
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TextIO
@@ -341,9 +342,25 @@ def _refusals(refusals: Sequence[RefusalReport]) -> str:
     counts = Counter(refusal.code for refusal in refusals)
     summary = ", ".join(f"{count} {code}" for code, count in sorted(counts.items()))
     lines = [f"not fused ({summary}):"]
-    lines += [f"  {format_refusal(refusal)}" for refusal in refusals[:_SHOWN_REFUSALS]]
-    hidden = len(refusals) - _SHOWN_REFUSALS
-    return "\n".join([*lines, f"  and {hidden} more; --json has them all"] if hidden > 0 else lines)
+    every = _of_equal_layers(refusals)
+    for first, *others in every[:_SHOWN_REFUSALS]:
+        costs = [refusal.cost_us or 0.0 for refusal in (first, *others)]
+        total = f", {format_time(sum(costs))} in all" if sum(costs) else ""
+        times = f"x{len(costs)}{total}: " if others else ""
+        lines.append(f"  {times}{format_refusal(first)}")
+    hidden = sum(map(len, every[_SHOWN_REFUSALS:]))
+    return "\n".join([*lines, f"  and {hidden} more; --json has them all"] if hidden else lines)
+
+
+def _of_equal_layers(refusals: Sequence[RefusalReport]) -> list[list[RefusalReport]]:
+    """Refusals in sets that differ by numbers in names only, those that cost most in all first."""
+    found: dict[Any, list[RefusalReport]] = {}
+    for refusal in refusals:
+        names = [re.sub(r"\d+", "", text) for text in (*refusal.where, refusal.why)]
+        numbers = tuple(sorted(refusal.numbers.items()))
+        found.setdefault((refusal.code, *names, numbers, refusal.flip), []).append(refusal)
+    cost = {key: sum(refusal.cost_us or 0.0 for refusal in many) for key, many in found.items()}
+    return [found[key] for key in sorted(found, key=lambda key: -cost[key])]
 
 
 def align(rows: Sequence[Sequence[str]], left: int) -> str:
