@@ -36,7 +36,7 @@ def main(args: argparse.Namespace) -> int:
     if args.slower and args.tolerance is not None:
         raise InputError("--tolerance is of wrong numbers: leave it, or --slower")
     if args.tolerance is not None and not args.tolerance >= 0:
-        raise InputError(f"--tolerance {args.tolerance}: give a share of the largest value")
+        raise InputError(f"--tolerance {args.tolerance}: give a share of the largest, at least 0")
     target, _ = resolve_target(args.target)
     policy, folder = load_policy(policy_of(args.policy)), Path(args.out)
     refuse_unwritable(folder / "reproduce.py" if folder.is_dir() else folder, "reproducer")
