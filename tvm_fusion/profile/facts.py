@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..runtime.timing.spans import Call
+from ..runtime.timing.spans import Call, Recorded
 from ..runtime.timing.timing import TimeReport, Timing
 
 FORMAT_VERSION = 1
@@ -66,7 +66,7 @@ class ModuleProfile:
     call : TimeReport
         Time of a call, as `compile` reports it.
     span : TimeReport
-        From the begin of the first launch to the end of the last, in the recorded calls.
+        From the begin of the first launch to the end of the last, one call behind the other.
     busy : TimeReport
         In kernels.
     gaps : TimeReport
@@ -80,7 +80,7 @@ class ModuleProfile:
     measured_memory_bytes : int or None
         The same as a GPU saw it.
     example : list of Span
-        The recorded call whose span is the median one, for a trace.
+        The recorded call whose time in kernels is the median one, for a trace.
     """
 
     launches: int
@@ -144,13 +144,15 @@ class Profile:
         }
 
 
-def of_calls(calls: Sequence[Call], clock: str) -> tuple[TimeReport, TimeReport, TimeReport, Call]:
-    """The spans of recorded calls, the times in kernels and between them, and the median call."""
-    spans = [call[-1].end_us if call else 0.0 for call in calls]
-    busy = [sum(span.busy_us for span in call) for call in calls]
-    gaps = [max(0.0, all_ - in_) for all_, in_ in zip(spans, busy, strict=True)]
-    example = sorted(zip(spans, calls, strict=True), key=lambda pair: pair[0])[len(calls) // 2][1]
-    return (*(report_of(samples, clock) for samples in (spans, busy, gaps)), example)
+def of_calls(found: Recorded) -> tuple[TimeReport, TimeReport, TimeReport, Call]:
+    """What whole calls take, the times in kernels and between them, and the call of median time in
+    kernels.
+    """
+    busy = [sum(span.busy_us for span in call) for call in found.calls]
+    gaps = [max(0.0, all_ - in_) for all_, in_ in zip(found.whole_us, busy, strict=True)]
+    ordered = sorted(zip(busy, found.calls, strict=True), key=lambda pair: pair[0])
+    samples = (found.whole_us, busy, gaps)
+    return (*(report_of(us, found.clock) for us in samples), ordered[len(ordered) // 2][1])
 
 
 def report_of(samples_us: Sequence[float], clock: str) -> TimeReport:

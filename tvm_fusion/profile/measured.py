@@ -27,7 +27,7 @@ from ..report.assemble import built_report
 from ..report.facts import GroupReport
 from ..runtime.calls.compiled_module import CompiledModule
 from ..runtime.graphs.driver import CudaDriver
-from ..runtime.timing.spans import Call, called, names_called, recorded_calls
+from ..runtime.timing.spans import Recorded, called, names_called, recorded_calls
 from ..runtime.timing.timing import FUSED, UNFUSED, TimeReport, time_modules
 from .facts import KernelProfile, ModuleProfile, Profile, of_calls, report_of
 from .ranges import Ranges
@@ -185,9 +185,9 @@ def _recorded(
     """A module with its calls recorded; `counted`: the ledger is of the sizes of the inputs."""
     built, module = one.made.built, one.module
     with stage("recording calls"):
-        clock, recorded = recorded_calls(module, inputs, built.kernels, calls)
-    span, busy, gaps, example = of_calls(recorded, clock)
-    kernels = _kernels(one, recorded, clock, counted)
+        recorded = recorded_calls(module, inputs, built.kernels, calls)
+    span, busy, gaps, example = of_calls(recorded)
+    kernels = _kernels(one, recorded, counted)
     sizes = [kernel.bytes for kernel in kernels if kernel.bytes is not None]
     on_gpu = module.device.type == "cuda"
     return ModuleProfile(
@@ -204,13 +204,11 @@ def _recorded(
     )
 
 
-def _kernels(
-    one: Ready, calls: Sequence[Call], clock: str, counted: bool
-) -> tuple[KernelProfile, ...]:
-    names = [span.name for span in calls[0]]
+def _kernels(one: Ready, recorded: Recorded, counted: bool) -> tuple[KernelProfile, ...]:
+    calls, names = recorded.calls, [span.name for span in recorded.calls[0]]
     found = []
     for position, (index, label) in enumerate(labelled(names, one.groups)):
-        time = report_of([call[position].busy_us for call in calls], clock)
+        time = report_of([call[position].busy_us for call in calls], recorded.clock)
         kernel = KernelProfile(names[position], label, None, time)
         if index is not None:
             group = one.groups[index]

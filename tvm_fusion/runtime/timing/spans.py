@@ -1,9 +1,11 @@
 """When each launch of a call begins and ends.
 
-The virtual machine calls back before and after each function that it calls, which takes about a
-microsecond. On a CPU that is the clock; on a GPU it only says in which order functions are called,
-and the times are those of their kernels (CUPTI, through torch's profiler), or of CUDA events around
-each function where there is no torch with CUDA.
+The virtual machine calls back before and after each function that it calls, builtins among them,
+which takes some ten microseconds a launch, half a one of it within the function. On a CPU that is
+the clock of the functions, and calls without it, in turns with these, say what lies between them.
+On a GPU it says only in which order functions are called, and the times are those of their kernels
+(CUPTI, through torch's profiler), or of CUDA events around each function where there is no torch
+with CUDA.
 """
 
 from __future__ import annotations
@@ -49,14 +51,37 @@ class Span:
 Call = list[Span]
 
 
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Calls of a module.
+
+    Attributes
+    ----------
+    clock : str
+        "wall", "kernel" or "event".
+    calls : list of Call
+    whole_us : list of float
+        Of each call the time from the begin of its first launch to the end of its last one, where
+        that is not what recording it took.
+    """
+
+    clock: str
+    calls: list[Call]
+    whole_us: list[float]
+
+    @classmethod
+    def on_gpu(cls, clock: str, calls: list[Call]) -> Recorded:
+        """Calls whose launches queue up on a device, which recording does not delay."""
+        return cls(clock, calls, [call[-1].end_us if call else 0.0 for call in calls])
+
+
 def recorded_calls(
     module: CompiledModule,
     inputs: Sequence[Any],
     kernels: Mapping[str, Sequence[str]],
     repeats: int = 20,
-) -> tuple[str, list[Call]]:
-    """Runs a module, and returns the clock ("wall", "kernel" or "event") and the launches of each
-    call.
+) -> Recorded:
+    """Runs a module, and returns the launches of each call.
 
     Parameters
     ----------
@@ -74,10 +99,10 @@ def recorded_calls(
         CUPTI does not report all kernels.
     """
     if module.device.type != "cuda":
-        return "wall", wall_spans(module, inputs, repeats)
+        return wall_spans(module, inputs, repeats)
     if has_torch_cuda():
-        return "kernel", _cupti_spans(module, inputs, kernels, repeats)
-    return "event", _event_spans(module, inputs, repeats)
+        return Recorded.on_gpu("kernel", _cupti_spans(module, inputs, kernels, repeats))
+    return Recorded.on_gpu("event", _event_spans(module, inputs, repeats))
 
 
 @contextmanager
@@ -98,8 +123,10 @@ def called(module: CompiledModule, note: Callable[[str, bool], None]) -> Iterato
         module.vm._set_instrument(None)
 
 
-def wall_spans(module: CompiledModule, inputs: Sequence[Any], repeats: int = 20) -> list[Call]:
-    """The launches of each call on a CPU, by the clock."""
+def wall_spans(module: CompiledModule, inputs: Sequence[Any], repeats: int = 20) -> Recorded:
+    """The launches of each call on a CPU, by the clock; before each a call that is not recorded is
+    timed as a whole.
+    """
     spans: list[tuple[str, float, float]] = []
     begun = 0.0
 
@@ -111,20 +138,23 @@ def wall_spans(module: CompiledModule, inputs: Sequence[Any], repeats: int = 20)
         else:
             spans.append((name, begun * 1e6, now * 1e6))
 
-    arguments, runs = module.arguments(inputs), []
-    with called(module, note):
-        for _ in range(WARM_CALLS + repeats):
-            spans.clear()
+    arguments, runs, whole_us = module.arguments(inputs), [], []
+    for _ in range(WARM_CALLS + repeats):
+        began = time.perf_counter()
+        module.run(arguments)
+        whole_us.append((time.perf_counter() - began) * 1e6)
+        spans.clear()
+        with called(module, note):
             module.run(arguments)
-            runs.append(_from_its_begin(spans))
-    return runs[WARM_CALLS:]
+        runs.append(_from_its_begin(spans))
+    return Recorded("wall", runs[WARM_CALLS:], whole_us[WARM_CALLS:])
 
 
 def kernel_walls(
     module: CompiledModule, inputs: Sequence[Any], repeats: int = 20
 ) -> list[tuple[str, Timing]]:
     """The functions of a call on a CPU in the order in which they run, and how long each takes."""
-    calls = wall_spans(module, inputs, repeats)
+    calls = wall_spans(module, inputs, repeats).calls
     return [
         (spans[0].name, Timing.of([one.busy_us for one in spans], "wall"))
         for spans in zip(*calls, strict=True)
