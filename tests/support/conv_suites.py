@@ -124,6 +124,31 @@ def thin() -> dict[str, Conv]:
     return found
 
 
+def stems() -> dict[str, Conv]:
+    """First layers of networks: few channels."""
+    whole = dict(padding=(0,) * 4)
+    return {
+        "stem 224 7x7s2 3-64": square(224, 7, 3, 64, stride=2),
+        "stem 224 7x7s2 3-64 b1": square(224, 7, 3, 64, stride=2, batch=1),
+        "stem 224 3x3s2 3-16": square(224, 3, 3, 16, stride=2),
+        "stem 224 3x3s2 3-32": square(224, 3, 3, 32, stride=2),
+        "stem 224 3x3s2 3-32 b1": square(224, 3, 3, 32, stride=2, batch=1),
+        "stem 299 3x3s2 3-32": square(299, 3, 3, 32, stride=2, **whole),
+        "stem 224 3x3 3-64": square(224, 3, 3, 64, batch=16),
+        "stem 224 11x11s4 3-64": square(224, 11, 3, 64, stride=4, padding=(2,) * 4),
+        "stem 224 4x4s4 3-96": square(224, 4, 3, 96, stride=4, **whole),
+        "stem 224 16x16s16 3-768": square(224, 16, 3, 768, stride=16, **whole),
+        "stem 64 3x3 4-320": square(64, 3, 4, 320, batch=8),
+        "stem 28 5x5 1-32": square(28, 5, 1, 32, batch=256),
+        "stem 16000 10s5 1-512": last((16000,), (10,), 1, 512, stride=5, batch=8, padding=(0, 0)),
+        "stem 224 7x7s2 3-64 from channels first": square(
+            *(224, 7, 3, 64),
+            **dict(stride=2, data_layout="NCHW", weight_layout="OIHW", epilogue="channels_moved"),
+        ),
+        "stem 96x96x96 3x3x3 1-16": last((96, 96, 96), (3, 3, 3), 1, 16, batch=2),
+    }
+
+
 def depthwise() -> dict[str, Conv]:
     """Depthwise convolutions of MobileNet, EfficientNet and ConvNeXt."""
     shapes = (
@@ -175,6 +200,7 @@ SUITES: dict[str, Callable[[], dict[str, Conv]]] = {
     "resnet50": resnet50,
     "kinds": kinds,
     "thin": thin,
+    "stems": stems,
     "depthwise": depthwise,
     "transposed": transposed,
     "random": random_ones,

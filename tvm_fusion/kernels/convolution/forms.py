@@ -16,6 +16,7 @@ from ..gemm.hopper.config import HopperConfig
 from ..gemm.mma.kernel import emit_gemm_mma
 from ..gemm.mma.plan import MmaConfig
 from ..gemm.mma.rank import mma_ranked
+from ..gemm.runs.shape import RunsConfig
 from ..gemm.simt.config import SimtConfig
 from ..gemm.simt.kernel import emit_gemm_simt, simt_ranked
 from .cpu.kernel import write_convolution
@@ -25,6 +26,7 @@ from .depthwise.rank import depthwise_ranked
 from .geometry import Convolution, read_convolution
 from .hopper import RimConfig, emit_hopper, emit_rims, hopper_ranked, rims_ranked
 from .products import as_products
+from .runs import emit_convolution_runs, runs_ranked
 
 
 def _read_on_cpu(func: tirx.PrimFunc, exact: bool) -> tuple[OnCPU, Convolution | None]:
@@ -65,6 +67,7 @@ CUDA_WRITER = Writer(
         Form("rims", RimConfig, rims_ranked, emit_rims),
         Form("hopper", HopperConfig, hopper_ranked, emit_hopper),
         Form("depthwise", DepthwiseConfig, depthwise_ranked, emit_depthwise),
+        Form("runs", RunsConfig, runs_ranked, emit_convolution_runs),
         _of_products(Form("mma", MmaConfig, mma_ranked, emit_gemm_mma)),
         _of_products(Form("simt", SimtConfig, simt_ranked, emit_gemm_simt)),
     ),

@@ -43,6 +43,7 @@ from ..gpu.access import Groups, affine_access
 from ..gpu.tensor_map import MAX_BOX, MAX_STEP, TensorMap, tensor_map, with_steps
 from ..program.expr import FLOAT8_DTYPES, HALF_DTYPES, bytes_of, constant, dtype_of
 from .geometry import Convolution, Put
+from .patches import in_patches
 
 
 class RimConfig(HopperConfig):
@@ -124,6 +125,7 @@ def read_windows(convolution: Convolution, rims: bool = False) -> HopperProblem:
     Unsupported
         See `emit_hopper`.
     """
+    convolution = in_patches(convolution)
     if convolution.filters is None or convolution.channels is None:
         raise Unsupported("a convolution of one filter or one channel a group")
     dtype = _dtype(convolution)

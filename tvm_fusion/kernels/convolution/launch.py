@@ -17,11 +17,14 @@ from ...ir.extents import assumed_product
 from ...plan.group_view import GroupView
 from ..base import Fit
 from ..gemm.launch import operation_seconds
+from ..gemm.runs.problem import MOST_TERMS
+from ..gemm.runs.time import sums_seconds as runs_seconds
 from ..group.footprint import footprint_bytes
 from ..program.expr import HALF_DTYPES
 from .depthwise.problem import MOST_CHANNELS
 from .depthwise.time import sums_seconds
 from .product_time import cuda_core_seconds, mma_seconds
+from .runs import MOST_CHANNELS as FEW_CHANNELS
 from .sizes import Sizes
 
 
@@ -103,6 +106,8 @@ START_SECONDS = 3e-6
 WGMMA_SHARE = 0.8
 """Of the rate of tensor cores, that of the form that the TMA serves (H100, 2026-11-26: 3 x 3
 convolutions of ResNet-50, 32 images)."""
+FILLED_LINES = 1.2
+"""Terms of a filter's lines that are filled up to multiples of 8, of those that there are."""
 TMA_CHANNELS, STEP_CHANNELS = 8, 64
 """Channels of halves that a box starts at multiples of, and those of a step."""
 
@@ -135,6 +140,11 @@ def _bodies(sizes: Sizes, hw: HardwareProfile, policy: Policy) -> Iterator[tuple
     seconds = mma_seconds(sizes, hw, policy)
     if seconds is not None:
         yield "tensor", seconds
+    few = sizes.groups == 1 < sizes.filters and sizes.channels <= FEW_CHANNELS
+    if few and sizes.dtype in HALF_DTYPES and hw.arch >= "sm_80":
+        terms = math.ceil(sizes.channels * sizes.taps * FILLED_LINES)
+        if terms <= MOST_TERMS:
+            yield "runs", runs_seconds(sizes.positions, sizes.filters, terms, sizes.dtype, hw)
     rate = "tfloat32" if sizes.dtype == "float32" else sizes.dtype
     boxes = sizes.channels_last and sizes.channels % TMA_CHANNELS == 0
     taken = seconds is not None and sizes.dtype in (*HALF_DTYPES, "float32")

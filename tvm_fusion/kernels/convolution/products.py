@@ -33,6 +33,7 @@ from ..contraction.windows import Window, Windows
 from ..gpu.access import window_access
 from ..program.expr import constant, number, variables
 from .geometry import Convolution, Put
+from .patches import in_patches
 
 # Segments of one launch, each with code of its own; steps beyond meet zeros between elements.
 MAX_PHASES = 8
@@ -44,6 +45,7 @@ def as_products(convolution: Convolution) -> Contraction:
     The operand that reads the data is told as `Windows`, unless it is read at the positions
     themselves, without padding.
     """
+    convolution = in_patches(convolution)
     windows, env, apart, count = list(convolution.windows), {}, [], 1
     for i, window in enumerate(windows):
         phases = min(window.expansion, window.size)

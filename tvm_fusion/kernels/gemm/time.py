@@ -27,6 +27,9 @@ from .hopper.cost import (
     stripe,
 )
 from .launch import GemmGroup
+from .runs.problem import MOST_COLUMNS, MOST_TERMS
+from .runs.time import FITTED as RUNS
+from .runs.time import sums_seconds
 from .side_by_side import tensor_maps_fit
 
 if TYPE_CHECKING:
@@ -115,6 +118,22 @@ def _way(launch: GemmGroup, side: int) -> tuple[Way, int]:
         return Way.COMPUTE, 16
     pitch = math.gcd(16, *(launch.pitches(p)[side] for p in launch.products))
     return (Way.COPY, pitch) if pitch >= 4 else (Way.SHIFT, 16)
+
+
+def runs_times(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[LaunchTime]:
+    """Few terms, whose rows are whole pieces of 16 bytes."""
+    alone = len(launch.segments) == len(launch.products) == len(launch.dtypes) == 1
+    if hw.arch < "sm_80" or not alone or not all(map(_is_static, launch.products)):
+        return
+    ((batch, m, n, depths),), (dtype,) = launch.segments, launch.dtypes
+    pitch, _ = launch.pitches(launch.products[0])
+    whole = pitch % TMA_PITCH_BYTES == 0 and sum(depths) * dtype_bytes(dtype) % TMA_PITCH_BYTES == 0
+    plain = dtype in HALF_DTYPES and not launch.computed(0) and not launch.computed(1)
+    few = sum(depths) <= MOST_TERMS and n <= MOST_COLUMNS
+    if batch != 1 or not plain or not whole or not few:
+        return
+    body = sums_seconds(m, n, sum(depths), dtype, hw)
+    yield _other(launch, hw, "runs", "tensor", body, RUNS.start_s, (1, 1), RUNS.overlap)
 
 
 def skinny_times(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[LaunchTime]:
@@ -211,7 +230,13 @@ PLANE_TERMS_PER_S = 1.5e12
 
 def predict(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> LaunchTime | None:
     """The fastest form that can compute the group, by prediction, if there is one."""
-    known = (_hopper, skinny_times, mma_times, simt_times)  # in the order of `gemm.forms`
+    known = (
+        _hopper,
+        skinny_times,
+        runs_times,
+        mma_times,
+        simt_times,
+    )  # in the order of `gemm.forms`
     if launch.has_partials or not launch.swaps_halves:
         known = (_hopper,)  # its threads hold runs of columns: they reduce or pair some of them
     found = itertools.chain.from_iterable(form(launch, hw, policy) for form in known)

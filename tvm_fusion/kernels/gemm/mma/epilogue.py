@@ -21,7 +21,7 @@ from ...gpu.product_frame import Frame, Tile, coordinates, evaluate
 from ...program.expr import HALF_DTYPES, bytes_of, conjunction, constant, convert
 from ..epilogue import reads_in_place, values_by_part
 from ..hopper.fetch import Fetch, Partials
-from .plan import MmaConfig, Panel
+from .plan import Panel, WarpTiles
 from .problem import MmaSegment
 from .units import CHUNK as CHUNK_BYTES
 from .units import store_integers, store_shared, warp_sync
@@ -43,12 +43,12 @@ class Layout:
     """
 
     def __init__(
-        self, frame: Frame, segment: MmaSegment, config: MmaConfig, place: tuple[Expr, ...]
+        self, frame: Frame, segment: MmaSegment, config: WarpTiles, place: tuple[Expr, ...]
     ):
         self.kernel = self.plan = self.problem = self.grid = self
         self.frame, self.segments, self.config = frame, [segment], config
         self.chunks = config.warp_n // CHUNK
-        _, self.lane, self.warp_row, self.warp_column = place
+        self.thread, self.lane, self.warp_row, self.warp_column = place
         self.part = 0
 
     def each_segment(self, tile: Tile) -> Iterator[tuple[int, Tile]]:
@@ -113,25 +113,27 @@ class Epilogue:
     """Emits the epilogue of a block; `sums` are a thread's registers of each accumulator.
 
     Wide outputs pass through shared memory (`ring`, free by then), 16 rows of a warp at a time, and
-    leave in stores of 16 bytes, a whole row of the warp's tile at once; others in pairs.
+    leave in stores of 16 bytes, a whole row of the warp's tile at once; others in pairs. Where that
+    memory is `own`, for nothing else, warps do not wait for each other.
     """
 
     def __init__(
         self,
-        frame: Frame,
+        layout: Layout,
         segment: MmaSegment,
-        config: MmaConfig,
         tile: Tile,
-        place: tuple[Expr, ...],
         sums: Mapping[Var, Expr],
         ring: Expr,
         ring_size: int,
+        wide: bool = True,
+        own: bool = False,
     ):
+        frame, config = layout.frame, layout.config
         self.frame, self.segment, self.config, self.tile = frame, segment, config, tile
-        self.sums, self.ring = sums, ring
-        self.layout = Layout(frame, segment, config, place)
-        self.fetch = Fetch(self.layout, [segment.loads])
-        self.partials = Partials(frame, self.layout)
+        self.sums, self.ring, self.own = sums, ring, own
+        self.layout = layout
+        self.fetch = Fetch(layout, [segment.loads])
+        self.partials = Partials(frame, layout)
         self.reads_in_place = reads_in_place(segment.bindings, segment.outputs)
         self.partners = segment.segment.partners
         self.values = values_by_part(self.partners, segment.bindings, segment.outputs)
@@ -141,14 +143,14 @@ class Epilogue:
         self.wide: dict[int, int] = {}
         for position, output in enumerate(segment.outputs):
             room = (len(self.wide) + 1) * config.warps * self.panel.size <= ring_size
-            whole = config.wide and output.partial is None
+            whole = wide and output.partial is None
             if whole and room and self._run(output, WIDE, HALF_DTYPES):
                 self.wide[position] = len(self.wide) * config.warps * self.panel.size
-        self.warp = T.Bind(place[0] // 32)
+        self.warp = T.Bind(layout.thread // 32)
 
     def emit(self) -> None:
         """Emits all pieces."""
-        if self.wide:
+        if self.wide and not self.own:
             T.evaluate(T.cuda.cta_sync())
         for part in range(self.config.tiles_m):
             self.layout.part = part

@@ -23,7 +23,7 @@ from ...gpu.product_frame import Frame, Tile, ceil_div, open_kernel
 from ...program.expr import constant, convert
 from ..side_by_side import grid_of
 from .computed import Compute
-from .epilogue import Epilogue
+from .epilogue import Epilogue, Layout
 from .operand import Copy, Loader, Place, Shift
 from .plan import Fragments, MmaConfig
 from .problem import Loop, MmaSegment, Way, read_mma
@@ -119,7 +119,8 @@ class _Kernel:
             _MainLoop(self, segment, loop, tile, own).emit()
         place = (self.thread, self.lane, self.warp_row, self.warp_column)
         size = ring_bytes(self.segments, c)
-        Epilogue(self.frame, segment, c, tile, place, sums, self.ring, size).emit()
+        layout = Layout(self.frame, segment, c, place)
+        Epilogue(layout, segment, tile, sums, self.ring, size, c.wide).emit()
 
 
 class _MainLoop:

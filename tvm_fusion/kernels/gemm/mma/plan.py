@@ -17,29 +17,19 @@ BANK_CHUNKS = 8
 
 
 @dataclass(frozen=True, slots=True)
-class MmaConfig:
-    """How a block of the mma.sync GEMM works.
+class WarpTiles:
+    """A block's tile, and its warps' parts of it, which are tiles of mma.sync (16 x 8).
 
     Attributes
     ----------
     block_m, block_n : rows and columns of a block's tile.
     warp_m, warp_n : rows and columns of a warp's part of it.
-    step_bytes : bytes of each row that one step takes (64 or 128).
-    stages : slices in shared memory, at least 3.
-    group_m : row tiles that neighbouring blocks share a column tile over.
-    tf32 : float32 operands may be rounded to tfloat32.
-    wide : outputs leave through shared memory in 16-byte stores, where they can.
     """
 
     block_m: int
     block_n: int
     warp_m: int
     warp_n: int
-    step_bytes: int = 64
-    stages: int = 4
-    group_m: int = 8
-    tf32: bool = False
-    wide: bool = True
 
     @property
     def warps_m(self) -> int:
@@ -65,6 +55,26 @@ class MmaConfig:
     def tiles_n(self) -> int:
         """mma.sync tiles of a warp beside each other."""
         return self.warp_n // 8
+
+
+@dataclass(frozen=True, slots=True)
+class MmaConfig(WarpTiles):
+    """How a block of the mma.sync GEMM works.
+
+    Attributes
+    ----------
+    step_bytes : bytes of each row that one step takes (64 or 128).
+    stages : slices in shared memory, at least 3.
+    group_m : row tiles that neighbouring blocks share a column tile over.
+    tf32 : float32 operands may be rounded to tfloat32.
+    wide : outputs leave through shared memory in 16-byte stores, where they can.
+    """
+
+    step_bytes: int = 64
+    stages: int = 4
+    group_m: int = 8
+    tf32: bool = False
+    wide: bool = True
 
     @property
     def rounds(self) -> int:

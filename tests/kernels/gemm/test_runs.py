@@ -1,0 +1,111 @@
+"""Products of few terms, whose rows are runs: numbers on the emulator, times, refusals."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import defaultdict
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.errors import Unsupported
+from tvm_fusion.kernels.contraction.reader import analyze_contraction
+from tvm_fusion.kernels.convolution.geometry import read_convolution
+from tvm_fusion.kernels.convolution.runs import read_runs
+from tvm_fusion.kernels.gemm.forms import WRITER
+from tvm_fusion.kernels.gemm.runs.problem import MOST_COLUMNS, MOST_TERMS, read_product
+from tvm_fusion.kernels.gemm.runs.rank import emit_product, product_ranked
+from tvm_fusion.kernels.gemm.runs.shape import RunsConfig, Shape
+from tvm_fusion.kernels.gemm.runs.time import runs_seconds
+
+from ...support.conv_suites import SUITES
+from ...support.cuda_on_cpu import (
+    compile_cubins,
+    compile_together,
+    lower,
+    run_cuda_on_cpu,
+    translated,
+)
+from ...support.helpers_tir import poisoned
+from ...support.thin_products import THIN, Thin
+
+A100, H200 = load_profile("nvidia_a100"), load_profile("nvidia_h200")
+POLICY = load_policy(None)
+SWEEP = Path(__file__).resolve().parents[2] / "data/runs_sweep_h200.json"
+ODD = Thin(7, 24, 40, batch=3)
+TILES = {
+    RunsConfig(64, 32, 32, 16, 64): [ODD, replace(ODD, residual=True, dtype="bfloat16")],
+    RunsConfig(32, 16, 16, 16, 32): [replace(ODD, terms=8, columns=9), replace(ODD, terms=64)],
+    RunsConfig(64, 64, 32, 32, 64): [replace(ODD, terms=88, columns=72, by_columns=True)],
+    RunsConfig(128, 128, 64, 64, 128): [replace(ODD, terms=16, columns=200, by_columns=True)],
+}
+
+
+def test_thin_products_are_close_to_float64():
+    cases = [(thin, config) for config, found in TILES.items() for thin in found]
+    kernels = [lower(emit_product(analyze_contraction(t.func()), H200, c)) for t, c in cases]
+    compile_together(map(translated, kernels))
+    for (thin, config), kernel in zip(cases, kernels, strict=True):
+        inputs = thin.arrays()
+        wanted = thin.expected([a.astype("float64") for a in inputs])
+        got = poisoned(thin.output_shape, thin.dtype)
+        assert run_cuda_on_cpu(kernel, [*inputs, got], seed=1) == 1
+        error = np.abs(got.astype("float64") - wanted).max() / np.abs(wanted).max()
+        assert error <= (2e-3 if thin.dtype == "float16" else 1.6e-2), (thin, config)
+
+
+def test_the_first_configurations_compile_without_spills():
+    problems = {f"p{i}": analyze_contraction(t.func()) for i, t in enumerate(THIN[::3])}
+    kernels = {n: emit_product(p, H200, product_ranked(p, H200)[0][1]) for n, p in problems.items()}
+    found = compile_cubins(kernels, "sm_90a")
+    assert [r.kernel for r in found if r.spill_bytes] == []
+    assert len(found) == len(kernels)
+
+
+@pytest.mark.parametrize("hw", [A100, H200], ids=["A100", "H200"])
+def test_thin_products_are_thought_to_be_fastest_as_runs(hw):
+    """All of many positions; of fewer, wider ones other forms may be as fast."""
+    large = [t for t in THIN if t.size >= 56 and (t.terms, t.columns) != (64, 64)]
+    first = [WRITER.ranked(analyze_contraction(t.func()), hw, POLICY)[0][1] for t in large]
+    assert {type(config) for config in first} == {RunsConfig}
+
+
+def test_predicted_times_are_those_of_the_sweep():
+    """Of first layers and of thin products, less two whose weights came in otherwise then."""
+    rows = json.loads(SWEEP.read_text())["rows"]
+    stems, thin = SUITES["stems"](), {t.name: t for t in THIN}
+    problems, found = {}, defaultdict(list)
+    for suite, name, config, us in rows:
+        if (suite, name) not in problems:
+            if suite == "stem":
+                problem = read_runs(read_convolution(stems[name].func()))
+            else:
+                problem = read_product(analyze_contraction(thin[name].func()))
+            problems[suite, name] = problem
+        shape = Shape(problems[suite, name], RunsConfig(*config))
+        found[suite, name].append((runs_seconds(shape, H200) * 1e6, us))
+    assert len(rows) > 400
+    errors = [abs(predicted / us - 1) for pairs in found.values() for predicted, us in pairs]
+    assert statistics.median(errors) <= 0.08
+    losses = [min(pairs)[1] / min(us for _, us in pairs) for pairs in found.values()]
+    assert statistics.median(losses) <= 1.05
+    assert max(losses) <= 1.3
+
+
+REFUSED = {
+    "many terms": (replace(ODD, terms=MOST_TERMS + 8), "520 terms"),
+    "many columns": (replace(ODD, columns=MOST_COLUMNS + 1), "513 columns"),
+    "rows of odd lengths": (replace(ODD, terms=12), "16 bytes"),
+    "float32": (replace(ODD, dtype="float32"), "float32"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_has_no_runs_is_refused(kind):
+    thin, why = REFUSED[kind]
+    with pytest.raises(Unsupported, match=why):
+        product_ranked(analyze_contraction(thin.func()), H200)

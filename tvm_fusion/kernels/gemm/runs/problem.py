@@ -1,0 +1,248 @@
+"""A product of few terms as its kernel sees it: each row's terms are runs of the data.
+
+    y[n, p, q, f] = sum over r, s, c of x[n, 2 p + r - 3, 2 q + s - 3, c] * w[f, r, s, c]
+
+      windows    n;  2 p + r - 3;  2 q + s - 3          rows are their positions
+      lines      rows of a filter: taps r of all windows but the inner one, and channels that are no
+                 neighbours in memory
+      run        the terms of a line, neighbours in memory: taps s and channels c, 21 for 7 and 3
+
+A plain product has one window, whose positions are its rows, and one line, whose run is a row of A.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tvm.ir import Var
+
+from ....errors import Unsupported
+from ...contraction.model import Axis, Contraction, Operand
+from ...gpu.access import affine_access
+from ...program.expr import HALF_DTYPES, bytes_of, dtype_of
+from ..epilogue import take_loads
+from ..mma.problem import COPY_BYTES, MmaSegment
+
+MOST_TERMS = 512
+"""Of a row, with what fills up its lines: a thread's code has all of them."""
+
+MOST_COLUMNS = 512
+"""Of a plain product: all of its rows are read again for each tile of columns."""
+
+OCTET = 8
+"""Terms of a line that lie side by side in the fragments of mma.sync."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RunWindow:
+    """A dimension of the data that rows slide over.
+
+    Position `i` meets tap `t` at element ``stride * i + dilation * t - before``; outside of
+    ``low ... high - 1`` there are zeros.
+
+    Attributes
+    ----------
+    size : int
+        Positions, over the axes of `positions`.
+    pitch : int
+        Distance of neighbouring elements in memory.
+    tap : Axis or None
+        None where there is one tap.
+    """
+
+    size: int
+    positions: tuple[Axis, ...]
+    pitch: int
+    tap: Axis | None = None
+    stride: int = 1
+    dilation: int = 1
+    before: int = 0
+    low: int = 0
+    high: int = 1
+
+    @property
+    def taps(self) -> int:
+        """Number of taps."""
+        return 1 if self.tap is None else int(self.tap.extent)
+
+    @property
+    def reach(self) -> int:
+        """Elements between the nearest and the farthest tap."""
+        return abs(self.dilation) * (self.taps - 1)
+
+    @property
+    def start(self) -> int:
+        """The nearest element of position 0."""
+        return min(0, self.dilation * (self.taps - 1)) - self.before
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Runs:
+    """A product whose rows are runs of the data.
+
+    Attributes
+    ----------
+    segment : MmaSegment
+        Rows are positions, columns filters; no loops.
+    accumulator : Var
+        Stands for the sums in the segment's expressions.
+    data, weights : Operand
+        Both plain loads of one half dtype.
+    base : int
+        Element of the data's parameter where all coordinates are 0.
+    inner : int
+        The number of the window along which taps are neighbours in memory.
+    below : int or None
+        That of the one along which a block's tile has several rows of positions.
+    channels : tuple of Axis
+        What is summed up beside taps.
+    inside : bool
+        Whether channels are neighbours, too, nearer than taps.
+    plane : int
+        Distance of channels in memory.
+    """
+
+    contraction: Contraction
+    segment: MmaSegment
+    accumulator: Var
+    data: Operand
+    weights: Operand
+    base: int
+    windows: tuple[RunWindow, ...]
+    inner: int
+    below: int | None
+    channels: tuple[Axis, ...]
+    inside: bool
+    plane: int
+
+    @property
+    def dtype(self) -> str:
+        """Of data and weights."""
+        return dtype_of(self.data.load)
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The numbers of the windows but the inner one."""
+        return tuple(i for i in range(len(self.windows)) if i != self.inner)
+
+    @property
+    def unit(self) -> int:
+        """Terms of a tap."""
+        return self._channels if self.inside else 1
+
+    @property
+    def planes(self) -> int:
+        """Channels that are lines of their own."""
+        return 1 if self.inside else self._channels
+
+    @property
+    def _channels(self) -> int:
+        return math.prod(int(axis.extent) for axis in self.channels)
+
+    @property
+    def step(self) -> int:
+        """Elements between the runs of neighbouring positions."""
+        window = self.windows[self.inner]
+        return window.pitch * (window.stride if window.size > 1 else 1)
+
+    @property
+    def run(self) -> int:
+        """Terms of a line."""
+        return self.unit * self.windows[self.inner].taps
+
+    @property
+    def lines(self) -> int:
+        """Lines of a row."""
+        return self.planes * math.prod(self.windows[i].taps for i in self.others)
+
+    @property
+    def first(self) -> int:
+        """Where the run of position 0 starts, in elements behind the first one of a line."""
+        return -self.windows[self.inner].before * self.windows[self.inner].pitch
+
+    @property
+    def ends(self) -> tuple[int, int]:
+        """Where a line's data starts and ends, likewise."""
+        window = self.windows[self.inner]
+        last = (window.high - 1) * window.pitch + self.unit
+        return window.low * window.pitch, last
+
+    @property
+    def piece(self) -> int:
+        """Elements of a copy to shared memory; 1 where cp.async cannot take what there is."""
+        strides = [self.windows[i].pitch for i in self.others]
+        strides += [self.plane] if self.planes > 1 else []
+        for size in COPY_BYTES:
+            elements = size // bytes_of(self.dtype)
+            if all(n % elements == 0 for n in (self.base, *strides, *self.ends)):
+                return elements
+        return 1
+
+    @property
+    def apart(self) -> bool:
+        """Whether runs do not lie over each other and are made of whole copies of 16 bytes."""
+        whole = all(n % OCTET == 0 for n in (self.run, self.step, self.first))
+        return whole and self.step >= self.run and self.piece == OCTET
+
+    def check(self) -> None:
+        """Raises `Unsupported` where there are too many terms."""
+        if self.lines * -(-self.run // OCTET) * OCTET > MOST_TERMS:
+            raise Unsupported(f"{self.lines} lines of {self.run} terms")
+
+
+def halves_of(data: Operand, weights: Operand, sums: str) -> None:
+    """Raises `Unsupported` unless operands are plain ones of one half dtype."""
+    loads = data.load, weights.load
+    dtypes = {"computed" if load is None else dtype_of(load) for load in loads}
+    if len(dtypes) != 1 or not dtypes <= set(HALF_DTYPES):
+        raise Unsupported(f"operands of {', '.join(sorted(dtypes))}")
+    if sums != "float32":
+        raise Unsupported(f"sums of {sums}")
+
+
+def read_product(contraction: Contraction) -> Runs:
+    """A plain product as one of runs.
+
+    Raises
+    ------
+    Unsupported
+        Several products, batches, pairs of columns or partial results, symbolic sizes, many terms
+        or columns, other dtypes than float16 and bfloat16, and rows that are not whole pieces of 16
+        bytes.
+    """
+    c = contraction
+    if len(c.products) != 1 or c.has_partials or c.has_partners or not c.is_static:
+        raise Unsupported("not one plain product of known sizes")
+    (segment,), (product,) = c.segments, c.products
+    if segment.B != 1 or product.a.windows or product.b.windows:
+        raise Unsupported("a batch of products, or data at windows")
+    halves_of(product.a, product.b, product.dtype)
+    if product.K > MOST_TERMS or segment.N > MOST_COLUMNS:
+        raise Unsupported(f"{product.K} terms of {segment.N} columns")
+    load = product.a.load
+    shape = next(p.shape for p in c.params if p.var.same_as(load.source))
+    access = affine_access(load.indices, shape, {"m": segment.m, "k": product.k})
+    if access is None or any(len(access.digits[g]) > 1 for g in "mk") or not access.contiguous("k"):
+        raise Unsupported("rows that are no runs at one distance")
+    pitch = access.inner("m").stride if segment.M > 1 else product.K
+    window = RunWindow(segment.M, tuple(segment.m), pitch, high=segment.M)
+    groups = {"batch": (), "m": segment.m, "n": segment.n}
+    parts = take_loads(c, segment, groups)
+    found = Runs(
+        c,
+        MmaSegment(segment, (), *parts),
+        product.accumulator,
+        product.a,
+        product.b,
+        access.base,
+        (window,),
+        0,
+        None,
+        tuple(product.k),
+        True,
+        1,
+    )
+    if not found.apart:
+        raise Unsupported("rows that are not whole pieces of 16 bytes")
+    return found
