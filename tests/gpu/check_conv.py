@@ -6,7 +6,8 @@
 Kernels are those the package would choose, or the best of one form; a case that a form does not
 take is listed with its reason. They are written and compiled in several processes first. Data and
 weights lie channels last for both; ours includes scale, shift and relu, cuDNN is the convolution
-alone ("cudnn") and with the same work behind it ("eager"). Outputs hold NaN before the checked run.
+alone ("cudnn") and with the same work behind it ("eager"); "copy" is that of as many bytes as all
+tensors have. Outputs hold NaN before the checked run.
 Times are those of the kernels alone (CUPTI), medians of interleaved rounds, each launch behind a
 read that cleans the L2.
 """
@@ -86,7 +87,7 @@ def written(
 
 def _tile(config: Any) -> tuple:
     fields = (
-        *("block_m", "block_n", "split", "staged", "deferred"),
+        *("block_m", "block_n", "warp_m", "warp_n", "split", "staged", "deferred"),
         *("channels", "filters", "columns", "rolls", "shared"),
     )
     return type(config).__name__, *(getattr(config, name, None) for name in fields)
@@ -173,7 +174,12 @@ def check(name: str, case: Conv, kernels: dict[str, Any], repeats: int) -> dict[
     if is_even(case) or not case.transposed:  # torch crops transposed ones evenly
         calls["cudnn"] = lambda: by_torch(case, tensors, behind=False)
         calls["eager"] = lambda: by_torch(case, tensors)
+    moved = sum(t.nbytes for t in (*tensors, *outputs))
+    source = torch.empty(moved // 2, device="cuda", dtype=torch.uint8)
+    target = torch.empty_like(source)
+    calls["copy"] = lambda: target.copy_(source)
     times = kernel_times(calls, repeats)
+    row["copy_us"] = times["copy"].median_us
     for i, found in enumerate(rows):
         found["us"] = times[str(i)].median_us
     row["kernels"] = rows
@@ -185,7 +191,8 @@ def check(name: str, case: Conv, kernels: dict[str, Any], repeats: int) -> dict[
         return row
     print(
         f"{name:34s} first {rows[0]['us']:8.1f} best {best['us']:8.1f} predicted"
-        f" {rows[0]['predicted_us']:8.1f} cudnn {row['cudnn_us']:8.1f} eager {row['eager_us']:8.1f}"
+        f" {rows[0]['predicted_us']:8.1f} ({row['copy_us'] / rows[0]['us']:.2f} of the copy rate)"
+        f" cudnn {row['cudnn_us']:8.1f} eager {row['eager_us']:8.1f}"
         f" error {max(r['error'] for r in rows):.1e} {best['form']} {short(best['config'])}"
         f" | {rows[0]['form']} {short(rows[0]['config'])}",
         flush=True,

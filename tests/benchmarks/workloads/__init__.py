@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from tvm_fusion.errors import InputError
 
 from .attention import ATTENTION
+from .contiguous import CONTIGUOUS
 from .conv import CONV
 from .cpu import CPU, CPU_PRODUCTS
 from .cpu_models import CPU_MODELS
@@ -35,7 +36,7 @@ ON_CPUS: dict[str, Workload] = CPU | CPU_PRODUCTS | CPU_MODELS
 WORKLOADS: dict[str, Workload] = (
     MEMORY | MODELS | MEMORY_MORE | GEMM | SWEEP | SMALL | ATTENTION | TRANSFORMERS | ON_CPUS
 )
-WORKLOADS |= CONV | VISION
+WORKLOADS |= CONV | VISION | CONTIGUOUS
 FOR_TUNING: dict[str, Workload] = UNWRITTEN_GPU | UNWRITTEN_CPU
 SUITES = {
     "memory": tuple(MEMORY),
@@ -49,6 +50,7 @@ SUITES = {
     "transformers": (*ATTENTION, "attention", "block", "demo_block", *TRANSFORMERS),
     "conv": (*CONV, "conv_bn_relu"),
     "vision": tuple(VISION),
+    "contiguous": tuple(CONTIGUOUS),
     "cpu": tuple(CPU),
     "cpu_products": tuple(CPU_PRODUCTS),
     "cpu_models": tuple(CPU_MODELS),

@@ -1,7 +1,8 @@
 """Convolutions of networks with what stands behind them, channels last.
 
 `resnet_*` are the distinct ones of ResNet-50 with batch norm and ReLU, those that end a block with
-its residual; `depthwise_*` are of MobileNet, EfficientNet and ConvNeXt; the others of every kind.
+its residual; `depthwise_*` are of MobileNet, EfficientNet and ConvNeXt; `stem_*` are first layers,
+`thin_*` 1 x 1 convolutions of few channels; the others of every kind.
 """
 
 from collections.abc import Sequence
@@ -130,6 +131,25 @@ def _depthwise() -> dict[str, Workload]:
     }
 
 
+def _few_channels() -> dict[str, Workload]:
+    found = {
+        "stem_224_3x3s2_3_16": layer((224, 224), 3, 16, 3, 2),
+        "stem_224_3x3s2_3_32": layer((224, 224), 3, 32, 3, 2),
+        "stem_299_3x3s2_3_32": layer((299, 299), 3, 32, 3, 2, padding=0),
+        "stem_224_4x4s4_3_96": layer((224, 224), 3, 96, 4, 4, padding=0),
+        "stem_224_16x16s16_3_768": layer((224, 224), 3, 768, 16, 16, padding=0),
+        "stem_64_3x3_4_320": layer((64, 64), 4, 320, 3, batch=8),
+    }
+    thin = (
+        *((112, 16, 16, True), (112, 16, 64, False), (112, 32, 16, False), (112, 16, 96, False)),
+        *((56, 64, 24, False), (56, 144, 24, True), (56, 24, 144, False), (28, 40, 120, False)),
+    )
+    for n, channels, filters, residual in thin:
+        name = f"thin_{n}_1x1_{channels}_{filters}"
+        found[name] = layer((n, n), channels, filters, 1, residual=residual)
+    return found
+
+
 def _kinds() -> dict[str, Workload]:
     def up(*shape: Any, **more: Any) -> Workload:
         return layer(*shape, transposed=True, stride=2, **more)
@@ -170,4 +190,10 @@ def _kinds() -> dict[str, Workload]:
     }
 
 
-CONV: dict[str, Workload] = {**_resnet(32), **_resnet(1), **_depthwise(), **_kinds()}
+CONV: dict[str, Workload] = {
+    **_resnet(32),
+    **_resnet(1),
+    **_depthwise(),
+    **_few_channels(),
+    **_kinds(),
+}

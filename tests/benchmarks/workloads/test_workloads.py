@@ -47,7 +47,7 @@ def twins(monkeypatch):
 
 
 def test_every_workload_for_a_gpu_has_a_twin_in_jax(twins):
-    translated = {*workloads.CONV, *workloads.VISION}
+    translated = {*workloads.CONV, *workloads.VISION, *workloads.CONTIGUOUS}
     others = set(workloads.WORKLOADS) - set(workloads.ON_CPUS) - translated
     assert others - set(twins) == set()
 
