@@ -194,6 +194,12 @@ template <int N> static void copy(void* d, const void* s, bool global_source, bo
   static void tvmf_store##N##_cs(void* d, const void* s) { copy<N>(d, s, false, true); } \
   static void tvmf_move##N(void* d, const void* s) { copy<N>(d, s, false, false); }
 COPIES(1) COPIES(2) COPIES(4) COPIES(8) COPIES(16)
+template <class T> static T max_nan(T a, T b) { return (float)a != (float)a ? a : b > a || (float)b != (float)b ? b : a; }
+template <class T> static T min_nan(T a, T b) { return (float)a != (float)a ? a : b < a || (float)b != (float)b ? b : a; }
+static float tvmf_max_nan(float a, float b) { return max_nan(a, b); }
+static float tvmf_min_nan(float a, float b) { return min_nan(a, b); }
+template <class T> static T __hmax_nan(T a, T b) { return max_nan(a, b); }
+template <class T> static T __hmin_nan(T a, T b) { return min_nan(a, b); }
 static float tvmf_ex2(float x) { return exp2f(x); }
 static float tvmf_rcp(float x) { return 1.0f / x; }
 static float __saturatef(float x) { return x > 0 ? (x < 1 ? x : 1.0f) : 0.0f; }

@@ -10,11 +10,18 @@ from tvm.ir import Expr
 from tvm.script import tirx as T
 
 PREFIX = "tvmf_"
+CTYPES = {
+    "float32": "float",
+    "float64": "double",
+    "int32": "int",
+    "uint32": "unsigned",
+    "void": "void",
+}
 
 
 def device_call(result: str, name: str, arguments: str, body: str, *args: Expr) -> Expr:
     """Call of the device function ``result name(arguments) { body }``."""
-    ctype = {"float32": "float", "int32": "int", "uint32": "unsigned", "void": "void"}[result]
+    ctype = CTYPES[result]
     name = PREFIX + name
     source = f"__device__ __forceinline__ {ctype} {name}({arguments}) {{ {body} }}"
     return T.cuda.func_call(name, *args, source_code=source, return_type=result)

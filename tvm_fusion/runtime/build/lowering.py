@@ -42,6 +42,7 @@ from ...transform.lower import decode_float8, wrap_integers
 from ...transform.lower.ordered_writes import meeting_loops
 from ...transform.memory.plan_memory import PlanMemory, PlanMemoryByTVM
 from .hidden_divisions import with_hidden_divisions
+from .kept_nan import with_kept_nan
 from .plain_schedule import PLAIN_ATTR, calls_host, plain_schedule
 
 TIR_PIPELINE = "tvm_fusion"
@@ -206,7 +207,7 @@ def mixed_tir_pipeline() -> TIRPipeline:
     def lower(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
         mod = with_hidden_divisions(_with_narrow_types(mod))
         if not _has_ours(mod):
-            return with_exact_doubles(lower_s_tir(mod))
+            return with_kept_nan(with_exact_doubles(lower_s_tir(mod)))
         bare = {gv: without_root(func) for gv, func in mod.functions_items()}
         written = {gv: f for gv, f in bare.items() if is_tirx(f)}
         scheduled = {gv: f for gv, f in bare.items() if gv not in written}
@@ -218,6 +219,7 @@ def mixed_tir_pipeline() -> TIRPipeline:
                 part = passes(tvm.IRModule(functions, attrs=mod.attrs))
                 lowered.update(part.functions_items())
         merged = with_exact_doubles(tvm.IRModule(lowered, attrs=mod.attrs))
+        merged = with_kept_nan(merged)
         # TVM gives the only function of a module a second symbol, `main`; a part is no module
         return without_entry(merged) if len(mod.functions_items()) > 1 else merged
 
