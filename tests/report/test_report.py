@@ -64,6 +64,7 @@ REPORT = Report(
         "unfused": TimeReport(1620.0, 1610.0, 1630.0, 20, "kernel"),
     },
 )
+SOURCE = {"source_error": None, "source_failure": None}
 EMPTY = Report("llvm_cpu", Comparison(0, 0), Comparison(0, 0), {})
 
 
@@ -93,7 +94,7 @@ def test_the_json_object_has_the_documented_keys():
         "refusals",
     ]
     assert data["launches"] == {"fused": 2, "unfused": 6}
-    assert data["verify"] == {"passed": True, "worst_error": 3.2e-4, "not_finite": 0.0}
+    assert data["verify"] == {"passed": True, "worst_error": 3.2e-4, "not_finite": 0.0} | SOURCE
     assert data["groups"][0]["terms"] == {"hbm": 24.0, "l2": 9.5}
     assert data["refusals"][0]["where"] == ["exp", "matmul"]
 
@@ -112,7 +113,7 @@ def test_what_did_not_run_is_null_in_json():
 @pytest.mark.parametrize("error", [float("inf"), float("nan")])
 def test_numbers_without_a_json_form_become_null(error):
     data = replace(REPORT, verify=Verification(False, error)).to_json()
-    assert data["verify"] == {"passed": False, "worst_error": None, "not_finite": 0.0}
+    assert data["verify"] == {"passed": False, "worst_error": None, "not_finite": 0.0} | SOURCE
 
 
 @pytest.mark.parametrize(

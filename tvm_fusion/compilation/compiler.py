@@ -28,7 +28,7 @@ from ..report.why import asked
 from ..runtime.calls.compiled_module import CompiledFunctions, CompiledModule
 from ..runtime.graphs.capture_rules import CudaGraphOptions
 from .observed import observe_plan, observe_report
-from .one_function import Wishes, contested, has_device
+from .one_function import Wishes, contested, has_device, hold_to_source
 from .several_functions import compile_functions
 from .tuned_parts import TunedParts
 
@@ -73,7 +73,8 @@ def compile(
     example_inputs, dynamic_shapes
         For a torch.nn.Module, as `torch.export.export` takes them.
     verify : bool, "groups", "report" or None
-        Check the result against float64. What gives wrong numbers gives way, as little of the plan
+        Check the result against float64, and a torch.nn.Module's also against PyTorch's own on the
+        example inputs. What gives wrong numbers gives way, as little of the plan
         as need be (`check.repair`); where that mends nothing, there is no module but an error.
         "groups" also checks each group by itself; "report" does, too, and returns the module
         whatever was found: its report says so. None asks the policy.
@@ -126,7 +127,11 @@ def compile(
         model, target, policy, plan, example_inputs, dynamic_shapes, tuned
     )
     wanted = load_policy(policy).verify if verify is None else verify
-    return compile_functions(functions, Wishes(wanted, measure, time, graphs))
+    compiled = compile_functions(functions, Wishes(wanted, measure, time, graphs))
+    if wanted and isinstance(compiled, CompiledModule):
+        (planned,) = functions.values()
+        hold_to_source(compiled, planned, (model, example_inputs), wanted == "report")
+    return compiled
 
 
 def graph_policy(target: Any, policy: Any) -> Policy:

@@ -21,11 +21,14 @@ from ..check.compared_regions import settle_regions
 from ..check.compiled import Checked, check_compiled, wrong_numbers
 from ..check.inputs import has_values, objects
 from ..check.sequential import Budget
+from ..check.source import source_error
+from ..errors import VerificationError
 from ..flow.planned import BuiltPlan, Planned
 from ..host.stages import stage
 from ..plan.plan import FREE
 from ..plan.refusal import RefusalCode
 from ..report.assemble import built_report, with_calls
+from ..report.facts import Verification
 from ..runtime.build.build import Built
 from ..runtime.calls.compiled_module import CompiledModule
 from ..runtime.timing.timing import FUSED, UNFUSED, TimeReport, time_modules
@@ -165,6 +168,29 @@ def tell(compiled: CompiledModule, done: Finished) -> None:
     compiled.report = with_calls(report, compiled, memory, inputs, wishes.timed)
     compiled.signature = compiled.signature.in_formats(planned.formats)
     observe_built(done.made, compiled.report)
+
+
+def hold_to_source(
+    compiled: CompiledModule, planned: Planned, source: tuple[Any, Any], reported: bool
+) -> None:
+    """Compares a model of PyTorch, `source` with its example inputs, with PyTorch; what is found is
+    in the report.
+
+    Raises
+    ------
+    VerificationError
+        The imported model is another function, and that is not only to be `reported`.
+    """
+    if not has_device(planned):
+        return
+    checked = compiled.report.verify or Verification(True, 0.0)
+    try:
+        checked = replace(checked, source_error=source_error(compiled, planned, *source))
+    except VerificationError as error:
+        if not reported:
+            raise
+        checked = replace(checked, passed=False, source_failure=str(error))
+    compiled.report = replace(compiled.report, verify=checked)
 
 
 def has_device(planned: Planned) -> bool:

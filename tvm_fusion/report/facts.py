@@ -39,11 +39,18 @@ class Verification:
     not_finite : float
         Largest share of an output that is NaN or infinite in the reference: of those elements it
         is only known that they are so in ours, too.
+    source_error : float or None
+        The same of an output beside that of PyTorch on the example inputs, in its own dtype; None
+        where the two were not compared.
+    source_failure : str or None
+        What says that PyTorch's model is another function, if it is.
     """
 
     passed: bool
     worst_error: float
     not_finite: float = 0.0
+    source_error: float | None = None
+    source_failure: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,7 +150,9 @@ def _compared(verify: Verification) -> str:
     said = f"worst error {_short(verify.worst_error)}"
     if verify.not_finite:
         said += f"; {verify.not_finite:.2%} of an output is NaN or infinite, in float64 too"
-    return said
+    if verify.source_error is not None:
+        said += f"; beside PyTorch {_short(verify.source_error)}"
+    return said if verify.source_failure is None else verify.source_failure
 
 
 def _threads(count: int | None) -> str:
