@@ -29,7 +29,14 @@ except ImportError as error:
 
 from ..ir.origins import Origin, with_origins
 from ..transform.layouts.memory_formats import with_formats
-from . import torch_operators, torch_products, torch_slices, torch_writes
+from . import (
+    torch_images,
+    torch_indexing,
+    torch_operators,
+    torch_products,
+    torch_slices,
+    torch_writes,
+)
 from .finish import checked_module, cleaned, first_line
 from .memory_formats import formats_of
 from .torch_importer import Importer, origin_of
@@ -39,6 +46,8 @@ from .torch_writes import refuse_writes_into_repeats, written_inputs
 CONVERTERS = {
     **torch_operators.CONVERTERS,
     **torch_products.CONVERTERS,
+    **torch_images.CONVERTERS,
+    **torch_indexing.CONVERTERS,
     **torch_slices.CONVERTERS,
     **torch_writes.CONVERTERS,
 }
@@ -265,7 +274,31 @@ def _vector_norm(
     return _aten.linalg_vector_norm(x, ord, axes, keepdim, dtype=dtype)
 
 
+def _cross_entropy(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Whole, and of smoothed labels the mean over classes beside it."""
+    if not label_smoothing or target.is_floating_point() or weight is not None:
+        return NotImplemented
+    axis = min(1, x.ndim - 1)
+    counted = target != ignore_index
+    others = -torch.log_softmax(x, axis).mean(axis) * counted
+    if reduction:
+        others = others.sum()
+    if reduction == 1:
+        others = others / counted.sum()
+    sure = _aten.cross_entropy_loss.default(x, target, None, reduction, ignore_index, 0.0)
+    return (1 - label_smoothing) * sure + label_smoothing * others
+
+
 PUT_RIGHT = {
+    **torch_images.DECOMPOSITIONS,
+    _aten.cross_entropy_loss.default: _cross_entropy,
     _aten.index_fill.int_Scalar: _index_fill,
     _aten.index_fill.int_Tensor: _index_fill,
     _aten.linalg_vector_norm.default: _vector_norm,

@@ -25,6 +25,7 @@ from tvm import relax, tirx
 from tvm.ir import Op
 from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
 
+from ..errors import FrontendError
 from ..ir.origins import Origin
 
 FLOAT8_TYPES = ("float8_e4m3fn", "float8_e5m2")
@@ -97,16 +98,26 @@ class Importer(ExportedProgramImporter):
             if known is not None and known.nbytes <= CONSTANT_LIMIT_BYTES:
                 return relax.const(self._convert_pytorch_tensor_to_tvm(known.contiguous()))
             self.current = node
-            result = convert(node)
+            refuse_random(node)
             expected = node.meta.get("val")
+            if isinstance(expected, torch.Tensor) and 0 in expected.shape:
+                result = self._empty(node, expected)
+            else:
+                result = convert(node)
             if isinstance(expected, torch.Tensor) and is_tensor(result):
                 result = self._shaped(self.cast(result, self.dtype_of(node)), expected)
+                _hold_to_shape(result, expected)
             if isinstance(result, relax.Var):
                 self.origins.setdefault(result.name, origin_of(node))
             self.current = None
             return result
 
         return convert_typed
+
+    def _empty(self, node: fx.Node, expected: torch.Tensor) -> relax.Expr:
+        """A result without elements."""
+        shape = shape_of(expected, self.symbols)
+        return self.emit(relax.op.zeros(relax.ShapeExpr(shape), self.dtype_of(node)))
 
     def _shaped(self, x: relax.Expr, expected: torch.Tensor) -> relax.Expr:
         """x with the shape that PyTorch found, where TVM found none."""
@@ -150,6 +161,43 @@ class Importer(ExportedProgramImporter):
             axes = [int(made_by.attrs.axes[axis]) for axis in axes]
             x = made_by.args[0]
         return x if axes == sorted(axes) else self.emit(relax.op.permute_dims(x, axes))
+
+
+def refuse_random(node: fx.Node) -> None:
+    """Raise FrontendError for an operator whose result is another in each call."""
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded not in tags or not node.users:
+        return
+    options = {
+        argument.name: node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+        for i, argument in enumerate(node.target._schema.arguments)
+    }
+    probability = options.get("dropout_p", options.get("p"))
+    if probability == 0 or options.get("train") is False:
+        return
+    if "scaled_dot_product" in node.target.__name__:  # has a converter, which looks at that
+        return
+    raise FrontendError(
+        "it draws random numbers, another value in each call: give them to the model as an input"
+    )
+
+
+def _hold_to_shape(result: relax.Expr, expected: torch.Tensor) -> None:
+    """Raise FrontendError where a result has another shape than that of PyTorch."""
+    given = result.ty.shape
+    if given is None:
+        return
+    pairs = [
+        (int(a.value), b)
+        for a, b in zip(given, expected.shape, strict=False)
+        if isinstance(a, tirx.IntImm) and isinstance(b, int)
+    ]
+    if len(given) != expected.ndim or any(a != b for a, b in pairs):
+        shape = ", ".join(map(str, given))
+        raise FrontendError(
+            f"its result would have the shape ({shape}), PyTorch's is {tuple(expected.shape)}: "
+            "this form of the operator is not converted"
+        )
 
 
 def is_tensor(value: Any) -> bool:

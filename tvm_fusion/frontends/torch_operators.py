@@ -25,6 +25,7 @@ import torch
 from torch import fx
 from tvm import relax, sym, te, tirx
 
+from tvm_fusion.errors import FrontendError
 from tvm_fusion.frontends.torch_importer import Importer, Size, size_of
 
 Converter = Callable[["Importer", fx.Node], relax.Expr]
@@ -71,8 +72,38 @@ def _comparison(op: Callable) -> Converter:
 
     def convert(importer: Importer, node: fx.Node) -> relax.Expr:
         values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in node.args[:2]]
+        if node.args[0] is node.args[1] and values[0].is_floating_point():
+            return _compared_with_itself(importer, node, op)
         dtype = importer._convert_data_type(torch.result_type(*values))
         return importer.emit(op(*(importer.operand(arg, dtype) for arg in node.args[:2])))
+
+    return convert
+
+
+def _compared_with_itself(importer: Importer, node: fx.Node, op: Callable) -> relax.Expr:
+    """x != x, which TVM takes for False, is a question for NaN."""
+    nan = importer.emit(relax.op.isnan(importer.value_of(node.args[0])))
+    if op is relax.op.not_equal:
+        return nan
+    number = importer.emit(relax.op.logical_not(nan))
+    if op in (relax.op.equal, relax.op.less_equal, relax.op.greater_equal):
+        return number
+    return importer.emit(relax.op.logical_and(nan, number))
+
+
+def _reciprocal(importer: Importer, node: fx.Node) -> relax.Expr:
+    x = importer.operand(node.args[0], importer.dtype_of(node))
+    return importer.emit(relax.op.divide(relax.const(1, x.ty.dtype), x))
+
+
+def _added(op: Callable) -> Converter:
+    """self + value * op(tensor1, tensor2); a value of 0 keeps NaN and infinities."""
+
+    def convert(importer: Importer, node: fx.Node) -> relax.Expr:
+        args, dtype = bound_arguments(node), importer.dtype_of(node)
+        x, a, b = (importer.operand(args[name], dtype) for name in ("self", "tensor1", "tensor2"))
+        both = importer.emit(op(scaled(importer, a, args["value"]), b))
+        return importer.emit(relax.op.add(x, both))
 
     return convert
 
@@ -91,6 +122,15 @@ def _power(importer: Importer, node: fx.Node) -> relax.Expr:
     if exponent == 0.5:
         return importer.emit(relax.op.sqrt(x))
     return importer._pow(node)
+
+
+def _general_power(importer: Importer, node: fx.Node) -> relax.Expr:
+    """a ** b; of integers in float64, which holds those below 2 ** 53."""
+    dtype = importer.dtype_of(node)
+    wide = dtype if "float" in dtype else "float64"
+    a, b = (importer.operand(arg, wide) for arg in node.args[:2])
+    power = importer.emit(relax.op.power(a, b))
+    return importer.cast(importer.emit(relax.op.round(power)), dtype) if wide != dtype else power
 
 
 def _exp2(importer: Importer, node: fx.Node) -> relax.Expr:
@@ -229,6 +269,48 @@ def _extremum(index: Callable) -> Converter:
     return convert
 
 
+def _place_of_extremum(index: Callable) -> Converter:
+    """argmax or argmin; of a scalar the place is 0."""
+
+    def convert(importer: Importer, node: fx.Node) -> relax.Expr:
+        args = bound_arguments(node)
+        x = importer.value_of(args["self"])
+        if x.ty.ndim == 0:
+            return relax.const(0, "int64")
+        x = importer.cast(x, "int8") if str(x.ty.dtype) == "bool" else x
+        return importer.emit(index(x, args["dim"], args["keepdim"]))
+
+    return convert
+
+
+def _cat(importer: Importer, node: fx.Node) -> relax.Expr:
+    """Tensors joined along an axis; those without elements count for nothing, also such of another
+    number of axes.
+    """
+    args = bound_arguments(node)
+    given = [t for t in args["tensors"] if 0 not in t.meta["val"].shape]
+    values = [importer.operand(tensor, importer.dtype_of(node)) for tensor in given]
+    return values[0] if len(values) == 1 else importer.emit(relax.op.concat(values, args["dim"]))
+
+
+def _scattered(importer: Importer, node: fx.Node) -> relax.Expr:
+    """scatter_add, and scatter_reduce with what was there before: at each index, in order."""
+    args = bound_arguments(node)
+    kind = args.get("reduce", "sum")
+    if kind not in _SCATTERED or not args.get("include_self", True):
+        raise FrontendError(f"scatter_reduce by {kind!r}, or without the elements that are there")
+    x, index = (importer.value_of(args[name]) for name in ("self", "index"))
+    source = importer.operand(args["src"], str(x.ty.dtype))
+    sizes = args["index"].meta["val"].shape
+    for axis, size in enumerate(sizes):  # of the source only as much is read as there are indices
+        if size != args["src"].meta["val"].shape[axis]:
+            source = span(importer, source, axis, 0, size_of(size, importer.symbols))
+    return importer.emit(relax.op.scatter_elements(x, index, source, args["dim"], _SCATTERED[kind]))
+
+
+_SCATTERED = {"sum": "add", "prod": "mul", "amax": "max", "amin": "min"}
+
+
 def _permute(importer: Importer, node: fx.Node) -> relax.Expr:
     return importer.permute(importer.value_of(node.args[0]), node.args[1])
 
@@ -251,6 +333,7 @@ def _slice(importer: Importer, node: fx.Node) -> relax.Expr:
         return importer._slice(node)
     if isinstance(begin, int) and begin < 0:
         begin += x.ty.shape[axis]
+        begin = max(int(begin.value), 0) if isinstance(begin, tirx.IntImm) else begin
     if sym.Analyzer().can_prove_equal(size, x.ty.shape[axis]):
         return x
     return span(importer, x, axis, begin, size)
@@ -290,6 +373,14 @@ CONVERTERS: dict[str, Converter] = {
     **_tensor_and_scalar("bitwise_xor", _arithmetic(relax.op.bitwise_xor)),
     **{name: _arithmetic(relax.op.left_shift) for name in _shifts("left")},
     **{name: _arithmetic(relax.op.right_shift) for name in _shifts("right")},
+    "reciprocal.default": _reciprocal,
+    "addcmul.default": _added(relax.op.multiply),
+    "addcdiv.default": _added(relax.op.divide),
+    "argmax.default": _place_of_extremum(relax.op.argmax),
+    "argmin.default": _place_of_extremum(relax.op.argmin),
+    "cat.default": _cat,
+    "scatter_add.default": _scattered,
+    "scatter_reduce.two": _scattered,
     "div.Tensor_mode": _rounded_division,
     "atan2.default": _arithmetic(relax.op.atan2),
     "maximum.default": _arithmetic(relax.op.maximum),
@@ -297,8 +388,8 @@ CONVERTERS: dict[str, Converter] = {
     "exp2.default": _exp2,
     "clamp.Tensor": _clamp,
     "elu.default": _elu,
-    "pow.Scalar": _arithmetic(relax.op.power),
-    "pow.Tensor_Tensor": _arithmetic(relax.op.power),
+    "pow.Scalar": _general_power,
+    "pow.Tensor_Tensor": _general_power,
     "pow.Tensor_Scalar": _power,
     "where.self": _where,
     "cumsum.default": _scan(relax.op.cumsum),

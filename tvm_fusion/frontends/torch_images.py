@@ -1,0 +1,197 @@
+"""Converters for images: pooling with places or a divisor of its own, and other sizes of an image.
+
+    y, places = max_pool2d(x, 2, return_indices=True)    windows read by constant places, argmax
+    y = interpolate(x, size, antialias=True)             a product with a constant matrix an axis
+
+What TVM gets right of the rest is left to it (`torch_importer` holds all results to their shapes).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+from tvm import relax
+
+from ..errors import FrontendError
+from .torch_importer import Importer
+from .torch_indexing import taken
+from .torch_operators import Converter, bound_arguments
+
+_aten = torch.ops.aten
+
+
+def _max_pool_with_indices(importer: Importer, node: fx.Node) -> relax.Expr:
+    """The maxima of windows and, where these are read, their places in the flattened image: of
+    equal ones the first.
+    """
+    args = bound_arguments(node)
+    x = importer.value_of(args["self"])
+    rank = 3 if "max_pool3d" in str(node.target) else 2
+    read = {user.args[1] for user in node.users}
+    if 1 not in read:
+        return importer.emit(relax.Tuple([_max_pool(importer, x, args, rank)] * 2))
+    space = [int(extent) for extent in args["self"].meta["val"].shape[-rank:]]
+    places, inside = _windows(space, node.meta["val"][0].shape[-rank:], args)
+    lead = list(x.ty.shape)[: x.ty.ndim - rank]
+    flat = importer.emit(relax.op.reshape(x, [*lead, math.prod(space)]))
+    values = taken(importer, flat, relax.const(places, "int64"), len(lead))
+    dtype = str(x.ty.dtype)
+    least = relax.const(float("-inf") if "float" in dtype else np.iinfo(dtype).min, dtype)
+    values = importer.emit(relax.op.where(relax.const(inside), values, least))
+    best = importer.emit(relax.op.argmax(values, -1, keepdims=True))
+    shape = [*lead, *map(int, node.meta["val"][0].shape[-rank:])]
+    table = importer.emit(relax.op.broadcast_to(relax.const(places, "int64"), values.ty.shape))
+    return importer.emit(
+        relax.Tuple(
+            [
+                importer.emit(
+                    relax.op.reshape(importer.emit(relax.op.gather_elements(y, best, -1)), shape)
+                )
+                for y in (values, table)
+            ]
+        )
+    )
+
+
+def _max_pool(importer: Importer, x: relax.Expr, args: dict[str, Any], rank: int) -> relax.Expr:
+    pool = {2: relax.op.nn.max_pool2d, 3: relax.op.nn.max_pool3d}[rank]
+    axes = [_each(args[name], rank) for name in ("kernel_size", "stride", "padding", "dilation")]
+    kernel, stride, padding, dilation = axes
+    lead = x.ty.ndim - rank
+    y = x if lead == 2 else importer.emit(relax.op.expand_dims(x, 0))
+    y = importer.emit(pool(y, kernel, stride or kernel, padding, dilation, bool(args["ceil_mode"])))
+    return y if lead == 2 else importer.emit(relax.op.squeeze(y, [0]))
+
+
+def _each(value: Any, rank: int) -> list[int]:
+    """An option of a pooling for each axis."""
+    values = list(value) if isinstance(value, Sequence) else [value]
+    return values * rank if len(values) == 1 else values
+
+
+def _windows(
+    space: Sequence[int], results: Sequence[int], args: dict[str, Any]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Places [windows, elements of one] in a flattened image, and which are inside of it."""
+    rank = len(space)
+    kernel = _each(args["kernel_size"], rank)
+    stride = _each(args["stride"], rank) or kernel
+    padding, dilation = _each(args["padding"], rank), _each(args["dilation"], rank)
+    windows = np.array(list(itertools.product(*map(range, results))))
+    taps = np.array(list(itertools.product(*map(range, kernel))))
+    at = windows[:, None] * stride - np.array(padding) + taps[None] * dilation
+    inside = ((at >= 0) & (at < space)).all(-1)
+    steps = np.array([math.prod(space[axis + 1 :]) for axis in range(rank)])
+    return (np.where(inside[..., None], at, 0) * steps).sum(-1).astype("int64"), inside
+
+
+def _avg_pool(rank: int) -> Converter:
+    """Means of windows, or their sums over a divisor that is given."""
+
+    def convert(importer: Importer, node: fx.Node) -> relax.Expr:
+        args = bound_arguments(node)
+        divisor = args["divisor_override"]
+        if divisor is None:
+            return {2: importer._avg_pool2d, 3: importer._avg_pool3d}[rank](node)
+        if args["ceil_mode"]:
+            raise FrontendError("divisor_override with ceil_mode: leave one of them out")
+        pool = {2: importer._avg_pool2d_impl, 3: importer._avg_pool3d_impl}[rank]
+        kernel = _each(args["kernel_size"], rank)
+        stride = _each(args["stride"], rank) or kernel
+        x = importer.value_of(args["self"])
+        means = pool(x, kernel, stride, _each(args["padding"], rank), False, True)
+        factor = relax.const(math.prod(kernel) / divisor, x.ty.dtype)
+        return importer.emit(relax.op.multiply(importer.emit(means), factor))
+
+    return convert
+
+
+def _by_matrices(importer: Importer, node: fx.Node) -> relax.Expr:
+    """Other sizes of [.., height, width], where the pixels of each axis are a linear function of
+    the old ones: its matrix is what PyTorch makes of the identity.
+    """
+    args = bound_arguments(node)
+    x, dtype = importer.value_of(node.args[0]), importer.dtype_of(node)
+    wide = "float32" if dtype in ("float16", "bfloat16") else dtype
+    old, new = node.args[0].meta["val"].shape[-2:], node.meta["val"].shape[-2:]
+    if not all(isinstance(size, int) for size in (*old, *new)):
+        raise FrontendError(f"{node.target} of an image of symbolic size")
+    y = importer.cast(x, wide)
+    scales = args.get("scales_h"), args.get("scales_w")
+    rows, columns = (
+        _matrix(node.target, old[axis], new[axis], args["align_corners"], scales[axis])
+        for axis in (0, 1)
+    )
+    y = importer.emit(relax.op.matmul(y, relax.const(np.ascontiguousarray(columns.T), wide)))
+    y = importer.emit(relax.op.matmul(relax.const(np.ascontiguousarray(rows), wide), y))
+    return importer.cast(y, dtype)
+
+
+def _matrix(
+    resize: Callable, old: int, new: int, align_corners: bool, scale: float | None
+) -> torch.Tensor:
+    """[new, old]: what an operator that resizes images does along one axis.
+
+    The images are two pixels wide: of those of one PyTorch 2.14 makes rows that are all alike.
+    """
+    pixels = torch.eye(old, dtype=torch.float64)[None, :, :, None].repeat(1, 1, 1, 2)
+    return resize(pixels, [new, 2], align_corners, scale, None)[0, :, :, 0].T
+
+
+CONVERTERS: dict[str, Converter] = {
+    "max_pool2d_with_indices.default": _max_pool_with_indices,
+    "max_pool3d_with_indices.default": _max_pool_with_indices,
+    "avg_pool2d.default": _avg_pool(2),
+    "avg_pool3d.default": _avg_pool(3),
+    "_upsample_bilinear2d_aa.default": _by_matrices,
+    "_upsample_bicubic2d_aa.default": _by_matrices,
+}
+
+
+# ---- Decompositions of PyTorch's, where TVM's operators compute something else.
+
+
+def _nearest(original: Any) -> Callable[..., Any]:
+    """Sizes that are no multiples of the old ones: TVM takes other pixels."""
+
+    def decompose(x: torch.Tensor, output_size: Any, scale_factors: Any = None) -> Any:
+        rank = x.ndim - 2
+        old = x.shape[-rank:]
+        new = output_size or [int(s * f) for s, f in zip(old, scale_factors, strict=True)]
+        if all(b % a == 0 for a, b in zip(old, new, strict=True)):
+            return NotImplemented
+        return torch._decomp.decomposition_table[original](x, output_size, scale_factors)
+
+    return decompose
+
+
+def _bilinear(original: Any) -> Callable[..., Any]:
+    """Factors that are not the ratio of the sizes, which alone TVM knows."""
+
+    def decompose(
+        x: torch.Tensor, output_size: Any, align_corners: bool, scale_factors: Any = None
+    ) -> Any:
+        rank = x.ndim - 2
+        exact = scale_factors is None or all(
+            size * factor == int(size * factor)
+            for size, factor in zip(x.shape[-rank:], scale_factors, strict=True)
+        )
+        if exact or align_corners:
+            return NotImplemented
+        table = torch._decomp.decomposition_table
+        return table[original](x, output_size, align_corners, scale_factors)
+
+    return decompose
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    _aten.upsample_nearest2d.vec: _nearest(_aten.upsample_nearest2d.vec),
+    _aten.upsample_bilinear2d.vec: _bilinear(_aten.upsample_bilinear2d.vec),
+    _aten.grid_sampler_2d.default: torch._decomp.decomposition_table[_aten.grid_sampler_2d.default],
+}

@@ -1,0 +1,112 @@
+"""Converters for values read at indices: `x[i]`, `x[:, i, j]`, `take`, `unfold`.
+
+    x[:, i, :, j]    the indexed axes first (side by side they stay where they are), merged into
+                     one, and read at i * extent + j
+
+Negative indices count from the end, as in PyTorch. Where PyTorch would raise an IndexError, the
+nearest element is read: never memory that is not the tensor's.
+Does not handle: masks, whose results have as many elements as they have True.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import fx
+from tvm import relax, tirx
+
+from ..errors import FrontendError
+from .torch_importer import Importer, size_of
+from .torch_operators import Converter, bound_arguments
+
+
+def _index(importer: Importer, node: fx.Node) -> relax.Expr:
+    """x[indices], where None is a whole axis."""
+    args = bound_arguments(node)
+    x, given = importer.value_of(args["self"]), list(args["indices"])
+    axes = [axis for axis, index in enumerate(given) if index is not None]
+    values = [given[axis].meta["val"] for axis in axes]
+    if any(value.dtype in (torch.bool, torch.uint8) for value in values):
+        raise FrontendError("a mask as an index: the size of its result is no function of sizes")
+    extents = [given_extent(x, axis) for axis in axes]
+    if None in extents:
+        return importer._index_tensor(node)
+    numbers = [
+        _counted_from_start(importer, given[axis], extent)
+        for axis, extent in zip(axes, extents, strict=True)
+    ]
+    if len(axes) == 1:
+        return taken(importer, x, numbers[0], axes[0])
+    common = torch.broadcast_shapes(*(value.shape for value in values))
+    shape = [size_of(extent, importer.symbols) for extent in common]
+    numbers = [importer.emit(relax.op.broadcast_to(number, shape)) for number in numbers]
+    place = numbers[0]
+    for number, extent in zip(numbers[1:], extents[1:], strict=True):
+        factor = importer.emit(relax.op.multiply(place, relax.const(extent, "int64")))
+        place = importer.emit(relax.op.add(factor, number))
+    at = axes[0]
+    if axes != list(range(at, at + len(axes))):
+        x = importer.permute(x, [*axes, *(a for a in range(x.ty.ndim) if a not in axes)])
+        at = 0
+    sizes = list(x.ty.shape)
+    merged = [*sizes[:at], math.prod(extents), *sizes[at + len(axes) :]]
+    return taken(importer, importer.emit(relax.op.reshape(x, merged)), place, at)
+
+
+def _counted_from_start(importer: Importer, index: fx.Node, extent: int) -> relax.Expr:
+    """An index of PyTorch as one that is not negative, of int64."""
+    number = importer.cast(importer.value_of(index), "int64")
+    known = importer.known_values.get(index)
+    if known is not None:
+        place = known.numpy().astype("int64")
+        return relax.const(np.where(place < 0, place + extent, place), "int64")
+    negative = importer.emit(relax.op.less(number, relax.const(0, "int64")))
+    wrapped = importer.emit(relax.op.add(number, relax.const(extent, "int64")))
+    return importer.emit(relax.op.where(negative, wrapped, number))
+
+
+def given_extent(x: relax.Expr, axis: int) -> int | None:
+    """The extent of an axis; None where that is symbolic."""
+    extent = x.ty.shape[axis]
+    return int(extent.value) if isinstance(extent, tirx.IntImm) else None
+
+
+def taken(importer: Importer, x: relax.Expr, place: relax.Expr, axis: int) -> relax.Expr:
+    return importer.emit(relax.op.take(x, place, axis, mode="clip"))
+
+
+def _take(importer: Importer, node: fx.Node) -> relax.Expr:
+    """take(x, index): of x in one row."""
+    args = bound_arguments(node)
+    x = importer.value_of(args["self"])
+    count = math.prod(args["self"].meta["val"].shape)
+    if not isinstance(count, int):
+        raise FrontendError("take from a tensor of symbolic size")
+    flat = importer.emit(relax.op.reshape(x, [count]))
+    return taken(importer, flat, _counted_from_start(importer, args["index"], count), 0)
+
+
+def _unfold(importer: Importer, node: fx.Node) -> relax.Expr:
+    """Windows along an axis, whose elements are a last axis."""
+    args = bound_arguments(node)
+    x, size, step = importer.value_of(args["self"]), args["size"], args["step"]
+    if x.ty.ndim == 0:
+        return importer.emit(relax.op.reshape(x, [size]))
+    axis = args["dimension"] % x.ty.ndim
+    windows = node.meta["val"].shape[axis]
+    if not isinstance(windows, int):
+        raise FrontendError("windows along an axis of symbolic size")
+    place = np.arange(windows)[:, None] * step + np.arange(size)
+    found = taken(importer, x, relax.const(place, "int64"), axis)
+    axes = list(range(x.ty.ndim + 1))
+    axes.append(axes.pop(axis + 1))
+    return importer.permute(found, axes)
+
+
+CONVERTERS: dict[str, Converter] = {
+    "index.Tensor": _index,
+    "take.default": _take,
+    "unfold.default": _unfold,
+}
