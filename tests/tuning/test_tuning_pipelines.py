@@ -315,7 +315,7 @@ def test_a_place_that_cannot_be_written_is_said_before_anything_is_planned(tmp_p
 def test_what_is_given_as_a_database_has_to_be_one():
     with pytest.raises(InputError, match=r"a folder or a tvm_fusion\.TuningDatabase, not a Mem"):
         Fuse(TARGET, database=ms.database.MemoryDatabase())(block())
-    with pytest.raises(InputError, match=r"TuningDatabase: a folder .*, not a NoneType"):
+    with pytest.raises(InputError, match=r"TuningDatabase: give a folder .*, not a NoneType"):
         tvm_fusion.TuningDatabase(None)
 
 

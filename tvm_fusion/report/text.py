@@ -216,7 +216,8 @@ def _group_row(groups: Sequence[GroupReport]) -> tuple[str, ...]:
     """The numbers of groups with the same kernel, all together; what is of one kernel, once."""
     group, count = groups[0], len(groups)
     moved = sum(g.bytes_fused for g in groups)
-    saved = Comparison(moved, sum(g.bytes_unfused for g in groups)).ratio
+    apart = sum(g.bytes_unfused for g in groups)  # none, where a rewrite made all of it
+    saved = Comparison(moved, apart).ratio if apart else None
     errors = [g.error for g in groups if g.error is not None]
     return (
         clip(title(groups)),
