@@ -239,7 +239,7 @@ TABLE = """==PROF== Connected to process 1
 "0","1","fused_add(float *)","dram__bytes_read.sum","byte","8,192"
 "0","1","fused_add(float *)","dram__bytes_write.sum","byte","4096"
 "0","1","fused_add(float *)","gpu__time_duration.sum","nsecond","2016"
-"0","1","fused_add(float *)","lts__t_sectors_op_write.sum","sector","256"
+"0","1","fused_add(float *)","lts__t_sectors_srcunit_tex_op_write.sum","sector","256"
 "1","1","softmax","dram__bytes_read.sum","byte","100"
 """
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ..errors import InputError
 
 READ, WRITTEN, TIME = "dram__bytes_read.sum", "dram__bytes_write.sum", "gpu__time_duration.sum"
-L2_WRITTEN = "lts__t_sectors_op_write.sum"
+L2_WRITTEN = "lts__t_sectors_srcunit_tex_op_write.sum"
 METRICS = (READ, WRITTEN, L2_WRITTEN, TIME)
 SECTOR_BYTES = 32
 # No counters for this user: the driver's setting NVreg_RestrictProfilingToAdminUsers.
@@ -33,7 +33,8 @@ class Counted:
     read, written : float
         Bytes of DRAM while it ran.
     l2_sectors : float
-        Sectors of 32 bytes that it wrote to the L2.
+        Sectors of 32 bytes that its multiprocessors wrote to the L2 (that of all writes counts what
+        the two halves of an H100's L2 tell each other, half as much again).
     ns : float
     """
 
