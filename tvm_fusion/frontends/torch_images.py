@@ -33,9 +33,9 @@ def _max_pool_with_indices(importer: Importer, node: fx.Node) -> relax.Expr:
     args = bound_arguments(node)
     x = importer.value_of(args["self"])
     rank = 3 if "max_pool3d" in str(node.target) else 2
-    read = {user.args[1] for user in node.users}
-    if 1 not in read:
-        return importer.emit(relax.Tuple([_max_pool(importer, x, args, rank)] * 2))
+    if all(user.args[1] == 0 for user in node.users):
+        by_tvm = {2: importer._max_pool2d_with_indices, 3: importer._max_pool3d_with_indices}
+        return by_tvm[rank](node)
     space = [int(extent) for extent in args["self"].meta["val"].shape[-rank:]]
     places, inside = _windows(space, node.meta["val"][0].shape[-rank:], args)
     lead = list(x.ty.shape)[: x.ty.ndim - rank]
@@ -57,16 +57,6 @@ def _max_pool_with_indices(importer: Importer, node: fx.Node) -> relax.Expr:
             ]
         )
     )
-
-
-def _max_pool(importer: Importer, x: relax.Expr, args: dict[str, Any], rank: int) -> relax.Expr:
-    pool = {2: relax.op.nn.max_pool2d, 3: relax.op.nn.max_pool3d}[rank]
-    axes = [_each(args[name], rank) for name in ("kernel_size", "stride", "padding", "dilation")]
-    kernel, stride, padding, dilation = axes
-    lead = x.ty.ndim - rank
-    y = x if lead == 2 else importer.emit(relax.op.expand_dims(x, 0))
-    y = importer.emit(pool(y, kernel, stride or kernel, padding, dilation, bool(args["ceil_mode"])))
-    return y if lead == 2 else importer.emit(relax.op.squeeze(y, [0]))
 
 
 def _each(value: Any, rank: int) -> list[int]:
