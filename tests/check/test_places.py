@@ -38,6 +38,7 @@ def number(value):
         ([lambda i: op.astype(i, "int32"), op.abs], range(-6, 7)),
         ([lambda i: op.add(i, number(9))], range(2)),
         ([op.bitwise_not], range(2)),
+        ([lambda i: op.where(op.less(i, number(0)), op.add(i, number(7)), i)], range(-7, 7)),
     ],
     ids=[
         "none",
@@ -50,6 +51,7 @@ def number(value):
         "cast",
         "beyond",
         "other",
+        "from the end",
     ],
 )
 def test_inputs_range_over_all_that_keeps_places_in_the_table(compute, expected):

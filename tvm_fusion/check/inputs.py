@@ -331,12 +331,14 @@ _UNARY = {
         np.array,
     ),
 }
-_BINARY: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+_COMBINED: dict[str, Callable[..., np.ndarray]] = {
     "relax.add": np.add,
     "relax.subtract": np.subtract,
     "relax.multiply": np.multiply,
     "relax.maximum": np.maximum,
     "relax.minimum": np.minimum,
+    "relax.less": np.less,
+    "relax.where": np.where,  # negative places count from the end
 }
 
 Computed = tuple[str, np.ndarray]
@@ -354,18 +356,18 @@ def computed(value: object, known: Mapping[relax.Var, Computed]) -> Computed | N
     """
     if not isinstance(value, relax.Call) or not isinstance(value.op, tvm.ir.Op):
         return None
-    if "int" not in str(getattr(value.ty, "dtype", "")):
+    if not str(getattr(value.ty, "dtype", "")).startswith(("int", "uint", "bool")):
         return None
     if value.op.name in _UNARY and value.args[0] in known:
         name, numbers = known[value.args[0]]
         return name, _UNARY[value.op.name](numbers).astype(str(value.ty.dtype))
-    if value.op.name not in _BINARY:
+    if value.op.name not in _COMBINED:
         return None
     names = {known[a][0] for a in value.args if a in known}
     operands = [known[a][1] if a in known else _constant(a) for a in value.args]
     if len(names) != 1 or any(operand is None for operand in operands):
         return None
-    return names.pop(), _BINARY[value.op.name](*operands)
+    return names.pop(), _COMBINED[value.op.name](*operands)
 
 
 def _constant(value: object) -> np.ndarray | None:

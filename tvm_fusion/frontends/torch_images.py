@@ -111,7 +111,9 @@ def _by_matrices(importer: Importer, node: fx.Node) -> relax.Expr:
     wide = "float32" if dtype in ("float16", "bfloat16") else dtype
     old, new = node.args[0].meta["val"].shape[-2:], node.meta["val"].shape[-2:]
     if not all(isinstance(size, int) for size in (*old, *new)):
-        raise FrontendError(f"{node.target} of an image of symbolic size")
+        raise FrontendError(
+            f"{node.target} of an image of symbolic size: give its sizes as numbers"
+        )
     y = importer.cast(x, wide)
     scales = args.get("scales_h"), args.get("scales_w")
     rows, columns = (

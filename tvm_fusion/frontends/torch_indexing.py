@@ -29,7 +29,9 @@ def _index(importer: Importer, node: fx.Node) -> relax.Expr:
     axes = [axis for axis, index in enumerate(given) if index is not None]
     values = [given[axis].meta["val"] for axis in axes]
     if any(value.dtype in (torch.bool, torch.uint8) for value in values):
-        raise FrontendError("a mask as an index: the size of its result is no function of sizes")
+        raise FrontendError(
+            "a mask as an index: its result has as many elements as it has True; use torch.where"
+        )
     extents = [given_extent(x, axis) for axis in axes]
     if None in extents:
         return importer._index_tensor(node)
@@ -83,7 +85,7 @@ def _take(importer: Importer, node: fx.Node) -> relax.Expr:
     x = importer.value_of(args["self"])
     count = math.prod(args["self"].meta["val"].shape)
     if not isinstance(count, int):
-        raise FrontendError("take from a tensor of symbolic size")
+        raise FrontendError("take from a tensor of symbolic size: give its sizes as numbers")
     flat = importer.emit(relax.op.reshape(x, [count]))
     return taken(importer, flat, _counted_from_start(importer, args["index"], count), 0)
 
@@ -97,7 +99,7 @@ def _unfold(importer: Importer, node: fx.Node) -> relax.Expr:
     axis = args["dimension"] % x.ty.ndim
     windows = node.meta["val"].shape[axis]
     if not isinstance(windows, int):
-        raise FrontendError("windows along an axis of symbolic size")
+        raise FrontendError("windows along an axis of symbolic size: give that size as a number")
     place = np.arange(windows)[:, None] * step + np.arange(size)
     found = taken(importer, x, relax.const(place, "int64"), axis)
     axes = list(range(x.ty.ndim + 1))

@@ -298,7 +298,9 @@ def _scattered(importer: Importer, node: fx.Node) -> relax.Expr:
     args = bound_arguments(node)
     kind = args.get("reduce", "sum")
     if kind not in _SCATTERED or not args.get("include_self", True):
-        raise FrontendError(f"scatter_reduce by {kind!r}, or without the elements that are there")
+        raise FrontendError(
+            f"scatter_reduce by {kind!r}, or without the elements that are there: use another"
+        )
     x, index = (importer.value_of(args[name]) for name in ("self", "index"))
     source = importer.operand(args["src"], str(x.ty.dtype))
     sizes = args["index"].meta["val"].shape
