@@ -55,15 +55,22 @@ def model_of(args: argparse.Namespace, target: Any) -> Any:
     return args.model
 
 
-def bisect_arguments(command: argparse.ArgumentParser) -> None:
-    """Declares the options of `bisect`."""
-    quiet_argument(command)
+def model_arguments(
+    command: argparse.ArgumentParser, plan_help: str = "run this plan instead of searching one"
+) -> None:
+    """Declares the model, and what it is compiled for and by."""
     model = command.add_mutually_exclusive_group(required=True)
     model.add_argument("model", nargs="?", help="a .pt2, .onnx, Relax .py or Relax .json file")
     model.add_argument("--demo", action="store_true", help="a pre-norm transformer block")
     command.add_argument("--target", help=TARGET_HELP)
     command.add_argument("--policy", help=POLICY_HELP)
-    command.add_argument("--plan", metavar="FILE", help="look at this plan, not a searched one")
+    command.add_argument("--plan", metavar="FILE", help=plan_help)
+
+
+def bisect_arguments(command: argparse.ArgumentParser) -> None:
+    """Declares the options of `bisect`."""
+    quiet_argument(command)
+    model_arguments(command, "look at this plan, not a searched one")
     command.add_argument("--database", metavar="DIR", help="use the kernels that `tune` kept here")
     command.add_argument(
         "--tolerance",
@@ -109,12 +116,7 @@ def quiet_argument(command: argparse.ArgumentParser) -> None:
 def profile_arguments(command: argparse.ArgumentParser) -> None:
     """Declares the options of `profile`."""
     quiet_argument(command)
-    model = command.add_mutually_exclusive_group(required=True)
-    model.add_argument("model", nargs="?", help="a .pt2, .onnx, Relax .py or Relax .json file")
-    model.add_argument("--demo", action="store_true", help="a pre-norm transformer block")
-    command.add_argument("--target", help=TARGET_HELP)
-    command.add_argument("--policy", help=POLICY_HELP)
-    command.add_argument("--plan", metavar="FILE", help="run this plan instead of searching one")
+    model_arguments(command)
     command.add_argument("--database", metavar="DIR", help="use the kernels that `tune` kept here")
     command.add_argument(
         "--calls", type=int, default=20, metavar="N", help="calls to record (default: %(default)s)"

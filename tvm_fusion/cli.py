@@ -18,12 +18,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from . import _start
 from ._arguments import (
-    POLICY_HELP,
-    TARGET_HELP,
     bisect_arguments,
     calibrate_arguments,
     diff_arguments,
     fuzz_arguments,
+    model_arguments,
     model_of,
     pair_of,
     policy_of,
@@ -258,12 +257,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_common_arguments(command: argparse.ArgumentParser) -> None:
-    model = command.add_mutually_exclusive_group(required=True)
-    model.add_argument("model", nargs="?", help="a .pt2, .onnx, Relax .py or Relax .json file")
-    model.add_argument("--demo", action="store_true", help="a pre-norm transformer block")
-    command.add_argument("--target", help=TARGET_HELP)
-    command.add_argument("--policy", help=POLICY_HELP)
-    command.add_argument("--plan", metavar="FILE", help="run this plan instead of searching one")
+    model_arguments(command)
     quiet_argument(command)
     command.add_argument("--json", action="store_true", help="print one JSON object")
     command.add_argument(

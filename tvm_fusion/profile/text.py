@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..report.text import align, clip, format_bytes, format_time
+from ..report.text import align, clip, format_bytes, format_spread, format_time
 from ..runtime.timing.timing import TimeReport, Verdict
 from .facts import KernelProfile, ModuleProfile, Profile
 
@@ -47,7 +47,9 @@ def _totals(profile: Profile) -> str:
 
     def spread(which: str) -> tuple[str, ...]:
         first, second = getattr(after, which), getattr(before, which)
-        return row(which, lambda module: _spread(getattr(module, which)), _saved(first, second))
+        return row(
+            which, lambda module: format_spread(getattr(module, which)), _saved(first, second)
+        )
 
     rows = [
         ("", "before fusion", "after fusion", ""),
@@ -74,13 +76,6 @@ def _bandwidth(module: ModuleProfile, most: float) -> str:
     return (
         f"{rate / GB:.3g} GB/s, {rate / most:.0%} of memory's" if most else f"{rate / GB:.3g} GB/s"
     )
-
-
-def _spread(time: TimeReport) -> str:
-    if time.median_us is None:
-        return "-"
-    low, high = format_time(time.low_us), format_time(time.high_us)
-    return f"{format_time(time.median_us)} ({low} - {high})"
 
 
 def _saved(after: TimeReport, before: TimeReport) -> str:

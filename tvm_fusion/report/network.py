@@ -228,7 +228,7 @@ class Network:
                 held = bytes_of(tensor)
                 if held is None:
                     return None
-                until = end if self._lasts(t) else last.get(t, i)
+                until = end if t in self._results else last.get(t, i)
                 alive += held
                 ends[until] = ends.get(until, 0) + held
             size.append(alive)
@@ -267,10 +267,10 @@ class Network:
             tensor = self._views[tensor]
         return tensor
 
-    def _lasts(self, tensor: int) -> bool:
-        """Whether a tensor, or a view of it, is a result."""
-        outputs = (t.id for t in self._graph.tensors if t.is_output)
-        return any(self._stored(t) == tensor for t in outputs)
+    @cached_property
+    def _results(self) -> frozenset[int]:
+        """The tensors that are results, or that a result is a view of."""
+        return frozenset(self._stored(t.id) for t in self._graph.tensors if t.is_output)
 
     def _ops(self, group: PlannedGroup) -> list[Op]:
         return [self._graph.ops[self._number[name]] for name in group.ops]

@@ -91,6 +91,14 @@ def format_time(time_us: float | None) -> str:
     return _scaled(time_us, 1000, ("us", "ms", "s"))
 
 
+def format_spread(time: TimeReport) -> str:
+    """Return a median with its quartiles, or "-" where there are no samples."""
+    if time.median_us is None:
+        return "-"
+    low, high = format_time(time.low_us), format_time(time.high_us)
+    return f"{format_time(time.median_us)} ({low} - {high})"
+
+
 def format_terms(terms: Mapping[str, float]) -> str:
     """Return the largest terms of a prediction (microseconds, by name) in one line."""
     ordered = sorted(terms.items(), key=lambda item: (-item[1], item[0]))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from textwrap import fill
 
 from ...runtime.timing.timing import TimeReport, Verdict
-from ..text import align, clip, format_bytes, format_refusal, format_time
+from ..text import align, clip, format_bytes, format_refusal, format_spread, format_time
 from .changes import Difference, KernelChange
 
 COLUMNS = 100
@@ -50,15 +50,8 @@ def _totals(found: Difference) -> str:
         ),
     ]
     if a.time.median_us is not None or b.time.median_us is not None:
-        rows.append(("measured", *map(_quartiles, (a.time, b.time)), _measured(a.time, b.time)))
+        rows.append(("measured", *map(format_spread, (a.time, b.time)), _measured(a.time, b.time)))
     return align(rows, left=1)
-
-
-def _quartiles(time: TimeReport) -> str:
-    if time.median_us is None:
-        return "-"
-    low, high = format_time(time.low_us), format_time(time.high_us)
-    return f"{format_time(time.median_us)} ({low} - {high})"
 
 
 def _measured(before: TimeReport, after: TimeReport) -> str:
