@@ -19,9 +19,9 @@ from torch import fx
 from tvm import relax
 
 from ..errors import FrontendError
-from .torch_importer import Importer
+from .torch_importer import Importer, bound_arguments
 from .torch_indexing import taken
-from .torch_operators import Converter, bound_arguments
+from .torch_operators import Converter
 
 _aten = torch.ops.aten
 

@@ -163,15 +163,21 @@ class Importer(ExportedProgramImporter):
         return x if axes == sorted(axes) else self.emit(relax.op.permute_dims(x, axes))
 
 
+def bound_arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a node by name, defaults filled in."""
+    bound = {}
+    for index, argument in enumerate(node.target._schema.arguments):
+        given = node.args[index] if index < len(node.args) else argument.default_value
+        bound[argument.name] = node.kwargs.get(argument.name, given)
+    return bound
+
+
 def refuse_random(node: fx.Node) -> None:
     """Raise FrontendError for an operator whose result is another in each call."""
     tags = getattr(node.target, "tags", ())
     if torch.Tag.nondeterministic_seeded not in tags or not node.users:
         return
-    options = {
-        argument.name: node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-        for i, argument in enumerate(node.target._schema.arguments)
-    }
+    options = bound_arguments(node)
     probability = options.get("dropout_p", options.get("p"))
     if probability == 0 or options.get("train") is False:
         return

@@ -18,8 +18,8 @@ from torch import fx
 from tvm import relax, tirx
 
 from ..errors import FrontendError
-from .torch_importer import Importer, size_of
-from .torch_operators import Converter, bound_arguments
+from .torch_importer import Importer, bound_arguments, size_of
+from .torch_operators import Converter
 
 
 def _index(importer: Importer, node: fx.Node) -> relax.Expr:

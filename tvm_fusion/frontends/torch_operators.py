@@ -19,26 +19,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import fx
 from tvm import relax, sym, te, tirx
 
 from tvm_fusion.errors import FrontendError
-from tvm_fusion.frontends.torch_importer import Importer, Size, size_of
+from tvm_fusion.frontends.torch_importer import Importer, Size, bound_arguments, size_of
 
 Converter = Callable[["Importer", fx.Node], relax.Expr]
 HALVES = ("float16", "bfloat16")
-
-
-def bound_arguments(node: fx.Node) -> dict[str, Any]:
-    """The arguments of a node by name, defaults filled in."""
-    bound = {}
-    for index, argument in enumerate(node.target._schema.arguments):
-        given = node.args[index] if index < len(node.args) else argument.default_value
-        bound[argument.name] = node.kwargs.get(argument.name, given)
-    return bound
 
 
 def scaled(importer: Importer, x: relax.Expr, factor: float) -> relax.Expr:

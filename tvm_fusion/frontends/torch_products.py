@@ -16,8 +16,8 @@ import torch
 from torch import fx
 from tvm import relax
 
-from .torch_importer import Importer, size_of
-from .torch_operators import Converter, bound_arguments, scaled
+from .torch_importer import Importer, bound_arguments, size_of
+from .torch_operators import Converter, scaled
 
 HALF = ("float16", "bfloat16")
 REDUCTIONS = ("none", "mean", "sum")  # as PyTorch numbers them

@@ -29,8 +29,8 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script.builder import ir as B
 
 from tvm_fusion.errors import FrontendError
-from tvm_fusion.frontends.torch_importer import Importer
-from tvm_fusion.frontends.torch_operators import Converter, bound_arguments
+from tvm_fusion.frontends.torch_importer import Importer, bound_arguments
+from tvm_fusion.frontends.torch_operators import Converter
 
 _log = logging.getLogger(__name__)
 _aten = torch.ops.aten
