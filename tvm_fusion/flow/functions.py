@@ -17,6 +17,7 @@ from ..plan.plan import FusionPlan, load_plans
 from ..transform.apply.write_kernels import Tuned
 from ..transform.layouts.memory_formats import takes_formats
 from .planned import PlanLike, Planned, read_plan
+from .unlowered import operators_named
 
 Plans = PlanLike | Mapping[str, PlanLike]
 TunedOf = Callable[[tvm.target.Target, HardwareProfile], Tuned | None]
@@ -44,7 +45,7 @@ def planned_functions(
     plans = _plan_of_each(given, list(mods))
     found = {}
     for name, mod in mods.items():
-        with errors_naming(name):
+        with errors_naming(name), operators_named(mod, tvm_target):
             found[name] = Planned.of(mod, tvm_target, hw, policy, plans[name], chosen, name)
     return found
 

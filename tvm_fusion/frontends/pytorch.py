@@ -8,6 +8,7 @@ Parameters and buffers become constants.
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +40,8 @@ from . import (
 )
 from .finish import checked_module, cleaned, first_line
 from .memory_formats import formats_of
-from .torch_importer import Importer, origin_of
+from .torch_importer import Importer
+from .torch_refusals import origin_of, refusal, stopped_export
 from .torch_slices import merge_equal_splits
 from .torch_writes import refuse_writes_into_repeats, written_inputs
 
@@ -77,10 +79,7 @@ def from_module(
         with _evaluation_mode(model), _quiet():
             program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
     except Exception as error:
-        raise FrontendError(
-            f"{where}: torch.export cannot trace it with these example inputs: {first_line(error)}"
-            "; give others, or change the model as torch says"
-        ) from error
+        raise FrontendError(stopped_export(where, error)) from error
     return from_exported_program(program, where, keep_formats=keep_formats)
 
 
@@ -131,11 +130,17 @@ def from_exported_program(
                 no_bind_return_tuple=False,
                 custom_convert_map=None,
             )
+    except MemoryError:  # `frontends` has words for it
+        raise
     except Exception as error:
+        if importer.refused:
+            raise FrontendError(refusal(where, importer.refused)) from error
         raise FrontendError(
-            f"{where}: cannot be converted to Relax{importer.stopped_at()}: {first_line(error)}"
-            "; write the model without that operator"
+            f"{where}: cannot be converted to Relax: {first_line(error)}"
+            "; write the model without that"
         ) from error
+    if importer.refused:
+        raise FrontendError(refusal(where, importer.refused))
     mod = checked_module(cleaned(mod), where)
     mod = with_origins(mod, {**importer.origins, **_origin_of_result(mod, program)})
     if formats is None or importer.in_place or not formats.fits(mod):
@@ -214,16 +219,26 @@ def _evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Hide deprecation warnings inside PyTorch and TVM, which no user can act on, and what torch
-    logs of errors that it raises as well.
+    logs and prints of errors that it raises as well.
     """
-    log = logging.getLogger("torch.export")
-    before, log.disabled = log.disabled, True
+    logs = [logging.getLogger(name) for name in _REPEATING]
+    before = [log.disabled for log in logs]
+    for log in logs:
+        log.disabled = True
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        log.disabled = before
+        for log, disabled in zip(logs, before, strict=True):
+            log.disabled = disabled
+
+
+_REPEATING = (
+    "torch.export",
+    "torch._subclasses.fake_tensor",
+    "torch.fx.experimental.symbolic_shapes",
+)
 
 
 # ---- What an exported program is decomposed to: core ATen operators, but for those kept whole, and

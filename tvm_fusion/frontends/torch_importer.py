@@ -11,15 +11,15 @@ torch_slices.py and torch_writes.py:
 import functools
 import math
 import operator
-import re
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import sympy
 import torch
 import tvm
 from torch import fx
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._sympy import functions as torch_functions
 from tvm import relax, tirx
 from tvm.ir import Op
@@ -27,6 +27,7 @@ from tvm.relax.frontend.torch.exported_program_translator import ExportedProgram
 
 from ..errors import FrontendError
 from ..ir.origins import Origin
+from .torch_refusals import NO_CONVERTER, Refused, origin_of
 
 FLOAT8_TYPES = ("float8_e4m3fn", "float8_e5m2")
 
@@ -46,16 +47,21 @@ class Importer(ExportedProgramImporter):
         The writes that change an input of the model.
     origins : dict of str to Origin
         Where the results of nodes come from in the model, by the names of their variables.
+    refused : list of Refused
+        The nodes that could not be converted; something of their shape and type stands for them.
+    unknown : set of fx.Node
+        Those that nothing could stand for, and what reads them.
     """
 
     def __init__(self, converters: Mapping[str, Callable[[Any, fx.Node], relax.Expr]]) -> None:
         self.converters = converters
-        self.current: fx.Node | None = None
         self.known_values: dict[fx.Node, torch.Tensor] = {}
         self.symbols: dict[str, tirx.Var] = {}
         self.masks: dict[tuple[fx.Node, str], tuple[relax.Expr, relax.Expr]] = {}
         self.in_place: set[fx.Node] = set()
         self.origins: dict[str, Origin] = {}
+        self.refused: list[Refused] = []
+        self.unknown: set[fx.Node] = set()
         super().__init__()
 
     def from_exported_program(self, program: torch.export.ExportedProgram, **options: Any) -> Any:
@@ -73,7 +79,11 @@ class Importer(ExportedProgramImporter):
         """TVM's converters with ours over them, each followed by a conversion to the right type."""
         converters = super().create_convert_map()
         converters |= {name: self._bound(convert) for name, convert in self.converters.items()}
-        return {name: self._typed(convert) for name, convert in converters.items()}
+        typed = {name: self._typed(convert) for name, convert in converters.items()}
+        return defaultdict(lambda: self._typed(_refuse), typed)
+
+    def _check_unsupported_func_type(self, nodes: Iterable[fx.Node]) -> None:
+        """Nothing: what has no converter is refused where it stands, and all of it is told."""
 
     @staticmethod
     def _convert_data_type(input_type: Any, env: dict | None = None) -> str:
@@ -83,41 +93,66 @@ class Importer(ExportedProgramImporter):
             return name
         return ExportedProgramImporter._convert_data_type(input_type, env)
 
-    def stopped_at(self) -> str:
-        """The operator that could not be translated, for messages; empty if it was none of them."""
-        return f" at {self.current.target} ({self.current.name})" if self.current else ""
-
     def _bound(self, convert: Callable) -> Callable[[fx.Node], relax.Expr]:
         return lambda node: convert(self, node)
 
     def _typed(self, convert: Callable) -> Callable[[fx.Node], relax.Expr]:
         """A converter whose result is a constant where it is known, and has PyTorch's type."""
 
-        def convert_typed(node: fx.Node) -> relax.Expr:
-            known = self.known_values.get(node)
-            if known is not None and known.nbytes <= CONSTANT_LIMIT_BYTES:
-                return relax.const(self._convert_pytorch_tensor_to_tvm(known.contiguous()))
-            self.current = node
-            refuse_random(node)
-            expected = node.meta.get("val")
-            if isinstance(expected, torch.Tensor) and 0 in expected.shape:
-                result = self._empty(node, expected)
-            else:
-                result = convert(node)
-            if isinstance(expected, torch.Tensor) and is_tensor(result):
-                result = self._shaped(self.cast(result, self.dtype_of(node)), expected)
-                _hold_to_shape(result, expected)
-            if isinstance(result, relax.Var):
-                self.origins.setdefault(result.name, origin_of(node))
-            self.current = None
-            return result
+        def convert_typed(node: fx.Node) -> relax.Expr | None:
+            if not self.unknown.isdisjoint(node.all_input_nodes):
+                self.unknown.add(node)
+                return None
+            try:
+                return self._converted(node, convert)
+            except MemoryError:
+                raise
+            except Exception as error:  # whatever a converter raises, TVM's or one of ours
+                self.refused.append(Refused.by(node, error))
+                return self._stand_in(node)
 
         return convert_typed
 
-    def _empty(self, node: fx.Node, expected: torch.Tensor) -> relax.Expr:
-        """A result without elements."""
-        shape = shape_of(expected, self.symbols)
-        return self.emit(relax.op.zeros(relax.ShapeExpr(shape), self.dtype_of(node)))
+    def _converted(self, node: fx.Node, convert: Callable[[fx.Node], relax.Expr]) -> relax.Expr:
+        known = self.known_values.get(node)
+        if known is not None and known.nbytes <= CONSTANT_LIMIT_BYTES:
+            return relax.const(self._convert_pytorch_tensor_to_tvm(known.contiguous()))
+        refuse_random(node)
+        expected = node.meta.get("val")
+        if isinstance(expected, torch.Tensor | tuple) and free_unbacked_symbols(expected):
+            raise FrontendError(
+                "the size of its result depends on values, as that of nonzero or of a mask as an "
+                "index does: use torch.where, or a topk of a fixed size"
+            )
+        if isinstance(expected, torch.Tensor) and 0 in expected.shape:
+            result = self._zeros(expected)  # a result without elements
+        else:
+            result = convert(node)
+        if isinstance(expected, torch.Tensor) and is_tensor(result):
+            result = self._shaped(self.cast(result, self.dtype_of(node)), expected)
+            _hold_to_shape(result, expected)
+        if isinstance(result, relax.Var):
+            self.origins.setdefault(result.name, origin_of(node))
+        return result
+
+    def _stand_in(self, node: fx.Node) -> relax.Expr | None:
+        """Zeros for the result of a node that is refused, so that what reads it can be looked at;
+        None where its shape is not known.
+        """
+        try:
+            values = node.meta["val"]
+            if isinstance(values, torch.Tensor):
+                return self._zeros(values)
+            return relax.Tuple([self._zeros(value) for value in values])
+        except Exception:  # sizes that depend on values, numbers, types that TVM does not have
+            self.unknown.add(node)
+            return None
+
+    def _zeros(self, like: torch.Tensor) -> relax.Expr:
+        shape = shape_of(like, self.symbols)
+        return self.emit(
+            relax.op.zeros(relax.ShapeExpr(shape), self._convert_data_type(like.dtype))
+        )
 
     def _shaped(self, x: relax.Expr, expected: torch.Tensor) -> relax.Expr:
         """x with the shape that PyTorch found, where TVM found none."""
@@ -172,6 +207,10 @@ def bound_arguments(node: fx.Node) -> dict[str, Any]:
     return bound
 
 
+def _refuse(node: fx.Node) -> relax.Expr:
+    raise FrontendError(NO_CONVERTER)
+
+
 def refuse_random(node: fx.Node) -> None:
     """Raise FrontendError for an operator whose result is another in each call."""
     tags = getattr(node.target, "tags", ())
@@ -217,22 +256,6 @@ def _is_permutation(expression: relax.Expr | None) -> bool:
         and expression.op == Op.get("relax.permute_dims")
         and expression.attrs.axes is not None
     )
-
-
-# ---- Where a node comes from in the model.
-
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_TORCH = str(Path(torch.__file__).parent)
-
-
-def origin_of(node: fx.Node) -> Origin:
-    """The submodule that a node was traced in, and the last line of its trace outside of torch."""
-    stack = list((node.meta.get("nn_module_stack") or {}).values())
-    path = str(stack[-1][0]) if stack else ""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    own = [frame for frame in frames if not frame[0].startswith(_TORCH)] or frames
-    source = f"{Path(own[-1][0]).name}:{own[-1][1]}" if own else ""
-    return Origin(path.removeprefix("L['self']").lstrip("."), source)
 
 
 # ---- Symbolic sizes of PyTorch as expressions of TVM.

@@ -111,7 +111,7 @@ def _power(importer: Importer, node: fx.Node) -> relax.Expr:
         return square if exponent == 2 else importer.emit(relax.op.multiply(square, x))
     if exponent == 0.5:
         return importer.emit(relax.op.sqrt(x))
-    return importer._pow(node)
+    return _general_power(importer, node)
 
 
 def _general_power(importer: Importer, node: fx.Node) -> relax.Expr:

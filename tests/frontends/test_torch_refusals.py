@@ -1,0 +1,155 @@
+"""A PyTorch model that is refused says all that stands in the way, where, and what to do."""
+
+import pytest
+import torch
+import tvm
+from torch import nn
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+import tvm_fusion
+from tvm_fusion.errors import FrontendError
+from tvm_fusion.flow.unlowered import operators_named
+from tvm_fusion.frontends import load
+from tvm_fusion.frontends.torch_refusals import ADVICE
+
+from ..support.frontend_tools import Function, check
+
+X = torch.arange(12.0).reshape(4, 3)
+INTEGERS = torch.tensor([1, 2, 3])
+
+
+class Determinant(nn.Module):
+    def forward(self, x):
+        return torch.linalg.det(x @ x.T)  # no converter
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads = nn.ModuleList([Determinant(), Determinant()])
+
+    def forward(self, x):
+        y = torch.special.bessel_j0(x)  # no converter
+        y = y + torch.rand(3)  # random
+        return y.sum() + self.heads[0](y) + self.heads[1](y)
+
+
+def line_of(text: str) -> int:
+    """The line of this file that ends with a comment."""
+    lines = open(__file__).read().split("\n")  # noqa: SIM115
+    return next(i for i, line in enumerate(lines, 1) if line.endswith(text))
+
+
+def message(model, *inputs) -> str:
+    with pytest.raises(FrontendError) as error:
+        load(model, inputs)
+    return str(error.value)
+
+
+def test_all_operators_that_are_refused_are_told_at_once_with_their_places():
+    said, file = message(Net(), X), "test_torch_refusals.py"
+    assert "cannot be converted to Relax at 3 operators:" in said
+    first = line_of("@ x.T)  # no converter")
+    assert f"aten._linalg_det.default ({file}:{first}, in heads.0, and 1 more): there is no" in said
+    assert f"aten.special_bessel_j0.default ({file}:{line_of('j0(x)  # no converter')}): " in said
+    assert f"aten.rand.default ({file}:{line_of('# random')}): it draws random numbers" in said
+    assert said.endswith(ADVICE)
+
+
+def test_errors_of_tvm_are_told_with_their_operator(monkeypatch):
+    from tvm_fusion.frontends.pytorch import CONVERTERS
+
+    def convert(importer, node):
+        raise tvm.error.InternalError("int32 vs. int64")
+
+    monkeypatch.setitem(CONVERTERS, "tanh.default", convert)
+    said = message(Function(lambda x: torch.tanh(x) + torch.tanh(2 * x)), X)
+    assert "at aten.tanh.default (frontend_tools.py:" in said
+    assert "this form of it is not converted (TVM: int32 vs. int64)" in said
+
+
+@pytest.mark.parametrize("function", [torch.nonzero, lambda x: x[x > 2].sum(), torch.unique])
+def test_sizes_that_depend_on_values_are_refused(function):
+    assert "the size of its result depends on values" in message(Function(function), X)
+
+
+def test_operators_that_tvm_cannot_lower_are_named():
+    @I.ir_module
+    class Module:
+        @R.function
+        def main(x: R.Tensor((3,), "int64")):
+            y = R.add(x, x)
+            z = R.power(y, x)
+            return z
+
+    with pytest.raises(FrontendError, match=r"relax\.power of R\.Tensor.*write that line"):
+        tvm_fusion.compile(Module, "llvm")  # an error of no operator stays as it is:
+    with pytest.raises(KeyError), operators_named(load(nn.ReLU(), (X,)), tvm.target.Target("llvm")):
+        raise KeyError
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a: 2**a,
+        lambda a: a**-1.0,
+        lambda a: a**2.5,
+        lambda a: a.int() + a,
+        lambda a: torch.cat([a.int(), a]),
+        lambda a: a[-100:2],
+        lambda a: a[1:100],
+    ],
+)
+def test_what_was_an_error_of_tvm_works(function):
+    check(function, INTEGERS)
+
+
+# ---- What stops torch.export.
+
+
+class Stopped(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.kept = torch.zeros(3)
+
+    def forward(self, x):
+        if self.how == "branch" and x.sum() > 0:  # branch
+            x = x + 1
+        if self.how == "numpy":
+            x = torch.from_numpy(x.numpy() * 2)  # numpy
+        if self.how == "shape":
+            x = x @ x  # shape
+        return x
+
+
+@pytest.mark.parametrize(
+    ("how", "remedy"),
+    [
+        ("branch", "use torch.where, torch.cond"),
+        ("numpy", "use operators of torch there"),
+        ("shape", "give other example inputs"),
+    ],
+)
+def test_the_line_that_stops_torch_export_is_told_and_what_to_change(how, remedy, capfd):
+    said = message(Stopped(how), X)
+    assert f"torch.export stops at test_torch_refusals.py:{line_of(f'# {how}')} (" in said
+    assert remedy in said
+    assert "\n" not in said
+    assert capfd.readouterr().err == ""  # what torch prints of it is in the message
+
+
+def test_example_inputs_that_do_not_fit_say_so():
+    said = message(Stopped(""), X, X)
+    assert "torch.export cannot trace it" in said
+    assert "give as many example inputs as `forward` takes" in said
+
+
+def test_a_dynamic_dimension_that_is_none_says_so():
+    with pytest.raises(FrontendError, match="leave it out of dynamic_shapes"):
+        load(
+            Function(lambda x: x.reshape(4, -1).sum(1) + torch.ones(4) * x.shape[0]),
+            (torch.ones(8, 2),),
+            dynamic_shapes=(({0: torch.export.Dim("n", min=2)},),),
+        )
