@@ -24,6 +24,7 @@ EXTRAS["test"] = [
     "onnx==1.23.*",  # the list of conformance tests is that of one release
     *EXTRAS["report"],
     *EXTRAS["docs"],
+    "expecttest",  # PyTorch's operator database imports it
     "transformers",
     "pytest",
     "pytest-xdist",

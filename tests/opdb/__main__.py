@@ -1,0 +1,161 @@
+"""Compile what PyTorch's operator database has, and compare with eager execution.
+
+    python -m tests.opdb                                     all of it; 1 if it is not as listed
+    python -m tests.opdb --dtypes float32,int64 --only 'nn.functional.*' --part 1/5 --out F.json
+    python -m tests.opdb --dtypes float32 --inductor         beside torch.compile on the CPU
+
+`tests/opdb/exceptions.toml` lists what is not right. What is worse or other than it says ends the
+run with status 1; what has become right is told, so that it can be struck off the list.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatch
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from tvm_fusion.errors import CHECK_FAILED
+from tvm_fusion.tuning.measure.processes import Answer, Worker, stop_all, wait_for
+
+from . import DTYPES, OUTCOMES, exceptions, judge
+from .exceptions import Entry
+from .samples import entries
+
+LIMIT_S = 120.0
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "TVM_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+ONE_THREAD["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Judge the chosen entries and print what was found; returns the exit status."""
+    args = _parser().parse_args(argv)
+    chosen = [
+        entry
+        for entry in entries(args.dtypes)
+        if any(fnmatch(entry[0], p) for p in args.only or ["*"])
+    ]
+    part, parts = args.part
+    chosen = chosen[part - 1 :: parts]
+    begun = time.monotonic()
+    rows = {}
+    calls = [(*entry, args.target) for entry in chosen]
+    for entry, answer in _answers(judge.judge, calls, args.jobs):
+        rows[entry] = row = _row(*entry, answer)
+        if row["outcome"] != "right":
+            print(*entry, row["outcome"], row["seconds"], row["why"], file=sys.stderr, flush=True)
+    if args.inductor:
+        for entry, answer in _answers(judge.judge_inductor, chosen, args.jobs):
+            rows[entry]["inductor"] = _row(*entry, answer)["outcome"]
+    rows = {entry: rows[entry] for entry in chosen}
+    found = {
+        "versions": {name: metadata.version(name) for name in ("torch", "apache-tvm")},
+        "target": args.target,
+        "seconds": round(time.monotonic() - begun, 1),
+        "counts": _counts(rows.values(), args.dtypes),
+        "rows": list(rows.values()),
+    }
+    if args.out is not None:
+        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return _tell(found, rows)
+
+
+def _answers(
+    function: Callable, calls: Sequence[tuple], jobs: int
+) -> Iterator[tuple[Entry, Answer]]:
+    """The answers to `function(*call)` for each call, as they come; processes that die or hang are
+    replaced.
+    """
+    workers = [
+        Worker(f"worker {i}", setup=(judge.prepare, ()), environment=ONE_THREAD)
+        for i in range(jobs)
+    ]
+    waiting, asked = list(reversed(calls)), {}
+    try:
+        while waiting or asked:
+            for worker in workers:
+                if not worker.busy and waiting:
+                    asked[worker.name] = call = waiting.pop()
+                    worker.send(function, call, LIMIT_S)
+            wait_for(workers, 1.0)
+            for worker in workers:
+                if (answer := worker.collect()) is not None:
+                    yield asked.pop(worker.name)[:2], answer
+    finally:
+        stop_all(workers)
+
+
+def _row(name: str, dtype: str, answer: Answer) -> dict[str, Any]:
+    """An answer as a row of the result."""
+    outcome, why = ("internal error", answer.why)
+    if answer.status == "ok":
+        outcome, why = answer.value["outcome"], answer.value["why"]
+    elif answer.status in ("crash", "timeout", "memory"):
+        outcome = "timeout" if answer.status == "timeout" else "crash"
+    seconds = round(answer.seconds, 2)
+    return {"operator": name, "dtype": dtype, "outcome": outcome, "why": why, "seconds": seconds}
+
+
+def _counts(rows: Any, dtypes: Sequence[str]) -> dict[str, dict[str, int]]:
+    """How many rows of a type have which outcome, ours and inductor's."""
+    rows, counts = list(rows), {}
+    for dtype in dtypes:
+        own = [row for row in rows if row["dtype"] == dtype]
+        found = Counter(row["outcome"] for row in own)
+        counts[dtype] = {outcome: found[outcome] for outcome in OUTCOMES}
+        theirs = [row for row in own if row.get("inductor") == "right"]
+        if any("inductor" in row for row in own):
+            counts[dtype]["right by inductor"] = len(theirs)
+            both = sum(row["outcome"] == "right" for row in theirs)
+            counts[dtype]["right by inductor and here"] = both
+    return counts
+
+
+def _tell(found: dict[str, Any], rows: dict[Entry, dict]) -> int:
+    for dtype, counts in found["counts"].items():
+        print(f"{dtype}: " + ", ".join(f"{n} {outcome}" for outcome, n in counts.items() if n))
+    outcomes = {entry: row["outcome"] for entry, row in rows.items()}
+    worse, better = exceptions.deviations(outcomes, exceptions.read())
+    for line in better:
+        print(f"better than listed: {line}")
+    for line in worse:
+        print(f"NOT AS LISTED: {line}")
+    return CHECK_FAILED if worse else 0
+
+
+def _part(text: str) -> tuple[int, int]:
+    part, _, parts = text.partition("/")
+    if not (part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"expected K/N with 1 <= K <= N, got {text!r}")
+    return int(part), int(parts)
+
+
+def _dtypes(text: str) -> list[str]:
+    names = text.split(",")
+    if not set(names) <= set(DTYPES):
+        raise argparse.ArgumentTypeError(f"expected some of {','.join(DTYPES)}, got {text!r}")
+    return names
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m tests.opdb", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = parser.add_argument
+    add("--dtypes", type=_dtypes, default=list(DTYPES), help="some of " + ",".join(DTYPES))
+    add("--only", action="append", help="operators by name, with * and ?; may be repeated")
+    add("--part", type=_part, default=(1, 1), help="K/N: every Nth entry from the Kth on")
+    add("--jobs", type=int, default=2, help="processes (2)")
+    add("--target", default="llvm", help="as tvm_fusion.compile takes it (llvm)")
+    add("--inductor", action="store_true", help="torch.compile on the same samples, too; slow")
+    add("--out", type=Path, help="a file for all rows, as JSON")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

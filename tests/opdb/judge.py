@@ -1,0 +1,170 @@
+"""One entry of the database, compiled, run and compared; called in a process that may die.
+
+A result is right with the shapes and element types of eager execution, and each of its numbers is
+near eager's or near float64's: NaN and infinities are equal, floats within `torch.testing`'s
+tolerance, or with an error of at most `TIMES` times that of eager execution.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import warnings
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+import tvm_fusion
+from tvm_fusion.errors import BuildError, FrontendError, TvmFusionError, VerificationError
+
+from . import OUTCOMES
+from .samples import NotJudged, Sample, operators, samples, tensors_in
+
+TIMES = 4.0
+# Nothing is said of the values: memory that nobody wrote
+UNSPECIFIED = (
+    "empty",
+    "empty_like",
+    "empty_permuted",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+)
+TOLERANCES = {  # those of torch.testing.assert_close, relative and absolute
+    torch.float64: (1e-7, 1e-7),
+    torch.float32: (1.3e-6, 1e-5),
+    torch.float16: (1e-3, 1e-5),
+    torch.bfloat16: (1.6e-2, 1e-5),
+}
+UNKNOWN = "Unsupported function type"  # TVM's text for operators that have no converter
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of an entry: one of `OUTCOMES`, and what was said."""
+
+    outcome: str
+    why: str = ""
+
+
+def prepare() -> None:
+    """What a new process does once."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)
+    operators()
+
+
+def judge(name: str, dtype: str, target: str) -> dict[str, str]:
+    """The worst outcome of an entry's samples, as a dict of `Outcome`."""
+    return _worst(name, dtype, lambda sample: judge_sample(sample, target, name in UNSPECIFIED))
+
+
+def judge_inductor(name: str, dtype: str) -> dict[str, str]:
+    """The same of `torch.compile(backend="inductor")` in our place."""
+    return _worst(name, dtype, lambda sample: _by_inductor(sample, name in UNSPECIFIED))
+
+
+def _worst(name: str, dtype: str, judged: Any) -> dict[str, str]:
+    try:
+        with torch.no_grad():
+            given = samples(name, dtype)
+            return asdict(max(map(judged, given), key=lambda one: OUTCOMES.index(one.outcome)))
+    except NotJudged as why:
+        return asdict(Outcome("not judged", str(why)))
+
+
+def judge_sample(sample: Sample, target: str, only_types: bool = False) -> Outcome:
+    """What became of one sample."""
+    try:
+        compiled = tvm_fusion.compile(
+            sample.module, target, example_inputs=tuple(sample.copied_inputs()), verify=False
+        )
+        results = compiled(*sample.copied_inputs())
+    except TvmFusionError as error:
+        return Outcome("refused" if _is_clear(error) else "internal error", _told(error))
+    except Exception as error:
+        return Outcome("internal error", _told(error))
+    return _compared(sample, results, only_types)
+
+
+def _by_inductor(sample: Sample, only_types: bool) -> Outcome:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    random.seed(0)
+    try:
+        results = torch.compile(sample.module, backend="inductor")(*sample.copied_inputs())
+    except Exception as error:
+        return Outcome("refused", _told(error))
+    return _compared(sample, tensors_in(results), only_types)
+
+
+def _compared(sample: Sample, results: Any, only_types: bool) -> Outcome:
+    results = results if isinstance(results, list | tuple) else [results]
+    given = [_tensor(x) for x in results]
+    why = difference(given, sample, only_types)
+    return Outcome("wrong", why) if why else Outcome("right")
+
+
+def _tensor(x: Any) -> torch.Tensor:
+    return x if isinstance(x, torch.Tensor) else torch.from_dlpack(x)
+
+
+def difference(given: list[torch.Tensor], sample: Sample, only_types: bool = False) -> str:
+    """What is wrong with results, in words; empty if they are right."""
+    types = [f"{tuple(x.shape)} {x.dtype}" for x in given]
+    wanted = [f"{tuple(x.shape)} {x.dtype}" for x in sample.expected]
+    if types != wanted:
+        return f"results are {', '.join(types)}, not {', '.join(wanted)}"
+    pairs = list(zip(given, sample.expected, strict=True))
+    if only_types or all(map(_near, *zip(*pairs, strict=True))):
+        return ""
+    reference = sample.in_float64() or sample.expected
+    for place, ((x, eager), exact) in enumerate(zip(pairs, reference, strict=True)):
+        wrong = ~_right(x, eager, exact)
+        if wrong.any():
+            at = tuple(np.argwhere(wrong)[0].tolist()) if x.ndim else ()
+            return (
+                f"result {place} at {at}: {x[at].item()}, not {eager[at].item()} "
+                f"({int(wrong.sum())} of {x.numel()})"
+            )
+    return ""
+
+
+def _near(x: torch.Tensor, eager: torch.Tensor) -> bool:
+    return bool(_right(x, eager, eager).all())
+
+
+def _right(x: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> np.ndarray:
+    """Which elements are right, beside those of eager execution and of float64."""
+    if not eager.is_floating_point():
+        return (x == eager).numpy()
+    relative, absolute = TOLERANCES.get(eager.dtype, (0.125, 1e-2))
+    exact = exact.to(eager.dtype).double().numpy()  # infinite where it is in that type
+    x, eager = x.double().numpy(), eager.double().numpy()
+    finite = np.isfinite(eager) & np.isfinite(exact)
+    with np.errstate(invalid="ignore", over="ignore"):
+        own = np.abs(eager - exact)[finite].max(initial=0.0)
+        bound = absolute + relative * np.abs(eager)
+        near = np.isclose(x, eager, relative, absolute, equal_nan=True)
+        near |= np.isclose(x, exact, relative, absolute, equal_nan=True)
+        return near | (finite & (np.abs(x - exact) <= np.maximum(bound, TIMES * own)))
+
+
+def _is_clear(error: BaseException) -> bool:
+    """Whether an error of ours was raised on purpose: what it was raised from was, too."""
+    if isinstance(error, BuildError | VerificationError):
+        return False
+    cause = error.__cause__
+    if cause is None or isinstance(cause, FrontendError | NotImplementedError):
+        return True
+    if "torch.export cannot trace it" in str(error):
+        return True
+    return UNKNOWN in str(error)
+
+
+def _told(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {' '.join(lines)}"[:600]

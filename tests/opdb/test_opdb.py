@@ -1,0 +1,130 @@
+"""PyTorch's operator database is as `exceptions.toml` says: a small share of it always, in this
+process; all of it in the nightly run. And what a run would say of results that are wrong.
+"""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tvm_fusion.tuning.measure.processes import Answer
+
+from . import __main__, exceptions, judge
+from .samples import NotJudged, Operator, Sample, entries, samples
+
+CHECKED = ("float32",)
+SHARE = 5  # entries that always run
+
+
+def sample_of(function, *arguments) -> Sample:
+    inputs = [x for x in arguments if isinstance(x, torch.Tensor)]
+    module = Operator(function, (arguments, {}))
+    return Sample(module, inputs, [module(*inputs)])
+
+
+def test_a_share_of_the_database_is_as_listed():
+    listed = exceptions.read()
+    known = entries(list(CHECKED))
+    assert {name for name, _ in listed} <= {name for name, _ in known}
+    expected = [entry for entry in known if entry not in listed]
+    for name, dtype in expected[:: len(expected) // SHARE]:
+        found = judge.judge(name, dtype, "llvm")
+        assert found == {"outcome": "right", "why": ""}, (name, dtype)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", CHECKED)
+def test_the_database_is_as_listed(dtype):
+    assert __main__.main(["--dtypes", dtype]) == 0
+
+
+def test_wrong_results_are_told_from_right_ones():
+    x = torch.linspace(-3, 3, 600).reshape(20, 30)
+    x[0, :3] = torch.tensor([float("nan"), float("inf"), 0.0])
+    sample = sample_of(torch.mul, x, 3)
+    (right,) = sample.expected
+    assert judge.difference([right * (1 + 1e-7)], sample) == ""
+    for at, value in ((3, 1.0), (0, 0.0), (1, -float("inf")), (2, float("nan"))):
+        wrong = right.clone()
+        wrong[0, at] = value
+        assert judge.difference([wrong], sample).startswith(f"result 0 at (0, {at})")
+        assert judge.difference([wrong], sample, only_types=True) == ""
+    for other in ([right.double()], [right[None]], [right, right], []):
+        assert judge.difference(other, sample, only_types=True).startswith("results are")
+    counted = sample_of(torch.argsort, x[1])
+    assert judge.difference([counted.expected[0].flip(0)], counted)
+
+
+def test_an_error_of_eager_execution_may_be_made_here_too():
+    x = torch.full((4096,), 0.1).half()
+    summed = sample_of(lambda x: x.cumsum(0)[-1], x)
+    exact = x.double().sum().half()
+    assert judge.difference([exact], summed) == ""
+    assert judge.difference([exact * 1.5], summed)
+
+
+def test_what_is_compiled_is_judged_by_its_kind():
+    x = torch.ones(3)
+    assert judge.judge_sample(sample_of(torch.neg, x), "llvm").outcome == "right"
+    refused = judge.judge_sample(sample_of(torch.bernoulli, x), "llvm")
+    assert (refused.outcome, "rand" in refused.why) == ("refused", True)
+    planted = replace(sample_of(torch.neg, x), expected=[x])
+    assert judge.judge_sample(planted, "llvm").outcome == "wrong"
+
+
+def test_samples_are_the_same_in_each_run():
+    first, second = (samples("addmm", "float32") for _ in range(2))
+    assert len(first) == 2
+    for a, b in zip(first, second, strict=True):
+        assert all(map(torch.equal, a.inputs + a.expected, b.inputs + b.expected))
+    with pytest.raises(NotJudged, match="no tensor among its inputs"):
+        samples("ones", "float32")
+
+
+@pytest.mark.parametrize("text", ["[a]\noutcome = 'right'\nwhy = 'x'", "[a]\noutcome = 'refused'"])
+def test_the_list_gives_reasons(tmp_path, text):
+    path = tmp_path / "list.toml"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="a reason"):
+        exceptions.read(path)
+
+
+def test_an_entry_stands_once_in_the_list(tmp_path):
+    path = tmp_path / "list.toml"
+    one = "outcome = 'refused'\nwhy = 'x'\n"
+    path.write_text(f"[a]\n{one}all = ['abs']\n[b]\n{one}int64 = ['abs']\n")
+    with pytest.raises(ValueError, match="abs"):
+        exceptions.read(path)
+
+
+def test_what_is_worse_or_other_than_listed_fails_and_what_is_better_is_told():
+    entry, listed = ("abs", "bool"), {("abs", "bool"): ("kept", "refused")}
+    assert exceptions.deviations({entry: "refused"}, listed) == ([], [])
+    assert exceptions.deviations({entry: "right"}, listed)[0] == []
+    assert len(exceptions.deviations({entry: "right"}, listed)[1]) == 1
+    for outcome in ("wrong", "crash", "not judged"):
+        assert len(exceptions.deviations({entry: outcome}, listed)[0]) == 1
+    assert len(exceptions.deviations({entry: "refused"}, {})[0]) == 1
+
+
+def test_the_command_tells_of_processes_that_died(monkeypatch, capsys, tmp_path):
+    answers = {
+        "neg": Answer("crash", why="the process died (signal SIGFPE)"),
+        "abs": Answer("ok", {"outcome": "right", "why": ""}),
+        "sin": Answer("timeout", why="no answer"),
+    }
+
+    def answered(function, calls, jobs):
+        yield from ((call[:2], answers[call[0]]) for call in calls)
+
+    monkeypatch.setattr(__main__, "_answers", answered)
+    only = [word for name in answers for word in ("--only", name)]
+    out = tmp_path / "found.json"
+    assert __main__.main(["--dtypes", "float32", *only, "--out", str(out)]) == 1
+    said = capsys.readouterr().out
+    assert "float32: 1 right, 1 timeout, 1 crash" in said
+    assert "neg of float32: crash, not right" in said
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["operator"] for row in rows} == answers.keys()
+    assert __main__.main(["--dtypes", "float32", "--only", "abs"]) == 0
