@@ -69,7 +69,7 @@ def test_what_is_compiled_is_judged_by_its_kind():
     assert judge.judge_sample(sample_of(torch.neg, x), "llvm").outcome == "right"
     refused = judge.judge_sample(sample_of(torch.bernoulli, x), "llvm")
     assert (refused.outcome, "rand" in refused.why) == ("refused", True)
-    planted = replace(sample_of(torch.neg, x), expected=[x])
+    planted = replace(sample_of(torch.neg, x.int()), expected=[x.int()])
     assert judge.judge_sample(planted, "llvm").outcome == "wrong"
 
 
