@@ -18,6 +18,7 @@ EXTRAS = {
     "bound": ["scipy"],
     "docs": ["mkdocs-material", "mkdocs-jupyter"],
     "profile": ["nvtx"],
+    "models": ["transformers", "timm"],  # whose architectures `python -m tests.zoo` compiles
 }
 EXTRAS["test"] = [
     *EXTRAS["torch"],
@@ -25,7 +26,7 @@ EXTRAS["test"] = [
     *EXTRAS["report"],
     *EXTRAS["docs"],
     "expecttest",  # PyTorch's operator database imports it
-    "transformers",
+    *EXTRAS["models"],
     "pytest",
     "pytest-xdist",
     "nbclient",

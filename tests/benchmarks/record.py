@@ -57,7 +57,7 @@ def header(
         method += f", none with more than {instructions}"
     return {
         "format": FORMAT,
-        "device": torch.cuda.get_device_name() if on_gpu else _cpu_name(),
+        "device": torch.cuda.get_device_name() if on_gpu else cpu_name(),
         "profile": profile,
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
         "versions": _versions(torch.version.cuda),
@@ -226,7 +226,8 @@ def _read(path: Path) -> dict[str, Any]:
     return result
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The model of this machine's CPU."""
     try:
         found = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.M)
     except OSError:

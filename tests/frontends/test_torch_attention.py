@@ -36,6 +36,14 @@ def test_attention_of_any_rank(leading, options):
     )
 
 
+@pytest.mark.parametrize(
+    ("query", "key", "value"),
+    [((2, 3), (2, 1), (1, 3)), ((2, 3), (3,), (1,)), ((1,), (2, 3), (3,))],
+)
+def test_heads_and_batches_that_are_shared_are_broadcast(query, key, value):
+    check(F.scaled_dot_product_attention, heads(*query), heads(*key), heads(*value))
+
+
 @pytest.mark.parametrize("leading", [(3,), (2, 3), (2, 2, 3)])
 @pytest.mark.parametrize("mask", [HIDDEN_ROW, ADDITIVE], ids=["boolean", "additive"])
 def test_a_query_that_sees_no_key_gets_zero(mask, leading):

@@ -15,22 +15,23 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatch
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from tvm_fusion.errors import CHECK_FAILED
-from tvm_fusion.tuning.measure.processes import Answer, Worker, stop_all, wait_for
+from tvm_fusion.tuning.measure.processes import Answer
 
+from ..support.answers import ONE_THREAD, answers
 from . import DTYPES, OUTCOMES, exceptions, judge
 from .exceptions import Entry
 from .samples import entries
 
 LIMIT_S = 120.0
-ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "TVM_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-ONE_THREAD["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+ENVIRONMENT = {**ONE_THREAD, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,12 +47,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     begun = time.monotonic()
     rows = {}
     calls = [(*entry, args.target) for entry in chosen]
-    for entry, answer in _answers(judge.judge, calls, args.jobs):
-        rows[entry] = row = _row(*entry, answer)
+    ask = partial(
+        answers, jobs=args.jobs, limit_s=LIMIT_S, setup=judge.prepare, environment=ENVIRONMENT
+    )
+    for (*entry, _), answer in ask(judge.judge, calls):
+        rows[tuple(entry)] = row = _row(*entry, answer)
         if row["outcome"] != "right":
             print(*entry, row["outcome"], row["seconds"], row["why"], file=sys.stderr, flush=True)
     if args.inductor:
-        for entry, answer in _answers(judge.judge_inductor, chosen, args.jobs):
+        for entry, answer in ask(judge.judge_inductor, chosen):
             rows[entry]["inductor"] = _row(*entry, answer)["outcome"]
     rows = {entry: rows[entry] for entry in chosen}
     found = {
@@ -64,31 +68,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.out is not None:
         args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return _tell(found, rows)
-
-
-def _answers(
-    function: Callable, calls: Sequence[tuple], jobs: int
-) -> Iterator[tuple[Entry, Answer]]:
-    """The answers to `function(*call)` for each call, as they come; processes that die or hang are
-    replaced.
-    """
-    workers = [
-        Worker(f"worker {i}", setup=(judge.prepare, ()), environment=ONE_THREAD)
-        for i in range(jobs)
-    ]
-    waiting, asked = list(reversed(calls)), {}
-    try:
-        while waiting or asked:
-            for worker in workers:
-                if not worker.busy and waiting:
-                    asked[worker.name] = call = waiting.pop()
-                    worker.send(function, call, LIMIT_S)
-            wait_for(workers, 1.0)
-            for worker in workers:
-                if (answer := worker.collect()) is not None:
-                    yield asked.pop(worker.name)[:2], answer
-    finally:
-        stop_all(workers)
 
 
 def _row(name: str, dtype: str, answer: Answer) -> dict[str, Any]:

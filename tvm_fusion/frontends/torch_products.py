@@ -10,11 +10,12 @@ What differs from TVM 0.27:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import fx
-from tvm import relax
+from tvm import relax, tirx
 
 from .torch_importer import Importer, bound_arguments, size_of
 from .torch_operators import Converter, scaled
@@ -139,12 +140,14 @@ def _attention(importer: Importer, node: fx.Node) -> relax.Expr:
     args = bound_arguments(node)
     if args["dropout_p"] != 0.0:
         raise NotImplementedError("attention with dropout")
-    tensors = [importer.value_of(args[name]) for name in ("query", "key", "value")]
-    query, key, value = (_as_rank_4(importer, x) for x in tensors)
+    query, key, value = (importer.value_of(args[name]) for name in ("query", "key", "value"))
     if args["enable_gqa"]:
-        groups = int(query.ty.shape[1]) // int(key.ty.shape[1])
-        key, value = (importer.emit(relax.op.repeat(x, groups, axis=1)) for x in (key, value))
+        groups = int(query.ty.shape[-3]) // int(key.ty.shape[-3])
+        key, value = (importer.emit(relax.op.repeat(x, groups, axis=-3)) for x in (key, value))
+    common = node.meta["val"].shape[:-2]
+    tensors = [_broadcast(importer, x, common) for x in (query, key, value)]
     leading = list(tensors[0].ty.shape)[:-2]
+    query, key, value = (_as_rank_4(importer, x) for x in tensors)
     bias, visible, causal = None, None, args["is_causal"]
     if args["attn_mask"] is not None:
         bias, visible, causal = _mask(importer, args["attn_mask"], leading, str(query.ty.dtype))
@@ -168,6 +171,16 @@ def _attention(importer: Importer, node: fx.Node) -> relax.Expr:
 def _scale(scale: float | None, width: int) -> float | None:
     """The scale; None, which TVM lowers in the right type, if it is the default 1 / sqrt(width)."""
     return None if scale is None or math.isclose(scale, width**-0.5) else scale
+
+
+def _broadcast(importer: Importer, x: relax.Expr, leading: Sequence) -> relax.Expr:
+    """x with the given leading axes, where it has axes of 1 that others share, or none."""
+    own = [int(n) if isinstance(n, tirx.IntImm) else None for n in list(x.ty.shape)[:-2]]
+    wide = [n == 1 and m != 1 for n, m in zip(own, leading, strict=False)]
+    if len(own) == len(leading) and not any(wide):
+        return x
+    sizes = [size_of(n, importer.symbols) for n in leading]
+    return importer.emit(relax.op.broadcast_to(x, [*sizes, *list(x.ty.shape)[-2:]]))
 
 
 def _as_rank_4(importer: Importer, x: relax.Expr) -> relax.Expr:

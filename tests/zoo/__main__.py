@@ -1,0 +1,125 @@
+"""Architectures of transformers and timm on a CPU, beside torch.
+
+    python -m tests.zoo --out tests/results/zoo.json         all 120, and decoding with a cache
+    python -m tests.zoo --only 't5*' --source transformers   some of them
+
+Each is compiled in another process, which is ended after `--limit` seconds. A result is right
+if it errs by at most 1e-4 of its largest number, or by four times the error of torch in float32
+(both beside float64): where a model chooses, as experts do, rounding may choose otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import fnmatch
+import importlib.metadata
+import json
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from tvm_fusion.errors import CHECK_FAILED
+
+from ..benchmarks.record import cpu_name
+from ..support.answers import ONE_THREAD, answers
+from .judge import ERROR, OUTCOMES, RIGHT, SLOW, SOURCES, Verdict, judged, module_of, prepare
+
+PACKAGES = ("apache-tvm", "torch", "transformers", "timm", "numpy")
+LIMIT_S = 120.0
+CACHES = ("TVM_FUSION_PLAN_CACHE", "TVM_FUSION_KERNEL_CACHE", "TVM_FUSION_CALIBRATE")
+ENVIRONMENT = {**ONE_THREAD, **dict.fromkeys(CACHES, "0")}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.zoo",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--source", choices=SOURCES, help="of one package only")
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="names, as in 'gpt*'")
+    parser.add_argument("--jobs", type=int, default=1, help="processes at once")
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for one")
+    parser.add_argument("--out", type=Path, help="a file for the result, JSON")
+    args = parser.parse_args(argv)
+    names = [
+        (source, name)
+        for source in SOURCES
+        if args.source in (None, source)
+        for name in (*module_of(source).TABLE, *module_of(source).WAYS)
+        if fnmatch.fnmatch(name, args.only)
+    ]
+    verdicts = []
+    for verdict in verdicts_of(names, args.jobs, args.limit):
+        print(line(verdict), flush=True)
+        verdicts.append(verdict)
+        if args.out:
+            found = result(
+                sorted(verdicts, key=lambda v: names.index((v.source, v.name))), args.limit
+            )
+            args.out.write_text(json.dumps(found, indent=1) + "\n")
+    print(", ".join(f"{n} {outcome}" for outcome, n in counts(verdicts).items()))
+    return 0 if all(verdict.outcome == RIGHT for verdict in verdicts) else CHECK_FAILED
+
+
+def verdicts_of(
+    names: Sequence[tuple[str, str]], jobs: int = 1, limit_s: float = LIMIT_S
+) -> Iterator[Verdict]:
+    """Models of sources judged by other processes, as they are done."""
+    for name, answer in answers(judged, names, jobs, limit_s, prepare, ENVIRONMENT):
+        if answer.status == "ok":
+            yield answer.value
+        else:
+            outcome = SLOW if answer.status == "timeout" else ERROR
+            yield Verdict(*name, outcome, answer.why)
+
+
+def line(verdict: Verdict) -> str:
+    """A verdict for the terminal."""
+    phases = ", ".join(f"{name} {s}" for name, s in verdict.phases.items())
+    return (
+        f"{verdict.source}/{verdict.name}: {verdict.outcome} {verdict.why} "
+        f"(error {verdict.error:.0e}, {verdict.seconds} s; {phases})"
+    )
+
+
+def counts(verdicts: Sequence[Verdict]) -> dict[str, int]:
+    """How many there are of each outcome."""
+    found = Counter(verdict.outcome for verdict in verdicts)
+    return {outcome: found[outcome] for outcome in OUTCOMES if found[outcome]}
+
+
+def result(verdicts: Sequence[Verdict], limit: float) -> dict:
+    """What is kept of a run. Ways of decoding are counted apart from architectures."""
+    groups = {
+        **{
+            source: [v for v in verdicts if v.source == source and "/" not in v.name]
+            for source in SOURCES
+        },
+        "decoding": [v for v in verdicts if "/" in v.name],
+    }
+    return {
+        "device": cpu_name(),
+        "target": "llvm",
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+        "command": shlex.join(["python", *sys.orig_argv[1:]]),
+        "limit_s": limit,
+        "counts": {name: counts(group) for name, group in groups.items()},
+        "models": {f"{v.source}/{v.name}": _kept(v) for v in verdicts},
+    }
+
+
+def _kept(verdict: Verdict) -> dict:
+    """What a verdict says, without what is empty."""
+    facts = asdict(verdict)
+    del facts["source"], facts["name"]
+    return {name: fact for name, fact in facts.items() if fact not in ("", {}, 0)}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,51 @@
+"""Models of transformers and timm on a CPU give the numbers of torch: a few always, all nightly."""
+
+import pytest
+import torch
+
+from tvm_fusion.tuning.measure.processes import Answer
+
+from ..support.tools import require_module
+from .judge import ERROR, RIGHT, SLOW, SOURCES, judged, largest_error, module_of
+
+require_module("timm")
+require_module("transformers")
+from . import __main__ as command  # noqa: E402
+
+ALL = [(s, name) for s in SOURCES for name in (*module_of(s).TABLE, *module_of(s).WAYS)]
+CHEAP = [("timm", "convmixer"), ("transformers", "falcon/step")]
+
+
+@pytest.mark.parametrize(("source", "name"), CHEAP)
+def test_a_model_gives_the_numbers_of_torch(source, name):
+    verdict = judged(source, name)
+    assert (verdict.outcome, verdict.why) == (RIGHT, "")
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_there_are_sixty_architectures(source):
+    assert len(module_of(source).TABLE) == 60
+
+
+def test_numbers_that_differ_are_seen():
+    one = torch.tensor([1.0, float("nan"), 3.0])
+    assert largest_error([one], [one]) == 0
+    assert largest_error([one + 0.3], [one]) == pytest.approx(0.1)
+    assert largest_error([torch.nan_to_num(one)], [one]) == float("inf")
+    assert largest_error([torch.full((3,), float("nan"))], [one]) == float("inf")
+
+
+def test_processes_that_die_or_hang_are_told_apart(monkeypatch):
+    died, hangs = Answer("crash", why="signal SIGSEGV"), Answer("timeout", why="no answer")
+    found = [(("timm", "vgg"), died), (("transformers", "t5"), hangs)]
+    monkeypatch.setattr(command, "answers", lambda *_: iter(found))
+    verdicts = list(command.verdicts_of([name for name, _ in found]))
+    assert [(v.outcome, v.why) for v in verdicts] == [(ERROR, died.why), (SLOW, hangs.why)]
+    assert command.counts(verdicts) == {ERROR: 1, SLOW: 1}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("source", "name"), ALL)
+def test_every_model_gives_the_numbers_of_torch(source, name):
+    (verdict,) = command.verdicts_of([(source, name)])
+    assert (verdict.outcome, verdict.why) == (RIGHT, "")
