@@ -3,7 +3,7 @@
 import pytest
 
 import tvm_fusion
-from tvm_fusion.check import source
+from tvm_fusion.check import distance, source
 from tvm_fusion.errors import VerificationError
 from tvm_fusion.frontends.pytorch import CONVERTERS
 
@@ -48,13 +48,14 @@ def test_the_error_beside_pytorch_is_in_the_report():
 
 def test_what_agrees_in_float64_is_no_other_function(monkeypatch):
     """Where an output differs by more than roundings are taken to make, float64 decides."""
-    monkeypatch.setattr(source, "ROUNDINGS", {"float32": 0.0})
+    monkeypatch.setattr(distance, "ROUNDINGS", {"float32": 0.0})
+    monkeypatch.setattr(source, "SPECIAL_S", 0.0)
     compiled = tvm_fusion.compile(model(lambda x: torch.softmax(x @ x.T, -1)), "llvm")
     assert compiled.report.verify.source_error > 0
 
 
 def test_float64_decides_against_another_function_too(monkeypatch, wrong_tanh):
-    monkeypatch.setattr(source, "ROUNDINGS", {"float32": 0.0})
+    monkeypatch.setattr(distance, "ROUNDINGS", {"float32": 0.0})
     with pytest.raises(VerificationError, match="another function"):
         tvm_fusion.compile(model(torch.tanh), "llvm")
 
@@ -77,3 +78,123 @@ def test_the_model_and_its_inputs_stay_as_they_were():
 def test_nothing_is_compared_where_nothing_is_checked(wrong_tanh):
     compiled = tvm_fusion.compile(model(torch.tanh), "llvm", verify=False)
     assert compiled.report.verify is None
+
+
+# ---- Which operator it is.
+
+
+class Block(torch.nn.Module):
+    def forward(self, x):
+        return torch.tanh(x) * 2  # differs
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(8, 8), Block()])
+
+    def forward(self, x):
+        return torch.relu(self.layers[1](self.layers[0](x)) + 1).sum(-1)
+
+
+def test_the_operator_that_differs_is_named_with_its_place_and_error(wrong_tanh):
+    lines = open(__file__).read().split("\n")  # noqa: SIM115
+    line = next(i for i, text in enumerate(lines, 1) if text.endswith("# differs"))
+    with pytest.raises(VerificationError) as error:
+        tvm_fusion.compile((Net(), (X,)), "llvm")
+    said = str(error.value)
+    assert f"aten.tanh.default (test_source.py:{line}, in layers.1) is off by " in said
+    assert "more differ" not in said  # what reads it is right, of what PyTorch gives it
+
+
+def replaced(monkeypatch, name, function):
+    """An operator that is converted as something else."""
+    monkeypatch.setitem(
+        CONVERTERS,
+        name,
+        lambda importer, node: importer.emit(function(importer.value_of(node.args[0]))),
+    )
+
+
+def lost_nan(x):
+    from tvm import relax
+
+    zero = relax.const(0.0)
+    return relax.op.where(relax.op.greater(x, zero), x, zero)
+
+
+def lost_sign_of_infinity(x):
+    from tvm import relax
+
+    return relax.op.abs(relax.op.clip(x, -1e30, 1e30))
+
+
+@pytest.mark.parametrize(
+    ("name", "function", "converted", "special"),
+    [
+        ("relu.default", torch.relu, lost_nan, "NaN"),
+        ("abs.default", torch.abs, lost_sign_of_infinity, "infinities"),
+    ],
+)
+def test_what_differs_with_special_values_only_is_an_error_too(
+    monkeypatch, name, function, converted, special
+):
+    replaced(monkeypatch, name, converted)
+    with pytest.raises(VerificationError, match=f"with {special} in its inputs.*aten.{name}"):
+        tvm_fusion.compile(model(lambda x: function(x) + 1), "llvm")
+
+
+def test_what_is_known_to_differ_with_special_values_is_told():
+    compiled = tvm_fusion.compile(model(lambda x: x.argmax(-1)), "llvm")
+    note = compiled.report.verify.source_note
+    assert note.startswith("with NaN in the inputs aten.argmax.default (")
+    assert note in str(compiled.report.full())
+
+
+def test_special_inputs_have_each_value_in_a_place():
+    found = dict(source.special_inputs((X, torch.arange(3)), pointwise=True))
+    assert list(found) == ["NaN", "infinities", "zeros and negative numbers", "extreme numbers"]
+    assert found["NaN"][0].isnan().any()
+    assert {*found["infinities"][0].flatten().tolist()} >= {float("inf"), float("-inf")}
+    assert found["extreme numbers"][0].max() == torch.finfo(torch.float32).max
+    assert all((inputs[1] == torch.arange(3)).all() for inputs in found.values())
+    assert not list(source.special_inputs((torch.arange(3),), pointwise=True))
+
+
+# ---- What is compared.
+
+
+def test_the_weights_are_not_copied():
+    class Alone(torch.nn.Linear):
+        def __deepcopy__(self, memo):
+            raise AssertionError("copied")
+
+    compiled = tvm_fusion.compile((Alone(8, 4), (X,)), "llvm")
+    assert compiled.report.verify.source_error < 1e-5
+
+
+def test_an_exported_program_is_compared_on_its_example_inputs(wrong_tanh):
+    right = torch.export.export(torch.nn.Linear(8, 4), (X,))
+    assert tvm_fusion.compile(right, "llvm").report.verify.source_error < 1e-5
+    with pytest.raises(VerificationError, match="another function"):
+        tvm_fusion.compile(torch.export.export(Net(), (X,)), "llvm")
+
+
+def test_what_is_not_compared_is_told(monkeypatch):
+    monkeypatch.setattr(source, "MOST_PARAMETERS", 3)
+    found = tvm_fusion.compile((torch.nn.Linear(8, 4), (X,)), "llvm").report.verify
+    assert found.source_error is None
+    assert "parameters on the CPU: shapes and dtypes only" in found.source_note
+    found = tvm_fusion.compile(torch.nn.ReLU(), "llvm", example_inputs={"input": X}).report.verify
+    assert "not tensors by position" in found.source_note
+
+
+def test_without_the_device_the_imported_module_runs_on_the_cpu(wrong_tanh):
+    from tvm_fusion.flow.functions import planned_function
+
+    planned = planned_function(model(torch.relu), "llvm")
+    compiled = tvm_fusion.compile(model(torch.relu), "llvm", verify=False)
+    assert source.source_check(compiled, planned, *model(torch.relu), here=False).error == 0
+    planned = planned_function(model(torch.tanh), "llvm")
+    with pytest.raises(VerificationError, match=r"aten\.tanh\.default"):
+        source.source_check(compiled, planned, *model(torch.tanh), here=False)

@@ -69,6 +69,21 @@ def test_errors_of_tvm_are_told_with_their_operator(monkeypatch):
     assert "this form of it is not converted (TVM: int32 vs. int64)" in said
 
 
+def test_results_of_a_wrong_shape_are_refused_those_of_several_too(monkeypatch):
+    from tvm import relax
+
+    from tvm_fusion.frontends.pytorch import CONVERTERS
+
+    def convert(importer, node):
+        x = importer.value_of(node.args[0])
+        return importer.emit(relax.op.topk(x, 2, ret_type="both"))
+
+    monkeypatch.setitem(CONVERTERS, "topk.default", convert)
+    said = message(Function(lambda x: x.topk(1)), X)
+    assert "at aten.topk.default (" in said
+    assert "its result would have the shape (4, 2), PyTorch's is (4, 1)" in said
+
+
 @pytest.mark.parametrize("function", [torch.nonzero, lambda x: x[x > 2].sum(), torch.unique])
 def test_sizes_that_depend_on_values_are_refused(function):
     assert "the size of its result depends on values" in message(Function(function), X)

@@ -1,12 +1,18 @@
-"""A compiled PyTorch model beside PyTorch itself: what was imported may be another function.
+"""A compiled model beside the framework that it comes from: what was imported may be another
+function, and the check against float64, which starts from the imported module, cannot tell.
 
     outputs of the module  <->  model(*example_inputs), as it runs in PyTorch
 
-The check against float64 starts from the imported module, and cannot tell a wrong import. Here
-errors are relative to the largest number of an output. Where one is larger than roundings make it,
+Errors are relative to the largest number of an output. Where one is larger than roundings make it,
 both are computed in float64: models with choices in them (a top-k, a rounding to integers) may
-differ by much more than roundings, and agree then.
-Does not compare: models with more than `MOST_PARAMETERS`, and those that write into their inputs.
+differ by much more than roundings, and agree then. If they do not, the operator is looked for
+(`source_nodes`). Where the model runs in a moment, it is run again with NaN, with infinities, with
+zeros and negative numbers, and one of pointwise operators with the largest and the least numbers in
+its inputs; an operator that by itself gives something else there is another function, too.
+
+The weights are read where they lie and the buffers are copied, as `forward` may write them.
+Does not compare: models with more than `MOST_PARAMETERS` on the CPU, those without values of their
+weights, and those that write into their inputs; `SourceCheck.note` says so.
 """
 
 from __future__ import annotations
@@ -14,30 +20,64 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import os
 import sys
-from collections.abc import Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import VerificationError
 from ..flow.planned import Planned
+from ..host.stages import stage
 from ..runtime.calls.compiled_module import CompiledModule
-from .plain import plain_module
+from .distance import error_of, rounding
+from .plain import LLVM, plain_build, plain_module
 from .reference import run_reference
+
+if TYPE_CHECKING:
+    from .source_nodes import Differs, NodeByNode
 
 logger = logging.getLogger(__name__)
 
 MOST_PARAMETERS = 200_000_000
-# Of what rounds differently in another order of operations; another function is further off.
-ROUNDINGS = {"float64": 1e-7, "float32": 1e-3, "float16": 5e-2, "bfloat16": 1e-1}
 SURE = 1e-6  # of both in float64
+# What runs with special values take together, at most, and the time that decides whether they run.
+SPECIAL_S = 1.0
+SHAPES_ONLY = "shapes and dtypes only"
+
+Run = Callable[..., Any]
+"""Tensors of PyTorch in, what the module gives out."""
 
 
-def source_error(
-    compiled: CompiledModule, planned: Planned, model: Any, example_inputs: Any
-) -> float | None:
-    """The largest error of an output beside PyTorch's, on the example inputs.
+@dataclass(frozen=True, slots=True)
+class SourceCheck:
+    """A module beside the framework that its model comes from.
+
+    Attributes
+    ----------
+    name : str
+        Of the framework.
+    error : float or None
+        The largest of an output, relative to its largest number; None where nothing is compared.
+    note : str or None
+        What was not compared, and why.
+    """
+
+    name: str
+    error: float | None = None
+    note: str | None = None
+
+
+def source_check(
+    compiled: CompiledModule, planned: Planned, model: Any, example_inputs: Any, here: bool = True
+) -> SourceCheck | None:
+    """Compares a module with PyTorch on the example inputs.
 
     Parameters
     ----------
@@ -46,114 +86,251 @@ def source_error(
         What it was built from.
     model, example_inputs
         As `tvm_fusion.compile` takes them.
+    here : bool
+        Whether this machine has the device; if not, the imported module is built for the CPU.
 
     Returns
     -------
-    float or None
-        None where nothing is compared.
+    SourceCheck or None
+        None for models that are not of PyTorch.
 
     Raises
     ------
     VerificationError
         The imported model is another function than the one that was given.
     """
-    found = _example(model, example_inputs)
-    if found is None or compiled.built.writes:
+    source = _Source.of(model, example_inputs)
+    if source is None:
         return None
-    module, inputs = found
-    expected = _leaves(_eager(module, inputs))
-    given = _leaves(compiled(*_on_device(compiled, inputs)))
+    why = source.not_compared(compiled, here)
+    if why is not None:
+        return SourceCheck("PyTorch", note=f"{why}: {SHAPES_ONLY}")
+    run = compiled if here else _on_cpu(planned)
+    device = "cuda" if here and compiled.target.kind.name == "cuda" else "cpu"
+    begin = time.perf_counter()
+    expected = leaves(source.eager())
+    given = leaves(run(*_moved(source.inputs, device)))
+    seconds = time.perf_counter() - begin
     if len(given) != len(expected):
-        raise _another(f"{len(given)} outputs, PyTorch gives {len(expected)}")
-    errors = [_error(a, b) for a, b in zip(given, expected, strict=True)]
-    limits = [ROUNDINGS.get(str(b.dtype).removeprefix("torch."), 0.0) for b in expected]
-    off = [i for i, error in enumerate(errors) if not error <= limits[i]]
-    if off and not _same_in_float64(planned, module, inputs):
+        raise _another(f"{len(given)} outputs, PyTorch gives {len(expected)}", [])
+    errors = [error_of(a, b) for a, b in zip(given, expected, strict=True)]
+    off = [i for i, error in enumerate(errors) if not error <= rounding(expected[i].dtype)]
+    if off and not _same_in_float64(planned, source):
         worst = max(off, key=lambda i: errors[i])
-        raise _another(f"output {worst} is off by {errors[worst]:.3g} of its largest number")
-    return max(errors, default=0.0)
+        what = f"output {worst} is off by {errors[worst]:.3g} of its largest number"
+        raise _another(what, source.differing(source.inputs))
+    note = _special(source, run, device, planned) if here and seconds < SPECIAL_S / 4 else None
+    return SourceCheck("PyTorch", max(errors, default=0.0), note)
 
 
-def _another(what: str) -> VerificationError:
+def _special(source: _Source, run: Run, device: str, planned: Planned) -> str | None:
+    """Holds a model against PyTorch with special values among its inputs; what is known to differ
+    there, and what outputs differ with though no operator does by itself, in words.
+    """
+    told = []
+    for name, inputs in special_inputs(source.inputs, pointwise=_is_pointwise(planned)):
+        expected, given = leaves(source.eager(inputs)), leaves(run(*_moved(inputs, device)))
+        pairs = zip(given, expected, strict=True)
+        if all(error_of(a, b) <= rounding(b.dtype) for a, b in pairs):
+            continue
+        found = source.differing(inputs)
+        unknown = [one for one in found if not one.is_known(name)]
+        if unknown:
+            raise _another(f"with {name} in its inputs an output differs", unknown)
+        who = " and ".join(f"{one.operator} ({one.place})" for one in found[:3])
+        who = f"{who} differs" if who else "outputs differ, though no operator by itself does"
+        told.append(f"with {name} in the inputs {who}")
+    return "; ".join(told) or None
+
+
+def special_inputs(inputs: Sequence[Any], pointwise: bool) -> Iterator[tuple[str, Sequence[Any]]]:
+    """Inputs of which some elements are special, and what they are. Numbers that overflow in sums
+    are only for models that are pointwise.
+    """
+    if not any(x.is_floating_point() and x.numel() for x in inputs):
+        return
+    kinds: list[tuple[str, Callable[[Any], Sequence[float]]]] = [
+        ("NaN", lambda _: (math.nan,)),
+        ("infinities", lambda _: (math.inf, -math.inf)),
+        ("zeros and negative numbers", lambda _: (0.0, -0.0, -1.0, -0.5)),
+    ]
+    if pointwise:
+        kinds.append(("extreme numbers", lambda i: (i.max, i.min, i.tiny, -i.tiny)))
+    finfo = sys.modules["torch"].finfo
+    for name, values in kinds:
+        yield (
+            name,
+            [
+                _with(x, values(finfo(x.dtype))) if x.is_floating_point() and x.numel() else x
+                for x in inputs
+            ],
+        )
+
+
+def _with(x: Any, values: Sequence[float]) -> Any:
+    """x with each value in a place of its own at the least, and in one of eight elements."""
+    x = x.detach().clone(memory_format=sys.modules["torch"].contiguous_format)
+    flat = x.reshape(-1)
+    step = min(8, max(1, flat.numel() // len(values)))
+    for i, value in enumerate(values):
+        flat[i * step :: step * len(values)] = value
+    return x
+
+
+def _is_pointwise(planned: Planned) -> bool:
+    """Whether no operator adds up or multiplies over an axis."""
+    blocks = [block for op in planned.graph.ops for block in op.blocks]
+    opaque = any(op.why_opaque for op in planned.graph.ops)
+    return not opaque and not any(block.reduced for block in blocks)
+
+
+def _another(what: str, operators: Sequence[Differs]) -> VerificationError:
+    if operators:
+        rest = f" ({len(operators) - 1} more differ)" if operators[1:] else ""
+        where = f"{operators[0]}{rest}; write that line with other operators"
+    else:
+        where = "compile the parts of the model one by one to find the operator that differs"
     return VerificationError(
-        f"the imported model is another function than PyTorch runs: {what}. An operator is not "
-        "converted as PyTorch means it; compile the parts of the model one by one to find it, or "
+        f"the imported model is another function than PyTorch runs: {what}. {where}, or "
         'pass verify=False or verify="report" to get the module as it is'
     )
 
 
-def _example(model: Any, example_inputs: Any) -> tuple[Any, tuple] | None:
-    """A module of PyTorch and inputs by position; None of other models, and of very large ones."""
-    torch = sys.modules.get("torch")
-    if isinstance(model, tuple) and len(model) == 2 and example_inputs is None:
-        model, example_inputs = model
-    if torch is None or not isinstance(model, torch.nn.Module):
-        return None
-    if isinstance(example_inputs, torch.Tensor):
-        example_inputs = (example_inputs,)
-    if not isinstance(example_inputs, list | tuple):
-        return None
-    tensors = [*example_inputs, *model.parameters(), *model.buffers()]
-    if not all(isinstance(t, torch.Tensor) and t.device.type != "meta" for t in tensors):
-        return None
-    if sum(parameter.numel() for parameter in model.parameters()) > MOST_PARAMETERS:
-        return None
-    return model, tuple(example_inputs)
+# ---- The model in PyTorch.
 
 
-def _eager(module: Any, inputs: Sequence[Any], double: bool = False) -> Any:
-    """What PyTorch computes; the model, its buffers and the inputs stay as they were."""
-    torch = sys.modules["torch"]
-    module = copy.deepcopy(module).eval()
-    inputs = [x.clone() for x in inputs]
-    if double:
-        module = module.double()
-        inputs = [x.double() if x.is_floating_point() else x for x in inputs]
-    with torch.no_grad():
-        return module(*inputs)
+@dataclass(frozen=True)
+class _Source:
+    """A module of PyTorch and its example inputs, by position."""
+
+    model: Any
+    inputs: tuple
+
+    @classmethod
+    def of(cls, model: Any, example_inputs: Any) -> _Source | None:
+        """None for models of other kinds, and for programs that know no example inputs."""
+        if isinstance(model, tuple) and len(model) == 2 and example_inputs is None:
+            model, example_inputs = model
+        torch = sys.modules.get("torch")
+        if torch is None:
+            return None
+        if isinstance(model, str | os.PathLike) and Path(model).suffix.lower() == ".pt2":
+            model = torch.export.load(model)
+        if isinstance(model, torch.export.ExportedProgram):
+            args, kwargs = model.example_inputs or ((), {})
+            if kwargs or not args:
+                return None
+            model, example_inputs = model.module(check_guards=False), args
+        if not isinstance(model, torch.nn.Module):
+            return None
+        if isinstance(example_inputs, torch.Tensor):
+            example_inputs = (example_inputs,)
+        positional = isinstance(example_inputs, list | tuple)
+        return cls(model, tuple(example_inputs) if positional else (None,))
+
+    def not_compared(self, compiled: CompiledModule, here: bool) -> str | None:
+        """Why nothing is compared, if so."""
+        torch = sys.modules["torch"]
+        if not all(isinstance(x, torch.Tensor) for x in self.inputs):
+            return "its example inputs are not tensors by position"
+        if compiled.built.writes:
+            return "it writes into its inputs"
+        parameters = list(self.model.parameters())
+        tensors = [*self.inputs, *parameters, *self.model.buffers()]
+        if any(t.device.type == "meta" for t in tensors):
+            return "its weights have no values yet"
+        count = sum(p.numel() for p in parameters if p.device.type == "cpu")
+        if count > MOST_PARAMETERS:
+            return f"it has {count / 1e6:.0f} million parameters on the CPU"
+        if not here and self._operations() > MOST_OPERATIONS:
+            return "this machine lacks the device, and it has too many operations for the CPU"
+        return None
+
+    def eager(self, inputs: Sequence[Any] | None = None) -> Any:
+        """What PyTorch computes; the model, its buffers and the inputs stay as they were."""
+        torch = sys.modules["torch"]
+        buffers = {name: x.clone() for name, x in self.model.named_buffers()}
+        inputs = tuple(x.clone() for x in (self.inputs if inputs is None else inputs))
+        with _evaluation_mode(self.model), torch.no_grad():
+            return torch.func.functional_call(self.model, buffers, inputs)
+
+    def eager_in_float64(self) -> Any:
+        """The same in float64, of a copy of the model."""
+        torch = sys.modules["torch"]
+        model = copy.deepcopy(self.model).eval().double()
+        with torch.no_grad():
+            return model(*map(_wide, self.inputs))
+
+    @cached_property
+    def _by_node(self) -> NodeByNode:
+        from .source_nodes import NodeByNode
+
+        return NodeByNode(self.model, self.inputs)
+
+    def differing(self, inputs: Sequence[Any]) -> list[Differs]:
+        """The operators that by themselves give something else than PyTorch; none, too, where they
+        cannot be run one by one.
+        """
+        try:
+            with stage("looking for the operator that differs from PyTorch"):
+                return self._by_node.differing(inputs)
+        except Exception as error:  # whatever stops one of TVM's operators alone
+            logger.info("operators were not compared with PyTorch one by one: %s", error)
+            return []
+
+    def _operations(self) -> int:
+        from torch.utils.flop_counter import FlopCounterMode
+
+        with FlopCounterMode(display=False) as counted:
+            self.eager()
+        return counted.get_total_flops()
 
 
-def _leaves(outputs: Any) -> list[Any]:
+MOST_OPERATIONS = 4_000_000_000  # of a model that is run as TVM's loops on the CPU
+
+
+@contextmanager
+def _evaluation_mode(model: Any) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    for module in modes:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _wide(x: Any) -> Any:
+    return x.double() if x.is_floating_point() else x.clone()
+
+
+def leaves(outputs: Any) -> list[Any]:
     """The tensors of a result, in order."""
     torch = sys.modules["torch"]
-    leaves = torch.utils._pytree.tree_leaves(outputs)
-    return [leaf.detach() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    found = torch.utils._pytree.tree_leaves(outputs)
+    return [leaf.detach() for leaf in found if isinstance(leaf, torch.Tensor)]
 
 
-def _on_device(compiled: CompiledModule, inputs: Sequence[Any]) -> list[Any]:
-    """The inputs where the module runs."""
-    device = "cpu" if compiled.target.kind.name == "llvm" else "cuda"
+def _moved(inputs: Sequence[Any], device: str) -> list[Any]:
+    """Copies of the inputs where the module runs."""
     return [x.clone().to(device) for x in inputs]
 
 
-def _error(given: Any, expected: Any) -> float:
-    """The largest difference relative to the largest number; infinite where one alone is no number,
-    or where shapes or types differ. Of numbers without fractions the share that differs.
-    """
-    given = given.cpu()
-    expected = expected.cpu()
-    if given.shape != expected.shape or given.dtype != expected.dtype:
-        return math.inf
-    if not expected.numel():
-        return 0.0
-    if not expected.is_floating_point():
-        return float((given != expected).double().mean())
-    a, b = given.double(), expected.double()
-    finite = b.isfinite()
-    if not bool(((a == b) | finite | (a.isnan() & b.isnan())).all()):
-        return math.inf
-    scale = float(b[finite].abs().max()) if bool(finite.any()) else 0.0
-    largest = float((a - b)[finite].abs().nan_to_num(math.inf).max()) if scale else 0.0
-    return largest / (scale or 1.0)
+def _on_cpu(planned: Planned) -> Run:
+    """The imported module as TVM's loops on the CPU."""
+    return CompiledModule.of(plain_build(plain_module(planned.mod, LLVM), LLVM))
 
 
-def _same_in_float64(planned: Planned, module: Any, inputs: Sequence[Any]) -> bool:
+# ---- Errors.
+
+
+def _same_in_float64(planned: Planned, source: _Source) -> bool:
     """Whether the imported module and PyTorch's agree in float64; False where one has no such."""
     try:
-        expected = [np.asarray(x.cpu()) for x in _leaves(_eager(module, inputs, double=True))]
+        expected = [np.asarray(x.cpu()) for x in leaves(source.eager_in_float64())]
         mod = plain_module(planned.mod, planned.target)
-        wide = [x.double() if x.is_floating_point() else x for x in inputs]
-        found = run_reference(mod, [x.cpu().numpy() for x in wide])
+        found = run_reference(mod, [_wide(x).cpu().numpy() for x in source.inputs])
     except Exception as error:  # whatever an operator raises that there is no float64 of
         logger.info("not compared with PyTorch in float64: %s", error)
         return False

@@ -21,7 +21,8 @@ from ..check.compared_regions import settle_regions
 from ..check.compiled import Checked, check_compiled, wrong_numbers
 from ..check.inputs import has_values, objects
 from ..check.sequential import Budget
-from ..check.source import source_error
+from ..check.source import source_check
+from ..check.source_onnx import onnx_check
 from ..errors import VerificationError
 from ..flow.planned import BuiltPlan, Planned
 from ..host.stages import stage
@@ -172,25 +173,32 @@ def tell(compiled: CompiledModule, done: Finished) -> None:
 def hold_to_source(
     compiled: CompiledModule, planned: Planned, source: tuple[Any, Any], reported: bool
 ) -> None:
-    """Compares a model of PyTorch, `source` with its example inputs, with PyTorch; what is found is
-    in the report.
+    """Compares a model of PyTorch, `source` with its example inputs, with PyTorch, and one of ONNX
+    with its reference; what is found is in the report.
 
     Raises
     ------
     VerificationError
         The imported model is another function, and that is not only to be `reported`.
     """
-    if not has_device(planned):
-        return
     checked = compiled.report.verify
-    if checked is None:  # no values can be drawn
+    here = tvm.runtime.device_from_target(planned.target).exist
+    if here and checked is None:  # no values can be drawn
         return
     try:
-        checked = replace(checked, source_error=source_error(compiled, planned, *source))
+        found = source_check(compiled, planned, *source, here)
+        if found is None and here:
+            found = onnx_check(compiled, planned, source[0])
     except VerificationError as error:
-        if not reported:
+        if checked is None or not reported:
             raise
         checked = replace(checked, passed=False, source_failure=str(error))
+    else:
+        if found is None or checked is None:
+            return
+        checked = replace(
+            checked, source=found.name, source_error=found.error, source_note=found.note
+        )
     compiled.report = replace(compiled.report, verify=checked)
 
 

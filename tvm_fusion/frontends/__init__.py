@@ -20,6 +20,7 @@ Relax functions are left alone.
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from tvm.ir import IRModule
@@ -100,9 +101,7 @@ def _read_by_kind(
     if isinstance(model, tuple) and len(model) == 2 and example_inputs is None:
         model, example_inputs = model
     if _is_torch(model, "nn", "Module"):
-        from tvm_fusion.frontends.pytorch import from_module
-
-        return from_module(model, example_inputs, dynamic_shapes, keep_formats)
+        return _pytorch().from_module(model, example_inputs, dynamic_shapes, keep_formats)
     if example_inputs is not None or dynamic_shapes is not None:
         raise FrontendError(
             f"example inputs and dynamic shapes only go with a torch.nn.Module, not with "
@@ -113,10 +112,8 @@ def _read_by_kind(
     if isinstance(model, str | os.PathLike):
         return _from_file(Path(model), check, keep_formats)
     if _is_torch(model, "export", "ExportedProgram"):
-        from tvm_fusion.frontends.pytorch import from_exported_program
-
         where = "the given ExportedProgram"
-        return from_exported_program(model, where, keep_formats=keep_formats)
+        return _pytorch().from_exported_program(model, where, keep_formats=keep_formats)
     if type(model).__name__ == "ModelProto":
         from tvm_fusion.frontends.onnx_model import from_model
 
@@ -135,9 +132,7 @@ def _from_file(path: Path, check: Any, keep_formats: bool) -> Any:
         raise FrontendError(f"{path}: not a file; give the path of a model file")
     suffix = path.suffix.lower()
     if suffix == ".pt2":
-        from tvm_fusion.frontends.pytorch import from_pt2
-
-        return from_pt2(path, keep_formats)
+        return _pytorch().from_pt2(path, keep_formats)
     if suffix == ".onnx":
         from tvm_fusion.frontends.onnx_model import from_onnx_file
 
@@ -150,6 +145,13 @@ def _from_file(path: Path, check: Any, keep_formats: bool) -> Any:
         f"{path}: unknown kind of model file {suffix!r}; known are {', '.join(SUFFIXES)} "
         f"(for PyTorch save torch.export.export(...) with torch.export.save)"
     )
+
+
+def _pytorch() -> ModuleType:
+    """What reads models of PyTorch; torch is imported with it."""
+    from tvm_fusion.frontends import pytorch
+
+    return pytorch
 
 
 def _is_torch(value: Any, module: str, name: str) -> bool:

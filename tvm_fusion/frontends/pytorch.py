@@ -74,13 +74,35 @@ def from_module(
         As for `from_exported_program`.
     """
     where = f"torch module {type(model).__name__}"
+    program = exported(model, example_inputs, dynamic_shapes)
+    return from_exported_program(program, where, keep_formats=keep_formats)
+
+
+def exported(
+    model: torch.nn.Module, example_inputs: Any, dynamic_shapes: Any = None
+) -> torch.export.ExportedProgram:
+    """A module as an exported program; parameters as for `from_module`.
+
+    Raises
+    ------
+    FrontendError
+        torch.export cannot trace it: the message has the line that stops it.
+    """
+    where = f"torch module {type(model).__name__}"
     args, kwargs = _split_inputs(where, example_inputs)
     try:
         with _evaluation_mode(model), _quiet():
-            program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
+            return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
     except Exception as error:
         raise FrontendError(stopped_export(where, error)) from error
-    return from_exported_program(program, where, keep_formats=keep_formats)
+
+
+def decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """A program of core operators and of those that are kept whole, its weights on the CPU."""
+    with _quiet():
+        program = _on_cpu(program.run_decompositions(decompositions()))
+    merge_equal_splits(program)
+    return program
 
 
 def from_pt2(path: Path, keep_formats: bool = False) -> IRModule:
@@ -117,9 +139,8 @@ def from_exported_program(
     formats = formats_of(program) if keep_formats else None
     importer = Importer(CONVERTERS)
     try:
+        program = decomposed(program)
         with _quiet():
-            program = _on_cpu(program.run_decompositions(decompositions()))
-            merge_equal_splits(program)
             if inspect is not None:
                 inspect(program)
             importer.in_place = written_inputs(program)

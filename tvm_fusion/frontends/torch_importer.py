@@ -238,7 +238,7 @@ def _hold_to_shape(result: relax.Expr, expected: torch.Tensor) -> None:
         if isinstance(a, tirx.IntImm) and isinstance(b, int)
     ]
     if len(given) != expected.ndim or any(a != b for a, b in pairs):
-        shape = ", ".join(map(str, given))
+        shape = ", ".join(str(a.value if isinstance(a, tirx.IntImm) else a) for a in given)
         raise FrontendError(
             f"its result would have the shape ({shape}), PyTorch's is {tuple(expected.shape)}: "
             "this form of the operator is not converted"

@@ -32,9 +32,11 @@ HALVES = ("float16", "bfloat16")
 
 
 def scaled(importer: Importer, x: relax.Expr, factor: float) -> relax.Expr:
-    """factor * x in the type of x."""
+    """factor * x in the type of x; 0 * x is NaN where x is no number, which TVM takes for 0."""
     if factor == 1:
         return x
+    if factor == 0 and "float" in str(x.ty.dtype):
+        return importer.emit(relax.op.subtract(x, x))
     return importer.emit(relax.op.multiply(x, relax.const(factor, x.ty.dtype)))
 
 
@@ -46,6 +48,8 @@ def _arithmetic(op: Callable, neutral: int | None = None) -> Converter:
         a, b = (importer.operand(arg, dtype) for arg in node.args[:2])
         if _changes_nothing(node, neutral):
             return a
+        if op is relax.op.multiply and isinstance(node.args[1], int | float):
+            return scaled(importer, a, node.args[1])
         # add and sub compute a + alpha * b
         return importer.emit(op(a, scaled(importer, b, node.kwargs.get("alpha", 1))))
 

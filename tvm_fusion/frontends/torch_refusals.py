@@ -53,6 +53,13 @@ def place_of(node: fx.Node) -> str:
     return ", ".join(part for part in parts if part) or node.name
 
 
+def producer(node: fx.Node) -> fx.Node:
+    """The operator that gives a node: of a part of several results the one that gives them."""
+    while getattr(node.target, "__name__", "") == "getitem":
+        node = node.args[0]
+    return node
+
+
 @dataclass(frozen=True, slots=True)
 class Refused:
     """An operator of a model that is not converted, and why."""
@@ -63,6 +70,7 @@ class Refused:
     @classmethod
     def by(cls, node: fx.Node, error: Exception) -> Refused:
         """As an error of its converter has it; those of TVM are said to be its own."""
+        node = producer(node)
         if isinstance(error, FrontendError | Unsupported):
             return cls(node, first_line(error))
         return cls(node, f"this form of it is not converted (TVM: {first_line(error)})")

@@ -39,17 +39,24 @@ class Verification:
     not_finite : float
         Largest share of an output that is NaN or infinite in the reference: of those elements it
         is only known that they are so in ours, too.
+    source : str or None
+        The framework that the model comes from, if it was held against that: "PyTorch" on the
+        example inputs, or "onnx.reference" on those of the check.
     source_error : float or None
-        The same of an output beside that of PyTorch on the example inputs, in its own dtype; None
-        where the two were not compared.
+        The largest error of an output beside that of the framework, in its own dtype; None where
+        the two were not compared.
+    source_note : str or None
+        What was not compared, and why.
     source_failure : str or None
-        What says that PyTorch's model is another function, if it is.
+        What says that the framework's model is another function, if it is.
     """
 
     passed: bool
     worst_error: float
     not_finite: float = 0.0
+    source: str | None = None
     source_error: float | None = None
+    source_note: str | None = None
     source_failure: str | None = None
 
 

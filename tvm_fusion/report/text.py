@@ -159,7 +159,9 @@ def _compared(verify: Verification) -> str:
     if verify.not_finite:
         said += f"; {verify.not_finite:.2%} of an output is NaN or infinite, in float64 too"
     if verify.source_error is not None:
-        said += f"; beside PyTorch {_short(verify.source_error)}"
+        said += f"; beside {verify.source} {_short(verify.source_error)}"
+    if verify.source_note is not None:
+        said += f"; beside {verify.source}: {verify.source_note}"
     return said if verify.source_failure is None else verify.source_failure
 
 

@@ -1,0 +1,163 @@
+"""The operators of a PyTorch model that were imported as something else: each by itself, on the
+operands that PyTorch has there.
+
+    for each node: converted(PyTorch's operands)  <->  PyTorch's result
+
+Does not handle: models with branches, or with more than `MOST_BYTES` of intermediate results.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..frontends.pytorch import CONVERTERS, decomposed, exported
+from ..frontends.torch_nodes import Nodes, values_of
+from ..frontends.torch_refusals import place_of, producer
+from ..runtime.calls.compiled_module import CompiledModule
+from .distance import error_of, rounding
+from .plain import LLVM, plain_build, plain_module
+
+logger = logging.getLogger(__name__)
+
+MOST_BYTES = 1 << 30
+EXTREME = 1e30  # sums over such numbers overflow in one order, and not in another
+
+
+# What of special values is known to differ and stays so: what reads it is told, not refused.
+KNOWN = {
+    "NaN": ("argmax", "argmin", "max.dim", "min.dim", "sort", "topk", "median", "kthvalue"),
+    "infinities": ("amax", "amin", "max.", "min.", "div.Tensor_mode"),
+    "extreme numbers": ("fmod", "remainder", "div.Tensor_mode"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Differs:
+    """An operator that gives something else than PyTorch; `error` is a `distance`."""
+
+    operator: str
+    place: str
+    error: float
+
+    def __str__(self) -> str:
+        off = f"is off by {self.error:.3g} of its largest number"
+        if self.error == math.inf:
+            off = "gives NaN or infinities where PyTorch gives none, or the other way round"
+        return f"{self.operator} ({self.place}) {off} on the operands that PyTorch has there"
+
+    def is_known(self, special: str) -> bool:
+        """Whether it is one of those that differ with a kind of `source.special_inputs`."""
+        name = self.operator.removeprefix("aten.")
+        return name.startswith(KNOWN.get(special, ()))
+
+
+@dataclass(frozen=True)
+class NodeByNode:
+    """The operators of a model, each alone; exported and built when they are first run.
+
+    Attributes
+    ----------
+    model : torch.nn.Module
+    example_inputs : tuple of torch.Tensor
+    """
+
+    model: Any
+    example_inputs: tuple
+
+    @cached_property
+    def _program(self) -> torch.export.ExportedProgram:
+        return decomposed(exported(self.model, self.example_inputs))
+
+    @cached_property
+    def _nodes(self) -> Nodes:
+        return Nodes.of(self._program, CONVERTERS)
+
+    @cached_property
+    def _alone(self) -> CompiledModule:
+        return CompiledModule.of(plain_build(plain_module(self._nodes.mod, LLVM), LLVM))
+
+    def differing(self, inputs: Sequence[Any]) -> list[Differs]:
+        """Those that give something else than PyTorch, in the order of the model, on inputs of the
+        shapes of the example inputs.
+        """
+        nodes = self._nodes.nodes
+        if sum(node.meta["val"].nbytes for node in nodes) > MOST_BYTES:
+            return []
+        inputs = [x.detach().cpu() for x in inputs]
+        values = values_of(self._program, inputs)
+        given = [values[node].contiguous() for node in nodes]
+        found: dict[fx.Node, Differs] = {}
+        for node, result, value in zip(nodes, self._alone(*inputs, *given), given, strict=False):
+            whole = producer(node)
+            if whole in found or not _error(node, result, value) > rounding(value.dtype):
+                continue
+            error = _error(node, result, _either(result, value, _in_float64(node, values)))
+            if error > rounding(value.dtype) and _is_defined(whole, values):
+                found[whole] = Differs(str(whole.target), place_of(whole), error)
+        return list(found.values())
+
+
+def _either(given: torch.Tensor, expected: torch.Tensor, wide: torch.Tensor | None) -> torch.Tensor:
+    """What is expected, or what PyTorch gives in float64 where that is what is given: its code for
+    another type overflows, or loses NaN, elsewhere.
+    """
+    if wide is None or wide.shape != expected.shape:
+        return expected
+    wide = wide.to(expected.dtype)
+    rtol = rounding(expected.dtype)
+    agrees = torch.isclose(given, wide, rtol=rtol, atol=rtol, equal_nan=True)
+    return torch.where(agrees, given, expected)
+
+
+def _in_float64(node: fx.Node, values: Mapping[fx.Node, Any]) -> torch.Tensor | None:
+    """What PyTorch gives for a node of the same operands in float64; None where it has no such."""
+
+    def wide(arg: fx.Node) -> Any:
+        x = values[arg]
+        return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+    whole = producer(node)
+    try:
+        result = whole.target(*fx.map_arg(whole.args, wide), **fx.map_arg(whole.kwargs, wide))
+    except Exception as error:  # what an operator says that takes no float64
+        logger.info("%s has no result in float64: %s", whole.target, error)
+        return None
+    return result if whole is node else result[node.args[1]]
+
+
+def _error(node: fx.Node, given: torch.Tensor, expected: torch.Tensor) -> float:
+    """As `error_of`; of pointwise operators beside each number, where that is larger than 1."""
+    error = error_of(given, expected)
+    if not _is_pointwise(node) or not expected.is_floating_point() or error == math.inf:
+        return error
+    a, b = given.double(), expected.double()
+    off = (a - b).abs() / b.abs().clamp(min=1.0)
+    return max(error, float(off[b.isfinite()].max())) if bool(b.isfinite().any()) else error
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())
+
+
+def _is_defined(node: fx.Node, values: Mapping[fx.Node, Any]) -> bool:
+    """Whether PyTorch says what an operator gives of its operands: not what lies in new memory,
+    what integers are made of NaN, or how sums of the largest numbers overflow.
+    """
+    name, tags = getattr(node.target, "__name__", ""), getattr(node.target, "tags", ())
+    if "empty" in name or torch.Tag.nondeterministic_seeded in tags:
+        return False
+    operands = [values[arg] for arg in node.all_input_nodes]
+    floats = [x for x in operands if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    result = values[node]
+    if "_to_copy" in name and not result.is_floating_point() and result.dtype != torch.bool:
+        return all(bool(x.isfinite().all()) for x in floats)
+    largest = (float(x.abs().nan_to_num(0.0, 0.0, 0.0).max()) for x in floats if x.numel())
+    return _is_pointwise(node) or all(number < EXTREME for number in largest)
