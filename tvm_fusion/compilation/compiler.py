@@ -75,8 +75,9 @@ def compile(
     verify : bool, "groups", "report" or None
         Check the result against float64, that of a torch.nn.Module also against PyTorch's own on
         the example inputs and on special values among them, and that of an ONNX model against
-        `onnx.reference` (`check.source`, `check.source_onnx`). What gives wrong numbers gives way, as little of the plan
-        as need be (`check.repair`); where that mends nothing, there is no module but an error.
+        `onnx.reference` (`check.source`, `check.source_onnx`). What gives wrong numbers
+        gives way, as little of the plan as need be (`check.repair`); where that mends nothing,
+        there is no module but an error.
         "groups" also checks each group by itself; "report" does, too, and returns the module
         whatever was found: its report says so. None asks the policy.
     measure : bool
