@@ -171,10 +171,6 @@ def test_an_operator_that_cannot_be_converted_is_named():
     ("function", "message"),
     [
         (
-            lambda x: F.cross_entropy(x, torch.zeros(3, dtype=int), x[0], label_smoothing=0.1),
-            "at aten.cross_entropy_loss.default .*: cross-entropy with label smoothing",
-        ),
-        (
             lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1),
             "at aten.scaled_dot_product_attention.default .*: attention with dropout",
         ),

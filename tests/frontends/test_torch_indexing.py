@@ -102,7 +102,6 @@ def test_numbers_are_those_of_torch(function):
     [
         (lambda x: x + torch.randn(4), "aten.randn.default .*random numbers"),
         (lambda x: F.dropout(x, training=True), "native_dropout.* random numbers"),
-        (lambda x: torch.native_layer_norm(x, [4], None, None, 1e-5), "PyTorch's is"),
     ],
 )
 def test_what_would_be_another_value_is_refused_by_name(function, said):

@@ -11,7 +11,7 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from ..transform.layouts.memory_formats import with_formats
 from . import (
     torch_images,
     torch_indexing,
+    torch_loops,
     torch_operators,
     torch_products,
     torch_slices,
@@ -40,6 +41,7 @@ from . import (
 )
 from .finish import checked_module, cleaned, first_line
 from .memory_formats import formats_of
+from .torch_decompositions import decompositions
 from .torch_importer import Importer
 from .torch_refusals import origin_of, refusal, stopped_export
 from .torch_slices import merge_equal_splits
@@ -50,6 +52,7 @@ CONVERTERS = {
     **torch_products.CONVERTERS,
     **torch_images.CONVERTERS,
     **torch_indexing.CONVERTERS,
+    **torch_loops.CONVERTERS,
     **torch_slices.CONVERTERS,
     **torch_writes.CONVERTERS,
 }
@@ -260,91 +263,3 @@ _REPEATING = (
     "torch._subclasses.fake_tensor",
     "torch.fx.experimental.symbolic_shapes",
 )
-
-
-# ---- What an exported program is decomposed to: core ATen operators, but for those kept whole, and
-# for decompositions of PyTorch's that are put right here.
-
-_aten = torch.ops.aten
-
-# Their decompositions hide what they are: `linear` becomes view, permute, addmm, view; `matmul`
-# becomes expand, view, bmm, view; attention scales twice and searches for rows without a key. That
-# of `select_scatter` has another type than eager execution, that of `cosine_similarity` rounds
-# norms to halves.
-KEPT_WHOLE = (
-    _aten.linear.default,
-    _aten.matmul.default,
-    _aten.scaled_dot_product_attention.default,
-    _aten.silu.default,
-    _aten.cross_entropy_loss.default,
-    _aten.select_scatter.default,
-    _aten.cosine_similarity.default,
-)
-
-
-def _index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> torch.Tensor:
-    """PyTorch's gives the result the strides of x by a copy in place, which stays in the program
-    (2.11), or by `copy_strided` (2.14), where x is turned.
-    """
-    if not isinstance(value, torch.Tensor):
-        value = torch.scalar_tensor(value, dtype=x.dtype, device=x.device)
-    y = x.reshape(1) if x.ndim == 0 else x
-    indices = [None] * (dim % y.ndim) + [index.reshape(-1)]
-    return _aten.index_put(y, indices, value.to(x.dtype)).reshape(x.shape)
-
-
-def _vector_norm(
-    x: torch.Tensor,
-    ord: float = 2,
-    dim: Sequence[int] | None = None,
-    keepdim: bool = False,
-    *,
-    dtype: torch.dtype | None = None,
-) -> Any:
-    """Axes counted from the end are counted from the front: PyTorch 2.11 leaves them in the shape
-    of the result where they have one element, and all that follows has a wrong shape, too.
-    """
-    if dim is None or all(axis >= 0 for axis in dim):
-        return NotImplemented  # stays as it is
-    axes = [axis % max(1, x.ndim) for axis in dim]
-    return _aten.linalg_vector_norm(x, ord, axes, keepdim, dtype=dtype)
-
-
-def _cross_entropy(
-    x: torch.Tensor,
-    target: torch.Tensor,
-    weight: torch.Tensor | None = None,
-    reduction: int = 1,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-) -> Any:
-    """Whole, and of smoothed labels the mean over classes beside it."""
-    if not label_smoothing or target.is_floating_point() or weight is not None:
-        return NotImplemented
-    axis = min(1, x.ndim - 1)
-    counted = target != ignore_index
-    others = -torch.log_softmax(x, axis).mean(axis) * counted
-    if reduction:
-        others = others.sum()
-    if reduction == 1:
-        others = others / counted.sum()
-    sure = _aten.cross_entropy_loss.default(x, target, None, reduction, ignore_index, 0.0)
-    return (1 - label_smoothing) * sure + label_smoothing * others
-
-
-PUT_RIGHT = {
-    **torch_images.DECOMPOSITIONS,
-    _aten.cross_entropy_loss.default: _cross_entropy,
-    _aten.index_fill.int_Scalar: _index_fill,
-    _aten.index_fill.int_Tensor: _index_fill,
-    _aten.linalg_vector_norm.default: _vector_norm,
-}
-
-
-def decompositions() -> Any:
-    """The table that `ExportedProgram.run_decompositions` takes."""
-    table = torch.export.default_decompositions()
-    for operator in KEPT_WHOLE:
-        table.pop(operator, None)
-    table.update(PUT_RIGHT)
-    return table

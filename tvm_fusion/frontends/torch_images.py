@@ -38,14 +38,30 @@ def _max_pool_with_indices(importer: Importer, node: fx.Node) -> relax.Expr:
         return by_tvm[rank](node)
     space = [int(extent) for extent in args["self"].meta["val"].shape[-rank:]]
     places, inside = _windows(space, node.meta["val"][0].shape[-rank:], args)
+    return _maxima(importer, x, places, inside, node.meta["val"][0], rank)
+
+
+def _maxima(
+    importer: Importer,
+    x: relax.Expr,
+    places: np.ndarray,
+    inside: np.ndarray,
+    like: torch.Tensor,
+    rank: int,
+) -> relax.Expr:
+    """The maxima of windows and their places, in the shape of `like`: a window is a row of places
+    in the flattened image, of which those inside count.
+    """
     lead = list(x.ty.shape)[: x.ty.ndim - rank]
-    flat = importer.emit(relax.op.reshape(x, [*lead, math.prod(space)]))
+    flat = importer.emit(
+        relax.op.reshape(x, [*lead, math.prod(map(int, list(x.ty.shape)[len(lead) :]))])
+    )
     values = taken(importer, flat, relax.const(places, "int64"), len(lead))
     dtype = str(x.ty.dtype)
     least = relax.const(float("-inf") if "float" in dtype else np.iinfo(dtype).min, dtype)
     values = importer.emit(relax.op.where(relax.const(inside), values, least))
     best = importer.emit(relax.op.argmax(values, -1, keepdims=True))
-    shape = [*lead, *map(int, node.meta["val"][0].shape[-rank:])]
+    shape = [*lead, *map(int, like.shape[-rank:])]
     table = importer.emit(relax.op.broadcast_to(relax.const(places, "int64"), values.ty.shape))
     return importer.emit(
         relax.Tuple(
@@ -79,6 +95,28 @@ def _windows(
     inside = ((at >= 0) & (at < space)).all(-1)
     steps = np.array([math.prod(space[axis + 1 :]) for axis in range(rank)])
     return (np.where(inside[..., None], at, 0) * steps).sum(-1).astype("int64"), inside
+
+
+def _adaptive_max_pool(rank: int) -> Converter:
+    """The maxima of as many windows as are asked for, which differ in their size."""
+
+    def convert(importer: Importer, node: fx.Node) -> relax.Expr:
+        args = bound_arguments(node)
+        like = node.meta["val"][0]
+        space = [int(extent) for extent in args["self"].meta["val"].shape[-rank:]]
+        begins, ends = [], []
+        for extent, count in zip(space, map(int, like.shape[-rank:]), strict=True):
+            begins.append([i * extent // count for i in range(count)])
+            ends.append([-(-(i + 1) * extent // count) for i in range(count)])
+        first, last = (np.array(list(itertools.product(*at))) for at in (begins, ends))
+        taps = np.array(list(itertools.product(*map(range, (last - first).max(0)))))
+        at = first[:, None] + taps
+        inside = (at < last[:, None]).all(-1)
+        steps = np.array([math.prod(space[axis + 1 :]) for axis in range(rank)])
+        places = (np.where(inside[..., None], at, 0) * steps).sum(-1).astype("int64")
+        return _maxima(importer, importer.value_of(args["self"]), places, inside, like, rank)
+
+    return convert
 
 
 def _avg_pool(rank: int) -> Converter:
@@ -139,6 +177,8 @@ def _matrix(
 CONVERTERS: dict[str, Converter] = {
     "max_pool2d_with_indices.default": _max_pool_with_indices,
     "max_pool3d_with_indices.default": _max_pool_with_indices,
+    "adaptive_max_pool2d.default": _adaptive_max_pool(2),
+    "adaptive_max_pool3d.default": _adaptive_max_pool(3),
     "avg_pool2d.default": _avg_pool(2),
     "avg_pool3d.default": _avg_pool(3),
     "_upsample_bilinear2d_aa.default": _by_matrices,

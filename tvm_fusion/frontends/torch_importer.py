@@ -115,7 +115,7 @@ class Importer(ExportedProgramImporter):
 
     def _converted(self, node: fx.Node, convert: Callable[[fx.Node], relax.Expr]) -> relax.Expr:
         known = self.known_values.get(node)
-        if known is not None and known.nbytes <= CONSTANT_LIMIT_BYTES:
+        if known is not None and 0 < known.nbytes <= CONSTANT_LIMIT_BYTES:
             return relax.const(self._convert_pytorch_tensor_to_tvm(known.contiguous()))
         refuse_random(node)
         expected = node.meta.get("val")
@@ -126,14 +126,34 @@ class Importer(ExportedProgramImporter):
             )
         if isinstance(expected, torch.Tensor) and 0 in expected.shape:
             result = self._zeros(expected)  # a result without elements
+        elif _reduces_a_number(node):
+            result = self._reduced_row(node, convert)
         else:
             result = convert(node)
+        if isinstance(result, relax.Call):
+            result = self.emit(result)
         if isinstance(expected, torch.Tensor) and is_tensor(result):
             result = self._shaped(self.cast(result, self.dtype_of(node)), expected)
             _hold_to_shape(result, expected)
         if isinstance(result, relax.Var):
             self.origins.setdefault(result.name, origin_of(node))
         return result
+
+    def _reduced_row(self, node: fx.Node, convert: Callable[[fx.Node], relax.Expr]) -> relax.Expr:
+        """What a reduction makes of a number: what it makes of a row of that element."""
+        number = self.env[node.args[0]]
+        self.env[node.args[0]] = self.emit(relax.op.reshape(number, [1]))
+        try:
+            result = convert(node)
+        finally:
+            self.env[node.args[0]] = number
+        if is_tensor(result):
+            return self._number(result)
+        places = range(len(node.meta["val"]))
+        return relax.Tuple([self._number(self.emit(relax.TupleGetItem(result, i))) for i in places])
+
+    def _number(self, x: relax.Expr) -> relax.Expr:
+        return x if x.ty.ndim == 0 else self.emit(relax.op.squeeze(x, [0]))
 
     def _stand_in(self, node: fx.Node) -> relax.Expr | None:
         """Zeros for the result of a node that is refused, so that what reads it can be looked at;
@@ -205,6 +225,15 @@ def bound_arguments(node: fx.Node) -> dict[str, Any]:
         given = node.args[index] if index < len(node.args) else argument.default_value
         bound[argument.name] = node.kwargs.get(argument.name, given)
     return bound
+
+
+def _reduces_a_number(node: fx.Node) -> bool:
+    """Whether a node reduces a tensor without axes along an axis, as PyTorch allows."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]
+    reduces = names[0] == "self" and {"dim", "keepdim"} <= set(names)
+    return reduces and node.args[0].meta["val"].ndim == 0
 
 
 def _refuse(node: fx.Node) -> relax.Expr:

@@ -76,13 +76,24 @@ def _comparison(op: Callable) -> Converter:
 
 def _compared_with_itself(importer: Importer, node: fx.Node, op: Callable) -> relax.Expr:
     """x != x, which TVM takes for False, is a question for NaN."""
-    nan = importer.emit(relax.op.isnan(importer.value_of(node.args[0])))
+    nan = _is_nan(importer, node)
     if op is relax.op.not_equal:
         return nan
     number = importer.emit(relax.op.logical_not(nan))
     if op in (relax.op.equal, relax.op.less_equal, relax.op.greater_equal):
         return number
     return importer.emit(relax.op.logical_and(nan, number))
+
+
+def _is_nan(importer: Importer, node: fx.Node) -> relax.Expr:
+    """isnan, in float32 for bfloat16, which TVM knows no question about."""
+    x = importer.value_of(node.args[0])
+    dtype = str(x.ty.dtype)
+    if "float" not in dtype:
+        return importer.emit(relax.op.not_equal(x, x))
+    return importer.emit(
+        relax.op.isnan(importer.cast(x, "float32" if dtype == "bfloat16" else dtype))
+    )
 
 
 def _reciprocal(importer: Importer, node: fx.Node) -> relax.Expr:
@@ -167,14 +178,26 @@ def _copysign(importer: Importer, node: fx.Node) -> relax.Expr:
     if not isinstance(sign, fx.Node):
         return negative if math.copysign(1, sign) < 0 else magnitude
     wide, bits = ("float64", "int64") if dtype == "float64" else ("float32", "int32")
-
-    def below(x: te.Tensor) -> te.Tensor:
-        return te.compute(x.shape, lambda *at: tirx.reinterpret(bits, x(*at)) < 0, name="signbit")
-
-    is_negative = importer.block_builder.emit_te(
-        below, importer.operand(sign, wide), primfunc_name_hint="signbit"
-    )
+    sign_bits = _reinterpreted(importer, importer.operand(sign, wide), bits)
+    is_negative = importer.emit(relax.op.less(sign_bits, relax.const(0, bits)))
     return importer.emit(relax.op.where(is_negative, negative, magnitude))
+
+
+def _reinterpreted(importer: Importer, x: relax.Expr, dtype: str) -> relax.Expr:
+    """The bits of x as elements of another type of as many bits."""
+
+    def bits(x: te.Tensor) -> te.Tensor:
+        return te.compute(x.shape, lambda *at: tirx.reinterpret(dtype, x(*at)), name="bits")
+
+    return importer.block_builder.emit_te(bits, x, primfunc_name_hint="reinterpret")
+
+
+def _view_as(importer: Importer, node: fx.Node) -> relax.Expr:
+    """view(dtype): the bits of x as another type."""
+    x, (before, after) = importer.value_of(node.args[0]), (node.args[0].meta["val"], node.args[1])
+    if before.dtype.itemsize != after.itemsize or torch.bool in (before.dtype, after):
+        raise FrontendError(f"{before.dtype} viewed as {after}, which is no number of equal size")
+    return _reinterpreted(importer, x, importer.dtype_of(node))
 
 
 def _clamp(importer: Importer, node: fx.Node) -> relax.Expr:
@@ -185,6 +208,12 @@ def _clamp(importer: Importer, node: fx.Node) -> relax.Expr:
         if args[name] is not None:
             result = importer.emit(op(result, importer.operand(args[name], dtype)))
     return result
+
+
+def _clamp_by_numbers(importer: Importer, node: fx.Node) -> relax.Expr:
+    """TVM's, but for integers: where one of their bounds is not given, it takes infinity for it."""
+    is_float = node.meta["val"].is_floating_point()
+    return importer._clamp(node) if is_float else _clamp(importer, node)
 
 
 def _elu(importer: Importer, node: fx.Node) -> relax.Expr:
@@ -251,8 +280,6 @@ def _extremum(index: Callable) -> Converter:
     def convert(importer: Importer, node: fx.Node) -> relax.Expr:
         args = bound_arguments(node)
         x, axis, keepdim = importer.value_of(args["self"]), args["dim"], args["keepdim"]
-        if x.ty.ndim == 0:
-            return importer.emit(relax.Tuple([x, relax.const(0, "int64")]))
         ordered = importer.cast(x, "int8") if str(x.ty.dtype) == "bool" else x
         place = importer.emit(index(ordered, axis, keepdims=True))
         results = [importer.emit(relax.op.gather_elements(x, place, axis)), place]
@@ -264,13 +291,11 @@ def _extremum(index: Callable) -> Converter:
 
 
 def _place_of_extremum(index: Callable) -> Converter:
-    """argmax or argmin; of a scalar the place is 0."""
+    """argmax or argmin."""
 
     def convert(importer: Importer, node: fx.Node) -> relax.Expr:
         args = bound_arguments(node)
         x = importer.value_of(args["self"])
-        if x.ty.ndim == 0:
-            return relax.const(0, "int64")
         x = importer.cast(x, "int8") if str(x.ty.dtype) == "bool" else x
         return importer.emit(index(x, args["dim"], args["keepdim"]))
 
@@ -383,16 +408,19 @@ CONVERTERS: dict[str, Converter] = {
     "minimum.default": _arithmetic(relax.op.minimum),
     "exp2.default": _exp2,
     "clamp.Tensor": _clamp,
+    "clamp.default": _clamp_by_numbers,
     "elu.default": _elu,
     "pow.Scalar": _general_power,
     "pow.Tensor_Tensor": _general_power,
     "pow.Tensor_Scalar": _power,
+    "view.dtype": _view_as,
     "where.self": _where,
     "cumsum.default": _scan(relax.op.cumsum),
     "cumprod.default": _scan(relax.op.cumprod),
     "hypot.default": _hypot,
     "copysign.Tensor": _copysign,
     "copysign.Scalar": _copysign,
+    "isnan.default": _is_nan,
     "prod.default": _product,
     "prod.dim_int": _product,
     "max.dim": _extremum(relax.op.argmax),

@@ -96,13 +96,18 @@ def _embedding(importer: Importer, node: fx.Node) -> relax.Expr:
 
 def _index_select(importer: Importer, node: fx.Node) -> relax.Expr:
     x, axis, indices = importer.value_of(node.args)
-    return importer.emit(relax.op.take(x, indices, axis=axis % max(x.ty.ndim, 1), mode="clip"))
+    if x.ty.ndim == 0:
+        x = importer.emit(relax.op.reshape(x, [1]))
+        return importer.emit(
+            relax.op.reshape(importer.emit(relax.op.take(x, indices, axis=0, mode="clip")), [])
+        )
+    if indices.ty.ndim == 0:
+        indices = importer.emit(relax.op.reshape(indices, [1]))
+    return importer.emit(relax.op.take(x, indices, axis=axis % x.ty.ndim, mode="clip"))
 
 
 def _cross_entropy(importer: Importer, node: fx.Node) -> relax.Expr:
     args = {name: importer.value_of(arg) for name, arg in bound_arguments(node).items()}
-    if args["label_smoothing"] != 0.0:
-        raise NotImplementedError("cross-entropy with label smoothing")
     scores, target, weight = args["self"], args["target"], args["weight"]
     class_axis = min(1, scores.ty.ndim - 1)
     logarithms = importer.emit(relax.op.nn.log_softmax(scores, class_axis))
@@ -254,11 +259,49 @@ def _group_norm(importer: Importer, node: fx.Node) -> relax.Expr:
 
 
 def _native_group_norm(importer: Importer, node: fx.Node) -> relax.Expr:
-    """native_group_norm(input, weight, bias, N, C, HxW, group, eps): (result, mean, rstd), of which
-    only the result is ever used in a model that is not trained.
-    """
+    """native_group_norm(input, weight, bias, N, C, HxW, group, eps): (result, mean, rstd)."""
     given = bound_arguments(node)
-    return relax.Tuple([_normalized(importer, given, given["group"])])
+    result = _normalized(importer, given, given["group"])
+    if not _moments_are_read(node):
+        return relax.Tuple([result])
+    groups = [given["N"], given["group"], -1]
+    x = importer.emit(relax.op.reshape(importer.value_of(given["input"]), groups))
+    return relax.Tuple([result, *_moments(importer, x, [2], given["eps"], node)])
+
+
+def _native_layer_norm(importer: Importer, node: fx.Node) -> relax.Expr:
+    """native_layer_norm(input, normalized_shape, weight, bias, eps): (result, mean, rstd)."""
+    result = importer.emit(importer._native_layer_norm(node))
+    if not _moments_are_read(node):
+        return result
+    given = bound_arguments(node)
+    x = importer.value_of(given["input"])
+    axes = list(range(x.ty.ndim - len(given["normalized_shape"]), x.ty.ndim))
+    return relax.Tuple([result, *_moments(importer, x, axes, given["eps"], node)])
+
+
+def _moments_are_read(node: fx.Node) -> bool:
+    return any(user.args[1] != 0 for user in node.users)
+
+
+def _moments(
+    importer: Importer, x: relax.Expr, axes: list[int], eps: float, node: fx.Node
+) -> list[relax.Expr]:
+    """Means and inverse deviations along axes, in the shapes and types of a norm's last results."""
+    x = importer.cast(x, _accumulator(str(x.ty.dtype)))
+    variance = importer.emit(relax.op.variance(x, axes))
+    variance = importer.emit(relax.op.add(variance, relax.const(eps, x.ty.dtype)))
+    moments = importer.emit(relax.op.mean(x, axes)), importer.emit(relax.op.rsqrt(variance))
+    likes = node.meta["val"][1:]
+    return [
+        importer.emit(
+            relax.op.reshape(
+                importer.cast(moment, importer._convert_data_type(like.dtype)),
+                [size_of(size, importer.symbols) for size in like.shape],
+            )
+        )
+        for moment, like in zip(moments, likes, strict=True)
+    ]
 
 
 def _normalized(importer: Importer, given: dict, groups: int) -> relax.Expr:
@@ -308,6 +351,7 @@ def _cosine_similarity(importer: Importer, node: fx.Node) -> relax.Expr:
 _NORMS: dict[str, Converter] = {
     "group_norm.default": _group_norm,
     "native_group_norm.default": _native_group_norm,
+    "native_layer_norm.default": _native_layer_norm,
     "cosine_similarity.default": _cosine_similarity,
 }
 

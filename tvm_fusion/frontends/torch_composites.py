@@ -1,0 +1,225 @@
+"""Operators that PyTorch has kernels for and no decomposition, written with those that are
+converted.
+
+    fmax(a, b)    ->  where((a >= b) | isnan(b), a, b)
+    addbmm(x, a, b)  ->  x + bmm(a, b).sum(0)
+
+Floats narrower than float32 are computed in float32 where PyTorch's kernels do, and rounded once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+Tensor = torch.Tensor
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in the type that PyTorch's kernels compute it in: float32 for halves and integers."""
+    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+
+
+def float_type(x: Tensor) -> torch.dtype:
+    """The type of what a function of floats makes of x."""
+    return x.dtype if x.is_floating_point() else torch.get_default_dtype()
+
+
+# ---- Elements.
+
+
+def _fmax(a: Tensor, b: Tensor) -> Tensor:
+    return torch.where((a >= b) | _is_nan(b), a, b)
+
+
+def _fmin(a: Tensor, b: Tensor) -> Tensor:
+    return torch.where((a <= b) | _is_nan(b), a, b)
+
+
+def _is_nan(x: Tensor) -> Tensor:
+    return torch.isnan(x) if x.is_floating_point() else torch.zeros_like(x, dtype=torch.bool)
+
+
+def _angle(x: Tensor) -> Tensor:
+    dtype = float_type(x)
+    turned = torch.where(x < 0, math.pi, 0.0).to(dtype)
+    return torch.where(torch.isnan(x), x, turned) if x.is_floating_point() else turned
+
+
+def _signbit(x: Tensor) -> Tensor:
+    if not x.is_floating_point():
+        return x < 0
+    return torch.copysign(torch.ones((), dtype=x.dtype, device=x.device), x) < 0
+
+
+_BITS = {torch.float64: torch.int64, torch.float32: torch.int32}
+_BITS |= {torch.float16: torch.int16, torch.bfloat16: torch.int16}
+
+
+def _nextafter(x: Tensor, to: Tensor) -> Tensor:
+    """The bits of floats of one sign are ordered as they are."""
+    x, to = torch.broadcast_tensors(x, to)
+    integer = _BITS[x.dtype]
+    bits = x.view(integer)
+    away = (to > x) == (x > 0)
+    near = torch.where(away, bits + 1, bits - 1).to(integer).view(x.dtype)
+    least = torch.ones((), dtype=integer, device=x.device).view(x.dtype)
+    near = torch.where(x == 0, torch.copysign(least, to), near)
+    near = torch.where(x == to, to, near)
+    return torch.where(torch.isnan(x) | torch.isnan(to), math.nan, near)
+
+
+_FRACTION, _EXPONENT, _HALF = (1 << 52) - 1, 0x7FF, 1022  # of float64
+
+
+def _frexp(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Mantissas of at least 1/2 and exponents, by the bits of float64."""
+    scaled = x.double() * 2.0**64 if x.dtype == torch.float64 else x.double()
+    bits = scaled.view(torch.int64)
+    exponent = ((bits >> 52) & _EXPONENT) - _HALF - (64 if x.dtype == torch.float64 else 0)
+    mantissa = (bits & (~(_EXPONENT << 52)) | (_HALF << 52)).view(torch.float64)
+    same = (x == 0) | ~torch.isfinite(x)
+    mantissa = torch.where(same, x, mantissa.to(x.dtype))
+    return mantissa, torch.where(same, 0, exponent).to(torch.int32)
+
+
+# ---- Products, distances and norms.
+
+
+def _addbmm(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    product = torch.bmm(wide(a), wide(b)) if a.is_floating_point() else torch.bmm(a, b)
+    product = alpha * product.sum(0)
+    return (product if beta == 0 else beta * x + product).to(x.dtype)
+
+
+def _trilinear(
+    a: Tensor,
+    b: Tensor,
+    c: Tensor,
+    expand1: Sequence[int],
+    expand2: Sequence[int],
+    expand3: Sequence[int],
+    sumdim: Sequence[int],
+    unroll_dim: int = 1,
+) -> Tensor:
+    factors = []
+    for x, axes in ((a, expand1), (b, expand2), (c, expand3)):
+        for axis in axes:
+            x = x.unsqueeze(axis)
+        factors.append(wide(x))
+    product = factors[0] * factors[1] * factors[2]
+    return (product.sum(list(sumdim)) if sumdim else product).to(a.dtype)
+
+
+def _cdist(a: Tensor, b: Tensor, p: float, compute_mode: int | None) -> Tensor:
+    return _distance(a.unsqueeze(-2) - b.unsqueeze(-3), p)
+
+
+def _pdist(x: Tensor, p: float = 2.0) -> Tensor:
+    first, second = torch.triu_indices(x.shape[0], x.shape[0], 1, device=x.device)
+    return _distance(x[first] - x[second], p)
+
+
+def _distance(difference: Tensor, p: float) -> Tensor:
+    if 0 in difference.shape:
+        return difference.new_zeros(difference.shape[:-1])
+    return torch.linalg.vector_norm(difference, p, -1)
+
+
+def _var_mean(
+    x: Tensor,
+    dim: Sequence[int] | None = None,
+    *,
+    correction: float | None = None,
+    keepdim: bool = False,
+) -> tuple[Tensor, Tensor]:
+    variance = torch.var(x, dim, correction=correction, keepdim=keepdim)
+    axes = list(range(x.ndim)) if dim is None or not len(dim) else list(dim)
+    return variance, torch.mean(x, axes, keepdim=keepdim)
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attention whole, and the logarithms of the sums of the exponentials of its scores."""
+    whole = _aten.scaled_dot_product_attention.default
+    result = whole(query, key, value, attn_mask, dropout_p, is_causal, scale=scale)
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    scores = wide(query) @ wide(key).transpose(-1, -2) * factor
+    if is_causal:
+        seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+        scores = torch.where(seen, scores, -math.inf)
+    if attn_mask is not None:
+        scores = scores + attn_mask
+    return result, torch.logsumexp(scores, -1)
+
+
+# ---- Places.
+
+
+def _as_strided(
+    x: Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
+) -> Any:
+    places = _places(x, size, stride, storage_offset)
+    if places is None:
+        return NotImplemented
+    return x.reshape(-1)[places]
+
+
+def _as_strided_scatter(
+    x: Tensor,
+    values: Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> Any:
+    places = _places(x, size, stride, storage_offset)
+    if places is None:
+        return NotImplemented
+    return x.reshape(-1).index_put([places], values).reshape(x.shape)
+
+
+def _places(
+    x: Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None
+) -> Tensor | None:
+    """Which elements of a tensor's memory a view reads; None where that is not its row of elements,
+    or symbolic.
+    """
+    given = [*x.shape, *size, *stride, offset or 0, x.storage_offset()]
+    if not all(isinstance(n, int) for n in given) or not x.is_contiguous() or x.storage_offset():
+        return None
+    places = torch.full([1] * len(size), offset or 0, device=x.device)
+    for axis, (extent, step) in enumerate(zip(size, stride, strict=True)):
+        shape = [1] * len(size)
+        shape[axis] = extent
+        places = places + (torch.arange(extent, device=x.device) * step).reshape(shape)
+    return places.reshape(tuple(size))
+
+
+COMPOSITES: dict[Any, Callable[..., Any]] = {
+    _aten._cdist_forward.default: _cdist,
+    _aten._pdist_forward.default: _pdist,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    _aten._trilinear.default: _trilinear,
+    _aten.addbmm.default: _addbmm,
+    _aten.angle.default: _angle,
+    _aten.as_strided.default: _as_strided,
+    _aten.as_strided_scatter.default: _as_strided_scatter,
+    _aten.fmax.default: _fmax,
+    _aten.fmin.default: _fmin,
+    _aten.frexp.Tensor: _frexp,
+    _aten.nextafter.default: _nextafter,
+    _aten.signbit.default: _signbit,
+    _aten.var_mean.correction: _var_mean,
+}

@@ -1,0 +1,148 @@
+"""What an exported program is decomposed to: core ATen operators, but for those kept whole, and for
+decompositions of PyTorch's that are put right here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import torch_images
+from .torch_composites import COMPOSITES
+from .torch_scatters import SCATTERS
+from .torch_special import SPECIAL
+
+_aten = torch.ops.aten
+
+# Their decompositions hide what they are: `linear` becomes view, permute, addmm, view; `matmul`
+# becomes expand, view, bmm, view; attention scales twice and searches for rows without a key. That
+# of `select_scatter` has another type than eager execution, that of `cosine_similarity` rounds
+# norms to halves.
+KEPT_WHOLE = (
+    _aten.linear.default,
+    _aten.matmul.default,
+    _aten.scaled_dot_product_attention.default,
+    _aten.silu.default,
+    _aten.cross_entropy_loss.default,
+    _aten.select_scatter.default,
+    _aten.cosine_similarity.default,
+)
+
+
+def _index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> torch.Tensor:
+    """PyTorch's gives the result the strides of x by a copy in place, which stays in the program
+    (2.11), or by `copy_strided` (2.14), where x is turned.
+    """
+    if not isinstance(value, torch.Tensor):
+        value = torch.scalar_tensor(value, dtype=x.dtype, device=x.device)
+    y = x.reshape(1) if x.ndim == 0 else x
+    indices = [None] * (dim % y.ndim) + [index.reshape(-1)]
+    return _aten.index_put(y, indices, value.to(x.dtype)).reshape(x.shape)
+
+
+def _vector_norm(
+    x: torch.Tensor,
+    ord: float = 2,
+    dim: Sequence[int] | None = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Any:
+    """PyTorch's, which knows orders of 0 and infinity, of axes counted from the front: those that
+    are counted from the end it leaves in the shape of the result where they have one element.
+    """
+    axes = None if dim is None else [axis % max(1, x.ndim) for axis in dim]
+    table = torch._decomp.decomposition_table
+    return table[_aten.linalg_vector_norm.default](x, ord, axes, keepdim, dtype=dtype)
+
+
+def _cross_entropy(
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = 1,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Whole, but for smoothed labels and probabilities in their place."""
+    if not label_smoothing and not target.is_floating_point():
+        return NotImplemented
+    axis = min(1, x.ndim - 1)
+    classes = x.shape[axis]
+    logarithms = torch.log_softmax(x, axis)
+    if weight is not None:
+        weight = weight.reshape([classes] + [1] * (x.ndim - axis - 1))
+    if target.is_floating_point():
+        target = target * (1 - label_smoothing) + label_smoothing / classes
+        weighted = logarithms * target if weight is None else logarithms * target * weight
+        losses = -weighted.sum(axis)
+        return (losses, losses.sum() / losses.numel(), losses.sum())[reduction]
+    counted = target != ignore_index
+    weighted = logarithms if weight is None else logarithms * weight
+    others = torch.where(counted, -weighted.sum(axis) / classes, 0)
+    if reduction:
+        others = others.sum()
+    if reduction == 1 and weight is None:
+        others = others / counted.sum()
+    elif reduction == 1:
+        own = weight.reshape(-1)[torch.where(counted, target, 0)]
+        others = others / torch.where(counted, own, 0).sum()
+    flat = None if weight is None else weight.reshape(-1)
+    sure = _aten.cross_entropy_loss.default(x, target, flat, reduction, ignore_index, 0.0)
+    return (1 - label_smoothing) * sure + label_smoothing * others
+
+
+def _nothing(*given: Any, **options: Any) -> None:
+    """A check of values, which raises in eager execution."""
+
+
+# Those that PyTorch decomposes for compilers that ask for it, and that have no converter.
+BY_TORCH = (
+    _aten._batch_norm_with_update_functional.default,
+    _aten._native_batch_norm_legit.default,
+    _aten._native_batch_norm_legit.no_stats,
+    _aten._native_batch_norm_legit_functional.default,
+    _aten.native_batch_norm.default,
+    _aten.addmv.default,
+    _aten.as_strided_copy.default,
+    _aten.bitwise_and.Scalar_Tensor,
+    _aten.bitwise_or.Scalar_Tensor,
+    _aten.bitwise_xor.Scalar_Tensor,
+    _aten.dist.default,
+    _aten.div.Scalar_mode,
+    _aten.ldexp.Tensor,
+    _aten.max_pool2d_with_indices_backward.default,
+    _aten.narrow_copy.default,
+    _aten.permute_copy.default,
+    _aten.remainder.Scalar_Tensor,
+    _aten.unbind_copy.int,
+    _aten.upsample_bicubic2d.default,
+    _aten.upsample_bilinear2d.default,
+    _aten.upsample_trilinear3d.default,
+    _aten.view_copy.default,
+    _aten.view_copy.dtype,
+)
+
+PUT_RIGHT = {
+    **torch_images.DECOMPOSITIONS,
+    **COMPOSITES,
+    **SCATTERS,
+    **SPECIAL,
+    _aten.cross_entropy_loss.default: _cross_entropy,
+    _aten._linalg_check_errors.default: _nothing,
+    _aten.index_fill.int_Scalar: _index_fill,
+    _aten.index_fill.int_Tensor: _index_fill,
+    _aten.linalg_vector_norm.default: _vector_norm,
+}
+
+
+def decompositions() -> Any:
+    """The table that `ExportedProgram.run_decompositions` takes."""
+    table = torch.export.default_decompositions()
+    for operator in KEPT_WHOLE:
+        table.pop(operator, None)
+    table.update({operator: torch._decomp.decomposition_table[operator] for operator in BY_TORCH})
+    table.update(PUT_RIGHT)
+    return table
