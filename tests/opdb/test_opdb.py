@@ -115,10 +115,10 @@ def test_the_command_tells_of_processes_that_died(monkeypatch, capsys, tmp_path)
         "sin": Answer("timeout", why="no answer"),
     }
 
-    def answered(function, calls, jobs):
-        yield from ((call[:2], answers[call[0]]) for call in calls)
+    def answered(function, calls, **options):
+        yield from ((call, answers[call[0]]) for call in calls)
 
-    monkeypatch.setattr(__main__, "_answers", answered)
+    monkeypatch.setattr(__main__, "answers", answered)
     only = [word for name in answers for word in ("--only", name)]
     out = tmp_path / "found.json"
     assert __main__.main(["--dtypes", "float32", *only, "--out", str(out)]) == 1
