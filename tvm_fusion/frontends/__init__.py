@@ -17,6 +17,7 @@ tensor gives a tuple of one); an ONNX graph with one output gives a tensor, with
 Relax functions are left alone.
 """
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -149,9 +150,7 @@ def _from_file(path: Path, check: Any, keep_formats: bool) -> Any:
 
 def _pytorch() -> ModuleType:
     """What reads models of PyTorch; torch is imported with it."""
-    from tvm_fusion.frontends import pytorch
-
-    return pytorch
+    return importlib.import_module("tvm_fusion.frontends.pytorch")
 
 
 def _is_torch(value: Any, module: str, name: str) -> bool:

@@ -33,6 +33,7 @@ from ..transform.layouts.memory_formats import with_formats
 from . import (
     torch_images,
     torch_indexing,
+    torch_linalg,
     torch_loops,
     torch_operators,
     torch_products,
@@ -52,6 +53,7 @@ CONVERTERS = {
     **torch_products.CONVERTERS,
     **torch_images.CONVERTERS,
     **torch_indexing.CONVERTERS,
+    **torch_linalg.CONVERTERS,
     **torch_loops.CONVERTERS,
     **torch_slices.CONVERTERS,
     **torch_writes.CONVERTERS,

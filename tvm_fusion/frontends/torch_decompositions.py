@@ -12,6 +12,7 @@ import torch
 from . import torch_images
 from .torch_composites import COMPOSITES
 from .torch_scatters import SCATTERS
+from .torch_solvers import SOLVERS
 from .torch_special import SPECIAL
 
 _aten = torch.ops.aten
@@ -129,6 +130,7 @@ PUT_RIGHT = {
     **torch_images.DECOMPOSITIONS,
     **COMPOSITES,
     **SCATTERS,
+    **SOLVERS,
     **SPECIAL,
     _aten.cross_entropy_loss.default: _cross_entropy,
     _aten._linalg_check_errors.default: _nothing,

@@ -1,0 +1,42 @@
+"""Factorizations of matrices, and what is computed with them, beside PyTorch."""
+
+import torch
+
+from tests.support.frontend_tools import check
+
+torch.manual_seed(3)
+A = torch.randn(2, 5, 5)
+POSITIVE = A @ A.mT + torch.eye(5)
+
+
+def test_triangles_and_what_is_solved_with_them():
+    def function(a, positive, b):
+        lu, pivots = torch.linalg.lu_factor(a)
+        return (
+            lu, pivots, *torch.linalg.lu(a[:, :, :3]), *torch.linalg.lu(a[:, :3]),
+            torch.linalg.solve(a, b), torch.linalg.solve(a, b.mT, left=False),
+            torch.linalg.solve(a[0], b[0, :, 0]),
+            torch.linalg.lu_solve(lu, pivots, b, adjoint=True),
+            torch.linalg.inv(a), torch.linalg.det(a), *torch.linalg.slogdet(a),
+            torch.linalg.cholesky(positive), torch.linalg.cholesky(positive, upper=True),
+            torch.cholesky_inverse(torch.linalg.cholesky(positive[0])),
+            torch.linalg.solve_triangular(a.triu(), b, upper=True),
+            torch.linalg.solve_triangular(a.tril(), b.mT, upper=False, left=False),
+            torch.linalg.matrix_exp(a),
+        )  # fmt: skip
+
+    check(function, A, POSITIVE, torch.randn(2, 5, 4))
+
+
+def test_reflections_and_rotations():
+    def function(a, positive):
+        values, vectors = torch.linalg.eigh(positive)
+        u, s, vh = torch.linalg.svd(a[:, :3], full_matrices=False)
+        return (
+            *torch.linalg.qr(a[:, :, :3]), *torch.linalg.qr(a[:, :3]), *torch.geqrf(a[0]),
+            *torch.linalg.qr(a[:, :, :3], mode="complete"), torch.linalg.svdvals(a),
+            values, vectors @ torch.diag_embed(values) @ vectors.mT, vectors.abs(),
+            u @ torch.diag_embed(s) @ vh, s, vh.abs(), torch.linalg.pinv(a[:, :3]),
+        )  # fmt: skip
+
+    check(function, A, POSITIVE)
