@@ -90,7 +90,7 @@ def judged(source: str, name: str) -> Verdict:
         verdict.seconds, verdict.phases = round(time.monotonic() - clock, 1), watch.long
     verdict.launches = compiled.launches
     ours = pytree.tree_leaves(compiled(*given))
-    ours = [torch.as_tensor(x) for x in ours]
+    ours = [torch.as_tensor(x) for x in ours if x is not None]
     verdict.why = _shapes(ours, eager)
     if not verdict.why:
         verdict.error = largest_error(ours, eager)

@@ -179,7 +179,8 @@ def build(name: str) -> Built:
     name, _, way = name.partition("/")
     head, given = TABLE[name]
     config = shrunk(CONFIG_MAPPING[name], given)
-    model = getattr(transformers, REGISTRIES[head][name])(config)
+    names = REGISTRIES[head][name]  # several, the most usual one first
+    model = getattr(transformers, names if isinstance(names, str) else names[0])(config)
     if way:
         return DECODING[way](model)
     names = inspect.signature(model.forward).parameters

@@ -42,11 +42,16 @@ from . import (
 )
 from .finish import checked_module, cleaned, first_line
 from .memory_formats import formats_of
+from .torch_assertions import drop_assertions
 from .torch_decompositions import decompositions
 from .torch_importer import Importer
 from .torch_refusals import origin_of, refusal, stopped_export
 from .torch_slices import merge_equal_splits
-from .torch_writes import refuse_writes_into_repeats, written_inputs
+from .torch_writes import (
+    refuse_writes_into_constants,
+    refuse_writes_into_repeats,
+    written_inputs,
+)
 
 CONVERTERS = {
     **torch_operators.CONVERTERS,
@@ -103,9 +108,12 @@ def exported(
 
 
 def decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """A program of core operators and of those that are kept whole, its weights on the CPU."""
+    """A program of core operators and of those that are kept whole, without assertions, its weights
+    on the CPU.
+    """
     with _quiet():
         program = _on_cpu(program.run_decompositions(decompositions()))
+    drop_assertions(program)
     merge_equal_splits(program)
     return program
 
@@ -140,6 +148,7 @@ def from_exported_program(
         It holds an operator that cannot be converted, or an input that is no tensor.
     """
     _refuse_inputs_that_are_no_tensors(program, where)
+    refuse_writes_into_constants(program, where)
     refuse_writes_into_repeats(program, where)
     formats = formats_of(program) if keep_formats else None
     importer = Importer(CONVERTERS)

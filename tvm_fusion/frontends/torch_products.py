@@ -15,8 +15,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import fx
-from tvm import relax, tirx
+from tvm import relax, te, tirx
 
+from ..errors import FrontendError
 from .torch_importer import Importer, bound_arguments, size_of
 from .torch_operators import Converter, scaled
 
@@ -44,6 +45,48 @@ def _product(importer: Importer, a: relax.Expr, b: relax.Expr) -> relax.Expr:
 
 def _matmul(importer: Importer, node: fx.Node) -> relax.Expr:
     return _product(importer, *importer.value_of(node.args)[:2])
+
+
+def _grouped_product(importer: Importer, node: fx.Node) -> relax.Expr:
+    """Rows of x in groups, each by a matrix of its own: a group ends where `offs` says.
+
+    A row's group is the number of groups that end before it; rows beyond the last one are 0.
+    """
+    args = {name: importer.value_of(arg) for name, arg in bound_arguments(node).items()}
+    x, weight = list(args.values())[:2]  # named differently
+    if x.ty.ndim == 3 and weight.ty.ndim == 3:
+        return _product(importer, x, weight)
+    if (x.ty.ndim, weight.ty.ndim) != (2, 3) or args.get("bias") is not None:
+        raise FrontendError("products in groups of columns, or with a bias: multiply each group")
+    rows, groups = x.ty.shape[0], weight.ty.shape[0]
+    place = importer.emit(relax.op.arange(0, rows, 1, "int64"))
+    place = importer.emit(relax.op.reshape(place, [rows, 1]))
+    ends = importer.cast(args["offs"], "int64")
+    passed = importer.emit(relax.op.greater_equal(place, ends))
+    group = importer.emit(relax.op.sum(importer.cast(passed, "int64"), axis=[1]))
+    last = relax.const(int(groups) - 1, "int64")
+    chosen = importer.emit(relax.op.minimum(group, last))
+    result = importer.block_builder.emit_te(
+        _rows_by_matrices, x, weight, chosen, primfunc_name_hint="grouped_product"
+    )
+    is_in_group = importer.emit(relax.op.less_equal(group, last))
+    is_in_group = importer.emit(relax.op.reshape(is_in_group, [rows, 1]))
+    return importer.emit(relax.op.where(is_in_group, result, relax.const(0, result.ty.dtype)))
+
+
+def _rows_by_matrices(x: te.Tensor, weight: te.Tensor, group: te.Tensor) -> te.Tensor:
+    """Row i of x by the matrix `weight[group[i]]`."""
+    k = te.reduce_axis((0, x.shape[1]), name="k")
+    wide = _accumulator(str(x.dtype))
+
+    def term(i: tirx.Var, j: tirx.Var) -> tirx.PrimExpr:
+        a, b = (value.astype(wide) for value in (x[i, k], weight[group[i], k, j]))
+        return te.sum(a * b, axis=k)
+
+    found = te.compute((x.shape[0], weight.shape[2]), term, name="product")
+    if wide == str(x.dtype):
+        return found
+    return te.compute(found.shape, lambda i, j: found[i, j].astype(x.dtype), name="rounded")
 
 
 def _linear(importer: Importer, node: fx.Node) -> relax.Expr:
@@ -121,6 +164,8 @@ _PRODUCTS: dict[str, Converter] = {
     "matmul.default": _matmul,
     "mm.default": _matmul,
     "bmm.default": _matmul,
+    "_grouped_mm.default": _grouped_product,
+    "grouped_mm_fallback.default": _grouped_product,  # of transformers, where torch's cannot be had
     "linear.default": _linear,
     "addmm.default": _addmm,
     "baddbmm.default": _addmm,

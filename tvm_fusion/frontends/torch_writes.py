@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
-from torch.export.graph_signature import OutputKind
+from torch.export.graph_signature import InputKind, OutputKind
 from tvm import relax, te, tirx
 from tvm.ir import Expr
 from tvm.script import tirx as T
@@ -31,6 +32,7 @@ from tvm.tirx.script.builder import ir as B
 from tvm_fusion.errors import FrontendError
 from tvm_fusion.frontends.torch_importer import Importer, bound_arguments
 from tvm_fusion.frontends.torch_operators import Converter
+from tvm_fusion.frontends.torch_refusals import place_of
 
 _log = logging.getLogger(__name__)
 _aten = torch.ops.aten
@@ -44,19 +46,53 @@ def refuse_writes_into_repeats(program: torch.export.ExportedProgram, where: str
     ``x.expand(3, -1).fill_(2)`` sets `x` to 6 (`aten::expand`'s inverse is a sum).
     """
     for node in program.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        if schema is None or not schema.is_mutable:
-            continue
-        arguments = bound_arguments(node)
-        for argument in schema.arguments:
-            written = arguments.get(argument.name)
-            is_write = argument.alias_info is not None and argument.alias_info.is_write
-            if is_write and isinstance(written, fx.Node) and _repeats(written.meta.get("val")):
+        for written in written_by(node):
+            if _repeats(written.meta.get("val")):
                 raise FrontendError(
                     f"{where}: {node.target} writes in place into {written.name}, whose elements "
                     "share memory (expand, broadcast_to): torch.export gets it wrong. Write into "
                     "the tensor before it is expanded, or into a clone"
                 )
+
+
+def refuse_writes_into_constants(program: torch.export.ExportedProgram, where: str) -> None:
+    """Raise FrontendError if a program writes into a tensor that is no input and no buffer: one
+    that the model keeps as an attribute, in a list or in another object.
+    """
+    specs = program.graph_signature.input_specs
+    constants = {s.arg.name for s in specs if s.kind is InputKind.CONSTANT_TENSOR}
+    for node in program.graph.nodes:
+        for written in written_by(node):
+            if base_of(written).name in constants:
+                raise FrontendError(
+                    f"{where}: {node.target} ({place_of(node)}) writes in place into a tensor that "
+                    "the model keeps as an attribute: the compiled one has no state. Make it an "
+                    "input that is written with index_copy_, or write into a clone"
+                )
+
+
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a node writes into."""
+    if node.target is _aten.detach_.default:  # no element of it
+        return []
+    return _arguments(node, lambda alias: alias.is_write)
+
+
+def base_of(node: fx.Node) -> fx.Node:
+    """The tensor that a node is a view of, or another name of; the node itself where it is none."""
+    while views := _arguments(node, lambda _: True):
+        node = views[0]
+    return node
+
+
+def _arguments(node: fx.Node, counts: Callable[[Any], bool]) -> list[fx.Node]:
+    """The arguments of a node whose memory its schema says something of that counts."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None:
+        return []
+    given = bound_arguments(node)
+    found = [given[a.name] for a in schema.arguments if a.alias_info and counts(a.alias_info)]
+    return [argument for argument in found if isinstance(argument, fx.Node)]
 
 
 def _repeats(value: object) -> bool:
