@@ -147,7 +147,7 @@ def _failed(error: Exception) -> int:
 
 def _interrupted() -> int:
     """Says what is kept, and how to go on; the exit status."""
-    from .runtime.build.cubin_cache import cache_dir
+    from .host.cache_folder import cache_dir
 
     command = shlex.join([Path(sys.executable).name, *sys.orig_argv[1:]])
     kept = f"plans and kernels that were ready are kept in {cache_dir()}"

@@ -59,7 +59,7 @@ def test_what_tvm_lowers_alone_is_what_the_operator_means(name):
 
 def test_it_is_lowered_without_what_this_package_knows_of_operators(monkeypatch):
     """Nothing of `lower` is called, nor any legalization but those that its docstring names."""
-    for name in ("lower", "legalize", "open_composites", "legalize_where", "legalize_permute"):
+    for name in ("lower", "legalize", "open_composites", "legalize_where", "legalize_permutes"):
         monkeypatch.setattr(lower, name, None)
     monkeypatch.setattr(lower, "HALF_OPERATORS", None)
     emit = CASES["softmax"][0]

@@ -17,9 +17,9 @@ import tvm_fusion
 from tvm_fusion.check import compiled as check_module
 from tvm_fusion.check import repair
 from tvm_fusion.errors import InputError, VerificationError
+from tvm_fusion.host.cache_folder import CACHE_VARIABLE
 from tvm_fusion.plan.plan import UNWRITTEN
 from tvm_fusion.plan.refusal import RefusalCode
-from tvm_fusion.runtime.build.cubin_cache import CACHE_VARIABLE
 
 from ..planted import every, planted, tried
 

@@ -1,5 +1,6 @@
 """CompiledModule: calls with any kind of tensor, checks, saving and loading."""
 
+import functools
 import json
 import threading
 
@@ -209,6 +210,7 @@ def test_a_saved_module_loads_with_everything_it_knew(compiled, tmp_path):
         (lambda so, meta: so.unlink(), "there is no file"),
         (lambda so, meta: meta.unlink(), "there is no file"),
         (lambda so, meta: so.write_bytes(b"no library"), "cannot load"),
+        (lambda so, meta: so.write_bytes(so.read_bytes()[:5000]), "it ends after 5000 bytes"),
         (lambda so, meta: meta.write_text("{"), "not JSON"),
         (lambda so, meta: meta.write_text('{"format": 0}'), "has not the format"),
         (
@@ -216,13 +218,51 @@ def test_a_saved_module_loads_with_everything_it_knew(compiled, tmp_path):
             "was built with TVM 0.1",
         ),
     ],
-    ids=["no library", "no sidecar", "broken library", "broken sidecar", "format", "version"],
+    ids=[
+        *("no library", "no sidecar", "broken library", "cut library"),
+        *("broken sidecar", "format", "version"),
+    ],
 )
 def test_a_spoilt_file_is_an_input_error(compiled, tmp_path, spoil, message):
     path = compiled.save(tmp_path / "model.so")
     spoil(path, tmp_path / "model.so.json")
     with pytest.raises(InputError, match=message):
         CompiledModule.load(path)
+
+
+WRONG = ("x", -3, [], {}, [None], 1e9)
+
+
+def places(value, path=()):
+    """The path of everything in a JSON value but the text of a report."""
+    inside = value.items() if isinstance(value, dict) else enumerate(value[:2])
+    for key, part in inside:
+        if key != "report":
+            yield (*path, key)
+            if isinstance(part, dict | list) and len(path) < 3:
+                yield from places(part, (*path, key))
+
+
+def test_whatever_a_sidecar_says_wrongly_is_an_input_error_or_does_not_matter(compiled, tmp_path):
+    path, (x, y) = compiled.save(tmp_path / "model.so"), arrays()
+    file = tmp_path / "model.so.json"
+    whole = file.read_text()
+    refused = 0
+    for *way, last in places(json.loads(whole)):
+        for wrong in (None, *WRONG):
+            data = json.loads(whole)
+            held = functools.reduce(lambda part, key: part[key], way, data)
+            if wrong is None:
+                del held[last]
+            else:
+                held[last] = wrong
+            file.write_text(json.dumps(data))
+            try:
+                loaded = CompiledModule.load(path)
+                loaded(x, y)
+            except InputError:
+                refused += 1
+    assert refused > 100
 
 
 def test_a_library_that_cannot_be_written_is_an_error(compiled, tmp_path, monkeypatch):

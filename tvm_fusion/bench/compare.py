@@ -152,7 +152,8 @@ def _apart(
     given.write_text(tvm.ir.save_json(planned.mod))
     inputs, target = drawn_inputs(planned.mod), str(planned.target)
     with _processes((FUSED, UNFUSED, *peers), threads) as processes:
-        for name, module in ((FUSED, compiled), (UNFUSED, unfused)):
+        fused = CompiledModule.of(compiled.built, beside=compiled)  # as `planned.mod` takes them
+        for name, module in ((FUSED, fused), (UNFUSED, unfused)):
             processes[name].begin(str(module.save(folder / f"{name}.so")), inputs)
         for name in peers:
             processes[name].begin(str(given), target, inputs)

@@ -20,10 +20,10 @@ from ..config import HardwareProfile, Policy
 from ..errors import InputError, Unsupported, VerificationError
 from ..flow.planned import BuiltPlan, Planned
 from ..host.atomic_files import replace_file
+from ..host.cache_folder import cache_dir, make_folder
 from ..host.stages import stepped
 from ..plan.plan import PlannedGroup
 from ..runtime.build.build import Built
-from ..runtime.build.cubin_cache import cache_dir
 from ..transform.apply.materialize import materialize
 from .allowance import Reference
 from .checked_sizes import draw_count, drawn_inputs, is_extreme, symbols_of
@@ -229,7 +229,7 @@ def write_reproducer(planned: Planned, why: str) -> Path | None:
         policy=repr(asdict(planned.policy)),
     )
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         replace_file(folder / "module.json", text)
         replace_file(folder / "reproduce.py", script)
     except (OSError, InputError) as error:

@@ -21,10 +21,10 @@ from filelock import FileLock
 
 from ..config import HardwareProfile
 from ..cost.learned.samples import SAMPLES_VERSION, work_of
+from ..host.cache_folder import cache_dir, make_folder
 from ..plan.group_view import GroupView
 from ..plan.legality import Evaluator
 from ..plan.refusal import Refusal
-from ..runtime.build.cubin_cache import cache_dir
 
 if TYPE_CHECKING:
     from ..runtime.timing.launch_kernels import LaunchSpec
@@ -62,7 +62,7 @@ def keep(runner: PlanRunner, plans: Sequence[Any], times: Sequence[PlanTimes]) -
     ]
     file = samples_file(runner.hw)
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(file.parent)
         with FileLock(f"{file}.lock"):
             _append(file, lines, runner)
     except OSError as error:

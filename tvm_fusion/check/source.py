@@ -35,6 +35,7 @@ import numpy as np
 from ..errors import VerificationError
 from ..flow.planned import Planned
 from ..host.stages import stage
+from ..ir.convention import Of
 from ..runtime.calls.compiled_module import CompiledModule
 from .distance import error_of, rounding
 from .plain import LLVM, plain_build, plain_module
@@ -105,7 +106,7 @@ def source_check(
     why = source.not_compared(compiled, here)
     if why is not None:
         return SourceCheck("PyTorch", note=f"{why}: {SHAPES_ONLY}")
-    run = compiled if here else _on_cpu(planned)
+    run = _from_the_start(compiled if here else _on_cpu(planned))
     device = "cuda" if here and compiled.target.kind.name == "cuda" else "cpu"
     begin = time.perf_counter()
     expected = leaves(source.eager())
@@ -233,7 +234,7 @@ class _Source:
         torch = sys.modules["torch"]
         if not all(isinstance(x, torch.Tensor) for x in self.inputs):
             return "its example inputs are not tensors by position"
-        if compiled.built.writes:
+        if compiled.writes:
             return "it writes into its inputs"
         parameters = list(self.model.parameters())
         tensors = [*self.inputs, *parameters, *self.model.buffers()]
@@ -317,9 +318,24 @@ def _moved(inputs: Sequence[Any], device: str) -> list[Any]:
     return [x.clone().to(device) for x in inputs]
 
 
-def _on_cpu(planned: Planned) -> Run:
+def _on_cpu(planned: Planned) -> CompiledModule:
     """The imported module as TVM's loops on the CPU."""
-    return CompiledModule.of(plain_build(plain_module(planned.mod, LLVM), LLVM))
+    module = CompiledModule.of(plain_build(plain_module(planned.mod, LLVM), LLVM))
+    module.follow(planned.source.convention)
+    return module
+
+
+def _from_the_start(module: CompiledModule) -> Run:
+    """Calls of a module that all begin with what it keeps now."""
+    kept = module.state_dict()
+
+    def run(*inputs: Any) -> Any:
+        try:
+            return module(*inputs)
+        finally:
+            module.load_state_dict(kept)
+
+    return run if kept else module
 
 
 # ---- Errors.
@@ -329,8 +345,18 @@ def _same_in_float64(planned: Planned, source: _Source) -> bool:
     """Whether the imported module and PyTorch's agree in float64; False where one has no such."""
     try:
         expected = [np.asarray(x.cpu()) for x in leaves(source.eager_in_float64())]
-        mod = plain_module(planned.mod, planned.target)
-        found = run_reference(mod, [_wide(x).cpu().numpy() for x in source.inputs])
+        mod, convention = plain_module(planned.mod, planned.target), planned.source.convention
+        given = [_wide(x).cpu().numpy() for x in source.inputs]
+        if convention is None:
+            found = run_reference(mod, given)
+        else:
+            kept = [convention.values[n].numpy() for n in convention.parameters]
+            wide = [x.astype("float64") if x.dtype.kind == "f" else x for x in kept]
+            outputs = run_reference(mod, [*given, *wide])
+            tensors = [r for r in convention.results if r.of in (Of.OUTPUT, Of.INPUT)]
+            computed = [r.of is Of.OUTPUT for r in tensors]
+            expected = [x for x, own in zip(expected, computed, strict=True) if own]
+            found = [outputs[r.value] for r in tensors if r.of is Of.OUTPUT]
     except Exception as error:  # whatever an operator raises that there is no float64 of
         logger.info("not compared with PyTorch in float64: %s", error)
         return False

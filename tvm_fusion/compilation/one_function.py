@@ -30,7 +30,7 @@ from ..plan.plan import FREE
 from ..plan.refusal import RefusalCode
 from ..report.assemble import built_report, with_calls
 from ..runtime.build.build import Built
-from ..runtime.calls.compiled_module import CompiledModule
+from ..runtime.calls.compiled_module import KEEPS, CompiledModule
 from ..runtime.timing.timing import FUSED, UNFUSED, TimeReport, time_modules
 from ..tuning.session.lookup import OtherKernels, configuration
 from .observed import observe_built, observe_plan
@@ -161,12 +161,16 @@ def tell(compiled: CompiledModule, done: Finished) -> None:
     callers see.
     """
     wishes, unfused, planned = done.wishes, done.unfused, done.made.planned
+    convention = planned.source.convention
+    if convention is not None and convention.keeps:
+        compiled.uncapturable = KEEPS
     compiled.cuda_graph = wishes.cuda_graph
     report = built_report(done.made, unfused, done.checked, done.times)
     inputs = drawn_inputs(planned.mod) if wishes.verify or wishes.timed else None
     memory = unfused.memory if unfused is not None else planned.unfused_memory()
     compiled.report = with_calls(report, compiled, memory, inputs, wishes.timed)
     compiled.signature = compiled.signature.in_formats(planned.formats)
+    compiled.follow(convention)
     observe_built(done.made, compiled.report)
 
 

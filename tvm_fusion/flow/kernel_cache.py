@@ -30,7 +30,7 @@ from ..config import HardwareProfile, Policy
 from ..config.digest import digest
 from ..errors import InputError
 from ..host.atomic_files import replace_file
-from ..runtime.build.cubin_cache import cache_dir
+from ..host.cache_folder import cache_dir, make_folder
 from ..runtime.build.kernel_code import CudaUnit, KernelCode
 from .plan_cache import all_ours, surroundings
 
@@ -88,7 +88,7 @@ class KernelCache:
         """Write an entry; a folder that cannot be written is left alone."""
         text = json.dumps(_plain(code))
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             replace_file(path, f"{_checksum(text)}\n{text}")
         except (OSError, InputError) as error:
             logger.warning("cannot keep the kernel %s: %s", path, error)

@@ -30,11 +30,11 @@ from ..cost.learned.learned import residual_file
 from ..errors import BuildError, InputError, PlanError
 from ..host import interrupts
 from ..host.atomic_files import replace_file
+from ..host.cache_folder import cache_dir, make_folder
 from ..ir.graph import FusionGraph
 from ..kernels import registry
 from ..kernels.registry import families
 from ..plan.plan import FusionPlan
-from ..runtime.build.cubin_cache import cache_dir
 from ..runtime.build.cuda_compiler import find_compiler
 from ..transform.rewrites import rewrites
 
@@ -153,7 +153,7 @@ class Kept:
             if FusionPlan.from_dict(json.loads(text)["plan"]) != plan:
                 logger.info("the plan is not kept: it does not read back as it is")
                 return
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path.parent)
             replace_file(self.path, text)
         except (OSError, InputError, PlanError) as error:
             logger.warning("cannot keep the plan %s: %s", self.path, error)

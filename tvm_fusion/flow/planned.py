@@ -25,8 +25,10 @@ from ..config import HardwareProfile, Policy
 from ..cost.probe import can_probe, probe
 from ..errors import PlanError
 from ..host.stages import stage
+from ..ir import convention, origins
+from ..ir.convention import Convention
 from ..ir.graph import FusionGraph, build_graph
-from ..ir.origins import Origins, taken_from
+from ..ir.origins import Origins
 from ..kernels import registry
 from ..plan.decide.caution import measured_whole, unfused_times
 from ..plan.decide.decide import caution_of, without
@@ -68,7 +70,8 @@ PlanLike = FusionPlan | str | Path | dict[str, Any] | None
 @dataclass(frozen=True, eq=False)
 class Source:
     """A function of a model as `main` of a module, and what it is compiled for; `function` is its
-    name in the model, `origins` is what is known of its variables there.
+    name in the model, `origins` is what is known of its variables there, `convention` what its
+    callers see that `main` does not say.
     """
 
     mod: tvm.IRModule
@@ -77,6 +80,7 @@ class Source:
     policy: Policy
     function: str = "main"
     origins: Origins = field(default_factory=dict)
+    convention: Convention | None = None
 
     @cached_property
     def whole(self) -> Lowered:
@@ -144,8 +148,9 @@ class Planned:
         """The function `main` of a module with the plan that is given, else the one that tuning
         settled, else the best that is found.
         """
-        mod, origins = taken_from(mod)
-        source, given = Source(mod, target, hw, policy, function, origins), read_plan(plan)
+        mod, known = origins.taken_from(mod)
+        mod, seen = convention.taken_from(mod)
+        source, given = Source(mod, target, hw, policy, function, known, seen), read_plan(plan)
         of_caller = given is not None
         if of_caller:
             given.check_made_for(hw.name, policy.name, hw.host)

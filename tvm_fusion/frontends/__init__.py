@@ -62,7 +62,7 @@ def load(model: Any, example_inputs: Any = None, *, dynamic_shapes: Any = None) 
     >>> load("model.onnx")                                                        # doctest: +SKIP
     >>> load(torch.nn.Linear(8, 4), (torch.ones(2, 8),))                          # doctest: +SKIP
     """
-    return _read(model, example_inputs, dynamic_shapes, checked_module, False)
+    return _read(model, example_inputs, dynamic_shapes, checked_module, False, False)
 
 
 def load_functions(
@@ -74,14 +74,15 @@ def load_functions(
 ) -> dict[str, IRModule]:
     """Read a model, and return each public function of it as a module; parameters and errors as for
     `load`. With `keep_formats` a torch model takes and gives tensors in channels_last as they lie
-    (`transform.layouts.memory_formats`).
+    (`transform.layouts.memory_formats`). What callers see beside the tensors of a torch model is
+    noted in it (`ir.convention`).
 
     Returns
     -------
     dict of str to IRModule
         As `load` returns a model, by the function's name; a model of one function is called `main`.
     """
-    found = _read(model, example_inputs, dynamic_shapes, checked_functions, keep_formats)
+    found = _read(model, example_inputs, dynamic_shapes, checked_functions, keep_formats, True)
     return found if isinstance(found, dict) else {"main": found}
 
 
@@ -97,12 +98,13 @@ def _read(model: Any, *how: Any) -> Any:
 
 
 def _read_by_kind(
-    model: Any, example_inputs: Any, dynamic_shapes: Any, check: Any, keep_formats: bool
+    model: Any, example_inputs: Any, dynamic_shapes: Any, check: Any, *kept: bool
 ) -> Any:
+    """`kept` are `keep_formats` and `keep_convention` of `pytorch.from_exported_program`."""
     if isinstance(model, tuple) and len(model) == 2 and example_inputs is None:
         model, example_inputs = model
     if _is_torch(model, "nn", "Module"):
-        return _pytorch().from_module(model, example_inputs, dynamic_shapes, keep_formats)
+        return _pytorch().from_module(model, example_inputs, dynamic_shapes, *kept)
     if example_inputs is not None or dynamic_shapes is not None:
         raise FrontendError(
             f"example inputs and dynamic shapes only go with a torch.nn.Module, not with "
@@ -111,10 +113,10 @@ def _read_by_kind(
     if isinstance(model, IRModule):
         return check(model, "the given IRModule")
     if isinstance(model, str | os.PathLike):
-        return _from_file(Path(model), check, keep_formats)
+        return _from_file(Path(model), check, *kept)
     if _is_torch(model, "export", "ExportedProgram"):
         where = "the given ExportedProgram"
-        return _pytorch().from_exported_program(model, where, keep_formats=keep_formats)
+        return _pytorch().from_exported_program(model, where, None, *kept)
     if type(model).__name__ == "ModelProto":
         from tvm_fusion.frontends.onnx_model import from_model
 
@@ -125,7 +127,7 @@ def _read_by_kind(
     )
 
 
-def _from_file(path: Path, check: Any, keep_formats: bool) -> Any:
+def _from_file(path: Path, check: Any, *kept: bool) -> Any:
     """Read a model file; its suffix says how."""
     if not path.exists():
         raise FrontendError(f"{path}: no such file; check the path")
@@ -133,7 +135,7 @@ def _from_file(path: Path, check: Any, keep_formats: bool) -> Any:
         raise FrontendError(f"{path}: not a file; give the path of a model file")
     suffix = path.suffix.lower()
     if suffix == ".pt2":
-        return _pytorch().from_pt2(path, keep_formats)
+        return _pytorch().from_pt2(path, *kept)
     if suffix == ".onnx":
         from tvm_fusion.frontends.onnx_model import from_onnx_file
 

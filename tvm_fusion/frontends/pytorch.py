@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ except ImportError as error:
         "pip install 'tvm_fusion[torch]'"
     ) from error
 
+from ..ir.convention import with_convention
 from ..ir.origins import Origin, with_origins
 from ..transform.layouts.memory_formats import with_formats
 from . import (
@@ -43,6 +45,7 @@ from . import (
 from .finish import checked_module, cleaned, first_line
 from .memory_formats import formats_of
 from .torch_assertions import drop_assertions
+from .torch_convention import Border, refuse_unusable, results_of, values_later, views_of
 from .torch_decompositions import decompositions
 from .torch_importer import Importer
 from .torch_refusals import origin_of, refusal, stopped_export
@@ -50,8 +53,12 @@ from .torch_slices import merge_equal_splits
 from .torch_writes import (
     refuse_writes_into_constants,
     refuse_writes_into_repeats,
+    warn_of_lost_writes,
     written_inputs,
 )
+
+# torch.export traces with what a process has once: modes of modules, levels of loggers, warnings.
+_ONE_AT_A_TIME = threading.RLock()
 
 CONVERTERS = {
     **torch_operators.CONVERTERS,
@@ -70,6 +77,7 @@ def from_module(
     example_inputs: Any,
     dynamic_shapes: Any = None,
     keep_formats: bool = False,
+    keep_convention: bool = False,
 ) -> IRModule:
     """Export a module for inference and translate it.
 
@@ -80,12 +88,12 @@ def from_module(
     example_inputs : tuple of torch.Tensor, or mapping of names to torch.Tensor
     dynamic_shapes : optional
         As `torch.export.export` takes it.
-    keep_formats : bool
+    keep_formats, keep_convention : bool
         As for `from_exported_program`.
     """
     where = f"torch module {type(model).__name__}"
     program = exported(model, example_inputs, dynamic_shapes)
-    return from_exported_program(program, where, keep_formats=keep_formats)
+    return from_exported_program(program, where, None, keep_formats, keep_convention)
 
 
 def exported(
@@ -101,7 +109,12 @@ def exported(
     where = f"torch module {type(model).__name__}"
     args, kwargs = _split_inputs(where, example_inputs)
     try:
-        with _evaluation_mode(model), _quiet():
+        with (
+            _ONE_AT_A_TIME,
+            _evaluation_mode(model),
+            _quiet(),
+            values_later(model, (args, kwargs)) as (args, kwargs),
+        ):
             return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
     except Exception as error:
         raise FrontendError(stopped_export(where, error)) from error
@@ -111,24 +124,24 @@ def decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedPr
     """A program of core operators and of those that are kept whole, without assertions, its weights
     on the CPU.
     """
-    with _quiet():
+    with _ONE_AT_A_TIME, _quiet():
         program = _on_cpu(program.run_decompositions(decompositions()))
     drop_assertions(program)
     merge_equal_splits(program)
     return program
 
 
-def from_pt2(path: Path, keep_formats: bool = False) -> IRModule:
+def from_pt2(path: Path, keep_formats: bool = False, keep_convention: bool = False) -> IRModule:
     """Read a file written by `torch.export.save`."""
     try:
-        with _quiet():
+        with _ONE_AT_A_TIME, _quiet():
             program = torch.export.load(path)
     except Exception as error:
         raise FrontendError(
             f"{path}: torch.export.load cannot read it: {first_line(error)}; "
             f"write it with torch.export.save(torch.export.export(model, inputs), path)"
         ) from error
-    return from_exported_program(program, str(path), keep_formats=keep_formats)
+    return from_exported_program(program, str(path), None, keep_formats, keep_convention)
 
 
 def from_exported_program(
@@ -136,28 +149,39 @@ def from_exported_program(
     where: str,
     inspect: Callable[[torch.export.ExportedProgram], None] | None = None,
     keep_formats: bool = False,
+    keep_convention: bool = False,
 ) -> IRModule:
     """Translate an exported program; `main` takes its user inputs. `inspect` is given the
     decomposed program, in which nothing writes into a tensor, and may refuse it. With
     `keep_formats` tensors in channels_last are taken and given as they lie (`with_formats`), unless
-    `main` writes into its inputs.
+    `main` writes into its inputs. With `keep_convention` it also takes the tensors that stay
+    between calls, and gives their new values and those of inputs (`ir.convention`); without, what
+    is written is lost, and a warning says so.
 
     Raises
     ------
     FrontendError
-        It holds an operator that cannot be converted, or an input that is no tensor.
+        It holds an operator that cannot be converted, or an input that is no tensor, or has
+        weights without values where no convention is kept.
     """
     _refuse_inputs_that_are_no_tensors(program, where)
     refuse_writes_into_constants(program, where)
     refuse_writes_into_repeats(program, where)
+    refuse_unusable(program, where, keep_convention)
     formats = formats_of(program) if keep_formats else None
-    importer = Importer(CONVERTERS)
+    views = views_of(program) if keep_convention else []
+    importer, border, results = Importer(CONVERTERS), None, []
     try:
         program = decomposed(program)
-        with _quiet():
+        with _ONE_AT_A_TIME, _quiet():
             if inspect is not None:
                 inspect(program)
-            importer.in_place = written_inputs(program)
+            importer.in_place = written_inputs(program, buffers=keep_convention)
+            if keep_convention:
+                results, border = results_of(program), Border.of(program, importer.in_place)
+                border.apply(program)
+            else:
+                warn_of_lost_writes(program, importer.in_place)
             mod = importer.from_exported_program(
                 program,
                 keep_params_as_input=False,
@@ -178,6 +202,9 @@ def from_exported_program(
         raise FrontendError(refusal(where, importer.refused))
     mod = checked_module(cleaned(mod), where)
     mod = with_origins(mod, {**importer.origins, **_origin_of_result(mod, program)})
+    if border is not None:
+        convention = border.convention(program, views, results, importer.symbols, mod)
+        mod = mod if convention is None else with_convention(mod, convention)
     if formats is None or importer.in_place or not formats.fits(mod):
         return mod
     return with_formats(mod, formats)

@@ -9,7 +9,9 @@ Where nothing else reads the old input, the kernel writes into the input itself 
 are a copy and a loop of stores, in order (transform/lower/ordered_writes.py). A mask is a choice,
 too. Refused, with advice: a mask beside another index; a symbolic number of values for a mask.
 Writes with symbolic extents are left to TVM where it gets them right (`_is_right_in_tvm`), or
-refused. Does not handle: inputs changed in other ways, which stay as they were (a warning says so).
+refused. Inputs that are changed in other ways get their new values from outputs of `main`
+(`torch_convention`); a module that is imported alone leaves them as they were, and a warning says
+so.
 """
 
 from __future__ import annotations
@@ -102,33 +104,40 @@ def _repeats(value: object) -> bool:
     )
 
 
-def written_inputs(program: torch.export.ExportedProgram) -> set[fx.Node]:
-    """The writes of a program that may change an input of the model in place.
+def written_inputs(program: torch.export.ExportedProgram, buffers: bool) -> set[fx.Node]:
+    """The writes of a program that may change an input of the model in place, or one of its
+    `buffers` where these are inputs too.
 
-    They are those between the input and what takes its place, if each is the only reader of what
-    it changes, and if something reads the last one.
+    They are those between it and what takes its place, if each is the only reader of what it
+    changes, and if something reads the last one.
     """
     nodes = {node.name: node for node in program.graph.nodes}
+    kinds = [OutputKind.USER_INPUT_MUTATION, *([OutputKind.BUFFER_MUTATION] if buffers else [])]
     found: set[fx.Node] = set()
     for spec in program.graph_signature.output_specs:
-        if spec.kind not in (OutputKind.USER_INPUT_MUTATION, OutputKind.BUFFER_MUTATION):
-            continue
-        chain = _chain(nodes[spec.arg.name])
-        if spec.kind is OutputKind.USER_INPUT_MUTATION and chain:
-            found.update(chain)
-        elif spec.kind is OutputKind.USER_INPUT_MUTATION:
+        if spec.kind in kinds:
+            found.update(_chain(nodes[spec.arg.name]))
+    return found
+
+
+def warn_of_lost_writes(program: torch.export.ExportedProgram, in_place: set[fx.Node]) -> None:
+    """Log what is written that the imported module leaves as it is, as it takes no state."""
+    nodes = {node.name: node for node in program.graph.nodes}
+    for spec in program.graph_signature.output_specs:
+        if spec.kind is OutputKind.USER_INPUT_MUTATION and nodes[spec.arg.name] not in in_place:
             _log.warning(
                 "the model changes its input %s in place; the compiled one leaves it as it is: "
-                "write with index_copy_ or index_put_, and read the result",
+                "write with index_copy_ or index_put_, and read the result, or give the model to "
+                "tvm_fusion.compile as it is",
                 spec.target,
             )
-        else:
+        elif spec.kind is OutputKind.BUFFER_MUTATION:
             _log.warning(
-                "the model changes its buffer %s; the compiled one has no state: "
-                "make it an input that is written with index_copy_",
+                "the model changes its buffer %s; the compiled one has no state: make it an "
+                "input that is written with index_copy_, or give the model to tvm_fusion.compile "
+                "as it is",
                 spec.target,
             )
-    return found
 
 
 def _chain(last: fx.Node) -> list[fx.Node]:

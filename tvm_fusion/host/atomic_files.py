@@ -11,13 +11,20 @@ from ..errors import InputError
 
 
 def replace_file(path: Path, text: str, check: Callable[[Path], object] | None = None) -> None:
+    """As `replace_bytes`, of a text in UTF-8."""
+    replace_bytes(path, text.encode(), check)
+
+
+def replace_bytes(
+    path: Path, content: bytes, check: Callable[[Path], object] | None = None
+) -> None:
     """Write a file so that it is the old one or the new one at any time, never a part.
 
     Parameters
     ----------
     path : Path
-        Its permissions stay; a new file can be read by all.
-    text : str
+        Its permissions stay; a new file has those that the umask leaves.
+    content : bytes
     check : callable, optional
         Gets the new file before it takes the place of the old one; what it raises leaves the old
         one where it is.
@@ -30,15 +37,15 @@ def replace_file(path: Path, text: str, check: Callable[[Path], object] | None =
     temporary = None
     try:
         with tempfile.NamedTemporaryFile(
-            "w", dir=path.parent, prefix=f".{path.name}.", delete=False, encoding="utf-8"
+            dir=path.parent, prefix=f".{path.name}.", delete=False
         ) as file:
             temporary = Path(file.name)
-            file.write(text)
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         if check is not None:
             check(temporary)
-        temporary.chmod(path.stat().st_mode & 0o777 if path.exists() else 0o644)
+        temporary.chmod(path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~umask())
         os.replace(temporary, path)
     except BaseException as error:
         if temporary is not None:
@@ -48,3 +55,11 @@ def replace_file(path: Path, text: str, check: Callable[[Path], object] | None =
                 f"cannot write {path}: {error.strerror}; make the folder writable, or name another"
             ) from error
         raise
+
+
+def umask() -> int:
+    """The mask of this process; setting it to read it would be seen by other threads."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    return 0o077  # a kernel before 4.7

@@ -35,7 +35,7 @@ from .lower.legalizers import (
     LONG_CONCATS,
     TRANSPOSED_CONVOLUTIONS,
     UNSIGNED_SIGNS,
-    legalize_permute,
+    legalize_permutes,
     legalize_where,
 )
 from .lower.ordered_writes import OrderedWrites
@@ -132,7 +132,7 @@ def legalize(
         **UNSIGNED_SIGNS,
         **LONG_CONCATS,
         **TRANSPOSED_CONVOLUTIONS,
-        "relax.permute_dims": legalize_permute,
+        "relax.permute_dims": legalize_permutes(),
         "relax.where": legalize_where,
     }
     # Constants that are lean stay so: what widens them again is for kernels to evaluate.

@@ -29,8 +29,8 @@ from torch import nn
 from tests.support.tune_servers import SERVE, servers
 from tvm_fusion.config import resolve_target
 from tvm_fusion.errors import InputError
+from tvm_fusion.host.cache_folder import CACHE_VARIABLE
 from tvm_fusion.host.cores import available_cores
-from tvm_fusion.runtime.build.cubin_cache import CACHE_VARIABLE
 from tvm_fusion.tuning.measure.building import make_builders
 from tvm_fusion.tuning.measure.processes import Worker, stop_all
 from tvm_fusion.tuning.remote.client import meters_of

@@ -31,9 +31,9 @@ from ...config.targets import cpu_target
 from ...errors import InputError
 from ...host import interrupts
 from ...host.atomic_files import replace_file
+from ...host.cache_folder import cache_dir, make_folder
 from ...host.cores import available_cores
 from ...host.threads import asked_threads, thread_count, use_calibrated_threads
-from ...runtime.build.cubin_cache import cache_dir
 from ..profile_file import cpu_name
 
 # How long the threads of this process ran, and how long they were ready to and waited for a core:
@@ -202,7 +202,7 @@ def kept(path: Path) -> Calibration | None:
 
 def _keep(path: Path, found: Calibration) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         replace_file(path, json.dumps({**asdict(found), "values": dict(found.values)}, indent=1))
     except (OSError, InputError) as error:
         _log.warning("the calibration of this CPU cannot be kept: %s", error)

@@ -11,7 +11,6 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,12 +23,13 @@ from typing import Any, Self
 
 import tvm_ffi
 
-from ...errors import BuildError
+from ...errors import BuildError, InputError
+from ...host.atomic_files import replace_bytes
+from ...host.cache_folder import cache_dir, make_folder
 from ...host.cores import available_cores, use_all_cores
 from ...host.logs import topic
 from .cuda_compiler import Compiler, DeviceCode, cuda_arch, find_compiler, kernel_names
 
-CACHE_VARIABLE = "TVM_FUSION_CACHE"
 _COMPILE = "tvm_callback_cuda_compile"
 _CHANGE = "tvm_callback_cuda_postproc"
 _MAGIC = b"tvm_fusion cubin 1\n"
@@ -48,15 +48,6 @@ class _Given:
 
 
 _given: ContextVar[_Given | None] = ContextVar("given", default=None)
-
-
-def cache_dir() -> Path:
-    """Return the folder of the cache: $TVM_FUSION_CACHE, or the platform's cache folder."""
-    named = os.environ.get(CACHE_VARIABLE)
-    if named:
-        return Path(named).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or os.environ.get("LOCALAPPDATA") or "~/.cache"
-    return Path(base).expanduser() / "tvm_fusion"
 
 
 def entry_key(source: str, arch: str, compiler: Compiler) -> str:
@@ -200,7 +191,7 @@ def _lock(path: Path) -> Any:
     import filelock
 
     try:
-        (path.parent / "locks").mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent / "locks")
         lock = filelock.FileLock(path.parent / "locks" / f"{path.stem}.lock")
         return lock.acquire(timeout=_LOCK_TIMEOUT_S)
     except (OSError, filelock.Timeout) as error:
@@ -212,16 +203,10 @@ def _write(path: Path, code: DeviceCode) -> None:
     log = code.log.encode()
     body = code.binary + log
     header = {"binary": len(code.binary), "log": len(log), "sha256": _digest(body)}
-    temporary = None
     try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            temporary = Path(file.name)
-            file.write(_MAGIC + json.dumps(header).encode() + b"\n" + body)
-        temporary.replace(path)
-    except OSError as error:
-        _log.warning("cannot write the CUDA cache %s: %s", path, error)
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
+        replace_bytes(path, _MAGIC + json.dumps(header).encode() + b"\n" + body)
+    except InputError as error:
+        _log.warning("cannot write the CUDA cache: %s", error)
 
 
 def _read(path: Path) -> DeviceCode | None:

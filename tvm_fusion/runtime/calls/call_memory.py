@@ -73,9 +73,20 @@ class MemoryPlan:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "MemoryPlan":
-        """Inverse of `to_json`."""
-        peaks = tuple(tuple(peak) for peak in value["peaks"])
-        return cls(value["weights"], tuple(value["outputs"]), peaks)
+        """Inverse of `to_json`; raises KeyError, SyntaxError or TypeError for other values."""
+        peaks = tuple(tuple(map(_size, peak)) for peak in value["peaks"])
+        weights = value["weights"]
+        if type(weights) is not int:
+            raise TypeError(f"weights of {weights!r} bytes")
+        return cls(weights, tuple(map(_size, value["outputs"])), peaks)
+
+
+def _size(value: Any) -> Size:
+    if type(value) not in (int, str):
+        raise TypeError(f"a storage of {value!r} bytes")
+    if isinstance(value, str):
+        ast.parse(value, mode="eval")
+    return value
 
 
 def planned_memory(mod: tvm.IRModule, function: str = "main") -> MemoryPlan:
@@ -257,11 +268,13 @@ def _weights_bytes(mod: tvm.IRModule) -> int:
 
 
 def _sum(sizes: Iterable[Size], extents: Mapping[str, int]) -> int:
-    return sum(s if isinstance(s, int) else _evaluate(s, extents) for s in sizes)
+    return sum(s if isinstance(s, int) else evaluated(s, extents) for s in sizes)
 
 
-def _evaluate(text: str, extents: Mapping[str, int]) -> int:
-    """The value of an expression such as "4 * n * 8"; KeyError for a symbol without a value."""
+def evaluated(text: str, extents: Mapping[str, int]) -> int:
+    """The value of an expression such as "4 * n * 8" in symbolic extents, as TVM prints it;
+    KeyError for a symbol without a value.
+    """
     return _number(ast.parse(text, mode="eval").body, extents)
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tvm
+import tvm_ffi
 from tvm import relax
 
 from ...errors import InputError, TargetError
+from ...ir.convention import Convention
 from ...plan.plan import FusionPlan
 from ..build import cubin_cache
 from ..build.build import Built
@@ -21,10 +24,21 @@ from .call_memory import MemoryPlan, measured_call_bytes
 from .channels_last import returned, taken
 from .launch_count import count_launches
 from .repeated_calls import Repeated, RepeatedCall
-from .sidecar import export_executable, read_sidecar, write_sidecar
+from .sidecar import (
+    damage_named,
+    export_executable,
+    read_sidecar,
+    read_state,
+    refuse_cut,
+    write_sidecar,
+    write_state,
+)
 from .signature import Signature, function_of, load_library, virtual_machine
+from .source_calls import SourceCalls
 from .tensors import Kind, describe, from_tvm, kind_of, result_kind, to_argument, torch_stream
 from .written_inputs import refuse_copies, refuse_lost_writes, write_back
+
+KEEPS = "a call keeps tensors for the next one, or gives inputs new values"
 
 
 class CompiledModule:
@@ -101,6 +115,7 @@ class CompiledModule:
         self.own: tuple[bool, ...] = built.own if built else ()
         self._again: RepeatedCall | None = None
         self._graph_mode = GraphMode()
+        self._source: SourceCalls | None = None
 
     @classmethod
     def of(
@@ -139,7 +154,13 @@ class CompiledModule:
 
     @cached_property
     def _main(self) -> Callable[..., Any]:
-        return function_of(self.vm, self.function, self.device)
+        try:
+            return function_of(self.vm, self.function, self.device)
+        except AttributeError as error:
+            raise InputError(
+                f"the library has no function {self.function!r}: the file beside it is of another "
+                "one; copy both again"
+            ) from error
 
     @cached_property
     def _repeated(self) -> Repeated:
@@ -207,6 +228,9 @@ class CompiledModule:
         TargetError
             If this machine lacks the device.
         """
+        return self._call(inputs) if self._source is None else self._source_call(inputs)
+
+    def _call(self, inputs: Sequence[Any]) -> Any:
         formats = self.signature.formats
         given = inputs if formats is None else taken(self.signature, inputs)
         again = self._again
@@ -227,6 +251,23 @@ class CompiledModule:
                 self._again = self._repeated.call(given, arguments, kind)
             return returned(formats, result)
 
+    def _source_call(self, inputs: Sequence[Any]) -> Any:
+        """A call with what a model of PyTorch keeps, writes and returns."""
+        source, (kind, torch_device) = self._source, self.check(inputs)
+        if not source.convention.keeps:
+            outputs = _flat(self._call(inputs))
+            return source.results(self.signature, inputs, outputs, kind)
+        written = [n for n in source.convention.updates if n < len(inputs)]
+        refuse_lost_writes(self.signature, written, inputs)
+        with source.lock, self.lock, torch_stream(self.device, kind):
+            arguments = self.arguments(inputs)
+            given = _flat(self.run(arguments))
+            source.renew(given, self.own)
+            write_back(self.writes, inputs, arguments)
+            write_back(written, inputs, {n: given[source.convention.updates[n]] for n in written})
+            outputs = from_tvm(given, kind, torch_device, self.own)
+        return source.results(self.signature, inputs, outputs, kind)
+
     def bind(self, *inputs: Any) -> Callable[[], Any]:
         """Check and convert inputs once, and return a function that runs this one on them.
 
@@ -234,7 +275,8 @@ class CompiledModule:
         outputs are TVM tensors, those in channels_last with strides. With `cuda_graph` it launches
         a graph of its own over these very inputs, on TVM's current stream, and every call
         overwrites the outputs of the one before. An input that it writes to must need no copy, or
-        InputError is raised.
+        InputError is raised. What stays between calls is read as it is now, and new values are
+        outputs.
         """
         kind, _ = self.check(inputs)
         with torch_stream(self.device, kind):
@@ -254,11 +296,14 @@ class CompiledModule:
         return result_kind([kind for kind, _ in kinds]), torch_device
 
     def arguments(self, inputs: Sequence[Any]) -> list[Any]:
-        """Return inputs as the VM takes them, on the module's device."""
+        """Return inputs as the VM takes them, on the module's device, and what stays between
+        calls.
+        """
         specs = self.signature.inputs
         refuse_lost_writes(self.signature, self.writes, inputs)
         given = taken(self.signature, inputs)
-        return [to_argument(x, self.device, s) for x, s in zip(given, specs, strict=True)]
+        found = [to_argument(x, self.device, s) for x, s in zip(given, specs, strict=True)]
+        return found if self._source is None else [*found, *self._source.values(self.device)]
 
     def run(self, arguments: Sequence[Any]) -> Any:
         """Run it on what `arguments` returned, on TVM's current stream, without the lock."""
@@ -267,6 +312,56 @@ class CompiledModule:
         except RuntimeError as error:
             self.signature.name_refused(error, arguments)
             raise
+
+    # ---- what stays between calls
+    def follow(self, convention: Convention | None) -> None:
+        """Take and give what callers of the model do; all parameters of `main` are inputs before,
+        those of the state are none after.
+        """
+        if convention is None:
+            return
+        self._source = SourceCalls(convention, self.signature.inputs)
+        own = [s for n, s in enumerate(self.signature.inputs) if n not in self._source.specs]
+        self.signature = replace(self.signature, inputs=tuple(own))
+        self.writes = tuple(n for n in self.writes if n < len(own))
+        if convention.keeps:
+            self.uncapturable = KEEPS
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of the tensors that stay between calls, by their names in the model.
+
+        Returns
+        -------
+        dict of str to torch.Tensor or numpy.ndarray
+            Buffers that the model writes (running statistics, counters, caches), as they are after
+            the last call, and weights that were on the meta device, as far as they have values.
+            Other weights are constants of the module, and not among them.
+        """
+        return {} if self._source is None else self._source.state_dict()
+
+    def load_state_dict(self, values: Mapping[str, Any], strict: bool = True) -> None:
+        """Give tensors that stay between calls new values.
+
+        Parameters
+        ----------
+        values : mapping of str to torch.Tensor, numpy.ndarray or tvm.runtime.Tensor
+            By their names in the model, with its dtypes and shapes; they are copied. Tied weights
+            need one of their names.
+        strict : bool
+            Refuse names that are no state, and to leave a tensor without values.
+
+        Raises
+        ------
+        InputError
+            As `strict` says, or for another dtype or shape; nothing is changed then.
+        """
+        if self._source is None and values and strict:
+            raise InputError(
+                "the compiled model keeps no tensors: its weights are constants. Compile it on the "
+                "meta device to load them later"
+            )
+        if self._source is not None:
+            self._source.load_state_dict(values, strict)
 
     def save(self, path: str | Path) -> Path:
         """Write a shared library, and beside it `<path>.json` with signature, plan and report.
@@ -284,13 +379,15 @@ class CompiledModule:
         path = Path(path)
         export_executable(self.executable, path)
         write_sidecar(path, {"target": self.target.export(), **self.facts()})
+        if self._source is not None:
+            write_state(path, self._source.state_dict())
         return path
 
     def facts(self) -> dict[str, Any]:
         """What the library does not say of the function: `load` reads it from the JSON file."""
         return {
             "function": self.function,
-            "signature": self.signature.to_json(),
+            "signature": self._all_parameters.to_json(),
             "formats": self.signature.formats and self.signature.formats.to_json(),
             "launches": self.launches,
             "plan": self.plan and self.plan.to_dict(),
@@ -300,7 +397,14 @@ class CompiledModule:
             "uncapturable": self.uncapturable,
             "writes": self.writes,
             "own": self.own,
+            "convention": self._source and self._source.convention.to_json(),
         }
+
+    @property
+    def _all_parameters(self) -> Signature:
+        """The signature of the function itself: what stays between calls is an input."""
+        kept = () if self._source is None else self._source.specs.values()
+        return replace(self.signature, inputs=(*self.signature.inputs, *kept))
 
     @classmethod
     def load(cls, path: str | Path) -> Any:
@@ -319,19 +423,21 @@ class CompiledModule:
         path = Path(path)
         meta = read_sidecar(path)
         cubin_cache.install()
+        refuse_cut(path)
         try:
             library = load_library(path)
         except (OSError, RuntimeError, ValueError) as error:
             raise InputError(
                 f"cannot load {path}: {error}. A library for CUDA loads only where there is a GPU"
             ) from error
-        target = tvm.target.Target(meta["target"])
-        if "functions" not in meta:
-            return cls.from_facts(library, target, meta, path)
-        members: dict[str, CompiledModule] = {}
-        for name, facts in meta["functions"].items():
-            beside = next(iter(members.values()), None)
-            members[name] = cls.from_facts(library, target, facts, path, beside)
+        with damage_named(path):
+            target = tvm.target.Target(meta["target"])
+            if "functions" not in meta:
+                return cls.from_facts(library, target, meta, path)
+            members: dict[str, CompiledModule] = {}
+            for name, facts in meta["functions"].items():
+                beside = next(iter(members.values()), None)
+                members[name] = cls.from_facts(library, target, facts, path, beside)
         told = (f"function {name}\n{member.report}" for name, member in members.items())
         return CompiledFunctions(members, "\n\n".join(told))
 
@@ -352,15 +458,25 @@ class CompiledModule:
                 meta["signature"], meta.get("function", "main"), meta.get("formats")
             ),
             plan=None if meta["plan"] is None else FusionPlan.from_dict(meta["plan"], str(path)),
-            report=meta["report"],
+            report=meta["report"] and str(meta["report"]),
             beside=beside,
         )
-        module.launches = meta["launches"]
-        module.memory = meta.get("memory") and MemoryPlan.from_json(meta["memory"])
+        module.launches = int(meta["launches"])
+        memory = meta.get("memory")
+        module.memory = None if memory is None else MemoryPlan.from_json(memory)
         module.uncapturable = meta.get("uncapturable", "it was saved by an older version")
-        module.writes = tuple(meta.get("writes", ()))
-        module.own = tuple(meta.get("own", ()))
+        module.writes = tuple(map(int, meta.get("writes", ())))
+        module.own = tuple(map(bool, meta.get("own", ())))
+        if meta.get("convention"):
+            values, names = read_state(path), meta["convention"]["state"]
+            kept = {int(number): values[n] for n, number in names.items() if n in values}
+            module.follow(Convention.from_json(meta["convention"], kept))
         return module
+
+
+def _flat(result: Any) -> list[Any]:
+    """The tensors of a result, which is one or a flat tuple of them."""
+    return list(result) if isinstance(result, tuple | list | tvm_ffi.Array) else [result]
 
 
 # ---- A compiled module of several functions: one executable, each function called by its name.

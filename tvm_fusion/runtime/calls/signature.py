@@ -172,9 +172,24 @@ class Signature:
         function: str = "main",
         formats: Mapping[str, Any] | None = None,
     ) -> "Signature":
-        """Inverse of `to_json`, for the function of that name and `MemoryFormats.to_json`."""
-        specs = (InputSpec(v["name"], v["dtype"], v["shape"] and tuple(v["shape"])) for v in values)
-        return cls(tuple(specs), function, formats and MemoryFormats.from_json(formats))
+        """Inverse of `to_json`, for the function of that name and `MemoryFormats.to_json`; raises
+        KeyError, TypeError or ValueError for other values.
+        """
+        specs = tuple(_spec_of(value) for value in values)
+        if not isinstance(function, str):
+            raise TypeError(f"the function's name is {function!r}")
+        return cls(specs, function, None if formats is None else MemoryFormats.from_json(formats))
+
+
+def _spec_of(value: Mapping[str, Any]) -> InputSpec:
+    name, dtype, shape = value["name"], value["dtype"], value["shape"]
+    if not isinstance(name, str) or not (dtype is None or isinstance(dtype, str)):
+        raise TypeError(f"an input is called {name!r}, of the type {dtype!r}")
+    if shape is not None and not (
+        isinstance(shape, list) and all(type(extent) in (int, str) for extent in shape)
+    ):
+        raise TypeError(f"the shape of {name} is {shape!r}")
+    return InputSpec(name, dtype, None if shape is None else tuple(shape))
 
 
 class _ExtentNames:

@@ -6,11 +6,12 @@ cannot write is reported, not raised: the caller cuts that group and goes on.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import logging
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -221,6 +222,25 @@ _STACK_BYTES = 512 << 20  # reserved, not used: a chain of 400 operators takes a
 _FRAMES = 100_000
 
 
+_DEEP = threading.Lock()
+_limits: list[int] = []  # what is restored when the last of all calls is done, one for each
+
+
+@contextlib.contextmanager
+def _many_frames() -> Iterator[None]:
+    """The recursion limit of the process is raised while one of its threads is in here."""
+    with _DEEP:
+        _limits.append(_limits[0] if _limits else sys.getrecursionlimit())
+        sys.setrecursionlimit(max(_limits[0], _FRAMES))
+    try:
+        yield
+    finally:
+        with _DEEP:
+            limit = _limits.pop()
+            if not _limits:
+                sys.setrecursionlimit(limit)
+
+
 def call_deep(function: Callable, *args: Any) -> Any:
     """Return `function(*args)`, run on a stack of its own; what it raises is raised here."""
     outcome: list[Any] = []
@@ -232,15 +252,15 @@ def call_deep(function: Callable, *args: Any) -> Any:
         except BaseException as error:
             outcome.extend((False, error))
 
-    limit, size = sys.getrecursionlimit(), threading.stack_size(_STACK_BYTES)
-    try:
-        sys.setrecursionlimit(max(limit, _FRAMES))
-        thread = threading.Thread(target=run)
-        thread.start()
+    thread = threading.Thread(target=run)
+    with _many_frames():
+        with _DEEP:
+            size = threading.stack_size(_STACK_BYTES)
+            try:
+                thread.start()
+            finally:
+                threading.stack_size(size)
         thread.join()
-    finally:
-        threading.stack_size(size)
-        sys.setrecursionlimit(limit)
     succeeded, result = outcome
     if succeeded:
         return result

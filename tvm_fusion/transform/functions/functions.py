@@ -43,15 +43,24 @@ def result_of(
     changed: Callable[[Result], tvm.IRModule],
 ) -> Result | None:
     """What `work` makes of a module as the pass of a name, for which the module is then what
-    `changed` says; None where the pass is disabled.
+    `changed` says; None where the pass is disabled. What `work` raises is raised as it is: through
+    TVM's passes it would come as a RuntimeError.
     """
     found: list[Result] = []
+    failed: list[Exception] = []
 
     def run(given: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        found.append(work(given))
+        try:
+            found.append(work(given))
+        except Exception as error:
+            failed.append(error)
+            raise
         return changed(found[0])
 
-    tvm.transform.Sequential([tvm.transform.module_pass(run, opt_level=0, name=name)])(mod)
+    try:
+        tvm.transform.Sequential([tvm.transform.module_pass(run, opt_level=0, name=name)])(mod)
+    except Exception as error:
+        raise (failed[0] if failed else error) from None
     return found[0] if found else None
 
 

@@ -19,6 +19,7 @@ import tvm_ffi
 from tvm import relax, te, tirx, topi
 from tvm.ir import Call, Expr, Op
 
+from ..rewrites.constant_weights import identity
 from ..rewrites.factors import is_constant
 
 # ---- `relax.where` with numbers: they stand in the PrimFunc, as for arithmetic.
@@ -88,15 +89,25 @@ _PERMUTE = tvm.ir.Op.get("relax.permute_dims").get_attr("FLegalize")
 BLOCK = 256
 
 
-def legalize_permute(builder: relax.BlockBuilder, call: Call) -> relax.Expr:
-    """The legalization of one `relax.permute_dims`; of what is no constant, TVM's own."""
-    legal = _PERMUTE(builder, call)  # its PrimFunc counts for the names of those after it
-    tensor = call.args[0].value if is_constant(call.args[0]) else None
-    if tensor is None or not str(tensor.dtype).startswith(("float16", "float32", "bfloat16")):
-        return legal
-    axes = call.attrs.axes
-    order = range(len(tensor.shape))[::-1] if axes is None else [int(axis) for axis in axes]
-    return relax.const(permuted(tensor.numpy(), tuple(order)), str(tensor.dtype))
+def legalize_permutes() -> Callable[[relax.BlockBuilder, Call], relax.Expr]:
+    """The legalization of each `relax.permute_dims` of a module; of what is no constant, TVM's own.
+    A weight that several operators read in one order stays one constant.
+    """
+    known: dict[tuple, relax.Expr] = {}
+
+    def legalize(builder: relax.BlockBuilder, call: Call) -> relax.Expr:
+        legal = _PERMUTE(builder, call)  # its PrimFunc counts for the names of those after it
+        tensor = call.args[0].value if is_constant(call.args[0]) else None
+        if tensor is None or not str(tensor.dtype).startswith(("float16", "float32", "bfloat16")):
+            return legal
+        axes = call.attrs.axes
+        order = range(len(tensor.shape))[::-1] if axes is None else [int(axis) for axis in axes]
+        key = (identity(call.args[0]), *order)
+        if key not in known:
+            known[key] = relax.const(permuted(tensor.numpy(), tuple(order)), str(tensor.dtype))
+        return known[key]
+
+    return legalize
 
 
 def permuted(array: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:

@@ -34,6 +34,7 @@ from ...host.appended_files import (
     signature,
 )
 from ...host.atomic_files import replace_file
+from ...host.cache_folder import is_open
 from .foreign import GUARD, OLD, read_version_1, retire, version_1_files
 from .lines import BadLine, Content, Problem, canonical, check_version, identity, unpack
 from .metaschedule import (
@@ -77,8 +78,9 @@ class Database:
     Raises
     ------
     InputError
-        The path is not a folder, or cannot be made, read or written; the folder is of another
-        device, target or version of the format; another process holds its lock for a minute.
+        The path is not a folder, or cannot be made, read or written; all users may write to it; it
+        is of another device, target or version of the format; another process holds its lock for a
+        minute.
     """
 
     def __init__(
@@ -95,6 +97,11 @@ class Database:
         if self.path.exists() and not self.path.is_dir():
             raise InputError(
                 f"{self.path} is not a folder: a database is a folder of files; name a folder"
+            )
+        if self.path.exists() and is_open(self.path):
+            raise InputError(
+                f"{self.path}: all users may write to it, so that its plans and kernels may be of "
+                "anybody: take the permission away (chmod o-w), or name another folder"
             )
         self.changes = 0  # grows whenever there are other trials than before
         self.version_1: Problem | None = None  # that the folder was one when it was opened

@@ -1,0 +1,138 @@
+"""Many compiles in one process: at once, after failures, and without end."""
+
+import gc
+import threading
+
+import numpy as np
+import pytest
+import tvm
+from tvm import relax
+
+import tvm_fusion
+from tests.support.growth import private_bytes
+from tvm_fusion.errors import TvmFusionError
+from tvm_fusion.flow import kernel_cache, plan_cache, planned
+from tvm_fusion.plan import structure
+from tvm_fusion.transform.apply.write_kernels import call_deep
+
+X = np.linspace(-1, 1, 64, dtype="float32").reshape(4, 16)
+
+
+def model(columns: int) -> tvm.IRModule:
+    """A small layer, a kernel or two of another size for each number of columns."""
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((4, 16), "float32"))
+    weight = relax.const(np.random.default_rng(columns).random((16, columns), "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            y = builder.emit(relax.op.nn.relu(relax.op.matmul(x, weight)))
+            z = builder.emit_output(relax.op.nn.softmax(y))
+        builder.emit_func_output(z)
+    return builder.get()
+
+
+def expected(columns: int) -> np.ndarray:
+    weight = np.random.default_rng(columns).random((16, columns), "float32")
+    e = np.exp(np.maximum(X @ weight, 0))
+    return e / e.sum(-1, keepdims=True)
+
+
+def assert_right(module, columns: int) -> None:
+    np.testing.assert_allclose(module(X), expected(columns), rtol=1e-5, atol=1e-6)
+
+
+@pytest.fixture
+def caches(tmp_path, monkeypatch):
+    """A folder of the test's own in which plans and kernels are kept."""
+    monkeypatch.setenv("TVM_FUSION_CACHE", str(tmp_path))
+    monkeypatch.setenv(plan_cache.VARIABLE, "1")
+    monkeypatch.setenv(kernel_cache.VARIABLE, "1")
+    return tmp_path
+
+
+def test_models_that_are_compiled_at_once_are_right(caches):
+    columns = (24, 24, 40)  # twice the same, and another
+    start, found = threading.Barrier(len(columns)), {}
+
+    def run(number: int) -> None:
+        start.wait()
+        found[number] = tvm_fusion.compile(model(columns[number]), "llvm", verify=False)
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(len(columns))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number, count in enumerate(columns):
+        assert_right(found[number], count)
+
+
+def test_deep_calls_of_several_threads_leave_each_other_their_frames():
+    first_is_done, deep = threading.Event(), []
+
+    def depth(frames: int) -> int:
+        return 0 if frames == 0 else 1 + depth(frames - 1)
+
+    def second() -> None:
+        def run() -> int:
+            first_is_done.wait(20)
+            return depth(20_000)
+
+        deep.append(call_deep(run))
+
+    thread = threading.Thread(target=second)
+    call_deep(thread.start)
+    first_is_done.set()
+    thread.join()
+    assert deep == [20_000]
+    with pytest.raises(RecursionError):
+        depth(20_000)
+
+
+@pytest.mark.parametrize("stage", ["best_plan", "write_kernels"])
+def test_a_compile_that_fails_midway_costs_nothing_of_what_was_compiled(stage, caches, monkeypatch):
+    before = tvm_fusion.compile(model(24), "llvm", verify=False)
+    kept = {file: file.read_bytes() for file in caches.rglob("*.json")}
+    assert kept
+
+    def fail(*_arguments, **_options):
+        raise TvmFusionError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(planned, stage, fail)
+        with pytest.raises(TvmFusionError, match="planted"):
+            tvm_fusion.compile(model(40), "llvm", verify=False)
+    assert {file: file.read_bytes() for file in kept} == kept
+    assert not list(caches.rglob(".*.json.*")), "a file was left half written"
+    assert_right(before, 24)
+    assert_right(tvm_fusion.compile(model(40), "llvm", verify=False), 40)
+
+
+def grown(compiles: int) -> tuple[float, int]:
+    """MiB and objects that compiling so many different models leaves behind."""
+    for columns in (17, 18):
+        tvm_fusion.compile(model(columns), "llvm", verify=False)
+    gc.collect()
+    memory, objects = private_bytes(), len(gc.get_objects())
+    for columns in range(19, 19 + compiles):
+        tvm_fusion.compile(model(columns), "llvm", verify=False)
+    gc.collect()
+    return (private_bytes() - memory) / 2**20, len(gc.get_objects()) - objects
+
+
+def test_what_a_compile_leaves_behind_is_known_structures_which_are_bounded(monkeypatch):
+    structure._RECENT.clear()
+    monkeypatch.setattr(structure, "MOST_KNOWN", 1)  # nothing is known at the next plan
+    memory, objects = grown(5)
+    assert objects < 5 * 40
+    assert memory < 5 * 0.25
+    structure._RECENT.clear()
+
+
+@pytest.mark.nightly
+def test_three_hundred_compiles_grow_by_a_bounded_amount():
+    structure._RECENT.clear()
+    memory, _ = grown(300)
+    known = sum(len(entry[2].known) for entry in structure._RECENT)
+    assert memory < 300 * 0.25
+    assert known < structure.MOST_KNOWN + 1000

@@ -1,0 +1,160 @@
+"""What callers of a model see that `main` does not say: tensors that stay between calls, results of
+any structure.
+
+    model(x) -> {"y": y, "n": 3}, and writes into its buffer `steps`
+    main(x, steps) -> (y, new_steps)
+
+A model of PyTorch writes into buffers and inputs, has weights that are loaded later, and returns
+the same tensor twice, an input, a view of another result, None or a number, in tuples, dicts and
+data classes. `main` takes tensors and gives each that it computes; a `Convention` says what a call
+makes of them. Frontends note it in an attribute of `main`, and `taken_from` takes it off before a
+module is planned: no plan, cache key or kernel depends on it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import tvm
+
+CONVENTION_ATTR = "tvm_fusion.convention"
+STATE_ATTR = "tvm_fusion.state"
+BARE = "*"  # the structure of one result that nothing is around
+OF_PROCESS: dict[str, Any] = {}  # structures of classes that have no name in files, by their text
+
+
+class Of(StrEnum):
+    """What a result is."""
+
+    OUTPUT = "output"  # what `main` gives: its number
+    INPUT = "input"  # what the caller gave, itself: its number
+    VALUE = "value"  # None, a number, a text
+    EXTENT = "extent"  # a number: an expression in the symbolic extents of the inputs
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A result as a view of another result or of an input, where that is contiguous: its shape and
+    its strides and offset in elements.
+    """
+
+    of: Of
+    number: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A leaf of what a call returns.
+
+    Attributes
+    ----------
+    of : Of
+    value : int, float, bool, str or None
+        As `of` says.
+    view : View or None
+        Where the tensor `value` of the outputs shares the memory of another one: callers who give
+        tensors of torch get such a view.
+    """
+
+    of: Of
+    value: Any
+    view: View | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Convention:
+    """What a call of a model takes and gives beside the tensors of `main`.
+
+    Attributes
+    ----------
+    results : tuple of Result
+        In the order of the structure.
+    structure : str or None
+        Of them, as `torch.utils._pytree.treespec_dumps` writes it, or a key of `OF_PROCESS`; None
+        is a tuple, `BARE` nothing.
+    state : mapping of str to int
+        Tensors that stay between calls, by their names in the model: the number of the parameter of
+        `main`. Tied ones have one number.
+    updates : mapping of int to int
+        Inputs and state that a call gives a new value, by number: which output of `main` that is.
+    values : mapping of int to tvm.runtime.Tensor
+        What state there is at first, by the number of the parameter; the rest is loaded later.
+    """
+
+    results: tuple[Result, ...]
+    structure: str | None = None
+    state: Mapping[str, int] = field(default_factory=dict)
+    updates: Mapping[int, int] = field(default_factory=dict)
+    values: Mapping[int, tvm.runtime.Tensor] = field(default_factory=dict, hash=False)
+
+    @property
+    def parameters(self) -> list[int]:
+        """The parameters of `main` that callers do not give, by number."""
+        return sorted(set(self.state.values()))
+
+    @property
+    def keeps(self) -> bool:
+        """Whether calls take what the caller does not give, or change more than their outputs."""
+        return bool(self.state or self.updates)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for `from_json`, without those of tensors."""
+        return {
+            "results": [
+                [r.of.value, r.value, r.view and [getattr(r.view, n) for n in View.__slots__]]
+                for r in self.results
+            ],
+            "structure": self.structure,
+            "state": dict(self.state),
+            "updates": sorted(self.updates.items()),
+        }
+
+    @classmethod
+    def from_json(
+        cls, data: Mapping[str, Any], values: Mapping[int, tvm.runtime.Tensor]
+    ) -> Convention:
+        """Inverse of `to_json`; raises KeyError, TypeError or ValueError for other data."""
+        results = tuple(Result(Of(of), value, _view(view)) for of, value, view in data["results"])
+        return cls(
+            results,
+            data["structure"],
+            {str(name): int(number) for name, number in data["state"].items()},
+            {int(to): int(output) for to, output in data["updates"]},
+            values,
+        )
+
+
+def _view(data: Sequence[Any] | None) -> View | None:
+    if data is None:
+        return None
+    of, number, shape, strides, offset = data
+    return View(Of(of), int(number), tuple(shape), tuple(strides), int(offset))
+
+
+def with_convention(mod: tvm.IRModule, convention: Convention) -> tvm.IRModule:
+    """The module with what its callers see."""
+    values = {str(number): value for number, value in convention.values.items()}
+    main = mod["main"].with_attr(CONVENTION_ATTR, json.dumps(convention.to_json()))
+    found = mod.clone()
+    found.update_func(mod.get_global_var("main"), main.with_attr(STATE_ATTR, values))
+    return found
+
+
+def taken_from(mod: tvm.IRModule) -> tuple[tvm.IRModule, Convention | None]:
+    """The module without what `with_convention` noted, and that."""
+    main = mod["main"]
+    if not main.attrs or CONVENTION_ATTR not in main.attrs:
+        return mod, None
+    values = {int(number): value for number, value in main.attrs[STATE_ATTR].items()}
+    convention = Convention.from_json(json.loads(str(main.attrs[CONVENTION_ATTR])), values)
+    found = mod.clone()
+    bare = main.without_attr(CONVENTION_ATTR).without_attr(STATE_ATTR)
+    found.update_func(mod.get_global_var("main"), bare)
+    return found, convention
