@@ -13,6 +13,7 @@ from tvm import relax
 from tests.support.frontend_tools import Function, assert_close, check, operators
 from tests.support.helpers_tir import UNOPTIMISED
 from tests.support.models import run_unfused, tiny_bert, tiny_llama
+from tvm_fusion import frontends
 from tvm_fusion.errors import FrontendError
 from tvm_fusion.frontends import load
 
@@ -194,5 +195,6 @@ def test_without_torch_the_error_names_the_extra(monkeypatch, tmp_path):
     path.touch()
     monkeypatch.setitem(sys.modules, "torch", None)
     monkeypatch.delitem(sys.modules, "tvm_fusion.frontends.pytorch", raising=False)
+    monkeypatch.delattr(frontends, "pytorch", raising=False)
     with pytest.raises(FrontendError, match=r"pip install 'tvm_fusion\[torch\]'"):
         load(path)
