@@ -17,6 +17,14 @@ class InputError(TvmFusionError):
     """
 
 
+class OutOfRange(InputError, IndexError):
+    """A compiled module was to read or write at an index that its tensor does not have."""
+
+
+class DividedByZero(InputError, ZeroDivisionError):
+    """A compiled module was to divide an integer by zero."""
+
+
 class NothingTuned(InputError):
     """A database has nothing of a device, though of others."""
 

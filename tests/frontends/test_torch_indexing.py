@@ -37,13 +37,22 @@ def test_elements_are_those_of_torch(function):
     check(lambda *inputs: function(*inputs), X, ROWS, PLACES)
 
 
-def test_an_index_beyond_the_end_reads_the_nearest_element():
-    def read(x, i):
-        return x[i]
-
-    x, i = torch.arange(10.0), torch.tensor([3, 99, -99])
-    model = (Function(read), (x, i.clamp(0, 9)))
-    assert tvm_fusion.compile(model, "llvm", verify=False)(x, i).tolist() == [3.0, 9.0, 0.0]
+@pytest.mark.parametrize(
+    ("function", "wrong"),
+    [
+        (lambda x, i: x[i], [3, 12]),
+        (lambda x, i: x[i], [-13, 3]),
+        (lambda x, i: x.reshape(3, 4)[0 * i, i], [1, 4]),  # 4 is in range of all twelve
+        (lambda x, i: F.embedding(i, x[:, None]), [-1, 3]),
+        (lambda x, i: x.index_put((i,), x[:2]), [12, 1]),
+    ],
+)
+def test_an_index_out_of_range_is_an_error_as_in_torch(function, wrong):
+    x, i = torch.arange(12.0), torch.tensor([1, 2])
+    compiled = tvm_fusion.compile((Function(function), (x, i)), "llvm", verify=False)
+    assert compiled(x, i).equal(function(x, i))
+    with pytest.raises(IndexError, match="an index along axis 0, which has"):
+        compiled(x, torch.tensor(wrong))
 
 
 IMAGE = torch.randn(2, 3, 7, 9, generator=torch.Generator().manual_seed(1))

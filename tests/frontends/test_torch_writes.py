@@ -342,11 +342,6 @@ def test_powers_of_two_are_exponentials(dtype):
     check(torch.exp2, torch.linspace(-4, 4, 33).to(dtype))
 
 
-def test_a_selected_row_past_the_end_is_the_last():
-    mod = check(lambda x, i: x.index_select(1, i), torch.randn(3, 4), torch.tensor([2, 0]))
-    assert 'mode="clip"' in mod.script()
-
-
 @pytest.mark.parametrize(
     "write",
     [

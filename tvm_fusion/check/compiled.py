@@ -5,6 +5,7 @@ is wrong, as little of it as need be gives way (`repair`).
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 from collections.abc import Callable, Sequence
@@ -17,22 +18,25 @@ from tvm import tirx
 
 from .._version import __version__
 from ..config import HardwareProfile, Policy
-from ..errors import InputError, Unsupported, VerificationError
+from ..errors import DividedByZero, InputError, OutOfRange, Unsupported, VerificationError
 from ..flow.planned import BuiltPlan, Planned
 from ..host.atomic_files import replace_file
 from ..host.cache_folder import cache_dir, make_folder
 from ..host.stages import stepped
 from ..plan.plan import PlannedGroup
 from ..runtime.build.build import Built
+from ..runtime.build.guards import may_refuse
 from ..transform.apply.materialize import materialize
 from .allowance import Reference
 from .checked_sizes import draw_count, drawn_inputs, is_extreme, symbols_of
 from .plain import plain_module
 from .reference import runner
 from .repair import OthersOf, Repair
-from .verify import Verification, judge_outputs
+from .verify import Verification, judge_outputs, outputs_on
 
 logger = logging.getLogger(__name__)
+
+MOST_DRAWS = 64  # of inputs, where a model refuses some
 
 # A PrimFunc, its class, the device and the policy in, the configuration that it is written in out.
 Configured = Callable[[tirx.PrimFunc, str, HardwareProfile, Policy], str | None]
@@ -107,7 +111,12 @@ def checked_again(checked: Checked, made: BuiltPlan) -> Checked:
 
 def references_of(planned: Planned, mod: tvm.IRModule) -> list[Reference]:
     """What TVM's lowering of the model gives on each draw of inputs; sizes that it cannot run at
-    are left out.
+    are left out. Of inputs that the model refuses (an index out of range) others are drawn.
+
+    Raises
+    ------
+    VerificationError
+        It refuses all.
     """
     first = Reference(mod, drawn_inputs(planned.mod), planned.target)
     others = [
@@ -116,7 +125,26 @@ def references_of(planned: Planned, mod: tvm.IRModule) -> list[Reference]:
     ]
     if symbols_of(planned.mod["main"]):
         others = [reference for reference in others if _runs(reference)]
-    return [first, *others]
+    references = [first, *others]
+    if not may_refuse(mod):
+        return references
+    more = (first.on(drawn_inputs(planned.mod, n, mod)) for n in range(len(references), MOST_DRAWS))
+    taken = filter(_takes, itertools.chain(references, more))
+    if found := list(itertools.islice(taken, len(references))):
+        return found
+    raise VerificationError(
+        f"the model refuses {MOST_DRAWS} random inputs in turn (an index out of range, or an "
+        "integer divided by zero): it cannot be verified on them; pass verify=False"
+    )
+
+
+def _takes(reference: Reference) -> bool:
+    try:
+        _ = reference.outputs
+    except (OutOfRange, DividedByZero) as error:
+        logger.info("not checked on inputs that the model refuses: %s", error)
+        return False
+    return True
 
 
 def _runs(reference: Reference) -> bool:
@@ -133,7 +161,7 @@ def judged(built: Built, references: Sequence[Reference]) -> tuple[Verification,
     """
     run, worst, not_finite = runner(built), 0.0, None
     for reference in stepped("inputs checked", references, len(references)):
-        found = judge_outputs(run(reference.inputs), reference)
+        found = judge_outputs(outputs_on(run, reference), reference)
         worst = max(worst, found.worst_error)
         not_finite = found.not_finite if not_finite is None else not_finite
         if not found.passed:

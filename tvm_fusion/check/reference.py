@@ -34,6 +34,7 @@ from tvm_ffi.serialization import from_json_graph_str
 
 from ..errors import InputError, Unsupported
 from ..runtime.build.build import build
+from ..runtime.build.guards import with_guards
 from ..runtime.build.kept_nan import RULES as KEPT_NAN
 from ..runtime.calls.signature import entry_of
 from ..transform.functions.functions import has_branches, rewritten
@@ -280,7 +281,8 @@ def build_reference(
     if target is None or target.kind.name == "llvm":
         llvm = LLVM if has_large_loops(wide) else _QUICK
         with _memory_unplanned() if _branches(wide) else nullcontext():
-            executable = tvm.compile(rewritten(order_loops(wide), KEPT_NAN), llvm)
+            guarded = with_guards(order_loops(wide), "llvm")
+            executable = tvm.compile(rewritten(guarded, KEPT_NAN), llvm)
         device = tvm.cpu()
     else:
         executable = build(wide, target, plan_memory=False).executable

@@ -38,6 +38,7 @@ from . import (
     torch_linalg,
     torch_loops,
     torch_operators,
+    torch_orders,
     torch_products,
     torch_slices,
     torch_writes,
@@ -62,6 +63,7 @@ _ONE_AT_A_TIME = threading.RLock()
 
 CONVERTERS = {
     **torch_operators.CONVERTERS,
+    **torch_orders.CONVERTERS,
     **torch_products.CONVERTERS,
     **torch_images.CONVERTERS,
     **torch_indexing.CONVERTERS,

@@ -3,8 +3,8 @@
     x[:, i, :, j]    the indexed axes first (side by side they stay where they are), merged into
                      one, and read at i * extent + j
 
-Negative indices count from the end, as in PyTorch. Where PyTorch would raise an IndexError, the
-nearest element is read: never memory that is not the tensor's.
+Negative indices count from the end, as in PyTorch. Where PyTorch would raise an IndexError, a CPU
+raises `OutOfRange`, and a GPU reads the nearest element: never memory that is not the tensor's.
 Does not handle: masks, whose results have as many elements as they have True.
 """
 
@@ -44,10 +44,12 @@ def _index(importer: Importer, node: fx.Node) -> relax.Expr:
     common = torch.broadcast_shapes(*(value.shape for value in values))
     shape = [size_of(extent, importer.symbols) for extent in common]
     numbers = [importer.emit(relax.op.broadcast_to(number, shape)) for number in numbers]
+    inside = _all_inside(importer, numbers, extents)
     place = numbers[0]
     for number, extent in zip(numbers[1:], extents[1:], strict=True):
         factor = importer.emit(relax.op.multiply(place, relax.const(extent, "int64")))
         place = importer.emit(relax.op.add(factor, number))
+    place = importer.emit(relax.op.where(inside, place, relax.const(-1, "int64")))
     at = axes[0]
     if axes != list(range(at, at + len(axes))):
         x = importer.permute(x, [*axes, *(a for a in range(x.ty.ndim) if a not in axes)])
@@ -55,6 +57,18 @@ def _index(importer: Importer, node: fx.Node) -> relax.Expr:
     sizes = list(x.ty.shape)
     merged = [*sizes[:at], math.prod(extents), *sizes[at + len(axes) :]]
     return taken(importer, importer.emit(relax.op.reshape(x, merged)), place, at)
+
+
+def _all_inside(importer: Importer, numbers: list[relax.Expr], extents: list[int]) -> relax.Expr:
+    """Where each of several indices is within its axis: merged ones may be by chance."""
+    inside = None
+    for number, extent in zip(numbers, extents, strict=True):
+        for this in (
+            importer.emit(relax.op.greater_equal(number, relax.const(0, "int64"))),
+            importer.emit(relax.op.less(number, relax.const(extent, "int64"))),
+        ):
+            inside = this if inside is None else importer.emit(relax.op.logical_and(inside, this))
+    return inside
 
 
 def _counted_from_start(importer: Importer, index: fx.Node, extent: int) -> relax.Expr:
@@ -76,7 +90,7 @@ def given_extent(x: relax.Expr, axis: int) -> int | None:
 
 
 def taken(importer: Importer, x: relax.Expr, place: relax.Expr, axis: int) -> relax.Expr:
-    return importer.emit(relax.op.take(x, place, axis, mode="clip"))
+    return importer.emit(relax.op.take(x, place, axis))
 
 
 def _take(importer: Importer, node: fx.Node) -> relax.Expr:

@@ -8,11 +8,7 @@ What differs from TVM 0.27:
   (TVM gathers, and leaves the size unknown).
 - amax, amin and any without an axis exist, and so do shifts and exp2.
 - ELUs have their scales (TVM's leave them out, so that selu and celu are wrong).
-- hypot, copysign, products along an axis and min along an axis exist; max along an axis is an
-  argmax and what is found there (TVM's is a topk, which nothing fuses with).
-
-Does not handle: max and min along an axis of rows with a NaN, which TVM passes over (PyTorch gives
-the first NaN and its place).
+- hypot, copysign and products along an axis exist.
 """
 
 from __future__ import annotations
@@ -229,11 +225,50 @@ def _elu(importer: Importer, node: fx.Node) -> relax.Expr:
     return importer.cast(importer.emit(relax.op.add(above, below)), dtype)
 
 
+def _remainder(importer: Importer, node: fx.Node) -> relax.Expr:
+    """What a division rounded down leaves, with the sign of the divisor."""
+    a, b = (importer.operand(arg, importer.dtype_of(node)) for arg in node.args[:2])
+    if "float" not in str(a.ty.dtype):
+        return importer.emit(relax.op.floor_mod(a, b))
+    rest, less = _rest(importer, a, b)
+    return importer.emit(relax.op.where(less, importer.emit(relax.op.add(rest, b)), rest))
+
+
+def _rest(importer: Importer, a: relax.Expr, b: relax.Expr) -> tuple[relax.Expr, relax.Expr]:
+    """The exact rest of a division rounded towards zero, and whether rounding down is one less.
+
+    TVM's floor_mod is a - floor(a / b) * b, which loses bits, and is NaN where b is infinite.
+    """
+    zero = relax.const(0, str(a.ty.dtype))
+    rest = importer.emit(relax.op.mod(a, b))
+    signs = (importer.emit(relax.op.less(x, zero)) for x in (rest, b))
+    less = importer.emit(relax.op.not_equal(*signs))
+    return rest, importer.emit(
+        relax.op.logical_and(importer.emit(relax.op.not_equal(rest, zero)), less)
+    )
+
+
+def _floored(importer: Importer, a: relax.Expr, b: relax.Expr) -> relax.Expr:
+    """a / b rounded down; of floats as PyTorch has it, where a quotient may round to the next."""
+    if "float" not in str(a.ty.dtype):
+        return importer.emit(relax.op.floor_divide(a, b))
+    emit = importer.emit
+    zero, half, one = (relax.const(x, str(a.ty.dtype)) for x in (0, 0.5, 1))
+    rest, less = _rest(importer, a, b)
+    whole = emit(relax.op.divide(emit(relax.op.subtract(a, rest)), b))
+    whole = emit(relax.op.where(less, emit(relax.op.subtract(whole, one)), whole))
+    down = emit(relax.op.floor(whole))
+    above = emit(relax.op.greater(emit(relax.op.subtract(whole, down)), half))
+    found = emit(relax.op.where(above, emit(relax.op.add(down, one)), down))
+    by_zero = emit(relax.op.equal(b, zero))
+    return emit(relax.op.where(by_zero, emit(relax.op.divide(a, b)), found))
+
+
 def _rounded_division(importer: Importer, node: fx.Node) -> relax.Expr:
     a, b = (importer.operand(arg, importer.dtype_of(node)) for arg in node.args[:2])
     rounding = node.kwargs.get("rounding_mode")
     if rounding == "floor":
-        return importer.emit(relax.op.floor_divide(a, b))
+        return _floored(importer, a, b)
     quotient = importer.emit(relax.op.divide(a, b))  # of integers: rounded towards zero
     if rounding is None or not node.meta["val"].is_floating_point():
         return quotient
@@ -269,37 +304,6 @@ def _product(importer: Importer, node: fx.Node) -> relax.Expr:
     x = importer.operand(args["self"], "float32" if dtype in HALVES else dtype)
     result = relax.op.prod(x, args.get("dim"), keepdims=args.get("keepdim", False))
     return importer.cast(importer.emit(result), dtype)
-
-
-def _extremum(index: Callable) -> Converter:
-    """The values of max or min along an axis, and where they are: at the first of equal ones.
-
-    A value is read at its place: TVM's own max of a row of minus infinities is the least float.
-    """
-
-    def convert(importer: Importer, node: fx.Node) -> relax.Expr:
-        args = bound_arguments(node)
-        x, axis, keepdim = importer.value_of(args["self"]), args["dim"], args["keepdim"]
-        ordered = importer.cast(x, "int8") if str(x.ty.dtype) == "bool" else x
-        place = importer.emit(index(ordered, axis, keepdims=True))
-        results = [importer.emit(relax.op.gather_elements(x, place, axis)), place]
-        if not keepdim:
-            results = [importer.emit(relax.op.squeeze(result, [axis])) for result in results]
-        return importer.emit(relax.Tuple(results))
-
-    return convert
-
-
-def _place_of_extremum(index: Callable) -> Converter:
-    """argmax or argmin."""
-
-    def convert(importer: Importer, node: fx.Node) -> relax.Expr:
-        args = bound_arguments(node)
-        x = importer.value_of(args["self"])
-        x = importer.cast(x, "int8") if str(x.ty.dtype) == "bool" else x
-        return importer.emit(index(x, args["dim"], args["keepdim"]))
-
-    return convert
 
 
 def _cat(importer: Importer, node: fx.Node) -> relax.Expr:
@@ -382,7 +386,7 @@ CONVERTERS: dict[str, Converter] = {
     **_tensor_and_scalar("sub", _arithmetic(relax.op.subtract, neutral=0)),
     **_tensor_and_scalar("mul", _arithmetic(relax.op.multiply, neutral=1)),
     **_tensor_and_scalar("div", _arithmetic(relax.op.divide, neutral=1)),
-    **_tensor_and_scalar("remainder", _arithmetic(relax.op.floor_mod)),
+    **_tensor_and_scalar("remainder", _remainder),
     **_tensor_and_scalar("eq", _comparison(relax.op.equal)),
     **_tensor_and_scalar("ne", _comparison(relax.op.not_equal)),
     **_tensor_and_scalar("lt", _comparison(relax.op.less)),
@@ -397,8 +401,6 @@ CONVERTERS: dict[str, Converter] = {
     "reciprocal.default": _reciprocal,
     "addcmul.default": _added(relax.op.multiply),
     "addcdiv.default": _added(relax.op.divide),
-    "argmax.default": _place_of_extremum(relax.op.argmax),
-    "argmin.default": _place_of_extremum(relax.op.argmin),
     "cat.default": _cat,
     "scatter_add.default": _scattered,
     "scatter_reduce.two": _scattered,
@@ -423,8 +425,6 @@ CONVERTERS: dict[str, Converter] = {
     "isnan.default": _is_nan,
     "prod.default": _product,
     "prod.dim_int": _product,
-    "max.dim": _extremum(relax.op.argmax),
-    "min.dim": _extremum(relax.op.argmin),
     "amax.default": _reduction(relax.op.max),
     "amin.default": _reduction(relax.op.min),
     "any.default": _reduction(relax.op.max),

@@ -19,6 +19,7 @@ from tvm import relax, te, tirx
 
 from ..errors import FrontendError
 from .torch_importer import Importer, bound_arguments, size_of
+from .torch_indexing import taken
 from .torch_operators import Converter, scaled
 
 HALF = ("float16", "bfloat16")
@@ -134,19 +135,17 @@ def _convolution(importer: Importer, node: fx.Node) -> relax.Expr:
 
 def _embedding(importer: Importer, node: fx.Node) -> relax.Expr:
     weight, indices = importer.value_of(node.args)[:2]
-    return importer.emit(relax.op.take(weight, indices, axis=0, mode="clip"))
+    return taken(importer, weight, indices, 0)
 
 
 def _index_select(importer: Importer, node: fx.Node) -> relax.Expr:
     x, axis, indices = importer.value_of(node.args)
     if x.ty.ndim == 0:
         x = importer.emit(relax.op.reshape(x, [1]))
-        return importer.emit(
-            relax.op.reshape(importer.emit(relax.op.take(x, indices, axis=0, mode="clip")), [])
-        )
+        return importer.emit(relax.op.reshape(taken(importer, x, indices, 0), []))
     if indices.ty.ndim == 0:
         indices = importer.emit(relax.op.reshape(indices, [1]))
-    return importer.emit(relax.op.take(x, indices, axis=axis % x.ty.ndim, mode="clip"))
+    return taken(importer, x, indices, axis % x.ty.ndim)
 
 
 def _cross_entropy(importer: Importer, node: fx.Node) -> relax.Expr:

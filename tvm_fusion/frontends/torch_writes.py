@@ -235,29 +235,37 @@ def write_function(write: Write, in_place: bool) -> tirx.PrimFunc:
     """``write(x, *indices, values)``, or with a new tensor behind them that begins as a copy."""
     with IRBuilder() as builder, B.prim_func(s_tir=True):
         T.func_name("write")
-        x = T.arg("x", T.buffer(write.shape, write.dtype))
-        indices = [T.arg(f"index{axis}", T.buffer(*write.indices[axis])) for axis in write.indexed]
-        values = T.arg("values", T.buffer(write.values, write.dtype))
-        y = x if in_place else T.arg("y", T.buffer(write.shape, write.dtype))
+        x = T.arg("x", _buffer(write.shape, write.dtype))
+        indices = [T.arg(f"index{axis}", _buffer(*write.indices[axis])) for axis in write.indexed]
+        values = T.arg("values", _buffer(write.values, write.dtype))
+        y = x if in_place else T.arg("y", _buffer(write.shape, write.dtype))
         T.func_attr({"tirx.noalias": True})
         if not in_place:
-            with T.grid(*write.shape) as loops, T.sblock("copy"):
+            with T.grid(*_long(write.shape)) as loops, T.sblock("copy"):
                 at = _axes(write.shape, loops)
                 T.buffer_store(y, x[tuple(at)], at)
-        with T.grid(*write.region) as loops, T.sblock("write"):
+        with T.grid(*_long(write.region)) as loops, T.sblock("write"):
             at = _axes(write.region, loops)
             place = write.place(at, lambda number, where: indices[number][tuple(where)])
-            inside = [tirx.all(place[a] >= 0, place[a] < write.shape[a]) for a in write.indexed]
-            with T.If(tirx.all(*inside)), T.Then():
-                value = values[tuple(broadcast(at, write.values))]
-                T.buffer_store(y, write.written(y[tuple(place)], value), place)
+            value = values[tuple(broadcast(at, write.values))]
+            T.buffer_store(y, write.written(y[tuple(place)], value), place)
     # a module may hold several: the name that it gives each is the only one
     return builder.get().without_attr("global_symbol")
 
 
 def _axes(extents: Sequence[int], loops) -> list[Expr]:
     loops = [loops] if len(extents) == 1 and not isinstance(loops, list | tuple) else list(loops)
-    return [T.axis.spatial((0, n), loop) for n, loop in zip(extents, loops, strict=True)]
+    pairs = zip(_long(extents), loops, strict=True)
+    return [T.axis.spatial((tirx.const(0, "int64"), n), loop) for n, loop in pairs]
+
+
+def _buffer(shape: Sequence[int], dtype: str) -> Any:
+    return T.buffer(_long(shape), dtype)
+
+
+def _long(extents: Sequence[int]) -> list[Expr]:
+    """Extents of the type that those of Relax have, as FuseTIR wants them."""
+    return [tirx.const(n, "int64") for n in extents]
 
 
 def _chosen(write: Write, x: te.Tensor, *tensors: te.Tensor) -> te.Tensor:

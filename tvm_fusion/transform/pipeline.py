@@ -39,6 +39,7 @@ from .lower.legalizers import (
     legalize_where,
 )
 from .lower.ordered_writes import OrderedWrites
+from .lower.places import reads_at_indices
 from .lower.sorts import OpenMedians, WidenSorts
 from .rewrites.cancel_layouts import CancelLayouts
 from .rewrites.hidden_weights import BindWeights
@@ -132,6 +133,7 @@ def legalize(
         **UNSIGNED_SIGNS,
         **LONG_CONCATS,
         **TRANSPOSED_CONVOLUTIONS,
+        **reads_at_indices(target),
         "relax.permute_dims": legalize_permutes(),
         "relax.where": legalize_where,
     }

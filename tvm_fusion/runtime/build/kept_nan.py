@@ -9,6 +9,7 @@ one is NaN: ReLU of NaN is 0, and of a row with a NaN the maximum is some number
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import tvm
@@ -19,6 +20,29 @@ from tvm.ir import Expr, TensorLoad
 from ...kernels.gpu.intrinsics import device_call
 from ...kernels.program.expr import dtype_of
 from ...transform.functions.functions import rewritten, target_kind
+
+# ---- NaN as bfloat16: TVM rounds its bits as those of a number, which may carry into the sign.
+#
+#     y[i] = T.bfloat16(x[i])      t = x[i]
+#                                  y[i] = select(isnan(t), nan, T.bfloat16(t))
+
+
+def _stored(store: tirx.BufferStore) -> tirx.Stmt:
+    cast = store.value
+    if not isinstance(cast, tirx.Cast) or dtype_of(cast) != "bfloat16":
+        return store
+    if dtype_of(cast.value) != "float32":
+        return store
+    value = tirx.Var("value", cast.value.ty)
+    nan = tirx.FloatImm("bfloat16", math.nan)
+    kept = tirx.Select(tirx.isnan(value), nan, tirx.Cast("bfloat16", value))
+    return tirx.SeqStmt(
+        [tirx.Bind(value, cast.value), tirx.BufferStore(store.buffer, kept, store.indices)]
+    )
+
+
+STORED = [(tirx.BufferStore, _stored)]
+"""For `rewritten`, of functions for a CPU before they are lowered."""
 
 Rule = Callable[[Expr], Expr]
 _FLOATS = ("float", "bfloat")

@@ -28,9 +28,11 @@ from tvm.tirx.script.parser import entry
 from ...errors import (
     BuildError,
     ConfigError,
+    DividedByZero,
     FrontendError,
     InputError,
     NothingTuned,
+    OutOfRange,
     PlanError,
     TargetError,
 )
@@ -41,8 +43,9 @@ from ...transform.functions.functions import rewritten, target_kind, with_functi
 from ...transform.lower import decode_float8, wrap_integers
 from ...transform.lower.ordered_writes import meeting_loops
 from ...transform.memory.plan_memory import PlanMemory, PlanMemoryByTVM
+from .guards import with_guards
 from .hidden_divisions import with_hidden_divisions
-from .kept_nan import with_kept_nan
+from .kept_nan import STORED, with_kept_nan
 from .plain_schedule import PLAIN_ATTR, calls_host, plain_schedule
 
 TIR_PIPELINE = "tvm_fusion"
@@ -205,7 +208,7 @@ def mixed_tir_pipeline() -> TIRPipeline:
 
     @tvm.transform.module_pass(opt_level=0, name="tvm_fusion.MixedTIRPipeline")
     def lower(mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        mod = with_hidden_divisions(_with_narrow_types(mod))
+        mod = with_hidden_divisions(with_guards(_with_narrow_types(mod)))
         if not _has_ours(mod):
             return with_kept_nan(with_exact_doubles(lower_s_tir(mod)))
         bare = {gv: without_root(func) for gv, func in mod.functions_items()}
@@ -241,6 +244,7 @@ def _in_place_of_stock() -> TIRPipeline:
 def _with_narrow_types(mod: tvm.IRModule) -> tvm.IRModule:
     """Functions that are bound to a device, with what it gets wrong of narrow types written out."""
     mod = rewritten(mod, decode_float8.RULES, lambda func: target_kind(func) == "llvm")
+    mod = rewritten(mod, STORED, lambda func: target_kind(func) == "llvm")
     return rewritten(mod, wrap_integers.RULES, lambda func: target_kind(func) not in ("", "llvm"))
 
 
@@ -300,9 +304,11 @@ def _is_scheduled(func: tirx.PrimFunc) -> bool:
 for _error in (
     BuildError,
     ConfigError,
+    DividedByZero,
     FrontendError,
     InputError,
     NothingTuned,
+    OutOfRange,
     PlanError,
     TargetError,
 ):

@@ -4,8 +4,10 @@
 
 No kernel class and no schedule of TVM's has to know of loops of length 0. (A constant would not do:
 TVM cannot load one whose first extent is not the one that is 0.) What reads an empty tensor and has
-elements of its own stays: a sum of nothing is 0, a concatenation copies the others. The largest of
-no elements, or their mean, is no number: that is an error.
+elements of its own stays: a sum of nothing is 0, a concatenation copies the others. (It reads a
+tensor that is made here where the empty one is an input: kernels look at the strides of inputs, and
+libraries have their own for extents of 0.) The largest of no elements, or their mean, is no number:
+that is an error.
 
 Does not handle: extents that are symbolic and turn out to be 0 when the module runs; what stands
 in a branch.
@@ -37,9 +39,11 @@ class DropEmpty:
     """A module pass; idempotent. A module without empty tensors is returned as it is."""
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        if not any(_holds_empty(binding.var.ty) for binding in _bindings(mod)):
+        functions = [f for f in mod.functions.values() if isinstance(f, relax.Function)]
+        found = [*(b.var for b in _bindings(mod)), *(p for f in functions for p in f.params)]
+        if not any(_holds_empty(var.ty) for var in found):
             return mod
-        rewriter = _Rewriter(mod)
+        rewriter = _Rewriter(mod, {param for func in functions for param in func.params})
         for gvar, func in mod.functions_items():
             if isinstance(func, relax.Function):
                 rewriter.builder_.update_func(gvar, rewriter.visit_expr(func))
@@ -70,6 +74,14 @@ def check_defined(mod: tvm.IRModule) -> None:
 
 @mutator
 class _Rewriter(PyExprMutator):
+    def __init__(self, mod: tvm.IRModule, params: set[relax.Var]) -> None:
+        super().__init__(mod)
+        self.params = params
+
+    def visit_var_(self, var: relax.Var) -> relax.Expr:
+        empty = self._empty(var.ty) if var in self.params else None
+        return super().visit_var_(var) if empty is None else empty
+
     def visit_call_(self, call: relax.Call) -> relax.Expr:
         name = _name_of(call)
         if name and name != ALLOCATION and call.op.get_attr("FPurity"):
