@@ -223,6 +223,18 @@ def test_other_convolutions_of_one_tap_stay(options):
     check_numbers(model, inputs, assigned)
 
 
+@pytest.mark.parametrize(("before", "layout"), [(False, "NCHW"), (True, "NHWC")])
+def test_a_depthwise_convolution_stays_as_it_is_where_nothing_around_it_changes(before, layout):
+    depthwise = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.ReLU())
+    model = nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), *depthwise) if before else depthwise
+    model, inputs, mod = torch_module(model, [(2, 16, 40, 40)])
+    assigned = AssignLayouts()(mod)
+    (found,) = [c for c in calls(assigned) if "groups" in dir(c.attrs) and c.attrs.groups > 1]
+    assert found.attrs.data_layout == layout
+    assert bool(moving(assigned)) == before
+    check_numbers(model, inputs, assigned)
+
+
 def conv_of_parameters(attrs=None, shape=(2, 4, 8, 8), blocks=relax.BlockBuilder.dataflow):
     """relu(conv2d(x, w)) + conv2d(x, w), x and w parameters."""
     builder = relax.BlockBuilder()

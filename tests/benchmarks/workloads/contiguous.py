@@ -12,7 +12,9 @@ from .vision import VISION
 
 SINGLE = (
     *("resnet_b32_stem", "resnet_b32_56_1x1_64_256", "resnet_b32_56_3x3_64_64"),
-    *("resnet_b32_28_3x3_128_128", "depthwise_56_3x3_128", "up_56_4_128_64", "resnet_b1_stem"),
+    *("resnet_b32_28_3x3_128_128", "up_56_4_128_64", "up_32_3_128_64", "resnet_b1_stem"),
+    *("depthwise_112_3x3_64", "depthwise_56_3x3_128", "depthwise_56_5x5s2_144"),
+    *("depthwise_14_5x5_672", "depthwise_28_7x7_192", "grouped_56_3_128_128_g32"),
 )
 NETWORKS = ("resnet50_b1", "resnet50_b32")
 

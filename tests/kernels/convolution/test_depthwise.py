@@ -289,6 +289,19 @@ def test_predictions_are_not_below_the_time_of_the_bytes(layer):
     assert seconds[0] > moved / H200.hbm_bytes_per_s
 
 
+def test_stores_that_change_the_layout_are_of_several_results_each():
+    found = {}
+    for layout, epilogue in [("NHWC", "channels_moved"), ("NHWC", "relu"), ("NCHW", "relu")]:
+        conv = dataclasses.replace(network(56, 128, 3, 1, layout), epilogue=epilogue)
+        problem = read_convolution(conv.func())
+        assert direct_problem(problem).numbers.is_turned == (epilogue == "channels_moved")
+        found[layout, epilogue] = depthwise_ranked(problem, H200)[0]
+    seconds, config = found["NHWC", "channels_moved"]
+    assert config.columns % 8 == 0
+    assert seconds > 2 * found["NHWC", "relu"][0]
+    assert found["NCHW", "relu"][0] < 1.5 * found["NHWC", "relu"][0]
+
+
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
 def test_tensors_may_have_more_elements_than_32_bits_count(layout):
     """Of 2**32 elements; their number was once taken in 32 bits, as 0."""

@@ -20,6 +20,7 @@ from ..gemm.launch import operation_seconds
 from ..gemm.runs.problem import MOST_TERMS
 from ..gemm.runs.time import sums_seconds as runs_seconds
 from ..group.footprint import footprint_bytes
+from ..group.read_order import is_transposing
 from ..program.expr import HALF_DTYPES
 from .depthwise.problem import MOST_CHANNELS
 from .depthwise.time import sums_seconds
@@ -66,6 +67,7 @@ def sizes_of(group: GroupView, block: Block) -> Sizes:
         return assumed_product(block.axes[i].extent for i in axes)
 
     tensors = group.graph.tensors
+    expansion = _expansion(group, data.tensor)
     last = data.index[-1].axes
     filters = size(weights.axes & spatial)
     groups = 1
@@ -77,10 +79,11 @@ def sizes_of(group: GroupView, block: Block) -> Sizes:
         size(spatial - weights.axes),
         filters,
         size(channels),
-        -(-size(taps) // _expansion(group, data.tensor)),
+        -(-size(taps) // expansion),
         groups,
         tensors[data.tensor].dtype,
         bool(last) and not last & (taps | (spatial - weights.axes)),
+        expansion,
     )
 
 
@@ -106,6 +109,9 @@ START_SECONDS = 3e-6
 WGMMA_SHARE = 0.8
 """Of the rate of tensor cores, that of the form that the TMA serves (H100, 2026-11-26: 3 x 3
 convolutions of ResNet-50, 32 images)."""
+APART_SHARE, SECTOR_BYTES = 0.67, 32
+"""Of the time of as many parts of a line (H200, 2026-11-26: 128 to 64 channels, twice 56 x 56,
+45 us; where results lie channels last 22)."""
 FILLED_LINES = 1.2
 """Terms of a filter's lines that are filled up to multiples of 8, of those that there are."""
 TMA_CHANNELS, STEP_CHANNELS = 8, 64
@@ -127,8 +133,20 @@ def predict(
     )
     best = min(_bodies(sizes, hw, policy), key=lambda found: found[1])
     name, body = best
-    terms = {name: body, "hbm": hbm, "operations": work, "start": START_SECONDS}
-    return START_SECONDS + max(body + work, hbm), terms
+    stores = _apart_seconds(group, sizes, hw)
+    terms = {name: body, "hbm": hbm, "operations": work, "stores": stores, "start": START_SECONDS}
+    return START_SECONDS + max(body + work, hbm) + stores, terms
+
+
+def _apart_seconds(group: GroupView, sizes: Sizes, hw: HardwareProfile) -> float:
+    """Of results that are stored one by one: a phase of a transposed convolution has every other
+    one of a row, and channels that it has side by side are apart.
+    """
+    turned = any(is_transposing(b) for b in group.blocks if not b.is_contraction)
+    if sizes.expansion == 1 or not (turned and sizes.channels_last):
+        return 0.0
+    results = float(sizes.positions) * sizes.filters
+    return APART_SHARE * results * SECTOR_BYTES / hw.l2_bytes_per_s
 
 
 def _bodies(sizes: Sizes, hw: HardwareProfile, policy: Policy) -> Iterator[tuple[str, float]]:

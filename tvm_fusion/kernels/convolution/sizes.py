@@ -18,6 +18,7 @@ class Sizes:
     groups
     dtype : of the data, as it is multiplied.
     channels_last : whether the data is contiguous along channels.
+    expansion : positions of data of a transposed convolution for each element, the others zeros.
     """
 
     positions: int
@@ -27,6 +28,7 @@ class Sizes:
     groups: int
     dtype: str
     channels_last: bool
+    expansion: int = 1
 
     @property
     def multiply_adds(self) -> float:

@@ -126,6 +126,8 @@ class Numbers:
         Of an element of the data.
     beside : int
         Bytes that are read for each result behind its sum.
+    is_turned : bool
+        Whether neighbouring channels are neighbours in the data and not in the results.
     """
 
     groups: int
@@ -136,6 +138,7 @@ class Numbers:
     along_channels: bool
     bytes: int
     beside: int = 0
+    is_turned: bool = False
 
     @property
     def is_depthwise(self) -> bool:
@@ -260,6 +263,7 @@ def direct_problem(convolution: Convolution) -> Direct:
         along_channels,
         bytes_of(read),
         _beside(c),
+        along_channels and _has_positions_inside(c),
     )
     return Direct(c, numbers, load if plain else None)
 
@@ -278,6 +282,14 @@ def _beside(convolution: Convolution) -> int:
     values = [item.value for item in (*segment.bindings, *segment.outputs)]
     read = {x.source: dtype_of(x) for x in _loads(*values) if places & set(variables(*x.indices))}
     return sum(map(bytes_of, read.values()))
+
+
+def _has_positions_inside(convolution: Convolution) -> bool:
+    """Whether neighbours along a window are neighbours in a result."""
+    places = {w.axis.var for w in convolution.windows if w.axis is not None}
+    return any(
+        places & set(variables(*output.indices[-1:])) for output in convolution.segment.outputs
+    )
 
 
 def _is_whole(load: TensorLoad, convolution: Convolution) -> bool:

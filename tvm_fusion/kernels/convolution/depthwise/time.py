@@ -83,6 +83,9 @@ SCHEDULERS = 4
 # bring in a filter's weights; fitted to the fastest kernels of the 14 layers above.
 TERM_SLOTS, RESULT_SLOTS, FILLING = 1.3, 25, 4
 LINE_BYTES = 128
+TURNED_PASSES = 3
+"""Passes of a store of a part of a line that no other lane stores to (H100, 2026-11-26: halves one
+by one, 32 x 128 x 56 x 56, 235 us)."""
 
 
 def registers_of(shape: Shape) -> int:
@@ -151,8 +154,7 @@ def row_slots(shape: Shape, operations: float, fitted: Coefficients) -> tuple[fl
     reads = fitted.access_slots * accesses + CONVERSION_SLOTS * converted
     data = rows * reads + ROW_SLOTS + turns
     results = c.columns * c.filters
-    width = c.filters if numbers.along_channels else math.gcd(c.columns, shape.columns.size)
-    stores = results / math.gcd(width, WIDEST // numbers.bytes)
+    stores = results / _stored_width(shape)
     return data, multiplied + weights, results * (operations + 0.5) + 1.3 * stores
 
 
@@ -167,19 +169,29 @@ def wavefronts(shape: Shape, hw: HardwareProfile) -> tuple[float, float]:
         lanes = min(c.lanes, hw.warp_size)
         apart = 1 + APART_SHARE * (-(-hw.warp_size // lanes) - 1)  # by the strips of a warp
         read = max(1.0, lanes * c.channels * numbers.bytes / LINE_BYTES) * apart
-        width = math.gcd(c.filters, WIDEST // numbers.bytes)
         wrote = max(1.0, lanes * c.filters * numbers.bytes / LINE_BYTES) * apart
         shared = lanes * math.gcd(c.filters, 4) * 4 / LINE_BYTES
     else:
         pitch = c.columns * numbers.bytes * hw.warp_size / LINE_BYTES
         read, wrote = (min(hw.warp_size, max(1.0, p)) for p in (pitch * shape.columns.step, pitch))
-        width = math.gcd(c.columns, shape.columns.size, WIDEST // numbers.bytes)
         shared = 1.0
+    if numbers.is_turned:  # each lane's store has a line of its own
+        wrote = hw.warp_size * TURNED_PASSES
     found = accesses * read
     if c.shared:
         terms = shape.fmas * shape.chunks * shape.outer_taps / (c.columns * c.filters)
         found += max(1.0, shared) * terms * c.filters / math.gcd(c.filters, 4)
-    return found, stored / width * wrote
+    return found, stored / _stored_width(shape) * wrote
+
+
+def _stored_width(shape: Shape) -> int:
+    """Results of one store of a thread."""
+    c, numbers = shape.config, shape.numbers
+    most = WIDEST // numbers.bytes
+    if numbers.along_channels and not numbers.is_turned:
+        return math.gcd(c.filters, most)
+    columns = shape.columns.size if shape.columns.phases == 1 else 1
+    return math.gcd(c.columns, columns, most)
 
 
 def direct_seconds(
