@@ -120,7 +120,7 @@ class RightAt:
         return kernel.with_body(tirx.IfThenElse(self.holds(extents[0]), kernel.body, None))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "holds",
     [lambda n: n < 16, lambda n: n > 1, lambda n: n % 2 == 1, lambda n: n < 33],

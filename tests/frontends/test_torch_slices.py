@@ -19,7 +19,7 @@ def written(*where, value=None):
     return function
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32], ids=str)
 @pytest.mark.parametrize(
     "where",

@@ -223,6 +223,7 @@ def test_the_command_writes_counts_and_seeds(tmp_path, capsys):
     assert printed["counts"][RIGHT] == 1
 
 
+@pytest.mark.nightly
 def test_what_is_known_is_written_while_the_command_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(command, "WRITE_EVERY_S", 0.0)
 

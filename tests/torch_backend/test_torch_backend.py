@@ -86,7 +86,7 @@ def test_structures_masks_and_buffers_go_through(modules):
     assert len(modules) == 1
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("make", [tiny_llama, tiny_bert])
 def test_models_of_transformers_give_the_numbers_of_eager_mode(make, modules):
     case = make(sequence=16)

@@ -97,7 +97,7 @@ def test_fuse_uses_it_for_every_function(tuned, settled, around):
     assert len(kernels) == 2
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_command_line_tunes_all_functions(tuned, tmp_path, capsys):
     folder, result = shutil.copytree(tuned[0], tmp_path / "tuned"), tuned[1]
     model = tmp_path / "chains.json"

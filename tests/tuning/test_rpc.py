@@ -171,6 +171,7 @@ def assert_measured(answer):
     assert min(found.samples_us) > 0
 
 
+@pytest.mark.nightly
 def test_what_takes_too_long_is_ended_at_the_server(tracker, tested, links, tmp_path):
     request, ours = request_of(tmp_path), Servers(*address_of(tracker, ""), KEY, TOKEN)
     assert_measured(client.measure_remotely(request, 60.0, ours))
@@ -319,6 +320,7 @@ def test_a_server_that_dies_in_the_middle_costs_no_trial(tested, fleet, caplog):
     assert served_keys(servers.port) == [KEY]
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("impatient")
 def test_a_session_ends_after_its_last_server(tested, fleet):
     session, kept, _ = make_session(SETTINGS, choices=(DEFAULT, "plain", "fast"))
@@ -340,6 +342,7 @@ def test_a_session_ends_after_its_last_server(tested, fleet):
     assert [(t.text, t.status) for t in kept.found] == [(DEFAULT, "ok")]
 
 
+@pytest.mark.nightly
 def test_a_choice_that_is_lost_with_its_server_twice_is_a_crash(tested, tmp_path):
     meter = BreakingMeter(tmp_path / "count", 1, 3, 4)
     session, kept, state = make_session(choices=(DEFAULT, "plain", "fast"), meter=meter)
@@ -372,6 +375,7 @@ def test_only_what_ends_at_a_healthy_server_is_said_of_the_kernel(
     worker.stop()
 
 
+@pytest.mark.nightly
 def test_a_server_outlives_the_process_of_a_session(tested, fleet, links, tmp_path):
     servers = fleet(1)
     request = request_of(tmp_path)

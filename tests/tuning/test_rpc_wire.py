@@ -385,7 +385,7 @@ def test_a_server_is_offered_again_when_the_session_that_took_it_does_not_come(m
             pending.clear()  # a session took it
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_server_registers_again_when_the_tracker_is_started_again(caplog):
     port = free_port()
     with socket.create_server((HOST, 0)) as listener:

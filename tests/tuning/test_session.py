@@ -58,6 +58,7 @@ def test_a_process_that_lost_its_device_is_not_used_again(tested, tmp_path):
     assert "lost" in kept.found[1].why
 
 
+@pytest.mark.nightly
 def test_a_server_that_is_gone_for_a_while_costs_no_trial(tested, tmp_path):
     choices = (DEFAULT, "plain", "fast")
     meter = GoneMeter(MEASURER, tmp_path / "count", 2)
@@ -147,7 +148,7 @@ def test_a_task_whose_untuned_kernel_fails_is_left(monkeypatch, tmp_path_factory
 # ---- trials end while there is time for what comes after them
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 @pytest.mark.usefixtures("tested")
 def test_the_trials_leave_time_for_the_finals(monkeypatch):
     settings = replace(SETTINGS, minutes=500.0)

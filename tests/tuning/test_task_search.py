@@ -278,7 +278,13 @@ class Said(ms.runner.PyRunnerFuture):
 
 
 @pytest.mark.usefixtures("two_ways")
-@pytest.mark.parametrize("builds", [False, True], ids=["their runner", "their builder"])
+@pytest.mark.parametrize(
+    "builds",
+    [
+        pytest.param(False, id="their runner"),
+        pytest.param(True, id="their builder", marks=pytest.mark.nightly),
+    ],
+)
 def test_objects_of_metaschedule_in_place_of_this_packages(tmp_path, builds):
     records = ms.database.MemoryDatabase()
     theirs = {"runner": LoadingRunner(), "records": records}
@@ -299,7 +305,13 @@ NO_TIME = ms.runner.RunnerResult([1e10], None)
 
 
 @pytest.mark.usefixtures("tested")
-@pytest.mark.parametrize("said", [TIMEOUT, NO_TIME], ids=["error", "no time"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param(TIMEOUT, id="error"),
+        pytest.param(NO_TIME, id="no time", marks=pytest.mark.nightly),
+    ],
+)
 def test_failures_of_another_runner_are_not_kept(tmp_path, said):
     """They may be of the runner: the next session tries again."""
     records = ms.database.MemoryDatabase()

@@ -80,7 +80,7 @@ def test_the_suites_for_cpus_hold_what_their_names_say():
         assert 64 <= min(terms, columns) <= max(terms, columns) <= 4096
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", [*workloads.SUITES["cpu"], *workloads.SUITES["cpu_models"]])
 def test_every_workload_for_a_cpu_is_its_own_reference_up_to_rounding(name):
     instance = workloads.make(name, "cpu", "float32", SMALL)
@@ -90,7 +90,7 @@ def test_every_workload_for_a_cpu_is_its_own_reference_up_to_rounding(name):
     assert relative_error(given, wanted) < 1e-5
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", workloads.SUITES["cpu"][::4])
 def test_programs_for_a_cpu_compile_and_are_right(name):
     (row,) = run_suite([name], [], "llvm", scale=SMALL, repeats=1, budget_s=0.01)["rows"]

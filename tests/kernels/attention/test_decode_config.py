@@ -101,7 +101,7 @@ REAL = {
 }
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize(
     ("hw", "arch", "names"),
     [

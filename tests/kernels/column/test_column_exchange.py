@@ -46,13 +46,13 @@ def assert_right(operator, shape, config=None):
     assert_close(y, reference(x.astype("f8")), FLOAT)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("size", [2, 3, 5, 7, 9, 12, 15, 16, 17, 31, 33])
 def test_few_rows_of_few_columns_are_reduced_by_their_best_guess(size):
     assert_right(softmax_over(0), (size, size))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("rows", [3, 5, 6, 7, 10, 63, 65])
 def test_few_rows_are_summed_by_their_best_guess(rows):
     assert_right(sum_over(0), (rows, 4, 5))
@@ -67,7 +67,7 @@ def test_maxima_over_leading_and_middle_axes_are_right(axes, shape):
     assert_right(max_over(*axes), shape)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("lanes", "walkers"),
     [
@@ -88,7 +88,7 @@ def test_walkers_meet_whatever_their_number(lanes, walkers):
     assert_right(sum_over(0), (19, 35), ColumnConfig(Form.LOOP, lanes, walkers, 1, 2))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("form", Form)
 @pytest.mark.parametrize(("lanes", "walkers"), [(1, 33), (4, 9), (8, 5), (16, 3)])
 def test_maxima_and_their_sums_meet_in_blocks_that_are_no_whole_warps(form, lanes, walkers):

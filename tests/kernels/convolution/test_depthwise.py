@@ -90,14 +90,14 @@ def any_config(conv: Conv, seed: int) -> DepthwiseConfig:
     raise AssertionError("no configuration")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", range(40))
 def test_a_random_depthwise_convolution(seed):
     conv = small(seed, few=False)
     check(conv, kernel_of(conv, any_config(conv, seed)))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", range(30))
 def test_a_random_convolution_of_few_channels(seed):
     conv = small(seed, few=True)

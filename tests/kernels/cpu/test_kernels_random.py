@@ -44,19 +44,19 @@ def check(graph: RandomGraph, exact: bool = False) -> None:
         assert np.abs(a[finite] - b[finite]).max(initial=0.0) <= TOLERANCE[graph.dtype] * scale
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_float32_graphs(seed):
     check(RandomGraph(seed, size=9))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", range(100, 104))
 def test_larger_float32_graphs(seed):
     check(RandomGraph(seed, size=20))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("seed", range(200, 203))
 def test_float16_graphs(seed, exact):

@@ -92,7 +92,7 @@ def extent(size, values):
     return size if isinstance(size, int) else sum(values[name] for name in size.split("+"))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("name", CASES)
 def test_one_kernel_serves_every_size(name, dtype):

@@ -67,7 +67,7 @@ def check(name, shape, dtype, target=None):
     assert_close(got, reference(*exact), dtype)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", GRAPHS)
 def test_arithmetic_on_a_transposed_operand_is_right(name, shape):

@@ -62,13 +62,13 @@ def same_parameters(kernel: tirx.PrimFunc, func: tirx.PrimFunc) -> bool:
 # ---- CUDA cores
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("case", CUDA_CORE_CASES, ids=ids(CUDA_CORE_CASES))
 def test_the_cuda_core_kernel_is_close_to_float64(case):
     check(case, emit_gemm_simt(analyze_contraction(case.func()), A100), run_cuda_on_cpu)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "name",
     [
@@ -89,7 +89,7 @@ def test_the_cuda_core_kernel_computes_what_tensor_cores_can(name):
     check(case, emit_gemm_simt(analyze_contraction(case.func()), A100), run_cuda_on_cpu)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("name", "config"),
     [
@@ -161,7 +161,7 @@ def test_large_matrices_get_large_tiles_and_thin_ones_small_tiles():
 # ---- Hopper
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("case", TENSOR_CORE_CASES, ids=ids(TENSOR_CORE_CASES))
 def test_the_hopper_kernel_is_close_to_float64(case):
     kernel = emit_gemm_hopper(analyze_contraction(case.func()), TINY_H200)
@@ -179,7 +179,7 @@ def kinds(name: str, rows: bool = False):
     ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("name", "config"),
     [

@@ -130,7 +130,7 @@ def test_segments_of_their_own_are_close_to_float64(name):
     check(*CASES[name])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("tile", [(64, 64), (128, 64), (128, 128)])
 @pytest.mark.parametrize("staged", [True, False])
 def test_tiles_of_all_kinds_serve_unequal_segments(tile, staged):
@@ -227,7 +227,7 @@ def tokens(count):
     return [s for t in range(1, count + 1) for s in ((70 * t, 2048), (2048, 1024), (2048, 1024))]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("hw", [H200, ROOMY_H200], ids=["4 KB", "32 KB"])
 def test_eight_experts_compile_without_spills_or_serialised_wgmma(hw):
     contraction = contraction_of(graphs.experts, tokens(8))

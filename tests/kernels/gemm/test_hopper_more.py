@@ -94,7 +94,7 @@ SPLIT = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("name", "config"),
     [pytest.param(n, c, id=f"{n}-{c.block_m}x{c.block_n}-{c.split}-{c.staged}") for n, c in SPLIT],
@@ -133,7 +133,7 @@ LARGE = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("name", "config"),
     [
@@ -178,7 +178,7 @@ NARROW = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("out_dtype", "config"), NARROW)
 def test_products_of_8_bit_floats_are_close_to_float64(out_dtype, config):
     shapes = [(136, 400), (192, 400)]
@@ -217,7 +217,7 @@ def test_outputs_of_8_bits_are_rounded_once_and_saturate():
     assert np.isfinite(got.astype(np.float32)).all()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "config",
     [
@@ -291,7 +291,7 @@ SHARED = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("name", "config"),
     [pytest.param(n, c, id=f"{n}-{c.block_m}x{c.block_n}-{c.staged}") for n, c in SHARED],
@@ -317,7 +317,7 @@ CROWDED = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("name", CROWDED)
 def test_a_gelu_beside_128_accumulators_does_not_spill(name):
     (rows, terms), config = CROWDED[name]
@@ -397,7 +397,7 @@ SCALED = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("form", [(True, True), (True, False), (False, False)], ids=str)
 @pytest.mark.parametrize("example", SCALED, ids=lambda example: example.name)
 def test_factors_of_rows_come_first_in_every_form_of_the_epilogue(example, form):
@@ -437,7 +437,7 @@ ODD = [
 ]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("sizes", "config"), ODD, ids=str)
 def test_outputs_with_odd_rows_leave_row_by_row(sizes, config):
     m, n, k = sizes

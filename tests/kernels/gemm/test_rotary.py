@@ -191,7 +191,7 @@ def test_numbers_of_the_kernel_on_cuda_cores(name):
     check(case, emit_gemm_simt(read(case), H200, config))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("linear", [False, True], ids=["columns", "terms"])
 @pytest.mark.parametrize("way", ["halves", "interleaved"])
 @pytest.mark.parametrize("rows", [1, 4])

@@ -235,7 +235,7 @@ def test_every_form_takes_rows_of_odd_length(form):
     check(norm_case(3, 63 if form == "lanes" else 1001), FORMS[form])
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "case",
     [
@@ -436,7 +436,7 @@ SYMBOLIC = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("prefetch", [False, True])
 @pytest.mark.parametrize("name", SYMBOLIC)
 def test_rows_of_symbolic_length_are_compiled_once_for_all(name, prefetch):
