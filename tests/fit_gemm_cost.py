@@ -4,7 +4,7 @@
     python -m tests.fit_gemm_cost freeze SWEEP.jsonl ...   writes data/gemm_sweep_h200.json
     python -m tests.fit_gemm_cost fit                      prints the constants and what they reach
     python -m tests.fit_gemm_cost windows [SWEEP.json ...]  the same of convolutions; writes
-                                                           data/conv_sweep_h100.json first
+                                                           data/conv_sweep_<device>.json first
     python -m tests.fit_gemm_cost depthwise [SWEEP.json ...]  the same of direct convolutions;
                                                            writes data/depthwise_sweep_h100.json
 
@@ -49,7 +49,10 @@ from tvm_fusion.kernels.gemm.hopper.cost import (
 )
 from tvm_fusion.kernels.gemm.hopper.plan import make_plan
 
-CONVOLUTIONS = Path(__file__).parent / "data" / "conv_sweep_h100.json"
+CONVOLUTIONS = {
+    device: Path(__file__).parent / "data" / f"conv_sweep_{device}.json"
+    for device in ("h100", "h200")
+}
 DEPTHWISE = Path(__file__).parent / "data" / "depthwise_sweep_h100.json"
 DATA = Path(__file__).parent / "data" / "gemm_sweep_h200.json"
 H200 = load_profile("nvidia_h200")
@@ -90,6 +93,24 @@ def load_layers(path=DATA):
     return found
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Layer:
+    """What a convolution computes, measured on one device."""
+
+    name: str
+    device: str
+    work: GemmWork
+
+
+def load_convolutions():
+    """{Layer: {GemmTile: microseconds}}."""
+    return {
+        Layer(name, device, work): times
+        for device, path in CONVOLUTIONS.items()
+        for name, (work, times) in load_layers(path).items()
+    }
+
+
 def _kernels(data, entry):
     columns = data["columns"][1:]
     return {
@@ -98,8 +119,9 @@ def _kernels(data, entry):
 
 
 def predicted_us(shape, tile, fitted=None):
-    """Of a plain product by its (M, N, K), or of a `GemmWork`."""
-    work = shape if isinstance(shape, GemmWork) else work_of(*shape)
+    """Of a plain product by its (M, N, K), of a `GemmWork` or of a `Layer`."""
+    work = shape.work if isinstance(shape, Layer) else shape
+    work = work if isinstance(work, GemmWork) else work_of(*work)
     return gemm_time(work, tile, H200, fitted).seconds * 1e6
 
 
@@ -271,8 +293,9 @@ def freeze_convolutions(paths):
             kernels.append([us, *(tile[f] for f in [*FIELDS, "ahead"])])
         lines.append({"name": row["name"], "work": dataclasses.asdict(work), "kernels": kernels})
     command = "tests/gpu/check_conv.py --form hopper --apart --configs 18 --suite resnet50 "
-    command += "(also --batch 1) and --suite kinds"
-    _write(CONVOLUTIONS, device, command, [*FIELDS, "ahead"], lines)
+    command += "(also --batch 1) and --suite kinds; on an H200 --configs 40 of four layers"
+    name = next(name for name in CONVOLUTIONS if name.upper() in device)
+    _write(CONVOLUTIONS[name], device, command, [*FIELDS, "ahead"], lines)
 
 
 def freeze_direct(paths):
@@ -341,7 +364,7 @@ def main(command, paths):
     if command == "windows":
         if paths:
             freeze_convolutions(paths)
-        known, kernels = WINDOWS, dict(load_layers(CONVOLUTIONS).values())
+        known, kernels = WINDOWS, load_convolutions()
     elif command == "depthwise":
         if paths:
             freeze_direct(paths)

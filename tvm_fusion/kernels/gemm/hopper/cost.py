@@ -169,6 +169,7 @@ class Coefficients:
     exponent: float = 3
     pair_bytes_per_s: float = 2.08e10  # of sums from each block to the other of a cluster of two
     exchange_bytes_per_s: float = 1.55e10  # from each block of a larger cluster
+    network_bytes_per_s: float = math.inf  # from all blocks of larger clusters at once
     exchange_s: float = 5.33e-9  # for each block of the cluster, beside that
     multicast_s: float = 3.5e-7  # start and end of blocks that wait for one another
     smem_bytes_per_cycle: float = math.inf  # of a multiprocessor; the sweep of GEMMs shows no limit
@@ -192,16 +193,18 @@ WINDOWS = Coefficients(
     hidden=0.037,
     lasting_flops=1.092,
     direct_store=3.87,
-    exchange_s=3.93e-9,
-    pair_bytes_per_s=3.84e10,
-    exchange_bytes_per_s=6.15e10,
+    exchange_s=3.93e-10,
+    pair_bytes_per_s=3.45e10,
+    exchange_bytes_per_s=1.71e11,
+    network_bytes_per_s=2.41e12,
     residual_s=1.12e-7,
-    split_terms=0.749,
+    split_terms=0.35,
     hbm_share=0.957,
     smem_bytes_per_cycle=128,
 )
-"""Of convolutions, whose A comes in boxes of windows: fitted to tests/data/conv_sweep_h100.json.
-What tall tiles of few columns wait for is shared memory."""
+"""Of convolutions, whose A comes in boxes of windows: fitted to tests/data/conv_sweep_h100.json, what
+clusters share and exchange to conv_sweep_h200.json, too. What tall tiles of few columns wait for is
+shared memory; large tiles of large clusters wait for the way between multiprocessors."""
 
 ROWS_IN_STEP = (1, 2, 4, 8)
 
@@ -378,8 +381,10 @@ class _Model:
         # each block keeps its share of the columns
         sent = t.block_m * t.block_n * SUM_BYTES * (t.split - 1) / t.split
         waves = -(-self.tiles // self.blocks)
-        rate = f.pair_bytes_per_s if t.split == 2 else f.exchange_bytes_per_s
-        return f.exchange_s * t.split + waves * sent / rate
+        if t.split == 2:
+            return f.exchange_s * t.split + waves * sent / f.pair_bytes_per_s
+        together = self.tiles * t.split * sent / f.network_bytes_per_s
+        return f.exchange_s * t.split + max(waves * sent / f.exchange_bytes_per_s, together)
 
 
 def _norm(values: list[float], exponent: float) -> float:
