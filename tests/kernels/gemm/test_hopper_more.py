@@ -103,6 +103,41 @@ def test_blocks_that_split_the_terms_are_close_to_float64(name, config):
     check(by_name(name), config)
 
 
+# ---- tiles of three consumers
+
+
+TALL = [
+    ("plain", staged(192, 128, 2)),
+    ("bias, gelu, residual", staged(192, 128, 2)),
+    ("q, k, v with biases", dataclasses.replace(staged(192, 128, 2), deferred=True)),
+    ("left operand transposed", staged(192, 128, 2)),
+    ("bfloat16", dataclasses.replace(staged(192, 128, 2), deferred=True)),
+]
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(("name", "config"), [pytest.param(n, c, id=n) for n, c in TALL])
+def test_tall_tiles_are_close_to_float64(name, config):
+    check(by_name(name), config)
+
+
+@pytest.mark.parametrize("name", ["linear", "bias, gelu, residual"])
+def test_tall_tiles_compile_without_spills_or_serialised_wgmma(name):
+    emit, shapes = LARGE[name]
+    compiled = compile_hopper(
+        emit_gemm_hopper(contraction_of(emit, *shapes), H200, staged(192, 128, 2))
+    )
+    assert (compiled.spill_bytes, compiled.remarks) == (0, ())
+
+
+def test_tall_tiles_are_chosen_where_they_fill_a_wave_and_for_few_waves_only():
+    """6,272 x 512 elements are 132 tiles of 192 x 128."""
+    few = hopper_ranked(contraction_of(graphs.linear, (6272, 1024), (512, 1024)), H200)
+    assert (few[0][1].block_m, few[0][1].block_n) == (192, 128)
+    many = hopper_ranked(contraction_of(graphs.linear, (8192, 1024), (8192, 1024)), H200)
+    assert all(config.block_m <= 128 for _, config in many)
+
+
 @pytest.mark.parametrize(("terms", "split"), [(192, 2), (328, 4), (520, 8)])
 def test_shares_of_unequal_length_give_the_whole_sum(terms, split):
     shapes = [(100, terms), (72, terms)]

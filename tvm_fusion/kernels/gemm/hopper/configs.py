@@ -151,13 +151,15 @@ def _whole_lines(view: OperandView) -> bool:
 
 def _candidates(problem: HopperProblem, hw: HardwareProfile) -> Iterator[HopperConfig]:
     """All configurations worth a look; the deepest ring that fits for each tile."""
+    few_waves = _tiles(problem, 128, 256) <= FEW_WAVES * hw.num_sms
     shapes = [(m, n, True) for m, n in STAGED_TILES] if problem.staged else []
     if problem.has_windows and problem.staged:
         shapes += [(m, n, True) for m, n in TALL_TILES]
+    elif problem.staged and problem.shared and few_waves and not problem.dual:
+        shapes.append((*TALL_TILES[0], True))
     if problem.residual is None or not problem.shared:
         widths = range(16, 264, 8) if not problem.dual else range(32, 264, 16)
-        ragged = _tiles(problem, 128, 256) <= FEW_WAVES * hw.num_sms
-        wide = [n for n in widths if _narrow(problem, n) or (ragged and n > 64)]
+        wide = [n for n in widths if _narrow(problem, n) or (few_waves and n > 64)]
         if not problem.shared and assumed(problem.M) > 128:
             # Eight experts of 4096 tokens, gate and up in one launch (H200, 2026-11-20): the layer
             # took 116 us in tiles of 128 x 96, and 89 (other token counts) in 128 x 128.

@@ -202,9 +202,9 @@ WINDOWS = Coefficients(
     hbm_share=0.957,
     smem_bytes_per_cycle=128,
 )
-"""Of convolutions, whose A comes in boxes of windows: fitted to tests/data/conv_sweep_h100.json, what
-clusters share and exchange to conv_sweep_h200.json, too. What tall tiles of few columns wait for is
-shared memory; large tiles of large clusters wait for the way between multiprocessors."""
+"""Of convolutions, whose A comes in boxes of windows: fitted to tests/data/conv_sweep_h100.json,
+and what clusters share and exchange to conv_sweep_h200.json. Tall tiles of few columns wait for
+shared memory, large tiles of large clusters for the way between multiprocessors."""
 
 ROWS_IN_STEP = (1, 2, 4, 8)
 
