@@ -145,6 +145,6 @@ def decompositions() -> Any:
     table = torch.export.default_decompositions()
     for operator in KEPT_WHOLE:
         table.pop(operator, None)
-    table.update({operator: torch._decomp.decomposition_table[operator] for operator in BY_TORCH})
+    table.update(torch._decomp.get_decompositions(BY_TORCH))  # of those that this version has
     table.update(PUT_RIGHT)
     return table
