@@ -135,8 +135,9 @@ class Importer(ExportedProgramImporter):
         if isinstance(expected, torch.Tensor) and is_tensor(result):
             result = self._shaped(self.cast(result, self.dtype_of(node)), expected)
             _hold_to_shape(result, expected)
-        if isinstance(result, relax.Var):
-            self.origins.setdefault(result.name, origin_of(node))
+        for part in result.fields if isinstance(result, relax.Tuple) else [result]:
+            if isinstance(part, relax.Var):
+                self.origins.setdefault(part.name, origin_of(node))
         return result
 
     def _reduced_row(self, node: fx.Node, convert: Callable[[fx.Node], relax.Expr]) -> relax.Expr:

@@ -315,7 +315,7 @@ def _native_group_norm(importer: Importer, node: fx.Node) -> relax.Expr:
 
 def _native_layer_norm(importer: Importer, node: fx.Node) -> relax.Expr:
     """native_layer_norm(input, normalized_shape, weight, bias, eps): (result, mean, rstd)."""
-    result = importer.emit(importer._native_layer_norm(node))
+    result = importer._native_layer_norm(node)
     if not _moments_are_read(node):
         return result
     given = bound_arguments(node)
