@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -56,11 +56,15 @@ class Sample:
     inputs : list of torch.Tensor
     expected : list of torch.Tensor
         The tensors among the results, in their order.
+    determined : Callable
+        What the results determine, of which `expected` is made: all, or, say, the magnitudes of
+        eigenvectors.
     """
 
     module: Operator
     inputs: list[torch.Tensor]
     expected: list[torch.Tensor]
+    determined: Callable[[Any], Any] = field(default=lambda results: results)
 
     def copied_inputs(self) -> list[torch.Tensor]:
         """Inputs for one call, which may write into them."""
@@ -72,7 +76,7 @@ class Sample:
         """
         wide = [x.double() if x.is_floating_point() else x.clone() for x in self.inputs]
         try:
-            found = tensors_in(self.module(*wide))
+            found = tensors_in(self.determined(self.module(*wide)))
         except Exception:  # of PyTorch, which may want equal types or know none of float64
             return None
         return found if [x.shape for x in found] == [x.shape for x in self.expected] else None
@@ -142,14 +146,15 @@ def _made(function: Callable, given: Any) -> Sample | str:
     copies = [x.detach().clone() for x in inputs]
     try:
         with torch.no_grad():
-            expected = tensors_in(module(*copies))
+            expected = tensors_in(given.output_process_fn_grad(module(*copies)))
     except Exception as error:  # such as "only supported on CUDA"
         return f"eager execution stops: {str(error).splitlines()[0]}"
     if not expected:
         return "no tensor among its results"
     if not all(map(_is_plain, expected)):
         return "results that are sparse, nested or complex"
-    return Sample(module, [x.detach() for x in inputs], [x.clone() for x in expected])
+    kept = [x.detach() for x in inputs], [x.clone() for x in expected]
+    return Sample(module, *kept, given.output_process_fn_grad)
 
 
 def _is_plain(x: torch.Tensor) -> bool:

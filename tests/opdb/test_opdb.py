@@ -128,3 +128,12 @@ def test_the_command_tells_of_processes_that_died(monkeypatch, capsys, tmp_path)
     rows = json.loads(out.read_text())["rows"]
     assert {row["operator"] for row in rows} == answers.keys()
     assert __main__.main(["--dtypes", "float32", "--only", "abs"]) == 0
+
+
+def test_of_equal_elements_any_may_come_first():
+    x = torch.tensor([[1.0, 0.0, 1.0, 0.0]])
+    sample = sample_of(torch.argsort, x)
+    for places, outcome in (([3, 1, 2, 0], "right"), ([0, 1, 2, 3], "wrong")):
+        given = [torch.tensor([places])]
+        assert judge._compared(sample, given, "argsort").outcome == outcome
+    assert judge._compared(sample, [torch.tensor([[1, 3, 2, 0]])], "abs").outcome == "wrong"

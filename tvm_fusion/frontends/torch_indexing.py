@@ -43,13 +43,15 @@ def _index(importer: Importer, node: fx.Node) -> relax.Expr:
         return taken(importer, x, numbers[0], axes[0])
     common = torch.broadcast_shapes(*(value.shape for value in values))
     shape = [size_of(extent, importer.symbols) for extent in common]
-    numbers = [importer.emit(relax.op.broadcast_to(number, shape)) for number in numbers]
-    inside = _all_inside(importer, numbers, extents)
-    place = numbers[0]
-    for number, extent in zip(numbers[1:], extents[1:], strict=True):
-        factor = importer.emit(relax.op.multiply(place, relax.const(extent, "int64")))
-        place = importer.emit(relax.op.add(factor, number))
-    place = importer.emit(relax.op.where(inside, place, relax.const(-1, "int64")))
+    place = _known_place(importer, [given[axis] for axis in axes], extents)
+    if place is None:
+        numbers = [importer.emit(relax.op.broadcast_to(number, shape)) for number in numbers]
+        inside = _all_inside(importer, numbers, extents)
+        place = numbers[0]
+        for number, extent in zip(numbers[1:], extents[1:], strict=True):
+            factor = importer.emit(relax.op.multiply(place, relax.const(extent, "int64")))
+            place = importer.emit(relax.op.add(factor, number))
+        place = importer.emit(relax.op.where(inside, place, relax.const(-1, "int64")))
     at = axes[0]
     if axes != list(range(at, at + len(axes))):
         x = importer.permute(x, [*axes, *(a for a in range(x.ty.ndim) if a not in axes)])
@@ -69,6 +71,26 @@ def _all_inside(importer: Importer, numbers: list[relax.Expr], extents: list[int
         ):
             inside = this if inside is None else importer.emit(relax.op.logical_and(inside, this))
     return inside
+
+
+def _known_place(
+    importer: Importer, indices: list[fx.Node], extents: list[int]
+) -> relax.Expr | None:
+    """Several indices as one in merged axes, if all are known: TVM compiles a function for each
+    step of that.
+    """
+    known = [importer.known_values.get(index) for index in indices]
+    if any(values is None for values in known):
+        return None
+    places = np.broadcast_arrays(*(values.numpy().astype("int64") for values in known))
+    counted = [
+        np.where(at < 0, at + extent, at) for at, extent in zip(places, extents, strict=True)
+    ]
+    inside = np.logical_and.reduce(
+        [(at >= 0) & (at < extent) for at, extent in zip(counted, extents, strict=True)]
+    )
+    merged = np.ravel_multi_index(counted, extents, mode="clip")
+    return relax.const(np.where(inside, merged, -1), "int64")
 
 
 def _counted_from_start(importer: Importer, index: fx.Node, extent: int) -> relax.Expr:

@@ -16,6 +16,7 @@ from tvm.tirx import ForKind
 
 from tvm_fusion.kernels.cpu.contraction.task_tiles import even_parts, register_tile
 from tvm_fusion.kernels.cpu.machine import Machine, machine_of
+from tvm_fusion.kernels.cpu.stages import lanes
 from tvm_fusion.kernels.cpu.write import write_cpu
 
 from ...support.cpu_cases import add_rms_norm, attention, layer_norm, scalar_chain
@@ -96,6 +97,16 @@ def test_a_row_is_read_once_for_both_outputs_of_a_norm():
     shape = shape_of(kernel_of(add_rms_norm, *inputs))
     assert shape.parallel == 1
     assert shape.shared == []
+
+
+def test_the_lanes_of_a_stage_are_chosen_once(monkeypatch):
+    asked, choose = [], lanes.lane_axis
+    monkeypatch.setattr(
+        lanes, "lane_axis", lambda stages, axes: asked.append(stages) or choose(stages, axes)
+    )
+    kernel_of(layer_norm, ((1024, 1000), F32), ((1000,), F32), ((1000,), F32))
+    alone = [stages[0] for stages in asked if len(stages) == 1]
+    assert len(alone) == len(set(alone)) > 2
 
 
 def test_attention_never_holds_all_scores():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import tvm
 from tvm import tirx
 from tvm.ir import Expr, TensorLoad
@@ -83,6 +85,7 @@ def lane_axis(stages: tuple[Stage, ...], candidates: list[tuple[Axis, ...]]) -> 
     return chosen
 
 
+@lru_cache(maxsize=1024)  # asked for all stages of a group whenever it grows; a stage never changes
 def best_lane(stage: Stage) -> Axis | None:
     """The axis of one stage that should run along vectors."""
     domain = stage.domain

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
+from functools import lru_cache
 from math import prod
 
 import tvm
@@ -80,6 +81,7 @@ def _cost(expr: Expr) -> int:
     return 1 if children(expr) else 0
 
 
+@lru_cache(maxsize=1024)  # a stage never changes
 def stage_work(stage: Stage) -> int:
     """Cost of one point of a stage."""
     return operations(*stage.expressions())
