@@ -146,3 +146,19 @@ def test_attention_has_the_logarithms_of_its_sums():
         return (*operator(q, k, v), *operator(q, k, v, is_causal=True, scale=0.5))
 
     check(function, q, k, v)
+
+
+def test_orders_and_the_most_frequent():
+    x = torch.randn(3, 7)
+    x[0, 2] = math.nan
+    whole = torch.randint(0, 4, (5, 6))
+
+    def function(x, whole):
+        return (
+            *torch.kthvalue(x[1:], 3, 1), *torch.kthvalue(x[1:], 2, 0, keepdim=True),
+            torch.nanmedian(x), *torch.nanmedian(x, 1), torch.mode(whole, 0)[0],
+            *torch.mode(whole.float(), 1, keepdim=True),
+            F.avg_pool2d(x[1:].reshape(1, 2, 7).expand(3, 2, 7), 3, 2, 1, True, True, 5),
+        )  # fmt: skip
+
+    check(function, x, whole)

@@ -207,6 +207,50 @@ def _places(
     return places.reshape(tuple(size))
 
 
+# ---- Orders.
+
+
+def _kthvalue(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    if x.ndim == 0:
+        return x.clone(), torch.zeros_like(x, dtype=torch.int64)
+    values, places = torch.sort(x, stable=True, dim=dim)
+    found = (values.narrow(dim, k - 1, 1), places.narrow(dim, k - 1, 1))
+    return found if keepdim else (found[0].squeeze(dim), found[1].squeeze(dim))
+
+
+def _nanmedian_along(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """The lower one of the two in the middle of what is a number."""
+    if x.ndim == 0:
+        return x.clone(), torch.zeros_like(x, dtype=torch.int64)
+    values, places = torch.sort(x, stable=True, dim=dim)  # NaN last
+    count = (~_is_nan(x)).sum(dim, keepdim=True)
+    middle = torch.div(count - 1, 2, rounding_mode="floor").clamp(min=0)
+    found = values.gather(dim, middle), places.gather(dim, middle)
+    return found if keepdim else (found[0].squeeze(dim), found[1].squeeze(dim))
+
+
+def _nanmedian(x: Tensor) -> Tensor:
+    return _nanmedian_along(x.reshape(-1), 0)[0]
+
+
+def _mode(x: Tensor, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """The least of the values that are there most often, and its last place."""
+    if x.ndim == 0:
+        return x.clone(), torch.zeros_like(x, dtype=torch.int64)
+    rows = x.transpose(dim, -1)
+    counts = (rows.unsqueeze(-1) == rows.unsqueeze(-2)).sum(-1)
+    frequent = counts == counts.amax(-1, keepdim=True)
+    size = rows.shape[-1]
+    order = torch.argsort(rows, stable=True, dim=-1)
+    place = torch.arange(size, device=x.device)
+    rank = torch.zeros_like(order).scatter(-1, order, place.expand(order.shape))
+    first = torch.where(frequent, rank, size).argmin(-1, keepdim=True)
+    value = rows.gather(-1, first)
+    last = torch.where(rows == value, place, 0).amax(-1, keepdim=True)
+    value, last = value.transpose(dim, -1), last.transpose(dim, -1)
+    return (value, last) if keepdim else (value.squeeze(dim), last.squeeze(dim))
+
+
 COMPOSITES: dict[Any, Callable[..., Any]] = {
     _aten._cdist_forward.default: _cdist,
     _aten._pdist_forward.default: _pdist,
@@ -219,6 +263,10 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     _aten.fmax.default: _fmax,
     _aten.fmin.default: _fmin,
     _aten.frexp.Tensor: _frexp,
+    _aten.kthvalue.default: _kthvalue,
+    _aten.mode.default: _mode,
+    _aten.nanmedian.default: _nanmedian,
+    _aten.nanmedian.dim: _nanmedian_along,
     _aten.nextafter.default: _nextafter,
     _aten.signbit.default: _signbit,
     _aten.var_mean.correction: _var_mean,

@@ -128,7 +128,7 @@ def _avg_pool(rank: int) -> Converter:
         if divisor is None:
             return {2: importer._avg_pool2d, 3: importer._avg_pool3d}[rank](node)
         if args["ceil_mode"]:
-            raise FrontendError("divisor_override with ceil_mode: leave one of them out")
+            return _window_sums(importer, node, rank, divisor)
         pool = {2: importer._avg_pool2d_impl, 3: importer._avg_pool3d_impl}[rank]
         kernel = _each(args["kernel_size"], rank)
         stride = _each(args["stride"], rank) or kernel
@@ -138,6 +138,20 @@ def _avg_pool(rank: int) -> Converter:
         return importer.emit(relax.op.multiply(importer.emit(means), factor))
 
     return convert
+
+
+def _window_sums(importer: Importer, node: fx.Node, rank: int, divisor: float) -> relax.Expr:
+    """Sums of windows, of which some end behind the image, over a divisor."""
+    args, like = {**bound_arguments(node), "dilation": 1}, node.meta["val"]
+    x = importer.value_of(args["self"])
+    space = [int(extent) for extent in args["self"].meta["val"].shape[-rank:]]
+    places, inside = _windows(space, like.shape[-rank:], args)
+    lead = list(x.ty.shape)[: x.ty.ndim - rank]
+    flat = importer.emit(relax.op.reshape(x, [*lead, math.prod(space)]))
+    values = taken(importer, flat, relax.const(places, "int64"), len(lead))
+    shares = relax.const(inside / divisor, str(x.ty.dtype))
+    sums = importer.emit(relax.op.sum(importer.emit(relax.op.multiply(values, shares)), -1))
+    return importer.emit(relax.op.reshape(sums, [*lead, *map(int, like.shape[-rank:])]))
 
 
 def _by_matrices(importer: Importer, node: fx.Node) -> relax.Expr:

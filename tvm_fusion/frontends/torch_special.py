@@ -136,11 +136,11 @@ SHIFT = 8
 
 
 def _lgamma_of_positive(x: Tensor) -> Tensor:
-    """Of x >= 1/2."""
-    product = torch.where(x < SHIFT, x, 1.0)
-    for k in range(1, SHIFT):
-        product = product * torch.where(x < SHIFT, x + k, 1.0)
-    z = torch.where(x < SHIFT, x + SHIFT, x)
+    """Of x >= 1/2: at x + 8, less the logarithm of x (x + 1) ... (x + 7)."""
+    y = x.clamp(max=1e30)  # beyond, the product is nothing beside the rest
+    y = y * (y + 7)
+    product = y * (y + 6) * (y + 10) * (y + 12)  # (x + 1) (x + 6) is y + 6
+    z = x + SHIFT
     inverse = 1 / z
     series = _horner(STIRLING, inverse * inverse) * inverse
     whole = (z - 0.5) * torch.log(z) - z + 0.5 * math.log(2 * math.pi) + series
@@ -162,10 +162,9 @@ def _digamma(x: Tensor) -> Tensor:
     """By reflection below 1/2: digamma(1 - x) - pi / tan(pi x)."""
     below = x < 0.5
     y = torch.where(below, 1 - x, x)
-    shifted = torch.where(y < SHIFT, y + SHIFT, y)
-    steps = torch.zeros_like(y)
-    for k in range(SHIFT):
-        steps = steps + torch.where(y < SHIFT, 1 / (y + k), 0.0)
+    shifted, steps = y + SHIFT, 1 / y
+    for k in range(1, SHIFT):
+        steps = steps + 1 / (y + k)
     inverse = 1 / (shifted * shifted)
     bernoulli = tuple(-c * (2 * k - 1) for k, c in enumerate(STIRLING, 1))  # -B_2k / 2k
     series = _horner((0.0, *bernoulli), inverse)
