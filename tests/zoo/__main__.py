@@ -45,6 +45,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for one")
     parser.add_argument("--out", type=Path, help="a file for the result, JSON")
+    parser.add_argument(
+        "--again",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="F.json",
+        help="what was right in earlier results counts, and is not done again",
+    )
     args = parser.parse_args(argv)
     names = [
         (source, name)
@@ -53,17 +61,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in (*module_of(source).TABLE, *module_of(source).WAYS)
         if fnmatch.fnmatch(name, args.only)
     ]
-    verdicts = []
-    for verdict in verdicts_of(names, args.jobs, args.limit):
+    before = {name: verdict for path in args.again for name, verdict in right_in(path).items()}
+    verdicts = [before[name] for name in names if name in before]
+    left = [name for name in names if name not in before]
+    for verdict in verdicts_of(left, args.jobs, args.limit):
         print(line(verdict), flush=True)
         verdicts.append(verdict)
-        if args.out:
-            found = result(
-                sorted(verdicts, key=lambda v: names.index((v.source, v.name))), args.limit
-            )
-            args.out.write_text(json.dumps(found, indent=1) + "\n")
+        write(args.out, verdicts, names, args.limit)
+    write(args.out, verdicts, names, args.limit)
     print(", ".join(f"{n} {outcome}" for outcome, n in counts(verdicts).items()))
     return 0 if all(verdict.outcome == RIGHT for verdict in verdicts) else CHECK_FAILED
+
+
+def write(
+    path: Path | None, verdicts: Sequence[Verdict], names: Sequence[tuple], limit: float
+) -> None:
+    """Keeps what is there, in the order of the tables."""
+    if path is not None:
+        places = {name: place for place, name in enumerate(names)}
+        ordered = sorted(verdicts, key=lambda v: places[v.source, v.name])
+        path.write_text(json.dumps(result(ordered, limit), indent=1) + "\n")
+
+
+def right_in(path: Path) -> dict[tuple[str, str], Verdict]:
+    """The models that are right in a result."""
+    models = json.loads(path.read_text())["models"]
+    named = {tuple(name.split("/", 1)): facts for name, facts in models.items()}
+    return {
+        name: Verdict(*name, **facts) for name, facts in named.items() if facts["outcome"] == RIGHT
+    }
 
 
 def verdicts_of(

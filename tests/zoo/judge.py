@@ -23,6 +23,7 @@ OUTCOMES = (RIGHT, WRONG, REFUSED, ERROR, SLOW)
 NEAR = 1e-4  # of the largest number of a result
 AS_FAR = 4  # times the error of torch in float32, beside float64
 DISTURBANCE = 0.05
+CALLS = 2
 
 
 @dataclass
@@ -89,8 +90,7 @@ def judged(source: str, name: str) -> Verdict:
     finally:
         verdict.seconds, verdict.phases = round(time.monotonic() - clock, 1), watch.long
     verdict.launches = compiled.launches
-    ours = pytree.tree_leaves(compiled(*given))
-    ours = [torch.as_tensor(x) for x in ours if x is not None]
+    ours = [x for _ in range(CALLS) for x in _tensors(compiled(*given))]
     verdict.why = _shapes(ours, eager)
     if not verdict.why:
         verdict.error = largest_error(ours, eager)
@@ -122,10 +122,18 @@ def _double(x: object) -> object:
 
 
 def _results(model: torch.nn.Module, inputs: dict | Sequence) -> list[torch.Tensor]:
-    model = copy.deepcopy(model)  # it may write into itself
+    """Those of calls one after the other: a model may write into itself."""
+    model, found = copy.deepcopy(model), []
     with torch.no_grad():
-        found = model(**inputs) if isinstance(inputs, dict) else model(*inputs)
-    return [x for x in pytree.tree_leaves(found) if isinstance(x, torch.Tensor)]
+        for _ in range(CALLS):
+            found += _tensors(model(**inputs) if isinstance(inputs, dict) else model(*inputs))
+    return found
+
+
+def _tensors(results: object) -> list[torch.Tensor]:
+    """The tensors of a result, as they are now."""
+    found = (torch.as_tensor(x) for x in pytree.tree_leaves(results) if x is not None)
+    return [x.clone() for x in found]
 
 
 def _shapes(ours: Sequence[torch.Tensor], eager: Sequence[torch.Tensor]) -> str:

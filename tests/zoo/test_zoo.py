@@ -1,12 +1,14 @@
 """Models of transformers and timm on a CPU give the numbers of torch: a few always, all nightly."""
 
+import json
+
 import pytest
 import torch
 
 from tvm_fusion.tuning.measure.processes import Answer
 
 from ..support.tools import require_module
-from .judge import ERROR, RIGHT, SLOW, SOURCES, judged, largest_error, module_of
+from .judge import ERROR, RIGHT, SLOW, SOURCES, Verdict, judged, largest_error, module_of
 
 require_module("timm")
 require_module("transformers")
@@ -42,6 +44,24 @@ def test_processes_that_die_or_hang_are_told_apart(monkeypatch):
     verdicts = list(command.verdicts_of([name for name, _ in found]))
     assert [(v.outcome, v.why) for v in verdicts] == [(ERROR, died.why), (SLOW, hangs.why)]
     assert command.counts(verdicts) == {ERROR: 1, SLOW: 1}
+
+
+def test_what_was_right_is_not_done_again_where_that_is_asked_for(monkeypatch, tmp_path):
+    asked = []
+
+    def answer(function, names, *options):
+        asked.extend(names)
+        return [(name, Answer("ok", Verdict(*name, RIGHT, error=1e-7))) for name in names]
+
+    monkeypatch.setattr(command, "answers", answer)
+    earlier, later = tmp_path / "earlier.json", tmp_path / "later.json"
+    assert command.main(["--source", "timm", "--only", "vgg", "--out", str(earlier)]) == 0
+    again = ["--only", "v[go]*", "--again", str(earlier), "--out", str(later)]
+    assert command.main(again) == 0
+    assert asked == [("timm", "vgg"), ("timm", "volo")]
+    found = json.loads(later.read_text())
+    assert found["counts"]["timm"] == {"right": 2}
+    assert list(found["models"]) == ["timm/volo", "timm/vgg"]
 
 
 @pytest.mark.nightly

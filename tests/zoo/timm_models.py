@@ -128,7 +128,7 @@ TABLE: dict[str, tuple[str, int, dict[str, Any]]] = {
     "res2net": ("res2net50_14w_8s", 64, LAYERS),
     "resnest": ("resnest14d", 64, {}),
     "resnet": ("resnetaa50d", 64, LAYERS),
-    "vgg": ("VGG", 56, {"cfg": (8, "M", 16, "M", 32, 32, "M"), "num_features": 64}),
+    "vgg": ("VGG", 56, {"cfg": (8, "M", 16, "M", 32, 32, "M"), "mlp_ratio": 1 / 64}),
 }
 WAYS: tuple[str, ...] = ()
 

@@ -26,7 +26,7 @@ TABLE: dict[str, tuple[str, dict[str, Any]]] = {
     "convbert": (BASE, {}),
     "deberta-v2": (BASE, {}),
     "fnet": (BASE, {}),
-    "funnel": (BASE, {}),
+    "funnel": (BASE, {"block_sizes": [1, 1], "num_decoder_layers": 1}),
     "modernbert": (BASE, {}),
     "mpnet": (BASE, {}),
     "roformer": (BASE, {}),
@@ -139,7 +139,7 @@ class Step(torch.nn.Module):
 
 
 class InPlace(torch.nn.Module):
-    """A token after others, whose keys and values stand in tensors of the module: written there."""
+    """A token after others, whose keys and values stand in buffers of the module: written there."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -147,8 +147,12 @@ class InPlace(torch.nn.Module):
         model.generation_config.cache_implementation = "static"
         self.step = TorchExportableModuleWithStaticCache(model, BATCH, 2 * TOKENS)
 
-    def forward(self, next_ids: torch.Tensor) -> torch.Tensor:
-        return self.step(input_ids=next_ids, cache_position=torch.arange(3, 4))
+    def forward(self, next_ids: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        for n, layer in enumerate(self.step.static_cache.layers):
+            layer.keys = self.step.get_buffer(f"key_cache_{n}")
+            layer.values = self.step.get_buffer(f"value_cache_{n}")
+            layer.cumulative_length = self.step.get_buffer(f"cumulative_length_{n}")
+        return self.step(input_ids=next_ids, cache_position=position)
 
 
 def _whole(model: torch.nn.Module) -> Built:
@@ -166,7 +170,7 @@ def _step(model: torch.nn.Module) -> Built:
 
 
 def _in_place(model: torch.nn.Module) -> Built:
-    return InPlace(model), {"next_ids": torch.full((BATCH, 1), 5)}
+    return InPlace(model), {"next_ids": torch.full((BATCH, 1), 5), "position": torch.tensor([3])}
 
 
 DECODING = {"whole": _whole, "step": _step, "in_place": _in_place}

@@ -91,6 +91,11 @@ class Importer(ExportedProgramImporter):
         name = str(input_type).removeprefix("torch.")
         if name in FLOAT8_TYPES:
             return name
+        if name.startswith("complex"):
+            raise FrontendError(
+                "there is no converter for complex numbers: compute with their real and "
+                "imaginary parts"
+            )
         return ExportedProgramImporter._convert_data_type(input_type, env)
 
     def _bound(self, convert: Callable) -> Callable[[fx.Node], relax.Expr]:

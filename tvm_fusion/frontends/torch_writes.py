@@ -68,8 +68,8 @@ def refuse_writes_into_constants(program: torch.export.ExportedProgram, where: s
             if base_of(written).name in constants:
                 raise FrontendError(
                     f"{where}: {node.target} ({place_of(node)}) writes in place into a tensor that "
-                    "the model keeps as an attribute: the compiled one has no state. Make it an "
-                    "input that is written with index_copy_, or write into a clone"
+                    "the model keeps as an attribute, which torch.export takes for a constant: "
+                    "register it as a buffer, whose values are kept between calls"
                 )
 
 
