@@ -127,10 +127,17 @@ def _not_compared(model: Any) -> str | None:
         return f"its file has more than {MOST_BYTES / 1e6:.0f} MB"
     if any(node.op_type.startswith(RANDOM) for node in model.graph.node):
         return "it draws random numbers"
+    if any(map(_is_wrong_there, model.graph.node)):
+        return "it has no magnitudes in LpNormalization of p = 1"
     seconds = _seconds(model)
     if seconds > MOST_S:
         return f"it would take about {seconds:.0f} s"
     return None
+
+
+def _is_wrong_there(node: Any) -> bool:
+    p = next((a.i for a in node.attribute if a.name == "p"), 2)
+    return node.op_type == "LpNormalization" and p == 1
 
 
 def _seconds(model: Any) -> float:

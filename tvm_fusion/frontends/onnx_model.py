@@ -26,6 +26,8 @@ except ImportError as error:
 from google.protobuf.message import EncodeError
 from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
 
+from .onnx.definitions import with_known_operators
+
 # Operators with a weight that their kernels read as an array.
 WEIGHT_READERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 
@@ -63,6 +65,7 @@ def from_model(model: onnx.ModelProto, where: str, file: Path | None = None) -> 
     """
     _check(model, where, file)
     model = _with_arrays_for_weights(_without_local_functions(model))
+    model = with_known_operators(model)
     with _captured_output() as printed:
         try:
             importer = _Importer(None, "float32", keep_params_in_input=False)

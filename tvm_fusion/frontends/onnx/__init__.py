@@ -1,0 +1,1 @@
+"""Operators of ONNX that TVM's importer lacks: their definitions, and what takes their place."""
