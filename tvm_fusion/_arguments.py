@@ -199,6 +199,14 @@ def tune_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+def operators_arguments(command: argparse.ArgumentParser) -> None:
+    """Declares the options of `operators`."""
+    which = command.add_mutually_exclusive_group(required=True)
+    which.add_argument("--torch", action="store_true", help="the core ATen operators of PyTorch")
+    which.add_argument("--onnx", action="store_true", help="those of ONNX's default domain")
+    command.add_argument("--json", action="store_true", help="print a JSON list")
+
+
 def fuzz_arguments(command: argparse.ArgumentParser) -> None:
     """Declares the options of `fuzz`."""
     quiet_argument(command)

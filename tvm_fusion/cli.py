@@ -24,6 +24,7 @@ from ._arguments import (
     fuzz_arguments,
     model_arguments,
     model_of,
+    operators_arguments,
     pair_of,
     policy_of,
     profile_arguments,
@@ -106,6 +107,11 @@ _ELSEWHERE = {
         "fuzz.command",
         fuzz_arguments,
         "run random torch programs unchecked, and compare them with torch in float64",
+    ),
+    "operators": (
+        "report.operators",
+        operators_arguments,
+        "show which operators of PyTorch or ONNX are converted, and by whom",
     ),
 }
 

@@ -6,6 +6,7 @@ caused it, and the worker is started again. Tests that need a download ("real") 
     python tests/support/onnx_conformance.py                            # the committed list, fused
     python tests/support/onnx_conformance.py --mode stock --all         # every test, stock TVM
     python tests/support/onnx_conformance.py --mode stock --all --grow  # adds what passes
+    python tests/support/onnx_conformance.py --count                    # the list, by operator
 """
 
 import argparse
@@ -23,6 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 LIST = Path(__file__).parents[1] / "data" / "onnx_conformance.txt"
+COUNTS = LIST.with_name("onnx_operators.json")
 KINDS = ("node", "simple", "pytorch-operator", "pytorch-converted")
 # stock: TVM alone. frontend: our frontend, then TVM. reference: the float64 reference of `check`,
 # rounded. fused: the whole package.
@@ -160,6 +162,20 @@ def grow_list(passed: Iterable[str], path: Path = LIST) -> int:
     return len(names)
 
 
+def counts_by_operator() -> dict[str, list[int]]:
+    """Of each operator the tests in the committed list, and all there are, of tests whose model has
+    no other operator.
+    """
+    listed, found = set(read_list()), {}
+    for name, case in load_cases().items():
+        operators = {node.op_type for node in model_of(case).graph.node}
+        if len(operators) == 1 and not name.endswith("_cuda"):
+            count = found.setdefault(*operators, [0, 0])
+            count[0] += name in listed
+            count[1] += 1
+    return dict(sorted(found.items()))
+
+
 # ---- the worker ----------------------------------------------------------------------------------
 
 
@@ -174,14 +190,23 @@ def load_cases() -> dict:
     return {case.name: case for kind in KINDS for case in load_model_tests(kind=kind)}
 
 
+def model_of(case):
+    """The model of a test case."""
+    import onnx
+
+    if case.model is not None:
+        return case.model
+    return onnx.load(os.path.join(case.model_dir, "model.onnx"))
+
+
 def data_of(case) -> tuple:
     """(model, [(inputs, expected outputs)]) of a test case."""
     import onnx
     from onnx import numpy_helper
 
+    model = model_of(case)
     if case.model is not None:
-        return case.model, case.data_sets
-    model = onnx.load(os.path.join(case.model_dir, "model.onnx"))
+        return model, case.data_sets
 
     def read(path: Path, value_info):
         proto, convert = {
@@ -303,6 +328,7 @@ def main() -> int:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--all", action="store_true", help="every test, not only the list")
     parser.add_argument("--grow", action="store_true", help="add the tests that pass to the list")
+    parser.add_argument("--count", action="store_true", help=f"write {COUNTS.name} from the list")
     parser.add_argument("--match", default="", help="only tests with this text in their name")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--timeout", type=float, default=60, help="seconds a test may take")
@@ -310,6 +336,9 @@ def main() -> int:
     options = parser.parse_args()
     if options.worker:
         work(options.mode)
+        return 0
+    if options.count:
+        COUNTS.write_text(json.dumps(counts_by_operator(), indent=0) + "\n")
         return 0
 
     names = sorted(load_cases()) if options.all else read_list()

@@ -2,7 +2,10 @@
 
     <!-- made of commands -->    every sub-command and option of the command line
     <!-- made of tvm_fusion -->  the names of a module, each with the first line of its docstring
+    <!-- made of operators.onnx -->  (or .torch) a row for each operator of a framework
     <!-- end -->
+
+Operators are those of the version that the page names; with another one installed they stay.
 
 `python -m tests.support.pages` remakes them all, and the results of `tests.benchmarks.readme`.
 """
@@ -11,23 +14,34 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import re
 from collections.abc import Iterator
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 
+from tvm_fusion.frontends.coverage import counted, onnx_rows, torch_rows
+
 from ..benchmarks.readme import filled
+from .onnx_conformance import COUNTS
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "tutorials").rglob("*.md"))]
 _BLOCK = re.compile(r"(<!-- made of (\S+) -->\n).*?(<!-- end -->)", re.S)
 
 
-def made(text: str) -> str:
-    """A page's text with its blocks made anew."""
+def made(text: str, of_any_version: bool = False) -> str:
+    """A page's text with its blocks made anew; `of_any_version` operators, too."""
 
     def block(found: re.Match[str]) -> str:
-        content = commands() if found[2] == "commands" else names(found[2])
+        kind = found[2].removeprefix("operators.")
+        if kind != found[2]:
+            if not of_any_version and _version(kind) not in found[0]:
+                return found[0]
+            content = operators(kind)
+        else:
+            content = commands() if kind == "commands" else names(kind)
         return f"{found[1]}\n{content}\n\n{found[3]}"
 
     return filled(_BLOCK.sub(block, text), ROOT)
@@ -62,6 +76,32 @@ def _options(command: argparse.ArgumentParser) -> Iterator[str]:
         yield f"| `{_cell(shown)}` | {_cell(meaning)}{required} |"
 
 
+def operators(framework: str) -> str:
+    """A table of the operators of a framework; of ONNX with how many of its tests pass."""
+    rows = torch_rows() if framework == "torch" else onnx_rows()
+    tests = json.loads(COUNTS.read_text()) if framework == "onnx" else {}
+    told = f"{_version(framework)}: {len(rows)} operators, {counted(rows)}."
+    more = " from opset | tests that pass |" if tests else ""
+    lines = [
+        "",
+        told,
+        "",
+        f"| operator | converted by |{more}",
+        "|---|---|" + "---|---|" * bool(tests),
+    ]
+    for row in rows:
+        passed, count = tests.get(row.name, (0, 0))
+        opsets = ", ".join(map(str, row.opsets))
+        share = f" {opsets} | {passed} of {count} |" if count else f" {opsets} | |"
+        lines.append(f"| `{row.name}` | {row.by.value} |" + (share if tests else ""))
+    return "\n".join(lines[1:])
+
+
+def _version(framework: str) -> str:
+    name = {"torch": "PyTorch", "onnx": "ONNX"}[framework]
+    return f"{name} {version(framework).partition('+')[0]}"
+
+
 def names(module: str) -> str:
     """A table of what `__all__` of a module has; plain values without a docstring in one line."""
     found = import_module(module)
@@ -89,7 +129,7 @@ def _cell(text: str) -> str:
 
 def main() -> None:
     for page in PAGES:
-        page.write_text(made(page.read_text(encoding="utf-8")), encoding="utf-8")
+        page.write_text(made(page.read_text(encoding="utf-8"), True), encoding="utf-8")
 
 
 if __name__ == "__main__":
