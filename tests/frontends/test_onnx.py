@@ -187,7 +187,7 @@ def test_a_model_of_more_than_a_message_holds_is_read_from_its_file(tmp_path, mo
         load(dense())
 
 
-@pytest.mark.parametrize("place", ["onnx.load", "tvm_fusion.frontends.onnx_model._Importer"])
+@pytest.mark.parametrize("place", ["onnx.load", "tvm_fusion.frontends.onnx.model._Importer"])
 def test_a_model_that_is_too_large_for_memory_is_said_to_be(tmp_path, monkeypatch, place):
     def fails(*_, **__):
         raise MemoryError
@@ -224,6 +224,6 @@ def test_an_operator_that_cannot_be_converted_is_named_and_nothing_is_printed(ca
 def test_without_onnx_the_error_names_the_extra(monkeypatch, tmp_path):
     onnx.save(dense(), tmp_path / "dense.onnx")
     monkeypatch.setitem(sys.modules, "onnx", None)
-    monkeypatch.delitem(sys.modules, "tvm_fusion.frontends.onnx_model", raising=False)
+    monkeypatch.delitem(sys.modules, "tvm_fusion.frontends.onnx.model", raising=False)
     with pytest.raises(FrontendError, match=r"pip install 'tvm_fusion\[onnx\]'"):
         load(tmp_path / "dense.onnx")

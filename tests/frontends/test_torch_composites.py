@@ -44,6 +44,17 @@ def test_products_distances_and_moments():
     check(function, x, y)
 
 
+def test_norms_of_halves_with_parameters_of_float32():
+    def function(x, weight, bias, mean, variance):
+        return (
+            F.batch_norm(x, mean, variance, weight, bias),
+            F.batch_norm(x, mean, variance),
+        )
+
+    channels = [torch.rand(3) + 0.5 for _ in range(4)]
+    check(function, torch.randn(2, 3, 4, 4).half(), *channels)
+
+
 def test_places_in_memory_and_windows_of_other_sizes():
     x = torch.randn(2, 3, 7, 5)
 

@@ -118,7 +118,7 @@ def _read_by_kind(
         where = "the given ExportedProgram"
         return _pytorch().from_exported_program(model, where, None, *kept)
     if type(model).__name__ == "ModelProto":
-        from tvm_fusion.frontends.onnx_model import from_model
+        from tvm_fusion.frontends.onnx.model import from_model
 
         return from_model(model, "the given ModelProto")
     raise FrontendError(
@@ -137,7 +137,7 @@ def _from_file(path: Path, check: Any, *kept: bool) -> Any:
     if suffix == ".pt2":
         return _pytorch().from_pt2(path, *kept)
     if suffix == ".onnx":
-        from tvm_fusion.frontends.onnx_model import from_onnx_file
+        from tvm_fusion.frontends.onnx.model import from_onnx_file
 
         return from_onnx_file(path)
     if suffix in (".py", ".json"):

@@ -95,6 +95,25 @@ def _cross_entropy(
     return (1 - label_smoothing) * sure + label_smoothing * others
 
 
+def _batch_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    mean: torch.Tensor,
+    variance: torch.Tensor,
+    momentum: float,
+    eps: float,
+) -> Any:
+    """Of halves with parameters in float32: in float32, rounded once."""
+    parameters = (weight, bias, mean, variance)
+    if all(p is None or p.dtype == x.dtype for p in parameters):
+        return NotImplemented  # stays as it is
+    wide = [None if p is None else p.float() for p in parameters]
+    norm = _aten._native_batch_norm_legit_no_training.default
+    result, *moments = norm(x.float(), *wide, momentum, eps)
+    return result.to(x.dtype), *moments
+
+
 def _nothing(*given: Any, **options: Any) -> None:
     """A check of values, which raises in eager execution."""
 
@@ -132,6 +151,7 @@ PUT_RIGHT = {
     **SCATTERS,
     **SOLVERS,
     **SPECIAL,
+    _aten._native_batch_norm_legit_no_training.default: _batch_norm,
     _aten.cross_entropy_loss.default: _cross_entropy,
     _aten._linalg_check_errors.default: _nothing,
     _aten.index_fill.int_Scalar: _index_fill,

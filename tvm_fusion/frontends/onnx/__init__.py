@@ -1,1 +1,1 @@
-"""Operators of ONNX that TVM's importer lacks: their definitions, and what takes their place."""
+"""ONNX models to Relax: what reads them, and what takes the place of operators that TVM lacks."""

@@ -26,7 +26,7 @@ except ImportError as error:
 from google.protobuf.message import EncodeError
 from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
 
-from .onnx.definitions import with_known_operators
+from .definitions import with_known_operators
 
 # Operators with a weight that their kernels read as an array.
 WEIGHT_READERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
