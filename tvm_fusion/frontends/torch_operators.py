@@ -192,7 +192,7 @@ def _view_as(importer: Importer, node: fx.Node) -> relax.Expr:
     """view(dtype): the bits of x as another type."""
     x, (before, after) = importer.value_of(node.args[0]), (node.args[0].meta["val"], node.args[1])
     if before.dtype.itemsize != after.itemsize or torch.bool in (before.dtype, after):
-        raise FrontendError(f"{before.dtype} viewed as {after}, which is no number of equal size")
+        raise FrontendError(f"{before.dtype} viewed as {after}: take a number type of its size")
     return _reinterpreted(importer, x, importer.dtype_of(node))
 
 

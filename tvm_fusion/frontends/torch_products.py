@@ -58,7 +58,7 @@ def _grouped_product(importer: Importer, node: fx.Node) -> relax.Expr:
     if x.ty.ndim == 3 and weight.ty.ndim == 3:
         return _product(importer, x, weight)
     if (x.ty.ndim, weight.ty.ndim) != (2, 3) or args.get("bias") is not None:
-        raise FrontendError("products in groups of columns, or with a bias: multiply each group")
+        raise FrontendError("products in groups of columns, or with a bias; write each by itself")
     rows, groups = x.ty.shape[0], weight.ty.shape[0]
     place = importer.emit(relax.op.arange(0, rows, 1, "int64"))
     place = importer.emit(relax.op.reshape(place, [rows, 1]))
