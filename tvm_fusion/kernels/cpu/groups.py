@@ -9,6 +9,7 @@ then one tile of all of them is computed before the next, and what they pass on 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 from tvm import tirx
@@ -239,8 +240,12 @@ def _needed(group: Group, machine: Machine) -> int:
 
 def group_work(group: Group, product: int = 1) -> int:
     """Cost of a group in additions; a multiply-add of a contraction counts as `product`."""
-    weights = (product if split_product(s) else stage_work(s) for s in group.stages)
-    return sum(points(s.domain) * w for s, w in zip(group.stages, weights, strict=True))
+    return sum(_work(stage, product) for stage in group.stages)
+
+
+@lru_cache(maxsize=1024)  # asked for all stages of a group whenever it grows; a stage never changes
+def _work(stage: Stage, product: int) -> int:
+    return points(stage.domain) * (product if split_product(stage) else stage_work(stage))
 
 
 def is_small(group: Group, machine: Machine) -> bool:
@@ -259,13 +264,14 @@ def _least_tile(group: Group, dim: int) -> int:
     """Shortest piece of a shared axis: what is computed once a row runs along rows as well, and is
     too little to make them come in vectors.
     """
+    whole = group_work(group)
     for member, stage in enumerate(group.stages):
         position = group.shared[dim][member]
         product = split_product(stage)
         if product is not None and not _is_batch(product, stage.axes[position]):
             return LEAST_TILE
         is_lane = product is None and stage.axes[position] is best_lane(stage)
-        if is_lane and group_work(single(stage)) * SMALL_PART >= group_work(group):
+        if is_lane and _work(stage, 1) * SMALL_PART >= whole:
             return LEAST_TILE
     return 1
 
@@ -277,11 +283,12 @@ def _is_batch(product: Product, axis: Axis) -> bool:
 def local_bytes(group: Group) -> int:
     """Bytes that a group keeps for its smallest tile."""
     total = 0
+    least = [_least_tile(group, dim) for dim in range(len(group.shared))]
     for member, stage in enumerate(group.stages):
         shape = [a.extent for i, a in enumerate(stage.axes)]
         full = sum(bytes_of_buffer(shape, dtype_of(b)) for b in stage.buffers)
         for dim, positions in enumerate(group.shared):
-            full = full * min(_least_tile(group, dim), size_of(stage.axes[positions[member]]))
+            full = full * min(least[dim], size_of(stage.axes[positions[member]]))
             full = -(-full // size_of(stage.axes[positions[member]]))
         total += full
     return total
