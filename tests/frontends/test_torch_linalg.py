@@ -37,6 +37,8 @@ def test_reflections_and_rotations():
             *torch.linalg.qr(a[:, :, :3], mode="complete"), torch.linalg.svdvals(a),
             values, vectors @ torch.diag_embed(values) @ vectors.mT, vectors.abs(),
             u @ torch.diag_embed(s) @ vh, s, vh.abs(), torch.linalg.pinv(a[:, :3]),
+            torch.linalg.pinv(a, hermitian=True), torch.linalg.pinv(a[:, :0]),
+            torch.linalg.tensorinv(a[0].reshape(5, 1, 5), 1),
         )  # fmt: skip
 
     check(function, A, POSITIVE)

@@ -92,6 +92,8 @@ class Importer(ExportedProgramImporter):
         if name in FLOAT8_TYPES:
             return name
         if name.startswith("complex"):
+            raise FrontendError("TVM has no complex numbers: give real and imaginary parts")
+        if name.startswith("complex"):
             raise FrontendError(
                 "there is no converter for complex numbers: compute with their real and "
                 "imaginary parts"

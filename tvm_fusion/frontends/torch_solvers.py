@@ -9,6 +9,7 @@ What PyTorch checks of values, and raises where a matrix is singular, is not che
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -123,6 +124,17 @@ def _inverse(a: Tensor) -> Tensor:
     return _aten.linalg_inv_ex(a)[0]
 
 
+def _tensor_inverse(a: Tensor, ind: int = 2) -> Tensor:
+    rows, columns = a.shape[:ind], a.shape[ind:]
+    inverse = _aten.linalg_inv_ex(a.reshape(math.prod(rows), math.prod(columns)))[0]
+    return inverse.reshape(*columns, *rows)
+
+
+def _ldl_factor(a: Tensor, *, hermitian: bool = False) -> tuple[Tensor, Tensor]:
+    """Without the check, which would need a token; that there is no converter is said."""
+    return _aten.linalg_ldl_factor_ex(a, hermitian=hermitian)[:2]
+
+
 def _determinant(a: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     lu, pivots, _ = _aten.linalg_lu_factor_ex(a)
     return _sign_of(pivots, a) * lu.diagonal(0, -2, -1).prod(-1), lu, pivots
@@ -185,6 +197,10 @@ def _ormqr(
 def _pinv(
     a: Tensor, *, atol: Tensor | None = None, rtol: Tensor | None = None, hermitian: bool = False
 ) -> Tensor:
+    if 0 in a.shape:
+        return a.new_zeros(_transposed(a).shape)
+    if hermitian:  # the lower triangle is all that counts
+        a = a.tril() + _transposed(a.tril(-1))
     u, s, vh = _aten._linalg_svd(a, False)
     if rtol is None:
         least = max(a.shape[-2:]) * torch.finfo(a.dtype).eps
@@ -224,6 +240,7 @@ SOLVERS: dict[Any, Callable[..., Any]] = {
     _aten.linalg_cholesky.default: _cholesky,
     _aten.linalg_inv.default: _inverse,
     _aten.linalg_inv_ex.default: _inverse_ex,
+    _aten.linalg_ldl_factor.default: _ldl_factor,
     _aten.linalg_lu.default: _lu,
     _aten.linalg_lu_factor.default: _lu_factor,
     _aten.linalg_lu_solve.default: _lu_solve,
@@ -232,6 +249,7 @@ SOLVERS: dict[Any, Callable[..., Any]] = {
     _aten.linalg_qr.default: _qr,
     _aten.linalg_solve.default: _solve,
     _aten.linalg_solve_triangular.default: _solve_triangular,
+    _aten.linalg_tensorinv.default: _tensor_inverse,
     _aten.lu_solve.default: _old_lu_solve,
     _aten.lu_unpack.default: _lu_unpack,
     _aten.ormqr.default: _ormqr,
