@@ -52,6 +52,7 @@ def test_the_node_that_differs_is_named(wrong_tanh):
         tvm_fusion.compile(model(*NET), "llvm")
 
 
+@pytest.mark.nightly
 def test_choices_that_float64_makes_as_the_reference_are_no_other_function(monkeypatch):
     monkeypatch.setattr(source_onnx, "_error", lambda given, expected: 1.0)
     assert tvm_fusion.compile(model(*NET), "llvm").report.verify.source_error == 1.0

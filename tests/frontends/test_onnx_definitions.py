@@ -72,6 +72,7 @@ def test_both_directions_of_a_recurrent_operator():
     check("GRU", recurrent(3, 2), 2, hidden_size=5, direction="bidirectional")
 
 
+@pytest.mark.nightly
 def test_sequences_may_be_shorter_than_the_longest():
     lengths = np.array([3, 1], "int32")
     node = helper.make_node("RNN", ["x", "w", "r", "b", "n"], ["y", "h"], hidden_size=5)

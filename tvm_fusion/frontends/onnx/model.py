@@ -24,9 +24,9 @@ except ImportError as error:
     ) from error
 
 from google.protobuf.message import EncodeError
-from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter
+from tvm.relax.frontend.onnx.onnx_frontend import ONNXGraphImporter, _get_convert_map
 
-from .definitions import with_known_operators
+from .definitions import DIRECT, with_known_operators
 
 # Operators with a weight that their kernels read as an array.
 WEIGHT_READERS = ("Conv", "ConvTranspose", "Gemm", "MatMul")
@@ -95,6 +95,17 @@ class _Importer(ONNXGraphImporter):
         super().__init__(*args, **options)
         self.origins: dict[str, Origin] = {}
 
+    def _check_for_unsupported_ops(self, graph: onnx.GraphProto) -> None:
+        """Refuses all operators that are not converted at once, with the nodes that have them."""
+        known = {*_get_convert_map(), *DIRECT}
+        places: dict[str, list[str]] = {}
+        for node in graph.node:
+            if node.op_type not in known:
+                places.setdefault(node.op_type, []).append(node.name or f"-> {node.output[0]}")
+        if places:
+            told = (f"{op} ({_several(at)})" for op, at in places.items())
+            raise FrontendError(f"there is no converter for {', '.join(told)}")
+
     def _convert_operator(self, op_name: str, inputs: list, attrs: dict, opset: int) -> Any:
         result = super()._convert_operator(op_name, inputs, attrs, opset)
         node = str(attrs["tvm_custom"]["name"])
@@ -110,6 +121,10 @@ class _Importer(ONNXGraphImporter):
             return value
         span = tvm.ir.Span(tvm.ir.SourceName(node), 0, 0, 0, 0)
         return self.bb.normalize(relax.Call(value.op, value.args, value.attrs, value.ty_args, span))
+
+
+def _several(names: list[str]) -> str:
+    return names[0] + (f", and {len(names) - 1} more" if names[1:] else "")
 
 
 def _opset(model: onnx.ModelProto) -> int:
