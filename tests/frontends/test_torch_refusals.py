@@ -61,7 +61,7 @@ def test_all_operators_that_are_refused_are_told_at_once_with_their_places():
 
 def test_complex_numbers_are_refused_by_name():
     said = message(Function(lambda x: (x.to(torch.complex64) * 2).real), X)
-    assert "there is no converter for complex numbers" in said
+    assert "TVM has no complex numbers" in said
 
 
 def test_errors_of_tvm_are_told_with_their_operator(monkeypatch):

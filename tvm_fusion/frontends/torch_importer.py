@@ -93,11 +93,6 @@ class Importer(ExportedProgramImporter):
             return name
         if name.startswith("complex"):
             raise FrontendError("TVM has no complex numbers: give real and imaginary parts")
-        if name.startswith("complex"):
-            raise FrontendError(
-                "there is no converter for complex numbers: compute with their real and "
-                "imaginary parts"
-            )
         return ExportedProgramImporter._convert_data_type(input_type, env)
 
     def _bound(self, convert: Callable) -> Callable[[fx.Node], relax.Expr]:
