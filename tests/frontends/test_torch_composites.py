@@ -162,3 +162,7 @@ def test_orders_and_the_most_frequent():
         )  # fmt: skip
 
     check(function, x, whole)
+
+
+def test_functions_of_booleans_are_those_of_0_and_1():
+    check(lambda x: (x.acos(), x.exp(), x.sqrt(), x.erf(), x.tan(), x / 2), torch.arange(3) > 1)

@@ -130,6 +130,8 @@ class Importer(ExportedProgramImporter):
             result = self._zeros(expected)  # a result without elements
         elif _reduces_a_number(node):
             result = self._reduced_row(node, convert)
+        elif _is_float_of_booleans(node):
+            result = self._of_floats(node, convert)
         else:
             result = convert(node)
         if isinstance(result, relax.Call):
@@ -154,6 +156,15 @@ class Importer(ExportedProgramImporter):
             return self._number(result)
         places = range(len(node.meta["val"]))
         return relax.Tuple([self._number(self.emit(relax.TupleGetItem(result, i))) for i in places])
+
+    def _of_floats(self, node: fx.Node, convert: Callable[[fx.Node], relax.Expr]) -> relax.Expr:
+        """A function of booleans as one of floats, which alone TVM takes."""
+        given = self.env[node.args[0]]
+        self.env[node.args[0]] = self.cast(given, self.dtype_of(node))
+        try:
+            return convert(node)
+        finally:
+            self.env[node.args[0]] = given
 
     def _number(self, x: relax.Expr) -> relax.Expr:
         return x if x.ty.ndim == 0 else self.emit(relax.op.squeeze(x, [0]))
@@ -237,6 +248,17 @@ def _reduces_a_number(node: fx.Node) -> bool:
     names = [argument.name for argument in node.target._schema.arguments]
     reduces = names[0] == "self" and {"dim", "keepdim"} <= set(names)
     return reduces and node.args[0].meta["val"].ndim == 0
+
+
+def _is_float_of_booleans(node: fx.Node) -> bool:
+    """Whether a node computes floats element by element from booleans alone, as acos does."""
+    pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    value = node.meta.get("val")
+    if not pointwise or len(node.all_input_nodes) != 1 or not isinstance(value, torch.Tensor):
+        return False
+    (given,) = node.all_input_nodes
+    is_bool = node.args[:1] == (given,) and given.meta["val"].dtype == torch.bool
+    return is_bool and value.is_floating_point()
 
 
 def _refuse(node: fx.Node) -> relax.Expr:
