@@ -7,6 +7,7 @@ from tvm.relax import op
 from tvm.script import tirx as T
 
 from tests.support.graphs import module
+from tvm_fusion.frontends.torch_writes import Write, write_function
 from tvm_fusion.ir.access import Affine, AxisKind, Irregular, Pipe, Reduction
 from tvm_fusion.ir.extents import assumed, product_key
 from tvm_fusion.ir.reader import read_prim_func
@@ -176,3 +177,9 @@ def test_different_products_have_different_keys(left, right):
 @pytest.mark.parametrize(("text", "size"), [(7, 7), ("n", 128), ("n * 4 + 2", 514), ("n // 2", 64)])
 def test_a_symbol_counts_as_an_assumed_size(text, size):
     assert assumed(text) == size
+
+
+def test_a_write_at_a_place_that_is_data_is_refused():
+    write = Write((6,), "float32", (((3,), "int64"),), (3,))
+    access = read_prim_func(write_function(write, in_place=True))
+    assert "writes at places that are data" in access.refusal

@@ -128,6 +128,8 @@ class Importer(ExportedProgramImporter):
             )
         if isinstance(expected, torch.Tensor) and 0 in expected.shape:
             result = self._zeros(expected)  # a result without elements
+        elif (constant := _of_nothing(node)) is not None:
+            result = relax.const(self._convert_pytorch_tensor_to_tvm(constant))
         elif _reduces_a_number(node):
             result = self._reduced_row(node, convert)
         elif _is_float_of_booleans(node):
@@ -279,6 +281,24 @@ def refuse_random(node: fx.Node) -> None:
     raise FrontendError(
         "it draws random numbers, another value in each call: give them to the model as an input"
     )
+
+
+def _of_nothing(node: fx.Node) -> torch.Tensor | None:
+    """What an operator makes of tensors without elements alone (a sum of 0, a mean that is NaN): it
+    depends on nothing else than their shapes. None for others.
+    """
+    inputs = [x.meta.get("val") for x in node.all_input_nodes]
+    empty = inputs and all(isinstance(x, torch.Tensor) and 0 in x.shape for x in inputs)
+    sizes = [n for x in (*inputs, node.meta["val"]) for n in getattr(x, "shape", ())]
+    if not empty or not isinstance(node.meta["val"], torch.Tensor):
+        return None
+    if not all(isinstance(n, int) for n in sizes):
+        return None
+    given = {
+        n: torch.empty(n.meta["val"].shape, dtype=n.meta["val"].dtype) for n in node.all_input_nodes
+    }
+    args, kwargs = (fx.map_arg(x, given.__getitem__) for x in (node.args, node.kwargs))
+    return node.target(*args, **kwargs).contiguous()
 
 
 def _hold_to_shape(result: relax.Expr, expected: torch.Tensor) -> None:

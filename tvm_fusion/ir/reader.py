@@ -212,6 +212,8 @@ class _BlockReader:
             )
             for s in stores
         )
+        if any(write.data_dependent for write in writes):
+            raise _Unreadable(f"block {name} writes at places that are data")
         for store in stores:
             self.visit(store.value, guarded=False)
         reduces = any(a.kind is AxisKind.REDUCE for a in self.axes)

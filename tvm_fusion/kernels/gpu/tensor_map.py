@@ -129,7 +129,8 @@ def tensor_map(
     ------
     Unsupported
         Where a tile is no box of the tensor (it would cross the edge of an inner digit), where
-        strides are no multiples of 16 bytes, or where there are more than five dimensions.
+        strides are no multiples of 16 bytes or negative, or where there are more than five
+        dimensions.
     """
     unit = STRIDE_BYTES // bytes_of(dtype)
     found: list[Dimension] = []
@@ -144,6 +145,8 @@ def tensor_map(
         raise Unsupported(f"an operand is not contiguous along {inner}, or starts off 16 bytes")
     if not all(is_multiple(d.stride, unit) for d in others):
         raise Unsupported("a row pitch that is no multiple of 16 bytes")
+    if any(isinstance(d.stride, int) and d.stride < 0 for d in others):
+        raise Unsupported("a row pitch below 0: a tensor that is read backwards")
     if len(found) > MAX_DIMENSIONS or max(d.box for d in found) > MAX_BOX:
         raise Unsupported("more dimensions or a larger box than a tensor map has")
     return TensorMap(param, dtype, access.base, tuple(found))
