@@ -1,14 +1,19 @@
 """Maxima and minima keep NaN, wherever it stands: on a CPU, on a GPU, in the reference."""
 
+import ml_dtypes
 import numpy as np
 import pytest
+import tvm
 from tvm import relax
 from tvm.relax import op
+from tvm.script import tirx as T
 
 import tvm_fusion
 from tvm_fusion.check.reference import run_reference
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.flow.planned import Planned
+from tvm_fusion.runtime.build.kept_nan import STORED
+from tvm_fusion.transform.functions.functions import rewritten
 from tvm_fusion.transform.pipeline import lower
 
 from ..support.graphs import module
@@ -70,3 +75,22 @@ def test_integers_are_compared_as_they_were():
     mod = module(lambda bb, x: op.max(bb.emit(op.maximum(x, relax.const(3))), 1), (SHAPE, "int32"))
     result = tvm_fusion.compile(mod, "llvm", verify=False)(x)
     np.testing.assert_array_equal(result, np.maximum(x, 3).max(1))
+
+
+@T.prim_func(s_tir=True)
+def rounded(x: T.Buffer((8,), "float32"), y: T.Buffer((8,), "bfloat16")):
+    for i in range(8):
+        y[i] = T.Cast("bfloat16", x[i])
+
+
+def test_nan_of_any_payload_is_one_as_bfloat16():
+    bits = (0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0xFFC00000, 0x7F800000, 0xFF7FFFFF, 0, 0x3F808000)
+    x = np.array(bits, "uint32").view("float32")
+    mod = rewritten(tvm.IRModule({"main": rounded.with_attr("global_symbol", "main")}), STORED)
+    y = tvm.runtime.tensor(np.zeros(8, ml_dtypes.bfloat16))
+    tvm.compile(mod, tvm.target.Target({"kind": "llvm", "opt-level": 0}))["main"](
+        tvm.runtime.tensor(x), y
+    )
+    with np.errstate(all="ignore"):
+        wanted = x.astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(y.numpy().astype("float32"), wanted.astype("float32"))
