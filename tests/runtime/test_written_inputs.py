@@ -11,6 +11,7 @@ from tvm_fusion.errors import InputError
 from tvm_fusion.runtime.build.build import build
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
 from tvm_fusion.runtime.calls.written_inputs import written_inputs
+from tvm_fusion.runtime.timing.timing import time_modules
 
 from ..support.fake_cuda_graph import captured_on_cpu
 from ..support.runtime_cases import LLVM, relax_module
@@ -97,6 +98,12 @@ def test_a_bound_call_writes_once_from_the_first_call_on(monkeypatch):
         assert torch.equal(state, torch.full((4, 8), float(number)))
         assert torch.equal(result, state)
     assert len(driver.said("launch")) == 2
+
+
+def test_a_module_that_writes_to_its_inputs_is_timed_wherever_these_lie():
+    compiled, room = CompiledModule.of(build(counter(), LLVM)), np.zeros(33, "float32")
+    inputs = [np.ones((4, 8), "float32"), room[1:].reshape(4, 8)]
+    assert time_modules({"ours": compiled}, inputs, repeats=3)["ours"].median_us > 0
 
 
 def test_writes_are_followed_through_views_to_inputs():

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Hashable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -66,8 +67,11 @@ def structures_for(
     """
     name = (hw.fingerprint(), policy.fingerprint(), classes)
     for entry in tuple(_RECENT):
-        if entry[0] == name and entry[1] is residual and len(entry[2].known) < MOST_KNOWN:
-            return entry[2]
+        if entry[0] == name and entry[1] is residual:
+            if len(entry[2].known) < MOST_KNOWN:
+                return entry[2]
+            with suppress(ValueError):  # another thread was as quick
+                _RECENT.remove(entry)
     _RECENT.append((name, residual, Structures()))
     return _RECENT[-1][2]
 

@@ -62,6 +62,10 @@ class CompiledModule:
     `TVM_NUM_THREADS` says before the first call. Where torch is loaded they are those of torch's
     own team, so that calls in turns with its operators do not compete for the cores.
 
+    A model of PyTorch gives what it returns: dicts and data classes, the same tensor twice, views,
+    numbers. Tensors that it keeps between calls, or that are loaded later, are in `state_dict`;
+    a call reads and renews them.
+
     With `cuda_graph` a call is one launch of a CUDA graph, captured after the first call with
     inputs of its shapes. Outputs are the caller's own unless the options say otherwise. Inputs that
     `main` writes to are copied back where they had to be copied.
@@ -218,13 +222,14 @@ class CompiledModule:
         Returns
         -------
         Any
-            A tensor, or a tuple of tensors (nested as the model's output is), of the kind given.
+            A tensor, or a tuple of tensors (nested as the model's output is), of the kind given; of
+            a model of PyTorch what that returns.
 
         Raises
         ------
         InputError
             If number, kind, dtype or shape of the inputs are not those of `signature`; symbolic
-            extents have to agree between inputs.
+            extents have to agree between inputs. If weights have no values yet.
         TargetError
             If this machine lacks the device.
         """

@@ -21,6 +21,7 @@ import tvm_ffi
 
 from ...host.stages import stepped
 from ..calls.compiled_module import CompiledModule
+from ..calls.tensors import to_tvm
 
 # Times with their spread, and what they allow to say of two of them.
 
@@ -304,7 +305,12 @@ def _event_times(
 
 
 def _call(fn: Callable[..., Any], inputs: Sequence[Any]) -> Callable[[], Any]:
-    return fn.bind(*inputs) if isinstance(fn, CompiledModule) else lambda: fn(*inputs)
+    if not isinstance(fn, CompiledModule):
+        return lambda: fn(*inputs)
+    given = list(inputs)
+    for number in fn.writes:  # where they lie, as nobody reads what is written
+        given[number] = to_tvm(given[number], fn.device, fn.signature.inputs[number].name)
+    return fn.bind(*given)
 
 
 def _runs_on_cuda(value: Any) -> bool:
