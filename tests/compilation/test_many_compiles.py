@@ -2,11 +2,14 @@
 
 import gc
 import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tvm
-from tvm import relax
+from tvm import relax, te
 
 import tvm_fusion
 from tests.support.growth import private_bytes
@@ -52,19 +55,32 @@ def caches(tmp_path, monkeypatch):
 
 def test_models_that_are_compiled_at_once_are_right(caches):
     columns = (24, 24, 40)  # twice the same, and another
-    start, found = threading.Barrier(len(columns)), {}
+    start = threading.Barrier(len(columns))
 
-    def run(number: int) -> None:
+    def run(count: int) -> None:
         start.wait()
-        found[number] = tvm_fusion.compile(model(columns[number]), "llvm", verify=False)
+        assert_right(tvm_fusion.compile(model(count), "llvm", verify=False), count)
 
-    threads = [threading.Thread(target=run, args=(n,)) for n in range(len(columns))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for number, count in enumerate(columns):
-        assert_right(found[number], count)
+    with ThreadPoolExecutor(len(columns)) as pool:
+        assert not any(pool.map(run, columns))
+
+
+def test_threads_write_operators_under_tags_of_their_own():
+    inside, found = threading.Barrier(2), []
+
+    def run(name: str) -> None:
+        with te.tag_scope(name):
+            inside.wait(20)
+            found.append((name, te.compute((4,), lambda i: i, name="y").op.tag))
+            inside.wait(20)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert not any(pool.map(run, ("injective", "broadcast")))
+    assert sorted(found) == [("broadcast", "broadcast"), ("injective", "injective")]
+    with te.tag_scope("outer"):
+        te.compute((4,), lambda i: i)
+        with pytest.raises(ValueError, match="nested"), te.tag_scope("inner"):
+            pass
 
 
 def test_deep_calls_of_several_threads_leave_each_other_their_frames():
@@ -108,31 +124,35 @@ def test_a_compile_that_fails_midway_costs_nothing_of_what_was_compiled(stage, c
     assert_right(tvm_fusion.compile(model(40), "llvm", verify=False), 40)
 
 
-def grown(compiles: int) -> tuple[float, int]:
-    """MiB and objects that compiling so many different models leaves behind."""
-    for columns in (17, 18):
+def held(compiled: range) -> tuple[int, int]:
+    """Bytes and objects of the process after some models were compiled, all of another size."""
+    for columns in compiled:
         tvm_fusion.compile(model(columns), "llvm", verify=False)
     gc.collect()
-    memory, objects = private_bytes(), len(gc.get_objects())
-    for columns in range(19, 19 + compiles):
-        tvm_fusion.compile(model(columns), "llvm", verify=False)
-    gc.collect()
-    return (private_bytes() - memory) / 2**20, len(gc.get_objects()) - objects
+    return private_bytes(), len(gc.get_objects())
 
 
-def test_what_a_compile_leaves_behind_is_known_structures_which_are_bounded(monkeypatch):
-    structure._RECENT.clear()
-    monkeypatch.setattr(structure, "MOST_KNOWN", 1)  # nothing is known at the next plan
-    memory, objects = grown(5)
-    assert objects < 5 * 40
-    assert memory < 5 * 0.25
-    structure._RECENT.clear()
+def test_a_compile_leaves_nothing_behind_but_what_is_known_of_structures(monkeypatch):
+    monkeypatch.setattr(structure, "_RECENT", deque(maxlen=0))  # nothing is
+    memory, objects = held(range(17, 19))
+    more, others = held(range(19, 24))
+    assert others - objects < 5 * 40
+    assert more - memory < 5 << 18
+
+
+def test_what_is_known_of_structures_is_bounded_for_each_device(monkeypatch):
+    monkeypatch.setattr(structure, "_RECENT", deque(maxlen=4))
+    monkeypatch.setattr(structure, "MOST_KNOWN", 3)
+    hw = policy = SimpleNamespace(fingerprint=lambda: "of this machine")
+    first = structure.structures_for(hw, policy, (), None)
+    assert structure.structures_for(hw, policy, (), None) is first
+    first.known.update(dict.fromkeys([(1,), (2,), (3,)]))
+    assert structure.structures_for(hw, policy, (), None) is not first
+    assert len(structure._RECENT) == 1
 
 
 @pytest.mark.nightly
 def test_three_hundred_compiles_grow_by_a_bounded_amount():
-    structure._RECENT.clear()
-    memory, _ = grown(300)
-    known = sum(len(entry[2].known) for entry in structure._RECENT)
-    assert memory < 300 * 0.25
-    assert known < structure.MOST_KNOWN + 1000
+    before, _ = held(range(17, 20))
+    after, _ = held(range(20, 320))
+    assert after - before < 40 << 20  # 26 MB of structures, and 0.03 a compile

@@ -72,8 +72,9 @@ def structures_for(
                 return entry[2]
             with suppress(ValueError):  # another thread was as quick
                 _RECENT.remove(entry)
-    _RECENT.append((name, residual, Structures()))
-    return _RECENT[-1][2]
+    found = Structures()
+    _RECENT.append((name, residual, found))
+    return found
 
 
 class Wiring:
