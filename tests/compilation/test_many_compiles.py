@@ -125,18 +125,21 @@ def test_a_compile_that_fails_midway_costs_nothing_of_what_was_compiled(stage, c
 
 
 def held(compiled: range) -> tuple[int, int]:
-    """Bytes and objects of the process after some models were compiled, all of another size."""
+    """Bytes of the process, and objects of this package, after some models were compiled, all of
+    another size.
+    """
     for columns in compiled:
         tvm_fusion.compile(model(columns), "llvm", verify=False)
     gc.collect()
-    return private_bytes(), len(gc.get_objects())
+    ours = sum(str(type(x).__module__).startswith("tvm_fusion") for x in gc.get_objects())
+    return private_bytes(), ours
 
 
 def test_a_compile_leaves_nothing_behind_but_what_is_known_of_structures(monkeypatch):
     monkeypatch.setattr(structure, "_RECENT", deque(maxlen=0))  # nothing is
     memory, objects = held(range(17, 19))
     more, others = held(range(19, 24))
-    assert others - objects < 5 * 40
+    assert others - objects < 5 * 50  # 25 in caches of so many entries; 107 with structures
     assert more - memory < 5 << 18
 
 
