@@ -84,7 +84,8 @@ def judge_sample(sample: Sample, target: str, name: str = "") -> Outcome:
         compiled = tvm_fusion.compile(
             sample.module, target, example_inputs=tuple(sample.copied_inputs()), verify=False
         )
-        results = compiled(*sample.copied_inputs())
+        device = "cpu" if target == "llvm" else "cuda"
+        results = compiled(*(x.to(device) for x in sample.copied_inputs()))
     except TvmFusionError as error:
         return Outcome("refused" if _is_clear(error) else "internal error", _told(error))
     except Exception as error:
@@ -130,7 +131,7 @@ def _with_places_of_equals(given: list[torch.Tensor], sample: Sample) -> list[to
 
 
 def _tensor(x: Any) -> torch.Tensor:
-    return x if isinstance(x, torch.Tensor) else torch.from_dlpack(x)
+    return (x if isinstance(x, torch.Tensor) else torch.from_dlpack(x)).cpu()
 
 
 def difference(given: list[torch.Tensor], sample: Sample, only_types: bool = False) -> str:
