@@ -57,6 +57,11 @@ SMALL = [
     of("torch.sort({0}, 0)[0]", "torch.randn((9, 5))"),
     of("{0}.argmax(0)", "torch.randint(0, 4, (4, 3), dtype=torch.uint8)"),
     of("torch.median({0}, 1)[0]", "torch.randn((3, 8))"),
+    # scans of short rows, and of long ones in parts
+    of("torch.cumsum({0}, 0)", "torch.randn((5, 3, 5)).to(torch.float16)"),
+    of("torch.cumprod({0}, 0)", "torch.rand((300, 2)) + 0.5"),
+    of("torch.cumsum({0}, 1).relu()", "torch.randn((2, 9000))"),
+    of("torch.cumsum({0}, -1)", "torch.randn((3, 140)) > 0"),
     of("{0}.mean(-1)", "torch.randn((3, 31)).to(torch.float64)"),
     of("-{0}", "torch.randint(0, 9, (3, 5), dtype=torch.uint8)"),
     of(

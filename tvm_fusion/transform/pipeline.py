@@ -40,6 +40,7 @@ from .lower.legalizers import (
 )
 from .lower.ordered_writes import OrderedWrites
 from .lower.places import reads_at_indices
+from .lower.scans import OpenScans
 from .lower.sorts import OpenMedians, WidenSorts
 from .rewrites.cancel_layouts import CancelLayouts
 from .rewrites.hidden_weights import BindWeights
@@ -141,7 +142,7 @@ def legalize(
     widening = [LeanConstants(), relax.transform.LegalizeOps(table)]
     passes = [
         *([SplitReductions(gpu)] if gpu is not None else []),
-        WidenSorts() if target.kind.name == "llvm" else OpenMedians(),
+        *([WidenSorts()] if target.kind.name == "llvm" else [OpenMedians(), OpenScans()]),
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),
         relax.transform.LegalizeOps(folding(table)),

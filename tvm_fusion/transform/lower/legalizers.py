@@ -155,6 +155,7 @@ def _block(rank: int, starts: dict[int, int]) -> tuple[slice, ...]:
 
 BOTH = ("float16", "bfloat16")
 DTYPES = {
+    **{f"relax.nn.adaptive_avg_pool{n}d": BOTH for n in (1, 2, 3)},
     "relax.image.grid_sample": BOTH,
     "relax.isfinite": ("bfloat16",),
     "relax.isinf": ("bfloat16",),
@@ -165,7 +166,8 @@ DTYPES = {
     "relax.power": ("bfloat16",),
     "relax.vision.roi_align": BOTH,
 }
-"""The dtypes of the first operand that TVM's own legalization does not take."""
+"""The dtypes of the first operand that TVM's own legalization does not take, or of which it rounds
+sums at each term."""
 
 MEANS = ("relax.mean", "relax.variance", "relax.std")
 _LARGEST = 65504  # of float16: stands for infinity in a reference (`check.reference`)
