@@ -64,11 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     before = {name: verdict for path in args.again for name, verdict in right_in(path).items()}
     verdicts = [before[name] for name in names if name in before]
     left = [name for name in names if name not in before]
+    write(args.out, verdicts, names, args.limit)
     for verdict in verdicts_of(left, args.jobs, args.limit):
         print(line(verdict), flush=True)
         verdicts.append(verdict)
         write(args.out, verdicts, names, args.limit)
-    write(args.out, verdicts, names, args.limit)
     print(", ".join(f"{n} {outcome}" for outcome, n in counts(verdicts).items()))
     return 0 if all(verdict.outcome == RIGHT for verdict in verdicts) else CHECK_FAILED
 

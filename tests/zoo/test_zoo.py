@@ -1,6 +1,7 @@
 """Models of transformers and timm on a CPU give the numbers of torch: a few always, all nightly."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 from tvm_fusion.tuning.measure.processes import Answer
 
 from ..support.tools import require_module
-from .judge import ERROR, RIGHT, SLOW, SOURCES, Verdict, judged, largest_error, module_of
+from .judge import ERROR, REFUSED, RIGHT, SLOW, SOURCES, Verdict, judged, largest_error, module_of
 
 require_module("timm")
 require_module("transformers")
@@ -25,8 +26,17 @@ def test_a_model_gives_the_numbers_of_torch(source, name):
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_there_are_sixty_architectures(source):
-    assert len(module_of(source).TABLE) == 60
+def test_there_are_sixty_architectures_and_what_was_not_right_names_an_operator(source):
+    table = module_of(source)
+    assert len(table.TABLE) == 60
+    path = Path(__file__).parents[1] / "results" / f"zoo_{source}.json"
+    models = json.loads(path.read_text())["models"]
+    named = [f"{source}/{name}" for name in (*table.TABLE, *table.WAYS)]
+    assert list(models) == [name for name in named if name in models]
+    others = [facts for facts in models.values() if facts["outcome"] != RIGHT]
+    assert len(others) <= 3
+    assert {facts["outcome"] for facts in others} <= {REFUSED}
+    assert all("cannot be converted to Relax at aten." in facts["why"] for facts in others)
 
 
 def test_numbers_that_differ_are_seen():
