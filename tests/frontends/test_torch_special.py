@@ -28,6 +28,7 @@ def arguments(name: str) -> torch.Tensor:
     return torch.cat([LINE, TINY, -TINY, torch.tensor([float("nan")])]).double()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("operator", [op for op in SPECIAL if op is not _aten.polygamma.default])
 def test_functions_have_the_values_of_others_implementations(operator):
     name = operator.__name__.removesuffix(".default")
@@ -41,6 +42,7 @@ def test_functions_have_the_values_of_others_implementations(operator):
     np.testing.assert_allclose(own, wanted, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("n", range(5))
 def test_derivatives_of_digamma(n):
     x = torch.cat([torch.linspace(0.01, 30, 301), torch.linspace(-7.9, -0.05, 79)]).double()
