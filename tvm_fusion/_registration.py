@@ -10,12 +10,12 @@ from . import transform  # noqa: E402
 from .calibrate.cpu.host_profile import host_profile  # noqa: E402
 from .config.targets import calibrate_host_by  # noqa: E402
 from .host.logs import configure  # noqa: E402
-from .transform.lower.tags_of_threads import hold_tags_by_thread  # noqa: E402
+from .transform.lower.state_of_threads import hold_state_by_thread  # noqa: E402
 
 
 def register() -> None:
     """Registers the passes with TVM and what measures this machine's CPU, and begins to log."""
     configure()
-    hold_tags_by_thread()
+    hold_state_by_thread()
     calibrate_host_by(host_profile)
     transform.register()
