@@ -57,6 +57,17 @@ SMALL = [
     of("torch.sort({0}, 0)[0]", "torch.randn((9, 5))"),
     of("{0}.argmax(0)", "torch.randint(0, 4, (4, 3), dtype=torch.uint8)"),
     of("torch.median({0}, 1)[0]", "torch.randn((3, 8))"),
+    # indices that are read behind the edge of padding
+    of(
+        "F.pad(torch.gather({0}, 0, {1}), (2, 1), value=-1.5)",
+        "torch.randn((2,))",
+        "torch.randint(0, 2, (2,))",
+    ),
+    of(
+        "F.pad(F.embedding({1}, {0}), (0, 0, 2, 1)).softmax(1)",
+        "torch.randn((5, 40))",
+        "torch.randint(0, 5, (7,))",
+    ),
     # scans of short rows, and of long ones in parts
     of("torch.cumsum({0}, 0)", "torch.randn((5, 3, 5)).to(torch.float16)"),
     of("torch.cumprod({0}, 0)", "torch.rand((300, 2)) + 0.5"),

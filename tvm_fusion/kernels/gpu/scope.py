@@ -111,8 +111,15 @@ class RowScope:
             elif var in self.factors:
                 env[var] = tirx.Mul(var, self.factors[var])
             elif isinstance(item, Element) and var not in self.per_element:
-                env[var] = self.load(item.param, self.row(item.offset), item.dtype)
+                env[var] = self._row_element(item)
         return substitute(expr, env)
+
+    def _row_element(self, item: Element) -> Expr:
+        """A row-level element; 0 where it must not be read, which may be asked for ahead."""
+        found = self.load(item.param, self.row(item.offset), item.dtype)
+        if item.guard is None:
+            return found
+        return tirx.if_then_else(self.row(item.guard), found, tirx.const(0, dtype_of(found)))
 
     def prepare(self, expr: Expr) -> Expr:
         """`expr` as the device computes it; its row-level parts are bound here."""

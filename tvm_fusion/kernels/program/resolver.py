@@ -279,7 +279,8 @@ class Resolver:
     def read(self, source: Var, indices: tuple[Expr, ...], guard: Expr | None) -> Expr:
         """``source[indices]``: a placeholder, or what the definition of `source` says."""
         if guard is not None and self._in_bounds(indices, shape_of(source)):
-            guard = None
+            # An index that is read itself, and clamped, is read under the guard.
+            guard = None if all(map(self._evaluates_anywhere, indices)) else guard
         key = [source, *indices, tirx.const(True, "bool") if guard is None else guard]
         known = self._memo.get(key)
         if known is not None:
