@@ -1,6 +1,6 @@
 """The fusion graph of a Relax function."""
 
-from tvm import relax
+from tvm import relax, te
 from tvm.relax import op
 
 from tests.support.graphs import module, plan_of
@@ -87,6 +87,19 @@ def test_composites_are_remembered():
 def test_a_leading_slice_is_no_view():
     g = graph_of(lambda bb, x: op.exp(bb.emit(op.strided_slice(x, [0], [0], [1]))), M)
     assert [o.kind for o in g.ops] == [OpKind.CALL_TIR, OpKind.CALL_TIR]
+
+
+def test_an_operator_of_two_tensors_is_no_view():
+    """One element at an index in reach is that element, and waits for its index all the same."""
+
+    def emit(bb, x, index):
+        index = bb.emit(op.negative(index))
+        y = bb.emit_te(lambda x, index: te.compute(x.shape, lambda *i: x(*i)), x, index)
+        return bb.emit(op.exp(y))
+
+    g = graph_of(emit, M, ((8, 16), "int64"))
+    assert [o.kind for o in g.ops] == [OpKind.CALL_TIR] * 3
+    assert g.producers(1) == (0,)
 
 
 def test_a_reshape_that_is_a_result_is_no_view():

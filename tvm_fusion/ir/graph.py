@@ -291,9 +291,9 @@ class _GraphBuilder:
             for b in access.blocks
         )
         sizes = {product_key(self.tensors[t].shape) for t in (*op.inputs, *op.outputs)}
-        kind = (
-            OpKind.VIEW if is_view and len(sizes) == 1 else OpKind.CALL_TIR
-        )  # a slice may look like a reshape
+        # A slice may look like a reshape, and what is read at the only place that there is.
+        is_view = is_view and len(sizes) == len(op.inputs) == 1
+        kind = OpKind.VIEW if is_view else OpKind.CALL_TIR
         return replace(op, func=func_name, kind=kind, blocks=blocks, key=key, why_opaque="")
 
     def _prim_func(self, name: str):
