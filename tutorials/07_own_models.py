@@ -129,7 +129,7 @@ with torch.no_grad():
 # %%
 class Unknown(torch.nn.Module):
     def forward(self, x):
-        return torch.special.bessel_j0(x)
+        return torch.fft.rfft(x).abs()
 
 
 try:

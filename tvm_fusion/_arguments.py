@@ -201,6 +201,7 @@ def tune_arguments(command: argparse.ArgumentParser) -> None:
 
 def operators_arguments(command: argparse.ArgumentParser) -> None:
     """Declares the options of `operators`."""
+    quiet_argument(command)
     which = command.add_mutually_exclusive_group(required=True)
     which.add_argument("--torch", action="store_true", help="the core ATen operators of PyTorch")
     which.add_argument("--onnx", action="store_true", help="those of ONNX's default domain")

@@ -174,6 +174,6 @@ def test_the_json_file_has_what_the_page_names(folder):
     said = re.findall(r"^- \*\*`(\w+)`\*\*", PAGE.read_text(), re.MULTILINE)
     facts = json.loads((folder / "model.so.json").read_text())
     several = json.loads((folder / "several.so.json").read_text())
-    assert {"formats", "writes", "own"} == set(said)
+    assert {"formats", "writes", "own", "convention"} == set(said)
     assert {"function", "signature", "target", *said} < facts.keys()
     assert set(several["functions"]) == {"scaled", "summed"}

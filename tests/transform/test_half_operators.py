@@ -39,7 +39,15 @@ def batch_norm(dtype, training=False):
     return module(dtype, [SHAPE, *[(CHANNELS,)] * 4], result)
 
 
+POOLS = {
+    f"relax.nn.adaptive_avg_pool{n}d": (
+        [(2, 4, *(7, 5, 3)[:n])],
+        lambda x, n=n: getattr(op.nn, f"adaptive_avg_pool{n}d")(x, (3, 2, 2)[:n]),
+    )
+    for n in (1, 2, 3)
+}
 OTHERS = {
+    **POOLS,
     "relax.image.grid_sample": ([SHAPE, (2, 2, 8, 6)], op.image.grid_sample),
     "relax.isfinite": ([SHAPE], op.isfinite),
     "relax.isinf": ([SHAPE], op.isinf),
@@ -67,6 +75,9 @@ def roi_align(x, boxes):
 
 
 EXACT = {
+    "relax.nn.adaptive_avg_pool1d": lambda x: F.adaptive_avg_pool1d(x, 3),
+    "relax.nn.adaptive_avg_pool2d": lambda x: F.adaptive_avg_pool2d(x, (3, 2)),
+    "relax.nn.adaptive_avg_pool3d": lambda x: F.adaptive_avg_pool3d(x, (3, 2, 2)),
     "relax.image.grid_sample": lambda x, grid: F.grid_sample(
         x, grid.permute(0, 2, 3, 1), align_corners=False
     ),

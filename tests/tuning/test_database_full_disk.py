@@ -32,6 +32,7 @@ from ..support.tune_database import (
 
 A = WORKLOADS[0]
 NEW = workload(88)
+NOBODY = 65534
 
 
 def bytes_of(folder):
@@ -134,8 +135,11 @@ def test_what_cannot_be_written_is_noticed_when_it_is_opened_and_can_be_read(nam
             (folder / LOCK).touch()
         Path(place).chmod(0o755)
         for path in folder.iterdir():
-            path.chmod(0o444 if path.name == name else 0o666)
-        folder.chmod(0o777 if name else 0o555)
+            path.chmod(0o444 if path.name == name else 0o644)
+        folder.chmod(0o755 if name else 0o555)
+        if os.geteuid() == 0:
+            for path in (folder, *folder.iterdir()):
+                os.chown(path, NOBODY, -1)
         before = bytes_of(folder)
         found, problems, message = in_child(_use_without_rights, folder)
         folder.chmod(0o755)
@@ -149,7 +153,7 @@ def test_what_cannot_be_written_is_noticed_when_it_is_opened_and_can_be_read(nam
 
 def _use_without_rights(folder):
     if os.geteuid() == 0:
-        os.seteuid(65534)
+        os.seteuid(NOBODY)
     with pytest.raises(InputError) as caught:
         open_(folder)
     database = Database(folder, DEVICE, read_only=True)

@@ -27,6 +27,7 @@ import tvm
 import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.ir import Expr, StringImm, TensorLoad, Var
+from tvm.ir.prim.expr import Let
 
 from ...errors import Unsupported
 from ...kernels.cpu.loops import seq
@@ -244,6 +245,12 @@ class _Guards:
                 for check in self.checks(side):
                     unless = tirx.if_then_else(holds, check.condition, tirx.IntImm("bool", 1))
                     yield _Check(unless, check.kind, check.message)
+            return
+        if isinstance(expr, Let):
+            yield from self.checks(expr.value)
+            for check in self.checks(expr.body):  # stands outside of what the variable is known in
+                known = substitute(check.condition, {expr.var: expr.value})
+                yield _Check(known, check.kind, check.message)
             return
         try:
             inner = children(expr)
