@@ -5,7 +5,7 @@ import pytest
 import tvm_fusion
 from tvm_fusion.check import distance, source, source_nodes
 from tvm_fusion.errors import VerificationError
-from tvm_fusion.frontends.pytorch import CONVERTERS
+from tvm_fusion.frontends.torch.model import CONVERTERS
 
 from ..support.frontend_tools import Function
 

@@ -11,7 +11,7 @@ from tests.support.convolutional_blocks import BLOCKS
 from tests.transform.test_assign_layouts import moving, run
 from tvm_fusion.config import resolve_target
 from tvm_fusion.frontends.memory_formats import FORMATS, formats_of
-from tvm_fusion.frontends.pytorch import from_exported_program
+from tvm_fusion.frontends.torch.model import from_exported_program
 from tvm_fusion.runtime.calls.channels_last import returned, taken
 from tvm_fusion.runtime.calls.signature import Signature
 from tvm_fusion.torch_backend import graph_calls

@@ -194,7 +194,7 @@ def test_without_torch_the_error_names_the_extra(monkeypatch, tmp_path):
     path = tmp_path / "model.pt2"
     path.touch()
     monkeypatch.setitem(sys.modules, "torch", None)
-    monkeypatch.delitem(sys.modules, "tvm_fusion.frontends.pytorch", raising=False)
+    monkeypatch.delitem(sys.modules, "tvm_fusion.frontends.torch.model", raising=False)
     monkeypatch.delattr(frontends, "pytorch", raising=False)
     with pytest.raises(FrontendError, match=r"pip install 'tvm_fusion\[torch\]'"):
         load(path)

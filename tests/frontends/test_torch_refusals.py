@@ -11,7 +11,7 @@ import tvm_fusion
 from tvm_fusion.errors import FrontendError
 from tvm_fusion.flow.unlowered import operators_named
 from tvm_fusion.frontends import load
-from tvm_fusion.frontends.torch_refusals import ADVICE
+from tvm_fusion.frontends.torch.refusals import ADVICE
 
 from ..support.frontend_tools import Function, check
 
@@ -65,7 +65,7 @@ def test_complex_numbers_are_refused_by_name():
 
 
 def test_errors_of_tvm_are_told_with_their_operator(monkeypatch):
-    from tvm_fusion.frontends.pytorch import CONVERTERS
+    from tvm_fusion.frontends.torch.model import CONVERTERS
 
     def convert(importer, node):
         raise tvm.error.InternalError("int32 vs. int64")
@@ -79,7 +79,7 @@ def test_errors_of_tvm_are_told_with_their_operator(monkeypatch):
 def test_results_of_a_wrong_shape_are_refused_those_of_several_too(monkeypatch):
     from tvm import relax
 
-    from tvm_fusion.frontends.pytorch import CONVERTERS
+    from tvm_fusion.frontends.torch.model import CONVERTERS
 
     def convert(importer, node):
         x = importer.value_of(node.args[0])

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..frontends.pytorch import CONVERTERS, decomposed, exported
-from ..frontends.torch_nodes import Nodes, values_of
-from ..frontends.torch_refusals import place_of, producer
+from ..frontends.torch.model import CONVERTERS, decomposed, exported
+from ..frontends.torch.nodes import Nodes, values_of
+from ..frontends.torch.refusals import place_of, producer
 from ..runtime.calls.compiled_module import CompiledModule
 from .distance import error_of, rounding
 from .plain import LLVM, plain_build, plain_module

@@ -152,7 +152,7 @@ def _from_file(path: Path, check: Any, *kept: bool) -> Any:
 
 def _pytorch() -> ModuleType:
     """What reads models of PyTorch; torch is imported with it."""
-    return importlib.import_module("tvm_fusion.frontends.pytorch")
+    return importlib.import_module("tvm_fusion.frontends.torch.model")
 
 
 def _is_torch(value: Any, module: str, name: str) -> bool:

@@ -53,8 +53,8 @@ def torch_rows() -> list[Row]:
     FrontendError
         There is no PyTorch.
     """
-    reader, torch = import_module(".pytorch", __package__), import_module("torch")
-    importer = import_module(".torch_importer", __package__).Importer(reader.CONVERTERS)
+    reader, torch = import_module(".torch.model", __package__), import_module("torch")
+    importer = import_module(".torch.importer", __package__).Importer(reader.CONVERTERS)
     decomposed = reader.decompositions()
 
     def by(operator: Any) -> By:

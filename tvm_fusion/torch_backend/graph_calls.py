@@ -12,7 +12,7 @@ from torch import fx
 
 from tvm_fusion.config import resolve_target
 from tvm_fusion.errors import ConfigError, TargetError
-from tvm_fusion.frontends.pytorch import from_exported_program
+from tvm_fusion.frontends.torch.model import from_exported_program
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
 from tvm_fusion.torch_backend.dynamo_graph import Parts, exported, plain_number, refuse_writes
 from tvm_fusion.torch_backend.options import BackendOptions

@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 from torch import fx
 
-from ..errors import FrontendError, Unsupported
-from ..ir.origins import Origin
-from .finish import first_line
+from ...errors import FrontendError, Unsupported
+from ...ir.origins import Origin
+from ..finish import first_line
 
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _TORCH = str(Path(torch.__file__).parent)

@@ -16,8 +16,8 @@ from torch import fx
 from tvm import relax, te, tirx, topi
 from tvm.ir import Expr
 
-from .torch_importer import Importer, bound_arguments
-from .torch_operators import HALVES, Converter, span
+from .importer import Importer, bound_arguments
+from .operators import HALVES, Converter, span
 
 _KEYS = {  # the type of a key, what infinity is there, and NaN
     "float16": ("float32", 1e38, 2e38),

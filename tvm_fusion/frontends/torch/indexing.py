@@ -17,9 +17,9 @@ import torch
 from torch import fx
 from tvm import relax, tirx
 
-from ..errors import FrontendError
-from .torch_importer import Importer, bound_arguments, size_of
-from .torch_operators import Converter
+from ...errors import FrontendError
+from .importer import Importer, bound_arguments, size_of
+from .operators import Converter
 
 
 def _index(importer: Importer, node: fx.Node) -> relax.Expr:

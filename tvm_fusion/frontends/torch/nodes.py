@@ -18,8 +18,8 @@ from torch.export.graph_signature import InputKind
 from tvm import relax
 from tvm.ir import IRModule
 
-from .finish import checked_module, cleaned
-from .torch_importer import Importer
+from ..finish import checked_module, cleaned
+from .importer import Importer
 
 
 @dataclass(frozen=True, slots=True)

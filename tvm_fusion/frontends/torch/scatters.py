@@ -1,5 +1,5 @@
 """Operators that write at places which are data, as scatters that add, multiply or take the
-greatest, which are converted (`torch_operators`).
+greatest, which are converted (`operators`).
 
     scatter_reduce(x, 0, i, y, "mean", include_self=False)
       ->  x' = 0 where i writes;  scatter_add(x', 0, i, y) / scatter_add(0, 0, i, 1)

@@ -3,7 +3,7 @@
     values, places = cummax(x, 0)   rows in parallel, the elements of each in their order
     chebyshev_polynomial_t(x, n)    T[k + 1] = 2 x T[k] - T[k - 1], n times for each element
 
-Nothing fuses with them. `loops` is what `torch_linalg` is written with, too.
+Nothing fuses with them. `loops` is what `linalg` is written with, too.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tvm.ir import Expr
 from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder import tirx as T
 
-from ..errors import FrontendError
-from .torch_importer import Importer, bound_arguments
-from .torch_operators import Converter
+from ...errors import FrontendError
+from .importer import Importer, bound_arguments
+from .operators import Converter
 
 Result = tuple[Sequence[int], str]  # shape, element type
 Write = Callable[[list, list], None]  # statements from flat inputs and results

@@ -3,7 +3,7 @@
     y, places = max_pool2d(x, 2, return_indices=True)    windows read by constant places, argmax
     y = interpolate(x, size, antialias=True)             a product with a constant matrix an axis
 
-What TVM gets right of the rest is left to it (`torch_importer` holds all results to their shapes).
+What TVM gets right of the rest is left to it (`importer` holds all results to their shapes).
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import torch
 from torch import fx
 from tvm import relax
 
-from ..errors import FrontendError
-from .torch_importer import Importer, bound_arguments
-from .torch_indexing import taken
-from .torch_operators import Converter
+from ...errors import FrontendError
+from .importer import Importer, bound_arguments
+from .indexing import taken
+from .operators import Converter
 
 _aten = torch.ops.aten
 

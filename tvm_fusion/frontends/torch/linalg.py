@@ -24,10 +24,10 @@ from tvm import relax, tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from ..errors import FrontendError
-from .torch_importer import Importer, bound_arguments
-from .torch_loops import known_shape, loops, variable
-from .torch_operators import Converter
+from ...errors import FrontendError
+from .importer import Importer, bound_arguments
+from .loops import known_shape, loops, variable
+from .operators import Converter
 
 _aten = torch.ops.aten
 Tensor = torch.Tensor

@@ -20,8 +20,8 @@ from torch import fx
 from tvm import relax, te, tirx
 from tvm.ir import Expr
 
-from .torch_importer import Importer, bound_arguments, size_of
-from .torch_operators import Converter, span
+from .importer import Importer, bound_arguments, size_of
+from .operators import Converter, span
 
 
 def _slice_scatter(importer: Importer, node: fx.Node) -> relax.Expr:

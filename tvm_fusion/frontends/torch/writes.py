@@ -10,7 +10,7 @@ are a copy and a loop of stores, in order (transform/lower/ordered_writes.py). A
 too. Refused, with advice: a mask beside another index; a symbolic number of values for a mask.
 Writes with symbolic extents are left to TVM where it gets them right (`_is_right_in_tvm`), or
 refused. Inputs that are changed in other ways get their new values from outputs of `main`
-(`torch_convention`); a module that is imported alone leaves them as they were, and a warning says
+(`convention`); a module that is imported alone leaves them as they were, and a warning says
 so.
 """
 
@@ -32,9 +32,10 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script.builder import ir as B
 
 from tvm_fusion.errors import FrontendError
-from tvm_fusion.frontends.torch_importer import Importer, bound_arguments
-from tvm_fusion.frontends.torch_operators import Converter
-from tvm_fusion.frontends.torch_refusals import place_of
+
+from .importer import Importer, bound_arguments
+from .operators import Converter
+from .refusals import place_of
 
 _log = logging.getLogger(__name__)
 _aten = torch.ops.aten

@@ -17,10 +17,10 @@ import torch
 from torch import fx
 from tvm import relax, te, tirx
 
-from ..errors import FrontendError
-from .torch_importer import Importer, bound_arguments, size_of
-from .torch_indexing import taken
-from .torch_operators import Converter, scaled
+from ...errors import FrontendError
+from .importer import Importer, bound_arguments, size_of
+from .indexing import taken
+from .operators import Converter, scaled
 
 HALF = ("float16", "bfloat16")
 REDUCTIONS = ("none", "mean", "sum")  # as PyTorch numbers them

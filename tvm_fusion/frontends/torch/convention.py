@@ -31,9 +31,9 @@ from torch.export.graph_signature import (
 )
 from torch.utils import _pytree as pytree
 
-from ..errors import FrontendError
-from ..ir.convention import BARE, OF_PROCESS, Convention, Of, Result, View
-from .torch_importer import Importer, Symbols, size_of
+from ...errors import FrontendError
+from ...ir.convention import BARE, OF_PROCESS, Convention, Of, Result, View
+from .importer import Importer, Symbols, size_of
 
 MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION)
 

@@ -21,7 +21,8 @@ from torch import fx
 from tvm import relax, sym, te, tirx
 
 from tvm_fusion.errors import FrontendError
-from tvm_fusion.frontends.torch_importer import Importer, Size, bound_arguments, size_of
+
+from .importer import Importer, Size, bound_arguments, size_of
 
 Converter = Callable[["Importer", fx.Node], relax.Expr]
 HALVES = ("float16", "bfloat16")

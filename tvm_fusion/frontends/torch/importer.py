@@ -1,7 +1,7 @@
 """TVM's translator of exported programs, with its numerical faults put right.
 
-What differs from TVM 0.27, beside the converters of torch_operators.py, torch_products.py,
-torch_slices.py and torch_writes.py:
+What differs from TVM 0.27, beside the converters of operators.py, products.py,
+slices.py and writes.py:
 - What depends on no input is a constant.
 - A permutation that undoes the one before it disappears.
 - Every result has the element type and the shape that PyTorch says it has.
@@ -25,9 +25,9 @@ from tvm import relax, tirx
 from tvm.ir import Op
 from tvm.relax.frontend.torch.exported_program_translator import ExportedProgramImporter
 
-from ..errors import FrontendError
-from ..ir.origins import Origin
-from .torch_refusals import NO_CONVERTER, Refused, origin_of
+from ...errors import FrontendError
+from ...ir.origins import Origin
+from .refusals import NO_CONVERTER, Refused, origin_of
 
 FLOAT8_TYPES = ("float8_e4m3fn", "float8_e5m2")
 

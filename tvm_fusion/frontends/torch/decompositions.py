@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from . import torch_images
-from .torch_composites import COMPOSITES
-from .torch_scatters import SCATTERS
-from .torch_solvers import SOLVERS
-from .torch_special import SPECIAL
+from . import images
+from .composites import COMPOSITES
+from .scatters import SCATTERS
+from .solvers import SOLVERS
+from .special import SPECIAL
 
 _aten = torch.ops.aten
 
@@ -146,7 +146,7 @@ BY_TORCH = (
 )
 
 PUT_RIGHT = {
-    **torch_images.DECOMPOSITIONS,
+    **images.DECOMPOSITIONS,
     **COMPOSITES,
     **SCATTERS,
     **SOLVERS,

@@ -1,7 +1,7 @@
 """PyTorch models to Relax, through `torch.export`.
 
 The exported program is decomposed to core ATen operators, except for those that TVM and the
-compiler handle better whole (`decompositions`), and translated by `torch_importer.Importer`.
+compiler handle better whole (`decompositions`), and translated by `importer.Importer`.
 Parameters and buffers become constants.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 from tvm import relax
 from tvm.ir import IRModule
 
-from ..errors import FrontendError
+from ...errors import FrontendError
 
 try:
     import torch
@@ -29,29 +29,29 @@ except ImportError as error:
         "pip install 'tvm_fusion[torch]'"
     ) from error
 
-from ..ir.convention import with_convention
-from ..ir.origins import Origin, with_origins
-from ..transform.layouts.memory_formats import with_formats
+from ...ir.convention import with_convention
+from ...ir.origins import Origin, with_origins
+from ...transform.layouts.memory_formats import with_formats
+from ..finish import checked_module, cleaned, first_line
+from ..memory_formats import formats_of
 from . import (
-    torch_images,
-    torch_indexing,
-    torch_linalg,
-    torch_loops,
-    torch_operators,
-    torch_orders,
-    torch_products,
-    torch_slices,
-    torch_writes,
+    images,
+    indexing,
+    linalg,
+    loops,
+    operators,
+    orders,
+    products,
+    slices,
+    writes,
 )
-from .finish import checked_module, cleaned, first_line
-from .memory_formats import formats_of
-from .torch_assertions import drop_assertions
-from .torch_convention import Border, refuse_unusable, results_of, values_later, views_of
-from .torch_decompositions import decompositions
-from .torch_importer import Importer
-from .torch_refusals import origin_of, refusal, stopped_export
-from .torch_slices import merge_equal_splits
-from .torch_writes import (
+from .assertions import drop_assertions
+from .convention import Border, refuse_unusable, results_of, values_later, views_of
+from .decompositions import decompositions
+from .importer import Importer
+from .refusals import origin_of, refusal, stopped_export
+from .slices import merge_equal_splits
+from .writes import (
     refuse_writes_into_constants,
     refuse_writes_into_repeats,
     warn_of_lost_writes,
@@ -62,15 +62,15 @@ from .torch_writes import (
 _ONE_AT_A_TIME = threading.RLock()
 
 CONVERTERS = {
-    **torch_operators.CONVERTERS,
-    **torch_orders.CONVERTERS,
-    **torch_products.CONVERTERS,
-    **torch_images.CONVERTERS,
-    **torch_indexing.CONVERTERS,
-    **torch_linalg.CONVERTERS,
-    **torch_loops.CONVERTERS,
-    **torch_slices.CONVERTERS,
-    **torch_writes.CONVERTERS,
+    **operators.CONVERTERS,
+    **orders.CONVERTERS,
+    **products.CONVERTERS,
+    **images.CONVERTERS,
+    **indexing.CONVERTERS,
+    **linalg.CONVERTERS,
+    **loops.CONVERTERS,
+    **slices.CONVERTERS,
+    **writes.CONVERTERS,
 }
 
 

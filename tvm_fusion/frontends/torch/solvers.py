@@ -1,4 +1,4 @@
-"""What is computed from factorizations of matrices (`torch_linalg`): solutions, determinants,
+"""What is computed from factorizations of matrices (`linalg`): solutions, determinants,
 inverses, exponentials.
 
     det(A)       ->  LU = lu_factor(A);  the product of the diagonal, by the sign of the pivots

@@ -1,0 +1,1 @@
+"""PyTorch: `model.py` reads exported programs, the other files hold the converters of operators."""
