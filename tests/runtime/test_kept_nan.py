@@ -94,3 +94,16 @@ def test_nan_of_any_payload_is_one_as_bfloat16():
     with np.errstate(all="ignore"):
         wanted = x.astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(y.numpy().astype("float32"), wanted.astype("float32"))
+
+
+@pytest.mark.parametrize(
+    "program", [op.abs, lambda x: op.nn.softmax(x, -1)], ids=["abs", "softmax"]
+)
+def test_nan_of_any_payload_is_one_in_kernels_that_are_written(program):
+    x = np.random.default_rng(0).standard_normal((64, 512)).astype("float32")
+    x[3, 7::3] = np.array(0x7FFFFFFF, "uint32").view("float32")
+    mod = module(lambda bb, x: op.astype(bb.emit(program(x)), "bfloat16"), (x.shape, "float32"))
+    y = tvm_fusion.compile(mod, "llvm", verify=False)(x).astype("float32")
+    rows = np.isnan(y).any(axis=1)
+    assert np.flatnonzero(rows).tolist() == [3]
+    assert np.isnan(y[3, 7::3]).all()

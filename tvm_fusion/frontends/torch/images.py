@@ -21,7 +21,7 @@ from tvm import relax
 from ...errors import FrontendError
 from .importer import Importer, bound_arguments
 from .indexing import taken
-from .operators import Converter
+from .operators import HALVES, Converter
 
 _aten = torch.ops.aten
 
@@ -160,7 +160,7 @@ def _by_matrices(importer: Importer, node: fx.Node) -> relax.Expr:
     """
     args = bound_arguments(node)
     x, dtype = importer.value_of(node.args[0]), importer.dtype_of(node)
-    wide = "float32" if dtype in ("float16", "bfloat16") else dtype
+    wide = "float32" if dtype in HALVES else dtype
     old, new = node.args[0].meta["val"].shape[-2:], node.meta["val"].shape[-2:]
     if not all(isinstance(size, int) for size in (*old, *new)):
         raise FrontendError(

@@ -20,9 +20,8 @@ from tvm import relax, te, tirx
 from ...errors import FrontendError
 from .importer import Importer, bound_arguments, size_of
 from .indexing import taken
-from .operators import Converter, scaled
+from .operators import HALVES, Converter, scaled
 
-HALF = ("float16", "bfloat16")
 REDUCTIONS = ("none", "mean", "sum")  # as PyTorch numbers them
 
 # By the rank of the input.
@@ -35,7 +34,7 @@ TRANSPOSED_CONVOLUTIONS = {
 
 
 def _accumulator(dtype: str) -> str:
-    return "float32" if dtype in HALF else dtype
+    return "float32" if dtype in HALVES else dtype
 
 
 def _product(importer: Importer, a: relax.Expr, b: relax.Expr) -> relax.Expr:

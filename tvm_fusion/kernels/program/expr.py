@@ -19,6 +19,7 @@ from ...ir.blocks import same, substitute  # noqa: F401
 
 HALF_DTYPES = ("float16", "bfloat16")
 FLOAT8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+DIVISIONS = (tirx.Div, tirx.Mod, tirx.FloorDiv, tirx.FloorMod)
 
 
 def dtype_of(expr: Expr) -> str:
@@ -70,7 +71,7 @@ def constant(value: float, dtype: str) -> Expr:
 
 def keeps_value(source: str, target: str) -> bool:
     """Whether every number of `source` is one of `target` too."""
-    if source in ("float16", "bfloat16"):
+    if source in HALF_DTYPES:
         return target in (source, "float32", "float64")
     if source in FLOAT8_DTYPES:
         return target in (source, "float16", "bfloat16", "float32", "float64")

@@ -17,14 +17,21 @@ from ...ir.reader import children
 from ..gpu.memory import WIDEST
 from ..gpu.vectors import divides, piece_bytes, vector_elements
 from ..gpu.windows import WORD, Windows, needs_windows
-from ..program.expr import HALF_DTYPES, bytes_of, dtype_of, is_integer, known_factor, variables
+from ..program.expr import (
+    DIVISIONS,
+    HALF_DTYPES,
+    bytes_of,
+    dtype_of,
+    is_integer,
+    known_factor,
+    variables,
+)
 from ..program.online import merge_online
 from ..program.program import Element, Extent, Level, Output, Program, Reduction, Tile, Value
 from .steps import kept_values
 
 # Operations of each sweep over a row, counted in the expressions of a program.
 
-_DIVISIONS = (tirx.Div, tirx.Mod, tirx.FloorDiv, tirx.FloorMod)
 _FREE_CALLS = ("reinterpret", "likely")
 CALL_OPERATIONS = 2.0
 """Instructions around a special function: scaling, range."""
@@ -144,7 +151,7 @@ class _Counter:
         if isinstance(expr, tirx.Div) and not is_integer(dtype_of(expr)):
             divides = self._is_per_element(expr.b)
             return 1.0, self.slots.get("divide", 1.0) if divides else 0.0
-        if isinstance(expr, _DIVISIONS):
+        if isinstance(expr, DIVISIONS):
             return DIVISION_OPERATIONS, 0.0
         return (0.0 if isinstance(expr, Var) or not children(expr) else 1.0), 0.0
 

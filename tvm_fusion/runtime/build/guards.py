@@ -33,6 +33,7 @@ from ...errors import Unsupported
 from ...kernels.cpu.loops import seq
 from ...kernels.cpu.stages.rewrite import children
 from ...kernels.program.expr import (
+    DIVISIONS,
     bounds,
     conjunction,
     dtype_of,
@@ -47,7 +48,6 @@ from ...kernels.program.expr import (
 from ...transform.apply.kernel_bodies import TIRX_ATTR
 from ...transform.functions.functions import target_kind, with_functions
 
-_DIVISIONS = (tirx.Div, tirx.Mod, tirx.FloorDiv, tirx.FloorMod)
 _QUOTIENTS = (tirx.Div, tirx.FloorDiv)
 
 
@@ -104,7 +104,7 @@ class _Data:
         tvm_ffi.structural_walk(func.body, stores)
         kinds = [(tirx.Bind, self._bind), (s_tir.SBlockRealize, self._block)]
         kinds += [(kind, self._access) for kind in (TensorLoad, tirx.BufferStore)]
-        kinds += [(kind, self._division) for kind in _DIVISIONS]
+        kinds += [(kind, self._division) for kind in DIVISIONS]
         tvm_ffi.structural_walk(func.body, kinds, order="pre")
 
     def __contains__(self, expr: Expr) -> bool:
@@ -260,7 +260,7 @@ class _Guards:
             yield from self.checks(child)
         if isinstance(expr, TensorLoad):
             yield from self._access(expr.source, expr.indices)
-        if isinstance(expr, _DIVISIONS) and is_integer(dtype_of(expr)):
+        if isinstance(expr, DIVISIONS) and is_integer(dtype_of(expr)):
             yield from self._divisor(expr.b)
 
     def _access(self, buffer: Var, indices: Iterable[Expr]) -> Iterator[_Check]:
@@ -361,4 +361,4 @@ def safe_divisions(data: _Data) -> list[tuple[type, Callable[[Expr], Expr]]]:
         found = type(division)(a, tirx.Select(tirx.Or(b.equal(zero), minus), one, b))
         return tirx.Select(minus, zero - a, found) if isinstance(division, _QUOTIENTS) else found
 
-    return [(kind, safe) for kind in _DIVISIONS]
+    return [(kind, safe) for kind in DIVISIONS]

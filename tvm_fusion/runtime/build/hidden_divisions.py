@@ -20,10 +20,9 @@ import tvm_ffi
 from tvm import tirx
 from tvm.ir import Expr, TensorLoad
 
-from ...kernels.program.expr import dtype_of, number
+from ...kernels.program.expr import DIVISIONS, dtype_of, number
 from ...transform.functions.functions import with_functions
 
-_DIVISIONS = (tirx.FloorDiv, tirx.FloorMod, tirx.Div, tirx.Mod)
 _LINEAR = (tirx.Add, tirx.Sub, tirx.Mul)
 
 
@@ -50,7 +49,7 @@ def _hidden_falling(func: tirx.PrimFunc) -> tirx.PrimFunc:
             return division
         return tirx.bitwise_or(division, tirx.IntImm(dtype, 0))
 
-    body = tvm_ffi.structural_map(func.body, [(kind, hide) for kind in _DIVISIONS])
+    body = tvm_ffi.structural_map(func.body, [(kind, hide) for kind in DIVISIONS])
     return func if body.same_as(func.body) else func.with_body(body)
 
 
@@ -81,7 +80,7 @@ def _falls(expr: Expr, falling: Collection[tirx.Var], sign: int = 1) -> bool:
             return _falls(other, falling, sign if factor.value >= 0 else -sign)
     if isinstance(expr, tirx.Cast):
         return _falls(expr.value, falling, sign)
-    if isinstance(expr, _DIVISIONS):
+    if isinstance(expr, DIVISIONS):
         return _falls(expr.a, falling, sign)
     return sign < 0 and not isinstance(expr, tirx.IntImm)
 
@@ -128,7 +127,7 @@ class _Shifts:
 
     def _parts(self, expr: Expr) -> tuple[Expr, ...]:
         """Of what `IterMapSimplify` reads, the operands; of a bound variable its value."""
-        if isinstance(expr, (*_LINEAR, *_DIVISIONS)):
+        if isinstance(expr, (*_LINEAR, *DIVISIONS)):
             return expr.a, expr.b
         if isinstance(expr, tirx.Cast):
             return (expr.value,)
@@ -157,13 +156,13 @@ class _Shifts:
             b, more = self._terms(expr.b, sign if isinstance(expr, tirx.Add) else -sign)
             a.update(b)
             return a, start + more
-        parts = () if isinstance(expr, (tirx.Mul, *_DIVISIONS)) else self._parts(expr)
+        parts = () if isinstance(expr, (tirx.Mul, *DIVISIONS)) else self._parts(expr)
         if parts:
             return self._terms(parts[0], sign)
         return Counter({tvm_ffi.StructuralKey(expr): sign}), 0
 
     def _is_shifted(self, division: Expr) -> bool:
-        if not isinstance(division, _DIVISIONS):
+        if not isinstance(division, DIVISIONS):
             return False
         size = number(division.b)
         return bool(size) and self._terms(division.a)[1] % size != 0
@@ -187,7 +186,7 @@ class _Shifts:
                 seen.add((expr, divided))
                 if divided and expr in owned:
                     return True
-            if isinstance(expr, _DIVISIONS):
+            if isinstance(expr, DIVISIONS):
                 terms, other = self._terms(expr.a)
                 if terms == own:
                     if (other - shift) % size:

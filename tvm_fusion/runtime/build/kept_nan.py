@@ -18,13 +18,18 @@ from tvm import tirx
 from tvm.ir import Expr, TensorLoad
 
 from ...kernels.gpu.intrinsics import device_call
-from ...kernels.program.expr import dtype_of
+from ...kernels.program.expr import HALF_DTYPES, dtype_of
 from ...transform.functions.functions import rewritten, target_kind
 
 # ---- NaN as bfloat16: TVM rounds its bits as those of a number, which may carry into the sign.
 #
 #     y[i] = T.bfloat16(x[i])      t = x[i]
-#                                  y[i] = select(isnan(t), nan, T.bfloat16(t))
+#                                  is_nan = bits(t) & 0x7fffffff > 0x7f800000
+#                                  y[i] = select(is_nan, nan, T.bfloat16(t))
+#
+# By its bits: TVM takes a vector with `isnan` apart into scalars, and leaves `t` behind.
+
+_MAGNITUDE, _INFINITY = 0x7FFFFFFF, 0x7F800000
 
 
 def _stored(store: tirx.BufferStore) -> tirx.Stmt:
@@ -35,7 +40,9 @@ def _stored(store: tirx.BufferStore) -> tirx.Stmt:
         return store
     value = tirx.Var("value", cast.value.ty)
     nan = tirx.FloatImm("bfloat16", math.nan)
-    kept = tirx.Select(tirx.isnan(value), nan, tirx.Cast("bfloat16", value))
+    magnitude = tirx.reinterpret("uint32", value) & tirx.const(_MAGNITUDE, "uint32")
+    is_nan = magnitude > tirx.const(_INFINITY, "uint32")
+    kept = tirx.Select(is_nan, nan, tirx.Cast("bfloat16", value))
     return tirx.SeqStmt(
         [tirx.Bind(value, cast.value), tirx.BufferStore(store.buffer, kept, store.indices)]
     )
@@ -46,7 +53,6 @@ STORED = [(tirx.BufferStore, _stored)]
 
 Rule = Callable[[Expr], Expr]
 _FLOATS = ("float", "bfloat")
-_HALVES = ("float16", "bfloat16")
 
 
 def with_kept_nan(mod: tvm.IRModule) -> tvm.IRModule:
@@ -99,7 +105,7 @@ def _by_device(name: str) -> Rule:
 
     def keep(node: Expr) -> Expr:
         dtype = dtype_of(node)
-        if dtype in _HALVES:
+        if dtype in HALF_DTYPES:
             return tirx.call_pure_extern(dtype, f"__h{name}_nan", node.a, node.b)
         if dtype == "float32":
             body = f'asm("{name}.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b)); return r;'

@@ -244,15 +244,8 @@ def _in_place_of_stock() -> TIRPipeline:
 def _with_narrow_types(mod: tvm.IRModule) -> tvm.IRModule:
     """Functions that are bound to a device, with what it gets wrong of narrow types written out."""
     mod = rewritten(mod, decode_float8.RULES, lambda func: target_kind(func) == "llvm")
-    mod = rewritten(mod, STORED, _is_stock_on_cpu)
+    mod = rewritten(mod, STORED, lambda func: target_kind(func) == "llvm")
     return rewritten(mod, wrap_integers.RULES, lambda func: target_kind(func) not in ("", "llvm"))
-
-
-def _is_stock_on_cpu(func: tirx.PrimFunc) -> bool:
-    """Whether a function for a CPU has no schedule: in kernels that are written expressions hold
-    variables of their own, which TVM leaves behind where a value is used twice.
-    """
-    return target_kind(func) == "llvm" and not func.attrs.get("tirx.is_scheduled", False)
 
 
 def _has_ours(mod: tvm.IRModule) -> bool:

@@ -15,12 +15,11 @@ from tvm.ir import Call, Expr, TensorLoad, Var
 from tvm.ir.prim.expr import BinaryOpExpr, BitwiseNot, CmpExpr, Let, LogicalExpr
 
 from ....errors import Unsupported
-from ...program.expr import convert, dtype_of, number
+from ...program.expr import DIVISIONS, convert, dtype_of, number
 
 LEAVES = (Var, tirx.IntImm, tirx.FloatImm, tvm.ir.StringImm)
 BINARY = (BinaryOpExpr, CmpExpr, tirx.And, tirx.Or)
 UNARY = (tirx.Not, BitwiseNot)
-DIVISIONS = (tirx.Div, tirx.Mod, tirx.FloorDiv, tirx.FloorMod)
 Bindings = list[tuple[Var, Expr]]
 
 
