@@ -392,6 +392,12 @@ def test_a_permuted_result_stays_and_is_explained():
 
 
 def test_a_refused_permutation_names_each_neighbour_and_its_reason():
+    numbers = torch.zeros(64, 128, dtype=torch.int32)
+    report = explained(lambda x: torch.sort(x.t(), -1)[0].t().contiguous(), numbers)
+    first = report.layouts[0]
+    assert first.readers == 2
+    assert {"opaque", "cycle"} <= {r.code for r in first.neighbours}
+    assert all(r.flip for r in first.neighbours)
     report = explained(lambda x: F.softmax(x.transpose(1, 2), -1), half(4, 1024, 1024))
     (change,) = report.layouts
     (refusal,) = change.neighbours
