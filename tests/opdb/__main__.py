@@ -2,7 +2,7 @@
 
     python -m tests.opdb                                     all of it; 1 if it is not as listed
     python -m tests.opdb --dtypes float32,int64 --only 'nn.functional.*' --part 1/5 --out F.json
-    python -m tests.opdb --dtypes float32 --inductor         beside torch.compile on the CPU
+    python -m tests.opdb --dtypes float32 --beside inductor  and torch.compile on the same samples
 
 `tests/opdb/exceptions.toml` lists what is not right. What is worse or other than it says ends the
 run with status 1; what has become right is told, so that it can be struck off the list.
@@ -31,6 +31,7 @@ from .exceptions import Entry
 from .samples import entries
 
 LIMIT_S = 300.0  # beside others on all cores; a few seconds alone
+INDUCTOR_LIMIT_S = 60.0
 ENVIRONMENT = {**ONE_THREAD, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
@@ -47,16 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     begun = time.monotonic()
     rows = {}
     calls = [(*entry, args.target) for entry in chosen]
-    ask = partial(
-        answers, jobs=args.jobs, limit_s=LIMIT_S, setup=judge.prepare, environment=ENVIRONMENT
-    )
-    for (*entry, _), answer in ask(judge.judge, calls):
+    ask = partial(answers, jobs=args.jobs, environment=ENVIRONMENT)
+    for (*entry, _), answer in ask(judge.judge, calls, limit_s=LIMIT_S, setup=judge.prepare):
         rows[tuple(entry)] = row = _row(*entry, answer)
         if row["outcome"] != "right":
-            print(*entry, row["outcome"], row["seconds"], row["why"], file=sys.stderr, flush=True)
-    if args.inductor:
-        for entry, answer in ask(judge.judge_inductor, chosen):
-            rows[entry]["inductor"] = _row(*entry, answer)["outcome"]
+            _say(row)
+    if args.beside == "inductor":
+        judged = [entry for entry in chosen if rows[entry]["outcome"] != "not judged"]
+        limit = {"limit_s": INDUCTOR_LIMIT_S, "setup": judge.prepare_inductor}
+        for entry, answer in ask(judge.judge_inductor, judged, **limit):
+            row = _row(*entry, answer)
+            rows[entry]["inductor"] = {key: row[key] for key in ("outcome", "why", "seconds")}
+            if row["outcome"] != "right":
+                _say(row, "by inductor")
     rows = {entry: rows[entry] for entry in chosen}
     found = {
         "versions": {name: metadata.version(name) for name in ("torch", "apache-tvm")},
@@ -88,17 +92,44 @@ def _counts(rows: Any, dtypes: Sequence[str]) -> dict[str, dict[str, int]]:
         own = [row for row in rows if row["dtype"] == dtype]
         found = Counter(row["outcome"] for row in own)
         counts[dtype] = {outcome: found[outcome] for outcome in OUTCOMES}
-        theirs = [row for row in own if row.get("inductor") == "right"]
         if any("inductor" in row for row in own):
-            counts[dtype]["right by inductor"] = len(theirs)
-            both = sum(row["outcome"] == "right" for row in theirs)
-            counts[dtype]["right by inductor and here"] = both
+            counts[dtype] |= _beside_inductor([row for row in own if _right_by_inductor(row)])
     return counts
+
+
+def _beside_inductor(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """How many of the rows that inductor has right are right here: of all, and of those that it
+    compiles as one graph, where Dynamo leaves nothing to eager execution.
+    """
+    whole = [row for row in rows if not row["inductor"]["why"]]
+    return {
+        "right by inductor": len(rows),
+        "right by inductor and here": _right(rows),
+        "right by inductor as one graph": len(whole),
+        "right by inductor as one graph and here": _right(whole),
+    }
+
+
+def _right(rows: Sequence[dict[str, Any]]) -> int:
+    return sum(row["outcome"] == "right" for row in rows)
+
+
+def _right_by_inductor(row: dict[str, Any]) -> bool:
+    return row.get("inductor", {}).get("outcome") == "right"
+
+
+def _say(row: dict[str, Any], whose: str = "") -> None:
+    words = [row["operator"], row["dtype"], whose, row["outcome"], row["seconds"], row["why"]]
+    print(*(word for word in words if word != ""), file=sys.stderr, flush=True)
 
 
 def _tell(found: dict[str, Any], rows: dict[Entry, dict]) -> int:
     for dtype, counts in found["counts"].items():
         print(f"{dtype}: " + ", ".join(f"{n} {outcome}" for outcome, n in counts.items() if n))
+        for theirs in ("right by inductor", "right by inductor as one graph"):
+            if counts.get(theirs):
+                share = counts[f"{theirs} and here"] / counts[theirs]
+                print(f"{dtype}: {share:.1%} of {theirs} are right here")
     outcomes = {entry: row["outcome"] for entry, row in rows.items()}
     worse, better = exceptions.deviations(outcomes, exceptions.read())
     for line in better:
@@ -131,7 +162,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--part", type=_part, default=(1, 1), help="K/N: every Nth entry from the Kth on")
     add("--jobs", type=int, default=2, help="processes (2)")
     add("--target", default="llvm", help="as tvm_fusion.compile takes it (llvm)")
-    add("--inductor", action="store_true", help="torch.compile on the same samples, too; slow")
+    add(
+        "--beside",
+        choices=["inductor"],
+        help="torch.compile on the same samples, on this CPU; slow",
+    )
     add("--out", type=Path, help="a file for all rows, as JSON")
     return parser
 

@@ -14,10 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 SAMPLES = 2  # of an entry are judged
 LOOKED_AT = 12  # samples, of which these are the first that can be used
+DRAWS = 100  # random streams, in which even one event of a probability of 3 % comes (95 %)
 
 
 class Operator(torch.nn.Module):
@@ -80,6 +82,22 @@ class Sample:
         except Exception:  # of PyTorch, which may want equal types or know none of float64
             return None
         return found if [x.shape for x in found] == [x.shape for x in self.expected] else None
+
+
+class _OtherRandomNumbers(TorchDispatchMode):
+    """Operators that draw random numbers begin some numbers later in the stream, whatever seed a
+    sample sets itself; `drawn` tells whether there are any.
+    """
+
+    def __init__(self, later: int) -> None:
+        super().__init__()
+        self.later, self.drawn = later, False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.drawn = True
+            torch.randint(2**31, (self.later,))
+        return func(*args, **kwargs or {})
 
 
 class NotJudged(Exception):
@@ -153,8 +171,31 @@ def _made(function: Callable, given: Any) -> Sample | str:
         return "no tensor among its results"
     if not all(map(_is_plain, expected)):
         return "results that are sparse, nested or complex"
+    if _is_random(module, inputs, given.output_process_fn_grad, expected):
+        return "its results are random"
     kept = [x.detach() for x in inputs], [x.clone() for x in expected]
     return Sample(module, *kept, given.output_process_fn_grad)
+
+
+def _is_random(
+    module: Operator, inputs: list[torch.Tensor], determined: Callable, expected: list[torch.Tensor]
+) -> bool:
+    """Whether random numbers are drawn that make other results; dropout with p = 0 has the same
+    ones. Of no elements it cannot be said.
+    """
+    for later in range(1, DRAWS + 1):
+        copies = [x.detach().clone() for x in inputs]
+        with torch.no_grad(), _OtherRandomNumbers(later) as mode:
+            found = tensors_in(determined(module(*copies)))
+        if not mode.drawn:
+            return False
+        if not all(map(_same, found, expected)) or not any(x.numel() for x in found):
+            return True
+    return False
+
+
+def _same(x: torch.Tensor, other: torch.Tensor) -> bool:
+    return x.shape == other.shape and torch.allclose(x, other, equal_nan=True)
 
 
 def _is_plain(x: torch.Tensor) -> bool:

@@ -73,6 +73,12 @@ def test_what_is_compiled_is_judged_by_its_kind():
     assert judge.judge_sample(planted, "llvm").outcome == "wrong"
 
 
+@pytest.mark.parametrize("name", ["normal.in_place", "multinomial", "randn_like", "bernoulli"])
+def test_random_results_are_not_judged_whatever_seed_a_sample_sets(name):
+    with pytest.raises(NotJudged, match="random"):
+        samples(name, "float32")
+
+
 def test_samples_are_the_same_in_each_run():
     first, second = (samples("addmm", "float32") for _ in range(2))
     assert len(first) == 2
@@ -106,6 +112,27 @@ def test_what_is_worse_or_other_than_listed_fails_and_what_is_better_is_told():
     for outcome in ("wrong", "crash", "not judged"):
         assert len(exceptions.deviations({entry: outcome}, listed)[0]) == 1
     assert len(exceptions.deviations({entry: "refused"}, {})[0]) == 1
+
+
+def test_the_share_of_what_inductor_has_right_is_counted(monkeypatch, capsys):
+    ours = {"neg": "right", "abs": "refused", "sin": "refused", "ones": "not judged"}
+    theirs = {"neg": "right", "abs": "right", "sin": "wrong"}
+
+    def answered(function, calls, **options):
+        by = theirs if function is judge.judge_inductor else ours
+        assert [call[0] for call in calls] == [name for name in ours if name in by]
+        for call in calls:
+            breaks = "1 graph break" if (by, call[0]) == (theirs, "neg") else ""
+            yield call, Answer("ok", {"outcome": by[call[0]], "why": breaks})
+
+    monkeypatch.setattr(__main__, "answers", answered)
+    monkeypatch.setattr(__main__, "entries", lambda dtypes: [(name, "bool") for name in ours])
+    __main__.main(["--dtypes", "bool", "--beside", "inductor"])
+    said = capsys.readouterr().out
+    assert "2 right by inductor, 1 right by inductor and here" in said
+    assert "1 right by inductor as one graph" in said
+    assert "bool: 50.0% of right by inductor are right here" in said
+    assert "bool: 0.0% of right by inductor as one graph are right here" in said
 
 
 def test_the_command_tells_of_processes_that_died(monkeypatch, capsys, tmp_path):
