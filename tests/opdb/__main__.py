@@ -11,7 +11,9 @@ run with status 1; what has become right is told, so that it can be struck off t
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
+import shlex
 import sys
 import time
 from collections import Counter
@@ -22,9 +24,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tvm_fusion.errors import CHECK_FAILED
 from tvm_fusion.tuning.measure.processes import Answer
 
+from ..benchmarks.record import cpu_name
 from ..support.answers import ONE_THREAD, answers
 from . import DTYPES, OUTCOMES, exceptions, judge
 from .exceptions import Entry
@@ -32,6 +37,7 @@ from .samples import entries
 
 LIMIT_S = 300.0  # beside others on all cores; a few seconds alone
 INDUCTOR_LIMIT_S = 60.0
+KEPT_S = 10.0  # results are written so often
 ENVIRONMENT = {**ONE_THREAD, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
 
@@ -45,33 +51,67 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     part, parts = args.part
     chosen = chosen[part - 1 :: parts]
-    begun = time.monotonic()
-    rows = {}
-    calls = [(*entry, args.target) for entry in chosen]
+    found = _Found(args, chosen)
     ask = partial(answers, jobs=args.jobs, environment=ENVIRONMENT)
+    calls = [(*entry, args.target) for entry in chosen]
     for (*entry, _), answer in ask(judge.judge, calls, limit_s=LIMIT_S, setup=judge.prepare):
-        rows[tuple(entry)] = row = _row(*entry, answer)
-        if row["outcome"] != "right":
-            _say(row)
+        found.add(tuple(entry), answer)
     if args.beside == "inductor":
-        judged = [entry for entry in chosen if rows[entry]["outcome"] != "not judged"]
+        judged = [entry for entry in chosen if found.rows[entry]["outcome"] != "not judged"]
         limit = {"limit_s": INDUCTOR_LIMIT_S, "setup": judge.prepare_inductor}
         for entry, answer in ask(judge.judge_inductor, judged, **limit):
-            row = _row(*entry, answer)
-            rows[entry]["inductor"] = {key: row[key] for key in ("outcome", "why", "seconds")}
-            if row["outcome"] != "right":
-                _say(row, "by inductor")
-    rows = {entry: rows[entry] for entry in chosen}
-    found = {
-        "versions": {name: metadata.version(name) for name in ("torch", "apache-tvm")},
-        "target": args.target,
-        "seconds": round(time.monotonic() - begun, 1),
-        "counts": _counts(rows.values(), args.dtypes),
-        "rows": list(rows.values()),
-    }
-    if args.out is not None:
-        args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    return _tell(found, rows)
+            found.add_inductor(entry, answer)
+    found.keep()
+    return _tell(found.result(), found.rows)
+
+
+class _Found:
+    """What is found, told and kept while it comes: a run may be ended before its end."""
+
+    def __init__(self, args: argparse.Namespace, chosen: Sequence[Entry]) -> None:
+        self.args, self.chosen = args, chosen
+        self.rows: dict[Entry, dict[str, Any]] = {}
+        self._begun = self._kept = time.monotonic()
+
+    def add(self, entry: Entry, answer: Answer) -> None:
+        self.rows[entry] = row = _row(*entry, answer)
+        self._told(row)
+
+    def add_inductor(self, entry: Entry, answer: Answer) -> None:
+        row = _row(*entry, answer)
+        self.rows[entry]["inductor"] = {key: row[key] for key in ("outcome", "why", "seconds")}
+        self._told(row, "by inductor")
+
+    def _told(self, row: dict[str, Any], whose: str = "") -> None:
+        words = [row["operator"], row["dtype"], whose, row["outcome"], row["seconds"], row["why"]]
+        if row["outcome"] != "right":
+            print(*(word for word in words if word != ""), file=sys.stderr, flush=True)
+        if time.monotonic() - self._kept > KEPT_S:
+            self.keep()
+
+    def result(self) -> dict[str, Any]:
+        """All rows so far, in the order of the database, and what they come to."""
+        rows = [self.rows[entry] for entry in self.chosen if entry in self.rows]
+        return {
+            "device": _device(self.args.target),
+            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+            "command": shlex.join(["python", *sys.orig_argv[1:]]),
+            "versions": {name: metadata.version(name) for name in ("torch", "apache-tvm")},
+            "target": self.args.target,
+            "seconds": round(time.monotonic() - self._begun, 1),
+            "counts": _counts(rows, self.args.dtypes),
+            "rows": rows,
+        }
+
+    def keep(self) -> None:
+        """Writes the result where it is wanted."""
+        self._kept = time.monotonic()
+        if self.args.out is not None:
+            self.args.out.write_text(json.dumps(self.result(), indent=1) + "\n", encoding="utf-8")
+
+
+def _device(target: str) -> str:
+    return cpu_name() if target == "llvm" else torch.cuda.get_device_name()
 
 
 def _row(name: str, dtype: str, answer: Answer) -> dict[str, Any]:
@@ -85,9 +125,9 @@ def _row(name: str, dtype: str, answer: Answer) -> dict[str, Any]:
     return {"operator": name, "dtype": dtype, "outcome": outcome, "why": why, "seconds": seconds}
 
 
-def _counts(rows: Any, dtypes: Sequence[str]) -> dict[str, dict[str, int]]:
+def _counts(rows: Sequence[dict[str, Any]], dtypes: Sequence[str]) -> dict[str, dict[str, int]]:
     """How many rows of a type have which outcome, ours and inductor's."""
-    rows, counts = list(rows), {}
+    counts = {}
     for dtype in dtypes:
         own = [row for row in rows if row["dtype"] == dtype]
         found = Counter(row["outcome"] for row in own)
@@ -116,11 +156,6 @@ def _right(rows: Sequence[dict[str, Any]]) -> int:
 
 def _right_by_inductor(row: dict[str, Any]) -> bool:
     return row.get("inductor", {}).get("outcome") == "right"
-
-
-def _say(row: dict[str, Any], whose: str = "") -> None:
-    words = [row["operator"], row["dtype"], whose, row["outcome"], row["seconds"], row["why"]]
-    print(*(word for word in words if word != ""), file=sys.stderr, flush=True)
 
 
 def _tell(found: dict[str, Any], rows: dict[Entry, dict]) -> int:
