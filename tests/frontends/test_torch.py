@@ -158,9 +158,10 @@ def test_example_inputs_of_a_wrong_shape_are_refused_in_one_line():
     assert "\n" not in str(error.value)
 
 
-def test_an_input_that_is_no_tensor_is_refused():
-    with pytest.raises(FrontendError, match="is no tensor; the compiled model takes tensors only"):
-        load(Function(lambda x, n: x * n), (torch.randn(3), 2))
+def test_an_input_that_is_another_number_in_each_call_is_refused():
+    shapes = (None, torch.export.Dim.DYNAMIC)
+    with pytest.raises(FrontendError, match="a number that changes between calls; give a tensor"):
+        load(Function(lambda x, n: x * n), (torch.randn(3), 2), dynamic_shapes=(shapes,))
 
 
 def test_an_operator_that_cannot_be_converted_is_named():

@@ -59,6 +59,33 @@ def assert_same(given, wanted):
             assert one == other
 
 
+def scaled(x, scale, mask=None, bias=None, mode="sum", twice=False):
+    """A function with inputs that are no tensors."""
+    y = x * scale if mask is None else x * mask
+    y = y if bias is None else y + bias
+    y = y * 2 if twice else y
+    return (x, y.sum() if mode == "sum" else y, scale)
+
+
+def test_numbers_among_the_example_inputs_are_parts_of_the_model(tmp_path):
+    x, bias = torch.randn(4, 3), torch.randn(3)
+    inputs = (x, 3.5, None, bias, "none", True)
+    module = compiled(scaled, *inputs, verify=True)
+    assert [spec.shape for spec in module.signature.inputs] == [(4, 3), (3,)]
+    module.save(tmp_path / "scaled.so")
+    for one in (module, CompiledModule.load(tmp_path / "scaled.so")):
+        assert_same(one(*inputs), scaled(*inputs))
+        assert_same(one(x, bias), scaled(*inputs))
+        assert one(*inputs)[0] is x
+        np.testing.assert_allclose(one.bind(*inputs)()[0].numpy(), scaled(*inputs)[1], rtol=1e-6)
+        for place, other in ((1, 3), (1, 4.5), (2, 0), (4, "sum"), (5, 1)):
+            given = (*inputs[:place], other, *inputs[place + 1 :])
+            with pytest.raises(InputError, match=f"input {place} is .*compile it for the other"):
+                one(*given)
+    with pytest.raises(InputError, match="expected 2 inputs"):
+        module(x, 3.5, bias)
+
+
 @pytest.mark.parametrize("dynamic", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_results_alias_and_nest_as_the_model_returns_them(dynamic):
     z, rows = torch.randn(3), torch.export.Dim("rows", min=3)

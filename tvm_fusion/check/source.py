@@ -23,9 +23,9 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -202,10 +202,13 @@ def _another(what: str, operators: Sequence[Differs]) -> VerificationError:
 
 @dataclass(frozen=True)
 class _Source:
-    """A module of PyTorch and its example inputs, by position."""
+    """A module of PyTorch and its example inputs by position: tensors, and by place what else there
+    is among them.
+    """
 
     model: Any
     inputs: tuple
+    fixed: Mapping[int, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: Any, example_inputs: Any) -> _Source | None:
@@ -226,8 +229,15 @@ class _Source:
             return None
         if isinstance(example_inputs, torch.Tensor):
             example_inputs = (example_inputs,)
-        positional = isinstance(example_inputs, list | tuple)
-        return cls(model, tuple(example_inputs) if positional else (None,))
+        if not isinstance(example_inputs, list | tuple):
+            return cls(model, (None,))
+        fixed = {i: x for i, x in enumerate(example_inputs) if isinstance(x, FIXED)}
+        return cls(model, tuple(x for x in example_inputs if not isinstance(x, FIXED)), fixed)
+
+    def _given(self, tensors: Sequence[Any]) -> tuple:
+        """Tensors and what else the model takes, in their places."""
+        rest, count = iter(tensors), len(tensors) + len(self.fixed)
+        return tuple(self.fixed[i] if i in self.fixed else next(rest) for i in range(count))
 
     def not_compared(self, compiled: CompiledModule, here: bool) -> str | None:
         """Why nothing is compared, if so."""
@@ -253,20 +263,20 @@ class _Source:
         buffers = {name: x.clone() for name, x in self.model.named_buffers()}
         inputs = tuple(x.clone() for x in (self.inputs if inputs is None else inputs))
         with _evaluation_mode(self.model), torch.no_grad():
-            return torch.func.functional_call(self.model, buffers, inputs)
+            return torch.func.functional_call(self.model, buffers, self._given(inputs))
 
     def eager_in_float64(self) -> Any:
         """The same in float64, of a copy of the model."""
         torch = sys.modules["torch"]
         model = copy.deepcopy(self.model).eval().double()
         with torch.no_grad():
-            return model(*map(_wide, self.inputs))
+            return model(*self._given(list(map(_wide, self.inputs))))
 
     @cached_property
     def _by_node(self) -> NodeByNode:
         from .source_nodes import NodeByNode
 
-        return NodeByNode(self.model, self.inputs)
+        return NodeByNode(self.model, self._given(self.inputs))
 
     def differing(self, inputs: Sequence[Any]) -> list[Differs]:
         """The operators that by themselves give something else than PyTorch; none, too, where they
@@ -287,6 +297,7 @@ class _Source:
         return counted.get_total_flops()
 
 
+FIXED = (int, float, str, type(None))  # what is part of a program among example inputs
 MOST_OPERATIONS = 4_000_000_000  # of a model that is run as TVM's loops on the CPU
 
 

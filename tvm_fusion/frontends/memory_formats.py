@@ -6,6 +6,7 @@ import torch
 from torch import fx
 
 from ..transform.layouts.memory_formats import MemoryFormats
+from .torch.convention import tensor_inputs
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -19,7 +20,7 @@ def formats_of(program: torch.export.ExportedProgram) -> MemoryFormats:
     """
     nodes = {node.name: node for node in program.graph.nodes}
     signature = program.graph_signature
-    inputs = tuple(_lies_last(nodes.get(str(name))) for name in signature.user_inputs)
+    inputs = tuple(_lies_last(nodes[name]) for name in tensor_inputs(program))
     outputs = tuple(_comes_last(nodes.get(str(name))) for name in signature.user_outputs)
     return MemoryFormats(inputs, outputs)
 

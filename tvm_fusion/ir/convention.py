@@ -6,9 +6,10 @@ any structure.
 
 A model of PyTorch writes into buffers and inputs, has weights that are loaded later, and returns
 the same tensor twice, an input, a view of another result, None or a number, in tuples, dicts and
-data classes. `main` takes tensors and gives each that it computes; a `Convention` says what a call
-makes of them. Frontends note it in an attribute of `main`, and `taken_from` takes it off before a
-module is planned: no plan, cache key or kernel depends on it.
+data classes. Numbers among its example inputs are parts of what it computes. `main` takes tensors
+and gives each that it computes; a `Convention` says what a call makes of them. Frontends note it in
+an attribute of `main`, and `taken_from` takes it off before a module is planned: no plan, cache key
+or kernel depends on it.
 """
 
 from __future__ import annotations
@@ -86,6 +87,8 @@ class Convention:
         Inputs and state that a call gives a new value, by number: which output of `main` that is.
     values : mapping of int to tvm.runtime.Tensor
         What state there is at first, by the number of the parameter; the rest is loaded later.
+    fixed : mapping of int to int, float, bool, str or None
+        Inputs of the caller that are no tensors, by place among all of them: parts of the program.
     """
 
     results: tuple[Result, ...]
@@ -93,6 +96,7 @@ class Convention:
     state: Mapping[str, int] = field(default_factory=dict)
     updates: Mapping[int, int] = field(default_factory=dict)
     values: Mapping[int, tvm.runtime.Tensor] = field(default_factory=dict, hash=False)
+    fixed: Mapping[int, Any] = field(default_factory=dict)
 
     @property
     def parameters(self) -> list[int]:
@@ -114,6 +118,7 @@ class Convention:
             "structure": self.structure,
             "state": dict(self.state),
             "updates": sorted(self.updates.items()),
+            "fixed": sorted(self.fixed.items()),
         }
 
     @classmethod
@@ -128,6 +133,7 @@ class Convention:
             {str(name): int(number) for name, number in data["state"].items()},
             {int(to): int(output) for to, output in data["updates"]},
             values,
+            {int(place): value for place, value in data.get("fixed", ())},
         )
 
 

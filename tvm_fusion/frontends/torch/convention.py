@@ -5,6 +5,7 @@
 
 State are the buffers that the program writes, and all weights without values: those of a module on
 the meta device, which `values_later` exports as fake tensors.
+Numbers among the inputs are parts of the program; a call with another one is refused.
 Results that share memory with an input or with another result are views of these where all shapes
 are static. Does not tell: results that are views of one tensor that is not returned itself.
 """
@@ -22,6 +23,7 @@ import tvm
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import (
+    ConstantArgument,
     ExportGraphSignature,
     InputKind,
     InputSpec,
@@ -93,6 +95,53 @@ def refuse_unusable(
         )
 
 
+# ---- Inputs that are no tensors.
+
+
+def _user_inputs(program: torch.export.ExportedProgram) -> list[InputSpec]:
+    specs = program.graph_signature.input_specs
+    return [spec for spec in specs if spec.kind is InputKind.USER_INPUT]
+
+
+def tensor_inputs(program: torch.export.ExportedProgram) -> list[str]:
+    """The placeholders of the caller's tensors, by name."""
+    args = [spec.arg for spec in _user_inputs(program)]
+    return [arg.name for arg in args if isinstance(arg, TensorArgument)]
+
+
+def fixed_inputs(program: torch.export.ExportedProgram, where: str) -> dict[int, Any]:
+    """The caller's numbers, texts and None by place among all inputs: the program has them in it.
+
+    Raises
+    ------
+    FrontendError
+        An input is a number that may be another in each call.
+    """
+    fixed = {}
+    for place, spec in enumerate(_user_inputs(program)):
+        if isinstance(spec.arg, ConstantArgument):
+            fixed[place] = spec.arg.value
+        elif not isinstance(spec.arg, TensorArgument):
+            raise FrontendError(
+                f"{where}: input {spec.arg.name!r} is a number that changes between calls; give a "
+                "tensor, or leave it out of dynamic_shapes, to have its value in what is compiled"
+            )
+    return fixed
+
+
+def drop_fixed_inputs(program: torch.export.ExportedProgram) -> None:
+    """Takes what is no tensor off the inputs of a decomposed program, which nothing in it reads."""
+    specs, signature = [], program.graph_signature
+    nodes = {node.name: node for node in program.graph.nodes}
+    for spec in signature.input_specs:
+        if spec.kind is InputKind.USER_INPUT and isinstance(spec.arg, ConstantArgument):
+            program.graph.erase_node(nodes[spec.arg.name])
+        else:
+            specs.append(spec)
+    program._graph_signature = ExportGraphSignature(specs, signature.output_specs)
+    program.graph_module.recompile()
+
+
 # ---- State as inputs, new values as outputs.
 
 
@@ -128,8 +177,7 @@ class Border:
         """The border of a decomposed program; writes `in_place` need no new value."""
         signature = program.graph_signature
         nodes = {node.name: node for node in program.graph.nodes}
-        given = [str(name) for name in signature.user_inputs]
-        inputs = {nodes[name]: number for number, name in enumerate(given)}
+        inputs = {nodes[name]: number for number, name in enumerate(tensor_inputs(program))}
         state, values = _state(program, nodes)
         placeholders = {spec.target: nodes[spec.arg.name] for spec in signature.input_specs}
         placeholders |= {node.name: node for node in inputs}
@@ -170,6 +218,7 @@ class Border:
         program: torch.export.ExportedProgram,
         views: Sequence[View | None],
         results: Sequence[Any],
+        fixed: dict[int, Any],
         symbols: Symbols,
         mod: tvm.IRModule,
     ) -> Convention | None:
@@ -182,6 +231,8 @@ class Border:
             Of its results (`views_of`).
         results : sequence of fx.Node or value
             What it returned before `apply`.
+        fixed : dict of int to value
+            Inputs that are no tensors (`fixed_inputs`).
         symbols : mapping of str to tirx.Var
         mod : IRModule
             What was imported of the program after `apply`.
@@ -198,13 +249,13 @@ class Border:
                 leaves.append(_number(value, symbols))
         structure = program.call_spec.out_spec
         plain = [Result(Of.OUTPUT, i) for i in range(len(self.outputs))] == leaves
-        if plain and _is_plain(structure) and not self.state:
+        if plain and _is_plain(structure) and not self.state and not fixed:
             return None
         numbers = {param.name: number for number, param in enumerate(mod["main"].params)}
         state = {name: numbers[parameter] for name, parameter in self.state.items()}
         changes = {numbers[old.name]: self.outputs.index(new) for old, new in self.updates}
         values = {numbers[name]: _copy(value) for name, value in self.values.items()}
-        return Convention(tuple(leaves), _written(structure), state, changes, values)
+        return Convention(tuple(leaves), _written(structure), state, changes, values, fixed)
 
 
 def _state(
@@ -290,7 +341,7 @@ def _written(structure: pytree.TreeSpec) -> str | None:
 
 def views_of(program: torch.export.ExportedProgram) -> list[View | None]:
     """Of each result whether it is a view; of a program that is not decomposed."""
-    numbers = {str(n): i for i, n in enumerate(program.graph_signature.user_inputs)}
+    numbers = {name: i for i, name in enumerate(tensor_inputs(program))}
     results = results_of(program)
     places = {v: i for i, v in reversed(list(enumerate(results))) if _is_tensor(v)}
     found = []

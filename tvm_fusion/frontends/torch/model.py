@@ -46,7 +46,15 @@ from . import (
     writes,
 )
 from .assertions import drop_assertions
-from .convention import Border, refuse_unusable, results_of, values_later, views_of
+from .convention import (
+    Border,
+    drop_fixed_inputs,
+    fixed_inputs,
+    refuse_unusable,
+    results_of,
+    values_later,
+    views_of,
+)
 from .decompositions import decompositions
 from .importer import Importer
 from .refusals import origin_of, refusal, stopped_export
@@ -88,6 +96,7 @@ def from_module(
     model : torch.nn.Module
         Exported in evaluation mode; the modes of its submodules are put back afterwards.
     example_inputs : tuple of torch.Tensor, or mapping of names to torch.Tensor
+        Numbers, texts and None among them become part of the program.
     dynamic_shapes : optional
         As `torch.export.export` takes it.
     keep_formats, keep_convention : bool
@@ -123,12 +132,13 @@ def exported(
 
 
 def decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """A program of core operators and of those that are kept whole, without assertions, its weights
-    on the CPU.
+    """A program of core operators and of those that are kept whole, without assertions and inputs
+    that are no tensors, its weights on the CPU.
     """
     with _ONE_AT_A_TIME, _quiet():
         program = _on_cpu(program.run_decompositions(decompositions()))
     drop_assertions(program)
+    drop_fixed_inputs(program)
     merge_equal_splits(program)
     return program
 
@@ -163,10 +173,10 @@ def from_exported_program(
     Raises
     ------
     FrontendError
-        It holds an operator that cannot be converted, or an input that is no tensor, or has
+        It holds an operator that cannot be converted, or an input that is a symbolic number, or has
         weights without values where no convention is kept.
     """
-    _refuse_inputs_that_are_no_tensors(program, where)
+    fixed = fixed_inputs(program, where)
     refuse_writes_into_constants(program, where)
     refuse_writes_into_repeats(program, where)
     refuse_unusable(program, where, keep_convention)
@@ -205,7 +215,7 @@ def from_exported_program(
     mod = checked_module(cleaned(mod), where)
     mod = with_origins(mod, {**importer.origins, **_origin_of_result(mod, program)})
     if border is not None:
-        convention = border.convention(program, views, results, importer.symbols, mod)
+        convention = border.convention(program, views, results, fixed, importer.symbols, mod)
         mod = mod if convention is None else with_convention(mod, convention)
     if formats is None or importer.in_place or not formats.fits(mod):
         return mod
@@ -237,16 +247,6 @@ def _split_inputs(where: str, inputs: Any) -> tuple[tuple, dict[str, Any]]:
         f"not a {type(inputs).__name__}"
         "; give one of the two"
     )
-
-
-def _refuse_inputs_that_are_no_tensors(program: torch.export.ExportedProgram, where: str) -> None:
-    for spec in program.graph_signature.input_specs:
-        is_user_input = spec.kind is torch.export.graph_signature.InputKind.USER_INPUT
-        if is_user_input and not isinstance(spec.arg, torch.export.graph_signature.TensorArgument):
-            raise FrontendError(
-                f"{where}: input {spec.arg.name!r} is no tensor; the compiled model takes tensors "
-                f"only, so fix its value inside the model"
-            )
 
 
 def _on_cpu(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:

@@ -182,7 +182,7 @@ class CompiledModule:
         """Run the function and return what it took from the device in bytes, to about 2 MB, and the
         weights; raises TargetError if the module is not for CUDA.
         """
-        arguments = self.arguments(inputs)
+        arguments = self.arguments(self._tensors(inputs))
         with self.lock:
             used = measured_call_bytes(lambda: self._main(*arguments), self.device)
         return used + (self.memory.weights_bytes if self.memory else 0)
@@ -217,7 +217,8 @@ class CompiledModule:
         Parameters
         ----------
         *inputs : numpy.ndarray, torch.Tensor or tvm.runtime.Tensor
-            In the order of `signature`.
+            In the order of `signature`. Numbers, texts and None that were among the example inputs
+            stand in their places, or are all left out.
 
         Returns
         -------
@@ -229,7 +230,8 @@ class CompiledModule:
         ------
         InputError
             If number, kind, dtype or shape of the inputs are not those of `signature`; symbolic
-            extents have to agree between inputs. If weights have no values yet.
+            extents have to agree between inputs. If a number is another than in the example inputs.
+            If weights have no values yet.
         TargetError
             If this machine lacks the device.
         """
@@ -258,7 +260,8 @@ class CompiledModule:
 
     def _source_call(self, inputs: Sequence[Any]) -> Any:
         """A call with what a model of PyTorch keeps, writes and returns."""
-        source, (kind, torch_device) = self._source, self.check(inputs)
+        source, inputs = self._source, self._tensors(inputs)
+        kind, torch_device = self.check(inputs)
         if not source.convention.keeps:
             outputs = _flat(self._call(inputs))
             return source.results(self.signature, inputs, outputs, kind)
@@ -273,6 +276,11 @@ class CompiledModule:
             outputs = from_tvm(given, kind, torch_device, self.own)
         return source.results(self.signature, inputs, outputs, kind)
 
+    def _tensors(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """What `main` takes of what a caller gives."""
+        count = len(self.signature.inputs)
+        return inputs if self._source is None else self._source.tensors_of(inputs, count)
+
     def bind(self, *inputs: Any) -> Callable[[], Any]:
         """Check and convert inputs once, and return a function that runs this one on them.
 
@@ -283,6 +291,7 @@ class CompiledModule:
         InputError is raised. What stays between calls is read as it is now, and new values are
         outputs.
         """
+        inputs = self._tensors(inputs)
         kind, _ = self.check(inputs)
         with torch_stream(self.device, kind):
             arguments = self.arguments(inputs)

@@ -72,6 +72,26 @@ class SourceCalls:
                 is_own = output < len(own) and own[output]
                 self._values[number] = value if is_own else value.copyto(value.device)
 
+    def tensors_of(self, inputs: Sequence[Any], count: int) -> Sequence[Any]:
+        """The tensors among what a caller gives; he may leave all else out.
+
+        Raises
+        ------
+        InputError
+            A number or text is another than the one that is compiled.
+        """
+        fixed = self.convention.fixed
+        if not fixed or len(inputs) != count + len(fixed):
+            return inputs
+        for place, value in fixed.items():
+            if not _equal(inputs[place], value):
+                raise InputError(
+                    f"input {place} is {inputs[place]!r}, and the module is compiled for {value!r} "
+                    "there, which was among the example inputs: compile it for the other value, "
+                    "too, or have the model take a tensor"
+                )
+        return [x for place, x in enumerate(inputs) if place not in fixed]
+
     # ---- what stays, by name
     def state_dict(self) -> dict[str, Any]:
         """Copies of what has values, as tensors of torch where that is loaded, else as arrays."""
@@ -154,6 +174,11 @@ class SourceCalls:
             _log.warning("results are flat tuples, their class is not known here: %s", error)
             return tuple
         return lambda leaves: _pytree.tree_unflatten(leaves, spec)
+
+
+def _equal(given: Any, value: Any) -> bool:
+    both_nan = given != given and value != value
+    return type(given) is type(value) and (given == value or both_nan)
 
 
 def _copied(value: Any, name: str) -> tvm.runtime.Tensor:
