@@ -3,6 +3,7 @@
 import math
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 from tests.support.frontend_tools import check
@@ -68,6 +69,34 @@ def test_places_in_memory_and_windows_of_other_sizes():
         )
 
     check(function, x)
+
+
+def test_views_that_are_written_and_sizes_that_are_given():
+    def function(x):
+        y = x.clone()
+        return (
+            torch._neg_view(x) + 1,
+            F.rrelu(x),
+            x.clone().resize_(3, 2),
+            x.clone().resize_(()),
+            x.clone().resize_as_(x[:2]),
+            y.new_empty_strided((2, 3), (3, 1)) * 0,
+            *torch.linalg.polar(x[:, :3]),
+            torch.linalg.matrix_sqrth(x @ x.T + 3 * torch.eye(4)),
+        )
+
+    check(function, torch.randn(4, 5))
+
+
+def test_losses_of_logits_that_are_made_by_chunks():
+    def function(x, weight, bias, target):
+        given = {"linear_bias": bias, "options": nn.LinearCrossEntropyOptions()}
+        return (
+            F.linear_cross_entropy(x, weight, target, **given),
+            F.linear_cross_entropy(x, weight, target, reduction="none", **given),
+        )
+
+    check(function, torch.randn(6, 4), torch.randn(5, 4), torch.randn(5), torch.arange(6) % 5)
 
 
 def test_reductions_of_a_number_along_its_axis():

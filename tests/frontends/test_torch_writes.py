@@ -355,6 +355,12 @@ def test_a_write_into_elements_that_share_memory_is_refused(write):
         load(Function(lambda x: write(x * 2)), (torch.randn(4, 5),))
 
 
+@pytest.mark.parametrize("resize", [lambda x: x.resize_(2, 3), lambda x: x[1].resize_(2)])
+def test_another_size_of_an_input_is_refused(resize):
+    with pytest.raises(FrontendError, match=r"resize_.* another size .* resize a clone of it"):
+        load(Function(lambda x: resize(x) + 1), (torch.randn(4, 5),))
+
+
 def test_a_write_beside_an_expanded_view_is_right():
     def write(x):
         y = x * 2

@@ -35,6 +35,7 @@ from .lower.legalizers import (
     LONG_CONCATS,
     TRANSPOSED_CONVOLUTIONS,
     UNSIGNED_SIGNS,
+    legalize_divide,
     legalize_permutes,
     legalize_where,
 )
@@ -135,6 +136,7 @@ def legalize(
         **LONG_CONCATS,
         **TRANSPOSED_CONVOLUTIONS,
         **reads_at_indices(target),
+        "relax.divide": legalize_divide,
         "relax.permute_dims": legalize_permutes(),
         "relax.where": legalize_where,
     }

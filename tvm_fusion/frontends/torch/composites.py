@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-_aten = torch.ops.aten
+_aten, _torch_nn = torch.ops.aten, torch.ops.torch_nn
 Tensor = torch.Tensor
 
 
@@ -85,6 +85,20 @@ def _frexp(x: Tensor) -> tuple[Tensor, Tensor]:
     same = (x == 0) | ~torch.isfinite(x)
     mantissa = torch.where(same, x, mantissa.to(x.dtype))
     return mantissa, torch.where(same, 0, exponent).to(torch.int32)
+
+
+def _rrelu(
+    x: Tensor,
+    noise: Tensor,
+    lower: float = 0.125,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: Any = None,
+) -> Any:
+    """Slopes below 0 that are random in training, and the middle of their range otherwise."""
+    if training:
+        return NotImplemented
+    return torch.nn.functional.leaky_relu(x, (lower + upper) / 2), noise
 
 
 # ---- Products, distances and norms.
@@ -165,7 +179,63 @@ def _attention(
     return result, torch.logsumexp(scores, -1)
 
 
+def _linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    reduction: str,
+    ignore_index: int,
+    label_smoothing: float,
+    *how: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The loss of logits that are made chunk by chunk; of gradients there are none here."""
+    logits = torch.nn.functional.linear(x, weight, bias)
+    loss = torch.nn.functional.cross_entropy(
+        wide(logits),
+        target if not target.is_floating_point() else wide(target),
+        None if class_weight is None else wide(class_weight),
+        reduction=reduction,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+    )
+    return loss.to(x.dtype), x.new_empty(0, 0), x.new_empty(0, 0), x.new_empty(0)
+
+
+def _linear_cross_entropies(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None,
+    class_weight: Tensor | None,
+    ignore_index: int,
+    *how: Any,
+) -> Tensor:
+    given = (x, weight, target, bias, class_weight)
+    return _linear_cross_entropy(*given, "none", ignore_index, 0.0)[0]
+
+
 # ---- Places.
+
+
+def _new_empty_strided(
+    x: Tensor, size: Sequence[int], stride: Sequence[int], **options: Any
+) -> Tensor:
+    """Contiguous: nothing is said of its elements."""
+    return x.new_empty(size, dtype=options.get("dtype"))
+
+
+def _resize(x: Tensor, size: Sequence[int], *, memory_format: Any = None) -> Any:
+    """The first elements in another shape; more than there are have no values."""
+    known = all(isinstance(n, int) for n in (*x.shape, *size))
+    if not known or math.prod(size) > x.numel() or not x.is_contiguous():
+        return NotImplemented
+    return x.reshape(-1)[: math.prod(size)].reshape(tuple(size))
+
+
+def _resize_as(x: Tensor, like: Tensor, *, memory_format: Any = None) -> Any:
+    return _resize(x, like.shape)
 
 
 def _as_strided(
@@ -174,7 +244,7 @@ def _as_strided(
     places = _places(x, size, stride, storage_offset)
     if places is None:
         return NotImplemented
-    return x.reshape(-1)[places]
+    return x.reshape(-1)[places.reshape(-1)].reshape(tuple(size))
 
 
 def _as_strided_scatter(
@@ -251,8 +321,24 @@ def _mode(x: Tensor, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tens
     return (value, last) if keepdim else (value.squeeze(dim), last.squeeze(dim))
 
 
+def known(library: Any, name: str, composite: Callable[..., Any]) -> dict[Any, Callable[..., Any]]:
+    """An operator that not every version of PyTorch has."""
+    return {getattr(library, name).default: composite} if hasattr(library, name) else {}
+
+
+def chunked_losses() -> dict[Any, Callable[..., Any]]:
+    """Those of operators that PyTorch defines when they are first used."""
+    name = "_linear_cross_entropy_batch_chunked"
+    return {
+        **known(_torch_nn, name, _linear_cross_entropy),
+        **known(_torch_nn, f"{name}_no_reduction", _linear_cross_entropies),
+    }
+
+
 COMPOSITES: dict[Any, Callable[..., Any]] = {
+    **known(_aten, "rrelu_with_noise_functional", _rrelu),
     _aten._cdist_forward.default: _cdist,
+    _aten._neg_view.default: torch.neg,
     _aten._pdist_forward.default: _pdist,
     _aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
     _aten._trilinear.default: _trilinear,
@@ -267,7 +353,10 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     _aten.mode.default: _mode,
     _aten.nanmedian.default: _nanmedian,
     _aten.nanmedian.dim: _nanmedian_along,
+    _aten.new_empty_strided.default: _new_empty_strided,
     _aten.nextafter.default: _nextafter,
+    _aten.resize.default: _resize,
+    _aten.resize_as.default: _resize_as,
     _aten.signbit.default: _signbit,
     _aten.var_mean.correction: _var_mean,
 }

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from . import images
-from .composites import COMPOSITES
+from .composites import COMPOSITES, chunked_losses
 from .scatters import SCATTERS
+from .segments import SEGMENTS
 from .solvers import SOLVERS
 from .special import SPECIAL
 
@@ -149,6 +150,7 @@ PUT_RIGHT = {
     **images.DECOMPOSITIONS,
     **COMPOSITES,
     **SCATTERS,
+    **SEGMENTS,
     **SOLVERS,
     **SPECIAL,
     _aten._native_batch_norm_legit_no_training.default: _batch_norm,
@@ -167,4 +169,5 @@ def decompositions() -> Any:
         table.pop(operator, None)
     table.update(torch._decomp.get_decompositions(BY_TORCH))  # of those that this version has
     table.update(PUT_RIGHT)
+    table.update(chunked_losses())
     return table

@@ -35,6 +35,7 @@ from ...transform.layouts.memory_formats import with_formats
 from ..finish import checked_module, cleaned, first_line
 from ..memory_formats import formats_of
 from . import (
+    ctc,
     images,
     indexing,
     linalg,
@@ -59,7 +60,9 @@ from .decompositions import decompositions
 from .importer import Importer
 from .refusals import origin_of, refusal, stopped_export
 from .slices import merge_equal_splits
+from .value_checks import READS_VALUES, no_values_read
 from .writes import (
+    refuse_other_sizes,
     refuse_writes_into_constants,
     refuse_writes_into_repeats,
     warn_of_lost_writes,
@@ -71,6 +74,7 @@ _ONE_AT_A_TIME = threading.RLock()
 
 CONVERTERS = {
     **operators.CONVERTERS,
+    **ctc.CONVERTERS,
     **orders.CONVERTERS,
     **products.CONVERTERS,
     **images.CONVERTERS,
@@ -126,9 +130,20 @@ def exported(
             _quiet(),
             values_later(model, (args, kwargs)) as (args, kwargs),
         ):
-            return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
+            return _traced(model, args, kwargs, dynamic_shapes)
     except Exception as error:
         raise FrontendError(stopped_export(where, error)) from error
+
+
+def _traced(
+    model: torch.nn.Module, args: tuple, kwargs: dict[str, Any], dynamic_shapes: Any
+) -> torch.export.ExportedProgram:
+    """What torch.export traces; where a function reads values, without that (`value_checks`)."""
+    try:
+        return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
+    except READS_VALUES:
+        with no_values_read():
+            return torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
 
 
 def decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -177,6 +192,7 @@ def from_exported_program(
         weights without values where no convention is kept.
     """
     fixed = fixed_inputs(program, where)
+    refuse_other_sizes(program, where)
     refuse_writes_into_constants(program, where)
     refuse_writes_into_repeats(program, where)
     refuse_unusable(program, where, keep_convention)

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from .composites import known
+
 _aten = torch.ops.aten
 Tensor = torch.Tensor
 
@@ -212,6 +214,41 @@ def _pinv(
     return _transposed(vh) @ (inverse.unsqueeze(-1) * _transposed(u))
 
 
+def _polar(a: Tensor) -> tuple[Tensor, Tensor]:
+    u, s, vh = _aten._linalg_svd(a, False)
+    return u @ vh, _transposed(vh) @ (s.unsqueeze(-1) * vh)
+
+
+def _matrix_sqrth(a: Tensor) -> Tensor:
+    values, vectors = _aten._linalg_eigh(a)
+    return (vectors * torch.sqrt(values).unsqueeze(-2)) @ _transposed(vectors)
+
+
+def least_squares(
+    a: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The least solution by singular values. Of a matrix that lacks columns of its rank, residuals
+    are NaN, of which eager execution gives none.
+    """
+    empty, rows, columns = a.new_empty(0), *a.shape[-2:]
+    is_vector = b.ndim == 1 or (a.ndim - 1 == b.ndim and b.shape == a.shape[:-1])
+    right = b.unsqueeze(-1) if is_vector else b
+    u, s, vh = _aten._linalg_svd(a, False)
+    if rcond is None:
+        rcond = max(rows, columns) * torch.finfo(a.dtype).eps
+    counts = s > rcond * s.amax(-1, keepdim=True)
+    inverse = torch.where(counts, 1 / s, 0.0).unsqueeze(-1)
+    solution = _transposed(vh) @ (inverse * (_transposed(u) @ right))
+    rank = counts.sum(-1)
+    residuals = empty
+    if rows > columns and driver not in (None, "gelsy"):
+        residuals = ((a @ solution - right) ** 2).sum(-2)
+        residuals = torch.where((rank == columns).unsqueeze(-1), residuals, math.nan)
+    rank = rank if driver != "gels" else torch.empty(0, dtype=torch.int64, device=a.device)
+    values = s if driver in ("gelsd", "gelss") else empty
+    return solution.squeeze(-1) if is_vector else solution, residuals, rank, values
+
+
 def _matrix_exp(a: Tensor) -> Tensor:
     """Of a matrix halved until it is small by Taylor, squared as often."""
     wide = a.double()
@@ -244,6 +281,8 @@ SOLVERS: dict[Any, Callable[..., Any]] = {
     _aten.linalg_lu.default: _lu,
     _aten.linalg_lu_factor.default: _lu_factor,
     _aten.linalg_lu_solve.default: _lu_solve,
+    **known(_aten, "linalg_matrix_sqrth", _matrix_sqrth),
+    **known(_aten, "linalg_polar", _polar),
     _aten.linalg_matrix_exp.default: _matrix_exp,
     _aten.linalg_pinv.atol_rtol_tensor: _pinv,
     _aten.linalg_qr.default: _qr,

@@ -74,6 +74,20 @@ def refuse_writes_into_constants(program: torch.export.ExportedProgram, where: s
                 )
 
 
+RESIZES = (_aten.resize_.default, _aten.resize_as_.default, _aten.set_.source_Tensor)
+
+
+def refuse_other_sizes(program: torch.export.ExportedProgram, where: str) -> None:
+    """Raise FrontendError if a program gives an input or a buffer another size or other memory."""
+    for node in program.graph.nodes:
+        if node.target in RESIZES and base_of(node.args[0]).op == "placeholder":
+            raise FrontendError(
+                f"{where}: {node.target} ({place_of(node)}) gives {base_of(node.args[0]).name!r}, "
+                "an input or buffer, another size or memory, which stays the caller's: give one of "
+                "that size, or resize a clone of it"
+            )
+
+
 def written_by(node: fx.Node) -> list[fx.Node]:
     """The tensors that a node writes into."""
     if node.target is _aten.detach_.default:  # no element of it

@@ -75,6 +75,25 @@ def _element(tensor: te.Tensor, index: tuple[tirx.Var, ...]) -> Expr:
     )
 
 
+# ---- Quotients by the number 0, as products with infinity: TVM folds the division while it writes
+# it, and stops there.
+#
+#     divide(x, const(0))  ->  call_tir(multiply, (x,))     inf is in the PrimFunc
+
+_DIVIDE = tvm.ir.Op.get("relax.divide").get_attr("FLegalize")
+
+
+def legalize_divide(builder: relax.BlockBuilder, call: Call) -> relax.Expr:
+    """The legalization of one `relax.divide`; TVM's own where that does not divide by 0."""
+    x, by = call.args
+    dtype = str(call.ty.dtype)
+    number = _number(by) if "float" in dtype else None
+    if number != 0:
+        return _DIVIDE(builder, call)
+    infinity = tirx.const(math.copysign(math.inf, number), dtype)
+    return builder.call_te(topi.multiply, x, infinity, primfunc_name_hint="divide")
+
+
 # ---- `relax.permute_dims` of constants, evaluated while it is legalized.
 #
 #     permute_dims(const)  ->  const        weights that a model stores (out, in)

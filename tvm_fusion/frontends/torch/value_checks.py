@@ -1,0 +1,123 @@
+"""Functions of PyTorch that read values while they run, as others that read none.
+
+    torch.cov(x)                     raises where weights sum to 0, warns of too few columns
+    F.gaussian_nll_loss(x, y, var)   raises where a variance is negative
+    x.narrow(0, start, 2)            start is a tensor
+
+torch.export stops at these. `no_values_read` has them traced without checks of values, so that what
+is compiled computes where eager execution raises; nothing else of them differs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,
+    PendingUnbackedSymbolNotFound,
+)
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from .ctc import ctc_loss
+from .solvers import least_squares
+
+Tensor = torch.Tensor
+
+READS_VALUES = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    GuardOnDataDependentSymNode,
+    PendingUnbackedSymbolNotFound,
+)
+
+
+class no_values_read(TorchFunctionMode):
+    """A context in which functions of `FUNCTIONS` are those that read no values."""
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """A call of any function of PyTorch."""
+        other = FUNCTIONS.get(func)
+        result = NotImplemented if other is None else other(*args, **kwargs or {})
+        return func(*args, **kwargs or {}) if result is NotImplemented else result
+
+
+def _cov(
+    x: Tensor,
+    *,
+    correction: int = 1,
+    fweights: Tensor | None = None,
+    aweights: Tensor | None = None,
+) -> Tensor:
+    """Covariances of rows; a norm below 0 counts as 0."""
+    rows = x.reshape(1, -1) if x.ndim < 2 else x
+    weights = [w for w in (fweights, aweights) if w is not None]
+    weight = math.prod(weights[1:], start=weights[0]) if weights else None
+    weighted = rows if weight is None else rows * weight
+    total = rows.shape[1] if weight is None else weight.sum()
+    centred = rows - (weighted.sum(1) / total).unsqueeze(1)
+    norm = total - correction
+    if aweights is not None and correction:
+        norm = total - correction * (weight * aweights).sum() / total
+    norm = norm.clamp(min=0) if isinstance(norm, Tensor) else max(norm, 0)
+    product = centred @ (centred if weight is None else centred * weight).t()
+    return (product / norm).squeeze()
+
+
+def _corrcoef(x: Tensor) -> Tensor:
+    covariance = _cov(x)
+    if covariance.ndim == 0:
+        return covariance / covariance
+    deviation = torch.sqrt(covariance.diagonal())
+    return (covariance / deviation[:, None] / deviation[None]).clip(-1, 1)
+
+
+def _gaussian_nll_loss(
+    x: Tensor,
+    target: Tensor,
+    var: Any,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Any:
+    if not isinstance(var, Tensor) or reduction not in ("none", "mean", "sum"):
+        return NotImplemented
+    if var.shape != x.shape and var.shape == x.shape[:-1]:
+        var = var.unsqueeze(-1)
+    differing = [b for a, b in zip(x.shape, var.shape, strict=False) if a != b]
+    if var.ndim != x.ndim or sum(differing) > 1:
+        return NotImplemented  # which says what is wrong
+    var = var.clamp(min=eps)
+    loss = 0.5 * (torch.log(var) + (x - target) ** 2 / var)
+    loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
+    return {"none": loss, "mean": loss.mean(), "sum": loss.sum()}[reduction]
+
+
+def _narrow(x: Tensor, dim: int, start: Any, length: int) -> Any:
+    if not isinstance(start, Tensor):
+        return NotImplemented
+    first = torch.where(start < 0, start + x.shape[dim], start)
+    return x.index_select(dim, first + torch.arange(length, device=x.device))
+
+
+def _lstsq(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    return torch.return_types.linalg_lstsq(least_squares(*args, **kwargs))
+
+
+FUNCTIONS: dict[Any, Callable[..., Any]] = {
+    F.ctc_loss: ctc_loss,
+    F.gaussian_nll_loss: _gaussian_nll_loss,
+    torch.Tensor.corrcoef: _corrcoef,
+    torch.Tensor.cov: _cov,
+    torch.Tensor.narrow: _narrow,
+    torch.corrcoef: _corrcoef,
+    torch.cov: _cov,
+    torch.linalg.lstsq: _lstsq,
+    torch.narrow: _narrow,
+}
