@@ -378,7 +378,11 @@ def _convert(expression: sympy.Expr, symbols: Symbols) -> Size | None:
         return tirx.IntImm("int64", int(expression))
     if isinstance(expression, sympy.Symbol):
         return symbols.get(str(expression))
-    args = [_convert(arg, symbols) for arg in expression.args]
+    # numbers last, as TVM's simplifier has them: `n + 1` and `1 + n` are two for much of TVM
+    args = list(expression.args)
+    if isinstance(expression, sympy.Add | sympy.Mul):
+        args.sort(key=lambda arg: bool(arg.is_number))
+    args = [_convert(arg, symbols) for arg in args]
     function = FUNCTIONS.get(type(expression))
     return None if function is None or any(arg is None for arg in args) else function(*args)
 

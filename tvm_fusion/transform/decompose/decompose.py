@@ -97,6 +97,11 @@ def _rule_of(value: Expr) -> tuple[str, Rule] | None:
     return value.op.name.rsplit(".", 1)[-1].removesuffix("_bias"), rule
 
 
+def _fails_whole(call: Call) -> bool:
+    """Whether TVM cannot legalize a composite itself."""
+    return norms.fails_whole(call) or softmax.fails_whole(call)
+
+
 @mutator
 class _Decomposer(PyExprMutator):
     """Replaces the binding of a composite by the bindings of its parts."""
@@ -126,7 +131,7 @@ class _Decomposer(PyExprMutator):
             self._alias(binding.var, self._tuples[value.tuple_value].fields[value.index])
             return
         found = _rule_of(value)
-        kept = self.keep_all and found is not None and not norms.fails_whole(value)
+        kept = self.keep_all and found is not None and not _fails_whole(value)
         if found is None or kept or not self._open(binding, *found):
             super().visit_var_binding_(binding)
 
