@@ -113,7 +113,8 @@ assert small.report.launches.fused == 1
 # ## torch.compile
 #
 # As a backend the package takes each graph that Dynamo finds. What it cannot convert runs in
-# eager mode, with a warning that names the cause: the program stays right in any case.
+# torch between the parts that are compiled, and a warning names it: the program stays right in any
+# case.
 
 # %%
 fast = torch.compile(block, backend="tvm_fusion", options={"target": "llvm"})
@@ -123,7 +124,7 @@ with torch.no_grad():
 # %% [markdown]
 # ## An operator that is not known
 #
-# `compile` says which one, and where it is. Under `torch.compile` that graph would run in torch.
+# `compile` says which one, and where it is. Under `torch.compile` that operator would run in torch.
 
 
 # %%

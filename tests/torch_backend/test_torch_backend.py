@@ -4,14 +4,15 @@ breaks, and what falls back.
 
 import importlib.metadata
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 
 import tvm_fusion.torch_backend as torch_backend
-from tvm_fusion.errors import ConfigError
-from tvm_fusion.torch_backend import graph_calls as calls
+from tvm_fusion.errors import BuildError, ConfigError, FrontendError
+from tvm_fusion.torch_backend import part_calls as calls
 
 from ..support.models import tiny_bert, tiny_llama
 
@@ -127,14 +128,14 @@ def test_floats_that_dynamo_wraps_in_tensors_are_numbers_again(modules):
 
 
 def test_shapes_that_cannot_stay_symbolic_are_compiled_one_by_one(modules, monkeypatch):
-    real = calls.exported
+    real = calls.ready
 
-    def static_only(parts, inputs, keep_symbols):
-        if keep_symbols:
+    def static_only(part, weights, inputs, reorders):
+        if inputs is None:
             raise ValueError("no symbols")
-        return real(parts, inputs, keep_symbols)
+        return real(part, weights, inputs, reorders)
 
-    monkeypatch.setattr(calls, "exported", static_only)
+    monkeypatch.setattr(calls, "ready", static_only)
     model = mlp()
     run = torch.compile(model, backend="tvm_fusion", options=OPTIONS, dynamic=True)
     for n in (3, 5, 3, 5, 7):
@@ -236,30 +237,177 @@ def test_gradients_fall_back_to_eager_mode_with_a_warning(modules):
 
 
 @pytest.mark.parametrize(
-    ("function", "message"),
+    ("function", "message", "parts"),
     [
         (
             lambda x: torch.special.airy_ai(x) + torch.linalg.ldl_factor_ex(x)[0].sum(),
-            "(?s)(?=.*airy_ai)(?=.*ldl_factor_ex)",
+            "(?s)2 of 4 .*airy_ai.*ldl_factor_ex",
+            1,
         ),
-        (lambda x: nn.functional.dropout(x, 0.5, training=True), "dropout.*random"),
-        (lambda x: x.add_(1).relu(), "writes into its inputs"),
-        (lambda x: (x.add_(1), x.relu())[1], "writes into its inputs"),
-        (lambda x: (x.view(-1).mul_(2), x.t(), x.relu())[1:], "writes into its inputs"),
+        (lambda x: nn.functional.dropout(x, 0.5, training=True), "random", 0),
+        (lambda x: torch.special.airy_ai((x * 2).relu()).exp() + 1, "1 of 5 .*airy_ai", 2),
+        (lambda x: torch.rand_like(x.exp()) - torch.randn_like(x.exp() + 1), "2 of 6", 2),
     ],
-    ids=["unknown", "random", "inplace", "inplace, unused", "inplace, a view"],
+    ids=["unknown", "random", "between", "in order"],
 )
-def test_what_cannot_be_compiled_runs_in_eager_mode_and_is_named(function, message, modules):
+def test_what_cannot_be_compiled_runs_in_torch_between_parts_and_is_named(
+    function, message, parts, modules
+):
     x = torch.randn(4, 4)
     run = compiled(function)
-    first, second = x.clone(), x.clone()
     torch.manual_seed(1)
-    with pytest.warns(UserWarning, match=message):
-        given = run(first)
+    with pytest.warns(UserWarning, match=message) as told:
+        given = run(x)
+    assert len(told) == 1
     torch.manual_seed(1)
-    torch.testing.assert_close(given, function(second))
-    assert torch.equal(first, second)
+    torch.testing.assert_close(given, function(x))
+    assert len(modules) == parts
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.add_(1).relu(),
+        lambda x: (x.add_(1), x.relu())[1],
+        lambda x: (x.view(-1).mul_(2), x.t(), x.relu())[1:],
+        lambda x: (x[0].copy_(x[1] + 1), x + x.mul_(3).sum(), x[2])[1:],
+    ],
+    ids=["returned", "unused", "a view", "twice"],
+)
+def test_writes_into_inputs_are_compiled(function, modules):
+    x = torch.randn(4, 4)
+    run, twin = compiled(function), x.clone()
+    for _ in range(2):
+        torch.testing.assert_close(run(x), function(twin))
+        torch.testing.assert_close(x, twin)
+    assert len(modules) == 1
+
+
+def test_outputs_lie_as_in_eager_mode(modules):
+    def function(x):
+        y = x.exp()
+        return y.t(), y[:, None].expand(3, 5, 4), y[::2, 1:], y.sum(0), x[1:]
+
+    x = torch.randn(3, 4)
+    run = compiled(function)
+    check(run, function, x)
+    assert [t.stride() for t in run(x)] == [t.stride() for t in function(x)]
+    assert len(modules) == 1
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda: torch.arange(4) * 2, lambda: torch.ones(3).cumsum(0) - torch.zeros(2, 1)],
+    ids=["integers", "floats"],
+)
+def test_graphs_without_inputs_give_tensors_of_torch(function):
+    run = compiled(function)
+    for _ in range(2):
+        given = run()
+        assert type(given) is torch.Tensor
+        torch.testing.assert_close(given, function())
+        given.add_(1)  # the caller's own
+
+
+def test_sizes_that_no_tensor_has_are_given_to_the_parts(modules):
+    def function(x, n):
+        return x.exp().sum(), torch.arange(n) * x.sum()
+
+    run = torch.compile(function, backend="tvm_fusion", options=OPTIONS, dynamic=True)
+    for n in (3, 4, 7):
+        check(run, function, torch.randn(n + 5, 32), n)
+    assert len(modules) == 1
+
+
+def test_numbers_of_any_sign_are_compiled_one_by_one_and_no_more_than_a_few(modules, monkeypatch):
+    monkeypatch.setattr(calls, "MAX_BUILDS", 2)
+
+    def function(x, k):
+        return x.softmax(-1) * k
+
+    run = torch.compile(function, backend="tvm_fusion", options=OPTIONS, dynamic=True)
+    x = torch.randn(4, 4)
+    for k in (-3, 5, -3):
+        check(run, function, x, k)
+    with pytest.warns(UserWarning, match="runs in torch: it was compiled for 2 sizes"):
+        torch.testing.assert_close(run(x, 7), function(x, 7))
+    check(run, function, x, 8)
+    assert len(modules) == 2
+
+
+def test_reports_are_handed_over_and_written(tmp_path):
+    told = []
+
+    def function(x):
+        return torch.special.airy_ai(x.exp() + 1).softmax(-1)
+
+    for report in (told.append, tmp_path / "reports"):
+        torch._dynamo.reset()
+        with pytest.warns(UserWarning, match="airy_ai"):
+            compiled(function, report=report)(torch.randn(3, 4))
+    assert [one.part for one in told] == [0, 1]
+    assert all(one.outside == {"aten.special_airy_ai.default": 1} for one in told)
+    assert all(one.operators == 4 for one in told)
+    assert told[0].report.launches.fused == 1
+    assert told[0].plan.to_json()
+    assert told[0].save(tmp_path / "part.so").exists()
+    written = sorted(path.suffix for path in (tmp_path / "reports").iterdir())
+    assert written == [".html", ".html", ".json", ".json"]
+
+
+def test_strict_is_an_error_that_names_the_operator(modules):
+    def function(x):
+        return torch.special.airy_ai(x.exp()) + 1
+
+    with pytest.raises(FrontendError, match=r"1 of 3 .*airy_ai.*no converter.*leave .* strict"):
+        compiled(function, strict=True)(torch.randn(3))
     assert not modules
+
+
+def test_a_part_that_does_not_compile_runs_in_torch(monkeypatch):
+    import tvm_fusion.compilation.compiler as compiler
+
+    def broken(*_args, **_options):
+        raise BuildError("a kernel is broken")
+
+    monkeypatch.setattr(compiler, "compile", broken)
+    model, x = mlp(), torch.randn(3, 8)
+    run = compiled(model)
+    with pytest.warns(UserWarning, match="part of 4 operators runs in torch: a kernel is broken"):
+        torch.testing.assert_close(run(x), model(x))
+    check(run, model, x)
+    torch._dynamo.reset()
+    with pytest.raises(BuildError, match="a kernel is broken"):
+        compiled(model, strict=True)(x)
+
+
+def test_two_models_in_two_threads_are_right():
+    models = [mlp(), mlp()]
+    runs = [compiled(model) for model in models]
+
+    def work(number):
+        x = torch.randn(3 + number, 8)
+        with torch.no_grad():
+            pairs = [(runs[number](x), models[number](x)) for _ in range(3)]
+        return all(torch.allclose(a, b, rtol=1e-5, atol=1e-5) for a, b in pairs)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(work, range(2)))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("cache", ["static", None])
+def test_generated_tokens_are_those_of_eager_mode(cache, modules):
+    model = tiny_llama(sequence=7).model
+    model.generation_config.update(pad_token_id=0, eos_token_id=None)
+    tokens = torch.randint(1, model.config.vocab_size, (1, 7))
+    options = {"max_new_tokens": 64, "do_sample": False, "disable_compile": True}
+    options |= {"cache_implementation": cache}
+    wanted = model.generate(tokens, **options)
+    model.forward = compiled(model.forward)
+    for _ in range(2):
+        assert torch.equal(model.generate(tokens, **options), wanted)
+    assert len(modules) == (2 if cache else 3)  # a cache that grows is of a fixed size once
 
 
 def test_writes_into_intermediates_are_compiled(modules):
@@ -273,12 +421,12 @@ def test_writes_into_intermediates_are_compiled(modules):
     assert len(modules) == 1
 
 
-def test_batch_norm_in_training_updates_its_statistics():
+def test_batch_norm_in_training_updates_its_statistics(modules):
     model, twin = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
-    x = torch.randn(8, 4)
-    with pytest.warns(UserWarning, match="writes into its inputs or buffers"):
-        given = compiled(model)(x)
-    torch.testing.assert_close(given, twin(x))
+    x, run = torch.randn(8, 4), compiled(model)
+    for _ in range(3):
+        check(run, twin, x)
+    assert len(modules) == 1
     torch.testing.assert_close(model.running_mean, twin.running_mean)
 
 
@@ -296,6 +444,9 @@ def test_options_reach_the_compiler(modules):
         ({"polcy": "default"}, "unknown option 'polcy'; there are target, policy"),
         ({"cuda_graph": {"shapes": 3}}, "cuda_graph: unknown option 'shapes'"),
         ({"cuda_graph": True}, "the target is llvm; CUDA graphs need"),
+        ({"strict": 1}, "option strict=1 is none of True or False"),
+        ({"verify": "all"}, "option verify='all' is none of None, True, False, 'groups'"),
+        ({"report": 3}, "option report=3 is none of a callable, a folder or None"),
     ],
 )
 def test_bad_options_are_errors(options, message):

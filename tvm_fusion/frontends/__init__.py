@@ -116,7 +116,7 @@ def _read_by_kind(
         return _from_file(Path(model), check, *kept)
     if _is_torch(model, "export", "ExportedProgram"):
         where = "the given ExportedProgram"
-        return _pytorch().from_exported_program(model, where, None, *kept)
+        return _pytorch().from_exported_program(model, where, *kept)
     if type(model).__name__ == "ModelProto":
         from tvm_fusion.frontends.onnx.model import from_model
 

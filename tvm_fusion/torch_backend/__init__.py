@@ -4,9 +4,11 @@
     with torch.no_grad():
         outputs = model(*inputs)
 
-Dynamo cuts the model into graphs of torch operators; each is exported, translated and compiled as
-`tvm_fusion.compile` does it. Weights become constants of the compiled graph, symbolic sizes stay
-symbolic where they can. A graph that cannot be compiled runs in eager mode, and a warning says why.
+Dynamo cuts the model into graphs of torch operators, which AOTAutograd makes functional. Of each
+the operators that can be converted are compiled, in parts, as `tvm_fusion.compile` does it; the
+others run in torch between these parts, and a warning names them. Weights become constants of the
+compiled parts, symbolic sizes stay symbolic where they can. A graph that needs gradients runs in
+eager mode.
 """
 
 from tvm_fusion.errors import FrontendError
@@ -23,12 +25,14 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tvm_fusion.torch_backend.aten_graphs import traced
 from tvm_fusion.torch_backend.graph_calls import GraphCalls
 from tvm_fusion.torch_backend.options import BackendOptions
+from tvm_fusion.torch_backend.part_reports import PartReport
 
 NAME = "tvm_fusion"
 
-__all__ = ["NAME", "BackendOptions", "backend"]
+__all__ = ["NAME", "BackendOptions", "PartReport", "backend"]
 
 
 def backend(
@@ -58,9 +62,10 @@ def backend(
     Raises
     ------
     ConfigError
-        For an unknown option.
-    TargetError
-        If the target in the options is unknown or cannot be used here.
+        For an unknown option, or a value that it does not take.
+
+    The first call raises TargetError if the target in the options is unknown or cannot be used
+    here, and FrontendError with `strict` for an operator that cannot be converted.
     """
     wanted = BackendOptions.of(options, mode)
     tensors = [x for x in example_inputs if isinstance(x, torch.Tensor)]
@@ -71,7 +76,7 @@ def backend(
             stacklevel=2,
         )
         return graph.forward
-    return GraphCalls.of(graph, example_inputs, wanted) or graph.forward
+    return traced(graph, example_inputs, lambda aten, static: GraphCalls(aten, static, wanted))
 
 
 def _register() -> None:

@@ -1,198 +1,150 @@
-"""The calls of one graph: compiled for its weights and sizes, and again where those change."""
+"""The calls of one graph: cut into parts at the first one, when the weights are there."""
 
-import logging
+import itertools
+import operator
+import threading
 import warnings
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from tvm_fusion.config import resolve_target
-from tvm_fusion.errors import ConfigError, TargetError
-from tvm_fusion.frontends.torch.model import from_exported_program
+from tvm_fusion.errors import FrontendError
+from tvm_fusion.frontends.torch.refusals import OperatorsRefused, listed
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
-from tvm_fusion.torch_backend.dynamo_graph import Parts, exported, plain_number, refuse_writes
 from tvm_fusion.torch_backend.options import BackendOptions
-from tvm_fusion.transform.layouts.memory_formats import takes_formats
+from tvm_fusion.torch_backend.part_calls import PartCalls
+from tvm_fusion.torch_backend.part_reports import PartReport, tell
+from tvm_fusion.torch_backend.partition import NAME, Partition, partitioned
 
-_log = logging.getLogger(__name__)
-
-MAX_BUILDS = 16  # of one graph, for different weights, numbers and (where static) shapes
-MOST_CHANGES = 2  # of a weight's values; after so many it is no constant any more
+_numbers = itertools.count()
 
 
 class GraphCalls:
-    """Runs one graph; takes what it takes and returns a tuple."""
+    """Runs one graph; takes a list of its inputs and returns what it returns."""
 
-    def __init__(self, graph: fx.GraphModule, parts: Parts, options: BackendOptions) -> None:
-        self._graph, self._parts, self._options = graph, parts, options
-        self._keeps_symbols = parts.has_symbols
-        self._builds: list[_Build] = []  # the one used last comes last
-        self._changes: Counter[int] = Counter()  # how often a weight was written to, by input
+    def __init__(
+        self, graph: fx.GraphModule, static: frozenset[int], options: BackendOptions
+    ) -> None:
+        """`static` are the inputs that are parameters or buffers."""
+        self._graph, self._static, self._options = graph, static, options
+        self._number = next(_numbers)
+        self._lock = threading.RLock()
+        self._run: Callable[..., Any] | None = None
 
-    @classmethod
-    def of(
-        cls, graph: fx.GraphModule, inputs: Sequence[Any], options: BackendOptions
-    ) -> "GraphCalls | None":
-        """Compile a graph for these inputs; None, with a warning, where it cannot be.
+    def __call__(self, inputs: list[Any]) -> Any:
+        run = self._run
+        if run is None:
+            with self._lock:
+                run = self._run = self._run or self._made(inputs)
+        return run(*inputs)
 
-        Raises
-        ------
-        ConfigError, TargetError
-            For options that cannot be used.
-        """
-        parts = Parts.of(graph, inputs)
-        if parts is None:
-            return None  # nothing is computed, so nothing is lost
-        calls = cls(graph, parts, options)
-        return calls if calls._build(inputs).module is not None else None
+    def _made(self, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Cut the graph, import its parts, and have it call them."""
+        refused: dict[str, str] = {}
+        while True:
+            cut = partitioned(self._graph, refused)
+            parts = self._parts(cut, inputs)
+            found = _refused(cut, parts, self._values(cut, inputs))
+            if not found:
+                break
+            refused |= found
+        self._tell_of_outside(cut)
+        for number, (call, part) in enumerate(zip(cut.parts, parts, strict=True)):
+            _call(call, part, number)
+        cut.graph.recompile()
+        return cut.graph.forward
 
-    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
-        build = self._builds[-1]
-        if not self._fits(build, inputs):
-            build = self._find(inputs)
-        if build.module is None:
-            return self._graph(*inputs)
-        tensors = [inputs[i] for i in self._parts.tensors]
-        if build.lies_elsewhere:
-            tensors = [t.to(build.device) for t in tensors]
-        results = build.module(*tensors)
-        if self._parts.rest is None:
-            return results
-        computed, rest = iter(results), iter(self._parts.rest(*inputs))
-        return tuple(next(computed if own else rest) for own in self._parts.from_computed)
-
-    def _fits(self, build: "_Build", inputs: Sequence[Any]) -> bool:
-        looks = not self._options.frozen
-        for index, weight, version in build.weights:
-            if inputs[index] is not weight or (looks and _version(weight) != version):
-                return False
-        if any(inputs[i] != number for i, number in build.numbers):
-            return False
-        return build.shapes is None or build.shapes == self._shapes(inputs)
-
-    def _shapes(self, inputs: Sequence[Any]) -> list[torch.Size]:
-        return [inputs[i].shape for i in self._parts.tensors]
-
-    def _find(self, inputs: Sequence[Any]) -> "_Build":
-        """The build for inputs that the latest one does not fit."""
-        self._forget_stale()
-        for build in reversed(self._builds):
-            if self._fits(build, inputs):
-                self._builds.remove(build)
-                self._builds.append(build)
-                return build
-        return self._build(inputs)
-
-    def _forget_stale(self) -> None:
-        """Drop builds with old values of weights; a weight that changes again becomes an input."""
-        if self._options.frozen:
-            return
-        stale = [b for b in self._builds if any(_version(w) != v for _, w, v in b.weights)]
-        for build in stale:
-            self._builds.remove(build)
-        if stale:
-            changed = {i for i, w, v in stale[-1].weights if _version(w) != v}
-            self._changes.update(changed)
-        again = {i for i in self._parts.weights if self._changes[i] >= MOST_CHANGES}
-        if again:
-            self._parts = self._parts.with_inputs(again)
-            self._builds.clear()
-
-    def _build(self, inputs: Sequence[Any]) -> "_Build":
-        """Compile for these inputs, and keep the result."""
-        build = None
-        if self._keeps_symbols:
-            try:
-                build = self._compiled(inputs, keep_symbols=True)
-            except (ConfigError, TargetError):
-                raise
-            except Exception as error:  # a kernel build; each shape is tried by itself
-                _log.info("compiled for each shape by itself: %s", error)
-                self._keeps_symbols = False
-        if build is None:
-            try:
-                build = self._compiled(inputs, keep_symbols=False)
-            except (ConfigError, TargetError):
-                raise
-            except Exception as error:  # a kernel build
-                count = sum(n.op.startswith("call_") for n in self._graph.graph.nodes)
-                warnings.warn(
-                    f"tvm_fusion: a graph of {count} operators runs in eager mode: {error}",
-                    stacklevel=2,
+    def _parts(self, cut: Partition, inputs: Sequence[Any]) -> list[PartCalls]:
+        constant = self._values(cut, inputs)
+        made = []
+        for number, call in enumerate(cut.parts):
+            weights = [i for i, node in enumerate(call.args) if node.name in constant]
+            made.append(
+                PartCalls(
+                    cut.graph.get_submodule(call.target),
+                    weights,
+                    _device(call),
+                    self._options,
+                    self._teller(cut, number),
                 )
-                build = self._described(inputs, None, keep_symbols=False)
-        self._builds = [*self._builds[1 - MAX_BUILDS :], build]
-        return build
+            )
+        return made
 
-    def _compiled(self, inputs: Sequence[Any], keep_symbols: bool) -> "_Build":
-        from tvm_fusion.compilation.compiler import compile
+    def _values(self, cut: Partition, inputs: Sequence[Any]) -> dict[str, torch.Tensor]:
+        """The tensors that nothing writes to, by the names of their nodes."""
+        placeholders = cut.graph.graph.find_nodes(op="placeholder")
+        pairs = enumerate(zip(placeholders, inputs, strict=True))
+        found = {
+            node.name: value
+            for i, (node, value) in pairs
+            if i in self._static and node.name not in cut.written
+        }
+        for node in cut.graph.graph.find_nodes(op="get_attr"):
+            value = operator.attrgetter(node.target)(cut.graph)
+            if isinstance(value, torch.Tensor):
+                found[node.name] = value
+        return found
 
-        options, device = self._options, _device(inputs)
-        program = exported(self._parts, inputs, keep_symbols)
-        target = device.type.replace("cpu", "llvm") if options.target is None else options.target
-        keep = takes_formats(resolve_target(target)[0])
-        mod = from_exported_program(program, "torch.compile", refuse_writes, keep)
-        graphs = options.cuda_graph or (options.graph_where_possible and device.type == "cuda")
-        module = compile(
-            mod,
-            target,
-            policy=options.policy,
-            verify=options.verify,
-            measure=options.measure,
-            cuda_graph=graphs,
-        )
-        module.device  # noqa: B018 - a target that this machine lacks is named now
-        return self._described(inputs, module, keep_symbols)
+    def _teller(self, cut: Partition, part: int) -> Callable[[CompiledModule], None]:
+        outside = Counter(str(one.node.target) for one in cut.outside)
 
-    def _described(
-        self, inputs: Sequence[Any], module: CompiledModule | None, keep_symbols: bool
-    ) -> "_Build":
-        parts, device = self._parts, _device(inputs)
-        return _Build(
-            module,
-            [(i, inputs[i], _version(inputs[i])) for i in parts.weights],
-            [(i, plain_number(inputs[i])) for i in parts.fixed],
-            self._shapes(inputs) if parts.has_symbols and not keep_symbols else None,
-            device,
-            any(inputs[i].device != device for i in parts.tensors),
-        )
+        def told(module: CompiledModule) -> None:
+            report = PartReport(self._number, part, module, cut.count, outside)
+            tell(report, self._options.report)
 
+        return told
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Build:
-    """A compiled graph, and what it was compiled for.
-
-    Attributes
-    ----------
-    module : CompiledModule or None
-        None where it runs in eager mode.
-    weights : list of (input, tensor, version)
-    numbers : list of (input, value)
-    shapes : list of torch.Size or None
-        None where all that Dynamo lets pass will do.
-    device : torch.device
-    lies_elsewhere : bool
-        Whether a tensor is on another device.
-    """
-
-    module: CompiledModule | None
-    weights: list[tuple[int, torch.Tensor, int]]
-    numbers: list[tuple[int, Any]]
-    shapes: list[torch.Size] | None
-    device: torch.device
-    lies_elsewhere: bool
+    def _tell_of_outside(self, cut: Partition) -> None:
+        if not cut.outside:
+            return
+        lines = listed(cut.outside)
+        text = f"{len(cut.outside)} of {cut.count} operators of a graph run in torch"
+        if self._options.strict:
+            raise FrontendError(
+                f"torch.compile, backend tvm_fusion: {text}: {'; '.join(lines)}; write these lines "
+                "with other operators, or leave the option strict out"
+            )
+        warnings.warn(f"tvm_fusion: {text}: {'; '.join(lines)}", stacklevel=2)
 
 
-def _version(tensor: torch.Tensor) -> int:
-    """A number that rises when a tensor is written to; -1 where torch keeps none."""
-    return -1 if tensor.is_inference() else tensor._version
+def _refused(
+    cut: Partition, parts: Sequence[PartCalls], values: dict[str, torch.Tensor]
+) -> dict[str, str]:
+    """Import all parts; returns what cannot be converted, by the names in the whole graph."""
+    found: dict[str, str] = {}
+    for call, part in zip(cut.parts, parts, strict=True):
+        names = [node.name for node in call.args]
+        known = {
+            inner: values[n] for n, inner in zip(names, part.names, strict=True) if n in values
+        }
+        try:
+            part.imported(known)
+        except OperatorsRefused as error:
+            found |= {one.node.meta[NAME]: one.why for one in error.refused}
+    return found
 
 
-def _device(inputs: Sequence[Any]) -> torch.device:
-    """Where a graph runs: on the GPU, if one of its tensors is there."""
-    devices = [x.device for x in inputs if isinstance(x, torch.Tensor)]
+def _call(call: fx.Node, part: PartCalls, number: int) -> None:
+    """Have the graph call a part as a function."""
+
+    def run(*inputs: Any) -> tuple[Any, ...]:
+        return part(*inputs)
+
+    run.__name__ = run.__qualname__ = f"part{number}"
+    with call.graph.inserting_before(call):
+        made = call.graph.call_function(run, call.args)
+    made.meta = call.meta
+    call.replace_all_uses_with(made)
+    call.graph.erase_node(call)
+
+
+def _device(call: fx.Node) -> torch.device:
+    """Where a part runs: on the GPU, if one of its tensors is there."""
+    given = [node.meta.get("val") for node in call.args]
+    made = call.meta.get("val")
+    values = [*given, *(made if isinstance(made, tuple | list) else [made])]
+    devices = [x.device for x in values if isinstance(x, torch.Tensor)]
     return next((d for d in devices if d.type != "cpu"), torch.device("cpu"))

@@ -12,7 +12,7 @@ import io
 import logging
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ from .convention import (
 )
 from .decompositions import decompositions
 from .importer import Importer
-from .refusals import origin_of, refusal, stopped_export
+from .refusals import OperatorsRefused, origin_of, stopped_export
 from .slices import merge_equal_splits
 from .value_checks import READS_VALUES, no_values_read
 from .writes import (
@@ -108,7 +108,7 @@ def from_module(
     """
     where = f"torch module {type(model).__name__}"
     program = exported(model, example_inputs, dynamic_shapes)
-    return from_exported_program(program, where, None, keep_formats, keep_convention)
+    return from_exported_program(program, where, keep_formats, keep_convention)
 
 
 def exported(
@@ -168,22 +168,20 @@ def from_pt2(path: Path, keep_formats: bool = False, keep_convention: bool = Fal
             f"{path}: torch.export.load cannot read it: {first_line(error)}; "
             f"write it with torch.export.save(torch.export.export(model, inputs), path)"
         ) from error
-    return from_exported_program(program, str(path), None, keep_formats, keep_convention)
+    return from_exported_program(program, str(path), keep_formats, keep_convention)
 
 
 def from_exported_program(
     program: torch.export.ExportedProgram,
     where: str,
-    inspect: Callable[[torch.export.ExportedProgram], None] | None = None,
     keep_formats: bool = False,
     keep_convention: bool = False,
 ) -> IRModule:
-    """Translate an exported program; `main` takes its user inputs. `inspect` is given the
-    decomposed program, in which nothing writes into a tensor, and may refuse it. With
-    `keep_formats` tensors in channels_last are taken and given as they lie (`with_formats`), unless
-    `main` writes into its inputs. With `keep_convention` it also takes the tensors that stay
-    between calls, and gives their new values and those of inputs (`ir.convention`); without, what
-    is written is lost, and a warning says so.
+    """Translate an exported program; `main` takes its user inputs. With `keep_formats` tensors in
+    channels_last are taken and given as they lie (`with_formats`), unless `main` writes into its
+    inputs. With `keep_convention` it also takes the tensors that stay between calls, and gives
+    their new values and those of inputs (`ir.convention`); without, what is written is lost, and a
+    warning says so.
 
     Raises
     ------
@@ -199,43 +197,60 @@ def from_exported_program(
     formats = formats_of(program) if keep_formats else None
     views = views_of(program) if keep_convention else []
     importer, border, results = Importer(CONVERTERS), None, []
-    try:
+    with _told(importer, where):
         program = decomposed(program)
-        with _ONE_AT_A_TIME, _quiet():
-            if inspect is not None:
-                inspect(program)
-            importer.in_place = written_inputs(program, buffers=keep_convention)
-            if keep_convention:
-                results, border = results_of(program), Border.of(program, importer.in_place)
-                border.apply(program)
-            else:
-                warn_of_lost_writes(program, importer.in_place)
-            mod = importer.from_exported_program(
-                program,
-                keep_params_as_input=False,
-                unwrap_unit_return_tuple=_returns_bare_tensor(program),
-                no_bind_return_tuple=False,
-                custom_convert_map=None,
-            )
-    except MemoryError:  # `frontends` has words for it
-        raise
-    except Exception as error:
-        if importer.refused:
-            raise FrontendError(refusal(where, importer.refused)) from error
-        raise FrontendError(
-            f"{where}: cannot be converted to Relax: {first_line(error)}"
-            "; write the model without that"
-        ) from error
-    if importer.refused:
-        raise FrontendError(refusal(where, importer.refused))
-    mod = checked_module(cleaned(mod), where)
-    mod = with_origins(mod, {**importer.origins, **_origin_of_result(mod, program)})
+        importer.in_place = written_inputs(program, buffers=keep_convention)
+        if keep_convention:
+            results, border = results_of(program), Border.of(program, importer.in_place)
+            border.apply(program)
+        else:
+            warn_of_lost_writes(program, importer.in_place)
+    mod = translated(importer, program, where, _returns_bare_tensor(program))
     if border is not None:
         convention = border.convention(program, views, results, fixed, importer.symbols, mod)
         mod = mod if convention is None else with_convention(mod, convention)
     if formats is None or importer.in_place or not formats.fits(mod):
         return mod
     return with_formats(mod, formats)
+
+
+def translated(importer: Importer, program: Any, where: str, bare: bool) -> IRModule:
+    """What an importer makes of a decomposed program, checked, with the origins of its values; with
+    `bare`, the only result is no tuple.
+
+    Raises
+    ------
+    OperatorsRefused, FrontendError
+    """
+    with _told(importer, where):
+        mod = importer.from_exported_program(
+            program,
+            keep_params_as_input=False,
+            unwrap_unit_return_tuple=bare,
+            no_bind_return_tuple=False,
+            custom_convert_map=None,
+        )
+    if importer.refused:
+        raise OperatorsRefused(where, importer.refused)
+    mod = checked_module(cleaned(mod), where)
+    return with_origins(mod, {**importer.origins, **_origin_of_result(mod, program)})
+
+
+@contextlib.contextmanager
+def _told(importer: Importer, where: str) -> Iterator[None]:
+    """Only one thread at a time; what fails is said in words of the model."""
+    try:
+        with _ONE_AT_A_TIME, _quiet():
+            yield
+    except MemoryError:  # `frontends` has words for it
+        raise
+    except Exception as error:
+        if importer.refused:
+            raise OperatorsRefused(where, importer.refused) from error
+        raise FrontendError(
+            f"{where}: cannot be converted to Relax: {first_line(error)}"
+            "; write the model without that"
+        ) from error
 
 
 def _origin_of_result(mod: IRModule, program: torch.export.ExportedProgram) -> dict[str, Origin]:

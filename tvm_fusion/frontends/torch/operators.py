@@ -376,6 +376,11 @@ def _tensor_and_scalar(name: str, converter: Converter) -> dict[str, Converter]:
     return {f"{name}.Tensor": converter, f"{name}.Scalar": converter}
 
 
+def _converted(importer: Importer, node: fx.Node) -> relax.Expr:
+    """`prims.convert_element_type`, which AOTAutograd makes of numbers that are tensors."""
+    return importer.operand(node.args[0], importer.dtype_of(node))
+
+
 def _shifts(side: str) -> list[str]:
     spelt = [f"__{side[0]}shift__.{kind}" for kind in ("Scalar", "Tensor")]
     kinds = ("Tensor", "Tensor_Scalar", "Scalar_Tensor")
@@ -418,6 +423,7 @@ CONVERTERS: dict[str, Converter] = {
     "pow.Tensor_Scalar": _power,
     "view.dtype": _view_as,
     "where.self": _where,
+    "convert_element_type.default": _converted,
     "cumsum.default": _scan(relax.op.cumsum),
     "cumprod.default": _scan(relax.op.cumprod),
     "hypot.default": _hypot,

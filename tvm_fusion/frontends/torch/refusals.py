@@ -76,12 +76,30 @@ class Refused:
         return cls(node, f"this form of it is not converted (TVM: {first_line(error)})")
 
 
-def refusal(where: str, refused: Sequence[Refused]) -> str:
-    """The message for operators that are refused, each once, with the places where it stands."""
+class OperatorsRefused(FrontendError):
+    """Operators that cannot be converted.
+
+    Attributes
+    ----------
+    refused : tuple of Refused
+    """
+
+    def __init__(self, where: str, refused: Sequence[Refused]) -> None:
+        super().__init__(refusal(where, refused))
+        self.refused = tuple(refused)
+
+
+def listed(refused: Sequence[Refused]) -> list[str]:
+    """Operators that are refused, each once, with the places where it stands."""
     places: dict[tuple[str, str], dict[str, None]] = {}
     for one in refused:
         places.setdefault((str(one.node.target), one.why), {})[place_of(one.node)] = None
-    lines = [f"{name} ({_several(list(at))}): {why}" for (name, why), at in places.items()]
+    return [f"{name} ({_several(list(at))}): {why}" for (name, why), at in places.items()]
+
+
+def refusal(where: str, refused: Sequence[Refused]) -> str:
+    """The message for operators that are refused."""
+    lines = listed(refused)
     if len(lines) == 1:
         return f"{where}: cannot be converted to Relax at {lines[0]}; {ADVICE}"
     told = "".join(f"\n  {line}" for line in lines)

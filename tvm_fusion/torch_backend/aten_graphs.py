@@ -1,0 +1,75 @@
+"""A graph of Dynamo as AOTAutograd makes it: ATen operators that write into nothing.
+
+    before:  x.mul_(2); y = silu(linear(x, w)); return y
+    after:   a = mul(x, 2); b = silu(linear(a, w)); copy_(x, a); return b
+
+Written and aliased inputs, views and tensor subclasses are torch's own bookkeeping.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+from torch.export.exported_program import (
+    _override_composite_implicit_decomp,
+    _split_decomp_table_to_cia_and_python_decomp,
+)
+
+from tvm_fusion.frontends.torch.decompositions import decompositions
+
+Compiler = Callable[[fx.GraphModule, frozenset[int]], Callable[[list[Any]], Any]]
+
+
+def traced(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> Callable[..., Any]:
+    """Trace a graph, and compile what comes of it.
+
+    Parameters
+    ----------
+    graph : fx.GraphModule
+    inputs : sequence
+        As Dynamo gives both.
+    compiler : callable
+        Takes the traced graph and the numbers of the inputs that are parameters and buffers, and
+        returns a function of a list of all inputs, which it may empty.
+
+    Returns
+    -------
+    callable
+        Takes what the graph takes.
+    """
+
+    def compiled(traced: fx.GraphModule, examples: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        run = compiler(traced, _static_inputs())
+
+        def call(given: list[Any]) -> Any:
+            return run(given)
+
+        call._boxed_call = True
+        return call
+
+    whole, table = _tables()
+    # operators that are kept whole are not torn apart by their implicit decompositions
+    with _override_composite_implicit_decomp(dict(whole)):
+        make = aot_autograd(
+            fw_compiler=compiled,
+            inference_compiler=compiled,
+            decompositions=dict(table),
+            keep_inference_input_mutations=True,
+        )
+        return make(graph, inputs)
+
+
+def _static_inputs() -> frozenset[int]:
+    """The inputs of the graph that is being compiled which are the same tensors in all calls."""
+    context = torch._guards.TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    return frozenset(metadata.static_input_indices or () if metadata is not None else ())
+
+
+@cache
+def _tables() -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Decompositions of operators that are implicit compositions, and those of all others."""
+    return _split_decomp_table_to_cia_and_python_decomp(decompositions())

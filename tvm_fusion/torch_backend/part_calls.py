@@ -1,0 +1,304 @@
+"""The calls of one part: compiled for its weights and sizes, and again where those change."""
+
+import logging
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from tvm.ir import IRModule
+
+from tvm_fusion.compilation import compiler
+from tvm_fusion.config import resolve_target
+from tvm_fusion.errors import ConfigError, TargetError
+from tvm_fusion.frontends.torch.graphs import from_graph
+from tvm_fusion.frontends.torch.refusals import OperatorsRefused
+from tvm_fusion.runtime.calls.compiled_module import CompiledModule
+from tvm_fusion.torch_backend.options import BackendOptions
+from tvm_fusion.torch_backend.part_graphs import ReadyPart, SizesUnknown, ready
+from tvm_fusion.torch_backend.partition import is_operator
+from tvm_fusion.transform.layouts.memory_formats import takes_formats
+
+_log = logging.getLogger(__name__)
+
+MAX_BUILDS = 16  # of one part, for different weights, numbers and (where static) shapes; all
+# others run in torch
+MOST_CHANGES = 2  # of a weight's values; after so many it is no constant any more
+
+
+class PartCalls:
+    """Runs one part; takes what it takes and returns a tuple of tensors."""
+
+    def __init__(
+        self,
+        part: fx.GraphModule,
+        weights: Collection[int],
+        device: torch.device,
+        options: BackendOptions,
+        built: Callable[[CompiledModule], None],
+    ) -> None:
+        """`weights` are the inputs that are constants; `built` is told of each build."""
+        self._part, self._options, self._built, self._device = part, options, built, device
+        self._weights = tuple(sorted(weights))
+        placeholders = part.graph.find_nodes(op="placeholder")
+        values = [node.meta["val"] for node in placeholders]
+        self._names = [node.name for node in placeholders]
+        self._shapes_of = [i for i, v in enumerate(values) if _varies(v) and _is_tensor(v)]
+        self._numbers = [i for i, v in enumerate(values) if not _is_tensor(v)]
+        self._keeps_symbols = True
+        self._first: tuple[ReadyPart, IRModule] | None = None
+        self._builds: list[_Build] = []  # the one used last comes last
+        self._changes: Counter[int] = Counter()  # how often a weight was written to, by input
+        self._lock = threading.RLock()
+        self._is_named = False  # as one that runs in torch
+
+    @property
+    def names(self) -> list[str]:
+        """The inputs by name."""
+        return self._names
+
+    def imported(self, values: dict[str, torch.Tensor]) -> None:
+        """Import it for the sizes that were traced, with the values of its weights by name.
+
+        Raises
+        ------
+        OperatorsRefused
+            Operators of it cannot be converted.
+        """
+        inputs = [values.get(name) for name in self._names]
+        try:
+            self._first = self._import(inputs, keep_symbols=True)
+        except SizesUnknown:
+            self._keeps_symbols = False
+        except OperatorsRefused:
+            raise
+        except Exception as error:  # each shape is tried by itself
+            _log.info("compiled for each shape by itself: %s", error)
+            self._keeps_symbols = False
+
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        builds = self._builds
+        build = builds[-1] if builds else None
+        if build is None or not build.fits(inputs):
+            with self._lock:
+                build = self._find(inputs)
+        return self._part(*inputs) if build.run is None else build.run(inputs)
+
+    def _find(self, inputs: Sequence[Any]) -> "_Build":
+        """The build for inputs that the latest one does not fit."""
+        self._forget_stale()
+        for build in reversed(self._builds):
+            if build.fits(inputs):
+                self._builds = [*(b for b in self._builds if b is not build), build]
+                return build
+        return self._build(inputs)
+
+    def _forget_stale(self) -> None:
+        """Drop builds with old values of weights; a weight that changes again becomes an input."""
+        if self._options.frozen:
+            return
+        stale = [build for build in self._builds if build.changed()]
+        self._builds = [build for build in self._builds if build not in stale]
+        if stale:
+            self._changes.update(stale[-1].changed())
+        again = {i for i in self._weights if self._changes[i] >= MOST_CHANGES}
+        if again:
+            self._weights = tuple(i for i in self._weights if i not in again)
+            self._builds, self._first = [], None
+
+    def _build(self, inputs: Sequence[Any]) -> "_Build":
+        """Compile for these inputs, and keep the result."""
+        if len(self._builds) >= MAX_BUILDS:  # nobody gains from compiling for each call
+            return self._failed(inputs, f"it was compiled for {MAX_BUILDS} sizes or weights")
+        build = None
+        if self._keeps_symbols:
+            try:
+                build = self._compiled(inputs, keep_symbols=True)
+            except (ConfigError, TargetError):
+                raise
+            except Exception as error:  # a kernel build; each shape is tried by itself
+                if not self._shapes_of and not self._numbers:
+                    build = self._failed(inputs, error)
+                _log.info("compiled for each shape by itself: %s", error)
+                self._keeps_symbols = False
+        if build is None:
+            try:
+                build = self._compiled(inputs, keep_symbols=False)
+            except (ConfigError, TargetError):
+                raise
+            except Exception as error:  # a kernel build
+                build = self._failed(inputs, error)
+        self._builds = [*self._builds, build]
+        return build
+
+    def _failed(self, inputs: Sequence[Any], why: Exception | str) -> "_Build":
+        """The part in torch, once named."""
+        if self._options.strict and isinstance(why, Exception):
+            raise why
+        if not self._is_named:
+            count = sum(map(is_operator, self._part.graph.nodes))
+            told = f"tvm_fusion: a part of {count} operators runs in torch: {why}"
+            warnings.warn(told, stacklevel=2)
+        self._is_named = True
+        return self._described(inputs, None, keep_symbols=False)
+
+    def _compiled(self, inputs: Sequence[Any], keep_symbols: bool) -> "_Build":
+        options, device = self._options, self._device
+        first, self._first = (self._first if keep_symbols else None), None
+        made, mod = first or self._import(inputs, keep_symbols)
+        graphs = options.cuda_graph or (options.graph_where_possible and device.type == "cuda")
+        module = compiler.compile(
+            mod,
+            self._target,
+            policy=options.policy,
+            verify=options.verify,
+            measure=options.measure,
+            cuda_graph=graphs,
+            database=options.database,
+        )
+        module.device  # noqa: B018 - a target that this machine lacks is named now
+        self._built(module)
+        return self._described(inputs, _Run(module, made, device), keep_symbols)
+
+    @property
+    def _target(self) -> Any:
+        kind = self._device.type.replace("cpu", "llvm")
+        return kind if self._options.target is None else self._options.target
+
+    def _import(self, inputs: Sequence[Any], keep_symbols: bool) -> tuple[ReadyPart, IRModule]:
+        reorders = takes_formats(resolve_target(self._target)[0])
+        given = None if keep_symbols else inputs
+        with torch.inference_mode(False), torch.no_grad():
+            made = ready(self._part, self._weights, given, reorders)
+            weights = {name: inputs[number] for name, number in made.weights.items()}
+            guards = _guards_of(self._part)
+            mod = from_graph(made.graph, weights, "torch.compile")
+        if keep_symbols and _guards_of(self._part) != guards:
+            raise SizesUnknown  # what was made holds for some sizes only
+        return made, mod
+
+    def _described(self, inputs: Sequence[Any], run: "_Run | None", keep_symbols: bool) -> "_Build":
+        keeps = keep_symbols and run is not None
+        weights = self._weights if run is not None else ()
+        return _Build(
+            run,
+            weights,
+            [inputs[i] for i in weights],
+            [] if self._options.frozen else [_version(inputs[i]) for i in weights],
+            [] if keeps else [(i, inputs[i]) for i in self._numbers],
+            [] if keeps else [(i, inputs[i].shape) for i in self._shapes_of],
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Build:
+    """A compiled part, and what it was compiled for.
+
+    Attributes
+    ----------
+    run : _Run or None
+        None where it runs in torch.
+    numbers : tuple of int
+        The inputs that are weights.
+    weights : list of torch.Tensor
+    versions : list of int
+        Of each weight; empty where nobody looks at them.
+    values : list of (input, number)
+    shapes : list of (input, torch.Size)
+        Empty where all that Dynamo lets pass will do.
+    """
+
+    run: "_Run | None"
+    numbers: tuple[int, ...]
+    weights: list[torch.Tensor]
+    versions: list[int]
+    values: list[tuple[int, Any]]
+    shapes: list[tuple[int, torch.Size]]
+
+    def fits(self, inputs: Sequence[Any]) -> bool:
+        """Whether it is right for these inputs."""
+        for number, weight in zip(self.numbers, self.weights, strict=True):
+            if inputs[number] is not weight:
+                return False
+        if self.versions and [_version(w) for w in self.weights] != self.versions:
+            return False
+        if self.values and any(inputs[i] != value for i, value in self.values):
+            return False
+        return not self.shapes or all(inputs[i].shape == shape for i, shape in self.shapes)
+
+    def changed(self) -> set[int]:
+        """The weights that were written to."""
+        pairs = zip(self.numbers, self.weights, self.versions, strict=False)
+        return {number for number, weight, version in pairs if _version(weight) != version}
+
+
+class _Run:
+    """Runs a compiled part on its inputs."""
+
+    def __init__(self, module: CompiledModule, made: ReadyPart, device: torch.device) -> None:
+        self._module, self._sizes, self._device = module, made.sizes, device
+        self._tensors = made.tensors
+        self._plain = [i for i, _ in made.tensors]
+        self._is_plain = all(order is None for _, order in made.tensors) and not made.sizes
+        self._results = [
+            (i, given.order, None if given.device == device else given.device)
+            for i, given in enumerate(made.results)
+            if given.order is not None or given.device != device
+        ]
+        self._own = module.own
+
+    def __call__(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
+        if self._is_plain:
+            tensors = [inputs[i] for i in self._plain]
+        else:
+            tensors = [x if o is None else x.permute(o) for x, o in self._ordered(inputs)]
+            tensors += [torch.empty((inputs[i], 0), dtype=torch.int8) for i in self._sizes]
+        results = self._module(*self._there(tensors))
+        if not self._plain:
+            results = tuple(torch.from_dlpack(result).clone() for result in results)
+        if not self._results:
+            return results
+        given = list(results)
+        for number, order, device in self._results:
+            result = given[number] if order is None else given[number].permute(order)
+            given[number] = result if device is None else result.to(device)
+        return tuple(given)
+
+    def _ordered(self, inputs: Sequence[Any]) -> list[tuple[torch.Tensor, Any]]:
+        return [(inputs[i], order) for i, order in self._tensors]
+
+    def _there(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        device = self._device
+        if all(tensor.device == device for tensor in tensors):
+            return tensors
+        return [tensor.to(device) for tensor in tensors]
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _varies(value: torch.Tensor) -> bool:
+    return any(isinstance(extent, torch.SymInt) for extent in getattr(value, "shape", ()))
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """A number that rises when a tensor is written to; -1 where torch keeps none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _guards_of(part: fx.GraphModule) -> tuple[int, int]:
+    """How many conditions on symbolic sizes were asked for; those that come after Dynamo made its
+    guards are only counted.
+    """
+    for node in part.graph.nodes:
+        value = node.meta.get("val")
+        for number in (value, *getattr(value, "shape", ())):
+            if isinstance(number, torch.SymInt):
+                env = number.node.shape_env
+                return len(env.guards), env.counter["ignored_backward_guard"]
+    return 0, 0

@@ -1,0 +1,90 @@
+"""What is told of the parts of graphs: to the option `report`, and to torch's own traces."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch._logging import trace_structured
+
+from tvm_fusion.plan.plan import FusionPlan
+from tvm_fusion.report.screen import Report
+from tvm_fusion.runtime.calls.compiled_module import CompiledModule
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class PartReport:
+    """A part that was compiled.
+
+    Attributes
+    ----------
+    graph, part : int
+        The graph, of those that this process compiled, and the part of it, from 0 on.
+    module : CompiledModule
+    operators : int
+        Operators of the whole graph, without views.
+    outside : Mapping of str to int
+        The operators of the graph that run in torch, and how often each stands there.
+    """
+
+    graph: int
+    part: int
+    module: CompiledModule
+    operators: int
+    outside: Mapping[str, int]
+
+    @property
+    def name(self) -> str:
+        return f"graph{self.graph}_part{self.part}"
+
+    @property
+    def report(self) -> Report:
+        return self.module.report
+
+    @property
+    def plan(self) -> FusionPlan:
+        return self.module.plan
+
+    def save(self, path: str | Path) -> Path:
+        """Write the part as a library; see `CompiledModule.save`."""
+        return self.module.save(path)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values: what is in the graph and outside of its parts, and the report."""
+        return {
+            "graph": self.graph,
+            "part": self.part,
+            "operators": self.operators,
+            "outside": dict(self.outside),
+            "report": self.report.to_json(),
+        }
+
+
+def tell(report: PartReport, to: Callable[[PartReport], Any] | str | Path | None) -> None:
+    """Hand a report to whom the option names, and to torch's traces."""
+    _log.info("%s of %d operators is compiled", report.name, report.operators)
+    for kind, made in (
+        ("report", lambda: json.dumps(report.to_json())),
+        ("plan", lambda: json.dumps(report.plan.to_json())),
+        ("kernels", lambda: "\n".join(report.module.built.cuda_sources)),
+    ):
+        name = f"tvm_fusion_{report.name}_{kind}"
+        encoding = "string" if kind == "kernels" else "json"
+        trace_structured(
+            "artifact",
+            metadata_fn=lambda name=name, encoding=encoding: {"name": name, "encoding": encoding},
+            payload_fn=made,
+        )
+    if to is None:
+        return
+    if callable(to):
+        to(report)
+        return
+    folder = Path(to)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{report.name}.json").write_text(json.dumps(report.to_json()), encoding="utf-8")
+    report.report.write_html(folder / f"{report.name}.html")
