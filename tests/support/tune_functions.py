@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import cache
 
 import numpy as np
+import pytest
 import tvm
 from tvm import tirx
 from tvm.relax import op
@@ -13,6 +14,7 @@ from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.flow.planned import Planned
 from tvm_fusion.runtime.build.build import build_functions
 from tvm_fusion.transform.apply.materialize import materialize
+from tvm_fusion.tuning.search import evolve
 from tvm_fusion.tuning.search.evolve import Evolved
 
 from .graphs import module
@@ -20,6 +22,7 @@ from .kernel_cases import assert_close, softmax_of
 
 CPU, H200 = load_profile("llvm"), load_profile("nvidia_h200")
 LLVM, CUDA = CPU.to_target(), H200.to_target()
+POPULATION = 12  # of a search that proposes up to ten at once; one of a session has 64
 
 
 def chain(bb, x, y):
@@ -87,8 +90,11 @@ def assert_right(name: str, got: np.ndarray, values: list[np.ndarray]) -> None:
 
 
 def evolving(func: tirx.PrimFunc, target: tvm.target.Target, **options) -> Evolved:
-    """A search whose cost model learns from the first batch on."""
-    return Evolved(func, target, ms.cost_model.XGBModel(num_warmup_samples=1), **options)
+    """A search whose cost model learns from the first batch on, among few schedules."""
+    model = ms.cost_model.XGBModel(num_warmup_samples=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evolve, "POPULATION", POPULATION)
+        return Evolved(func, target, model, **options)
 
 
 def texts_of(search: Evolved, count: int) -> list[str]:
