@@ -24,6 +24,8 @@ from ...kernels.program.expr import DIVISIONS, dtype_of, number
 from ...transform.functions.functions import with_functions
 
 _LINEAR = (tirx.Add, tirx.Sub, tirx.Mul)
+_DIVISIONS = frozenset(DIVISIONS)
+_OF_TWO = _DIVISIONS.union(_LINEAR)
 
 
 def with_hidden_divisions(mod: tvm.IRModule) -> tvm.IRModule:
@@ -86,11 +88,18 @@ def _falls(expr: Expr, falling: Collection[tirx.Var], sign: int = 1) -> bool:
 
 
 class _Shifts:
-    """The divisions in a function's indices, with bound variables looked through."""
+    """The divisions in a function's indices, with bound variables looked through.
+
+    Of a bound variable it is found out once what its value is made of: values are bound to values,
+    and each access of a kernel is made of most of them.
+    """
 
     def __init__(self, func: tirx.PrimFunc) -> None:
         self.func = func
         self.bound: dict[tirx.Var, Expr] = {}
+        self._sums: dict[tirx.Var, tuple[Counter, int]] = {}
+        self._with_shifted: dict[tirx.Var, bool] = {}
+        self._undivided: dict[tirx.Var, frozenset[tirx.Var] | None] = {}
         tvm_ffi.structural_walk(func.body, [(tirx.Bind, self._bind)])
 
     def _bind(self, binding: tirx.Bind) -> None:
@@ -114,24 +123,24 @@ class _Shifts:
 
     def _meeting(self, indices: Sequence[Expr]) -> list[Expr]:
         """Divisions of a number and a constant beside others of a part of that number."""
-        shifted = [e for e in self._inside(indices) if self._is_shifted(e)]
-        return [d for d in shifted if self._meets(d, indices)]
+        return [d for d in self._shifted(indices) if self._meets(d, indices)]
 
     def _hide(self, index: Expr, found: Sequence[Expr]) -> Expr:
         """The index with an or around each of its terms in which one of `found` is."""
         if isinstance(index, _LINEAR):
             return type(index)(self._hide(index.a, found), self._hide(index.b, found))
-        if any(e.same_as(d) for e in self._inside([index]) for d in found):
+        if any(e.same_as(d) for e in self._shifted([index]) for d in found):
             return tirx.bitwise_or(index, tirx.IntImm(dtype_of(index), 0))
         return index
 
     def _parts(self, expr: Expr) -> tuple[Expr, ...]:
         """Of what `IterMapSimplify` reads, the operands; of a bound variable its value."""
-        if isinstance(expr, (*_LINEAR, *DIVISIONS)):
+        kind = type(expr)
+        if kind in _OF_TWO:
             return expr.a, expr.b
-        if isinstance(expr, tirx.Cast):
+        if kind is tirx.Cast:
             return (expr.value,)
-        value = self.bound.get(expr) if isinstance(expr, tirx.Var) else None
+        value = self.bound.get(expr) if kind is tirx.Var else None
         return () if value is None else (value,)
 
     def _inside(self, exprs: Sequence[Expr]) -> list[Expr]:
@@ -139,7 +148,7 @@ class _Shifts:
         found, todo, seen = [], list(exprs), set()
         while todo:
             expr = todo.pop()
-            if isinstance(expr, tirx.Var):
+            if type(expr) is tirx.Var:
                 if expr in seen:
                     continue
                 seen.add(expr)
@@ -147,25 +156,56 @@ class _Shifts:
             todo += self._parts(expr)
         return found
 
-    def _terms(self, expr: Expr, sign: int = 1) -> tuple[Counter, int]:
-        """How often each term of a sum is in it, and its constant."""
-        if isinstance(expr, tirx.IntImm):
-            return Counter(), sign * int(expr.value)
-        if isinstance(expr, tirx.Add | tirx.Sub):
-            a, start = self._terms(expr.a, sign)
-            b, more = self._terms(expr.b, sign if isinstance(expr, tirx.Add) else -sign)
-            a.update(b)
-            return a, start + more
-        parts = () if isinstance(expr, (tirx.Mul, *DIVISIONS)) else self._parts(expr)
-        if parts:
-            return self._terms(parts[0], sign)
-        return Counter({tvm_ffi.StructuralKey(expr): sign}), 0
+    def _shifted(self, exprs: Sequence[Expr]) -> list[Expr]:
+        """The divisions of a number and a constant that the expressions are made of."""
+        found, todo, seen = [], list(exprs), set()
+        while todo:
+            expr = todo.pop()
+            if type(expr) is tirx.Var:
+                if expr in seen or not self._has_shifted(expr):
+                    continue
+                seen.add(expr)
+            elif self._is_shifted(expr):
+                found.append(expr)
+            todo += self._parts(expr)
+        return found
 
-    def _is_shifted(self, division: Expr) -> bool:
-        if not isinstance(division, DIVISIONS):
+    def _has_shifted(self, var: tirx.Var) -> bool:
+        """Whether any is in what a variable is bound to."""
+        if var not in self._with_shifted:
+            self._with_shifted[var] = bool(self._shifted(self._parts(var)))
+        return self._with_shifted[var]
+
+    def _terms(self, expr: Expr) -> tuple[Counter, int]:
+        """How often each term of a sum is in it, and its constant."""
+        terms: Counter = Counter()
+        return terms, self._add_terms(expr, 1, terms)
+
+    def _add_terms(self, expr: Expr, sign: int, terms: Counter) -> int:
+        """Counts the terms of a sum that stands `sign` times; returns its constant."""
+        kind = type(expr)
+        if kind is tirx.IntImm:
+            return sign * int(expr.value)
+        if kind is tirx.Add or kind is tirx.Sub:
+            start = self._add_terms(expr.a, sign, terms)
+            return start + self._add_terms(expr.b, sign if kind is tirx.Add else -sign, terms)
+        if kind is tirx.Cast:
+            return self._add_terms(expr.value, sign, terms)
+        if kind is tirx.Var and expr in self.bound:
+            if expr not in self._sums:
+                self._sums[expr] = self._terms(self.bound[expr])
+            counts, constant = self._sums[expr]
+            for term, count in counts.items():
+                terms[term] += sign * count
+            return sign * constant
+        terms[tvm_ffi.StructuralKey(expr)] += sign
+        return 0
+
+    def _is_shifted(self, expr: Expr) -> bool:
+        if type(expr) not in _DIVISIONS:
             return False
-        size = number(division.b)
-        return bool(size) and self._terms(division.a)[1] % size != 0
+        size = number(expr.b)
+        return bool(size) and self._terms(expr.a)[1] % size != 0
 
     def _meets(self, division: Expr, indices: Sequence[Expr]) -> bool:
         """Whether what a division divides is divided elsewhere, and not by a multiple apart: as it
@@ -180,13 +220,15 @@ class _Shifts:
         todo, seen = [(i, False) for i in indices], set()
         while todo:
             expr, divided = todo.pop()
-            if isinstance(expr, tirx.Var):
+            if type(expr) is tirx.Var:
                 if (expr, divided) in seen:
                     continue
                 seen.add((expr, divided))
-                if divided and expr in owned:
-                    return True
-            if isinstance(expr, DIVISIONS):
+                if (unbound := self._unbound(expr)) is not None:
+                    if divided and not owned.isdisjoint(unbound):
+                        return True
+                    continue
+            elif type(expr) in _DIVISIONS:
                 terms, other = self._terms(expr.a)
                 if terms == own:
                     if (other - shift) % size:
@@ -195,3 +237,12 @@ class _Shifts:
                 divided = True
             todo += ((part, divided) for part in self._parts(expr))
         return False
+
+    def _unbound(self, var: tirx.Var) -> frozenset[tirx.Var] | None:
+        """The unbound variables that a variable is made of; None where a division is among it."""
+        if var not in self._undivided:
+            inside = self._inside([var])
+            divided = any(type(e) in _DIVISIONS for e in inside)
+            unbound = (e for e in inside if type(e) is tirx.Var and e not in self.bound)
+            self._undivided[var] = None if divided else frozenset(unbound)
+        return self._undivided[var]
