@@ -23,7 +23,6 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -280,8 +279,8 @@ def build_reference(
     wide = to_float64(with_intermediates(mod, entry, capture) if capture else mod)
     if target is None or target.kind.name == "llvm":
         llvm = LLVM if has_large_loops(wide) else _QUICK
-        with _memory_unplanned() if _branches(wide) else nullcontext():
-            guarded = with_guards(order_loops(wide), "llvm")
+        guarded = with_guards(order_loops(wide), "llvm")
+        with _reference_passes(guarded):
             executable = tvm.compile(rewritten(guarded, KEPT_NAN), llvm)
         device = tvm.cpu()
     else:
@@ -291,16 +290,28 @@ def build_reference(
     return lambda inputs: flatten(main(*[to_argument(x, widen_array, device) for x in inputs]))
 
 
-def _branches(mod: tvm.IRModule) -> bool:
-    functions = [f for _, f in mod.functions_items() if isinstance(f, relax.Function)]
-    return any(map(has_branches, functions))
-
-
-def _memory_unplanned() -> tvm.transform.PassContext:
-    """TVM's plan of memory is wrong where there are branches: see `PlanMemoryByTVM`."""
+def _reference_passes(mod: tvm.IRModule) -> tvm.transform.PassContext:
+    """The current passes without TVM's plan of memory where there are branches, for which it is
+    wrong (see `PlanMemoryByTVM`), and without checks of what kernels are called with: the VM calls
+    them with what it checked itself, and they are half of what LLVM compiles of small kernels.
+    """
     now = tvm.transform.PassContext.current()
-    disabled = [*now.disabled_pass, "StaticPlanBlockMemory"]
-    return tvm.transform.PassContext(now.opt_level, now.required_pass, disabled, config=now.config)
+    functions = [func for _, func in mod.functions_items()]
+    disabled, config = list(now.disabled_pass), dict(now.config)
+    if any(has_branches(f) for f in functions if isinstance(f, relax.Function)):
+        disabled.append("StaticPlanBlockMemory")
+    if not any(_asserts(f) for f in functions if isinstance(f, tirx.PrimFunc)):
+        config["tirx.disable_assert"] = True
+    return tvm.transform.PassContext(
+        now.opt_level, now.required_pass, disabled, instruments=now.instruments, config=config
+    )
+
+
+def _asserts(func: tirx.PrimFunc) -> bool:
+    """Whether a function refuses data, as one with guards does."""
+    found: list[tirx.AssertStmt] = []
+    tvm_ffi.structural_walk(func.body, [(tirx.AssertStmt, found.append)])
+    return bool(found)
 
 
 def run_reference(
