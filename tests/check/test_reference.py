@@ -12,7 +12,7 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
-from tests.support.helpers_tir import UNOPTIMISED
+from tests.support.helpers_tir import quick_executable
 from tvm_fusion.check.checked_sizes import has_large_loops, order_loops
 from tvm_fusion.check.inputs import numpy_dtype
 from tvm_fusion.check.reference import (
@@ -339,7 +339,7 @@ def test_a_product_of_two_to_the_18_terms_is_large(rows, large):
 
 
 def run_stock(mod, inputs):
-    machine = relax.VirtualMachine(tvm.compile(mod, UNOPTIMISED), tvm.cpu())
+    machine = relax.VirtualMachine(quick_executable(mod), tvm.cpu())
     return machine["main"](*map(tvm.runtime.tensor, inputs)).numpy()
 
 

@@ -11,7 +11,7 @@ from torch.export import Dim
 from tvm import relax
 
 from tests.support.frontend_tools import Function, assert_close, check, operators
-from tests.support.helpers_tir import UNOPTIMISED
+from tests.support.helpers_tir import quick_executable
 from tests.support.models import run_unfused, tiny_bert, tiny_llama
 from tvm_fusion import frontends
 from tvm_fusion.errors import FrontendError
@@ -40,7 +40,7 @@ def test_a_model_of_transformers_compiles_once_for_all_batches_and_lengths(build
     case = build(sequence=16, batch=2)
     sizes = {"input_ids": {0: Dim("batch"), 1: Dim("length", max=256)}}
     mod = load(case.model, case.inputs, dynamic_shapes=sizes)
-    machine = relax.VirtualMachine(tvm.compile(mod, UNOPTIMISED), tvm.cpu())
+    machine = relax.VirtualMachine(quick_executable(mod), tvm.cpu())
     for batch, sequence in ((3, 21), (1, 1)):
         other = build(sequence, batch)
         result = machine["main"](tvm.runtime.tensor(other.arrays[0]))

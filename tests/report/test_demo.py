@@ -5,7 +5,7 @@ import pytest
 import tvm
 from tvm import relax, tirx
 
-from tests.support.helpers_tir import UNOPTIMISED
+from tests.support.helpers_tir import quick_executable
 from tvm_fusion import demo
 from tvm_fusion.errors import InputError
 from tvm_fusion.transform.decompose import Decompose
@@ -53,7 +53,7 @@ def rotate(x: np.ndarray) -> np.ndarray:
 
 
 def run(mod: tvm.IRModule, x: np.ndarray) -> np.ndarray:
-    executable = tvm.compile(mod, UNOPTIMISED)
+    executable = quick_executable(mod)
     machine = relax.VirtualMachine(executable, tvm.cpu())
     return machine["main"](tvm.runtime.tensor(x)).numpy()
 

@@ -6,7 +6,7 @@ from tvm import relax
 from tvm.ir import Call
 
 from tests.support.decompose_cases import IGNORED, Case
-from tests.support.helpers_tir import UNOPTIMISED
+from tests.support.helpers_tir import quick_executable
 
 TOLERANCES = {"float32": 2e-6, "float16": 6e-4}
 """Of the largest value: a few roundings of float32; one of float16, so the inside is wider."""
@@ -50,7 +50,7 @@ def case_inputs(case: Case, dtype: str, extent: int) -> list[np.ndarray]:
 
 
 def run(mod: tvm.IRModule, *arrays: np.ndarray) -> np.ndarray:
-    executable = tvm.compile(mod, UNOPTIMISED)
+    executable = quick_executable(mod)
     machine = relax.VirtualMachine(executable, tvm.cpu())
     return machine["main"](*[tvm.runtime.tensor(array) for array in arrays]).numpy()
 

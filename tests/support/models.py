@@ -9,7 +9,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from .helpers_tir import UNOPTIMISED
+from .helpers_tir import quick_executable
 
 ONNX_LIGHT = ("light_resnet50", "light_squeezenet", "light_densenet121")
 
@@ -128,7 +128,7 @@ def onnx_light_random(name: str) -> Case:
 
 def run_unfused(mod: tvm.IRModule, *inputs: Any) -> list[np.ndarray]:
     """Build a module with TVM alone, one kernel an operator, run it, and flatten what it gives."""
-    machine = relax.VirtualMachine(tvm.compile(mod, UNOPTIMISED), tvm.cpu())
+    machine = relax.VirtualMachine(quick_executable(mod), tvm.cpu())
     result = machine["main"](*(tvm.runtime.tensor(np.asarray(x)) for x in inputs))
     return [x.numpy() for x in _flat(result)]
 

@@ -10,7 +10,7 @@ from tvm import relax, tirx
 from tvm.relax import op
 
 from tests.support.convolutional_blocks import BLOCKS
-from tests.support.helpers_tir import UNOPTIMISED
+from tests.support.helpers_tir import quick_executable
 from tvm_fusion.config import resolve_target
 from tvm_fusion.frontends import load
 from tvm_fusion.transform import AssignLayouts, Decompose
@@ -60,9 +60,7 @@ def torch_module(model, shapes):
 def run(mod: tvm.IRModule, inputs) -> list[np.ndarray]:
     """The results of a module on this CPU, its operators as TVM computes them."""
     low = legalize(mod, tvm.target.Target("llvm"))
-    with UNOPTIMISED:
-        executable = tvm.compile(low, "llvm")
-    found = relax.VirtualMachine(executable, tvm.cpu())["main"](
+    found = relax.VirtualMachine(quick_executable(low), tvm.cpu())["main"](
         *(tvm.runtime.tensor(np.asarray(x)) for x in inputs)
     )
     return [found.numpy()] if hasattr(found, "numpy") else [part.numpy() for part in found]

@@ -21,7 +21,7 @@ from tests.support.decompose_tools import (
     reference,
     run,
 )
-from tests.support.helpers_tir import UNOPTIMISED
+from tests.support.helpers_tir import quick_executable
 from tvm_fusion.transform.decompose import COMPOSITES_ATTR, Decompose
 
 CASE_NAMES = list(CASES)
@@ -48,7 +48,7 @@ def test_one_build_with_a_symbolic_extent_serves_all_sizes(name: str):
     after = Decompose()(case_module(case, "float32", tirx.Var("n", "int64")))
 
     assert relax.analysis.check_well_formed(after)
-    executable = tvm.compile(after, UNOPTIMISED)
+    executable = quick_executable(after)
     machine = relax.VirtualMachine(executable, tvm.cpu())
     for extent in (2, 17):
         arrays = case_inputs(case, "float32", extent)
@@ -287,7 +287,7 @@ def test_all_three_results_of_batch_norm_can_be_used(dataflow: bool):
 
     assert relax.analysis.check_well_formed(after)
     arrays = case_inputs(CASES["batch_norm of the last axis"], "float32", 2)
-    executable = tvm.compile(after, UNOPTIMISED)
+    executable = quick_executable(after)
     machine = relax.VirtualMachine(executable, tvm.cpu())
     variance = np.square(arrays[4])
     got = machine["main"](*[tvm.runtime.tensor(a) for a in (*arrays[:4], variance)])

@@ -25,7 +25,7 @@ from tvm_fusion.transform.rewrites.fold_factors import FoldFactors
 
 from ..support.decompose_tools import calls, operators
 from ..support.graphs import module
-from ..support.helpers_tir import UNOPTIMISED
+from ..support.helpers_tir import quick_executable
 from ..support.hopper_on_cpu import run_hopper_on_cpu
 
 H200 = load_profile("nvidia_h200")
@@ -89,7 +89,7 @@ def folded(mod):
 
 
 def run(mod, *arrays):
-    executable = tvm.compile(mod, UNOPTIMISED)
+    executable = quick_executable(mod)
     result = relax.VirtualMachine(executable, tvm.cpu())["main"](*map(tvm.runtime.tensor, arrays))
     many = not isinstance(result, tvm.runtime.Tensor)
     return [r.numpy() for r in result] if many else [result.numpy()]

@@ -10,7 +10,7 @@ from tvm.relax import op
 from tvm_fusion.transform.rewrites.lean_constants import exact_half, progression
 
 from ..support.graphs import module, plan_of
-from ..support.helpers_tir import UNOPTIMISED
+from ..support.helpers_tir import quick_executable
 
 EXACT = np.random.default_rng(4).standard_normal(128).astype("float16").astype("float32")
 
@@ -83,7 +83,7 @@ def test_evenly_spaced_integers_are_computed(array, steps):
     assert constants(planned.low) == set()
     assert planned.launches == 1
     x = np.random.default_rng(5).integers(0, array.size, (16, array.size)).astype(array.dtype)
-    executable = tvm.compile(planned.low, UNOPTIMISED)
+    executable = quick_executable(planned.low)
     got = relax.VirtualMachine(executable, tvm.cpu())["main"](tvm.runtime.tensor(x)).numpy()
     assert np.array_equal(got, x == array.reshape(-1))
 

@@ -8,7 +8,7 @@ from tvm import relax, s_tir, tirx
 from tvm.relax import op
 
 from tests.support.graphs import module, plan_of
-from tests.support.helpers_tir import UNOPTIMISED
+from tests.support.helpers_tir import quick_executable
 from tvm_fusion.check.inputs import random_inputs
 from tvm_fusion.check.reference import flatten, to_argument
 from tvm_fusion.plan.plan import FusionPlan, PlannedGroup
@@ -19,7 +19,7 @@ X = ((6, 8), "float32")
 
 
 def run(mod, inputs):
-    machine = relax.VirtualMachine(tvm.compile(mod, target=UNOPTIMISED), tvm.cpu())
+    machine = relax.VirtualMachine(quick_executable(mod), tvm.cpu())
     return flatten(machine["main"](*[to_argument(x) for x in inputs]))
 
 
@@ -128,7 +128,7 @@ def test_symbolic_extents_stay_symbolic():
     mod = module(diamond, ((n, 8), "float32"))
     planned = plan_of(mod, "llvm")
     fused = materialize(planned.low, planned.graph, hand_plan(planned, ((0, 1, 2), ()))).mod
-    machine = relax.VirtualMachine(tvm.compile(fused, target=UNOPTIMISED), tvm.cpu())
+    machine = relax.VirtualMachine(quick_executable(fused), tvm.cpu())
     for rows in (1, 5):
         x = np.random.default_rng(0).standard_normal((rows, 8)).astype("float32")
         tanh, total = flatten(machine["main"](to_argument(x)))
@@ -148,7 +148,7 @@ def test_a_group_whose_inputs_do_not_define_its_symbol_gets_it_passed():
     plan = hand_plan(planned, ((0,), ()), ((1, 2, 3), ()))
     fused = materialize(planned.low, planned.graph, plan).mod
     relax.analysis.well_formed(fused)
-    machine = relax.VirtualMachine(tvm.compile(fused, target=UNOPTIMISED), tvm.cpu())
+    machine = relax.VirtualMachine(quick_executable(fused), tvm.cpu())
     for rows in (1, 5):
         x = np.random.default_rng(0).standard_normal((rows, 8)).astype("float32")
         (got,) = flatten(machine["main"](to_argument(x)))

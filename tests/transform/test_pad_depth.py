@@ -17,7 +17,7 @@ from tvm_fusion.transform.rewrites.pad_depth import PadDepth
 
 from ..support.decompose_tools import calls, operators
 from ..support.graphs import module
-from ..support.helpers_tir import UNOPTIMISED
+from ..support.helpers_tir import quick_executable
 
 H200 = load_profile("nvidia_h200")
 RNG = np.random.default_rng(13)
@@ -32,7 +32,7 @@ def linear(bb, x, w):
 
 
 def run(mod, *arrays):
-    executable = tvm.compile(mod, UNOPTIMISED)
+    executable = quick_executable(mod)
     result = relax.VirtualMachine(executable, tvm.cpu())["main"](*map(tvm.runtime.tensor, arrays))
     many = not isinstance(result, tvm.runtime.Tensor)
     return [r.numpy() for r in result] if many else [result.numpy()]

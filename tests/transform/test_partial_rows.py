@@ -22,7 +22,7 @@ from tvm_fusion.transform.rewrites.partial_rows import PartialRows, run_width
 from ..support.cuda_on_cpu import run_cuda_on_cpu
 from ..support.decompose_tools import operators
 from ..support.graphs import module
-from ..support.helpers_tir import UNOPTIMISED
+from ..support.helpers_tir import quick_executable
 from ..support.hopper_on_cpu import run_hopper_on_cpu
 
 HALF, FLOAT = "float16", "float32"
@@ -85,7 +85,7 @@ def parts(mod):
 
 
 def run(mod, *arrays):
-    executable = tvm.compile(mod, UNOPTIMISED)
+    executable = quick_executable(mod)
     main = relax.VirtualMachine(executable, tvm.cpu())["main"]
     return [result.numpy() for result in main(*[tvm.runtime.tensor(array) for array in arrays])]
 

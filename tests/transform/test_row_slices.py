@@ -13,7 +13,7 @@ from tvm_fusion.transform.rewrites.row_slices import RowSlices
 from ..support import grouped_cases as graphs
 from ..support.decompose_tools import operators
 from ..support.graphs import module
-from ..support.helpers_tir import UNOPTIMISED
+from ..support.helpers_tir import quick_executable
 
 HALF = "float16"
 H200 = load_profile("nvidia_h200")
@@ -28,7 +28,7 @@ def experts(tokens, hidden, inner, dtype=HALF):
 
 
 def run(mod, *arrays):
-    executable = tvm.compile(mod, UNOPTIMISED)
+    executable = quick_executable(mod)
     machine = relax.VirtualMachine(executable, tvm.cpu())
     return machine["main"](*map(tvm.runtime.tensor, arrays)).numpy()
 

@@ -22,7 +22,7 @@ from tvm_fusion.transform.rewrites.split_reductions import SplitReductions
 
 from ..support.decompose_tools import operators
 from ..support.graphs import module, plan_of
-from ..support.helpers_tir import UNOPTIMISED
+from ..support.helpers_tir import quick_executable
 from ..support.mixed_cases import (
     layer_norm_backward,
     layer_norm_inputs,
@@ -39,7 +39,7 @@ def split(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def run(mod: tvm.IRModule, *arrays: np.ndarray) -> list[np.ndarray]:
-    executable = tvm.compile(mod, UNOPTIMISED)
+    executable = quick_executable(mod)
     main = relax.VirtualMachine(executable, tvm.cpu())["main"]
     result = main(*[tvm.runtime.tensor(array) for array in arrays])
     many = not isinstance(result, tvm.runtime.Tensor)

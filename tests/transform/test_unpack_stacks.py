@@ -13,7 +13,7 @@ from tvm_fusion.transform.pipeline import open_composites
 from tvm_fusion.transform.rewrites.unpack_stacks import UnpackStacks
 
 from ..support.graphs import module
-from ..support.helpers_tir import UNOPTIMISED
+from ..support.helpers_tir import quick_executable
 
 
 def nibbles(bb, q, *, mask=15, shift=4, stacked=False, masked=True, behind=False):
@@ -53,7 +53,7 @@ def test_stacked_nibbles_become_one_shift_with_the_same_numbers(options):
     q = np.random.default_rng(2).integers(0, 256, (4, 6)).astype("uint8")
     found = []
     for each in (mod, rewritten):
-        vm = relax.VirtualMachine(tvm.compile(each, UNOPTIMISED), tvm.cpu())
+        vm = relax.VirtualMachine(quick_executable(each), tvm.cpu())
         found.append(vm["main"](tvm.runtime.tensor(q)).numpy())
     assert np.array_equal(*found)
     both = np.concatenate if "behind" in options else np.stack
