@@ -88,6 +88,49 @@ def test_views_that_are_written_and_sizes_that_are_given():
     check(function, torch.randn(4, 5))
 
 
+def test_integers_and_booleans_are_taken_for_floats_where_these_come_of_them():
+    def function(x, y, b, index):
+        return (
+            x.log(), x.sigmoid(), y.tanh(), x.exp(), y.rsqrt(), x / 3, b.cos(),
+            x.isinf(), b.isfinite(), torch.gcd(x, y), torch.lcm(x, y),
+            b.scatter_add(0, index, ~b), b.scatter_reduce(0, index, ~b, "amin"),
+            b.scatter_reduce(0, index, ~b, "sum", include_self=False),
+        )  # fmt: skip
+
+    x, y = torch.randint(-9, 9, (4, 5)), torch.randint(-9, 9, (4, 5)).int()
+    check(function, x, y, x > 0, torch.randint(0, 4, (4, 5)))
+
+
+def test_sums_and_products_of_halves_are_rounded_once():
+    x = torch.rand(3, 400).bfloat16()
+    check(lambda x: (x.cumsum(1), (x + 0.5).cumprod(0), torch.renorm(x, 2, 0, 1.0)), x)
+
+
+def test_means_of_windows_of_integers():
+    def function(x):
+        return (
+            F.avg_pool2d(x, 3, padding=1),
+            F.avg_pool2d(x, 3, padding=1, count_include_pad=False),
+            F.avg_pool2d(x, 3, ceil_mode=True, stride=2, padding=1),
+            F.avg_pool3d(x, 2, divisor_override=5),
+            F.avg_pool1d(x[0, 0], 2),
+        )
+
+    check(function, torch.randint(-9, 9, (2, 3, 7, 6)))
+
+
+def test_volumes_are_sampled():
+    def function(x, grid):
+        return (
+            F.grid_sample(x, grid, "bilinear", "zeros", align_corners=False),
+            F.grid_sample(x, grid, "bilinear", "reflection", align_corners=True),
+            F.grid_sample(x[:, :, :1], grid, "nearest", "reflection", align_corners=False),
+            F.grid_sample(x[:, :, :1], grid, "nearest", "border", align_corners=True),
+        )
+
+    check(function, torch.randn(2, 3, 4, 5, 6), torch.randn(2, 3, 2, 4, 3))
+
+
 def test_losses_of_logits_that_are_made_by_chunks():
     def function(x, weight, bias, target):
         given = {"linear_bias": bias, "options": nn.LinearCrossEntropyOptions()}

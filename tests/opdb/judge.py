@@ -132,15 +132,27 @@ def _with_places_of_equals(given: list[torch.Tensor], sample: Sample) -> list[to
     x, results = sample.inputs[0], []
     for found, wanted in zip(given, sample.expected, strict=False):
         is_place = found.dtype == torch.int64 and found.shape == wanted.shape
-        if is_place and found.ndim == x.ndim and found.numel() and int(found.min()) >= 0:
+        reduced = x.ndim - found.ndim
+        if is_place and reduced in (0, 1) and found.numel() and int(found.min()) >= 0:
             for axis in range(x.ndim):
-                if int(max(found.max(), wanted.max())) < x.shape[axis] and torch.equal(
-                    x.gather(axis, found), x.gather(axis, wanted)
-                ):
+                places = [y.unsqueeze(axis) if reduced else y for y in (found, wanted)]
+                inside = int(max(y.max() for y in places)) < x.shape[axis]
+                if inside and _reads(places[0], x, axis) and _same_elements(x, axis, places):
                     found = wanted
                     break
         results.append(found)
     return [*results, *given[len(results) :]]
+
+
+def _reads(places: torch.Tensor, x: torch.Tensor, axis: int) -> bool:
+    """Whether places are those of rows of x along an axis."""
+    sizes = zip(places.shape, x.shape, strict=True)
+    return all(a <= b for i, (a, b) in enumerate(sizes) if i != axis)
+
+
+def _same_elements(x: torch.Tensor, axis: int, places: list[torch.Tensor]) -> bool:
+    found, wanted = (x.gather(axis, at) for at in places)
+    return torch.equal(found, wanted)
 
 
 def _tensor(x: Any) -> torch.Tensor:

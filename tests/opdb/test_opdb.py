@@ -164,3 +164,7 @@ def test_of_equal_elements_any_may_come_first():
         given = [torch.tensor([places])]
         assert judge._compared(sample, given, "argsort").outcome == outcome
     assert judge._compared(sample, [torch.tensor([[1, 3, 2, 0]])], "abs").outcome == "wrong"
+    least = Sample(sample.module, [x], list(torch.kthvalue(x, 1)))  # without the axis
+    for place, outcome in ((3, "right"), (2, "wrong")):
+        given = (least.expected[0], torch.tensor([place]))
+        assert judge._compared(least, given, "kthvalue").outcome == outcome

@@ -56,6 +56,12 @@ def _signbit(x: Tensor) -> Tensor:
     return torch.copysign(torch.ones((), dtype=x.dtype, device=x.device), x) < 0
 
 
+def _lcm(a: Tensor, b: Tensor) -> Tensor:
+    divisor = torch.gcd(a, b)
+    parts = torch.div(a, torch.where(divisor == 0, 1, divisor), rounding_mode="trunc")
+    return (parts * b).abs()
+
+
 _BITS = {torch.float64: torch.int64, torch.float32: torch.int32}
 _BITS |= {torch.float16: torch.int16, torch.bfloat16: torch.int16}
 
@@ -350,6 +356,7 @@ COMPOSITES: dict[Any, Callable[..., Any]] = {
     _aten.fmin.default: _fmin,
     _aten.frexp.Tensor: _frexp,
     _aten.kthvalue.default: _kthvalue,
+    _aten.lcm.default: _lcm,
     _aten.mode.default: _mode,
     _aten.nanmedian.default: _nanmedian,
     _aten.nanmedian.dim: _nanmedian_along,

@@ -125,6 +125,8 @@ def _avg_pool(rank: int) -> Converter:
     def convert(importer: Importer, node: fx.Node) -> relax.Expr:
         args = bound_arguments(node)
         divisor = args["divisor_override"]
+        if not node.meta["val"].is_floating_point():
+            return _integer_means(importer, node, rank)
         if divisor is None:
             return {2: importer._avg_pool2d, 3: importer._avg_pool3d}[rank](node)
         if args["ceil_mode"]:
@@ -152,6 +154,30 @@ def _window_sums(importer: Importer, node: fx.Node, rank: int, divisor: float) -
     shares = relax.const(inside / divisor, str(x.ty.dtype))
     sums = importer.emit(relax.op.sum(importer.emit(relax.op.multiply(values, shares)), -1))
     return importer.emit(relax.op.reshape(sums, [*lead, *map(int, like.shape[-rank:])]))
+
+
+def _integer_means(importer: Importer, node: fx.Node, rank: int) -> relax.Expr:
+    """Means of integers, rounded towards zero."""
+    args, like = {**bound_arguments(node), "dilation": 1}, node.meta["val"]
+    x = importer.value_of(args["self"])
+    space = [int(extent) for extent in args["self"].meta["val"].shape[-rank:]]
+    places, inside = _windows(space, like.shape[-rank:], args)
+    counts = inside.sum(-1)
+    if args["divisor_override"] is not None:
+        counts = np.full_like(counts, args["divisor_override"])
+    elif args["count_include_pad"]:
+        padding = _each(args["padding"], rank)
+        padded = [extent + 2 * p for extent, p in zip(space, padding, strict=True)]
+        shifted = {**args, "padding": [0] * rank}
+        counts = _windows(padded, like.shape[-rank:], shifted)[1].sum(-1)
+    lead = list(x.ty.shape)[: x.ty.ndim - rank]
+    flat = importer.emit(relax.op.reshape(x, [*lead, math.prod(space)]))
+    values = taken(importer, flat, relax.const(places, "int64"), len(lead))
+    dtype = str(x.ty.dtype)
+    counted = importer.emit(relax.op.multiply(values, relax.const(inside.astype(dtype), dtype)))
+    sums = importer.emit(relax.op.sum(counted, -1))
+    means = importer.emit(relax.op.divide(sums, relax.const(counts.astype(dtype), dtype)))
+    return importer.emit(relax.op.reshape(means, [*lead, *map(int, like.shape[-rank:])]))
 
 
 def _by_matrices(importer: Importer, node: fx.Node) -> relax.Expr:
@@ -236,8 +262,66 @@ def _bilinear(original: Any) -> Callable[..., Any]:
     return decompose
 
 
+LINEAR, NEAREST = range(2)  # of grid_sample
+ZEROS, BORDER, REFLECTION = range(3)
+
+
+def _sampled_volume(
+    x: torch.Tensor,
+    grid: torch.Tensor,
+    interpolation_mode: int,
+    padding_mode: int,
+    align_corners: bool,
+) -> torch.Tensor:
+    """grid_sample of volumes [N, C, D, H, W] at [N, ..., 3], which are from -1 to 1, W first."""
+    batch, channels, *space = x.shape
+    places = [
+        _padded(_pixel(grid[..., 2 - axis], size, align_corners), size, padding_mode, align_corners)
+        for axis, size in enumerate(space)
+    ]
+    flat = x.reshape(batch, channels, math.prod(space))
+
+    def taps(at: torch.Tensor) -> list[tuple[torch.Tensor, Any]]:
+        """Whole numbers beside a place and their shares."""
+        if interpolation_mode == NEAREST:
+            return [(torch.round(at), 1.0)]
+        low = torch.floor(at)
+        return [(low, low + 1 - at), (low + 1, at - low)]
+
+    total: Any = None
+    for corner in itertools.product(*map(taps, places)):
+        index, share = 0, 1.0
+        for (at, part), size in zip(corner, space, strict=True):
+            inside = (at >= 0) & (at < size)
+            index = index * size + torch.where(inside, at, 0).long()
+            share = share * torch.where(inside, part, 0.0)
+        values = flat.gather(2, index.reshape(batch, 1, -1).expand(-1, channels, -1))
+        values = values.reshape(batch, channels, *index.shape[1:]) * share.unsqueeze(1)
+        total = values if total is None else total + values
+    return total.to(x.dtype)
+
+
+def _pixel(place: torch.Tensor, size: int, align_corners: bool) -> torch.Tensor:
+    """Where a place between -1 and 1 is among pixels."""
+    half = (size - 1) / 2 if align_corners else size / 2
+    return place * half + (size - 1) / 2
+
+
+def _padded(at: torch.Tensor, size: int, mode: int, align_corners: bool) -> torch.Tensor:
+    """Places outside of an image as those inside that stand for them."""
+    if mode == REFLECTION:
+        low, span = (0.0, size - 1.0) if align_corners else (-0.5, float(size))
+        if span == 0:
+            return torch.zeros_like(at)
+        away = (at - low).abs()
+        turns, rest = torch.floor(away / span), torch.fmod(away, span)
+        at = torch.where(torch.fmod(turns, 2) == 0, rest + low, span + low - rest)
+    return at if mode == ZEROS else at.clamp(0, size - 1)
+
+
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     _aten.upsample_nearest2d.vec: _nearest(_aten.upsample_nearest2d.vec),
     _aten.upsample_bilinear2d.vec: _bilinear(_aten.upsample_bilinear2d.vec),
+    _aten.grid_sampler_3d.default: _sampled_volume,
     _aten.grid_sampler_2d.default: torch._decomp.decomposition_table[_aten.grid_sampler_2d.default],
 }

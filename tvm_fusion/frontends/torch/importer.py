@@ -132,7 +132,7 @@ class Importer(ExportedProgramImporter):
             result = relax.const(self._convert_pytorch_tensor_to_tvm(constant))
         elif _reduces_a_number(node):
             result = self._reduced_row(node, convert)
-        elif _is_float_of_booleans(node):
+        elif _is_float_of_integers(node):
             result = self._of_floats(node, convert)
         else:
             result = convert(node)
@@ -160,7 +160,7 @@ class Importer(ExportedProgramImporter):
         return relax.Tuple([self._number(self.emit(relax.TupleGetItem(result, i))) for i in places])
 
     def _of_floats(self, node: fx.Node, convert: Callable[[fx.Node], relax.Expr]) -> relax.Expr:
-        """A function of booleans as one of floats, which alone TVM takes."""
+        """A function of integers or booleans as one of floats, which alone TVM takes."""
         given = self.env[node.args[0]]
         self.env[node.args[0]] = self.cast(given, self.dtype_of(node))
         try:
@@ -252,15 +252,18 @@ def _reduces_a_number(node: fx.Node) -> bool:
     return reduces and node.args[0].meta["val"].ndim == 0
 
 
-def _is_float_of_booleans(node: fx.Node) -> bool:
-    """Whether a node computes floats element by element from booleans alone, as acos does."""
+def _is_float_of_integers(node: fx.Node) -> bool:
+    """Whether a node computes floats element by element from integers or booleans alone, as acos
+    does.
+    """
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
     value = node.meta.get("val")
     if not pointwise or len(node.all_input_nodes) != 1 or not isinstance(value, torch.Tensor):
         return False
     (given,) = node.all_input_nodes
-    is_bool = node.args[:1] == (given,) and given.meta["val"].dtype == torch.bool
-    return is_bool and value.is_floating_point()
+    dtype = given.meta["val"].dtype
+    is_float = dtype.is_floating_point or dtype.is_complex
+    return node.args[:1] == (given,) and not is_float and value.is_floating_point()
 
 
 def _refuse(node: fx.Node) -> relax.Expr:

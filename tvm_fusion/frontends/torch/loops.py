@@ -240,9 +240,32 @@ def _searchsorted(importer: Importer, node: fx.Node) -> relax.Expr:
     return made if shape else importer.emit(relax.op.squeeze(made, [0]))
 
 
+# ---- Integers.
+
+
+def _greatest_divisor(importer: Importer, node: fx.Node) -> relax.Expr:
+    """gcd by Euclid's algorithm; never negative."""
+    shape, dtype = known_shape(node), importer.dtype_of(node)
+    given = (importer.operand(arg, dtype) for arg in node.args[:2])
+    given = [importer.emit(relax.op.broadcast_to(x, shape)) for x in given]
+
+    def write(ins: list, outs: list) -> None:
+        (xs, ys), (result,) = ins, outs
+        with T.parallel(0, math.prod(shape)) as i:
+            x, y = variable(dtype, xs[i]), variable(dtype, ys[i])
+            with T.While(y[0] != 0):
+                rest = variable(dtype, tirx.truncmod(x[0], y[0]))
+                x[0] = y[0]
+                y[0] = rest[0]
+            result[i] = tirx.Select(x[0] < 0, tirx.const(0, dtype) - x[0], x[0])
+
+    return loops(importer, "gcd", given, [(shape, dtype)], write)[0]
+
+
 CONVERTERS: dict[str, Converter] = {
     "cummax.default": _cumulative_extremum(is_least=False),
     "cummin.default": _cumulative_extremum(is_least=True),
+    "gcd.default": _greatest_divisor,
     "logcumsumexp.default": _logcumsumexp,
     "searchsorted.Tensor": _searchsorted,
     "searchsorted.Scalar": _searchsorted,

@@ -93,6 +93,17 @@ def _is_nan(importer: Importer, node: fx.Node) -> relax.Expr:
     )
 
 
+def _finite(of_integers: Callable, of_floats: Callable) -> Converter:
+    """isinf and isfinite; integers are finite."""
+
+    def convert(importer: Importer, node: fx.Node) -> relax.Expr:
+        x = importer.value_of(node.args[0])
+        is_float = "float" in str(x.ty.dtype)
+        return importer.emit(of_floats(x) if is_float else of_integers(x, x))
+
+    return convert
+
+
 def _reciprocal(importer: Importer, node: fx.Node) -> relax.Expr:
     x = importer.operand(node.args[0], importer.dtype_of(node))
     return importer.emit(relax.op.divide(relax.const(1, x.ty.dtype), x))
@@ -277,9 +288,13 @@ def _rounded_division(importer: Importer, node: fx.Node) -> relax.Expr:
 
 
 def _scan(op: Callable) -> Converter:
+    """cumsum and cumprod, in float32 for halves: each element is rounded once."""
+
     def convert(importer: Importer, node: fx.Node) -> relax.Expr:
         dtype = importer.dtype_of(node)
-        return importer.emit(op(importer.operand(node.args[0], dtype), node.args[1], dtype))
+        wide = "float32" if dtype in HALVES else dtype
+        result = op(importer.operand(node.args[0], wide), node.args[1], wide)
+        return importer.cast(importer.emit(result), dtype)
 
     return convert
 
@@ -331,7 +346,12 @@ def _scattered(importer: Importer, node: fx.Node) -> relax.Expr:
     for axis, size in enumerate(sizes):  # of the source only as much is read as there are indices
         if size != args["src"].meta["val"].shape[axis]:
             source = span(importer, source, axis, 0, size_of(size, importer.symbols))
-    return importer.emit(relax.op.scatter_elements(x, index, source, args["dim"], _SCATTERED[kind]))
+    dtype, reduction = str(x.ty.dtype), _SCATTERED[kind]
+    if dtype == "bool":  # a sum is true where one is, a product where all are
+        x, source = (importer.cast(y, "int8") for y in (x, source))
+        reduction = "max" if reduction in ("add", "max") else "min"
+    result = relax.op.scatter_elements(x, index, source, args["dim"], reduction)
+    return importer.cast(importer.emit(result), dtype)
 
 
 _SCATTERED = {"sum": "add", "prod": "mul", "amax": "max", "amin": "min"}
@@ -377,7 +397,7 @@ def _tensor_and_scalar(name: str, converter: Converter) -> dict[str, Converter]:
 
 
 def _converted(importer: Importer, node: fx.Node) -> relax.Expr:
-    """`prims.convert_element_type`, which AOTAutograd makes of numbers that are tensors."""
+    """`prims.convert_element_type`, of numbers that are tensors and in PyTorch's decompositions."""
     return importer.operand(node.args[0], importer.dtype_of(node))
 
 
@@ -429,6 +449,8 @@ CONVERTERS: dict[str, Converter] = {
     "hypot.default": _hypot,
     "copysign.Tensor": _copysign,
     "copysign.Scalar": _copysign,
+    "isfinite.default": _finite(relax.op.equal, relax.op.isfinite),
+    "isinf.default": _finite(relax.op.not_equal, relax.op.isinf),
     "isnan.default": _is_nan,
     "prod.default": _product,
     "prod.dim_int": _product,

@@ -43,7 +43,7 @@ def _scatter_reduce(
     ones = torch.ones(index.shape, dtype=torch.int64, device=x.device)
     counts = torch.zeros(x.shape, dtype=torch.int64, device=x.device).scatter_add(dim, index, ones)
     if not include_self:
-        x = torch.where(counts > 0, _first_value(reduce, x.dtype), x)
+        x = torch.where(counts > 0, _first_value(reduce, x.dtype), x).to(x.dtype)
     kind = "sum" if reduce == "mean" else reduce
     result = _aten.scatter_reduce.two(x, dim, index, source, kind)
     if reduce != "mean":

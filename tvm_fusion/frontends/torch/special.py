@@ -203,7 +203,7 @@ def _polygamma(n: int, x: Tensor) -> Tensor:
     left = (-1) ** n * right - math.pi * _horner(tuple(in_cotangent.tolist()), cotangent)
     result = torch.where(below, left, right)
     pole = below & (fraction == 0)
-    result = torch.where(pole, math.inf if n % 2 else math.nan, result)
+    result = torch.where(pole, math.inf if n % 2 else -math.inf, result)
     return result.to(float_type(x))
 
 
