@@ -14,6 +14,7 @@ from tvm_fusion.errors import CHECK_FAILED, InputError
 from tvm_fusion.host.cores import available_physical_cores
 
 from . import table, workloads
+from .compile_time import suite as compile_time
 from .peers import names
 from .record import OURS, merge, write
 from .run import log, run_suite
@@ -34,6 +35,8 @@ def _main(args: argparse.Namespace) -> int:
     if args.list:
         print(table.listing())
         return 0
+    if args.suite in compile_time.SUITES:
+        return _compile_time(args)
     with only_results_on_stdout():
         result = _run(args) if args.merge is None else merge(args.merge)
     if args.merge is not None and args.out is not None:
@@ -44,8 +47,31 @@ def _main(args: argparse.Namespace) -> int:
     return CHECK_FAILED if failed else 0
 
 
-def _run(args: argparse.Namespace) -> dict[str, Any]:
-    """Run what the arguments say; raises InputError for unknown names and numbers out of range."""
+def _compile_time(args: argparse.Namespace) -> int:
+    """Measure how long compiling takes; see `compile_time`."""
+    _check(args)
+    _log()
+    with only_results_on_stdout():
+        result = compile_time.measure(
+            workloads.names_of(args.suite, args.only),
+            compile_time.SUITES[args.suite],
+            args.out,
+            log.info,
+            dtype=args.dtype,
+            scale=args.scale,
+            patience_s=args.patience,
+        )
+    print(json.dumps(result, allow_nan=False) if args.json else compile_time.text(result))
+    return CHECK_FAILED if any(OURS in row["failures"] for row in result["rows"]) else 0
+
+
+def _log() -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    log.setLevel(logging.INFO)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises InputError for numbers out of range."""
     if not 0 < args.scale <= 1:
         raise InputError(f"--scale: expected a number above 0, at most 1, got {args.scale:g}")
     if args.repeats < 1:
@@ -54,14 +80,18 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         raise InputError(f"--workers: expected 0 or more, got {args.workers}")
     if args.patience is not None and not args.patience > 0:
         raise InputError(f"--patience: expected more than 0, got {args.patience:g}")
+
+
+def _run(args: argparse.Namespace) -> dict[str, Any]:
+    """Run what the arguments say; raises InputError for unknown names and numbers out of range."""
+    _check(args)
     chosen = workloads.names_of(args.suite, args.only)
     peers = names.peers_of(args.peers or names.CPU_PEERS.get(args.suite))
     threads = args.threads
     if threads is None and args.suite in names.CPU_PEERS:
         threads = available_physical_cores()
     plain_peers = peers if args.plain_peers is None else names.peers_of(args.plain_peers)
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
-    log.setLevel(logging.INFO)
+    _log()
     return run_suite(
         chosen,
         peers,

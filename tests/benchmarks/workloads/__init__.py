@@ -4,7 +4,9 @@
 operators that memory binds too, `gemm` matrix products with what is around them, `gemm_sweep` those
 in sizes of every kind, `small` what the launches bind. `attention` is attention alone,
 `transformers` that and layers of models. `conv` is convolutions of every kind with what stands
-behind them, `vision` whole convolutional networks. `cpu`, `cpu_products` and `cpu_models` are in
+behind them, `vision` whole convolutional networks. `compile_time` is whole models, of which the
+time to compile them is measured (`tests.benchmarks.compile_time`), on a GPU, `compile_time_cpu` one
+on a CPU. `cpu`, `cpu_products` and `cpu_models` are in
 the sizes of a CPU. What is `FOR_TUNING`, operators for which schedules are evolved, is in no suite.
 """
 
@@ -30,6 +32,7 @@ from .training import TRAINING
 from .transformers import TRANSFORMERS
 from .unwritten import UNWRITTEN_CPU, UNWRITTEN_GPU
 from .vision import VISION
+from .whole_models import WHOLE_MODELS, WHOLE_MODELS_CPU
 
 MEMORY_MORE: dict[str, Workload] = ROWS | LAYOUT | TRAINING
 ON_CPUS: dict[str, Workload] = CPU | CPU_PRODUCTS | CPU_MODELS
@@ -38,6 +41,7 @@ WORKLOADS: dict[str, Workload] = (
 )
 WORKLOADS |= CONV | VISION | CONTIGUOUS
 FOR_TUNING: dict[str, Workload] = UNWRITTEN_GPU | UNWRITTEN_CPU
+KNOWN: dict[str, Workload] = WORKLOADS | FOR_TUNING | WHOLE_MODELS | WHOLE_MODELS_CPU
 SUITES = {
     "memory": tuple(MEMORY),
     "memory_more": tuple(MEMORY_MORE),
@@ -51,6 +55,8 @@ SUITES = {
     "conv": (*CONV, "conv_bn_relu"),
     "vision": tuple(VISION),
     "contiguous": tuple(CONTIGUOUS),
+    "compile_time": (*WHOLE_MODELS, "efficientnet_b0_b1"),
+    "compile_time_cpu": tuple(WHOLE_MODELS_CPU),
     "cpu": tuple(CPU),
     "cpu_products": tuple(CPU_PRODUCTS),
     "cpu_models": tuple(CPU_MODELS),
@@ -61,8 +67,8 @@ SUITES = {
 def require(names: Iterable[str]) -> None:
     """Raise InputError for a name that is no workload's."""
     for name in names:
-        if name not in WORKLOADS and name not in FOR_TUNING:
-            close = difflib.get_close_matches(name, (*WORKLOADS, *FOR_TUNING), 1)
+        if name not in KNOWN:
+            close = difflib.get_close_matches(name, KNOWN, 1)
             hint = f"did you mean {close[0]!r}?" if close else f"there are {', '.join(WORKLOADS)}"
             raise InputError(f"unknown workload {name!r}; {hint}")
 
@@ -77,8 +83,8 @@ def names_of(suite: str, only: str | None) -> tuple[str, ...]:
     """
     names: dict[str, None] = {}
     for word in _words(suite):
-        if not any(word in known for known in (SUITES, WORKLOADS, FOR_TUNING)):
-            close = difflib.get_close_matches(word, (*SUITES, *WORKLOADS, *FOR_TUNING), 1)
+        if not any(word in known for known in (SUITES, KNOWN)):
+            close = difflib.get_close_matches(word, (*SUITES, *KNOWN), 1)
             hint = f"did you mean {close[0]!r}?" if close else f"the suites are {', '.join(SUITES)}"
             raise InputError(f"unknown suite or workload {word!r}; {hint}")
         names |= dict.fromkeys(SUITES.get(word, (word,)))
@@ -96,7 +102,7 @@ def names_of(suite: str, only: str | None) -> tuple[str, ...]:
 def dtype_of(name: str, default: str) -> str:
     """Return the dtype that a workload names for itself, or the default."""
     require([name])
-    return (WORKLOADS | FOR_TUNING)[name].dtype or default
+    return KNOWN[name].dtype or default
 
 
 def make(name: str, device: str, dtype: str, scale: float = 1.0) -> Instance:
@@ -105,7 +111,7 @@ def make(name: str, device: str, dtype: str, scale: float = 1.0) -> Instance:
     Parameters
     ----------
     name : str
-        A key of `WORKLOADS`.
+        A key of `KNOWN`.
     device : str
         torch's name of a device.
     dtype : str
@@ -114,7 +120,7 @@ def make(name: str, device: str, dtype: str, scale: float = 1.0) -> Instance:
         Factor on every large extent, none below 64.
     """
     require([name])
-    return (WORKLOADS | FOR_TUNING)[name].instance(name, device, dtype, scale)
+    return KNOWN[name].instance(name, device, dtype, scale)
 
 
 def _words(text: str) -> list[str]:

@@ -64,11 +64,11 @@ class Bottleneck(nn.Module):
         return F.relu(self.body(x) + self.short(x))
 
 
-def resnet50() -> nn.Module:
-    """ResNet-50."""
+def resnet(counts: Sequence[int] = (3, 4, 6, 3)) -> nn.Module:
+    """ResNet-50, or with other numbers of bottlenecks one that is deeper."""
     parts: list[nn.Module] = [conv(3, 64, 7, 2), nn.MaxPool2d(3, 2, 1)]
     channels = 64
-    for width, count, stride in ((64, 3, 1), (128, 4, 2), (256, 6, 2), (512, 3, 2)):
+    for width, count, stride in zip((64, 128, 256, 512), counts, (1, 2, 2, 2), strict=True):
         for i in range(count):
             parts.append(Bottleneck(channels, width, stride if i == 0 else 1))
             channels = 4 * width
@@ -221,11 +221,11 @@ class Dense(nn.Module):
         return torch.cat([x, self.body(x)], 1)
 
 
-def densenet121() -> nn.Module:
-    """DenseNet-121."""
+def densenet(depths: Sequence[int] = (6, 12, 24, 16)) -> nn.Module:
+    """DenseNet-121, or with other numbers of layers one that is deeper."""
     growth, channels = 32, 64
     parts: list[nn.Module] = [conv(3, channels, 7, 2), nn.MaxPool2d(3, 2, 1)]
-    for i, depth in enumerate((6, 12, 24, 16)):
+    for i, depth in enumerate(depths):
         for _ in range(depth):
             parts.append(Dense(channels, growth))
             channels += growth
@@ -304,7 +304,7 @@ class WhisperEncoder(nn.Module):
         return self.norm(self.layers(x + self.positions))
 
 
-def _network(make: Callable[[], nn.Module], batch: int, side: int = 224) -> Workload:
+def network(make: Callable[[], nn.Module], batch: int, side: int = 224) -> Workload:
     def made(sizes: Sizes) -> Made:
         full = sizes.scale >= 1
         images, edge = (batch, side) if full else (min(batch, 2), 64)
@@ -345,15 +345,15 @@ def _whisper(batch: int) -> Workload:
 
 
 NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    "resnet50": resnet50,
+    "resnet50": resnet,
     "mobilenet_v3": mobilenet_v3,
     "efficientnet_b0": efficientnet_b0,
     "convnext_t": convnext_t,
-    "densenet121": densenet121,
+    "densenet121": densenet,
 }
 BATCHES: Sequence[int] = (1, 32)
 VISION: dict[str, Workload] = {
-    **{f"{name}_b{b}": _network(make, b) for name, make in NETWORKS.items() for b in BATCHES},
+    **{f"{name}_b{b}": network(make, b) for name, make in NETWORKS.items() for b in BATCHES},
     **{f"unet_block_b{b}": _unet(b) for b in (1, 8)},
     **{f"whisper_encoder_b{b}": _whisper(b) for b in (1, 8)},
 }
