@@ -27,6 +27,7 @@ from ..report.screen import FunctionReports, Report
 from ..report.why import asked
 from ..runtime.calls.compiled_module import CompiledFunctions, CompiledModule
 from ..runtime.graphs.capture_rules import CudaGraphOptions
+from ..transform.lower.permuted_weights import weights_kept
 from .observed import observe_plan, observe_report
 from .one_function import Wishes, contested, has_device, hold_to_source
 from .several_functions import compile_functions
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 VERIFY = (True, False, "groups", "report")
 
 
+@weights_kept()
 def compile(
     model: Any,
     target: Any = None,
@@ -153,6 +155,7 @@ def graph_policy(target: Any, policy: Any) -> Policy:
     return replace(load_policy(policy), launch="graph")
 
 
+@weights_kept()
 def explain(
     model: Any,
     target: Any = None,

@@ -36,10 +36,10 @@ from .lower.legalizers import (
     TRANSPOSED_CONVOLUTIONS,
     UNSIGNED_SIGNS,
     legalize_divide,
-    legalize_permutes,
     legalize_where,
 )
 from .lower.ordered_writes import OrderedWrites
+from .lower.permuted_weights import legalize_permutes
 from .lower.places import reads_at_indices
 from .lower.scans import OpenScans
 from .lower.sorts import OpenMedians, WidenSorts
