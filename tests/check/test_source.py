@@ -199,7 +199,13 @@ def test_without_the_device_the_imported_module_runs_on_the_cpu(wrong_tanh):
 
     planned = planned_function(model(torch.relu), "llvm")
     compiled = tvm_fusion.compile(model(torch.relu), "llvm", verify=False)
-    assert source.source_check(compiled, planned, *model(torch.relu), here=False).error == 0
+    assert (
+        source.source_check(
+            compiled, planned, source.Original(*model(torch.relu)), here=False
+        ).error
+        == 0
+    )
     planned = planned_function(model(torch.tanh), "llvm")
+    original = source.Original(*model(torch.tanh))
     with pytest.raises(VerificationError, match=r"aten\.tanh\.default"):
-        source.source_check(compiled, planned, *model(torch.tanh), here=False)
+        source.source_check(compiled, planned, original, here=False)

@@ -28,7 +28,8 @@ MOST_POINTS = 1 << 21
 # Inputs, and the most points of all loops, of which a core computes some 1e8 a second in float64.
 # The end of the last row of a masked sum is decided by two elements: one input in four hides there
 # that the mask is gone.
-_DRAWS = ((6, 1 << 23), (2, 1 << 27), (1, math.inf))
+LONG = 1 << 27
+_DRAWS = ((6, 1 << 23), (2, LONG), (1, math.inf))
 
 _BY_PLACE = frozenset(
     f"relax.{name}"
@@ -178,6 +179,22 @@ def points_of(mod: tvm.IRModule, unknown: int = 8) -> int:
         if isinstance(func, tirx.PrimFunc):
             tvm_ffi.structural_walk(func.body, [(s_tir.SBlock, blocks.append)])
     return sum(_points((axis.dom.extent for axis in b.iter_vars), unknown) for b in blocks)
+
+
+def points_of_run(mod: tvm.IRModule, unknown: int = 8) -> int:
+    """As `points_of`, of one run of `main`: a PrimFunc counts as often as it is called."""
+    known: dict[str, int] = {}
+
+    def points(call: Any) -> int:
+        if operator_name(call) != "relax.call_tir":
+            return 0
+        name = call.args[0].name_hint
+        if name not in known:
+            known[name] = points_of(tvm.IRModule({name: mod[name]}), unknown)
+        return known[name]
+
+    bindings = (b for block in mod["main"].body.blocks for b in block.bindings)
+    return sum(points(getattr(binding, "value", None)) for binding in bindings)
 
 
 def _points(extents: Iterable[tvm.ir.Expr], large: int) -> int:

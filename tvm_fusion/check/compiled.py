@@ -61,6 +61,9 @@ class Checked:
         What it was held against.
     alone : IRModule or None
         The model as TVM alone lowers it, where nothing else was right.
+    kernels : int
+        How many kernels were checked in place of the module as a whole (`check.kernels`); 0 if that
+        was.
     """
 
     made: BuiltPlan
@@ -70,6 +73,7 @@ class Checked:
     wrong: dict[str, tuple[PlannedGroup, str]] = field(default_factory=dict)
     references: Sequence[Reference] = ()
     alone: tvm.IRModule | None = None
+    kernels: int = 0
 
 
 def check_compiled(made: BuiltPlan, others: OthersOf, every_group: bool = False) -> Checked:

@@ -15,10 +15,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..check.sequential import Budget
+from ..check.source import Original
 from ..config import Policy, load_policy, resolve_target
 from ..cost.probe import candidates_of
 from ..cost.probe import probe as compiled_kernels
-from ..errors import InputError, TargetError
+from ..errors import InputError, TargetError, VerificationError
 from ..flow.functions import Plans, planned_functions
 from ..flow.planned import Planned
 from ..plan.search.bound import bound_of_plan
@@ -36,7 +37,7 @@ from .tuned_parts import TunedParts
 if TYPE_CHECKING:
     from .tuned_parts import DatabaseLike
 
-VERIFY = (True, False, "groups", "report")
+VERIFY = (True, False, "full", "groups", "report")
 
 
 @weights_kept()
@@ -53,6 +54,7 @@ def compile(
     time: bool = False,
     cuda_graph: Any = False,
     database: DatabaseLike = None,
+    source: tuple[Any, Any] | None = None,
 ) -> CompiledModule | CompiledFunctions:
     """Fuses and builds a model.
 
@@ -74,12 +76,14 @@ def compile(
         several functions a mapping from their names to plans; those without one are planned.
     example_inputs, dynamic_shapes
         For a torch.nn.Module, as `torch.export.export` takes them.
-    verify : bool, "groups", "report" or None
+    verify : bool, "full", "groups", "report" or None
         Check the result against float64, that of a torch.nn.Module also against PyTorch's own on
         the example inputs and on special values among them, and that of an ONNX model against
         `onnx.reference` (`check.source`, `check.source_onnx`). What gives wrong numbers
         gives way, as little of the plan as need be (`check.repair`); where that mends nothing,
         there is no module but an error.
+        Of a large model that is compared with PyTorch each distinct kernel is held against float64
+        on the inputs of one of its uses (`check.kernels`); "full" computes all of it in float64.
         "groups" also checks each group by itself; "report" does, too, and returns the module
         whatever was found: its report says so. None asks the policy.
     measure : bool
@@ -101,6 +105,9 @@ def compile(
         ones are used, and the plan that it settled, if it tuned this module with this policy. By
         default the `TuningDatabase` that is current (`with database:`), if there is one; that it
         has nothing of the target is logged.
+    source : (torch.nn.Module, tuple of torch.Tensor), optional
+        Of an IRModule that was imported elsewhere: the model that it was, and inputs, to compare it
+        with.
 
     Returns
     -------
@@ -131,11 +138,35 @@ def compile(
         model, target, policy, plan, example_inputs, dynamic_shapes, tuned
     )
     wanted = load_policy(policy).verify if verify is None else verify
-    compiled = compile_functions(functions, Wishes(wanted, measure, time, graphs))
-    if wanted and isinstance(compiled, CompiledModule):
+    original = Original(*(source or (model, example_inputs)), with_special=source is None)
+    wishes = Wishes(wanted, measure, time, graphs, beside=original.is_comparable)
+    try:
+        compiled = _compiled(functions, wishes, original)
+    except VerificationError:
+        if not wishes.beside:
+            raise
+    else:
+        if not wishes.beside or _is_checked(compiled):
+            return compiled
+    return _compiled(functions, replace(wishes, beside=False), original)
+
+
+def _compiled(
+    functions: dict[str, Planned], wishes: Wishes, original: Original
+) -> CompiledModule | CompiledFunctions:
+    compiled = compile_functions(functions, wishes)
+    if wishes.verify and isinstance(compiled, CompiledModule):
         (planned,) = functions.values()
-        hold_to_source(compiled, planned, (model, example_inputs), wanted == "report")
+        hold_to_source(compiled, planned, original, wishes.verify == "report")
     return compiled
+
+
+def _is_checked(compiled: CompiledModule | CompiledFunctions) -> bool:
+    """Whether a module of which kernels alone were checked was compared with its source."""
+    if not isinstance(compiled, CompiledModule):
+        return True
+    found = compiled.report.verify
+    return found is None or not found.kernels or found.source_error is not None
 
 
 def graph_policy(target: Any, policy: Any) -> Policy:

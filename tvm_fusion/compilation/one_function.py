@@ -20,8 +20,9 @@ from ..check.compared_module import not_slower
 from ..check.compared_regions import settle_regions
 from ..check.compiled import Checked, check_compiled, wrong_numbers
 from ..check.inputs import has_values, objects
+from ..check.kernels import kernels_checked, takes_long
 from ..check.sequential import Budget
-from ..check.source import source_check
+from ..check.source import Original, source_check
 from ..check.source_onnx import onnx_check
 from ..errors import VerificationError
 from ..flow.planned import BuiltPlan, Planned
@@ -44,7 +45,9 @@ CONTEST_SHARE = 0.8
 @dataclass(frozen=True, slots=True)
 class Wishes:
     """What a caller wants to be done with a build: `verify`, `measure`, `time` and `cuda_graph` of
-    `compiler.compile`, and the share of the policy's budgets that there is for it.
+    `compiler.compile`, the share of the policy's budgets that there is for it, and whether the
+    whole is compared with the framework that it comes from, so that a large model needs no more
+    than a check of each of its kernels.
     """
 
     verify: bool | str = False
@@ -52,6 +55,7 @@ class Wishes:
     time: bool = False
     cuda_graph: Any = None
     share: float = 1.0
+    beside: bool = False
 
     @property
     def timed(self) -> bool:
@@ -141,13 +145,21 @@ def finished(made: BuiltPlan, one: Settled) -> Finished:
             made, _ = not_slower(made, unfused, one.budget)
     if wishes.verify:
         with stage("checking the results against float64"):
-            checked = check_compiled(made, OtherKernels, wishes.verify in ("groups", "report"))
+            checked = _checked(made, wishes)
         refuse_wrong(checked, wishes)
         made = checked.made
     times = {}
     if wishes.timed:
         times = _timed(made.built, unfused, drawn_inputs(made.planned.mod))
     return Finished(made, unfused, checked, times, wishes)
+
+
+def _checked(made: BuiltPlan, wishes: Wishes) -> Checked:
+    if wishes.verify is True and wishes.beside and takes_long(made):
+        found = kernels_checked(made)
+        if found is not None:
+            return found
+    return check_compiled(made, OtherKernels, wishes.verify in ("groups", "report"))
 
 
 def refuse_wrong(checked: Checked, wishes: Wishes) -> None:
@@ -175,10 +187,10 @@ def tell(compiled: CompiledModule, done: Finished) -> None:
 
 
 def hold_to_source(
-    compiled: CompiledModule, planned: Planned, source: tuple[Any, Any], reported: bool
+    compiled: CompiledModule, planned: Planned, original: Original, reported: bool
 ) -> None:
-    """Compares a model of PyTorch, `source` with its example inputs, with PyTorch, and one of ONNX
-    with its reference; what is found is in the report.
+    """Compares a model of PyTorch with PyTorch, and one of ONNX with its reference; what is found
+    is in the report.
 
     Raises
     ------
@@ -190,9 +202,10 @@ def hold_to_source(
     if here and checked is None:  # no values can be drawn
         return
     try:
-        found = source_check(compiled, planned, *source, here)
+        sure = checked is None or not checked.kernels
+        found = source_check(compiled, planned, original, here, sure)
         if found is None and here:
-            found = onnx_check(compiled, planned, source[0])
+            found = onnx_check(compiled, planned, original.model)
     except VerificationError as error:
         if checked is None or not reported:
             raise

@@ -124,6 +124,7 @@ def built_report(
             checked.verification.passed,
             checked.verification.worst_error,
             checked.verification.not_finite,
+            kernels=checked.kernels,
         ),
     )
 

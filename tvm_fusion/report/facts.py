@@ -49,6 +49,9 @@ class Verification:
         What was not compared, and why.
     source_failure : str or None
         What says that the framework's model is another function, if it is.
+    kernels : int
+        How many distinct kernels were checked, each on the inputs of one of its uses, in place of
+        the outputs; 0 where all was computed in float64.
     """
 
     passed: bool
@@ -58,6 +61,7 @@ class Verification:
     source_error: float | None = None
     source_note: str | None = None
     source_failure: str | None = None
+    kernels: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,6 +156,8 @@ def _compared(verify: Verification) -> str:
     if verify.not_finite >= 1:
         return "but no number was compared: all of an output is NaN or infinite, in float64 too"
     said = f"worst error {_short(verify.worst_error)}"
+    if verify.kernels:
+        said += f" of {verify.kernels} kernels, each by itself"
     if verify.not_finite:
         said += f"; {verify.not_finite:.2%} of an output is NaN or infinite, in float64 too"
     if verify.source_error is not None:

@@ -19,7 +19,7 @@ from tvm_fusion.frontends.torch.graphs import from_graph
 from tvm_fusion.frontends.torch.refusals import OperatorsRefused
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
 from tvm_fusion.torch_backend.options import BackendOptions
-from tvm_fusion.torch_backend.part_graphs import ReadyPart, SizesUnknown, ready
+from tvm_fusion.torch_backend.part_graphs import OfTensors, ReadyPart, SizesUnknown, ready
 from tvm_fusion.torch_backend.partition import is_operator
 from tvm_fusion.transform.layouts.memory_formats import takes_formats
 
@@ -159,10 +159,19 @@ class PartCalls:
             measure=options.measure,
             cuda_graph=graphs,
             database=options.database,
+            source=self._source(made, inputs),
         )
         module.device  # noqa: B018 - a target that this machine lacks is named now
         self._built(module)
         return self._described(inputs, _Run(module, made, device), keep_symbols)
+
+    def _source(self, made: ReadyPart, inputs: Sequence[Any]) -> tuple[Any, Any] | None:
+        """The part in torch and its tensors, to compare with; None where sizes may be others."""
+        if self._shapes_of or made.sizes or not made.tensors:
+            return None
+        weights = {name: inputs[number] for name, number in made.weights.items()}
+        tensors = [inputs[i] if o is None else inputs[i].permute(o) for i, o in made.tensors]
+        return OfTensors(made.graph, weights), tuple(tensors)
 
     @property
     def _target(self) -> Any:

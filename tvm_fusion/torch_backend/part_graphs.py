@@ -5,12 +5,12 @@ ready(x: f32[n, 4, 4, 8], extent_of_k: i8[k, 0]) -> (conv(x) with the channels l
 ready(x: f32[3, 4, 4, 8])                        -> the same, for n and k as they are now
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree as pytree
@@ -58,6 +58,19 @@ class ReadyPart:
     tensors: tuple[tuple[int, tuple[int, ...] | None], ...]
     sizes: tuple[int, ...]
     results: tuple[Given, ...]
+
+
+class OfTensors(nn.Module):
+    """The graph of a `ReadyPart` as a module of its tensors, with its weights in it."""
+
+    def __init__(self, graph: fx.GraphModule, weights: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        self._graph, self._weights = [graph], weights  # in a list: no submodule
+
+    def forward(self, *tensors: torch.Tensor) -> Any:
+        (graph,), given = self._graph, iter(tensors)
+        names = (node.name for node in graph.graph.find_nodes(op="placeholder"))
+        return graph(*(self._weights[n] if n in self._weights else next(given) for n in names))
 
 
 class SizesUnknown(Exception):

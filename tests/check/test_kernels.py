@@ -1,0 +1,114 @@
+"""Large models: each distinct kernel is checked by itself, the whole beside PyTorch."""
+
+import pytest
+import torch
+from torch import nn
+
+import tvm_fusion
+from tvm_fusion.check import kernels
+from tvm_fusion.check.compiled import Checked
+from tvm_fusion.check.verify import Verification
+from tvm_fusion.compilation import one_function
+from tvm_fusion.flow.functions import planned_function
+from tvm_fusion.plan.refusal import RefusalCode
+
+from ..planted import planted
+
+
+class Layers(nn.Module):
+    """Equal layers with weights of their own."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(48, 48) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x)).softmax(-1)
+        return x
+
+
+class Sum(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum(-1)
+
+
+class Write(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(5, 48))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.add_(x)
+        return self.seen.exp()
+
+
+X = torch.randn(5, 48, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def all_are_large(monkeypatch):
+    monkeypatch.setattr(kernels, "LONG", 0)
+
+
+def test_kernels_of_equal_layers_are_checked_once():
+    found = [tvm_fusion.compile(Layers(count), "llvm", example_inputs=(X,)) for count in (2, 5)]
+    few, many = (one.report.verify for one in found)
+    assert few.passed
+    assert many.passed
+    assert 0 < few.kernels == many.kernels < found[1].report.launches.fused
+    assert max(few.worst_error, many.worst_error, many.source_error) < 1e-5
+    assert f"of {many.kernels} kernels, each by itself" in str(found[1].report)
+    torch.testing.assert_close(found[1](X), Layers(5)(X).detach())
+
+
+def test_all_of_it_is_computed_in_float64_where_that_is_asked_for():
+    full = tvm_fusion.compile(Layers(2), "llvm", example_inputs=(X,), verify="full").report.verify
+    assert full.passed
+    assert full.kernels == 0
+
+
+def test_a_module_without_a_source_is_checked_as_a_whole():
+    mod = planned_function(Layers(2), "llvm", example_inputs=(X,)).mod
+    assert tvm_fusion.compile(mod, "llvm").report.verify.kernels == 0
+    beside = tvm_fusion.compile(mod, "llvm", source=(Layers(2), (X,))).report.verify
+    assert beside.kernels > 0
+    assert beside.source_error < 1e-5
+
+
+@pytest.mark.parametrize(("mutation", "seed"), [("short loop", 1), ("dropped store", 0)])
+def test_a_wrong_kernel_gives_way(mutation, seed, caplog):
+    x = torch.randn(33, 133, generator=torch.Generator().manual_seed(2)) * 9
+    with planted(mutation, seed):
+        compiled = tvm_fusion.compile((Sum(), (x,)), "llvm")
+    assert any(r.name == kernels.__name__ and "kernel" in r.message for r in caplog.records)
+    torch.testing.assert_close(compiled(x), x.sum(-1), rtol=1e-5, atol=1e-3)
+    (group,) = compiled.report.groups
+    assert group.fallback.startswith(RefusalCode.WRONG_NUMBERS.value)
+
+
+def test_what_no_kernel_shows_is_seen_beside_pytorch(monkeypatch):
+    """Kernels that are right, and a module that is wrong all the same."""
+    asked = []
+
+    def all_right(made):
+        asked.append(made)
+        return Checked(made, Verification("kernels", True, (), 0.0), kernels=1)
+
+    monkeypatch.setattr(one_function, "kernels_checked", all_right)
+    x = torch.randn(33, 133, generator=torch.Generator().manual_seed(2)) * 9
+    with planted("short loop", 1):
+        compiled = tvm_fusion.compile((Sum(), (x,)), "llvm")
+    assert len(asked) == 1
+    assert compiled.report.verify.kernels == 0  # checked again, as a whole
+    torch.testing.assert_close(compiled(x), x.sum(-1), rtol=1e-5, atol=1e-3)
+
+
+def test_a_model_that_keeps_state_is_compared_from_its_first_state():
+    found = tvm_fusion.compile(Write(), "llvm", example_inputs=(X,))
+    assert found.report.verify.passed
+    assert found.report.verify.source_error < 1e-5
+    once, twice = Write(), Write()
+    expected = [once(X), (twice(X), twice(X))[1]]
+    torch.testing.assert_close([found(X), found(X)], expected)
