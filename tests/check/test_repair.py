@@ -136,7 +136,7 @@ def test_under_torch_compile_the_graph_runs_in_torch_with_one_warning(always_wro
         given = model(numbers())
     said = [str(w.message) for w in caught if "tvm_fusion" in str(w.message)]
     assert len(said) == 1
-    assert "eager mode: wrong numbers" in said[0]
+    assert "runs in torch: wrong numbers" in said[0]
     torch.testing.assert_close(given, ScaledSum()(numbers()))
 
 
@@ -162,7 +162,7 @@ def test_as_little_as_need_be_gives_way(monkeypatch, wrong):
 
 
 def test_an_unknown_way_to_verify_is_refused():
-    with pytest.raises(InputError, match="'group' is none of None, True, False, 'groups'"):
+    with pytest.raises(InputError, match="'group' is none of None, True, False, 'full', 'groups'"):
         tvm_fusion.compile((Sum(), (numbers(),)), "llvm", verify="group")
 
 

@@ -64,7 +64,7 @@ REPORT = Report(
         "unfused": TimeReport(1620.0, 1610.0, 1630.0, 20, "kernel"),
     },
 )
-SOURCE = dict.fromkeys(("source", "source_error", "source_note", "source_failure"))
+SOURCE = dict.fromkeys(("source", "source_error", "source_note", "source_failure")) | {"kernels": 0}
 EMPTY = Report("llvm_cpu", Comparison(0, 0), Comparison(0, 0), {})
 
 

@@ -445,7 +445,7 @@ def test_options_reach_the_compiler(modules):
         ({"cuda_graph": {"shapes": 3}}, "cuda_graph: unknown option 'shapes'"),
         ({"cuda_graph": True}, "the target is llvm; CUDA graphs need"),
         ({"strict": 1}, "option strict=1 is none of True or False"),
-        ({"verify": "all"}, "option verify='all' is none of None, True, False, 'groups'"),
+        ({"verify": "all"}, "option verify='all' is none of None, True, False, 'full', 'groups'"),
         ({"report": 3}, "option report=3 is none of a callable, a folder or None"),
     ],
 )
