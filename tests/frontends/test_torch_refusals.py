@@ -59,11 +59,6 @@ def test_all_operators_that_are_refused_are_told_at_once_with_their_places():
     assert said.endswith(ADVICE)
 
 
-def test_complex_numbers_are_refused_by_name():
-    said = message(Function(lambda x: (x.to(torch.complex64) * 2).real), X)
-    assert "TVM has no complex numbers" in said
-
-
 def test_errors_of_tvm_are_told_with_their_operator(monkeypatch):
     from tvm_fusion.frontends.torch.model import CONVERTERS
 

@@ -7,4 +7,4 @@ process that may die, `exceptions` has what is not right and why, `__main__` is 
 """
 
 OUTCOMES = ("right", "not judged", "refused", "timeout", "internal error", "wrong", "crash")
-DTYPES = ("float32", "int64", "bool", "bfloat16", "float16")
+DTYPES = ("float32", "int64", "bool", "bfloat16", "float16", "complex64")

@@ -185,7 +185,11 @@ def _near(x: torch.Tensor, eager: torch.Tensor) -> bool:
 
 
 def _right(x: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> np.ndarray:
-    """Which elements are right, beside those of eager execution and of float64."""
+    """Which elements are right, beside those of eager execution and of float64; of complex ones
+    whether both parts are, beside the larger one.
+    """
+    if eager.is_complex():
+        return _right_complex(x, eager, exact)
     if not eager.is_floating_point():
         return (x == eager).numpy()
     relative, absolute = TOLERANCES.get(eager.dtype, (0.125, 1e-2))
@@ -198,6 +202,17 @@ def _right(x: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> np.ndar
         near = np.isclose(x, eager, relative, absolute, equal_nan=True)
         near |= np.isclose(x, exact, relative, absolute, equal_nan=True)
         return near | (finite & (np.abs(x - exact) <= np.maximum(bound, TIMES * own)))
+
+
+def _right_complex(x: torch.Tensor, eager: torch.Tensor, exact: torch.Tensor) -> np.ndarray:
+    x, eager, exact = (torch.view_as_real(y.resolve_conj()) for y in (x, eager, exact))
+    near = _right(x, eager, exact)
+    size = eager.double().norm(dim=-1, keepdim=True).expand(eager.shape).numpy()
+    relative, absolute = TOLERANCES[eager.dtype]
+    with np.errstate(invalid="ignore"):
+        off = np.minimum(*(np.abs(x.double().numpy() - y.double().numpy()) for y in (eager, exact)))
+        near |= np.isfinite(size) & (off <= absolute + relative * size)
+    return near.all(-1)
 
 
 def _is_clear(error: TvmFusionError) -> bool:

@@ -73,15 +73,21 @@ class Sample:
         return [x.clone() for x in self.inputs]
 
     def in_float64(self) -> list[torch.Tensor] | None:
-        """The results with floats widened to float64; None where the operator does not take them or
-        has other results then.
+        """The results with floats widened to float64, complex numbers to complex128; None where
+        the operator does not take them or has other results then.
         """
-        wide = [x.double() if x.is_floating_point() else x.clone() for x in self.inputs]
+        wide = [_wide(x) for x in self.inputs]
         try:
             found = tensors_in(self.determined(self.module(*wide)))
         except Exception:  # of PyTorch, which may want equal types or know none of float64
             return None
         return found if [x.shape for x in found] == [x.shape for x in self.expected] else None
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    if x.is_complex():
+        return x.to(torch.complex128)
+    return x.double() if x.is_floating_point() else x.clone()
 
 
 class _OtherRandomNumbers(TorchDispatchMode):
@@ -159,7 +165,7 @@ def _made(function: Callable, given: Any) -> Sample | str:
     if not inputs:
         return "no tensor among its inputs"
     if not all(map(_is_plain, inputs)):
-        return "inputs that are sparse, nested or complex"
+        return "inputs that are sparse or nested"
     module = Operator(function, arguments)
     copies = [x.detach().clone() for x in inputs]
     try:
@@ -170,7 +176,7 @@ def _made(function: Callable, given: Any) -> Sample | str:
     if not expected:
         return "no tensor among its results"
     if not all(map(_is_plain, expected)):
-        return "results that are sparse, nested or complex"
+        return "results that are sparse or nested"
     if _is_random(module, inputs, given.output_process_fn_grad, expected):
         return "its results are random"
     kept = [x.detach() for x in inputs], [x.clone() for x in expected]
@@ -200,7 +206,7 @@ def _same(x: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _is_plain(x: torch.Tensor) -> bool:
     dense = x.layout is torch.strided and not x.is_nested and not x.is_quantized
-    return dense and not x.is_complex() and x.device.type == "cpu"
+    return dense and x.device.type == "cpu"
 
 
 def tensors_in(results: Any) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from tvm_fusion.tuning.measure.processes import Answer
 from . import __main__, exceptions, judge
 from .samples import NotJudged, Operator, Sample, entries, samples
 
-CHECKED = ("float32",)
+CHECKED = ("float32", "complex64")
 SHARE = 5  # entries that always run
 
 

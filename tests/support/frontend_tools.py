@@ -37,7 +37,9 @@ def operators(mod: tvm.IRModule) -> list[str]:
 
 
 def array_of(x: torch.Tensor) -> np.ndarray:
-    """A tensor as an array, bfloat16 too."""
+    """A tensor as an array, bfloat16 too; a complex one as pairs of real numbers."""
+    if x.is_complex():
+        return torch.view_as_real(x.resolve_conj()).numpy()
     if x.dtype == torch.bfloat16:
         return x.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
     return x.numpy()

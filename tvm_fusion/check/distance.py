@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import numpy as np
 
 # Of what rounds differently in another order of operations; another function is further off.
 ROUNDINGS = {"float64": 1e-7, "float32": 1e-3, "float16": 5e-2, "bfloat16": 1e-1}
+ROUNDINGS |= {"complex128": 1e-7, "complex64": 1e-3, "complex32": 5e-2}
 
 
 def rounding(dtype: object) -> float:
@@ -47,6 +49,13 @@ def error_of(given: Any, expected: Any) -> float:
     return distance(_array(given), _array(expected))
 
 
+def real_numbers(x: Any) -> Any:
+    """A complex tensor of PyTorch as pairs of real numbers; others as they are."""
+    if not x.is_complex():
+        return x
+    return sys.modules["torch"].view_as_real(x.resolve_conj())
+
+
 def _array(x: Any) -> np.ndarray:
-    x = x.detach().cpu()
+    x = real_numbers(x.detach()).cpu()
     return (x.double() if x.is_floating_point() else x).numpy()

@@ -38,7 +38,7 @@ from ..flow.planned import Planned
 from ..host.stages import stage
 from ..ir.convention import Of
 from ..runtime.calls.compiled_module import CompiledModule
-from .distance import error_of, rounding
+from .distance import error_of, real_numbers, rounding
 from .plain import LLVM, plain_build, plain_module
 from .reference import poisoned, run_reference
 
@@ -366,6 +366,8 @@ def _evaluation_mode(model: Any) -> Iterator[None]:
 
 
 def _wide(x: Any) -> Any:
+    if x.is_complex():
+        return x.to(sys.modules["torch"].complex128)
     return x.double() if x.is_floating_point() else x.clone()
 
 
@@ -407,9 +409,9 @@ def _from_the_start(module: CompiledModule) -> Run:
 def _same_in_float64(planned: Planned, source: _Source) -> bool:
     """Whether the imported module and PyTorch's agree in float64; False where one has no such."""
     try:
-        expected = [np.asarray(x.cpu()) for x in leaves(source.eager_in_float64())]
+        expected = [np.asarray(real_numbers(x).cpu()) for x in leaves(source.eager_in_float64())]
         mod, convention = plain_module(planned.mod, planned.target), planned.source.convention
-        given = [_wide(x).cpu().numpy() for x in source.inputs]
+        given = [real_numbers(_wide(x)).cpu().numpy() for x in source.inputs]
         if convention is None:
             found = run_reference(mod, given)
         else:

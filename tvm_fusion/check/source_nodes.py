@@ -22,7 +22,7 @@ from ..frontends.torch.model import CONVERTERS, decomposed, exported
 from ..frontends.torch.nodes import Nodes, values_of
 from ..frontends.torch.refusals import place_of, producer
 from ..runtime.calls.compiled_module import CompiledModule
-from .distance import error_of, rounding
+from .distance import error_of, real_numbers, rounding
 from .plain import LLVM, plain_build, plain_module
 
 logger = logging.getLogger(__name__)
@@ -90,7 +90,7 @@ class NodeByNode:
         nodes = self._nodes.nodes
         if sum(node.meta["val"].nbytes for node in nodes) > MOST_BYTES:
             return []
-        inputs = [x.detach().cpu() for x in inputs]
+        inputs = [real_numbers(x.detach()).cpu() for x in inputs]
         values = values_of(self._program, inputs)
         given = [values[node].contiguous() for node in nodes]
         found: dict[fx.Node, Differs] = {}

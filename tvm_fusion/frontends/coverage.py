@@ -55,7 +55,7 @@ def torch_rows() -> list[Row]:
     """
     reader, torch = import_module(".torch.model", __package__), import_module("torch")
     importer = import_module(".torch.importer", __package__).Importer(reader.CONVERTERS)
-    decomposed = reader.decompositions()
+    decomposed = reader.decompositions(of_complex=False)
 
     def by(operator: Any) -> By:
         name = operator.__name__

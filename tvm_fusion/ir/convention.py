@@ -62,11 +62,14 @@ class Result:
     view : View or None
         Where the tensor `value` of the outputs shares the memory of another one: callers who give
         tensors of torch get such a view.
+    is_complex : bool
+        Whether the output is a complex tensor, as pairs of real numbers along a last axis.
     """
 
     of: Of
     value: Any
     view: View | None = None
+    is_complex: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,9 @@ class Convention:
         What state there is at first, by the number of the parameter; the rest is loaded later.
     fixed : mapping of int to int, float, bool, str or None
         Inputs of the caller that are no tensors, by place among all of them: parts of the program.
+    pairs : tuple of int
+        Parameters that are complex tensors in the model, by number: `main` takes real and imaginary
+        parts as pairs along a last axis.
     """
 
     results: tuple[Result, ...]
@@ -97,6 +103,7 @@ class Convention:
     updates: Mapping[int, int] = field(default_factory=dict)
     values: Mapping[int, tvm.runtime.Tensor] = field(default_factory=dict, hash=False)
     fixed: Mapping[int, Any] = field(default_factory=dict)
+    pairs: tuple[int, ...] = ()
 
     @property
     def parameters(self) -> list[int]:
@@ -112,13 +119,19 @@ class Convention:
         """Return plain values for `from_json`, without those of tensors."""
         return {
             "results": [
-                [r.of.value, r.value, r.view and [getattr(r.view, n) for n in View.__slots__]]
+                [
+                    r.of.value,
+                    r.value,
+                    r.view and [getattr(r.view, n) for n in View.__slots__],
+                    r.is_complex,
+                ]
                 for r in self.results
             ],
             "structure": self.structure,
             "state": dict(self.state),
             "updates": sorted(self.updates.items()),
             "fixed": sorted(self.fixed.items()),
+            "pairs": list(self.pairs),
         }
 
     @classmethod
@@ -126,7 +139,10 @@ class Convention:
         cls, data: Mapping[str, Any], values: Mapping[int, tvm.runtime.Tensor]
     ) -> Convention:
         """Inverse of `to_json`; raises KeyError, TypeError or ValueError for other data."""
-        results = tuple(Result(Of(of), value, _view(view)) for of, value, view in data["results"])
+        results = tuple(
+            Result(Of(of), value, _view(view), *map(bool, rest))
+            for of, value, view, *rest in data["results"]
+        )
         return cls(
             results,
             data["structure"],
@@ -134,6 +150,7 @@ class Convention:
             {int(to): int(output) for to, output in data["updates"]},
             values,
             {int(place): value for place, value in data.get("fixed", ())},
+            tuple(map(int, data.get("pairs", ()))),
         )
 
 

@@ -19,6 +19,7 @@ from torch.export.exported_program import (
 )
 
 from tvm_fusion.frontends.torch.decompositions import decompositions
+from tvm_fusion.frontends.torch.pairs import is_complex_node, read_parts
 
 Compiler = Callable[[fx.GraphModule, frozenset[int]], Callable[[list[Any]], Any]]
 
@@ -42,6 +43,9 @@ def traced(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> 
     """
 
     def compiled(traced: fx.GraphModule, examples: Sequence[Any]) -> Callable[[list[Any]], Any]:
+        if any(map(is_complex_node, traced.graph.nodes)):
+            read_parts(traced.graph)
+            traced.graph.eliminate_dead_code()
         run = compiler(traced, _static_inputs())
 
         def call(given: list[Any]) -> Any:

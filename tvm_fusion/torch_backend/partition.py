@@ -5,7 +5,8 @@
 
 In torch stay operators without a converter, those that draw random numbers, depend on data, write
 into tensors or talk to other processes, in the order that they have among each other; views of
-inputs and views with gaps that are returned; parts that compute nothing.
+inputs and views with gaps that are returned; parts that compute nothing; complex tensors, where
+they are put together of what parts give, and taken apart.
 """
 
 import copy
@@ -27,6 +28,7 @@ from tvm_fusion.frontends.finish import first_line
 from tvm_fusion.frontends.torch.graphs import is_size
 from tvm_fusion.frontends.torch.importer import Importer, refuse_random
 from tvm_fusion.frontends.torch.model import CONVERTERS
+from tvm_fusion.frontends.torch.pairs import JOINTS
 from tvm_fusion.frontends.torch.refusals import NO_CONVERTER, Refused
 from tvm_fusion.torch_backend.layouts import memory_order
 
@@ -123,6 +125,8 @@ class _Support(OperatorSupportBase):
     def is_node_supported(self, submodules: Mapping[str, Any], node: fx.Node) -> bool:
         if node.op != "call_function" or is_size(node) or node in self.apart:
             return False
+        if node.target in JOINTS:
+            return False
         if node.target is operator.getitem:
             return self.is_node_supported(submodules, node.args[0])
         if node not in self._known:
@@ -136,7 +140,7 @@ class _Support(OperatorSupportBase):
         """Why an operator cannot be compiled, where that is worth a word."""
         if node.op != "call_function" or is_size(node) or _is_of_processes(node):
             return None
-        if node.target is operator.getitem:
+        if node.target is operator.getitem or node.target in JOINTS:
             return None
         if node.name in self.refused:
             return self.refused[node.name]

@@ -6,6 +6,7 @@
 State are the buffers that the program writes, and all weights without values: those of a module on
 the meta device, which `values_later` exports as fake tensors.
 Numbers among the inputs are parts of the program; a call with another one is refused.
+Complex tensors are pairs of real numbers in `main` (`pairs`), and complex for callers.
 Results that share memory with an input or with another result are views of these where all shapes
 are static. Does not tell: results that are views of one tensor that is not returned itself.
 """
@@ -36,6 +37,7 @@ from torch.utils import _pytree as pytree
 from ...errors import FrontendError
 from ...ir.convention import BARE, OF_PROCESS, Convention, Of, Result, View
 from .importer import Importer, Symbols, size_of
+from .pairs import complex_outputs, is_complex_input
 
 MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION)
 
@@ -163,6 +165,10 @@ class Border:
         Placeholders, and what takes their place.
     written : dict of fx.Node to int
         Inputs of the caller that are written to, by what stands in them in the end.
+    pairs : set of str
+        The parameters that are complex in the model.
+    complex_results : list of bool
+        Of what the caller gets, flat.
     """
 
     inputs: dict[fx.Node, int]
@@ -171,6 +177,8 @@ class Border:
     outputs: list[fx.Node]
     updates: list[tuple[fx.Node, fx.Node]]
     written: dict[fx.Node, int]
+    pairs: set[str]
+    complex_results: list[bool]
 
     @classmethod
     def of(cls, program: torch.export.ExportedProgram, in_place: set[fx.Node]) -> Border:
@@ -191,7 +199,9 @@ class Border:
         tensors = [value for value in results_of(program) if _is_tensor(value)]
         outputs = [value for value in tensors if value not in inputs and value not in written]
         outputs = list(dict.fromkeys([*outputs, *(new for _, new in updates)])) or tensors[:1]
-        return cls(inputs, state, values, outputs, updates, written)
+        pairs = {node.name for node in program.graph.nodes if is_complex_input(node)}
+        flags = _of_results(program, complex_outputs(program))
+        return cls(inputs, state, values, outputs, updates, written, pairs, flags)
 
     def apply(self, program: torch.export.ExportedProgram) -> None:
         """Make a program take state as its last inputs, and give the outputs and no more."""
@@ -238,24 +248,25 @@ class Border:
             What was imported of the program after `apply`.
         """
         leaves = []
-        for value, view in zip(results, views, strict=True):
+        for value, view, is_complex in zip(results, views, self.complex_results, strict=True):
             if value in self.inputs:
                 leaves.append(Result(Of.INPUT, self.inputs[value]))
             elif value in self.written:
                 leaves.append(Result(Of.INPUT, self.written[value]))
             elif value in self.outputs:
-                leaves.append(Result(Of.OUTPUT, self.outputs.index(value), view))
+                leaves.append(Result(Of.OUTPUT, self.outputs.index(value), view, is_complex))
             else:
                 leaves.append(_number(value, symbols))
         structure = program.call_spec.out_spec
         plain = [Result(Of.OUTPUT, i) for i in range(len(self.outputs))] == leaves
-        if plain and _is_plain(structure) and not self.state and not fixed:
+        if plain and _is_plain(structure) and not (self.state or fixed or self.pairs):
             return None
         numbers = {param.name: number for number, param in enumerate(mod["main"].params)}
         state = {name: numbers[parameter] for name, parameter in self.state.items()}
         changes = {numbers[old.name]: self.outputs.index(new) for old, new in self.updates}
         values = {numbers[name]: _copy(value) for name, value in self.values.items()}
-        return Convention(tuple(leaves), _written(structure), state, changes, values, fixed)
+        pairs = tuple(sorted(numbers[name] for name in self.pairs if name in numbers))
+        return Convention(tuple(leaves), _written(structure), state, changes, values, fixed, pairs)
 
 
 def _state(
@@ -296,8 +307,12 @@ def _is_tensor(value: Any) -> bool:
 def results_of(program: torch.export.ExportedProgram) -> list[Any]:
     """What the caller gets, flat: nodes and values."""
     (returned,) = program.graph.output_node().args
-    specs = program.graph_signature.output_specs
-    pairs = zip(returned, specs, strict=True)
+    return _of_results(program, returned)
+
+
+def _of_results(program: torch.export.ExportedProgram, outputs: Sequence[Any]) -> list[Any]:
+    """Those of all outputs that the caller gets."""
+    pairs = zip(outputs, program.graph_signature.output_specs, strict=True)
     return [value for value, spec in pairs if spec.kind not in MUTATIONS]
 
 
@@ -393,8 +408,7 @@ def _as_view(value: fx.Node, base: fx.Node, of: Of, number: int) -> View | None:
         view = run(value)
     except RuntimeError:  # of what lies otherwise in eager execution, channels_last
         return None
-    if view.dtype != whole.dtype or (
-        view.untyped_storage()._cdata != whole.untyped_storage()._cdata
-    ):
+    kinds = [(x.dtype, x.is_conj(), x.is_neg()) for x in (view, whole)]
+    if kinds[0] != kinds[1] or (view.untyped_storage()._cdata != whole.untyped_storage()._cdata):
         return None
     return View(of, number, tuple(view.shape), view.stride(), view.storage_offset())

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from . import images
+from . import complex_numbers, fourier, images
+from .complex_numbers import first_of, of_real
 from .composites import COMPOSITES, chunked_losses
 from .scatters import SCATTERS
 from .segments import SEGMENTS
@@ -161,13 +162,35 @@ PUT_RIGHT = {
     _aten.linalg_vector_norm.default: _vector_norm,
 }
 
+# Those that compute nothing but copies, or compute in a type that they make of that of x.
+OF_COMPLEX_TOO = (
+    _aten._linalg_check_errors.default,
+    _aten.as_strided_scatter.default,
+    _aten.index_fill.int_Scalar,
+    _aten.index_fill.int_Tensor,
+    _aten.linalg_matrix_exp.default,
+    _aten.masked_scatter.default,
+    _aten.put.default,
+)
 
-def decompositions() -> Any:
-    """The table that `ExportedProgram.run_decompositions` takes."""
+
+def decompositions(of_complex: bool = True) -> Any:
+    """The table that `ExportedProgram.run_decompositions` takes, with what there is of complex
+    operands alone or without.
+    """
     table = torch.export.default_decompositions()
     for operator in KEPT_WHOLE:
         table.pop(operator, None)
     table.update(torch._decomp.get_decompositions(BY_TORCH))  # of those that this version has
-    table.update(PUT_RIGHT)
-    table.update(chunked_losses())
+    for operator, rule in {**PUT_RIGHT, **chunked_losses()}.items():
+        if operator not in OF_COMPLEX_TOO:
+            # what PyTorch makes of a solver has checks, whose order among others is kept by tokens
+            others = None if operator in SOLVERS else table.pop(operator, None)
+            rule = first_of(of_real(rule), others)
+        table[operator] = rule
+    rules = {**complex_numbers.OF_REAL, **fourier.DECOMPOSITIONS}
+    if of_complex:
+        rules.update(complex_numbers.OF_COMPLEX)
+    for operator, rule in rules.items():
+        table[operator] = first_of(rule, table.pop(operator, None))
     return table

@@ -27,7 +27,8 @@ from tvm.relax.frontend.torch.exported_program_translator import ExportedProgram
 
 from ...errors import FrontendError
 from ...ir.origins import Origin
-from .refusals import NO_CONVERTER, Refused, origin_of
+from .pairs import has_no_rule, is_complex_node
+from .refusals import COMPLEX, NO_CONVERTER, Refused, origin_of
 
 FLOAT8_TYPES = ("float8_e4m3fn", "float8_e5m2")
 
@@ -92,7 +93,7 @@ class Importer(ExportedProgramImporter):
         if name in FLOAT8_TYPES:
             return name
         if name.startswith("complex"):
-            raise FrontendError("TVM has no complex numbers: give real and imaginary parts")
+            raise FrontendError(COMPLEX)
         return ExportedProgramImporter._convert_data_type(input_type, env)
 
     def _bound(self, convert: Callable) -> Callable[[fx.Node], relax.Expr]:
@@ -102,9 +103,13 @@ class Importer(ExportedProgramImporter):
         """A converter whose result is a constant where it is known, and has PyTorch's type."""
 
         def convert_typed(node: fx.Node) -> relax.Expr | None:
-            if not self.unknown.isdisjoint(node.all_input_nodes):
+            if has_no_rule(node):
+                self.refused.append(_refused_complex(node))
+            if is_complex_node(node) or not self.unknown.isdisjoint(node.all_input_nodes):
                 self.unknown.add(node)
                 return None
+            if has_no_rule(node):
+                return self._stand_in(node)
             try:
                 return self._converted(node, convert)
             except MemoryError:
@@ -268,6 +273,15 @@ def _is_float_of_integers(node: fx.Node) -> bool:
 
 def _refuse(node: fx.Node) -> relax.Expr:
     raise FrontendError(NO_CONVERTER)
+
+
+def _refused_complex(node: fx.Node) -> Refused:
+    """Why an operator of complex numbers is refused."""
+    try:
+        refuse_random(node)
+    except FrontendError as error:
+        return Refused.by(node, error)
+    return Refused(node, COMPLEX)
 
 
 def refuse_random(node: fx.Node) -> None:

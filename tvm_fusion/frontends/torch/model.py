@@ -58,6 +58,7 @@ from .convention import (
 )
 from .decompositions import decompositions
 from .importer import Importer
+from .pairs import as_pairs, has_complex
 from .refusals import OperatorsRefused, origin_of, stopped_export
 from .slices import merge_equal_splits
 from .value_checks import READS_VALUES, no_values_read
@@ -154,6 +155,7 @@ def decomposed(program: torch.export.ExportedProgram) -> torch.export.ExportedPr
         program = _on_cpu(program.run_decompositions(decompositions()))
     drop_assertions(program)
     drop_fixed_inputs(program)
+    as_pairs(program)
     merge_equal_splits(program)
     return program
 
@@ -181,7 +183,8 @@ def from_exported_program(
     channels_last are taken and given as they lie (`with_formats`), unless `main` writes into its
     inputs. With `keep_convention` it also takes the tensors that stay between calls, and gives
     their new values and those of inputs (`ir.convention`); without, what is written is lost, and a
-    warning says so.
+    warning says so. `main` takes and gives complex tensors as pairs of real numbers along a last
+    axis, as `torch.view_as_real` has them.
 
     Raises
     ------
@@ -194,7 +197,7 @@ def from_exported_program(
     refuse_writes_into_constants(program, where)
     refuse_writes_into_repeats(program, where)
     refuse_unusable(program, where, keep_convention)
-    formats = formats_of(program) if keep_formats else None
+    formats = formats_of(program) if keep_formats and not has_complex(program) else None
     views = views_of(program) if keep_convention else []
     importer, border, results = Importer(CONVERTERS), None, []
     with _told(importer, where):

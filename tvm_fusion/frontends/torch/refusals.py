@@ -1,7 +1,7 @@
 """What a PyTorch model cannot be imported for, and where that stands in its source.
 
 torch module Net: cannot be converted to Relax at 2 operators:
-  aten._fft_r2c.default (net.py:12, in layers.0, and 3 more): there is no converter
+  aten.linalg_polar.default (net.py:12, in layers.0, and 3 more): there is no converter
   aten.randn.default (net.py:14): it draws random numbers ...
 
 torch module Net: torch.export stops at net.py:20 (if x.sum() > 0:): Could not guard ...
@@ -29,6 +29,10 @@ _OWN = str(Path(__file__).parents[1])
 _STANDARD = sysconfig.get_path("stdlib")
 
 NO_CONVERTER = "there is no converter"
+COMPLEX = (
+    "it has no form for complex numbers, which are computed as pairs of real ones: give it real "
+    "and imaginary parts"
+)
 ADVICE = (
     "write these lines with other operators, or compile the submodules that do without them: "
     "tvm_fusion.compile takes any"

@@ -251,7 +251,7 @@ def least_squares(
 
 def _matrix_exp(a: Tensor) -> Tensor:
     """Of a matrix halved until it is small by Taylor, squared as often."""
-    wide = a.double()
+    wide = a.to(torch.complex128 if a.is_complex() else torch.float64)
     norm = wide.abs().sum(-2).amax(-1)
     halvings = torch.ceil(torch.log2(norm.clamp(min=0.25)) + 2).clamp(0, _HALVINGS)
     small = wide * torch.exp2(-halvings)[..., None, None]

@@ -63,8 +63,9 @@ class CompiledModule:
     own team, so that calls in turns with its operators do not compete for the cores.
 
     A model of PyTorch gives what it returns: dicts and data classes, the same tensor twice, views,
-    numbers. Tensors that it keeps between calls, or that are loaded later, are in `state_dict`;
-    a call reads and renews them.
+    numbers. Its complex tensors are taken and given as such; in the signature, and as TVM tensors,
+    they are pairs of real numbers along a last axis. Tensors that it keeps between calls, or that
+    are loaded later, are in `state_dict`; a call reads and renews them.
 
     With `cuda_graph` a call is one launch of a CUDA graph, captured after the first call with
     inputs of its shapes. Outputs are the caller's own unless the options say otherwise. Inputs that
@@ -182,7 +183,7 @@ class CompiledModule:
         """Run the function and return what it took from the device in bytes, to about 2 MB, and the
         weights; raises TargetError if the module is not for CUDA.
         """
-        arguments = self.arguments(self._tensors(inputs))
+        arguments = self.arguments(self._given(inputs))
         with self.lock:
             used = measured_call_bytes(lambda: self._main(*arguments), self.device)
         return used + (self.memory.weights_bytes if self.memory else 0)
@@ -260,11 +261,12 @@ class CompiledModule:
 
     def _source_call(self, inputs: Sequence[Any]) -> Any:
         """A call with what a model of PyTorch keeps, writes and returns."""
-        source, inputs = self._source, self._tensors(inputs)
+        source, callers = self._source, self._tensors(inputs)
+        inputs = source.given(callers)
         kind, torch_device = self.check(inputs)
         if not source.convention.keeps:
             outputs = _flat(self._call(inputs))
-            return source.results(self.signature, inputs, outputs, kind)
+            return source.results(self.signature, callers, outputs, kind)
         written = [n for n in source.convention.updates if n < len(inputs)]
         refuse_lost_writes(self.signature, written, inputs)
         with source.lock, self.lock, torch_stream(self.device, kind):
@@ -274,7 +276,7 @@ class CompiledModule:
             write_back(self.writes, inputs, arguments)
             write_back(written, inputs, {n: given[source.convention.updates[n]] for n in written})
             outputs = from_tvm(given, kind, torch_device, self.own)
-        return source.results(self.signature, inputs, outputs, kind)
+        return source.results(self.signature, callers, outputs, kind)
 
     def _tensors(self, inputs: Sequence[Any]) -> Sequence[Any]:
         """What `main` takes of what a caller gives."""
@@ -291,7 +293,7 @@ class CompiledModule:
         InputError is raised. What stays between calls is read as it is now, and new values are
         outputs.
         """
-        inputs = self._tensors(inputs)
+        inputs = self._given(inputs)
         kind, _ = self.check(inputs)
         with torch_stream(self.device, kind):
             arguments = self.arguments(inputs)
@@ -299,6 +301,11 @@ class CompiledModule:
         main, formats = self._main, self.signature.formats
         call = self._graph_mode.bound(self, arguments) or (lambda: main(*arguments))
         return call if formats is None else lambda: returned(formats, call())
+
+    def _given(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """A caller's inputs as the signature has them."""
+        tensors = self._tensors(inputs)
+        return tensors if self._source is None else self._source.given(tensors)
 
     def check(self, inputs: Sequence[Any]) -> tuple[Kind, Any]:
         """Check inputs, and return whose tensors they are, and torch's device if torch's."""

@@ -5,7 +5,8 @@
 
 A call takes the values that the one before has left. Results are tensors of `main`, the caller's
 own inputs where the model returns these, views where a caller gives tensors of torch that are
-contiguous, and numbers.
+contiguous, and numbers. Complex tensors, which `main` takes and gives as pairs of real numbers, are
+views of these.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import tvm
 
 from ...errors import InputError
@@ -43,6 +45,7 @@ class SourceCalls:
         self.lock = threading.RLock()  # a call reads and writes the state
         self.specs = {number: specs[number] for number in convention.parameters}
         self._values: dict[int, tvm.runtime.Tensor] = dict(convention.values)
+        self._pairs = frozenset(convention.pairs)
 
     @property
     def missing(self) -> list[str]:
@@ -92,6 +95,22 @@ class SourceCalls:
                 )
         return [x for place, x in enumerate(inputs) if place not in fixed]
 
+    def given(self, inputs: Sequence[Any]) -> Sequence[Any]:
+        """A caller's inputs as `main` takes them: complex ones are views of pairs, which he may
+        give as well.
+        """
+        if not self._pairs:
+            return inputs
+        found = [_pairs_of(x) if n in self._pairs else x for n, x in enumerate(inputs)]
+        for number in self._pairs.intersection(self.convention.updates):
+            value = inputs[number] if number < len(inputs) else None
+            if is_torch_tensor(value) and value.is_conj():
+                raise InputError(
+                    f"input {number} is written to, but it is a conjugate that PyTorch has not "
+                    "computed: pass x.resolve_conj()"
+                )
+        return found
+
     # ---- what stays, by name
     def state_dict(self) -> dict[str, Any]:
         """Copies of what has values, as tensors of torch where that is loaded, else as arrays."""
@@ -99,7 +118,11 @@ class SourceCalls:
         with self.lock:
             known = {n: v for n, v in self.convention.state.items() if v in self._values}
             copies = {v: self._values[v].copyto(tvm.cpu()) for v in dict.fromkeys(known.values())}
-        return {name: from_tvm(copies[v], kind, "cpu") for name, v in known.items()}
+        found = {v: from_tvm(copy, kind, "cpu") for v, copy in copies.items()}
+        return {
+            name: _complex_of(found[v]) if v in self._pairs else found[v]
+            for name, v in known.items()
+        }
 
     def load_state_dict(self, values: Mapping[str, Any], strict: bool = True) -> None:
         """See `CompiledModule.load_state_dict`."""
@@ -114,6 +137,7 @@ class SourceCalls:
         found = {}
         for name, value in values.items():
             if name in state:
+                value = _pairs_of(value) if state[name] in self._pairs else value
                 self._check(name, value)
                 found[state[name]] = _copied(value, name)
         with self.lock:
@@ -143,14 +167,15 @@ class SourceCalls:
         extents: Mapping[str, int] | None = None
         for result in self.convention.results:
             if result.of is Of.OUTPUT:
-                leaves.append(outputs[result.value])
+                output = outputs[result.value]
+                leaves.append(_complex_of(output) if result.is_complex else output)
             elif result.of is Of.INPUT:
                 leaves.append(inputs[result.value])
             elif result.of is Of.VALUE:
                 leaves.append(result.value)
             else:
                 if extents is None:
-                    extents = signature.check([describe(value) for value in inputs])
+                    extents = signature.check([describe(value) for value in self.given(inputs)])
                 leaves.append(evaluated(result.value, extents))
         if kind is Kind.TORCH:
             for number, result in enumerate(self.convention.results):
@@ -179,6 +204,27 @@ class SourceCalls:
 def _equal(given: Any, value: Any) -> bool:
     both_nan = given != given and value != value
     return type(given) is type(value) and (given == value or both_nan)
+
+
+def _pairs_of(value: Any) -> Any:
+    """A complex tensor as its real and imaginary parts, along a last axis; others as they are."""
+    if is_torch_tensor(value) and value.is_complex():
+        return sys.modules["torch"].view_as_real(value.detach().resolve_conj())
+    if isinstance(value, np.ndarray) and value.dtype.kind == "c":
+        return value[..., None].view(value.real.dtype)
+    return value
+
+
+def _complex_of(pairs: Any) -> Any:
+    """The complex tensor of pairs; those of TVM, which has none, as they are."""
+    if is_torch_tensor(pairs):
+        return sys.modules["torch"].view_as_complex(pairs)
+    if isinstance(pairs, np.ndarray) and pairs.dtype.name in _COMPLEX:
+        return pairs.view(_COMPLEX[pairs.dtype.name])[..., 0]
+    return pairs
+
+
+_COMPLEX = {"float32": "complex64", "float64": "complex128"}
 
 
 def _copied(value: Any, name: str) -> tvm.runtime.Tensor:
