@@ -12,7 +12,7 @@ from tests.support.frontend_tools import Function, check, operators
 from tvm_fusion.check.distance import error_of
 from tvm_fusion.errors import FrontendError, InputError, VerificationError
 from tvm_fusion.frontends import load
-from tvm_fusion.frontends.torch import complex_numbers
+from tvm_fusion.frontends.torch.complex import complex_numbers
 from tvm_fusion.fuzz.torch_program import Input, Program, Statement
 from tvm_fusion.fuzz.verdict import RIGHT
 
@@ -188,7 +188,7 @@ def test_products():
                 torch.einsum("bij,bjk->ik", x, y),
                 torch.linalg.matrix_exp(z @ z.mH),
             ),
-            F.conv1d(x, kernel, kernel[:, 0, 0]),
+            *(F.conv1d(x, kernel, kernel[:, 0, 0]), torch.cov(z), torch.corrcoef(z)),
         )
 
     check(function, x, y, z, numbers(2, 4, 3))
@@ -295,7 +295,8 @@ def test_a_module_that_is_imported_alone_takes_and_gives_pairs():
 
 
 def test_the_backend_of_torch_compile_takes_and_gives_complex_tensors():
-    model = torch.compile(Function(lambda x: (x * 2j, x.abs())), backend="tvm_fusion")
+    function = Function(lambda x: (x * 2j, x.abs()))
+    model = torch.compile(function, backend="tvm_fusion", options={"strict": True})
     x = numbers(3, 5)
     with torch.no_grad():
         turned, size = model(x)

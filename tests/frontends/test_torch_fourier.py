@@ -7,7 +7,7 @@ import tvm_fusion
 from tests.support.frontend_tools import Function, check
 from tvm_fusion.errors import FrontendError
 from tvm_fusion.frontends import load
-from tvm_fusion.frontends.torch import fourier
+from tvm_fusion.frontends.torch.complex import fourier
 
 # Of one product, of several, of primes small and large, and of what is twice a large prime.
 SIZES = (1, 2, 3, 7, 16, 100, 127, 128, 129, 256, 400, 509, 521, 768, 1021, 1024, 2042, 16000)

@@ -18,8 +18,8 @@ from torch.export.exported_program import (
     _split_decomp_table_to_cia_and_python_decomp,
 )
 
+from tvm_fusion.frontends.torch.complex.pairs import is_complex_node, read_parts
 from tvm_fusion.frontends.torch.decompositions import decompositions
-from tvm_fusion.frontends.torch.pairs import is_complex_node, read_parts
 
 Compiler = Callable[[fx.GraphModule, frozenset[int]], Callable[[list[Any]], Any]]
 

@@ -25,10 +25,10 @@ from torch.utils import _pytree as pytree
 
 from tvm_fusion.errors import FrontendError
 from tvm_fusion.frontends.finish import first_line
+from tvm_fusion.frontends.torch.complex.pairs import JOINTS
 from tvm_fusion.frontends.torch.graphs import is_size
 from tvm_fusion.frontends.torch.importer import Importer, refuse_random
 from tvm_fusion.frontends.torch.model import CONVERTERS
-from tvm_fusion.frontends.torch.pairs import JOINTS
 from tvm_fusion.frontends.torch.refusals import NO_CONVERTER, Refused
 from tvm_fusion.torch_backend.layouts import memory_order
 

@@ -36,8 +36,8 @@ from torch.utils import _pytree as pytree
 
 from ...errors import FrontendError
 from ...ir.convention import BARE, OF_PROCESS, Convention, Of, Result, View
+from .complex.pairs import complex_outputs, is_complex_input
 from .importer import Importer, Symbols, size_of
-from .pairs import complex_outputs, is_complex_input
 
 MUTATIONS = (OutputKind.BUFFER_MUTATION, OutputKind.USER_INPUT_MUTATION)
 

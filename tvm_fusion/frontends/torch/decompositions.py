@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from . import complex_numbers, fourier, images
-from .complex_numbers import first_of, of_real
+from . import images
+from .complex import complex_numbers, fourier
+from .complex.complex_numbers import first_of, of_real
 from .composites import COMPOSITES, chunked_losses
 from .scatters import SCATTERS
 from .segments import SEGMENTS

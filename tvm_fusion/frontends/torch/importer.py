@@ -27,7 +27,7 @@ from tvm.relax.frontend.torch.exported_program_translator import ExportedProgram
 
 from ...errors import FrontendError
 from ...ir.origins import Origin
-from .pairs import has_no_rule, is_complex_node
+from .complex.pairs import has_no_rule, is_complex_node
 from .refusals import COMPLEX, NO_CONVERTER, Refused, origin_of
 
 FLOAT8_TYPES = ("float8_e4m3fn", "float8_e5m2")

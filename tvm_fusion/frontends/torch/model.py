@@ -47,6 +47,7 @@ from . import (
     writes,
 )
 from .assertions import drop_assertions
+from .complex.pairs import as_pairs, has_complex
 from .convention import (
     Border,
     drop_fixed_inputs,
@@ -58,7 +59,6 @@ from .convention import (
 )
 from .decompositions import decompositions
 from .importer import Importer
-from .pairs import as_pairs, has_complex
 from .refusals import OperatorsRefused, origin_of, stopped_export
 from .slices import merge_equal_splits
 from .value_checks import READS_VALUES, no_values_read

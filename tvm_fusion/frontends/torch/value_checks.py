@@ -66,7 +66,7 @@ def _cov(
     if aweights is not None and correction:
         norm = total - correction * (weight * aweights).sum() / total
     norm = norm.clamp(min=0) if isinstance(norm, Tensor) else max(norm, 0)
-    product = centred @ (centred if weight is None else centred * weight).t()
+    product = centred @ (centred if weight is None else centred * weight).t().conj()
     return (product / norm).squeeze()
 
 
@@ -74,8 +74,11 @@ def _corrcoef(x: Tensor) -> Tensor:
     covariance = _cov(x)
     if covariance.ndim == 0:
         return covariance / covariance
-    deviation = torch.sqrt(covariance.diagonal())
-    return (covariance / deviation[:, None] / deviation[None]).clip(-1, 1)
+    deviation = torch.sqrt(covariance.diagonal().real)
+    found = covariance / deviation[:, None] / deviation[None]
+    if not found.is_complex():
+        return found.clip(-1, 1)
+    return torch.complex(found.real.clip(-1, 1), found.imag.clip(-1, 1))
 
 
 def _gaussian_nll_loss(

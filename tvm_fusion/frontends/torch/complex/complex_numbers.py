@@ -18,7 +18,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
-from ...errors import FrontendError
+from ....errors import FrontendError
 from . import complex_functions as functions
 from .complex_functions import Tensor, Z
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ...errors import FrontendError
+from ....errors import FrontendError
 from .complex_functions import Tensor, Z, product
 from .complex_numbers import joined, parts
 

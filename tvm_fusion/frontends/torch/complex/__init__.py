@@ -1,0 +1,1 @@
+"""Complex numbers of PyTorch, and Fourier transforms."""
