@@ -31,6 +31,7 @@ from tvm import tirx
 
 from tvm_fusion.runtime.build.lowering import mixed_tir_pipeline
 
+from .helpers_tir import UNOPTIMISED
 from .tools import require
 
 tirx_build = importlib.import_module("tvm.tirx.build")  # a function of that name hides it
@@ -147,7 +148,7 @@ def run_cuda_on_cpu(
         return 0
 
     tvm_ffi.register_global_func(lowered.kernel, launch, override=True)
-    host = tirx_build.codegen_build(lowered.host, tvm.target.Target("llvm"))
+    host = tirx_build.codegen_build(lowered.host, UNOPTIMISED)
     host["main"](*tensors)
     for failure in filter(None, launches):
         raise failure
