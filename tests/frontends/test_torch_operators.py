@@ -254,6 +254,7 @@ def compiled(function, *inputs):
     return torch.utils._pytree.tree_leaves(results)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int8, torch.int64, torch.uint8, torch.bool])
 @pytest.mark.parametrize("extremum", [torch.max, torch.min])
 def test_of_equal_extrema_along_an_axis_the_first_is_found(extremum, dtype):
@@ -307,6 +308,7 @@ def test_norms_over_axes_of_one_element_have_no_such_axis(order, axis):
 W = torch.tensor([0.25])
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 5, 7)])
 def test_prelu_has_the_shape_of_its_input(dtype, shape):

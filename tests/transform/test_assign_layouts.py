@@ -188,6 +188,7 @@ TRANSPOSED = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rank", [1, 2, 3])
 @pytest.mark.parametrize("options", TRANSPOSED.values(), ids=list(TRANSPOSED))
 def test_transposed_convolutions(options, rank):

@@ -50,6 +50,7 @@ def check(conv: Conv, kernel: tirx.PrimFunc | None = None) -> None:
         assert np.abs(a.astype("float64") - b).max() <= TOLERANCE[conv.dtype] * scale
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("seed", range(60))
 def test_a_random_convolution(seed):
     check(random_convolution(seed))
@@ -165,6 +166,7 @@ def is_transformed(kernel: tirx.PrimFunc) -> bool:
     return any(how.widened for how in wanted_panels(kernel).values())
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("machine", [Machine(32, 16, 2), Machine(16, 32, 2)], ids=["AVX2", "NEON"])
 @pytest.mark.parametrize("name", ["filters", "positions", "depthwise_by_channels", "winograd"])
 def test_other_vectors(name, machine):

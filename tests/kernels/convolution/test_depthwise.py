@@ -90,14 +90,14 @@ def any_config(conv: Conv, seed: int) -> DepthwiseConfig:
     raise AssertionError("no configuration")
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("seed", range(40))
 def test_a_random_depthwise_convolution(seed):
     conv = small(seed, few=False)
     check(conv, kernel_of(conv, any_config(conv, seed)))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("seed", range(30))
 def test_a_random_convolution_of_few_channels(seed):
     conv = small(seed, few=True)
@@ -199,6 +199,7 @@ def test_every_configuration_of_rows_in_phases_compiles(name):
             cuda_source(kernel)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("taps", [5, 7])
 @pytest.mark.parametrize("rows", [1, 3, 6, 9, 14])
 def test_rows_at_both_ends_of_a_walk_go_to_some_sums_only(taps, rows):

@@ -59,6 +59,7 @@ def ways(conv: Conv, tf32: bool = False) -> list[tuple[Way, Way]]:
     return [(loop.a.way, loop.b[0].way) for s in segments for loop in s.loops]
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("seed", range(60))
 def test_a_random_convolution(seed):
     """Of every kind, at odd sizes, of few positions; in turns on tensor cores and CUDA cores."""
@@ -151,6 +152,7 @@ def test_indices_may_take_64_bits(name, monkeypatch):
     check(conv, kernel)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("seed", range(4))
 def test_a_table_of_terms_is_written_before_it_is_read(seed):
     """17 steps of a ring of 3 stages, in any order of warps."""
@@ -158,6 +160,7 @@ def test_a_table_of_terms_is_written_before_it_is_read(seed):
     check(conv, MMA.emit(read(conv), H200, TILES[0]), seed=seed)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
 @pytest.mark.parametrize("channels", [16, 3])
 @pytest.mark.parametrize(("dtype", "out"), [("int8", "int32"), ("float8_e4m3fn", "float32")])
@@ -217,6 +220,7 @@ PHASES = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", ["mma", "simt"])
 @pytest.mark.parametrize("conv", PHASES, ids=range(len(PHASES)))
 def test_phases_are_put_together(conv, form):
@@ -235,6 +239,7 @@ DEPTHWISE_UP = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("form", ["mma", "simt"])
 @pytest.mark.parametrize("conv", DEPTHWISE_UP, ids=range(len(DEPTHWISE_UP)))
 def test_groups_of_one_channel_read_the_taps_of_their_phases(conv, form):
@@ -317,7 +322,10 @@ RESOURCES = {
 }
 
 
-@pytest.mark.parametrize(("arch", "hw"), [("sm_80", A100), ("sm_90a", H200)])
+@pytest.mark.parametrize(
+    ("arch", "hw"),
+    [pytest.param("sm_80", A100, marks=pytest.mark.nightly), ("sm_90a", H200)],
+)
 def test_the_first_configurations_compile_without_spills(arch, hw):
     kernels = {}
     for name, conv in RESOURCES.items():

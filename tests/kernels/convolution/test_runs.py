@@ -219,7 +219,10 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize(("arch", "hw"), [("sm_80", A100), ("sm_90a", H200)])
+@pytest.mark.parametrize(
+    ("arch", "hw"),
+    [pytest.param("sm_80", A100, marks=pytest.mark.nightly), ("sm_90a", H200)],
+)
 def test_the_first_configurations_compile_without_spills(arch, hw):
     """But for two registers of the 7 x 7 layer's on sm_80, which the estimate of a thread's misses
     where three blocks share a multiprocessor.

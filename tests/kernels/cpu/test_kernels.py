@@ -72,6 +72,7 @@ def test_a_number_is_not_taken_for_an_equal_one_of_another_type(dtype):
 SOME = ["broadcast_chain", "softmax", "layer_norm", "matmul_bias_gelu", "attention", "conv"]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name", [n for n in SOME if n != "layer_norm"] + ["add_rms_norm", "concat"]
 )
@@ -232,6 +233,7 @@ def test_hand_written_blocks_with_int32_indices_work():
     np.testing.assert_allclose(got, a / (a * a).sum(1, keepdims=True), rtol=1e-5)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("cpu", ["x86-64", "haswell"])
 @pytest.mark.parametrize("name", ["softmax", "matmul_bias_gelu", "conv", "argmax"])
 def test_kernels_for_older_processors_are_right(name, cpu):
@@ -305,6 +307,7 @@ def test_functions_are_accurate_to_units_in_the_last_place(name):
     assert (np.abs(got[finite] - expected[finite]) / unit).max() <= most_ulps
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("cpu", ["x86-64", "haswell", None])
 @pytest.mark.parametrize("name", ["exp", "tanh", "erf", "sigmoid"])
 def test_functions_are_accurate_with_any_instructions(name, cpu):

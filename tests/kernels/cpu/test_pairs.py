@@ -139,6 +139,7 @@ def test_a_kernel_with_pairs_reads_back_from_its_script():
 
 
 @runs_pairs
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("constant", [False, True])
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize(
@@ -172,6 +173,7 @@ def test_one_row_multiplies_the_panels_of_a_constant():
 
 
 @runs_pairs
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("constant", [False, True])
 def test_batches_are_exact(turned, constant):
