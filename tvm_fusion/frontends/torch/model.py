@@ -43,6 +43,7 @@ from . import (
     operators,
     orders,
     products,
+    series,
     slices,
     writes,
 )
@@ -82,6 +83,7 @@ CONVERTERS = {
     **indexing.CONVERTERS,
     **linalg.CONVERTERS,
     **loops.CONVERTERS,
+    **series.CONVERTERS,
     **slices.CONVERTERS,
     **writes.CONVERTERS,
 }
