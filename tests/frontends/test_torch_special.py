@@ -6,7 +6,7 @@ import torch
 from scipy import special
 
 from tests.support.frontend_tools import check
-from tvm_fusion.frontends.torch.special import SPECIAL
+from tvm_fusion.frontends.torch.special.one_variable import SPECIAL
 
 _aten = torch.ops.aten
 REFERENCES = {

@@ -16,7 +16,7 @@ from .composites import COMPOSITES, chunked_losses
 from .scatters import SCATTERS
 from .segments import SEGMENTS
 from .solvers import SOLVERS
-from .special import SPECIAL
+from .special.one_variable import SPECIAL
 
 _aten = torch.ops.aten
 

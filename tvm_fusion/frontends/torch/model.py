@@ -43,7 +43,6 @@ from . import (
     operators,
     orders,
     products,
-    series,
     slices,
     writes,
 )
@@ -62,6 +61,7 @@ from .decompositions import decompositions
 from .importer import Importer
 from .refusals import OperatorsRefused, origin_of, stopped_export
 from .slices import merge_equal_splits
+from .special import two_variables
 from .value_checks import READS_VALUES, no_values_read
 from .writes import (
     refuse_other_sizes,
@@ -83,7 +83,7 @@ CONVERTERS = {
     **indexing.CONVERTERS,
     **linalg.CONVERTERS,
     **loops.CONVERTERS,
-    **series.CONVERTERS,
+    **two_variables.CONVERTERS,
     **slices.CONVERTERS,
     **writes.CONVERTERS,
 }

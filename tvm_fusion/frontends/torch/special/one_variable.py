@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.polynomial import chebyshev, polynomial
 
-from .composites import float_type
+from ..composites import float_type
 
 _aten = torch.ops.aten
 Tensor = torch.Tensor

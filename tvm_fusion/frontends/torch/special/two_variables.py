@@ -17,10 +17,10 @@ from tvm import relax, tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from .importer import Importer
-from .loops import known_shape, loops, variable
-from .operators import Converter
-from .special import SHIFT, STIRLING
+from ..importer import Importer
+from ..loops import known_shape, loops, variable
+from ..operators import Converter
+from .one_variable import SHIFT, STIRLING
 
 MOST_TERMS = 20_000  # of a row: as many as incomplete gamma functions need at 1e7
 SMALL, LARGE = 2.0**-53, 1e300
@@ -57,7 +57,7 @@ def _horner(coefficients: Sequence[float], x: Expr) -> Expr:
 
 
 def _log_gamma(x: Expr) -> Expr:
-    """Of x > 0, by Stirling's series, as `special` has it."""
+    """Of x > 0, by Stirling's series, as `one_variable` has it."""
     product = x
     for k in range(1, SHIFT):
         product = product * (x + _real(k))

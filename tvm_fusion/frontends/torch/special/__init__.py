@@ -1,0 +1,1 @@
+"""Special functions: polynomials of one variable, series of two."""
