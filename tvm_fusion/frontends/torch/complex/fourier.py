@@ -74,18 +74,21 @@ def _transformed(x: Pair, sign: int) -> Z:
 
 
 def _stages(x: Pair, a: int, rows: int, sign: int) -> Z:
-    """[..., rows, b]: element [p, q] is that of p + a q, for p < rows."""
+    """[..., rows, b]: element [p, q] is that of p + a q, for p < rows.
+
+    Matrices are right operands: kernels take transposed left ones, and put factors behind them.
+    """
     n = x[0].shape[-1]
     b = n // a
-    x = tuple(None if part is None else part.unflatten(-1, (a, b)) for part in x)
-    first = tuple(part[:rows] for part in _matrix(a, sign, x[0]))
-    inner = _multiplied(x, first, lambda part, matrix: torch.matmul(matrix, part))
-    place = _counted(rows, x[0])[:, None] * _counted(b, x[0])
-    return _transformed(product(inner, _turned(place, n, sign, x[0])), sign)
+    x = tuple(None if part is None else part.unflatten(-1, (a, b)).mT for part in x)
+    inner = _multiplied(x, _matrix(a, sign, x[0], rows), torch.matmul)
+    place = _counted(b, x[0])[:, None] * _counted(rows, x[0])
+    inner = product(inner, _turned(place, n, sign, x[0]))
+    return _transformed(tuple(part.mT for part in inner), sign)
 
 
 def _in_order(x: Z) -> Z:
-    return tuple(part.transpose(-1, -2).flatten(-2) for part in x)
+    return tuple(part.mT.flatten(-2) for part in x)
 
 
 def _of_real(x: Tensor, count: int, sign: int) -> Z:
