@@ -427,10 +427,23 @@ def two_writers(X: T.Buffer((8,), "float32"), Y: T.Buffer((8,), "float32")):
 
 
 @T.prim_func(s_tir=True)
-def written_in_part(X: T.Buffer((4,), "float32"), Y: T.Buffer((8,), "float32")):
+def written_in_part(X: T.Buffer((4,), "float32"), Y: T.Buffer((4,), "float32")):
+    Z = T.sblock_alloc_buffer((8,), "float32")
     for i in range(4):
         with T.sblock("a"):
             vi = T.axis.spatial(4, i)
+            Z[vi] = X[vi]
+    for i in range(4):
+        with T.sblock("b"):
+            vi = T.axis.spatial(4, i)
+            Y[vi] = Z[vi]
+
+
+@T.prim_func(s_tir=True)
+def written_beyond(X: T.Buffer((8,), "float32"), Y: T.Buffer((4,), "float32")):
+    for i in range(8):
+        with T.sblock("a"):
+            vi = T.axis.spatial(8, i)
             Y[vi] = X[vi]
 
 
@@ -530,6 +543,7 @@ REFUSALS = [
     ("wider output", lambda: fuse(broadcast_sum, ((4, 6), HALF), ((4, 8), HALF)), "no part of"),
     ("two writers", lambda: two_writers, "several blocks"),
     ("in part", lambda: written_in_part, "in part"),
+    ("beyond the end", lambda: written_beyond, "beyond its end"),
     ("elsewhere", lambda: written_elsewhere, "written at"),
     ("a loop", lambda: with_a_loop, "holds a For"),
     ("scheduled", lambda: scheduled, "already scheduled"),

@@ -190,6 +190,8 @@ def estimate(
         shown = {name: t * US for name, t in found.items() if t > 0}
         computing = sum(shown.get(name, 0.0) for name in COMPUTING)
         return Estimate(seconds * US, shown, computing_us=computing)
+    if not traffic.launches:
+        return Estimate(0.0, {})
     start = launch_us(hw, launch)
     if traffic.seconds is not None:
         shown = {name: seconds * US for name, seconds in traffic.terms.items() if seconds > 0}
@@ -228,7 +230,8 @@ def estimate_many(
     body = _combined(_groups(terms, np.maximum), exponent, np.maximum)
     own = np.array([math.nan if t.seconds is None else t.seconds for t, _ in launches])
     seconds = np.where(np.isnan(own), body + sum(rest.values()), own)
-    return seconds * US + launch_us(hw, launch)
+    starts = np.array([launch_us(hw, launch) if t.launches else 0.0 for t, _ in launches])
+    return seconds * US + starts
 
 
 def resident_blocks(threads: int, registers: int, smem_bytes: int, hw: HardwareProfile) -> int:

@@ -32,6 +32,7 @@ class Traffic:
     in_flight_bytes : bytes of loads that one multiprocessor keeps in flight
     assumed_l2 : inputs (tensor number, bytes) that are taken to lie in the L2 when the launch
         starts, since a launch before it has just written them
+    launches : whether there is a launch at all
     """
 
     hbm_bytes: float
@@ -53,6 +54,7 @@ class Traffic:
     shuffles: float = 0.0
     rounds: float = 0.0
     assumed_l2: tuple[tuple[int, float], ...] = ()
+    launches: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,17 @@ from .reader import extent_of, op_name, read_prim_func
 
 COMPOSITES_ATTR = "tvm_fusion.composites"
 
+JOIN_ATTR = "tvm_fusion.join"
+"""On the PrimFunc of a concatenation whose parts are computed where they belong: its axis
+(`transform.lower.joins`)."""
+
+COPY_ATTR = "tvm_fusion.copy"
+"""On a PrimFunc that copies because the same elements are needed in two places: it is no view."""
+
+PLACED_ATTR = "tvm_fusion.placed"
+"""On a join once its parts have the pitch of the whole: the byte at which each begins
+(`transform.apply.place_parts`)."""
+
 CONDITIONAL_SHAPE = "an extent has a condition, which TVM's FuseTIR takes for an operator"
 
 
@@ -48,7 +59,9 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One binding. `why_opaque` says why an opaque operator cannot be read."""
+    """One binding. `why_opaque` says why an opaque operator cannot be read; `is_join`: alone, it is
+    a concatenation with nothing to do.
+    """
 
     id: int
     name: str
@@ -61,6 +74,7 @@ class Op:
     key: str = ""
     composite: str | None = None
     why_opaque: str = ""
+    is_join: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,19 +308,34 @@ class _GraphBuilder:
         # A slice may look like a reshape, and what is read at the only place that there is.
         is_view = is_view and len(sizes) == len(op.inputs) == 1
         kind = OpKind.VIEW if is_view else OpKind.CALL_TIR
-        return replace(op, func=func_name, kind=kind, blocks=blocks, key=key, why_opaque="")
+        attrs = self.mod[func_name].attrs
+        is_join = attrs is not None and JOIN_ATTR in attrs
+        return replace(
+            op,
+            func=func_name,
+            kind=kind,
+            blocks=blocks,
+            key=key,
+            why_opaque="",
+            is_join=is_join,
+        )
 
     def _prim_func(self, name: str):
         if name not in self.funcs:
             func = self.mod[name]
             if isinstance(func, tirx.PrimFunc):
                 access = read_prim_func(func)
-                view = access.refusal is None and relax.analysis.has_reshape_pattern(func)
+                view = access.refusal is None and _is_reshape(func)
                 key = format(tvm_ffi.structural_hash(func) & (2**64 - 1), "016x")
                 self.funcs[name] = access, view, key
             else:
                 raise TypeError(f"call_tir of {name}, which is no PrimFunc")
         return self.funcs[name]
+
+
+def _is_reshape(func: tirx.PrimFunc) -> bool:
+    is_copy = func.attrs is not None and COPY_ATTR in func.attrs
+    return not is_copy and relax.analysis.has_reshape_pattern(func)
 
 
 def _is_call_tir(e) -> bool:

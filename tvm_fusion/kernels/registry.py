@@ -14,6 +14,7 @@ from .convolution.kernel_class import ConvolutionClass
 from .cpu.nest_class import Nest
 from .fallback import Fallback
 from .gemm.kernel_class import Gemm
+from .join.kernel_class import JoinClass
 from .pointwise.kernel_class import Pointwise
 from .row.kernel_class import Row
 from .row.mixed_class import Mixed
@@ -97,6 +98,7 @@ for _builtin, _kinds in (
     (Row(), ("cuda", "llvm")),
     (Pointwise(), ("cuda", "llvm")),
     (Transpose(), ("cuda",)),
+    (JoinClass(), ("cuda",)),
     (ConvolutionClass(), ("cuda", "llvm")),
 ):
     register(_builtin, _kinds)

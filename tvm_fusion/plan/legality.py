@@ -307,7 +307,7 @@ class Evaluator:
         traffic = kernel.traffic(view, fit, self.hw)
         resources = needed or kernel.resources(view, fit, self.hw)
         cost = estimate(traffic, resources, self.hw, self.policy.launch)
-        if self.residual is not None:
+        if self.residual is not None and traffic.launches:
             cost = self.residual.apply(fit.kernel_class, fit, traffic, resources, cost, self.hw)
         return _Shared(kernel, fit, cost, traffic.l2_bytes)
 

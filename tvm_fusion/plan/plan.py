@@ -28,10 +28,12 @@ logger = logging.getLogger(__name__)
 
 PLAN_VERSION = 2
 READABLE_VERSIONS = (1, 2)  # version 1 had no evidence
-FREE = ("view", "opaque")  # nothing to write: no launch, or one that is not ours
+JOIN = "join"  # a concatenation whose parts are written where they belong
+NO_KERNEL = ("view", "opaque")  # nothing to write: no launch, or one that is not ours
+FREE = (*NO_KERNEL, JOIN)  # no launch of ours
 FALLBACK = "fallback"  # any one operator
 STOCK = "stock"  # as LegalizeOps made it, where all else failed
-UNWRITTEN = (*FREE, STOCK)
+UNWRITTEN = (*NO_KERNEL, STOCK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +79,8 @@ class PlannedGroup:
     recomputed : tuple of str
         Those of `ops` that are computed here although another group owns (and may store) them.
     kernel_class : str
-        "view" for a reshape that costs nothing, "opaque" for a binding that is left as it is.
+        "view" for a reshape that costs nothing, "join" for a concatenation whose parts are written
+        where they belong, "opaque" for a binding that is left as it is.
     predicted_us, unfused_us : float
         Model time of the group, and of its operators one by one.
     bytes, unfused_bytes : float

@@ -3,7 +3,8 @@
     open_composites   high-level Relax; on a GPU convolutions get channels last (`layouts`);
                       composites (softmax, norms, attention, ...) are opened
     rewrite           what pays in some models only, one by one (`flow.variants` says which)
-    legalize          primitive operators as `call_tir`, ready to be read as a fusion graph
+    legalize          primitive operators as `call_tir`, ready to be read as a fusion graph; on a
+                      GPU it is told which concatenations need no kernel (`lower.joins`)
 
 `lower` is these three. Then the graph is planned, and `flow.planned` goes on with the plan:
 
@@ -29,6 +30,7 @@ from .layouts import AssignLayouts
 from .lower.constant_arithmetic import folding
 from .lower.drop_empty import DropEmpty, check_defined
 from .lower.fix_bool_arithmetic import FixBoolArithmetic
+from .lower.joins import JOINED_CONCATS, MarkJoins
 from .lower.legalizers import (
     FIRST_EXTREMA,
     HALF_OPERATORS,
@@ -47,6 +49,7 @@ from .rewrites.cancel_layouts import CancelLayouts
 from .rewrites.hidden_weights import BindWeights
 from .rewrites.join_pieces import JoinPieces
 from .rewrites.lean_constants import LeanConstants
+from .rewrites.nest_concats import NestConcats
 from .rewrites.rewrites import REWRITES
 from .rewrites.split_reductions import SplitReductions
 from .rewrites.unpack_stacks import UnpackStacks
@@ -105,6 +108,7 @@ def open_composites(
         relax.transform.CanonicalizeBindings(),
         DropEmpty(),
         JoinPieces(),
+        *([NestConcats()] if decompose and _gpu(hw) is not None else []),
         *([AssignLayouts()] if decompose and _gpu(hw) is not None else []),
         Decompose(_gpu(hw), keep_all=not decompose),
         *([CancelLayouts()] if decompose else []),
@@ -133,7 +137,7 @@ def legalize(
         **HALF_OPERATORS,
         **FIRST_EXTREMA,
         **UNSIGNED_SIGNS,
-        **LONG_CONCATS,
+        **(LONG_CONCATS if gpu is None else JOINED_CONCATS),
         **TRANSPOSED_CONVOLUTIONS,
         **reads_at_indices(target),
         "relax.divide": legalize_divide,
@@ -155,6 +159,7 @@ def legalize(
         relax.transform.ConvertToDataflow(min_size=1),
         relax.transform.DeadCodeElimination(["main"]),
         UniqueNames(),
+        *([MarkJoins(gpu)] if gpu is not None else []),
     ]
     with target:
         return tvm.transform.Sequential(passes)(opened)

@@ -1,7 +1,8 @@
 """Whole convolutional networks with random weights, channels last, batch 1 and 32.
 
-ResNet-50, MobileNetV3 large, EfficientNet-B0, ConvNeXt-T and DenseNet-121 as their papers (and
-torchvision) have them, a block of a diffusion U-Net with attention, and Whisper's encoder (small).
+ResNet-50, MobileNetV3 large, EfficientNet-B0, ConvNeXt-T, DenseNet-121 and GoogLeNet as their
+papers (and torchvision) have them, a U-Net for segmentation, a block of a diffusion U-Net with
+attention, and Whisper's encoder (small).
 """
 
 import math
@@ -237,6 +238,72 @@ def densenet(depths: Sequence[int] = (6, 12, 24, 16)) -> nn.Module:
     return nn.Sequential(*parts)
 
 
+class Inception(nn.Module):
+    """A block of GoogLeNet: four branches side by side."""
+
+    def __init__(self, channels: int, widths: Sequence[int]) -> None:
+        super().__init__()
+        one, before3, three, before5, five, pooled = widths
+        self.branches = nn.ModuleList(
+            [
+                conv(channels, one),
+                nn.Sequential(conv(channels, before3), conv(before3, three, 3)),
+                nn.Sequential(conv(channels, before5), conv(before5, five, 3)),
+                nn.Sequential(nn.MaxPool2d(3, 1, 1), conv(channels, pooled)),
+            ]
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply it."""
+        return torch.cat([branch(x) for branch in self.branches], 1)
+
+
+def googlenet() -> nn.Module:
+    """GoogLeNet with 3 x 3 in place of 5 x 5, as torchvision has it."""
+    rows = (
+        *((192, (64, 96, 128, 16, 32, 32)), (256, (128, 128, 192, 32, 96, 64)), None),
+        *((480, (192, 96, 208, 16, 48, 64)), (512, (160, 112, 224, 24, 64, 64))),
+        *((512, (128, 128, 256, 24, 64, 64)), (512, (112, 144, 288, 32, 64, 64))),
+        *((528, (256, 160, 320, 32, 128, 128)), None),
+        *((832, (256, 160, 320, 32, 128, 128)), (832, (384, 192, 384, 48, 128, 128))),
+    )
+    parts: list[nn.Module] = [conv(3, 64, 7, 2), nn.MaxPool2d(3, 2, 1)]
+    parts += [conv(64, 64), conv(64, 192, 3), nn.MaxPool2d(3, 2, 1)]
+    parts += [nn.MaxPool2d(3, 2, 1) if row is None else Inception(*row) for row in rows]
+    return nn.Sequential(*parts, Head(nn.Linear(1024, CLASSES)))
+
+
+class UNet(nn.Module):
+    """A U-Net for segmentation: four halvings by maxima, four doublings by nearest neighbours, with
+    what was before each halving beside what comes back.
+    """
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        widths = [width << i for i in range(5)]
+        self.down = nn.ModuleList(
+            nn.Sequential(conv(a, b, 3), conv(b, b, 3))
+            for a, b in zip((3, *widths), widths, strict=False)
+        )
+        self.up = nn.ModuleList(nn.Conv2d(2 * w, w, 3, padding=1) for w in widths[:-1])
+        self.back = nn.ModuleList(
+            nn.Sequential(conv(2 * w, w, 3), conv(w, w, 3)) for w in widths[:-1]
+        )
+        self.last = nn.Conv2d(width, 2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply it."""
+        skipped = []
+        for i, part in enumerate(self.down):
+            x = part(F.max_pool2d(x, 2) if i else x)
+            skipped.append(x)
+        for up, back, skip in zip(
+            reversed(self.up), reversed(self.back), reversed(skipped[:-1]), strict=True
+        ):
+            x = back(torch.cat([skip, up(F.interpolate(x, scale_factor=2.0))], 1))
+        return self.last(x)
+
+
 class UNetBlock(nn.Module):
     """Of a diffusion U-Net: a residual block with a time embedding, and self-attention."""
 
@@ -354,6 +421,8 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
 BATCHES: Sequence[int] = (1, 32)
 VISION: dict[str, Workload] = {
     **{f"{name}_b{b}": network(make, b) for name, make in NETWORKS.items() for b in BATCHES},
+    "googlenet_b32": network(googlenet, 32),
+    "unet_b8": network(UNet, 8, 256),
     **{f"unet_block_b{b}": _unet(b) for b in (1, 8)},
     **{f"whisper_encoder_b{b}": _whisper(b) for b in (1, 8)},
 }

@@ -104,6 +104,8 @@ def accumulation(
     param: int, definition: Definition, space: Space, resolver: Resolver
 ) -> Accumulation:
     """What is summed over rows into a parameter."""
+    if definition.is_part:
+        raise Unsupported(f"{definition.buffer.name} is written in part by sums over rows")
     group, row = space.row_vars
     offset = space.analyzer.simplify(group * constant(space.columns, space.index_dtype))
     indices = unflatten(offset + space.column_var, definition.shape, space.analyzer)
@@ -378,7 +380,10 @@ def _plain_output(
     param: int, definition: Definition, space: Space, resolver: Resolver, full: bool
 ) -> Output:
     """An output in the order of rows, then columns."""
-    value = resolver.read(definition.buffer, space.indices(definition.shape, full), None)
+    indices = space.indices(definition.shape, full)
+    value = resolver.read(definition.buffer, indices, None)
+    if definition.is_part:
+        return _part_output(param, definition, space, resolver, value, indices, full)
     offset = space.row_index
     if full:
         columns = space.columns
@@ -395,8 +400,32 @@ def _placed_output(
     """A full output whose elements lie in the order of `walk`."""
     if walk is None:
         return _plain_output(param, definition, space, resolver, full=True)
-    value = resolver.read(definition.buffer, walk.indices(space, definition.shape), None)
+    indices = walk.indices(space, definition.shape)
+    value = resolver.read(definition.buffer, indices, None)
+    if definition.is_part:
+        return _part_output(param, definition, space, resolver, value, indices, True)
     first = {space.column_var: constant(0, space.index_dtype)}
     offset = space.analyzer.simplify(substitute(walk.place, first))
     phase = resolver.placeholders.phase(value)
     return Output(param, value, offset, definition.dtype, True, phase, walk.place)
+
+
+def _part_output(
+    param: int,
+    definition: Definition,
+    space: Space,
+    resolver: Resolver,
+    value: Expr,
+    indices: tuple[Expr, ...],
+    full: bool,
+) -> Output:
+    """An output that is a part of its buffer, at the pitches of that."""
+    place = flatten(indices, shape_of(definition.buffer), space.index_dtype)
+    place = space.analyzer.simplify(place)
+    first = {space.column_var: constant(0, space.index_dtype)}
+    offset = space.analyzer.simplify(substitute(place, first))
+    form = linear_form(place, (space.column_var,))
+    follows = not full or (form is not None and number(form[0][0]) == 1)
+    phase = resolver.placeholders.phase(value)
+    dtype = definition.dtype
+    return Output(param, value, offset, dtype, full, phase, None if follows else place)

@@ -36,7 +36,8 @@ class Definition:
     """``buffer[axes] = value``; with `kind`, the reduction of `value` over the `reduced` axes.
 
     ARGMAX and ARGMIN reduce `value` to the `index` of its extremum. An entry of `axes` is None
-    where the buffer's extent is 1 and the block stores at index 0.
+    where the block stores at index 0 only. `shape` has the extents that are written: those of the
+    buffer, or less where that is a parameter, of which the rest is somebody else's.
     """
 
     buffer: Var
@@ -45,12 +46,14 @@ class Definition:
     value: Expr
     kind: ReduceKind | None
     initial: Expr | None
+    shape: tuple[Extent, ...]
     index: Expr | None = None
 
     @property
-    def shape(self) -> tuple[Extent, ...]:
-        """Extents of the buffer."""
-        return shape_of(self.buffer)
+    def is_part(self) -> bool:
+        """Whether it is less than the buffer."""
+        whole = shape_of(self.buffer)
+        return not all(_equal(n, extent) for n, extent in zip(self.shape, whole, strict=True))
 
     @property
     def dtype(self) -> str:
@@ -89,11 +92,13 @@ def read_definitions(func: tirx.PrimFunc) -> list[Definition]:
         For anything that is not a set of complete blocks with one store for each buffer.
     """
     found: dict[Var, Definition] = {}
-    blocks = read_blocks(func, opens=_is_root)
+    blocks, params = read_blocks(func, opens=_is_root), set(func.params)
     for block in blocks:
         for definition in _read_block(block) if isinstance(block, BlockDef) else ():
             if definition.buffer in found:
                 raise Unsupported(f"{definition.buffer.name} is written by several blocks")
+            if definition.is_part and definition.buffer not in params:
+                raise Unsupported(f"{definition.buffer.name} is written in part")
             found[definition.buffer] = definition
     for block in blocks:
         if isinstance(block, Stray) and block.kind != "AllocBuffer":
@@ -138,27 +143,31 @@ def _define_pair(block: BlockDef, pair: ArgPair, initials: dict[Var, Expr]) -> l
     ):
         if store.buffer not in initials:
             raise Unsupported(f"reduction {store.buffer.name} has no initial value")
-        axes, reduced = _block_axes(block, store)
+        axes, reduced, shape = _block_axes(block, store)
         initial = initials[store.buffer]
-        found.append(Definition(store.buffer, axes, reduced, pair.value, kind, initial, index))
+        found.append(
+            Definition(store.buffer, axes, reduced, pair.value, kind, initial, shape, index)
+        )
     return found
 
 
 def _define(block: BlockDef, store: tirx.BufferStore, initials: dict[Var, Expr]) -> Definition:
     name = store.buffer.name
-    axes, reduced = _block_axes(block, store)
+    axes, reduced, shape = _block_axes(block, store)
     if not reduced:
-        return Definition(store.buffer, axes, (), store.value, None, None)
+        return Definition(store.buffer, axes, (), store.value, None, None, shape)
     if store.buffer not in initials:
         raise Unsupported(f"reduction {name} has no initial value")
     kind, value = _combiner(store)
-    return Definition(store.buffer, axes, reduced, value, kind, initials[store.buffer])
+    return Definition(store.buffer, axes, reduced, value, kind, initials[store.buffer], shape)
 
 
-def _block_axes(
-    block: BlockDef, store: tirx.BufferStore
-) -> tuple[tuple[Var | None, ...], tuple[tuple[Var, Extent], ...]]:
-    """Which block axis each index of a store is, and the reduced axes with their extents."""
+Written = tuple[tuple[Var | None, ...], tuple[tuple[Var, Extent], ...], tuple[Extent, ...]]
+"""Which block axis each index of a store is, the reduced axes with their extents, and how far each
+index goes."""
+
+
+def _block_axes(block: BlockDef, store: tirx.BufferStore) -> Written:
     spatial, reduced = (
         {axis.var: extent_of(axis.domain.extent) for axis in block.axes if axis.kind is kind}
         for kind in (AxisKind.SPATIAL, AxisKind.REDUCE)
@@ -166,26 +175,34 @@ def _block_axes(
     if any(number(axis.domain.min) != 0 for axis in block.axes):
         name = store.buffer.name
         raise Unsupported(f"{name} is computed over a range that does not start at 0")
-    return _axes(store, spatial), tuple(reduced.items())
+    axes, shape = _axes(store, spatial)
+    return axes, tuple(reduced.items()), shape
 
 
-def _axes(store: tirx.BufferStore, spatial: dict[Var, Extent]) -> tuple[Var | None, ...]:
-    """Which block axis each index is; the block must write every element of the buffer once."""
+def _axes(
+    store: tirx.BufferStore, spatial: dict[Var, Extent]
+) -> tuple[tuple[Var | None, ...], tuple[Extent, ...]]:
+    """Which block axis each index is, and its extent; the block must write each element once."""
     name = store.buffer.name
     missing = dict(spatial)
     axes: list[Var | None] = []
-    for index, extent in zip(store.indices, shape_of(store.buffer), strict=True):
-        if number(index) == 0 and extent == 1:
+    shape: list[Extent] = []
+    for index, whole in zip(store.indices, shape_of(store.buffer), strict=True):
+        if number(index) == 0 and (spatial or whole == 1):
             axes.append(None)
+            shape.append(1)
             continue
         if not isinstance(index, Var) or index not in missing:
             raise Unsupported(f"{name} is written at {index}")
-        if not _equal(missing.pop(index), extent):
-            raise Unsupported(f"{name} is written in part")
+        extent = missing.pop(index)
+        known = isinstance(extent, int) and isinstance(whole, int)
+        if not (extent <= whole if known else _equal(extent, whole)):
+            raise Unsupported(f"{name} is written beyond its end")
         axes.append(index)
+        shape.append(extent)
     if any(extent != 1 for extent in missing.values()):
         raise Unsupported(f"{name} is written several times")
-    return tuple(axes)
+    return tuple(axes), tuple(shape)
 
 
 def _equal(a: Extent, b: Extent) -> bool:

@@ -13,7 +13,7 @@ from ...ir.graph import FusionGraph, Op, OpKind
 from ..decide.caution import Timed
 from ..group_view import GroupView
 from ..legality import Costed, Evaluator
-from ..plan import FusionPlan, PlannedGroup
+from ..plan import FREE, FusionPlan, PlannedGroup
 from ..refusal import Refusal, RefusalCode
 from ..search.solution import (
     Solution,
@@ -30,8 +30,6 @@ from ..search.solution import (
 # A permutation or copy becomes a launch of its own where no kernel beside it takes it into its
 # addressing. Each neighbour has its refusal in the plan; those that a plan does not hold any more,
 # since groups around were cut or exchanged after the search, are asked for again.
-
-_NO_KERNEL = ("view", "opaque")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,7 @@ def layout_changes(graph: FusionGraph, plan: FusionPlan) -> tuple[LayoutChange, 
     found = []
     for group in plan.groups:
         ops = [graph.ops[numbers[name]] for name in group.ops]
-        if group.kernel_class not in _NO_KERNEL and all(moves_only(graph, op) for op in ops):
+        if group.kernel_class not in FREE and all(moves_only(graph, op) for op in ops):
             found.append(_surrounded(graph, plan, group, ops))
     return tuple(found)
 

@@ -36,6 +36,7 @@ from ...errors import (
     PlanError,
     TargetError,
 )
+from ...ir.graph import COPY_ATTR
 from ...ir.quick_stacks import quick_stacks
 from ...kernels.program.expr import dtype_of, variables
 from ...transform.apply.kernel_bodies import APART_ATTR, TIRX_ATTR, has_root, without_root
@@ -110,7 +111,7 @@ class ViewReshapes:
     """Turn calls of PrimFuncs that only reshape into views of their input.
 
     As `relax.transform.RewriteDataflowReshape`, which aborts on a PrimFunc whose body is no block
-    (every TIRx kernel): those are out of its sight while it runs.
+    (every TIRx kernel): those are out of its sight while it runs, and so are copies that are meant.
     """
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
@@ -119,7 +120,8 @@ class ViewReshapes:
         hidden = {
             gv: f
             for gv, f in functions.items()
-            if isinstance(f, tirx.PrimFunc) and not isinstance(f.body, s_tir.SBlockRealize)
+            if isinstance(f, tirx.PrimFunc)
+            and (not isinstance(f.body, s_tir.SBlockRealize) or COPY_ATTR in f.attrs)
         }
         seen = functions | {gv: _without_body(func) for gv, func in hidden.items()}
         viewed = relax.transform.RewriteDataflowReshape()(with_functions(mod, seen))

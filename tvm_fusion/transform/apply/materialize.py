@@ -30,6 +30,7 @@ from ...plan.differ import in_order
 from ...plan.group_view import GroupView
 from ...plan.plan import FusionPlan, PlannedGroup
 from ..functions.functions import with_functions
+from .place_parts import place_parts
 
 # Read and write regions of blocks, computed again from their bodies.
 
@@ -114,6 +115,7 @@ def materialize(mod: tvm.IRModule, graph: FusionGraph, plan: FusionPlan) -> Mate
         },
     )
     fused = relax.transform.DeadCodeElimination([plan.function])(fused)
+    fused = place_parts(fused, plan.function)
     called = {
         b.var.name: b.value.args[0].name_hint
         for block in fused[plan.function].body.blocks
@@ -122,6 +124,9 @@ def materialize(mod: tvm.IRModule, graph: FusionGraph, plan: FusionPlan) -> Mate
     }
     functions = {g.ops: called[r] for r, g in rewriter.results.items() if r in called}
     groups = {functions[g.ops]: g for g in rewriter.groups.values() if g.ops in functions}
+    for group in rewriter.results.values():  # of equal groups some have placed tensors
+        if group.ops in functions:
+            groups.setdefault(functions[group.ops], group)
     return Materialized(fused, groups, functions)
 
 

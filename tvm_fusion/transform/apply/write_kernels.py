@@ -24,6 +24,7 @@ from tvm import tirx
 from ...config import HardwareProfile, Policy
 from ...errors import TooDeep, Unsupported
 from ...host.stages import stepped
+from ...ir.graph import PLACED_ATTR
 from ...ir.reader import OPAQUE_PATTERN
 from ...kernels.cpu.contraction.panels import mark_constants
 from ...kernels.registry import family, names
@@ -206,6 +207,8 @@ def write_kernel(
         kernel = call_deep(write, func, hw, policy, config)
     if kernel.attrs.get(TIRX_ATTR, False):
         kernel = with_plain_scalars(kernel)
+    if func.attrs and PLACED_ATTR in func.attrs:
+        kernel = kernel.with_attr(PLACED_ATTR, func.attrs[PLACED_ATTR])
     return kernel.with_attr("op_pattern", OPAQUE_PATTERN)
 
 

@@ -305,7 +305,8 @@ def concatenate_many(parts: Sequence[te.Tensor], axis: int) -> te.Tensor:
     return te.compute(shape, at, name="concatenate")
 
 
-def _legalize_concat(builder: relax.BlockBuilder, call: Call) -> relax.Expr:
+def legalize_concat(builder: relax.BlockBuilder, call: Call) -> relax.Expr:
+    """A concatenation: of many tensors as `concatenate_many`, else as TVM has it."""
     parts, axis = call.args[0], call.attrs.axis
     if not isinstance(parts, relax.Tuple) or len(parts.fields) < MANY or axis is None:
         return Op.get("relax.concat").get_attr("FLegalize")(builder, call)
@@ -315,7 +316,7 @@ def _legalize_concat(builder: relax.BlockBuilder, call: Call) -> relax.Expr:
     )
 
 
-LONG_CONCATS: dict[str, Legalizer] = {"relax.concat": _legalize_concat}
+LONG_CONCATS: dict[str, Legalizer] = {"relax.concat": legalize_concat}
 """For `relax.transform.LegalizeOps`."""
 
 

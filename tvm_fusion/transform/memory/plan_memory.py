@@ -13,7 +13,18 @@ After:
     ...
 
 As `relax.transform.StaticPlanBlockMemory`, but tensors share a storage side by side, and a storage
-ends with the last tensor in it. Modules with symbolic shapes, branches, several Relax functions or
+ends with the last tensor in it. Parts of a join (`apply.place_parts`) lie within the whole, and
+its call is left out:
+
+    a = R.builtin.alloc_tensor(R.shape([4, 8]), ...)      a = ... alloc_tensor(storage, 0, ...)
+    first(x, a)                                           first(x, a)
+    b = R.builtin.alloc_tensor(R.shape([4, 8]), ...)      b = ... alloc_tensor(storage, 16, ...)
+    second(x, b)                                          second(x, b)
+    c = R.builtin.alloc_tensor(R.shape([4, 8]), ...)      c = ... alloc_tensor(storage, 0, ...)
+    join(a, b, c)      # of 4 columns each
+    third(c, d)                                           third(c, d)
+
+Modules with symbolic shapes, branches, several Relax functions or
 several virtual devices get that pass, functions with branches excepted.
 
 TVM's tensors at an offset carry it beside the pointer of the storage, and kernels take no offset:
@@ -27,9 +38,10 @@ import tvm
 from tvm import relax, tirx
 from tvm.script import tirx as T
 
+from ...ir.graph import PLACED_ATTR
 from ...plan.group_view import dtype_bytes
 from ..functions.functions import PLAN_MEMORY, ModulePass, has_branches, with_functions
-from .storage_plan import Life, StoragePlan, plan_storages
+from .storage_plan import Life, Place, StoragePlan, plan_storages
 
 SETTLE = "settle_offset"
 _ALLOCATE = "relax.builtin.alloc_tensor"
@@ -93,10 +105,15 @@ class PlanMemory(ModulePass):
         if lives is None:
             return PlanMemoryByTVM()(mod)
         inner = [i for i in range(len(lives.found)) if i not in lives.outputs]
+        roots = [i for i in inner if i not in lives.parts]
         plan = plan_storages(
-            [lives.found[i] for i in inner], [lives.found[i] for i in sorted(lives.outputs)]
+            [lives.found[i] for i in roots], [lives.found[i] for i in sorted(lives.outputs)]
         )
-        return _rewritten(mod, plan, {i: n for n, i in enumerate(inner)})
+        places = dict(zip(roots, plan.places, strict=True))
+        for part, (whole, offset) in reversed(lives.parts.items()):  # wholes before their parts
+            place = places[whole]
+            places[part] = Place(place.storage, place.offset + offset)
+        return _rewritten(mod, plan, places, lives.dropped)
 
 
 @tvm.transform.module_pass(opt_level=0, name="tvm_fusion.PlanMemoryByTVM")
@@ -126,13 +143,21 @@ class _Lives:
     Attributes
     ----------
     found : list of Life
+        The life of a whole is that of its parts, too.
     outputs : set of int
         Those that the function returns.
+    parts : dict of int to (int, int)
+        Of those that lie within another one, that one and the byte at which they begin: wholes
+        behind their parts.
+    dropped : set of int
+        The steps that join parts that lie where they belong.
     """
 
     def __init__(self) -> None:
         self.found: list[Life] = []
         self.outputs: _Tensors = frozenset()
+        self.parts: dict[int, tuple[int, int]] = {}
+        self.dropped: set[int] = set()
 
     @classmethod
     def of(cls, mod: tvm.IRModule) -> "_Lives | None":
@@ -142,6 +167,8 @@ class _Lives:
             return None
         lives, body = cls(), functions[0].body
         held: dict[relax.Var, _Tensors] = {}
+        allocated: dict[relax.Var, int] = {}
+        joins: list[tuple[int, relax.Call, Sequence[int]]] = []
         step = 0
         for step, binding in enumerate(_bindings(body)):
             value = binding.value
@@ -152,12 +179,39 @@ class _Lives:
                 if size is None or int(value.args[2].value) != 0:
                     return None
                 held[binding.var] = frozenset([len(lives.found)])
+                allocated[binding.var] = len(lives.found)
                 lives.found.append(Life(size, step, step))
                 continue
+            if isinstance(value, relax.Var) and value in allocated:
+                allocated[binding.var] = allocated[value]
+            offsets = _placed_at(mod, value)
+            if offsets is not None:
+                joins.append((step, value, offsets))
             used = lives._uses(value, held, step)
             held[binding.var] = used if _holds_tensors(binding.var.ty) else frozenset()
         lives.outputs = lives._uses(body.body, held, step + 1)
+        for join in joins:
+            lives._join(*join, allocated)
         return lives
+
+    def _join(
+        self, step: int, call: relax.Call, offsets: Sequence[int], allocated: dict[relax.Var, int]
+    ) -> None:
+        """Put parts into their whole, if all of them are tensors that can lie there."""
+        *parts, whole = (allocated.get(a) for a in call.args)
+        taken = {*self.parts, *self.outputs, None, whole}
+        if whole is None or whole in self.outputs or taken & set(parts):
+            return
+        if len(set(parts)) < len(parts):
+            return
+        life, end = self.found[whole], self.found[whole].size_bytes
+        for part, offset in zip(parts, offsets, strict=True):
+            self.parts[part] = whole, offset
+            own = self.found[part]
+            end = max(end, offset + own.size_bytes)
+            life = Life(end, min(life.first, own.first), max(life.last, own.last))
+        self.found[whole] = life
+        self.dropped.add(step)
 
     def _uses(self, value: relax.Expr, held: dict[relax.Var, _Tensors], step: int) -> _Tensors:
         """Note that a step uses what an expression refers to."""
@@ -170,13 +224,23 @@ class _Lives:
         return used
 
 
-def _rewritten(mod: tvm.IRModule, plan: StoragePlan, numbers: dict[int, int]) -> tvm.IRModule:
-    """The module with storages; `numbers` leads from allocations to the tensors of the plan."""
+def _placed_at(mod: tvm.IRModule, value: relax.Expr) -> Sequence[int] | None:
+    """Where the parts of a join lie in its result, in bytes; None for what is no join."""
+    if not isinstance(value, relax.Call) or not isinstance(value.op, tvm.ir.GlobalVar):
+        return None
+    attrs = mod[value.op].attrs
+    return None if not attrs or PLACED_ATTR not in attrs else list(map(int, attrs[PLACED_ATTR]))
+
+
+def _rewritten(
+    mod: tvm.IRModule, plan: StoragePlan, places: dict[int, Place], dropped: set[int]
+) -> tvm.IRModule:
+    """The module with storages: `places` has those of allocations; `dropped` steps are left out."""
     builder = relax.BlockBuilder(mod)
     [(gvar, func)] = [(g, f) for g, f in mod.functions_items() if isinstance(f, relax.Function)]
     storages: dict[int, relax.Var] = {}
     settle = None
-    blocks, count = [], 0
+    blocks, count, step = [], 0, -1
     for block in func.body.blocks:
         bindings: list[relax.Binding] = []
 
@@ -184,15 +248,17 @@ def _rewritten(mod: tvm.IRModule, plan: StoragePlan, numbers: dict[int, int]) ->
             to.append(relax.VarBinding(var, value))
 
         for binding in block.bindings:
+            step += 1
+            if step in dropped:
+                continue
             if not _is_allocation(binding.value):
                 bindings.append(binding)
                 continue
-            number = numbers.get(count)
+            place = places.get(count)
             count += 1
-            if number is None:
+            if place is None:
                 bindings.append(binding)
                 continue
-            place = plan.places[number]
             if place.storage not in storages:
                 size = plan.storages[place.storage].size_bytes
                 storage = builder.normalize(_storage(size))

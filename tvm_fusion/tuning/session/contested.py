@@ -28,7 +28,7 @@ from ...flow.planned import Planned
 from ...ir.graph import FusionGraph, build_graph
 from ...plan.decide.decide import hopeful_plan, with_evidence, without
 from ...plan.differ import Region, exchanged, regions
-from ...plan.plan import Evidence, FusionPlan, PlannedGroup
+from ...plan.plan import JOIN, Evidence, FusionPlan, PlannedGroup
 from ...plan.refusal import Refusal, RefusalCode
 from ...transform.apply.region_module import RegionModule
 from ..database import Database
@@ -105,8 +105,8 @@ def cut_of(region: Region, joins: bool, *tasks: Sequence[Task]) -> Cut | None:
 
 
 def launched(groups: Iterable[PlannedGroup]) -> Iterator[PlannedGroup]:
-    """Without views."""
-    return (group for group in groups if group.kernel_class != "view")
+    """Without views and joins."""
+    return (group for group in groups if group.kernel_class not in ("view", JOIN))
 
 
 def settled(

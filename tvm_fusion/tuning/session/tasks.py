@@ -18,7 +18,7 @@ from tvm import relax, tirx
 from ...config import HardwareProfile, Policy
 from ...ir.graph import FusionGraph
 from ...kernels.cpu.contraction.panels import mark_constants
-from ...plan.plan import FusionPlan, PlannedGroup
+from ...plan.plan import FREE, FusionPlan, PlannedGroup
 from ...transform.apply.materialize import materialize
 from ...transform.apply.pack_constants import packable_arguments
 from ...transform.functions.functions import operator_name
@@ -26,7 +26,6 @@ from ..database.metaschedule import short_key, workload_key
 
 CLASS, ROUNDING, TF32 = "tvm_fusion.class", "tvm_fusion.rounding", "tvm_fusion.tf32"
 STAMPS = (CLASS, ROUNDING, TF32)
-UNTUNED = ("view", "opaque")  # no kernel of ours
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def _launches(
     plan: FusionPlan, functions: dict[tuple[str, ...], str]
 ) -> Iterator[tuple[PlannedGroup, str]]:
     for group in plan.groups:
-        if group.kernel_class not in UNTUNED and group.ops in functions:
+        if group.kernel_class not in FREE and group.ops in functions:
             yield group, functions[group.ops]
 
 

@@ -1,0 +1,1 @@
+"""Concatenations whose parts are computed where they belong."""
