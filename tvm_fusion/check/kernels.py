@@ -27,6 +27,7 @@ from tvm.ir import Call
 from ..errors import DividedByZero, OutOfRange
 from ..flow.planned import BuiltPlan
 from ..host.stages import stepped
+from ..ir.parts import part_of
 from ..plan.plan import FREE
 from ..runtime.build.build import Built
 from ..runtime.calls.signature import function_of, virtual_machine
@@ -86,15 +87,25 @@ def kernels_checked(made: BuiltPlan) -> Checked | None:
             e.value.numpy() if isinstance(e, tvm.ir.GenericConst) else x
             for e, x in zip(calls[name], taken, strict=True)
         ]
-        found = judge_outputs(
-            given, Reference(cases[name].unfused, values, made.planned.target), name
-        )
+        alone = cases[name].unfused
+        values = _parts(values, [p.ty for p in alone["main"].params])
+        given = _parts(given, _results(alone["main"].ret_ty))
+        found = judge_outputs(given, Reference(alone, values, made.planned.target), name)
         if not found.passed:
             logger.warning("kernel %s: %s", name, found.why)
             return None
         errors[name] = found
     each = {name: one.worst_error for name, one in errors.items()}
     return Checked(made, _together(errors), each, kernels=len(wanted))
+
+
+def _results(ty: relax.Type) -> Sequence[relax.Type]:
+    return ty.fields if isinstance(ty, relax.TupleType) else [ty]
+
+
+def _parts(arrays: Arrays, types: Sequence[relax.Type]) -> Arrays:
+    """What a kernel has to do with of larger tensors (`ir.parts`)."""
+    return [part_of(x, ty.shape.values) for x, ty in zip(arrays, types, strict=True)]
 
 
 def _together(found: Mapping[str, Verification]) -> Verification:

@@ -30,6 +30,7 @@ from tvm.ir import GlobalVar, Var
 from tvm.tirx import BufferType, PrimFunc
 
 from ...ir.graph import JOIN_ATTR, PLACED_ATTR
+from ...ir.parts import PARTS_ATTR
 from ...plan.group_view import dtype_bytes
 from ..functions.functions import expressions_of, operator_name
 
@@ -197,4 +198,6 @@ def with_pitches(func: PrimFunc, shapes: list[Shape | None]) -> PrimFunc:
     }
     body = tvm_ffi.structural_map(func.body, [(Var, lambda var: renewed.get(var, var))])
     params = [renewed.get(param, param) for param in func.params]
-    return PrimFunc(params, body, func.ret_type, attrs=func.attrs)
+    parts = [[int(extent) for extent in buffer.ty.shape] for buffer in buffers]
+    found = PrimFunc(params, body, func.ret_type, attrs=func.attrs)
+    return found.with_attr(PARTS_ATTR, parts) if renewed else found

@@ -28,6 +28,7 @@ from ...check.reference import to_float64
 from ...check.rules import TOLERANCES, OutputCheck, check_output, namespace, wide
 from ...errors import Unsupported
 from ...ir.extents import ASSUMED_SYMBOLIC_EXTENT
+from ...ir.parts import written_parts
 from ...runtime.build.build import build_functions
 from .building import BuiltChoice
 from .site import Call, Site
@@ -195,7 +196,8 @@ class Case:
             self.site.poison(value, tensor)
         call()
         self.site.device.sync()
-        return [self.site.value(value, tensor) for value, tensor in written]
+        found = [self.site.value(value, tensor) for value, tensor in written]
+        return written_parts(self.func, found)
 
     def expect(self, untuned: BuiltChoice) -> None:
         """Finds out what the outputs should be, with inputs that tell right from wrong: those for
@@ -282,7 +284,8 @@ class Case:
         function(*tensors[:first], *disturbances, *tensors[first:])
         self.site.device.sync()
         written = list(zip(values, tensors, strict=True))[first:]
-        return [self.site.value(value, tensor) for value, tensor in written]
+        found = [self.site.value(value, tensor) for value, tensor in written]
+        return written_parts(self.func, found)
 
 
 def changed(value: Any, kind: str) -> Any:
