@@ -79,7 +79,7 @@ def test_signals_in_windows_come_back():
 def test_only_what_is_read_is_computed():
     x = torch.randn(4, 16, 24)
     model = Function(lambda x: torch.fft.fftn(x, dim=(1, 2)).real)  # FNet's mixing of tokens
-    module = tvm_fusion.compile(model, "llvm", example_inputs=(x,))
+    module = tvm_fusion.compile(model, "llvm", example_inputs=(x,), verify=False)
     torch.testing.assert_close(module(x), model(x), rtol=1e-5, atol=1e-4)
     assert module.launches <= 4  # two products an axis, of which one has the difference
 
