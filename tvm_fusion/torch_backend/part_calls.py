@@ -1,6 +1,7 @@
 """The calls of one part: compiled for its weights and sizes, and again where those change."""
 
 import logging
+import operator
 import threading
 import warnings
 from collections import Counter
@@ -196,6 +197,7 @@ class PartCalls:
         return _Build(
             run,
             weights,
+            _picker(weights),
             [inputs[i] for i in weights],
             [] if self._options.frozen else [_version(inputs[i]) for i in weights],
             [] if keeps else [(i, inputs[i]) for i in self._numbers],
@@ -213,6 +215,8 @@ class _Build:
         None where it runs in torch.
     numbers : tuple of int
         The inputs that are weights.
+    pick : callable
+        Takes these of all inputs.
     weights : list of torch.Tensor
     versions : list of int
         Of each weight; empty where nobody looks at them.
@@ -223,6 +227,7 @@ class _Build:
 
     run: "_Run | None"
     numbers: tuple[int, ...]
+    pick: Callable[[Sequence[Any]], Sequence[Any]]
     weights: list[torch.Tensor]
     versions: list[int]
     values: list[tuple[int, Any]]
@@ -230,9 +235,8 @@ class _Build:
 
     def fits(self, inputs: Sequence[Any]) -> bool:
         """Whether it is right for these inputs."""
-        for number, weight in zip(self.numbers, self.weights, strict=True):
-            if inputs[number] is not weight:
-                return False
+        if self.numbers and not all(map(operator.is_, self.pick(inputs), self.weights)):
+            return False
         if self.versions and [_version(w) for w in self.weights] != self.versions:
             return False
         if self.values and any(inputs[i] != value for i, value in self.values):
@@ -249,42 +253,43 @@ class _Run:
     """Runs a compiled part on its inputs."""
 
     def __init__(self, module: CompiledModule, made: ReadyPart, device: torch.device) -> None:
-        self._module, self._sizes, self._device = module, made.sizes, device
-        self._tensors = made.tensors
-        self._plain = [i for i, _ in made.tensors]
-        self._is_plain = all(order is None for _, order in made.tensors) and not made.sizes
-        self._results = [
+        self._module, self._made, self._device = module, made, device
+        numbers = [i for i, _ in made.tensors]
+        self._pick = _picker(numbers)
+        self._is_plain = not made.sizes and not made.lies_elsewhere(device)
+        self._is_plain &= all(order is None for _, order in made.tensors)
+        self._has_inputs = bool(numbers)
+        self._moved = [
             (i, given.order, None if given.device == device else given.device)
             for i, given in enumerate(made.results)
             if given.order is not None or given.device != device
         ]
-        self._own = module.own
 
     def __call__(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
-        if self._is_plain:
-            tensors = [inputs[i] for i in self._plain]
-        else:
-            tensors = [x if o is None else x.permute(o) for x, o in self._ordered(inputs)]
-            tensors += [torch.empty((inputs[i], 0), dtype=torch.int8) for i in self._sizes]
-        results = self._module(*self._there(tensors))
-        if not self._plain:
+        results = self._module(*(self._pick(inputs) if self._is_plain else self._lent(inputs)))
+        if not self._has_inputs:  # those of TVM, the same ones in each call
             results = tuple(torch.from_dlpack(result).clone() for result in results)
-        if not self._results:
+        if not self._moved:
             return results
         given = list(results)
-        for number, order, device in self._results:
+        for number, order, device in self._moved:
             result = given[number] if order is None else given[number].permute(order)
             given[number] = result if device is None else result.to(device)
         return tuple(given)
 
-    def _ordered(self, inputs: Sequence[Any]) -> list[tuple[torch.Tensor, Any]]:
-        return [(inputs[i], order) for i, order in self._tensors]
+    def _lent(self, inputs: Sequence[Any]) -> list[torch.Tensor]:
+        """The tensors as the module takes them, and those that have the sizes."""
+        ordered = [(inputs[i], order) for i, order in self._made.tensors]
+        tensors = [x if order is None else x.permute(order) for x, order in ordered]
+        tensors += [torch.empty((inputs[i], 0), dtype=torch.int8) for i in self._made.sizes]
+        return [tensor.to(self._device) for tensor in tensors]
 
-    def _there(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        device = self._device
-        if all(tensor.device == device for tensor in tensors):
-            return tensors
-        return [tensor.to(device) for tensor in tensors]
+
+def _picker(numbers: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """A function that takes these elements of a sequence."""
+    if len(numbers) > 1:
+        return operator.itemgetter(*numbers)
+    return lambda given: [given[i] for i in numbers]
 
 
 def _is_tensor(value: Any) -> bool:

@@ -59,6 +59,12 @@ class ReadyPart:
     sizes: tuple[int, ...]
     results: tuple[Given, ...]
 
+    def lies_elsewhere(self, device: torch.device) -> bool:
+        """Whether a tensor is on another device."""
+        placeholders = self.graph.graph.find_nodes(op="placeholder")
+        values = [n.meta["val"] for n in placeholders if n.name not in self.weights]
+        return any(isinstance(x, torch.Tensor) and x.device != device for x in values)
+
 
 class OfTensors(nn.Module):
     """The graph of a `ReadyPart` as a module of its tensors, with its weights in it."""
