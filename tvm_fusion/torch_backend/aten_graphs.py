@@ -17,6 +17,7 @@ from torch.export.exported_program import (
     _override_composite_implicit_decomp,
     _split_decomp_table_to_cia_and_python_decomp,
 )
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tvm_fusion.frontends.torch.complex.pairs import is_complex_node, read_parts
 from tvm_fusion.frontends.torch.decompositions import decompositions
@@ -46,7 +47,7 @@ def traced(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> 
         if any(map(is_complex_node, traced.graph.nodes)):
             read_parts(traced.graph)
             traced.graph.eliminate_dead_code()
-        run = compiler(traced, _static_inputs())
+        run = compiler(traced, frozenset() if gathered else _static_inputs())
 
         def call(given: list[Any]) -> Any:
             return run(given)
@@ -54,7 +55,10 @@ def traced(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> 
         call._boxed_call = True
         return call
 
+    gathered = _are_gathered(graph)
     whole, table = _tables()
+    if any(map(is_traceable_wrapper_subclass, inputs)):
+        whole = {}  # DTensor and its like know what they are composed of, not the whole
     # operators that are kept whole are not torn apart by their implicit decompositions
     with _override_composite_implicit_decomp(dict(whole)):
         make = aot_autograd(
@@ -64,6 +68,19 @@ def traced(graph: fx.GraphModule, inputs: Sequence[Any], compiler: Compiler) -> 
             keep_inference_input_mutations=True,
         )
         return make(graph, inputs)
+
+
+def _are_gathered(graph: fx.GraphModule) -> bool:
+    """Whether weights of a graph are gathered from other processes for each call (FSDP2): their
+    versions do not tell whether values are new.
+    """
+    for node in graph.graph.find_nodes(op="placeholder"):
+        argument = node.meta.get("grapharg")
+        kind = getattr(getattr(argument, "source", None), "guard_source", None)
+        kind = kind() if callable(kind) else kind
+        if kind is not None and kind.is_fsdp_module():
+            return True
+    return False
 
 
 def _static_inputs() -> frozenset[int]:

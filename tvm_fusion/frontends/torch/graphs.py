@@ -98,7 +98,8 @@ class _Program:
         outputs = [
             OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(node.name), None) for node in results
         ]
-        on_host = {name: weight.detach().cpu() for name, weight in weights.items()}
+        # copies: whoever holds a weight may free its memory between calls, as FSDP2 does
+        on_host = {name: w.detach().to("cpu", copy=True) for name, w in weights.items()}
         ranges = _ranges(node.meta.get("val") for node in placeholders)
         return cls(graph, ExportGraphSignature(inputs, outputs), on_host, ranges, {})
 
