@@ -405,9 +405,11 @@ def test_generated_tokens_are_those_of_eager_mode(cache, modules):
     options |= {"cache_implementation": cache}
     wanted = model.generate(tokens, **options)
     model.forward = compiled(model.forward)
-    for _ in range(2):
-        assert torch.equal(model.generate(tokens, **options), wanted)
-    assert len(modules) == (2 if cache else 3)  # a cache that grows is of a fixed size once
+    assert torch.equal(model.generate(tokens, **options), wanted)
+    count = len(modules)
+    assert 2 <= count <= (2 if cache else 3)  # a cache that grows may be of a fixed size once
+    assert torch.equal(model.generate(tokens, **options), wanted)
+    assert len(modules) == count
 
 
 def test_writes_into_intermediates_are_compiled(modules):
