@@ -33,11 +33,12 @@ from ..runtime.build.build import Built
 from ..runtime.calls.signature import function_of, virtual_machine
 from ..transform.apply.region_module import GroupModules, group_modules
 from ..transform.functions.functions import has_branches
+from ..transform.functions.unique_names import FreshNames
 from .allowance import Reference
 from .checked_sizes import LONG, drawn_inputs, points_of_run, symbols_of
 from .compiled import Checked
 from .inputs import other_numbers
-from .reference import poisoned, to_argument
+from .reference import Run, build_references, poisoned, to_argument
 from .verify import Verification, judge_outputs
 
 logger = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ def kernels_checked(made: BuiltPlan) -> Checked | None:
         return None
     if seen is None:
         return None
-    errors = {}
+    errors, exact = {}, _exact(cases, made.planned.target)
     for name in stepped("kernels checked", wanted, len(wanted)):
         taken, given = seen[name]
         values = [
@@ -90,13 +91,14 @@ def kernels_checked(made: BuiltPlan) -> Checked | None:
         alone = cases[name].unfused
         values = _parts(values, [p.ty for p in alone["main"].params])
         given = _parts(given, _results(alone["main"].ret_ty))
-        found = judge_outputs(given, Reference(alone, values, made.planned.target), name)
+        reference = Reference(alone, values, made.planned.target)
+        found = judge_outputs(given, reference.with_exact(exact[name]), name)
         if not found.passed:
             logger.warning("kernel %s: %s", name, found.why)
             return None
         errors[name] = found
     each = {name: one.worst_error for name, one in errors.items()}
-    return Checked(made, _together(errors), each, kernels=len(wanted))
+    return Checked(made, _of_all(errors), each, kernels=len(wanted))
 
 
 def _results(ty: relax.Type) -> Sequence[relax.Type]:
@@ -108,7 +110,21 @@ def _parts(arrays: Arrays, types: Sequence[relax.Type]) -> Arrays:
     return [part_of(x, ty.shape.values) for x, ty in zip(arrays, types, strict=True)]
 
 
-def _together(found: Mapping[str, Verification]) -> Verification:
+def _exact(cases: Mapping[str, GroupModules], target: tvm.target.Target) -> dict[str, Run]:
+    """The operators of each kernel in float64, all in one executable."""
+    functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
+    for case in cases.values():
+        functions |= {g: f for g, f in case.unfused.functions_items() if g.name_hint != "main"}
+    fresh = FreshNames(gvar.name_hint for gvar in functions)
+    entries = {name: fresh("main") for name in cases}
+    for name, case in cases.items():
+        main = case.unfused["main"].with_attr("global_symbol", entries[name])
+        functions[tvm.ir.GlobalVar(entries[name])] = main
+    built = build_references(tvm.IRModule(functions), list(entries.values()), target)
+    return {name: built[entry] for name, entry in entries.items()}
+
+
+def _of_all(found: Mapping[str, Verification]) -> Verification:
     worst = max((one.worst_error for one in found.values()), default=0.0)
     not_finite = max((one.not_finite for one in found.values()), default=0.0)
     return Verification("kernels", True, (), worst, not_finite)

@@ -32,10 +32,10 @@ from tvm import relax, tirx
 from tvm_ffi.serialization import from_json_graph_str
 
 from ..errors import InputError, Unsupported
-from ..runtime.build.build import build
+from ..runtime.build.build import build_entries
 from ..runtime.build.guards import with_guards
 from ..runtime.build.kept_nan import RULES as KEPT_NAN
-from ..runtime.calls.signature import entry_of
+from ..runtime.calls.signature import entry_of, function_of, virtual_machine
 from ..transform.functions.functions import has_branches, rewritten
 from .checked_sizes import has_large_loops, order_loops
 from .inputs import other_numbers
@@ -59,6 +59,8 @@ EXTREMES = {
     "float32": (3.4028234663852886e38,),
 }
 LARGEST = 1.7976931348623157e308
+
+Run = Callable[[Sequence[Any]], list[np.ndarray]]
 
 _COMPARISONS = ("prim.EQ", "prim.NE", "prim.LT", "prim.LE", "prim.GT", "prim.GE")
 _OPERANDS = ("a", "b", "value", "condition", "true_value", "false_value", "args")
@@ -194,6 +196,9 @@ def widen_array(array: np.ndarray) -> np.ndarray:
     if extremes is None:
         return array
     wide = array.astype("float64")
+    least = min(extremes)
+    if not ((wide >= least) | (wide <= -least)).any():  # looking for them takes ten times as long
+        return wide
     return np.where(np.isin(np.abs(wide), extremes), np.copysign(LARGEST, wide), wide)
 
 
@@ -274,9 +279,17 @@ def build_reference(
     entry: str = "main",
     capture: Sequence[str] = (),
     target: tvm.target.Target | None = None,
-) -> Callable[[Sequence[Any]], list[np.ndarray]]:
+) -> Run:
     """Build the float64 reference once, to run it on many inputs; see `run_reference`."""
-    wide = to_float64(with_intermediates(mod, entry, capture) if capture else mod)
+    seen = with_intermediates(mod, entry, capture) if capture else mod
+    return build_references(seen, (entry,), target)[entry]
+
+
+def build_references(
+    mod: tvm.IRModule, entries: Sequence[str], target: tvm.target.Target | None = None
+) -> dict[str, Run]:
+    """`build_reference` of several functions of a module, in one executable."""
+    wide = to_float64(mod)
     if target is None or target.kind.name == "llvm":
         llvm = LLVM if has_large_loops(wide) else _QUICK
         guarded = with_guards(order_loops(wide), "llvm")
@@ -284,10 +297,14 @@ def build_reference(
             executable = tvm.compile(rewritten(guarded, KEPT_NAN), llvm)
         device = tvm.cpu()
     else:
-        executable = build(wide, target, plan_memory=False).executable
-        device = tvm.runtime.device_from_target(target)
-    main = entry_of(executable, device, entry)
-    return lambda inputs: flatten(main(*[to_argument(x, widen_array, device) for x in inputs]))
+        built = build_entries(wide, entries, target, plan_memory=False)
+        executable, device = built[entries[0]].executable, tvm.runtime.device_from_target(target)
+    machine = virtual_machine(executable, device)
+    return {name: _run_of(function_of(machine, name, device), device) for name in entries}
+
+
+def _run_of(function: Callable[..., Any], device: tvm.runtime.Device) -> Run:
+    return lambda inputs: flatten(function(*[to_argument(x, widen_array, device) for x in inputs]))
 
 
 def _reference_passes(mod: tvm.IRModule) -> tvm.transform.PassContext:
