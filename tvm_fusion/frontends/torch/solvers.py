@@ -159,6 +159,10 @@ def _cholesky(a: Tensor, *, upper: bool = False) -> Tensor:
     return _aten.linalg_cholesky_ex(a, upper=upper)[0]
 
 
+def _old_cholesky(a: Tensor, upper: bool = False) -> Tensor:
+    return _cholesky(a, upper=upper)
+
+
 def _cholesky_solve(b: Tensor, factor: Tensor, upper: bool = False) -> Tensor:
     lower = _transposed(factor) if upper else factor
     lower, b = _expanded(lower, b)
@@ -272,6 +276,7 @@ SOLVERS: dict[Any, Callable[..., Any]] = {
     _aten._linalg_det.default: _determinant,
     _aten._linalg_slogdet.default: _slogdet,
     _aten._linalg_solve_ex.default: _solve_ex,
+    **known(_aten, "cholesky", _old_cholesky),
     _aten.cholesky_inverse.default: _cholesky_inverse,
     _aten.cholesky_solve.default: _cholesky_solve,
     _aten.linalg_cholesky.default: _cholesky,
