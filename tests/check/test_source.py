@@ -209,3 +209,10 @@ def test_without_the_device_the_imported_module_runs_on_the_cpu(wrong_tanh):
     original = source.Original(*model(torch.tanh))
     with pytest.raises(VerificationError, match=r"aten\.tanh\.default"):
         source.source_check(compiled, planned, original, here=False)
+
+
+def test_what_pytorch_refuses_special_values_for_is_compared_without_them():
+    positive = model(lambda x: torch.linalg.cholesky(x @ x.mT + torch.eye(x.shape[0])))
+    found = tvm_fusion.compile(positive, "llvm").report.verify
+    assert found.passed
+    assert found.source_error < 1e-5
