@@ -130,7 +130,7 @@ with torch.no_grad():
 # %%
 class Unknown(torch.nn.Module):
     def forward(self, x):
-        return torch.fft.rfft(x).abs()
+        return torch.special.airy_ai(x)
 
 
 try:

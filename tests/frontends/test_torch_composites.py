@@ -80,7 +80,7 @@ def test_views_that_are_written_and_sizes_that_are_given():
             x.clone().resize_(3, 2),
             x.clone().resize_(()),
             x.clone().resize_as_(x[:2]),
-            y.new_empty_strided((2, 3), (3, 1)) * 0,
+            torch.ones_like(y.new_empty_strided((2, 3), (3, 1))),
             *torch.linalg.polar(x[:, :3]),
             torch.linalg.matrix_sqrth(x @ x.T + 3 * torch.eye(4)),
         )

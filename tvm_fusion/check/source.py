@@ -157,7 +157,10 @@ def source_check(
         worst = max(off, key=lambda i: errors[i])
         what = f"output {worst} is off by {errors[worst]:.3g} of its largest number"
     if off and not sure:
-        raise VerificationError(f"beside PyTorch {what}, and its kernels alone were checked")
+        raise VerificationError(
+            f"beside PyTorch {what}, and its kernels alone were checked; check all of it: "
+            'verify="full"'
+        )
     if off and not _same_in_float64(planned, source):
         raise _another(what, source.differing(source.inputs))
     quick = original.with_special and here and seconds < SPECIAL_S / 4

@@ -167,11 +167,13 @@ def _refuse_values(node: fx.Node) -> None:
     values = [node.meta.get("val"), *(n.meta.get("val") for n in node.all_input_nodes)]
     given = values[0]
     if any(free_unbacked_symbols(v) for v in pytree.tree_leaves(given) if _is_tensor(v)):
-        raise FrontendError("the size of its result depends on values")
+        raise FrontendError("the size of its result depends on values; use torch.where instead")
     for value in pytree.tree_leaves(values):
         if _is_tensor(value):
             if value.layout is not torch.strided:
-                raise FrontendError(f"a tensor has the layout {value.layout}")
+                raise FrontendError(
+                    f"a tensor has the layout {value.layout}; make it dense (to_dense)"
+                )
             Importer._convert_data_type(value.dtype)
         elif isinstance(value, torch.SymFloat | torch.SymBool):
             raise FrontendError("it takes a number that no tensor has as its size")

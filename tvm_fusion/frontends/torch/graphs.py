@@ -132,7 +132,10 @@ class _GraphImporter(Importer):
             value = values[spec.arg.name]
             shape = shape_of(value, self.symbols)
             if shape is None:
-                raise FrontendError(f"the sizes of {spec.arg.name} cannot be read off its tensors")
+                raise FrontendError(
+                    f"the sizes of {spec.arg.name} cannot be read off its tensors"
+                    "; give it inputs that have each size as an extent"
+                )
             type_ = relax.TensorType(shape, self._convert_data_type(value.dtype))
             given = variables[spec.kind is InputKind.USER_INPUT]
             given[spec.arg.name] = relax.Var(spec.arg.name, type_)
@@ -156,7 +159,10 @@ class _GraphImporter(Importer):
             return int(value.node.expr)
         size = size_of(value, self.symbols)
         if size is None and node.users:
-            raise FrontendError(f"the size {value} cannot be read off the tensors")
+            raise FrontendError(
+                f"the size {value} cannot be read off the tensors"
+                "; give the model an input that has it as an extent"
+            )
         return size
 
 
