@@ -91,7 +91,6 @@ def test_layouts_of_a_network_change_at_its_borders_only(name):
     check_numbers(model, inputs, opened)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", BLOCKS)
 def test_running_twice_equals_running_once(name):
     make, shapes, _ = BLOCKS[name]
@@ -153,7 +152,6 @@ FOLLOWERS = {
 }
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", FOLLOWERS)
 def test_what_follows_a_convolution_computes_the_same(name):
     model, inputs, mod = torch_module(Behind(FOLLOWERS[name]), [(2, 4, 8, 8)])

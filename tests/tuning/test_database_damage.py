@@ -151,7 +151,6 @@ def test_carriage_returns_do_no_harm(folder):
     assert content(reopened(folder)) == expected()
 
 
-@pytest.mark.one_in(3)
 @pytest.mark.parametrize("seed", range(20))
 def test_random_damage_leaves_nothing_that_was_not_written(folder, seed):
     rng = random.Random(seed)

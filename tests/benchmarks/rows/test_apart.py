@@ -80,7 +80,7 @@ def test_the_suites_for_cpus_hold_what_their_names_say():
         assert 64 <= min(terms, columns) <= max(terms, columns) <= 4096
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", [*workloads.SUITES["cpu"], *workloads.SUITES["cpu_models"]])
 def test_every_workload_for_a_cpu_is_its_own_reference_up_to_rounding(name):
     instance = workloads.make(name, "cpu", "float32", SMALL)

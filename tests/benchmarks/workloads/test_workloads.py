@@ -56,7 +56,6 @@ TRANSLATED = [n for n in workloads.VISION if n.endswith("_b1")]
 TRANSLATED += ["resnet_b1_stem", "up_8_4_512_512", "up3_8_2_128_64", "audio_3001_3_96_100"]
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", TRANSLATED)
 def test_every_operator_of_a_network_is_translated_to_jax(twins, name):
     exported = importlib.import_module(f"{peers.__name__}.jax.exported")

@@ -87,7 +87,6 @@ def form_of(conv: Conv) -> tuple[type[Writer], Convolution, Tiles]:
     return ways(read, machine_of(load_profile("llvm")))[0]
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", FORMS)
 def test_a_form(name):
     form, seen, tiles = form_of(FORMS[name])

@@ -161,7 +161,6 @@ CASES = {
 }
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", CASES)
 def test_the_first_configuration_is_close_to_float64(name):
     conv = CASES[name]

@@ -82,7 +82,6 @@ def test_random_convolutions_are_close_to_float64(seed):
     check(drawn(seed), seed=seed)
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "case",
     [
@@ -101,7 +100,6 @@ def test_kinds_are_close_to_float64(case):
     assert check(case, sample=4) > 1
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "case",
     [  # windows of one element or one position
@@ -129,7 +127,6 @@ def test_boxes_leave_windows_of_one_position_alone():
     assert box_shape((4, 1, 6), (1, 1, 1), (0, 2, 2))[1] == 1
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "case",
     [

@@ -119,7 +119,6 @@ KINDS = {
 }
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_of_data_comes_in_by_its_way(kind):
     conv, way = KINDS[kind]

@@ -108,7 +108,6 @@ def test_tiles_of_every_machine_are_close_to_float64(machine, queries, keys):
 HALVES = {"dtype": "bfloat16", "B": 1, "H": 2, "G": 1}
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
