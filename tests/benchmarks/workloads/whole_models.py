@@ -7,7 +7,6 @@ next token. `scale` leaves fewer layers, of less width.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,7 @@ from torch import nn
 
 from .instance import Made, RMSNorm, Sizes, Workload
 from .models import SwiGLU
-from .vision import CLASSES, Head, Inverted, conv, densenet, network, resnet
+from .vision import CLASSES, Head, Inverted, conv, densenet, googlenet, network, resnet
 
 LENGTH = 512  # of a text, in tokens
 
@@ -184,43 +183,6 @@ class Vision(nn.Module):
         x = self.patches(x).flatten(2).transpose(1, 2)
         x = torch.cat([self.kind.expand(x.shape[0], -1, -1), x], 1) + self.places
         return self.head(self.norm(self.layers(x))[:, 0])
-
-
-class Inception(nn.Module):
-    """A block of GoogLeNet: four branches side by side."""
-
-    def __init__(self, channels: int, *filters: int) -> None:
-        super().__init__()
-        alone, narrow3, wide3, narrow5, wide5, pooled = filters
-        self.branches = nn.ModuleList(
-            [
-                conv(channels, alone),
-                nn.Sequential(conv(channels, narrow3), conv(narrow3, wide3, 3)),
-                nn.Sequential(conv(channels, narrow5), conv(narrow5, wide5, 3)),
-                nn.Sequential(nn.MaxPool2d(3, 1, 1), conv(channels, pooled)),
-            ]
-        )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Apply it."""
-        return torch.cat([branch(x) for branch in self.branches], 1)
-
-
-def googlenet() -> nn.Module:
-    """GoogLeNet with batch norms."""
-    pool = partial(nn.MaxPool2d, 3, 2, ceil_mode=True)
-    rows = (  # filters of the branches; None halves the image
-        *((64, 96, 128, 16, 32, 32), (128, 128, 192, 32, 96, 64), None),
-        *((192, 96, 208, 16, 48, 64), (160, 112, 224, 24, 64, 64), (128, 128, 256, 24, 64, 64)),
-        *((112, 144, 288, 32, 64, 64), (256, 160, 320, 32, 128, 128), None),
-        *((256, 160, 320, 32, 128, 128), (384, 192, 384, 48, 128, 128)),
-    )
-    parts: list[nn.Module] = [conv(3, 64, 7, 2), pool(), conv(64, 64), conv(64, 192, 3), pool()]
-    channels = 192
-    for row in rows:
-        parts.append(pool() if row is None else Inception(channels, *row))
-        channels = channels if row is None else row[0] + row[2] + row[4] + row[5]
-    return nn.Sequential(*parts, Head(nn.Linear(channels, CLASSES)))
 
 
 def mobilenet_v2() -> nn.Module:
