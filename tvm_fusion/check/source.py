@@ -76,6 +76,12 @@ class SourceCheck:
     note: str | None = None
 
 
+class KernelsAlone(VerificationError):
+    """An output is off, and of the module its kernels alone were checked: it may be that which is
+    wrong.
+    """
+
+
 @dataclass(frozen=True)
 class Original:
     """What a module was imported from.
@@ -157,7 +163,7 @@ def source_check(
         worst = max(off, key=lambda i: errors[i])
         what = f"output {worst} is off by {errors[worst]:.3g} of its largest number"
     if off and not sure:
-        raise VerificationError(
+        raise KernelsAlone(
             f"beside PyTorch {what}, and its kernels alone were checked; check all of it: "
             'verify="full"'
         )

@@ -11,15 +11,16 @@ says why, and the rest of the plan stays.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..check.sequential import Budget
-from ..check.source import Original
+from ..check.source import KernelsAlone, Original
 from ..config import Policy, load_policy, resolve_target
 from ..cost.probe import candidates_of
 from ..cost.probe import probe as compiled_kernels
-from ..errors import InputError, TargetError, VerificationError
+from ..errors import InputError, TargetError
 from ..flow.functions import Plans, planned_functions
 from ..flow.planned import Planned
 from ..plan.search.bound import bound_of_plan
@@ -36,6 +37,8 @@ from .tuned_parts import TunedParts
 
 if TYPE_CHECKING:
     from .tuned_parts import DatabaseLike
+
+logger = logging.getLogger(__name__)
 
 VERIFY = (True, False, "full", "groups", "report")
 
@@ -139,14 +142,13 @@ def compile(
     )
     wanted = load_policy(policy).verify if verify is None else verify
     original = Original(*(source or (model, example_inputs)), with_special=source is None)
-    wishes = Wishes(wanted, measure, time, graphs, beside=original.is_comparable)
+    wishes = Wishes(wanted, measure, time, graphs, beside=wanted is True and original.is_comparable)
     try:
         compiled = _compiled(functions, wishes, original)
-    except VerificationError:
-        if not wishes.beside:
-            raise
+    except KernelsAlone as error:
+        logger.info("%s", error)
     else:
-        if not wishes.beside or _is_checked(compiled):
+        if _is_checked(compiled):
             return compiled
     return _compiled(functions, replace(wishes, beside=False), original)
 
