@@ -30,15 +30,14 @@ from ..host.stages import stepped
 from ..ir.parts import part_of
 from ..plan.plan import FREE
 from ..runtime.build.build import Built
-from ..runtime.calls.signature import function_of, virtual_machine
+from ..transform.apply.pack_constants import arguments_of
 from ..transform.apply.region_module import GroupModules, group_modules
 from ..transform.functions.functions import has_branches
 from ..transform.functions.unique_names import FreshNames
 from .allowance import Reference
 from .checked_sizes import LONG, drawn_inputs, points_of_run, symbols_of
 from .compiled import Checked
-from .inputs import other_numbers
-from .reference import Run, build_references, poisoned, to_argument
+from .reference import Run, build_references, runner
 from .verify import Verification, judge_outputs
 
 logger = logging.getLogger(__name__)
@@ -150,9 +149,7 @@ def _first_calls(mod: tvm.IRModule) -> dict[str, list[relax.Expr]] | None:
                 if not _only_moves(call):
                     return None
                 continue
-            given = call.args[1]
-            arguments = list(given.fields) if isinstance(given, relax.Tuple) else [given]
-            found.setdefault(call.args[0].name_hint, arguments)
+            found.setdefault(call.args[0].name_hint, arguments_of(call))
     return found
 
 
@@ -164,13 +161,7 @@ def _only_moves(call: Call) -> bool:
 def _seen(
     built: Built, inputs: Sequence[Any], counts: Mapping[str, int]
 ) -> dict[str, tuple[Arrays, Arrays]] | None:
-    """Of each kernel what its first call took and gave; None where that is not tensors alone.
-
-    It runs on other numbers before, and in memory that holds no result (see `reference.runner`).
-    """
-    device = tvm.runtime.device_from_target(built.target)
-    machine = virtual_machine(built.executable, device)
-    function = function_of(machine, built.signature.function, device)
+    """Of each kernel what its first call took and gave; None where that is not tensors alone."""
     taken: dict[str, Arrays] = {}
     given: dict[str, Arrays] = {}
 
@@ -186,13 +177,7 @@ def _seen(
                 given[name] = copied(arguments[count:])
         return _CARRY_ON
 
-    def call(values: Sequence[Any]) -> None:
-        function(*[to_argument(x, device=device) for x in values])
-
-    with poisoned(device, built.memory.storages()):
-        call(other_numbers(inputs))
-        machine.set_instrument(look)
-        call(inputs)
+    runner(built, look=look)(inputs)
     whole = all(
         name in given and all(x is not None for x in (*taken[name], *given[name]))
         for name in counts

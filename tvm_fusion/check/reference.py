@@ -35,7 +35,7 @@ from ..errors import InputError, Unsupported
 from ..runtime.build.build import build_entries
 from ..runtime.build.guards import with_guards
 from ..runtime.build.kept_nan import RULES as KEPT_NAN
-from ..runtime.calls.signature import entry_of, function_of, virtual_machine
+from ..runtime.calls.signature import function_of, virtual_machine
 from ..transform.functions.functions import has_branches, rewritten
 from .checked_sizes import has_large_loops, order_loops
 from .inputs import other_numbers
@@ -362,15 +362,19 @@ def run_reference(
     return build_reference(mod, entry, capture, target)(inputs)
 
 
-def runner(built: Built, entry: str | None = None) -> Callable[[Sequence[Any]], list[np.ndarray]]:
+def runner(
+    built: Built, entry: str | None = None, look: Callable[..., int] | None = None
+) -> Callable[[Sequence[Any]], list[np.ndarray]]:
     """A function of a build, by default that of its signature, from inputs to its outputs as a flat
     list of arrays.
 
     It is run on other numbers first, in memory that holds no result: what it leaves unwritten, or
-    takes over from the call before, is not by chance what it should be.
+    takes over from the call before, is not by chance what it should be. `look` is an instrument of
+    the virtual machine for all runs but that one.
     """
     device = tvm.runtime.device_from_target(built.target)
-    function = entry_of(built.executable, device, entry or built.signature.function)
+    machine = virtual_machine(built.executable, device)
+    function = function_of(machine, entry or built.signature.function, device)
     first = True
 
     def call(values: Sequence[Any]) -> list[np.ndarray]:
@@ -382,6 +386,8 @@ def runner(built: Built, entry: str | None = None) -> Callable[[Sequence[Any]], 
             if first:
                 call(other_numbers(inputs))
                 first = False
+                if look is not None:
+                    machine.set_instrument(look)
             return call(inputs)
 
     return run

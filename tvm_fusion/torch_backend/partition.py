@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 from tvm_fusion.errors import FrontendError
 from tvm_fusion.frontends.finish import first_line
 from tvm_fusion.frontends.torch.complex.pairs import JOINTS
+from tvm_fusion.frontends.torch.convention import viewing
 from tvm_fusion.frontends.torch.graphs import is_size
 from tvm_fusion.frontends.torch.importer import Importer, refuse_random
 from tvm_fusion.frontends.torch.model import CONVERTERS
@@ -183,17 +184,6 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _is_view(node: fx.Node) -> bool:
-    """Whether a node gives a tensor, or several, with the memory of its first operand."""
-    if node.op != "call_function":
-        return False
-    if node.target is operator.getitem:
-        return _is_view(node.args[0])
-    schema = getattr(node.target, "_schema", None)
-    alias = schema.returns[0].alias_info if schema is not None and schema.returns else None
-    return alias is not None and not schema.is_mutable
-
-
 def _is_of_processes(node: fx.Node) -> bool:
     """Whether an operator talks to other processes, which is torch's own business."""
     return getattr(node.target, "namespace", "") in _OF_PROCESSES
@@ -202,7 +192,7 @@ def _is_of_processes(node: fx.Node) -> bool:
 def is_operator(node: fx.Node) -> bool:
     """Whether a node is counted: no view, no size and no part of a result."""
     is_call = node.op == "call_function" and node.target is not operator.getitem
-    return is_call and not is_size(node) and not _is_view(node)
+    return is_call and not is_size(node) and viewing(node) is None
 
 
 def _computes(node: fx.Node) -> bool:
@@ -283,7 +273,7 @@ def _repeat_views_outside(graph: fx.Graph, support: _Support) -> None:
     make, or return anyhow. Views with gaps in memory have to be.
     """
     for node in reversed(list(graph.nodes)):
-        if not _is_view(node) or not support(node):
+        if viewing(node) is None or not support(node):
             continue
         readers = [user for user in node.users if not support(user)]
         root = _root(node)
@@ -299,7 +289,7 @@ def _repeat_views_outside(graph: fx.Graph, support: _Support) -> None:
 
 
 def _root(node: fx.Node) -> fx.Node:
-    while _is_view(node):
+    while viewing(node) is not None:
         node = node.args[0]
     return node
 

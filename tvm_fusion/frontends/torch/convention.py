@@ -383,13 +383,22 @@ def _base(value: Any, results: dict[fx.Node, int]) -> fx.Node | None:
 
 
 def _is_view(node: fx.Node) -> bool:
+    """Whether a node depends on nothing but the tensor whose memory it gives."""
+    made = viewing(node)
+    return made is not None and made.all_input_nodes == [made.args[0]]
+
+
+def viewing(node: fx.Node) -> fx.Node | None:
+    """The operator by which a node gives a tensor, or several, with the memory of its first
+    operand; None where what it gives has memory of its own.
+    """
     if node.op != "call_function":
-        return False
+        return None
     if node.target is operator.getitem:
-        return _is_view(node.args[0])
+        return viewing(node.args[0])
     schema = getattr(node.target, "_schema", None)
     alias = schema.returns[0].alias_info if schema is not None and schema.returns else None
-    return alias is not None and not schema.is_mutable and node.all_input_nodes == [node.args[0]]
+    return node if alias is not None and not schema.is_mutable else None
 
 
 def _as_view(value: fx.Node, base: fx.Node, of: Of, number: int) -> View | None:

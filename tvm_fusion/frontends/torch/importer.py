@@ -65,6 +65,16 @@ class Importer(ExportedProgramImporter):
         self.unknown: set[fx.Node] = set()
         super().__init__()
 
+    def module_of(self, program: torch.export.ExportedProgram, bare: bool = False) -> Any:
+        """The program with its weights in it; `bare`: one result is no tuple of one."""
+        return self.from_exported_program(
+            program,
+            keep_params_as_input=False,
+            unwrap_unit_return_tuple=bare,
+            no_bind_return_tuple=False,
+            custom_convert_map=None,
+        )
+
     def from_exported_program(self, program: torch.export.ExportedProgram, **options: Any) -> Any:
         """Translate a program, after computing what depends on no input."""
         self.known_values = input_free_values(program)

@@ -228,13 +228,7 @@ def translated(importer: Importer, program: Any, where: str, bare: bool) -> IRMo
     OperatorsRefused, FrontendError
     """
     with _told(importer, where):
-        mod = importer.from_exported_program(
-            program,
-            keep_params_as_input=False,
-            unwrap_unit_return_tuple=bare,
-            no_bind_return_tuple=False,
-            custom_convert_map=None,
-        )
+        mod = importer.module_of(program, bare)
     if importer.refused:
         raise OperatorsRefused(where, importer.refused)
     mod = checked_module(cleaned(mod), where)

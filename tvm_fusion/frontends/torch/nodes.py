@@ -41,13 +41,7 @@ class Nodes:
     def of(cls, program: torch.export.ExportedProgram, converters: dict[str, Any]) -> Nodes:
         """Those nodes of a decomposed program that depend on an input and give a tensor."""
         importer = _NodeImporter(converters)
-        mod = importer.from_exported_program(
-            program,
-            keep_params_as_input=False,
-            unwrap_unit_return_tuple=False,
-            no_bind_return_tuple=False,
-            custom_convert_map=None,
-        )
+        mod = importer.module_of(program)
         return cls(checked_module(cleaned(mod), "the nodes of the model"), importer.compared)
 
 

@@ -46,7 +46,7 @@ def constant_arguments(mod: tvm.IRModule) -> dict[str, tuple[int, ...]]:
 
     def look(expr: tvm.ir.Expr) -> None:
         if isinstance(expr, Call) and expr.op == _CALL_TIR:
-            name, arguments = expr.args[0].name_hint, _arguments(expr)
+            name, arguments = expr.args[0].name_hint, arguments_of(expr)
             here = {i for i, argument in enumerate(arguments) if is_constant(argument)}
             found[name] = found.get(name, here) & here
 
@@ -147,7 +147,8 @@ def packed_constant(value: tvm.runtime.Tensor, panels: Panels) -> tvm.ir.Expr:
     return relax.const(panels.of(value.numpy()), panels.dtype(str(value.dtype)))
 
 
-def _arguments(call: Call) -> list[tvm.ir.Expr]:
+def arguments_of(call: Call) -> list[tvm.ir.Expr]:
+    """What a `call_tir` hands to its PrimFunc."""
     given = call.args[1]
     return list(given.fields) if isinstance(given, relax.Tuple) else [given]
 
@@ -167,7 +168,7 @@ class _Packer(PyExprMutator):
         wanted = self.wanted.get(call.args[0].name_hint, {}) if call.op == _CALL_TIR else {}
         if not wanted:
             return call
-        arguments = _arguments(call)
+        arguments = arguments_of(call)
         for position, panels in wanted.items():
             arguments[position] = self._pack(arguments[position], panels)
         args = [self.renewed[call.args[0].name_hint], relax.Tuple(arguments), *call.args[2:]]
