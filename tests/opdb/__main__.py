@@ -3,6 +3,7 @@
     python -m tests.opdb                                     all of it; 1 if it is not as listed
     python -m tests.opdb --dtypes float32,int64 --only 'nn.functional.*' --part 1/5 --out F.json
     python -m tests.opdb --dtypes float32 --beside inductor  and torch.compile on the same samples
+    python -m tests.opdb --through torch.compile             and not tvm_fusion.compile
 
 `tests/opdb/exceptions.toml` lists what is not right. What is worse or other than it says ends the
 run with status 1; what has become right is told, so that it can be struck off the list.
@@ -37,6 +38,9 @@ from .samples import entries
 
 LIMIT_S = 300.0  # beside others on all cores; a few seconds alone
 INDUCTOR_LIMIT_S = 60.0
+DYNAMO = "torch.compile"
+INSIDE = ", no operator of a graph outside our parts"
+WHOLE = f"{INSIDE}, no graph break"
 KEPT_S = 10.0  # results are written so often
 ENVIRONMENT = {**ONE_THREAD, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
@@ -54,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = _Found(args, chosen)
     ask = partial(answers, jobs=args.jobs, environment=ENVIRONMENT)
     calls = [(*entry, args.target) for entry in chosen]
-    for (*entry, _), answer in ask(judge.judge, calls, limit_s=LIMIT_S, setup=judge.prepare):
+    way = judge.judge_backend if args.through == DYNAMO else judge.judge
+    for (*entry, _), answer in ask(way, calls, limit_s=LIMIT_S, setup=judge.prepare):
         found.add(tuple(entry), answer)
     if args.beside == "inductor":
         judged = [entry for entry in chosen if found.rows[entry]["outcome"] != "not judged"]
@@ -62,7 +67,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         for entry, answer in ask(judge.judge_inductor, judged, **limit):
             found.add_inductor(entry, answer)
     found.keep()
-    return _tell(found.result(), found.rows)
+    listed = exceptions.read()
+    if args.through == DYNAMO:
+        listed = exceptions.not_refused(listed)
+    return _tell(found.result(), found.rows, listed)
 
 
 class _Found:
@@ -84,7 +92,8 @@ class _Found:
 
     def _told(self, row: dict[str, Any], whose: str = "") -> None:
         words = [row["operator"], row["dtype"], whose, row["outcome"], row["seconds"], row["why"]]
-        if row["outcome"] != "right":
+        if row["outcome"] != "right" or "outside" in row:
+            words.append(row.get("outside", ""))
             print(*(word for word in words if word != ""), file=sys.stderr, flush=True)
         if time.monotonic() - self._kept > KEPT_S:
             self.keep()
@@ -98,8 +107,9 @@ class _Found:
             "command": shlex.join(["python", *sys.orig_argv[1:]]),
             "versions": {name: metadata.version(name) for name in ("torch", "apache-tvm")},
             "target": self.args.target,
+            "through": self.args.through,
             "seconds": round(time.monotonic() - self._begun, 1),
-            "counts": _counts(rows, self.args.dtypes),
+            "counts": _counts(rows, self.args.dtypes, self.args.through == DYNAMO),
             "rows": rows,
         }
 
@@ -122,10 +132,15 @@ def _row(name: str, dtype: str, answer: Answer) -> dict[str, Any]:
     elif answer.status in ("crash", "timeout", "memory"):
         outcome = "timeout" if answer.status == "timeout" else "crash"
     seconds = round(answer.seconds, 2)
-    return {"operator": name, "dtype": dtype, "outcome": outcome, "why": why, "seconds": seconds}
+    row = {"operator": name, "dtype": dtype, "outcome": outcome, "why": why, "seconds": seconds}
+    if answer.status == "ok" and answer.value["outside"]:
+        row["outside"] = answer.value["outside"]
+    return row
 
 
-def _counts(rows: Sequence[dict[str, Any]], dtypes: Sequence[str]) -> dict[str, dict[str, int]]:
+def _counts(
+    rows: Sequence[dict[str, Any]], dtypes: Sequence[str], through_dynamo: bool
+) -> dict[str, dict[str, int]]:
     """How many rows of a type have which outcome, ours and inductor's."""
     counts = {}
     for dtype in dtypes:
@@ -134,6 +149,8 @@ def _counts(rows: Sequence[dict[str, Any]], dtypes: Sequence[str]) -> dict[str, 
         counts[dtype] = {outcome: found[outcome] for outcome in OUTCOMES}
         if any("inductor" in row for row in own):
             counts[dtype] |= _beside_inductor([row for row in own if _right_by_inductor(row)])
+        if through_dynamo:
+            counts[dtype] |= _inside(own)
     return counts
 
 
@@ -150,6 +167,23 @@ def _beside_inductor(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
     }
 
 
+def _inside(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Through `torch.compile`: how many rows are right with no operator of a graph outside our
+    parts, how many of those have no graph break either, and the same of what inductor has right.
+    """
+    own = [row for row in rows if row["outcome"] == "right" and "outside" not in row]
+    found = {}
+    for kind, some in ((INSIDE, own), (WHOLE, [row for row in own if not row["why"]])):
+        theirs = [row for row in some if _right_by_inductor(row)]
+        whole = [row for row in theirs if not row["inductor"]["why"]]
+        found |= {
+            f"right{kind}": len(some),
+            f"right by inductor and here{kind}": len(theirs),
+            f"right by inductor as one graph and here{kind}": len(whole),
+        }
+    return found
+
+
 def _right(rows: Sequence[dict[str, Any]]) -> int:
     return sum(row["outcome"] == "right" for row in rows)
 
@@ -158,15 +192,22 @@ def _right_by_inductor(row: dict[str, Any]) -> bool:
     return row.get("inductor", {}).get("outcome") == "right"
 
 
-def _tell(found: dict[str, Any], rows: dict[Entry, dict]) -> int:
+def _tell(
+    found: dict[str, Any], rows: dict[Entry, dict], listed: dict[Entry, tuple[str, str]]
+) -> int:
     for dtype, counts in found["counts"].items():
-        print(f"{dtype}: " + ", ".join(f"{n} {outcome}" for outcome, n in counts.items() if n))
+        said = {what: n for what, n in counts.items() if n and INSIDE not in what}
+        print(f"{dtype}: " + ", ".join(f"{n} {what}" for what, n in said.items()))
+        for kind in (INSIDE, WHOLE):
+            if f"right{kind}" in counts:
+                print(f"{dtype}: {counts[f'right{kind}']} right{kind}")
         for theirs in ("right by inductor", "right by inductor as one graph"):
-            if counts.get(theirs):
-                share = counts[f"{theirs} and here"] / counts[theirs]
-                print(f"{dtype}: {share:.1%} of {theirs} are right here")
+            for kind in ("", INSIDE, WHOLE):
+                if counts.get(theirs) and f"{theirs} and here{kind}" in counts:
+                    share = counts[f"{theirs} and here{kind}"] / counts[theirs]
+                    print(f"{dtype}: {share:.1%} of {theirs} are right here{kind}")
     outcomes = {entry: row["outcome"] for entry, row in rows.items()}
-    worse, better = exceptions.deviations(outcomes, exceptions.read())
+    worse, better = exceptions.deviations(outcomes, listed)
     for line in better:
         print(f"better than listed: {line}")
     for line in worse:
@@ -196,6 +237,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", action="append", help="operators by name, with * and ?; may be repeated")
     add("--part", type=_part, default=(1, 1), help="K/N: every Nth entry from the Kth on")
     add("--jobs", type=int, default=2, help="processes (2)")
+    add(
+        "--through",
+        choices=["tvm_fusion.compile", DYNAMO],
+        default="tvm_fusion.compile",
+        help="what compiles: tvm_fusion.compile, or torch.compile with our backend",
+    )
     add("--target", default="llvm", help="as tvm_fusion.compile takes it (llvm)")
     add(
         "--beside",

@@ -45,6 +45,11 @@ def _all(dtype: str) -> tuple[str, ...]:
     return DTYPES if dtype == "all" else (dtype,)
 
 
+def not_refused(listed: Mapping[Entry, tuple[str, str]]) -> dict[Entry, tuple[str, str]]:
+    """The list without what is refused: where the rest runs in torch, nothing may be."""
+    return {entry: given for entry, given in listed.items() if given[1] != "refused"}
+
+
 def deviations(
     outcomes: Mapping[Entry, str], listed: Mapping[Entry, tuple[str, str]]
 ) -> tuple[list[str], list[str]]:

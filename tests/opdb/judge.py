@@ -10,14 +10,17 @@ from __future__ import annotations
 import logging
 import random
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_map
 
 import tvm_fusion
 from tvm_fusion.errors import BuildError, TvmFusionError, VerificationError
+from tvm_fusion.torch_backend import NAME
 
 from . import OUTCOMES
 from .samples import NotJudged, Sample, operators, samples, tensors_in
@@ -45,10 +48,13 @@ BY_TVM = "(TVM: "  # what stands behind it is told of an error that TVM raised
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of an entry: one of `OUTCOMES`, and what was said."""
+    """What became of an entry: one of `OUTCOMES`, what was said, and through `torch.compile` which
+    operators our parts left to torch.
+    """
 
     outcome: str
     why: str = ""
+    outside: str = ""
 
 
 def prepare() -> None:
@@ -70,6 +76,11 @@ def judge(name: str, dtype: str, target: str) -> dict[str, str]:
     return _worst(name, dtype, lambda sample: judge_sample(sample, target, name))
 
 
+def judge_backend(name: str, dtype: str, target: str) -> dict[str, str]:
+    """The same through `torch.compile(backend="tvm_fusion")`."""
+    return _worst(name, dtype, lambda sample: judge_sample_of_backend(sample, target, name))
+
+
 def judge_inductor(name: str, dtype: str) -> dict[str, str]:
     """The same of `torch.compile(backend="inductor")` in our place."""
     return _worst(name, dtype, lambda sample: _by_inductor(sample, name))
@@ -78,10 +89,10 @@ def judge_inductor(name: str, dtype: str) -> dict[str, str]:
 def _worst(name: str, dtype: str, judged: Any) -> dict[str, str]:
     try:
         with torch.no_grad():
-            given = samples(name, dtype)
-            return asdict(max(map(judged, given), key=lambda one: OUTCOMES.index(one.outcome)))
+            found = [judged(sample) for sample in samples(name, dtype)]
     except NotJudged as why:
         return asdict(Outcome("not judged", str(why)))
+    return asdict(max(found, key=lambda one: (OUTCOMES.index(one.outcome), one.outside, one.why)))
 
 
 def judge_sample(sample: Sample, target: str, name: str = "") -> Outcome:
@@ -99,27 +110,54 @@ def judge_sample(sample: Sample, target: str, name: str = "") -> Outcome:
     return _compared(sample, results, name)
 
 
+def judge_sample_of_backend(sample: Sample, target: str, name: str = "") -> Outcome:
+    """What became of one sample through `torch.compile`, where nothing may be refused."""
+    device = "cpu" if target == "llvm" else "cuda"
+    inputs = [x.to(device) for x in sample.copied_inputs()]
+    options = {"target": target, "verify": False}
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        try:
+            results, breaks = _by_dynamo(sample, inputs, backend=NAME, options=options)
+            found = _compared(sample, results, name)
+        except Exception as error:
+            return Outcome("internal error", _told(error))
+    outside = "; ".join(_of_backend(told))
+    return Outcome(found.outcome, found.why or breaks, outside)
+
+
+def _of_backend(told: Sequence[warnings.WarningMessage]) -> list[str]:
+    texts = (" ".join(str(one.message).split()) for one in told)
+    return [text.removeprefix(f"{NAME}: ")[:300] for text in texts if text.startswith(NAME)]
+
+
 def _by_inductor(sample: Sample, name: str) -> Outcome:
+    try:
+        results, breaks = _by_dynamo(sample, sample.copied_inputs(), backend="inductor")
+        found = _compared(sample, results, name)
+    except Exception as error:
+        return Outcome("refused", _told(error))
+    return Outcome(found.outcome, found.why or breaks)
+
+
+def _by_dynamo(sample: Sample, inputs: list[torch.Tensor], **compiler: Any) -> tuple[Any, str]:
+    """Results of a sample through `torch.compile`, and a word on what Dynamo left to eager
+    execution.
+    """
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
     random.seed(0)
-    try:
-        results = torch.compile(sample.module, backend="inductor")(*sample.copied_inputs())
-        found = _compared(sample, results, name)
-    except Exception as error:
-        return Outcome("refused", _told(error))
+    results = torch.compile(sample.module, **compiler)(*inputs)
     breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
-    if found.outcome == "right" and breaks:
-        return Outcome(
-            "right", f"with {breaks} graph breaks, between which eager execution goes on"
-        )
-    return found
+    return results, (
+        f"with {breaks} graph breaks, between which eager execution goes on" if breaks else ""
+    )
 
 
 def _compared(sample: Sample, results: Any, name: str) -> Outcome:
-    several = isinstance(results, list | tuple)
-    given = tuple(map(_tensor, results)) if several else _tensor(results)
+    is_tuple = isinstance(results, list | tuple)
+    given = tree_map(_tensor, tuple(results) if is_tuple else results)
     given = tensors_in(sample.determined(given))
     if name.split(".")[0] in UNORDERED:
         given = _with_places_of_equals(given, sample)
@@ -155,7 +193,9 @@ def _same_elements(x: torch.Tensor, axis: int, places: list[torch.Tensor]) -> bo
     return torch.equal(found, wanted)
 
 
-def _tensor(x: Any) -> torch.Tensor:
+def _tensor(x: Any) -> Any:
+    if not hasattr(x, "__dlpack__"):
+        return x
     return (x if isinstance(x, torch.Tensor) else torch.from_dlpack(x)).cpu()
 
 

@@ -30,7 +30,7 @@ def test_a_share_of_the_database_is_as_listed():
     expected = [entry for entry in known if entry not in listed]
     for name, dtype in expected[:: len(expected) // SHARE]:
         found = judge.judge(name, dtype, "llvm")
-        assert found == {"outcome": "right", "why": ""}, (name, dtype)
+        assert (found["outcome"], found["why"]) == ("right", ""), (name, dtype)
 
 
 @pytest.mark.nightly
@@ -71,6 +71,24 @@ def test_what_is_compiled_is_judged_by_its_kind():
     assert (refused.outcome, "rand" in refused.why) == ("refused", True)
     planted = replace(sample_of(torch.neg, x.int()), expected=[x.int()])
     assert judge.judge_sample(planted, "llvm").outcome == "wrong"
+
+
+def test_through_torch_compile_what_stays_in_torch_is_right_and_named():
+    x = torch.tensor([1.0, 2.0])
+    for function, expected in (
+        (torch.neg, ("right", "")),
+        (
+            torch.special.airy_ai,
+            ("right", "1 of 1 operators of a graph run in torch: aten.special"),
+        ),
+    ):
+        found = judge.judge_sample_of_backend(sample_of(function, x), "llvm")
+        assert (found.outcome, found.outside[: len(expected[1])]) == expected
+        assert bool(found.outside) == bool(expected[1])
+    broken = judge.judge_sample_of_backend(sample_of(lambda x: x[x > 1], x), "llvm")
+    assert (broken.outcome, "graph break" in broken.why) == ("right", True)
+    planted = replace(sample_of(torch.neg, x.int()), expected=[x.int()])
+    assert judge.judge_sample_of_backend(planted, "llvm").outcome == "wrong"
 
 
 @pytest.mark.parametrize("name", ["normal.in_place", "multinomial", "randn_like", "bernoulli"])
@@ -123,7 +141,7 @@ def test_the_share_of_what_inductor_has_right_is_counted(monkeypatch, capsys):
         assert [call[0] for call in calls] == [name for name in ours if name in by]
         for call in calls:
             breaks = "1 graph break" if (by, call[0]) == (theirs, "neg") else ""
-            yield call, Answer("ok", {"outcome": by[call[0]], "why": breaks})
+            yield call, Answer("ok", {"outcome": by[call[0]], "why": breaks, "outside": ""})
 
     monkeypatch.setattr(__main__, "answers", answered)
     monkeypatch.setattr(__main__, "entries", lambda dtypes: [(name, "bool") for name in ours])
@@ -135,10 +153,36 @@ def test_the_share_of_what_inductor_has_right_is_counted(monkeypatch, capsys):
     assert "bool: 0.0% of right by inductor as one graph are right here" in said
 
 
+def test_operators_outside_our_parts_are_counted(monkeypatch, capsys, tmp_path):
+    outside = {"neg": "", "abs": "1 of 1", "sin": ""}
+
+    def answered(function, calls, **options):
+        ours = function is judge.judge_backend
+        assert ours or function is judge.judge_inductor
+        for call in calls:
+            breaks = "with 1 graph breaks" if call[0] == "sin" else ""
+            value = {"outcome": "right", "why": breaks, "outside": outside[call[0]] * ours}
+            yield call, Answer("ok", value)
+
+    monkeypatch.setattr(__main__, "answers", answered)
+    monkeypatch.setattr(__main__, "entries", lambda dtypes: [(name, "bool") for name in outside])
+    out = tmp_path / "found.json"
+    given = ["--dtypes", "bool", "--beside", "inductor", "--through", "torch.compile"]
+    assert __main__.main([*given, "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "bool: 2 right, no operator of a graph outside our parts\n" in said
+    assert "bool: 1 right, no operator of a graph outside our parts, no graph break\n" in said
+    assert "66.7% of right by inductor are right here, no operator of a graph outside" in said
+    assert "50.0% of right by inductor as one graph are right here, no operator" in said
+    result = json.loads(out.read_text())
+    assert result["through"] == "torch.compile"
+    assert [row.get("outside") for row in result["rows"]] == [None, "1 of 1", None]
+
+
 def test_the_command_tells_of_processes_that_died(monkeypatch, capsys, tmp_path):
     answers = {
         "neg": Answer("crash", why="the process died (signal SIGFPE)"),
-        "abs": Answer("ok", {"outcome": "right", "why": ""}),
+        "abs": Answer("ok", {"outcome": "right", "why": "", "outside": ""}),
         "sin": Answer("timeout", why="no answer"),
     }
 
