@@ -7,14 +7,18 @@ import importlib
 import logging
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
 import tvm_fusion
 from tvm_fusion.errors import TvmFusionError
+from tvm_fusion.torch_backend import NAME, PartReport
 
 SOURCES = ("transformers", "timm")
 RIGHT, WRONG, REFUSED, ERROR, SLOW = "right", "wrong", "refused", "internal error", "too slow"
@@ -54,6 +58,31 @@ class Verdict:
     parameters: int = 0
     launches: int = 0
     phases: dict[str, float] = field(default_factory=dict)
+    dynamo: Dynamo | None = None
+
+
+@dataclass
+class Dynamo:
+    """What became of a model through `torch.compile`.
+
+    Attributes
+    ----------
+    graphs, parts : int
+        Those of which something is compiled, and their parts.
+    breaks, breaks_of_dynamo : int
+        Graph breaks here, and with the backend "eager", which are those of every other backend.
+    outside : list of str
+        What our warnings say: operators and parts that run in torch.
+    flop_inside : float
+        The share of the FLOP of eager execution that is not computed by torch.
+    """
+
+    graphs: int
+    parts: int
+    breaks: int
+    breaks_of_dynamo: int
+    outside: list[str]
+    flop_inside: float
 
 
 def module_of(source: str):
@@ -70,14 +99,8 @@ def prepare() -> None:
 
 def judged(source: str, name: str) -> Verdict:
     """A model is built, compiled and called."""
-    verdict = Verdict(source, name)
-    torch.manual_seed(0)
-    model, inputs = module_of(source).build(name)
-    model.eval().requires_grad_(False)
-    disturb(model)
-    verdict.parameters = sum(p.numel() for p in model.parameters())
+    verdict, model, inputs = _built(source, name)
     given = list(inputs.values()) if isinstance(inputs, dict) else list(inputs)
-    eager, exact = _results(model, inputs), None
     clock, watch = time.monotonic(), _Phases()
     try:
         with watch:
@@ -91,6 +114,53 @@ def judged(source: str, name: str) -> Verdict:
         verdict.seconds, verdict.phases = round(time.monotonic() - clock, 1), watch.long
     verdict.launches = compiled.launches
     ours = [x for _ in range(CALLS) for x in _tensors(compiled(*given))]
+    _compare(verdict, ours, model, inputs)
+    return verdict
+
+
+def judged_through_dynamo(source: str, name: str) -> Verdict:
+    """The same through `torch.compile(backend="tvm_fusion")`, and what stays in torch there."""
+    verdict, model, inputs = _built(source, name)
+    breaks = _breaks_of_dynamo(model, inputs)
+    reports: list[PartReport] = []
+    options = {"verify": False, "report": reports.append}
+    clock, watch = time.monotonic(), _Phases()
+    with watch, warnings.catch_warnings(record=True) as told, torch.no_grad():
+        warnings.simplefilter("always")
+        run = torch.compile(copy.deepcopy(model), backend=NAME, options=options)
+        ours = [x for _ in range(CALLS) for x in _tensors(_called(run, inputs))]
+    verdict.seconds, verdict.phases = round(time.monotonic() - clock, 1), watch.long
+    texts = (" ".join(str(one.message).split()) for one in told)
+    verdict.dynamo = Dynamo(
+        graphs=len({one.graph for one in reports}),
+        parts=len(reports),
+        breaks=_counted_breaks(),
+        breaks_of_dynamo=breaks,
+        outside=[text[:400] for text in texts if text.startswith(NAME)],
+        flop_inside=round(1 - _flop(run, inputs) / max(1, _flop(model, inputs)), 4),
+    )
+    verdict.launches = sum(one.module.launches for one in reports)
+    _compare(verdict, ours, model, inputs)
+    return verdict
+
+
+def _built(source: str, name: str) -> tuple[Verdict, torch.nn.Module, Any]:
+    torch.manual_seed(0)
+    model, inputs = module_of(source).build(name)
+    model.eval().requires_grad_(False)
+    disturb(model)
+    return (
+        Verdict(source, name, parameters=sum(p.numel() for p in model.parameters())),
+        model,
+        inputs,
+    )
+
+
+def _compare(
+    verdict: Verdict, ours: Sequence[torch.Tensor], model: torch.nn.Module, inputs: Any
+) -> None:
+    """Say whether results are right."""
+    eager = _results(model, inputs)
     verdict.why = _shapes(ours, eager)
     if not verdict.why:
         verdict.error = largest_error(ours, eager)
@@ -101,7 +171,54 @@ def judged(source: str, name: str) -> Verdict:
             if not beside <= limit:
                 verdict.why = f"errs by {beside:.1e}, torch by {limit / AS_FAR:.1e}"
     verdict.outcome = WRONG if verdict.why else RIGHT
-    return verdict
+
+
+def _breaks_of_dynamo(model: torch.nn.Module, inputs: Any) -> int:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    with torch.no_grad():
+        run = torch.compile(copy.deepcopy(model), backend="eager")
+        for _ in range(CALLS):
+            _called(run, inputs)
+    found = _counted_breaks()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    return found
+
+
+def _counted_breaks() -> int:
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
+
+
+def _flop(run: Callable[..., Any], inputs: Any) -> int:
+    """FLOP of products, convolutions and attention that torch computes in a call."""
+    with torch.no_grad(), _Flop() as counted:
+        _called(run, inputs)
+    return counted.flop
+
+
+class _Flop(TorchDispatchMode):
+    """Counts as `torch.utils.flop_counter` does, without keeping Dynamo from what it compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flop = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        results = func(*args, **kwargs)
+        count = flop_registry.get(func.overloadpacket)
+        if count is not None:
+            self.flop += count(*args, **kwargs, out_val=results)
+        return results
+
+
+def _called(model: Callable[..., Any], inputs: Any) -> Any:
+    return model(**inputs) if isinstance(inputs, dict) else model(*inputs)
 
 
 def disturb(model: torch.nn.Module) -> None:
@@ -126,7 +243,7 @@ def _results(model: torch.nn.Module, inputs: dict | Sequence) -> list[torch.Tens
     model, found = copy.deepcopy(model), []
     with torch.no_grad():
         for _ in range(CALLS):
-            found += _tensors(model(**inputs) if isinstance(inputs, dict) else model(*inputs))
+            found += _tensors(_called(model, inputs))
     return found
 
 

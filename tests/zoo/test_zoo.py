@@ -1,6 +1,7 @@
 """Models of transformers and timm on a CPU give the numbers of torch: a few always, all nightly."""
 
 import json
+import types
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from .judge import ERROR, REFUSED, RIGHT, SLOW, SOURCES, Verdict, judged, larges
 require_module("timm")
 require_module("transformers")
 from . import __main__ as command  # noqa: E402
+from . import judge  # noqa: E402
 
 ALL = [(s, name) for s in SOURCES for name in (*module_of(s).TABLE, *module_of(s).WAYS)]
 CHEAP = [("transformers", "falcon/step")]
@@ -37,6 +39,38 @@ def test_there_are_sixty_architectures_and_what_was_not_right_names_an_operator(
     assert len(others) <= 3
     assert {facts["outcome"] for facts in others} <= {REFUSED}
     assert all("cannot be converted to Relax at aten." in facts["why"] for facts in others)
+
+
+class Partly(torch.nn.Module):
+    """One of four products is left to eager execution, between two graphs."""
+
+    def forward(self, x):
+        y = (x @ x).softmax(-1)
+        torch._dynamo.graph_break()
+        between(y @ y, y.exp())
+        return torch.special.airy_ai(y @ x.relu()).sum(), x.exp()
+
+
+@torch._dynamo.disable
+def between(y, z):
+    return y @ z
+
+
+def test_through_torch_compile_what_stays_in_torch_is_counted(monkeypatch):
+    x = torch.linspace(0, 1, 16).reshape(4, 4)
+    table = types.SimpleNamespace(build=lambda name: (Partly(), (x,)))
+    monkeypatch.setattr(judge, "module_of", lambda source: table)
+    verdict = judge.judged_through_dynamo("timm", "partly")
+    assert (verdict.outcome, verdict.why) == (RIGHT, "")
+    found = verdict.dynamo
+    assert found.breaks == found.breaks_of_dynamo == 2
+    assert found.flop_inside == 0.75
+    assert [("airy_ai" in text, "1 of" in text) for text in found.outside] == [(True, True)]
+    assert "airy_ai" in command.line(verdict)
+    told = command.result([verdict], 1.0)["through torch.compile"]
+    assert told["less than 95 % of FLOP in our parts"] == ["timm/partly"]
+    assert told["as a whole in eager mode"] == []
+    assert command._read("timm", "partly", **command._kept(verdict)) == verdict
 
 
 def test_numbers_that_differ_are_seen():
