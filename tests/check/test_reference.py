@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tvm
 import tvm_ffi
-from tvm import relax, tirx
+from tvm import relax, te, tirx
 from tvm.script import ir as I
 from tvm.script import relax as R
 from tvm.script import tirx as T
@@ -24,7 +24,7 @@ from tvm_fusion.check.reference import (
     widen_array,
     with_intermediates,
 )
-from tvm_fusion.errors import InputError, Unsupported
+from tvm_fusion.errors import InputError
 from tvm_fusion.runtime.calls.call_memory import MemoryPlan
 
 FLOATS = ["float16", "bfloat16", "float32"]
@@ -217,25 +217,49 @@ def test_coordinates_are_computed_as_the_kernel_computes_them():
     )
 
 
-@I.ir_module
-class Bits:
-    @T.prim_func(private=True, s_tir=True)
-    def bits(x: T.Buffer((4,), "float32"), y: T.Buffer((4,), "int32")):
-        for i in range(4):
-            with T.sblock("y"):
-                v = T.axis.spatial(4, i)
-                y[v] = T.reinterpret("int32", x[v])
-
-    @R.function
-    def main(x: R.Tensor((4,), "float32")) -> R.Tensor((4,), "int32"):
-        cls = Bits
-        y = R.call_tir(cls.bits, (x,), out_ty=R.Tensor((4,), "int32"))
-        return y
+BITS = [  # of a type and of integers as wide
+    ("float32", "int32"),
+    ("float32", "uint32"),
+    ("float16", "int16"),
+    ("float16", "uint16"),
+    ("bfloat16", "int16"),
+]
 
 
-def test_code_that_looks_at_bits_is_refused():
-    with pytest.raises(Unsupported, match="reinterpret"):
-        to_float64(Bits)
+def bit_cast(source, target, divisor=1):
+    """A module that casts the bits of the quotients of five numbers."""
+    x = te.placeholder((5,), source, name="x")
+    number = x
+    if divisor != 1:
+        number = te.compute((5,), lambda i: x[i] / tirx.const(divisor, source), name="number")
+    y = te.compute((5,), lambda i: tirx.reinterpret(target, number[i]), name="y")
+    builder = relax.BlockBuilder()
+    given = relax.Var("x", relax.TensorType((5,), source))
+    with builder.function("main", [given]):
+        cast = te.create_prim_func([x, y]).with_attr("global_symbol", "bits")
+        gvar = builder.add_func(cast, "bits")
+        out = builder.emit(relax.call_tir(gvar, (given,), relax.TensorType((5,), target)))
+        builder.emit_func_output(out)
+    return builder.get()
+
+
+@pytest.mark.parametrize(("dtype", "integer"), BITS)
+def test_bits_are_those_of_the_original_type(dtype, integer):
+    info = ml_dtypes.finfo(dtype)
+    numbers = [0.1, -0.0, float(info.max), float(info.min), float(info.smallest_subnormal)]
+    x = np.array(numbers, numpy_dtype(dtype))
+    (bits,) = run_reference(bit_cast(dtype, integer), [x])
+    np.testing.assert_array_equal(bits, x.view(integer))
+    (back,) = run_reference(bit_cast(integer, dtype), [bits])
+    assert back.dtype == np.float64
+    np.testing.assert_array_equal(back, x.astype("float64"))
+    np.testing.assert_array_equal(np.signbit(back), np.signbit(x))
+
+
+def test_a_number_that_was_computed_is_rounded_before_its_bits_are_read():
+    x = np.arange(5, dtype="float32")
+    (bits,) = run_reference(bit_cast("float32", "int32", divisor=3), [x])
+    np.testing.assert_array_equal(bits, (x / np.float32(3)).view("int32"))
 
 
 def test_intermediates_follow_the_outputs_in_the_order_asked_for():

@@ -8,7 +8,9 @@ What is not widened:
 
 - coordinates: load-free float arithmetic that ends in an integer or a comparison (the source pixel
   of a resize). It decides what is read, so the reference must decide as the kernel does;
-- integers, booleans, and floats below 16 bits.
+- integers, booleans, and floats below 16 bits;
+- what a bit cast looks at: it is rounded to its own type first, which changes no number that comes
+  from there.
 
 The finite extremes of a dtype (-65504 in float16, -3.4028235e38 in float32) stand for "below
 everything" and become the extremes of float64; any other constant, -1e9 in a mask for example,
@@ -18,6 +20,7 @@ keeps its value.
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import functools
 import json
@@ -29,9 +32,12 @@ import numpy as np
 import tvm
 import tvm_ffi
 from tvm import relax, tirx
+from tvm.ir import Call, Expr
 from tvm_ffi.serialization import from_json_graph_str
 
 from ..errors import InputError, Unsupported
+from ..kernels.program.expr import HALF_DTYPES
+from ..kernels.program.half_bits import half_bits, half_of_bits
 from ..runtime.build.build import build_entries
 from ..runtime.build.guards import with_guards
 from ..runtime.build.kept_nan import RULES as KEPT_NAN
@@ -64,9 +70,8 @@ Run = Callable[[Sequence[Any]], list[np.ndarray]]
 
 _COMPARISONS = ("prim.EQ", "prim.NE", "prim.LT", "prim.LE", "prim.GT", "prim.GE")
 _OPERANDS = ("a", "b", "value", "condition", "true_value", "false_value", "args")
-# The result depends on the width of a float, or on a function that exists for one width only.
+# Functions that exist for one width of a float only.
 _BOUND_TO_WIDTH = (
-    "tirx.reinterpret",
     "tirx.call_extern",
     "tirx.call_pure_extern",
     "tirx.call_llvm_intrin",
@@ -82,8 +87,8 @@ def widen_dtype(dtype: str) -> str:
 
 def widen_nodes(nodes: list[dict]) -> None:
     """Widen a node graph in place; new nodes are appended."""
-    _refuse_bits(nodes)
-    kept = _keep_coordinates(nodes)
+    _refuse_functions(nodes)
+    kept = _keep_coordinates(nodes) | _keep_bits(nodes)
     for index, node in enumerate(nodes):
         data = node.get("data")
         if node["type"] == "ir.FloatImm" and index not in kept:
@@ -124,15 +129,90 @@ def _children(node: dict) -> list[int]:
     return [node["data"][name] for name in _OPERANDS if name in node["data"]]
 
 
-def _refuse_bits(nodes: list[dict]) -> None:
+def _operator(nodes: list[dict], node: dict) -> str:
+    """The name of the operator that an expression calls; empty where it calls none."""
+    if node["type"] != "ir.Call":
+        return ""
+    op = nodes[node["data"]["op"]]
+    return op["data"] if op["type"] == "ir.Op" else ""
+
+
+def _refuse_functions(nodes: list[dict]) -> None:
     for index, node in enumerate(nodes):
-        if node["type"] != "ir.Call":
-            continue
-        op = nodes[node["data"]["op"]]
-        if op["type"] != "ir.Op" or op["data"] not in _BOUND_TO_WIDTH:
+        name = _operator(nodes, node)
+        if name not in _BOUND_TO_WIDTH:
             continue
         if any(_is_widened(nodes, i) for i in [index, *nodes[node["data"]["args"]]["data"]]):
-            raise Unsupported(f"{op['data']} on a float has no meaning in float64")
+            raise Unsupported(f"{name} on a float has no meaning in float64")
+
+
+# ---- Bit casts: of the number as its own type holds it.
+#
+#     reinterpret("int32", x: float32)  ->  reinterpret("int32", Cast("float32", x: float64))
+#     reinterpret("float32", i)         ->  Cast("float64", reinterpret("float32", i))
+#
+# Those of halves become such of float32 (`half_bits`), as TVM lowers none of bfloat16. The extremes
+# of a type are those of float64 here, and become its own again.
+
+
+def _without_halves(call: Call) -> Expr:
+    """A bit cast of a half by those of float32; others stay."""
+    if not _is_bit_cast(call):
+        return call
+    (value,) = call.args
+    dtype, given = str(call.ty.dtype), str(value.ty.dtype)
+    if given in HALF_DTYPES:
+        word = tirx.reinterpret("uint32", tirx.Cast("float32", value))
+        bits = half_bits(given, word)
+        return tirx.Cast(dtype, half_of_bits(dtype, bits) if dtype in HALF_DTYPES else bits)
+    if dtype in HALF_DTYPES:
+        return tirx.Cast(dtype, half_of_bits(dtype, value))
+    return call
+
+
+def _narrowed(call: Call) -> Expr:
+    """A bit cast within the casts that `_keep_bits` keeps narrow; others stay."""
+    if not _is_bit_cast(call):
+        return call
+    (value,) = call.args
+    dtype, given = str(call.ty.dtype), str(value.ty.dtype)
+    if widen_dtype(given) != given:
+        if given == "float32":
+            value = _with_own_extremes(value)
+        call = tirx.reinterpret(dtype, tirx.Cast(given, value))
+    return tirx.Cast(dtype, call) if widen_dtype(dtype) != dtype else call
+
+
+def _with_own_extremes(value: Expr) -> Expr:
+    """A number of float32; where it is an extreme of float64, that of the type it was cast from."""
+    source = value
+    while isinstance(source, tirx.Cast) and str(source.value.ty.dtype) in EXTREMES:
+        source = source.value
+    largest = EXTREMES["float32"][0]  # the constant of this type is widened, that of float64 not
+    own = EXTREMES[str(source.ty.dtype)][0]
+    for sign in (1, -1):
+        beyond = value == tirx.FloatImm("float32", sign * largest)
+        extreme = tirx.Cast("float32", tirx.FloatImm("float64", sign * own))
+        value = tirx.Select(beyond, extreme, value)
+    return value
+
+
+def _is_bit_cast(call: Call) -> bool:
+    return isinstance(call.op, tvm.ir.Op) and call.op.name == "tirx.reinterpret"
+
+
+def _keep_bits(nodes: list[dict]) -> set[int]:
+    """Give bit casts, and the casts of what they look at, types of their own; return these."""
+    kept = set()
+    for index, node in enumerate(list(nodes)):
+        if _operator(nodes, node) != "tirx.reinterpret":
+            continue
+        for i in [index, *nodes[node["data"]["args"]]["data"]]:
+            if _is_widened(nodes, i):
+                nodes.append(copy.deepcopy(nodes[nodes[i]["data"]["ty"]]))
+                kept.add(len(nodes) - 1)
+                nodes[i]["data"]["ty"] = len(nodes) - 1
+    return kept
 
 
 def _keep_coordinates(nodes: list[dict]) -> set[int]:
@@ -219,8 +299,10 @@ def to_float64(mod: tvm.IRModule) -> tvm.IRModule:
     Raises
     ------
     Unsupported
-        A PrimFunc looks at the bits of a float, or hands one to an external function.
+        A PrimFunc hands a float to an external function.
     """
+    for rule in (_without_halves, _narrowed):
+        mod = rewritten(mod, [(Call, rule)])
     constants: list[tvm.ir.GenericConst] = []
 
     def take_out(constant: tvm.ir.GenericConst) -> relax.Expr:

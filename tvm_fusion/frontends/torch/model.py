@@ -35,6 +35,7 @@ from ...transform.layouts.memory_formats import with_formats
 from ..finish import checked_module, cleaned, first_line
 from ..memory_formats import formats_of
 from . import (
+    bits,
     ctc,
     images,
     indexing,
@@ -76,6 +77,7 @@ _ONE_AT_A_TIME = threading.RLock()
 
 CONVERTERS = {
     **operators.CONVERTERS,
+    **bits.CONVERTERS,
     **ctc.CONVERTERS,
     **orders.CONVERTERS,
     **products.CONVERTERS,

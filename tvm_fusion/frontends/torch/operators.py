@@ -8,7 +8,7 @@ What differs from TVM 0.27:
   (TVM gathers, and leaves the size unknown).
 - amax, amin and any without an axis exist, and so do shifts and exp2.
 - ELUs have their scales (TVM's leave them out, so that selu and celu are wrong).
-- hypot, copysign and products along an axis exist.
+- hypot and products along an axis exist.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 
 import torch
 from torch import fx
-from tvm import relax, sym, te, tirx
+from tvm import relax, sym, tirx
 
 from tvm_fusion.errors import FrontendError
 
@@ -176,36 +176,6 @@ def _hypot(importer: Importer, node: fx.Node) -> relax.Expr:
     endless = importer.emit(relax.op.logical_or(*ends))
     length = importer.emit(relax.op.where(endless, relax.const(math.inf, wide), length))
     return importer.cast(length, dtype)
-
-
-def _copysign(importer: Importer, node: fx.Node) -> relax.Expr:
-    """The magnitude of a with the sign of b, which zeros have, too: the sign of its bits."""
-    dtype, sign = importer.dtype_of(node), node.args[1]
-    magnitude = importer.emit(relax.op.abs(importer.operand(node.args[0], dtype)))
-    negative = importer.emit(relax.op.negative(magnitude))
-    if not isinstance(sign, fx.Node):
-        return negative if math.copysign(1, sign) < 0 else magnitude
-    wide, bits = ("float64", "int64") if dtype == "float64" else ("float32", "int32")
-    sign_bits = _reinterpreted(importer, importer.operand(sign, wide), bits)
-    is_negative = importer.emit(relax.op.less(sign_bits, relax.const(0, bits)))
-    return importer.emit(relax.op.where(is_negative, negative, magnitude))
-
-
-def _reinterpreted(importer: Importer, x: relax.Expr, dtype: str) -> relax.Expr:
-    """The bits of x as elements of another type of as many bits."""
-
-    def bits(x: te.Tensor) -> te.Tensor:
-        return te.compute(x.shape, lambda *at: tirx.reinterpret(dtype, x(*at)), name="bits")
-
-    return importer.block_builder.emit_te(bits, x, primfunc_name_hint="reinterpret")
-
-
-def _view_as(importer: Importer, node: fx.Node) -> relax.Expr:
-    """view(dtype): the bits of x as another type."""
-    x, (before, after) = importer.value_of(node.args[0]), (node.args[0].meta["val"], node.args[1])
-    if before.dtype.itemsize != after.itemsize or torch.bool in (before.dtype, after):
-        raise FrontendError(f"{before.dtype} viewed as {after}: take a number type of its size")
-    return _reinterpreted(importer, x, importer.dtype_of(node))
 
 
 def _clamp(importer: Importer, node: fx.Node) -> relax.Expr:
@@ -441,14 +411,11 @@ CONVERTERS: dict[str, Converter] = {
     "pow.Scalar": _general_power,
     "pow.Tensor_Tensor": _general_power,
     "pow.Tensor_Scalar": _power,
-    "view.dtype": _view_as,
     "where.self": _where,
     "convert_element_type.default": _converted,
     "cumsum.default": _scan(relax.op.cumsum),
     "cumprod.default": _scan(relax.op.cumprod),
     "hypot.default": _hypot,
-    "copysign.Tensor": _copysign,
-    "copysign.Scalar": _copysign,
     "isfinite.default": _finite(relax.op.equal, relax.op.isfinite),
     "isinf.default": _finite(relax.op.not_equal, relax.op.isinf),
     "isnan.default": _is_nan,

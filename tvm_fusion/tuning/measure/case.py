@@ -307,7 +307,7 @@ def widened(func: tirx.PrimFunc, on_cpu: bool) -> tirx.PrimFunc:
     Raises
     ------
     Unsupported
-        It looks at the bits of a float, or has parameters that are no tensors.
+        It hands a float to an external function, or has parameters that are no tensors.
     """
     if not all(isinstance(p.ty, tirx.BufferType) for p in func.params):
         raise Unsupported("a parameter is no tensor")
