@@ -130,10 +130,10 @@ def test_floats_that_dynamo_wraps_in_tensors_are_numbers_again(modules):
 def test_shapes_that_cannot_stay_symbolic_are_compiled_one_by_one(modules, monkeypatch):
     real = calls.ready
 
-    def static_only(part, weights, inputs, reorders):
+    def static_only(part, weights, inputs, *others):
         if inputs is None:
             raise ValueError("no symbols")
-        return real(part, weights, inputs, reorders)
+        return real(part, weights, inputs, *others)
 
     monkeypatch.setattr(calls, "ready", static_only)
     model = mlp()
@@ -283,6 +283,89 @@ def test_writes_into_inputs_are_compiled(function, modules):
     assert len(modules) == 1
 
 
+def attend(cache, position, value, query):
+    """A step of decoding: the cache is written to and read."""
+    cache.index_copy_(1, position, value)
+    return (query @ cache.transpose(1, 2)).softmax(-1) @ cache
+
+
+def attend_to_old(cache, position, value, query):
+    old = query @ cache.transpose(1, 2)
+    cache.index_copy_(1, position, value)
+    return old @ cache, cache.sum()
+
+
+def step_inputs(position):
+    cache = torch.randn(2, 6, 16)
+    return cache, torch.tensor([position]), torch.randn(2, 1, 16), torch.randn(2, 1, 16)
+
+
+@pytest.mark.parametrize(
+    ("function", "view", "writes"),
+    [
+        (attend, lambda cache: cache, 1),
+        (attend, lambda cache: torch.stack([cache, cache], -1)[..., 1], 1),
+        (attend, lambda cache: cache.transpose(1, 2).contiguous().transpose(1, 2), 0),
+        (attend_to_old, lambda cache: cache, 0),
+    ],
+    ids=["contiguous", "with gaps", "permuted", "old one is read"],
+)
+def test_caches_are_written_in_place_where_nothing_reads_the_old_one(
+    function, view, writes, modules
+):
+    run = compiled(function, verify=True)
+    for position in (2, 5):
+        cache, *others = step_inputs(position)
+        cache, twin = view(cache), cache.clone()
+        version = cache._version
+        torch.testing.assert_close(run(cache, *others), function(twin, *others))
+        torch.testing.assert_close(cache, twin)
+        assert cache._version > version  # graphs that have it for a constant look at this
+    assert [len(module.writes) for module in modules] == [writes]
+
+
+def test_what_is_returned_of_a_cache_has_memory_of_its_own(modules):
+    def function(cache, position, value):
+        cache.index_copy_(1, position, value)
+        return cache.clone(), cache.sum()
+
+    cache, *others = step_inputs(3)[:3]
+    copied, _ = compiled(function)(cache, *others)
+    before = cache.clone()
+    assert torch.equal(copied, before)
+    copied.add_(1)
+    assert torch.equal(cache, before)
+    assert len(modules[0].writes) == 1
+
+
+def test_a_cache_is_written_where_its_part_runs_in_torch(monkeypatch):
+    import tvm_fusion.compilation.compiler as compiler
+
+    def broken(*_args, **_options):
+        raise BuildError("a kernel is broken")
+
+    monkeypatch.setattr(compiler, "compile", broken)
+    cache, *others = step_inputs(1)
+    twin = cache.clone()
+    with pytest.warns(UserWarning, match="runs in torch: a kernel is broken"):
+        torch.testing.assert_close(compiled(attend)(cache, *others), attend(twin, *others))
+    torch.testing.assert_close(cache, twin)
+
+
+def test_results_share_no_memory_and_constants_stay_what_they_are():
+    def function(x):
+        y = x + 1
+        return y, y.clone(), torch.ones(3) * 2
+
+    run, x = compiled(function), torch.zeros(3)
+    for _ in range(2):
+        given = run(x)
+        torch.testing.assert_close(given, function(x))
+        for tensor in given:
+            tensor.add_(1)
+        assert [tensor[0].item() for tensor in given] == [2, 2, 3]
+
+
 def test_outputs_lie_as_in_eager_mode(modules):
     def function(x):
         y = x.exp()
@@ -399,7 +482,8 @@ def test_two_models_in_two_threads_are_right():
 @pytest.mark.parametrize("cache", ["static", None])
 def test_generated_tokens_are_those_of_eager_mode(cache, modules):
     model = tiny_llama(sequence=7).model
-    model.generation_config.update(pad_token_id=0, eos_token_id=None)
+    model.config.use_cache = True
+    model.generation_config.update(pad_token_id=0, eos_token_id=None, use_cache=True)
     tokens = torch.randint(1, model.config.vocab_size, (1, 7))
     options = {"max_new_tokens": 64, "do_sample": False, "disable_compile": True}
     options |= {"cache_implementation": cache}

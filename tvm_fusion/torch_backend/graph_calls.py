@@ -66,6 +66,7 @@ class GraphCalls:
                 PartCalls(
                     cut.graph.get_submodule(call.target),
                     weights,
+                    cut.updates[number],
                     _device(call),
                     self._options,
                     self._teller(cut, number),

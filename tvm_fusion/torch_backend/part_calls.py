@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.autograd.graph import increment_version
 from tvm.ir import IRModule
 
 from tvm_fusion.compilation import compiler
@@ -38,11 +39,15 @@ class PartCalls:
         self,
         part: fx.GraphModule,
         weights: Collection[int],
+        updates: Sequence[tuple[int, int]],
         device: torch.device,
         options: BackendOptions,
         built: Callable[[CompiledModule], None],
     ) -> None:
-        """`weights` are the inputs that are constants; `built` is told of each build."""
+        """`weights` are the inputs that are constants, `updates` those that are written to, each
+        with the result that is its new value; `built` is told of each build.
+        """
+        self._updates = updates
         self._part, self._options, self._built, self._device = part, options, built, device
         self._weights = tuple(sorted(weights))
         placeholders = part.graph.find_nodes(op="placeholder")
@@ -87,7 +92,20 @@ class PartCalls:
         if build is None or not build.fits(inputs):
             with self._lock:
                 build = self._find(inputs)
-        return self._part(*inputs) if build.run is None else build.run(inputs)
+        results = self._part(*inputs) if build.run is None else build.run(inputs)
+        if self._updates:
+            self._update(inputs, results, () if build.run is None else build.run.in_place)
+        return results
+
+    def _update(
+        self, inputs: Sequence[Any], results: Sequence[torch.Tensor], in_place: Collection[int]
+    ) -> None:
+        """Write new values into inputs; where that is done, tell torch of it."""
+        for number, result in self._updates:
+            if number not in in_place:
+                inputs[number].copy_(results[result])
+            elif not inputs[number].is_inference():
+                increment_version(inputs[number])
 
     def _find(self, inputs: Sequence[Any]) -> "_Build":
         """The build for inputs that the latest one does not fit."""
@@ -164,7 +182,7 @@ class PartCalls:
         )
         module.device  # noqa: B018 - a target that this machine lacks is named now
         self._built(module)
-        return self._described(inputs, _Run(module, made, device), keep_symbols)
+        return self._described(inputs, _Run(module, made, self._updates, device), keep_symbols)
 
     def _source(self, made: ReadyPart, inputs: Sequence[Any]) -> tuple[Any, Any] | None:
         """The part in torch and its tensors, to compare with; None where sizes may be others."""
@@ -183,10 +201,11 @@ class PartCalls:
         reorders = takes_formats(resolve_target(self._target)[0])
         given = None if keep_symbols else inputs
         with torch.inference_mode(False), torch.no_grad():
-            made = ready(self._part, self._weights, given, reorders)
+            made = ready(self._part, self._weights, given, reorders, self._updates)
             weights = {name: inputs[number] for name, number in made.weights.items()}
             guards = _guards_of(self._part)
-            mod = from_graph(made.graph, weights, "torch.compile")
+            writes = [node for nodes in made.in_place.values() for node in nodes]
+            mod = from_graph(made.graph, weights, "torch.compile", writes)
         if keep_symbols and _guards_of(self._part) != guards:
             raise SizesUnknown  # what was made holds for some sizes only
         return made, mod
@@ -252,8 +271,22 @@ class _Build:
 class _Run:
     """Runs a compiled part on its inputs."""
 
-    def __init__(self, module: CompiledModule, made: ReadyPart, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: CompiledModule,
+        made: ReadyPart,
+        updates: Sequence[tuple[int, int]],
+        device: torch.device,
+    ) -> None:
+        """`updates` as for `PartCalls`.
+
+        Results may share memory with each other and with constants of the module, of which the
+        graph says nothing: those that are not known to have memory of their own are copied.
+        """
         self._module, self._made, self._device = module, made, device
+        self.in_place = made.in_place.keys()
+        updated = {result for _, result in updates}
+        self._shared = [i for i, own in enumerate(module.own) if not own and i not in updated]
         numbers = [i for i, _ in made.tensors]
         self._pick = _picker(numbers)
         self._is_plain = not made.sizes and not made.lies_elsewhere(device)
@@ -267,11 +300,13 @@ class _Run:
 
     def __call__(self, inputs: Sequence[Any]) -> tuple[Any, ...]:
         results = self._module(*(self._pick(inputs) if self._is_plain else self._lent(inputs)))
-        if not self._has_inputs:  # those of TVM, the same ones in each call
-            results = tuple(torch.from_dlpack(result).clone() for result in results)
-        if not self._moved:
+        if not self._has_inputs:  # those of TVM
+            results = tuple(map(torch.from_dlpack, results))
+        if not self._moved and not self._shared:
             return results
         given = list(results)
+        for number in self._shared:
+            given[number] = given[number].clone()
         for number, order, device in self._moved:
             result = given[number] if order is None else given[number].permute(order)
             given[number] = result if device is None else result.to(device)

@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree as pytree
 
 from tvm_fusion.frontends.torch.graphs import is_size, lone_symbols
+from tvm_fusion.frontends.torch.writes import chain_of_writes
 from tvm_fusion.torch_backend.layouts import inverse, memory_order
 
 _permute = torch.ops.aten.permute.default
@@ -51,6 +52,8 @@ class ReadyPart:
     sizes : tuple of int
         Which inputs of the part its sizes are.
     results : tuple of Given
+    in_place : dict of int to list of fx.Node
+        Which inputs of the part are written to, and the nodes of the graph that do so.
     """
 
     graph: fx.GraphModule
@@ -58,6 +61,7 @@ class ReadyPart:
     tensors: tuple[tuple[int, tuple[int, ...] | None], ...]
     sizes: tuple[int, ...]
     results: tuple[Given, ...]
+    in_place: dict[int, list[fx.Node]]
 
     def lies_elsewhere(self, device: torch.device) -> bool:
         """Whether a tensor is on another device."""
@@ -84,7 +88,11 @@ class SizesUnknown(Exception):
 
 
 def ready(
-    part: fx.GraphModule, weights: Collection[int], inputs: Sequence[Any] | None, reorders: bool
+    part: fx.GraphModule,
+    weights: Collection[int],
+    inputs: Sequence[Any] | None,
+    reorders: bool,
+    updates: Sequence[tuple[int, int]] = (),
 ) -> ReadyPart:
     """Make a part ready.
 
@@ -98,6 +106,8 @@ def ready(
         For these sizes and numbers only; None for all that were traced.
     reorders : bool
         Whether tensors that lie permuted are taken so; else they are taken contiguous.
+    updates : sequence of (int, int)
+        Inputs that may be written to, and the results that are their new values.
 
     Raises
     ------
@@ -124,7 +134,11 @@ def ready(
         for number in sizes:
             copying.carry(placeholders[number])
         results = copying.run(is_static=inputs is not None)
-    return ReadyPart(copying.module(), found, tuple(tensors), sizes, results)
+    module = copying.module()
+    names = {i: placeholders[i].name for i, _ in updates}
+    writes = {i: _writes_of(module, names[i], result) for i, result in updates}
+    in_place = {i: nodes for i, nodes in writes.items() if nodes}
+    return ReadyPart(module, found, tuple(tensors), sizes, results, in_place)
 
 
 class _Copy:
@@ -204,6 +218,13 @@ class _Copy:
         made = self._graph.call_function(_permute, (node, list(order)))
         made.meta = {**node.meta, "val": value}
         return made
+
+
+def _writes_of(module: fx.GraphModule, name: str, result: int) -> list[fx.Node]:
+    """The writes that make a result of an input of this name, if they can be done in it."""
+    (results,) = module.graph.output_node().args
+    chain = chain_of_writes(results[result])
+    return chain[1:] if chain and chain[0].name == name else []
 
 
 def _values(

@@ -7,6 +7,11 @@ In torch stay operators without a converter, those that draw random numbers, dep
 into tensors or talk to other processes, in the order that they have among each other; views of
 inputs and views with gaps that are returned; parts that compute nothing; complex tensors, where
 they are put together of what parts give, and taken apart.
+
+A cache that a part alone writes to is written by that part, in place where its kernels can:
+
+    before:  keys = index_put(cache, [i], k); a = attention(q, keys); copy_(cache, keys)
+    after:   a = part0(q, k, i, cache)[1]
 """
 
 import copy
@@ -31,6 +36,7 @@ from tvm_fusion.frontends.torch.graphs import is_size
 from tvm_fusion.frontends.torch.importer import Importer, refuse_random
 from tvm_fusion.frontends.torch.model import CONVERTERS
 from tvm_fusion.frontends.torch.refusals import NO_CONVERTER, Refused
+from tvm_fusion.frontends.torch.writes import chain_of_writes
 from tvm_fusion.torch_backend.layouts import memory_order
 
 _aten = torch.ops.aten
@@ -62,6 +68,8 @@ class Partition:
         Calls of the submodules. Each takes tensors and sizes and returns a tuple of tensors.
     written : frozenset of str
         Inputs of the graph that are written to, by name.
+    updates : tuple of tuple of (int, int)
+        Of each part, the inputs that it is to write to, and the results that are their new values.
     outside : tuple of Refused
         The operators that are not compiled, and why.
     count : int
@@ -71,6 +79,7 @@ class Partition:
     graph: fx.GraphModule
     parts: tuple[fx.Node, ...]
     written: frozenset[str]
+    updates: tuple[tuple[tuple[int, int], ...], ...]
     outside: tuple[Refused, ...]
     count: int
 
@@ -105,8 +114,10 @@ def partitioned(graph: fx.GraphModule, refused: Mapping[str, str]) -> Partition:
     parts = [node for node in whole.graph.nodes if node.op == "call_module"]
     for part in parts:
         _return_tuple(part, whole.get_submodule(part.target))
+    written = _written(whole.graph)
+    updates = tuple(_take_over_writes(part, whole.get_submodule(part.target)) for part in parts)
     whole.recompile()
-    return Partition(whole, tuple(parts), _written(whole.graph), tuple(outside), count)
+    return Partition(whole, tuple(parts), written, updates, tuple(outside), count)
 
 
 class _Support(OperatorSupportBase):
@@ -228,6 +239,26 @@ def _put_back_writes(graph: fx.Graph, inputs: Sequence[str]) -> None:
         for name, value in zip(inputs, results[own:], strict=True):
             graph.call_function(_aten.copy_.default, (placeholders[name], value))
     output.args = (tuple(results[:own]),)
+
+
+def _take_over_writes(call: fx.Node, part: fx.GraphModule) -> tuple[tuple[int, int], ...]:
+    """Leave to a part what it alone reads and writes; see `Partition.updates`."""
+    placeholders = part.graph.find_nodes(op="placeholder")
+    (results,) = part.graph.output_node().args
+    found = []
+    for given in [user for user in call.users if user.target is operator.getitem]:
+        number = given.args[1]
+        input_, *writes = chain_of_writes(results[number]) or [None]
+        if not writes or input_ not in placeholders:
+            continue
+        place = placeholders.index(input_)
+        written = call.args[place]
+        readers = {user for user in written.users if not is_size(user)}
+        (copy_, *others) = given.users
+        if copy_.target is _aten.copy_.default and not others and readers == {call, copy_}:
+            found.append((place, number))
+            call.graph.erase_node(copy_)
+    return tuple(found)
 
 
 def _written(graph: fx.Graph) -> frozenset[str]:

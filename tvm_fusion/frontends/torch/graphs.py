@@ -10,7 +10,7 @@ tensors: each symbol of a size has to stand alone as an extent of one of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,7 +35,12 @@ from .model import CONVERTERS, translated
 from .slices import merge_equal_splits
 
 
-def from_graph(graph: fx.GraphModule, weights: Mapping[str, torch.Tensor], where: str) -> IRModule:
+def from_graph(
+    graph: fx.GraphModule,
+    weights: Mapping[str, torch.Tensor],
+    where: str,
+    in_place: Collection[fx.Node] = (),
+) -> IRModule:
     """Translate a graph.
 
     Parameters
@@ -49,6 +54,8 @@ def from_graph(graph: fx.GraphModule, weights: Mapping[str, torch.Tensor], where
         `nn.Parameter` is computed here.
     where : str
         What the graph is of, for messages.
+    in_place : collection of fx.Node
+        Writes that `main` does in its inputs (`writes.chain_of_writes`).
 
     Raises
     ------
@@ -60,7 +67,9 @@ def from_graph(graph: fx.GraphModule, weights: Mapping[str, torch.Tensor], where
     program = _Program.of(graph, weights)
     drop_assertions(program)
     merge_equal_splits(program)
-    return translated(_GraphImporter(CONVERTERS), program, where, bare=False)
+    importer = _GraphImporter(CONVERTERS)
+    importer.in_place = set(in_place)
+    return translated(importer, program, where, bare=False)
 
 
 def is_size(node: fx.Node) -> bool:

@@ -130,8 +130,9 @@ def written_inputs(program: torch.export.ExportedProgram, buffers: bool) -> set[
     kinds = [OutputKind.USER_INPUT_MUTATION, *([OutputKind.BUFFER_MUTATION] if buffers else [])]
     found: set[fx.Node] = set()
     for spec in program.graph_signature.output_specs:
-        if spec.kind in kinds:
-            found.update(_chain(nodes[spec.arg.name]))
+        last = nodes[spec.arg.name]
+        if spec.kind in kinds and any(user.op != "output" for user in last.users):
+            found.update(chain_of_writes(last)[1:])
     return found
 
 
@@ -155,17 +156,17 @@ def warn_of_lost_writes(program: torch.export.ExportedProgram, in_place: set[fx.
             )
 
 
-def _chain(last: fx.Node) -> list[fx.Node]:
-    """The writes from an input to its last value; empty if that cannot be had in place."""
-    if all(user.op == "output" for user in last.users):
-        return []
+def chain_of_writes(last: fx.Node) -> list[fx.Node]:
+    """An input and the writes between it and its last value, if these can be done in place: each
+    is the only reader of what it changes. Empty if they cannot.
+    """
     found, node = [], last
     while node.op == "call_function":
         if node.target not in WRITES or len(node.args[0].users) != 1 or not _is_plain(node):
             return []
         found.append(node)
         node = node.args[0]
-    return found
+    return [node, *reversed(found)]
 
 
 def _is_plain(node: fx.Node) -> bool:
