@@ -14,6 +14,7 @@ import tvm
 from tvm import relax
 
 from ..errors import Unsupported
+from ..ir.weights import numbers
 
 Function = Callable[..., Any]
 
@@ -67,7 +68,7 @@ def twin(mod: tvm.IRModule, library: Library) -> tuple[Function, dict[int, Any]]
             return slots[expr]
         number = len(slots) + len(constants)
         if isinstance(expr, tvm.ir.GenericConst):
-            constants[number] = library.constant(expr.value.numpy())
+            constants[number] = library.constant(numbers(expr))
             return number
         raise Unsupported(f"the benchmark's twin of a model has no {type(expr).__name__}")
 

@@ -13,6 +13,7 @@ import tvm_ffi
 from tvm import relax, tirx
 
 from ..errors import InputError
+from ..ir.weights import numbers, tensor_of, weight_of
 from ..transform.functions.functions import expressions_of, operator_name
 
 _LARGEST = 9
@@ -372,9 +373,9 @@ def computed(value: object, known: Mapping[relax.Var, Computed]) -> Computed | N
 
 def _constant(value: object) -> np.ndarray | None:
     """An integer that stands in the graph."""
-    if not isinstance(value, tvm.ir.GenericConst) or not hasattr(value.value, "numpy"):
+    if tensor_of(value) is None or weight_of(value) is not None:
         return None
-    array = value.value.numpy()
+    array = numbers(value)
     return array.reshape(()) if array.size == 1 and array.dtype.kind in "iu" else None
 
 

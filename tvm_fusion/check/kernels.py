@@ -28,6 +28,7 @@ from ..errors import DividedByZero, OutOfRange
 from ..flow.planned import BuiltPlan
 from ..host.stages import stepped
 from ..ir.parts import part_of
+from ..ir.weights import numbers
 from ..plan.plan import FREE
 from ..runtime.build.build import Built
 from ..transform.apply.pack_constants import arguments_of
@@ -84,7 +85,7 @@ def kernels_checked(made: BuiltPlan) -> Checked | None:
     for name in stepped("kernels checked", wanted, len(wanted)):
         taken, given = seen[name]
         values = [
-            e.value.numpy() if isinstance(e, tvm.ir.GenericConst) else x
+            numbers(e) if isinstance(e, tvm.ir.GenericConst) else x
             for e, x in zip(calls[name], taken, strict=True)
         ]
         alone = cases[name].unfused

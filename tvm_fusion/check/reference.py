@@ -36,6 +36,7 @@ from tvm.ir import Call, Expr
 from tvm_ffi.serialization import from_json_graph_str
 
 from ..errors import InputError, Unsupported
+from ..ir.weights import numbers, value_of
 from ..kernels.program.expr import HALF_DTYPES
 from ..kernels.program.half_bits import half_bits, half_of_bits
 from ..runtime.build.build import build_entries
@@ -315,9 +316,9 @@ def to_float64(mod: tvm.IRModule) -> tvm.IRModule:
         if not var.name.startswith("constant "):
             return var
         constant = constants[int(var.name.removeprefix("constant "))]
-        narrow = constant.value.numpy()
+        narrow = numbers(constant)
         if narrow.dtype.name not in EXTREMES:
-            return constant
+            return relax.const(value_of(constant))
         return relax.const(widen_array(narrow), "float64")
 
     hollow = _map_relax(mod, (tvm.ir.GenericConst, take_out))
@@ -455,7 +456,7 @@ def runner(
     the virtual machine for all runs but that one.
     """
     device = tvm.runtime.device_from_target(built.target)
-    machine = virtual_machine(built.executable, device)
+    machine = built.machine()
     function = function_of(machine, entry or built.signature.function, device)
     first = True
 

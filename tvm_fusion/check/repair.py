@@ -24,6 +24,7 @@ from tvm import relax, tirx
 from ..config import HardwareProfile, Policy
 from ..errors import BuildError
 from ..flow.planned import BuiltPlan, Planned
+from ..ir.weights import numbers
 from ..plan.plan import FALLBACK, FREE, STOCK, UNWRITTEN, PlannedGroup
 from ..plan.refusal import RefusalCode
 from ..transform.apply.materialize import Materialized
@@ -221,7 +222,7 @@ def captured_values(
 
     def value(e: Any) -> Any:
         if isinstance(e, tvm.ir.GenericConst):
-            return e.value.numpy()
+            return numbers(e)
         if isinstance(e, relax.ShapeExpr):
             return tuple(symbols[hash(v)] for v in e.values)
         return captured[e.name] if hash(e) in bound else params[hash(e)]

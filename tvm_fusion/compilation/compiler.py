@@ -29,7 +29,6 @@ from ..report.screen import FunctionReports, Report
 from ..report.why import asked
 from ..runtime.calls.compiled_module import CompiledFunctions, CompiledModule
 from ..runtime.graphs.capture_rules import CudaGraphOptions
-from ..transform.lower.permuted_weights import weights_kept
 from .observed import observe_plan, observe_report
 from .one_function import Wishes, contested, has_device, hold_to_source
 from .several_functions import compile_functions
@@ -43,7 +42,6 @@ logger = logging.getLogger(__name__)
 VERIFY = (True, False, "full", "groups", "report")
 
 
-@weights_kept()
 def compile(
     model: Any,
     target: Any = None,
@@ -188,7 +186,6 @@ def graph_policy(target: Any, policy: Any) -> Policy:
     return replace(load_policy(policy), launch="graph")
 
 
-@weights_kept()
 def explain(
     model: Any,
     target: Any = None,

@@ -104,6 +104,7 @@ def compile_function(planned: Planned, wishes: Wishes) -> CompiledModule:
         made = one.planned.build()
     done = finished(made, one)
     compiled = CompiledModule.of(done.made.built, done.made.planned.plan)
+    compiled.settle_weights()
     tell(compiled, done)
     return compiled
 

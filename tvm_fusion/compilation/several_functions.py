@@ -63,6 +63,7 @@ def compile_functions(
         {name: one.made.planned.plan for name, one in found.items()},
     )
     for name, one in found.items():
+        compiled[name].settle_weights()
         tell(compiled[name], one)
         compiled[name].report = _as_built(compiled[name].report, built.names[name])
     compiled.report = FunctionReports({n: one.report for n, one in compiled.items()})

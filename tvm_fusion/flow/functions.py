@@ -13,6 +13,7 @@ from ..config import HardwareProfile, load_policy, resolve_target
 from ..errors import InputError, PlanError
 from ..frontends import load_functions
 from ..host.stages import stage
+from ..ir.weights import with_stand_ins
 from ..plan.plan import FusionPlan, load_plans
 from ..transform.apply.write_kernels import Tuned
 from ..transform.layouts.memory_formats import takes_formats
@@ -41,7 +42,7 @@ def planned_functions(
     chosen = tuned(tvm_target, hw) if tuned is not None else None
     how = {"dynamic_shapes": dynamic_shapes, "keep_formats": takes_formats(tvm_target)}
     with stage("reading the model"):
-        mods = load_functions(model, example_inputs, **how)
+        mods = with_stand_ins(load_functions(model, example_inputs, **how))
     plans = _plan_of_each(given, list(mods))
     found = {}
     for name, mod in mods.items():

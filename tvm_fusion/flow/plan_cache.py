@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import tvm
-import tvm_ffi
 
 from .._version import __version__
 from ..config import HardwareProfile, Policy, shipped_file
@@ -32,6 +31,7 @@ from ..host import interrupts
 from ..host.atomic_files import replace_file
 from ..host.cache_folder import cache_dir, make_folder
 from ..ir.graph import FusionGraph
+from ..ir.weights import content_hash
 from ..kernels import registry
 from ..kernels.registry import families
 from ..plan.plan import FusionPlan
@@ -165,5 +165,4 @@ def _names(graph: FusionGraph) -> list[Any]:
 
 
 def _key(mod: tvm.IRModule, target: tvm.target.Target, hw: HardwareProfile, policy: Policy) -> str:
-    content = tvm_ffi.structural_hash(mod, map_free_vars=True)
-    return digest([_FORMAT, content, *surroundings(target, hw, policy)])
+    return digest([_FORMAT, content_hash(mod), *surroundings(target, hw, policy)])

@@ -31,7 +31,6 @@ from .lower.constant_arithmetic import folding
 from .lower.drop_empty import DropEmpty, check_defined
 from .lower.fix_bool_arithmetic import FixBoolArithmetic
 from .lower.joins import JOINED_CONCATS, MarkJoins
-from .lower.legalized_once import once
 from .lower.legalizers import (
     FIRST_EXTREMA,
     HALF_OPERATORS,
@@ -46,6 +45,7 @@ from .lower.permuted_weights import legalize_permutes
 from .lower.places import reads_at_indices
 from .lower.scans import OpenScans
 from .lower.sorts import OpenMedians, WidenSorts
+from .lower.weight_recipes import FoldConstants
 from .rewrites.cancel_layouts import CancelLayouts
 from .rewrites.hidden_weights import BindWeights
 from .rewrites.join_pieces import JoinPieces
@@ -146,15 +146,15 @@ def legalize(
         "relax.where": legalize_where,
     }
     # Constants that are lean stay so: what widens them again is for kernels to evaluate.
-    widening = [LeanConstants(), relax.transform.LegalizeOps(once(table))]
+    widening = [LeanConstants(), relax.transform.LegalizeOps(table)]
     passes = [
         *([SplitReductions(gpu)] if gpu is not None else []),
         *([WidenSorts()] if target.kind.name == "llvm" else [OpenMedians(), OpenScans()]),
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),
-        relax.transform.LegalizeOps(folding(once(table))),
+        relax.transform.LegalizeOps(folding(table)),
         OrderedWrites(),
-        relax.transform.FoldConstant(),
+        FoldConstants(),
         BindWeights(),
         *(widening if gpu is not None else []),
         relax.transform.ConvertToDataflow(min_size=1),

@@ -30,7 +30,7 @@ from tvm.ir import IRModule
 
 from ...errors import FrontendError
 from .assertions import drop_assertions
-from .importer import Importer, shape_of, size_of
+from .importer import Importer, is_weight_elsewhere, shape_of, size_of
 from .model import CONVERTERS, translated
 from .slices import merge_equal_splits
 
@@ -107,8 +107,12 @@ class _Program:
         outputs = [
             OutputSpec(OutputKind.USER_OUTPUT, TensorArgument(node.name), None) for node in results
         ]
-        # copies: whoever holds a weight may free its memory between calls, as FSDP2 does
-        on_host = {name: w.detach().to("cpu", copy=True) for name, w in weights.items()}
+        # copies: whoever holds a weight may free its memory between calls, as FSDP2 does; what
+        # stays on a device is copied, or computed from, before the module is compiled
+        on_host = {
+            name: w.detach() if is_weight_elsewhere(w) else w.detach().to("cpu", copy=True)
+            for name, w in weights.items()
+        }
         ranges = _ranges(node.meta.get("val") for node in placeholders)
         return cls(graph, ExportGraphSignature(inputs, outputs), on_host, ranges, {})
 

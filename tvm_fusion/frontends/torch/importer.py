@@ -27,10 +27,24 @@ from tvm.relax.frontend.torch.exported_program_translator import ExportedProgram
 
 from ...errors import FrontendError
 from ...ir.origins import Origin
+from ...ir.weights import SAMPLED, Weight, looks_random, may_be_weight
 from .complex.pairs import has_no_rule, is_complex_node
 from .refusals import COMPLEX, NO_CONVERTER, Refused, origin_of
 
 FLOAT8_TYPES = ("float8_e4m3fn", "float8_e5m2")
+
+
+def is_weight_elsewhere(tensor: Any) -> bool:
+    """Whether a tensor is a weight on a device, that stays there (`ir.weights`)."""
+    if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cuda":
+        return False
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.layout != torch.strided or not tensor.is_contiguous():
+        return False
+    if not may_be_weight(tensor.shape, dtype):
+        return False
+    picked = tensor.detach().view(-1)[:: max(1, tensor.numel() // SAMPLED)].cpu().contiguous()
+    return looks_random(picked.view(torch.uint8).numpy().view(f"uint{8 * tensor.element_size()}"))
 
 
 class Importer(ExportedProgramImporter):
@@ -95,6 +109,15 @@ class Importer(ExportedProgramImporter):
 
     def _check_unsupported_func_type(self, nodes: Iterable[fx.Node]) -> None:
         """Nothing: what has no converter is refused where it stands, and all of it is told."""
+
+    @staticmethod
+    def _convert_pytorch_tensor_to_tvm(tensor: torch.Tensor) -> tvm.runtime.Tensor:
+        """A tensor as one of TVM; a weight on a device stays there, and gets a stand-in."""
+        if not is_weight_elsewhere(tensor):
+            return ExportedProgramImporter._convert_pytorch_tensor_to_tvm(tensor)
+        name = f"weight at {tensor.data_ptr():x}"
+        dtype = Importer._convert_data_type(tensor.dtype)
+        return Weight(name, tuple(tensor.shape), dtype, tensor).constant().value
 
     @staticmethod
     def _convert_data_type(input_type: Any, env: dict | None = None) -> str:

@@ -59,7 +59,7 @@ from .convention import (
     views_of,
 )
 from .decompositions import decompositions
-from .importer import Importer
+from .importer import Importer, is_weight_elsewhere
 from .refusals import OperatorsRefused, origin_of, stopped_export
 from .slices import merge_equal_splits
 from .special import two_variables
@@ -282,7 +282,8 @@ def _split_inputs(where: str, inputs: Any) -> tuple[tuple, dict[str, Any]]:
 
 
 def _on_cpu(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The program with its weights in host memory, where constants are hashed and folded.
+    """The program with its small tensors in host memory, where constants are hashed and folded;
+    weights stay where they are.
 
     The program is one of our own making; the weights it shares with its origin are not touched.
     """
@@ -292,7 +293,16 @@ def _on_cpu(program: torch.export.ExportedProgram) -> torch.export.ExportedProgr
     from torch.export.passes import move_to_device_pass
 
     program._state_dict, program._constants = dict(program.state_dict), dict(program.constants)
-    return move_to_device_pass(program, "cpu")
+    stay = {name: t for name, t in program.state_dict.items() if is_weight_elsewhere(t)}
+    for name, tensor in stay.items():  # a copy there would be as large as the model
+        empty = torch.empty_like(tensor, device="cpu", requires_grad=False)
+        parameter = isinstance(tensor, torch.nn.Parameter)
+        program._state_dict[name] = (
+            torch.nn.Parameter(empty, requires_grad=False) if parameter else empty
+        )
+    moved = move_to_device_pass(program, "cpu")
+    moved._state_dict |= stay
+    return moved
 
 
 def _returns_bare_tensor(program: torch.export.ExportedProgram) -> bool:

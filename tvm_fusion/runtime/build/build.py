@@ -18,6 +18,7 @@ from tvm.tirx.build import codegen_build
 
 from ...errors import BuildError
 from ...host.stages import stepped
+from ...ir.weights import with_values
 from ...transform.functions.functions import with_functions
 from ...transform.memory.plan_memory import SETTLE
 from ..calls.call_memory import MemoryPlan, planned_memory
@@ -28,7 +29,7 @@ from ..calls.launch_count import (
     launched_kernels,
     vm_functions,
 )
-from ..calls.signature import Signature
+from ..calls.signature import Signature, virtual_machine
 from ..calls.written_inputs import own_outputs, written_inputs
 from . import cubin_cache
 from .cubin_cache import Compiling
@@ -46,6 +47,7 @@ from .kernel_code import (
 from .lowering import SCHEDULED_ATTR, ScheduleLeftovers, lowering_pipeline, mixed_tir_pipeline
 from .plain_schedule import PLAIN_ATTR
 from .resources import KernelResources, resources_of
+from .weight_values import TrustWeights, WeightsAsParameters, WeightValues
 
 if TYPE_CHECKING:
     from ...config import HardwareProfile
@@ -93,6 +95,10 @@ class Built:
         Of each output tensor, whether it has memory of its own (see `own_outputs`).
     plain : Mapping[str, str]
         The PrimFuncs that no rule could schedule, and how they run (see `plain_schedule`).
+    weights : WeightValues or None
+        What the functions of the executable take behind their inputs.
+    mod : tvm.IRModule or None
+        What was built, where it has weights.
     """
 
     executable: relax.VMExecutable
@@ -105,6 +111,23 @@ class Built:
     writes: tuple[int, ...] = ()
     own: tuple[bool, ...] = ()
     plain: Mapping[str, str] = field(default_factory=dict)
+    weights: WeightValues | None = None
+    mod: tvm.IRModule | None = None
+
+    def machine(self) -> relax.VirtualMachine:
+        """A virtual machine, whose functions have their weights."""
+        device = tvm.runtime.device_from_target(self.target)
+        return virtual_machine(self.executable, device, self.weights)
+
+    def complete(self) -> relax.VMExecutable:
+        """The executable with weights as constants, for who runs it without this package."""
+        if self.mod is None:
+            return self.executable
+        self.weights.settle()
+        mod = with_values(self.mod)
+        return build_entries(mod, list(self.weights.weights), self.target)[
+            self.signature.function
+        ].executable
 
     @property
     def launches(self) -> dict[str, int]:
@@ -178,9 +201,10 @@ def build_entries(
         target = hw.to_target()
     cubin_cache.install()
     builder = relax.ExecBuilder()
-    library, codes, planned, functions = None, [], [], {}
+    library, codes, planned, functions, weights = None, [], [], {}, {}
     with target:
-        lowered = lowering_pipeline(target, planned.append, plan_memory)(mod)
+        own = [WeightsAsParameters(entries, weights)], [TrustWeights(weights)]
+        lowered = lowering_pipeline(target, planned.append, plan_memory, *own)(mod)
         rest = vm_build._vmcodegen(builder, lowered)
         functions = {g: f for g, f in rest.functions_items() if isinstance(f, tirx.PrimFunc)}
         if functions:
@@ -201,6 +225,8 @@ def build_entries(
             if PLAIN_ATTR in (func.attrs or {})
         },
     }
+    if any(weights.values()):
+        common |= {"mod": mod, "weights": WeightValues(weights, target, build_functions)}
     return {
         entry: Built(
             **common,

@@ -60,11 +60,14 @@ def lowering_pipeline(
     target: tvm.target.Target,
     observe: Callable[[tvm.IRModule], Any] | None = None,
     plan_memory: bool = True,
+    last: Sequence[tvm.transform.Pass] = (),
+    lowered: Sequence[tvm.transform.Pass] = (),
 ) -> tvm.transform.Pass:
     """Return the Relax passes that turn a module of kernels into VM calls.
 
     `observe` is given the module once its memory is planned (see `call_memory.planned_memory`): on
-    a GPU by this package, unless `plan_memory` is False, else by TVM.
+    a GPU by this package, unless `plan_memory` is False, else by TVM. `last` runs when nothing but
+    calls of functions is left, `lowered` when the sizes of tensors are read, too.
 
     Nothing is fused here. Operators that are still high-level get TVM's legalisation, and on a GPU
     PrimFuncs without the attribute "tirx.is_scheduled" get DLight's default schedule.
@@ -87,7 +90,9 @@ def lowering_pipeline(
         *([_Observe(observe)] if observe else []),
         relax.transform.LowerRuntimeBuiltin(),
         relax.transform.ComputePrimValue(),
+        *last,
         relax.transform.VMShapeLower(),
+        *lowered,
         relax.transform.AttachGlobalSymbol(),
     ]
     return tvm.transform.Sequential(passes, name="tvm_fusion.lowering")

@@ -74,6 +74,7 @@ class CompiledModule:
     Attributes
     ----------
     executable : tvm.relax.VMExecutable or tvm.runtime.Module
+        What `relax.VirtualMachine` runs without this package.
     target : tvm.target.Target
     signature : Signature
         The inputs of the function.
@@ -106,7 +107,7 @@ class CompiledModule:
         beside: CompiledModule | None = None,
     ) -> None:
         """`beside` is another function of the executable: they share a virtual machine."""
-        self.executable = executable
+        self._executable = executable
         self.target = target
         self.signature = signature
         self.function = signature.function
@@ -135,6 +136,15 @@ class CompiledModule:
         return cls(built.executable, built.target, built.signature, **about)
 
     @cached_property
+    def executable(self) -> Any:
+        """What `relax.VirtualMachine` runs without this package; made on first use, with copies of
+        the weights.
+        """
+        if self._beside is not None:
+            return self._beside.executable
+        return self._executable if self.built is None else self.built.complete()
+
+    @cached_property
     def launches(self) -> int:
         """Launches in one call, read off the built module."""
         return count_launches(self)
@@ -150,12 +160,18 @@ class CompiledModule:
             )
         return device
 
+    def settle_weights(self) -> None:
+        """Compute what it holds of the weights of its model, which may change then."""
+        if self.built is not None and self.built.weights:
+            self.built.weights.settle()
+
     @cached_property
     def vm(self) -> relax.VirtualMachine:
         """The virtual machine; made on first use, which moves the weights to the device."""
         if self._beside is not None:
             return self._beside.vm
-        return virtual_machine(self.executable, self.device)
+        weights = None if self.built is None else self.built.weights
+        return virtual_machine(self._executable, self.device, weights)
 
     @cached_property
     def _main(self) -> Callable[..., Any]:
@@ -193,7 +209,7 @@ class CompiledModule:
         """Why calls cannot be captured into a CUDA graph, as far as the module tells."""
         if "gpu" not in self.target.keys:
             return "the module runs on a CPU"
-        return refusal_of_executable(self.executable, self.function)
+        return refusal_of_executable(self._executable, self.function)
 
     @property
     def cuda_graph(self) -> CudaGraphOptions | None:
@@ -543,7 +559,6 @@ class CompiledFunctions:
     def __init__(self, members: Mapping[str, CompiledModule], report: Any = None) -> None:
         self._members = dict(members)
         first = next(iter(self._members.values()))
-        self.executable = first.executable
         self.target = first.target
         self.report = report
 
@@ -611,6 +626,11 @@ class CompiledFunctions:
     built = _of_main("built", "The build")
     uncapturable = _of_main("uncapturable", "Why calls cannot be captured into a CUDA graph")
     cuda_graph_refusal = _of_main("cuda_graph_refusal", "Why calls run launch by launch")
+
+    @property
+    def executable(self) -> Any:
+        """What `relax.VirtualMachine` runs without this package."""
+        return next(iter(self._members.values())).executable
 
     @property
     def vm(self) -> relax.VirtualMachine:

@@ -161,4 +161,5 @@ def _import_tree(module: tvm.runtime.Module):
 
 
 def _executable(built: Any) -> tvm.runtime.Executable:
+    built = getattr(built, "built", None) or built
     return getattr(built, "executable", built)

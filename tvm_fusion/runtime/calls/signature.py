@@ -24,10 +24,33 @@ def entry_of(executable: Any, device: tvm.runtime.Device, name: str = "main") ->
     return function_of(virtual_machine(executable, device), name, device)
 
 
-def virtual_machine(executable: Any, device: tvm.runtime.Device) -> relax.VirtualMachine:
-    """Make a virtual machine."""
+def virtual_machine(
+    executable: Any, device: tvm.runtime.Device, weights: Any = None
+) -> relax.VirtualMachine:
+    """Make a virtual machine; its functions take their `WeightValues` by themselves."""
     install()
-    return relax.VirtualMachine(executable, device)
+    return (
+        _Machine(executable, device, weights)
+        if weights
+        else relax.VirtualMachine(executable, device)
+    )
+
+
+class _Machine(relax.VirtualMachine):
+    """A virtual machine whose functions are called with their inputs, and take weights behind."""
+
+    def __init__(self, executable: Any, device: tvm.runtime.Device, weights: Any) -> None:
+        super().__init__(executable, device)
+        self._bound = {name for name, own in weights.weights.items() if own}
+        for name in self._bound:
+            self.save_function(name, _with_weights(name), *weights.of(name))
+
+    def __getitem__(self, key: str) -> Callable[..., Any]:
+        return super().__getitem__(_with_weights(key) if key in self._bound else key)
+
+
+def _with_weights(name: str) -> str:
+    return f"{name} with weights"
 
 
 def load_library(path: str | Path) -> tvm.runtime.Module:

@@ -20,6 +20,7 @@ from tvm import relax, tirx
 from ...config import HardwareProfile, Policy
 from ...errors import Unsupported
 from ...ir.graph import FusionGraph, OpKind
+from ...ir.weights import value_of
 from ...kernels.cpu.contraction.panels import Panels, wanted_panels
 from ...plan.group_view import GroupView
 from ...plan.plan import FusionPlan
@@ -133,7 +134,7 @@ class LaunchWriter:
         if isinstance(value, tvm.ir.GenericConst):
             if hash(value) not in self._constants:
                 self._constants[hash(value)] = len(self.constants)
-                self.constants.append(value.value)
+                self.constants.append(value)
         elif isinstance(value, relax.Call):
             for argument in value.args:
                 self._number_constants(argument)
@@ -183,8 +184,8 @@ class LaunchWriter:
     def constant(self, key: Key) -> tvm.runtime.Tensor:
         """The constant of a key."""
         number, *panels = (int(n) for n in key.removeprefix("constant ").split())
-        value = self.constants[number]
-        return packed_constant(value, Panels.read(panels)).value if panels else value
+        constant = self.constants[number]
+        return value_of(packed_constant(constant, Panels.read(panels)) if panels else constant)
 
     def _alone(self, spec: LaunchSpec) -> tuple[tirx.PrimFunc, Sequence[Any]]:
         call = self._bindings[self.graph.ops[spec.ops[0]].name].value

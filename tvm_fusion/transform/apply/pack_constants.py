@@ -20,6 +20,7 @@ from tvm.ir import Call
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
 from ...config import HardwareProfile
+from ...ir.weights import made
 from ...kernels.cpu.contraction.panels import PANELS_ATTR, Panels, wanted_panels
 from ..functions.functions import (
     PACK_CONSTANTS,
@@ -142,9 +143,11 @@ def _global_var(name: str, kernel: tirx.PrimFunc) -> tvm.ir.GlobalVar:
     return relax.BlockBuilder().add_func(kernel, name)
 
 
-def packed_constant(value: tvm.runtime.Tensor, panels: Panels) -> tvm.ir.Expr:
+def packed_constant(constant: tvm.ir.Expr, panels: Panels) -> tvm.ir.Expr:
     """The panels of a constant, as a constant."""
-    return relax.const(panels.of(value.numpy()), panels.dtype(str(value.dtype)))
+    value = constant.value
+    shape, dtype = panels.shape(map(int, value.shape)), panels.dtype(str(value.dtype))
+    return made(str(panels), panels.of, constant, shape, dtype)
 
 
 def arguments_of(call: Call) -> list[tvm.ir.Expr]:
@@ -177,5 +180,5 @@ class _Packer(PyExprMutator):
     def _pack(self, constant: tvm.ir.Expr, panels: Panels) -> tvm.ir.Expr:
         key = (identity(constant), panels)
         if key not in self.packed:
-            self.packed[key] = packed_constant(constant.value, panels)
+            self.packed[key] = packed_constant(constant, panels)
         return self.packed[key]

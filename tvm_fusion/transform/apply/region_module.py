@@ -19,6 +19,7 @@ import tvm
 from tvm import relax, tirx
 
 from ...ir.graph import FusionGraph, OpKind, bits, build_graph
+from ...ir.weights import numbers
 from ...plan.differ import exchanged
 from ...plan.group_view import GroupView
 from ...plan.plan import FusionPlan, PlannedGroup
@@ -95,9 +96,7 @@ def region_module(
     part = tvm.IRModule(functions)
     part["main"] = primitive.without_attr("Primitive").with_attr("global_symbol", "main")
     part = relax.transform.DeadCodeElimination(["main"])(part)
-    constants = {
-        i: e.value.numpy() for i, e in enumerate(inputs) if isinstance(e, tvm.ir.GenericConst)
-    }
+    constants = {i: numbers(e) for i, e in enumerate(inputs) if isinstance(e, tvm.ir.GenericConst)}
     return RegionModule(part, build_graph(part), constants)
 
 

@@ -28,6 +28,7 @@ from tvm import relax, te, tirx
 from tvm.ir import Call
 from tvm.relax import Expr, Var, op
 
+from ...ir.weights import numbers
 from ..rewrites.reduction_stages import needs_stages
 from .opening import (
     FLOAT_DTYPES,
@@ -317,5 +318,4 @@ def _number(value: Expr) -> float | None:
     held = value.value if isinstance(value, tvm.ir.Constant) else None
     if not isinstance(held, tvm.runtime.Tensor):
         return held
-    array = held.numpy()
-    return float(array.item()) if array.size == 1 else None
+    return float(numbers(held).item()) if held.numel() == 1 else None

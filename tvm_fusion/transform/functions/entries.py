@@ -21,6 +21,7 @@ from tvm import relax, tirx
 from tvm.ir import GlobalVar
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from ...ir.weights import numbers, weight_of
 from ..rewrites.constant_weights import identity
 from ..rewrites.factors import is_constant
 from .function_apart import ENTRY, like, own_functions, reached, redirected
@@ -180,7 +181,7 @@ class _Shared(PyExprMutator):
         self._alike: dict[tuple, list[tvm.ir.Expr]] = {}
 
     def visit_generic_const_(self, constant: tvm.ir.Expr) -> tvm.ir.Expr:
-        if not is_constant(constant):
+        if not is_constant(constant) or weight_of(constant) is not None:
             return constant
         key = (str(constant.ty), *identity(constant))
         if key not in self._known:
@@ -199,4 +200,4 @@ class _Shared(PyExprMutator):
 
 
 def _bytes(constant: tvm.ir.Expr) -> np.ndarray:
-    return np.ascontiguousarray(constant.value.numpy()).reshape(-1).view(np.uint8)
+    return np.ascontiguousarray(numbers(constant)).reshape(-1).view(np.uint8)

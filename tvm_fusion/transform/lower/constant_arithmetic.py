@@ -20,6 +20,8 @@ import tvm
 from tvm import relax
 from tvm.ir import Call, Expr
 
+from ...ir.weights import tensor_of, weight_of
+
 Legalize = Callable[[relax.BlockBuilder, Call], Expr]
 
 MOST_ELEMENTS = 1 << 20
@@ -87,5 +89,4 @@ def _constant(builder: relax.BlockBuilder, expr: Expr) -> tvm.runtime.Tensor | N
     """The tensor of a constant, or of a variable that is bound to one."""
     while isinstance(expr, relax.Var):
         expr = builder.lookup_binding(expr)
-    value = expr.value if isinstance(expr, tvm.ir.Constant) else None
-    return value if isinstance(value, tvm.runtime.Tensor) else None
+    return None if weight_of(expr) is not None else tensor_of(expr)

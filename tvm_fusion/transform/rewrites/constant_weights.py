@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import ml_dtypes
 import numpy as np
 import tvm
 from tvm.relax import Expr
 
+from ...ir.weights import numbers
 from .factors import Factor, Lookup, is_call, is_constant
 
 CHUNK_ELEMENTS = 1 << 20  # of a weight, widened at a time
@@ -35,9 +38,10 @@ def vector_of(expr: Expr, lookup: Lookup) -> np.ndarray | None:
 
 def _evaluate(expr: Expr, lookup: Lookup) -> np.ndarray | None:
     if is_constant(expr):
-        array = expr.value.numpy()
-        if array.size > max(array.shape, default=1):
+        shape = [int(extent) for extent in expr.value.shape]
+        if math.prod(shape) > max(shape, default=1):
             return None
+        array = numbers(expr)
         return array if array.dtype.kind in "iu" else array.astype(np.float32)
     value = lookup(expr)
     if is_call(value, "astype", "reshape"):

@@ -34,6 +34,7 @@ from tvm import relax
 from tvm.relax import Expr, op
 from tvm.relax.expr_functor import mutator
 
+from ...ir.weights import numbers
 from ..decompose.opening import compute_dtype, dtype_of, shape_of
 from ..functions.functions import rewrite_functions
 from .constant_weights import constant, identity
@@ -182,6 +183,6 @@ def _constant_behind(value: Expr, wanted: list | None, dtype: str) -> Expr:
     """A constant factor in another shape and type; a number has no axes, and LegalizeOps writes it
     into the PrimFunc.
     """
-    array = value.value.numpy().astype(dtype)
+    array = numbers(value).astype(dtype)
     extents = None if wanted is None else [int(extent) for extent in wanted]
     return constant(array if extents is None else array.reshape(extents), dtype)

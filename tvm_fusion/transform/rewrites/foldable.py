@@ -16,6 +16,7 @@ from tvm import relax
 from tvm.ir import Call
 from tvm.relax import Expr, Var
 
+from ...ir.weights import numbers
 from ..decompose.opening import HALF_DTYPES, dtype_of, shape_of
 from .constant_weights import constant, identity, product_of, scaled_weight
 from .factors import (
@@ -171,7 +172,7 @@ class Survey:
         key = (identity(weight), found.flipped, scale.tobytes())
         if key not in self._weights:
             axis = -1 if found.flipped else -2
-            array = scaled_weight(weight.value.numpy(), scale, axis)
+            array = scaled_weight(numbers(weight), scale, axis)
             self._weights[key] = None if array is None else constant(array, dtype_of(weight))
         return self._weights[key]
 

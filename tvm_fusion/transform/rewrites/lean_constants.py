@@ -24,6 +24,8 @@ from tvm import relax, te, tirx
 from tvm.ir import Expr
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from ...ir.weights import numbers, tensor_of, weight_of
+
 LEAST_ELEMENTS = 64  # below, a cast costs more than it saves
 HALVES = (np.float16, ml_dtypes.bfloat16)
 
@@ -54,10 +56,9 @@ class _Rewriter(PyExprMutator):
         return relax.Call(call.op, args, call.attrs, call.ty_args, call.span)
 
     def _lean(self, tensor: relax.Expr) -> relax.Expr:
-        value = tensor.value if isinstance(tensor, tvm.ir.Constant) else None
-        if not isinstance(value, tvm.runtime.Tensor):
+        if tensor_of(tensor) is None or weight_of(tensor) is not None:
             return tensor
-        array = value.numpy()
+        array = numbers(tensor)
         if array.size != max(array.shape, default=1):
             band = banded(array)
             return tensor if band is None else self._emitted(array, band.element, "band")

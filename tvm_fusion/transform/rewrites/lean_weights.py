@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import tvm
@@ -32,6 +33,7 @@ from tvm.relax import Expr, op
 from tvm.relax.expr_functor import mutator
 
 from ...config import HardwareProfile
+from ...ir.weights import made
 from ..decompose.opening import HALF_DTYPES, dtype_of, shape_of, static_size
 from .factors import FLOAT8_DTYPES, PACKED_DTYPES, constant_behind, is_call, is_constant
 from .hidden_weights import Hider, on_gpu
@@ -159,13 +161,20 @@ class _Storer(Hider):
 def _stored(constant: Expr, chosen: Storage) -> tvm.runtime.Tensor:
     if chosen == Storage(False):
         return constant.value
-    array = constant.value.numpy()
+    shape = [int(extent) for extent in shape_of(constant)]
+    if chosen.transposed:
+        shape[-2:] = shape[:-3:-1]
+    shape[-1] += chosen.padding
+    make = partial(_as_stored, chosen=chosen)
+    return made(str(chosen), make, constant, shape, dtype_of(constant)).value
+
+
+def _as_stored(array: np.ndarray, chosen: Storage) -> np.ndarray:
     if chosen.transposed:
         array = array.swapaxes(-1, -2)
     if chosen.padding:
         array = np.pad(array, [*[(0, 0)] * (array.ndim - 1), (0, chosen.padding)])
-    dtype = dtype_of(constant)
-    return relax.const(np.ascontiguousarray(array), dtype).value
+    return array
 
 
 # ---- PackedWeights: constants that are stored in fewer bytes than they are computed with stay so.

@@ -14,6 +14,7 @@ transpositions, types that tensor cores do not multiply.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import tvm
@@ -22,9 +23,10 @@ from tvm.relax import Expr, op
 from tvm.relax.expr_functor import mutator
 
 from ...config import HardwareProfile
+from ...ir.weights import made
 from ..decompose.opening import HALF_DTYPES, dtype_of, shape_of, static_size
 from ..functions.functions import rewrite_functions
-from .constant_weights import constant, identity
+from .constant_weights import identity
 from .factors import FLOAT8_DTYPES, Level, is_call, is_constant, swaps_last_axes
 from .lean_weights import VECTOR_BYTES, padded
 from .readers import BlockwiseMutator, Parts, Readers
@@ -111,9 +113,11 @@ class _Filler(BlockwiseMutator):
         widths[2 * (ndim + axis) + 1] = missing
         if is_constant(level.source):
             pairs = np.reshape(widths, (ndim, 2)).tolist()
-            dtype, array = dtype_of(level.source), level.source.value.numpy()
+            shape = [n + sum(pair) for n, pair in zip(shape_of(level.source), pairs, strict=True)]
+            how = (f"padded by {pairs}", partial(np.pad, pad_width=pairs))
             key = ("constant", identity(level.source), *widths)
-            tensor = self._once(key, lambda: constant(np.pad(array, pairs), dtype))
+            dtype = dtype_of(level.source)
+            tensor = self._once(key, lambda: made(*how, level.source, shape, dtype))
         else:
             source = self.visit_expr(level.source)
             pad = op.nn.pad(source, widths, pad_value=0)

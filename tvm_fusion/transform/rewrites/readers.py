@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import tvm
@@ -13,7 +14,8 @@ from tvm.relax import Expr, Var, op
 from tvm.relax.expr_functor import PyExprMutator
 
 from ...ir.graph import COMPOSITES_ATTR
-from ..decompose.opening import dtype_of
+from ...ir.weights import made
+from ..decompose.opening import dtype_of, shape_of
 from ..functions.unique_names import FreshNames
 from .constant_weights import identity
 from .factors import is_constant
@@ -53,11 +55,11 @@ class Parts:
         """
         steps = relabeling.steps()
         if is_constant(base):
-            array = base.value.numpy()
-            for step, how in steps:
-                how = [int(number) for number in how]
-                array = array.reshape(how) if step == "reshape" else array.transpose(how)
-            return relax.const(np.ascontiguousarray(array), dtype_of(base)) if steps else base
+            known = [(step, [int(number) for number in how]) for step, how in steps]
+            make = partial(_relabeled, steps=known)
+            like = np.broadcast_to(np.zeros((), "bool"), [int(n) for n in shape_of(base)])
+            shape = make(like).shape
+            return made(f"relabeled {known}", make, base, shape, dtype_of(base)) if steps else base
         value = base
         for number, (step, how) in enumerate(steps):
             value = getattr(op, step)(value, list(how))
@@ -68,6 +70,12 @@ class Parts:
     def tagged(self, func: relax.Function) -> relax.Function:
         """The function with the tags of all parts."""
         return func.with_attr(COMPOSITES_ATTR, self.tags) if self.tags else func
+
+
+def _relabeled(array: np.ndarray, steps: list[tuple[str, list[int]]]) -> np.ndarray:
+    for step, how in steps:
+        array = array.reshape(how) if step == "reshape" else array.transpose(how)
+    return array
 
 
 class BlockwiseMutator(PyExprMutator):

@@ -25,6 +25,7 @@ from tvm.ir import Call
 from tvm.relax import Expr, op
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
+from ...ir.weights import numbers
 from ..decompose.opening import dtype_of, shape_of
 from .factors import is_call, is_constant
 
@@ -126,5 +127,5 @@ def _number(expr: Expr) -> int | None:
     """The one integer of a constant."""
     if not is_constant(expr):
         return None
-    array = expr.value.numpy()
-    return int(array.reshape(-1)[0]) if array.size == 1 else None
+    array = expr.value
+    return int(numbers(expr).reshape(-1)[0]) if array.numel() == 1 else None

@@ -1,0 +1,164 @@
+"""The numbers of weights, computed once a model is compiled; see `ir.weights`.
+
+main(x, stand-in)          ->   main(x, weight0)         the last step of lowering
+permute_dims of a weight   ->   a tensor on the device   where the module is first called
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tvm
+from tvm import relax
+from tvm.runtime import Tensor
+
+from ...errors import BuildError
+from ...ir.weights import Recipe, Weight, as_parameters
+
+CHECKS = ("vm.builtin.check_tensor_info", "vm.builtin.match_shape")
+
+Compile = Callable[[tvm.IRModule, tvm.target.Target], tuple[tvm.runtime.Module, Any]]
+
+
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.WeightsAsParameters")
+class WeightsAsParameters:
+    """Makes parameters of the stand-ins of some functions, behind their inputs, and tells `found`
+    for what.
+    """
+
+    def __init__(self, functions: Sequence[str], found: dict[str, tuple[Weight, ...]]) -> None:
+        self.functions, self.found = functions, found
+
+    def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return `mod` without stand-ins."""
+        changed, found = as_parameters(mod, self.functions)
+        self.found.update(found)
+        return changed
+
+
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.TrustWeights")
+class TrustWeights:
+    """Takes out what looks at each weight in each call, whether it is a tensor of its shape (200 of
+    them: 30 us): nobody but `WeightValues` gives them. Runs after VMShapeLower, which puts it in.
+    """
+
+    def __init__(self, found: Mapping[str, tuple[Weight, ...]]) -> None:
+        self.found = found
+
+    def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        """Return `mod` without the checks of weights."""
+        out = mod.clone()
+        for name, weights in self.found.items():
+            if weights:
+                func = mod[name]
+                own = set(func.params[len(func.params) - len(weights) :])
+                out.update_func(mod.get_global_var(name), _unchecked(func, own))
+        return out
+
+
+def _unchecked(func: relax.Function, own: set[relax.Var]) -> relax.Function:
+    def is_check(value: Any) -> bool:
+        op = value.op if isinstance(value, tvm.ir.Call) else None
+        known = isinstance(op, relax.ExternFunc) and op.global_symbol in CHECKS
+        return known and isinstance(value.args[0], relax.Var) and value.args[0] in own
+
+    blocks = [
+        relax.BindingBlock([b for b in block.bindings if not is_check(b.value)])
+        for block in func.body.blocks
+    ]
+    body = relax.SeqExpr(blocks, func.body.body)
+    return relax.Function(func.params, body, func.ret_ty, func.is_pure, func.attrs)
+
+
+class WeightValues:
+    """What the functions of an executable take behind their inputs, on their device; computed when
+    it is first asked for.
+
+    Parameters
+    ----------
+    weights : mapping of str to tuple of Weight
+        By function.
+    target : tvm.target.Target
+    compile_functions : callable
+        `build.build_functions`.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, tuple[Weight, ...]],
+        target: tvm.target.Target,
+        compile_functions: Compile,
+    ) -> None:
+        self.weights, self.target = dict(weights), target
+        self._compile = compile_functions
+        self._lock = threading.Lock()
+        self._settled = False
+
+    def __bool__(self) -> bool:
+        return any(self.weights.values())
+
+    def settle(self) -> None:
+        """Compute them now, if there is a device: from now on the model may change its weights."""
+        if not tvm.runtime.device_from_target(self.target).exist:
+            return
+        with self._lock:
+            if not self._settled:
+                self._compute()
+                self._settled = True
+
+    def of(self, function: str) -> list[Tensor]:
+        """The tensors for a function."""
+        self.settle()
+        return [weight.value for weight in self.weights.get(function, ())]
+
+    def _compute(self) -> None:
+        wanted = list(dict.fromkeys(w for each in self.weights.values() for w in each))
+        device = tvm.runtime.device_from_target(self.target)
+        kernels = self._kernels(wanted) if device.type != "cpu" else {}
+        found = {weight: _on(device, weight, kernels) for weight in wanted}
+        for weight, value in found.items():
+            weight.settle(value)
+
+    def _kernels(self, weights: Sequence[Weight]) -> dict[Recipe, Callable[..., None]]:
+        """Kernels for what is computed of weights; what has none is the host's to compute."""
+        recipes = list(dict.fromkeys(filter(None, map(_on_device, weights))))
+        functions = {f"weights_{n}": recipe.kernel() for n, recipe in enumerate(recipes)}
+        named = {n: f.with_attr("global_symbol", n) for n, f in functions.items()}
+        if not named:
+            return {}
+        try:
+            library, _ = self._compile(tvm.IRModule(named), self.target)
+        except BuildError:
+            return {}
+        return {r: library[name] for r, name in zip(recipes, named, strict=True)}
+
+
+def _on_device(weight: Weight) -> Recipe | None:
+    """The recipe of a weight that a device can compute of the model's own weights."""
+    if weight.value is not None or weight.recipe.kernel() is None:
+        return None
+    known = all(not isinstance(s, Weight) or s.value is not None for s in weight.sources)
+    return weight.recipe if known else None
+
+
+def _on(
+    device: tvm.runtime.Device, weight: Weight, kernels: Mapping[Recipe, Callable[..., None]]
+) -> Tensor:
+    if device.type == "cpu":
+        return weight.tensor()
+    kernel = kernels.get(weight.recipe) if _on_device(weight) else None
+    if kernel is None:
+        given = weight.given()
+        if given is not None and given.device.type != "cpu" and isinstance(weight.value, Tensor):
+            return given  # it was computed for another module
+        return (weight.tensor() if given is None else given).copyto(device)
+    out = tvm.runtime.empty(weight.shape, weight.dtype, device)
+    kernel(*(_there(source, device) for source in weight.sources), out)
+    return out
+
+
+def _there(source: Weight | Tensor, device: tvm.runtime.Device) -> Tensor:
+    found = source.given() if isinstance(source, Weight) else source
+    return found if found.device.type != "cpu" else found.copyto(device)

@@ -1,0 +1,212 @@
+"""What lowering computes of weights alone, as recipes (`ir.weights`).
+
+    lv = R.call_tir(cls.multiply, (stand-in, const), ...)   ->   another stand-in
+
+`FoldConstants` is TVM's FoldConstant for modules with stand-ins: it evaluates what is made of other
+constants, and writes down what is made of weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import tvm
+import tvm_ffi
+from tvm import relax, te, tirx, topi
+from tvm.ir import Call
+from tvm.relax import Expr, Var
+from tvm.relax.expr_functor import PyExprMutator, mutator
+
+from ...ir.weights import derived, tensor_of, weight_of
+
+_CALL_TIR = tvm.ir.Op.get("relax.call_tir")
+
+# Elements along both axes that change places: the lines of memory that a block reads and writes
+# stay in the cache (5504 x 2048 halves: 41 ms by blocks of 256, 63 ms by 64, 256 ms at once).
+BLOCK = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """A PrimFunc without a schedule, of one output, all of whose shapes are known."""
+
+    func: tirx.PrimFunc
+
+    @classmethod
+    def by(cls, func: tirx.PrimFunc) -> Computed:
+        """Whatever its name in a module is."""
+        named = func.attrs is not None and "global_symbol" in func.attrs
+        return cls(func.without_attr("global_symbol") if named else func)
+
+    @cached_property
+    def _hash(self) -> int:
+        return tvm_ffi.structural_hash(self.func)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Computed) and tvm_ffi.structural_equal(self.func, other.func)
+
+    def digest(self) -> str:
+        """See `ir.weights.Recipe`."""
+        return f"computed {self._hash}"
+
+    def of(self, arrays: Sequence[np.ndarray]) -> tvm.runtime.Tensor:
+        """See `ir.weights.Recipe`: compiled for the host, as FoldConstant does."""
+        func = self.func.with_attr("global_symbol", "recipe")
+        compiled = tvm.compile(tvm.IRModule({"recipe": func}), tvm.target.Target("llvm"))
+        out = self.func.params[-1].ty
+        result = tvm.runtime.empty([int(n) for n in out.shape], str(out.dtype))
+        compiled["recipe"](*map(tvm.runtime.tensor, arrays), result)
+        return result
+
+    def kernel(self) -> tirx.PrimFunc:
+        """See `ir.weights.Recipe`."""
+        return self.func
+
+
+@dataclass(frozen=True, slots=True)
+class Permuted:
+    """A weight of a shape and type with its axes in another order, contiguous."""
+
+    axes: tuple[int, ...]
+    shape: tuple[int, ...]
+    dtype: str
+
+    def digest(self) -> str:
+        """See `ir.weights.Recipe`."""
+        return f"permuted {self.axes}"
+
+    def of(self, arrays: Sequence[np.ndarray]) -> tvm.runtime.Tensor:
+        """See `ir.weights.Recipe`."""
+        (array,) = arrays
+        return permuted(array, self.axes)
+
+    def kernel(self) -> tirx.PrimFunc:
+        """See `ir.weights.Recipe`."""
+        given = te.placeholder(self.shape, self.dtype, name="weight")
+        return te.create_prim_func([given, topi.transpose(given, self.axes)])
+
+
+def permuted(array: np.ndarray, axes: tuple[int, ...]) -> tvm.runtime.Tensor:
+    """An array with its axes in another order, contiguous; by blocks, on all cores."""
+    axes = tuple(axis % array.ndim for axis in axes)
+    result = tvm.runtime.empty([array.shape[axis] for axis in axes], str(array.dtype))
+    words = f"uint{8 * array.itemsize}"
+    view = array.view(words).transpose(axes)
+    out = np.from_dlpack(result._create_view(result.shape, words))
+    if array.size <= BLOCK * BLOCK:
+        out[...] = view
+        return result
+    rows = axes.index(array.ndim - 1)  # along which `array` is contiguous; `out` is along the last
+    starts = range(0, view.shape[-1], BLOCK)
+
+    def copy(row: int) -> None:
+        for column in starts:
+            block = _block(array.ndim, {rows: row, array.ndim - 1: column})
+            out[block] = view[block]
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(copy, range(0, view.shape[rows], BLOCK)))
+    return result
+
+
+def _block(rank: int, starts: dict[int, int]) -> tuple[slice, ...]:
+    return tuple(
+        slice(starts[axis], starts[axis] + BLOCK) if axis in starts else slice(None)
+        for axis in range(rank)
+    )
+
+
+@tvm.transform.module_pass(opt_level=0, name="tvm_fusion.FoldConstants")
+class FoldConstants:
+    """`relax.transform.FoldConstant`, for which see the module docstring."""
+
+    def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
+        hidden, tensors = _without_weights(mod)
+        folded = relax.transform.FoldConstant()(hidden)
+        if not tensors:
+            return folded
+        return _recorded(relax.transform.BindParams("main", tensors)(folded))
+
+
+def _without_weights(mod: tvm.IRModule) -> tuple[tvm.IRModule, dict[str, tvm.runtime.Tensor]]:
+    """The module with the stand-ins of `main` as parameters, and what to bind these to again."""
+    main = mod["main"]
+    known: dict[str, Var] = {}
+    tensors: dict[str, tvm.runtime.Tensor] = {}
+
+    def parameter(constant: Expr) -> Expr:
+        weight = weight_of(constant)
+        if weight is None:
+            return constant
+        name = f"{weight.name} of the model"
+        if name not in known:
+            known[name] = Var(name, constant.ty)
+            tensors[name] = constant.value
+        return known[name]
+
+    body = tvm_ffi.structural_map(main.body, (tvm.ir.GenericConst, parameter))
+    if not known:
+        return mod, tensors
+    params = [*main.params, *known.values()]
+    out = mod.clone()
+    func = relax.Function(params, body, main.ret_ty, main.is_pure, main.attrs, main.span)
+    out.update_func(mod.get_global_var("main"), func)
+    return out, tensors
+
+
+def _recorded(mod: tvm.IRModule) -> tvm.IRModule:
+    recorder = _Recorder(mod)
+    gvar = mod.get_global_var("main")
+    recorder.builder_.update_func(gvar, recorder.visit_expr(mod["main"]))
+    return recorder.builder_.finalize()
+
+
+@mutator
+class _Recorder(PyExprMutator):
+    """Puts a stand-in in the place of each call of constants alone, one of them a stand-in."""
+
+    def __init__(self, mod: tvm.IRModule) -> None:
+        super().__init__(mod)
+        self.functions = {gvar.name_hint: func for gvar, func in mod.functions_items()}
+
+    def visit_var_(self, var: Var) -> Expr:
+        return self._known(super().visit_var_(var))
+
+    def visit_dataflow_var_(self, var: Var) -> Expr:
+        return self._known(super().visit_dataflow_var_(var))
+
+    def visit_call_(self, call: Call) -> Expr:
+        call = super().visit_call_(call)
+        if call.op != _CALL_TIR or len(call.args) != 2:
+            return call
+        given = call.args[1]
+        sources = list(given.fields) if isinstance(given, relax.Tuple) else [given]
+        if not any(map(weight_of, sources)) or any(tensor_of(s) is None for s in sources):
+            return call
+        func, ty = self.functions[call.args[0].name_hint], call.ty
+        if not isinstance(ty, relax.TensorType) or not _is_known(func, len(sources)):
+            return call
+        shape = [int(extent) for extent in ty.shape.values]
+        return derived(Computed.by(func), sources, shape, str(ty.dtype))
+
+    def _known(self, var: Expr) -> Expr:
+        """A variable, or the stand-in that it is bound to."""
+        value = self.builder_.lookup_binding(var) if isinstance(var, Var) else None
+        return value if weight_of(value) is not None else var
+
+
+def _is_known(func: object, inputs: int) -> bool:
+    """Whether a function computes one output, all of whose extents are numbers."""
+    return (
+        isinstance(func, tirx.PrimFunc)
+        and len(func.params) == inputs + 1
+        and all(isinstance(p.ty, tirx.BufferType) for p in func.params)
+        and all(isinstance(n, tirx.IntImm) for p in func.params for n in p.ty.shape)
+    )
