@@ -105,6 +105,7 @@ def _lent_call(repeated: Repeated, arguments: Sequence[Any], kind: Kind) -> Repe
     table = _table(repeated.function, arguments)
     checked = _checked(table)
     usual = tvm.runtime.Tensor if kind is Kind.TVM else sys.modules["torch"].Tensor
+    usual_only = {usual}
 
     def call(inputs: Sequence[Any]) -> Any:
         if on_cpu and not _threads.settled:
@@ -119,7 +120,7 @@ def _lent_call(repeated: Repeated, arguments: Sequence[Any], kind: Kind) -> Repe
                 return None  # no tensor of TVM's can be made of an input: the check says why
         if result is None or type(result) is usual:
             return result
-        if all(type(x) is usual for x in inputs):
+        if set(map(type, inputs)) == usual_only:
             if kind is Kind.TORCH and type(result) is tvm_ffi.Array:
                 return _tensors(result, inputs[0])
             return from_tvm(result, kind, None, repeated.own)
@@ -131,8 +132,10 @@ def _lent_call(repeated: Repeated, arguments: Sequence[Any], kind: Kind) -> Repe
 def _tensors(results: tvm_ffi.Array, like: Any) -> tuple[Any, ...]:
     """Outputs as tensors of torch, which `like` is one of; tuples within them as tuples."""
     item = _item()
-    given = (item(results, i, like) for i in range(len(results)))
-    return tuple(_tensors(x, like) if type(x) is tvm_ffi.Array else x for x in given)
+    given = [item(results, i, like) for i in range(len(results))]
+    if tvm_ffi.Array in map(type, given):
+        given = [_tensors(x, like) if type(x) is tvm_ffi.Array else x for x in given]
+    return tuple(given)
 
 
 @cache
