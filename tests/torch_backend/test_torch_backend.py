@@ -3,12 +3,15 @@ breaks, and what falls back.
 """
 
 import importlib.metadata
+import json
+import logging
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
+from torch._logging._internal import LazyTraceHandler, TorchLogsFormatter
 
 import tvm_fusion.torch_backend as torch_backend
 from tvm_fusion.errors import BuildError, ConfigError, FrontendError
@@ -436,6 +439,47 @@ def test_reports_are_handed_over_and_written(tmp_path):
     assert told[0].save(tmp_path / "part.so").exists()
     written = sorted(path.suffix for path in (tmp_path / "reports").iterdir())
     assert written == [".html", ".html", ".json", ".json"]
+
+
+@pytest.fixture
+def traces(tmp_path):
+    """What torch writes where TORCH_TRACE is set: metadata and payload of artifacts, by name."""
+    handler, log = LazyTraceHandler(str(tmp_path)), logging.getLogger("torch.__trace")
+    handler.setFormatter(TorchLogsFormatter(trace=True))
+    log.addHandler(handler)
+
+    def read():
+        (path,) = tmp_path.iterdir()
+        found, payload = {}, []
+        for line in path.read_text().splitlines():
+            if line.startswith("\t"):
+                payload.append(line[1:])
+                continue
+            told, payload = json.loads(line[line.index("] {") + 2 :]), []
+            found[told.get("artifact", {}).get("name")] = told, payload
+        return {name: (told, "\n".join(lines)) for name, (told, lines) in found.items()}
+
+    yield read
+    log.removeHandler(handler)
+    handler.close()
+
+
+def test_traces_hold_parts_reports_plans_and_kernels(traces):
+    reports = []
+    with pytest.warns(UserWarning, match="airy_ai"):
+        compiled(lambda x: torch.special.airy_ai(x.exp()) + 1, report=reports.append)(torch.ones(3))
+    graph, found = f"tvm_fusion_graph{reports[0].graph}", traces()
+    for report in reports:
+        name = f"tvm_fusion_{report.name}"
+        assert json.loads(found[f"{name}_report"][1]) == json.loads(json.dumps(report.to_json()))
+        assert json.loads(found[f"{name}_plan"][1]) == report.plan.to_json()
+        kernels = found[f"{name}_kernels"][1]
+        assert all(group.name in kernels for group in report.report.groups)
+    assert "part1:" in found[f"{graph}_parts"][1]
+    assert "special_airy_ai" in found[f"{graph}_parts"][1]
+    told = [told for name, (told, _) in found.items() if name and name.startswith(graph)]
+    assert len(told) == 7
+    assert all(one["frame_id"] is not None for one in told)  # of this compilation of Dynamo
 
 
 def test_strict_is_an_error_that_names_the_operator(modules):

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import CompileContext
 
 from tvm_fusion.errors import FrontendError
 from tvm_fusion.frontends.torch.refusals import OperatorsRefused, listed
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
 from tvm_fusion.torch_backend.options import BackendOptions
 from tvm_fusion.torch_backend.part_calls import PartCalls
-from tvm_fusion.torch_backend.part_reports import PartReport, tell
+from tvm_fusion.torch_backend.part_reports import PartReport, tell, trace
 from tvm_fusion.torch_backend.partition import NAME, Partition, partitioned
 
 _numbers = itertools.count()
@@ -31,6 +32,7 @@ class GraphCalls:
         """`static` are the inputs that are parameters or buffers."""
         self._graph, self._static, self._options = graph, static, options
         self._number = next(_numbers)
+        self._compile_id = CompileContext.current_compile_id()
         self._lock = threading.RLock()
         self._run: Callable[..., Any] | None = None
 
@@ -51,6 +53,7 @@ class GraphCalls:
             if not found:
                 break
             refused |= found
+        trace(f"graph{self._number}_parts", lambda: _text(cut), self._compile_id)
         self._tell_of_outside(cut)
         for number, (call, part) in enumerate(zip(cut.parts, parts, strict=True)):
             _call(call, part, number)
@@ -94,7 +97,7 @@ class GraphCalls:
 
         def told(module: CompiledModule) -> None:
             report = PartReport(self._number, part, module, cut.count, outside)
-            tell(report, self._options.report)
+            tell(report, self._options.report, self._compile_id)
 
         return told
 
@@ -109,6 +112,14 @@ class GraphCalls:
                 "with other operators, or leave the option strict out"
             )
         warnings.warn(f"tvm_fusion: {text}: {'; '.join(lines)}", stacklevel=2)
+
+
+def _text(cut: Partition) -> str:
+    """A graph in parts, and what is in each."""
+    texts = [cut.graph.code]
+    for call in cut.parts:
+        texts.append(f"{call.target}:\n{cut.graph.get_submodule(call.target).code}")
+    return "\n".join([*texts, *listed(cut.outside)])
 
 
 def _refused(

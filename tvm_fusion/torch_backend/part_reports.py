@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch._guards import CompileId
 from torch._logging import trace_structured
 
 from tvm_fusion.plan.plan import FusionPlan
 from tvm_fusion.report.screen import Report
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
+from tvm_fusion.runtime.calls.launch_count import llvm_sources
 
 _log = logging.getLogger(__name__)
 
@@ -49,6 +51,11 @@ class PartReport:
     def plan(self) -> FusionPlan:
         return self.module.plan
 
+    def kernels(self) -> str:
+        """The source of its kernels: CUDA, or LLVM IR for a CPU."""
+        sources = self.module.built.cuda_sources or llvm_sources(self.module.executable.mod)
+        return "\n".join(sources)
+
     def save(self, path: str | Path) -> Path:
         """Write the part as a library; see `CompiledModule.save`."""
         return self.module.save(path)
@@ -64,21 +71,18 @@ class PartReport:
         }
 
 
-def tell(report: PartReport, to: Callable[[PartReport], Any] | str | Path | None) -> None:
-    """Hand a report to whom the option names, and to torch's traces."""
+def tell(
+    report: PartReport,
+    to: Callable[[PartReport], Any] | str | Path | None,
+    compile_id: CompileId | None = None,
+) -> None:
+    """Hand a report to whom the option names, and to torch's traces, where it stands with the
+    compilation of Dynamo that the part is of.
+    """
     _log.info("%s of %d operators is compiled", report.name, report.operators)
-    for kind, made in (
-        ("report", lambda: json.dumps(report.to_json())),
-        ("plan", lambda: json.dumps(report.plan.to_json())),
-        ("kernels", lambda: "\n".join(report.module.built.cuda_sources)),
-    ):
-        name = f"tvm_fusion_{report.name}_{kind}"
-        encoding = "string" if kind == "kernels" else "json"
-        trace_structured(
-            "artifact",
-            metadata_fn=lambda name=name, encoding=encoding: {"name": name, "encoding": encoding},
-            payload_fn=made,
-        )
+    trace(f"{report.name}_report", lambda: json.dumps(report.to_json()), compile_id, "json")
+    trace(f"{report.name}_plan", lambda: json.dumps(report.plan.to_json()), compile_id, "json")
+    trace(f"{report.name}_kernels", report.kernels, compile_id)
     if to is None:
         return
     if callable(to):
@@ -88,3 +92,17 @@ def tell(report: PartReport, to: Callable[[PartReport], Any] | str | Path | None
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{report.name}.json").write_text(json.dumps(report.to_json()), encoding="utf-8")
     report.report.write_html(folder / f"{report.name}.html")
+
+
+def trace(
+    name: str, payload: Callable[[], str], compile_id: CompileId | None, encoding: str = "string"
+) -> None:
+    """An artifact for `tlparse`; its payload is made where somebody listens."""
+    name = f"tvm_fusion_{name}"
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": name, "encoding": encoding},
+        payload_fn=payload,
+        expect_trace_id=False,  # a part is compiled in its first call, when Dynamo is done
+        compile_id=compile_id,
+    )

@@ -111,6 +111,13 @@ def cuda_sources(module: tvm.runtime.Module) -> tuple[str, ...]:
     return tuple(m.inspect_source() for m in _import_tree(module) if m.kind == "cuda")
 
 
+def llvm_sources(module: tvm.runtime.Module) -> tuple[str, ...]:
+    """Return the LLVM IR of every module for a CPU below a module: its kernels, or the host code of
+    those for a GPU.
+    """
+    return tuple(m.inspect_source("ll") for m in _import_tree(module) if m.kind == "llvm")
+
+
 def host_launches(llvm_ir: str, kernels: set[str]) -> dict[str, list[str]]:
     """Return the kernels (and library functions) launched per host function, from its LLVM IR.
 
