@@ -21,7 +21,7 @@ from tvm_fusion.kernels.pointwise.kernel import (
 )
 from tvm_fusion.kernels.program.analysis import analyze
 
-from ...support.cuda_on_cpu import compile_cubins, cuda_source, run_cuda_on_cpu
+from ...support.cuda_on_cpu import compile_cubins, cuda_source, ptxas_report, run_cuda_on_cpu
 from ...support.kernel_cases import Case, assert_close, chain, fuse, gelu_of, rope, rotate_half
 from ...support.kernel_checks import assert_right
 
@@ -575,6 +575,21 @@ def test_all_kernels_become_cubins_without_spills():
     resources = compile_cubins(kernels)
     assert {r.kernel for r in resources} == set(kernels)
     assert [r for r in resources if r.spill_bytes] == []
+
+
+def test_a_pool_of_a_pool_is_read_by_vectors_that_leave_registers():
+    """Each result is made of 49 elements."""
+
+    def emit(bb, x):
+        options = {"padding": (1, 1), "layout": "NHWC"}
+        y = bb.emit(op.nn.max_pool2d(x, (3, 3), (2, 2), **options))
+        return relax.Tuple([y, bb.emit(op.nn.max_pool2d(y, (3, 3), **options))])
+
+    program = analyze(fuse(emit, ((8, 28, 28, 64), "float16")))
+    config = pointwise_config(program, H200)
+    assert config.width == 4
+    kernel = emit_pointwise(program, H200, config)
+    assert "0 bytes spill stores" in ptxas_report(cuda_source(kernel), H200.arch)
 
 
 def test_a_sine_of_any_angle_is_at_most_one():

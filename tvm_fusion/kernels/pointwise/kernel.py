@@ -49,6 +49,11 @@ REGISTERS = 18
 """Registers of a thread beside its loaded vectors (ptxas gives pointwise kernels of the benchmark
 suite 17 to 32 with one or two vectors of 16 bytes)."""
 
+MOST_LOADED = 160
+"""Registers of what a thread loads before it computes. Two max pools of 3 x 3 behind each other
+read 49 elements a result: vectors of 8 halves took 196 registers and spilled 2.4 KB a thread, of 4
+none."""
+
 LINE = 128
 """Bytes of a line of the L1."""
 
@@ -84,6 +89,7 @@ def pointwise_ranked(
             for t in sizes
             for u in (UNROLL if form.across is None else UNROLL[:1])
         ]
+        choices = [c for c in choices if _leaves_registers(program, c, hw)] or choices
         timed = [(estimate_us(program, c, hw) / 1e6, c) for c in choices]
         found += sorted(timed, key=lambda entry: entry[0])
     return found
@@ -91,7 +97,7 @@ def pointwise_ranked(
 
 def _forms(program: Program) -> list[list[PointwiseConfig]]:
     """Widths and directions; the best first, those that the estimate compares together."""
-    width = vector_width(program, tail=not program.rows)
+    width = _that_fits(program, vector_width(program, tail=not program.rows))
     plain = PointwiseConfig(width=width, across=axis_to_walk(program, width))
     forms = [[plain]]
     if plain.across is not None:
@@ -104,6 +110,31 @@ def _forms(program: Program) -> list[list[PointwiseConfig]]:
         first = plain.across is None and width * narrowest < NARROW
         forms.insert(0 if first else len(forms), [PointwiseConfig(width=wide, flat=True)])
     return forms
+
+
+def _that_fits(program: Program, width: int) -> int:
+    """The widest of vectors so wide, or narrower, whose loads leave registers to compute in."""
+    while width > 1 and _loaded_registers(program, PointwiseConfig(width=width)) > MOST_LOADED:
+        width //= 2
+    return width
+
+
+def _leaves_registers(program: Program, config: PointwiseConfig, hw: HardwareProfile) -> bool:
+    """Whether a thread has registers left beside what its vectors load."""
+    most = min(MOST_LOADED, hw.registers_per_sm // config.threads - REGISTERS)
+    return config.unroll * _loaded_registers(program, config) <= most
+
+
+def _loaded_registers(program: Program, config: PointwiseConfig) -> int:
+    """Registers of a thread for the tiles, elements and combs of one vector."""
+    width = config.width
+    if config.flat:
+        return width * sum(bytes_of(tile.dtype) for tile in flat_tiles(program)) // 4
+    size = sum(bytes_of(tile.dtype) for tile in program.tiles)
+    found = vector_elements(program, width).values()
+    size += sum(bytes_of(vector.element.dtype) for vector in found)
+    size += sum(comb.stride * bytes_of(comb.dtype) for comb in combs(program, width))
+    return width * size // 4
 
 
 def estimate_us(program: Program, config: PointwiseConfig, hw: HardwareProfile) -> float:
