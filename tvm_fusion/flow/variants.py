@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import tvm
 
 from ..config import HardwareProfile, Policy
+from ..host.collector import uncollected
 from ..host.logs import topic
 from ..host.stages import stepped
 from ..ir.graph import FusionGraph, build_graph
@@ -47,6 +48,7 @@ class _Variant:
         return self.of(opened, (*self.plan.rewrites, name), target, hw, policy)
 
 
+@uncollected()
 def best_plan(
     mod: tvm.IRModule, target: tvm.target.Target, hw: HardwareProfile, policy: Policy
 ) -> tuple[tvm.IRModule, FusionGraph, FusionPlan]:

@@ -235,11 +235,12 @@ class _GraphBuilder:
             return
         op_id = len(self.ops)
         call = value if fusible and _is_call_tir(value) else None
-        branched = call is not None and any(map(_has_conditions, (var.ty, call.args[1].ty)))
-        call = None if branched else call
         inputs = self._value(call.args[1]) if call is not None else self._value(value)
         symbols = self._symbols_read(var.ty, value)
         outputs = self._declare(var.name, var.ty, op_id)
+        branched = call is not None and self._is_symbolic(inputs, outputs)
+        branched = branched and any(map(_has_conditions, (var.ty, call.args[1].ty)))
+        call = None if branched else call
         self.values[hash(var)] = outputs
         op = Op(
             op_id,
@@ -255,6 +256,10 @@ class _GraphBuilder:
         if call is not None:
             op = self._read(op, call, inputs, tuple(_flatten(outputs)))
         self.ops.append(op)
+
+    def _is_symbolic(self, *values) -> bool:
+        shapes = (self.tensors[t].shape for t in _flatten(values))
+        return any(not isinstance(extent, int) for shape in shapes for extent in shape)
 
     def _symbols_made(self, binding, op_id: int) -> tuple[int, ...]:
         """A match_cast gives symbols their values: whoever uses them comes after it, as if it read

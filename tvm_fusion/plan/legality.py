@@ -39,6 +39,11 @@ NOT_OF_A_CLASS = (RecursionError, MemoryError, TooDeep)
 """Errors that are handled elsewhere: a deep graph is tried again with more stack."""
 
 
+AssumedL2 = tuple[tuple[int, float], ...]
+"""Places among the tensors that a group touches, and bytes of them that are taken to lie in the
+L2."""
+
+
 class Costed(NamedTuple):
     """A legal group with its kernel class and predicted time."""
 
@@ -47,6 +52,7 @@ class Costed(NamedTuple):
     fit: Fit
     estimate: Estimate
     bytes: float
+    assumed_l2: AssumedL2 = ()
     charge_us: float = 0.0  # for what a fused group's prediction may be wrong by (`Caution`)
 
     @property
@@ -62,6 +68,7 @@ class _Shared(NamedTuple):
     fit: Fit
     estimate: Estimate
     bytes: float
+    assumed_l2: AssumedL2
 
 
 @dataclass
@@ -252,7 +259,8 @@ class Evaluator:
 
     def assumed_l2(self, costed: Costed) -> dict[str, float]:
         """Bytes of inputs, by tensor, that the estimate takes to lie in the L2."""
-        found = costed.kernel.traffic(costed.view, costed.fit, self.hw).assumed_l2
+        touched = self.wiring.touched_by(costed.view.ops)
+        found = ((touched[place], size) for place, size in costed.assumed_l2)
         return {self.graph.tensors[t].name: round(size) for t, size in found if size >= 1}
 
     def _find(self, view: GroupView) -> Costed | Refusal:
@@ -276,7 +284,7 @@ class Evaluator:
         if self.caution is not None and is_fused(self.graph, view.ops):
             common = self._common_us(view, found.fit.kernel_class, found.estimate)
             charge = self.caution.charge_us(found.fit, found.estimate, common)
-        return Costed(view, found.kernel, found.fit, found.estimate, found.bytes, charge)
+        return Costed(view, *found, charge)
 
     def _evaluate(self, view: GroupView, needed: Resources | None = None) -> _Shared | Refusal:
         """The class that takes a group, and its time; `needed` is what it was found to need."""
@@ -309,7 +317,9 @@ class Evaluator:
         cost = estimate(traffic, resources, self.hw, self.policy.launch)
         if self.residual is not None and traffic.launches:
             cost = self.residual.apply(fit.kernel_class, fit, traffic, resources, cost, self.hw)
-        return _Shared(kernel, fit, cost, traffic.l2_bytes)
+        place = {t: n for n, t in enumerate(self.wiring.touched_by(view.ops))}
+        assumed_l2 = tuple((place[t], size) for t, size in traffic.assumed_l2)
+        return _Shared(kernel, fit, cost, traffic.l2_bytes, assumed_l2)
 
     def _refuse(self, view: GroupView) -> Refusal | None:
         """Refusals that no kernel class is asked about."""

@@ -109,6 +109,10 @@ class Wiring:
         number = map(self.number.__getitem__, ops)
         return (*number, -1, *map(place, touched), -1, *map(place, outputs))
 
+    def touched_by(self, ops: tuple[int, ...]) -> tuple[int, ...]:
+        """The tensors that a group touches, each once: those of equal groups correspond."""
+        return tuple(dict.fromkeys(chain.from_iterable([self.touched[op] for op in ops])))
+
     def _traits(self, op: Op, hw: HardwareProfile) -> int:
         known = self.structures.traits
         if not op.key:

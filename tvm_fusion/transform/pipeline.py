@@ -31,6 +31,7 @@ from .lower.constant_arithmetic import folding
 from .lower.drop_empty import DropEmpty, check_defined
 from .lower.fix_bool_arithmetic import FixBoolArithmetic
 from .lower.joins import JOINED_CONCATS, MarkJoins
+from .lower.legalized_once import once
 from .lower.legalizers import (
     FIRST_EXTREMA,
     HALF_OPERATORS,
@@ -146,13 +147,13 @@ def legalize(
         "relax.where": legalize_where,
     }
     # Constants that are lean stay so: what widens them again is for kernels to evaluate.
-    widening = [LeanConstants(), relax.transform.LegalizeOps(table)]
+    widening = [LeanConstants(), relax.transform.LegalizeOps(once(table))]
     passes = [
         *([SplitReductions(gpu)] if gpu is not None else []),
         *([WidenSorts()] if target.kind.name == "llvm" else [OpenMedians(), OpenScans()]),
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),
-        relax.transform.LegalizeOps(folding(table)),
+        relax.transform.LegalizeOps(folding(once(table))),
         OrderedWrites(),
         FoldConstants(),
         BindWeights(),

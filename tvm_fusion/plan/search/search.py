@@ -6,13 +6,12 @@ others follow them.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 
 from ...config import HardwareProfile, Policy
 from ...cost.probe import GroupKey
 from ...cost.traffic import Resources
+from ...host.collector import uncollected
 from ...ir.graph import FusionGraph, OpKind
 from ..decide.caution import Caution
 from ..explain.reasons import reasons_apart
@@ -252,22 +251,8 @@ def search(
         Every operator in exactly one owning group; groups in an order in which they can run.
     """
     evaluator = Evaluator(graph, hw, policy, forbidden, caution, probed or {}, structures)
-    with _uncollected():
+    with uncollected():
         return plan_from(evaluator, solve(evaluator))
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Pauses the collector of cyclic garbage: a search makes none, but so many objects that the
-    collector would take a tenth of its time.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def solve(evaluator: Evaluator) -> Solution:
@@ -311,5 +296,5 @@ def _greedy(state: State, at_once: bool) -> Solution:
 def unfused_plan(graph: FusionGraph, hw: HardwareProfile, policy: Policy) -> FusionPlan:
     """The plan that fuses nothing."""
     evaluator = Evaluator(graph, hw, policy)
-    with _uncollected():
+    with uncollected():
         return plan_from(evaluator, launches_of(State.unfused(evaluator)), explain=False)
