@@ -13,7 +13,7 @@ from tvm import relax
 import tvm_fusion
 from tvm_fusion.host import progress
 from tvm_fusion.host.progress import shown
-from tvm_fusion.host.stages import Stage, stage, stepped
+from tvm_fusion.host.stages import Stage, stage, stepped, table
 from tvm_fusion.host.stages import progress as stages
 from tvm_fusion.runtime.calls.sidecar import without_lines
 from tvm_fusion.runtime.timing.spans import kernel_walls
@@ -114,6 +114,21 @@ def test_what_a_stage_took_is_logged(caplog):
         one.step()
     assert re.fullmatch(r"kernels written: 1 of 2: 0\.\d+ s", caplog.messages[-1])
     assert str(Stage("programs run", done=5)) == "programs run: 5"
+
+
+def test_stages_within_are_logged_as_a_table_with_equal_ones_together(caplog):
+    with caplog.at_level("INFO", logger="tvm_fusion.time"), table("compile"):
+        for _ in range(2):
+            with stage("planning"), stage("lowering"):
+                time.sleep(0.02)
+        with stage("building"), table("compile"):
+            pass
+    lines = [re.sub(r" +", " ", line) for line in caplog.messages[-5:]]
+    shapes = [r"compile {s}", r" planning \(2\) {s} \d+%", r" lowering \(2\) {s} \d+%"]
+    shapes += [r" building {s} \d+%", r" compile {s} \d+%"]
+    for line, shape in zip(lines, shapes, strict=True):
+        assert re.fullmatch(shape.format(s=r"\d\.\d\d s"), line)
+    assert float(lines[0].split()[-2]) >= float(lines[1].split()[-3]) >= 0.04
 
 
 def test_nobody_who_does_not_listen_hears_of_stages(capfd):

@@ -286,6 +286,8 @@ class _Phases(logging.Handler):
         self.logger = logging.getLogger("tvm_fusion.time")
 
     def emit(self, record: logging.LogRecord) -> None:
+        if len(record.args) != 2:  # a line of the table of all stages
+            return
         stage, seconds = record.args
         if seconds >= 1:
             self.long[str(stage)] = round(seconds, 1)

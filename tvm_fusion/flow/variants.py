@@ -9,7 +9,7 @@ import tvm
 from ..config import HardwareProfile, Policy
 from ..host.collector import uncollected
 from ..host.logs import topic
-from ..host.stages import stepped
+from ..host.stages import stage, stepped
 from ..ir.graph import FusionGraph, build_graph
 from ..plan.decide.decide import decide
 from ..plan.decide.probing import probed_plan
@@ -36,9 +36,12 @@ class _Variant:
 
     @classmethod
     def of(cls, opened, rewrites, target, hw, policy) -> _Variant:
-        low = legalize(opened, target, hw)
-        graph = build_graph(low)
-        return cls(opened, low, graph, replace(decide(graph, hw, policy), rewrites=rewrites))
+        with stage("lowering"):
+            low = legalize(opened, target, hw)
+            graph = build_graph(low)
+        with stage("deciding"):
+            plan = decide(graph, hw, policy)
+        return cls(opened, low, graph, replace(plan, rewrites=rewrites))
 
     def rewritten(self, name, target, hw, policy) -> _Variant | None:
         """The variant with one more rewrite; None if that finds nothing to do."""
