@@ -23,6 +23,7 @@ from ..cost.probe import probe as compiled_kernels
 from ..errors import InputError, TargetError
 from ..flow.functions import Plans, planned_functions
 from ..flow.planned import Planned
+from ..host.stages import table
 from ..plan.search.bound import bound_of_plan
 from ..report.assemble import planned_report
 from ..report.screen import FunctionReports, Report
@@ -42,6 +43,7 @@ logger = logging.getLogger(__name__)
 VERIFY = (True, False, "full", "groups", "report")
 
 
+@table("compile")
 def compile(
     model: Any,
     target: Any = None,
@@ -165,7 +167,7 @@ def _is_checked(compiled: CompiledModule | CompiledFunctions) -> bool:
     """Whether a module of which kernels alone were checked was compared with its source."""
     if not isinstance(compiled, CompiledModule):
         return True
-    found = compiled.report.verify
+    found = compiled.verification
     return found is None or not found.kernels or found.source_error is not None
 
 
@@ -186,6 +188,7 @@ def graph_policy(target: Any, policy: Any) -> Policy:
     return replace(load_policy(policy), launch="graph")
 
 
+@table("explain")
 def explain(
     model: Any,
     target: Any = None,

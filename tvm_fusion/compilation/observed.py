@@ -85,14 +85,16 @@ def observe_plan(planned: Planned) -> None:
     _dump_plan(folder, planned)
 
 
-def observe_built(made: BuiltPlan, report: Report) -> None:
-    """A function is built and has its report; the plan may be another one than it was before."""
+def observe_built(made: BuiltPlan, report: Callable[[], Report]) -> None:
+    """A function is built, and its report can be had; the plan may be another one than it was
+    before.
+    """
     folder = _folder(made.planned)
     if folder is None:
         return
     _dump_plan(folder, made.planned)
     _dump_kernels(folder, made.built)
-    observe_report(made.planned, report)
+    observe_report(made.planned, report())
 
 
 def observe_report(planned: Planned, report: Report) -> None:

@@ -9,7 +9,7 @@ What stands in brackets is done where it is wished for and where there is a devi
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,9 +29,12 @@ from ..flow.planned import BuiltPlan, Planned
 from ..host.stages import stage
 from ..plan.plan import FREE
 from ..plan.refusal import RefusalCode
-from ..report.assemble import built_report, with_calls
+from ..report.assemble import built_report, calls_of, verification_of
+from ..report.facts import Comparison
+from ..report.screen import Report
 from ..runtime.build.build import Built
 from ..runtime.calls.compiled_module import KEEPS, CompiledModule
+from ..runtime.calls.launch_count import count_launches
 from ..runtime.timing.timing import FUSED, UNFUSED, TimeReport, time_modules
 from ..tuning.session.lookup import OtherKernels, configuration
 from .observed import observe_built, observe_plan
@@ -169,22 +172,37 @@ def refuse_wrong(checked: Checked, wishes: Wishes) -> None:
         raise wrong_numbers(checked, configuration)
 
 
-def tell(compiled: CompiledModule, done: Finished) -> None:
+def tell(
+    compiled: CompiledModule, done: Finished, renamed: Callable[[Report], Report] | None = None
+) -> None:
     """Gives the function that was compiled its CUDA graphs, its report, and the signature that
-    callers see.
+    callers see. The report is made when it is read: it compares with the plan of the unfused model.
     """
     wishes, unfused, planned = done.wishes, done.unfused, done.made.planned
     convention = planned.source.convention
     if convention is not None and convention.keeps:
         compiled.uncapturable = KEEPS
     compiled.cuda_graph = wishes.cuda_graph
-    report = built_report(done.made, unfused, done.checked, done.times)
+    compiled.verification = verification_of(done.checked)
     inputs = drawn_inputs(planned.mod) if wishes.verify or wishes.timed else None
-    memory = unfused.memory if unfused is not None else planned.unfused_memory()
-    compiled.report = with_calls(report, compiled, memory, inputs, wishes.timed)
+    calls = calls_of(compiled, inputs, wishes.timed)
+    errors = done.checked.group_errors if done.checked is not None else None
+    # Not `done` itself, which holds float64 results and the unfused module.
+    made, times, peak_bytes = done.made, done.times, compiled.peak_memory_bytes
+    launches, memory = None, None
+    if unfused is not None:
+        launches, memory = count_launches(unfused), unfused.memory
+
+    def report(compiled: CompiledModule) -> Report:
+        found = built_report(made, launches, compiled.verification, errors, times)
+        apart = planned.unfused_memory() if memory is None else memory
+        found = replace(found, memory=Comparison(peak_bytes, apart.peak_bytes()), **calls)
+        return found if renamed is None else renamed(found)
+
+    compiled.report = report
     compiled.signature = compiled.signature.in_formats(planned.formats)
     compiled.follow(convention)
-    observe_built(done.made, compiled.report)
+    observe_built(made, lambda: report(compiled))
 
 
 def hold_to_source(
@@ -198,7 +216,7 @@ def hold_to_source(
     VerificationError
         The imported model is another function, and that is not only to be `reported`.
     """
-    checked = compiled.report.verify
+    checked = compiled.verification
     here = tvm.runtime.device_from_target(planned.target).exist
     if here and checked is None:  # no values can be drawn
         return
@@ -217,7 +235,7 @@ def hold_to_source(
         checked = replace(
             checked, source=found.name, source_error=found.error, source_note=found.note
         )
-    compiled.report = replace(compiled.report, verify=checked)
+    compiled.verification = checked
 
 
 def has_device(planned: Planned) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import tvm
@@ -64,10 +65,13 @@ def compile_functions(
     )
     for name, one in found.items():
         compiled[name].settle_weights()
-        tell(compiled[name], one)
-        compiled[name].report = _as_built(compiled[name].report, built.names[name])
-    compiled.report = FunctionReports({n: one.report for n, one in compiled.items()})
+        tell(compiled[name], one, partial(_as_built, names=built.names[name]))
+    compiled.report = _of_each
     return compiled
+
+
+def _of_each(compiled: CompiledFunctions) -> FunctionReports:
+    return FunctionReports({name: one.report for name, one in compiled.items()})
 
 
 def _finished_again(found: Mapping[str, Finished]) -> tuple[BuiltTogether, dict[str, Finished]]:
@@ -106,8 +110,6 @@ def build_together(
             parts = {name: alone.get(name, one.mod) for name, one in written.items()}
             mod, names = joined(parts, shared.names, fresh)
             mod = tvm.transform.Sequential([PackConstants()])(mod)
-            if ahead is not None:
-                _ = [planned.whole for planned in functions.values()]  # while nvcc works
             how = {"plan_memory": not alone, "ahead": ahead}
             try:
                 built = build_entries(mod, list(written), first.target, **how)

@@ -315,8 +315,6 @@ class Planned:
         while True:
             with kernels_ahead(self.target, self.hw, self.policy) as ahead:
                 written = planned.write(ahead)
-                if ahead is not None:
-                    _ = self.whole  # reports compare with it: planned while nvcc works
                 try:
                     return written.built(build(written.mod, self.target, ahead=ahead))
                 except KernelBuildError as error:

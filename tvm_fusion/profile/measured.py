@@ -144,7 +144,7 @@ class Ready:
     @classmethod
     def of(cls, made: BuiltPlan, hw: HardwareProfile) -> Ready:
         """What is needed of a build."""
-        groups = built_report(made, None, None, {}).groups
+        groups = built_report(made).groups
         return cls(made, CompiledModule.of(made.built), groups, tuple(map(_limit_us, groups)))
 
 

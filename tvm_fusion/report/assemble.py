@@ -24,7 +24,6 @@ from ..plan.explain.reasons import layout_changes, refusals_between
 from ..plan.explain.true_reasons import true_reasons
 from ..plan.plan import FREE, UNWRITTEN, FusionPlan, PlannedGroup
 from ..plan.refusal import Refusal
-from ..runtime.build.build import Built
 from ..runtime.calls.launch_count import count_launches
 from ..runtime.timing.timing import TimeReport, wall_times
 from ..transform.apply.materialize import Materialized, materialize
@@ -36,7 +35,6 @@ from .screen import Report
 from .sources import SourceReport, sources_of
 
 if TYPE_CHECKING:
-    from ..runtime.calls.call_memory import MemoryPlan
     from ..runtime.calls.compiled_module import CompiledModule
 
 
@@ -78,11 +76,23 @@ def planned_report(planned: Planned, probed: Probed | None = None) -> Report:
 
 def built_report(
     made: BuiltPlan,
-    unfused: Built | None,
-    checked: Checked | None,
-    times: Mapping[str, TimeReport],
+    unfused_launches: int | None = None,
+    verify: Verification | None = None,
+    group_errors: Mapping[str, float] | None = None,
+    times: Mapping[str, TimeReport] | None = None,
 ) -> Report:
-    """The report of a built module; launches are read off the built modules."""
+    """The report of a built module.
+
+    Parameters
+    ----------
+    made : BuiltPlan
+    unfused_launches : int, optional
+        Of the unfused module if it was built; else its plan says how many.
+    verify : Verification, optional
+    group_errors : mapping of str to float, optional
+        Of groups that were checked on their own, by name of their PrimFunc.
+    times : mapping of str to TimeReport, optional
+    """
     planned, built, materialized = made.planned, made.built, made.materialized
     plan, whole, told = planned.plan, planned.whole.alone, with_true_reasons(planned)
     groups = []
@@ -101,7 +111,7 @@ def built_report(
                 spill_bytes=max((k.spill_bytes for k in found), default=None),
                 code_bytes=max((k.code_bytes for k in found), default=None),
                 fallback=planned.cuts.get(g.ops),
-                error=checked.group_errors.get(name) if checked else None,
+                error=(group_errors or {}).get(name),
                 tuned=_tuned(planned, materialized, g, name),
             )
         )
@@ -110,22 +120,27 @@ def built_report(
         **_of_model(planned, told, groups, sources),
         target=plan.device,
         launches=Comparison(
-            count_launches(built), count_launches(unfused) if unfused else _launches(whole)
+            count_launches(built),
+            _launches(whole) if unfused_launches is None else unfused_launches,
         ),
         bytes=Comparison(_bytes(plan), _bytes(whole)),
-        times=times,
+        times=times or {},
         plan=plan.to_dict(),
         layouts=layout_reports(planned.graph, told, materialized.functions),
         threads=thread_count() if built.target.kind.name == "llvm" else None,
         plain=built.plain,
         unlearned=_unlearned(planned),
-        verify=checked
-        and Verification(
-            checked.verification.passed,
-            checked.verification.worst_error,
-            checked.verification.not_finite,
-            kernels=checked.kernels,
-        ),
+        verify=verify,
+    )
+
+
+def verification_of(checked: Checked | None) -> Verification | None:
+    """What a check found."""
+    return checked and Verification(
+        checked.verification.passed,
+        checked.verification.worst_error,
+        checked.verification.not_finite,
+        kernels=checked.kernels,
     )
 
 
@@ -309,36 +324,24 @@ def _reasons(plan: FusionPlan, first: PlannedGroup, second: PlannedGroup) -> lis
 logger = logging.getLogger(__name__)
 
 
-def with_calls(
-    report: Report,
-    compiled: CompiledModule,
-    unfused: MemoryPlan,
-    inputs: Sequence[Any] | None,
-    time: bool,
-) -> Report:
-    """The report with the memory and the CUDA graph of a call.
+def calls_of(compiled: CompiledModule, inputs: Sequence[Any] | None, time: bool) -> dict[str, Any]:
+    """What a report says of the memory and the CUDA graph of a call.
 
     Parameters
     ----------
-    report : Report
     compiled : CompiledModule
         With its `cuda_graph` set.
-    unfused : MemoryPlan
-        Of the module to compare with.
     inputs : sequence or None
         To run it with, where there is a device.
     time : bool
         Time calls with and without a graph.
     """
-    report = replace(
-        report,
-        memory=Comparison(compiled.peak_memory_bytes, unfused.peak_bytes()),
-    )
+    found: dict[str, Any] = {}
     runs_on_gpu = inputs is not None and compiled.target.kind.name == "cuda"
-    if runs_on_gpu and report.memory.fused is not None:  # else at sizes that are nobody's
-        report = replace(report, measured_memory_bytes=compiled.measure_peak_memory(*inputs))
+    if runs_on_gpu and compiled.peak_memory_bytes is not None:  # else at sizes that are nobody's
+        found["measured_memory_bytes"] = compiled.measure_peak_memory(*inputs)
     if compiled.cuda_graph is None:
-        return report
+        return found
     host_us = Comparison()
     if inputs is not None and compiled.cuda_graph_refusal is None:
         host_us = _captured_and_timed(compiled, inputs, time)
@@ -346,7 +349,7 @@ def with_calls(
     if why is not None:
         logger.warning("no CUDA graph: %s", why)
     state = "captured at the first call" if why is None else f"not captured: {why}"
-    return replace(report, cuda_graph=state, call_us=host_us)
+    return {**found, "cuda_graph": state, "call_us": host_us}
 
 
 def _captured_and_timed(compiled: CompiledModule, inputs: Sequence[Any], time: bool) -> Comparison:

@@ -22,6 +22,7 @@ from ..graphs.capture_rules import CudaGraphOptions, refusal_of_executable
 from ..graphs.mode import GraphMode
 from .call_memory import MemoryPlan, measured_call_bytes
 from .channels_last import returned, taken
+from .later import Later
 from .launch_count import count_launches
 from .repeated_calls import Repeated, RepeatedCall
 from .sidecar import (
@@ -85,7 +86,9 @@ class CompiledModule:
     plan : FusionPlan or None
         The fusion plan, set by the compiler.
     report : Report, str or None
-        The report, set by the compiler; text after `load`.
+        The report, set by the compiler and made when it is first read; text after `load`.
+    verification : Verification or None
+        What checks found, set by the compiler; None where none were made and after `load`.
     lock : held while a call runs on the host
     memory : MemoryPlan or None
         Device memory that a call takes, by symbolic extents; None for a file of an older version.
@@ -94,6 +97,8 @@ class CompiledModule:
     own : tuple of bool
         The outputs that have memory of their own, which a NumPy array of the caller can be.
     """
+
+    report = Later()
 
     def __init__(
         self,
@@ -114,6 +119,7 @@ class CompiledModule:
         self.built = built
         self.plan = plan
         self.report = report
+        self.verification: Any = None
         self.memory: MemoryPlan | None = built and built.memory
         self.lock = threading.Lock() if beside is None else beside.lock
         self._beside = beside
@@ -555,6 +561,8 @@ class CompiledFunctions:
     report : FunctionReports, str or None
         The reports of all functions, set by the compiler; text after `load`.
     """
+
+    report = Later()
 
     def __init__(self, members: Mapping[str, CompiledModule], report: Any = None) -> None:
         self._members = dict(members)
