@@ -56,6 +56,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     part, parts = args.part
     chosen = chosen[part - 1 :: parts]
     found = _Found(args, chosen)
+    try:
+        _ask(args, chosen, found)
+    finally:  # also of a run that is interrupted
+        found.keep()
+    listed = exceptions.read()
+    if args.through == DYNAMO:
+        listed = exceptions.not_refused(listed)
+    return _tell(found.result(), found.rows, listed)
+
+
+def _ask(args: argparse.Namespace, chosen: Sequence[Entry], found: _Found) -> None:
+    """Have all entries judged."""
     ask = partial(answers, jobs=args.jobs, environment=ENVIRONMENT)
     calls = [(*entry, args.target) for entry in chosen]
     way = judge.judge_backend if args.through == DYNAMO else judge.judge
@@ -66,11 +78,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         limit = {"limit_s": INDUCTOR_LIMIT_S, "setup": judge.prepare_inductor}
         for entry, answer in ask(judge.judge_inductor, judged, **limit):
             found.add_inductor(entry, answer)
-    found.keep()
-    listed = exceptions.read()
-    if args.through == DYNAMO:
-        listed = exceptions.not_refused(listed)
-    return _tell(found.result(), found.rows, listed)
 
 
 class _Found:
