@@ -25,6 +25,7 @@ from ..flow.functions import planned_functions
 from ..flow.planned import Planned
 from ..host.stages import stage, stepped
 from ..host.threads import thread_count
+from ..ir.weights import with_values
 from ..report.screen import FunctionReports, Report
 from ..runtime.calls.compiled_module import CompiledFunctions, CompiledModule
 from ..runtime.graphs.capture_rules import CudaGraphOptions
@@ -127,11 +128,11 @@ def _together(
     fused = CompiledModule.of(compiled.built, beside=compiled)  # takes them as `planned.mod` does
     fused.cuda_graph = compiled.cuda_graph
     calls = {FUSED: fused.bind(*inputs), UNFUSED: unfused.bind(*inputs)}
-    failed = {}
+    mod, failed = with_values(planned.mod), {}
     for name in stepped("peers made ready", peers, len(peers)):
         try:
             with within(MAKING_S):
-                call = PEERS[name](planned.mod, planned.target, inputs)
+                call = PEERS[name](mod, planned.target, inputs)
                 call()
             calls[name] = call
         except Exception as error:  # a trial
@@ -149,7 +150,7 @@ def _apart(
 ) -> tuple[dict[str, TimeReport], list[tuple[str, Timing]]]:
     threads = thread_count()
     given = folder / "model.json"
-    given.write_text(tvm.ir.save_json(planned.mod))
+    given.write_text(tvm.ir.save_json(with_values(planned.mod)))
     inputs, target = drawn_inputs(planned.mod), str(planned.target)
     with _processes((FUSED, UNFUSED, *peers), threads) as processes:
         fused = CompiledModule.of(compiled.built, beside=compiled)  # as `planned.mod` takes them

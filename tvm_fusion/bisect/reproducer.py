@@ -30,6 +30,7 @@ from ..config import load_policy, profile_names, resolve_target
 from ..errors import InputError, TvmFusionError
 from ..flow.planned import Planned
 from ..host.atomic_files import replace_file
+from ..ir.weights import with_values
 from ..plan.plan import FusionPlan, PlannedGroup
 from ..transform.apply.region_module import group_modules
 from .parts import Part, Parts
@@ -169,7 +170,7 @@ def write(folder: Path, case: Case, why: str, slow: bool = False) -> Path:
         It cannot be written, or the model is too large.
     """
     planned = case.planned
-    text = tvm.ir.save_json(planned.mod)
+    text = tvm.ir.save_json(with_values(planned.mod))
     arrays, kinds = _packed(case.inputs)
     size = len(text) + sum(array.nbytes for array in arrays.values())
     if size > MOST_BYTES:

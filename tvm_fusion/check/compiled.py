@@ -23,6 +23,7 @@ from ..flow.planned import BuiltPlan, Planned
 from ..host.atomic_files import replace_file
 from ..host.cache_folder import cache_dir, make_folder
 from ..host.stages import stepped
+from ..ir.weights import with_values
 from ..plan.plan import PlannedGroup
 from ..runtime.build.build import Built
 from ..runtime.build.guards import may_refuse
@@ -248,7 +249,7 @@ def _how(planned: Planned, group: PlannedGroup, configured: Configured) -> str:
 
 def write_reproducer(planned: Planned, why: str) -> Path | None:
     """Write the folder; None, with a warning, where that is not possible."""
-    text = tvm.ir.save_json(planned.mod)
+    text = tvm.ir.save_json(with_values(planned.mod))
     if len(text) > MOST_BYTES:
         logger.warning("no reproducer: the model has %.1f GB", len(text) / 1e9)
         return None

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from ..check.sequential import Budget
@@ -21,7 +22,7 @@ from ..config import Policy, load_policy, resolve_target
 from ..cost.probe import candidates_of
 from ..cost.probe import probe as compiled_kernels
 from ..errors import InputError, TargetError
-from ..flow.functions import Plans, planned_functions
+from ..flow.functions import Plans, planned_functions, read_functions
 from ..flow.planned import Planned
 from ..host.stages import table
 from ..plan.search.bound import bound_of_plan
@@ -30,6 +31,7 @@ from ..report.screen import FunctionReports, Report
 from ..report.why import asked
 from ..runtime.calls.compiled_module import CompiledFunctions, CompiledModule
 from ..runtime.graphs.capture_rules import CudaGraphOptions
+from .kept_modules import LEAST_S, Kept
 from .observed import observe_plan, observe_report
 from .one_function import Wishes, contested, has_device, hold_to_source
 from .several_functions import compile_functions
@@ -137,12 +139,25 @@ def compile(
     if graphs is not None:
         policy = graph_policy(target, policy)
     tuned = TunedParts(database).of
-    functions = planned_functions(
-        model, target, policy, plan, example_inputs, dynamic_shapes, tuned
-    )
+    began = monotonic()
+    read = read_functions(model, target, policy, plan, example_inputs, dynamic_shapes, tuned)
     wanted = load_policy(policy).verify if verify is None else verify
     original = Original(*(source or (model, example_inputs)), with_special=source is None)
     wishes = Wishes(wanted, measure, time, graphs, beside=wanted is True and original.is_comparable)
+    kept = Kept.of(read, wishes)
+    found = None if kept is None else kept.found()
+    if found is not None:
+        return found
+    compiled = _checked_beside(read.planned(), wishes, original)
+    if kept is not None and monotonic() - began > LEAST_S:
+        kept.keep(compiled)
+    return compiled
+
+
+def _checked_beside(
+    functions: dict[str, Planned], wishes: Wishes, original: Original
+) -> CompiledModule | CompiledFunctions:
+    """Compiled; again, and checked as a whole, where a check of its kernels alone is not enough."""
     try:
         compiled = _compiled(functions, wishes, original)
     except KernelsAlone as error:

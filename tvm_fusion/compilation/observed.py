@@ -35,7 +35,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import tvm
-import tvm_ffi
 
 from .._version import __version__
 from ..config.digest import digest
@@ -43,6 +42,7 @@ from ..errors import BuildError, InputError, Unsupported
 from ..flow.planned import BuiltPlan, Planned
 from ..host.atomic_files import replace_file
 from ..host.logs import DUMP, dump_folder, topic
+from ..ir.weights import content_hash, with_values
 from ..plan.plan import FREE, UNWRITTEN
 from ..report.assemble import refusal_report
 from ..report.screen import Report
@@ -123,7 +123,7 @@ def _dump_plan(folder: Path, planned: Planned) -> None:
 
 def dump_script(path: Path, mod: tvm.IRModule, title: str) -> None:
     """Writes a module as a script that defines it, its constants in a file of their own."""
-    text = mod.script(show_meta=True)
+    text = with_values(mod).script(show_meta=True)
     header = HEADER.format(title=title, version=__version__, tvm=tvm.__version__)
     found = METADATA.match(text)
     if found is not None:
@@ -178,8 +178,9 @@ def _folder(planned: Planned) -> Path | None:
     root = dump_folder()
     if root is None:
         return None
-    model = tvm_ffi.structural_hash(planned.mod, map_free_vars=True) & (2**64 - 1)
-    key = digest([model, str(planned.target), planned.hw.name, planned.policy.name])[:16]
+    key = digest(
+        [content_hash(planned.mod), str(planned.target), planned.hw.name, planned.policy.name]
+    )[:16]
     return Path(root).expanduser() / f"{planned.source.function}_{key}"
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import tvm
 
-from ..config import HardwareProfile, load_policy, resolve_target
+from ..config import HardwareProfile, Policy, load_policy, resolve_target
 from ..errors import InputError, PlanError
 from ..frontends import load_functions
 from ..host.stages import stage
@@ -37,6 +38,52 @@ def planned_functions(
     is checked before the model is read. `tuned` gives what tuning chose for a device; the other
     parameters are those of `compilation.compiler.compile`.
     """
+    how = target, policy, plan, example_inputs, dynamic_shapes, tuned
+    return read_functions(model, *how).planned()
+
+
+@dataclass(frozen=True)
+class ReadModel:
+    """The public functions of a model by name, and what each is compiled for.
+
+    Attributes
+    ----------
+    mods : dict of str to IRModule
+        Each as the `main` of a module of its own, with stand-ins for its weights (`ir.weights`).
+    target : tvm.target.Target
+    hw : HardwareProfile
+    policy : Policy
+    plans : dict of str to FusionPlan or None
+        Those that the caller gave.
+    tuned : Tuned or None
+    """
+
+    mods: dict[str, tvm.IRModule]
+    target: tvm.target.Target
+    hw: HardwareProfile
+    policy: Policy
+    plans: dict[str, FusionPlan | None]
+    tuned: Tuned | None
+
+    def planned(self) -> dict[str, Planned]:
+        """Each with a plan."""
+        found, to = {}, (self.target, self.hw, self.policy)
+        for name, mod in self.mods.items():
+            with errors_naming(name), operators_named(mod, self.target):
+                found[name] = Planned.of(mod, *to, self.plans[name], self.tuned, name)
+        return found
+
+
+def read_functions(
+    model: Any,
+    target: Any = None,
+    policy: Any = None,
+    plan: Plans = None,
+    example_inputs: Any = None,
+    dynamic_shapes: Any = None,
+    tuned: TunedOf | None = None,
+) -> ReadModel:
+    """As `planned_functions`, before they are planned."""
     tvm_target, hw = resolve_target(target)
     policy, given = load_policy(policy), _read_plans(plan)
     chosen = tuned(tvm_target, hw) if tuned is not None else None
@@ -44,11 +91,7 @@ def planned_functions(
     with stage("reading the model"):
         mods = with_stand_ins(load_functions(model, example_inputs, **how))
     plans = _plan_of_each(given, list(mods))
-    found = {}
-    for name, mod in mods.items():
-        with errors_naming(name), operators_named(mod, tvm_target):
-            found[name] = Planned.of(mod, tvm_target, hw, policy, plans[name], chosen, name)
-    return found
+    return ReadModel(mods, tvm_target, hw, policy, plans, chosen)
 
 
 def planned_function(model: Any, target: Any = None, *options: Any, **more: Any) -> Planned:

@@ -47,6 +47,11 @@ def all_ours(hw: HardwareProfile) -> bool:
     return all(type(k).__module__.startswith(own) for k in families(hw))
 
 
+def is_kept(hw: HardwareProfile) -> bool:
+    """Whether plans, and what is compiled of them, are kept on disk."""
+    return os.environ.get(VARIABLE) != "0" and all_ours(hw) and rewrites.all_ours(hw)
+
+
 def surroundings(target: tvm.target.Target, hw: HardwareProfile, policy: Policy) -> list[Any]:
     """The versions, the package, the target, the numbers of the device and of its residual, the
     policy, the kernel classes and the compiler that probes, as plain values.
@@ -121,7 +126,7 @@ class Kept:
         cls, mod: tvm.IRModule, target: tvm.target.Target, hw: HardwareProfile, policy: Policy
     ) -> Kept | None:
         """The place for a module's plan and what lies there; None where plans are not kept."""
-        if os.environ.get(VARIABLE) == "0" or not (all_ours(hw) and rewrites.all_ours(hw)):
+        if not is_kept(hw):
             return None
         path = cache_dir() / "plans" / f"{_key(mod, target, hw, policy)}.json"
         try:

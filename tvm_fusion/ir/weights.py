@@ -29,6 +29,8 @@ import tvm
 import tvm_ffi
 from tvm import relax
 
+from ..errors import InputError
+
 LEAST_ELEMENTS = 1 << 16
 """Of a constant that is a weight. Smaller ones (biases, factors of a norm) stay what they are: what
 they hold is looked at, for what can be folded and left out.
@@ -78,6 +80,8 @@ class Weight:
         How others are computed.
     sources : tuple of Weight or tvm.runtime.Tensor
         And of what: weights, and constants that are none.
+    settled : bool
+        Whether `value` is a module's own: what the model does with its weights changes nothing.
     """
 
     name: str
@@ -86,6 +90,7 @@ class Weight:
     value: Any = None
     recipe: Recipe | None = None
     sources: tuple[Any, ...] = ()
+    settled: bool = False
 
     @property
     def bytes(self) -> int:
@@ -95,8 +100,13 @@ class Weight:
     def tensor(self) -> tvm.runtime.Tensor:
         """The numbers on the host; those of another weight than the model's own are computed."""
         if self.value is None:
-            arrays = [numbers(source) for source in self.sources]
-            return _tensor(self.recipe.of(arrays), self.dtype)
+            found = self.recipe.of([numbers(source) for source in self.sources])
+            if found is None:
+                raise InputError(
+                    f"weights of other values than those that the plan was made for: "
+                    f"{self.recipe.digest()} is not possible; compile the model again"
+                )
+            return _tensor(found, self.dtype)
         found = self.given()
         return found if found.device.type == "cpu" else found.copyto(tvm.cpu())
 
@@ -110,7 +120,8 @@ class Weight:
 
     def settle(self, value: tvm.runtime.Tensor) -> None:
         """From now on the numbers are those of a tensor; what they came from is let go."""
-        self.value, self.recipe, self.sources = value, None, ()
+        if not self.settled:
+            self.value, self.recipe, self.sources, self.settled = value, None, (), True
 
     def constant(self) -> tvm.ir.GenericConst:
         """The stand-in."""
@@ -264,6 +275,57 @@ def made(
     return derived(ByHost(name, make), [constant], shape, dtype)
 
 
+# ---- Weights on disk: how they come from those of a model, without numbers
+
+
+def origins(weights: Iterable[Weight]) -> list[tuple[Any, ...]]:
+    """How weights come from a model's own, as values that can be pickled: for `restored`. To be
+    asked for before they are computed.
+    """
+    rows: list[tuple[Any, ...]] = []
+    known: dict[Weight, int] = {}
+
+    def add(weight: Weight) -> int:
+        if weight not in known:
+            sources = [
+                add(s) if isinstance(s, Weight) else (s.numpy(), str(s.dtype))
+                for s in weight.sources
+            ]
+            rows.append((weight.name, weight.shape, weight.dtype, weight.recipe, sources))
+            known[weight] = len(rows) - 1
+        return known[weight]
+
+    for weight in weights:
+        add(weight)
+    return rows
+
+
+def restored(rows: Iterable[tuple[Any, ...]], own: Mapping[str, Weight]) -> dict[str, Weight]:
+    """The weights of `origins` by name, of a model that has its `own` by name."""
+    made: list[Weight] = []
+    for name, shape, dtype, recipe, sources in rows:
+        if recipe is None:
+            made.append(own[name])
+            continue
+        parts = tuple(made[s] if isinstance(s, int) else _tensor(*s) for s in sources)
+        made.append(Weight(name, shape, dtype, None, recipe, parts))
+    return {weight.name: weight for weight in made}
+
+
+def weights_of(mod: tvm.IRModule) -> dict[str, Weight]:
+    """The weights that `main` reads, by name."""
+    found: dict[str, Weight] = {}
+
+    def look(constant: Any) -> Any:
+        weight = weight_of(constant)
+        if weight is not None:
+            found[weight.name] = weight
+        return constant
+
+    _map_constants(mod["main"], look)
+    return found
+
+
 # ---- Modules with stand-ins, and without
 
 
@@ -308,7 +370,8 @@ def may_be_weight(shape: Iterable[int], dtype: str) -> bool:
     """Whether a constant of a shape and type is a weight, as far as these tell."""
     extents = list(shape)
     packed = "float4" in dtype or "float6" in dtype  # several in a byte
-    large = len(extents) > 1 and math.prod(extents) >= LEAST_ELEMENTS
+    size = math.prod(extents)
+    large = size >= LEAST_ELEMENTS and size > max(extents)  # what has one long axis is a vector
     return large and dtype.startswith(_KINDS) and not packed
 
 
@@ -364,6 +427,21 @@ def as_parameters(
             new = relax.Function(params, body, func.ret_ty, func.is_pure, func.attrs)
             out.update_func(mod.get_global_var(name), new)
     return with_values(out), found
+
+
+def named_parameters(mod: tvm.IRModule) -> tvm.IRModule:
+    """The module whose `main` takes its weights behind its inputs, by their names."""
+    out, found = as_parameters(mod, ["main"])
+    main, names = out["main"], [weight.name for weight in found["main"]]
+    own = main.params[len(main.params) - len(names) :] if names else []
+    renamed = {p: relax.Var(name, p.ty) for p, name in zip(own, names, strict=True)}
+    if not renamed:
+        return out
+    params = [renamed.get(p, p) for p in main.params]
+    body = tvm_ffi.structural_map(main.body, (relax.Var, lambda v: renamed.get(v, v)))
+    func = relax.Function(params, body, main.ret_ty, main.is_pure, main.attrs)
+    out.update_func(out.get_global_var("main"), func)
+    return out
 
 
 def has_stand_ins(mod: tvm.IRModule) -> bool:

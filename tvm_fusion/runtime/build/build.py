@@ -5,7 +5,7 @@ nvcc compiles them side by side, one that does not compile takes no other down w
 costs one entry of the cubin cache.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import chain
@@ -97,8 +97,10 @@ class Built:
         The PrimFuncs that no rule could schedule, and how they run (see `plain_schedule`).
     weights : WeightValues or None
         What the functions of the executable take behind their inputs.
-    mod : tvm.IRModule or None
-        What was built, where it has weights.
+    entries : tuple of str
+        The functions of the executable that can be called.
+    written : callable or None
+        Gives the module that was built.
     """
 
     executable: relax.VMExecutable
@@ -112,7 +114,8 @@ class Built:
     own: tuple[bool, ...] = ()
     plain: Mapping[str, str] = field(default_factory=dict)
     weights: WeightValues | None = None
-    mod: tvm.IRModule | None = None
+    entries: tuple[str, ...] = ()
+    written: Callable[[], tvm.IRModule] | None = None
 
     def machine(self) -> relax.VirtualMachine:
         """A virtual machine, whose functions have their weights."""
@@ -121,13 +124,13 @@ class Built:
 
     def complete(self) -> relax.VMExecutable:
         """The executable with weights as constants, for who runs it without this package."""
-        if self.mod is None:
+        if isinstance(self.executable, tvm.runtime.Executable) and not self.weights:
             return self.executable
-        self.weights.settle()
-        mod = with_values(self.mod)
-        return build_entries(mod, list(self.weights.weights), self.target)[
-            self.signature.function
-        ].executable
+        if self.weights:
+            self.weights.settle()
+        entries = self.entries or (self.signature.function,)
+        built = build_entries(with_values(self.written()), entries, self.target)
+        return built[self.signature.function].executable
 
     @property
     def launches(self) -> dict[str, int]:
@@ -216,6 +219,8 @@ def build_entries(
     common = {
         "executable": executable,
         "target": target,
+        "entries": tuple(entries),
+        "written": lambda: mod,
         "kernels": {name: tuple(found) for name, found in launched.items()},
         "cuda_sources": cuda_sources(executable.mod),
         "resources": {r.name: r for code in codes for r in resources_of(code)},
@@ -226,7 +231,7 @@ def build_entries(
         },
     }
     if any(weights.values()):
-        common |= {"mod": mod, "weights": WeightValues(weights, target, build_functions)}
+        common["weights"] = WeightValues(weights, target, build_functions)
     return {
         entry: Built(
             **common,

@@ -15,7 +15,7 @@ from tvm import relax
 from tvm.runtime import Tensor
 
 from ...errors import BuildError
-from ...ir.weights import Recipe, Weight, as_parameters
+from ...ir.weights import Recipe, Weight, as_parameters, origins
 
 CHECKS = ("vm.builtin.check_tensor_info", "vm.builtin.match_shape")
 
@@ -92,34 +92,39 @@ class WeightValues:
         compile_functions: Compile,
     ) -> None:
         self.weights, self.target = dict(weights), target
+        self.origins = origins(w for each in self.weights.values() for w in each)
         self._compile = compile_functions
         self._lock = threading.Lock()
-        self._settled = False
+        self._values: dict[Weight, Tensor] | None = None
 
     def __bool__(self) -> bool:
         return any(self.weights.values())
+
+    def names(self) -> dict[str, list[str]]:
+        """The names of the weights of each function."""
+        return {name: [w.name for w in each] for name, each in self.weights.items()}
 
     def settle(self) -> None:
         """Compute them now, if there is a device: from now on the model may change its weights."""
         if not tvm.runtime.device_from_target(self.target).exist:
             return
         with self._lock:
-            if not self._settled:
-                self._compute()
-                self._settled = True
+            if self._values is None:
+                self._values = self._computed()
 
     def of(self, function: str) -> list[Tensor]:
         """The tensors for a function."""
         self.settle()
-        return [weight.value for weight in self.weights.get(function, ())]
+        return [self._values[weight] for weight in self.weights.get(function, ())]
 
-    def _compute(self) -> None:
+    def _computed(self) -> dict[Weight, Tensor]:
         wanted = list(dict.fromkeys(w for each in self.weights.values() for w in each))
         device = tvm.runtime.device_from_target(self.target)
         kernels = self._kernels(wanted) if device.type != "cpu" else {}
         found = {weight: _on(device, weight, kernels) for weight in wanted}
         for weight, value in found.items():
             weight.settle(value)
+        return found
 
     def _kernels(self, weights: Sequence[Weight]) -> dict[Recipe, Callable[..., None]]:
         """Kernels for what is computed of weights; what has none is the host's to compute."""
@@ -151,7 +156,7 @@ def _on(
     kernel = kernels.get(weight.recipe) if _on_device(weight) else None
     if kernel is None:
         given = weight.given()
-        if given is not None and given.device.type != "cpu" and isinstance(weight.value, Tensor):
+        if given is not None and given.device.type != "cpu" and weight.settled:
             return given  # it was computed for another module
         return (weight.tensor() if given is None else given).copyto(device)
     out = tvm.runtime.empty(weight.shape, weight.dtype, device)

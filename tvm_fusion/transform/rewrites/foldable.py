@@ -8,17 +8,19 @@ readers; what else it needs is told in `fold_factors`.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from tvm import relax
 from tvm.ir import Call
 from tvm.relax import Expr, Var
 
-from ...ir.weights import numbers
+from ...ir.weights import made, numbers
 from ..decompose.opening import HALF_DTYPES, dtype_of, shape_of
-from .constant_weights import constant, identity, product_of, scaled_weight
+from .constant_weights import identity, product_of, scaled_weight
 from .factors import (
     Along,
     Factor,
@@ -172,8 +174,11 @@ class Survey:
         key = (identity(weight), found.flipped, scale.tobytes())
         if key not in self._weights:
             axis = -1 if found.flipped else -2
-            array = scaled_weight(numbers(weight), scale, axis)
-            self._weights[key] = None if array is None else constant(array, dtype_of(weight))
+            found = scaled_weight(numbers(weight), scale, axis)
+            how = f"scaled along {axis} by {hashlib.sha256(scale.tobytes()).hexdigest()}"
+            make = partial(scaled_weight, scale=scale, axis=axis)
+            same = shape_of(weight), dtype_of(weight)
+            self._weights[key] = None if found is None else made(how, make, weight, *same)
         return self._weights[key]
 
     def _is_weight_only(self, weight: Expr, operand: Expr) -> bool:

@@ -1,0 +1,171 @@
+"""Modules that were compiled before, on disk: a second process plans, builds and checks nothing.
+
+    <cache folder>/modules/<key>/module.so      kernels and the code that calls them, no weights
+                                 facts.pickle   the plan, the report, how weights are computed
+                                 written.json   the module that was built, its weights parameters
+
+The key holds all that decides what is compiled (`plan_cache.surroundings`, what was asked for, the
+passes that are switched off), and the model without the numbers of its weights: these are computed
+anew from the model's own. Nothing is kept of models of several functions, with a plan or a database
+that a caller gives, with times, or while a kernel class or rewrite of a user's is registered; nor
+where plans are not kept (`TVM_FUSION_PLAN_CACHE=0`). The `MOST_MODULES` used last stay.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from pathlib import Path
+
+import tvm
+from tvm import relax
+
+from ..config.digest import digest
+from ..errors import BuildError, InputError
+from ..flow.functions import ReadModel
+from ..flow.plan_cache import is_kept, surroundings
+from ..host.atomic_files import replace_bytes, replace_file
+from ..host.cache_folder import cache_dir, make_folder
+from ..host.logs import dump_folder
+from ..ir import convention
+from ..ir.weights import Weight, content_hash, named_parameters, restored, weights_of
+from ..runtime.build.build import Built, build_functions
+from ..runtime.build.weight_values import WeightValues
+from ..runtime.calls.compiled_module import KEEPS, CompiledModule
+from ..runtime.calls.sidecar import export_executable
+from ..runtime.calls.signature import load_library
+from ..transform.layouts.memory_formats import MemoryFormats
+from .one_function import Wishes
+
+logger = logging.getLogger(__name__)
+
+MOST_MODULES = 64
+NEW = "new_"
+LEAST_S = 2.0  # what takes less is compiled again: writing it takes half a second
+_FORMAT = 1
+_LIBRARY, _FACTS, _WRITTEN = "module.so", "facts.pickle", "written.json"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The place of a model that is compiled as it is wished for.
+
+    Attributes
+    ----------
+    folder : Path
+    model : ReadModel
+    wishes : Wishes
+    """
+
+    folder: Path
+    model: ReadModel
+    wishes: Wishes
+
+    @classmethod
+    def of(cls, model: ReadModel, wishes: Wishes) -> Kept | None:
+        """The place of a model; None where nothing of it is kept."""
+        given = model.tuned is not None or any(p is not None for p in model.plans.values())
+        if given or wishes.timed or list(model.mods) != ["main"] or wishes.verify == "report":
+            return None
+        if not is_kept(model.hw) or dump_folder() is not None:
+            return None
+        return cls(cache_dir() / "modules" / _key(model, wishes), model, wishes)
+
+    def found(self) -> CompiledModule | None:
+        """What was compiled before; None where nothing was, or it cannot be read."""
+        if not (self.folder / _FACTS).is_file():
+            return None
+        try:
+            compiled = self._read()
+            self.folder.touch()
+        except Exception as error:  # damaged, or of weights that the plan does not fit
+            logger.warning("the module in %s is made again: %s", self.folder, error)
+            shutil.rmtree(self.folder, ignore_errors=True)
+            return None
+        return compiled
+
+    def _read(self) -> CompiledModule:
+        facts = pickle.loads((self.folder / _FACTS).read_bytes())
+        mod, seen = convention.taken_from(self.model.mods["main"])
+        target = self.model.target
+        weights = restored(facts["origins"], weights_of(mod))
+        own = {name: tuple(weights[n] for n in each) for name, each in facts["weights"].items()}
+        values = WeightValues(own, target, build_functions)
+        written = partial(_with_constants, self.folder / _WRITTEN, weights)
+        library = load_library(self.folder / _LIBRARY)
+        built = Built(library, target, **facts["built"], weights=values, written=written)
+        compiled = CompiledModule.of(built, facts["plan"])
+        compiled.launches, compiled.uncapturable = facts["launches"], facts["uncapturable"]
+        values.settle()
+        if seen is not None and seen.keeps:
+            compiled.uncapturable = KEEPS
+        compiled.cuda_graph = self.wishes.cuda_graph
+        compiled.report = facts["report"]
+        formats = MemoryFormats.of_module(mod)
+        compiled.signature = compiled.signature.in_formats(formats)
+        compiled.follow(seen)
+        return compiled
+
+    def keep(self, compiled: CompiledModule) -> None:
+        """Write what was compiled; what cannot be written is left, and logged."""
+        ours = self.folder.parent
+        try:
+            make_folder(ours)
+            with tempfile.TemporaryDirectory(dir=ours, prefix=NEW) as new:
+                self._write(Path(new), compiled)
+                shutil.rmtree(self.folder, ignore_errors=True)
+                Path(new).rename(self.folder)
+                Path(new).mkdir()  # for what takes the temporary folder away
+        except (OSError, BuildError, InputError, pickle.PicklingError) as error:
+            logger.info("the module is not kept: %s", error)
+            return
+        _forget_old(ours)
+
+    def _write(self, folder: Path, compiled: CompiledModule) -> None:
+        built = compiled.built
+        left = ("executable", "target", "weights", "written")
+        plain = {f.name: getattr(built, f.name) for f in fields(Built) if f.name not in left}
+        weights = {} if built.weights is None else built.weights
+        facts = {
+            "built": plain | {"kernels": dict(built.kernels), "resources": dict(built.resources)},
+            "plan": compiled.plan,
+            "report": replace(compiled.report, sources=None),
+            "launches": compiled.launches,
+            "uncapturable": compiled.uncapturable,
+            "weights": weights and weights.names(),
+            "origins": weights and weights.origins,
+        }
+        replace_bytes(folder / _FACTS, pickle.dumps(facts))
+        replace_file(folder / _WRITTEN, tvm.ir.save_json(named_parameters(built.written())))
+        export_executable(built.executable, folder / _LIBRARY)
+
+
+def _with_constants(path: Path, weights: Mapping[str, Weight]) -> tvm.IRModule:
+    """A module that was written, with the numbers of its weights."""
+    values = {name: weight.tensor() for name, weight in weights.items()}
+    mod = tvm.ir.load_json(path.read_text(encoding="utf-8"))
+    own = {p.name for p in mod["main"].params}
+    bound = {name: value for name, value in values.items() if name in own}
+    return relax.transform.BindParams("main", bound)(mod)
+
+
+def _key(model: ReadModel, wishes: Wishes) -> str:
+    context = tvm.transform.PassContext.current()
+    passes = sorted(map(str, context.disabled_pass)), str(dict(context.config))
+    content = content_hash(model.mods["main"])
+    around = surroundings(model.target, model.hw, model.policy)
+    return digest([_FORMAT, content, repr(wishes), *passes, sys.version_info[:2], *around])
+
+
+def _forget_old(folder: Path) -> None:
+    """Only the modules that were used last stay."""
+    kept = [found for found in folder.iterdir() if not found.name.startswith(NEW)]
+    kept.sort(key=lambda found: found.stat().st_mtime, reverse=True)
+    for found in kept[MOST_MODULES:]:
+        shutil.rmtree(found, ignore_errors=True)
