@@ -53,6 +53,8 @@ class PartCalls:
         placeholders = part.graph.find_nodes(op="placeholder")
         values = [node.meta["val"] for node in placeholders]
         self._names = [node.name for node in placeholders]
+        # what lies elsewhere is copied for a call
+        self._may_write = [(i, result) for i, result in updates if values[i].device == device]
         self._shapes_of = [i for i, v in enumerate(values) if _varies(v) and _is_tensor(v)]
         self._numbers = [i for i, v in enumerate(values) if not _is_tensor(v)]
         self._keeps_symbols = True
@@ -201,7 +203,7 @@ class PartCalls:
         reorders = takes_formats(resolve_target(self._target)[0])
         given = None if keep_symbols else inputs
         with torch.inference_mode(False), torch.no_grad():
-            made = ready(self._part, self._weights, given, reorders, self._updates)
+            made = ready(self._part, self._weights, given, reorders, self._may_write)
             weights = {name: inputs[number] for name, number in made.weights.items()}
             guards = _guards_of(self._part)
             writes = [node for nodes in made.in_place.values() for node in nodes]
