@@ -30,11 +30,13 @@ from ..config.digest import digest
 from ..errors import BuildError, InputError
 from ..flow.functions import ReadModel
 from ..flow.plan_cache import is_kept, surroundings
+from ..flow.planned import Planned
 from ..host.atomic_files import replace_bytes, replace_file
 from ..host.cache_folder import cache_dir, make_folder
 from ..host.logs import dump_folder
 from ..ir import convention
 from ..ir.weights import Weight, content_hash, named_parameters, restored, weights_of
+from ..report.screen import Report
 from ..runtime.build.build import Built, build_functions
 from ..runtime.build.weight_values import WeightValues
 from ..runtime.calls.compiled_module import KEEPS, CompiledModule
@@ -106,11 +108,21 @@ class Kept:
         if seen is not None and seen.keeps:
             compiled.uncapturable = KEEPS
         compiled.cuda_graph = self.wishes.cuda_graph
-        compiled.report = facts["report"]
+        compiled.verification, compiled.told = facts["verification"], facts["told"]
+        compiled.report = self._report
         formats = MemoryFormats.of_module(mod)
         compiled.signature = compiled.signature.in_formats(formats)
         compiled.follow(seen)
         return compiled
+
+    def _report(self, compiled: CompiledModule) -> Report:
+        """The report, of the model planned as it was."""
+        model, plan = self.model, compiled.plan
+        mod, to = model.mods["main"], (model.target, model.hw, model.policy)
+        planned = Planned.of(mod, *to, plan, function="main")
+        planned = replace(planned, plan=plan, given=False, cuts=compiled.told.cuts)
+        made = planned.write().built(compiled.built)
+        return compiled.told.report(made, compiled.verification, compiled.launches)
 
     def keep(self, compiled: CompiledModule) -> None:
         """Write what was compiled; what cannot be written is left, and logged."""
@@ -135,7 +147,8 @@ class Kept:
         facts = {
             "built": plain | {"kernels": dict(built.kernels), "resources": dict(built.resources)},
             "plan": compiled.plan,
-            "report": replace(compiled.report, sources=None),
+            "verification": compiled.verification,
+            "told": compiled.told,
             "launches": compiled.launches,
             "uncapturable": compiled.uncapturable,
             "weights": weights and weights.names(),

@@ -30,9 +30,10 @@ from ..host.stages import stage
 from ..plan.plan import FREE
 from ..plan.refusal import RefusalCode
 from ..report.assemble import built_report, calls_of, verification_of
-from ..report.facts import Comparison
+from ..report.facts import Comparison, Verification
 from ..report.screen import Report
 from ..runtime.build.build import Built
+from ..runtime.calls.call_memory import MemoryPlan
 from ..runtime.calls.compiled_module import KEEPS, CompiledModule
 from ..runtime.calls.launch_count import count_launches
 from ..runtime.timing.timing import FUSED, UNFUSED, TimeReport, time_modules
@@ -172,6 +173,47 @@ def refuse_wrong(checked: Checked, wishes: Wishes) -> None:
         raise wrong_numbers(checked, configuration)
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a report takes beside the plan and what was built of it.
+
+    Attributes
+    ----------
+    cuts : mapping of tuple of str to str
+        See `Planned.cuts`.
+    errors : mapping of str to float, optional
+        Of groups that were checked on their own.
+    times : mapping of str to TimeReport
+    peak_bytes : int or None
+    calls : mapping of str to Any
+        See `calls_of`.
+    launches : int, optional
+        Of the unfused module, if that was built.
+    memory : MemoryPlan, optional
+        The same.
+    """
+
+    cuts: Mapping[tuple[str, ...], str]
+    errors: Mapping[str, float] | None
+    times: Mapping[str, TimeReport]
+    peak_bytes: int | None
+    calls: Mapping[str, Any]
+    launches: int | None = None
+    memory: MemoryPlan | None = None
+
+    def report(
+        self, made: BuiltPlan, verification: Verification | None, launches: int | None = None
+    ) -> Report:
+        """The report; it compares with the plan of the unfused model, which is made now. Of a
+        module that was loaded it is given the `launches`.
+        """
+        known = self.launches, verification, self.errors, self.times, launches
+        found = built_report(made, *known)
+        apart = made.planned.unfused_memory() if self.memory is None else self.memory
+        memory = Comparison(self.peak_bytes, apart.peak_bytes())
+        return replace(found, memory=memory, **self.calls)
+
+
 def tell(
     compiled: CompiledModule, done: Finished, renamed: Callable[[Report], Report] | None = None
 ) -> None:
@@ -185,18 +227,19 @@ def tell(
     compiled.cuda_graph = wishes.cuda_graph
     compiled.verification = verification_of(done.checked)
     inputs = drawn_inputs(planned.mod) if wishes.verify or wishes.timed else None
-    calls = calls_of(compiled, inputs, wishes.timed)
-    errors = done.checked.group_errors if done.checked is not None else None
-    # Not `done` itself, which holds float64 results and the unfused module.
-    made, times, peak_bytes = done.made, done.times, compiled.peak_memory_bytes
-    launches, memory = None, None
-    if unfused is not None:
-        launches, memory = count_launches(unfused), unfused.memory
+    made = done.made  # not `done` itself, which holds float64 results and the unfused module
+    compiled.told = told = Told(
+        planned.cuts,
+        done.checked.group_errors if done.checked is not None else None,
+        done.times,
+        compiled.peak_memory_bytes,
+        calls_of(compiled, inputs, wishes.timed),
+        None if unfused is None else count_launches(unfused),
+        None if unfused is None else unfused.memory,
+    )
 
     def report(compiled: CompiledModule) -> Report:
-        found = built_report(made, launches, compiled.verification, errors, times)
-        apart = planned.unfused_memory() if memory is None else memory
-        found = replace(found, memory=Comparison(peak_bytes, apart.peak_bytes()), **calls)
+        found = told.report(made, compiled.verification)
         return found if renamed is None else renamed(found)
 
     compiled.report = report

@@ -80,6 +80,7 @@ def built_report(
     verify: Verification | None = None,
     group_errors: Mapping[str, float] | None = None,
     times: Mapping[str, TimeReport] | None = None,
+    launches: int | None = None,
 ) -> Report:
     """The report of a built module.
 
@@ -92,6 +93,8 @@ def built_report(
     group_errors : mapping of str to float, optional
         Of groups that were checked on their own, by name of their PrimFunc.
     times : mapping of str to TimeReport, optional
+    launches : int, optional
+        Of a module that was loaded; others are counted.
     """
     planned, built, materialized = made.planned, made.built, made.materialized
     plan, whole, told = planned.plan, planned.whole.alone, with_true_reasons(planned)
@@ -120,7 +123,7 @@ def built_report(
         **_of_model(planned, told, groups, sources),
         target=plan.device,
         launches=Comparison(
-            count_launches(built),
+            count_launches(built) if launches is None else launches,
             _launches(whole) if unfused_launches is None else unfused_launches,
         ),
         bytes=Comparison(_bytes(plan), _bytes(whole)),

@@ -120,6 +120,7 @@ class CompiledModule:
         self.plan = plan
         self.report = report
         self.verification: Any = None
+        self.told: Any = None  # what the report takes beside the plan, set by the compiler
         self.memory: MemoryPlan | None = built and built.memory
         self.lock = threading.Lock() if beside is None else beside.lock
         self._beside = beside
