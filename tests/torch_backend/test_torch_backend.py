@@ -15,6 +15,7 @@ from torch._logging._internal import LazyTraceHandler, TorchLogsFormatter
 
 import tvm_fusion.torch_backend as torch_backend
 from tvm_fusion.errors import BuildError, ConfigError, FrontendError
+from tvm_fusion.torch_backend import aten_graphs
 from tvm_fusion.torch_backend import part_calls as calls
 
 from ..support.models import tiny_bert, tiny_llama
@@ -367,6 +368,35 @@ def test_results_share_no_memory_and_constants_stay_what_they_are():
         for tensor in given:
             tensor.add_(1)
         assert [tensor[0].item() for tensor in given] == [2, 2, 3]
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind, **options):
+        super().__init__()
+        self.layer, self.head = kind(4, 6, batch_first=True, **options), nn.Linear(6, 3)
+
+    def forward(self, x):
+        y, state = self.layer(x)
+        return self.head(y[:, -1]), state
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_are_compiled_whole_where_dynamo_takes_them(kind, modules):
+    model, x = Recurrent(kind).eval(), torch.randn(2, 3, 4)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        check(compiled(model, strict=True), model, x)
+    assert len(modules) == 1
+
+
+def test_long_lstms_run_in_torch(monkeypatch):
+    monkeypatch.setattr(aten_graphs, "UNROLLED_STEPS", 5)
+    model, x = Recurrent(nn.LSTM, num_layers=2).eval(), torch.randn(2, 3, 4)
+    run = compiled(model)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        with pytest.warns(UserWarning, match=r"2 of \d+ operators .*mkldnn_rnn_layer"):
+            run(x)
+        check(run, model, x)
+    assert torch.backends.mkldnn.enabled
 
 
 def test_outputs_lie_as_in_eager_mode(modules):
