@@ -11,7 +11,7 @@ from tvm.script import tirx as T
 from ...gpu.product_frame import Tile
 from ...program.expr import HALF_DTYPES, bytes_of
 from .epilogue import Epilogue
-from .fragments import Fragments
+from .fragments import fragments_of
 from .layout import Layout
 from .model import BOX, STEP_BYTES, WGMMA_BYTES
 from .state import (
@@ -147,8 +147,7 @@ class Consumer:
         self.epilogue = Epilogue(kernel, number, self.sums)
         split = self.plan.config.split > 1
         self.exchange = Exchange(kernel, self.epilogue.layout, self.sums) if split else None
-        computed = kernel.problem.prologue is not None
-        self.fragments = Fragments(kernel, self.epilogue.layout) if computed else None
+        self.fragments = fragments_of(kernel, self.epilogue.layout)
 
     def _descriptor(self, buffer: Expr, k_major: bool, offset: Expr | int, rows: int = 8) -> Expr:
         """The matrix descriptor of a tile in stage 0, its groups of 8 rows so many rows apart.
@@ -263,6 +262,8 @@ class Consumer:
             T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(1))
             self._release_previous(step)
         self.epilogue.during(step, tile)
+        if fragments is not None:
+            fragments.advance()
         ring.advance()
 
     def _transposed(self) -> list[int]:

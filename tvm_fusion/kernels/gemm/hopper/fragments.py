@@ -11,13 +11,15 @@ from tvm import tirx
 from tvm.ir import Expr, Var
 from tvm.script import tirx as T
 
+from ....errors import Unsupported
 from ...gpu.access import half_of, load_word
 from ...gpu.intrinsics import pack_halves
 from ...gpu.memory import copy_in
 from ...gpu.product_frame import Tile, coordinates, evaluate
-from ...program.expr import HALF_DTYPES, bytes_of, convert, dtype_of, variables
+from ...program.expr import HALF_DTYPES, bytes_of, conjunction, convert, dtype_of, variables
 from ..epilogue import EpilogueLoad
 from .layout import Layout
+from .producer import TapCounter
 from .prologue import FRAGMENT_WORDS, TERMS_OF_THREAD, is_by_row
 from .state import Hopper
 
@@ -100,6 +102,9 @@ class Fragments:
         for i in range(FRAGMENT_WORDS):
             T.buffer_store(self.words, self.coming[i], [i])
 
+    def advance(self) -> None:
+        """Emits the way to the next step."""
+
     def of_wgmma(self, part: int) -> list[Expr]:
         """The fragments of 16 terms."""
         first = part * WORDS_OF_WGMMA
@@ -123,15 +128,15 @@ class Fragments:
 
     def _inside(self, half: int, term: Expr) -> Expr | None:
         """Whether there is an element: what the function makes of zeros counts for nothing."""
-        ragged = self.segment.K % self.problem.block_k
-        return term < self.segment.K if ragged else None
+        terms = self.prologue.terms
+        return term < terms if terms % self.problem.block_k else None
 
     def _existing_term(self, term: Expr) -> Expr:
         """A term to read two elements from."""
-        K = self.segment.K
-        if K % self.problem.block_k == 0:
+        terms = self.prologue.terms
+        if terms % self.problem.block_k == 0:
             return term
-        return tirx.Min(term, tirx.IntImm("int32", K - 2))
+        return tirx.Min(term, tirx.IntImm("int32", terms - 2))
 
     # ---- loads and values
 
@@ -176,3 +181,71 @@ class Fragments:
         if self._in_words(load):
             return half_of(load.dtype, registers[at], v)
         return convert(registers[2 * at + v], dtype_of(load.var))
+
+
+class WindowFragments(Fragments):
+    """The same of rows that are positions of windows, with zeros where a tap meets padding."""
+
+    def __init__(self, kernel: Hopper, layout: Layout) -> None:
+        super().__init__(kernel, layout)
+        if self.reads_axes:
+            raise Unsupported("data computed of where it lies")
+        self.windows = self.segment.windows
+        self.counter = TapCounter(kernel)
+        self.starts = T.alloc_local((2 * len(self.windows.names),), "int32")
+
+    def begin(self, tile: Tile) -> None:
+        """Emits where the two rows of a thread start to read, and what all terms share."""
+        windows = self.windows
+        for half in range(2):
+            places = windows.positions(self.layout.row(tile, half))
+            for i, place in enumerate(places):
+                start = place * windows.strides[i] - windows.before[i]
+                T.buffer_store(self.starts, start, [half * len(places) + i])
+        self.counter.restart()
+        super().begin(tile)
+
+    def compute(self, tile: Tile, step: Expr | int, stage: Expr) -> None:
+        """Emits the function of what a stage holds."""
+        self.met = [self._meets_data(half) for half in range(2)]
+        super().compute(tile, step, stage)
+
+    def advance(self) -> None:
+        """Emits the way to the next step."""
+        self.counter.advance(0)
+
+    def _meets_data(self, half: int) -> Expr | None:
+        """Whether the tap of a step meets an element of the data, from one of a thread's rows."""
+        windows, inside = self.windows, []
+        for i, extent in enumerate(self.prologue.extents):
+            place = self.starts[half * len(windows.names) + i]
+            if i in windows.sliding:
+                tap = self.counter.state[1 + windows.sliding.index(i)]
+                place = place + tap * windows.dilations[i]
+            last = (windows.sizes[i] - 1) * windows.strides[i] - windows.before[i]
+            reach = windows.dilations[i] * (windows.taps[i] - 1)
+            if min(0, reach) < windows.before[i]:
+                inside.append(place >= 0)
+            if last + max(0, reach) >= extent:
+                inside.append(place < extent)
+        found = conjunction(*inside)
+        return None if found is None else T.Bind(found)
+
+    def _term(self, step: Expr | int, pair: int) -> Expr:
+        part, group = divmod(pair, 2)
+        return self.counter.state[0] + (part * 16 + group * 8) + self.layout.lane % 4 * 2
+
+    def _point(self, tile: Tile, half: int, term: Expr) -> dict[Var, Expr]:
+        groups = self.prologue.groups
+        env = coordinates(groups["batch"], tile.batch, self.frame)
+        return env | coordinates(groups["k"], term, self.frame)
+
+    def _inside(self, half: int, term: Expr) -> Expr | None:
+        return conjunction(self.met[half], super()._inside(half, term))
+
+
+def fragments_of(kernel: Hopper, layout: Layout) -> Fragments | None:
+    """Those of a kernel whose A is computed; else None."""
+    if kernel.problem.prologue is None:
+        return None
+    return (WindowFragments if kernel.problem.has_windows else Fragments)(kernel, layout)

@@ -177,6 +177,14 @@ class Windows:
             rest = rest // count
         return found[::-1]
 
+    def positions(self, row: Expr) -> list[Expr]:
+        """The position of a row along each window."""
+        place, found = row % BOX, []
+        for first, size in zip(self.first(row // BOX)[::-1], self.shape[::-1], strict=True):
+            found.append(first + place % size)
+            place = place // size
+        return found[::-1]
+
     def exists(self, row: Expr) -> Expr:
         """Whether a row is a position."""
         place, firsts = row % BOX, self.first(row // BOX)

@@ -64,7 +64,7 @@ def _check_prologue(problem: HopperProblem, config: HopperConfig) -> None:
         return
     if config.deferred:
         raise Unsupported("an operand that is computed, beside a kept tile")
-    if any(segment.K % 2 for segment in problem.segments):
+    if problem.prologue.terms % 2:
         raise Unsupported("an operand of an odd number of terms that is computed")
 
 

@@ -12,6 +12,7 @@ storing the values and reading them back takes longer.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 
@@ -42,6 +43,9 @@ class Prologue:
     stored : the element of the matrix that the TMA brings in.
     loads : what else the function reads, by few of the groups.
     groups : axes by name: batch, rows ("m", or those of windows) and terms ("k").
+    terms : elements along "k"; what the function makes of those beyond counts for nothing.
+    extents : of data that is read at windows, elements along each; those beyond are padding, which
+        is zero whatever the function makes of zero.
     """
 
     bindings: tuple[Binding, ...]
@@ -49,6 +53,8 @@ class Prologue:
     stored: EpilogueLoad
     loads: tuple[EpilogueLoad, ...]
     groups: Groups
+    terms: int
+    extents: tuple[int, ...] = ()
 
     def same_for_terms(self, load: EpilogueLoad) -> bool:
         """Whether a load is the same for all terms of a row."""
@@ -91,9 +97,14 @@ FRAGMENT_WORDS = 16
 
 
 def read_prologue(
-    contraction: Contraction, product: Product, operand: Operand, groups: Groups
+    contraction: Contraction,
+    product: Product,
+    operand: Operand,
+    groups: Groups,
+    extents: tuple[int, ...] = (),
 ) -> Prologue:
-    """What is computed of A; groups other than "batch" and "k" are rows.
+    """What is computed of A; groups other than "batch" and "k" are rows, windows of such `extents`
+    where there are any.
 
     Raises
     ------
@@ -117,7 +128,10 @@ def read_prologue(
         raise Unsupported("an operand computed of float32")
     if {load.dtype for load in taker.found} - {stored.dtype, "float32"}:
         raise Unsupported("an operand computed of other dtypes")
-    return Prologue(bindings, value, stored, others, groups)
+    if extents and any(is_by_row(load) for load in others):
+        raise Unsupported("data computed of what differs between positions")
+    terms = math.prod(axis.extent for axis in groups["k"])
+    return Prologue(bindings, value, stored, others, groups, terms, extents)
 
 
 def is_by_row(load: EpilogueLoad) -> bool:
