@@ -55,7 +55,7 @@ def test_the_lowered_module_is_that_of_tvms_folding(dtype, axes, decompose, monk
     mod = module(dtype, axes)
     ours = lowering.lower(mod, TARGET, decompose, H200)
     default = tvm.ir.Op.get("relax.permute_dims").get_attr("FLegalize")
-    monkeypatch.setattr(lowering, "legalize_permutes", lambda: default)
+    monkeypatch.setattr(lowering, "legalize_permutes", lambda _: default)
     theirs = lowering.lower(mod, TARGET, decompose, H200)
     tvm.ir.assert_structural_equal(ours, theirs)
     assert ours.script() == theirs.script()

@@ -18,7 +18,7 @@ and `runtime.build` with the kernels: `lowering_pipeline` makes VM calls of Rela
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import tvm
 from tvm import relax
@@ -38,6 +38,7 @@ from .lower.legalizers import (
     LONG_CONCATS,
     TRANSPOSED_CONVOLUTIONS,
     UNSIGNED_SIGNS,
+    Legalizer,
     legalize_divide,
     legalize_where,
 )
@@ -143,17 +144,16 @@ def legalize(
         **TRANSPOSED_CONVOLUTIONS,
         **reads_at_indices(target),
         "relax.divide": legalize_divide,
-        "relax.permute_dims": legalize_permutes(),
         "relax.where": legalize_where,
     }
     # Constants that are lean stay so: what widens them again is for kernels to evaluate.
-    widening = [LeanConstants(), relax.transform.LegalizeOps(once(table))]
+    widening = [LeanConstants(), relax.transform.LegalizeOps(_permuting(once(table)))]
     passes = [
         *([SplitReductions(gpu)] if gpu is not None else []),
         *([WidenSorts()] if target.kind.name == "llvm" else [OpenMedians(), OpenScans()]),
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),
-        relax.transform.LegalizeOps(folding(once(table))),
+        relax.transform.LegalizeOps(_permuting(folding(once(table)))),
         OrderedWrites(),
         FoldConstants(),
         BindWeights(),
@@ -165,6 +165,12 @@ def legalize(
     ]
     with target:
         return tvm.transform.Sequential(passes)(opened)
+
+
+def _permuting(table: Mapping[str, Legalizer]) -> dict[str, Legalizer]:
+    """The legalizations of a table, those of constants that are permuted without an operator."""
+    name = "relax.permute_dims"
+    return {**table, name: legalize_permutes(table[name])}
 
 
 def _gpu(hw: HardwareProfile | None) -> HardwareProfile | None:

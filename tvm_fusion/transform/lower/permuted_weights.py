@@ -18,17 +18,18 @@ from ...ir.weights import derived, numbers, tensor_of, weight_of
 from ..rewrites.constant_weights import identity
 from .weight_recipes import Permuted, permuted
 
-_PERMUTE = tvm.ir.Op.get("relax.permute_dims").get_attr("FLegalize")
+Legalize = Callable[[relax.BlockBuilder, Call], relax.Expr]
+_PERMUTE: Legalize = tvm.ir.Op.get("relax.permute_dims").get_attr("FLegalize")
 
 
-def legalize_permutes() -> Callable[[relax.BlockBuilder, Call], relax.Expr]:
-    """The legalization of each `relax.permute_dims` of a module; of what is no constant, TVM's own.
-    A weight that several operators read in one order stays one constant.
+def legalize_permutes(usual: Legalize = _PERMUTE) -> Legalize:
+    """The legalization of each `relax.permute_dims` of a module; of what is no constant, the usual
+    one. A weight that several operators read in one order stays one constant.
     """
     known: dict[tuple, relax.Expr] = {}
 
     def legalize(builder: relax.BlockBuilder, call: Call) -> relax.Expr:
-        legal = _PERMUTE(builder, call)  # its PrimFunc counts for the names of those after it
+        legal = usual(builder, call)  # its PrimFunc counts for the names of those after it
         constant = call.args[0]
         tensor = tensor_of(constant)
         if tensor is None or not str(tensor.dtype).startswith(("float16", "float32", "bfloat16")):
