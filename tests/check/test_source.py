@@ -1,15 +1,18 @@
 """A compiled model is held against PyTorch: another function is found, choices are none."""
 
+import math
+
 import pytest
 
 import tvm_fusion
-from tvm_fusion.check import distance, source, source_nodes
+from tvm_fusion.check import distance, source
 from tvm_fusion.errors import VerificationError
 from tvm_fusion.frontends.torch.model import CONVERTERS
 
 from ..support.frontend_tools import Function
 
 torch = pytest.importorskip("torch")
+F = torch.nn.functional
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
 
@@ -146,13 +149,38 @@ def test_what_differs_with_special_values_only_is_an_error_too(
         tvm_fusion.compile(model(lambda x: function(x) + 1), "llvm")
 
 
-def test_what_is_known_to_differ_with_special_values_is_told(monkeypatch):
+def test_what_differs_with_special_values_though_no_operator_does_is_told(monkeypatch):
     replaced(monkeypatch, "relu.default", lost_nan)
-    monkeypatch.setitem(source_nodes.KNOWN, "NaN", ("relu",))
+    monkeypatch.setattr(source._Source, "differing", lambda *_: [])
     compiled = tvm_fusion.compile(model(torch.relu), "llvm")
     note = compiled.report.verify.source_note
-    assert note.startswith("with NaN in the inputs aten.relu.default (")
+    assert note == "with NaN in the inputs outputs differ, though no operator by itself does"
     assert note in str(compiled.report.full())
+
+
+def test_rows_of_one_infinity_and_quotients_that_overflow_are_as_in_torch():
+    def function(x):
+        return (
+            x[:, :1].amax(-1), x[:, 1:2].amin(-1), x.max(), x.max(1), x.min(0),
+            F.max_pool1d(x, 2, 2, 1), F.adaptive_max_pool1d(x, 1),
+        )  # fmt: skip
+
+    compiled = tvm_fusion.compile(model(function), "llvm")
+    assert compiled.report.verify.source_note is None
+    rows = torch.full((4, 8), -math.inf)
+    rows[1], rows[2, 3], rows[3, 5] = math.inf, math.nan, torch.finfo().min
+    for result, wanted in zip(
+        source.leaves(compiled(rows)), source.leaves(function(rows)), strict=True
+    ):
+        assert torch.allclose(result, wanted, rtol=0, atol=0, equal_nan=True)
+
+    def rests(x):  # vectors of PyTorch's on a CPU have NaN for the first of them
+        return torch.fmod(x, 0.3), torch.remainder(x, 0.3), torch.remainder(2.5, x)
+
+    apart = torch.full((4, 8, 2), torch.finfo().max)[..., 0]  # one by one
+    results = tvm_fusion.compile(model(rests), "llvm")(apart.contiguous())
+    for result, wanted in zip(results, rests(apart), strict=True):
+        torch.testing.assert_close(result, wanted)
 
 
 def test_special_inputs_have_each_value_in_a_place():

@@ -73,6 +73,8 @@ GRID = torch.rand(2, 4, 5, 2, generator=torch.Generator().manual_seed(2)) * 2.2 
         lambda x, g: F.max_pool2d(x, 3, 2, 1, return_indices=True),
         lambda x, g: F.max_pool2d(x, (2, 3), dilation=2, return_indices=True),
         lambda x, g: F.max_pool2d(x[0], 3, return_indices=True),
+        lambda x, g: F.max_pool2d(x, 3, padding=1),
+        lambda x, g: F.max_pool2d(x - 9, 3, 1, 1, return_indices=True),
         lambda x, g: F.avg_pool2d(x, 3, 2, 1, divisor_override=5),
     ],
 )

@@ -8,8 +8,9 @@ No kernel class, schedule, rewrite, legalization or memory plan of this package 
 what it shared with a module it could not tell wrong. Tensors without elements are dropped
 (`DropEmpty`), loops whose iterations meet run in order (`OrderedWrites`), medians on a GPU are the
 sorts that they are (`OpenMedians`), argmax of a row without any number above the least is its first
-place (`FIRST_EXTREMA`), indices are read as they are given (`reads_at_indices`), and what else TVM
-0.27 cannot lower is computed in a wider type, operator by operator:
+place and maxima start from infinity (`from_infinity`), indices are read as they are
+given (`reads_at_indices`), and what else TVM 0.27 cannot lower is computed in a wider type,
+operator by operator:
 
     Before                                      After
     y: bfloat16 = R.power(x, p)                 y_: float32 = R.power(astype(x), astype(p))
@@ -28,7 +29,12 @@ from tvm.relax.expr_functor import PyExprMutator, mutator
 from ..runtime.build.build import Built, build
 from ..transform.functions.unique_names import UniqueNames
 from ..transform.lower.drop_empty import DropEmpty
-from ..transform.lower.legalizers import BOTH, FIRST_EXTREMA, UNSIGNED_SIGNS, needs_float32
+from ..transform.lower.legalizers import (
+    BOTH,
+    UNSIGNED_SIGNS,
+    from_infinity,
+    needs_float32,
+)
 from ..transform.lower.ordered_writes import OrderedWrites
 from ..transform.lower.places import reads_at_indices
 from ..transform.lower.sorts import OpenMedians, WidenSorts
@@ -80,7 +86,11 @@ def plain_module(mod: tvm.IRModule, target: tvm.target.Target) -> tvm.IRModule:
         relax.backend.DispatchSampling(),
         relax.backend.DispatchSortScan(),
         relax.transform.LegalizeOps(
-            {**FIRST_EXTREMA, **UNSIGNED_SIGNS, **reads_at_indices(target)}
+            {
+                **from_infinity(target.kind.name),
+                **UNSIGNED_SIGNS,
+                **reads_at_indices(target),
+            }
         ),
         OrderedWrites(),
         relax.transform.ConvertToDataflow(min_size=1),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -31,13 +31,6 @@ MOST_BYTES = 1 << 30
 EXTREME = 1e30  # sums over such numbers overflow in one order, and not in another
 
 
-# What of special values is known to differ and stays so: what reads it is told, not refused.
-KNOWN = {
-    "infinities": ("amax", "amin", "max.", "min."),
-    "extreme numbers": ("fmod", "remainder"),
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Differs:
     """An operator that gives something else than PyTorch; `error` is a `distance`."""
@@ -51,11 +44,6 @@ class Differs:
         if self.error == math.inf:
             off = "gives NaN or infinities where PyTorch gives none, or the other way round"
         return f"{self.operator} ({self.place}) {off} on the operands that PyTorch has there"
-
-    def is_known(self, special: str) -> bool:
-        """Whether it is one of those that differ with a kind of `source.special_inputs`."""
-        name = self.operator.removeprefix("aten.")
-        return name.startswith(KNOWN.get(special, ()))
 
 
 @dataclass(frozen=True)
@@ -98,38 +86,56 @@ class NodeByNode:
             whole = producer(node)
             if whole in found or not _error(node, result, value) > rounding(value.dtype):
                 continue
-            error = _error(node, result, _either(result, value, _in_float64(node, values)))
+            for change in (_wide, _apart):
+                value = _either(result, value, _again(node, values, change))
+            error = _error(node, result, value)
             if error > rounding(value.dtype) and _is_defined(whole, values):
                 found[whole] = Differs(str(whole.target), place_of(whole), error)
         return list(found.values())
 
 
-def _either(given: torch.Tensor, expected: torch.Tensor, wide: torch.Tensor | None) -> torch.Tensor:
-    """What is expected, or what PyTorch gives in float64 where that is what is given: its code for
-    another type overflows, or loses NaN, elsewhere.
-    """
-    if wide is None or wide.shape != expected.shape:
+def _either(
+    given: torch.Tensor, expected: torch.Tensor, again: torch.Tensor | None
+) -> torch.Tensor:
+    """What is expected, or what PyTorch gives by other code where that is what is given."""
+    if again is None or again.shape != expected.shape:
         return expected
-    wide = wide.to(expected.dtype)
+    again = again.to(expected.dtype)
     rtol = rounding(expected.dtype)
-    agrees = torch.isclose(given, wide, rtol=rtol, atol=rtol, equal_nan=True)
+    agrees = torch.isclose(given, again, rtol=rtol, atol=rtol, equal_nan=True)
     return torch.where(agrees, given, expected)
 
 
-def _in_float64(node: fx.Node, values: Mapping[fx.Node, Any]) -> torch.Tensor | None:
-    """What PyTorch gives for a node of the same operands in float64; None where it has no such."""
+def _again(
+    node: fx.Node, values: Mapping[fx.Node, Any], change: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor | None:
+    """What PyTorch gives for a node of the same numbers in another form; None where it takes none
+    of that form.
+    """
 
-    def wide(arg: fx.Node) -> Any:
+    def changed(arg: fx.Node) -> Any:
         x = values[arg]
-        return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        return change(x) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
     whole = producer(node)
     try:
-        result = whole.target(*fx.map_arg(whole.args, wide), **fx.map_arg(whole.kwargs, wide))
+        result = whole.target(*fx.map_arg(whole.args, changed), **fx.map_arg(whole.kwargs, changed))
     except Exception as error:  # what an operator says that takes no float64
-        logger.info("%s has no result in float64: %s", whole.target, error)
+        logger.info("%s has no result by other code: %s", whole.target, error)
         return None
     return result if whole is node else result[node.args[1]]
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    """As float64: the code for another type overflows, or loses NaN, elsewhere."""
+    return x.double()
+
+
+def _apart(x: torch.Tensor) -> torch.Tensor:
+    """With elements that do not lie side by side, which PyTorch computes one by one: where it has
+    vectors of them, fmod is NaN if the quotient overflows.
+    """
+    return torch.stack((x, x), -1)[..., 0]
 
 
 def _error(node: fx.Node, given: torch.Tensor, expected: torch.Tensor) -> float:

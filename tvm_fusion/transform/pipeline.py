@@ -33,12 +33,12 @@ from .lower.fix_bool_arithmetic import FixBoolArithmetic
 from .lower.joins import JOINED_CONCATS, MarkJoins
 from .lower.legalized_once import once
 from .lower.legalizers import (
-    FIRST_EXTREMA,
     HALF_OPERATORS,
     LONG_CONCATS,
     TRANSPOSED_CONVOLUTIONS,
     UNSIGNED_SIGNS,
     Legalizer,
+    from_infinity,
     legalize_divide,
     legalize_where,
 )
@@ -138,7 +138,7 @@ def legalize(
     gpu = _gpu(hw)
     table = {
         **HALF_OPERATORS,
-        **FIRST_EXTREMA,
+        **from_infinity(target.kind.name),
         **UNSIGNED_SIGNS,
         **(LONG_CONCATS if gpu is None else JOINED_CONCATS),
         **TRANSPOSED_CONVOLUTIONS,

@@ -22,6 +22,7 @@ from ...errors import FrontendError
 from .importer import Importer, bound_arguments
 from .indexing import taken
 from .operators import HALVES, Converter
+from .orders import place_of_extremum
 
 _aten = torch.ops.aten
 
@@ -33,7 +34,8 @@ def _max_pool_with_indices(importer: Importer, node: fx.Node) -> relax.Expr:
     args = bound_arguments(node)
     x = importer.value_of(args["self"])
     rank = 3 if "max_pool3d" in str(node.target) else 2
-    if all(user.args[1] == 0 for user in node.users):
+    strides = args["stride"] or len(node.args) == 2  # TVM takes none of them for no number
+    if strides and all(user.args[1] == 0 for user in node.users):
         by_tvm = {2: importer._max_pool2d_with_indices, 3: importer._max_pool3d_with_indices}
         return by_tvm[rank](node)
     space = [int(extent) for extent in args["self"].meta["val"].shape[-rank:]]
@@ -50,8 +52,10 @@ def _maxima(
     rank: int,
 ) -> relax.Expr:
     """The maxima of windows and their places, in the shape of `like`: a window is a row of places
-    in the flattened image, of which those inside count.
+    in the flattened image, of which those inside count; one outside stands for the first inside.
     """
+    first = np.take_along_axis(places, inside.argmax(-1, keepdims=True), -1)
+    places = np.where(inside, places, first)
     lead = list(x.ty.shape)[: x.ty.ndim - rank]
     flat = importer.emit(
         relax.op.reshape(x, [*lead, math.prod(map(int, list(x.ty.shape)[len(lead) :]))])
@@ -60,7 +64,7 @@ def _maxima(
     dtype = str(x.ty.dtype)
     least = relax.const(float("-inf") if "float" in dtype else np.iinfo(dtype).min, dtype)
     values = importer.emit(relax.op.where(relax.const(inside), values, least))
-    best = importer.emit(relax.op.argmax(values, -1, keepdims=True))
+    best = place_of_extremum(importer, relax.op.argmax, values, -1, keepdims=True)
     shape = [*lead, *map(int, like.shape[-rank:])]
     table = importer.emit(relax.op.broadcast_to(relax.const(places, "int64"), values.ty.shape))
     return importer.emit(

@@ -383,6 +383,7 @@ CONVERTERS: dict[str, Converter] = {
     **_tensor_and_scalar("mul", _arithmetic(relax.op.multiply, neutral=1)),
     **_tensor_and_scalar("div", _arithmetic(relax.op.divide, neutral=1)),
     **_tensor_and_scalar("remainder", _remainder),
+    "remainder.default": _remainder,  # of prims: a number by a tensor
     **_tensor_and_scalar("eq", _comparison(relax.op.equal)),
     **_tensor_and_scalar("ne", _comparison(relax.op.not_equal)),
     **_tensor_and_scalar("lt", _comparison(relax.op.less)),

@@ -44,13 +44,15 @@ def _first_nan(importer: Importer, x: relax.Expr, axis: int, keepdims: bool) -> 
     return importer.emit(relax.op.min(found, axis, keepdims=keepdims))
 
 
-def _place(
+def place_of_extremum(
     importer: Importer, index: Callable, x: relax.Expr, axis: int | None, keepdims: bool
 ) -> relax.Expr:
     """Where the extremum along an axis is, or that of all in one row; the first of equal ones."""
     rank = x.ty.ndim
     if axis is None:
-        found = _place(importer, index, importer.emit(relax.op.reshape(x, [-1])), 0, keepdims)
+        found = place_of_extremum(
+            importer, index, importer.emit(relax.op.reshape(x, [-1])), 0, keepdims
+        )
         return importer.emit(relax.op.reshape(found, [1] * rank)) if keepdims else found
     x = importer.cast(x, _COMPARED.get(str(x.ty.dtype), str(x.ty.dtype)))
     found = importer.emit(index(x, axis, keepdims))
@@ -62,15 +64,12 @@ def _place(
 
 
 def _extremum(index: Callable) -> Converter:
-    """The values of max or min along an axis, and where they are: at the first of equal ones.
-
-    A value is read at its place: TVM's own max of a row of minus infinities is the least float.
-    """
+    """The values of max or min along an axis, and where they are: at the first of equal ones."""
 
     def convert(importer: Importer, node: fx.Node) -> relax.Expr:
         args = bound_arguments(node)
         x, axis, keepdim = importer.value_of(args["self"]), args["dim"], args["keepdim"]
-        place = _place(importer, index, x, axis, True)
+        place = place_of_extremum(importer, index, x, axis, True)
         results = [importer.emit(relax.op.gather_elements(x, place, axis)), place]
         if not keepdim:
             results = [importer.emit(relax.op.squeeze(result, [axis])) for result in results]
@@ -85,7 +84,7 @@ def _place_of_extremum(index: Callable) -> Converter:
     def convert(importer: Importer, node: fx.Node) -> relax.Expr:
         args = bound_arguments(node)
         x = importer.value_of(args["self"])
-        return _place(importer, index, x, args["dim"], args["keepdim"])
+        return place_of_extremum(importer, index, x, args["dim"], args["keepdim"])
 
     return convert
 

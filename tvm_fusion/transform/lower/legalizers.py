@@ -201,10 +201,9 @@ HALF_OPERATORS = {name: _in_float32(name) for name in (*DTYPES, *MEANS)}
 #
 # A row of zeros of uint8 has none, nor has one of masked scores, all of them minus infinity: TVM
 # starts from index -1 and the least finite number, and between equal numbers the lower index wins.
-# (Its schedules find the reduction by that start, so it stays.) Integers of 8 bits are compared as
-# int32: the last steps of TVM's reduction of them on a GPU go through shared memory without a
-# barrier, those of 32 bits through shuffles. Does not handle: the least finite float beside minus
-# infinities; the first place is given, not its.
+# (Its schedules find the reduction by that start, so it stays on a GPU; see `from_infinity`.)
+# Integers of 8 bits are compared as int32: the last steps of TVM's reduction of them on a GPU go
+# through shared memory without a barrier, those of 32 bits through shuffles.
 
 EXTREMA = {"relax.argmax": topi.argmax, "relax.argmin": topi.argmin}
 NARROW = ("int8", "uint8", "bool")
@@ -237,7 +236,47 @@ def _from_the_first(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 FIRST_EXTREMA: dict[str, Legalizer] = {name: partial(_legalize_extremum, name) for name in EXTREMA}
-"""For `relax.transform.LegalizeOps`."""
+
+
+# ---- Maxima and minima from infinity on: of a row of minus infinities TVM's own is the least
+# finite number, and so is a window of max pooling that is padded.
+#
+#     Before                                        After
+#     with T.init(): y[i] = -3.4028e38              with T.init(): y[i] = -inf         on a CPU
+#     pad[i] = if_then_else(.., x[i], -3.4028e38)   pad[i] = if_then_else(.., x[i], -inf)
+#
+# TVM's schedules for GPUs know reductions of rows by where they start (and registering others ends
+# Python in a double free): there the start stays, and kernels of this package take infinity for it.
+
+_ROWS = ("relax.max", "relax.min")
+_POOLS = tuple(f"relax.nn.max_pool{rank}d" for rank in (1, 2, 3))
+
+
+def from_infinity(kind: str) -> dict[str, Legalizer]:
+    """For `relax.transform.LegalizeOps` on a kind of target ("llvm", "cuda")."""
+    known = {name: Op.get(name).get_attr("FLegalize") for name in (*_ROWS, *_POOLS)} | FIRST_EXTREMA
+    names = _POOLS if kind == "cuda" else known
+    return known | {name: partial(_legalize_extreme, known[name]) for name in names}
+
+
+def _legalize_extreme(default: Legalizer, builder: relax.BlockBuilder, call: Call) -> relax.Expr:
+    if not str(call.args[0].ty.dtype).startswith(("float", "bfloat")):
+        return default(builder, call)
+    aside = relax.BlockBuilder()  # a function that is replaced is not found again for an equal call
+    made = default(aside, call)
+    gvar, *arguments = made.args
+    func = aside.get()[gvar]
+    func = func.with_body(tvm_ffi.structural_map(func.body, [(tirx.FloatImm, _infinite)]))
+    endless = builder.add_func(func, call.op.name.rpartition(".")[2])
+    return Call(made.op, [endless, *arguments], made.attrs, made.ty_args)
+
+
+def _infinite(number: tirx.FloatImm) -> tirx.FloatImm:
+    """Infinity for the least and the largest number of a type; other numbers stay."""
+    value, dtype = float(number.value), str(number.ty.dtype)
+    if abs(value) < float(tirx.max_value(dtype).value):
+        return number
+    return tirx.FloatImm(dtype, math.copysign(math.inf, value))
 
 
 # ---- Negation and sign of unsigned integers and booleans, for which TVM's legalizations look for a
