@@ -11,7 +11,6 @@ from tvm.script import tirx as T
 from ...gpu.product_frame import Tile
 from ...program.expr import HALF_DTYPES, bytes_of
 from .epilogue import Epilogue
-from .fragments import fragments_of
 from .layout import Layout
 from .model import BOX, STEP_BYTES, WGMMA_BYTES
 from .state import (
@@ -147,7 +146,6 @@ class Consumer:
         self.epilogue = Epilogue(kernel, number, self.sums)
         split = self.plan.config.split > 1
         self.exchange = Exchange(kernel, self.epilogue.layout, self.sums) if split else None
-        self.fragments = fragments_of(kernel, self.epilogue.layout)
 
     def _descriptor(self, buffer: Expr, k_major: bool, offset: Expr | int, rows: int = 8) -> Expr:
         """The matrix descriptor of a tile in stage 0, its groups of 8 rows so many rows apart.
@@ -183,8 +181,6 @@ class Consumer:
                 for i in range(plan.accumulators):
                     T.buffer_store(self.sums, T.float32(0), [i])
             self.steps = self.kernel.steps_of(tile)
-            if self.fragments is not None:
-                self.fragments.begin(tile)
             if plan.config.deferred:
                 self._steps_with_epilogue(turn, tile)
             else:
@@ -226,15 +222,8 @@ class Consumer:
         `place` is that in its window, if sums are promoted.
         """
         adds = step > 0 if place is None else place > 0
-        ring, kernel, plan, fragments = self.ring, self.kernel, self.plan, self.fragments
-        if fragments is not None:
-            fragments.ahead(tile, step)
+        ring, kernel, plan = self.ring, self.kernel, self.plan
         wait(kernel.shared.full.ptr_to([ring.stage]), ring.phase)
-        if fragments is not None:
-            fragments.compute(tile, step, ring.stage)
-            T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
-            self._release_previous(step)
-            fragments.settle()
         size = plan.a_bytes // 16
         a = T.Bind(self.a_start[0] + T.cast(ring.stage * size, "uint64"))
         size = plan.b_bytes // 16
@@ -250,27 +239,22 @@ class Consumer:
         for tap, (_, row) in enumerate(self.taps):
             for part in range(STEP_BYTES // WGMMA_BYTES):
                 later = T.ptx.pred(True if part or tap else adds)
-                at_a = [a + T.uint64(row * STEP_BYTES // 16 + part * self.a_step)]
-                if fragments is not None:
-                    at_a = fragments.of_wgmma(part)
+                at_a = a + T.uint64(row * STEP_BYTES // 16 + part * self.a_step)
                 at_b = b + T.uint64(tap * next_tap + part * self.b_step)
-                T.evaluate(T.ptx[name](*sums, *at_a, at_b, later, 1, 1, *self._transposed()))
+                T.evaluate(T.ptx[name](*sums, at_a, at_b, later, 1, 1, *self._transposed()))
         T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
         if self.promote:
             self._promote(place)
-        elif fragments is None:
+        else:
             T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(1))
             self._release_previous(step)
         self.epilogue.during(step, tile)
-        if fragments is not None:
-            fragments.advance()
         ring.advance()
 
     def _transposed(self) -> list[int]:
-        """Which operands in memory are not contiguous along the terms; only halves may be so."""
+        """Which operands are not contiguous along the terms; only halves may be so."""
         problem = self.kernel.problem
-        in_memory = [] if self.fragments is not None else [problem.a]
-        views = (*in_memory, problem.segments[0].b[0])
+        views = (problem.a, problem.segments[0].b[0])
         return [0 if v.k_major else 1 for v in views] if problem.dtype in HALF_DTYPES else []
 
     def _windows(self, tile: Tile) -> None:
