@@ -1,12 +1,14 @@
 """Constants that stand for weights: what they are to passes, and the numbers behind them."""
 
 import gc
+from pathlib import Path
 
 import numpy as np
 import pytest
 import tvm
 from tvm import relax
 
+import tvm_fusion
 from tvm_fusion.ir import weights
 from tvm_fusion.ir.weights import (
     LEAST_ELEMENTS,
@@ -157,3 +159,8 @@ def test_a_module_is_known_by_all_but_the_numbers_of_its_weights():
     assert key(array, array) != key(array, array.copy())  # one weight, or two
     assert key(array) != key(array.astype("float16"), dtype="float16")
     assert key(array[:, :128]) != key(drawn()[:, :128])  # too small to be weights
+
+
+def test_nobody_reads_the_memory_of_a_constant_which_may_be_a_stand_in():
+    files = Path(tvm_fusion.__file__).parent.rglob("*.py")
+    assert [str(f) for f in files if ".value.numpy()" in f.read_text(encoding="utf-8")] == []

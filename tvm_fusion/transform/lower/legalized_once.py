@@ -22,6 +22,7 @@ import tvm_ffi
 from tvm import relax, tirx
 from tvm.ir import Call, Expr, Op
 
+from ...ir.weights import numbers
 from .legalizers import Legalizer
 
 _CALL_TIR = Op.get("relax.call_tir")
@@ -102,7 +103,7 @@ class _Operands:
         self.tensors.append(operand)
         self.described.append(ty)
         if isinstance(operand, tvm.ir.GenericConst) and ty.ndim == 0:
-            self.rest.append(operand.value.numpy().tobytes())
+            self.rest.append(numbers(operand).tobytes())
         return True
 
     def positions_in(self, legal: Expr) -> tuple[int, ...] | None:
