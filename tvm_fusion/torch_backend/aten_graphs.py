@@ -91,12 +91,14 @@ def _short_lstms_unrolled(graph: fx.GraphModule) -> AbstractContextManager[None]
 @contextmanager
 def _without_onednn() -> Iterator[None]:
     """What asks for oneDNN does not find it; Dynamo compiles one graph at a time."""
-    before = torch.backends.mkldnn.enabled
-    torch.backends.mkldnn.enabled = False  # `flags` warns of what this machine lacks
+    # `torch.backends.mkldnn.flags` sets other flags too, and warns of what this machine lacks; its
+    # `enabled` cannot be set where a program froze the flags.
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
     try:
         yield
     finally:
-        torch.backends.mkldnn.enabled = before
+        torch._C._set_mkldnn_enabled(before)
 
 
 def _steps(

@@ -130,8 +130,10 @@ def written_inputs(program: torch.export.ExportedProgram, buffers: bool) -> set[
     kinds = [OutputKind.USER_INPUT_MUTATION, *([OutputKind.BUFFER_MUTATION] if buffers else [])]
     found: set[fx.Node] = set()
     for spec in program.graph_signature.output_specs:
+        if spec.kind not in kinds:
+            continue
         last = nodes[spec.arg.name]
-        if spec.kind in kinds and any(user.op != "output" for user in last.users):
+        if any(user.op != "output" for user in last.users):
             found.update(chain_of_writes(last)[1:])
     return found
 
