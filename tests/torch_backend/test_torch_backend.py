@@ -382,7 +382,10 @@ class Recurrent(nn.Module):
 
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_recurrent_layers_are_compiled_whole_where_dynamo_takes_them(kind, modules, monkeypatch):
-    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", False)  # frozen
+    flags = torch.backends.disable_global_flags.__globals__
+    monkeypatch.setitem(flags, "__allow_nonbracketed_mutation_flag", False)  # they are frozen
+    with pytest.raises(RuntimeError, match="mkldnn"):
+        torch.backends.mkldnn.enabled = False
     model, x = Recurrent(kind).eval(), torch.randn(2, 3, 4)
     with torch._dynamo.config.patch(allow_rnn=True):
         check(compiled(model, strict=True), model, x)
