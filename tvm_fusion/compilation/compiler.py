@@ -141,7 +141,7 @@ def compile(
     tuned = TunedParts(database).of
     began = monotonic()
     read = read_functions(model, target, policy, plan, example_inputs, dynamic_shapes, tuned)
-    wanted = load_policy(policy).verify if verify is None else verify
+    wanted = read.policy.verify if verify is None else verify
     original = Original(*(source or (model, example_inputs)), with_special=source is None)
     wishes = Wishes(wanted, measure, time, graphs, beside=wanted is True and original.is_comparable)
     kept = Kept.of(read, wishes)

@@ -19,13 +19,12 @@ import pickle
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
 import tvm
-from tvm import relax
 
 from ..config.digest import digest
 from ..errors import BuildError, InputError
@@ -36,11 +35,18 @@ from ..host.atomic_files import replace_bytes, replace_file
 from ..host.cache_folder import cache_dir, make_folder
 from ..host.logs import dump_folder
 from ..ir import convention
-from ..ir.weights import Weight, content_hash, named_parameters, restored, weights_of
+from ..ir.weights import (
+    Weight,
+    as_parameters,
+    content_hash,
+    restored,
+    weights_of,
+    with_parameters_bound,
+)
 from ..report.screen import Report
 from ..runtime.build.build import Built, build_functions
 from ..runtime.build.weight_values import WeightValues
-from ..runtime.calls.compiled_module import KEEPS, CompiledModule
+from ..runtime.calls.compiled_module import CompiledModule
 from ..runtime.calls.sidecar import export_executable
 from ..runtime.calls.signature import load_library
 from ..transform.layouts.memory_formats import MemoryFormats
@@ -51,7 +57,7 @@ logger = logging.getLogger(__name__)
 MOST_MODULES = 64
 NEW = "new_"
 LEAST_S = 2.0  # what takes less is compiled again: writing it takes half a second
-_FORMAT = 1
+_FORMAT = 2
 _LIBRARY, _FACTS, _WRITTEN = "module.so", "facts.pickle", "written.json"
 
 
@@ -101,14 +107,13 @@ class Kept:
         weights = restored(facts["origins"], weights_of(mod))
         own = {name: tuple(weights[n] for n in each) for name, each in facts["weights"].items()}
         values = WeightValues(own, target, build_functions)
-        written = partial(_with_constants, self.folder / _WRITTEN, weights)
+        behind = [weights[name] for name in facts["written"]]
+        written = partial(_with_constants, self.folder / _WRITTEN, behind)
         library = load_library(self.folder / _LIBRARY)
         built = Built(library, target, **facts["built"], weights=values, written=written)
         compiled = CompiledModule.of(built, facts["plan"])
         compiled.launches, compiled.uncapturable = facts["launches"], facts["uncapturable"]
         values.settle()
-        if seen is not None and seen.keeps:
-            compiled.uncapturable = KEEPS
         compiled.cuda_graph = self.wishes.cuda_graph
         compiled.verification, compiled.told = facts["verification"], facts["told"]
         compiled.report = self._report
@@ -145,7 +150,7 @@ class Kept:
         built = compiled.built
         left = ("executable", "target", "weights", "written")
         plain = {f.name: getattr(built, f.name) for f in fields(Built) if f.name not in left}
-        weights = {} if built.weights is None else built.weights
+        hollow, found = as_parameters(built.written(), ["main"])
         facts = {
             "built": plain | {"kernels": dict(built.kernels), "resources": dict(built.resources)},
             "plan": compiled.plan,
@@ -153,21 +158,19 @@ class Kept:
             "told": compiled.told,
             "launches": compiled.launches,
             "uncapturable": compiled.uncapturable,
-            "weights": weights and weights.names(),
-            "origins": weights and weights.origins,
+            "weights": built.weights.names(),
+            "origins": built.weights.origins,
+            "written": [weight.name for weight in found["main"]],
         }
         replace_bytes(folder / _FACTS, pickle.dumps(facts))
-        replace_file(folder / _WRITTEN, tvm.ir.save_json(named_parameters(built.written())))
+        replace_file(folder / _WRITTEN, tvm.ir.save_json(hollow))
         export_executable(built.executable, folder / _LIBRARY)
 
 
-def _with_constants(path: Path, weights: Mapping[str, Weight]) -> tvm.IRModule:
-    """A module that was written, with the numbers of its weights."""
-    values = {name: weight.tensor() for name, weight in weights.items()}
+def _with_constants(path: Path, weights: Sequence[Weight]) -> tvm.IRModule:
+    """A module that was written, with the numbers of the weights that it takes."""
     mod = tvm.ir.load_json(path.read_text(encoding="utf-8"))
-    own = {p.name for p in mod["main"].params}
-    bound = {name: value for name, value in values.items() if name in own}
-    return relax.transform.BindParams("main", bound)(mod)
+    return with_parameters_bound(mod, [weight.tensor() for weight in weights])
 
 
 def _key(model: ReadModel, wishes: Wishes) -> str:

@@ -25,23 +25,6 @@ Plans = PlanLike | Mapping[str, PlanLike]
 TunedOf = Callable[[tvm.target.Target, HardwareProfile], Tuned | None]
 
 
-def planned_functions(
-    model: Any,
-    target: Any = None,
-    policy: Any = None,
-    plan: Plans = None,
-    example_inputs: Any = None,
-    dynamic_shapes: Any = None,
-    tuned: TunedOf | None = None,
-) -> dict[str, Planned]:
-    """The functions of a model by name, `main` where there is one; what a caller may have mistyped
-    is checked before the model is read. `tuned` gives what tuning chose for a device; the other
-    parameters are those of `compilation.compiler.compile`.
-    """
-    how = target, policy, plan, example_inputs, dynamic_shapes, tuned
-    return read_functions(model, *how).planned()
-
-
 @dataclass(frozen=True)
 class ReadModel:
     """The public functions of a model by name, and what each is compiled for.
@@ -83,7 +66,10 @@ def read_functions(
     dynamic_shapes: Any = None,
     tuned: TunedOf | None = None,
 ) -> ReadModel:
-    """As `planned_functions`, before they are planned."""
+    """The functions of a model by name, `main` where there is one; what a caller may have mistyped
+    is checked before the model is read. `tuned` gives what tuning chose for a device; the other
+    parameters are those of `compilation.compiler.compile`.
+    """
     tvm_target, hw = resolve_target(target)
     policy, given = load_policy(policy), _read_plans(plan)
     chosen = tuned(tvm_target, hw) if tuned is not None else None
@@ -92,6 +78,13 @@ def read_functions(
         mods = with_stand_ins(load_functions(model, example_inputs, **how))
     plans = _plan_of_each(given, list(mods))
     return ReadModel(mods, tvm_target, hw, policy, plans, chosen)
+
+
+def planned_functions(
+    model: Any, target: Any = None, *options: Any, **more: Any
+) -> dict[str, Planned]:
+    """As `read_functions`, each with a plan."""
+    return read_functions(model, target, *options, **more).planned()
 
 
 def planned_function(model: Any, target: Any = None, *options: Any, **more: Any) -> Planned:

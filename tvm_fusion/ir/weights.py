@@ -20,7 +20,7 @@ import math
 import mmap
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -316,13 +316,12 @@ def weights_of(mod: tvm.IRModule) -> dict[str, Weight]:
     """The weights that `main` reads, by name."""
     found: dict[str, Weight] = {}
 
-    def look(constant: Any) -> Any:
+    def look(constant: Any) -> None:
         weight = weight_of(constant)
         if weight is not None:
             found[weight.name] = weight
-        return constant
 
-    _map_constants(mod["main"], look)
+    tvm_ffi.structural_walk(mod["main"], [(tvm.ir.GenericConst, look)])
     return found
 
 
@@ -356,7 +355,7 @@ def with_stand_ins(mods: Mapping[str, tvm.IRModule]) -> dict[str, tvm.IRModule]:
             known[key] = weight.constant()
         return known[key]
 
-    return {name: _of_main(mod, stand_in) for name, mod in mods.items()}
+    return {name: _mapped(mod, stand_in, ["main"]) for name, mod in mods.items()}
 
 
 def _equal(weight: Weight, value: Any) -> bool:
@@ -429,53 +428,34 @@ def as_parameters(
     return with_values(out), found
 
 
-def named_parameters(mod: tvm.IRModule) -> tvm.IRModule:
-    """The module whose `main` takes its weights behind its inputs, by their names."""
-    out, found = as_parameters(mod, ["main"])
-    main, names = out["main"], [weight.name for weight in found["main"]]
-    own = main.params[len(main.params) - len(names) :] if names else []
-    renamed = {p: relax.Var(name, p.ty) for p, name in zip(own, names, strict=True)}
-    if not renamed:
-        return out
-    params = [renamed.get(p, p) for p in main.params]
-    body = tvm_ffi.structural_map(main.body, (relax.Var, lambda v: renamed.get(v, v)))
-    func = relax.Function(params, body, main.ret_ty, main.is_pure, main.attrs)
-    out.update_func(out.get_global_var("main"), func)
-    return out
-
-
-def has_stand_ins(mod: tvm.IRModule) -> bool:
-    """Whether a function of a module reads a stand-in."""
-    found: list[Any] = []
-    for func in mod.functions.values():
-        if isinstance(func, relax.Function):
-            tvm_ffi.structural_walk(
-                func, [(tvm.ir.GenericConst, lambda c: found.append(c) if weight_of(c) else None)]
-            )
-    return bool(found)
+def with_parameters_bound(mod: tvm.IRModule, tensors: Sequence[tvm.runtime.Tensor]) -> tvm.IRModule:
+    """The module with constants in the places of the last parameters of `main`: the inverse of
+    `as_parameters`, of other tensors or of the stand-ins' own.
+    """
+    params = mod["main"].params
+    own = params[len(params) - len(tensors) :]
+    values = dict(zip(own, tensors, strict=True))
+    return relax.transform.BindParams("main", values)(mod) if values else mod
 
 
 def content_hash(mod: tvm.IRModule) -> str:
     """What a module is, without the numbers of its weights; the same in each process."""
-    names: list[str] = []
-
-    def variable(constant: Any) -> Any:
-        weight = weight_of(constant)
-        if weight is None:
-            return constant
-        names.append(weight.name)
-        return relax.Var(weight.name, relax.TensorType(weight.shape, weight.dtype))
-
-    hollow = _mapped(mod, variable)
+    hollow, found = as_parameters(mod, ["main"])
     number = tvm_ffi.structural_hash(hollow, map_free_vars=True)
+    names = [weight.name for weight in found["main"]]
     return hashlib.sha256("\n".join([str(number), *names]).encode()).hexdigest()
 
 
-def _mapped(mod: tvm.IRModule, of: Callable[[Any], Any]) -> tvm.IRModule:
-    """The module with other constants in its Relax functions; itself where none changes."""
+def _mapped(
+    mod: tvm.IRModule, of: Callable[[Any], Any], only: Collection[str] | None = None
+) -> tvm.IRModule:
+    """The module with other constants in its Relax functions, all or some by name; itself where
+    none changes.
+    """
     changed = {}
     for gvar, func in mod.functions_items():
-        if isinstance(func, relax.Function):
+        chosen = only is None or gvar.name_hint in only
+        if chosen and isinstance(func, relax.Function):
             new = _map_constants(func, of)
             if not new.same_as(func):
                 changed[gvar] = new
@@ -484,16 +464,6 @@ def _mapped(mod: tvm.IRModule, of: Callable[[Any], Any]) -> tvm.IRModule:
     out = mod.clone()
     for gvar, func in changed.items():
         out.update_func(gvar, func)
-    return out
-
-
-def _of_main(mod: tvm.IRModule, of: Callable[[Any], Any]) -> tvm.IRModule:
-    main = mod["main"]
-    new = _map_constants(main, of)
-    if new.same_as(main):
-        return mod
-    out = mod.clone()
-    out.update_func(mod.get_global_var("main"), new)
     return out
 
 

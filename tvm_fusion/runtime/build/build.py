@@ -221,6 +221,7 @@ def build_entries(
         "target": target,
         "entries": tuple(entries),
         "written": lambda: mod,
+        "weights": WeightValues(weights, target, build_functions),
         "kernels": {name: tuple(found) for name, found in launched.items()},
         "cuda_sources": cuda_sources(executable.mod),
         "resources": {r.name: r for code in codes for r in resources_of(code)},
@@ -230,8 +231,6 @@ def build_entries(
             if PLAIN_ATTR in (func.attrs or {})
         },
     }
-    if any(weights.values()):
-        common["weights"] = WeightValues(weights, target, build_functions)
     return {
         entry: Built(
             **common,

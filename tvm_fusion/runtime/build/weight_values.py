@@ -128,24 +128,23 @@ class WeightValues:
 
     def _kernels(self, weights: Sequence[Weight]) -> dict[Recipe, Callable[..., None]]:
         """Kernels for what is computed of weights; what has none is the host's to compute."""
-        recipes = list(dict.fromkeys(filter(None, map(_on_device, weights))))
-        functions = {f"weights_{n}": recipe.kernel() for n, recipe in enumerate(recipes)}
-        named = {n: f.with_attr("global_symbol", n) for n, f in functions.items()}
-        if not named:
+        written = {w.recipe: None for w in weights if _is_of_known(w)}
+        written = {recipe: recipe.kernel() for recipe in written}
+        names = {r: f"weights_{n}" for n, (r, func) in enumerate(written.items()) if func}
+        if not names:
             return {}
+        own = {name: written[r].with_attr("global_symbol", name) for r, name in names.items()}
         try:
-            library, _ = self._compile(tvm.IRModule(named), self.target)
+            library, _ = self._compile(tvm.IRModule(own), self.target)
         except BuildError:
             return {}
-        return {r: library[name] for r, name in zip(recipes, named, strict=True)}
+        return {recipe: library[name] for recipe, name in names.items()}
 
 
-def _on_device(weight: Weight) -> Recipe | None:
-    """The recipe of a weight that a device can compute of the model's own weights."""
-    if weight.value is not None or weight.recipe.kernel() is None:
-        return None
+def _is_of_known(weight: Weight) -> bool:
+    """Whether a weight is to be computed, of the model's own weights."""
     known = all(not isinstance(s, Weight) or s.value is not None for s in weight.sources)
-    return weight.recipe if known else None
+    return weight.value is None and known
 
 
 def _on(
@@ -153,7 +152,7 @@ def _on(
 ) -> Tensor:
     if device.type == "cpu":
         return weight.tensor()
-    kernel = kernels.get(weight.recipe) if _on_device(weight) else None
+    kernel = kernels.get(weight.recipe) if _is_of_known(weight) else None
     if kernel is None:
         given = weight.given()
         if given is not None and given.device.type != "cpu" and weight.settled:

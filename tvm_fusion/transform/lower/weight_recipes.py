@@ -8,10 +8,10 @@ constants, and writes down what is made of weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import tvm
@@ -21,7 +21,7 @@ from tvm.ir import Call
 from tvm.relax import Expr, Var
 from tvm.relax.expr_functor import PyExprMutator, mutator
 
-from ...ir.weights import derived, tensor_of, weight_of
+from ...ir.weights import as_parameters, derived, tensor_of, weight_of, with_parameters_bound
 
 _CALL_TIR = tvm.ir.Op.get("relax.call_tir")
 
@@ -58,16 +58,21 @@ class Computed:
 
     def of(self, arrays: Sequence[np.ndarray]) -> tvm.runtime.Tensor:
         """See `ir.weights.Recipe`: compiled for the host, as FoldConstant does."""
-        func = self.func.with_attr("global_symbol", "recipe")
-        compiled = tvm.compile(tvm.IRModule({"recipe": func}), tvm.target.Target("llvm"))
         out = self.func.params[-1].ty
         result = tvm.runtime.empty([int(n) for n in out.shape], str(out.dtype))
-        compiled["recipe"](*map(tvm.runtime.tensor, arrays), result)
+        _compiled(self)(*map(tvm.runtime.tensor, arrays), result)
         return result
 
     def kernel(self) -> tirx.PrimFunc:
         """See `ir.weights.Recipe`."""
         return self.func
+
+
+@lru_cache(maxsize=64)
+def _compiled(recipe: Computed) -> Callable[..., None]:
+    """A recipe for the host: the same for the weights of all layers."""
+    func = recipe.func.with_attr("global_symbol", "recipe")
+    return tvm.compile(tvm.IRModule({"recipe": func}), tvm.target.Target("llvm"))["recipe"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,37 +133,12 @@ class FoldConstants:
     """`relax.transform.FoldConstant`, for which see the module docstring."""
 
     def transform_module(self, mod: tvm.IRModule, _ctx: tvm.transform.PassContext) -> tvm.IRModule:
-        hidden, tensors = _without_weights(mod)
+        hidden, found = as_parameters(mod, ["main"])
         folded = relax.transform.FoldConstant()(hidden)
-        if not tensors:
+        if not found["main"]:
             return folded
-        return _recorded(relax.transform.BindParams("main", tensors)(folded))
-
-
-def _without_weights(mod: tvm.IRModule) -> tuple[tvm.IRModule, dict[str, tvm.runtime.Tensor]]:
-    """The module with the stand-ins of `main` as parameters, and what to bind these to again."""
-    main = mod["main"]
-    known: dict[str, Var] = {}
-    tensors: dict[str, tvm.runtime.Tensor] = {}
-
-    def parameter(constant: Expr) -> Expr:
-        weight = weight_of(constant)
-        if weight is None:
-            return constant
-        name = f"{weight.name} of the model"
-        if name not in known:
-            known[name] = Var(name, constant.ty)
-            tensors[name] = constant.value
-        return known[name]
-
-    body = tvm_ffi.structural_map(main.body, (tvm.ir.GenericConst, parameter))
-    if not known:
-        return mod, tensors
-    params = [*main.params, *known.values()]
-    out = mod.clone()
-    func = relax.Function(params, body, main.ret_ty, main.is_pure, main.attrs, main.span)
-    out.update_func(mod.get_global_var("main"), func)
-    return out, tensors
+        stand_ins = [weight.constant().value for weight in found["main"]]
+        return _recorded(with_parameters_bound(folded, stand_ins))
 
 
 def _recorded(mod: tvm.IRModule) -> tvm.IRModule:
