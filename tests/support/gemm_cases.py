@@ -135,6 +135,10 @@ def silu_in_front(bb, x, w):
     return op.matmul(bb.emit(op.nn.silu(x)), w)
 
 
+def silu_of_weights(bb, x, w):
+    return op.matmul(x, bb.emit(op.nn.silu(w)))
+
+
 def embedding(bb, ids, table, w):
     return op.matmul(bb.emit(op.take(table, ids, axis=0)), w)
 

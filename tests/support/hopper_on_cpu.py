@@ -88,7 +88,7 @@ def _translate(source: str, kernel: str) -> str:
     helpers = [
         _stand_in(definition) if "asm volatile" in definition else definition
         for name, definition in cuda_on_cpu._functions(head)
-        if not re.search(rf"\b{name}\b", known)
+        if not re.search(rf"\b{name}\b", known) and re.sub(r"\d+", "##N##", name) not in known
     ]
     body = source[start:].replace("const __grid_constant__ CUtensorMap", "CUtensorMap")
     shared = re.findall(r"^ *extern __shared__ .*;\n", body, re.MULTILINE)

@@ -202,7 +202,7 @@ def test_steps_that_the_tma_does_not_take_are_refused():
         (square(9, 3, 32, 32, batch=1, groups=32), "one filter or one channel"),
         (square(9, 3, 64, 64, batch=1, data_layout="NCHW"), "not contiguous"),
         (square(9, 3, 64, 64, batch=1, weight_layout="OIHW"), "not contiguous|16 bytes"),
-        (square(9, 3, 64, 64, batch=1, prologue=True), "computed"),
+        (square(9, 3, 64, 64, batch=1, groups=2, prologue=True), "computed, for groups"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )

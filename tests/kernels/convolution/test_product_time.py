@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tvm_fusion.config import load_policy, load_profile
+from tvm_fusion.kernels.convolution.blocks import is_convolution
 from tvm_fusion.kernels.convolution.forms import CUDA_WRITER
 from tvm_fusion.kernels.convolution.geometry import read_convolution
-from tvm_fusion.kernels.convolution.launch import is_convolution, sizes_of
+from tvm_fusion.kernels.convolution.launch import sizes_of
 from tvm_fusion.kernels.convolution.product_time import cuda_core_seconds, mma_seconds
 from tvm_fusion.kernels.convolution.sizes import Sizes
 from tvm_fusion.kernels.gemm.mma.plan import MmaConfig

@@ -39,6 +39,7 @@ from ..gemm.hopper.model import (
     Windows,
 )
 from ..gemm.hopper.problem import in_boxes, without_residual
+from ..gemm.hopper.prologue import Prologue, read_prologue
 from ..gpu.access import Groups, affine_access
 from ..gpu.tensor_map import MAX_BOX, MAX_STEP, TensorMap, tensor_map, with_steps
 from ..program.expr import FLOAT8_DTYPES, HALF_DTYPES, bytes_of, constant, dtype_of
@@ -72,7 +73,8 @@ def emit_rims(convolution: Convolution, hw: HardwareProfile, config: RimConfig) 
     Raises
     ------
     Unsupported
-        As `emit_hopper`; also for strides, expansions, one tap, and 8-bit floats.
+        As `emit_hopper`; also for strides, expansions, one tap, 8-bit floats, and data that is
+        computed.
     """
     check_architecture(hw)
     return emit_problem(read_windows(convolution, rims=True), config, hw)
@@ -98,9 +100,10 @@ def emit_hopper(
     Raises
     ------
     Unsupported
-        For another architecture or dtype, data that is computed, whose channels are not contiguous
-        or no multiples of 16 bytes, steps of more than 8 elements, one filter or channel a group,
-        and what tensor maps of 5 dimensions cannot address.
+        For another architecture or dtype, data that is computed for groups or phases, or of what
+        differs between positions, data whose channels are not contiguous or no multiples of 16
+        bytes, steps of more than 8 elements, one filter or channel a group, and what tensor maps of
+        5 dimensions cannot address.
     """
     check_architecture(hw)
     return emit_problem(read_windows(convolution), config, hw)
@@ -136,6 +139,8 @@ def read_windows(convolution: Convolution, rims: bool = False) -> HopperProblem:
     if not all(part.residual for part in parts):
         parts = list(map(without_residual, parts))
     first = parts[0]
+    if first.prologue is not None and (rims or len(parts) > 1 or first.batch):
+        raise Unsupported("data that is computed, for groups, phases or all taps of a step")
     return HopperProblem(
         convolution.contraction,
         dtype,
@@ -151,10 +156,9 @@ def read_windows(convolution: Convolution, rims: bool = False) -> HopperProblem:
 def _dtype(convolution: Convolution) -> str:
     """The dtype of data and weights."""
     data = Operand(convolution.data).load
-    if data is None:
-        raise Unsupported("data that is computed, not loaded")
-    dtype = dtype_of(data)
-    dtypes = {dtype, dtype_of(convolution.weights.load)}
+    weights = dtype_of(convolution.weights.load)
+    dtype = weights if data is None else dtype_of(data)
+    dtypes = {dtype, weights}
     if len(dtypes) != 1 or dtype not in OPERAND_KINDS or convolution.product.dtype != "float32":
         names = ", ".join(OPERAND_KINDS)
         raise Unsupported(f"tensor cores of this kernel take {names}, not {', '.join(dtypes)}")
@@ -280,17 +284,19 @@ class _Part:
         boxed = Put(env, Simplifier([*self.batch, *m, *self.n])).segment(plain)
         groups = {"batch": self.batch, "m": m, "n": self.n}
         bindings, outputs, loads = take_loads(convolution.contraction, boxed, groups)
+        data, prologue = _data(convolution, self.windows, self.batch, self.dtype)
         found = HopperSegment(
             self.batch,
             m,
             self.n,
             (replace(convolution.product, k=(terms,)),),
-            _data(convolution, self.windows, self.batch),
+            data,
             (_weights(convolution, self.dtype, self.batch),),
             bindings,
             outputs,
             loads,
             windows=self.windows,
+            prologue=prologue,
         )
         *_, before = take_loads(convolution.contraction, plain, self._by_window)
         unboxed = {id(load): other for load, other in zip(loads, before, strict=True)}
@@ -350,8 +356,10 @@ def _shape_of(convolution: Convolution, load: TensorLoad) -> tuple:
     return next(p.shape for p in params if p.var.same_as(load.source))
 
 
-def _data(convolution: Convolution, windows: Windows, batch: tuple[Axis, ...]) -> WindowView:
-    load = Operand(convolution.data).load
+def _data(
+    convolution: Convolution, windows: Windows, batch: tuple[Axis, ...], dtype: str
+) -> tuple[WindowView, Prologue | None]:
+    """The data as the TMA reads it, and what is computed of it."""
     env, groups = {}, {"batch": batch, "k": (convolution.channels,)}
     for name, window in zip(windows.names, convolution.windows, strict=True):
         place = constant(window.low, INDEX)
@@ -372,17 +380,26 @@ def _data(convolution: Convolution, windows: Windows, batch: tuple[Axis, ...]) -
         channel = convolution.group.var * size + channel
     env[convolution.coordinates[convolution.channel_dim]] = channel
     put = Put(env, Simplifier([axis for group in groups.values() for axis in group]))
-    access = affine_access([put(i) for i in load.indices], _shape_of(convolution, load), groups)
+    load, prologue = Operand(convolution.data).load, None
+    if load is not None:
+        source, indices = load.source, [put(i) for i in load.indices]
+        access = affine_access(indices, _shape_of(convolution, load), groups)
+    else:
+        value = Operand(put(convolution.data))
+        sizes = tuple(w.high - w.low for w in convolution.windows)
+        prologue = read_prologue(convolution.contraction, convolution.product, value, groups, sizes)
+        source, access = prologue.stored.param, prologue.stored.access
+        if prologue.stored.dtype != dtype:
+            raise Unsupported(f"data computed of {prologue.stored.dtype}, weights of {dtype}")
     if access is None or not access.contiguous("k"):
         raise Unsupported("data whose channels are not contiguous")
-    dtype = dtype_of(load)
     boxes = dict(zip(windows.names, windows.held, strict=True))
     boxes["k"] = STEP_BYTES // bytes_of(dtype)
-    found = tensor_map(load.source, dtype, access, "k", boxes)
+    found = tensor_map(source, dtype, access, "k", boxes)
     if not _is_ordered(found, windows):
         raise Unsupported("data whose windows lie in another order")
     found = with_steps(found, dict(zip(windows.names, windows.strides, strict=True)))
-    return WindowView(load.source, dtype, access, "m", "k", found)
+    return WindowView(source, dtype, access, "m", "k", found), prologue
 
 
 def _is_ordered(found: TensorMap, windows: Windows) -> bool:

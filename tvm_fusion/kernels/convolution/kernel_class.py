@@ -1,4 +1,5 @@
-"""Kernel class `convolution`: a convolution with pointwise work behind it, on its elements.
+"""Kernel class `convolution`: a convolution with pointwise work behind it, on its elements; on
+Hopper also in front of it, on the data (see `computed`).
 
 One, two or three dimensions and any number of others; any stride, padding, dilation and number of
 groups, transposed ones too; any layout of data, weights and results. Which blocks are one is asked
@@ -13,6 +14,7 @@ from dataclasses import replace
 from ...config import HardwareProfile, Policy
 from ...cost.traffic import Resources, Traffic
 from ...ir.access import Affine, Block
+from ...ir.graph import Op
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
 from ..base import FIXED_SIZES, Fit
@@ -20,7 +22,9 @@ from ..cpu.nest_class import Nest
 from ..forms import Writer
 from ..group.footprint import points
 from ..group.traffic import filled_by_threads, memory_traffic
-from .launch import is_convolution, predict, sizes_of
+from .blocks import data_and_weights, is_convolution
+from .computed import computes_data, front_of
+from .launch import predict, sizes_of
 from .transform import LEAST_CHANNELS, LEAST_FILTERS, RATE, TAPS
 
 SHARE_OF_FEW_FILTERS = 0.4
@@ -71,6 +75,16 @@ class ConvolutionClass(Nest):
             )
         seconds, terms = predict(group, fit, sizes_of(group, block), hw, policy)
         return replace(fit, seconds=seconds, terms=tuple(sorted(terms.items())))
+
+    def computed_before(self, group: GroupView, anchor: Op, hw: HardwareProfile) -> frozenset[int]:
+        block = next(filter(is_convolution, anchor.blocks), None)
+        if hw.kind != "cuda" or block is None:
+            return frozenset()
+        data, _ = data_and_weights(block)
+        front = front_of(group, data)
+        if not front or not computes_data(group, block, data, sizes_of(group, block), hw):
+            return frozenset()
+        return frozenset(w.tensor for b in front for w in b.writes) - set(group.outputs)
 
     def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
         found = [b for b in group.blocks if is_convolution(b)]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from ...config import HardwareProfile, Policy
 from ...cost.traffic import Resources, Traffic
 from ...ir.extents import assumed_product, product_key
+from ...ir.graph import Op
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
 from ..base import REDUCES, Family, Fit, Needs
@@ -36,9 +37,9 @@ class Nest(Family):
             return group.refuse(RefusalCode.SPACE_MISMATCH, f"{anchor.name} has several outputs")
         root = group.writer_of[anchor.outputs[0]]
         space = product_key(root.extents(root.spatial))
-        after = {anchor.outputs[0]}
+        after, before = {anchor.outputs[0]}, self.computed_before(group, anchor, hw)
         for block in group.blocks:
-            if block in anchor.blocks:
+            if block in anchor.blocks or block.writes[0].tensor in before:
                 continue
             if not any(a.tensor in after for a in block.reads):
                 return group.refuse(
@@ -50,11 +51,15 @@ class Nest(Family):
                     f"{block.name} does not run over the reduction's elements",
                 )
             after |= {w.tensor for w in block.writes}
-        inner = frozenset(w.tensor for b in anchor.blocks for w in b.writes)
+        inner = before.union(w.tensor for b in anchor.blocks for w in b.writes)
         runs = evaluations(group, inner)
         if refusal := refuse_recompute(group, runs, policy):
             return refusal
         return Fit(self.name, assumed_product(root.extents(root.spatial)), 1, runs.counts)
+
+    def computed_before(self, group: GroupView, anchor: Op, hw: HardwareProfile) -> frozenset[int]:
+        """Tensors in front of the reduction that its kernel computes on their way."""
+        return frozenset()
 
     def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
         flops = sum(2.0 * points(b) for b in group.blocks if b.is_contraction)

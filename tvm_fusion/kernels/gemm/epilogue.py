@@ -11,7 +11,7 @@ Loads under a condition, and loads whose index holds another load, stay where th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -191,8 +191,13 @@ def operation_s(segments: Sequence[HasEpilogue], hw: HardwareProfile) -> float:
 
 def operations_of(segment: Segment | HasEpilogue) -> Counter[Pipe]:
     """Operations on one element of the products, by what executes them."""
+    return count_operations(item.value for item in (*segment.bindings, *segment.outputs))
+
+
+def count_operations(exprs: Iterable[Expr]) -> Counter[Pipe]:
+    """Operations of some expressions, by what executes them."""
     counts: Counter[Pipe] = Counter()
-    values = [item.value for item in (*segment.bindings, *segment.outputs)]
+    values = list(exprs)
     while values:
         value = values.pop()
         if (pipe := pipe_of(value)) is not None:
@@ -234,18 +239,21 @@ def take_loads(
     contraction: Contraction, segment: Segment, groups: Groups
 ) -> tuple[tuple[Binding, ...], tuple[Output, ...], tuple[EpilogueLoad, ...]]:
     """Bindings and outputs of a segment with placeholders for the loads, and the loads."""
-    taker = _Taker(contraction, groups)
+    taker = LoadTaker(contraction, groups)
     bindings = tuple(Binding(b.var, taker.visit(b.value)) for b in segment.bindings)
     outputs = tuple(replace(o, value=taker.visit(o.value)) for o in segment.outputs)
     return bindings, outputs, tuple(taker.found)
 
 
-class _Taker:
+class LoadTaker:
+    """Puts placeholders in place of loads, which it keeps as `found`."""
+
     def __init__(self, contraction: Contraction, groups: Groups):
         self.contraction, self.groups = contraction, groups
         self.found: list[EpilogueLoad] = []
 
     def visit(self, expr: Expr) -> Expr:
+        """An expression with placeholders, but for loads under a condition or at loaded indices."""
         if is_if_then_else(expr):
             return tirx.if_then_else(self.visit(expr.args[0]), *expr.args[1:])
         load = expr.value if isinstance(expr, tirx.Cast) else expr

@@ -7,8 +7,9 @@ alone would leave the device idle (experts, low-rank updates). A prologue may al
 (transposes, reshapes, broadcasts). Arithmetic on an operand runs once per tile of the other operand
 (0.80 to 0.92 of the two-kernel time where it was measured on an H200): it is taken in where the
 stored operand is smaller than what is computed from it (a dequantisation), on weights also where
-there are few rows, on rows where there is one; the predicted time decides. On Hopper runs of a
-product's columns may be reduced, too, for a kernel that finishes the rows (see `partials`).
+there are few rows, on rows where there is one; the predicted time decides. On Hopper also what is
+computed of one matrix of rows (batch norm and relu in front of a 1x1 convolution), see `computed`;
+and runs of a product's columns may be reduced, for a kernel that finishes rows (see `partials`).
 On CUDA what is behind a product may be made of pairs of its columns (see `columns`).
 """
 
@@ -27,6 +28,7 @@ from ..forms import Writer
 from ..group.footprint import evaluations, refuse_recompute
 from ..group.traffic import memory_traffic
 from .columns import State, columns_behind, is_part, paired_elements, pairs_of
+from .computed import computes_left
 from .launch import GemmGroup, narrows
 from .partials import refuse_partials
 from .product import Product, match_product
@@ -136,7 +138,8 @@ def _computable(
     group: GroupView, products: Sequence[Product], hw: HardwareProfile, policy: Policy
 ) -> frozenset[int]:
     """Tensors in front of a product that its kernel may compute: those of weights that are stored
-    in fewer bytes; with few rows, all those of right operands, with one row also of left ones.
+    in fewer bytes; with few rows, all those of right operands, with one row also of left ones; and
+    what the Hopper form computes of one matrix.
     """
     if hw.kind != "cuda":
         return frozenset()
@@ -145,8 +148,8 @@ def _computable(
     stored = sum(group.tensor_bytes(t) for t in group.inputs if t in right)
     widened = sum(group.tensor_bytes(t) for t in {p.right.tensor for p in products})
     found = right - left if few or stored < widened else frozenset()
-    one = all(p.m <= COMPUTED_ROWS for p in products)
-    return found | left if one and policy.max_recompute > 1 else found
+    one = all(p.m <= COMPUTED_ROWS for p in products) and policy.max_recompute > 1
+    return found | left if one or computes_left(group, products, hw) else found
 
 
 def _upstream(group: GroupView, products: Sequence[Product]) -> set[int]:

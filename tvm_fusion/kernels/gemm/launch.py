@@ -11,9 +11,10 @@ from ...config import HardwareProfile
 from ...ir.access import Access, Block, Pipe
 from ...ir.extents import assumed
 from ...plan.group_view import GroupView, dtype_bytes
-from ..group.footprint import footprint_bytes
+from ..group.footprint import footprint_bytes, instructions_of
 from ..group.traffic import resident_share
 from ..program.expr import FLOAT8_DTYPES, HALF_DTYPES
+from .computed import computes_left, matrix_of
 
 if TYPE_CHECKING:
     from .product import Product
@@ -158,8 +159,11 @@ class GemmGroup:
     def pitches(self, product: Product) -> tuple[int, int]:
         """Bytes from row to row of A and of B as stored: before transpositions and slices."""
         found = []
-        for access in (product.left, product.right):
-            stored = self.group.graph.tensors[self._stored(access)[0]]
+        for side, access in enumerate((product.left, product.right)):
+            tensor, _ = self._stored(access)
+            if side == 0 and self.computes_left:
+                tensor, _ = matrix_of(self.group, product)
+            stored = self.group.graph.tensors[tensor]
             found.append(assumed(stored.shape[-1]) * dtype_bytes(stored.dtype))
         return found[0], found[1]
 
@@ -191,6 +195,23 @@ class GemmGroup:
     def swaps_halves(self) -> bool:
         """Whether all columns of all pairs' runs have a partner, or none is read."""
         return all(width == 2 * distance for width, distance in self.pairs)
+
+    @cached_property
+    def computes_left(self) -> bool:
+        """Whether the left operand is computed, and wgmma can take it on its way."""
+        return self.computed(0) and computes_left(self.group, self.products, self.hw)
+
+    @property
+    def left_s(self) -> float:
+        """Time that the device needs to compute one element of a left operand."""
+        elements = sum(p.batch * p.m * p.k for p in self.products)
+        blocks = zip(self.group.blocks, self.counts, strict=True)
+        more = sum(
+            count * instructions_of(block.functions)
+            for block, count in blocks
+            if not block.is_contraction and self._side(block) == 0
+        )
+        return (self.operation_s[0] + more * 2 / self.hw.fma_per_s_f32) / elements
 
     def holds_pairs(self, columns: int) -> bool:
         """Whether a thread of a warpgroup holds both columns of each pair, in a tile of so many."""

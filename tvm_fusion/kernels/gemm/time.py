@@ -23,6 +23,7 @@ from .hopper.cost import (
     WELL_FILLED,
     GemmTile,
     GemmWork,
+    element_seconds,
     gemm_time,
     stripe,
 )
@@ -267,7 +268,7 @@ def _hopper(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[
     if (
         hw.arch != "sm_90a"
         or not _wgmma_takes(launch, dtype)
-        or launch.computed(0)
+        or (launch.computed(0) and not launch.computes_left)
         or launch.computed(1)
         or together > 2
         or not launch.alike
@@ -293,6 +294,7 @@ def _hopper(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[
         resident,
         launch.more_b_bytes,
         residual=extra >= written > 0,
+        computed_s=launch.left_s + element_seconds(hw) if launch.computes_left else 0.0,
     )
     widths = [n for _, _, n, _ in launch.segments]
     stored = (
@@ -316,9 +318,10 @@ def _hopper(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[
         group_m = stripe(m, block_m, staged)
         whole = GemmTile(block_m, block_n, _stages(block_m, block_n), staged, group_m=group_m)
         kinds = [whole]
-        if staged:
+        defers = staged and not launch.computes_left
+        if defers:
             kinds.append(replace(whole, deferred=True))
-        if staged and launch.siblings and block_m * block_n == LARGEST_TILE and m > block_m:
+        if defers and launch.siblings and block_m * block_n == LARGEST_TILE and m > block_m:
             kinds.append(replace(whole, deferred=True, multicast=2))
         if launch.siblings and tiles <= WELL_FILLED * hw.num_sms:
             kinds += [replace(whole, staged=False, split=split) for split in (2, 4, 8)]
@@ -327,7 +330,8 @@ def _hopper(launch: GemmGroup, hw: HardwareProfile, policy: Policy) -> Iterator[
                 continue
             time = gemm_time(work, tile, hw)
             seconds = (more if staged else 0.0) + launch.paired / PAIRED_PER_S
-            yield LaunchTime("hopper", time.seconds, time.terms, more=seconds)
+            runs = launch.runs(block_m, block_n // together) if launch.computes_left else (1, 1)
+            yield LaunchTime("hopper", time.seconds, time.terms, runs, more=seconds)
 
 
 def _stages(block_m: int, block_n: int) -> int:

@@ -4,7 +4,7 @@ often each block runs.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,6 +19,11 @@ from ...plan.refusal import Refusal, RefusalCode
 
 MORE = {"erf": 12.0, "tanh": 4.0, "sigmoid": 4.0, "pow": 3.0}
 """Instructions of a special function beside the first; of others two."""
+
+
+def instructions_of(functions: Iterable[tuple[str, float]]) -> float:
+    """Instructions of special functions, by name and number, beside the first of each."""
+    return sum(MORE.get(name, 2.0) * number for name, number in functions)
 
 
 class Read(NamedTuple):
@@ -123,7 +128,7 @@ def _facts(block: Block, group: GroupView) -> Facts:
     )
     indices = [index for access in block.reads for index in access.index]
     instructions = block.operations() + block.conversions
-    instructions += sum(MORE.get(name, 2.0) * number for name, number in block.functions)
+    instructions += instructions_of(block.functions)
     counted = not block.is_contraction
     return Facts(
         points=float(points(block)),

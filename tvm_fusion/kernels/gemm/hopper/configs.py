@@ -91,6 +91,7 @@ def hopper_work(problem: HopperProblem, hw: HardwareProfile, block_m: int = 1) -
         residual=moved[False] >= moved[True] > 0,
         wide_stores=all(bytes_of(o.dtype) >= 4 for s in problem.segments for o in s.outputs),
         a_bytes=_bytes_of_data(problem),
+        computed_s=0.0 if problem.prologue is None else problem.prologue.seconds(hw),
     )
 
 

@@ -11,6 +11,7 @@ from tvm.script import tirx as T
 from ...gpu.product_frame import Tile
 from ...program.expr import HALF_DTYPES, bytes_of
 from .epilogue import Epilogue
+from .fragments import fragments_of
 from .layout import Layout
 from .model import BOX, STEP_BYTES, WGMMA_BYTES
 from .state import (
@@ -146,6 +147,7 @@ class Consumer:
         self.epilogue = Epilogue(kernel, number, self.sums)
         split = self.plan.config.split > 1
         self.exchange = Exchange(kernel, self.epilogue.layout, self.sums) if split else None
+        self.fragments = fragments_of(kernel, self.epilogue.layout)
 
     def _descriptor(self, buffer: Expr, k_major: bool, offset: Expr | int, rows: int = 8) -> Expr:
         """The matrix descriptor of a tile in stage 0, its groups of 8 rows so many rows apart.
@@ -181,6 +183,9 @@ class Consumer:
                 for i in range(plan.accumulators):
                     T.buffer_store(self.sums, T.float32(0), [i])
             self.steps = self.kernel.steps_of(tile)
+            if self.fragments is not None:
+                self.fragments.begin(tile)
+                self.fragments.ahead(tile, 0)
             if plan.config.deferred:
                 self._steps_with_epilogue(turn, tile)
             else:
@@ -222,8 +227,11 @@ class Consumer:
         `place` is that in its window, if sums are promoted.
         """
         adds = step > 0 if place is None else place > 0
-        ring, kernel, plan = self.ring, self.kernel, self.plan
+        ring, kernel, plan, fragments = self.ring, self.kernel, self.plan, self.fragments
         wait(kernel.shared.full.ptr_to([ring.stage]), ring.phase)
+        if fragments is not None:
+            fragments.compute(tile, step, ring.stage)
+            fragments.ahead(tile, fragments.advance(step, self.steps))
         size = plan.a_bytes // 16
         a = T.Bind(self.a_start[0] + T.cast(ring.stage * size, "uint64"))
         size = plan.b_bytes // 16
@@ -239,12 +247,18 @@ class Consumer:
         for tap, (_, row) in enumerate(self.taps):
             for part in range(STEP_BYTES // WGMMA_BYTES):
                 later = T.ptx.pred(True if part or tap else adds)
-                at_a = a + T.uint64(row * STEP_BYTES // 16 + part * self.a_step)
+                at_a = [a + T.uint64(row * STEP_BYTES // 16 + part * self.a_step)]
+                if fragments is not None:
+                    at_a = fragments.of_wgmma(part)
                 at_b = b + T.uint64(tap * next_tap + part * self.b_step)
-                T.evaluate(T.ptx[name](*sums, at_a, at_b, later, 1, 1, *self._transposed()))
+                T.evaluate(T.ptx[name](*sums, *at_a, at_b, later, 1, 1, *self._transposed()))
         T.evaluate(T.ptx.wgmma.commit_group.sync.aligned())
         if self.promote:
             self._promote(place)
+        elif fragments is not None:
+            # At once: ptxas takes the registers of A for free behind wgmma, which still reads them.
+            T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
+            release(kernel, ring.stage)
         else:
             T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(1))
             self._release_previous(step)
@@ -252,9 +266,10 @@ class Consumer:
         ring.advance()
 
     def _transposed(self) -> list[int]:
-        """Which operands are not contiguous along the terms; only halves may be so."""
+        """Which operands in memory are not contiguous along the terms; only halves may be so."""
         problem = self.kernel.problem
-        views = (problem.a, problem.segments[0].b[0])
+        in_memory = [] if self.fragments is not None else [problem.a]
+        views = (*in_memory, problem.segments[0].b[0])
         return [0 if v.k_major else 1 for v in views] if problem.dtype in HALF_DTYPES else []
 
     def _windows(self, tile: Tile) -> None:
@@ -298,5 +313,7 @@ class Consumer:
 
     def _drain(self) -> None:
         """The last step's products are in the accumulators."""
+        if self.fragments is not None:
+            return
         T.evaluate(T.ptx.wgmma.wait_group.sync.aligned(0))
         release(self.kernel, self.ring.previous)

@@ -74,6 +74,8 @@ class GemmWork:
     wide_stores : outputs have elements of 4 bytes.
     more_b_bytes : of B, where row tiles do not share one B.
     a_bytes : of A, where its rows lie over each other (a convolution's); None: they do not.
+    computed_s : time that the whole device needs to compute one element of A, where it is computed
+        on its way.
     """
 
     batch: int
@@ -94,6 +96,7 @@ class GemmWork:
     residual: bool = False
     wide_stores: bool = False
     a_bytes: float | None = None
+    computed_s: float = 0.0
 
     @property
     def cells(self) -> int:
@@ -134,6 +137,20 @@ SHORT_GROUPS = 2
 of 8 and 32 of 4 take two rounds on an H200 (2026-11-20), 12 and 30 one."""
 CONSUMER_ROWS, THREADS = 64, 128
 """Rows and threads of a consumer warpgroup; a multiprocessor has as many lanes."""
+ELEMENT_INSTRUCTIONS = 3
+"""Of each element of an A that is computed, beside its function: fragments from shared memory,
+widening, rounding to halves, vectors of the terms."""
+CYCLES_OF_INSTRUCTION = 2
+"""Of one warp on each scheduler, whose 16 words of a step do not wait for each other."""
+COMPUTED_BESIDE = 1.0
+"""Share of the time of computing A that shows beside a step that something else limits: all of it.
+Consumers compute while others' wgmmas run, but for the same issue slots; so 81 kernels on an H200
+(2026-11-27, `tests/data/prologue_sweep_h200.json`) are predicted with a median error of 8 %."""
+
+
+def element_seconds(hw: HardwareProfile) -> float:
+    """Time that the whole device needs for an element of a computed A, beside its function."""
+    return ELEMENT_INSTRUCTIONS * 2 / hw.fma_per_s_f32
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,11 +285,11 @@ class _Model:
         waves = -(-self.tiles // self.blocks)
         last = self.tiles - (waves - 1) * self.blocks
         whole, rest = self._step(self.blocks), self._step(last)
-        body = self.steps * ((waves - 1) * max(whole.values()) + max(rest.values()))
+        body = self.steps * ((waves - 1) * _longest(whole) + _longest(rest))
         epilogue = self._epilogue()
         shown = epilogue
         if self.tile.deferred:
-            shown = max(0.0, epilogue - f.hidden * self.steps * max(whole.values()))
+            shown = max(0.0, epilogue - f.hidden * self.steps * _longest(whole))
         epilogue += (waves - 1) * shown
         hbm = self._bytes() / (self.hw.hbm_bytes_per_s * f.hbm_share)
         operations = work.operation_s * work.cells
@@ -304,8 +321,15 @@ class _Model:
             "tensor": t.block_m * t.block_n * t.taps / TENSOR_CELLS / clock,
             "port": port,
             "smem": self._shared_memory() / (clock * f.smem_bytes_per_cycle),
+            "computed": self._computed(),
             "l2": tiles * t.split * (a * from_a + b * from_b) / self.hw.l2_bytes_per_s,
         }
+
+    def _computed(self) -> float:
+        """Seconds in which consumers compute A: each its rows, while others' are multiplied."""
+        elements = CONSUMER_ROWS * STEP_BYTES / self.work.element_bytes * self.tile.taps
+        turns = max(CYCLES_OF_INSTRUCTION, self.tile.block_m / CONSUMER_ROWS)
+        return self.work.computed_s * elements * self.hw.num_sms * turns
 
     def _shared_memory(self) -> float:
         """Bytes that pass shared memory in a step: each consumer reads its rows and all columns."""
@@ -385,6 +409,13 @@ class _Model:
             return f.exchange_s * t.split + waves * sent / f.pair_bytes_per_s
         together = self.tiles * t.split * sent / f.network_bytes_per_s
         return f.exchange_s * t.split + max(waves * sent / f.exchange_bytes_per_s, together)
+
+
+def _longest(step: Mapping[str, float]) -> float:
+    """Seconds of a step of what takes longest, with what shows of computing A."""
+    computed = step["computed"]
+    others = max(seconds for name, seconds in step.items() if name != "computed")
+    return max(computed, others) + COMPUTED_BESIDE * min(computed, others)
 
 
 def _norm(values: list[float], exponent: float) -> float:

@@ -6,7 +6,8 @@
 Blocks stay and take every (number of blocks)-th tile, so the producer runs ahead into the next tile
 while an epilogue works. The blocks of a cluster may share a tile's terms (`split`) or the tiles of
 B (`multicast`). The parts: `problem` (what the TMA can address), `config`,
-`plan`, `consumer` (with the sums of split terms), `epilogue`.
+`plan`, `consumer` (with the sums of split terms), `prologue` and `fragments` (what is computed of
+A), `epilogue`.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def emit_gemm_hopper(
         Operands that are plain strided tensors of float16 or bfloat16 (transposed, batched, with
         heads permuted), of 8-bit floats, or, if the configuration says so, of float32 (the last two
         contiguous along the terms); sums in float32; products or gate/up pairs, one or several
-        side by side that share A or have sizes of their own; any epilogue. Batch and M may be
+        side by side that share A or have sizes of their own; any epilogue. A single product's A may
+        be computed of a matrix of halves, beside vectors (see `prologue`). Batch and M may be
         symbolic.
     hw : HardwareProfile
         A Hopper device (sm_90a).
@@ -96,8 +98,9 @@ def emit_gemm_hopper(
     Raises
     ------
     Unsupported
-        For another architecture or dtype, symbolic N or K, an operand that is computed, row pitches
-        that are no multiples of 16 bytes, tiles that are no boxes of a tensor of 5 dimensions.
+        For another architecture or dtype, symbolic N or K, other operands that are computed, row
+        pitches that are no multiples of 16 bytes, tiles that are no boxes of a tensor of 5
+        dimensions.
     """
     problems = _problems(contraction, hw)
     if config is None:

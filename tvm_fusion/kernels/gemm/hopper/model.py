@@ -17,6 +17,7 @@ from ...gpu.tensor_map import TensorMap, tensor_map
 from ...program.expr import FLOAT8_DTYPES, HALF_DTYPES, bytes_of, conjunction
 from ...program.program import Extent
 from ..epilogue import EpilogueLoad
+from .prologue import Prologue
 
 # Halves in one row of a box (128 bytes), and rows of a box that a warpgroup stores.
 BOX = 64
@@ -176,6 +177,14 @@ class Windows:
             rest = rest // count
         return found[::-1]
 
+    def positions(self, row: Expr) -> list[Expr]:
+        """The position of a row along each window."""
+        place, found = row % BOX, []
+        for first, size in zip(self.first(row // BOX)[::-1], self.shape[::-1], strict=True):
+            found.append(first + place % size)
+            place = place // size
+        return found[::-1]
+
     def exists(self, row: Expr) -> Expr:
         """Whether a row is a position."""
         place, firsts = row % BOX, self.first(row // BOX)
@@ -195,7 +204,8 @@ class HopperSegment(Space):
     `staged` is the position of the output that leaves through shared memory and the TMA, by the map
     `staged_map`; the others are stored from registers. With `factors`, one a product, the epilogue
     starts from accumulators that are multiplied by them; they are the same for all columns. With
-    `partners` it reads those of two columns. With `windows` its rows are positions of them.
+    `partners` it reads those of two columns. With `windows` its rows are positions of them. With a
+    `prologue` A is computed of what the TMA brings in.
     """
 
     products: tuple[Product, ...]
@@ -211,6 +221,7 @@ class HopperSegment(Space):
     factors: tuple[Expr, ...] = ()
     partners: Partners | None = None
     windows: Windows | None = None
+    prologue: Prologue | None = None
 
     @property
     def K(self) -> int:
@@ -239,6 +250,11 @@ class HopperProblem:
     def has_windows(self) -> bool:
         """Whether rows of A are positions of windows, not rows of a matrix."""
         return self.segments[0].windows is not None
+
+    @property
+    def prologue(self) -> Prologue | None:
+        """What is computed of A, if anything is: there is one segment then."""
+        return self.segments[0].prologue
 
     @property
     def kinds(self) -> tuple[str, str]:

@@ -40,6 +40,7 @@ def check_config(problem: HopperProblem, config: HopperConfig, out_n: int, steps
         With what is in the way.
     """
     _check_cluster(config)
+    _check_prologue(problem, config)
     if not problem.shared and config.split > 1:
         raise Unsupported("segments of their own with split terms")
     if problem.rounds_operands and not config.tf32:
@@ -55,6 +56,16 @@ def check_config(problem: HopperProblem, config: HopperConfig, out_n: int, steps
         raise Unsupported("accumulators that the unfused graph does not round")
     if config.deferred and steps < DEFERRED_STEPS:
         raise Unsupported("too few steps to hide an epilogue between")
+
+
+def _check_prologue(problem: HopperProblem, config: HopperConfig) -> None:
+    """Raises where fragments of A cannot be computed on their way."""
+    if problem.prologue is None:
+        return
+    if config.deferred:
+        raise Unsupported("an operand that is computed, beside a kept tile")
+    if problem.prologue.terms % 2:
+        raise Unsupported("an operand of an odd number of terms that is computed")
 
 
 def _check_cluster(config: HopperConfig) -> None:
@@ -141,6 +152,7 @@ BARRIER_BYTES = 512
 PRODUCER_REGISTERS = 24
 WINDOW_REGISTERS = 40
 CONSUMER_REGISTERS = 240
+MOST_REGISTERS = 255
 
 # Accumulators of a thread beside functions that are not lowered to a few instructions: with the
 # branches of erff ptxas spills up to 248 bytes at 128 accumulators, up to 64 at 96, none at 64.
@@ -148,6 +160,9 @@ FUNCTION_ACCUMULATORS = 64
 
 # Consumers up to which there are registers to keep a tile of any size; more may keep so many sums.
 MOST_THAT_KEEP, KEPT_BY_MANY = 3, 32
+
+# Registers of a thread that are neither sums nor for a computed A.
+OTHER_REGISTERS = 16
 
 # The most sums that a thread can hold and still compute an epilogue.
 MAX_ACCUMULATORS = 192
@@ -253,9 +268,11 @@ class Plan:
 
     @property
     def consumer_registers(self) -> int:
-        """Registers a consumer thread may take once the producers gave theirs back."""
+        """Registers a consumer thread may take, once the producers gave theirs back if they do."""
         groups = self.consumers + 1
         pool = groups * (65536 // (128 * groups) // 8 * 8)
+        if not self.moves_registers:
+            return min(MOST_REGISTERS, pool // groups)
         return min(CONSUMER_REGISTERS, (pool - self.producer_registers) // self.consumers // 8 * 8)
 
 
@@ -313,6 +330,10 @@ def make_plan(problem: HopperProblem, config: HopperConfig, hw: HardwareProfile)
         plan = replace(plan, by_rows=(None,) * len(problem.segments))
     if plan.live_accumulators > MAX_ACCUMULATORS:
         raise Unsupported(f"{plan.live_accumulators} registers of sums")
+    if problem.prologue is not None:
+        used = plan.accumulators + problem.prologue.registers + OTHER_REGISTERS
+        if used > plan.consumer_registers:
+            raise Unsupported(f"{used} registers for sums and for what A is computed of")
     crowded = plan.consumers > 1 and plan.live_accumulators > FUNCTION_ACCUMULATORS
     if crowded and problem.unlowered_functions:
         raise Unsupported("accumulators that leave no registers for the epilogue's functions")

@@ -29,6 +29,7 @@ from ...program.expr import (
 from ...program.program import Extent
 from ..epilogue import EpilogueLoad, partner_vars, take_loads
 from .model import BOX, OPERAND_KINDS, HopperProblem, HopperSegment, OperandView
+from .prologue import Prologue, read_prologue
 
 # Factors of rows that come first in an epilogue are put into the accumulators.
 #
@@ -141,15 +142,23 @@ def read_problems(contraction: Contraction) -> dict[int, HopperProblem]:
 def _read(contraction: Contraction, moved: int) -> HopperProblem:
     """The problem with the first `moved` row axes of each segment taken into its batch."""
     segments = []
+    alone = len(contraction.products) == 1
     for segment in contraction.segments:
         batch, m = (*segment.batch, *segment.m[:moved]), segment.m[moved:]
-        a, *others = (_operand(contraction, p, True, batch, m, "m") for p in segment.products)
+        prologue = None
+        if alone and segment.products[0].a.load is None:
+            prologue = _prologue(contraction, segment.products[0], batch, m)
+            stored, others = prologue.stored, []
+            a = _view_of(stored.param, stored.dtype, stored.access, "m")
+        else:
+            a, *others = (_operand(contraction, p, True, batch, m, "m") for p in segment.products)
         if any(not _same_view(a, view) for view in others):
             raise Unsupported("products of different A operands that meet")
         if any(p.K != segment.products[0].K for p in segment.products):
             raise Unsupported("products of different depth that meet")
         b = tuple(_operand(contraction, p, False, batch, segment.n, "n") for p in segment.products)
-        segments.append(_segment(contraction, segment, batch, m, a, b))
+        found = _segment(contraction, segment, batch, m, a, b)
+        segments.append(replace(found, prologue=prologue))
     first = segments[0]
     if any(s.a.k_major != first.a.k_major for s in segments):
         raise Unsupported("A operands of different layouts")
@@ -206,10 +215,30 @@ def _operand(
     access = affine_access(load.indices, _shape(contraction, load), groups)
     if access is None:
         raise Unsupported("an operand whose index is not affine")
-    inner = "k" if access.contiguous("k") or not product.k else name
+    return _view_of(load.source, dtype, access, name, bool(product.k))
+
+
+def _prologue(
+    contraction: Contraction, product: Product, batch: Sequence[Axis], rows: Sequence[Axis]
+) -> Prologue:
+    """What is computed of A's elements, which lie along its terms."""
+    if product.dtype != "float32":
+        raise Unsupported(f"sums in {product.dtype}")
+    found = read_prologue(
+        contraction, product, product.a, {"batch": batch, "m": rows, "k": product.k}
+    )
+    if not found.stored.access.contiguous("k"):
+        raise Unsupported("an operand that is computed, and not contiguous along the terms")
+    return found
+
+
+def _view_of(
+    source: Var, dtype: str, access: AffineAccess, name: str, has_terms: bool = True
+) -> OperandView:
+    inner = "k" if access.contiguous("k") or not has_terms else name
     if inner != "k" and dtype not in HALF_DTYPES:
         raise Unsupported(f"an operand of {dtype} that is not contiguous along the terms")
-    view = OperandView(load.source, dtype, access, name, inner)
+    view = OperandView(source, dtype, access, name, inner)
     view.boxes(8 if name == "m" else BOX)  # raises where no tile of any size is a box
     return view
 

@@ -84,26 +84,20 @@ class Terms:
         """Emits the way to a segment's next step."""
 
 
-class Taps:
-    """A's tiles are boxes of windows (see `Windows`), and a step is a tap and some channels.
-
-    Where each box starts is kept for a tile, and taps and channels are counted: a division in each
-    step costs small tiles 5 to 24 % (measured on a prototype in CUDA on an H200, 2026-11-23).
+class TapCounter:
+    """Counts the channels and taps of a convolution's steps: a division in each step costs small
+    tiles 5 to 24 % (measured on a prototype in CUDA on an H200, 2026-11-23). `state` holds the
+    first channel of a step, then its tap along each window that slides.
     """
 
     def __init__(self, kernel: Hopper) -> None:
         self.kernel = kernel
         self.windows = [segment.windows for segment in kernel.problem.segments]
-        # the first channel, then the tap along each window
         most = max(len(windows.sliding) for windows in self.windows)
         self.state = T.alloc_local((1 + most,), "int32")
-        self.boxes = kernel.plan.a_rows // BOX
-        self.starts = T.alloc_local((self.boxes * len(self.windows[0].names),), "int32")
 
-    def begin(self, tile: Tile) -> None:
-        """Emits the first positions of a tile's boxes, and its first tap."""
-        for number, own in self.kernel.grid.each_segment(tile):
-            self._begin(self.windows[number], own)
+    def restart(self) -> None:
+        """Emits the way to the first step of a tile."""
         first = self.kernel.first_step
         if isinstance(first, int):
             places = [T.int32(0)] * int(self.state.shape[0])
@@ -111,16 +105,6 @@ class Taps:
             places = self._places(self.windows[0], first)
         for i, place in enumerate(places):
             T.buffer_store(self.state, place, [i])
-
-    def _begin(self, windows: Windows, tile: Tile) -> None:
-        plan, count = self.kernel.plan, len(windows.names)
-        for box in range(self.boxes):
-            firsts = windows.first(tile.m * (plan.config.block_m // BOX) + box)
-            for i, first in enumerate(firsts):
-                start = first * windows.strides[i] - windows.before[i]
-                if windows.rims and windows.dilations[i] < 0:
-                    start = start - windows.reach[i]
-                T.buffer_store(self.starts, start, [box * count + i])
 
     def _places(self, windows: Windows, step: Expr) -> list[Expr]:
         """Channel and taps of a step."""
@@ -131,6 +115,53 @@ class Taps:
             taps.append(rest % windows.taps[position])
             rest = rest // windows.taps[position]
         return [step % per_tap * self.kernel.problem.block_k, *taps[::-1]]
+
+    def advance(self, number: int) -> None:
+        """Emits the way to the next channels, or to the first ones of the next tap."""
+        windows = self.windows[number]
+        last = len(windows.sliding) - 1
+        self._count(
+            0, self.kernel.problem.block_k, windows.channels, lambda: self._next(windows, last)
+        )
+
+    def _next(self, windows: Windows, place: int) -> None:
+        if place >= 0:
+            taps = windows.taps[windows.sliding[place]]
+            self._count(1 + place, 1, taps, lambda: self._next(windows, place - 1))
+
+    def _count(self, place: int, step: int, end: int, carry: Callable[[], None]) -> None:
+        """Emits a counter's step; at its end it starts again, and the next one is counted."""
+        T.buffer_store(self.state, self.state[place] + step, [place])
+        with T.If(self.state[place] == end), T.Then():
+            T.buffer_store(self.state, T.int32(0), [place])
+            carry()
+
+
+class Taps(TapCounter):
+    """A's tiles are boxes of windows (see `Windows`), and a step is a tap and some channels. Where
+    each box starts is kept for a tile.
+    """
+
+    def __init__(self, kernel: Hopper) -> None:
+        super().__init__(kernel)
+        self.boxes = kernel.plan.a_rows // BOX
+        self.starts = T.alloc_local((self.boxes * len(self.windows[0].names),), "int32")
+
+    def begin(self, tile: Tile) -> None:
+        """Emits the first positions of a tile's boxes, and its first tap."""
+        for number, own in self.kernel.grid.each_segment(tile):
+            self._begin(self.windows[number], own)
+        self.restart()
+
+    def _begin(self, windows: Windows, tile: Tile) -> None:
+        plan, count = self.kernel.plan, len(windows.names)
+        for box in range(self.boxes):
+            firsts = windows.first(tile.m * (plan.config.block_m // BOX) + box)
+            for i, first in enumerate(firsts):
+                start = first * windows.strides[i] - windows.before[i]
+                if windows.rims and windows.dilations[i] < 0:
+                    start = start - windows.reach[i]
+                T.buffer_store(self.starts, start, [box * count + i])
 
     def at(self, step: Expr) -> dict[str, Expr]:
         """Where the terms of a step start."""
@@ -165,26 +196,6 @@ class Taps:
     def _sliding(self, windows: Windows) -> tuple[int, ...]:
         """The windows whose tap tells where a box starts."""
         return windows.sliding
-
-    def advance(self, number: int) -> None:
-        """Emits the way to the next channels, or to the first ones of the next tap."""
-        windows = self.windows[number]
-        last = len(windows.sliding) - 1
-        self._count(
-            0, self.kernel.problem.block_k, windows.channels, lambda: self._next(windows, last)
-        )
-
-    def _next(self, windows: Windows, place: int) -> None:
-        if place >= 0:
-            taps = windows.taps[windows.sliding[place]]
-            self._count(1 + place, 1, taps, lambda: self._next(windows, place - 1))
-
-    def _count(self, place: int, step: int, end: int, carry: Callable[[], None]) -> None:
-        """Emits a counter's step; at its end it starts again, and the next one is counted."""
-        T.buffer_store(self.state, self.state[place] + step, [place])
-        with T.If(self.state[place] == end), T.Then():
-            T.buffer_store(self.state, T.int32(0), [place])
-            carry()
 
 
 class Rims(Taps):
