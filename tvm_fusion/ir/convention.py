@@ -111,6 +111,13 @@ class Convention:
         return sorted(set(self.state.values()))
 
     @property
+    def is_plain(self) -> bool:
+        """Whether a call takes what `main` takes and gives what it gives."""
+        gives = [Result(Of.OUTPUT, number) for number in range(len(self.results))]
+        is_flat = self.structure is None or self.structure == BARE
+        return is_flat and list(self.results) == gives and not (self.keeps or self.fixed)
+
+    @property
     def keeps(self) -> bool:
         """Whether calls take what the caller does not give, or change more than their outputs."""
         return bool(self.state or self.updates)

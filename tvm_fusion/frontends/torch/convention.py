@@ -231,8 +231,8 @@ class Border:
         fixed: dict[int, Any],
         symbols: Symbols,
         mod: tvm.IRModule,
-    ) -> Convention | None:
-        """The convention of the imported program, None where a call is one of `main`.
+    ) -> Convention:
+        """The convention of the imported program.
 
         Parameters
         ----------
@@ -258,9 +258,6 @@ class Border:
             else:
                 leaves.append(_number(value, symbols))
         structure = program.call_spec.out_spec
-        plain = [Result(Of.OUTPUT, i) for i in range(len(self.outputs))] == leaves
-        if plain and _is_plain(structure) and not (self.state or fixed or self.pairs):
-            return None
         numbers = {param.name: number for number, param in enumerate(mod["main"].params)}
         state = {name: numbers[parameter] for name, parameter in self.state.items()}
         changes = {numbers[old.name]: self.outputs.index(new) for old, new in self.updates}

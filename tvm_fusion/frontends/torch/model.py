@@ -215,7 +215,7 @@ def from_exported_program(
     mod = translated(importer, program, where, _returns_bare_tensor(program))
     if border is not None:
         convention = border.convention(program, views, results, fixed, importer.symbols, mod)
-        mod = mod if convention is None else with_convention(mod, convention)
+        mod = with_convention(mod, convention)
     if formats is None or importer.in_place or not formats.fits(mod):
         return mod
     return with_formats(mod, formats)

@@ -64,9 +64,10 @@ class CompiledModule:
     own team, so that calls in turns with its operators do not compete for the cores.
 
     A model of PyTorch gives what it returns: dicts and data classes, the same tensor twice, views,
-    numbers. Its complex tensors are taken and given as such; in the signature, and as TVM tensors,
-    they are pairs of real numbers along a last axis. Tensors that it keeps between calls, or that
-    are loaded later, are in `state_dict`; a call reads and renews them.
+    numbers; other tensors have memory of their own. Its complex tensors are taken and given as
+    such; in the signature, and as TVM tensors, they are pairs of real numbers along a last axis.
+    Tensors that it keeps between calls, or that are loaded later, are in `state_dict`; a call reads
+    and renews them.
 
     With `cuda_graph` a call is one launch of a CUDA graph, captured after the first call with
     inputs of its shapes. Outputs are the caller's own unless the options say otherwise. Inputs that
@@ -364,7 +365,10 @@ class CompiledModule:
         """
         if convention is None:
             return
-        self._source = SourceCalls(convention, self.signature.inputs)
+        source = SourceCalls(convention, self.signature.inputs, self.own)
+        if convention.is_plain and not source.shared:
+            return
+        self._source = source
         own = [s for n, s in enumerate(self.signature.inputs) if n not in self._source.specs]
         self.signature = replace(self.signature, inputs=tuple(own))
         self.writes = tuple(n for n in self.writes if n < len(own))

@@ -5,8 +5,9 @@
 
 A call takes the values that the one before has left. Results are tensors of `main`, the caller's
 own inputs where the model returns these, views where a caller gives tensors of torch that are
-contiguous, and numbers. Complex tensors, which `main` takes and gives as pairs of real numbers, are
-views of these.
+contiguous, and numbers. What `main` gives in the memory of something else (`y, y.clone()`, which it
+computes once, or a constant) is copied: whoever writes to a result changes nothing else. Complex
+tensors, which `main` takes and gives as pairs of real numbers, are views of these.
 """
 
 from __future__ import annotations
@@ -38,14 +39,25 @@ class SourceCalls:
     convention : Convention
     specs : sequence of InputSpec
         All parameters of `main`.
+    own : sequence of bool
+        Of its outputs, whether they have memory of their own.
+
+    Attributes
+    ----------
+    shared : frozenset of int
+        The outputs that callers get copies of.
     """
 
-    def __init__(self, convention: Convention, specs: Sequence[InputSpec]) -> None:
+    def __init__(
+        self, convention: Convention, specs: Sequence[InputSpec], own: Sequence[bool] = ()
+    ) -> None:
         self.convention = convention
         self.lock = threading.RLock()  # a call reads and writes the state
         self.specs = {number: specs[number] for number in convention.parameters}
         self._values: dict[int, tvm.runtime.Tensor] = dict(convention.values)
         self._pairs = frozenset(convention.pairs)
+        given = {r.value for r in convention.results if r.of is Of.OUTPUT and r.view is None}
+        self.shared = frozenset(number for number in given if not all(own[number : number + 1]))
 
     @property
     def missing(self) -> list[str]:
@@ -163,6 +175,7 @@ class SourceCalls:
         self, signature: Signature, inputs: Sequence[Any], outputs: Sequence[Any], kind: Kind
     ) -> Any:
         """What the caller gets, of the outputs of `main` as tensors of his kind."""
+        outputs = [_apart(x, kind) if n in self.shared else x for n, x in enumerate(outputs)]
         leaves: list[Any] = []
         extents: Mapping[str, int] | None = None
         for result in self.convention.results:
@@ -234,6 +247,13 @@ def _copied(value: Any, name: str) -> tvm.runtime.Tensor:
             raise InputError(f"{name}: it is on the meta device, and has no values; give some")
         value = value.detach().cpu()
     return to_tvm(value, tvm.cpu(), name).copyto(tvm.cpu())
+
+
+def _apart(value: Any, kind: Kind) -> Any:
+    """A tensor in memory of its own; arrays are copies already."""
+    if kind is Kind.NUMPY:
+        return value
+    return value.clone() if kind is Kind.TORCH else value.copyto(value.device)
 
 
 def _view(view: View, inputs: Sequence[Any], leaves: Sequence[Any], copy: Any) -> Any:
