@@ -103,10 +103,12 @@ class PartCalls:
         self, inputs: Sequence[Any], results: Sequence[torch.Tensor], in_place: Collection[int]
     ) -> None:
         """Write new values into inputs; where that is done, tell torch of it."""
-        for number, result in self._updates:
-            if number not in in_place:
-                inputs[number].copy_(results[result])
-            elif not inputs[number].is_inference():
+        copied = [pair for pair in self._updates if pair[0] not in in_place]
+        if copied:  # counters of all layers of a cache, on a GPU in one launch
+            targets, values = zip(*((inputs[i], results[r]) for i, r in copied), strict=True)
+            torch._foreach_copy_(targets, values)
+        for number in in_place:
+            if not inputs[number].is_inference():
                 increment_version(inputs[number])
 
     def _find(self, inputs: Sequence[Any]) -> "_Build":
