@@ -16,8 +16,11 @@ from tvm_fusion.host.cores import available_physical_cores
 from . import table, workloads
 from .compile_time import suite as compile_time
 from .peers import names
+from .real_models import suite as real_models
 from .record import OURS, merge, write
 from .run import log, run_suite
+
+_DEVICES = {"cuda": "cuda", "llvm": "cpu"}  # torch's names of them
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,15 +36,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _main(args: argparse.Namespace) -> int:
     if args.list:
-        print(table.listing())
+        print(table.listing(), real_models.listing(), sep="\n")
         return 0
     if args.suite in compile_time.SUITES:
         return _compile_time(args)
+    if args.suite == real_models.NAME:
+        return _real_models(args)
     with only_results_on_stdout():
         result = _run(args) if args.merge is None else merge(args.merge)
     if args.merge is not None and args.out is not None:
         write(result, Path(args.out))
-    print(json.dumps(result, allow_nan=False) if args.json else table.table(result))
+    shown = real_models.text if result.get("suite") == real_models.NAME else table.table
+    print(json.dumps(result, allow_nan=False) if args.json else shown(result))
     sys.stdout.flush()
     failed = any({OURS, "workload"} & row["failures"].keys() for row in result["rows"])
     return CHECK_FAILED if failed else 0
@@ -63,6 +69,30 @@ def _compile_time(args: argparse.Namespace) -> int:
         )
     print(json.dumps(result, allow_nan=False) if args.json else compile_time.text(result))
     return CHECK_FAILED if any(OURS in row["failures"] for row in result["rows"]) else 0
+
+
+def _real_models(args: argparse.Namespace) -> int:
+    """Measure whole models through `torch.compile`; see `real_models`."""
+    _check(args)
+    _log()
+    target = args.target or "cuda"
+    if target not in _DEVICES:
+        raise InputError(f"--target: {target!r} is none of {', '.join(_DEVICES)}")
+    with only_results_on_stdout():
+        result = real_models.measure(
+            real_models.names_of(args.only, args.part),
+            _DEVICES[target],
+            args.out,
+            log.info,
+            dtype=args.dtype,
+            tiny=args.scale < 1,
+            repeats=args.repeats,
+            workers=args.workers,
+            patience_s=args.patience,
+            ready_s=args.ready,
+        )
+    print(json.dumps(result, allow_nan=False) if args.json else real_models.text(result))
+    return CHECK_FAILED if any({OURS, "case"} & r["failures"].keys() for r in result["rows"]) else 0
 
 
 def _log() -> None:
@@ -108,6 +138,13 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
     )
 
 
+def _part(text: str) -> tuple[int, int]:
+    part, _, parts = text.partition("/")
+    if not (part.isdigit() and parts.isdigit() and 1 <= int(part) <= int(parts)):
+        raise argparse.ArgumentTypeError(f"expected K/N with 1 <= K <= N, got {text!r}")
+    return int(part), int(parts)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m tests.benchmarks", description=__doc__.partition(":")[0])
     work = parser.add_mutually_exclusive_group(required=True)
@@ -150,6 +187,17 @@ def _parser() -> argparse.ArgumentParser:
         type=float,
         metavar="S",
         help="give a peer up in a row for which it compiles longer; default: never",
+    )
+    real = f"for {real_models.NAME}:"
+    parser.add_argument(
+        "--part", type=_part, default=(1, 1), help=f"{real} K/N, every Nth model from the Kth on"
+    )
+    parser.add_argument(
+        "--ready",
+        type=float,
+        metavar="S",
+        help=f"{real} give up what is not compiled then, and time the rest; default: "
+        f"{real_models.READY_S:g}; --patience is max-autotune's, {real_models.PATIENCE_S:g}",
     )
     parser.add_argument(
         "--threads",

@@ -121,15 +121,20 @@ def _works(names: Sequence[str], setup: Setup, folder: Path) -> list[Work]:
 
 def _enter(threads: int, lock: Any) -> None:
     """Set up a process: few threads for Triton, and the GPU to itself while it times."""
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
+    time_candidates_alone(lock)
+    exact_float32()
+
+
+def time_candidates_alone(lock: Any) -> None:
+    """Have torch's compilers in this process hold a lock while they time kernels."""
     global _gpu
     _gpu = lock
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
     from torch._inductor.select_algorithm import AlgorithmSelectorCache
 
     _run_alone(CachingAutotuner, "bench")
     _run_alone(AlgorithmSelectorCache, "benchmark_choices")  # for one matrix product
-    exact_float32()
 
 
 def _run_alone(owner: type, name: str) -> None:

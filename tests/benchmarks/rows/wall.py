@@ -101,11 +101,11 @@ def fill(
         else:
             replays[label] = replay
     if replays:
-        row["wall_us"] |= batch_times(replays, setup.repeats, _number(replays))
+        row["wall_us"] |= batch_times(replays, setup.repeats, calls_of_batch(replays))
 
 
-def _number(replays: Mapping[str, Call]) -> int:
-    """Calls of a batch: enough for the clock, few where one call takes long."""
+def calls_of_batch(replays: Mapping[str, Call]) -> int:
+    """The number of calls of a batch: enough for the clock, few where one call takes long."""
     slowest = max(batch_times(replays, 1, WARMUP).values())
     return max(WARMUP, min(MOST_CALLS, int(BATCH_S / (slowest * 1e-6))))
 

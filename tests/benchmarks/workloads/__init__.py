@@ -8,6 +8,8 @@ behind them, `vision` whole convolutional networks. `compile_time` is whole mode
 time to compile them is measured (`tests.benchmarks.compile_time`), on a GPU, `compile_time_cpu` one
 on a CPU. `cpu`, `cpu_products` and `cpu_models` are in
 the sizes of a CPU. What is `FOR_TUNING`, operators for which schedules are evolved, is in no suite.
+`real_models`, of transformers and timm through `torch.compile`, stands apart
+(`tests.benchmarks.real_models`).
 """
 
 import difflib
