@@ -15,9 +15,11 @@ from tvm_fusion.check.reference import run_reference
 from tvm_fusion.config import load_profile
 from tvm_fusion.errors import DividedByZero, InputError, OutOfRange, VerificationError
 from tvm_fusion.runtime.build.guards import with_guards
+from tvm_fusion.runtime.build.lowering import ScheduleLeftovers
 from tvm_fusion.transform.pipeline import lower
 
 from ..support.graphs import module
+from ..support.stock_cuda_on_cpu import run_launches_on_cpu
 
 QUICK = tvm.target.Target({"kind": "llvm", "opt-level": 0})
 
@@ -149,6 +151,36 @@ def test_on_a_gpu_the_nearest_element_is_read(name):
         "gather_nd": lambda: x[np.clip(i[:, 0], 0, 2), clip[:, 1]],
     }[name]()
     np.testing.assert_array_equal(run_reference(gpu, [x, i])[0], expected)
+
+
+SCATTERED = lambda bb, x, i, u: op.scatter_elements(x, i, u, axis=1)  # noqa: E731
+BEYOND = np.array([[0, 1], [-5, 7], [4, -9]])  # 7 in a row of 5 is 2 in the next one
+
+
+def test_a_place_beyond_its_axis_is_no_other_element_of_the_tensor():
+    mod = module(SCATTERED, ((3, 5), "float32"), ((3, 2), "int64"), ((3, 2), "float32"))
+    x, u = numbers(3, 5), -numbers(3, 2)
+    compiled = tvm_fusion.compile(mod, "llvm", verify=False)
+    index = np.where(abs(BEYOND) > 5, BEYOND % 5, BEYOND)
+    expected = x.copy()
+    np.put_along_axis(expected, index, u, 1)
+    np.testing.assert_array_equal(compiled(x, index, u), expected)
+    for row in (1, 2):
+        index[row] = BEYOND[row]
+        with pytest.raises(OutOfRange, match="along axis 1, which has 5 elements"):
+            compiled(x, index, u)
+        index[row] = 0
+
+
+def test_on_a_gpu_a_place_beyond_its_axis_is_not_written():
+    mod = module(SCATTERED, ((3, 5), "float32"), ((3, 2), "int64"), ((3, 2), "float32"))
+    gpu = load_profile("nvidia_h100").to_target()
+    func = ScheduleLeftovers(gpu)(lower(mod, gpu))["scatter_elements"]
+    x, u = numbers(3, 5), -numbers(3, 2)
+    expected, found = x.copy(), np.zeros_like(x)
+    expected[[0, 0, 1, 2], [0, 1, 0, 4]] = u[[0, 0, 1, 2], [0, 1, 0, 0]]
+    run_launches_on_cpu(func, [x, BEYOND, u, found])
+    np.testing.assert_array_equal(found, expected)
 
 
 LEAST = np.iinfo("int64").min

@@ -1,4 +1,4 @@
-"""Legalizations of operators that read at indices.
+"""Legalizations of operators that read or write at indices.
 
 On a CPU an index is read as it is given, and checked where it is used (`runtime.build.guards`):
 
@@ -9,14 +9,20 @@ On a GPU, where nothing can be raised, the nearest element is read in its place:
     R.take(x, ids, axis=0)      y[i, j] = x[min(max(ids[i], 0), n - 1), j]
 
 Takes that clip or wrap indices by themselves are left to TVM. What writes at indices is looked at
-when it is lowered.
+when it is lowered, but for `scatter_elements`, whose places TVM puts together from the indices of
+all axes: one beyond its own axis would be another element of the tensor.
+
+    for r, n in ...:                        for r, n in ...:
+        i = r * 5 + ids[r, n]                   assert -5 <= ids[r, n] < 5      on a GPU: if
+        y[i // 5, i % 5] = u[r, n]              y[i // 5, i % 5] = u[r, n]
 """
 
 from __future__ import annotations
 
 import tvm
+import tvm_ffi
 from tvm import relax, te, tirx, topi
-from tvm.ir import Call, Expr, Op
+from tvm.ir import Call, Expr, Op, StringImm, TensorLoad
 
 from .legalizers import Legalizer
 
@@ -81,8 +87,50 @@ def reads_at_indices(target: tvm.target.Target) -> dict[str, Legalizer]:
 
         return builder.call_te(gathered, *call.args, primfunc_name_hint="gather_nd")
 
+    def scatter(builder: relax.BlockBuilder, call: Call) -> relax.Expr:
+        aside = relax.BlockBuilder()  # a function that is replaced is not found again
+        made = Op.get("relax.scatter_elements").get_attr("FLegalize")(aside, call)
+        gvar, *rest = made.args
+        func = _within_its_axis(aside.get()[gvar], int(call.attrs.axis), clipped)
+        found = builder.add_func(func, "scatter_elements")
+        return Call(made.op, [found, *rest], made.attrs, made.ty_args)
+
     return {
         "relax.take": take,
         "relax.gather_elements": gather,
         "relax.gather_nd": gather_nd,
+        "relax.scatter_elements": scatter,
     }
+
+
+def _within_its_axis(func: tirx.PrimFunc, axis: int, dropped: bool) -> tirx.PrimFunc:
+    """TVM's `scatter_elements`: what is beyond the axis is an error, or not written."""
+    data, places = func.params[:2]
+    axis %= len(data.ty.shape)
+    extent = data.ty.shape[axis]
+
+    def store(node: tirx.BufferStore) -> tirx.Stmt:
+        loads = [load for index in node.indices for load in _loads_of(index, places)]
+        if not loads:
+            return node
+        size = tirx.Cast(str(loads[0].ty.dtype), extent)
+        inside = tirx.And(0 - size <= loads[0], loads[0] < size)
+        if dropped:
+            return tirx.IfThenElse(inside, node, None)
+        count = int(extent) if isinstance(extent, tirx.IntImm) else extent
+        told = f"scatter_elements: an index along axis {axis}, which has {count} elements"
+        message = [StringImm(f"{told}, is out of range")]
+        return tirx.SeqStmt([tirx.AssertStmt(inside, StringImm("OutOfRange"), message), node])
+
+    return func.with_body(tvm_ffi.structural_map(func.body, [(tirx.BufferStore, store)]))
+
+
+def _loads_of(expr: Expr, buffer: tirx.Var) -> list[TensorLoad]:
+    found: list[TensorLoad] = []
+
+    def load(node: TensorLoad) -> None:
+        if node.source.same_as(buffer):
+            found.append(node)
+
+    tvm_ffi.structural_walk(expr, [(TensorLoad, load)])
+    return found
