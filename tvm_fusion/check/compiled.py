@@ -30,6 +30,7 @@ from ..runtime.build.guards import may_refuse
 from ..transform.apply.materialize import materialize
 from .allowance import Reference
 from .checked_sizes import draw_count, drawn_inputs, is_extreme, symbols_of
+from .index_checks import IndexChecks, quick_checks
 from .plain import plain_module
 from .reference import runner
 from .repair import OthersOf, Repair
@@ -116,7 +117,8 @@ def checked_again(checked: Checked, made: BuiltPlan) -> Checked:
 
 def references_of(planned: Planned, mod: tvm.IRModule) -> list[Reference]:
     """What TVM's lowering of the model gives on each draw of inputs; sizes that it cannot run at
-    are left out. Of inputs that the model refuses (an index out of range) others are drawn.
+    are left out. Of inputs that the model refuses (an index out of range) others are drawn, on a
+    GPU too as far as that can be told (`index_checks`).
 
     Raises
     ------
@@ -133,19 +135,34 @@ def references_of(planned: Planned, mod: tvm.IRModule) -> list[Reference]:
     references = [first, *others]
     if not may_refuse(mod):
         return references
+    on_cpu = planned.target.kind.name == "llvm"
+    checks = None if on_cpu else quick_checks(planned.mod, planned.target)
+    if not on_cpu and checks is None:
+        return references
     more = (first.on(drawn_inputs(planned.mod, n, mod)) for n in range(len(references), MOST_DRAWS))
-    taken = filter(_takes, itertools.chain(references, more))
+    taken = (r for r in itertools.chain(references, more) if _takes(r, checks))
     if found := list(itertools.islice(taken, len(references))):
         return found
+    if checks is not None:
+        logger.warning(
+            "an index of the model is out of range on %d random inputs in turn: it is checked as a "
+            "GPU reads it, at the nearest element",
+            MOST_DRAWS,
+        )
+        return references
     raise VerificationError(
         f"the model refuses {MOST_DRAWS} random inputs in turn (an index out of range, or an "
         "integer divided by zero): it cannot be verified on them; pass verify=False"
     )
 
 
-def _takes(reference: Reference) -> bool:
+def _takes(reference: Reference, checks: IndexChecks | None) -> bool:
+    """Whether a model takes the inputs of a reference, as that says, or checks of indices."""
     try:
-        _ = reference.outputs
+        if checks is None:
+            _ = reference.outputs
+        else:
+            checks.refuse(reference.inputs)
     except (OutOfRange, DividedByZero) as error:
         logger.info("not checked on inputs that the model refuses: %s", error)
         return False

@@ -7,9 +7,9 @@
 The key holds all that decides what is compiled (`plan_cache.surroundings`, what was asked for, the
 passes that are switched off), and the model without the numbers of its weights: these are computed
 anew from the model's own. Nothing is kept of models of several functions, with a plan or a database
-that a caller gives, with times, for a device that is not here, or while a kernel class or rewrite
-of a user's is registered; nor where plans are not kept (`TVM_FUSION_PLAN_CACHE=0`). The
-`MOST_MODULES` used last stay.
+that a caller gives, with times, for a device that is not here, with checks of indices, or while a
+kernel class or rewrite of a user's is registered; nor where plans are not kept
+(`TVM_FUSION_PLAN_CACHE=0`). The `MOST_MODULES` used last stay.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pathlib import Path
 
 import tvm
 
+from ..check.index_checks import wanted
 from ..config.digest import digest
 from ..errors import BuildError, InputError
 from ..flow.functions import ReadModel
@@ -83,7 +84,7 @@ class Kept:
         if given or wishes.timed or list(model.mods) != ["main"] or wishes.verify == "report":
             return None
         here = tvm.runtime.device_from_target(model.target).exist
-        if not (here and is_kept(model.hw)) or dump_folder() is not None:
+        if not (here and is_kept(model.hw)) or dump_folder() is not None or wanted():
             return None
         return cls(cache_dir() / "modules" / _key(model, wishes), model, wishes)
 

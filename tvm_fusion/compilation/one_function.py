@@ -15,10 +15,12 @@ from typing import Any
 
 import tvm
 
+from ..check import index_checks
 from ..check.checked_sizes import drawn_inputs
 from ..check.compared_module import not_slower
 from ..check.compared_regions import settle_regions
 from ..check.compiled import Checked, check_compiled, wrong_numbers
+from ..check.index_checks import IndexChecks
 from ..check.inputs import has_values, objects
 from ..check.kernels import kernels_checked, takes_long
 from ..check.sequential import Budget
@@ -245,6 +247,8 @@ def tell(
     compiled.report = report
     compiled.signature = compiled.signature.in_formats(planned.formats)
     compiled.follow(convention)
+    if index_checks.wanted() and planned.target.kind.name != "llvm":
+        compiled.index_checks = IndexChecks.of(planned.mod, planned.target, planned.source.origins)
     observe_built(made, lambda: report(compiled))
 
 

@@ -69,6 +69,12 @@ def may_refuse(mod: tvm.IRModule) -> bool:
     return any(_Data(func).may_fail for func in functions)
 
 
+def index_guarded(name: str, func: tirx.PrimFunc) -> tirx.Stmt | None:
+    """The body of a function with the checks of its indices, for a CPU; None where none is data."""
+    data = _Data(func)
+    return _OfIndices(name, data).guarded(func.body) if data.may_fail else None
+
+
 def _guarded(name: str, func: tirx.PrimFunc, kind: str) -> tirx.PrimFunc:
     written = kind == "cuda" and func.attrs.get(TIRX_ATTR, False)  # reads clipped places only
     if kind not in ("llvm", "cuda") or written:
@@ -287,6 +293,13 @@ class _Guards:
 
     def _check(self, condition: Expr, kind: str, message: str) -> _Check:
         return _Check(self.data.written_out(condition), kind, f"{self.name}: {message}")
+
+
+class _OfIndices(_Guards):
+    """Divisors are not checked."""
+
+    def _divisor(self, divisor: Expr) -> Iterator[_Check]:
+        return iter(())
 
 
 class _Dropping(_Guards):

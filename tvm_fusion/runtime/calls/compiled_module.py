@@ -90,6 +90,10 @@ class CompiledModule:
         The report, set by the compiler and made when it is first read; text after `load`.
     verification : Verification or None
         What checks found, set by the compiler; None where none were made and after `load`.
+    index_checks : callable or None
+        Looks at the arguments of a call before it runs, and raises OutOfRange; set by the compiler
+        for a GPU where `TVM_FUSION_CHECK_INDICES` asks for it. `bind` does without, and so does a
+        module that was loaded.
     lock : held while a call runs on the host
     memory : MemoryPlan or None
         Device memory that a call takes, by symbolic extents; None for a file of an older version.
@@ -122,6 +126,7 @@ class CompiledModule:
         self.report = report
         self.verification: Any = None
         self.told: Any = None  # what the report takes beside the plan, set by the compiler
+        self.index_checks: Callable[[Sequence[Any]], None] | None = None
         self.memory: MemoryPlan | None = built and built.memory
         self.lock = threading.Lock() if beside is None else beside.lock
         self._beside = beside
@@ -257,12 +262,16 @@ class CompiledModule:
             If number, kind, dtype or shape of the inputs are not those of `signature`; symbolic
             extents have to agree between inputs. If a number is another than in the example inputs.
             If weights have no values yet.
+        OutOfRange
+            If an index is out of range, on a CPU and with `index_checks`.
         TargetError
             If this machine lacks the device.
         """
         return self._call(inputs) if self._source is None else self._source_call(inputs)
 
     def _call(self, inputs: Sequence[Any]) -> Any:
+        if self.index_checks is not None:
+            self._check_indices(inputs)
         formats = self.signature.formats
         given = inputs if formats is None else taken(self.signature, inputs)
         again = self._again
@@ -283,6 +292,11 @@ class CompiledModule:
                 self._again = self._repeated.call(given, arguments, kind)
             return returned(formats, result)
 
+    def _check_indices(self, inputs: Sequence[Any]) -> None:
+        kind, _ = self.check(inputs)
+        with self.lock, torch_stream(self.device, kind):
+            self.index_checks(self.arguments(inputs))
+
     def _source_call(self, inputs: Sequence[Any]) -> Any:
         """A call with what a model of PyTorch keeps, writes and returns."""
         source, callers = self._source, self._tensors(inputs)
@@ -291,6 +305,8 @@ class CompiledModule:
         if not source.convention.keeps:
             outputs = _flat(self._call(inputs))
             return source.results(self.signature, callers, outputs, kind)
+        if self.index_checks is not None:
+            self._check_indices(inputs)
         written = [n for n in source.convention.updates if n < len(inputs)]
         refuse_lost_writes(self.signature, written, inputs)
         with source.lock, self.lock, torch_stream(self.device, kind):
