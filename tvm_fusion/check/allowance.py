@@ -22,9 +22,11 @@ No kernel, schedule or rewrite of this package has a part in it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,8 @@ from tvm import relax, tirx
 from tvm.ir import Expr
 
 from ..errors import BuildError
+from .arrays.operations import NotOnArrays
+from .arrays.programs import on_arrays
 from .noise import NONE, Draw, call_number, disturbed
 from .plain import LLVM, plain_build
 from .reference import build_reference, runner
@@ -100,6 +104,13 @@ class Reference:
         self._builds.exact = run
         return self
 
+    def with_arrays(self, run: Callable[[Sequence[Any]], list[Any]]) -> Reference:
+        """The same, its outputs on arrays (`arrays.programs.on_arrays`) those of a run that is
+        there.
+        """
+        self._builds.on_arrays.exact = run
+        return self
+
     def on(self, inputs: Sequence[Any], ceiling: bool = True) -> Reference:
         """The same module on other inputs; nothing is built again."""
         mod, target = self._of
@@ -108,7 +119,22 @@ class Reference:
         return other
 
     @cached_property
-    def outputs(self) -> list[np.ndarray]:
+    def on_arrays(self) -> Reference | None:
+        """The same with nothing compiled, to tell right results right: what seems wrong by it is
+        judged again by this one. None where that is not possible.
+        """
+        other = self.on(self.inputs, self.ceiling)
+        other._builds = self._builds.on_arrays
+        if other._builds.exact is None:
+            return None
+        try:
+            return other if other.outputs is not None else None
+        except NotOnArrays as error:
+            logger.info("the reference is compiled: %s", error)
+            return None
+
+    @cached_property
+    def outputs(self) -> list[Any]:
         """The outputs, tuples flattened."""
         return self._builds.exact(self.inputs)
 
@@ -116,6 +142,14 @@ class Reference:
     def bounds(self) -> list[np.ndarray | None]:
         """See `bounded_reference`."""
         return self._builds.bounded(self.inputs)[1]
+
+    def growing_bounds(self) -> Iterator[list[Any]]:
+        """The `bounds` after each draw: what is within one of them is within the last."""
+        bounds = None
+        for bounds in self._builds.growing(self.inputs, self.outputs):
+            yield bounds
+        if bounds is not None:
+            self.bounds = bounds
 
     @cached_property
     def plain(self) -> list[np.ndarray]:
@@ -149,9 +183,12 @@ class _Builds:
         return build_reference(self._mod, target=self._target)
 
     @cached_property
+    def disturbed(self) -> tvm.IRModule | None:
+        return disturbed_module(self._mod)
+
+    @cached_property
     def noisy(self) -> Callable[[Sequence[Any]], list[np.ndarray]] | None:
-        noisy = disturbed_module(self._mod)
-        return _built(noisy, self._target) if noisy is not None else None
+        return _built(self.disturbed, self._target) if self.disturbed is not None else None
 
     @cached_property
     def plain(self) -> Callable[[Sequence[Any]], list[np.ndarray]]:
@@ -165,6 +202,10 @@ class _Builds:
     def computed_in(self) -> list[str | None]:
         return computed_dtypes(self._mod)
 
+    @cached_property
+    def on_arrays(self) -> _OnArrays:
+        return _OnArrays(self, self._mod, self._target)
+
     def bounded(self, inputs: Sequence[Any]) -> tuple[list[np.ndarray], list[np.ndarray | None]]:
         """See `bounded_reference`."""
         run = self.noisy
@@ -172,6 +213,50 @@ class _Builds:
             outputs = self.exact(inputs)
             return outputs, [None] * len(outputs)
         return bounds_of(lambda draw: run([*inputs, draw.array()]), any(self.computed_in))
+
+    def growing(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Iterator[list[Any]]:
+        """See `Reference.growing_bounds`."""
+        run = self.noisy
+        if run is None:
+            yield [None] * len(outputs)
+        elif any(self.computed_in):
+            yield from growing_bounds(lambda draw: run([*inputs, draw.array()]), outputs)
+        else:
+            yield no_bounds(outputs)
+
+
+class _OnArrays(_Builds):
+    """The same on arrays, where nothing is built."""
+
+    def __init__(self, compiled: _Builds, mod: tvm.IRModule, target: Any) -> None:
+        super().__init__(mod, target)
+        self._compiled = compiled
+
+    @cached_property
+    def exact(self) -> Callable[[Sequence[Any]], list[Any]] | None:
+        return on_arrays(self._mod, ["main"], self._target).get("main")
+
+    @cached_property
+    def noisy(self) -> Callable[[Sequence[Any]], list[Any]] | None:
+        mod = self._compiled.disturbed
+        return None if mod is None else on_arrays(mod, ["main"], self._target).get("main")
+
+    @property
+    def dtypes(self) -> list[str]:
+        return self._compiled.dtypes
+
+    @property
+    def computed_in(self) -> list[str | None]:
+        return self._compiled.computed_in
+
+    def growing(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Iterator[list[Any]]:
+        """Those that can be computed this way."""
+        if self.noisy is None:
+            return
+        try:
+            yield from super().growing(inputs, outputs)
+        except NotOnArrays as error:
+            logger.info("bounds are those of a compiled reference: %s", error)
 
 
 def _built(
@@ -197,14 +282,21 @@ def bounds_of(run: Run, rounds: bool = True) -> tuple[list[Any], list[Any]]:
     draws where nothing is rounded.
     """
     reference = list(run(NONE))
+    grown = growing_bounds(run, reference) if rounds else ()
+    return reference, deque(chain([no_bounds(reference)], grown), maxlen=1).pop()
+
+
+def growing_bounds(run: Run, reference: Sequence[Any]) -> Iterator[list[Any]]:
+    """How much draws change each element of a reference, after each draw."""
     bounds = no_bounds(reference)
-    for draw in DRAWS if rounds else ():
+    for draw in DRAWS:
         bounds = _larger(bounds, map(_change, run(draw), reference))
+        yield bounds
     steps = bounds
-    for draw in DECIDING if rounds else ():
+    for draw in DECIDING:
         changes = map(_change, run(draw), reference)
         steps = _larger(steps, map(_jump, changes, bounds, reference))
-    return reference, steps
+        yield steps
 
 
 def _larger(bounds: list[Any], changes: Iterable[Any]) -> list[Any]:
@@ -258,6 +350,7 @@ class _Calls:
         self.builder = relax.BlockBuilder(mod)
         self.draw = relax.Var("draw", relax.TensorType((2,), "int64"))
         self._made: dict[tvm.ir.GlobalVar, tvm.ir.GlobalVar | None] = {}
+        self._rounds: dict[tvm.ir.GlobalVar, tuple[bool, bool]] = {}
         self._count = 0
 
     def body(self, body: relax.SeqExpr) -> relax.SeqExpr | None:
@@ -280,10 +373,17 @@ class _Calls:
         if func is None:
             moves = isinstance(value.op, tvm.ir.Op) and value.op.name not in _CALLS
             return binding if moves or not _holds_float(value.ty) else None
-        if not rounded(func.body) and not (equated(func.body) and self._computed(value)):
+        rounds, compares = self._what(value.args[0], func)
+        if not rounds and not (compares and self._computed(value)):
             return binding
         called = self._disturbed(value) if value.op.name == "relax.call_tir" else None
         return None if called is None else relax.VarBinding(binding.var, called)
+
+    def _what(self, gvar: tvm.ir.GlobalVar, func: tirx.PrimFunc) -> tuple[bool, bool]:
+        """Whether a function rounds, and whether it compares floats for equality."""
+        if gvar not in self._rounds:
+            self._rounds[gvar] = bool(rounded(func.body)), equated(func.body)
+        return self._rounds[gvar]
 
     def _computed(self, call: relax.Call) -> bool:
         """Whether a float that a call reads is neither a constant nor a parameter of `main`."""

@@ -160,7 +160,7 @@ def _takes(reference: Reference, checks: IndexChecks | None) -> bool:
     """Whether a model takes the inputs of a reference, as that says, or checks of indices."""
     try:
         if checks is None:
-            _ = reference.outputs
+            _ = reference.on_arrays or reference.outputs
         else:
             checks.refuse(reference.inputs)
     except (OutOfRange, DividedByZero) as error:

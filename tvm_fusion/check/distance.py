@@ -6,7 +6,7 @@ import math
 import sys
 from typing import Any
 
-import numpy as np
+from .rules import name_of, namespace, wide
 
 # Of what rounds differently in another order of operations; another function is further off.
 ROUNDINGS = {"float64": 1e-7, "float32": 1e-3, "float16": 5e-2, "bfloat16": 1e-1}
@@ -18,35 +18,42 @@ def rounding(dtype: object) -> float:
     return ROUNDINGS.get(str(dtype).removeprefix("torch."), 0.0)
 
 
-def distance(given: np.ndarray, expected: np.ndarray) -> float:
+def distance(given: Any, expected: Any) -> float:
     """The largest difference relative to the largest number; infinite where one alone is no number,
     or where shapes differ. Of numbers without fractions the share that differs.
 
     Parameters
     ----------
-    given, expected : numpy.ndarray
-        Floats of fewer than 64 bits as such of 64.
+    given, expected : numpy.ndarray or torch.Tensor
+        Both of one kind; floats are compared in float64.
     """
     if given.shape != expected.shape:
         return math.inf
-    if not expected.size:
+    if not len(expected.reshape(-1)):
         return 0.0
-    if expected.dtype.kind != "f":
-        return float(np.mean(given != expected))
-    finite = np.isfinite(expected)
-    same = (given == expected) | finite | (np.isnan(given) & np.isnan(expected))
-    if not same.all():
+    if "float" not in name_of(expected.dtype):
+        return int((given != expected).sum()) / len(expected.reshape(-1))
+    given, expected = wide(given), wide(expected)
+    xp = namespace(expected)
+    finite = xp.isfinite(expected)
+    same = (given == expected) | finite | (xp.isnan(given) & xp.isnan(expected))
+    if not bool(same.all()):
         return math.inf
-    scale = float(np.abs(expected[finite]).max(initial=0.0)) or 1.0
-    off = np.abs(given[finite] - expected[finite])
-    return float(np.nan_to_num(off, nan=math.inf).max(initial=0.0)) / scale
+    zero = xp.zeros_like(expected)
+    given, expected = xp.where(finite, given, zero), xp.where(finite, expected, zero)
+    scale = float(xp.abs(expected).max()) or 1.0
+    off = float(xp.abs(given - expected).max())
+    return (math.inf if math.isnan(off) else off) / scale
 
 
 def error_of(given: Any, expected: Any) -> float:
-    """The `distance` of two tensors of PyTorch; infinite where their dtypes differ."""
+    """The `distance` of two tensors of PyTorch, where the second one lies; infinite where their
+    dtypes differ.
+    """
     if given.dtype != expected.dtype:
         return math.inf
-    return distance(_array(given), _array(expected))
+    given, expected = real_numbers(given.detach()), real_numbers(expected.detach())
+    return distance(given.to(expected.device), expected)
 
 
 def real_numbers(x: Any) -> Any:
@@ -54,8 +61,3 @@ def real_numbers(x: Any) -> Any:
     if not x.is_complex():
         return x
     return sys.modules["torch"].view_as_real(x.resolve_conj())
-
-
-def _array(x: Any) -> np.ndarray:
-    x = real_numbers(x.detach()).cpu()
-    return (x.double() if x.is_floating_point() else x).numpy()

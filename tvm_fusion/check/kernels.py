@@ -15,20 +15,22 @@ Does not handle: symbolic sizes, branches, calls that are no kernels, tensors th
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import sys
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
-import numpy as np
 import tvm
 from tvm import relax
 from tvm.ir import Call
 
 from ..errors import DividedByZero, OutOfRange
 from ..flow.planned import BuiltPlan
-from ..host.stages import stepped
+from ..host.stages import stage, stepped
 from ..ir.parts import part_of
-from ..ir.weights import numbers
+from ..ir.weights import numbers, weight_of
 from ..plan.plan import FREE
 from ..runtime.build.build import Built
 from ..transform.apply.pack_constants import arguments_of
@@ -36,6 +38,7 @@ from ..transform.apply.region_module import GroupModules, group_modules
 from ..transform.functions.functions import has_branches
 from ..transform.functions.unique_names import FreshNames
 from .allowance import Reference
+from .arrays.programs import device_in_torch, on_arrays
 from .checked_sizes import LONG, drawn_inputs, points_of_run, symbols_of
 from .compiled import Checked
 from .reference import Run, build_references, runner
@@ -46,7 +49,8 @@ logger = logging.getLogger(__name__)
 _CALL_TIR = tvm.ir.Op.get("relax.call_tir")
 _CARRY_ON = 0  # what an instrument of the virtual machine returns
 
-Arrays = list[np.ndarray]
+Arrays = list[Any]
+"""Of NumPy, or tensors of torch on a GPU."""
 
 
 def takes_long(made: BuiltPlan) -> bool:
@@ -75,30 +79,57 @@ def kernels_checked(made: BuiltPlan) -> Checked | None:
     if any(len(calls[name]) != count for name, count in counts.items()):
         return None
     try:
-        seen = _seen(made.built, drawn_inputs(made.planned.mod), counts)
+        with stage("running the module"):
+            seen = _seen(made.built, drawn_inputs(made.planned.mod), counts)
     except (OutOfRange, DividedByZero) as error:
         logger.info("kernels are not checked one by one: %s", error)
         return None
     if seen is None:
         return None
-    errors, exact = {}, _exact(cases, made.planned.target)
+    with stage("reading the references"):
+        errors, runs = {}, _Runs(cases, made.planned.target)
     for name in stepped("kernels checked", wanted, len(wanted)):
         taken, given = seen[name]
         values = [
-            numbers(e) if isinstance(e, tvm.ir.GenericConst) else x
+            _constant(e) if isinstance(e, tvm.ir.GenericConst) else x
             for e, x in zip(calls[name], taken, strict=True)
         ]
         alone = cases[name].unfused
         values = _parts(values, [p.ty for p in alone["main"].params])
         given = _parts(given, _results(alone["main"].ret_ty))
-        reference = Reference(alone, values, made.planned.target)
-        found = judge_outputs(given, reference.with_exact(exact[name]), name)
+        found = judge_outputs(given, runs.reference(name, values), name)
         if not found.passed:
             logger.warning("kernel %s: %s", name, found.why)
             return None
         errors[name] = found
     each = {name: one.worst_error for name, one in errors.items()}
     return Checked(made, _of_all(errors), each, kernels=len(wanted))
+
+
+def _constant(constant: tvm.ir.GenericConst) -> Any:
+    weight = weight_of(constant)
+    there = None if weight is None else weight.given()
+    return numbers(constant) if there is None else _array(there)
+
+
+def _array(tensor: tvm.runtime.Tensor) -> Any:
+    """A tensor of TVM as an array, or where it lies on a GPU, for torch, if that is loaded."""
+    if tensor.device.type == "cuda" and device_in_torch("cuda") == "cuda":
+        with contextlib.suppress(RuntimeError, BufferError):  # a dtype that torch does not take
+            return sys.modules["torch"].from_dlpack(tensor)
+    return tensor.numpy()
+
+
+def _copied(tensors: Sequence[Any]) -> Arrays:
+    """Copies of tensors, once all that was launched is done; None of anything else."""
+    arrays = [_array(x) if isinstance(x, tvm.runtime.Tensor) else None for x in tensors]
+    torch = sys.modules.get("torch")
+    if torch is None or not any(isinstance(x, torch.Tensor) for x in arrays):
+        return arrays
+    torch.cuda.synchronize()
+    copies = [x.clone() if isinstance(x, torch.Tensor) else x for x in arrays]
+    torch.cuda.synchronize()
+    return copies
 
 
 def _results(ty: relax.Type) -> Sequence[relax.Type]:
@@ -110,8 +141,34 @@ def _parts(arrays: Arrays, types: Sequence[relax.Type]) -> Arrays:
     return [part_of(x, ty.shape.values) for x, ty in zip(arrays, types, strict=True)]
 
 
-def _exact(cases: Mapping[str, GroupModules], target: tvm.target.Target) -> dict[str, Run]:
-    """The operators of each kernel in float64, all in one executable."""
+class _Runs:
+    """The operators of each kernel in float64: on arrays, and compiled, all in one executable, for
+    those that it takes.
+    """
+
+    def __init__(self, cases: Mapping[str, GroupModules], target: tvm.target.Target) -> None:
+        self._cases, self._target = cases, target
+        mod, entries = _joined(cases)
+        found = on_arrays(mod, list(entries.values()), target)
+        self._on_arrays = {name: found[e] for name, e in entries.items() if e in found}
+
+    @cached_property
+    def _compiled(self) -> dict[str, Run]:
+        """Of those that are not computed on arrays."""
+        mod, entries = _joined({n: c for n, c in self._cases.items() if n not in self._on_arrays})
+        built = build_references(mod, list(entries.values()), self._target)
+        return {name: built[entry] for name, entry in entries.items()}
+
+    def reference(self, name: str, values: Sequence[Any]) -> Reference:
+        """The reference of a kernel on what it took."""
+        found = Reference(self._cases[name].unfused, values, self._target)
+        if name in self._on_arrays:
+            return found.with_arrays(self._on_arrays[name])
+        return found.with_exact(self._compiled[name])
+
+
+def _joined(cases: Mapping[str, GroupModules]) -> tuple[tvm.IRModule, dict[str, str]]:
+    """The operators of all kernels in one module, and what computes each there."""
     functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
     for case in cases.values():
         functions |= {g: f for g, f in case.unfused.functions_items() if g.name_hint != "main"}
@@ -120,8 +177,7 @@ def _exact(cases: Mapping[str, GroupModules], target: tvm.target.Target) -> dict
     for name, case in cases.items():
         main = case.unfused["main"].with_attr("global_symbol", entries[name])
         functions[tvm.ir.GlobalVar(entries[name])] = main
-    built = build_references(tvm.IRModule(functions), list(entries.values()), target)
-    return {name: built[entry] for name, entry in entries.items()}
+    return tvm.IRModule(functions), entries
 
 
 def _of_all(found: Mapping[str, Verification]) -> Verification:
@@ -166,16 +222,13 @@ def _seen(
     taken: dict[str, Arrays] = {}
     given: dict[str, Arrays] = {}
 
-    def copied(tensors: Sequence[Any]) -> Arrays:
-        return [x.numpy() if isinstance(x, tvm.runtime.Tensor) else None for x in tensors]
-
     def look(_function: Any, name: str, before: bool, _result: Any, *arguments: Any) -> int:
         if name in counts and name not in given:
             count = counts[name]
             if before:
-                taken[name] = copied(arguments[:count])
+                taken[name] = _copied(arguments[:count])
             else:
-                given[name] = copied(arguments[count:])
+                given[name] = _copied(arguments[count:])
         return _CARRY_ON
 
     runner(built, look=look)(inputs)

@@ -25,6 +25,7 @@ import ctypes
 import functools
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,7 @@ from ..transform.functions.functions import has_branches, rewritten
 from .checked_sizes import has_large_loops, order_loops
 from .inputs import other_numbers
 from .plain import LLVM
+from .rules import as_array
 
 if TYPE_CHECKING:
     from ..runtime.build.build import Built
@@ -486,7 +488,11 @@ def to_argument(
     convert: Callable[[np.ndarray], np.ndarray] = np.asarray,
     device: tvm.runtime.Device | None = None,
 ) -> Any:
-    """An input as the virtual machine takes it: a tensor, a shape for ints, a list for a tuple."""
+    """An input as the virtual machine takes it: a tensor (of torch, too), a shape for ints, a list
+    for a tuple.
+    """
+    if hasattr(value, "detach"):
+        value = as_array(value)
     if isinstance(value, np.ndarray | np.generic):
         return tvm.runtime.tensor(np.asarray(convert(np.asarray(value)), order="C"), device)
     if isinstance(value, tuple) and all(isinstance(item, int) for item in value):
@@ -570,12 +576,19 @@ def fill_pool(device: tvm.runtime.Device, sizes: Iterable[int]) -> None:
     """Fill storages of the virtual machine's pool and give them back: those of the same sizes that
     are allocated next are these.
     """
-    allocate = _allocator(device)
+    allocate, torch = _allocator(device), sys.modules.get("torch")
+    there = torch is not None and device.type == "cuda" and torch.cuda.is_available()
     held = []
     try:
         for size in sizes:
             storage = allocate(tvm_ffi.Shape([size]))
-            held.append(storage.copyfrom(np.full(size, _EVERYWHERE, "uint8")))
+            if there:
+                torch.from_dlpack(storage).fill_(_EVERYWHERE)
+            else:
+                storage.copyfrom(np.full(size, _EVERYWHERE, "uint8"))
+            held.append(storage)
+        if there:
+            torch.cuda.synchronize()
     except Exception as error:  # out of memory, as the module itself may be
         logger.info("memory is poisoned in part: %s", error)
     device.sync()

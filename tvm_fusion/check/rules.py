@@ -33,6 +33,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from ..errors import InputError
@@ -172,6 +173,43 @@ def wide(array: Any) -> Any:
     if "float" not in name_of(array.dtype):
         return array
     return array.astype("float64") if namespace(array) is np else array.double()
+
+
+def as_array(value: Any) -> np.ndarray:
+    """An array, or a tensor of torch, as an array in host memory."""
+    if namespace(value) is np or not hasattr(value, "detach"):
+        return np.asarray(value)
+    host, torch = value.detach().cpu().contiguous(), sys.modules["torch"]
+    other = getattr(ml_dtypes, name_of(host.dtype), None)  # what NumPy has not by itself
+    if other is None:
+        return host.numpy()
+    return host.view(torch.int16 if host.itemsize == 2 else torch.uint8).numpy().view(other)
+
+
+def as_tensor(value: Any) -> Any:
+    """An array, or a tensor of torch, as a tensor.
+
+    Raises
+    ------
+    TypeError
+        torch has no such dtype.
+    """
+    torch = sys.modules["torch"]
+    if isinstance(value, torch.Tensor):
+        return value
+    array = np.asarray(value)
+    array = np.array(array, order="C", copy=None if array.flags.writeable else True)
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view("int16")).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def like(value: Any, other: Any) -> Any:
+    """An array, or a tensor of torch, as the other one is: on the host, or on a device."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(other, torch.Tensor):
+        return as_tensor(value).to(other.device)
+    return as_array(value)
 
 
 def _check_exact(given: Any, plain: Any, reference: Any, undecided: Any) -> OutputCheck:

@@ -151,6 +151,8 @@ def finished(made: BuiltPlan, one: Settled) -> Finished:
         with stage("timing the fused module beside the unfused one"):
             made, _ = not_slower(made, unfused, one.budget)
     if wishes.verify:
+        with stage("loading the kernels"):  # and computing weights: the first call does else
+            made.built.machine()
         with stage("checking the results against float64"):
             checked = _checked(made, wishes)
         refuse_wrong(checked, wishes)
@@ -269,9 +271,10 @@ def hold_to_source(
         return
     try:
         sure = checked is None or not checked.kernels
-        found = source_check(compiled, planned, original, here, sure)
-        if found is None and here:
-            found = onnx_check(compiled, planned, original.model)
+        with stage("comparing with the framework"):
+            found = source_check(compiled, planned, original, here, sure)
+            if found is None and here:
+                found = onnx_check(compiled, planned, original.model)
     except VerificationError as error:
         if checked is None or not reported:
             raise

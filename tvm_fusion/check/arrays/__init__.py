@@ -1,0 +1,1 @@
+"""References on whole arrays of PyTorch, for which nothing is compiled."""
