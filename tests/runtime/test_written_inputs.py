@@ -8,6 +8,7 @@ from tvm import relax
 from tvm.script import tirx as T
 
 from tvm_fusion.errors import InputError
+from tvm_fusion.report.assemble import calls_of
 from tvm_fusion.runtime.build.build import build
 from tvm_fusion.runtime.calls.compiled_module import CompiledModule
 from tvm_fusion.runtime.calls.written_inputs import written_inputs
@@ -104,6 +105,14 @@ def test_a_module_that_writes_to_its_inputs_is_timed_wherever_these_lie():
     compiled, room = CompiledModule.of(build(counter(), LLVM)), np.zeros(33, "float32")
     inputs = [np.ones((4, 8), "float32"), room[1:].reshape(4, 8)]
     assert time_modules({"ours": compiled}, inputs, repeats=3)["ours"].median_us > 0
+
+
+def test_a_report_captures_a_call_wherever_its_inputs_lie(monkeypatch):
+    compiled, _ = captured_on_cpu(monkeypatch, counter())
+    room = np.zeros(33, "float32")
+    found = calls_of(compiled, [np.ones((4, 8), "float32"), room[1:].reshape(4, 8)], time=True)
+    assert found["cuda_graph"] == "captured at the first call"
+    assert found["call_us"].fused > 0
 
 
 def test_writes_are_followed_through_views_to_inputs():

@@ -25,7 +25,7 @@ from ..plan.explain.true_reasons import true_reasons
 from ..plan.plan import FREE, UNWRITTEN, FusionPlan, PlannedGroup
 from ..plan.refusal import Refusal
 from ..runtime.calls.launch_count import count_launches
-from ..runtime.timing.timing import TimeReport, wall_times
+from ..runtime.timing.timing import TimeReport, bound, wall_times
 from ..transform.apply.materialize import Materialized, materialize
 from ..transform.apply.pack_constants import packable_arguments
 from .facts import Comparison, GroupReport, LayoutReport, RefusalReport, Verification
@@ -359,12 +359,12 @@ def _captured_and_timed(compiled: CompiledModule, inputs: Sequence[Any], time: b
     """Capture a call, to know whether that works; wall-clock time of calls with a graph and
     without.
     """
-    graph = compiled.bind(*inputs)
+    graph = bound(compiled, inputs)
     if not time or compiled.cuda_graph_refusal is not None:
         return Comparison()
     options, compiled.cuda_graph = compiled.cuda_graph, False
     try:
-        stream = compiled.bind(*inputs)
+        stream = bound(compiled, inputs)
     finally:
         compiled.cuda_graph = options
     times = wall_times({"graph": graph, "stream": stream}, wait=compiled.device.sync)

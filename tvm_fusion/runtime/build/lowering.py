@@ -44,6 +44,7 @@ from ...transform.functions.functions import rewritten, target_kind, with_functi
 from ...transform.lower import decode_float8, wrap_integers
 from ...transform.lower.ordered_writes import meeting_loops
 from ...transform.memory.plan_memory import PlanMemory, PlanMemoryByTVM
+from . import hidden_ranges
 from .guards import with_guards
 from .hidden_divisions import with_hidden_divisions
 from .kept_nan import STORED, with_kept_nan
@@ -252,6 +253,7 @@ def _with_narrow_types(mod: tvm.IRModule) -> tvm.IRModule:
     """Functions that are bound to a device, with what it gets wrong of narrow types written out."""
     mod = rewritten(mod, decode_float8.RULES, lambda func: target_kind(func) == "llvm")
     mod = rewritten(mod, STORED, lambda func: target_kind(func) == "llvm")
+    mod = rewritten(mod, hidden_ranges.RULES, lambda func: target_kind(func) != "")
     return rewritten(mod, wrap_integers.RULES, lambda func: target_kind(func) not in ("", "llvm"))
 
 

@@ -305,12 +305,17 @@ def _event_times(
 
 
 def _call(fn: Callable[..., Any], inputs: Sequence[Any]) -> Callable[[], Any]:
-    if not isinstance(fn, CompiledModule):
-        return lambda: fn(*inputs)
+    return bound(fn, inputs) if isinstance(fn, CompiledModule) else lambda: fn(*inputs)
+
+
+def bound(module: CompiledModule, inputs: Sequence[Any]) -> Callable[[], Any]:
+    """A module bound to inputs, as `CompiledModule.bind`; what it writes into those that are not on
+    its device, or lie as they must not, nobody reads.
+    """
     given = list(inputs)
-    for number in fn.writes:  # where they lie, as nobody reads what is written
-        given[number] = to_tvm(given[number], fn.device, fn.signature.inputs[number].name)
-    return fn.bind(*given)
+    for number in module.writes:
+        given[number] = to_tvm(given[number], module.device, module.signature.inputs[number].name)
+    return module.bind(*given)
 
 
 def _runs_on_cuda(value: Any) -> bool:
