@@ -237,3 +237,9 @@ def test_a_weight_that_layers_share_is_stored_once():
     layer = nn.Linear(32, 32, bias=False)
     module = compiled(nn.Sequential(layer, nn.ReLU(), layer), torch.randn(3, 32))
     assert module.memory.weights_bytes == layer.weight.nbytes
+
+
+def test_a_complex_input_of_real_results_is_taken_as_it_is():
+    z = torch.randn(3, 4, dtype=torch.complex64)
+    module = tvm_fusion.compile(Function(torch.abs), "llvm", example_inputs=(z,), verify=False)
+    torch.testing.assert_close(module(z), z.abs())

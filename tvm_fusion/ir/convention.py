@@ -115,7 +115,8 @@ class Convention:
         """Whether a call takes what `main` takes and gives what it gives."""
         gives = [Result(Of.OUTPUT, number) for number in range(len(self.results))]
         is_flat = self.structure is None or self.structure == BARE
-        return is_flat and list(self.results) == gives and not (self.keeps or self.fixed)
+        changes = self.keeps or self.fixed or self.pairs
+        return is_flat and list(self.results) == gives and not changes
 
     @property
     def keeps(self) -> bool:
