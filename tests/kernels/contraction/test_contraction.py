@@ -126,6 +126,17 @@ def test_a_sum_that_is_rounded_at_once_counts_as_stored_in_half():
     assert kept.products[0].stored_dtype == FLOAT
 
 
+def test_a_question_about_rounded_numbers_is_read_with_them():
+    def infinite(bb, x, w):
+        total = bb.emit(op.matmul(x, w, "float32"))
+        rounded = bb.emit(op.astype(total, HALF))
+        return relax.Tuple([rounded, bb.emit(op.isinf(rounded))])  # fabs(rounded) == inf
+
+    (segment,) = read(infinite, (64, 32), (32, 48)).segments
+    assert len(segment.outputs) == 2
+    assert segment.products[0].stored_dtype == HALF
+
+
 def test_symbolic_sizes_stay_symbolic():
     n = tirx.Var("n", "int64")
     contraction = read(graphs.values(4), (2, 4, n, n), (2, n, 128))

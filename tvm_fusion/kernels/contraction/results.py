@@ -136,7 +136,9 @@ class _Readers:
         rounded = isinstance(expr, tirx.Cast) and dtype_of(expr) in HALF_DTYPES
         load = expr.value if rounded else expr
         if not isinstance(load, TensorLoad):
-            return expr if isinstance(expr, Var) else rebuild(expr, self.visit)
+            if not isinstance(expr, Var):
+                rebuild(expr, self.visit)  # of other types, where a function of halves is within
+            return expr
         if load.source.same_as(self.buffer):
             self.dtypes.add(dtype_of(expr))
         for index in load.indices:
