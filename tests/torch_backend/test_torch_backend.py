@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 from torch._logging._internal import LazyTraceHandler, TorchLogsFormatter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tvm_fusion.torch_backend as torch_backend
 from tvm_fusion.errors import BuildError, ConfigError, FrontendError
@@ -326,6 +327,45 @@ def test_caches_are_written_in_place_where_nothing_reads_the_old_one(
         torch.testing.assert_close(cache, twin)
         assert cache._version > version  # graphs that have it for a constant look at this
     assert [len(module.writes) for module in modules] == [writes]
+
+
+class Called(TorchDispatchMode):
+    """The operators that torch runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    @classmethod
+    def ignore_compile_internals(cls):
+        return True
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def test_counters_are_written_in_one_call_and_inputs_may_change_places():
+    def function(x, a, b, c, d):
+        a.add_(1)
+        b.add_(x.sum())
+        before = c.clone()
+        c.copy_(d)
+        d.copy_(before)
+        return x * 2 + c
+
+    def inputs():
+        return torch.ones(3), torch.tensor(1), torch.tensor(2.0), torch.ones(3), torch.zeros(3)
+
+    run = compiled(function)
+    run(*inputs())
+    given, twins = inputs(), inputs()
+    with Called() as called:
+        result = run(*given)
+    torch.testing.assert_close(result, function(*twins))
+    torch.testing.assert_close(given, twins)
+    assert called.names.count("_foreach_copy_.default") == 1
+    assert called.names.count("copy_.default") <= 2
 
 
 def test_what_is_returned_of_a_cache_has_memory_of_its_own(modules):

@@ -26,6 +26,7 @@ from tvm_fusion.torch_backend.partition import is_operator
 from tvm_fusion.transform.layouts.memory_formats import takes_formats
 
 _log = logging.getLogger(__name__)
+_version = operator.attrgetter("_version")  # rises when a tensor is written to
 
 MAX_BUILDS = 16  # of one part, for different weights, numbers and (where static) shapes; all
 # others run in torch
@@ -217,12 +218,15 @@ class PartCalls:
     def _described(self, inputs: Sequence[Any], run: "_Run | None", keep_symbols: bool) -> "_Build":
         keeps = keep_symbols and run is not None
         weights = self._weights if run is not None else ()
+        frozen = self._options.frozen
+        watched = {i: inputs[i] for i in weights if not (frozen or inputs[i].is_inference())}
         return _Build(
             run,
             weights,
             _picker(weights),
             [inputs[i] for i in weights],
-            [] if self._options.frozen else [_version(inputs[i]) for i in weights],
+            watched,
+            list(map(_version, watched.values())),
             [] if keeps else [(i, inputs[i]) for i in self._numbers],
             [] if keeps else [(i, inputs[i].shape) for i in self._shapes_of],
         )
@@ -241,8 +245,10 @@ class _Build:
     pick : callable
         Takes these of all inputs.
     weights : list of torch.Tensor
+    watched : dict of int to torch.Tensor
+        The weights that may be written to and whose versions say so, by input.
     versions : list of int
-        Of each weight; empty where nobody looks at them.
+        Theirs.
     values : list of (input, number)
     shapes : list of (input, torch.Size)
         Empty where all that Dynamo lets pass will do.
@@ -252,6 +258,7 @@ class _Build:
     numbers: tuple[int, ...]
     pick: Callable[[Sequence[Any]], Sequence[Any]]
     weights: list[torch.Tensor]
+    watched: dict[int, torch.Tensor]
     versions: list[int]
     values: list[tuple[int, Any]]
     shapes: list[tuple[int, torch.Size]]
@@ -260,7 +267,7 @@ class _Build:
         """Whether it is right for these inputs."""
         if self.numbers and not all(map(operator.is_, self.pick(inputs), self.weights)):
             return False
-        if self.versions and [_version(w) for w in self.weights] != self.versions:
+        if self.watched and list(map(_version, self.watched.values())) != self.versions:
             return False
         if self.values and any(inputs[i] != value for i, value in self.values):
             return False
@@ -268,8 +275,8 @@ class _Build:
 
     def changed(self) -> set[int]:
         """The weights that were written to."""
-        pairs = zip(self.numbers, self.weights, self.versions, strict=False)
-        return {number for number, weight, version in pairs if _version(weight) != version}
+        pairs = zip(self.watched.items(), self.versions, strict=True)
+        return {number for (number, weight), version in pairs if weight._version != version}
 
 
 class _Run:
@@ -337,11 +344,6 @@ def _is_tensor(value: Any) -> bool:
 
 def _varies(value: torch.Tensor) -> bool:
     return any(isinstance(extent, torch.SymInt) for extent in getattr(value, "shape", ()))
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """A number that rises when a tensor is written to; -1 where torch keeps none."""
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _guards_of(part: fx.GraphModule) -> tuple[int, int]:

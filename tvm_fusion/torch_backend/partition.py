@@ -116,6 +116,7 @@ def partitioned(graph: fx.GraphModule, refused: Mapping[str, str]) -> Partition:
         _return_tuple(part, whole.get_submodule(part.target))
     written = _written(whole.graph)
     updates = tuple(_take_over_writes(part, whole.get_submodule(part.target)) for part in parts)
+    _write_at_once(whole.graph)
     whole.recompile()
     return Partition(whole, tuple(parts), written, updates, tuple(outside), count)
 
@@ -259,6 +260,27 @@ def _take_over_writes(call: fx.Node, part: fx.GraphModule) -> tuple[tuple[int, i
             found.append((place, number))
             call.graph.erase_node(copy_)
     return tuple(found)
+
+
+def _write_at_once(graph: fx.Graph) -> None:
+    """Make one call of the writes at the end, which is one launch on a GPU: the counters of all
+    layers of a cache. What is written from inputs stays apart: they may be written to, too.
+    """
+    writes = [
+        node
+        for node in graph.find_nodes(op="call_function", target=_aten.copy_.default)
+        if not node.users
+        and node.args[0].op == "placeholder"
+        and len(node.args) == 2
+        and _root(node.args[1]).op != "placeholder"
+    ]
+    if len(writes) < 2:
+        return
+    targets, values = zip(*(node.args for node in writes), strict=True)
+    with graph.inserting_before(graph.output_node()):
+        graph.call_function(_aten._foreach_copy_.default, (list(targets), list(values)))
+    for node in writes:
+        graph.erase_node(node)
 
 
 def _written(graph: fx.Graph) -> frozenset[str]:
