@@ -237,6 +237,19 @@ def test_only_means_that_need_it_compute_in_float32(rows):
     assert ("float32" in low.script()) == (str(rows) != "65503")
 
 
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("scale", [None, 1.0])
+def test_attention_that_is_left_whole_keeps_its_type(dtype, scale):
+    def masked(q, k, v, bias):
+        factor = None if scale is None else tirx.FloatImm("float32", scale)
+        attention = op.nn.attention(q, k, v, bias, factor)
+        return op.where(op.not_equal(q, v), attention, relax.const(0.0, dtype))
+
+    mod = module(dtype, [(1, 4, 2, 8)] * 3 + [(1, 2, 4, 4)], masked)
+    low = lower(mod, tvm.target.Target("llvm"), decompose=False)
+    tvm.ir.assert_structural_equal(low["main"].ret_ty, mod["main"].ret_ty)
+
+
 @pytest.mark.parametrize("name", ["layer_norm", "instance_norm", "group_norm"])
 def test_norms_of_float64_are_checked(name):
     """TVM has them in float32 and float16 only."""

@@ -119,6 +119,8 @@ DTYPES = {
 sums at each term."""
 
 MEANS = ("relax.mean", "relax.variance", "relax.std")
+ATTENTION = ("relax.nn.attention", "relax.nn.attention_bias")
+"""Of halves, float32 behind a scale, which is a number of that dtype."""
 _LARGEST = 65504  # of float16: stands for infinity in a reference (`check.reference`)
 
 # A builder and a relax.Call in, what stands for it out.
@@ -128,6 +130,8 @@ Legalizer = Callable[[relax.BlockBuilder, Call], relax.Expr]
 def needs_float32(call: Call) -> bool:
     """Whether TVM's own legalization does not take a call of an operator, or its dtype."""
     dtype = str(call.args[0].ty.dtype)
+    if call.op.name in ATTENTION:
+        return dtype in BOTH and call.attrs.scale is not None
     if call.op.name in MEANS:
         return dtype == "float16" and not _elements_of_mean(call) < _LARGEST
     return dtype in DTYPES.get(call.op.name, ())
@@ -189,7 +193,7 @@ def _dtypes_of(ty: relax.Type) -> list[str]:
     return [str(field.dtype) for field in fields]
 
 
-HALF_OPERATORS = {name: _in_float32(name) for name in (*DTYPES, *MEANS)}
+HALF_OPERATORS = {name: _in_float32(name) for name in (*DTYPES, *MEANS, *ATTENTION)}
 """For `relax.transform.LegalizeOps`."""
 
 
