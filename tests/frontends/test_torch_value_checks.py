@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from tests.support.frontend_tools import Function, check
 from tvm_fusion.errors import FrontendError
 from tvm_fusion.frontends import load
+from tvm_fusion.frontends.torch.value_checks import FUNCTIONS
 
 X = torch.randn(5, 7)
 
@@ -27,6 +28,34 @@ def test_covariances_losses_and_slices_at_a_tensor():
 
     counts, weights = torch.randint(1, 9, (7,)), torch.rand(7)
     check(function, X, counts, weights, torch.rand(5, 7), torch.tensor(-3))
+
+
+@pytest.mark.parametrize("q", [0.3, torch.tensor(1.0), torch.tensor([0.0, 0.31, 0.77])])
+def test_quantiles_between_neighbours(q):
+    nan = torch.where(X > 0.9, torch.nan, X)
+    nan[2] = torch.nan
+    for own, name in ((False, "quantile"), (True, "nanquantile")):
+        expected, found = getattr(torch, name), FUNCTIONS[getattr(torch, name)]
+        for x in (X, nan) if own else (X, X + nan[:, :1] * 0):
+            for dim in (None, 0, -1):
+                for kind in ("linear", "midpoint", "lower", "higher", "nearest"):
+                    options = {"dim": dim, "keepdim": dim == 0, "interpolation": kind}
+                    torch.testing.assert_close(
+                        found(x, q, **options), expected(x, q, **options), equal_nan=True
+                    )
+
+
+def test_combinations_are_those_of_places():
+    for options in ({}, {"r": 3}, {"r": 2, "with_replacement": True}, {"r": 9}):
+        found = FUNCTIONS[torch.combinations](X[0], **options)
+        assert torch.equal(found, torch.combinations(X[0], **options))
+
+
+def test_what_reads_values_in_older_versions_is_traced():
+    def function(x):
+        return torch.quantile(x, 0.3), x.nanquantile(0.4, dim=1), torch.combinations(x[0])
+
+    check(function, X)
 
 
 def test_least_squares():

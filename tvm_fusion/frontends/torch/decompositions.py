@@ -11,6 +11,7 @@ import torch
 
 from . import images
 from .complex import complex_numbers, fourier
+from .complex.complex_matrices import MATRICES
 from .complex.complex_numbers import first_of, of_real
 from .composites import COMPOSITES, chunked_losses
 from .scatters import SCATTERS
@@ -191,7 +192,8 @@ def decompositions(of_complex: bool = True) -> Any:
         table[operator] = rule
     rules = {**complex_numbers.OF_REAL, **fourier.DECOMPOSITIONS}
     if of_complex:
-        rules.update(complex_numbers.OF_COMPLEX)
+        matrices = {op: complex_numbers.of_complex(rule) for op, rule in MATRICES.items()}
+        rules.update({**complex_numbers.OF_COMPLEX, **matrices})
     for operator, rule in rules.items():
         table[operator] = first_of(rule, table.pop(operator, None))
     return table

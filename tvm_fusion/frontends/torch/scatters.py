@@ -7,7 +7,8 @@ greatest, which are converted (`operators`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -106,10 +107,117 @@ def _histc(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Tensor
     )
 
 
+# ---- Counts of values between edges, and the places of what is not zero.
+#
+#     histogram(x, 4, range=(0, 1))  ->  edges = linspace(0, 1, 5)
+#                                        scatter_add(0, searchsorted(edges, x, right=True) - 1, 1)
+#     nonzero_static(x, size=n)      ->  scatter(-1, cumsum(x != 0) - 1, the places of all elements)
+#
+# The last range has its end; what is outside of all, and NaN, is not counted.
+
+
+def _between(left: Tensor, right: Tensor, bins: int) -> Tensor:
+    """`linspace`, from both ends to the middle, of ends that are data."""
+    step, i = (right - left) / bins, torch.arange(bins + 1, device=left.device)
+    return torch.where(i < (bins + 1) // 2, left + step * i, right - step * (bins - i))
+
+
+def _edges(x: Tensor, bins: Sequence[int], given: Sequence[float] | None) -> list[Tensor]:
+    """The edges along each axis of points (a row each); of the least to the greatest if none are
+    given. Ends that are equal are moved apart.
+    """
+    rows, ends = x.reshape(-1, len(bins)), []
+    for axis in range(len(bins)):
+        if given is not None:
+            low, high = (x.new_full((), value) for value in given[2 * axis : 2 * axis + 2])
+        elif rows.shape[0] == 0:
+            low, high = x.new_zeros(()), x.new_ones(())
+        else:
+            low, high = rows[:, axis].amin(), rows[:, axis].amax()
+        equal = low == high
+        ends.append((torch.where(equal, low - 0.5, low), torch.where(equal, high + 0.5, high)))
+    return [_between(*pair, count) for pair, count in zip(ends, bins, strict=True)]
+
+
+def _counted(
+    x: Tensor, edges: Sequence[Tensor], *, weight: Tensor | None = None, density: bool = False
+) -> Tensor:
+    """How many points lie between edges along each axis, or the sum of their weights."""
+    bins = [edge.shape[0] - 1 for edge in edges]
+    rows = x.reshape(-1, len(bins))
+    inside = torch.ones(rows.shape[:1], dtype=torch.bool, device=x.device)
+    places = torch.zeros(rows.shape[:1], dtype=torch.int64, device=x.device)
+    for axis, (edge, count) in enumerate(zip(edges, bins, strict=True)):
+        column = rows[:, axis].contiguous()
+        inside = inside & (column >= edge[0]) & (column <= edge[-1])
+        found = torch.searchsorted(edge, column, right=True) - 1
+        places = places * count + found.clamp(0, count - 1)
+    values = torch.ones_like(places, dtype=x.dtype) if weight is None else weight.reshape(-1)
+    counts = x.new_zeros(math.prod(bins))
+    counts = counts.scatter_add(0, places, torch.where(inside, values, 0).to(x.dtype))
+    counts = counts.reshape(bins)
+    if not density:
+        return counts
+    counts = counts / counts.sum()
+    for axis, edge in enumerate(edges):
+        counts = counts / edge.diff().reshape([-1] + [1] * (len(bins) - axis - 1))
+    return counts
+
+
+def _of_bins(
+    x: Tensor,
+    bins: Sequence[int],
+    *,
+    range: Sequence[float] | None = None,
+    weight: Tensor | None = None,
+    density: bool = False,
+) -> Tensor:
+    return _counted(x, _edges(x, bins, range), weight=weight, density=density)
+
+
+def _edges_of_bins(
+    x: Tensor, bins: Sequence[int], *, range: Sequence[float] | None = None, **_: Any
+) -> list[Tensor]:
+    return _edges(x, bins, range)
+
+
+def _histogram(
+    x: Tensor, bins: int = 100, *, range: Sequence[float] | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    (edges,) = _edges(x, [bins], range)
+    return _counted(x, [edges], **options), edges
+
+
+def _histogram_of_edges(x: Tensor, bins: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    return _counted(x, [bins], **options), bins.clone()
+
+
+def _nonzero_static(x: Tensor, *, size: int, fill_value: int = -1) -> Tensor:
+    """The places of the first elements that are not zero, a row each."""
+    if x.ndim == 0 or x.numel() == 0 or size == 0:
+        return torch.full((size, x.ndim), fill_value, dtype=torch.int64, device=x.device)
+    found = (x != 0).reshape(-1)
+    rows = found.to(torch.int64).cumsum(0) - 1
+    rows = torch.where(found & (rows < size), rows, size)  # one row more takes all others
+    number = torch.arange(x.numel(), device=x.device)
+    columns = []
+    for axis, extent in enumerate(x.shape):
+        stride = math.prod(x.shape[axis + 1 :])
+        places = torch.full((size + 1,), fill_value, dtype=torch.int64, device=x.device)
+        columns.append(places.scatter(0, rows, number // stride % extent)[:size])
+    return torch.stack(columns, 1)
+
+
 SCATTERS: dict[Any, Callable[..., Any]] = {
+    _aten._histogramdd_bin_edges.default: _edges_of_bins,
+    _aten._histogramdd_from_bin_cts.default: _of_bins,
+    _aten._histogramdd_from_bin_tensors.default: _counted,
     _aten.histc.default: _histc,
+    _aten.histogram.bin_ct: _histogram,
+    _aten.histogram.bins_tensor: _histogram_of_edges,
     _aten.index_reduce.default: _index_reduce,
     _aten.masked_scatter.default: _masked_scatter,
+    _aten.nonzero_static.default: _nonzero_static,
     _aten.put.default: _put,
     _aten.scatter.reduce: _scatter,
     _aten.scatter.value_reduce: _scatter_value,
