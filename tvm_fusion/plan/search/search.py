@@ -257,10 +257,18 @@ def search(
 
 def solve(evaluator: Evaluator) -> Solution:
     """The solution behind `search`."""
+    return _solved(evaluator, {})
+
+
+def _solved(evaluator: Evaluator, known: dict[tuple, Solution]) -> Solution:
+    """The same; `known` has the solutions of short forms: forms of other lengths have them, too."""
     if not evaluator.forbidden:  # these tell equal layers apart
         repeats = find_repeats(evaluator.graph, evaluator.wiring.number, LEAST_PERIODS)
         for form in shortened(evaluator.graph, repeats):
-            found = form.expand(solve(evaluator.on(form.short)))
+            wired = tuple((op.name, op.inputs) for op in form.short.ops)
+            if wired not in known:
+                known[wired] = _solved(evaluator.on(form.short), known)
+            found = form.expand(known[wired])
             if found is not None:
                 return found
     return solve_whole(evaluator)
