@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import tvm
+from tvm import relax
 
 from ..config import HardwareProfile, Policy
 from ..host.collector import uncollected
 from ..host.logs import topic
 from ..host.stages import stage, stepped
 from ..ir.graph import FusionGraph, build_graph
+from ..plan.decide.caution import LAUNCH
 from ..plan.decide.decide import decide
 from ..plan.decide.probing import probed_plan
 from ..plan.plan import FusionPlan
 from ..transform.pipeline import legalize, lower, open_composites, rewrite
-from ..transform.rewrites.rewrites import candidates
+from ..transform.rewrites.rewrites import REWRITES, candidates
+from .few_layers import FewLayers, few_layers
 from .plan_cache import Kept
 
 logger = topic("plan")
@@ -24,31 +30,106 @@ logger = topic("plan")
 # instructions take before and after (`PlannedGroup.common_us`) does not count.
 LEAST_REWRITE_GAIN = 0.01
 
+# Of that least gain: where a model of few layers is as near to it, the whole one decides.
+CLOSE = 0.5
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, slots=True)
+class _Device:
+    target: tvm.target.Target
+    hw: HardwareProfile
+    policy: Policy
+
+
+@dataclass(frozen=True, eq=False)
 class _Variant:
-    """A module with some rewrites: opened, lowered, as a graph, planned."""
+    """A module with some rewrites: opened, and what comes of it when somebody asks; `few` where it
+    has a few layers of those that it stands for.
+    """
 
     opened: tvm.IRModule
-    low: tvm.IRModule
-    graph: FusionGraph
-    plan: FusionPlan
+    to: _Device
+    rewrites: tuple[str, ...] = ()
+    few: FewLayers | None = None
 
-    @classmethod
-    def of(cls, opened, rewrites, target, hw, policy) -> _Variant:
+    @cached_property
+    def lowered(self) -> tuple[tvm.IRModule, FusionGraph]:
+        """Lowered, and as a graph."""
         with stage("lowering"):
-            low = legalize(opened, target, hw)
-            graph = build_graph(low)
-        with stage("deciding"):
-            plan = decide(graph, hw, policy)
-        return cls(opened, low, graph, replace(plan, rewrites=rewrites))
+            low = legalize(self.opened, self.to.target, self.to.hw)
+            return low, build_graph(low)
 
-    def rewritten(self, name, target, hw, policy) -> _Variant | None:
+    @property
+    def graph(self) -> FusionGraph:
+        """The graph that is planned."""
+        return self.lowered[1]
+
+    @cached_property
+    def plan(self) -> FusionPlan:
+        """Planned."""
+        graph = self.graph
+        with stage("deciding"):
+            return replace(decide(graph, self.to.hw, self.to.policy), rewrites=self.rewrites)
+
+    def rewritten(self, name: str) -> _Variant | None:
         """The variant with one more rewrite; None if that finds nothing to do."""
-        opened = rewrite(self.opened, name, target, hw)
+        opened = rewrite(self.opened, name, self.to.target, self.to.hw)
         if opened.same_as(self.opened):
             return None
-        return self.of(opened, (*self.plan.rewrites, name), target, hw, policy)
+        return replace(self, opened=opened, rewrites=(*self.rewrites, name))
+
+    @property
+    def counts(self) -> Iterable[float]:
+        """How many launches each group of the plan stands for."""
+        if self.few is None:
+            return [1] * len(self.plan.groups)
+        return self.few.counts(self.graph, self.plan)
+
+    @cached_property
+    def us(self) -> float:
+        """The predicted time."""
+        groups = self.plan.groups
+        return sum(n * g.predicted_us for n, g in zip(self.counts, groups, strict=True))
+
+    @cached_property
+    def least_gain_us(self) -> float:
+        """What a rewrite has to save on top of it."""
+        pairs = zip(self.counts, self.plan.groups, strict=True)
+        return LEAST_REWRITE_GAIN * sum(n * (g.predicted_us - g.common_us) for n, g in pairs)
+
+    def may_gain(self, on: _Variant) -> bool:
+        """Whether the rewrites beyond those of another variant can save enough: those that make
+        nothing faster but the launches that they change save no more than these take behind their
+        starts.
+        """
+        more = self.rewrites[len(on.rewrites) :]
+        return not all(REWRITES[name].local for name in more) or (
+            self._changed_us(on) > on.least_gain_us
+        )
+
+    def _changed_us(self, on: _Variant) -> float:
+        """What the launches of another variant take whose operators are others in this one."""
+        names = _changed(on.opened["main"], self.opened["main"])
+        if not names <= {op.name for op in on.graph.ops}:
+            return math.inf
+        return sum(
+            count * (group.predicted_us - group.terms.get(LAUNCH, 0.0))
+            for count, group in zip(on.counts, on.plan.groups, strict=True)
+            if not names.isdisjoint(group.ops)
+        )
+
+
+def _changed(before: relax.Function, after: relax.Function) -> set[str]:
+    """The variables of a function that another one, made of it, computes in another way or not at
+    all; those that are made of constants alone are computed by nobody.
+    """
+    values = {b.var: b.value for block in after.body.blocks for b in block.bindings}
+    return {
+        b.var.name
+        for block in before.body.blocks
+        for b in block.bindings
+        if not b.value.same_as(values.get(b.var)) and relax.analysis.free_vars(b.value)
+    }
 
 
 @uncollected()
@@ -77,25 +158,44 @@ def best_plan(
 def searched_plan(
     mod: tvm.IRModule, target: tvm.target.Target, hw: HardwareProfile, policy: Policy
 ) -> tuple[tvm.IRModule, FusionGraph, FusionPlan]:
-    """As `best_plan`, searched for."""
-    best = _Variant.of(open_composites(mod, target, hw=hw), (), target, hw, policy)
+    """As `best_plan`, searched for. Of a model of many equal layers rewrites are tried on a few."""
+    whole = _Variant(open_composites(mod, target, hw=hw), _Device(target, hw, policy))
+    few = few_layers(whole.opened)
+    best = None if few is None else _best(replace(whole, opened=few.mod, few=few))
+    best = _best(whole) if best is None else _with(whole, best.rewrites)
+    low, graph = best.lowered
+    plan, _ = probed_plan(low, graph, best.plan, hw, policy, target)
+    return low, graph, replace(plan, rewrites=best.rewrites)
+
+
+def _best(best: _Variant) -> _Variant | None:
+    """The variant with the rewrites that gain; None where that of few layers does not tell."""
     passed_over = None
-    names = candidates(hw, policy)
+    names = candidates(best.to.hw, best.to.policy)
     for name in stepped("rewrites tried", names, len(names)):
         bases = [base for base in (best, passed_over) if base is not None]
-        tried = [base.rewritten(name, target, hw, policy) for base in bases]
+        tried = [base.rewritten(name) for base in bases]
         tried = [variant for variant in tried if variant is not None]
         if not tried:
             continue
-        found = min(tried, key=lambda variant: variant.plan.predicted_us)
-        gains = found.plan.predicted_us < best.plan.predicted_us - _least_gain_us(best.plan)
-        before, after = best.plan.predicted_us, found.plan.predicted_us
-        logger.info("%s: %.1f us -> %.1f us, %s", name, before, after, "kept" if gains else "left")
+        hopeful = [variant for variant in tried if variant.may_gain(best)]
+        if not hopeful:
+            logger.info("%s: left, it changes launches of little time only", name)
+            passed_over = tried[0]
+            continue
+        found = min(hopeful, key=lambda variant: variant.us)
+        gain_us, needed_us = best.us - found.us, best.least_gain_us
+        if best.few is not None and abs(gain_us - needed_us) < CLOSE * needed_us:
+            return None
+        gains = gain_us > needed_us
+        verdict = "kept" if gains else "left"
+        logger.info("%s: %.1f us -> %.1f us, %s", name, best.us, found.us, verdict)
         best, passed_over = (found, None) if gains else (best, tried[0])
-    plan, _ = probed_plan(best.low, best.graph, best.plan, hw, policy, target)
-    return best.low, best.graph, replace(plan, rewrites=best.plan.rewrites)
+    return best
 
 
-def _least_gain_us(plan: FusionPlan) -> float:
-    """What a rewrite has to save on top of a plan."""
-    return LEAST_REWRITE_GAIN * sum(g.predicted_us - g.common_us for g in plan.groups)
+def _with(variant: _Variant, names: Iterable[str]) -> _Variant:
+    """A variant with more rewrites."""
+    for name in names:
+        variant = variant.rewritten(name) or variant
+    return variant

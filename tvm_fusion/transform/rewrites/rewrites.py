@@ -31,12 +31,14 @@ class Rewrite:
     allowed : the policies under which it may be tried.
     kinds : of devices that it is tried for.
     ours : whether it is this package's own.
+    local : whether nothing gets faster but the launches of what it changes.
     """
 
     make: Callable[[HardwareProfile], tvm.transform.Pass]
     allowed: Callable[[Policy], bool] = lambda _policy: True
     kinds: tuple[str, ...] = ("cuda",)
     ours: bool = True
+    local: bool = False
 
 
 def may_round(policy: Policy) -> bool:
@@ -51,9 +53,9 @@ REWRITES: dict[str, Rewrite] = {
     "row_slices": Rewrite(lambda _hw: RowSlices()),
     "pad_depth": Rewrite(PadDepth),
     # After those that look at constants: these hide them.
-    "lean_weights": Rewrite(LeanWeights, lambda policy: not policy.allow_tf32),
+    "lean_weights": Rewrite(LeanWeights, lambda policy: not policy.allow_tf32, local=True),
     "lean_weights_tf32": Rewrite(
-        lambda hw: LeanWeights(hw, allow_tf32=True), lambda policy: policy.allow_tf32
+        lambda hw: LeanWeights(hw, allow_tf32=True), lambda policy: policy.allow_tf32, local=True
     ),
     "packed_weights": Rewrite(PackedWeights, may_round),
 }
