@@ -109,6 +109,36 @@ def test_argmax_is_a_reduction_of_its_own_kind_with_inner_buffers():
     assert access.inner_dtypes == ("int64", "float32")
 
 
+def test_what_repeats_elements_says_how_often():
+    repeated = only_func(lambda bb, x: op.repeat(x, 3, 1), ((4, 8), "float32")).blocks[0]
+    assert repeated.reads[0].index == (Affine((1, 0)), Irregular(frozenset({1}), repeats=3))
+    assert repeated.moves
+    tiled = only_func(lambda bb, x: op.tile(x, (1, 3)), ((4, 8), "float32")).blocks[0]
+    assert tiled.reads[0].index[1] == Irregular(frozenset({1}))
+
+
+@pytest.mark.parametrize(("value", "moves"), [(0.0, True), (1.0, False)])
+def test_padding_with_zeros_only_moves(value, moves):
+    padded = only_func(lambda bb, x: op.nn.pad(x, [1, 1, 0, 0], pad_value=value), ((4, 8), "int8"))
+    assert padded.blocks[0].moves == moves
+
+
+def test_what_rounds_does_not_only_move():
+    def rounded(x):
+        return te.compute(x.shape, lambda i: x[i].astype("float16").astype("float32"))
+
+    x = te.placeholder((8,), "float32")
+    (block,) = read_prim_func(te.create_prim_func([x, rounded(x)])).blocks
+    assert not block.moves
+
+
+def test_places_that_are_clamped_are_no_repetition():
+    x = te.placeholder((8,), "float32")
+    y = te.compute((32,), lambda i: x[tirx.Min(tirx.floordiv(i, 2), 7)])
+    (block,) = read_prim_func(te.create_prim_func([x, y])).blocks
+    assert block.reads[0].index == (Irregular(frozenset({0})),)
+
+
 def test_a_concatenation_reads_under_a_condition():
     access = only_func(
         lambda bb, x, y: op.concat([x, y], 1), ((4, 8), "float32"), ((4, 3), "float32")

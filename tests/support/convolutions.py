@@ -23,6 +23,8 @@ EPILOGUES = ("none", "relu", "scale_shift", "residual", "two_outputs", "channels
 class Conv:
     """A convolution: `sizes`, `kernel`, ... have a number for each dimension that it slides along;
     `padding` has all numbers before, then all behind; `channels`, `filters` are of all groups.
+    `repeats` enlarges the data by repeating its elements, then `zeros` pads it, in operators of
+    their own.
     """
 
     sizes: tuple[int, ...]
@@ -43,6 +45,8 @@ class Conv:
     prologue: bool = False
     constant: bool = True
     exact: bool = False
+    repeats: tuple[int, ...] = ()
+    zeros: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         rank = len(self.sizes)
@@ -51,6 +55,8 @@ class Conv:
             "padding": (0,) * (2 * rank),
             "dilation": (1,) * rank,
             "output_padding": (0,) * rank,
+            "repeats": (1,) * rank,
+            "zeros": (0,) * (2 * rank),
             "data_layout": DATA_LAYOUTS[rank][0],
             "weight_layout": "IO" + "DHW"[-rank:] if self.transposed else WEIGHT_LAYOUTS[rank][0],
         }
@@ -77,10 +83,17 @@ class Conv:
         return tuple(named[c] for c in self.weight_layout)
 
     @property
+    def inner_sizes(self) -> tuple[int, ...]:
+        """What the convolution's operator slides along."""
+        before, behind = self.zeros[: self.rank], self.zeros[self.rank :]
+        every = zip(self.sizes, self.repeats, before, behind, strict=True)
+        return tuple(n * r + a + b for n, r, a, b in every)
+
+    @property
     def output_sizes(self) -> tuple[int, ...]:
         found = []
         for d in range(self.rank):
-            n, k, s = self.sizes[d], self.kernel[d], self.strides[d]
+            n, k, s = self.inner_sizes[d], self.kernel[d], self.strides[d]
             pad = self.padding[d] + self.padding[self.rank + d]
             reach = self.dilation[d] * (k - 1)
             if self.transposed:
@@ -116,6 +129,7 @@ class Conv:
             options["output_padding"] = self.output_padding
         if self.prologue:
             x = bb.emit(op.nn.silu(x))
+        x = self._enlarged(bb, x)
         y = bb.emit(getattr(op.nn, name)(x, w, **options))
         if self.epilogue == "none":
             return y
@@ -129,6 +143,19 @@ class Conv:
             return bb.emit(op.nn.relu(y))
         z = bb.emit(op.nn.relu(bb.emit(op.add(y, more[2]))))
         return z if self.epilogue == "residual" else bb.emit_te_tuple(y, z)
+
+    def _enlarged(self, bb, x):
+        """The data with its elements repeated, then zeros around them."""
+        axes = [self.data_layout.index(c) for c in "DHW"[-self.rank :]]
+        for axis, count in zip(axes, self.repeats, strict=True):
+            if count > 1:
+                x = bb.emit(op.repeat(x, count, axis))
+        if not any(self.zeros):
+            return x
+        widths = [0] * (2 * len(self.data_layout))
+        for d, axis in enumerate(axes):
+            widths[2 * axis : 2 * axis + 2] = self.zeros[d], self.zeros[self.rank + d]
+        return bb.emit(op.nn.pad(x, widths))
 
     def _moved(self) -> list[int]:
         """Channels first become channels last, and the other way round."""
@@ -188,6 +215,10 @@ class Conv:
         """The convolution, tap by tap."""
         space = "DHW"[-self.rank :]
         x = x.transpose([self.data_layout.index(c) for c in "NC" + space])
+        for d in range(self.rank):
+            widths = [(0, 0)] * x.ndim
+            widths[2 + d] = self.zeros[d], self.zeros[self.rank + d]
+            x = np.pad(x.repeat(self.repeats[d], 2 + d), widths)
         first = "IO" if self.transposed else "OI"
         w = w.transpose([self.weight_layout.index(c) for c in first + space])
         sizes = self.output_sizes
@@ -215,7 +246,7 @@ class Conv:
         read, written = [], []
         for d, t in enumerate(tap):
             shift = t * self.dilation[d] - self.padding[d]
-            s, n, m = self.strides[d], self.sizes[d], self.output_sizes[d]
+            s, n, m = self.strides[d], self.inner_sizes[d], self.output_sizes[d]
             if self.transposed:  # position = s * element + shift
                 pairs = [(i, s * i + shift) for i in range(n) if 0 <= s * i + shift < m]
                 step = (1, s)

@@ -67,11 +67,12 @@ class Affine:
 @dataclass(frozen=True, slots=True)
 class Irregular:
     """An index that is not affine: division and modulo (reshapes), or an element of another tensor
-    (gathers).
+    (gathers). With `repeats`, ``axis // repeats``: so many neighbours read one element.
     """
 
     axes: frozenset[int]
     data_dependent: bool = False
+    repeats: int = 1
 
 
 Index = Affine | Irregular
@@ -123,7 +124,8 @@ class Block:
 
     `functions` are the special functions by name (divisions of `counts` are not among them), and
     `conversions` those between floating-point types, which belong to a load or a store and count as
-    no work of an operator. `scales`: it multiplies what it reads by a number, and nothing else.
+    no work of an operator. `scales`: it multiplies what it reads by a number, and nothing else;
+    `moves`: each point is an element that it reads, or zero where a condition says so.
     """
 
     name: str
@@ -137,6 +139,7 @@ class Block:
     conversions: float = 0.0
     scales: bool = False
     compares: bool = False
+    moves: bool = False
 
     @cached_property
     def derived(self) -> dict[str, Any]:

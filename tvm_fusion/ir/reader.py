@@ -92,6 +92,11 @@ _BINARY = (
 )
 _UNARY = (tirx.Not, BitwiseNot)
 _ARITHMETIC = (*_BINARY, *_UNARY, tirx.Select, tirx.Cast)
+_WIDER = {
+    "float16": ("float32", "float64"),
+    "bfloat16": ("float32", "float64"),
+    "float32": ("float64",),
+}
 _LEAVES = (Var, tirx.IntImm, tirx.FloatImm)  # asked first: each class takes a call of abc's
 _ORDERED = (tirx.LT, tirx.LE, tirx.GT, tirx.GE)
 
@@ -235,6 +240,7 @@ class _BlockReader:
             self.conversions,
             not reduces and len(stores) == 1 and _is_scaling(stores[0].value),
             self.compares,
+            not reduces and len(stores) == 1 and _is_move(stores[0].value),
         )
 
     def _combiner(self, stores) -> tuple[Reduction, object]:
@@ -311,7 +317,27 @@ class _BlockReader:
                 stack.extend(x.indices)
             else:
                 stack.extend(children(x))
-        return Irregular(frozenset(axes), data)
+        return Irregular(frozenset(axes), data, 1 if data else self._repeats(e))
+
+    def _repeats(self, e) -> int:
+        """n where an index is ``axis // n``, clamped or not to where it lies anyway; else 1."""
+        clamps = []
+        while isinstance(e, (tirx.Min, tirx.Max)) and isinstance(e.b, tirx.IntImm):
+            clamps.append(e)
+            e = e.a
+        if not isinstance(e, (tirx.Div, tirx.FloorDiv)) or not isinstance(e.b, tirx.IntImm):
+            return 1
+        at, repeats = self._affine(e.a), int(e.b.value)
+        axis = None if at is None else at.single_axis
+        extent = None if axis is None else self.axes[axis].extent
+        if not isinstance(extent, int) or repeats < 1:
+            return 1
+        last = (extent - 1) // repeats
+        for clamp in clamps:
+            end = int(clamp.b.value)
+            if end < last if isinstance(clamp, tirx.Min) else end > 0:
+                return 1
+        return repeats
 
     def _affine(self, e) -> Affine | None:
         zero = (0,) * len(self.axes)
@@ -385,6 +411,21 @@ def _is_scaling(e) -> bool:
     if isinstance(e, tirx.Mul) and isinstance(a, tirx.FloatImm):
         a, b = b, a
     return isinstance(a, TensorLoad) and isinstance(b, tirx.FloatImm)
+
+
+def _is_move(e) -> bool:
+    """A load, zero where a condition says so, maybe widened on the way."""
+    dtype = str(e.ty.dtype)
+    while op_name(e) == "if_then_else":
+        _, e, other = e.args
+        zero = _strip_casts(other)
+        if not isinstance(zero, (tirx.IntImm, tirx.FloatImm)) or zero.value != 0:
+            return False
+    while isinstance(e, tirx.Cast):
+        if str(e.ty.dtype) not in (dtype, *_WIDER.get(dtype, ())):
+            return False
+        e = e.value
+    return isinstance(e, TensorLoad) and str(e.ty.dtype) == dtype
 
 
 def _strip_casts(e):

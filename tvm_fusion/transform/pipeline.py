@@ -29,6 +29,7 @@ from .functions.unique_names import UniqueNames
 from .layouts import AssignLayouts
 from .lower.constant_arithmetic import folding
 from .lower.drop_empty import DropEmpty, check_defined
+from .lower.enlarged import ENLARGED
 from .lower.fix_bool_arithmetic import FixBoolArithmetic
 from .lower.joins import JOINED_CONCATS, MarkJoins
 from .lower.legalized_once import once
@@ -142,6 +143,7 @@ def legalize(
         **UNSIGNED_SIGNS,
         **(LONG_CONCATS if gpu is None else JOINED_CONCATS),
         **TRANSPOSED_CONVOLUTIONS,
+        **ENLARGED,
         **reads_at_indices(target),
         "relax.divide": legalize_divide,
         "relax.where": legalize_where,

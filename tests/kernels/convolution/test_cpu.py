@@ -59,6 +59,10 @@ def test_a_random_convolution(seed):
 # Of each form, and of each way to take them apart: blocks of channels, several tasks, a last vector
 # that is not full, rows that are transposed together, weights that are packed by squares or not.
 FORMS = {
+    "enlarged": plain(sizes=(9, 7), repeats=(2, 3), channels=12, filters=24),
+    "positions_enlarged": plain(sizes=(7, 16), repeats=(2, 2), channels=12, filters=2),
+    "winograd_enlarged": plain(channels=33, filters=40, repeats=(2, 2), zeros=(0, 1, 2, 0)),
+    "padded_before": plain(channels=20, filters=32, strides=(2, 2), zeros=(0, 0, 1, 1)),
     "filters": plain(filters=40, channels=12),
     "filters_along_filters": plain(filters=40, channels=12, data_layout="NHWC"),
     "blocks_of_channels": plain(
@@ -91,7 +95,8 @@ def form_of(conv: Conv) -> tuple[type[Writer], Convolution, Tiles]:
 def test_a_form(name):
     form, seen, tiles = form_of(FORMS[name])
     assert (form is Winograd) == name.startswith("winograd")
-    assert tiles.along_filters == (name not in ("positions", "depthwise", "packed_few"))
+    along_positions = ("positions", "positions_enlarged", "depthwise", "packed_few")
+    assert tiles.along_filters == (name not in along_positions)
     assert seen.is_depthwise == (name == "depthwise_by_channels")
     assert (tiles.channels < seen.channels_of_group) == (name == "blocks_of_channels")
     check(FORMS[name])

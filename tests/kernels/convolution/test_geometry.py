@@ -82,6 +82,58 @@ def test_functions_of_the_data_are_told_where_it_lies():
     assert "sigmoid" in str(found.data)
 
 
+def resized(bb, x, w):
+    y = bb.emit(
+        op.image.resize2d(
+            x,
+            (18, 22),
+            method="nearest_neighbor",
+            coordinate_transformation_mode="asymmetric",
+            rounding_method="floor",
+        )
+    )
+    return op.nn.conv2d(y, w, padding=1)
+
+
+def spread(bb, x, w):
+    """Each element four times, by shapes alone."""
+    y = bb.emit(op.reshape(x, (1, 8, 9, 1, 11, 1)))
+    y = bb.emit(op.broadcast_to(y, (1, 8, 9, 2, 11, 2)))
+    return op.nn.conv2d(bb.emit(op.reshape(y, (1, 8, 18, 22))), w, padding=1)
+
+
+@pytest.mark.parametrize("emit", [plain(repeats=(2, 2)).emit, resized, spread])
+def test_enlarged_data_is_told_by_what_is_read_not_by_its_operator(emit):
+    found = read_convolution(fuse(emit, ((1, 8, 9, 11), F32), ((16, 8, 3, 3), F32)))
+    numbers = [(w.size, w.before, w.low, w.high, w.repeats) for w in found.windows]
+    assert numbers == [(1, 0, 0, 1, 1), (18, 1, 0, 18, 2), (22, 1, 0, 22, 2)]
+
+
+@pytest.mark.parametrize(
+    ("conv", "expected"),
+    [
+        (plain(repeats=(3, 1), strides=(2, 1)), [(14, 1, 0, 27, 3), (11, 1, 0, 11, 1)]),
+        (plain(repeats=(2, 2), strides=(2, 2)), [(9, 1, 0, 18, 2), (11, 1, 0, 22, 2)]),
+        (plain(repeats=(2, 4), padding=(0,) * 4), [(16, 0, 0, 18, 2), (42, 0, 0, 44, 4)]),
+        (plain(repeats=(2, 2), zeros=(1, 0, 2, 3)), [(21, 2, 0, 18, 2), (25, 1, 0, 22, 2)]),
+        (plain(zeros=(3, 0, 0, 1)), [(12, 4, 0, 9, 1), (12, 1, 0, 11, 1)]),
+    ],
+)
+def test_windows_of_enlarged_and_padded_data(conv, expected):
+    windows = read_convolution(conv.func()).windows[-2:]
+    assert [(w.size, w.before, w.low, w.high, w.repeats) for w in windows] == expected
+
+
+def test_zeros_that_are_enlarged_are_zeros_around_the_data():
+    def emit(bb, x, w):
+        y = bb.emit(op.nn.pad(x, [0, 0, 0, 0, 2, 1, 1, 1]))
+        return op.nn.conv2d(bb.emit(op.repeat(y, 2, 2)), w, padding=1)
+
+    found = read_convolution(fuse(emit, ((1, 8, 9, 9), F32), ((16, 8, 3, 3), F32)))
+    rows = found.windows[1]
+    assert (rows.size, rows.before, rows.low, rows.high, rows.repeats) == (24, 5, 0, 18, 2)
+
+
 def refused(emit, *shapes) -> str:
     with pytest.raises(Unsupported) as error:
         read_convolution(fuse(emit, *((s, F32) for s in shapes)))

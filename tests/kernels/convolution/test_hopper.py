@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tvm.relax import op
 
 from tvm_fusion.config import load_policy, load_profile
 from tvm_fusion.errors import Unsupported
@@ -24,7 +25,7 @@ from ...support.conv_suites import CHANNELS_LAST_WEIGHTS, last, square
 from ...support.convolutions import DATA_LAYOUTS, WEIGHT_LAYOUTS, Conv, random_convolution
 from ...support.cuda_on_cpu import cuda_source, ptxas_report
 from ...support.hopper_on_cpu import run_hopper_on_cpu
-from ...support.kernel_cases import outputs_of
+from ...support.kernel_cases import fuse, outputs_of
 
 H200, A100 = load_profile("nvidia_h200"), load_profile("nvidia_a100")
 POLICY = load_policy(None)
@@ -114,6 +115,36 @@ def test_kinds_are_close_to_float64(case):
 )
 def test_windows_of_one_element_keep_rows_in_order(case):
     check(case, sample=5)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        last((5, 7), (3, 3), 64, 64, batch=1, repeats=(2, 2), epilogue="residual"),
+        last((9,), (4,), 64, 64, batch=2, repeats=(4,), padding=(1, 1), stride=3),
+        pytest.param(
+            last((5, 4), (3, 3), 64, 64, batch=1, repeats=(3, 2), zeros=(0, 0, 1, 0)),
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            last((3, 2, 3), (3, 3, 3), 64, 64, batch=1, repeats=(2, 2, 1), dilation=2),
+            marks=pytest.mark.nightly,
+        ),
+    ],
+    ids=repr,
+)
+def test_enlarged_data_is_read_where_its_elements_lie(case):
+    check(case, sample=1)
+
+
+def test_zeros_in_the_place_of_some_repetitions_are_refused():
+    def emit(bb, x, w):
+        y = bb.emit(op.strided_slice(bb.emit(op.repeat(x, 2, 1)), [1], [1], [16]))
+        return op.nn.conv1d(y, w, padding=1, data_layout="NWC", kernel_layout="OWI")
+
+    func = fuse(emit, ((1, 8, 64), "float16"), ((64, 3, 64), "float16"))
+    with pytest.raises(Unsupported, match="some repetitions"):
+        read_windows(read_convolution(func))
 
 
 def test_an_element_that_several_positions_slide_over_is_refused():

@@ -297,6 +297,30 @@ def test_more_phases_than_segments_meet_zeros():
     assert [a.extent for a in found.products[0].k] == [8, 2, 6]
 
 
+@pytest.mark.parametrize(
+    "conv",
+    [
+        replace(LAST, sizes=(4, 5), repeats=(2, 3), batch=2),
+        replace(LAST, sizes=(3, 4), repeats=(2, 2), zeros=(1, 0, 0, 2), channels=24),
+    ],
+    ids=repr,
+)
+def test_enlarged_data_is_copied_from_where_it_lies(conv):
+    assert ways(conv)[0][0] is Way.WINDOW
+    check(conv, MMA.emit(read(conv), H200, TILES[0]))
+
+
+def test_cuda_cores_read_enlarged_data():
+    conv = plain(sizes=(3, 4), repeats=(2, 2))
+    check(conv, SIMT.emit(read(conv), H200, SIMT.rank(read(conv), H200, POLICY)[0][1]))
+
+
+def test_enlarged_data_of_other_layouts_is_computed():
+    conv = replace(FIRST, sizes=(3, 4), repeats=(2, 2), strides=(2, 1), channels=8)
+    assert Way.EVALUATE in ways(conv)[0]
+    check(conv, MMA.emit(read(conv), H200, TILES[1]))
+
+
 def test_padding_is_zero_beside_infinite_data():
     """What lies in memory where an image ends is another image."""
     conv = replace(LAST, channels=24, batch=2)

@@ -36,6 +36,9 @@ class Window:
     phase, offset : Axis or None, int
         An axis of the batch whose extent is the number of phases of a transposed convolution:
         ``(phase + offset) // extent`` comes to the element.
+    repeats : int
+        Neighbours of one value, the first ones at a multiple of `repeats`: elements are those of
+        data that is enlarged, of which only every `repeats`-th is one in memory.
     """
 
     dim: int
@@ -49,6 +52,7 @@ class Window:
     high: int
     phase: Axis | None = None
     offset: int = 0
+    repeats: int = 1
 
     @property
     def size(self) -> int:
@@ -87,6 +91,13 @@ class Window:
             if at % self.expansion == 0:
                 found.append((tap, at // self.expansion))
         return found
+
+    def repeated_at(self, phase: int) -> tuple[int, int]:
+        """Of positions ``phase + repeats * i``: tap t meets the element in memory
+        ``stride * i + first + (offset + dilation * t) // repeats``, as (first, offset), 0 <= offset
+        < repeats.
+        """
+        return divmod(self.stride * phase - self.before, self.repeats)
 
     @property
     def start(self) -> Expr:

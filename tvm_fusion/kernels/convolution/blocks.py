@@ -1,8 +1,15 @@
-"""Which blocks are convolutions, asked of access maps."""
+"""Which blocks are convolutions, and which before them only tell where data lies, by access maps.
+
+resize2d(x) -> pad(x) -> convolution        x[n, (y + r - 1) // 2, (x + s - 1) // 2, c], or 0
+"""
 
 from __future__ import annotations
 
-from ...ir.access import Access, Affine, Block
+from collections.abc import Iterator
+
+from ...ir.access import Access, Affine, Block, Index, Irregular
+from ...ir.graph import Op
+from ...plan.group_view import GroupView
 
 
 def is_convolution(block: Block) -> bool:
@@ -24,3 +31,75 @@ def _has_window(block: Block, read: Access) -> bool:
         isinstance(i, Affine) and i.axes & spatial and len(i.axes & reduced) == 1
         for i in read.index
     )
+
+
+def moved_before(group: GroupView, anchor: Op, repeats: bool) -> frozenset[int]:
+    """The tensors between a convolution's operator and its data that hold nothing but the data:
+    padded with zeros, cut, or (with `repeats`) enlarged by repeating elements along windows.
+    """
+    convolution = next(filter(is_convolution, anchor.blocks), None)
+    if convolution is None or not _is_static(convolution):
+        return frozenset()
+    data, weights = data_and_weights(convolution)
+    windows = _windows(convolution, data, weights)
+    own = {id(block) for block in anchor.blocks}
+    found = set()
+    for tensor, block, read in _in_front(group, data.tensor):
+        divides = any(isinstance(index, Irregular) for index in read.index)
+        if id(block) in own:
+            if divides:
+                break  # a transposed convolution: zeros between elements
+            continue
+        if (divides and not repeats) or not _only_moves(group, block, read, windows):
+            break
+        found.add(tensor)
+    return frozenset(found) - set(group.outputs)
+
+
+def repeats_of(group: GroupView, tensor: int) -> int:
+    """How many elements of a convolution's data are one in memory, side by side."""
+    found = 1
+    for *_, read in _in_front(group, tensor):
+        for index in read.index:
+            if isinstance(index, Irregular) and not read.guarded:
+                found *= index.repeats
+    return found
+
+
+def _in_front(group: GroupView, tensor: int) -> Iterator[tuple[int, Block, Access]]:
+    """The blocks of one read each that make a tensor, the last one first, with what they make."""
+    while (block := group.writer_of.get(tensor)) is not None and len(block.reads) == 1:
+        (read,) = block.reads
+        yield tensor, block, read
+        tensor = read.tensor
+
+
+def _is_static(block: Block) -> bool:
+    return all(isinstance(axis.extent, int) for axis in block.axes)
+
+
+def _windows(block: Block, data: Access, weights: Access) -> frozenset[int]:
+    """The dimensions of the data along which a filter slides."""
+    slides, reduced = set(block.spatial) - weights.axes, set(block.reduced)
+    return frozenset(d for d, i in enumerate(data.index) if i.axes & slides and i.axes & reduced)
+
+
+def _only_moves(group: GroupView, block: Block, read: Access, windows: frozenset[int]) -> bool:
+    """Whether a block moves elements along windows only, each dimension by itself."""
+    source, target = (group.graph.tensors[a.tensor].shape for a in (read, block.writes[0]))
+    if not block.moves or not len(source) == len(target) == len(block.axes):
+        return False
+    if any(isinstance(i, Irregular) for i in read.index) and read.guarded:
+        return False
+    pairs = zip(read.index, block.writes[0].index, strict=True)
+    return all(
+        (index == at and source[dim] == target[dim]) or (dim in windows and _slides(index, at))
+        for dim, (index, at) in enumerate(pairs)
+    )
+
+
+def _slides(index: Index, at: Index) -> bool:
+    """Whether an index is an axis and a constant, or that axis over a number."""
+    if isinstance(index, Irregular):
+        return index.repeats > 1 and index.axes == at.axes
+    return isinstance(at, Affine) and index.coefficients == at.coefficients

@@ -29,7 +29,7 @@ ROWS, CONSUMERS = 64, 2
 
 def front_of(group: GroupView, data: Access) -> list[Block]:
     """The blocks that compute data, the last one first; those of the convolution's own operator,
-    which pads, are none of them.
+    which pads, and those that move elements only are none of them.
     """
     ops = [group.graph.ops[i] for i in group.ops]
     own = {id(b) for op in ops if any(map(is_convolution, op.blocks)) for b in op.blocks}
@@ -40,7 +40,7 @@ def front_of(group: GroupView, data: Access) -> list[Block]:
         if block is None or tensor in known:
             continue
         known.add(tensor)
-        if id(block) not in own:
+        if id(block) not in own and not (block.moves and not _is_elementwise(block)):
             found.append(block)
         waiting += [read.tensor for read in block.reads]
     return found
@@ -50,7 +50,8 @@ def computes_data(
     group: GroupView, block: Block, data: Access, sizes: Sizes, hw: HardwareProfile
 ) -> bool:
     """Whether wgmma can take the data of a convolution's block as it is computed."""
-    plain = sizes.groups == sizes.expansion == 1 < sizes.filters and sizes.dtype in HALF_DTYPES
+    phases = sizes.expansion * sizes.repeats
+    plain = sizes.groups == phases == 1 < sizes.filters and sizes.dtype in HALF_DTYPES
     whole_boxes = sizes.channels_last and sizes.channels % TMA_CHANNELS == 0
     if hw.arch != "sm_90a" or not plain or not whole_boxes:
         return False
@@ -71,13 +72,16 @@ def computes_data(
 
 def _is_elementwise(block: Block) -> bool:
     """Whether a block reads at its own points, or at some of their coordinates."""
-    write = [index.axes for index in block.writes[0].index]
+    write = block.writes[0].index
     if block.reduction is not None or any(r.guarded or r.data_dependent for r in block.reads):
         return False
     return all(
-        not index.axes or index.axes == at
+        read.axes <= write[-1].axes
+        or all(
+            not index.axes or index == at
+            for index, at in zip(read.index[::-1], write[::-1], strict=False)
+        )
         for read in block.reads
-        for index, at in zip(read.index[::-1], write[::-1], strict=False)
     )
 
 

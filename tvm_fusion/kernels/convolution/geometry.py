@@ -49,6 +49,7 @@ from ..program.expr import (
     substitute,
     variables,
 )
+from .ranges import Linear, Ranges, floored, linear_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -190,7 +191,7 @@ def _merged(convolution: Convolution) -> Convolution | None:
         convolution.coordinates[above.dim]: tirx.FloorDiv(at, size),
         at: tirx.FloorMod(at, size),
     }
-    window = replace(last, axis=both, high=both.extent)
+    window = replace(last, axis=both, high=both.extent, repeats=1)
     return replace(
         convolution,
         contraction=replace(convolution.contraction, segments=(segment,)),
@@ -200,9 +201,6 @@ def _merged(convolution: Convolution) -> Convolution | None:
 
 
 # ---- reading
-
-Linear = tuple[dict[Var, int], int]
-"""Coefficients of variables, and a constant."""
 
 
 def read_convolution(func: tirx.PrimFunc, exact: bool = False) -> Convolution:
@@ -333,28 +331,36 @@ class _Reader:
         conditions, value = self._without_conditions(self.data.value)
         if self.data.bindings:
             raise Unsupported("data that is computed in several steps")
+        ranges = Ranges(conditions, self._linear)
         load = self._primary(value)
+        if any(self._linear(index) is None for index in load.indices) and not ranges.multiples:
+            value = floored(value, ranges, self.axes)
+            load = self._primary(value)
         coordinates = tuple(fresh_var(f"d{i}", INDEX) for i in range(len(load.indices)))
         shape = [number(e) for e in load.source.ty.shape]
         if None in shape:
             raise Unsupported("data of symbolic size")
-        ranges = _Ranges(conditions, self._linear)
         windows, channel_dim = [], None
         group = channels = None
         forms = [self._expanded(index, ranges) for index in load.indices]
-        shared = [{v for v in at if v in in_weights - self.reduced} for (at, _), _ in forms]
-        for dim, (at, expansion) in enumerate(forms):
+        shared = [{v for v in at if v in in_weights - self.reduced} for (at, _), *_ in forms]
+        for dim, (at, expansion, repeats) in enumerate(forms):
             # Beside a dimension of groups, taps alone are a window of one position.
             plain = not any(shared) and len(at[0]) == 1 and set(at[0]) <= self.reduced
             if shared[dim] or (plain and not self._slides(at, load)):
-                if channel_dim is not None or expansion != 1:
+                if channel_dim is not None or expansion != 1 or repeats != 1:
                     raise Unsupported("two dimensions of channels")
                 group, channels = self._channels(at)
                 channel_dim = dim
                 continue
-            windows.append(self._window(dim, at, expansion, int(shape[dim]), ranges))
+            window = self._window(dim, at, expansion, int(shape[dim]) * repeats, ranges)
+            windows.append(replace(window, repeats=repeats))
         ranges.check()
-        source = self._over(value, load.indices, coordinates)
+        places = [
+            tirx.FloorDiv(at, constant(repeats, INDEX)) if repeats > 1 else at
+            for at, (_, _, repeats) in zip(coordinates, forms, strict=True)
+        ]
+        source = self._over(value, load.indices, places)
         filters = [a for a in self.segment.space if a.var in in_weights and a is not group]
         self._check_roles(windows, group, filters, channels)
         contraction = replace(
@@ -443,11 +449,11 @@ class _Reader:
             raise Unsupported("data that is no tensor")
         return max(loads, key=lambda load: len(set(variables(*load.indices)) & set(self.axes)))
 
-    def _over(self, value: Expr, indices: Sequence[Expr], coordinates: Sequence[Var]) -> Expr:
-        """An element of the data over its coordinates."""
+    def _over(self, value: Expr, indices: Sequence[Expr], places: Sequence[Expr]) -> Expr:
+        """An element of the data, with `places` in the place of `indices`."""
 
         def visit(expr: Expr) -> Expr:
-            for index, at in zip(indices, coordinates, strict=True):
+            for index, at in zip(indices, places, strict=True):
                 if number(index) is None and dtype_of(expr) == INDEX and same(expr, index):
                     return at
             if isinstance(expr, TensorLoad):
@@ -460,23 +466,32 @@ class _Reader:
         return found
 
     def _linear(self, expr: Expr) -> Linear | None:
-        return _linear(expr, self.axes)
+        return linear_of(expr, self.axes)
 
-    def _expanded(self, index: Expr, ranges: _Ranges) -> tuple[Linear, int]:
-        """An index as a linear form over an expansion."""
-        expansion, offset = 1, 0
-        while isinstance(index, tirx.Add | tirx.Sub) and number(index.b) is not None:
-            offset += int(number(index.b)) * (1 if isinstance(index, tirx.Add) else -1)
-            index = index.a
-        if isinstance(index, tirx.FloorDiv) and number(index.b) is not None:
-            expansion, index = int(number(index.b)), index.a
+    def _expanded(self, index: Expr, ranges: Ranges) -> tuple[Linear, int, int]:
+        """An index as a linear form over an expansion, or of data that is enlarged so many times
+        by repeating its elements.
+        """
+        at, divisor = self._quotient(index)
+        if divisor == 1 or ranges.divides(at, divisor):
+            return at, divisor, 1
+        return at, 1, divisor
+
+    def _quotient(self, index: Expr) -> tuple[Linear, int]:
+        """An index as a linear form over a number, rounded down."""
         at = self._linear(index)
-        if at is None or expansion < 1:
-            raise Unsupported("data that is read at no window")
-        at = at[0], at[1] + offset * expansion
-        if expansion > 1 and not ranges.divides(at, expansion):
-            raise Unsupported("data that is read several times beside itself")
-        return at, expansion
+        if at is not None:
+            return at, 1
+        if isinstance(index, tirx.FloorDiv) and number(index.b) is not None:
+            at, divisor = self._linear(index.a), int(number(index.b))
+            if at is not None and divisor > 0:
+                return at, divisor
+        if isinstance(index, tirx.Add | tirx.Sub):
+            (a, over), (b, under) = self._quotient(index.a), self._quotient(index.b)
+            sign = 1 if isinstance(index, tirx.Add) else -1
+            if 1 in (over, under) and (sign == 1 or under == 1):
+                return _scaled_sum(a, under, b, sign * over), over * under
+        raise Unsupported("data that is read at no window")
 
     def _slides(self, at: Linear, load: TensorLoad) -> bool:
         """Whether a reduced axis alone is a filter's taps: a window of one position."""
@@ -509,7 +524,7 @@ class _Reader:
             raise Unsupported("groups of channels that are not side by side")
         return group, channels
 
-    def _window(self, dim: int, at: Linear, expansion: int, size: int, ranges: _Ranges) -> Window:
+    def _window(self, dim: int, at: Linear, expansion: int, size: int, ranges: Ranges) -> Window:
         taps = [v for v in at[0] if v in self.reduced]
         axes = [v for v in at[0] if v not in self.reduced]
         if len(taps) > 1 or len(axes) > 1:
@@ -552,107 +567,10 @@ class _Reader:
             raise Unsupported("no window")
 
 
-class _Ranges:
-    """The conditions under which data is read, as bounds of linear forms."""
-
-    def __init__(self, conditions: Sequence[Expr], linear) -> None:
-        self.bounds: list[Linear] = []  # that are 0 or more
-        self.multiples: list[tuple[Linear, int]] = []
-        self.used: set[int] = set()
-        for condition in conditions:
-            self._add(condition, linear)
-
-    def _add(self, condition: Expr, linear) -> None:
-        if isinstance(condition, tirx.EQ):
-            a, b = condition.a, condition.b
-            if isinstance(a, tirx.FloorMod) and number(a.b) is not None and number(b) is not None:
-                at = linear(a.a)
-                if at is not None:
-                    shifted = at[0], at[1] - int(number(b))
-                    self.multiples.append((shifted, abs(int(number(a.b)))))
-                    return
-        pairs = {
-            tirx.GE: lambda c: (c.a, c.b, 0),
-            tirx.GT: lambda c: (c.a, c.b, 1),
-            tirx.LE: lambda c: (c.b, c.a, 0),
-            tirx.LT: lambda c: (c.b, c.a, 1),
-        }
-        if type(condition) in pairs:
-            more, less, strict = pairs[type(condition)](condition)
-            more, less = linear(more), linear(less)
-            if more is not None and less is not None:
-                coefficients = dict(more[0])
-                for var, factor in less[0].items():
-                    coefficients[var] = coefficients.get(var, 0) - factor
-                coefficients = {v: f for v, f in coefficients.items() if f}
-                self.bounds.append((coefficients, more[1] - less[1] - strict))
-                return
-        raise Unsupported("data that is read under another condition than padding")
-
-    def divides(self, at: Linear, expansion: int) -> bool:
-        """Whether a condition says that the linear form is a multiple."""
-        for i, (form, step) in enumerate(self.multiples):
-            apart = form[1] - at[1]
-            if step == expansion and form[0] == at[0] and apart % expansion == 0:
-                self.used.add(-1 - i)
-                return True
-        return False
-
-    def of(self, at: Linear, expansion: int) -> tuple[int | None, int | None]:
-        """The least index, and the first one beyond the last, that conditions leave."""
-        low: int | None = None
-        high: int | None = None
-        for i, form in enumerate(self.bounds):
-            times = _times(at[0], form[0])
-            if times is None:
-                continue
-            self.used.add(i)
-            if times > 0:  # at = times * form + c, and form >= 0
-                least = -((times * form[1] - at[1]) // expansion)
-                low = least if low is None else max(low, least)
-            else:
-                end = (at[1] - times * form[1]) // expansion + 1
-                high = end if high is None else min(high, end)
-        return low, high
-
-    def check(self) -> None:
-        """Every condition is that of a window."""
-        conditions = {*range(len(self.bounds)), *(-1 - i for i in range(len(self.multiples)))}
-        if conditions - self.used:
-            raise Unsupported("data that is read under another condition than padding")
-
-
-def _times(some: dict[Var, int], form: dict[Var, int]) -> int | None:
-    """How many times coefficients are others, which are not all 0; None where they are not."""
-    if not form or set(some) != set(form):
-        return None
-    found = {some[v] / form[v] for v in form}
-    times = found.pop()
-    return int(times) if not found and times == int(times) else None
-
-
-def _linear(expr: Expr, axes: Mapping[Var, Axis]) -> Linear | None:
-    """An index as a linear form of axes, or None."""
-    value = number(expr)
-    if value is not None:
-        return {}, int(value)
-    if isinstance(expr, Var):
-        return ({expr: 1}, 0) if expr in axes else None
-    if isinstance(expr, tirx.Cast):
-        return _linear(expr.value, axes)
-    if isinstance(expr, tirx.Add | tirx.Sub):
-        a, b = _linear(expr.a, axes), _linear(expr.b, axes)
-        if a is None or b is None:
-            return None
-        sign = 1 if isinstance(expr, tirx.Add) else -1
-        found = dict(a[0])
-        for var, factor in b[0].items():
-            found[var] = found.get(var, 0) + sign * factor
-        return {v: f for v, f in found.items() if f}, a[1] + sign * b[1]
-    if isinstance(expr, tirx.Mul):
-        a, b = _linear(expr.a, axes), _linear(expr.b, axes)
-        if a is None or b is None or (a[0] and b[0]):
-            return None
-        form, factor = (a, b[1]) if a[0] else (b, a[1])
-        return {v: f * factor for v, f in form[0].items() if f * factor}, form[1] * factor
-    return None
+def _scaled_sum(some: Linear, scale: int, others: Linear, other_scale: int) -> Linear:
+    """The sum of two linear forms, each times a number."""
+    found = {v: n * scale for v, n in some[0].items()}
+    for var, factor in others[0].items():
+        found[var] = found.get(var, 0) + factor * other_scale
+    constants = some[1] * scale + others[1] * other_scale
+    return {v: n for v, n in found.items() if n}, constants

@@ -8,8 +8,9 @@
       batch      groups
 
 A transposed convolution of stride 2 is four of stride 1, side by side in one launch: one for every
-other position along each window, with the taps that meet an element there. Everything behind the
-sums is the GEMM's own. See `gemm.hopper.model.Windows`.
+other position along each window, with the taps that meet an element there. So is one of data that
+is enlarged twice by repeating its elements, with all taps, of which neighbours meet the same one.
+Everything behind the sums is the GEMM's own. See `gemm.hopper.model.Windows`.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tvm.ir import Expr, TensorLoad, Var
 from ...config import HardwareProfile, Policy
 from ...errors import Unsupported
 from ..contraction.model import INDEX, Axis, Operand, Simplifier, fresh_var
+from ..contraction.windows import Window
 from ..forms import Ranked
 from ..gemm.epilogue import EpilogueLoad, take_loads
 from ..gemm.hopper.config import HopperConfig
@@ -132,14 +134,15 @@ def read_windows(convolution: Convolution, rims: bool = False) -> HopperProblem:
     if convolution.filters is None or convolution.channels is None:
         raise Unsupported("a convolution of one filter or one channel a group")
     dtype = _dtype(convolution)
-    starts = (range(min(w.expansion, w.size)) for w in convolution.windows)
+    starts = (range(min(w.expansion * w.repeats, w.size)) for w in convolution.windows)
     if rims:
         _check_rims(convolution, dtype)
     parts = [_Part(convolution, at, dtype, rims).segment() for at in itertools.product(*starts)]
     if not all(part.residual for part in parts):
         parts = list(map(without_residual, parts))
     first = parts[0]
-    if first.prologue is not None and (rims or len(parts) > 1 or first.batch):
+    repeats = any(w.repeats > 1 for w in convolution.windows)
+    if first.prologue is not None and (rims or repeats or len(parts) > 1 or first.batch):
         raise Unsupported("data that is computed, for groups, phases or all taps of a step")
     return HopperProblem(
         convolution.contraction,
@@ -167,7 +170,8 @@ def _dtype(convolution: Convolution) -> str:
 
 def _check_rims(convolution: Convolution, dtype: str) -> None:
     windows = convolution.windows
-    if any((w.stride, w.expansion) != (1, 1) for w in windows) or convolution.taps == 1:
+    steps = {(w.stride, w.expansion, w.repeats) for w in windows}
+    if steps != {(1, 1, 1)} or convolution.taps == 1:
         raise Unsupported("taps that do not read the same elements")
     if dtype in FLOAT8_DTYPES:
         raise Unsupported("8-bit floats, whose sums are promoted between steps")
@@ -215,7 +219,7 @@ BEYOND = 1 << 20
 
 
 class _Part:
-    """The positions from each of `starts` on, in steps of the windows' expansions.
+    """The positions from each of `starts` on, in steps of the windows' expansions or repeats.
 
     Attributes
     ----------
@@ -240,16 +244,16 @@ class _Part:
         found, first, step = [], 0, 1
         pairs = list(zip(self.convolution.windows, self.starts, strict=True))
         for window, start in reversed(pairs):
-            met = window.phase_taps(start) or [(0, -BEYOND)]
-            (tap, at), (next_tap, next_at) = met[0], met[min(1, len(met) - 1)]
-            size = -(-(window.size - start) // window.expansion)
+            size = -(-(window.size - start) // (window.expansion * window.repeats))
             stride = 1 if window.axis is None else window.stride
-            walk = next_at - at, window.low - at, len(met), (next_tap - tap) * step
-            found.append((size, stride, *walk))
-            first += tap * step
+            walk = _repeated_walk(window, start) if window.repeats > 1 else _walk(window, start)
+            found.append((size, stride, *walk[1:-1], walk[-1] * step))
+            first += walk[0] * step
             step *= window.taps
-        sizes, strides, dilations, before, taps, steps = zip(*reversed(found), strict=True)
-        reach = [abs(d) * (n - 1) for d, n in zip(dilations, taps, strict=True)]
+        sizes, strides, dilations, before, taps, repeats, offsets, steps = zip(
+            *reversed(found), strict=True
+        )
+        reach = [abs(d) * (n - 1) // r for d, n, r in zip(dilations, taps, repeats, strict=True)]
         shape = box_shape(sizes, strides, reach, self.rims)
         whole = self.batch and channels == self.convolution.channels_of_group
         return Windows(
@@ -262,6 +266,8 @@ class _Part:
             steps,
             first,
             channels,
+            repeats,
+            offsets,
             channels if whole else 0,
             self.rims,
         )
@@ -276,7 +282,8 @@ class _Part:
             convolution.windows, self.starts, self.positions, strict=True
         ):
             if window.axis is not None:
-                step, first = (constant(n, INDEX) for n in (window.expansion, start))
+                apart = window.expansion * window.repeats
+                step, first = (constant(n, INDEX) for n in (apart, start))
                 env[window.axis.var] = axis.var * step + first
         axes = Simplifier([*self.batch, *self.positions, *self.n])
         plain = Put(env, axes).segment(convolution.segment)
@@ -348,6 +355,28 @@ class _Part:
         return found if _is_ordered(found, self.windows) else None
 
 
+Walk = tuple[int, int, int, int, int, int, int]
+"""The first tap; dilation, elements before, number of taps, repeats, offset; from tap to tap."""
+
+
+def _walk(window: Window, start: int) -> Walk:
+    """How the taps that positions from `start` on meet an element at walk over the data."""
+    met = window.phase_taps(start) or [(0, -BEYOND)]
+    (tap, at), (next_tap, next_at) = met[0], met[min(1, len(met) - 1)]
+    return tap, next_at - at, window.low - at, len(met), 1, 0, next_tap - tap
+
+
+def _repeated_walk(window: Window, start: int) -> Walk:
+    """The same of data whose elements are repeated, all taps of which meet one."""
+    if window.dilation < 0:
+        raise Unsupported("a filter that is turned around, over elements that are repeated")
+    if window.low % window.repeats or window.high % window.repeats:
+        raise Unsupported("zeros in the place of some repetitions of an element")
+    first, offset = window.repeated_at(start)
+    before = window.low // window.repeats - first
+    return 0, window.dilation, before, window.taps, window.repeats, offset, 1
+
+
 # ---- operands
 
 
@@ -362,14 +391,15 @@ def _data(
     """The data as the TMA reads it, and what is computed of it."""
     env, groups = {}, {"batch": batch, "k": (convolution.channels,)}
     for name, window in zip(windows.names, convolution.windows, strict=True):
-        place = constant(window.low, INDEX)
         if window.high <= window.low:
             raise Unsupported("data of which nothing is read")
-        groups[name] = ()
-        if window.high - window.low > 1:
-            axis = Axis(fresh_var(name, INDEX), window.high - window.low)
+        low, high = (n // window.repeats for n in (window.low, window.high))
+        place, groups[name] = constant(low, INDEX), ()
+        if high - low > 1:
+            axis = Axis(fresh_var(name, INDEX), high - low)
             place = axis.var + place
             groups[name] = (axis,)
+        place = place * constant(window.repeats, INDEX)
         env[convolution.coordinates[window.dim]] = place
     channel = convolution.channels.var
     if windows.group_channels:

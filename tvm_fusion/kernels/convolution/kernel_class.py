@@ -1,5 +1,6 @@
-"""Kernel class `convolution`: a convolution with pointwise work behind it, on its elements; on
-Hopper also in front of it, on the data (see `computed`).
+"""Kernel class `convolution`: a convolution with pointwise work behind it, on its elements, of data
+that is padded or enlarged on its way (see `blocks`); on Hopper also with pointwise work in front of
+it, on the data (see `computed`).
 
 One, two or three dimensions and any number of others; any stride, padding, dilation and number of
 groups, transposed ones too; any layout of data, weights and results. Which blocks are one is asked
@@ -22,9 +23,9 @@ from ..cpu.nest_class import Nest
 from ..forms import Writer
 from ..group.footprint import points
 from ..group.traffic import filled_by_threads, memory_traffic
-from .blocks import data_and_weights, is_convolution
+from .blocks import data_and_weights, is_convolution, moved_before
 from .computed import computes_data, front_of
-from .launch import predict, sizes_of
+from .launch import predict, sizes_of, takes_repeats
 from .transform import LEAST_CHANNELS, LEAST_FILTERS, RATE, TAPS
 
 SHARE_OF_FEW_FILTERS = 0.4
@@ -76,15 +77,16 @@ class ConvolutionClass(Nest):
         seconds, terms = predict(group, fit, sizes_of(group, block), hw, policy)
         return replace(fit, seconds=seconds, terms=tuple(sorted(terms.items())))
 
-    def computed_before(self, group: GroupView, anchor: Op, hw: HardwareProfile) -> frozenset[int]:
+    def taken_in(self, group: GroupView, anchor: Op, hw: HardwareProfile) -> frozenset[int]:
         block = next(filter(is_convolution, anchor.blocks), None)
-        if hw.kind != "cuda" or block is None:
+        if block is None:
             return frozenset()
-        data, _ = data_and_weights(block)
-        front = front_of(group, data)
-        if not front or not computes_data(group, block, data, sizes_of(group, block), hw):
-            return frozenset()
-        return frozenset(w.tensor for b in front for w in b.writes) - set(group.outputs)
+        sizes, (data, _) = sizes_of(group, block), data_and_weights(block)
+        found = moved_before(group, anchor, takes_repeats(sizes, hw))
+        front = front_of(group, data) if hw.kind == "cuda" else []
+        if front and computes_data(group, block, data, sizes, hw):
+            found |= frozenset(w.tensor for b in front for w in b.writes) - set(group.outputs)
+        return found
 
     def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
         found = [b for b in group.blocks if is_convolution(b)]

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from ...config import HardwareProfile, Policy
 from ...ir.access import Block, Irregular
 from ...ir.extents import assumed_product
-from ...plan.group_view import GroupView
+from ...plan.group_view import GroupView, dtype_bytes
 from ..base import Fit
 from ..gemm.launch import operation_seconds
 from ..gemm.runs.problem import MOST_TERMS
@@ -22,7 +22,7 @@ from ..gemm.runs.time import sums_seconds as runs_seconds
 from ..group.footprint import footprint_bytes
 from ..group.read_order import is_transposing
 from ..program.expr import HALF_DTYPES
-from .blocks import data_and_weights, is_convolution
+from .blocks import data_and_weights, is_convolution, repeats_of
 from .computed import STEP_CHANNELS, TMA_CHANNELS, computing_seconds
 from .depthwise.problem import MOST_CHANNELS
 from .depthwise.time import sums_seconds
@@ -65,7 +65,20 @@ def sizes_of(group: GroupView, block: Block) -> Sizes:
         tensors[data.tensor].dtype,
         bool(last) and not last & (taps | (spatial - weights.axes)),
         expansion,
+        repeats_of(group, data.tensor),
     )
+
+
+def takes_repeats(sizes: Sizes, hw: HardwareProfile) -> bool:
+    """Whether data that is enlarged is as fast to read as if it lay in memory: on CUDA channels
+    come in by vectors. Of one tap results are repeated too, which is better done behind it (16 to
+    32 filters of twice 56 x 56 take a core of a Zen 4 398 us, in two kernels 183).
+    """
+    if hw.kind != "cuda" or sizes.taps == 1:
+        return sizes.taps > 1
+    size = dtype_bytes(sizes.dtype)
+    whole = sizes.channels * size % VECTOR_BYTES == 0
+    return sizes.channels_last and sizes.channels > FEW_CHANNELS and whole
 
 
 def _expansion(group: GroupView, tensor: int) -> int:
@@ -85,6 +98,8 @@ def _expansion(group: GroupView, tensor: int) -> int:
     return found
 
 
+VECTOR_BYTES = 16
+"""That a thread copies at once."""
 START_SECONDS = 3e-6
 """Of a launch: its first loads, its last stores."""
 WGMMA_SHARE = 0.8
@@ -95,7 +110,8 @@ APART_SHARE, SECTOR_BYTES = 0.67, 32
 45 us; where results lie channels last 22)."""
 WITHOUT_RIMS, RIM_FILTERS = 1.5, 64
 """How much longer few filters of several taps take where boxes of data cannot come with their rims:
-that of computed data (by prediction, 56 x 56 of 32 images, 64 to 64 channels: 24 us beside 17)."""
+that of computed or enlarged data (by prediction, 56 x 56 of 32 images, 64 to 64 channels: 24 us
+beside 17)."""
 FILLED_LINES = 1.2
 """Terms of a filter's lines that are filled up to multiples of 8, of those that there are."""
 
@@ -116,24 +132,31 @@ def predict(
     convolution = next(filter(is_convolution, group.blocks))
     data, _ = data_and_weights(convolution)
     computing, once = computing_seconds(group, data, sizes, hw)
-    bodies = [found for found in _bodies(sizes, hw, policy) if not computing or found[0] == "wgmma"]
-    name, body = min(bodies, key=lambda found: found[1])
-    if computing and sizes.taps > 1 and sizes.filters <= RIM_FILTERS:
-        body *= WITHOUT_RIMS
+    few = sizes.taps > 1 and sizes.filters <= RIM_FILTERS
+    without_rims = few and (computing or sizes.repeats > 1)
     work -= once
-    stores = _apart_seconds(group, sizes, hw)
+    found = []
+    for name, body in _bodies(sizes, hw, policy):
+        if computing and name != "wgmma":
+            continue
+        if without_rims and name == "wgmma":
+            body *= WITHOUT_RIMS
+        stores = _apart_seconds(group, sizes, name, hw)
+        found.append((max(body + computing + work, hbm) + stores, name, body, stores))
+    seconds, name, body, stores = min(found)
     terms = {name: body, "hbm": hbm, "operations": work, "stores": stores, "start": START_SECONDS}
     if computing:
         terms["computed"] = computing
-    return START_SECONDS + max(body + computing + work, hbm) + stores, terms
+    return START_SECONDS + seconds, terms
 
 
-def _apart_seconds(group: GroupView, sizes: Sizes, hw: HardwareProfile) -> float:
-    """Of results that are stored one by one: a phase of a transposed convolution has every other
-    one of a row, and channels that it has side by side are apart.
+def _apart_seconds(group: GroupView, sizes: Sizes, form: str, hw: HardwareProfile) -> float:
+    """Of results that are stored one by one: a phase of a transposed convolution, or of one of
+    enlarged data, has every other one of a row, and channels that it has side by side are apart.
     """
     turned = any(is_transposing(b) for b in group.blocks if not b.is_contraction)
-    if sizes.expansion == 1 or not (turned and sizes.channels_last):
+    phases = sizes.expansion * (sizes.repeats if form == "wgmma" else 1)
+    if phases == 1 or not (turned and sizes.channels_last):
         return 0.0
     results = float(sizes.positions) * sizes.filters
     return APART_SHARE * results * SECTOR_BYTES / hw.l2_bytes_per_s
@@ -142,13 +165,13 @@ def _apart_seconds(group: GroupView, sizes: Sizes, hw: HardwareProfile) -> float
 def _bodies(sizes: Sizes, hw: HardwareProfile, policy: Policy) -> Iterator[tuple[str, float]]:
     """What limits each form, and the seconds of its sums."""
     yield "fma", cuda_core_seconds(sizes, hw)
-    if sizes.channels <= MOST_CHANNELS:
+    if sizes.channels <= MOST_CHANNELS and sizes.repeats == 1:
         results, terms = float(sizes.positions) * sizes.filters, sizes.channels * sizes.taps
         yield "direct", sums_seconds(results, terms, hw)
     seconds = mma_seconds(sizes, hw, policy)
     if seconds is not None:
         yield "tensor", seconds
-    few = sizes.groups == 1 < sizes.filters and sizes.channels <= FEW_CHANNELS
+    few = sizes.groups == sizes.repeats == 1 < sizes.filters and sizes.channels <= FEW_CHANNELS
     if few and sizes.dtype in HALF_DTYPES and hw.arch >= "sm_80":
         terms = math.ceil(sizes.channels * sizes.taps * FILLED_LINES)
         if terms <= MOST_TERMS:

@@ -37,7 +37,8 @@ def in_patches(convolution: Convolution) -> Convolution:
 
 def _is_apart(window: Window) -> bool:
     """Whether each position has elements of its own, none of them padding."""
-    plain = window.taps > 1 and (window.dilation, window.before, window.expansion) == (1, 0, 1)
+    steps = (window.dilation, window.before, window.expansion, window.repeats)
+    plain = window.taps > 1 and steps == (1, 0, 1, 1)
     return (
         plain
         and window.stride == window.taps

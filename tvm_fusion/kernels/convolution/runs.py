@@ -53,8 +53,8 @@ def read_runs(convolution: Convolution) -> Runs:
     ------
     Unsupported
         Groups, one filter, many channels or terms, other dtypes than float16 and bfloat16, data
-        that is computed or of which no taps are neighbours in memory, and transposed convolutions
-        with a stride.
+        that is computed or repeated or of which no taps are neighbours in memory, and transposed
+        convolutions with a stride.
     """
     c = convolution
     if c.group is not None or c.is_depthwise:
@@ -65,6 +65,8 @@ def read_runs(convolution: Convolution) -> Runs:
         raise Unsupported(f"{c.channels_of_group} channels, which are read by vectors")
     if any(w.expansion != 1 for w in c.windows):
         raise Unsupported("a transposed convolution with a stride")
+    if any(w.repeats != 1 for w in c.windows):
+        raise Unsupported("data whose elements are repeated")
     if any(w.high <= w.low for w in c.windows):
         raise Unsupported("data of which nothing is read")
     data = Operand(c.data)

@@ -19,6 +19,7 @@ class Sizes:
     dtype : of the data, as it is multiplied.
     channels_last : whether the data is contiguous along channels.
     expansion : positions of data of a transposed convolution for each element, the others zeros.
+    repeats : positions of data that is enlarged for each element, all of them this element.
     """
 
     positions: int
@@ -29,6 +30,7 @@ class Sizes:
     dtype: str
     channels_last: bool
     expansion: int = 1
+    repeats: int = 1
 
     @property
     def multiply_adds(self) -> float:

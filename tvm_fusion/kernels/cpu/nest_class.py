@@ -37,7 +37,7 @@ class Nest(Family):
             return group.refuse(RefusalCode.SPACE_MISMATCH, f"{anchor.name} has several outputs")
         root = group.writer_of[anchor.outputs[0]]
         space = product_key(root.extents(root.spatial))
-        after, before = {anchor.outputs[0]}, self.computed_before(group, anchor, hw)
+        after, before = {anchor.outputs[0]}, self.taken_in(group, anchor, hw)
         for block in group.blocks:
             if block in anchor.blocks or block.writes[0].tensor in before:
                 continue
@@ -57,8 +57,10 @@ class Nest(Family):
             return refusal
         return Fit(self.name, assumed_product(root.extents(root.spatial)), 1, runs.counts)
 
-    def computed_before(self, group: GroupView, anchor: Op, hw: HardwareProfile) -> frozenset[int]:
-        """Tensors in front of the reduction that its kernel computes on their way."""
+    def taken_in(self, group: GroupView, anchor: Op, hw: HardwareProfile) -> frozenset[int]:
+        """Tensors in front of the reduction that its kernel reads where they lie, or computes on
+        their way.
+        """
         return frozenset()
 
     def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:

@@ -27,6 +27,7 @@ from ..program.expr import (
     flatten,
     linear_form,
     number,
+    substitute,
     variables,
 )
 from ..program.program import Extent
@@ -176,6 +177,7 @@ def affine_access(
 @dataclass(frozen=True, slots=True, eq=False)
 class WindowAccess:
     """``offset = base + sum of strides * places`` of data that is read at windows, in elements.
+    Where a window repeats elements, its place is that of the one in memory.
 
     `strides` has a number for each dimension of the data; `channel` is that of the channels, 0
     where there are none.
@@ -201,11 +203,17 @@ def window_access(windows: Windows) -> WindowAccess | None:
     if load is None:
         return None
     shape = [number(extent) for extent in load.source.ty.shape]
-    ends = {w.dim: max(1, w.high) for w in windows.dims}
+    ends = {w.dim: max(1, w.high // w.repeats) for w in windows.dims}
     sizes = (1 if a is None else a.extent for a in (windows.group, windows.channels))
     ends[windows.channel_dim] = math.prod(sizes)
     axes = [Axis(var, ends[d]) for d, var in enumerate(windows.coordinates)]
-    found = affine_access(load.indices, shape, {str(d): (a,) for d, a in enumerate(axes)})
+    repeated = {
+        axes[w.dim].var: axes[w.dim].var * constant(w.repeats, INDEX)
+        for w in windows.dims
+        if w.repeats > 1
+    }
+    indices = [substitute(index, repeated) for index in load.indices]
+    found = affine_access(indices, shape, {str(d): (a,) for d, a in enumerate(axes)})
     if found is None or any(len(digits) > 1 for digits in found.digits.values()):
         return None
     strides = tuple(found.inner(str(d)).stride for d in range(len(axes)))

@@ -69,7 +69,7 @@ class Windows:
 
         row      box number, place in a box of 64       box (n, p, q) of 1 x 8 x 8 positions
         step     tap, 128 bytes of channels             tap (r, s)
-        reads    a[n, stride p + dilation r - before, stride q + dilation s - before, channel]
+        reads    a[n, stride p + (offset + dilation r) // repeats - before, (q, s alike), channel]
                  w[filter, tap number first_tap + r * tap_step + s * tap_step, channel]
 
     With `rims` a step has all taps: a box is brought in with its rim once, and each tap reads it
@@ -81,6 +81,8 @@ class Windows:
     ----------
     sizes, shape : positions along each window, and those of a box.
     strides, dilations, before, taps : of each window.
+    repeats, offsets : of each window, of data whose elements are read several times beside each
+        other; 1 and 0 of others.
     tap_steps, first_tap : from tap to tap of each window in the weights, and the first one.
     channels : terms of a tap, whole steps.
     group_channels : from a group's channels to the next one's, which are whole steps and lie behind
@@ -97,6 +99,8 @@ class Windows:
     tap_steps: tuple[int, ...]
     first_tap: int
     channels: int
+    repeats: tuple[int, ...]
+    offsets: tuple[int, ...]
     group_channels: int = 0
     rims: bool = False
 

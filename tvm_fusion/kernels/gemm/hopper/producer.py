@@ -189,9 +189,16 @@ class Taps(TapCounter):
                 place[name] = self.starts[box * count + i]
             for tap, i in enumerate(self._sliding(windows)):
                 name = windows.names[i]
-                place[name] = place[name] + self.state[1 + tap] * windows.dilations[i]
+                place[name] = place[name] + self._distance(windows, i, self.state[1 + tap])
             target = kernel.shared.a.ptr_to([stage, box * kernel.problem.box_bytes])
             plan.a_maps[number].load(target, kernel.maps.a[number], place, barrier)
+
+    def _distance(self, windows: Windows, i: int, tap: Expr) -> Expr:
+        """How far a tap of a window is from where its box starts."""
+        found = tap * windows.dilations[i]
+        if windows.repeats[i] == 1:
+            return found
+        return T.truncdiv(found + windows.offsets[i], T.int32(windows.repeats[i]))
 
     def _sliding(self, windows: Windows) -> tuple[int, ...]:
         """The windows whose tap tells where a box starts."""

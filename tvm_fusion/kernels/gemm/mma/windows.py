@@ -3,8 +3,9 @@
     place of x[n, 2 p + r - 1, 2 q + s - 1, c]  =  that of row (n, p, q)  +  that of term (r, s, c)
 
 The part of the row, and where its windows start, are computed once a tile; the part of the term
-once a step where the step lies within a tap, else for each unit. What lies beyond the bounds of a
-window is 0 in shared memory.
+once a step where the step lies within a tap, else for each unit. Of windows that repeat elements,
+the place is known with both only: ``(2 p + r - 1) // 2``. What lies beyond the bounds of a window
+is 0 in shared memory.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class AtWindows(Loader):
         offset, starts = self._number(0 if access is None else access.base), []
         for window in windows.dims:
             starts.append(T.Bind(self.frame.place([window.start], env)[0]))
-            if access is not None:
+            if access is not None and window.repeats == 1:
                 offset = offset + starts[-1] * self._number(access.strides[window.dim])
         if access is not None and windows.group is not None and windows.channel_dim is not None:
             offset = offset + self._first_channel() * self._number(access.channel)
@@ -97,7 +98,7 @@ class AtWindows(Loader):
                 continue
             distance = env[window.tap.var] * self._number(window.dilation)
             distances.append(T.Bind(distance))
-            if access is not None:
+            if access is not None and window.repeats == 1:
                 offset = offset + distances[-1] * self._number(access.strides[window.dim])
         channel = self._number(0)
         if windows.channels is not None:
@@ -110,6 +111,16 @@ class AtWindows(Loader):
         """The element of a window that is read, times its expansion."""
         start, distance = row.starts[position], term.distances[position]
         return start if distance is None else start + distance
+
+    def _repeated(self, row: Row, term: Term) -> Expr:
+        """The offset that windows which repeat elements give, where there is one."""
+        found = self._number(0)
+        for position, window in enumerate(self.windows.dims):
+            if window.repeats > 1:
+                stride = self._number(self.source.window.strides[window.dim])
+                place = self._place(row, term, position)
+                found = found + T.truncdiv(place, self._number(window.repeats)) * stride
+        return found
 
     def _within(self, row: Row, term: Term) -> Expr | None:
         """Whether there is an element; None where there is one for all rows and terms."""
@@ -157,7 +168,7 @@ class WindowCopy(AtWindows):
         for unit, row in zip(self.units, self.rows, strict=True):
             flat = T.Bind(self.term(unit, step))
             term = shared or self._term(self._digits(flat, self.source.k))
-            at = row.offset + term.offset
+            at = row.offset + term.offset + self._repeated(row, term)
             if shared is not None:
                 at = at + convert(unit.term, self.frame.index)
             at = convert(at, "int64") * self.source.element
