@@ -181,12 +181,17 @@ def captured_on_cpu(
     monkeypatch, mod: tvm.IRModule, options=True
 ) -> tuple[CompiledModule, FakeDriver]:
     """A module for the CPU whose calls are "captured" by a fake driver."""
+    compiled = CompiledModule.of(build(mod, LLVM))
+    return compiled, capture_on_cpu(monkeypatch, compiled, options)
+
+
+def capture_on_cpu(monkeypatch, compiled: CompiledModule, options=True) -> FakeDriver:
+    """Have calls of a compiled module that was not called yet "captured"; returns the driver."""
     driver = FakeDriver()
     monkeypatch.setattr(cuda_graph_mode, "CudaDriver", lambda index: driver)
     monkeypatch.setattr(cuda_graph_calls, "raw_stream", lambda device, kind: driver.stream)
     monkeypatch.setattr(cuda_graph_mode, "CAPTURED_TARGETS", ("cuda", "llvm"))
-    compiled = CompiledModule.of(build(mod, LLVM))
     compiled.vm = RecordingVM(compiled.vm, driver)
     compiled.uncapturable = None
     compiled.cuda_graph = options
-    return compiled, driver
+    return driver

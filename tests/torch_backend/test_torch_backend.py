@@ -19,6 +19,7 @@ from tvm_fusion.errors import BuildError, ConfigError, FrontendError
 from tvm_fusion.torch_backend import aten_graphs
 from tvm_fusion.torch_backend import part_calls as calls
 
+from ..support.fake_cuda_graph import capture_on_cpu
 from ..support.models import tiny_bert, tiny_llama
 
 OPTIONS = {"verify": False}
@@ -327,6 +328,31 @@ def test_caches_are_written_in_place_where_nothing_reads_the_old_one(
         torch.testing.assert_close(cache, twin)
         assert cache._version > version  # graphs that have it for a constant look at this
     assert [len(module.writes) for module in modules] == [writes]
+
+
+def test_captured_calls_write_a_cache_in_place_step_by_step(monkeypatch):
+    import tvm_fusion.compilation.compiler as compiler
+
+    compile_, drivers = compiler.compile, []
+
+    def captured(*args, **options):
+        module = compile_(*args, **options)
+        drivers.append(capture_on_cpu(monkeypatch, module))
+        return module
+
+    monkeypatch.setattr(compiler, "compile", captured)
+    run = compiled(attend)
+    caches = [torch.zeros(2, 64, 16) for _ in range(2)]
+    twins = [cache.clone() for cache in caches]
+    for number in range(64):  # two texts in turns, each with a cache of its own
+        for cache, twin in zip(caches, twins, strict=True):
+            position, *others = torch.tensor([number]), *torch.randn(2, 2, 1, 16).unbind()
+            given = run(cache, position, *others)
+            torch.testing.assert_close(given, attend(twin, position, *others))
+    torch.testing.assert_close(caches, twins)
+    (driver,) = drivers
+    assert len(driver.said("capture")) == 1
+    assert len(driver.said("launch")) == 127
 
 
 class Called(TorchDispatchMode):
