@@ -162,19 +162,32 @@ class RowPartial:
     width: int
 
 
+RUN_ROWS = 16
+"""Rows of a run whose columns are reduced: those that a warp has of a tensor core's sums."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnPartial:
+    """A reduction ("sum" or "max") of each run of `RUN_ROWS` rows of a column, as far as there are
+    rows.
+    """
+
+    kind: str
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Output:
     """``parameter[indices] = value`` at every point of the segment, where cast to `dtype`.
 
-    With `partial`, the parameter's element is the reduction of `value` over a run of columns, and
-    `indices` are the same at all points of a run.
+    With `partial`, the parameter's element is the reduction of `value` over a run of columns or of
+    rows, and `indices` are the same at all points of a run.
     """
 
     param: int
     indices: tuple[Expr, ...]
     value: Expr
     dtype: str
-    partial: RowPartial | None = None
+    partial: RowPartial | ColumnPartial | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -295,7 +308,7 @@ class Contraction:
 
     @property
     def has_partials(self) -> bool:
-        """Whether an output is a reduction of runs of columns."""
+        """Whether an output is a reduction of runs of columns or of rows."""
         return any(o.partial is not None for segment in self.segments for o in segment.outputs)
 
     @property
@@ -366,4 +379,6 @@ def _pairs(segment: Segment) -> list[str]:
 def _reduced(output: Output) -> str:
     """``sum over runs of 128 columns of value``."""
     partial = output.partial
+    if isinstance(partial, ColumnPartial):
+        return f"{partial.kind} over runs of {RUN_ROWS} rows of {output.value}"
     return f"{partial.kind} over runs of {partial.width} columns of {output.value}"

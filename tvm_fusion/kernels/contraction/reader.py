@@ -47,7 +47,6 @@ from .results import (
     partial_of,
     read_result,
     rounded_dtype,
-    run_axis,
     scaled_dtype,
     sum_dtype,
     sums_and_partials,
@@ -157,11 +156,10 @@ def find_segments(
 ) -> list[Segment]:
     """The segments of a PrimFunc with these definitions; see `contraction.analyze_contraction`."""
     by_buffer = {d.buffer: d for d in definitions}
-    products, partials = sums_and_partials(definitions)
+    products, runs = sums_and_partials(definitions)
     sums = {d.buffer: Sum(d, i) for i, d in enumerate(products)}
     if not sums:
         raise Unsupported("no reduction: not a contraction")
-    runs = {d.buffer: run_axis(d) for d in partials}
     results = [
         read_result(by_buffer[p.var], i, by_buffer, exact, runs.get(p.var))
         for i, p in enumerate(params)
@@ -256,7 +254,7 @@ class _Builder:
             r.axis is first.axis and (r.width, r.distance) == (first.width, first.distance)
             for r in found
         )
-        if not alike or any(r.run is not None for r in results):
+        if not alike or any(r.is_partial for r in results):
             raise Unsupported("pairs of columns beside other pairs, or beside reductions")
         return first
 
@@ -276,6 +274,9 @@ class _Builder:
             result.position = tuple(simplify(substitute(i, env)) for i in result.indices)
             if result.run is not None:
                 result.place = simplify(substitute(result.run.var, env))
+            elif result.terms:
+                result.place = simplify(substitute(result.axes[-1].var, env))
+                result.terms = {v: simplify(substitute(e, env)) for v, e in result.terms.items()}
             for buffer, read in result.reads.items():
                 self._place_sum(
                     self.sums[buffer], [simplify(substitute(i, env)) for i in read], axes
@@ -352,7 +353,7 @@ class _Builder:
                 r.position,
                 value,
                 r.definition.dtype,
-                None if r.run is None else partial_of(r.definition, r.run),
+                partial_of(r),
             )
             for r, value in zip(results, roots, strict=True)
         )
@@ -371,13 +372,15 @@ def _first_whole(outputs: Sequence[Output]) -> Output:
 def _along_runs(
     candidates: Sequence[Orientation], results: Sequence[Result], axes: Sequence[Axis]
 ) -> list[Orientation]:
-    """The orientations in which all partials reduce columns."""
-    partials = [r for r in results if r.run is not None]
-    found = [
-        c
-        for c in candidates
-        if all(follows_columns(r.position, r.place, r.run.extent, c[2], axes) for r in partials)
-    ]
+    """The orientations in which all partials reduce columns, or runs of rows."""
+    partials = [r for r in results if r.is_partial]
+
+    def fits(result: Result, m: tuple[Axis, ...], n: tuple[Axis, ...]) -> bool:
+        if result.run is None:
+            return not _moves(result.place, {axis.var for axis in m}, axes)
+        return follows_columns(result.position, result.place, result.run.extent, n, axes)
+
+    found = [c for c in candidates if all(fits(r, c[1], c[2]) for r in partials)]
     if not found:
         raise Unsupported(
             f"{partials[0].definition.buffer.name} is no sum of products, nor one of aligned runs "

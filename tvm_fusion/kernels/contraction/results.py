@@ -28,8 +28,18 @@ from ..program.expr import (
 )
 from ..program.program import Extent, ReduceKind
 from .inline import Inliner
-from .model import INDEX, Axis, RowPartial, Simplifier, equal_sizes, fresh_var, size_of
+from .model import (
+    INDEX,
+    Axis,
+    ColumnPartial,
+    RowPartial,
+    Simplifier,
+    equal_sizes,
+    fresh_var,
+    size_of,
+)
 from .pairs import Pair, Position, Read, find_pairs
+from .row_runs import RowRun, find_row_run, is_neutral
 
 # What a reduction block sums up: its two factors, and the dtypes of the sum.
 
@@ -156,24 +166,26 @@ _KINDS = (ReduceKind.SUM, ReduceKind.MAX)
 
 def sums_and_partials(
     definitions: Sequence[Definition],
-) -> tuple[list[Definition], list[Definition]]:
-    """The products, and the reductions of what comes of a product; any other is refused."""
+) -> tuple[list[Definition], dict[Var, Axis | RowRun]]:
+    """The products, and the reductions of what comes of a product by what they write: the axis of
+    columns that one reduces, or its runs of rows. Any other reduction is refused.
+    """
     sums: list[Definition] = []
-    partials: list[Definition] = []
+    partials: dict[Var, Axis | RowRun] = {}
     after: set[Var] = set()  # products, and what is pointwise in them
     for definition in definitions:
         loads = _loads(definition.value)
         for partial in partials:
-            if any(load.source.same_as(partial.buffer) for load in loads):
+            if any(load.source.same_as(partial) for load in loads):
                 raise Unsupported(
-                    f"{partial.buffer.name} is no sum of products, and {definition.buffer.name} "
-                    "reads it"
+                    f"{partial.name} is no sum of products, and {definition.buffer.name} reads it"
                 )
         if definition.kind is None:
             if any(load.source in after for load in loads):
                 after.add(definition.buffer)
         elif _reduces_product(definition, loads, after):
-            partials.append(definition)
+            run = find_row_run(definition, after)
+            partials[definition.buffer] = run_axis(definition) if run is None else run
         elif is_sum_of_products(definition):
             sums.append(definition)
             after.add(definition.buffer)
@@ -206,16 +218,11 @@ def run_axis(definition: Definition) -> Axis:
     real = [(var, extent) for var, extent in definition.reduced if extent != 1]
     if len(real) != 1 or not isinstance(real[0][1], int):
         raise Unsupported(f"{name} is no sum of products, nor one of a run of columns")
-    if definition.kind not in _KINDS or not _is_neutral(definition):
+    if definition.kind not in _KINDS or not is_neutral(
+        definition.kind, definition.initial, definition.dtype
+    ):
         raise Unsupported(f"{name} is no sum of products, and reduces columns in another way")
     return Axis(fresh_var("run", INDEX), real[0][1])
-
-
-def _is_neutral(definition: Definition) -> bool:
-    initial = number(definition.initial)
-    if definition.kind is ReduceKind.SUM:
-        return initial == 0
-    return initial is not None and initial <= number(tirx.min_value(definition.dtype))
 
 
 def run_point(definition: Definition, indices: tuple[Expr, ...], run: Expr) -> dict[Var, Expr]:
@@ -226,9 +233,12 @@ def run_point(definition: Definition, indices: tuple[Expr, ...], run: Expr) -> d
     return env
 
 
-def partial_of(definition: Definition, run: Axis) -> RowPartial:
-    """The model's word for the definition of a partial."""
-    return RowPartial(definition.kind.value, run.extent)
+def partial_of(result: Result) -> RowPartial | ColumnPartial | None:
+    """The model's word for a result that is a reduction."""
+    kind = result.definition.kind
+    if result.terms:
+        return ColumnPartial(kind.value)
+    return None if result.run is None else RowPartial(kind.value, result.run.extent)
 
 
 def follows_columns(
@@ -270,7 +280,9 @@ class Result:
     """An output under way: `axes` are its own coordinates, `reads` says where it reads each sum.
 
     A partial has one coordinate more, `run` (the term of its reduction), which is at `place` of the
-    segment. Of a sum that it reads at `pairs` of points, `reads` has one of each.
+    segment; one of runs of rows has the coordinates of the elements it reads, the last of which is
+    at `place`, and the terms that they are. Of a sum that it reads at `pairs` of points, `reads`
+    has one of each.
     """
 
     definition: Definition
@@ -282,9 +294,18 @@ class Result:
     position: Position | None = None
     place: Expr | None = None
     pairs: dict[Var, Pair] = field(default_factory=dict)
+    terms: dict[Var, Expr] = field(default_factory=dict)
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether it is a reduction of elements."""
+        return self.run is not None or bool(self.terms)
 
     def value(self, inliner: Inliner, indices: Position, run: Expr | None) -> Expr:
         """The element at `indices`; of a partial, the term of its reduction at `run`."""
+        if self.terms:
+            env = self.definition.at(indices) | self.terms
+            return inliner.resolve(self.definition.value, env)
         if self.run is None:
             return inliner.load(self.definition.buffer, indices)
         return inliner.resolve(self.definition.value, run_point(self.definition, indices, run))
@@ -295,13 +316,17 @@ def read_result(
     param: int,
     definitions: dict[Var, Definition],
     exact: bool,
-    run: Axis | None,
+    run: Axis | RowRun | None,
 ) -> Result:
     """Which sums an output reads, at which functions of its own indices."""
-    axes, indices = coordinates(definition.shape, "o")
+    if isinstance(run, RowRun):
+        axes, indices, terms, run = list(run.axes), run.indices, dict(run.terms), None
+    else:
+        axes, indices = coordinates(definition.shape, "o")
+        terms = {}
     if run is not None:
         axes.append(run)
-    result = Result(definition, param, axes, indices, run)
+    result = Result(definition, param, axes, indices, run, terms=terms)
 
     reads: dict[Var, list[Read]] = {}
 
@@ -315,7 +340,7 @@ def read_result(
     several = {buffer: found for buffer, found in reads.items() if not _at_one_point(found)}
     if several:
         name = next(iter(several)).name
-        result.pairs = (run is None and find_pairs(axes, several)) or {}
+        result.pairs = (not result.is_partial and find_pairs(axes, several)) or {}
         if not result.pairs:
             raise Unsupported(f"{name} is read at several points of an output")
         result.reads.update({buffer: pair.base for buffer, pair in result.pairs.items()})

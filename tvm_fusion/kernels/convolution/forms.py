@@ -33,9 +33,10 @@ def _read_on_cpu(func: tirx.PrimFunc, exact: bool) -> tuple[OnCPU, Convolution |
     """The function, and the convolution that it is if it can be read as one."""
     problem = OnCPU(func, exact)
     try:
-        return problem, read_convolution(func, exact)
+        convolution = read_convolution(func, exact)
     except Unsupported:
         return problem, None
+    return problem, None if convolution.contraction.has_partials else convolution
 
 
 def _emit_on_cpu(
@@ -49,6 +50,21 @@ def _emit_on_cpu(
     except Unsupported:
         pass
     return write_on_cpu(loops, hw)
+
+
+def _whole(form: Form) -> Form:
+    """A form that computes all results, and reduces none."""
+
+    def checked(convolution: Convolution) -> Convolution:
+        if convolution.contraction.has_partials:
+            raise Unsupported("reductions of results")
+        return convolution
+
+    return replace(
+        form,
+        rank=lambda convolution, hw, policy: form.rank(checked(convolution), hw, policy),
+        emit=lambda convolution, hw, config: form.emit(checked(convolution), hw, config),
+    )
 
 
 def _of_products(form: Form) -> Form:
@@ -66,8 +82,8 @@ CUDA_WRITER = Writer(
     (
         Form("rims", RimConfig, rims_ranked, emit_rims),
         Form("hopper", HopperConfig, hopper_ranked, emit_hopper),
-        Form("depthwise", DepthwiseConfig, depthwise_ranked, emit_depthwise),
-        Form("runs", RunsConfig, runs_ranked, emit_convolution_runs),
+        _whole(Form("depthwise", DepthwiseConfig, depthwise_ranked, emit_depthwise)),
+        _whole(Form("runs", RunsConfig, runs_ranked, emit_convolution_runs)),
         _of_products(Form("mma", MmaConfig, mma_ranked, emit_gemm_mma)),
         _of_products(Form("simt", SimtConfig, simt_ranked, emit_gemm_simt)),
     ),

@@ -30,6 +30,7 @@ from ..contraction.model import (
     Contraction,
     Operand,
     Product,
+    RowPartial,
     Segment,
     Simplifier,
     fresh_var,
@@ -54,7 +55,8 @@ from .ranges import Linear, Ranges, floored, linear_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Convolution:
-    """A convolution with pointwise work behind it, and maybe on the data before it.
+    """A convolution with pointwise work behind it, and maybe on the data before it; results may be
+    reduced over runs of 16 positions.
 
     Attributes
     ----------
@@ -220,7 +222,9 @@ def read_convolution(func: tirx.PrimFunc, exact: bool = False) -> Convolution:
         data that is not read by windows with zeros around it.
     """
     contraction = analyze_contraction(func, exact)
-    if len(contraction.products) != 1 or contraction.has_partials or contraction.has_partners:
+    outputs = [o for segment in contraction.segments for o in segment.outputs]
+    in_rows = any(isinstance(o.partial, RowPartial) for o in outputs)
+    if len(contraction.products) != 1 or in_rows or contraction.has_partners:
         raise Unsupported("no convolution: not one product with pointwise work behind it")
     if not contraction.is_static:
         raise Unsupported("a convolution of symbolic sizes")

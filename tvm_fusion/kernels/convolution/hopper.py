@@ -25,7 +25,16 @@ from tvm.ir import Expr, TensorLoad, Var
 
 from ...config import HardwareProfile, Policy
 from ...errors import Unsupported
-from ..contraction.model import INDEX, Axis, Operand, Simplifier, fresh_var
+from ..contraction.model import (
+    INDEX,
+    RUN_ROWS,
+    Axis,
+    Operand,
+    Output,
+    Simplifier,
+    fresh_var,
+)
+from ..contraction.row_runs import check_row_runs
 from ..contraction.windows import Window
 from ..forms import Ranked
 from ..gemm.epilogue import EpilogueLoad, take_loads
@@ -43,8 +52,17 @@ from ..gemm.hopper.model import (
 from ..gemm.hopper.problem import in_boxes, without_residual
 from ..gemm.hopper.prologue import Prologue, read_prologue
 from ..gpu.access import Groups, affine_access
-from ..gpu.tensor_map import MAX_BOX, MAX_STEP, TensorMap, tensor_map, with_steps
-from ..program.expr import FLOAT8_DTYPES, HALF_DTYPES, bytes_of, constant, dtype_of
+from ..gpu.tensor_map import TensorMap, tensor_map, with_steps
+from ..program.expr import (
+    FLOAT8_DTYPES,
+    HALF_DTYPES,
+    bytes_of,
+    constant,
+    dtype_of,
+    number,
+    substitute,
+)
+from .boxes import box_shape
 from .geometry import Convolution, Put
 from .patches import in_patches
 
@@ -177,43 +195,6 @@ def _check_rims(convolution: Convolution, dtype: str) -> None:
         raise Unsupported("8-bit floats, whose sums are promoted between steps")
 
 
-def box_shape(
-    sizes: Sequence[int], strides: Sequence[int], reach: Sequence[int], rims: bool = False
-) -> tuple[int, ...]:
-    """Positions of a box of 64 along each window: the fewest boxes; of these, none that reaches
-    beyond a window of one position, if that can be, and what reads the least data with all taps.
-
-    Only waste counts: on an H200, 2026-11-23, boxes of 8 x 8, 4 x 4 x 4, 2 x 2 x 16 and 1 x 2 x 32
-    take 155.4 to 155.9 us for 56 x 56 positions of 32 images, all without waste.
-
-    Raises
-    ------
-    Unsupported
-        Steps that the TMA does not take.
-    """
-    if max(strides) > MAX_STEP:
-        raise Unsupported(f"steps of {max(strides)} elements")
-    best = None
-    for exponents in itertools.product(range(BOX.bit_length()), repeat=len(sizes)):
-        if sum(exponents) != BOX.bit_length() - 1:
-            continue
-        shape = tuple(1 << e for e in exponents)
-        if any(n * step > MAX_BOX for n, step in zip(shape, strides, strict=True)):
-            continue
-        if rims and not (shape[-1] == BOX or (shape[-1] == 8 and max(shape[:-1], default=0) == 8)):
-            continue  # 8 positions side by side, and such groups at equal distances
-        count = math.prod(-(-n // size) for n, size in zip(sizes, shape, strict=True))
-        held = math.prod(
-            (n - 1) * step + more + 1 for n, step, more in zip(shape, strides, reach, strict=True)
-        )
-        beyond = sum(n == 1 and size > 1 for n, size in zip(sizes, shape, strict=True))
-        if best is None or (count, beyond, held, shape) < best:
-            best = count, beyond, held, shape
-    if best is None:
-        raise Unsupported("no box of these positions")
-    return best[3]
-
-
 BEYOND = 1 << 20
 """A position where there is no data: that of the one tap of positions that meet no element."""
 
@@ -237,6 +218,10 @@ class _Part:
         self.n = (convolution.filters,)
         block_k = STEP_BYTES // bytes_of(dtype)
         channels = -(-convolution.channels_of_group // block_k) * block_k
+        reduced = [o for o in convolution.segment.outputs if o.partial is not None]
+        if reduced and any(w.expansion * w.repeats > 1 for w in convolution.windows):
+            raise Unsupported("reductions of results that are computed in phases")
+        self.run = _run(convolution, reduced) if reduced else None
         self.windows = self._windows(channels)
         self.positions = [Axis(fresh_var("position", INDEX), n) for n in self.windows.sizes]
 
@@ -254,7 +239,7 @@ class _Part:
             *reversed(found), strict=True
         )
         reach = [abs(d) * (n - 1) // r for d, n, r in zip(dilations, taps, repeats, strict=True)]
-        shape = box_shape(sizes, strides, reach, self.rims)
+        shape = box_shape(sizes, strides, reach, self.rims, self.run)
         whole = self.batch and channels == self.convolution.channels_of_group
         return Windows(
             sizes,
@@ -290,6 +275,7 @@ class _Part:
         m, env = self._rows()
         boxed = Put(env, Simplifier([*self.batch, *m, *self.n])).segment(plain)
         groups = {"batch": self.batch, "m": m, "n": self.n}
+        check_row_runs(boxed.outputs, m, (*self.batch, *self.n))
         bindings, outputs, loads = take_loads(convolution.contraction, boxed, groups)
         data, prologue = _data(convolution, self.windows, self.batch, self.dtype)
         found = HopperSegment(
@@ -375,6 +361,25 @@ def _repeated_walk(window: Window, start: int) -> Walk:
     first, offset = window.repeated_at(start)
     before = window.low // window.repeats - first
     return 0, window.dilation, before, window.taps, window.repeats, offset, 1
+
+
+def _run(convolution: Convolution, reduced: Sequence[Output]) -> tuple[int, ...]:
+    """Positions along each window that go to the same element of the outputs that are reduced."""
+    indices = [index for output in reduced for index in output.indices]
+    zero = {axis.var: constant(0, INDEX) for axis in convolution.segment.space}
+    simplify = Simplifier([])
+
+    def place(axis: Axis, at: int) -> list[float | None]:
+        env = {**zero, axis.var: constant(at, INDEX)}
+        return [number(simplify(substitute(index, env))) for index in indices]
+
+    found = []
+    for window in convolution.windows:
+        height, axis = 1, window.axis
+        while height < min(RUN_ROWS, window.size) and place(axis, height) == place(axis, 0):
+            height *= 2
+        found.append(height)
+    return tuple(found)
 
 
 # ---- operands

@@ -4,12 +4,14 @@ it, on the data (see `computed`).
 
 One, two or three dimensions and any number of others; any stride, padding, dilation and number of
 groups, transposed ones too; any layout of data, weights and results. Which blocks are one is asked
-of access maps: data that is read at a window, where an axis of the sum is a filter's tap.
+of access maps: data that is read at a window, where an axis of the sum is a filter's tap. On Hopper
+results may be reduced over blocks of 16 positions, too (see `gemm.partials`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ...config import HardwareProfile, Policy
@@ -21,6 +23,7 @@ from ...plan.refusal import Refusal, RefusalCode
 from ..base import FIXED_SIZES, Fit
 from ..cpu.nest_class import Nest
 from ..forms import Writer
+from ..gemm.partials import RowRuns, refuse_partials, row_runs, writes_partials
 from ..group.footprint import points
 from ..group.traffic import filled_by_threads, memory_traffic
 from .blocks import data_and_weights, is_convolution, moved_before
@@ -37,6 +40,12 @@ def has_few_filters(block: Block) -> bool:
     """Whether data and weights share an axis of the results: groups of filters."""
     data, weights = block.reads
     return bool(data.axes & weights.axes & set(block.spatial))
+
+
+def _columns(block: Block) -> dict[int, frozenset[int]]:
+    """The axes of filters of a convolution, as `gemm.partials` asks for them."""
+    _, weights = data_and_weights(block)
+    return {id(block): weights.axes & set(block.spatial)}
 
 
 def is_transformed(group: GroupView, block: Block) -> bool:
@@ -67,6 +76,11 @@ class ConvolutionClass(Nest):
         block = next(filter(is_convolution, group.blocks), None)
         if block is None:
             return group.refuse(RefusalCode.REDUCTION, "the group holds no convolution")
+        further = self.reduced_further(group, hw)
+        if further:
+            partials = [b for b in group.blocks if id(b) in further]
+            if refusal := refuse_partials(group, _columns(block), partials, hw, further):
+                return refusal
         fit = super().accepts(group, hw, policy)
         if isinstance(fit, Refusal) or hw.kind != "cuda":
             return fit
@@ -74,7 +88,12 @@ class ConvolutionClass(Nest):
             return group.refuse(
                 RefusalCode.REDUCTION, "a convolution of symbolic sizes", FIXED_SIZES
             )
-        seconds, terms = predict(group, fit, sizes_of(group, block), hw, policy)
+        found = predict(group, fit, sizes_of(group, block), hw, policy, list(further.values()))
+        if found is None:
+            return group.refuse(
+                RefusalCode.EPILOGUE, "no kernel of the convolution reduces its results"
+            )
+        seconds, terms = found
         return replace(fit, seconds=seconds, terms=tuple(sorted(terms.items())))
 
     def taken_in(self, group: GroupView, anchor: Op, hw: HardwareProfile) -> frozenset[int]:
@@ -87,6 +106,17 @@ class ConvolutionClass(Nest):
         if front and computes_data(group, block, data, sizes, hw):
             found |= frozenset(w.tensor for b in front for w in b.writes) - set(group.outputs)
         return found
+
+    def reduced_further(self, group: GroupView, hw: HardwareProfile) -> Mapping[int, RowRuns]:
+        """Reductions over blocks of positions of each filter, for a kernel that finishes them."""
+        found = [b for b in group.blocks if is_convolution(b)]
+        if not writes_partials(hw) or len(found) != 1:
+            return {}
+        (block,) = found
+        shape = group.graph.tensors[block.writes[0].tensor].shape
+        others = [b for b in group.blocks if b.reduction is not None and b is not block]
+        runs = row_runs(group, _columns(block), others)
+        return {key: run for key, run in runs.items() if run.shape == tuple(shape)}
 
     def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
         found = [b for b in group.blocks if is_convolution(b)]

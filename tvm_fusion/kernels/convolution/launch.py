@@ -9,20 +9,23 @@ Every form of the kernel that can compute it is asked; the fastest counts.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ...config import HardwareProfile, Policy
+from ...errors import Unsupported
 from ...ir.access import Block, Irregular
 from ...ir.extents import assumed_product
 from ...plan.group_view import GroupView, dtype_bytes
 from ..base import Fit
 from ..gemm.launch import operation_seconds
+from ..gemm.partials import RowRuns
 from ..gemm.runs.problem import MOST_TERMS
 from ..gemm.runs.time import sums_seconds as runs_seconds
 from ..group.footprint import footprint_bytes
 from ..group.read_order import is_transposing
 from ..program.expr import HALF_DTYPES
 from .blocks import data_and_weights, is_convolution, repeats_of
+from .boxes import boxes_of
 from .computed import STEP_CHANNELS, TMA_CHANNELS, computing_seconds
 from .depthwise.problem import MOST_CHANNELS
 from .depthwise.time import sums_seconds
@@ -117,9 +120,16 @@ FILLED_LINES = 1.2
 
 
 def predict(
-    group: GroupView, fit: Fit, sizes: Sizes, hw: HardwareProfile, policy: Policy
-) -> tuple[float, dict[str, float]]:
-    """Predicted seconds without the launch's own cost, and their terms."""
+    group: GroupView,
+    fit: Fit,
+    sizes: Sizes,
+    hw: HardwareProfile,
+    policy: Policy,
+    runs: Sequence[RowRuns] = (),
+) -> tuple[float, dict[str, float]] | None:
+    """Predicted seconds without the launch's own cost, and their terms; None where results are to
+    be reduced over `runs` and no form can.
+    """
     moved = sum(footprint_bytes(group, t) for t in group.inputs)
     moved += sum(map(group.tensor_bytes, group.outputs))
     hbm = moved / hw.hbm_bytes_per_s
@@ -134,20 +144,38 @@ def predict(
     computing, once = computing_seconds(group, data, sizes, hw)
     few = sizes.taps > 1 and sizes.filters <= RIM_FILTERS
     without_rims = few and (computing or sizes.repeats > 1)
+    more = _more_boxes(runs, sizes) if runs else 1.0
     work -= once
     found = []
     for name, body in _bodies(sizes, hw, policy):
-        if computing and name != "wgmma":
+        if (computing or runs) and name != "wgmma":
             continue
+        body *= more
         if without_rims and name == "wgmma":
             body *= WITHOUT_RIMS
         stores = _apart_seconds(group, sizes, name, hw)
         found.append((max(body + computing + work, hbm) + stores, name, body, stores))
+    if not found or not more:
+        return None
     seconds, name, body, stores = min(found)
     terms = {name: body, "hbm": hbm, "operations": work, "stores": stores, "start": START_SECONDS}
     if computing:
         terms["computed"] = computing
     return START_SECONDS + seconds, terms
+
+
+def _more_boxes(runs: Sequence[RowRuns], sizes: Sizes) -> float:
+    """How many times as many boxes hold the positions, where a box holds whole runs; 0 where none
+    holds those of all reductions, or positions are taken in phases.
+    """
+    shape, heights = runs[0].shape[:-1], runs[0].heights[:-1]
+    steps = (1,) * len(shape)
+    try:
+        if sizes.expansion * sizes.repeats > 1 or any(run.heights[:-1] != heights for run in runs):
+            return 0.0
+        return boxes_of(shape, steps, heights) / boxes_of(shape, steps)
+    except Unsupported:
+        return 0.0
 
 
 def _apart_seconds(group: GroupView, sizes: Sizes, form: str, hw: HardwareProfile) -> float:

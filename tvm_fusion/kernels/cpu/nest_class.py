@@ -7,6 +7,8 @@ epilogue on the values in registers.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ...config import HardwareProfile, Policy
 from ...cost.traffic import Resources, Traffic
 from ...ir.extents import assumed_product, product_key
@@ -25,7 +27,9 @@ class Nest(Family):
     needs = Needs(REDUCES)
 
     def accepts(self, group: GroupView, hw: HardwareProfile, policy: Policy) -> Fit | Refusal:
-        reducing = [i for i in group.ops if any(b.reduction for b in group.graph.ops[i].blocks)]
+        further = self.reduced_further(group, hw)
+        blocks = {i: [b for b in group.graph.ops[i].blocks if b.reduction] for i in group.ops}
+        reducing = [i for i in group.ops if any(id(b) not in further for b in blocks[i])]
         if len(reducing) != 1:
             return group.refuse(
                 RefusalCode.REDUCTION,
@@ -39,7 +43,8 @@ class Nest(Family):
         space = product_key(root.extents(root.spatial))
         after, before = {anchor.outputs[0]}, self.taken_in(group, anchor, hw)
         for block in group.blocks:
-            if block in anchor.blocks or block.writes[0].tensor in before:
+            known = block in anchor.blocks or id(block) in further
+            if known or block.writes[0].tensor in before:
                 continue
             if not any(a.tensor in after for a in block.reads):
                 return group.refuse(
@@ -62,6 +67,10 @@ class Nest(Family):
         their way.
         """
         return frozenset()
+
+    def reduced_further(self, group: GroupView, hw: HardwareProfile) -> Collection[int]:
+        """Blocks of the group, by `id`, that reduce its results once more: none, in a loop nest."""
+        return ()
 
     def traffic(self, group: GroupView, fit: Fit, hw: HardwareProfile) -> Traffic:
         flops = sum(2.0 * points(b) for b in group.blocks if b.is_contraction)

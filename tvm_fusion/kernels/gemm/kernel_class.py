@@ -9,13 +9,14 @@ alone would leave the device idle (experts, low-rank updates). A prologue may al
 stored operand is smaller than what is computed from it (a dequantisation), on weights also where
 there are few rows, on rows where there is one; the predicted time decides. On Hopper also what is
 computed of one matrix of rows (batch norm and relu in front of a 1x1 convolution), see `computed`;
-and runs of a product's columns may be reduced, for a kernel that finishes rows (see `partials`).
+and runs of a product's columns or rows may be reduced, for a kernel that finishes them (see
+`partials`).
 On CUDA what is behind a product may be made of pairs of its columns (see `columns`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from ...config import HardwareProfile, Policy
@@ -24,13 +25,14 @@ from ...ir.extents import product_key
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
 from ..base import MULTIPLIES, Family, Fit, Needs
+from ..contraction.model import RUN_ROWS
 from ..forms import Writer
 from ..group.footprint import evaluations, refuse_recompute
 from ..group.traffic import memory_traffic
 from .columns import State, columns_behind, is_part, paired_elements, pairs_of
 from .computed import computes_left
 from .launch import GemmGroup, narrows
-from .partials import refuse_partials
+from .partials import RowRuns, refuse_partials, row_runs
 from .product import Product, match_product
 from .side_by_side import are_siblings, components, depends_on_another, refuse_side_by_side
 from .time import SKINNY_ROWS, predict
@@ -85,10 +87,12 @@ def check_neighbours(
     hw: HardwareProfile,
     policy: Policy,
     behind: Mapping[int, State],
+    reduced: Collection[int] = (),
 ) -> Refusal | None:
     """Every other block is an epilogue on a product's index space, or makes an operand.
 
-    `behind` are tensors that hold a product's elements or parts of them, where any holds parts.
+    `behind` are tensors that hold a product's elements or parts of them, where any holds parts;
+    `reduced` are blocks, by `id`, that reduce runs of rows, of which the last reach beyond it.
     """
     after: set[int] = set()
     before, computable = _upstream(group, products), _computable(group, products, hw, policy)
@@ -99,7 +103,7 @@ def check_neighbours(
         sizes[own] = product_key(p.block.extents(p.block.spatial))
     blocks = {id(p.block) for p in products}
     for block in group.blocks:
-        if id(block) in blocks:
+        if id(block) in blocks or id(block) in reduced:
             continue
         sources = [a.tensor for a in block.reads if a.tensor in after]
         written = block.writes[0].tensor
@@ -132,6 +136,18 @@ def check_neighbours(
                 RefusalCode.SPACE_MISMATCH, f"{block.name} neither feeds nor follows the product"
             )
     return None
+
+
+def images_of(products: Sequence[Product], runs: Collection[RowRuns]) -> int | None:
+    """Batches that the products' rows are to be taken as, so that tiles hold whole runs of rows;
+    None where runs are not counted over rows of a batch, or over others for each.
+    """
+    rows = {run.rows for run in runs}
+    if None in rows or any(p.m % n for p in products for n in rows):
+        return None
+    uneven = rows if any(n % RUN_ROWS for n in rows) else set()
+    sizes = {p.m // n for p in products for n in uneven}
+    return None if len(sizes) > 1 else max(sizes, default=1)
 
 
 def _computable(
@@ -194,16 +210,23 @@ class Gemm(Family):
                 others.append(block)
         if not products:
             return group.refuse(RefusalCode.REDUCTION, "the group holds no matrix product")
-        if others:
-            columns = {id(p.block): p.columns for p in products}
-            if refusal := refuse_partials(group, columns, others, hw):
-                return refusal
+        columns = {id(p.block): p.columns for p in products}
+        runs_of_rows = row_runs(group, columns, others)
+        if others and (refusal := refuse_partials(group, columns, others, hw, runs_of_rows)):
+            return refusal
+        images = images_of(products, runs_of_rows.values())
+        if images is None:
+            return group.refuse(
+                RefusalCode.EPILOGUE,
+                f"{others[0].name} reduces blocks of a product's rows that no tile holds in order",
+            )
+        products = [replace(p, batch=p.batch * images, m=p.m // images) for p in products]
         if refusal := check_siblings(group, products, hw):
             return refusal
         behind: dict[int, State] = {}
         if hw.kind == "cuda" and not others:
-            behind = columns_behind(group, {id(p.block): p.columns for p in products})
-        if refusal := check_neighbours(group, products, hw, policy, behind):
+            behind = columns_behind(group, columns)
+        if refusal := check_neighbours(group, products, hw, policy, behind, runs_of_rows):
             return refusal
         before = upstream_of(group, products)
         accumulated = frozenset(w.tensor for p in products for w in p.block.writes)
@@ -212,11 +235,11 @@ class Gemm(Family):
         if refusal := refuse_recompute(group, runs, policy):
             return refusal
         shapes = tuple((p.batch, p.m, p.n, p.k) for p in products)
-        columns, parts = sum(p.n for p in products), components(group, products)
+        parts = components(group, products)
         fit = Fit(
             self.name,
             products[0].m,
-            columns,
+            sum(p.n for p in products),
             runs.counts,
             shapes,
             side_by_side=len(parts) > 1,
@@ -233,6 +256,7 @@ class Gemm(Family):
             hw,
             pairs,
             paired_elements(group, behind),
+            images,
         )
         time = predict(launch, hw, policy)
         if time is None and pairs:

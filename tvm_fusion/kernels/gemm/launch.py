@@ -129,6 +129,7 @@ class GemmGroup:
     before : tensors upstream of left operands, and of right ones.
     pairs : widths of runs and distances of the pairs of columns that outputs are made of.
     paired : elements that are made of such pairs.
+    images : batches that a product's rows are taken as, which share their right operands.
     """
 
     group: GroupView
@@ -139,6 +140,7 @@ class GemmGroup:
     hw: HardwareProfile
     pairs: frozenset[tuple[int, int]] = frozenset()
     paired: float = 0.0
+    images: int = 1
 
     @cached_property
     def products(self) -> list[Product]:
@@ -280,11 +282,14 @@ class GemmGroup:
 
     @cached_property
     def more_b_bytes(self) -> float:
-        """Bytes of right operands beyond those that `sizes` tell of."""
+        """Bytes of right operands beyond those that `sizes` tell of; less than 0 where batches
+        share them.
+        """
         batch, _, columns, k, together = self.sizes
         told = batch * sum(columns) * k * together
         size = max(dtype_bytes(dtype) for dtype in self.dtypes)
-        return max(0, sum(p.batch * p.n * p.k for p in self.products) - told) * size
+        known = sum(p.batch * p.n * p.k for p in self.products)
+        return (max(told, known) / self.images - told) * size
 
     @property
     def equal_sizes(self) -> bool:

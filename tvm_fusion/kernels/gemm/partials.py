@@ -1,17 +1,23 @@
 """Which reductions of a matrix product's result its own kernel can take along: those of aligned
-runs of columns that lie within a tile.
+runs of columns that lie within a tile, and of runs of 16 rows.
 
     h[m, n] = x @ W + r      p[m, t] = sum over c < 128 of h[m, 128 t + c]^2
+                             q[t, n] = sum over i < 16 of h[16 t + i, n]
+
+Rows are those of a batch each: 49 of an image are 4 runs, and tiles start at each image.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from ...config import HardwareProfile
-from ...ir.access import Block, Reduction
+from ...ir.access import Affine, AxisKind, Block, Index, Reduction
 from ...plan.group_view import GroupView
 from ...plan.refusal import Refusal, RefusalCode
+from ..contraction.model import RUN_ROWS
 from ..group.footprint import is_identity
 from ..group.read_order import plain_axes
 
@@ -27,19 +33,84 @@ def writes_partials(hw: HardwareProfile) -> bool:
     return hw.kind == "cuda" and hw.arch == ARCHITECTURE
 
 
+@dataclass(frozen=True, slots=True)
+class RowRuns:
+    """A reduction over blocks of `heights` elements of a tensor of this shape, a number for each
+    dimension; those of the last one are columns of a product.
+    """
+
+    shape: tuple[int, ...]
+    heights: tuple[int, ...]
+
+    @property
+    def rows(self) -> int | None:
+        """Rows of a batch, where runs are along the dimension before the columns; else None."""
+        return self.shape[-2] if self.heights[-2] == RUN_ROWS else None
+
+
+def row_runs(
+    group: GroupView, columns: Mapping[int, frozenset[int]], blocks: Sequence[Block]
+) -> dict[int, RowRuns]:
+    """Those of the reductions `blocks` that are over runs of rows of products, by `id`.
+
+    `columns` are the axes of columns of each product, by the `id` of its block.
+    """
+    found, counts = {}, _column_counts(group, columns) if blocks else {}
+    for block in blocks:
+        runs = _row_runs(group, block, counts)
+        if runs is not None:
+            found[id(block)] = runs
+    return found
+
+
+def _row_runs(group: GroupView, block: Block, columns: Mapping[int, int]) -> RowRuns | None:
+    if block.reduction is not Reduction.SUM or len(block.reads) != 1:
+        return None
+    (read,) = block.reads
+    shape, extents = group.graph.tensors[read.tensor].shape, [a.extent for a in block.axes]
+    if columns.get(read.tensor) != shape[-1] or len(shape) < 2:
+        return None
+    if not all(isinstance(n, int) for n in (*shape, *extents)):
+        return None
+    heights = [_height(block, index, n) for index, n in zip(read.index, shape, strict=True)]
+    if None in heights or heights[-1] != 1 or math.prod(heights) != RUN_ROWS:
+        return None
+    return RowRuns(tuple(shape), tuple(heights))
+
+
+def _height(block: Block, index: Index, size: int) -> int | None:
+    """How many elements side by side a block reduces along a dimension; None if it does it in
+    another way.
+    """
+    if not isinstance(index, Affine) or index.constant:
+        return None
+    live = [i for i in index.axes if block.axes[i].extent != 1]
+    inner = [i for i in live if block.axes[i].kind is AxisKind.REDUCE]
+    outer = [i for i in live if i not in inner]
+    if len(inner) > 1 or len(outer) > 1:
+        return None
+    height = block.axes[inner[0]].extent if inner else 1
+    count = block.axes[outer[0]].extent if outer else 1
+    steps = [index.coefficients[i] for i in (*outer, *inner)]
+    expected = [height] * len(outer) + [1] * len(inner)
+    return height if steps == expected and count == -(-size // height) else None
+
+
 def refuse_partials(
     group: GroupView,
     columns: Mapping[int, frozenset[int]],
     blocks: Sequence[Block],
     hw: HardwareProfile,
+    rows: Collection[int] = (),
 ) -> Refusal | None:
     """The refusal for the first of the reductions `blocks` that is none of a product's columns.
 
-    `columns` are the axes of columns of each product, by the `id` of its block.
+    `columns` are the axes of columns of each product, by the `id` of its block; `rows` those of the
+    reductions that are over runs of rows.
     """
     counts = _column_counts(group, columns)
     for block in blocks:
-        why = _why_not(group, block, counts)
+        why = _why_read(group, block) if id(block) in rows else _why_not(group, block, counts)
         if why is None and not writes_partials(hw):
             why = "reduces a row, which no kernel for this device does behind a product"
         if why is not None:
@@ -57,10 +128,17 @@ def _why_not(group: GroupView, block: Block, columns: Mapping[int, int]) -> str 
         return "reduces a row; a tile of a matrix product holds part of one"
     if block.reduction not in KINDS or plain_axes(block, read) != live:
         return "reduces a run of columns in another way than by sum or maximum"
-    if any(w.tensor in group.readers_of or w.tensor not in group.outputs for w in block.writes):
-        return "is read within the kernel that holds only part of a row at a time"
+    if why := _why_read(group, block):
+        return why
     if not all(_is_reduced_further(group, w.tensor) for w in block.writes):
         return "is a statistic that a kernel with whole rows takes along when it applies it"
+    return None
+
+
+def _why_read(group: GroupView, block: Block) -> str | None:
+    """Why no kernel of a product can have the readers of a reduction, or None."""
+    if any(w.tensor in group.readers_of or w.tensor not in group.outputs for w in block.writes):
+        return "is read within the kernel that holds only part of a row at a time"
     return None
 
 

@@ -42,6 +42,8 @@ from .opening import (
 )
 
 PICKED = 9  # elements that a shift is made of
+SHIFT_ATTR = "tvm_fusion.shift"
+"""What is computed of medians of elements and cancels out: any numbers in its place are right."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,8 @@ def _typical(o: Opening, samples: Samples, shape: list[Expr]) -> Expr:
 
     # four operators, whose results a kernel keeps: in one, the loads would be spelled out 25 times
     medians = [o.emit("median", o.builder.call_te(median(n), samples.tensor)) for n in range(3)]
-    return o.widen("typical", o.emit("typical", o.builder.call_te(typical, *medians)))
+    found = o.builder.call_te(typical, *medians, primfunc_attrs={SHIFT_ATTR: 1})
+    return o.widen("typical", o.emit("typical", found))
 
 
 def _median(a: Expr, b: Expr, c: Expr) -> Expr:

@@ -17,6 +17,7 @@ from ...errors import PlanError
 from .fold_factors import FoldFactors
 from .lean_weights import LeanWeights, PackedWeights
 from .pad_depth import PadDepth
+from .partial_columns import PartialColumns
 from .partial_rows import PartialRows
 from .row_slices import RowSlices
 
@@ -50,6 +51,7 @@ def may_round(policy: Policy) -> bool:
 REWRITES: dict[str, Rewrite] = {
     "fold_factors": Rewrite(lambda _hw: FoldFactors(), may_round, ("cuda", "llvm")),
     "partial_rows": Rewrite(PartialRows, may_round),
+    "partial_columns": Rewrite(PartialColumns, may_round),
     "row_slices": Rewrite(lambda _hw: RowSlices()),
     "pad_depth": Rewrite(PadDepth),
     # After those that look at constants: these hide them.

@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 
 from ....config import HardwareProfile
 from ....errors import Unsupported
+from ...contraction.model import ColumnPartial
 from ...gpu.access import is_multiple
 from ...gpu.product_frame import assumed, ceil_div
 from ...program.expr import bytes_of
@@ -117,8 +118,8 @@ def _sizes(
     Of segments of their own: all rows under each other, and the mean of columns and terms.
     """
     if problem.shared:
-        rows = assumed(problem.M)
-        return (assumed(problem.batch), rows, tuple(problem.columns), problem.K), 0.0
+        batch, rows = assumed(problem.batch), assumed(problem.M)
+        return (batch, rows, tuple(problem.columns), problem.K), _shared_by_images(problem)
     parts = [
         (assumed(s.B) * ceil_div(assumed(s.M), block_m) * block_m, s) for s in problem.segments
     ]
@@ -128,6 +129,18 @@ def _sizes(
     k = max(1, round(sum(m * s.N * s.K for m, s in parts) / cells))
     weights = sum(assumed(s.B) * s.N * s.K for s in problem.segments) - columns * k
     return (1, rows, (columns,), k), max(0, weights) * len(problem.segments[0].products)
+
+
+def _shared_by_images(problem: HopperProblem) -> float:
+    """Less than 0: elements of B of all batches but one, where rows are taken in batches for their
+    reduction.
+    """
+    own = [o for s in problem.segments for o in s.outputs if isinstance(o.partial, ColumnPartial)]
+    views = [view for s in problem.segments for view in s.b]
+    if not own or any(view.access.digits["batch"] for view in views):
+        return 0.0
+    weights = sum(s.N * s.K * len(s.b) for s in problem.segments)
+    return float((1 - assumed(problem.batch)) * weights)
 
 
 def tile_of(

@@ -18,9 +18,10 @@ from ...gpu.product_frame import Frame, Tile, evaluate
 from ...program.expr import FLOAT8_DTYPES, bytes_of, conjunction, convert
 from ..epilogue import partner_vars, reads_in_place, values_by_part
 from .boxes import Boxes
-from .fetch import Fetch, Partials
+from .fetch import Fetch
 from .layout import Layout
 from .model import BOX, HopperSegment
+from .partials import Partials
 from .plan import CHUNK
 from .state import Hopper, warpgroup_sync
 
@@ -280,7 +281,8 @@ class Epilogue:
                     for position, output in enumerate(segment.outputs):
                         low, high = (values[position] for values in pair)
                         if output.partial is not None:
-                            self.partials.add(number, position, chunk, group, half, (low, high))
+                            place = chunk, group, half
+                            self.partials.add(number, position, own, place, (low, high))
                         elif position == (segment.staged if self.staged else by_rows):
                             word = pack_halves(output.dtype, low, high)
                             T.buffer_store(self.words, word, [group * 2 + half])

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from ....config import HardwareProfile
 from ....errors import Unsupported
+from ...contraction.model import RowPartial
 from ...gpu.access import affine_access
 from ...gpu.product_frame import ceil_div
 from ...gpu.tensor_map import TensorMap
@@ -114,12 +115,14 @@ def _check_boxes(problem: HopperProblem, config: HopperConfig, columns: int) -> 
 
 
 def _check_runs(problem: HopperProblem, columns: int) -> None:
-    """Raises Unsupported where so many columns, a block's share of a tile, are no whole runs."""
+    """Raises Unsupported where so many columns, a block's share of a tile, are no whole runs; runs
+    of rows have those of a warp, whatever the tile.
+    """
     outputs = [o for segment in problem.segments for o in segment.outputs if o.partial is not None]
     for output in outputs:
-        width = output.partial.width
-        if columns % width or width % CHUNK:
-            raise Unsupported(f"runs of {width} columns in a tile of {columns}")
+        partial = output.partial
+        if isinstance(partial, RowPartial) and (columns % partial.width or partial.width % CHUNK):
+            raise Unsupported(f"runs of {partial.width} columns in a tile of {columns}")
         if dtype_of(output.value) != "float32":
             raise Unsupported(f"a run of {dtype_of(output.value)}")
 

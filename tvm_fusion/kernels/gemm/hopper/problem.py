@@ -15,6 +15,7 @@ from tvm.ir import Expr, TensorLoad, Var
 from ....errors import Unsupported
 from ...contraction.model import Binding
 from ...contraction.reader import Axis, Contraction, Product, Segment, equal_sizes
+from ...contraction.row_runs import check_row_runs
 from ...gpu.access import AffineAccess, affine_access
 from ...gpu.tensor_map import TensorMap, tensor_map
 from ...program.expr import (
@@ -122,7 +123,8 @@ def read_problems(contraction: Contraction) -> dict[int, HopperProblem]:
     ------
     Unsupported
         Symbolic N or K; operands that are no plain tensors of floats, or that no tensor map
-        expresses; products with different A operands; more than two products in a segment.
+        expresses; products with different A operands; more than two products in a segment; runs of
+        rows that do not start at multiples of 16 rows of a batch.
     """
     inner = [*(s.N for s in contraction.segments), *(p.K for p in contraction.products)]
     if not all(isinstance(size, int) for size in inner):
@@ -256,6 +258,7 @@ def _segment(
     b: tuple[OperandView, ...],
 ) -> HopperSegment:
     groups = {"batch": batch, "m": m, "n": segment.n}
+    check_row_runs(segment.outputs, m, (*batch, *segment.n))
     bindings, outputs, loads = take_loads(contraction, segment, groups)
     found = HopperSegment(
         batch,

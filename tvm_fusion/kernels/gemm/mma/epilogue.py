@@ -20,7 +20,8 @@ from ...gpu.memory import copy_out
 from ...gpu.product_frame import Frame, Tile, coordinates, evaluate
 from ...program.expr import HALF_DTYPES, bytes_of, conjunction, constant, convert
 from ..epilogue import reads_in_place, values_by_part
-from ..hopper.fetch import Fetch, Partials
+from ..hopper.fetch import Fetch
+from ..hopper.partials import Partials
 from .plan import Panel, WarpTiles
 from .problem import MmaSegment
 from .units import CHUNK as CHUNK_BYTES
@@ -38,7 +39,7 @@ CHUNK = 16
 class Layout:
     """Coordinates of a thread in its warp's tile; `part` is the number of the 16 rows at work.
 
-    It has what `gemm.hopper.fetch.Fetch` and `gemm.hopper.fetch.Partials` ask of a kernel, its
+    It has what `gemm.hopper.fetch.Fetch` and `gemm.hopper.partials.Partials` ask of a kernel, its
     plan and its problem.
     """
 
@@ -175,7 +176,8 @@ class Epilogue:
                 for position, output in enumerate(self.segment.outputs):
                     values = [x[position] for x in pair]
                     if output.partial is not None:
-                        self.partials.add(0, position, chunk, group, half, tuple(values))
+                        place = chunk, group, half
+                        self.partials.add(0, position, self.tile, place, tuple(values))
                     elif position in self.wide:
                         self._put(position, chunk * 2 + group, half, values)
                     else:

@@ -16,7 +16,7 @@ from tvm.ir import TensorLoad
 
 from ....config import HardwareProfile
 from ....errors import Unsupported
-from ...contraction.model import Binding
+from ...contraction.model import Binding, RowPartial
 from ...contraction.reader import (
     Axis,
     Contraction,
@@ -27,6 +27,7 @@ from ...contraction.reader import (
     equal_sizes,
     size_of,
 )
+from ...contraction.row_runs import check_row_runs
 from ...contraction.windows import Windows
 from ...gpu.access import AffineAccess, WindowAccess, affine_access, window_access
 from ...program.expr import (
@@ -137,7 +138,7 @@ class MmaSegment:
     @property
     def runs(self) -> list[int]:
         """Columns of the runs that are reduced in the epilogue."""
-        return [o.partial.width for o in self.outputs if o.partial is not None]
+        return [o.partial.width for o in self.outputs if isinstance(o.partial, RowPartial)]
 
     @property
     def groups(self) -> dict[str, tuple[Axis, ...]]:
@@ -151,7 +152,8 @@ def read_mma(contraction: Contraction, hw: HardwareProfile, tf32: bool) -> tuple
     Raises
     ------
     Unsupported
-        A device without cp.async, or operands whose dtypes mma.sync does not take.
+        A device without cp.async, operands whose dtypes mma.sync does not take, or reductions of
+        rows that are no 16 of a warp's.
     """
     if hw.kind != "cuda" or _capability(hw) < 80:
         raise Unsupported(f"{hw.arch} has no cp.async")
@@ -181,6 +183,7 @@ def _segment(
             groups.append([product])
     loops = tuple(_loop(contraction, segment, group, hw, tf32) for group in groups)
     axes = segment.groups
+    check_row_runs(segment.outputs, segment.m, (*segment.batch, *segment.n))
     bindings, outputs, loads = take_loads(contraction, segment, axes)
     return MmaSegment(segment, loops, bindings, outputs, loads)
 

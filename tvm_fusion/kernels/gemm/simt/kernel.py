@@ -244,7 +244,7 @@ def simt_ranked(
 
 def _refuse_partials(contraction: Contraction) -> None:
     if contraction.has_partials:
-        raise Unsupported("reductions of runs of columns")
+        raise Unsupported("reductions of runs of columns or rows")
 
 
 def _holds_pairs(contraction: Contraction, config: SimtConfig) -> bool:

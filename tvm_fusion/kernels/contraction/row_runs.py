@@ -1,0 +1,216 @@
+"""Reductions of what a product computes over runs of its rows, for each column.
+
+    T[i, j] = sum_k x[i, k] * w[k, j]        h[i, j] = relu(T[i, j])
+    p[t, j] = sum over r < 16 of h[16 t + r, j]    where 16 t + r < 100, else of 0
+
+A run may be a block of several axes, such as 2 x 8 positions of an image. The last runs along an
+axis reach beyond it, where terms are neutral. The reduction is told over the elements of what it
+reads: each goes to p[i // 16, j].
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.ir import Expr, TensorLoad, Var
+
+from ...errors import Unsupported
+from ..program.definitions import Definition, shape_of
+from ..program.expr import constant, is_if_then_else, number, same, substitute, variables
+from ..program.program import ReduceKind
+from .model import (
+    INDEX,
+    RUN_ROWS,
+    Axis,
+    ColumnPartial,
+    Output,
+    Simplifier,
+    fresh_var,
+    size_of,
+)
+
+_KINDS = (ReduceKind.SUM, ReduceKind.MAX)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowRun:
+    """A reduction over runs of rows, over the elements of the tensor that it reads.
+
+    Attributes
+    ----------
+    axes : of the elements.
+    indices : of the result that an element goes to.
+    terms : which term of it an element is: the reduced axes.
+    """
+
+    axes: tuple[Axis, ...]
+    indices: tuple[Expr, ...]
+    terms: Mapping[Var, Expr]
+
+
+def find_row_run(definition: Definition, after: Set[Var]) -> RowRun | None:
+    """A reduction as one of runs of rows, or None: of another form, of other runs, or of columns.
+
+    `after` are the products, and what is pointwise in them.
+    """
+    extents = [extent for _, extent in definition.reduced]
+    if definition.kind not in _KINDS or not all(isinstance(n, int) for n in extents):
+        return None
+    loads = [load for load in _loads(definition.value) if load.source in after]
+    if math.prod(extents) != RUN_ROWS or not loads:
+        return None
+    first = loads[0].indices
+    if not all(same(a, b) for load in loads for a, b in zip(first, load.indices, strict=True)):
+        return None
+    found = _Reader(definition, loads[0]).read()
+    return found if found is not None and _reduces_all(definition, found) else None
+
+
+def _loads(expr: Expr) -> list[TensorLoad]:
+    found: list[TensorLoad] = []
+    tvm_ffi.structural_walk(expr, [(TensorLoad, found.append)])
+    return found
+
+
+class _Reader:
+    """Reads each index of a load as a whole axis of the result, or as a run along one."""
+
+    def __init__(self, definition: Definition, load: TensorLoad) -> None:
+        self.definition, self.load = definition, load
+        axes = zip(definition.axes, definition.shape, strict=True)
+        self.spatial = {axis: n for axis, n in axes if axis is not None}
+        self.reduced = dict(definition.reduced)
+        self.at: dict[Var, Expr] = {}
+        for var, extent in (*self.spatial.items(), *self.reduced.items()):
+            if extent == 1:
+                self.at[var] = constant(0, INDEX)
+
+    def read(self) -> RowRun | None:
+        """The run, or None."""
+        axes, plain = [], False
+        for index, extent in zip(self.load.indices, shape_of(self.load.source), strict=True):
+            if not isinstance(extent, int):
+                return None
+            if extent == 1 and number(self._simple(index)) == 0:
+                continue
+            axes.append(Axis(fresh_var(f"e{len(axes)}", INDEX), extent))
+            steps = self._steps(index)
+            if steps is None or not self._put(axes[-1], steps):
+                return None
+            plain = not set(steps) & set(self.reduced)
+        if not plain or set(self.at) != {*self.spatial, *self.reduced}:
+            return None  # the innermost axis, whose elements are neighbours, is one of columns
+        indices = [
+            constant(0, INDEX) if axis is None else self.at[axis] for axis in self.definition.axes
+        ]
+        return RowRun(tuple(axes), tuple(indices), {v: self.at[v] for v in self.reduced})
+
+    def _simple(self, index: Expr) -> Expr:
+        return tvm.sym.Analyzer().simplify(substitute(index, self.at))
+
+    def _steps(self, index: Expr) -> dict[Var, int] | None:
+        """The coefficients of a linear form without a constant, or None."""
+        index = self._simple(index)
+        found = variables(index)
+        zero = {var: constant(0, INDEX) for var in found}
+        analyzer, rest, steps = tvm.sym.Analyzer(), index, {}
+        for var in found:
+            one = {**zero, var: constant(1, INDEX)}
+            step = number(analyzer.simplify(substitute(index, one)))
+            if step is None:
+                return None
+            steps[var] = int(step)
+            rest = rest - var * constant(int(step), INDEX)
+        return steps if number(analyzer.simplify(rest)) == 0 else None
+
+    def _put(self, axis: Axis, steps: Mapping[Var, int]) -> bool:
+        """Takes in what an axis of the elements says of those of the reduction."""
+        outer = [var for var in steps if var in self.spatial]
+        inner = [var for var in steps if var in self.reduced]
+        if len(outer) > 1 or len(inner) > 1 or len(steps) != len(outer) + len(inner):
+            return False
+        height = self.reduced[inner[0]] if inner else 1
+        count = self.spatial[outer[0]] if outer else 1
+        if count != -(-axis.extent // height) or any(var in self.at for var in steps):
+            return False
+        expected = {**dict.fromkeys(outer, height), **dict.fromkeys(inner, 1)}
+        if expected != dict(steps):
+            return False
+        size = constant(height, INDEX)
+        for var in outer:
+            self.at[var] = tirx.FloorDiv(axis.var, size) if height > 1 else axis.var
+        for var in inner:
+            self.at[var] = tirx.FloorMod(axis.var, size) if outer else axis.var
+        return True
+
+
+def _reduces_all(definition: Definition, run: RowRun) -> bool:
+    """Whether all elements are terms, and nothing else is one."""
+    value = definition.value
+    while isinstance(value, tirx.Cast):
+        value = value.value
+    if not is_neutral(definition.kind, definition.initial, definition.dtype):
+        return False
+    if not is_if_then_else(value):
+        size = math.prod(n for axis, n in zip(definition.axes, definition.shape, strict=True))
+        return size * RUN_ROWS == size_of(run.axes)
+    condition, _, other = value.args
+    env = definition.at(run.indices) | run.terms
+    inside = Simplifier(run.axes)(substitute(condition, env))
+    return number(inside) == 1 and is_neutral(definition.kind, other, definition.dtype)
+
+
+def is_neutral(kind: ReduceKind, value: Expr, dtype: str) -> bool:
+    """Whether a term changes no result."""
+    while isinstance(value, tirx.Cast):
+        value = value.value
+    found = number(value)
+    if kind is ReduceKind.SUM:
+        return found == 0
+    return found is not None and found <= number(tirx.min_value(dtype))
+
+
+def check_row_runs(outputs: Sequence[Output], m: Sequence[Axis], others: Sequence[Axis]) -> None:
+    """Refuses reductions of other rows than runs of `RUN_ROWS` from the first one of `m` on.
+
+    `others` are the axes of the batch and of columns.
+
+    Raises
+    ------
+    Unsupported
+    """
+    for output in outputs:
+        reduces = isinstance(output.partial, ColumnPartial)
+        if reduces and not _follows_rows(output.indices, m, others):
+            raise Unsupported(f"a reduction of rows that are no {RUN_ROWS} side by side")
+
+
+def _follows_rows(indices: Sequence[Expr], m: Sequence[Axis], others: Sequence[Axis]) -> bool:
+    """Whether the indices of a reduction are those of one element for each run."""
+    rows = size_of(m)
+    if not isinstance(rows, int):
+        return False
+    first, place = fresh_var("first", INDEX), fresh_var("place", INDEX)
+    runs = [Axis(first, -(-rows // RUN_ROWS)), Axis(place, RUN_ROWS)]
+    simplify = Simplifier([*others, *runs])
+    start = first * constant(RUN_ROWS, INDEX)
+    inside, before = (_coordinates(m, row) for row in (start + place, start))
+    return all(
+        same(simplify(substitute(i, inside)), simplify(substitute(i, before))) for i in indices
+    )
+
+
+def _coordinates(m: Sequence[Axis], row: Expr) -> dict[Var, Expr]:
+    """The axes of rows at a row; beyond the last one the first of them goes on."""
+    found, step = {}, 1
+    for position in range(len(m) - 1, -1, -1):
+        axis = m[position]
+        at = tirx.FloorDiv(row, constant(step, INDEX)) if step > 1 else row
+        found[axis.var] = tirx.FloorMod(at, constant(axis.extent, INDEX)) if position else at
+        step *= axis.extent
+    return found
