@@ -1,6 +1,7 @@
 """Convolutions whose results are summed over blocks of positions by the same kernel."""
 
-import dataclasses
+import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -17,9 +18,10 @@ from ...support.column_sums import ReducedConv
 from ...support.conv_suites import last
 from ...support.hopper_on_cpu import run_hopper_on_cpu
 from ...support.kernel_cases import outputs_of
+from .test_hopper import drawn
 
 H200 = load_profile("nvidia_h200")
-TINY_H200 = dataclasses.replace(H200, num_sms=2)
+TINY_H200 = replace(H200, num_sms=2)
 POLICY = load_policy(None)
 
 CASES = [
@@ -46,15 +48,10 @@ def configs(problem):
     return list(found.values())
 
 
-@pytest.mark.one_in(5)
-@pytest.mark.parametrize("form", range(3))
-@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.conv.output_shape}-{c.heights}")
-def test_positions_are_summed_in_every_form_of_the_kernel(case, form):
-    func, inputs = case.func(), case.conv.arrays()
-    problem, wanted = read_convolution(func), case.expected(inputs)
-    found = configs(problem)
-    config = found[(form + CASES.index(case)) % len(found)]
-    outputs = outputs_of(func, len(inputs))
+def check(case, func, problem, config):
+    """Runs a configuration; each output is poisoned before and close to float64 after."""
+    inputs = case.conv.arrays()
+    outputs, wanted = outputs_of(func, len(inputs)), case.expected(inputs)
     emit = emit_rims if isinstance(config, RimConfig) else emit_hopper
     assert run_hopper_on_cpu(emit(problem, TINY_H200, config), [*inputs, *outputs]) == 1
     pairs = zip(outputs, wanted, strict=True)
@@ -62,6 +59,43 @@ def test_positions_are_summed_in_every_form_of_the_kernel(case, form):
     assert max(errors) <= 1e-3, config
     rounded = config.deferred or case.conv.prologue  # what is computed in front is stored as halves
     assert max(errors[-2:]) <= (5e-4 if rounded else 2e-6), config
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("form", range(3))
+@pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.conv.output_shape}-{c.heights}")
+def test_positions_are_summed_in_every_form_of_the_kernel(case, form):
+    func = case.func()
+    problem = read_convolution(func)
+    found = configs(problem)
+    check(case, func, problem, found[(form + CASES.index(case)) % len(found)])
+
+
+def drawn_case(seed):
+    """A random convolution, summed over the positions of each image or of all of them."""
+    rng = random.Random(seed)
+    epilogue = rng.choice(("none", "relu", "scale_shift", "residual"))
+    conv = replace(drawn(seed), epilogue=epilogue, dtype="float16")
+    rank = len(conv.output_shape) - 1
+    reduced = range(rng.randint(0, 1), rank)
+    run = best_run(conv.output_shape[:-1], (1, *conv.strides), reduced)
+    order = rng.choice((None, (0, rank, *range(1, rank))))
+    return ReducedConv(conv, (*run, 1), rng.random() < 0.5, order)
+
+
+def is_summed(seed):
+    """Whether filters of a drawn convolution lie side by side, as those of sums have to."""
+    conv = drawn(seed)
+    return not conv.transposed and conv.data_layout.endswith("C")
+
+
+@pytest.mark.one_in(20)
+@pytest.mark.parametrize("seed", [s for s in range(100, 150) if is_summed(s)])
+def test_random_convolutions_sum_up_their_results(seed):
+    case = drawn_case(seed)
+    func = case.func()
+    problem = read_convolution(func)
+    check(case, func, problem, random.Random(seed).choice(configs(problem)))
 
 
 def test_a_kernel_with_rims_sums_positions_too():
