@@ -135,6 +135,17 @@ def test_other_reductions_are_left_alone(emit, types):
     assert PartialColumns(H200)(mod).same_as(mod)
 
 
+@pytest.mark.parametrize(("layers", "is_split"), [(1, True), (60, False)])
+def test_a_small_share_of_all_results_is_left_alone(layers, is_split):
+    def emit(bb, x, w, r):
+        for _ in range(layers):
+            x = convolved(bb, x, w, r)
+        return op.mean(x, axis=[1, 2])
+
+    mod = opened(module(emit, *conv_types(2, 8, 8, 16, 16)))
+    assert PartialColumns(H200)(mod).same_as(mod) != is_split
+
+
 @pytest.mark.parametrize("hw", [A100, CPU], ids=lambda hw: hw.name)
 def test_devices_whose_kernels_write_no_partial_results_split_nothing(hw):
     mod = opened(module(pooled, *conv_types(2, 8, 8, 8, 16)), hw)
