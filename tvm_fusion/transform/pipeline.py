@@ -56,6 +56,7 @@ from .rewrites.lean_constants import LeanConstants
 from .rewrites.nest_concats import NestConcats
 from .rewrites.rewrites import REWRITES
 from .rewrites.split_reductions import SplitReductions
+from .rewrites.tell_repeats import TellRepeats
 from .rewrites.unpack_stacks import UnpackStacks
 
 
@@ -112,6 +113,7 @@ def open_composites(
         relax.transform.CanonicalizeBindings(),
         DropEmpty(),
         JoinPieces(),
+        *([TellRepeats()] if decompose else []),
         *([NestConcats()] if decompose and _gpu(hw) is not None else []),
         *([AssignLayouts()] if decompose and _gpu(hw) is not None else []),
         Decompose(_gpu(hw), keep_all=not decompose),
