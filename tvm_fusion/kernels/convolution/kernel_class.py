@@ -25,6 +25,7 @@ from ..cpu.nest_class import Nest
 from ..forms import Writer
 from ..gemm.partials import RowRuns, refuse_partials, row_runs, writes_partials
 from ..group.footprint import points
+from ..group.gathers import refuse_gathers
 from ..group.traffic import filled_by_threads, memory_traffic
 from .blocks import data_and_weights, is_convolution, moved_before
 from .computed import computes_data, front_of
@@ -84,6 +85,8 @@ class ConvolutionClass(Nest):
         fit = super().accepts(group, hw, policy)
         if isinstance(fit, Refusal) or hw.kind != "cuda":
             return fit
+        if refusal := refuse_gathers(group, (write.tensor for write in block.writes)):
+            return refusal
         if not all(isinstance(axis.extent, int) for axis in block.axes):
             return group.refuse(
                 RefusalCode.REDUCTION, "a convolution of symbolic sizes", FIXED_SIZES

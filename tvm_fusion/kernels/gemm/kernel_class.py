@@ -28,6 +28,7 @@ from ..base import MULTIPLIES, Family, Fit, Needs
 from ..contraction.model import RUN_ROWS
 from ..forms import Writer
 from ..group.footprint import evaluations, refuse_recompute
+from ..group.gathers import refuse_gathers
 from ..group.traffic import memory_traffic
 from .columns import State, columns_behind, is_part, paired_elements, pairs_of
 from .computed import computes_left
@@ -230,6 +231,8 @@ class Gemm(Family):
             return refusal
         before = upstream_of(group, products)
         accumulated = frozenset(w.tensor for p in products for w in p.block.writes)
+        if hw.kind == "cuda" and (refusal := refuse_gathers(group, accumulated)):
+            return refusal
         operands = frozenset(a.tensor for p in products for a in (p.left, p.right))
         runs = evaluations(group, accumulated | operands if hw.kind == "cuda" else accumulated)
         if refusal := refuse_recompute(group, runs, policy):
