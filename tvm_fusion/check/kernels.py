@@ -38,7 +38,7 @@ from ..transform.apply.region_module import GroupModules, group_modules
 from ..transform.functions.functions import has_branches
 from ..transform.functions.unique_names import FreshNames
 from .allowance import Reference
-from .arrays.programs import device_in_torch, on_arrays
+from .arrays.programs import device_in_torch, let_go, on_arrays
 from .checked_sizes import LONG, drawn_inputs, points_of_run, symbols_of
 from .compiled import Checked
 from .reference import Run, build_references, runner
@@ -102,6 +102,8 @@ def kernels_checked(made: BuiltPlan) -> Checked | None:
             logger.warning("kernel %s: %s", name, found.why)
             return None
         errors[name] = found
+    seen.clear()
+    let_go(device_in_torch(made.planned.target.kind.name))
     each = {name: one.worst_error for name, one in errors.items()}
     return Checked(made, _of_all(errors), each, kernels=len(wanted))
 

@@ -1,11 +1,14 @@
 """References on whole arrays: the numbers of the compiled one, or none."""
 
+import sys
 from itertools import pairwise
 
 import ml_dtypes
 import numpy as np
 import pytest
+import torch
 import tvm
+from torch.utils._python_dispatch import TorchDispatchMode
 from tvm.relax import op
 
 from tests.support.graphs import module
@@ -148,8 +151,6 @@ def test_it_refuses_data_that_compiled_code_refuses(case, wrong, why):
 
 
 def test_without_torch_nothing_is_computed_this_way(monkeypatch):
-    import sys
-
     monkeypatch.delitem(sys.modules, "torch")
     assert not on_arrays(plain(extremes, ((3, 4), F32)), ["main"], None)
 
@@ -189,9 +190,34 @@ def test_no_more_is_drawn_than_a_result_takes():
     assert "bounds" not in vars(quick.on_arrays)
 
 
-def test_arrays_become_tensors_and_tensors_arrays():
-    import torch
+def test_modes_of_torch_look_at_nothing_of_it():
+    seen = []
 
+    class Looks(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    mod = plain(*CASES["attention"])
+    with Looks():
+        torch.ones(2)
+        assert judge_outputs(build_reference(mod)(values(mod)), Reference(mod, values(mod)))
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_torch_has_its_threads_back(threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        mod = plain(*CASES["attention"])
+        on_arrays(mod, ["main"], None)["main"](values(mod))
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_arrays_become_tensors_and_tensors_arrays():
     half = np.arange(6).reshape(2, 3).astype(ml_dtypes.bfloat16)[:, ::-1]
     tensor = like(half, torch.zeros(1))
     assert tensor.dtype == torch.bfloat16

@@ -159,8 +159,8 @@ class _Writer:
 
     def emit(self, name: str, inputs: Sequence[int], shape: Shape, *how: Any) -> int:
         """The register of an operation's result: an old one where that was computed before."""
-        if math.prod(shape) > MOST[self.device]:
-            raise NotOnArrays(f"a tensor of {math.prod(shape)} elements")
+        if name != "view":
+            self._limit(shape)
         key = (name, *inputs, *how)
         if key in self.known:
             return self.known[key]
@@ -175,6 +175,10 @@ class _Writer:
             self.operations += max(sums, math.prod(shape))
             self.steps.append(_Step(compute, tuple(inputs), self.known[key]))
         return self.known[key]
+
+    def _limit(self, shape: Shape, most: int = 0) -> None:
+        if math.prod(shape) > max(MOST[self.device], most):
+            raise NotOnArrays(f"a tensor of {math.prod(shape)} elements")
 
     def pointwise(self, name: str, *inputs: int) -> int:
         return self.emit(name, inputs, self.together(inputs))
@@ -446,6 +450,7 @@ class _Writer:
         )
         used = [any(form[1][axis] for form in forms) for axis in range(len(steps))]
         shape = tuple(e if u else 1 for e, u in zip(self.axes.extents, used, strict=True))
+        self._limit(shape, math.prod(extents))  # windows become copies in a product
         return self.emit("view", [buffer], shape, shape, steps, first)
 
     def _gathered(

@@ -42,6 +42,12 @@ def device_in_torch(kind: str) -> str | None:
     return "cuda" if kind == "cuda" and torch.cuda.is_available() else "cpu"
 
 
+def let_go(device: str | None) -> None:
+    """Gives memory that torch keeps on a GPU for what it will compute back to others."""
+    if device == "cuda":
+        sys.modules["torch"].cuda.empty_cache()
+
+
 def on_arrays(
     mod: tvm.IRModule, entries: Sequence[str], target: tvm.target.Target | None
 ) -> dict[str, Run]:
@@ -72,8 +78,9 @@ def on_arrays(
         return {}
     for entry in entries:
         try:
-            found[entry] = _Program(functions, entry)
-        except NotOnArrays as error:
+            with _undisturbed():
+                found[entry] = _Program(functions, entry)
+        except (NotOnArrays, RuntimeError) as error:  # of torch: no memory, or no such operation
             logger.debug("%s is not computed on arrays: it has %s", entry, error)
     return found
 
@@ -170,12 +177,11 @@ class _Program:
         self._tensors, self._calls = reader.tensors, _freeing(reader.calls, self._outputs)
 
     def __call__(self, inputs: Sequence[Any]) -> list[Any]:
-        torch = sys.modules["torch"]
         tensors = list(self._tensors)
-        with torch.no_grad(), self._threads():
-            for place, value in zip(self._params, inputs, strict=True):
-                self._give(tensors, place, value)
+        with _undisturbed(), self._threads():
             try:
+                for place, value in zip(self._params, inputs, strict=True):
+                    self._give(tensors, place, value)
                 for call, freed in self._calls:
                     found = call.compute([tensors[i] for i in call.inputs])
                     for i, tensor in zip(call.outputs, found, strict=True):
@@ -184,8 +190,8 @@ class _Program:
                         tensors[i] = None
             except RuntimeError as error:  # of torch: out of memory, mostly
                 raise NotOnArrays(str(error)) from error
-        found = [tensors[i] for i in self._outputs]
-        return found if self._device == "cuda" else [x.numpy() for x in found]
+            found = [tensors[i] for i in self._outputs]
+            return found if self._device == "cuda" else [x.numpy() for x in found]
 
     def _threads(self) -> AbstractContextManager[None]:
         return nullcontext() if self._device != "cpu" or self._is_long else _one_thread()
@@ -196,6 +202,16 @@ class _Program:
                 self._give(tensors, inner, item)
         else:
             tensors[place] = _widened(value, self._device)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """torch without gradients, and without modes that look at each operation: torch.compile has one
+    while it compiles, which takes five times as long as small operations do.
+    """
+    torch = sys.modules["torch"]
+    with torch.no_grad(), torch._C._DisableTorchDispatch():
+        yield
 
 
 @contextmanager
