@@ -122,3 +122,14 @@ def test_what_would_be_another_value_is_refused_by_name(function, said):
 
 def test_random_numbers_that_nobody_reads_are_no_obstacle():
     check(lambda x: (torch.rand(3), x + 1)[1], torch.ones(3))
+
+
+def test_what_stands_for_a_place_outside_of_a_window_may_be_infinite():
+    x = torch.arange(36.0).reshape(1, 1, 6, 6)
+    x[0, 0, 0, 0], x[0, 0, 5, 5] = torch.inf, -torch.inf
+    options = {"ceil_mode": True, "divisor_override": 5}
+
+    def function(x):
+        return F.avg_pool2d(x, 3, 2, **options), F.avg_pool2d(x, 3, 2, 1, **options)
+
+    check(function, x)

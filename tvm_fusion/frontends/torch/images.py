@@ -155,8 +155,11 @@ def _window_sums(importer: Importer, node: fx.Node, rank: int, divisor: float) -
     lead = list(x.ty.shape)[: x.ty.ndim - rank]
     flat = importer.emit(relax.op.reshape(x, [*lead, math.prod(space)]))
     values = taken(importer, flat, relax.const(places, "int64"), len(lead))
-    shares = relax.const(inside / divisor, str(x.ty.dtype))
-    sums = importer.emit(relax.op.sum(importer.emit(relax.op.multiply(values, shares)), -1))
+    share, nothing = (relax.const(number, str(x.ty.dtype)) for number in (1 / divisor, 0.0))
+    values = importer.emit(relax.op.multiply(values, share))
+    # what stands for a place outside may be infinite: it is left out, and not multiplied by 0
+    counted = importer.emit(relax.op.where(relax.const(inside), values, nothing))
+    sums = importer.emit(relax.op.sum(counted, -1))
     return importer.emit(relax.op.reshape(sums, [*lead, *map(int, like.shape[-rank:])]))
 
 
