@@ -108,6 +108,15 @@ def test_numbers_are_those_of_torch(function):
     check(lambda x: function(x), NAN)
 
 
+def test_nothing_of_what_is_no_number_is_none_in_kernels_too():
+    def function(x):
+        return torch.addcmul(x, x, x, value=0), (x - x) * x, (x - x) + x
+
+    module = tvm_fusion.compile(Function(function), "llvm", example_inputs=(NAN,), verify=False)
+    for found, expected in zip(module(NAN), function(NAN), strict=True):
+        torch.testing.assert_close(found, expected, equal_nan=True)
+
+
 @pytest.mark.parametrize(
     ("function", "said"),
     [

@@ -33,8 +33,19 @@ def scaled(importer: Importer, x: relax.Expr, factor: float) -> relax.Expr:
     if factor == 1:
         return x
     if factor == 0 and "float" in str(x.ty.dtype):
-        return importer.emit(relax.op.subtract(x, x))
+        return _nothing_of(importer, x)
     return importer.emit(relax.op.multiply(x, relax.const(factor, x.ty.dtype)))
+
+
+def _nothing_of(importer: Importer, x: relax.Expr) -> relax.Expr:
+    """0 where floats are finite, NaN elsewhere. TVM's simplifier takes x - x for 0, too, where
+    something is computed with it.
+    """
+    dtype = str(x.ty.dtype)
+    wide = importer.cast(x, "float32" if dtype == "bfloat16" else dtype)
+    finite = importer.emit(relax.op.isfinite(wide))
+    zero, nan = (relax.const(number, dtype) for number in (0.0, math.nan))
+    return importer.emit(relax.op.where(finite, zero, nan))
 
 
 def _arithmetic(op: Callable, neutral: int | None = None) -> Converter:
@@ -45,6 +56,9 @@ def _arithmetic(op: Callable, neutral: int | None = None) -> Converter:
         a, b = (importer.operand(arg, dtype) for arg in node.args[:2])
         if _changes_nothing(node, neutral):
             return a
+        alone = op is relax.op.subtract and "float" in dtype and "alpha" not in node.kwargs
+        if alone and node.args[0] is node.args[1]:
+            return _nothing_of(importer, a)
         if op is relax.op.multiply and isinstance(node.args[1], int | float):
             return scaled(importer, a, node.args[1])
         # add and sub compute a + alpha * b
