@@ -59,6 +59,14 @@ def rows(bb, x, w, r):
     return [bb.emit(op.mean(h, axis=[1, 2], keepdims=True))]
 
 
+def grouped_rows(bb, x, w, r):
+    """Sums of groups of 4 columns over the positions of a product's rows."""
+    h = wide(bb, bb.emit(op.add(bb.emit(op.matmul(x, w)), r)))
+    n, p, q, c = (int(extent) for extent in h.ty.shape)
+    groups = bb.emit(op.reshape(h, (n, p, q, c // 4, 4)))
+    return [bb.emit(op.sum(groups, axis=[1, 2, 4], keepdims=k)) for k in (True, False)]
+
+
 def conv_types(n, p, q, c, f):
     return [((n, p, q, c), HALF), ((f, 3, 3, c), HALF), ((f,), HALF)]
 
@@ -85,6 +93,7 @@ def planned(mod, hw=H200, rewrites=("partial_columns",)):
         (pooled, conv_types(2, 28, 28, 8, 16), [(2, 7, 7, 16)]),
         (moments, conv_types(2, 6, 8, 8, 32), [(2, 32, 3, 1), (2, 32, 3, 1), (2, 3, 1, 32)]),
         (rows, row_types(3, 7, 7, 16, 8), [(3, 4, 8)]),
+        (grouped_rows, row_types(3, 7, 7, 16, 8), [(3, 8, 4)] * 2),
     ],
 )
 def test_a_split_sum_gives_the_same_numbers(emit, types, expected):

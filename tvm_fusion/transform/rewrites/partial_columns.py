@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import tvm
 from tvm import relax, te, tirx
@@ -45,8 +45,8 @@ from .split_reductions import static_shape
 
 LEAST_ROWS = 2 * RUN_ROWS
 LEAST_SHARE = 0.02
-"""Of the elements of all products' results, those that are summed up: each is written and read once
-at least, and a rewrite has to save 1 % of a module's time to be kept (the mean at the end of
+"""Of the elements of all products' results, those that are summed up: each is written and read
+once at least, and a rewrite has to save 1 % of a module's time to be kept (the mean at the end of
 ResNet-50 is over 0.9 % of them; planning it with and without took 3.5 s, without alone 2.6)."""
 CONVOLUTIONS = ("relax.nn.conv1d", "relax.nn.conv2d", "relax.nn.conv3d")
 
@@ -108,14 +108,13 @@ class _Origin:
 @dataclass(frozen=True, slots=True)
 class _Split:
     """A sum as two: over blocks of `heights` of a tensor viewed as `view`, with dimensions in this
-    `order`, then over the `axes` of these, viewed as `blocks`.
+    `order`, then over all of these, viewed as `blocks`, along the axes of the whole.
     """
 
     view: tuple[int, ...]
     heights: tuple[int, ...]
     order: tuple[int, ...]
     blocks: tuple[int, ...]
-    axes: tuple[int, ...]
 
 
 def _product(call: Call) -> _Origin | None:
@@ -137,6 +136,11 @@ def _product(call: Call) -> _Origin | None:
     return _Origin(shape, (1, *map(int, attrs.strides)))
 
 
+def _has_matrix(matmul: Call) -> bool:
+    """Whether all rows are multiplied by the same matrix, as by weights."""
+    return len(static_shape(matmul.args[1]) or ()) == 2
+
+
 def _split(origin: _Origin, shape: tuple[int, ...], axes: Sequence[int]) -> _Split | None:
     """How a sum over some axes of a tensor of an origin's elements is taken apart."""
     columns = origin.shape[-1]
@@ -154,7 +158,11 @@ def _split(origin: _Origin, shape: tuple[int, ...], axes: Sequence[int]) -> _Spl
         return None
     before, count = math.prod(rows[: reduced[0]]), math.prod(rows[reduced[0] :])
     flat, own = (before, count, *tail), [1, *(axis - first + 2 for axis in axes if axis >= first)]
-    return _in_stages((before, count, columns), (1, RUN_ROWS, 1), flat, own, 2)
+    found = _in_stages((before, count, columns), (1, RUN_ROWS, 1), flat, own, 2)
+    if found is None:
+        return None
+    ones = [1] * (first - reduced[0] - 1)
+    return replace(found, blocks=(*rows[: reduced[0]], found.blocks[1], *ones, *found.blocks[2:]))
 
 
 def _in_stages(
@@ -170,17 +178,16 @@ def _in_stages(
     """
     counts = [-(-n // height) for n, height in zip(view, heights, strict=True)]
     kept = [axis for axis in range(first) if axis not in axes]
-    columns = [axis for axis in range(first, len(shape)) if axis not in axes]
-    if columns == list(range(first, len(shape))):
-        blocks = (*counts[:first], *shape[first:])
-        return _Split(view, heights, tuple(range(first + 1)), blocks, tuple(axes))
     rows = [axis for axis in range(first) if axis in axes]
-    groups = [shape[axis] for axis in columns]
-    if columns != list(range(first, first + len(columns))):
+    summed = [axis for axis in axes if axis >= first]
+    if not summed:
+        return _Split(view, heights, tuple(range(first + 1)), (*counts[:first], *shape[first:]))
+    if summed != list(range(summed[0], len(shape))):
         return None
-    size = math.prod(shape[first + len(columns) :]) * math.prod(counts[axis] for axis in rows)
-    blocks = (*(counts[axis] for axis in kept), *groups, size)
-    return _Split(view, heights, (*kept, first, *rows), blocks, (len(blocks) - 1,))
+    beside = math.prod(shape[summed[0] :]) * math.prod(counts[axis] for axis in rows)
+    blocks = [counts[axis] if axis in kept else 1 for axis in range(first)]
+    blocks += [*shape[first : summed[0]], beside, *[1] * (len(summed) - 1)]
+    return _Split(view, heights, (*kept, first, *rows), tuple(blocks))
 
 
 _Shift = tuple[Var, tuple[int, ...]]
@@ -194,7 +201,7 @@ class _Reader:
     ----------
     splits : the sums that are taken apart, by variable.
     summed : the products whose results they sum up.
-    results : elements of the results of all products.
+    results : elements of the results of all products with one matrix: scores are not stored.
     shifts : variables that hold a shift of halves of an origin; those of `dropped` can be left out.
     """
 
@@ -227,7 +234,7 @@ class _Reader:
                 self.splits[var] = split
                 self.summed.add(self.origins[value.args[0]])
         else:
-            if name in ("relax.matmul", *CONVOLUTIONS):
+            if name in CONVOLUTIONS or (name == "relax.matmul" and _has_matrix(value)):
                 self.results += math.prod(static_shape(value) or ())
             if name == "relax.subtract":
                 self._drop(*value.args)
@@ -311,9 +318,7 @@ class _Splitter(PyExprMutator):
             sums_of_runs(found.heights, found.order), tensor, primfunc_name_hint="sums_of_runs"
         )
         part = self._view(name, self.parts.bind(name, "part", sums), found.blocks)
-        last, shape = op.sum(part, list(found.axes)), static_shape(call)
-        if static_shape(self.builder_.normalize(last)) != shape:
-            last = op.reshape(self.parts.bind(name, "all", last), shape)
+        last = op.sum(part, list(call.attrs.axis), bool(call.attrs.keepdims))
         self.parts.finish(self.visit_var_def(binding.var), last)
 
     def _unshifted(self, value: Expr) -> Expr | None:
