@@ -64,6 +64,10 @@ GRID = torch.rand(2, 4, 5, 2, generator=torch.Generator().manual_seed(2)) * 2.2 
     [
         lambda x, g: F.interpolate(x, size=(10, 4)),
         lambda x, g: F.interpolate(x, scale_factor=2),
+        lambda x, g: F.interpolate(x, size=(14, 27), mode="nearest-exact"),
+        lambda x, g: F.interpolate(x[0], scale_factor=3),
+        lambda x, g: F.interpolate(x[0], scale_factor=2.05),
+        lambda x, g: F.interpolate(x[None], scale_factor=(2, 1, 3)),
         lambda x, g: F.interpolate(x, scale_factor=1.7),
         lambda x, g: F.interpolate(x, scale_factor=1.7, mode="bilinear"),
         lambda x, g: F.interpolate(x, size=(10, 4), mode="bilinear"),

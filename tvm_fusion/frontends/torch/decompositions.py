@@ -33,6 +33,7 @@ KEPT_WHOLE = (
     _aten.cross_entropy_loss.default,
     _aten.select_scatter.default,
     _aten.cosine_similarity.default,
+    *images.REPEATED,
 )
 
 

@@ -221,6 +221,17 @@ def _matrix(
     return resize(pixels, [new, 2], align_corners, scale, None)[0, :, :, 0].T
 
 
+def _enlarged(importer: Importer, node: fx.Node) -> relax.Expr:
+    """Whole times the size by the nearest element: `_repeated` lets no other sizes stay."""
+    x = importer.value_of(bound_arguments(node)["input"])
+    old, new = node.all_input_nodes[0].meta["val"].shape, node.meta["val"].shape
+    for axis in range(2, len(new)):
+        count = new[axis] // old[axis]
+        if count > 1:
+            x = importer.emit(relax.op.repeat(x, count, axis))
+    return x
+
+
 CONVERTERS: dict[str, Converter] = {
     "max_pool2d_with_indices.default": _max_pool_with_indices,
     "max_pool3d_with_indices.default": _max_pool_with_indices,
@@ -228,12 +239,26 @@ CONVERTERS: dict[str, Converter] = {
     "adaptive_max_pool3d.default": _adaptive_max_pool(3),
     "avg_pool2d.default": _avg_pool(2),
     "avg_pool3d.default": _avg_pool(3),
+    "upsample_nearest1d.vec": _enlarged,
+    "upsample_nearest3d.vec": _enlarged,
+    "_upsample_nearest_exact1d.vec": _enlarged,
+    "_upsample_nearest_exact2d.vec": _enlarged,
+    "_upsample_nearest_exact3d.vec": _enlarged,
     "_upsample_bilinear2d_aa.default": _by_matrices,
     "_upsample_bicubic2d_aa.default": _by_matrices,
 }
 
 
 # ---- Decompositions of PyTorch's, where TVM's operators compute something else.
+
+REPEATED = (
+    _aten.upsample_nearest1d.vec,
+    _aten.upsample_nearest3d.vec,
+    _aten._upsample_nearest_exact1d.vec,
+    _aten._upsample_nearest_exact2d.vec,
+    _aten._upsample_nearest_exact3d.vec,
+)
+"""Of whole multiples they repeat elements, for which PyTorch's decompositions have tables."""
 
 
 def _nearest(original: Any) -> Callable[..., Any]:
@@ -244,6 +269,25 @@ def _nearest(original: Any) -> Callable[..., Any]:
         old = x.shape[-rank:]
         new = output_size or [int(s * f) for s, f in zip(old, scale_factors, strict=True)]
         if all(b % a == 0 for a, b in zip(old, new, strict=True)):
+            return NotImplemented
+        return torch._decomp.decomposition_table[original](x, output_size, scale_factors)
+
+    return decompose
+
+
+def _repeated(original: Any) -> Callable[..., Any]:
+    """Sizes that are no multiples, are not known, or are not what factors make of the old ones."""
+
+    def decompose(x: torch.Tensor, output_size: Any, scale_factors: Any = None) -> Any:
+        old = x.shape[2:]
+        if output_size:
+            pairs = list(zip(old, output_size, strict=True))
+            whole = all(isinstance(n, int) for pair in pairs for n in pair)
+            whole = whole and all(b % a == 0 for a, b in pairs)
+        else:
+            whole = all(isinstance(n, int) for n in old)
+            whole = whole and all(f >= 1 and f == int(f) for f in scale_factors)
+        if whole:
             return NotImplemented
         return torch._decomp.decomposition_table[original](x, output_size, scale_factors)
 
@@ -328,6 +372,7 @@ def _padded(at: torch.Tensor, size: int, mode: int, align_corners: bool) -> torc
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     _aten.upsample_nearest2d.vec: _nearest(_aten.upsample_nearest2d.vec),
+    **{operator: _repeated(operator) for operator in REPEATED},
     _aten.upsample_bilinear2d.vec: _bilinear(_aten.upsample_bilinear2d.vec),
     _aten.grid_sampler_3d.default: _sampled_volume,
     _aten.grid_sampler_2d.default: torch._decomp.decomposition_table[_aten.grid_sampler_2d.default],
