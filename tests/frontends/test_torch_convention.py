@@ -3,6 +3,8 @@ stay between calls, weights that are loaded later, and results as the model retu
 """
 
 import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -77,7 +79,8 @@ def test_numbers_among_the_example_inputs_are_parts_of_the_model(tmp_path):
         assert_same(one(*inputs), scaled(*inputs))
         assert_same(one(x, bias), scaled(*inputs))
         assert one(*inputs)[0] is x
-        np.testing.assert_allclose(one.bind(*inputs)()[0].numpy(), scaled(*inputs)[1], rtol=1e-6)
+        bound = one.bind(*inputs)()[0].numpy()
+        np.testing.assert_allclose(bound, scaled(*inputs)[1], rtol=1e-6, atol=1e-6)
         for place, other in ((1, 3), (1, 4.5), (2, 0), (4, "sum"), (5, 1)):
             given = (*inputs[:place], other, *inputs[place + 1 :])
             with pytest.raises(InputError, match=f"input {place} is .*compile it for the other"):
@@ -243,3 +246,30 @@ def test_a_complex_input_of_real_results_is_taken_as_it_is():
     z = torch.randn(3, 4, dtype=torch.complex64)
     module = tvm_fusion.compile(Function(torch.abs), "llvm", example_inputs=(z,), verify=False)
     torch.testing.assert_close(module(z), z.abs())
+
+
+class Viewed(nn.Module):
+    """Layers that share a weight, and a buffer that is a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+        self.register_buffer("rows", self.first.weight.detach()[2:5].t())
+
+    def forward(self, x):
+        return self.second(self.first(x).relu()) @ self.rows
+
+
+def test_models_that_are_compiled_at_once_are_right_and_so_are_views_of_weights():
+    model, x = Viewed(), torch.randn(3, 8)
+    models = (model, model, nn.Sequential(nn.Linear(8, 9), nn.GELU()))
+    start = threading.Barrier(len(models))
+
+    def run(model):
+        start.wait(20)
+        return compiled(model, x)(x)
+
+    with ThreadPoolExecutor(len(models)) as pool:
+        for model, found in zip(models, pool.map(run, models), strict=True):
+            torch.testing.assert_close(found, model(x))
