@@ -142,7 +142,7 @@ def _contents(body: tirx.Stmt) -> Contents:
 
 def substitute(expr: Expr, lets: Mapping[Var, Expr]) -> Expr:
     """`expr` with the values of variables in their places."""
-    return tvm_ffi.structural_map(expr, [(Var, lambda v: lets.get(v, v))]) if lets else expr
+    return tvm_ffi.structural_map(expr, (Var, lambda v: lets.get(v, v))) if lets else expr
 
 
 # ---- what reductions compute

@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 
 import tvm
 import tvm_ffi
@@ -19,6 +20,7 @@ from ...ir.blocks import same, substitute  # noqa: F401
 
 HALF_DTYPES = ("float16", "bfloat16")
 FLOAT8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
+_NUMBERS = (tirx.IntImm, tirx.FloatImm)
 DIVISIONS = (tirx.Div, tirx.Mod, tirx.FloorDiv, tirx.FloorMod)
 
 
@@ -27,6 +29,7 @@ def dtype_of(expr: Expr) -> str:
     return str(expr.ty.dtype)
 
 
+@cache
 def bits_of(dtype: str) -> int:
     """Bits of one element in memory; a bool takes a byte."""
     return 8 if dtype == "bool" else int(re.search(r"\d+", dtype).group())
@@ -120,14 +123,17 @@ def variables(*exprs: Expr) -> list[Var]:
     """Free variables in order of first use, each once."""
     found: dict[Var, None] = {}
     for expr in exprs:
-        tvm_ffi.structural_walk(expr, [(Var, lambda var: found.setdefault(var))])
+        if type(expr) is Var:
+            found.setdefault(expr)
+        elif type(expr) not in _NUMBERS:
+            tvm_ffi.structural_walk(expr, (Var, found.setdefault))
     return list(found)
 
 
 def occurrences(expr: Expr) -> Counter[Var]:
     """How often each variable stands in `expr`."""
     found: list[Var] = []
-    tvm_ffi.structural_walk(expr, [(Var, found.append)])
+    tvm_ffi.structural_walk(expr, (Var, found.append))
     return Counter(found)
 
 
