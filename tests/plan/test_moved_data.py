@@ -99,6 +99,18 @@ def test_data_that_is_read_outside_is_written():
     assert len(launches(emit, "h200")) == 2
 
 
+def test_windows_that_lie_apart_read_what_was_written():
+    def emit(bb, x, w):
+        return conv(bb, twice(bb, x), w, padding=0, strides=2)
+
+    def beside(bb, x, w):
+        return conv(bb, padded(bb, x), w, strides=3)
+
+    for device, dtype in (("h200", HALF), ("llvm", "float32")):
+        assert len(launches(emit, device, dtype=dtype)) == 2
+        assert len(launches(beside, device, dtype=dtype)) == 2
+
+
 def test_filters_of_one_tap_read_enlarged_data():
     emit = lambda bb, x, w: conv(bb, twice(bb, x), w, padding=0)  # noqa: E731
     assert len(launches(emit, "llvm", weights=ONE_TAP, dtype="float32")) == 2

@@ -335,3 +335,27 @@ def random_convolution(seed: int) -> Conv:
 def plain(**changes) -> Conv:
     """A 3 x 3 convolution, and what is to be different."""
     return replace(Conv((9, 11), (3, 3), 8, 16, padding=(1,) * 4), **changes)
+
+
+def moved_convolution(seed: int) -> Conv:
+    """As `random_convolution`, of data that is enlarged or padded before, as the planner takes it
+    in (`convolution.blocks`): few elements of it.
+    """
+    conv, rng = random_convolution(seed), random.Random(1000 + seed)
+    if conv.transposed:
+        conv = replace(conv, transposed=False, output_padding=(), weight_layout="")
+    repeats = tuple(rng.choice((1, 2, 2, 3)) for _ in range(conv.rank))
+    zeros = tuple(rng.choice((0, 0, 1, 2)) for _ in range(2 * conv.rank))
+    kernel = tuple(max(2, k) for k in conv.kernel)
+    reach = [d * (k - 1) for d, k in zip(conv.dilation, kernel, strict=True)]
+    each = zip(repeats, conv.strides, reach, strict=True)
+    strides = tuple(1 if n > 1 else min(s, r) for n, s, r in each)
+    sizes = (-(-(r + rng.randint(1, 9)) // n) for r, n in zip(reach, repeats, strict=True))
+    return replace(
+        conv,
+        sizes=tuple(max(2, n) for n in sizes),
+        kernel=kernel,
+        strides=strides,
+        repeats=repeats,
+        zeros=zeros,
+    )

@@ -23,7 +23,7 @@ from tvm_fusion.kernels.cpu.contraction.panels import Panels, wanted_panels
 from tvm_fusion.kernels.cpu.machine import Machine, machine_of
 from tvm_fusion.kernels.cpu.write import finished
 
-from ...support.convolutions import Conv, plain, random_convolution
+from ...support.convolutions import Conv, moved_convolution, plain, random_convolution
 from ...support.helpers_tir import call, compile_cpu, poisoned
 from ...support.local_bounds import outside
 
@@ -54,6 +54,14 @@ def check(conv: Conv, kernel: tirx.PrimFunc | None = None) -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_a_random_convolution(seed):
     check(random_convolution(seed))
+
+
+@pytest.mark.one_in(20)
+@pytest.mark.parametrize("seed", range(60))
+def test_a_random_convolution_of_enlarged_and_padded_data(seed):
+    conv = moved_convolution(seed)
+    assert {w.repeats for w in read_convolution(conv.func()).windows} >= set(conv.repeats)
+    check(conv)
 
 
 # Of each form, and of each way to take them apart: blocks of channels, several tasks, a last vector

@@ -21,7 +21,7 @@ from tvm_fusion.kernels.gemm.mma.problem import Way, read_mma
 from tvm_fusion.kernels.gemm.simt.config import SimtConfig
 from tvm_fusion.kernels.gpu import product_frame
 
-from ...support.convolutions import Conv, plain, random_convolution
+from ...support.convolutions import Conv, moved_convolution, plain, random_convolution
 from ...support.cuda_on_cpu import compile_cubins, cuda_source, run_cuda_on_cpu
 from ...support.kernel_cases import fuse, numpy_dtype, outputs_of
 
@@ -74,6 +74,18 @@ def test_a_random_convolution(seed):
     else:
         found = SIMT.rank(read(conv), H200, POLICY)
         check(conv, SIMT.emit(read(conv), H200, found[seed // 3 % len(found)][1]))
+
+
+@pytest.mark.one_in(20)
+@pytest.mark.parametrize("seed", range(40))
+def test_a_random_convolution_of_enlarged_and_padded_data(seed):
+    on_tensor_cores = seed % 3 < 2
+    dtype = ("float16", "bfloat16", "float32")[seed % 3]
+    conv = replace(moved_convolution(seed), dtype=dtype)
+    if on_tensor_cores:
+        check(conv, MMA.emit(read(conv), H200, TILES[seed // 3 % 3]))
+    else:
+        check(conv, SIMT.emit(read(conv), H200, SIMT.rank(read(conv), H200, POLICY)[0][1]))
 
 
 LAST = plain(dtype="float16", data_layout="NHWC", weight_layout="OHWI", channels=16)

@@ -41,7 +41,7 @@ def moved_before(group: GroupView, anchor: Op, repeats: bool) -> frozenset[int]:
     if convolution is None or not _is_static(convolution):
         return frozenset()
     data, weights = data_and_weights(convolution)
-    windows = _windows(convolution, data, weights)
+    strides = _strides(convolution, data, weights)
     own = {id(block) for block in anchor.blocks}
     found = set()
     for tensor, block, read in _in_front(group, data.tensor):
@@ -50,7 +50,7 @@ def moved_before(group: GroupView, anchor: Op, repeats: bool) -> frozenset[int]:
             if divides:
                 break  # a transposed convolution: zeros between elements
             continue
-        if (divides and not repeats) or not _only_moves(group, block, read, windows):
+        if (divides and not repeats) or not _only_moves(group, block, read, strides):
             break
         found.add(tensor)
     return frozenset(found) - set(group.outputs)
@@ -78,13 +78,25 @@ def _is_static(block: Block) -> bool:
     return all(isinstance(axis.extent, int) for axis in block.axes)
 
 
-def _windows(block: Block, data: Access, weights: Access) -> frozenset[int]:
-    """The dimensions of the data along which a filter slides."""
+def _strides(block: Block, data: Access, weights: Access) -> dict[int, int]:
+    """The dimensions of the data along which a filter of several taps slides, its windows over each
+    other, and how far. (Where they are apart, ``(2 i + r) // 2`` is ``i``, whatever the tap, and
+    ``2 i + r >= 2`` is ``i >= 1``: no reader finds a window there.)
+    """
     slides, reduced = set(block.spatial) - weights.axes, set(block.reduced)
-    return frozenset(d for d, i in enumerate(data.index) if i.axes & slides and i.axes & reduced)
+    found = {}
+    for dim, index in enumerate(data.index):
+        axes, taps = index.axes & slides, index.axes & reduced
+        if not isinstance(index, Affine) or len(axes) != 1 or len(taps) != 1:
+            continue
+        (axis,), (tap,) = axes, taps
+        stride, dilation = (index.coefficients[i] for i in (axis, tap))
+        if 0 < stride <= dilation * (int(block.axes[tap].extent) - 1):
+            found[dim] = stride
+    return found
 
 
-def _only_moves(group: GroupView, block: Block, read: Access, windows: frozenset[int]) -> bool:
+def _only_moves(group: GroupView, block: Block, read: Access, strides: dict[int, int]) -> bool:
     """Whether a block moves elements along windows only, each dimension by itself."""
     source, target = (group.graph.tensors[a.tensor].shape for a in (read, block.writes[0]))
     if not block.moves or not len(source) == len(target) == len(block.axes):
@@ -93,13 +105,16 @@ def _only_moves(group: GroupView, block: Block, read: Access, windows: frozenset
         return False
     pairs = zip(read.index, block.writes[0].index, strict=True)
     return all(
-        (index == at and source[dim] == target[dim]) or (dim in windows and _slides(index, at))
+        (index == at and source[dim] == target[dim])
+        or (source[dim] != 1 and _slides(index, at, strides.get(dim)))
         for dim, (index, at) in enumerate(pairs)
     )
 
 
-def _slides(index: Index, at: Index) -> bool:
-    """Whether an index is an axis and a constant, or that axis over a number."""
+def _slides(index: Index, at: Index, stride: int | None) -> bool:
+    """Whether an index is an axis and a constant, or that axis over a number, where windows slide
+    (element by element).
+    """
     if isinstance(index, Irregular):
-        return index.repeats > 1 and index.axes == at.axes
-    return isinstance(at, Affine) and index.coefficients == at.coefficients
+        return stride == 1 and index.repeats > 1 and index.axes == at.axes
+    return stride is not None and isinstance(at, Affine) and index.coefficients == at.coefficients
