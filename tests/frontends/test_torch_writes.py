@@ -1,19 +1,27 @@
 """Values written at indices, into copies and into the inputs of a model."""
 
 import logging
+import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+import tvm
+import tvm_ffi
 
 import tvm_fusion
 from tests.support.frontend_tools import Function, assert_close, check, operators
 from tests.support.models import run_unfused
+from tvm_fusion.config import load_profile
 from tvm_fusion.errors import FrontendError
 from tvm_fusion.frontends import load
+from tvm_fusion.frontends.torch.written.distinct import are_distinct
 from tvm_fusion.fuzz.torch_program import Input, Program, Statement
 from tvm_fusion.fuzz.verdict import RIGHT
 from tvm_fusion.ir.graph import OpKind, build_graph
+from tvm_fusion.runtime.build.lowering import ScheduleLeftovers
+from tvm_fusion.runtime.build.plain_schedule import PLAIN_ATTR
+from tvm_fusion.transform.lower.ordered_writes import DISTINCT_ATTR
 from tvm_fusion.transform.pipeline import lower
 
 from ..support.emulated_programs import emulated
@@ -55,6 +63,69 @@ def assigned(x, places, values):
 )
 def test_values_are_written_where_pytorch_writes_them(function, values, index):
     check(function, torch.randn(X), torch.randn(values), index)
+
+
+COUNTED = [
+    (True, lambda x, v, s: x.index_copy(1, torch.arange(3) + s, v)),
+    (True, lambda x, v, s: x.index_copy(1, s - torch.arange(3), v)),
+    (True, lambda x, v, s: x.index_copy(1, (torch.arange(3) + s)[None].int().view(-1), v)),
+    (False, lambda x, v, s: x.index_copy(1, torch.arange(0, 6, 2) + s, v)),
+    (False, lambda x, v, s: x.index_copy(1, torch.arange(3) * s, v)),
+    (False, lambda x, v, s: x.index_copy(1, torch.arange(3) + s.expand(3), v)),
+]
+
+
+@pytest.mark.parametrize(("distinct", "function"), COUNTED)
+def test_places_that_are_counted_do_not_meet(distinct, function):
+    inputs = (torch.randn(X), torch.randn(4, 3, 6), torch.tensor([2]))
+    program = torch.export.export(Function(function), inputs)
+    write = next(f for g, f in load(program).functions_items() if "write" in g.name_hint)
+    assert bool(write.attrs.get(DISTINCT_ATTR)) == distinct
+
+
+def test_places_of_two_indices_meet_where_neither_tells_them_apart():
+    def grid(x, v, s):
+        return x.index_put(((torch.arange(2) + s)[:, None], torch.arange(3)[None]), v)
+
+    def line(x, v, s):
+        return x.index_put(((torch.arange(2) + s)[:, None], s[None].expand(1, 3)), v)
+
+    for function, distinct in ((grid, True), (line, False)):
+        inputs = (torch.randn(X), torch.randn(2, 3, 6), torch.tensor([1]))
+        program = torch.export.export(Function(function), inputs)
+        write = next(f for g, f in load(program).functions_items() if "write" in g.name_hint)
+        assert bool(write.attrs.get(DISTINCT_ATTR)) == distinct
+
+
+def test_more_places_than_an_axis_has_meet():
+    index = torch.fx.Graph().call_function(torch.ops.aten.arange.default, (7,))
+    index.meta["val"] = torch.arange(7)
+    assert are_distinct([index], [7])
+    assert not are_distinct([index], [6])  # -1 may be among them, and 5
+
+
+def test_counted_places_are_written_side_by_side_on_a_gpu():
+    line = "{out} = torch.index_copy({0}, 1, torch.arange(33) + {1}, {2})"
+    program = Program(
+        (
+            Input("x0", "torch.randn((4, 70, 6))"),
+            Input("x1", "torch.randint(0, 37, (1,))"),
+            Input("x2", "torch.randn((4, 33, 6))"),
+        ),
+        (Statement("v0", line, NAMES),),
+        ("v0",),
+    )
+    assert emulated(program, "nvidia_h100").verdict.kind == RIGHT
+    exported = torch.export.export(program.module(), program.arguments())
+    write = next(f for g, f in load(exported).functions_items() if "write" in g.name_hint)
+    scheduled = ScheduleLeftovers(load_profile("nvidia_h100").to_target())(
+        tvm.IRModule({"write": write})
+    )["write"]
+    assert PLAIN_ATTR not in scheduled.attrs
+    threads = []
+    tvm_ffi.structural_walk(scheduled.body, [(tvm.tirx.For, lambda f: threads.append(f))])
+    bound = [int(f.extent) for f in threads if f.thread_binding is not None]
+    assert math.prod(bound) >= 4 * 33 * 6
 
 
 DTYPES = ("bool", "uint8", "int32", "int64", "float16", "bfloat16", "float32", "float64")

@@ -7,7 +7,7 @@ from tvm.relax import op
 from tvm.script import tirx as T
 
 from tests.support.graphs import module
-from tvm_fusion.frontends.torch.writes import Write, write_function
+from tvm_fusion.frontends.torch.written.writes import Write, write_function
 from tvm_fusion.ir.access import Affine, AxisKind, Irregular, Pipe, Reduction
 from tvm_fusion.ir.extents import assumed, product_key
 from tvm_fusion.ir.reader import read_prim_func

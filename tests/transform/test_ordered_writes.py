@@ -81,7 +81,7 @@ def test_what_cannot_meet_stays_parallel(func):
     ids=["added", "rows apart", "gathered", "bound"],
 )
 def test_loops_that_meet_are_those_whose_variable_is_loaded_with_only(func, names):
-    assert {var.name for var in meeting_loops(func.body)} == names
+    assert {var.name for var in meeting_loops(func)} == names
 
 
 def put(accumulate, dtype="float32"):

@@ -16,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree as pytree
 
 from tvm_fusion.frontends.torch.graphs import is_size, lone_symbols
-from tvm_fusion.frontends.torch.writes import chain_of_writes
+from tvm_fusion.frontends.torch.written.writes import chain_of_writes
 from tvm_fusion.torch_backend.layouts import inverse, memory_order
 
 _permute = torch.ops.aten.permute.default

@@ -36,7 +36,7 @@ from tvm_fusion.frontends.torch.graphs import is_size
 from tvm_fusion.frontends.torch.importer import Importer, refuse_random
 from tvm_fusion.frontends.torch.model import CONVERTERS
 from tvm_fusion.frontends.torch.refusals import NO_CONVERTER, Refused
-from tvm_fusion.frontends.torch.writes import chain_of_writes
+from tvm_fusion.frontends.torch.written.writes import chain_of_writes
 from tvm_fusion.torch_backend.layouts import memory_order
 
 _aten = torch.ops.aten

@@ -14,10 +14,10 @@ from .complex import complex_numbers, fourier
 from .complex.complex_matrices import MATRICES
 from .complex.complex_numbers import first_of, of_real
 from .composites import COMPOSITES, chunked_losses
-from .scatters import SCATTERS
-from .segments import SEGMENTS
 from .solvers import SOLVERS
 from .special.one_variable import SPECIAL
+from .written.scatters import SCATTERS
+from .written.segments import SEGMENTS
 
 _aten = torch.ops.aten
 

@@ -45,7 +45,6 @@ from . import (
     orders,
     products,
     slices,
-    writes,
 )
 from .assertions import drop_assertions
 from .complex.pairs import as_pairs, has_complex
@@ -64,7 +63,8 @@ from .refusals import OperatorsRefused, origin_of, stopped_export
 from .slices import merge_equal_splits
 from .special import two_variables
 from .value_checks import READS_VALUES, no_values_read
-from .writes import (
+from .written import writes
+from .written.writes import (
     refuse_other_sizes,
     refuse_writes_into_constants,
     refuse_writes_into_repeats,

@@ -157,7 +157,7 @@ class ScheduleLeftovers:
 
     def _schedule(self, name: str, func: tirx.PrimFunc) -> tirx.PrimFunc:
         rules = _default_rules() if self.rules is None else self.rules
-        ordered = calls_host(func.body) or meeting_loops(func.body)
+        ordered = calls_host(func.body) or meeting_loops(func)
         for rule in () if ordered else rules:
             try:
                 with self.target, quick_stacks(entry):  # a rule may import all tensor intrinsics

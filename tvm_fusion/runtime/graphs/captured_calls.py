@@ -360,9 +360,12 @@ def _view(base: tvm.runtime.Tensor, output: Output) -> tvm.runtime.Tensor:
 def _torch_view(base: Any, output: Output) -> Any:
     import torch
 
-    flat = base.detach().view(-1).view(torch.uint8)
+    dtype, base = getattr(torch, output.dtype), base.detach()
+    if base.dtype is dtype and base.shape == output.shape and not output.offset:
+        return base
+    flat = base.view(-1).view(torch.uint8)
     part = flat[output.offset : output.offset + output.region.size_bytes]
-    return part.view(getattr(torch, output.dtype)).view(output.shape)
+    return part.view(dtype).view(output.shape)
 
 
 def _form(value: Any, numbers: Any) -> Any:

@@ -6,7 +6,8 @@
 
 Two iterations of such a loop may meet: its variable decides where they write through what it loads
 only. topi's `index_put` has such loops on a CPU, where additions are lost (and of what is written
-the one that counts is the one that came last).
+the one that counts is the one that came last). A function that says by `DISTINCT_ATTR` that no two
+of its stores go to one place is left alone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import tvm
 import tvm_ffi
 from tvm import s_tir, tirx
 from tvm.ir import Expr, TensorLoad, Var
+
+DISTINCT_ATTR = "tvm_fusion.distinct_places"
 
 
 @tvm.transform.module_pass(opt_level=0, name="tvm_fusion.OrderedWrites")
@@ -31,7 +34,7 @@ class OrderedWrites:
 
 
 def _ordered(func: tirx.PrimFunc) -> tirx.PrimFunc:
-    meeting = meeting_loops(func.body)
+    meeting = meeting_loops(func)
     if not meeting:
         return func
 
@@ -47,8 +50,10 @@ def serial(loop: tirx.For) -> tirx.For:
     return tirx.For(loop.loop_var, loop.min, loop.extent, tirx.ForKind.SERIAL, loop.body)
 
 
-def meeting_loops(body: tirx.Stmt) -> set[Var]:
+def meeting_loops(func: tirx.PrimFunc) -> set[Var]:
     """The variables of loops whose iterations meet where the same place is loaded twice."""
+    if (func.attrs or {}).get(DISTINCT_ATTR):
+        return set()
     meaning: dict[Var, Expr] = {}
     stores: list[tirx.BufferStore] = []
     loops: set[Var] = set()
@@ -63,7 +68,7 @@ def meeting_loops(body: tirx.Stmt) -> set[Var]:
         (tirx.For, lambda node: loops.add(node.loop_var)),
         (tirx.BufferStore, stores.append),
     ]
-    tvm_ffi.structural_walk(body, callbacks, order="pre")
+    tvm_ffi.structural_walk(func.body, callbacks, order="pre")
     return loops & _by_data(stores, meaning)
 
 

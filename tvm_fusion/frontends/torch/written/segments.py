@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .composites import wide
+from ..composites import wide
 
 _aten = torch.ops.aten
 Tensor = torch.Tensor

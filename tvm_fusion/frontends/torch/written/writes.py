@@ -33,9 +33,11 @@ from tvm.tirx.script.builder import ir as B
 
 from tvm_fusion.errors import FrontendError
 
-from .importer import Importer, bound_arguments
-from .operators import Converter
-from .refusals import place_of
+from ....transform.lower.ordered_writes import DISTINCT_ATTR
+from ..importer import Importer, bound_arguments
+from ..operators import Converter
+from ..refusals import place_of
+from .distinct import are_distinct
 
 _log = logging.getLogger(__name__)
 _aten = torch.ops.aten
@@ -192,6 +194,7 @@ class Write:
     indices : shape and dtype of the index of each axis, None where the whole axis is written.
     values : shape of the values, which broadcast.
     adds : whether the values are added to what is there.
+    distinct : whether no two values are written to one element.
     """
 
     shape: tuple[int, ...]
@@ -199,6 +202,7 @@ class Write:
     indices: tuple[tuple[tuple[int, ...], str] | None, ...]
     values: tuple[int, ...]
     adds: bool = False
+    distinct: bool = False
 
     def written(self, old: Expr, value: Expr) -> Expr:
         """What stands where a value was written."""
@@ -257,7 +261,7 @@ def write_function(write: Write, in_place: bool) -> tirx.PrimFunc:
         indices = [T.arg(f"index{axis}", _buffer(*write.indices[axis])) for axis in write.indexed]
         values = T.arg("values", _buffer(write.values, write.dtype))
         y = x if in_place else T.arg("y", _buffer(write.shape, write.dtype))
-        T.func_attr({"tirx.noalias": True})
+        T.func_attr({"tirx.noalias": True, **({DISTINCT_ATTR: True} if write.distinct else {})})
         if not in_place:
             with T.grid(*_long(write.shape)) as loops, T.sblock("copy"):
                 at = _axes(write.shape, loops)
@@ -324,6 +328,7 @@ def _index_put(importer: Importer, node: fx.Node) -> relax.Expr:
         tuple(None if i is None else (_extents(i), str(i.ty.dtype)) for i in given),
         _extents(values),
         args["accumulate"],
+        are_distinct(*_indexed(args["indices"], _extents(x))),
     )
     operands = [x, *(i for i in given if i is not None), values]
     builder = importer.block_builder
@@ -336,6 +341,12 @@ def _index_put(importer: Importer, node: fx.Node) -> relax.Expr:
         )
     function = builder.add_func(write_function(write, in_place=False), "write")
     return importer.emit(relax.op.call_tir(function, operands, x.ty))
+
+
+def _indexed(indices: Sequence[Any], extents: Sequence[int]) -> tuple[list[Any], list[int]]:
+    """The indices that there are, and the extents of their axes."""
+    pairs = [(i, n) for i, n in zip(indices, extents, strict=False) if i is not None]
+    return [i for i, _ in pairs], [n for _, n in pairs]
 
 
 def _is_right_in_tvm(args: dict) -> bool:

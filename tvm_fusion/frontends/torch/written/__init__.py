@@ -1,0 +1,1 @@
+"""Operators that write at places which are data: writes, scatters, segments."""
