@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn as nn
 
+import tvm_fusion
 from tests.support.convolutional_blocks import BLOCKS
 from tests.transform.test_assign_layouts import moving, run
 from tvm_fusion.compilation import compiler
@@ -112,3 +113,10 @@ def test_the_backend_keeps_formats_where_convolutions_have_channels_last(takes, 
             assert found.stride() == expected.stride()
             taken = made[-1].signature.inputs[0].shape
             assert (taken == (2, 8, 8, 4)) == (takes and not x.is_contiguous())
+
+
+def test_weights_of_bfloat16_may_lie_in_channels_last():
+    model = torch.nn.Conv2d(8, 4, 3).bfloat16().to(memory_format=torch.channels_last)
+    x = torch.randn(1, 8, 6, 5).bfloat16().to(memory_format=torch.channels_last)
+    compiled = tvm_fusion.compile(model, "llvm", example_inputs=(x,))
+    torch.testing.assert_close(compiled(x), model(x).detach(), atol=1e-2, rtol=1e-2)

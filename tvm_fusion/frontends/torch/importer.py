@@ -114,7 +114,9 @@ class Importer(ExportedProgramImporter):
     def _convert_pytorch_tensor_to_tvm(tensor: torch.Tensor) -> tvm.runtime.Tensor:
         """A tensor as one of TVM; a weight on a device stays there, and gets a stand-in."""
         if not is_weight_elsewhere(tensor):
-            return ExportedProgramImporter._convert_pytorch_tensor_to_tvm(tensor)
+            # What has strides goes through NumPy there, which has no bfloat16.
+            dense = tensor.contiguous() if tensor.layout is torch.strided else tensor
+            return ExportedProgramImporter._convert_pytorch_tensor_to_tvm(dense)
         name = f"weight at {tensor.data_ptr():x}"
         dtype = Importer._convert_data_type(tensor.dtype)
         return Weight(name, tuple(tensor.shape), dtype, tensor).constant().value
