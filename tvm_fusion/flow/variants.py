@@ -107,6 +107,16 @@ class _Variant:
             self._changed_us(on) > on.least_gain_us
         )
 
+    def needed_us(self, on: _Variant) -> float:
+        """What the rewrites beyond those of another variant have to save on top of it."""
+        least_us = max(REWRITES[name].least_us for name in self.rewrites[len(on.rewrites) :])
+        if not least_us:
+            return on.least_gain_us
+        names = _changed(on.opened["main"], self.opened["main"])
+        pairs = zip(on.counts, on.plan.groups, strict=True)
+        launches = sum(count for count, group in pairs if not names.isdisjoint(group.ops))
+        return max(on.least_gain_us, least_us * max(launches, 1))
+
     def _changed_us(self, on: _Variant) -> float:
         """What the launches of another variant take whose operators are others in this one."""
         names = _changed(on.opened["main"], self.opened["main"])
@@ -184,7 +194,7 @@ def _best(best: _Variant) -> _Variant | None:
             passed_over = tried[0]
             continue
         found = min(hopeful, key=lambda variant: variant.us)
-        gain_us, needed_us = best.us - found.us, best.least_gain_us
+        gain_us, needed_us = best.us - found.us, found.needed_us(best)
         if best.few is not None and abs(gain_us - needed_us) < CLOSE * needed_us:
             return None
         gains = gain_us > needed_us

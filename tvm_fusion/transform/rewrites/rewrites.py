@@ -33,6 +33,8 @@ class Rewrite:
     kinds : of devices that it is tried for.
     ours : whether it is this package's own.
     local : whether nothing gets faster but the launches of what it changes.
+    least_us : what it has to save for each launch that it changes: predictions of less are as often
+        wrong as right.
     """
 
     make: Callable[[HardwareProfile], tvm.transform.Pass]
@@ -40,6 +42,7 @@ class Rewrite:
     kinds: tuple[str, ...] = ("cuda",)
     ours: bool = True
     local: bool = False
+    least_us: float = 0.0
 
 
 def may_round(policy: Policy) -> bool:
@@ -51,7 +54,9 @@ def may_round(policy: Policy) -> bool:
 REWRITES: dict[str, Rewrite] = {
     "fold_factors": Rewrite(lambda _hw: FoldFactors(), may_round, ("cuda", "llvm")),
     "partial_rows": Rewrite(PartialRows, may_round),
-    "partial_columns": Rewrite(PartialColumns, may_round),
+    # Kernels on an H200 (tests/results/column_sums_h200.json): where gains of 0.3 to 1.0 us were
+    # predicted, they took 0.3 to 3.4 us longer; of four greater ones three were there.
+    "partial_columns": Rewrite(PartialColumns, may_round, least_us=1.5),
     "row_slices": Rewrite(lambda _hw: RowSlices()),
     "pad_depth": Rewrite(PadDepth),
     # After those that look at constants: these hide them.
